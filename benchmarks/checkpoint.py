@@ -93,7 +93,7 @@ def peak_memory() -> Iterator[list[int]]:
 def make_state(layout: zero.Layout, axis: zero.Axis) -> Any:
     generator = np.random.default_rng(0)
 
-    def one(leaf: zero.LeafLayout, to: jax.ShapeDtypeStruct) -> jax.Array:
+    def one(leaf: zero.groups.LeafLayout, to: jax.ShapeDtypeStruct) -> jax.Array:
         whole = generator.standard_normal(leaf.padded_shape, np.float32)
         return jax.make_array_from_callback(whole.shape, to.sharding, lambda index: whole[index])
 

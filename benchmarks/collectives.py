@@ -62,7 +62,7 @@ def adam(leaves: int) -> tuple[float, float, float, float]:
 def muon(leaves: int) -> tuple[float, float, float, float]:
     rng = np.random.default_rng(0)
     params = {f"{i:02}": rng.normal(size=(384, 384)).astype(np.float32) for i in range(leaves)}
-    return compare(params, optax.contrib.muon(1e-3), zero.muon(1e-3))
+    return compare(params, optax.contrib.muon(1e-3), zero.across_shards(optax.contrib.muon(1e-3)))
 
 
 def compare(
@@ -74,7 +74,7 @@ def compare(
 
     def step(tx: Any, mean: bool, params: Any, state: Any, key: jax.Array) -> Any:
         grads = jax.tree.map(lambda p: p * key, params)
-        grads = lax.pmean(grads, "batch") if mean else grads
+        grads = lax.pmean(grads, "batch") if mean else zero.local(grads)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 

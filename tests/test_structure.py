@@ -17,10 +17,11 @@ from tests.helpers.rooms import REPOSITORY, ROOMS, SOURCES, imports, room
 pytestmark = pytest.mark.quick
 
 LIBRARY = {"zero.partition", "zero.models", "zero.training", "zero.virtual_devices", "zero.model_parallel", "zero"}
+LIBRARY |= {"zero.groups", "zero.quantised", "zero.old_names"}
 ARRAYS = {"jax", "flax", "optax", "numpy"}
 # What a file of LIBRARY may take from the standard library: nothing that touches files, networks or processes.
 PURE = {"__future__", "abc", "collections", "contextlib", "dataclasses", "enum", "functools", "inspect", "itertools"}
-PURE |= {"math", "operator", "types", "typing"}
+PURE |= {"math", "operator", "sys", "types", "typing", "warnings"}
 SETS_ENVIRONMENT = {"zero.virtual_devices"}  # which XLA reads once, when jax starts its devices
 WITHOUT_JAX = {"zero.errors", "zero.child_process", "zero.files", "zero.corpus"}
 UNRELATED = [("zero.partition", "zero.models"), ("zero.run", "zero.plan")]  # neither imports the other

@@ -10,9 +10,11 @@
 
     @partial(jax.pmap, axis_name="batch", donate_argnums=(0, 1))
     def train_step(params, opt_state, batch):
-        grads = jax.grad(loss_fn)(params, batch)         # local gradients: no pmean
+        grads = zero.local(jax.grad(loss_fn)(params, batch))     # in place of lax.pmean(grads, "batch")
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
+
+On the host `zero.to_devices(state)` and `zero.to_host(state)` stand where a program has `replicate` and `unreplicate`.
 
 It is built on two operations, `gather` and `scatter_mean`, on a `Layout`: which leaf is split along which dimension.
 The stages of ZeRO are placements of these two:
@@ -28,79 +30,56 @@ collectives in loops as `jax.pmap(zero.in_order(train_step), ...)`, because XLA'
 Nothing here reads a configuration or a file. `print(layout)` and `print(zero.memory(...))` show shards and bytes.
 """
 
+from typing import Any
+
+from zero import groups as groups
+from zero import quantised as quantised
+from zero.old_names import old_name
 from zero.partition.checksums import check_replicated, checksums
 from zero.partition.collectives.axis import Axis
-from zero.partition.collectives.expert_group import ExpertGroup
 from zero.partition.collectives.ordering import in_order
-from zero.partition.collectives.tensor_group import TensorGroup
 from zero.partition.global_arrays import from_global, global_shapes, to_global
-from zero.partition.layout import Layout, LeafLayout, Split, derive_layout, make_layout
+from zero.partition.layout import Layout as Layout
+from zero.partition.layout import derive_layout, make_layout
+from zero.partition.local_gradients import local
 from zero.partition.memory import memory
-from zero.partition.quantised_optimizers import quantised_adamw, quantised_lion, round_stochastically
 from zero.partition.rewrite.entry_points import across_shards
 from zero.partition.rewrite.interpreter import NotElementwiseError
-from zero.partition.sharded_optimizer import (
-    adafactor,
-    clip_by_global_norm,
-    global_norm,
-    lamb,
-    lars,
-    muon,
-    on_shards,
-    shard_optimizer,
-)
+from zero.partition.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
+from zero.partition.sharded_optimizer import global_norm, on_shards, shard_optimizer
+from zero.partition.sharded_state import ShardedState as ShardedState
 from zero.partition.stages import fully_shard, gather, scatter_mean, scatter_sum, shard
-from zero.partition.whole_state import (
-    ShardedOptimizer,
-    ShardedState,
-    from_host,
-    shard_state,
-    specs,
-    to_host,
-    whole_state,
-)
+from zero.partition.train_state import specs, to_devices, to_host
 from zero.virtual_devices import use_cpu_devices
 
 __all__ = [
     "Axis",
-    "ExpertGroup",
-    "Layout",
-    "LeafLayout",
     "NotElementwiseError",
-    "ShardedOptimizer",
-    "ShardedState",
-    "Split",
-    "TensorGroup",
     "across_shards",
-    "adafactor",
     "check_replicated",
     "checksums",
-    "clip_by_global_norm",
     "derive_layout",
     "from_global",
-    "from_host",
     "fully_shard",
     "gather",
     "global_norm",
     "global_shapes",
     "in_order",
-    "lamb",
-    "lars",
+    "local",
     "make_layout",
     "memory",
-    "muon",
     "on_shards",
-    "quantised_adamw",
-    "quantised_lion",
-    "round_stochastically",
     "scatter_mean",
     "scatter_sum",
     "shard",
     "shard_optimizer",
-    "shard_state",
     "specs",
+    "to_devices",
     "to_global",
     "to_host",
     "use_cpu_devices",
-    "whole_state",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    return old_name(name)

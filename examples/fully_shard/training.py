@@ -25,7 +25,7 @@ def restore(path, layouts):
     treedef = jax.tree.structure([layout.shapes() for layout in layouts])
     with np.load(path) as arrays:
         whole = treedef.unflatten([arrays[f"arr_{i}"] for i in range(treedef.num_leaves)])
-    return [zero.from_host(tree, layout, "batch") for tree, layout in zip(whole, layouts, strict=True)]
+    return [zero.to_devices(tree, layout, "batch") for tree, layout in zip(whole, layouts, strict=True)]
 
 
 def train(params, layers, stage, steps=5, checkpoint=None, resume=False):

@@ -106,7 +106,7 @@ def params(size: GPTConfig, seed: int = 0) -> Any:
     rng = np.random.default_rng(seed)
     spread = {"kernel": 0.5, "scale": 1.0, "bias": 0.1, "table": 0.1, "relative_bias": 1.0, "logits": 1.0}
 
-    def one(leaf: zero.LeafLayout) -> np.ndarray:
+    def one(leaf: zero.groups.LeafLayout) -> np.ndarray:
         return rng.normal(0, spread[leaf.path[-1]], leaf.shape).astype(leaf.dtype)
 
     return model_of(size).layout.map(one)
@@ -121,7 +121,7 @@ def save(
     """
     model = model_of(size)
 
-    def one(leaf: zero.LeafLayout, target: jax.ShapeDtypeStruct, x: np.ndarray) -> jax.Array:
+    def one(leaf: zero.groups.LeafLayout, target: jax.ShapeDtypeStruct, x: np.ndarray) -> jax.Array:
         pads = [(0, p - n) for n, p in zip(leaf.shape, leaf.padded_shape, strict=True)]
         padded = np.pad(x, pads) if pads else x
         return jax.device_put(padded, target.sharding)

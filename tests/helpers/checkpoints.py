@@ -39,7 +39,7 @@ def make_state(layout: zero.Layout, axis: zero.Axis, seed: int = 0) -> Any:
     """Random whole arrays, padded with zeros and laid out as `zero.to_global` does."""
     rng = np.random.default_rng(seed)
 
-    def one(leaf: zero.LeafLayout, target: jax.ShapeDtypeStruct) -> jax.Array:
+    def one(leaf: zero.groups.LeafLayout, target: jax.ShapeDtypeStruct) -> jax.Array:
         padded = np.zeros(leaf.padded_shape, leaf.dtype)
         padded[tuple(slice(size) for size in leaf.shape)] = rng.normal(size=leaf.shape, scale=1e3).astype(leaf.dtype)
         return jax.device_put(padded, target.sharding)

@@ -19,7 +19,11 @@ ROOMS = [
     "zero.model_parallel",
     "zero.partition",
     "zero.models",
+    "zero.groups",
+    "zero.quantised",
+    "zero.old_names",
     "zero",  # its __init__.py, the public names
+    "zero.check",
     "zero.training",
     "zero.hosts",
     "zero.config",

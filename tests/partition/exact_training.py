@@ -39,14 +39,20 @@ def replicate(tree: Any) -> Any:
     return jax.tree.map(lambda x: np.stack([x] * 8), tree)
 
 
-def train(tx: optax.GradientTransformationExtraArgs, params: Any, steps: int = 3, **extra: Any) -> tuple[Any, Any]:
+def train(
+    tx: optax.GradientTransformationExtraArgs,
+    params: Any,
+    steps: int = 3,
+    mark: Callable[[Any], Any] = zero.local,
+    **extra: Any,
+) -> tuple[Any, Any]:
     """A data-parallel program; parameters and state of all devices out."""
     params = replicate(params)
     state = jax.pmap(tx.init, "batch")(params)
 
     @partial(jax.pmap, axis_name="batch")
     def step(params: Any, state: Any, grads: Any) -> Any:
-        updates, state = tx.update(grads, state, params, **extra)
+        updates, state = tx.update(mark(grads), state, params, **extra)
         return optax.apply_updates(params, updates), state
 
     for i in range(steps):

@@ -63,7 +63,7 @@ def test_each_device_compiles_one_program(caplog: pytest.LogCaptureFixture) -> N
     axis, sizes = zero.Axis("batch", (1, 8)), range(40, 52)
     whole = {str(shape): np.ones(shape, np.float32) for n in sizes for shape in ((n, n + 8), (n,))}
     layout = zero.make_layout(whole, 8)
-    shards = zero.from_host(whole, layout, axis)
+    shards = zero.to_devices(whole, layout, axis)
     with jax.log_compiles():
         zero.from_global(zero.to_global(shards, layout, axis, donate=True), layout, axis, donate=True)
     compiled = [record.getMessage() for record in caplog.records]
@@ -82,7 +82,7 @@ def test_error_keeps_donated_arrays() -> None:
     assert not any(x.is_deleted() for x in (*shards.values(), *whole.values()))
 
 
-def elsewhere(x: np.ndarray, leaf: zero.LeafLayout) -> dict[str, Any]:
+def elsewhere(x: np.ndarray, leaf: zero.groups.LeafLayout) -> dict[str, Any]:
     """The array in the places that jax may share a buffer with, or not."""
     placed, devices = zero.global_shapes(zero.make_layout({"": x}, 8), "batch")[""].sharding, np.asarray(jax.devices())
     dims = [split.dim for split in leaf.splits]

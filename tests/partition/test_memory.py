@@ -41,7 +41,7 @@ def test_memory_of_factored_state() -> None:
     """
     params = {"w": jnp.ones((128, 256))}
     layout = zero.make_layout(params, 8)
-    tx = zero.on_shards(zero.adafactor(1e-3), layout, "batch")
+    tx = zero.on_shards(zero.across_shards(optax.adafactor(1e-3)), layout, "batch")
     state = jax.pmap(lambda _: tx.init(zero.shard(params, layout, "batch")), "batch")(jnp.zeros(8))
     rows = zero.memory(params, optax.adafactor(1e-3), 8, compute_dtypes=[jnp.float32]).rows
     assert rows[1].state == sum(x.nbytes for x in jax.tree.leaves(state)) // 8

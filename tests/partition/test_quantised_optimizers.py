@@ -20,8 +20,8 @@ SHAPES = {"tall": (3, 4099), "wide": (13, 512), "cube": (5, 7, 120), "vector": (
 STEPS = 4
 DTYPES = {"int8": jnp.int8, "bfloat16": jnp.bfloat16, "float32": jnp.float32}
 OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
-    "adamw": partial(zero.quantised_adamw, 0.01, 0.9, 0.95, weight_decay=0.1),
-    "lion": partial(zero.quantised_lion, 0.01, weight_decay=0.1),
+    "adamw": partial(zero.quantised.adamw, 0.01, 0.9, 0.95, weight_decay=0.1),
+    "lion": partial(zero.quantised.lion, 0.01, weight_decay=0.1),
 }
 
 
@@ -42,7 +42,7 @@ def gradients(step: int) -> Any:
 
 
 def optimizer(name: str, dtype: str) -> optax.GradientTransformation:
-    return optax.chain(OPTIMIZERS[name](state_dtype=DTYPES[dtype]), zero.round_stochastically())
+    return optax.chain(OPTIMIZERS[name](state_dtype=DTYPES[dtype]), zero.quantised.round_stochastically())
 
 
 @cache
@@ -80,7 +80,7 @@ def sharded(tx: optax.GradientTransformation, devices: int, params: Any) -> tupl
         grads = jax.tree.map(lambda g: np.stack([g] * devices), gradients(number))
         shards, state = step(shards, state, grads)
 
-    def whole(leaf: zero.LeafLayout, x: jax.Array) -> np.ndarray:
+    def whole(leaf: zero.groups.LeafLayout, x: jax.Array) -> np.ndarray:
         parts = list(np.asarray(x))
         padded = np.concatenate(parts, leaf.splits[0].dim) if leaf.splits else parts[0]
         cut = padded[tuple(slice(size) for size in leaf.shape)]
@@ -241,7 +241,7 @@ def test_stochastic_rounding_of_moments() -> None:
 def test_stochastic_rounding_of_weights() -> None:
     """Weights move by stochastic rounding where rounding to nearest would not move them."""
     params = jnp.ones(10_000, jnp.bfloat16)
-    tx = optax.chain(optax.sgd(1.0), zero.round_stochastically())
+    tx = optax.chain(optax.sgd(1.0), zero.quantised.round_stochastically())
     state = tx.init(params)
     moved, nearest = params, params
     update = jax.jit(tx.update)
@@ -316,13 +316,13 @@ def test_random_bits() -> None:
 
 def test_what_cannot_be_held_is_refused() -> None:
     with pytest.raises(ValueError, match=r"b1 \* b1 < b2, got b1=0.95 and b2=0.9"):
-        zero.quantised_adamw(0.1, 0.95, 0.9)
-    zero.quantised_adamw(0.1, 0.95, 0.9, state_dtype=jnp.bfloat16)
+        zero.quantised.adamw(0.1, 0.95, 0.9)
+    zero.quantised.adamw(0.1, 0.95, 0.9, state_dtype=jnp.bfloat16)
     for make in (scale_by_adam, scale_by_lion):
         with pytest.raises(ValueError, match="state_dtype must be int8, bfloat16 or float32, got float16"):
             make(state_dtype=jnp.float16)
     with pytest.raises(ValueError, match="params"):
-        zero.round_stochastically().update(jnp.ones(3), quantised_optimizers.RoundingState(jnp.int32(0)))
+        zero.quantised.round_stochastically().update(jnp.ones(3), quantised_optimizers.RoundingState(jnp.int32(0)))
 
 
 def test_integers_and_missing_gradients() -> None:

@@ -118,8 +118,7 @@ def test_a_rate_between_steps() -> None:
 def test_an_average_in_another_dtype() -> None:
     recipe = run("An average in another dtype")
     first = make_params(jnp.bfloat16)
-    layout = zero.make_layout(jax.tree.map(np.float32, first), 8)
-    params, ema = replicate(first), zero.from_host(jax.tree.map(np.float32, first), layout, "batch")
+    params, ema = replicate(first), zero.to_devices(recipe["averages"].init(jax.tree.map(np.float32, first)))
     state = jax.pmap(recipe["tx"].init, "batch")(params)
     step = jax.pmap(recipe["train_step"], "batch")
     expected = jax.tree.map(np.float32, first)
@@ -127,7 +126,7 @@ def test_an_average_in_another_dtype() -> None:
         params, state, ema = step(params, state, ema, batch)
         expected = jax.tree.map(lambda e, p: 0.9 * e + 0.1 * np.float32(p[0]), expected, params)
     # XLA may leave out the rounding of parameters that it makes wide again.
-    saved = zero.to_host(ema, layout, "batch")
+    saved = zero.to_host(ema)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2**-8), saved, expected)
     assert saved["w"].dtype == np.float32
 
@@ -148,7 +147,7 @@ def test_loop_under_jit() -> None:
     state = jax.pmap(recipe["tx"].init, "batch")(params)
     found, state = recipe["train"](params, state, BATCHES)
     assert_close(found, unsharded(optax.adam(1e-2)))
-    saved = zero.whole_state(jax.pmap(lambda x: x, "batch")(state), recipe["tx"], make_params())
+    saved = zero.to_host(jax.pmap(lambda x: x, "batch")(state))
     assert saved[0].count == STEPS and saved[0].mu["w"].shape == (16, 5)
 
 

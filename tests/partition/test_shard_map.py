@@ -15,10 +15,10 @@ import zero
 from tests.partition.exact_training import local_grads, make_params, train
 
 OPTIMIZERS = {
-    "clipped adamw": optax.chain(zero.clip_by_global_norm(0.5), optax.adamw(0.1)),
-    "adafactor": zero.adafactor(0.1, min_dim_size_to_factor=3),
-    "muon": zero.muon(0.1),
-    "lamb": zero.lamb(0.1),
+    "clipped adamw": optax.chain(zero.across_shards(optax.clip_by_global_norm(0.5)), optax.adamw(0.1)),
+    "adafactor": zero.across_shards(optax.adafactor(0.1, min_dim_size_to_factor=3)),
+    "muon": zero.across_shards(optax.contrib.muon(0.1)),
+    "lamb": zero.across_shards(optax.lamb(0.1)),
     "noise": optax.chain(zero.across_shards(optax.add_noise(0.01, 0.55, key=jax.random.key(0))), optax.adam(0.1)),
     "hyperparameters": optax.inject_hyperparams(optax.lion)(0.1),
 }
@@ -50,14 +50,18 @@ def grads_for(mesh: Mesh, step: int) -> Any:
     return jax.tree.map(lambda g: g.reshape(data, 8 // data, *g.shape[1:]).mean(1), local_grads(step))
 
 
+def shapes_of(params: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
+
+
 def programs(tx: zero.ShardedOptimizer, mesh: Mesh, params: Any, spec: P) -> tuple[Any, Any]:
     on_mesh = jax.tree.map(lambda x: x.sharding.spec, params)
     grads = jax.tree.map(lambda one: P("data", *one), on_mesh, is_leaf=lambda x: isinstance(x, P))
-    state = zero.specs(tx, params, mesh)
+    state = zero.specs(tx.init(shapes_of(params)), mesh)
     shard_map: Any = partial(jax.shard_map, mesh=mesh, check_vma=False)
 
     def step(params: Any, state: Any, grads: Any) -> Any:
-        updates, state = tx.update(jax.tree.map(lambda g: g[0], grads), state, params)
+        updates, state = tx.update(zero.local(jax.tree.map(lambda g: g[0], grads)), state, params)
         return optax.apply_updates(params, updates), state
 
     init = jax.jit(shard_map(tx.init, in_specs=(on_mesh,), out_specs=state))
@@ -69,7 +73,7 @@ def run(name: str, mesh: Mesh, tx: zero.ShardedOptimizer, start: Any = None, ste
     spec = MESHES[name][2]
     params = place(make_params() if start is None else start[0], mesh, spec)
     init, step = programs(tx, mesh, params, spec)
-    state = init(params) if start is None else zero.shard_state(start[1], tx, params, mesh)
+    state = init(params) if start is None else zero.to_devices(start[1], like=tx.init(shapes_of(params)), devices=mesh)
     for i in steps:
         grads = grads_for(mesh, i)
         grads = jax.tree.map(
@@ -96,12 +100,12 @@ def test_shard_map_equals_pmap(mesh_name: str, kind: AxisType) -> None:
     params, state = run(mesh_name, mesh, tx)
     expected, right = train(for_pmap, make_params())
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y[0], rtol=1e-6, atol=1e-6), params, expected)
-    saved = zero.whole_state(state, tx, params)
-    wanted = zero.whole_state(right, for_pmap, make_params())
+    saved = zero.to_host(state, like=tx.init(shapes_of(params)))
+    wanted = zero.to_host(right)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), saved, wanted)
     assert [x.dtype for x in jax.tree.leaves(saved)] == [x.dtype for x in jax.tree.leaves(wanted)]
 
-    again = zero.shard_state(saved, tx, params, mesh)
+    again = zero.to_devices(saved, like=tx.init(shapes_of(params)), devices=mesh)
     for x, y in zip(jax.tree.leaves(again), jax.tree.leaves(state), strict=True):
         assert x.sharding.is_equivalent_to(y.sharding, x.ndim) and x.dtype == y.dtype
         np.testing.assert_array_equal(x, y)
@@ -123,9 +127,11 @@ def test_optimizers_under_shard_map(name: str) -> None:
     params, state = run("one axis", mesh, tx)
     expected, right = train(for_pmap, make_params())
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y[0]), params, expected)
-    saved, wanted = zero.whole_state(state, tx, params), zero.whole_state(right, for_pmap, make_params())
+    saved, wanted = zero.to_host(state), zero.to_host(right)
     jax.tree.map(assert_same, saved, wanted)
-    jax.tree.map(assert_same, zero.whole_state(zero.shard_state(saved, tx, params, mesh), tx, params), saved)
+    jax.tree.map(
+        assert_same, zero.to_host(zero.to_devices(saved, like=tx.init(shapes_of(params)), devices=mesh)), saved
+    )
 
 
 def assert_same(x: Any, y: Any) -> None:
@@ -143,10 +149,10 @@ def test_padding_inside_model_parts() -> None:
     params = place({"w": np.arange(10, dtype=np.float32)}, mesh, P("model"))
     tx = zero.shard_optimizer(optax.adam(0.1), "data")
     whole = optax.adam(0.1).init(params)[0]._replace(mu=jax.tree.map(np.asarray, params)), optax.EmptyState()
-    state = zero.shard_state(whole, tx, params, mesh)
+    state = zero.to_devices(whole, like=tx.init(shapes_of(params)), devices=mesh)
     assert state.slices[0].mu["w"].tolist() == [0, 1, 2, 3, 4, 0, 0, 0, 5, 6, 7, 8, 9, 0, 0, 0]
     assert state.slices[0].mu["w"].sharding.spec == P(("model", "data"))
-    jax.tree.map(np.testing.assert_array_equal, zero.whole_state(state, tx, params), whole)
+    jax.tree.map(np.testing.assert_array_equal, zero.to_host(state), whole)
 
 
 def test_check_vma_is_refused() -> None:
@@ -179,23 +185,26 @@ def test_mistakes_with_meshes_are_named() -> None:
     mesh, params = make_mesh("two axes", AxisType.Auto), make_params()
     tx = zero.shard_optimizer(optax.adam(0.1), "batch")
     with pytest.raises(ValueError, match=r"axis_name .* is 'batch': .* of the mesh, one of \['data', 'model'\]"):
-        zero.specs(tx, params, mesh)
+        zero.specs(tx.init(params), mesh)
     tx = zero.shard_optimizer(optax.adam(0.1), "data")
     with pytest.raises(ValueError, match=r"leaf w: P\('data',\) cuts it along 'data', the axis_name of the optimizer"):
-        zero.specs(tx, place({"w": np.ones(24)}, mesh, P("data")), mesh)
+        zero.specs(tx.init(place({"w": np.ones(24)}, mesh, P("data"))), mesh)
     cut = place({"w": np.ones((3, 24), np.float32)}, mesh, P(None, "model"))
-    state = zero.shard_state(optax.adam(0.1).init(cut), tx, cut, mesh)
+    state = zero.to_devices(optax.adam(0.1).init(cut), like=tx.init(cut), devices=mesh)
     of_eight = zero.make_layout(params, 8)
-    for leave in (zero.global_shapes, partial(zero.from_host, params), partial(zero.to_host, params)):
+    for leave in (zero.global_shapes, partial(zero.to_devices, params), partial(zero.to_host, params)):
         with pytest.raises(ValueError, match=r"8 shards, but axis 'data' of the mesh has 4 .*make_layout\(tree, 4\)"):
             leave(of_eight, "data", mesh)
         with pytest.raises(ValueError, match=r"axis of the mesh, one of \['data', 'model'\], got 'batch'"):
             leave(of_eight, "batch", mesh)
     stacked = jax.pmap(tx.init, "data")(jax.tree.map(lambda x: np.stack([x] * 8), params))
-    with pytest.raises(ValueError, match="that of a pmap, a stack of slices"):
-        zero.whole_state(stacked, tx, params, mesh)
+    with pytest.raises(ValueError, match="know their mesh: leave devices= out"):
+        zero.to_host(stacked, devices=mesh)
+    of_part = tx.init({"w": np.ones((3, 12), np.float32)})  # as inside shard_map, where shardings are not known
     with pytest.raises(ValueError, match=r"leaf 0/mu/w: expected the global array .* with their shardings"):
-        zero.whole_state(state, tx, {"w": np.ones((3, 27), np.float32)})
+        zero.to_host(state, like=of_part)
+    with pytest.raises(TypeError, match=r"write zero.specs\(tx.init\(params\), mesh\)"):
+        zero.specs(tx, params, mesh)
     local = place(np.zeros(8, np.float32), make_mesh("one axis", AxisType.Auto), P("data"))
     differs: Any = jax.shard_map(
         lambda x: x[0] + jax.lax.axis_index("data"),
@@ -204,15 +213,14 @@ def test_mistakes_with_meshes_are_named() -> None:
         out_specs=P(),
         check_vma=False,
     )
-    one = zero.shard_state(
+    one = zero.to_devices(
         optax.inject_hyperparams(optax.sgd)(0.1).init(params),
-        zero.shard_optimizer(optax.inject_hyperparams(optax.sgd)(0.1), "data"),
-        params,
-        local.sharding.mesh,
+        like=zero.shard_optimizer(optax.inject_hyperparams(optax.sgd)(0.1), "data").init(params),
+        devices=local.sharding.mesh,
     )
     one.slices.hyperparams["learning_rate"] = differs(local)
     with pytest.raises(ValueError, match=r"leaves differ between devices .*: hyperparams/learning_rate"):
-        zero.whole_state(one, zero.shard_optimizer(optax.inject_hyperparams(optax.sgd)(0.1), "data"), params)
+        zero.to_host(one)
 
 
 @pytest.mark.parametrize("mesh_name", ["one axis", "two axes"])
@@ -231,7 +239,7 @@ def test_other_slices_as_global_arrays(mesh_name: str) -> None:
     ema = jax.jit(shard)(place(params, mesh, P()))
     stored = zero.to_global(ema, layout, "data", mesh)
     jax.tree.map(np.testing.assert_array_equal, zero.to_host(stored, layout, "data", mesh), params)
-    for back in (zero.from_global(stored, layout, "data", mesh), zero.from_host(params, layout, "data", mesh)):
+    for back in (zero.from_global(stored, layout, "data", mesh), zero.to_devices(params, layout, "data", mesh)):
         for x, y, shape in zip(*map(jax.tree.leaves, (back, ema, shapes)), strict=True):
             assert x.sharding.is_equivalent_to(y.sharding, x.ndim) and x.shape == shape.shape
             np.testing.assert_array_equal(x, y)
@@ -249,9 +257,8 @@ def test_restored_state_compiles_nothing() -> None:
     grads = jax.tree.map(lambda g: jax.device_put(g, NamedSharding(mesh, P("data"))), grads_for(mesh, 0))
     for _ in range(2):
         params, state = step(params, state, grads)
-    whole = jax.tree.map(np.asarray, params)
     compiled = step._cache_size()
-    step(params, zero.shard_state(zero.whole_state(state, tx, whole), tx, whole, mesh), grads)
+    step(params, zero.to_devices(zero.to_host(state), like=tx.init(shapes_of(params)), devices=mesh), grads)
     assert step._cache_size() == compiled
 
 
@@ -261,7 +268,7 @@ def test_state_of_one_device() -> None:
     tx, params = zero.shard_optimizer(optax.adam(0.1), "data"), make_params()
     init, _ = programs(tx, mesh, place(params, mesh, P()), P())
     state = jax.tree.map(lambda x: x + 0, init(place(params, mesh, P())))
-    assert zero.whole_state(state, tx, params)[0].mu["w"].shape == (13, 24)
+    assert zero.to_host(state)[0].mu["w"].shape == (13, 24)
     stacked = jax.pmap(tx.init, "data", devices=jax.devices()[:1])(jax.tree.map(lambda x: x[None], params))
     for take in (lambda x: x[0], lambda x: np.asarray(x)[0], lambda x: x.addressable_shards[0].data[0]):
         with pytest.raises(ValueError, match="one device's slice"):

@@ -32,10 +32,10 @@ pytestmark = pytest.mark.quick
 def test_groups_equal_unsharded(name: str, axis: zero.Axis) -> None:
     plain, sharded = {
         "adamw": (optax.adamw(0.1), optax.adamw(0.1)),
-        "lamb": (optax.lamb(0.1), zero.lamb(0.1)),
+        "lamb": (optax.lamb(0.1), zero.across_shards(optax.lamb(0.1))),
         "clipped adam": (
             optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1)),
-            optax.chain(zero.clip_by_global_norm(0.5), optax.adam(0.1)),
+            optax.chain(zero.across_shards(optax.clip_by_global_norm(0.5)), optax.adam(0.1)),
         ),
     }[name]
     params, state = train(zero.shard_optimizer(sharded, axis), make_params())
@@ -53,9 +53,9 @@ def test_reduction(reduction: Any, reduce: Any) -> None:
         reduced = zero.shard_optimizer(optax.sgd(0.5, momentum=0.5), "batch", reduction="mean")
         plain = tx.update
         tx = reduced._replace(update=lambda g, s, p: plain(jax.lax.pmean(g, "batch"), s, p))
-    assert_close(
-        train(tx, make_params())[0], train_unsharded(optax.sgd(0.5, momentum=0.5), make_params(), reduce or jnp.mean)
-    )
+    expected = train_unsharded(optax.sgd(0.5, momentum=0.5), make_params(), reduce or jnp.mean)
+    mark = zero.local if reduction else lambda grads: grads
+    assert_close(train(tx, make_params(), mark=mark)[0], expected)
 
 
 def test_narrow_gradients_are_summed_in_float32() -> None:
@@ -69,7 +69,7 @@ def test_narrow_gradients_are_summed_in_float32() -> None:
     tx = zero.shard_optimizer(optax.stateless(look), "batch", reduction="sum")
     # 256 + 1 is not a bfloat16: a sum that is rounded at every hop loses the ones.
     grads = jnp.where(jnp.arange(8) == 0, 256, 1).astype(jnp.bfloat16)[:, None] * jnp.ones((8, 16), jnp.bfloat16)
-    updates = jax.pmap(lambda g: tx.update(g, tx.init(g), g)[0], "batch")(grads)
+    updates = jax.pmap(lambda g: tx.update(zero.local(g), tx.init(g), g)[0], "batch")(grads)
     assert updates.dtype == jnp.bfloat16 and seen[-1] == jnp.bfloat16
     np.testing.assert_array_equal(updates.astype(jnp.float32), jnp.asarray(263, jnp.bfloat16).astype(jnp.float32))
 
@@ -77,14 +77,14 @@ def test_narrow_gradients_are_summed_in_float32() -> None:
 def test_wire_dtype_rounds_what_travels() -> None:
     tx = zero.shard_optimizer(optax.identity(), "batch", reduction="sum", wire_dtype=jnp.bfloat16)
     grads = jnp.broadcast_to(jnp.float32(1 + 2**-12), (8, 16))
-    updates = jax.pmap(lambda g: tx.update(g, tx.init(g), g)[0], "batch")(grads)
+    updates = jax.pmap(lambda g: tx.update(zero.local(g), tx.init(g), g)[0], "batch")(grads)
     np.testing.assert_array_equal(updates, 8.0)
 
 
 def test_trusted_transform() -> None:
     """A trusted transform runs as it is."""
     tx = zero.shard_optimizer(optax.clip_by_global_norm(1.0), "batch", trust=True)
-    updates = jax.pmap(lambda g: tx.update(g, tx.init(g), g)[0], "batch")(jnp.full((8, 16), 3.0))
+    updates = jax.pmap(lambda g: tx.update(zero.local(g), tx.init(g), g)[0], "batch")(jnp.full((8, 16), 3.0))
     # The norm of a slice of two, as promised to nobody.
     np.testing.assert_allclose(updates, 1 / np.sqrt(2), rtol=1e-6)
 
@@ -93,8 +93,12 @@ def test_accumulation_inside_and_outside() -> None:
     expected = train_unsharded(optax.MultiSteps(optax.adam(0.1), 2), make_params(), steps=4)
     inside = zero.shard_optimizer(optax.MultiSteps(optax.adam(0.1), 2), "batch")
     assert_close(train(inside, make_params(), steps=4)[0], expected)
-    outside = optax.MultiSteps(zero.shard_optimizer(optax.adam(0.1), "batch"), 2).gradient_transformation()
-    assert_close(train(outside, make_params(), steps=4)[0], expected)
+    # Around it, the sums are of local gradients, which are marked behind it.
+    marked = optax.chain(
+        optax.stateless(lambda grads, _: zero.local(grads)), zero.shard_optimizer(optax.adam(0.1), "batch")
+    )
+    outside = optax.MultiSteps(marked, 2).gradient_transformation()
+    assert_close(train(outside, make_params(), steps=4, mark=lambda grads: grads)[0], expected)
 
 
 def test_extra_arguments_reach_the_transform() -> None:
@@ -114,7 +118,7 @@ def test_state_moves_between_device_counts() -> None:
 
     sharded = zero.shard_optimizer(tx, "batch")
     grads = local_grads(3)
-    expected = jax.pmap(lambda p, s, g: optax.apply_updates(p, sharded.update(g, s, p)[0]), "batch")(
+    expected = jax.pmap(lambda p, s, g: optax.apply_updates(p, sharded.update(zero.local(g), s, p)[0]), "batch")(
         params, state, grads
     )
     quarter = zero.derive_layout(tx.init, zero.make_layout(make_params(), 4))
@@ -122,14 +126,18 @@ def test_state_moves_between_device_counts() -> None:
     shards = zero.ShardedState(zero.from_global(cropped, quarter, "batch"), jnp.arange(4, dtype=jnp.int32)[:, None])
     mean = jax.tree.map(lambda g: np.stack([g.mean(0)] * 4), grads)
     four = jax.tree.map(lambda p: np.asarray(p[:4]), params)
-    got = jax.pmap(lambda p, s, g: optax.apply_updates(p, sharded.update(g, s, p)[0]), "batch")(four, shards, mean)
+    got = jax.pmap(lambda p, s, g: optax.apply_updates(p, sharded.update(zero.local(g), s, p)[0]), "batch")(
+        four, shards, mean
+    )
     assert_close(got, jax.tree.map(lambda p: p[0], expected))
 
 
 def test_on_shards_takes_and_gives_shards() -> None:
     params = {"blocks": {"w": make_params()["w"]}, "b": make_params()["b"]}
     layout = zero.make_layout(params, 8, stacked=["blocks"])
-    tx = zero.on_shards(optax.chain(zero.clip_by_global_norm(0.1), optax.adam(0.1)), layout, "batch")
+    tx = zero.on_shards(
+        optax.chain(zero.across_shards(optax.clip_by_global_norm(0.1)), optax.adam(0.1)), layout, "batch"
+    )
     plain = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1))
     grads = jax.tree.map(lambda p: p * 2 + 1, params)
 
@@ -185,11 +193,11 @@ def test_sm3_after_a_nan() -> None:
     tx = zero.shard_optimizer(zero.across_shards(optax.sm3(0.1)), "batch")
     plain = optax.sm3(0.1)
 
-    def run(tx: Any, grads: Any) -> Any:
-        _, state = tx.update({"w": grads}, tx.init(params), params)
-        return tx.update({"w": jnp.ones((13, 6))}, state, params)[0]
+    def run(tx: Any, grads: Any, mark: Callable[[Any], Any] = lambda g: g) -> Any:
+        _, state = tx.update(mark({"w": grads}), tx.init(params), params)
+        return tx.update(mark({"w": jnp.ones((13, 6))}), state, params)[0]
 
-    got = jax.pmap(partial(run, tx), "batch")(np.stack([grads] * 8))
+    got = jax.pmap(partial(run, tx, mark=zero.local), "batch")(np.stack([grads] * 8))
     np.testing.assert_allclose(got["w"][2], run(plain, grads)["w"], rtol=1e-6)
 
 
@@ -213,8 +221,8 @@ EXPECTED = {
 def test_collectives_of_the_compiled_update(name: str) -> None:
     layout = zero.make_layout({"w": np.zeros((129, 136)), "a": np.zeros((13, 6)), "b": np.zeros(9), "s": 0.0}, 8)
     layout = layout.only(["w", "b"]) if name == "muon" else layout
-    make = getattr(zero, name)
-    tx = zero.on_shards(make(0.1), layout, "batch")
+    make = optax.contrib.muon if name == "muon" else getattr(optax, name)
+    tx = zero.on_shards(zero.across_shards(make(0.1)), layout, "batch")
     shards = jax.tree.map(lambda x: np.ones((8, *x.shape), np.float32), layout.shard_shapes())
     found = collectives(lambda g, p: tx.update(g, tx.init(p), p), shards, shards)
     assert {kind for _, kind in found} == set(EXPECTED[name])

@@ -41,17 +41,21 @@ def test_any_tree(make: Callable[[Any], Any]) -> None:
     tx = optax.adamw(0.1)
     sharded = zero.shard_optimizer(tx, "batch")
 
-    def run(tx: Any) -> Any:
+    def run(tx: Any, mark: Callable[[Any], Any] = lambda g: g) -> Any:
         def steps(params: Any) -> Any:
             state = tx.init(params)
             for _ in range(2):
-                updates, state = tx.update(params, state, params)
+                updates, state = tx.update(mark(params), state, params)
                 params = optax.apply_updates(params, updates)
             return params
 
         return steps
 
-    got = jax.pmap(run(sharded), "batch", axis_size=8)(replicate(params)) if jax.tree.leaves(params) else params
+    got = (
+        jax.pmap(run(sharded, zero.local), "batch", axis_size=8)(replicate(params))
+        if jax.tree.leaves(params)
+        else params
+    )
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(jax.jit(run(tx))(params)), strict=True):
         assert x.dtype == y.dtype
         np.testing.assert_allclose(np.asarray(x[0], np.complex64), np.asarray(y, np.complex64), rtol=2e-6, atol=1e-7)
@@ -71,8 +75,8 @@ def test_gradients_may_be_none(tx: Any) -> None:
     sharded = zero.shard_optimizer(tx, "batch")
 
     def run(grads: Any, params: Any) -> Any:
-        state = sharded.update(grads, sharded.init(params), params)[1]
-        return sharded.update(grads, state, params)[0]
+        state = sharded.update(zero.local(grads), sharded.init(params), params)[1]
+        return sharded.update(zero.local(grads), state, params)[0]
 
     got = jax.pmap(run, "batch")(grads, replicate(params))
     assert got["w"] is None
@@ -89,8 +93,8 @@ def test_trees_that_differ_as_optax_allows() -> None:
     sharded = {name: zero.shard_optimizer(tx, "batch") for name, tx in {"sgd": sgd, "lookahead": lookahead}.items()}
 
     def run(grads: Any, params: Any, moved: Any) -> Any:
-        first = sharded["sgd"].update(grads, sharded["sgd"].init(params), freeze(params))[0]
-        return first, sharded["lookahead"].update(grads, sharded["lookahead"].init(moved), moved)[0]
+        first = sharded["sgd"].update(zero.local(grads), sharded["sgd"].init(params), freeze(params))[0]
+        return first, sharded["lookahead"].update(zero.local(grads), sharded["lookahead"].init(moved), moved)[0]
 
     got = jax.pmap(run, "batch")(grads, replicate(params), replicate(moved))
     assert_close(got[0], sgd.update(mean, sgd.init(params))[0])
@@ -106,7 +110,7 @@ def test_complex_and_integer_leaves() -> None:
 
     def run(grads: Any, wire: Any) -> Any:
         tx = zero.shard_optimizer(optax.identity(), "batch", wire_dtype=wire)
-        return tx.update(grads, tx.init(whole), whole)[0]
+        return tx.update(zero.local(grads), tx.init(whole), whole)[0]
 
     for wire in (None, jnp.bfloat16, jnp.int8):
         got = jax.pmap(partial(run, wire=wire), "batch")(local)
@@ -124,15 +128,20 @@ def test_weak_types_are_kept() -> None:
         tx = zero.shard_optimizer(optax.trace(0.5), "batch")
         state = tx.init(params)
         assert [x.weak_type for x in jax.tree.leaves(jax.tree.map(jax.typeof, state.slices))] == [False, True]
-        return jax.lax.scan(lambda s, _: (tx.update(params, s, params)[1], None), state, None, length=3)[0]
+        return jax.lax.scan(lambda s, _: (tx.update(zero.local(params), s, params)[1], None), state, None, length=3)[0]
 
     assert float(jax.pmap(run, "batch")(jnp.zeros(8)).slices.trace["w"][0, 0]) == 1.75
 
 
 def test_strict_promotion() -> None:
-    tx = zero.shard_optimizer(optax.chain(zero.clip_by_global_norm(1.0), optax.sgd(0.1, 0.9)), "batch")
+    tx = zero.shard_optimizer(
+        optax.chain(zero.across_shards(optax.clip_by_global_norm(1.0)), optax.sgd(0.1, 0.9)), "batch"
+    )
     grads = {"w": np.ones((8, 13, 6), np.float32), "h": np.ones((8, 13), np.float32)}
     with jax.numpy_dtype_promotion("strict"):
-        lower(lambda g: tx.update(g, tx.init(g), g), grads)
+        lower(lambda g: tx.update(zero.local(g), tx.init(g), g), grads)
         narrow = zero.shard_optimizer(optax.sgd(0.1), "batch")
-        lower(lambda g: narrow.update(g, narrow.init(g), g), jax.tree.map(lambda g: g.astype(jnp.bfloat16), grads))
+        lower(
+            lambda g: narrow.update(zero.local(g), narrow.init(g), g),
+            jax.tree.map(lambda g: g.astype(jnp.bfloat16), grads),
+        )

@@ -21,7 +21,7 @@ def narrow(params: Any, dtype: Any) -> Any:
 
 def updated(tx: Any, params: Any, **extra: Any) -> Any:
     """The state of all devices after one update."""
-    step = jax.pmap(lambda p, g: tx.update(g, tx.init(p), p, **extra)[1], "batch")
+    step = jax.pmap(lambda p, g: tx.update(zero.local(g), tx.init(p), p, **extra)[1], "batch")
     return step(replicate(params), local_grads(0))
 
 
@@ -33,8 +33,8 @@ def test_saved_dtype_of_state(dtype: Any) -> None:
     """
     tx, params = zero.shard_optimizer(optax.adam(0.1), "batch"), make_params()
     state = updated(tx, params)
-    expected = zero.whole_state(state, tx, params)
-    found = zero.whole_state(state, tx, narrow(params, dtype))
+    expected = zero.to_host(state)
+    found = zero.to_host(state)
     assert [x.dtype for x in jax.tree.leaves(found)] == [x.dtype for x in jax.tree.leaves(expected)]
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
@@ -62,14 +62,14 @@ def test_promoted_state(wide: bool) -> None:
         tx = zero.shard_optimizer(plain, "batch")
         grads = jax.tree.map(np.ones_like, params)
         unsharded = jax.jit(plain.update)(grads, plain.init(params), params)[1]
-        step = jax.pmap(lambda p, s, g: tx.update(g, s, p), "batch")
+        step = jax.pmap(lambda p, s, g: tx.update(zero.local(g), s, p), "batch")
         _, state = step(replicate(params), jax.pmap(tx.init, "batch")(replicate(params)), replicate(grads))
-        saved = zero.whole_state(state, tx, params)
+        saved = zero.to_host(state)
         for found, right in zip(jax.tree.leaves(saved), jax.tree.leaves(unsharded), strict=True):
             assert found.dtype == right.dtype
             np.testing.assert_allclose(found, right, rtol=1e-6)
         for whole in (saved, jax.device_get(unsharded)):
-            back = zero.shard_state(whole, tx, params)
+            back = zero.to_devices(whole, like=tx.init(params))
             again, _ = step(replicate(params), back, replicate(grads))
             right, _ = step(replicate(params), state, replicate(grads))
             jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), again, right)
@@ -80,7 +80,7 @@ def test_other_dtype_is_refused() -> None:
     layout = zero.make_layout({"few": jax.ShapeDtypeStruct((3,), np.float32)}, 8)
     for dtype in (np.float16, np.int32):
         with pytest.raises(ValueError, match=r"leaf few: .*float32\[3\], .* got \w+\[3\]; the layout has the dtypes"):
-            zero.from_host({"few": np.ones(3, dtype)}, layout, "batch")
+            zero.to_devices({"few": np.ones(3, dtype)}, layout, "batch")
 
 
 def test_stacks_on_the_host_are_named() -> None:
@@ -88,9 +88,9 @@ def test_stacks_on_the_host_are_named() -> None:
     tx, params = zero.shard_optimizer(optax.adam(0.1), "batch"), make_params()
     held = jax.tree.map(np.asarray, updated(tx, params))
     with pytest.raises(ValueError, match=r"leaf shard: .* what pmap returns, .* on the host: spread it by jax.pmap"):
-        zero.whole_state(held, tx, params)
+        zero.to_host(held)
     with pytest.raises(ValueError, match=r"leaf 0/count: .* stack of all devices: .* zero.to_host of slices"):
-        zero.shard_state(held.slices, tx, params)
+        zero.to_devices(held.slices, like=tx.init(params))
 
 
 @pytest.mark.parametrize("leave", [zero.to_host, zero.to_global, zero.checksums])
@@ -113,13 +113,13 @@ def test_differing_state_is_named() -> None:
 
     @partial(jax.pmap, axis_name="batch")
     def step(params: Any, state: Any, loss: jax.Array) -> Any:
-        return tx.update(params, state, params, value=loss)[1]
+        return tx.update(zero.local(params), state, params, value=loss)[1]
 
     state = jax.pmap(tx.init, "batch")(replicate(params))
     for losses in (np.ones(8), np.linspace(0.5, 1.5, 8)):
         state = step(replicate(params), state, losses.astype(np.float32))
     with pytest.raises(ValueError, match=r"differ .*: 1/scale, .* lax.pmean"):
-        zero.whole_state(state, tx, params)
+        zero.to_host(state)
 
 
 @pytest.mark.parametrize("shape", [(2, 4), (8, 1)])

@@ -41,7 +41,7 @@ def structure(tree: Any) -> Any:
 def stepper(tx: Any) -> Any:
     @partial(jax.pmap, axis_name="batch")
     def step(params: Any, state: Any, grads: Any) -> Any:
-        updates, state = tx.update(grads, state, params)
+        updates, state = tx.update(zero.local(grads), state, params)
         return optax.apply_updates(params, updates), state
 
     return step
@@ -53,7 +53,7 @@ OPTIMIZERS = {
     "hyperparameters": (optax.inject_hyperparams(optax.lion)(0.1),) * 2,
     "factored": (
         optax.adafactor(0.1, min_dim_size_to_factor=3),
-        zero.adafactor(0.1, min_dim_size_to_factor=3),
+        zero.across_shards(optax.adafactor(0.1, min_dim_size_to_factor=3)),
     ),
     "masked": (
         optax.multi_transform(
@@ -85,7 +85,7 @@ def test_state_round_trip(name: str, groups: str) -> None:
     step = stepper(tx)
     for i in range(3):
         sharded_params, state = step(sharded_params, state, replicate(grads_at(i), 8))
-    whole = zero.whole_state(state, tx, params)
+    whole = zero.to_host(state)
 
     expected, expected_params = tx.unsharded.init(params), params
     unsharded = plain.gradient_transformation() if isinstance(plain, optax.MultiSteps) else plain
@@ -98,14 +98,14 @@ def test_state_round_trip(name: str, groups: str) -> None:
         assert isinstance(found, np.ndarray) and found.dtype == right.dtype
         np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-7)
 
-    back = zero.shard_state(whole, tx, params)
+    back = zero.to_devices(whole, like=tx.init(params))
     assert structure(back) == structure(state)
     for found, right in zip(jax.tree.leaves(back), jax.tree.leaves(state), strict=True):
         assert found.sharding == right.sharding  # or the step would be compiled again
     again, _ = step(sharded_params, back, replicate(grads_at(3), 8))
     right_on, _ = step(sharded_params, state, replicate(grads_at(3), 8))
     jax.tree.map(np.testing.assert_array_equal, again, right_on)
-    jax.tree.map(np.testing.assert_array_equal, zero.whole_state(back, tx, params), whole)
+    jax.tree.map(np.testing.assert_array_equal, zero.to_host(back), whole)
 
 
 def kinds_of(tx: Any) -> set[Any]:
@@ -124,7 +124,10 @@ def test_round_trip_of_every_transform(is_whole: bool) -> None:
     params = optax_transforms.PARAMS
     warned = {name for name, why in optax_transforms.UNUSABLE.items() if "warning" in why or "each example" in why}
     made = {name: make() for name, make in optax_transforms.TRANSFORMS.items() if name not in warned}
-    made |= {"zero.muon": zero.muon(0.1), "zero.quantised_adamw": zero.quantised_adamw(0.1)}
+    made |= {
+        "muon": zero.across_shards(optax.contrib.muon(0.1)),
+        "zero.quantised.adamw": zero.quantised.adamw(0.1),
+    }
     if not is_whole:
         seen, every = set[Any](), made
         made = {}
@@ -137,11 +140,11 @@ def test_round_trip_of_every_transform(is_whole: bool) -> None:
     states = jax.pmap(lambda p: {name: tx.init(p) for name, tx in sharded.items()}, "batch")(replicate(params, 8))
     wanted = jax.jit(lambda p: {name: tx.init(p) for name, tx in made.items()})(params)
     for name, expected in wanted.items():
-        whole = zero.whole_state(states[name], sharded[name], params)
+        whole = zero.to_host(states[name])
         assert structure(whole) == structure(expected), name
-        back = zero.shard_state(whole, sharded[name], params)
+        back = zero.to_devices(whole, like=sharded[name].init(params))
         assert structure(back) == structure(states[name]), name
-        again = zero.whole_state(back, sharded[name], params)
+        again = zero.to_host(back)
         leaves = [jax.tree.leaves(tree) for tree in (whole, again)]
         pairs = [pair for tree in leaves for pair in zip(tree, jax.tree.leaves(expected), strict=True)]
         for found, right in pairs:
@@ -179,11 +182,11 @@ def test_other_number_of_devices(devices: int) -> None:
     _, state = stepper(tx)(
         replicate(params, 8), jax.pmap(tx.init, "batch")(replicate(params, 8)), replicate(grads_at(0), 8)
     )
-    whole = zero.whole_state(state, tx, params)
+    whole = zero.to_host(state)
     few = jax.devices()[:devices]
-    moved = zero.shard_state(whole, tx, params, few)
+    moved = zero.to_devices(whole, like=tx.init(params), devices=few)
     assert moved.slices[0].mu["w"].sharding.device_set == set(few)
-    jax.tree.map(np.testing.assert_array_equal, zero.whole_state(moved, tx, params, few), whole)
+    jax.tree.map(np.testing.assert_array_equal, zero.to_host(moved, devices=few), whole)
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +212,7 @@ def trained() -> tuple[Any, Any, Any, Any]:
 )
 def test_taking_one_slice_is_refused(take: Any, trained: Any) -> None:
     """Taking one slice is refused where it happens."""
-    with pytest.raises(ValueError, match=r"one device's slice .* zero.whole_state\(opt_state, tx, params\)"):
+    with pytest.raises(ValueError, match=r"one device's slice .* zero.to_host\(state\)"):
         take(trained[3])
 
 
@@ -227,7 +230,7 @@ def test_slices_that_stay_together_pass(trained: Any) -> None:
 
 def test_foreign_slice(trained: Any) -> None:
     """A foreign slice makes updates NaN and is named on the host."""
-    tx, params, step, state = trained
+    _, params, step, state = trained
     leaves, treedef = jax.tree.flatten(state)
     copies = jax.tree.unflatten(treedef, [np.broadcast_to(x[0], x.shape) for x in leaves])
     wrong, after = step(replicate(params, 8), copies, replicate(grads_at(1), 8))
@@ -237,8 +240,8 @@ def test_foreign_slice(trained: Any) -> None:
     np.testing.assert_array_equal(found[:, :, 0], own)
     assert np.isnan(found[:, :, 1:]).all()
     np.testing.assert_array_equal(wrong["few"], right["few"])  # whole on every device: no slice of it is foreign
-    with pytest.raises(ValueError, match=r"holds slice 0, not its own, 1\. .*zero.shard_state"):
-        zero.whole_state(after, tx, params)
+    with pytest.raises(ValueError, match=r"holds slice 0, not its own, 1\. .*zero.to_devices\(whole, like=state\)"):
+        zero.to_host(after)
     other = zero.shard_optimizer(optax.adam(0.1), zero.Axis("batch", (1, 2, 4), (0, 2, 4, 6, 1, 3, 5, 7)))
     wrong, _ = stepper(other)(replicate(params, 8), state, replicate(grads_at(1), 8))
     assert np.isnan(wrong["w"]).any()
@@ -246,25 +249,23 @@ def test_foreign_slice(trained: Any) -> None:
 
 def test_mistakes_on_the_host_are_named(trained: Any) -> None:
     tx, params, _, state = trained
-    with pytest.raises(TypeError, match=r"a ShardedState, got a tuple: .* zero\.shard_state"):
-        zero.whole_state(optax.adam(0.1).init(params), tx, params)
-    with pytest.raises(TypeError, match=r"tx must be what zero\.shard_optimizer returned"):
-        zero.whole_state(state, optax.adam(0.1), params)
-    with pytest.raises(ValueError, match="leaf 0/mu/few: expected what pmap returns"):
-        zero.whole_state(state, tx, replicate(params, 8))
+    with pytest.raises(ValueError, match=r"leaf 0/count: expected what pmap returns, one row on each device, .* on 1"):
+        zero.to_host(jax.tree.map(jnp.asarray, optax.adam(0.1).init(params)))
+    with pytest.raises(ValueError, match=r"without its origin: take one that tx\.init"):
+        zero.to_host(zero.ShardedState(state.slices, state.shard))
     with pytest.raises(ValueError, match="sharded already"):
-        zero.shard_state(state, tx, params)
+        zero.to_devices(state)
     plain = optax.adam(0.1).init(params)
     with pytest.raises(ValueError, match=r"leaf 0/count: expected the whole int32\[\].*take one of copies"):
-        zero.shard_state(jax_utils.replicate(plain), tx, params)
+        zero.to_devices(jax_utils.replicate(plain), like=tx.init(params))
     narrow = jax.tree.map(lambda x: np.asarray(x, np.float16) if x.dtype == np.float32 else x, plain)
     with pytest.raises(ValueError, match=r"leaf 0/mu/few: expected the whole float32\[3\].* got float16\[3\]"):
-        zero.shard_state(narrow, tx, params)
+        zero.to_devices(narrow, like=tx.init(params))
     padded = jax.tree.map(lambda x: np.pad(x, (0, 7)) if x.shape == (9,) else x, plain)
     with pytest.raises(
         ValueError, match=r"leaf 0/mu/odd: expected the whole float32\[9\], without padding, got .*\[16\]"
     ):
-        zero.shard_state(padded, tx, params)
+        zero.to_devices(padded, like=tx.init(params))
 
 
 def test_keys_and_numbers_in_state() -> None:
@@ -275,9 +276,9 @@ def test_keys_and_numbers_in_state() -> None:
 
     tx = zero.shard_optimizer(optax.GradientTransformation(init, lambda g, s, p=None: (g, s)), "batch")
     params = make_params()
-    state = zero.shard_state(init(params), tx, params)
+    state = zero.to_devices(init(params), like=tx.init(params))
     assert state.slices["key"].shape == (8,) and state.slices["rate"].dtype == np.float32
-    whole = zero.whole_state(state, tx, params)
+    whole = zero.to_host(state)
     assert whole["key"] == jax.random.key(7)
     np.testing.assert_array_equal(whole["mu"]["w"], params["w"])
 
@@ -292,13 +293,13 @@ def test_round_trip_of_averages() -> None:
         ema = optax.incremental_update(zero.shard(params, layout, "batch"), ema, 0.25)
         return ema, zero.gather(ema, layout, "batch")
 
-    ema = zero.from_host(jax.tree.map(np.zeros_like, params), layout, "batch")
+    ema = zero.to_devices(jax.tree.map(np.zeros_like, params), layout, "batch")
     ema, whole = average(replicate(params, 8), ema)
     for name, x in zero.to_host(ema, layout, "batch").items():
         np.testing.assert_array_equal(x, np.float32(0.25) * params[name])
         np.testing.assert_array_equal(whole[name][5], x)
     with pytest.raises(ValueError, match=r"one device's slice, 1/N of it: save what zero\.to_host returns"):
-        zero.from_host(jax.tree.map(lambda x: x[0], ema), layout, "batch")
+        zero.to_devices(jax.tree.map(lambda x: x[0], ema), layout, "batch")
 
 
 @pytest.mark.parametrize("sum_or_mean", ["sum", "mean"])
@@ -349,7 +350,7 @@ def test_scan_with_donated_state() -> None:
     def scanned(params: Any, state: Any, grads: Any) -> Any:
         def one(carry: Any, grads: Any) -> Any:
             params, state = carry
-            updates, state = tx.update(grads, state, params)
+            updates, state = tx.update(zero.local(grads), state, params)
             return (optax.apply_updates(params, updates), state), None
 
         return lax.scan(one, (params, state), grads)[0]
@@ -373,10 +374,10 @@ def test_parameters_with_in_axes_none() -> None:
 
     @partial(jax.pmap, axis_name="batch", in_axes=(None, 0, 0), out_axes=(None, 0))
     def step(params: Any, state: Any, grads: Any) -> Any:
-        updates, state = tx.update(grads, state, params)
+        updates, state = tx.update(zero.local(grads), state, params)
         return optax.apply_updates(params, updates), state
 
-    state = zero.shard_state(optax.adam(0.1).init(params), tx, params)
+    state = zero.to_devices(optax.adam(0.1).init(params), like=tx.init(params))
     found, state = step(params, state, replicate(grads_at(0), 8))
     found, state = step(found, state, replicate(grads_at(1), 8))
     adam = optax.adam(0.1)
@@ -423,7 +424,7 @@ def test_documented_reductions(name: str) -> None:
 
     def step(w: jax.Array, x: jax.Array) -> Any:
         grads = jax.grad(lambda w: of_loss(jnp.vdot(w, x)))(w)
-        return tx.update(grads, tx.init(w), w)[0], reduce(grads)
+        return tx.update(zero.local(grads), tx.init(w), w)[0], reduce(grads)
 
     updates, expected = jax.pmap(step, "batch")(w, x)
     np.testing.assert_allclose(updates, -expected, rtol=1e-6, atol=1e-6)

@@ -68,13 +68,13 @@ def check_state(axis: zero.Axis, path: str) -> None:
 
 EVERY = "ZERO_TEST_EVERY_OPTIMIZER"  # set in the environment: all of these
 OPTIMIZERS = {
-    "a norm": (optax.clip_by_global_norm(0.5), zero.clip_by_global_norm(0.5)),
-    "norms of leaves": (optax.lamb(0.1), zero.lamb(0.1)),
+    "a norm": (optax.clip_by_global_norm(0.5), zero.across_shards(optax.clip_by_global_norm(0.5))),
+    "norms of leaves": (optax.lamb(0.1), zero.across_shards(optax.lamb(0.1))),
     "factored moments": (
         optax.adafactor(0.1, min_dim_size_to_factor=3),
-        zero.adafactor(0.1, min_dim_size_to_factor=3),
+        zero.across_shards(optax.adafactor(0.1, min_dim_size_to_factor=3)),
     ),
-    "owned matrices": (optax.contrib.muon(0.1), zero.muon(0.1)),
+    "owned matrices": (optax.contrib.muon(0.1), zero.across_shards(optax.contrib.muon(0.1))),
     "hyperparameters": (optax.inject_hyperparams(optax.lion)(0.1), optax.inject_hyperparams(optax.lion)(0.1)),
 }
 
@@ -88,7 +88,7 @@ def check_optimizer(axis: zero.Axis, plain: Any, right: Any) -> None:
 
     @partial(jax.pmap, axis_name="batch")
     def step(params: Any, grads: Any) -> Any:
-        updates, _ = sharded.update(grads, sharded.init(params), params)
+        updates, _ = sharded.update(zero.local(grads), sharded.init(params), params)
         return updates
 
     updates = step(params, mine)
@@ -104,7 +104,7 @@ def check_quantised(axis: zero.Axis) -> None:
     sizes = {"w": (13, 512), "odd": (7, 601)}
     grads = {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in sizes.items()}
     params = {name: x.astype(jnp.bfloat16) for name, x in grads.items()}
-    tx = optax.chain(zero.quantised_adamw(0.1), zero.round_stochastically())
+    tx = optax.chain(zero.quantised.adamw(0.1), zero.quantised.round_stochastically())
     layout = zero.make_layout(params, axis.shards)
     on, state_layout = zero.on_shards(tx, layout, axis), zero.derive_layout(tx.init, layout)
 
@@ -172,17 +172,17 @@ def check_whole_state(axis: zero.Axis, plain: Any, right: Any) -> None:
     """Optimizer state is whole and the same on both processes, and comes back as it was."""
     tx = zero.shard_optimizer(right, axis)
     params = jax.pmap(lambda _: whole, "batch")(ones)
-    _, state = jax.pmap(lambda p: tx.update(p, tx.init(p), p), "batch")(params)
-    found = zero.whole_state(state, tx, whole)
+    _, state = jax.pmap(lambda p: tx.update(zero.local(p), tx.init(p), p), "batch")(params)
+    found = zero.to_host(state)
     _, expected = jax.jit(lambda p: plain.update(p, plain.init(p), p))(whole)
     (got, tree), (right_leaves, right_tree) = jax.tree.flatten(found), jax.tree.flatten(expected)
     assert str(tree) == str(right_tree)
     for x, y in zip(got, right_leaves, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7)
-    back = zero.shard_state(found, tx, whole)
+    back = zero.to_devices(found, like=tx.init(whole))
     for x, y in zip(jax.tree.leaves(back), jax.tree.leaves(state), strict=True):
         assert x.sharding == y.sharding
-    for x, y in zip(jax.tree.leaves(zero.whole_state(back, tx, whole)), jax.tree.leaves(found), strict=True):
+    for x, y in zip(jax.tree.leaves(zero.to_host(back)), jax.tree.leaves(found), strict=True):
         np.testing.assert_array_equal(x, y)
 
 
@@ -191,11 +191,11 @@ def check_local_decision() -> None:
     params = {"w": np.ones((16, 8), np.float32)}
     tx = zero.shard_optimizer(optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=0)), "batch")
     replicated = jax.pmap(lambda _: params, "batch")(ones)
-    step = jax.pmap(lambda p, s, loss: tx.update(p, s, p, value=loss)[1], "batch")
+    step = jax.pmap(lambda p, s, loss: tx.update(zero.local(p), s, p, value=loss)[1], "batch")
     state = jax.pmap(tx.init, "batch")(replicated)
     for loss in (1, 0.5 + process):
         state = step(replicated, state, np.full(4, loss, np.float32))
-    check_refused("1/scale", lambda: zero.whole_state(state, tx, params))
+    check_refused("1/scale", lambda: zero.to_host(state))
 
 
 def check_mesh() -> None:
@@ -208,18 +208,19 @@ def check_mesh() -> None:
     }
     plain = optax.inject_hyperparams(optax.adam)(0.1)
     tx = zero.shard_optimizer(plain, "data")
-    state_specs: Any = zero.specs(tx, params, mesh)
+    like = tx.init({name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in params.items()})
+    state_specs: Any = zero.specs(like, mesh)
 
     def run(params: Any) -> Any:
-        return tx.update(params, tx.init(params), params)[1]
+        return tx.update(zero.local(params), tx.init(params), params)[1]
 
     mapped: Any = jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=state_specs, check_vma=False)
     state = jax.jit(mapped)(params)
-    found = zero.whole_state(state, tx, params)
+    found = zero.to_host(state, like=like)
     _, expected = jax.jit(lambda p: plain.update(p, plain.init(p), p))(whole)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7)
-    back = zero.shard_state(found, tx, params, mesh)
+    back = zero.to_devices(found, like=like, devices=mesh)
     for x, y in zip(jax.tree.leaves(back), jax.tree.leaves(state), strict=True):
         assert x.sharding == y.sharding, (x.sharding, y.sharding)
         for part, right in zip(x.addressable_shards, y.addressable_shards, strict=True):
@@ -240,19 +241,19 @@ def check_device_order() -> None:
     pmap = partial(jax.pmap, axis_name="batch", devices=devices)
     shards = pmap(lambda _: zero.shard(whole, layout, "batch"))(ones)
     params = pmap(lambda _: whole)(ones)
-    state = pmap(lambda p: tx.update(p, tx.init(p), p)[1])(params)
+    state = pmap(lambda p: tx.update(zero.local(p), tx.init(p), p)[1])(params)
     for leave in (zero.to_host, zero.to_global, zero.checksums):
         check_refused("row 0 lies on", partial(leave, shards, layout, "batch"))
-    check_refused("row 0 lies on", partial(zero.whole_state, state, tx, whole))
+    check_refused("row 0 lies on", partial(zero.to_host, state))
     check_refused("row 0 lies on", partial(zero.check_replicated, params, "batch", jax.devices()))
     zero.check_replicated(params, "batch", devices)
     found = zero.to_host(shards, layout, "batch", devices)
     assert bits(found) == bits({name: whole[name] for name in found})
-    saved = zero.whole_state(state, tx, whole, devices)
+    saved = zero.to_host(state, devices=devices)
     np.testing.assert_allclose(saved[0].mu["w"], 0.1 * whole["w"], rtol=1e-6)
-    back = zero.shard_state(saved, tx, whole, devices)
-    assert bits(zero.whole_state(back, tx, whole, devices)) == bits(saved)
-    host = zero.from_host(whole, layout, "batch", devices)
+    back = zero.to_devices(saved, like=tx.init(whole), devices=devices)
+    assert bits(zero.to_host(back, devices=devices)) == bits(saved)
+    host = zero.to_devices(whole, layout, "batch", devices)
     stored = zero.from_global(zero.to_global(shards, layout, "batch", devices), layout, "batch", devices)
     for tree in (host, stored):
         for x, y in zip(jax.tree.leaves(tree), jax.tree.leaves(shards), strict=True):
@@ -267,18 +268,18 @@ def check_dtypes() -> None:
     shards = jax.pmap(lambda _: zero.shard(whole, layout, "batch"), "batch")(ones)
     found = zero.to_host(shards, layout, "batch")
     assert bits(found) == bits(whole) and found["w"].dtype == np.float32
-    assert bits(zero.to_host(zero.from_host(found, layout, "batch"), layout, "batch")) == bits(whole)
+    assert bits(zero.to_host(zero.to_devices(found, layout, "batch"), layout, "batch")) == bits(whole)
     check_refused("the array holds float32, the layout has bfloat16", lambda: zero.to_global(shards, layout, "batch"))
 
     noise = zero.across_shards(optax.add_noise(0.01, 0.55, key=jax.random.key(3)))
     tx = zero.shard_optimizer(optax.chain(noise, optax.adam(0.1)), "batch")
     params = jax.pmap(lambda _: whole, "batch")(ones)
-    state = jax.pmap(lambda p: tx.update(p, tx.init(p), p)[1], "batch")(params)
-    saved = zero.whole_state(state, tx, narrow)
+    state = jax.pmap(lambda p: tx.update(zero.local(p), tx.init(p), p)[1], "batch")(params)
+    saved = zero.to_host(state)
     assert saved[1][0].mu["w"].dtype == np.float32
-    back = zero.shard_state(saved, tx, whole)
-    assert bits(zero.whole_state(back, tx, whole)) == bits(saved)
-    inside = jax.pmap(lambda s, p: zero.whole_state(s, tx, p)[1][0].mu, "batch")(back, params)
+    back = zero.to_devices(saved, like=tx.init(whole))
+    assert bits(zero.to_host(back)) == bits(saved)
+    inside = jax.pmap(lambda s, p: zero.gather(s)[1][0].mu, "batch")(back, params)
     for name, x in inside.items():
         assert bits([part.data for part in x.addressable_shards]) == bits([saved[1][0].mu[name]] * 4)
 
@@ -288,7 +289,7 @@ def check_mesh_slices() -> None:
     mesh = jax.make_mesh((8,), ("data",))
     layout = zero.make_layout(whole, 8)
     shapes: Any = zero.global_shapes(layout, "data", mesh)
-    from_host: Any = zero.from_host(whole, layout, "data", mesh)
+    from_host: Any = zero.to_devices(whole, layout, "data", mesh)
     assert bits(zero.to_host(from_host, layout, "data", mesh)) == bits({name: whole[name] for name in from_host})
     again = zero.from_global(zero.to_global(from_host, layout, "data", mesh), layout, "data", mesh)
     for name, x in again.items():
@@ -300,8 +301,8 @@ def check_mesh_slices() -> None:
     tx = zero.shard_optimizer(optax.chain(noise, optax.adam(0.1)), "data")
     plain = jax.device_get(optax.adam(0.1).init(whole))
     of_noise = noise.init(whole)
-    state = zero.shard_state((of_noise, plain), tx, whole, mesh)
-    assert bits(zero.whole_state(state, tx, whole)) == bits((of_noise, plain))
+    state = zero.to_devices((of_noise, plain), like=tx.init(whole), devices=mesh)
+    assert bits(zero.to_host(state)) == bits((of_noise, plain))
 
     copied = NamedSharding(mesh, P())
     x = jax.make_array_from_callback((5, 24), copied, whole["w"].__getitem__)
@@ -316,11 +317,11 @@ def check_donation() -> None:
     tx = zero.shard_optimizer(optax.adam(0.1), "batch")
     params = jax.pmap(lambda _: whole, "batch")(ones)
     made = jax.pmap(tx.init, "batch")(params)
-    restored = zero.shard_state(zero.whole_state(made, tx, whole), tx, whole)
+    restored = zero.to_devices(zero.to_host(made), like=tx.init(whole))
     layout = zero.make_layout(whole, 8)
     shards = jax.pmap(lambda _: zero.shard(whole, layout, "batch"), "batch")(ones)
     again = zero.from_global(zero.to_global(shards, layout, "batch"), layout, "batch")
-    held = zero.from_host(zero.to_host(shards, layout, "batch"), layout, "batch")
+    held = zero.to_devices(zero.to_host(shards, layout, "batch"), layout, "batch")
     donated = jax.pmap(lambda tree: jax.tree.map(lambda x: x + 1, tree), "batch", donate_argnums=0)
     with warnings.catch_warnings(action="error"):
         for tree in (made, restored, shards, again, held):

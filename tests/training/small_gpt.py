@@ -93,7 +93,7 @@ class Setup(NamedTuple):
 
         def place(tree: Any, layout: zero.Layout) -> Any:
             held = layout.map(lambda leaf, x: np.asarray(x, leaf.dtype), tree)
-            return zero.from_host(held, layout, model.axis, self.devices)
+            return zero.to_devices(held, layout, model.axis, self.devices)
 
         collections = first_collections(model.config)
         own = {name: place(collections[name], layout) for name, layout in model.collection_layouts.items()}

@@ -53,7 +53,7 @@ def tuned(
     used = tuple(jax.devices()[:devices])
     base = model.base
     whole = base.layout.map(lambda leaf, x: np.asarray(x, leaf.dtype), first_params(SIZE))
-    frozen = zero.from_host(whole, base.layout, base.axis, used)
+    frozen = zero.to_devices(whole, base.layout, base.axis, used)
     if dtype in FORMS:
         layouts: Any = {"layout": base.layout, "held": model.frozen_layout, "axis": axis}
         frozen = pmap(partial(hold_shards, **layouts, form=dtype), "zero", devices=used)(frozen)
@@ -78,7 +78,7 @@ def losses_of(on: Tuned, steps: int = STEPS) -> tuple[list[float], Any]:
     model = on.model
     assert model.tuning is not None
     first = first_adapters(model.tuning.adapters)
-    state = on.programs.start(zero.from_host(first, model.layout, model.axis, on.devices))
+    state = on.programs.start(zero.to_devices(first, model.layout, model.axis, on.devices))
     losses = []
     for step in range(steps):
         state, metrics = on.programs.step(state, batch(on, step % 2), on.frozen)  # type: ignore[arg-type]  # as of a Setup
@@ -241,7 +241,7 @@ def test_merged_weights_score_as_adapters(adapters: Adapters) -> None:
     """A base with the adapters merged scores as the model with adapters does."""
     on = tuned(8, 3, adapters=adapters)
     model, base = on.model, on.model.base
-    own = zero.from_host(first_adapters(adapters), model.layout, model.axis, on.devices)
+    own = zero.to_devices(first_adapters(adapters), model.layout, model.axis, on.devices)
     rows = tokens(0).reshape(8, -1, 12)
     adapted = on.programs.evaluate(combine(on.frozen, own), rows)[0].item()
     merge = pmap(
@@ -304,7 +304,7 @@ def descent(rank: int | None) -> Descent:
     programs = make_programs(model, kernels_alone(), StepOptions(lambda step: jnp.float32(0.5)), devices)
     start, frozen = first, {}
     if tuning is not None:
-        frozen = zero.from_host(first, model.base.layout, axis, devices)
+        frozen = zero.to_devices(first, model.base.layout, axis, devices)
 
         def new(path: Any, leaf: Any) -> np.ndarray:
             if path[-1].key == LORA_B:
@@ -320,7 +320,7 @@ def descent(rank: int | None) -> Descent:
 def descended(rank: int | None, steps: int) -> tuple[list[float], Any]:
     """Losses and whole weights after some steps."""
     model, programs, frozen, start = descent(rank)
-    state, losses = programs.start(zero.from_host(start, model.layout, model.axis, tuple(jax.devices()))), []
+    state, losses = programs.start(zero.to_devices(start, model.layout, model.axis, tuple(jax.devices()))), []
     for _ in range(steps):
         state, metrics = programs.step(state, Batch(tokens(0).reshape(8, -1, 12), np.arange(0, ROWS, 3)), frozen)
         losses.append(metrics["loss"].item())

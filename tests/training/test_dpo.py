@@ -123,7 +123,7 @@ class On(NamedTuple):
 
     def place(self, params: Any, model: ShardedGPT) -> Any:
         whole = model.layout.map(lambda leaf, x: np.asarray(x, leaf.dtype), params)
-        return zero.from_host(whole, model.layout, model.axis, self.devices)
+        return zero.to_devices(whole, model.layout, model.axis, self.devices)
 
     def steps(self, state: Any, references: Any, frozen: Any = None, count: int = STEPS) -> list[dict[str, float]]:
         found = []

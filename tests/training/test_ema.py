@@ -116,7 +116,7 @@ def test_average_on_other_devices() -> None:
     state, _ = advance(first, first.start(), range(2))
     whole = first.whole(state, first.layout)
 
-    def padded(leaf: zero.LeafLayout) -> np.ndarray:
+    def padded(leaf: zero.groups.LeafLayout) -> np.ndarray:
         x = whole[leaf.name]
         return np.pad(x, [(0, p - n) for n, p in zip(x.shape, leaf.padded_shape, strict=True)]) if x.shape else x
 

@@ -114,7 +114,7 @@ def moved_to(to: Setup, of: Setup, state: TrainState) -> TrainState:
     """The same logical arrays, as shards of another layout."""
     whole = of.whole(state, of.layout)
 
-    def shard(leaf: zero.LeafLayout) -> np.ndarray:
+    def shard(leaf: zero.groups.LeafLayout) -> np.ndarray:
         padded = np.zeros(leaf.padded_shape, leaf.dtype)
         padded[tuple(slice(size) for size in leaf.shape)] = whole[leaf.name]
         return np.stack(np.split(padded, 8, leaf.splits[0].dim) if leaf.splits else [padded] * 8)
@@ -137,7 +137,7 @@ def test_scoring_drops_nothing(experts: int) -> None:
     axis = zero.Axis.with_expert_groups("zero", 8, experts) if experts > 1 else None
     on = setup(8, 3, config=config, axis=axis)
     params = jax.tree.map(lambda x: 8 * x, first_params(config))  # large enough for uneven choices
-    shards = zero.from_host(params, on.model.layout, on.model.axis, on.devices)
+    shards = zero.to_devices(params, on.model.layout, on.model.axis, on.devices)
     rows = batch(on, 0).tokens
     losses, scored, _ = on.programs.evaluate(shards, rows)
     flat = tokens(0)

@@ -121,7 +121,7 @@ def test_optimizers_see_all_experts(name: str) -> None:
         params, 8, stacked=(STACK, VOCABULARY), expert=axis.expert, is_expert=lambda name: "experts" in name
     )
     tx = make_optimizer(name, DECAY, **SMALL.get(name, {}))
-    cut = [zero.from_host(tree, layout, axis) for tree in (params, *gradients)]
+    cut = [zero.to_devices(tree, layout, axis) for tree in (params, *gradients)]
     on_a_device = zero.in_order(lambda params, *grads: moved(on_shards(tx, layout, axis), params, list(grads)))
     found = zero.to_host(jax.pmap(on_a_device, "zero")(*cut), layout, axis)
     expected = moved(tx, params, gradients)

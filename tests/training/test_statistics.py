@@ -144,7 +144,7 @@ def test_adapters_have_statistics() -> None:
     model = ShardedGPT(CONFIG, axis, 3, jnp.float32, tuning=tuning)
     programs = make_programs(model, adamw(0.1), StepOptions(RATE, SEED), used)
     on = Setup(model, programs, used, model.layout, CountedRate())
-    frozen = zero.from_host(first_params(), model.base.layout, axis, used)
+    frozen = zero.to_devices(first_params(), model.base.layout, axis, used)
     state = programs.start(on.new_weights())
     after = state._replace(clock=jnp.full(3, CLOCK + 1, jnp.int32))
     got = metrics_of(jax.device_get(programs.statistics(on.weights(state), after, batch(on, 0), frozen)))

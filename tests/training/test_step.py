@@ -32,6 +32,7 @@ from tests.training.small_gpt import (
     tokens,
 )
 from zero.models.attention.blockwise import blockwise_attention
+from zero.partition.sharded_optimizer import clip_by_global_norm
 from zero.training.optimizer import decayed
 from zero.training.parts import TrainState
 from zero.training.sharded_gpt import ShardedGPT
@@ -86,7 +87,7 @@ def test_elementwise_optimizers_only(stage: int) -> None:
     On slices it would clip by the norm of a slice.
     """
     on = setup(8, stage, max_norm=None, tx=optax.clip_by_global_norm(1.0))
-    with pytest.raises(zero.NotElementwiseError, match=r"use zero\.clip_by_global_norm"):
+    with pytest.raises(zero.NotElementwiseError, match=r"use zero\.across_shards\(optax\.clip_by_global_norm"):
         on.programs.step.lower(shapes_of(on), batch(on, 0))
 
 
@@ -104,7 +105,7 @@ def test_communicating_optimizer() -> None:
         return optax.chain(optax.scale_by_adam(), optax.masked(optax.scale(0.5), large), clip(0.5))
 
     on, plain = (
-        setup(devices, stage, max_norm=None, tx=make(zero.clip_by_global_norm)) for devices, stage in ((8, 3), (1, 0))
+        setup(devices, stage, max_norm=None, tx=make(clip_by_global_norm)) for devices, stage in ((8, 3), (1, 0))
     )
     assert_close(run_on(on), run_on(plain), rtol=1e-5)
 

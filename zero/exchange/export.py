@@ -42,7 +42,7 @@ from zero.exchange.warm_start import weights_of_step
 from zero.exchange.with_code import CODE, ZERO, computed_keys
 from zero.models.config import STACK, GPTConfig
 from zero.partition.collectives.axis import Axis
-from zero.partition.whole_state import to_host
+from zero.partition.train_state import to_host
 from zero.training.sharded_gpt import ShardedGPT
 
 MAX_FILE_BYTES = 4 << 30  # a file is held in memory while it is written; a larger tensor gets a file of its own

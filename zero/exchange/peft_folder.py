@@ -18,7 +18,7 @@ from zero.files.parsing import json_object, reading
 from zero.models.adapters import LORA_A, LORA_B, MAGNITUDE, PRODUCTS, Adapters
 from zero.models.config import STACK, GPTConfig
 from zero.partition.layout import LeafLayout, PyTree
-from zero.partition.whole_state import from_host
+from zero.partition.train_state import to_devices
 from zero.training.sharded_gpt import ShardedGPT
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -164,4 +164,4 @@ def read_peft(folder: Path, model: ShardedGPT) -> PyTree:
         whole = model.layout.map(read)
     if left_over:
         raise UserError(f"{folder}, tensor {min(left_over)}: tuning.targets names no product for it")
-    return from_host(whole, model.layout, model.axis)
+    return to_devices(whole, model.layout, model.axis)

@@ -13,7 +13,7 @@ from jax import lax
 
 from zero.partition.collectives.axis import Axis, AxisLike
 from zero.partition.global_arrays import axis_and_devices, check_order, local_shards, pmap_devices, stack_local
-from zero.partition.layout import Layout, LeafLayout, PyTree
+from zero.partition.layout import Layout, LeafLayout, PyTree, names_of
 from zero.partition.pmapped import pmap
 
 
@@ -78,7 +78,8 @@ def check_copies(tree: PyTree, layout: Layout, axis: Axis, devices: Sequence[jax
     if bad := _differing(copied, axis.name, tuple(devices)):
         raise ValueError(
             f"leaves differ between the devices of axis {axis.name!r} that should hold the same: {', '.join(bad)}. "
-            f"Reduce values that decide for all devices, such as value= of an update: lax.pmean(value, {axis.name!r})"
+            f"Reduce what decides for all devices: value= of an update by lax.pmean(value, {axis.name!r}), whether "
+            f"gradients are finite by lax.pmin(is_finite.astype(jnp.int32), {axis.name!r}) == 1"
         )
 
 
@@ -146,8 +147,8 @@ def checksums(
       devices: the `devices` of the pmap, if given.
 
     Raises:
-      ValueError: shape or devices of a leaf do not match layout and axis, copies differ (the message names all such
-        leaves), or two leaves have one name, as "a/b" and "b" under "a".
+      ValueError: shape or devices of a leaf do not match layout and axis, or copies differ; the message names all such
+        leaves.
 
     >>> import zero
     >>> n = jax.local_device_count()
@@ -166,9 +167,7 @@ def examine(
     """`checksums`, and the names of leaves with a NaN or an infinity outside padding, in one pass."""
     on, ordered = axis_and_devices(layout, axis, devices)
     layout.map(lambda leaf, x: local_shards(leaf, x, ordered), tree)
-    names = [leaf.name for leaf in layout.leaves]
-    if len(set(names)) < len(names):
-        raise ValueError(f"leaves share the name {next(name for name in names if names.count(name) > 1)!r}: rename one")
+    names = names_of([leaf.path for leaf in layout.leaves])
     if not layout.leaves:
         return {}, []
     program = _checksum_program(layout.leaves, on, None if devices is None else tuple(devices))

@@ -126,7 +126,7 @@ def from_global(
 
     def place(leaf: LeafLayout, x: jax.Array | np.ndarray) -> jax.Array:
         if x.shape != leaf.padded_shape or x.dtype != leaf.dtype:
-            remedy = "; zero.from_host takes arrays without padding" if x.shape == leaf.shape else ""
+            remedy = "; zero.to_devices takes arrays without padding" if x.shape == leaf.shape else ""
             raise ValueError(
                 f"leaf {leaf.name}: the layout has {leaf.dtype.name}{list(leaf.padded_shape)}, padding included, "
                 f"got {x.dtype.name}{list(x.shape)}{remedy}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -142,9 +143,11 @@ class Layout:
     def differences(self, tree: PyTree, *, may_lack: bool = False) -> str:
         """Which leaves this tree lacks, and which it has that the layout has not; empty if the names are the same."""
         flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-        found = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in flat]
-        expected = [leaf.name for leaf in self.leaves]
-        lacking, unknown = [x for x in expected if x not in found], [x for x in found if x not in expected]
+        paths = [path_of(keys) for keys, _ in flat]
+        expected = [leaf.path for leaf in self.leaves]
+        name_of = dict(zip(paths, names_of(paths), strict=True)) | dict(zip(expected, names_of(expected), strict=True))
+        lacking = [name_of[path] for path in expected if path not in paths]
+        unknown = [name_of[path] for path in paths if path not in expected]
         if may_lack and not unknown:
             return ""
         parts = (("lacks", lacking), ("has, unexpectedly,", unknown))
@@ -225,11 +228,11 @@ class Layout:
             f"{sum(math.prod(leaf.shape) for leaf in wholes):,} elements in {len(wholes)} leaves whole on every device"
         ]
         rows = [("leaf", "dtype", "whole", "split", "shard", "padding", "gathered", "by")]
-        for leaf in self.leaves:
+        for name, leaf in zip(names_of([leaf.path for leaf in self.leaves]), self.leaves, strict=True):
             whole, shard, gathered = map(_times, (leaf.shape, leaf.shard_shape, leaf.gathered_shape))
             split = [f"dim {leaf.splits[0].dim}", str(leaf.splits[0].padding)] if leaf.splits else ["-", "-"]
             moves = " ".join(map(str, leaf.moves)) or "-"
-            rows.append((leaf.name or "(root)", leaf.dtype.name, whole, split[0], shard, split[1], gathered, moves))
+            rows.append((name or "(root)", leaf.dtype.name, whole, split[0], shard, split[1], gathered, moves))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         for row in rows:
             lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
@@ -281,7 +284,7 @@ def make_layout(
             raise ValueError(f"shards {shards} do not divide into {kind} groups of {size}")
     flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
     names = tuple(stacked)
-    paths = [tuple(jax.tree_util.keystr((key,), simple=True) for key in path) for path, _ in flat]
+    paths = [path_of(keys) for keys, _ in flat]
     for name in names:
         if not any(path[:1] == (name,) for path in paths):
             found = ", ".join(dict.fromkeys(path[0] for path in paths if path)) or "no leaf"
@@ -293,6 +296,11 @@ def make_layout(
             raise TypeError(
                 f"leaf {'/'.join(path)}: expected an array or its shape, got {kind}, {leaf!r}: hold what is no array "
                 "outside of the tree"
+            )
+        if hasattr(leaf, "dtype") and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            raise TypeError(
+                f"leaf {'/'.join(path)}: a typed key of jax.random cannot be cut: hold it outside of the tree, or as "
+                "jax.random.key_data(key)"
             )
         name, shape, is_stacked = "/".join(path), np.shape(leaf), path[:1] in [(name,) for name in names]
         split, moves, first = None, tuple[Move, ...](), int(is_stacked)
@@ -325,15 +333,39 @@ def derive_layout(fn: Callable[[PyTree], PyTree], layout: Layout) -> Layout:
     >>> [(leaf.name, leaf.shard_shape) for leaf in state.leaves]
     [('count', ()), ('mu/w', (5, 3))]
     """
+    return follow_layout(jax.eval_shape(fn, layout.shapes()), layout)
+
+
+def follow_layout(tree: PyTree, layout: Layout) -> Layout:
+    """The layout of a tree whose leaves follow those of another tree, as in `derive_layout`."""
     by_path = {leaf.path: leaf for leaf in layout.leaves}
-    flat, treedef = jax.tree_util.tree_flatten_with_path(jax.eval_shape(fn, layout.shapes()))
+    flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
     leaves = []
     for keys, x in flat:
-        path = tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
+        path = path_of(keys)
         model = source_of(path, x.shape, by_path)
         splits, stacked = (model.splits, model.stacked) if model else ((), False)
         leaves.append(LeafLayout(path, x.shape, x.dtype, splits, stacked))
     return Layout(treedef, tuple(leaves), layout.shards)
+
+
+def path_of(keys: Sequence[Any]) -> tuple[str, ...]:
+    """The path of a leaf, from the keys that `jax.tree_util` gives."""
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
+
+
+def names_of(paths: Sequence[tuple[str, ...]]) -> list[str]:
+    """The name of each leaf; those that slashes inside of keys would make equal are told apart.
+
+    >>> names_of([("a/b",), ("a", "b"), ("c", "d")])
+    ["['a/b']", "['a']['b']", 'c/d']
+    """
+    joined = ["/".join(path) for path in paths]
+    counts = Counter(joined)
+    return [
+        name if counts[name] == 1 else "".join(f"[{key!r}]" for key in path)
+        for name, path in zip(joined, paths, strict=True)
+    ]
 
 
 def source_of(
@@ -356,7 +388,7 @@ def match_layout(tree: PyTree, *layouts: Layout) -> Layout:
         return layouts[0]
     by_path = {leaf.path: leaf for layout in reversed(layouts) for leaf in layout.leaves}
     flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    paths = [tuple(jax.tree_util.keystr((key,), simple=True) for key in keys) for keys, _ in flat]
+    paths = [path_of(keys) for keys, _ in flat]
     unknown = ["/".join(path) for path in paths if path not in by_path]
     if unknown:
         known = _some(["/".join(path) for path in by_path])

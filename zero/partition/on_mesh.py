@@ -7,7 +7,7 @@ the same path and shape is cut in the same way.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero.partition.layout import Layout, LeafLayout, PyTree, derive_layout, make_layout, source_of
+from zero.partition.collectives.axis import Axis
+from zero.partition.layout import Layout, LeafLayout, make_layout, source_of
+from zero.partition.sharded_state import Origin
 
 
 class MeshLeaf(NamedTuple):
@@ -84,52 +86,34 @@ def leaf_on_mesh(leaf: LeafLayout, axis_name: Any) -> MeshLeaf:
     return _mesh_leaf(leaf, [()] * len(leaf.shape), {}, axis_name)
 
 
-def state_on_mesh(
-    init: Callable[[PyTree], PyTree], params: PyTree, shards: int, axis_name: str
-) -> tuple[Layout, list[MeshLeaf]]:
+def state_on_mesh(origin: Origin, sizes: Mapping[str, int]) -> tuple[Layout, list[MeshLeaf]]:
     """The layout of an optimizer's state on the part that the other axes leave, and its global arrays.
 
     Raises:
-      ValueError: the axis of the optimizer already cuts a parameter.
+      ValueError: the axis of the optimizer is not one of the mesh, whose `sizes` these are.
     """
-    whole = make_layout(params, 1)
-    cuts = [_cuts(leaf.name, x, axis_name) for leaf, x in zip(whole.leaves, jax.tree.leaves(params), strict=True)]
-    shapes = [_local_shape(leaf.shape, *cut) for leaf, cut in zip(whole.leaves, cuts, strict=True)]
-    local = [jax.ShapeDtypeStruct(shape, leaf.dtype) for shape, leaf in zip(shapes, whole.leaves, strict=True)]
-    layout = make_layout(whole.treedef.unflatten(local), shards)
-    by_path = {leaf.path: leaf for leaf in layout.leaves}
-    cut_of = dict(zip(by_path, cuts, strict=True))
-    state = derive_layout(init, layout)
+    axis = origin.axis
+    if isinstance(axis, Axis) or axis not in sizes:
+        given = "an Axis of groups" if isinstance(axis, Axis) else repr(axis)
+        raise ValueError(
+            f"the axis_name of zero.shard_optimizer is {given}: under shard_map expected the name of an axis of the "
+            f"mesh, one of {list(sizes)}"
+        )
+    shards = sizes[axis]
+    by_path = {leaf.path: leaf for leaf in make_layout(origin.params.shapes(), shards).leaves}
+    cut_of = dict(zip(by_path, origin.cuts or [None] * len(by_path), strict=True))
+    state = origin.layout(shards)
 
     def on_mesh(leaf: LeafLayout) -> MeshLeaf:
         source = source_of(leaf.path, leaf.shape, by_path)
-        axes, sizes = cut_of[source.path] if source else ([()] * len(leaf.shape), {})
-        return _mesh_leaf(leaf, axes, sizes, axis_name)
+        cut = cut_of[source.path] if source else None
+        axes, axis_sizes = cut or (((),) * len(leaf.shape), ())
+        return _mesh_leaf(leaf, axes, dict(axis_sizes), axis)
 
     return state, [on_mesh(leaf) for leaf in state.leaves]
 
 
-def _cuts(name: str, x: Any, axis_name: str) -> tuple[list[tuple[str, ...]], dict[str, int]]:
-    """For each dimension of a parameter the axes that cut it, and the sizes of all axes."""
-    sharding = getattr(x, "sharding", None)
-    if not isinstance(sharding, NamedSharding):
-        return [()] * np.ndim(x), {}
-    entries = [*sharding.spec, *[None] * (np.ndim(x) - len(sharding.spec))]
-    axes = [() if one is None else (one,) if isinstance(one, str) else tuple(one) for one in entries]
-    if any(axis_name in names for names in axes):
-        raise ValueError(
-            f"leaf {name}: {sharding.spec} cuts it along {axis_name!r}, the axis_name of the optimizer, along which "
-            "parameters are replicated"
-        )
-    return axes, dict(sharding.mesh.shape)
-
-
-def _local_shape(shape: tuple[int, ...], axes: list[tuple[str, ...]], sizes: dict[str, int]) -> tuple[int, ...]:
-    """The shape of one part; jax guarantees that every dimension divides."""
-    return tuple(size // math.prod(sizes[name] for name in names) for size, names in zip(shape, axes, strict=True))
-
-
-def _mesh_leaf(leaf: LeafLayout, axes: list[tuple[str, ...]], sizes: dict[str, int], axis_name: str) -> MeshLeaf:
+def _mesh_leaf(leaf: LeafLayout, axes: Sequence[tuple[str, ...]], sizes: Mapping[str, int], axis_name: str) -> MeshLeaf:
     own = {split.dim for split in leaf.splits}
     parts = tuple(math.prod(sizes[name] for name in names) for names in axes)
     return MeshLeaf(leaf, tuple((*names, axis_name) if d in own else names for d, names in enumerate(axes)), parts)
@@ -141,8 +125,8 @@ def check_global(leaf: MeshLeaf, x: Any) -> None:
         where = "" if isinstance(x, jax.Array) else " on the host"
         raise ValueError(
             f"leaf {leaf.leaf.name}: expected the global array that shard_map returns, {leaf.padded_shape}, padding "
-            f"included, got {np.shape(x)}{where}; where other axes of the mesh cut parameters, pass these with their "
-            "shardings"
+            f"included, got {np.shape(x)}{where}; where other axes of the mesh cut parameters, make the state outside "
+            "shard_map, by tx.init(params) of parameters with their shardings, and pass it as like="
         )
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, Literal, NamedTuple, ParamSpec
 
 import jax
@@ -17,10 +17,19 @@ from jax.typing import DTypeLike
 from zero.partition.collectives.arrays import fill_padding
 from zero.partition.collectives.axis import Axis, AxisLike, as_axis, check_untracked
 from zero.partition.layout import Layout, LeafLayout, PyTree, derive_layout, make_layout, match_layout
+from zero.partition.local_gradients import arrays_of, unmarked
 from zero.partition.rewrite.entry_points import across_shards, run_on_shards, with_extra_args
 from zero.partition.rewrite.interpreter import NotElementwiseError
-from zero.partition.stages import checked_axis, gather, scatter_mean, scatter_sum, shard
-from zero.partition.whole_state import ShardedOptimizer, ShardedState, check_structure, require_sharded
+from zero.partition.sharded_state import (
+    ShardedState,
+    WholeState,
+    check_structure,
+    is_marked,
+    origin_of,
+    register_with_flax,
+    require_sharded,
+)
+from zero.partition.stages import checked_axis, gather, nan_unless, scatter_mean, scatter_sum, shard
 
 P = ParamSpec("P")
 
@@ -143,7 +152,11 @@ def _update(
 
     def layout_of(result: tuple[PyTree, PyTree]) -> tuple[LeafLayout, ...]:
         if differences := state_layout.differences(result[1], may_lack=True):
-            raise ValueError(f"update of the optimizer returns another state than its init: {differences}")
+            raise ValueError(
+                f"update of the optimizer returns another state than its init: {differences}. What only measures, as "
+                "optax.monitor, belongs behind the sharded optimizer, where updates are whole: "
+                "optax.chain(zero.shard_optimizer(...), optax.monitor(...))"
+            )
         layouts = match_layout(result[0], params[1], updates[1]), match_layout(result[1], state_layout)
         for kind, tree, layout in zip(("update", "state"), result, layouts, strict=True):
             for leaf, x in zip(layout.leaves, jax.tree.leaves(tree), strict=True):
@@ -158,6 +171,23 @@ def _update(
     return run_on_shards(lambda *trees: inner.update(*trees, **extra), axis, inputs, layout_of)
 
 
+class ShardedOptimizer(optax.GradientTransformationExtraArgs):
+    """The result of `shard_optimizer`: `init` and `update`, and what they were made of.
+
+    Attributes:
+      unsharded: the wrapped transform.
+      axis: the `axis_name` of `shard_optimizer`.
+    """
+
+    unsharded: optax.GradientTransformationExtraArgs
+    axis: AxisLike
+
+    def _replace(self, **fields: Any) -> ShardedOptimizer:
+        replaced = super()._replace(**fields)
+        replaced.unsharded, replaced.axis = self.unsharded, self.axis
+        return replaced
+
+
 def shard_optimizer(
     tx: optax.GradientTransformation,
     axis_name: AxisLike,
@@ -169,16 +199,18 @@ def shard_optimizer(
 ) -> ShardedOptimizer:
     """Holds the state of an optax transform as one slice per device: the drop-in for data-parallel pmap code (stage 1).
 
-    `init` takes whole parameters, the same on all devices. `update` takes each device's own gradients, not reduced, and
-    returns whole updates: a reduce-scatter, the update of a slice, and a gather. Extra arguments of `update` are passed
-    to `tx`; arrays in them are whole and the same on all devices. `whole_state` and `shard_state` convert state on the
-    host. Taking one device's slice out of the state raises, and another device's slice gives NaN updates.
+    `init` takes whole parameters, the same on all devices; outside pmap it makes the whole state, as optax does.
+    `update` takes each device's own gradients, not reduced and marked by `zero.local`, and returns whole updates: a
+    reduce-scatter, the update of a slice, and a gather. Extra arguments of `update` are passed to `tx`; arrays in them
+    are whole and the same on all devices. `zero.to_devices` and `zero.to_host` convert state. Taking one device's slice
+    out of the state raises, and another device's slice gives NaN updates.
 
     Args:
       tx: any transform; one that is not element-wise needs `across_shards`, or has a version in `zero`.
       axis_name: the pmap axis, or an `Axis` of groups.
-      reduction: of gradients over devices. None if they are whole and already reduced; "scattered" if `scatter_mean` or
-        `scatter_sum` has reduced them to slices, which may be clipped; `tx` gets them in the dtype of the parameters.
+      reduction: of gradients over devices. None if they are whole and already reduced, and so not marked; "scattered"
+        if `scatter_mean` or `scatter_sum` has reduced them to slices, which may be clipped and need no mark; `tx` gets
+        them in the dtype of the parameters.
       wire_dtype: dtype of gradients on the wire; None for their own.
       reduce_dtype: dtype of their sums; None for their own, but at least float32. `tx` gets them in their own.
       trust: run `tx` on shards unchanged, if it is known to be right there.
@@ -187,14 +219,12 @@ def shard_optimizer(
       ValueError: `reduction` is none of these, or `tx` is sharded already.
 
     Both functions raise:
-      RuntimeError: called outside pmap.
       NotElementwiseError: as in `on_shards`.
 
     `update` raises:
-      ValueError: a leaf has another shape than its parameter, or an optax transform around this one uses gradients
-        that are not whole and reduced (`chain`, `masked`, `partition`, `apply_if_finite`, a `MultiSteps` that skips):
-        it belongs inside.
-      TypeError: the state was not made by `init` or `shard_state`.
+      RuntimeError: called outside pmap.
+      ValueError: a leaf has another shape than its parameter.
+      TypeError: gradients are not marked, or reduced ones are; or the state is not that of a sharded optimizer.
 
     >>> n = jax.local_device_count()
     >>> tx = shard_optimizer(optax.adam(0.1), "batch")
@@ -209,17 +239,27 @@ def shard_optimizer(
         raise ValueError("this optimizer is sharded already: zero.shard_optimizer takes the optax transform itself")
     inner = with_extra_args(tx)
 
-    def init(params: PyTree) -> PyTree:
+    def init(params: PyTree) -> ShardedState | WholeState:
+        register_with_flax()
+        origin = origin_of(inner.init, params, axis_name)
+        _check_not_nested(inner.init, params)
+        if not _is_bound(axis_name):
+            is_shape = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params))
+            shapes = make_layout(params, 1).shapes()
+            return WholeState(jax.eval_shape(inner.init, shapes) if is_shape else inner.init(params), origin)
         axis = _bound(axis_name)
-        _check_callers(_caller(), None)
-        shards = shard(params, layout := make_layout(params, axis.shards), axis)
+        layout = make_layout(params, axis.shards)
+        shards = shard(params, layout, axis)
         state = inner.init(shards) if trust else _init(inner, layout, axis, shards)
-        return ShardedState(state, axis.shard_index().astype(jnp.int32)[None])
+        return ShardedState(state, axis.shard_index().astype(jnp.int32)[None], origin)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
         axis = _bound(axis_name)
-        _check_callers(_caller(), reduction)
-        require_sharded(state)
+        state = require_sharded(state)
+        if reduction == "scattered":
+            updates = unmarked(updates)
+        else:
+            updates = arrays_of(updates, axis.name, expects_marks=reduction is not None)
         given, layout = _layouts(updates, params, axis, is_scattered=reduction == "scattered")
         if reduction is None:
             grads = shard(updates, given, axis)
@@ -234,19 +274,14 @@ def shard_optimizer(
             new, new_state = inner.update(grads, state.slices, param_shards, **extra)
         else:
             new, new_state = _update(inner, axis, (grads, given), state.slices, (param_shards, layout), extra)
-        is_own = state.shard[0] == axis.shard_index()
         new_layout = match_layout(new, layout, given)
-        new = new_layout.map(lambda leaf, x: _nan_unless(is_own, x) if leaf.splits else x, new)
-        return gather(new, new_layout, axis), ShardedState(new_state, state.shard)
+        new = nan_unless(state.shard[0] == axis.shard_index(), new, new_layout)
+        # The origin is that of the state, so that one that was made by an equal optimizer keeps its structure.
+        return gather(new, new_layout, axis), dataclasses.replace(state, slices=new_state)
 
     sharded = ShardedOptimizer(init, update)
     sharded.unsharded, sharded.axis = inner, axis_name
     return sharded
-
-
-def _nan_unless(condition: jax.Array, x: jax.Array) -> jax.Array:
-    """`x`, or NaN: a compiled program cannot raise, and a NaN is noticed, a loss that is 12 % off is not."""
-    return jnp.where(condition, x, jnp.nan) if _is_float(x) else x
 
 
 def _layouts(updates: PyTree, params: PyTree, axis: Axis, *, is_scattered: bool) -> tuple[Layout, Layout]:
@@ -260,12 +295,6 @@ def _layouts(updates: PyTree, params: PyTree, axis: Axis, *, is_scattered: bool)
         raise ValueError("update needs params where gradients are slices: their shapes determine the slices")
     layout = make_layout(params, axis.shards)
     return match_layout(updates, layout), layout
-
-
-def _caller() -> FrameType | None:
-    """The frame that called the caller of this function."""
-    frame = inspect.currentframe()
-    return frame.f_back.f_back if frame and frame.f_back else None
 
 
 def _is_float(x: jax.Array | LeafLayout) -> bool:
@@ -292,58 +321,22 @@ def _check_gradients(given: Layout, layout: Layout) -> None:
             )
 
 
-# Wrappers of optax that pass gradients on unchanged and read only whole updates; `chain` if this is its first.
-_TRANSPARENT = (
-    "chain",
-    "named_chain",
-    "flatten",
-    "inject_hyperparams",
-    "lookahead",
-    "schedule_free",
-    "split_real_and_imaginary",
-    "with_extra_args_support",
-    "MultiSteps.update",
-)
-_GIVEN = {
-    "scattered": "is given each device's slices of the gradients, and so decides or measures something else on each",
-    "sum": "uses each device's own gradients before they are reduced",
-    "mean": "uses each device's own gradients before they are reduced",
-}
-
-
-def _check_callers(frame: FrameType | None, reduction: Literal["mean", "sum", "scattered"] | None) -> None:
-    """Refuses to run inside another sharded optimizer, or an optax transform that reads unreduced gradients.
-
-    Names the outermost of these, which its author wrote: `partition` is `masked` inside.
-    """
-    outermost = None
-    while frame:
-        name, variables = frame.f_code.co_qualname, frame.f_locals
-        maker, module = name.partition(".<locals>.")[0], frame.f_globals.get("__name__", "")
-        if maker == "shard_optimizer" and module == __name__:
-            raise ValueError(
-                "zero.shard_optimizer inside zero.shard_optimizer: only one of them may cut state into slices. Keep "
-                "the outermost, and put the optax transforms into it as they are"
-            )
-        is_later = maker in ("chain", "named_chain") and variables.get("new_state")
-        may_skip = maker == "MultiSteps.update" and "self" in variables and _may_skip(variables["self"])
-        if reduction and module.startswith("optax.") and (is_later or may_skip or maker not in _TRANSPARENT):
-            package = "optax.contrib" if module.startswith("optax.contrib") else "optax"
-            outermost = f"{package}.{maker.removesuffix('.update')}"
-        frame = frame.f_back
-    if reduction and outermost:
-        options = ", reduction='scattered'" * (reduction == "scattered")
+def _check_not_nested(init: Callable[[PyTree], PyTree], params: PyTree) -> None:
+    """Raises if the state holds that of another sharded optimizer."""
+    if any(map(is_marked, jax.tree.leaves(jax.eval_shape(init, params), is_leaf=is_marked))):
         raise ValueError(
-            f"{outermost} around zero.shard_optimizer {_GIVEN[reduction]}. Put it inside: "
-            f"zero.shard_optimizer({outermost}(...), axis_name{options}); or reduce whole gradients first, by "
-            "lax.pmean(grads, axis_name), and pass reduction=None to zero.shard_optimizer"
+            "zero.shard_optimizer inside zero.shard_optimizer: only one of them may cut state into slices. Keep the "
+            "outermost, and put the optax transforms into it as they are"
         )
 
 
-def _may_skip(accumulation: optax.MultiSteps) -> bool:
-    """Whether each device decides from its own gradients if it updates."""
-    decide = accumulation._should_skip_update_fn
-    return getattr(decide, "__qualname__", "") != "MultiSteps.__init__.<locals>.should_skip_update_fn"
+def _is_bound(axis: AxisLike) -> bool:
+    """Whether this runs inside pmap over the axis."""
+    try:
+        lax.axis_size(axis.name if isinstance(axis, Axis) else axis)
+    except NameError:
+        return False
+    return True
 
 
 def _bound(axis: AxisLike) -> Axis:
@@ -352,9 +345,8 @@ def _bound(axis: AxisLike) -> Axis:
         size = lax.axis_size(name)
     except NameError as error:
         raise RuntimeError(
-            f"no axis {name!r} here: init and update of a sharded optimizer run inside pmap over {name!r}, where each "
-            f"device keeps its own slice: jax.pmap(tx.init, axis_name={name!r})(replicated_params). Convert state "
-            "built or restored on the host with zero.shard_state(opt_state, tx, params)"
+            f"no axis {name!r} here: update of a sharded optimizer runs inside pmap over {name!r}, where each device "
+            f"has its own slice: jax.pmap(train_step, axis_name={name!r})"
         ) from error
     check_untracked(lax.axis_index(name))
     on = as_axis(axis)

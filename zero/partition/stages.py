@@ -25,7 +25,8 @@ from jax.typing import DTypeLike
 
 from zero.partition.collectives import arrays, coalesced
 from zero.partition.collectives.axis import Axis, AxisLike, as_axis, check_shards, check_untracked
-from zero.partition.layout import Layout, PyTree
+from zero.partition.layout import Layout, LeafLayout, PyTree
+from zero.partition.sharded_state import ShardedState, check_structure, is_marked
 
 if TYPE_CHECKING:
     import flax.linen as nn
@@ -53,13 +54,16 @@ def shard(tree: PyTree, layout: Layout, axis: AxisLike) -> PyTree:
 
 def gather(
     tree: PyTree,
-    layout: Layout,
-    axis: AxisLike,
+    layout: Layout | None = None,
+    axis: AxisLike | None = None,
     dtype: DTypeLike | None = None,
     *,
     wire_dtype: DTypeLike | None = None,
 ) -> PyTree:
     """The whole tree from its shards: one `all_gather` per split leaf, small ones together, in `dtype` on the wire.
+
+    The state of a sharded optimizer, alone or in a tree with others, knows its layout and axis: it becomes that of
+    optax, with NaN in place of slices that are not the device's own.
 
     Per device: shards in, whole leaves out. `dtype=None` keeps each leaf's own. With `wire_dtype=jnp.int8` blocks
     of 256 floats travel as int8 with a scale, each element off by at most its block's largest / 254. Call inside pmap.
@@ -71,10 +75,45 @@ def gather(
     >>> full["w"].shape == (n, 2 * n)
     True
     """
+    if layout is None:
+        return _gather_states(tree, dtype, wire_dtype)
+    if axis is None:
+        raise TypeError("gather needs the axis of slices with a layout: zero.gather(tree, layout, axis)")
     axis = checked_axis(layout, axis)
     with jax.named_scope("zero_gather"):
         shards = layout.shards_of(tree)
         return layout.treedef.unflatten(coalesced.gather_arrays(shards, layout.leaves, axis, dtype, wire_dtype))
+
+
+def _gather_states(tree: PyTree, dtype: DTypeLike | None, wire_dtype: DTypeLike | None) -> PyTree:
+    """The tree with the whole state in place of each sharded one."""
+    if not any(isinstance(x, ShardedState) for x in jax.tree.leaves(tree, is_leaf=is_marked)):
+        raise TypeError(
+            "gather needs the layout and the axis of slices that do not know theirs: zero.gather(tree, layout, axis)"
+        )
+
+    def one(x: Any) -> Any:
+        if not isinstance(x, ShardedState):
+            return x
+        if not isinstance(x.shard, jax.core.Tracer):
+            raise RuntimeError("zero.gather runs inside pmap; outside, zero.to_host(opt_state) gives the whole state")
+        axis = as_axis(x.axis)
+        layout = x.layout(axis.shards)
+        check_structure(x.slices, layout)
+        is_own = x.shard[0] == axis.shard_index()
+        return gather(nan_unless(is_own, x.slices, layout), layout, axis, dtype, wire_dtype=wire_dtype)
+
+    return jax.tree.map(one, tree, is_leaf=is_marked)
+
+
+def nan_unless(condition: jax.Array, shards: PyTree, layout: Layout) -> PyTree:
+    """The shards, or NaN: a compiled program cannot raise, and a NaN is noticed, a loss that is 12 % off is not."""
+
+    def one(leaf: LeafLayout, x: jax.Array) -> jax.Array:
+        is_slice = leaf.splits and jnp.issubdtype(x.dtype, jnp.inexact)
+        return jnp.where(condition, x, jnp.nan) if is_slice else x
+
+    return layout.map(one, shards)
 
 
 def scatter_sum(

@@ -278,7 +278,7 @@ def test_optimizer_sees_whole_leaves() -> None:
     axis = zero.Axis.with_tensor_groups("batch", 8, 2)
     params = {"w": np.random.default_rng(0).normal(size=(16, 24)).astype(np.float32)}
     layout = zero.make_layout(params, 8, tensor=2, tensor_dim=lambda name: -1)
-    tx = zero.on_shards(zero.muon(0.1), layout, axis)
+    tx = zero.on_shards(zero.across_shards(optax.contrib.muon(0.1)), layout, axis)
 
     def update(_: jax.Array) -> Any:
         shards = zero.shard(params, layout, axis)

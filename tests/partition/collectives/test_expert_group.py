@@ -64,7 +64,7 @@ def test_split_dimension_of_experts() -> None:
 @pytest.mark.parametrize("experts", [2, 8])
 def test_tokens_return_in_order(experts: int) -> None:
     """Tokens travel to their experts and back in order."""
-    group = zero.ExpertGroup(zero.Axis.with_expert_groups("zero", N, experts))
+    group = zero.groups.ExpertGroup(zero.Axis.with_expert_groups("zero", N, experts))
     device, row, expert = np.meshgrid(np.arange(N), np.arange(3), np.arange(8), indexing="ij")
     x = (100 * device + 10 * row + expert)[..., None, None].astype(np.float32)
 

@@ -134,8 +134,8 @@ def make_x() -> np.ndarray:
 def on_shards(fn: Callable[[jax.Array], jax.Array], axis: zero.Axis, across: bool) -> Callable[[jax.Array], jax.Array]:
     """The function on shards. Whole arrays in and out, inside pmap."""
     tx = optax.stateless(lambda updates, _: fn(updates))
-    rows = zero.Split(0, 13, axis.shards)
-    leaf = zero.LeafLayout((), (13, 6), np.dtype(np.float32), (rows,) if axis.shards > 1 else ())
+    rows = zero.groups.Split(0, 13, axis.shards)
+    leaf = zero.groups.LeafLayout((), (13, 6), np.dtype(np.float32), (rows,) if axis.shards > 1 else ())
     layout = zero.Layout(jax.tree.structure(0), (leaf,), axis.shards)
     sharded = zero.on_shards(zero.across_shards(tx) if across else tx, layout, axis)
 

@@ -49,8 +49,13 @@ def _marked(fn: Callable[..., Any]) -> Callable[..., Any]:
     def marked(*args: Any) -> Any:
         return fn(*args)
 
+    def run(*args: Any) -> Any:
+        if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
+            return fn(*args)  # no shards; arrays of a mesh with explicit axes would need that mesh under jit
+        return jax.jit(marked)(*args)
+
     marked.__name__ = ACROSS_SHARDS
-    return jax.jit(marked)
+    return run
 
 
 def run_on_shards(

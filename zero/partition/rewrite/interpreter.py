@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.sharding import NamedSharding, PartitionSpec
@@ -31,13 +32,20 @@ ELEMENTWISE = frozenset(_ELEMENTWISE.split())
 INLINED = {"jit": "jaxpr", "closed_call": "call_jaxpr", "remat2": "jaxpr", "checkpoint": "jaxpr"}
 RANDOM = frozenset(["random_bits", "random_gamma", "rng_bit_generator", "rng_uniform", "threefry2x32"])
 ACROSS_SHARDS = "zero_across_shards"  # the name of the jitted function that marks a region
+_ACROSS = "use zero.across_shards({}(...)), which communicates"
 REMEDIES = {
-    "adafactor": "adafactor",
-    "clip_by_global_norm": "clip_by_global_norm",
-    "scale_by_factored_rms": "adafactor",
-    "scale_by_muon": "muon",
-    "scale_by_trust_ratio": "lamb or zero.lars",
+    "adafactor": _ACROSS.format("optax.adafactor"),
+    "clip_by_global_norm": _ACROSS.format("optax.clip_by_global_norm"),
+    "flatten": "leave optax.flatten out: zero sends small leaves together, and a flat state could not be cut",
+    "scale_by_factored_rms": _ACROSS.format("optax.adafactor"),
+    "scale_by_muon": _ACROSS.format("optax.contrib.muon"),
+    "scale_by_trust_ratio": _ACROSS.format("optax.lamb") + ", or optax.lars",
 }
+_HELPERS = frozenset(  # of optax: they call functions that the author wrote
+    ["chain", "named_chain", "with_extra_args_support", "stateless", "stateless_with_tree_map", "inject_hyperparams"]
+)
+_LIBRARIES = tuple(str(module.__file__).removesuffix("__init__.py") for module in (jax, optax))
+_ENTRY_POINTS = __file__.replace("interpreter.py", "entry_points.py")
 
 
 class NotElementwiseError(ValueError):
@@ -247,18 +255,29 @@ class Interpreter:
     def refuse(self, eqn: JaxprEqn, why: str) -> NoReturn:
         """Raises `NotElementwiseError`."""
         transform = _transform((eqn, *self.callers))
-        right = f"use zero.{REMEDIES[transform]}, or " if transform in REMEDIES else "use "
-        raise NotElementwiseError(
-            f"{transform} is not element-wise: {eqn.primitive.name} {why}. Unchanged, it would be wrong on shards; "
-            f"{right}zero.across_shards(...) around it, which communicates"
-        )
+        right = REMEDIES.get(transform, "use zero.across_shards(...) around it, which communicates")
+        wrong = f"{transform} is not element-wise: {eqn.primitive.name} {why}. Unchanged, it would be wrong on shards"
+        raise NotElementwiseError(f"{wrong}; {right}")
 
 
 def _transform(eqns: Sequence[JaxprEqn]) -> str:
-    """The function that made the transform of an operation (and its callers), such as `clip_by_global_norm`."""
+    """The function that made the transform of an operation (and its callers), such as `clip_by_global_norm`.
+
+    Where optax only calls a function of the author's, that function, with its place.
+    """
+    helper = "the transform"
     tracebacks: list[Any] = [eqn.source_info.traceback for eqn in eqns]
-    for frame in [frame for traceback in tracebacks if traceback for frame in traceback.frames]:
-        maker, _, inner = frame.function_name.partition(".<locals>.")
-        if inner.split(".")[0] in ("update_fn", "init_fn", "update", "init"):
-            return maker
-    return "the transform"
+    for traceback in tracebacks:
+        for frame in traceback.frames if traceback else ():
+            if frame.file_name == _ENTRY_POINTS:
+                break  # beyond it is the program
+            maker, _, inner = frame.function_name.partition(".<locals>.")
+            is_of_transform = inner.split(".")[0] in ("update_fn", "init_fn", "update", "init")
+            if is_of_transform and maker not in _HELPERS:
+                return maker
+            if is_of_transform:
+                helper = maker
+            elif not frame.file_name.startswith(_LIBRARIES):
+                file = frame.file_name.replace("\\", "/").rpartition("/")[2]
+                return f"{maker} ({file}:{frame.line_num})"
+    return helper

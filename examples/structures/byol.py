@@ -1,0 +1,80 @@
+"""BYOL's structure: the optimizer is rebuilt in each step with a traced rate; batch statistics; a target network."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import jax_utils
+from jax import lax
+
+DEVICES = jax.devices()
+
+
+def optimizer(rate):
+    return optax.lars(rate, weight_decay=1e-2, momentum=0.9)
+
+
+def create_state():
+    rng = np.random.default_rng(0)
+    sizes = {"first": (12, 40), "second": (40, 20), "predictor": (20, 20)}
+    params = {name: rng.normal(size=size).astype(np.float32) / size[0] ** 0.5 for name, size in sizes.items()}
+    statistics = {"mean": jnp.zeros(40), "variance": jnp.ones(40)}
+    return {
+        "step": 0,
+        "online": params,
+        "target": params,
+        "statistics": statistics,
+        "opt_state": optimizer(0.0).init(params),
+    }
+
+
+def to_devices(state):
+    return jax_utils.replicate(state, DEVICES)
+
+
+def to_host(state):
+    return jax_utils.unreplicate(state)
+
+
+def project(params, x):
+    hidden = x @ params["first"]
+    mean = lax.pmean(hidden.mean(0), "i")
+    variance = lax.pmean(jnp.square(hidden).mean(0), "i") - jnp.square(mean)
+    hidden = jax.nn.relu((hidden - mean[None]) * lax.rsqrt(variance + 1e-3)[None])
+    return hidden @ params["second"], {"mean": mean, "variance": variance}
+
+
+def normalized(x):
+    return x * lax.rsqrt(jnp.square(x).sum(-1, keepdims=True) + 1e-6)
+
+
+@partial(jax.pmap, axis_name="i", devices=DEVICES)
+def train_step(state, batch):
+    def loss_fn(online):
+        first, second = batch[:, 0], batch[:, 1]
+        projected, statistics = project(online, first)
+        wanted, _ = project(state["target"], second)
+        difference = normalized(projected @ online["predictor"]) - lax.stop_gradient(normalized(wanted))
+        return jnp.square(difference).sum(-1).mean(), statistics
+
+    (loss, statistics), grads = jax.value_and_grad(loss_fn, has_aux=True)(state["online"])
+    grads = lax.pmean(grads, "i")
+    rate = 0.5 * jnp.minimum(1.0, (state["step"] + 1) / 4)
+    updates, opt_state = optimizer(rate).update(grads, state["opt_state"], state["online"])
+    online = optax.apply_updates(state["online"], updates)
+    new = {
+        "step": state["step"] + 1,
+        "online": online,
+        "target": optax.incremental_update(online, state["target"], 0.1),
+        "statistics": optax.incremental_update(statistics, state["statistics"], 0.1),
+        "opt_state": opt_state,
+    }
+    return new, lax.pmean(loss, "i")
+
+
+def batch(step):
+    rng = np.random.default_rng(step)
+    x = rng.normal(size=(len(DEVICES), 4, 1, 12))
+    return (x + 0.1 * rng.normal(size=(len(DEVICES), 4, 2, 12))).astype(np.float32)

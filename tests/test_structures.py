@@ -1,0 +1,79 @@
+"""The structures of published programs, as they are and sharded: the same losses, and each reads the other's state."""
+
+import importlib.util
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "examples" / "structures"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
+SIX_REVERSED = "jax.devices()[:1:-1]"
+
+
+def load(name: str, is_sharded: bool, folder: Path) -> ModuleType:
+    """The program, on six of eight devices in another order."""
+    path = folder / f"{name}{'_sharded' * is_sharded}.py"
+    shutil.copy(FOLDER / f"{name}.py", path)
+    if is_sharded:
+        diff = (FOLDER / f"{name}.diff").read_text()
+        subprocess.run(["patch", "--quiet", "--fuzz=0", str(path)], input=diff, text=True, check=True)
+    path.write_text(path.read_text().replace("DEVICES = jax.devices()", f"DEVICES = {SIX_REVERSED}"))
+    assert SIX_REVERSED in path.read_text()
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def train(program: ModuleType, state: Any, steps: range) -> tuple[list[float], Any]:
+    losses = []
+    for step in steps:
+        state, loss = program.train_step(state, program.batch(step))
+        losses.append(float(loss[0]))
+    return losses, state
+
+
+def started(program: ModuleType, saved: Any = None) -> Any:
+    """The first state on the devices, with the leaves that another program has saved."""
+    state = program.create_state()
+    if saved is not None:
+        state = jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(saved))
+    return program.to_devices(state)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_structure_equals_unsharded(name: str, tmp_path: Path) -> None:
+    plain, sharded = load(name, False, tmp_path), load(name, True, tmp_path)
+    losses, state = train(plain, started(plain), range(3))
+    found, slices = train(sharded, started(sharded), range(3))
+    np.testing.assert_allclose(found, losses, rtol=1e-5)
+
+    held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(slices))
+    assert held < 0.8 * sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
+    of_plain, of_sharded = plain.to_host(state), sharded.to_host(slices)
+    pairs = zip(*map(jax.tree_util.tree_leaves_with_path, (of_plain, of_sharded)), strict=True)
+    for (path, x), (other, y) in pairs:
+        assert path == other and x.dtype == y.dtype
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5, err_msg=str(path))
+
+    expected, _ = train(plain, state, range(3, 5))
+    np.testing.assert_allclose(train(plain, started(plain, of_sharded), range(3, 5))[0], expected, rtol=1e-5)
+    np.testing.assert_allclose(train(sharded, started(sharded, of_plain), range(3, 5))[0], expected, rtol=1e-5)
+
+
+def test_readme_counts_the_lines_that_change() -> None:
+    text = (FOLDER.parent / "README.md").read_text()
+    rows = re.findall(r"^\| \[(\w+)\]\(structures/.* \| (\d+, \d+) \|$", text, re.MULTILINE)
+    assert sorted(name for name, _ in rows) == NAMES
+    for name, counted in rows:
+        lines = (FOLDER / f"{name}.diff").read_text().splitlines()[2:]
+        removed, added = ([line for line in lines if line[0] == sign and line[1:].strip()] for sign in "-+")
+        assert counted == f"{len(removed)}, {len(added)}", name

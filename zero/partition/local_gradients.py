@@ -1,0 +1,138 @@
+"""Gradients that each device computed by itself, as values that are no arrays until they have been reduced.
+
+A transform that computes with them before the reduction, such as a clipping by the global norm around a sharded
+optimizer, would do so with other numbers on each device, and nothing would fail. Here it gets no number at all.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+
+from zero.partition.layout import PyTree
+
+_READ = (
+    "this computes with gradients that zero.local has marked, which differ between devices until zero.shard_optimizer "
+    "reduces them. Put a transform that reads gradients inside: zero.shard_optimizer(optax.chain(...), axis_name); or "
+    "reduce them first, by lax.pmean(grads, axis_name), and pass reduction=None to zero.shard_optimizer. What takes "
+    "arrays only, such as jax.jit and lax.cond, is given unmarked gradients, and calls zero.local inside"
+)
+
+
+class NoArrayError(ValueError, AttributeError):
+    """An attribute of an array was asked of a marked gradient; as an AttributeError it also answers `hasattr`."""
+
+
+class LocalGradient:
+    """One device's own gradient of a leaf, which only a sharded optimizer reads.
+
+    It has the shape and the dtype of the array. Whatever else is done with it raises a ValueError: it is no array, and
+    no pytree node through which a function of arrays could be mapped.
+    """
+
+    __slots__ = ("_array",)
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return np.shape(self._array)
+
+    @property
+    def dtype(self) -> Any:
+        return jax.dtypes.result_type(self._array)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape))
+
+    @property
+    def __jax_array__(self) -> NoReturn:
+        # jax looks this up wherever it expects an array: under jit, lax.cond, jnp functions and arithmetic with arrays.
+        raise ValueError(_READ)
+
+    def __array__(self, *_: Any, **__: Any) -> NoReturn:
+        raise ValueError(_READ)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise NoArrayError(f"a gradient that zero.local has marked has no {name!r}: {_READ}")
+
+    def __repr__(self) -> str:
+        return f"LocalGradient({self.dtype}{list(self.shape)})"
+
+
+def _refused(*_: Any) -> NoReturn:
+    raise ValueError(_READ)
+
+
+for _operator in (
+    *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow", "and", "or", "xor"),
+    *("lshift", "rshift"),
+):
+    setattr(LocalGradient, f"__{_operator}__", _refused)
+    setattr(LocalGradient, f"__r{_operator}__", _refused)
+for _operator in (
+    *("neg", "pos", "abs", "invert", "bool", "int", "float", "complex", "index", "round", "len", "iter", "getitem"),
+    *("lt", "le", "gt", "ge", "contains"),
+):
+    setattr(LocalGradient, f"__{_operator}__", _refused)
+
+
+def local(grads: PyTree) -> PyTree:
+    """Marks a device's own gradients, which a sharded optimizer reduces: `tx.update(zero.local(grads), ...)`.
+
+    It stands where a data-parallel program has `lax.pmean(grads, axis_name)`. Until `update` has reduced them, the
+    leaves are no arrays: what would compute with numbers that differ between devices raises a ValueError.
+
+    Per device: arrays in, a tree of the same structure out. No communication.
+
+    >>> import jax.numpy as jnp
+    >>> grads = local({"w": jnp.ones((2, 3))})
+    >>> grads
+    {'w': LocalGradient(float32[2, 3])}
+    >>> grads["w"] / jnp.float32(2)
+    Traceback (most recent call last):
+    ValueError: this computes with gradients that zero.local has marked, which differ between devices until ...
+    """
+    return jax.tree.map(lambda x: x if isinstance(x, LocalGradient) else LocalGradient(x), grads)
+
+
+def arrays_of(updates: PyTree, axis_name: str, *, expects_marks: bool) -> PyTree:
+    """The arrays of gradients that `local` has marked, or reduced gradients, which are not marked.
+
+    Raises:
+      TypeError: a leaf is marked and should not be, or the other way round.
+    """
+
+    def check(path: Any, x: Any) -> None:
+        name = jax.tree_util.keystr(path, simple=True, separator="/") or "(root)"
+        if expects_marks and not isinstance(x, LocalGradient):
+            raise TypeError(
+                f"leaf {name}: the gradient is an array, expected this device's own, not reduced, which zero.local "
+                f"marks: write zero.local(grads) where the program has lax.pmean(grads, {axis_name!r}). Gradients that "
+                "are reduced already need zero.shard_optimizer(..., reduction=None)"
+            )
+        if not expects_marks and isinstance(x, LocalGradient):
+            raise TypeError(
+                f"leaf {name}: zero.local marks gradients that are not reduced, and reduction=None expects reduced "
+                "ones: leave reduction out, or pass lax.pmean(grads, axis_name)"
+            )
+
+    jax.tree_util.tree_map_with_path(check, updates)
+    return unmarked(updates)
+
+
+def unmarked(tree: PyTree) -> PyTree:
+    """The arrays of a tree of which some leaves may be marked."""
+    return jax.tree.map(_array, tree)
+
+
+def _array(x: Any) -> Any:
+    return x._array if isinstance(x, LocalGradient) else x

@@ -1,0 +1,321 @@
+"""State of a sharded optimizer, on the devices and whole: both know how they are cut."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from zero.partition.collectives.axis import AxisLike
+from zero.partition.layout import Layout, PyTree, derive_layout, follow_layout, make_layout
+
+REMEDY = (
+    "Checkpoints hold the whole state: save zero.to_host(state), which all processes call, and restore with "
+    "zero.to_devices(whole, like=state)"
+)
+Cut = tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, int], ...]]  # of each dimension the axes; sizes of all axes
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """How the state of an optimizer is cut, for any number of devices. From shapes only.
+
+    Attributes:
+      params: the parameters, in one shard; what other axes of a mesh leave of them.
+      state: the state of the optax transform, in one shard.
+      axis: the `axis_name` of the optimizer.
+      cuts: of each parameter the other axes of a mesh that cut it. Not compared: inside a mapped function they are not
+        known.
+    """
+
+    params: Layout
+    state: Layout
+    axis: AxisLike
+    cuts: tuple[Cut, ...] = dataclasses.field(default=(), compare=False)
+
+    def layout(self, shards: int) -> Layout:
+        """The layout of the state over this many shards."""
+        return _layout(self, shards)
+
+
+@functools.lru_cache(maxsize=64)
+def _layout(origin: Origin, shards: int) -> Layout:
+    return follow_layout(origin.state.shapes(), make_layout(origin.params.shapes(), shards))
+
+
+@functools.lru_cache(maxsize=256)
+def _known(origin: Origin, cuts: tuple[Cut, ...]) -> Origin:
+    """The same object for equal origins: pytrees of state are compared at each call of a mapped function."""
+    return origin
+
+
+def origin_of(init: Callable[[PyTree], PyTree], params: PyTree, axis: AxisLike) -> Origin:
+    """The origin of the state that `init` makes of these parameters, or of their shapes."""
+    whole = make_layout(params, 1)
+    cuts = tuple(_cut(leaf.name, x, axis) for leaf, x in zip(whole.leaves, jax.tree.leaves(params), strict=True))
+    shapes = [_shape_of_part(leaf.shape, *cut) for leaf, cut in zip(whole.leaves, cuts, strict=True)]
+    parts = [jax.ShapeDtypeStruct(shape, leaf.dtype) for shape, leaf in zip(shapes, whole.leaves, strict=True)]
+    layout = make_layout(whole.treedef.unflatten(parts), 1)
+    return _known(Origin(layout, derive_layout(init, layout), axis, cuts), cuts)
+
+
+def _cut(name: str, x: Any, axis: AxisLike) -> Cut:
+    """The axes of a mesh that cut a parameter, for each dimension, and the sizes of all axes."""
+    sharding = getattr(x, "sharding", None)
+    if isinstance(x, jax.core.Tracer) or not isinstance(sharding, NamedSharding):
+        return ((),) * np.ndim(x), ()
+    entries = [*sharding.spec, *[None] * (np.ndim(x) - len(sharding.spec))]
+    axes = tuple(map(_axes_of_entry, entries))
+    if any(axis in names for names in axes):
+        raise ValueError(
+            f"leaf {name}: {sharding.spec} cuts it along {axis!r}, the axis_name of the optimizer, along which "
+            "parameters are replicated: outside pmap, pass one whole copy of them"
+        )
+    return axes, tuple(sharding.mesh.shape.items())
+
+
+def _axes_of_entry(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The axes of an entry of a PartitionSpec.
+
+    >>> _axes_of_entry("model"), _axes_of_entry(("model", "data")), _axes_of_entry(None)
+    (('model',), ('model', 'data'), ())
+    """
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _shape_of_part(
+    shape: tuple[int, ...], axes: tuple[tuple[str, ...], ...], sizes: tuple[tuple[str, int], ...]
+) -> tuple[int, ...]:
+    """The shape that the axes leave; jax guarantees that every dimension divides."""
+    size_of = dict(sizes)
+    return tuple(
+        size // int(np.prod([size_of[name] for name in names])) for size, names in zip(shape, axes, strict=True)
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ShardedState:
+    """The state of a sharded optimizer on the devices: one device's slice, and its number.
+
+    Taking one slice out of the stack of all devices, as `x[0]`, `flax.jax_utils.unreplicate` and pmap's `out_axes=None`
+    do, raises a ValueError: it is 1/N of the state. A slice on the wrong device makes `update` return NaN.
+    `zero.gather` gives the whole state inside pmap, `zero.to_host` outside.
+
+    Attributes:
+      slices: the state of the optax transform, in its own structure, each leaf this device's slice.
+      shard: int32 `(1,)`, the number of the slice.
+      origin: how the whole state is cut.
+    """
+
+    slices: Any
+    shard: Any
+    origin: Origin | None = None
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"the state of a sharded optimizer has no {name!r}: that of optax is in .slices, cut; whole, it is "
+            "zero.gather(opt_state) inside pmap and zero.to_host(opt_state) outside"
+        )
+
+    @property
+    def axis(self) -> AxisLike:
+        """The `axis_name` of the optimizer; raises as `layout`."""
+        return self.known_origin.axis
+
+    def layout(self, shards: int) -> Layout:
+        """The layout of the slices, for the functions that take one.
+
+        Raises:
+          ValueError: the state was put together by hand.
+        """
+        return self.known_origin.layout(shards)
+
+    @property
+    def known_origin(self) -> Origin:
+        """The origin; raises as `layout`."""
+        if self.origin is None:
+            raise ValueError(
+                "this ShardedState was put together without its origin: take one that tx.init or zero.to_devices made, "
+                "and dataclasses.replace(state, slices=...)"
+            )
+        return self.origin
+
+
+def numbers_of(state: ShardedState) -> Any:
+    """The numbers of the slices, also if flax.nnx has put them into a variable."""
+    leaves = jax.tree.leaves(state.shard)
+    return leaves[0] if len(leaves) == 1 else state.shard
+
+
+def check_stacked(state: ShardedState) -> None:
+    """Raises if a leaf is no stack of slices while the numbers of the slices are."""
+    numbers = numbers_of(state)
+    if not _is_concrete(numbers) or np.ndim(numbers) != 2:  # one device, or not stacked
+        return
+    count = len(numbers)
+    for path, x in jax.tree_util.tree_leaves_with_path(state.slices):
+        if np.shape(x)[:1] != (count,):
+            raise ValueError(
+                f"leaf {jax.tree_util.keystr(path, simple=True, separator='/')}: expected a stack of one slice per "
+                f"device, ({count}, ...), got shape {np.shape(x)}; a scalar is jnp.full({count}, value) there, or is "
+                "set inside pmap"
+            )
+
+
+def _is_concrete(x: Any) -> bool:
+    is_array = isinstance(x, jax.Array | np.ndarray | np.generic)
+    return is_array and not isinstance(x, jax.core.Tracer) and x.dtype == np.int32
+
+
+def is_of_mesh(state: ShardedState) -> bool:
+    """Whether it is that of shard_map, global arrays, and not the stack of a pmap."""
+    return np.ndim(numbers_of(state)) == 1
+
+
+def _flatten_with_keys(state: ShardedState) -> tuple[Any, Origin | None]:
+    check_stacked(state)
+    keys = map(jax.tree_util.GetAttrKey, ("slices", "shard"))
+    return tuple(zip(keys, (state.slices, state.shard), strict=True)), state.origin
+
+
+def _flatten(state: ShardedState) -> tuple[Any, Origin | None]:
+    check_stacked(state)
+    return (state.slices, state.shard), state.origin
+
+
+def _unflatten(origin: Origin | None, children: Iterable[Any]) -> ShardedState:
+    slices, shard = children
+    state = ShardedState(slices, shard, origin)
+    # Outside a trace the state has the number of every device, so a single number means a single slice; the check
+    # needs no values. State of shard_map over one device has a single number too, with a sharding.
+    numbers = numbers_of(state)
+    if _is_concrete(numbers) and np.size(numbers) == 1 and np.ndim(numbers) < 2:
+        sharding = getattr(numbers, "sharding", None)
+        if not (np.ndim(numbers) and isinstance(sharding, NamedSharding) and any(sharding.spec)):
+            raise ValueError(f"this takes one device's slice of a sharded optimizer state and loses the rest. {REMEDY}")
+    return state
+
+
+jax.tree_util.register_pytree_with_keys(ShardedState, _flatten_with_keys, _unflatten, _flatten)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class WholeState:
+    """The state that `init` of a sharded optimizer makes outside pmap: that of optax, for `zero.to_devices` to cut.
+
+    A pytree node with the children of the optax state and their names: its leaves, paths and files are those of the
+    unsharded program.
+    """
+
+    state: Any
+    origin: Origin
+
+    @property
+    def known_origin(self) -> Origin:
+        return self.origin
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.state, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.state[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.state)
+
+    def __len__(self) -> int:
+        return len(self.state)
+
+
+def _children(whole: WholeState) -> tuple[list[tuple[Any, Any]], Any]:
+    """The children of the optax state with their keys, and its node without them."""
+    pairs, node = jax.tree_util.tree_flatten_with_path(whole.state, is_leaf=lambda x: x is not whole.state)
+    keyed = [(path[0] if path else jax.tree_util.GetAttrKey("state"), child) for path, child in pairs]
+    return keyed, (node, whole.origin)
+
+
+def _children_without_keys(whole: WholeState) -> tuple[list[Any], Any]:
+    keyed, node = _children(whole)
+    return [child for _, child in keyed], node
+
+
+def _whole_of(node: Any, children: Iterable[Any]) -> WholeState:
+    return WholeState(node[0].unflatten(list(children)), node[1])
+
+
+jax.tree_util.register_pytree_with_keys(WholeState, _children, _whole_of, _children_without_keys)
+
+
+def is_marked(x: Any) -> bool:
+    """Whether this is the state of a sharded optimizer, on the devices or whole."""
+    return isinstance(x, ShardedState | WholeState)
+
+
+def require_sharded(state: Any) -> ShardedState:
+    """Raises if the state is not one device's slice of a sharded optimizer."""
+    if isinstance(state, WholeState):
+        raise TypeError(
+            "this state of a sharded optimizer is whole: tx.init made it outside pmap, and zero.to_devices(state), in "
+            "place of jax_utils.replicate(state), spreads it over the devices"
+        )
+    if not isinstance(state, ShardedState):
+        raise TypeError(
+            f"expected the state of a sharded optimizer, a ShardedState, got a {type(state).__name__}: make it by "
+            "tx.init, or convert what was restored by zero.to_devices(opt_state, like=...), where like is a state that "
+            "tx.init made"
+        )
+    return state
+
+
+def check_structure(state: PyTree, layout: Layout, *, may_lack: bool = False) -> None:
+    """Raises if the state does not have the structure of this layout."""
+    if jax.tree.structure(state) == layout.treedef:
+        return
+    if differences := layout.differences(state, may_lack=may_lack):
+        raise ValueError(
+            f"the state does not fit this optimizer and these parameters: {differences}. Pass those that it was made "
+            "with; its leaves are those of tx.init(params)"
+        )
+    if not may_lack:
+        raise ValueError(
+            "the state has the same leaves in other containers, such as the dicts and lists of a file: put them into "
+            "tx.init(params), by flax.serialization.from_state_dict for instance"
+        )
+
+
+def register_with_flax() -> None:
+    """Lets `flax.serialization` read and write these states, if the program has imported it."""
+    serialization = sys.modules.get("flax.serialization")
+    if serialization is not None:
+        _register(serialization)
+
+
+@functools.cache
+def _register(serialization: Any) -> None:
+    to_dict = serialization.to_state_dict
+    from_dict = serialization.from_state_dict
+
+    def sharded_to_dict(state: ShardedState) -> dict[str, Any]:
+        return {"slices": to_dict(state.slices), "shard": to_dict(state.shard)}
+
+    def sharded_from_dict(state: ShardedState, read: Mapping[str, Any]) -> ShardedState:
+        slices, shard = (from_dict(getattr(state, name), read[name], name) for name in ("slices", "shard"))
+        return dataclasses.replace(state, slices=slices, shard=shard)
+
+    def whole_from_dict(whole: WholeState, read: Any) -> WholeState:
+        return dataclasses.replace(whole, state=from_dict(whole.state, read))
+
+    serialization.register_serialization_state(ShardedState, sharded_to_dict, sharded_from_dict, override=True)
+    serialization.register_serialization_state(
+        WholeState, lambda whole: to_dict(whole.state), whole_from_dict, override=True
+    )
