@@ -11,10 +11,10 @@ import pytest
 
 from tests.helpers.runs import in_steps, make_run, values
 from zero.models.experts import METRICS
-from zero.run.features.bar import summary
 from zero.run.step_metrics import StepMetrics
 from zero.run.step_programs import StepPrograms
 from zero.tracking.goodput import Goodput
+from zero.tracking.progress import figures
 
 
 def test_utilization_in_metrics(tmp_path: Path) -> None:
@@ -36,7 +36,7 @@ def test_predicted_time_in_metrics(tmp_path: Path) -> None:
     line = run.read_line()
     assert line["predicted_speed"] == pytest.approx(0.25 / line["step_time"])
     assert 0 < line["device_wait"] < 1
-    assert "of the predicted speed" in summary(line)
+    assert any("of the predicted speed" in figure for figure in figures(line))
 
 
 def test_slow_run_is_explained_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -72,10 +72,10 @@ def test_one_transfer_per_step(transfers: list[Any]) -> None:
 
 def test_memory_in_the_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The progress bar shows the memory where the device reports it."""
-    assert "GiB" not in summary(make_run(tmp_path).read_line())
+    assert not any("GiB" in figure for figure in figures(make_run(tmp_path).read_line()))
     device = SimpleNamespace(memory_stats=lambda: {"peak_bytes_in_use": 3 << 29, "bytes_in_use": 5})
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
-    assert summary(make_run(tmp_path).read_line()).endswith(", peak 1.50 GiB")
+    assert figures(make_run(tmp_path).read_line())[-1] == "peak 1.50 GiB"
 
 
 def test_metrics_of_experts() -> None:
