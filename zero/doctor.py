@@ -93,7 +93,8 @@ def packages() -> str:
     if wrong:
         install = dict.fromkeys(f"'{wanted}'" for _, wanted in wrong)
         raise Fault("; ".join(found for found, _ in wrong), f"pip install -U {' '.join(install)}")
-    installed = [f"{name} {found}" for name in SHOWN if (found := _version(name))]
+    versions = {name: _version(name) for name in SHOWN}
+    installed = [f"{name} {version}" for name, version in versions.items() if version]
     return ", ".join([f"Python {platform.python_version()}", *installed])
 
 

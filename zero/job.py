@@ -56,9 +56,9 @@ def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = 
     platform, device_kind = (devices or jax.devices())[0].platform, (devices or jax.devices())[0].device_kind
     remat = "none" if platform == "cpu" and not zero.fused_update else "full"
     end_of_text = load_tokenizer(config.data.tokenizer).end_of_text if config.data.isolate_documents else None
-    compute_dtype = (
-        ("float32" if platform == "cpu" else "bfloat16") if zero.compute_dtype == "auto" else zero.compute_dtype
-    )
+    compute_dtype = zero.compute_dtype
+    if compute_dtype == "auto":
+        compute_dtype = "float32" if platform == "cpu" else "bfloat16"
     axis = make_axis(zero, devices)
     tuning = make_tuning(dataclasses.asdict(config.tuning))
     wire_dtype = compute_dtype if axis.exchanges and zero.stage >= 2 else "float32"

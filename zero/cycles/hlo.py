@@ -241,11 +241,14 @@ def computations(text: str) -> tuple[Bodies, str]:
             lines[name].append(line)
         elif name:  # metadata of kernels has line breaks
             lines[name][-1] += "\n" + line
-    bodies = {
-        name: [Instruction(*match.groups()) for line in found if (match := _INSTRUCTION.match(line))]
-        for name, found in lines.items()
-    }
+    bodies = {name: _instructions(body) for name, body in lines.items()}
     return {name: _calls_on_cores(_as_run(name, body)) for name, body in bodies.items()}, entry
+
+
+def _instructions(lines: list[str]) -> list[Instruction]:
+    """The instructions among the lines of a computation."""
+    matches = (_INSTRUCTION.match(line) for line in lines)
+    return [Instruction(*match.groups()) for match in matches if match is not None]
 
 
 def _as_run(name: str, body: list[Instruction]) -> list[Instruction]:
@@ -262,7 +265,8 @@ def _calls_on_cores(body: list[Instruction]) -> list[Instruction]:
     A `custom-call-start` names the computation, and a `custom-call-update`, which has the operands, starts it.
     """
     starts = [one for one in body if one.op == "custom-call-start"]
-    called = {one.name: name[1] for one in starts if (name := _CALLED_ON_CORE.search(one.rest))}
+    matches = {start.name: _CALLED_ON_CORE.search(start.rest) for start in starts}
+    called = {name: match[1] for name, match in matches.items() if match is not None}
     return [
         one._replace(op="call-start", rest=f"{one.rest}, calls=%{called[one.operands[0]]}")
         if one.op == "custom-call-update" and one.operands[0] in called

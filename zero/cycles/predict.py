@@ -181,7 +181,12 @@ class _Schedule:
         running: dict[str, tuple[float, float, Instruction]] = {}  # end, seconds and start, by name or chain
         results = {one.name: one.result for one in body}
         inner = {one.name: self._collectives_in(one) for one in body if one.op in ("fusion", *hlo.ASYNC_CALLS)}
-        chains = {one.name: chain for one in body for c in inner.get(one.name, ()) if (chain := hlo.chain_of(c))}
+        chains: dict[str, str] = {}
+        for name, collectives in inner.items():
+            for collective in collectives:
+                chain = hlo.chain_of(collective)
+                if chain:
+                    chains[name] = chain
         last = {chain: name for name, chain in chains.items()}
 
         def wait(end: float, seconds: float, started: Instruction, ended: Instruction) -> None:

@@ -107,7 +107,7 @@ class Architecture:
         module, _, kind = leaf.rpartition("/")
         name = self.modules[module]
         if name in self.bare:
-            return name + "_bias" * (kind == "bias")
+            return f"{name}_bias" if kind == "bias" else name
         return f"{name}.{'bias' if kind == 'bias' else 'weight'}"
 
     def _is_turned(self, leaf: str) -> bool:

@@ -115,4 +115,4 @@ HOP = 1e-6  # seconds from a chip to the next one, about (jax-ml.github.io/scali
 def peak_flops(device: Any) -> float | None:
     """Published peak of a device in bfloat16 operations per second, None if it is not in `SPEEDS`."""
     speed = SPEEDS.get(device.device_kind)
-    return speed and speed.flops
+    return None if speed is None else speed.flops

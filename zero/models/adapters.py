@@ -152,13 +152,20 @@ def split_adapters(params: Any) -> tuple[Any, Any]:
     >>> split_adapters({"query": {"kernel": 1, "lora_a": 2}, "norm": {"scale": 3}})
     ({'query': {'lora_a': 2}}, {'query': {'kernel': 1}, 'norm': {'scale': 3}})
     """
-    found: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
-    for name, one in params.items():
-        parts = split_adapters(one) if isinstance(one, dict) else ((one, {}) if name in LEAVES else ({}, one))
-        for tree, part in zip(found, parts, strict=True):
-            if not isinstance(part, dict) or part:
-                tree[name] = part
-    return found
+    adapters: dict[str, Any] = {}
+    others: dict[str, Any] = {}
+    for name, value in params.items():
+        if isinstance(value, dict):
+            adapters_within, others_within = split_adapters(value)
+            if adapters_within:
+                adapters[name] = adapters_within
+            if others_within:
+                others[name] = others_within
+        elif name in LEAVES:
+            adapters[name] = value
+        else:
+            others[name] = value
+    return adapters, others
 
 
 def combine(params: Any, others: Any) -> Any:

@@ -184,7 +184,7 @@ def local_shards(leaf: LeafLayout, x: Any, devices: Sequence[jax.Device]) -> Seq
     expected = [device for device in devices if device.process_index == jax.process_index()]
     if any(part.data.shape != (1, *leaf.shard_shape) for part in parts) or {p.device for p in parts} != set(expected):
         stacked = (len(expected), *leaf.shard_shape)
-        where = f"{len(parts)} device{'s' * (len(parts) > 1)}" if parts else "the host"
+        where = f"{len(parts)} device{'s' if len(parts) > 1 else ''}" if parts else "the host"
         hint = ""
         if np.shape(x) == stacked:
             hint = ": spread it by jax.pmap(lambda x: x)(x)"

@@ -218,7 +218,7 @@ def _copy_of(name: str, x: Any) -> Any:
     if isinstance(x, jax.Array) and len(parts) > 1 and x.sharding.is_fully_replicated:
         return _on_host(parts[0].data)
     if not parts or any(part.data.shape[:1] != (1,) for part in parts) or x.shape[:1] != (len(parts),):
-        where = f"{len(parts)} device{'s' * (len(parts) > 1)}" if parts else "the host"
+        where = f"{len(parts)} device{'s' if len(parts) > 1 else ''}" if parts else "the host"
         raise ValueError(
             f"leaf {name}: expected what pmap returns, one row on each device, got shape {np.shape(x)} on {where}: "
             "leave it out of the tree if it is whole, and spread it by jax.pmap(lambda x: x)(x) if it is a stack"

@@ -99,8 +99,9 @@ def spread(whole: Any, leaf: LeafLayout, axis: Axis, devices: Sequence[jax.Devic
 
 
 def checked_whole(x: Any, leaf: LeafLayout, shape: tuple[int, ...]) -> Any:
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
-    whole = x if is_key else np.asarray(x, None if hasattr(x, "dtype") else leaf.dtype)
+    whole = x
+    if not jnp.issubdtype(leaf.dtype, jax.dtypes.extended):  # a key is no array of numpy
+        whole = np.asarray(x, None if hasattr(x, "dtype") else leaf.dtype)
     if whole.shape != shape or not _may_hold(leaf.dtype, whole.dtype):
         hint = ""
         if whole.shape == shape:

@@ -201,7 +201,7 @@ def _loaders(
         crop=data.crop,
         **shared,
     )
-    is_validated = config.has_validation_set and config.training.maximum_evaluation_steps
+    is_validated = config.has_validation_set and config.training.maximum_evaluation_steps > 0
     sets = named_sets(data.index_path_validation, data.bucket_path) if is_validated else {}
     crop = "first" if data.crop == "first" else "all"  # not at random: evaluations are compared
     validation = {name: Loader(index, shuffle=False, max_epochs=1, crop=crop, **shared) for name, index in sets.items()}

@@ -98,7 +98,9 @@ def named_sets(value: Any, bucket_path: str | None) -> dict[str, Any]:
     >>> named_sets(["a.index"], "bucket"), named_sets(None, None)
     ({'': ['gs://bucket/a.index']}, {})
     """
-    sets = value if isinstance(value, dict) else {} if value is None else {"": value}
+    if value is None:
+        return {}
+    sets = value if isinstance(value, dict) else {"": value}
     return {name: index_paths(index, bucket_path) for name, index in sets.items()}
 
 

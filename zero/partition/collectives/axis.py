@@ -210,7 +210,9 @@ AxisLike = str | Axis
 
 def as_axis(axis: AxisLike, size: int | None = None) -> Axis:
     """The axis; a name means one group of `size` devices, or inside pmap of all its devices."""
-    return axis if isinstance(axis, Axis) else Axis(axis, (1, lax.axis_size(axis) if size is None else size))
+    if isinstance(axis, Axis):
+        return axis
+    return Axis(axis, (1, lax.axis_size(axis) if size is None else size))
 
 
 def check_shards(axis: Axis, shards: int) -> None:
