@@ -55,7 +55,7 @@ def test_plan_of_a_v3_8(tmp_path: Path, stages: tuple[int, ...]) -> None:
         "plan.grid.accumulation=[1]",
         "plan.grid.remat=[full]",
     )
-    price = ("plan.dollars_per_hour=12", "plan.breakdown=true", "training.total_steps=1_000_000")
+    price = ("plan.dollars_per_hour=12", "plan.breakdown=true", "plan.tokens=1_000_000_000")
     slice_of_8 = ("plan.topology=v3-8", "plan.processes=2", "training.statistics=100")
     result = plan(tmp_path, *slice_of_8, *grid, *price, "model.size=test", "plan.grid.micro_batch=[2]")
     rows = result["rows"]
@@ -82,7 +82,7 @@ def test_plan_of_a_v3_8(tmp_path: Path, stages: tuple[int, ...]) -> None:
         assert row["seconds"] == pytest.approx(sum(seconds for _, _, seconds in row["breakdown"]))
         assert row["tokens_per_second"] == pytest.approx(8 * 2 * 64 / row["seconds"])
         assert row["mfu"] == pytest.approx(row["model_flops"] / (row["seconds"] * SPEEDS["TPU v3"].flops))
-        assert row["days"] == pytest.approx(1e6 * row["seconds"] / 86400)
+        assert row["days"] == pytest.approx(1e9 / row["tokens"] * row["seconds"] / 86400)
         assert row["dollars"] == pytest.approx(12 * 24 * row["days"])
         # The optimizer's two moments stay while the parameters are used.
         moments = 2 * row["state_bytes"] // 3
