@@ -158,5 +158,5 @@ def test_devices_in_another_order() -> None:
 def test_missing_padding_is_named() -> None:
     """An array without the padding that `from_global` expects is named."""
     layout = zero.make_layout({"w": jax.ShapeDtypeStruct((9,), jnp.float32)}, 8)
-    with pytest.raises(ValueError, match=r"float32\[16\], padding included, got float32\[9\]; zero\.from_host"):
+    with pytest.raises(ValueError, match=r"float32\[16\], padding included, got float32\[9\]; zero\.to_devices"):
         zero.from_global({"w": np.zeros(9, np.float32)}, layout, "batch")
