@@ -134,6 +134,8 @@ def _facts_of_files(paths: list[str]) -> dict[str, Facts]:
 
 
 def _facts_of_file(path: str) -> Facts:
+    if not os.path.isfile(path):  # `data.max_skipped_rows` may allow that; to open a pipe would wait for ever
+        return Facts(_UNKNOWN, os.path.basename(path))
     try:
         with open(path, "rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -141,7 +143,7 @@ def _facts_of_file(path: str) -> Facts:
             for number in range(BLOCKS):
                 file.seek(number * size // BLOCKS)
                 digest.update(file.read(BLOCK_BYTES))
-    except OSError:  # `data.max_skipped_rows` may allow it to be missing; whoever reads it names the error
+    except OSError:  # whoever reads the shard names the error
         return Facts(_UNKNOWN, os.path.basename(path))
     return Facts(_BLOCKS, digest.hexdigest())
 
