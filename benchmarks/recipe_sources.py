@@ -137,8 +137,8 @@ def resolved(config: Config, size: GPTConfig) -> dict[str, Any]:
     rows = config.training.batch_size * hosts_of(config)
     values |= {
         "seed": config.seed,
-        "optimizer.name": config.optimizer.name,
-        "schedule.name": config.schedule.name,
+        "optimizer": config.optimizer.name,
+        "schedule": config.schedule.name,
         "schedule.last": learning_rate(config).last,
         "step.rows": rows,
         "step.tokens": rows * config.data.max_context,
@@ -243,14 +243,14 @@ def _number(value: float) -> str:
 
 def table_row(name: str, run: Run, values: Mapping[str, Any]) -> str:
     """The row of a recipe in the first table of the page."""
-    optimizer = f"{values['optimizer.name']}"
+    optimizer = f"{values['optimizer']}"
     if values["training.weight_decay"]:
         optimizer += f", decay {_number(values['training.weight_decay'])}"
     if values["training.max_gradient_norm"]:
         optimizer += f", clip {values['training.max_gradient_norm']:g}"
     if values["training.max_gradient_value"]:
         optimizer += f", clip of elements {values['training.max_gradient_value']:g}"
-    peak = f"{_number(values['training.peak_learning_rate'])}, {values['schedule.name']}"
+    peak = f"{_number(values['training.peak_learning_rate'])}, {values['schedule']}"
     steps = _number(values["training.total_steps"])
     if values["schedule.last"] != values["training.total_steps"]:
         steps += f" (decay to {_number(values['schedule.last'])})"

@@ -124,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--preferences",
         action="store_true",
-        help='read pairs, "prompt", "chosen" and "rejected", texts or messages, for training.objective=dpo',
+        help='read pairs, "prompt", "chosen" and "rejected", texts or messages, for objective=dpo',
     )
     parser.add_argument("--directory", default=DIRECTORY, help=f"of all corpora, a path or gs:// URL ({DIRECTORY})")
     parser.add_argument(
