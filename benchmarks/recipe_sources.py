@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from zero.cli import compose
-from zero.config.schema import Config
+from zero.config.schema import PlanConfig
 from zero.job import learning_rate
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
@@ -116,12 +116,12 @@ def load_runs() -> dict[str, Run]:
     return runs
 
 
-def hosts_of(config: Config) -> int:
+def hosts_of(config: PlanConfig) -> int:
     """The hosts of the slice that a recipe is planned for; those of a v3 have 8 devices."""
     return int(config.plan.topology.partition("-")[2]) // 8
 
 
-def resolved(config: Config, size: GPTConfig) -> dict[str, Any]:
+def resolved(config: PlanConfig, size: GPTConfig) -> dict[str, Any]:
     """What a configuration does, by the keys of the table."""
     sections: dict[str, Any] = {"training": config.training, "data": config.data}
     values = {
@@ -149,7 +149,7 @@ def resolved(config: Config, size: GPTConfig) -> dict[str, Any]:
 @cache
 def values_of(recipe: str) -> dict[str, Any]:
     """`resolved`, of a recipe as it is."""
-    return resolved(*compose([f"+recipe={recipe}"]))
+    return resolved(*compose([f"+recipe={recipe}", "mode=plan"]))
 
 
 def disagreements(run: Run, values: Mapping[str, Any]) -> list[str]:
