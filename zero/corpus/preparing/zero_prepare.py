@@ -214,7 +214,7 @@ def training_overrides(corpus: Corpus, row_tokens: int, options: Mapping[str, ob
     if options.get("completions"):
         overrides.append("training.loss_on=completion")
     if options.get("preferences"):  # the reference is a model that the user has
-        overrides += ["training.objective=dpo", "model.warm_start=true", "model.model_path=MODEL"]
+        overrides += ["objective=dpo", "model.warm_start=true", "model.model_path=MODEL"]
     return overrides
 
 
