@@ -19,11 +19,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from omegaconf import OmegaConf
-
+from zero.cli import composed
+from zero.config.check import typed
 from zero.config.files import load_sizes
-from zero.config.saved_config import default_config
-from zero.config.schema import Config
 from zero.cycles.predict import predict
 from zero.hosts.speeds import SPEEDS
 from zero.job import make_job
@@ -154,7 +152,7 @@ RUNS = {
         1,
         1,
         1024,
-        (*TENSOR, "zero.stage=3", "optimizer.name=adafactor", "zero.gradient_dtype=bfloat16"),
+        (*TENSOR, "zero.stage=3", "optimizer=adafactor", "zero.gradient_dtype=bfloat16"),
         4.43,
         "GSPMD over two dimensions there, tensor groups of 8 and stage 3 here",
     ),
@@ -199,10 +197,7 @@ RUNS = {
 def request_of(run: Run) -> Request:
     """The step as a plan takes it."""
     keys = (f"plan.topology={run.topology}", f"training.gradient_accumulation_steps={run.micro_batches}", *run.keys)
-    merged = OmegaConf.merge(
-        Config, default_config(), OmegaConf.from_dotlist([*keys, f"data.max_context={run.context}"])
-    )
-    config: Any = OmegaConf.to_object(merged)
+    config: Any = typed(composed(["mode=plan", *keys, f"data.max_context={run.context}"]))
     size = load_sizes(SIZES_FILE)[run.size] if isinstance(run.size, str) else GPTConfig(**run.size)
     return Request(config, size, run.rows)
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from zero.cli import compose
-from zero.config.schema import Config
+from zero.config.schema import PlanConfig
 from zero.job import learning_rate
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
@@ -116,12 +116,12 @@ def load_runs() -> dict[str, Run]:
     return runs
 
 
-def hosts_of(config: Config) -> int:
+def hosts_of(config: PlanConfig) -> int:
     """The hosts of the slice that a recipe is planned for; those of a v3 have 8 devices."""
     return int(config.plan.topology.partition("-")[2]) // 8
 
 
-def resolved(config: Config, size: GPTConfig) -> dict[str, Any]:
+def resolved(config: PlanConfig, size: GPTConfig) -> dict[str, Any]:
     """What a configuration does, by the keys of the table."""
     sections: dict[str, Any] = {"training": config.training, "data": config.data}
     values = {
@@ -137,8 +137,8 @@ def resolved(config: Config, size: GPTConfig) -> dict[str, Any]:
     rows = config.training.batch_size * hosts_of(config)
     values |= {
         "seed": config.seed,
-        "optimizer.name": config.optimizer.name,
-        "schedule.name": config.schedule.name,
+        "optimizer": config.optimizer.name,
+        "schedule": config.schedule.name,
         "schedule.last": learning_rate(config).last,
         "step.rows": rows,
         "step.tokens": rows * config.data.max_context,
@@ -149,7 +149,7 @@ def resolved(config: Config, size: GPTConfig) -> dict[str, Any]:
 @cache
 def values_of(recipe: str) -> dict[str, Any]:
     """`resolved`, of a recipe as it is."""
-    return resolved(*compose([f"+recipe={recipe}"]))
+    return resolved(*compose([f"+recipe={recipe}", "mode=plan"]))
 
 
 def disagreements(run: Run, values: Mapping[str, Any]) -> list[str]:
@@ -243,14 +243,14 @@ def _number(value: float) -> str:
 
 def table_row(name: str, run: Run, values: Mapping[str, Any]) -> str:
     """The row of a recipe in the first table of the page."""
-    optimizer = f"{values['optimizer.name']}"
+    optimizer = f"{values['optimizer']}"
     if values["training.weight_decay"]:
         optimizer += f", decay {_number(values['training.weight_decay'])}"
     if values["training.max_gradient_norm"]:
         optimizer += f", clip {values['training.max_gradient_norm']:g}"
     if values["training.max_gradient_value"]:
         optimizer += f", clip of elements {values['training.max_gradient_value']:g}"
-    peak = f"{_number(values['training.peak_learning_rate'])}, {values['schedule.name']}"
+    peak = f"{_number(values['training.peak_learning_rate'])}, {values['schedule']}"
     steps = _number(values["training.total_steps"])
     if values["schedule.last"] != values["training.total_steps"]:
         steps += f" (decay to {_number(values['schedule.last'])})"

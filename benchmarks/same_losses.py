@@ -69,8 +69,8 @@ SETTINGS = {
     "bfloat16": f"{STAGE3} zero.compute_dtype=bfloat16 zero.wire_dtype=bfloat16 zero.gradient_dtype=bfloat16",
     "int8 on the wire": f"{STAGE3} zero.wire_dtype=int8 zero.gather_dtype=int8",
     "replicas": f"{STAGE3} zero.replicas=2",
-    "muon": f"{STAGE3} optimizer.name=muon",
-    "adafactor": f"{STAGE3} optimizer.name=adafactor",
+    "muon": f"{STAGE3} optimizer=muon",
+    "adafactor": f"{STAGE3} optimizer=adafactor",
     "staged": f"{STAGE3} training.staged_warmup_steps=4 training.warmup_train_context=16",
     "vq": "model.size=test_vq zero.stage=3",
     "vq, stage 1, accumulation": "model.size=test_vq zero.stage=1 training.gradient_accumulation_steps=2 "
@@ -167,10 +167,10 @@ def main() -> None:
         )
     differing = 0
     for name in names:
-        overrides, half = f"{COMMON} {SETTINGS[name]}", "schedule.name=constant training.total_steps=4"
+        overrides, half = f"{COMMON} {SETTINGS[name]}", "schedule=constant training.total_steps=4"
         pairs = [(name, [(old, overrides)], [(new, overrides)])]
         if name in RESUMED:
-            whole = f"{overrides} schedule.name=constant"
+            whole = f"{overrides} schedule=constant"
             rest = "--resume training.total_steps=8"
             pairs.append((f"{name}, resumed", [(old, whole)], [(old, f"{overrides} {half}"), (new, rest)]))
         for title, before, after in pairs:

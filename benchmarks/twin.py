@@ -28,11 +28,10 @@ import numpy as np
 import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from omegaconf import OmegaConf
 
+from zero.cli import composed
+from zero.config.check import typed
 from zero.config.files import load_sizes
-from zero.config.saved_config import default_config
-from zero.config.schema import Config
 from zero.cycles.predict import Prediction, predict
 from zero.hosts.speeds import SPEEDS
 from zero.hosts.xla_options import VMEM
@@ -217,10 +216,10 @@ def measure(name: str, row: Row, texts: Path | None) -> str:
         "zero.stage=3",
         f"zero.expert_shards={row.expert_shards}",
         f"zero.tensor_shards={row.tensor_shards}",
-        f"optimizer.name={row.optimizer}",
+        f"optimizer={row.optimizer}",
         *row.keys,
     ]
-    config: Any = OmegaConf.to_object(OmegaConf.merge(Config, default_config(), OmegaConf.from_dotlist(keys)))
+    config: Any = typed(composed(["mode=plan", *keys]))
     job = make_job(config, size, devices, row.rows)
     options: dict[str, Any] = dict(compiler_options(config, devices) or {})
     of_twin = options | {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000}

@@ -17,6 +17,7 @@ NAVIGATION = {
         "data/README",
         "docs/launching",
         "docs/planning",
+        "docs/keys",
         "docs/groups",
         "docs/performance",
     ],

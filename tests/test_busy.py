@@ -48,10 +48,10 @@ def run_all(forks: cli.Forks, name: str, stage: int) -> dict[str, Any]:
 
 def use(forks: cli.Forks, trained: str, name: str) -> dict[str, Any]:
     """Evaluates and samples with sharded weights; what was found."""
-    given = ("zero.replicate=false", f"model.model_path={trained}")
+    given = (f"model.model_path={trained}",)
     directory, prompts = forks.workplace / name, ("sample.prompt=[shard,gather]", "sample.tokens=40")
     for mode, options in (("evaluate", ()), ("sample", prompts)):
-        done = forks.check(f"mode={mode}", *given, *options, f"hydra.run.dir={name}/{mode}")
+        done = forks.check(f"mode={mode}", f"{mode}.replicate=false", *given, *options, f"hydra.run.dir={name}/{mode}")
     evaluation = json.loads((directory / "evaluate" / "evaluation.json").read_text())
     return {"bits_per_byte": evaluation["bits_per_byte"], "text": done.stdout}
 

@@ -65,7 +65,7 @@ def test_tensor_groups_on_two_hosts(workplace: Path) -> None:
 
     With samples, evaluations and a checkpoint; one of them continues with other groups.
     """
-    job = ("data.max_context=30", "training.warmup_train_context=6", "training.sample_tokens=8")
+    job = ("data.max_context=30", "training.sample_tokens=8")
     groups = ("zero.tensor_shards=3", "distributed.cpu_devices=3", "zero.stage=3")
     done = hosts.finish(start_hosts(workplace, *job, *groups, "hydra.run.dir=groups"))
     assert [one.returncode for one in done] == [0, 0], [one.stderr for one in done]
@@ -119,7 +119,7 @@ def test_named_sets_on_two_hosts(workplace: Path) -> None:
 @pytest.mark.slow
 def test_context_groups_on_two_hosts(workplace: Path) -> None:
     """Context groups on two hosts train as one process without groups."""
-    job = ("data.max_context=32", "training.warmup_train_context=8", "training.sample_tokens=8")
+    job = ("data.max_context=32", "training.sample_tokens=8")
     groups = ("zero.context_shards=2", "zero.stage=3")
     done = hosts.finish(start_hosts(workplace, *job, *groups, "hydra.run.dir=context"))
     assert [one.returncode for one in done] == [0, 0], [one.stderr for one in done]

@@ -18,7 +18,7 @@ from zero.plan.topology import find_devices
 @pytest.mark.parametrize(("warmup", "total"), [(2, 5), (0, 1), (19, 20), (20, 100)])
 def test_linear_end_of_short_runs(warmup: int, total: int) -> None:
     """A constant rate with a linear end reaches the end also in short runs."""
-    keys = ("schedule.name=wsd", f"training.warmup_steps={warmup}", f"training.total_steps={total}")
+    keys = ("schedule=wsd", f"training.warmup_steps={warmup}", f"training.total_steps={total}")
     rate = learning_rate(check(compose(*keys, "training.end_learning_rate=0"), load_sizes()))
     assert float(rate(total - 1)) == 0
     if total - warmup > 1:

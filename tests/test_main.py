@@ -50,7 +50,7 @@ def finished(workplace: Path) -> Path:
     """A run that ended, in a directory whose name a careless program would take apart."""
     place = "runs/it's a run, a=b"
     quoted = place.replace("'", "\\'")
-    job = ("training.staged_warmup_steps=6", "training.sample_tokens=5")
+    job = ("training.staged_warmup_steps=6", "training.warmup_train_context=8", "training.sample_tokens=5")
     watched = ("data.tensorboard=true", "profile.steps=[8,9]", "profile.peak_flops=1e12")
     done = cli.run(workplace, *cli.TINY, *job, *watched, f"hydra.run.dir='{quoted}'", "data.wandb_project=zero")
     assert done.returncode == 0, done.stderr
@@ -61,7 +61,7 @@ def finished(workplace: Path) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["model.sizee=test"], ["model.sizee", "size, warm_start, model_path"]),
+        (["model.sizee=test"], ["model.sizee", "did you mean model.size?"]),
         (["--resume"], ["--resume", "runs has no checkpoint"]),
         ([*cli.TINY, "data.index_path_train=none.index"], ["none.index"]),
     ],
@@ -119,8 +119,8 @@ def test_every_mistake_has_a_line(forks: cli.Forks) -> None:
     done = forks.run("model.sizee=test", "training.total_steps=many", "zero.stage=7", "seed=-1")
     named = [
         "model.sizee",
-        "training.total_steps",
         "seed=-1",
+        "training.total_steps",
         "zero.stage=7",
     ]
     check_lines(done, named)
@@ -331,7 +331,12 @@ def test_run_directory_tells_what_was_done(finished: Path, workplace: Path) -> N
 
 def test_help_needs_no_device(forks: cli.Forks) -> None:
     """Help and the composed configuration need no device."""
-    for arguments, text in ((["--help"], "training:"), (["--cfg", "job", "seed=3"], "seed: 3")):
+    for arguments, text in (
+        (["--help"], "optimizer    adamw, lion"),
+        (["--version"], "zero 0"),
+        (["--help", "zero.stage"], "3: parameters"),
+        (["--cfg", "job", "seed=3"], "seed: 3"),
+    ):
         done = forks.run(*arguments)
         assert done.returncode == 0 and text in done.stdout, done.stderr
         assert "cpu devices" not in done.stderr

@@ -123,7 +123,12 @@ def test_a_compilation_is_not_waited_for(forks: cli.Forks, undisturbed: Path) ->
 @pytest.mark.slow  # the test above stops during the first compilation
 def test_stop_during_a_compilation(forks: cli.Forks) -> None:
     """Steps before a compilation that is not waited for are logged."""
-    job = ("training.staged_warmup_steps=3", "training.log_frequency=100", "zero.remat=dots")
+    job = (
+        "training.staged_warmup_steps=3",
+        "training.warmup_train_context=8",
+        "training.log_frequency=100",
+        "zero.remat=dots",
+    )
     process = forks.start(*cli.TINY, *job, "hydra.run.dir=second_length")
     log = forks.workplace / "second_length" / "main_zero.log"
     while not (log.exists() and "first step with" in log.read_text()):

@@ -12,24 +12,30 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from zero.config.check import check, describe
 from zero.config.files import conf_directory, load_sizes
-from zero.config.saved_config import merge_resumed
+from zero.config.help import help_text, version_text
+from zero.config.names import moved
+from zero.config.printed import choices_of_groups
+from zero.config.saved_config import merge_resumed, with_groups
 from zero.config.schema import Config
 from zero.errors import FULL_DISK, WRONG_PATH, UserError, file_error
 from zero.hosts.signals import SIGNALS, IgnoreBrokenPipe, exit_immediately, unanswered
 from zero.models.config import GPTConfig
-from zero.run.find_run import resume_overrides, trained_run
+from zero.run.find_run import parsed_overrides, resume_overrides, trained_run
 from zero.run.sweeps import check_places, continue_job, swept_keys, write_table
 from zero.run_directory import describe_full_disk, discard_unused, saved_config
+
+QUOTE = "'"  # around a value on the command line
 
 
 def main() -> None:
@@ -41,10 +47,25 @@ def main() -> None:
         for number in SIGNALS:
             signal.signal(number, interrupt)
         try:
-            sys.argv[1:] = resume_overrides(sys.argv[1:])
+            if asked := {"--help", "-h", "--version"}.intersection(sys.argv):
+                print(version_text() if "--version" in asked else help_text([x for x in sys.argv[1:] if x[0] != "-"]))
+                return
+            check_names(sys.argv[1:])
+            sys.argv[1:] = with_groups_of_run(resume_overrides(sys.argv[1:]))
             run()
         except (HydraException, OmegaConfBaseException) as error:  # the latter: an interpolation in a key of Hydra's
             raise UserError("\n".join(all_mistakes(sys.argv[1:], error))) from error
+
+
+def with_groups_of_run(arguments: list[str]) -> list[str]:
+    """The arguments of a resume with the choices of its run, such as optimizer=lion, whose keys they may set."""
+    run = next(
+        (override.value() for override in parsed_overrides(arguments) if override.key_or_group == "resume"), None
+    )
+    if run is None:
+        return arguments
+    saved: Any = OmegaConf.to_container(saved_config(Path(str(run))))
+    return with_groups(arguments, saved)
 
 
 @hydra.main(version_base="1.3", config_path=str(conf_directory()), config_name="config")
@@ -85,34 +106,60 @@ def resolve(config: DictConfig, overrides: list[str]) -> tuple[Config, GPTConfig
     Raises:
       UserError: a line for each mistake.
     """
+    given = [override.lstrip("+~").partition("=")[0] for override in overrides]
+    check_names(overrides)
     try:
         if config.resume is not None:
             config = merge_resumed(saved_config(Path(config.resume)), config, overrides)
         elif config.mode in ("evaluate", "sample"):
-            config.model.model_path = str(trained_run(config.model.model_path, config.evaluate.follow is True))
+            waits = config.mode == "evaluate" and config.evaluate.follow is True
+            config.model.model_path = str(trained_run(config.model.model_path, waits))
             saved = saved_config(Path(config.model.model_path))
             config = merge_resumed(saved, config, [*overrides, "model.model_path"])
     except OmegaConfBaseException as error:  # one of these keys is missing or no value
         raise UserError(describe(error)) from error
     sizes = load_sizes()
-    checked = check(config, sizes)
+    checked = check(config, sizes, given)
     return checked, sizes.chosen(checked.model)
 
 
-def compose(overrides: list[str]) -> tuple[Config, GPTConfig]:
+def check_names(overrides: Sequence[str]) -> None:
+    """Raises UserError for keys that are chosen as groups or were renamed, and for groups without a choice."""
+    lines = []
+    for override in overrides:
+        name, _, value = override.lstrip("+~").partition("=")
+        instead = moved(name, value)
+        choices = choices_of_groups().get(name)
+        if instead is not None:
+            lines.append(instead)
+        elif choices is not None and value.strip(QUOTE) in ("", "null", "???"):
+            lines.append(f"{name}={value.strip(QUOTE)}: expected one of {', '.join(choices)}")
+    if lines:
+        raise UserError("\n".join(lines))
+
+
+def composed(overrides: list[str]) -> DictConfig:
+    """The configuration of a fresh run with these overrides, as Hydra composes it, unchecked."""
+    with hydra.initialize_config_dir(str(conf_directory()), version_base="1.3"):
+        return hydra.compose("config", overrides)
+
+
+def compose(overrides: list[str]) -> tuple[Any, GPTConfig]:
     """The checked configuration of a fresh run with these overrides, and the size of its model; nothing is run.
+
+    The class of the configuration is that of its mode.
 
     Raises:
       UserError: a line for each mistake.
     """
+    check_names(overrides)
     try:
-        with hydra.initialize_config_dir(str(conf_directory()), version_base="1.3"):
-            return resolve(hydra.compose("config", overrides), overrides)
+        return resolve(composed(overrides), overrides)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError("\n".join(all_mistakes(overrides, error))) from error
 
 
-def program(mode: str) -> Callable[[Config, GPTConfig, Path], int]:
+def program(mode: str) -> Callable[[Any, GPTConfig, Path], int]:
     """The function of a mode, imported after the check of the configuration, because the import takes seconds."""
     if mode == "plan":
         from zero.plan.plan import plan

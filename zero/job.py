@@ -149,7 +149,7 @@ def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = No
     `rows` are those per step and device, or group of devices that take the same rows; None: as training.batch_size.
     """
     training, optimizer, hyperparameters = config.training, config.optimizer, config.optimizer.hyperparameters()
-    objective = make_objective(dataclasses.asdict(training))
+    objective = make_objective(dataclasses.asdict(config.objective))
     options = StepOptions(
         learning_rate(config),
         seed=config.seed,

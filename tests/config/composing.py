@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import zero.config.schema  # noqa: F401  declares the keys
 from zero.config.files import conf_directory
-from zero.config.schema import Model
+from zero.config.schema import GROUPS, Model
 from zero.models.config import GPTConfig
 
 CONF = conf_directory()
@@ -31,7 +31,11 @@ def compose(*overrides: str) -> DictConfig:
     """Hydra composes anew where files are chosen, keys are new or types wrong; else a copy is changed."""
     parsed = OverridesParser.create().parse_overrides(list(overrides))
     plain = {one.key_or_group: one.value() for one in parsed if one.type == OverrideType.CHANGE}
-    if len(plain) < len(overrides) or any(OmegaConf.select(_composed(), key) is None for key in plain):
+    if (
+        len(plain) < len(overrides)
+        or plain.keys() & {*GROUPS, "mode"}
+        or any(OmegaConf.select(_composed(), key) is None for key in plain)
+    ):
         return copy.deepcopy(_composed(*overrides))
     config = copy.deepcopy(_composed())
     try:

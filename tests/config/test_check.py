@@ -10,7 +10,9 @@ from omegaconf import OmegaConf
 from tests.config.composing import CONF, compose
 from zero.config.check import check, describe
 from zero.config.files import load_sizes
-from zero.config.schema import Config
+from zero.config.keys import all_keys
+from zero.config.printed import config_yaml, yaml_text
+from zero.config.schema import GROUPS, Config, PlanConfig
 from zero.errors import UserError
 
 pytestmark = pytest.mark.quick
@@ -21,7 +23,7 @@ SIZES = load_sizes()
 def refusal(*overrides: str) -> str:
     """What a person reads."""
     try:
-        check(compose(*overrides), SIZES)
+        check(compose(*overrides), SIZES, [override.lstrip("+").partition("=")[0] for override in overrides])
     except HydraException as error:
         return describe(error)
     except UserError as error:
@@ -45,18 +47,19 @@ def test_every_size_can_be_trained(size: str) -> None:
 @pytest.mark.parametrize(
     ("override", "named"),
     [
-        ("model.sizee=test", ["model.sizee", "size, warm_start, model_path"]),
+        ("model.sizee=test", ["model.sizee", "did you mean model.size?"]),
         ("+foo=1", ["foo", "expected one of mode, resume, seed"]),
+        ("++data.tain_samples=1", ["data.tain_samples", "did you mean data.train_samples?"]),
         ("++data.foo=1", ["data.foo", "expected one of corpus"]),
         ("~seed", ["seed", "missing"]),
-        ("~training.total_steps", ["training.total_steps", "deletion"]),
-        ("training=5", ["training=5", "int"]),
-        ("training.total_steps=many", ["training.total_steps=many", "Integer"]),
-        ("training.total_steps=1.5", ["training.total_steps=1.5", "Integer"]),
-        ("training.total_steps=null", ["training.total_steps=null", "not Optional"]),
-        ("training.peak_learning_rate=fast", ["training.peak_learning_rate=fast", "Float"]),
+        ("~training.total_steps", ["training.total_steps: missing"]),
+        ("training=5", ["training=5", "a section of keys"]),
+        ("training.total_steps=many", ["training.total_steps=many", "an integer, at least 1"]),
+        ("training.total_steps=1.5", ["training.total_steps=1.5", "an integer"]),
+        ("training.total_steps=null", ["training.total_steps=null", "an integer"]),
+        ("training.peak_learning_rate=fast", ["training.peak_learning_rate=fast", "a number"]),
         ("data.max_context", ["data.max_context", "EQUAL"]),
-        ("mode=tain", ["mode=tain", "train"]),
+        ("mode=tain", ["mode=tain", "one of evaluate, plan, sample, train"]),
         ("data.index_path_train=null", ["data.index_path_train=null", "the path of an index file, or a list"]),
         ("data.index_path_train=[]", ["data.index_path_train=[]", "the path of an index file, or a list"]),
         ("data.index_path_train=[{index: a, weight: 0}]", ["data.index_path_train", "weight"]),
@@ -68,16 +71,17 @@ def test_every_size_can_be_trained(size: str) -> None:
         ("data.index_path_validation=[{index: a, weight: 1}]", ["data.index_path_validation", "or a list"]),
         ("data.index_path_validation={}", ["data.index_path_validation={}", "{name: one of these, ...}"]),
         ("data.index_path_validation={a/b: c.index}", ["data.index_path_validation", "letters, digits"]),
-        ("evaluate.index={a: []}", ["evaluate.index={'a': []}", "or a list"]),
+        ("mode=evaluate; evaluate.index={a: []}", ["evaluate.index={'a': []}", "or a list"]),
         ("data.checkpoint_directory=s3://b/c", ["data.checkpoint_directory=s3://b/c", "orbax cannot save to s3://b/c"]),
         ("data.bucket_path=s3://b/c", ["data.checkpoint_directory=checkpoints", "save to s3://b/c/checkpoints"]),
         ("data.crop=last", ["data.crop=last", "one of first, all, random"]),
         ("data.shuffle_shards=0", ["data.shuffle_shards=0", "at least 1"]),
         ("profile.steps=[5]", ["profile.steps=[5]", "[20,25], or null"]),
         ("profile.peak_flops=0", ["profile.peak_flops=0", "null"]),
-        ("training.harness_frequency=2", ["training.harness_frequency=2", "evaluate.harness"]),
-        ("plan.search=true", ["plan.search=True", "one of none, fastest, largest"]),
-        ("plan.dollars_per_hour=0", ["plan.dollars_per_hour=0", "null"]),
+        ("harness.every=2", ["harness.every=2", "harness.tasks"]),
+        ("harness.tasks=[a.yaml]", ["harness.every=null", "a number"]),
+        ("mode=plan; plan.search=true", ["plan.search=true: expected one of none, fastest, largest"]),
+        ("mode=plan; plan.dollars_per_hour=0", ["plan.dollars_per_hour=0", "null"]),
         ("distributed.process_id=1", ["distributed.process_id=1", "no distributed.coordinator_address"]),
         (
             "distributed.coordinator_address=host; distributed.num_processes=1; distributed.process_id=0",
@@ -88,7 +92,7 @@ def test_every_size_can_be_trained(size: str) -> None:
             "mode=evaluate; evaluate.follow=true; data.resume_step=6",
             ["evaluate.follow=true", "false, as data.resume_step=6"],
         ),
-        ("evaluate.stride=256", ["evaluate.stride=256", "1 to 255"]),
+        ("mode=evaluate; evaluate.stride=256", ["evaluate.stride=256", "1 to 255"]),
         ("data.max_skipped_rows=-1", ["data.max_skipped_rows=-1", "zero or more"]),
         ("data.cache_bytes=0", ["data.cache_bytes=0", "at least 1"]),
         ("model.size=999b", ["model.size=999b", "one of test, bytes, bytes_mup, 124m"]),
@@ -106,7 +110,7 @@ def test_every_size_can_be_trained(size: str) -> None:
         ("training.weight_decay=inf", ["training.weight_decay=inf"]),
         ("optimizer.b1=0.99999999", ["optimizer.b1=0.99999999", "less than 1 in float32"]),
         ("optimizer.b2=0.9999999999", ["optimizer.b2=0.9999999999", "less than 1 in float32"]),
-        ("optimizer.name=muon; optimizer.adam_b2=0.99999999", ["optimizer.adam_b2=0.99999999", "in float32"]),
+        ("optimizer=muon; optimizer.adam_b2=0.99999999", ["optimizer.adam_b2=0.99999999", "in float32"]),
         ("training.ema=0.99999999", ["training.ema=0.99999999", "less than 1 in float32"]),
         ("optimizer.eps=1e-60", ["optimizer.eps=1e-60", "more than 0", "1.2e-38 to 3.4e38"]),
         ("training.max_gradient_norm=1e-50", ["training.max_gradient_norm=1e-50", "more than 0 in float32"]),
@@ -126,8 +130,16 @@ def test_every_size_can_be_trained(size: str) -> None:
         ("data.index_path_train=[{index: a, weight: true}]", ["data.index_path_train", "weight"]),
         ("model.ema=2", ["model.ema=2", "true or false"]),
         ("zero.fused_update=null", ["zero.fused_update=null", "true or false"]),
-        ("zero.replicate=2", ["zero.replicate=2", "true or false, or null"]),
-        ("plan.grid.overlap_gathers=[1]", ["plan.grid.overlap_gathers=[1]", "each element true or false"]),
+        ("mode=sample; sample.prompt=2024", ["sample.prompt=2024: expected a text, quoted as", "if it looks"]),
+        ("mode=sample; sample.prompt=[]", ["sample.prompt=[]: expected a text"]),
+        ("mode=sample; sample.prompt=[1,2]", ["sample.prompt=[1, 2]: expected a text"]),
+        ("mode=sample; sample.prompt=[[a]]", ["sample.prompt=[['a']]: expected a text"]),
+        ("mode=sample; sample.prompt=true", ["sample.prompt=true: expected a text"]),
+        ("mode=sample; sample.replicate=2", ["sample.replicate=2", "true or false, or null"]),
+        (
+            "mode=plan; plan.grid.overlap_gathers=[1]",
+            ["plan.grid.overlap_gathers=[1]", "a list, each element true or false"],
+        ),
         ("data.tokenizer=", ["data.tokenizer=: expected a text that is not empty"]),
         ("data.tokenizer=' '", ["data.tokenizer= : expected a text that is not empty"]),
         ("data.bucket_path=", ["data.bucket_path=: expected a text that is not empty, or null"]),
@@ -149,20 +161,20 @@ def test_every_size_can_be_trained(size: str) -> None:
         ("zero.gradient_dtype=int8", ["zero.gradient_dtype=int8", "float32, bfloat16"]),
         ("zero.master_dtype=int8", ["zero.master_dtype=int8", "float32, bfloat16"]),
         ("optimizer.state_dtype=float16", ["optimizer.state_dtype=float16", "float32, bfloat16, int8"]),
-        ("optimizer.name=adam", ["optimizer.name=adam", "one of adamw, lion"]),
+        ("optimizer=adam", ["optimizer=adam", "one of adafactor, adamw"]),
         (
-            "optimizer.name=muon; optimizer.state_dtype=int8",
-            ["optimizer.state_dtype=int8", "float32, as optimizer.name=muon"],
+            "optimizer=muon; optimizer.state_dtype=int8",
+            ["optimizer.state_dtype", "optimizer=adamw and optimizer=lion"],
         ),
         (
-            "model.size=bytes_mup; optimizer.name=muon",
-            ["optimizer.name=muon", "adamw or lion, as model.size=bytes_mup is in mup"],
+            "model.size=bytes_mup; optimizer=muon",
+            ["optimizer=muon", "adamw or lion, as model.size=bytes_mup is in mup"],
         ),
-        ("optimizer.nesterov=true", ["optimizer.nesterov=true", "null, as optimizer.name=adamw"]),
-        ("optimizer.name=lamb; zero.fused_update=true", ["optimizer.name=lamb", "adamw, lion, sgd"]),
-        ("schedule.decay_steps=9", ["schedule.decay_steps=9", "null, as schedule.name=cosine"]),
-        ("schedule.name=wsd; schedule.decay_steps=941", ["schedule.decay_steps=941", "at most 940"]),
-        ("plan.grid.state_dtype=[int8,int4]", ["plan.grid.state_dtype", "float32, bfloat16, int8"]),
+        ("optimizer.nesterov=true", ["optimizer.nesterov", "optimizer=sgd"]),
+        ("optimizer=lamb; zero.fused_update=true", ["optimizer=lamb", "adamw, lion, sgd"]),
+        ("schedule.decay_steps=9", ["schedule.decay_steps", "schedule=wsd"]),
+        ("schedule=wsd; schedule.decay_steps=941", ["schedule.decay_steps=941", "at most 940"]),
+        ("mode=plan; plan.grid.state_dtype=[int8,int4]", ["plan.grid.state_dtype", "float32, bfloat16, int8"]),
         ("zero.replicas=2; zero.phases=torus", ["zero.phases=torus", "auto or flat, as zero.replicas=2"]),
         ("zero.tensor_shards=2; zero.phases=torus", ["zero.phases=torus", "auto or flat, as zero.tensor_shards=2"]),
         ("zero.wire_dtype=int8; zero.stage=0", ["zero.wire_dtype=int8", "auto, float32 or bfloat16, as zero.stage=0"]),
@@ -196,20 +208,26 @@ def test_every_size_can_be_trained(size: str) -> None:
             "model.size=bytes_vq; data.isolate_documents=true",
             ["data.isolate_documents=true", "false, as model.size=bytes_vq has gated units"],
         ),
-        ("evaluate.carry=true", ["evaluate.carry=true", "false, as model.size=bytes has no memory of constant size"]),
         (
-            "model.size=bytes_vq; evaluate.carry=true; evaluate.context=1000",
+            "mode=evaluate; evaluate.carry=true",
+            ["evaluate.carry=true", "false, as model.size=bytes has no memory of constant size"],
+        ),
+        (
+            "mode=evaluate; model.size=bytes_vq; evaluate.carry=true; evaluate.context=1000",
             ["evaluate.carry=true", "a multiple of vq_block=128 of model.size=bytes_vq"],
         ),
         ("zero.remat=some", ["zero.remat=some", "nested, full, attention, projections, mlp_in, mlp, "]),
         ("model.attention=some", ["model.attention=some", "auto, dense, blockwise, kernel"]),
-        ("plan.micro_batch=0", ["plan.micro_batch=0", "at least 1"]),
-        ("plan.grid.stage=[4]", ["plan.grid.stage=[4]", "0, 1, 2, 3"]),
-        ("plan.grid.remat=[]", ["plan.grid.remat=[]", "nested, full, attention, projections, mlp_in, mlp, "]),
-        ("plan.grid.context=[1024]", ["plan.grid.context=[1024]", "2 to 256"]),
+        ("mode=plan; plan.micro_batch=0", ["plan.micro_batch=0", "at least 1"]),
+        ("mode=plan; plan.grid.stage=[4]", ["plan.grid.stage=[4]", "0, 1, 2, 3"]),
         (
-            "plan.grid.state_dtype=[float32,int8]; optimizer.name=sgd",
-            ["plan.grid.state_dtype=", "as optimizer.name=sgd"],
+            "mode=plan; plan.grid.remat=[]",
+            ["plan.grid.remat=[]", "nested, full, attention, projections, mlp_in, mlp, "],
+        ),
+        ("mode=plan; plan.grid.context=[1024]", ["plan.grid.context=[1024]", "2 to 256"]),
+        (
+            "mode=plan; plan.grid.state_dtype=[float32,int8]; optimizer=sgd",
+            ["plan.grid.state_dtype=", "as optimizer=sgd"],
         ),
     ],
 )
@@ -237,7 +255,8 @@ PRESETS = sorted(path.stem for path in (CONF / "preset").glob("*.yaml"))
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset(name: str) -> None:
     """Every preset is accepted, and its file opens with what to expect."""
-    checked = check(compose(f"+preset={name}"), SIZES)
+    checked = check(compose(f"+preset={name}", "mode=plan"), SIZES)
+    assert isinstance(checked, PlanConfig)
     assert checked.data.max_context == 1024 and name.startswith(checked.plan.topology)
     head = (CONF / "preset" / f"{name}.yaml").read_text().split("\n\n")[0]
     for part in (f"python main_zero.py +preset={name}", "# Hardware", "GiB per device at the peak", "# Not measured"):
@@ -246,7 +265,7 @@ def test_every_preset(name: str) -> None:
 
 def test_slice_with_memory_recipe() -> None:
     """A slice and a memory recipe are combined where there is no preset."""
-    config = compose("+slice=v4-32", "+memory=4-bytes", "model.size=119_9b")
+    config = compose("mode=plan", "+slice=v4-32", "+memory=4-bytes", "model.size=119_9b")
     assert (config.plan.topology, config.plan.micro_batch, config.optimizer.state_dtype) == ("v4-32", 1, "int8")
     assert (config.zero.fused_update, config.zero.remat, config.zero.master_dtype) == (True, "nested", "bfloat16")
     check(config, SIZES)
@@ -293,11 +312,11 @@ def test_sample_fits_learned_positions(tmp_path: Path) -> None:
 
 def test_every_mistake_has_a_line() -> None:
     """Of single keys first: a rule between keys may use any key, and so needs each of them to be right."""
-    rules = ("training.warmup_steps=9999", "evaluate.stride=999")
+    rules = ("mode=evaluate", "training.warmup_steps=9999", "evaluate.stride=999")
     lines = refusal("seed=-1", "zero.stage=7", "++data.foo=1", *rules)
     assert [line.partition("=")[0].partition(":")[0] for line in lines.splitlines()] == [
-        "data.foo",
         "seed",
+        "data.foo",
         "zero.stage",
     ]
     assert [line.partition("=")[0] for line in refusal(*rules).splitlines()] == [
@@ -313,17 +332,18 @@ def test_fused_update_names_all_refusals() -> None:
     assert [line.partition(":")[0] for line in lines] == keys
 
 
-def test_defaults_are_in_one_place() -> None:
-    """Each default is in one place with a comment.
+def test_configuration_file() -> None:
+    """conf/config.yaml is what is printed from the declared keys: python -m zero.config.printed."""
+    assert (CONF / "config.yaml").read_text() == config_yaml()
+    assert {key.name: yaml.safe_load(yaml_text(key.default)) for key in all_keys(Config)} == {
+        key.name: key.default for key in all_keys(Config)
+    }
 
-    No dataclass has a value, and each line of a section in conf/config.yaml says what it means.
-    """
-    values = yaml.safe_load((CONF / "config.yaml").read_text())
+
+def test_every_key_is_explained() -> None:
+    """Each key has a sentence, and lacks none of those that are needed."""
+    assert [key.name for key in all_keys(Config) if not key.lines[0]] == []
     with pytest.raises(UserError) as caught:
         check(OmegaConf.create({}), SIZES)
     missing = {line.partition(":")[0] for line in str(caught.value).splitlines()}
-    written = {f"{key}.{name}" for key in values for name in (values[key] if isinstance(values[key], dict) else [""])}
-    for key in missing:
-        assert any(f"{key}.".startswith(name) for name in written), key
-    lines = (CONF / "config.yaml").read_text().partition("\nmode:")[2].partition("\nhydra:")[0].splitlines()
-    assert [line for line in lines if line.startswith("  ") and not line.startswith("    ") and "#" not in line] == []
+    assert missing == {key.name for key in all_keys(Config)} | {f"{group}.name" for group in GROUPS}

@@ -11,6 +11,7 @@ from tests.config.composing import CONF, compose
 from tests.helpers import cli
 from zero.config.check import check
 from zero.config.files import load_sizes
+from zero.config.schema import PlanConfig
 from zero.exchange.export import export
 
 SIZES = load_sizes()
@@ -47,7 +48,8 @@ def tiny(recipe: str) -> tuple[str, ...]:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipe_is_right(recipe: str) -> None:
     """A recipe is a right configuration, whose global batch divides over its slice, and names itself in its command."""
-    config = check(compose(f"+recipe={recipe}"), SIZES)
+    config = check(compose(f"+recipe={recipe}", "mode=plan"), SIZES)
+    assert isinstance(config, PlanConfig)
     devices = int(config.plan.topology.partition("-")[2])
     groups = devices // config.zero.tensor_shards
     rows = config.training.batch_size * devices // 8  # hosts of a v3 have 8 devices
@@ -78,7 +80,7 @@ def commands(page: Path) -> list[str]:
 ROW = (
     *("data.corpus=synthetic", "data.tokenizer=bytes", "data.wandb_project=null", "data.max_context=null"),
     *("training.total_steps=2", "training.warmup_steps=1", "training.staged_warmup_steps=0", "training.batch_size=4"),
-    *("training.gradient_accumulation_steps=1", "training.warmup_train_context=8", "training.sample_tokens=0"),
+    *("training.gradient_accumulation_steps=1", "training.sample_tokens=0"),
     *("training.evaluation_frequency=2", "training.maximum_evaluation_steps=1", "training.log_frequency=1"),
     *("model.override.N=2", "model.override.embedding_dim=16", f"model.override.block_size={cli.CONTEXT}"),
     *("model.override.vocab_size=257", "model.override.vocab_chunks=1", "distributed.cpu_devices=2"),

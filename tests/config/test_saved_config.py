@@ -8,43 +8,46 @@ from omegaconf import OmegaConf
 from tests.config.composing import compose
 from zero.config.check import check
 from zero.config.files import load_sizes
-from zero.config.saved_config import FIXED_KEYS, merge_resumed
+from zero.config.keys import all_keys
+from zero.config.saved_config import CONVERTED, FIXED_GROUPS, FIXED_KEYS, merge_resumed, with_groups
+from zero.config.schema import GROUPS
 from zero.errors import UserError
 
 RESUMED = ["resume=runs/a"]
-CHANGES = {
-    "seed": "1",
-    "training.ema": "0.9",
-    "model.size": "test",
-    "model.sizes": "my.yaml",
-    "model.override": "{N: 3}",
-    "training.objective": "dpo",
-    "data.max_context": "128",
-    "data.shuffle_shards": "4",
-    "data.crop": "all",
-    "optimizer.name": "lion",
-    "optimizer.b1": "0.8",
-    "optimizer.b2": "0.8",
-    "optimizer.eps": "1e-7",
-    "optimizer.nesterov": "true",
-    "optimizer.decay_rate": "0.7",
-    "optimizer.factored_from": "64",
-    "optimizer.max_update_rms": "2.0",
-    "optimizer.min_scale": "1e-2",
-    "optimizer.scale_by_parameter": "false",
-    "optimizer.decay": "independent",
-    "optimizer.scaled_eps": "true",
-    "optimizer.newton_schulz_steps": "4",
-    "optimizer.update_rms": "0.1",
-    "optimizer.adam_b1": "0.5",
-    "optimizer.adam_b2": "0.5",
-    "tuning.method": "lora",
-    "tuning.rank": "2",
-    "tuning.alpha": "1",
-    "tuning.dropout": "0.1",
-    "tuning.targets": "[query]",
-    "tuning.base_dtype": "bfloat16",
-    "tuning.adapter": "other",
+CHANGES = {  # from the start of the run, to what a resume may not change in it
+    "seed=1": "seed=1",
+    "training.ema=0.9": "training.ema=0.9",
+    "model.size=test": "model.size=test",
+    "model.sizes=my.yaml": "model.sizes=my.yaml",
+    "model.override={N: 3}": "model.override={'N': 3}",
+    "objective=dpo": "objective=dpo",
+    "data.max_context=128": "data.max_context=128",
+    "data.last_target=true": "data.last_target=true",
+    "data.shuffle_shards=4": "data.shuffle_shards=4",
+    "data.crop=all": "data.crop=all",
+    "optimizer=lion": "optimizer=lion",
+    "tuning=lora": "tuning=lora",
+}
+OF_CHOICES = {
+    "optimizer=adamw": (
+        "b1=0.8",
+        "b2=0.8",
+        "eps=1e-7",
+        "decay=independent",
+        "decay_on=gpt_neo",
+        "bias_correction=false",
+        "scaled_eps=true",
+    ),
+    "optimizer=lion": ("b1=0.8", "b2=0.8", "decay=independent", "state_dtype=int8"),
+    "optimizer=sgd": ("b1=0.8", "nesterov=true"),
+    "optimizer=lamb": ("b1=0.8", "b2=0.8", "eps=1e-7"),
+    "optimizer=adafactor": (
+        *("b1=0.8", "eps=1e-7", "decay_rate=0.7", "factored_from=64", "max_update_rms=2.0", "min_scale=1e-2"),
+        "scale_by_parameter=false",
+    ),
+    "optimizer=muon": ("b1=0.8", "newton_schulz_steps=4", "update_rms=0.1", "adam_b1=0.5", "adam_b2=0.5", "eps=1e-7"),
+    "tuning=lora": ("rank=2", "alpha=1", "dropout=0.1", "targets=[query]", "base_dtype=bfloat16", "adapter=other"),
+    "tuning=dora": ("rank=2", "alpha=1", "targets=[query]", "base_dtype=bfloat16", "adapter=other"),
 }
 
 
@@ -105,22 +108,131 @@ def test_configuration_without_a_new_key() -> None:
     assert merge_resumed(older, compose(*RESUMED), []).zero.stage == 3
 
 
-@pytest.mark.parametrize("key", FIXED_KEYS)
-def test_resume_refusals(key: str) -> None:
-    """A resume refuses changes of the model, the seed or the order of the data."""
-    override = f"{key}={CHANGES[key]}"
-    with pytest.raises(UserError, match=rf"{key}=.*: expected .*, the value of the run"):
+def test_every_fixed_key_is_tried() -> None:
+    """The tables above hold every key that a resume may not change."""
+    tried = {change.partition("=")[0] for change in CHANGES}
+    assert {key.removesuffix(".name") for key in FIXED_KEYS} | {*FIXED_GROUPS} == tried
+    for choice, keys in OF_CHOICES.items():
+        group, _, name = choice.partition("=")
+        own = {key.name for key in all_keys(GROUPS[group].choices[name])}
+        assert own - {key.partition("=")[0] for key in keys} == {*CONVERTED.get(name, ())}
+    assert len(OF_CHOICES) == sum(len(GROUPS[group].choices) for group in FIXED_GROUPS) - 1  # tuning=none has no keys
+
+
+@pytest.mark.parametrize("override", CHANGES)
+def test_resume_refusals(override: str) -> None:
+    """A resume refuses changes of the model, the seed, the order of the data, and what is trained by what."""
+    with pytest.raises(UserError) as caught:
         merge_resumed(compose(), compose(*RESUMED, override), [override])
+    assert str(caught.value).startswith(f"{CHANGES[override]}: expected ")
+    assert str(caught.value).endswith(", the value of the run")
     merge_resumed(compose(override), compose(*RESUMED, override), [override])
+
+
+@pytest.mark.parametrize("choice", OF_CHOICES)
+def test_keys_of_a_choice_at_a_resume(choice: str) -> None:
+    """A resume composes the choices of its run, and refuses to change their keys."""
+    group, _, name = choice.partition("=")
+    saved = compose(choice)
+    for key in OF_CHOICES[choice]:
+        override = f"{group}.{key}"
+        values: Any = OmegaConf.to_container(saved)
+        given = with_groups([*RESUMED, override], values)
+        assert choice in given
+        with pytest.raises(
+            UserError, match=rf"^{group}\.{key.partition('=')[0]}=.*: expected .*, the value of the run$"
+        ):
+            merge_resumed(saved, compose(*given), given)
+        merge_resumed(compose(choice, override), compose(*given), given)
+    assert merge_resumed(saved, compose(*RESUMED), [])[group] == saved[group] and name == saved[group].name
+
+
+def test_schedule_may_change() -> None:
+    """Another schedule takes the place of that of the run, with its own keys."""
+    merged = merge_resumed(
+        compose(),
+        compose(*RESUMED, "schedule=wsd", "schedule.decay_steps=5"),
+        ["schedule=wsd", "schedule.decay_steps=5"],
+    )
+    assert merged.schedule == {"name": "wsd", "decay_steps": 5}
+    again = merge_resumed(
+        merged, compose(*RESUMED, "schedule=wsd", "schedule.decay_steps=7"), ["schedule=wsd", "schedule.decay_steps=7"]
+    )
+    assert again.schedule.decay_steps == 7
+    kept = merge_resumed(again, compose(*RESUMED, "schedule=wsd"), ["schedule=wsd"])
+    assert kept.schedule.decay_steps == 7
 
 
 def test_moments_in_another_dtype() -> None:
     """Only AdamW continues with moments in another dtype."""
     override = "optimizer.state_dtype=int8"
     merge_resumed(compose(), compose(*RESUMED, override), [override])
-    saved, now = (compose("optimizer.name=lion", *given) for given in ((), (*RESUMED, override)))
-    with pytest.raises(UserError, match=r"state_dtype=int8: expected float32, the value of the run"):
-        merge_resumed(saved, now, [override])
+
+
+# What runs saved before groups existed, in part: keys of all choices in one section, and sections of modes.
+EARLIER: dict[str, Any] = {
+    "mode": "train",
+    "seed": 3,
+    "training": {"total_steps": 70, "objective": "dpo", "dpo_beta": 0.2, "harness_frequency": 2},
+    "data": {"corpus": None},
+    "optimizer": {
+        "name": "lion",
+        "state_dtype": "int8",
+        "b1": 0.8,
+        "b2": None,
+        "eps": None,
+        "nesterov": None,
+        "decay_rate": None,
+        "decay": None,
+        "scaled_eps": None,
+        "adam_b1": None,
+    },
+    "tuning": {
+        "method": "dora",
+        "rank": 4,
+        "alpha": 8.0,
+        "dropout": 0.0,
+        "targets": None,
+        "base_dtype": "nf4",
+        "adapter": None,
+    },
+    "schedule": {"name": "wsd", "decay_steps": None, "decay_end": None},
+    "zero": {"stage": 2, "replicate": None},
+    "evaluate": {"harness": ["lambada_openai"], "follow": False},
+    "sample": {"prompt": None},
+    "plan": {"micro_batch": 8, "mfu": 0.4},
+}
+
+
+def test_runs_from_before_groups() -> None:
+    """A run whose configuration was saved before groups existed is resumed with the same values."""
+    given = with_groups([*RESUMED, "optimizer.state_dtype=int8"], EARLIER)
+    assert given == [
+        "optimizer=lion",
+        "objective=dpo",
+        "tuning=dora",
+        "schedule=wsd",
+        *RESUMED,
+        "optimizer.state_dtype=int8",
+    ]
+    merged = merge_resumed(OmegaConf.create(EARLIER), compose(*given), given)
+    assert merged.optimizer == {"name": "lion", "state_dtype": "int8", "b1": 0.8, "b2": 0.99, "decay": "rate"}
+    assert merged.objective == {"name": "dpo", "beta": 0.2}
+    assert merged.tuning == {
+        "name": "dora",
+        "rank": 4,
+        "alpha": 8.0,
+        "targets": None,
+        "base_dtype": "nf4",
+        "adapter": None,
+    }
+    assert merged.schedule == {"name": "wsd", "decay_steps": None}
+    assert merged.harness == {"every": 2, "tasks": ["lambada_openai"]}
+    assert (merged.seed, merged.zero.stage, merged.training.total_steps) == (3, 2, 70)
+    assert merged.keys().isdisjoint({"evaluate", "sample", "plan"})
+    plain = {"training": {"objective": "likelihood", "dpo_beta": 0.1}, "tuning": {"method": "all", "rank": 16}}
+    merged = merge_resumed(OmegaConf.create(plain), compose(*RESUMED), [])
+    assert (merged.objective, merged.tuning) == ({"name": "likelihood"}, {"name": "none"})
 
 
 def test_unknown_key_in_saved_file() -> None:
@@ -128,11 +240,3 @@ def test_unknown_key_in_saved_file() -> None:
     saved = OmegaConf.create({"traning": {"batch_size": 8}})
     with pytest.raises(UserError, match=r"configuration of the run: .*traning"):
         merge_resumed(saved, compose(*RESUMED), [])
-
-
-def test_plan_of_a_saved_configuration() -> None:
-    """The section plan of a run is not merged: only mode=plan reads it, without a run."""
-    saved: Any = OmegaConf.to_container(compose())
-    saved["plan"] |= {"micro_batch": 8, "mfu": 0.4}
-    merged = merge_resumed(OmegaConf.create(saved), compose(*RESUMED), [])
-    assert merged.plan == compose().plan

@@ -76,7 +76,7 @@ def test_imported_and_trained_further(tmp_path: Path, monkeypatch: pytest.Monkey
     assert train(config, SIZE, run) == 0
     lines = read_metrics(run / "metrics.jsonl")
     assert lines[0]["train/loss"] < expected + 0.2 and lines[-1]["validation/loss"] < expected
-    use = check(compose(*job, "mode=evaluate", "model.model_path=run"), Only(SIZE))
+    use: Any = check(compose(*job, "mode=evaluate", "model.model_path=run"), Only(SIZE))
     (tmp_path / "use").mkdir()
     assert evaluate(use, SIZE, tmp_path / "use") == 0
     found = json.loads((tmp_path / "use" / "evaluation.json").read_text())["loss"]

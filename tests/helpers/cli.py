@@ -46,7 +46,6 @@ TINY = (
     "training.gradient_accumulation_steps=2",
     "training.warmup_steps=3",
     "training.staged_warmup_steps=0",
-    "training.warmup_train_context=8",
     "training.evaluation_frequency=6",
     "training.maximum_evaluation_steps=2",
     "training.log_frequency=1",

@@ -55,7 +55,6 @@ def make_config(**sections: dict[str, Any]) -> Any:
             "skip_bad_steps": False,
             "skip_spikes": None,
             "sample_tokens": 0,
-            "harness_frequency": 2,
             "maximum_evaluation_steps": 3,
             "evaluation_frequency": 20,
             "log_frequency": 10,
@@ -63,7 +62,7 @@ def make_config(**sections: dict[str, Any]) -> Any:
             "loss_on": "all",
         },
         "data": {"max_skipped_rows": 0, "save_every": None, "checkpoint_minutes": None},
-        "evaluate": {"harness": ["a.yaml"]},
+        "harness": {"every": 2, "tasks": ["a.yaml"]},
         "zero": {"emergency_steps": None},
     }
     return SimpleNamespace(**{name: SimpleNamespace(**keys | sections.get(name, {})) for name, keys in usual.items()})

@@ -76,9 +76,9 @@ def plain(forks: cli.Forks, params: Any) -> dict[str, float]:
 @pytest.mark.parametrize(
     "where",
     [
-        ("zero.replicate=false", "distributed.cpu_devices=8"),
-        ("zero.replicate=false", "distributed.cpu_devices=3", "zero.stage=1"),
-        ("zero.replicate=true", "distributed.cpu_devices=8", "training.batch_size=7"),
+        ("evaluate.replicate=false", "distributed.cpu_devices=8"),
+        ("evaluate.replicate=false", "distributed.cpu_devices=3", "zero.stage=1"),
+        ("evaluate.replicate=true", "distributed.cpu_devices=8", "training.batch_size=7"),
         ("distributed.cpu_devices=1",),
     ],
 )
@@ -113,11 +113,11 @@ def texts(directory: Path) -> list[str]:
 def test_text_is_the_same_everywhere(devices: int, forks: cli.Forks) -> None:
     """Text is the same wherever the weights are."""
     options = ("sample.prompt=[shard gath,s,scatter]", "sample.copies=2", "sample.tokens=20")
-    whole = texts(use(forks, "sample", "whole", *options, "zero.replicate=true"))
+    whole = texts(use(forks, "sample", "whole", *options, "sample.replicate=true"))
     assert len(whole) == 6 and len(set(whole)) == 6 and all(text for text in whole)
-    sharded = ("zero.replicate=false", f"distributed.cpu_devices={devices}")
+    sharded = ("sample.replicate=false", f"distributed.cpu_devices={devices}")
     assert texts(use(forks, "sample", f"sharded-{devices}", *options, *sharded)) == whole
-    assert texts(use(forks, "sample", "seed", *options, "zero.replicate=true", "sample.seed=1")) != whole
+    assert texts(use(forks, "sample", "seed", *options, "sample.replicate=true", "sample.seed=1")) != whole
 
 
 def test_greedy_text_beyond_trained_context(forks: cli.Forks, params: Any) -> None:

@@ -36,8 +36,8 @@ def resident(field: str) -> int:
 
 zero.use_cpu_devices(8)
 small = ("data.max_context=64", "training.sample_tokens=0", "zero.remat=full")  # a loop over layers compiles faster
-overrides = ("plan.topology=cpu", *small, *sys.argv[1:])
-config = check(compose(*overrides), load_sizes())
+overrides = ("mode=plan", "plan.topology=cpu", *small, *sys.argv[1:])
+config: Any = check(compose(*overrides), load_sizes())
 request = Request(config, SIZE, micro_batch=1)
 row = compile_step(request)
 

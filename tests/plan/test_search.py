@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from zero.config.schema import Config, Grid
+from zero.config.groups import Grid
+from zero.config.schema import PlanConfig
 from zero.errors import UserError
 from zero.models.config import GPTConfig
 from zero.plan import search
@@ -49,7 +50,7 @@ def test_search_prefers_fast_with_headroom() -> None:
 def test_rows_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a search each stage has a row, and with a fused update only stage 3."""
     monkeypatch.setattr(search, "compile_step", lambda request: {"stage": request.config.zero.stage})
-    request = Request(Config(), GPTConfig(512, 50304, 2, 64, 0.0, 4), 1)
+    request = Request(PlanConfig(), GPTConfig(512, 50304, 2, 64, 0.0, 4), 1)
     with ThreadPoolExecutor(1) as pool:
         for is_fused, stages in ((False, [0, 1, 2, 3]), (True, [3])):
             request.config.zero.fused_update = is_fused
@@ -60,7 +61,7 @@ def test_search_covers_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     """A search covers all combinations of the grid."""
     monkeypatch.setattr(search, "outline", lambda request: SAME)
     monkeypatch.setattr(search, "compile_step", lambda request: FITTING | {"config": request.config})
-    config = Config()
+    config: Any = PlanConfig()
     config.plan.grid = grid = grid_of(stage=[2, 3], micro_batch=[4, 1])
     config.data.max_context, config.optimizer.state_dtype, config.zero.master_dtype = 64, "bfloat16", "float32"
     config.zero.fused_update, config.mode = False, "evaluate"
@@ -101,7 +102,7 @@ def test_search_compiles_possible_winners(processes: int, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(search, "outline", outline)
     monkeypatch.setattr(search, "compile_step", compile_step)
-    config = Config()
+    config: Any = PlanConfig()
     config.plan.grid = Grid(
         [1, 2, 3], [8, 1, 4, 2], [1], ["full"], None, None, None, [1], [1], [1], [1], ["flat"], [True]
     )
@@ -134,7 +135,7 @@ def test_search_skips_the_impossible(monkeypatch: pytest.MonkeyPatch, caplog: An
 
     monkeypatch.setattr(search, "outline", outline)
     monkeypatch.setattr(search, "compile_step", compile_step)
-    config = Config()
+    config: Any = PlanConfig()
     numbers, phases = [1, 2, 3], ["flat", "torus"]
     config.plan.grid = grid_of(context=[64], tensor=numbers, context_shards=numbers, replicas=numbers, phases=phases)
     config.zero.master_dtype, config.optimizer.state_dtype, config.model.size = "float32", "float32", "two_heads"
@@ -178,7 +179,7 @@ def test_deepest_that_fits(fits_up_to: int, remat: str, monkeypatch: pytest.Monk
         return peaks | {"fits": layers <= fits_up_to, "available_bytes": available, "layers": layers}
 
     monkeypatch.setattr(search, "compile_step", compile_step)
-    request = Request(Config(), GPTConfig(512, 50304, 2, 64, 0.0, 4), 1).with_changes(remat=remat)
+    request = Request(PlanConfig(), GPTConfig(512, 50304, 2, 64, 0.0, 4), 1).with_changes(remat=remat)
     row = search.deepest(request)
     assert row is not None and row["layers"] == (72 if remat == "nested" else fits_up_to) and len(tried) <= 6
     monkeypatch.setattr(search, "compile_step", lambda request: compile_step(request) | {"fits": False})
@@ -187,7 +188,7 @@ def test_deepest_that_fits(fits_up_to: int, remat: str, monkeypatch: pytest.Monk
 
 def test_search_over_state_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Searches include the dtypes of the state."""
-    config = Config()
+    config: Any = PlanConfig()
     config.plan.grid = grid_of(master_dtype=["float32", "bfloat16"], state_dtype=["int8"], context=[64])
     config.zero.fused_update, config.mode = False, "evaluate"
 

@@ -16,7 +16,6 @@ from tests.config.composing import Only, compose
 from tests.helpers import cli, llama
 from tests.helpers.corpora import call
 from zero.config.check import check
-from zero.config.schema import Config
 from zero.corpus.reading.index_files import read_index
 from zero.corpus.reading.loader import Loader
 from zero.errors import UserError
@@ -42,14 +41,14 @@ JOB = (
     f"data.max_context={CONTEXT}",
     f"data.index_path_train={TRAIN}",
     f"data.index_path_validation={VALIDATION}",
-    "training.objective=dpo",
-    "training.dpo_beta=0.3",
+    "objective=dpo",
+    "objective.beta=0.3",
     "training.peak_learning_rate=3e-3",
     f"training.total_steps={STEPS}",
     f"training.evaluation_frequency={STEPS // 2}",
     "training.maximum_evaluation_steps=100",
 )
-LORA = ("tuning.method=lora", "tuning.rank=4", "tuning.alpha=8", "training.peak_learning_rate=2e-2")
+LORA = ("tuning=lora", "tuning.rank=4", "tuning.alpha=8", "training.peak_learning_rate=2e-2")
 
 
 class Place(NamedTuple):
@@ -174,7 +173,7 @@ def test_damaged_reference_is_named(place: Place, tmp_path: Path) -> None:
         path.write_bytes(data)
 
 
-def configured(*overrides: str) -> Config:
+def configured(*overrides: str) -> Any:
     return check(compose(*(o for o in JOB if "model.size" not in o), "model.size=mine", *overrides), Only(SIZE))
 
 
@@ -193,12 +192,12 @@ def test_plan_has_the_texts_of_pairs() -> None:
 def test_contradictions_are_refused() -> None:
     """Keys that do not fit pairs, or a stored reference, are refused by name, all at once."""
     wrong = {
-        "model.warm_start=false": "true, as the reference of training.objective=dpo",
-        "training.staged_warmup_steps=2": "0, as training.objective=dpo compares whole texts",
+        "model.warm_start=false": "true, as the reference of objective=dpo",
+        "training.staged_warmup_steps=2": "0, as objective=dpo compares whole texts",
         "data.corpus=stdlib": "null, as zero-prepare --preferences",
         "data.crop=all": "first, as a row is one text",
         "data.isolate_documents=true": "false, as a row is one text",
-        "data.max_skipped_rows=5": "0, as training.objective=dpo stores",
+        "data.max_skipped_rows=5": "0, as objective=dpo stores",
     }
     with pytest.raises(UserError) as error:
         configured(*wrong)

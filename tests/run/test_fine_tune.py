@@ -17,7 +17,6 @@ from tests.helpers.corpora import call
 from zero.checkpoints.manager import Checkpoints
 from zero.config.check import check
 from zero.config.saved_config import merge_resumed
-from zero.config.schema import Config
 from zero.corpus.reading.loader import Loader
 from zero.corpus.text.tokenizers import load_tokenizer, train_tokenizer
 from zero.errors import UserError
@@ -61,7 +60,7 @@ JOB = (
 )
 
 
-def configured(*overrides: str) -> Config:
+def configured(*overrides: str) -> Any:
     return check(compose(*JOB, *overrides), Only(SIZE))
 
 

@@ -10,8 +10,8 @@ from zero.training.optimizer import NAMES
 LAST = 8
 RUN = (*cli.TINY, "training.evaluation_frequency=4", f"training.total_steps={LAST}", "data.max_context=16")
 CASES = {
-    **{name: (f"optimizer.name={name}",) for name in NAMES},
-    "adafactor": ("optimizer.name=adafactor", "optimizer.factored_from=8"),
+    **{name: (f"optimizer={name}",) for name in NAMES},
+    "adafactor": ("optimizer=adafactor", "optimizer.factored_from=8"),
     "mup": ("model.size=bytes_mup",),
 }
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any, Protocol, get_args, get_type_hints
+import re
+from collections.abc import Collection, Iterator
+from typing import Any, Protocol, TypeVar, get_args, get_origin
 
 from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, OmegaConf
@@ -12,9 +13,16 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from zero.config import rules_between_keys
 from zero.config.constraints import shown
-from zero.config.schema import Config, Model
+from zero.config.keys import Group, Key, members_of
+from zero.config.names import unknown
+from zero.config.no_effect import without_effect
+from zero.config.schema import GROUPS, MODE_SECTIONS, MODES, Config, Model
 from zero.errors import UserError
 from zero.models.config import GPTConfig
+
+Section = TypeVar("Section")
+TYPES = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
+WRONG = object()  # in place of a value that has not the type of its key
 
 
 class Sizes(Protocol):
@@ -24,76 +32,185 @@ class Sizes(Protocol):
         """The entry that the section `model` names, with its overrides; raises UserError where there is none."""
 
 
-def check(config: DictConfig, sizes: Sizes) -> Config:
+def check(config: DictConfig, sizes: Sizes, given: Collection[str] = ()) -> Config:
     """The configuration as plain typed values, if it can be run at all.
+
+    Args:
+      given: the keys that were set for this start. Those that it has no use for are refused, while a preset or a
+        saved configuration may have them.
 
     Raises:
       UserError: a line for each key that is unknown or missing, or whose value is wrong by itself or beside others:
         the key, its value and the expected one.
     """
-    typed = OmegaConf.structured(Config)
-    mistakes = list(_assign(typed, config))
-    missing = OmegaConf.missing_keys(typed)
-    named = [line.partition("=")[0] for line in mistakes]
-    mistakes += [f"{key}: missing" for key in sorted(missing) if not any(f"{key}.".startswith(f"{x}.") for x in named)]
-    wrong = dict(_wrong_values(typed))
+    mistakes: list[str] = []
+    checked = _read(config, given, mistakes)
     size: GPTConfig | None = None
-    if not any(key.startswith("model.") for key in (*missing, *wrong)):
+    if not any(line.startswith("model.") for line in mistakes):
         try:
-            size = sizes.chosen(OmegaConf.to_object(typed.model))  # type: ignore[arg-type]  # a Model
+            size = sizes.chosen(checked.model)
         except UserError as error:
             mistakes += str(error).splitlines()
-    if size is not None and not missing and not wrong:  # each key is right by itself, so that a rule may use any
-        checked: Config = OmegaConf.to_object(typed)  # type: ignore[assignment]  # what a structured config becomes
+    if size is not None and not mistakes:  # each key is right by itself, so that a rule may use any
         if checked.data.max_context is None:
             checked.data.max_context = size.block_size
-        for key, expected in rules_between_keys.mistakes(checked, size):
-            wrong.setdefault(key, expected)
-    mistakes += [f"{key}={shown(OmegaConf.select(typed, key))}: expected {expected}" for key, expected in wrong.items()]
+        mistakes += _contradictions(checked, size, given)
     if mistakes:
         raise UserError("\n".join(mistakes))
     return checked
 
 
-def _assign(section: DictConfig, values: DictConfig, prefix: str = "") -> Iterator[str]:
-    """Sets the values of a section key by key; a line for each unknown key, wrong type or wrong interpolation."""
-    written: dict[Any, Any] = OmegaConf.to_container(values)  # type: ignore[assignment]  # a mapping, as values is
-    names = [field.name for field in dataclasses.fields(OmegaConf.get_type(section))]  # type: ignore[arg-type]
-    for key, text in written.items():
-        if key in names and dataclasses.is_dataclass(OmegaConf.get_type(section, key)):
-            if isinstance(text, dict):
-                yield from _assign(section[key], values[key], f"{prefix}{key}.")
-            else:
-                yield f"{prefix}{key}={shown(text)}: expected a section of keys"
-            continue
+def typed(config: DictConfig) -> Config:
+    """The configuration as plain typed values; rules between its keys are not checked.
+
+    Raises:
+      UserError: a line for each key that is unknown or missing, or whose value is wrong by itself.
+    """
+    mistakes: list[str] = []
+    read = _read(config, (), mistakes)
+    if mistakes:
+        raise UserError("\n".join(mistakes))
+    return read
+
+
+def _read(config: DictConfig, given: Collection[str], mistakes: list[str]) -> Config:
+    """The configuration of its mode, with defaults in place of what `mistakes` then has a line for."""
+    values, wrong = _resolved(config)
+    mistakes += wrong.values()
+    kind = MODES.get(values.get("mode", ""), Config)
+    for mode in MODE_SECTIONS.keys() - {values.get("mode")}:  # a slice has keys of mode=plan
+        if values.pop(mode, None) is not None:
+            mistakes += [unknown(key) for key in given if key.startswith(f"{mode}.")]
+    found: list[str] = []
+    read = read_section(kind, values, "", found)
+    mistakes += [line for line in found if re.split("[=:]", line, maxsplit=1)[0] not in wrong]
+    return read
+
+
+def _contradictions(config: Config, size: GPTConfig, given: Collection[str]) -> Iterator[str]:
+    expected_values: dict[str, str] = {}
+    for key, expected in rules_between_keys.mistakes(config, size):
+        expected_values.setdefault(key, expected)
+    for key, expected in expected_values.items():
+        if key in GROUPS:
+            yield f"{key}={getattr(config, key).name}: expected {expected}"
+        else:
+            yield f"{key}={shown(_value(config, key))}: expected {expected}"
+    for key, reason in without_effect(config):
+        if key in given and key not in expected_values:
+            yield f"{key}={shown(_value(config, key))}: it has no effect, as {reason}"
+
+
+def _value(config: Config, key: str) -> Any:
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _resolved(config: DictConfig) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values, interpolations resolved, and a line for each key whose interpolation cannot be."""
+    try:
+        return OmegaConf.to_container(config, resolve=True), {}  # type: ignore[return-value]  # a mapping, as config is
+    except OmegaConfBaseException:
+        pass
+    values: dict[str, Any] = OmegaConf.to_container(config)  # type: ignore[assignment]
+    return values, dict(_wrong_interpolations(config, ""))
+
+
+def _wrong_interpolations(section: DictConfig, prefix: str) -> Iterator[tuple[str, str]]:
+    texts: dict[str, Any] = OmegaConf.to_container(section)  # type: ignore[assignment]  # a mapping, as section is
+    for name, text in texts.items():
+        key = f"{prefix}{name}"
         try:
-            value = text if OmegaConf.is_missing(values, key) else values[key]
-            section[key] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-        except (ConfigKeyError, ConfigAttributeError) as error:
-            yield describe(error)
+            value = section[name]
+            if isinstance(value, DictConfig):
+                yield from _wrong_interpolations(value, f"{key}.")
+            elif OmegaConf.is_config(value):
+                OmegaConf.to_container(value, resolve=True)
         except OmegaConfBaseException as error:
-            yield f"{prefix}{key}={shown(text)}: {str(error).splitlines()[0]}"
+            yield key, f"{key}={shown(text)}: {str(error).splitlines()[0]}"
 
 
-def _wrong_values(section: DictConfig, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Keys whose value does not pass the check of their field, and the expected value."""
-    kind: Any = OmegaConf.get_type(section)
-    types = get_type_hints(kind)
-    for field in dataclasses.fields(kind):
-        key, is_optional = f"{prefix}{field.name}", type(None) in get_args(types[field.name])
-        if dataclasses.is_dataclass(types[field.name]):
-            yield from _wrong_values(section[field.name], f"{key}.")
-        elif "check" in field.metadata and not OmegaConf.is_missing(section, field.name):
-            value, (holds, expected) = section[field.name], field.metadata["check"]
-            value = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-            if not (value is None and is_optional) and not holds(value):
-                yield key, expected + (", or null" if is_optional else "")
+def read_section(kind: type[Section], values: dict[str, Any], prefix: str, mistakes: list[str]) -> Section:
+    """The section with these values, and with its defaults for keys that are missing or wrong.
+
+    Args:
+      prefix: of the names of its keys, such as "training.".
+      mistakes: takes a line for each unknown, missing or wrong key.
+    """
+    members = members_of(kind, prefix)  # type: ignore[arg-type]  # a class is hashable
+    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]  # a dataclass
+    mistakes += [unknown(f"{prefix}{name}") for name in values if name not in names]
+    read: dict[str, Any] = {}
+    for name, member in zip(names, members, strict=True):
+        if not isinstance(member, Key):
+            inner = values.get(name, {})
+            if not isinstance(inner, dict):
+                mistakes.append(f"{member.name}={shown(inner)}: expected a section of keys")
+                continue
+            if isinstance(member, Group):
+                chosen = member.choices.get(str(inner.get("name")), member.default)
+            else:
+                chosen = member.kind
+            read[name] = read_section(chosen, inner, f"{member.name}.", mistakes)
+        elif name not in values or values[name] == "???":
+            mistakes.append(f"{member.name}: missing")
+        else:
+            value = converted(values[name], member)
+            mistake = mistake_in(value, member)
+            if mistake is None:
+                read[name] = value
+            else:
+                mistakes.append(f"{member.name}={shown(values[name])}: expected {mistake}")
+    return kind(**read)
+
+
+def converted(value: Any, key: Key) -> Any:
+    """The value in the type of its key, or WRONG."""
+    return None if value is None and key.is_optional else _as_type(value, key.kind)
+
+
+def _as_type(value: Any, kind: Any) -> Any:
+    """The value as this type; integers are numbers, and numbers are texts: the command line cannot tell them apart."""
+    if kind is Any:
+        return value
+    if get_origin(kind) is dict:
+        return value if isinstance(value, dict) else WRONG
+    if get_origin(kind) is list:
+        if not isinstance(value, list):
+            return WRONG
+        elements = [_as_type(element, get_args(kind)[0]) for element in value]
+        return WRONG if WRONG in elements else elements
+    if kind is float and type(value) is int:
+        return float(value)
+    if kind is str and type(value) in (int, float):
+        return str(value)
+    return value if type(value) is kind else WRONG
+
+
+def mistake_in(value: Any, key: Key) -> str | None:
+    """What was expected in place of this value; None if it is right."""
+    is_null = value is None and key.is_optional
+    if value is not WRONG and (is_null or key.check is None or key.check.holds(value)):
+        return None
+    parts = [TYPES[key.kind]] if value is WRONG and key.kind in (int, float, bool) else []
+    if key.check is not None:
+        parts.append(key.check.expected)
+    elif key.kind is str:
+        parts.append("a text")
+    elif key.kind not in TYPES:
+        parts.append("keys and values" if get_origin(key.kind) is dict else "a list")
+    return ", ".join([*parts, *(["or null"] if key.is_optional else [])])
 
 
 def describe(error: Exception) -> str:
     """One line for a mistake that Hydra or OmegaConf found: the key, why, and the possible keys."""
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     lines = str(error).splitlines()
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.full_key and cause.object_type is dict:
+        override = re.match(r"Could not override '([^']+)'", lines[0])
+        return unknown(str(cause.full_key) if override is None else override[1])
     parts = [line for line in lines[:2] if line.strip(" ^")]  # not the mark below the place of an error
     if isinstance(cause, OmegaConfBaseException):
         subject = str(cause.full_key) if cause is error else lines[0]
@@ -101,5 +218,6 @@ def describe(error: Exception) -> str:
         if isinstance(cause, ConfigKeyError | ConfigAttributeError) and dataclasses.is_dataclass(cause.object_type):
             parts.append("expected one of " + ", ".join(field.name for field in dataclasses.fields(cause.object_type)))
     if isinstance(error, MissingConfigException) and error.options:
-        parts = [lines[0].rstrip(": "), "expected one of " + ", ".join(sorted(error.options))]
+        choice = str(error.missing_cfg_file).replace("/", "=")
+        return f"{choice}: expected one of {', '.join(sorted(error.options))}"
     return ": ".join(part.rstrip(".") for part in parts)

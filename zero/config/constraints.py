@@ -1,94 +1,72 @@
-"""Constraints on the values of configuration keys, as fields of the dataclasses in schema.py (omegaconf).
-
-The type of a key determines whether it may be null; null is not checked.
-"""
+"""Constraints on the values of configuration keys, and how values are shown in messages."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from omegaconf import MISSING
 
+from zero.config.keys import Check
 from zero.corpus.reading.order import weight_stages
 
 # Programs compute in float32: values that round to 0, 1 or infinity there would divide by zero.
 SMALLEST, LARGEST, ONE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max), 1 - 2.0**-25
 
-
-class Check(NamedTuple):
-    """A condition on a value, and its text in messages."""
-
-    holds: Callable[[Any], bool]
-    expected: str
-
-
-def checked(holds: Callable[[Any], bool], expected: str) -> Any:
-    """A key whose value must satisfy `holds`. Its default is only in conf/config.yaml."""
-    return dataclasses.field(default=MISSING, metadata={"check": Check(holds, expected)})
-
-
+DTYPES = ("float32", "bfloat16")
+PATHS = "the path of an index file, or a list of them"
+SETS = "{name: one of these, ...} with letters, digits, and . - _ between them in names"
 INT32 = 2**31 - 1  # the largest number of a step, a row of a batch or a token on a device
 INT64 = 2**63 - 1
 
 
-def at_least(minimum: int, maximum: int = INT32) -> Any:
-    return checked(lambda value: minimum <= value <= maximum, f"at least {minimum}, at most {maximum}")
+def at_least(minimum: int, maximum: int = INT32) -> Check:
+    return Check(lambda value: minimum <= value <= maximum, f"at least {minimum}, at most {maximum}")
 
 
-def zero_or_more() -> Any:
-    return checked(lambda value: 0 <= value <= LARGEST, "zero or more, finite in float32")
+def zero_or_more() -> Check:
+    return Check(lambda value: 0 <= value <= LARGEST, "zero or more, finite in float32")
 
 
-def positive() -> Any:
-    return checked(lambda value: SMALLEST <= value <= LARGEST, "more than 0, as a float32 (1.2e-38 to 3.4e38)")
+def positive() -> Check:
+    return Check(lambda value: SMALLEST <= value <= LARGEST, "more than 0, as a float32 (1.2e-38 to 3.4e38)")
 
 
-def fraction() -> Any:
-    return checked(lambda value: 0 < value <= 1, "more than 0, at most 1")
+def fraction() -> Check:
+    return Check(lambda value: 0 < value <= 1, "more than 0, at most 1")
 
 
-def fraction_below_one() -> Any:
-    return checked(lambda value: 0 <= value < ONE, "at least 0, less than 1 in float32")
+def fraction_below_one() -> Check:
+    return Check(lambda value: 0 <= value < ONE, "at least 0, less than 1 in float32")
 
 
-def boolean(optional: bool = False) -> Any:
-    """A key of type Any: Hydra would take any number and several words for a boolean."""
-    return checked(
-        lambda value: isinstance(value, bool) or (optional and value is None),
-        "true or false" + (", or null" if optional else ""),
-    )
+def not_empty() -> Check:
+    return Check(lambda value: bool(value.strip()), "a text that is not empty")
 
 
-def not_empty() -> Any:
-    return checked(lambda value: bool(value.strip()), "a text that is not empty")
-
-
-def project_name() -> Any:
+def project_name() -> Check:
     """What W&B takes."""
     forbidden = "/\\#?%:"
     expected = f"a text that is not empty, of at most 128 characters, without any of {' '.join(forbidden)}"
-    return checked(lambda value: value.strip() and len(value) <= 128 and not set(value) & set(forbidden), expected)
+    return Check(lambda value: bool(value.strip()) and len(value) <= 128 and not set(value) & set(forbidden), expected)
 
 
-def random_seed() -> Any:
-    return checked(lambda value: 0 <= value < 2**32, "0 to 4294967295")
+def random_seed() -> Check:
+    return Check(lambda value: 0 <= value < 2**32, "0 to 4294967295")
 
 
-def one_of(*choices: Any) -> Any:
-    return checked(lambda value: value in choices, f"one of {', '.join(map(str, choices))}")
+def one_of(*choices: Any) -> Check:
+    return Check(lambda value: value in choices, f"one of {', '.join(map(str, choices))}")
 
 
-def list_of(key: Any) -> Any:
-    """A list with at least one element, each of which satisfies the check of `key`."""
-    holds, expected = key.metadata["check"]
-    return checked(lambda values: bool(values) and all(map(holds, values)), f"a list, each element {expected}")
+def list_of(check: Check) -> Check:
+    """A list with at least one element, each of which satisfies `check`."""
+    return Check(
+        lambda values: bool(values) and all(map(check.holds, values)), f"a list, each element {check.expected}"
+    )
 
 
 def shown(value: Any) -> str:

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from zero.config.constraints import is_paths, shown
-from zero.config.schema import Config
+from zero.config.groups import Adapted
+from zero.config.schema import Config, EvaluateConfig, PlanConfig
 from zero.corpus.reading.synthetic import SYNTHETIC
 from zero.files import storage
 from zero.models.config import GPTConfig
 from zero.models.stack import STORED, span_size
 from zero.training.block_codes import FORMS
-from zero.training.optimizer import ELEMENTWISE, MULTIPLIABLE, QUANTISABLE, hyperparameters
-from zero.training.schedules import WITH_DECAY_END
+from zero.training.optimizer import ELEMENTWISE, MULTIPLIABLE, QUANTISABLE
 
 Mistakes = Iterator[tuple[str, str]]  # key, and what was expected
 _WITHOUT_INT8 = {"wire_dtype": "auto, float32 or bfloat16", "gather_dtype": "auto"}
@@ -48,20 +48,20 @@ def training_rules(config: Config, size: GPTConfig) -> Mistakes:
     if size.has_learned_positions and training.sample_tokens >= size.block_size:
         learned = f"the learned positions of model.size={config.model.size} less one"
         yield "training.sample_tokens", f"at most {size.block_size - 1}, {learned}"
-    if training.harness_frequency is not None and not config.evaluate.harness:
-        yield "training.harness_frequency", "null, or tasks in evaluate.harness as well"
+    if (config.harness.every is None) != (not config.harness.tasks):
+        yield "harness.every", "a number with tasks in harness.tasks, and null without"
 
 
 def objective_rules(config: Config, size: GPTConfig) -> Mistakes:
     """What an objective on pairs does not have: terms per token, rows that are cut or joined, other corpora."""
     training, data = config.training, config.data
-    if training.objective == "likelihood":
+    if config.objective.name == "likelihood":
         return
-    of_model, given = f"model.size={config.model.size}", f"training.objective={training.objective}"
+    of_model, given = f"model.size={config.model.size}", f"objective={config.objective.name}"
     lacks = {"experts": size.experts is not None, "a codebook": size.has_codebook, "z_loss": size.z_loss != 0}
     for what in (name for name, has_it in lacks.items() if has_it):
-        yield "training.objective", f"likelihood, as {of_model} has {what}, with a loss per token"
-    if config.mode == "evaluate" and config.evaluate.validation and not config.evaluate.index:
+        yield "objective", f"likelihood, as {of_model} has {what}, with a loss per token"
+    if isinstance(config, EvaluateConfig) and config.evaluate.validation and not config.evaluate.index:
         yield "evaluate.index", f"an index file of texts, as data.index_path_validation of {given} holds pairs"
     if config.mode not in ("train", "plan"):
         return
@@ -76,7 +76,7 @@ def objective_rules(config: Config, size: GPTConfig) -> Mistakes:
     for key, expected in (("crop", "first"), ("isolate_documents", False)):
         if getattr(data, key) != expected:
             yield f"data.{key}", f"{shown(expected)}, as a row is one text with {given}"
-    if data.max_skipped_rows and config.tuning.method == "all":
+    if data.max_skipped_rows and config.tuning.name == "none":
         yield "data.max_skipped_rows", f"0, as {given} stores log-probabilities for rows by their number"
 
 
@@ -104,8 +104,8 @@ def data_rules(config: Config, size: GPTConfig) -> Mistakes:
         ):
             if value != expected:
                 yield key, f"{shown(expected)}, {has_rows}"
-    if data.last_target and config.training.objective == "dpo":
-        yield "data.last_target", "false or null, as rows are pairs of texts with training.objective=dpo"
+    if data.last_target and config.objective.name == "dpo":
+        yield "data.last_target", "false or null, as rows are pairs of texts with objective=dpo"
     if data.isolate_documents and size.layer == "gated_units":
         yield "data.isolate_documents", f"false, as {of_model} has gated units"
     switch = size.rotary_switch
@@ -123,37 +123,29 @@ def data_rules(config: Config, size: GPTConfig) -> Mistakes:
 
 def optimizer_rules(config: Config, size: GPTConfig) -> Mistakes:
     optimizer = config.optimizer
-    for key in sorted(optimizer.hyperparameters().keys() - hyperparameters(optimizer.name).keys()):
-        yield f"optimizer.{key}", f"null, as optimizer.name={optimizer.name} does not have it"
-    if optimizer.name not in QUANTISABLE and optimizer.state_dtype != "float32":
-        yield "optimizer.state_dtype", f"float32, as optimizer.name={optimizer.name}"
     for key in ("decay", "scaled_eps"):
-        if size.parametrization == "standard" and getattr(optimizer, key) in ("coupled", True):
+        if size.parametrization == "standard" and getattr(optimizer, key, None) in ("coupled", True):
             yield f"optimizer.{key}", f"another value, as model.size={config.model.size} is not in mup"
     if optimizer.decay == "independent" and config.training.peak_learning_rate == 0:
-        yield "optimizer.decay", "rate or null, as training.peak_learning_rate=0"
+        yield "optimizer.decay", "rate, as training.peak_learning_rate=0"
     if optimizer.name not in MULTIPLIABLE and size.parametrization != "standard":
-        yield "optimizer.name", f"{' or '.join(MULTIPLIABLE)}, as model.size={config.model.size} is in mup"
+        yield "optimizer", f"{' or '.join(MULTIPLIABLE)}, as model.size={config.model.size} is in mup"
     if optimizer.name not in ELEMENTWISE and config.zero.fused_update:
-        yield "optimizer.name", f"{', '.join(ELEMENTWISE)}, as zero.fused_update=true updates one layer at a time"
+        yield "optimizer", f"{', '.join(ELEMENTWISE)}, as zero.fused_update=true updates one layer at a time"
 
 
 def tuning_rules(config: Config, size: GPTConfig) -> Mistakes:
     tuning, zero = config.tuning, config.zero
-    if tuning.method == "all":
-        if tuning.adapter is not None:
-            yield "tuning.adapter", "null, as tuning.method=all"
+    if not isinstance(tuning, Adapted) or config.mode not in ("train", "plan"):
         return
-    if config.mode not in ("train", "plan"):
-        return
-    of_model, given = f"model.size={config.model.size}", f"tuning.method={tuning.method}"
+    of_model, given = f"model.size={config.model.size}", f"tuning={tuning.name}"
     if config.mode == "train" and not config.model.warm_start:
         yield "model.warm_start", f"true, as {given} adapts the weights of model.model_path"
     if size.layer == "gated_units":
-        yield "tuning.method", f"all, as {of_model} has gated units"
+        yield "tuning", f"none, as {of_model} has gated units"
     if size.parametrization != "standard":
         why = "with learning rates for whole matrices"
-        yield "tuning.method", f"all, as {of_model} is in {size.parametrization}, {why}"
+        yield "tuning", f"none, as {of_model} is in {size.parametrization}, {why}"
     if zero.fused_update:
         yield "zero.fused_update", f"false, as {given} has only small gradients"
     lacking = {"mlp_gate"} if not size.gated else set[str]()
@@ -162,8 +154,6 @@ def tuning_rules(config: Config, size: GPTConfig) -> Mistakes:
     for name in sorted(lacking & {*(tuning.targets or ())}):
         why = "its MLP has no gate" if size.experts is None else "adapters are not for experts"
         yield "tuning.targets", f"products without {name}, as {why} in {of_model}"
-    if tuning.dropout and tuning.method == "dora":
-        yield "tuning.dropout", "0, as tuning.method=dora scales the products of base and adapters together"
     if tuning.base_dtype in FORMS and zero.tensor_shards > 1:
         why = f"zero.tensor_shards={zero.tensor_shards} cuts blocks of codes"
         yield "tuning.base_dtype", f"float32 or bfloat16, as {why}"
@@ -175,13 +165,9 @@ def tuning_rules(config: Config, size: GPTConfig) -> Mistakes:
 def schedule_rules(config: Config, size: GPTConfig) -> Mistakes:
     schedule = config.schedule
     left = config.training.total_steps - config.training.warmup_steps
-    if schedule.name != "wsd" and schedule.decay_steps is not None:
-        yield "schedule.decay_steps", f"null, as schedule.name={schedule.name}"
-    elif schedule.decay_steps is not None and schedule.decay_steps > left:
+    if schedule.decay_steps is not None and schedule.decay_steps > left:
         yield "schedule.decay_steps", f"at most {left}, the steps after the warmup"
-    if schedule.decay_end is not None and schedule.name not in WITH_DECAY_END:
-        yield "schedule.decay_end", f"null, as schedule.name={schedule.name}"
-    elif schedule.decay_end is not None and schedule.decay_end <= config.training.warmup_steps:
+    if schedule.decay_end is not None and schedule.decay_end <= config.training.warmup_steps:
         yield "schedule.decay_end", f"more than training.warmup_steps={config.training.warmup_steps}"
 
 
@@ -270,14 +256,16 @@ def _uncut(config: Config, size: GPTConfig) -> Mistakes:
 
 
 def evaluate_rules(config: Config, size: GPTConfig) -> Mistakes:
+    if not isinstance(config, EvaluateConfig):
+        return
     evaluate = config.evaluate
-    if config.mode == "evaluate" and not (evaluate.validation or evaluate.harness):
+    if not (evaluate.validation or evaluate.harness):
         yield "evaluate.validation", "true, or tasks in evaluate.harness"
-    elif config.mode == "evaluate" and evaluate.validation and not (evaluate.index or config.has_validation_set):
+    elif evaluate.validation and not (evaluate.index or config.has_validation_set):
         data, path = config.data, shown(config.data.index_path_validation)
         given = f"data.corpus={shown(data.corpus)} and data.index_path_validation={path}"
         yield "evaluate.validation", f"false, as {given} hold no validation set"
-    if evaluate.follow and config.mode == "evaluate" and config.data.resume_step is not None:
+    if evaluate.follow and config.data.resume_step is not None:
         yield "evaluate.follow", f"false, as data.resume_step={config.data.resume_step} names one checkpoint"
     if evaluate.follow and evaluate.adapters is not None:
         yield "evaluate.adapters", "null with evaluate.follow, which scores the checkpoints of one run"
@@ -292,12 +280,14 @@ def evaluate_rules(config: Config, size: GPTConfig) -> Mistakes:
 
 
 def plan_rules(config: Config, size: GPTConfig) -> Mistakes:
+    if not isinstance(config, PlanConfig):
+        return
     plan = config.plan
     if plan.search != "largest" and max(plan.grid.context or [0]) > size.block_size:
         limit = f"the block_size of model.size={config.model.size}"
         yield "plan.grid.context", f"a list, each element 2 to {size.block_size}, {limit}, or null"
     if config.optimizer.name not in QUANTISABLE and set(plan.grid.state_dtype or []) - {"float32"}:
-        yield "plan.grid.state_dtype", f"[float32] or null, as optimizer.name={config.optimizer.name}"
+        yield "plan.grid.state_dtype", f"[float32] or null, as optimizer={config.optimizer.name}"
 
 
 def distributed_rules(config: Config, size: GPTConfig) -> Mistakes:

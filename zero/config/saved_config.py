@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -15,12 +15,14 @@ from omegaconf.errors import OmegaConfBaseException
 from zero.config.check import check, describe
 from zero.config.constraints import shown
 from zero.config.files import conf_directory, load_sizes
-from zero.config.schema import Optimizer, Tuning
+from zero.config.keys import members_of
+from zero.config.names import unknown
+from zero.config.schema import GROUPS, MODE_SECTIONS, default_section
 from zero.errors import UserError
 
 log = logging.getLogger(__name__)
 
-# Keys that a resume may not change: the model, the seed, the order of the data, and the optimizer.
+# Keys that a resume may not change: the model, the seed, the order of the data, what is trained and by what.
 # Not the paths of data and tokenizer, which may move: a resume compares their contents (docs/decisions/identity.md).
 FIXED_KEYS = (
     "seed",
@@ -28,27 +30,95 @@ FIXED_KEYS = (
     "model.sizes",
     "model.override",
     "training.ema",
-    "training.objective",
+    "objective.name",
     "data.max_context",
     "data.last_target",
     "data.shuffle_shards",
     "data.crop",
-    *(f"optimizer.{field.name}" for field in dataclasses.fields(Optimizer) if field.name != "state_dtype"),
-    *(f"tuning.{field.name}" for field in dataclasses.fields(Tuning)),
 )
+FIXED_GROUPS = ("optimizer", "tuning")
+CONVERTED = {"adamw": ("state_dtype",)}  # keys of an optimizer that a resume may change
 
 
 @cache
-def _default() -> DictConfig:
+def _defaults_of_file() -> DictConfig:
     config = OmegaConf.load(conf_directory() / "config.yaml")
     assert isinstance(config, DictConfig)
     del config["defaults"], config["hydra"]
-    return OmegaConf.create(dataclasses.asdict(check(config, load_sizes())))
+    return config
 
 
-def default_config() -> DictConfig:
-    """The configuration of a run without overrides, as the run saves it: checked and typed."""
-    return copy.deepcopy(_default())
+def default_config(**choices: str) -> DictConfig:
+    """The configuration of a training run without overrides, as the run saves it: checked and typed.
+
+    Args:
+      choices: of groups, such as optimizer="lion".
+    """
+    return copy.deepcopy(_checked_defaults(tuple(sorted(choices.items()))))
+
+
+@cache
+def _checked_defaults(choices: tuple[tuple[str, str], ...]) -> DictConfig:
+    return OmegaConf.create(dataclasses.asdict(check(_defaults(dict(choices)), load_sizes())))
+
+
+def _defaults(choices: Mapping[str, str]) -> DictConfig:
+    config = copy.deepcopy(_defaults_of_file())
+    config.mode = "train"
+    for group in GROUPS.values():
+        kind = group.choices.get(choices.get(group.name, ""), group.default)
+        config[group.name] = default_section(kind)
+    return config
+
+
+def upgraded(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The saved configuration of a run in today's keys.
+
+    Runs that were started before groups existed have the keys of all choices in one section, null where they do not
+    apply, and sections of modes.
+    """
+    new = copy.deepcopy(dict(saved))
+    training, tuning = new.get("training", {}), new.get("tuning", {})
+    every = training.pop("harness_frequency", None)
+    if every is not None:
+        new["harness"] = {"every": every, "tasks": new.get("evaluate", {}).get("harness", [])}
+    for mode in MODE_SECTIONS:
+        new.pop(mode, None)
+    beta = training.pop("dpo_beta", None)
+    if "objective" in training:
+        name = training.pop("objective")
+        new["objective"] = {"name": name} | ({"beta": beta} if name == "dpo" else {})
+    if "method" in tuning:
+        method = tuning.pop("method")
+        tuning["name"] = "none" if method == "all" else method
+    new.get("zero", {}).pop("replicate", None)
+    for group in GROUPS.values():
+        section = new.get(group.name)
+        if isinstance(section, dict) and section.get("name") in group.choices:
+            new[group.name] = _of_choice(section, group.choices[section["name"]])
+    return new
+
+
+def _of_choice(section: Mapping[str, Any], kind: type) -> dict[str, Any]:
+    """The keys that this choice has. A null that it does not allow stood for its default."""
+    members = {member.name: member for member in members_of(kind)}
+    return {
+        name: value
+        for name, value in section.items()
+        if name in members and not (value is None and not getattr(members[name], "is_optional", False))
+    }
+
+
+def groups_of(saved: Mapping[str, Any]) -> dict[str, str]:
+    """The choice of each group in a saved configuration; an earlier version had its default only."""
+    new = upgraded(saved)
+    return {name: new[name]["name"] for name in GROUPS if "name" in (new.get(name) or {})}
+
+
+def with_groups(overrides: Sequence[str], saved: Mapping[str, Any]) -> list[str]:
+    """The overrides of a resume with the choices of its run, whose keys they may set."""
+    named = {override.lstrip("+~").partition("=")[0] for override in overrides}
+    return [*(f"{name}={choice}" for name, choice in groups_of(saved).items() if name not in named), *overrides]
 
 
 def merge_resumed(saved: DictConfig, config: DictConfig, overrides: list[str]) -> DictConfig:
@@ -60,37 +130,81 @@ def merge_resumed(saved: DictConfig, config: DictConfig, overrides: list[str]) -
       UserError: overrides that would change one of `FIXED_KEYS`, a line for each.
     """
     try:
-        earlier = OmegaConf.merge(default_config(), saved)  # a run of an earlier version lacks the keys that came later
-        # Only mode=plan reads the section plan, and it reads no saved configuration: earlier versions had other keys.
-        current = config.copy()
-        current.data.index_path_validation = None  # else sets that are named now would be joined by those of the run
-        merged = OmegaConf.merge(current, OmegaConf.masked_copy(saved, [str(key) for key in saved if key != "plan"]))
+        values: dict[str, Any] = OmegaConf.to_container(saved)  # type: ignore[assignment]  # a mapping, as saved is
+        earlier = _with_saved(values)
+        merged = copy.deepcopy(earlier)
+        merged.mode = config.mode
+        for mode in MODE_SECTIONS:
+            if mode == config.mode:
+                merged[mode] = config[mode]
         merged.model.ema = False  # it was chosen for that start
         merged.data.resume_step = None  # it was meant for that start
         for key in ("coordinator_address", "num_processes", "process_id"):  # they belong to the machines of that start
             merged.distributed[key] = config.distributed[key]
         for key in [override.lstrip("+~").split("=", 1)[0] for override in overrides]:
-            if key.partition(".")[0] in merged:  # others are Hydra's own, or the name of a config group
-                OmegaConf.update(merged, key, OmegaConf.select(config, key), merge=False)
+            if key in GROUPS and merged[key].name != config[key].name:
+                merged[key] = config[key]
+            elif key not in GROUPS and key.partition(".")[0] in config:  # others are Hydra's own, or name a preset
+                OmegaConf.update(merged, key, OmegaConf.select(config, key), merge=False, force_add=True)
     except OmegaConfBaseException as error:
         raise UserError(f"configuration of the run: {describe(error)}") from error
-    fixed = (*FIXED_KEYS, "optimizer.state_dtype") if merged.optimizer.name == "lion" else FIXED_KEYS
-    pairs = {key: (OmegaConf.select(earlier, key), OmegaConf.select(merged, key)) for key in fixed}
-    changed = [
-        f"{key}={shown(now)}: expected {shown(before)}, the value of the run"
-        for key, (before, now) in pairs.items()
-        if now != before
-    ]
+    changed = list(_changes(earlier, merged))
     if changed:
         raise UserError("\n".join(changed))
-    if kept := [
-        key for key in preset_keys(overrides) if OmegaConf.select(merged, key) != OmegaConf.select(config, key)
-    ]:
-        values = ", ".join(f"{key}={shown(OmegaConf.select(merged, key))}" for key in kept)
-        log.warning("a preset is for a fresh start; the run keeps its own values: %s", values)
+    kept = [key for key in preset_keys(overrides) if _differs(key, merged, config)]
+    if kept:
+        values_kept = ", ".join(f"{key}={shown(OmegaConf.select(merged, key))}" for key in kept)
+        log.warning("a preset is for a fresh start; the run keeps its own values: %s", values_kept)
     merged.resume = config.resume
-    assert isinstance(merged, DictConfig)
     return merged
+
+
+def _differs(key: str, merged: DictConfig, config: DictConfig) -> bool:
+    if key.partition(".")[0] in MODE_SECTIONS:
+        return False
+    return bool(OmegaConf.select(merged, key) != OmegaConf.select(config, key))
+
+
+def _with_saved(saved: Mapping[str, Any]) -> DictConfig:
+    """The configuration of a run, with the defaults of keys that came after its version.
+
+    Raises:
+      UserError: it has a key that does not exist.
+    """
+    merged = _defaults(groups_of(saved))
+    mistakes = []
+    for section, values in upgraded(saved).items():
+        if section not in merged:
+            mistakes.append(unknown(section))
+        elif not isinstance(merged[section], DictConfig):
+            merged[section] = values
+        elif not isinstance(values, dict):
+            mistakes.append(f"{section}={shown(values)}: expected a section of keys")
+        else:
+            for name, value in values.items():
+                if name in merged[section]:
+                    merged[section][name] = value
+                else:
+                    mistakes.append(unknown(f"{section}.{name}"))
+    if mistakes:
+        raise UserError("\n".join(f"configuration of the run: {mistake}" for mistake in mistakes))
+    return merged
+
+
+def _changes(earlier: DictConfig, merged: DictConfig) -> Iterator[str]:
+    """A line for each key whose value may not change at a resume."""
+    for group in FIXED_GROUPS:
+        before, now = earlier[group], merged[group]
+        if before.name != now.name:
+            yield f"{group}={now.name}: expected {before.name}, the value of the run"
+            continue
+        for name in before:
+            if before[name] != now[name] and name not in CONVERTED.get(before.name, ()):
+                yield f"{group}.{name}={shown(now[name])}: expected {shown(before[name])}, the value of the run"
+    for key in FIXED_KEYS:
+        before, now = OmegaConf.select(earlier, key), OmegaConf.select(merged, key)
+        if before != now:
+            yield f"{key.removesuffix('.name')}={shown(now)}: expected {shown(before)}, the value of the run"
 
 
 def preset_keys(overrides: list[str]) -> list[str]:
@@ -105,9 +219,13 @@ def _file_keys(group: str, name: str) -> Iterator[str]:
     config = OmegaConf.load(conf_directory() / group / f"{name}.yaml")
     assert isinstance(config, DictConfig)
     for default in config.pop("defaults", []):
-        if isinstance(default, DictConfig):  # /group: name
+        if isinstance(default, DictConfig):  # /group: name, or override /group: name
             for other, included in default.items():
-                yield from _file_keys(str(other).lstrip("/"), included)
+                included_group = str(other).removeprefix("override ").lstrip("/")
+                if included_group in GROUPS:
+                    yield f"{included_group}.name"
+                else:
+                    yield from _file_keys(included_group, included)
         elif default != "_self_":
             yield from _file_keys(group, default)
     yield from flat_config(config)

@@ -1,35 +1,34 @@
 """The sections of conf/config.yaml: each key with its type and its check (hydra, omegaconf).
 
-Values and explanations are only in conf/config.yaml, rules between keys in rules_between_keys.py. Functions that build
-a model, a run or a plan take these classes; all others take plain values.
+Rules between keys are in rules_between_keys.py. Functions that build a model, a run or a plan take these classes; all
+others take plain values.
 """
-# ruff: noqa: RUF009  the functions of constraints.py return dataclass fields
+# ruff: noqa: RUF009  `key` and `section` return dataclass fields
 
 from __future__ import annotations
 
+import copy
 import re
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from zero.config.constraints import (
+    DTYPES,
     INT32,
     INT64,
     ONE,
+    PATHS,
+    SETS,
     SMALLEST,
     at_least,
-    boolean,
-    checked,
-    fraction,
-    fraction_below_one,
     is_mixture,
     is_paths,
-    is_prompts,
-    is_sets,
     is_stages,
-    list_of,
     not_empty,
     one_of,
     positive,
@@ -37,63 +36,148 @@ from zero.config.constraints import (
     random_seed,
     zero_or_more,
 )
+from zero.config.groups import (
+    OBJECTIVES,
+    OPTIMIZERS,
+    SCHEDULES,
+    TUNINGS,
+    Evaluate,
+    Objective,
+    Optimizer,
+    Plan,
+    Sample,
+    Schedule,
+    Tuning,
+    is_validation,
+)
+from zero.config.keys import Check, Group, Key, Section, choice, key, members_of, section
 from zero.corpus.reading.crop import CROPS
 from zero.corpus.reading.synthetic import SYNTHETIC
-from zero.models.adapters import PRODUCTS
 from zero.models.attention.blockwise import CHOICES as ATTENTION
 from zero.models.stack import REMAT
-from zero.training.block_codes import FORMS
-from zero.training.objectives import OBJECTIVES
-from zero.training.optimizer import DECAYED, NAMES
-from zero.training.schedules import SCHEDULES
 
-DTYPES = ("float32", "bfloat16")
-STATE_DTYPES = (*DTYPES, "int8")
-BASE_DTYPES = (*DTYPES, *FORMS)
-_PATHS = "the path of an index file, or a list of them"
-_SETS = "{name: one of these, ...} with letters, digits, and . - _ between them in names"
 _STAGES = "[[steps, tokens per sequence], ...]"
-_PROMPTS = "a text, quoted as '\"2024\"' if it looks like a number, or a list of texts"
 _MIXTURE = (
     "[{index: path, weight: 0.7}, ...] of files of different names, with weights or [[0, weight], [step, weight], ...]"
 )
 
 
-def _is_validation(value: Any) -> bool:
-    return value is None or is_paths(value) or is_sets(value)
-
-
 @dataclass
 class Training:
-    max_epochs: int | None = at_least(1)
-    batch_size: int = at_least(1)
-    peak_learning_rate: float = zero_or_more()
-    end_learning_rate: float = zero_or_more()
-    warmup_steps: int = at_least(0)
-    total_steps: int = at_least(1)
-    weight_decay: float = zero_or_more()
-    gradient_accumulation_steps: int = at_least(1)
-    evaluation_frequency: int = at_least(1)
-    maximum_evaluation_steps: int = at_least(0)
-    staged_warmup_steps: int = at_least(0)
-    warmup_train_context: int = MISSING
-    context_stages: Any = checked(
-        lambda value: value in (None, "linear") or is_stages(value), f"linear, {_STAGES}, or null"
+    max_epochs: int | None = key(
+        None,
+        at_least(1),
+        "Passes over the training set at most; null: as many as total_steps needs.",
     )
-    max_gradient_norm: float | None = checked(lambda value: value >= SMALLEST, "more than 0 in float32")
-    max_gradient_value: float | None = checked(lambda value: value >= SMALLEST, "more than 0 in float32")
-    skip_bad_steps: Any = boolean()
-    skip_spikes: float | None = positive()
-    max_skipped_in_a_row: int = at_least(1)
-    verify_every: int | None = at_least(1)
-    statistics: int | None = at_least(1)
-    log_frequency: int = at_least(1)
-    sample_tokens: int = at_least(0)
-    ema: float | None = checked(lambda value: 0 < value < ONE, "more than 0, less than 1 in float32")
-    harness_frequency: int | None = at_least(1)
-    loss_on: str = one_of("all", "completion")
-    objective: str = one_of(*OBJECTIVES)
-    dpo_beta: float = positive()
+    batch_size: int = key(
+        8,
+        at_least(1),
+        "Sequences of max_context tokens per host and optimizer step, split into gradient_accumulation_steps "
+        "micro-batches; in mode=evaluate, rows per host that are scored at once.",
+        "A resume keeps the total over all hosts, and divides it among the hosts that it has.",
+    )
+    peak_learning_rate: float = key(3.0e-3, zero_or_more(), "Learning rate at the end of the warmup.")
+    end_learning_rate: float = key(
+        3.0e-4,
+        zero_or_more(),
+        "Learning rate at total_steps, where cosine, linear and wsd schedules end.",
+    )
+    warmup_steps: int = key(20, at_least(0), "Steps in which the learning rate rises linearly from 0 to its peak.")
+    total_steps: int = key(
+        960,
+        at_least(1),
+        "Optimizer steps of the run; here 8 sequences x 256 tokens x 960 steps = 1,966,080 tokens.",
+    )
+    weight_decay: float = key(
+        0.1,
+        zero_or_more(),
+        "Decoupled weight decay of matrices and embeddings, times the learning rate; sgd adds it to the gradient.",
+    )
+    gradient_accumulation_steps: int = key(
+        1,
+        at_least(1),
+        "Micro-batches per optimizer step; more need less memory for activations.",
+    )
+    evaluation_frequency: int = key(
+        240,
+        at_least(1),
+        "Evaluate every 240 steps and after the last; each time also save, draw the curves and sample text.",
+    )
+    maximum_evaluation_steps: int = key(
+        16,
+        at_least(0),
+        "Validation batches per evaluation at most, of all sets one after the other and of each set with a name; 0: "
+        "none, so that an evaluation only saves and samples.",
+    )
+    staged_warmup_steps: int = key(
+        280,
+        at_least(0),
+        "Steps at the beginning with short sequences, at an unchanged number of tokens per step; 0: none.",
+    )
+    warmup_train_context: int = key(64, None, "Tokens per sequence during these steps.")
+    context_stages: Any = key(
+        None,
+        Check(lambda value: value in (None, "linear") or is_stages(value), f"linear, {_STAGES}, or null"),
+        "How the length of sequences grows; null: in one jump, after the steps above.",
+        "linear: during the steps above, from warmup_train_context to max_context.",
+        "[[200, 64], [80, 128]]: 200 steps of 64 tokens, then 80 of 128, then max_context; both keys above are not "
+        "used.",
+    )
+    max_gradient_norm: float | None = key(
+        1.0,
+        Check(lambda value: value >= SMALLEST, "more than 0 in float32"),
+        "Gradients are clipped to this global norm; null: no clipping.",
+    )
+    max_gradient_value: float | None = key(
+        None,
+        Check(lambda value: value >= SMALLEST, "more than 0 in float32"),
+        "Each element of the gradient is clipped to this absolute value, after the norm; null: none is.",
+    )
+    skip_bad_steps: bool = key(
+        True,
+        None,
+        "A step whose gradient is not finite leaves weights and optimizer unchanged.",
+    )
+    skip_spikes: float | None = key(
+        None,
+        positive(),
+        "Skip updates whose loss or gradient norm is this many standard deviations above its running mean, such as "
+        "6; null: none.",
+    )
+    max_skipped_in_a_row: int = key(
+        20,
+        at_least(1),
+        "Training stops with an error after more consecutive skipped steps than this.",
+    )
+    ema: float | None = key(
+        None,
+        Check(lambda value: 0 < value < ONE, "more than 0, less than 1 in float32"),
+        "Decay per update of a moving average of the weights, such as 0.999, whose loss is validation/ema_loss; "
+        "null: none.",
+    )
+    verify_every: int | None = key(
+        None,
+        at_least(1),
+        "Every so many steps neighbouring devices repeat each other's first micro-batch; results that differ end "
+        "the run with status 1 and the faulty device. null: never.",
+        "Each time costs the gradients of two micro-batches: at 100 about 2 % with one micro-batch per step, 0.1 % "
+        "with 16.",
+    )
+    statistics: int | None = key(
+        None,
+        at_least(1),
+        "Every so many steps log statistics per tensor: mean sizes of activations per layer; of each leaf its "
+        "change per learning rate, and the norms of gradient and weights. null: never.",
+        "Each time costs the forward pass and the gradient of a step once more, and memory for a copy of the "
+        "weights' shards and their whole gradient's.",
+    )
+    log_frequency: int = key(10, at_least(1), "Log a line of metrics every 10 steps.")
+    loss_on: str = key(
+        "all",
+        one_of("all", "completion"),
+        "Tokens that the model learns to predict: all, or completion, in a corpus of zero-prepare --completions.",
+    )
+    sample_tokens: int = key(300, at_least(0), "Tokens of text sampled from the model at each evaluation; 0: none.")
 
     def stages(self) -> tuple[tuple[int, int], ...]:
         """Steps and tokens per sequence of each stage of the warmup; linear growth counts as one."""
@@ -104,223 +188,429 @@ class Training:
 
 @dataclass
 class Model:
-    size: str = MISSING
-    warm_start: Any = boolean()
-    model_path: str | None = not_empty()
-    ema: Any = boolean()
-    attention: str = one_of(*ATTENTION)
-    sizes: str | None = not_empty()
-    override: dict[str, Any] = field(default_factory=dict)
+    size: str = key("bytes", None, "An entry of model_config.yaml.")
+    sizes: str | None = key(
+        None,
+        not_empty(),
+        "A file of more entries, which replace those of the same name; null: only those of model_config.yaml.",
+    )
+    override: dict[str, Any] = key(
+        {},
+        None,
+        "Keys of the entry with other values, such as model.override.N=24 model.override.embedding_dim=512.",
+    )
+    warm_start: bool = key(False, None, "Start with the weights of model_path and a fresh optimizer.")
+    ema: bool = key(
+        False,
+        None,
+        "Evaluate, sample and warm-start from the moving average of the weights that training.ema has kept.",
+    )
+    model_path: str | None = key(
+        None,
+        not_empty(),
+        "Source of weights; null: in mode=evaluate and mode=sample the newest run.",
+        "mode=evaluate and mode=sample: a run directory; warm_start: also a directory of checkpoints, a local "
+        "Hugging Face folder, or a model of the hub, hf:NAME@REVISION.",
+    )
+    attention: str = key(
+        "auto",
+        one_of(*ATTENTION),
+        "dense holds a score per pair of positions, blockwise needs memory linear in the context.",
+        "kernel: on TPU a kernel of zero's own or jax's splash attention, cuDNN's on GPU; falls back to auto where "
+        "unsupported.",
+        "auto: on TPU the kernel from 512 positions on; elsewhere, and without a kernel, blockwise in long contexts.",
+    )
 
 
 @dataclass
 class Data:
-    corpus: str | None = not_empty()
-    tokenizer: str = not_empty()
-    max_context: Any = checked(  # an integer, once it is checked
-        lambda value: value is None or (isinstance(value, int) and 2 <= value <= INT32), "at least 2, or null"
+    corpus: str | None = key(
+        "stdlib",
+        not_empty(),
+        "The source that is tokenized on this machine if the index files are missing; null: index files must exist.",
+        "synthetic: random rows and synthetic:ones: rows of ones, computed without any files; no index file is "
+        "read, and nothing is validated.",
     )
-    crop: str = one_of(*CROPS)
-    last_target: Any = boolean(optional=True)
-    isolate_documents: Any = boolean()
-    train_samples: int | None = at_least(1, INT64)
-    checkpoint_directory: str = not_empty()
-    bucket_path: str | None = not_empty()
-    index_path_train: Any = checked(lambda value: is_paths(value) or is_mixture(value), f"{_PATHS}, or {_MIXTURE}")
-    index_path_validation: Any = checked(_is_validation, f"{_PATHS}, {_SETS}, or null")
-    shuffle_shards: int = at_least(1)
-    max_skipped_rows: int = zero_or_more()
-    cache_directory: str | None = not_empty()
-    cache_bytes: int = at_least(1, INT64)
-    wandb_project: str | None = project_name()
-    tensorboard: Any = boolean()
-    resume_step: int | None = MISSING
-    keep_checkpoints: int = at_least(1)
-    keep_every: int | None = at_least(1)
-    keep_every_hours: float | None = positive()
-    save_every: int | None = at_least(1)
-    checkpoint_minutes: float | None = positive()
-
-
-@dataclass
-class Optimizer:
-    name: str = one_of(*NAMES)
-    state_dtype: str = one_of(*STATE_DTYPES)
-    b1: float | None = fraction_below_one()
-    b2: float | None = fraction_below_one()
-    eps: float | None = positive()
-    nesterov: Any = boolean(optional=True)
-    decay_rate: float | None = positive()
-    factored_from: int | None = at_least(2)
-    max_update_rms: float | None = positive()
-    min_scale: float | None = positive()
-    scale_by_parameter: Any = boolean(optional=True)
-    decay: str | None = one_of("rate", "coupled", "independent")
-    decay_on: str | None = one_of(*DECAYED)
-    bias_correction: Any = boolean(optional=True)
-    scaled_eps: Any = boolean(optional=True)
-    newton_schulz_steps: int | None = at_least(1)
-    update_rms: float | None = positive()
-    adam_b1: float | None = fraction_below_one()
-    adam_b2: float | None = fraction_below_one()
-
-    def hyperparameters(self) -> dict[str, Any]:
-        """The hyperparameters that are not null."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {key: value for key, value in values.items() if key not in ("name", "state_dtype") and value is not None}
-
-
-@dataclass
-class Tuning:
-    method: str = one_of("all", "lora", "dora")
-    rank: int = at_least(1)
-    alpha: float = positive()
-    dropout: float = fraction_below_one()
-    targets: list[str] | None = list_of(one_of(*PRODUCTS))
-    base_dtype: str = one_of(*BASE_DTYPES)
-    adapter: str | None = not_empty()
-
-
-@dataclass
-class Schedule:
-    name: str = one_of(*SCHEDULES)
-    decay_steps: int | None = at_least(1)
-    decay_end: int | None = at_least(1)
+    tokenizer: str = key(
+        "bytes",
+        not_empty(),
+        "bytes, or the path of a tokenizer.json (Hugging Face), a SentencePiece .model or a .tiktoken file.",
+    )
+    max_context: Any = key(
+        None,
+        Check(  # an integer, once it is checked
+            lambda value: value is None or (isinstance(value, int) and 2 <= value <= INT32), "at least 2, or null"
+        ),
+        "Sequence length in training, of which all tokens but the first are predicted; null: block_size of the model.",
+    )
+    last_target: bool | None = key(
+        None,
+        None,
+        "true: rows have one token more than max_context, the target of the last position; null: where those of all "
+        "index files have exactly that one more, as zero-prepare --row-tokens makes them.",
+        "false: the last position of a row has no target, and is not trained.",
+    )
+    crop: str = key(
+        "first",
+        one_of(*CROPS),
+        "What is read of rows longer than max_context: first, their first max_context tokens; all, floor(row / "
+        "max_context) sequences of each.",
+        "random: one sequence per row and epoch, at an offset drawn from the seed, the epoch and the row; "
+        "validation then reads all.",
+    )
+    isolate_documents: bool = key(
+        False,
+        None,
+        "Masks attention and restarts positions where the end-of-text token of data.tokenizer joins documents in a "
+        "row.",
+    )
+    train_samples: int | None = key(None, at_least(1, INT64), "Rows of the training set per epoch; null: all.")
+    checkpoint_directory: str = key(
+        "checkpoints",
+        not_empty(),
+        "A relative path is inside the run directory, or inside the bucket if there is one.",
+    )
+    keep_checkpoints: int = key(
+        3,
+        at_least(1),
+        "The newest checkpoints that are kept; the best one by validation/loss is kept as well.",
+    )
+    keep_every: int | None = key(
+        None,
+        at_least(1),
+        "Checkpoints of steps that are a multiple of this are kept as well; null: none.",
+    )
+    keep_every_hours: float | None = key(
+        None,
+        positive(),
+        "A checkpoint is kept as well if it is the first one or was saved this many hours after the last that is "
+        "kept so; null: none.",
+    )
+    save_every: int | None = key(
+        None,
+        at_least(1),
+        "Steps between checkpoints, whatever the evaluations; null: at every evaluation. The last step is always "
+        "saved.",
+    )
+    checkpoint_minutes: float | None = key(
+        30,
+        positive(),
+        "Minutes between checkpoints if evaluations or save_every are further apart; null: only at these.",
+    )
+    bucket_path: str | None = key(
+        None,
+        not_empty(),
+        "Google Cloud Storage, bucket or bucket/folder, or a URL such as s3://bucket/folder, for relative index "
+        "files and checkpoint_directory; null: local disk.",
+    )
+    index_path_train: Any = key(
+        "data/index/stdlib_train.index",
+        Check(lambda value: is_paths(value) or is_mixture(value), f"{PATHS}, or {_MIXTURE}"),
+        "An index file; a list of them; or a weighted mixture, [{index: a.index, weight: 0.7}, ...].",
+        "A weight that changes over training: {index: a.index, weight: [[0, 0.7], [9000, 0.1]]}, 0.7 in the first "
+        "9,000 steps, then 0.1.",
+    )
+    index_path_validation: Any = key(
+        "data/index/stdlib_validation.index",
+        Check(is_validation, f"{PATHS}, {SETS}, or null"),
+        "An index file, or a list of them; null: no validation.",
+        "{web: web.index, code: [a.index, b.index]}: also validation/web/loss and validation/web/bits_per_byte; the "
+        "total is the mean over the tokens of all sets.",
+    )
+    shuffle_shards: int = key(
+        16,
+        at_least(1),
+        "Shards of a corpus whose rows are shuffled together; preferably a multiple of the number of hosts.",
+    )
+    max_skipped_rows: int = key(
+        0,
+        zero_or_more(),
+        "Missing, damaged or corrupt training rows that are skipped before training stops with an error; 0: the "
+        "first one stops it.",
+    )
+    cache_directory: str | None = key(
+        None,
+        not_empty(),
+        "A local directory that keeps shards read from a bucket; null: no cache.",
+    )
+    cache_bytes: int = key(100_000_000_000, at_least(1, INT64), "Bytes that the cache may hold.")
+    wandb_project: str | None = key(
+        "zero",
+        project_name(),
+        "Weights & Biases project, offline unless WANDB_API_KEY is set; null: no Weights & Biases.",
+    )
+    tensorboard: bool = key(False, None, "Write TensorBoard event files as well; needs the extra tensorboard.")
+    resume_step: int | None = key(None, None, "The step whose checkpoint is resumed or used; null: the newest.")
 
 
 @dataclass
 class Zero:
-    stage: int = one_of(0, 1, 2, 3)
-    compute_dtype: str = one_of("auto", *DTYPES)
-    wire_dtype: str = one_of("auto", *DTYPES, "int8")
-    gather_dtype: str = one_of("auto", "int8")
-    reduce_dtype: str = one_of(*DTYPES)
-    gradient_dtype: str = one_of(*DTYPES)
-    master_dtype: str = one_of(*DTYPES)
-    remat: str = one_of("auto", *REMAT)
-    fused_update: Any = boolean()
-    replicas: int = at_least(1)
-    tensor_shards: int = at_least(1)
-    context_shards: int = at_least(1)
-    expert_shards: int = at_least(1)
-    phases: str = one_of("auto", "flat", "torus")
-    overlap_gathers: Any = boolean()
-    replicate: Any = boolean(optional=True)
-    emergency_steps: int | None = at_least(1)
-    emergency_directory: str = not_empty()
-
-
-@dataclass
-class Evaluate:
-    validation: Any = boolean()
-    index: Any = checked(_is_validation, f"{_PATHS}, {_SETS}, or null")
-    harness: list[str] = MISSING
-    adapters: list[str] | None = list_of(not_empty())
-    context: int | None = at_least(2)
-    stride: int | None = at_least(1)
-    carry: Any = boolean()
-    follow: Any = boolean()
-
-
-@dataclass
-class Sample:
-    prompt: Any = checked(lambda value: value is None or is_prompts(value), f"{_PROMPTS}, or null")
-    prompt_file: str | None = MISSING
-    chat: Any = boolean()
-    copies: int = at_least(1)
-    tokens: int = at_least(1)
-    seed: int = random_seed()
-    temperature: float = zero_or_more()
-    top_k: int | None = at_least(1)
-    top_p: float | None = fraction()
-    typical_p: float | None = fraction()
-    eta: float | None = fraction()
-    log_probabilities: Any = boolean()
-    interactive: Any = boolean()
-    repetition_penalty: float = positive()
+    stage: int = key(
+        3,
+        one_of(0, 1, 2, 3),
+        "ZeRO's stage; weights and optimizer state are sharded at 1 to 3. From most to least memory:",
+        "0: everything is replicated, plain data parallelism.",
+        "1: parameters are gathered at the start of a step, gradients reduce-scattered at its end.",
+        "2: gradients are reduce-scattered layer by layer.",
+        "3: parameters are gathered layer by layer as well.",
+    )
+    compute_dtype: str = key(
+        "auto",
+        one_of("auto", *DTYPES),
+        "Gathered parameters and matrix products: float32, bfloat16, or auto: float32 on CPU, else bfloat16.",
+    )
+    wire_dtype: str = key(
+        "auto",
+        one_of("auto", *DTYPES, "int8"),
+        "Gradients on their way between devices: float32, bfloat16, or int8 in blocks of 256 with a scale; they are "
+        "summed in reduce_dtype.",
+        "auto: float32; on TPU before v6e, in slices where an all-to-all is fast and at stages 2 and 3, "
+        "compute_dtype, in which gradients are computed.",
+    )
+    gather_dtype: str = key(
+        "auto",
+        one_of("auto", "int8"),
+        "Parameters on their way between devices: auto, the narrower of compute_dtype and master_dtype; or int8 in "
+        "blocks of 256.",
+    )
+    reduce_dtype: str = key("float32", one_of(*DTYPES), "Sums of gradients over devices: float32 or bfloat16.")
+    gradient_dtype: str = key(
+        "float32",
+        one_of(*DTYPES),
+        "Gradients held until the update: float32, or bfloat16 for half the memory.",
+    )
+    master_dtype: str = key(
+        "float32",
+        one_of(*DTYPES),
+        "Weights between steps: float32, or bfloat16 with stochastic rounding for half the memory; norms and biases "
+        "stay float32.",
+    )
+    remat: str = key(
+        "auto",
+        one_of("auto", *REMAT),
+        "What the forward pass stores, so that the backward pass need not recompute it; auto: on CPU all (none), on "
+        "GPU full;",
+        "on TPU at stage 3 the first that fits of mlp+attention (without a kernel), mlp, mlp_in and full, logged at "
+        "the start;",
+        "in rows of 4,096 positions and more of mlp+attention, mlp_in+attention, attention and full.",
+        "none: everything; at stage 3 each layer is gathered once, and kept for the backward pass.",
+        "dots: the products with weights, and the output of attention.",
+        "mlp: the products that begin an MLP; mlp_in: without that of its gate.",
+        "projections: queries, keys, values and the output of attention; attention: only the output of its scores "
+        "and values.",
+        "mlp+attention, mlp_in+attention, mlp+projections, mlp_in+projections: both.",
+        "full: the inputs of layers, as all of the above do.",
+        "nested: the inputs of spans of layers, at the cost of one more forward pass.",
+    )
+    fused_update: bool = key(
+        False,
+        None,
+        "At stage 3, update each layer inside the backward pass: least memory, no accumulation; clips and skips "
+        "layer by layer.",
+    )
+    replicas: int = key(
+        1,
+        at_least(1),
+        "Copies of the whole state, each sharded over a group of neighbouring devices: gathers stay inside a group, "
+        "gradients are summed over all devices.",
+    )
+    tensor_shards: int = key(
+        1,
+        at_least(1),
+        "Tensor parallelism: neighbouring devices compute the same sequences, each with a part of the heads, of the "
+        "MLP and of the vocabulary.",
+    )
+    context_shards: int = key(
+        1,
+        at_least(1),
+        "Context parallelism: neighbouring devices share sequences, each with 1/context_shards of the positions and "
+        "their activations.",
+    )
+    expert_shards: int = key(
+        1,
+        at_least(1),
+        "Expert parallelism: neighbouring devices divide the experts of a layer, and exchange tokens; for a model "
+        "with experts and expert_capacity.",
+    )
+    phases: str = key(
+        "auto",
+        one_of("auto", "flat", "torus"),
+        "Collectives of gathers and scatters: flat, one over all devices; torus, one along each dimension of a TPU "
+        "slice; auto: flat, the faster one by the TPU compiler; without overlap_gathers torus where it is possible, "
+        "with the least bytes.",
+    )
+    overlap_gathers: bool = key(
+        True,
+        None,
+        "On TPU and GPU, send parameters and gradients while matrix products run; false: before and after them, "
+        "which needs slightly less memory.",
+    )
+    emergency_steps: int | None = key(
+        None,
+        at_least(1),
+        "Every n steps each host keeps its shards in emergency_directory, and the next host keeps a copy; null: never.",
+        "A run that lost a host resumes from them instead of the last durable checkpoint; each time a line of "
+        "metrics is logged.",
+    )
+    emergency_directory: str = key(
+        "/dev/shm/zero",
+        not_empty(),
+        "Memory or a local disk of each host, for six times its share of the state.",
+    )
 
 
 @dataclass
 class Profile:
-    steps: list[int] | None = checked(
-        lambda steps: len(steps) == 2 and 1 <= steps[0] <= steps[1], "the first and the last step, such as [20,25]"
+    steps: list[int] | None = key(
+        None,
+        Check(
+            lambda steps: len(steps) == 2 and 1 <= steps[0] <= steps[1], "the first and the last step, such as [20,25]"
+        ),
+        "First and last step of a trace in profile/ of the run directory, such as [20,25]; null: no trace.",
     )
-    step_time: float | None = positive()
-    peak_flops: float | None = positive()
-
-
-@dataclass
-class Grid:
-    stage: list[int] = list_of(one_of(0, 1, 2, 3))
-    micro_batch: list[int] = list_of(at_least(1))
-    accumulation: list[int] = list_of(at_least(1))
-    remat: list[str] = list_of(one_of("auto", *REMAT))
-    master_dtype: list[str] | None = list_of(one_of(*DTYPES))
-    state_dtype: list[str] | None = list_of(one_of(*STATE_DTYPES))
-    context: list[int] | None = list_of(at_least(2))
-    tensor: list[int] | None = list_of(at_least(1))
-    context_shards: list[int] | None = list_of(at_least(1))
-    expert: list[int] | None = list_of(at_least(1))
-    replicas: list[int] | None = list_of(at_least(1))
-    phases: list[str] | None = list_of(one_of("auto", "flat", "torus"))
-    overlap_gathers: list[Any] | None = list_of(boolean())
-
-
-@dataclass
-class Plan:
-    topology: str = MISSING
-    micro_batch: int = at_least(1)
-    search: str = one_of("none", "fastest", "largest")
-    grid: Grid = field(default_factory=Grid)
-    tokens: int | None = at_least(1)
-    dollars_per_hour: float | None = positive()
-    breakdown: Any = boolean()
-    processes: int | None = at_least(1)
+    step_time: float | None = key(
+        None,
+        positive(),
+        "Seconds per step that mode=plan predicts, for predicted_speed; null: predicted from the program, on one "
+        "host with TPUs.",
+    )
+    peak_flops: float | None = key(
+        None,
+        positive(),
+        "Peak operations per second of one device, for MFU; null: the published bfloat16 peak, where it is known.",
+    )
 
 
 @dataclass
 class Distributed:
-    cpu_devices: int = at_least(1)
-    coordinator_address: str | None = checked(
-        lambda value: re.fullmatch(r".+:\d+", value) is not None, "host:port of the first process"
+    cpu_devices: int = key(2, at_least(1), "Virtual devices on a machine without an accelerator.")
+    coordinator_address: str | None = key(
+        None,
+        Check(lambda value: re.fullmatch(r".+:\d+", value) is not None, "host:port of the first process"),
+        "host:port of process 0, for clusters that jax does not recognize; null: TPU pods, Slurm, Open MPI or one "
+        "process.",
     )
-    num_processes: int | None = at_least(1)
-    process_id: int | None = at_least(0)
-    compilation_cache: str | None = MISSING
-    stall_minutes: float | None = positive()
+    num_processes: int | None = key(
+        None,
+        at_least(1),
+        "Number of processes, where coordinator_address is given; else null.",
+    )
+    process_id: int | None = key(
+        None,
+        at_least(0),
+        "Number of this process, counted from 0, where coordinator_address is given; else null.",
+    )
+    compilation_cache: str | None = key(
+        "~/.cache/zero",
+        None,
+        "Directory of compiled programs for later starts; null: no cache.",
+        "JAX_COMPILATION_CACHE_DIR takes precedence. Several hosts without accelerators use no cache.",
+    )
+    stall_minutes: float | None = key(
+        60,
+        positive(),
+        "After this many minutes without a step, each host logs the stacks of its threads and ends with status 1; "
+        "null: wait for ever.",
+    )
+
+
+@dataclass
+class Harness:
+    every: int | None = key(
+        None, at_least(1), "Run the tasks at every n-th evaluation, and at the last one; null: never."
+    )
+    tasks: list[str] = key(
+        [],
+        None,
+        "Tasks of lm-evaluation-harness such as lambada_openai, or paths of its YAML files, which can run Python; "
+        "needs the extra lm-eval.",
+    )
 
 
 @dataclass
 class Config:
-    """All of `conf/config.yaml`, whose comments explain each key."""
+    """The keys of a training run; conf/config.yaml is printed from them."""
 
-    mode: str = one_of("train", "evaluate", "sample", "plan")
-    resume: str | None = MISSING
-    seed: int = random_seed()
-    training: Training = field(default_factory=Training)
-    model: Model = field(default_factory=Model)
-    data: Data = field(default_factory=Data)
-    optimizer: Optimizer = field(default_factory=Optimizer)
-    tuning: Tuning = field(default_factory=Tuning)
-    schedule: Schedule = field(default_factory=Schedule)
-    zero: Zero = field(default_factory=Zero)
-    evaluate: Evaluate = field(default_factory=Evaluate)
-    sample: Sample = field(default_factory=Sample)
-    profile: Profile = field(default_factory=Profile)
-    distributed: Distributed = field(default_factory=Distributed)
-    plan: Plan = field(default_factory=Plan)
+    mode: str = key("train", one_of("train", "evaluate", "sample", "plan"), "Chosen by mode=evaluate.")
+    resume: str | None = key(
+        None,
+        None,
+        "The run directory to resume; set by the flags --resume and --resume=auto, not by hand.",
+    )
+    seed: int = key(0, random_seed(), "Seed of weight initialization, data order and dropout.")
+    training: Training = section(Training)
+    model: Model = section(Model)
+    data: Data = section(Data)
+    optimizer: Optimizer = choice(OPTIMIZERS, "What makes an update of a gradient.")
+    objective: Objective = choice(OBJECTIVES, "What is minimised.")
+    tuning: Tuning = choice(TUNINGS, "Which parameters are trained; docs/fine-tuning.md")
+    schedule: Schedule = choice(SCHEDULES, "The learning rate after a linear warmup from 0.")
+    zero: Zero = section(Zero)
+    harness: Harness = section(Harness, "tasks of lm-evaluation-harness during training")
+    profile: Profile = section(Profile)
+    distributed: Distributed = section(Distributed)
 
     @property
     def has_validation_set(self) -> bool:
         return self.data.index_path_validation is not None and self.data.corpus not in SYNTHETIC
 
 
-def declared() -> DictConfig:
-    """The sections with their types; `model.override` takes any key, as it is checked with the model's entry."""
-    node = OmegaConf.structured(Config)
-    OmegaConf.set_struct(node.model.override, False)
-    assert isinstance(node, DictConfig)
-    return node
+@dataclass
+class EvaluateConfig(Config):
+    """Scores a trained run: the keys of the run, and those of this mode."""
+
+    evaluate: Evaluate = section(Evaluate, "mode=evaluate")
 
 
-ConfigStore.instance().store(name="schema", node=declared())
+@dataclass
+class SampleConfig(Config):
+    """Samples texts from a trained run: the keys of the run, and those of this mode."""
+
+    sample: Sample = section(Sample, "mode=sample")
+
+
+@dataclass
+class PlanConfig(Config):
+    """Predicts memory, traffic and time of the step that the other sections describe, without the hardware.
+
+    plan.micro_batch takes the place of training.batch_size.
+    """
+
+    plan: Plan = section(Plan, "mode=plan")
+
+
+MODES: Mapping[str, type[Config]] = MappingProxyType(
+    {"train": Config, "evaluate": EvaluateConfig, "sample": SampleConfig, "plan": PlanConfig}
+)
+MODE_SECTIONS: Mapping[str, type] = MappingProxyType({"evaluate": Evaluate, "sample": Sample, "plan": Plan})
+GROUPS: Mapping[str, Group] = MappingProxyType(
+    {member.name: member for member in members_of(Config) if isinstance(member, Group)}
+)
+
+
+def default_section(kind: type) -> dict[str, Any]:
+    """The defaults of the keys of a section, and of the sections in it."""
+    values: dict[str, Any] = {}
+    for member in members_of(kind):
+        if isinstance(member, Key):
+            values[member.name] = copy.deepcopy(member.default)
+        elif isinstance(member, Section):
+            values[member.name] = default_section(member.kind)
+    return values
+
+
+def _store() -> None:
+    """Tells Hydra the groups, their choices, and that model.override takes any key: it is checked with the entry."""
+    store = ConfigStore.instance()
+    override = OmegaConf.create({"model": {"override": {}}})
+    OmegaConf.set_struct(override.model.override, False)
+    store.store(name="schema", node=override)
+    for group in GROUPS.values():
+        for name, kind in group.choices.items():
+            store.store(group=group.name, name=name, node=default_section(kind))
+    for mode in MODES:
+        node = {"mode": mode} | ({} if mode == "train" else {mode: default_section(MODE_SECTIONS[mode])})
+        store.store(group="mode", name=mode, node=node, package="_global_")
+
+
+_store()

@@ -146,7 +146,7 @@ def read_peft(folder: Path, model: ShardedGPT) -> PyTree:
             raise UserError(f"{path}: {key} is {config.get(key)!r}, expected tuning.{name}={own:g}")
     if bool(config.get("use_dora")) != adapters.has_magnitudes:
         method = "lora" if adapters.has_magnitudes else "dora"
-        raise UserError(f"{path}: use_dora is {config.get('use_dora', False)}, expected with tuning.method={method}")
+        raise UserError(f"{path}: use_dora is {config.get('use_dora', False)}, expected with tuning={method}")
     architecture = architecture_of(model.config)
     with _opened(folder) as file:
         left_over = set(file.keys())

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from zero.config.schema import Config
+from zero.config.schema import EvaluateConfig
 from zero.corpus.text.tokenizers import Tokenizer, check_same_tokenizer, load_tokenizer
 from zero.errors import UserError
 from zero.exchange.checkpoint_weights import choose_steps, open_checkpoints, saved_step
@@ -20,7 +20,7 @@ from zero.training.sharded_gpt import ShardedGPT
 from zero.training.tuning import Tuning
 
 
-def adapted_models(config: Config, model: ShardedGPT) -> Iterator[tuple[str, TrainedModel]]:
+def adapted_models(config: EvaluateConfig, model: ShardedGPT) -> Iterator[tuple[str, TrainedModel]]:
     """Each place of `evaluate.adapters`, and the model with its adapters merged.
 
     The base is that of the run `model.model_path`, or the weights of that run where it trained all. The devices hold
@@ -38,7 +38,7 @@ def adapted_models(config: Config, model: ShardedGPT) -> Iterator[tuple[str, Tra
         del params  # before the next ones are merged
 
 
-def _base(config: Config, model: ShardedGPT, tokenizer: Tokenizer) -> PyTree:
+def _base(config: EvaluateConfig, model: ShardedGPT, tokenizer: Tokenizer) -> PyTree:
     """The weights under all adapters, in float32."""
     with open_checkpoints(str(config.model.model_path)) as checkpoints:
         saved = saved_step(checkpoints, checkpoints.choose(config.data.resume_step))

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from zero.config.schema import Config
+from zero.config.schema import EvaluateConfig
 from zero.corpus.preparing.manifest import check_tokenizers
 from zero.corpus.reading.index_files import named_sets, read_index
 from zero.errors import UserError
@@ -27,7 +27,7 @@ RESULT_FILE = "evaluation.json"
 
 
 @ending_together()
-def evaluate(config: Config, size: GPTConfig, run_directory: Path) -> int:
+def evaluate(config: EvaluateConfig, size: GPTConfig, run_directory: Path) -> int:
     """Scores the whole validation set and the tasks of `evaluate.harness`; prints the result as JSON.
 
     With `evaluate.adapters` once for each, merged into the base, whose weights are read once; with `evaluate.follow`
@@ -68,13 +68,13 @@ def evaluate(config: Config, size: GPTConfig, run_directory: Path) -> int:
     return 0
 
 
-def _result(config: Config, scorer: Scorer) -> dict[str, Any]:
+def _result(config: EvaluateConfig, scorer: Scorer) -> dict[str, Any]:
     """What evaluation.json holds, of the weights of the scorer."""
     described = {"run": str(config.model.model_path), "step": scorer.trained.step, "context": scorer.context}
     return {**described, **_scores(config, scorer)}
 
 
-def _scores(config: Config, scorer: Scorer) -> dict[str, Any]:
+def _scores(config: EvaluateConfig, scorer: Scorer) -> dict[str, Any]:
     """The means of the validation set, and under "harness" the results of the tasks."""
     result: dict[str, Any] = {}
     if config.evaluate.validation:

@@ -18,7 +18,7 @@ from typing import Any
 
 from zero.checkpoints.damage import DamagedCheckpoint
 from zero.checkpoints.manager import Checkpoints
-from zero.config.schema import Config
+from zero.config.schema import EvaluateConfig
 from zero.files import storage
 from zero.hosts import agreement, watchdog
 from zero.inference.harness_tasks import numbers_of
@@ -39,7 +39,7 @@ def wait_for_checkpoint(run: Path) -> None:
         time.sleep(WAIT_SECONDS)
 
 
-def follow(config: Config, scorer: Scorer, evaluate: Callable[[], dict[str, Any]], run_directory: Path) -> None:
+def follow(config: EvaluateConfig, scorer: Scorer, evaluate: Callable[[], dict[str, Any]], run_directory: Path) -> None:
     """Scores the checkpoints of the run `model.model_path` in their order, each once, up to the last step of the run.
 
     Args:
@@ -104,7 +104,7 @@ def _is_last(run: Path, step: int) -> bool:
     return bool(step >= meta["last_step"])
 
 
-def _tracker(config: Config, run: Path, run_directory: Path) -> AbstractContextManager[Log]:
+def _tracker(config: EvaluateConfig, run: Path, run_directory: Path) -> AbstractContextManager[Log]:
     """A tracker of its own; a restart continues its run of W&B, which is named after that of the training."""
     trained = shared_file(run, saved_checkpoint_directory(run), WANDB_ID_FILE)
     if storage.exists(trained):

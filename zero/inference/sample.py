@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from zero.config.schema import Config
+from zero.config.schema import SampleConfig
 from zero.corpus.text.chat_template import load_chat_template
 from zero.corpus.text.tokenizers import FileTokenizer, Tokenizer
 from zero.errors import UserError
@@ -34,7 +34,7 @@ TEXTS_FILE = "samples.jsonl"
 
 
 @ending_together()
-def sample(config: Config, size: GPTConfig, run_directory: Path) -> int:
+def sample(config: SampleConfig, size: GPTConfig, run_directory: Path) -> int:
     """Continues each prompt, into `samples.jsonl` and on the terminal, where a single text is streamed.
 
     Returns:
@@ -101,7 +101,7 @@ def sample(config: Config, size: GPTConfig, run_directory: Path) -> int:
     return 0
 
 
-def _chat_encoder(config: Config, tokenizer: Tokenizer) -> Callable[[str], np.ndarray]:
+def _chat_encoder(config: SampleConfig, tokenizer: Tokenizer) -> Callable[[str], np.ndarray]:
     """Encodes a user's message, up to the beginning of the answer."""
     template = load_chat_template(config.data.tokenizer) if isinstance(tokenizer, FileTokenizer) else None
     if template is None:
@@ -114,7 +114,7 @@ def _chat_encoder(config: Config, tokenizer: Tokenizer) -> Callable[[str], np.nd
     return encode
 
 
-def _prompts(config: Config) -> list[str]:
+def _prompts(config: SampleConfig) -> list[str]:
     given = config.sample.prompt
     if given is not None:
         return [given] if isinstance(given, str) else given

@@ -11,7 +11,7 @@ import jax
 
 from zero.checkpoints.manager import Checkpoints
 from zero.config.same_configuration import check_same_configuration
-from zero.config.schema import Config
+from zero.config.schema import EvaluateConfig, SampleConfig
 from zero.corpus.text.tokenizers import Tokenizer, check_same_tokenizer, load_tokenizer
 from zero.exchange.checkpoint_weights import saved_step
 from zero.exchange.warm_start import weights_of_step
@@ -35,11 +35,11 @@ class TrainedModel(NamedTuple):
     step: int | None
 
 
-def open_model(config: Config, size: GPTConfig, rows: int) -> TrainedModel:
+def open_model(config: EvaluateConfig | SampleConfig, size: GPTConfig, rows: int) -> TrainedModel:
     """The weights of a checkpoint of the run `model.model_path`, for `rows` rows at a time.
 
-    Sharded by `zero.stage`; or whole on every device that has a row, if `zero.replicate` is true, or null and two
-    copies fit.
+    Sharded by `zero.stage`; or whole on every device that has a row, if `replicate` of the mode is true, or null and
+    two copies fit.
     """
     model = place_model(config, size, rows)
     tokenizer, run = load_tokenizer(config.data.tokenizer), Path(str(config.model.model_path))
@@ -47,7 +47,7 @@ def open_model(config: Config, size: GPTConfig, rows: int) -> TrainedModel:
     return TrainedModel(model, params, tokenizer, step)
 
 
-def place_model(config: Config, size: GPTConfig, rows: int) -> ShardedGPT:
+def place_model(config: EvaluateConfig | SampleConfig, size: GPTConfig, rows: int) -> ShardedGPT:
     """The model of `open_model` as it is placed on the devices."""
     _, hosts = startup.start(**asdict(config.distributed), overlap_gathers=config.zero.overlap_gathers)
     check_same_configuration(config, size)
@@ -55,7 +55,8 @@ def place_model(config: Config, size: GPTConfig, rows: int) -> ShardedGPT:
     model = make_model(replace(config, zero=replace(config.zero, replicas=1, context_shards=1)), size)
     model = replace(model, tuning=None)  # adapters are merged
     whole = model.layout.whole().bytes_per_device()
-    if config.zero.replicate or (config.zero.replicate is None and 2 * whole <= startup.device_memory()):
+    replicate = config.evaluate.replicate if isinstance(config, EvaluateConfig) else config.sample.replicate
+    if replicate or (replicate is None and 2 * whole <= startup.device_memory()):
         devices = min(rows, jax.device_count()) if hosts == 1 else jax.device_count()
         model = replace(model, axis=Axis("zero", (1, devices)), stage=0)
     log.info(

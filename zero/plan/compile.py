@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zero.config.schema import Config
+from zero.config.schema import PlanConfig
 from zero.cycles.hlo import Collective, across_hosts, bytes_by_kind, collectives, hidden_share
 from zero.cycles.predict import Prediction, predict
 from zero.hosts import xla_options
@@ -45,7 +45,7 @@ PAUSES = ("evaluation", "sampling", "statistics")  # programs that run between t
 class Request:
     """A step to compile: a checked configuration on a slice."""
 
-    config: Config
+    config: PlanConfig
     size: GPTConfig
     micro_batch: int  # sequences per micro-batch and device, or group of devices that take the same sequences
 
@@ -55,7 +55,7 @@ class Request:
 
         For an objective on pairs, `micro_batch` counts these.
         """
-        texts = make_objective(asdict(self.config.training)).rows
+        texts = make_objective(asdict(self.config.objective)).rows
         return texts * self.micro_batch * self.config.training.gradient_accumulation_steps
 
     def with_changes(self, micro_batch: int | None = None, **keys: Any) -> Request:
@@ -63,7 +63,7 @@ class Request:
         return replace(self, config=with_keys(self.config, keys), micro_batch=micro_batch or self.micro_batch)
 
 
-def with_keys(config: Config, keys: Row) -> Config:
+def with_keys(config: PlanConfig, keys: Row) -> PlanConfig:
     """A copy with other values of `accumulation`, `context`, `state_dtype`, or keys of the section `zero`."""
     config = copy.deepcopy(config)
     for key, value in keys.items():
@@ -179,7 +179,7 @@ def highest_peak(row: Row) -> int:
     return max(row[key] or 0 for key in ("peak_bytes", *(f"{name}_peak_bytes" for name in PAUSES)))
 
 
-def row_tokens(config: Config) -> int:
+def row_tokens(config: PlanConfig) -> int:
     """Tokens of a row: one more than positions where it holds the target of the last one."""
     return config.data.max_context + bool(config.data.last_target)
 
@@ -252,7 +252,7 @@ def _pause_peaks(request: Request, job: Job, devices: list[Any], of_step: Any, s
     return peaks
 
 
-def compiler_options(config: Config, devices: list[Any]) -> dict[str, bool | int] | None:
+def compiler_options(config: PlanConfig, devices: list[Any]) -> dict[str, bool | int] | None:
     """Options of the compiler that a run sets for its process."""
     if devices[0].platform != "tpu":
         return None
@@ -284,7 +284,7 @@ def _operations(request: Request, job: Job, arguments: Any, sent: list[Collectiv
     return {"flops": flops, "model_flops": of_group // job.model.axis.row_group, "seconds_lower_bound": bound}
 
 
-def time_and_cost(config: Config, row: Row, predicted: Prediction | None, speed: Speed | None) -> Row:
+def time_and_cost(config: PlanConfig, row: Row, predicted: Prediction | None, speed: Speed | None) -> Row:
     """Speed, days and price from the predicted time of a step or, without one, from the lower bound on it."""
     seconds = predicted and predicted.seconds
     found: Row = {
@@ -305,7 +305,7 @@ def time_and_cost(config: Config, row: Row, predicted: Prediction | None, speed:
     return found
 
 
-def run_tokens(config: Config, parameters: int) -> int:
+def run_tokens(config: PlanConfig, parameters: int) -> int:
     """Tokens of the run whose days and dollars are shown.
 
     Without `plan.tokens` they are 20 per parameter (Hoffmann et al., Training Compute-Optimal Large Language Models,

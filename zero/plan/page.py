@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zero.config.schema import Config
+from zero.config.schema import PlanConfig
 from zero.cycles.predict import UPDATE
 from zero.hosts.speeds import GIB
 from zero.plan import search
@@ -48,7 +48,7 @@ class Setting(NamedTuple):
     limit: float  # the share of the width of the memory bar at which the memory ends
 
 
-def page(result: dict[str, Any], config: Config) -> str:
+def page(result: dict[str, Any], config: PlanConfig) -> str:
     """The page for a plan.json."""
     rows = result["rows"]
     chosen = chosen_row(result)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from zero.child_process import end_with_parent
-from zero.config.schema import Config
+from zero.config.schema import PlanConfig
 from zero.errors import UserError
 from zero.models.config import GPTConfig
 from zero.plan import search
@@ -26,7 +26,7 @@ PLAN_FILE = "plan.json"
 COMPILER_LOG = "compiler.log"
 
 
-def plan(config: Config, size: GPTConfig, run_directory: Path) -> int:
+def plan(config: PlanConfig, size: GPTConfig, run_directory: Path) -> int:
     """Prints the costs of a training run on `plan.topology`, and writes them to plan.json and plan.html.
 
     Returns:
@@ -75,7 +75,7 @@ def plan(config: Config, size: GPTConfig, run_directory: Path) -> int:
 
 
 @contextmanager
-def _compilers(config: Config, processes: int, log: Path) -> Iterator[ProcessPoolExecutor]:
+def _compilers(config: PlanConfig, processes: int, log: Path) -> Iterator[ProcessPoolExecutor]:
     """Fresh processes: each starts jax for the topology, and a compiler that dies takes no other plan with it.
 
     They are killed where this process is interrupted, and end by themselves where it is killed.

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 
 from zero.config.rules_between_keys import zero_rules
-from zero.config.schema import Config
+from zero.config.schema import PlanConfig
 from zero.errors import UserError
 from zero.models.config import GPTConfig
 from zero.plan.compile import Request, Row, compile_step, highest_peak, outline
@@ -111,7 +111,7 @@ def _speed(row: Row) -> float:
     return float(row["tokens"] / (row["seconds"] or row["seconds_lower_bound"] or 1.0))
 
 
-def largest(pool: Executor, config: Config) -> list[Row]:
+def largest(pool: Executor, config: PlanConfig) -> list[Row]:
     """A row for the deepest model of each width and each dtype of the state in the grid, where one fits."""
     context = max(config.plan.grid.context or [1024])
     sizes = (GPTConfig(width, 50304, width // 256, context, 0.0, 4, vocab_chunks=12) for width in WIDTHS)

@@ -6,14 +6,15 @@ import math
 import shlex
 import textwrap
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from zero.config.command_line import override_value
+from zero.config.no_effect import without_effect
 from zero.config.saved_config import default_config
-from zero.config.schema import Config
+from zero.config.schema import GROUPS, PlanConfig
 from zero.cycles.predict import PHASES
 from zero.hosts.speeds import GIB
 from zero.plan.compile import PLACEMENT_KEYS, Row, highest_peak, run_tokens, with_keys
@@ -21,7 +22,7 @@ from zero.plan.compile import PLACEMENT_KEYS, Row, highest_peak, run_tokens, wit
 WIDTH = 120  # characters of a line where there is no terminal
 
 
-def table(result: dict[str, Any], config: Config, width: int = WIDTH) -> str:
+def table(result: dict[str, Any], config: PlanConfig, width: int = WIDTH) -> str:
     """One line per row: the settings that differ between rows, memory and predicted time.
 
     Args:
@@ -74,7 +75,7 @@ def breakdown_table(row: Row) -> str:
     return "\n".join(lines)
 
 
-def tokens_text(config: Config, parameters: int) -> str:
+def tokens_text(config: PlanConfig, parameters: int) -> str:
     """The tokens of the run whose days are shown, and where they come from."""
     source = "20 per parameter" if config.plan.tokens is None else "plan.tokens"
     return f"{run_tokens(config, parameters):,} tokens ({source})"
@@ -100,7 +101,7 @@ _CHOSEN = (
 )
 
 
-def training_command(row: Row, config: Config) -> str:
+def training_command(row: Row, config: PlanConfig) -> str:
     """The command line that trains with the settings of a row: it names every key whose value is not the default."""
     keys = ("context", "accumulation", "stage", "remat", "master_dtype", "state_dtype", *PLACEMENT_KEYS)
     config = with_keys(config, {key: row[key] for key in keys})
@@ -109,17 +110,23 @@ def training_command(row: Row, config: Config) -> str:
     if config.plan.tokens is not None:
         config.training.total_steps = math.ceil(config.plan.tokens / row["tokens"])
     config.profile.step_time = row["seconds"] and float(f"{row['seconds']:.4g}")
-    default, planned = (_by_key(values) for values in (OmegaConf.to_container(default_config()), asdict(config)))
-    changed = [key for key in planned if planned[key] != default[key] and key not in _CHOSEN]
-    overrides = [f"{key}={override_value(planned[key])}" for key in (*_CHOSEN, *changed)]
+    choices = {name: getattr(config, name).name for name in GROUPS}
+    default, planned = (_by_key(values) for values in (default_config(**choices), OmegaConf.create(asdict(config))))
+    idle = {key for key, _ in without_effect(replace(config, mode="train"))}
+    changed = [key for key in planned if planned[key] != default[key] and key not in _CHOSEN and key not in idle]
+    overrides = [f"{name}={choice}" for name, choice in choices.items() if choice != default_config()[name].name]
+    overrides += [f"{key}={override_value(planned[key])}" for key in (*_CHOSEN, *changed)]
     return shlex.join(["python", "main_zero.py", *overrides])
 
 
-def _by_key(config: Any) -> dict[str, Any]:
-    """The values of a configuration by their keys, such as `zero.stage`, without those of other modes."""
-    sections = {name: values for name, values in config.items() if name not in ("mode", "resume", "plan")}
-    by_key = {"seed": sections.pop("seed")}
-    return by_key | {f"{name}.{key}": value for name, values in sections.items() for key, value in values.items()}
+def _by_key(config: DictConfig) -> dict[str, Any]:
+    """The values of a configuration by their keys, such as `zero.stage`, without those of mode=plan and of names."""
+    values: dict[str, Any] = {"seed": config.seed}
+    for name, section in config.items():
+        if isinstance(section, DictConfig) and name != "plan":
+            plain: Any = OmegaConf.to_container(section)
+            values |= {f"{name!s}.{key}": value for key, value in plain.items() if key != "name"}
+    return values
 
 
 def _number(key: str, form: str, unit: float = 1) -> Callable[[Row], str]:

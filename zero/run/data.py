@@ -96,7 +96,7 @@ def with_last_target(config: Config, size: GPTConfig) -> Config:
     data = config.data
     if data.last_target is not None:
         return config
-    has_rows = data.corpus not in SYNTHETIC and config.training.objective != "dpo"
+    has_rows = data.corpus not in SYNTHETIC and config.objective.name != "dpo"
     lengths = _row_tokens(config) if config.resume is None and has_rows else set()
     has_last_target = agreement.broadcast("data.last_target", str(lengths == {data.max_context + 1})) == "True"
     if size.has_learned_positions and lengths == {size.block_size} == {data.max_context}:

@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from zero.config.groups import Adapted
 from zero.config.schema import Config
 from zero.exchange.peft_folder import read_peft
 from zero.exchange.warm_start import warm_start
@@ -19,7 +20,7 @@ from zero.training.parts import TrainState
 def new_state(config: Config, job: Job, frozen: PyTree) -> TrainState:
     """The state of a fresh start, made on the devices, in shards; its weights are random or those of a warm start."""
     programs = job.programs
-    if config.tuning.adapter is not None:
+    if isinstance(config.tuning, Adapted) and config.tuning.adapter is not None:
         return programs.start(read_peft(Path(config.tuning.adapter), job.model))
     if config.model.warm_start and job.model.tuning is None:
         return programs.start(warm_start(str(config.model.model_path), job.model, ema=config.model.ema))

@@ -1,4 +1,4 @@
-"""The table of objectives, by the values of `training.objective`."""
+"""The table of objectives, by the choices of the group `objective`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from zero.training.dpo import dpo
 from zero.training.objective import LIKELIHOOD, Objective
 
-# From the keys of the section `training` to the objective.
+# From the keys of a choice to the objective.
 OBJECTIVES: Mapping[str, Callable[[Mapping[str, Any]], Objective]] = MappingProxyType(
-    {"likelihood": lambda keys: LIKELIHOOD, "dpo": lambda keys: dpo(keys["dpo_beta"])}
+    {"likelihood": lambda keys: LIKELIHOOD, "dpo": lambda keys: dpo(keys["beta"])}
 )
 
 
 def make_objective(keys: Mapping[str, Any]) -> Objective:
-    """The objective that the keys of the section `training` describe."""
-    return OBJECTIVES[keys["objective"]](keys)
+    """The objective that the keys of the section `objective` describe."""
+    return OBJECTIVES[keys["name"]](keys)

@@ -45,12 +45,15 @@ class Tuning:
 
 
 def make_tuning(keys: Mapping[str, Any]) -> Tuning | None:
-    """What the keys of the section `tuning` describe; None for the method "all"."""
-    if keys["method"] == "all":
+    """What the keys of the section `tuning` describe; None where all parameters are trained."""
+    name = keys["name"] if "name" in keys else keys["method"]  # the latter: of checkpoints of earlier versions
+    if name in ("none", "all"):
         return None
     targets = PRODUCTS if keys["targets"] is None else tuple(keys["targets"])
-    has_magnitudes = keys["method"] == "dora"
-    return Tuning(Adapters(keys["rank"], keys["alpha"], keys["dropout"], targets, has_magnitudes), keys["base_dtype"])
+    has_magnitudes = name == "dora"
+    return Tuning(
+        Adapters(keys["rank"], keys["alpha"], keys.get("dropout", 0.0), targets, has_magnitudes), keys["base_dtype"]
+    )
 
 
 def with_frozen(module_class: type[nn.Module], thaw: Callable[[PyTree], PyTree]) -> type[nn.Module]:

@@ -150,5 +150,5 @@ def test_other_corpora_are_refused(tmp_path: Path) -> None:
         read(corpus.train_index, pairs=False)
     texts = [{"prompt": line["prompt"], "completion": line["chosen"]} for line in LINES]
     other = make(write(tmp_path / "b.jsonl", texts), tmp_path, name="b", completions=True)
-    with pytest.raises(UserError, match=r"has the shape \(4, 16\); training.objective=dpo expects \(rows, 2, tokens\)"):
+    with pytest.raises(UserError, match=r"has the shape \(4, 16\); objective=dpo expects \(rows, 2, tokens\)"):
         read(other.train_index)

@@ -124,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--preferences",
         action="store_true",
-        help='read pairs, "prompt", "chosen" and "rejected", texts or messages, for training.objective=dpo',
+        help='read pairs, "prompt", "chosen" and "rejected", texts or messages, for objective=dpo',
     )
     parser.add_argument("--directory", default=DIRECTORY, help=f"of all corpora, a path or gs:// URL ({DIRECTORY})")
     parser.add_argument(
@@ -214,7 +214,7 @@ def training_overrides(corpus: Corpus, row_tokens: int, options: Mapping[str, ob
     if options.get("completions"):
         overrides.append("training.loss_on=completion")
     if options.get("preferences"):  # the reference is a model that the user has
-        overrides += ["training.objective=dpo", "model.warm_start=true", "model.model_path=MODEL"]
+        overrides += ["objective=dpo", "model.warm_start=true", "model.model_path=MODEL"]
     return overrides
 
 

@@ -159,11 +159,11 @@ def _rows(sample: dict[str, Any], name: str, pairs: bool) -> np.ndarray:
     is_pairs = rows.ndim == 3 and rows.shape[1] == 2
     if pairs and not is_pairs:
         raise UserError(
-            f"{name}: input_id.npy has the shape {rows.shape}; training.objective=dpo expects (rows, 2, tokens), which "
+            f"{name}: input_id.npy has the shape {rows.shape}; objective=dpo expects (rows, 2, tokens), which "
             "zero-prepare --preferences writes"
         )
     if is_pairs and not pairs:
-        raise UserError(f"{name} holds pairs of texts, which only training.objective=dpo reads")
+        raise UserError(f"{name} holds pairs of texts, which only objective=dpo reads")
     if rows.ndim not in (1, 2) and not pairs:
         raise BadData(f"{name}: input_id.npy must have 1 or 2 dimensions, not {rows.ndim}")
     return rows.reshape(2 * len(rows), rows.shape[2]) if pairs else np.atleast_2d(rows)

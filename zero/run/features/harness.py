@@ -14,9 +14,9 @@ from zero.tracking.metrics_file import line_of
 
 
 class Harness(Feature):
-    """Adds the results of `evaluate.harness` to the line of an evaluation, as `harness/TASK/METRIC`.
+    """Adds the results of `harness.tasks` to the line of an evaluation, as `harness/TASK/METRIC`.
 
-    Every `training.harness_frequency` evaluations, and at the last step.
+    Every `harness.every` evaluations, and at the last step.
     """
 
     name = "harness"
@@ -24,9 +24,9 @@ class Harness(Feature):
     may_wait = True
 
     def __init__(self, config: Config, run: Run) -> None:
-        evaluations = config.training.harness_frequency
+        evaluations = config.harness.every
         self._every = None if evaluations is None else evaluations * config.training.evaluation_frequency
-        self._tasks = config.evaluate.harness
+        self._tasks = config.harness.tasks
         self._batch_size = config.training.batch_size
 
     @classmethod

@@ -1,0 +1,228 @@
+"""No key is without effect: another value of each, alone, is refused, or changes the program, the data or the files."""
+
+import ast
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import zero
+from tests.config.composing import compose
+from zero.cli import compose as cli_compose
+from zero.config.check import check
+from zero.config.files import load_sizes
+from zero.config.keys import all_keys
+from zero.config.schema import Config
+from zero.errors import UserError
+from zero.job import make_job
+from zero.plan.compile import step_arguments
+
+SIZES = load_sizes()
+# The run in which a key is set alone: small, and as plain as the default job.
+JOB = (
+    *("model.size=test", "data.max_context=32", "training.batch_size=16", "training.total_steps=12"),
+    *("training.warmup_steps=3", "training.staged_warmup_steps=4", "training.warmup_train_context=8"),
+)
+# Another valid value of each key that is part of the compiled step.
+OF_THE_STEP = {
+    "seed": "1",
+    "training.peak_learning_rate": "1e-2",
+    "training.end_learning_rate": "1e-5",
+    "training.warmup_steps": "2",
+    "training.total_steps": "13",
+    "training.weight_decay": "0.2",
+    "training.gradient_accumulation_steps": "2",
+    "training.max_gradient_norm": "null",
+    "training.max_gradient_value": "0.1",
+    "training.skip_bad_steps": "false",
+    "training.skip_spikes": "6",
+    "training.ema": "0.9",
+    "model.override": "{N: 3}",
+    "model.attention": "blockwise",
+    "data.isolate_documents": "true",
+    "optimizer.state_dtype": "bfloat16",
+    "optimizer.b1": "0.8",
+    "optimizer.b2": "0.8",
+    "optimizer.eps": "1e-6",
+    "optimizer.decay": "independent",
+    "optimizer.decay_on": "gpt_neo",
+    "optimizer.bias_correction": "false",
+    "schedule.decay_end": "9",
+    "zero.stage": "1",
+    "zero.compute_dtype": "bfloat16",
+    "zero.wire_dtype": "bfloat16",
+    "zero.gather_dtype": "int8",
+    "zero.reduce_dtype": "bfloat16",
+    "zero.gradient_dtype": "bfloat16",
+    "zero.master_dtype": "bfloat16",
+    "zero.remat": "full",
+    "zero.fused_update": "true",
+    "zero.replicas": "2",
+    "zero.context_shards": "2",
+}
+# Keys that the run reads elsewhere: another valid value.
+ELSEWHERE = {
+    "training.max_epochs": "2",
+    "training.batch_size": "8",
+    "training.evaluation_frequency": "6",
+    "training.maximum_evaluation_steps": "2",
+    "training.staged_warmup_steps": "6",
+    "training.warmup_train_context": "16",
+    "training.context_stages": "linear",
+    "training.max_skipped_in_a_row": "3",
+    "training.verify_every": "3",
+    "training.statistics": "3",
+    "training.log_frequency": "3",
+    "training.loss_on": "completion",
+    "training.sample_tokens": "5",
+    "model.size": "bytes",
+    "model.sizes": "my.yaml",
+    "data.corpus": "null",
+    "data.tokenizer": "other.json",
+    "data.max_context": "64",
+    "data.crop": "all",
+    "data.last_target": "true",
+    "data.train_samples": "9",
+    "data.checkpoint_directory": "elsewhere",
+    "data.keep_checkpoints": "5",
+    "data.keep_every": "6",
+    "data.keep_every_hours": "2",
+    "data.save_every": "6",
+    "data.checkpoint_minutes": "5",
+    "data.bucket_path": "my-bucket",
+    "data.index_path_train": "other.index",
+    "data.index_path_validation": "other.index",
+    "data.shuffle_shards": "4",
+    "data.max_skipped_rows": "4",
+    "data.cache_directory": "cache",
+    "data.wandb_project": "other",
+    "data.tensorboard": "true",
+    "zero.phases": "flat",
+    "zero.overlap_gathers": "false",
+    "zero.emergency_steps": "3",
+    "profile.steps": "[3,4]",
+    "profile.step_time": "0.5",
+    "profile.peak_flops": "1e12",
+    "distributed.cpu_devices": "4",
+    "distributed.compilation_cache": "null",
+    "distributed.stall_minutes": "5",
+}
+# Keys that are refused alone, and what they need.
+REFUSED = {
+    "resume": "set by --resume",
+    "model.warm_start": "true",
+    "model.ema": "true",
+    "model.model_path": "run",
+    "data.resume_step": "6",
+    "data.cache_bytes": "5",
+    "optimizer.scaled_eps": "true",
+    "zero.tensor_shards": "2",
+    "zero.expert_shards": "2",
+    "zero.emergency_directory": "elsewhere",
+    "harness.every": "2",
+    "harness.tasks": "[a.yaml]",
+    "distributed.coordinator_address": "host:1234",
+    "distributed.num_processes": "2",
+    "distributed.process_id": "1",
+}
+
+
+SOME = ("training.end_learning_rate", "zero.remat")  # of the step: the others are slow
+
+
+def checked(*overrides: str) -> Config:
+    return check(compose(*JOB, *overrides), SIZES, [override.partition("=")[0] for override in overrides])
+
+
+def test_every_key_is_tried() -> None:
+    """The tables above hold every key of a training run once."""
+    keys = [key.name for key in all_keys(Config) if key.name != "mode"]
+    assert sorted([*OF_THE_STEP, *ELSEWHERE, *REFUSED]) == sorted(keys)
+
+
+def test_number_of_keys() -> None:
+    """A training run has few keys, the choice of the mode included; groups' names are chosen, not set."""
+    assert len(list(all_keys(Config))) <= 94  # to fall to 90
+
+
+@cache
+def step_of(*overrides: str) -> str:
+    """The lowered step, on rows of the same shape."""
+    config = checked(*overrides)
+    job = make_job(config, SIZES.chosen(config.model))
+    return str(job.programs.step.lower(*step_arguments(job, 4, config.data.max_context)).as_text())
+
+
+@pytest.mark.parametrize(
+    "key", [key if key in SOME else pytest.param(key, marks=pytest.mark.slow) for key in OF_THE_STEP]
+)
+def test_keys_of_the_step(key: str) -> None:
+    """Another value of a key lowers to another step."""
+    assert step_of(f"{key}={OF_THE_STEP[key]}") != step_of()
+
+
+@cache
+def names_in_use() -> set[str]:
+    """The attributes that the package reads, and the arguments of its functions, outside of the configuration."""
+    package = Path(zero.__file__).parent
+    files = [path for path in package.rglob("*.py") if "config" not in path.relative_to(package).parts[:1]]
+    trees = [ast.parse(path.read_text()) for path in files]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    read = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
+    return read | {node.arg for node in nodes if isinstance(node, ast.arg)}
+
+
+@pytest.mark.parametrize("key", ELSEWHERE)
+def test_keys_elsewhere(key: str) -> None:
+    """Another value is refused by the data or files that it names, or accepted, kept and read."""
+    try:
+        config = checked(f"{key}={ELSEWHERE[key]}")
+    except UserError as error:
+        assert str(error).startswith((key, ELSEWHERE[key])), error
+        return
+    assert asdict(config) != asdict(checked())
+    assert key.rpartition(".")[2] in names_in_use()
+
+
+@pytest.mark.parametrize("key", [key for key in REFUSED if key != "resume"])
+def test_keys_that_need_others(key: str) -> None:
+    """A key that does nothing alone is refused, by its name or by that of the key that it needs."""
+    with pytest.raises(UserError) as caught:
+        checked(f"{key}={REFUSED[key]}")
+    assert key.partition(".")[0] in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (("tuning.rank=2",), "tuning.rank: a key of tuning=lora and tuning=dora, which this run has not chosen"),
+        (("objective.beta=1",), "objective.beta: a key of objective=dpo, which this run has not chosen"),
+        (("evaluate.follow=true",), "evaluate.follow: a key of mode=evaluate, which this run has not chosen"),
+        (("evaluate.harness=[a]",), "evaluate.harness: a key of mode=evaluate, which this run has not chosen"),
+        (
+            ("zero.replicate=true",),
+            "zero.replicate: it is evaluate.replicate with mode=evaluate, sample.replicate with ",
+        ),
+        (
+            ("schedule=constant", "training.end_learning_rate=1e-4"),
+            "training.end_learning_rate=0.0001: it has no",
+        ),
+        (("schedule=inverse_sqrt", "training.end_learning_rate=0"), "training.end_learning_rate=0.0: it has no effect"),
+        (
+            ("data.corpus=synthetic", "data.shuffle_shards=4"),
+            "data.shuffle_shards=4: it has no effect, as ",
+        ),
+        (("optimizer.name=lion",), "optimizer.name: use optimizer=lion"),
+        (("schedule.name=wsd",), "schedule.name: use schedule=wsd"),
+        (("training.objective=dpo",), "training.objective: use objective=dpo"),
+        (("tuning.method=all",), "tuning.method: use tuning=none"),
+        (("+preset=v3-8", "plan.topology=v3-8"), "plan.topology: a key of mode=plan, which this run has not chosen"),
+        (("model.model_path=nowhere",), "model.model_path=nowhere: it has no effect, as model.warm_start=false"),
+    ],
+)
+def test_keys_that_do_nothing(overrides: tuple[str, ...], line: str) -> None:
+    """Each is one line, which says what to write or which choice is missing."""
+    with pytest.raises(UserError) as caught:
+        cli_compose([*overrides])
+    assert str(caught.value).startswith(line) and "\n" not in str(caught.value)

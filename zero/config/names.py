@@ -1,0 +1,78 @@
+"""Names of keys: of all choices and modes, those that were renamed, and what a misspelt one may have meant."""
+
+from __future__ import annotations
+
+import difflib
+from functools import cache
+
+from zero.config.keys import Key, all_keys
+from zero.config.schema import GROUPS, MODE_SECTIONS, Config
+
+# Keys that are chosen as groups, and keys of earlier versions: what to write in place of them.
+CHOSEN = {
+    "optimizer.name": "optimizer",
+    "objective.name": "objective",
+    "tuning.name": "tuning",
+    "schedule.name": "schedule",
+    "training.objective": "objective",
+    "tuning.method": "tuning",
+}
+RENAMED = {
+    "training.dpo_beta": "objective.beta, with objective=dpo",
+    "training.harness_frequency": "harness.every, with harness.tasks",
+    "zero.replicate": "evaluate.replicate with mode=evaluate, sample.replicate with mode=sample",
+}
+
+
+@cache
+def owners() -> dict[str, tuple[str, ...]]:
+    """Every key with the choices or the mode that have it, such as optimizer=lion; none: every run has it."""
+    found: dict[str, tuple[str, ...]] = {}
+    for group in GROUPS.values():
+        for name, kind in group.choices.items():
+            for key in all_keys(kind, f"{group.name}."):
+                found[key.name] = (*found.get(key.name, ()), f"{group.name}={name}")
+    for mode, kind in MODE_SECTIONS.items():
+        found |= {key.name: (f"mode={mode}",) for key in all_keys(kind, f"{mode}.")}
+    return {key.name: () for key in all_keys(Config)} | found
+
+
+@cache
+def declared_keys() -> dict[str, Key]:
+    """Every key by its name, of all choices and modes; of several choices that of the last one."""
+    keys = {key.name: key for key in all_keys(Config)}
+    for group in GROUPS.values():
+        for kind in group.choices.values():
+            keys |= {key.name: key for key in all_keys(kind, f"{group.name}.")}
+    for mode, kind in MODE_SECTIONS.items():
+        keys |= {key.name: key for key in all_keys(kind, f"{mode}.")}
+    return keys
+
+
+def moved(name: str, value: str = "...") -> str | None:
+    """What to write in place of a key that is chosen as a group or was renamed; None if it is neither."""
+    if name in CHOSEN:
+        group = CHOSEN[name]
+        value = "none" if name == "tuning.method" and value == "all" else value
+        return f"{name}: use {group}={value}"
+    return f"{name}: it is {RENAMED[name]} now" if name in RENAMED else None
+
+
+def unknown(name: str) -> str:
+    """A line for a key that this run does not have: who has it, else the key that was probably meant, else all."""
+    instead = moved(name)
+    if instead is not None:
+        return instead
+    known = owners()
+    if name in MODE_SECTIONS:
+        return f"{name}: keys of mode={name}, which this run has not chosen"
+    if known.get(name):
+        return f"{name}: a key of {' and '.join(known[name])}, which this run has not chosen"
+    sections = {key.partition(".")[0] for key in known}
+    similar = difflib.get_close_matches(name, [*known, *sections], n=1, cutoff=0.75)
+    if similar:
+        return f"{name}: there is no such key; did you mean {similar[0]}?"
+    prefix = name.rpartition(".")[0]
+    siblings = [key.removeprefix(f"{prefix}.") for key in known if prefix and key.startswith(f"{prefix}.")]
+    names = dict.fromkeys(key.partition(".")[0] for key in siblings or known)
+    return f"{name}: there is no such key; expected one of {', '.join(names)}"
