@@ -215,3 +215,53 @@ def test_picture_of_the_rooms_is_that_of_the_imports() -> None:
         return re.findall("<(?:title|text)[^>]*>([^<]*)", picture)
 
     assert shown(draw_rooms.PICTURE.read_text()) == shown(draw_rooms.picture())
+
+
+def parallel_assignments(source: str) -> list[int]:
+    """The lines of assignments of several unrelated values; swaps and constants are none."""
+    lines = []
+    for node in ast.walk(ast.parse(source)):
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Tuple)
+            and isinstance(node.value, ast.Tuple)
+        ):
+            targets = {ast.unparse(target) for target in node.targets[0].elts}
+            values = node.value.elts
+            is_swap = bool(targets & {ast.unparse(value) for value in values})
+            if not is_swap and not all(isinstance(value, ast.Constant) for value in values):
+                lines.append(node.lineno)
+    return lines
+
+
+def nested_ternaries(source: str) -> list[int]:
+    """The lines of ternaries within a ternary."""
+    ternaries = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.IfExp)]
+    return [
+        node.lineno
+        for node in ternaries
+        if any(isinstance(inner, ast.IfExp) for inner in ast.walk(node) if inner is not node)
+    ]
+
+
+def test_statements_say_one_thing() -> None:
+    """A reader meets one assignment per statement, and no condition within another."""
+    sources = [path.read_text() for module, path in SOURCES.items() if module.startswith("zero")]
+    lines = sum(source.count("\n") for source in sources)
+    assert 1000 * sum(len(parallel_assignments(source)) for source in sources) / lines <= 0.5
+    assert [ternary for source in sources for ternary in nested_ternaries(source)] == []
+
+
+@pytest.mark.parametrize(
+    ("source", "parallel", "nested"),
+    [
+        ("a, b = f(), g()", [1], []),
+        ("a, b = b, a", [], []),
+        ("a, b = 0, 1", [], []),
+        ("a, b = f()", [], []),
+        ("x = 1 if a else (2 if b else 3)", [], [1]),
+        ("x = 1 if a else 2", [], []),
+    ],
+)
+def test_checker_sees_statements_that_say_two_things(source: str, parallel: list[int], nested: list[int]) -> None:
+    assert (parallel_assignments(source), nested_ternaries(source)) == (parallel, nested)

@@ -71,7 +71,8 @@ def with_groups_of_run(arguments: list[str]) -> list[str]:
 @hydra.main(version_base="1.3", config_path=str(conf_directory()), config_name="config")
 def run(config: DictConfig) -> None:
     hydra_config = HydraConfig.get()
-    overrides, run_directory = list(hydra_config.overrides.task), Path(hydra_config.runtime.output_dir)
+    overrides = list(hydra_config.overrides.task)
+    run_directory = Path(hydra_config.runtime.output_dir)
     with errors_in_lines(), discarding_unused(run_directory):
         is_job = hydra_config.mode == RunMode.MULTIRUN and config.mode == "train"
         if is_job:
@@ -182,7 +183,8 @@ def all_mistakes(arguments: Sequence[str], first: HydraException | OmegaConfBase
     """A line for each mistake in the overrides, composed one by one, because Hydra reports only the first mistake."""
     if any(argument.startswith("-") for argument in arguments):  # Hydra's own options: not all arguments are overrides
         return [describe(first)]
-    found, right = [], []
+    found = []
+    right = []
     with hydra.initialize_config_dir(str(conf_directory()), version_base="1.3"):
         for override in arguments:
             try:

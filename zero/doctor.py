@@ -106,7 +106,8 @@ def _unmet(distribution: str, extras: Sequence[str], *, optional: bool) -> Itera
         one = Requirement(text)
         if one.marker is not None and not any(one.marker.evaluate({"extra": extra}) for extra in extras):
             continue
-        found, wanted = _version(one.name), f"{one.name}{one.specifier}"
+        found = _version(one.name)
+        wanted = f"{one.name}{one.specifier}"
         if found is None and not optional:
             yield f"{one.name} is missing", wanted
         elif found is not None and not one.specifier.contains(found, prereleases=True):
@@ -132,7 +133,8 @@ def hosts(settings: Settings) -> str:
 def devices(settings: Settings) -> str:
     from zero.hosts import startup
 
-    local, platform_name = jax.local_devices(), jax.default_backend()
+    local = jax.local_devices()
+    platform_name = jax.default_backend()
     extra = startup.accelerator()
     if platform_name == "cpu" and extra is not None:
         hidden = os.environ.get("JAX_PLATFORMS")
@@ -148,13 +150,15 @@ def collectives(settings: Settings) -> str:
     from zero.hosts import watchdog
 
     ordered = pmap_devices()
-    count, first = len(ordered), ordered.index(jax.local_devices()[0])
+    count = len(ordered)
+    first = ordered.index(jax.local_devices()[0])
     pairs = [[i, i + 1] for i in range(0, count - count % 2, 2)] if count % 2 == 0 else [[i] for i in range(count)]
     group = len(pairs[0])
 
     def on_device(one: jax.Array) -> dict[str, jax.Array]:
         me = lax.axis_index("doctor")
-        everyone, whole = jnp.arange(count), count * (count - 1) // 2
+        everyone = jnp.arange(count)
+        whole = count * (count - 1) // 2
         in_pair = group * (me - me % group) + group * (group - 1) // 2
         return {
             "psum": lax.psum(me * one, "doctor") == whole,
@@ -190,7 +194,8 @@ def matrix_products(settings: Settings) -> str:
             multiply(x).block_until_ready()
             seconds.append(time.perf_counter() - started)
         rates.append(2 * size**3 * times / min(seconds[1:]))
-    slowest, peak = min(rates), settings.config.profile.peak_flops or peak_flops(local[0])
+    slowest = min(rates)
+    peak = settings.config.profile.peak_flops or peak_flops(local[0])
     share = "" if peak is None else f", {slowest / peak:.0%} of the published peak"
     text = f"{slowest / 1e12:.3g} TFLOP/s on the slowest device of this host{share} ({dtype.__name__})"
     expected = max(peak or 0.0, 0.0 if is_cpu else statistics.median(rates))  # virtual devices share the cores
@@ -228,7 +233,8 @@ def bucket(settings: Settings) -> str:
     if not data.bucket_path:
         return "none (data.bucket_path)"
     folder = storage.join(storage.bucket(data.bucket_path), data.checkpoint_directory) + "-doctor"
-    url, content = f"{folder}/{secrets.token_hex(8)}", secrets.token_bytes(64)
+    url = f"{folder}/{secrets.token_hex(8)}"
+    content = secrets.token_bytes(64)
     started = time.monotonic()
     storage.write(url, content)
     is_kept = storage.read_bytes(url) == content and url in storage.list_files(folder)

@@ -53,7 +53,8 @@ class Job(NamedTuple):
 def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = None) -> ShardedGPT:
     """The model of a checked configuration on these devices, by default all."""
     zero = config.zero
-    platform, device_kind = (devices or jax.devices())[0].platform, (devices or jax.devices())[0].device_kind
+    platform = (devices or jax.devices())[0].platform
+    device_kind = (devices or jax.devices())[0].device_kind
     remat = "none" if platform == "cpu" and not zero.fused_update else "full"
     end_of_text = load_tokenizer(config.data.tokenizer).end_of_text if config.data.isolate_documents else None
     compute_dtype = zero.compute_dtype
@@ -148,7 +149,9 @@ def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = No
 
     `rows` are those per step and device, or group of devices that take the same rows; None: as training.batch_size.
     """
-    training, optimizer, hyperparameters = config.training, config.optimizer, config.optimizer.hyperparameters()
+    training = config.training
+    optimizer = config.optimizer
+    hyperparameters = config.optimizer.hyperparameters()
     objective = make_objective(dataclasses.asdict(config.objective))
     options = StepOptions(
         learning_rate(config),
@@ -185,7 +188,8 @@ def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = No
 
 def learning_rate(config: Config) -> LearningRate:
     """The learning rate of a checked configuration, as a function of the step."""
-    training, schedule = config.training, config.schedule
+    training = config.training
+    schedule = config.schedule
     after_warmup = training.total_steps - training.warmup_steps
     return LearningRate(
         training.peak_learning_rate,

@@ -160,4 +160,5 @@ class Alone(ExpertParallel):
     """A device that has all experts."""
 
 
-WHOLE, ALONE = Whole(), Alone()
+WHOLE = Whole()
+ALONE = Alone()

@@ -180,7 +180,8 @@ def rebuild(run_directory: Path, place: Path | str) -> bool:
     run_directory.mkdir(parents=True, exist_ok=True)
     for name in MIRRORED:
         if storage.exists(_mirror_path(place, name)):
-            here, kept = run_directory / name, storage.read_bytes(_mirror_path(place, name))
+            here = run_directory / name
+            kept = storage.read_bytes(_mirror_path(place, name))
             if not (name in GROWING and here.exists() and here.read_bytes().startswith(kept)):
                 storage.write(here, kept)
     return True

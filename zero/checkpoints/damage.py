@@ -81,7 +81,8 @@ def write_errors(directory: Path | str) -> Iterator[None]:
 def move_aside(directory: Path | str, step: int) -> str:
     """Renames a checkpoint to STEP.damaged, or STEP.damaged-2 and so on; returns the new path."""
     source = storage.join(directory, str(step))
-    target, number = f"{source}.damaged", 1
+    target = f"{source}.damaged"
+    number = 1
     while storage.list_files(target):
         number += 1
         target = f"{source}.damaged-{number}"

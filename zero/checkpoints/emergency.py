@@ -88,9 +88,11 @@ class EmergencyCheckpoints:
             raise UserError(f"zero.emergency_directory={directory}: {error}") from error
         _check_room(directory, self._directory, layout)
         self._durable_steps = durable_steps
-        self._layout, self._axis = layout, axis
+        self._layout = layout
+        self._axis = axis
         self._model = json.loads(json.dumps(dict(model)))  # as a file gives it back: lists in place of tuples
-        self._host, self._hosts = jax.process_index(), jax.process_count()
+        self._host = jax.process_index()
+        self._hosts = jax.process_count()
         self._peers = Peers(self._directory)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="emergency checkpoint")
         self._pending: Future[None] | None = None
@@ -203,7 +205,8 @@ class EmergencyCheckpoints:
 
     def _fetch(self, checkpoint: Emergency, holder: int) -> tuple[dict[str, Any], PyTree] | None:
         """Position and state of a checkpoint, this host's shards from `holder`; None where a host cannot read them."""
-        step, name = checkpoint.step, checkpoint.file(self._host)
+        step = checkpoint.step
+        name = checkpoint.file(self._host)
         found = None
         try:
             if holder != self._host:
@@ -252,7 +255,8 @@ class EmergencyCheckpoints:
             raise DamagedShards(f"{path}: {', '.join(changed)} differs from this host's")
         if zlib.crc32(data.data) != header["checksum"]:
             raise DamagedShards(f"{path}: the checksum does not match")
-        arrays, local = [], jax.local_devices()
+        arrays = []
+        local = jax.local_devices()
         for leaf in self._layout.leaves:
             shape = (len(local), 1, *leaf.shard_shape)
             size = int(np.prod(shape)) * leaf.dtype.itemsize

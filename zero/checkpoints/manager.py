@@ -240,7 +240,8 @@ class Checkpoints:
           UserError: a leaf is missing, left over, of another logical shape, or of a dtype that no cast converts; or
             storage fails for the moment.
         """
-        prefix, meta = f"{within}/" if within else "", self.meta(step)
+        prefix = f"{within}/" if within else ""
+        meta = self.meta(step)
         saved = {name: tuple(shape) for name, shape in meta["shapes"].items()}
         expected = {prefix + leaf.name: leaf.shape for leaf in layout.leaves}
         for name in dict.fromkeys([*expected, *(name for name in saved if name.startswith(prefix))]):
@@ -419,7 +420,8 @@ def meta_checksum(meta: dict[str, Any]) -> int:
 
 def _retained(meta: dict[str, Any]) -> Saved:
     """What retention depends on, from the metadata of a checkpoint."""
-    loss, saved_at = meta.get("validation_loss"), meta.get("saved_at")
+    loss = meta.get("validation_loss")
+    saved_at = meta.get("saved_at")
     return Saved(loss if loss is not None and math.isfinite(loss) else None, saved_at)
 
 

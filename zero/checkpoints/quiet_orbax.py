@@ -19,7 +19,8 @@ def quiet_loggers() -> Iterator[None]:
     """Drops records below `LEVELS` within; several such blocks may overlap in any order."""
     with ExitStack() as stack:
         for name, level in LEVELS.items():
-            logger, at_least = logging.getLogger(name), partial(lambda level, record: record.levelno >= level, level)
+            logger = logging.getLogger(name)
+            at_least = partial(lambda level, record: record.levelno >= level, level)
             logger.addFilter(at_least)
             stack.callback(logger.removeFilter, at_least)
         yield

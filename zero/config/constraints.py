@@ -14,7 +14,9 @@ from zero.config.keys import Check
 from zero.corpus.reading.order import weight_stages
 
 # Programs compute in float32: values that round to 0, 1 or infinity there would divide by zero.
-SMALLEST, LARGEST, ONE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max), 1 - 2.0**-25
+SMALLEST = float(np.finfo(np.float32).tiny)
+LARGEST = float(np.finfo(np.float32).max)
+ONE = 1 - 2.0**-25
 
 DTYPES = ("float32", "bfloat16")
 PATHS = "the path of an index file, or a list of them"
@@ -75,7 +77,9 @@ def shown(value: Any) -> str:
     >>> shown(None), shown(True), shown(0.5), shown([1, 2])
     ('null', 'true', '0.5', '[1, 2]')
     """
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def is_prompts(value: Any) -> bool:

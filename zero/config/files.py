@@ -51,7 +51,8 @@ class Sizes(Mapping[str, GPTConfig]):
         """Raises UserError where there is no such file, or not one of names with values."""
         if not path.is_file():
             raise UserError(f"{path}: not found; expected the model sizes")
-        self.path, self.entries = path, read_yaml(path, f"{path}: expected the model sizes")
+        self.path = path
+        self.entries = read_yaml(path, f"{path}: expected the model sizes")
 
     def __getitem__(self, name: str) -> GPTConfig:
         """Raises UserError where the entry is wrong, and KeyError where there is none."""
@@ -92,7 +93,8 @@ def load_sizes(path: Path | None = None) -> Sizes:
     """
     if path is None:
         return Sizes(conf_directory() / "model_config.yaml")
-    sizes, mistakes = Sizes(path), []
+    sizes = Sizes(path)
+    mistakes = []
     for name in sizes:
         try:
             sizes[name]

@@ -38,7 +38,8 @@ def help_text(names: Sequence[str]) -> str:
     """
     if not names:
         return "\n".join(_screen())
-    pages, mistakes = [], []
+    pages = []
+    mistakes = []
     for name in names:
         lines = list(_page(name.lstrip("+")))
         if lines:

@@ -15,7 +15,8 @@ def without_effect(config: Config) -> Iterator[tuple[str, str]]:
     """The keys of a training run that change nothing beside its other keys, each with the reason."""
     if config.mode != "train":
         return
-    training, data = config.training, config.data
+    training = config.training
+    data = config.data
     if not config.model.warm_start:
         for key in ("model.model_path", "model.ema"):
             yield key, "model.warm_start=false"

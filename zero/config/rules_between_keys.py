@@ -54,10 +54,12 @@ def training_rules(config: Config, size: GPTConfig) -> Mistakes:
 
 def objective_rules(config: Config, size: GPTConfig) -> Mistakes:
     """What an objective on pairs does not have: terms per token, rows that are cut or joined, other corpora."""
-    training, data = config.training, config.data
+    training = config.training
+    data = config.data
     if config.objective.name == "likelihood":
         return
-    of_model, given = f"model.size={config.model.size}", f"objective={config.objective.name}"
+    of_model = f"model.size={config.model.size}"
+    given = f"objective={config.objective.name}"
     lacks = {"experts": size.experts is not None, "a codebook": size.has_codebook, "z_loss": size.z_loss != 0}
     for what in (name for name, has_it in lacks.items() if has_it):
         yield "objective", f"likelihood, as {of_model} has {what}, with a loss per token"
@@ -88,7 +90,8 @@ def model_rules(config: Config, size: GPTConfig) -> Mistakes:
 
 
 def data_rules(config: Config, size: GPTConfig) -> Mistakes:
-    data, of_model = config.data, f"model.size={config.model.size}"
+    data = config.data
+    of_model = f"model.size={config.model.size}"
     if data.max_context > size.block_size:
         yield "data.max_context", f"2 to {size.block_size}, the block_size of {of_model}, or null"
     if not is_paths(data.index_path_train) and data.train_samples is not None:
@@ -135,10 +138,12 @@ def optimizer_rules(config: Config, size: GPTConfig) -> Mistakes:
 
 
 def tuning_rules(config: Config, size: GPTConfig) -> Mistakes:
-    tuning, zero = config.tuning, config.zero
+    tuning = config.tuning
+    zero = config.zero
     if not isinstance(tuning, Adapted) or config.mode not in ("train", "plan"):
         return
-    of_model, given = f"model.size={config.model.size}", f"tuning={tuning.name}"
+    of_model = f"model.size={config.model.size}"
+    given = f"tuning={tuning.name}"
     if config.mode == "train" and not config.model.warm_start:
         yield "model.warm_start", f"true, as {given} adapts the weights of model.model_path"
     if size.layer == "gated_units":
@@ -172,7 +177,8 @@ def schedule_rules(config: Config, size: GPTConfig) -> Mistakes:
 
 
 def zero_rules(config: Config, size: GPTConfig) -> Mistakes:
-    zero, of_model = config.zero, f"model.size={config.model.size}"
+    zero = config.zero
+    of_model = f"model.size={config.model.size}"
     if zero.remat in STORED and size.layer == "gated_units":
         yield "zero.remat", f"dots, full or none, as {of_model} has gated units"
     if zero.remat == "nested" and span_size(size.scanned_layers) == 1:
@@ -207,7 +213,8 @@ def zero_rules(config: Config, size: GPTConfig) -> Mistakes:
 
 def _undivided(config: Config, size: GPTConfig) -> Mistakes:
     """The keys that do not fit expert groups."""
-    zero, of_model = config.zero, f"model.size={config.model.size}"
+    zero = config.zero
+    of_model = f"model.size={config.model.size}"
     if zero.expert_shards == 1:
         return
     if size.experts is None:
@@ -262,7 +269,8 @@ def evaluate_rules(config: Config, size: GPTConfig) -> Mistakes:
     if not (evaluate.validation or evaluate.harness):
         yield "evaluate.validation", "true, or tasks in evaluate.harness"
     elif evaluate.validation and not (evaluate.index or config.has_validation_set):
-        data, path = config.data, shown(config.data.index_path_validation)
+        data = config.data
+        path = shown(config.data.index_path_validation)
         given = f"data.corpus={shown(data.corpus)} and data.index_path_validation={path}"
         yield "evaluate.validation", f"false, as {given} hold no validation set"
     if evaluate.follow and config.data.resume_step is not None:
@@ -292,7 +300,8 @@ def plan_rules(config: Config, size: GPTConfig) -> Mistakes:
 
 def distributed_rules(config: Config, size: GPTConfig) -> Mistakes:
     distributed = config.distributed
-    number, count = distributed.process_id, distributed.num_processes
+    number = distributed.process_id
+    count = distributed.num_processes
     if distributed.coordinator_address is None:
         for key, value in (("num_processes", count), ("process_id", number)):
             if value is not None:

@@ -78,7 +78,8 @@ def upgraded(saved: Mapping[str, Any]) -> dict[str, Any]:
     apply, and sections of modes.
     """
     new = copy.deepcopy(dict(saved))
-    training, tuning = new.get("training", {}), new.get("tuning", {})
+    training = new.get("training", {})
+    tuning = new.get("tuning", {})
     every = training.pop("harness_frequency", None)
     if every is not None:
         new["harness"] = {"every": every, "tasks": new.get("evaluate", {}).get("harness", [])}
@@ -194,7 +195,8 @@ def _with_saved(saved: Mapping[str, Any]) -> DictConfig:
 def _changes(earlier: DictConfig, merged: DictConfig) -> Iterator[str]:
     """A line for each key whose value may not change at a resume."""
     for group in FIXED_GROUPS:
-        before, now = earlier[group], merged[group]
+        before = earlier[group]
+        now = merged[group]
         if before.name != now.name:
             yield f"{group}={now.name}: expected {before.name}, the value of the run"
             continue
@@ -202,7 +204,8 @@ def _changes(earlier: DictConfig, merged: DictConfig) -> Iterator[str]:
             if before[name] != now[name] and name not in CONVERTED.get(before.name, ()):
                 yield f"{group}.{name}={shown(now[name])}: expected {shown(before[name])}, the value of the run"
     for key in FIXED_KEYS:
-        before, now = OmegaConf.select(earlier, key), OmegaConf.select(merged, key)
+        before = OmegaConf.select(earlier, key)
+        now = OmegaConf.select(merged, key)
         if before != now:
             yield f"{key.removesuffix('.name')}={shown(now)}: expected {shown(before)}, the value of the run"
 

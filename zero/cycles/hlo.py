@@ -170,7 +170,8 @@ def _until_done(body: list[Instruction], start: int) -> list[Instruction]:
 
 def _multiplies(instruction: Instruction, bodies: Bodies) -> bool:
     """Whether an instruction is a matrix product, a kernel of them, or a fusion that contains one."""
-    op, rest = instruction.op, instruction.rest
+    op = instruction.op
+    rest = instruction.rest
     called = _CALLED.findall(rest) if op == "fusion" else []
     is_product = op in _PRODUCTS or (op == "custom-call" and _KERNELS.search(rest) is not None)
     return is_product or any(_multiplies(inner, bodies) for name in called for inner in bodies[name])
@@ -178,7 +179,9 @@ def _multiplies(instruction: Instruction, bodies: Bodies) -> bool:
 
 def bytes_sent(instruction: Instruction) -> float:
     """Bytes that one device sends for a collective in one run of it, as in `Collective`."""
-    op, kind, sizes = instruction.op, kind_of(instruction), sizes_of(instruction.result)
+    op = instruction.op
+    kind = kind_of(instruction)
+    sizes = sizes_of(instruction.result)
     if op == "all-gather-start":  # (operands, results)
         size = sum(sizes[len(sizes) // 2 :])
     elif op in ("collective-permute-start", "all-to-all-start"):  # (operand, result, contexts)

@@ -106,10 +106,13 @@ def transfer_seconds(instruction: Instruction, places: Sequence[tuple[int, ...]]
     """
     group = [places[device] for device in hlo.groups_of(instruction.rest)[0]]
     chips = {place[:-1] for place in group}
-    sent, kind = hlo.bytes_sent(instruction), hlo.kind_of(instruction)
+    sent = hlo.bytes_sent(instruction)
+    kind = hlo.kind_of(instruction)
     if len(chips) == 1:  # the cores of a chip share its memory
         return 2 * sent / speed.memory
-    rates, crossings, hops = [], [], 0.0  # of each dimension: bytes per second; bytes on a middle link, over `sent`
+    rates = []  # bytes per second of each dimension
+    crossings = []  # bytes on a middle link of each dimension, over `sent`
+    hops = 0.0
     sizes = [1 + max(place[dim] for place in places) for dim in range(speed.dims)]
     rings = [size % speed.ring == 0 for size in sizes]
     if speed.dims == 3:  # linked by optical switches, all dimensions or none
@@ -142,7 +145,8 @@ def kernel_seconds(instruction: Instruction, speed: Speed) -> float:
     own = _OWN.search(instruction.rest)
     if own is not None and speed.fused:
         return max(int(own[1]) / (speed.fused * speed.flops), moved / speed.memory)
-    found, mask = _SPLASH.match(instruction.name), _MASK.search(shapes)
+    found = _SPLASH.match(instruction.name)
+    mask = _MASK.search(shapes)
     if found is None or mask is None or not speed.splash:
         return moved / speed.memory
     (*rows, positions, width), _, (*_, values) = (map(int, x.split(",")) for x in _HEADS.findall(shapes)[:3])
@@ -165,7 +169,9 @@ class _Schedule:
     """Plays the computations of a program."""
 
     def __init__(self, bodies: Bodies, speed: Speed, places: Sequence[tuple[int, ...]]) -> None:
-        self.bodies, self.speed, self.places = bodies, speed, places
+        self.bodies = bodies
+        self.speed = speed
+        self.places = places
         self.played: dict[str, Spent] = {}
 
     def play(self, name: str) -> Spent:
@@ -204,7 +210,8 @@ class _Schedule:
             running[name] = free[unit], seconds, started
 
         for one in body:
-            op, within = one.op, inner.get(one.name, [])
+            op = one.op
+            within = inner.get(one.name, [])
             if op == "while":
                 loop, trips = hlo.loop_of(one, self.bodies)
                 now += _add(spent, self.play(loop), trips)

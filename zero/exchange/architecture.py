@@ -151,7 +151,8 @@ class Architecture:
         parts = self._parts(leaf)
         if not parts:
             return tensor
-        outer, place = tensor.shape[:-1], parts.index(leaf.path[-2])
+        outer = tensor.shape[:-1]
+        place = parts.index(leaf.path[-2])
         if self.fused == "head":
             return tensor.reshape(*outer, size.num_head, 3, -1).take(place, axis=-2).reshape(*outer, -1)
         if self.fused == "columns":

@@ -85,7 +85,8 @@ def export(
         form = Form(ZERO, size, keys=computed_keys(size)) if with_code else _form_of_transformers(size)
         tokenizer = load_tokenizer(saved.meta["config"]["data"]["tokenizer"])
         check_same_tokenizer(saved.origin, saved.meta.get("tokenizer"), tokenizer)
-        within, tuning = saved.subtree(ema), saved.tuning()
+        within = saved.subtree(ema)
+        tuning = saved.tuning()
         prefix = f"{within}/"
         leaves = [name.removeprefix(prefix) for name in saved.meta["shapes"] if name.startswith(prefix)]
         if merges and tuning is None:
@@ -104,7 +105,8 @@ def export(
                 return step
             if tuning is not None:
                 whole = _merged(saved, form.size, within)
-                leaves, read = list(whole), whole.__getitem__
+                leaves = list(whole)
+                read = whole.__getitem__
             _save_tensors(_tensors(read, leaves, form), unfinished)
             _save_tokenizer(tokenizer, unfinished)
             ends = {"bos_token_id": tokenizer.end_of_text, "eos_token_id": tokenizer.end_of_text}
@@ -138,7 +140,8 @@ def _merged(saved: SavedStep, size: GPTConfig, within: str) -> dict[str, np.ndar
 
 def _tensors(read: Callable[[str], np.ndarray], leaves: list[str], form: Form) -> Iterator[tuple[str, np.ndarray]]:
     """Names and values in the order of the architecture's modules; the leaves of one tensor are read at a time."""
-    architecture, size = form.architecture, form.size
+    architecture = form.architecture
+    size = form.size
     order = list(architecture.modules)  # query, key, value
     parts: dict[str, list[str]] = {}
     for leaf in sorted(leaves, key=lambda leaf: order.index(leaf.rpartition("/")[0])):

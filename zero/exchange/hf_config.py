@@ -97,7 +97,8 @@ def _read_rotary(origin: str, config: Mapping[str, Any], architecture: Architect
     """
     assert architecture.rotary is not None
     base, fraction = architecture.rotary
-    name, found = "rope_scaling" if config.get("rope_scaling") else "rope_parameters", dict[str, Any]()
+    name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    found = dict[str, Any]()
     parameters = config.get(name) or architecture.absent.get("rope_parameters") or {}
     if architecture.local_rotary is not None:
         by_type = config.get("rope_parameters") or {}
@@ -206,7 +207,8 @@ def _scaling_keys(size: GPTConfig) -> dict[str, Any]:
     """The keys of `rotary_scaling` in a config.json; empty without one."""
     if size.rotary_scaling is None:
         return {}
-    kind, numbers = str(size.rotary_kind), size.rotary_numbers
+    kind = str(size.rotary_kind)
+    numbers = size.rotary_numbers
     if kind == "longrope":
         original, length, *divisors = numbers
         pairs = len(divisors) // 2
@@ -214,7 +216,8 @@ def _scaling_keys(size: GPTConfig) -> dict[str, Any]:
         return {"rope_type": kind, _ORIGINAL: int(original), "attention_factor": length, **by_length}
     scaling: dict[str, Any] = {"rope_type": kind}
     if kind == "yarn_unrounded":
-        kind, scaling = "yarn", {"rope_type": "yarn", "truncate": False}
+        kind = "yarn"
+        scaling = {"rope_type": "yarn", "truncate": False}
     scaling |= zip(_KEYS[kind], numbers, strict=True)
     return scaling | {key: int(scaling[key]) for key in (_ORIGINAL, _CONTEXT) if key in scaling}
 
@@ -250,7 +253,8 @@ def _read_windows(origin: str, config: Mapping[str, Any], architecture: Architec
         names = [name for part, times in parts for name in part * min(times, layers + 1)]  # not any number of times
         local = "local"
     else:
-        local, every = "sliding_attention", int(config.get("sliding_window_pattern", architecture.window_period))
+        local = "sliding_attention"
+        every = int(config.get("sliding_window_pattern", architecture.window_period))
         by_default = [local if (layer + 1) % every else "full_attention" for layer in range(layers)]
         names = list(config.get("layer_types") or by_default)
     if len(names) != layers:
@@ -261,7 +265,8 @@ def _read_windows(origin: str, config: Mapping[str, Any], architecture: Architec
 
 
 def _write_windows(kind: str, size: GPTConfig) -> dict[str, Any]:
-    window, periods = max(size.windows), size.N // len(size.windows)
+    window = max(size.windows)
+    periods = size.N // len(size.windows)
     match kind:
         case "sliding_window":
             return {"sliding_window": window or None}

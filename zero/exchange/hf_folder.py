@@ -89,7 +89,8 @@ class HuggingFaceFolder:
         Raises:
           UserError: a tensor is missing, left over, of integers, or of another shape than the model's.
         """
-        architecture, size = self.architecture, model.config
+        architecture = self.architecture
+        size = model.config
         left_over = set(self._tensors)
         for leaf in model.layout.leaves:
             for name in self._tensor_names(leaf).values():

@@ -42,7 +42,8 @@ class Norm(nn.Module):
 
     def __init__(self, config: ZeroConfig, width: int, has_gains: bool = True):
         super().__init__()
-        self.kind, self.epsilon = config.norm, config.norm_epsilon
+        self.kind = config.norm
+        self.epsilon = config.norm_epsilon
         self.weight = nn.Parameter(torch.ones(width)) if has_gains else None
         self.bias = nn.Parameter(torch.zeros(width)) if has_gains and self.kind == "layer" else None
 
@@ -87,8 +88,11 @@ def rotate(x_BHTK: torch.Tensor, positions_BT: torch.Tensor, frequencies: list[f
     """Turns pairs (i, i + R / 2) of the first R dimensions of each head."""
     half = len(frequencies)
     angles = positions_BT[:, None, :, None].float() * torch.tensor(frequencies, device=x_BHTK.device)
-    cos, sin = angles.cos() * length, angles.sin() * length
-    first, second, rest = x_BHTK[..., :half].float(), x_BHTK[..., half : 2 * half].float(), x_BHTK[..., 2 * half :]
+    cos = angles.cos() * length
+    sin = angles.sin() * length
+    first = x_BHTK[..., :half].float()
+    second = x_BHTK[..., half : 2 * half].float()
+    rest = x_BHTK[..., 2 * half :]
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
     return torch.cat([turned.to(x_BHTK.dtype), rest], -1)
 
@@ -98,9 +102,12 @@ class Layer(nn.Module):
 
     def __init__(self, config: ZeroConfig, number: int):
         super().__init__()
-        self.config, self.number = config, number
-        width, head = config.hidden_size, config.head_dim
-        of_queries, of_keys = config.num_attention_heads * head, config.num_key_value_heads * head
+        self.config = config
+        self.number = number
+        width = config.hidden_size
+        head = config.head_dim
+        of_queries = config.num_attention_heads * head
+        of_keys = config.num_key_value_heads * head
         self.query = nn.Linear(width, of_queries, config.qkv_bias)
         self.key = nn.Linear(width, of_keys, config.qkv_bias)
         self.value = nn.Linear(width, of_keys, config.qkv_bias)
@@ -149,13 +156,17 @@ class Layer(nn.Module):
         cache: DynamicCache | None,
     ) -> torch.Tensor:
         config, (rows, count, _) = self.config, h_BTD.shape
-        q, k, v = self.query(h_BTD), self.key(h_BTD), self.value(h_BTD)
+        q = self.query(h_BTD)
+        k = self.key(h_BTD)
+        v = self.value(h_BTD)
         over_all = config.qk_norm and config.qk_norm_over == "projection"
         if over_all:
-            q, k = self.query_norm(q), self.key_norm(k)
+            q = self.query_norm(q)
+            k = self.key_norm(k)
         q_BHTK, k_BGSK, v_BGSK = (x.view(rows, count, -1, config.head_dim).transpose(1, 2) for x in (q, k, v))
         if config.qk_norm and not over_all:
-            q_BHTK, k_BGSK = self.query_norm(q_BHTK), self.key_norm(k_BGSK)
+            q_BHTK = self.query_norm(q_BHTK)
+            k_BGSK = self.key_norm(k_BGSK)
         if config.positions == "rotary":
             rotation = config.rotations[self.number % len(config.rotations)]
             q_BHTK, k_BGSK = (rotate(x, positions_BT, **rotation) for x in (q_BHTK, k_BGSK))
@@ -174,7 +185,8 @@ class Layer(nn.Module):
 
     def _masked(self, scores_BHTS: torch.Tensor, mask_BS: torch.Tensor | None) -> torch.Tensor:
         """Capped scores with their biases, the lowest number where a query does not see a key."""
-        config, device = self.config, scores_BHTS.device
+        config = self.config
+        device = scores_BHTS.device
         queries, keys = scores_BHTS.shape[2:]
         distance_TS = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
         if config.attention_cap is not None:
@@ -232,7 +244,8 @@ class ZeroForCausalLM(PreTrainedModel, GenerationMixin):
         """
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache()
-        known, count = past_key_values.get_seq_length() if past_key_values is not None else 0, input_ids.shape[1]
+        known = past_key_values.get_seq_length() if past_key_values is not None else 0
+        count = input_ids.shape[1]
         if position_ids is None and attention_mask is not None:
             position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -count:]
         if position_ids is None:

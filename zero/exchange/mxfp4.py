@@ -23,7 +23,8 @@ class Mxfp4:
     """A tensor `(E, I, O)`, which is decoded when it is read; it looks like a slice of safetensors."""
 
     def __init__(self, blocks_EONP: Any, scales_EON: Any) -> None:
-        self._blocks_EONP, self._scales_EON = blocks_EONP, scales_EON
+        self._blocks_EONP = blocks_EONP
+        self._scales_EON = scales_EON
 
     def get_shape(self) -> list[int]:
         experts, outputs, blocks, pairs = self._blocks_EONP.get_shape()
@@ -33,7 +34,8 @@ class Mxfp4:
         return "F32"
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        codes_EONP, scales_EON = self._blocks_EONP[:], self._scales_EON[:]
+        codes_EONP = self._blocks_EONP[:]
+        scales_EON = self._scales_EON[:]
         pairs = np.stack([_VALUES[codes_EONP & 15], _VALUES[codes_EONP >> 4]], axis=-1)  # the lower half comes first
         exponents_EON11 = scales_EON.astype(np.int32)[..., None, None] - _BIAS
         whole_EOI = np.ldexp(pairs, exponents_EON11).reshape(*scales_EON.shape[:2], -1)

@@ -62,7 +62,8 @@ def write_peft(
     """
     tensors: dict[str, np.ndarray] = {}
     for leaf in leaves:
-        name, whole = tensor_name(leaf, architecture), read(leaf).astype(np.float32)
+        name = tensor_name(leaf, architecture)
+        whole = read(leaf).astype(np.float32)
         for layer in range(len(whole)):
             tensors[name.format(layer)] = np.ascontiguousarray(whole[layer].T)
     modules = {architecture.modules[leaf.rpartition("/")[0]].partition("{}.")[2] for leaf in leaves}
@@ -108,10 +109,12 @@ def peft_adapters(folder: Path, size: GPTConfig) -> Adapters:
     Raises:
       UserError: it holds none for this model.
     """
-    path, architecture = folder / CONFIG_FILE, architecture_of(size)
+    path = folder / CONFIG_FILE
+    architecture = architecture_of(size)
     config = json_object(path.read_bytes(), str(path))
     with reading(f"{path}: expected numbers r and lora_alpha"):
-        rank, alpha = int(config["r"]), float(config["lora_alpha"])
+        rank = int(config["r"])
+        alpha = float(config["lora_alpha"])
     with _opened(folder) as file:
         names = set(file.keys())
     targets = [name for name in PRODUCTS if f"{STACK}/{name}" in architecture.modules]
@@ -133,7 +136,8 @@ def read_peft(folder: Path, model: ShardedGPT) -> PyTree:
       UserError: a key or a tensor is not that of this model's adapters.
     """
     assert model.tuning is not None
-    path, adapters = folder / CONFIG_FILE, model.tuning.adapters
+    path = folder / CONFIG_FILE
+    adapters = model.tuning.adapters
     if not path.is_file():
         raise UserError(f"tuning.adapter={folder}: expected a folder with {CONFIG_FILE} and {WEIGHTS_FILE}")
     config = json_object(path.read_bytes(), str(path))

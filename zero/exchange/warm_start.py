@@ -47,11 +47,14 @@ def warm_start(place: str, model: ShardedGPT, *, ema: bool = False) -> PyTree:
             if ema:
                 raise UserError(f"{place}: a Hugging Face folder holds no moving average of the weights")
             folder = stack.enter_context(HuggingFaceFolder(Path(place)))
-            origin, size, read = place, folder.size, folder.params
+            origin = place
+            size = folder.size
+            read = folder.params
         else:
             checkpoints = stack.enter_context(open_checkpoints(place))
             saved = saved_step(checkpoints, choose_steps(checkpoints, None)[-1])
-            origin, size = saved.origin, dataclasses.asdict(saved.size())
+            origin = saved.origin
+            size = dataclasses.asdict(saved.size())
             read = partial(weights_of_step, saved, within=saved.subtree(ema))
         check_unseen(origin, size, model.config)
         differ = len(model.config.windows) > 1 or model.config.experts_every > 1 or model.config.unrotated_every
@@ -76,7 +79,8 @@ def weights_of_step(saved: SavedStep, model: ShardedGPT, within: str) -> PyTree:
     tuning = saved.tuning()
     if tuning is None:
         return saved.restore(model, within)
-    tuned, known = dataclasses.replace(model, tuning=tuning), saved.base()
+    tuned = dataclasses.replace(model, tuning=tuning)
+    known = saved.base()
     base = warm_start(known["place"], tuned.base, ema=known["ema"])
     check_base(f"model.model_path={known['place']}", base_checksum(base, tuned), known)
     return merged_weights(base, saved.restore(tuned, within), tuned, model)

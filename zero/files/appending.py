@@ -59,7 +59,8 @@ class HoldingLog:
     """
 
     def __init__(self, path: Path, purpose: str) -> None:
-        self._path, self._purpose = path, purpose
+        self._path = path
+        self._purpose = purpose
         self._held: deque[bytes] = deque()
 
     def append(self, entry: bytes) -> None:

@@ -35,7 +35,8 @@ def broadcast(name: str, text: str) -> str:
     """The text of host 0, on all hosts, which call it in the same order; `name` is shown where a host is missing."""
     if jax.process_count() == 1:
         return text
-    client, key = coordination_client(), _next_key(f"broadcast/{name}")
+    client = coordination_client()
+    key = _next_key(f"broadcast/{name}")
     if jax.process_index() == 0:
         client.key_value_set(key, text)
     return str(client.blocking_key_value_get(key, 1000 * JOIN_SECONDS))
@@ -45,7 +46,8 @@ def gather(name: str, text: str) -> list[str]:
     """The texts of all hosts, ordered by host, on all hosts, which call it in the same order."""
     if jax.process_count() == 1:
         return [text]
-    client, key = coordination_client(), _next_key(f"gather/{name}")
+    client = coordination_client()
+    key = _next_key(f"gather/{name}")
     client.key_value_set(f"{key}/{jax.process_index()}", text)
     keys = (f"{key}/{host}" for host in range(jax.process_count()))
     return [str(client.blocking_key_value_get(key, 1000 * JOIN_SECONDS)) for key in keys]

@@ -26,7 +26,10 @@ from zero.virtual_devices import use_cpu_devices
 
 log = logging.getLogger(__name__)
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # of mallopt, from glibc's malloc.h
+# Parameters of mallopt, from glibc's malloc.h.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_MAX = -4
+_M_ARENA_MAX = -8
 ACCELERATORS = {"accel*": "tpu", "vfio/*": "tpu", "nvidia0": "cuda12", "kfd": "rocm"}  # device files; extras of jax
 DEVICES = Path("/dev")
 

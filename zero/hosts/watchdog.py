@@ -57,9 +57,12 @@ class _Watchdog:
     """
 
     def __init__(self, client: Any, stall_minutes: float | None) -> None:
-        self._client, self._host, self._hosts = client, jax.process_index(), jax.process_count()
+        self._client = client
+        self._host = jax.process_index()
+        self._hosts = jax.process_count()
         self._stall_minutes = stall_minutes
-        self._stopped, self._leaving = threading.Event(), threading.Lock()  # the lock stays with who takes it first
+        self._stopped = threading.Event()
+        self._leaving = threading.Lock()  # the lock stays with who takes it first
         self._reports: dict[int, str] = {}
         self._has_answer = threading.Event()  # of the store, since the watching thread last looked
         self._failure = "no answer"
@@ -101,11 +104,14 @@ class _Watchdog:
                 self._has_answer.set()
 
     def _watch(self) -> None:
-        silent, heard = [0.0] * self._hosts, [""] * self._hosts  # seconds, and the newest report
+        silent = [0.0] * self._hosts  # seconds
+        heard = [""] * self._hosts  # the newest reports
         unanswered_for = idle = 0.0  # seconds
-        is_training, turned = False, time.monotonic()
+        is_training = False
+        turned = time.monotonic()
         while not self._stopped.wait(HEARTBEAT_SECONDS):
-            turn, turned = min(time.monotonic() - turned, 3 * HEARTBEAT_SECONDS), time.monotonic()
+            turn = min(time.monotonic() - turned, 3 * HEARTBEAT_SECONDS)
+            turned = time.monotonic()
             unanswered_for += turn
             if self._has_answer.is_set():
                 self._has_answer.clear()
@@ -245,9 +251,11 @@ def ending_together() -> Iterator[None]:
                 # Most likely a lost connection, which jax raises as one of several classes: the watchdog ends this
                 # process and names the host that caused it.
                 _watchdog.join(SILENCE_SECONDS + 3 * HEARTBEAT_SECONDS + LEAVE_SECONDS)
-            status, reason = error.status if isinstance(error, UserError) else 1, f"ended: error: {first_line(error)}"
+            status = error.status if isinstance(error, UserError) else 1
+            reason = f"ended: error: {first_line(error)}"
             if unanswered:  # a signal, when there was nothing to save yet
-                status, reason = 128 + int(unanswered[0][0]), f"was stopped by signal {int(unanswered[0][0])}"
+                status = 128 + int(unanswered[0][0])
+                reason = f"was stopped by signal {int(unanswered[0][0])}"
             _watchdog.leave(reason, status)
             atexit.register(exit_immediately, status)  # runs before jax's exit handler, and after the error was printed
             if isinstance(error, Exception) and not isinstance(error, UserError):

@@ -28,7 +28,8 @@ OVERLAP_ON_GPU = (
     "xla_gpu_enable_while_loop_double_buffering",
 )
 # Source: jax/_src/hardware_utils.py; v2 and v3 have the same number.
-PCI, PCI_VENDOR = Path("/sys/bus/pci/devices"), "0x1ae0"
+PCI = Path("/sys/bus/pci/devices")
+PCI_VENDOR = "0x1ae0"
 PCI_DEVICES = {
     "0x005e": "TPU v4",
     "0x0062": "TPU v5",

@@ -54,7 +54,8 @@ def evaluate(config: EvaluateConfig, size: GPTConfig, run_directory: Path) -> in
             return 0
         result = _result(config, scorer)
     else:
-        result, scorer = {"run": str(config.model.model_path), "context": context, "adapters": {}}, None
+        result = {"run": str(config.model.model_path), "context": context, "adapters": {}}
+        scorer = None
         for place, trained in adapted_models(config, place_model(config, size, rows)):
             scorer = scorer or Scorer(trained, context, rows)
             scorer.trained = trained

@@ -49,7 +49,8 @@ def follow(config: EvaluateConfig, scorer: Scorer, evaluate: Callable[[], dict[s
     Raises:
       UserError: the newest checkpoint cannot be read.
     """
-    run, model = Path(str(config.model.model_path)), scorer.trained.model
+    run = Path(str(config.model.model_path))
+    model = scorer.trained.model
     with ExitStack() as stack:
         tracker = stack.enter_context(_tracker(config, run, run_directory)) if agreement.is_host_0() else None
         for number in count():

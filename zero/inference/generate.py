@@ -40,7 +40,8 @@ def generate(
     """
     local = len(jax.tree.leaves(params)[0])
     groups = local // programs.tensor * jax.process_count()
-    shortest, longest = min(map(len, prompts)), max(map(len, prompts))
+    shortest = min(map(len, prompts))
+    longest = max(map(len, prompts))
     chunks = -(-(longest + count - shortest) // chunk)
     rows = -(-len(prompts) // groups)
     end = shortest + chunks * chunk

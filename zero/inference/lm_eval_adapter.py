@@ -43,7 +43,11 @@ class HarnessModel(TemplateLM):
         rows: int,
     ) -> None:
         super().__init__()
-        self._encoding, self._context, self._score, self._write, self._rows = tokenizer, context, score, write, rows
+        self._encoding = tokenizer
+        self._context = context
+        self._score = score
+        self._write = write
+        self._rows = rows
         self.is_computing = False  # stays true where an error leaves the model
 
     @property
@@ -80,7 +84,9 @@ class HarnessModel(TemplateLM):
         return [sum(next(scored)[0] for _ in text) for text in parts]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        prompts, counts, stops = [], [], []
+        prompts = []
+        counts = []
+        stops = []
         for text, options in (request.args for request in requests):
             if options.get("do_sample") and options.get("temperature", 1):
                 raise UserError("evaluate.harness: a task wants random samples, and only greedy decoding is supported")
@@ -89,7 +95,8 @@ class HarnessModel(TemplateLM):
             stops.append([stop for stop in ([until] if isinstance(until, str) else until) if stop])
             tokens = np.asarray(self.tok_encode(text) or [self.eot_token_id], np.int32)
             prompts.append(tokens[-max(1, self._context - counts[-1]) :])
-        self.is_computing, texts = True, [""] * len(requests)
+        self.is_computing = True
+        texts = [""] * len(requests)
         # Prompts of like lengths share a batch, and with it a compiled program.
         order = sorted(range(len(requests)), key=lambda i: (counts[i], len(prompts[i])))
         for _, group in groupby(order, key=lambda i: counts[i]):

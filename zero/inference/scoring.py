@@ -47,7 +47,8 @@ class Scorer:
     """
 
     def __init__(self, trained: TrainedModel, context: int, rows: int):
-        self.trained, self.context = trained, context
+        self.trained = trained
+        self.context = context
         self._groups = trained.model.axis.size // trained.model.axis.tensor  # of devices that take the same rows
         self._rows = -(-rows * jax.process_count() // self._groups)  # per group
         self._programs = make_inference(trained.model)
@@ -75,9 +76,11 @@ class Scorer:
         for batch in batched(rows, self.batch_rows):
             length = max(map(len, batch)) - 1
             mine = self._place(batch, -(-length // self.context) * self.context + 1)
-            cache, parts = self._programs.new_cache(mine), []
+            cache = self._programs.new_cache(mine)
+            parts = []
             for start in range(0, length, self.context):
-                part, position = mine[..., start : start + self.context + 1], np.full(len(mine), start, np.int32)
+                part = mine[..., start : start + self.context + 1]
+                position = np.full(len(mine), start, np.int32)
                 *found, cache = self._programs.score_on(self.trained.params, part, cache, position)
                 parts.append([np.asarray(x) for x in found])
             progress()
@@ -179,7 +182,8 @@ def score_validation_set(
     sums = Sums()
     for score in scores:
         is_scored = score.tokens >= 0
-        count, size = int(is_scored.sum()), int(lengths[score.tokens[is_scored]].sum())
+        count = int(is_scored.sum())
+        size = int(lengths[score.tokens[is_scored]].sum())
         sums = sums.plus(Sums(score.losses[is_scored].sum(), count, size))
     if not sums.tokens:
         raise UserError(f"{index}: its rows hold no token to score")

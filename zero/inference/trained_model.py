@@ -42,7 +42,8 @@ def open_model(config: EvaluateConfig | SampleConfig, size: GPTConfig, rows: int
     two copies fit.
     """
     model = place_model(config, size, rows)
-    tokenizer, run = load_tokenizer(config.data.tokenizer), Path(str(config.model.model_path))
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    run = Path(str(config.model.model_path))
     params, step = load_weights(run, model, config.data.resume_step, config.model.ema, tokenizer)
     return TrainedModel(model, params, tokenizer, step)
 

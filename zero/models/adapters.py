@@ -115,7 +115,8 @@ class AdaptedDense(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        inputs, rank = x.shape[-1], self.adapters.rank
+        inputs = x.shape[-1]
+        rank = self.adapters.rank
         kernel_IO = self.param("kernel", self.kernel_init, (inputs, self.features)).astype(self.dtype)
         a_IR = self.param(LORA_A, nn.initializers.zeros, (inputs, rank)).astype(self.dtype)
         b_RO = self.param(LORA_B, nn.initializers.zeros, (rank, self.features)).astype(self.dtype)

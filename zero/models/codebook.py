@@ -81,7 +81,8 @@ def codebook_metrics(codebook: Any) -> dict[str, jax.Array]:
     """
 
     def unit(state: dict[str, jax.Array]) -> jax.Array:
-        counts_LS, squares_LS = state["counts"], jnp.square(state["sums"] / state["counts"][..., None]).sum(-1)
+        counts_LS = state["counts"]
+        squares_LS = jnp.square(state["sums"] / state["counts"][..., None]).sum(-1)
         shares_LS = counts_LS / counts_LS.sum(-1, keepdims=True)
         entropy_L = -jnp.sum(shares_LS * jnp.log(shares_LS), -1)
         unused_L = jnp.mean(counts_LS < _UNUSED * counts_LS.mean(-1, keepdims=True), -1)
@@ -99,8 +100,10 @@ def _split(counts: jax.Array, sums: jax.Array, direction: jax.Array) -> tuple[ja
     mean c is n (K^(1/2) - |c|^2).
     """
     codes = sums / counts[:, None]
-    least, most = counts.argmin(), (counts * (math.sqrt(sums.shape[1]) - jnp.square(codes).sum(-1))).argmax()
-    half, own = counts[most] / 2, codes[most]
+    least = counts.argmin()
+    most = (counts * (math.sqrt(sums.shape[1]) - jnp.square(codes).sum(-1))).argmax()
+    half = counts[most] / 2
+    own = codes[most]
     other = own + _SPLIT_BY * jnp.linalg.norm(own) * direction / jnp.linalg.norm(direction)
     is_due = counts[least] < _UNUSED * counts.mean()
     new_counts = counts.at[most].set(half).at[least].set(half)

@@ -35,7 +35,8 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def _clamped_swiglu(gate: jax.Array, x: jax.Array) -> jax.Array:
-    gate, x = jnp.minimum(gate, 7), jnp.clip(x, -7, 7)
+    gate = jnp.minimum(gate, 7)
+    x = jnp.clip(x, -7, 7)
     return gate * nn.sigmoid(1.702 * gate) * (x + 1)
 
 
@@ -171,7 +172,8 @@ class ProjectionNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTHK: jax.Array) -> jax.Array:
-        heads, width = x_BTHK.shape[2] * self.cut.size, x_BTHK.shape[3]
+        heads = x_BTHK.shape[2] * self.cut.size
+        width = x_BTHK.shape[3]
         scale_HK = self.param("scale", nn.initializers.ones, (heads * width,)).reshape(heads, width)
         x_BTHK = x_BTHK.astype(jnp.float32)
         squares_BT = self.cut.stack(jnp.sum(jnp.square(x_BTHK), axis=(2, 3))).sum(0)
@@ -213,7 +215,8 @@ def rotation_of(config: GPTConfig, layer: jax.Array | int, positions: int) -> Ro
     kinds = [_rotation(config, number, positions) for number in range(period)]
     if period == 1:
         return kinds[0]
-    frequencies_LR, length_L = np.stack([kind.frequencies_R for kind in kinds]), np.asarray([x.length for x in kinds])
+    frequencies_LR = np.stack([kind.frequencies_R for kind in kinds])
+    length_L = np.asarray([x.length for x in kinds])
     return Rotation(jnp.asarray(frequencies_LR)[layer % period], jnp.asarray(length_L, jnp.float32)[layer % period])
 
 
@@ -222,7 +225,8 @@ def _rotation(config: GPTConfig, layer: int, positions: int) -> Rotation:
     rotated = int(config.rotary_fraction * config.head_width)
     is_local = config.local_rotary_base is not None and config.windows[layer % len(config.windows)] > 0
     base = config.local_rotary_base if is_local and config.local_rotary_base else config.rotary_base
-    frequencies_R, length = base ** -(np.arange(0, rotated, 2) / rotated), 1.0
+    frequencies_R = base ** -(np.arange(0, rotated, 2) / rotated)
+    length = 1.0
     if config.unrotated_every is not None and (layer + 1) % config.unrotated_every == 0:
         return Rotation(np.zeros_like(frequencies_R, np.float32), 1.0)  # to turn by nothing is exact
     if config.rotary_scaling is not None and not is_local:
@@ -273,7 +277,8 @@ def _yarn(
 
     ends = pair_of(fast), pair_of(slow)
     ends = (math.floor(ends[0]), math.ceil(ends[1])) if is_rounded else ends
-    first, last = max(ends[0], 0), min(ends[1], 2 * pairs - 1)
+    first = max(ends[0], 0)
+    last = min(ends[1], 2 * pairs - 1)
     stretched_R = np.clip((np.arange(pairs) - first) / max(last - first, 0.001), 0, 1)
     return frequencies_R * (1 - stretched_R + stretched_R / factor), length
 

@@ -65,8 +65,10 @@ def routing_metrics(routing: Routing, positions: jax.Array | float) -> dict[str,
     """
     choices_L1 = routing.choices_LE.sum(-1, keepdims=True)
     share_LE = routing.choices_LE / choices_L1
-    share_max, share_min = share_LE.max(-1).mean(), share_LE.min(-1).mean()
-    dropped, entropy = routing.dropped / choices_L1.sum(), routing.entropy / (positions * len(share_LE))
+    share_max = share_LE.max(-1).mean()
+    share_min = share_LE.min(-1).mean()
+    dropped = routing.dropped / choices_L1.sum()
+    entropy = routing.entropy / (positions * len(share_LE))
     return dict(zip(METRICS, (share_max, share_min, dropped, entropy), strict=True))
 
 
@@ -132,12 +134,15 @@ class Experts(nn.Module):
         if config.normalise_router:
             gates_BTK = gates_BTK / gates_BTK.sum(-1, keepdims=True)
 
-        width, own = config.mlp_width // self.cut.size, config.experts // self.group.size
-        into, out = (own, config.embedding_dim, width), (own, width, config.embedding_dim)
+        width = config.mlp_width // self.cut.size
+        own = config.experts // self.group.size
+        into = (own, config.embedding_dim, width)
+        out = (own, width, config.embedding_dim)
         names = {"mlp_in": into, "mlp_gate": into, "mlp_out": out} if config.gated else {"mlp_in": into, "mlp_out": out}
         made = {name: _Product(config, shape, name=name)() for name, shape in names.items()}
         weights: Weights = jax.tree.map(lambda x: x.astype(self.dtype), made)
-        h_BTD, dropped = h_BTD.astype(self.dtype), jnp.float32(0)
+        h_BTD = h_BTD.astype(self.dtype)
+        dropped = jnp.float32(0)
         if self.group.size == 1 and (config.expert_capacity is None or not drops):
             y_BTKD = self._sorted(h_BTD, chosen_BTK, weights)
         elif drops:
@@ -152,7 +157,8 @@ class Experts(nn.Module):
         assert config.experts is not None
         kernel_DE, bias_E = _Product(config, (config.embedding_dim, config.experts), name="router")()
         # In float32: rounded logits would change the chosen experts (Switch, arXiv 2101.03961, section 2.4).
-        h_BTD, kernel_DE = h_BTD.astype(jnp.float32), kernel_DE.astype(jnp.float32)
+        h_BTD = h_BTD.astype(jnp.float32)
+        kernel_DE = kernel_DE.astype(jnp.float32)
         logits_BTE = jnp.einsum("BTD,DE->BTE", h_BTD, kernel_DE, precision=lax.Precision.HIGHEST)
         return logits_BTE if bias_E is None else logits_BTE + bias_E.astype(jnp.float32)[None, None]
 
@@ -195,7 +201,8 @@ class Experts(nn.Module):
         An expert takes the choices from number `first` on.
         """
         rows, positions, embedding = h_BTD.shape
-        experts, places = self.config.experts or 1, capacity_of(self.config, positions)
+        experts = self.config.experts or 1
+        places = capacity_of(self.config, positions)
         priority = self.config.expert_priority
         place_BTK = jax.vmap(lambda chosen_TK: assign_places(chosen_TK, experts, places, priority, first))(chosen_BTK)
         end = experts * places  # the index of dropped choices
@@ -233,7 +240,8 @@ class Experts(nn.Module):
             y = product(x, kernel_EIO)
             return y if bias_EO is None else y + spread(bias_EO / parts)
 
-        activation, hidden = self.config.activation, of("mlp_in", x)
+        activation = self.config.activation
+        hidden = of("mlp_in", x)
         if self.config.gated:
             hidden = gated(activation, of("mlp_gate", x), hidden)
         else:

@@ -161,7 +161,8 @@ def attend(
       limit: distances of more than this have no bias; None: all in the window have one.
       cache_gradient: whether gradients flow to values older than the block before.
     """
-    positions, block = heads.k_BTK.shape[1], r_WK.shape[-2] // 2
+    positions = heads.k_BTK.shape[1]
+    block = r_WK.shape[-2] // 2
     if positions == 1:
         return _attend_one(heads, r_WK, codes_SK, memory, position, limit)
     end = position + positions if known is None else jnp.minimum(known, position + positions)
@@ -214,7 +215,8 @@ def _attend_one(
     out_B1V = _joint(heads.q_BTK, memory.k_BWK, memory.v_BWV, bias_B1W, is_seen_1W, codes_SK, *memory[3:])
 
     def next_block(memory: Memory) -> Memory:
-        before, is_added = [x[:, :block] for x in memory[:3]], position >= block
+        before = [x[:, :block] for x in memory[:3]]
+        is_added = position >= block
         window = [jnp.concatenate([x[:, block:], jnp.zeros_like(x[:, block:])], axis=1) for x in memory[:3]]
         return Memory(window[0], window[1], window[2], *_added(*memory[3:], before[1], before[2], is_added))
 
@@ -315,14 +317,16 @@ class GatedUnit(nn.Module):
 
         `keys_B` has a dropout key for each row; None for no dropout.
         """
-        config, width = self.config, self.config.key_width
+        config = self.config
+        width = self.config.key_width
         # Queries and keys have norm K^(1/4), so their products are at most the root of K.
         scale = width**-0.25
         h_BTD = self.cut.gather_positions(make_norm(config, self.dtype, "norm")(x_BTD))
         rows, positions, dim = h_BTD.shape
         part = 2 * dim // self.cut.size
         q_BTK, k_BTK = (self._normed(self._dense(width, name)(h_BTD)) * scale for name in ("query", "key"))
-        codes_SK, codes_BT = jnp.zeros((0, width)), jnp.zeros((rows, positions), jnp.int32)
+        codes_SK = jnp.zeros((0, width))
+        codes_BT = jnp.zeros((rows, positions), jnp.int32)
         if config.codes:
             counts_S = self.variable(CODEBOOK, "counts", jnp.ones, (config.codes,)).value
             sums_SK = self.variable(CODEBOOK, "sums", jnp.ones, (config.codes, width)).value

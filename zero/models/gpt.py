@@ -77,7 +77,8 @@ class VocabularyChunk(nn.Module):
             found_BTD = jnp.take(table_CD.astype(jnp.float32), row_BT, axis=0, mode="clip")
             return embedded_BTD + jnp.where(inside_BT1, found_BTD, 0), None
 
-        x_BTD, table_CD = x_BTD.astype(self.dtype), table_CD.astype(self.dtype)
+        x_BTD = x_BTD.astype(self.dtype)
+        table_CD = table_CD.astype(self.dtype)
         logits_BTC = jnp.einsum("BTD,CD->BTC", x_BTD, table_CD, preferred_element_type=jnp.float32)
         if self.config.scale_output:
             logits_BTC = logits_BTC / math.sqrt(self.config.embedding_dim)
@@ -215,7 +216,8 @@ class GPT(nn.Module):
         x_BTD = cut.gather_positions(self.norm(x_BTD)).astype(jnp.float32)
         _, scored = self.head(None, self._first_rows(), targets_BT, x_BTD)
         lse_CBT, target_CBT, max_logit_CBT = (lax.collapse(cut.stack(x_CBT), 0, 2) for x_CBT in scored)
-        target_BT, lse_BT = target_CBT.sum(0), jax.nn.logsumexp(lse_CBT, axis=0)
+        target_BT = target_CBT.sum(0)
+        lse_BT = jax.nn.logsumexp(lse_CBT, axis=0)
         losses_BT = lse_BT - target_BT
         penalty_BT = self.config.z_loss * lse_BT**2
         if routing is not None:  # the penalty of a row counts for each of its scored tokens

@@ -109,7 +109,8 @@ def run_layers(pattern: Sequence[Layer], stacks: Any, x: Any, policy: Policy) ->
     >>> bool(jnp.allclose(gradients[0], gradients[1]) and jnp.allclose(gradients[0], gradients[2]))
     True
     """
-    count, period = jax.tree.leaves(stacks)[0].shape[0], len(pattern)
+    count = jax.tree.leaves(stacks)[0].shape[0]
+    period = len(pattern)
     xs = stacks, jnp.arange(count)
     if isinstance(policy, Nested):
         (layer,) = pattern

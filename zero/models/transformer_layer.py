@@ -217,7 +217,8 @@ class TransformerLayer(Layer):
             x_BTX = self._dense(h_BTD, features, name, adapter_keys_B, config.qkv_bias)
             return x_BTX.reshape(*x_BTX.shape[:2], *shape)
 
-        q_BTHK, k_BSGK = heads("query", config.num_head), heads("key", config.key_heads)
+        q_BTHK = heads("query", config.num_head)
+        k_BSGK = heads("key", config.key_heads)
         v_BSGK = heads("value", config.key_heads)
         if config.qk_norm:
             q_BTHK = make_head_norm(config, self.dtype, "query_norm", self.cut)(q_BTHK)
@@ -246,9 +247,11 @@ class TransformerLayer(Layer):
                 *(lax.dynamic_update_slice(c, x[None], start) for c, x in zip(cache, (k_BSGK, v_BSGK), strict=True))
             )
             k_BSGK, v_BSGK = (lax.dynamic_index_in_dim(c, layer, keepdims=False) for c in cache)
-        cut, swap = self.cut, self.cut.head_swap(config.num_head, config.key_heads)
+        cut = self.cut
+        swap = self.cut.head_swap(config.num_head, config.key_heads)
         if swap is not None:
-            cut, bias_CH = swap.cut, None if bias_CH is None else swap.cut.part(bias_CH, 1)
+            cut = swap.cut
+            bias_CH = None if bias_CH is None else swap.cut.part(bias_CH, 1)
             sinks_H = None if sinks_H is None else swap.cut.part(sinks_H, 0)
             q_BTHK, k_BSGK, v_BSGK = (swap.to_heads(x) for x in (q_BTHK, k_BSGK, v_BSGK))
             starts_BT = None if starts_BT is None else swap.whole_rows(starts_BT)
@@ -282,7 +285,8 @@ class TransformerLayer(Layer):
         keys_B: jax.Array | None,
         starts_BT: jax.Array | None,
     ) -> jax.Array:
-        config, queries = self.config, q_BTHK.shape[1]
+        config = self.config
+        queries = q_BTHK.shape[1]
         if window and queries == 1 and window < k_BSGK.shape[1]:  # in decoding: reads only the window of the cache
             first = jnp.clip(position - window + 1, 0, k_BSGK.shape[1] - window)
             k_BSGK, v_BSGK = (lax.dynamic_slice_in_dim(x, first, window, axis=1) for x in (k_BSGK, v_BSGK))
@@ -336,7 +340,8 @@ class Period(Layer):
         fields = ("window", "cut", "group", "kernel", "drops", "adapters")
         options: dict[str, Any] = {field: getattr(self, field) for field in fields}
         for i in range(every):
-            name, is_dense = f"layer_{i}", i + 1 < every
+            name = f"layer_{i}"
+            is_dense = i + 1 < every
             layer = TransformerLayer(
                 self.config, self.dtype, self.blockwise_from, **options, is_dense=is_dense, name=name
             )

@@ -174,6 +174,17 @@ def _labels(layout: Layout, axis: AxisLike, devices: Sequence[jax.Device] | Mesh
     return Mesh(grid.reshape(on.replicas, on.shards), ("replica", "shard")), "shard"
 
 
+def counted_devices(count: int) -> str:
+    """The place of an array with this number of shards on devices.
+
+    >>> counted_devices(0), counted_devices(1), counted_devices(8)
+    ('the host', '1 device', '8 devices')
+    """
+    if count == 0:
+        return "the host"
+    return f"{count} device" if count == 1 else f"{count} devices"
+
+
 def local_shards(leaf: LeafLayout, x: Any, devices: Sequence[jax.Device]) -> Sequence[Any]:
     """The shards of a stacked array on this process's devices, checked; `devices` are those of the pmap, in its order.
 
@@ -184,7 +195,7 @@ def local_shards(leaf: LeafLayout, x: Any, devices: Sequence[jax.Device]) -> Seq
     expected = [device for device in devices if device.process_index == jax.process_index()]
     if any(part.data.shape != (1, *leaf.shard_shape) for part in parts) or {p.device for p in parts} != set(expected):
         stacked = (len(expected), *leaf.shard_shape)
-        where = f"{len(parts)} device{'s' if len(parts) > 1 else ''}" if parts else "the host"
+        where = counted_devices(len(parts))
         hint = ""
         if np.shape(x) == stacked:
             hint = ": spread it by jax.pmap(lambda x: x)(x)"

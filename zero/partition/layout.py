@@ -303,7 +303,9 @@ def make_layout(
                 "jax.random.key_data(key)"
             )
         name, shape, is_stacked = "/".join(path), np.shape(leaf), path[:1] in [(name,) for name in names]
-        split, moves, first = None, tuple[Move, ...](), int(is_stacked)
+        split = None
+        moves = tuple[Move, ...]()
+        first = int(is_stacked)
         cut = tensor_dim(name) if tensor > 1 else None
         if cut is not None:
             split = Split(range(len(shape))[cut], shape[cut], shards)
@@ -409,7 +411,8 @@ def _choose_split(shape: tuple[int, ...], first: int, shards: int, *, keeps_firs
 def _one_layer(leaf: LeafLayout) -> LeafLayout:
     if not leaf.stacked:
         return leaf
-    splits, moves = tuple(map(_one_dim_less, leaf.splits)), tuple(map(_one_dim_less, leaf.moves))
+    splits = tuple(map(_one_dim_less, leaf.splits))
+    moves = tuple(map(_one_dim_less, leaf.moves))
     return dataclasses.replace(leaf, shape=leaf.shape[1:], splits=splits, stacked=False, moves=moves)
 
 

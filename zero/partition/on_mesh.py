@@ -138,7 +138,8 @@ def read(arrays: Sequence[jax.Array], leaves: Sequence[MeshLeaf]) -> list[Any]:
     """
     for one, x in zip(leaves, arrays, strict=True):
         check_global(one, x)
-    wholes, differ = list[Any](), np.zeros(len(leaves), bool)
+    wholes = list[Any]()
+    differ = np.zeros(len(leaves), bool)
     for number, x in enumerate(arrays):
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.extended)  # replicated
         if is_key:

@@ -31,7 +31,8 @@ from zero.partition.layout import PyTree
 
 Mask = PyTree | Callable[[PyTree], PyTree]
 
-_TO_INTEGER, _TO_INTEGER_BITS = 1.5 * 2**23, 0x4B400000
+_TO_INTEGER = 1.5 * 2**23
+_TO_INTEGER_BITS = 0x4B400000
 _LION_LOWEST = -32  # exponent of the smallest level of Lion's momentum; the largest is 2^9.7
 
 
@@ -78,7 +79,8 @@ def scale_by_adam(
 
     def init(params: PyTree) -> optax.ScaleByAdamState:
         unsigned = np.dtype(np.uint8) if dtype == np.int8 else dtype
-        mu, nu = _zeros(params, dtype, mask), _zeros(params, unsigned, mask)  # two, so that both can be donated
+        mu = _zeros(params, dtype, mask)
+        nu = _zeros(params, unsigned, mask)  # its own zeros, so that both can be donated
         return optax.ScaleByAdamState(jnp.zeros((), jnp.int32), mu, nu)
 
     def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, optax.ScaleByAdamState]:
@@ -88,7 +90,8 @@ def scale_by_adam(
         def one(name: str, g: jax.Array, mu: jax.Array, nu: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
             m, v = code.decode(mu, nu) if code and mu.dtype == np.int8 else (_wide(mu), _wide(nu))
             g = _wide(g)
-            m, v = (1 - b1) * g + b1 * m, (1 - b2) * jnp.square(jnp.abs(g)) + b2 * v
+            m = (1 - b1) * g + b1 * m
+            v = (1 - b2) * jnp.square(jnp.abs(g)) + b2 * v
             if mu.dtype not in (np.int8, jnp.bfloat16):  # bit for bit as in optax
                 return (m / correction1) / (jnp.sqrt(v / correction2) + eps), m.astype(mu.dtype), v.astype(nu.dtype)
             new = m * (1 / correction1) / (jnp.sqrt(v * (1 / correction2)) + eps)
@@ -125,8 +128,10 @@ def scale_by_lion(
         count = optax.safe_increment(state.count)
 
         def one(name: str, g: jax.Array, mu: jax.Array) -> tuple[jax.Array, jax.Array]:
-            g, m = _wide(g), _signed(mu, _LION_LOWEST) if mu.dtype == np.int8 else _wide(mu)
-            new, m = jnp.sign((1 - b1) * g + b1 * m), (1 - b2) * g + b2 * m
+            g = _wide(g)
+            m = _signed(mu, _LION_LOWEST) if mu.dtype == np.int8 else _wide(mu)
+            new = jnp.sign((1 - b1) * g + b1 * m)
+            m = (1 - b2) * g + b2 * m
             if mu.dtype not in (np.int8, jnp.bfloat16):
                 return new, m.astype(mu.dtype)
             high, _ = _random_halves(g.shape, name, count)
@@ -310,7 +315,8 @@ def _from_level(level: jax.Array, lowest: int) -> tuple[jax.Array, jax.Array]:
     """The square root of the float32 number of an int32 level, and the number: 2^octave (1 + third / 3)."""
     above = level + 2  # counted from one octave below, so that no octave is negative
     octave = (above * 171) >> 9  # above // 3, for above < 258
-    third, octave = above - 3 * octave, octave - 1
+    third = above - 3 * octave
+    octave = octave - 1
     is_odd = (octave & 1) == 1
     root = [jnp.where(is_odd, math.sqrt(2 + 2 * i / 3), math.sqrt(1 + i / 3)).astype(jnp.float32) for i in range(3)]
     fraction = jnp.where(third == 0, root[0], jnp.where(third == 1, root[1], root[2]))

@@ -60,7 +60,8 @@ class Squares(NamedTuple):
 
 def squares(shards: PyTree, layout: Layout, axis: Axis) -> Squares:
     """The input of `norm_of`; may be summed over several trees first."""
-    split, whole = jnp.float32(0), jnp.float32(0)
+    split = jnp.float32(0)
+    whole = jnp.float32(0)
     for leaf, x in zip(layout.leaves, layout.shards_of(shards), strict=True):
         size = jnp.abs(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
         square = jnp.sum(jnp.square(fill_padding(size, leaf, axis, 0).astype(jnp.float32)))
@@ -184,7 +185,8 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):
 
     def _replace(self, **fields: Any) -> ShardedOptimizer:
         replaced = super()._replace(**fields)
-        replaced.unsharded, replaced.axis = self.unsharded, self.axis
+        replaced.unsharded = self.unsharded
+        replaced.axis = self.axis
         return replaced
 
 
@@ -280,7 +282,8 @@ def shard_optimizer(
         return gather(new, new_layout, axis), dataclasses.replace(state, slices=new_state)
 
     sharded = ShardedOptimizer(init, update)
-    sharded.unsharded, sharded.axis = inner, axis_name
+    sharded.unsharded = inner
+    sharded.axis = axis_name
     return sharded
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero.partition.collectives.axis import Axis, AxisLike, as_axis
-from zero.partition.global_arrays import axis_and_devices, local_shards, pmap_devices
+from zero.partition.global_arrays import axis_and_devices, counted_devices, local_shards, pmap_devices
 from zero.partition.layout import Layout, LeafLayout, PyTree, Split, path_of
 from zero.partition.on_mesh import leaf_on_mesh, read, state_on_mesh, write
 from zero.partition.sharded_state import (
@@ -218,7 +218,7 @@ def _copy_of(name: str, x: Any) -> Any:
     if isinstance(x, jax.Array) and len(parts) > 1 and x.sharding.is_fully_replicated:
         return _on_host(parts[0].data)
     if not parts or any(part.data.shape[:1] != (1,) for part in parts) or x.shape[:1] != (len(parts),):
-        where = f"{len(parts)} device{'s' if len(parts) > 1 else ''}" if parts else "the host"
+        where = counted_devices(len(parts))
         raise ValueError(
             f"leaf {name}: expected what pmap returns, one row on each device, got shape {np.shape(x)} on {where}: "
             "leave it out of the tree if it is whole, and spread it by jax.pmap(lambda x: x)(x) if it is a stack"

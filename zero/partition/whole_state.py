@@ -83,7 +83,8 @@ def slices_from_host(
       ValueError: shape or dtype of a leaf do not match the layout.
     """
     if isinstance(devices, Mesh):
-        mesh, name = devices, axis_of_mesh(layout, axis, devices)
+        mesh = devices
+        name = axis_of_mesh(layout, axis, devices)
         return layout.map(
             lambda leaf, x: write(checked_whole(x, leaf, leaf.shape), leaf_on_mesh(leaf, name), mesh), tree
         )

@@ -86,11 +86,15 @@ def compile_step(request: Request) -> Row:
 
     Compiles the step and, if that fits, the evaluation, the sampling and the statistics between steps.
     """
-    config, training, zero = request.config, request.config.training, request.config.zero
+    config = request.config
+    training = request.config.training
+    zero = request.config.zero
     devices = find_devices(config.plan.topology)
     job = make_job(config, request.size, devices, request.rows)
-    model, sharded = job.model, job.model.base.sharded_layout
-    held, available = job.held, available_bytes(devices)
+    model = job.model
+    sharded = job.model.base.sharded_layout
+    held = job.held
+    available = available_bytes(devices)
     arguments = step_arguments(job, request.rows, row_tokens(config))
     started = time.monotonic()
     sent: list[Collective] | None = None  # of a step that fits
@@ -118,7 +122,8 @@ def compile_step(request: Request) -> Row:
         else:
             peak = _peak(compiled.memory_analysis(), devices[0].platform)
             text = compiled.as_text()
-            sent, predicted = collectives(text), predict(text, devices)
+            sent = collectives(text)
+            predicted = predict(text, devices)
             if peak <= available:
                 peaks |= _pause_peaks(request, job, devices, arguments, peak)
     seconds = time.monotonic() - started
@@ -202,7 +207,8 @@ def evaluation_arguments(job: Job, request: Request) -> Any:
 
 def sampling_arguments(job: Job, inference: Inference, count: int) -> tuple[Any, ...]:
     """Shapes of the arguments that extend one text per device, which begins with one token, by `count` tokens."""
-    text, length = jax.ShapeDtypeStruct((1, bucket(1 + count)), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+    text = jax.ShapeDtypeStruct((1, bucket(1 + count)), jnp.int32)
+    length = jax.ShapeDtypeStruct((), jnp.int32)
     key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))[None])
     params, text, length, key = _on_devices((job.model.weight_shapes(), text, length, key), job)
     state = inference.prefill.lower(params, text, length, bucket(1)).out_info
@@ -226,7 +232,8 @@ def _pause_peaks(request: Request, job: Job, devices: list[Any], of_step: Any, s
 
     Statistics need a copy of the trained weights, which is also there during the step before them.
     """
-    training, held = request.config.training, job.held
+    training = request.config.training
+    held = job.held
 
     def peak(program: Any, *arguments: Any, taken: int) -> int:
         rest = held - taken
@@ -275,7 +282,8 @@ def _operations(request: Request, job: Job, arguments: Any, sent: list[Collectiv
     flops = matmul_flops(jax.make_jaxpr(job.programs.step)(*arguments).jaxpr)
     frozen = job.model.tuning is not None
     of_group = model_flops(request.size, request.rows, request.config.data.max_context, frozen=frozen)
-    speed, bound = SPEEDS.get(devices[0].device_kind), None
+    speed = SPEEDS.get(devices[0].device_kind)
+    bound = None
     if speed is not None:
         total = sum(collective.sent for collective in sent)
         alone = sum(collective.sent for collective in sent if not collective.is_hidden)

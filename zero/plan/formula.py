@@ -69,7 +69,8 @@ def collectives_of(jaxpr: Any, devices: int, times: int = 1) -> Iterator[Collect
         inner = list(jaxprs_in_params(eqn.params))
         if eqn.primitive.name in _KIND_OF:
             groups = eqn.params["axis_index_groups"] or [list(range(devices))]
-            size, kind = len(groups[0]), _KIND_OF[eqn.primitive.name]
+            size = len(groups[0])
+            kind = _KIND_OF[eqn.primitive.name]
             held = sum(math.prod(x.aval.shape) * x.aval.dtype.itemsize for x in eqn.invars)
             # In a ring: a gather sends the own shard k - 1 times, a sum each of k parts twice, the others once.
             passes = {"all-gather": size - 1.0, "all-reduce": 2 * (size - 1) / size}.get(kind, (size - 1) / size)

@@ -35,7 +35,8 @@ def plan(config: PlanConfig, size: GPTConfig, run_directory: Path) -> int:
     Raises:
       UserError: there is no such slice, or no compiler for it.
     """
-    settings, request = config.plan, Request(config, size, config.plan.micro_batch)
+    settings = config.plan
+    request = Request(config, size, config.plan.micro_batch)
     prepare_environment(settings.topology)
     processes = settings.processes or min(os.cpu_count() or 1, 4)
     with _compilers(config, processes, run_directory / COMPILER_LOG) as pool:

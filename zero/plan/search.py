@@ -79,7 +79,8 @@ def _combinations(request: Request) -> list[Request]:
     Raises:
       UserError: none is possible.
     """
-    grid, zero = request.config.plan.grid, request.config.zero
+    grid = request.config.plan.grid
+    zero = request.config.zero
     keys: dict[str, Any] = {
         "stage": grid.stage,
         "accumulation": grid.accumulation,
@@ -91,7 +92,8 @@ def _combinations(request: Request) -> list[Request]:
         "phases": grid.phases or [zero.phases],
         "overlap_gathers": grid.overlap_gathers or [zero.overlap_gathers],
     }
-    found, mistakes = [], []
+    found = []
+    mistakes = []
     for values in itertools.product(*keys.values()):
         for other in _state_dtypes(request.with_changes(**dict(zip(keys, values, strict=True)))):
             for context in grid.context or [request.config.data.max_context]:
@@ -122,7 +124,8 @@ def largest(pool: Executor, config: PlanConfig) -> list[Row]:
 
 def _state_dtypes(request: Request) -> list[Request]:
     """The request with each dtype of weights and moments in the grid."""
-    grid, config = request.config.plan.grid, request.config
+    grid = request.config.plan.grid
+    config = request.config
     masters = grid.master_dtype or [config.zero.master_dtype]
     states = grid.state_dtype or [config.optimizer.state_dtype]
     return [request.with_changes(master_dtype=m, state_dtype=s) for m, s in itertools.product(masters, states)]
@@ -144,7 +147,8 @@ def deepest(request: Request) -> Row | None:
         return tried[layers]
 
     fewest = max(4, unit)
-    low, high = try_layers(fewest), try_layers(2 * fewest)
+    low = try_layers(fewest)
+    high = try_layers(2 * fewest)
     if not low["fits"]:
         return None
     per_layer = (highest_peak(high) - highest_peak(low)) / fewest

@@ -36,7 +36,8 @@ def slice_shape(name: str) -> str:
         raise UserError(f"plan.topology={name}: expected a slice such as v3-32 or v3:4x4, or one of {', '.join(LOCAL)}")
     if match is None:
         return name
-    generation, count = ALIASES.get(match[1], match[1]), int(match[2])
+    generation = ALIASES.get(match[1], match[1])
+    count = int(match[2])
     if generation not in GENERATIONS:
         raise UserError(f"plan.topology={name}: expected one of {', '.join(GENERATIONS)} before the hyphen")
     cores, dims = GENERATIONS[generation]

@@ -54,7 +54,8 @@ def write_report(directories: Sequence[Path], page: Path) -> Path:
 
 def _values(runs: Sequence[RunRecord]) -> dict[str, Any]:
     """What the template shows."""
-    panels, leaves = panels_of(runs), panels_of_leaves(runs)
+    panels = panels_of(runs)
+    leaves = panels_of_leaves(runs)
     curves = payload(runs, [*panels, *leaves])
     run = runs[0]
     return {
@@ -94,7 +95,9 @@ def _table(runs: Sequence[RunRecord]) -> list[RunRow]:
 
     rows = []
     for run in sorted(runs, key=loss):
-        best, training, last = run.best("validation/loss"), run.values("train/loss"), run.last
+        best = run.best("validation/loss")
+        training = run.values("train/loss")
+        last = run.last
         speeds = run.values("tokens_per_second")
         cells = (
             first_screen.state(run).value,

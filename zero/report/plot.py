@@ -17,7 +17,9 @@ from zero.run_directory import METRICS_FILE
 from zero.tracking.metrics_file import read_metrics, read_resumes
 
 PICTURE_FILE = "run.png"
-TRAINING, VALIDATION, SKIPPED = COLORS[0], COLORS[1], COLORS[3]
+TRAINING = COLORS[0]
+VALIDATION = COLORS[1]
+SKIPPED = COLORS[3]
 
 
 def draw_run(run_directory: Path) -> Path:
@@ -29,7 +31,8 @@ def draw_run(run_directory: Path) -> Path:
     """
     metrics = run_directory / METRICS_FILE
     title = "/".join(run_directory.absolute().parts[-2:])
-    picture, path = io.BytesIO(), run_directory / PICTURE_FILE
+    picture = io.BytesIO()
+    path = run_directory / PICTURE_FILE
     with rc_context(STYLE):
         _plot(read_metrics(metrics), read_resumes(metrics), title).savefig(picture, format="png")
     storage.write(path, picture.getvalue())

@@ -93,7 +93,8 @@ def read_run(directory: Path) -> RunRecord:
     lines = read_metrics(metrics)
     if not lines:
         raise UserError(f"{metrics}: holds no line of metrics; expected a run that has made a step")
-    layout, samples = directory / LAYOUT_FILE, directory / SAMPLES_FILE
+    layout = directory / LAYOUT_FILE
+    samples = directory / SAMPLES_FILE
     place = checkpoint_directory(directory, config.data.bucket_path, config.data.checkpoint_directory)
     return RunRecord(
         directory=directory,

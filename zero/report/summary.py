@@ -39,7 +39,8 @@ def loss_text(loss: float | None) -> str:
 
 def state(run: RunRecord) -> Fact:
     """How far the run is."""
-    step, total = run.last["step"], run.total_steps
+    step = run.last["step"]
+    total = run.total_steps
     if run.is_finished:
         return Fact("state", "finished", f"at step {step:,}", "good")
     at_most = "at most " if run.config.get("training.max_epochs", "null") != "null" else ""
@@ -49,7 +50,8 @@ def state(run: RunRecord) -> Fact:
 def outcome(run: RunRecord) -> list[Fact]:
     """Did it go well?"""
     facts = [state(run)]
-    validation, best = run.values("validation/loss"), run.best("validation/loss")
+    validation = run.values("validation/loss")
+    best = run.best("validation/loss")
     if best is not None:
         step, loss = validation[-1]
         facts.append(Fact("validation loss", loss_text(loss), f"nats per token, at step {step:,}"))
@@ -64,7 +66,8 @@ def outcome(run: RunRecord) -> list[Fact]:
     if not_finite:
         facts.append(Fact("losses not finite", f"{not_finite}", "of the logged lines", "bad"))
     if "skipped_steps" in run.last:
-        skipped, spikes = run.last["skipped_steps"], run.last.get("skipped_spikes", 0)
+        skipped = run.last["skipped_steps"]
+        spikes = run.last.get("skipped_spikes", 0)
         note = f"{spikes} of them spikes" if spikes else ""
         facts.append(Fact("skipped steps", f"{skipped:,}", note, "bad" if skipped else "good"))
     if run.last.get("skipped_rows"):
@@ -77,7 +80,8 @@ def outcome(run: RunRecord) -> list[Fact]:
 
 def cost(run: RunRecord) -> list[Fact]:
     """What did it cost?"""
-    last, facts = run.last, []
+    last = run.last
+    facts = []
     if "wall_time" in last:
         facts.append(Fact("wall clock", clock(last["wall_time"]), "over all starts"))
         shares = {name: last[f"goodput/{phase}"] for phase, name in PHASES.items()}
@@ -88,7 +92,8 @@ def cost(run: RunRecord) -> list[Fact]:
         facts.append(Fact("tokens", f"{last['tokens_seen']:,}", epochs_text(run)))
     speeds = [line for line in run.lines if "tokens_per_second" in line]
     if speeds:
-        speed, of_device = speeds[-1]["tokens_per_second"], speeds[-1].get("tokens_per_second_per_device")
+        speed = speeds[-1]["tokens_per_second"]
+        of_device = speeds[-1].get("tokens_per_second_per_device")
         note = "" if of_device is None else f"{of_device:,.0f} per device, {round(speed / of_device)} devices"
         facts.append(Fact("tokens per second", f"{speed:,.0f}", note))
         if of_device is not None and "wall_time" in last:

@@ -73,7 +73,8 @@ def prepare_corpus(config: Config, tokenizer: Tokenizer) -> Config:
     Returns:
       The configuration with the index files of the corpus that fits.
     """
-    data, is_first = config.data, jax.process_index() == 0
+    data = config.data
+    is_first = jax.process_index() == 0
     if data.corpus in SYNTHETIC:
         return config
     train = index_paths(data.index_path_train, data.bucket_path)
@@ -133,9 +134,11 @@ def with_global_batch(config: Config, global_rows: int) -> Config:
     Raises:
       UserError: the global batch does not divide into the micro-batches of all devices.
     """
-    training, hosts = config.training, jax.process_count()
+    training = config.training
+    hosts = jax.process_count()
     group = config.zero.tensor_shards * config.zero.context_shards
-    groups, unit = jax.local_device_count() // group, "devices" if group == 1 else f"groups of {group} devices"
+    groups = jax.local_device_count() // group
+    unit = "devices" if group == 1 else f"groups of {group} devices"
     parts = hosts * groups * training.gradient_accumulation_steps
     if global_rows % parts:
         raise UserError(
@@ -158,9 +161,12 @@ def with_global_batch(config: Config, global_rows: int) -> Config:
 
 
 def staged_context(config: Config) -> SequenceLengths:
-    training, full, has_last_target = config.training, config.data.max_context, bool(config.data.last_target)
+    training = config.training
+    full = config.data.max_context
+    has_last_target = bool(config.data.last_target)
     if training.context_stages == "linear":
-        shortest, steps = training.warmup_train_context, training.staged_warmup_steps
+        shortest = training.warmup_train_context
+        steps = training.staged_warmup_steps
         return SequenceLengths.linear(full, shortest, steps, has_last_target=has_last_target)
     return SequenceLengths(full, training.stages(), has_last_target)
 
@@ -173,8 +179,10 @@ def _loaders(
     Raises:
       UserError: the data does not fit the configuration.
     """
-    data, vocab_size = config.data, job.model.config.vocab_size
-    host, hosts = jax.process_index(), jax.process_count()
+    data = config.data
+    vocab_size = job.model.config.vocab_size
+    host = jax.process_index()
+    hosts = jax.process_count()
     if data.corpus is not None and data.corpus in SYNTHETIC:
         shape = (global_rows, data.max_context + bool(data.last_target), vocab_size, config.seed)
         return SyntheticLoader(data.corpus, *shape, host, hosts), {}
@@ -217,7 +225,8 @@ def _loaders(
 
 def _uncovered(loaders: Mapping[str, Loader], batches: int, global_rows: int) -> list[str]:
     """The sets of which this number of batches of all sets, one after the other, holds nothing."""
-    names, left = [], batches * global_rows
+    names = []
+    left = batches * global_rows
     for name, loader in loaders.items():
         if left <= 0:
             names.append(name)

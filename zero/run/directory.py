@@ -99,7 +99,8 @@ def open_directory(config: Config, size: GPTConfig, job: Job, path: Path, is_for
 
 def _layout_summary(job: Job, has_average: bool) -> str:
     """The layout of the parameters, and the bytes per device at each stage."""
-    model, tx = job.model, job.tx
+    model = job.model
+    tx = job.tx
     if has_average:  # counted as optimizer state
         tx = optax.GradientTransformation(lambda params: (job.tx.init(params), params), job.tx.update)
     shapes = model.sharded_layout.shapes()

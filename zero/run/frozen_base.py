@@ -24,7 +24,8 @@ def load_unchanged(
     Raises:
       UserError: they are not those of the run before; the message has `otherwise`.
     """
-    place, ema = str(config.model.model_path), config.model.ema if position.base is None else position.base["ema"]
+    place = str(config.model.model_path)
+    ema = config.model.ema if position.base is None else position.base["ema"]
     weights = warm_start(place, model.base, ema=ema)
     checksum = base_checksum(weights, model)
     check_base(f"model.model_path={place}", checksum, position.base, otherwise)

@@ -29,7 +29,8 @@ def check_identity(
     Raises:
       UserError: the training data or the tokenizer is another one than before, or than that of another host.
     """
-    contents, shards = list(loader.contents), loader.shards
+    contents = list(loader.contents)
+    shards = loader.shards
     for data in validation.values():
         contents += data.contents
         shards += data.shards

@@ -29,7 +29,8 @@ def still_pending(position: TrainingPosition, run_directory: Path, last_step: in
     if is_durable and not pending["features"]:
         return None
     now = Moment(position.step, False, position.step >= last_step)
-    names, line = pending["features"], pending["line"]
+    names = pending["features"]
+    line = pending["line"]
     if agreement.is_host_0():
         names = [kind.name for kind in FEATURES if kind.name in names and not kind.is_done(run_directory, now)]
         if not is_durable:

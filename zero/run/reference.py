@@ -98,7 +98,8 @@ def _of_index(index: str, config: Config, job: Job, position: TrainingPosition, 
 def _place(index: str, shards: Sequence[Shard], config: Config, job: Job, position: TrainingPosition) -> str:
     """The path of the values, with a digest of all that they depend on."""
     assert position.base is not None
-    dtype, size = np.dtype(job.model.compute_dtype).name, asdict(job.model.config)
+    dtype = np.dtype(job.model.compute_dtype).name
+    size = asdict(job.model.config)
     contents = contents_of([(shard, shard.rows) for shard in shards])
     facts = [position.base["checksum"], size, config.data.max_context, dtype, contents]
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
@@ -106,7 +107,8 @@ def _place(index: str, shards: Sequence[Shard], config: Config, job: Job, positi
 
 
 def _computed(index: str, rows: int, config: Config, job: Job, weights: PyTree, global_rows: int) -> np.ndarray:
-    model, found = job.model, []
+    model = job.model
+    found = []
     loader = Loader(
         index,
         global_rows=global_rows,
@@ -119,7 +121,8 @@ def _computed(index: str, rows: int, config: Config, job: Job, weights: PyTree, 
         only_completions=True,
         pairs=True,
     )
-    group, name = model.axis.row_group, model.axis.name
+    group = model.axis.row_group
+    name = model.axis.name
     gather = pmap(lambda x: lax.all_gather(x, name)[::group].reshape(-1), name, out_axes=None)
     with closing(prefetch(loader.batches())) as batches:
         for batch in batches:

@@ -65,12 +65,15 @@ def restore(
     Raises:
       UserError: there is no such checkpoint, none that can be read, or it is of another model.
     """
-    newest, damaged = source.choose(step), []
+    newest = source.choose(step)
+    damaged = []
     for candidate in [newest] if step is not None else source.steps()[::-1]:
         try:
             checkpoint = saved_step(source, candidate)
-            origin, meta = checkpoint.origin, checkpoint.meta
-            position, trained = _position(origin, meta), asdict(checkpoint.size())
+            origin = checkpoint.origin
+            meta = checkpoint.meta
+            position = _position(origin, meta)
+            trained = asdict(checkpoint.size())
             saved = source.as_saved(candidate, layout)
             whole = source.restore(candidate, saved, axis)
             check_unseen(origin, trained, size, also=("parametrization", "mup_base_width", *UNSEEN_IN_CHECKPOINTS))

@@ -46,7 +46,8 @@ def check_unused(run_directory: Path, checkpoints: Checkpoints) -> None:
     place: Path | str = checkpoints.directory
     is_used = bool(checkpoints.steps())
     if jax.process_index() == 0 and not is_used and (run_directory / run_files.CONFIG_FILE).exists():
-        is_used, place = bool(run_files.saved_steps(run_directory)), run_directory
+        is_used = bool(run_files.saved_steps(run_directory))
+        place = run_directory
     place = agreement.broadcast("used", str(place) if is_used else "")
     if place:
         raise UserError(f"{place} has checkpoints: --resume continues, another hydra.run.dir starts a new run")
@@ -61,7 +62,9 @@ def resume_state(
     emergency: EmergencyCheckpoints | None,
 ) -> tuple[TrainingPosition, TrainState]:
     """The training position and state of an emergency checkpoint if it is the newest, else of a durable one."""
-    step, layout, axis = config.data.resume_step, job.layout, job.model.axis
+    step = config.data.resume_step
+    layout = job.layout
+    axis = job.model.axis
     given = config.optimizer.hyperparameters()
     adam = {key: given[key] for key in ("b1", "b2", "eps") if key in given}
     if is_fork:

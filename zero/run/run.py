@@ -116,7 +116,8 @@ class Run:
         self._sum_counters()
         if self.metrics.is_empty:
             return {}
-        position, context = self.position, self.data.context
+        position = self.position
+        context = self.data.context
         assert position.cursor is not None
         row_tokens = self.job.objective.rows * context.full
         batches = position.cursor["batches"]

@@ -31,7 +31,9 @@ class StepMetrics:
     """
 
     def __init__(self, tokens_per_step: int, devices: int, peak_flops: float | None, goodput: Goodput) -> None:
-        self._tokens_per_step, self._devices, self._peak_flops = tokens_per_step, devices, peak_flops
+        self._tokens_per_step = tokens_per_step
+        self._devices = devices
+        self._peak_flops = peak_flops
         self._goodput = goodput
         self._unread: deque[dict[str, jax.Array]] = deque()  # metrics of dispatched steps, oldest first
         self._newest: dict[str, float | int] = {}

@@ -104,7 +104,8 @@ class StepPrograms:
         """Operations of the model per step and device; 0 where no metric needs them, since a trace takes 0.1 s."""
         if not run.metrics.counts_flops:
             return 0
-        rows, length = per_device.tokens.shape[1], run.job.model.positions_in(per_device.tokens[0])
+        rows = per_device.tokens.shape[1]
+        length = run.job.model.positions_in(per_device.tokens[0])
         is_frozen = run.job.model.tuning is not None
         return model_flops(run.job.model.config, rows, length, frozen=is_frozen) // run.axis.row_group
 

@@ -75,7 +75,8 @@ def continue_job(config: DictConfig, run_directory: Path, keys: set[str]) -> Non
                 rebuild(run_directory, place)
     if (run_directory / CONFIG_FILE).is_file() and saved_steps(run_directory):
         _check_job(config, saved_config(run_directory), keys, str(run_directory))
-        config.resume, config.data.resume_step = str(run_directory), None
+        config.resume = str(run_directory)
+        config.data.resume_step = None
 
 
 def write_table(sweep: Path, keys: Iterable[str]) -> None:

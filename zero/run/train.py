@@ -56,7 +56,8 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
     _, hosts = startup.start(**asdict(config.distributed), overlap_gathers=config.zero.overlap_gathers)
     run_directory, is_fork = join_run_directory(run_directory, config.resume)
     check_same_configuration(config, size)
-    count, backend = jax.device_count(), jax.default_backend()
+    count = jax.device_count()
+    backend = jax.default_backend()
     log.info("%d %s devices, %d of this host; %s", count, backend, jax.local_device_count(), run_directory)
     job = make_job(config, size)  # what devices or batches refuse is known before a corpus is prepared
     position = TrainingPosition(global_rows=config.training.batch_size * hosts)

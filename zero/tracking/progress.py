@@ -70,7 +70,8 @@ class Progress:
     """
 
     def __init__(self, step: int, last_step: int, clock: Goodput, is_shown: bool = True) -> None:
-        self.step, self.last_step = step, last_step
+        self.step = step
+        self.last_step = last_step
         self._clock = clock
         self._is_shown = is_shown
         self._newest: dict[str, Any] = {}
@@ -103,7 +104,8 @@ class Progress:
 
     def compiling(self, program: str) -> None:
         """A program is compiled until the next step is done: it is shown, and its time is no time of steps."""
-        self._program, self._compiling_since = program, time.monotonic()
+        self._program = program
+        self._compiling_since = time.monotonic()
         self._log_plainly(f"compiling {program}", is_due=True)
 
     def done(self, step: int) -> None:

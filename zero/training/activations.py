@@ -22,7 +22,9 @@ def activation_bytes(model: ShardedGPT, rows: int, context: int) -> int:
     Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, arXiv 2205.05198,
     equation 2.
     """
-    axis, size, itemsize = model.axis, model.config, jnp.dtype(model.compute_dtype).itemsize
+    axis = model.axis
+    size = model.config
+    itemsize = jnp.dtype(model.compute_dtype).itemsize
     positions = rows * context // axis.context
     channels = positions * size.embedding_dim * itemsize
     is_dense = model.kernel is None and (model.blockwise_from is None or context < model.blockwise_from)

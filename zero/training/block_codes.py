@@ -69,7 +69,8 @@ def _hold_nf4(x_IO: jax.Array) -> Held:
     unit_IO = _divided(x_IO, _nf4_scales(held), BLOCK)
     numbers_IO = sum((unit_IO > middle).astype(jnp.uint8) for middle in (NF4[1:] + NF4[:-1]) / 2)
     half = -(-x_IO.shape[-2] // 2)
-    upper, lower = numbers_IO[..., :half, :], _padded(numbers_IO[..., half:, :], half)
+    upper = numbers_IO[..., :half, :]
+    lower = _padded(numbers_IO[..., half:, :], half)
     return {"codes": upper << 4 | lower, **held}
 
 

@@ -61,7 +61,9 @@ def _total(
     multiplies the slope by its own part.
     """
     assert reference is not None
-    own_R, is_pair_P, is_first = -model.sum_rows(losses, tokens), _is_pair(tokens), model.is_first_of_group()
+    own_R = -model.sum_rows(losses, tokens)
+    is_pair_P = _is_pair(tokens)
+    is_first = model.is_first_of_group()
 
     def of_rows(logps_R: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         found = pair_losses(logps_R.reshape(-1, 2), jnp.reshape(reference, (-1, 2)), beta)

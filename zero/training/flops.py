@@ -26,7 +26,8 @@ def model_flops(config: GPTConfig, rows: int, context: int, *, frozen: bool = Fa
     # T5's bias is looked up by a matrix product, which is not a model FLOP.
     positions = "none" if config.positions == "t5" else config.positions
     whole = dataclasses.replace(config, windows=(0,), positions=positions)
-    model, variables = GPT(whole), variable_shapes(whole)
+    model = GPT(whole)
+    variables = variable_shapes(whole)
     tokens = jax.ShapeDtypeStruct((rows, context), jnp.int32)
     unseen = sum(context - min(context, window or context) for window in config.windows) * config.N
     local = 2 * 2 * rows * context * (unseen // len(config.windows)) * config.num_head * config.head_width
@@ -54,7 +55,8 @@ def matmul_flops(jaxpr: Any) -> int:
 
 
 def _product_flops(eqn: Any) -> int:
-    shape, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    shape = eqn.invars[0].aval.shape
+    out = eqn.outvars[0].aval.shape
     if eqn.primitive.name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
     else:

@@ -55,7 +55,8 @@ def fused_update(model: ShardedGPT, tx: optax.GradientTransformation, options: S
 
     def run(state: TrainState, frozen: PyTree, batch: Batch, rate: jax.Array, key: jax.Array) -> Tried:
         objective = options.objective
-        keys, terms = model.dropout_keys(key, batch), objective.count_all(model, batch.tokens)
+        keys = model.dropout_keys(key, batch)
+        terms = objective.count_all(model, batch.tokens)
         tokens_in, targets, starts = model.inputs(batch.tokens)
         module: Any = model.gpt.layer(model.cut)
 
@@ -131,7 +132,9 @@ def backward_and_update(
       NotElementwiseError: `tx` needs other devices, or other layers.
     """
     rest, rest_state = _subtrees(lambda tree: stack_and_rest(tree)[1], (params, opt_state))
-    rest_layout, layers_layout, layer_layout = layout.only(rest), layout.only([STACK]), layout.at(STACK)
+    rest_layout = layout.only(rest)
+    layers_layout = layout.only([STACK])
+    layer_layout = layout.at(STACK)
     numbers = jnp.arange(jax.tree.leaves(params[STACK])[0].shape[0])
 
     x, embed_backward = jax.vjp(embed, rest)

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from zero.training.parts import Guard, GuardState, StepOptions, Tried
 
 # As in OLMo-core's SkipStepOptimizer: statistics of about 128 updates, used from the 64th on.
-_DECAY, _JUDGED_BY = 1 - 1 / 128, 64
+_DECAY = 1 - 1 / 128
+_JUDGED_BY = 64
 
 
 def init_guard() -> GuardState:

@@ -72,7 +72,8 @@ def score_on(
     For gated units, whose cache has a constant size: long rows are scored in parts, with the same result.
     """
     tokens = token_ids(tokens)
-    variables, following = model.gather_params(params), {"cache": cache, "position": position}
+    variables = model.gather_params(params)
+    following = {"cache": cache, "position": position}
     scores, cache = model.apply(variables, tokens[:, :-1], tokens[:, 1:], method="scores", **following)
     return _of_all_rows(scores.losses_BT, model), _of_all_rows(scores.is_greedy_BT, model), cache
 

@@ -167,7 +167,8 @@ class ShardedGPT:
         assert self.tuning is not None
         if self.stage == 3:
             frozen = self.gather_frozen(frozen, name)
-        form, dtype = self.tuning.base_dtype, self.compute_dtype
+        form = self.tuning.base_dtype
+        dtype = self.compute_dtype
         return self.base.layout_by_parts.at(name).map(lambda leaf, x: thaw(leaf.gathered_shape, x, form, dtype), frozen)
 
     def gather_frozen(self, frozen: PyTree, name: str | None = None) -> PyTree:

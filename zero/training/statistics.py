@@ -49,12 +49,14 @@ def statistics(
     groups of layers. The gradient is computed again, as the update has computed it, and needs memory for its shards.
     Devices add up their parts in one `psum`. Call inside pmap.
     """
-    clock, axis = state.clock - 1, model.axis
+    clock = state.clock - 1
+    axis = model.axis
     params, collections = model.split(before)
     key = jax.random.fold_in(jax.random.key(options.seed), clock)
     old = state._replace(params=params, averages={**state.averages, **collections})
     _, grads, _, _ = loss_and_gradients(model, old, frozen, batch, key, options)
-    leaves, weights = model.layout.leaves, model.weights(params, collections, frozen)
+    leaves = model.layout.leaves
+    weights = model.weights(params, collections, frozen)
     of_leaves = [model.layout.shards_of(tree) for tree in (params, state.params, grads)]
     activations = _activations(model, weights, batch, options.micro_batches)
     # Parts of the mean over devices, which all have equal numbers of rows, positions and heads.
@@ -104,7 +106,8 @@ def _recorder(found: dict[str, jax.Array]) -> Callable[..., Any]:
     """A Flax interceptor that records the mean absolute output of each module in `found`, by its path in the layer."""
 
     def record(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
-        out, module = call(*args, **kwargs), context.module
+        out = call(*args, **kwargs)
+        module = context.module
         is_part = module.name is None or module.name.startswith(type(module).__name__)  # of a module with a name
         if context.method_name == "__call__" and isinstance(module, _RECORDED) and not is_part:
             name = "/".join(module.path)

@@ -36,7 +36,8 @@ def make_step(model: ShardedGPT, tx: optax.GradientTransformation, options: Step
       NotElementwiseError: `tx` would be wrong on shards, or layer by layer where the update is fused.
     """
     attempt = (fused_update if options.fused_update else whole_gradient)(model, tx, options)
-    guard, averages = make_guard(options), averages_of(model, options)
+    guard = make_guard(options)
+    averages = averages_of(model, options)
 
     def step(state: TrainState, batch: Batch, frozen: PyTree = None) -> tuple[TrainState, dict[str, jax.Array]]:
         key = jax.random.fold_in(jax.random.key(options.seed), state.clock)

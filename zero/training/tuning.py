@@ -69,7 +69,8 @@ def with_frozen(module_class: type[nn.Module], thaw: Callable[[PyTree], PyTree])
 
 def hold_shards(base: PyTree, *, layout: Layout, held: Layout, axis: Axis, form: str) -> PyTree:
     """Shards of the base as it is held, from float shards; one layer is whole at a time. Call inside pmap."""
-    layout, held = layout.at(STACK), held.at(STACK)
+    layout = layout.at(STACK)
+    held = held.at(STACK)
     return {**base, STACK: lax.map(lambda own: shard(hold(gather(own, layout, axis), form), held, axis), base[STACK])}
 
 
@@ -81,7 +82,10 @@ def measure_shards(
     Per device: shards of the base as it is held, and of the adapters, with the layouts of the base before it is coded,
     of the base as it is held, and of the adapters; one layer is whole at a time. Call inside pmap.
     """
-    layout, held, low, form = layout.at(STACK), held.at(STACK), low.at(STACK), tuning.base_dtype
+    layout = layout.at(STACK)
+    held = held.at(STACK)
+    low = low.at(STACK)
+    form = tuning.base_dtype
 
     def one(own: PyTree, adapters: PyTree) -> PyTree:
         whole = layout.map(lambda leaf, x: thaw(leaf.shape, x, form, jnp.float32), gather(own, held, axis))
@@ -96,7 +100,9 @@ def merge_shards(base: PyTree, adapters: PyTree, *, layout: Layout, low: Layout,
     Per device: float shards of the base, before it is coded, and of the adapters in, with their layouts; one layer is
     whole at a time. Call inside pmap.
     """
-    layout, low, form = layout.at(STACK), low.at(STACK), tuning.base_dtype
+    layout = layout.at(STACK)
+    low = low.at(STACK)
+    form = tuning.base_dtype
 
     def one(own: PyTree, adapters: PyTree) -> PyTree:
         held = hold(gather(own, layout, axis), form)

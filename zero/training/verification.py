@@ -32,7 +32,8 @@ def verify(weights: PyTree, tokens: jax.Array, first: jax.Array, *, model: Shard
     """
     tapped = _Tapped(**{field.name: getattr(model, field.name) for field in dataclasses.fields(model)})
     axis = model.axis
-    own, size = tokens[: len(tokens) // micro_batches], group_size(axis)
+    own = tokens[: len(tokens) // micro_batches]
+    size = group_size(axis)
     shifts = ([(source, (source - turn * size) % axis.size) for source in range(axis.size)] for turn in range(3))
     rows = jnp.stack([lax.ppermute(own, axis.name, pairs) for pairs in shifts])
     variables = tapped.gather_params(weights)
@@ -73,7 +74,8 @@ def suspects(results: Mapping[int, np.ndarray], axis: Axis) -> tuple[list[list[i
         for turn, of_devices in enumerate(found, start=first):
             for group, result in enumerate(np.reshape(of_devices, (-1, size))):
                 votes[(group + turn) % len(groups)].setdefault(result.tobytes(), set()).add(group)
-    wrong, unsure = set[int](), set[int]()
+    wrong = set[int]()
+    unsure = set[int]()
     for by_result in votes:
         most = max(map(len, by_result.values()))
         minority = [voters for voters in by_result.values() if len(voters) < most]

@@ -56,8 +56,11 @@ def loss_and_gradients(
     Further results: the gradients of the model's collections, summed over devices, and metrics of routing and of the
     objective.
     """
-    objective, micro_batches = options.objective, options.micro_batches
-    tokens, keys, terms = batch.tokens, model.dropout_keys(key, batch), objective.count_all(model, batch.tokens)
+    objective = options.objective
+    micro_batches = options.micro_batches
+    tokens = batch.tokens
+    keys = model.dropout_keys(key, batch)
+    terms = objective.count_all(model, batch.tokens)
     positions = model.axis.size // model.axis.row_group * len(tokens) * model.positions_in(tokens)
     prepared = {name: one.prepare(state.averages[name], positions) for name, one in model.collections.items()}
     variables = model.gather_params(model.weights(state.params, prepared, frozen))

@@ -245,7 +245,8 @@ def shard_names(names: Iterable[str]) -> set[str]:
 def index_text(index: str, place: str, split: str, summary: dict[str, Any]) -> bytes:
     """The contents of an index file; shards are named relative to it if both are on this machine or in one bucket."""
     lines = [f"# {os.path.basename(place)}, {split}: {summary['tokens']} tokens of {summary['documents']} documents"]
-    bucket, target = _bucket(place), place
+    bucket = _bucket(place)
+    target = place
     if bucket == _bucket(index):
         start = storage.parent(index).removeprefix(bucket) or "/"
         target = os.path.relpath(place.removeprefix(bucket), start)

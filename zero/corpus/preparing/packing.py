@@ -60,12 +60,14 @@ def _rows(sizes: np.ndarray, row_tokens: int) -> np.ndarray:
     """
     rooms: list[int] = []  # those that some row has left, in order
     rows_with: dict[int, list[int]] = {}  # by their room
-    rows, row_of = 0, np.empty(len(sizes), np.int64)
+    rows = 0
+    row_of = np.empty(len(sizes), np.int64)
     for piece in np.argsort(-sizes, kind="stable"):
         size = int(sizes[piece])
         at = bisect.bisect_left(rooms, size)
         if at == len(rooms):
-            row, room = rows, row_tokens
+            row = rows
+            room = row_tokens
             rows += 1
         else:
             room = rooms[at]

@@ -34,11 +34,14 @@ def peek(index: str, rows: int, tokenizer: Tokenizer | None = None) -> Iterator[
         tokenizer = load_tokenizer(given if given == "bytes" else storage.join(place, manifest.TOKENIZER))
     manifest.check_tokenizer(place, tokenizer)
     recorded = manifest.load(place) if storage.exists(storage.join(place, manifest.MANIFEST)) else {}
-    is_packed, names = recorded.get("pack") is not None, ANSWERS if recorded.get("preferences") else ("",)
+    is_packed = recorded.get("pack") is not None
+    names = ANSWERS if recorded.get("preferences") else ("",)
     total = sum(shard.rows for shard in shards)
     shown = min(rows, total)
     wanted = {number * total // shown for number in range(shown)}
-    seen, length, first = _Seen(), row_tokens(shards[0].path), 0
+    seen = _Seen()
+    length = row_tokens(shards[0].path)
+    first = 0
     for shard in shards:
         own = {number - first for number in wanted if first <= number < first + shard.rows}
         if own:

@@ -127,7 +127,8 @@ def prepare(
         template = load_chat_template(tokenizer.path)
     reader: Reader | None = CompletionReader(template, tuple(loss_on)) if completions else None
     if preferences:
-        reader, one_document_per_row = PreferenceReader(template), True
+        reader = PreferenceReader(template)
+        one_document_per_row = True
     opened = Source(str(source), key, validation_fraction, reader, splits, normalise)
     for option, is_given in (
         ("one_document_per_row", one_document_per_row),

@@ -38,7 +38,8 @@ def prepare_if_missing(
                 f"{' and '.join(_index_files(corpus))}"
             )
     names = {corpus if given[path] in own else beside for path in missing}
-    place, used = f"{DIRECTORY}/{corpus}", {}
+    place = f"{DIRECTORY}/{corpus}"
+    used = {}
     is_own = not missing and {*given.values()} == {*own} and storage.exists(f"{place}/{MANIFEST}")
     if is_own and load(place).get("row_tokens", row_tokens) < row_tokens:
         used = {path: _index_files(beside)[own.index(given[path])] for path in given}

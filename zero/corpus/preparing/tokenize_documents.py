@@ -56,7 +56,9 @@ class UnitTokenizer:
             if document is None:
                 counts = [count.plus(Counts(skipped=1)) for count in counts]
                 continue
-            text, split, ends = document.content, document.split, document.ends
+            text = document.content
+            split = document.split
+            ends = document.ends
             if document.is_duplicate:
                 counts = [count.plus(Counts(duplicates=1)) for count in counts]
             if not len(text):
@@ -98,12 +100,14 @@ class UnitTokenizer:
                 "--one-document-per-row accepts it"
             )
         if not len(ids) or ids[-1] != end_of_text:
-            ids, is_learned = np.append(ids, end_of_text), np.append(is_learned, True)
+            ids = np.append(ids, end_of_text)
+            is_learned = np.append(is_learned, True)
         dtype = np.min_scalar_type(self.tokenizer.vocab_size - 1)
         return Tokens(ids.astype(dtype, copy=False), is_learned.astype(np.uint8))
 
     def _ids(self, text: str | np.ndarray, ends: bool, name: str) -> np.ndarray:
-        end_of_text, size = self.tokenizer.end_of_text, self.tokenizer.vocab_size
+        end_of_text = self.tokenizer.end_of_text
+        size = self.tokenizer.vocab_size
         dtype = np.min_scalar_type(size - 1)
         if isinstance(text, str):
             ids = [self.tokenizer.encode(piece).astype(dtype, copy=False) for piece in _pieces(text)]

@@ -85,7 +85,9 @@ class _ShardPublisher:
     """Writes shards and records them in the manifest, in a thread."""
 
     def __init__(self, place: str, manifest: dict[str, Any], thread: ThreadPoolExecutor):
-        self._place, self._manifest, self._thread = place, manifest, thread
+        self._place = place
+        self._manifest = manifest
+        self._thread = thread
         self._pending: deque[Future[None]] = deque()
         self._recorded = 0
 
@@ -120,8 +122,11 @@ class _SplitWriter:
         unit, skip, counts = manifest["unfinished"][split]
         self.start = UnitPosition(unit, skip, Counts(*counts))
         self.counts = self.start.counts
-        self._split, self._publisher, self._filler = split, publisher, tokenizer.end_of_text
-        self._row_tokens, self._rows_per_member = manifest["row_tokens"], manifest["rows_per_member"]
+        self._split = split
+        self._publisher = publisher
+        self._filler = tokenizer.end_of_text
+        self._row_tokens = manifest["row_tokens"]
+        self._rows_per_member = manifest["rows_per_member"]
         self._size = manifest["rows_per_shard"] * (1 if manifest["one_document_per_row"] else self._row_tokens)
         self._pack = PACKINGS[manifest["pack"]] if manifest.get("pack") else None
         self._waiting: list[tuple[np.ndarray | None, ...]] = []  # rows, lengths, completions, starts; less than a shard
@@ -156,14 +161,16 @@ class _SplitWriter:
         if self._pack is not None:
             assert starts is not None
             packed = self._pack(starts, self._row_tokens)
-            rows, lengths = packed.rows(rows, self._filler), packed.lengths
+            rows = packed.rows(rows, self._filler)
+            lengths = packed.lengths
             completions = None if completions is None else packed.rows(completions, 0)
             counts = {"truncations": packed.truncations}
         elif rows.ndim == 1:
             rows, lengths = padded_rows(rows, self._row_tokens, self._filler)
             completions = None if completions is None else padded_rows(completions, self._row_tokens, 0)[0]
         assert lengths is not None
-        self._waiting, self._held = [], 0
+        self._waiting = []
+        self._held = 0
         data = _tar(rows, lengths, completions, self._row, self._rows_per_member)
         self._publisher.add(self._split, data, {"rows": len(rows), **counts}, position)
         self._row += len(rows)

@@ -60,7 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = vars(_parser().parse_args(arguments))
     try:
         with exit_on_error():
-            is_verify, rows = options.pop("verify"), options.pop("peek")
+            is_verify = options.pop("verify")
+            rows = options.pop("peek")
             if rows is not None:
                 _peek(rows, **options)
             else:

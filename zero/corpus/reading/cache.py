@@ -33,7 +33,8 @@ class ShardCache:
     """
 
     def __init__(self, directory: Path, limit: int):
-        self.directory, self.limit = directory, limit
+        self.directory = directory
+        self.limit = limit
         self._warnings: set[str] = set()
         try:
             directory.mkdir(parents=True, exist_ok=True)

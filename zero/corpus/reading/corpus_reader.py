@@ -88,13 +88,15 @@ class CorpusReader:
             with open_shard(shard.path, (self.cache or storage).open_reader) as stream:
                 for rows, row_lengths in self._read(part, key, stream, problems):
                     into = slots[filled : filled + len(rows)]
-                    tokens[into], lengths[into] = rows, row_lengths
+                    tokens[into] = rows
+                    lengths[into] = row_lengths
                     filled += len(rows)
         except BadData as error:
             if not self.skip_bad:
                 raise
             problems.append(str(error))
-        tokens[slots[filled:]], lengths[slots[filled:]] = 0, SKIPPED
+        tokens[slots[filled:]] = 0
+        lengths[slots[filled:]] = SKIPPED
         return problems
 
     def _read(

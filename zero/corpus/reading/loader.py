@@ -137,9 +137,13 @@ class Loader:
         self._mixture = StagedMixture(
             tuple((step * part, Mixture(exact_weights(one), streams)) for step, one in weight_stages(weights))
         )
-        self._global_rows, self._host, self._hosts, self._width = global_rows, host, hosts, self.corpora[0].width
+        self._global_rows = global_rows
+        self._host = host
+        self._hosts = hosts
+        self._width = self.corpora[0].width
         self._reference = 0 if reference is None else 2  # values of each row
-        self._streams, self._stream_rows = streams, part
+        self._streams = streams
+        self._stream_rows = part
         self.total_batches = None if max_epochs is None else self._batches_of(max_epochs, fill_up=not shuffle)
         if self.total_batches == 0:
             raise UserError(f"{max_epochs} epochs of {self.rows} rows do not fill one batch of {global_rows}")
@@ -237,7 +241,8 @@ class Loader:
         first = self._host * self._global_rows // self._hosts
         last = (self._host + 1) * self._global_rows // self._hosts
         own_streams = range(first // part, -(-last // part))
-        first, last = first - own_streams.start * part, last - own_streams.start * part
+        first = first - own_streams.start * part
+        last = last - own_streams.start * part
         # More threads than cores only compete for Python's lock, unless they wait for a network.
         is_remote = any(corpus.is_remote for corpus in self.corpora)
         threads = min(len(own_streams) * len(self.corpora), _REMOTE_THREADS if is_remote else os.cpu_count() or 1)

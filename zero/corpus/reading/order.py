@@ -56,14 +56,16 @@ class Order:
 
     def buffers(self, stream: int, row: int) -> Iterator[ShuffleBuffer]:
         """The shuffle buffers of a stream, beginning with its `row` (rows are counted over all epochs)."""
-        total, streams = sum(self.rows), self.streams
+        total = sum(self.rows)
+        streams = self.streams
         # Stream s has given (e * N + s) // S rows before epoch e; over all streams that makes e * N.
         begin = row * streams // total  # or the epoch after it
         skip = row - (begin * total + stream) // streams
         for epoch in itertools.count(begin) if self.epochs is None else range(begin, self.epochs):
             before, after = (np.arange(streams) + e * total for e in (epoch, epoch + 1))
             ends = np.cumsum(after // streams - before // streams)
-            first, last = (int(ends[stream - 1]) if stream else 0), int(ends[stream])
+            first = int(ends[stream - 1]) if stream else 0
+            last = int(ends[stream])
             for number, ranges in enumerate(self._cut(epoch, first, last)):
                 rows = sum(part.stop - part.start for part in ranges)
                 if skip < rows:
@@ -100,15 +102,18 @@ class Mixture:
         count ever decreases, and none drifts from its weight. Streams round at different rows, so that batches are
         mixed alike.
         """
-        left, weight = row + np.arange(1 + count), Fraction(1)
+        left = row + np.arange(1 + count)
+        weight = Fraction(1)
         counts = []
         for own in self.weights[:-1]:
             share = own / weight if own else own  # no weight is left after the last corpus that has one
-            step, whole = share.numerator * self.streams, share.denominator * self.streams
+            step = share.numerator * self.streams
+            whole = share.denominator * self.streams
             first = int(left[0])  # exact, however large: Python's integers
             taken, rest = divmod(first * step + stream * share.denominator, whole)
             counts.append(taken + (rest + (left - first) * step) // whole)
-            left, weight = left - counts[-1], weight - own
+            left = left - counts[-1]
+            weight = weight - own
         return np.stack([*counts, left])
 
 

@@ -21,7 +21,9 @@ class RowStream:
     def __init__(
         self, buffers: Iterator[ShuffleBuffer], read: Callable[[ShuffleBuffer], Rows], pool: ThreadPoolExecutor
     ):
-        self._buffers, self._read, self._pool = buffers, read, pool
+        self._buffers = buffers
+        self._read = read
+        self._pool = pool
         self._next = self._read_ahead()
         self._rows = Rows(np.empty((0, 0)), np.empty(0), np.empty((0, 0)))
 

@@ -116,7 +116,8 @@ def read_samples(path: str, stream: BinaryIO) -> Iterator[dict[str, Any]]:
             match = _MEMBER.fullmatch(name)
             if match is None:
                 continue
-            key, suffix = match[1], match[2].lower()
+            key = match[1]
+            suffix = match[2].lower()
             if sample and key != sample["__key__"]:
                 yield sample
                 sample = {}
@@ -139,7 +140,8 @@ def with_neighbours(path: str, samples: Iterator[dict[str, Any]]) -> Iterator[di
     """
     members: dict[str, set[str]] = {}
     for sample in samples:
-        key, suffixes = sample["__key__"], sample.keys() - {"__key__"}
+        key = sample["__key__"]
+        suffixes = sample.keys() - {"__key__"}
         earlier = members.setdefault(key, suffixes)
         if earlier is not suffixes and not earlier & suffixes:
             first, second = (", ".join(sorted(names)) for names in (earlier, suffixes))
@@ -208,12 +210,14 @@ def decode(
     total = int(lengths.sum())
     with reading(f"{name}: data.crop={crop.name} expects rows of one length; these give", kind=BadData):
         starts = crop.starts(lengths, rows.shape[1], context, draw)
-    rows, lengths = cut(rows, starts, context), lengths_after(lengths, starts, context)
+    rows = cut(rows, starts, context)
+    lengths = lengths_after(lengths, starts, context)
     if "length.npy" in sample:
         rows = np.where(np.arange(context) < lengths[:, None], rows, np.zeros((), rows.dtype))
     info = np.iinfo(rows.dtype)
     if rows.size and (info.min < 0 or info.max >= vocab_size):  # else no value of this dtype is outside
-        low, high = 0 if info.min == 0 else int(rows.min()), int(rows.max())
+        low = 0 if info.min == 0 else int(rows.min())
+        high = int(rows.max())
         if low < 0 or high >= vocab_size:
             token = low if low < 0 else high
             raise BadData(f"{name} holds token {token}, outside the vocabulary of {vocab_size}")
@@ -256,7 +260,8 @@ def _tar_files(stream: BinaryIO, most: int | None = None) -> Iterator[tuple[str,
         # The checksum is the sum of the header's bytes, with its own eight counted as blanks.
         if _octal(header[148:156]) != sum(header) - sum(header[148:156]) + 8 * 32:
             raise ValueError("a header does not match its checksum")
-        size, kind = _octal(header[124:136]), header[156:157]
+        size = _octal(header[124:136])
+        kind = header[156:157]
         wanted = size if most is None or kind not in b"0\0" else min(size, most)
         data = _read_exactly(stream, wanted)
         if wanted < size:

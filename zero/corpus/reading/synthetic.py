@@ -95,7 +95,8 @@ class SyntheticLoader:
         """
         self.check(cursor)
         done = 0 if cursor is None else cursor["batches"]
-        share, row_of = self.global_rows // self.hosts, SYNTHETIC[self.kind]
+        share = self.global_rows // self.hosts
+        row_of = SYNTHETIC[self.kind]
         while True:
             first = done * self.global_rows + self.host * share
             rows = [row_of(self.seed, row, self.context, self.vocab_size) for row in range(first, first + share)]

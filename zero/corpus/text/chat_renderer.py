@@ -68,7 +68,8 @@ class Generation(Extension):
 
 def divided(text: str) -> dict[str, Any]:
     """The text without marks, and the spans `(start, stop)` of characters that they mark."""
-    plain, marks = "", []
+    plain = ""
+    marks = []
     for part in re.split(f"({BEGIN}|{END})", text):
         if part in (BEGIN, END):
             marks.append(len(plain))

@@ -28,7 +28,8 @@ def _converted(path: str, proto: Any) -> bytes:
     from tokenizers import decoders, models
 
     _check(path, proto)
-    names, spec = [piece.piece for piece in proto.pieces], proto.trainer_spec
+    names = [piece.piece for piece in proto.pieces]
+    spec = proto.trainer_spec
     normal = {piece.piece: piece.score for piece in proto.pieces if piece.type == _NORMAL}
     if spec.model_type == _BPE:
         pairs = list(merges({piece: -score for piece, score in normal.items()}))
@@ -54,7 +55,8 @@ def _converted(path: str, proto: Any) -> bytes:
 
 def _check(path: str, proto: Any) -> None:
     """Raises UserError for a model whose ids a file of the tokenizers library cannot give."""
-    spec, types = proto.trainer_spec, {piece.piece: piece.type for piece in proto.pieces}
+    spec = proto.trainer_spec
+    types = {piece.piece: piece.type for piece in proto.pieces}
     normal = [piece for piece in proto.pieces if piece.type == _NORMAL]
     characters = {character for piece in normal for character in piece.piece}
     spelled = {name for name, kind in types.items() if kind != _NORMAL}

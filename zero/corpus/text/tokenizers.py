@@ -112,7 +112,8 @@ class ByteTokenizer:
 def bytes_as_file() -> bytes:
     """`ByteTokenizer` as a file of Hugging Face's `tokenizers`; the end of text is `BYTES_END_OF_TEXT`."""
     names = byte_spellings()
-    end, level = ByteTokenizer.end_of_text, {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
+    end = ByteTokenizer.end_of_text
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
     names[end] = BYTES_END_OF_TEXT  # a NUL inside a text is unknown, and dropped
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     content = {
@@ -131,7 +132,8 @@ class FileTokenizer:
     def __init__(self, path: str, data: bytes):
         import tokenizers  # the import takes long, and bytes do not need it
 
-        self.path, self.data = path, data
+        self.path = path
+        self.data = data
         self.name = f"{Path(path).name} sha256:{hashlib.sha256(data).hexdigest()[:16]}"
         # For a bad file the library raises a bare Exception and nothing narrower.
         with reading(f"tokenizer {path} is not a file of the tokenizers library", Exception):
@@ -192,7 +194,8 @@ class SentencePieceTokenizer(FileTokenizer):
     """
 
     def __init__(self, path: str, model: bytes):
-        self._model, self._library = model, SentencePiece(path, model)
+        self._model = model
+        self._library = SentencePiece(path, model)
         super().__init__(path, sentencepiece_model.converted(path, self._library.proto))
 
     def __reduce__(self) -> tuple[type[FileTokenizer], tuple[str, bytes]]:

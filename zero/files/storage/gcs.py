@@ -45,7 +45,8 @@ def _stat(blob: storage.Blob) -> ObjectStat:
 
 
 def copy(url: str | Path, target: str | Path) -> None:
-    copied, token = _blob(target), None
+    copied = _blob(target)
+    token = None
     with _translated_errors(url):
         while True:  # a large object takes several requests
             token, _, _ = copied.rewrite(_blob(url), token=token, timeout=TIMEOUT, retry=_retry())

@@ -116,7 +116,8 @@ def dropped_block(
     """
     if key_data_B2 is None:
         return x_BHQR
-    cut, heads = blocks.form.cut, x_BHQR.shape[1]
+    cut = blocks.form.cut
+    heads = x_BHQR.shape[1]
     head_H = cut.part(jnp.arange(heads * cut.size, dtype=jnp.uint32), 0)
     row_HQ = head_H[:, None] * (blocks.queries * cut.ring) + t_Q[None].astype(jnp.uint32)
     high_HQ1, row_low_HQ1 = (word[..., None] for word in _product_words(row_HQ, blocks.keys * cut.ring))
@@ -137,8 +138,10 @@ def _product_words(x: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
     >>> [int(word) for word in _product_words(jnp.uint32(2**32 - 1), 2**32 - 1)] == [2**32 - 2, 1]
     True
     """
-    x_high, x_low = x >> 16, x & 0xFFFF
-    high, low = jnp.uint32(factor >> 16), jnp.uint32(factor & 0xFFFF)
+    x_high = x >> 16
+    x_low = x & 0xFFFF
+    high = jnp.uint32(factor >> 16)
+    low = jnp.uint32(factor & 0xFFFF)
     middle = x_high * low + (x_low * low >> 16)
     other_middle = x_low * high + (middle & 0xFFFF)
     return x_high * high + (middle >> 16) + (other_middle >> 16), x * jnp.uint32(factor)
@@ -167,7 +170,8 @@ def around_the_ring(
         return carry
 
     def one_turn(carry: tuple[Carry, Carry], turn: jax.Array) -> tuple[tuple[Carry, Carry], None]:
-        staying, travelling = carry[0], blocks.form.cut.ring_shift(carry[1])
+        staying = carry[0]
+        travelling = blocks.form.cut.ring_shift(carry[1])
         s_NR = blocks.numbers(blocks.keys, turn)
         return add_pairs(staying, travelling, jnp.where(s_NR[0, 0] < first_query, *later), s_NR), None
 

@@ -89,7 +89,8 @@ def blockwise_attention(
     Raises:
       ValueError: dropout with random keys that are not counter-based threefry.
     """
-    queries, keys = q_BTHK.shape[1], k_BSGK.shape[1]
+    queries = q_BTHK.shape[1]
+    keys = k_BSGK.shape[1]
     key_data_B2 = None
     if keys_B is not None and form.dropout_rate > 0:
         if str(jax.random.key_impl(keys_B)) != "threefry2x32" or not jax.threefry_partitionable.value:
@@ -147,8 +148,11 @@ class _Pair(NamedTuple):
           grads: the sums so far; those of keys and values are transposed.
         """
         q_grads_BHQK, k_grads_BGKR, v_grads_BGKR, bias_grads_CH = grads
-        q_BHQK, k_BGRK, v_BGRK = self.q_BHQK, self.k_BGRK, self.v_BGRK
-        dtype, key_heads = q_BHQK.dtype, k_BGRK.shape[1]
+        q_BHQK = self.q_BHQK
+        k_BGRK = self.k_BGRK
+        v_BGRK = self.v_BGRK
+        dtype = q_BHQK.dtype
+        key_heads = k_BGRK.shape[1]
         scale = 1 / self.blocks.form.divisor_of(q_BHQK.shape[-1])
         out_grads_BGXK = by_key_head(out_grads_BHQK, key_heads)
         scores_BHQR, slope_BHQR = self._scores()
@@ -157,7 +161,8 @@ class _Pair(NamedTuple):
         grads_BHQR = self._dropped(grads_BGXR.reshape(scores_BHQR.shape))
         grads_BHQR = probabilities_BHQR * (grads_BHQR - mean_BHQ[..., None])
         if self.bias_CH is not None:
-            t_Q1, s_1R = (self.position + self.t_Q)[:, None], self.s_R[None]
+            t_Q1 = (self.position + self.t_Q)[:, None]
+            s_1R = self.s_R[None]
             _, bias_backward = jax.vjp(lambda bias_CH: relative_bias(bias_CH, t_Q1, s_1R), self.bias_CH)
             bias_grads_CH = bias_grads_CH + bias_backward(grads_BHQR.sum(0))[0].astype(jnp.float32)
         if slope_BHQR is not None:

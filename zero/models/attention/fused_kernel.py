@@ -150,7 +150,8 @@ def _attention(q: jax.Array, k: jax.Array, v: jax.Array, slopes: jax.Array, star
 
 def _forward(q: jax.Array, k: jax.Array, v: jax.Array, slopes: jax.Array, starts: jax.Array, problem: Problem) -> Any:
     """The output, and what the backward pass needs: also log2 of each query's sum of exponentials, `(B, H, 1, T)`."""
-    width, chunk = problem.width, problem.chunk
+    width = problem.width
+    chunk = problem.chunk
     operands = [x.astype(jnp.float32) if problem.in_float32 else x for x in (q, k, v)]
     call = _call(
         partial(_forward_kernel, problem),
@@ -172,7 +173,9 @@ def _forward(q: jax.Array, k: jax.Array, v: jax.Array, slopes: jax.Array, starts
 
 def _backward(problem: Problem, saved: Any, grad: jax.Array) -> Any:
     q, k, v, slopes, starts, out, lse = saved
-    width, chunk, shared = problem.width, problem.chunk, problem.shared
+    width = problem.width
+    chunk = problem.chunk
+    shared = problem.shared
     operands = [x.astype(jnp.float32) if problem.in_float32 else x for x in (q, k, v, grad)]
     call = _call(
         partial(_backward_kernel, problem),
@@ -202,8 +205,10 @@ def _forward_kernel(problem: Problem, queries: Any, keys: Any, slopes: Any, *ref
     `refs` are inputs, outputs and scratch, as `_forward` lists them.
     """
     q_ref, k_ref, v_ref, starts_ref, out_ref, lse_ref, v_KS, most_1T, sum_1T, out_KT = refs
-    head, pair = pl.program_id(1) * problem.shared + pl.program_id(2), pl.program_id(3)
-    i, j = queries[pair], keys[pair]
+    head = pl.program_id(1) * problem.shared + pl.program_id(2)
+    pair = pl.program_id(3)
+    i = queries[pair]
+    j = keys[pair]
     v_KS[...] = v_ref[0].T
     sums = (most_1T, _LOWEST), (sum_1T, 0.0), (out_KT, 0.0)
 
@@ -218,7 +223,8 @@ def _forward_kernel(problem: Problem, queries: Any, keys: Any, slopes: Any, *ref
         for other in range(seen):
             s_ST = _scores(problem, q_ref, k_ref, slopes[head], starts, i, j, block, other, is_diagonal)
             more = jnp.maximum(most, s_ST.max(0, keepdims=True))
-            p_ST, shrink = jnp.exp2(s_ST - more), jnp.exp2(most - more)
+            p_ST = jnp.exp2(s_ST - more)
+            shrink = jnp.exp2(most - more)
             total = total * shrink + p_ST.sum(0, keepdims=True)
             values = v_KS[:, pl.ds(other * problem.block, problem.block)]
             out = out * shrink + _dot(values, p_ST.astype(values.dtype), _PLAIN)
@@ -227,7 +233,9 @@ def _forward_kernel(problem: Problem, queries: Any, keys: Any, slopes: Any, *ref
             out_ref[0, at] = (out / total).T.astype(out_ref.dtype)
             lse_ref[0, 0, :, at] = most + jnp.log2(total)
         else:
-            most_1T[:, at], sum_1T[:, at], out_KT[:, at] = most, total, out
+            most_1T[:, at] = most
+            sum_1T[:, at] = total
+            out_KT[:, at] = out
 
     _for_each_block(problem, i, j, attend)
 
@@ -240,8 +248,11 @@ def _backward_kernel(problem: Problem, queries: Any, keys: Any, slopes: Any, *re
     """
     q_ref, k_ref, v_ref, grad_ref, out_ref, lse_ref, starts_ref, *rest = refs
     dq_ref, dk_ref, dv_ref, k_KS, delta_1T, dq_KT, dk_SK, dv_SK = rest
-    pair, member = pl.program_id(2), pl.program_id(3)
-    i, j, head = queries[pair], keys[pair], pl.program_id(1) * problem.shared + member
+    pair = pl.program_id(2)
+    member = pl.program_id(3)
+    i = queries[pair]
+    j = keys[pair]
+    head = pl.program_id(1) * problem.shared + member
     k_KS[...] = k_ref[0].T
 
     def delta_of(at: Any) -> jax.Array:
@@ -260,9 +271,11 @@ def _backward_kernel(problem: Problem, queries: Any, keys: Any, slopes: Any, *re
         at = pl.ds(block * problem.block, problem.block)
         starts = starts_ref[0, :, at] if problem.has_segments else None
         if problem.chunks == 1:
-            delta, dq = delta_of(at), jnp.zeros((problem.width, problem.block), jnp.float32)
+            delta = delta_of(at)
+            dq = jnp.zeros((problem.width, problem.block), jnp.float32)
         else:
-            delta, dq = delta_1T[member, i, :, at], _unless(j == 0, dq_KT[member, i, :, at])
+            delta = delta_1T[member, i, :, at]
+            dq = _unless(j == 0, dq_KT[member, i, :, at])
         for other in range(seen):
             of_keys = pl.ds(other * problem.block, problem.block)
             s_ST = _scores(problem, q_ref, k_ref, slopes[head], starts, i, j, block, other, is_diagonal)
@@ -352,7 +365,8 @@ def _dot(a: jax.Array, b: jax.Array, dims: Any) -> jax.Array:
 
 
 def _of_queries(problem: Problem) -> jax.ShapeDtypeStruct:
-    heads, positions = problem.heads * problem.shared, problem.chunk * problem.chunks
+    heads = problem.heads * problem.shared
+    positions = problem.chunk * problem.chunks
     return jax.ShapeDtypeStruct((problem.rows, heads, 1, positions), jnp.float32)
 
 
@@ -394,7 +408,9 @@ def _call(
 
     The slopes of all heads come before its inputs.
     """
-    shared, chunk, pairs = problem.shared, problem.chunk, problem.pairs(by_keys)
+    shared = problem.shared
+    chunk = problem.chunk
+    pairs = problem.pairs(by_keys)
 
     def spec(kind: str) -> pl.BlockSpec:
         def index(b: Any, g: Any, x: Any, y: Any, queries: Any, keys: Any, _: Any) -> tuple[Any, ...]:

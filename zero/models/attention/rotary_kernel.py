@@ -40,14 +40,16 @@ def fused_rotate(x_BTHK: jax.Array, cos_BTR: jax.Array, sin_BTR: jax.Array, *, i
 def _turn(x_BTX: jax.Array, cos_BTK: jax.Array, sin_BTK: jax.Array, interpret: bool) -> jax.Array:
     """`x cos + swapped x sin` for each head, where `swapped` exchanges its halves."""
     rows, positions, columns = x_BTX.shape
-    width, shares_angles = cos_BTK.shape[-1], len(cos_BTK) == 1
+    width = cos_BTK.shape[-1]
+    shares_angles = len(cos_BTK) == 1
     most = min(512, _ELEMENTS // columns)
     size = next(size for size in (512, 256, 128, 64, 32, 16, 8) if positions % size == 0 and size <= most)
     block = pl.BlockSpec((1, size, columns), lambda b, t: (b, t, 0))
     angles = pl.BlockSpec((1, size, width), lambda b, t: (0 if shares_angles else b, t, 0))
 
     def kernel(x_ref: Any, cos_ref: Any, sin_ref: Any, out_ref: Any) -> None:
-        cos, sin = cos_ref[0], sin_ref[0]
+        cos = cos_ref[0]
+        sin = sin_ref[0]
         for head in range(columns // width):
             at = pl.ds(head * width, width)
             x = x_ref[0, :, at].astype(jnp.float32)

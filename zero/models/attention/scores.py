@@ -74,7 +74,8 @@ def alibi_columns(num_head: int, positions: int) -> tuple[np.ndarray, np.ndarray
     True
     """
     places = np.arange(positions, dtype=np.float32)
-    rest, parts = alibi_slopes(num_head), []
+    rest = alibi_slopes(num_head)
+    parts = []
     while rest.any():
         parts.append(rest.astype(jnp.bfloat16).astype(np.float32))
         rest = rest - parts[-1]

@@ -151,14 +151,16 @@ def _is_quantised(x: jax.Array, leaf: LeafLayout, wire_dtype: DTypeLike | None) 
 
 
 def _gather_quantised(x: jax.Array, move: AllGather, axis: Axis) -> jax.Array:
-    groups, dim = axis.groups(move.over, move.apart), move.dim
+    groups = axis.groups(move.over, move.apart)
+    dim = move.dim
     values, scale = (lax.all_gather(part[0], axis.name, axis_index_groups=groups) for part in to_int8(x[None]))
     shards = jnp.moveaxis(from_int8(values, scale, x.shape), 0, dim)
     return lax.collapse(shards, dim, dim + 2).astype(x.dtype)
 
 
 def _scatter_sum_quantised(x: jax.Array, move: AllGather, axis: Axis, reduce: np.dtype) -> jax.Array:
-    groups, dim = axis.groups(move.over, move.apart), move.dim
+    groups = axis.groups(move.over, move.apart)
+    dim = move.dim
     shards = jnp.moveaxis(x.reshape(*x.shape[:dim], move.over, -1, *x.shape[dim + 1 :]), dim, 0)
     values, scale = (
         lax.all_to_all(part, axis.name, 0, 0, tiled=True, axis_index_groups=groups) for part in to_int8(shards)

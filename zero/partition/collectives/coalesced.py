@@ -124,5 +124,6 @@ def _columns(rows: jax.Array, members: Sequence[int], leaves: Sequence[LeafLayou
 
 
 def _joined_layout(x: jax.Array, axis: Axis, member: LeafLayout) -> LeafLayout:
-    shape, split = (axis.shards, x.shape[1]), Split(0, axis.shards, axis.shards)
+    shape = (axis.shards, x.shape[1])
+    split = Split(0, axis.shards, axis.shards)
     return LeafLayout(("joined",), shape, np.dtype(x.dtype), (split,), moves=(AllGather(0, member.moves[0].over),))

@@ -58,7 +58,8 @@ class ContextGroup(ModelParallel):
         """
         if count % self.pieces:
             raise ValueError(f"a device has {count} positions of a row; expected an even number")
-        owner, length = (self.rank() - turn) % self.ring, count // self.pieces
+        owner = (self.rank() - turn) % self.ring
+        length = count // self.pieces
         firsts = length * jnp.stack([owner, 2 * self.ring - 1 - owner])
         return (firsts[:, None] + jnp.arange(length)[None]).astype(jnp.int32)
 

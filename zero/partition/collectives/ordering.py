@@ -160,7 +160,8 @@ def _ordered_jaxpr(jaxpr: Jaxpr, consts: Sequence[Any], carry: Sequence[int]) ->
 
 def _waiting(eqn: JaxprEqn) -> range:
     """Which operands wait: those of a collective, the carry of a loop, the index of a branch."""
-    params, count = eqn.params, len(eqn.invars)
+    params = eqn.params
+    count = len(eqn.invars)
     if eqn.primitive.name == "scan":
         carry = scan_carry(params)
         return carry if carry else range(count)

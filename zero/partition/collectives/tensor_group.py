@@ -93,7 +93,8 @@ class TensorGroup(ModelParallel):
         return lax.all_gather(x_BTD, self.axis.name, axis=1, tiled=True, axis_index_groups=self._groups)
 
     def sum_positions(self, x_BTD: jax.Array) -> jax.Array:
-        name, groups = self.axis.name, self._groups
+        name = self.axis.name
+        groups = self._groups
         if not self.cuts_positions:
             return lax.psum(x_BTD, name, axis_index_groups=groups)
         return lax.psum_scatter(x_BTD, name, scatter_dimension=1, tiled=True, axis_index_groups=groups)

@@ -24,7 +24,8 @@ def _values(xs: Sequence[Any], splits: Sequence[Split | None]) -> list[Value]:
 def _cond(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
     """All branches run on shards; a result is split if it is split in any branch."""
     inside = interpreter.inside(eqn, interpreter.may_communicate)
-    index, operands = args[0].x, args[1:]
+    index = args[0].x
+    operands = args[1:]
     columns = zip(*(inside.splits(branch, operands) for branch in eqn.params["branches"]), strict=True)
     wanted = [next((split for split in column if split), None) for column in columns]
 
@@ -41,9 +42,12 @@ def _cond(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> lis
 
 def _scan(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
     """An element-wise body runs on slices; a carry is split if any iteration splits it."""
-    params, body = eqn.params, eqn.params["jaxpr"]
+    params = eqn.params
+    body = eqn.params["jaxpr"]
     inside = scan_carry(params)
-    consts, carry, xs = args[: inside.start], args[inside.start : inside.stop], args[inside.stop :]
+    consts = args[: inside.start]
+    carry = args[inside.start : inside.stop]
+    xs = args[inside.stop :]
     if any(value.split and value.split.dim == 0 for value in xs):
         return None
     steps = [Value(jax.eval_shape(lambda x: x[0], value.x), _shifted(value.split, -1)) for value in xs]
@@ -65,8 +69,11 @@ def _scan(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> lis
 def _while(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
     """An element-wise body runs on slices if the condition does not depend on them."""
     params = eqn.params
-    first, last = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-    cond_consts, body_consts, carry = args[:first], args[first:last], args[last:]
+    first = params["cond_nconsts"]
+    last = params["cond_nconsts"] + params["body_nconsts"]
+    cond_consts = args[:first]
+    body_consts = args[first:last]
+    carry = args[last:]
     carry = _settled(
         interpreter, eqn, carry, lambda carry: interpreter.splits(params["body_jaxpr"], [*body_consts, *carry])
     )

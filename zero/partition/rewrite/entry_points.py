@@ -73,7 +73,8 @@ def run_on_shards(
       NotElementwiseError: an operation outside `across_shards` needs other devices, or draws random numbers.
       ValueError: an input is not a shard of its layout.
     """
-    trees, values = [], list[Value]()
+    trees = []
+    values = list[Value]()
     for tree, layout in inputs:
         given = [Value(x, _split(leaf)) for x, leaf in zip(layout.shards_of(tree), layout.leaves, strict=True)]
         trees.append(layout.treedef.unflatten(map(whole_shape, given)))

@@ -108,7 +108,8 @@ def whole_shape(value: Value) -> jax.ShapeDtypeStruct:
 
     It has the sharding of arrays inside pmap: jax would insert a `reshard` between arrays with and without it.
     """
-    mesh, aval = jax.sharding.get_abstract_mesh(), jax.typeof(value.x)
+    mesh = jax.sharding.get_abstract_mesh()
+    aval = jax.typeof(value.x)
     here = None if mesh.empty else NamedSharding(mesh, PartitionSpec(*[None] * len(value.shape)))
     return jax.ShapeDtypeStruct(value.shape, aval.dtype, weak_type=aval.weak_type, sharding=here)
 
@@ -191,7 +192,8 @@ class Interpreter:
 
         If only shards are used, XLA removes the computation of the whole array.
         """
-        name, params = eqn.primitive.name, eqn.params
+        name = eqn.primitive.name
+        params = eqn.params
 
         def positions(split: Split) -> jax.Array:
             index = lax.broadcasted_iota(params["dtype"], _shard_shape(params["shape"], split), params["dimension"])

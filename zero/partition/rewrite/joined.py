@@ -66,6 +66,7 @@ def joined_dim(shape: Sequence[int], split: Split, sizes: Sequence[int]) -> int 
     """The dimension of a reshaped array that joins the split dimension with the one before it; None for no such one."""
     if split.dim == 0 or isinstance(split, Joined):
         return None
-    before, both = math.prod(shape[: split.dim - 1]), shape[split.dim - 1] * split.size
+    before = math.prod(shape[: split.dim - 1])
+    both = shape[split.dim - 1] * split.size
     dims = [dim for dim, size in enumerate(sizes) if size == both and math.prod(sizes[:dim]) == before]
     return dims[0] if dims else None

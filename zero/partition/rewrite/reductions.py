@@ -76,7 +76,8 @@ def _dot_general(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value])
     contracted, batch = eqn.params["dimension_numbers"]
     # The larger of the split operands keeps its split.
     kept = max((i for i in (0, 1) if args[i].split), key=lambda i: math.prod(args[i].shape))
-    value, other = args[kept], args[1 - kept]
+    value = args[kept]
+    other = args[1 - kept]
     dim = value.dim
 
     def together(dims: Any) -> list[Any]:

@@ -30,7 +30,8 @@ def _along_others(name: str) -> Rule:
     """An operation along the dimensions in parameter `name`, which keeps the sizes of the others."""
 
     def rule(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
-        dims, split = eqn.params[name], largest_split(args)
+        dims = eqn.params[name]
+        split = largest_split(args)
         if split.dim in (dims if isinstance(dims, tuple) else (dims,)):
             return None
         return [Value(x, split) for x in bind(eqn, [interpreter.place(arg, split, eqn).x for arg in args])]
@@ -71,7 +72,8 @@ def _broadcast_in_dim(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Va
 def _reshape(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
     """On slices, if the split dimension is also one of the new shape, is joined with the one before, or was joined."""
     (value,) = args
-    sizes, split = eqn.params["new_sizes"], value.split
+    sizes = eqn.params["new_sizes"]
+    split = value.split
     assert split
     if eqn.params["dimensions"] is not None:
         return None
@@ -114,7 +116,8 @@ def _reduced(value: Value, eqn: JaxprEqn) -> Split | None:
 
 def _slice(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
     (value,) = args
-    split, params = value.split, eqn.params
+    split = value.split
+    params = eqn.params
     assert split
     stride = params["strides"][split.dim] if params["strides"] else 1
     if isinstance(split, Joined) and (params["start_indices"][split.dim], stride) == (0, 1):
@@ -128,7 +131,8 @@ def _slice(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> li
 def _pad(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
     """On slices along other dimensions; along joined ones by as much as their padding has room for."""
     value, fill = args
-    split, config = value.split, eqn.params["padding_config"]
+    split = value.split
+    config = eqn.params["padding_config"]
     if split is None or fill.split:
         return None
     low, high, interior = config[split.dim]
@@ -143,7 +147,8 @@ def _pad(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list
 
 def _dynamic_slice(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
     value, *starts = args
-    split, sizes = value.split, eqn.params["slice_sizes"]
+    split = value.split
+    sizes = eqn.params["slice_sizes"]
     assert split
     if sizes[split.dim] != split.size:
         return None

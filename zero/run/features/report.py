@@ -36,7 +36,8 @@ class Report(Feature):
         """Whether the page is newer than the metrics; before the last step a later page replaces it in any case."""
         from zero.report.html_report import REPORT_FILE
 
-        page, metrics = run_directory / REPORT_FILE, run_directory / METRICS_FILE
+        page = run_directory / REPORT_FILE
+        metrics = run_directory / METRICS_FILE
         if not now.is_last:
             return True
         return page.exists() and metrics.exists() and page.stat().st_mtime_ns >= metrics.stat().st_mtime_ns

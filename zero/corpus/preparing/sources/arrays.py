@@ -123,7 +123,8 @@ def _tokens(array: _Array, start: int, stop: int) -> np.ndarray:
 def _megatron_units(path: str, index: str) -> Iterator[Unit]:
     """The documents of a corpus, from the beginnings of its documents in the index."""
     with open_file(index) as file:
-        head, rest = file.read(34), file.read()
+        head = file.read(34)
+        rest = file.read()
     with open_file(path) as file:
         size = file.seek(0, 2)
     with reading(f"{index} is not an index of Megatron-LM for {path}, copy or write both again", struct.error):
@@ -146,8 +147,10 @@ def _megatron_units(path: str, index: str) -> Iterator[Unit]:
         dtype = _MEGATRON_DTYPES[code]
         if ends[-1] * np.dtype(dtype).itemsize != size:
             raise ValueError(f"it lists {ends[-1]} tokens of {dtype}, and {path} has {size} bytes")
-    array, bounds = _Array(path, dtype, 0, int(ends[-1])), ends[starts]
-    itemsize, first = np.dtype(dtype).itemsize, 0
+    array = _Array(path, dtype, 0, int(ends[-1]))
+    bounds = ends[starts]
+    itemsize = np.dtype(dtype).itemsize
+    first = 0
     for number in range(1, len(bounds)):
         held = int(bounds[number] - bounds[first]) * itemsize
         if held >= documents.UNIT_BYTES or number == len(bounds) - 1:

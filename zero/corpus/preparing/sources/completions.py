@@ -42,7 +42,8 @@ class CompletionReader:
             raise UserError(f"{name}: {error}") from error
 
     def _conversation(self, entry: dict[str, Any], name: str) -> Document:
-        template, tools = needed(self.template), checked_tools(entry.get("tools"))
+        template = needed(self.template)
+        tools = checked_tools(entry.get("tools"))
         messages = checked_messages(entry["messages"], "messages")
         if not any(message["role"] in self.roles for message in messages):
             roles = " or ".join(f'"{role}"' for role in self.roles)

@@ -77,14 +77,16 @@ def find_files(source: str, has_format: Callable[[str], bool]) -> list[SourceFil
 
 def _find_local(root: str) -> tuple[list[SourceFile], bool]:
     """All files, and whether they are those of a folder."""
-    base, is_folder = root, os.path.isdir(root)
+    base = root
+    is_folder = os.path.isdir(root)
     if is_folder:
         # Folders without text are not entered: a virtual environment has many files.
         paths = [os.path.join(parent, name) for parent, names in _walk(root) for name in names]
     elif os.path.exists(root):
         paths = [root]
     else:
-        base, paths = _base(root), glob.glob(root, recursive=True)
+        base = _base(root)
+        paths = glob.glob(root, recursive=True)
     return [_file(path, os.path.relpath(path, base)) for path in paths if os.path.isfile(path)], is_folder
 
 

@@ -26,7 +26,8 @@ class HubDataset:
             import datasets
         except ImportError:
             raise UserError(f"hf:{name}: the datasets library is missing; {install_command('hub')}") from None
-        self._name, self._reader = name, reader
+        self._name = name
+        self._reader = reader
         parts = name.split(":")
         if not parts[0] or len(parts) > 3:
             raise UserError(f"hf:{name}: expected hf:name, hf:name:config or hf:name:config:split")
@@ -56,7 +57,8 @@ class HubDataset:
             size += len(document.content)
             if size >= documents.UNIT_BYTES:
                 yield Unit(size, partial(iter, tuple(group)))
-                group, size = [], 0
+                group = []
+                size = 0
         if group:
             yield Unit(size, partial(iter, tuple(group)))
 

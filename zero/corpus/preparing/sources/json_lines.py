@@ -15,14 +15,17 @@ from zero.files.parsing import reading
 
 def json_lines(path: str, reader: Reader) -> Iterator[Unit]:
     """The lines of a file, cut into units."""
-    first, seen, pending = 1, 0, bytearray()
+    first = 1
+    seen = 0
+    pending = bytearray()
     with open_file(path) as file:
         for block in decompressed_blocks(file, path, documents.UNIT_BYTES):
             pending += block
             cut = pending.rfind(b"\n", len(pending) - len(block)) + 1
             if cut and len(pending) >= documents.UNIT_BYTES:
                 yield Unit(file.tell() - seen, partial(_documents, path, first, bytes(pending[:cut]), reader))
-                first, seen = first + pending.count(b"\n", 0, cut), file.tell()
+                first = first + pending.count(b"\n", 0, cut)
+                seen = file.tell()
                 del pending[:cut]
         if pending:
             yield Unit(file.tell() - seen, partial(_documents, path, first, bytes(pending), reader))

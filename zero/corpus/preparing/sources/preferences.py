@@ -50,7 +50,8 @@ class PreferenceReader:
         return [Document(text, name=name, completions=((len(prompt), len(text)),)) for text in texts]
 
     def _messages(self, entry: dict[str, Any], name: str) -> list[Document]:
-        template, tools = needed(self.template), checked_tools(entry.get("tools"))
+        template = needed(self.template)
+        tools = checked_tools(entry.get("tools"))
         answers = [checked_messages(entry[key], key) for key in ANSWERS]
         prompt: list[Message] = []
         if entry.get("prompt") is not None:
@@ -58,7 +59,8 @@ class PreferenceReader:
         else:  # what both begin with
             same = [a == b for a, b in zip(*answers, strict=False)]
             shared = same.index(False) if False in same else len(same)
-            prompt, answers = answers[0][:shared], [answer[shared:] for answer in answers]
+            prompt = answers[0][:shared]
+            answers = [answer[shared:] for answer in answers]
         if not prompt or prompt[-1]["role"] == ASSISTANT:
             raise UserError('expected messages under "prompt", or at the beginning of both answers, that ask for one')
         before = template.render(prompt, add_generation_prompt=True, tools=tools)

@@ -46,7 +46,8 @@ class Source:
         splits: str | None = None,
         normalise: str | None = None,
     ):
-        self._validation_fraction, self._form = validation_fraction, normalise and FORMS[normalise]
+        self._validation_fraction = validation_fraction
+        self._form = normalise and FORMS[normalise]
         is_official = splits == OFFICIAL
         self._options = Options(key, reader or TextReader(key), None if is_official else validation_fraction)
         self._sizes = part_sizes(splits) if splits and not is_official else None
@@ -130,7 +131,8 @@ class Source:
             one = format_of(file.path)
             if group and (one is not None or size >= documents.UNIT_BYTES):
                 yield _texts(group)
-                group, size = [], 0
+                group = []
+                size = 0
             if one is not None:
                 yield from one.units(file.path, self._options)
             else:

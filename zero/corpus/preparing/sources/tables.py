@@ -34,7 +34,10 @@ def table_units(path: str, reader: Reader) -> Iterator[Unit]:
                 if size >= documents.UNIT_BYTES:
                     stop = round(whole * share)
                     yield Unit(stop - told, partial(_documents, path, first, _packed(group), reader))
-                    first, group, size, told = first + sum(part.num_rows for part in group), [], 0, stop
+                    first = first + sum(part.num_rows for part in group)
+                    group = []
+                    size = 0
+                    told = stop
         if group or told < whole:
             yield Unit(whole - told, partial(_documents, path, first, _packed(group), reader))
 
@@ -55,7 +58,8 @@ def _parquet(file: BinaryIO, reader: Reader) -> Iterator[tuple[Any, float]]:
     """Batches of rows, and the share of the file up to each."""
     from pyarrow import parquet
 
-    table, rows = parquet.ParquetFile(file), 0
+    table = parquet.ParquetFile(file)
+    rows = 0
     wanted = [reader.key] if isinstance(reader, TextReader) else []
     columns = [name for name in wanted if name in table.schema_arrow.names]  # else the reader names what is there
     for batch in table.iter_batches(_ROWS, columns=columns or None):

@@ -28,7 +28,9 @@ def tar_units(path: str, reader: Reader) -> Iterator[Unit]:
             size += sum(len(value) for key, value in sample.items() if key != "__key__")
             if size >= documents.UNIT_BYTES:
                 yield Unit(file.tell() - told, partial(iter, tuple(group)))
-                group, size, told = [], 0, file.tell()
+                group = []
+                size = 0
+                told = file.tell()
         whole = file.seek(0, 2)
     if group or told < whole:
         yield Unit(whole - told, partial(iter, tuple(group)))

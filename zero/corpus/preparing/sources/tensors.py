@@ -117,12 +117,14 @@ def _interpret(description: bytes, name: str) -> _Tensor:
             case "GLOBAL":
                 stack.append(_Global(argument))
             case "STACK_GLOBAL":
-                attribute, module = stack.pop(), stack.pop()
+                attribute = stack.pop()
+                module = stack.pop()
                 stack.append(_Global(f"{module} {attribute}"))
             case "BINPERSID":
                 stack.append(_storage(stack.pop(), name))
             case "REDUCE":
-                arguments, function = stack.pop(), stack.pop()
+                arguments = stack.pop()
+                function = stack.pop()
                 stack.append(_called(function, arguments, name))
             case other:
                 raise UserError(f"{name}: expected one tensor of integers; found {_found(other, stack)}")

@@ -44,7 +44,8 @@ def record_units(path: str, key: str, size: int) -> Iterator[Unit]:
                 raise UserError(f"{path}, record {number - 1}: the file ends within it; copy it again")
             if position - start >= size or position == end:
                 yield Unit(position - start, partial(_documents, path, key, first, start, position))
-                start, first = position, number
+                start = position
+                first = number
 
 
 def _documents(path: str, key: str, number: int, start: int, stop: int) -> Iterator[Document | None]:
