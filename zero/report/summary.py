@@ -155,7 +155,7 @@ def commands(run: RunRecord) -> list[Command]:
     resume = (*program, "--resume", shlex.quote(f"hydra.run.dir={override_value(place)}"))
     path = shlex.quote(f"model.model_path={override_value(place)}")
     export: tuple[str, ...] = ("zero-weights", "export", shlex.quote(place), shlex.quote(f"{run.directory.name}-model"))
-    if run.config.get("tuning.name", run.config.get("tuning.method")) in ("none", "all"):  # adapters are a folder of PEFT
+    if run.config.get("tuning.name", run.config.get("tuning.method")) in ("none", "all"):  # no PEFT
         export += ("--with-code",)
     if run.is_finished:
         first = Command("train longer", (*resume, f"training.total_steps={2 * run.total_steps}"))
