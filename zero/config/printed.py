@@ -94,7 +94,7 @@ KEYS_HEAD = """\
 # Keys
 
 Every key of the configuration, its default and its meaning. This page and `conf/config.yaml` are printed from the
-declarations in `zero/config` (`python -m zero.config.printed`); `python main_zero.py --help KEY` explains a key in the
+declarations in `zero/config` (`python -m zero.config.printed`); `--help KEY` explains a key in the
 terminal.
 """
 
