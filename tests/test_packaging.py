@@ -1,6 +1,5 @@
 """The wheel: what is in it, what it depends on, and that it works in an environment and a directory of its own."""
 
-import ast
 import email
 import json
 import os
@@ -15,15 +14,20 @@ import time
 import tomllib
 import venv
 import zipfile
+from collections.abc import Iterable
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
 from packaging.metadata import Metadata
 
+from tests.helpers.rooms import SOURCES, WITHOUT_JAX, imports, room
+from tests.helpers.without_jax import LIBRARIES, use_corpus
+
 REPOSITORY = Path(__file__).parent.parent
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 SCRIPTS = PROJECT["scripts"]
+EXTRAS = PROJECT["optional-dependencies"]
 ON_CPU = {"JAX_PLATFORMS": "cpu", "WANDB_MODE": "offline", "HOME": os.environ["HOME"], "PATH": os.environ["PATH"]}
 # The three lines of the README on eight devices, with nothing but what the wheel itself brings.
 SHARDED_ADAMW = """
@@ -49,6 +53,7 @@ def run(place: Path, program: Path, *arguments: str) -> subprocess.CompletedProc
     return done
 
 
+PAGES = ["zero/report/page/*", "zero/plan/*.jinja"]
 SDIST = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
 
 
@@ -95,7 +100,10 @@ def test_wheel_contents(wheel: Path) -> None:
     sources = {path.relative_to(REPOSITORY) for path in REPOSITORY.glob("zero/**/*.py")}
     conf = {Path("zero") / path.relative_to(REPOSITORY) for path in REPOSITORY.glob("conf/**/*.yaml")}
     assert Path("zero/conf/preset/v3-32.yaml") in conf
-    assert names == {path.as_posix() for path in (*sources, *conf, Path("main_zero.py"), Path("zero/py.typed"))}
+    pages = {path.relative_to(REPOSITORY) for pattern in PAGES for path in REPOSITORY.glob(pattern)}
+    assert {Path("zero/report/page/report.html.jinja"), Path("zero/plan/plan.html.jinja")} <= pages
+    others = {Path("main_zero.py"), Path("zero/py.typed")}
+    assert names == {path.as_posix() for path in sources | conf | pages | others}
 
 
 def test_dependencies(wheel: Path) -> None:
@@ -107,6 +115,7 @@ def test_dependencies(wheel: Path) -> None:
     assert plain == {"jax", "numpy", "optax"}
     extras = {
         "flax",
+        "corpus",
         "train",
         "plan",
         "tpu",
@@ -128,19 +137,38 @@ def test_dependencies(wheel: Path) -> None:
     assert {*re.findall(r"extras\+?=\((\w+)\)", prepare)} == {"train", "plan", "tpu", "cuda12", "test"}
 
 
+def test_requirements_without_jax() -> None:
+    """data/requirements.txt has what the extra `corpus` brings, and of what zero itself requires only numpy."""
+    lines = (REPOSITORY / "data/requirements.txt").read_text().splitlines()
+    numpy = [requirement for requirement in PROJECT["dependencies"] if requirement.startswith("numpy")]
+    expected = [*EXTRAS["corpus"], *numpy]
+    assert [line for line in lines if not line.startswith("#")] == sorted(expected)
+
+
+def undeclared(modules: Iterable[str], requirements: Iterable[str]) -> list[str]:
+    """The libraries outside of Python's own that modules import, and that no requirement names."""
+    declared = {re.split(r"[^\w-]", requirement)[0].lower().replace("_", "-") for requirement in requirements}
+    distributions = packages_distributions()
+    found = []
+    for module in modules:
+        names = {name.partition(".")[0] for name in imports(module, SOURCES[module].read_text())}
+        for library in names - sys.stdlib_module_names - {"zero"}:
+            if not declared & {name.lower().replace("_", "-") for name in distributions[library]}:
+                found.append(f"{module} imports {library}")
+    return found
+
+
 def test_every_imported_library_is_declared() -> None:
     """By itself: what another library happens to bring today may be gone with its next version."""
-    extras = {name: requirements for name, requirements in PROJECT["optional-dependencies"].items() if name != "test"}
-    required = [*PROJECT["dependencies"], *(requirement for one in extras.values() for requirement in one)]
-    declared = {re.split(r"[^\w-]", requirement)[0].lower().replace("_", "-") for requirement in required}
-    distributions = packages_distributions()
-    for path in REPOSITORY.glob("zero/**/*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
-            for library in {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"zero"}:
-                sources = {name.lower().replace("_", "-") for name in distributions[library]}
-                assert sources & declared, f"{path}: import {library}"
+    extras = [requirement for name, one in EXTRAS.items() if name != "test" for requirement in one]
+    assert undeclared([name for name in SOURCES if name.startswith("zero")], [*PROJECT["dependencies"], *extras]) == []
+
+
+def test_corpus_imports_what_its_extras_bring() -> None:
+    modules = [name for name in SOURCES if room(name) in WITHOUT_JAX]
+    extras = ("corpus", "hub", "s3", "azure", "parquet", "sentencepiece")
+    assert len(modules) > 50
+    assert undeclared(modules, ["numpy", *(requirement for name in extras for requirement in EXTRAS[name])]) == []
 
 
 def test_installed_commands_work_from_another_directory(wheel: Path, tmp_path: Path) -> None:
@@ -198,3 +226,19 @@ def test_wheel_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
     assert json.loads(metrics.read_text().splitlines()[-1])["step"] == 4, done.stderr
     done = run(place, programs / "zero-report", str(metrics.parent))
     assert Path(done.stdout.strip()).exists()
+
+
+@pytest.mark.slow  # installs from the package index
+@pytest.mark.timeout(600)
+def test_corpus_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
+    """By the two commands of data/README.md: nothing of jax is there, and a corpus is prepared, verified and read."""
+    venv.create(tmp_path / "venv", symlinks=True)
+    programs = tmp_path / "venv" / "bin"
+    constraints, requirements = REPOSITORY / "constraints.txt", REPOSITORY / "data/requirements.txt"
+    pip(programs / "python", "install", "-c", constraints, "-r", requirements)
+    pip(programs / "python", "install", "--no-deps", wheel)
+    place = tmp_path / "elsewhere"
+    place.mkdir()
+    code = f"import importlib.util; print(*filter(importlib.util.find_spec, {LIBRARIES}))"
+    assert run(place, programs / "python", "-c", code).stdout.split() == []
+    use_corpus(place, programs / "python", [programs / "zero-prepare"], ON_CPU)

@@ -12,18 +12,18 @@ import pytest
 
 import zero
 from docs import draw_rooms
-from tests.helpers.rooms import REPOSITORY, ROOMS, SOURCES, imports, room
+from tests.helpers.rooms import REPOSITORY, ROOMS, SOURCES, WITHOUT_JAX, imports, room
 
 pytestmark = pytest.mark.quick
 
 LIBRARY = {"zero.partition", "zero.models", "zero.training", "zero.virtual_devices", "zero.model_parallel", "zero"}
-LIBRARY |= {"zero.groups", "zero.quantised", "zero.old_names"}
+LIBRARY |= {"zero.groups", "zero.quantised", "zero.old_names", "zero.public_names"}
 ARRAYS = {"jax", "flax", "optax", "numpy"}
 # What a file of LIBRARY may take from the standard library: nothing that touches files, networks or processes.
 PURE = {"__future__", "abc", "collections", "contextlib", "dataclasses", "enum", "functools", "inspect", "itertools"}
 PURE |= {"math", "operator", "sys", "types", "typing", "warnings"}
 SETS_ENVIRONMENT = {"zero.virtual_devices"}  # which XLA reads once, when jax starts its devices
-WITHOUT_JAX = {"zero.errors", "zero.child_process", "zero.files", "zero.corpus"}
+IMPORTS_BY_NAME = {"zero", "zero.old_names"}  # when a name is first used
 UNRELATED = [("zero.partition", "zero.models"), ("zero.run", "zero.plan")]  # neither imports the other
 UNPICKLERS = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 
@@ -37,11 +37,12 @@ def import_violations(module: str, source: str) -> list[str]:
         if name in SOURCES:
             there = room(name)
             is_unrelated = (here, there) in UNRELATED or (there, here) in UNRELATED
-            reexports = name == "zero" and here in LIBRARY
+            reexports = name in ("zero", "zero.public_names") and here in LIBRARY - {"zero"}
             if ROOMS.index(there) > ROOMS.index(here) or is_unrelated or reexports:
                 violations.append(f"{module} imports {name}")
         elif here in LIBRARY:
             standard = PURE | ({"os"} if module in SETS_ENVIRONMENT else set())
+            standard |= {"importlib"} if module in IMPORTS_BY_NAME else set()
             if top not in standard | ARRAYS:
                 violations.append(f"{module} imports {name}, which touches the world or is no library of arrays")
         elif here in WITHOUT_JAX and top in ARRAYS - {"numpy"}:
@@ -183,7 +184,10 @@ def test_step_names_no_feature() -> None:
 
 
 def test_import_zero_loads_no_heavy_library() -> None:
+    """Not even jax, before a public name is used."""
     heavy = [
+        "jax",
+        "numpy",
         "flax",
         "hydra",
         "omegaconf",
@@ -206,6 +210,23 @@ def test_public_functions_have_examples(name: str) -> None:
     function = getattr(zero, name)
     found = doctest.DocTestFinder(recurse=False).find(function, module=sys.modules[function.__module__])
     assert any(test.examples for test in found)
+
+
+def test_public_names_are_loaded_when_used() -> None:
+    """`dir` lists them before, and static types come from the module that has them."""
+    code = """if True:
+        import sys, zero
+        assert "jax" not in sys.modules
+        print(*dir(zero))
+        assert zero.local and "jax" in sys.modules
+    """
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    names = [*zero.__all__, *zero.TYPES]
+    assert {*names, *zero.MODULES} <= {*done.stdout.split()}
+    tree = ast.parse(SOURCES["zero.public_names"].read_text())
+    aliases = [alias for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    assert sorted(names) == sorted(alias.name for alias in aliases)
+    assert all(alias.asname == alias.name for alias in aliases)  # what a star import in a typed package takes
 
 
 def test_picture_of_the_rooms_is_that_of_the_imports() -> None:

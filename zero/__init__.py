@@ -28,29 +28,18 @@ Without an accelerator call `zero.use_cpu_devices(8)` before the first jax opera
 collectives in loops as `jax.pmap(zero.in_order(train_step), ...)`, because XLA's CPU backend reorders them.
 
 Nothing here reads a configuration or a file. `print(layout)` and `print(zero.memory(...))` show shards and bytes.
+The first use of a name imports jax, so that `zero.corpus` and `zero.files` do without it.
 """
 
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from zero import groups as groups
-from zero import quantised as quantised
 from zero.old_names import old_name
-from zero.partition.checksums import check_replicated, checksums
-from zero.partition.collectives.axis import Axis
-from zero.partition.collectives.ordering import in_order
-from zero.partition.global_arrays import from_global, global_shapes, to_global
-from zero.partition.layout import Layout as Layout
-from zero.partition.layout import derive_layout, make_layout
-from zero.partition.local_gradients import local
-from zero.partition.memory import memory
-from zero.partition.rewrite.entry_points import across_shards
-from zero.partition.rewrite.interpreter import NotElementwiseError
-from zero.partition.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
-from zero.partition.sharded_optimizer import global_norm, on_shards, shard_optimizer
-from zero.partition.sharded_state import ShardedState as ShardedState
-from zero.partition.stages import fully_shard, gather, scatter_mean, scatter_sum, shard
-from zero.partition.train_state import specs, to_devices, to_host
-from zero.virtual_devices import use_cpu_devices
+
+if TYPE_CHECKING:
+    from zero import groups as groups
+    from zero import quantised as quantised
+    from zero.public_names import *
 
 __all__ = [
     "Axis",
@@ -80,6 +69,20 @@ __all__ = [
     "use_cpu_devices",
 ]
 
+TYPES = ["Layout", "ShardedOptimizer", "ShardedState"]  # of results, for annotations
+MODULES = ["groups", "quantised"]
+
 
 def __getattr__(name: str) -> Any:
-    return old_name(name)
+    """A public name, imported when it is first used; later uses find it in the module itself."""
+    if name in MODULES:
+        return import_module(f"zero.{name}")
+    if name not in [*__all__, *TYPES]:
+        return old_name(name)
+    value = getattr(import_module("zero.public_names"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *TYPES, *MODULES})

@@ -1,6 +1,7 @@
 """The rooms of the house and who imports whom, read from the sources.
 
-- `ROOMS`: from the lowest to the highest. `SOURCES`: the path of each module. `room`: of a module.
+- `ROOMS`: from the lowest to the highest; `WITHOUT_JAX`: those that work where jax is not installed.
+- `SOURCES`: the path of each module. `room`: of a module.
 - `imports`: the modules that a source imports.
 """
 
@@ -22,6 +23,7 @@ ROOMS = [
     "zero.groups",
     "zero.quantised",
     "zero.old_names",
+    "zero.public_names",
     "zero",  # its __init__.py, the public names
     "zero.check",
     "zero.training",
@@ -41,6 +43,7 @@ ROOMS = [
     "zero.doctor",
     "commands",  # main_zero.py, data/prepare.py
 ]
+WITHOUT_JAX = {"zero.errors", "zero.child_process", "zero.files", "zero.corpus"}  # these import no jax
 
 SOURCES = {
     ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__"): path

@@ -1,0 +1,30 @@
+"""The names of `import zero`, which loads this module, and jax with it, when the first of them is used."""
+
+from zero.partition.checksums import check_replicated as check_replicated
+from zero.partition.checksums import checksums as checksums
+from zero.partition.collectives.axis import Axis as Axis
+from zero.partition.collectives.ordering import in_order as in_order
+from zero.partition.global_arrays import from_global as from_global
+from zero.partition.global_arrays import global_shapes as global_shapes
+from zero.partition.global_arrays import to_global as to_global
+from zero.partition.layout import Layout as Layout
+from zero.partition.layout import derive_layout as derive_layout
+from zero.partition.layout import make_layout as make_layout
+from zero.partition.local_gradients import local as local
+from zero.partition.memory import memory as memory
+from zero.partition.rewrite.entry_points import across_shards as across_shards
+from zero.partition.rewrite.interpreter import NotElementwiseError as NotElementwiseError
+from zero.partition.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
+from zero.partition.sharded_optimizer import global_norm as global_norm
+from zero.partition.sharded_optimizer import on_shards as on_shards
+from zero.partition.sharded_optimizer import shard_optimizer as shard_optimizer
+from zero.partition.sharded_state import ShardedState as ShardedState
+from zero.partition.stages import fully_shard as fully_shard
+from zero.partition.stages import gather as gather
+from zero.partition.stages import scatter_mean as scatter_mean
+from zero.partition.stages import scatter_sum as scatter_sum
+from zero.partition.stages import shard as shard
+from zero.partition.train_state import specs as specs
+from zero.partition.train_state import to_devices as to_devices
+from zero.partition.train_state import to_host as to_host
+from zero.virtual_devices import use_cpu_devices as use_cpu_devices
