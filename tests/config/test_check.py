@@ -11,7 +11,7 @@ from tests.config.composing import CONF, compose
 from zero.config.check import check, describe
 from zero.config.files import load_sizes
 from zero.config.keys import all_keys
-from zero.config.printed import config_yaml, yaml_text
+from zero.config.printed import config_yaml, keys_page, yaml_text
 from zero.config.schema import GROUPS, Config, PlanConfig
 from zero.errors import UserError
 
@@ -333,8 +333,9 @@ def test_fused_update_names_all_refusals() -> None:
 
 
 def test_configuration_file() -> None:
-    """conf/config.yaml is what is printed from the declared keys: python -m zero.config.printed."""
+    """conf/config.yaml and docs/keys.md are what is printed from the declared keys: python -m zero.config.printed."""
     assert (CONF / "config.yaml").read_text() == config_yaml()
+    assert (CONF.resolve().parent / "docs" / "keys.md").read_text() == keys_page()
     assert {key.name: yaml.safe_load(yaml_text(key.default)) for key in all_keys(Config)} == {
         key.name: key.default for key in all_keys(Config)
     }

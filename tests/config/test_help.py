@@ -1,0 +1,51 @@
+"""`--help`: one screen, and what keys, sections, groups and sizes mean."""
+
+import pytest
+
+from zero.config.files import load_sizes
+from zero.config.help import WIDTH, help_text
+from zero.config.schema import GROUPS, MODES
+from zero.errors import UserError
+
+
+def test_one_screen() -> None:
+    """It names the commands, groups and files of settings that people need, and fits a screen."""
+    lines = help_text([]).splitlines()
+    assert len(lines) <= 60 and max(map(len, lines)) <= WIDTH + 5
+    text = "\n".join(lines)
+    for part in (
+        "--resume",
+        "--doctor",
+        "mode=sample",
+        "mode=plan",
+        "+preset",
+        "+recipe",
+        "--help sizes",
+        *GROUPS,
+        *MODES,
+    ):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("zero.stage", ("zero.stage=3", "expects one of 0, 1, 2, 3")),
+        ("optimizer", ("optimizer=lion: Lion", "optimizer.nesterov=false")),
+        ("schedule=wsd", ("schedule.decay_steps=null",)),
+        ("optimizer.b2", ("optimizer.b2=0.95 (optimizer=adamw)", "optimizer.b2=0.99 (optimizer=lion)")),
+        ("sample", ("sample.top_p=null",)),
+        ("mode=plan", ("plan.topology=local",)),
+        ("zero", ("zero.stage=3", "zero.remat=auto")),
+        ("recipe", ("gpt-neo-125m",)),
+        ("sizes", tuple(load_sizes())),
+    ],
+)
+def test_a_name_is_explained(name: str, parts: tuple[str, ...]) -> None:
+    text = help_text([name])
+    assert [part for part in parts if part not in text] == []
+
+
+def test_unknown_names() -> None:
+    with pytest.raises(UserError, match=r"^optimiser: there is no such key; did you mean optimizer\?$"):
+        help_text(["optimiser"])
