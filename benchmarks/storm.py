@@ -1,5 +1,6 @@
 # python benchmarks/storm.py [--kills 100] [--steady] [--bucket] [--busy 0] [--seed 0]
 # python benchmarks/storm.py --hosts 3 --hours 1 [--bucket]
+# python benchmarks/storm.py --effects [--kills 100] [--hosts 2] [--seed 0]
 #
 # A run is started repeatedly with `--resume=auto` and ended at random moments by SIGKILL or SIGTERM, with 1 process
 # of 8 devices, 2 of 4, or 1 of 4, at stages 1 to 3. Once it has finished, it is compared with the same run
@@ -12,8 +13,12 @@
 # full disk; a clock that jumps by a day; a host with another configuration, which all have to refuse; and between two
 # starts the memory of a host is lost, with its emergency checkpoints. Every other run is in the bucket of --bucket.
 #
-# A fault comes at a random moment of the start or, twice as often, after a random number of steps. Each start is a line
-# on stderr. Takes about half an hour on two quiet cores.
+# In these storms a fault comes at a random moment of the start or, twice as often, after a random number of steps. Each
+# start is a line on stderr. Takes about half an hour on two quiet cores.
+#
+# With --effects short runs on 2 devices are killed before, within or after the first, second or third time that a
+# feature writes (tests/helpers/effects.py), on disk and in a bucket in turn. Metrics, samples and state must be the
+# same, bit for bit, and the page of the report newer than the metrics.
 """A run that is killed a hundred times ends like an undisturbed one."""
 
 from __future__ import annotations
@@ -42,7 +47,7 @@ from unittest.mock import patch
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.helpers import bucket, cli, hosts
+from tests.helpers import bucket, cli, effects, hosts
 from zero.checkpoints.manager import Checkpoints
 from zero.files.storage import gcs
 from zero.run_directory import CONFIG_FILE, checkpoint_directory, saved_config, saved_steps
@@ -215,6 +220,43 @@ def weather(
     return storm
 
 
+def storm_of_effects(place: Path, kills: int, *, seed: int = 0, count: int = 1) -> Counter[tuple[str, str, str]]:
+    """Kills runs at random moments of what they write (`effects.EFFECTS`), in turn on disk and in a bucket.
+
+    Returns:
+      The kills by feature, moment and place of the checkpoints.
+
+    Raises:
+      AssertionError: a run lost something, or ended otherwise than by its kill or as finished.
+    """
+    rng = random.Random(seed)
+    struck: Counter[tuple[str, str, str]] = Counter()
+    with effects.on_disk(place / "calm", count) as calm:
+        calm.finish()
+    number = 0
+    while struck.total() < kills:
+        number += 1
+        where, open_run = ("bucket", effects.in_bucket) if number % 2 else ("disk", effects.on_disk)
+        with open_run(place / str(number), count) as run:
+            is_finished = False
+            while not is_finished and struck.total() < kills:
+                effect = rng.choice(effects.EFFECTS)
+                nth = rng.randint(1, 3)
+                done = run.attempt(effect, nth, rng.randrange(count))
+                is_finished = done.returncode == 0
+                assert done.returncode in (0, -signal.SIGKILL), (effect, done.stderr)
+                struck[effect.feature, effect.moment, where] += not is_finished
+                end = "finished" if is_finished else "killed"
+                print(
+                    f"{struck.total():3} run {number} on {where}: {effect.feature}, {effect.moment}, {nth}: {end}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            run.finish()  # which has nothing left to do where it was finished
+            run.check(calm)
+    return struck
+
+
 def moment(rng: random.Random, run: Path, startup: float, most_steps: int) -> Callable[[], bool]:
     """Whether a random moment of the start has come, or twice as often a random number of steps is done."""
     until = time.monotonic() + rng.uniform(0, startup)
@@ -345,12 +387,16 @@ def main() -> None:
     parser.add_argument("--hours", type=float)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--effects", action="store_true")
     parser.add_argument("--steady", action="store_true")
     parser.add_argument("--bucket", action="store_true")
     parser.add_argument("--busy", type=int, default=0)
     given = parser.parse_args()
     logging.getLogger("gcp_storage_emulator").setLevel(logging.CRITICAL)  # of each file that is not there
     with tempfile.TemporaryDirectory() as place:
+        if given.effects:
+            print(storm_of_effects(Path(place), given.kills, seed=given.seed, count=given.hosts or 1))
+            return
         storm = weather(
             Path(place),
             given.kills,

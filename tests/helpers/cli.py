@@ -153,7 +153,7 @@ class Fork:
         request = {"cwd": str(workplace), "environment": environment(), "arguments": arguments}
         print(json.dumps(request), file=server.stdin, flush=True)
         self._server, self._arguments = server, arguments
-        self._pid: int = self._answer()["pid"]
+        self.pid: int = self._answer()["pid"]
         self._done: subprocess.CompletedProcess[str] | None = None
 
     def poll(self) -> int | None:
@@ -165,7 +165,7 @@ class Fork:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self._pid, number)
+            os.kill(self.pid, number)
 
     def finish(self) -> subprocess.CompletedProcess[str]:
         """What it printed and its exit status."""

@@ -1,10 +1,10 @@
-"""Kills, stops or blocks a program at an exact moment: before or after it opens, makes or renames a file.
+"""Kills, stops or blocks a program at an exact moment: before or after it opens, appends to, makes or renames a file.
 
 `at` gives the code of a program that ends so, for `cli.customized`; it runs in programs that are started and in forks.
 """
 
 import json
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 # An audit hook is called before each operation. The next call in the same thread comes after it.
 CODE = """
@@ -21,6 +21,8 @@ def kill():
 def watch(event, arguments):
     if done.pop(threading.get_ident(), None) is not None:
         kill()
+    if event == "open" and isinstance(arguments[2], int) and arguments[2] & os.O_APPEND:
+        event = "append"
     for rule in rules:
         path = arguments[rule["place"]] if event == rule["event"] else None
         if isinstance(path, (str, os.PathLike)) and re.search(rule["path"], os.path.abspath(path)):
@@ -40,10 +42,13 @@ sys.addaudithook(watch)
 """
 
 
+Event: TypeAlias = Literal["open", "append", "os.mkdir", "os.rename"]  # "open" is none of those that append
+
+
 class Rule(NamedTuple):
     """What happens at an operation whose path, or the target of a renaming, matches a pattern."""
 
-    event: Literal["open", "os.mkdir", "os.rename"]
+    event: Event
     path: str
     action: Literal["kill before", "kill after", "block", "stop"]
     nth: int = 1  # of the operations that match
@@ -52,5 +57,5 @@ class Rule(NamedTuple):
 
 def at(*rules: Rule) -> str:
     """The code of a program that meets these rules."""
-    places = {"open": 0, "os.mkdir": 0, "os.rename": 1}
+    places = {"open": 0, "append": 0, "os.mkdir": 0, "os.rename": 1}
     return CODE.format(rules=json.dumps([rule._asdict() | {"place": places[rule.event]} for rule in rules]))

@@ -11,7 +11,14 @@ from zero.run_directory import saved_steps
 from zero.tracking.metrics_file import read_resumes
 
 # Emergency checkpoints at 3, 6, 9 and 12, durable ones at 3, 6 and 12.
-JOB = (*cli.TINY, "zero.emergency_steps=3", "zero.emergency_directory=memory", "distributed.cpu_devices=2")
+JOB = (
+    *cli.TINY,
+    "distributed.cpu_devices=2",
+    "training.gradient_accumulation_steps=1",
+    "training.sample_tokens=4",
+    "zero.emergency_steps=3",
+    "zero.emergency_directory=memory",
+)
 SLOW_COMMIT = kills.Rule("os.rename", "/checkpoints/12$", "block")
 IN_MEMORY = kills.Rule("os.rename", r"-12-0\.shards$", "kill after")
 
@@ -25,7 +32,7 @@ def files_in_memory(forks: cli.Forks) -> list[str]:
     return [path.name.partition("-")[2] for path in sorted(forks.workplace.glob("memory/*/*"))]
 
 
-def test_finished_only_in_memory(forks: cli.Forks) -> None:
+def test_finished_only_in_memory(forks: cli.Forks, undisturbed: Path) -> None:
     """Killed after the last emergency checkpoint and before the last durable one, a run is not finished."""
     again, run = ("--resume=auto", *JOB, "hydra.run.dir=killed"), forks.workplace / "killed"
     with cli.customized(kills.at(SLOW_COMMIT, IN_MEMORY)):
@@ -36,7 +43,17 @@ def test_finished_only_in_memory(forks: cli.Forks) -> None:
     assert saved_steps(run) == [3, 6, 12] and files_in_memory(forks) == []
     assert is_finished(run, 12) and saved_command(run) == command(JOB)
     assert read_resumes(run / "metrics.jsonl") == [12]
-    assert [line["step"] for line in cli.metrics(run)] == list(range(1, 13))
+    assert cli.metrics(run) == cli.metrics(undisturbed)
+    assert (run / "samples.txt").read_text() == (undisturbed / "samples.txt").read_text()
+    assert (run / "report.html").stat().st_mtime_ns >= (run / "metrics.jsonl").stat().st_mtime_ns
+
+
+def test_finished_run_has_nothing_left_to_do(forks: cli.Forks, undisturbed: Path) -> None:
+    """Nothing is written where an earlier process has done all, although its last checkpoint cannot know that."""
+    before = cli.contents(undisturbed)
+    done = forks.check("--resume", "hydra.run.dir=runs/undisturbed")
+    assert "nothing left to do: the run is at step 12 of 12" in done.stderr
+    assert cli.contents(undisturbed) == before
 
 
 @pytest.mark.slow
@@ -55,6 +72,7 @@ def test_lineage_of_an_attempt_before(forks: cli.Forks) -> None:
     assert saved_steps(forks.workplace / "three")[-1] == 12 and files_in_memory(forks) == []
 
 
+@pytest.mark.slow
 def test_fewer_steps_than_were_trained(forks: cli.Forks) -> None:
     """A run that is told to end before its step does what is pending there, and is finished."""
     run = forks.workplace / "fewer"

@@ -1,17 +1,26 @@
-"""Every gap between two effects of a step, killed: the resumed run is the one that was left alone."""
+"""Every gap between two effects of a step, killed: the resumed run is the one that was left alone.
+
+A short form is in test_durable_run.py.
+"""
 
 import signal
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import cli
+from tests.helpers import cli, kills
 from zero.checkpoints.manager import Checkpoints
 from zero.run.features import FEATURES
 from zero.run_directory import saved_steps
 from zero.tracking.metrics_file import read_resumes
 
-JOB = (*cli.TINY, "training.sample_tokens=4", "zero.emergency_steps=3")
+JOB = (
+    *cli.TINY,
+    "distributed.cpu_devices=2",
+    "training.gradient_accumulation_steps=1",
+    "training.sample_tokens=4",
+    "zero.emergency_steps=3",
+)
 KILL = """
 import os, signal
 import zero.run.train as training
@@ -56,11 +65,10 @@ def undisturbed(forks: cli.Forks) -> Path:
 
 def gaps() -> list[object]:
     """The step, the feature after whose action the process is killed, and whether its checkpoint is durable then."""
-    quick = {(6, "save", False), (12, "save", True), (12, "sample", True)}
     acting = ("validate", "track", "save", "protect", "sample", "report")
     every = [(step, name, name not in ("validate", "track")) for step in (6, 12) for name in acting]
     every += [(6, "save", False), (12, "save", False), (12, "protect", False)]
-    return [pytest.param(*gap, marks=[] if gap in quick else pytest.mark.slow) for gap in every]
+    return [pytest.param(*gap, marks=pytest.mark.slow) for gap in every]
 
 
 def test_gaps_are_those_of_the_table() -> None:
@@ -90,12 +98,31 @@ def test_kill_between_two_effects(
     assert (run / "run.png").exists()
 
 
-def test_finished_run_has_nothing_left_to_do(forks: cli.Forks, undisturbed: Path) -> None:
-    """Nothing is written where an earlier process has done all, although its last checkpoint cannot know that."""
-    before = cli.contents(undisturbed)
-    done = forks.check("--resume", "hydra.run.dir=undisturbed")
-    assert "nothing left to do: the run is at step 12 of 12" in done.stderr
-    assert cli.contents(undisturbed) == before
+@pytest.mark.slow
+def test_sample_of_a_step_that_is_trained_again(forks: cli.Forks, undisturbed: Path) -> None:
+    """Killed after the sample of step 6, before any checkpoint of it: the text is there once."""
+    again = (*JOB, f"zero.emergency_directory={forks.workplace}/again-shm", "hydra.run.dir=again", "--resume=auto")
+    uncommitted = [kills.Rule("os.rename", path, "block") for path in (r"/checkpoints/6$", r"-6-0\.shards$")]
+    with cli.customized(kills.at(*uncommitted, kills.Rule("append", r"/samples\.txt$", "kill after"))):
+        assert forks.run(*again).returncode == -signal.SIGKILL
+    run = forks.workplace / "again"
+    assert saved_steps(run) == [3] and "--- step 6" in (run / "samples.txt").read_text()
+    forks.check(*again)
+    assert (run / "samples.txt").read_text() == (undisturbed / "samples.txt").read_text()
+
+
+@pytest.mark.slow
+def test_report_of_a_state_that_only_memory_holds(forks: cli.Forks, undisturbed: Path) -> None:
+    """Killed after the report of the last step, before its durable checkpoint: the resume, a line, is in the report."""
+    again = (*JOB, f"zero.emergency_directory={forks.workplace}/shown-shm", "hydra.run.dir=shown", "--resume=auto")
+    rules = kills.Rule("os.rename", "/checkpoints/12$", "block"), kills.Rule("os.rename", "/report.html$", "kill after")
+    with cli.customized(kills.at(*rules)):
+        assert forks.run(*again).returncode == -signal.SIGKILL
+    run = forks.workplace / "shown"
+    done = forks.check(*again)
+    assert "resumed from the emergency checkpoint of step 12" in done.stderr and saved_steps(run)[-1] == 12
+    assert cli.metrics(run) == cli.metrics(undisturbed)
+    assert (run / "report.html").stat().st_mtime_ns >= (run / "metrics.jsonl").stat().st_mtime_ns
 
 
 def validation_losses(run: Path) -> dict[int, float | None]:
@@ -104,6 +131,7 @@ def validation_losses(run: Path) -> dict[int, float | None]:
         return {step: checkpoints.meta(step)["validation_loss"] for step in checkpoints.steps()}
 
 
+@pytest.mark.slow
 def test_stop_within_an_evaluation(forks: cli.Forks, undisturbed: Path) -> None:
     """The resume evaluates the step, and its checkpoint learns the loss, by which it is kept as the best."""
     run = forks.workplace / "stopped"

@@ -118,6 +118,17 @@ def test_state_that_only_memory_holds_is_saved_first(tmp_path: Path) -> None:
     assert pending == {"features": ["save"], "line": {"step": 3, "validation/loss": 2.5}}
 
 
+def test_resume_makes_the_page_older(tmp_path: Path) -> None:
+    """A page that an earlier process has drawn is drawn again after anything else, which adds a line to the metrics."""
+    position = make_run(tmp_path).position
+    position.pending = {"features": ["report"], "line": {}}
+    for name in ("metrics.jsonl", "report.html"):
+        (tmp_path / name).write_text("")
+    assert still_pending(position, tmp_path, 3, is_durable=True) is None
+    assert still_pending(position, tmp_path, 3, is_durable=False) == {"features": ["save", "report"], "line": {}}
+    assert still_pending(position, tmp_path, 4, is_durable=False) == {"features": ["save"], "line": {}}
+
+
 def test_order_of_effects() -> None:
     """The order that the table of features promises: results, the line, checkpoints, samples, pages."""
     order = [kind.name for kind in FEATURES]

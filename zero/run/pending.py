@@ -8,6 +8,7 @@ from pathlib import Path
 from zero.hosts import agreement
 from zero.run.feature import Moment
 from zero.run.features import FEATURES
+from zero.run.features.report import Report
 from zero.run.features.save import Save
 from zero.run.restore import Pending, TrainingPosition
 from zero.run.run import Line
@@ -35,6 +36,8 @@ def still_pending(position: TrainingPosition, run_directory: Path, last_step: in
         names = [kind.name for kind in FEATURES if kind.name in names and not kind.is_done(run_directory, now)]
         if not is_durable:
             names = [Save.name, *names]
+        if names and now.is_last and Report.name in pending["features"] and Report.name not in names:
+            names.append(Report.name)  # the line of this resume makes the page older than the metrics
         line = line | (line_of(run_directory, position.step) or {})
     names, line = json.loads(agreement.broadcast("pending", json.dumps([names, line])))
     return pending_actions(line, names)

@@ -222,6 +222,19 @@ def test_lines_at_their_steps(tmp_path: Path) -> None:
     assert line["train/loss"] == 2.0 and line["wall_time"] > 0
 
 
+def test_samples_of_steps_that_are_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start at step 3 drops later samples, which it writes again; text that looks like a heading is no step."""
+    monkeypatch.setattr("zero.run.features.sample.make_inference", lambda model: None)
+    path = tmp_path / "samples.txt"
+    kept = f"{heading(3)}\n--- step by step\n"
+    path.write_text(f"{kept}{heading(6)}\ntext\n")
+    sample = Sample(make_config(), make_run(tmp_path))
+    assert path.read_text() == kept and sample.is_done(tmp_path, at(3)) and not sample.is_done(tmp_path, at(6))
+    path.unlink()
+    Sample(make_config(), make_run(tmp_path))
+    assert not path.exists()
+
+
 def test_pending_actions_that_files_show_to_be_done(tmp_path: Path) -> None:
     """A sample is done when its heading is in the file; a validation when its loss is in the metrics."""
     now = at(6, is_last=True)

@@ -9,7 +9,7 @@
 | 5 | Bar | the terminal | |
 | 6 | Save | mirrors the run's files, then commits the checkpoint in the background | later actions are pending in it |
 | 7 | Protect | an emergency checkpoint | the resume continues here; later actions are pending in it |
-| 8 | Sample | the text in samples.txt | a sample whose heading is in the file is not written again |
+| 8 | Sample | the text in samples.txt | a resume from an older step drops the text; else it is not written again |
 | 9 | Report | run.png, report.html | after the last step, a page older than the metrics is drawn again |
 
 A checkpoint says which later actions were due (`TrainingPosition.pending`), a stop adds those that it prevented, and

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 
 import numpy as np
 
 from zero.config.schema import Config
+from zero.files import storage
 from zero.files.appending import append
 from zero.hosts import agreement
 from zero.inference.generate import generate
@@ -22,7 +24,8 @@ log = logging.getLogger(__name__)
 class Sample(Feature):
     """Appends `training.sample_tokens` tokens to RUN/samples.txt; all hosts sample, host 0 writes.
 
-    Training continues if the file cannot be written.
+    Samples of steps after the one that a start continues are dropped, as their lines of metrics are: these steps are
+    trained again. Training continues if the file cannot be written.
     """
 
     name = "sample"
@@ -32,6 +35,8 @@ class Sample(Feature):
     def __init__(self, config: Config, run: Run) -> None:
         self._count = config.training.sample_tokens
         self._inference = make_inference(run.job.model)
+        if agreement.is_host_0():
+            drop_later(run.directory.path / SAMPLES_FILE, run.position.step)
 
     @classmethod
     def is_done(cls, run_directory: Path, now: Moment) -> bool:
@@ -63,3 +68,26 @@ def heading(step: int) -> str:
     '--- step 6'
     """
     return f"--- step {step}"
+
+
+def drop_later(path: Path, step: int) -> None:
+    """Drops the samples of steps after `step` from a file, if there are any."""
+    written = path.read_bytes() if path.exists() else b""
+    kept = until(written, step)
+    if kept != written:
+        try:
+            storage.write(path, kept)
+        except OSError as error:
+            log.warning("%s: samples of steps after %d could not be dropped: %s", path, step, error)
+
+
+def until(samples: bytes, step: int) -> bytes:
+    r"""What the file of samples was when the run had done this step.
+
+    >>> until(b"--- step 5\nto be\n--- step 10\nor not\n", 5)
+    b'--- step 5\nto be\n'
+    """
+    for found in re.finditer(rb"^--- step (\d+)$", samples, re.MULTILINE):
+        if int(found[1]) > step:
+            return samples[: found.start()]
+    return samples

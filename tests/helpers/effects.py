@@ -1,0 +1,228 @@
+"""What a run writes, feature by feature, and the moments of each effect at which a process is killed.
+
+- `EFFECTS`: the table, in the order in which features act. `PAIRS`: what a run on preferences writes at its start.
+- `Run`: the same command starts it each time, it is killed at a moment, and compared at its end.
+- `on_disk`, `in_bucket`, `on_pairs`: make one.
+
+tests/test_exact_kills.py goes through the table, benchmarks/storm.py draws from it.
+"""
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+
+from tests.helpers import bucket, cli, hosts, kills
+from zero.checkpoints.manager import Checkpoints
+from zero.corpus.preparing.prepare import prepare
+from zero.corpus.text.tokenizers import ByteTokenizer
+from zero.files.storage import gcs
+from zero.run_directory import committed_steps
+
+# Emergency checkpoints at 3, 6, 9 and 12; durable ones at 3, 6 and 12, outside the run directory.
+JOB = (
+    *cli.TINY,
+    "training.gradient_accumulation_steps=1",
+    "training.sample_tokens=4",
+    "zero.emergency_steps=3",
+    "zero.emergency_directory=memory",
+    "hydra.run.dir=run",
+)
+RUN = Path("run")
+
+
+class InBucket(NamedTuple):
+    """The request that takes the place of an operation on disk."""
+
+    name: str  # a pattern of the name of the object
+    when: Literal["before", "after"]
+    nth: int = 1
+
+
+class Effect(NamedTuple):
+    """A moment of an effect: the operation before or after which the process is killed."""
+
+    feature: str
+    moment: Literal["before", "within", "after"]
+    event: kills.Event
+    path: str
+    action: Literal["kill before", "kill after"]
+    in_bucket: InBucket | None = None  # of what is beside the checkpoints
+
+    def rule(self, nth: int = 1, host: int = 0) -> kills.Rule:
+        return kills.Rule(self.event, self.path, self.action, nth, host)
+
+
+EFFECTS = (
+    Effect("validate", "before", "open", r"/validation-\d+\.tar$", "kill before"),
+    Effect("validate", "within", "open", r"/validation-\d+\.tar$", "kill after"),
+    Effect("track", "before", "append", r"/run/metrics\.jsonl$", "kill before"),
+    Effect("track", "after", "append", r"/run/metrics\.jsonl$", "kill after"),
+    Effect("mirror", "before", "os.rename", r"/place-run/config\.yaml$", "kill before",
+           InBucket(r"place-run/config\.yaml", "before")),
+    Effect("mirror", "within", "os.rename", r"/place-run/metrics\.jsonl$", "kill before",
+           InBucket(r"place-run/metrics\.jsonl", "before")),
+    Effect("mirror", "after", "os.rename", r"/place-run/emergency_lineage$", "kill after",
+           InBucket(r"place-run/emergency_lineage", "after")),
+    Effect("save", "before", "os.mkdir", r"/place/\d+\.", "kill before", InBucket(r"place/\d+[./]", "before")),
+    Effect("save", "within", "os.mkdir", r"/place/\d+\..*/", "kill after", InBucket(r"place/\d+[./]", "after", 3)),
+    Effect("save", "within", "os.rename", r"/place/\d+$", "kill before",
+           InBucket(r"place/\d+/commit_success\.txt", "before")),
+    Effect("save", "after", "os.rename", r"/place/\d+$", "kill after",
+           InBucket(r"place/\d+/commit_success\.txt", "after")),
+    Effect("protect", "before", "open", r"-\d+-\d+\.shards\.tmp$", "kill before"),
+    Effect("protect", "within", "os.rename", r"-\d+-\d+\.shards$", "kill before"),
+    Effect("protect", "after", "os.rename", r"-\d+-\d+\.shards$", "kill after"),
+    Effect("sample", "before", "append", r"/run/samples\.txt$", "kill before"),
+    Effect("sample", "after", "append", r"/run/samples\.txt$", "kill after"),
+    Effect("report", "before", "os.rename", r"/run/run\.png$", "kill before"),
+    Effect("report", "within", "os.rename", r"/run/run\.png$", "kill after"),
+    Effect("report", "after", "os.rename", r"/run/report\.html$", "kill after"),
+)  # fmt: skip
+PAIRS = (
+    Effect("reference", "before", "open", r"/\.pairs_train\.reference-", "kill before"),
+    Effect("reference", "within", "os.rename", r"/pairs_train\.reference-", "kill before"),
+    Effect("reference", "after", "os.rename", r"/pairs_train\.reference-", "kill after"),
+)
+
+
+@dataclass
+class Run:
+    """A run on one host or more, which the same command starts each time; one host is a fork.
+
+    Attributes:
+      place: of its checkpoints.
+      proxy: of the bucket that these are in.
+      count: of hosts.
+    """
+
+    workplace: Path
+    place: Path | str
+    arguments: tuple[str, ...]
+    count: int = 1
+    proxy: bucket.Proxy | None = None
+
+    def start(self) -> list[subprocess.Popen[str] | cli.Fork]:
+        """One process per host."""
+        own = (f"distributed.cpu_devices={2 // self.count}", f"training.batch_size={16 // self.count}")
+        arguments = ("--resume=auto", *JOB, *self.arguments, *own)
+        if self.count == 1:
+            return [cli.Forks(self.workplace).start(*arguments)]
+        memory = {host: [f"zero.emergency_directory=memory-{host}"] for host in range(self.count)}
+        return [*hosts.start([self.workplace] * self.count, *arguments, own=memory)]
+
+    def attempt(self, effect: Effect, nth: int = 1, host: int = 0) -> subprocess.CompletedProcess[str]:
+        """Starts the run and kills a host at the moment, the others as a launcher does; what came of this host."""
+        is_request = self.proxy is not None and effect.in_bucket is not None
+        with cli.customized("" if is_request else kills.at(effect.rule(nth, host))):
+            processes = self.start()
+        victim = processes[host]
+        if self.proxy is not None and effect.in_bucket is not None:
+            name, when, first = effect.in_bucket
+            self.proxy.strike = bucket.Strike(name, when, lambda: os.kill(victim.pid, signal.SIGKILL), first + nth - 1)
+        done = cli.finish(victim, 600)
+        if self.proxy is not None:
+            self.proxy.strike = None
+        for process in processes:
+            if isinstance(process, subprocess.Popen) and process is not victim:
+                if done.returncode != 0:
+                    process.kill()
+                cli.finish(process)
+        return done
+
+    def killed(self, effect: Effect, nth: int = 1, host: int = 0) -> None:
+        """Starts the run and asserts that it was killed at the moment."""
+        done = self.attempt(effect, nth, host)
+        assert done.returncode == -signal.SIGKILL, (effect, done.stderr)
+
+    def finish(self) -> list[subprocess.CompletedProcess[str]]:
+        """Starts the run, which ends by itself."""
+        done = [cli.finish(process, 600) for process in self.start()]
+        assert [one.returncode for one in done] == [0] * self.count, [one.stderr for one in done]
+        return done
+
+    def leaves(self) -> dict[str, np.ndarray]:
+        """The state at the last step, whole."""
+        step = committed_steps(self.place)[-1]
+        with Checkpoints(self.place, None) as checkpoints:
+            return {name: checkpoints.read(step, name) for name in checkpoints.meta(step)["shapes"]}
+
+    def check(self, undisturbed: "Run") -> None:
+        """Compares metrics, samples, report and state with those of a run that was left alone."""
+        run, calm = self.workplace / RUN, undisturbed.workplace / RUN
+        assert cli.metrics(run) == cli.metrics(calm)
+        if (calm / "samples.txt").exists():
+            assert (run / "samples.txt").read_text() == (calm / "samples.txt").read_text()
+        page = run / "report.html"
+        assert page.stat().st_mtime_ns >= (run / "metrics.jsonl").stat().st_mtime_ns and (run / "run.png").exists()
+        steps = committed_steps(self.place)  # 9 was saved where it was restored, and the oldest may be gone
+        expected_steps = committed_steps(undisturbed.place)
+        assert steps[-1] == expected_steps[-1] and set(steps) <= {9, *expected_steps}
+        got, expected = self.leaves(), undisturbed.leaves()
+        assert got.keys() == expected.keys()
+        for name, leaf in got.items():
+            np.testing.assert_array_equal(leaf, expected[name], err_msg=name)
+        assert list(self.workplace.glob("memory*/*/*")) == []
+
+
+@contextmanager
+def on_disk(workplace: Path, count: int = 1) -> Iterator[Run]:
+    place = cli.make_workplace(workplace) / "place"
+    yield Run(workplace, place, (f"data.checkpoint_directory={place}",), count)
+
+
+@contextmanager
+def in_bucket(workplace: Path, count: int = 1) -> Iterator[Run]:
+    cli.make_workplace(workplace)
+    train, validation = (workplace / path for path in cli.INDICES)
+    keys = (f"data.index_path_train={train}", f"data.index_path_validation={validation}")
+    with bucket.serving() as server:
+        proxy = bucket.Proxy(server, 0)
+        with (
+            bucket.disturbed(proxy) as address,
+            patch.dict(os.environ, {"STORAGE_EMULATOR_HOST": address, "TENSORSTORE_GCS_HTTP_URL": address}),
+        ):
+            gcs.client.cache_clear()
+            arguments = (f"data.bucket_path={bucket.BUCKET}", "data.checkpoint_directory=place", *keys)
+            yield Run(workplace, f"gs://{bucket.BUCKET}/place", arguments, count, proxy)
+
+
+@contextmanager
+def on_pairs(workplace: Path, count: int = 1) -> Iterator[Run]:
+    """A run that learns preferences from another run, which is its reference."""
+    with on_disk(workplace, count) as run:
+        texts = [{"prompt": f"{i}? ", "chosen": "yes" + "!" * (i % 3), "rejected": "no"} for i in range(100)]
+        source = workplace / "pairs.jsonl"
+        source.write_text("".join(json.dumps(text) + "\n" for text in texts))
+        prepare(
+            source,
+            "pairs",
+            directory=workplace / "data",
+            index_directory=workplace / "data" / "index",
+            tokenizer=ByteTokenizer(),
+            row_tokens=cli.CONTEXT,
+            validation_fraction=0.2,
+            preferences=True,
+            progress=False,
+        )
+        cli.Forks(workplace).train("base", *cli.TINY, "distributed.cpu_devices=2", "training.total_steps=1")
+        index = workplace / "data" / "index"
+        keys = (
+            "training.objective=dpo",
+            "training.dpo_beta=0.3",
+            "training.sample_tokens=0",
+            "model.warm_start=true",
+            "model.model_path=base",
+            f"data.index_path_train={index}/pairs_train.index",
+            f"data.index_path_validation={index}/pairs_validation.index",
+        )
+        run.arguments += keys
+        yield run
