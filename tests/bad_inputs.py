@@ -198,12 +198,12 @@ FILES: tuple[tuple[str, Any, str], ...] = (
     ("it.index", b"s.tar # 5000 rows", "s.tar holds 1 rows, but the index file records 5000"),
     ("it.index", NOT_UTF8, "it.index is not UTF-8 text: 'utf-8' codec can't decode byte 0xff in position 0"),
     ("it.index", b"", "it.index lists no shards; expected one path per line"),
-    ("it.index", b"a\0b", "is missing"),
+    ("it.index", b"a\0b", "it.index, line 1: expected the path of a shard, got"),
     ("it.index", b"a" * 5000, "is missing"),
-    ("it.index", b".", "is missing"),
+    ("it.index", b".", "is not a file"),
     ("s.tar", b"", "is truncated or damaged: unexpected end of file"),
     ("s.tar", b"x" * 2000, "is truncated or damaged: this is no tar header"),
-    ("s.tar", b"\0" * 1024, "the shards hold no rows"),
+    ("s.tar", b"\0" * 1024, "is truncated or damaged: it holds no files"),
     ("input_id.npy", b"", "member input_id.npy is not a complete .npy array: EOF: reading magic string"),
     ("input_id.npy", npy_header("-" * 6000), "member input_id.npy is not a complete .npy array: "),
     ("input_id.npy", npy_header("-" * 6000, 2), "member input_id.npy is not a complete .npy array: "),
@@ -226,24 +226,6 @@ FILES: tuple[tuple[str, Any, str], ...] = (
         npy_header(f"{{'descr': '<u2', 'fortran_order': False, 'shape': ({2**40}, 0)}}"),
         "has rows of 0 tokens",
     ),
-    (
-        "metrics.jsonl",
-        b'{"step": "x"}\n{"step": 1}',
-        "metrics.jsonl, line 1: expected a JSON object of a step",
-    ),
-    ("metrics.jsonl", b'{"step": 1}\n{"step": "x"}\n{"step": 2}', "metrics.jsonl, line 2: expected a JSON object"),
-    ("metrics.jsonl", b'{"step": null}\n{"step": 1}', "metrics.jsonl, line 1: expected a JSON object"),
-    (
-        "metrics.jsonl",
-        b'{"event": "resume", "step": "x"}\n{"step": 1}',
-        "metrics.jsonl, line 1: expected a JSON object",
-    ),
-    ("metrics.jsonl", b'{"step": 1, "train/loss": "a"}\n{"step": 2}', "metrics.jsonl, line 1: expected a JSON object"),
-    ("metrics.jsonl", b'{"step": 1, "train/loss": [1]}\n{"step": 2}', "metrics.jsonl, line 1: expected a JSON object"),
-    ("metrics.jsonl", b'{"step": 1, "mfu": 1e999}\n{"step": 2}', "metrics.jsonl, line 1: expected a JSON object"),
-    ("metrics.jsonl", b'{"step": 1, "mfu": 1' + b"0" * 400 + b'}\n{"step": 2}', "line 1: expected a JSON object"),
-    ("metrics.jsonl", b"5\n5", "metrics.jsonl, line 1: expected a JSON object"),
-    ("metrics.jsonl", DEEP + b'\n{"step": 1}', "metrics.jsonl, line 1: expected a JSON object"),
     ("config.yaml", b"5", "is damaged: expected the configuration of a run: Invalid loaded object type: int"),
     ("config.yaml", b"", "is damaged: expected the configuration of a run: 'data' is missing"),
     ("config.yaml", b"[1]", "is damaged: expected the configuration of a run"),
@@ -289,3 +271,18 @@ FILES: tuple[tuple[str, Any, str], ...] = (
 
 def content(given: Any) -> bytes:
     return given if isinstance(given, bytes) else json.dumps(given).encode()
+
+
+# Contents of a metrics.jsonl and the number of its damaged line, which is passed over.
+DAMAGED_LINES: list[tuple[bytes, int]] = [
+    (b'{"step": "x"}\n{"step": 1}', 1),
+    (b'{"step": 1}\n{"step": "x"}\n{"step": 2}', 2),
+    (b'{"step": null}\n{"step": 1}', 1),
+    (b'{"event": "resume", "step": "x"}\n{"step": 1}', 1),
+    (b'{"step": 1, "train/loss": "a"}\n{"step": 2}', 1),
+    (b'{"step": 1, "train/loss": [1]}\n{"step": 2}', 1),
+    (b'{"step": 1, "mfu": 1e999}\n{"step": 2}', 1),
+    (b'{"step": 1, "mfu": 1' + b"0" * 400 + b'}\n{"step": 2}', 1),
+    (b"5\n5", 1),
+    (DEEP + b'\n{"step": 1}', 1),
+]

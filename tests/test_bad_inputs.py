@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from hydra.errors import HydraException
 
-from tests.bad_inputs import CONFIGURATIONS, FILES, PROGRAMS, content
+from tests.bad_inputs import CONFIGURATIONS, DAMAGED_LINES, FILES, PROGRAMS, content
 from tests.config.composing import compose
 from tests.helpers import cli
 from tests.helpers.readers import READERS, outcome
-from zero.cli import all_mistakes, resolve
+from zero.cli import all_mistakes, check_names, resolve
 from zero.config.saved_config import default_config
 from zero.errors import UserError
 from zero.run.find_run import resume_overrides
@@ -35,6 +35,7 @@ def test_configurations(workplace: Path, overrides: str) -> None:
     def start() -> None:
         arguments = overrides.split(" ")
         try:
+            check_names(arguments)
             arguments = resume_overrides(arguments)
             resolve(compose(*arguments), arguments)
         except HydraException as error:
@@ -52,6 +53,14 @@ def test_files(tmp_path: Path, number: int) -> None:
     assert status == 2
     assert "\n" not in message and str(tmp_path) in message and words in message, message
     assert len(message) < 700 + len(str(tmp_path)) + (5000 if given == b"a" * 5000 else 0)
+
+
+@pytest.mark.parametrize("number", range(len(DAMAGED_LINES)))
+def test_damaged_lines_of_metrics(tmp_path: Path, number: int, caplog: pytest.LogCaptureFixture) -> None:
+    """A damaged line blocks no resume: it is named and passed over."""
+    data, line = DAMAGED_LINES[number]
+    assert outcome(lambda: READERS["metrics.jsonl"](tmp_path, data))[0] == 0
+    assert f"metrics.jsonl, line {line}: damaged and passed over: expected a JSON object of a step" in caplog.text
 
 
 @pytest.mark.parametrize("arguments", PROGRAMS)

@@ -150,7 +150,7 @@ def _manifest(place: Path, data: bytes) -> None:
 
 def _prompt_file(place: Path, data: bytes) -> None:
     (place / "prompts.txt").write_bytes(data)
-    config: Any = default_config()
+    config: Any = compose("mode=sample")
     config.sample.prompt_file = str(place / "prompts.txt")
     _prompts(config)
 
