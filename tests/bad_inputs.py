@@ -57,6 +57,7 @@ CONFIGURATIONS: dict[str, str] = {
     "mode=plan plan.grid=5": "plan.grid=5: expected a section of keys",
     "model.size='???'": "model.size: missing",
     "mode='???'": "mode=???: expected one of train, evaluate",
+    "resume=[a]": "resume=['a']: expected a path, or null",
     "resume='${nope}'": "resume: Interpolation key 'nope' not found",
     # Runs to resume or to use.
     "--resume": "--resume: runs has no checkpoint",

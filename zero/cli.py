@@ -110,6 +110,7 @@ def resolve(config: DictConfig, overrides: list[str]) -> tuple[Config, GPTConfig
     given = [override.lstrip("+~").partition("=")[0] for override in overrides]
     check_names(overrides)
     try:
+        check_paths_of_runs(config)
         if config.resume is not None:
             config = merge_resumed(saved_config(Path(config.resume)), config, overrides)
         elif config.mode in ("evaluate", "sample"):
@@ -122,6 +123,14 @@ def resolve(config: DictConfig, overrides: list[str]) -> tuple[Config, GPTConfig
     sizes = load_sizes()
     checked = check(config, sizes, given)
     return checked, sizes.chosen(checked.model)
+
+
+def check_paths_of_runs(config: DictConfig) -> None:
+    """Raises UserError where the keys that name a run are no text; they are read before all others are checked."""
+    for key in ("resume", "model.model_path"):
+        value = OmegaConf.select(config, key)
+        if value is not None and not isinstance(value, str):
+            raise UserError(f"{key}={value}: expected a path, or null")
 
 
 def check_names(overrides: Sequence[str]) -> None:
