@@ -293,7 +293,9 @@ def start(
         "--resume=auto", *job, f"zero.stage={stage}",
         f"distributed.cpu_devices={devices}", f"training.batch_size={batch_size}",
     ]  # fmt: skip
-    own = {host: [f"zero.emergency_directory={place}/memory-{host}"] for host in range(count)}
+    own: dict[int, list[str]] = {host: [] for host in range(count)}
+    if any(argument.startswith("zero.emergency_steps=") for argument in job):
+        own = {host: [f"zero.emergency_directory={place}/memory-{host}"] for host in range(count)}
     if fault == "configuration" and count > 1:
         own[count - 1].append(WRONG)
     with cli.customized(JUMPING_CLOCK if fault == "clock" else ""):

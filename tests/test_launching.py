@@ -832,7 +832,7 @@ def test_kubernetes_job() -> None:
         "Ignore": with_outcome("stopped"),
     }
     assert all(rule["onExitCodes"]["containerName"] == container["name"] for rule in rules if "onExitCodes" in rule)
-    config, _ = compose(container["args"])
+    config, _ = compose([*container["args"], "mode=plan"])
     chips = job["spec"]["completions"] * container["resources"]["limits"]["google.com/tpu"]
     assert config.plan.topology == f"v5e-{chips}" and pod["subdomain"] == service["metadata"]["name"]
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}

@@ -105,7 +105,7 @@ def test_row_of_misfits(tmp_path: Path) -> None:
 
 def test_plan_lowers_the_step_of_training() -> None:
     """Shapes that a plan compiles for and arrays of a run lower to the same program, to the letter."""
-    config = check(compose("plan.topology=cpu", "data.max_context=64", "training.sample_tokens=0"), load_sizes())
+    config = check(compose("mode=plan", "plan.topology=cpu", "data.max_context=64"), load_sizes())
     size = GPTConfig(embedding_dim=16, vocab_size=64, num_head=2, block_size=64, dropout=0.0, N=2, vocab_chunks=2)
     job = make_job(config, size)
     key = np.asarray(jax.random.key_data(jax.random.key(0)))

@@ -119,7 +119,7 @@ def groups_of(saved: Mapping[str, Any]) -> dict[str, str]:
 def with_groups(overrides: Sequence[str], saved: Mapping[str, Any]) -> list[str]:
     """The overrides of a resume with the choices of its run, whose keys they may set."""
     named = {override.lstrip("+~").partition("=")[0] for override in overrides}
-    return [*(f"{name}={choice}" for name, choice in groups_of(saved).items() if name not in named), *overrides]
+    return [*overrides, *(f"{name}={choice}" for name, choice in groups_of(saved).items() if name not in named)]
 
 
 def merge_resumed(saved: DictConfig, config: DictConfig, overrides: list[str]) -> DictConfig:

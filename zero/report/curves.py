@@ -133,7 +133,7 @@ def thinned(points: Sequence[tuple[int, float | None]], most: int) -> list[tuple
     """At most so many of them, for browsers: the lowest and the highest of each stretch, and the last of all.
 
     >>> thinned([(step, step % 4) for step in range(20)], 6)
-    [(0, 0), (3, 3), (10, 2), (11, 3), (19, 3)]
+    [(0, 0), (7, 3), (12, 0), (19, 3)]
     """
     if len(points) <= most:
         return list(points)

@@ -15,7 +15,7 @@ from hydra.core.override_parser.types import Override, Quote, QuotedString
 from omegaconf import OmegaConf
 from yaml import YAMLError
 
-from zero.config.saved_config import default_config
+from zero.config.saved_config import default_config, groups_of
 from zero.errors import UserError
 from zero.files import storage
 from zero.files.parsing import MALFORMED, reading
@@ -29,6 +29,7 @@ from zero.run_directory import (
     fetch_config,
     rebuild,
     saved_checkpoint_directory,
+    saved_config,
     saved_steps,
 )
 
@@ -192,6 +193,10 @@ def write_command(run: Path, earlier: Path | None, arguments: Iterable[str]) -> 
     """Adds the keys of a start to those of the run that it continues or forks from."""
     known = {} if earlier is None else saved_command(earlier)
     given = {key: value for key, value in command(arguments).items() if key not in ("resume", "data.resume_step")}
+    if earlier is not None:  # a resume is composed with the choices of its run, which nobody has typed
+        saved: Any = OmegaConf.to_container(saved_config(earlier))
+        choices = groups_of(saved)
+        given = {key: value for key, value in given.items() if choices.get(key) != value or key in known}
     storage.write(run / COMMAND_FILE, json.dumps(known | given, indent=1).encode())
 
 

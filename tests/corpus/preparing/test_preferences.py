@@ -146,7 +146,7 @@ def test_line_is_named(tmp_path: Path) -> None:
 def test_other_corpora_are_refused(tmp_path: Path) -> None:
     """Pairs where texts are expected, and the other way round."""
     corpus = make(write(tmp_path / "a.jsonl", LINES), tmp_path, preferences=True)
-    with pytest.raises(UserError, match=r"holds pairs of texts, which only training\.objective=dpo reads"):
+    with pytest.raises(UserError, match=r"holds pairs of texts, which only objective=dpo reads"):
         read(corpus.train_index, pairs=False)
     texts = [{"prompt": line["prompt"], "completion": line["chosen"]} for line in LINES]
     other = make(write(tmp_path / "b.jsonl", texts), tmp_path, name="b", completions=True)
