@@ -200,7 +200,7 @@ def test_contradictions_are_refused() -> None:
         "data.max_skipped_rows=5": "0, as objective=dpo stores",
     }
     with pytest.raises(UserError) as error:
-        configured(*wrong)
+        configured(*wrong, "training.warmup_train_context=8")
     lines = str(error.value).splitlines()
     for line, (given, expected) in zip(sorted(lines), sorted(wrong.items()), strict=True):
         assert line.startswith(f"{given}: expected {expected}")
