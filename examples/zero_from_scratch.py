@@ -1,8 +1,8 @@
-"""ZeRO from scratch: a replicated Adam becomes stage 3 in four steps, with nothing but jax.pmap and its collectives.
+"""ZeRO from scratch: the four stages of a training step with Adam, with nothing but jax.pmap and its collectives.
 
     python examples/zero_from_scratch.py
 
-Each step changes a few lines of the one before and trains to the same loss; only the bytes per device change.
+Each stage changes a few lines of the one before and trains to the same loss; only the bytes per device change.
 Shapes: L layers of a (D, D) matrix on N devices. A slice is 1/N of the rows of each matrix: (L, D/N, D).
 """
 
@@ -36,45 +36,43 @@ def adam(w, m, v, g, t):  # element-wise: a slice needs nothing from the other d
     return w - 1e-3 * (m / (1 - 0.9**t)) / (jnp.sqrt(v / (1 - 0.99**t)) + 1e-8), m, v
 
 
-def replicated(w, m, v, t, x):  # plain data parallelism: everything whole, N times
-    g = jax.grad(loss_fn)(w, x)
-    return adam(w, m, v, lax.psum(g, "devices") / N, t)
+def stage_0(w, m, v, t, x):  # plain data parallelism: w, m and v are whole on every device
+    grads = jax.grad(loss_fn)(w, x)
+    return adam(w, m, v, lax.psum(grads, "devices") / N, t)  # a psum is a psum_scatter and an all_gather
 
 
-def step_1_psum_scatter(w, m, v, t, x):  # an all-reduce is a reduce-scatter and a gather
-    g = jax.grad(loss_fn)(w, x)
-    return adam(w, m, v, gather(scatter_mean(g, 1), 1), t)
+def stage_1(w, m, v, t, x):  # so update a slice between the two, and gather at the start of the next step
+    grads = jax.grad(loss_fn)(gather(w, 1), x)
+    return adam(w, m, v, scatter_mean(grads, 1), t)  # whole during the step: the weights and the gradient
 
 
-def step_2_update_a_slice(w, m, v, t, x):  # so update between the two: m and v are slices (ZeRO stage 1)
-    g = jax.grad(loss_fn)(w, x)
-    own = lax.dynamic_slice_in_dim(w, lax.axis_index("devices") * (D // N), D // N, 1)
-    own, m, v = adam(own, m, v, scatter_mean(g, 1), t)
-    return gather(own, 1), m, v
+borrow = jax.custom_vjp(lambda part, full: full)  # compute with the gathered layer, send its gradient to the slice
+borrow.defvjp(lambda part, full: (full, None), lambda _, g: (scatter_mean(g, 0), jnp.zeros_like(g)))
 
 
-def step_3_all_gather(w, m, v, t, x):  # keep the slice, and gather at the start of the next step
-    g = jax.grad(loss_fn)(gather(w, 1), x)
-    return adam(w, m, v, scatter_mean(g, 1), t)  # whole: the weights and the gradient, during the step only
+def stage_2(w, m, v, t, x):  # scatter the gradient of each layer as soon as the backward pass has it
+    full = gather(w, 1)  # whole during the step: the weights
+    use = lambda layer: borrow(layer[0], full[layer[1]])  # noqa: E731  its slice and its number
+    return adam(w, m, v, jax.grad(lambda w: loss_fn((w, jnp.arange(L)), x, use))(w), t)
 
 
-whole = jax.custom_vjp(lambda w: gather(w, 0))
-whole.defvjp(lambda w: (gather(w, 0), None), lambda _, g: (scatter_mean(g, 0),))
+whole = jax.custom_vjp(lambda part: gather(part, 0))
+whole.defvjp(lambda part: (gather(part, 0), None), lambda _, g: (scatter_mean(g, 0),))
 
 
-def step_4_custom_vjp(w, m, v, t, x):  # each layer gathers its weights and scatters its gradient (ZeRO stage 3)
-    return adam(w, m, v, jax.grad(loss_fn)(w, x, whole), t)
+def stage_3(w, m, v, t, x):  # gather each layer where it is needed, forward and again backward
+    return adam(w, m, v, jax.grad(loss_fn)(w, x, use=whole), t)  # whole during the step: one layer
 
 
-w0, x = jax.random.normal(jax.random.key(0), (L, D, D)) / D, jax.random.normal(jax.random.key(1), (N, ROWS, D))
-held = {replicated: "www", step_1_psum_scatter: "www", step_2_update_a_slice: "wss"}  # w, m, v: whole or slices
+w0 = jax.random.normal(jax.random.key(0), (L, D, D)) / D
+x = jax.random.normal(jax.random.key(1), (N, ROWS, D))
 print(f"{N} devices, {L * D * D:,} parameters; bytes per device held between steps, and temporaries of a step:")
-for step in (*held, step_3_all_gather, step_4_custom_vjp):
-    forms = {"w": jnp.stack([w0] * N), "s": jnp.stack(jnp.split(w0, N, axis=1))}
-    w, m, v = (forms[form] * scale for form, scale in zip(held.get(step, "sss"), (1, 0, 0), strict=True))
-    program = jax.pmap(step, "devices", donate_argnums=(0, 1, 2)).lower(w, m, v, jnp.ones(N), x).compile()
+for stage in (stage_0, stage_1, stage_2, stage_3):
+    w = jnp.stack([w0] * N) if stage is stage_0 else jnp.stack(jnp.split(w0, N, axis=1))
+    m, v = jnp.zeros_like(w), jnp.zeros_like(w)
+    program = jax.pmap(stage, "devices", donate_argnums=(0, 1, 2)).lower(w, m, v, jnp.ones(N), x).compile()
     for t in range(1, STEPS + 1):
         w, m, v = program(w, m, v, jnp.full(N, float(t)), x)
-    loss = loss_fn(w[0] if w.shape[2] == D else jnp.concatenate(list(w), axis=1), x.reshape(-1, D))
-    state, temporaries = sum(a.nbytes for a in (w, m, v)) // N, program.memory_analysis().temp_size_in_bytes
-    print(f"{step.__name__:24}{loss:8.5f}{state:12,}{temporaries:12,}")
+    loss = loss_fn(w[0] if stage is stage_0 else jnp.concatenate(list(w), axis=1), x.reshape(-1, D))
+    state = sum(a.nbytes for a in (w, m, v)) // N
+    print(f"{stage.__name__:10}{loss:8.5f}{state:12,}{program.memory_analysis().temp_size_in_bytes:12,}")
