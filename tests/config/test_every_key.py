@@ -114,6 +114,11 @@ def test_keys_that_need_others(key: str) -> None:
     ("overrides", "line"),
     [
         (("tuning.rank=2",), "tuning.rank: a key of tuning=lora and tuning=dora, which this run has not chosen"),
+        (
+            ("tuning=dora", "tuning.dropout=0.1", "model.warm_start=true", "model.model_path=x"),
+            "tuning.dropout: a key of tuning=lora, which this run has not chosen",
+        ),
+        (("tuning.adapter=x",), "tuning.adapter: a key of tuning=lora and tuning=dora, which this run has not chosen"),
         (("objective.beta=1",), "objective.beta: a key of objective=dpo, which this run has not chosen"),
         (("evaluate.follow=true",), "evaluate.follow: a key of mode=evaluate, which this run has not chosen"),
         (("evaluate.harness=[a]",), "evaluate.harness: a key of mode=evaluate, which this run has not chosen"),

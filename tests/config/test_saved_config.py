@@ -208,12 +208,12 @@ def test_runs_from_before_groups() -> None:
     """A run whose configuration was saved before groups existed is resumed with the same values."""
     given = with_groups([*RESUMED, "optimizer.state_dtype=int8"], EARLIER)
     assert given == [
+        *RESUMED,
+        "optimizer.state_dtype=int8",
         "optimizer=lion",
         "objective=dpo",
         "tuning=dora",
         "schedule=wsd",
-        *RESUMED,
-        "optimizer.state_dtype=int8",
     ]
     merged = merge_resumed(OmegaConf.create(EARLIER), compose(*given), given)
     assert merged.optimizer == {"name": "lion", "state_dtype": "int8", "b1": 0.8, "b2": 0.99, "decay": "rate"}
