@@ -221,7 +221,7 @@ def weather(
 
 
 def storm_of_effects(place: Path, kills: int, *, seed: int = 0, count: int = 1) -> Counter[tuple[str, str, str]]:
-    """Kills runs at random moments of what they write (`effects.EFFECTS`), in turn on disk and in a bucket.
+    """Kills runs at random moments of their writes (`effects.EFFECTS`), in turn on disk and in a bucket.
 
     Returns:
       The kills by feature, moment and place of the checkpoints.

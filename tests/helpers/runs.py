@@ -1,10 +1,8 @@
 """Runs without devices, for tests of single features: stand-ins take the place of what a test does not look at.
 
 - `make_run`: a `Run` at step 3 with the metrics of one step; `make_config`: the keys that features read.
-- `StopAt`: a feature that asks to stop at a step, as a signal does.
 """
 
-import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +10,6 @@ from typing import Any
 import jax.numpy as jnp
 
 from zero.partition.collectives.axis import Axis
-from zero.run.feature import Feature
 from zero.run.requests import Requests
 from zero.run.restore import TrainingPosition
 from zero.run.run import Run
@@ -92,16 +89,3 @@ def make_run(directory: Path, **metrics: float) -> Any:
     )
     step_metrics.add(values(**metrics), leave=1, flops=500)
     return run
-
-
-class StopAt(Feature):
-    """Asks to stop after a step, as a signal does."""
-
-    name = "stop_at"
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def after_step(self, run: Run, step: int, batch: Any) -> None:
-        if step == self._step:
-            run.requests.signals.append(signal.SIGTERM)

@@ -224,23 +224,17 @@ class Adapted(Tuning):
     dropout: ClassVar[float] = 0.0
 
 
-@dataclass
-class Lora(Adapted):
-    """Low-rank adapters are trained beside the frozen weights of model.model_path (arXiv 2106.09685)."""
-
-    name: str = named("lora")
-    rank: int = key(16, at_least(1), "Inner dimension of an adapter.")
-    alpha: float = key(32.0, positive(), "The products of adapters are multiplied by alpha / rank.")
-    dropout: float = key(  # type: ignore[misc]
-        0.0, fraction_below_one(), "Dropout rate of the inputs of adapters."
-    )
-    targets: list[str] | None = key(
+def _targets() -> Any:
+    return key(
         None,
         list_of(one_of(*PRODUCTS)),
         "Products of a layer that have adapters, of query, key, value, attention_out, mlp_in, mlp_gate, mlp_out; "
         "null: all that the model has.",
     )
-    base_dtype: str = key(
+
+
+def _base_dtype() -> Any:
+    return key(
         "float32",
         one_of(*BASE_DTYPES),
         "Matrices of the frozen weights, as they are held and gathered: float32 or bfloat16; norms and biases stay "
@@ -248,11 +242,37 @@ class Lora(Adapted):
         "int8 or nf4 (QLoRA, arXiv 2305.14314, with double quantisation): products of layers in blocks of 64 with a "
         "scale, 1.06 or 0.52 bytes per weight; the vocabulary in bfloat16.",
     )
-    adapter: str | None = key(
+
+
+def _adapter() -> Any:
+    return key(
         None,
         not_empty(),
         "A folder of PEFT whose adapters the run starts from; null: new ones, which change nothing at first.",
     )
+
+
+def _rank() -> Any:
+    return key(16, at_least(1), "Inner dimension of an adapter.")
+
+
+def _alpha() -> Any:
+    return key(32.0, positive(), "The products of adapters are multiplied by alpha / rank.")
+
+
+@dataclass
+class Lora(Adapted):
+    """Low-rank adapters are trained beside the frozen weights of model.model_path (arXiv 2106.09685)."""
+
+    name: str = named("lora")
+    rank: int = _rank()
+    alpha: float = _alpha()
+    dropout: float = key(  # type: ignore[misc]
+        0.0, fraction_below_one(), "Dropout rate of the inputs of adapters."
+    )
+    targets: list[str] | None = _targets()
+    base_dtype: str = _base_dtype()
+    adapter: str | None = _adapter()
 
 
 @dataclass
@@ -260,27 +280,11 @@ class Dora(Adapted):
     """LoRA, and the norm of the column of each output (arXiv 2402.09353)."""
 
     name: str = named("dora")
-    rank: int = key(16, at_least(1), "Inner dimension of an adapter.")
-    alpha: float = key(32.0, positive(), "The products of adapters are multiplied by alpha / rank.")
-    targets: list[str] | None = key(
-        None,
-        list_of(one_of(*PRODUCTS)),
-        "Products of a layer that have adapters, of query, key, value, attention_out, mlp_in, mlp_gate, mlp_out; "
-        "null: all that the model has.",
-    )
-    base_dtype: str = key(
-        "float32",
-        one_of(*BASE_DTYPES),
-        "Matrices of the frozen weights, as they are held and gathered: float32 or bfloat16; norms and biases stay "
-        "float32.",
-        "int8 or nf4 (QLoRA, arXiv 2305.14314, with double quantisation): products of layers in blocks of 64 with a "
-        "scale, 1.06 or 0.52 bytes per weight; the vocabulary in bfloat16.",
-    )
-    adapter: str | None = key(
-        None,
-        not_empty(),
-        "A folder of PEFT whose adapters the run starts from; null: new ones, which change nothing at first.",
-    )
+    rank: int = _rank()
+    alpha: float = _alpha()
+    targets: list[str] | None = _targets()
+    base_dtype: str = _base_dtype()
+    adapter: str | None = _adapter()
 
 
 # ---- schedule -------------------------------------------------------------------------------------------------------
