@@ -33,6 +33,8 @@ _MESH = re.compile(
 )
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
+_COUNTER = re.compile(r"[su]32\[\]")
+_NAME = re.compile(r"[\w.\-]+")
 _OPERAND = re.compile(r"%([\w.\-]+)")
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 ASYNC_CALLS = ("async-start", "call-start")  # of a computation; the latter on a SparseCore
@@ -52,14 +54,14 @@ class Instruction(NamedTuple):
     @property
     def cycles(self) -> int | None:
         """The estimate of the TPU compiler, where it has written one."""
-        found = _CYCLES.search(self.rest)
-        return int(found[1]) if found else None
+        match = _CYCLES.search(self.rest)
+        return None if match is None else int(match[1])
 
     @property
     def op_name(self) -> str:
         """The path of the operation in the traced function."""
-        found = _OP_NAME.search(self.rest)
-        return found[1] if found else ""
+        match = _OP_NAME.search(self.rest)
+        return "" if match is None else match[1]
 
     @property
     def operands(self) -> list[str]:
@@ -68,9 +70,15 @@ class Instruction(NamedTuple):
 
     @property
     def called(self) -> list[str]:
-        """Names of computations that it calls, except those of a loop."""
-        branches = [name for names in _BRANCHES.findall(self.rest) for name in re.findall(r"[\w.\-]+", names)]
-        return _CALLED.findall(self.rest) + branches
+        """Names of computations that it calls, except those of a loop.
+
+        >>> Instruction("c", "f32[]", "conditional", "%p), branch_computations={%first, %second}").called
+        ['first', 'second']
+        """
+        names = _CALLED.findall(self.rest)
+        for branches in _BRANCHES.findall(self.rest):
+            names += _NAME.findall(branches)
+        return names
 
 
 Bodies = dict[str, list[Instruction]]  # the instructions of each computation
@@ -95,15 +103,9 @@ def collectives(text: str) -> list[Collective]:
       ValueError: the iterations of a loop or the devices of a collective cannot be read.
     """
     bodies, entry = computations(text)
-    beside_call = {
-        called: _until_done(body, number)
-        for body in bodies.values()
-        for number, one in enumerate(body)
-        if one.op in ASYNC_CALLS
-        for called in one.called
-    }
-    found: list[Collective] = []
-    chains: dict[str, int] = {}  # the place among those found of each chain
+    beside_call = _beside_calls(bodies)
+    collectives: list[Collective] = []
+    chains: dict[str, int] = {}  # the place of each chain among the collectives
     for name, runs in _runs(bodies, entry).items():
         for number, instruction in enumerate(bodies[name]):
             kind = kind_of(instruction)
@@ -112,17 +114,31 @@ def collectives(text: str) -> list[Collective]:
             chain = chain_of(instruction)
             if instruction.op != kind:
                 beside = _until_done(bodies[name], number)
+            elif chain:
+                beside = bodies[name]
             else:
-                beside = bodies[name] if chain else beside_call.get(name, [])
-            is_hidden = any(_multiplies(other, bodies) for other in beside)
+                beside = beside_call.get(name, [])
+            is_hidden = _any_multiplies(beside, bodies)
             if chain and chain in chains:
                 place = chains[chain]
-                found[place] = found[place]._replace(is_hidden=found[place].is_hidden or is_hidden)
+                first = collectives[place]
+                collectives[place] = first._replace(is_hidden=first.is_hidden or is_hidden)
                 continue
             if chain:
-                chains[chain] = len(found)
-            found.append(Collective(kind, round(runs * bytes_sent(instruction)), instruction.rest, is_hidden))
-    return found
+                chains[chain] = len(collectives)
+            collectives.append(Collective(kind, round(runs * bytes_sent(instruction)), instruction.rest, is_hidden))
+    return collectives
+
+
+def _beside_calls(bodies: Bodies) -> dict[str, list[Instruction]]:
+    """The instructions that run beside each computation that is called asynchronously."""
+    beside = {}
+    for body in bodies.values():
+        for number, instruction in enumerate(body):
+            if instruction.op in ASYNC_CALLS:
+                for called in instruction.called:
+                    beside[called] = _until_done(body, number)
+    return beside
 
 
 def kind_of(instruction: Instruction) -> str | None:
@@ -133,32 +149,34 @@ def kind_of(instruction: Instruction) -> str | None:
 
 def chain_of(instruction: Instruction) -> str | None:
     """The number of the chain of fusions that a collective is spread over, None for one that is not."""
-    found = _CHAIN.search(instruction.rest)
-    return found[1] if found else None
+    match = _CHAIN.search(instruction.rest)
+    return None if match is None else match[1]
 
 
-def bytes_by_kind(found: Iterable[Collective]) -> dict[str, int]:
+def bytes_by_kind(collectives: Iterable[Collective]) -> dict[str, int]:
     """Bytes that one device sends in one run of the program, by kind of collective."""
     totals: Counter[str] = Counter()
-    for collective in found:
+    for collective in collectives:
         totals[collective.kind] += collective.sent
     return dict(totals)
 
 
-def across_hosts(found: Iterable[Collective], hosts: Sequence[int]) -> list[Collective]:
+def across_hosts(collectives: Iterable[Collective], hosts: Sequence[int]) -> list[Collective]:
     """The collectives with a group of devices of several hosts; `hosts` has the host of each device."""
-    return [
-        collective
-        for collective in found
-        if any(len({hosts[device] for device in group}) > 1 for group in groups_of(collective.arguments))
-    ]
+
+    def crosses(group: list[int]) -> bool:
+        return len({hosts[device] for device in group}) > 1
+
+    return [collective for collective in collectives if any(map(crosses, groups_of(collective.arguments)))]
 
 
-def hidden_share(found: Iterable[Collective]) -> float | None:
+def hidden_share(collectives: Iterable[Collective]) -> float | None:
     """The share of the bytes of gathers that are sent while matrix products run; None without gathers."""
-    gathers = [collective for collective in found if collective.kind == "all-gather"]
+    gathers = [collective for collective in collectives if collective.kind == "all-gather"]
     total = sum(gather.sent for gather in gathers)
-    return sum(gather.sent for gather in gathers if gather.is_hidden) / total if total else None
+    if total == 0:
+        return None
+    return sum(gather.sent for gather in gathers if gather.is_hidden) / total
 
 
 def _until_done(body: list[Instruction], start: int) -> list[Instruction]:
@@ -171,10 +189,15 @@ def _until_done(body: list[Instruction], start: int) -> list[Instruction]:
 def _multiplies(instruction: Instruction, bodies: Bodies) -> bool:
     """Whether an instruction is a matrix product, a kernel of them, or a fusion that contains one."""
     op = instruction.op
-    rest = instruction.rest
-    called = _CALLED.findall(rest) if op == "fusion" else []
-    is_product = op in _PRODUCTS or (op == "custom-call" and _KERNELS.search(rest) is not None)
-    return is_product or any(_multiplies(inner, bodies) for name in called for inner in bodies[name])
+    if op == "custom-call":
+        return _KERNELS.search(instruction.rest) is not None
+    if op == "fusion":
+        return any(_any_multiplies(bodies[name], bodies) for name in _CALLED.findall(instruction.rest))
+    return op in _PRODUCTS
+
+
+def _any_multiplies(body: list[Instruction], bodies: Bodies) -> bool:
+    return any(_multiplies(instruction, bodies) for instruction in body)
 
 
 def bytes_sent(instruction: Instruction) -> float:
@@ -191,8 +214,11 @@ def bytes_sent(instruction: Instruction) -> float:
     if kind == "collective-permute":
         return size
     k = len(groups_of(instruction.rest)[0])
-    # The result of a reduce-scatter is 1/k of its operand.
-    return size * {"all-reduce": 2 * (k - 1) / k, "reduce-scatter": k - 1}.get(kind or "", (k - 1) / k)
+    if kind == "all-reduce":
+        return size * 2 * (k - 1) / k
+    if kind == "reduce-scatter":  # the result is 1/k of the operand
+        return size * (k - 1)
+    return size * (k - 1) / k
 
 
 def sizes_of(arrays: str) -> list[int]:
@@ -221,7 +247,9 @@ def _numbers(shape: str, order: str | None) -> np.ndarray:
     """The numbers from 0 on in an array of this shape, with its dimensions in another order: "16,8" and "1,0"."""
     sizes = list(map(int, shape.split(",")))
     numbers = np.arange(math.prod(sizes)).reshape(sizes)
-    return numbers.transpose(list(map(int, order.split(",")))) if order else numbers
+    if order is None:
+        return numbers
+    return numbers.transpose(list(map(int, order.split(","))))
 
 
 def _array_bytes(dtype: str, dims: str) -> int:
@@ -237,7 +265,8 @@ def computations(text: str) -> tuple[Bodies, str]:
         if match := _COMPUTATION.match(line):
             name = match[2]
             lines[name] = []
-            entry = name if match[1] else entry
+            if match[1]:
+                entry = name
         elif line == "}":
             name = ""
         elif name and line.startswith(" "):
@@ -258,8 +287,12 @@ def _as_run(name: str, body: list[Instruction]) -> list[Instruction]:
     """The body of a fusion that XLA for TPU writes as an all-reduce and a slice, and runs as a reduce-scatter."""
     if not name.startswith("all-reduce-scatter"):
         return body
-    own = body[-1].result
-    return [one._replace(op="reduce-scatter", result=own) if one.op == "all-reduce" else one for one in body]
+    reduced = []
+    for instruction in body:
+        if instruction.op == "all-reduce":
+            instruction = instruction._replace(op="reduce-scatter", result=body[-1].result)
+        reduced.append(instruction)
+    return reduced
 
 
 def _calls_on_cores(body: list[Instruction]) -> list[Instruction]:
@@ -267,15 +300,16 @@ def _calls_on_cores(body: list[Instruction]) -> list[Instruction]:
 
     A `custom-call-start` names the computation, and a `custom-call-update`, which has the operands, starts it.
     """
-    starts = [one for one in body if one.op == "custom-call-start"]
-    matches = {start.name: _CALLED_ON_CORE.search(start.rest) for start in starts}
-    called = {name: match[1] for name, match in matches.items() if match is not None}
-    return [
-        one._replace(op="call-start", rest=f"{one.rest}, calls=%{called[one.operands[0]]}")
-        if one.op == "custom-call-update" and one.operands[0] in called
-        else one
-        for one in body
-    ]
+    called: dict[str, str] = {}  # the computation of each start, by its name
+    calls = []
+    for instruction in body:
+        if instruction.op == "custom-call-start" and (match := _CALLED_ON_CORE.search(instruction.rest)):
+            called[instruction.name] = match[1]
+        if instruction.op == "custom-call-update" and instruction.operands[0] in called:
+            computation = called[instruction.operands[0]]
+            instruction = instruction._replace(op="call-start", rest=f"{instruction.rest}, calls=%{computation}")
+        calls.append(instruction)
+    return calls
 
 
 def _runs(bodies: Bodies, entry: str) -> dict[str, int]:
@@ -289,8 +323,8 @@ def _runs(bodies: Bodies, entry: str) -> dict[str, int]:
                 body, trips = loop_of(instruction, bodies)
                 visit(body, times * trips)
                 continue
-            for other in instruction.called:
-                visit(other, times)
+            for called in instruction.called:
+                visit(called, times)
 
     visit(entry, 1)
     return runs
@@ -307,12 +341,12 @@ def loop_of(instruction: Instruction, bodies: Bodies) -> tuple[str, int]:
     assert condition and body, rest
     if noted := re.search(r'known_trip_count":\{"n":"(\d+)"', rest):
         return body[1], int(noted[1])
-    inner = bodies[condition[1]]
-    inner = inner + [other for one in inner for name in one.called for other in bodies[name]]
-    limits = [
-        one.rest.partition(")")[0] for one in inner if one.op == "constant" and re.match(r"[su]32\[\]", one.result)
-    ]
-    if len(limits) != 1 or not any("direction=LT" in one.rest for one in inner):
-        text = "\n".join(f"{one.name} = {one.result} {one.op}({one.rest}" for one in inner)
-        raise ValueError(f"the number of iterations of a loop cannot be read from its condition:\n{text}")
+    instructions = list(bodies[condition[1]])
+    for instruction in bodies[condition[1]]:
+        for name in instruction.called:
+            instructions += bodies[name]
+    limits = [x.rest.partition(")")[0] for x in instructions if x.op == "constant" and _COUNTER.match(x.result)]
+    if len(limits) != 1 or not any("direction=LT" in x.rest for x in instructions):
+        lines = "\n".join(f"{x.name} = {x.result} {x.op}({x.rest}" for x in instructions)
+        raise ValueError(f"the number of iterations of a loop cannot be read from its condition:\n{lines}")
     return body[1], int(limits[0])

@@ -46,7 +46,7 @@ _NO_DATA = re.compile(r'custom_call_target="(AllocateBuffer|ConcatBitcast|Shardi
 # jax's splash attention kernels. "dkv" with three results is the fused one, which computes the gradient of queries too.
 _SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
 _PRODUCTS = {"fwd": (1, 1), "dq": (2, 1), "dkv": (2, 2), "fused": (3, 2)}
-_OWN = re.compile(r'zero_attention_(?:fwd|bwd).*"cost_estimate":{"flops":"(\d+)"')
+_ZERO_KERNEL = re.compile(r'zero_attention_(?:fwd|bwd).*"cost_estimate":{"flops":"(\d+)"')
 _MASK = re.compile(r"s8\[(?:\d+,)?(\d+),(\d+)\]")
 _HEADS = re.compile(r"(?:bf16|f32)\[([\d,]+)\]")
 
@@ -73,9 +73,9 @@ def predict(text: str, devices: Sequence[Any]) -> Prediction | None:
     if speed is None or not speed.per_cycle or '"estimated_cycles"' not in text:
         return None
     bodies, entry = hlo.computations(text)
-    seconds = _Schedule(bodies, speed, [(*device.coords, device.core_on_chip) for device in devices]).play(entry)
-    by_part = {key: value for key, value in seconds.items() if isinstance(key, Part)}
-    return Prediction(sum(by_part.values()), by_part, seconds.get("seconds", 0.0), seconds.get("bytes", 0.0))
+    places = [(*device.coords, device.core_on_chip) for device in devices]
+    spent = _Schedule(bodies, speed, places).play(entry)
+    return Prediction(spent.total(), dict(spent.by_part), spent.exposed_seconds, spent.exposed_bytes)
 
 
 def part_of(instruction: Instruction) -> Part:
@@ -92,8 +92,11 @@ def part_of(instruction: Instruction) -> Part:
             return Part(name, "backward")
         if phase == UPDATE and "TransformerLayer" in path:  # of a merged reduction only the end of the path is left
             phase = "backward" if "checkpoint" in path else "forward"
-        return Part(name if name == "gathers" else EXCHANGES, phase)
-    return Part(COPIES if instruction.op in _COPIES else name, phase)
+        if name != "gathers":
+            name = EXCHANGES
+    elif instruction.op in _COPIES:
+        name = COPIES
+    return Part(name, phase)
 
 
 def transfer_seconds(instruction: Instruction, places: Sequence[tuple[int, ...]], speed: Speed) -> float:
@@ -113,26 +116,38 @@ def transfer_seconds(instruction: Instruction, places: Sequence[tuple[int, ...]]
     rates = []  # bytes per second of each dimension
     crossings = []  # bytes on a middle link of each dimension, over `sent`
     hops = 0.0
-    sizes = [1 + max(place[dim] for place in places) for dim in range(speed.dims)]
+    sizes = _extents(places, speed.dims)
     rings = [size % speed.ring == 0 for size in sizes]
     if speed.dims == 3:  # linked by optical switches, all dimensions or none
         rings = [all(rings)] * 3
     for dim, is_ring in enumerate(rings):
-        found = sorted({chip[dim] for chip in chips})
-        extent = found[-1] - found[0] + 1
-        if len(found) > 1:
-            between = math.ceil(extent / len(found))
-            is_ring &= len(found) * between == sizes[dim]
-            rates.append(speed.link * (2 if is_ring else 1) / between)
-            crossings.append(len(found) / 4 * len(group) / (len(group) - 1))
-            hops += (extent - 1) / (2 if is_ring else 1)
+        positions = sorted({chip[dim] for chip in chips})
+        extent = positions[-1] - positions[0] + 1
+        if len(positions) > 1:
+            between = math.ceil(extent / len(positions))
+            is_ring &= len(positions) * between == sizes[dim]
+            directions = 2 if is_ring else 1
+            rates.append(speed.link * directions / between)
+            crossings.append(len(positions) / 4 * len(group) / (len(group) - 1))
+            hops += (extent - 1) / directions
     if kind == "all-to-all":  # of all cores of a chip, each with bytes of its own
         seconds = speed.devices * max(sent * part / rate for part, rate in zip(crossings, rates, strict=True))
-    else:  # the compiler notes where it uses one ring through all devices, in both directions
-        is_ring = "StrategyRing{colors:1 " in instruction.rest
-        rate = min(sum(rates), 2 * speed.link) if is_ring else sum(rates)
+    else:
+        rate = sum(rates)
+        if "StrategyRing{colors:1 " in instruction.rest:  # one ring through all devices, in both directions
+            rate = min(rate, 2 * speed.link)
         seconds = sent / rate * speed.devices * len(chips) / len(group)
-    return seconds + (2 if kind == "all-reduce" else 1) * hops * HOP
+    rounds = 2 if kind == "all-reduce" else 1
+    return seconds + rounds * hops * HOP
+
+
+def _extents(places: Sequence[tuple[int, ...]], dims: int) -> list[int]:
+    """The size of the torus in each dimension.
+
+    >>> _extents([(0, 0), (1, 0), (2, 0)], 2)
+    [3, 1]
+    """
+    return [1 + max(positions) for positions in list(zip(*places, strict=True))[:dims]]
 
 
 def kernel_seconds(instruction: Instruction, speed: Speed) -> float:
@@ -142,27 +157,59 @@ def kernel_seconds(instruction: Instruction, speed: Speed) -> float:
     """
     shapes = instruction.rest.partition("operand_layout_constraints={")[2].partition("}}")[0]
     moved = sum(hlo.sizes_of(instruction.result)) + sum(hlo.sizes_of(shapes))
-    own = _OWN.search(instruction.rest)
-    if own is not None and speed.fused:
-        return max(int(own[1]) / (speed.fused * speed.flops), moved / speed.memory)
-    found = _SPLASH.match(instruction.name)
+    zero_kernel = _ZERO_KERNEL.search(instruction.rest)
+    if zero_kernel is not None and speed.fused:
+        return max(int(zero_kernel[1]) / (speed.fused * speed.flops), moved / speed.memory)
+    splash = _SPLASH.match(instruction.name)
     mask = _MASK.search(shapes)
-    if found is None or mask is None or not speed.splash:
+    if splash is None or mask is None or not speed.splash:
         return moved / speed.memory
-    (*rows, positions, width), _, (*_, values) = (map(int, x.split(",")) for x in _HEADS.findall(shapes)[:3])
+    queries, _, values = (_dims(heads) for heads in _HEADS.findall(shapes)[:3])
+    *rows, positions, width = queries
     blocks, widest = map(int, mask.groups())
-    if found[1] == "dkv":  # the grid of keys and queries is transposed
-        blocks, widest = max(blocks, widest), min(blocks, widest)
+    kernel = splash[1]
+    if kernel == "dkv":  # the grid of keys and queries is transposed
+        blocks, widest = sorted((blocks, widest), reverse=True)
+        if len(hlo.sizes_of(instruction.result)) == 3:
+            kernel = "fused"
     computed = sum(min(number + 1, widest) for number in range(blocks))
     block = positions // blocks
-    is_fused = found[1] == "dkv" and len(hlo.sizes_of(instruction.result)) == 3
-    over = zip(_PRODUCTS["fused" if is_fused else found[1]], (width, values), strict=True)
-    columns = sum(count * 128 * math.ceil(size / 128) for count, size in over)  # a unit has 128
+    over_width, over_values = _PRODUCTS[kernel]
+    columns = over_width * _padded(width) + over_values * _padded(values[-1])
     flops = 2 * math.prod(rows) * computed * block**2 * columns
     return max(flops / (speed.splash * speed.flops), moved / speed.memory)
 
 
-Spent = defaultdict[Part | str, float]
+def _dims(text: str) -> list[int]:
+    return [int(size) for size in text.split(",")]
+
+
+def _padded(size: int) -> int:
+    """The columns that a product occupies: a unit has 128.
+
+    >>> _padded(64), _padded(192)
+    (128, 256)
+    """
+    return 128 * math.ceil(size / 128)
+
+
+class _Spent:
+    """Seconds by part, and among them those in which only collectives run, with the bytes sent meanwhile."""
+
+    def __init__(self) -> None:
+        self.by_part: defaultdict[Part, float] = defaultdict(float)
+        self.exposed_seconds = 0.0
+        self.exposed_bytes = 0.0
+
+    def total(self) -> float:
+        return sum(self.by_part.values())
+
+    def add(self, spent: _Spent, times: int) -> None:
+        """Add what a computation that runs several times has spent in one run."""
+        for part, seconds in spent.by_part.items():
+            self.by_part[part] += times * seconds
+        self.exposed_seconds += times * spent.exposed_seconds
+        self.exposed_bytes += times * spent.exposed_bytes
 
 
 class _Schedule:
@@ -172,74 +219,86 @@ class _Schedule:
         self.bodies = bodies
         self.speed = speed
         self.places = places
-        self.played: dict[str, Spent] = {}
+        self.played: dict[str, _Spent] = {}
 
-    def play(self, name: str) -> Spent:
-        """Seconds of one run of a computation, by part; exposed "seconds" and "bytes" of collectives among them."""
+    def play(self, name: str) -> _Spent:
+        """What one run of a computation spends."""
         if name not in self.played:
             self.played[name] = self._play(self.bodies[name])
         return self.played[name]
 
-    def _play(self, body: list[Instruction]) -> Spent:
-        spent: Spent = defaultdict(float)
+    def _play(self, body: list[Instruction]) -> _Spent:
+        spent = _Spent()
         now = 0.0
         free = dict.fromkeys(("network", "memory", "to host", "from host"), 0.0)
         running: dict[str, tuple[float, float, Instruction]] = {}  # end, seconds and start, by name or chain
-        results = {one.name: one.result for one in body}
-        inner = {one.name: self._collectives_in(one) for one in body if one.op in ("fusion", *hlo.ASYNC_CALLS)}
+        results = {instruction.name: instruction.result for instruction in body}
+        collectives_in: dict[str, list[Instruction]] = {}
         chains: dict[str, str] = {}
-        for name, collectives in inner.items():
-            for collective in collectives:
+        for instruction in body:
+            if instruction.op in ("fusion", *hlo.ASYNC_CALLS):
+                collectives_in[instruction.name] = self._collectives_in(instruction)
+            for collective in collectives_in.get(instruction.name, []):
                 chain = hlo.chain_of(collective)
                 if chain:
-                    chains[name] = chain
+                    chains[instruction.name] = chain
         last = {chain: name for name, chain in chains.items()}
 
         def wait(end: float, seconds: float, started: Instruction, ended: Instruction) -> None:
             nonlocal now
             waited = max(0.0, end - now)
             now += waited
-            is_collective = hlo.kind_of(started) is not None
-            spent[part_of(self._named(started) if is_collective else ended)] += waited
-            if is_collective and waited:
-                spent["seconds"] += waited
-                spent["bytes"] += hlo.bytes_sent(started) * min(1.0, waited / seconds)
+            if hlo.kind_of(started) is None:
+                spent.by_part[part_of(ended)] += waited
+                return
+            spent.by_part[part_of(self._named(started))] += waited
+            if waited:
+                spent.exposed_seconds += waited
+                spent.exposed_bytes += hlo.bytes_sent(started) * min(1.0, waited / seconds)
 
         def start(name: str, unit: str, seconds: float, started: Instruction) -> None:
             free[unit] = max(now, free[unit]) + seconds
             running[name] = free[unit], seconds, started
 
-        for one in body:
-            op = one.op
-            within = inner.get(one.name, [])
+        def send(name: str, collective: Instruction) -> None:
+            start(name, "network", transfer_seconds(collective, self.places, self.speed), collective)
+
+        for instruction in body:
+            name = instruction.name
+            op = instruction.op
+            collectives = collectives_in.get(name, [])
             if op == "while":
-                loop, trips = hlo.loop_of(one, self.bodies)
-                now += _add(spent, self.play(loop), trips)
+                loop, trips = hlo.loop_of(instruction, self.bodies)
+                spent.add(self.play(loop), trips)
+                now += trips * self.play(loop).total()
             elif op in ("call", "conditional"):
-                now += _add(spent, max(map(self.play, one.called), key=_total), 1)
+                longest = max(map(self.play, instruction.called), key=_Spent.total)
+                spent.add(longest, 1)
+                now += longest.total()
             elif op.endswith("-done"):
-                if one.operands[0] in running:
-                    wait(*running.pop(one.operands[0]), one)
-            elif op in ("copy-start", "slice-start") or (op in hlo.ASYNC_CALLS and not within):
-                start(one.name, *self._move(one), one)
-            elif hlo.kind_of(one) or op in hlo.ASYNC_CALLS:
-                collective = one if hlo.kind_of(one) else within[0]
-                start(one.name, "network", transfer_seconds(collective, self.places, self.speed), collective)
+                if instruction.operands[0] in running:
+                    wait(*running.pop(instruction.operands[0]), instruction)
+            elif op in ("copy-start", "slice-start") or (op in hlo.ASYNC_CALLS and not collectives):
+                start(name, *self._move(instruction), instruction)
+            elif op in hlo.ASYNC_CALLS:
+                send(name, collectives[0])
+            elif hlo.kind_of(instruction) is not None:
+                send(name, instruction)
                 if not op.endswith("-start"):
-                    wait(*running.pop(one.name), one)
+                    wait(*running.pop(name), instruction)
             else:
-                chain = chains.get(one.name)
+                chain = chains.get(name)
                 if chain and chain not in running:
-                    start(chain, "network", transfer_seconds(within[0], self.places, self.speed), within[0])
-                seconds = self._compute_seconds(one, results)
+                    send(chain, collectives[0])
+                seconds = self._compute_seconds(instruction, results)
                 now += seconds
                 if seconds:
-                    spent[part_of(one)] += seconds
-                if chain and last[chain] == one.name:
-                    wait(*running.pop(chain), one)
-                elif within and not chain:  # a collective with operations on its result
-                    start(one.name, "network", transfer_seconds(within[0], self.places, self.speed), within[0])
-                    wait(*running.pop(one.name), one)
+                    spent.by_part[part_of(instruction)] += seconds
+                if chain and last[chain] == name:
+                    wait(*running.pop(chain), instruction)
+                elif collectives and not chain:  # a collective with operations on its result
+                    send(name, collectives[0])
+                    wait(*running.pop(name), instruction)
         return spent
 
     def _move(self, started: Instruction) -> tuple[str, float]:
@@ -251,36 +310,33 @@ class _Schedule:
         size = min(hlo.sizes_of(arrays), default=0)
         if _ON_HOST not in arrays:
             return "memory", size / self.speed.memory
-        result = self.bodies[started.called[0]][-1].result if started.called else arrays.partition("}")[0]
+        if started.called:
+            result = self.bodies[started.called[0]][-1].result
+        else:
+            result = arrays.partition("}")[0]
         unit = "to host" if _ON_HOST in result else "from host"
         return unit, size * self.speed.devices / self.speed.host
 
     def _named(self, collective: Instruction) -> Instruction:
         """The instruction with the path of its reduction, if XLA has merged collectives and left out their own."""
-        path = collective.op_name or next((self.bodies[name][-1].op_name for name in collective.called), "")
+        path = collective.op_name
+        if not path and collective.called:
+            path = self.bodies[collective.called[0]][-1].op_name
         return collective._replace(rest=f'metadata={{op_name="{path}"}}')
 
     def _collectives_in(self, instruction: Instruction) -> list[Instruction]:
-        inside = [other for name in instruction.called for other in self.bodies[name]]
-        return [other for other in inside if hlo.kind_of(other)]
+        collectives = []
+        for name in instruction.called:
+            collectives += [called for called in self.bodies[name] if hlo.kind_of(called) is not None]
+        return collectives
 
-    def _compute_seconds(self, one: Instruction, results: dict[str, str]) -> float:
+    def _compute_seconds(self, instruction: Instruction, results: dict[str, str]) -> float:
         """Seconds of an instruction that does not overlap with others."""
-        if one.cycles is not None:
-            return one.cycles / self.speed.clock
-        if 'custom_call_target="tpu_custom_call"' in one.rest:
-            return kernel_seconds(one, self.speed)
-        if one.op not in _MOVES or _NO_DATA.search(one.rest) or self._collectives_in(one):
+        if instruction.cycles is not None:
+            return instruction.cycles / self.speed.clock
+        if 'custom_call_target="tpu_custom_call"' in instruction.rest:
+            return kernel_seconds(instruction, self.speed)
+        if instruction.op not in _MOVES or _NO_DATA.search(instruction.rest) or self._collectives_in(instruction):
             return 0.0
-        arrays = [one.result, *(results.get(name, "") for name in one.operands)]
+        arrays = [instruction.result, *(results.get(name, "") for name in instruction.operands)]
         return sum(sum(hlo.sizes_of(_IN_VMEM.sub("", array))) for array in arrays) / self.speed.memory
-
-
-def _add(spent: Spent, more: Spent, times: int) -> float:
-    for key, value in more.items():
-        spent[key] += times * value
-    return times * _total(more)
-
-
-def _total(spent: Spent) -> float:
-    return sum(value for key, value in spent.items() if isinstance(key, Part))
