@@ -26,6 +26,7 @@ import numpy as np
 import tokenizers
 
 from benchmarks.prepare import collect
+from zero.corpus.preparing.options import CorpusOptions
 from zero.corpus.preparing.prepare import prepare
 from zero.corpus.reading.loader import Loader
 from zero.corpus.text.tokenizers import FileTokenizer, train_tokenizer
@@ -35,9 +36,13 @@ ROW, BATCH, CORES = 1024, 32, os.cpu_count() or 1
 
 def zero_prepare(source: Path, place: Path, tokenizer: FileTokenizer) -> None:
     prepare(
-        source, "c", directory=place, index_directory=place, tokenizer=tokenizer, row_tokens=ROW, progress=False,
-        validation_fraction=0.001,
-    )  # fmt: skip
+        source,
+        "c",
+        CorpusOptions(tokenizer, ROW, validation_fraction=0.001),
+        directory=place,
+        index_directory=place,
+        progress=False,
+    )
 
 
 def zero_load(place: Path, tokenizer: FileTokenizer, passes: int) -> Iterator[np.ndarray]:

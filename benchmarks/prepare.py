@@ -20,6 +20,7 @@ from pathlib import Path
 
 import tokenizers
 
+from zero.corpus.preparing.options import CorpusOptions
 from zero.corpus.preparing.prepare import prepare
 from zero.corpus.text.tokenizers import FileTokenizer, train_tokenizer
 
@@ -60,10 +61,9 @@ def main() -> None:
             prepare(
                 place / "text",
                 "c",
+                CorpusOptions(tokenizer, row_tokens=1024),
                 directory=place / str(time.monotonic_ns()),
                 index_directory=place / "index",
-                tokenizer=tokenizer,
-                row_tokens=1024,
                 progress=False,
             )
 

@@ -20,6 +20,7 @@ import tarfile
 from io import BytesIO
 from pathlib import Path
 
+from zero.corpus.preparing.options import CorpusOptions
 from zero.corpus.preparing.prepare import prepare
 from zero.corpus.text.tokenizers import ByteTokenizer
 
@@ -159,10 +160,9 @@ def main() -> None:
         prepare(
             old / "docs",
             "text",
+            CorpusOptions(ByteTokenizer(), row_tokens=256),
             directory=place / "corpus",
             index_directory=place / "corpus" / "index",
-            tokenizer=ByteTokenizer(),
-            row_tokens=256,
             progress=False,
         )
     differing = 0

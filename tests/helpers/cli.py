@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from zero.corpus.preparing.options import CorpusOptions
 from zero.corpus.preparing.prepare import prepare
 from zero.corpus.text.tokenizers import ByteTokenizer
 from zero.tracking import goodput
@@ -96,10 +97,9 @@ def make_workplace(place: Path) -> Path:
     prepare(
         source,
         "tiny",
+        CorpusOptions(ByteTokenizer(), CONTEXT),
         directory=place / "corpus",
         index_directory=place / "corpus" / "index",
-        tokenizer=ByteTokenizer(),
-        row_tokens=CONTEXT,
         progress=False,
     )
     return place

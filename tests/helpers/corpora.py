@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from zero.corpus.preparing import zero_prepare
+from zero.corpus.preparing.options import CorpusOptions
 from zero.corpus.preparing.prepare import Corpus, prepare
 from zero.corpus.reading.loader import Loader
 from zero.corpus.text.tokenizers import ByteTokenizer
@@ -26,9 +27,26 @@ COMMAND = [sys.executable, "data/prepare.py"]
 
 
 def make(source: str | Path, tmp_path: Path, name: str = "c", **options: Any) -> Corpus:
-    defaults: dict[str, Any] = {"tokenizer": ByteTokenizer(), "row_tokens": 16, "rows_per_member": 4}
-    options = defaults | {"rows_per_shard": 8} | options
-    return prepare(source, name, directory=tmp_path / "corpus", index_directory=tmp_path / "index", **options)
+    how = {key: options.pop(key) for key in ("workers", "overwrite", "progress") if key in options}
+    return prepare(
+        source,
+        name,
+        small_options(**options),
+        directory=tmp_path / "corpus",
+        index_directory=tmp_path / "index",
+        **how,
+    )
+
+
+def small_options(**options: Any) -> CorpusOptions:
+    """Rows of 16 bytes, two members of four rows in a shard, and what is said otherwise."""
+    defaults: dict[str, Any] = {
+        "tokenizer": ByteTokenizer(),
+        "row_tokens": 16,
+        "rows_per_member": 4,
+        "rows_per_shard": 8,
+    }
+    return CorpusOptions(**defaults | options)
 
 
 def call(*arguments: str | Path) -> subprocess.CompletedProcess[str]:

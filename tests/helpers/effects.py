@@ -22,6 +22,7 @@ import numpy as np
 
 from tests.helpers import bucket, cli, hosts, kills
 from zero.checkpoints.manager import Checkpoints
+from zero.corpus.preparing.options import CorpusOptions
 from zero.corpus.preparing.prepare import prepare
 from zero.corpus.text.tokenizers import ByteTokenizer
 from zero.files.storage import gcs
@@ -205,12 +206,9 @@ def on_pairs(workplace: Path, count: int = 1) -> Iterator[Run]:
         prepare(
             source,
             "pairs",
+            CorpusOptions(ByteTokenizer(), cli.CONTEXT, validation_fraction=0.2, preferences=True),
             directory=workplace / "data",
             index_directory=workplace / "data" / "index",
-            tokenizer=ByteTokenizer(),
-            row_tokens=cli.CONTEXT,
-            validation_fraction=0.2,
-            preferences=True,
             progress=False,
         )
         cli.Forks(workplace).train("base", *cli.TINY, "distributed.cpu_devices=2", "training.total_steps=1")

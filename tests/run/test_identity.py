@@ -5,11 +5,11 @@ import random
 import shutil
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.helpers import cli
+from zero.corpus.preparing.options import CorpusOptions
 from zero.corpus.preparing.prepare import prepare
 from zero.corpus.reading.loader import Loader
 from zero.corpus.text.tokenizers import FileTokenizer, bytes_as_file
@@ -26,10 +26,17 @@ def prepare_text(place: Path, seed: int) -> None:
     words = random.Random(seed)
     place.mkdir(exist_ok=True)
     (place / "text.txt").write_text("".join(words.choice("shard gat,\n") for _ in range(20_000)))
-    tokenizer = FileTokenizer("tokenizer.json", bytes_as_file())
-    options: dict[str, Any] = {"tokenizer": tokenizer, "row_tokens": cli.CONTEXT, "progress": False, "workers": 1}
     corpus = place / "corpus"
-    prepare(place / "text.txt", "tiny", directory=corpus, index_directory=corpus / "index", overwrite=True, **options)
+    prepare(
+        place / "text.txt",
+        "tiny",
+        CorpusOptions(FileTokenizer("tokenizer.json", bytes_as_file()), cli.CONTEXT),
+        directory=corpus,
+        index_directory=corpus / "index",
+        workers=1,
+        overwrite=True,
+        progress=False,
+    )
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import yaml
 
 from tests.helpers import cli
 from zero.cli import compose
+from zero.corpus.preparing.options import CorpusOptions
 from zero.corpus.preparing.prepare import prepare
 from zero.corpus.text.tokenizers import ByteTokenizer
 from zero.run.data import with_last_target
@@ -24,10 +25,9 @@ def _longer(forks: cli.Forks) -> None:
     prepare(
         forks.workplace / "text",
         "longer",
+        CorpusOptions(ByteTokenizer(), cli.CONTEXT + 1),
         directory=forks.workplace / "longer",
         index_directory=forks.workplace / "longer" / "index",
-        tokenizer=ByteTokenizer(),
-        row_tokens=cli.CONTEXT + 1,
         progress=False,
     )
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from tests.helpers import bucket, s3
 from tests.helpers.corpora import COMMAND, REPOSITORY, both, call, digest, make
+from zero.corpus.preparing.options import CorpusOptions
 from zero.corpus.preparing.prepare import prepare
 from zero.corpus.preparing.sources import documents
 from zero.corpus.preparing.verify import verify
@@ -114,6 +115,7 @@ def test_changed_source_under_half_corpus(tmp_path: Path):
 KILLED = """
 import json, os, signal, sys
 from pathlib import Path
+from zero.corpus.preparing.options import CorpusOptions
 from zero.corpus.preparing.prepare import prepare
 from zero.corpus.text.tokenizers import ByteTokenizer
 
@@ -128,8 +130,8 @@ def run(source, place, fatal, options):
                 os.kill(os.getpid(), signal.SIGKILL)
             calls += 1
     sys.addaudithook(count)
-    prepare(source, "c", directory=Path(place, "corpus"), index_directory=Path(place, "index"),
-            tokenizer=ByteTokenizer(), rows_per_member=4, rows_per_shard=8, **options)
+    chosen = CorpusOptions(ByteTokenizer(), rows_per_member=4, rows_per_shard=8, **options)
+    prepare(source, "c", chosen, directory=Path(place, "corpus"), index_directory=Path(place, "index"), overwrite=True)
 
 for line in sys.stdin:  # a process for each, without importing everything again
     if (child := os.fork()) == 0:
@@ -145,8 +147,8 @@ def test_killed_prepare_leaves_no_index(folder: Path, tmp_path: Path):
     Killed by itself at the n-th renaming or removing of a file, for several n, with and without another corpus.
     """
     cases = [(0, False), (3, False), (20, False), (1000, False), (1, True), (20, True), (59, True), (1000, True)]
-    runs: list[tuple[int, bool, dict[str, Any]]] = [(*case, {"row_tokens": 32, "overwrite": True}) for case in cases]
-    runs += [(20, False, {"row_tokens": 32, "overwrite": True, "pack": "best-fit"})]
+    runs: list[tuple[int, bool, dict[str, Any]]] = [(*case, {"row_tokens": 32}) for case in cases]
+    runs += [(20, False, {"row_tokens": 32, "pack": "best-fit"})]
     for options in (runs[0][2], runs[-1][2]):
         make(folder, tmp_path / f"whole{len(options)}", **options)
     places = [tmp_path / f"killed{number}" for number in range(len(runs))]
@@ -171,7 +173,7 @@ def test_killed_prepare_leaves_no_index(folder: Path, tmp_path: Path):
         for index in (place / "index").glob("*.index"):
             read_index(index)  # raises if a shard is missing
         finished = {path: path.stat().st_mtime_ns for path in recorded_shards(place / "corpus/c")}
-        make(folder, place, **options)
+        make(folder, place, **options, overwrite=True)
         assert digest(place) == digest(tmp_path / f"whole{len(options)}")  # and no temporary file is left
         assert fatal < 20 or replaces or len(finished) > 3
         if not replaces:
@@ -286,6 +288,7 @@ def wait(condition: Callable[[], bool], seconds: float = 60) -> None:
 def test_a_bucket_gets_the_same_bytes(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Interrupted and called again, shards and index in a bucket, or only the shards."""
     options: dict[str, Any] = {"row_tokens": 8, "rows_per_member": 2, "rows_per_shard": 4, "tokenizer": 300}
+    chosen = CorpusOptions(**options)
     encode, calls = FileTokenizer.encode, itertools.count()
 
     def stopping(tokenizer: FileTokenizer, text: str) -> np.ndarray:
@@ -300,10 +303,10 @@ def test_a_bucket_gets_the_same_bytes(folder: Path, tmp_path: Path, monkeypatch:
         place = f"gs://{bucket.BUCKET}/corpora"
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(FileTokenizer, "encode", stopping)
-            prepare(folder, "c", directory=place, index_directory=f"gs://{bucket.BUCKET}/index", **options)
+            prepare(folder, "c", chosen, directory=place, index_directory=f"gs://{bucket.BUCKET}/index")
         half = storage.list_files(place)
         assert 3 < len(half) < local.train.shards
-        corpus = prepare(folder, "c", directory=place, index_directory=f"gs://{bucket.BUCKET}/index", **options)
+        corpus = prepare(folder, "c", chosen, directory=place, index_directory=f"gs://{bucket.BUCKET}/index")
         assert (corpus.train, corpus.validation) == (local.train, local.validation)
         for path in Path(local.directory).iterdir():
             assert storage.read_bytes(f"{place}/c/{path.name}") == path.read_bytes(), path.name
@@ -312,7 +315,7 @@ def test_a_bucket_gets_the_same_bytes(folder: Path, tmp_path: Path, monkeypatch:
         tokenizer = load_tokenizer(f"{place}/c/tokenizer.json")
         assert verify(corpus.train_index, tokenizer) == []
 
-        away = prepare(folder, "c", directory=place, index_directory=tmp_path / "away", **options)
+        away = prepare(folder, "c", chosen, directory=place, index_directory=tmp_path / "away")
         first = Path(away.train_index).read_text().split("\n")[1]
         assert first == f"{place}/c/train-00000.tar # 4 rows"
         storage.remove(f"{place}/c/train-00001.tar")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ from tqdm import tqdm
 from zero.corpus.preparing import directory as directories
 from zero.corpus.preparing import manifest as manifests
 from zero.corpus.preparing.manifest import ALL_SPLITS, NO_HASH, SPLITS, TOKENIZER
+from zero.corpus.preparing.options import CorpusOptions
 from zero.corpus.preparing.sources.changes import digests, repeated
-from zero.corpus.preparing.sources.completions import LEARNED, CompletionReader
+from zero.corpus.preparing.sources.completions import CompletionReader
 from zero.corpus.preparing.sources.documents import Reader
 from zero.corpus.preparing.sources.preferences import PreferenceReader
 from zero.corpus.preparing.sources.source import Source
@@ -66,25 +67,10 @@ class Corpus:
 def prepare(
     source: str | Path,
     name: str,
+    options: CorpusOptions,
     *,
     directory: str | Path,
     index_directory: str | Path,
-    tokenizer: Tokenizer | int,
-    row_tokens: int,
-    one_document_per_row: bool = False,
-    pack: str | None = None,
-    validation_fraction: float = 0.05,
-    rows_per_member: int = 256,
-    rows_per_shard: int = 8192,
-    key: str = "text",
-    completions: bool = False,
-    preferences: bool = False,
-    loss_on: Sequence[str] = LEARNED,
-    splits: str | None = None,
-    minimum_tokens: int = 0,
-    normalise: str | None = None,
-    deduplicate: bool = False,
-    tokenizer_source: str | None = None,
     workers: int | None = None,
     overwrite: bool = False,
     progress: bool = True,
@@ -93,75 +79,37 @@ def prepare(
 
     A hash of its text decides whether a document is for validation; if it decides so for none, the document with the
     lowest hash is. Of a single text it is the last part. Documents are joined with the tokenizer's end of text and cut
-    into rows without loss: the last row of a split is padded, as its length.npy records. With `pack`, a key of
-    `packing.PACKINGS`, the documents of each shard are packed into rows, and shards hold about `rows_per_shard`.
+    into rows without loss: the last row of a split is padded, as its length.npy records. With `pack` the documents of
+    each shard are packed into rows, and shards hold about `rows_per_shard`. The tokenizer's chat template is copied.
 
     After an interruption the next call with these arguments continues after the finished shards; a finished corpus is
     kept, if the source, which is read for that, still has the contents that it was made of. At no time does an index
-    list a shard that does not exist.
-
-    `tokenizer_source` is recorded: where the tokenizer comes from, such as hf:NAME@COMMIT. Its chat template is copied.
-    The options are those of `zero-prepare --help`; `tokenizer` may also be a number of tokens, to train one of that
-    size on the source and save it as `directory/name/tokenizer.json`. A few shards are held in memory.
+    list a shard that does not exist. A few shards are held in memory.
 
     Raises:
         UserError: there is no text, it cannot be read, or a corpus of this name was made with other arguments.
     """
-    if not 0 < validation_fraction < 1:
-        raise UserError(f"validation_fraction must lie between 0 and 1, not {validation_fraction}")
-    if row_tokens < 2 or rows_per_member < 1 or rows_per_shard < 1 or rows_per_shard % rows_per_member:
-        raise UserError(
-            f"row_tokens {row_tokens} must be at least 2 and rows_per_shard {rows_per_shard} a multiple of "
-            f"rows_per_member {rows_per_member}"
-        )
+    options.check()
     if not re.fullmatch(r"\w[\w.-]*", name):
         raise UserError(f"name {name}: expected letters, digits, and . - _ between them; --name gives another one")
     if workers is not None and workers < 1:
         raise UserError(f"workers must be at least 1, not {workers}")
-    if completions and preferences:
-        raise UserError("--completions and --preferences: expected one of them")
-    if not completions and tuple(loss_on) != LEARNED:
-        raise UserError(f"--loss-on {' '.join(loss_on)} expects --completions, whose roles it names")
     template = None
-    if (completions or preferences) and isinstance(tokenizer, FileTokenizer):
-        template = load_chat_template(tokenizer.path)
-    reader: Reader | None = CompletionReader(template, tuple(loss_on)) if completions else None
-    if preferences:
+    if (options.completions or options.preferences) and isinstance(options.tokenizer, FileTokenizer):
+        template = load_chat_template(options.tokenizer.path)
+    reader: Reader | None = None
+    if options.completions:
+        reader = CompletionReader(template, options.loss_on)
+    elif options.preferences:
         reader = PreferenceReader(template)
-        one_document_per_row = True
-    opened = Source(str(source), key, validation_fraction, reader, splits, normalise)
-    for option, is_given in (
-        ("one_document_per_row", one_document_per_row),
-        ("pack", pack),
-        ("minimum_tokens", minimum_tokens),
-        ("deduplicate", deduplicate),
-    ):
-        if not opened.has_documents and is_given:
+    opened = Source(str(source), options.key, options.validation_fraction, reader, options.splits, options.normalise)
+    if not opened.has_documents:
+        for option in options.expects_documents():
             raise UserError(f"{source} is one long text, and {option} expects documents: a folder or JSON lines")
-    if pack and one_document_per_row:
-        other = "preferences" if preferences else "one_document_per_row"
-        raise UserError(f"pack={pack} joins documents in a row, and {other} does not: choose one of them")
     arguments: dict[str, Any] = {
         "source": str(source),
         "source_files": opened.fingerprint,
-        "key": key,
-        "train_tokenizer": tokenizer if isinstance(tokenizer, int) else None,
-        "row_tokens": row_tokens,
-        "one_document_per_row": one_document_per_row,
-        "validation_fraction": validation_fraction,
-        "rows_per_member": rows_per_member,
-        "rows_per_shard": rows_per_shard,
-        # Null where the option is not used.
-        "pack": pack,
-        "completions": completions or None,
-        "preferences": preferences or None,
-        "loss_on": None if tuple(loss_on) == LEARNED else list(loss_on),
-        "chat_template": template and template.digest,
-        "splits": splits,
-        "minimum_tokens": minimum_tokens or None,
-        "normalise": normalise,
-        "deduplicate": deduplicate or None,
-        "tokenizer_source": tokenizer_source,
+        **options.recorded(None if template is None else template.digest),
     }
     place = storage.join(directory, name)
     indices = {split: storage.join(index_directory, f"{name}_{split}.index") for split in ALL_SPLITS}
@@ -169,14 +117,26 @@ def prepare(
         raise UserError(f"index_directory {index_directory}: an index in a bucket cannot list shards in {place}")
     hidden = None if progress else True  # None: hidden unless there is a terminal
     with directories.locked(place), tqdm(desc=name, unit="B", unit_scale=True, disable=hidden, leave=False) as bar:
-        manifest = _prepare_locked(opened, place, indices, arguments, tokenizer, workers, overwrite, bar)
-    train, validation, *test = (
-        SplitSummary(**(manifest[split] | {"shards": len(manifest[split]["shards"])}))
-        for split in manifests.splits_of(manifest)
+        manifest = _prepare_locked(opened, place, indices, arguments, options.tokenizer, workers, overwrite, bar)
+    sizes = {split: _summary(manifest[split]) for split in manifests.splits_of(manifest)}
+    return Corpus(
+        directory=place,
+        train_index=indices["train"],
+        validation_index=indices["validation"],
+        train=sizes["train"],
+        validation=sizes["validation"],
+        skipped=manifest.get("skipped", 0),
+        short=manifest.get("short", 0),
+        duplicates=manifest.get("duplicates", 0),
+        long=manifest.get("long", 0),
+        test_index=indices["test"] if "test" in sizes else None,
+        test=sizes.get("test"),
     )
-    left_out = (manifest.get(key, 0) for key in ("skipped", "short", "duplicates", "long"))
-    of_test = (indices["test"], test[0]) if test else ()
-    return Corpus(place, indices["train"], indices["validation"], train, validation, *left_out, *of_test)
+
+
+def _summary(split: dict[str, Any]) -> SplitSummary:
+    """The size of a split, of its part of the manifest."""
+    return SplitSummary(**(split | {"shards": len(split["shards"])}))
 
 
 def _prepare_locked(
@@ -193,7 +153,8 @@ def _prepare_locked(
     manifest = manifests.find_usable(place, arguments, source.state, overwrite)
     if manifest is not None and "unfinished" not in manifest:
         is_same = manifests.is_of_source(place, manifest, arguments["source"], source.contents, overwrite)
-        manifest = manifest if is_same else None
+        if not is_same:
+            manifest = None
     if isinstance(tokenizer, int):
         tokenizer = _load_or_train_tokenizer(place, manifest is not None, source, tokenizer, bar)
     arguments |= {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size}
@@ -223,10 +184,10 @@ def _prepare_locked(
                     f"{arguments['source']}: {long} pairs have a text of more tokens than --row-tokens "
                     f"{arguments['row_tokens']}, and too few are left"
                 )
-            some = "too little text to set documents aside for validation"
-            raise UserError(
-                f"{arguments['source']} holds {some if train.documents + validation.documents else 'no text'}"
-            )
+            lack = "no text"
+            if train.documents + validation.documents:
+                lack = "too little text to set documents aside for validation"
+            raise UserError(f"{arguments['source']} holds {lack}")
         manifest = manifests.begin(place, indices, arguments, source, threshold, tokenizer, splits)
     for split, index in indices.items():
         if split in manifest and not storage.exists(index):
@@ -239,13 +200,13 @@ def _leave_out_duplicates(source: Source, workers: int | None, bar: tqdm) -> Non
     bar.set_description("duplicates")
     bar.reset(source.size)
 
-    def found() -> Iterator[list[bytes | None]]:
+    def digests_by_unit() -> Iterator[list[bytes | None]]:
         tasks = ((unit, ()) for unit in source.units())
-        for unit, one in map_in_order(tasks, digests, workers or useful_workers(source)):
-            yield one
+        for unit, of_unit in map_in_order(tasks, digests, workers or useful_workers(source)):
+            yield of_unit
             bar.update(unit.size)
 
-    source.duplicates = repeated(found())
+    source.duplicates = repeated(digests_by_unit())
 
 
 def _load_or_train_tokenizer(

@@ -45,15 +45,15 @@ def prepare_if_missing(
         used = {path: _index_files(beside)[own.index(given[path])] for path in given}
         names = set() if all(map(storage.exists, used.values())) else {beside}
     if names:  # the import takes time, which a first step does not wait for
+        from zero.corpus.preparing.options import CorpusOptions
         from zero.corpus.preparing.prepare import prepare
     for name in sorted(names):
         prepared = prepare(
             corpus,
             name,
+            CorpusOptions(tokenizer, row_tokens),
             directory=DIRECTORY,
             index_directory=INDEX_DIRECTORY,
-            tokenizer=tokenizer,
-            row_tokens=row_tokens,
         )
         _log.info("prepared corpus %s: %s", name, prepared)
     return used

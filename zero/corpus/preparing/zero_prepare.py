@@ -23,11 +23,13 @@ import argparse
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import NoReturn
 
 from zero.corpus.preparing.manifest import TOKENIZER
+from zero.corpus.preparing.options import CorpusOptions
 from zero.corpus.preparing.packing import PACKINGS
 from zero.corpus.preparing.peek import peek
 from zero.corpus.preparing.prepare import Corpus, prepare
@@ -57,15 +59,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     An error is one line, and status 2 for a mistake, 1 where a repeat may succeed. `--verify` also exits with status 1,
     where something differs.
     """
-    options = vars(_parser().parse_args(arguments))
+    given = _parser().parse_args(arguments)
     try:
         with exit_on_error():
-            is_verify = options.pop("verify")
-            rows = options.pop("peek")
-            if rows is not None:
-                _peek(rows, **options)
+            if given.peek is not None:
+                _peek(given)
+            elif given.verify:
+                _verify(given)
             else:
-                (_verify if is_verify else _prepare)(**options)
+                _prepare(given)
     except KeyboardInterrupt:
         sys.exit("stopped; the same call continues")
 
@@ -149,33 +151,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _prepare(
-    source: str,
-    name: str | None,
-    tokenizer: str | None,
-    train_tokenizer: int | None,
-    row_tokens: int,
-    **options: object,
-) -> None:
+def _prepare(given: argparse.Namespace) -> None:
     """Prepares a corpus and prints its size."""
-    if name is None:
-        path = Path(source.removeprefix("hf:").partition(":")[0]).resolve()
-        name = path.name if path.is_dir() else path.name.partition(".")[0]
-    used: Tokenizer | int
-    tokenizer_source = None
-    if tokenizer is not None and tokenizer.startswith(PREFIX):
-        used, tokenizer_source = _hub_tokenizer(tokenizer)
-        print(f"tokenizer {tokenizer} is {tokenizer_source}")
-    else:
-        used = train_tokenizer or load_tokenizer(tokenizer or "bytes")
+    options = _corpus_options(given)
     corpus = prepare(
-        source,
-        name,
-        tokenizer=used,
-        tokenizer_source=tokenizer_source,
-        row_tokens=row_tokens,
-        **options,  # type: ignore[arg-type]
+        given.source,
+        _name_of(given.source) if given.name is None else given.name,
+        options,
+        directory=given.directory,
+        index_directory=given.index_directory,
+        workers=given.workers,
+        overwrite=given.overwrite,
     )
+    row_tokens = options.row_tokens
     for index, split in (
         (corpus.train_index, corpus.train),
         (corpus.validation_index, corpus.validation),
@@ -183,11 +171,11 @@ def _prepare(
     ):
         if split is None:
             continue
-        print(
-            f"{index}: {split.documents} documents, {split.tokens} tokens, {split.rows} rows of {row_tokens}, "
-            f"{split.shards} shards"
-            + ("" if split.truncations is None else f", documents cut {split.truncations} times")
-        )
+        size = f"{split.documents} documents, {split.tokens} tokens, {split.rows} rows of {row_tokens}"
+        size += f", {split.shards} shards"
+        if split.truncations is not None:
+            size += f", documents cut {split.truncations} times"
+        print(f"{index}: {size}")
     if corpus.skipped:
         print(f"{corpus.skipped} files were left out because they are not UTF-8")
     if corpus.short:
@@ -196,12 +184,37 @@ def _prepare(
         print(f"{corpus.long} pairs were left out because a text has more tokens than --row-tokens {row_tokens}")
     if corpus.duplicates:
         print(f"{corpus.duplicates} documents were left out because they equal an earlier one")
-    overrides = training_overrides(corpus, row_tokens, options)
     print("Train on it:")
-    print(shlex.join([*trainer(), *overrides]))
+    print(shlex.join([*trainer(), *training_overrides(corpus, options)]))
 
 
-def training_overrides(corpus: Corpus, row_tokens: int, options: Mapping[str, object]) -> list[str]:
+def _corpus_options(given: argparse.Namespace) -> CorpusOptions:
+    """What the command line says of the rows; a tokenizer of the hub is downloaded."""
+    source = None
+    tokenizer: Tokenizer | int
+    if given.train_tokenizer is not None:
+        tokenizer = given.train_tokenizer
+    elif given.tokenizer is not None and given.tokenizer.startswith(PREFIX):
+        tokenizer, source = _hub_tokenizer(given.tokenizer)
+        print(f"tokenizer {given.tokenizer} is {source}")
+    else:
+        tokenizer = load_tokenizer(given.tokenizer or "bytes")
+    names = {field.name for field in fields(CorpusOptions)} - {"tokenizer", "tokenizer_source"}
+    others = {name: getattr(given, name) for name in names}
+    return CorpusOptions(tokenizer=tokenizer, tokenizer_source=source, **others)
+
+
+def _name_of(source: str) -> str:
+    """The name of a corpus that is given none: the last part of its source.
+
+    >>> _name_of("texts/books.jsonl.gz"), _name_of("hf:wikitext:wikitext-2-v1")
+    ('books', 'wikitext')
+    """
+    path = Path(source.removeprefix("hf:").partition(":")[0]).resolve()
+    return path.name if path.is_dir() else path.name.partition(".")[0]
+
+
+def training_overrides(corpus: Corpus, options: CorpusOptions) -> list[str]:
     """What the default job needs to train on a corpus: its files, and a model for its rows and tokens."""
     overrides = ["data.corpus=null", f"data.index_path_train={_quoted(corpus.train_index)}"]
     overrides.append(f"data.index_path_validation={_quoted(corpus.validation_index)}")
@@ -209,12 +222,12 @@ def training_overrides(corpus: Corpus, row_tokens: int, options: Mapping[str, ob
     if storage.exists(path):
         vocab_size = load_tokenizer(path).vocab_size
         overrides += [f"data.tokenizer={_quoted(path)}", f"model.override.vocab_size={vocab_size}"]
-    overrides.append(f"model.override.block_size={row_tokens}")
-    if row_tokens % SHORT_ROWS:
+    overrides.append(f"model.override.block_size={options.row_tokens}")
+    if options.row_tokens % SHORT_ROWS:
         overrides.append("training.staged_warmup_steps=0")
-    if options.get("completions"):
+    if options.completions:
         overrides.append("training.loss_on=completion")
-    if options.get("preferences"):  # the reference is a model that the user has
+    if options.preferences:  # the reference is a model that the user has
         overrides += ["objective=dpo", "model.warm_start=true", "model.model_path=MODEL"]
     return overrides
 
@@ -239,20 +252,25 @@ def _hub_tokenizer(place: str) -> tuple[FileTokenizer, str]:
     return FileTokenizer(str(path), path.read_bytes()), f"{place.partition('@')[0]}@{folder.name}"
 
 
-def _peek(rows: int, source: str, tokenizer: str | None, **_: object) -> None:
+def _peek(given: argparse.Namespace) -> None:
     """Prints some rows of an index file."""
-    for line in peek(source, rows, load_tokenizer(tokenizer) if tokenizer else None):
+    for line in peek(given.source, given.peek, _tokenizer_of(given)):
         print(line)
 
 
-def _verify(source: str, tokenizer: str | None, **_: object) -> None:
+def _verify(given: argparse.Namespace) -> None:
     """Prints the differences from the manifest; if there are any, the exit status is 1."""
-    differences = verify(source, load_tokenizer(tokenizer) if tokenizer else None)
+    differences = verify(given.source, _tokenizer_of(given))
     for difference in differences:
         print(difference)
     if differences:
         sys.exit(1)
-    print(f"{source} matches its manifest")
+    print(f"{given.source} matches its manifest")
+
+
+def _tokenizer_of(given: argparse.Namespace) -> Tokenizer | None:
+    """The tokenizer of the command line, None for that of the corpus."""
+    return None if given.tokenizer is None else load_tokenizer(given.tokenizer)
 
 
 if __name__ == "__main__":

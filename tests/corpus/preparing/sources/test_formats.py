@@ -20,6 +20,7 @@ import pytest
 
 from tests.helpers import bucket, sources
 from tests.helpers.corpora import COMMAND, REPOSITORY, call, make, tokens_of
+from zero.corpus.preparing.options import CorpusOptions
 from zero.corpus.preparing.prepare import Corpus, prepare
 from zero.corpus.preparing.sources import documents
 from zero.corpus.preparing.sources.source import Source
@@ -138,9 +139,12 @@ def test_arrays_without_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         vocab_size = 1 << 16
 
     corpus = prepare(
-        str(tmp_path / "*.npy"), "c", directory=tmp_path, index_directory=tmp_path, tokenizer=Many(), row_tokens=10,
-        validation_fraction=0.2,
-    )  # fmt: skip
+        str(tmp_path / "*.npy"),
+        "c",
+        CorpusOptions(Many(), row_tokens=10, validation_fraction=0.2),
+        directory=tmp_path,
+        index_directory=tmp_path,
+    )
     train, validation = (tokens_of(index, 10) for index in (corpus.train_index, corpus.validation_index))
     assert [t for t in train.ravel().tolist() if t > 0] == [*range(100, 180), *range(1000, 1080)]
     assert [t for t in validation.ravel().tolist() if t > 0] == [*range(180, 200), *range(1080, 1100)]

@@ -1,0 +1,92 @@
+"""What the rows of a corpus are made of, checked before a source is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from zero.corpus.preparing.sources.completions import LEARNED
+from zero.corpus.text.tokenizers import Tokenizer
+from zero.errors import UserError
+
+
+@dataclass(frozen=True)
+class CorpusOptions:
+    """What the rows of a corpus are made of, and how: the options of `zero-prepare --help`.
+
+    >>> CorpusOptions(tokenizer=32000, row_tokens=1).check()
+    Traceback (most recent call last):
+    zero.errors.UserError: row_tokens 1 must be at least 2
+    """
+
+    tokenizer: Tokenizer | int  # a number: train one of so many tokens on the source, as directory/name/tokenizer.json
+    row_tokens: int
+    one_document_per_row: bool = False
+    pack: str | None = None  # a key of `packing.PACKINGS`
+    validation_fraction: float = 0.05
+    rows_per_member: int = 256
+    rows_per_shard: int = 8192
+    key: str = "text"
+    completions: bool = False
+    preferences: bool = False
+    loss_on: tuple[str, ...] = LEARNED
+    splits: str | None = None
+    minimum_tokens: int = 0
+    normalise: str | None = None
+    deduplicate: bool = False
+    tokenizer_source: str | None = None  # where the tokenizer comes from, such as hf:NAME@COMMIT
+
+    def check(self) -> None:
+        """Raises UserError for values that are wrong or contradict each other."""
+        if not 0 < self.validation_fraction < 1:
+            raise UserError(f"validation_fraction must lie between 0 and 1, not {self.validation_fraction}")
+        if self.row_tokens < 2:
+            raise UserError(f"row_tokens {self.row_tokens} must be at least 2")
+        if self.rows_per_member < 1 or self.rows_per_shard < 1 or self.rows_per_shard % self.rows_per_member:
+            raise UserError(
+                f"rows_per_shard {self.rows_per_shard} must be a multiple of rows_per_member {self.rows_per_member}"
+            )
+        if self.completions and self.preferences:
+            raise UserError("--completions and --preferences: expected one of them")
+        if not self.completions and self.loss_on != LEARNED:
+            raise UserError(f"--loss-on {' '.join(self.loss_on)} expects --completions, whose roles it names")
+        if self.pack and self.is_unjoined:
+            option = "preferences" if self.preferences else "one_document_per_row"
+            raise UserError(f"pack={self.pack} joins documents in a row, and {option} does not: choose one of them")
+
+    @property
+    def is_unjoined(self) -> bool:
+        """Whether a row holds a single document, or a pair of texts."""
+        return self.one_document_per_row or self.preferences
+
+    def expects_documents(self) -> list[str]:
+        """The options that have been chosen and that one long text cannot follow."""
+        options = {
+            "one_document_per_row": self.is_unjoined,
+            "pack": self.pack is not None,
+            "minimum_tokens": self.minimum_tokens > 0,
+            "deduplicate": self.deduplicate,
+        }
+        return [name for name, is_chosen in options.items() if is_chosen]
+
+    def recorded(self, chat_template: str | None) -> dict[str, Any]:
+        """What the manifest records, with the digest of the chat template: null where an option is not used."""
+        return {
+            "key": self.key,
+            "train_tokenizer": self.tokenizer if isinstance(self.tokenizer, int) else None,
+            "row_tokens": self.row_tokens,
+            "one_document_per_row": self.is_unjoined,
+            "validation_fraction": self.validation_fraction,
+            "rows_per_member": self.rows_per_member,
+            "rows_per_shard": self.rows_per_shard,
+            "pack": self.pack,
+            "completions": self.completions or None,
+            "preferences": self.preferences or None,
+            "loss_on": None if self.loss_on == LEARNED else list(self.loss_on),
+            "chat_template": chat_template,
+            "splits": self.splits,
+            "minimum_tokens": self.minimum_tokens or None,
+            "normalise": self.normalise,
+            "deduplicate": self.deduplicate or None,
+            "tokenizer_source": self.tokenizer_source,
+        }
