@@ -35,7 +35,7 @@ from zero.cycles.hlo import collectives
 from zero.models.attention.blockwise import BLOCK, blockwise_attention
 from zero.models.attention.dense import dense_attention
 from zero.models.attention.kernel import kernel_of
-from zero.models.attention.scores import Form
+from zero.models.attention.scores import Form, Terms
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
 from zero.models.gated_unit import Heads, assign_codes, empty_memory
@@ -62,8 +62,10 @@ def compiled(
         length = -(-context // documents)
         starts = jnp.broadcast_to(jnp.arange(context) // length * length, (rows, context))
 
+    form = Form(has_alibi=True, window=window)
+
     def loss(q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array | None) -> jax.Array:
-        return (attention(q, k, v, form=Form(has_alibi=True, window=window), starts_BT=starts) * weights).sum()
+        return (attention(q, k, v, form=form, terms=Terms(starts_BT=starts)) * weights).sum()
 
     return jax.jit(jax.value_and_grad(loss, (0, 1, 2))).lower(q, k, v, starts).compile(), (q, k, v, starts)
 

@@ -149,9 +149,9 @@ class GPTConfig:
     def __post_init__(self) -> None:
         is_mup = self.parametrization != "standard"
         derived = {"attention_scale": ("linear", "sqrt"), "init": ("fan_in", "gpt2"), "head_init": ("mup", None)}
-        for name, (of_mup, other) in derived.items():
+        for name, (of_mup, of_standard) in derived.items():
             if getattr(self, name) is None:
-                object.__setattr__(self, name, of_mup if is_mup else other)
+                object.__setattr__(self, name, of_mup if is_mup else of_standard)
         if isinstance(self.zero_init, bool):
             object.__setattr__(self, "zero_init", _ZEROED if self.zero_init else ())
         for name in ("windows", "rotary_scaling", "zero_init"):  # lists if read from YAML or JSON
@@ -255,10 +255,11 @@ class GPTConfig:
         # Embedding and head differ in initial weights and learning rates, and scaling by the root of the width would
         # add a dependence on it.
         needed: dict[str, Any] = {"tied": False, "scale_embedding": False, "scale_output": False}
-        for name, value in needed.items():
-            if getattr(self, name) != value:
-                expected, given = (str(x).lower() for x in (value, getattr(self, name)))
-                raise ValueError(f"parametrization: {kind} needs {name}: {expected}, got {given}")
+        for name, needed_value in needed.items():
+            value = getattr(self, name)
+            if value != needed_value:
+                expected = str(needed_value).lower()
+                raise ValueError(f"parametrization: {kind} needs {name}: {expected}, got {str(value).lower()}")
         if self.attention_scale in ("sqrt", "none"):
             raise ValueError(f"parametrization: {kind} needs attention_scale: linear, got {self.attention_scale}")
 

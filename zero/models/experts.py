@@ -79,8 +79,8 @@ def capacity_of(config: GPTConfig, positions: int) -> int:
     5
     """
     assert config.experts is not None and config.expert_capacity is not None
-    wanted = math.ceil(config.expert_capacity * positions * config.experts_per_token / config.experts)
-    return min(wanted, positions)  # a token chooses an expert at most once
+    places = math.ceil(config.expert_capacity * positions * config.experts_per_token / config.experts)
+    return min(places, positions)  # a token chooses an expert at most once
 
 
 class _Product(nn.Module):
@@ -135,12 +135,14 @@ class Experts(nn.Module):
             gates_BTK = gates_BTK / gates_BTK.sum(-1, keepdims=True)
 
         width = config.mlp_width // self.cut.size
-        own = config.experts // self.group.size
-        into = (own, config.embedding_dim, width)
-        out = (own, width, config.embedding_dim)
-        names = {"mlp_in": into, "mlp_gate": into, "mlp_out": out} if config.gated else {"mlp_in": into, "mlp_out": out}
-        made = {name: _Product(config, shape, name=name)() for name, shape in names.items()}
-        weights: Weights = jax.tree.map(lambda x: x.astype(self.dtype), made)
+        local_experts = config.experts // self.group.size
+        into = (local_experts, config.embedding_dim, width)
+        out = (local_experts, width, config.embedding_dim)
+        shapes = {"mlp_in": into, "mlp_gate": into, "mlp_out": out}
+        if not config.gated:
+            del shapes["mlp_gate"]
+        products = {name: _Product(config, shape, name=name)() for name, shape in shapes.items()}
+        weights: Weights = jax.tree.map(lambda x: x.astype(self.dtype), products)
         h_BTD = h_BTD.astype(self.dtype)
         dropped = jnp.float32(0)
         if self.group.size == 1 and (config.expert_capacity is None or not drops):

@@ -55,12 +55,22 @@ Policy = Unrolled | Scanned | Nested
 ATTENTION, PROJECTIONS, MLP_IN, MLP_GATE = "attention", "projections", "mlp_in", "mlp_gate"
 _OF_ATTENTION = {"attention": (ATTENTION,), "projections": (ATTENTION, PROJECTIONS)}
 _OF_MLP = {"mlp_in": (MLP_IN,), "mlp": (MLP_IN, MLP_GATE)}
-# What policies of these names store beside the inputs of layers.
-STORED: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    _OF_ATTENTION
-    | _OF_MLP
-    | {f"{mlp}+{other}": _OF_MLP[mlp] + _OF_ATTENTION[other] for mlp in _OF_MLP for other in _OF_ATTENTION}
-)
+
+
+def _stored() -> dict[str, tuple[str, ...]]:
+    """What a policy of each name stores beside the inputs of layers.
+
+    >>> _stored()["mlp_in+attention"]
+    ('mlp_in', 'attention')
+    """
+    stored = _OF_ATTENTION | _OF_MLP
+    for mlp in _OF_MLP:
+        for attention in _OF_ATTENTION:
+            stored[f"{mlp}+{attention}"] = _OF_MLP[mlp] + _OF_ATTENTION[attention]
+    return stored
+
+
+STORED: Mapping[str, tuple[str, ...]] = MappingProxyType(_stored())
 _saveable = jax.checkpoint_policies
 
 
@@ -114,8 +124,8 @@ def run_layers(pattern: Sequence[Layer], stacks: Any, x: Any, policy: Policy) ->
     xs = stacks, jnp.arange(count)
     if isinstance(policy, Nested):
         (layer,) = pattern
-        one = jax.checkpoint(lambda x, xs: (layer(xs[0], x, xs[1]), None), prevent_cse=False)
-        span = jax.checkpoint(lambda x, layers: lax.scan(one, x, layers), prevent_cse=False)
+        step = jax.checkpoint(lambda x, xs: (layer(xs[0], x, xs[1]), None), prevent_cse=False)
+        span = jax.checkpoint(lambda x, layers: lax.scan(step, x, layers), prevent_cse=False)
         return lax.scan(span, x, _in_spans(xs, policy.size))[0]
 
     if isinstance(policy, Scanned):
@@ -123,8 +133,8 @@ def run_layers(pattern: Sequence[Layer], stacks: Any, x: Any, policy: Policy) ->
 
     def one_period(x: Any, xs: Any) -> tuple[Any, None]:
         for place, layer in enumerate(pattern):
-            own, number = xs if period == 1 else jax.tree.map(lambda x, place=place: x[place], xs)
-            x = layer(own, x, number)
+            weights, number = xs if period == 1 else jax.tree.map(lambda x, place=place: x[place], xs)
+            x = layer(weights, x, number)
         return x, None
 
     if period > 1:  # else XLA for TPU would copy the shards of all layers
@@ -150,11 +160,11 @@ def inputs_of(layer: Layer, stacks: Any, x: Any, numbers: jax.Array) -> Any:
 def _through(layer: Layer, stacks: Any, x: Any, numbers: jax.Array) -> tuple[Any, Any]:
     """The output of a span of layers, and the input of each. Indexes the stacks, because a slice would be a copy."""
 
-    def one(x: Any, number: jax.Array) -> tuple[Any, Any]:
-        own = jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, number, keepdims=False), stacks)
-        return layer(own, x, number), x
+    def through_layer(x: Any, number: jax.Array) -> tuple[Any, Any]:
+        weights = jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, number, keepdims=False), stacks)
+        return layer(weights, x, number), x
 
-    return lax.scan(one, x, numbers)
+    return lax.scan(through_layer, x, numbers)
 
 
 def _in_spans(tree: Any, size: int) -> Any:

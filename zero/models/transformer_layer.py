@@ -30,7 +30,7 @@ from zero.models.attention.kernel import (
     missing_in,
     splits_heads,
 )
-from zero.models.attention.scores import T5_BUCKETS, Form
+from zero.models.attention.scores import T5_BUCKETS, Form, Terms
 from zero.models.config import GPTConfig
 from zero.models.elements import (
     ACTIVATIONS,
@@ -243,9 +243,9 @@ class TransformerLayer(Layer):
         if cache is not None:
             # The whole cache is carried from layer to layer, so that only the new positions are written.
             start = (layer, 0, position, 0, 0)
-            cache = Cache(
-                *(lax.dynamic_update_slice(c, x[None], start) for c, x in zip(cache, (k_BSGK, v_BSGK), strict=True))
-            )
+            k_LBSGK = lax.dynamic_update_slice(cache.k_LBSGK, k_BSGK[None], start)
+            v_LBSGK = lax.dynamic_update_slice(cache.v_LBSGK, v_BSGK[None], start)
+            cache = Cache(k_LBSGK, v_LBSGK)
             k_BSGK, v_BSGK = (lax.dynamic_index_in_dim(c, layer, keepdims=False) for c in cache)
         cut = self.cut
         swap = self.cut.head_swap(config.num_head, config.key_heads)
@@ -255,8 +255,8 @@ class TransformerLayer(Layer):
             sinks_H = None if sinks_H is None else swap.cut.part(sinks_H, 0)
             q_BTHK, k_BSGK, v_BSGK = (swap.to_heads(x) for x in (q_BTHK, k_BSGK, v_BSGK))
             starts_BT = None if starts_BT is None else swap.whole_rows(starts_BT)
-        seen = (position, bias_CH, sinks_H, keys_B, starts_BT)
-        attended_BTHK = self._by_window(cut, layer, q_BTHK, k_BSGK, v_BSGK, *seen)
+        terms = Terms(bias_CH, sinks_H, keys_B, starts_BT)
+        attended_BTHK = self._by_window(cut, layer, q_BTHK, k_BSGK, v_BSGK, position, terms)
         if swap is not None:
             attended_BTHK = swap.to_positions(attended_BTHK)
         attended_BTX = attended_BTHK if are_split else lax.collapse(attended_BTHK, 2)
@@ -280,43 +280,50 @@ class TransformerLayer(Layer):
         k_BSGK: jax.Array,
         v_BSGK: jax.Array,
         position: jax.Array | int,
-        bias_CH: jax.Array | None,
-        sinks_H: jax.Array | None,
-        keys_B: jax.Array | None,
-        starts_BT: jax.Array | None,
+        terms: Terms,
     ) -> jax.Array:
-        config = self.config
         queries = q_BTHK.shape[1]
         if window and queries == 1 and window < k_BSGK.shape[1]:  # in decoding: reads only the window of the cache
             first = jnp.clip(position - window + 1, 0, k_BSGK.shape[1] - window)
             k_BSGK, v_BSGK = (lax.dynamic_slice_in_dim(x, first, window, axis=1) for x in (k_BSGK, v_BSGK))
             position = position - first
-        form = attention_form(config, window, cut)
+        form = attention_form(self.config, window, cut)
         is_whole = queries == k_BSGK.shape[1] > 1  # with a cache there are more keys than queries
-        asked: Any = {
-            "positions": queries,
-            "shared": q_BTHK.shape[2] // k_BSGK.shape[2],
-            "width": q_BTHK.shape[3],
-            "drops": keys_B is not None and form.dropout_rate > 0,
-            "has_bias": bias_CH is not None,
-            "has_segments": starts_BT is not None,
-        }
-        if self.kernel is not None and is_whole and missing_in(self.kernel, form, **asked) is None:
-            return kernel_attention(self.kernel, q_BTHK, k_BSGK, v_BSGK, form=form, starts_BT=starts_BT)
-        # Blocks outside a window are skipped, so blockwise attention pays off earlier.
-        earliest = [self.blockwise_from or queries + 1, *([max(2, 2 * window)] if window else [])]
-        is_blockwise = cut.ring > 1 or (self.blockwise_from is not None and queries >= min(earliest))
-        attend = blockwise_attention if is_blockwise else dense_attention
-        options: Any = {"form": form, "bias_CH": bias_CH, "sinks_H": sinks_H, "keys_B": keys_B, "starts_BT": starts_BT}
-        return attend(q_BTHK, k_BSGK, v_BSGK, position, **options)
+        if self.kernel is not None and is_whole:
+            missing = missing_in(
+                self.kernel,
+                form,
+                positions=queries,
+                shared=q_BTHK.shape[2] // k_BSGK.shape[2],
+                width=q_BTHK.shape[3],
+                drops=terms.keys_B is not None and form.dropout_rate > 0,
+                has_bias=terms.bias_CH is not None,
+                has_segments=terms.starts_BT is not None,
+            )
+            if missing is None:
+                return kernel_attention(self.kernel, q_BTHK, k_BSGK, v_BSGK, form=form, starts_BT=terms.starts_BT)
+        attend = dense_attention
+        if cut.ring > 1 or self._is_blockwise(queries, window):
+            attend = blockwise_attention
+        return attend(q_BTHK, k_BSGK, v_BSGK, position, form=form, terms=terms)
+
+    def _is_blockwise(self, queries: int, window: int) -> bool:
+        """Whether rows are long enough for blocks; those outside a window are skipped, so it pays off earlier there."""
+        if self.blockwise_from is None:
+            return False
+        earliest = self.blockwise_from
+        if window:
+            earliest = min(earliest, max(2, 2 * window))
+        return queries >= earliest
 
     def _mlp(self, h_BTD: jax.Array, adapter_keys_B: jax.Array | None) -> jax.Array:
         config = self.config
-        own = (config.mlp_width // self.cut.size,)
-        h_BTF = self._laid_out(self._dense(h_BTD, own, "mlp_in", adapter_keys_B, config.mlp_bias))
+        width = (config.mlp_width // self.cut.size,)
+        h_BTF = self._laid_out(self._dense(h_BTD, width, "mlp_in", adapter_keys_B, config.mlp_bias))
         h_BTF = checkpoint_name(h_BTF, MLP_IN)
         if config.gated:
-            gate_BTF = checkpoint_name(self._dense(h_BTD, own, "mlp_gate", adapter_keys_B, config.mlp_bias), MLP_GATE)
+            gate_BTF = self._dense(h_BTD, width, "mlp_gate", adapter_keys_B, config.mlp_bias)
+            gate_BTF = checkpoint_name(gate_BTF, MLP_GATE)
             h_BTF = gated(config.activation, gate_BTF, h_BTF)
         else:
             h_BTF = ACTIVATIONS[config.activation](h_BTF)

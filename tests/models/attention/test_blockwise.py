@@ -20,7 +20,7 @@ from zero.model_parallel import WHOLE
 from zero.models.attention.block_pairs import Blocks, dropped_block
 from zero.models.attention.blockwise import blockwise_attention, blockwise_from
 from zero.models.attention.dense import dense_attention
-from zero.models.attention.scores import Form
+from zero.models.attention.scores import Form, Terms
 from zero.models.config import GPTConfig
 from zero.models.gpt import GPT
 from zero.training.flops import matmul_flops
@@ -79,8 +79,13 @@ def test_equals_dense_attention(
     bias = jax.random.normal(jax.random.key(2), (32, groups * shared))
 
     def attend(function: Callable[..., jax.Array], **options: Any) -> Callable[..., jax.Array]:
-        options |= {"keys_B": jax.random.split(jax.random.key(1), ROWS), "starts_BT": starts_of(segments, positions)}
-        return lambda q, k, v, bias: function(q, k, v, form=form, bias_CH=None if form.has_alibi else bias, **options)
+        terms = Terms(keys_B=jax.random.split(jax.random.key(1), ROWS), starts_BT=starts_of(segments, positions))
+
+        def attended(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array) -> jax.Array:
+            bias_CH = None if form.has_alibi else bias
+            return function(q, k, v, form=form, terms=terms._replace(bias_CH=bias_CH), **options)
+
+        return attended
 
     expected = output_and_gradients(attend(dense_attention), q, k, v, bias, weights)
     got = output_and_gradients(attend(blockwise_attention, block=max(block, positions // 6)), q, k, v, bias, weights)
@@ -116,7 +121,7 @@ def test_dense_attention_equals_reference(change: dict[str, Any], segments: int)
     form = EVERYTHING._replace(dropout_rate=0.0, **change)
     (q,), (k, v) = arrays(1, ROWS, 141, 6, 5), arrays(2, ROWS, 141, 2, 5)
     bias, starts = jax.random.normal(jax.random.key(2), (32, 6)), starts_of(segments, 141)
-    got = dense_attention(q, k, v, form=form, bias_CH=bias, starts_BT=starts)
+    got = dense_attention(q, k, v, form=form, terms=Terms(bias, starts_BT=starts))
     np.testing.assert_allclose(got, by_hand(q, k, v, bias, form, starts), rtol=1e-4, atol=1e-5)
 
 
@@ -140,7 +145,9 @@ def test_learned_further_logits(window: int) -> None:
     expected = output_and_gradients(with_a_column, q, k, v, sinks, weights)
     for attend in (dense_attention, partial(blockwise_attention, block=8)):
         got = output_and_gradients(
-            lambda q, k, v, sinks, attend=attend: attend(q, k, v, form=form, sinks_H=sinks, starts_BT=starts),
+            lambda q, k, v, sinks, attend=attend: attend(
+                q, k, v, form=form, terms=Terms(sinks_H=sinks, starts_BT=starts)
+            ),
             *(q, k, v, sinks, weights),
         )
         for x, y in zip(got, expected, strict=True):
@@ -206,7 +213,8 @@ def test_same_dropout_as_dense(block: int) -> None:
     positions = 37
     (q,) = arrays(1, ROWS, positions, 3, positions)
     v = jnp.broadcast_to(jnp.eye(positions)[None, :, None], q.shape)  # the output is the matrix of probabilities
-    options: dict[str, Any] = {"form": Form(dropout_rate=0.4), "keys_B": jax.random.split(jax.random.key(5), ROWS)}
+    terms = Terms(keys_B=jax.random.split(jax.random.key(5), ROWS))
+    options: dict[str, Any] = {"form": Form(dropout_rate=0.4), "terms": terms}
     dense = np.asarray(dense_attention(0 * q, 0 * q, v, **options))
     blockwise = np.asarray(blockwise_attention(0 * q, 0 * q, v, block=block, **options))
     np.testing.assert_array_equal(blockwise == 0, dense == 0)
@@ -237,7 +245,7 @@ def test_other_random_bits_are_refused() -> None:
     q, k, v = arrays(3, ROWS, 4, 1, 2)
     keys = jax.random.split(jax.random.key(0, impl="rbg"), ROWS)
     with pytest.raises(ValueError, match="threefry"):
-        blockwise_attention(q, k, v, form=Form(has_alibi=True, dropout_rate=0.1), keys_B=keys)
+        blockwise_attention(q, k, v, form=Form(has_alibi=True, dropout_rate=0.1), terms=Terms(keys_B=keys))
 
 
 def test_blocks_above_the_diagonal_are_skipped() -> None:

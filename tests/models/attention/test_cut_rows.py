@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.attention import EVERYTHING, ROWS, starts_of
 from zero.models.attention.blockwise import blockwise_attention
 from zero.models.attention.dense import dense_attention
-from zero.models.attention.scores import Form
+from zero.models.attention.scores import Form, Terms
 from zero.partition.collectives.axis import Axis
 from zero.partition.collectives.context_group import ContextGroup, Ulysses
 from zero.partition.collectives.ordering import in_order
@@ -38,17 +38,21 @@ def on_groups(context: int, arrays: Inputs, form: Form, segments: int, swaps: bo
     keys, own = jax.random.split(jax.random.key(1), ROWS), group.input_positions
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array) -> jax.Array:
-        starts, options = starts_of(segments, q.shape[1]), dict[str, Any](keys_B=keys, block=4)
+        starts = starts_of(segments, q.shape[1])
         parts = [own(x) for x in (q, k, v)]
         own_starts = None if starts is None else own(starts)
         if not swaps:
             cut_form = form._replace(cut=group)
-            return blockwise_attention(*parts, form=cut_form, bias_CH=bias, starts_BT=own_starts, **options)
+            return blockwise_attention(
+                *parts, form=cut_form, terms=Terms(bias, keys_B=keys, starts_BT=own_starts), block=4
+            )
         swap = Ulysses(group)
         bias, parts = swap.cut.part(bias, 1), [swap.to_heads(x) for x in parts]
         whole_starts = None if own_starts is None else swap.whole_rows(own_starts)
         cut_form = form._replace(cut=swap.cut)
-        out = blockwise_attention(*parts, form=cut_form, bias_CH=bias, starts_BT=whole_starts, **options)
+        out = blockwise_attention(
+            *parts, form=cut_form, terms=Terms(bias, keys_B=keys, starts_BT=whole_starts), block=4
+        )
         return swap.to_positions(out)
 
     def on_device(_: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -92,7 +96,7 @@ def check(context: int, arrays: Inputs, form: Form, segments: int, *, swaps: boo
     starts = starts_of(segments, arrays[0].shape[1])
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array) -> jax.Array:
-        return dense_attention(q, k, v, form=form, bias_CH=bias, keys_B=keys, starts_BT=starts)
+        return dense_attention(q, k, v, form=form, terms=Terms(bias, keys_B=keys, starts_BT=starts))
 
     expected = jax.jit(lambda *arrays: output_and_gradients(attend, *arrays))(*arrays)
     for got, x in zip(on_groups(context, arrays, form, segments, swaps), expected, strict=True):

@@ -22,7 +22,7 @@ from zero.models.attention.kernel import (
     splash_attention,
     splits_heads,
 )
-from zero.models.attention.scores import Form
+from zero.models.attention.scores import Form, Terms
 from zero.partition.collectives.axis import Axis
 from zero.partition.collectives.context_group import ContextGroup
 from zero.plan.topology import find_devices
@@ -42,7 +42,7 @@ def compare(
     with jax.numpy_rank_promotion("allow"):  # the code of others
         out, pull_back = both(attend, **options)
         grads = pull_back(weights)
-    expected, pull_back = both(dense_attention, **options)
+    expected, pull_back = both(dense_attention, terms=Terms(starts_BT=starts))
     for got, x in zip((out, *grads), (expected, *pull_back(weights)), strict=True):
         np.testing.assert_allclose(got, x, rtol=1e-4, atol=1e-4)
 

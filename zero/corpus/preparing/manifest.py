@@ -57,6 +57,14 @@ def splits_of(manifest: dict[str, Any]) -> tuple[str, ...]:
     return tuple(split for split in ALL_SPLITS if split in SPLITS or split in manifest)
 
 
+def shards_of(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the manifest records of each shard, of all splits."""
+    shards: list[dict[str, Any]] = []
+    for split in splits_of(manifest):
+        shards += manifest[split]["shards"]
+    return shards
+
+
 def find_usable(place: str, arguments: dict[str, Any], source_state: str, overwrite: bool) -> dict[str, Any] | None:
     """The manifest of an earlier call with the same arguments, if all of its shards exist.
 
@@ -65,7 +73,7 @@ def find_usable(place: str, arguments: dict[str, Any], source_state: str, overwr
     if not storage.exists(storage.join(place, MANIFEST)):
         return None
     manifest = load(place)
-    shards = [shard["name"] for split in splits_of(manifest) for shard in manifest[split]["shards"]]
+    shards = [shard["name"] for shard in shards_of(manifest)]
     for key, value in arguments.items():
         if manifest.get(key) != value:
             if overwrite or not shards:
@@ -136,8 +144,7 @@ def recorded_checksums(place: str) -> dict[str, str]:
     manifest = find(place)
     if manifest is None:
         return {}
-    shards = [shard for split in splits_of(manifest) for shard in manifest[split]["shards"]]
-    return {shard["name"]: shard["sha256"] for shard in shards if isinstance(shard.get("sha256"), str)}
+    return {shard["name"]: shard["sha256"] for shard in shards_of(manifest) if isinstance(shard.get("sha256"), str)}
 
 
 def _check_form(manifest: dict[str, Any]) -> None:
@@ -211,15 +218,17 @@ def begin(
 def finish(place: str, manifest: dict[str, Any], counts: Sequence[Counts], has_ids: bool) -> None:
     del manifest["unfinished"]
     for split, count in zip(splits_of(manifest), counts, strict=True):
-        cut = [shard["truncations"] for shard in manifest[split]["shards"] if "truncations" in shard]
-        manifest[split] = {
+        shards = manifest[split]["shards"]
+        summary = {
             "documents": count.documents,
             "tokens": count.tokens,
             "bytes": None if has_ids else count.bytes,
-            "rows": sum(shard["rows"] for shard in manifest[split]["shards"]),
-            **({"truncations": sum(cut)} if cut else {}),
-            "shards": manifest[split]["shards"],
+            "rows": sum(shard["rows"] for shard in shards),
         }
+        truncations = [shard["truncations"] for shard in shards if "truncations" in shard]
+        if truncations:
+            summary["truncations"] = sum(truncations)
+        manifest[split] = summary | {"shards": shards}
     manifest["skipped"] = counts[0].skipped
     manifest["short"] = sum(count.short for count in counts)
     manifest["duplicates"] = counts[0].duplicates

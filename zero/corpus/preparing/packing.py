@@ -42,14 +42,14 @@ def best_fit(starts: np.ndarray, row_tokens: int) -> Packed:
     sizes = np.diff(np.append(begins, len(starts)))
     row_of = _rows(sizes, row_tokens)
     order = np.lexsort((begins, row_of))
-    held = np.bincount(row_of, sizes).astype(np.int64)
+    row_sizes = np.bincount(row_of, sizes).astype(np.int64)
     # The pieces of a row lie behind each other from its first column on.
     ends = np.cumsum(sizes[order])
-    before = (np.cumsum(held) - held)[row_of[order]]
+    before = (np.cumsum(row_sizes) - row_sizes)[row_of[order]]
     targets = np.empty_like(begins)
     targets[order] = row_of[order] * row_tokens + ends - sizes[order] - before
     places = np.arange(len(starts)) + np.repeat(targets - begins, sizes)
-    return Packed(places, held.astype(np.int32), row_tokens, len(begins) - len(first))
+    return Packed(places, row_sizes.astype(np.int32), row_tokens, len(begins) - len(first))
 
 
 def _rows(sizes: np.ndarray, row_tokens: int) -> np.ndarray:

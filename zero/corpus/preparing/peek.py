@@ -30,28 +30,30 @@ def peek(index: str, rows: int, tokenizer: Tokenizer | None = None) -> Iterator[
     shards = read_index(index)
     place = storage.parent(shards[0].path)
     if tokenizer is None:
-        given = manifest.load(place)["tokenizer"]
-        tokenizer = load_tokenizer(given if given == "bytes" else storage.join(place, manifest.TOKENIZER))
+        is_bytes = manifest.load(place)["tokenizer"] == "bytes"
+        tokenizer = load_tokenizer("bytes" if is_bytes else storage.join(place, manifest.TOKENIZER))
     manifest.check_tokenizer(place, tokenizer)
     recorded = manifest.load(place) if storage.exists(storage.join(place, manifest.MANIFEST)) else {}
     is_packed = recorded.get("pack") is not None
     names = ANSWERS if recorded.get("preferences") else ("",)
     total = sum(shard.rows for shard in shards)
     shown = min(rows, total)
-    wanted = {number * total // shown for number in range(shown)}
+    rows_shown = {number * total // shown for number in range(shown)}
     seen = _Seen()
     length = row_tokens(shards[0].path)
     first = 0
     for shard in shards:
-        own = {number - first for number in wanted if first <= number < first + shard.rows}
-        if own:
+        shown_of_shard = {number - first for number in rows_shown if first <= number < first + shard.rows}
+        if shown_of_shard:
             seen.shards += 1
             begins = None if is_packed or first else True  # whether a document begins in the first column
             for i, (name, ids) in enumerate(_texts(shard, length, names)):
                 number = i // len(names)
                 seen.add(ids, length, tokenizer)
-                if number in own:
-                    of_row = f"row {first + number}{name and f', {name}'}"
+                if number in shown_of_shard:
+                    of_row = f"row {first + number}"
+                    if name:
+                        of_row += f", {name}"
                     yield _described(of_row, ids, length, tokenizer, True if name else begins)
                     yield f"  {tokenizer.decode(ids.tolist())!r}"
                 begins = None if is_packed else bool(len(ids)) and int(ids[-1]) == tokenizer.end_of_text
@@ -67,8 +69,8 @@ def _texts(shard: Shard, length: int, names: Sequence[str]) -> Iterator[tuple[st
     with open_shard(shard.path) as stream:
         for sample in read_samples(shard.path, stream):
             of_sample = f"shard {shard.path}, sample {sample['__key__']}"
-            found = decode(sample, of_sample, length, MOST_TOKENS, Crop(), np.zeros, pairs, pairs)
-            for row, size in zip(found.tokens, found.lengths, strict=True):
+            rows = decode(sample, of_sample, length, MOST_TOKENS, Crop(), np.zeros, pairs, pairs)
+            for row, size in zip(rows.tokens, rows.lengths, strict=True):
                 for name, text in zip(names, row.reshape(len(names), -1), strict=True):
                     yield name, np.maximum(text, ~text)[text != -1] if pairs else text[:size]
 

@@ -27,23 +27,25 @@ def prepare_if_missing(
 
     Raises UserError, before anything is prepared, for a missing index file that this would not write: a misspelt path.
     """
-    given = {path: os.path.abspath(path) for path in index_files}
+    absolute = {path: os.path.abspath(path) for path in index_files}
     beside = f"{corpus}-{row_tokens}"
-    own, longer = ([os.path.abspath(path) for path in _index_files(name)] for name in (corpus, beside))
-    missing = [path for path in given if not storage.is_remote(path) and not storage.exists(path)]
-    for path in missing:
-        if given[path] not in (*own, *longer):  # a run that has used the longer rows may be resumed elsewhere
+    of_corpus = [os.path.abspath(path) for path in _index_files(corpus)]
+    of_longer = [os.path.abspath(path) for path in _index_files(beside)]
+    missing = [path for path in absolute if not storage.is_remote(path) and not storage.exists(path)]
+    for path in missing:  # a run that has used the longer rows may be resumed elsewhere
+        if absolute[path] not in of_corpus and absolute[path] not in of_longer:
             raise UserError(
                 f"index file {path}: no such file; data.corpus={corpus} prepares only "
                 f"{' and '.join(_index_files(corpus))}"
             )
-    names = {corpus if given[path] in own else beside for path in missing}
+    names = {corpus if absolute[path] in of_corpus else beside for path in missing}
     place = f"{DIRECTORY}/{corpus}"
+    is_prepared = not missing and set(absolute.values()) == set(of_corpus) and storage.exists(f"{place}/{MANIFEST}")
     used = {}
-    is_own = not missing and {*given.values()} == {*own} and storage.exists(f"{place}/{MANIFEST}")
-    if is_own and load(place).get("row_tokens", row_tokens) < row_tokens:
-        used = {path: _index_files(beside)[own.index(given[path])] for path in given}
-        names = set() if all(map(storage.exists, used.values())) else {beside}
+    if is_prepared and load(place).get("row_tokens", row_tokens) < row_tokens:
+        used = {path: _index_files(beside)[of_corpus.index(absolute[path])] for path in absolute}
+        if not all(map(storage.exists, used.values())):
+            names = {beside}
     if names:  # the import takes time, which a first step does not wait for
         from zero.corpus.preparing.options import CorpusOptions
         from zero.corpus.preparing.prepare import prepare

@@ -29,15 +29,15 @@ def verify(place: str, tokenizer: Tokenizer | None = None) -> list[str]:
     loaded = manifest.load(place)
     if "unfinished" in loaded:
         raise UserError(f"{place} is not finished; repeat the call of zero-prepare that began it")
-    found = []
+    differences = []
     if index:
         split = index.removesuffix(".index").rpartition("_")[2]
         is_known = split in splits_of(loaded)
         if not is_known or directory.read(index) != manifest.index_text(index, place, split, loaded[split]):
-            found.append(f"{index} does not list the shards of {place} as its manifest does")
-    found += _shard_differences(place, loaded)
-    found += _tokenizer_differences(place, loaded["tokenizer"], tokenizer)
-    return found
+            differences.append(f"{index} does not list the shards of {place} as its manifest does")
+    differences += _shard_differences(place, loaded)
+    differences += _tokenizer_differences(place, loaded["tokenizer"], tokenizer)
+    return differences
 
 
 def _directory_of(index: str) -> str:
@@ -51,7 +51,7 @@ def _directory_of(index: str) -> str:
 
 def _shard_differences(place: str, loaded: dict[str, Any]) -> Iterator[str]:
     existing = directory.file_names(place)
-    listed = {shard["name"]: shard for split in splits_of(loaded) for shard in loaded[split]["shards"]}
+    listed = {shard["name"]: shard for shard in manifest.shards_of(loaded)}
     for name in sorted(manifest.shard_names(existing) - set(listed)):
         yield f"{storage.join(place, name)} is not in the manifest"
     for name, shard in tqdm(listed.items(), desc="verifying", unit="shard", disable=None, leave=False):

@@ -25,16 +25,16 @@ def map_in_order(
 ) -> Iterator[tuple[Unit, _Result]]:
     """Each unit and its result, such as its tokens, in the order of the units; `work` can be pickled."""
     if workers == 1:
-        for unit, wanted in tasks:
-            yield unit, work(unit, wanted)
+        for unit, splits in tasks:
+            yield unit, work(unit, splits)
         return
     # Not forked: the caller may have threads, jax's among them.
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker, (work,))
     ahead: deque[tuple[Unit, Future[_Result]]] = deque()
     try:
-        for unit, wanted in tasks:
+        for unit, splits in tasks:
             with _delayed_interrupts():
-                ahead.append((unit, pool.submit(_work, unit, wanted)))
+                ahead.append((unit, pool.submit(_work, unit, splits)))
             if len(ahead) > 4 * workers:
                 done, future = ahead.popleft()
                 yield done, future.result()

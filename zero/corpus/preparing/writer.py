@@ -57,9 +57,9 @@ def write_shards(
 
         def tasks() -> Iterator[tuple[Unit, tuple[bool, ...]]]:
             for number, unit in enumerate(source.units()):
-                wanted = tuple(number >= writer.start.unit for writer in writers)
-                if any(wanted):
-                    yield unit, wanted
+                is_missing = tuple(number >= writer.start.unit for writer in writers)
+                if any(is_missing):
+                    yield unit, is_missing
                 else:
                     bar.update(unit.size)
 
@@ -188,12 +188,12 @@ def _tar(
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as archive:
         for start in range(0, len(rows), rows_per_member):
-            own = slice(start, start + rows_per_member)
-            arrays = {"input_id": rows[own]}
-            if (lengths[own] < rows.shape[-1]).any():
-                arrays["length"] = lengths[own]
+            of_member = slice(start, start + rows_per_member)
+            arrays = {"input_id": rows[of_member]}
+            if (lengths[of_member] < rows.shape[-1]).any():
+                arrays["length"] = lengths[of_member]
             if completions is not None:
-                arrays["completion"] = completions[own]
+                arrays["completion"] = completions[of_member]
             for name, array in arrays.items():
                 data = io.BytesIO()
                 np.save(data, array, allow_pickle=False)

@@ -58,10 +58,11 @@ class ShardCache:
         """The contents of a cached file; None if it is missing or damaged."""
         try:
             data = path.read_bytes()
-            if checksum is None:
-                data, own = data[:-_DIGEST], data[-_DIGEST:]
-                checksum = Checksum("sha256", own.hex())
-            if (found := checksum.of(data)) == checksum:
+            if checksum is None:  # it was appended to the file
+                checksum = Checksum("sha256", data[-_DIGEST:].hex())
+                data = data[:-_DIGEST]
+            actual = checksum.of(data)
+            if actual == checksum:
                 os.utime(path)
                 return data
         except FileNotFoundError:  # also one that another process has deleted in the meantime
@@ -70,7 +71,7 @@ class ShardCache:
             _log.warning("%s: %s; reading it from the bucket", path, error.strerror)
             return None
         message = "%s: %s is %s, expected %s; reading it from the bucket"
-        _log.warning(message, path, checksum.algorithm, found.value, checksum.value)
+        _log.warning(message, path, checksum.algorithm, actual.value, checksum.value)
         return None
 
     def _keep(self, path: Path, data: bytes) -> None:
@@ -94,11 +95,11 @@ class ShardCache:
 
     def _make_room(self, path: Path, size: int) -> bool:
         """Deletes the least recently used files of the cache; whether there is room for `size` bytes at `path`."""
-        named = re.compile(rf"[0-9a-f]{{64}}{_SUFFIX}")
-        own = [file for file in self.directory.iterdir() if named.fullmatch(file.name) and file != path]
-        files = sorted(((file.stat(), file) for file in own), key=lambda one: one[0].st_mtime_ns)
-        room = self.limit - size - sum(status.st_size for status, _ in files)
-        for status, file in files:
+        name = re.compile(rf"[0-9a-f]{{64}}{_SUFFIX}")
+        others = [file for file in self.directory.iterdir() if name.fullmatch(file.name) and file != path]
+        stats = {file: file.stat() for file in others}
+        room = self.limit - size - sum(status.st_size for status in stats.values())
+        for file, status in sorted(stats.items(), key=lambda item: item[1].st_mtime_ns):
             if room >= 0:
                 break
             file.unlink()

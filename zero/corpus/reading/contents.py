@@ -86,8 +86,8 @@ def check_contents(
       UserError: they differ; the message names the index file.
     """
     if len(before) != len(now):
-        old_paths = ", ".join(one.path for one in before)
-        new_paths = ", ".join(one.path for one in now)
+        old_paths = ", ".join(index.path for index in before)
+        new_paths = ", ".join(index.path for index in now)
         raise UserError(f"{message}: to those of {old_paths}, not of {new_paths}; {REMEDY}")
     not_compared = []
     for old, new in zip(before, now, strict=True):
@@ -116,15 +116,19 @@ def shard_facts(paths: Iterable[str]) -> dict[str, Facts]:
     for path in paths:
         by_directory.setdefault(storage.parent(path), []).append(path)
     facts: dict[str, Facts] = {}
-    for directory, own in by_directory.items():
+    for directory, shards in by_directory.items():
         sums = recorded_checksums(directory)
-        listed = {path for path in own if os.path.basename(path) in sums}
-        facts |= {path: Facts(_MANIFEST, sums[os.path.basename(path)]) for path in listed}
-        others = [path for path in own if path not in listed]
+        unlisted = []
+        for path in shards:
+            name = os.path.basename(path)
+            if name in sums:
+                facts[path] = Facts(_MANIFEST, sums[name])
+            else:
+                unlisted.append(path)
         if storage.is_remote(directory):
-            facts |= _facts_of_objects(directory, others)
+            facts |= _facts_of_objects(directory, unlisted)
         else:
-            facts |= _facts_of_files(others)
+            facts |= _facts_of_files(unlisted)
     return facts
 
 

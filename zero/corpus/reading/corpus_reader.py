@@ -69,12 +69,12 @@ class CorpusReader:
         lengths = np.empty(count, np.int32)
         reference = np.empty((count, 0 if self.reference is None else 2), np.float32)
         for part in buffer.ranges:
-            own, slots = np.split(slots, [part.stop - part.start])
-            for problem in self._fill(part, buffer.key, own, tokens, lengths):
+            slots_of_part, slots = np.split(slots, [part.stop - part.start])
+            for problem in self._fill(part, buffer.key, slots_of_part, tokens, lengths):
                 _log.warning("skipped: %s", problem)
             if self.reference is not None:
                 before = sum(self.order.rows[: part.shard])
-                reference[own] = self.reference[before + part.start : before + part.stop]
+                reference[slots_of_part] = self.reference[before + part.start : before + part.stop]
         return Rows(tokens, lengths, reference).after(buffer.skip)
 
     def _fill(
@@ -131,10 +131,10 @@ class CorpusReader:
                 problems.append(str(error))
                 continue
             self._warn_of_discarded(shard, decoded)
-            inside = slice(max(0, part.start - seen), max(0, part.stop - seen))
+            of_part = slice(max(0, part.start - seen), max(0, part.stop - seen))
             seen += len(decoded.tokens)
-            if len(decoded.tokens[inside]):
-                yield decoded.tokens[inside], decoded.lengths[inside]
+            if len(decoded.tokens[of_part]):
+                yield decoded.tokens[of_part], decoded.lengths[of_part]
             if part.stop <= seen and part.stop < total:
                 return  # the rest belongs to another stream
         if seen > total or (seen < total and not problems):

@@ -102,19 +102,19 @@ class Mixture:
         count ever decreases, and none drifts from its weight. Streams round at different rows, so that batches are
         mixed alike.
         """
-        left = row + np.arange(1 + count)
-        weight = Fraction(1)
+        rows_left = row + np.arange(1 + count)
+        weight_left = Fraction(1)
         counts = []
-        for own in self.weights[:-1]:
-            share = own / weight if own else own  # no weight is left after the last corpus that has one
+        for weight in self.weights[:-1]:
+            share = weight / weight_left if weight else weight  # no weight is left after the last corpus that has one
             step = share.numerator * self.streams
             whole = share.denominator * self.streams
-            first = int(left[0])  # exact, however large: Python's integers
-            taken, rest = divmod(first * step + stream * share.denominator, whole)
-            counts.append(taken + (rest + (left - first) * step) // whole)
-            left = left - counts[-1]
-            weight = weight - own
-        return np.stack([*counts, left])
+            first = int(rows_left[0])  # exact, however large: Python's integers
+            quotient, remainder = divmod(first * step + stream * share.denominator, whole)
+            counts.append(quotient + (remainder + (rows_left - first) * step) // whole)
+            rows_left = rows_left - counts[-1]
+            weight_left = weight_left - weight
+        return np.stack([*counts, rows_left])
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,8 @@ class StagedMixture:
         total: np.ndarray | None = None
         ends = [first for first, _ in self.stages[1:]] + [row + count]
         for (first, mixture), end in zip(self.stages, ends, strict=True):
-            start, stop = (min(max(one, first), max(end, first)) - first for one in (row, row + count))
+            start = min(max(row, first), max(end, first)) - first
+            stop = min(max(row + count, first), max(end, first)) - first
             before = min(max(first - row, 0), count)
             after = count - before - (stop - start)
             part = np.pad(mixture.counts(stream, start, stop - start), ((0, 0), (before, after)), mode="edge")
@@ -151,16 +152,29 @@ def weight_stages(weights: Iterable[Weight]) -> list[tuple[int, list[float]]]:
     >>> weight_stages([0.7, [[0, 0.3], [500, 1]]])
     [(0, [0.7, 0.3]), (500, [0.7, 1])]
     """
-    curves: list[list[tuple[int, float]]] = [
-        [(0, weight)] if isinstance(weight, int | float) else [(int(step), one) for step, one in weight]
-        for weight in weights
-    ]
+    curves = [_curve(weight) for weight in weights]
     for curve in curves:
-        lowest = min(weight for _, weight in curve)
-        if lowest < 0 or not any(weight for _, weight in curve):
+        lowest = min(curve.values())
+        if lowest < 0 or not any(curve.values()):
             raise UserError(f"the weights of a mixture must be positive, not {lowest}")
-    steps = sorted({step for curve in curves for step, _ in curve})
-    return [(step, [[weight for first, weight in curve if first <= step][-1] for curve in curves]) for step in steps]
+    steps = sorted(set().union(*curves))
+    return [(step, [_weight_at(curve, step) for curve in curves]) for step in steps]
+
+
+def _curve(weight: Weight) -> dict[int, float]:
+    """The weights of a corpus by the steps at which they begin."""
+    if isinstance(weight, int | float):
+        return {0: weight}
+    return {int(step): value for step, value in weight}
+
+
+def _weight_at(curve: dict[int, float], step: int) -> float:
+    """The weight that holds at a step.
+
+    >>> _weight_at({0: 0.3, 500: 1}, 499)
+    0.3
+    """
+    return curve[max(first for first in curve if first <= step)]
 
 
 def exact_weights(weights: Sequence[float]) -> tuple[Fraction, ...]:

@@ -203,10 +203,10 @@ def decode(
     is_learned = _completions(sample, name, rows.shape) if only_completions else None
     lengths = np.full(len(rows), rows.shape[1])
     if "length.npy" in sample:
-        given = _array(sample, "length.npy", name).reshape(-1)
-        if given.shape != lengths.shape or (given.size and given.min() < 0):
+        recorded = _array(sample, "length.npy", name).reshape(-1)
+        if recorded.shape != lengths.shape or (recorded.size and recorded.min() < 0):
             raise BadData(f"{name}: length.npy must hold one length for each of {len(rows)} rows")
-        lengths = np.minimum(given, rows.shape[1]).astype(np.int64)
+        lengths = np.minimum(recorded, rows.shape[1]).astype(np.int64)
     total = int(lengths.sum())
     with reading(f"{name}: data.crop={crop.name} expects rows of one length; these give", kind=BadData):
         starts = crop.starts(lengths, rows.shape[1], context, draw)
@@ -241,10 +241,10 @@ def _completions(sample: dict[str, Any], name: str, shape: tuple[int, ...]) -> n
             f"{name} has no member completion.npy, which marks the completions: training.loss_on=completion needs "
             "a corpus of zero-prepare --completions"
         )
-    given = _array(sample, "completion.npy", name)
-    if given.shape[-1:] != shape[-1:] or given.size != math.prod(shape):
-        raise BadData(f"{name}: completion.npy must have the shape {shape} of input_id.npy, not {given.shape}")
-    return given.reshape(shape) != 0
+    marks = _array(sample, "completion.npy", name)
+    if marks.shape[-1:] != shape[-1:] or marks.size != math.prod(shape):
+        raise BadData(f"{name}: completion.npy must have the shape {shape} of input_id.npy, not {marks.shape}")
+    return marks.reshape(shape) != 0
 
 
 # ---- tar -------------------------------------------------------------------------------------------------------------
@@ -262,16 +262,16 @@ def _tar_files(stream: BinaryIO, most: int | None = None) -> Iterator[tuple[str,
             raise ValueError("a header does not match its checksum")
         size = _octal(header[124:136])
         kind = header[156:157]
-        wanted = size if most is None or kind not in b"0\0" else min(size, most)
-        data = _read_exactly(stream, wanted)
-        if wanted < size:
-            stream.seek(size - wanted, os.SEEK_CUR)
+        count = size if most is None or kind not in b"0\0" else min(size, most)
+        data = _read_exactly(stream, count)
+        if count < size:
+            stream.seek(size - count, os.SEEK_CUR)
         _read_exactly(stream, -size % 512)
         if kind == b"L":  # GNU tar
             long_name = data.rstrip(b"\0")
         elif kind == b"x":  # POSIX: lines of "<length> <key>=<value>"
-            found = re.search(rb"^\d+ path=(.*)$", data, re.MULTILINE)
-            long_name = found[1] if found else b""
+            path = re.search(rb"^\d+ path=(.*)$", data, re.MULTILINE)
+            long_name = b"" if path is None else path[1]
         elif kind in b"0\0":
             name = (long_name or _short_name(header)).decode("utf-8", "backslashreplace")
             long_name = b""

@@ -57,13 +57,13 @@ class Blocks(NamedTuple):
         """Pairs of a query block and a block of this device's keys that it attends to, row by row, `(pairs, 2)`."""
         pieces = self.form.cut.pieces
         rows, columns = (pieces * -(-count // pieces // self.block) for count in (self.queries, self.keys))
-        if self.queries != self.keys:
-            # The position may be traced, so all pairs are taken and only the mask decides.
-            return np.asarray([(i, j) for i in range(rows) for j in range(columns)], np.int32)
-        # A block's first query sees no key before this one. Between pieces there may be any distance.
-        window = self.form.window if pieces == 1 else 0
-        firsts = [max(0, i * self.block - window + 1) if window else 0 for i in range(rows)]
-        return np.asarray([(i, j) for i in range(rows) for j in range(firsts[i] // self.block, i + 1)], np.int32)
+        is_needed = np.ones((rows, columns), bool)
+        if self.queries == self.keys:  # else the position may be traced, and only the mask decides
+            is_needed = np.tril(is_needed)
+            if self.form.window and pieces == 1:  # between pieces there may be any distance
+                first_key = np.arange(rows) * self.block - self.form.window + 1  # that a block's first query sees
+                is_needed &= np.arange(columns) >= first_key[:, None] // self.block
+        return np.argwhere(is_needed).astype(np.int32)
 
     def later_pairs(self) -> tuple[np.ndarray, ...]:
         """The pairs of later turns: for keys of a device whose first piece is earlier, and for those of any other.
@@ -74,9 +74,9 @@ class Blocks(NamedTuple):
         if self.form.cut.ring == 1:
             return ()
         half = -(-self.queries // 2 // self.block)
-        early = [(i, j) for i in range(2 * half) for j in range(half)]
-        late = [(i, j) for i in range(half, 2 * half) for j in range(2 * half)]
-        return np.asarray(early, np.int32), np.asarray(late, np.int32)
+        early = np.argwhere(np.ones((2 * half, half), bool))
+        late = np.argwhere(np.ones((half, 2 * half), bool)) + [half, 0]
+        return early.astype(np.int32), late.astype(np.int32)
 
     def where_near(self, t_Q: jax.Array, s_R: jax.Array, add: Callable[[Carry], Carry], carry: Carry) -> Carry:
         """`add(carry)`, or the carry if a block of keys lies outside the windows of a block of queries.
@@ -163,9 +163,9 @@ def around_the_ring(
       staying: arrays of the queries, which stay on the device.
       travelling: arrays of the keys, which move around the ring.
     """
-    own, *later = pairs
+    first, *later = pairs
     first_query = blocks.numbers(blocks.queries)[0, 0]
-    carry = add_pairs(staying, travelling, own, blocks.numbers(blocks.keys))
+    carry = add_pairs(staying, travelling, first, blocks.numbers(blocks.keys))
     if not later:
         return carry
 

@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from zero.models.attention.block_pairs import Blocks, Carry, around_the_ring, block_scores, dropped_block
 from zero.models.attention.dense import by_key_head
-from zero.models.attention.scores import PLAIN, Form, relative_bias
+from zero.models.attention.scores import NO_TERMS, PLAIN, Form, Terms, relative_bias
 from zero.models.stack import ATTENTION
 
 # Positions of a block. Smaller blocks skip more above the diagonal, larger ones multiply faster; measured in
@@ -58,10 +58,7 @@ def blockwise_attention(
     position: jax.Array | int = 0,
     *,
     form: Form = PLAIN,
-    bias_CH: jax.Array | None = None,
-    sinks_H: jax.Array | None = None,
-    keys_B: jax.Array | None = None,
-    starts_BT: jax.Array | None = None,
+    terms: Terms = NO_TERMS,
     block: int = BLOCK,
 ) -> jax.Array:
     """`dense_attention` in memory linear in T and S: it holds the scores of one pair of blocks at a time.
@@ -92,15 +89,25 @@ def blockwise_attention(
     queries = q_BTHK.shape[1]
     keys = k_BSGK.shape[1]
     key_data_B2 = None
-    if keys_B is not None and form.dropout_rate > 0:
-        if str(jax.random.key_impl(keys_B)) != "threefry2x32" or not jax.threefry_partitionable.value:
+    if terms.keys_B is not None and form.dropout_rate > 0:
+        if str(jax.random.key_impl(terms.keys_B)) != "threefry2x32" or not jax.threefry_partitionable.value:
             raise ValueError("dropout in blockwise attention needs threefry2x32 keys and jax_threefry_partitionable")
-        key_data_B2 = jax.random.key_data(keys_B)
+        key_data_B2 = jax.random.key_data(terms.keys_B)
     blocks = Blocks(form, queries, keys, min(block, max(queries, keys) // form.cut.pieces))
-    in_blocks = (blocks.of(x) for x in (q_BTHK, k_BSGK, v_BSGK))
-    starts_NBQ = None if starts_BT is None else blocks.of(starts_BT[:, :, None, None])[:, :, 0, :, 0]
-    out_NBHQK = _attend(blocks, *in_blocks, bias_CH, sinks_H, jnp.asarray(position), key_data_B2, starts_NBQ)
-    return blocks.joined(out_NBHQK, queries)
+    starts_NBQ = None
+    if terms.starts_BT is not None:
+        starts_NBQ = blocks.of(terms.starts_BT[:, :, None, None])[:, :, 0, :, 0]
+    inputs = _Inputs(
+        blocks.of(q_BTHK),
+        blocks.of(k_BSGK),
+        blocks.of(v_BSGK),
+        terms.bias_CH,
+        terms.sinks_H,
+        jnp.asarray(position),
+        key_data_B2,
+        starts_NBQ,
+    )
+    return blocks.joined(_attend(blocks, inputs), queries)
 
 
 class _Pair(NamedTuple):
@@ -115,7 +122,7 @@ class _Pair(NamedTuple):
     t_Q: jax.Array
     s_R: jax.Array
     key_data_B2: jax.Array | None
-    starts_BQ: jax.Array | None = None
+    starts_BQ: jax.Array | None
 
     def _scores(self) -> tuple[jax.Array, jax.Array | None]:
         t_Q = self.position + self.t_Q
@@ -179,36 +186,64 @@ class _Pair(NamedTuple):
         return q_grads_BHQK, k_grads_BGKR + added_k_BGKR, v_grads_BGKR + added_v_BGKR, bias_grads_CH
 
 
+class _Inputs(NamedTuple):
+    """The arguments of attention in blocks."""
+
+    q_NBHQK: jax.Array
+    k_NBGRK: jax.Array
+    v_NBGRK: jax.Array
+    bias_CH: jax.Array | None
+    sinks_H: jax.Array | None
+    position: jax.Array
+    key_data_B2: jax.Array | None
+    starts_NBQ: jax.Array | None
+
+    def pair(self, blocks: Blocks, i: jax.Array, j: jax.Array, t_NQ: jax.Array, s_NR: jax.Array) -> _Pair:
+        """Block i of the queries, at positions `t_NQ[i]`, and block j of the keys, at `s_NR[j]`."""
+        return _Pair(
+            blocks,
+            self.q_NBHQK[i],
+            self.k_NBGRK[j],
+            self.v_NBGRK[j],
+            self.bias_CH,
+            self.position,
+            t_NQ[i],
+            s_NR[j],
+            self.key_data_B2,
+            None if self.starts_NBQ is None else self.starts_NBQ[i],
+        )
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(blocks: Blocks, *arrays: Any) -> jax.Array:
-    """The output `(N, B, H, Q, K)`; arguments as of `_forward`."""
-    return _forward(blocks, *arrays)[0]
+def _attend(blocks: Blocks, inputs: _Inputs) -> jax.Array:
+    """The output `(N, B, H, Q, K)`."""
+    return _forward(blocks, inputs)[0]
 
 
-def _forward(
-    blocks: Blocks,
-    q_NBHQK: jax.Array,
-    k_NBGRK: jax.Array,
-    v_NBGRK: jax.Array,
-    bias_CH: jax.Array | None,
-    sinks_H: jax.Array | None,
-    position: jax.Array,
-    key_data_B2: jax.Array | None,
-    starts_NBQ: jax.Array | None,
-) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
+class _Saved(NamedTuple):
+    """What the backward pass needs."""
+
+    inputs: _Inputs
+    out_NBHQK: jax.Array
+    lse_NBHQ: jax.Array  # log-sum-exp of each query's scores
+
+
+def _forward(blocks: Blocks, inputs: _Inputs) -> tuple[jax.Array, _Saved]:
     # Bias and masks depend only on the pairs, so in a scan over layers jax would compute them before the loop, for all
     # pairs at once: T x S again. The barrier makes the pairs depend on the queries.
-    q_NBHQK, pairs = lax.optimization_barrier((q_NBHQK, (jnp.asarray(blocks.pairs()), *blocks.later_pairs())))
+    all_pairs = (jnp.asarray(blocks.pairs()), *blocks.later_pairs())
+    q_NBHQK, all_pairs = lax.optimization_barrier((inputs.q_NBHQK, all_pairs))
+    inputs = inputs._replace(q_NBHQK=q_NBHQK)
     t_NQ = blocks.numbers(blocks.queries)
 
     def add_pairs(sums: Carry, kv: Carry, pairs: Any, s_NR: jax.Array) -> tuple[Carry, Carry]:
         k_NBGRK, v_NBGRK = kv
+        present = inputs._replace(k_NBGRK=k_NBGRK, v_NBGRK=v_NBGRK)
 
         def add_pair(carry: Carry, pair_2: jax.Array) -> tuple[Carry, None]:
             i, j = pair_2
-            pair = _Pair(blocks, q_NBHQK[i], k_NBGRK[j], v_NBGRK[j], bias_CH, position, t_NQ[i], s_NR[j], key_data_B2)
-            pair = pair if starts_NBQ is None else pair._replace(starts_BQ=starts_NBQ[i])
-            new = blocks.where_near(t_NQ[i], s_NR[j], pair.add_to_sums, tuple(x[i] for x in carry))
+            pair = present.pair(blocks, i, j, t_NQ, s_NR)
+            new = blocks.where_near(pair.t_Q, pair.s_R, pair.add_to_sums, tuple(x[i] for x in carry))
             return tuple(x.at[i].set(block) for x, block in zip(carry, new, strict=True)), None
 
         return lax.scan(add_pair, sums, pairs)[0], kv
@@ -218,36 +253,38 @@ def _forward(
     # A further logit is the initial maximum, and its weight of 1 the initial sum.
     most, total = (0.0, 1.0) if blocks.form.has_extra_logit else (-jnp.inf, 0.0)
     most_NBHQ = jnp.full_like(zeros_NBHQ, most)
-    if sinks_H is not None:
-        most_NBHQ = most_NBHQ + sinks_H.astype(jnp.float32)[None, None, :, None]
+    if inputs.sinks_H is not None:
+        most_NBHQ = most_NBHQ + inputs.sinks_H.astype(jnp.float32)[None, None, :, None]
     start = (zeros_NBHQK, most_NBHQ, jnp.full_like(zeros_NBHQ, total))
-    (out_NBHQK, most_NBHQ, sum_NBHQ), _ = around_the_ring(blocks, pairs, add_pairs, start, (k_NBGRK, v_NBGRK))
+    kv = (inputs.k_NBGRK, inputs.v_NBGRK)
+    (out_NBHQK, most_NBHQ, sum_NBHQ), _ = around_the_ring(blocks, all_pairs, add_pairs, start, kv)
     out_NBHQK = checkpoint_name((out_NBHQK / sum_NBHQ[..., None]).astype(q_NBHQK.dtype), ATTENTION)
     lse_NBHQ = checkpoint_name(most_NBHQ + jnp.log(sum_NBHQ), ATTENTION)
-    saved = (q_NBHQK, k_NBGRK, v_NBGRK, bias_CH, sinks_H, position, key_data_B2, starts_NBQ, out_NBHQK, lse_NBHQ)
-    return out_NBHQK, saved
+    return out_NBHQK, _Saved(inputs, out_NBHQK, lse_NBHQ)
 
 
-def _backward(
-    blocks: Blocks, saved: tuple[jax.Array, ...], out_grads_NBHQK: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None, None, None, None]:
-    q_NBHQK, k_NBGRK, v_NBGRK, bias_CH, sinks_H, position, key_data_B2, starts_NBQ, out_NBHQK, lse_NBHQ = saved
-    dtype = q_NBHQK.dtype
+def _backward(blocks: Blocks, saved: _Saved, out_grads_NBHQK: jax.Array) -> tuple[_Inputs]:
+    """The gradients of `_Inputs`, None for those that have none."""
+    inputs, out_NBHQK, lse_NBHQ = saved
+    bias_CH = inputs.bias_CH
+    sinks_H = inputs.sinks_H
+    dtype = inputs.q_NBHQK.dtype
     products_NBHQK = out_grads_NBHQK.astype(jnp.float32) * out_NBHQK.astype(jnp.float32)
     mean_NBHQ = products_NBHQK.sum(-1)
     t_NQ = blocks.numbers(blocks.queries)
 
     def add_pairs(staying: Carry, travelling: Carry, pairs: Any, s_NR: jax.Array) -> tuple[Carry, Carry]:
         k_NBGRK, v_NBGRK, *kv_grads_NBGKR = travelling
+        present = inputs._replace(k_NBGRK=k_NBGRK, v_NBGRK=v_NBGRK)
 
         def add_pair(carry: Carry, pair_2: jax.Array) -> tuple[Carry, None]:
             i, j = pair_2
-            pair = _Pair(blocks, q_NBHQK[i], k_NBGRK[j], v_NBGRK[j], bias_CH, position, t_NQ[i], s_NR[j], key_data_B2)
-            pair = pair if starts_NBQ is None else pair._replace(starts_BQ=starts_NBQ[i])
+            pair = present.pair(blocks, i, j, t_NQ, s_NR)
             q_grads_NBHQK, k_grads_NBGKR, v_grads_NBGKR, bias_grads_CH = carry
             add = partial(pair.add_to_gradients, out_grads_NBHQK[i], lse_NBHQ[i], mean_NBHQ[i])
-            own = (q_grads_NBHQK[i], k_grads_NBGKR[j], v_grads_NBGKR[j], bias_grads_CH)
-            q_grads_BHQK, k_grads_BGKR, v_grads_BGKR, bias_grads_CH = blocks.where_near(t_NQ[i], s_NR[j], add, own)
+            grads = (q_grads_NBHQK[i], k_grads_NBGKR[j], v_grads_NBGKR[j], bias_grads_CH)
+            grads = blocks.where_near(pair.t_Q, pair.s_R, add, grads)
+            q_grads_BHQK, k_grads_BGKR, v_grads_BGKR, bias_grads_CH = grads
             return (
                 q_grads_NBHQK.at[i].set(q_grads_BHQK),
                 k_grads_NBGKR.at[j].set(k_grads_BGKR),
@@ -260,10 +297,10 @@ def _backward(
         (q_grads_NBHQK, *kv_grads_NBGKR, bias_grads_CH), _ = lax.scan(add_pair, carry, pairs)
         return (q_grads_NBHQK, bias_grads_CH), (k_NBGRK, v_NBGRK, *kv_grads_NBGKR)
 
-    zeros_NBGKR = jnp.zeros(k_NBGRK.swapaxes(3, 4).shape, jnp.float32)
+    zeros_NBGKR = jnp.zeros(inputs.k_NBGRK.swapaxes(3, 4).shape, jnp.float32)
     bias_zeros_CH = None if bias_CH is None else jnp.zeros(bias_CH.shape, jnp.float32)
-    staying = (jnp.zeros(q_NBHQK.shape, jnp.float32), bias_zeros_CH)
-    travelling = (k_NBGRK, v_NBGRK, zeros_NBGKR, zeros_NBGKR)
+    staying = (jnp.zeros(inputs.q_NBHQK.shape, jnp.float32), bias_zeros_CH)
+    travelling = (inputs.k_NBGRK, inputs.v_NBGRK, zeros_NBGKR, zeros_NBGKR)
     pairs = (jnp.asarray(blocks.pairs()), *blocks.later_pairs())
     (q_grads_NBHQK, bias_grads_CH), travelled = around_the_ring(blocks, pairs, add_pairs, staying, travelling)
     kv_grads_NBGKR = travelled[2:]
@@ -276,7 +313,8 @@ def _backward(
     if sinks_H is not None:  # the value at a sink is 0
         probabilities_NBHQ = jnp.exp(sinks_H.astype(jnp.float32)[None, None, :, None] - lse_NBHQ)
         sinks_grads_H = -(probabilities_NBHQ * mean_NBHQ).sum((0, 1, 3)).astype(sinks_H.dtype)
-    return q_grads_NBHQK.astype(dtype), k_grads_NBGRK, v_grads_NBGRK, bias_grads_CH, sinks_grads_H, None, None, None
+    grads = (q_grads_NBHQK.astype(dtype), k_grads_NBGRK, v_grads_NBGRK, bias_grads_CH, sinks_grads_H, None, None, None)
+    return (_Inputs(*grads),)
 
 
 _attend.defvjp(_forward, _backward)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from zero.models.attention.scores import PLAIN, Form, biased_and_masked, divided_and_capped
+from zero.models.attention.scores import NO_TERMS, PLAIN, Form, Terms, biased_and_masked, divided_and_capped
 from zero.models.elements import dropout
 from zero.models.stack import ATTENTION
 
@@ -24,10 +24,7 @@ def dense_attention(
     position: jax.Array | int = 0,
     *,
     form: Form = PLAIN,
-    bias_CH: jax.Array | None = None,
-    sinks_H: jax.Array | None = None,
-    keys_B: jax.Array | None = None,
-    starts_BT: jax.Array | None = None,
+    terms: Terms = NO_TERMS,
 ) -> jax.Array:
     """Causal attention `(B, T, H, K)` with softmax in float32; it holds float32 `(B, H, T, S)`.
 
@@ -37,10 +34,7 @@ def dense_attention(
       v_BSGK: values.
       position: position of the first query.
       form: the form of the scores.
-      bias_CH: added to the scores by bucket of distance, as in T5.
-      sinks_H: the further logit of each head, if the form has one; None for 0.
-      keys_B: one random key per row, or None for no dropout.
-      starts_BT: the first key that each query sees, int32: the start of its segment; None for key 0.
+      terms: what else acts on them.
     """
     shape_BHTS = (*q_BTHK.swapaxes(1, 2).shape[:3], k_BSGK.shape[1])
     q_BGXK = by_key_head(q_BTHK.swapaxes(1, 2), k_BSGK.shape[2])
@@ -48,17 +42,18 @@ def dense_attention(
     t_T1 = position + jnp.arange(q_BTHK.shape[1])[:, None]
     s_1S = jnp.arange(k_BSGK.shape[1])[None, :]
     scores_BHTS, _ = divided_and_capped(scores_BGXS.reshape(shape_BHTS), form, q_BTHK.shape[-1])
-    scores_BHTS = biased_and_masked(scores_BHTS, t_T1, s_1S, form, bias_CH, starts_BT)
+    scores_BHTS = biased_and_masked(scores_BHTS, t_T1, s_1S, form, terms.bias_CH, terms.starts_BT)
     if form.has_extra_logit:
-        sinks_1H11 = jnp.zeros(1) if sinks_H is None else sinks_H.astype(jnp.float32)
-        sinks_1H11 = sinks_1H11[None, :, None, None]
+        sinks_H = jnp.zeros(1) if terms.sinks_H is None else terms.sinks_H.astype(jnp.float32)
+        sinks_1H11 = sinks_H[None, :, None, None]
         most_BHT1 = lax.stop_gradient(jnp.maximum(scores_BHTS.max(-1, keepdims=True), sinks_1H11))
         weights_BHTS = jnp.exp(scores_BHTS - most_BHT1)
         probabilities_BHTS = weights_BHTS / (weights_BHTS.sum(-1, keepdims=True) + jnp.exp(sinks_1H11 - most_BHT1))
     else:
         probabilities_BHTS = jax.nn.softmax(scores_BHTS)
-    probabilities_BHTS = dropout(probabilities_BHTS, form.dropout_rate, keys_B, form.cut.of_heads).astype(q_BTHK.dtype)
-    attended_BGXK = jnp.einsum("BGXS,BSGK->BGXK", probabilities_BHTS.reshape(scores_BGXS.shape), v_BSGK)
+    dropped_BHTS = dropout(probabilities_BHTS, form.dropout_rate, terms.keys_B, form.cut.of_heads)
+    dropped_BGXS = dropped_BHTS.astype(q_BTHK.dtype).reshape(scores_BGXS.shape)
+    attended_BGXK = jnp.einsum("BGXS,BSGK->BGXK", dropped_BGXS, v_BSGK)
     attended_BGXK = checkpoint_name(attended_BGXK, ATTENTION)
     return attended_BGXK.reshape(q_BTHK.swapaxes(1, 2).shape).swapaxes(1, 2)
 

@@ -26,6 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from zero.models.attention.kernel import TpuKernel
 from zero.models.stack import ATTENTION
 
 LOG2E = math.log2(math.e)
@@ -69,9 +70,11 @@ class Problem(NamedTuple):
 
     def pairs(self, by_keys: bool) -> tuple[np.ndarray, np.ndarray]:
         """Chunks of queries and of keys, one pair after the other: all keys of a chunk of queries, or the reverse."""
-        found = [(i, j) for i in range(self.chunks) for j in range(i + 1)]
-        queries, keys = zip(*sorted(found, key=lambda pair: pair[::-1] if by_keys else pair), strict=True)
-        return np.asarray(queries, np.int32), np.asarray(keys, np.int32)
+        queries, keys = np.tril_indices(self.chunks)
+        if by_keys:
+            order = np.lexsort((queries, keys))
+            queries, keys = queries[order], keys[order]
+        return queries.astype(np.int32), keys.astype(np.int32)
 
 
 def cut_positions(positions: int, block: int, most: int) -> tuple[int, int, int]:
@@ -94,9 +97,7 @@ def fused_attention(
     starts_BT: jax.Array | None,
     *,
     scale: float,
-    block: int,
-    in_float32: bool = False,
-    vmem: int | None = None,
+    generation: TpuKernel,
     interpret: bool = False,
 ) -> jax.Array:
     """Causal attention `(B, T, H, K)`; T is a multiple of 128.
@@ -106,12 +107,12 @@ def fused_attention(
       slopes_H: ALiBi's slopes, which are constants: their gradient is zero; None for no bias.
       starts_BT: the first position that each query sees, int32; None for 0.
       scale: factor of the products of queries and keys.
-      block: most positions of a block of scores, 256 or 512.
-      in_float32: whether products take operands in float32, for a TPU that multiplies no others.
-      vmem: bytes of VMEM that a kernel may use; None for the compiler's limit.
+      generation: what the TPU multiplies and holds.
       interpret: whether to emulate the kernels on CPU.
     """
-    (rows, positions, heads, width), shared = q_BTHK.shape, q_BTHK.shape[2] // k_BTGK.shape[2]
+    rows, positions, heads, width = q_BTHK.shape
+    shared = heads // k_BTGK.shape[2]
+    in_float32 = generation.in_float32
     # For VMEM: shorter chunks of wide heads, of narrow ones, which are padded to whole lanes, and of float32 on a v3.
     is_halved = width % _LANES > 0 or (in_float32 and q_BTHK.dtype == jnp.float32)
     most = _CHUNK * _LANES // max(_LANES, width) // (2 if is_halved else 1)
@@ -120,11 +121,11 @@ def fused_attention(
         heads // shared,
         shared,
         width,
-        *cut_positions(positions, block, most),
+        *cut_positions(positions, generation.block, most),
         in_float32,
         slopes_H is not None,
         starts_BT is not None,
-        vmem,
+        generation.vmem,
         interpret,
     )
     slopes = jnp.zeros(heads) if slopes_H is None else slopes_H * LOG2E

@@ -146,8 +146,8 @@ def _fuses(kernel: str | None, form: Form, positions: int, shared: int, width: i
     """Whether `fused_attention` computes this form; splash attention is slower, and has the rest."""
     if kernel not in TPU_KERNELS:
         return False
-    fits = 4 * positions * shared * max(width, 128) <= TPU_KERNELS[kernel].gradient
-    return fits and _is_plain(form, positions)
+    gradient_bytes = 4 * positions * shared * max(width, 128)
+    return gradient_bytes <= TPU_KERNELS[kernel].gradient and _is_plain(form, positions)
 
 
 def _is_plain(form: Form, positions: int) -> bool:
@@ -179,9 +179,7 @@ def own_attention(
         slopes_H,
         starts_BT,
         scale=1 / form.divisor_of(q_BTHK.shape[-1]),
-        block=generation.block,
-        in_float32=generation.in_float32,
-        vmem=generation.vmem,
+        generation=generation,
         interpret=interpret,
     )
 
@@ -203,16 +201,16 @@ def splash_attention(
 
     positions, heads = q_BTHK.shape[1:3]
     block = next(size for size in _SPLASH_BLOCKS if positions % size == 0)
-    one: Any = splash_attention_mask.CausalMask((positions, positions))
+    mask: Any = splash_attention_mask.CausalMask((positions, positions))
     if form.window:
-        one = splash_attention_mask.LocalMask((positions, positions), (form.window - 1, 0), 0)
+        mask = splash_attention_mask.LocalMask((positions, positions), (form.window - 1, 0), 0)
     sizes: dict[str, Any] = {
         f"block_{name}": block for name in ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute")
     }
     # A separate kernel for the gradient of queries: fused with that of keys it would be stored once per block of keys.
     sizes |= {"block_q_dq": block, "block_kv_dq": block}
     attend = splash_attention_kernel.make_splash_mha(
-        splash_attention_mask.MultiHeadMask([one] * heads),
+        splash_attention_mask.MultiHeadMask([mask] * heads),
         block_sizes=splash_attention_kernel.BlockSizes(**sizes),
         head_shards=1,
         q_seq_shards=1,

@@ -48,6 +48,25 @@ class Form(NamedTuple):
 PLAIN = Form()
 
 
+class Terms(NamedTuple):
+    """What acts on the scores of a layer besides its queries and keys; None where there is nothing.
+
+    Attributes:
+      bias_CH: added to the scores by bucket of distance, as in T5.
+      sinks_H: the further logit of each head, if the form has one; None for 0.
+      keys_B: one random key per row, for dropout.
+      starts_BT: the first key that each query sees, int32: the start of its segment; None for key 0.
+    """
+
+    bias_CH: jax.Array | None = None
+    sinks_H: jax.Array | None = None
+    keys_B: jax.Array | None = None
+    starts_BT: jax.Array | None = None
+
+
+NO_TERMS = Terms()
+
+
 def alibi_slopes(num_head: int) -> np.ndarray:
     """One slope per head: `2^(-8 h / H)` for powers of two, the paper's interleaving for other counts.
 

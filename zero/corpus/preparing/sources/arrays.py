@@ -152,9 +152,9 @@ def _megatron_units(path: str, index: str) -> Iterator[Unit]:
     itemsize = np.dtype(dtype).itemsize
     first = 0
     for number in range(1, len(bounds)):
-        held = int(bounds[number] - bounds[first]) * itemsize
-        if held >= documents.UNIT_BYTES or number == len(bounds) - 1:
-            yield Unit(held, partial(_megatron_documents, array, first, bounds[first : number + 1]))
+        unit_bytes = int(bounds[number] - bounds[first]) * itemsize
+        if unit_bytes >= documents.UNIT_BYTES or number == len(bounds) - 1:
+            yield Unit(unit_bytes, partial(_megatron_documents, array, first, bounds[first : number + 1]))
             first = number
 
 

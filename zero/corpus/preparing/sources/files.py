@@ -44,6 +44,11 @@ class SourceFile(NamedTuple):
     changed: int | str  # its modification time in ns, or the version of an object
     stated: str | None = None  # what a bucket states of an object's bytes: a checksum, or else its version
 
+    @property
+    def folders(self) -> list[str]:
+        """The names of the folders of the source that it lies in."""
+        return self.relative.split("/")[:-1]
+
 
 def find_files(source: str, has_format: Callable[[str], bool]) -> list[SourceFile]:
     """The files of a file, folder, glob or "stdlib", in an order that does not depend on the file system.
@@ -59,13 +64,15 @@ def find_files(source: str, has_format: Callable[[str], bool]) -> list[SourceFil
     suffixes = {".py"} if is_stdlib else set(_SUFFIXES.split())
     find = _find_remote if storage.is_remote(root) else _find_local
     files, is_folder = find(root)
+
+    def is_skipped(folder: str) -> bool:
+        return folder in skip or folder.startswith(".")
+
+    def is_readable(path: str) -> bool:
+        return os.path.splitext(path)[1].lower() in suffixes or (not is_stdlib and has_format(path))
+
     if is_folder:
-        files = [
-            file
-            for file in files
-            if not any(part in skip or part.startswith(".") for part in file.relative.split("/")[:-1])
-            and (os.path.splitext(file.path)[1].lower() in suffixes or (not is_stdlib and has_format(file.path)))
-        ]
+        files = [file for file in files if is_readable(file.path) and not any(map(is_skipped, file.folders))]
         if not files:
             raise UserError(f"{source} holds no text files; expected some of {' '.join(sorted(suffixes))}")
     if not files:
@@ -80,8 +87,7 @@ def _find_local(root: str) -> tuple[list[SourceFile], bool]:
     base = root
     is_folder = os.path.isdir(root)
     if is_folder:
-        # Folders without text are not entered: a virtual environment has many files.
-        paths = [os.path.join(parent, name) for parent, names in _walk(root) for name in names]
+        paths = _walk(root)
     elif os.path.exists(root):
         paths = [root]
     else:
@@ -90,10 +96,13 @@ def _find_local(root: str) -> tuple[list[SourceFile], bool]:
     return [_file(path, os.path.relpath(path, base)) for path in paths if os.path.isfile(path)], is_folder
 
 
-def _walk(root: str) -> Iterator[tuple[str, list[str]]]:
+def _walk(root: str) -> list[str]:
+    """All files below a folder, but for folders without text: a virtual environment has many files."""
+    paths = []
     for parent, folders, names in os.walk(root, onerror=_raise):
         folders[:] = [folder for folder in folders if folder not in _NOT_TEXT and not folder.startswith(".")]
-        yield parent, names
+        paths += [os.path.join(parent, name) for name in names]
+    return paths
 
 
 def _file(path: str, relative: str) -> SourceFile:
@@ -108,19 +117,19 @@ def _find_remote(root: str) -> tuple[list[SourceFile], bool]:
         from fsspec.utils import glob_translate
 
         base = _base(root)
-        found = storage.list_stats(base)
+        stats = storage.list_stats(base)
         # As in a shell, * does not match across folders, and ** does where it is all between two slashes.
         parts = [part if part == "**" else re.sub(r"\*+", "*", part) for part in root.split("/")]
         pattern = re.compile(glob_translate("/".join(parts)))
-        paths = [path for path in found if pattern.fullmatch(path)]
-        return [_object_file(path, path[len(base) :].lstrip("/"), found[path]) for path in paths], False
+        paths = [path for path in stats if pattern.fullmatch(path)]
+        return [_object_file(path, path[len(base) :].lstrip("/"), stats[path]) for path in paths], False
     try:
         stat = storage.stat(root)
         return [_object_file(root, ".", stat)], False
     except FileNotFoundError:
         base = root.rstrip("/")
-        found = storage.list_stats(base)
-        return [_object_file(path, path[len(base) + 1 :], found[path]) for path in found], bool(found)
+        stats = storage.list_stats(base)
+        return [_object_file(path, path[len(base) + 1 :], stats[path]) for path in stats], len(stats) > 0
 
 
 def _object_file(url: str, relative: str, stat: ObjectStat) -> SourceFile:
@@ -133,7 +142,7 @@ def digest_of_contents(files: Sequence[SourceFile]) -> str:
     """A digest of names and contents. Files of this machine are read, objects of a bucket are not."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing leaves Python's lock to others
         contents = list(pool.map(_contents, files))
-    lines = [[file.relative, one] for file, one in zip(files, contents, strict=True)]
+    lines = [[file.relative, digest] for file, digest in zip(files, contents, strict=True)]
     return hashlib.sha256(json.dumps(lines).encode()).hexdigest()[:16]
 
 

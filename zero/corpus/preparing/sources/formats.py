@@ -72,4 +72,4 @@ def format_of(path: str) -> Format | None:
     >>> format_of("gs://bucket/c4.jsonl.gz") is FORMATS[0], format_of("a.txt")
     (True, None)
     """
-    return next((one for one in FORMATS if one.names.fullmatch(path)), None)
+    return next((form for form in FORMATS if form.names.fullmatch(path)), None)

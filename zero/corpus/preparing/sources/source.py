@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
@@ -47,7 +48,7 @@ class Source:
         normalise: str | None = None,
     ):
         self._validation_fraction = validation_fraction
-        self._form = normalise and FORMS[normalise]
+        self._form = None if normalise is None else FORMS[normalise]
         is_official = splits == OFFICIAL
         self._options = Options(key, reader or TextReader(key), None if is_official else validation_fraction)
         self._sizes = part_sizes(splits) if splits and not is_official else None
@@ -59,28 +60,26 @@ class Source:
         self._files = [] if is_hub else find_files(name, lambda path: format_of(path) is not None)
         formats = [format_of(file.path) for file in self._files]
         if reader is not None:
-            for file, one in zip(self._files, formats, strict=True):
-                if one is None or not one.has_objects:
+            for file, file_format in zip(self._files, formats, strict=True):
+                if file_format is None or not file_format.has_objects:
                     raise UserError(
                         f"{file.path}: expected JSON lines, as --completions and --preferences read their objects"
                     )
-        holds_ids = [one is not None and one.has_ids(file.path) for file, one in zip(self._files, formats, strict=True)]
+        holds_ids = [_holds_ids(file) for file in self._files]
         if any(holds_ids) and not all(holds_ids):
             raise UserError(f"{name} holds both files of tokens and text; expected one or the other")
         self.has_ids = any(holds_ids)
         self.is_one_text = formats == [None]
-        self.has_documents = not self.is_one_text and all(
-            one is None or one.has_documents(file.path) for file, one in zip(self._files, formats, strict=True)
-        )
+        self.has_documents = not self.is_one_text and all(map(_holds_documents, self._files))
         if self._sizes and not self.is_one_text:
             raise UserError(f"{name}: --splits with numbers of bytes expects one file of text")
         if normalise and (self.has_ids or reader is not None):
-            held = "tokens" if self.has_ids else "completions, which are marked in the text as it is"
-            raise UserError(f"{name}: --normalise expects text; the source holds {held}")
-        self._of_files = (
-            official_splits(name, (file.relative for file in self._files)) if is_official and not is_hub else []
-        )
-        official = opened.splits if opened else self._of_files
+            contents = "tokens" if self.has_ids else "completions, which are marked in the text as it is"
+            raise UserError(f"{name}: --normalise expects text; the source holds {contents}")
+        self._split_of_file: list[int] = []
+        if is_official and not is_hub:
+            self._split_of_file = official_splits(name, (file.relative for file in self._files))
+        official = opened.splits if opened else self._split_of_file
         self.splits = len(self._sizes) if self._sizes else 1 + max([VALIDATION, *official])
         self.size = None if self._hub else sum(file.size for file in self._files)  # bytes; None is unknown
         # A hash of names and sizes, known at once; the state of an unfinished corpus also depends on the times.
@@ -96,13 +95,15 @@ class Source:
 
     def _companions(self) -> list[SourceFile]:
         """The index of each Megatron array: it decides where documents begin."""
-        found = []
-        for file in self._files if self.has_ids else []:
-            if index := megatron_index(file.path):
-                found += [
-                    one._replace(relative=f"{file.relative} index") for one in find_files(index, lambda path: True)
-                ]
-        return found
+        if not self.has_ids:
+            return []
+        companions = []
+        for file in self._files:
+            index = megatron_index(file.path)
+            if index:
+                (companion,) = find_files(index, lambda path: True)
+                companions.append(companion._replace(relative=f"{file.relative} index"))
+        return companions
 
     def units(self) -> Iterator[Unit]:
         """All units, the same ones at every call."""
@@ -117,29 +118,39 @@ class Source:
         return without(units, self.duplicates)
 
     def _file_units(self) -> Iterator[Unit]:
-        if self._of_files:
-            for split in sorted(set(self._of_files)):
-                files = [file for file, own in zip(self._files, self._of_files, strict=True) if own == split]
-                yield from changed(self._units_of(files), methodcaller("_replace", split=split))
-        else:
+        if not self._split_of_file:
             yield from self._units_of(self._files)
+        for split in sorted(set(self._split_of_file)):
+            of_split = [of_file == split for of_file in self._split_of_file]
+            files = list(itertools.compress(self._files, of_split))
+            yield from changed(self._units_of(files), methodcaller("_replace", split=split))
 
     def _units_of(self, files: list[SourceFile]) -> Iterator[Unit]:
         group: list[SourceFile] = []
         size = 0
         for file in files:
-            one = format_of(file.path)
-            if group and (one is not None or size >= documents.UNIT_BYTES):
+            file_format = format_of(file.path)
+            if group and (file_format is not None or size >= documents.UNIT_BYTES):
                 yield _texts(group)
                 group = []
                 size = 0
-            if one is not None:
-                yield from one.units(file.path, self._options)
+            if file_format is not None:
+                yield from file_format.units(file.path, self._options)
             else:
                 group.append(file)
                 size += file.size
         if group:
             yield _texts(group)
+
+
+def _holds_ids(file: SourceFile) -> bool:
+    file_format = format_of(file.path)
+    return file_format is not None and file_format.has_ids(file.path)
+
+
+def _holds_documents(file: SourceFile) -> bool:
+    file_format = format_of(file.path)
+    return file_format is None or file_format.has_documents(file.path)
 
 
 def _texts(files: list[SourceFile]) -> Unit:

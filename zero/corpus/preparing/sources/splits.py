@@ -32,12 +32,12 @@ def official_splits(source: str, names: Iterable[str]) -> list[int]:
     names = list(names)
     splits = [split_of(name) for name in names]
     expected = "--splits official expects names with train, validation (val, valid, dev) or test"
-    found = [split for split in splits if split is not None]
-    if len(found) < len(splits):
+    known = [split for split in splits if split is not None]
+    if len(known) < len(splits):
         raise UserError(f"{source}: {expected}; found {names[splits.index(None)]}")
-    if not {TRAIN, VALIDATION} <= set(found):
+    if not {TRAIN, VALIDATION} <= set(known):
         raise UserError(f"{source}: {expected}, of which the first two are needed; found {', '.join(names[:5])}")
-    return found
+    return known
 
 
 def part_sizes(splits: str) -> list[int]:

@@ -85,13 +85,14 @@ def _integers(data: bytes, key: str, name: str) -> np.ndarray:
         features = _example_class().FromString(data).features.feature
     except DecodeError as error:
         raise UserError(f"{name} is not a tf.train.Example; expected one with a list of integers") from error
-    found = {entry.key: entry.value.integers.value for entry in features if entry.value.HasField("integers")}
-    if key not in found and len(found) != 1:
-        raise UserError(
-            f'{name}: expected integers under "{key}", or under one name only; '
-            f"found {', '.join(sorted(found)) or 'none'}"
-        )
-    return np.array(found[key] if key in found else next(iter(found.values())), np.int64)
+    lists = {entry.key: entry.value.integers.value for entry in features if entry.value.HasField("integers")}
+    if key in lists:
+        return np.array(lists[key], np.int64)
+    if len(lists) != 1:
+        names = ", ".join(sorted(lists)) if lists else "none"
+        raise UserError(f'{name}: expected integers under "{key}", or under one name only; found {names}')
+    (only,) = lists.values()
+    return np.array(only, np.int64)
 
 
 @cache
