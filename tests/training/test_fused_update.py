@@ -34,9 +34,9 @@ from zero.models.parametrization import rate_multipliers
 from zero.models.stack import span_size
 from zero.partition.sharded_optimizer import clip_by_global_norm
 from zero.training.ema import EMA
-from zero.training.fused_update import backward_and_update
+from zero.training.fused_update import LayeredLoss, backward_and_update
 from zero.training.optimizer import adamw
-from zero.training.parts import TrainState
+from zero.training.parts import StepOptions, TrainState
 
 DEEP = dataclasses.replace(CONFIG, N=6)  # three spans of two layers
 
@@ -232,19 +232,20 @@ def toy(span: int) -> tuple[Any, Any]:
         def poison(of: jax.Array) -> jax.Array:
             return jnp.where(last, of, 0)
 
-        return backward_and_update(
+        loss = LayeredLoss(
             lambda rest: rest["rest"]["w"],
             lambda p, x, layer: x + poisoned(p["w"], poison(sick_layers[layer])),
             lambda rest, x: (jnp.sum(x * poisoned(rest["rest"]["w"], poison(sick_rest))), None),
+        )
+        return backward_and_update(
+            loss,
             tx,
             params,
             tx.init(params),
             layout=layout,
             axis=axis,
             span=span,
-            max_norm=None,
-            max_value=None,
-            skips_bad=True,
+            options=StepOptions(lambda step: jnp.float32(0)),
         )
 
     shards = jax.pmap(lambda _: zero.shard(whole, layout, axis), "zero")(np.ones(n))

@@ -66,8 +66,8 @@ def _total(
     is_first = model.is_first_of_group()
 
     def of_rows(logps_R: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        found = pair_losses(logps_R.reshape(-1, 2), jnp.reshape(reference, (-1, 2)), beta)
-        total, sums = jax.tree.map(lambda x_P: jnp.sum(jnp.where(is_pair_P, x_P, 0)), found)
+        of_pairs = pair_losses(logps_R.reshape(-1, 2), jnp.reshape(reference, (-1, 2)), beta)
+        total, sums = jax.tree.map(lambda x_P: jnp.sum(jnp.where(is_pair_P, x_P, 0)), of_pairs)
         return total, sums
 
     (total, sums), slope_R = jax.value_and_grad(of_rows, has_aux=True)(model.sum_over_group(lax.stop_gradient(own_R)))

@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -73,18 +73,14 @@ def fused_update(model: ShardedGPT, tx: optax.GradientTransformation, options: S
             return total / terms, (scores.routing, sums)
 
         loss, params, opt_state, norm, is_bad, (routing, sums) = backward_and_update(
-            embed,
-            layer,
-            score,
+            LayeredLoss(embed, layer, score),
             scaled(tx, rate, state.clock),
             state.params,
             state.opt_state,
             layout=model.layout,
             axis=model.axis,
             span=size,
-            max_norm=options.max_gradient_norm,
-            max_value=options.max_gradient_value,
-            skips_bad=options.skip_bad_steps,
+            options=options,
         )
         metrics = model.metrics(routing, batch) | objective.means(model, sums, terms)
         return Tried(params, opt_state, loss, norm, is_bad, {}, metrics)
@@ -92,10 +88,22 @@ def fused_update(model: ShardedGPT, tx: optax.GradientTransformation, options: S
     return Attempt(run, lambda is_skipped, tried, state: (tried.params, tried.opt_state))
 
 
+class LayeredLoss(NamedTuple):
+    """A loss `score(rest, layer(... layer(embed(rest)) ...))`, in which `rest` are the parameters outside the layers.
+
+    Attributes:
+      embed: from `rest` to the first layer's input.
+      layer: `(a layer's parameters, its input, its number)` to its output.
+      score: from `rest` and the last layer's output to this device's part of the loss, and auxiliary outputs.
+    """
+
+    embed: Callable[[PyTree], PyTree]
+    layer: Callable[[PyTree, PyTree, jax.Array], PyTree]
+    score: Callable[[PyTree, PyTree], tuple[jax.Array, PyTree]]
+
+
 def backward_and_update(
-    embed: Callable[[PyTree], PyTree],
-    layer: Callable[[PyTree, PyTree, jax.Array], PyTree],
-    score: Callable[[PyTree, PyTree], tuple[jax.Array, PyTree]],
+    loss_of: LayeredLoss,
     tx: optax.GradientTransformation,
     params: dict[str, PyTree],
     opt_state: PyTree,
@@ -103,26 +111,20 @@ def backward_and_update(
     layout: Layout,
     axis: Axis,
     span: int,
-    max_norm: float | None,
-    max_value: float | None,
-    skips_bad: bool,
+    options: StepOptions,
 ) -> tuple[jax.Array, PyTree, PyTree, jax.Array, jax.Array, PyTree]:
-    """One step of `score(rest, layer(... layer(embed(rest)) ...))`, whose layers are stacked in `params[STACK]`.
+    """One step of a loss whose layers are stacked in `params[STACK]`.
 
     The layers' parameters and state are carried through the reverse loop and overwritten in place, so that XLA keeps
     one copy of them. `tx` sees the shapes of the whole stack, as in an update after the backward pass.
 
     Args:
-      embed: from the parameters outside the stack to the first layer's input.
-      layer: `(a layer's parameters, its input, its number)` to its output.
-      score: from the parameters of `embed` and the last layer's output to this device's part of the loss, and auxiliary
-        outputs.
+      loss_of: the functions that the loss consists of.
       params, opt_state: shards; `layout` is that of the parameters.
       span: layers for each input that is kept for the backward pass; divides the number of layers.
-      max_norm: each of n parts is clipped to the norm `max_norm / sqrt(n)`, so the whole to `max_norm`; None: no
-        clipping.
-      max_value: elements are then clipped to this absolute value; None: no clipping.
-      skips_bad: leave a part unchanged if its gradient is not finite, and all parts if the loss is not.
+      options: each of n parts is clipped to the norm `max_gradient_norm / sqrt(n)`, so the whole to
+        `max_gradient_norm`; `skip_bad_steps` leaves a part unchanged if its gradient is not finite, and all parts if
+        the loss is not.
 
     Returns:
       The loss, the new parameters and state, the gradient norm before clipping, whether a part was skipped,
@@ -136,55 +138,63 @@ def backward_and_update(
     layers_layout = layout.only([STACK])
     layer_layout = layout.at(STACK)
     numbers = jnp.arange(jax.tree.leaves(params[STACK])[0].shape[0])
+    embed, layer, score = loss_of
 
     x, embed_backward = jax.vjp(embed, rest)
     x, kept = run_forward(layer, params[STACK], x, span)
     loss, score_backward, more = jax.vjp(score, rest, x, has_aux=True)
     grads, dx = score_backward(jnp.ones_like(loss))
-    limit = None if max_norm is None else max_norm / math.sqrt(len(numbers) + 1)
-    guarded = partial(_guarded, max_norm=limit, max_value=max_value, skips_bad=skips_bad, axis=axis)
+    if options.max_gradient_norm is not None:
+        max_norm_of_part = options.max_gradient_norm / math.sqrt(len(numbers) + 1)
+        options = dataclasses.replace(options, max_gradient_norm=max_norm_of_part)
+    guarded = partial(_guarded, options=options, axis=axis)
 
     def layer_backward(carry: tuple[PyTree, PyTree], xs: tuple[PyTree, jax.Array]) -> tuple[Any, Any]:
-        (dx, held), (x, number) = carry, xs
+        dx, stacks = carry
+        x, number = xs
         cut = partial(jax.tree.map, lambda stack: lax.dynamic_slice_in_dim(stack, number, 1))
-        own, own_state = _subtrees(cut, held)
-        _, backward = jax.vjp(lambda p, x: layer(jax.tree.map(lambda stack: stack[0], p), x, number), own[STACK], x)
-        own_grads, dx = backward(dx)
-        sums = squares(jax.tree.map(lambda stack: stack[0], own_grads), layer_layout, axis)
-        own_grads, is_bad = guarded({STACK: own_grads}, sums)
-        updates, new_state = _one_layer(tx, layers_layout, axis, number).update(own_grads, own_state, own)
-        new = unless(is_bad, (optax.apply_updates(own, updates), new_state), (own, own_state))
+        old = _subtrees(cut, stacks)
+        old_params, old_state = old
+
+        def run_layer(params: PyTree, x: PyTree) -> PyTree:
+            return layer(jax.tree.map(lambda stack: stack[0], params), x, number)
+
+        _, backward = jax.vjp(run_layer, old_params[STACK], x)
+        grads, dx = backward(dx)
+        sums = squares(jax.tree.map(lambda stack: stack[0], grads), layer_layout, axis)
+        grads, is_bad = guarded({STACK: grads}, sums)
+        updates, new_state = _one_layer(tx, layers_layout, axis, number).update(grads, old_state, old_params)
+        new = unless(is_bad, (optax.apply_updates(old_params, updates), new_state), old)
         place = partial(jax.tree.map, lambda stack, x: lax.dynamic_update_slice_in_dim(stack, x, number, 0))
-        return (dx, _subtrees(place, held, new)), (sums, is_bad)
+        return (dx, _subtrees(place, stacks, new)), (sums, is_bad)
 
     def span_backward(carry: tuple[PyTree, PyTree], xs: tuple[PyTree, jax.Array]) -> tuple[Any, Any]:
-        (_, (now, _)), (x, numbers) = carry, xs
-        return lax.scan(layer_backward, carry, (inputs_of(layer, now[STACK], x, numbers), numbers), reverse=True)
+        _, (params, _) = carry
+        x, numbers = xs
+        return lax.scan(layer_backward, carry, (inputs_of(layer, params[STACK], x, numbers), numbers), reverse=True)
 
-    held = _subtrees(lambda tree: stack_and_rest(tree)[0], (params, opt_state))
-    (dx, held), of_layers = lax.scan(span_backward, (dx, held), (kept, numbers.reshape(-1, span)), reverse=True)
+    stacks = _subtrees(lambda tree: stack_and_rest(tree)[0], (params, opt_state))
+    (dx, stacks), of_layers = lax.scan(span_backward, (dx, stacks), (kept, numbers.reshape(-1, span)), reverse=True)
     grads = jax.tree.map(jnp.add, grads, embed_backward(dx)[0])
     sums = squares(grads, rest_layout, axis)
     grads, is_bad = guarded(grads, sums)
     updates, new_state = on_shards(tx, rest_layout, axis).update(grads, rest_state, rest)
     new = unless(is_bad, (optax.apply_updates(rest, updates), new_state), (rest, rest_state))
     sums, is_bad = jax.tree.map(lambda rest, layers: rest + layers.sum().astype(rest.dtype), (sums, is_bad), of_layers)
-    params, opt_state = _subtrees(lambda rest, stack: {**rest, **stack}, new, held)
+    params, opt_state = _subtrees(lambda rest, stack: {**rest, **stack}, new, stacks)
     return lax.psum(loss, axis.name), params, opt_state, norm_of(sums, axis), is_bad, more
 
 
-def _guarded(
-    grads: PyTree, sums: Squares, *, max_norm: float | None, max_value: float | None, skips_bad: bool, axis: Axis
-) -> tuple[PyTree, jax.Array]:
+def _guarded(grads: PyTree, sums: Squares, *, options: StepOptions, axis: Axis) -> tuple[PyTree, jax.Array]:
     """A part's clipped gradient, and whether to skip the part, from its sum of squares."""
     is_bad = jnp.bool_(False)
-    if max_norm is not None or skips_bad:
+    if options.max_gradient_norm is not None or options.skip_bad_steps:
         norm = norm_of(sums, axis)
-        is_bad = jnp.bool_(skips_bad) & ~jnp.isfinite(norm)
-        if max_norm is not None:
-            grads = clip(grads, norm, max_norm)
-    if max_value is not None:
-        grads = clip_values(grads, max_value)
+        is_bad = jnp.bool_(options.skip_bad_steps) & ~jnp.isfinite(norm)
+        if options.max_gradient_norm is not None:
+            grads = clip(grads, norm, options.max_gradient_norm)
+    if options.max_gradient_value is not None:
+        grads = clip_values(grads, options.max_gradient_value)
     return grads, is_bad
 
 

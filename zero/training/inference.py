@@ -157,8 +157,8 @@ def extend(
     def one_token(state: DecodeState, _: None) -> tuple[DecodeState, None]:
         logits = penalised(state.logits, state.tokens, sampling.repetition_penalty)
         drawn = draw(logits, jax.vmap(jax.random.fold_in, (0, None))(keys, state.position), sampling)
-        given = state.tokens[rows, state.position]
-        token = jnp.where(given >= 0, given, drawn)
+        of_prompt = state.tokens[rows, state.position]
+        token = jnp.where(of_prompt >= 0, of_prompt, drawn)
         logits, cache = model.apply(variables, token[:, None], state.cache, state.position, method="logits")
         return DecodeState(state.tokens.at[rows, state.position].set(token), state.position + 1, cache, logits), None
 

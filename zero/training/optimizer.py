@@ -245,10 +245,11 @@ def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
         return {"layers": jax.vmap(inner.init)(layers), "rest": inner.init(rest)}
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
-        one = partial(inner.update, **extra)
-        (layers, rest), (layer_params, rest_params) = stack_and_rest(updates), stack_and_rest(params)
-        layers, layers_state = jax.vmap(one)(layers, state["layers"], layer_params)
-        rest, rest_state = one(rest, state["rest"], rest_params)
+        update_part = partial(inner.update, **extra)
+        layers, rest = stack_and_rest(updates)
+        layer_params, rest_params = stack_and_rest(params)
+        layers, layers_state = jax.vmap(update_part)(layers, state["layers"], layer_params)
+        rest, rest_state = update_part(rest, state["rest"], rest_params)
         return {**rest, **layers}, {"layers": layers_state, "rest": rest_state}
 
     return optax.GradientTransformationExtraArgs(init, update)

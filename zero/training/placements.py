@@ -21,8 +21,13 @@ def tensor_dim(name: str) -> int | None:
     >>> tensor_dim("blocks/unit_1/query/kernel"), tensor_dim("blocks/unit_1/gate/kernel")
     (None, -1)
     """
-    *_, parent, module, leaf = ("", "", *name.split("/"))
-    dim = None if parent.startswith("unit_") and module in _WHOLE_IN_UNITS else _CUT_ALONG.get(module)
+    path = name.split("/")
+    leaf = path[-1]
+    module = path[-2] if len(path) > 1 else ""
+    is_in_unit = len(path) > 2 and path[-3].startswith("unit_")
+    if is_in_unit and module in _WHOLE_IN_UNITS:
+        return None
+    dim = _CUT_ALONG.get(module)
     return None if (dim, leaf) in _WHOLE_BESIDE_CUT else dim
 
 

@@ -68,10 +68,10 @@ def statistics(
         sums[GRADIENT][leaf.name] = _partial_sum(jnp.square(grad), leaf, axis)
         sums[WEIGHT][leaf.name] = _partial_sum(jnp.square(old_x), leaf, axis)
     parts, unravel = ravel_pytree(sums)
-    found: Statistics = unravel(lax.psum(parts, axis.name))
+    means: Statistics = unravel(lax.psum(parts, axis.name))
     rate = options.learning_rate(clock)
-    found[CHANGE] = jax.tree.map(lambda x: x / rate, found[CHANGE])
-    return found | jax.tree.map(jnp.sqrt, {kind: found[kind] for kind in (GRADIENT, WEIGHT)})
+    means[CHANGE] = jax.tree.map(lambda x: x / rate, means[CHANGE])
+    return means | jax.tree.map(jnp.sqrt, {kind: means[kind] for kind in (GRADIENT, WEIGHT)})
 
 
 def _partial_sum(x: jax.Array, leaf: LeafLayout, axis: Axis) -> jax.Array:
@@ -89,21 +89,21 @@ def _activations(model: ShardedGPT, weights: PyTree, batch: Batch, micro_batches
         layer: Any = model.gpt.layer(model.cut.for_positions(tokens.shape[1]))
 
         def through(stream: Any, xs: tuple[PyTree, jax.Array]) -> tuple[Any, dict[str, jax.Array]]:
-            found: dict[str, jax.Array] = {}
-            with nn.intercept_methods(_recorder(found)):
+            sizes: dict[str, jax.Array] = {}
+            with nn.intercept_methods(_recorder(sizes)):
                 (stream, _), _ = layer.apply(xs[0], (stream, None), xs[1], None, 0, starts)
-            return stream, found | {"stream": _mean_size(stream[0])}
+            return stream, sizes | {"stream": _mean_size(stream[0])}
 
         stream = model.apply(variables, tokens, None, starts, method="embed")
-        _, found = lax.scan(through, stream, (stacks, jnp.arange(model.config.scanned_layers)))
-        return {"embedding": _mean_size(stream[0])[None], **found}
+        _, sizes = lax.scan(through, stream, (stacks, jnp.arange(model.config.scanned_layers)))
+        return {"embedding": _mean_size(stream[0])[None], **sizes}
 
     rows = batch.tokens.reshape(micro_batches, -1, *batch.tokens.shape[1:])
     return jax.tree.map(lambda x: x.mean(0), lax.map(of_rows, rows))
 
 
-def _recorder(found: dict[str, jax.Array]) -> Callable[..., Any]:
-    """A Flax interceptor that records the mean absolute output of each module in `found`, by its path in the layer."""
+def _recorder(sizes: dict[str, jax.Array]) -> Callable[..., Any]:
+    """A Flax interceptor that records the mean absolute output of each module in `sizes`, by its path in the layer."""
 
     def record(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         out = call(*args, **kwargs)
@@ -111,9 +111,9 @@ def _recorder(found: dict[str, jax.Array]) -> Callable[..., Any]:
         is_part = module.name is None or module.name.startswith(type(module).__name__)  # of a module with a name
         if context.method_name == "__call__" and isinstance(module, _RECORDED) and not is_part:
             name = "/".join(module.path)
-            found[name] = _mean_size(out[0] if isinstance(module, Experts) else out)
+            sizes[name] = _mean_size(out[0] if isinstance(module, Experts) else out)
             if module.name in _WITH_INPUT:
-                found[f"{name}/input"] = _mean_size(args[0])
+                sizes[f"{name}/input"] = _mean_size(args[0])
         return out
 
     return record

@@ -71,7 +71,11 @@ def hold_shards(base: PyTree, *, layout: Layout, held: Layout, axis: Axis, form:
     """Shards of the base as it is held, from float shards; one layer is whole at a time. Call inside pmap."""
     layout = layout.at(STACK)
     held = held.at(STACK)
-    return {**base, STACK: lax.map(lambda own: shard(hold(gather(own, layout, axis), form), held, axis), base[STACK])}
+
+    def hold_layer(layer: PyTree) -> PyTree:
+        return shard(hold(gather(layer, layout, axis), form), held, axis)
+
+    return {**base, STACK: lax.map(hold_layer, base[STACK])}
 
 
 def measure_shards(
@@ -87,11 +91,12 @@ def measure_shards(
     low = low.at(STACK)
     form = tuning.base_dtype
 
-    def one(own: PyTree, adapters: PyTree) -> PyTree:
-        whole = layout.map(lambda leaf, x: thaw(leaf.shape, x, form, jnp.float32), gather(own, held, axis))
+    def measure_layer(xs: tuple[PyTree, PyTree]) -> PyTree:
+        layer, adapters = xs
+        whole = layout.map(lambda leaf, x: thaw(leaf.shape, x, form, jnp.float32), gather(layer, held, axis))
         return shard(measured(whole, gather(adapters, low, axis), tuning.adapters.scale), low, axis)
 
-    return {**adapters, STACK: lax.map(lambda xs: one(*xs), (frozen[STACK], adapters[STACK]))}
+    return {**adapters, STACK: lax.map(measure_layer, (frozen[STACK], adapters[STACK]))}
 
 
 def merge_shards(base: PyTree, adapters: PyTree, *, layout: Layout, low: Layout, axis: Axis, tuning: Tuning) -> PyTree:
@@ -104,10 +109,11 @@ def merge_shards(base: PyTree, adapters: PyTree, *, layout: Layout, low: Layout,
     low = low.at(STACK)
     form = tuning.base_dtype
 
-    def one(own: PyTree, adapters: PyTree) -> PyTree:
-        held = hold(gather(own, layout, axis), form)
+    def merge_layer(xs: tuple[PyTree, PyTree]) -> PyTree:
+        layer, adapters = xs
+        held = hold(gather(layer, layout, axis), form)
         whole = layout.map(lambda leaf, x: thaw(leaf.shape, x, form, jnp.float32), held)
         return shard(merged(whole, gather(adapters, low, axis), tuning.adapters.scale), layout, axis)
 
     rest = jax.tree.map(lambda x: x.astype(jnp.float32), base)
-    return {**rest, STACK: lax.map(lambda xs: one(*xs), (base[STACK], adapters[STACK]))}
+    return {**rest, STACK: lax.map(merge_layer, (base[STACK], adapters[STACK]))}

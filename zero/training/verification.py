@@ -32,10 +32,14 @@ def verify(weights: PyTree, tokens: jax.Array, first: jax.Array, *, model: Shard
     """
     tapped = _Tapped(**{field.name: getattr(model, field.name) for field in dataclasses.fields(model)})
     axis = model.axis
-    own = tokens[: len(tokens) // micro_batches]
-    size = group_size(axis)
-    shifts = ([(source, (source - turn * size) % axis.size) for source in range(axis.size)] for turn in range(3))
-    rows = jnp.stack([lax.ppermute(own, axis.name, pairs) for pairs in shifts])
+    own_rows = tokens[: len(tokens) // micro_batches]
+    devices = np.arange(axis.size)
+    rows_of_turns = []
+    for turn in range(3):
+        targets = (devices - turn * group_size(axis)) % axis.size
+        pairs = list(zip(devices.tolist(), targets.tolist(), strict=True))
+        rows_of_turns.append(lax.ppermute(own_rows, axis.name, pairs))
+    rows = jnp.stack(rows_of_turns)
     variables = tapped.gather_params(weights)
     taps = {name: {TAP: _zeros(name, params, model)} for name, params in model.split(weights)[0].items()}
 
@@ -70,10 +74,10 @@ def suspects(results: Mapping[int, np.ndarray], axis: Axis) -> tuple[list[list[i
     size = group_size(axis)
     groups = np.arange(axis.size).reshape(-1, size).tolist()
     votes: list[dict[bytes, set[int]]] = [{} for _ in groups]  # of the rows of each group: who has which result
-    for first, found in results.items():
-        for turn, of_devices in enumerate(found, start=first):
-            for group, result in enumerate(np.reshape(of_devices, (-1, size))):
-                votes[(group + turn) % len(groups)].setdefault(result.tobytes(), set()).add(group)
+    for first, result in results.items():
+        for turn, of_devices in enumerate(result, start=first):
+            for group, of_group in enumerate(np.reshape(of_devices, (-1, size))):
+                votes[(group + turn) % len(groups)].setdefault(of_group.tobytes(), set()).add(group)
     wrong = set[int]()
     unsure = set[int]()
     for by_result in votes:

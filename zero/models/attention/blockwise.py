@@ -313,7 +313,16 @@ def _backward(blocks: Blocks, saved: _Saved, out_grads_NBHQK: jax.Array) -> tupl
     if sinks_H is not None:  # the value at a sink is 0
         probabilities_NBHQ = jnp.exp(sinks_H.astype(jnp.float32)[None, None, :, None] - lse_NBHQ)
         sinks_grads_H = -(probabilities_NBHQ * mean_NBHQ).sum((0, 1, 3)).astype(sinks_H.dtype)
-    grads = (q_grads_NBHQK.astype(dtype), k_grads_NBGRK, v_grads_NBGRK, bias_grads_CH, sinks_grads_H, None, None, None)
+    grads: Any = (
+        q_grads_NBHQK.astype(dtype),
+        k_grads_NBGRK,
+        v_grads_NBGRK,
+        bias_grads_CH,
+        sinks_grads_H,
+        None,
+        None,
+        None,
+    )
     return (_Inputs(*grads),)
 
 
