@@ -181,7 +181,11 @@ def _bytes(shapes: Any) -> int:
 
 def highest_peak(row: Row) -> int:
     """The highest peak per device in bytes, in a step or in a program between two steps."""
-    return max(row[key] or 0 for key in ("peak_bytes", *(f"{name}_peak_bytes" for name in PAUSES)))
+    peaks = [row["peak_bytes"]]
+    for name in PAUSES:
+        if row[f"{name}_peak_bytes"] is not None:
+            peaks.append(row[f"{name}_peak_bytes"])
+    return max(peaks)
 
 
 def row_tokens(config: PlanConfig) -> int:
@@ -223,8 +227,8 @@ def _peak(analysis: Any, platform: str) -> int:
     if platform == "tpu":
         return analysis.peak_memory_in_bytes
     # Other compilers leave temporaries out of their peak; the sum is an upper bound.
-    held = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-    return held + analysis.temp_size_in_bytes
+    arrays = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    return arrays + analysis.temp_size_in_bytes
 
 
 def _pause_peaks(request: Request, job: Job, devices: list[Any], of_step: Any, step_peak: int) -> dict[str, int | None]:
@@ -287,30 +291,31 @@ def _operations(request: Request, job: Job, arguments: Any, sent: list[Collectiv
     if speed is not None:
         total = sum(collective.sent for collective in sent)
         alone = sum(collective.sent for collective in sent if not collective.is_hidden)
-        held = 2 * job.held  # read and written once
-        bound = max(flops / speed.flops + alone / speed.network, held / speed.memory, total / speed.network)
+        touched = 2 * job.held  # read and written once
+        bound = max(flops / speed.flops + alone / speed.network, touched / speed.memory, total / speed.network)
     return {"flops": flops, "model_flops": of_group // job.model.axis.row_group, "seconds_lower_bound": bound}
 
 
 def time_and_cost(config: PlanConfig, row: Row, predicted: Prediction | None, speed: Speed | None) -> Row:
     """Speed, days and price from the predicted time of a step or, without one, from the lower bound on it."""
-    seconds = predicted and predicted.seconds
-    found: Row = {
-        "seconds": seconds,
-        "tokens_per_second": seconds and row["tokens"] / seconds,
-        "mfu": seconds and speed and row["model_flops"] / (seconds * speed.flops),
-        "exposed_bytes": predicted and predicted.exposed_bytes,
-        "exposed_seconds": predicted and predicted.exposed_seconds,
-        "breakdown": predicted and [[*part, seconds] for part, seconds in predicted.by_part.items()],
-    }
-    step_seconds = seconds if seconds is not None else row["seconds_lower_bound"]
+    costs: Row = dict.fromkeys(("seconds", "tokens_per_second", "mfu", "exposed_bytes", "exposed_seconds", "breakdown"))
+    step_seconds = row["seconds_lower_bound"]
+    if predicted is not None:
+        step_seconds = predicted.seconds
+        costs["seconds"] = predicted.seconds
+        costs["tokens_per_second"] = row["tokens"] / predicted.seconds
+        if speed is not None:
+            costs["mfu"] = row["model_flops"] / (predicted.seconds * speed.flops)
+        costs["exposed_bytes"] = predicted.exposed_bytes
+        costs["exposed_seconds"] = predicted.exposed_seconds
+        costs["breakdown"] = [[*part, seconds] for part, seconds in predicted.by_part.items()]
     if step_seconds is not None:
-        found["run_tokens"] = run_tokens(config, row["parameters"])
-        hours = step_seconds * found["run_tokens"] / row["tokens"] / 3600
-        found["days"] = hours / 24
+        costs["run_tokens"] = run_tokens(config, row["parameters"])
+        hours = step_seconds * costs["run_tokens"] / row["tokens"] / 3600
+        costs["days"] = hours / 24
         if config.plan.dollars_per_hour is not None:
-            found["dollars"] = hours * config.plan.dollars_per_hour
-    return found
+            costs["dollars"] = hours * config.plan.dollars_per_hour
+    return costs
 
 
 def run_tokens(config: PlanConfig, parameters: int) -> int:

@@ -71,14 +71,14 @@ def collectives_of(jaxpr: Any, devices: int, times: int = 1) -> Iterator[Collect
             groups = eqn.params["axis_index_groups"] or [list(range(devices))]
             size = len(groups[0])
             kind = _KIND_OF[eqn.primitive.name]
-            held = sum(math.prod(x.aval.shape) * x.aval.dtype.itemsize for x in eqn.invars)
+            operand_bytes = sum(math.prod(x.aval.shape) * x.aval.dtype.itemsize for x in eqn.invars)
             # In a ring: a gather sends the own shard k - 1 times, a sum each of k parts twice, the others once.
             passes = {"all-gather": size - 1.0, "all-reduce": 2 * (size - 1) / size}.get(kind, (size - 1) / size)
             listed = ",".join("{" + ",".join(map(str, group)) + "}" for group in groups)
-            yield Collective(kind, round(times * held * passes), f"replica_groups={{{listed}}}", True)
+            yield Collective(kind, round(times * operand_bytes * passes), f"replica_groups={{{listed}}}", True)
         elif eqn.primitive.name == "cond":
-            found = [list(collectives_of(branch, devices, times)) for branch in inner]
-            yield from max(found, key=lambda branch: sum(one.sent for one in branch))
+            branches = [list(collectives_of(branch, devices, times)) for branch in inner]
+            yield from max(branches, key=lambda branch: sum(collective.sent for collective in branch))
         else:
             for sub in inner:
                 yield from collectives_of(sub, devices, times * eqn.params.get("length", 1))

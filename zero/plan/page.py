@@ -10,7 +10,18 @@ from zero.cycles.predict import UPDATE
 from zero.hosts.speeds import GIB
 from zero.plan import search
 from zero.plan.compile import PAUSES, Row, highest_peak
-from zero.plan.table import COSTS, DETAILS, PHASES, RESULTS, SETTINGS, tokens_text, training_command, verdict
+from zero.plan.table import (
+    COLUMNS,
+    COSTS,
+    PHASES,
+    RESULTS,
+    differing_settings,
+    same_settings,
+    shown,
+    tokens_text,
+    training_command,
+    verdict,
+)
 from zero.report.render import part, render
 
 PAGE_FILE = "plan.html"
@@ -52,8 +63,17 @@ def page(result: dict[str, Any], config: PlanConfig) -> str:
     """The page for a plan.json."""
     rows = result["rows"]
     chosen = chosen_row(result)
-    columns = SETTINGS | RESULTS | COSTS | DETAILS
-    values = {
+    decision: dict[str, Any] = {"chosen": None, "best": None, "command": None, "model": None, "breakdown": []}
+    if chosen is not None:
+        decision["chosen"] = setting_name(chosen, rows)
+        decision["best"] = rows.index(chosen)
+        if config.plan.search == "largest":
+            decision["model"] = chosen["model"]
+        else:
+            decision["command"] = training_command(chosen, config)
+        if chosen["breakdown"]:
+            decision["breakdown"] = breakdown(chosen)
+    values = decision | {
         "title": f"Plan of {config.model.size} on {result['topology']}",
         "facts": (
             f"{result['devices']:,} devices of {rows[0]['available_bytes'] / GIB:.2f} GiB",
@@ -63,16 +83,11 @@ def page(result: dict[str, Any], config: PlanConfig) -> str:
         "is_estimate": rows[0]["is_estimate"],
         "same": same_settings(rows),
         "settings": settings(rows, chosen),
-        "chosen": None if chosen is None else setting_name(chosen, rows),
         "is_search": config.plan.search != "none",
-        "command": None if chosen is None or config.plan.search == "largest" else training_command(chosen, config),
-        "model": chosen["model"] if chosen is not None and config.plan.search == "largest" else None,
         "price": config.plan.dollars_per_hour,
-        "breakdown": breakdown(chosen) if chosen is not None and chosen["breakdown"] else [],
         "phases": PHASES,
-        "columns": list(columns),
-        "cells": [[show(row) for show in columns.values()] for row in rows],
-        "best": None if chosen is None else rows.index(chosen),
+        "columns": list(COLUMNS),
+        "cells": list(zip(*(shown(rows, name) for name in COLUMNS), strict=True)),
         "styles": part("style.css"),
     }
     return render(TEMPLATE, values)
@@ -83,18 +98,14 @@ def chosen_row(result: dict[str, Any]) -> Row | None:
     if result["best"] is not None:
         return result["rows"][result["best"]]
     with_headroom = search.best(result["rows"], search.HEADROOM)
-    return with_headroom if with_headroom is not None else search.best(result["rows"], 0.0)
-
-
-def same_settings(rows: list[Row]) -> list[tuple[str, str]]:
-    """The settings that all rows share."""
-    shown = {name: {show(row) for row in rows} for name, show in SETTINGS.items()}
-    return [(name, values.pop()) for name, values in shown.items() if len(values) == 1]
+    if with_headroom is not None:
+        return with_headroom
+    return search.best(result["rows"], 0.0)
 
 
 def setting_name(row: Row, rows: list[Row]) -> str:
     """The settings of a row that differ between rows, or its stage where none does."""
-    differing = [f"{name} {show(row)}" for name, show in SETTINGS.items() if len({show(other) for other in rows}) > 1]
+    differing = [f"{name} {COLUMNS[name](row)}" for name in differing_settings(rows)]
     return ", ".join(differing) if differing else f"stage {row['stage']}"
 
 
@@ -102,24 +113,26 @@ def settings(rows: list[Row], chosen: Row | None) -> list[Setting]:
     """Each row with its bars, all drawn to the same scale."""
     longest = max((seconds_of(row) or 0.0 for row in rows), default=0.0)
     most = max(max(highest_peak(row), row["available_bytes"]) for row in rows)
-    return [
-        Setting(
+
+    def setting(row: Row) -> Setting:
+        results = {name: show(row) for name, show in (RESULTS | COSTS).items()}
+        return Setting(
             setting_name(row, rows),
             row is chosen,
             row["fits"],
             verdict(row),
-            tuple((name, show(row)) for name, show in (RESULTS | COSTS).items() if show(row) != "-"),
+            tuple((name, text) for name, text in results.items() if text != "-"),
             time_segments(row, longest),
             memory_segments(row, most),
             row["available_bytes"] / most,
         )
-        for row in rows
-    ]
+
+    return [setting(row) for row in rows]
 
 
 def seconds_of(row: Row) -> float | None:
     """Of a step as predicted, or at least; None if neither is known."""
-    return row["seconds"] if row["seconds"] is not None else row["seconds_lower_bound"]
+    return row["seconds_lower_bound"] if row["seconds"] is None else row["seconds"]
 
 
 def time_segments(row: Row, longest: float) -> tuple[Segment, ...]:

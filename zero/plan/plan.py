@@ -51,7 +51,8 @@ def plan(config: PlanConfig, size: GPTConfig, run_directory: Path) -> int:
         raise UserError(f"plan.topology={settings.topology}: not even the smallest model fits")
     best = None
     if settings.search != "none":
-        best = search.best(rows, headroom=0.0 if settings.search == "largest" else search.HEADROOM)
+        headroom = 0.0 if settings.search == "largest" else search.HEADROOM
+        best = search.best(rows, headroom)
     result = {
         "topology": settings.topology,
         "devices": rows[0]["devices"],

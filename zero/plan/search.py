@@ -48,13 +48,15 @@ def fastest(pool: Executor, request: Request, processes: int) -> list[Row]:
     rows: dict[int, Row] = {}
 
     def fewer(number: int, among: Iterable[int]) -> list[int]:
-        own = settings[number]  # others that have fewer sequences and are the same otherwise
-        return [n for n in among if settings[n].micro_batch < own.micro_batch and settings[n].config == own.config]
+        """The settings that have fewer sequences and are the same otherwise."""
+        setting = settings[number]
+        same = [n for n in among if settings[n].config == setting.config]
+        return [n for n in same if settings[n].micro_batch < setting.micro_batch]
 
     def is_pointless(number: int) -> bool:
         leader = best(list(rows.values()), HEADROOM)
         is_slower = leader is not None and _speed(outlines[number]) < _speed(leader)
-        return is_slower or not all(rows[other]["fits"] for other in fewer(number, rows))
+        return is_slower or not all(rows[smaller]["fits"] for smaller in fewer(number, rows))
 
     with tqdm(total=len(waiting), unit="plan", dynamic_ncols=True) as bar:
         while waiting or running:
@@ -92,20 +94,20 @@ def _combinations(request: Request) -> list[Request]:
         "phases": grid.phases or [zero.phases],
         "overlap_gathers": grid.overlap_gathers or [zero.overlap_gathers],
     }
-    found = []
+    possible = []
     mistakes = []
     for values in itertools.product(*keys.values()):
-        for other in _state_dtypes(request.with_changes(**dict(zip(keys, values, strict=True)))):
+        for setting in _state_dtypes(request.with_changes(**dict(zip(keys, values, strict=True)))):
             for context in grid.context or [request.config.data.max_context]:
-                rows = [other.with_changes(rows, context=context) for rows in sorted(grid.micro_batch)]
-                mistake = next(zero_rules(rows[0].config, rows[0].size), None)
+                requests = [setting.with_changes(rows, context=context) for rows in sorted(grid.micro_batch)]
+                mistake = next(zero_rules(requests[0].config, requests[0].size), None)
                 if mistake is None:
-                    found += rows
+                    possible += requests
                 else:
                     mistakes.append(f"{mistake[0]}: expected {mistake[1]}")
-    if not found:
+    if not possible:
         raise UserError("plan.grid: no combination of its values is possible\n" + "\n".join(dict.fromkeys(mistakes)))
-    return found
+    return possible
 
 
 def _speed(row: Row) -> float:
@@ -116,10 +118,12 @@ def _speed(row: Row) -> float:
 def largest(pool: Executor, config: PlanConfig) -> list[Row]:
     """A row for the deepest model of each width and each dtype of the state in the grid, where one fits."""
     context = max(config.plan.grid.context or [1024])
-    sizes = (GPTConfig(width, 50304, width // 256, context, 0.0, 4, vocab_chunks=12) for width in WIDTHS)
-    requests = (Request(config, size, config.plan.micro_batch).with_changes(context=context) for size in sizes)
-    found = gather([pool.submit(deepest, other) for request in requests for other in _state_dtypes(request)])
-    return [row for row in found.values() if row is not None]
+    requests: list[Request] = []
+    for width in WIDTHS:
+        size = GPTConfig(width, 50304, width // 256, context, 0.0, 4, vocab_chunks=12)
+        requests += _state_dtypes(Request(config, size, config.plan.micro_batch).with_changes(context=context))
+    rows = gather([pool.submit(deepest, request) for request in requests])
+    return [row for row in rows.values() if row is not None]
 
 
 def _state_dtypes(request: Request) -> list[Request]:
@@ -178,10 +182,16 @@ def gather(jobs: Sequence[Future[T]]) -> dict[int, T]:
     """
     for _ in tqdm(as_completed(jobs), total=len(jobs), unit="plan", dynamic_ncols=True):
         pass
-    errors = {str(error): error for job in jobs if isinstance(error := job.exception(), UserError)}
-    found = {place: job.result() for place, job in enumerate(jobs) if not isinstance(job.exception(), UserError)}
-    if errors and not found:
+    errors: dict[str, UserError] = {}
+    results = {}
+    for place, job in enumerate(jobs):
+        error = job.exception()
+        if isinstance(error, UserError):
+            errors[str(error)] = error
+        else:
+            results[place] = job.result()
+    if errors and not results:
         raise next(iter(errors.values()))
     for message in errors:
         log.warning("left out: %s", message)
-    return found
+    return results

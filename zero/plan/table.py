@@ -29,11 +29,11 @@ def table(result: dict[str, Any], config: PlanConfig, width: int = WIDTH) -> str
       width: characters of a line of the text above and below the rows.
     """
     rows = result["rows"]
-    shown = {name: [show(row) for row in rows] for name, show in SETTINGS.items()}
-    same = [f"{name} {values[0]}" for name, values in shown.items() if len(set(values)) == 1]
-    columns = {name: values for name, values in shown.items() if len(set(values)) > 1}
-    results = {name: [show(row) for row in rows] for name, show in (RESULTS | COSTS).items()}
-    columns |= {name: values for name, values in results.items() if set(values) != {"-"}}
+    same = [f"{name} {value}" for name, value in same_settings(rows)]
+    columns = {name: shown(rows, name) for name in differing_settings(rows)}
+    for name in RESULTS | COSTS:
+        if set(shown(rows, name)) != {"-"}:
+            columns[name] = shown(rows, name)
     lines = [
         f"{result['topology']}: {result['devices']} devices of {rows[0]['available_bytes'] / GIB:.2f} GiB; "
         f"{result['parameters']:,} parameters",
@@ -60,6 +60,22 @@ def table(result: dict[str, Any], config: PlanConfig, width: int = WIDTH) -> str
             "; nothing was compiled: memory is estimated by a formula, and seconds are a lower bound (docs/planning.md)"
         )
     return "\n".join([*lines, *_wrapped(legend, width)])
+
+
+def shown(rows: list[Row], column: str) -> list[str]:
+    """A column as text."""
+    return [COLUMNS[column](row) for row in rows]
+
+
+def same_settings(rows: list[Row]) -> list[tuple[str, str]]:
+    """The settings that all rows share, with their value."""
+    columns = {name: shown(rows, name) for name in SETTINGS}
+    return [(name, values[0]) for name, values in columns.items() if len(set(values)) == 1]
+
+
+def differing_settings(rows: list[Row]) -> list[str]:
+    """The names of settings that are not the same in all rows."""
+    return [name for name in SETTINGS if len(set(shown(rows, name))) > 1]
 
 
 def breakdown_table(row: Row) -> str:
@@ -109,9 +125,10 @@ def training_command(row: Row, config: PlanConfig) -> str:
     config.training.batch_size = row["micro_batch"] * row["accumulation"] * groups // row["hosts"]
     if config.plan.tokens is not None:
         config.training.total_steps = math.ceil(config.plan.tokens / row["tokens"])
-    config.profile.step_time = row["seconds"] and float(f"{row['seconds']:.4g}")
+    config.profile.step_time = None if row["seconds"] is None else float(f"{row['seconds']:.4g}")
     choices = {name: getattr(config, name).name for name in GROUPS}
-    default, planned = (_by_key(values) for values in (default_config(**choices), OmegaConf.create(asdict(config))))
+    default = _by_key(default_config(**choices))
+    planned = _by_key(OmegaConf.create(asdict(config)))
     idle = {key for key, _ in without_effect(replace(config, mode="train"))}
     changed = [key for key in planned if planned[key] != default[key] and key not in _CHOSEN and key not in idle]
     overrides = [f"{name}={choice}" for name, choice in choices.items() if choice != default_config()[name].name]
@@ -135,8 +152,13 @@ def _number(key: str, form: str, unit: float = 1) -> Callable[[Row], str]:
 
 def _cost(key: str, form: str) -> Callable[[Row], str]:
     """A number that is a lower bound where the seconds of a step are one."""
-    show = _number(key, form)
-    return lambda row: f"> {show(row)}" if row.get(key) is not None and row["seconds"] is None else show(row)
+    show_number = _number(key, form)
+
+    def show(row: Row) -> str:
+        is_bound = row.get(key) is not None and row["seconds"] is None
+        return f"> {show_number(row)}" if is_bound else show_number(row)
+
+    return show
 
 
 def _activations(row: Row) -> str:
@@ -149,7 +171,17 @@ def _activations(row: Row) -> str:
 
 def _traffic(row: Row) -> str:
     kinds = row["collective_bytes"]
-    return "-" if kinds is None else " ".join(f"{kind} {n / 1e9:.2f}" for kind, n in sorted(kinds.items()) if n > 1e6)
+    if kinds is None:
+        return "-"
+    return " ".join(f"{kind} {n / 1e9:.2f}" for kind, n in sorted(kinds.items()) if n > 1e6)
+
+
+def _remat(row: Row) -> str:
+    return f"{row['remat']}, fused" if row["fused_update"] else str(row["remat"])
+
+
+def _overlap(row: Row) -> str:
+    return "yes" if row["overlap_gathers"] else "no"
 
 
 def _seconds(row: Row) -> str:
@@ -164,14 +196,14 @@ SETTINGS: dict[str, Callable[[Row], str]] = {
     "sequences x micro-batches": lambda row: f"{row['micro_batch']} x {row['accumulation']}",
     "context": lambda row: str(row["context"]),
     "tokens": lambda row: f"{row['tokens']:,}",
-    "remat": lambda row: row["remat"] + (", fused" if row["fused_update"] else ""),
+    "remat": _remat,
     "master": lambda row: row["master_dtype"],
     "moments": lambda row: row["state_dtype"],
     "tensor": lambda row: str(row["tensor_shards"]),
     "context shards": lambda row: str(row["context_shards"]),
     "expert": lambda row: str(row["expert_shards"]),
     "copies x phases": lambda row: " x ".join(map(str, row["grid"])),
-    "overlap": lambda row: "yes" if row["overlap_gathers"] else "no",
+    "overlap": _overlap,
     "parameters": _number("parameters", "{:.3f}B", 1e9),
 }
 RESULTS: dict[str, Callable[[Row], str]] = {
@@ -202,3 +234,4 @@ DETAILS: dict[str, Callable[[Row], str]] = {  # GiB per device, GB per step and 
     "at least": _number("seconds_lower_bound", "{:.3f} s"),
     "compiled in": _number("compile_seconds", "{:.0f} s"),
 }
+COLUMNS = SETTINGS | RESULTS | COSTS | DETAILS
