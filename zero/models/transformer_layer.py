@@ -23,7 +23,6 @@ from zero.models.adapters import AdaptedDense
 from zero.models.attention.blockwise import blockwise_attention
 from zero.models.attention.dense import dense_attention
 from zero.models.attention.kernel import (
-    TPU_KERNELS,
     fused_rotation,
     fuses_rotation,
     kernel_attention,
@@ -31,6 +30,7 @@ from zero.models.attention.kernel import (
     splits_heads,
 )
 from zero.models.attention.scores import T5_BUCKETS, Form, Terms
+from zero.models.attention.tpu_kernels import TPU_KERNELS
 from zero.models.config import GPTConfig
 from zero.models.elements import (
     ACTIVATIONS,

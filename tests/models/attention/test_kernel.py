@@ -12,8 +12,6 @@ import pytest
 from zero.models.attention import fused_kernel
 from zero.models.attention.dense import dense_attention
 from zero.models.attention.kernel import (
-    TPU_KERNELS,
-    TpuKernel,
     cudnn_attention,
     kernel_attention,
     kernel_of,
@@ -23,6 +21,7 @@ from zero.models.attention.kernel import (
     splits_heads,
 )
 from zero.models.attention.scores import Form, Terms
+from zero.models.attention.tpu_kernels import TPU_KERNELS, TpuKernel
 from zero.partition.collectives.axis import Axis
 from zero.partition.collectives.context_group import ContextGroup
 from zero.plan.topology import find_devices

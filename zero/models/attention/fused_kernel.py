@@ -26,7 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from zero.models.attention.kernel import TpuKernel
+from zero.models.attention.tpu_kernels import TpuKernel
 from zero.models.stack import ATTENTION
 
 LOG2E = math.log2(math.e)

@@ -5,35 +5,16 @@ Shapes are named by suffix: B rows, T positions, H heads of queries, G heads of 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from zero.models.attention.scores import Form, alibi_columns, alibi_slopes
+from zero.models.attention.tpu_kernels import TPU_KERNELS, TpuKernel
 from zero.models.stack import ATTENTION
 
 _SPLASH_BLOCKS = (512, 256, 128)  # positions per block; the largest that divides a row
-
-
-class TpuKernel(NamedTuple):
-    """The settings of `fused_attention` for generations of TPU (docs/decisions/attention.md)."""
-
-    block: int  # positions of a block of scores
-    gradient: int  # most bytes of VMEM for the gradient of queries, in float32
-    vmem: int | None = None  # bytes that a kernel may use; None for the compiler's limit
-    in_float32: bool = False  # Mosaic compiles no bfloat16 product; the units round float32 to bfloat16 themselves
-    has_splash: bool = True  # whether jax's splash attention compiles too
-
-
-_MIB = 2**20
-# By the first generation that they are for.
-TPU_KERNELS = {
-    "tpu_v2": TpuKernel(256, _MIB, in_float32=True, has_splash=False),
-    "tpu_v4": TpuKernel(256, 4 * _MIB),
-    "tpu_v5e": TpuKernel(256, 16 * _MIB, vmem=48 * _MIB),
-    "tpu_v6e": TpuKernel(512, 16 * _MIB, vmem=48 * _MIB),
-}
 _BY_KIND = {
     "TPU v2": "tpu_v2",
     "TPU v3": "tpu_v2",
