@@ -9,11 +9,13 @@ from omegaconf import OmegaConf
 
 from tests.config.composing import CONF, compose
 from zero.config.check import check, describe
+from zero.config.declared import training_kind
 from zero.config.files import load_sizes
 from zero.config.keys import all_keys
 from zero.config.printed import config_yaml, keys_page, yaml_text
 from zero.config.schema import GROUPS, Config, PlanConfig
 from zero.errors import UserError
+from zero.printed import metrics_page
 
 pytestmark = pytest.mark.quick
 
@@ -333,18 +335,20 @@ def test_fused_update_names_all_refusals() -> None:
 
 
 def test_configuration_file() -> None:
-    """conf/config.yaml and docs/keys.md are what is printed from the declared keys: python -m zero.config.printed."""
+    """conf/config.yaml and the pages of keys and metrics are what is printed: python -m zero.printed."""
+    docs = CONF.resolve().parent / "docs"
     assert (CONF / "config.yaml").read_text() == config_yaml()
-    assert (CONF.resolve().parent / "docs" / "keys.md").read_text() == keys_page()
-    assert {key.name: yaml.safe_load(yaml_text(key.default)) for key in all_keys(Config)} == {
-        key.name: key.default for key in all_keys(Config)
+    assert (docs / "keys.md").read_text() == keys_page()
+    assert (docs / "metrics.md").read_text() == metrics_page()
+    assert {key.name: yaml.safe_load(yaml_text(key.default)) for key in all_keys(training_kind())} == {
+        key.name: key.default for key in all_keys(training_kind())
     }
 
 
 def test_every_key_is_explained() -> None:
     """Each key has a sentence, and lacks none of those that are needed."""
-    assert [key.name for key in all_keys(Config) if not key.lines[0]] == []
+    assert [key.name for key in all_keys(training_kind()) if not key.lines[0]] == []
     with pytest.raises(UserError) as caught:
         check(OmegaConf.create({}), SIZES)
     missing = {line.partition(":")[0] for line in str(caught.value).splitlines()}
-    assert missing == {key.name for key in all_keys(Config)} | {f"{group}.name" for group in GROUPS}
+    assert missing == {key.name for key in all_keys(training_kind())} | {f"{group}.name" for group in GROUPS}

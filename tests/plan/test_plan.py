@@ -55,7 +55,7 @@ def test_plan_of_a_v3_8(tmp_path: Path, stages: tuple[int, ...]) -> None:
         "plan.grid.remat=[full]",
     )
     price = ("plan.dollars_per_hour=12", "plan.breakdown=true", "plan.tokens=1_000_000_000")
-    slice_of_8 = ("plan.topology=v3-8", "plan.processes=2", "training.statistics=100")
+    slice_of_8 = ("plan.topology=v3-8", "plan.processes=2", "statistics.every=100")
     result = plan(tmp_path, *slice_of_8, *grid, *price, "model.size=test", "plan.grid.micro_batch=[2]")
     rows = result["rows"]
     assert (result["devices"], result["parameters"], [row["stage"] for row in rows]) == (8, 69024, [*stages])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from zero.config.constraints import shown
+from zero.config.declared import keys_of_features
 from zero.config.schema import Config
 from zero.corpus.reading.synthetic import SYNTHETIC
 
@@ -15,7 +16,6 @@ def without_effect(config: Config) -> Iterator[tuple[str, str]]:
     """The keys of a training run that change nothing beside its other keys, each with the reason."""
     if config.mode != "train":
         return
-    training = config.training
     data = config.data
     if not config.model.warm_start:
         for key in ("model.model_path", "model.ema"):
@@ -23,8 +23,6 @@ def without_effect(config: Config) -> Iterator[tuple[str, str]]:
     if not config.schedule.has_end:
         yield "training.end_learning_rate", f"schedule={config.schedule.name} has no end"
     yield from _of_sequence_lengths(config)
-    if not training.skip_bad_steps and training.skip_spikes is None:
-        yield "training.max_skipped_in_a_row", "training.skip_bad_steps=false and training.skip_spikes=null"
     if data.cache_directory is None:
         yield "data.cache_bytes", "data.cache_directory=null"
     if config.zero.emergency_steps is None:
@@ -32,6 +30,8 @@ def without_effect(config: Config) -> Iterator[tuple[str, str]]:
     if data.corpus in SYNTHETIC:
         for name in OF_FILES:
             yield f"data.{name}", f"data.corpus={data.corpus} reads no files"
+    for keys in keys_of_features(config):
+        yield from keys.without_effect()
 
 
 def _of_sequence_lengths(config: Config) -> Iterator[tuple[str, str]]:

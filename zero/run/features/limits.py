@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from zero.config.schema import Config
+from zero.config.constraints import at_least
+from zero.config.declared import Keys
+from zero.config.keys import key, shared
 from zero.errors import UserError
 from zero.run.feature import Feature, Moment
 from zero.run.run import Line, Run
+from zero.tracking.metrics import Metric
 
 
 class Limits(Feature):
@@ -16,14 +21,32 @@ class Limits(Feature):
     Its place in the table is before everything that is written, so that a state beyond a limit is never saved.
     """
 
+    @dataclass
+    class Config(Keys):
+        max_skipped_rows: int = shared("data.max_skipped_rows")
+        skip_bad_steps: bool = shared("training.skip_bad_steps")
+        skip_spikes: float | None = shared("training.skip_spikes")
+        max_skipped_in_a_row: int = key(
+            20,
+            at_least(1),
+            "Training stops with an error after more consecutive skipped steps than this.",
+            at="training",
+        )
+
+        def without_effect(self) -> Iterator[tuple[str, str]]:
+            if not self.skip_bad_steps and self.skip_spikes is None:
+                reason = "training.skip_bad_steps=false and training.skip_spikes=null"
+                yield "training.max_skipped_in_a_row", reason
+
     name = "limits"
+    adds = (Metric(("skipped_rows",), "rows so far that could not be read, where `data.max_skipped_rows` allows some"),)
     takes_every_line = True
 
     def __init__(self, config: Config, run: Run) -> None:
-        self._max_skipped_rows = config.data.max_skipped_rows
-        self._max_skipped_in_a_row = config.training.max_skipped_in_a_row
-        self._skips_bad_steps = config.training.skip_bad_steps
-        self._spikes = config.training.skip_spikes
+        self._max_skipped_rows = config.max_skipped_rows
+        self._max_skipped_in_a_row = config.max_skipped_in_a_row
+        self._skips_bad_steps = config.skip_bad_steps
+        self._spikes = config.skip_spikes
 
     def do(self, run: Run, now: Moment, line: Line) -> None:
         """Checks a line of metrics.
