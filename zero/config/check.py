@@ -14,11 +14,11 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from zero.config import rules_between_keys
 from zero.config.constraints import shown
-from zero.config.declared import keys_of_features, modes, training_kind, value_of
+from zero.config.declared import keys_of_features, value_of, whole_kind
 from zero.config.keys import Group, Key, Section, members_of
 from zero.config.names import unknown
 from zero.config.no_effect import without_effect
-from zero.config.schema import GROUPS, MODE_SECTIONS, Config, Model
+from zero.config.schema import GROUPS, MODE_SECTIONS, MODES, Config, Model
 from zero.errors import UserError
 from zero.models.config import GPTConfig
 
@@ -79,10 +79,11 @@ def _read(config: DictConfig, given: Collection[str], mistakes: list[str]) -> Co
     """The configuration of its mode, with defaults in place of what `mistakes` then has a line for."""
     values, wrong = _resolved(config)
     mistakes += wrong.values()
-    kind = modes().get(values.get("mode", ""), training_kind())
-    for mode in MODE_SECTIONS.keys() - {values.get("mode")}:  # a slice has keys of mode=plan
-        if values.pop(mode, None) is not None:
-            mistakes += [unknown(key) for key in given if key.startswith(f"{mode}.")]
+    mode = values.get("mode")
+    kind = whole_kind(mode if mode in MODES else "train")
+    for other in MODE_SECTIONS.keys() - {mode}:  # a slice has keys of mode=plan
+        if values.pop(other, None) is not None:
+            mistakes += [unknown(key) for key in given if key.startswith(f"{other}.")]
     found: list[str] = []
     read = read_section(kind, values, "", found)
     mistakes += [line for line in found if re.split("[=:]", line, maxsplit=1)[0] not in wrong]

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from zero.config.keys import Key, Section, Shared, key, members_of, section
@@ -26,10 +25,6 @@ class Keys:
         """The contradictions between its keys, or beside others: a key, and what was expected."""
         yield from ()
 
-    def without_effect(self) -> Iterator[tuple[str, str]]:
-        """Its keys that change nothing beside the others, each with the reason."""
-        yield from ()
-
 
 AnyKeys = TypeVar("AnyKeys", bound=Keys)
 _OF_FEATURES: dict[str, type[Keys]] = {}
@@ -41,24 +36,15 @@ def declare(name: str, kind: type[Keys]) -> None:
 
 
 @cache
-def modes() -> Mapping[str, type[Config]]:
-    """The class of the configuration of each mode.
+def whole_kind(mode: str = "train") -> type[Config]:
+    """The class of the configuration of a mode: the keys of features come after the others of their section.
 
     Raises:
       RuntimeError: the features have not declared their keys yet.
     """
     if not _OF_FEATURES:
         raise RuntimeError("the keys of features are not declared: import zero.run.features first")
-    return MappingProxyType({mode: _with_features(kind) for mode, kind in MODES.items()})
-
-
-def training_kind() -> type[Config]:
-    """The class of the configuration of a training run; raises as `modes`."""
-    return modes()["train"]
-
-
-def _with_features(kind: type[Config]) -> type[Config]:
-    """A configuration with the keys of features: those of an existing section come after the others there."""
+    kind = MODES[mode]
     fields: dict[str, list[tuple[str, Any, Any]]] = defaultdict(list)
     for name, keys in _OF_FEATURES.items():
         for member in members_of(keys, f"{name}."):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from zero.config.constraints import shown
-from zero.config.declared import keys_of_features
 from zero.config.schema import Config
 from zero.corpus.reading.synthetic import SYNTHETIC
 
@@ -18,20 +17,15 @@ def without_effect(config: Config) -> Iterator[tuple[str, str]]:
         return
     data = config.data
     if not config.model.warm_start:
-        for key in ("model.model_path", "model.ema"):
-            yield key, "model.warm_start=false"
+        yield "model.model_path", "model.warm_start=false"
     if not config.schedule.has_end:
         yield "training.end_learning_rate", f"schedule={config.schedule.name} has no end"
     yield from _of_sequence_lengths(config)
-    if data.cache_directory is None:
-        yield "data.cache_bytes", "data.cache_directory=null"
     if config.zero.emergency_steps is None:
         yield "zero.emergency_directory", "zero.emergency_steps=null"
     if data.corpus in SYNTHETIC:
         for name in OF_FILES:
             yield f"data.{name}", f"data.corpus={data.corpus} reads no files"
-    for keys in keys_of_features(config):
-        yield from keys.without_effect()
 
 
 def _of_sequence_lengths(config: Config) -> Iterator[tuple[str, str]]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from zero.config.constraints import shown
-from zero.config.declared import training_kind
+from zero.config.declared import whole_kind
 from zero.config.keys import Key, Section, all_keys, members_of
 from zero.config.schema import GROUPS, MODE_SECTIONS, MODES
 
@@ -50,7 +50,7 @@ def config_yaml() -> str:
     groups = [
         f"  - {name}: {next(iter(choices))} # {', '.join(choices)}" for name, choices in choices_of_groups().items()
     ]
-    return HEAD + "\n".join([*groups, "  - _self_", "", *_section(training_kind())]) + "\n" + HYDRA
+    return HEAD + "\n".join([*groups, "  - _self_", "", *_section(whole_kind())]) + "\n" + HYDRA
 
 
 def choices_of_groups() -> dict[str, list[str]]:
@@ -101,9 +101,9 @@ terminal.
 
 def keys_page() -> str:
     """The text of docs/keys.md."""
-    top = [member for member in members_of(training_kind()) if isinstance(member, Key) and member.name != "mode"]
+    top = [member for member in members_of(whole_kind()) if isinstance(member, Key) and member.name != "mode"]
     lines = [KEYS_HEAD, *_table(top)]
-    for section in members_of(training_kind()):
+    for section in members_of(whole_kind()):
         if isinstance(section, Section):
             lines += ["", f"## {section.name}", "", *_table(all_keys(section.kind, f"{section.name}."))]
     for group in GROUPS.values():

@@ -16,7 +16,7 @@ from zero.config.constraints import shown
 from zero.config.files import conf_directory, load_sizes
 from zero.config.keys import members_of
 from zero.config.names import MOVED, unknown
-from zero.config.schema import GROUPS, MODE_SECTIONS, default_section
+from zero.config.schema import EMA, GROUPS, MODE_SECTIONS, default_section
 from zero.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -87,6 +87,12 @@ def upgraded(saved: Mapping[str, Any]) -> dict[str, Any]:
         if last in new.get(place, {}):
             new_place, _, new_last = new_name.partition(".")
             new.setdefault(new_place, {})[new_last] = new[place].pop(last)
+    if training.pop("skip_bad_steps", True) is False:
+        training["max_skipped_in_a_row"] = 0
+    model = new.get("model", {})
+    if model.pop("ema", False) is True and model.get("warm_start") is True:
+        model["warm_start"] = EMA
+    new.get("data", {}).pop("cache_bytes", None)
     beta = training.pop("dpo_beta", None)
     if "objective" in training:
         name = training.pop("objective")
@@ -140,7 +146,6 @@ def merge_resumed(saved: DictConfig, config: DictConfig, overrides: list[str]) -
         for mode in MODE_SECTIONS:
             if mode == config.mode:
                 merged[mode] = config[mode]
-        merged.model.ema = False  # it was chosen for that start
         merged.data.resume_step = None  # it was meant for that start
         for key in ("coordinator_address", "num_processes", "process_id"):  # they belong to the machines of that start
             merged.distributed[key] = config.distributed[key]

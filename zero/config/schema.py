@@ -57,6 +57,7 @@ from zero.corpus.reading.synthetic import SYNTHETIC
 from zero.models.attention.blockwise import CHOICES as ATTENTION
 from zero.models.stack import REMAT
 
+EMA = "ema"
 _STAGES = "[[steps, tokens per sequence], ...]"
 _MIXTURE = (
     "[{index: path, weight: 0.7}, ...] of files of different names, with weights or [[0, weight], [step, weight], ...]"
@@ -134,10 +135,11 @@ class Training:
         Check(lambda value: value >= SMALLEST, "more than 0 in float32"),
         "Each element of the gradient is clipped to this absolute value, after the norm; null: none is.",
     )
-    skip_bad_steps: bool = key(
-        True,
-        None,
-        "A step whose gradient is not finite leaves weights and optimizer unchanged.",
+    max_skipped_in_a_row: int = key(
+        20,
+        at_least(0),
+        "A step whose gradient is not finite leaves weights and optimizer unchanged, and more such steps in a row than "
+        "this end the run with an error; 0: none is skipped, the first one ends the run.",
     )
     skip_spikes: float | None = key(
         None,
@@ -156,6 +158,11 @@ class Training:
         one_of("all", "completion"),
         "Tokens that the model learns to predict: all, or completion, in a corpus of zero-prepare --completions.",
     )
+
+    @property
+    def skips_bad_steps(self) -> bool:
+        """Whether a step whose gradient is not finite leaves the state as it was."""
+        return self.max_skipped_in_a_row > 0
 
     def stages(self) -> tuple[tuple[int, int], ...]:
         """Steps and tokens per sequence of each stage of the warmup; linear growth counts as one."""
@@ -177,11 +184,11 @@ class Model:
         None,
         "Keys of the entry with other values, such as model.override.N=24 model.override.embedding_dim=512.",
     )
-    warm_start: bool = key(False, None, "Start with the weights of model_path and a fresh optimizer.")
-    ema: bool = key(
+    warm_start: Any = key(
         False,
-        None,
-        "Evaluate, sample and warm-start from the moving average of the weights that training.ema has kept.",
+        Check(lambda value: value is True or value is False or value == EMA, "true, false or ema"),
+        "Start with the weights of model_path and a fresh optimizer; ema: with the moving average of the weights that "
+        "training.ema has kept there.",
     )
     model_path: str | None = key(
         None,
@@ -198,6 +205,11 @@ class Model:
         "unsupported.",
         "auto: on TPU the kernel from 512 positions on; elsewhere, and without a kernel, blockwise in long contexts.",
     )
+
+    @property
+    def starts_from_average(self) -> bool:
+        """Whether a warm start takes the moving average of the weights of its source."""
+        return bool(self.warm_start == EMA)
 
 
 @dataclass
@@ -298,9 +310,9 @@ class Data:
     cache_directory: str | None = key(
         None,
         not_empty(),
-        "A local directory that keeps shards read from a bucket; null: no cache.",
+        "A local directory that keeps shards read from a bucket, in at most nine tenths of what is free on its disk; "
+        "null: no cache.",
     )
-    cache_bytes: int = key(100_000_000_000, at_least(1, INT64), "Bytes that the cache may hold.")
     wandb_project: str | None = key(
         "zero",
         project_name(),

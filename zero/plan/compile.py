@@ -147,7 +147,7 @@ def compile_step(request: Request) -> Row:
         "master_dtype": zero.master_dtype,
         "state_dtype": config.optimizer.state_dtype,
         "clipping": training.max_gradient_norm is not None,
-        "skipping": training.skip_bad_steps,
+        "skipping": training.skips_bad_steps,
         "fused_update": zero.fused_update,
         **{key: getattr(zero, key) for key in PLACEMENT_KEYS},
         "grid": list(model.axis.shape),

@@ -38,7 +38,7 @@ def at(step: int, *asked: str, is_evaluation: bool = False, is_last: bool = Fals
 
 
 def limits(run: Any, **keys: Any) -> Limits:
-    usual = {"max_skipped_rows": 0, "skip_bad_steps": False, "skip_spikes": None}
+    usual = {"max_skipped_rows": 0, "max_skipped_in_a_row": 20, "skip_spikes": None}
     return Limits(Limits.Config(**usual | keys), run)
 
 
@@ -53,8 +53,12 @@ def test_statistics_of_their_steps_alone() -> None:
 @pytest.mark.parametrize(
     ("metrics", "keys", "message"),
     [
-        ({"gradient_norm": np.nan}, {}, "step 3: the gradient is not finite and training.skip_bad_steps=false"),
-        ({"skipped_in_a_row": 21}, {"skip_bad_steps": True}, "step 3: 21 steps in a row had no finite gradient; lower"),
+        (
+            {"gradient_norm": np.nan},
+            {"max_skipped_in_a_row": 0},
+            "step 3: the gradient is not finite and training.max_skipped_in_a_row=0",
+        ),
+        ({"skipped_in_a_row": 21}, {}, "step 3: 21 steps in a row had no finite gradient; lower"),
         ({"skipped_in_a_row": 21}, {"skip_spikes": 3.0}, "or were spikes by training.skip_spikes=3.0; lower"),
     ],
 )

@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from zero.config.constraints import at_least
 from zero.config.declared import Keys
-from zero.config.keys import key, shared
+from zero.config.keys import shared
+from zero.config.schema import Config as WholeConfig
 from zero.errors import UserError
+from zero.models.config import GPTConfig
 from zero.run.feature import Feature, Moment
 from zero.run.run import Line, Run
 from zero.tracking.metrics import Metric
@@ -24,19 +25,12 @@ class Limits(Feature):
     @dataclass
     class Config(Keys):
         max_skipped_rows: int = shared("data.max_skipped_rows")
-        skip_bad_steps: bool = shared("training.skip_bad_steps")
+        max_skipped_in_a_row: int = shared("training.max_skipped_in_a_row")
         skip_spikes: float | None = shared("training.skip_spikes")
-        max_skipped_in_a_row: int = key(
-            20,
-            at_least(1),
-            "Training stops with an error after more consecutive skipped steps than this.",
-            at="training",
-        )
 
-        def without_effect(self) -> Iterator[tuple[str, str]]:
-            if not self.skip_bad_steps and self.skip_spikes is None:
-                reason = "training.skip_bad_steps=false and training.skip_spikes=null"
-                yield "training.max_skipped_in_a_row", reason
+        def mistakes(self, config: WholeConfig, size: GPTConfig) -> Iterator[tuple[str, str]]:
+            if self.skip_spikes is not None and not self.max_skipped_in_a_row:
+                yield "training.max_skipped_in_a_row", f"at least 1, as training.skip_spikes={self.skip_spikes}"
 
     name = "limits"
     adds = (Metric(("skipped_rows",), "rows so far that could not be read, where `data.max_skipped_rows` allows some"),)
@@ -45,7 +39,6 @@ class Limits(Feature):
     def __init__(self, config: Config, run: Run) -> None:
         self._max_skipped_rows = config.max_skipped_rows
         self._max_skipped_in_a_row = config.max_skipped_in_a_row
-        self._skips_bad_steps = config.skip_bad_steps
         self._spikes = config.skip_spikes
 
     def do(self, run: Run, now: Moment, line: Line) -> None:
@@ -67,8 +60,8 @@ class Limits(Feature):
                 f"step {now.step}: {run.metrics.skipped_in_a_row} steps in a row had no finite gradient{spikes}; lower "
                 "training.peak_learning_rate and --resume from a step before that (data.resume_step)"
             )
-        if not self._skips_bad_steps and not math.isfinite(line["gradient_norm"]):
+        if not self._max_skipped_in_a_row and not math.isfinite(line["gradient_norm"]):
             raise UserError(
-                f"step {now.step}: the gradient is not finite and training.skip_bad_steps=false; lower "
+                f"step {now.step}: the gradient is not finite and training.max_skipped_in_a_row=0; lower "
                 "training.peak_learning_rate and --resume"
             )
