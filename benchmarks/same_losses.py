@@ -66,7 +66,7 @@ SETTINGS = {
     "fused, nested, int8": f"{DEEP} zero.fused_update=true optimizer.state_dtype=int8 zero.master_dtype=bfloat16 "
     "zero.gradient_dtype=bfloat16",
     "ema, spikes": f"{STAGE3} training.ema=0.9 training.skip_spikes=3",
-    "no clipping, no skipping": f"{STAGE3} training.max_gradient_norm=null training.skip_bad_steps=false",
+    "no clipping, no skipping": f"{STAGE3} training.max_gradient_norm=null training.max_skipped_in_a_row=0",
     "bfloat16": f"{STAGE3} zero.compute_dtype=bfloat16 zero.wire_dtype=bfloat16 zero.gradient_dtype=bfloat16",
     "int8 on the wire": f"{STAGE3} zero.wire_dtype=int8 zero.gather_dtype=int8",
     "replicas": f"{STAGE3} zero.replicas=2",

@@ -24,6 +24,7 @@ os.environ["OPENBLAS_NUM_THREADS"] = "1"  # its idle threads spin
 import jax
 
 import zero
+import zero.run.features  # declares the keys of features
 
 zero.use_cpu_devices(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")

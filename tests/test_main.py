@@ -186,8 +186,8 @@ IN_UNITS = pytest.mark.slow  # test_check.py and test_index_files.py have them w
         ),
         (["model.warm_start=true", "model.model_path=nowhere"], ["nowhere", "Hugging Face folder"]),
         pytest.param(
-            ["training.skip_bad_steps=false", "training.peak_learning_rate=1e30"],
-            ["not finite", "skip_bad_steps=false"],
+            ["training.max_skipped_in_a_row=0", "training.peak_learning_rate=1e30"],
+            ["not finite", "training.max_skipped_in_a_row=0"],
             marks=pytest.mark.slow,  # that compiles; tests/run/features/test_features.py shows it without
         ),
         (["hydra.run.dir=text/0.txt"], ["text/0.txt"]),

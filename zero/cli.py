@@ -21,6 +21,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+import zero.run.features  # noqa: F401  declares the keys of features
 from zero.config.check import check, describe
 from zero.config.files import conf_directory, load_sizes
 from zero.config.help import help_text, version_text

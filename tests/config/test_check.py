@@ -9,11 +9,13 @@ from omegaconf import OmegaConf
 
 from tests.config.composing import CONF, compose
 from zero.config.check import check, describe
+from zero.config.declared import whole_kind
 from zero.config.files import load_sizes
 from zero.config.keys import all_keys
 from zero.config.printed import config_yaml, keys_page, yaml_text
 from zero.config.schema import GROUPS, Config, PlanConfig
 from zero.errors import UserError
+from zero.printed import metrics_page
 
 pytestmark = pytest.mark.quick
 
@@ -94,7 +96,6 @@ def test_every_size_can_be_trained(size: str) -> None:
         ),
         ("mode=evaluate; evaluate.stride=256", ["evaluate.stride=256", "1 to 255"]),
         ("data.max_skipped_rows=-1", ["data.max_skipped_rows=-1", "zero or more"]),
-        ("data.cache_bytes=0", ["data.cache_bytes=0", "at least 1"]),
         ("model.size=999b", ["model.size=999b", "one of test, bytes, bytes_mup, 124m"]),
         ("zero.stage=4", ["zero.stage=4", "one of 0, 1, 2, 3"]),
         ("zero.compute_dtype=float16", ["zero.compute_dtype=float16", "float32, bfloat16"]),
@@ -128,7 +129,7 @@ def test_every_size_can_be_trained(size: str) -> None:
         ("training.context_stages=[[true,64]]", ["training.context_stages", "[[steps, tokens per sequence], ...]"]),
         ("data.max_context=true", ["data.max_context=true", "at least 2"]),
         ("data.index_path_train=[{index: a, weight: true}]", ["data.index_path_train", "weight"]),
-        ("model.ema=2", ["model.ema=2", "true or false"]),
+        ("model.warm_start=2", ["model.warm_start=2", "true, false or ema"]),
         ("zero.fused_update=null", ["zero.fused_update=null", "true or false"]),
         ("mode=sample; sample.prompt=2024", ["sample.prompt=2024: expected a text, quoted as", "if it looks"]),
         ("mode=sample; sample.prompt=[]", ["sample.prompt=[]: expected a text"]),
@@ -333,18 +334,20 @@ def test_fused_update_names_all_refusals() -> None:
 
 
 def test_configuration_file() -> None:
-    """conf/config.yaml and docs/keys.md are what is printed from the declared keys: python -m zero.config.printed."""
+    """conf/config.yaml and the pages of keys and metrics are what is printed: python -m zero.printed."""
+    docs = CONF.resolve().parent / "docs"
     assert (CONF / "config.yaml").read_text() == config_yaml()
-    assert (CONF.resolve().parent / "docs" / "keys.md").read_text() == keys_page()
-    assert {key.name: yaml.safe_load(yaml_text(key.default)) for key in all_keys(Config)} == {
-        key.name: key.default for key in all_keys(Config)
+    assert (docs / "keys.md").read_text() == keys_page()
+    assert (docs / "metrics.md").read_text() == metrics_page()
+    assert {key.name: yaml.safe_load(yaml_text(key.default)) for key in all_keys(whole_kind())} == {
+        key.name: key.default for key in all_keys(whole_kind())
     }
 
 
 def test_every_key_is_explained() -> None:
     """Each key has a sentence, and lacks none of those that are needed."""
-    assert [key.name for key in all_keys(Config) if not key.lines[0]] == []
+    assert [key.name for key in all_keys(whole_kind()) if not key.lines[0]] == []
     with pytest.raises(UserError) as caught:
         check(OmegaConf.create({}), SIZES)
     missing = {line.partition(":")[0] for line in str(caught.value).splitlines()}
-    assert missing == {key.name for key in all_keys(Config)} | {f"{group}.name" for group in GROUPS}
+    assert missing == {key.name for key in all_keys(whole_kind())} | {f"{group}.name" for group in GROUPS}

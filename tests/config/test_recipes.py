@@ -92,7 +92,7 @@ OF_SIZE = {"bytes_vq": CODES, "gshard_105b": EXPERTS}
 AFTER = {  # what a row needs besides
     "training.total_steps=50": ("training.evaluation_frequency=50",),
     "profile.steps=[20,25]": ("profile.steps=[1,2]",),
-    "training.statistics=100": ("training.statistics=2",),
+    "statistics.every=100": ("statistics.every=2",),
     "zero.compute_dtype=bfloat16": ("distributed.compilation_cache=cache",),
     "data.isolate_documents": (
         *("data.corpus=null", f"data.index_path_train={cli.INDICES[0]}"),

@@ -39,6 +39,7 @@ ROOMS = [
     "zero.report",
     "zero.run",
     "zero.plan",
+    "zero.printed",
     "zero.cli",
     "zero.doctor",
     "commands",  # main_zero.py, data/prepare.py

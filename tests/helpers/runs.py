@@ -1,6 +1,6 @@
 """Runs without devices, for tests of single features: stand-ins take the place of what a test does not look at.
 
-- `make_run`: a `Run` at step 3 with the metrics of one step; `make_config`: the keys that features read.
+- `make_run`: a `Run` at step 3 with the metrics of one step.
 """
 
 from pathlib import Path
@@ -44,27 +44,6 @@ def in_steps() -> Goodput:
     return clock
 
 
-def make_config(**sections: dict[str, Any]) -> Any:
-    """A stand-in for a configuration with these keys instead of the usual ones."""
-    usual: dict[str, dict[str, Any]] = {
-        "training": {
-            "max_skipped_in_a_row": 20,
-            "skip_bad_steps": False,
-            "skip_spikes": None,
-            "sample_tokens": 0,
-            "maximum_evaluation_steps": 3,
-            "evaluation_frequency": 20,
-            "log_frequency": 10,
-            "batch_size": 8,
-            "loss_on": "all",
-        },
-        "data": {"max_skipped_rows": 0, "save_every": None, "checkpoint_minutes": None},
-        "harness": {"every": 2, "tasks": ["a.yaml"]},
-        "zero": {"emergency_steps": None},
-    }
-    return SimpleNamespace(**{name: SimpleNamespace(**keys | sections.get(name, {})) for name, keys in usual.items()})
-
-
 def make_run(directory: Path, **metrics: float) -> Any:
     """A run at step 3 with the metrics of one step that are not read yet."""
     model = SimpleNamespace(axis=Axis("zero", (1, 8)), weights=lambda params, averages, frozen: params)
@@ -86,6 +65,7 @@ def make_run(directory: Path, **metrics: float) -> Any:
         position=TrainingPosition(8, step=3, cursor={"batches": 3}),
         last_step=10,
         evaluation_frequency=20,
+        config={"resume": None},
     )
     step_metrics.add(values(**metrics), leave=1, flops=500)
     return run

@@ -55,7 +55,7 @@ def test_plan_of_a_v3_8(tmp_path: Path, stages: tuple[int, ...]) -> None:
         "plan.grid.remat=[full]",
     )
     price = ("plan.dollars_per_hour=12", "plan.breakdown=true", "plan.tokens=1_000_000_000")
-    slice_of_8 = ("plan.topology=v3-8", "plan.processes=2", "training.statistics=100")
+    slice_of_8 = ("plan.topology=v3-8", "plan.processes=2", "statistics.every=100")
     result = plan(tmp_path, *slice_of_8, *grid, *price, "model.size=test", "plan.grid.micro_batch=[2]")
     rows = result["rows"]
     assert (result["devices"], result["parameters"], [row["stage"] for row in rows]) == (8, 69024, [*stages])
@@ -324,7 +324,7 @@ MIXTURE = "[{index: 'my text.index', weight: 0.7}, {index: gs://b/c.index, weigh
         [],
         ["+preset=v3-8-fused", "model.attention=auto", "data.index_path_train=a.index"],
         ["model.size=1_1b", "zero.wire_dtype=bfloat16", "zero.reduce_dtype=bfloat16", "zero.compute_dtype=float32"],
-        ["training.max_gradient_norm=null", "training.skip_bad_steps=false", "training.skip_spikes=6", "seed=3"],
+        ["training.max_gradient_norm=null", "training.max_skipped_in_a_row=5", "training.skip_spikes=6", "seed=3"],
         ["zero.master_dtype=bfloat16"],
         ["training.ema=0.999", "model.attention=blockwise", f"data.index_path_train={MIXTURE}", "profile.steps=[2,3]"],
     ],

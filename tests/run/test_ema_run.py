@@ -77,7 +77,7 @@ def test_average_on_fewer_devices(forks: cli.Forks) -> None:
 
 
 def test_evaluate_uses_the_average(forks: cli.Forks) -> None:
-    """`mode=evaluate` uses the average, and refuses model.ema=true where there is none."""
+    """`mode=evaluate` uses the average, and refuses evaluate.ema=true where there is none."""
     whole, mean = forks.workplace / "whole", forks.workplace / "mean"
     model = ShardedGPT(SIZE, zero.Axis("zero", (1, 1)), 0)
     saved = weights_and_average(whole)
@@ -88,11 +88,11 @@ def test_evaluate_uses_the_average(forks: cli.Forks) -> None:
             np.testing.assert_array_equal(np.asarray(x)[0], saved[f"{prefix}/{name}"], err_msg=name)
     found = []
     for value in ("false", "true"):
-        evaluation = forks.evaluate(f"evaluated-{value}", "model.model_path=whole", f"model.ema={value}")
+        evaluation = forks.evaluate(f"evaluated-{value}", "model.model_path=whole", f"evaluate.ema={value}")
         found.append(evaluation["loss"])
     assert found[0] != found[1] and abs(found[0] - found[1]) < 0.5
     average(str(whole), mean)
-    done = forks.run("mode=evaluate", "model.model_path=mean", "model.ema=true", "hydra.run.dir=refused")
+    done = forks.run("mode=evaluate", "model.model_path=mean", "evaluate.ema=true", "hydra.run.dir=refused")
     assert done.returncode and "holds no moving average of the weights; training.ema keeps one" in done.stderr
     done = forks.run("--resume", "hydra.run.dir=whole", "training.ema=null")
     assert done.returncode and "training.ema=null: expected 0.6, the value of the run" in done.stderr

@@ -98,7 +98,7 @@ def test_weights_in_every_mode(forks: cli.Forks, tmp_path: Path) -> None:
     """Its weights are used by evaluate, sample, average and warm start."""
     whole = forks.workplace / "whole"
     found = {}
-    for name, keys in (("held", ()), ("float32", FLOAT32), ("ema", ("model.ema=true",))):
+    for name, keys in (("held", ()), ("float32", FLOAT32), ("ema", ("evaluate.ema=true",))):
         found[name] = forks.evaluate(f"evaluated-{name}", "model.model_path=whole", *keys)["loss"]
     assert found["held"] == found["float32"] != found["ema"]
     forks.check("mode=sample", "model.model_path=whole", "sample.tokens=4", "hydra.run.dir=sampled")

@@ -86,7 +86,7 @@ def test_without_validation(key: str, forks: cli.Forks) -> None:
 def test_on_two_hosts(forks: cli.Forks) -> None:
     """Two hosts train on the same rows as one, with the same statistics of tensors."""
     job = ("training.batch_size=8", "training.gradient_accumulation_steps=1", "distributed.cpu_devices=2")
-    computed = (*COMPUTED, "training.statistics=6")
+    computed = (*COMPUTED, "statistics.every=6")
     done = hosts.finish(hosts.start([forks.workplace] * 2, *computed, *job, "hydra.run.dir=two"))
     assert [one.returncode for one in done] == [0, 0], [one.stderr for one in done]
     two, one = forks.workplace / "two", forks.train("one", *computed)

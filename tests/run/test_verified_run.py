@@ -1,4 +1,4 @@
-"""`training.verify_every` in runs: nothing changes where devices agree; else the run ends before it saves."""
+"""`verify.every` in runs: nothing changes where devices agree; else the run ends before it saves."""
 
 import pytest
 
@@ -17,14 +17,14 @@ if sys.argv[0].endswith("main_zero.py") or "main_zero.py" in " ".join(sys.orig_a
 def test_comparing_devices_changes_nothing(forks: cli.Forks) -> None:
     """A run that compares devices computes the same."""
     plain = forks.train("plain", *cli.TINY)
-    verified = forks.train("verified", *cli.TINY, "training.verify_every=2")
+    verified = forks.train("verified", *cli.TINY, "verify.every=2")
     assert cli.metrics(verified) == cli.metrics(plain)
 
 
 def test_hosts_name_the_failing_device(forks: cli.Forks) -> None:
     """Hosts name the device that errs and save nothing."""
     with cli.customized(FAULTY):
-        job = ("training.verify_every=6", "distributed.cpu_devices=4", "training.batch_size=8", "hydra.run.dir=faulty")
+        job = ("verify.every=6", "distributed.cpu_devices=4", "training.batch_size=8", "hydra.run.dir=faulty")
         done = hosts.finish(hosts.start([forks.workplace] * 2, *cli.TINY, *job))
     for one in done:
         assert one.returncode == 1, one.stderr

@@ -34,9 +34,8 @@ GROUPS = dataclasses.replace(CONFIG, embedding_dim=48, num_head=8, block_size=16
 
 def verifier(program: Any, axis: zero.Axis, every: int | None = 5) -> Verify:
     """The feature on a run with this program."""
-    config: Any = SimpleNamespace(training=SimpleNamespace(verify_every=every))
     run: Any = SimpleNamespace(axis=axis, job=SimpleNamespace(programs=SimpleNamespace(verify=program)))
-    return Verify(config, run)
+    return Verify(Verify.Config(every), run)
 
 
 def program_of(on: Setup) -> Any:
@@ -190,9 +189,7 @@ def test_steps_that_are_verified(every: int | None, step: int, is_checked: bool)
 def test_gpus_have_to_be_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
     axis = zero.Axis("zero", (1, 8))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    with pytest.raises(
-        UserError, match=r"^training\.verify_every=5 on GPU needs XLA_FLAGS=--xla_gpu_deterministic_ops=true"
-    ):
+    with pytest.raises(UserError, match=r"^verify\.every=5 on GPU needs XLA_FLAGS=--xla_gpu_deterministic_ops=true"):
         verifier(None, axis)
     verifier(None, axis, None)
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=true")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Collection, Iterator
+from itertools import chain
 from typing import Any, Protocol, TypeVar, get_args, get_origin
 
 from hydra.errors import MissingConfigException
@@ -13,14 +14,15 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from zero.config import rules_between_keys
 from zero.config.constraints import shown
-from zero.config.keys import Group, Key, members_of
+from zero.config.declared import keys_of_features, value_of, whole_kind
+from zero.config.keys import Group, Key, Section, members_of
 from zero.config.names import unknown
 from zero.config.no_effect import without_effect
 from zero.config.schema import GROUPS, MODE_SECTIONS, MODES, Config, Model
 from zero.errors import UserError
 from zero.models.config import GPTConfig
 
-Section = TypeVar("Section")
+AnySection = TypeVar("AnySection")
 TYPES = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
 WRONG = object()  # in place of a value that has not the type of its key
 
@@ -77,10 +79,11 @@ def _read(config: DictConfig, given: Collection[str], mistakes: list[str]) -> Co
     """The configuration of its mode, with defaults in place of what `mistakes` then has a line for."""
     values, wrong = _resolved(config)
     mistakes += wrong.values()
-    kind = MODES.get(values.get("mode", ""), Config)
-    for mode in MODE_SECTIONS.keys() - {values.get("mode")}:  # a slice has keys of mode=plan
-        if values.pop(mode, None) is not None:
-            mistakes += [unknown(key) for key in given if key.startswith(f"{mode}.")]
+    mode = values.get("mode")
+    kind = whole_kind(mode if mode in MODES else "train")
+    for other in MODE_SECTIONS.keys() - {mode}:  # a slice has keys of mode=plan
+        if values.pop(other, None) is not None:
+            mistakes += [unknown(key) for key in given if key.startswith(f"{other}.")]
     found: list[str] = []
     read = read_section(kind, values, "", found)
     mistakes += [line for line in found if re.split("[=:]", line, maxsplit=1)[0] not in wrong]
@@ -89,23 +92,17 @@ def _read(config: DictConfig, given: Collection[str], mistakes: list[str]) -> Co
 
 def _contradictions(config: Config, size: GPTConfig, given: Collection[str]) -> Iterator[str]:
     expected_values: dict[str, str] = {}
-    for key, expected in rules_between_keys.mistakes(config, size):
+    of_features = chain.from_iterable(keys.mistakes(config, size) for keys in keys_of_features(config))
+    for key, expected in chain(rules_between_keys.mistakes(config, size), of_features):
         expected_values.setdefault(key, expected)
     for key, expected in expected_values.items():
         if key in GROUPS:
             yield f"{key}={getattr(config, key).name}: expected {expected}"
         else:
-            yield f"{key}={shown(_value(config, key))}: expected {expected}"
+            yield f"{key}={shown(value_of(config, key))}: expected {expected}"
     for key, reason in without_effect(config):
         if key in given and key not in expected_values:
-            yield f"{key}={shown(_value(config, key))}: it has no effect, as {reason}"
-
-
-def _value(config: Config, key: str) -> Any:
-    value: Any = config
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value
+            yield f"{key}={shown(value_of(config, key))}: it has no effect, as {reason}"
 
 
 def _resolved(config: DictConfig) -> tuple[dict[str, Any], dict[str, str]]:
@@ -132,14 +129,14 @@ def _wrong_interpolations(section: DictConfig, prefix: str) -> Iterator[tuple[st
             yield key, f"{key}={shown(text)}: {str(error).splitlines()[0]}"
 
 
-def read_section(kind: type[Section], values: dict[str, Any], prefix: str, mistakes: list[str]) -> Section:
+def read_section(kind: type[AnySection], values: dict[str, Any], prefix: str, mistakes: list[str]) -> AnySection:
     """The section with these values, and with its defaults for keys that are missing or wrong.
 
     Args:
       prefix: of the names of its keys, such as "training.".
       mistakes: takes a line for each unknown, missing or wrong key.
     """
-    members = members_of(kind, prefix)  # type: ignore[arg-type]  # a class is hashable
+    members = members_of(kind, prefix)
     names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]  # a dataclass
     mistakes += [unknown(f"{prefix}{name}") for name in values if name not in names]
     read: dict[str, Any] = {}
@@ -152,6 +149,7 @@ def read_section(kind: type[Section], values: dict[str, Any], prefix: str, mista
             if isinstance(member, Group):
                 chosen = member.choices.get(str(inner.get("name")), member.default)
             else:
+                assert isinstance(member, Section)
                 chosen = member.kind
             read[name] = read_section(chosen, inner, f"{member.name}.", mistakes)
         elif name not in values or values[name] == "???":

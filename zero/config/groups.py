@@ -401,6 +401,7 @@ class Evaluate:
         "Score each new checkpoint of the run in model.model_path, a directory or the URL of its checkpoints, until "
         "the run has ended.",
     )
+    ema: bool = key(False, None, "Use the moving average of the weights that training.ema has kept.")
     replicate: bool | None = key(
         None,
         None,
@@ -471,6 +472,7 @@ class Sample:
         positive(),
         "Above 1 makes tokens that already occur in the text less likely; 1: off.",
     )
+    ema: bool = key(False, None, "Use the moving average of the weights that training.ema has kept.")
     replicate: bool | None = key(
         None,
         None,

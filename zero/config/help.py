@@ -6,11 +6,12 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
+from zero.config.declared import whole_kind
 from zero.config.files import conf_directory, load_sizes
 from zero.config.keys import Group, Key, Section, all_keys, members_of
 from zero.config.names import unknown
 from zero.config.printed import choices_of_groups, yaml_text
-from zero.config.schema import GROUPS, MODE_SECTIONS, MODES, Config
+from zero.config.schema import GROUPS, MODE_SECTIONS, MODES
 from zero.errors import UserError
 
 WIDTH = 100  # columns of a terminal
@@ -77,9 +78,9 @@ def _screen() -> Iterator[str]:
         yield from _list(f"+{group}", meaning, _files(group))
     yield ""
     yield "Keys, by section:"
-    plain = [member.name for member in members_of(Config) if isinstance(member, Key) and member.name != "mode"]
+    plain = [member.name for member in members_of(whole_kind()) if isinstance(member, Key) and member.name != "mode"]
     yield f"  {'':<12} {', '.join(plain)}"
-    for member in members_of(Config):
+    for member in members_of(whole_kind()):
         if isinstance(member, Section):
             yield f"  {member.name:<12} {len(list(all_keys(member.kind)))} keys"
     yield ""
@@ -128,7 +129,7 @@ def _page(name: str) -> Iterator[str]:
 
 
 def _key_or_section(name: str) -> Iterator[str]:
-    for member in members_of(Config):
+    for member in members_of(whole_kind()):
         if isinstance(member, Section) and member.name == name:
             yield from _section(f"{name}.", member.kind)
     for key, owner in _every_key():
@@ -138,7 +139,7 @@ def _key_or_section(name: str) -> Iterator[str]:
 
 def _every_key() -> Iterator[tuple[Key, str]]:
     """Each key with what has it: nothing if every run has it."""
-    for key in all_keys(Config):
+    for key in all_keys(whole_kind()):
         if key.name.partition(".")[0] not in GROUPS:
             yield key, ""
     for group in GROUPS.values():

@@ -37,6 +37,16 @@ class Key(NamedTuple):
     lines: tuple[str, ...]
 
 
+class Shared(NamedTuple):
+    """A key that another owner declares, and that this one reads.
+
+    Attributes:
+      name: with its sections, such as training.loss_on.
+    """
+
+    name: str
+
+
 class Section(NamedTuple):
     """Keys below a name."""
 
@@ -60,15 +70,23 @@ class Group(NamedTuple):
 NAME = "The choice."  # the sentence of the key `name` of a choice
 
 
-def key(default: Any, check: Check | None, sentence: str, *more: str) -> Any:
+def key(default: Any, check: Check | None, sentence: str, *more: str, at: str | None = None) -> Any:
     """A field of a section: a key with its default, its check (None: the type says all) and its meaning.
 
     The type of the field determines whether the key may be null; null is not checked.
+
+    Args:
+      at: the section of the key, such as training, where it is not that of its owner.
     """
     return dataclasses.field(
         default_factory=lambda: copy.deepcopy(default),  # a list or a dictionary is not shared
-        metadata={"default": default, "check": check, "lines": (sentence, *more)},
+        metadata={"default": default, "check": check, "lines": (sentence, *more), "at": at},
     )
+
+
+def shared(name: str) -> Any:
+    """A field of a feature's section: the value of a key that is declared elsewhere, by its whole name."""
+    return dataclasses.field(metadata={"shared": name})
 
 
 def named(name: str) -> Any:
@@ -87,15 +105,21 @@ def choice(kinds: tuple[type, ...], comment: str) -> Any:
     return dataclasses.field(default_factory=kinds[0], metadata={"choice": (comment, choices)})
 
 
-@cache
-def members_of(kind: type, prefix: str = "") -> tuple[Key | Section | Group, ...]:
+def members_of(kind: type, prefix: str = "") -> tuple[Key | Shared | Section | Group, ...]:
     """What a section declares, in order."""
+    return _members_of(kind, prefix)
+
+
+@cache
+def _members_of(kind: type, prefix: str) -> tuple[Key | Shared | Section | Group, ...]:
     types = get_type_hints(kind)
     return tuple(_member(field, prefix + field.name, types[field.name]) for field in dataclasses.fields(kind))
 
 
-def _member(field: dataclasses.Field[Any], name: str, annotated: Any) -> Key | Section | Group:
+def _member(field: dataclasses.Field[Any], name: str, annotated: Any) -> Key | Shared | Section | Group:
     meta = field.metadata
+    if "shared" in meta:
+        return Shared(meta["shared"])
     if "section" in meta:
         return Section(name, *meta["section"])
     if "choice" in meta:
@@ -103,6 +127,8 @@ def _member(field: dataclasses.Field[Any], name: str, annotated: Any) -> Key | S
     choices = get_args(annotated)
     is_optional = NoneType in choices
     value_type = next(kind for kind in choices if kind is not NoneType) if is_optional else annotated
+    if meta["at"] is not None:
+        name = f"{meta['at']}.{field.name}"
     return Key(name, value_type, is_optional, meta["default"], meta["check"], meta["lines"])
 
 
@@ -114,5 +140,5 @@ def all_keys(kind: type, prefix: str = "") -> Iterator[Key]:
                 yield member
         elif isinstance(member, Section):
             yield from all_keys(member.kind, f"{member.name}.")
-        else:
+        elif isinstance(member, Group):
             yield from all_keys(member.default, f"{member.name}.")

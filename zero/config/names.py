@@ -5,10 +5,12 @@ from __future__ import annotations
 import difflib
 from functools import cache
 
+from zero.config.declared import whole_kind
 from zero.config.keys import Key, all_keys
-from zero.config.schema import GROUPS, MODE_SECTIONS, Config
+from zero.config.schema import GROUPS, MODE_SECTIONS
 
-# Keys that are chosen as groups, and keys of earlier versions: what to write in place of them.
+# Keys that are chosen as groups, keys of earlier versions that have another name now (MOVED), and others of them: what
+# to write in place of them.
 CHOSEN = {
     "optimizer.name": "optimizer",
     "objective.name": "objective",
@@ -17,9 +19,16 @@ CHOSEN = {
     "training.objective": "objective",
     "tuning.method": "tuning",
 }
-RENAMED = {
+MOVED = {
+    "training.verify_every": "verify.every",
+    "training.statistics": "statistics.every",
+}
+RENAMED = MOVED | {
     "training.dpo_beta": "objective.beta, with objective=dpo",
     "training.harness_frequency": "harness.every, with harness.tasks",
+    "training.skip_bad_steps": "training.max_skipped_in_a_row, of which 0 skips none,",
+    "data.cache_bytes": "nine tenths of what is free on the disk of data.cache_directory",
+    "model.ema": "evaluate.ema with mode=evaluate, sample.ema with mode=sample, and model.warm_start=ema",
     "zero.replicate": "evaluate.replicate with mode=evaluate, sample.replicate with mode=sample",
 }
 
@@ -34,13 +43,13 @@ def owners() -> dict[str, tuple[str, ...]]:
                 found[key.name] = (*found.get(key.name, ()), f"{group.name}={name}")
     for mode, kind in MODE_SECTIONS.items():
         found |= {key.name: (f"mode={mode}",) for key in all_keys(kind, f"{mode}.")}
-    return {key.name: () for key in all_keys(Config)} | found
+    return {key.name: () for key in all_keys(whole_kind())} | found
 
 
 @cache
 def declared_keys() -> dict[str, Key]:
     """Every key by its name, of all choices and modes; of several choices that of the last one."""
-    keys = {key.name: key for key in all_keys(Config)}
+    keys = {key.name: key for key in all_keys(whole_kind())}
     for group in GROUPS.values():
         for kind in group.choices.values():
             keys |= {key.name: key for key in all_keys(kind, f"{group.name}.")}

@@ -15,18 +15,12 @@ def without_effect(config: Config) -> Iterator[tuple[str, str]]:
     """The keys of a training run that change nothing beside its other keys, each with the reason."""
     if config.mode != "train":
         return
-    training = config.training
     data = config.data
     if not config.model.warm_start:
-        for key in ("model.model_path", "model.ema"):
-            yield key, "model.warm_start=false"
+        yield "model.model_path", "model.warm_start=false"
     if not config.schedule.has_end:
         yield "training.end_learning_rate", f"schedule={config.schedule.name} has no end"
     yield from _of_sequence_lengths(config)
-    if not training.skip_bad_steps and training.skip_spikes is None:
-        yield "training.max_skipped_in_a_row", "training.skip_bad_steps=false and training.skip_spikes=null"
-    if data.cache_directory is None:
-        yield "data.cache_bytes", "data.cache_directory=null"
     if config.zero.emergency_steps is None:
         yield "zero.emergency_directory", "zero.emergency_steps=null"
     if data.corpus in SYNTHETIC:

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from zero.config.constraints import shown
-from zero.config.files import conf_directory
+from zero.config.declared import whole_kind
 from zero.config.keys import Key, Section, all_keys, members_of
-from zero.config.schema import GROUPS, MODE_SECTIONS, MODES, Config
+from zero.config.schema import GROUPS, MODE_SECTIONS, MODES
 
 HEAD = """\
 # python main_zero.py
@@ -50,7 +50,7 @@ def config_yaml() -> str:
     groups = [
         f"  - {name}: {next(iter(choices))} # {', '.join(choices)}" for name, choices in choices_of_groups().items()
     ]
-    return HEAD + "\n".join([*groups, "  - _self_", "", *_section(Config)]) + "\n" + HYDRA
+    return HEAD + "\n".join([*groups, "  - _self_", "", *_section(whole_kind())]) + "\n" + HYDRA
 
 
 def choices_of_groups() -> dict[str, list[str]]:
@@ -94,16 +94,16 @@ KEYS_HEAD = """\
 # Keys
 
 Every key of the configuration, its default and its meaning. This page and `conf/config.yaml` are printed from the
-declarations in `zero/config` (`python -m zero.config.printed`); `--help KEY` explains a key in the
+declarations in `zero/config` and `zero/run/features` (`python -m zero.printed`); `--help KEY` explains a key in the
 terminal.
 """
 
 
 def keys_page() -> str:
     """The text of docs/keys.md."""
-    top = [member for member in members_of(Config) if isinstance(member, Key) and member.name != "mode"]
+    top = [member for member in members_of(whole_kind()) if isinstance(member, Key) and member.name != "mode"]
     lines = [KEYS_HEAD, *_table(top)]
-    for section in members_of(Config):
+    for section in members_of(whole_kind()):
         if isinstance(section, Section):
             lines += ["", f"## {section.name}", "", *_table(all_keys(section.kind, f"{section.name}."))]
     for group in GROUPS.values():
@@ -126,8 +126,3 @@ def _table(keys: Iterable[Key]) -> Iterator[str]:
     for key in keys:
         meaning = "<br>".join(html.escape(line, quote=False).replace("|", "\\|") for line in key.lines)
         yield f"| `{key.name}` | `{yaml_text(key.default)}` | {meaning} |"
-
-
-if __name__ == "__main__":  # writes the files that are printed from the declared keys
-    (conf_directory() / "config.yaml").write_text(config_yaml())
-    (conf_directory().resolve().parent / "docs" / "keys.md").write_text(keys_page())

@@ -1,4 +1,4 @@
-"""Rules between the keys of a configuration. Checks of single keys are in schema.py."""
+"""Rules between the keys of a configuration. Checks of single keys are in schema.py, rules of features beside them."""
 
 from __future__ import annotations
 
@@ -45,11 +45,6 @@ def training_rules(config: Config, size: GPTConfig) -> Mistakes:
     key = "context_stages" if isinstance(training.context_stages, list) else "warmup_train_context"
     if longest <= size.block_size and any(length < 2 or longest % length for _, length in training.stages()):
         yield f"training.{key}", f"a divisor of data.max_context={longest}, at least 2"
-    if size.has_learned_positions and training.sample_tokens >= size.block_size:
-        learned = f"the learned positions of model.size={config.model.size} less one"
-        yield "training.sample_tokens", f"at most {size.block_size - 1}, {learned}"
-    if (config.harness.every is None) != (not config.harness.tasks):
-        yield "harness.every", "a number with tasks in harness.tasks, and null without"
 
 
 def objective_rules(config: Config, size: GPTConfig) -> Mistakes:
@@ -114,8 +109,6 @@ def data_rules(config: Config, size: GPTConfig) -> Mistakes:
     switch = size.rotary_switch
     if switch is not None and data.isolate_documents and data.max_context > switch:
         yield "data.isolate_documents", f"false, as rotary frequencies depend on the length of rows beyond {switch}"
-    if switch is not None and config.training.sample_tokens >= switch:
-        yield "training.sample_tokens", f"less than {switch}, beyond which rotary frequencies depend on the length"
     place = storage.join(storage.bucket(data.bucket_path) if data.bucket_path else "", data.checkpoint_directory)
     if config.mode == "train" and "://" in place and storage.scheme(place) != "gs":
         why = f"orbax cannot save to {place} (docs/decisions/stores.md)"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -12,12 +11,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from zero.config.check import check, describe
+from zero.config.check import describe
 from zero.config.constraints import shown
 from zero.config.files import conf_directory, load_sizes
 from zero.config.keys import members_of
-from zero.config.names import unknown
-from zero.config.schema import GROUPS, MODE_SECTIONS, default_section
+from zero.config.names import MOVED, unknown
+from zero.config.schema import EMA, GROUPS, MODE_SECTIONS, default_section
 from zero.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -54,12 +53,10 @@ def default_config(**choices: str) -> DictConfig:
     Args:
       choices: of groups, such as optimizer="lion".
     """
-    return copy.deepcopy(_checked_defaults(tuple(sorted(choices.items()))))
-
-
-@cache
-def _checked_defaults(choices: tuple[tuple[str, str], ...]) -> DictConfig:
-    return OmegaConf.create(dataclasses.asdict(check(_defaults(dict(choices)), load_sizes())))
+    config = _defaults(choices)
+    size = load_sizes()[config.model.size]
+    config.data.max_context = size.block_size  # as `check` makes it
+    return config
 
 
 def _defaults(choices: Mapping[str, str]) -> DictConfig:
@@ -85,6 +82,17 @@ def upgraded(saved: Mapping[str, Any]) -> dict[str, Any]:
         new["harness"] = {"every": every, "tasks": new.get("evaluate", {}).get("harness", [])}
     for mode in MODE_SECTIONS:
         new.pop(mode, None)
+    for old_name, new_name in MOVED.items():
+        place, _, last = old_name.partition(".")
+        if last in new.get(place, {}):
+            new_place, _, new_last = new_name.partition(".")
+            new.setdefault(new_place, {})[new_last] = new[place].pop(last)
+    if training.pop("skip_bad_steps", True) is False:
+        training["max_skipped_in_a_row"] = 0
+    model = new.get("model", {})
+    if model.pop("ema", False) is True and model.get("warm_start") is True:
+        model["warm_start"] = EMA
+    new.get("data", {}).pop("cache_bytes", None)
     beta = training.pop("dpo_beta", None)
     if "objective" in training:
         name = training.pop("objective")
@@ -138,7 +146,6 @@ def merge_resumed(saved: DictConfig, config: DictConfig, overrides: list[str]) -
         for mode in MODE_SECTIONS:
             if mode == config.mode:
                 merged[mode] = config[mode]
-        merged.model.ema = False  # it was chosen for that start
         merged.data.resume_step = None  # it was meant for that start
         for key in ("coordinator_address", "num_processes", "process_id"):  # they belong to the machines of that start
             merged.distributed[key] = config.distributed[key]

@@ -1,5 +1,6 @@
 """The sections of conf/config.yaml: each key with its type and its check (hydra, omegaconf).
 
+Keys that only a feature of the run reads are declared beside it (`zero/run/features`), and declared.py adds them here.
 Rules between keys are in rules_between_keys.py. Functions that build a model, a run or a plan take these classes; all
 others take plain values.
 """
@@ -56,6 +57,7 @@ from zero.corpus.reading.synthetic import SYNTHETIC
 from zero.models.attention.blockwise import CHOICES as ATTENTION
 from zero.models.stack import REMAT
 
+EMA = "ema"
 _STAGES = "[[steps, tokens per sequence], ...]"
 _MIXTURE = (
     "[{index: path, weight: 0.7}, ...] of files of different names, with weights or [[0, weight], [step, weight], ...]"
@@ -133,10 +135,11 @@ class Training:
         Check(lambda value: value >= SMALLEST, "more than 0 in float32"),
         "Each element of the gradient is clipped to this absolute value, after the norm; null: none is.",
     )
-    skip_bad_steps: bool = key(
-        True,
-        None,
-        "A step whose gradient is not finite leaves weights and optimizer unchanged.",
+    max_skipped_in_a_row: int = key(
+        20,
+        at_least(0),
+        "A step whose gradient is not finite leaves weights and optimizer unchanged, and more such steps in a row than "
+        "this end the run with an error; 0: none is skipped, the first one ends the run.",
     )
     skip_spikes: float | None = key(
         None,
@@ -144,40 +147,22 @@ class Training:
         "Skip updates whose loss or gradient norm is this many standard deviations above its running mean, such as "
         "6; null: none.",
     )
-    max_skipped_in_a_row: int = key(
-        20,
-        at_least(1),
-        "Training stops with an error after more consecutive skipped steps than this.",
-    )
     ema: float | None = key(
         None,
         Check(lambda value: 0 < value < ONE, "more than 0, less than 1 in float32"),
         "Decay per update of a moving average of the weights, such as 0.999, whose loss is validation/ema_loss; "
         "null: none.",
     )
-    verify_every: int | None = key(
-        None,
-        at_least(1),
-        "Every so many steps neighbouring devices repeat each other's first micro-batch; results that differ end "
-        "the run with status 1 and the faulty device. null: never.",
-        "Each time costs the gradients of two micro-batches: at 100 about 2 % with one micro-batch per step, 0.1 % "
-        "with 16.",
-    )
-    statistics: int | None = key(
-        None,
-        at_least(1),
-        "Every so many steps log statistics per tensor: mean sizes of activations per layer; of each leaf its "
-        "change per learning rate, and the norms of gradient and weights. null: never.",
-        "Each time costs the forward pass and the gradient of a step once more, and memory for a copy of the "
-        "weights' shards and their whole gradient's.",
-    )
-    log_frequency: int = key(10, at_least(1), "Log a line of metrics every 10 steps.")
     loss_on: str = key(
         "all",
         one_of("all", "completion"),
         "Tokens that the model learns to predict: all, or completion, in a corpus of zero-prepare --completions.",
     )
-    sample_tokens: int = key(300, at_least(0), "Tokens of text sampled from the model at each evaluation; 0: none.")
+
+    @property
+    def skips_bad_steps(self) -> bool:
+        """Whether a step whose gradient is not finite leaves the state as it was."""
+        return self.max_skipped_in_a_row > 0
 
     def stages(self) -> tuple[tuple[int, int], ...]:
         """Steps and tokens per sequence of each stage of the warmup; linear growth counts as one."""
@@ -199,11 +184,11 @@ class Model:
         None,
         "Keys of the entry with other values, such as model.override.N=24 model.override.embedding_dim=512.",
     )
-    warm_start: bool = key(False, None, "Start with the weights of model_path and a fresh optimizer.")
-    ema: bool = key(
+    warm_start: Any = key(
         False,
-        None,
-        "Evaluate, sample and warm-start from the moving average of the weights that training.ema has kept.",
+        Check(lambda value: value is True or value is False or value == EMA, "true, false or ema"),
+        "Start with the weights of model_path and a fresh optimizer; ema: with the moving average of the weights that "
+        "training.ema has kept there.",
     )
     model_path: str | None = key(
         None,
@@ -220,6 +205,11 @@ class Model:
         "unsupported.",
         "auto: on TPU the kernel from 512 positions on; elsewhere, and without a kernel, blockwise in long contexts.",
     )
+
+    @property
+    def starts_from_average(self) -> bool:
+        """Whether a warm start takes the moving average of the weights of its source."""
+        return bool(self.warm_start == EMA)
 
 
 @dataclass
@@ -286,17 +276,6 @@ class Data:
         "A checkpoint is kept as well if it is the first one or was saved this many hours after the last that is "
         "kept so; null: none.",
     )
-    save_every: int | None = key(
-        None,
-        at_least(1),
-        "Steps between checkpoints, whatever the evaluations; null: at every evaluation. The last step is always "
-        "saved.",
-    )
-    checkpoint_minutes: float | None = key(
-        30,
-        positive(),
-        "Minutes between checkpoints if evaluations or save_every are further apart; null: only at these.",
-    )
     bucket_path: str | None = key(
         None,
         not_empty(),
@@ -331,9 +310,9 @@ class Data:
     cache_directory: str | None = key(
         None,
         not_empty(),
-        "A local directory that keeps shards read from a bucket; null: no cache.",
+        "A local directory that keeps shards read from a bucket, in at most nine tenths of what is free on its disk; "
+        "null: no cache.",
     )
-    cache_bytes: int = key(100_000_000_000, at_least(1, INT64), "Bytes that the cache may hold.")
     wandb_project: str | None = key(
         "zero",
         project_name(),
@@ -461,13 +440,6 @@ class Zero:
 
 @dataclass
 class Profile:
-    steps: list[int] | None = key(
-        None,
-        Check(
-            lambda steps: len(steps) == 2 and 1 <= steps[0] <= steps[1], "the first and the last step, such as [20,25]"
-        ),
-        "First and last step of a trace in profile/ of the run directory, such as [20,25]; null: no trace.",
-    )
     step_time: float | None = key(
         None,
         positive(),
@@ -507,23 +479,10 @@ class Distributed:
         "JAX_COMPILATION_CACHE_DIR takes precedence. Several hosts without accelerators use no cache.",
     )
     stall_minutes: float | None = key(
-        60,
+        60.0,
         positive(),
         "After this many minutes without a step, each host logs the stacks of its threads and ends with status 1; "
         "null: wait for ever.",
-    )
-
-
-@dataclass
-class Harness:
-    every: int | None = key(
-        None, at_least(1), "Run the tasks at every n-th evaluation, and at the last one; null: never."
-    )
-    tasks: list[str] = key(
-        [],
-        None,
-        "Tasks of lm-evaluation-harness such as lambada_openai, or paths of its YAML files, which can run Python; "
-        "needs the extra lm-eval.",
     )
 
 
@@ -546,7 +505,6 @@ class Config:
     tuning: Tuning = choice(TUNINGS, "Which parameters are trained; docs/fine-tuning.md")
     schedule: Schedule = choice(SCHEDULES, "The learning rate after a linear warmup from 0.")
     zero: Zero = section(Zero)
-    harness: Harness = section(Harness, "tasks of lm-evaluation-harness during training")
     profile: Profile = section(Profile)
     distributed: Distributed = section(Distributed)
 

@@ -45,7 +45,7 @@ def _base(config: EvaluateConfig, model: ShardedGPT, tokenizer: Tokenizer) -> Py
         check_same_tokenizer(saved.origin, saved.meta.get("tokenizer"), tokenizer)
         saved.check_size(model.config)
         if saved.tuning() is None:
-            return saved.restore(model, saved.subtree(config.model.ema))
+            return saved.restore(model, saved.subtree(config.evaluate.ema))
         base = saved.base()
         return warm_start(base["place"], model, ema=base["ema"])
 

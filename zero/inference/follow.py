@@ -61,7 +61,7 @@ def follow(config: EvaluateConfig, scorer: Scorer, evaluate: Callable[[], dict[s
             for step in (step for step in steps if step > max(done, default=-1)):
                 scorer.trained = scorer.trained._replace(params=None)  # two copies may not fit
                 try:
-                    params, _ = load_weights(run, model, step, config.model.ema)
+                    params, _ = load_weights(run, model, step, config.evaluate.ema)
                 except DamagedCheckpoint as error:
                     if step == saved_steps(run)[-1]:
                         raise

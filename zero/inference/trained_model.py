@@ -44,7 +44,8 @@ def open_model(config: EvaluateConfig | SampleConfig, size: GPTConfig, rows: int
     model = place_model(config, size, rows)
     tokenizer = load_tokenizer(config.data.tokenizer)
     run = Path(str(config.model.model_path))
-    params, step = load_weights(run, model, config.data.resume_step, config.model.ema, tokenizer)
+    ema = config.evaluate.ema if isinstance(config, EvaluateConfig) else config.sample.ema
+    params, step = load_weights(run, model, config.data.resume_step, ema, tokenizer)
     return TrainedModel(model, params, tokenizer, step)
 
 

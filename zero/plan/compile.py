@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zero.config.declared import value_of
 from zero.config.schema import PlanConfig
 from zero.cycles.hlo import Collective, across_hosts, bytes_by_kind, collectives, hidden_share
 from zero.cycles.predict import Prediction, predict
@@ -146,7 +147,7 @@ def compile_step(request: Request) -> Row:
         "master_dtype": zero.master_dtype,
         "state_dtype": config.optimizer.state_dtype,
         "clipping": training.max_gradient_norm is not None,
-        "skipping": training.skip_bad_steps,
+        "skipping": training.skips_bad_steps,
         "fused_update": zero.fused_update,
         **{key: getattr(zero, key) for key in PLACEMENT_KEYS},
         "grid": list(model.axis.shape),
@@ -236,7 +237,6 @@ def _pause_peaks(request: Request, job: Job, devices: list[Any], of_step: Any, s
 
     Statistics need a copy of the trained weights, which is also there during the step before them.
     """
-    training = request.config.training
     held = job.held
 
     def peak(program: Any, *arguments: Any, taken: int) -> int:
@@ -251,11 +251,12 @@ def _pause_peaks(request: Request, job: Job, devices: list[Any], of_step: Any, s
     peaks: dict[str, int | None] = {
         "evaluation": peak(job.programs.evaluate, *evaluation_arguments(job, request), taken=of_weights)
     }
-    if training.sample_tokens:
+    sample_tokens = value_of(request.config, "training.sample_tokens")
+    if sample_tokens:
         inference = make_inference(job.model, devices=devices)
-        arguments = sampling_arguments(job, inference, training.sample_tokens)
+        arguments = sampling_arguments(job, inference, sample_tokens)
         peaks["sampling"] = peak(inference.extend, *arguments, taken=of_weights)
-    if training.statistics is not None:
+    if value_of(request.config, "statistics.every") is not None:
         before = job.model.weights(job.layout.shard_shapes().params, job.layout.shard_shapes().averages)
         arguments = (_on_devices(before, job), *of_step)
         after = peak(job.programs.statistics, *arguments, taken=held)

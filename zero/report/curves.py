@@ -89,7 +89,7 @@ def panels_of(runs: Sequence[RunRecord]) -> list[Panel]:
 
 
 def panels_of_leaves(runs: Sequence[RunRecord]) -> list[Panel]:
-    """The panels of `training.statistics`, of each run on its own."""
+    """The panels of `statistics.every`, of each run on its own."""
     return list(chain.from_iterable(leaf_panels(run.lines, number) for number, run in enumerate(runs)))
 
 

@@ -1,4 +1,4 @@
-"""Panels of `training.statistics` in the report: a heat map of layers by steps per activation, a curve per leaf."""
+"""Panels of `statistics.every` in the report: a heat map of layers by steps per activation, a curve per leaf."""
 
 from __future__ import annotations
 

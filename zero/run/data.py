@@ -186,7 +186,7 @@ def _loaders(
     if data.corpus is not None and data.corpus in SYNTHETIC:
         shape = (global_rows, data.max_context + bool(data.last_target), vocab_size, config.seed)
         return SyntheticLoader(data.corpus, *shape, host, hosts), {}
-    cache = ShardCache(Path(data.cache_directory), data.cache_bytes) if data.cache_directory else None
+    cache = ShardCache(Path(data.cache_directory)) if data.cache_directory else None
     pairs = job.objective.rows == 2
     shared: dict[str, Any] = {
         "global_rows": global_rows,

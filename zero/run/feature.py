@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
-from zero.config.schema import Config
+from zero.config.declared import Keys
 from zero.run.run import Line, Run
+from zero.tracking.metrics import Metric
 from zero.training.batch import Batch
 
 
@@ -41,7 +42,9 @@ class Feature:
     All hosts call each method at the same steps, feature by feature in the order of the table.
 
     Attributes:
-      name: of the feature in `Moment.asked` and in the metadata of checkpoints.
+      name: of the feature in `Moment.asked`, in the metadata of checkpoints, and of its section of the configuration.
+      Config: the keys that it reads: its own with default, check and meaning, and those of others.
+      adds: the metrics that it adds to lines.
       phase: in which the time of `do` counts (`zero.tracking.goodput.PHASES`).
       takes_every_line: `do` is called for each line of metrics, also where the feature is not due.
       may_wait: an action that is due when the run is stopped, or killed before it is complete, is done at the next
@@ -49,12 +52,18 @@ class Feature:
     """
 
     name: ClassVar[str]
+    Config: ClassVar[type[Keys]] = Keys
+    adds: ClassVar[tuple[Metric, ...]] = ()
     phase: ClassVar[str] = "steps"
     takes_every_line: ClassVar[bool] = False
     may_wait: ClassVar[bool] = False
 
-    def __init__(self, config: Config, run: Run) -> None:
-        """Opens what the feature needs; raises UserError where it cannot work."""
+    def __init__(self, config: Any, run: Run) -> None:
+        """Opens what the feature needs; raises UserError where it cannot work.
+
+        Args:
+          config: the values of its keys, a `Config`.
+        """
 
     @classmethod
     def is_done(cls, run_directory: Path, now: Moment) -> bool:

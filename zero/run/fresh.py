@@ -23,7 +23,7 @@ def new_state(config: Config, job: Job, frozen: PyTree) -> TrainState:
     if isinstance(config.tuning, Adapted) and config.tuning.adapter is not None:
         return programs.start(read_peft(Path(config.tuning.adapter), job.model))
     if config.model.warm_start and job.model.tuning is None:
-        return programs.start(warm_start(str(config.model.model_path), job.model, ema=config.model.ema))
+        return programs.start(warm_start(str(config.model.model_path), job.model, ema=config.model.starts_from_average))
     if job.model.tuning is None:
         return programs.fresh(np.full(jax.local_device_count(), config.seed, np.uint32))
     key = np.asarray(jax.random.key_data(jax.random.key(config.seed)))

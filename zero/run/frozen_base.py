@@ -25,7 +25,7 @@ def load_unchanged(
       UserError: they are not those of the run before; the message has `otherwise`.
     """
     place = str(config.model.model_path)
-    ema = config.model.ema if position.base is None else position.base["ema"]
+    ema = config.model.starts_from_average if position.base is None else position.base["ema"]
     weights = warm_start(place, model.base, ema=ema)
     checksum = base_checksum(weights, model)
     check_base(f"model.model_path={place}", checksum, position.base, otherwise)

@@ -23,10 +23,20 @@ from zero.run.requests import Requests
 from zero.run.restore import TrainingPosition
 from zero.run.step_metrics import StepMetrics, peak_memory
 from zero.tracking.goodput import Goodput
+from zero.tracking.metrics import Metric
 from zero.training.parts import TrainState
 from zero.training.programs import split_rows
 
 Line: TypeAlias = dict[str, Any]  # metrics by name, of the steps since the line before
+METRICS = (
+    Metric(("step",), "steps so far, those whose update was skipped included"),
+    Metric(
+        ("tokens_seen", "tokens_seen/NAME", "epochs/NAME"),
+        "tokens of the rows so far at their full length, padding included; tokens and epochs of each corpus of a "
+        "mixture",
+    ),
+    Metric(("samples_checksum",), "over all rows so far in their order"),
+)
 
 
 @dataclass
@@ -37,6 +47,7 @@ class Run:
       frozen: parameters that are not trained.
       last_step: of the schedule, or of the data if that ends earlier.
       evaluation_frequency: steps between two evaluations; the last step is evaluated as well.
+      config: the whole configuration, for records of it: no feature reads its keys there.
     """
 
     job: Job
@@ -50,6 +61,7 @@ class Run:
     position: TrainingPosition
     last_step: int
     evaluation_frequency: int
+    config: dict[str, Any]
     _uncounted: tuple[int, int] = (0, 0)  # rows skipped and checksum of this host since the last line of metrics
 
     @property

@@ -14,10 +14,34 @@ import jax
 from zero.models.codebook import METRICS as OF_CODEBOOKS
 from zero.models.experts import METRICS as OF_EXPERTS
 from zero.tracking.goodput import Goodput
+from zero.tracking.metrics import Metric
 from zero.training.dpo import METRICS as OF_PAIRS
 
 log = logging.getLogger(__name__)
 
+METRICS = (
+    Metric(("train/loss",), "mean over the steps since the line before; nats per token"),
+    Metric(("learning_rate", "sequence_length"), "of the newest step; the length in tokens"),
+    Metric(("gradient_norm",), "of the newest step, before clipping"),
+    Metric(("skipped_steps", "skipped_spikes"), "updates skipped so far, and those of them that were spikes"),
+    Metric(("step_time",), "seconds per step, including the wait for data"),
+    Metric(
+        ("tokens_per_second", "tokens_per_second_per_device"),
+        "tokens of the rows of a step at their full length, by `step_time`; the same by the number of devices",
+    ),
+    Metric(("mfu",), "model FLOPs utilization: the share of the published peak of the devices"),
+    Metric(("data_wait", "device_wait"), "share of `step_time` in which the host waits for data, and for the devices"),
+    Metric(("predicted_speed",), "predicted by measured time of a step"),
+    Metric(("seconds_to_first_step",), "from the start of the process; in the first line after a start"),
+    Metric(("peak_memory",), "bytes of the first device of host 0, where its allocator reports them"),
+    Metric(OF_EXPERTS, "share of tokens of the most and the least chosen expert, share of choices dropped, nats"),
+    Metric(
+        OF_CODEBOOKS,
+        "of the codes of vector-quantised keys: nats, its exponential, share of codes hardly used, relative error of "
+        "rounded keys",
+    ),
+    Metric(("rewards/...", "logps/..."), "with `objective=dpo`, [of pairs](fine-tuning.md#preferences)"),
+)
 SLOW = 0.7  # share of the predicted speed below which a warning shows where the time goes
 
 

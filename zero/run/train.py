@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 
+from zero.config.declared import keys_of
 from zero.config.same_configuration import check_same_configuration
 from zero.config.schema import Config
 from zero.hosts import signals, startup
@@ -95,7 +96,9 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
         )
         requests = Requests(lag=in_flight)
         frequency = config.training.evaluation_frequency
-        run = Run(job, data, directory, requests, clock, metrics, state, frozen, position, last, frequency)
+        run = Run(
+            job, data, directory, requests, clock, metrics, state, frozen, position, last, frequency, asdict(config)
+        )
         features = stack.enter_context(open_features(config, run))
         directory.begin_lineage()
         requests.signals = stack.enter_context(signals.stop_requests())  # until here a signal interrupts
@@ -117,7 +120,7 @@ def open_features(config: Config, run: Run) -> Iterator[list[Feature]]:
     with ExitStack() as stack:
         features: list[Feature] = []
         for kind in FEATURES:
-            feature = kind(config, run)
+            feature = kind(keys_of(config, kind.name, kind.Config), run)
             stack.callback(feature.close)
             features.append(feature)
         yield features

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,6 +74,14 @@ def test_cache_limit(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with cache.open_reader(f"gs://{bucket.BUCKET}/cached/large") as stream:
         assert stream.read() == bytes(4000)
     assert sum(files(tmp_path).values()) <= 3500 and 4000 not in files(tmp_path).values()
+
+
+def test_cache_leaves_a_tenth_of_the_free_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What is cached already counts as free."""
+    monkeypatch.setattr("shutil.disk_usage", lambda directory: SimpleNamespace(free=900))
+    (tmp_path / f"{'0' * 64}.zero-cache").write_bytes(bytes(100))
+    (tmp_path / "of another program").write_bytes(bytes(100))
+    assert ShardCache(tmp_path).limit == 900
 
 
 def test_cache_deletes_own_files_only(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -10,12 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.config.composing import compose
-from tests.helpers.runs import make_config, make_run
+from tests.helpers.runs import make_run
 from zero import make_layout
-from zero.config.check import check
-from zero.config.files import load_sizes
-from zero.config.schema import Config
+from zero.config.declared import Keys
 from zero.corpus.reading.loader import HostBatch
 from zero.errors import UserError
 from zero.run.feature import Moment, Stopped
@@ -37,50 +34,58 @@ def at(step: int, *asked: str, is_evaluation: bool = False, is_last: bool = Fals
     return Moment(step, is_evaluation, is_last, frozenset(asked))
 
 
-def checked(*overrides: str) -> Config:
-    return check(compose(*overrides), load_sizes())
-
-
 # Statistics, limits
+
+
+def limits(run: Any, **keys: Any) -> Limits:
+    usual = {"max_skipped_rows": 0, "max_skipped_in_a_row": 20, "skip_spikes": None}
+    return Limits(Limits.Config(**usual | keys), run)
 
 
 def test_statistics_of_their_steps_alone() -> None:
     """Statistics make a line of their steps, and None is no step at all."""
-    config = make_config(training={"statistics": 4})
-    feature = Statistics(config, SimpleNamespace())  # type: ignore[arg-type]
+    feature = Statistics(Statistics.Config(every=4), SimpleNamespace())  # type: ignore[arg-type]
     assert [feature.due(at(step)) for step in (3, 4, 8)] == [False, True, True]
-    never = Statistics(make_config(training={"statistics": None}), SimpleNamespace())  # type: ignore[arg-type]
+    never = Statistics(Statistics.Config(every=None), SimpleNamespace())  # type: ignore[arg-type]
     assert not never.due(at(4))
 
 
 @pytest.mark.parametrize(
     ("metrics", "keys", "message"),
     [
-        ({"gradient_norm": np.nan}, {}, "step 3: the gradient is not finite and training.skip_bad_steps=false"),
-        ({"skipped_in_a_row": 21}, {"skip_bad_steps": True}, "step 3: 21 steps in a row had no finite gradient; lower"),
+        (
+            {"gradient_norm": np.nan},
+            {"max_skipped_in_a_row": 0},
+            "step 3: the gradient is not finite and training.max_skipped_in_a_row=0",
+        ),
+        ({"skipped_in_a_row": 21}, {}, "step 3: 21 steps in a row had no finite gradient; lower"),
         ({"skipped_in_a_row": 21}, {"skip_spikes": 3.0}, "or were spikes by training.skip_spikes=3.0; lower"),
     ],
 )
 def test_limits_end_a_run(metrics: dict[str, float], keys: dict[str, Any], message: str, tmp_path: Path) -> None:
     run = make_run(tmp_path, **metrics)
     with pytest.raises(UserError, match=message):
-        Limits(make_config(training=keys), run).do(run, at(3), run.read_line())
+        limits(run, **keys).do(run, at(3), run.read_line())
 
 
 def test_limit_of_skipped_rows(tmp_path: Path) -> None:
     """Skipped rows are in the line, and end the run beyond their limit."""
     run = make_run(tmp_path)
-    limits = Limits(make_config(data={"max_skipped_rows": 2}), run)
+    feature = limits(run, max_skipped_rows=2)
     line = run.read_line()
     run.position.skipped_rows = 2
-    limits.do(run, at(3), line)
+    feature.do(run, at(3), line)
     assert line["skipped_rows"] == 2
     run.position.skipped_rows = 3
     with pytest.raises(UserError, match=r"step 3: 3 rows of the data had to be skipped, and data.max_skipped_rows=2"):
-        limits.do(run, at(3), line)
+        feature.do(run, at(3), line)
 
 
 # Validate, harness
+
+
+VALIDATION = Validate.Config(maximum_evaluation_steps=3, loss_on="all")
+TASKS = Harness.Config(every=2, tasks=["a.yaml"])
 
 
 def with_validation(run: Any) -> Any:
@@ -95,7 +100,7 @@ def test_transfers_of_a_validation(tmp_path: Path, transfers: list[Any]) -> None
     """A validation adds the loss to the line by one transfer per batch."""
     run = with_validation(make_run(tmp_path))
     line = {"step": 3}
-    Validate(make_config(), run).do(run, at(3, is_evaluation=True), line)
+    Validate(VALIDATION, run).do(run, at(3, is_evaluation=True), line)
     assert line == {"step": 3, "validation/loss": 1.5}
     assert len(transfers) == 3
 
@@ -106,7 +111,7 @@ def test_stop_within_a_validation(tmp_path: Path) -> None:
     run.requests.signals.append(15)
     line = {"step": 3}
     with pytest.raises(Stopped):
-        Validate(make_config(), run).do(run, at(3, is_evaluation=True), line)
+        Validate(VALIDATION, run).do(run, at(3, is_evaluation=True), line)
     assert line == {"step": 3}
 
 
@@ -115,14 +120,14 @@ def test_checkpoint_learns_its_validation_loss(tmp_path: Path) -> None:
     run = with_validation(make_run(tmp_path))
     losses: dict[int, float] = {}
     run.directory.checkpoints = SimpleNamespace(steps=lambda: [3], set_validation_loss=losses.__setitem__)
-    Validate(make_config(), run).do(run, at(3, "validate"), {"step": 3})
+    Validate(VALIDATION, run).do(run, at(3, "validate"), {"step": 3})
     assert losses == {3: 1.5}
 
 
 @pytest.mark.parametrize(("step", "is_last", "is_due"), [(40, False, True), (60, False, False), (70, True, True)])
 def test_harness_at_its_evaluations(step: int, is_last: bool, is_due: bool, tmp_path: Path) -> None:
     """Tasks run at every second evaluation, and at the last step too."""
-    feature = Harness(make_config(), make_run(tmp_path))
+    feature = Harness(TASKS, make_run(tmp_path))
     assert feature.due(at(step, is_evaluation=True, is_last=is_last)) is is_due
     assert not feature.due(at(step))
 
@@ -134,7 +139,7 @@ def test_harness_results_in_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(harness, "run_tasks", lambda scorer, tasks: results)
     run = make_run(tmp_path)
     line: dict[str, Any] = {}
-    Harness(make_config(), run).do(run, at(3, is_evaluation=True), line)
+    Harness(TASKS, run).do(run, at(3, is_evaluation=True), line)
     assert line == {"harness/choice/acc": 0.5}
 
 
@@ -149,12 +154,16 @@ def test_no_checkpoint_of_nan(tmp_path: Path) -> None:
     run.job.layout = make_layout({"w": jax.ShapeDtypeStruct((8,), np.float32)}, 8)
     run.state = {"w": jax.pmap(lambda x: x, "zero")(np.asarray([[np.nan], *7 * [[1]]], np.float32))}
     with pytest.raises(UserError, match=r"step 3: w not finite; this state is not saved"):
-        Protect(make_config(zero={"emergency_steps": 3}), run).do(run, at(3), {})
+        Protect(Protect.Config(emergency_steps=3), run).do(run, at(3), {})
     with pytest.raises(UserError, match=r"step 3: w not finite; this state is not saved"):
         checked_sums(run)
     run.state = {"w": jax.pmap(lambda x: x, "zero")(np.ones((8, 1), np.float32))}
     with pytest.raises(UserError, match=r"step 3: validation/loss=nan not finite"):
         checked_sums(run, float("nan"))
+
+
+def saving(run: Any, **keys: Any) -> Save:
+    return Save(Save.Config(**{"emergency_steps": None, "checkpoint_minutes": None} | keys), run)
 
 
 @pytest.mark.parametrize(
@@ -169,19 +178,19 @@ def test_no_checkpoint_of_nan(tmp_path: Path) -> None:
     ],
 )
 def test_steps_that_are_saved(keys: dict[str, Any], now: Moment, is_due: bool, tmp_path: Path) -> None:
-    assert Save(make_config(data=keys), make_run(tmp_path)).due(now) is is_due
+    assert saving(make_run(tmp_path), **keys).due(now) is is_due
 
 
 def test_saved_step_is_not_saved_again_at_a_stop(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     run.directory.checkpoints.steps = lambda: [3]
     for keys in ({}, {"save_every": 3}):
-        assert not Save(make_config(data=keys), run).due(at(3, "stop"))
+        assert not saving(run, **keys).due(at(3, "stop"))
 
 
 def test_first_emergency_checkpoint_needs_a_durable_one(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    save = Save(make_config(zero={"emergency_steps": 3}, data={"save_every": 1000}), run)
+    save = saving(run, emergency_steps=3, save_every=1000)
     assert save.due(at(3)) and not save.due(at(4))
     run.directory.checkpoints.steps = lambda: [3]
     assert not save.due(at(6))
@@ -190,7 +199,7 @@ def test_first_emergency_checkpoint_needs_a_durable_one(tmp_path: Path) -> None:
 def test_checkpoint_by_the_clock_is_asked_for_until_it_is_made(tmp_path: Path) -> None:
     """A checkpoint that is due by the clock is not lost where hosts agree on it during an evaluation."""
     run = make_run(tmp_path)
-    save = Save(make_config(data={"checkpoint_minutes": 1}), run)
+    save = saving(run, checkpoint_minutes=1)
     assert run.requests.agree(3) == frozenset()
     save._begun_at = time.monotonic() - 61
     heard: list[tuple[bool, ...]] = [(False, False)]
@@ -214,7 +223,7 @@ def test_checkpoint_by_the_clock_is_asked_for_until_it_is_made(tmp_path: Path) -
 def test_lines_at_their_steps(tmp_path: Path) -> None:
     """A line every ten steps and at each evaluation, with the clock of the run."""
     run = make_run(tmp_path)
-    track = Track(checked("data.wandb_project=null", "training.log_frequency=10"), run)
+    track = Track(Track.Config(wandb_project=None, tensorboard=False), run)
     assert [track.due(at(step)) for step in (3, 10)] == [False, True] and track.due(at(3, is_evaluation=True))
     track.do(run, at(3), {"step": 3, "train/loss": 2.0})
     track.close()
@@ -228,10 +237,10 @@ def test_samples_of_steps_that_are_trained_again(tmp_path: Path, monkeypatch: py
     path = tmp_path / "samples.txt"
     kept = f"{heading(3)}\n--- step by step\n"
     path.write_text(f"{kept}{heading(6)}\ntext\n")
-    sample = Sample(make_config(), make_run(tmp_path))
+    sample = Sample(Sample.Config(), make_run(tmp_path))
     assert path.read_text() == kept and sample.is_done(tmp_path, at(3)) and not sample.is_done(tmp_path, at(6))
     path.unlink()
-    Sample(make_config(), make_run(tmp_path))
+    Sample(Sample.Config(), make_run(tmp_path))
     assert not path.exists()
 
 
@@ -274,7 +283,7 @@ def test_failed_report_ends_no_training(
 
     monkeypatch.setattr(report, "draw", fail)
     run = make_run(tmp_path)
-    Report(make_config(), run).do(run, at(10, is_evaluation=True, is_last=True), {"step": 10})
+    Report(Keys(), run).do(run, at(10, is_evaluation=True, is_last=True), {"step": 10})
     assert f"step 10: the report of the run could not be written: {error}" in caplog.text
 
 
@@ -288,7 +297,7 @@ def test_reports_are_seldom(
     drawn: list[Path] = []
     monkeypatch.setattr(report, "draw", drawn.append)
     run = make_run(tmp_path)
-    feature = Report(make_config(), run)
+    feature = Report(Keys(), run)
     feature._drawn_at = before = time.monotonic() - seconds_ago
     feature.do(run, at(3, is_evaluation=True, is_last=is_last), {"step": 3})
     assert (drawn, feature._drawn_at > before) == ([tmp_path] if is_drawn else [], is_drawn)

@@ -13,6 +13,8 @@ import io
 import logging
 import os
 import re
+import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -28,18 +30,24 @@ _log = logging.getLogger(__name__)
 class ShardCache:
     """A directory with at most `limit` bytes of cached files; the least recently used are deleted first.
 
+    Args:
+        limit: None stands for nine tenths of what is free on the disk now, what is cached already included.
+
     Raises:
         UserError: the directory cannot be created.
     """
 
-    def __init__(self, directory: Path, limit: int):
+    def __init__(self, directory: Path, limit: int | None = None):
         self.directory = directory
-        self.limit = limit
         self._warnings: set[str] = set()
         try:
             directory.mkdir(parents=True, exist_ok=True)
+            if limit is None:
+                cached = sum(status.st_size for status, _ in self._files())
+                limit = int(0.9 * (shutil.disk_usage(directory).free + cached))
         except OSError as error:
             raise UserError(f"data.cache_directory={directory}: {error}") from error
+        self.limit = limit
 
     def open_reader(self, url: str) -> BinaryIO:
         """Like `storage.open_reader`: from this disk, or from the bucket, and then kept if there is room."""
@@ -95,13 +103,21 @@ class ShardCache:
 
     def _make_room(self, path: Path, size: int) -> bool:
         """Deletes the least recently used files of the cache; whether there is room for `size` bytes at `path`."""
-        name = re.compile(rf"[0-9a-f]{{64}}{_SUFFIX}")
-        others = [file for file in self.directory.iterdir() if name.fullmatch(file.name) and file != path]
-        stats = {file: file.stat() for file in others}
-        room = self.limit - size - sum(status.st_size for status in stats.values())
-        for file, status in sorted(stats.items(), key=lambda item: item[1].st_mtime_ns):
+        others = [(status, file) for status, file in self._files() if file != path]
+        files = sorted(others, key=lambda pair: pair[0].st_mtime_ns)
+        room = self.limit - size - sum(status.st_size for status, _ in files)
+        for status, file in files:
             if room >= 0:
                 break
             file.unlink()
             room += status.st_size
         return size > 0 and room >= 0
+
+    def _files(self) -> list[tuple[os.stat_result, Path]]:
+        """The cached files; those of others in the directory are none."""
+        files = []
+        for file in self.directory.iterdir():
+            if re.fullmatch(rf"[0-9a-f]{{64}}{_SUFFIX}", file.name):
+                with suppress(FileNotFoundError):  # another process has deleted it
+                    files.append((file.stat(), file))
+        return files

@@ -18,6 +18,7 @@ the next start does what the files of the run do not show to be done (`zero/run/
 
 from __future__ import annotations
 
+from zero.config.declared import declare
 from zero.run.feature import Feature
 from zero.run.features.bar import Bar
 from zero.run.features.harness import Harness
@@ -37,3 +38,6 @@ FEATURES: tuple[type[Feature], ...] = (
     *(Track, Bar),  # show the line
     *(Save, Protect, Sample, Report),  # act on it
 )
+
+for kind in FEATURES:
+    declare(kind.name, kind.Config)

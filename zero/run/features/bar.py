@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from zero.config.schema import Config
+from zero.config.declared import Keys
 from zero.hosts import agreement
 from zero.run.feature import Feature, Moment
 from zero.run.run import Line, Run
@@ -20,7 +20,7 @@ class Bar(Feature):
     name = "bar"
     takes_every_line = True
 
-    def __init__(self, config: Config, run: Run) -> None:
+    def __init__(self, config: Keys, run: Run) -> None:
         self._lengths: set[int] = set()  # of sequences, for which the step is compiled
         self._progress = Progress(run.position.step, run.last_step, run.clock, is_shown=agreement.is_host_0())
         self._progress.open()

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from zero.config.schema import Config
+import jax
+
+from zero.config.constraints import at_least
+from zero.config.declared import Keys
+from zero.config.keys import key
+from zero.config.schema import Config as WholeConfig
 from zero.inference.harness_tasks import numbers_of, run_tasks
 from zero.inference.scoring import Scorer
 from zero.inference.trained_model import TrainedModel
+from zero.models.config import GPTConfig
 from zero.run.feature import Feature, Moment
 from zero.run.run import Line, Run
+from zero.tracking.metrics import Metric
 from zero.tracking.metrics_file import line_of
 
 
@@ -19,15 +28,31 @@ class Harness(Feature):
     Every `harness.every` evaluations, and at the last step.
     """
 
+    @dataclass
+    class Config(Keys):
+        every: int | None = key(
+            None, at_least(1), "Run the tasks at every n-th evaluation, and at the last one; null: never."
+        )
+        tasks: list[str] = key(
+            [],
+            None,
+            "Tasks of lm-evaluation-harness such as lambada_openai, or paths of its YAML files, which can run Python; "
+            "needs the extra lm-eval.",
+        )
+
+        def mistakes(self, config: WholeConfig, size: GPTConfig) -> Iterator[tuple[str, str]]:
+            if (self.every is None) != (not self.tasks):
+                yield "harness.every", "a number with tasks in harness.tasks, and null without"
+
     name = "harness"
+    adds = (Metric(("harness/TASK/METRIC",), "tasks of `harness.tasks`"),)
     phase = "evaluation"
     may_wait = True
 
     def __init__(self, config: Config, run: Run) -> None:
-        evaluations = config.harness.every
-        self._every = None if evaluations is None else evaluations * config.training.evaluation_frequency
-        self._tasks = config.harness.tasks
-        self._batch_size = config.training.batch_size
+        self._every = None if config.every is None else config.every * run.evaluation_frequency
+        self._tasks = config.tasks
+        self._batch_size = run.position.global_rows // jax.process_count()
 
     @classmethod
     def is_done(cls, run_directory: Path, now: Moment) -> bool:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from zero.config.schema import Config
+from zero.config.declared import Keys
+from zero.config.keys import shared
+from zero.config.schema import Config as WholeConfig
 from zero.errors import UserError
+from zero.models.config import GPTConfig
 from zero.run.feature import Feature, Moment
 from zero.run.run import Line, Run
+from zero.tracking.metrics import Metric
 
 
 class Limits(Feature):
@@ -16,14 +22,24 @@ class Limits(Feature):
     Its place in the table is before everything that is written, so that a state beyond a limit is never saved.
     """
 
+    @dataclass
+    class Config(Keys):
+        max_skipped_rows: int = shared("data.max_skipped_rows")
+        max_skipped_in_a_row: int = shared("training.max_skipped_in_a_row")
+        skip_spikes: float | None = shared("training.skip_spikes")
+
+        def mistakes(self, config: WholeConfig, size: GPTConfig) -> Iterator[tuple[str, str]]:
+            if self.skip_spikes is not None and not self.max_skipped_in_a_row:
+                yield "training.max_skipped_in_a_row", f"at least 1, as training.skip_spikes={self.skip_spikes}"
+
     name = "limits"
+    adds = (Metric(("skipped_rows",), "rows so far that could not be read, where `data.max_skipped_rows` allows some"),)
     takes_every_line = True
 
     def __init__(self, config: Config, run: Run) -> None:
-        self._max_skipped_rows = config.data.max_skipped_rows
-        self._max_skipped_in_a_row = config.training.max_skipped_in_a_row
-        self._skips_bad_steps = config.training.skip_bad_steps
-        self._spikes = config.training.skip_spikes
+        self._max_skipped_rows = config.max_skipped_rows
+        self._max_skipped_in_a_row = config.max_skipped_in_a_row
+        self._spikes = config.skip_spikes
 
     def do(self, run: Run, now: Moment, line: Line) -> None:
         """Checks a line of metrics.
@@ -44,8 +60,8 @@ class Limits(Feature):
                 f"step {now.step}: {run.metrics.skipped_in_a_row} steps in a row had no finite gradient{spikes}; lower "
                 "training.peak_learning_rate and --resume from a step before that (data.resume_step)"
             )
-        if not self._skips_bad_steps and not math.isfinite(line["gradient_norm"]):
+        if not self._max_skipped_in_a_row and not math.isfinite(line["gradient_norm"]):
             raise UserError(
-                f"step {now.step}: the gradient is not finite and training.skip_bad_steps=false; lower "
+                f"step {now.step}: the gradient is not finite and training.max_skipped_in_a_row=0; lower "
                 "training.peak_learning_rate and --resume"
             )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 import jax
 
-from zero.config.schema import Config
+from zero.config.declared import Keys
+from zero.config.keys import Check, key
 from zero.run.feature import Feature
 from zero.run.run import Run
 from zero.training.batch import Batch
@@ -16,16 +18,28 @@ log = logging.getLogger(__name__)
 PROFILE_DIRECTORY = "profile"
 
 
+def _is_range(steps: list[int]) -> bool:
+    return len(steps) == 2 and 1 <= steps[0] <= steps[1]
+
+
 class Profile(Feature):
     """Traces the steps `profile.steps`, the first and the last, of this process into RUN/profile.
 
     Several hosts write into RUN/profile/host-NUMBER each.
     """
 
+    @dataclass
+    class Config(Keys):
+        steps: list[int] | None = key(
+            None,
+            Check(_is_range, "the first and the last step, such as [20,25]"),
+            "First and last step of a trace in profile/ of the run directory, such as [20,25]; null: no trace.",
+        )
+
     name = "profile"
 
     def __init__(self, config: Config, run: Run) -> None:
-        self._steps = config.profile.steps  # None: no trace, or no other one
+        self._steps = config.steps  # None: no trace, or no other one
         self._directory = run.directory.path / PROFILE_DIRECTORY
         if jax.process_count() > 1:  # jax writes files of one name, also where hosts share a disk
             self._directory /= f"host-{jax.process_index()}"

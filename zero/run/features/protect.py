@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
-from zero.config.schema import Config
+from zero.config.declared import Keys
+from zero.config.keys import shared
 from zero.run.feature import Feature, Moment
 from zero.run.features.examination import checked_sums
 from zero.run.run import Line, Run
@@ -13,11 +14,15 @@ from zero.run.run import Line, Run
 class Protect(Feature):
     """Begins an emergency checkpoint; it exists when a thread has written it, on this host and on its neighbour."""
 
+    @dataclass
+    class Config(Keys):
+        emergency_steps: int | None = shared("zero.emergency_steps")
+
     name = "protect"
     phase = "checkpoint"
 
     def __init__(self, config: Config, run: Run) -> None:
-        self._every = config.zero.emergency_steps
+        self._every = config.emergency_steps
         self._emergency = run.directory.emergency
 
     def due(self, now: Moment) -> bool:

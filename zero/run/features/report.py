@@ -6,7 +6,7 @@ import logging
 import time
 from pathlib import Path
 
-from zero.config.schema import Config
+from zero.config.declared import Keys
 from zero.errors import UserError
 from zero.hosts import agreement
 from zero.run.feature import Feature, Moment
@@ -28,7 +28,7 @@ class Report(Feature):
     phase = "evaluation"
     may_wait = True
 
-    def __init__(self, config: Config, run: Run) -> None:
+    def __init__(self, config: Keys, run: Run) -> None:
         self._drawn_at = time.monotonic()
 
     @classmethod

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from zero.config.schema import Config
+from zero.config.constraints import at_least
+from zero.config.declared import Keys
+from zero.config.keys import key
+from zero.config.schema import Config as WholeConfig
 from zero.files import storage
 from zero.files.appending import append
 from zero.hosts import agreement
 from zero.inference.generate import generate
+from zero.models.config import GPTConfig
 from zero.run.feature import Feature, Moment
 from zero.run.run import Line, Run
 from zero.run_directory import SAMPLES_FILE
@@ -28,12 +34,30 @@ class Sample(Feature):
     trained again. Training continues if the file cannot be written.
     """
 
+    @dataclass
+    class Config(Keys):
+        sample_tokens: int = key(
+            300,
+            at_least(0),
+            "Tokens of text sampled from the model at each evaluation; 0: none.",
+            at="training",
+        )
+
+        def mistakes(self, config: WholeConfig, size: GPTConfig) -> Iterator[tuple[str, str]]:
+            key = "training.sample_tokens"
+            if size.has_learned_positions and self.sample_tokens >= size.block_size:
+                learned = f"the learned positions of model.size={config.model.size} less one"
+                yield key, f"at most {size.block_size - 1}, {learned}"
+            switch = size.rotary_switch
+            if switch is not None and self.sample_tokens >= switch:
+                yield key, f"less than {switch}, beyond which rotary frequencies depend on the length"
+
     name = "sample"
     phase = "evaluation"
     may_wait = True
 
     def __init__(self, config: Config, run: Run) -> None:
-        self._count = config.training.sample_tokens
+        self._count = config.sample_tokens
         self._inference = make_inference(run.job.model)
         if agreement.is_host_0():
             drop_later(run.directory.path / SAMPLES_FILE, run.position.step)

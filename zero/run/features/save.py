@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
-from zero.config.schema import Config
+from zero.config.constraints import at_least, positive
+from zero.config.declared import Keys
+from zero.config.keys import key, shared
 from zero.hosts import agreement
 from zero.partition.global_arrays import from_global, to_global
 from zero.run.feature import Feature, Moment
@@ -19,14 +21,30 @@ class Save(Feature):
     The metrics up to the step are mirrored before, so that a resume from the checkpoint finds them.
     """
 
+    @dataclass
+    class Config(Keys):
+        emergency_steps: int | None = shared("zero.emergency_steps")
+        save_every: int | None = key(
+            None,
+            at_least(1),
+            "Steps between checkpoints, whatever the evaluations; null: at every evaluation. The last step is always "
+            "saved.",
+            at="data",
+        )
+        checkpoint_minutes: float | None = key(
+            30.0,
+            positive(),
+            "Minutes between checkpoints if evaluations or save_every are further apart; null: only at these.",
+            at="data",
+        )
+
     name = "save"
     phase = "checkpoint"
 
     def __init__(self, config: Config, run: Run) -> None:
-        self._config = config
-        self._every = config.data.save_every
-        self._minutes = config.data.checkpoint_minutes
-        self._emergency_every = config.zero.emergency_steps
+        self._every = config.save_every
+        self._minutes = config.checkpoint_minutes
+        self._emergency_every = config.emergency_steps
         self._checkpoints = run.directory.checkpoints
         self._begun_at = time.monotonic()
         run.requests.add(self.name, self._is_time)
@@ -67,7 +85,7 @@ class Save(Feature):
             "saved_at": saved_at,
             "last_step": run.last_step,
             "checksums": sums,
-            "config": asdict(self._config),
+            "config": run.config,
             "size": asdict(run.job.model.config),
         }
         layout = run.job.layout

@@ -1,26 +1,47 @@
-"""`training.statistics`: statistics per tensor in the lines of metrics."""
+"""`statistics.every`: statistics per tensor in the lines of metrics."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
-from zero.config.schema import Config
+from zero.config.constraints import at_least
+from zero.config.declared import Keys
+from zero.config.keys import key
 from zero.partition.layout import PyTree
 from zero.run.feature import Feature, Moment
 from zero.run.run import Line, Run
+from zero.tracking.metrics import Metric
 from zero.training.batch import Batch
 
 
 class Statistics(Feature):
     """Computes statistics per tensor of every so many steps, by programs compiled at the first; free in the others."""
 
+    @dataclass
+    class Config(Keys):
+        every: int | None = key(
+            None,
+            at_least(1),
+            "Every so many steps log statistics per tensor: mean sizes of activations per layer; of each leaf its "
+            "change per learning rate, and the norms of gradient and weights. null: never.",
+            "Each time costs the forward pass and the gradient of a step once more, and memory for a copy of the "
+            "weights' shards and their whole gradient's.",
+        )
+
     name = "statistics"
+    adds = (
+        Metric(
+            ("activation/...", "change/...", "gradient_norm/...", "weight_norm/..."),
+            "with `statistics.every`, of each tensor",
+        ),
+    )
 
     def __init__(self, config: Config, run: Run) -> None:
-        self._every = config.training.statistics
+        self._every = config.every
         self._weights_before: PyTree = None
         self._values: dict[str, float] = {}
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import dataclass
 
-from zero.config.schema import Config
+from zero.config.constraints import at_least
+from zero.config.declared import Keys
+from zero.config.keys import key, shared
 from zero.hosts import agreement
 from zero.run.feature import Feature, Moment
 from zero.run.run import Line, Run
+from zero.tracking.metrics import Metric
 from zero.tracking.metrics_file import Log
 from zero.tracking.tracker import open_tracker
 
@@ -16,20 +19,32 @@ from zero.tracking.tracker import open_tracker
 class Track(Feature):
     """Records each line on host 0, with the clock of the run; a line every `training.log_frequency` steps at least."""
 
+    @dataclass
+    class Config(Keys):
+        wandb_project: str | None = shared("data.wandb_project")
+        tensorboard: bool = shared("data.tensorboard")
+        log_frequency: int = key(10, at_least(1), "Log a line of metrics every 10 steps.", at="training")
+
     name = "track"
+    adds = (
+        Metric(
+            ("time", "wall_time", "goodput/PHASE"),
+            "seconds since 1970; seconds since the first start, over all resumes; the share of each phase",
+        ),
+    )
     takes_every_line = True
 
     def __init__(self, config: Config, run: Run) -> None:
-        self._every = config.training.log_frequency
+        self._every = config.log_frequency
         self._stack = ExitStack()
         self._log: Log | None = None
         if agreement.is_host_0():
             tracker = open_tracker(
                 run.directory.path,
-                project=config.data.wandb_project,
-                tensorboard=config.data.tensorboard,
-                config=asdict(config),
-                resumed_from=None if config.resume is None else run.position.step,
+                project=config.wandb_project,
+                tensorboard=config.tensorboard,
+                config=run.config,
+                resumed_from=None if run.config["resume"] is None else run.position.step,
             )
             self._log = self._stack.enter_context(tracker)
 

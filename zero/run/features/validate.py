@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import closing
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TypeAlias
@@ -11,7 +12,8 @@ from typing import TypeAlias
 import jax
 import numpy as np
 
-from zero.config.schema import Config
+from zero.config.declared import Keys
+from zero.config.keys import shared
 from zero.corpus.reading.loader import HostBatch, Loader
 from zero.corpus.reading.prefetch import prefetch
 from zero.errors import UserError
@@ -19,6 +21,7 @@ from zero.hosts import agreement
 from zero.partition.layout import PyTree
 from zero.run.feature import Feature, Moment, Stopped
 from zero.run.run import Line, Run
+from zero.tracking.metrics import Metric
 from zero.tracking.metrics_file import line_of
 from zero.training.ema import EMA
 from zero.training.programs import split_rows
@@ -38,14 +41,29 @@ class Validate(Feature):
     which checkpoints are kept.
     """
 
+    @dataclass
+    class Config(Keys):
+        maximum_evaluation_steps: int = shared("training.maximum_evaluation_steps")
+        loss_on: str = shared("training.loss_on")
+
     name = "validate"
+    adds = (
+        Metric(
+            ("validation/loss", "validation/ema_loss"),
+            "loss of the weights, and of their moving average (`training.ema`); nats per token",
+        ),
+        Metric(
+            ("validation/NAME/loss", "validation/NAME/bits_per_byte", "validation/bits_per_byte"),
+            "of each validation set that has a name, and bits per byte of all of them",
+        ),
+    )
     phase = "evaluation"
     may_wait = True
 
     def __init__(self, config: Config, run: Run) -> None:
         self._sets = run.data.validation
-        self._most_batches = config.training.maximum_evaluation_steps
-        self._loss_on = config.training.loss_on
+        self._most_batches = config.maximum_evaluation_steps
+        self._loss_on = config.loss_on
         self._is_named = "" not in self._sets
         self._token_bytes: np.ndarray | None = None  # (vocabulary,), where bits per byte are counted
 

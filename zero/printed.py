@@ -1,0 +1,43 @@
+"""Writes what is printed from declarations: conf/config.yaml, and the pages of keys and of metrics.
+
+`python -m zero.printed`, after a key or a metric has changed.
+"""
+
+from __future__ import annotations
+
+from zero.config.files import conf_directory
+from zero.config.printed import config_yaml, keys_page
+from zero.run import run, step_metrics
+from zero.run.features import FEATURES
+from zero.tracking.metrics import Metric
+
+METRICS_HEAD = """\
+# Metrics
+
+What a line of `metrics.jsonl` holds ([when it is logged](training.md#metrics)); a metric is left out where it does not
+apply. This page is printed from the declarations in `zero/run` (`python -m zero.printed`).
+
+| metric | meaning |
+|---|---|
+"""
+
+
+def metrics_page() -> str:
+    """The text of docs/metrics.md."""
+    rows = []
+    for metric in all_metrics():
+        names = ", ".join(f"`{name}`" for name in metric.names)
+        rows.append(f"| {names} | {metric.sentence} |\n")
+    return METRICS_HEAD + "".join(rows)
+
+
+def all_metrics() -> list[Metric]:
+    """The metrics of every run, then those that each feature adds."""
+    return [*run.METRICS, *step_metrics.METRICS, *(metric for feature in FEATURES for metric in feature.adds)]
+
+
+if __name__ == "__main__":
+    (conf_directory() / "config.yaml").write_text(config_yaml())
+    docs = conf_directory().resolve().parent / "docs"
+    (docs / "keys.md").write_text(keys_page())
+    (docs / "metrics.md").write_text(metrics_page())
