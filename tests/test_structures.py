@@ -43,6 +43,8 @@ def train(program: ModuleType, state: Any, steps: range) -> tuple[list[float], A
 
 def started(program: ModuleType, saved: Any = None) -> Any:
     """The first state on the devices, with the leaves that another program has saved."""
+    if saved is None and hasattr(program, "first_state"):
+        return program.first_state()
     state = program.create_state()
     if saved is not None:
         state = jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(saved))

@@ -1,4 +1,7 @@
-"""BYOL's structure: the optimizer is rebuilt in each step with a traced rate; batch statistics; a target network."""
+"""BYOL's structure: LARS of its own with a filter by path, rebuilt in each step with a traced rate; batch statistics.
+
+The state is made under pmap, the target network is an average, and a checkpoint is the first device's row.
+"""
 
 from functools import partial
 
@@ -12,14 +15,35 @@ from jax import lax
 DEVICES = jax.devices()
 
 
+def is_scaled(path):
+    return not path[-1].key.startswith("b")
+
+
+def scale_by_lars(momentum, eta):
+    def adapted(path, g, p):
+        ratio = eta * jnp.linalg.norm(p) / jnp.linalg.norm(g)
+        return g * jnp.where(ratio > 0, ratio, 1.0) if is_scaled(path) else g
+
+    def update(updates, mu, params):
+        updates = jax.tree_util.tree_map_with_path(adapted, updates, params)
+        mu = jax.tree.map(lambda m, g: momentum * m + g, mu, updates)
+        return mu, mu
+
+    return optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
+
+
 def optimizer(rate):
-    return optax.lars(rate, weight_decay=1e-2, momentum=0.9)
+    decay = optax.add_decayed_weights(
+        1e-2, lambda params: jax.tree_util.tree_map_with_path(lambda k, _: is_scaled(k), params)
+    )
+    return optax.chain(decay, scale_by_lars(0.9, 0.1), optax.scale(-rate))
 
 
 def create_state():
     rng = np.random.default_rng(0)
     sizes = {"first": (12, 40), "second": (40, 20), "predictor": (20, 20)}
     params = {name: rng.normal(size=size).astype(np.float32) / size[0] ** 0.5 for name, size in sizes.items()}
+    params["bias"] = np.zeros(20, np.float32)
     statistics = {"mean": jnp.zeros(40), "variance": jnp.ones(40)}
     return {
         "step": 0,
@@ -30,12 +54,16 @@ def create_state():
     }
 
 
+def first_state():
+    return jax.pmap(lambda _: create_state(), "i", devices=DEVICES)(np.arange(len(DEVICES)))
+
+
 def to_devices(state):
     return jax_utils.replicate(state, DEVICES)
 
 
 def to_host(state):
-    return jax_utils.unreplicate(state)
+    return jax.tree.map(lambda x: jax.device_get(x[0]), state)
 
 
 def project(params, x):
@@ -43,7 +71,7 @@ def project(params, x):
     mean = lax.pmean(hidden.mean(0), "i")
     variance = lax.pmean(jnp.square(hidden).mean(0), "i") - jnp.square(mean)
     hidden = jax.nn.relu((hidden - mean[None]) * lax.rsqrt(variance + 1e-3)[None])
-    return hidden @ params["second"], {"mean": mean, "variance": variance}
+    return hidden @ params["second"] + params["bias"][None], {"mean": mean, "variance": variance}
 
 
 def normalized(x):

@@ -1,4 +1,7 @@
-"""MPO's structure as in ACME: dual variables with an optimizer of their own, clipping, target networks by `where`."""
+"""MPO's structure as in ACME: dual variables with an optimizer of their own, both clipped; target networks by `where`.
+
+The norms of both gradients are logged before they are clipped.
+"""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,8 +14,14 @@ from flax import jax_utils
 from jax import lax
 
 DEVICES = jax.devices()
-policy_optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(2.0**-7))
-dual_optimizer = optax.adam(2.0**-5)
+
+
+def clipped_adam(rate):
+    return optax.chain(optax.clip_by_global_norm(0.5), optax.adam(rate))
+
+
+policy_optimizer = clipped_adam(2.0**-7)
+dual_optimizer = clipped_adam(2.0**-5)
 
 
 class TrainingState(NamedTuple):
@@ -22,6 +31,7 @@ class TrainingState(NamedTuple):
     policy_opt_state: Any
     dual_opt_state: Any
     steps: Any
+    norms: Any  # of the last gradients
 
 
 def create_state():
@@ -29,9 +39,8 @@ def create_state():
     policy, critic = rng.normal(size=(6, 16)), rng.normal(size=(22, 1)) / 4
     params = {"policy": policy.astype(np.float32), "critic": critic.astype(np.float32)}
     dual_params = {"log_temperature": np.zeros(1, np.float32), "log_alpha": np.zeros(16, np.float32)}
-    return TrainingState(
-        params, params, dual_params, policy_optimizer.init(params), dual_optimizer.init(dual_params), np.int32(0)
-    )
+    opt_states = policy_optimizer.init(params), dual_optimizer.init(dual_params)
+    return TrainingState(params, params, dual_params, *opt_states, np.int32(0), np.zeros(2, np.float32))
 
 
 def to_devices(state):
@@ -61,14 +70,16 @@ def train_step(state, batch):
     actions = state.target_params["policy"].sum(0)[None, None] + batch[:, :, :16]
     inputs = (state.target_params, batch[0, :, :6], actions)
     loss, grads = jax.value_and_grad(loss_fn, (0, 1))(state.params, state.dual_params, *inputs)
-    grads = lax.pmean(grads, "i")
-    updates, policy_opt_state = policy_optimizer.update(grads[0], state.policy_opt_state, state.params)
-    dual_updates, dual_opt_state = dual_optimizer.update(grads[1], state.dual_opt_state)
+    grads, dual_grads = lax.pmean(grads, "i")
+    norms = jnp.stack([optax.tree.norm(grads), optax.tree.norm(dual_grads)])
+    updates, policy_opt_state = policy_optimizer.update(grads, state.policy_opt_state, state.params)
+    dual_updates, dual_opt_state = dual_optimizer.update(dual_grads, state.dual_opt_state, state.dual_params)
     params = optax.apply_updates(state.params, updates)
     dual_params = optax.apply_updates(state.dual_params, dual_updates)
     is_due = (state.steps + 1) % 2 == 0
     target_params = jax.tree.map(partial(jnp.where, is_due), params, state.target_params)
-    new = TrainingState(params, target_params, dual_params, policy_opt_state, dual_opt_state, state.steps + 1)
+    opt_states = policy_opt_state, dual_opt_state
+    new = TrainingState(params, target_params, dual_params, *opt_states, state.steps + 1, norms)
     return new, lax.pmean(loss, "i")
 
 

@@ -1,4 +1,7 @@
-"""SAC's structure as in brax: three optimizers in one state, gradient steps in a scan inside a scan of rollouts."""
+"""SAC's structure as in brax: three optimizers in one state, gradient steps in a scan inside a scan of rollouts.
+
+Updates are not given the parameters, and at the end the program asserts that its state is the same on all devices.
+"""
 
 from functools import partial
 
@@ -44,7 +47,13 @@ def to_devices(state):
 
 
 def to_host(state):
+    assert_is_replicated(state)
     return jax_utils.unreplicate(state)
+
+
+def assert_is_replicated(tree):
+    for x in jax.tree.leaves(tree):
+        assert (np.asarray(x) == np.asarray(x)[:1]).all()
 
 
 def act(policy, observation, key):
@@ -76,7 +85,7 @@ def gradient_step(state, data):
     def one(loss_fn, optimizer, params, opt_state):
         loss, grads = jax.value_and_grad(loss_fn)(params, state, data)
         grads = lax.pmean(grads, "i")
-        updates, opt_state = optimizer.update(grads, opt_state, params)
+        updates, opt_state = optimizer.update(grads, opt_state)
         return loss, optax.apply_updates(params, updates), opt_state
 
     held = state["optimizers"]

@@ -1,4 +1,7 @@
-"""VDM's structure: a scan of substeps in one call, a train state of its own, an average of the parameters."""
+"""VDM's structure: a scan of substeps in one call; a train state of its own, with an average of the parameters.
+
+The state holds the function that makes the optimizer, of a rate that each substep computes.
+"""
 
 from functools import partial
 from typing import Any
@@ -13,7 +16,11 @@ from jax import lax
 
 DEVICES = jax.devices()
 SUBSTEPS = 3
-optimizer = optax.adamw(2.0**-7, weight_decay=2.0**-6)
+
+
+def optimizer(rate):
+    mask = {"in": True, "out": True, "bias": False}
+    return optax.adamw(rate, weight_decay=2.0**-6, mask=mask)
 
 
 @flax.struct.dataclass
@@ -22,12 +29,20 @@ class TrainState:
     params: Any
     ema_params: Any
     opt_state: Any
+    make: Any = flax.struct.field(pytree_node=False)
+
+    def apply_gradients(self, grads, rate):
+        updates, opt_state = self.make(rate).update(grads, self.opt_state, self.params)
+        params = optax.apply_updates(self.params, updates)
+        ema_params = optax.incremental_update(params, self.ema_params, 0.1)
+        return self.replace(step=self.step + 1, params=params, ema_params=ema_params, opt_state=opt_state)
 
 
 def create_state():
     rng = np.random.default_rng(0)
     params = {"in": rng.normal(size=(5, 40)).astype(np.float32) / 2, "out": np.zeros((40, 4), np.float32)}
-    return TrainState(step=0, params=params, ema_params=params, opt_state=optimizer.init(params))
+    params["bias"] = np.zeros(4, np.float32)
+    return TrainState(step=0, params=params, ema_params=params, opt_state=optimizer(1.0).init(params), make=optimizer)
 
 
 def to_devices(state):
@@ -44,14 +59,12 @@ def substep(state, x):
         time = jax.random.uniform(key, (len(x), 1))
         noise = jax.random.normal(jax.random.fold_in(key, 1), x.shape)
         noisy = jnp.concatenate([jnp.sqrt(1 - time) * x + jnp.sqrt(time) * noise, time], -1)
-        return jnp.square(jnp.tanh(noisy @ params["in"]) @ params["out"] - noise).mean()
+        return jnp.square(jnp.tanh(noisy @ params["in"]) @ params["out"] + params["bias"][None] - noise).mean()
 
     loss, grads = jax.value_and_grad(loss_fn)(state.params)
     grads = lax.pmean(grads, "i")
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
-    ema_params = optax.incremental_update(params, state.ema_params, 0.1)
-    return TrainState(state.step + 1, params, ema_params, opt_state), lax.pmean(loss, "i")
+    rate = 2.0**-7 * jnp.minimum(1.0, (state.step + 1) / 8)
+    return state.apply_gradients(grads, rate), lax.pmean(loss, "i")
 
 
 @partial(jax.pmap, axis_name="i", devices=DEVICES)

@@ -31,7 +31,7 @@ def test_narrow_gradients_keep_their_dtype() -> None:
         def step(carry: Any, grads: Any) -> Any:
             params, state = carry
             if is_sharded:
-                grads = zero.scatter_mean(grads, layout, "batch")
+                grads = zero.local(zero.scatter_mean(grads, layout, "batch"))
             else:
                 grads = lax.pmean(grads, "batch")
             updates, state = (tx if is_sharded else plain).update(grads, state, params)

@@ -108,7 +108,7 @@ def test_shard_map_equals_pmap(mesh_name: str, kind: AxisType) -> None:
     again = zero.to_devices(saved, like=tx.init(shapes_of(params)), devices=mesh)
     for x, y in zip(jax.tree.leaves(again), jax.tree.leaves(state), strict=True):
         assert x.sharding.is_equivalent_to(y.sharding, x.ndim) and x.dtype == y.dtype
-        np.testing.assert_array_equal(x, y)
+    jax.tree.map(np.testing.assert_array_equal, again.slices, state.slices)
     whole = jax.tree.map(np.asarray, params)
     continued, _ = run(mesh_name, mesh, tx, (whole, wanted), range(3, 5))
     direct, _ = run(mesh_name, mesh, tx, None, range(5))

@@ -240,9 +240,9 @@ def test_marked_gradients_are_no_arrays(read: Any) -> None:
     assert not hasattr(zero.local(jnp.ones(3)), "real")
 
 
-@pytest.mark.parametrize("name", ["chain", "named_chain", "apply_if_finite"])
+@pytest.mark.parametrize("name", AROUND)
 def test_transforms_of_gradient_slices(name: str) -> None:
-    """Slices that are marked are read by no transform around the optimizer.
+    """Slices are read by no transform around the optimizer, marked or not.
 
     Each device would clip its slices by their own norm, or wait alone in a gather that it alone decided on.
     """
@@ -254,8 +254,15 @@ def test_transforms_of_gradient_slices(name: str) -> None:
         slices = zero.scatter_mean(params, zero.make_layout(params, 8), "batch")
         return tx.update(mark(slices), tx.init(params), params)
 
+    def unmarked(slices: Any) -> Any:
+        return slices
+
     params = {"w": np.ones((8, 13, 6), np.float32)}
     with pytest.raises(ValueError, match=READ):
         lower(partial(run, tx, zero.local), params)
-    for mark in (zero.local, lambda slices: slices):
-        lower(partial(run, first, mark), params)
+    for other in (tx, first):
+        with pytest.raises(
+            (TypeError, ValueError), match=r"a slice that zero.local marks, after the last|zero.local has marked"
+        ):
+            lower(partial(run, other, unmarked), params)
+    lower(partial(run, first, zero.local), params)

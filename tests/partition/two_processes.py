@@ -223,6 +223,7 @@ def check_mesh() -> None:
     back = zero.to_devices(found, like=like, devices=mesh)
     for x, y in zip(jax.tree.leaves(back), jax.tree.leaves(state), strict=True):
         assert x.sharding == y.sharding, (x.sharding, y.sharding)
+    for x, y in zip(jax.tree.leaves(back.slices), jax.tree.leaves(state.slices), strict=True):
         for part, right in zip(x.addressable_shards, y.addressable_shards, strict=True):
             np.testing.assert_array_equal(part.data, right.data)
 

@@ -13,8 +13,9 @@ from jax import lax
 
 from zero.partition.collectives.axis import Axis, AxisLike
 from zero.partition.global_arrays import axis_and_devices, check_order, local_shards, pmap_devices, stack_local
-from zero.partition.layout import Layout, LeafLayout, PyTree, names_of
+from zero.partition.layout import Layout, LeafLayout, PyTree, named_leaves, names_of
 from zero.partition.pmapped import pmap
+from zero.partition.sharded_state import SAME_DECISIONS
 
 
 def check_replicated(tree: PyTree, axis_name: str, devices: Sequence[jax.Device] | None = None) -> None:
@@ -33,11 +34,11 @@ def check_replicated(tree: PyTree, axis_name: str, devices: Sequence[jax.Device]
     >>> n = jax.local_device_count()
     >>> check_replicated({"w": jnp.ones((n, 3))}, "batch")
     """
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    for _, x in flat:
+    leaves = named_leaves(tree)
+    for _, x in leaves:
         if _is_copied(x) and devices is None:
             devices = [device for device in pmap_devices() if device in x.sharding.device_set]
-    named = [(jax.tree_util.keystr(path, simple=True, separator="/"), _stacked(x, axis_name), None) for path, x in flat]
+    named = [(name, _stacked(x, axis_name), None) for name, x in leaves]
     local = [device for device in devices or pmap_devices() if device.process_index == jax.process_index()]
     for name, x, _ in named:
         rows = len(local)
@@ -73,13 +74,15 @@ def check_copies(tree: PyTree, layout: Layout, axis: Axis, devices: Sequence[jax
     Arguments as for `checksums`. Call outside pmap, on all processes.
     """
     holders = tuple(map(tuple, axis.groups(axis.replicas, axis.shards) or [list(range(axis.size))]))
-    pairs = zip(layout.leaves, layout.treedef.flatten_up_to(tree), strict=True)
-    copied = [(x.name, array, holders if x.splits else None) for x, array in pairs if axis.replicas > 1 or not x.splits]
+    names = names_of([leaf.path for leaf in layout.leaves])
+    copied = []
+    for name, leaf, x in zip(names, layout.leaves, layout.treedef.flatten_up_to(tree), strict=True):
+        if axis.replicas > 1 or not leaf.splits:
+            copied.append((name, x, holders if leaf.splits else None))
     if bad := _differing(copied, axis.name, tuple(devices)):
         raise ValueError(
             f"leaves differ between the devices of axis {axis.name!r} that should hold the same: {', '.join(bad)}. "
-            f"Reduce what decides for all devices: value= of an update by lax.pmean(value, {axis.name!r}), whether "
-            f"gradients are finite by lax.pmin(is_finite.astype(jnp.int32), {axis.name!r}) == 1"
+            f"{SAME_DECISIONS}"
         )
 
 

@@ -113,7 +113,13 @@ class LeafLayout:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """One `LeafLayout` per leaf of a tree. Hashable; `print` shows a table."""
+    """One `LeafLayout` per leaf of a tree. Hashable; `print` shows a table.
+
+    >>> print(make_layout({"w": jax.ShapeDtypeStruct((5, 12), jnp.float32)}, shards=4))
+    60 elements in 1 leaves over 4 shards: 60 bytes per device, 0 elements of padding, 0 elements in 0 leaves whole ...
+    leaf  dtype    whole  split  shard  padding  gathered  by
+    w     float32  5x12   dim 1  5x3    0        5x12      AllGather(dim=1, over=4, apart=1)
+    """
 
     treedef: Any
     leaves: tuple[LeafLayout, ...]
@@ -179,6 +185,14 @@ class Layout:
                     )
                 raise ValueError(f"leaf {leaf.name}: expected a shard of {leaf.shard_shape}, got {np.shape(x)}{hint}")
         return leaves
+
+    def check_numbers(self) -> None:
+        """Raises a TypeError if a leaf has no sum and no norm."""
+        for leaf in self.leaves:
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                raise TypeError(
+                    f"leaf {leaf.name}: a typed key of jax.random is no number, which could be summed: leave it out"
+                )
 
     def shapes(self) -> PyTree:
         """Whole shapes, as `jax.ShapeDtypeStruct`."""
@@ -297,7 +311,7 @@ def make_layout(
                 f"leaf {'/'.join(path)}: expected an array or its shape, got {kind}, {leaf!r}: hold what is no array "
                 "outside of the tree"
             )
-        if hasattr(leaf, "dtype") and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             raise TypeError(
                 f"leaf {'/'.join(path)}: a typed key of jax.random cannot be cut: hold it outside of the tree, or as "
                 "jax.random.key_data(key)"
@@ -319,7 +333,7 @@ def make_layout(
                 moves = (AllToAll(first, split.dim, expert), AllGather(split.dim, shards // expert, apart=expert))
         else:
             split = _choose_split(shape, first, shards)
-        dtype = np.dtype(jax.numpy.result_type(leaf))
+        dtype = np.dtype(jnp.result_type(leaf))
         leaves.append(LeafLayout(path, shape, dtype, (split,) if split else (), is_stacked, moves))
     return Layout(treedef, tuple(leaves), shards)
 
@@ -370,6 +384,17 @@ def names_of(paths: Sequence[tuple[str, ...]]) -> list[str]:
     ]
 
 
+def named_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
+    """The leaves of a tree with their names in messages.
+
+    >>> named_leaves({"a": {"b": 1}, "a/b": 2}), named_leaves(3)
+    ([("['a']['b']", 1), ("['a/b']", 2)], [('(root)', 3)])
+    """
+    flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+    names = names_of([path_of(keys) for keys, _ in flat])
+    return [(name or "(root)", x) for name, (_, x) in zip(names, flat, strict=True)]
+
+
 def source_of(
     path: tuple[str, ...], shape: tuple[int, ...], by_path: Mapping[tuple[str, ...], LeafLayout]
 ) -> LeafLayout | None:
@@ -391,11 +416,11 @@ def match_layout(tree: PyTree, *layouts: Layout) -> Layout:
     by_path = {leaf.path: leaf for layout in reversed(layouts) for leaf in layout.leaves}
     flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
     paths = [path_of(keys) for keys, _ in flat]
-    unknown = ["/".join(path) for path in paths if path not in by_path]
+    unknown = [path for path in paths if path not in by_path]
     if unknown:
-        known = _some(["/".join(path) for path in by_path])
+        first, *known = names_of([unknown[0], *by_path])
         raise ValueError(
-            f"the layout was made for a tree without leaf {unknown[0] or '(root)'}; it has {known or 'none'}"
+            f"the layout was made for a tree without leaf {first or '(root)'}; it has {_some(known) or 'none'}"
         )
     return Layout(treedef, tuple(by_path[path] for path in paths), layouts[0].shards)
 

@@ -1,7 +1,8 @@
-"""Gradients that each device computed by itself, as values that are no arrays until they have been reduced.
+"""Gradients that differ between devices, as values that are no arrays until a sharded optimizer has read them.
 
-A transform that computes with them before the reduction, such as a clipping by the global norm around a sharded
-optimizer, would do so with other numbers on each device, and nothing would fail. Here it gets no number at all.
+They are each device's own, not reduced, or its slices of reduced ones. A transform that computes with them on the way,
+such as a clipping by the global norm around a sharded optimizer, would do so with other numbers on each device, and
+nothing would fail. Here it gets no number at all.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from zero.partition.layout import PyTree
+from zero.partition.layout import PyTree, named_leaves
 
 _READ = (
     "this computes with gradients that zero.local has marked, which differ between devices until zero.shard_optimizer "
-    "reduces them. Put a transform that reads gradients inside: zero.shard_optimizer(optax.chain(...), axis_name); or "
+    "has read them. Put a transform that reads gradients inside: zero.shard_optimizer(optax.chain(...), axis_name); or "
     "reduce them first, by lax.pmean(grads, axis_name), and pass reduction=None to zero.shard_optimizer. What takes "
     "arrays only, such as jax.jit and lax.cond, is given unmarked gradients, and calls zero.local inside"
 )
@@ -26,7 +27,7 @@ class NoArrayError(ValueError, AttributeError):
 
 
 class LocalGradient:
-    """One device's own gradient of a leaf, which only a sharded optimizer reads.
+    """One device's own gradient of a leaf, or its slice of a reduced one, which only a sharded optimizer reads.
 
     It has the shape and the dtype of the array. Whatever else is done with it raises a ValueError: it is no array, and
     no pytree node through which a function of arrays could be mapped.
@@ -88,8 +89,9 @@ for _operator in (
 def local(grads: PyTree) -> PyTree:
     """Marks a device's own gradients, which a sharded optimizer reduces: `tx.update(zero.local(grads), ...)`.
 
-    It stands where a data-parallel program has `lax.pmean(grads, axis_name)`. Until `update` has reduced them, the
-    leaves are no arrays: what would compute with numbers that differ between devices raises a ValueError.
+    It stands where a data-parallel program has `lax.pmean(grads, axis_name)`, or last in what a program does with the
+    slices of `scatter_mean`. Until `update` has read them, the leaves are no arrays: what would compute with numbers
+    that differ between devices raises a ValueError.
 
     Per device: arrays in, a tree of the same structure out. No communication.
 
@@ -104,34 +106,33 @@ def local(grads: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x if isinstance(x, LocalGradient) else LocalGradient(x), grads)
 
 
-def arrays_of(updates: PyTree, axis_name: str, *, expects_marks: bool) -> PyTree:
-    """The arrays of gradients that `local` has marked, or reduced gradients, which are not marked.
+def arrays_of(updates: PyTree, axis_name: str, reduction: str | None) -> PyTree:
+    """The arrays of gradients that `local` has marked, or of whole reduced ones (None), which are not marked.
 
     Raises:
       TypeError: a leaf is marked and should not be, or the other way round.
     """
-
-    def check(path: Any, x: Any) -> None:
-        name = jax.tree_util.keystr(path, simple=True, separator="/") or "(root)"
-        if expects_marks and not isinstance(x, LocalGradient):
-            raise TypeError(
-                f"leaf {name}: the gradient is an array, expected this device's own, not reduced, which zero.local "
-                f"marks: write zero.local(grads) where the program has lax.pmean(grads, {axis_name!r}). Gradients that "
-                "are reduced already need zero.shard_optimizer(..., reduction=None)"
-            )
-        if not expects_marks and isinstance(x, LocalGradient):
+    for name, x in named_leaves(updates):
+        is_marked = isinstance(x, LocalGradient)
+        if is_marked == (reduction is not None):
+            continue
+        if is_marked:
             raise TypeError(
                 f"leaf {name}: zero.local marks gradients that are not reduced, and reduction=None expects reduced "
                 "ones: leave reduction out, or pass lax.pmean(grads, axis_name)"
             )
-
-    jax.tree_util.tree_map_with_path(check, updates)
-    return unmarked(updates)
-
-
-def unmarked(tree: PyTree) -> PyTree:
-    """The arrays of a tree of which some leaves may be marked."""
-    return jax.tree.map(_array, tree)
+        if reduction == "scattered":
+            raise TypeError(
+                f"leaf {name}: the gradient is an array, expected a slice that zero.local marks, after the last "
+                "computation with slices: tx.update(zero.local(grads), ...). A transform around this optimizer would "
+                "compute with the slices of each device by itself"
+            )
+        raise TypeError(
+            f"leaf {name}: the gradient is an array, expected this device's own, not reduced, which zero.local marks: "
+            f"write zero.local(grads) where the program has lax.pmean(grads, {axis_name!r}). Gradients that are "
+            "reduced already need zero.shard_optimizer(..., reduction=None)"
+        )
+    return jax.tree.map(_array, updates)
 
 
 def _array(x: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, ParamSpec
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import optax.contrib
 from jax import lax
@@ -16,15 +17,17 @@ from jax.typing import DTypeLike
 
 from zero.partition.collectives.arrays import fill_padding
 from zero.partition.collectives.axis import Axis, AxisLike, as_axis, check_untracked
-from zero.partition.layout import Layout, LeafLayout, PyTree, derive_layout, make_layout, match_layout
-from zero.partition.local_gradients import arrays_of, unmarked
+from zero.partition.layout import Layout, LeafLayout, PyTree, Split, derive_layout, make_layout, match_layout
+from zero.partition.local_gradients import arrays_of
 from zero.partition.rewrite.entry_points import across_shards, run_on_shards, with_extra_args
 from zero.partition.rewrite.interpreter import NotElementwiseError
 from zero.partition.sharded_state import (
     ShardedState,
     WholeState,
+    after_update,
     check_structure,
     is_marked,
+    is_own,
     origin_of,
     register_with_flax,
     require_sharded,
@@ -48,6 +51,7 @@ def global_norm(shards: PyTree, layout: Layout, axis: AxisLike) -> jax.Array:
     True
     """
     axis = checked_axis(layout, axis)
+    layout.check_numbers()
     return norm_of(squares(shards, layout, axis), axis)
 
 
@@ -178,6 +182,11 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):
     Attributes:
       unsharded: the wrapped transform.
       axis: the `axis_name` of `shard_optimizer`.
+
+    >>> adam = optax.adam(0.1)
+    >>> tx = shard_optimizer(adam, "batch")
+    >>> isinstance(tx, ShardedOptimizer), tx.unsharded.init is adam.init, tx.axis
+    (True, True, 'batch')
     """
 
     unsharded: optax.GradientTransformationExtraArgs
@@ -211,8 +220,8 @@ def shard_optimizer(
       tx: any transform; one that is not element-wise needs `across_shards`, or has a version in `zero`.
       axis_name: the pmap axis, or an `Axis` of groups.
       reduction: of gradients over devices. None if they are whole and already reduced, and so not marked; "scattered"
-        if `scatter_mean` or `scatter_sum` has reduced them to slices, which may be clipped and need no mark; `tx` gets
-        them in the dtype of the parameters.
+        if `scatter_mean` or `scatter_sum` has reduced them to slices, which are marked once the program has computed
+        with them; `tx` gets them in the dtype of the parameters.
       wire_dtype: dtype of gradients on the wire; None for their own.
       reduce_dtype: dtype of their sums; None for their own, but at least float32. `tx` gets them in their own.
       trust: run `tx` on shards unchanged, if it is known to be right there.
@@ -258,10 +267,7 @@ def shard_optimizer(
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
         axis = _bound(axis_name)
         state = require_sharded(state)
-        if reduction == "scattered":
-            updates = unmarked(updates)
-        else:
-            updates = arrays_of(updates, axis.name, expects_marks=reduction is not None)
+        updates = arrays_of(updates, axis.name, reduction)
         given, layout = _layouts(updates, params, axis, is_scattered=reduction == "scattered")
         if reduction is None:
             grads = shard(updates, given, axis)
@@ -277,14 +283,28 @@ def shard_optimizer(
         else:
             new, new_state = _update(inner, axis, (grads, given), state.slices, (param_shards, layout), extra)
         new_layout = match_layout(new, layout, given)
-        new = nan_unless(state.shard[0] == axis.shard_index(), new, new_layout)
+        number = state.shard[0]
+        new = nan_unless(is_own(number, axis), new, new_layout)
+        updates, is_alike = _gather_updates(new, new_layout, number, axis)
+        shard_after = after_update(number, is_alike, axis)[None]
         # The origin is that of the state, so that one that was made by an equal optimizer keeps its structure.
-        return gather(new, new_layout, axis), dataclasses.replace(state, slices=new_state)
+        return updates, dataclasses.replace(state, slices=new_state, shard=shard_after)
 
     sharded = ShardedOptimizer(init, update)
     sharded.unsharded = inner
     sharded.axis = axis_name
     return sharded
+
+
+def _gather_updates(new: PyTree, layout: Layout, number: jax.Array, axis: Axis) -> tuple[PyTree, jax.Array]:
+    """Whole updates, and whether all devices have taken the same updates before: a number that travels with them."""
+    is_odd = number >= axis.shards
+    floats = [leaf.dtype for leaf in layout.leaves if _is_float(leaf)]
+    parity = is_odd.astype(floats[0] if floats else jnp.float32)[None]
+    leaf = LeafLayout(("parity",), (axis.shards,), np.dtype(parity.dtype), (Split(0, axis.shards, axis.shards),))
+    joined = Layout(jax.tree.structure((new, parity)), (*layout.leaves, leaf), layout.shards)
+    updates, parities = gather((new, parity), joined, axis)
+    return updates, jnp.all(parities == parity)
 
 
 def _layouts(updates: PyTree, params: PyTree, axis: Axis, *, is_scattered: bool) -> tuple[Layout, Layout]:

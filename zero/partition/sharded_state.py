@@ -9,15 +9,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from zero.partition.collectives.axis import AxisLike
-from zero.partition.layout import Layout, PyTree, derive_layout, follow_layout, make_layout
+from zero.partition.collectives.axis import Axis, AxisLike
+from zero.partition.layout import Layout, PyTree, derive_layout, follow_layout, make_layout, named_leaves
 
 REMEDY = (
     "Checkpoints hold the whole state: save zero.to_host(state), which all processes call, and restore with "
     "zero.to_devices(whole, like=state)"
+)
+SAME_DECISIONS = (
+    "Reduce what decides for all devices: value= of an update by lax.pmean(value, axis_name), whether gradients are "
+    "finite by lax.pmin(is_finite.astype(jnp.int32), axis_name) == 1"
 )
 Cut = tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, int], ...]]  # of each dimension the axes; sizes of all axes
 
@@ -111,8 +116,19 @@ class ShardedState:
 
     Attributes:
       slices: the state of the optax transform, in its own structure, each leaf this device's slice.
-      shard: int32 `(1,)`, the number of the slice.
+      shard: int32 `(1,)`, the number of the slice; plus the number of all slices after an odd number of updates; or -1
+        where devices have not taken the same updates.
       origin: how the whole state is cut.
+
+    >>> import optax, zero
+    >>> n = jax.local_device_count()
+    >>> tx = zero.shard_optimizer(optax.sgd(0.1, momentum=0.5), "batch")
+    >>> state = zero.to_devices(tx.init({"w": np.ones((2 * n, 3), np.float32)}))
+    >>> state.slices[0].trace["w"].shape == (n, 2, 3), state.axis, state.layout(n).leaves[0].name
+    (True, 'batch', '0/trace/w')
+    >>> jax.tree.map(lambda x: x[0], state)
+    Traceback (most recent call last):
+    ValueError: this takes one device's slice of a sharded optimizer state and loses the rest. ...
     """
 
     slices: Any
@@ -155,16 +171,45 @@ def numbers_of(state: ShardedState) -> Any:
     return leaves[0] if len(leaves) == 1 else state.shard
 
 
+def is_own(number: jax.Array, axis: Axis) -> jax.Array:
+    """Whether `shard` is that of this device, after the same updates as on the other devices."""
+    return (number >= 0) & (number % axis.shards == axis.shard_index())
+
+
+def after_update(number: jax.Array, is_alike: jax.Array, axis: Axis) -> jax.Array:
+    """The `shard` after an update: -1 for good, where devices had not taken the same updates before."""
+    is_odd = number >= axis.shards
+    return jnp.where(is_alike & (number >= 0), jnp.where(is_odd, number - axis.shards, number + axis.shards), -1)
+
+
+def slices_of(numbers: np.ndarray, shards: int) -> list[int]:
+    """The numbers of the slices that devices hold, from their `shard`.
+
+    Raises:
+      ValueError: the devices have not taken the same updates.
+
+    >>> slices_of(np.array([2, 3]), 2)
+    [0, 1]
+    """
+    if (numbers < 0).any() or len(set((numbers >= shards).tolist())) > 1:
+        raise ValueError(
+            "devices did not take the same updates, because each decided for itself, as flax's DynamicScale without "
+            f"axis_name and jmp.DynamicLossScale do; state and parameters are lost. {SAME_DECISIONS}. Restart from a "
+            "checkpoint"
+        )
+    return (numbers % shards).tolist()
+
+
 def check_stacked(state: ShardedState) -> None:
     """Raises if a leaf is no stack of slices while the numbers of the slices are."""
     numbers = numbers_of(state)
     if not _is_concrete(numbers) or np.ndim(numbers) != 2:  # one device, or not stacked
         return
     count = len(numbers)
-    for path, x in jax.tree_util.tree_leaves_with_path(state.slices):
+    for name, x in named_leaves(state.slices):
         if np.shape(x)[:1] != (count,):
             raise ValueError(
-                f"leaf {jax.tree_util.keystr(path, simple=True, separator='/')}: expected a stack of one slice per "
+                f"leaf {name}: expected a stack of one slice per "
                 f"device, ({count}, ...), got shape {np.shape(x)}; a scalar is jnp.full({count}, value) there, or is "
                 "set inside pmap"
             )
@@ -290,6 +335,16 @@ def check_structure(state: PyTree, layout: Layout, *, may_lack: bool = False) ->
         raise ValueError(
             "the state has the same leaves in other containers, such as the dicts and lists of a file: put them into "
             "tx.init(params), by flax.serialization.from_state_dict for instance"
+        )
+
+
+def check_not_vmapped(dimensions: int, expected: int) -> None:
+    """Raises if the numbers of the slices have more dimensions than outside of vmap."""
+    if dimensions > expected:
+        raise ValueError(
+            "this state was made by vmap inside pmap, so its slices have a dimension more than the parameters. Put the "
+            "members of an ensemble into one tree of parameters, (members, ...) per leaf, with one optimizer for all, "
+            "and vmap the loss"
         )
 
 

@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 from zero.partition.collectives import arrays, coalesced
 from zero.partition.collectives.axis import Axis, AxisLike, as_axis, check_shards, check_untracked
 from zero.partition.layout import Layout, LeafLayout, PyTree
-from zero.partition.sharded_state import ShardedState, check_structure, is_marked
+from zero.partition.sharded_state import ShardedState, check_not_vmapped, check_structure, is_marked, is_own
 
 if TYPE_CHECKING:
     import flax.linen as nn
@@ -98,10 +98,12 @@ def _gather_states(tree: PyTree, dtype: DTypeLike | None, wire_dtype: DTypeLike 
         if not isinstance(x.shard, jax.core.Tracer):
             raise RuntimeError("zero.gather runs inside pmap; outside, zero.to_host(opt_state) gives the whole state")
         axis = as_axis(x.axis)
+        check_not_vmapped(x.shard.ndim, 1)
         layout = x.layout(axis.shards)
         check_structure(x.slices, layout)
-        is_own = x.shard[0] == axis.shard_index()
-        return gather(nan_unless(is_own, x.slices, layout), layout, axis, dtype, wire_dtype=wire_dtype)
+        return gather(
+            nan_unless(is_own(x.shard[0], axis), x.slices, layout), layout, axis, dtype, wire_dtype=wire_dtype
+        )
 
     return jax.tree.map(one, tree, is_leaf=is_marked)
 
@@ -137,6 +139,7 @@ def scatter_sum(
     True
     """
     axis = checked_axis(layout, axis)
+    layout.check_numbers()
     with jax.named_scope("zero_scatter"):
         full = [jnp.asarray(x) for x in layout.gathered_of(tree)]
         shards = coalesced.scatter_sum_arrays(full, layout.leaves, axis, wire_dtype, reduce_dtype)

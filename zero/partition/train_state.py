@@ -14,18 +14,20 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero.partition.collectives.axis import Axis, AxisLike, as_axis
 from zero.partition.global_arrays import axis_and_devices, counted_devices, local_shards, pmap_devices
-from zero.partition.layout import Layout, LeafLayout, PyTree, Split, path_of
+from zero.partition.layout import Layout, LeafLayout, PyTree, Split, named_leaves, names_of, path_of
 from zero.partition.on_mesh import leaf_on_mesh, read, state_on_mesh, write
 from zero.partition.sharded_state import (
     REMEDY,
     Origin,
     ShardedState,
     WholeState,
+    check_not_vmapped,
     check_stacked,
     check_structure,
     is_marked,
     is_of_mesh,
     numbers_of,
+    slices_of,
 )
 from zero.partition.whole_state import checked_whole, meet, slices_from_host, slices_to_host, spread
 
@@ -80,8 +82,8 @@ def to_host(
     if isinstance(devices, Mesh):
         raise ValueError("the arrays of a train state know their mesh: leave devices= out")
     treedef: Any
-    flat, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_marked)
-    leaves = [(jax.tree_util.keystr(path, simple=True, separator="/") or "(root)", x) for path, x in flat]
+    leaves = named_leaves(tree, is_marked)
+    treedef = jax.tree.structure(tree, is_leaf=is_marked)
     for name, x in leaves:
         arrays = (x.shard, x.slices) if isinstance(x, ShardedState) else x
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arrays)):
@@ -116,9 +118,9 @@ def to_devices(
       tree: a tree of arrays and numbers, and of states that `tx.init` made outside pmap.
       layout, axis: of a tree that is cut as a whole, and does not know how; both or none.
       devices: the `devices` of the pmap, if given; or the mesh of shard_map: arrays that are placed on it stay there.
-      like: a tree of the same structure with the states of the sharded optimizers in it, on devices or as `tx.init`
-        makes them (also under `jax.eval_shape`): for trees that do not know which of their parts are such states, as
-        those that `to_host` returned.
+      like: a tree with the states of the sharded optimizers where the tree has them, on devices or as `tx.init` makes
+        them (also under `jax.eval_shape`): for trees that do not know which of their parts are such states, as those
+        that `to_host` returned.
 
     Raises:
       ValueError: shape or dtype of a leaf do not match, or a leaf is on the devices already.
@@ -136,24 +138,32 @@ def to_devices(
     """
     if layout is not None:
         return slices_from_host(tree, layout, _named(axis), devices)
-    model = tree if like is None else like
+    marks = _marks(tree)
+    if like is not None:
+        marks |= _marks(like)
     treedef: Any
-    flat, treedef = jax.tree_util.tree_flatten_with_path(model, is_leaf=is_marked)
-    try:
-        parts = treedef.flatten_up_to(tree)
-    except ValueError as error:
-        raise ValueError(f"like= has another structure than the tree: {error}") from error
-    names = [jax.tree_util.keystr(path, simple=True, separator="/") or "(root)" for path, _ in flat]
-    axes = [x.origin.axis for _, x in flat if is_marked(x) and x.origin is not None]
+    flat, treedef = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda path, _: path in marks, is_leaf_takes_path=True
+    )
+    paths = {path for path, _ in flat}
+    for path in marks:
+        if path not in paths:
+            name = jax.tree_util.keystr(path, simple=True, separator="/") or "(root)"
+            raise ValueError(
+                f"like= has another structure than the tree: the state of a sharded optimizer is at {name}, where the "
+                "tree has nothing, or has other containers, such as the dicts of a file: put them into those of like="
+            )
+    names = names_of([path_of(path) for path, _ in flat])
+    axes = [mark.origin.axis for mark in marks.values() if mark.origin is not None]
     placed: list[Any] = []
-    for name, (_, mark), part in zip(names, flat, parts, strict=True):
+    for name, (path, part) in zip(names, flat, strict=True):
         if isinstance(part, ShardedState):
             raise ValueError(f"leaf {name}: this state is sharded already: zero.to_devices takes the whole state")
-        if is_marked(mark):
+        if path in marks:
             whole = part.state if isinstance(part, WholeState) else part
-            placed.append(_sharded(whole, mark.known_origin, devices))
+            placed.append(_sharded(whole, marks[path].known_origin, devices))
         else:
-            placed.append(_replicated(name, part, axes[0] if axes else "batch", devices))
+            placed.append(_replicated(name or "(root)", part, axes[0] if axes else "batch", devices))
     return treedef.unflatten(placed)
 
 
@@ -190,6 +200,12 @@ def specs(state: PyTree, mesh: Mesh, *old: Any) -> PyTree:
         )
 
     return jax.tree.map(one, state, is_leaf=is_marked)
+
+
+def _marks(tree: PyTree) -> dict[Any, ShardedState | WholeState]:
+    """The states of sharded optimizers in a tree, by their paths."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_marked)
+    return {path: x for path, x in flat if is_marked(x)}
 
 
 def _named(axis: AxisLike | None) -> AxisLike:
@@ -282,17 +298,13 @@ def _whole_of(state: ShardedState, origin: Origin, devices: Sequence[jax.Device]
     if devices is None and jax.process_count() == 1 and isinstance(index, jax.Array):
         rows = sorted(index.addressable_shards, key=lambda part: part.index[0].start or 0)
         devices = [row.device for row in rows] if len(rows) == len(index) else None
-    if np.ndim(index) > 2:
-        raise ValueError(
-            "this state was made by vmap inside pmap, so its slices have a dimension more than the parameters. Put the "
-            "members of an ensemble into one tree of parameters, (members, ...) per leaf, with one optimizer for all, "
-            "and vmap the loss"
-        )
+    check_not_vmapped(np.ndim(index), 2)
     on, ordered, layout = _cut(origin, pmap_devices() if devices is None else tuple(devices))
     layout = _wrapped(layout, state.slices)
     check_structure(state.slices, layout)
     numbers = local_shards(LeafLayout(("shard",), (1,), np.dtype(np.int32), ()), index, ordered)
-    slice_of = {part.device: int(part.data.item()) for part in numbers}
+    local = slices_of(np.array([part.data.item() for part in numbers]), layout.shards)
+    slice_of = dict(zip([part.device for part in numbers], local, strict=True))
     for device, expected in zip(ordered, on.shard_of_device(), strict=True):
         if slice_of.get(device, expected) != expected:
             raise ValueError(f"{device} holds slice {slice_of[device]}, not its own, {expected}. {REMEDY}")
@@ -307,8 +319,9 @@ def _whole_of_mesh(state: ShardedState, origin: Origin, timeout: float) -> PyTre
     leaf = leaf_on_mesh(_numbers_leaf(numbers), origin.axis)
     meet(timeout)
     order, *wholes = read([index, *layout.treedef.flatten_up_to(state.slices)], [leaf, *leaves])
-    if order.tolist() != list(range(numbers)):
-        raise ValueError(f"devices hold the slices {order.tolist()}, not their own. {REMEDY}")
+    order = slices_of(order, numbers)
+    if order != list(range(numbers)):
+        raise ValueError(f"devices hold the slices {order}, not their own. {REMEDY}")
     return layout.treedef.unflatten(wholes)
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.sharding import NamedSharding, PartitionSpec
@@ -33,14 +34,29 @@ INLINED = {"jit": "jaxpr", "closed_call": "call_jaxpr", "remat2": "jaxpr", "chec
 RANDOM = frozenset(["random_bits", "random_gamma", "rng_bit_generator", "rng_uniform", "threefry2x32"])
 ACROSS_SHARDS = "zero_across_shards"  # the name of the jitted function that marks a region
 _ACROSS = "use zero.across_shards({}(...)), which communicates"
-REMEDIES = {
-    "adafactor": _ACROSS.format("optax.adafactor"),
-    "clip_by_global_norm": _ACROSS.format("optax.clip_by_global_norm"),
+REMEDIES = {  # where it is not the transform by its own name
     "flatten": "leave optax.flatten out: zero sends small leaves together, and a flat state could not be cut",
     "scale_by_factored_rms": _ACROSS.format("optax.adafactor"),
     "scale_by_muon": _ACROSS.format("optax.contrib.muon"),
     "scale_by_trust_ratio": _ACROSS.format("optax.lamb") + ", or optax.lars",
 }
+
+
+def _across(transform: str) -> str:
+    """The remedy for a transform of optax by its name, or for one of the author's.
+
+    >>> _across("zero_nans"), _across("muon"), _across("mine (train.py:3)")  # doctest: +NORMALIZE_WHITESPACE
+    ('use zero.across_shards(optax.zero_nans(...)), which communicates',
+     'use zero.across_shards(optax.contrib.muon(...)), which communicates',
+     'use zero.across_shards(...) around it, which communicates')
+    """
+    if hasattr(optax, transform):
+        return _ACROSS.format(f"optax.{transform}")
+    if hasattr(optax.contrib, transform):
+        return _ACROSS.format(f"optax.contrib.{transform}")
+    return "use zero.across_shards(...) around it, which communicates"
+
+
 _HELPERS = frozenset(  # of optax: they call functions that the author wrote
     ["chain", "named_chain", "with_extra_args_support", "stateless", "stateless_with_tree_map", "inject_hyperparams"]
 )
@@ -49,7 +65,17 @@ _ENTRY_POINTS = __file__.replace("interpreter.py", "entry_points.py")
 
 
 class NotElementwiseError(ValueError):
-    """A transform would be wrong on shards; the message names it, the operation and the remedy."""
+    """A transform would be wrong on shards; the message names it, the operation and the remedy.
+
+    >>> import zero
+    >>> params = {"w": jnp.ones((8, 3))}
+    >>> tx = zero.shard_optimizer(optax.clip_by_block_rms(1.0), "batch")
+    >>> def updates(params):
+    ...     return tx.update(zero.local(params), tx.init(params), params)[0]
+    >>> jax.vmap(updates, axis_name="batch", axis_size=8, in_axes=None)(params)
+    Traceback (most recent call last):
+    zero.partition.rewrite.interpreter.NotElementwiseError: clip_by_block_rms is not element-wise: ...
+    """
 
 
 class Value(NamedTuple):
@@ -257,7 +283,7 @@ class Interpreter:
     def refuse(self, eqn: JaxprEqn, why: str) -> NoReturn:
         """Raises `NotElementwiseError`."""
         transform = _transform((eqn, *self.callers))
-        right = REMEDIES.get(transform, "use zero.across_shards(...) around it, which communicates")
+        right = REMEDIES.get(transform) or _across(transform)
         wrong = f"{transform} is not element-wise: {eqn.primitive.name} {why}. Unchanged, it would be wrong on shards"
         raise NotElementwiseError(f"{wrong}; {right}")
 
