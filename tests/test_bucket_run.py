@@ -13,7 +13,6 @@ from tests.helpers import bucket, cli, s3
 from zero.files import storage
 from zero.tracking.metrics_file import read_metrics
 
-pytestmark = pytest.mark.timeout(400)
 JOB = (*cli.TINY, "hydra.run.dir=run")
 PLACE = f"{bucket.BUCKET}/training"
 Run = Callable[..., Any]

@@ -15,7 +15,7 @@ import pytest
 from tests.helpers import cli
 from zero.tracking.metrics_file import read_resumes
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the spinning processes take most of it
+pytestmark = pytest.mark.slow  # the spinning processes take most of it
 
 
 @pytest.fixture(scope="module")

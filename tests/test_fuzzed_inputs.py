@@ -132,7 +132,6 @@ def test_overrides_are_read_or_refused(text: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 @LONG
 @given(changes)
 def test_many_configurations_are_run_or_refused(changed: dict[str, Any]) -> None:
@@ -140,7 +139,6 @@ def test_many_configurations_are_run_or_refused(changed: dict[str, Any]) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 @settings(LONG, max_examples=100)
 @given(overrides)
 def test_many_overrides_are_read_or_refused(text: str) -> None:
@@ -191,7 +189,6 @@ def test_damaged_files_are_read_or_refused(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", READERS)
 def test_damaged_files(tmp_path: Path, name: str) -> None:
     """Many damaged files are read or refused."""

@@ -19,8 +19,6 @@ from zero.corpus.reading.index_files import read_index
 from zero.run_directory import saved_config, saved_steps
 from zero.tracking.metrics_file import read_metrics
 
-pytestmark = pytest.mark.timeout(400)
-
 
 def start_hosts(workplace: Path, *arguments: str) -> list[subprocess.Popen[str]]:
     """Two processes of two devices each, and a global batch of 16."""

@@ -15,7 +15,6 @@ from tests.helpers import cli, hosts
 from zero.run_directory import saved_steps
 from zero.tracking.metrics_file import read_resumes
 
-pytestmark = pytest.mark.timeout(600)
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 
 

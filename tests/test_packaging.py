@@ -203,12 +203,11 @@ def test_installed_commands_work_from_another_directory(wheel: Path, tmp_path: P
     while process.poll() is None and not (place / "reached").exists():  # its modules are being imported
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=30)[1] == "error: interrupted\n"
+    assert process.communicate(timeout=900)[1] == "error: interrupted\n"
     assert process.returncode == 128 + signal.SIGINT
 
 
 @pytest.mark.slow  # installs from the package index
-@pytest.mark.timeout(1800)
 def test_wheel_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
     venv.create(tmp_path / "venv", symlinks=True)
     programs = tmp_path / "venv" / "bin"
@@ -229,7 +228,6 @@ def test_wheel_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow  # installs from the package index
-@pytest.mark.timeout(600)
 def test_corpus_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
     """By the two commands of data/README.md: nothing of jax is there, and a corpus is prepared, verified and read."""
     venv.create(tmp_path / "venv", symlinks=True)

@@ -212,7 +212,7 @@ def test_progress_on_a_terminal(with_environment: Path, programs: Path) -> None:
     except OSError:  # Linux ends a terminal that nobody writes to any more with EIO
         pass
     os.close(reader)
-    assert script.wait(30) == 0, shown
+    assert script.wait(900) == 0, shown
     assert re.search(r"\r\x1b\[\?7l\x1b\[K\[4/4\] \d+ s: Resolved 203 packages\x1b\[\?7h\r", shown.decode())
     assert "\r\x1b[KReady" in shown.decode() and "Terminated" not in shown.decode()
 

@@ -9,8 +9,6 @@ import pytest
 
 from benchmarks.storm import weather
 
-pytestmark = pytest.mark.timeout(900)
-
 
 @pytest.mark.parametrize(("kills", "seed"), [(1, 71), pytest.param(2, 71, marks=pytest.mark.slow)])
 def test_repeated_kills(kills: int, seed: int, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from zero.config.schema import GROUPS, Model
 from zero.models.config import GPTConfig
 
 CONF = conf_directory()
+ABSENT = object()  # of a key that no file has; one that is null is there
 
 
 @cache
@@ -28,16 +29,19 @@ def _composed(*overrides: str) -> DictConfig:
 
 
 def compose(*overrides: str) -> DictConfig:
-    """Hydra composes anew where files are chosen, keys are new or types wrong; else a copy is changed."""
+    """Hydra composes anew where other files are chosen, keys are new or types wrong; else a copy is changed."""
     parsed = OverridesParser.create().parse_overrides(list(overrides))
-    plain = {one.key_or_group: one.value() for one in parsed if one.type == OverrideType.CHANGE}
-    if (
-        len(plain) < len(overrides)
-        or plain.keys() & {*GROUPS, "mode"}
-        or any(OmegaConf.select(_composed(), key) is None for key in plain)
-    ):
+    files = [text for text, one in zip(overrides, parsed, strict=True) if one.key_or_group in {*GROUPS, "mode"}]
+    plain = {
+        one.key_or_group: one.value()
+        for text, one in zip(overrides, parsed, strict=True)
+        if one.type == OverrideType.CHANGE and text not in files
+    }
+    if len(files) + len(plain) < len(overrides):
         return copy.deepcopy(_composed(*overrides))
-    config = copy.deepcopy(_composed())
+    config = copy.deepcopy(_composed(*files))
+    if any(OmegaConf.select(config, key, default=ABSENT) is ABSENT for key in plain):
+        return copy.deepcopy(_composed(*overrides))
     try:
         for key, value in plain.items():
             OmegaConf.update(config, key, value, merge=True)

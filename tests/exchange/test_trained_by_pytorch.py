@@ -22,7 +22,7 @@ from zero.models.families import FAMILIES
 from zero.run.train import train
 from zero.tracking.metrics_file import read_metrics
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 LLAMA: dict[str, Any] = {**FAMILIES["llama"], "kv_heads": 2, "mlp_dim": 122}
 SIZE = GPTConfig(embedding_dim=48, vocab_size=257, num_head=6, block_size=cli.CONTEXT, dropout=0.0, N=2, **LLAMA)
 STEPS, ROWS = 400, 32

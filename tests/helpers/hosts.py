@@ -59,7 +59,7 @@ def finish(processes: list[subprocess.Popen[str]]) -> list[subprocess.CompletedP
 
 
 def run_together(
-    lines: Sequence[Sequence[str]], env: dict[str, str] | None = None, timeout: float = 4 * MINUTE
+    lines: Sequence[Sequence[str]], env: dict[str, str] | None = None, timeout: float = 15 * MINUTE
 ) -> list[str]:
     """What each command line printed; all run at the same time, all must succeed, and none is left behind."""
     with contextlib.ExitStack() as stack:

@@ -56,11 +56,11 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Any:
     watching.start()
     yield store, ended
     watching._stopped.set()
-    watching.join(30)
+    watching.join(900)
 
 
 def wait_until(condition: Any) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 900
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)

@@ -179,7 +179,7 @@ def test_closed_pipe(forks: cli.Forks, mode: str) -> None:
     process = cli.start(forks.workplace, *arguments)
     assert process.stdout is not None
     process.stdout.close()
-    _, errors = process.communicate(timeout=100)
+    _, errors = process.communicate(timeout=900)
     assert process.returncode == 0, errors
     assert "Traceback" not in errors and "BrokenPipe" not in errors
     assert (forks.workplace / f"gone-{mode}" / ("samples.jsonl" if mode == "sample" else "evaluation.json")).exists()

@@ -10,7 +10,6 @@ import pytest
 import zero
 from tests.helpers import hosts
 
-pytestmark = pytest.mark.timeout(400)  # two interpreters start and compile, on a machine that may be busy
 WORKER = Path(__file__).with_name("two_processes.py")
 
 

@@ -30,7 +30,6 @@ SIZE = load_sizes()["test"]
 LAST = 40
 STAGED = ("training.staged_warmup_steps=6", "training.warmup_train_context=8")
 JOB = (*cli.TINY, f"training.total_steps={LAST}", "training.evaluation_frequency=20", *STAGED)
-pytestmark = pytest.mark.timeout(400)  # of which most is for machines that do much else
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +66,7 @@ def interrupt(
             process.send_signal(number)
             break
         time.sleep(0.005)
-    return cli.finish(process, timeout=300)
+    return cli.finish(process, timeout=900)
 
 
 @pytest.mark.slow
@@ -260,7 +259,7 @@ def test_more_devices_than_cores(workplace: Path, tmp_path: Path, steps: int) ->
         cwd=tmp_path,
         env=cli.environment() | {"PYTHONPATH": str(cli.MAIN.parent)},
         check=True,
-        timeout=300,
+        timeout=900,
     )
     losses = [line["train/loss"] for line in cli.metrics(tmp_path)]
     assert len(losses) == steps // 100 and losses[-1] < losses[0] - 1

@@ -165,7 +165,6 @@ def test_a_hundred_programs(axis: str, across: bool, part: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", range(16))
 @pytest.mark.parametrize("axis", AXES)
 def test_a_thousand_programs_that_communicate(axis: str, part: int) -> None:
@@ -175,7 +174,6 @@ def test_a_thousand_programs_that_communicate(axis: str, part: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", range(8))
 @pytest.mark.parametrize("axis", AXES)
 def test_unmarked_programs(axis: str, part: int) -> None:

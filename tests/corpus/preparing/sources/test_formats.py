@@ -80,7 +80,7 @@ def make_and_die(method: str, *args: Any, **options: Any) -> None:
     context.set_forkserver_preload([__name__])
     process = context.Process(target=_make_and_die, args=args, kwargs=options)
     process.start()
-    process.join(60)
+    process.join(900)
     assert process.exitcode == -signal.SIGKILL
 
 
