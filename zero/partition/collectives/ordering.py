@@ -17,9 +17,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxprs_in_params
 
 from zero.partition.collectives.axis import check_untracked
+from zero.partition.jaxprs import bind, closed_jaxpr, evaluate
 from zero.partition.layout import PyTree
 
 # How the names of operations begin that all devices have to run together.
@@ -61,7 +62,7 @@ def in_order(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
             return fn(*args, **kwargs)
 
         closed, out = jax.make_jaxpr(flat, return_shape=True)(arrays)
-        results = _Runner(closed.jaxpr).run(closed.jaxpr, closed.consts, list(arrays.values()))
+        results = _Runner(closed.jaxpr).run(closed, list(arrays.values()))
         return jax.tree.unflatten(jax.tree.structure(out), results)
 
     return ordered
@@ -74,24 +75,14 @@ class _Runner:
         self.is_tied = any(_is_nested(eqn) for eqn in _level(jaxpr))
         self.zero: jax.Array | None = None  # uint32, computed from the results of the last collective
 
-    def run(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], carry: Sequence[int] = ()) -> list[Any]:
+    def run(self, closed: ClosedJaxpr, args: Sequence[Any], carry: Sequence[int] = ()) -> list[Any]:
         if carry:  # an unrolled loop has no loop that waits, only its first collective
             self.zero = _zeros_of([args[index] for index in carry])
-        values = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
-
-        def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, Literal) else values[atom]
-
-        for eqn in jaxpr.eqns:
-            results = self.apply(eqn, [read(atom) for atom in eqn.invars])
-            values |= dict(zip(eqn.outvars, results, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
+        return evaluate(closed, args, self.apply)
 
     def apply(self, eqn: JaxprEqn, args: list[Any]) -> list[Any]:
         if eqn.primitive.name in INLINED:
-            inner = eqn.params[INLINED[eqn.primitive.name]]
-            closed = inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
-            return self.run(closed.jaxpr, closed.consts, args)
+            return self.run(closed_jaxpr(eqn.params[INLINED[eqn.primitive.name]]), args)
         if not has_collective(eqn):
             return bind(eqn, args)
         if self.zero is not None:
@@ -113,8 +104,7 @@ class _Runner:
 def _level(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in INLINED:
-            inner = eqn.params[INLINED[eqn.primitive.name]]
-            yield from _level(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner)
+            yield from _level(closed_jaxpr(eqn.params[INLINED[eqn.primitive.name]]).jaxpr)
         else:
             yield eqn
 
@@ -154,7 +144,7 @@ def _ordered_jaxpr(jaxpr: Jaxpr, consts: Sequence[Any], carry: Sequence[int]) ->
         return ClosedJaxpr(jaxpr, consts)
     avals: list[Any] = [var.aval for var in jaxpr.invars]
     shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in avals]
-    run = partial(_Runner(jaxpr).run, jaxpr, consts)
+    run = partial(_Runner(jaxpr).run, ClosedJaxpr(jaxpr, consts))
     return jax.make_jaxpr(lambda *args: run(args, carry))(*shapes)
 
 
@@ -217,11 +207,3 @@ def _tie(x: Any, zero: jax.Array) -> Any:
     return lax.dynamic_update_slice(
         x, lax.bitcast_convert_type(first + zero.astype(first.dtype), x.dtype), (0,) * x.ndim
     )
-
-
-def bind(eqn: JaxprEqn, xs: Sequence[Any]) -> list[Any]:
-    """Evaluates an operation unchanged."""
-    params = eqn.primitive.get_bind_params(eqn.params)
-    functions, params = params if isinstance(params, tuple) else ((), params)
-    result = eqn.primitive.bind(*functions, *xs, **params)
-    return list(result) if eqn.primitive.multiple_results else [result]

@@ -12,7 +12,8 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from zero.partition.collectives.arrays import scatter_sum_array
-from zero.partition.collectives.ordering import bind, has_collective, scan_carry
+from zero.partition.collectives.ordering import has_collective, scan_carry
+from zero.partition.jaxprs import bind
 from zero.partition.layout import LeafLayout, Split
 from zero.partition.rewrite.interpreter import Interpreter, NotElementwiseError, Rule, Value, whole_shape
 

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zero.partition.collectives.arrays import gather_array, slice_array
 from zero.partition.collectives.axis import Axis
-from zero.partition.collectives.ordering import bind
+from zero.partition.jaxprs import bind, closed_jaxpr, evaluate
 from zero.partition.layout import LeafLayout, Split
 from zero.partition.rewrite.joined import Joined
 
@@ -164,17 +164,7 @@ class Interpreter:
 
     def run(self, closed: ClosedJaxpr | Jaxpr, args: Sequence[Value]) -> list[Value]:
         """The results of a traced function."""
-        jaxpr, consts = (closed.jaxpr, closed.consts) if isinstance(closed, ClosedJaxpr) else (closed, ())
-        values = dict(zip(jaxpr.invars, args, strict=True))
-        values |= {var: Value(x, None) for var, x in zip(jaxpr.constvars, consts, strict=True)}
-
-        def read(atom: Any) -> Value:
-            return Value(atom.val, None) if isinstance(atom, Literal) else values[atom]
-
-        for eqn in jaxpr.eqns:
-            results = self.apply(eqn, [read(atom) for atom in eqn.invars])
-            values.update(zip(eqn.outvars, results, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
+        return evaluate(closed_jaxpr(closed), args, self.apply, lambda x: Value(x, None))
 
     def apply(self, eqn: JaxprEqn, args: Sequence[Value]) -> Sequence[Value]:
         """The results of one operation."""

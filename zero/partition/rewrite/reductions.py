@@ -14,7 +14,7 @@ from jax.extend.core import JaxprEqn
 
 from zero.partition.collectives.arrays import fill_padding, sum_dtype
 from zero.partition.collectives.axis import Axis
-from zero.partition.collectives.ordering import bind
+from zero.partition.jaxprs import bind
 from zero.partition.rewrite.interpreter import Interpreter, Rule, Value
 from zero.partition.rewrite.shapes import without
 

@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from zero.partition.collectives.arrays import fill_padding
-from zero.partition.collectives.ordering import bind
+from zero.partition.jaxprs import bind
 from zero.partition.layout import Split
 from zero.partition.rewrite.interpreter import Interpreter, Rule, Value, largest_split
 from zero.partition.rewrite.joined import Joined, joined_dim
