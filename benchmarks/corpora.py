@@ -28,7 +28,8 @@ import tokenizers
 from benchmarks.prepare import collect
 from zero.corpus.preparing.options import CorpusOptions
 from zero.corpus.preparing.prepare import prepare
-from zero.corpus.reading.loader import Loader
+from zero.corpus.reading.loader import Batching, Loader, RowOrder
+from zero.corpus.reading.shards import RowFormat
 from zero.corpus.text.tokenizers import FileTokenizer, train_tokenizer
 
 ROW, BATCH, CORES = 1024, 32, os.cpu_count() or 1
@@ -46,8 +47,8 @@ def zero_prepare(source: Path, place: Path, tokenizer: FileTokenizer) -> None:
 
 
 def zero_load(place: Path, tokenizer: FileTokenizer, passes: int) -> Iterator[np.ndarray]:
-    options: Any = {"global_rows": BATCH, "context": ROW, "vocab_size": tokenizer.vocab_size, "max_epochs": passes}
-    for batch in Loader(str(place / "c_train.index"), **options).batches():
+    form = RowFormat(ROW, tokenizer.vocab_size)
+    for batch in Loader(str(place / "c_train.index"), Batching(BATCH), form, RowOrder(max_epochs=passes)).batches():
         yield batch.tokens
 
 

@@ -22,7 +22,8 @@ from pathlib import Path
 import numpy as np
 import webdataset
 
-from zero.corpus.reading.loader import Loader
+from zero.corpus.reading.loader import Batching, Loader, RowOrder
+from zero.corpus.reading.shards import RowFormat
 
 CONTEXT, VOCAB, BATCH = 1024, 50304, 32
 
@@ -47,7 +48,7 @@ def write_shards(directory: Path, shards: int, rows: int, rows_per_member: int) 
 
 
 def read_with_loader(index: Path) -> Iterator[int]:
-    for batch in Loader(index, global_rows=BATCH, context=CONTEXT, vocab_size=VOCAB, max_epochs=1).batches():
+    for batch in Loader(index, Batching(BATCH), RowFormat(CONTEXT, VOCAB), RowOrder(max_epochs=1)).batches():
         yield batch.tokens.size
 
 

@@ -36,7 +36,8 @@ import optax
 
 from zero.config.files import load_sizes
 from zero.corpus.preparing.prepare_if_missing import prepare_if_missing
-from zero.corpus.reading.loader import Loader
+from zero.corpus.reading.loader import Batching, Loader, RowOrder
+from zero.corpus.reading.shards import RowFormat
 from zero.corpus.text.tokenizers import load_tokenizer
 from zero.models.config import GPTConfig
 from zero.partition.collectives.axis import Axis
@@ -180,7 +181,7 @@ def train(form: Form, size: GPTConfig, steps: int, seed: int, factor: float) -> 
     model = ShardedGPT(size, axis, 0, remat="none", master_dtype=form.master_dtype)
     context = size.block_size
     train_rows, validation_rows = (
-        Loader(index, global_rows=ROWS, context=ROW_TOKENS, vocab_size=256, seed=seed, shuffle=is_training)
+        Loader(index, Batching(ROWS), RowFormat(ROW_TOKENS, 256), RowOrder(seed, is_training))
         for index, is_training in zip(INDEX, (True, False), strict=True)
     )
     validation = [batch.tokens for batch, _ in zip(validation_rows.batches(None), range(16), strict=False)]

@@ -29,7 +29,8 @@ import jax
 import numpy as np
 
 from zero.corpus.preparing.prepare_if_missing import prepare_if_missing
-from zero.corpus.reading.loader import Loader
+from zero.corpus.reading.loader import Batching, Loader, RowOrder
+from zero.corpus.reading.shards import RowFormat
 from zero.corpus.text.tokenizers import load_tokenizer
 from zero.models.config import GPTConfig
 from zero.models.parametrization import multipliers_of
@@ -61,7 +62,7 @@ def train(parametrization: str, width: int, rate: float, steps: int, seed: int) 
     size = config_of(parametrization, width)
     model = ShardedGPT(size, Axis("zero", (1, 1)), 0, remat="none")
     train_rows, validation_rows = (
-        Loader(index, global_rows=ROWS, context=ROW_TOKENS, vocab_size=256, seed=seed, shuffle=is_training)
+        Loader(index, Batching(ROWS), RowFormat(ROW_TOKENS, 256), RowOrder(seed, is_training))
         for index, is_training in zip(INDEX, (True, False), strict=True)
     )
     optimizer = make_optimizer("adamw", DECAY, multipliers=multipliers_of(size))

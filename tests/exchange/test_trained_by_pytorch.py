@@ -9,8 +9,8 @@ import pytest
 
 from tests.config.composing import Only, compose
 from tests.helpers import cli
+from tests.helpers.loaders import open_loader
 from zero.config.check import check
-from zero.corpus.reading.loader import Loader
 from zero.corpus.text.tokenizers import load_tokenizer
 from zero.exchange.warm_start import warm_start
 from zero.inference.evaluate import evaluate
@@ -29,7 +29,7 @@ STEPS, ROWS = 400, 32
 
 
 def rows(index: str, count: int, **options: Any) -> list[np.ndarray]:
-    loader = Loader(index, global_rows=count, context=cli.CONTEXT, vocab_size=257, **options)
+    loader = open_loader(index, global_rows=count, context=cli.CONTEXT, vocab_size=257, **options)
     return [batch.tokens for batch, _ in zip(loader.batches(), range(STEPS), strict=False)]
 
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from tests.helpers.loaders import open_loader
 from zero.corpus.preparing import zero_prepare
 from zero.corpus.preparing.options import CorpusOptions
 from zero.corpus.preparing.prepare import Corpus, prepare
-from zero.corpus.reading.loader import Loader
 from zero.corpus.text.tokenizers import ByteTokenizer
 
 REPOSITORY = Path(__file__).parents[2]
@@ -77,7 +77,7 @@ def run(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[s
 
 def tokens_of(index: str, row_tokens: int, vocab_size: int = 1 << 16) -> np.ndarray:
     """The rows of a split, read back through the loader; -1 is padding."""
-    loader = Loader(index, global_rows=1, context=row_tokens, vocab_size=vocab_size, shuffle=False, max_epochs=1)
+    loader = open_loader(index, global_rows=1, context=row_tokens, vocab_size=vocab_size, shuffle=False, max_epochs=1)
     return np.concatenate([batch.tokens for batch in loader.batches()])
 
 

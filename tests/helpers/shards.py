@@ -16,6 +16,7 @@ import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
+from tests.helpers.loaders import open_loader
 from zero.corpus.reading.loader import HostBatch, Loader
 
 CONTEXT = 4
@@ -55,7 +56,7 @@ def write_corpus(
 
 
 def loader(index: Any, **options: Any) -> Loader:
-    return Loader(index, **({"global_rows": 4, "context": CONTEXT, "vocab_size": VOCAB} | options))
+    return open_loader(index, **({"global_rows": 4, "context": CONTEXT, "vocab_size": VOCAB} | options))
 
 
 def tokens_of(data: Loader, cursor: dict[str, int] | None = None) -> list[list[list[int]]]:

@@ -12,8 +12,9 @@ from pathlib import Path
 LIBRARIES = ["jax", "jaxlib", "flax", "optax", "hydra", "omegaconf", "orbax", "wandb"]
 READ = f"""
 import sys
-from zero.corpus.reading.loader import Loader
-loader = Loader("data/index/c_train.index", global_rows=2, context=32, vocab_size=300, max_epochs=1)
+from zero.corpus.reading.loader import ONCE, Batching, Loader
+from zero.corpus.reading.shards import RowFormat
+loader = Loader("data/index/c_train.index", Batching(global_rows=2), RowFormat(context=32, vocab_size=300), ONCE)
 rows = sum(len(batch.tokens) for batch in loader.batches())
 assert rows == loader.rows // 2 * 2 > 20, (rows, loader.rows)
 print(*[name for name in {LIBRARIES} if name in sys.modules])

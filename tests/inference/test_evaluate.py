@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from tests.helpers import cli
+from tests.helpers.loaders import open_loader
 from zero.config.files import load_sizes
 from zero.corpus.reading.index_files import read_index
-from zero.corpus.reading.loader import Loader
 from zero.corpus.text.tokenizers import ByteTokenizer
 from zero.inference.scoring import windows
 from zero.inference.trained_model import load_weights
@@ -53,7 +53,7 @@ def params(forks: cli.Forks) -> Any:
 @pytest.fixture(scope="module")
 def plain(forks: cli.Forks, params: Any) -> dict[str, float]:
     """One text after the other through the whole model, on one device; rows of 32 tokens, contexts of 12."""
-    loader = Loader(
+    loader = open_loader(
         forks.workplace / cli.INDICES[1], global_rows=1, context=32, vocab_size=256, shuffle=False, max_epochs=1
     )
     nats, tokens, octets = 0.0, 0, 0

@@ -15,9 +15,9 @@ import yaml
 from tests.config.composing import Only, compose
 from tests.helpers import cli, llama
 from tests.helpers.corpora import call
+from tests.helpers.loaders import open_loader
 from zero.config.check import check
 from zero.corpus.reading.index_files import read_index
-from zero.corpus.reading.loader import Loader
 from zero.errors import UserError
 from zero.job import make_job
 from zero.models.families import FAMILIES
@@ -86,7 +86,7 @@ def torch_values(index: str) -> np.ndarray:
     model = auto.from_pretrained("folder")
     options: dict[str, Any] = {"shuffle": False, "max_epochs": 1, "only_completions": True, "pairs": True}
     found = []
-    for batch in Loader(index, global_rows=1, context=CONTEXT, vocab_size=300, **options).batches():
+    for batch in open_loader(index, global_rows=1, context=CONTEXT, vocab_size=300, **options).batches():
         for text in batch.tokens.reshape(2, CONTEXT):
             own = text[: len(np.trim_zeros(text + 1, "b"))]
             ids = torch.tensor(np.maximum(own, ~own)[None]).long()

@@ -14,10 +14,10 @@ import zero
 from tests.config.composing import Only, compose
 from tests.helpers import cli, llama
 from tests.helpers.corpora import call
+from tests.helpers.loaders import open_loader
 from zero.checkpoints.manager import Checkpoints
 from zero.config.check import check
 from zero.config.saved_config import merge_resumed
-from zero.corpus.reading.loader import Loader
 from zero.corpus.text.tokenizers import load_tokenizer, train_tokenizer
 from zero.errors import UserError
 from zero.exchange.warm_start import warm_start
@@ -107,7 +107,7 @@ def state(run: Path, step: int) -> list[Any]:
 
 def rows(index: str, only_completions: bool = True) -> np.ndarray:
     options: dict[str, Any] = {"shuffle": False, "max_epochs": 1, "only_completions": only_completions}
-    loader = Loader(index, global_rows=1, context=CONTEXT, vocab_size=300, **options)
+    loader = open_loader(index, global_rows=1, context=CONTEXT, vocab_size=300, **options)
     return np.concatenate([batch.tokens for batch in loader.batches()])
 
 

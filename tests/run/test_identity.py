@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import cli
+from tests.helpers.loaders import open_loader
 from zero.corpus.preparing.options import CorpusOptions
 from zero.corpus.preparing.prepare import prepare
-from zero.corpus.reading.loader import Loader
 from zero.corpus.text.tokenizers import FileTokenizer, bytes_as_file
 from zero.errors import UserError
 from zero.run.identity import check_identity
@@ -101,7 +101,7 @@ def test_replaced_validation_set(
     position = TrainingPosition(global_rows=16, step=12)
 
     def start() -> None:
-        training, validation = (Loader(index, global_rows=16, context=32, vocab_size=256) for index in cli.INDICES)
+        training, validation = (open_loader(index, global_rows=16, context=32, vocab_size=256) for index in cli.INDICES)
         check_identity(position, tokenizer, training, {"web": validation})
 
     start()
@@ -119,7 +119,7 @@ def test_replaced_validation_set(
 def test_hosts_with_different_data(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hosts that each have a disk are compared: one with other contents is named."""
     monkeypatch.chdir(copied)
-    loader = Loader(cli.INDICES[0], global_rows=16, context=32, vocab_size=256)
+    loader = open_loader(cli.INDICES[0], global_rows=16, context=32, vocab_size=256)
     own = [[one.path, one.known_by, one.digest] for one in loader.contents]
     other = [[own[0][0], "blocks", "0"]]
     hosts = [json.dumps(one) for one in (own, own, other)]

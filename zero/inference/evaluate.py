@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from functools import partial
@@ -10,7 +11,7 @@ from typing import Any
 
 from zero.config.schema import EvaluateConfig
 from zero.corpus.preparing.manifest import check_tokenizers
-from zero.corpus.reading.index_files import named_sets, read_index
+from zero.corpus.reading.index_files import named_sets, paths_of, read_index
 from zero.errors import UserError
 from zero.hosts.agreement import is_host_0
 from zero.hosts.watchdog import ending_together
@@ -81,9 +82,9 @@ def _scores(config: EvaluateConfig, scorer: Scorer) -> dict[str, Any]:
     if config.evaluate.validation:
         index = config.evaluate.index or config.data.index_path_validation
         sets = named_sets(index, config.data.bucket_path)
-        paths = [path for one in sets.values() for path in ([one] if isinstance(one, str) else one)]
-        shards = [shard.path for path in paths for shard in read_index(path)]
-        check_tokenizers(shards, scorer.trained.tokenizer)
+        indices = itertools.chain.from_iterable(map(paths_of, sets.values()))
+        shards = itertools.chain.from_iterable(map(read_index, indices))
+        check_tokenizers([shard.path for shard in shards], scorer.trained.tokenizer)
         stride = None if config.evaluate.carry else config.evaluate.stride or -(-scorer.context // 2)
         result |= score_sets(scorer, sets, stride, config.training.loss_on == "completion")
     if config.evaluate.harness:

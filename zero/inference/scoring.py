@@ -14,8 +14,9 @@ import numpy as np
 from tqdm import tqdm
 
 from zero.corpus.reading.index_files import row_tokens
-from zero.corpus.reading.loader import Loader
+from zero.corpus.reading.loader import ONCE, Batching, Loader
 from zero.corpus.reading.prefetch import prefetch
+from zero.corpus.reading.shards import RowFormat
 from zero.errors import UserError
 from zero.hosts.watchdog import progress
 from zero.inference.trained_model import TrainedModel
@@ -160,12 +161,9 @@ def score_validation_set(
     tokenizer = scorer.trained.tokenizer
     loader = Loader(
         index,
-        global_rows=1,
-        context=row_tokens(index),
-        vocab_size=scorer.trained.model.config.vocab_size,
-        shuffle=False,
-        max_epochs=1,
-        only_completions=only_completions,
+        Batching(global_rows=1),
+        RowFormat(row_tokens(index), scorer.trained.model.config.vocab_size, only_completions=only_completions),
+        ONCE,
     )
     lengths = tokenizer.byte_lengths()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,9 +15,9 @@ import numpy as np
 from zero.config.schema import Config
 from zero.corpus.preparing.prepare_if_missing import prepare_if_missing
 from zero.corpus.reading.cache import ShardCache
-from zero.corpus.reading.index_files import index_paths, named_sets, row_tokens
-from zero.corpus.reading.loader import Loader
-from zero.corpus.reading.shards import BadData
+from zero.corpus.reading.index_files import index_paths, named_sets, paths_of, row_tokens
+from zero.corpus.reading.loader import ONCE, Batching, Loader, RowOrder
+from zero.corpus.reading.shards import BadData, RowFormat
 from zero.corpus.reading.synthetic import SYNTHETIC, AnyLoader, SyntheticLoader
 from zero.corpus.text.tokenizers import Tokenizer, load_tokenizer
 from zero.errors import UserError
@@ -79,7 +80,7 @@ def prepare_corpus(config: Config, tokenizer: Tokenizer) -> Config:
         return config
     train = index_paths(data.index_path_train, data.bucket_path)
     sets = named_sets(data.index_path_validation, data.bucket_path)
-    paths = [path for index in (train, *sets.values()) for path in ([index] if isinstance(index, str) else index)]
+    paths = list(itertools.chain.from_iterable(map(paths_of, (train, *sets.values()))))
     for is_turn in (is_first, not is_first):  # hosts that share a disk find the corpus of the first one
         if is_turn and data.corpus:
             used = prepare_if_missing(data.corpus, paths, tokenizer, data.max_context)
@@ -117,7 +118,7 @@ def _row_tokens(config: Config) -> set[int]:
     """The tokens per row of all index files, by the first row of each; those that cannot be read are left out."""
     train = index_paths(config.data.index_path_train, config.data.bucket_path)
     sets = named_sets(config.data.index_path_validation, config.data.bucket_path) if config.has_validation_set else {}
-    paths = [path for index in (train, *sets.values()) for path in ([index] if isinstance(index, str) else index)]
+    paths = list(itertools.chain.from_iterable(map(paths_of, (train, *sets.values()))))
     lengths = set()
     for path in paths:
         try:
@@ -187,32 +188,38 @@ def _loaders(
         shape = (global_rows, data.max_context + bool(data.last_target), vocab_size, config.seed)
         return SyntheticLoader(data.corpus, *shape, host, hosts), {}
     cache = ShardCache(Path(data.cache_directory)) if data.cache_directory else None
-    pairs = job.objective.rows == 2
-    shared: dict[str, Any] = {
-        "global_rows": global_rows,
-        "context": data.max_context + bool(data.last_target),
-        "vocab_size": vocab_size,
-        "host": host,
-        "hosts": hosts,
-        "cache": cache,
-        "only_completions": pairs or config.training.loss_on == "completion",
-        "pairs": pairs,
-        "reference": reference,
-    }
-    training = Loader(
-        index_paths(data.index_path_train, data.bucket_path),
+    batching = Batching(global_rows, host, hosts)
+    has_pairs = job.objective.rows == 2
+    form = RowFormat(
+        data.max_context + bool(data.last_target),
+        vocab_size,
+        data.crop,
+        only_completions=has_pairs or config.training.loss_on == "completion",
+        pairs=has_pairs,
+    )
+    order = RowOrder(
         seed=config.seed,
         max_epochs=config.training.max_epochs,
         train_samples=data.train_samples,
         shuffle_shards=data.shuffle_shards,
-        skip_bad=data.max_skipped_rows > 0,
-        crop=data.crop,
-        **shared,
     )
-    is_validated = config.has_validation_set and config.training.maximum_evaluation_steps > 0
-    sets = named_sets(data.index_path_validation, data.bucket_path) if is_validated else {}
-    crop = "first" if data.crop == "first" else "all"  # not at random: evaluations are compared
-    validation = {name: Loader(index, shuffle=False, max_epochs=1, crop=crop, **shared) for name, index in sets.items()}
+    training = Loader(
+        index_paths(data.index_path_train, data.bucket_path),
+        batching,
+        form,
+        order,
+        skip_bad=data.max_skipped_rows > 0,
+        cache=cache,
+        reference=reference,
+    )
+    sets = {}
+    if config.has_validation_set and config.training.maximum_evaluation_steps > 0:
+        sets = named_sets(data.index_path_validation, data.bucket_path)
+    if form.crop == "random":  # not at random: evaluations are compared
+        form = replace(form, crop="all")
+    validation = {
+        name: Loader(index, batching, form, ONCE, cache=cache, reference=reference) for name, index in sets.items()
+    }
     if names := _uncovered(validation, config.training.maximum_evaluation_steps, global_rows):
         log.warning(
             "training.maximum_evaluation_steps=%d, counted over all sets one after the other, ends before %s: "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import json
 import logging
 from collections.abc import Sequence
@@ -23,9 +24,10 @@ from jax import lax
 from zero.config.schema import Config
 from zero.corpus.preparing import directory
 from zero.corpus.reading.contents import contents_of
-from zero.corpus.reading.index_files import Shard, index_paths, named_sets, read_index
-from zero.corpus.reading.loader import Loader
+from zero.corpus.reading.index_files import Shard, index_paths, named_sets, paths_of, read_index
+from zero.corpus.reading.loader import ONCE, Batching, Loader
 from zero.corpus.reading.prefetch import prefetch
+from zero.corpus.reading.shards import RowFormat
 from zero.errors import UserError
 from zero.files import storage
 from zero.files.parsing import reading
@@ -67,8 +69,7 @@ def _indices(config: Config) -> list[str]:
     sets = [index_paths(data.index_path_train, data.bucket_path)]
     if config.training.maximum_evaluation_steps:
         sets += named_sets(data.index_path_validation, data.bucket_path).values()
-    files = (file for one in sets for file in ([one] if isinstance(one, str) else one))
-    return list(dict.fromkeys(files))
+    return list(dict.fromkeys(itertools.chain.from_iterable(map(paths_of, sets))))
 
 
 def _of_index(index: str, config: Config, job: Job, position: TrainingPosition, reference: Any) -> np.ndarray:
@@ -111,15 +112,9 @@ def _computed(index: str, rows: int, config: Config, job: Job, weights: PyTree, 
     found = []
     loader = Loader(
         index,
-        global_rows=global_rows,
-        context=config.data.max_context,
-        vocab_size=model.config.vocab_size,
-        shuffle=False,
-        max_epochs=1,
-        host=jax.process_index(),
-        hosts=jax.process_count(),
-        only_completions=True,
-        pairs=True,
+        Batching(global_rows, jax.process_index(), jax.process_count()),
+        RowFormat(config.data.max_context, model.config.vocab_size, only_completions=True, pairs=True),
+        ONCE,
     )
     group = model.axis.row_group
     name = model.axis.name

@@ -11,10 +11,10 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as HFTokenizer
 
 from tests.helpers.corpora import call, digest, make, tokens_of
+from tests.helpers.loaders import open_loader
 from zero.corpus.preparing.prepare import Corpus
 from zero.corpus.preparing.sources import documents
 from zero.corpus.preparing.sources.completions import CompletionReader
-from zero.corpus.reading.loader import Loader
 from zero.corpus.text.chat_template import load_chat_template
 from zero.corpus.text.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer, train_tokenizer
 from zero.errors import UserError
@@ -101,7 +101,7 @@ def json_lines(path: Path, entries: list[Any]) -> Path:
 def learned_of(index: str, row_tokens: int = 16, vocab_size: int = 1 << 16) -> np.ndarray:
     """All tokens of a split in order; ~t for a token t that is not learned."""
     options: dict[str, Any] = {"shuffle": False, "max_epochs": 1, "only_completions": True}
-    loader = Loader(index, global_rows=1, context=row_tokens, vocab_size=vocab_size, **options)
+    loader = open_loader(index, global_rows=1, context=row_tokens, vocab_size=vocab_size, **options)
     tokens = np.concatenate([batch.tokens for batch in loader.batches()]).ravel()
     return np.trim_zeros(tokens + 1, "b") - 1
 
@@ -175,7 +175,9 @@ def test_workers_change_nothing(tmp_path: Path, chat_tokenizer: Path, monkeypatc
 def test_documents_in_own_rows(tmp_path: Path):
     """Each document is in rows of its own."""
     corpus = make(json_lines(tmp_path / "a.jsonl", PAIRS), tmp_path, completions=True, one_document_per_row=True)
-    loader = Loader(corpus.train_index, global_rows=1, context=16, vocab_size=256, shuffle=False, only_completions=True)
+    loader = open_loader(
+        corpus.train_index, global_rows=1, context=16, vocab_size=256, shuffle=False, only_completions=True
+    )
     row = next(loader.batches()).tokens[0]
     text = bytes(np.maximum(row, ~row).astype(np.uint8)).decode(errors="ignore")
     (pair,) = (pair for pair in PAIRS if (pair["prompt"] + pair["completion"]).startswith(text))

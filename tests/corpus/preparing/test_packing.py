@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.corpora import both, call, make, tokens_of
+from tests.helpers.loaders import open_loader
 from zero.corpus.preparing.packing import best_fit
 from zero.corpus.preparing.sources import documents
-from zero.corpus.reading.loader import Loader
 from zero.errors import UserError
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=40)
@@ -90,7 +90,7 @@ def test_masks_are_packed_alike(tmp_path: Path) -> None:
     for pack in (None, "best-fit"):
         corpus = make(tmp_path / "a.jsonl", tmp_path, str(pack), completions=True, pack=pack)
         options: dict[str, Any] = {"shuffle": False, "max_epochs": 1, "only_completions": True}
-        loader = Loader(corpus.train_index, global_rows=1, context=16, vocab_size=256, **options)
+        loader = open_loader(corpus.train_index, global_rows=1, context=16, vocab_size=256, **options)
         tokens = np.concatenate([batch.tokens for batch in loader.batches()])
         learned = tokens[(tokens >= 0)]
         assert set(learned.tolist()) == {0, ord("c")}

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from tests.helpers.corpora import call, make
+from tests.helpers.loaders import open_loader
 from zero.corpus.preparing.prepare import Corpus
 from zero.corpus.preparing.sources.preferences import PreferenceReader
-from zero.corpus.reading.loader import Loader
 from zero.corpus.text.chat_template import ChatTemplate
 from zero.errors import UserError
 
@@ -33,7 +33,7 @@ def write(path: Path, lines: list[Any]) -> Path:
 def read(index: str, context: int = 16, **options: Any) -> np.ndarray:
     """The rows of an index `(rows, 2, context)`, ~t for what is not learned; -1 is padding."""
     marks: dict[str, Any] = {"only_completions": True, "pairs": True, "max_epochs": 1, "shuffle": False}
-    loader = Loader(index, global_rows=1, context=context, vocab_size=256, **marks | options)
+    loader = open_loader(index, global_rows=1, context=context, vocab_size=256, **marks | options)
     return np.concatenate([batch.tokens for batch in loader.batches()]).reshape(-1, 2, context)
 
 
@@ -64,8 +64,10 @@ def test_order_is_that_of_other_rows(tmp_path: Path) -> None:
     values = np.arange(2 * len(inputs), dtype=np.float32).reshape(-1, 2)
     options: dict[str, Any] = {"global_rows": 4, "context": 16, "vocab_size": 256, "only_completions": True}
     options |= {"pairs": True, "reference": {corpus.train_index: values}, "seed": 3, "max_epochs": 2}
-    batches = list(Loader(corpus.train_index, **options).batches())
-    hosts = [Loader(corpus.train_index, **options, host=host, hosts=2).batches(batches[1].cursor) for host in (0, 1)]
+    batches = list(open_loader(corpus.train_index, **options).batches())
+    hosts = [
+        open_loader(corpus.train_index, **options, host=host, hosts=2).batches(batches[1].cursor) for host in (0, 1)
+    ]
     seen = []
     for batch, *parts in zip(batches[2:], *hosts, strict=True):
         np.testing.assert_array_equal(np.concatenate([part.tokens for part in parts]), batch.tokens)

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from tests.helpers.corpora import both, digest, documents_of, make, tokens_of
+from tests.helpers.loaders import open_loader
 from tests.helpers.records import example, record
 from zero.corpus.reading.index_files import read_index
-from zero.corpus.reading.loader import Loader
 from zero.corpus.text.tokenizers import load_tokenizer
 from zero.errors import UserError
 
@@ -165,7 +165,7 @@ def test_standard_library_in_seconds(tmp_path: Path):
     assert time.monotonic() - begin < 20
     assert corpus.train.tokens > 4_000_000
     assert 0.01 < corpus.validation.tokens / corpus.train.tokens < 0.2
-    loader = Loader(corpus.train_index, global_rows=16, context=256, vocab_size=256)
+    loader = open_loader(corpus.train_index, global_rows=16, context=256, vocab_size=256)
     assert next(loader.batches()).tokens.shape == (16, 256)
 
 

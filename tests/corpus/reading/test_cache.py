@@ -214,8 +214,8 @@ def test_processes_share_a_cache(server: str, bucket_corpus, tmp_path: Path, mon
     limit = 25_000
     code = (
         "import sys, json; from pathlib import Path; from zero.corpus.reading.cache import ShardCache; "
-        "from zero.corpus.reading.loader import Loader; "
-        f"data = Loader(sys.argv[1], global_rows=4, context={CONTEXT}, vocab_size={VOCAB}, max_epochs=2, "
+        "from tests.helpers.loaders import open_loader; "
+        f"data = open_loader(sys.argv[1], global_rows=4, context={CONTEXT}, vocab_size={VOCAB}, max_epochs=2, "
         f"cache=ShardCache(Path(sys.argv[2]), {limit}), seed=1); print(flush=True); "
         "print(json.dumps([batch.tokens.tolist() for batch in data.batches()]))"
     )

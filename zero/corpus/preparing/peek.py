@@ -11,7 +11,7 @@ from zero.corpus.preparing import manifest
 from zero.corpus.preparing.sources.preferences import ANSWERS
 from zero.corpus.reading.crop import Crop
 from zero.corpus.reading.index_files import Shard, read_index
-from zero.corpus.reading.shards import decode, open_shard, read_samples, row_tokens
+from zero.corpus.reading.shards import RowFormat, decode, open_shard, read_samples, row_tokens
 from zero.corpus.text.tokenizers import MOST_TOKENS, Tokenizer, load_tokenizer
 from zero.errors import UserError
 from zero.files import storage
@@ -66,10 +66,11 @@ def peek(index: str, rows: int, tokenizer: Tokenizer | None = None) -> Iterator[
 def _texts(shard: Shard, length: int, names: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
     """The tokens of each row without padding; of a pair, those of both texts with their names."""
     pairs = len(names) > 1
+    form = RowFormat(length, MOST_TOKENS, only_completions=pairs, pairs=pairs)
     with open_shard(shard.path) as stream:
         for sample in read_samples(shard.path, stream):
             of_sample = f"shard {shard.path}, sample {sample['__key__']}"
-            rows = decode(sample, of_sample, length, MOST_TOKENS, Crop(), np.zeros, pairs, pairs)
+            rows = decode(sample, of_sample, form, Crop(), np.zeros)
             for row, size in zip(rows.tokens, rows.lengths, strict=True):
                 for name, text in zip(names, row.reshape(len(names), -1), strict=True):
                     yield name, np.maximum(text, ~text)[text != -1] if pairs else text[:size]

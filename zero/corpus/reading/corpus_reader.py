@@ -21,7 +21,16 @@ from zero.corpus.reading.cache import ShardCache
 from zero.corpus.reading.crop import Crop
 from zero.corpus.reading.index_files import Shard
 from zero.corpus.reading.order import Order, RowRange, ShuffleBuffer, permutation
-from zero.corpus.reading.shards import BadData, Decoded, Rows, decode, open_shard, read_samples, with_neighbours
+from zero.corpus.reading.shards import (
+    BadData,
+    Decoded,
+    RowFormat,
+    Rows,
+    decode,
+    open_shard,
+    read_samples,
+    with_neighbours,
+)
 from zero.errors import UserError
 from zero.files import storage
 
@@ -37,13 +46,10 @@ class CorpusReader:
 
     shards: list[tuple[Shard, int]]  # each with the number of its sequences that are used
     order: Order
-    context: int
-    vocab_size: int
+    form: RowFormat
+    crop: Crop
     skip_bad: bool
     cache: ShardCache | None
-    only_completions: bool
-    crop: Crop
-    pairs: bool = False  # rows are pairs of sequences
     reference: np.ndarray | None = None  # float32 (rows, 2), for each row of the shards in order
     _unchecked: threading.Lock = field(default_factory=threading.Lock)  # taken by the first sample with tokens
 
@@ -58,13 +64,13 @@ class CorpusReader:
     @property
     def width(self) -> int:
         """Tokens of a row."""
-        return 2 * self.context if self.pairs else self.context
+        return 2 * self.form.context if self.form.pairs else self.form.context
 
     def read_buffer(self, buffer: ShuffleBuffer) -> Rows:
         """Permuted rows (n, T), tokens in the smallest dtype that holds them."""
         count = sum(part.stop - part.start for part in buffer.ranges)
         slots = np.arange(count) if self.order.seed is None else permutation(count, *buffer.key)
-        dtype = np.dtype(np.int32) if self.only_completions else np.min_scalar_type(self.vocab_size - 1)
+        dtype = np.dtype(np.int32) if self.form.only_completions else np.min_scalar_type(self.form.vocab_size - 1)
         tokens = np.empty((count, self.width), dtype)
         lengths = np.empty(count, np.int32)
         reference = np.empty((count, 0 if self.reference is None else 2), np.float32)
@@ -123,8 +129,7 @@ class CorpusReader:
                 if sample is None:
                     break
                 name = f"shard {shard.path}, sample {sample['__key__']}"
-                marks = self.only_completions, self.pairs
-                decoded = decode(sample, name, self.context, self.vocab_size, self.crop, draw, *marks)
+                decoded = decode(sample, name, self.form, self.crop, draw)
             except BadData as error:
                 if not self.skip_bad:
                     raise
@@ -154,7 +159,7 @@ class CorpusReader:
             _log.warning(
                 "data.crop=%s with data.max_context=%d leaves out %.1f%% of the tokens of %s (longer rows); %s",
                 self.crop.name,
-                self.context,
+                self.form.context,
                 100 * left_out,
                 storage.parent(shard.path),
                 "data.crop=all or random uses them" if self.crop.name == "first" else "data.crop=random uses them",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,16 @@ def _missing(paths: list[str]) -> list[str]:
     return missing
 
 
+def paths_of(index: str | Path | Iterable[str | Path]) -> list[str]:
+    """The index files that are read together: one, several that are one corpus, or those of a mixture.
+
+    >>> paths_of("data/index/a.index"), paths_of(["a.index", "b.index"])
+    (['data/index/a.index'], ['a.index', 'b.index'])
+    """
+    return [str(index)] if isinstance(index, str | Path) else [str(path) for path in index]
+
+
 def row_tokens(index: str | Path | Sequence[str | Path]) -> int:
     """The number of tokens per row in the shards, according to the first row."""
-    first = read_index(index if isinstance(index, str | Path) else index[0])[0]
+    first = read_index(paths_of(index)[0])[0]
     return shards.row_tokens(first.path)

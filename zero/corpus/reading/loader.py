@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import bisect
 import hashlib
+import itertools
 import logging
 import math
 import os
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,10 +26,10 @@ from zero.corpus.reading.cache import ShardCache
 from zero.corpus.reading.contents import REMEDY, IndexContents, check_contents, contents_of
 from zero.corpus.reading.corpus_reader import SKIPPED, CorpusReader
 from zero.corpus.reading.crop import CROPS, Crop
-from zero.corpus.reading.index_files import Shard, read_index
+from zero.corpus.reading.index_files import Shard, paths_of, read_index
 from zero.corpus.reading.order import Mixture, Order, StagedMixture, Weight, exact_weights, weight_stages
 from zero.corpus.reading.prefetch import RowStream
-from zero.corpus.reading.shards import BadData, Rows, row_tokens
+from zero.corpus.reading.shards import BadData, RowFormat, Rows, row_tokens
 from zero.errors import UserError
 
 _REMOTE_THREADS = 16  # at most; they wait for the network, not for Python
@@ -35,6 +37,7 @@ _OTHER_SHARDS = "the saved data cursor belongs to other shards"
 _log = logging.getLogger(__name__)
 
 
+UsedShards = list[tuple[Shard, int]]  # shards, each with the number of its rows that are used
 Cursor = dict[str, Any]  # a position in data and what identifies them, as JSON can hold it
 
 
@@ -48,35 +51,56 @@ class HostBatch(NamedTuple):
     reference: np.ndarray | None = None  # float32 (B / hosts, 2), where the loader has it
 
 
+@dataclass(frozen=True)
+class Batching:
+    """Which rows of each global batch a loader gives.
+
+    Attributes:
+      global_rows: rows of a batch over all hosts.
+      host: the number of this host among `hosts`, each of which gives its part of every batch.
+    """
+
+    global_rows: int
+    host: int = 0
+    hosts: int = 1
+
+
+@dataclass(frozen=True)
+class RowOrder:
+    """Which rows are read, and in which order.
+
+    Attributes:
+      seed: of the order.
+      shuffle: False reads the rows in the order of the shards.
+      shuffle_shards: shards of a corpus whose rows are mixed at any time, in the shuffle buffers of all streams
+        together. Twice as many are in memory while the next ones are read.
+      max_epochs: where to stop; None never does. Rows at the very end that do not fill a batch are dropped if the
+        order is shuffled; otherwise rows of -1 fill the last batch up. A mixture stops before any of its corpora would
+        be read more often.
+      train_samples: rows of an epoch, the first ones of the index; None is all.
+    """
+
+    seed: int = 0
+    shuffle: bool = True
+    shuffle_shards: int = 16
+    max_epochs: int | None = None
+    train_samples: int | None = None
+
+
+ONCE = RowOrder(shuffle=False, max_epochs=1)  # each row once, in the order of the shards
+
+
 class Loader:
     """Batches of token rows from the shards of one or several index files.
 
-    The sequence of global batches depends only on the index files, `global_rows`, `seed`, `shuffle_shards`, `shuffle`,
-    `train_samples` and `crop`. Each of `hosts` loaders, of which this is number `host`, gives its part of every batch.
+    The sequence of global batches depends only on the index files, `global_rows`, the order and the crop.
 
     Args:
         index: the .index file, local or in a bucket; several that count as one; or a mixture, index files with weights,
             which may change over training: [[step, weight], ...] with the steps, from 0 on, at which a weight begins.
-        global_rows: rows of a batch over all hosts.
-        context: tokens of a sequence.
-        vocab_size: token ids must be below it.
-        seed: of the order.
-        shuffle: False reads the rows in the order of the shards.
-        max_epochs: where to stop; None never does. Rows at the very end that do not fill a batch are dropped if the
-            order is shuffled; otherwise rows of -1 fill the last batch up. A mixture stops before any of its corpora
-            would be read more often.
-        train_samples: rows of an epoch, the first ones of the index; None is all.
-        shuffle_shards: shards of a corpus whose rows are mixed at any time, in the shuffle buffers of all streams
-            together. Twice as many are in memory while the next ones are read.
         skip_bad: continue without data that is missing or damaged: its rows are -1, logged, and counted in each
             batch. The index files must record the number of rows of each shard.
         cache: keeps shards of a bucket on this machine.
-        only_completions: tokens that completion.npy does not count among the completions are not predicted.
-        crop: how longer rows are cut: "first", their first `context` tokens; "all", floor(R / context) sequences of a
-            row of R tokens, each of which counts as a row of the order; "random", one sequence at an offset that
-            depends on the seed, the epoch and the row.
-        pairs: rows are pairs of texts, as zero-prepare --preferences writes them; for `only_completions` and the crop
-            "first".
         reference: float32 `(rows, 2)` of each index file, by its name: a value for each text of each pair.
 
     Raises:
@@ -86,82 +110,75 @@ class Loader:
     def __init__(
         self,
         index: str | Path | Sequence[str | Path] | Mapping[str, Weight],
+        batching: Batching,
+        form: RowFormat,
+        order: RowOrder = RowOrder(),
         *,
-        global_rows: int,
-        context: int,
-        vocab_size: int,
-        seed: int = 0,
-        shuffle: bool = True,
-        max_epochs: int | None = None,
-        train_samples: int | None = None,
-        host: int = 0,
-        hosts: int = 1,
-        shuffle_shards: int = 16,
         skip_bad: bool = False,
         cache: ShardCache | None = None,
-        only_completions: bool = False,
-        crop: str = "first",
-        pairs: bool = False,
         reference: Mapping[str, np.ndarray] | None = None,
     ):
-        if global_rows % hosts:
-            raise UserError(f"a global batch of {global_rows} rows does not divide over {hosts} hosts")
+        global_rows = batching.global_rows
+        if global_rows % batching.hosts:
+            raise UserError(f"a global batch of {global_rows} rows does not divide over {batching.hosts} hosts")
         mixture: Mapping[str, Weight] = index if isinstance(index, Mapping) else {}
-        if mixture and not (shuffle and train_samples is None):
+        if mixture and not (order.shuffle and order.train_samples is None):
             raise UserError("a mixture of index files is shuffled, and takes no train_samples")
         # Each index file of a mixture is a corpus; others are one, all together.
-        groups: list[list[str | Path]] = [[name] for name in mixture]
-        groups = groups or [[index] if isinstance(index, str | Path) else list(index)]
-        by_index = [_used_shards(group, train_samples, skip_bad) for group in groups]
-        whole = [[pair for _, shards in group for pair in shards] for group in by_index]
-        crops = [_crop(crop, shards, context, skip_bad) for shards in whole]
-        used = [
-            [(shard, rows * one.sequences) for shard, rows in shards] for shards, one in zip(whole, crops, strict=True)
-        ]
+        groups = [[name] for name in mixture] if mixture else [paths_of(index)]
+        self._by_index: list[tuple[str, UsedShards]] = []
+        sequences: list[UsedShards] = []  # of each corpus: its shards, and how many of their sequences are used
+        crops = []
+        for group in groups:
+            of_indices = _used_shards(group, order.train_samples, skip_bad)
+            self._by_index += of_indices
+            shards = list(itertools.chain.from_iterable(used for _, used in of_indices))
+            crop = _crop(form.crop, shards, form.context, skip_bad)
+            sequences.append([(shard, rows * crop.sequences) for shard, rows in shards])
+            crops.append(crop)
         # One stream per shard to mix, so that hosts share as few shards as possible.
-        most = min(shuffle_shards, max(map(len, used))) if shuffle else 1
-        streams = max(s for s in range(1, most + 1) if global_rows % s == 0)
-        buffer_shards = max(1, shuffle_shards // streams) if shuffle else 1
-        order_seed = seed if shuffle else None
+        most_streams = 1
+        if order.shuffle:
+            most_streams = min(order.shuffle_shards, max(map(len, sequences)))
+        streams = max(count for count in range(1, most_streams + 1) if global_rows % count == 0)
+        buffer_shards = max(1, order.shuffle_shards // streams) if order.shuffle else 1
+        order_seed = order.seed if order.shuffle else None
         self.corpora = []
-        for group, shards, one in zip(groups, used, crops, strict=True):
-            order = Order(tuple(rows for _, rows in shards), streams, buffer_shards, order_seed, max_epochs)
-            values = None if reference is None else np.concatenate([reference[str(name)] for name in group])
-            self.corpora.append(
-                CorpusReader(shards, order, context, vocab_size, skip_bad, cache, only_completions, one, pairs, values)
-            )
+        for group, shards, crop in zip(groups, sequences, crops, strict=True):
+            sizes = tuple(rows for _, rows in shards)
+            corpus_order = Order(sizes, streams, buffer_shards, order_seed, order.max_epochs)
+            values = None if reference is None else np.concatenate([reference[name] for name in group])
+            self.corpora.append(CorpusReader(shards, corpus_order, form, crop, skip_bad, cache, values))
         self.rows = sum(corpus.rows for corpus in self.corpora)
         self._names = [Path(name).stem for name in mixture]
-        weights: list[Weight] = list(mixture.values()) or [1]
-        part = global_rows // streams  # rows of each stream per batch
-        self._mixture = StagedMixture(
-            tuple((step * part, Mixture(exact_weights(one), streams)) for step, one in weight_stages(weights))
-        )
-        self._global_rows = global_rows
-        self._host = host
-        self._hosts = hosts
+        self._batching = batching
         self._width = self.corpora[0].width
         self._reference = 0 if reference is None else 2  # values of each row
         self._streams = streams
-        self._stream_rows = part
-        self.total_batches = None if max_epochs is None else self._batches_of(max_epochs, fill_up=not shuffle)
-        if self.total_batches == 0:
-            raise UserError(f"{max_epochs} epochs of {self.rows} rows do not fill one batch of {global_rows}")
+        self._stream_rows = global_rows // streams  # rows of each stream per batch
+        stages = []
+        for step, weights in weight_stages(list(mixture.values()) if mixture else [1]):
+            stages.append((step * self._stream_rows, Mixture(exact_weights(weights), streams)))
+        self._mixture = StagedMixture(tuple(stages))
+        self.total_batches = None
         self._dropped = 0
-        if max_epochs is not None and shuffle and not mixture:
-            self._dropped = max_epochs * self.rows % global_rows
-        self._by_index = [one for group in by_index for one in group]
+        if order.max_epochs is not None:
+            self.total_batches = self._batches_of(order.max_epochs, fill_up=not order.shuffle)
+            if order.shuffle and not mixture:
+                self._dropped = order.max_epochs * self.rows % global_rows
+        if self.total_batches == 0:
+            raise UserError(f"{order.max_epochs} epochs of {self.rows} rows do not fill one batch of {global_rows}")
         self._skip_bad = skip_bad
         self._order = {
             "global_rows": global_rows,
-            "seed": seed,
-            "shuffle": int(shuffle),
-            "shuffle_shards": shuffle_shards,
-            "crop": list(CROPS).index(crop),
+            "seed": order.seed,
+            "shuffle": int(order.shuffle),
+            "shuffle_shards": order.shuffle_shards,
+            "crop": list(CROPS).index(form.crop),
         }
-        self._shards = _fingerprint(used, self._mixture if mixture else None)
-        shares = [[first, *map(str, one.weights)] for first, one in self._mixture.stages]
-        self._composition = {"weights": shares, "sequences_per_row": [one.sequences for one in crops]}
+        self._shards = _fingerprint(sequences, self._mixture if mixture else None)
+        shares = [[first, *map(str, stage.weights)] for first, stage in self._mixture.stages]
+        self._composition = {"weights": shares, "sequences_per_row": [crop.sequences for crop in crops]}
 
     @cached_property
     def contents(self) -> list[IndexContents]:
@@ -171,7 +188,8 @@ class Loader:
     @property
     def shards(self) -> list[Shard]:
         """The shards of all index files."""
-        return [shard for corpus in self.corpora for shard, _ in corpus.shards]
+        shards = itertools.chain.from_iterable(corpus.shards for corpus in self.corpora)
+        return [shard for shard, _ in shards]
 
     @cached_property
     def identity(self) -> Cursor:
@@ -179,14 +197,14 @@ class Loader:
         return {
             "shards": self._shards,
             **self._order,
-            "contents": [list(one) for one in self.contents],
+            "contents": [list(contents) for contents in self.contents],
             "composition": self._composition,
         }
 
     def _batches_of(self, epochs: int, fill_up: bool) -> int:
         """Batches until a stream has given `epochs` times its part of a corpus, or, filled up, all of the corpus."""
         if fill_up:
-            return -(-epochs * self.rows // self._global_rows)
+            return -(-epochs * self.rows // self._batching.global_rows)
 
         def fits(batches: int) -> bool:
             for stream in range(self._streams):
@@ -196,9 +214,8 @@ class Loader:
                         return False
             return True
 
-        return bisect.bisect_left(
-            range(1, epochs * self.rows // self._global_rows + 1), True, key=lambda k: not fits(k)
-        )
+        most = epochs * self.rows // self._batching.global_rows
+        return bisect.bisect_left(range(1, most + 1), True, key=lambda batches: not fits(batches))
 
     def rows_seen(self, batches: int) -> dict[str, int]:
         """Rows of each corpus of a mixture in that many batches, by the name of its index file."""
@@ -220,7 +237,7 @@ class Loader:
             _log.warning("the checkpoint is of a version that recorded names of shards, and no contents to compare")
             is_compared = False
         else:
-            before = [IndexContents(*one) for one in cursor["contents"]]
+            before = [IndexContents(*contents) for contents in cursor["contents"]]
             is_compared = check_contents(before, self.contents, _OTHER_SHARDS, is_warning=self._skip_bad)
             if cursor["composition"] != self._composition:
                 changes = f"{cursor['composition']}, not {self._composition}"
@@ -238,8 +255,9 @@ class Loader:
         self.check(cursor)
         done = 0 if cursor is None else cursor["batches"]
         part = self._stream_rows
-        first = self._host * self._global_rows // self._hosts
-        last = (self._host + 1) * self._global_rows // self._hosts
+        host_rows = self._batching.global_rows // self._batching.hosts
+        first = self._batching.host * host_rows
+        last = first + host_rows
         own_streams = range(first // part, -(-last // part))
         first = first - own_streams.start * part
         last = last - own_streams.start * part
@@ -260,9 +278,10 @@ class Loader:
                 skipped = int((lengths.reshape(-1)[first:last] == SKIPPED).sum())
                 done += 1
                 cursor = {**self.identity, "batches": done}
-                own = tokens.reshape(-1, self._width)[first:last]
-                values = reference.reshape(-1, self._reference)[first:last] if self._reference else None
-                yield HostBatch(own, cursor, skipped, values)
+                values = None
+                if self._reference:
+                    values = reference.reshape(-1, self._reference)[first:last]
+                yield HostBatch(tokens.reshape(-1, self._width)[first:last], cursor, skipped, values)
         finally:
             pool.shutdown(cancel_futures=True)
         if self._dropped:
@@ -283,11 +302,11 @@ class Loader:
             for array, values in zip(into, group[0].take(count), strict=True):
                 array[:] = values
             return
-        is_own = np.diff(self._mixture.counts(number, row, count)).astype(bool)
-        for stream, own in zip(group, is_own, strict=True):
-            if own.any():
-                for array, values in zip(into, stream.take(int(own.sum())), strict=True):
-                    array[own] = values
+        is_of_corpus = np.diff(self._mixture.counts(number, row, count)).astype(bool)
+        for stream, places in zip(group, is_of_corpus, strict=True):
+            if places.any():
+                for array, values in zip(into, stream.take(int(places.sum())), strict=True):
+                    array[places] = values
 
 
 def check_order(cursor: Cursor, order: Cursor) -> None:
@@ -298,26 +317,24 @@ def check_order(cursor: Cursor, order: Cursor) -> None:
             raise UserError(f"the saved data cursor belongs to {key}={before}, not to {key}={value}")
 
 
-def _used_shards(
-    indices: list[str | Path], train_samples: int | None, skip_bad: bool
-) -> list[tuple[str, list[tuple[Shard, int]]]]:
+def _used_shards(indices: list[str], train_samples: int | None, skip_bad: bool) -> list[tuple[str, UsedShards]]:
     """Each index file of a corpus with its shards and the rows to use of each: all, or the first `train_samples`."""
     left = math.inf if train_samples is None else train_samples
-    by_index = []
+    by_index: list[tuple[str, UsedShards]] = []
     for index in indices:
-        used = []
+        used: UsedShards = []
         for shard in read_index(index, skip_bad):
             rows = int(min(shard.rows, left))
             left -= rows
             if rows:
                 used.append((shard, rows))
-        by_index.append((str(index), used))
+        by_index.append((index, used))
     if not any(used for _, used in by_index):
-        raise UserError(f"index file {', '.join(map(str, indices))}: the shards hold no rows")
+        raise UserError(f"index file {', '.join(indices)}: the shards hold no rows")
     return by_index
 
 
-def _crop(name: str, used: list[tuple[Shard, int]], context: int, skip_bad: bool) -> Crop:
+def _crop(name: str, used: UsedShards, context: int, skip_bad: bool) -> Crop:
     """The cut of a corpus; what depends on the length of its rows is known from the first one that can be read."""
     if name != "all":
         return Crop(name)
@@ -330,9 +347,9 @@ def _crop(name: str, used: list[tuple[Shard, int]], context: int, skip_bad: bool
     raise UserError(f"data.crop={name}: none of {len(used)} shards holds a row that can be read")
 
 
-def _fingerprint(used: list[list[tuple[Shard, int]]], mixture: StagedMixture | None) -> int:
+def _fingerprint(used: list[UsedShards], mixture: StagedMixture | None) -> int:
     """48 bits that change with the shards, their rows, or the weights of a mixture."""
-    lines = [f"{shard.name} {shard.rows} {rows}" for shards in used for shard, rows in shards]
+    lines = [f"{shard.name} {shard.rows} {rows}" for shard, rows in itertools.chain.from_iterable(used)]
     if mixture is not None:
         for first, stage in mixture.stages:
             at = f" from {first}" if first else ""

@@ -16,6 +16,7 @@ import re
 import tokenize
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -179,28 +180,48 @@ class Decoded(NamedTuple):
     total: int  # tokens of the rows that they were cut from, without padding
 
 
+@dataclass(frozen=True)
+class RowFormat:
+    """What a row of a corpus becomes.
+
+    Attributes:
+      context: tokens of a sequence.
+      vocab_size: token ids must be below it.
+      crop: how longer rows are cut: "first", their first `context` tokens; "all", floor(R / context) sequences of a row
+        of R tokens, each of which counts as a row of the order; "random", one sequence at an offset that depends on the
+        seed, the epoch and the row.
+      only_completions: tokens that completion.npy does not count among the completions are not predicted.
+      pairs: rows are pairs of texts, as zero-prepare --preferences writes them; for `only_completions` and the crop
+        "first".
+    """
+
+    context: int
+    vocab_size: int
+    crop: str = "first"
+    only_completions: bool = False
+    pairs: bool = False
+
+
 def decode(
     sample: dict[str, Any],
     name: str,
-    context: int,
-    vocab_size: int,
+    form: RowFormat,
     crop: Crop,
     draw: Draw,
-    only_completions: bool = False,
-    pairs: bool = False,
 ) -> Decoded:
     """The sequences of a sample, in its dtype; of a sample of `pairs` with `only_completions`, int32 (n, 2 T).
 
     With `only_completions` a token t for which completion.npy has 0 is ~t, and they are int32. Every token id that
     the model would read is checked here: BadData, with `name`, for one outside the vocabulary.
     """
-    rows = _rows(sample, name, pairs)
+    context = form.context
+    rows = _rows(sample, name, form.pairs)
     if rows.shape[1] < context:
         raise BadData(
             f"{name} has rows of {rows.shape[1]} tokens, and the model reads {context}: "
             f"prepare the corpus again: zero-prepare <source> --row-tokens {context} --overwrite"
         )
-    is_learned = _completions(sample, name, rows.shape) if only_completions else None
+    is_learned = _completions(sample, name, rows.shape) if form.only_completions else None
     lengths = np.full(len(rows), rows.shape[1])
     if "length.npy" in sample:
         recorded = _array(sample, "length.npy", name).reshape(-1)
@@ -215,16 +236,16 @@ def decode(
     if "length.npy" in sample:
         rows = np.where(np.arange(context) < lengths[:, None], rows, np.zeros((), rows.dtype))
     info = np.iinfo(rows.dtype)
-    if rows.size and (info.min < 0 or info.max >= vocab_size):  # else no value of this dtype is outside
+    if rows.size and (info.min < 0 or info.max >= form.vocab_size):  # else no value of this dtype is outside
         low = 0 if info.min == 0 else int(rows.min())
         high = int(rows.max())
-        if low < 0 or high >= vocab_size:
+        if low < 0 or high >= form.vocab_size:
             token = low if low < 0 else high
-            raise BadData(f"{name} holds token {token}, outside the vocabulary of {vocab_size}")
+            raise BadData(f"{name} holds token {token}, outside the vocabulary of {form.vocab_size}")
     if is_learned is not None:
         rows = rows.astype(np.int32)
         rows = np.where(cut(is_learned, starts, context), rows, ~rows)
-    if pairs:  # a row of two texts is full, the shorter one ends in -1
+    if form.pairs:  # a row of two texts is full, the shorter one ends in -1
         discarded = total - int(lengths.sum())
         rows = np.where(np.arange(context) < lengths[:, None], rows, -1).reshape(-1, 2 * context)
         return Decoded(rows, np.full(len(rows), 2 * context), rows.size + discarded)

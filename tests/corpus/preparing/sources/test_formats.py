@@ -20,13 +20,13 @@ import pytest
 
 from tests.helpers import bucket, sources
 from tests.helpers.corpora import COMMAND, REPOSITORY, call, make, tokens_of
+from tests.helpers.loaders import open_loader
 from zero.corpus.preparing.options import CorpusOptions
 from zero.corpus.preparing.prepare import Corpus, prepare
 from zero.corpus.preparing.sources import documents
 from zero.corpus.preparing.sources.source import Source
 from zero.corpus.preparing.sources.tensors import read_tensor
 from zero.corpus.preparing.verify import verify
-from zero.corpus.reading.loader import Loader
 from zero.corpus.text.tokenizers import ByteTokenizer
 from zero.errors import UserError
 from zero.files import storage
@@ -62,7 +62,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[in
 def checksum(corpus: Corpus) -> int:
     """Of the batches of two epochs, as in `samples_checksum` of a run."""
     total = 0
-    for batch in Loader(corpus.train_index, global_rows=8, context=16, vocab_size=256, max_epochs=2).batches():
+    for batch in open_loader(corpus.train_index, global_rows=8, context=16, vocab_size=256, max_epochs=2).batches():
         for row in batch.tokens:
             total = zlib.crc32(row, total)
     return total

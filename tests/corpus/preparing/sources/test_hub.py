@@ -11,10 +11,10 @@ import pytest
 from pyarrow import parquet
 
 from tests.helpers.corpora import both, documents_of, make, run
+from tests.helpers.loaders import open_loader
 from zero.corpus.preparing.sources.documents import TextReader
 from zero.corpus.preparing.sources.hub import HubDataset
 from zero.corpus.preparing.sources.source import Source
-from zero.corpus.reading.loader import Loader
 from zero.errors import UserError
 
 
@@ -51,7 +51,7 @@ def test_completions_of_a_dataset(tmp_path: Path):
     parquet.write_table(pyarrow.table(table), tmp_path / "pairs" / "train-00000-of-00001.parquet")
     corpus = make(f"hf:{tmp_path / 'pairs'}", tmp_path, completions=True)
     assert both(corpus) == sorted(f"{i}? yes {i}" for i in range(20))
-    loader = Loader(corpus.train_index, global_rows=1, context=16, vocab_size=256, only_completions=True)
+    loader = open_loader(corpus.train_index, global_rows=1, context=16, vocab_size=256, only_completions=True)
     assert (next(loader.batches()).tokens < 0).any()
 
 

@@ -1,0 +1,17 @@
+"""A `Loader` from one flat list of options, as tests vary them."""
+
+from dataclasses import fields
+from typing import Any
+
+from zero.corpus.reading.loader import Batching, Loader, RowOrder
+from zero.corpus.reading.shards import RowFormat
+
+
+def open_loader(index: Any, **options: Any) -> Loader:
+    """Each option goes into the record that has it, or to the loader itself."""
+
+    def taken(record: Any) -> Any:
+        names = [field.name for field in fields(record)]
+        return record(**{name: options.pop(name) for name in names if name in options})
+
+    return Loader(index, taken(Batching), taken(RowFormat), taken(RowOrder), **options)
