@@ -1,4 +1,4 @@
-"""The numbers and the picture of docs/stages.md: memory per core and bytes sent, stage by stage.
+"""The numbers and the picture of docs/explanation/stages.md: memory per core and bytes sent, stage by stage.
 
     python -m benchmarks.stages
 
@@ -95,7 +95,7 @@ def main() -> None:
     print(f"GiB per core, 1_1b on {CORES} cores\n{'stage':<40}" + "".join(f"{stage:>8}" for stage in range(4)))
     for name, gib in parts.items():
         print(f"{name:<40}" + "".join(f"{x:>8.3f}" for x in gib))
-    draw(parts, ROOT / "docs/stages.svg")
+    draw(parts, ROOT / "docs/pictures/stages.svg")
 
     layout = ShardedGPT(SIZES["bytes"], Axis("zero", (1, DEVICES)), 3).sharded_layout
     psi = layout.whole().bytes_per_device() / 1e6 * (DEVICES - 1) / DEVICES
