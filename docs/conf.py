@@ -43,6 +43,7 @@ project = "zero"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "docs/README"
 include_patterns = [f"{page}.md" for pages in NAVIGATION.values() for page in pages] + [f"{root_doc}.md"]
+exclude_patterns = [".*", "build", "data/corpus", "runs"]  # else all files of the environment are looked at
 html_theme = "furo"
 html_title = "zero"
 html_copy_source = False
