@@ -14,8 +14,8 @@ from zero.tracking.metrics import Metric
 METRICS_HEAD = """\
 # Metrics
 
-A run writes one JSON object per line to `metrics.jsonl`: every `training.log_frequency` steps, and at each evaluation and
-checkpoint. Weights & Biases and TensorBoard receive the same numbers.
+A run writes one JSON object per line to `metrics.jsonl`: every `training.log_frequency` steps, and at each evaluation
+and checkpoint. Weights & Biases and TensorBoard receive the same numbers.
 
 - Of two lines for one step the later one counts.
 - A resume writes `{"event": "resume", "step": STEP}`.
