@@ -1,6 +1,6 @@
 """How large activations are, and how far a few steps move them, at several widths: standard against maximal update.
 
-    python benchmarks/coordinate_check.py [--widths 64 128 256 512 1024] [--draw docs/coordinate-check.png]
+    python benchmarks/coordinate_check.py [--widths 64 128 256 512 1024] [--draw docs/pictures/coordinate-check.png]
 
 Trains the same small GPT at every width for a few steps of AdamW on one batch of text, and prints for each tensor the
 slope of log mean |activation| against log width after the last step; of the logits, which start near 0, that of their

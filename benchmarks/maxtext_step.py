@@ -145,7 +145,7 @@ class Row(NamedTuple):
 ROWS = {
     # tpu-recipes, training/trillium/Llama3.1-8B-MaxText/v6e-8: 3.443 s per step.
     "recipe-v6e-8": Row("llama3.1-8b", "v6e-8", 3, 8192, RECIPE_FLAGS, OFFLOAD | BLOCKS | FUSED),
-    # The table of docs/performance.md. For 2,048 tokens blocks stay at 512: one of 2,048 computes masked scores too.
+    # The table of docs/reference/performance.md. For 2,048 tokens blocks stay at 512: 2,048 computes masked scores too.
     "8b-v5e-16": Row("llama3.1-8b", "v5e-16", 2, 2048, V5E_FLAGS, OFFLOAD | MLP_IN | FUSED),
     "8b-v6e-8": Row("llama3.1-8b", "v6e-8", 1, 8192, V6E_FLAGS, OFFLOAD | MLP_IN | BLOCKS | FUSED),
     "8b-v4-32": Row("llama3.1-8b", "v4-32", 2, 2048, V4_FLAGS, STORE | MLP_IN | {"mlpwi_1": "device"}),

@@ -1,6 +1,6 @@
 """Compares each recipe with the run that it names, and prints the heads of recipes and the tables of their page.
 
-    python benchmarks/recipe_sources.py            # rewrites conf/recipe/*.yaml and docs/from-other-code.md
+    python benchmarks/recipe_sources.py            # rewrites conf/recipe/*.yaml and docs/reference/from-other-code.md
     python benchmarks/recipe_sources.py --compare  # prints what differs without a reason; status 1 if anything does
 
 docs/sources/recipes.yaml has the values of each run and the files that they are from.
@@ -28,7 +28,7 @@ from zero.training.optimizer import hyperparameters
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TABLE = REPOSITORY / "docs" / "sources" / "recipes.yaml"
-PAGE = REPOSITORY / "docs" / "from-other-code.md"
+PAGE = REPOSITORY / "docs" / "reference" / "from-other-code.md"
 RECIPES = REPOSITORY / "conf" / "recipe"
 SIZES = REPOSITORY / "conf" / "model_config.yaml"
 # Keys of an entry of a model by the attributes of GPTConfig that say what follows from them.
@@ -211,7 +211,7 @@ def head_of(name: str, run: Run) -> str:
     parts = {"Slice": [run.slice], "Published": [run.published], "Source": run.files, "Differs": differences_of(run)}
     for title, sentences in parts.items():
         for number, sentence in enumerate(
-            sentences or ["nothing beside what docs/from-other-code.md says of all recipes"]
+            sentences or ["nothing beside what docs/reference/from-other-code.md says of all recipes"]
         ):
             first = f"# {title if number == 0 else '':<10} "
             lines += textwrap.wrap(
@@ -267,7 +267,7 @@ def table_row(name: str, run: Run, values: Mapping[str, Any]) -> str:
 
 
 def page_part() -> str:
-    """The tables of recipes in docs/from-other-code.md: what each does, and how it differs from its run."""
+    """The tables of recipes in docs/reference/from-other-code.md: what each does, and how it differs from its run."""
     titles = ("recipe", "layers", "tokens per update", "learning rate", "steps, warmup", "optimizer", "published")
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     runs = load_runs()

@@ -1,4 +1,4 @@
-"""The numbers and the picture of docs/stages.md: memory per core and bytes sent, stage by stage.
+"""The numbers and the picture of docs/explanation/stages.md: memory per core and bytes sent, stage by stage.
 
     python -m benchmarks.stages
 
@@ -22,6 +22,7 @@ from zero.config.files import load_sizes
 from zero.cycles.hlo import collectives
 from zero.partition.collectives.axis import Axis
 from zero.partition.memory import memory
+from zero.report.picture_style import COLORS, GREY, STYLE
 from zero.training.batch import Batch
 from zero.training.optimizer import adamw
 from zero.training.parts import StepOptions
@@ -53,17 +54,17 @@ def memory_by_stage() -> dict[str, list[float]]:
 
 def draw(parts: dict[str, list[float]], path: Path) -> None:
     """Four stacked bars and the limit."""
-    plt.rcParams["svg.hashsalt"] = "stages"
-    figure, axes = plt.subplots(figsize=(7.2, 2.9), layout="constrained")
+    plt.rcParams.update(STYLE | {"svg.hashsalt": "stages", "axes.grid.axis": "x"})
+    figure, axes = plt.subplots(figsize=(7.2, 3.2), layout="constrained")
     left = [0.0] * 4
-    for (name, gib), color in zip(parts.items(), ("#4477aa", "#66ccee", "#ee6677", "#bbbbbb"), strict=True):
+    for (name, gib), color in zip(parts.items(), (*COLORS[:3], GREY), strict=True):
         axes.barh(range(4), gib, left=left, label=name, color=color)
         left = [a + b for a, b in zip(left, gib, strict=True)]
     for stage, total in enumerate(left):
         axes.text(total + 0.1, stage, f"{total:.2f}", va="center")
-    axes.axvline(HBM, color="black", linestyle="--", linewidth=1)
-    axes.text(HBM - 0.1, 3, f"a v3 core: {HBM} GiB", ha="right", va="center")
+    axes.axvline(HBM, color="black", linestyle="--", linewidth=1, label=f"a v3 core: {HBM} GiB")
     axes.set(
+        title=f"Memory of a step, 1.1 billion parameters on {CORES} cores",
         xticks=range(0, 19, 2),
         yticks=range(4),
         yticklabels=[f"stage {stage}" for stage in range(4)],
@@ -71,8 +72,7 @@ def draw(parts: dict[str, list[float]], path: Path) -> None:
         xlabel="GiB per core",
     )
     axes.invert_yaxis()
-    axes.legend(loc="center", bbox_to_anchor=(0.6, 0.47), frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="center", bbox_to_anchor=(0.6, 0.42))
     figure.savefig(path, metadata={"Date": None})
 
 
@@ -95,7 +95,7 @@ def main() -> None:
     print(f"GiB per core, 1_1b on {CORES} cores\n{'stage':<40}" + "".join(f"{stage:>8}" for stage in range(4)))
     for name, gib in parts.items():
         print(f"{name:<40}" + "".join(f"{x:>8.3f}" for x in gib))
-    draw(parts, ROOT / "docs/stages.svg")
+    draw(parts, ROOT / "docs/pictures/stages.svg")
 
     layout = ShardedGPT(SIZES["bytes"], Axis("zero", (1, DEVICES)), 3).sharded_layout
     psi = layout.whole().bytes_per_device() / 1e6 * (DEVICES - 1) / DEVICES

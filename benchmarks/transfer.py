@@ -1,7 +1,7 @@
 """The best learning rate at several widths, in the standard parametrization and in the maximal update one.
 
     python benchmarks/transfer.py [--widths 64 128 256 512] [--steps 250] [--seeds 0]
-    python benchmarks/transfer.py --table [--draw docs/transfer.png]
+    python benchmarks/transfer.py --table [--draw docs/pictures/transfer.png]
 
 First form: trains a byte-level GPT (2 layers, heads of 32, RMSNorm without gains, context 64) on the corpus of the
 default job with AdamW on one CPU device. For each parametrization and width it tries learning rates that are powers of

@@ -1,38 +1,55 @@
 """The documentation as a site, by Sphinx with MyST: `sphinx-build -W -c docs . build/site` (CONTRIBUTING.md).
 
 The pages are written for a forge as well: links are relative paths, and nothing in them is syntax of Sphinx. So the
-navigation is here, and the reference of the public names is appended to docs/api.md while the site is built.
+navigation is here, and the reference of the public names is appended to docs/reference/api.md while the site is built.
 """
 
 import re
 from pathlib import Path
 from typing import Any
 
-# In the order in which a stranger needs them. Pages of decisions belong to docs/README.md, which lists them by subject.
+DOCS = Path(__file__).parent
+# Four kinds of pages (https://diataxis.fr): to learn, to do one thing, to look up, to understand. Decisions are of the
+# last kind; their pages belong to decisions/README.md, which lists them by subject.
 NAVIGATION = {
-    "Start": ["README", "docs/stages", "docs/pmap-programs", "examples/README", "docs/shard-map"],
-    "Train": [
-        "docs/training",
-        "docs/fine-tuning",
-        "data/README",
-        "docs/launching",
-        "docs/planning",
-        "docs/keys",
-        "docs/groups",
-        "docs/performance",
+    "Tutorial": [f"docs/tutorial/{name}" for name in ("first-run", "own-text", "slice")],
+    "How to": [
+        *("docs/how-to/pmap-programs", "docs/how-to/shard-map", "examples/README"),
+        *("docs/how-to/train-on-your-text", "data/README", "docs/how-to/read-from-buckets", "docs/how-to/mix-corpora"),
+        *("docs/how-to/change-the-model", "docs/how-to/choose-an-optimizer", "docs/how-to/find-a-learning-rate"),
+        *("docs/how-to/train-long-contexts", "docs/how-to/start-from-weights"),
+        *("docs/how-to/fine-tune", "docs/how-to/fine-tuning"),
+        *("docs/how-to/learn-preferences", "docs/how-to/train-on-conversations"),
+        *("docs/how-to/planning", "docs/how-to/examine-a-machine", "docs/how-to/measure-without-data"),
+        *("docs/how-to/launching", "docs/how-to/several-hosts", "docs/how-to/use-a-cluster"),
+        *("docs/how-to/watch-a-run", "docs/how-to/compare-runs"),
+        *("docs/how-to/resume", "docs/how-to/survive-failures"),
+        *("docs/how-to/evaluate", "docs/how-to/sample", "docs/how-to/export-weights"),
     ],
-    "Models": ["docs/families", "docs/mup", "docs/from-other-code"],
-    "The project": ["docs/architecture", "docs/api", "CONTRIBUTING", "CHANGELOG"],
-    "Decisions": [f"docs/decisions/{path.stem}" for path in sorted(Path(__file__).parent.glob("decisions/*.md"))],
+    "Reference": [
+        *("docs/reference/keys", "docs/reference/metrics", "docs/reference/exit-statuses", "docs/reference/files"),
+        *("docs/reference/api", "docs/reference/families", "docs/reference/from-other-code"),
+        *("docs/reference/planned-memory", "docs/reference/performance", "docs/reference/words"),
+    ],
+    "Explanation": [f"docs/explanation/{name}" for name in ("stages", "groups", "mup", "architecture")],
+    "Decisions": [
+        "docs/decisions/README",
+        *(f"docs/decisions/{path.stem}" for path in sorted(DOCS.glob("decisions/[a-z]*.md"))),
+    ],
+    "The project": ["README", "CONTRIBUTING", "CHANGELOG"],
 }
 
 project = "zero"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "docs/README"
 include_patterns = [f"{page}.md" for pages in NAVIGATION.values() for page in pages] + [f"{root_doc}.md"]
+exclude_patterns = [".*", "build", "data/corpus", "runs"]  # else all files of the environment are looked at
 html_theme = "furo"
 html_title = "zero"
 html_copy_source = False
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
+smartquotes = False  # which makes an option's -- a dash
 myst_heading_anchors = 6  # the anchors that forges make
 highlight_language = "text"
 default_role = "code"  # docstrings quote names in single backticks
@@ -43,12 +60,12 @@ napoleon_use_ivar = True  # fields of a tuple are members already
 
 
 def append_navigation(app: Any, page: str, content: list[str]) -> None:
-    """Gives the first page the navigation, and docs/api.md the reference from the docstrings."""
+    """Gives the first page the navigation, and docs/reference/api.md the reference from the docstrings."""
     if page == root_doc:
         for caption, pages in NAVIGATION.items():
             entries = "\n".join(f"/{page}" for page in pages)
             content[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{entries}\n```\n"
-    if page == "docs/api":
+    if page == "docs/reference/api":
         content[0] += "\n## Reference\n\n```{eval-rst}\n.. automodule:: zero\n   :members:\n```\n"
 
 

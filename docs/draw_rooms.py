@@ -1,4 +1,4 @@
-"""Draws docs/rooms.svg, the rooms of the house and who imports whom, from the sources: `python -m docs.draw_rooms`."""
+"""Draws docs/pictures/rooms.svg, who imports whom, from the sources: `python -m docs.draw_rooms`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.helpers.rooms import ROOMS, SOURCES, imports, room
 
-PICTURE = Path(__file__).with_name("rooms.svg")
+PICTURE = Path(__file__).with_name("pictures") / "rooms.svg"
 ROW = 34  # pixels from one room to the next
 BOX = (250, 24)  # width and height
 LEFT = 20  # of the boxes

@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC2034  # outcome and meaning are for those who call
 # The exit statuses of the trainer, and what follows from each. trainLoop.sh, slice.sh and launch/slurm.sbatch read this
-# list; a test compares docs/launching.md and the other launchers with it. Any status that it lacks is a failure.
+# list; a test compares docs/reference/exit-statuses.md and the other launchers with it. Any status that it lacks is a failure.
 
 explain_status() { # STATUS: sets outcome and meaning
     local status

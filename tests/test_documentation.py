@@ -15,6 +15,8 @@ import pytest
 
 import zero.config.schema  # noqa: F401  declares the keys
 from zero.config.files import conf_directory
+from zero.config.help import help_text
+from zero.errors import UserError
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = [
@@ -23,6 +25,7 @@ PAGES = [
 ]
 SCRIPTS = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"]
 TRAINERS = ("main_zero.py", "zero-train", "zero-plan", "trainLoop.sh")
+SOURCE_SUFFIXES = {".py", ".yaml", ".yml", ".sh", ".toml", ".jinja", ".sbatch"}
 # What is not ours, or was tested with a stub, by its first word.
 OTHERS = {"cd", "export", "gcloud", "hf", "patch", "pip", "source", "sphinx-build", "srun", "tmux", "xprof"}
 
@@ -45,6 +48,9 @@ class Parsed(Exception):
 def check_overrides(words: list[str]) -> None:
     """Raises for a key that the configuration does not have, or for a value of a wrong type."""
     overrides = [word for word in words if not word.startswith("--")]
+    if "--help" in words:
+        help_text(overrides)  # which raises for a name that it does not know
+        return
     if "--multirun" in words:  # each key once, with the first of its values
         overrides = [word.split(",")[0] for word in overrides]
     with hydra.initialize_config_dir(str(conf_directory()), version_base="1.3"):
@@ -118,6 +124,7 @@ def test_programs_accept_the_commands(page: Path, monkeypatch: pytest.MonkeyPatc
     "line",
     [
         "python main_zero.py zero.stge=1",
+        "python main_zero.py --help optimiser",
         "zero-weights export run folder --stepp 3",
         "python benchmarks/step.py --shap default",
         "python benchmarks/no_such_program.py",
@@ -129,7 +136,7 @@ def test_programs_accept_the_commands(page: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_wrong_command_is_seen(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"```bash\n{line}\n```\n")
-    with pytest.raises((AssertionError, ValueError, hydra.errors.HydraException)):
+    with pytest.raises((AssertionError, ValueError, UserError, hydra.errors.HydraException)):
         test_programs_accept_the_commands(page, monkeypatch)
 
 
@@ -146,8 +153,29 @@ def test_links_lead_somewhere(page: Path) -> None:
             continue
         target, _, anchor = link.partition("#")
         file = (page.parent / target).resolve() if target else page
-        assert file.exists(), f"{page.name}: {link}"
+        assert file.is_file(), f"{page.name}: {link}"  # the site has no page for a folder
         assert not anchor or anchor in anchors(file), f"{page.name}: {link}"
+
+
+def sources() -> list[Path]:
+    """The files that people write, other than pages: code, settings, scripts."""
+    folders = ("zero", "conf", "tests", "benchmarks", "launch", "data", "docs", "examples", ".github", ".ci")
+    files = [path for folder in folders for path in (REPOSITORY / folder).rglob("*") if path.suffix in SOURCE_SUFFIXES]
+    scripts = [path for path in REPOSITORY.iterdir() if path.suffix in SOURCE_SUFFIXES]
+    return [path for path in (*files, *scripts) if "corpus" not in path.relative_to(REPOSITORY).parts[:2]]
+
+
+def absent_pages(text: str) -> set[str]:
+    """The pages and pictures below docs/ that a text names and that do not exist."""
+    named = re.findall(r"(?<![\w/.:-])docs/(?:README|[a-z][\w./-]*)\.(?:md|ipynb|png|svg|yaml)\b", text)
+    return {name for name in named if not (REPOSITORY / name).exists()}
+
+
+def test_pages_that_sources_name_exist() -> None:
+    """Comments, messages and scripts name pages by their path."""
+    absent = {str(path.relative_to(REPOSITORY)): absent_pages(path.read_text()) for path in sources()}
+    assert {path: names for path, names in absent.items() if names} == {}
+    assert absent_pages("see docs/no-such-" + "page.md, and docs/README.md") == {"docs/no-such-" + "page.md"}
 
 
 def test_readme_is_short() -> None:

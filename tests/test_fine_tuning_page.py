@@ -1,4 +1,4 @@
-"""The commands of docs/fine-tuning.md, run with a small model in place of the one that the page downloads."""
+"""The commands of docs/how-to/fine-tuning.md, run with a small model in place of the one that the page downloads."""
 
 import os
 import re
@@ -16,7 +16,7 @@ from zero.exchange import zero_weights
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 
-PAGE = Path(__file__).parents[1] / "docs" / "fine-tuning.md"
+PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "fine-tuning.md"
 SHAPE = {"embedding_dim": 32, "num_head": 4, "kv_heads": 2, "mlp_dim": 48, "N": 2, "vocab_size": 300, "block_size": 64}
 SMALL = (
     *(f"model.override.{key}={value}" for key, value in SHAPE.items()),

@@ -638,7 +638,7 @@ def test_statuses_of_signals() -> None:
 
 
 def test_statuses_in_the_documentation() -> None:
-    page = (REPOSITORY / "docs" / "launching.md").read_text()
+    page = (REPOSITORY / "docs" / "reference" / "exit-statuses.md").read_text()
     rows = re.findall(r"^\| (\d+) \| (\w+) \| (.+) \|$", page, re.MULTILINE)
     assert [(int(status), outcome, meaning) for status, outcome, meaning in rows] == statuses()
 

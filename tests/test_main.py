@@ -397,10 +397,11 @@ def test_diverged_run(diverging: tuple[str, ...], named: list[str], forks: cli.F
 
 
 def test_end_of_data_finishes_the_run(forks: cli.Forks, workplace: Path) -> None:
-    """A run whose data ends is finished."""
+    """A run whose data ends is finished, in its page too."""
     epochs = ("training.max_epochs=2", "data.train_samples=40", "training.evaluation_frequency=3")
     done = forks.check(*cli.TINY, *epochs, "hydra.run.dir=epochs")
     assert "ends the data at step 5, before training.total_steps=12" in done.stderr
     assert saved_steps(workplace / "epochs") == [3, 5]
+    assert "where training.max_epochs=2 ends the data" in (workplace / "epochs" / "report.html").read_text()
     done = forks.run("--resume", "hydra.run.dir=epochs")
     assert done.returncode == 0 and "nothing left to do: the run is at step 5 of 5" in done.stderr, done.stderr

@@ -36,7 +36,7 @@ def run_cells(path: Path) -> dict[str, Any]:
 
 def test_notebook_cells(capsys: pytest.CaptureFixture[str]) -> None:
     """For the author of a pmap program."""
-    names = run_cells(REPOSITORY / "docs" / "pmap-programs.ipynb")
+    names = run_cells(REPOSITORY / "docs" / "how-to" / "pmap-programs.ipynb")
     assert len(names["losses"]) == 20 and "one device's slice" in capsys.readouterr().out
 
 

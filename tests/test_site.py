@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from docs import draw_idea
+
 pytestmark = pytest.mark.quick
 
 REPOSITORY = Path(__file__).parents[1]
@@ -21,3 +23,8 @@ def test_every_page_is_in_the_navigation() -> None:
         for path in (REPOSITORY / folder).glob("*.md")
     }
     assert missing == [] and sorted(entries) == sorted(pages - {"docs/README.md"})  # the page that has the navigation
+
+
+def test_picture_of_the_idea_is_that_of_its_script() -> None:
+    """docs/pictures/idea.svg is what `python -m docs.draw_idea` writes."""
+    assert draw_idea.PICTURE.read_text() == draw_idea.picture()

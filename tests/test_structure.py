@@ -230,7 +230,7 @@ def test_public_names_are_loaded_when_used() -> None:
 
 
 def test_picture_of_the_rooms_is_that_of_the_imports() -> None:
-    """docs/rooms.svg shows today's rooms and who imports whom: `python -m docs.draw_rooms` draws it again."""
+    """docs/pictures/rooms.svg shows today's rooms and who imports whom: `python -m docs.draw_rooms` draws it again."""
 
     def shown(picture: str) -> list[str]:
         return re.findall("<(?:title|text)[^>]*>([^<]*)", picture)

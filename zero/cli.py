@@ -40,7 +40,7 @@ QUOTE = "'"  # around a value on the command line
 
 
 def main() -> None:
-    """Runs the command line in `sys.argv`. Exit status: see docs/training.md."""
+    """Runs the command line in `sys.argv`. Exit status: see docs/reference/exit-statuses.md."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra itself prints what it catches, over many lines
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax's threads would log after the last line
     sys.stdout = IgnoreBrokenPipe(sys.stdout)

@@ -14,8 +14,15 @@ from zero.tracking.metrics import Metric
 METRICS_HEAD = """\
 # Metrics
 
-What a line of `metrics.jsonl` holds ([when it is logged](training.md#metrics)); a metric is left out where it does not
-apply. This page is printed from the declarations in `zero/run` (`python -m zero.printed`).
+A run writes one JSON object per line to `metrics.jsonl`: every `training.log_frequency` steps, and at each evaluation
+and checkpoint. Weights & Biases and TensorBoard receive the same numbers.
+
+- Of two lines for one step the later one counts.
+- A resume writes `{"event": "resume", "step": STEP}`.
+- Times are means over the steps since the line before, without those that were compiled.
+- A metric is left out where it does not apply. One that is not finite is `null`.
+
+This page is printed from the declarations in `zero/run` (`python -m zero.printed`).
 
 | metric | meaning |
 |---|---|
@@ -23,7 +30,7 @@ apply. This page is printed from the declarations in `zero/run` (`python -m zero
 
 
 def metrics_page() -> str:
-    """The text of docs/metrics.md."""
+    """The text of docs/reference/metrics.md."""
     rows = []
     for metric in all_metrics():
         names = ", ".join(f"`{name}`" for name in metric.names)
@@ -38,6 +45,6 @@ def all_metrics() -> list[Metric]:
 
 if __name__ == "__main__":
     (conf_directory() / "config.yaml").write_text(config_yaml())
-    docs = conf_directory().resolve().parent / "docs"
-    (docs / "keys.md").write_text(keys_page())
-    (docs / "metrics.md").write_text(metrics_page())
+    reference = conf_directory().resolve().parent / "docs" / "reference"
+    (reference / "keys.md").write_text(keys_page())
+    (reference / "metrics.md").write_text(metrics_page())

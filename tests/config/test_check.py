@@ -335,10 +335,10 @@ def test_fused_update_names_all_refusals() -> None:
 
 def test_configuration_file() -> None:
     """conf/config.yaml and the pages of keys and metrics are what is printed: python -m zero.printed."""
-    docs = CONF.resolve().parent / "docs"
+    reference = CONF.resolve().parent / "docs" / "reference"
     assert (CONF / "config.yaml").read_text() == config_yaml()
-    assert (docs / "keys.md").read_text() == keys_page()
-    assert (docs / "metrics.md").read_text() == metrics_page()
+    assert (reference / "keys.md").read_text() == keys_page()
+    assert (reference / "metrics.md").read_text() == metrics_page()
     assert {key.name: yaml.safe_load(yaml_text(key.default)) for key in all_keys(whole_kind())} == {
         key.name: key.default for key in all_keys(whole_kind())
     }

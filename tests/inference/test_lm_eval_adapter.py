@@ -147,7 +147,7 @@ def test_tasks_equal_transformers(place: Path, ours: Any, theirs: Any) -> None:
 
 def test_documented_task(place: Path, ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The task of the documentation runs from its file."""
-    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "evaluate.md").read_text(encoding="utf-8")
     (text,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     lines = [{"text": words(i, 3), "choices": ["shard", "gather stage"], "gold": i % 2} for i in range(8)]
     monkeypatch.chdir(place)

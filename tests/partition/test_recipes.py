@@ -1,4 +1,4 @@
-"""The recipes of docs/pmap-programs.md, run as they are, against unsharded programs."""
+"""The recipes of docs/how-to/pmap-programs.md, run as they are, against unsharded programs."""
 
 import re
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from jax import lax
 import zero
 from tests.partition.exact_training import replicate
 
-PAGE = Path(__file__).parents[2] / "docs" / "pmap-programs.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "pmap-programs.md"
 SECTION = PAGE.read_text().partition("## Recipes\n")[2].partition("\n## ")[0]
 RECIPES = dict(re.findall(r"^### ([^\n]*)\n.*?^```python\n(.*?)^```", SECTION, re.DOTALL | re.MULTILINE))
 STEPS = 4

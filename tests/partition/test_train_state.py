@@ -24,7 +24,7 @@ from zero.old_names import OLD
 from zero.partition.old_functions import shard_state, whole_state
 from zero.partition.sharded_state import WholeState
 
-API = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+API = (Path(__file__).parents[2] / "docs" / "reference" / "api.md").read_text()
 
 
 def three_optimizers(shard: Callable[[Any], Any]) -> Any:

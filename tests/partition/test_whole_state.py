@@ -415,7 +415,7 @@ REDUCTIONS = {
 def test_documented_reductions(name: str) -> None:
     """Each reduction computes what the documentation says.
 
-    Of docs/pmap-programs.md: sharded and plain agree, and are the gradient of the loss over all examples.
+    Of docs/how-to/pmap-programs.md: sharded and plain agree, and are the gradient of the loss over all examples.
     """
     reduction, of_loss, reduce = REDUCTIONS[name]
     tx = zero.shard_optimizer(optax.sgd(1.0), "batch", reduction=reduction)  # type: ignore[arg-type]

@@ -153,6 +153,20 @@ def test_first_screen_of_a_run(run: Path, tmp_path: Path) -> None:
     assert [row[0] for row in table(page, "numbers")] == [str(step) for step in range(5, 41, 5)]
 
 
+def test_a_run_that_its_data_have_ended(run: Path, tmp_path: Path) -> None:
+    """It is finished, although steps of its schedule are left, and more epochs make it longer."""
+    config = OmegaConf.load(run / run_directory.CONFIG_FILE)
+    config.training.max_epochs = 3
+    OmegaConf.save(config, run / run_directory.CONFIG_FILE)
+    assert facts(write_report([run], tmp_path / "page.html"))["state"] == ("step 40 of at most 960", "4%")
+    with open_tracker(run, project=None, config={}, resumed_from=40) as tracker:
+        tracker({"step": 41, "train/loss": 1.0, "end_of_data": 1})
+    page = write_report([run], tmp_path / "page.html")
+    assert facts(page)["state"] == ("finished", "at step 41, where training.max_epochs=3 ends the data")
+    text = page.read_text(encoding="utf-8")
+    assert 'id="reload"' not in text and "training.max_epochs=6" in text and "training.total_steps=1920" not in text
+
+
 def test_losses_that_went_wrong(tmp_path: Path) -> None:
     """A best loss that is not the last one, skipped steps and losses that are not finite are marked."""
     run = make_run(tmp_path / "run", 0.5)

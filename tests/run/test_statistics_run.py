@@ -12,7 +12,7 @@ from zero.tracking.metrics_file import read_metrics
 
 
 def test_statistics_change_no_loss(forks: cli.Forks) -> None:
-    """A run with statistics that compares devices computes the same, and logs statistics; each metric is declared."""
+    """A run with statistics that compares devices computes the same; the reference names all metrics and files."""
     plain = forks.train("plain", *cli.TINY)
     every = ("statistics.every=5", "training.log_frequency=4", "verify.every=2")
     lines = cli.metrics(forks.train("statistics", *cli.TINY, *every))
@@ -28,6 +28,9 @@ def test_statistics_change_no_loss(forks: cli.Forks) -> None:
     documented = {name for metric in all_metrics() for name in metric.names}
     written = {name for line in read_metrics(plain / "metrics.jsonl") for name in line}
     assert {re.sub(r"^goodput/.*", "goodput/PHASE", name) for name in written} <= documented
+    files = (cli.MAIN.parent / "docs" / "reference" / "files.md").read_text()
+    names = {f"{path.name}/" if path.is_dir() else path.name for path in plain.iterdir()}
+    assert names <= set(re.findall(r"`([^`]*)`", files))
     for line in lines:
         if line["step"] in (5, 10):
             norms = [x for name, x in line.items() if name.startswith("gradient_norm/")]

@@ -123,6 +123,24 @@ def test_plain_lines_come_once_a_minute(monkeypatch: pytest.MonkeyPatch, caplog:
     ]
 
 
+def test_an_evaluation_is_one_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """It is logged at once, and not again by the line that comes once a minute."""
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    caplog.set_level(logging.INFO)
+    shown = Progress(0, 100, Goodput())
+    shown.open()
+    for step in (50, 100):
+        now += 100
+        shown.done(step)
+        shown.show({"step": step, "train/loss": 2.0, "validation/loss": 3.0}, is_evaluation=True)
+    shown.close()
+    assert [record.message for record in caplog.records] == [
+        "step 50/100: loss 2.000, validation 3.000, ETA 1:40",
+        "step 100/100: loss 2.000, validation 3.000, took 3:20",
+    ]
+
+
 def test_the_pace_leaves_compilation_out(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)

@@ -186,7 +186,7 @@ WIDE = GPTConfig(256, 512, 8, 128, 0.0, 4, vocab_chunks=2)
 def test_bytes_sent(context: int, heads: int) -> None:
     """The bytes sent are those of the formula.
 
-    Of docs/groups.md, "Context groups".
+    Of docs/explanation/groups.md, "Context groups".
     """
     rows, config = 4, dataclasses.replace(WIDE, num_head=heads, head_dim=32)
     on = setup(8, 3, config=config, axis=axis(context))

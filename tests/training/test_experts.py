@@ -206,7 +206,7 @@ def test_optimizers_train_in_expert_groups(name: str) -> None:
 def test_bytes_sent_by_expert_groups(experts: int) -> None:
     """Expert groups send the bytes of the formula.
 
-    Bytes per device and step at stage 3 with full rematerialisation (docs/groups.md), of the compiled program.
+    Bytes of the compiled program per device and step, stage 3, full rematerialisation (docs/explanation/groups.md).
     """
     config = dataclasses.replace(
         DROPLESS, embedding_dim=64, num_head=4, mlp_dim=256, N=2, expert_capacity=1.0, vocab_size=104, vocab_chunks=1

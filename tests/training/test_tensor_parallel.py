@@ -83,7 +83,7 @@ WIDE = GPTConfig(embedding_dim=256, vocab_size=512, num_head=8, block_size=128, 
 def test_bytes_sent(tensor: int) -> None:
     """The bytes sent are those of the formula.
 
-    Of docs/groups.md, "Tensor groups".
+    Of docs/explanation/groups.md, "Tensor groups".
     """
     rows, context = 4, WIDE.block_size
     on = setup(8, 3, config=WIDE, axis=axis(3, tensor))

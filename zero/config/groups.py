@@ -191,7 +191,7 @@ class Dpo(Objective):
     """Direct preference optimization of pairs of zero-prepare --preferences (arXiv 2305.18290).
 
     The chosen text of a pair becomes more likely than the rejected one, compared with the model at model.model_path.
-    training.batch_size and all rows count pairs. docs/fine-tuning.md
+    training.batch_size and all rows count pairs. docs/how-to/learn-preferences.md
     """
 
     name: str = named("dpo")

@@ -86,7 +86,7 @@ def _screen() -> Iterator[str]:
     yield ""
     yield f"model.size is one of {len(load_sizes())} sizes: --help sizes"
     yield "--help KEY, SECTION, GROUP or GROUP=CHOICE explains it. --cfg job prints the configuration, --multirun"
-    yield "sweeps over key=a,b; --resume=auto continues or starts; --version. docs/keys.md has all keys."
+    yield "sweeps over key=a,b; --resume=auto continues or starts; --version. docs/reference/keys.md has all keys."
 
 
 def _files(group: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""What is printed from the declared keys: conf/config.yaml, and docs/keys.md."""
+"""What is printed from the declared keys: conf/config.yaml, and docs/reference/keys.md."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ terminal.
 
 
 def keys_page() -> str:
-    """The text of docs/keys.md."""
+    """The text of docs/reference/keys.md."""
     top = [member for member in members_of(whole_kind()) if isinstance(member, Key) and member.name != "mode"]
     lines = [KEYS_HEAD, *_table(top)]
     for section in members_of(whole_kind()):

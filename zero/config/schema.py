@@ -502,7 +502,7 @@ class Config:
     data: Data = section(Data)
     optimizer: Optimizer = choice(OPTIMIZERS, "What makes an update of a gradient.")
     objective: Objective = choice(OBJECTIVES, "What is minimised.")
-    tuning: Tuning = choice(TUNINGS, "Which parameters are trained; docs/fine-tuning.md")
+    tuning: Tuning = choice(TUNINGS, "Which parameters are trained; docs/how-to/fine-tuning.md")
     schedule: Schedule = choice(SCHEDULES, "The learning rate after a linear warmup from 0.")
     zero: Zero = section(Zero)
     profile: Profile = section(Profile)

@@ -57,7 +57,8 @@ def table(result: dict[str, Any], config: PlanConfig, width: int = WIDTH) -> str
         legend += f"; dollars of these days, at {config.plan.dollars_per_hour:g} per hour"
     if rows[0]["is_estimate"]:
         legend += (
-            "; nothing was compiled: memory is estimated by a formula, and seconds are a lower bound (docs/planning.md)"
+            "; nothing was compiled: memory is estimated by a formula, and seconds are a lower bound "
+            "(docs/how-to/planning.md)"
         )
     return "\n".join([*lines, *_wrapped(legend, width)])
 

@@ -62,8 +62,13 @@ class RunRecord:
 
     @property
     def is_finished(self) -> bool:
-        """Whether it has made the last step of its schedule."""
-        return self.last["step"] >= self.total_steps
+        """Whether it has made the last step of its schedule, or of its data."""
+        return self.ends_with_data or self.last["step"] >= self.total_steps
+
+    @property
+    def ends_with_data(self) -> bool:
+        """Whether `training.max_epochs` has ended it before the last step of its schedule."""
+        return "end_of_data" in self.last
 
     @property
     def parameters(self) -> int | None:

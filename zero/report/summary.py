@@ -41,6 +41,9 @@ def state(run: RunRecord) -> Fact:
     """How far the run is."""
     step = run.last["step"]
     total = run.total_steps
+    if run.ends_with_data:
+        epochs = run.config["training.max_epochs"]
+        return Fact("state", "finished", f"at step {step:,}, where training.max_epochs={epochs} ends the data", "good")
     if run.is_finished:
         return Fact("state", "finished", f"at step {step:,}", "good")
     at_most = "at most " if run.config.get("training.max_epochs", "null") != "null" else ""
@@ -163,7 +166,10 @@ def commands(run: RunRecord) -> list[Command]:
     tuning = run.config.get("tuning.name", run.config.get("tuning.method"))
     if tuning in ("none", "all"):  # adapters are a folder of PEFT
         export += ("--with-code",)
-    if run.is_finished:
+    if run.ends_with_data:
+        epochs = 2 * int(run.config["training.max_epochs"])
+        first = Command("train longer", (*resume, f"training.max_epochs={epochs}"))
+    elif run.is_finished:
         first = Command("train longer", (*resume, f"training.total_steps={2 * run.total_steps}"))
     else:
         first = Command("resume", resume)

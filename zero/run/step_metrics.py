@@ -40,7 +40,7 @@ METRICS = (
         "of the codes of vector-quantised keys: nats, its exponential, share of codes hardly used, relative error of "
         "rounded keys",
     ),
-    Metric(("rewards/...", "logps/..."), "with `objective=dpo`, [of pairs](fine-tuning.md#preferences)"),
+    Metric(("rewards/...", "logps/..."), "with `objective=dpo`, [of pairs](../how-to/learn-preferences.md)"),
 )
 SLOW = 0.7  # share of the predicted speed below which a warning shows where the time goes
 

@@ -116,17 +116,22 @@ class Progress:
             self._untimed += 1
         self.step = step
 
-    def show(self, line: Mapping[str, Any]) -> None:
-        """The newest line of metrics."""
+    def show(self, line: Mapping[str, Any], is_evaluation: bool = False) -> None:
+        """The newest line of metrics. An evaluation is a line of the log in any case, others where nothing is live."""
         self._newest |= line
-        text = ", ".join([*figures(line), self.rest()])
-        is_due = time.monotonic() - self._logged_at > PLAIN_SECONDS
-        self._log_plainly(f"step {self.step}/{self.last_step}: {text}", is_due)
+        text = f"step {self.step}/{self.last_step}: " + ", ".join([*figures(line), self.rest()])
+        if is_evaluation and self._is_shown:
+            self._log(text)
+        else:
+            self._log_plainly(text, is_due=time.monotonic() - self._logged_at > PLAIN_SECONDS)
 
     def _log_plainly(self, text: str, is_due: bool) -> None:
         if self._is_shown and self._live is None and is_due:
-            log.info("%s", text)
-            self._logged_at = time.monotonic()
+            self._log(text)
+
+    def _log(self, text: str) -> None:
+        log.info("%s", text)
+        self._logged_at = time.monotonic()
 
     def rest(self) -> str:
         """The time that the steps to the last one will take at the pace so far, or all have taken.

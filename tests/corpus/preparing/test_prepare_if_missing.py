@@ -1,5 +1,7 @@
 """The corpus of `data.corpus`: prepared if it is missing, and not because a path is misspelt."""
 
+import logging
+import re
 import shutil
 from pathlib import Path
 
@@ -23,9 +25,13 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "lines"
 
 
-def test_prepared_only_if_missing(source: Path):
-    """A corpus is prepared if an index is missing, and left as it is if not."""
+def test_prepared_only_if_missing(source: Path, caplog: pytest.LogCaptureFixture):
+    """A corpus is prepared if an index is missing, which a line says, and left as it is if not."""
+    caplog.set_level(logging.INFO)
     prepare_if_missing("lines", OWN, ByteTokenizer(), 8)
+    (line,) = [record.message for record in caplog.records if record.message.startswith("prepared")]
+    size = r"\d+ documents, \d+ tokens"
+    assert re.fullmatch(rf"prepared data/corpus/lines: {size} for training; {size} for validation", line)
     shards = [Path(shard.path) for index in OWN for shard in read_index(index)]
     before = [shard.stat().st_mtime_ns for shard in shards]
     (source / "9.txt").write_text("another one, which would be refused if it were looked at")

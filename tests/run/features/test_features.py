@@ -38,7 +38,7 @@ def at(step: int, *asked: str, is_evaluation: bool = False, is_last: bool = Fals
 
 
 def limits(run: Any, **keys: Any) -> Limits:
-    usual = {"max_skipped_rows": 0, "max_skipped_in_a_row": 20, "skip_spikes": None}
+    usual = {"max_skipped_rows": 0, "max_skipped_in_a_row": 20, "skip_spikes": None, "total_steps": 100}
     return Limits(Limits.Config(**usual | keys), run)
 
 
@@ -79,6 +79,17 @@ def test_limit_of_skipped_rows(tmp_path: Path) -> None:
     run.position.skipped_rows = 3
     with pytest.raises(UserError, match=r"step 3: 3 rows of the data had to be skipped, and data.max_skipped_rows=2"):
         feature.do(run, at(3), line)
+
+
+def test_the_end_of_the_data_is_marked(tmp_path: Path) -> None:
+    """The last line says that the data have ended, unless the schedule ends there too."""
+    run = make_run(tmp_path)
+    lines = [run.read_line() for _ in range(3)]
+    feature = limits(run, total_steps=5)
+    feature.do(run, at(3), lines[0])
+    feature.do(run, at(4, is_last=True), lines[1])
+    feature.do(run, at(5, is_last=True), lines[2])
+    assert ["end_of_data" in line for line in lines] == [False, True, False]
 
 
 # Validate, harness

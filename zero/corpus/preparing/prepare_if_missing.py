@@ -57,7 +57,10 @@ def prepare_if_missing(
             directory=DIRECTORY,
             index_directory=INDEX_DIRECTORY,
         )
-        _log.info("prepared corpus %s: %s", name, prepared)
+        sizes = [
+            f"{split.documents:,} documents, {split.tokens:,} tokens" for split in (prepared.train, prepared.validation)
+        ]
+        _log.info("prepared %s: %s for training; %s for validation", prepared.directory, *sizes)
     return used
 
 

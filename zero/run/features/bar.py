@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-
 from zero.config.declared import Keys
 from zero.hosts import agreement
 from zero.run.feature import Feature, Moment
 from zero.run.run import Line, Run
-from zero.tracking.progress import Progress, figures
+from zero.tracking.progress import Progress
 from zero.training.batch import Batch
-
-log = logging.getLogger(__name__)
 
 
 class Bar(Feature):
@@ -35,9 +31,7 @@ class Bar(Feature):
         self._progress.done(step)
 
     def do(self, run: Run, now: Moment, line: Line) -> None:
-        self._progress.show(line)
-        if now.is_evaluation and agreement.is_host_0():
-            log.info("step %d: %s", now.step, ", ".join(figures(line)))
+        self._progress.show(line, now.is_evaluation)
 
     def close(self) -> None:
         self._progress.close()

@@ -1,4 +1,4 @@
-"""Ends a run that has passed a limit of the configuration."""
+"""Ends a run that has passed a limit of the configuration, and marks the end of the data."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from zero.tracking.metrics import Metric
 class Limits(Feature):
     """Adds the count of skipped rows to each line of metrics, and ends the run where too much was skipped.
 
+    Where training.max_epochs ends the data before the schedule, the last line has `end_of_data`: the run is finished.
+
     Its place in the table is before everything that is written, so that a state beyond a limit is never saved.
     """
 
@@ -27,19 +29,24 @@ class Limits(Feature):
         max_skipped_rows: int = shared("data.max_skipped_rows")
         max_skipped_in_a_row: int = shared("training.max_skipped_in_a_row")
         skip_spikes: float | None = shared("training.skip_spikes")
+        total_steps: int = shared("training.total_steps")
 
         def mistakes(self, config: WholeConfig, size: GPTConfig) -> Iterator[tuple[str, str]]:
             if self.skip_spikes is not None and not self.max_skipped_in_a_row:
                 yield "training.max_skipped_in_a_row", f"at least 1, as training.skip_spikes={self.skip_spikes}"
 
     name = "limits"
-    adds = (Metric(("skipped_rows",), "rows so far that could not be read, where `data.max_skipped_rows` allows some"),)
+    adds = (
+        Metric(("skipped_rows",), "rows so far that could not be read, where `data.max_skipped_rows` allows some"),
+        Metric(("end_of_data",), "1 in the last line of a run that `training.max_epochs` ends before its last step"),
+    )
     takes_every_line = True
 
     def __init__(self, config: Config, run: Run) -> None:
         self._max_skipped_rows = config.max_skipped_rows
         self._max_skipped_in_a_row = config.max_skipped_in_a_row
         self._spikes = config.skip_spikes
+        self._total_steps = config.total_steps
 
     def do(self, run: Run, now: Moment, line: Line) -> None:
         """Checks a line of metrics.
@@ -54,6 +61,8 @@ class Limits(Feature):
                     f"step {now.step}: {run.position.skipped_rows} rows of the data had to be skipped, and "
                     f"data.max_skipped_rows={self._max_skipped_rows}; the log names their shards and samples"
                 )
+        if now.is_last and now.step < self._total_steps:
+            line["end_of_data"] = 1
         if run.metrics.skipped_in_a_row > self._max_skipped_in_a_row:
             spikes = f" or were spikes by training.skip_spikes={self._spikes}" if self._spikes else ""
             raise UserError(

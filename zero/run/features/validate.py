@@ -50,7 +50,8 @@ class Validate(Feature):
     adds = (
         Metric(
             ("validation/loss", "validation/ema_loss"),
-            "loss of the weights, and of their moving average (`training.ema`); nats per token",
+            "loss of the weights, and of their moving average (`training.ema`), on the first "
+            "`training.maximum_evaluation_steps` batches; nats per token",
         ),
         Metric(
             ("validation/NAME/loss", "validation/NAME/bits_per_byte", "validation/bits_per_byte"),

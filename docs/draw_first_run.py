@@ -1,0 +1,50 @@
+"""Draws docs/pictures/loss.png, the losses of a first run: `python -m docs.draw_first_run`.
+
+docs/sources/first-run/ holds what the README's first command logged and wrote on two busy CPU cores: the losses, the
+text of `mode=sample 'sample.prompt="def main("'`, and the losses of its last weights, by
+`mode=evaluate evaluate.stride=255 evaluate.index=...` of a training shard and of the whole validation set.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from matplotlib import rc_context
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from zero.report.picture_style import COLORS, GREY, STYLE
+
+RUN = Path(__file__).with_name("sources") / "first-run"
+PICTURE = Path(__file__).with_name("pictures") / "loss.png"
+
+
+def draw(path: Path) -> None:
+    lines = [json.loads(line) for line in (RUN / "metrics.jsonl").read_text().splitlines()]
+    evaluations = [json.loads(line) for line in (RUN / "evaluations.jsonl").read_text().splitlines()]
+    last_step = lines[-1]["step"]
+    with rc_context(STYLE):
+        figure = Figure(figsize=(7.2, 3.2), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.subplots()
+        axes.plot(*_points(lines, "train/loss"), color=COLORS[0], label="training")
+        axes.plot(*_points(lines, "validation/loss"), "o-", color=COLORS[1], label="validation, the first 128 rows")
+        for evaluation, marker, color in zip(evaluations, "^D", COLORS, strict=False):
+            label = f"at the end: {evaluation['loss']:.3f} on {evaluation['set']}"
+            axes.plot(last_step, evaluation["loss"], marker, color=color, markerfacecolor="none", label=label)
+        longer = next(line["step"] for line in lines if line["sequence_length"] == 256)
+        axes.axvline(longer - 5, color=GREY, linestyle=":", label="from here on sequences of 256 bytes, not 64")
+        axes.set(xlabel="step", ylabel="loss, nats per byte", title="The default job", xlim=(0, None))
+        axes.legend()
+        figure.savefig(path)
+
+
+def _points(lines: list[dict[str, float]], metric: str) -> tuple[list[float], list[float]]:
+    """Steps and values of the lines that have the metric."""
+    logged = [line for line in lines if metric in line]
+    return [line["step"] for line in logged], [line[metric] for line in logged]
+
+
+if __name__ == "__main__":
+    draw(PICTURE)
