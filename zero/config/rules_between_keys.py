@@ -156,7 +156,7 @@ def optimizer_rules(config: Config, size: GPTConfig) -> Mistakes:
     for key in ("decay", "scaled_eps"):
         if size.parametrization == "standard" and getattr(optimizer, key, None) in ("coupled", True):
             yield f"optimizer.{key}", f"another value, as model.size={config.model.size} is not in mup"
-    if optimizer.decay == "independent" and config.training.peak_learning_rate == 0:
+    if optimizer.decay in ("independent", "constant") and config.training.peak_learning_rate == 0:
         yield "optimizer.decay", "rate, as training.peak_learning_rate=0"
     if optimizer.name not in MULTIPLIABLE and size.parametrization != "standard":
         yield "optimizer", f"{' or '.join(MULTIPLIABLE)}, as model.size={config.model.size} is in mup"

@@ -37,7 +37,7 @@ _EXPERTS_ALONE = (
 )
 _GATED_UNITS_ALONE = (
     *("codes", "vq_block", "key_width", "cache_gradient", "commitment", "codebook_decay", "distance_base"),
-    *("distance_dropout", "distance_width", "distance_limit", "layer_dropout", "update_tokens"),
+    *("distance_dropout", "distance_width", "distance_limit", "layer_dropout", "update_tokens", "head_bias"),
 )
 # Matrices that may start at zero, and those that `zero_init: true` stands for (arXiv 2203.03466, section D.2).
 MATRICES = ("query", "key", "value", "gate", "attention_out", "mlp_in", "mlp_gate", "mlp_out")
@@ -46,7 +46,7 @@ _GATED_UNITS = {  # keys of a model of gated units
     *(*_GATED_UNITS_ALONE, "layer", "alibi_attn", "positions", "embedding_dim", "num_head", "block_size", "N"),
     *("vocab_size", "vocab_chunks", "embedding_norm", "norm", "norm_epsilon", "norm_gains", "tied", "scale_embedding"),
     *("scale_output", "logit_cap", "z_loss", "dropout", "embedding_dropout", "residual_dropout"),
-    *("output_scale", "final_norm", "init", "head_init", "head_bias"),
+    *("output_scale", "final_norm", "init", "head_init"),
 }
 
 
@@ -213,6 +213,8 @@ class GPTConfig:
         has_own = self.alibi_attn or self.positions not in ("none", "sinusoidal")
         if is_gated and (has_own or self.num_head != 1):
             raise ValueError("layer: gated_units needs num_head: 1, alibi_attn: false and positions: none")
+        if self.norm == "rms_biased" and not is_gated:
+            raise ValueError("norm: rms_biased needs layer: gated_units")
         if self.codes < 0 or self.key_width % 2:
             raise ValueError(f"codes must be at least 0 and key_width even, got {self.codes} and {self.key_width}")
         if self.update_tokens is not None and self.update_tokens % self.vq_block:
