@@ -29,6 +29,7 @@ class CorpusOptions:
     rows_per_member: int = 256
     rows_per_shard: int = 8192
     key: str = "text"
+    lines: bool = False  # each line of a text is a document
     completions: bool = False
     preferences: bool = False
     loss_on: tuple[str, ...] = LEARNED
@@ -93,6 +94,7 @@ class CorpusOptions:
             "loss_on": None if self.loss_on == LEARNED else list(self.loss_on),
             "chat_template": chat_template,
             "splits": self.splits,
+            "lines": self.lines or None,
             "minimum_tokens": self.minimum_tokens or None,
             "normalise": self.normalise,
             "deduplicate": self.deduplicate or None,

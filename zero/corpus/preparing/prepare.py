@@ -106,7 +106,8 @@ def prepare(
         reader = CompletionReader(template, options.loss_on)
     elif options.preferences:
         reader = PreferenceReader(template)
-    opened = Source(str(source), options.key, options.validation_fraction, reader, options.splits, options.normalise)
+    of_text = (options.splits, options.normalise, options.lines)
+    opened = Source(str(source), options.key, options.validation_fraction, reader, *of_text)
     if not opened.has_documents:
         for option in options.expects_documents():
             raise UserError(f"{source} is one long text, and {option} expects documents: a folder or JSON lines")

@@ -123,6 +123,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows-per-shard", type=int, default=8192, help="rows in a shard (8192)")
     parser.add_argument("--key", default="text", help='of the text in an object or of the ids in a TFRecord ("text")')
     parser.add_argument(
+        "--lines", action="store_true", help="each line of a text is a document; of a folder all files are read"
+    )
+    parser.add_argument(
         "--completions",
         action="store_true",
         help='read "prompt" and "completion", or "messages", and record what training.loss_on=completion learns',
