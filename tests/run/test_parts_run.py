@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.helpers import cli
+from tests.helpers import cli, hosts
 from tests.helpers.checkpoints import leaves
 from zero.cli import compose
 from zero.job import steps_per_row
@@ -59,6 +59,15 @@ def test_stopped_within_a_row(forks: cli.Forks) -> None:
     assert process.finish().returncode == 75
     steps = [int(path.name) for path in (run / "checkpoints").iterdir() if path.name.isdigit()]
     assert steps and all(step % STEPS_PER_ROW == 0 for step in steps)
+
+
+@pytest.mark.slow
+def test_two_hosts(forks: cli.Forks) -> None:
+    """Two hosts, each with its rows and their memories, train as one."""
+    job = ("training.batch_size=8", "training.gradient_accumulation_steps=1", "distributed.cpu_devices=4")
+    done = hosts.finish(hosts.start([forks.workplace] * 2, *PARTS, *job, "hydra.run.dir=hosts"))
+    assert [one.returncode for one in done] == [0, 0], [one.stderr for one in done]
+    np.testing.assert_allclose(cli.losses(forks.workplace / "hosts"), cli.losses(forks.workplace / "whole"), rtol=1e-5)
 
 
 def test_data_that_end_early() -> None:
