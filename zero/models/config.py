@@ -217,7 +217,7 @@ class GPTConfig:
             raise ValueError("norm: rms_biased needs layer: gated_units")
         if self.codes < 0 or self.key_width % 2:
             raise ValueError(f"codes must be at least 0 and key_width even, got {self.codes} and {self.key_width}")
-        if self.update_tokens is not None and self.update_tokens % self.vq_block:
+        if is_gated and self.update_tokens is not None and self.update_tokens % self.vq_block:
             raise ValueError(f"update_tokens {self.update_tokens} must be a multiple of vq_block {self.vq_block}")
         if self.distance_width is not None and (self.distance_width < 2 or self.distance_width % 2):
             raise ValueError(f"distance_width must be even and at least 2, or null, got {self.distance_width}")
