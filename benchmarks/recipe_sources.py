@@ -141,7 +141,7 @@ def resolved(config: PlanConfig, size: GPTConfig) -> dict[str, Any]:
         "schedule": config.schedule.name,
         "schedule.last": learning_rate(config).last,
         "step.rows": rows,
-        "step.tokens": rows * config.data.max_context,
+        "step.tokens": rows * (size.update_tokens or config.data.max_context),
     }
     return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 

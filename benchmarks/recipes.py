@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from zero.cli import compose
+from zero.job import steps_per_row
 from zero.plan.compile import Request, compile_step, highest_peak
 from zero.plan.topology import prepare_environment
 
@@ -28,12 +29,13 @@ def row_of(name: str) -> dict[str, Any]:
     prepare_environment(config.plan.topology)
     found = compile_step(Request(config, size, config.plan.micro_batch))
     row = {"recipe": f"`{name}`", "slice": config.plan.topology, "peak, GiB": f"{highest_peak(found) / 2**30:.2f}"}
+    calls = config.training.total_steps // steps_per_row(config, size)  # a call of the program makes all steps of a row
     if found["fits"]:
         row |= {
             "step, s": f"{found['seconds']:.3f}",
             "tokens/s": f"{found['tokens_per_second']:,.0f}",
             "MFU": f"{found['mfu']:.0%}",
-            "all steps, days": f"{found['seconds'] * config.training.total_steps / 86_400:.1f}",
+            "all steps, days": f"{found['seconds'] * calls / 86_400:.1f}",
         }
     else:
         row["step, s"] = f"does not fit in {found['available_bytes'] / 2**30:.2f} GiB"

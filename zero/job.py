@@ -164,6 +164,7 @@ def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = No
         fused_update=config.zero.fused_update,
         ema_decay=training.ema,
         objective=objective,
+        parts=steps_per_row(config, size),
     )
     model = make_model(config, size, devices)
     tx = make_optimizer(
@@ -184,6 +185,11 @@ def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = No
         log.info("zero.remat=auto: %s", remat)
         model = dataclasses.replace(model, remat=remat)
     return Job(model, tx, make_programs(model, tx, options, devices), layout, objective, held)
+
+
+def steps_per_row(config: Config, size: GPTConfig) -> int:
+    """Training steps that share a batch of rows, each with the next part of every row."""
+    return 1 if size.update_tokens is None else int(config.data.max_context) // size.update_tokens
 
 
 def learning_rate(config: Config) -> LearningRate:

@@ -209,6 +209,37 @@ def test_every_size_can_be_trained(size: str) -> None:
             "model.size=bytes_vq; data.isolate_documents=true",
             ["data.isolate_documents=true", "false, as model.size=bytes_vq has gated units"],
         ),
+        *(
+            (f"model.size=test_vq; model.override.update_tokens=16; training.staged_warmup_steps=0; {key}", named)
+            for key, named in (
+                (
+                    "training.log_frequency=10",
+                    ["training.log_frequency=10", "a multiple of 4, the steps per row with "],
+                ),
+                ("training.total_steps=66; training.log_frequency=4", ["training.total_steps=66", "multiple of 4"]),
+                ("training.log_frequency=4; data.save_every=2", ["data.save_every=2", "a multiple of 4"]),
+                ("training.log_frequency=4; data.max_context=24", ["data.max_context=24", "update_tokens=16 of model"]),
+                (
+                    "training.log_frequency=4; training.statistics=4",
+                    ["training.statistics=4", "null, as update_tokens"],
+                ),
+                ("training.log_frequency=4; zero.remat=nested", ["zero.remat=nested", "auto, full, dots or none"]),
+            )
+        ),
+        (
+            "model.size=test_vq; model.override.update_tokens=16; training.log_frequency=4",
+            ["training.staged_warmup_steps=280", "0, with training.context_stages=null, as update_tokens=16"],
+        ),
+        ("model.override.update_tokens=16", ["layer: transformer needs update_tokens: none, got 16"]),
+        (
+            "model.size=test_vq; model.override.update_tokens=12",
+            ["update_tokens 12 must be a multiple of vq_block 8"],
+        ),
+        ("model.override.norm=rms_biased", ["norm: rms_biased needs layer: gated_units"]),
+        (
+            "optimizer.decay=constant; training.peak_learning_rate=0; training.end_learning_rate=0",
+            ["optimizer.decay=constant", "rate, as training.peak_learning_rate=0"],
+        ),
         (
             "mode=evaluate; evaluate.carry=true",
             ["evaluate.carry=true", "false, as model.size=bytes has no memory of constant size"],

@@ -19,10 +19,12 @@ import pytest
 from zero.cli import compose
 from zero.config.files import load_sizes
 from zero.job import learning_rate
+from zero.models.codebook import with_commitment
 from zero.models.config import GPTConfig
+from zero.models.gated_unit import empty_memory
 from zero.models.gpt import GPT
 from zero.models.parametrization import kernel_init, multipliers_of
-from zero.training.optimizer import clip_values, make_optimizer
+from zero.training.optimizer import clip_values, make_optimizer, scaled
 
 T = 12
 SMALL: dict[str, Any] = {"vocab_size": 23, "vocab_chunks": 1, "block_size": T, "dropout": 0.0, "N": 2}
@@ -35,7 +37,7 @@ SHAPE: dict[str, dict[str, Any]] = {
     "dense_lm_13b": {"embedding_dim": 24, "num_head": 3, "head_dim": 6, "mlp_dim": 40},
     "transformer-vq-enwik8": {
         "embedding_dim": 24, "key_width": 6, "codes": 5, "vq_block": 3, "distance_width": 24,
-        "residual_dropout": 0.0, "distance_dropout": 0.0, "layer_dropout": 0.0,
+        "residual_dropout": 0.0, "distance_dropout": 0.0, "layer_dropout": 0.0, "update_tokens": 6,
     },
 }  # fmt: skip
 
@@ -292,45 +294,161 @@ def test_first_scores(name: str) -> None:
     assert abs(np.mean(scores)) <= 0.1 * expected
 
 
-def test_gated_unit_is_that_of_transformer_vq() -> None:
-    """src/transformer_vq/nn/attn.py: all keys are rounded, and biases end at a distance of one block."""
-    size = size_of("transformer-vq-enwik8")
-    params = first_params("transformer-vq-enwik8")
-    tokens, targets = row(size)
-    rng = np.random.default_rng(6)
-    counts, sums = np.ones((4, 5)), rng.normal(size=(4, 5, 6))
-    book = {
-        "blocks": {
-            f"unit_{unit}": {"counts": counts[unit::2].astype(np.float32), "sums": sums[unit::2].astype(np.float32)}
+class Remembered(NamedTuple):
+    """What a unit knows of the positions before a part: their codes and values, and their keys as they were rounded."""
+
+    codes_S: np.ndarray
+    values_SV: np.ndarray
+    keys_SK: np.ndarray
+
+
+class Rounded(NamedTuple):
+    """The codes of the keys of a unit, and the keys: their gradient goes straight through."""
+
+    codes_T: np.ndarray
+    keys_TK: np.ndarray
+
+
+class Book(NamedTuple):
+    """The codes of all units; a code is a sum over a count."""
+
+    counts: np.ndarray  # (layers x units, codes)
+    sums: np.ndarray  # (layers x units, codes, K)
+
+    @classmethod
+    def random(cls, seed: int) -> "Book":
+        rng = np.random.default_rng(seed)
+        counts = rng.uniform(0.5, 2, (4, 5))
+        return cls(counts, rng.normal(size=(4, 5, 6)) * counts[..., None])
+
+    def of_zero(self) -> Any:
+        """The collection of variables; the first unit of each layer, and the second."""
+        units = {
+            f"unit_{unit}": {"counts": np.float32(self.counts[unit::2]), "sums": np.float32(self.sums[unit::2])}
             for unit in range(2)
         }
-    }
-    value = GPT(size).apply({"params": params, "codebook": book}, tokens[None], targets[None])[0]
+        return {"blocks": units}
 
-    p = in_float64(params)
+
+COMMITMENT = 1e-4
+UNIT_BLOCK = 3
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+class GatedOutcome(NamedTuple):
+    """Of a part of a row: each target's loss, the commitment, and for each unit what the next part needs."""
+
+    losses_T: np.ndarray
+    commitment: float
+    rounded: list[Rounded]
+    remembered: list[Remembered]
+
+
+def transformer_vq(
+    p: Any,
+    book: Book,
+    tokens: np.ndarray,
+    targets: np.ndarray,
+    before: list[Remembered] | None = None,
+    base: list[Rounded] | None = None,
+) -> GatedOutcome:
+    """src/transformer_vq/nn/attn.py, vq.py and norm.py, one query after the other, with all keys before it.
+
+    All keys are rounded. In the blocks of a query and before it keys are those that were rounded then; older ones are
+    the codes of today. Biases end at a distance of one block.
+
+    Args:
+      before: of each unit, where the tokens are a later part of a row; its arrays are constants.
+      base: codes and keys around which rounding is taken as the identity; None: round these keys.
+    """
+    count = len(tokens)
     x = table(p, "vocabulary")[tokens]
-    angles = np.arange(6)[:, None] * 100_000.0 ** (-np.arange(0, 24, 2) / 24)[None]
+    angles = np.arange(2 * UNIT_BLOCK)[:, None] * 100_000.0 ** (-np.arange(0, 24, 2) / 24)[None]
     features = np.concatenate([np.sin(angles), np.cos(angles)], 1)  # of distances, as wide as the model
-    for number in range(2):
-        for unit in range(2):
-            own = layer(p, number)[f"unit_{unit}"]
-            h = rms_norm(x, own["norm"]["scale"])
-            q = rms_norm(h @ own["query"]["kernel"]) * 6**-0.25
-            k = rms_norm(h @ own["key"]["kernel"]) * 6**-0.25
-            codes = sums[2 * number + unit]
-            k = codes[((k[:, None] - codes[None]) ** 2).sum(-1).argmin(-1)]
-            v, gate = (h @ own[name]["kernel"] for name in ("value", "gate"))
-            v, gate = v / (1 + np.exp(-v)), gate / (1 + np.exp(-gate))
-            r = features @ own["distance"]["kernel"] * 6**-0.25
-            scores = (q + own["key_bias"] * 6**-0.25) @ k.T
-            q_distance = q + own["distance_bias"] * 6**-0.25
-            for t in range(T):
-                for s in range(max(0, t - 3), t + 1):  # up to a block, and so never older than the block before
-                    scores[t, s] += q_distance[t] @ r[t - s]
-            out = softmax(np.where(distances() >= 0, scores, -np.inf)) @ v
-            x = x + (out * gate) @ own["attention_out"]["kernel"]
-    expected = scored(x @ table(p, "head").T, targets, 0.0, np.zeros(0)).losses_T
-    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    commitment = 0.0
+    all_rounded, all_remembered = [], []
+    for place in range(4):
+        own = layer(p, place // 2)[f"unit_{place % 2}"]
+        codes_SK = book.sums[place] / book.counts[place][:, None]
+        h = rms_norm(x, own["norm"]["scale"]) + own["norm"]["bias"]
+        q = rms_norm(h @ own["query"]["kernel"]) * 6**-0.25
+        k = rms_norm(h @ own["key"]["kernel"]) * 6**-0.25
+        if base is None:
+            rounded = Rounded(((k[:, None] - codes_SK[None]) ** 2).sum(-1).argmin(-1), k)
+        else:
+            rounded = base[place]
+        commitment += COMMITMENT * ((k - codes_SK[rounded.codes_T]) ** 2).sum() / count
+        straight_TK = codes_SK[rounded.codes_T] + k - rounded.keys_TK
+        v, gate = (silu(h @ own[name]["kernel"]) for name in ("value", "gate"))
+        old = before[place] if before is not None else Remembered(rounded.codes_T[:0], v[:0], k[:0])
+        codes_S = np.concatenate([old.codes_S, rounded.codes_T])
+        values = np.concatenate([old.values_SV, v])
+        keys = np.concatenate([old.keys_SK, straight_TK])
+        r = features @ own["distance"]["kernel"] * 6**-0.25
+        out = np.zeros_like(v)
+        for number in range(count):
+            t = len(old.codes_S) + number
+            first = max(0, t // UNIT_BLOCK - 1) * UNIT_BLOCK
+            seen = np.concatenate([codes_SK[codes_S[:first]], keys[first : t + 1]])
+            scores = seen @ (q[number] + own["key_bias"] * 6**-0.25)
+            for s in range(max(0, t - UNIT_BLOCK), t + 1):
+                scores[s] += (q[number] + own["distance_bias"] * 6**-0.25) @ r[t - s]
+            out[number] = softmax(scores) @ values[: t + 1]
+        x = x + (out * gate) @ own["attention_out"]["kernel"]
+        all_rounded.append(rounded)
+        all_remembered.append(Remembered(codes_S, values, keys))
+    logits = x @ table(p, "head").T + p["head_bias"]["bias"]
+    losses = np.log(np.exp(logits).sum(-1)) - logits[np.arange(count), targets]
+    return GatedOutcome(losses, commitment, all_rounded, all_remembered)
+
+
+@pytest.mark.parametrize("parts", [1, 2], ids=["whole-row", "second-part"])
+def test_gated_units_are_those_of_transformer_vq(parts: int) -> None:
+    """Losses and gradients of a row, and of its second part after a first one with other weights and other codes."""
+    size = size_of("transformer-vq-enwik8")
+    tokens, targets = row(size)
+    length = T // parts
+    model = GPT(size)
+    memory = empty_memory(size, (size.N, 2, 1), UNIT_BLOCK, jnp.float32)
+    before = None
+    params, book = first_params("transformer-vq-enwik8"), Book.random(6)
+
+    def loss(params: Any, collection: Any, memory: Any, number: jax.Array, own: jax.Array, nexts: jax.Array) -> Any:
+        variables = {"params": params, "codebook": with_commitment(size, collection, length)}
+        part = (own[None], nexts[None], None, memory, number * length)
+        scores, memory = model.apply(variables, *part, method="scores_in_part")
+        return scores.losses_BT.mean(), (scores.losses_BT[0], memory)
+
+    compiled = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    for number in range(parts):
+        here = slice(number * length, (number + 1) * length)
+        arguments = (tokens[here], targets[here])
+        (_, (losses, memory)), grads = compiled(params, book.of_zero(), memory, jnp.int32(number), *arguments)
+        outcome = transformer_vq(in_float64(params), book, *arguments, before)
+        np.testing.assert_allclose(losses, outcome.losses_T, rtol=1e-5)
+        if number + 1 < parts:
+            before = outcome.remembered
+            params = jax.tree.map(
+                lambda x: x + 0.01 * np.random.default_rng(8).normal(size=x.shape).astype("f"), params
+            )
+            book = Book.random(9)
+
+    exact = in_float64(params)
+
+    def along(index: int, direction: np.ndarray, by: float) -> float:
+        leaves, tree = jax.tree.flatten(exact)
+        leaves[index] = leaves[index] + by * direction
+        moved = transformer_vq(jax.tree.unflatten(tree, leaves), book, *arguments, before, outcome.rounded)
+        return float(moved.losses_T.mean()) + moved.commitment
+
+    for index, (path, g) in enumerate(jax.tree_util.tree_leaves_with_path(in_float64(grads))):
+        norm = np.linalg.norm(g)
+        assert norm > 1e-9, path
+        slope = (along(index, g / norm, 1e-5) - along(index, g / norm, -1e-5)) / 2e-5
+        np.testing.assert_allclose(slope, norm, rtol=1e-5, err_msg=jax.tree_util.keystr(path))
 
 
 class Adam(NamedTuple):
@@ -342,6 +460,7 @@ class Adam(NamedTuple):
     is_corrected: bool
     decay: Callable[[str, float], float]  # from a leaf and the learning rate to the share of the weight that goes
     rate: Callable[[int], float]  # from the number of the update, counted from 1
+    factor: Callable[[str], float] = lambda leaf: 1.0  # of a leaf's rate
 
 
 def by_norm(most: float) -> Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]:
@@ -356,7 +475,14 @@ def cosine(done: float, end: float) -> float:
     return end + (1 - end) * (1 + math.cos(math.pi * min(done, 1))) / 2
 
 
-MATRICES = ("kernel", "vocabulary")
+def linear(step: int, warmup: int, last: int) -> float:
+    """A ramp, and a line to a ten thousandth of the peak."""
+    if step < warmup:
+        return step / warmup
+    return 1 - (1 - 1e-4) * min((step - warmup) / (last - warmup), 1)
+
+
+MATRICES = ("kernel", "vocabulary", "head")
 OPTIMIZERS = {
     "gpt-neo-125m": Adam(
         by_norm(1.0), 0.95, 1e-8, False,
@@ -375,9 +501,27 @@ OPTIMIZERS = {
     ),
     "transformer-vq-enwik8": Adam(
         by_norm(0.1), 0.98, 1e-9, True,
-        # Under `differs`: there 2e-4 at every step.
-        lambda leaf, rate: 2e-4 * rate / 4e-4 if leaf in MATRICES else 0.0,
+        lambda leaf, rate: 2e-4 if leaf in MATRICES else 0.0,
         lambda step: 4e-4 * (step / 10_000 if step < 10_000 else cosine((step - 10_000) / 115_000, 0.1)),
+    ),
+    # Widths of 512 and 2,048, of which learning rates are those of 128; biases and the embedding have them undivided.
+    "mu-transformer-medium": Adam(
+        by_norm(1.0), 0.98, 1e-9, True,
+        lambda leaf, rate: 0.0,
+        lambda step: 2**-6 * linear(step, 10_000, 125_000),
+        lambda leaf: 1 / 4 if leaf in ("kernel", "head") else 1.0,
+    ),
+    "mu-transformer-combined-large": Adam(
+        by_norm(1.0), 0.95, 1e-8, True,
+        lambda leaf, rate: 0.1 * rate if leaf in MATRICES else 0.0,
+        lambda step: 2**-6 * linear(step, 7_000, 90_000),
+        lambda leaf: 1 / 16 if leaf in ("kernel", "head") else 1.0,
+    ),
+    # Lingvo's and TensorFlow's: epsilon is added before the correction, of which recipes say that it differs here.
+    "lingvo-41b": Adam(
+        lambda grads: grads, 0.999, 1e-6, True,
+        lambda leaf, rate: 0.0,
+        lambda step: 0.01 * math.sqrt(10_000 / max(step, 10_000)),
     ),
 }  # fmt: skip
 
@@ -397,7 +541,8 @@ def test_ten_steps_of_the_optimizer(recipe: str, first_step: int) -> None:
     )
     rates = learning_rate(config)
     rng = np.random.default_rng(7)
-    params = {name: rng.normal(size=(3, 4)) for name in ("kernel", "bias", "vocabulary", "positions", "last norm")}
+    names = ("kernel", "bias", "vocabulary", "head", "positions", "last norm")
+    params = {name: rng.normal(size=(3, 4)) for name in names}
     moments = {name: (np.zeros((3, 4)), np.zeros((3, 4))) for name in params}
 
     def tree(leaves: dict[str, np.ndarray]) -> Any:
@@ -405,6 +550,7 @@ def test_ten_steps_of_the_optimizer(recipe: str, first_step: int) -> None:
         return {
             "blocks": {"query": {"kernel": own["kernel"], "bias": own["bias"]}},
             "vocabulary": {"table": own["vocabulary"]},
+            "head": {"table": own["head"]},
             "positions": {"table": own["positions"]},
             "norm": {"scale": own["last norm"]},
         }
@@ -421,14 +567,75 @@ def test_ten_steps_of_the_optimizer(recipe: str, first_step: int) -> None:
             moments[name] = mean, square
             if source.is_corrected:
                 mean, square = mean / (1 - 0.9**number), square / (1 - source.b2**number)
-            params[name] = x - rate * mean / (np.sqrt(square) + source.eps) - source.decay(name, rate) * x
+            own_rate = rate * source.factor(name)
+            params[name] = x - own_rate * mean / (np.sqrt(square) + source.eps) - source.decay(name, own_rate) * x
         given = tree(grads)
         if config.training.max_gradient_norm is not None:
             by = jnp.minimum(1, config.training.max_gradient_norm / optax.tree.norm(given))
             given = jax.tree.map(partial(jnp.multiply, by), given)
         if config.training.max_gradient_value is not None:
             given = clip_values(given, config.training.max_gradient_value)
-        updates, state = tx.update(given, state, held)
-        held = optax.apply_updates(held, jax.tree.map(partial(jnp.multiply, -rates(first_step + number - 1)), updates))
+        updates, state = scaled(tx, rates(first_step + number - 1), jnp.int32(number)).update(given, state, held)
+        held = optax.apply_updates(held, updates)
     expected = tree(params)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7), held, expected)
+    atol = 1e-7 + 1e-5 * sum(source.rate(first_step + number) for number in range(1, 11))  # of what Adam moves a weight
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=atol), held, expected)
+
+
+class Adafactor:
+    """Adafactor of one array as XLAShardingAdafactorOptimizer computes it (lingvo/core/optimizer.py), without beta1."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.is_factored = min(shape) >= 128
+        self.rows, self.columns, self.squares = np.zeros(shape[0]), np.zeros(shape[-1]), np.zeros(shape)
+
+    def step(self, x: np.ndarray, g: np.ndarray, number: int, rate: float) -> np.ndarray:
+        kept = 1 - number**-0.8
+        square = g**2 + 1e-30
+        if self.is_factored:
+            self.rows = kept * self.rows + (1 - kept) * square.mean(1)
+            self.columns = kept * self.columns + (1 - kept) * square.mean(0)
+            update = g / np.sqrt(self.rows / self.rows.mean())[:, None] / np.sqrt(self.columns)[None]
+        else:
+            self.squares = kept * self.squares + (1 - kept) * square
+            update = g / np.sqrt(self.squares)
+        update = update / max(1.0, np.sqrt((update**2).mean()))
+        return x - rate * max(np.sqrt((x**2).mean()), 1e-3) * update
+
+
+RATES_OF_ADAFACTOR: dict[str, Callable[[int], float]] = {
+    "lingvo-137b": lambda step: 0.01 * math.sqrt(10_000 / max(step, 10_000)),
+    "transformer-vq-pg19": lambda step: (
+        0.01 * (step / 10_000 if step < 10_000 else cosine((step - 1e4) / 490_000, 0.1))
+    ),
+}
+
+
+@pytest.mark.parametrize("first_step", [0, 310_000])
+@pytest.mark.parametrize("recipe", RATES_OF_ADAFACTOR)
+def test_ten_steps_of_adafactor(recipe: str, first_step: int) -> None:
+    """Each layer's matrix has its own factors, and each array its own scale and clipping."""
+    config, _ = compose([f"+recipe={recipe}"])
+    assert config.training.max_gradient_norm is None and config.training.weight_decay == 0
+    tx = make_optimizer("adafactor", 0.0, **config.optimizer.hyperparameters())
+    rates = learning_rate(config)
+    rng = np.random.default_rng(7)
+    shapes: dict[str, tuple[int, ...]] = {"kernel": (128, 144), "scale": (6,), "norm": (6,)}
+    params = {(name, place): 0.02 * rng.normal(size=shape) for name, shape in shapes.items() for place in range(2)}
+    params["scale", 0] = np.zeros(6)  # its scale is the least one
+    optimizers = {key: Adafactor(x.shape) for key, x in params.items()}
+
+    def tree(leaves: dict[tuple[str, int], np.ndarray]) -> Any:
+        own = {name: jnp.asarray(np.stack([leaves[name, 0], leaves[name, 1]]), jnp.float32) for name in shapes}
+        blocks = {"mlp_in": {"kernel": own["kernel"]}, "norm_mlp": {"scale": own["scale"]}}
+        return {"blocks": blocks, "norm": {"scale": own["norm"][0], "other": own["norm"][1]}}
+
+    held = tree(params)
+    state = tx.init(held)
+    for number in range(1, 11):
+        grads = {key: rng.normal(size=x.shape) * 10.0 ** rng.integers(-3, 2) for key, x in params.items()}
+        rate = RATES_OF_ADAFACTOR[recipe](first_step + number)
+        params = {key: optimizers[key].step(x, grads[key], number, rate) for key, x in params.items()}
+        updates, state = scaled(tx, rates(first_step + number - 1), jnp.int32(number)).update(tree(grads), state, held)
+        held = optax.apply_updates(held, updates)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7), held, tree(params))

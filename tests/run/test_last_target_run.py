@@ -2,10 +2,11 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import yaml
 
-from tests.helpers import cli
+from tests.helpers import cli, hosts
 from zero.cli import compose
 from zero.corpus.preparing.options import CorpusOptions
 from zero.corpus.preparing.prepare import prepare
@@ -17,7 +18,7 @@ LONGER = (
     "data.index_path_train=longer/index/longer_train.index",
     "data.index_path_validation=longer/index/longer_validation.index",
 )
-STAGED = ("training.staged_warmup_steps=2",)
+STAGED = ("training.staged_warmup_steps=2", "training.warmup_train_context=8")
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +43,23 @@ def test_longer_rows_train_all_positions(forks: cli.Forks) -> None:
     assert lengths[0] == 8 and lengths[-1] == cli.CONTEXT
     assert len(cli.losses(run)) == 6
     assert "positions: the last of the" not in (run / "main_zero.log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_longer")
+def test_two_hosts_and_a_resume(forks: cli.Forks) -> None:
+    """Two hosts find the target in the same rows as one, and continue a run of one with it."""
+    job = (*cli.TINY, *LEARNED, *LONGER, "training.evaluation_frequency=3")
+    whole = forks.train("one-host", *job)
+    two = ("training.batch_size=8", "training.gradient_accumulation_steps=1", "distributed.cpu_devices=4")
+    done = hosts.finish(hosts.start([forks.workplace] * 2, *job, *two, "hydra.run.dir=two-hosts"))
+    assert [one.returncode for one in done] == [0, 0], [one.stderr for one in done]
+    run = forks.workplace / "two-hosts"
+    assert yaml.safe_load((run / "config.yaml").read_text())["data"]["last_target"] is True
+    for key in ("train/loss", "validation/loss"):
+        np.testing.assert_allclose(cli.losses(run, key), cli.losses(whole, key), rtol=1e-5)
+    resumed = forks.fork("one-host", 3)
+    assert cli.losses(resumed) == cli.losses(whole)
 
 
 @pytest.mark.slow

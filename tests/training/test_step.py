@@ -142,7 +142,10 @@ def test_micro_batches_are_summed_in_float32() -> None:
     """Gradients in bfloat16 are added in float32: in bfloat16, 256 + 1 is 256."""
     value_and_grad = jax.value_and_grad(lambda params, rows: jnp.sum(params["w"].astype(jnp.float32) * rows))
     rows = jnp.asarray([256.0, 1.0, 1.0, 1.0])
-    _, grads = _accumulate(value_and_grad, jnp.float32(0), {"w": jnp.zeros(1, jnp.bfloat16)}, (rows,), 4)
+    params = {"w": jnp.zeros(1, jnp.bfloat16)}
+    _, grads, _ = _accumulate(
+        lambda params, memory, rows: (*value_and_grad(params, rows), memory), jnp.float32(0), params, None, (rows,), 4
+    )
     assert grads["w"].dtype == jnp.float32 and grads["w"].tolist() == [259.0]
 
 

@@ -69,9 +69,9 @@ def _state_dtype(moments: str) -> Any:
 def _decay() -> Any:
     return key(
         "rate",
-        one_of("rate", "coupled", "independent"),
+        one_of("rate", "coupled", "independent", "constant"),
         "Factor of weight decay: rate, the learning rate; coupled, that of the array, in muP; independent, the rate "
-        "over its peak.",
+        "over its peak; constant, 1 at every step.",
     )
 
 

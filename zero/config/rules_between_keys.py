@@ -23,6 +23,7 @@ def mistakes(config: Config, size: GPTConfig) -> Mistakes:
     """The contradictions between keys, section by section."""
     for rules in (
         training_rules,
+        part_rules,
         objective_rules,
         model_rules,
         data_rules,
@@ -45,6 +46,39 @@ def training_rules(config: Config, size: GPTConfig) -> Mistakes:
     key = "context_stages" if isinstance(training.context_stages, list) else "warmup_train_context"
     if longest <= size.block_size and any(length < 2 or longest % length for _, length in training.stages()):
         yield f"training.{key}", f"a divisor of data.max_context={longest}, at least 2"
+
+
+def part_rules(config: Config, size: GPTConfig) -> Mistakes:
+    """What a model whose steps take parts of rows leaves to the end of a row, or cannot do."""
+    training = config.training
+    if size.update_tokens is None or config.mode not in ("train", "plan"):
+        return
+    given = f"update_tokens={size.update_tokens} of model.size={config.model.size}"
+    if config.data.max_context % size.update_tokens:
+        yield "data.max_context", f"a multiple of {given}"
+        return
+    if training.stages() or training.context_stages is not None:
+        yield "training.staged_warmup_steps", f"0, with training.context_stages=null, as {given}"
+    if training.statistics is not None:
+        yield "training.statistics", f"null, as {given} and it repeats steps on whole rows"
+    if config.zero.remat == "nested":
+        yield "zero.remat", f"auto, full, dots or none, as {given}"
+    if config.zero.fused_update:
+        yield "zero.fused_update", f"false, as {given}"
+    if config.objective.name != "likelihood":
+        yield "objective", f"likelihood, as {given}"
+    steps = config.data.max_context // size.update_tokens
+    for key, every in {
+        "training.total_steps": training.total_steps,
+        "training.evaluation_frequency": training.evaluation_frequency,
+        "training.log_frequency": training.log_frequency,
+        "training.verify_every": training.verify_every,
+        "data.save_every": config.data.save_every,
+        "zero.emergency_steps": config.zero.emergency_steps,
+        "harness.every": config.harness.every,
+    }.items():
+        if every is not None and every % steps:
+            yield key, f"a multiple of {steps}, the steps per row with {given}"
 
 
 def objective_rules(config: Config, size: GPTConfig) -> Mistakes:
@@ -122,7 +156,7 @@ def optimizer_rules(config: Config, size: GPTConfig) -> Mistakes:
     for key in ("decay", "scaled_eps"):
         if size.parametrization == "standard" and getattr(optimizer, key, None) in ("coupled", True):
             yield f"optimizer.{key}", f"another value, as model.size={config.model.size} is not in mup"
-    if optimizer.decay == "independent" and config.training.peak_learning_rate == 0:
+    if optimizer.decay in ("independent", "constant") and config.training.peak_learning_rate == 0:
         yield "optimizer.decay", "rate, as training.peak_learning_rate=0"
     if optimizer.name not in MULTIPLIABLE and size.parametrization != "standard":
         yield "optimizer", f"{' or '.join(MULTIPLIABLE)}, as model.size={config.model.size} is in mup"

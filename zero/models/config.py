@@ -8,10 +8,11 @@ from typing import Any
 # Top-level subtrees of the parameters whose leaves have a leading dimension (layers, or chunks of the vocabulary). HEAD
 # exists where the vocabulary is not tied.
 STACK, VOCABULARY, HEAD = "blocks", "vocabulary", "head"
+HEAD_BIAS = "head_bias"
 
 _CHOICES: dict[str, tuple[str | bool | None, ...]] = {
     "positions": ("learned", "rotary", "t5", "sinusoidal", "none"),
-    "norm": ("layer", "rms", "rms_offset"),
+    "norm": ("layer", "rms", "rms_biased", "rms_offset"),
     "norm_place": ("before", "after", "both"),
     "qk_norm_over": ("head", "projection"),
     "extra_logit": (False, True, "learned"),
@@ -25,7 +26,10 @@ _CHOICES: dict[str, tuple[str | bool | None, ...]] = {
     "distance_limit": ("window", "block"),
 }
 _WIDTHS = ("embedding_dim", "kv_heads", "head_dim", "mlp_dim", "mup_base_width", "experts", "vq_block", "key_width")
-_COUNTS = ("vocab_size", "num_head", "block_size", "N", "experts_per_token", "experts_every", "unrotated_every")
+_COUNTS = (
+    *("vocab_size", "num_head", "block_size", "N", "experts_per_token", "experts_every", "unrotated_every"),
+    "update_tokens",
+)
 _AT_LEAST_ONE = (*_WIDTHS, *_COUNTS)
 _EXPERTS_ALONE = (
     *("experts_per_token", "experts_every", "expert_capacity", "expert_priority", "normalise_router"),
@@ -33,7 +37,7 @@ _EXPERTS_ALONE = (
 )
 _GATED_UNITS_ALONE = (
     *("codes", "vq_block", "key_width", "cache_gradient", "commitment", "codebook_decay", "distance_base"),
-    *("distance_dropout", "distance_width", "distance_limit", "layer_dropout"),
+    *("distance_dropout", "distance_width", "distance_limit", "layer_dropout", "update_tokens", "head_bias"),
 )
 # Matrices that may start at zero, and those that `zero_init: true` stands for (arXiv 2203.03466, section D.2).
 MATRICES = ("query", "key", "value", "gate", "attention_out", "mlp_in", "mlp_gate", "mlp_out")
@@ -122,6 +126,7 @@ class GPTConfig:
     residual_multiplier: float = 1.0
     scale_output: bool = False
     output_scale: float = 1.0
+    head_bias: bool = False
     final_norm: bool = True
     logit_cap: float | None = None
     z_loss: float = 0.0  # PaLM, arXiv 2204.02311, section 5
@@ -145,6 +150,7 @@ class GPTConfig:
     distance_width: int | None = None  # None: K
     distance_limit: str = "window"  # block: distances of more than C have no bias
     layer_dropout: float = 0.0
+    update_tokens: int | None = None  # None: an update takes whole rows
 
     def __post_init__(self) -> None:
         is_mup = self.parametrization != "standard"
@@ -207,8 +213,12 @@ class GPTConfig:
         has_own = self.alibi_attn or self.positions not in ("none", "sinusoidal")
         if is_gated and (has_own or self.num_head != 1):
             raise ValueError("layer: gated_units needs num_head: 1, alibi_attn: false and positions: none")
+        if self.norm == "rms_biased" and not is_gated:
+            raise ValueError("norm: rms_biased needs layer: gated_units")
         if self.codes < 0 or self.key_width % 2:
             raise ValueError(f"codes must be at least 0 and key_width even, got {self.codes} and {self.key_width}")
+        if is_gated and self.update_tokens is not None and self.update_tokens % self.vq_block:
+            raise ValueError(f"update_tokens {self.update_tokens} must be a multiple of vq_block {self.vq_block}")
         if self.distance_width is not None and (self.distance_width < 2 or self.distance_width % 2):
             raise ValueError(f"distance_width must be even and at least 2, or null, got {self.distance_width}")
         for field in dataclasses.fields(self):

@@ -116,11 +116,27 @@ class OffsetRMSNorm(nn.Module):
         return (x * (1 + scale.astype(jnp.float32)).reshape((1,) * (x.ndim - 1) + (-1,))).astype(self.dtype)
 
 
+class BiasedRMSNorm(nn.Module):
+    """RMSNorm with a gain and a bias, as in Transformer-VQ's branch main."""
+
+    epsilon: float
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        vector = (1,) * (x.ndim - 1) + (-1,)
+        scale = self.param("scale", nn.initializers.ones, x.shape[-1:]).astype(jnp.float32)
+        bias = self.param("bias", nn.initializers.zeros, x.shape[-1:]).astype(jnp.float32)
+        x = nn.RMSNorm(self.epsilon, dtype=jnp.float32, use_scale=False)(x)
+        return (x * scale.reshape(vector) + bias.reshape(vector)).astype(self.dtype)
+
+
 def make_norm(config: GPTConfig, dtype: DTypeLike, name: str, lift: Lift | None = None) -> nn.Module:
     """The norm of this model; `lift` is applied to its class if it has parameters."""
     norms: dict[str, tuple[type[nn.Module], dict[str, bool]]] = {
         "layer": (nn.LayerNorm, {"use_scale": config.norm_gains, "use_bias": config.norm_gains}),
         "rms": (nn.RMSNorm, {"use_scale": config.norm_gains}),
+        "rms_biased": (BiasedRMSNorm, {}) if config.norm_gains else (nn.RMSNorm, {"use_scale": False}),
         "rms_offset": (OffsetRMSNorm, {}) if config.norm_gains else (nn.RMSNorm, {"use_scale": False}),
     }
     kind, options = norms[config.norm]
@@ -133,6 +149,11 @@ def make_norm(config: GPTConfig, dtype: DTypeLike, name: str, lift: Lift | None 
 def fold_keys(keys_B: jax.Array | None, number: jax.Array | int) -> jax.Array | None:
     """The dropout keys of a part of the model, from those of the model; None for no dropout."""
     return None if keys_B is None else jax.vmap(jax.random.fold_in, (0, None))(keys_B, number)
+
+
+def keys_from(keys_B: jax.Array | None, position: jax.Array | int) -> jax.Array | None:
+    """The dropout keys of the part of a row that begins at this position: of a whole row its own."""
+    return keys_B if isinstance(position, int) and position == 0 else fold_keys(keys_B, position)
 
 
 def dropout(

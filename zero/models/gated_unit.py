@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 from zero.model_parallel import WHOLE, ModelParallel
 from zero.models.attention.scores import LOWEST
 from zero.models.config import GPTConfig
-from zero.models.elements import drop_rows, dropout, fold_keys, make_norm
+from zero.models.elements import drop_rows, dropout, fold_keys, keys_from, make_norm
 from zero.models.experts import ResidualStream
 from zero.models.layer import Layer
 from zero.models.parametrization import kernel_init
@@ -365,10 +365,15 @@ class GatedUnit(nn.Module):
 
 
 class RecurrentState(NamedTuple):
-    """The memories of all units, `(L U, B, ...)`, and the number of valid positions, int32."""
+    """What units remember, and how much of a row is valid.
+
+    Attributes:
+      memory: of all units, `(L U, B, ...)`; or, within a layer in training, of its own, `(U, B, ...)`.
+      known: the number of valid positions, int32; None: all are.
+    """
 
     memory: Memory
-    known: jax.Array
+    known: jax.Array | None
 
 
 def init_recurrent(
@@ -398,15 +403,17 @@ class GatedLayer(Layer):
         keys_B = fold_keys(keys_B, layer)
         for number in range(UNITS):
             unit = GatedUnit(self.config, self.dtype, self.cut, name=f"unit_{number}")
-            place = UNITS * layer + number
             sites = [fold_keys(keys_B, number + i * UNITS) for i in range(3)]
             if state is None:
                 out_BTD, _ = unit(x_BTD, None, position, None, sites[1])
             else:
+                place = (UNITS * layer + number) % len(state.memory.count_BS)
                 of_unit = partial(lax.dynamic_index_in_dim, index=place, keepdims=False)
-                out_BTD, memory = unit(x_BTD, jax.tree.map(of_unit, state.memory), position, state.known)
+                out_BTD, memory = unit(x_BTD, jax.tree.map(of_unit, state.memory), position, state.known, sites[1])
                 put = partial(lax.dynamic_update_index_in_dim, index=place, axis=0)
                 state = state._replace(memory=jax.tree.map(put, state.memory, memory))
-            out_BTD = dropout(out_BTD, self.config.residual_drop_rate, sites[0], self.cut.of_positions)
+            # Masks of distances and of layers are those of the whole row, also where it comes in parts.
+            own_keys_B = keys_from(sites[0], position)
+            out_BTD = dropout(out_BTD, self.config.residual_drop_rate, own_keys_B, self.cut.of_positions)
             x_BTD = x_BTD + drop_rows(out_BTD, self.config.layer_dropout, sites[2])
         return ((x_BTD, routing), state), None

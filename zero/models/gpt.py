@@ -23,12 +23,13 @@ from jax.typing import DTypeLike
 
 from zero.model_parallel import ALONE, WHOLE, ExpertParallel, ModelParallel
 from zero.models.adapters import Adapters
-from zero.models.config import HEAD, STACK, VOCABULARY, GPTConfig
-from zero.models.elements import Lift, dropout, fold_keys, make_norm, position_numbers, sinusoids
+from zero.models.config import HEAD, HEAD_BIAS, STACK, VOCABULARY, GPTConfig
+from zero.models.elements import Lift, dropout, fold_keys, keys_from, make_norm, position_numbers, sinusoids
 from zero.models.experts import ResidualStream, Routing, no_routing
+from zero.models.gated_unit import Memory, RecurrentState
 from zero.models.layer import Layer
 from zero.models.parametrization import table_stddev
-from zero.models.stack import REMAT, Nested, Scanned, run_layers
+from zero.models.stack import REMAT, Nested, Scanned, run_layers, run_with_outputs
 from zero.models.transformer_layer import AnyCache, scanned_layer
 
 
@@ -46,6 +47,13 @@ class Scores(NamedTuple):
     routing: Routing | None
 
 
+class Chunk(NamedTuple):
+    """Where a chunk of the vocabulary begins, and the biases of its logits, `(C,)`, if there are any."""
+
+    first: jax.Array
+    bias_C: jax.Array | None = None
+
+
 class VocabularyChunk(nn.Module):
     """`chunk_rows` rows of a table of tokens, from token `first` on; one iteration of a scan over the vocabulary."""
 
@@ -56,7 +64,7 @@ class VocabularyChunk(nn.Module):
 
     @nn.compact
     def __call__(
-        self, embedded_BTD: Any, first: jax.Array, tokens_BT: Any, x_BTD: Any
+        self, embedded_BTD: Any, chunk: Chunk, tokens_BT: Any, x_BTD: Any
     ) -> tuple[jax.Array | None, jax.Array | tuple[jax.Array, jax.Array, jax.Array] | None]:
         """Given only tokens, embeds them; given only `x_BTD`, returns logits; given both, a part of a cross-entropy.
 
@@ -65,6 +73,7 @@ class VocabularyChunk(nn.Module):
         logit if it is in this chunk, and the largest logit, each `(B, T)`. In a tensor group each device has a part of
         the chunk's tokens.
         """
+        first = chunk.first
         rows = self.cut.part_size(self.config.chunk_rows)
         first_own = self.cut.first(rows)
         own_C = first_own + jnp.arange(rows)  # rows of the chunk; padding lies past its end
@@ -80,6 +89,9 @@ class VocabularyChunk(nn.Module):
         x_BTD = x_BTD.astype(self.dtype)
         table_CD = table_CD.astype(self.dtype)
         logits_BTC = jnp.einsum("BTD,CD->BTC", x_BTD, table_CD, preferred_element_type=jnp.float32)
+        if chunk.bias_C is not None:
+            bias_C = jnp.pad(chunk.bias_C, (0, rows * self.cut.size - len(chunk.bias_C)))
+            logits_BTC = logits_BTC + self.cut.part(bias_C, 0)[None, None]
         if self.config.scale_output:
             logits_BTC = logits_BTC / math.sqrt(self.config.embedding_dim)
         if self.config.output_scale != 1:
@@ -94,6 +106,19 @@ class VocabularyChunk(nn.Module):
         target_BT = jnp.sum(jnp.where(is_target_BTC, logits_BTC, 0), axis=-1)
         max_logit_BT = lax.stop_gradient(jnp.max(logits_BTC, axis=-1))
         return embedded_BTD, (jax.nn.logsumexp(logits_BTC, axis=-1), target_BT, max_logit_BT)
+
+
+class HeadBias(nn.Module):
+    """A bias of each token's logit, `(chunks, C)`."""
+
+    config: GPTConfig
+
+    @nn.compact
+    def __call__(self) -> jax.Array:
+        config = self.config
+        bias = self.param("bias", nn.initializers.zeros, (config.vocab_size,)).astype(jnp.float32)
+        padding = config.vocab_chunks * config.chunk_rows - config.vocab_size
+        return jnp.pad(bias, (0, padding)).reshape(config.vocab_chunks, -1)
 
 
 class Positions(nn.Module):
@@ -164,6 +189,8 @@ class GPT(nn.Module):
             length=config.scanned_layers,
         )(config, self.dtype, self.blockwise_from)
         self.norm = make_norm(config, self.dtype, "norm", self.lift) if config.final_norm else lambda x: x
+        if config.head_bias:
+            self.head_bias = self.lift(HeadBias, HEAD_BIAS)(config)
 
     def _chunks(self, name: str) -> Any:
         return nn.scan(
@@ -208,13 +235,46 @@ class GPT(nn.Module):
         stream, cache = self._layers(stream, cache, keys_B, position, starts_BT, cut)
         return self.score(stream, targets_BT), cache
 
+    def scores_in_part(
+        self,
+        tokens_BT: jax.Array,
+        targets_BT: jax.Array,
+        keys_B: jax.Array | None,
+        memory: Memory,
+        position: jax.Array,
+    ) -> tuple[Scores, Memory]:
+        """`scores` of the part of each row that begins at `position`, and what gated units then remember.
+
+        Gradients flow to no memory.
+
+        Args:
+          tokens_BT, targets_BT: of the part.
+          keys_B: one dropout key per row, the same for all of its parts; None for no dropout.
+          memory: of all units, `(L, U, B, ...)`.
+          position: of the first column; it begins a block.
+        """
+        cut = self._cut.for_positions(tokens_BT.shape[1])
+        stream = self.embed(tokens_BT, keys_B, None, position, cut)
+        layer = self.layer(cut)
+
+        def remembering(own: Any, stream: ResidualStream, number: jax.Array) -> tuple[ResidualStream, Memory]:
+            variables, memory = own
+            state = RecurrentState(memory, None)
+            stream, state = layer.apply(variables, (stream, state), number, keys_B, position)[0]
+            return stream, lax.stop_gradient(state.memory)
+
+        stacks = (self.blocks.variables, lax.stop_gradient(memory))
+        policy = REMAT[self.remat](self.config.scanned_layers)
+        stream, memory = run_with_outputs(remembering, stacks, stream, policy)
+        return self.score(stream, targets_BT), memory
+
     def score(self, stream: ResidualStream, targets_BT: jax.Array) -> Scores:
         """`scores` from the output of the last layer."""
         x_BTD, routing = stream
         cut = self._cut.for_positions(targets_BT.shape[1])
         # In float32, because every chunk adds to the gradient of x.
         x_BTD = cut.gather_positions(self.norm(x_BTD)).astype(jnp.float32)
-        _, scored = self.head(None, self._first_rows(), targets_BT, x_BTD)
+        _, scored = self.head(None, self._head_chunks(), targets_BT, x_BTD)
         lse_CBT, target_CBT, max_logit_CBT = (lax.collapse(cut.stack(x_CBT), 0, 2) for x_CBT in scored)
         target_BT = target_CBT.sum(0)
         lse_BT = jax.nn.logsumexp(lse_CBT, axis=0)
@@ -236,7 +296,7 @@ class GPT(nn.Module):
         """Logits after column `last`, float32 `(B, V)`, and the cache with the positions of `tokens_BT` added."""
         x_BTD, cache = self.hidden(tokens_BT, None, cache, position)
         last_B1D = lax.dynamic_slice_in_dim(x_BTD, last % x_BTD.shape[1], 1, axis=1)
-        _, logits_CB1C = self.head(None, self._first_rows(), None, last_B1D)
+        _, logits_CB1C = self.head(None, self._head_chunks(), None, last_B1D)
         parts_NCBC = self._cut.stack(logits_CB1C[:, :, 0])
         logits_BCV = lax.collapse(jnp.moveaxis(parts_NCBC, (2, 1, 0), (0, 1, 2)), 2, 4)[..., : self.config.chunk_rows]
         return lax.collapse(logits_BCV, 1)[:, : self.config.vocab_size], cache
@@ -253,8 +313,8 @@ class GPT(nn.Module):
         stream = self.embed(tokens_BT, keys_B, None, position, cut)
         (x_BTD, _), cache = self._layers(stream, cache, keys_B, position, None, cut)
         x_BTD = self.norm(x_BTD)
-        if self.is_initializing() and not self.config.tied:
-            self.head(None, self._first_rows(), None, x_BTD)  # makes its parameters
+        if self.is_initializing() and (self.config.head_bias or not self.config.tied):
+            self.head(None, self._head_chunks(), None, x_BTD)  # makes its parameters
         return x_BTD, cache
 
     def _layers(
@@ -299,7 +359,7 @@ class GPT(nn.Module):
         """The input of the first layer: `(B, T, D)`, this device's positions of it, and zero routing."""
         cut = self._cut.for_positions(tokens_BT.shape[1]) if cut is None else cut
         x_BTD = jnp.zeros((*tokens_BT.shape, self.config.embedding_dim), jnp.float32)
-        x_BTD, _ = self.vocabulary(x_BTD, self._first_rows(), tokens_BT, None)
+        x_BTD, _ = self.vocabulary(x_BTD, self._chunks_of_table(), tokens_BT, None)
         x_BTD = cut.sum_positions(x_BTD)
         if self.config.scale_embedding:
             x_BTD = x_BTD * math.sqrt(self.config.embedding_dim)
@@ -309,12 +369,15 @@ class GPT(nn.Module):
             x_BTD = self.positions(x_BTD, cut.stream_numbers(position, x_BTD.shape[1]), own_starts_BT)
         if self.config.embedding_norm:
             x_BTD = self.embedding_norm(x_BTD)
-        keys_B = fold_keys(keys_B, self.config.N)  # layers fold in the numbers below N
+        keys_B = keys_from(fold_keys(keys_B, self.config.N), position)  # layers fold in the numbers below N
         x_BTD = dropout(x_BTD, self.config.embedding_dropout, keys_B, cut.of_positions).astype(self.dtype)
         return x_BTD, no_routing(self.config, len(tokens_BT))
 
-    def _first_rows(self) -> jax.Array:
-        return jnp.arange(self.config.vocab_chunks) * self.config.chunk_rows
+    def _chunks_of_table(self) -> Chunk:
+        return Chunk(jnp.arange(self.config.vocab_chunks) * self.config.chunk_rows)
+
+    def _head_chunks(self) -> Chunk:
+        return self._chunks_of_table()._replace(bias_C=self.head_bias() if self.config.head_bias else None)
 
 
 @lru_cache(maxsize=64)  # the trace takes a tenth of a second

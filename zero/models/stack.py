@@ -143,6 +143,18 @@ def run_layers(pattern: Sequence[Layer], stacks: Any, x: Any, policy: Policy) ->
     return lax.scan(one_period, x, xs, unroll=unroll)[0]
 
 
+def run_with_outputs(layer: Callable[..., Any], stacks: Any, x: Any, policy: Policy) -> tuple[Any, Any]:
+    """As `run_layers` of one kind of layers, whose result is a pair: its output, and more, which comes out stacked.
+
+    Not for `Nested`.
+    """
+    count = jax.tree.leaves(stacks)[0].shape[0]
+    if isinstance(policy, Scanned):
+        layer = jax.checkpoint(layer, prevent_cse=False, policy=policy.saveable)
+    unroll = count if isinstance(policy, Unrolled) else 1
+    return lax.scan(lambda x, xs: layer(xs[0], x, xs[1]), x, (stacks, jnp.arange(count)), unroll=unroll)
+
+
 def run_forward(layer: Layer, stacks: Any, x: Any, size: int) -> tuple[Any, Any]:
     """The output of the last layer, and the input of each span of `size` layers, for a caller's own backward pass."""
     spans = jnp.arange(jax.tree.leaves(stacks)[0].shape[0]).reshape(-1, size)

@@ -241,15 +241,16 @@ def _uncovered(loaders: Mapping[str, Loader], batches: int, global_rows: int) ->
     return names
 
 
-def last_step(config: Config, loader: AnyLoader) -> int:
+def last_step(config: Config, loader: AnyLoader, steps_per_row: int = 1) -> int:
     """The last step of the schedule, or of the data if that ends earlier."""
     training = config.training
-    if loader.total_batches is None or loader.total_batches >= training.total_steps:
+    if loader.total_batches is None or loader.total_batches * steps_per_row >= training.total_steps:
         return training.total_steps
+    last = loader.total_batches * steps_per_row
     log.warning(
         "training.max_epochs=%s ends the data at step %d, before training.total_steps=%d",
         training.max_epochs,
-        loader.total_batches,
+        last,
         training.total_steps,
     )
-    return loader.total_batches
+    return last

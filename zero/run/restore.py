@@ -76,7 +76,8 @@ def restore(
             trained = asdict(checkpoint.size())
             saved = source.as_saved(candidate, layout)
             whole = source.restore(candidate, saved, axis)
-            check_unseen(origin, trained, size, also=("parametrization", "mup_base_width", *UNSEEN_IN_CHECKPOINTS))
+            also = ("parametrization", "mup_base_width", "update_tokens", *UNSEEN_IN_CHECKPOINTS)
+            check_unseen(origin, trained, size, also=also)
             state = from_global(whole, saved, axis, donate=True)
             sums = checksums(state, saved, axis)
             bad = [name for name, saved in meta["checksums"].items() if sums[name] != saved]

@@ -46,6 +46,7 @@ class Run:
     Attributes:
       frozen: parameters that are not trained.
       last_step: of the schedule, or of the data if that ends earlier.
+      steps_per_row: steps that share a batch of rows; the run pauses after the last of them only.
       evaluation_frequency: steps between two evaluations; the last step is evaluated as well.
       config: the whole configuration, for records of it: no feature reads its keys there.
     """
@@ -62,6 +63,7 @@ class Run:
     last_step: int
     evaluation_frequency: int
     config: dict[str, Any]
+    steps_per_row: int = 1
     _uncounted: tuple[int, int] = (0, 0)  # rows skipped and checksum of this host since the last line of metrics
 
     @property
@@ -85,11 +87,14 @@ class Run:
         return self.is_last or self.position.step % self.evaluation_frequency == 0
 
     def batches(self) -> Generator[tuple[int, HostBatch]]:
-        """Each step with this host's rows, to the last step or until a stop request comes during a wait for data."""
+        """This host's rows of each batch with the last step that they are for.
+
+        Ends with the last step of the run, or when a stop request comes during a wait for data.
+        """
         watchdog.progress()
         stop = self.requests.signals if jax.process_count() == 1 else ()  # several hosts have to agree first
         with closing(prefetch(self.data.training.batches(self.position.cursor), stop=stop)) as batches:
-            steps = range(self.position.step + 1, self.last_step + 1)
+            steps = range(self.position.step + self.steps_per_row, self.last_step + 1, self.steps_per_row)
             yield from zip(steps, self.metrics.timed(batches), strict=False)
 
     def reference(self, tokens: np.ndarray | jax.Array, stored: np.ndarray | None) -> np.ndarray | jax.Array | None:
@@ -137,7 +142,7 @@ class Run:
             "step": position.step,
             **self.metrics.read(),
             "sequence_length": context.at(position.step - 1),
-            "tokens_seen": position.step * position.global_rows * row_tokens,
+            "tokens_seen": position.step // self.steps_per_row * position.global_rows * row_tokens,
             "samples_checksum": position.samples_checksum,
             **peak_memory(),
         }

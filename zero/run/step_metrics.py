@@ -52,10 +52,14 @@ class StepMetrics:
       devices: of all hosts.
       peak_flops: published peak of one device in operations per second, or None if unknown.
       goodput: its phases "steps" and "data_wait" are the time of the steps.
+      steps_per_call: steps of each call of the program, whose metrics are then arrays `(steps_per_call,)`.
     """
 
-    def __init__(self, tokens_per_step: int, devices: int, peak_flops: float | None, goodput: Goodput) -> None:
+    def __init__(
+        self, tokens_per_step: int, devices: int, peak_flops: float | None, goodput: Goodput, steps_per_call: int = 1
+    ) -> None:
         self._tokens_per_step = tokens_per_step
+        self._steps_per_call = steps_per_call
         self._devices = devices
         self._peak_flops = peak_flops
         self._goodput = goodput
@@ -91,8 +95,8 @@ class StepMetrics:
         return int(self._newest.get("skipped_in_a_row", 0))
 
     def leave_untimed(self, **once: float) -> None:
-        """The newest step was compiled and does not count for the throughput; `once` are logged in the next line."""
-        self._untimed += 1
+        """The newest call was compiled and does not count for the throughput; `once` are logged in the next line."""
+        self._untimed += self._steps_per_call
         self._next_line |= once
 
     def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -107,11 +111,11 @@ class StepMetrics:
     def add(
         self, metrics: dict[str, jax.Array], leave: int, flops: int | None = None, predicted: float | None = None
     ) -> None:
-        """Adds the metrics of a dispatched step; waits for all but the newest `leave`.
+        """Adds the metrics of a dispatched call; waits for all but the newest `leave`.
 
         Args:
-          flops: operations of the model in this step per device, for the utilisation; None if the step is not timed.
-          predicted: seconds of this step, None if unknown or not timed.
+          flops: operations of the model in this call per device, for the utilisation; None if the call is not timed.
+          predicted: seconds of this call, None if unknown or not timed.
         """
         self._unread.append(metrics)
         self._flops += flops or 0
@@ -128,9 +132,11 @@ class StepMetrics:
     def _read_down_to(self, leave: int) -> None:
         """Reads the oldest steps, in their order, until so many are unread; waits for their devices."""
         while len(self._unread) > leave:
-            self._newest = {name: x.item() for name, x in jax.device_get(self._unread.popleft()).items()}
-            self._losses.append(self._newest["loss"])
-            self._of_objective.append({name: self._newest[name] for name in OF_PAIRS if name in self._newest})
+            metrics = jax.device_get(self._unread.popleft())
+            for number in range(self._steps_per_call):
+                self._newest = {name: x.reshape(-1)[number].item() for name, x in metrics.items()}
+                self._losses.append(self._newest["loss"])
+                self._of_objective.append({name: self._newest[name] for name in OF_PAIRS if name in self._newest})
 
     def read(self) -> dict[str, float | int]:
         """One line of metrics: means of the objective and its metrics, and the newest value of the others.

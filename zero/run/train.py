@@ -16,7 +16,7 @@ from zero.config.schema import Config
 from zero.hosts import signals, startup
 from zero.hosts.speeds import peak_flops
 from zero.hosts.watchdog import ending_together
-from zero.job import make_job
+from zero.job import make_job, steps_per_row
 from zero.models.config import GPTConfig
 from zero.run.data import (
     fitting_tokenizer,
@@ -77,7 +77,8 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
             )
         config = with_global_batch(config, position.global_rows)
         data = open_data(config, job, tokenizer, position)
-        last = last_step(config, data.training)
+        updates = steps_per_row(config, size)
+        last = last_step(config, data.training, updates)
         origin = Path(str(config.resume)) if is_fork else run_directory
         position.pending = still_pending(position, origin, last, is_durable(directory.emergency))
         if position.step >= last and position.pending is None:
@@ -90,14 +91,26 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
         clock = resumed_clock(run_directory, position.step, is_new=config.resume is None or is_fork)
         directory.write_start(config, job, position.step)
         in_flight = 0 if backend == "cpu" else 1  # on CPU the host's cores are the devices
-        tokens_per_step = position.global_rows * job.objective.rows * config.data.max_context
+        tokens_per_step = position.global_rows * job.objective.rows * config.data.max_context // updates
         metrics = StepMetrics(
-            tokens_per_step, count, config.profile.peak_flops or peak_flops(jax.local_devices()[0]), clock
+            tokens_per_step, count, config.profile.peak_flops or peak_flops(jax.local_devices()[0]), clock, updates
         )
         requests = Requests(lag=in_flight)
         frequency = config.training.evaluation_frequency
         run = Run(
-            job, data, directory, requests, clock, metrics, state, frozen, position, last, frequency, asdict(config)
+            job,
+            data,
+            directory,
+            requests,
+            clock,
+            metrics,
+            state,
+            frozen,
+            position,
+            last,
+            frequency,
+            asdict(config),
+            updates,
         )
         features = stack.enter_context(open_features(config, run))
         directory.begin_lineage()

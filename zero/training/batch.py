@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,18 @@ import numpy as np
 from jax import lax
 
 Rows = jax.Array | np.ndarray  # `(rows, ...)`, on a device or on the host
+
+
+class Part(NamedTuple):
+    """Which part of its rows a batch has, and what the model remembers of the parts before.
+
+    Attributes:
+      number: int32, from 0 on.
+      memory: that of `ShardedGPT.empty_memory` before part 0.
+    """
+
+    number: jax.Array
+    memory: Any
 
 
 class Batch(NamedTuple):
@@ -22,11 +34,13 @@ class Batch(NamedTuple):
       first_row: int32, the index of the first of them in the global batch.
       reference: float32 `(rows,)`, the log-probability of each row's scored tokens by a reference model, where the
         objective has one.
+      part: of an update on a part of each row; None: on whole rows.
     """
 
     tokens: Rows
     first_row: jax.Array | np.ndarray
     reference: Rows | None = None
+    part: Part | None = None
 
 
 def token_ids(tokens: Rows) -> jax.Array:

@@ -97,11 +97,26 @@ def _decoupled(
     Multiplied, decay vanishes as the width grows, and learning rates no longer transfer (Kosson et al., arXiv
     2510.19093).
     """
-    decays = optax.add_decayed_weights(weight_decay, mask)
+    decays = (
+        _constant_decay(weight_decay, mask) if decay == "constant" else optax.add_decayed_weights(weight_decay, mask)
+    )
     if multipliers is None:
         return optax.chain(tx, decays)
     multiply = _by_leaf(jnp.multiply, multipliers)
     return optax.chain(tx, decays, multiply) if decay == "coupled" else optax.chain(tx, multiply, decays)
+
+
+def _constant_decay(weight_decay: float, mask: Callable[[PyTree], PyTree]) -> optax.GradientTransformationExtraArgs:
+    """Weight decay that is the same at every step: divided by the learning rate, by which the step multiplies it."""
+
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None, *, rate: jax.Array, **extra: Any
+    ) -> tuple[PyTree, PyTree]:
+        share = jnp.where(rate > 0, weight_decay / rate, 0)
+        decayed_updates = jax.tree.map(lambda u, p, d: u + share * p if d else u, updates, params, mask(params))
+        return decayed_updates, state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
 def _by_leaf(
@@ -323,7 +338,7 @@ def scaled(tx: optax.GradientTransformation, rate: jax.Array, step: jax.Array) -
     inner = optax.with_extra_args_support(tx)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
-        updates, state = inner.update(updates, state, params, **extra)
+        updates, state = inner.update(updates, state, params, rate=rate, **extra)
         return rounded_updates(jax.tree.map(lambda u: -rate * u, updates), params, step), state
 
     return optax.GradientTransformationExtraArgs(inner.init, update)

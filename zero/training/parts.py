@@ -74,6 +74,8 @@ class StepOptions:
       fused_update: update each layer inside the backward pass.
       ema_decay: decay per update of a moving average of the parameters; None: no average.
       objective: what a step minimises.
+      parts: updates for each batch of rows, of which each takes the next part of every row. Gated units remember the
+        parts before, and no gradient flows to these. 1: each update takes whole rows.
     """
 
     learning_rate: Callable[[jax.Array], jax.Array]
@@ -86,6 +88,7 @@ class StepOptions:
     fused_update: bool = False
     ema_decay: float | None = None
     objective: Objective = LIKELIHOOD
+    parts: int = 1
 
 
 class Tried(NamedTuple):
@@ -98,6 +101,7 @@ class Tried(NamedTuple):
       is_bad: whether the gradient is not finite.
       found: the gradient of each of the model's collections, summed over devices.
       metrics: further scalars to log.
+      memory: what the model remembers after a part of its rows; None of whole rows.
     """
 
     params: PyTree
@@ -107,6 +111,7 @@ class Tried(NamedTuple):
     is_bad: jax.Array
     found: dict[str, PyTree]
     metrics: dict[str, jax.Array]
+    memory: PyTree = None
 
 
 class Attempt(NamedTuple):

@@ -18,6 +18,7 @@ from zero.models.adapters import combine, split_adapters
 from zero.models.collections import Collection, collections_of
 from zero.models.config import STACK, GPTConfig
 from zero.models.experts import Routing, routing_metrics
+from zero.models.gated_unit import UNITS, Memory, empty_memory
 from zero.models.gpt import GPT, Scores, variable_shapes
 from zero.partition.collectives.axis import Axis
 from zero.partition.collectives.context_group import ContextGroup
@@ -26,7 +27,7 @@ from zero.partition.collectives.tensor_group import TensorGroup
 from zero.partition.layout import Layout, PyTree, make_layout
 from zero.partition.sharded_optimizer import global_norm
 from zero.partition.stages import fully_shard, gather, pinned, scatter_sum, shard, sum_copies
-from zero.training.batch import Batch, Rows, document_starts, next_tokens, row_keys, token_ids
+from zero.training.batch import Batch, Part, Rows, document_starts, next_tokens, row_keys, token_ids
 from zero.training.block_codes import hold, thaw
 from zero.training.optimizer import decayed
 from zero.training.placements import is_expert_leaf, tensor_dim
@@ -278,6 +279,21 @@ class ShardedGPT:
         tokens_in, targets, starts = self.inputs(tokens)
         scores: Scores = self.apply(variables, tokens_in, targets, keys, starts, method="scores")[0]
         return scores
+
+    def scores_in_part(
+        self, variables: dict[str, PyTree], tokens: jax.Array, keys: jax.Array | None, part: Part
+    ) -> tuple[Scores, Memory]:
+        """As `scores`, of a part of each row, and what the units then remember; of gated units."""
+        tokens_in, targets, _ = self.inputs(tokens)
+        position = part.number * self.positions_in(tokens)
+        arguments = (tokens_in, targets, keys, part.memory, position)
+        scores: tuple[Scores, Memory] = self.apply(variables, *arguments, method="scores_in_part")
+        return scores
+
+    def empty_memory(self, rows: int) -> Memory:
+        """What gated units remember before the first position of rows, `(L, U, B, ...)`."""
+        leading = (self.config.N, UNITS, rows)
+        return empty_memory(self.config, leading, self.config.vq_block, self.compute_dtype, self.cut)
 
     def inputs(self, tokens: Rows) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """The model's inputs from whole rows: tokens, targets, document starts, cut by a context group.

@@ -19,7 +19,7 @@ from jax.flatten_util import ravel_pytree
 
 from zero.models.adapters import AdaptedDense
 from zero.models.config import STACK
-from zero.models.elements import Dense, OffsetRMSNorm, ProjectionNorm
+from zero.models.elements import BiasedRMSNorm, Dense, OffsetRMSNorm, ProjectionNorm
 from zero.models.experts import Experts
 from zero.partition.collectives.arrays import fill_padding
 from zero.partition.collectives.axis import Axis
@@ -32,7 +32,8 @@ from zero.training.whole_gradient import loss_and_gradients
 ACTIVATION = "activation"  # of each module: the mean of |output|, float32 (layers,)
 CHANGE = "change"  # of each leaf: the mean of |after - before|, divided by the learning rate
 GRADIENT, WEIGHT = "gradient_norm", "weight_norm"  # of each leaf: the norm, of gradients before clipping
-_RECORDED = (Dense, nn.Dense, AdaptedDense, nn.LayerNorm, nn.RMSNorm, OffsetRMSNorm, ProjectionNorm, Experts)
+_NORMS = (nn.LayerNorm, nn.RMSNorm, BiasedRMSNorm, OffsetRMSNorm, ProjectionNorm)
+_RECORDED = (Dense, nn.Dense, AdaptedDense, *_NORMS, Experts)
 _WITH_INPUT = ("attention_out", "mlp_out")  # modules whose inputs are no other module's output
 
 Statistics = dict[str, dict[str, jax.Array]]
@@ -54,7 +55,7 @@ def statistics(
     params, collections = model.split(before)
     key = jax.random.fold_in(jax.random.key(options.seed), clock)
     old = state._replace(params=params, averages={**state.averages, **collections})
-    _, grads, _, _ = loss_and_gradients(model, old, frozen, batch, key, options)
+    _, grads, *_ = loss_and_gradients(model, old, frozen, batch, key, options)
     leaves = model.layout.leaves
     weights = model.weights(params, collections, frozen)
     of_leaves = [model.layout.shards_of(tree) for tree in (params, state.params, grads)]

@@ -27,7 +27,7 @@ def whole_gradient(model: ShardedGPT, tx: optax.GradientTransformation, options:
     """
 
     def run(state: TrainState, frozen: PyTree, batch: Batch, rate: jax.Array, key: jax.Array) -> Tried:
-        loss, grads, found, metrics = loss_and_gradients(model, state, frozen, batch, key, options)
+        loss, grads, found, metrics, memory = loss_and_gradients(model, state, frozen, batch, key, options)
         norm = model.gradient_norm(grads)
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
         if options.max_gradient_norm is not None:
@@ -39,7 +39,7 @@ def whole_gradient(model: ShardedGPT, tx: optax.GradientTransformation, options:
         params = optax.apply_updates(state.params, updates)
         for name, collection in model.collections.items():
             metrics |= collection.metrics(state.averages[name])
-        return Tried(params, opt_state, loss, norm, ~jnp.isfinite(norm), found, metrics)
+        return Tried(params, opt_state, loss, norm, ~jnp.isfinite(norm), found, metrics, memory)
 
     def settle(is_skipped: jax.Array | bool, tried: Tried, state: TrainState) -> tuple[PyTree, PyTree]:
         params, opt_state = unless(is_skipped, (tried.params, tried.opt_state), (state.params, state.opt_state))
@@ -50,11 +50,11 @@ def whole_gradient(model: ShardedGPT, tx: optax.GradientTransformation, options:
 
 def loss_and_gradients(
     model: ShardedGPT, state: TrainState, frozen: PyTree, batch: Batch, key: jax.Array, options: StepOptions
-) -> tuple[jax.Array, PyTree, dict[str, PyTree], dict[str, jax.Array]]:
+) -> tuple[jax.Array, PyTree, dict[str, PyTree], dict[str, jax.Array], PyTree]:
     """The objective of the global batch, its gradient as shards (whole at stage 0) in `gradient_dtype`, and more.
 
-    Further results: the gradients of the model's collections, summed over devices, and metrics of routing and of the
-    objective.
+    Further results: the gradients of the model's collections, summed over devices; metrics of routing and of the
+    objective; and what the model remembers after a part of its rows, None of whole rows.
     """
     objective = options.objective
     micro_batches = options.micro_batches
@@ -66,43 +66,64 @@ def loss_and_gradients(
     variables = model.gather_params(model.weights(state.params, prepared, frozen))
 
     def loss_of(
-        differentiated: dict[str, PyTree], tokens: jax.Array, keys: jax.Array | None, reference: jax.Array | None
+        differentiated: dict[str, PyTree],
+        memory: PyTree,
+        tokens: jax.Array,
+        keys: jax.Array | None,
+        reference: jax.Array | None,
     ) -> tuple[jax.Array, Any]:
-        scores = model.scores({**variables, **differentiated}, tokens, keys)
+        if batch.part is None:
+            scores = model.scores({**variables, **differentiated}, tokens, keys)
+        else:
+            part = batch.part._replace(memory=memory)
+            scores, memory = model.scores_in_part({**variables, **differentiated}, tokens, keys, part)
         total, sums = objective.total(model, scores.losses_BT, tokens, reference)
-        return total / terms, (scores.routing, sums)
+        return total / terms, (scores.routing, sums, memory)
+
+    def value_and_grad(*arguments: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+        (loss, (routing, sums, memory)), grads = jax.value_and_grad(loss_of, has_aux=True)(*arguments)
+        return (loss, routing, sums), grads, memory
 
     no_sums = dict.fromkeys(objective.metrics, jnp.float32(0))
-    zeros = jnp.float32(0), (no_routing(model.config, len(tokens) // micro_batches), no_sums)
+    zeros = jnp.float32(0), no_routing(model.config, len(tokens) // micro_batches), no_sums
     differentiated = {name: variables[name] for name in (model.differentiated, *model.collections)}
-    (loss, (routing, sums)), grads = _accumulate(
-        jax.value_and_grad(loss_of, has_aux=True), zeros, differentiated, (tokens, keys, batch.reference), micro_batches
+    memory = None if batch.part is None else batch.part.memory
+    rows = (tokens, keys, batch.reference)
+    (loss, routing, sums), grads, memory = _accumulate(
+        value_and_grad, zeros, differentiated, memory, rows, micro_batches
     )
     found = {name: lax.psum(grads[name], model.axis.name) for name in model.collections}
     metrics = model.metrics(routing, batch) | objective.means(model, sums, terms)
-    return lax.psum(loss, model.axis.name), model.reduce_grads(grads[model.differentiated]), found, metrics
+    return lax.psum(loss, model.axis.name), model.reduce_grads(grads[model.differentiated]), found, metrics, memory
 
 
 def _accumulate(
-    value_and_grad: Callable[..., tuple[PyTree, PyTree]],
+    value_and_grad: Callable[..., tuple[PyTree, PyTree, PyTree]],
     zeros: PyTree,
     params: PyTree,
+    memory: PyTree,
     rows: PyTree,
     micro_batches: int,
-) -> tuple[PyTree, PyTree]:
-    """Sums of values and gradients over micro-batches, in sequence; gradients are summed in float32.
+) -> tuple[PyTree, PyTree, PyTree]:
+    """Sums of values and gradients over micro-batches, in sequence, and their memories; gradients in float32.
 
     Args:
-      value_and_grad: function of parameters and the rows of a micro-batch.
+      value_and_grad: function of parameters, and the memory and the rows of a micro-batch, to values, gradients, and
+        the next memory.
       zeros: initial sums of the values.
+      memory: of each micro-batch, arrays of `(micro_batches, ...)`; or None.
       rows: its further arguments for all micro-batches, arrays of `(rows, ...)` or None.
     """
     if micro_batches == 1:
-        return value_and_grad(params, *rows)
+        values, grads, memory = value_and_grad(params, jax.tree.map(lambda x: x[0], memory), *rows)
+        return values, grads, jax.tree.map(lambda x: x[None], memory)
 
-    def add(sums: tuple[PyTree, PyTree], micro_batch: PyTree) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, sums, value_and_grad(params, *micro_batch)), None
+    def add(sums: tuple[PyTree, PyTree], xs: tuple[PyTree, PyTree]) -> tuple[tuple[PyTree, PyTree], PyTree]:
+        memory, micro_batch = xs
+        values, grads, memory = value_and_grad(params, memory, *micro_batch)
+        return jax.tree.map(jnp.add, sums, (values, grads)), memory
 
     zero_grads = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
     split = jax.tree.map(lambda x: x.reshape(micro_batches, -1, *x.shape[1:]), rows)
-    return lax.scan(add, (zeros, zero_grads), split)[0]
+    (values, grads), memory = lax.scan(add, (zeros, zero_grads), (memory, split))
+    return values, grads, memory

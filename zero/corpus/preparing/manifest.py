@@ -39,6 +39,7 @@ class Counts(NamedTuple):
     short: int = 0  # documents that were left out
     duplicates: int = 0  # of both splits
     long: int = 0  # pairs that were left out
+    cut: int = 0  # documents of which only the first row was kept
 
     def plus(self, other: Counts) -> Counts:
         sums = Counts(*map(operator.add, self, other))
@@ -234,6 +235,8 @@ def finish(place: str, manifest: dict[str, Any], counts: Sequence[Counts], has_i
     manifest["duplicates"] = counts[0].duplicates
     if manifest.get("preferences"):
         manifest["long"] = sum(count.long for count in counts)
+    if manifest.get("cut_documents"):
+        manifest["cut"] = sum(count.cut for count in counts)
     save(place, manifest)
 
 

@@ -22,11 +22,14 @@ class CorpusOptions:
     tokenizer: Tokenizer | int  # a number: train one of so many tokens on the source, as directory/name/tokenizer.json
     row_tokens: int
     one_document_per_row: bool = False
+    cut_documents: bool = False  # to their first row
+    begin_rows: bool = False  # with the end of text
     pack: str | None = None  # a key of `packing.PACKINGS`
     validation_fraction: float = 0.05
     rows_per_member: int = 256
     rows_per_shard: int = 8192
     key: str = "text"
+    lines: bool = False  # each line of a text is a document
     completions: bool = False
     preferences: bool = False
     loss_on: tuple[str, ...] = LEARNED
@@ -50,6 +53,10 @@ class CorpusOptions:
             raise UserError("--completions and --preferences: expected one of them")
         if not self.completions and self.loss_on != LEARNED:
             raise UserError(f"--loss-on {' '.join(self.loss_on)} expects --completions, whose roles it names")
+        if self.cut_documents and (self.completions or self.preferences or not self.one_document_per_row):
+            raise UserError("--cut-documents expects --one-document-per-row, and no --completions or --preferences")
+        if self.begin_rows and self.preferences:
+            raise UserError("--begin-rows and --preferences: expected one of them")
         if self.pack and self.is_unjoined:
             option = "preferences" if self.preferences else "one_document_per_row"
             raise UserError(f"pack={self.pack} joins documents in a row, and {option} does not: choose one of them")
@@ -79,12 +86,15 @@ class CorpusOptions:
             "validation_fraction": self.validation_fraction,
             "rows_per_member": self.rows_per_member,
             "rows_per_shard": self.rows_per_shard,
+            "cut_documents": self.cut_documents or None,
+            "begin_rows": self.begin_rows or None,
             "pack": self.pack,
             "completions": self.completions or None,
             "preferences": self.preferences or None,
             "loss_on": None if self.loss_on == LEARNED else list(self.loss_on),
             "chat_template": chat_template,
             "splits": self.splits,
+            "lines": self.lines or None,
             "minimum_tokens": self.minimum_tokens or None,
             "normalise": self.normalise,
             "deduplicate": self.deduplicate or None,

@@ -60,6 +60,7 @@ class Corpus:
     short: int = 0  # documents that --minimum-tokens has left out
     duplicates: int = 0  # documents that --deduplicate has left out
     long: int = 0  # pairs that are longer than a row
+    cut: int = 0  # documents of which --cut-documents has kept the first row only
     test_index: str | None = None
     test: SplitSummary | None = None  # of a source that has one
 
@@ -82,6 +83,9 @@ def prepare(
     into rows without loss: the last row of a split is padded, as its length.npy records. With `pack` the documents of
     each shard are packed into rows, and shards hold about `rows_per_shard`. The tokenizer's chat template is copied.
 
+    With `cut_documents` a document has one row, and what is beyond it is left out. With `begin_rows` each row begins
+    with the end of text, so that all of its `row_tokens - 1` other tokens are targets of training.
+
     After an interruption the next call with these arguments continues after the finished shards; a finished corpus is
     kept, if the source, which is read for that, still has the contents that it was made of. At no time does an index
     list a shard that does not exist. A few shards are held in memory.
@@ -102,7 +106,8 @@ def prepare(
         reader = CompletionReader(template, options.loss_on)
     elif options.preferences:
         reader = PreferenceReader(template)
-    opened = Source(str(source), options.key, options.validation_fraction, reader, options.splits, options.normalise)
+    of_text = (options.splits, options.normalise, options.lines)
+    opened = Source(str(source), options.key, options.validation_fraction, reader, *of_text)
     if not opened.has_documents:
         for option in options.expects_documents():
             raise UserError(f"{source} is one long text, and {option} expects documents: a folder or JSON lines")
@@ -129,6 +134,7 @@ def prepare(
         short=manifest.get("short", 0),
         duplicates=manifest.get("duplicates", 0),
         long=manifest.get("long", 0),
+        cut=manifest.get("cut", 0),
         test_index=indices["test"] if "test" in sizes else None,
         test=sizes.get("test"),
     )

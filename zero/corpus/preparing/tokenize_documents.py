@@ -48,6 +48,7 @@ class UnitTokenizer:
     minimum_tokens: int = 0  # of a document, its end of text included; shorter ones are left out
     has_pairs: bool = False  # each document is a pair of texts, and a row
     marks_starts: bool = False  # of documents, for a packing
+    cuts_documents: bool = False  # to their first row, which then ends with the end of text
 
     def __call__(self, unit: Unit, wanted: tuple[bool, ...]) -> list[SplitTokens | None]:
         counts = [Counts() for _ in wanted]
@@ -77,10 +78,18 @@ class UnitTokenizer:
                 if self.has_pairs and max(len(one.ids) for one in found) > self.row_tokens:
                     counts[split] = counts[split].plus(Counts(long=1))
                     continue
+                if self.cuts_documents and len(found[0].ids) > self.row_tokens:
+                    counts[split] = counts[split].plus(Counts(cut=1))
+                    found = [self._cut(found[0])]
                 documents[split].append(found)
                 size = sum(len(one.ids) for one in found)
                 counts[split] = counts[split].plus(Counts(int(ends), size, len(data), lowest=value))
         return [self._join(documents[i], counts[i]) if wanted[i] else None for i in range(len(wanted))]
+
+    def _cut(self, document: Tokens) -> Tokens:
+        """The beginning of a document that is longer than a row, as transformers' tokenizers truncate it."""
+        end = np.asarray([self.tokenizer.end_of_text], document.ids.dtype)
+        return Tokens(np.concatenate([document.ids[: self.row_tokens - 1], end]), None)
 
     def _tokens(self, document: Document) -> Tokens:
         if document.completions is None:

@@ -37,13 +37,14 @@ def write_shards(
     """Writes the missing shards; returns the totals of the splits."""
     tokenize = UnitTokenizer(
         tokenizer,
-        manifest["row_tokens"],
+        manifest["row_tokens"] - bool(manifest.get("begin_rows")),
         manifest["one_document_per_row"],
         bool(manifest.get("completions") or manifest.get("preferences")),
         manifest["unfinished"]["threshold"],
         manifest.get("minimum_tokens") or 0,
         bool(manifest.get("preferences")),
         manifest.get("pack") is not None,
+        bool(manifest.get("cut_documents")),
     )
     # Bytes and ids need less time than it takes to send them to another process.
     is_cheap = source.has_ids or isinstance(tokenizer, ByteTokenizer)
@@ -125,7 +126,8 @@ class _SplitWriter:
         self._split = split
         self._publisher = publisher
         self._filler = tokenizer.end_of_text
-        self._row_tokens = manifest["row_tokens"]
+        self._begins_rows = bool(manifest.get("begin_rows"))
+        self._row_tokens = manifest["row_tokens"] - self._begins_rows  # of documents
         self._rows_per_member = manifest["rows_per_member"]
         self._size = manifest["rows_per_shard"] * (1 if manifest["one_document_per_row"] else self._row_tokens)
         self._pack = PACKINGS[manifest["pack"]] if manifest.get("pack") else None
@@ -169,6 +171,10 @@ class _SplitWriter:
             rows, lengths = padded_rows(rows, self._row_tokens, self._filler)
             completions = None if completions is None else padded_rows(completions, self._row_tokens, 0)[0]
         assert lengths is not None
+        if self._begins_rows:
+            rows = np.insert(rows, 0, self._filler, axis=1)
+            lengths = lengths + 1
+            completions = None if completions is None else np.insert(completions, 0, 0, axis=1)
         self._waiting = []
         self._held = 0
         data = _tar(rows, lengths, completions, self._row, self._rows_per_member)

@@ -94,6 +94,16 @@ def _parser() -> argparse.ArgumentParser:
         help="pad the rows of each document, instead of joining documents",
     )
     parser.add_argument(
+        "--cut-documents",
+        action="store_true",
+        help="keep only the first of these rows, which then ends with the end of text",
+    )
+    parser.add_argument(
+        "--begin-rows",
+        action="store_true",
+        help="begin each row with the end of text: all of its other tokens, one less than --row-tokens, are predicted",
+    )
+    parser.add_argument(
         "--pack",
         choices=PACKINGS,
         help="best-fit: choose documents that fill a row together, so that only those longer than a row are cut",
@@ -112,6 +122,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows-per-member", type=int, default=256, help="rows in one array of a shard (256)")
     parser.add_argument("--rows-per-shard", type=int, default=8192, help="rows in a shard (8192)")
     parser.add_argument("--key", default="text", help='of the text in an object or of the ids in a TFRecord ("text")')
+    parser.add_argument(
+        "--lines", action="store_true", help="each line of a text is a document; of a folder all files are read"
+    )
     parser.add_argument(
         "--completions",
         action="store_true",
@@ -182,6 +195,8 @@ def _prepare(given: argparse.Namespace) -> None:
         print(f"{corpus.short} documents were left out because they have fewer tokens than --minimum-tokens")
     if corpus.long:
         print(f"{corpus.long} pairs were left out because a text has more tokens than --row-tokens {row_tokens}")
+    if corpus.cut:
+        print(f"{corpus.cut} documents were cut to a row of {row_tokens} tokens")
     if corpus.duplicates:
         print(f"{corpus.duplicates} documents were left out because they equal an earlier one")
     print("Train on it:")
@@ -222,8 +237,9 @@ def training_overrides(corpus: Corpus, options: CorpusOptions) -> list[str]:
     if storage.exists(path):
         vocab_size = load_tokenizer(path).vocab_size
         overrides += [f"data.tokenizer={_quoted(path)}", f"model.override.vocab_size={vocab_size}"]
-    overrides.append(f"model.override.block_size={options.row_tokens}")
-    if options.row_tokens % SHORT_ROWS:
+    context = options.row_tokens - options.begin_rows
+    overrides.append(f"model.override.block_size={context}")
+    if context % SHORT_ROWS:
         overrides.append("training.staged_warmup_steps=0")
     if options.completions:
         overrides.append("training.loss_on=completion")

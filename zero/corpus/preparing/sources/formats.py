@@ -9,7 +9,7 @@ from typing import NamedTuple
 from zero.corpus.preparing.sources import documents
 from zero.corpus.preparing.sources.arrays import array_units, megatron_index
 from zero.corpus.preparing.sources.documents import Reader, Unit
-from zero.corpus.preparing.sources.json_lines import json_lines
+from zero.corpus.preparing.sources.json_lines import json_lines, text_lines
 from zero.corpus.preparing.sources.tables import table_units
 from zero.corpus.preparing.sources.tars import has_tensors, tar_units
 from zero.corpus.preparing.sources.tfrecords import record_units
@@ -66,10 +66,16 @@ FORMATS = (
 )
 
 
-def format_of(path: str) -> Format | None:
-    """The format of a file by its name; None is text.
+LINES = Format(_names(""), lambda path, options: text_lines(path))  # of text, where each line is a document
+
+
+def format_of(path: str, has_lines: bool = False) -> Format | None:
+    """The format of a file by its name; None is text, `LINES` where each of its lines is a document.
 
     >>> format_of("gs://bucket/c4.jsonl.gz") is FORMATS[0], format_of("a.txt")
     (True, None)
+    >>> format_of("a.txt", has_lines=True) is LINES
+    True
     """
-    return next((form for form in FORMATS if form.names.fullmatch(path)), None)
+    of_text = LINES if has_lines else None
+    return next((form for form in FORMATS if form.names.fullmatch(path)), of_text)

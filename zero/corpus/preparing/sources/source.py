@@ -33,6 +33,7 @@ class Source:
         normalise: a key of `FORMS`, the Unicode normalisation form of all text; None: as it is.
         reader: of objects of JSON and rows of a table, where they are not a text under `key`; then the source holds
             nothing else.
+        has_lines: whether each line of a text is a document. Then all files of a folder are read.
 
     Raises:
         UserError: there is no such source, or nothing in it can be read.
@@ -46,7 +47,9 @@ class Source:
         reader: Reader | None = None,
         splits: str | None = None,
         normalise: str | None = None,
+        has_lines: bool = False,
     ):
+        self._has_lines = has_lines
         self._validation_fraction = validation_fraction
         self._form = None if normalise is None else FORMS[normalise]
         is_official = splits == OFFICIAL
@@ -57,8 +60,8 @@ class Source:
         is_hub = name.startswith("hf:")
         opened = HubDataset(name.removeprefix("hf:"), self._options.reader, is_official) if is_hub else None
         self._hub = opened
-        self._files = [] if is_hub else find_files(name, lambda path: format_of(path) is not None)
-        formats = [format_of(file.path) for file in self._files]
+        self._files = [] if is_hub else find_files(name, lambda path: format_of(path, has_lines) is not None)
+        formats = [format_of(file.path, has_lines) for file in self._files]
         if reader is not None:
             for file, file_format in zip(self._files, formats, strict=True):
                 if file_format is None or not file_format.has_objects:
@@ -129,7 +132,7 @@ class Source:
         group: list[SourceFile] = []
         size = 0
         for file in files:
-            file_format = format_of(file.path)
+            file_format = format_of(file.path, self._has_lines)
             if group and (file_format is not None or size >= documents.UNIT_BYTES):
                 yield _texts(group)
                 group = []

@@ -10,7 +10,7 @@ from zero.errors import UserError
 
 OFFICIAL = "official"
 _WORDS = {"train": TRAIN, "training": TRAIN, "test": TEST, "testing": TEST}
-_WORDS |= dict.fromkeys(("val", "valid", "validation", "dev", "eval"), VALIDATION)
+_WORDS |= dict.fromkeys(("val", "valid", "validation", "dev", "eval", "heldout"), VALIDATION)
 
 
 def split_of(name: str) -> int | None:
@@ -31,7 +31,7 @@ def official_splits(source: str, names: Iterable[str]) -> list[int]:
     """
     names = list(names)
     splits = [split_of(name) for name in names]
-    expected = "--splits official expects names with train, validation (val, valid, dev) or test"
+    expected = "--splits official expects names with train, validation (val, valid, dev, heldout) or test"
     known = [split for split in splits if split is not None]
     if len(known) < len(splits):
         raise UserError(f"{source}: {expected}; found {names[splits.index(None)]}")

@@ -1,0 +1,408 @@
+"""Trains two recipes beside the formulas of their sources, with the optimizers of these, and compares every loss.
+
+    python benchmarks/recipe_losses.py --out DIRECTORY                      # both, 300 steps each
+    python benchmarks/recipe_losses.py --out DIRECTORY --only gpt-neo-125m
+
+zero's step runs sharded on two virtual CPU devices (stage 3). The formula beside it is written here in plain jax, for
+one device, from the files that docs/sources/recipes.yaml names, and shares nothing with zero but the first weights and
+the rows: models/gpt2/gpt2.py and optimizers.py of GPT-Neo; nn/attn.py, nn/vq.py and ops/train.py of Transformer-VQ.
+Both are narrow models with all other values of the recipe; without dropout, whose masks are random, and with a warmup
+of 30 steps, so that the weights move. The corpus is the standard library of the running Python, as bytes.
+
+Losses are added to DIRECTORY/NAME.json as they are computed; a repetition trains what is missing. The rows of
+Transformer-VQ are trained with zero's splits of unused codes, which the source does not have, and without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sysconfig
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import zero
+from zero.cli import compose
+from zero.job import Job, make_job, steps_per_row
+from zero.models import codebook
+from zero.models.config import GPTConfig
+from zero.run.step_programs import split_batch
+
+STEPS, WARMUP, DEVICES = 300, 30, 2
+COMMON = [
+    "data.corpus=null",
+    "data.last_target=true",
+    f"training.total_steps={STEPS}",
+    f"training.warmup_steps={WARMUP}",
+    "training.gradient_accumulation_steps=1",
+    "training.batch_size=8",
+    "data.tokenizer=bytes",
+    "data.index_path_train=none.index",
+    "data.index_path_validation=none.index",
+    "training.sample_tokens=0",
+    "zero.remat=none",
+]
+NO_DROPOUT = "residual_dropout: 0.0, distance_dropout: 0.0, layer_dropout: 0.0"
+KEYS = {
+    "gpt-neo-125m": [
+        "data.max_context=64",
+        "model.override={embedding_dim: 96, num_head: 3, N: 2, vocab_size: 257, vocab_chunks: 1, block_size: 64, "
+        "windows: [0, 16], z_loss: 1.0e-4}",
+    ],
+    "transformer-vq-enwik8": [
+        "data.max_context=128",
+        "model.override={embedding_dim: 64, distance_width: 64, key_width: 16, codes: 32, vq_block: 16, N: 1, "
+        f"update_tokens: 32, block_size: 128, {NO_DROPOUT}}}",
+        "training.evaluation_frequency=20",
+    ],
+}
+KEYS["transformer-vq-enwik8, no splits"] = KEYS["transformer-vq-enwik8"]
+
+Tree = Any
+Loss = Callable[..., tuple[jax.Array, Any]]
+
+
+class Source(NamedTuple):
+    """How a source trains.
+
+    Attributes:
+      loss: `(params, codebook, memory, position, tokens, targets)` to what is minimised, and `(the logged loss, the
+        codebook after the update, the memory after these tokens)`.
+      optimizer: see `Adam`.
+      empty_memory: from the size and the number of rows.
+    """
+
+    loss: Callable[[GPTConfig], Loss]
+    optimizer: Adam
+    empty_memory: Callable[[GPTConfig, int], Tree]
+
+
+class Adam(NamedTuple):
+    """Adam as a source has it.
+
+    Attributes:
+      clip: largest global norm.
+      decay: from the path of a leaf and the learning rate to the share of the weight that goes in a step.
+      rate: from the number of the update, counted from 1, to the learning rate.
+    """
+
+    clip: float
+    b2: float
+    eps: float
+    is_corrected: bool
+    decay: Callable[[tuple[str, ...], jax.Array], jax.Array | float]
+    rate: Callable[[jax.Array], jax.Array]
+
+    def update(self, params: Tree, grads: Tree, moments: Tree, number: jax.Array) -> tuple[Tree, Tree]:
+        norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
+        grads = jax.tree.map(lambda g: g * jnp.minimum(1, self.clip / norm), grads)
+        means, squares = moments
+        means = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, means, grads)
+        squares = jax.tree.map(lambda v, g: self.b2 * v + (1 - self.b2) * g**2, squares, grads)
+        rate = self.rate(number)
+
+        def moved(path: Any, x: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
+            if self.is_corrected:
+                m, v = m / (1 - 0.9**number), v / (1 - self.b2**number)
+            share = self.decay(tuple(key.key for key in path), rate)
+            return x - rate * m / (jnp.sqrt(v) + self.eps) - share * x
+
+        return jax.tree_util.tree_map_with_path(moved, params, means, squares), (means, squares)
+
+
+def ramp(number: jax.Array) -> jax.Array:
+    return jnp.minimum(number / WARMUP, 1)
+
+
+def cosine(done: jax.Array, end: float) -> jax.Array:
+    return end + (1 - end) * (1 + jnp.cos(jnp.pi * jnp.clip(done, 0, 1))) / 2
+
+
+def normed(x: jax.Array, epsilon: float) -> jax.Array:
+    return x * lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + epsilon)
+
+
+def layer_norm(x: jax.Array, p: Tree) -> jax.Array:
+    return normed(x - x.mean(-1, keepdims=True), 1e-5) * p["scale"][None, None] + p["bias"][None, None]
+
+
+def dense(x: jax.Array, p: Tree) -> jax.Array:
+    y = x @ p["kernel"]
+    return y + p["bias"][None, None] if "bias" in p else y
+
+
+def gpt_neo(size: GPTConfig) -> Loss:
+    """Unscaled scores, global and local layers in turn, z-loss."""
+
+    def loss(
+        p: Tree, book: Tree, memory: Tree, position: jax.Array, tokens: jax.Array, targets: jax.Array
+    ) -> tuple[jax.Array, Any]:
+        rows, length = tokens.shape
+        table = p["vocabulary"]["table"][0]
+        x = table[tokens] + p["positions"]["table"][None, :length]
+        distance = np.arange(length)[:, None] - np.arange(length)[None]
+        for number in range(size.N):
+            own = jax.tree.map(lambda w, number=number: w[number], p["blocks"])
+            h = layer_norm(x, own["norm_attention"])
+
+            def heads(name: str, own: Tree = own, h: jax.Array = h) -> jax.Array:
+                return dense(h, own[name]).reshape(rows, length, size.num_head, -1).swapaxes(1, 2)
+
+            window = size.windows[number % len(size.windows)] or length
+            scores = heads("query") @ heads("key").swapaxes(2, 3)
+            is_seen = (distance >= 0) & (distance < window)
+            weights = jax.nn.softmax(jnp.where(is_seen[None, None], scores, -1e9))
+            x = x + dense((weights @ heads("value")).swapaxes(1, 2).reshape(rows, length, -1), own["attention_out"])
+            h = dense(layer_norm(x, own["norm_mlp"]), own["mlp_in"])
+            h = 0.5 * h * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
+            x = x + dense(h, own["mlp_out"])
+        logits = layer_norm(x, p["norm"]) @ table.T
+        log_z = jax.nn.logsumexp(logits, axis=-1)
+        value = jnp.mean(log_z - jnp.take_along_axis(logits, targets[..., None], -1)[..., 0])
+        return value + 1e-4 * jnp.mean(log_z**2), (value, book, memory)
+
+    return loss
+
+
+class Remembered(NamedTuple):
+    """Of the positions of a row so far: codes, rounded keys and values of a unit; those to come are zeros."""
+
+    codes: jax.Array
+    keys: jax.Array
+    values: jax.Array
+
+
+def no_positions(size: GPTConfig, rows: int) -> list[Remembered]:
+    length = size.block_size
+    return [
+        Remembered(
+            jnp.zeros((rows, length), jnp.int32),
+            jnp.zeros((rows, length, size.key_width)),
+            jnp.zeros((rows, length, 2 * size.embedding_dim)),
+        )
+        for _ in range(2 * size.N)
+    ]
+
+
+def transformer_vq(size: GPTConfig) -> Loss:
+    """All pairs of positions: the same attention as with the source's cache, in quadratic time."""
+
+    def loss(
+        p: Tree, book: Tree, memory: Tree, position: jax.Array, tokens: jax.Array, targets: jax.Array
+    ) -> tuple[jax.Array, Any]:
+        length = tokens.shape[1]
+        x = p["vocabulary"]["table"][0][tokens]
+        scale = size.key_width**-0.25
+        query_at = position + jnp.arange(length)
+        key_at = jnp.arange(size.block_size)
+        distance = query_at[:, None] - key_at[None]
+        is_near = key_at[None] // size.vq_block >= query_at[:, None] // size.vq_block - 1
+        angles = (
+            np.arange(size.vq_block + 1)[:, None]
+            * 1e5 ** (-np.arange(0, size.embedding_dim, 2) / size.embedding_dim)[None]
+        )
+        features = jnp.asarray(np.concatenate([np.sin(angles), np.cos(angles)], 1), jnp.float32)
+        commitment = jnp.float32(0)
+        new_book: dict[str, Any] = {"unit_0": [], "unit_1": []}
+        new_memory = []
+        for place in range(2 * size.N):
+            unit = f"unit_{place % 2}"
+            own = jax.tree.map(lambda w, place=place: w[place // 2], p["blocks"][unit])
+            counts, sums = (book["blocks"][unit][name][place // 2] for name in ("counts", "sums"))
+            codes = sums / jnp.maximum(counts, 0.01)[:, None]
+            h = normed(x, 1e-6) * own["norm"]["scale"][None, None] + own["norm"]["bias"][None, None]
+            q = normed(dense(h, own["query"]), 1e-6) * scale
+            k = normed(dense(h, own["key"]), 1e-6) * scale
+            z = jnp.argmin(jnp.sum(codes**2, -1)[None, None] - 2 * k @ codes.T, axis=-1)
+            commitment += jnp.mean(jnp.sum((k - codes[z]) ** 2, -1))
+            is_code = jax.nn.one_hot(z, size.codes)
+            decay = size.codebook_decay
+            new_book[unit].append(
+                {
+                    "counts": decay * counts + (1 - decay) * is_code.sum((0, 1)),
+                    "sums": decay * sums + (1 - decay) * jnp.einsum("bts,btk->sk", is_code, k),
+                }
+            )
+            straight = codes[z] + k - lax.stop_gradient(k)
+            v = jax.nn.silu(dense(h, own["value"]))
+            old = memory[place]
+            at = (0, position, 0)
+            seen = Remembered(
+                lax.dynamic_update_slice(old.codes, z.astype(jnp.int32), at[:2]),
+                lax.dynamic_update_slice(old.keys, straight, at),
+                lax.dynamic_update_slice(old.values, v, at),
+            )
+            new_memory.append(seen)
+            q_key = q + own["key_bias"][None, None] * scale
+            near = jnp.einsum("btk,bsk->bts", q_key, seen.keys)
+            far = jnp.einsum("btk,bsk->bts", q_key, codes[seen.codes])
+            by_distance = (q + own["distance_bias"][None, None] * scale) @ (
+                dense(features[None], own["distance"])[0] * scale
+            ).T
+            reach = jnp.clip(distance, 0, size.vq_block)
+            bias = jnp.take_along_axis(by_distance, jnp.broadcast_to(reach[None], near.shape), axis=2)
+            bias = jnp.where((distance <= size.vq_block)[None], bias, 0)
+            scores = jnp.where((distance >= 0)[None], jnp.where(is_near[None], near + bias, far), -1e9)
+            out = jax.nn.softmax(scores) @ seen.values
+            x = x + dense(out * jax.nn.silu(dense(h, own["gate"])), own["attention_out"])
+        logits = x @ p["head"]["table"][0].T + p["head_bias"]["bias"][None, None]
+        log_z = jax.nn.logsumexp(logits, axis=-1)
+        value = jnp.mean(log_z - jnp.take_along_axis(logits, targets[..., None], -1)[..., 0])
+        stacked = {name: jax.tree.map(lambda *leaves: jnp.stack(leaves), *units) for name, units in new_book.items()}
+        return value + size.commitment * commitment, (value, {"blocks": stacked}, new_memory)
+
+    return loss
+
+
+MATRICES = ("kernel", "table")
+SOURCES = {
+    "gpt-neo-125m": Source(
+        gpt_neo,
+        Adam(
+            1.0, 0.95, 1e-8, False,
+            # All but biases and the norms of layers.
+            lambda path, rate: 0.1 * rate if path[-1] in MATRICES or path[0] == "norm" else 0.0,
+            lambda number: 6e-4 * cosine(number / STEPS, 0.1) * ramp(number),
+        ),
+        lambda size, rows: None,
+    ),
+    "transformer-vq-enwik8": Source(
+        transformer_vq,
+        Adam(
+            0.1, 0.98, 1e-9, True,
+            lambda path, rate: 2e-4 if path[-1] in MATRICES else 0.0,
+            lambda number: 4e-4 * ramp(number) * cosine((number - WARMUP) / (STEPS - WARMUP), 0.1),
+        ),
+        no_positions,
+    ),
+}  # fmt: skip
+
+
+def corpus(tokens: int) -> np.ndarray:
+    """Bytes of the standard library, int32."""
+    found = bytearray()
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        found += path.read_bytes()
+        if len(found) >= tokens:
+            break
+    return np.frombuffer(bytes(found[:tokens]), np.uint8).astype(np.int32)
+
+
+def batches(count: int, rows: int, length: int) -> Iterator[np.ndarray]:
+    """Rows of `length + 1` tokens, the same in each call."""
+    text = corpus(2_000_000)
+    rng = np.random.default_rng(0)
+    for _ in range(count):
+        starts = rng.integers(0, len(text) - length - 1, rows)
+        yield np.stack([text[start : start + length + 1] for start in starts])
+
+
+class Training(NamedTuple):
+    """A recipe to train, and where it starts."""
+
+    job: Job
+    size: GPTConfig
+    rows: int
+    length: int
+    steps_per_row: int
+
+    def batches(self) -> Iterator[np.ndarray]:
+        return batches(STEPS // self.steps_per_row, self.rows, self.length)
+
+    def first(self) -> tuple[Any, Tree, Tree]:
+        """The state on devices, whole weights, and the codebook."""
+        state = self.job.programs.fresh(np.full(DEVICES, 0, np.uint32))
+        model = self.job.model
+        params = zero.to_host(state.params, model.layout, model.axis)
+        book = jax.tree.map(lambda x: np.asarray(x)[0], state.averages.get("codebook"))
+        return state, params, book
+
+
+def training(name: str) -> Training:
+    recipe = name.partition(",")[0]
+    config, size = compose([f"+recipe={recipe}", *COMMON, *KEYS[name]])
+    return Training(
+        make_job(config, size), size, config.training.batch_size, config.data.max_context, steps_per_row(config, size)
+    )
+
+
+def losses_of_zero(of: Training) -> Iterator[float]:
+    """In float32; the state is sharded over all devices."""
+    state, _, _ = of.first()
+    for tokens in of.batches():
+        state, metrics = of.job.programs.step(state, split_batch(tokens, 0, 1))
+        yield from np.asarray(metrics["loss"]).reshape(-1).tolist()
+
+
+def losses_of_source(of: Training, source: Source) -> Iterator[float]:
+    _, params, book = of.first()
+    loss = source.loss(of.size)
+    moments = jax.tree.map(jnp.zeros_like, (params, params))
+    length = of.length // of.steps_per_row
+
+    @jax.jit
+    def step(
+        params: Tree, book: Tree, moments: Tree, memory: Tree, position: jax.Array, tokens: jax.Array, number: jax.Array
+    ) -> Any:
+        memory = lax.stop_gradient(memory)
+        arguments = (book, memory, position, tokens[:, :-1], tokens[:, 1:])
+        (_, (value, book, memory)), grads = jax.value_and_grad(loss, has_aux=True)(params, *arguments)
+        params, moments = source.optimizer.update(params, grads, moments, number)
+        return params, book, moments, memory, value
+
+    number = 0
+    for tokens in of.batches():
+        memory = source.empty_memory(of.size, of.rows)
+        for part in range(of.steps_per_row):
+            number += 1
+            own = tokens[:, part * length : (part + 1) * length + 1]
+            arguments = (memory, jnp.int32(part * length), own, jnp.float32(number))
+            params, book, moments, memory, value = step(params, book, moments, *arguments)
+            yield float(value)
+
+
+def trained(path: Path, key: str, losses: Callable[[], Iterator[float]]) -> list[float]:
+    """The losses of a file, which are computed if they are not there."""
+    held: dict[str, list[float]] = json.loads(path.read_text()) if path.exists() else {}
+    if len(held.get(key, ())) < STEPS:
+        held[key] = list(losses())
+        path.write_text(json.dumps(held))
+    return held[key]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="directory of the losses")
+    parser.add_argument("--only", nargs="*", choices=KEYS, default=list(KEYS), help="names of the rows")
+    options = parser.parse_args()
+    zero.use_cpu_devices(DEVICES)
+    options.out.mkdir(parents=True, exist_ok=True)
+    print("| recipe | first loss | loss of the last ten steps, zero | source | largest difference | in step |")
+    print("|---|---|---|---|---|---|")
+    for name in options.only:
+        of = training(name)
+        recipe = name.partition(",")[0]
+        source_file = options.out / f"{recipe}.json"
+        theirs = trained(source_file, "source", partial(losses_of_source, of, SOURCES[recipe]))
+        unused = 0.0 if name.endswith("no splits") else codebook._UNUSED  # no code has fewer keys than none
+        with patch.object(codebook, "_UNUSED", unused):
+            ours = trained(options.out / f"{name}.json", "zero", partial(losses_of_zero, of))
+        apart = np.abs(np.asarray(ours) - np.asarray(theirs))
+        last = [np.mean(losses[-10:]) for losses in (ours, theirs)]
+        print(
+            f"| {name} | {ours[0]:.4f} | {last[0]:.4f} | {last[1]:.4f} | {apart.max():.1e} | {apart.argmax() + 1} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
