@@ -78,6 +78,42 @@ def read_choices(origin: str, config: Mapping[str, Any], architecture: Architect
     return {name: found[name] for name in UNSEEN}
 
 
+# Attributes of `GPTConfig` for those that keys of config.json hold, where a property has another name.
+_FIELDS = {
+    "key_heads": "kv_heads",
+    "head_width": "head_dim",
+    "mlp_width": "mlp_dim",
+    "attention_drop_rate": "attention_dropout",
+    "residual_drop_rate": "residual_dropout",
+}
+_DERIVED = ("score_width", "score_multiplier", "logit_divisor")  # which `read_choices` turns into attributes
+
+
+def read_size(origin: str, config: Mapping[str, Any], architecture: Architecture, layers: int) -> GPTConfig:
+    """The whole model that a config.json describes, with this many layers.
+
+    Raises:
+      UserError: a size is missing, or it describes no possible model; `origin` begins the message.
+    """
+    found: dict[str, Any] = {}
+    for key, name in architecture.keys.items():
+        value = config.get(key, config.get(architecture.aliases.get(key, ""), architecture.absent.get(key)))
+        if name not in _DERIVED and value is not None:
+            found[_FIELDS.get(name, name)] = value
+    choices = architecture.choices()
+    found = {**choices, "dropout": 0.0, **found, **read_choices(origin, config, architecture, layers), "N": layers}
+    missing = [
+        key for key, name in architecture.keys.items() if _FIELDS.get(name, name) in _SIZES and name not in found
+    ]
+    if missing:
+        raise UserError(f"{origin}: {missing[0]} is missing")
+    with reading(f"{origin}: expected the configuration of a model"):
+        return GPTConfig(**found)
+
+
+_SIZES = ("embedding_dim", "vocab_size", "num_head", "block_size")
+
+
 def write_config(architecture: Architecture, size: GPTConfig) -> dict[str, Any]:
     """The content of config.json for a model that equals this architecture, without its tokenizer's keys."""
     keys = {key: getattr(size, name) for key, name in architecture.keys.items()}

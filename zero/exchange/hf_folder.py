@@ -11,10 +11,10 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from zero.errors import UserError
-from zero.exchange.hf_config import read_architecture, read_choices
+from zero.exchange.hf_config import read_architecture, read_choices, read_size
 from zero.exchange.mxfp4 import decoded
 from zero.files.parsing import json_object, reading
-from zero.models.config import HEAD
+from zero.models.config import HEAD, GPTConfig
 from zero.partition.global_arrays import from_global, global_shapes
 from zero.partition.layout import LeafLayout, PyTree
 from zero.training.sharded_gpt import ShardedGPT
@@ -49,7 +49,13 @@ class HuggingFaceFolder:
             raise UserError(
                 f"{path}: holds no tensor of a layer; expected {self.architecture.prefix}{first}0 and so on"
             )
+        self._config = config
+        self.layers = layers
         self.size = {"N": layers, **read_choices(str(path / CONFIG_FILE), config, self.architecture, layers)}
+
+    def whole_size(self) -> GPTConfig:
+        """The model of the folder. Raises UserError where its config.json describes none."""
+        return read_size(str(self.path / CONFIG_FILE), self._config, self.architecture, self.layers)
 
     def _open_tensors(self, stack: ExitStack) -> dict[str, Any]:
         """Unread slices of the tensors that are weights, by name without the architecture's prefix."""
