@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import zero
-from tests.helpers.brought import save_tokenizer
+from tests.helpers.brought import MODELS, save_folder
 from zero.corpus.text.tokenizers import encode_prompt, load_tokenizer
 from zero.exchange.brought import brought
 from zero.exchange.warm_start import warm_start
@@ -19,43 +19,6 @@ from zero.training.sharded_gpt import ShardedGPT
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 
-SHAPE: dict[str, Any] = {
-    "hidden_size": 36,
-    "intermediate_size": 53,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "vocab_size": 337,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-}
-HEADS = {"head_dim": 10}
-FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {  # the class of the configuration, the tokenizer, and keys
-    "llama": ("LlamaConfig", "llama3", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
-    "gemma3": ("Gemma3TextConfig", "gemma3", {**HEADS, "sliding_window": 7, "query_pre_attn_scalar": 13}),
-    "qwen2": ("Qwen2Config", "qwen2", {"tie_word_embeddings": True}),
-    "qwen3": ("Qwen3Config", "qwen2", HEADS),
-    "mistral": ("MistralConfig", "mistral", {**HEADS, "sliding_window": 9}),
-    "phi3": ("Phi3Config", "phi3", {"pad_token_id": None}),
-    "smollm3": ("SmolLM3Config", "smollm3", {"pad_token_id": None}),
-    "olmo2": ("Olmo2Config", "olmo2", {}),
-    "gpt_oss": ("GptOssConfig", "gpt_oss", {**HEADS, "num_local_experts": 3, "sliding_window": 7}),
-}
-
-
-def save_folder(folder: Path, family: str, **changes: Any) -> None:
-    """Random weights by transformers, in bfloat16, and the files of a tokenizer."""
-    import torch
-    import transformers
-
-    name, tokenizer, keys = FAMILIES[family]
-    config = getattr(transformers, name)(**{**SHAPE, **keys, **changes})
-    transformers.set_seed(0)
-    model: Any = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
-    model.save_pretrained(folder)
-    (folder / "generation_config.json").unlink(missing_ok=True)
-    save_tokenizer(folder, tokenizer)
-
 
 def opened(folder: Path, devices: int) -> TrainedModel:
     found = brought(str(folder))
@@ -64,7 +27,7 @@ def opened(folder: Path, devices: int) -> TrainedModel:
     return TrainedModel(model, warm_start(str(folder), model), load_tokenizer(found.tokenizer()), None)
 
 
-@pytest.mark.parametrize("family", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in [*FAMILIES][1:])])
+@pytest.mark.parametrize("family", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in [*MODELS][1:])])
 def test_greedy_texts_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     """Up to each end of the folder's list, whichever comes, through the harness; losses too."""
     import torch

@@ -1,7 +1,8 @@
 """Folders as they are on the hub, small: a tokenizer with the special tokens, post-processor and files of its family.
 
 - `HOMES`: how each family's files name its special tokens; `save_tokenizer` writes them, with a vocabulary of our own.
-- `TEXTS`, `CHATS`, `TOOLS`: what a table of ids is compared on.
+- `MODELS`: small models with such tokenizers; `save_folder` writes one as it is on the hub, with random weights.
+- `texts`, `CHATS`, `TOOLS`: what a table of ids is compared on.
 """
 
 import json
@@ -124,6 +125,28 @@ HOMES = {
     ),
     "gpt2": Home(("<|endoftext|>",), {}, ("<|endoftext|>",), "", adds_begin=False, of_config=("<|endoftext|>",)),
 }
+SHAPE: dict[str, Any] = {
+    "hidden_size": 36,
+    "intermediate_size": 53,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "vocab_size": 337,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
+HEADS = {"head_dim": 10}
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {  # the class of the configuration, the tokenizer, and keys
+    "llama": ("LlamaConfig", "llama3", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+    "gemma3": ("Gemma3TextConfig", "gemma3", {**HEADS, "sliding_window": 7, "query_pre_attn_scalar": 13}),
+    "qwen2": ("Qwen2Config", "qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", "qwen2", HEADS),
+    "mistral": ("MistralConfig", "mistral", {**HEADS, "sliding_window": 9}),
+    "phi3": ("Phi3Config", "phi3", {"pad_token_id": None}),
+    "smollm3": ("SmolLM3Config", "smollm3", {"pad_token_id": None}),
+    "olmo2": ("Olmo2Config", "olmo2", {}),
+    "gpt_oss": ("GptOssConfig", "gpt_oss", {**HEADS, "num_local_experts": 3, "sliding_window": 7}),
+}
 TOOLS = [{"type": "function", "function": {"name": "weather", "description": "of é", "parameters": {"type": "object"}}}]
 CHATS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "What is a shard?"}],
@@ -181,3 +204,17 @@ def save_tokenizer(folder: Path, family: str) -> None:
 
 def _write(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def save_folder(folder: Path, family: str, **changes: Any) -> None:
+    """Random weights by transformers, in bfloat16, and the files of a tokenizer."""
+    import torch
+    import transformers
+
+    name, tokenizer, keys = MODELS[family]
+    config = getattr(transformers, name)(**{**SHAPE, **keys, **changes})
+    transformers.set_seed(0)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    model.save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    save_tokenizer(folder, tokenizer)
