@@ -1,5 +1,6 @@
 """A folder as it is on the hub, used at once: its size, ids, logits, stops and texts are those of transformers."""
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -8,13 +9,19 @@ from typing import Any
 import pytest
 
 import zero
+from tests.exchange.random_weights import SIZES
 from tests.helpers.brought import MODELS, save_folder
+from zero.cli import compose
 from zero.corpus.text.tokenizers import encode_prompt, load_tokenizer
+from zero.errors import UserError
+from zero.exchange.architecture_table import architecture_of
 from zero.exchange.brought import brought
+from zero.exchange.hf_config import read_size, write_config
 from zero.exchange.warm_start import warm_start
 from zero.inference.harness_tasks import adapter
 from zero.inference.scoring import Scorer
 from zero.inference.trained_model import TrainedModel
+from zero.models.config import GPTConfig
 from zero.training.sharded_gpt import ShardedGPT
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
@@ -61,3 +68,35 @@ def test_greedy_texts_are_those_of_transformers(family: str, tmp_path: Path) -> 
         assert is_ended and len(expected) < 20 and expected[-1] in ends
         assert written[: len(expected)].tolist() == expected
         assert text == theirs.decode(expected[:-1], skip_special_tokens=True)
+
+
+def test_whole_sizes(tmp_path: Path) -> None:
+    """What a config.json describes is the model that was written, of each family."""
+    for name, size in SIZES.items():
+        architecture = architecture_of(size)
+        again = read_size("config.json", write_config(architecture, size), architecture, size.N)
+        differing = {
+            field.name: (getattr(size, field.name), getattr(again, field.name))
+            for field in dataclasses.fields(GPTConfig)
+            if getattr(size, field.name) != getattr(again, field.name)
+        }
+        allowed = {"vocab_chunks", "dropout", "balance_loss", "experts", "kv_heads", "head_dim", "mlp_dim"}
+        allowed |= {"attention_dropout", "residual_dropout", "embedding_dropout", "expert_capacity"}
+        assert set(differing) <= allowed, (name, differing)
+        for derived in ("key_heads", "head_width", "mlp_width", "experts", "attention_drop_rate"):
+            assert getattr(again, derived) == getattr(size, derived)
+
+
+def test_modes_take_a_folder(tmp_path: Path) -> None:
+    """mode=sample and mode=evaluate: the size and the tokenizer of the folder; what only a run has is refused."""
+    save_folder(tmp_path, "qwen2")
+    for mode in ("sample", "evaluate"):
+        config, size = compose([f"mode={mode}", f"model.model_path={tmp_path}"])
+        assert (size.embedding_dim, size.N, size.tied, size.qkv_bias) == (36, 2, True, True)
+        assert config.data.tokenizer == str(tmp_path / "tokenizer.json")
+        assert config.data.max_context == 64
+        with pytest.raises(UserError, match=r"data\.resume_step=3: .* is no run, and has no checkpoints"):
+            compose([f"mode={mode}", f"model.model_path={tmp_path}", "data.resume_step=3"])
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match=r"holds no tokenizer; expected tokenizer\.json or tokenizer\.model"):
+        compose(["mode=sample", f"model.model_path={tmp_path}"])
