@@ -145,7 +145,11 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {  # the class of the confi
     "phi3": ("Phi3Config", "phi3", {"pad_token_id": None}),
     "smollm3": ("SmolLM3Config", "smollm3", {"pad_token_id": None}),
     "olmo2": ("Olmo2Config", "olmo2", {}),
-    "gpt_oss": ("GptOssConfig", "gpt_oss", {**HEADS, "num_local_experts": 3, "sliding_window": 7}),
+    "gpt_oss": (
+        "GptOssConfig",
+        "gpt_oss",
+        {**HEADS, "num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": 7},
+    ),
 }
 TOOLS = [{"type": "function", "function": {"name": "weather", "description": "of é", "parameters": {"type": "object"}}}]
 CHATS: list[list[dict[str, Any]]] = [

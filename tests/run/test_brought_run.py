@@ -28,9 +28,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")]
 STEPS = 4
 QUESTION = "What is a shard?"
-SAMPLE = ("sample.temperature=0", "sample.tokens=12", f"sample.prompt={QUESTION}")
+DEVICES = "distributed.cpu_devices=8"
+SAMPLE = (DEVICES, "sample.temperature=0", "sample.tokens=12", f"sample.prompt={QUESTION}")
 JOB = (
-    *(key for key in cli.TINY if not key.startswith(("model.", "data.index", "data.max", "training.total", "dist"))),
+    *(key for key in cli.TINY if not key.startswith(("model.", "data.index", "data.max", "training.total"))),
     "model.size=brought",
     "model.sizes=sizes.yaml",
     "model.warm_start=true",
@@ -100,14 +101,14 @@ def test_a_folder_of_the_hub(family: str, tmp_path: Path, monkeypatch: pytest.Mo
     OmegaConf.save(OmegaConf.create({"brought": entry}), tmp_path / "sizes.yaml")
     # Evaluated, fine-tuned, evaluated again.
     of_corpus = [key for key in JOB if key.startswith(("data.index", "data.tokenizer", "training.loss_on"))]
-    config, size = compose(["mode=evaluate", "model.model_path=folder", "evaluate.context=48", *of_corpus])
+    config, size = compose(["mode=evaluate", DEVICES, "model.model_path=folder", "evaluate.context=48", *of_corpus])
     (tmp_path / "before").mkdir()
     assert evaluate(config, size, tmp_path / "before") == 0
     config, size = compose([*JOB])
     run = tmp_path / "run"
     run.mkdir()
     assert train(config, size, run) == 0
-    config, size = compose(["mode=evaluate", "model.model_path=run", "evaluate.context=48"])
+    config, size = compose(["mode=evaluate", DEVICES, "model.model_path=run", "evaluate.context=48"])
     (tmp_path / "after").mkdir()
     assert evaluate(config, size, tmp_path / "after") == 0
     before, after = (json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("before", "after"))
