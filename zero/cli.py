@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import zero.run.features  # noqa: F401  declares the keys of features
-from zero.config.check import check, describe
+from zero.config.check import Sizes, check, describe
 from zero.config.files import conf_directory, load_sizes
 from zero.config.help import help_text, version_text
 from zero.config.names import moved
@@ -35,6 +35,9 @@ from zero.models.config import GPTConfig
 from zero.run.find_run import parsed_overrides, resume_overrides, trained_run
 from zero.run.sweeps import check_places, continue_job, swept_keys, write_table
 from zero.run_directory import describe_full_disk, discard_unused, saved_config
+
+if TYPE_CHECKING:
+    from zero.exchange.brought import Brought
 
 QUOTE = "'"  # around a value on the command line
 
@@ -110,10 +113,13 @@ def resolve(config: DictConfig, overrides: list[str]) -> tuple[Config, GPTConfig
     """
     given = [override.lstrip("+~").partition("=")[0] for override in overrides]
     check_names(overrides)
+    sizes: Sizes | None = None
     try:
         check_paths_of_runs(config)
         if config.resume is not None:
             config = merge_resumed(saved_config(Path(config.resume)), config, overrides)
+        elif config.mode in ("evaluate", "sample") and (folder := folder_in_place_of_run(config)) is not None:
+            sizes = use_folder(config, folder, given)
         elif config.mode in ("evaluate", "sample"):
             waits = config.mode == "evaluate" and config.evaluate.follow is True
             config.model.model_path = str(trained_run(config.model.model_path, waits))
@@ -121,9 +127,36 @@ def resolve(config: DictConfig, overrides: list[str]) -> tuple[Config, GPTConfig
             config = merge_resumed(saved, config, [*overrides, "model.model_path"])
     except OmegaConfBaseException as error:  # one of these keys is missing or no value
         raise UserError(describe(error)) from error
-    sizes = load_sizes()
+    sizes = sizes or load_sizes()
     checked = check(config, sizes, given)
     return checked, sizes.chosen(checked.model)
+
+
+def folder_in_place_of_run(config: DictConfig) -> Brought | None:
+    """The Hugging Face folder that is evaluated or sampled; None for a run."""
+    place = config.model.model_path
+    if place is None or not (place.startswith("hf:") or (Path(place) / "config.json").is_file()):
+        return None
+    from zero.exchange.brought import brought  # the import takes a second, and runs do not need it
+
+    return brought(place)
+
+
+def use_folder(config: DictConfig, folder: Brought, given: Sequence[str]) -> Sizes:
+    """Sets the keys of a run by a Hugging Face folder, but for those that are given; returns its size.
+
+    Raises:
+      UserError: a key names what only a run has.
+    """
+    for key, value in (("data.resume_step", None), ("model.ema", False), ("evaluate.follow", False)):
+        if OmegaConf.select(config, key) not in (value, None):
+            raise UserError(f"{key}={OmegaConf.select(config, key)}: {folder.path} is no run, and has no checkpoints")
+    config.model.model_path = str(folder.path)
+    if "data.tokenizer" not in given:
+        config.data.tokenizer = folder.tokenizer()
+    if "data.max_context" not in given:
+        config.data.max_context = min(config.data.max_context or folder.size.block_size, folder.size.block_size)
+    return folder
 
 
 def check_paths_of_runs(config: DictConfig) -> None:

@@ -56,7 +56,8 @@ def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = 
     platform = (devices or jax.devices())[0].platform
     device_kind = (devices or jax.devices())[0].device_kind
     remat = "none" if platform == "cpu" and not zero.fused_update else "full"
-    end_of_text = load_tokenizer(config.data.tokenizer).end_of_text if config.data.isolate_documents else None
+    isolates = config.data.isolate_documents
+    separators = load_tokenizer(config.data.tokenizer).special.document_starts if isolates else ()
     compute_dtype = zero.compute_dtype
     if compute_dtype == "auto":
         compute_dtype = "float32" if platform == "cpu" else "bfloat16"
@@ -74,7 +75,7 @@ def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = 
         remat=remat if zero.remat == "auto" else zero.remat,
         blockwise_from=blockwise_from(config.model.attention, platform),
         master_dtype=zero.master_dtype,
-        end_of_text=end_of_text,
+        separators=separators,
         gather_dtype=None if zero.gather_dtype == "auto" else zero.gather_dtype,
         kernel=chosen_kernel(config.model.attention, platform, device_kind, positions=config.data.max_context),
         tuning=tuning,

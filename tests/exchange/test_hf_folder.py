@@ -286,6 +286,25 @@ def test_broken_folders_are_refused(hf: Path, tmp_path: Path) -> None:
     assert "model.safetensors: not a safetensors file" in refusal()
 
 
+def test_weights_that_are_not_read(hf: Path, tmp_path: Path) -> None:
+    """A head of its own beside tied embeddings, which transformers keeps, and weights that are not finite."""
+    (tmp_path / "config.json").write_bytes((hf / "config.json").read_bytes())
+    tensors = load_file(hf / "model.safetensors")
+    embedding = tensors["transformer.wte.weight"]
+    save_file({**tensors, "lm_head.weight": embedding.copy()}, tmp_path / "model.safetensors")
+    model = model_of(LEARNED)
+    assert whole(warm_start(str(tmp_path), model), model)  # a copy of the embedding
+    save_file({**tensors, "lm_head.weight": embedding * 2}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"lm_head\.weight is not the embedding, and the model's are tied"):
+        warm_start(str(tmp_path), model)
+    for value in (np.nan, np.inf):
+        bad = {name: x.copy() for name, x in tensors.items()}
+        bad["transformer.h.1.mlp.c_fc.weight"][3, 5] = value
+        save_file(bad, tmp_path / "model.safetensors")
+        with pytest.raises(UserError, match=r"tensor h\.1\.mlp\.c_fc\.weight: holds values that are not finite"):
+            warm_start(str(tmp_path), model)
+
+
 @pytest.mark.parametrize("dtype", ["int8", "bool", "uint8", "int32"])
 def test_tensor_of_integers_is_no_weight(dtype: str, hf: Path, tmp_path: Path) -> None:
     """As quantised folders hold them: cast to floats they would be another model, with finite losses."""

@@ -1,6 +1,8 @@
 """Adapters beside peft in PyTorch: the same losses over a training, from the same folder of adapters."""
 
+import dataclasses
 import os
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +13,8 @@ import pytest
 
 import zero
 from tests.helpers import llama
-from zero.exchange.peft_folder import peft_adapters, read_peft
+from zero.errors import UserError
+from zero.exchange.peft_folder import alpha_of, check_adapter_keys, peft_adapters, read_peft
 from zero.exchange.warm_start import warm_start
 from zero.models.adapters import PRODUCTS
 from zero.training.batch import Batch
@@ -94,3 +97,39 @@ def test_losses_equal_peft(trained_by_peft: Peft) -> None:
         losses.append(metrics["loss"].item())
     np.testing.assert_allclose(losses, trained_by_peft.losses, rtol=1e-4)
     assert np.ptp(losses) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("init_lora_weights", kind) for kind in ("pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga")),
+        ("alora_invocation_tokens", [5, 7]),
+        ("rank_pattern", {"q_proj": 2}),
+        ("modules_to_save", ["lm_head"]),
+        ("target_parameters", ["mlp.experts.gate_up_proj"]),
+        ("a_key_of_tomorrow", 0.5),
+    ],
+)
+def test_other_adapters_are_refused(key: str, value: Any) -> None:
+    """What is no plain LoRA, or unknown, is refused by name; every default of PEFT is read."""
+    import peft
+
+    plain = {**peft.LoraConfig(r=4, target_modules=MODULES).to_dict(), "init_lora_weights": "gaussian"}
+    for name, default in plain.items():
+        plain[name] = sorted(default) if isinstance(default, set) else default
+    assert {field.name for field in dataclasses.fields(peft.LoraConfig)} - {"runtime_config"} <= set(plain)
+    check_adapter_keys(Path("adapter_config.json"), plain)
+    with pytest.raises(UserError, match=f"adapter_config.json: {key} is {re.escape(repr(value))}, expected"):
+        check_adapter_keys(Path("adapter_config.json"), {**plain, key: value})
+
+
+def test_rank_stabilised_scale() -> None:
+    """The scale of rsLoRA is that of PEFT's own layer."""
+    import peft
+    import torch
+
+    layer = torch.nn.Sequential(torch.nn.Linear(6, 5))
+    config = peft.LoraConfig(r=9, lora_alpha=7, target_modules=["0"], use_rslora=True)
+    model: Any = peft.get_peft_model(layer, config)
+    (scale,) = model.base_model.model[0].scaling.values()
+    assert alpha_of({"r": 9, "lora_alpha": 7, "use_rslora": True}) / 9 == pytest.approx(scale)

@@ -1,4 +1,4 @@
-"""Where the guard of a sharded state ends: what other libraries' containers do to it, as docs/how-to/pmap-programs.md says."""
+"""Where the guard of a sharded state ends: what containers of other libraries do to it (docs/how-to/pmap-programs.md)."""
 
 from pathlib import Path
 from typing import Any

@@ -143,7 +143,7 @@ def _setup(
     master_dtype: Any = jnp.float32,
     config: GPTConfig = CONFIG,
     axis: zero.Axis | None = None,
-    end_of_text: int | None = None,
+    separators: tuple[int, ...] = (),
     gather_dtype: Any = None,
     wire_dtype: Any = None,
     last_target: bool = False,
@@ -160,7 +160,7 @@ def _setup(
         remat=remat,
         blockwise_from=blockwise_from,
         master_dtype=master_dtype,
-        end_of_text=end_of_text,
+        separators=separators,
         gather_dtype=gather_dtype,
         last_target=last_target,
     )

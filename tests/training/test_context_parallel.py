@@ -109,7 +109,7 @@ def test_equals_whole_rows(model: str, context: int, case: str) -> None:
 )
 def test_documents_are_kept_apart(model: str) -> None:
     """Documents of a row are kept apart across the pieces of the row."""
-    options: dict[str, Any] = {"config": MODELS[model], "end_of_text": 7}
+    options: dict[str, Any] = {"config": MODELS[model], "separators": (7,)}
     expected = trained(setup(8, 3, **options))
     got = trained(setup(8, 3, axis=axis(4), **options))
     np.testing.assert_allclose(got.metrics["loss"], expected.metrics["loss"], rtol=1e-6)

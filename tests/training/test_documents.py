@@ -58,7 +58,7 @@ def alone(step: int) -> np.ndarray:
 
 
 def run(devices: int, stage: int, micro_batches: int = 1, config: GPTConfig = PLAIN, **options: Any) -> Run:
-    return run_on(setup(devices, stage, micro_batches, config=config, end_of_text=END, **options), data=packed)
+    return run_on(setup(devices, stage, micro_batches, config=config, separators=(END,), **options), data=packed)
 
 
 @cache
@@ -116,7 +116,7 @@ def test_documents_in_evaluation_and_warmup(length: int) -> None:
 
     The warmup cuts rows, wherever a document is, into rows that are read alone.
     """
-    on = setup(8, 3, config=LEARNED, end_of_text=END)
+    on = setup(8, 3, config=LEARNED, separators=(END,))
     rows = SequenceLengths(12, ((1, length),)).cut(packed(0), 0)
     documents = apart(rows)
     targets = np.pad(documents[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
@@ -130,7 +130,7 @@ def test_documents_in_evaluation_and_warmup(length: int) -> None:
 
 def test_scores_keep_documents_apart() -> None:
     """Every token has one, also those that are not predicted in training."""
-    on = setup(8, 3, config=LEARNED, end_of_text=END)
+    on = setup(8, 3, config=LEARNED, separators=(END,))
     rows = packed(0)
     params = on.first_weights()
     got, _ = make_inference(on.model).score(params, rows.reshape(8, 3, 12))

@@ -64,7 +64,7 @@ def test_fused_equals_whole_gradient() -> None:
     With rates by leaf, windows by layer, documents that are kept apart, an average of the weights and two copies of
     the state at once.
     """
-    options: dict[str, Any] = {"config": MIXED, "end_of_text": 7, "ema_decay": 0.9, "tx": by_rank_and_size()}
+    options: dict[str, Any] = {"config": MIXED, "separators": (7,), "ema_decay": 0.9, "tx": by_rank_and_size()}
     options |= {"max_norm": None, "skip_bad_steps": False}
     plain, fused = setup(8, 3, **options), setup(8, 3, fused_update=True, axis=zero.Axis("zero", (2, 4)), **options)
     kinds = {leaf.name: (len(leaf.shape), math.prod(leaf.shape)) for leaf in plain.model.layout.leaves}

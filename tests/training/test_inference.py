@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import zero
 from zero.inference.generate import generate
@@ -101,7 +102,7 @@ def test_filters_keep_what_their_papers_say() -> None:
 
     assert kept() == [0, 1, 2, 3, 4]
     assert kept(top_k=2) == [0, 1]
-    assert kept(top_p=0.5) == [0]
+    assert kept(top_p=0.49) == [0]
     assert kept(top_p=0.76) == [0, 1, 2]
     assert kept(top_k=3, top_p=0.99) == [0, 1, 2]
     # Information is 0.69, 1.39, 1.90, 2.66, 3.51 nats and expected to be 1.27: the second token is the typical one.
@@ -113,6 +114,35 @@ def test_filters_keep_what_their_papers_say() -> None:
     tokens = jnp.asarray([[3, -1, 3]])
     np.testing.assert_allclose(penalised(logits, tokens, 2.0)[0] / logits[0], [1, 1, 1, 2, 1], rtol=1e-6)
     np.testing.assert_allclose(penalised(-logits, tokens, 2.0)[0] / -logits[0], [1, 1, 1, 0.5, 1], rtol=1e-6)
+
+
+def test_filters_are_those_of_transformers() -> None:
+    """Which tokens are left, of 40 rows with tails far below 1e-7; a probability of 1 leaves out nothing."""
+    torch = pytest.importorskip("torch")
+    from transformers.generation import logits_process
+
+    rng = np.random.default_rng(0)
+    logits = rng.normal(0, 1, (40, 211)).astype(np.float32) * np.linspace(0.1, 9, 40, dtype=np.float32)[:, None]
+    compiled: Any = jax.jit(filtered, static_argnums=1)
+    kinds = {
+        "top_k": logits_process.TopKLogitsWarper,
+        "top_p": logits_process.TopPLogitsWarper,
+        "typical_p": logits_process.TypicalLogitsWarper,
+        "eta": logits_process.EtaLogitsWarper,
+    }
+    settings: list[dict[str, Any]] = [
+        *({"top_p": mass} for mass in (1.0, 0.999999, 0.9, 0.5, 0.01)),
+        *({"typical_p": mass} for mass in (1.0, 0.9, 0.2)),
+        *({"eta": bound} for bound in (1e-7, 3e-3)),
+        {"top_k": 17, "top_p": 0.9, "typical_p": 0.8, "eta": 1e-3},
+    ]
+    for setting in settings:
+        expected = torch.tensor(logits) / 0.7
+        for name, value in setting.items():
+            if value != 1.0:  # transformers makes no filter of it
+                expected = kinds[name](value)(None, expected)
+        found = compiled(logits, Sampling(temperature=0.7, **setting))
+        np.testing.assert_array_equal(np.isfinite(found), np.isfinite(expected.numpy()), err_msg=str(setting))
 
 
 def test_evaluation_has_no_dropout() -> None:

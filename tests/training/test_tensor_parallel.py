@@ -69,7 +69,7 @@ def test_equals_devices_without_groups(model: str, tensor: int, case: str) -> No
 )
 def test_documents_are_kept_apart(model: str, stage: int) -> None:
     """Documents of a row are kept apart in tensor groups."""
-    options: dict[str, Any] = {"config": MODELS[model], "end_of_text": 7}
+    options: dict[str, Any] = {"config": MODELS[model], "separators": (7,)}
     expected = trained(setup(8, 3, **options))
     got = trained(setup(8, stage, axis=axis(stage, 4), **options))
     np.testing.assert_allclose(got.metrics["loss"], expected.metrics["loss"], rtol=1e-6)

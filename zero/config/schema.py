@@ -194,8 +194,8 @@ class Model:
         None,
         not_empty(),
         "Source of weights; null: in mode=evaluate and mode=sample the newest run.",
-        "mode=evaluate and mode=sample: a run directory; warm_start: also a directory of checkpoints, a local "
-        "Hugging Face folder, or a model of the hub, hf:NAME@REVISION.",
+        "A run directory, a local Hugging Face folder, or a model of the hub, hf:NAME@REVISION; warm_start: also a "
+        "directory of checkpoints.",
     )
     attention: str = key(
         "auto",

@@ -48,6 +48,12 @@ GPT2 = Architecture(
         "embd_pdrop": "embedding_dropout",
     },
     absent={"layer_norm_epsilon": 1e-5},
+    aliases={
+        "n_embd": "hidden_size",
+        "n_positions": "max_position_embeddings",
+        "n_head": "num_attention_heads",
+        "n_layer": "num_hidden_layers",
+    },
     fixed={
         "activation_function": "gelu_new",
         "scale_attn_weights": True,
@@ -89,8 +95,8 @@ BLOOM = Architecture(
         "attention_dropout": "attention_drop_rate",
         "hidden_dropout": "residual_drop_rate",
     },
-    absent={"layer_norm_epsilon": 1e-5},
-    aliases={"n_head": "num_attention_heads"},  # in bigscience's own
+    absent={"layer_norm_epsilon": 1e-5, "seq_length": 2048},
+    aliases={"n_head": "num_attention_heads", "n_layer": "num_hidden_layers"},  # in bigscience's own
     fixed={"apply_residual_connection_post_layernorm": False, "tie_word_embeddings": True},
     prefix="transformer.",
     modules={
@@ -118,6 +124,7 @@ GPT_NEO = Architecture(
         "embed_dropout": "embedding_dropout",
     },
     absent={"layer_norm_epsilon": 1e-5, "attention_types": [[["global", "local"], 12]], "window_size": 256},
+    aliases={"num_heads": "num_attention_heads", "num_layers": "num_hidden_layers"},
     fixed={"activation_function": "gelu_new", "tie_word_embeddings": True},
     prefix="transformer.",
     modules={
@@ -330,6 +337,7 @@ MIXTRAL = _like_llama(
     "mixtral",
     "MixtralForCausalLM",
     keys={"num_local_experts": "experts", "num_experts_per_tok": "experts_per_token"},
+    aliases={"num_local_experts": "num_experts"},
     absent={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_experts_per_tok": 2},
     fixed={"hidden_act": "silu"},
     modules=_expert_modules("block_sparse_moe", "gate", "w1", "w3", "w2"),
@@ -360,6 +368,7 @@ GPT_OSS = _like_llama(
     "gpt_oss",
     "GptOssForCausalLM",
     keys={"num_local_experts": "experts", "num_experts_per_tok": "experts_per_token"},
+    aliases={"num_local_experts": "num_experts"},
     absent={
         "rms_norm_eps": 1e-5,
         "rope_theta": 1.5e5,

@@ -11,12 +11,13 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from zero.corpus.text.chat_template import load_chat_template
 from zero.corpus.text.hub import PREFIX
+from zero.corpus.text.special_tokens import TOKENIZER_CONFIG, as_json, companions
 from zero.corpus.text.tokenizers import (
     BYTES_END_OF_TEXT,
     FileTokenizer,
@@ -45,6 +46,7 @@ from zero.partition.collectives.axis import Axis
 from zero.partition.train_state import to_host
 from zero.training.sharded_gpt import ShardedGPT
 
+DTYPES = ("float32", "bfloat16", "float16")  # of weights in a folder
 MAX_FILE_BYTES = 4 << 30  # a file is held in memory while it is written; a larger tensor gets a file of its own
 
 
@@ -65,10 +67,12 @@ def export(
     ema: bool = False,
     merges: bool = False,
     with_code: bool = False,
+    dtype: str | None = None,
 ) -> int:
-    """Writes one checkpoint as a new Hugging Face folder in float32, with the tokenizer file and its chat template.
+    """Writes one checkpoint as a new Hugging Face folder, with the tokenizer and all files that belong to it.
 
-    The same checkpoint gives the same bytes. The folder appears once it is complete. With `ema` it holds the moving
+    The weights are of `dtype`, one of `DTYPES`; None is that of the folder that the run began with, or float32. The
+    same checkpoint gives the same bytes. The folder appears once it is complete. With `ema` it holds the moving
     average of the weights, and `with_code` its own code for PyTorch, with which `transformers` loads models that equal
     none of its architectures (`trust_remote_code=True`). Returns the step, which is the newest for None. Of a run that
     trained adapters the folder is one of PEFT, or with `merges` one of its base with the adapters merged, for which the
@@ -107,10 +111,10 @@ def export(
                 whole = _merged(saved, form.size, within)
                 leaves = list(whole)
                 read = whole.__getitem__
-            _save_tensors(_tensors(read, leaves, form), unfinished)
+            dtype = dtype or saved.meta.get("weights_dtype") or DTYPES[0]
+            _save_tensors(_tensors(read, leaves, form, dtype), unfinished)
             _save_tokenizer(tokenizer, unfinished)
-            ends = {"bos_token_id": tokenizer.end_of_text, "eos_token_id": tokenizer.end_of_text}
-            keys = {**write_config(form.architecture, form.size), **form.keys, **ends}
+            keys = {**write_config(form.architecture, form.size), **form.keys, **_token_ids(tokenizer), "dtype": dtype}
             _write_json(unfinished / CONFIG_FILE, keys)
             if with_code:
                 (unfinished / CODE.name).write_bytes(CODE.read_bytes())
@@ -138,7 +142,9 @@ def _merged(saved: SavedStep, size: GPTConfig, within: str) -> dict[str, np.ndar
     return {leaf.name: x for leaf, x in zip(model.layout.leaves, model.layout.leaves_of(whole), strict=True)}
 
 
-def _tensors(read: Callable[[str], np.ndarray], leaves: list[str], form: Form) -> Iterator[tuple[str, np.ndarray]]:
+def _tensors(
+    read: Callable[[str], np.ndarray], leaves: list[str], form: Form, dtype: str
+) -> Iterator[tuple[str, np.ndarray]]:
     """Names and values in the order of the architecture's modules; the leaves of one tensor are read at a time."""
     architecture = form.architecture
     size = form.size
@@ -154,7 +160,7 @@ def _tensors(read: Callable[[str], np.ndarray], leaves: list[str], form: Form) -
         ]
         tensor = architecture.pack(parts_of_tensor[0], arrays, size)
         for index in np.ndindex(tensor.shape[: name.count("{}")]):  # of layers and experts
-            yield name.format(*index), tensor[index]
+            yield name.format(*index), tensor[index].astype(jnp.dtype(dtype))
 
 
 def _save_tensors(tensors: Iterable[tuple[str, np.ndarray]], folder: Path) -> None:
@@ -187,14 +193,31 @@ def _save_tensors(tensors: Iterable[tuple[str, np.ndarray]], folder: Path) -> No
 
 
 def _save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    token = tokenizer.end_of_text_token if isinstance(tokenizer, FileTokenizer) else BYTES_END_OF_TEXT
-    data = tokenizer.data if isinstance(tokenizer, FileTokenizer) else bytes_as_file()
-    (folder / "tokenizer.json").write_bytes(data)
-    # The tokenizer classes of GPT-2 and BLOOM would add rules of their own.
-    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": token, "eos_token": token}
-    if isinstance(tokenizer, FileTokenizer) and (template := load_chat_template(tokenizer.path)):
-        config |= {**dict(template.special_tokens), "chat_template": template.text}
-    _write_json(folder / "tokenizer_config.json", config)
+    """The tokenizer's file, and those beside it as they are: template, special tokens, generation, maximum length."""
+    data = bytes_as_file()
+    end = BYTES_END_OF_TEXT
+    files: dict[str, bytes] = {}
+    names: Mapping[str, str] = {}
+    if isinstance(tokenizer, FileTokenizer):
+        data = tokenizer.data
+        end = tokenizer.spelling(tokenizer.special.eos)
+        files = companions(tokenizer.files.folder)
+        names = tokenizer.files.names
+    if "eos_token" not in names:
+        # The tokenizer classes of GPT-2 and BLOOM would add rules of their own.
+        named = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": end, "eos_token": end}
+        given = json.loads(files[TOKENIZER_CONFIG]) if TOKENIZER_CONFIG in files else {}
+        files[TOKENIZER_CONFIG] = as_json({**named, **names, **given})
+    for name, content in {"tokenizer.json": data, **files}.items():
+        (folder / name).write_bytes(content)
+
+
+def _token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The ids of special tokens as config.json has them."""
+    special = tokenizer.special
+    ends = special.ends[0] if len(special.ends) == 1 else list(special.ends)
+    padding = {} if special.padding is None else {"pad_token_id": special.padding}
+    return {"bos_token_id": special.first, "eos_token_id": ends, **padding}
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

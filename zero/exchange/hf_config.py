@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from zero.errors import UserError
 from zero.exchange.architecture import Architecture
 from zero.exchange.architecture_table import ARCHITECTURES, MISSING
+from zero.exchange.config_keys import check_keys
 from zero.files.parsing import reading
 from zero.models.config import GPTConfig
 
@@ -48,6 +50,7 @@ def read_choices(origin: str, config: Mapping[str, Any], architecture: Architect
     Raises:
       UserError: one of them cannot be read, or no model of zero has it; `origin` begins the message.
     """
+    check_keys(origin, config, architecture, layers)
     found = architecture.choices()
     for key, name in architecture.keys.items():
         value = config.get(key, config.get(architecture.aliases.get(key, ""), architecture.absent.get(key, _MISSING)))
@@ -72,10 +75,48 @@ def read_choices(origin: str, config: Mapping[str, Any], architecture: Architect
     if "logit_divisor" in found:
         with reading(f"{origin}: logits_scaling is no number"):
             found["output_scale"] = 1 / float(found["logit_divisor"])
-    if config.get(architecture.layers_key) != layers:
-        stated = config.get(architecture.layers_key, "missing")
+    stated = config.get(architecture.layers_key, config.get(architecture.aliases.get(architecture.layers_key, "")))
+    if stated != layers:
+        stated = "missing" if stated is None else stated
         raise UserError(f"{origin}: {architecture.layers_key} is {stated}, the files hold {layers} layers")
     return {name: found[name] for name in UNSEEN}
+
+
+# Attributes of `GPTConfig` for those that keys of config.json hold, where a property has another name.
+_FIELDS = {
+    "key_heads": "kv_heads",
+    "head_width": "head_dim",
+    "mlp_width": "mlp_dim",
+    "attention_drop_rate": "attention_dropout",
+    "residual_drop_rate": "residual_dropout",
+}
+_DERIVED = ("score_width", "score_multiplier", "logit_divisor")  # which `read_choices` turns into attributes
+
+
+def read_size(origin: str, config: Mapping[str, Any], architecture: Architecture, layers: int) -> GPTConfig:
+    """The whole model that a config.json describes, with this many layers.
+
+    Raises:
+      UserError: a size is missing, or it describes no possible model; `origin` begins the message.
+    """
+    found: dict[str, Any] = {}
+    for key, name in architecture.keys.items():
+        value = config.get(key, config.get(architecture.aliases.get(key, ""), architecture.absent.get(key)))
+        if name not in _DERIVED and value is not None:
+            found[_FIELDS.get(name, name)] = value
+    choices = architecture.choices()
+    given = {name: value for name, value in choices.items() if value is not dataclasses.MISSING}
+    found = {**given, "dropout": 0.0, **found, **read_choices(origin, config, architecture, layers), "N": layers}
+    missing = [
+        key for key, name in architecture.keys.items() if _FIELDS.get(name, name) in _SIZES and name not in found
+    ]
+    if missing:
+        raise UserError(f"{origin}: {missing[0]} is missing")
+    with reading(f"{origin}: expected the configuration of a model"):
+        return GPTConfig(**found)
+
+
+_SIZES = ("embedding_dim", "vocab_size", "num_head", "block_size")
 
 
 def write_config(architecture: Architecture, size: GPTConfig) -> dict[str, Any]:
@@ -247,16 +288,25 @@ def _read_windows(origin: str, config: Mapping[str, Any], architecture: Architec
     kind = architecture.windows
     window = int(config.get("window_size" if kind == "attention_types" else "sliding_window") or 0)
     if kind == "sliding_window":
+        expected = ["sliding_attention" if window else "full_attention"] * layers
+        if config.get("layer_types") not in (None, expected):
+            raise UserError(f"{origin}: layer_types is {config['layer_types']}, a GPT of zero has {expected}")
         return (window,)
     if kind == "attention_types":
         parts = config.get("attention_types") or []
+        if others := sorted({str(name) for part, _ in parts for name in part} - {"global", "local"}):
+            raise UserError(f"{origin}: attention_types names {others[0]!r}; expected 'global' and 'local'")
         names = [name for part, times in parts for name in part * min(times, layers + 1)]  # not any number of times
+        if config.get("attention_layers") not in (None, names):
+            raise UserError(f"{origin}: attention_layers is not what attention_types makes, {names}")
         local = "local"
     else:
         local = "sliding_attention"
         every = int(config.get("sliding_window_pattern", architecture.window_period))
         by_default = [local if (layer + 1) % every else "full_attention" for layer in range(layers)]
         names = list(config.get("layer_types") or by_default)
+        if others := sorted({*names} - {local, "full_attention"}):
+            raise UserError(f"{origin}: layer_types names {others[0]!r}; expected {local!r} and 'full_attention'")
     if len(names) != layers:
         raise UserError(f"{origin}: {kind} names {len(names)} layers, the weights have {layers}")
     windows = [window if name == local else 0 for name in names]

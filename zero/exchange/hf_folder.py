@@ -11,10 +11,10 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from zero.errors import UserError
-from zero.exchange.hf_config import read_architecture, read_choices
+from zero.exchange.hf_config import read_architecture, read_choices, read_size
 from zero.exchange.mxfp4 import decoded
 from zero.files.parsing import json_object, reading
-from zero.models.config import HEAD
+from zero.models.config import HEAD, VOCABULARY, GPTConfig
 from zero.partition.global_arrays import from_global, global_shapes
 from zero.partition.layout import LeafLayout, PyTree
 from zero.training.sharded_gpt import ShardedGPT
@@ -49,7 +49,13 @@ class HuggingFaceFolder:
             raise UserError(
                 f"{path}: holds no tensor of a layer; expected {self.architecture.prefix}{first}0 and so on"
             )
+        self._config = config
+        self.layers = layers
         self.size = {"N": layers, **read_choices(str(path / CONFIG_FILE), config, self.architecture, layers)}
+
+    def whole_size(self) -> GPTConfig:
+        """The model of the folder. Raises UserError where its config.json describes none."""
+        return read_size(str(self.path / CONFIG_FILE), self._config, self.architecture, self.layers)
 
     def _open_tensors(self, stack: ExitStack) -> dict[str, Any]:
         """Unread slices of the tensors that are weights, by name without the architecture's prefix."""
@@ -66,7 +72,14 @@ class HuggingFaceFolder:
         head = self.architecture.modules.get(HEAD)
         if head is None or self._is_tied:
             # Some folders hold the output matrix although it is the embedding's.
-            tensors = {name: x for name, x in tensors.items() if name != f"{head or 'lm_head'}.weight"}
+            copy = tensors.pop(f"{head or 'lm_head'}.weight", None)
+            embedding = tensors.get(f"{self.architecture.modules[VOCABULARY]}.weight")
+            if copy is not None and embedding is not None and not _are_equal(copy, embedding):
+                raise UserError(
+                    f"{self.path}: {head or 'lm_head'}.weight is not the embedding, and the model's are tied "
+                    "(tie_word_embeddings); transformers keeps both: an untied architecture with "
+                    "tie_word_embeddings false reads both here"
+                )
         elif "lm_head.weight" in tensors:  # GPT-NeoX as transformers has it in memory
             tensors[f"{head}.weight"] = tensors.pop("lm_head.weight")
         return {name: x for name, x in tensors.items() if not name.endswith(_CONSTANTS)}
@@ -108,7 +121,10 @@ class HuggingFaceFolder:
             padded = np.zeros(leaf.padded_shape, leaf.dtype)
             logical = padded[tuple(slice(length) for length in leaf.shape)]
             for index, name in self._tensor_names(leaf).items():
-                logical[index] = architecture.unpack(leaf, self._tensors[name][:], size)
+                tensor = self._tensors[name][:]
+                if not np.isfinite(tensor.astype(np.float32, copy=False)).all():
+                    raise UserError(f"{self.path}, tensor {name}: holds values that are not finite")
+                logical[index] = architecture.unpack(leaf, tensor, size)
             return jax.make_array_from_callback(padded.shape, target.sharding, lambda index: padded[index])
 
         whole = model.layout.map(read, global_shapes(model.layout, model.axis))
@@ -126,3 +142,12 @@ class HuggingFaceFolder:
 
     def __exit__(self, *error: object) -> None:
         self._files.close()
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Whether two unread tensors hold the same, read some rows at a time."""
+    if one.get_shape() != other.get_shape() or one.get_dtype() != other.get_dtype():
+        return False
+    rows = one.get_shape()[0]
+    parts = [slice(start, min(start + 4096, rows)) for start in range(0, rows, 4096)]
+    return all(np.array_equal(one[part], other[part]) for part in parts)

@@ -10,15 +10,16 @@ from typing import Any
 import jax
 
 from zero.corpus.text.hub import download
+from zero.corpus.text.special_tokens import COMPANIONS
 from zero.errors import Unavailable, UserError
 from zero.hosts import agreement
 
 log = logging.getLogger(__name__)
 
 # What is read of a repository: weights are safetensors or nothing, and nothing of it is ever run.
-_FILES = (
+FILES = (
     *("config.json", "model*.safetensors", "model.safetensors.index.json"),
-    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
+    *("tokenizer.json", "tokenizer.model", *COMPANIONS),
 )
 
 
@@ -34,7 +35,7 @@ def hub_folder(place: str) -> Path:
     answer: dict[str, Any] = {}
     if jax.process_index() == 0:
         try:
-            found = download(place, _FILES)
+            found = download(place, FILES)
             answer = {"commit": found.name}
         except UserError as error:
             answer = {"error": str(error), "status": error.status}
@@ -42,4 +43,4 @@ def hub_folder(place: str) -> Path:
     if "error" in answer:
         raise (Unavailable if answer["status"] == Unavailable.status else UserError)(answer["error"])
     log.info("%s is %s@%s", place, place.partition("@")[0], answer["commit"])
-    return found or download(place, _FILES, answer["commit"])
+    return found or download(place, FILES, answer["commit"])

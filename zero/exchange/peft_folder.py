@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ _PARTS = {LORA_A: "lora_A.weight", LORA_B: "lora_B.weight", MAGNITUDE: "lora_mag
 # Keys of adapter_config.json that change the computation, and the values with which it is that of zero.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
-    "use_rslora": (False, None),
     "bias": ("none", None),
     "modules_to_save": (None, []),
     "rank_pattern": ({}, None),
@@ -36,7 +36,46 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "layer_replication": (None,),
     "lora_bias": (False, None),
     "use_qalora": (False, None),
+    # Others take their part out of the base, whose weights are then not those of its folder.
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva", None),
+    "alora_invocation_tokens": (None, []),
+    "trainable_token_indices": (None, {}, []),
+    "target_parameters": (None, []),
+    "layers_pattern": (None, "", []),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    "velora_config": (None,),
+    "use_bdlora": (None, False),
 }
+# Keys that change nothing of a trained adapter.
+_WITHOUT_EFFECT = frozenset(
+    (
+        *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+        *("r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out", "use_rslora"),
+        *("megatron_config", "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+        *("use_dora", "qalora_group_size", "runtime_config", "ensure_weight_tying"),
+    )
+)
+
+
+def check_adapter_keys(path: Path, config: Mapping[str, Any]) -> None:
+    """Raises UserError for a key with which these are no plain adapters, or that zero does not know."""
+    for key, value in config.items():
+        expected = _FIXED.get(key, (None, False, [], {}))
+        if key not in _WITHOUT_EFFECT and value not in expected:
+            raise UserError(f"{path}: {key} is {value!r}, expected {expected[0]!r}")
+
+
+def alpha_of(config: Mapping[str, Any]) -> float:
+    """The `alpha` of zero: products are multiplied by alpha / rank. rsLoRA (arXiv 2312.03732) divides by its root.
+
+    >>> alpha_of({"r": 16, "lora_alpha": 8}), alpha_of({"r": 16, "lora_alpha": 8, "use_rslora": True})
+    (8.0, 32.0)
+    """
+    rank = int(config["r"])
+    alpha = float(config["lora_alpha"])
+    return alpha * math.sqrt(rank) if config.get("use_rslora") else alpha
 
 
 def write_peft(
@@ -114,7 +153,8 @@ def peft_adapters(folder: Path, size: GPTConfig) -> Adapters:
     config = json_object(path.read_bytes(), str(path))
     with reading(f"{path}: expected numbers r and lora_alpha"):
         rank = int(config["r"])
-        alpha = float(config["lora_alpha"])
+        alpha = alpha_of(config)
+    check_adapter_keys(path, config)
     with _opened(folder) as file:
         names = set(file.keys())
     targets = [name for name in PRODUCTS if f"{STACK}/{name}" in architecture.modules]
@@ -141,13 +181,14 @@ def read_peft(folder: Path, model: ShardedGPT) -> PyTree:
     if not path.is_file():
         raise UserError(f"tuning.adapter={folder}: expected a folder with {CONFIG_FILE} and {WEIGHTS_FILE}")
     config = json_object(path.read_bytes(), str(path))
-    for key, values in _FIXED.items():
-        if config.get(key, values[-1]) not in values:
-            raise UserError(f"{path}: {key} is {config[key]!r}, expected {values[0]!r}")
-    for key, own in (("r", adapters.rank), ("lora_alpha", adapters.alpha)):
-        if config.get(key) != own:
-            name = {"r": "rank", "lora_alpha": "alpha"}[key]
-            raise UserError(f"{path}: {key} is {config.get(key)!r}, expected tuning.{name}={own:g}")
+    check_adapter_keys(path, config)
+    with reading(f"{path}: expected numbers r and lora_alpha"):
+        expected = {"rank": float(config["r"]), "alpha": alpha_of(config)}
+    for name, value in expected.items():
+        if not math.isclose(value, getattr(adapters, name)):
+            key = {"rank": "r", "alpha": "lora_alpha"}[name]
+            rs = f" with use_rslora, {value:g} of zero" if config.get("use_rslora") and name == "alpha" else ""
+            raise UserError(f"{path}: {key} is {config[key]!r}{rs}, expected tuning.{name}={getattr(adapters, name):g}")
     if bool(config.get("use_dora")) != adapters.has_magnitudes:
         method = "lora" if adapters.has_magnitudes else "dora"
         raise UserError(f"{path}: use_dora is {config.get('use_dora', False)}, expected with tuning={method}")

@@ -20,6 +20,7 @@ from zero.errors import UserError
 from zero.exchange.checkpoint_weights import SavedStep, check_unseen, choose_steps, open_checkpoints, saved_step
 from zero.exchange.hf_folder import CONFIG_FILE, HuggingFaceFolder
 from zero.exchange.hub_folder import hub_folder
+from zero.files.parsing import json_object
 from zero.partition.checksums import checksums
 from zero.partition.layout import PyTree
 from zero.partition.pmapped import pmap
@@ -68,6 +69,17 @@ def warm_start(place: str, model: ShardedGPT, *, ema: bool = False) -> PyTree:
         log.info("grown from %d layers to %d, which repeat layers %s", size["N"], model.config.N, order)
         params = repeat_layers(params, order, model.axis)
     return params
+
+
+def dtype_of_folder(place: str) -> str | None:
+    """The dtype that the config.json of a Hugging Face folder names; None for others."""
+    if place.startswith(PREFIX):
+        place = str(hub_folder(place))
+    path = Path(place) / CONFIG_FILE
+    if not path.is_file():
+        return None
+    config = json_object(path.read_bytes(), str(path))
+    return config.get("dtype") or config.get("torch_dtype")
 
 
 def weights_of_step(saved: SavedStep, model: ShardedGPT, within: str) -> PyTree:

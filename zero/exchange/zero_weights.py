@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from zero.errors import exit_on_error
 from zero.exchange.average import average, last_steps
-from zero.exchange.export import export
+from zero.exchange.export import DTYPES, export
 
 
 def fraction(text: str) -> float:
@@ -36,6 +37,8 @@ def main() -> None:
         exporting.add_argument(
             "--with-code", action="store_true", help="with its own code for PyTorch, for models that transformers lacks"
         )
+        of_folder = "default: that of the Hugging Face folder that the run began with, or float32"
+        exporting.add_argument("--dtype", choices=DTYPES, help=of_folder)
     averaging = commands.add_parser("average", help="write a run directory with the mean of several checkpoints")
     averaging.add_argument("run", help="a run directory, or a directory of checkpoints")
     averaging.add_argument("new_run", type=Path, help="the run directory to create")
@@ -48,7 +51,8 @@ def main() -> None:
     with exit_on_error():
         if arguments.command in ("export", "merge"):
             merges = arguments.command == "merge"
-            options = {"ema": arguments.ema, "merges": merges, "with_code": arguments.with_code}
+            options: dict[str, Any] = {"ema": arguments.ema, "merges": merges, "with_code": arguments.with_code}
+            options["dtype"] = arguments.dtype
             step = export(arguments.run, arguments.folder, arguments.step, **options)
             print(f"step {step} is in {arguments.folder}")
         else:

@@ -10,6 +10,7 @@ from typing import Any
 from zero.config.schema import EvaluateConfig
 from zero.corpus.text.tokenizers import Tokenizer, check_same_tokenizer, load_tokenizer
 from zero.errors import UserError
+from zero.exchange.brought import is_folder
 from zero.exchange.checkpoint_weights import choose_steps, open_checkpoints, saved_step
 from zero.exchange.peft_folder import CONFIG_FILE, peft_adapters, read_peft
 from zero.exchange.warm_start import base_checksum, check_base, merged_weights, warm_start
@@ -40,6 +41,8 @@ def adapted_models(config: EvaluateConfig, model: ShardedGPT) -> Iterator[tuple[
 
 def _base(config: EvaluateConfig, model: ShardedGPT, tokenizer: Tokenizer) -> PyTree:
     """The weights under all adapters, in float32."""
+    if is_folder(Path(str(config.model.model_path))):
+        return warm_start(str(config.model.model_path), model)
     with open_checkpoints(str(config.model.model_path)) as checkpoints:
         saved = saved_step(checkpoints, checkpoints.choose(config.data.resume_step))
         check_same_tokenizer(saved.origin, saved.meta.get("tokenizer"), tokenizer)

@@ -62,10 +62,14 @@ def generate(
         yield np.asarray(every)[: len(prompts), : shortest + done * chunk]
 
 
-def until_end(tokens: np.ndarray, end_of_text: int) -> np.ndarray:
-    """The tokens before the first end of text."""
-    ends = np.flatnonzero(tokens == end_of_text)
-    return tokens[: ends[0]] if len(ends) else tokens
+def until_end(tokens: np.ndarray, ends: Sequence[int]) -> np.ndarray:
+    """The tokens before the first that ends a text.
+
+    >>> until_end(np.array([5, 6, 2, 7, 1]), [1, 2])
+    array([5, 6])
+    """
+    places = np.flatnonzero(np.isin(tokens, ends))
+    return tokens[: places[0]] if len(places) else tokens
 
 
 def _width(programs: Inference, shortest: int, end: int) -> int:

@@ -52,7 +52,7 @@ def converse(trained: TrainedModel, options: Sample, encode: Callable[[str], np.
                 print(f"error: {error}", file=sys.stderr)
             continue
         prompt = line.rstrip("\n")
-        encoded = np.append(trained.tokenizer.end_of_text, encode(prompt)).astype(np.int32)
+        encoded = encode(prompt)
         longest = len(encoded) + options.tokens
         size = trained.model.config
         if size.has_learned_positions and longest > size.block_size:
@@ -62,7 +62,7 @@ def converse(trained: TrainedModel, options: Sample, encode: Callable[[str], np.
         step = partial(generate, programs_of(sampling_of(options)), trained.params, [encoded], options.tokens)
         for tokens in step(seed=options.seed, chunk=STREAM_CHUNK):
             written = tokens[0, len(encoded) :][: options.tokens]
-            text = until_end(written, trained.tokenizer.end_of_text)
+            text = until_end(written, trained.tokenizer.special.ends)
             shown = stream(sys.stdout, shown, trained.tokenizer.decode(text))
             if len(text) < len(written):
                 break

@@ -52,10 +52,19 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        return self._encoding.end_of_text
+        return self._encoding.special.eos
+
+    @property
+    def prefix_token_id(self) -> int:
+        """Before a text without context, as the harness's own class for transformers has it."""
+        special = self._encoding.special
+        return special.eos if special.begin is None else special.begin
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        return self._encoding.encode(string).tolist()
+        """The ids of a text; those of the harness's own class where the tokenizer was brought."""
+        if not self._encoding.special.is_brought:
+            return self._encoding.encode(string).tolist()
+        return self._encoding.encode_whole(string, adds_begin=add_special_tokens is not False).tolist()
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
@@ -76,7 +85,9 @@ class HarnessModel(TemplateLM):
         parts = [
             [
                 make_disjoint_window(window)
-                for window in get_rolling_token_windows(self.tok_encode(text), self.eot_token_id, self._context - 1, 1)
+                for window in get_rolling_token_windows(
+                    self.tok_encode(text), self.prefix_token_id, self._context - 1, 1
+                )
             ]
             for (text,) in (request.args for request in requests)
         ]
@@ -93,7 +104,7 @@ class HarnessModel(TemplateLM):
             until = options.get("until") or []
             counts.append(options.get("max_gen_toks", LONGEST_ANSWER))
             stops.append([stop for stop in ([until] if isinstance(until, str) else until) if stop])
-            tokens = np.asarray(self.tok_encode(text) or [self.eot_token_id], np.int32)
+            tokens = np.asarray(self.tok_encode(text) or [self.prefix_token_id], np.int32)
             prompts.append(tokens[-max(1, self._context - counts[-1]) :])
         self.is_computing = True
         texts = [""] * len(requests)
@@ -111,9 +122,10 @@ class HarnessModel(TemplateLM):
         return texts
 
     def _until(self, tokens: np.ndarray, stops: Sequence[str]) -> tuple[str, bool]:
-        """The text before the end-of-text token and the first stop string, and whether it has reached one of them."""
-        kept = until_end(tokens, self.eot_token_id)
-        text = cut = self._encoding.decode(kept)
+        """The text before the first end and the first stop string, and whether it has reached one of them."""
+        special = self._encoding.special
+        kept = until_end(tokens, (special.eos, *special.ends))
+        text = cut = self._encoding.decode(kept, skip_special=True)
         for stop in stops:
             cut = cut.split(stop)[0]
         return cut, len(kept) < len(tokens) or cut != text

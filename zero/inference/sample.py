@@ -8,6 +8,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tqdm import tqdm
 
 from zero.config.schema import SampleConfig
 from zero.corpus.text.chat_template import load_chat_template
-from zero.corpus.text.tokenizers import FileTokenizer, Tokenizer
+from zero.corpus.text.tokenizers import FileTokenizer, Tokenizer, encode_prompt
 from zero.errors import UserError
 from zero.files.parsing import reading
 from zero.hosts.agreement import is_host_0
@@ -46,12 +47,13 @@ def sample(config: SampleConfig, size: GPTConfig, run_directory: Path) -> int:
     options = config.sample
     prompts = [] if options.interactive else [prompt for prompt in _prompts(config) for _ in range(options.copies)]
     trained = open_model(config, size, rows=1 if options.interactive else len(prompts))
-    encode = _chat_encoder(config, trained.tokenizer) if options.chat else trained.tokenizer.encode
+    tokenizer = trained.tokenizer
+    encode = _chat_encoder(config, tokenizer) if options.chat else partial(encode_prompt, tokenizer)
     if options.interactive:
         converse(trained, options, encode)
         return 0
-    end = trained.tokenizer.end_of_text
-    encoded = [np.append(end, encode(prompt)).astype(np.int32) for prompt in prompts]
+    ends = tokenizer.special.ends
+    encoded = [encode(prompt) for prompt in prompts]
     longest = max(map(len, encoded)) + options.tokens
     if size.has_learned_positions and longest > size.block_size:
         raise UserError(
@@ -70,13 +72,13 @@ def sample(config: SampleConfig, size: GPTConfig, run_directory: Path) -> int:
     )
     for tokens in bar:
         written = [row[len(prompt) :][: options.tokens] for row, prompt in zip(tokens, encoded, strict=True)]
-        texts = [until_end(row, end) for row in written]
+        texts = [until_end(row, ends) for row in written]
         if drawn == 0:
             started = time.monotonic()  # compilation is not counted
             first = sum(map(len, texts))
         drawn = sum(map(len, texts))
         if screen:
-            shown = stream(screen, shown, trained.tokenizer.decode(texts[0]))
+            shown = stream(screen, shown, tokenizer.decode(texts[0]))
         if all(len(text) < len(row) or len(row) == options.tokens for text, row in zip(texts, written, strict=True)):
             break
     seconds = time.monotonic() - started
@@ -87,7 +89,7 @@ def sample(config: SampleConfig, size: GPTConfig, run_directory: Path) -> int:
         scores = Scorer(trained, max(map(len, whole)), len(whole)).scores(passages)
         more = [{"log_probabilities": (-score.losses).tolist()} for score in scores]
     if is_host_0():
-        decoded = [trained.tokenizer.decode(text) for text in texts]
+        decoded = [tokenizer.decode(text) for text in texts]
         if screen:
             screen.write("\n")
         else:
@@ -102,14 +104,15 @@ def sample(config: SampleConfig, size: GPTConfig, run_directory: Path) -> int:
 
 
 def _chat_encoder(config: SampleConfig, tokenizer: Tokenizer) -> Callable[[str], np.ndarray]:
-    """Encodes a user's message, up to the beginning of the answer."""
-    template = load_chat_template(config.data.tokenizer) if isinstance(tokenizer, FileTokenizer) else None
+    """Encodes a user's message, up to the beginning of the answer; the template writes the beginning of the text."""
+    is_file = isinstance(tokenizer, FileTokenizer)
+    template = load_chat_template(config.data.tokenizer, time.time()) if is_file else None
     if template is None:
         raise UserError(f"sample.chat=true: data.tokenizer={config.data.tokenizer} has no chat template beside it")
 
     def encode(prompt: str) -> np.ndarray:
         text = template.render([{"role": "user", "content": prompt}], add_generation_prompt=True)
-        return tokenizer.encode_with_spans(text, has_special=True)[0]
+        return tokenizer.encode_whole(text, adds_begin=False).astype(np.int32)
 
     return encode
 

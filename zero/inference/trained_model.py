@@ -13,8 +13,10 @@ from zero.checkpoints.manager import Checkpoints
 from zero.config.same_configuration import check_same_configuration
 from zero.config.schema import EvaluateConfig, SampleConfig
 from zero.corpus.text.tokenizers import Tokenizer, check_same_tokenizer, load_tokenizer
+from zero.errors import UserError
+from zero.exchange.brought import is_folder
 from zero.exchange.checkpoint_weights import saved_step
-from zero.exchange.warm_start import weights_of_step
+from zero.exchange.warm_start import warm_start, weights_of_step
 from zero.hosts import startup
 from zero.job import make_model
 from zero.models.config import GPTConfig
@@ -36,17 +38,28 @@ class TrainedModel(NamedTuple):
 
 
 def open_model(config: EvaluateConfig | SampleConfig, size: GPTConfig, rows: int) -> TrainedModel:
-    """The weights of a checkpoint of the run `model.model_path`, for `rows` rows at a time.
+    """The weights of a checkpoint of the run `model.model_path`, or of that folder, for `rows` rows at a time.
 
     Sharded by `zero.stage`; or whole on every device that has a row, if `replicate` of the mode is true, or null and
     two copies fit.
     """
     model = place_model(config, size, rows)
     tokenizer = load_tokenizer(config.data.tokenizer)
+    if is_folder(Path(str(config.model.model_path))):
+        check_vocabulary(config.data.tokenizer, tokenizer, size)
+        return TrainedModel(model, warm_start(str(config.model.model_path), model), tokenizer, None)
     run = Path(str(config.model.model_path))
     ema = config.evaluate.ema if isinstance(config, EvaluateConfig) else config.sample.ema
     params, step = load_weights(run, model, config.data.resume_step, ema, tokenizer)
     return TrainedModel(model, params, tokenizer, step)
+
+
+def check_vocabulary(name: str, tokenizer: Tokenizer, size: GPTConfig) -> None:
+    """Raises UserError if a folder's tokenizer has more tokens than its model."""
+    if tokenizer.vocab_size > size.vocab_size:
+        raise UserError(
+            f"data.tokenizer={name}: has {tokenizer.vocab_size} tokens, and the model {size.vocab_size}; name its own"
+        )
 
 
 def place_model(config: EvaluateConfig | SampleConfig, size: GPTConfig, rows: int) -> ShardedGPT:

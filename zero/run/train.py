@@ -87,7 +87,7 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
         check_identity(position, data.tokenizer, data.training, data.validation)
         frozen = load_base(config, job.model, position)
         if state is None:
-            state = new_state(config, job, frozen)
+            state = new_state(config, job, frozen, position)
         clock = resumed_clock(run_directory, position.step, is_new=config.resume is None or is_fork)
         directory.write_start(config, job, position.step)
         in_flight = 0 if backend == "cpu" else 1  # on CPU the host's cores are the devices

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -57,19 +59,20 @@ def next_tokens(tokens: Rows) -> jax.Array:
     return jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
 
 
-def document_starts(tokens: jax.Array, end_of_text: int | None) -> jax.Array | None:
+def document_starts(tokens: jax.Array, separators: Sequence[int]) -> jax.Array | None:
     """The column where the document of each token starts, int32 of the shape of `tokens`, `(rows, context)`.
 
-    An end of text starts the document after it: the first token of a document is predicted only from the end of
-    text, as in sampling from an empty prompt. None without an end of text: rows are not divided.
+    A separator starts the document after it: the first token of a document is predicted only from the end of text, or
+    from the beginning of text where the tokenizer has one. None without separators: rows are not divided.
 
-    >>> document_starts(jnp.asarray([[5, 6, 0, 7, 0, 0, 8]]), 0).tolist()
+    >>> document_starts(jnp.asarray([[5, 6, 0, 7, 0, 0, 8]]), [0]).tolist()
     [[0, 0, 2, 2, 4, 5, 5]]
     """
-    if end_of_text is None:
+    if not separators:
         return None
     columns = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    return lax.cummax(jnp.where(tokens == end_of_text, columns, 0), axis=1)
+    is_start = functools.reduce(jnp.logical_or, [tokens == separator for separator in separators])
+    return lax.cummax(jnp.where(is_start, columns, 0), axis=1)
 
 
 def row_keys(step_key: jax.Array, batch: Batch) -> jax.Array:

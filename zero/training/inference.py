@@ -59,7 +59,7 @@ def score(params: PyTree, tokens: jax.Array, *, model: ShardedGPT) -> tuple[jax.
     """
     full = model.gather_params(params)
     tokens = token_ids(tokens)
-    starts = document_starts(tokens[:, :-1], model.end_of_text)
+    starts = document_starts(tokens[:, :-1], model.separators)
     scores, _ = model.apply(full, tokens[:, :-1], tokens[:, 1:], None, starts, method="scores")
     return _of_all_rows(scores.losses_BT, model), _of_all_rows(scores.is_greedy_BT, model)
 
@@ -189,9 +189,9 @@ def filtered(logits: jax.Array, sampling: Sampling) -> jax.Array:
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
         least = lax.top_k(logits, sampling.top_k)[0][:, -1:]
         logits = jnp.where(logits < least, -jnp.inf, logits)
-    if sampling.top_p is not None:
-        logits = _nucleus(logits, -logits, sampling.top_p)
-    if sampling.typical_p is not None:
+    if sampling.top_p is not None and sampling.top_p < 1:
+        logits = _without_tail(logits, 1 - sampling.top_p)
+    if sampling.typical_p is not None and sampling.typical_p < 1:
         information = -jax.nn.log_softmax(logits)
         terms = jnp.where(jnp.isfinite(information), jnp.exp(-information) * information, 0)
         expected = jnp.sum(terms, -1, keepdims=True)
@@ -203,6 +203,17 @@ def filtered(logits: jax.Array, sampling: Sampling) -> jax.Array:
         is_kept = (probability >= least) | (probability == probability.max(-1, keepdims=True))
         logits = jnp.where(is_kept, logits, -jnp.inf)
     return logits
+
+
+def _without_tail(logits: jax.Array, mass: float) -> jax.Array:
+    """Leaves out the least likely tokens whose probability together is at most `mass`, never the most likely one.
+
+    Summed from the least likely one, as in transformers: sums from the other end round what is below 1e-7 away.
+    """
+    order = jnp.argsort(logits, axis=-1)
+    tail = jnp.cumsum(jnp.take_along_axis(jax.nn.softmax(logits), order, axis=-1), axis=-1)
+    is_kept = (tail > mass).at[..., -1].set(True)
+    return jnp.where(jnp.take_along_axis(is_kept, jnp.argsort(order, axis=-1), axis=-1), logits, -jnp.inf)
 
 
 def _nucleus(logits: jax.Array, cost: jax.Array, mass: float) -> jax.Array:

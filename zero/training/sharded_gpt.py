@@ -49,7 +49,7 @@ class ShardedGPT:
       remat: what the backward pass recomputes, as for `GPT`.
       blockwise_from: the number of query positions from which attention is blockwise, as for `GPT`.
       master_dtype: dtype of the shards of parameters with weight decay; the others are float32.
-      end_of_text: the token that separates documents, to keep attention and positions within a document; None for rows
+      separators: the tokens at which documents start, to keep attention and positions within a document; none for rows
         that are one segment each.
       gather_dtype: int8 for gathers as in `zero.gather`; None for `compute_dtype`, or the shards' dtype if narrower.
       sums_copies: whether stages 2 and 3 sum gradients over copies of the state layer by layer, as a fused update
@@ -72,7 +72,7 @@ class ShardedGPT:
     remat: str = "full"
     blockwise_from: int | None = None
     master_dtype: DTypeLike = jnp.float32
-    end_of_text: int | None = None
+    separators: tuple[int, ...] = ()
     gather_dtype: DTypeLike | None = None
     sums_copies: bool = False
     kernel: str | None = None
@@ -304,7 +304,7 @@ class ShardedGPT:
         tokens_in = token_ids(tokens)
         if self.last_target:
             tokens_in = tokens_in[:, :-1]
-        starts = document_starts(tokens_in, self.end_of_text)
+        starts = document_starts(tokens_in, self.separators)
         return own(tokens_in), own(self.targets(tokens)), None if starts is None else own(starts)
 
     def positions_in(self, tokens: Rows) -> int:

@@ -111,6 +111,8 @@ def documents_of(corpus: Corpus, end: int, vocab_size: int) -> list[tuple[list[i
     found = []
     for index in (corpus.train_index, corpus.validation_index):
         tokens = learned_of(index, vocab_size=vocab_size)
+        if tokens[-1] not in (end, ~end):  # ~0 is written as padding is: the last end was taken for it
+            tokens = np.append(tokens, ~end)
         ids = np.maximum(tokens, ~tokens)
         np.testing.assert_array_equal(tokens_of(index, 16).ravel()[: len(ids)], ids)  # what others read is the same
         for part in np.split(np.arange(len(ids)), np.flatnonzero(ids == end) + 1)[:-1]:
@@ -208,12 +210,9 @@ def test_conversations_are_those_of_transformers(
     expected = []
     for chat in chats:
         found = theirs.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
-        is_learned = np.asarray(found["assistant_masks"], bool)
-        if (
-            template == CHATML and not is_marked
-        ):  # and the line break behind an answer, which the template says after it
-            is_learned[1:] |= is_learned[:-1]
-        expected.append(([*found["input_ids"], ours.end_of_text], [*is_learned.tolist(), True]))
+        is_learned = [*map(bool, found["assistant_masks"])]
+        # A turn that has ended is not ended again: what divides documents is read only.
+        expected.append(([*found["input_ids"], ours.end_of_text], [*is_learned, template == BARE]))
     assert documents_of(corpus, ours.end_of_text, ours.vocab_size) == sorted(expected)
 
 
@@ -230,7 +229,7 @@ def test_tools_are_those_of_transformers(tmp_path: Path, chat_tokenizer: Path, t
         given: dict[str, Any] = {"tools": tools and TOOLS, "return_dict": True, "return_assistant_tokens_mask": True}
         found = theirs.apply_chat_template(chat, **given)
         assert 0 < sum(found["assistant_masks"]) < len(found["input_ids"])
-        is_learned = [*map(bool, found["assistant_masks"]), True]
+        is_learned = [*map(bool, found["assistant_masks"]), False]
         expected.append(([*found["input_ids"], ours.end_of_text], is_learned))
     assert documents_of(corpus, ours.end_of_text, ours.vocab_size) == sorted(expected)
 
@@ -297,7 +296,7 @@ def test_what_cannot_be_learned_is_named(tmp_path: Path, chat_tokenizer: Path):
     tokenizer, _ = with_template(chat_tokenizer, tmp_path / "chat", INST)
     last = "{% for m in messages %}{{ m.content }}{% if loop.last and m.role == 'assistant' %}!{% endif %}{% endfor %}"
     other, _ = with_template(chat_tokenizer, tmp_path / "other", last)
-    twice = "{% for m in messages %}{{ m.content + '<|endoftext|>' }}{% endfor %}"
+    twice = "{% for m in messages %}{{ m.content + '<|endoftext|><|im_end|>' }}{% endfor %}"
     ended, _ = with_template(chat_tokenizer, tmp_path / "ended", twice)
     system = {"messages": [{"role": "system", "content": "be short"}, *CHATS[0]]}
     for entry, own, message in [
@@ -308,7 +307,7 @@ def test_what_cannot_be_learned_is_named(tmp_path: Path, chat_tokenizer: Path):
         (system, tokenizer, "line 2: .*cannot render these messages: only users and assistants"),
         ({"messages": CHATS[0][:1]}, tokenizer, 'line 2: no message has the role "assistant"'),
         ({"messages": CHATS[-1]}, other, "line 2: .*renders message 1 in another way when it is the last one"),
-        (chat, ended, r"line 2: its text contains the end of text, token 0, .*--one-document-per-row accepts it"),
+        (chat, ended, r"line 2: its text contains the end of text, token 287, .*--one-document-per-row accepts it"),
     ]:
         json_lines(path, [PAIRS[0], entry])
         with pytest.raises(UserError, match=message):

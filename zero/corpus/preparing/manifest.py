@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zero.corpus.preparing import directory
-from zero.corpus.text.chat_template import CONFIG, TEMPLATE
+from zero.corpus.text.special_tokens import COMPANIONS, companions
 from zero.corpus.text.tokenizers import FileTokenizer, Tokenizer, is_same_tokenizer
 from zero.errors import UserError, file_error
 from zero.files import storage
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
+SPECIAL_TOKENS = "special_tokens"  # a key of the manifest
 SPLITS = ("train", "validation")  # of every corpus
 ALL_SPLITS = (*SPLITS, "test")
 NO_HASH = 2**64  # higher than any hash
@@ -176,6 +177,18 @@ def check_tokenizer(place: str, tokenizer: Tokenizer) -> None:
             f"corpus {place} was prepared with tokenizer {manifest['tokenizer']}, not {tokenizer.name}: name its own, "
             f"{own}"
         )
+    recorded = None if manifest is None else manifest.get(SPECIAL_TOKENS)
+    if recorded is not None and recorded != described(tokenizer):
+        raise UserError(
+            f"corpus {place} was prepared with {SPECIAL_TOKENS} {recorded}, and those of {tokenizer.name} are "
+            f"{described(tokenizer)}: name its own, {storage.join(place, TOKENIZER)}"
+        )
+
+
+def described(tokenizer: Tokenizer) -> dict[str, Any] | None:
+    """The special tokens of documents, as a manifest records them; None without files that describe the tokenizer."""
+    special = tokenizer.special
+    return {"before": list(special.before), "end_of_text": special.end_of_text} if special.is_brought else None
 
 
 def check_tokenizers(shards: Iterable[str], tokenizer: Tokenizer) -> None:
@@ -201,13 +214,14 @@ def begin(
     splits: Sequence[str],
 ) -> dict[str, Any]:
     """Removes an earlier corpus and writes a manifest without shards; hashes below `threshold` are for validation."""
+    # Read first: the tokenizer may be that of the corpus itself.
+    copied = companions(tokenizer.files.folder) if isinstance(tokenizer, FileTokenizer) else {}
     remove_corpus(place, indices)
     if isinstance(tokenizer, FileTokenizer):
         directory.write(storage.join(place, TOKENIZER), tokenizer.data)
-        for name in (CONFIG, TEMPLATE):  # data.tokenizer is the copy, beside which sampling and export look for them
-            beside = storage.join(storage.parent(tokenizer.path), name)
-            if storage.exists(beside) and beside != storage.join(place, name):
-                directory.write(storage.join(place, name), directory.read(beside))
+        # data.tokenizer is the copy, beside which sampling and export look for them.
+        for name, data in copied.items():
+            directory.write(storage.join(place, name), data)
     contents = {"source_contents": source.contents}
     manifest: dict[str, Any] = arguments | contents | {split: {"shards": []} for split in splits}
     manifest["unfinished"] = {"source_state": source.state, "threshold": threshold}
@@ -244,7 +258,7 @@ def remove_corpus(place: str, indices: dict[str, str]) -> None:
     """`indices` are those of all splits. Index files first: no index ever lists a shard that does not exist."""
     for index in indices.values():
         storage.remove(index)
-    for name in [MANIFEST, TOKENIZER, CONFIG, TEMPLATE, *shard_names(directory.file_names(place))]:
+    for name in [MANIFEST, TOKENIZER, *COMPANIONS, *shard_names(directory.file_names(place))]:
         storage.remove(storage.join(place, name))
 
 

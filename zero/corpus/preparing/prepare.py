@@ -164,6 +164,7 @@ def _prepare_locked(
     if isinstance(tokenizer, int):
         tokenizer = _load_or_train_tokenizer(place, manifest is not None, source, tokenizer, bar)
     arguments |= {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size}
+    arguments |= {manifests.SPECIAL_TOKENS: manifests.described(tokenizer)}
     if manifest is not None:
         manifest = manifests.find_usable(place, arguments, source.state, overwrite)
     threshold = int(arguments["validation_fraction"] * 2**64)

@@ -6,7 +6,7 @@ Shapes: n rows or tokens, T tokens of a row.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -93,43 +93,49 @@ class UnitTokenizer:
 
     def _tokens(self, document: Document) -> Tokens:
         if document.completions is None:
-            adds_end = document.ends and not document.is_complete
-            return Tokens(self._ids(document.content, adds_end, document.name), None)
+            return Tokens(self._ids(document), None)
         assert isinstance(document.content, str)
-        end_of_text = self.tokenizer.end_of_text
+        special = self.tokenizer.special
         ids, spans = self.tokenizer.encode_with_spans(document.content, document.has_special)
-        starts, ends = spans.T
-        # A token that a completion shares with its prompt is learned, as transformers has it.
-        is_learned = np.zeros(len(ids), bool)
-        for start, stop in document.completions:
-            is_learned |= (ends > start) & (starts < stop)
+        is_learned, is_ended = learned_tokens(ids, spans, document.completions, special.turn_ends)
+        if not document.has_special:  # a chat template writes the beginning itself
+            ids = np.concatenate([np.asarray(special.before, ids.dtype), ids])
+            is_learned = np.concatenate([np.zeros(len(special.before), bool), is_learned])
+        end_of_text = special.end_of_text
         if end_of_text in ids[:-1] and not self.one_document_per_row:
             raise UserError(
                 f"{document.name}: its text contains the end of text, token {end_of_text}, which would divide it; "
                 "--one-document-per-row accepts it"
             )
-        if not len(ids) or ids[-1] != end_of_text:
+        # A turn that has ended needs no second end, but what divides it from the next document.
+        if (not len(ids) or ids[-1] != end_of_text) and not (is_ended and self.one_document_per_row):
             ids = np.append(ids, end_of_text)
-            is_learned = np.append(is_learned, True)
+            is_learned = np.append(is_learned, not is_ended)
         dtype = np.min_scalar_type(self.tokenizer.vocab_size - 1)
         return Tokens(ids.astype(dtype, copy=False), is_learned.astype(np.uint8))
 
-    def _ids(self, text: str | np.ndarray, ends: bool, name: str) -> np.ndarray:
-        end_of_text = self.tokenizer.end_of_text
+    def _ids(self, document: Document) -> np.ndarray:
+        """The ids of a document, or of a part of one, with the beginning and the end that belong to it."""
+        text = document.content
+        special = self.tokenizer.special
         size = self.tokenizer.vocab_size
         dtype = np.min_scalar_type(size - 1)
+        before: tuple[int, ...] = ()
+        ends = document.ends and not document.is_complete
         if isinstance(text, str):
             ids = [self.tokenizer.encode(piece).astype(dtype, copy=False) for piece in _pieces(text)]
+            before = special.before if document.begins else ()
         elif text.min() < 0 or text.max() >= size:
             bad = text.min() if text.min() < 0 else text.max()
             raise UserError(
-                f"{name} holds token {bad}, outside the vocabulary of {size} of "
+                f"{document.name} holds token {bad}, outside the vocabulary of {size} of "
                 f"{self.tokenizer.name}; --tokenizer names the one that made them"
             )
         else:
             ids = [text.astype(dtype)]
-            ends = ends and text[-1] != end_of_text
-        return np.concatenate([*ids, np.full(int(ends), end_of_text, dtype)])
+            ends = ends and text[-1] != special.end_of_text
+        after = (special.end_of_text,) if ends else ()
+        return np.concatenate([np.asarray(before, dtype), *ids, np.asarray(after, dtype)])
 
     def _join(self, documents: list[list[Tokens]], counts: Counts) -> SplitTokens:
         texts = [one for document in documents for one in document]
@@ -155,6 +161,29 @@ class UnitTokenizer:
         if self.has_pairs:
             return rows.reshape(-1, 2, self.row_tokens), lengths.reshape(-1, 2)
         return rows, lengths
+
+
+def learned_tokens(
+    ids: np.ndarray, spans: np.ndarray, completions: Sequence[tuple[int, int]], turn_ends: Sequence[int]
+) -> tuple[np.ndarray, bool]:
+    """Which tokens (n,) are learned, and whether the last completion has an end of its turn.
+
+    A completion is learned up to the end of its turn, which some templates follow by a line break. A token that it
+    shares with its prompt is learned, as transformers has it.
+
+    >>> spans = np.array([(0, 1), (1, 2), (2, 9), (9, 10)])
+    >>> learned_tokens(np.array([5, 6, 0, 7]), spans, [(1, 10)], [0])
+    (array([False,  True,  True, False]), True)
+    """
+    starts, ends = spans.T
+    is_learned = np.zeros(len(ids), bool)
+    is_ended = False
+    for start, stop in completions:
+        inside = np.flatnonzero((ends > start) & (starts < stop))
+        marks = np.flatnonzero(np.isin(ids[inside], turn_ends))
+        is_ended = len(marks) > 0
+        is_learned[inside[: marks[-1] + 1] if is_ended else inside] = True
+    return is_learned, is_ended
 
 
 def _pieces(text: str) -> Iterator[str]:

@@ -37,8 +37,8 @@ from zero.corpus.preparing.prepare_if_missing import DIRECTORY, INDEX_DIRECTORY
 from zero.corpus.preparing.sources.changes import FORMS
 from zero.corpus.preparing.sources.completions import LEARNED
 from zero.corpus.preparing.verify import verify
-from zero.corpus.text.chat_template import CONFIG, TEMPLATE
 from zero.corpus.text.hub import PREFIX, download
+from zero.corpus.text.special_tokens import COMPANIONS, MODEL_CONFIG
 from zero.corpus.text.tokenizers import FileTokenizer, Tokenizer, load_tokenizer
 from zero.errors import UserError, exit_on_error, trainer
 from zero.files import storage
@@ -261,7 +261,7 @@ def _quoted(path: str) -> str:
 
 def _hub_tokenizer(place: str) -> tuple[FileTokenizer, str]:
     """The tokenizer of a model of the hub, and its name as `hf:NAME@COMMIT`, which is the same for ever."""
-    folder = download(place, (TOKENIZER, CONFIG, TEMPLATE))
+    folder = download(place, (TOKENIZER, *COMPANIONS, MODEL_CONFIG))
     path = folder / TOKENIZER
     if not path.is_file():
         raise UserError(f"{place} has no {TOKENIZER}; expected a model with a file of the tokenizers library")

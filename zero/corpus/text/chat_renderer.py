@@ -13,6 +13,7 @@ import secrets
 import signal
 import sys
 from collections.abc import Callable
+from datetime import datetime
 from functools import cache
 from typing import Any, NoReturn
 
@@ -30,7 +31,7 @@ BEGIN, END = (f"<{secrets.token_hex(16)}{end}>" for end in ("", "/"))
 
 
 def main() -> None:
-    """Answers each request `{"template": text, "variables": {...}}` with `{"text": ...}` or `{"error": ...}`.
+    """Answers each request `{"template", "variables", "date"}` with `{"text": ...}` or `{"error": ...}`.
 
     Beside the text are, as `generated`, the spans `(start, stop)` of characters that `{% generation %}` marks.
 
@@ -44,7 +45,8 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
         try:
             request = json.loads(line)
-            answer = json.dumps(divided(compiled(request["template"]).render(**request["variables"])))
+            template = compiled(request["template"], request["date"])
+            answer = json.dumps(divided(template.render(**request["variables"])))
         except Exception as error:  # noqa: BLE001  a template raises whatever its expressions do
             answer = json.dumps({"error": (str(error) or type(error).__name__)[:LONGEST_ERROR]})
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -79,7 +81,8 @@ def divided(text: str) -> dict[str, Any]:
 
 
 @cache
-def compiled(text: str) -> jinja2.Template:
+def compiled(text: str, date: float | None) -> jinja2.Template:
+    """The template of a text; with a date, in seconds since 1970, it has the function `strftime_now`."""
     extensions: list[Any] = [Generation, "jinja2.ext.loopcontrols"]
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
 
@@ -91,6 +94,8 @@ def compiled(text: str) -> jinja2.Template:
 
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
+    if date is not None:
+        environment.globals["strftime_now"] = datetime.fromtimestamp(date).strftime
     return environment.from_string(text)
 
 

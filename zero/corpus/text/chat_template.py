@@ -5,21 +5,23 @@ from __future__ import annotations
 import atexit
 import hashlib
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zero.corpus.text.special_tokens import TEMPLATE, TOKENIZER_CONFIG, TokenizerFiles
 from zero.errors import UserError, first_line
 from zero.files import storage
-from zero.files.parsing import json_object, reading
+from zero.files.parsing import reading
 
-CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"  # files beside a tokenizer
+DATE = "SOURCE_DATE_EPOCH"  # the environment variable of reproducible builds: seconds since 1970
 RENDERER = Path(__file__).with_name("chat_renderer.py")
 
 
@@ -27,17 +29,31 @@ RENDERER = Path(__file__).with_name("chat_renderer.py")
 class ChatTemplate:
     """How a tokenizer spells a conversation: its Jinja template, rendered as transformers renders it.
 
-    A template has no clock, so that the same conversation is always the same text.
+    A template has no clock but the one it is given, so that the same conversation is always the same text.
+
+    Attributes:
+      path: of its file, for errors.
+      text: the template.
+      special_tokens: such as ("bos_token", "<s>").
+      with_tools: the template of conversations with tools, where that is another one.
+      date: seconds since 1970 for templates that write the date (`strftime_now`); None: they do without, or fail.
     """
 
     path: str
     text: str
-    special_tokens: tuple[tuple[str, str], ...]  # such as ("bos_token", "<s>")
+    special_tokens: tuple[tuple[str, str], ...]
+    with_tools: str | None = None
+    date: float | None = None
 
     @property
     def digest(self) -> str:
         """A hash of everything that determines the rendered text."""
-        return hashlib.sha256(json.dumps([self.text, self.special_tokens]).encode()).hexdigest()[:16]
+        content: list[Any] = [self.text, self.special_tokens]
+        if self.with_tools is not None:
+            content.append(self.with_tools)
+        if self.date is not None and "strftime_now" in self.text:
+            content.append(self.date)
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
     @property
     def marks_generation(self) -> bool:
@@ -59,12 +75,26 @@ class ChatTemplate:
         return [(start, stop) for start, stop in self._ask(messages, False, tools)["generated"]]
 
     def _ask(self, messages: Sequence[Any], add_generation_prompt: bool, tools: Sequence[Any] | None) -> dict[str, Any]:
-        variables = {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        variables = {"messages": [_present(one) for one in messages], "add_generation_prompt": add_generation_prompt}
         variables |= {"tools": tools, "documents": None, **dict(self.special_tokens)}
-        answer = _renderer.ask({"template": self.text, "variables": variables})
+        text = self.text if tools is None or self.with_tools is None else self.with_tools
+        answer = _renderer.ask({"template": text, "variables": variables, "date": self.date})
         if "error" in answer:
-            raise UserError(f"{self.path} cannot render these messages: {answer['error']}")
+            error = answer["error"]
+            remedy = f"; {DATE} in the environment sets the date" if "strftime_now" in error else ""
+            raise UserError(f"{self.path} cannot render these messages: {error}{remedy}")
         return answer
+
+
+def _present(message: Any) -> Any:
+    """A message without the keys that hold null, as transformers takes it.
+
+    >>> _present({"role": "assistant", "content": None})
+    {'role': 'assistant'}
+    """
+    if not isinstance(message, Mapping):
+        return message
+    return {key: value for key, value in message.items() if value is not None}
 
 
 class _Renderer:
@@ -113,29 +143,42 @@ _renderer = _Renderer()
 atexit.register(_renderer.close)
 
 
-def load_chat_template(tokenizer: str) -> ChatTemplate | None:
+def load_chat_template(tokenizer: str, date: float | None = None) -> ChatTemplate | None:
     """The chat template beside the file of a tokenizer, as in a Hugging Face folder; None where there is none.
+
+    The date is that of SOURCE_DATE_EPOCH where the environment sets it.
 
     Raises UserError for files that hold something else.
     """
-    folder = storage.parent(tokenizer)
-    paths = {name: storage.join(folder, name) for name in (CONFIG, TEMPLATE)}
-    path = paths[CONFIG]
-    config = json_object(storage.read_bytes(path), path) if storage.exists(path) else {}
-    text = config.get("chat_template")
-    if isinstance(text, list):  # several, by name
-        with reading(f"{path}: expected names and templates under chat_template"):
-            text = {entry["name"]: entry["template"] for entry in text}.get("default")
-    if storage.exists(paths[TEMPLATE]):
-        path = paths[TEMPLATE]
-        with reading(f"{path} is not UTF-8 text"):
-            text = storage.read_bytes(path).decode("utf-8")
-    if text is None:
+    files = TokenizerFiles.of_folder(storage.parent(tokenizer))
+    path, texts = _texts(files)
+    if "default" not in texts:
         return None
-    if not isinstance(text, str):
-        raise UserError(f"{path}: chat_template is {type(text).__name__}; expected text")
-    tokens = {key: value for key, value in config.items() if key.endswith("_token")}
-    spelled = {key: value.get("content") if isinstance(value, dict) else value for key, value in tokens.items()}
-    return ChatTemplate(
-        path, text, tuple(sorted((key, name) for key, name in spelled.items() if isinstance(name, str)))
-    )
+    if DATE in os.environ:
+        with reading(f"{DATE}: expected seconds since 1970"):
+            date = float(os.environ[DATE])
+    return ChatTemplate(path, texts["default"], tuple(sorted(files.names.items())), texts.get("tool_use"), date)
+
+
+def template_text(files: TokenizerFiles) -> str | None:
+    """The text of the chat template in a folder; raises as `load_chat_template`."""
+    return _texts(files)[1].get("default")
+
+
+def _texts(files: TokenizerFiles) -> tuple[str, dict[str, str]]:
+    """The file of the templates, and their texts by name."""
+    path = storage.join(files.folder, TEMPLATE)
+    if storage.exists(path):
+        with reading(f"{path} is not UTF-8 text"):
+            return path, {"default": storage.read_bytes(path).decode("utf-8")}
+    path = storage.join(files.folder, TOKENIZER_CONFIG)
+    found = files.tokenizer.get("chat_template")
+    if isinstance(found, list):  # several, by name
+        with reading(f"{path}: expected names and templates under chat_template"):
+            texts = {entry["name"]: entry["template"] for entry in found}
+    else:
+        texts = {} if found is None else {"default": found}
+    for text in texts.values():
+        if not isinstance(text, str):
+            raise UserError(f"{path}: chat_template is {type(text).__name__}; expected text")
+    return path, texts

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from zero.corpus.text import sentencepiece_model, tiktoken_file
+from zero.corpus.text.chat_template import template_text
 from zero.corpus.text.pieces import byte_spellings
 from zero.corpus.text.sentencepiece_library import SentencePiece
+from zero.corpus.text.special_tokens import SpecialTokens, TokenizerFiles, read_special_tokens
 from zero.errors import UserError
 from zero.files import storage
 from zero.files.parsing import reading
@@ -23,16 +27,10 @@ if TYPE_CHECKING:
 
 MOST_TOKENS = 1 << 24  # of a vocabulary: tables of a number for each token fit into memory
 BYTES_END_OF_TEXT = "<|endoftext|>"  # of bytes, in a file
-# Names of the token between two documents in published tokenizers, most specific first.
-_END_OF_TEXT = (
-    BYTES_END_OF_TEXT,
-    "<|end_of_text|>",
-    "</s>",
-    "<eos>",
-    "<|im_end|>",
-    "<｜end▁of▁sentence｜>",  # DeepSeek's
-    "[SEP]",
-)
+# Spellings of an end of text, for a tokenizer without files that name its own.
+_END_OF_TEXT = (BYTES_END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<｜end▁of▁sentence｜>", "[SEP]")
+
+log = logging.getLogger(__name__)
 
 
 class Tokenizer(Protocol):
@@ -40,10 +38,22 @@ class Tokenizer(Protocol):
 
     name: str  # "bytes", or file name and hash
     vocab_size: int
-    end_of_text: int
+    special: SpecialTokens
+
+    @property
+    def end_of_text(self) -> int:
+        """That of `special`."""
+        ...
 
     def encode(self, text: str) -> np.ndarray:
-        """A 1-D array of ids. `end_of_text` is never among them, even if the text spells it."""
+        """A 1-D array of ids. No special token is among them, even if the text spells it."""
+        ...
+
+    def encode_whole(self, text: str, adds_begin: bool = True) -> np.ndarray:
+        """A text as transformers encodes it: spelled special tokens become tokens, and it has its beginning, once.
+
+        Without `adds_begin`, nothing is put before or behind it.
+        """
         ...
 
     def encode_with_spans(self, text: str, has_special: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -53,13 +63,30 @@ class Tokenizer(Protocol):
         """
         ...
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Text for any ids: invalid UTF-8 becomes U+FFFD, `end_of_text` and unknown ids are left out."""
+    def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
+        """Text for any ids: invalid UTF-8 becomes U+FFFD, `end_of_text` and unknown ids are left out.
+
+        With `skip_special`, all special tokens are left out.
+        """
         ...
 
     def byte_lengths(self) -> np.ndarray:
-        """The number of bytes of text per id, int64 `(vocab_size,)`; 0 for `end_of_text`."""
+        """The number of bytes of text per id, int64 `(vocab_size,)`; 0 for special tokens."""
         ...
+
+
+def encode_prompt(tokenizer: Tokenizer, text: str) -> np.ndarray:
+    """The tokens after which a model continues a text, at least one, int32.
+
+    As transformers encodes it where the tokenizer was brought; else after an end of text, as the documents of a corpus.
+    """
+    special = tokenizer.special
+    ids = tokenizer.encode_whole(text) if special.is_brought else tokenizer.encode(text)
+    if not special.is_brought:
+        ids = np.append(special.end_of_text, ids)
+    elif not len(ids):
+        ids = np.asarray([special.first])
+    return ids.astype(np.int32)
 
 
 def is_same_tokenizer(one: str, other: str) -> bool:
@@ -93,16 +120,20 @@ class ByteTokenizer:
     name = "bytes"
     vocab_size = 256
     end_of_text = 0
+    special = SpecialTokens(end_of_text=0, eos=0, ends=(0,), first=0)
 
     def encode(self, text: str) -> np.ndarray:
         # JSON can hold lone surrogates, which strict UTF-8 refuses; nothing of a document should be lost.
         return np.frombuffer(text.encode("utf-8", "surrogatepass").replace(b"\0", b""), np.uint8)
 
+    def encode_whole(self, text: str, adds_begin: bool = True) -> np.ndarray:
+        return self.encode(text)
+
     def encode_with_spans(self, text: str, has_special: bool) -> tuple[np.ndarray, np.ndarray]:
         starts = np.asarray([i for i, character in enumerate(text) for _ in self.encode(character)], np.int64)
         return self.encode(text), np.stack([starts, starts + 1], axis=1)
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
         return bytes(i for i in map(int, ids) if 0 < i < 256).decode("utf-8", "replace")
 
     def byte_lengths(self) -> np.ndarray:
@@ -127,9 +158,9 @@ def bytes_as_file() -> bytes:
 
 
 class FileTokenizer:
-    """A tokenizer of the `tokenizers` library, from the bytes of its .json file."""
+    """A tokenizer of the `tokenizers` library, from the bytes of its .json file and the files beside it."""
 
-    def __init__(self, path: str, data: bytes):
+    def __init__(self, path: str, data: bytes, files: TokenizerFiles | None = None):
         import tokenizers  # the import takes long, and bytes do not need it
 
         self.path = path
@@ -138,23 +169,76 @@ class FileTokenizer:
         # For a bad file the library raises a bare Exception and nothing narrower.
         with reading(f"tokenizer {path} is not a file of the tokenizers library", Exception):
             self._tokenizer: tokenizers.Tokenizer = tokenizers.Tokenizer.from_buffer(data)
+        # Those of the file would cut a text silently.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.files = TokenizerFiles.of_folder(storage.parent(path)) if files is None else files
+        self._add_tokens()
         # A text that contains "<|endoftext|>" must not end a document.
         self._tokenizer.encode_special_tokens = True
         # Files may leave holes between the ids of their added tokens: the count of tokens would be too small.
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         if self.vocab_size > MOST_TOKENS:
             raise UserError(f"tokenizer {path}: its highest id is {self.vocab_size - 1}; expected less than 2**24")
-        ids = {name: self._tokenizer.token_to_id(name) for name in _END_OF_TEXT}
-        found = next(((name, i) for name, i in ids.items() if i is not None), None)
-        if found is None:
-            raise UserError(
-                f"tokenizer {path} has no token that ends a text; expected one of {', '.join(_END_OF_TEXT)}"
-            )
-        self.end_of_text_token, self.end_of_text = found
+        self.special = read_special_tokens(
+            path,
+            self.files,
+            self._tokenizer.token_to_id,
+            self._tokenizer.id_to_token,
+            self.vocab_size,
+            self._special(),
+            self._around(),
+            template_text(self.files),
+            self._ends_by_spelling(),
+        )
 
-    def __reduce__(self) -> tuple[type[FileTokenizer], tuple[str, bytes]]:
+    @property
+    def end_of_text(self) -> int:
+        return self.special.end_of_text
+
+    def spelling(self, token: int) -> str:
+        """The name of a token in the vocabulary."""
+        name = self._tokenizer.id_to_token(token)
+        assert name is not None
+        return name
+
+    def _add_tokens(self) -> None:
+        """Adds the tokens that files beside the tokenizer list and its own file lacks, as transformers does."""
+        import tokenizers
+
+        for number, options in self.files.added_tokens.items():
+            with reading(f"{self.files.folder}: token {number} of added_tokens_decoder holds something else"):
+                token = tokenizers.AddedToken(**options)
+            if self._tokenizer.token_to_id(token.content) is None:
+                self._tokenizer.add_tokens([token])
+                if self._tokenizer.token_to_id(token.content) != number:
+                    raise UserError(
+                        f"{self.files.folder}: added_tokens_decoder has {token.content!r} as token {number}, and the "
+                        f"tokenizer would add it as {self._tokenizer.token_to_id(token.content)}"
+                    )
+
+    def _around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What the post-processor puts before a text, and behind it."""
+        with reading(f"tokenizer {self.path} cannot encode a text", Exception):
+            encoding = self._tokenizer.encode("a", add_special_tokens=True)
+        is_added = np.asarray(encoding.special_tokens_mask, bool)
+        text = np.flatnonzero(~is_added)
+        first, last = (text[0], text[-1] + 1) if len(text) else (len(is_added), len(is_added))
+        return tuple(encoding.ids[:first]), tuple(encoding.ids[last:])
+
+    def _special(self) -> set[int]:
+        return {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+
+    def _ends_by_spelling(self) -> list[int]:
+        """Tokens that are spelled as an end of text; those that are special, where there are any."""
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        known = [ids[name] for name in _END_OF_TEXT if name in ids]
+        special = self._special()
+        return [i for i in known if i in special or special.isdisjoint(known)]
+
+    def __reduce__(self) -> tuple[type[FileTokenizer], tuple[str, bytes, TokenizerFiles]]:
         # For worker processes: the library's own copy loses encode_special_tokens.
-        return FileTokenizer, (self.path, self.data)
+        return FileTokenizer, (self.path, self.data, self.files)
 
     def encode(self, text: str) -> np.ndarray:
         # The fast one leaves out the offsets of each token, and takes two thirds of the time.
@@ -162,21 +246,34 @@ class FileTokenizer:
             (encoding,) = self._tokenizer.encode_batch_fast([_without_surrogates(text)], add_special_tokens=False)
         return np.asarray(encoding.ids, np.uint32)
 
-    def encode_with_spans(self, text: str, has_special: bool) -> tuple[np.ndarray, np.ndarray]:
+    def encode_whole(self, text: str, adds_begin: bool = True) -> np.ndarray:
+        ids = self._encoding(text, has_special=True).ids
+        if adds_begin:
+            before = list(self.special.before)
+            has_before = len(before) > 0 and ids[: len(before)] == before  # the text spells it
+            ids = [*([] if has_before else before), *ids, *self.special.after]
+        return np.asarray(ids, np.uint32)
+
+    def _encoding(self, text: str, has_special: bool) -> tokenizers.Encoding:
         self._tokenizer.encode_special_tokens = not has_special
-        with reading(f"tokenizer {self.path} cannot encode a text", Exception):
-            encoding = self._tokenizer.encode(_without_surrogates(text), add_special_tokens=False)
-        self._tokenizer.encode_special_tokens = True
+        try:
+            with reading(f"tokenizer {self.path} cannot encode a text", Exception):
+                return self._tokenizer.encode(_without_surrogates(text), add_special_tokens=False)
+        finally:
+            self._tokenizer.encode_special_tokens = True
+
+    def encode_with_spans(self, text: str, has_special: bool) -> tuple[np.ndarray, np.ndarray]:
+        encoding = self._encoding(text, has_special)
         return np.asarray(encoding.ids, np.uint32), np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
         known = [i for i in map(int, ids) if 0 <= i < self.vocab_size and i != self.end_of_text]
-        return self._tokenizer.decode(known, skip_special_tokens=False)
+        return self._tokenizer.decode(known, skip_special_tokens=skip_special)
 
     def byte_lengths(self) -> np.ndarray:
         """The length of each token's spelling: a character per byte (byte-level), `▁` a blank, `<0x0A>` a byte."""
         is_byte_level = "ByteLevel" in str(self._tokenizer.decoder)
-        special = {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+        special = self._special()
         lengths = np.zeros(self.vocab_size, np.int64)
         for token, i in self._tokenizer.get_vocab(with_added_tokens=True).items():
             if i in special:
@@ -193,13 +290,17 @@ class SentencePieceTokenizer(FileTokenizer):
       UserError: the library is missing, it is not such a model, or one that cannot be converted.
     """
 
-    def __init__(self, path: str, model: bytes):
+    def __init__(self, path: str, model: bytes, files: TokenizerFiles | None = None):
         self._model = model
         self._library = SentencePiece(path, model)
-        super().__init__(path, sentencepiece_model.converted(path, self._library.proto))
+        super().__init__(path, sentencepiece_model.converted(path, self._library.proto), files)
 
-    def __reduce__(self) -> tuple[type[FileTokenizer], tuple[str, bytes]]:
-        return SentencePieceTokenizer, (self.path, self._model)
+    def __reduce__(self) -> tuple[type[FileTokenizer], tuple[str, bytes, TokenizerFiles]]:
+        return SentencePieceTokenizer, (self.path, self._model, self.files)
+
+    def _ends_by_spelling(self) -> list[int]:
+        end = int(self._library.proto.trainer_spec.eos_id)
+        return [end] if end >= 0 else super()._ends_by_spelling()
 
     def encode(self, text: str) -> np.ndarray:
         return np.asarray(self._library.encode(_without_surrogates(text)), np.uint32)
@@ -243,12 +344,20 @@ def load_tokenizer(name: str) -> Tokenizer:
     try:
         # The last suffix that is known: Mistral's models are called tokenizer.model.v3.
         suffix = next((suffix for suffix in reversed(Path(name).suffixes) if suffix in _FORMATS), ".json")
-        return _FORMATS[suffix](name, storage.read_bytes(name))
+        tokenizer = _FORMATS[suffix](name, storage.read_bytes(name))
     except (FileNotFoundError, IsADirectoryError):
         raise UserError(
             f'tokenizer {name}: no such file; expected "bytes" or the path of a tokenizers .json file, a SentencePiece '
             ".model or a .tiktoken file"
         ) from None
+    for contradiction in tokenizer.special.contradictions:
+        _warn_once(f"tokenizer {name}: {contradiction}, as in transformers")
+    return tokenizer
+
+
+@cache
+def _warn_once(message: str) -> None:
+    log.warning("%s", message)
 
 
 _FORMATS: dict[str, Callable[[str, bytes], FileTokenizer]] = {

@@ -8,16 +8,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from zero.config.constraints import at_least
 from zero.config.declared import Keys
 from zero.config.keys import key
 from zero.config.schema import Config as WholeConfig
+from zero.corpus.text.tokenizers import encode_prompt
 from zero.files import storage
 from zero.files.appending import append
 from zero.hosts import agreement
-from zero.inference.generate import generate
+from zero.inference.generate import generate, until_end
 from zero.models.config import GPTConfig
 from zero.run.feature import Feature, Moment
 from zero.run.run import Line, Run
@@ -28,7 +27,9 @@ log = logging.getLogger(__name__)
 
 
 class Sample(Feature):
-    """Appends `training.sample_tokens` tokens to RUN/samples.txt; all hosts sample, host 0 writes.
+    """Appends at most `training.sample_tokens` tokens to RUN/samples.txt; all hosts sample, host 0 writes.
+
+    A text ends where the tokenizer ends a generated text.
 
     Samples of steps after the one that a start continues are dropped, as their lines of metrics are: these steps are
     trained again. Training continues if the file cannot be written.
@@ -72,9 +73,9 @@ class Sample(Feature):
 
     def do(self, run: Run, now: Moment, line: Line) -> None:
         tokenizer = run.data.tokenizer
-        prompt = np.asarray([tokenizer.end_of_text], np.int32)
+        prompt = encode_prompt(tokenizer, "")
         chunks = generate(self._inference, run.weights, [prompt], self._count, seed=now.step, chunk=self._count)
-        text = tokenizer.decode(next(chunks)[0, 1:])
+        text = tokenizer.decode(until_end(next(chunks)[0, len(prompt) :], tokenizer.special.ends))
         if not agreement.is_host_0():
             return
         try:

@@ -6,7 +6,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from zero.corpus.text.chat_template import CONFIG, TEMPLATE, ChatTemplate
+from zero.corpus.text.chat_template import ChatTemplate
+from zero.corpus.text.special_tokens import TEMPLATE, TOKENIZER_CONFIG
 from zero.errors import UserError, first_line
 
 ASSISTANT = "assistant"
@@ -17,7 +18,7 @@ Span = tuple[int, int]  # of characters: start, stop
 def needed(template: ChatTemplate | None) -> ChatTemplate:
     """The chat template; raises UserError if there is none."""
     if template is None:
-        raise UserError(f"messages need a chat template, in {CONFIG} or {TEMPLATE} beside the tokenizer")
+        raise UserError(f"messages need a chat template, in {TOKENIZER_CONFIG} or {TEMPLATE} beside the tokenizer")
     return template
 
 

@@ -26,6 +26,7 @@ class Document(NamedTuple):
     is_complete: bool = False  # rows of another program, that are joined without an end of text between them
     is_duplicate: bool = False  # of an earlier one; then its content is empty
     rejected: Document | None = None  # the other text of a pair, of which this one is preferred
+    begins: bool = True  # False: it continues the text of the unit before
 
 
 # The document of an object of JSON, or of a row of a dataset; raises UserError, with the name that is its second

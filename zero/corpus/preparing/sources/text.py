@@ -26,10 +26,10 @@ def whole_files(paths: Iterable[str]) -> Iterator[Document | None]:
             yield None
 
 
-def _text_part(path: str, text: bytes, split: int, ends: bool) -> Iterator[Document | None]:
+def _text_part(path: str, text: bytes, split: int, begins: bool, ends: bool) -> Iterator[Document | None]:
     """Some lines of a single text, which makes one document for training and one for validation."""
     try:
-        yield Document(text.decode("utf-8"), split, ends)
+        yield Document(text.decode("utf-8"), split, ends, begins=begins)
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8, convert it with iconv: {error}") from error
 
@@ -54,15 +54,17 @@ def text_parts(path: str, validation_fraction: float, sizes: Sequence[int] | Non
             cuts = [_character(file, cut) for cut in itertools.accumulate(sizes[:-1])]
         for split, (position, stop) in enumerate(itertools.pairwise([start, *cuts, end])):
             file.seek(position)
+            first = position
             while position < stop:
                 text = file.read(min(documents.UNIT_BYTES, stop - position))
                 if not text:
                     raise UserError(f"{path} has shrunk while it was read")
                 if position + len(text) < stop:
                     text = text[: _whole_lines(text)]
+                begins = position == first
                 position += len(text)
                 file.seek(position)
-                yield Unit(len(text), partial(_text_part, path, text, split, position == stop))
+                yield Unit(len(text), partial(_text_part, path, text, split, begins, position == stop))
 
 
 def _character(file: BinaryIO, position: int) -> int:

@@ -1,0 +1,233 @@
+"""The special tokens of a tokenizer by id, as the files beside it name them and transformers reads them.
+
+A folder of Hugging Face names them several times. transformers takes them so, and so does this module:
+
+- bos_token, eos_token and pad_token from tokenizer_config.json. Where that file lists no `added_tokens_decoder`, the
+  names in special_tokens_map.json replace its own.
+- What stands before and behind every text from the post-processor of tokenizer.json.
+- The ends of a generated text from generation_config.json, and without that file from config.json.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zero.errors import UserError
+from zero.files import storage
+from zero.files.parsing import json_object, reading
+
+TOKENIZER_CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS_MAP = "special_tokens_map.json"
+ADDED_TOKENS = "added_tokens.json"
+GENERATION_CONFIG = "generation_config.json"
+MODEL_CONFIG = "config.json"
+TEMPLATE = "chat_template.jinja"
+# What is copied with a tokenizer, so that the copy has the same special tokens. config.json describes a model.
+COMPANIONS = (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, ADDED_TOKENS, GENERATION_CONFIG, TEMPLATE)
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Ids of a tokenizer's special tokens.
+
+    Attributes:
+      end_of_text: ends a document of a corpus.
+      eos: the tokenizer's own end, which is another one where that ends each turn of a conversation.
+      ends: a generated text stops at any of these.
+      first: a text that is generated from nothing begins with it.
+      begin: the tokenizer's own beginning; None where no file names it.
+      before: what encoding puts in front of every text, at most once.
+      after: what encoding puts behind every text.
+      turn_ends: those of `ends` that the chat template writes after a turn.
+      padding: fills rows; None where no file names it.
+      is_brought: files beside the tokenizer describe it or its model, so that a prompt is encoded as transformers
+        encodes it. Without them a prompt follows an end of text, as the documents of a corpus do.
+      contradictions: a sentence for each place where the files disagree, and which of them counts.
+    """
+
+    end_of_text: int
+    eos: int
+    ends: tuple[int, ...]
+    first: int
+    begin: int | None = None
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+    turn_ends: tuple[int, ...] = ()
+    padding: int | None = None
+    is_brought: bool = False
+    contradictions: tuple[str, ...] = ()
+
+    @property
+    def document_starts(self) -> tuple[int, ...]:
+        """The tokens at which a document of a row starts: the end of the one before it, and what begins every text."""
+        return tuple(dict.fromkeys((self.end_of_text, *self.before[:1])))
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """The content of the files beside a tokenizer; an empty object for one that is missing."""
+
+    folder: str
+    tokenizer: Mapping[str, Any]
+    special: Mapping[str, Any]
+    added: Mapping[str, Any]
+    generation: Mapping[str, Any]
+    model: Mapping[str, Any]
+
+    @classmethod
+    def of_folder(cls, folder: str) -> TokenizerFiles:
+        """Raises UserError for a file that holds no JSON object."""
+
+        def content(name: str) -> dict[str, Any]:
+            path = storage.join(folder, name)
+            return json_object(storage.read_bytes(path), path) if storage.exists(path) else {}
+
+        names = (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, ADDED_TOKENS, GENERATION_CONFIG, MODEL_CONFIG)
+        return cls(folder, *map(content, names))
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The spelling of each named token, such as {"bos_token": "<s>"}."""
+        names = {key: value for key, value in self.tokenizer.items() if key.endswith("_token")}
+        if "added_tokens_decoder" not in self.tokenizer:
+            names |= {key: value for key, value in self.special.items() if key.endswith("_token")}
+        spelled = {key: value.get("content") if isinstance(value, dict) else value for key, value in names.items()}
+        return {key: value for key, value in spelled.items() if isinstance(value, str)}
+
+    @property
+    def added_tokens(self) -> dict[int, dict[str, Any]]:
+        """The tokens that are added to those of the tokenizer's file, by id, in their order: spelling and options.
+
+        Raises:
+          UserError: a file holds something else.
+        """
+        with reading(f"{self.folder}: added_tokens_decoder or {ADDED_TOKENS} holds something else"):
+            if "added_tokens_decoder" in self.tokenizer:
+                listed = self.tokenizer["added_tokens_decoder"]
+                return {int(number): dict(listed[number]) for number in sorted(listed, key=int)}
+            named = set(self.names.values())
+            return {
+                int(number): {"content": name, "normalized": name not in named, "special": name in named}
+                for name, number in sorted(self.added.items(), key=lambda item: int(item[1]))
+            }
+
+
+def _ids(content: Mapping[str, Any], key: str, size: int) -> tuple[int, ...]:
+    value = content.get(key)
+    listed = value if isinstance(value, list) else [value]
+    return tuple(i for i in listed if isinstance(i, int) and not isinstance(i, bool) and 0 <= i < size)
+
+
+def companions(folder: str) -> dict[str, bytes]:
+    """The files beside a tokenizer that a copy of it needs, by name.
+
+    Where a folder has no generation_config.json, its config.json names the ends: the copy gets these as the
+    generation_config.json that transformers would save.
+    """
+    paths = {name: storage.join(folder, name) for name in COMPANIONS}
+    files = {name: storage.read_bytes(path) for name, path in paths.items() if storage.exists(path)}
+    if GENERATION_CONFIG not in files:
+        model = TokenizerFiles.of_folder(folder).model
+        keys = ("bos_token_id", "eos_token_id", "pad_token_id")
+        kept = {key: model[key] for key in keys if model.get(key) is not None}
+        if kept:
+            files[GENERATION_CONFIG] = as_json({"_from_model_config": True, **kept})
+    return files
+
+
+def as_json(content: Mapping[str, Any]) -> bytes:
+    """A JSON file, the same bytes for the same content."""
+    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
+
+
+def read_special_tokens(
+    origin: str,
+    files: TokenizerFiles,
+    id_of: Callable[[str], int | None],
+    name_of: Callable[[int], str | None],
+    size: int,
+    special_ids: Collection[int],
+    around: tuple[tuple[int, ...], tuple[int, ...]],
+    template: str | None,
+    by_spelling: Sequence[int],
+) -> SpecialTokens:
+    """The special tokens of a tokenizer.
+
+    Args:
+      origin: the path of its file, for errors.
+      files: those beside it.
+      id_of: the id of a spelling; None for no token.
+      name_of: the spelling of an id.
+      size: the number of ids.
+      special_ids: those of its special tokens.
+      around: what encoding puts before every text, and behind it.
+      template: the text of its chat template.
+      by_spelling: tokens that are spelled as an end of text, of which the first is one where no file names any.
+
+    Raises:
+      UserError: nothing ends a text.
+    """
+    lines: list[str] = []
+
+    def listed(key: str) -> tuple[int, ...]:
+        of_generation = _ids(files.generation, key, size)
+        of_model = _ids(files.model, key, size)
+        if of_generation and set(of_model) - set(of_generation):
+            lines.append(
+                f"{key} is {list(of_model)} in {MODEL_CONFIG} and {list(of_generation)} in {GENERATION_CONFIG}; the "
+                "latter counts"
+            )
+        return of_generation or of_model
+
+    def named(key: str) -> int | None:
+        name = files.names.get(key)
+        token = None if name is None else id_of(name)
+        if name is not None and token is None:
+            lines.append(f"{key} is {name!r}, which is no token of the tokenizer, and is not used")
+        return token
+
+    ends = listed("eos_token_id")
+    end = named("eos_token")
+    if end is None:
+        # The ids of config.json may be the defaults of its class, which are no special tokens of this tokenizer.
+        end = next(iter((*(i for i in ends if i in special_ids), *by_spelling, *ends)), None)
+    if end is None:
+        raise UserError(
+            f"tokenizer {origin} has no token that ends a text; expected eos_token in a {TOKENIZER_CONFIG} beside it"
+        )
+    if ends and end not in ends:
+        lines.append(f"eos_token is {end}, and eos_token_id {list(ends)}; a generated text stops at the latter only")
+    before, after = around
+    begin = named("bos_token")
+    begins_generation = listed("bos_token_id")
+    if before and begin is not None and before[0] != begin:
+        lines.append(f"bos_token is {begin}, and every text begins with {before[0]}; the latter counts")
+    padding = named("pad_token")
+    if padding is None:
+        padding = next(iter(listed("pad_token_id")), None)
+    dividers = dict.fromkeys((end, *ends, *(() if padding is None else (padding,)), *by_spelling))
+    written = [i for i in dividers if _is_written(i, end, name_of(i), template)]
+    return SpecialTokens(
+        # A token that ends each turn of a conversation does not divide documents, if there is another.
+        end_of_text=next((i for i in dividers if i not in written), end),
+        eos=end,
+        ends=ends or (end,),
+        first=next(iter((*before, *begins_generation, *(() if begin is None else (begin,)), end))),
+        begin=before[0] if before else begin,
+        before=before,
+        after=after,
+        turn_ends=tuple(i for i in written if i in (end, *ends)),
+        padding=padding,
+        is_brought=any((files.tokenizer, files.special, files.generation, files.model)),
+        contradictions=tuple(lines),
+    )
+
+
+def _is_written(token: int, end: int, name: str | None, template: str | None) -> bool:
+    """Whether a chat template writes a token: by its spelling, or the end of text by the variable."""
+    if template is None or name is None:
+        return False
+    return name in template or (token == end and "eos_token" in template)

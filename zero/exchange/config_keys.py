@@ -1,0 +1,103 @@
+"""Which keys of a config.json zero reads or may ignore: every other one with a value is refused by name.
+
+A key that `transformers` reads and zero does not would give other logits and no error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from zero.errors import UserError
+from zero.exchange.architecture import Architecture
+
+# Keys of all architectures that concern no logit: names, generation, training, caches, other heads.
+_NO_LOGIT = frozenset(
+    (
+        *("architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "auto_map", "tokenizer_class"),
+        *("use_cache", "cache_implementation", "initializer_range", "gradient_checkpointing", "is_decoder", "n_ctx"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "decoder_start_token_id"),
+        *("return_dict", "chunk_size_feed_forward", "is_encoder_decoder", "id2label", "label2id", "problem_type"),
+        *("num_labels", "classifier_dropout", "task_specific_params", "prefix", "finetuning_task", "torchscript"),
+        *("router_aux_loss_coef", "router_jitter_noise", "pretraining_tp", "is_llama_config", "use_bfloat16"),
+        *("reorder_and_upcast_attn", "slow_but_exact", "masked_softmax_fusion", "bias_dropout_fusion"),
+        *("attention_softmax_in_fp32", "skip_bias_add", "skip_bias_add_qkv", "offset_alibi", "attention_layers"),
+        *("sliding_window", "max_window_layers", "initial_context_length", "experts_per_token", "hidden_act"),
+        *("hidden_size", "intermediate_size", "max_position_embeddings", "do_sample", "temperature", "top_p", "top_k"),
+    )
+)
+_PREFIXES = ("_", "output_", "summary_", "transformers.js")
+_ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings")
+_OF_WINDOWS = ("layer_types", "sliding_window_pattern", "attention_types", "window_size")
+_OF_UNROTATED = ("no_rope_layers", "no_rope_layer_interval")
+# Keys within rope_parameters.
+_OF_ROPE = {
+    *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor"),
+    *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "short_factor", "long_factor"),
+    *("low_freq_factor", "high_freq_factor", "partial_rotary_factor"),
+}
+_BY_TYPE = {"full_attention", "sliding_attention"}
+
+
+def check_keys(origin: str, config: Mapping[str, Any], architecture: Architecture, layers: int) -> None:
+    """Raises UserError for a key that zero does not read and that has a value; `origin` begins the message.
+
+    And for keys that contradict each other, of which transformers would take one.
+    """
+    rotary = () if architecture.rotary is None else (*_ROPE, *filter(None, architecture.rotary))
+    known = {*architecture.keys, *architecture.aliases.values(), *architecture.fixed, *architecture.absent}
+    known |= {*architecture.written, *rotary, *(_OF_UNROTATED if architecture.unrotated else ())}
+    known |= {*(architecture.local_rotary or ())[:1], *(_OF_WINDOWS if architecture.windows else ())}
+    for key, value in config.items():
+        is_read = key in known or key in _NO_LOGIT or key.startswith(_PREFIXES)
+        if is_read or value in (None, False, "", [], {}) or _is_implied(key, config, architecture, layers):
+            continue
+        raise UserError(
+            f"{origin}: {key} is {value!r}, and zero reads no such key of model_type {architecture.model_type!r}; "
+            "delete it only if the weights were trained without it"
+        )
+    for key, alias in architecture.aliases.items():
+        if key in config and alias in config and config[key] != config[alias]:
+            raise UserError(f"{origin}: {key} is {config[key]!r} and {alias} {config[alias]!r}, which mean the same")
+    _check_rope(origin, config, architecture)
+
+
+def _is_implied(key: str, config: Mapping[str, Any], architecture: Architecture, layers: int) -> bool:
+    """Whether a key says what holds without it."""
+    value = config[key]
+    if key == "head_dim":
+        names = {name: key for key, name in architecture.keys.items()}
+        width, heads = (config.get(names[name]) for name in ("embedding_dim", "num_head"))
+        return isinstance(width, int) and isinstance(heads, int) and value * heads == width
+    if key == "layer_types":
+        return value == ["full_attention"] * layers
+    if key == "quantization_config":  # read by mxfp4.py
+        is_mxfp4 = isinstance(value, dict) and value.get("quant_method") == "mxfp4"
+        return architecture.model_type == "gpt_oss" and is_mxfp4
+    return key in ("partial_rotary_factor", "rope_theta") and value == {"partial_rotary_factor": 1.0}.get(key)
+
+
+def _check_rope(origin: str, config: Mapping[str, Any], architecture: Architecture) -> None:
+    for name in ("rope_parameters", "rope_scaling"):
+        given = config.get(name)
+        if not isinstance(given, dict):
+            continue
+        parts = {name: given}
+        if name == "rope_parameters" and architecture.local_rotary is not None:
+            if unknown := sorted(set(given) - _BY_TYPE):
+                raise UserError(f"{origin}: {name} has {unknown[0]!r}; expected {' and '.join(sorted(_BY_TYPE))}")
+            parts = {f"{name}.{kind}": part for kind, part in given.items() if isinstance(part, dict)}
+        for place, part in parts.items():
+            if unknown := sorted(set(part) - _OF_ROPE):
+                raise UserError(f"{origin}: {place} has {unknown[0]!r}, which zero does not read")
+            has_fraction = architecture.rotary is not None and architecture.rotary[1] is not None
+            if not has_fraction and part.get("partial_rotary_factor", 1.0) != 1.0:
+                raise UserError(
+                    f"{origin}: partial_rotary_factor of {place} is {part['partial_rotary_factor']!r}, and a GPT of "
+                    "zero like this one rotates whole heads"
+                )
+            key = "original_max_position_embeddings"
+            beside, within = config.get(key), part.get(key)
+            is_beside = "longrope" in architecture.scaling_aliases.values()  # Phi-3 reads it there
+            if not is_beside and None not in (beside, within) and beside != within:
+                raise UserError(f"{origin}: {key} is {beside!r}, and {within!r} in {place}")
