@@ -2,7 +2,8 @@
 
 It loads the program without running it as `__main__`, and takes two names from it: an optax transform, and the
 parameters, or a function without arguments that makes them, or a train state that has them as `params`. Nothing is
-computed: the program of each device is only traced, on a host without accelerators as well.
+computed: the program of each device is only traced, on a host without accelerators as well. Where a program makes both
+inside a function, `print(zero.check.examine(tx, params, 8).text)` there says the same.
 """
 
 from __future__ import annotations
@@ -97,7 +98,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     module = _load(given.program)
     for name in (given.optimizer, given.params):
         if not hasattr(module, name):
-            raise SystemExit(f"{given.program} has no {name!r}")
+            raise SystemExit(
+                f"{given.program} has no {name!r} at its top level. Where it is made inside a function, write there: "
+                f"import zero.check; print(zero.check.examine(optimizer, params, {given.devices}).text)"
+            )
     report = examine(getattr(module, given.optimizer), _shapes(getattr(module, given.params)), given.devices)
     print(report.text)
     return 0 if report.refusal is None else 1
