@@ -22,7 +22,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -49,7 +48,6 @@ HEADS, HEAD_DIM = 6, 64
 WINDOW = 1024
 UNIT: dict[str, Any] = {"embedding_dim": HEADS * HEAD_DIM, "vocab_size": 1, "block_size": 1, "dropout": 0.0, "N": 1}
 DENSE_LIMIT = 4 * 2**30
-SIZES_FILE = Path(__file__).parent.parent / "conf" / "model_config.yaml"
 
 
 def compiled(
@@ -179,7 +177,7 @@ def plan(
     from zero.training.step import state_layout
 
     devices = find_devices(topology)
-    config: GPTConfig = dataclasses.replace(load_sizes(SIZES_FILE)[size], block_size=context)
+    config: GPTConfig = dataclasses.replace(load_sizes()[size], block_size=context)
     if rotary:
         config = dataclasses.replace(config, alibi_attn=False, positions="rotary")
     kinds: list[tuple[str, int | None, int | None]] = [(name, FORMS[name], None) for name in forms]
@@ -222,7 +220,9 @@ def main() -> None:
     )
     parser.add_argument("--context-shards", type=int, default=1, help="devices of a context group")
     parser.add_argument("--rotary", action="store_true", help="positions in place of the size's own, with --topology")
-    parser.add_argument("--size", default="1_1b", help="an entry of conf/model_config.yaml, with --topology")
+    parser.add_argument(
+        "--size", default="1_1b", help="an entry of conf/model_config.yaml or conf/models, with --topology"
+    )
     arguments = parser.parse_args()
     if arguments.topology:
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")

@@ -31,7 +31,6 @@ from zero.plan.compile import Request, compiler_options, step_arguments
 from zero.plan.topology import find_devices, prepare_environment
 from zero.training.flops import model_flops
 
-SIZES_FILE = Path(__file__).parent.parent / "conf" / "model_config.yaml"
 # GPT-J's layers (mesh_transformer/layers.py).
 GPT_J: dict[str, Any] = {
     "alibi_attn": False,
@@ -198,7 +197,7 @@ def request_of(run: Run) -> Request:
     """The step as a plan takes it."""
     keys = (f"plan.topology={run.topology}", f"training.gradient_accumulation_steps={run.micro_batches}", *run.keys)
     config: Any = typed(composed(["mode=plan", *keys, f"data.max_context={run.context}"]))
-    size = load_sizes(SIZES_FILE)[run.size] if isinstance(run.size, str) else GPTConfig(**run.size)
+    size = load_sizes()[run.size] if isinstance(run.size, str) else GPTConfig(**run.size)
     return Request(config, size, run.rows)
 
 
@@ -245,7 +244,7 @@ def main() -> None:
         parts = [f"{found.seconds:.3f} s predicted, {found.exposed_seconds:.3f} of them exposed"]
         if arguments.step:
             size, rows, context = arguments.step
-            flops = model_flops(load_sizes(SIZES_FILE)[size], int(rows), int(context))
+            flops = model_flops(load_sizes()[size], int(rows), int(context))
             parts.append(f"MFU {flops / SPEEDS[devices[0].device_kind].flops / found.seconds:.1%}")
         if arguments.measured:
             parts.append(f"{found.seconds / arguments.measured - 1:+.0%} of measured")

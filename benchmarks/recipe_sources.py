@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from zero.cli import compose
+from zero.config.files import load_sizes
 from zero.config.schema import PlanConfig
 from zero.job import learning_rate
 from zero.models.config import GPTConfig
@@ -30,7 +31,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TABLE = REPOSITORY / "docs" / "sources" / "recipes.yaml"
 PAGE = REPOSITORY / "docs" / "reference" / "from-other-code.md"
 RECIPES = REPOSITORY / "conf" / "recipe"
-SIZES = REPOSITORY / "conf" / "model_config.yaml"
+SIZES = load_sizes()
 # Keys of an entry of a model by the attributes of GPTConfig that say what follows from them.
 _RESOLVED = {
     "alibi_attn": "position_kind",
@@ -183,7 +184,7 @@ def keys_set_by(recipe: str) -> set[str]:
     text = yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text())
     chosen = {name: section for name, section in text.items() if name != "defaults"}
     override = chosen["model"].pop("override", {})
-    entry = yaml.safe_load(SIZES.read_text())[chosen["model"]["size"]]
+    entry = SIZES.entry(chosen["model"]["size"])
     of_model = {**FAMILIES.get(entry.get("family", ""), {}), **entry, **override}
     keys = set(_leaves(chosen)) | {f"model.{_RESOLVED.get(name, name)}" for name in of_model}
     return {"schedule.last" if key == "schedule.decay_end" else key for key in keys}

@@ -50,7 +50,6 @@ from zero.training.flops import model_flops
 from zero.training.optimizer import decayed
 
 ROWS_SPEC = PartitionSpec(("fsdp", "expert"))  # of activations
-SIZES_FILE = Path(__file__).parent.parent / "conf" / "model_config.yaml"
 
 
 class Row(NamedTuple):
@@ -208,7 +207,7 @@ def gspmd_step(job: Job, row: Row, size: GPTConfig, devices: list[Any], has_layo
 
 def measure(name: str, row: Row, texts: Path | None) -> str:
     """A line of the table."""
-    size, devices = replace(load_sizes(SIZES_FILE)[row.size], expert_capacity=row.capacity), find_devices(row.topology)
+    size, devices = replace(load_sizes()[row.size], expert_capacity=row.capacity), find_devices(row.topology)
     keys = [
         f"plan.topology={row.topology}",
         f"model.size={row.size}",

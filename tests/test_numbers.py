@@ -33,7 +33,11 @@ def text_of(page: str) -> str:
 
 
 # The sizes with their parameters: tests/models/test_gpt.py counts them, and compares them with these comments.
-SIZES = re.findall(r'^"?(\w+)"?: # ([0-9,]+) parameters', (conf_directory() / "model_config.yaml").read_text(), re.M)
+SIZES_TEXT = "".join(
+    path.read_text()
+    for path in (conf_directory() / "model_config.yaml", *sorted(conf_directory().glob("models/*.yaml")))
+)
+SIZES = re.findall(r'^"?(\w+)"?: # ([0-9,]+) parameters', SIZES_TEXT, re.M)
 PARAMETERS = dict(SIZES)
 # The keys with their defaults: tests/config/test_check.py compares the page with the declarations.
 DEFAULTS = dict(re.findall(r"^\| `([\w.]+)` \| `([^`]*)` \|", text_of("docs/reference/keys.md"), re.M))

@@ -21,6 +21,7 @@ from zero.config.schema import MODES
 from zero.errors import UserError
 from zero.run import fresh
 from zero.run.features import FEATURES
+from zero.run.restore import TrainingPosition
 
 pytestmark = pytest.mark.quick
 
@@ -131,10 +132,12 @@ def test_keys_that_became_part_of_others(saved: dict[str, Any], expected: dict[s
 def test_weights_of_a_warm_start(value: str, is_average: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """`model.warm_start=ema` begins with the moving average of the weights."""
     taken: list[bool] = []
+    monkeypatch.setattr(fresh, "dtype_of_folder", lambda place: None)
     monkeypatch.setattr(fresh, "warm_start", lambda place, model, ema: taken.append(ema))
     job: Any = SimpleNamespace(
         model=SimpleNamespace(tuning=None), programs=SimpleNamespace(start=lambda params: params)
     )
     config = check(compose(f"model.warm_start={value}", "model.model_path=run"), load_sizes())
-    fresh.new_state(config, job, {})
+    position = TrainingPosition(global_rows=1)
+    fresh.new_state(config, job, {}, position)
     assert taken == [is_average]

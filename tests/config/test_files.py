@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from zero.config.files import conf_directory, load_sizes
+from zero.config import files
+from zero.config.files import Sizes, conf_directory, load_sizes
 from zero.config.schema import Model
 from zero.errors import UserError
 from zero.models.config import GPTConfig
@@ -104,3 +106,37 @@ def test_sizes_of_another_file(tmp_path: Path) -> None:
         chosen("none", path)
     with pytest.raises(UserError, match=r"gone.yaml: not found"):
         chosen("test", tmp_path / "gone.yaml")
+
+
+def test_files_of_published_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names in a file begin as its own does, so that only this one is read for them."""
+    for path in (CONF / "models").glob("*.yaml"):
+        assert [name for name in Sizes(path) if not name.startswith(path.stem)] == []
+    read: list[str] = []
+
+    def recorded(path: Path, message: str) -> Any:
+        read.append(path.name)
+        return yaml.safe_load(path.read_text())
+
+    monkeypatch.setattr(files, "read_yaml", recorded)
+    sizes = Sizes(CONF / "model_config.yaml", CONF / "models")
+    assert sizes.chosen(Model("llama3_8b")).N == 32 and sizes.chosen(Model("gpt_neo_125m")).N == 12
+    assert read == ["model_config.yaml", "llama.yaml", "gpt_neo.yaml"]
+    assert sizes.chosen(Model("mistral_7b", override={"N": 3})).N == 3
+    assert "llama4" not in sizes and "llama4" not in load_sizes() and len(sizes) == len(list(sizes)) == len(set(sizes))
+
+
+def test_own_entry_in_place_of_a_published_one(tmp_path: Path) -> None:
+    """An entry of conf/model_config.yaml is found first, whatever its name."""
+    path = tmp_path / "model_config.yaml"
+    path.write_text(
+        (CONF / "model_config.yaml")
+        .read_text()
+        .replace("\ntest:", "\nllama3_mine:")
+        .replace("\nbytes:", "\nllama3_8b:")
+    )
+    sizes = Sizes(path, CONF / "models")
+    assert sizes.chosen(Model("llama3_mine")) == load_sizes()["test"]
+    assert sizes.chosen(Model("llama3_8b")) == load_sizes()["bytes"]
+    with pytest.raises(UserError, match=r"model.size=llama9: expected one of llama3_mine, .*qwen3_8b"):
+        sizes.chosen(Model("llama9"))

@@ -39,7 +39,7 @@ def small(model_type: str) -> dict[str, Any]:
 
     kind = transformers.CONFIG_MAPPING[model_type]
     known = {key for keys in SHAPES for key in keys} & {*kind().to_dict()}
-    keys = {key: value for part in SHAPES for key, value in part.items() if key in known}
+    keys: dict[str, Any] = {key: value for part in SHAPES for key, value in part.items() if key in known}
     if model_type == "smollm3":
         keys["sliding_window"] = 7
     for key, value in ARCHITECTURES[model_type].fixed.items():
@@ -133,8 +133,13 @@ def test_published_keys_are_read() -> None:
     """What published folders hold beside the keys of the architecture is no reason to refuse them."""
     from zero.exchange.config_keys import check_keys
 
-    rope = {"factor": 8.0, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    of_llama = {"pretraining_tp": 1, "mlp_bias": False, "is_llama_config": True, "rope_interleaved": False}
+    rope: dict[str, Any] = {"factor": 8.0, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    of_llama: dict[str, Any] = {
+        "pretraining_tp": 1,
+        "mlp_bias": False,
+        "is_llama_config": True,
+        "rope_interleaved": False,
+    }
     of_llama |= {"rope_scaling": {**rope, "original_max_position_embeddings": 8}, "head_dim": 4}
     published: dict[str, dict[str, Any]] = {
         "llama": {**of_llama, "transformers.js_config": {"kv_cache_dtype": {}}},

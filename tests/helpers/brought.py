@@ -196,8 +196,8 @@ def save_tokenizer(folder: Path, family: str) -> None:
         _write(folder / "special_tokens_map.json", dict(home.in_special_map))
     ids = [made.token_to_id(name) for name in home.ends]
     if ids:
-        begin = made.token_to_id(home.names.get("bos_token", home.specials[0]))
-        _write(folder / "generation_config.json", {"bos_token_id": begin, "eos_token_id": ids, "do_sample": True})
+        begin_id = made.token_to_id(home.names.get("bos_token", home.specials[0]))
+        _write(folder / "generation_config.json", {"bos_token_id": begin_id, "eos_token_id": ids, "do_sample": True})
     path = folder / "config.json"
     known = json.loads(path.read_text()) if path.exists() else {"model_type": "llama"}
     of_config = [made.token_to_id(name) for name in home.of_config]

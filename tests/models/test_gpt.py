@@ -4,7 +4,6 @@ import dataclasses
 import math
 import re
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,14 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zero.config.files import load_sizes
+from zero.config.files import conf_directory, load_sizes
 from zero.models.attention.scores import alibi_slopes
 from zero.models.config import GPTConfig
 from zero.models.elements import dropout
 from zero.models.gpt import GPT
 from zero.models.transformer_layer import init_cache
 
-SIZES_FILE = Path(__file__).parents[2] / "conf" / "model_config.yaml"
+SIZES_TEXT = "".join(
+    path.read_text() for path in (conf_directory() / "model_config.yaml", *conf_directory().glob("models/*"))
+)
 SIZES = load_sizes()
 ODD = GPTConfig(embedding_dim=42, vocab_size=101, num_head=3, block_size=12, dropout=0.0, N=2, vocab_chunks=3)
 LEARNED = dataclasses.replace(ODD, alibi_attn=False, vocab_chunks=1)
@@ -145,7 +146,7 @@ def test_cached_logits(config: GPTConfig) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_parameter_count(size: str) -> None:
     """The parameter count is that of the comment beside the size."""
-    comment = re.search(rf'^"?{size}"?: # ([0-9,]+) parameters', SIZES_FILE.read_text(), re.MULTILINE)
+    comment = re.search(rf'^"?{size}"?: # ([0-9,]+) parameters', SIZES_TEXT, re.MULTILINE)
     assert comment is not None
     config = SIZES[size]
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes(config)))

@@ -1,4 +1,4 @@
-"""Where the guard of a sharded state ends: what containers of other libraries do to it (docs/how-to/pmap-programs.md)."""
+"""Where the guard of a sharded state ends: in containers of other libraries (docs/how-to/pmap-programs.md)."""
 
 from pathlib import Path
 from typing import Any

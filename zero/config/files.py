@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,30 +43,56 @@ def read_yaml(path: Path, message: str, kind: type[UserError] = UserError) -> di
 class Sizes(Mapping[str, GPTConfig]):
     """Model sizes by name, each made when it is asked for, as there are many and a run needs one.
 
-    Attributes:
-      path: the file that they were read from.
-      entries: the keys of each size as they are written, which overrides are merged over, without those of its family.
+    Args:
+      path: the file of their entries.
+      families: a directory of further files. Each has the entries whose names begin as its own does, and is read when
+        such a name is asked for, or all names are.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, families: Path | None = None) -> None:
         """Raises UserError where there is no such file, or not one of names with values."""
         if not path.is_file():
             raise UserError(f"{path}: not found; expected the model sizes")
         self.path = path
-        self.entries = read_yaml(path, f"{path}: expected the model sizes")
+        self._families = {} if families is None else {file.stem: file for file in sorted(families.glob("*.yaml"))}
+        self._read: dict[Path, dict[str, Any]] = {}
+        self._chosen: dict[str, GPTConfig] = {}  # by the keys as they are written
+        self._entries(path)
+
+    def _entries(self, path: Path) -> dict[str, Any]:
+        """The entries of a file, which is read once."""
+        if path not in self._read:
+            self._read[path] = read_yaml(path, f"{path}: expected the model sizes")
+        return self._read[path]
+
+    def _file(self, name: str) -> Path:
+        """The file that has this size, if there is such a size: of those that its name begins with, the longest."""
+        stems = [stem for stem in self._families if name.startswith(stem)]
+        if name in self._entries(self.path) or not stems:
+            return self.path
+        return self._families[max(stems, key=len)]
+
+    def entry(self, name: str) -> Any:
+        """The keys of a size as they are written, without those of its family; raises KeyError where there is none."""
+        return self._entries(self._file(name))[name]
 
     def __getitem__(self, name: str) -> GPTConfig:
         """Raises UserError where the entry is wrong, and KeyError where there is none."""
+        entry = self.entry(name)
         try:
-            return _make_size(self.entries[name] or {})
+            return _make_size(entry or {})
         except ValueError as error:
-            raise UserError(f"{self.path}: size {name!r}: {error}") from error
+            raise UserError(f"{self._file(name)}: size {name!r}: {error}") from error
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name in self._entries(self._file(name))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.entries)
+        for path in (self.path, *self._families.values()):
+            yield from self._entries(path)
 
     def __len__(self) -> int:
-        return len(self.entries)
+        return len(list(iter(self)))
 
     def chosen(self, model: Model) -> GPTConfig:
         """The size that these keys name: its entry, in `model.sizes` if it has one there, and `model.override` over it.
@@ -73,26 +100,31 @@ class Sizes(Mapping[str, GPTConfig]):
         Raises:
           UserError: there is no such size, a file is wrong, or the model is impossible with these overrides.
         """
-        files = [self, *([] if model.sizes is None else [load_sizes(Path(model.sizes))])]
-        entries = {name: entry for file in files for name, entry in file.entries.items()}
-        if model.size not in entries:
+        files = [self] if model.sizes is None else [load_sizes(Path(model.sizes)), self]
+        entries = [sizes.entry(model.size) for sizes in files if model.size in sizes]
+        if not entries:
+            names = dict.fromkeys(name for sizes in reversed(files) for name in sizes)
             places = " and ".join(["conf/model_config.yaml", *([] if model.sizes is None else [model.sizes])])
-            raise UserError(f"model.size={model.size}: expected one of {', '.join(entries)} ({places})")
+            raise UserError(f"model.size={model.size}: expected one of {', '.join(names)} ({places})")
+        keys = {**entries[0], **model.override}
+        written = repr(keys)  # 2 and 2.0 are equal, and written differently
         try:
-            return _make_size({**entries[model.size], **model.override})
+            if written not in self._chosen:
+                self._chosen[written] = _make_size(keys)
+            return self._chosen[written]
         except ValueError as error:
             raise UserError(f"model.size={model.size} with model.override={model.override}: {error}") from error
 
 
 def load_sizes(path: Path | None = None) -> Sizes:
-    """The model sizes of `conf/model_config.yaml`, which tests check, or of another such file, checked here.
+    """The model sizes of `conf/model_config.yaml` and `conf/models`, which tests check, or of a file, checked here.
 
     Raises:
       UserError: the file or a key of a size is missing, unknown, of another type, or impossible; every size that is
         wrong has a line.
     """
     if path is None:
-        return Sizes(conf_directory() / "model_config.yaml")
+        return _packaged_sizes()
     sizes = Sizes(path)
     mistakes = []
     for name in sizes:
@@ -103,6 +135,11 @@ def load_sizes(path: Path | None = None) -> Sizes:
     if mistakes:
         raise UserError("\n".join(mistakes))
     return sizes
+
+
+@cache
+def _packaged_sizes() -> Sizes:
+    return Sizes(conf_directory() / "model_config.yaml", conf_directory() / "models")
 
 
 def _make_size(entry: Any) -> GPTConfig:

@@ -103,7 +103,7 @@ def _list(name: str, meaning: str, values: Iterable[str]) -> list[str]:
 def _page(name: str) -> Iterator[str]:
     """What this name means, as far as it is one; no line if it is none."""
     if name == "sizes":
-        yield from _list("model.size", "an entry of conf/model_config.yaml", load_sizes())
+        yield from _list("model.size", "an entry of conf/model_config.yaml or conf/models", load_sizes())
     elif name in ADDED:
         yield from _list(f"+{name}", ADDED[name], _files(name))
     elif name in GROUPS:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from zero.config.constraints import is_paths, shown
+from zero.config.declared import value_of
 from zero.config.groups import Adapted
 from zero.config.schema import Config, EvaluateConfig, PlanConfig
 from zero.corpus.reading.synthetic import SYNTHETIC
@@ -48,6 +49,16 @@ def training_rules(config: Config, size: GPTConfig) -> Mistakes:
         yield f"training.{key}", f"a divisor of data.max_context={longest}, at least 2"
 
 
+_COUNTED_IN_STEPS = (
+    "training.total_steps",
+    "training.evaluation_frequency",
+    "training.log_frequency",
+    "verify.every",
+    "data.save_every",
+    "zero.emergency_steps",
+)
+
+
 def part_rules(config: Config, size: GPTConfig) -> Mistakes:
     """What a model whose steps take parts of rows leaves to the end of a row, or cannot do."""
     training = config.training
@@ -59,8 +70,8 @@ def part_rules(config: Config, size: GPTConfig) -> Mistakes:
         return
     if training.stages() or training.context_stages is not None:
         yield "training.staged_warmup_steps", f"0, with training.context_stages=null, as {given}"
-    if training.statistics is not None:
-        yield "training.statistics", f"null, as {given} and it repeats steps on whole rows"
+    if value_of(config, "statistics.every") is not None:
+        yield "statistics.every", f"null, as {given} and it repeats steps on whole rows"
     if config.zero.remat == "nested":
         yield "zero.remat", f"auto, full, dots or none, as {given}"
     if config.zero.fused_update:
@@ -68,15 +79,8 @@ def part_rules(config: Config, size: GPTConfig) -> Mistakes:
     if config.objective.name != "likelihood":
         yield "objective", f"likelihood, as {given}"
     steps = config.data.max_context // size.update_tokens
-    for key, every in {
-        "training.total_steps": training.total_steps,
-        "training.evaluation_frequency": training.evaluation_frequency,
-        "training.log_frequency": training.log_frequency,
-        "training.verify_every": training.verify_every,
-        "data.save_every": config.data.save_every,
-        "zero.emergency_steps": config.zero.emergency_steps,
-        "harness.every": config.harness.every,
-    }.items():
+    for key in _COUNTED_IN_STEPS:
+        every = value_of(config, key)
         if every is not None and every % steps:
             yield key, f"a multiple of {steps}, the steps per row with {given}"
 

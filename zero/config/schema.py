@@ -173,11 +173,11 @@ class Training:
 
 @dataclass
 class Model:
-    size: str = key("bytes", None, "An entry of model_config.yaml.")
+    size: str = key("bytes", None, "An entry of model_config.yaml or of a file in conf/models.")
     sizes: str | None = key(
         None,
         not_empty(),
-        "A file of more entries, which replace those of the same name; null: only those of model_config.yaml.",
+        "A file of more entries, which replace those of the same name; null: only those of conf.",
     )
     override: dict[str, Any] = key(
         {},

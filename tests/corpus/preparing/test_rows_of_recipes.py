@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import zero
+from tests.helpers.loaders import open_loader
 from zero.corpus.preparing.options import CorpusOptions
 from zero.corpus.preparing.prepare import Corpus, prepare
 from zero.corpus.preparing.zero_prepare import training_overrides
-from zero.corpus.reading.loader import Loader
 from zero.corpus.text.tokenizers import ByteTokenizer
 from zero.errors import UserError
 from zero.models.config import GPTConfig
@@ -22,7 +22,7 @@ SIZE = GPTConfig(embedding_dim=8, vocab_size=256, num_head=2, block_size=T, drop
 
 
 def make(source: Path, place: Path, name: str, **options: Any) -> Corpus:
-    paths = {"directory": place / "corpus", "index_directory": place / "index"}
+    paths: dict[str, Any] = {"directory": place / "corpus", "index_directory": place / "index"}
     return prepare(source, name, options_of(**options), progress=False, **paths)
 
 
@@ -33,7 +33,7 @@ def options_of(**options: Any) -> CorpusOptions:
 def inputs_and_targets(corpus: Corpus, index: str) -> tuple[np.ndarray, np.ndarray]:
     """What a step with data.last_target reads of all rows."""
     options: dict[str, Any] = {"shuffle": False, "max_epochs": 1}
-    loader = Loader(index, global_rows=1, context=T + 1, vocab_size=256, **options)
+    loader = open_loader(index, global_rows=1, context=T + 1, vocab_size=256, **options)
     rows = np.concatenate([batch.tokens for batch in loader.batches()])
     model = ShardedGPT(SIZE, zero.Axis("zero", (1, 1)), 0, last_target=True)
     inputs, targets, _ = model.inputs(rows)

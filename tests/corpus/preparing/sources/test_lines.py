@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.helpers.loaders import open_loader
 from zero.corpus.preparing.options import CorpusOptions
 from zero.corpus.preparing.prepare import Corpus, prepare
 from zero.corpus.preparing.sources import documents
-from zero.corpus.reading.loader import Loader
 from zero.corpus.text.tokenizers import ByteTokenizer
 from zero.errors import UserError
 
@@ -33,14 +33,14 @@ def billion_words(tmp_path: Path) -> Path:
 
 
 def make(source: Path | str, place: Path, name: str = "billion", **options: Any) -> Corpus:
-    paths = {"directory": place / "corpus", "index_directory": place / "index"}
+    paths: dict[str, Any] = {"directory": place / "corpus", "index_directory": place / "index"}
     return prepare(source, name, CorpusOptions(ByteTokenizer(), ROW, lines=True, **options), progress=False, **paths)
 
 
 def rows_of(index: str) -> list[bytes]:
     """The text of each row of one document, without its ends of text."""
     options: dict[str, Any] = {"shuffle": False, "max_epochs": 1}
-    loader = Loader(index, global_rows=1, context=ROW, vocab_size=256, **options)
+    loader = open_loader(index, global_rows=1, context=ROW, vocab_size=256, **options)
     rows = np.concatenate([batch.tokens for batch in loader.batches()])
     return [bytes(row[row > 0].astype(np.uint8)) for row in rows]
 
@@ -48,7 +48,7 @@ def rows_of(index: str) -> list[bytes]:
 def test_a_sentence_per_row(billion_words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each line is a row, in the split of its folder, cut to the row, as Lingvo's task reads it."""
     monkeypatch.setattr(documents, "UNIT_BYTES", 40)  # several units per file
-    options = {"one_document_per_row": True, "cut_documents": True, "begin_rows": True}
+    options: dict[str, Any] = {"one_document_per_row": True, "cut_documents": True, "begin_rows": True}
     corpus = make(billion_words, tmp_path, splits="official", **options)
     assert (corpus.train.documents, corpus.validation.documents) == (10, 5)
     assert (corpus.train.rows, corpus.validation.rows) == (10, 5)
