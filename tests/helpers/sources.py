@@ -4,6 +4,7 @@
 - `torch_tensor`: a file of torch.save with integers, written without torch.
 """
 
+import csv
 import gzip
 import io
 import json
@@ -35,6 +36,11 @@ def _packed(suffix: str, pack: Callable[[bytes], bytes]) -> Callable[[Path, list
 
 def _write(path: Path, suffix: str, data: bytes) -> None:
     path.with_name(path.name + suffix).write_bytes(data)
+
+
+def _csv(path: Path, documents: list[str]) -> None:
+    with path.with_name(path.name + ".csv").open("w", encoding="utf-8-sig", newline="") as file:
+        csv.writer(file).writerows([["number", "text"], *enumerate(documents)])
 
 
 def _table(documents: list[str]) -> Any:
@@ -82,6 +88,7 @@ write_text: dict[str, Callable[[Path, list[str]], None]] = {
     "jsonl.gz": _packed(".jsonl.gz", gzip.compress),
     "json.xz": _packed(".json.xz", lzma.compress),
     "jsonl.zst": _packed(".jsonl.zst", zstandard.compress),
+    "csv": _csv,
     "parquet": _parquet,
     "feather": _arrow_file,
     "arrow": _arrow_stream,

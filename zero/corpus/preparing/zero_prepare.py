@@ -5,7 +5,7 @@ A source is
   .jsonl, .json.gz    JSON lines: objects with a "text" (--key for another one), also as .gz, .xz or .zst;
                       with --completions of "prompt" and "completion", or of chat "messages";
                       with --preferences of "prompt", "chosen" and "rejected"
-  .parquet, .arrow    tables, whose rows are such objects
+  .parquet, .arrow    tables, whose rows are such objects; .csv and .tsv with names of columns too
   .tar, .tar.gz       samples of webdataset: .txt, .json, or token ids in a .pth of torch.save
   .tfrecord           token ids that --tokenizer made, as in the next two
   .bin, .npy          an array of token ids, nanoGPT's and llm.c's too: its last part is for validation

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from zero.corpus.preparing.sources import documents
 from zero.corpus.preparing.sources.arrays import array_units, megatron_index
+from zero.corpus.preparing.sources.csv_rows import csv_units
 from zero.corpus.preparing.sources.documents import Reader, Unit
 from zero.corpus.preparing.sources.json_lines import json_lines, text_lines
 from zero.corpus.preparing.sources.tables import table_units
@@ -41,6 +42,11 @@ FORMATS = (
     Format(
         _names(r"(\.(jsonl|ndjson)(\.gz|\.xz|\.zst)?|\.json(\.gz|\.xz|\.zst))"),
         lambda path, options: json_lines(path, options.reader),
+        has_objects=True,
+    ),
+    Format(
+        _names(r"\.(csv|tsv)(\.gz|\.xz|\.zst)?"),
+        lambda path, options: csv_units(path, options.reader),
         has_objects=True,
     ),
     Format(
