@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from zero.partition.collectives.axis import Axis, AxisLike
-from zero.partition.layout import Layout, PyTree, derive_layout, follow_layout, make_layout, named_leaves
+from zero.partition.layout import Layout, PyTree, derive_layout, follow_layout, make_layout, named_leaves, path_of
 
 REMEDY = (
     "Checkpoints hold the whole state: save zero.to_host(state), which all processes call, and restore with "
@@ -346,6 +346,26 @@ def check_not_vmapped(dimensions: int, expected: int) -> None:
             "members of an ensemble into one tree of parameters, (members, ...) per leaf, with one optimizer for all, "
             "and vmap the loss"
         )
+
+
+def check_not_dissolved(tree: PyTree) -> None:
+    """Raises if a part of the tree was the state of a sharded optimizer, and is a plain tree of slices now.
+
+    >>> check_not_dissolved({"opt_state": {"slices": 0, "shard": 1}})
+    Traceback (most recent call last):
+    ValueError: leaf opt_state: this was the state of a sharded optimizer, and is plain arrays now, ...
+    """
+    flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_marked)
+    paths = {path_of(keys) for keys, _ in flat}
+    parents = {path[:end] for path in paths for end in range(len(path) + 1)}
+    for path in sorted(parents):
+        if path[-1:] == ("shard",) and (*path[:-1], "slices") in parents:
+            raise ValueError(
+                f"leaf {'/'.join(path[:-1]) or '(root)'}: this was the state of a sharded optimizer, and is plain "
+                "arrays now, because nnx.split, nnx.state or flax.serialization.to_state_dict has taken it apart. "
+                "Convert the objects: zero.to_host(nnx.merge(graph, arrays)), and zero.to_devices((model, optimizer)) "
+                "before nnx.split; to_state_dict(zero.to_host(state))"
+            )
 
 
 def register_with_flax() -> None:

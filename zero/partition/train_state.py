@@ -21,6 +21,7 @@ from zero.partition.sharded_state import (
     Origin,
     ShardedState,
     WholeState,
+    check_not_dissolved,
     check_not_vmapped,
     check_stacked,
     check_structure,
@@ -82,6 +83,7 @@ def to_host(
     if isinstance(devices, Mesh):
         raise ValueError("the arrays of a train state know their mesh: leave devices= out")
     treedef: Any
+    check_not_dissolved(tree)
     leaves = named_leaves(tree, is_marked)
     treedef = jax.tree.structure(tree, is_leaf=is_marked)
     for name, x in leaves:
@@ -138,6 +140,7 @@ def to_devices(
     """
     if layout is not None:
         return slices_from_host(tree, layout, _named(axis), devices)
+    check_not_dissolved(tree)
     marks = _marks(tree)
     if like is not None:
         marks |= _marks(like)
