@@ -220,8 +220,8 @@ def test_every_size_can_be_trained(size: str) -> None:
                 ("training.log_frequency=4; data.save_every=2", ["data.save_every=2", "a multiple of 4"]),
                 ("training.log_frequency=4; data.max_context=24", ["data.max_context=24", "update_tokens=16 of model"]),
                 (
-                    "training.log_frequency=4; training.statistics=4",
-                    ["training.statistics=4", "null, as update_tokens"],
+                    "training.log_frequency=4; statistics.every=4",
+                    ["statistics.every=4", "null, as update_tokens"],
                 ),
                 ("training.log_frequency=4; zero.remat=nested", ["zero.remat=nested", "auto, full, dots or none"]),
             )
