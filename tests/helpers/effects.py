@@ -236,11 +236,12 @@ def on_pairs(workplace: Path, count: int = 1) -> Iterator[Run]:
             preferences=True,
             progress=False,
         )
-        cli.Forks(workplace).train("base", *cli.TINY, "distributed.cpu_devices=2", "training.total_steps=1")
+        shortest = ("training.total_steps=1", "training.warmup_steps=0", "training.maximum_evaluation_steps=0")
+        cli.Forks(workplace).train("base", *cli.TINY, "distributed.cpu_devices=2", *shortest)
         index = workplace / "data" / "index"
         keys = (
-            "training.objective=dpo",
-            "training.dpo_beta=0.3",
+            "objective=dpo",
+            "objective.beta=0.3",
             "training.sample_tokens=0",
             "model.warm_start=true",
             "model.model_path=base",
