@@ -174,8 +174,8 @@ def mirror(run_directory: Path, place: Path | str) -> None:
 
 
 def remove_unfinished(run_directory: Path, place: Path | str) -> None:
-    """Removes what killed processes have left of files that they were writing, here and in the mirror."""
-    for directory in (run_directory, storage.parent(_mirror_path(place, CONFIG_FILE))):
+    """Removes what killed processes have left of files that they were writing: here, in `place` and in the mirror."""
+    for directory in (run_directory, place, storage.parent(_mirror_path(place, CONFIG_FILE))):
         storage.remove_unfinished(directory)
 
 
