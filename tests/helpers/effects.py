@@ -163,10 +163,14 @@ class Run:
         return done
 
     def durable(self) -> tuple[dict[int, dict[str, Any]], dict[str, np.ndarray]]:
-        """The metadata of each durable checkpoint, with the checksums of its leaves, and the last state, whole."""
+        """The metadata of each durable checkpoint, with the checksums of its leaves, and the last state, whole.
+
+        Paths in the metadata are relative to the workplace.
+        """
         steps = committed_steps(self.place)
         with Checkpoints(self.place, None) as checkpoints:
-            metadata = {step: checkpoints.meta(step) for step in steps}
+            texts = {step: json.dumps(checkpoints.meta(step)) for step in steps}
+            metadata = {step: json.loads(text.replace(f"{self.workplace}/", "")) for step, text in texts.items()}
             return metadata, {name: checkpoints.read(steps[-1], name) for name in metadata[steps[-1]]["shapes"]}
 
     def check(self, undisturbed: "Run") -> None:
@@ -183,7 +187,8 @@ class Run:
         assert max(metadata) == max(expected_metadata) and metadata.keys() <= {9, *expected_metadata}
         for step in metadata.keys() & expected_metadata.keys():
             for key in EQUAL_METADATA:
-                assert metadata[step][key] == expected_metadata[step][key], (step, key)
+                of_step, expected = metadata[step][key], expected_metadata[step][key]
+                assert of_step == expected, (step, key, of_step, expected)
         assert leaves.keys() == expected_leaves.keys()
         for name, leaf in leaves.items():
             np.testing.assert_array_equal(leaf, expected_leaves[name], err_msg=name)
