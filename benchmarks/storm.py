@@ -1,6 +1,6 @@
 # python benchmarks/storm.py [--kills 100] [--steady] [--bucket] [--busy 0] [--seed 0]
 # python benchmarks/storm.py --hosts 3 --hours 1 [--bucket]
-# python benchmarks/storm.py --effects [--kills 100] [--hosts 2] [--seed 0]
+# python benchmarks/storm.py --effects [--kills 100] [--hosts 2] [--seed 0] [--record storm.jsonl]
 #
 # A run is started repeatedly with `--resume=auto` and ended at random moments by SIGKILL or SIGTERM, with 1 process
 # of 8 devices, 2 of 4, or 1 of 4, at stages 1 to 3. Once it has finished, it is compared with the same run
@@ -17,13 +17,15 @@
 # start is a line on stderr. Takes about half an hour on two quiet cores.
 #
 # With --effects short runs on 2 devices are killed before, within or after the first, second or third time that a
-# feature writes (tests/helpers/effects.py), on disk and in a bucket in turn. Metrics, samples and state must be the
-# same, bit for bit, and the page of the report newer than the metrics.
+# feature writes (tests/helpers/effects.py), on disk and in a bucket in turn. Metrics, samples and checkpoints must be
+# the same, bit for bit, and the page of the report newer than the metrics. Each run that passed is a line of --record,
+# and the same command continues after the last one. A kill takes about 5 seconds of one core, on two hosts 9.
 """A run that is killed a hundred times ends like an undisturbed one."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import random
@@ -41,7 +43,7 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 from unittest.mock import patch
 
 import numpy as np
@@ -49,6 +51,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.helpers import bucket, cli, effects, hosts
 from zero.checkpoints.manager import Checkpoints
+from zero.files.appending import append
 from zero.files.storage import gcs
 from zero.run_directory import CONFIG_FILE, checkpoint_directory, saved_config, saved_steps
 from zero.tracking.metrics_file import read_metrics, read_resumes
@@ -56,6 +59,9 @@ from zero.tracking.metrics_file import read_metrics, read_resumes
 SHAPES = ((1, 8), (2, 4), (1, 4))  # processes, devices of each
 HOSTS_SHAPES = ((1, 2), (2, 1), (3, 1))  # few devices: most of the time goes into starts
 STAGES: tuple[int, ...] = (1, 2, 3)
+Kills: TypeAlias = Counter[tuple[str, str, str]]
+PLACES = (("disk", effects.on_disk), ("bucket", effects.in_bucket))
+MOST_KILLS = 12  # of one run, which then ends by itself
 GLOBAL_ROWS, HOSTS_ROWS = 16, 12
 MOST_SECONDS = 180  # in which all processes have to end after a signal, on a machine that may be busy
 REFUSED = 0.05  # of the requests to the bucket
@@ -220,8 +226,12 @@ def weather(
     return storm
 
 
-def storm_of_effects(place: Path, kills: int, *, seed: int = 0, count: int = 1) -> Counter[tuple[str, str, str]]:
+def storm_of_effects(place: Path, kills: int, record: Path, *, seed: int = 0, count: int = 1) -> Kills:
     """Kills runs at random moments of their writes (`effects.EFFECTS`), in turn on disk and in a bucket.
+
+    Args:
+      record: a line for each run that has ended as the undisturbed one: its number and its kills. What it says of
+        earlier storms with this seed and these hosts counts, and the runs go on from there.
 
     Returns:
       The kills by feature, moment and place of the checkpoints.
@@ -229,31 +239,42 @@ def storm_of_effects(place: Path, kills: int, *, seed: int = 0, count: int = 1) 
     Raises:
       AssertionError: a run lost something, or ended otherwise than by its kill or as finished.
     """
-    rng = random.Random(seed)
-    struck: Counter[tuple[str, str, str]] = Counter()
+    earlier = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
+    struck: Kills = Counter()
+    number = 0
+    for run_of in (line for line in earlier if (line["seed"], line["hosts"]) == (seed, count)):
+        number = run_of["run"]
+        struck.update(tuple(kill) for kill in run_of["kills"])
     with effects.on_disk(place / "calm", count) as calm:
         calm.finish()
-    number = 0
-    while struck.total() < kills:
-        number += 1
-        where, open_run = ("bucket", effects.in_bucket) if number % 2 else ("disk", effects.on_disk)
-        with open_run(place / str(number), count) as run:
-            is_finished = False
-            while not is_finished and struck.total() < kills:
-                effect = rng.choice(effects.EFFECTS)
-                nth = rng.randint(1, 3)
-                done = run.attempt(effect, nth, rng.randrange(count))
-                is_finished = done.returncode == 0
-                assert done.returncode in (0, -signal.SIGKILL), (effect, done.stderr)
-                struck[effect.feature, effect.moment, where] += not is_finished
-                end = "finished" if is_finished else "killed"
-                print(
-                    f"{struck.total():3} run {number} on {where}: {effect.feature}, {effect.moment}, {nth}: {end}",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            run.finish()  # which has nothing left to do where it was finished
-            run.check(calm)
+        while struck.total() < kills:
+            number += 1
+            where, open_run = PLACES[number % 2]
+            with open_run(place / str(number), count) as run:
+                features = killed_at_random(run, random.Random(f"{seed}-{count}-{number}"))
+                run.finish()  # which has nothing left to do where it was finished
+                run.check(calm)
+            shutil.rmtree(place / str(number))
+            kills_of_run = [(feature, moment, where) for feature, moment in features]
+            struck.update(kills_of_run)
+            line = {"seed": seed, "hosts": count, "run": number, "kills": kills_of_run}
+            append(record, json.dumps(line).encode() + b"\n")
+            print(f"{struck.total():3} run {number} on {where}: {len(features)}", file=sys.stderr, flush=True)
+    return struck
+
+
+def killed_at_random(run: effects.Run, rng: random.Random) -> list[tuple[str, str]]:
+    """Kills a run until it has finished, or `MOST_KILLS` times; the feature and moment of each."""
+    struck: list[tuple[str, str]] = []
+    while len(struck) < MOST_KILLS:
+        effect = rng.choice(effects.EFFECTS)
+        nth = rng.choice((1, 1, 2, 3))
+        victims = run.count if effect.feature == "protect" else 1  # host 0 writes all else
+        done = run.attempt(effect, nth, rng.randrange(victims))
+        if done.returncode == 0:
+            break
+        assert done.returncode == -signal.SIGKILL, (effect, nth, done.stderr)
+        struck.append((effect.feature, effect.moment))
     return struck
 
 
@@ -390,6 +411,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--effects", action="store_true")
+    parser.add_argument("--record", type=Path, default=Path("storm.jsonl"))
     parser.add_argument("--steady", action="store_true")
     parser.add_argument("--bucket", action="store_true")
     parser.add_argument("--busy", type=int, default=0)
@@ -397,7 +419,7 @@ def main() -> None:
     logging.getLogger("gcp_storage_emulator").setLevel(logging.CRITICAL)  # of each file that is not there
     with tempfile.TemporaryDirectory() as place:
         if given.effects:
-            print(storm_of_effects(Path(place), given.kills, seed=given.seed, count=given.hosts or 1))
+            print(storm_of_effects(Path(place), given.kills, given.record, seed=given.seed, count=given.hosts or 1))
             return
         storm = weather(
             Path(place),

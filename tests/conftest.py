@@ -30,6 +30,7 @@ from hypothesis import HealthCheck, settings
 
 import zero
 import zero.run.features  # declares the keys of features
+from tests.helpers.compilation import QUICK_FLAGS
 
 zero.use_cpu_devices(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -47,8 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if config.getoption("-m") == QUICK and config.args_source is config.ArgsSource.TESTPATHS:
         config.args = [str(Path(__file__).parent)]
-    if config.getoption("-m") != "slow" and jax.__version_info__[:2] == (0, 10):  # an unknown flag ends the process
-        os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    if config.getoption("-m") != "slow":
+        os.environ["XLA_FLAGS"] += f" {QUICK_FLAGS}"
 
 
 def pytest_collection_finish() -> None:

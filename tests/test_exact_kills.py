@@ -14,7 +14,7 @@ from tests.helpers import effects
 from tests.helpers.effects import Effect, Run
 from zero.run.features import FEATURES
 
-pytestmark = pytest.mark.timeout(3600)
+pytestmark = pytest.mark.timeout(4 * 3600)  # on a busy machine
 
 MEASURING = {"profile", "statistics", "verify", "limits", "harness", "bar"}  # features that write nothing of their own
 

@@ -173,6 +173,12 @@ def mirror(run_directory: Path, place: Path | str) -> None:
                 storage.remove(_mirror_path(place, name))
 
 
+def remove_unfinished(run_directory: Path, place: Path | str) -> None:
+    """Removes what killed processes have left of files that they were writing: here, in `place` and in the mirror."""
+    for directory in (run_directory, place, storage.parent(_mirror_path(place, CONFIG_FILE))):
+        storage.remove_unfinished(directory)
+
+
 def rebuild(run_directory: Path, place: Path | str) -> bool:
     """Restores a run directory from its mirror, if there is one; files that continue the mirrored ones stay."""
     if not is_outside(run_directory, place) or not storage.exists(_mirror_path(place, CONFIG_FILE)):

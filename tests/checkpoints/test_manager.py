@@ -177,6 +177,23 @@ def test_newest_and_best_are_kept(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["7", "8", "9"]
 
 
+def test_loss_that_was_learnt_after_the_save(tmp_path: Path) -> None:
+    """The checkpoint is kept by it, at later starts as well; what a killed process has left beside it is removed."""
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        save_small(checkpoints, 1)
+    left = tmp_path / "1" / "meta" / ".metadata.0123abcd"
+    left.write_text('{"validation_loss": 7')
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.set_validation_loss(1, 1.0)
+        save_small(checkpoints, 2, validation_loss=2.0)
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        save_small(checkpoints, 3, validation_loss=3.0)
+    with Checkpoints(tmp_path, None) as checkpoints:
+        assert checkpoints.steps() == [1, 3] and checkpoints.meta(1)["validation_loss"] == 1.0
+        assert_same(checkpoints.restore(1, *small(8)), make_state(*small(8), seed=1), small(8)[0])
+    assert [path.name for path in left.parent.iterdir() if path.name.startswith(".")] == []
+
+
 def test_lower_and_existing_steps(tmp_path: Path) -> None:
     """A step lower than an existing one is saved, and an existing one is refused."""
     with Checkpoints(tmp_path, keep=3) as checkpoints:

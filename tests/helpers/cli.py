@@ -16,10 +16,11 @@ import random
 import re
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -149,7 +150,7 @@ def start(workplace: Path, *arguments: str) -> subprocess.Popen[str]:
 class Fork:
     """A run that `Forks` has started."""
 
-    def __init__(self, server: subprocess.Popen[str], workplace: Path, arguments: tuple[str, ...]) -> None:
+    def __init__(self, server: subprocess.Popen[str], workplace: Path, arguments: Sequence[str]) -> None:
         request = {"cwd": str(workplace), "environment": environment(), "arguments": arguments}
         print(json.dumps(request), file=server.stdin, flush=True)
         self._server, self._arguments = server, arguments
@@ -167,9 +168,20 @@ class Fork:
         if self.poll() is None:
             os.kill(self.pid, number)
 
-    def finish(self) -> subprocess.CompletedProcess[str]:
-        """What it printed and its exit status."""
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def finish(self, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
+        """What it printed and its exit status.
+
+        Raises:
+          subprocess.TimeoutExpired: it took longer, and is killed.
+        """
+        assert self._server.stdout is not None
         if self._done is None:
+            if timeout is not None and not select.select([self._server.stdout], [], [], timeout)[0]:
+                os.kill(self.pid, signal.SIGKILL)
+                raise subprocess.TimeoutExpired(self._arguments, timeout, self._answer()["errors"])
             answer = self._answer()
             results = answer["status"], answer["output"], answer["errors"]
             self._done = subprocess.CompletedProcess(self._arguments, *results)
@@ -180,10 +192,10 @@ class Fork:
         return json.loads(self._server.stdout.readline())
 
 
-def finish(process: subprocess.Popen[str] | Fork, timeout: float = 100) -> subprocess.CompletedProcess[str]:
-    """What it printed and its exit status; unless it is a fork, it is killed if it takes longer."""
+def finish(process: subprocess.Popen[str] | Fork, timeout: float = 600) -> subprocess.CompletedProcess[str]:
+    """What it printed and its exit status; it is killed if it takes longer, and TimeoutExpired is raised."""
     if isinstance(process, Fork):
-        return process.finish()
+        return process.finish(timeout)
     try:
         output, errors = process.communicate(timeout=timeout)
     finally:
@@ -199,13 +211,17 @@ class Forks:
     """Short runs in a workplace, one at a time; each is a process with a status of its own.
 
     They are forked from one process that has imported everything, which saves each of them two seconds.
+
+    Args:
+      host: of several that run at the same time, each of which has a process to be forked from.
     """
 
-    def __init__(self, workplace: Path) -> None:
+    def __init__(self, workplace: Path, host: int = 0) -> None:
         self.workplace = workplace
+        self._host = host
 
     def start(self, *arguments: str) -> Fork:
-        return Fork(_fork_server(), self.workplace, arguments)
+        return Fork(_fork_server(self._host), self.workplace, arguments)
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return self.start(*arguments).finish()
@@ -261,7 +277,8 @@ def check_refusal(done: subprocess.CompletedProcess[str], *named: str, lines: in
 
 
 @cache
-def _fork_server() -> subprocess.Popen[str]:
+def _fork_server(host: int) -> subprocess.Popen[str]:
+    """The process that the runs of a host are forked from."""
     server = subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("forks.py")), str(MAIN)],
         env=environment() | {"PYTHONPATH": f"{_session() / 'absent'}:{MAIN.parent}", "ZERO_TESTS_CODE": ""},

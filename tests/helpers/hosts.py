@@ -1,6 +1,6 @@
 """Processes on this machine that find each other over gloo, as the hosts of a slice do.
 
-- `start`, `wait_for_step`, `finish`: runs of main_zero.py, one process per host.
+- `start`, `wait_for_step`, `finish`: runs of main_zero.py, one process per host. `joining`: their common arguments.
 - `run_together`: any command lines, all at once. `run_two`: two processes of a program, with number, port and folder.
 """
 
@@ -30,11 +30,16 @@ def start(
     places: Sequence[Path], *arguments: str, own: Mapping[int, Sequence[str]] | None = None
 ) -> list[subprocess.Popen[str]]:
     """`python main_zero.py arguments` in each place, as one run; `own` are more arguments of a host."""
-    job = [f"distributed.coordinator_address=127.0.0.1:{free_port()}", f"distributed.num_processes={len(places)}"]
     return [
-        cli.start(place, *arguments, *job, f"distributed.process_id={host}", *(own or {}).get(host, ()))
-        for host, place in enumerate(places)
+        cli.start(place, *arguments, *together, *(own or {}).get(host, ()))
+        for host, (place, together) in enumerate(zip(places, joining(len(places)), strict=True))
     ]
+
+
+def joining(count: int) -> list[list[str]]:
+    """For each of so many hosts the arguments by which they find each other."""
+    job = [f"distributed.coordinator_address=127.0.0.1:{free_port()}", f"distributed.num_processes={count}"]
+    return [[*job, f"distributed.process_id={host}"] for host in range(count)]
 
 
 def wait_for_step(run: Path, step: int, processes: list[subprocess.Popen[str]]) -> None:

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, TypeAlias
 CODE = """
 import json, os, re, signal, sys, threading, time
 
-hosts = re.findall(r"distributed\\.process_id=(\\d+)", open("/proc/self/cmdline").read()) or ["0"]
+hosts = re.findall(r"distributed\\.process_id=(\\d+)", " ".join(sys.argv)) or ["0"]
 rules = [rule for rule in json.loads({rules!r}) if str(rule["host"]) == hosts[-1]]
 done = {{}}  # thread: the rule whose operation it has begun
 lock = threading.Lock()

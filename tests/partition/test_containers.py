@@ -82,5 +82,7 @@ def test_where_the_guard_ends() -> None:
         first(dissolve())
         if name not in ("jax.tree.leaves", "eqx.partition", "opt_state.slices"):  # which leave nothing to be known by
             for convert in (zero.to_host, zero.to_devices):
-                with pytest.raises(ValueError, match=r"this was the state .* zero.to_host\(nnx.merge\(graph, arrays\)\)"):
+                with pytest.raises(
+                    ValueError, match=r"this was the state .* zero.to_host\(nnx.merge\(graph, arrays\)\)"
+                ):
                     convert(dissolve())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import cli, kills
+from tests.helpers import cli, effects, kills
 from zero.checkpoints.manager import Checkpoints
 from zero.run.features import FEATURES
 from zero.run_directory import saved_steps
@@ -123,6 +123,35 @@ def test_report_of_a_state_that_only_memory_holds(forks: cli.Forks, undisturbed:
     assert "resumed from the emergency checkpoint of step 12" in done.stderr and saved_steps(run)[-1] == 12
     assert cli.metrics(run) == cli.metrics(undisturbed)
     assert (run / "report.html").stat().st_mtime_ns >= (run / "metrics.jsonl").stat().st_mtime_ns
+
+
+@pytest.mark.slow
+def test_kills_around_a_loss_that_is_learnt_after_the_save(forks: cli.Forks, undisturbed: Path) -> None:
+    """Killed before, within and after the metadata of a checkpoint are replaced, a run evaluates and notes it again."""
+    run = forks.workplace / "learning"
+    again = (*JOB, f"zero.emergency_directory={forks.workplace}/learning-shm", "hydra.run.dir=learning")
+    with cli.customized(STOP):
+        assert forks.run(*again).returncode == 75
+    unfinished = r"/checkpoints/6/meta/\.metadata\.[0-9a-f]{8}$"
+    complete = "/checkpoints/6/meta/metadata$"
+    moments = (
+        (kills.Rule("open", unfinished, "kill before"), False, 0),
+        (kills.Rule("open", unfinished, "kill after"), False, 1),
+        (kills.Rule("os.rename", complete, "kill before"), False, 1),
+        (kills.Rule("os.rename", complete, "kill after"), True, 0),
+    )
+    for rule, is_known, unfinished_files in moments:
+        with cli.customized(kills.at(rule)):
+            assert forks.run("--resume=auto", *again).returncode == -signal.SIGKILL
+        assert (validation_losses(run)[6] is not None) == is_known
+        assert len(effects.unfinished_files(run)) == unfinished_files
+        assert "validation/loss" not in cli.metrics(run)[-1]
+    forks.check("--resume=auto", *again)
+    assert cli.metrics(run) == cli.metrics(undisturbed)
+    losses = validation_losses(undisturbed)
+    assert losses[6] is not None and validation_losses(run) == losses
+    assert (run / "samples.txt").read_text() == (undisturbed / "samples.txt").read_text()
+    assert effects.unfinished_files(forks.workplace) == []
 
 
 def validation_losses(run: Path) -> dict[int, float | None]:

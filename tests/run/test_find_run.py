@@ -31,6 +31,7 @@ from zero.run_directory import (
     locked,
     mirror,
     rebuild,
+    remove_unfinished,
     saved_config,
     saved_steps,
 )
@@ -378,6 +379,20 @@ def test_start_without_emergency_checkpoints(in_tmp_path: Path) -> None:
     write_lineage(Path("second"), None)
     mirror(Path("second"), place)
     assert rebuild(Path("first"), place) and last_lineages(Path("first")) == []
+
+
+def test_what_killed_processes_have_left(in_tmp_path: Path) -> None:
+    """Files that were being written are removed from the run, its mirror and beside its checkpoints."""
+    place = in_tmp_path / "shared"
+    run = make_run(Path("mine"), [], checkpoints=str(place))
+    (place / "7").mkdir(parents=True)
+    mirror(run, place)
+    before = sorted(in_tmp_path.rglob("*"))
+    for directory in (run, place, in_tmp_path / "shared-run"):
+        (directory / ".config.yaml.0123abcd").write_text("data: ")
+    remove_unfinished(run, place)
+    assert sorted(in_tmp_path.rglob("*")) == before
+    remove_unfinished(run, f"gs://{bucket.BUCKET}/of/this/run")  # nothing is asked of the bucket
 
 
 def test_no_mirror_inside_the_run(in_tmp_path: Path) -> None:

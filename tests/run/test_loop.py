@@ -9,7 +9,7 @@ from zero.run.features import FEATURES
 from zero.run.pending import still_pending
 from zero.run.requests import STOP
 from zero.run.run import Line
-from zero.run.train import act, catch_up
+from zero.run.train import act, catch_up, loop
 
 
 class Recorded(Feature):
@@ -86,6 +86,18 @@ def test_asked_features_act_alone(tmp_path: Path) -> None:
     assert [len(feature.pending) for feature in table] == [0, 1, 0]
     assert run.position.pending is None and catch_up(run, table)
     assert [len(feature.pending) for feature in table] == [0, 1, 0]
+
+
+def test_fewer_steps_than_were_trained(tmp_path: Path) -> None:
+    """A run that is told to end before its step does what is pending, and is finished; no host has stopped it."""
+    run = make_run(tmp_path)
+    run.last_step = 2
+    run.batches = lambda: iter(())
+    run.position.pending = {"features": ["sample"], "line": {"step": 3}}
+    table = [Recorded("sample", is_due=False)]
+    no_steps: Any = None
+    assert loop(run, no_steps, table)
+    assert len(table[0].pending) == 1 and run.position.pending is None
 
 
 def test_line_for_features_that_take_each(tmp_path: Path) -> None:

@@ -207,8 +207,10 @@ class Checkpoints:
 
         def replace() -> None:
             if jax.process_index() == 0:
+                file = self._meta_file(step)
+                storage.remove_unfinished(storage.parent(file))  # of a process that was killed here
                 with write_errors(self.directory):
-                    storage.write(self._meta_file(step), json.dumps(meta).encode())
+                    storage.write(file, json.dumps(meta).encode())
 
         self._on_all_hosts(step, replace)
 

@@ -76,7 +76,7 @@ def check_shared(key: str, place: Path | str) -> None:
         if len(places := sorted(set(gather(key, place)))) > 1:
             raise UserError(f"{key}: expected one place for all hosts, got {', '.join(places)}")
         return
-    probe = place / f".visible-to-all-{broadcast(key, secrets.token_hex(4))}"
+    probe = place / f".visible-to-all.{broadcast(key, secrets.token_hex(4))}"  # as `storage.remove_unfinished` expects
     if jax.process_index() == 0:
         place.mkdir(parents=True, exist_ok=True)
         probe.touch()

@@ -83,6 +83,8 @@ def open_directory(config: Config, size: GPTConfig, job: Job, path: Path, is_for
             stack.enter_context(run_files.locked(path))
         data = config.data
         place = run_files.checkpoint_directory(path, data.bucket_path, data.checkpoint_directory)
+        if jax.process_index() == 0:
+            run_files.remove_unfinished(path, place)
         agreement.check_shared("data.checkpoint_directory", place)
         emergency = None  # opened before the durable checkpoints, so that it is closed after their last save
         if config.zero.emergency_steps is not None:

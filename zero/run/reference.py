@@ -11,6 +11,7 @@ import io
 import itertools
 import json
 import logging
+import os
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
@@ -83,6 +84,7 @@ def _of_index(index: str, config: Config, job: Job, position: TrainingPosition, 
         values = _computed(index, rows, config, job, reference(), position.global_rows)
         for is_turn in (jax.process_index() == 0, jax.process_index() != 0):  # hosts may share a disk
             if is_turn and not storage.exists(path):
+                storage.remove_unfinished(storage.parent(path), os.path.basename(path))
                 data = io.BytesIO()
                 np.save(data, values, allow_pickle=False)
                 directory.write(path, data.getvalue())

@@ -96,6 +96,7 @@ def write_table(sweep: Path, keys: Iterable[str]) -> None:
         writer = csv.DictWriter(table, rows[0].keys())
         writer.writeheader()
         writer.writerows(rows)
+    storage.remove_unfinished(sweep, SWEEP_FILE)
     try:
         storage.write(sweep / SWEEP_FILE, table.getvalue().encode())
     except OSError as error:

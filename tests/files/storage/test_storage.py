@@ -1,6 +1,8 @@
 """Files in a bucket: a real storage server over HTTP, and everything that can go wrong on the way to it."""
 
+import fcntl
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -8,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import azure, bucket, hosts, s3
+from tests.helpers import azure, bucket, hosts, kills, s3
 from zero.errors import UserError
 from zero.files import storage
 from zero.files.storage import gcs
@@ -83,6 +85,53 @@ def test_failed_write_keeps_contents(tmp_path: Path):
         storage.write(tmp_path / "a", 7)  # type: ignore[arg-type]
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
     assert storage.read_bytes(tmp_path / "a") == b"before"
+
+
+def test_what_a_killed_write_has_left_is_removed(tmp_path: Path):
+    """Of the names that are asked for; neither files of users nor the contents of the file are touched."""
+    program = f"from zero.files import storage; storage.write({str(tmp_path / 'a')!r}, b'after')"
+    storage.write(tmp_path / "a", b"before")
+    (tmp_path / ".a.settings").touch()
+    (tmp_path / ".a.00000000").mkdir()
+    killed = kills.at(kills.Rule("os.rename", "/a$", "kill before"))
+    done = subprocess.run([sys.executable, "-c", f"exec({killed!r})\n{program}"], timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    (left,) = (path for path in tmp_path.iterdir() if path.is_file() and path.name not in ("a", ".a.settings"))
+    storage.remove_unfinished(tmp_path, "b")
+    assert left.exists()
+    storage.remove_unfinished(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".a.00000000", ".a.settings", "a"]
+    assert storage.read_bytes(tmp_path / "a") == b"before"
+
+
+@pytest.mark.parametrize("moment", ["open", "locked"])
+def test_what_a_living_process_writes_stays(moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Another process that removes what is left finds it locked, or takes it before: then it is written again."""
+    removals: list[list[str]] = []
+    flock, fsync = fcntl.flock, os.fsync
+
+    def remove() -> None:
+        if not removals:
+            before = os.listdir(tmp_path)
+            removals.append(before)
+            storage.remove_unfinished(tmp_path)
+            assert (os.listdir(tmp_path) == before) == (moment == "locked")
+
+    def watched_flock(file: int, operation: int) -> None:
+        if moment == "open":
+            remove()
+        flock(file, operation)
+
+    def watched_fsync(descriptor: int) -> None:
+        if moment == "locked":
+            remove()
+        fsync(descriptor)
+
+    monkeypatch.setattr(fcntl, "flock", watched_flock)
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    storage.write(tmp_path / "a", DATA)
+    assert len(removals[0]) == 1
+    assert os.listdir(tmp_path) == ["a"] and (tmp_path / "a").read_bytes() == DATA
 
 
 @pytest.mark.parametrize("url", ["ftp://bucket/a", "gs://bucket", "s3://", "gs:///a", "https://host/a"])

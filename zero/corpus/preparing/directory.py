@@ -33,13 +33,6 @@ def file_names(directory: str) -> set[str]:
     return {os.path.basename(path) for path in storage.list_files(directory)}
 
 
-def remove_temporary_files(directory: str, name: str) -> None:
-    """Removes temporary files of this name that a killed process has left; buckets keep none."""
-    if not storage.is_remote(directory):
-        for path in Path(directory).glob(f".{name}.????????"):
-            path.unlink(missing_ok=True)
-
-
 @contextmanager
 def locked(directory: str) -> Iterator[None]:
     """Waits while another process of this machine prepares the same corpus: several hosts may start at once."""

@@ -171,9 +171,9 @@ def _prepare_locked(
     splits = ALL_SPLITS[: source.splits]
     if manifest is None:
         manifest = manifests.begin(place, indices, arguments, source, threshold, tokenizer, splits)
-    directories.remove_temporary_files(place, "*")
+    storage.remove_unfinished(place)
     for index in indices.values():
-        directories.remove_temporary_files(storage.parent(index), os.path.basename(index))
+        storage.remove_unfinished(storage.parent(index), os.path.basename(index))
     if "unfinished" in manifest and arguments["deduplicate"]:
         _leave_out_duplicates(source, workers, bar)
     while "unfinished" in manifest:

@@ -10,6 +10,7 @@ from zero.files.storage.files import (
     read_bytes,
     read_object,
     remove,
+    remove_unfinished,
     stat,
     write,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "read_bytes",
     "read_object",
     "remove",
+    "remove_unfinished",
     "scheme",
     "stat",
     "write",

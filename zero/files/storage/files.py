@@ -6,11 +6,13 @@ denies access or does not answer. The library of a store is not imported before 
 
 from __future__ import annotations
 
+import fcntl
 import io
 import logging
 import os
 import secrets
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -115,18 +117,44 @@ def write(url: str | Path, data: bytes) -> None:
         return
     path = Path(url)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with open(temporary, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException as error:
-        temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise OSError(error.errno, error.strerror, str(path)) from error
-        raise
+        with _unfinished_file(path) as file:
+            temporary = Path(file.name)
+            try:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+                temporary.replace(path)
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+@contextmanager
+def _unfinished_file(path: Path) -> Iterator[BinaryIO]:
+    """A new hidden file beside `path`, locked until it is closed: `remove_unfinished` leaves it alone."""
+    while True:
+        with open(path.with_name(f".{path.name}.{secrets.token_hex(4)}"), "xb") as file:
+            with suppress(OSError):  # a file system without locks, where nothing is removed either
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if os.path.exists(file.name):  # else it was removed between its creation and its lock
+                yield file
+                return
+
+
+def remove_unfinished(directory: str | Path, name: str = "*") -> None:
+    """Removes what `write` has left in a directory where its process was killed, of files whose names match a pattern.
+
+    A file that a living process is writing stays. In a bucket nothing is left.
+    """
+    if is_remote(join(directory, "any")):
+        return
+    for path in Path(directory).glob(f".{name}." + 8 * "[0-9a-f]"):
+        with suppress(OSError), open(path, "r+b") as file:  # it is locked, gone, of another user or a directory
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
 
 
 def remove(url: str | Path) -> None:
