@@ -79,7 +79,10 @@ class UnitTokenizer:
                     continue
                 documents[split].append(found)
                 size = sum(len(one.ids) for one in found)
-                counts[split] = counts[split].plus(Counts(int(ends), size, len(data), lowest=value))
+                cuts = 0
+                if self.one_document_per_row:
+                    cuts = sum((len(one.ids) - 1) // self.row_tokens for one in found)
+                counts[split] = counts[split].plus(Counts(int(ends), size, len(data), lowest=value, cuts=cuts))
         return [self._join(documents[i], counts[i]) if wanted[i] else None for i in range(len(wanted))]
 
     def _tokens(self, document: Document) -> Tokens:
