@@ -34,13 +34,30 @@ def opened(folder: Path, devices: int) -> TrainedModel:
     return TrainedModel(model, warm_start(str(folder), model), load_tokenizer(found.tokenizer()), None)
 
 
-@pytest.mark.parametrize("family", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in [*MODELS][1:])])
-def test_greedy_texts_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+ODD: dict[str, Any] = {
+    "hidden_size": 60,
+    "intermediate_size": 28,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 1,
+    "vocab_size": 341,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        pytest.param(name, changes, marks=() if (name, changes) == ("llama", {}) else pytest.mark.slow)
+        for name in MODELS
+        for changes in ({}, ODD)
+    ],
+)
+def test_greedy_texts_are_those_of_transformers(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
     """Up to each end of the folder's list, whichever comes, through the harness; losses too."""
     import torch
     import transformers
 
-    save_folder(tmp_path, family)
+    save_folder(tmp_path, family, **changes)
     trained = opened(tmp_path, 3)
     harness = adapter(Scorer(trained, 64, 4))
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)

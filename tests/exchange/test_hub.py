@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from tests.exchange.random_weights import ALIBI, assert_same, model_of, params, save, whole, without_padding
 from tests.helpers.hub import Hub, point_to, serve
+from zero.cli import compose
 from zero.errors import Unavailable, UserError
 from zero.exchange import export as exporting
 from zero.exchange.export import export
@@ -46,6 +47,14 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     with serve(tmp_path / "models") as hub:
         point_to(hub, tmp_path / "cache", monkeypatch)
         yield hub
+
+
+def test_modes_take_a_name(hub: Hub) -> None:
+    """mode=sample of `hf:NAME@REVISION` has the size, the weights and the tokenizer of its folder in the cache."""
+    config, size = compose(["mode=sample", f"model.model_path='hf:{NAME}@v1'"])
+    assert (size.embedding_dim, size.N, size.num_head, size.alibi_attn) == (SIZE.embedding_dim, 1, 3, True)
+    assert Path(str(config.model.model_path)).name == hub.commit(NAME, "v1")
+    assert config.data.tokenizer == f"{config.model.model_path}/tokenizer.json"
 
 
 def read(place: str) -> object:

@@ -127,7 +127,7 @@ HOMES = {
 }
 SHAPE: dict[str, Any] = {
     "hidden_size": 36,
-    "intermediate_size": 53,
+    "intermediate_size": 52,
     "num_hidden_layers": 2,
     "num_attention_heads": 6,
     "num_key_value_heads": 3,

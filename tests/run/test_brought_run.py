@@ -26,7 +26,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 
 # peft asks transformers for a property that is deprecated there.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")]
-STEPS = 4
+STEPS = 8
 QUESTION = "What is a shard?"
 DEVICES = "distributed.cpu_devices=8"
 SAMPLE = (DEVICES, "sample.temperature=0", "sample.tokens=12", f"sample.prompt={QUESTION}")
@@ -45,7 +45,7 @@ JOB = (
     "tuning=lora",
     "tuning.rank=3",
     "tuning.targets=[query,value]",
-    "training.peak_learning_rate=3e-2",
+    "training.peak_learning_rate=1e-2",
     f"training.total_steps={STEPS}",
     f"training.evaluation_frequency={STEPS}",
 )
@@ -113,9 +113,16 @@ def test_a_folder_of_the_hub(family: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert evaluate(config, size, tmp_path / "after") == 0
     before, after = (json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("before", "after"))
     assert before["tokens"] == after["tokens"] and after["loss"] < before["loss"]
+    # Adapters of PEFT on the folder, where they are at once.
+    export(str(run), tmp_path / "adapters")
+    keys = ["evaluate.adapters=[adapters]", "evaluate.context=48", *of_corpus]
+    config, size = compose(["mode=evaluate", DEVICES, "model.model_path=folder", *keys])
+    (tmp_path / "adapted").mkdir()
+    assert evaluate(config, size, tmp_path / "adapted") == 0
+    adapted = json.loads((tmp_path / "adapted" / "evaluation.json").read_text())["adapters"]["adapters"]
+    assert adapted["loss"] == pytest.approx(after["loss"], rel=1e-4)
     # Merged and exported: transformers and PEFT write the same text, up to the same stop.
     export(str(run), tmp_path / "merged", merges=True, dtype="float32")
-    export(str(run), tmp_path / "adapters")
     text = sampled(tmp_path / "tuned", "model.model_path=run", "sample.chat=true")
     assert text == of_transformers(tmp_path / "merged", is_chat=True)
     assert text == of_transformers(folder, is_chat=True, adapters=tmp_path / "adapters")

@@ -483,8 +483,8 @@ MISSING = {
 }
 
 
-def architecture_of(size: GPTConfig) -> Architecture:
-    """The architecture that computes the same as a model of this size.
+def architecture_of(size: GPTConfig, model_type: str | None = None) -> Architecture:
+    """The architecture that computes the same as a model of this size, of several that of `model_type`.
 
     Raises:
       UserError: there is none; the message names the differences from the nearest ones.
@@ -497,4 +497,4 @@ def architecture_of(size: GPTConfig) -> Architecture:
             "no architecture of transformers equals this model: "
             + "; ".join(f"{one.model_type} has {', '.join(found)}" for one, found in nearest.items())
         )
-    return next(iter(nearest))
+    return next((one for one in nearest if one.model_type == model_type), next(iter(nearest)))

@@ -86,7 +86,11 @@ def export(
         step = choose_steps(checkpoints, None if step is None else [step])[-1]
         saved = saved_step(checkpoints, step)
         size = saved.size()
-        form = Form(ZERO, size, keys=computed_keys(size)) if with_code else _form_of_transformers(size)
+        brought = saved.meta.get("brought") or {"dtype": None, "model_type": None}
+        if with_code:
+            form = Form(ZERO, size, keys=computed_keys(size))
+        else:
+            form = _form_of_transformers(size, brought["model_type"])
         tokenizer = load_tokenizer(saved.meta["config"]["data"]["tokenizer"])
         check_same_tokenizer(saved.origin, saved.meta.get("tokenizer"), tokenizer)
         within = saved.subtree(ema)
@@ -111,7 +115,7 @@ def export(
                 whole = _merged(saved, form.size, within)
                 leaves = list(whole)
                 read = whole.__getitem__
-            dtype = dtype or saved.meta.get("weights_dtype") or DTYPES[0]
+            dtype = dtype or (brought["dtype"] if brought["dtype"] in DTYPES else DTYPES[0])
             _save_tensors(_tensors(read, leaves, form, dtype), unfinished)
             _save_tokenizer(tokenizer, unfinished)
             keys = {**write_config(form.architecture, form.size), **form.keys, **_token_ids(tokenizer), "dtype": dtype}
@@ -121,15 +125,17 @@ def export(
     return step
 
 
-def _form_of_transformers(size: GPTConfig) -> Form:
+def _form_of_transformers(size: GPTConfig, model_type: str | None) -> Form:
     """The form in which `transformers` computes the same with an architecture of its own, whose scores are standard.
+
+    If several equal the model, it is the one of `model_type`, from which the weights came.
 
     Scores divided by the head dimension, as in mup, are those of smaller queries divided by its root. Only where the
     factor is a power of two, so that no digit of a weight, a product or a sum changes.
     """
     factor = size.head_width**-0.5
     if size.attention_scale != "linear" or not math.log2(factor).is_integer():
-        return Form(architecture_of(size), size)
+        return Form(architecture_of(size, model_type), size)
     changes: dict[str, Any] = {"parametrization": "standard", "mup_base_width": None, "attention_scale": "sqrt"}
     size = dataclasses.replace(size, **changes)
     return Form(architecture_of(size), size, factor)

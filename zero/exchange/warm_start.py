@@ -71,15 +71,15 @@ def warm_start(place: str, model: ShardedGPT, *, ema: bool = False) -> PyTree:
     return params
 
 
-def dtype_of_folder(place: str) -> str | None:
-    """The dtype that the config.json of a Hugging Face folder names; None for others."""
+def described_folder(place: str) -> dict[str, Any] | None:
+    """The dtype and the model_type that the config.json of a Hugging Face folder names; None for another place."""
     if place.startswith(PREFIX):
         place = str(hub_folder(place))
     path = Path(place) / CONFIG_FILE
     if not path.is_file():
         return None
     config = json_object(path.read_bytes(), str(path))
-    return config.get("dtype") or config.get("torch_dtype")
+    return {"dtype": config.get("dtype") or config.get("torch_dtype"), "model_type": config.get("model_type")}
 
 
 def weights_of_step(saved: SavedStep, model: ShardedGPT, within: str) -> PyTree:

@@ -10,7 +10,7 @@ import numpy as np
 from zero.config.groups import Adapted
 from zero.config.schema import Config
 from zero.exchange.peft_folder import read_peft
-from zero.exchange.warm_start import dtype_of_folder, warm_start
+from zero.exchange.warm_start import described_folder, warm_start
 from zero.job import Job
 from zero.partition.layout import PyTree
 from zero.run.frozen_base import fit_to_base
@@ -21,11 +21,11 @@ from zero.training.parts import TrainState
 def new_state(config: Config, job: Job, frozen: PyTree, position: TrainingPosition) -> TrainState:
     """The state of a fresh start, made on the devices, in shards; its weights are random or those of a warm start.
 
-    The dtype of the Hugging Face folder of a warm start is noted in the position.
+    Dtype and architecture of the Hugging Face folder of a warm start are noted in the position.
     """
     programs = job.programs
     if config.model.warm_start or job.model.tuning is not None:
-        position.weights_dtype = dtype_of_folder(str(config.model.model_path))
+        position.brought = described_folder(str(config.model.model_path))
     if isinstance(config.tuning, Adapted) and config.tuning.adapter is not None:
         return programs.start(read_peft(Path(config.tuning.adapter), job.model))
     if config.model.warm_start and job.model.tuning is None:

@@ -48,7 +48,9 @@ class TrainingPosition:
     pending: Pending | None = None  # actions after this step that were due and are not known to be done
     base: dict[str, Any] | None = None  # the weights that adapters are for: their place and checksum
     tokenizer: str | None = None  # its name, with a digest; checkpoints of earlier versions have none
-    weights_dtype: str | None = None  # of the Hugging Face folder that the run began with, which an export keeps
+    brought: dict[str, Any] | None = (
+        None  # dtype and model_type of the folder that the run began with: exports keep them
+    )
     validation: dict[str, list[Any]] | None = None  # by set, the contents of its index files
 
 

@@ -326,6 +326,14 @@ def test_the_command(tmp_path: Path):
     assert (learned_of(str(tmp_path / "index" / "a_train.index")) < 0).any()
 
 
+def test_cut_conversations_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Documents with rows of their own: how often one is longer than a row."""
+    lines = [{"prompt": "a" * 20, "completion": "b" * length} for length in (4, 11, 12, 40)]
+    corpus = make(json_lines(tmp_path / "a.jsonl", lines * 9), tmp_path, completions=True, one_document_per_row=True)
+    found = (corpus.train.truncations or 0) + (corpus.validation.truncations or 0)
+    assert found == 9 * (1 + 1 + 2 + 3)  # rows of 16 tokens, an end behind each
+
+
 def test_default_template(tmp_path: Path, chat_tokenizer: Path):
     """Of several templates the default one is taken."""
     with_template(chat_tokenizer, tmp_path / "chat", INST)

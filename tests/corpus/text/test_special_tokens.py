@@ -201,10 +201,10 @@ def test_lm_eval_encodes_the_same(tmp_path: Path) -> None:
             assert harness._encode_pair(text, " gather") == expected._encode_pair(text, " gather")
 
 
-def test_published_tokenizer_without_beginning(tmp_path: Path) -> None:
-    """An id that config.json names and the tokenizer does not know is no end; nothing is invented."""
+def test_ends_beyond_the_tokenizer(tmp_path: Path) -> None:
+    """An id that config.json names and the tokenizer does not know ends a text, and no document of a corpus."""
     save_tokenizer(tmp_path, "llama3_base")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": [10**6, True, 3]}))
     ours = load_tokenizer(str(tmp_path / "tokenizer.json"))
-    assert ours.special.ends == (3,) and ours.special.eos == ours.end_of_text != 3
+    assert ours.special.ends == (10**6, 3) and ours.special.eos == ours.end_of_text != 3
     np.testing.assert_array_equal(encode_prompt(ours, "a")[:1], ours.special.before)

@@ -41,6 +41,7 @@ class Counts(NamedTuple):
     duplicates: int = 0  # of both splits
     long: int = 0  # pairs that were left out
     cut: int = 0  # documents of which only the first row was kept
+    truncations: int = 0  # cuts of documents that have rows of their own
 
     def plus(self, other: Counts) -> Counts:
         sums = Counts(*map(operator.add, self, other))
@@ -241,8 +242,8 @@ def finish(place: str, manifest: dict[str, Any], counts: Sequence[Counts], has_i
             "rows": sum(shard["rows"] for shard in shards),
         }
         truncations = [shard["truncations"] for shard in shards if "truncations" in shard]
-        if truncations:
-            summary["truncations"] = sum(truncations)
+        if truncations or count.truncations:
+            summary["truncations"] = sum(truncations) + count.truncations
         manifest[split] = summary | {"shards": shards}
     manifest["skipped"] = counts[0].skipped
     manifest["short"] = sum(count.short for count in counts)

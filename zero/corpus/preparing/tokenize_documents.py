@@ -83,7 +83,12 @@ class UnitTokenizer:
                     found = [self._cut(found[0])]
                 documents[split].append(found)
                 size = sum(len(one.ids) for one in found)
-                counts[split] = counts[split].plus(Counts(int(ends), size, len(data), lowest=value))
+                truncations = 0
+                if self.one_document_per_row:
+                    truncations = sum((len(one.ids) - 1) // self.row_tokens for one in found)
+                counts[split] = counts[split].plus(
+                    Counts(int(ends), size, len(data), lowest=value, truncations=truncations)
+                )
         return [self._join(documents[i], counts[i]) if wanted[i] else None for i in range(len(wanted))]
 
     def _cut(self, document: Tokens) -> Tokens:

@@ -115,10 +115,11 @@ class TokenizerFiles:
             }
 
 
-def _ids(content: Mapping[str, Any], key: str, size: int) -> tuple[int, ...]:
+def _ids(content: Mapping[str, Any], key: str) -> tuple[int, ...]:
+    """The ids under a key; a model may have more of them than its tokenizer."""
     value = content.get(key)
     listed = value if isinstance(value, list) else [value]
-    return tuple(i for i in listed if isinstance(i, int) and not isinstance(i, bool) and 0 <= i < size)
+    return tuple(i for i in listed if isinstance(i, int) and not isinstance(i, bool) and i >= 0)
 
 
 def companions(folder: str) -> dict[str, bytes]:
@@ -173,8 +174,8 @@ def read_special_tokens(
     lines: list[str] = []
 
     def listed(key: str) -> tuple[int, ...]:
-        of_generation = _ids(files.generation, key, size)
-        of_model = _ids(files.model, key, size)
+        of_generation = _ids(files.generation, key)
+        of_model = _ids(files.model, key)
         if of_generation and set(of_model) - set(of_generation):
             lines.append(
                 f"{key} is {list(of_model)} in {MODEL_CONFIG} and {list(of_generation)} in {GENERATION_CONFIG}; the "
@@ -193,7 +194,8 @@ def read_special_tokens(
     end = named("eos_token")
     if end is None:
         # The ids of config.json may be the defaults of its class, which are no special tokens of this tokenizer.
-        end = next(iter((*(i for i in ends if i in special_ids), *by_spelling, *ends)), None)
+        known = [i for i in ends if i < size]
+        end = next(iter((*(i for i in known if i in special_ids), *by_spelling, *known)), None)
     if end is None:
         raise UserError(
             f"tokenizer {origin} has no token that ends a text; expected eos_token in a {TOKENIZER_CONFIG} beside it"
@@ -208,7 +210,8 @@ def read_special_tokens(
     padding = named("pad_token")
     if padding is None:
         padding = next(iter(listed("pad_token_id")), None)
-    dividers = dict.fromkeys((end, *ends, *(() if padding is None else (padding,)), *by_spelling))
+    candidates = (end, *ends, *(() if padding is None else (padding,)), *by_spelling)
+    dividers = dict.fromkeys(i for i in candidates if i < size)
     written = [i for i in dividers if _is_written(i, end, name_of(i), template)]
     return SpecialTokens(
         # A token that ends each turn of a conversation does not divide documents, if there is another.
