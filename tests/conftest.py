@@ -1,8 +1,11 @@
 """Every test runs on eight virtual CPU devices, without a network, and any warning is an error (pyproject.toml)."""
 
+import ctypes
 import gc
+import mmap
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,14 +23,18 @@ os.environ["TPU_SKIP_MDS_QUERY"] = (
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # else a second process that compiles for TPU aborts
 os.environ["WANDB_MODE"] = "offline"
 os.environ["OPENBLAS_NUM_THREADS"] = "1"  # its idle threads spin
+os.environ["OMP_NUM_THREADS"] = "1"  # as do those of PyTorch, whose tests take five times as long with two
 
 import jax
+from hypothesis import HealthCheck, settings
 
 import zero
 import zero.run.features  # declares the keys of features
 
 zero.use_cpu_devices(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")  # before modules are imported, whose tests keep the settings of that moment
 
 
 QUICK = "quick"  # a marker (CONTRIBUTING.md)
@@ -75,23 +82,31 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if is_test else True
 
 
-MOST_MAPPINGS = 20_000  # of the 65,530 that Linux allows a process; with so many it holds about 5 GB
-EVERY = 10  # tests
+MOST_MEMORY = 1_200  # MiB of a process, of which 850 are modules
+GROWTH = 200  # MiB
 
 
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """Drops compiled programs before they use up the memory mappings of a process, of which XLA takes hundreds each.
+    """Drops compiled programs where they have made the process large, so that three workers fit beside other programs.
 
-    Where none is left the compiler ends the process by a segmentation fault; before that, workers fill the memory.
+    Where dropping them does not suffice, it is repeated only after further growth: shared programs are compiled again.
     """
-    mappings = Path("/proc/self/maps")
-    item.session.stash[TESTS] = count = item.session.stash.get(TESTS, 0) + 1
-    if count % EVERY == 0 and mappings.exists() and mappings.read_bytes().count(b"\n") > MOST_MAPPINGS:
+    limit = item.session.stash.get(LIMIT, MOST_MEMORY)
+    if resident_memory() > limit:
         jax.clear_caches()
         gc.collect()
+        with suppress(OSError, AttributeError):  # only glibc has it
+            ctypes.CDLL(None).malloc_trim(0)
+        item.session.stash[LIMIT] = max(MOST_MEMORY, resident_memory() + GROWTH)
 
 
-TESTS = pytest.StashKey[int]()
+LIMIT = pytest.StashKey[int]()
+
+
+def resident_memory() -> int:
+    """MiB of this process; 0 where the system does not tell."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * mmap.PAGESIZE >> 20 if statm.exists() else 0
 
 
 @pytest.fixture(scope="session")
