@@ -1,4 +1,4 @@
-"""A run that keeps a moving average of its weights: resumed, moved to other devices, and evaluated."""
+"""A run with a moving average of its weights: moved to other devices, and evaluated; test_resumed.py resumes it."""
 
 from pathlib import Path
 
@@ -58,15 +58,6 @@ def test_average_is_evaluated(forks: cli.Forks) -> None:
     for line in lines:
         assert line["validation/ema_loss"] != line["validation/loss"]
         assert abs(line["validation/ema_loss"] - line["validation/loss"]) < 0.5
-
-
-@pytest.mark.slow  # test_quantised_run.py resumes a run that has an average as well
-def test_average_continues_bit_for_bit(forks: cli.Forks) -> None:
-    """The average continues bit for bit."""
-    run, whole = fork(forks), forks.workplace / "whole"
-    assert losses(run) == losses(whole)
-    for (name, x), y in zip(weights_and_average(run).items(), weights_and_average(whole).values(), strict=True):
-        np.testing.assert_array_equal(x, y, err_msg=name)
 
 
 @pytest.mark.slow

@@ -1,4 +1,7 @@
-"""Runs of models that the command line changes: resumed, refused with another model, and swept over widths."""
+"""Runs of models that the command line changes: resumed, refused with another model, and swept over widths.
+
+They train on rows that are computed, and so without a file of data and without validation.
+"""
 
 import shutil
 from pathlib import Path
@@ -23,7 +26,8 @@ mine:
   rotary_base: 1000.0
 """
 MINE = (
-    *(key for key in cli.TINY if not key.startswith("model.")),
+    *(key for key in cli.TINY if not key.startswith(("model.", "data.corpus", "data.index"))),
+    "data.corpus=synthetic",
     *("model.sizes=mine.yaml", "model.size=mine", "model.override.N=1", "model.override.embedding_dim=32"),
 )
 
@@ -44,7 +48,8 @@ def test_lost_steps_are_repeated(forks: cli.Forks) -> None:
     assert read_resumes(run / "metrics.jsonl") == [6]
     assert saved_config(run).model.override == {"N": 1, "embedding_dim": 32}
     assert cli.losses(run) == cli.losses(forks.workplace / "whole")
-    found = forks.evaluate("whole/used", "model.model_path=whole")
+    assert len(cli.losses(run)) == 12 and "validation/loss" not in cli.metrics(run)[-1]
+    found = forks.evaluate("whole/used", "model.model_path=whole", f"evaluate.index={cli.INDICES[1]}")
     assert found["loss"] > 0
 
 

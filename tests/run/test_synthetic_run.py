@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,13 +16,6 @@ COMPUTED = (
     *(key for key in cli.TINY if not key.startswith(("data.corpus", "data.index"))),
     "data.corpus=synthetic",
 )
-
-
-@pytest.fixture(scope="module")
-def workplace(workplace: Path) -> Path:
-    """With a run that has ended."""
-    cli.Forks(workplace).train("whole", *COMPUTED)
-    return workplace
 
 
 def test_rows_are_pcg64() -> None:
@@ -53,9 +45,10 @@ def test_cursor_of_other_rows() -> None:
             next(other.batches(cursor))
 
 
+@pytest.mark.slow  # test_override_run.py resumes such a run
 def test_lost_steps_are_repeated(forks: cli.Forks) -> None:
     """A run that lost its last steps ends as one that did not, without a file of data and without validation."""
-    whole = forks.workplace / "whole"
+    whole = forks.train("whole", *COMPUTED)
     shutil.copytree(whole, forks.workplace / "killed")
     shutil.rmtree(forks.workplace / "killed/checkpoints/12")
     run = forks.train("killed", "--resume")

@@ -1,4 +1,7 @@
-"""A run of a model with vector-quantised keys: resumed, on two hosts, warm-started, evaluated and sampled from."""
+"""A run of a model with vector-quantised keys: resumed elsewhere, on two hosts, warm-started, evaluated, sampled from.
+
+test_resumed.py resumes such a run and scores longer rows, tests/training/test_codebook.py trains in groups.
+"""
 
 import json
 import signal
@@ -13,6 +16,7 @@ from tests.helpers.checkpoints import leaves
 from zero.errors import UserError
 from zero.exchange.export import export
 
+pytestmark = pytest.mark.slow
 LAST = 8
 VQ = (
     *cli.TINY,
@@ -40,23 +44,12 @@ def losses(run: Path) -> list[float]:
     return cli.losses(run, "validation/loss")
 
 
-def test_it_resumes_bit_for_bit(forks: cli.Forks) -> None:
-    whole = forks.workplace / "whole"
-    expected = state(whole, LAST)
-    run = forks.fork("whole", 4)
-    assert losses(run) == losses(whole)
-    for name, x in state(run, LAST).items():
-        np.testing.assert_array_equal(x, expected[name], err_msg=name)
-
-
-@pytest.mark.slow  # tests/training/test_codebook.py trains in groups, test_manager.py restores on other devices
 def test_continues_in_groups(forks: cli.Forks) -> None:
     """The run continues in tensor groups, with the codebook of none."""
     whole = forks.workplace / "whole"
     assert_same_up_to_rounding(forks.fork("whole", 4, "zero.tensor_shards=4"), whole)
 
 
-@pytest.mark.slow
 def test_killed_and_resumed_in_groups(forks: cli.Forks) -> None:
     """A run in tensor groups that is killed resumes in groups of another size, with the codebook of none."""
     process = forks.start(*VQ, "zero.tensor_shards=4", "hydra.run.dir=groups")
@@ -77,7 +70,6 @@ def assert_same_up_to_rounding(run: Path, whole: Path) -> None:
             np.testing.assert_array_equal(x, expected[name], err_msg=name)
 
 
-@pytest.mark.slow
 def test_resumes_on_other_devices(forks: cli.Forks) -> None:
     """The run resumes, up to rounding, on other devices and at another stage."""
     whole = forks.workplace / "whole"
@@ -89,21 +81,6 @@ def test_resumes_on_other_devices(forks: cli.Forks) -> None:
             np.testing.assert_allclose(elsewhere[name], expected[name], rtol=1e-3, atol=1e-4, err_msg=name)
 
 
-def test_scoring_of_longer_rows(forks: cli.Forks) -> None:
-    """Rows longer than the context are scored as if read at once."""
-    found = {}
-    for name, options in {
-        "carried": ("evaluate.context=8", "evaluate.carry=true"),
-        "at_once": ("evaluate.context=32",),
-        "cut": ("evaluate.context=8", "evaluate.stride=7"),
-    }.items():
-        found[name] = forks.evaluate(f"evaluated-{name}", "model.model_path=whole", *options)
-    assert found["carried"]["tokens"] == found["at_once"]["tokens"]
-    np.testing.assert_allclose(found["carried"]["loss"], found["at_once"]["loss"], rtol=1e-6)
-    assert abs(found["cut"]["loss"] - found["at_once"]["loss"]) > 1e-4
-
-
-@pytest.mark.slow
 def test_codebook_of_two_hosts(forks: cli.Forks) -> None:
     """Two hosts have the codebook of one."""
     job = ("training.batch_size=8", "training.gradient_accumulation_steps=1", "distributed.cpu_devices=2")
@@ -115,7 +92,6 @@ def test_codebook_of_two_hosts(forks: cli.Forks) -> None:
             np.testing.assert_allclose(x, expected[name], rtol=1e-3, atol=1e-4, err_msg=name)
 
 
-@pytest.mark.slow
 def test_codebook_in_every_mode(forks: cli.Forks, tmp_path: Path) -> None:
     """The model is evaluated, sampled from and warm-started with its codebook."""
     use = ("model.model_path=whole",)

@@ -1,0 +1,112 @@
+"""Runs whose state has every kind of part: resumed bit for bit, continued in other dtypes, scored by the row."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.helpers import cli
+from tests.helpers.checkpoints import leaves
+from zero.checkpoints.manager import Checkpoints
+from zero.run_directory import saved_steps
+
+LAST = 8
+JOB = (
+    *cli.TINY,
+    "training.evaluation_frequency=4",
+    f"training.total_steps={LAST}",
+    "data.max_context=16",
+)
+AVERAGE = ("training.ema=0.6",)
+BYTES = ("optimizer.state_dtype=int8", "zero.master_dtype=bfloat16")
+CODEBOOK = ("model.size=test_vq",)
+STAGED = ("training.warmup_train_context=8", "training.staged_warmup_steps=2")
+ALL = (*AVERAGE, *BYTES, *CODEBOOK)
+SINGLE = {"average": AVERAGE, "bytes": BYTES, "codebook of a staged warmup": (*CODEBOOK, *STAGED)}
+
+
+class Whole(NamedTuple):
+    """A run that has ended, and forks that can continue it."""
+
+    forks: cli.Forks
+    run: Path
+
+    def continued(self, *overrides: str) -> Path:
+        """The same run from its middle on."""
+        run = self.forks.fork(self.run.name, LAST // 2, *overrides)
+        assert saved_steps(run) == [LAST]
+        return run
+
+
+@pytest.fixture(scope="module")
+def whole(forks: cli.Forks) -> Whole:
+    return Whole(forks, forks.train("all", *JOB, *ALL))
+
+
+def check_resume(whole: Whole) -> None:
+    """A run that continues from its middle logs and saves what the undisturbed one does."""
+    run = whole.continued()
+    assert cli.metrics(run) == cli.metrics(whole.run)
+    got, expected = leaves(run, LAST), leaves(whole.run, LAST)
+    assert got.keys() == expected.keys()
+    for name, x in got.items():
+        np.testing.assert_array_equal(x, expected[name], err_msg=name)
+    assert "other dtypes" not in (run / "main_zero.log").read_text()
+
+
+def test_resumed_bit_for_bit(whole: Whole) -> None:
+    check_resume(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SINGLE)
+def test_one_kind_resumed_bit_for_bit(kind: str, forks: cli.Forks) -> None:
+    check_resume(Whole(forks, forks.train(kind.replace(" ", "-"), *JOB, *SINGLE[kind])))
+
+
+def test_kinds_of_state(whole: Whole) -> None:
+    """Its state has moments of a byte, weights of two, an average and a codebook, which the tests here are about."""
+    saved = leaves(whole.run, LAST)
+    kinds = {name: x.dtype.name for name, x in saved.items()}
+    assert "int8" in {kinds[name] for name in kinds if name.startswith("opt_state/")}
+    assert "bfloat16" in {kinds[name] for name in kinds if name.startswith("params/")}
+    assert {name.split("/")[1] for name in kinds if name.startswith("averages/")} == {"ema", "codebook"}
+
+
+def test_continued_in_float32(whole: Whole) -> None:
+    """The run continues in float32, with larger checkpoints."""
+    wide = whole.continued("optimizer.state_dtype=float32", "zero.master_dtype=float32")
+    (line,) = [line for line in (wide / "main_zero.log").read_text().splitlines() if "other dtypes" in line]
+    assert "opt_state from int8 to float32" in line and "params from" in line
+    np.testing.assert_allclose(cli.losses(wide, "validation/loss"), cli.losses(whole.run, "validation/loss"), rtol=2e-2)
+    dtypes = {name: x.dtype for name, x in leaves(wide, LAST, "opt_state/", "params/").items()}
+    assert {dtype for name, dtype in dtypes.items() if "/count" not in name} == {np.dtype(np.float32)}
+    for part, share in (("opt_state/", 0.3), ("params/", 0.55)):
+        assert stored(whole.run, part) < share * stored(wide, part)
+
+
+def stored(run: Path, part: str) -> int:
+    """Bytes of a part of the state in the last checkpoint."""
+    with Checkpoints(run / "checkpoints", None) as checkpoints:
+        meta = checkpoints.meta(LAST)
+    return sum(
+        int(np.prod(shape)) * jnp.dtype(meta["dtypes"][name]).itemsize
+        for name, shape in meta["shapes"].items()
+        if name.startswith(part)
+    )
+
+
+def test_scores_of_longer_rows(whole: Whole) -> None:
+    """Rows longer than the context are scored as if read at once, by the memory of the codebook's layers."""
+    found = {}
+    for name, options in {
+        "carried": ("evaluate.context=8", "evaluate.carry=true"),
+        "at_once": ("evaluate.context=32",),
+        "cut": ("evaluate.context=8", "evaluate.stride=7"),
+    }.items():
+        found[name] = whole.forks.evaluate(f"evaluated-{name}", f"model.model_path={whole.run.name}", *options)
+    assert found["carried"]["tokens"] == found["at_once"]["tokens"]
+    np.testing.assert_allclose(found["carried"]["loss"], found["at_once"]["loss"], rtol=1e-6)
+    assert abs(found["cut"]["loss"] - found["at_once"]["loss"]) > 1e-4
