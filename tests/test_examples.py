@@ -149,7 +149,6 @@ ORBAX = ("diffusion",)  # of all hosts
 OTHERS = ("sam", "translation")  # scattered gradients; a flax TrainState
 
 
-@pytest.mark.timeout(400)  # two interpreters start and compile, on a machine that may be busy
 @pytest.mark.parametrize("names", [ORBAX, pytest.param(OTHERS, marks=pytest.mark.slow)])
 def test_two_processes_resume(names: tuple[str, ...], folder: Path, tmp_path: Path) -> None:
     """Two processes resume from checkpoints of the unsharded programs and of their own, and write some."""
@@ -163,7 +162,6 @@ def test_two_processes_resume(names: tuple[str, ...], folder: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", NAMES)
 def test_command_of_two_processes(name: str, folder: Path) -> None:
     """The same by the command line of each program."""

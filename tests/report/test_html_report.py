@@ -216,7 +216,6 @@ def test_statistics_of_tensors(tmp_path: Path) -> None:
 
 
 @needs_browser
-@pytest.mark.timeout(300)
 def test_layout(page: Path, run: Path, tmp_path: Path, opened: Browser) -> None:
     """Nothing leaves the page, overlaps or is hard to read, at any width, in light and dark; nothing is asked for."""
     single = write_report([run], tmp_path / "single.html")
@@ -234,7 +233,6 @@ def test_layout(page: Path, run: Path, tmp_path: Path, opened: Browser) -> None:
 
 
 @needs_browser
-@pytest.mark.timeout(300)
 def test_the_first_screen_has_the_answers(run: Path, tmp_path: Path, opened: Browser) -> None:
     opened.open(write_report([run], tmp_path / "page.html"), 1300, 900)
     bottoms = opened.evaluate("[...document.querySelectorAll('.card')].map(c => c.getBoundingClientRect().bottom)")
@@ -242,7 +240,6 @@ def test_the_first_screen_has_the_answers(run: Path, tmp_path: Path, opened: Bro
 
 
 @needs_browser
-@pytest.mark.timeout(300)
 def test_curves_in_a_browser(page: Path, tmp_path: Path, opened: Browser) -> None:
     """Every panel is drawn, with a key and the newest values; the arrow keys read others; screen readers hear them."""
     opened.open(page)
@@ -272,7 +269,6 @@ def test_curves_in_a_browser(page: Path, tmp_path: Path, opened: Browser) -> Non
 
 
 @needs_browser
-@pytest.mark.timeout(300)
 def test_the_page_of_a_run_in_progress_reloads(run: Path, tmp_path: Path, opened: Browser) -> None:
     """It shows what was written since, keeps what was chosen, and stops where that is asked for."""
     page = write_report([run], tmp_path / "page.html")
@@ -292,7 +288,6 @@ def test_the_page_of_a_run_in_progress_reloads(run: Path, tmp_path: Path, opened
 
 
 @needs_browser
-@pytest.mark.timeout(300)
 def test_the_browser_sees_what_is_wrong(tmp_path: Path, opened: Browser) -> None:
     """The tests above would fail on a page with mistakes."""
     broken = tmp_path / "broken.html"

@@ -1,0 +1,71 @@
+"""A plugin of pytest that writes the CPU seconds and the memory of each test, those of started processes included.
+
+`pytest -p tests.helpers.cpu_table --cpu-table FILE` appends a line of JSON per test to FILE, or FILE.gw0 and so on for
+the workers of pytest-xdist; `python -m tests.helpers.cpu_table FILE...` sums them per file. Wall-clock times of a busy
+machine say little; CPU seconds move by a quarter.
+"""
+
+import collections
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+MEBIBYTE = 2**20
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cpu-table", type=Path, help="a file for the CPU seconds and the memory of each test")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    table: Path | None = item.config.getoption("--cpu-table")
+    before = cpu_seconds()
+    result = yield
+    if table is not None:
+        own, started = (after - earlier for after, earlier in zip(cpu_seconds(), before, strict=True))
+        memory = psutil.Process().memory_info().rss // MEBIBYTE
+        line = {"test": item.nodeid, "own": round(own, 2), "started": round(started, 2), "memory": memory}
+        worker = os.environ.get("PYTEST_XDIST_WORKER")
+        with Path(f"{table}.{worker}" if worker else table).open("a") as file:
+            file.write(json.dumps(line) + "\n")
+    return result
+
+
+def cpu_seconds() -> tuple[float, float]:
+    """Those of this process, and of all that it has started, which may still run."""
+    process = psutil.Process()
+    own = process.cpu_times()
+    started = own.children_user + own.children_system
+    for child in process.children(recursive=True):
+        try:
+            times = child.cpu_times()
+        except psutil.NoSuchProcess:  # it has ended since
+            continue
+        started += times.user + times.system + times.children_user + times.children_system
+    return own.user + own.system, started
+
+
+def main(tables: list[str]) -> None:
+    """Prints CPU seconds, tests and MiB per file, the largest first."""
+    seconds: dict[str, float] = collections.defaultdict(float)
+    tests: dict[str, int] = collections.defaultdict(int)
+    memory: dict[str, int] = collections.defaultdict(int)
+    for table in tables:
+        for line in map(json.loads, Path(table).read_text().splitlines()):
+            name = line["test"].partition("::")[0]
+            seconds[name] += line["own"] + line["started"]
+            tests[name] += 1
+            memory[name] = max(memory[name], line["memory"])
+    for name in sorted(seconds, key=seconds.__getitem__, reverse=True):
+        print(f"{seconds[name]:8.1f} s {tests[name]:5} tests {memory[name]:6} MiB  {name}")
+    print(f"{sum(seconds.values()):8.1f} s in {sum(tests.values())} tests")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
