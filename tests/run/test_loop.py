@@ -92,7 +92,8 @@ def test_fewer_steps_than_were_trained(tmp_path: Path) -> None:
     """A run that is told to end before its step does what is pending, and is finished; no host has stopped it."""
     run = make_run(tmp_path)
     run.last_step = 2
-    run.batches = lambda: iter(())
+    nothing: list[Any] = []
+    run.batches = lambda: (batch for batch in nothing)
     run.position.pending = {"features": ["sample"], "line": {"step": 3}}
     table = [Recorded("sample", is_due=False)]
     no_steps: Any = None
