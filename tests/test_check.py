@@ -23,7 +23,8 @@ def test_program_would_be_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """The refusal is that of the sharded program, with its remedy."""
     program = str(EXAMPLES / "language_model" / "train.py")
     assert check.main([program, "optimizer", "create_state", "--devices", "3"]) == 1
-    last = capsys.readouterr().out.splitlines()[-1]
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("optimizer state per device: ") and "unknown" not in first
     assert last.startswith("refused: clip_by_global_norm is not element-wise")
     assert "use zero.across_shards(optax.clip_by_global_norm(...))" in last
 

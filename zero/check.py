@@ -42,6 +42,7 @@ def examine(optimizer: optax.GradientTransformation, params: Any, devices: int) 
     """
     layout = zero.make_layout(params, devices)
     refusal = None
+    state = "optimizer state per device: unknown"
     try:
         memory = zero.memory(params, optimizer, devices, compute_dtypes=[jnp.float32])
         before, after = (memory.rows[stage].state for stage in (0, 1))
@@ -49,7 +50,6 @@ def examine(optimizer: optax.GradientTransformation, params: Any, devices: int) 
         _trace(optimizer, layout.shapes(), devices)
     except (ValueError, TypeError) as error:
         refusal = str(error).partition("\n--------")[0]
-        state = "optimizer state per device: unknown"
     wholes = [f"{leaf.name or '(root)'} {list(leaf.shape)}" for leaf in layout.leaves if not leaf.splits]
     verdict = "the optimizer is right on slices as it is" if refusal is None else f"refused: {refusal}"
     lines = [

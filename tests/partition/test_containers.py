@@ -14,7 +14,8 @@ from flax import nnx, serialization
 import zero
 
 ADAM = optax.adam(2.0**-4)
-PAGE = Path(__file__).parents[2] / "docs" / "pmap-programs.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "pmap-programs.md"
+DISSOLVED = r"this was the state .* zero.to_host\(nnx.merge\(graph, arrays\)\)"
 GUARD = r"one device's slice .* zero.to_host\(state\)"
 
 
@@ -82,7 +83,5 @@ def test_where_the_guard_ends() -> None:
         first(dissolve())
         if name not in ("jax.tree.leaves", "eqx.partition", "opt_state.slices"):  # which leave nothing to be known by
             for convert in (zero.to_host, zero.to_devices):
-                with pytest.raises(
-                    ValueError, match=r"this was the state .* zero.to_host\(nnx.merge\(graph, arrays\)\)"
-                ):
+                with pytest.raises(ValueError, match=DISSOLVED):
                     convert(dissolve())
