@@ -13,7 +13,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.helpers import cli
-from tests.helpers.brought import CHATS, MODELS, save_folder
+from tests.helpers.brought import MODELS, save_folder, texts
 from tests.helpers.corpora import call
 from zero.cli import compose
 from zero.exchange.brought import brought
@@ -36,7 +36,7 @@ JOB = (
     "model.sizes=sizes.yaml",
     "model.warm_start=true",
     "model.model_path=folder",
-    "data.max_context=48",
+    "data.max_context=64",
     "data.tokenizer=data/corpus/chats/tokenizer.json",
     "data.index_path_train=data/index/chats_train.index",
     "data.index_path_validation=data/index/chats_validation.index",
@@ -90,9 +90,12 @@ def test_a_folder_of_the_hub(family: str, tmp_path: Path, monkeypatch: pytest.Mo
         mine = sampled(tmp_path / f"sample_{is_chat}", "model.model_path=folder", f"sample.chat={is_chat}")
         assert mine == of_transformers(folder, is_chat)
     # Its chats as a corpus, with the files of its tokenizer.
-    chats = [*CHATS[1:2], *CHATS[3:]]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats * 40))
-    options = ("--completions", "--one-document-per-row", "--tokenizer", "folder/tokenizer.json", "--row-tokens", "48")
+    chats = [
+        [{"role": "user", "content": f"What is {text}?"}, {"role": "assistant", "content": "A shard, I think."}]
+        for text in texts(90)
+    ]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    options = ("--completions", "--one-document-per-row", "--tokenizer", "folder/tokenizer.json", "--row-tokens", "64")
     done = call("chats.jsonl", *options, "--validation-fraction", "0.2")
     assert done.returncode == 0, done.stderr
     found = brought("folder")
@@ -101,21 +104,21 @@ def test_a_folder_of_the_hub(family: str, tmp_path: Path, monkeypatch: pytest.Mo
     OmegaConf.save(OmegaConf.create({"brought": entry}), tmp_path / "sizes.yaml")
     # Evaluated, fine-tuned, evaluated again.
     of_corpus = [key for key in JOB if key.startswith(("data.index", "data.tokenizer", "training.loss_on"))]
-    config, size = compose(["mode=evaluate", DEVICES, "model.model_path=folder", "evaluate.context=48", *of_corpus])
+    config, size = compose(["mode=evaluate", DEVICES, "model.model_path=folder", "evaluate.context=64", *of_corpus])
     (tmp_path / "before").mkdir()
     assert evaluate(config, size, tmp_path / "before") == 0
     config, size = compose([*JOB])
     run = tmp_path / "run"
     run.mkdir()
     assert train(config, size, run) == 0
-    config, size = compose(["mode=evaluate", DEVICES, "model.model_path=run", "evaluate.context=48"])
+    config, size = compose(["mode=evaluate", DEVICES, "model.model_path=run", "evaluate.context=64"])
     (tmp_path / "after").mkdir()
     assert evaluate(config, size, tmp_path / "after") == 0
     before, after = (json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("before", "after"))
     assert before["tokens"] == after["tokens"] and after["loss"] < before["loss"]
     # Adapters of PEFT on the folder, where they are at once.
     export(str(run), tmp_path / "adapters")
-    keys = ["evaluate.adapters=[adapters]", "evaluate.context=48", *of_corpus]
+    keys = ["evaluate.adapters=[adapters]", "evaluate.context=64", *of_corpus]
     config, size = compose(["mode=evaluate", DEVICES, "model.model_path=folder", *keys])
     (tmp_path / "adapted").mkdir()
     assert evaluate(config, size, tmp_path / "adapted") == 0
