@@ -101,8 +101,10 @@ def _contradictions(config: Config, size: GPTConfig, given: Collection[str]) -> 
         else:
             yield f"{key}={shown(value_of(config, key))}: expected {expected}"
     for key, reason in without_effect(config):
-        if key in given and key not in expected_values:
-            yield f"{key}={shown(value_of(config, key))}: it has no effect, as {reason}"
+        if key in expected_values or not any(name == key or name.startswith(f"{key}.") for name in given):
+            continue
+        value = getattr(config, key).name if key in GROUPS else shown(value_of(config, key))
+        yield f"{key}={value}: it has no effect, as {reason}"
 
 
 def _resolved(config: DictConfig) -> tuple[dict[str, Any], dict[str, str]]:

@@ -1,20 +1,82 @@
-"""Keys that a training run has no use for, as another key says. Keys of another choice or mode do not exist in it."""
+"""Keys that a start has no use for, by its mode or another key. Keys of another choice or mode do not exist in it."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from zero.config.constraints import shown
-from zero.config.schema import Config
+from zero.config.groups import Grid
+from zero.config.schema import GROUPS, Config, EvaluateConfig, PlanConfig, SampleConfig
 from zero.corpus.reading.synthetic import SYNTHETIC
 
 OF_FILES = ("index_path_train", "index_path_validation", "shuffle_shards", "max_skipped_rows", "cache_directory")
+# Keys of the run that mode=evaluate and mode=sample read, whole sections by their names.
+OF_WEIGHTS = {
+    *("mode", "resume", "model", "distributed"),
+    *("data.tokenizer", "data.max_context", "data.last_target", "data.isolate_documents", "data.resume_step"),
+    *("zero.stage", "zero.compute_dtype", "zero.gather_dtype", "zero.master_dtype"),
+    *("zero.tensor_shards", "zero.expert_shards", "zero.phases", "zero.overlap_gathers"),
+}
+OF_SCORES = {
+    *("training.batch_size", "training.loss_on"),
+    *("data.corpus", "data.index_path_validation", "data.bucket_path"),
+}
+OF_FOLLOWING = {"data.wandb_project", "data.tensorboard"}
+# Keys of mode=plan that a search uses.
+OF_SEARCHES = {
+    "none": set[str](),
+    "fastest": {f"plan.grid.{field.name}" for field in dataclasses.fields(Grid)},
+    "largest": {"plan.grid.context", "plan.grid.master_dtype", "plan.grid.state_dtype"},
+}
 
 
 def without_effect(config: Config) -> Iterator[tuple[str, str]]:
-    """The keys of a training run that change nothing beside its other keys, each with the reason."""
-    if config.mode != "train":
-        return
+    """The keys that change nothing beside the other keys of a configuration, each with the reason; groups by name."""
+    if isinstance(config, SampleConfig):
+        yield from _unread(config, OF_WEIGHTS | {"sample"}, "mode=sample does not read it")
+    elif isinstance(config, EvaluateConfig):
+        read = OF_WEIGHTS | OF_SCORES | {"evaluate"}
+        yield from _unread(config, read | OF_FOLLOWING, "mode=evaluate does not read it")
+        if not config.evaluate.follow:
+            for key in sorted(OF_FOLLOWING):
+                yield key, "evaluate.follow=false"
+    elif isinstance(config, PlanConfig):
+        yield from _of_a_plan(config)
+    else:
+        yield from without_effect_in_training(config)
+
+
+def _unread(config: Config, read: set[str], reason: str) -> Iterator[tuple[str, str]]:
+    """The keys and groups of a configuration that a mode does not read."""
+    for name, section in vars(config).items():
+        if name in read:
+            continue
+        if name in GROUPS or not dataclasses.is_dataclass(section):
+            yield name, reason
+        if dataclasses.is_dataclass(section):
+            keys = (f"{name}.{field.name}" for field in dataclasses.fields(section))
+            yield from ((key, reason) for key in keys if key not in read)
+
+
+def _of_a_plan(config: PlanConfig) -> Iterator[tuple[str, str]]:
+    """Other keys of training are part of the printed command, if not of the compiled step."""
+    yield "data.resume_step", "mode=plan plans a fresh start"
+    yield "training.batch_size", "plan.micro_batch takes its place"
+    yield "zero.stage", "mode=plan compiles stages 0 to 3, or those of plan.grid.stage in a search"
+    yield "profile.step_time", "mode=plan predicts it"
+    if config.plan.tokens is not None:
+        yield "training.total_steps", "plan.tokens takes its place"
+    search = config.plan.search
+    for field in dataclasses.fields(config.plan.grid):
+        key = f"plan.grid.{field.name}"
+        if key not in OF_SEARCHES[search]:
+            yield key, f"plan.search={search}"
+    yield from without_effect_in_training(config)
+
+
+def without_effect_in_training(config: Config) -> Iterator[tuple[str, str]]:
+    """As `without_effect`, of the keys of a training run."""
     data = config.data
     if not config.model.warm_start:
         yield "model.model_path", "model.warm_start=false"

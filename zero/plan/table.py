@@ -6,13 +6,13 @@ import math
 import shlex
 import textwrap
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from zero.config.command_line import override_value
-from zero.config.no_effect import without_effect
+from zero.config.no_effect import without_effect_in_training
 from zero.config.saved_config import default_config
 from zero.config.schema import GROUPS, PlanConfig
 from zero.cycles.predict import PHASES
@@ -130,7 +130,7 @@ def training_command(row: Row, config: PlanConfig) -> str:
     choices = {name: getattr(config, name).name for name in GROUPS}
     default = _by_key(default_config(**choices))
     planned = _by_key(OmegaConf.create(asdict(config)))
-    idle = {key for key, _ in without_effect(replace(config, mode="train"))}
+    idle = {key for key, _ in without_effect_in_training(config)}
     changed = [key for key in planned if planned[key] != default[key] and key not in _CHOSEN and key not in idle]
     overrides = [f"{name}={choice}" for name, choice in choices.items() if choice != default_config()[name].name]
     overrides += [f"{key}={override_value(planned[key])}" for key in (*_CHOSEN, *changed)]
