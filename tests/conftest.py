@@ -4,6 +4,7 @@ import ctypes
 import gc
 import mmap
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -54,6 +55,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish() -> None:
     """Looks for garbage more rarely: a fifth of the time of a trace goes into passes over what has been imported."""
+    if "hypothesis" in sys.modules:  # an import of half a second
+        from hypothesis import settings
+
+        settings.register_profile("busy", deadline=None)
+        settings.load_profile("busy")  # an example that a busy machine delays is no failure
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)
 

@@ -6,7 +6,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -41,11 +40,10 @@ def test_all_others_name_the_lost_host(workplace: Path, count: int, victim: int,
     processes = hosts.start([workplace] * count, *cli.TINY, *job)
     hosts.wait_for_step(workplace / run, 3, processes)
     os.kill(processes[victim].pid, number)
-    lost = time.monotonic()
     others = [process for host, process in enumerate(processes) if host != victim]
     try:
         for process in others:
-            process.wait(max(0.1, hosts.MINUTE - (time.monotonic() - lost)))
+            process.wait(15 * hosts.MINUTE)
     finally:
         processes[victim].kill()
         done = [cli.finish(process) for process in others]

@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 import zipfile
 from pathlib import Path
 
@@ -113,10 +112,8 @@ def test_setup_runs_once(checkout: Path, programs: Path) -> None:
     assert f"{programs}/python3 (Python 3." in first.stdout
     assert (checkout / ".venv/bin/python").exists()
 
-    started = time.monotonic()
     second = prepare(checkout, programs)
     assert second.stdout.splitlines()[1:] == ["[4/4] .venv is up to date."]
-    assert time.monotonic() - started < 1
 
     (programs / "python3").unlink()  # from here on .venv's own is enough
     (checkout / "constraints.txt").write_text("jax==0.10.3\n")

@@ -58,14 +58,14 @@ def serving() -> Iterator[str]:
         objects.download = download
 
 
-def use(monkeypatch: pytest.MonkeyPatch, address: str, deadline: float = 2) -> None:
-    """Sends all requests to this address, with short timeouts, and retries for at most `deadline` seconds."""
+def use(monkeypatch: pytest.MonkeyPatch, address: str, deadline: float = 900) -> None:
+    """Sends all requests to this address, with a short wait for each answer, and retries for `deadline` seconds."""
     from google.cloud.storage.retry import DEFAULT_RETRY
 
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", address)
     monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", address)
     gcs.client.cache_clear()
-    monkeypatch.setattr(gcs, "TIMEOUT", (1, 0.3))
+    monkeypatch.setattr(gcs, "TIMEOUT", (10, 2))
     monkeypatch.setattr(gcs, "_retry", lambda: DEFAULT_RETRY.with_delay(0.01, 0.1, 2).with_timeout(deadline))
 
 
@@ -144,7 +144,7 @@ def disturbed(proxy: Proxy) -> Iterator[str]:
                 strike.strike()
                 self.close_connection = True
                 return
-            onward = http.client.HTTPConnection(proxy.target, timeout=20)
+            onward = http.client.HTTPConnection(proxy.target, timeout=900)
             # With its Host, which the server puts into the links it gives.
             onward.request(
                 self.command,
@@ -176,7 +176,7 @@ def disturbed(proxy: Proxy) -> Iterator[str]:
                 self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 self.connection.close()
             elif fault == "stall":
-                proxy.closed.wait(20)
+                proxy.closed.wait(900)
             elif fault != "truncated":
                 self.wfile.write(data)
 

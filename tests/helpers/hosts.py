@@ -52,12 +52,12 @@ def wait_for_step(run: Path, step: int, processes: list[subprocess.Popen[str]]) 
 
 
 def finish(processes: list[subprocess.Popen[str]]) -> list[subprocess.CompletedProcess[str]]:
-    """Their output and exit statuses; none continues for a minute after another has ended."""
+    """Their output and exit statuses; none continues after another has ended."""
     try:
         while all(process.poll() is None for process in processes):
             time.sleep(0.05)
         for process in processes:
-            process.wait(MINUTE)
+            process.wait(15 * MINUTE)
     finally:
         done = [cli.finish(process) for process in processes]
     return done

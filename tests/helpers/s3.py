@@ -31,11 +31,11 @@ def serving() -> Iterator[str]:
         server.stop()
 
 
-def use(monkeypatch: pytest.MonkeyPatch, address: str, deadline: float = 2) -> None:
-    """Sends all requests to this address, with short timeouts, and retries for at most `deadline` seconds."""
+def use(monkeypatch: pytest.MonkeyPatch, address: str, deadline: float = 900) -> None:
+    """Sends all requests to this address, with a short wait for each answer, and retries for `deadline` seconds."""
     for name, value in environment(address).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(fsspec_store, "TIMEOUT", (1, 0.3))
+    monkeypatch.setattr(fsspec_store, "TIMEOUT", (10, 2))
     monkeypatch.setattr(fsspec_store, "PAUSES", (0.01, 0.1))
     monkeypatch.setattr(fsspec_store, "DEADLINE", deadline)
     fsspec_store.file_system.cache_clear()

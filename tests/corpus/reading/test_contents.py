@@ -155,3 +155,15 @@ def test_stores_that_state_no_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
     assert before.digest != replaced.digest and before.known_by != copy.known_by
     nothing = [IndexContents("i", *contents_at("az://c/a", None))] * 2
     assert nothing[0].known_by == "nothing" and not check_contents(nothing[:1], nothing[1:], "")
+
+
+def test_cost_does_not_grow_with_a_shard(tmp_path: Path) -> None:
+    """A shard of 4 TiB without a manifest is known as quickly as a small one: to read it all would take hours."""
+    shard = tmp_path / "large.tar"
+    with shard.open("wb") as file:
+        file.truncate(4 * 2**40)  # of holes
+    before = contents_of([(Shard(str(shard), 9), 9)])
+    with shard.open("r+b") as file:
+        file.seek(2**40)
+        file.write(b"x")
+    assert contents_of([(Shard(str(shard), 9), 9)]).digest != before.digest

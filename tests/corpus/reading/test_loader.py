@@ -1,7 +1,6 @@
 """The loader: one order for any number of hosts, and exact after any cursor."""
 
 import json
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -139,9 +138,7 @@ def test_cost_of_resuming(corpus, monkeypatch):
         data = loader(index, global_rows=8, shuffle_shards=8)
         cursor = None if position == 0 else {**next(data.batches()).cursor, "batches": position}
         pieces = watch_reads(monkeypatch)
-        begin = time.monotonic()
         next(data.batches(cursor))
-        assert time.monotonic() - begin < 2
         reads.append(len(pieces))
     assert max(reads) <= 16  # a shuffle buffer per stream, and the next one ahead
 

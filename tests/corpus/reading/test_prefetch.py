@@ -70,8 +70,8 @@ def test_prefetch_stops_at_once() -> None:
     items = prefetch(slow(), stop=stop)
     assert next(items) == 1
     threading.Timer(0.3, stop.append, [15]).start()
-    began = time.monotonic()
-    assert list(items) == [] and time.monotonic() - began < 10
+    assert list(items) == []  # it would wait for 2
+    assert not released.is_set()
     released.set()
     for thread in threading.enumerate():
         if thread.name.startswith("prefetch"):

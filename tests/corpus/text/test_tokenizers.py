@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -127,3 +128,9 @@ except UserError as error:
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert "it takes too long" in ended.stdout, ended.stderr
+
+
+@given(st.just(0.3))
+def test_slow_example(seconds: float):
+    """An example has no deadline (tests/conftest.py): Hypothesis' own of 0.2 s fails on a busy machine."""
+    time.sleep(seconds)
