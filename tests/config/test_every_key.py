@@ -1,10 +1,17 @@
 """No key is without effect: another value of each, alone, is refused, or changes the program, the data or the files."""
 
 import ast
+import os
+import re
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
+import jax
 import pytest
 
 import zero
@@ -17,8 +24,11 @@ from zero.config.files import load_sizes
 from zero.config.keys import all_keys
 from zero.config.schema import Config
 from zero.errors import UserError
-from zero.job import make_job
+from zero.hosts import startup, watchdog, xla_options
+from zero.job import make_axis, make_job
+from zero.models.config import GPTConfig
 from zero.plan.compile import step_arguments
+from zero.run_directory import checkpoint_directory
 
 SIZES = load_sizes()
 # The run in which a key is set alone: small, and as plain as the default job.
@@ -89,6 +99,54 @@ def names_in_use() -> set[str]:
     return read | {node.arg for node in nodes if isinstance(node, ast.arg)}
 
 
+def settings(config: Config) -> list[Any]:
+    """What a start sets for the whole process."""
+    with (
+        patch.object(startup, "use_cpu_devices") as devices,
+        patch.object(watchdog, "start") as watching,
+        patch.object(jax.config, "update") as updated,
+        patch.dict(os.environ),
+    ):
+        os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
+        startup.start(**asdict(config.distributed), overlap_gathers=config.zero.overlap_gathers)
+    return [devices.mock_calls, watching.mock_calls, updated.mock_calls]
+
+
+def on_tpu(config: Config) -> list[Any]:
+    """The axis and the options of the compiler on a TPU slice, which is not there."""
+    places = [(x, y, z) for x in range(2) for y in range(2) for z in range(2)]
+    kind = {"platform": "tpu", "device_kind": "TPU v4", "core_on_chip": 0, "process_index": 0}
+    devices = [SimpleNamespace(id=number, coords=coords, **kind) for number, coords in enumerate(places)]
+    return [make_axis(config.zero, devices), xla_options.for_tpu("TPU v4", config.zero.overlap_gathers)]
+
+
+def size_of(config: Config) -> GPTConfig:
+    return SIZES.chosen(config.model)
+
+
+def place_of_checkpoints(config: Config) -> str:
+    return checkpoint_directory(Path("run"), config.data.bucket_path, config.data.checkpoint_directory)
+
+
+WITHOUT_A_RUN: dict[str, Callable[[Config], Any]] = {
+    "model.size": size_of,
+    "data.bucket_path": place_of_checkpoints,
+    "zero.phases": on_tpu,
+    "zero.overlap_gathers": on_tpu,
+    "distributed.cpu_devices": settings,
+    "distributed.compilation_cache": settings,
+    "distributed.stall_minutes": settings,
+}
+
+
+@pytest.mark.parametrize("key", WITHOUT_A_RUN)
+def test_keys_of_a_start(key: str) -> None:
+    """Another value changes what a start sets, the placement on a TPU, the model or the place of the checkpoints."""
+    value = "torus" if key == "zero.phases" else ELSEWHERE[key]
+    look = WITHOUT_A_RUN[key]
+    assert look(checked(f"{key}={value}")) != look(checked())
+
+
 @pytest.mark.parametrize("key", ELSEWHERE)
 def test_keys_elsewhere(key: str) -> None:
     """Another value is refused by the data or files that it names, or accepted, kept and read."""
@@ -147,3 +205,39 @@ def test_keys_that_do_nothing(overrides: tuple[str, ...], line: str) -> None:
     with pytest.raises(UserError) as caught:
         cli_compose([*overrides])
     assert str(caught.value).startswith(line) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("mode", "override", "reason"),
+    [
+        ("evaluate", "training.total_steps=70", "mode=evaluate does not read it"),
+        ("evaluate", "optimizer=lion", "mode=evaluate does not read it"),
+        ("evaluate", "tuning=lora", "mode=evaluate does not read it"),
+        ("evaluate", "seed=1", "mode=evaluate does not read it"),
+        ("evaluate", "zero.remat=full", "mode=evaluate does not read it"),
+        ("evaluate", "statistics.every=3", "mode=evaluate does not read it"),
+        ("evaluate", "data.tensorboard=true", "evaluate.follow=false"),
+        ("sample", "training.batch_size=7", "mode=sample does not read it"),
+        ("sample", "data.index_path_validation=x.index", "mode=sample does not read it"),
+        ("sample", "schedule=wsd", "mode=sample does not read it"),
+        ("plan", "training.batch_size=7", "plan.micro_batch takes its place"),
+        ("plan", "zero.stage=1", "mode=plan compiles stages 0 to 3, or those of plan.grid.stage in a search"),
+        ("plan", "plan.grid.stage=[3]", "plan.search=none"),
+        ("plan", "profile.step_time=1", "mode=plan predicts it"),
+        ("plan", "data.cache_directory=x", None),
+        ("evaluate", "training.batch_size=7", None),
+        ("evaluate", "data.index_path_validation=x.index", None),
+        ("sample", "zero.tensor_shards=3", None),
+        ("sample", "distributed.cpu_devices=4", None),
+    ],
+)
+def test_keys_of_training_in_other_modes(mode: str, override: str, reason: str | None) -> None:
+    """Those that a mode does not read are refused where they are given for its start, but not in a saved run."""
+    key = override.partition("=")[0]
+    config = compose("model.size=test", f"mode={mode}", override)
+    assert check(config, SIZES)
+    if reason is None:
+        assert check(config, SIZES, [key])
+        return
+    with pytest.raises(UserError, match=rf"^{key}=.*: it has no effect, as {re.escape(reason)}$"):
+        check(config, SIZES, [key])
