@@ -2,6 +2,7 @@
 
 - `OF_THE_STEP`: of keys that are part of the compiled step. `ELSEWHERE`: of those that the run reads elsewhere.
 - `NEUTRAL`: those of `ELSEWHERE` that a run accepts and that change no loss.
+- `PLACED`: those of `OF_THE_STEP` that change where and when something is computed, and the losses by rounding only.
 """
 
 # Another valid value of each key that is part of the compiled step.
@@ -106,4 +107,15 @@ NEUTRAL = (
     "profile.step_time",
     "profile.peak_flops",
     "distributed.stall_minutes",
+)
+PLACED = (
+    "training.gradient_accumulation_steps",
+    "training.max_skipped_in_a_row",
+    "training.skip_spikes",
+    "training.ema",
+    "model.attention",
+    "zero.stage",
+    "zero.remat",
+    "zero.replicas",
+    "zero.context_shards",
 )
