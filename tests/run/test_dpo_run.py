@@ -22,6 +22,8 @@ from zero.errors import UserError
 from zero.job import make_job
 from zero.models.families import FAMILIES
 from zero.plan.compile import Request, evaluation_arguments, step_arguments
+from zero.run.reference import load_references
+from zero.run.restore import TrainingPosition
 from zero.training.dpo import METRICS
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
@@ -157,6 +159,32 @@ def test_pairs_prepared_again(place: Place, tmp_path: Path, monkeypatch: pytest.
     cli.check_refusal(
         forks.run("--resume", "hydra.run.dir=run", f"training.total_steps={2 * STEPS}"), f"{TRAIN} has as many rows"
     )
+
+
+def test_replaced_reference(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other weights at the path of the reference: a new run computes anew, and the old one refuses them."""
+    import safetensors.numpy
+
+    for name in ("folder", "data"):
+        shutil.copytree(name, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    config: Any = configured()
+    job = make_job(config, SIZE)
+    first = TrainingPosition(global_rows=config.training.batch_size)
+    old = load_references(config, job, first)
+    assert old is not None and reference_files(tmp_path) == reference_files(place.forks.workplace)  # of the run
+    weights = Path("folder", "model.safetensors")
+    arrays = safetensors.numpy.load_file(weights)
+    arrays["model.norm.weight"][0] += 1
+    safetensors.numpy.save_file(arrays, weights, {"format": "pt"})
+    kept = load_references(config, job, first)  # of the run that began with the old ones, which are stored
+    np.testing.assert_array_equal(kept[TRAIN], old[TRAIN])
+    new = load_references(config, job, TrainingPosition(global_rows=config.training.batch_size))
+    assert np.abs(new[TRAIN] - old[TRAIN]).max() > 1e-3 and len(reference_files(tmp_path)) == 4
+    for name in reference_files(tmp_path):
+        Path(name).unlink()
+    with pytest.raises(UserError, match=r"^model.model_path=folder: the run has other weights as its reference, th"):
+        load_references(config, job, first)
 
 
 def reference_files(workplace: Path) -> list[str]:
