@@ -70,6 +70,7 @@ def test_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {path.name for path in Path("my-adapters").iterdir()} == {
         "adapter_config.json",
         "adapter_model.safetensors",
+        "generation_config.json",
         "tokenizer.json",
         "tokenizer_config.json",
     }

@@ -246,8 +246,8 @@ def test_peft_folder_starts_run(place: Place, tmp_path: Path) -> None:
             read_peft(tmp_path / "adapters", make_model(configured(override), SIZE))
     with pytest.raises(UserError, match=r"use_dora is False, expected with tuning=lora"):
         read_peft(tmp_path / "adapters", make_model(configured("tuning=dora"), SIZE))
-    (tmp_path / "adapters" / "adapter_config.json").write_text('{"peft_type": "LORA", "use_rslora": true}')
-    with pytest.raises(UserError, match="use_rslora is True, expected False"):
+    (tmp_path / "adapters" / "adapter_config.json").write_text('{"peft_type": "LORA", "use_qalora": true}')
+    with pytest.raises(UserError, match="use_qalora is True, expected False"):
         read_peft(tmp_path / "adapters", model)
 
 

@@ -44,10 +44,16 @@ def check_keys(origin: str, config: Mapping[str, Any], architecture: Architectur
 
     And for keys that contradict each other, of which transformers would take one.
     """
-    rotary = () if architecture.rotary is None else (*_ROPE, *filter(None, architecture.rotary))
     known = {*architecture.keys, *architecture.aliases.values(), *architecture.fixed, *architecture.absent}
-    known |= {*architecture.written, *rotary, *(_OF_UNROTATED if architecture.unrotated else ())}
-    known |= {*(architecture.local_rotary or ())[:1], *(_OF_WINDOWS if architecture.windows else ())}
+    known |= {*architecture.written}
+    if architecture.rotary is not None:
+        known |= {*_ROPE, *filter(None, architecture.rotary)}
+    if architecture.local_rotary is not None:
+        known.add(architecture.local_rotary[0])
+    if architecture.unrotated is not None:
+        known |= {*_OF_UNROTATED}
+    if architecture.windows:
+        known |= {*_OF_WINDOWS}
     for key, value in config.items():
         is_read = key in known or key in _NO_LOGIT or key.startswith(_PREFIXES)
         if is_read or value in (None, False, "", [], {}) or _is_implied(key, config, architecture, layers):
@@ -79,14 +85,14 @@ def _is_implied(key: str, config: Mapping[str, Any], architecture: Architecture,
 
 def _check_rope(origin: str, config: Mapping[str, Any], architecture: Architecture) -> None:
     for name in ("rope_parameters", "rope_scaling"):
-        given = config.get(name)
-        if not isinstance(given, dict):
+        parameters = config.get(name)
+        if not isinstance(parameters, dict):
             continue
-        parts = {name: given}
+        parts = {name: parameters}
         if name == "rope_parameters" and architecture.local_rotary is not None:
-            if unknown := sorted(set(given) - _BY_TYPE):
+            if unknown := sorted(set(parameters) - _BY_TYPE):
                 raise UserError(f"{origin}: {name} has {unknown[0]!r}; expected {' and '.join(sorted(_BY_TYPE))}")
-            parts = {f"{name}.{kind}": part for kind, part in given.items() if isinstance(part, dict)}
+            parts = {f"{name}.{kind}": part for kind, part in parameters.items() if isinstance(part, dict)}
         for place, part in parts.items():
             if unknown := sorted(set(part) - _OF_ROPE):
                 raise UserError(f"{origin}: {place} has {unknown[0]!r}, which zero does not read")
@@ -97,7 +103,8 @@ def _check_rope(origin: str, config: Mapping[str, Any], architecture: Architectu
                     "zero like this one rotates whole heads"
                 )
             key = "original_max_position_embeddings"
-            beside, within = config.get(key), part.get(key)
+            beside = config.get(key)
+            within = part.get(key)
             is_beside = "longrope" in architecture.scaling_aliases.values()  # Phi-3 reads it there
             if not is_beside and None not in (beside, within) and beside != within:
                 raise UserError(f"{origin}: {key} is {beside!r}, and {within!r} in {place}")

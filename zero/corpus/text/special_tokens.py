@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from zero.errors import UserError
 from zero.files import storage
@@ -144,29 +144,32 @@ def as_json(content: Mapping[str, Any]) -> bytes:
     return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
 
 
-def read_special_tokens(
-    origin: str,
-    files: TokenizerFiles,
-    id_of: Callable[[str], int | None],
-    name_of: Callable[[int], str | None],
-    size: int,
-    special_ids: Collection[int],
-    around: tuple[tuple[int, ...], tuple[int, ...]],
-    template: str | None,
-    by_spelling: Sequence[int],
-) -> SpecialTokens:
-    """The special tokens of a tokenizer.
+class Vocabulary(NamedTuple):
+    """What the file of a tokenizer says of its special tokens.
 
-    Args:
-      origin: the path of its file, for errors.
-      files: those beside it.
+    Attributes:
+      path: of the file, for errors.
       id_of: the id of a spelling; None for no token.
       name_of: the spelling of an id.
       size: the number of ids.
-      special_ids: those of its special tokens.
-      around: what encoding puts before every text, and behind it.
-      template: the text of its chat template.
-      by_spelling: tokens that are spelled as an end of text, of which the first is one where no file names any.
+      special: those of special tokens.
+      before: what encoding puts in front of every text.
+      after: what encoding puts behind it.
+      ends_by_spelling: tokens that are spelled as an end of text; the first is one where no other file names any.
+    """
+
+    path: str
+    id_of: Callable[[str], int | None]
+    name_of: Callable[[int], str | None]
+    size: int
+    special: Collection[int]
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    ends_by_spelling: Sequence[int]
+
+
+def read_special_tokens(vocabulary: Vocabulary, files: TokenizerFiles, template: str | None) -> SpecialTokens:
+    """The special tokens of a tokenizer, by the files beside it and the text of its chat template.
 
     Raises:
       UserError: nothing ends a text.
@@ -185,7 +188,7 @@ def read_special_tokens(
 
     def named(key: str) -> int | None:
         name = files.names.get(key)
-        token = None if name is None else id_of(name)
+        token = None if name is None else vocabulary.id_of(name)
         if name is not None and token is None:
             lines.append(f"{key} is {name!r}, which is no token of the tokenizer, and is not used")
         return token
@@ -194,15 +197,16 @@ def read_special_tokens(
     end = named("eos_token")
     if end is None:
         # The ids of config.json may be the defaults of its class, which are no special tokens of this tokenizer.
-        known = [i for i in ends if i < size]
-        end = next(iter((*(i for i in known if i in special_ids), *by_spelling, *known)), None)
+        known = [i for i in ends if i < vocabulary.size]
+        end = next(iter((*(i for i in known if i in vocabulary.special), *vocabulary.ends_by_spelling, *known)), None)
     if end is None:
         raise UserError(
-            f"tokenizer {origin} has no token that ends a text; expected eos_token in a {TOKENIZER_CONFIG} beside it"
+            f"tokenizer {vocabulary.path} has no token that ends a text; expected eos_token in a {TOKENIZER_CONFIG} "
+            "beside it"
         )
     if ends and end not in ends:
         lines.append(f"eos_token is {end}, and eos_token_id {list(ends)}; a generated text stops at the latter only")
-    before, after = around
+    before = vocabulary.before
     begin = named("bos_token")
     begins_generation = listed("bos_token_id")
     if before and begin is not None and before[0] != begin:
@@ -210,18 +214,19 @@ def read_special_tokens(
     padding = named("pad_token")
     if padding is None:
         padding = next(iter(listed("pad_token_id")), None)
-    candidates = (end, *ends, *(() if padding is None else (padding,)), *by_spelling)
-    dividers = dict.fromkeys(i for i in candidates if i < size)
-    written = [i for i in dividers if _is_written(i, end, name_of(i), template)]
+    candidates = (end, *ends, padding, *vocabulary.ends_by_spelling)
+    dividers = dict.fromkeys(i for i in candidates if i is not None and i < vocabulary.size)
+    written = [i for i in dividers if _is_written(i, end, vocabulary.name_of(i), template)]
+    firsts = (*before, *begins_generation, begin, end)
     return SpecialTokens(
         # A token that ends each turn of a conversation does not divide documents, if there is another.
         end_of_text=next((i for i in dividers if i not in written), end),
         eos=end,
         ends=ends or (end,),
-        first=next(iter((*before, *begins_generation, *(() if begin is None else (begin,)), end))),
+        first=next(i for i in firsts if i is not None),
         begin=before[0] if before else begin,
         before=before,
-        after=after,
+        after=vocabulary.after,
         turn_ends=tuple(i for i in written if i in (end, *ends)),
         padding=padding,
         is_brought=any((files.tokenizer, files.special, files.generation, files.model)),

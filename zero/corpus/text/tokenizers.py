@@ -17,7 +17,7 @@ from zero.corpus.text import sentencepiece_model, tiktoken_file
 from zero.corpus.text.chat_template import template_text
 from zero.corpus.text.pieces import byte_spellings
 from zero.corpus.text.sentencepiece_library import SentencePiece
-from zero.corpus.text.special_tokens import SpecialTokens, TokenizerFiles, read_special_tokens
+from zero.corpus.text.special_tokens import SpecialTokens, TokenizerFiles, Vocabulary, read_special_tokens
 from zero.errors import UserError
 from zero.files import storage
 from zero.files.parsing import reading
@@ -180,17 +180,16 @@ class FileTokenizer:
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         if self.vocab_size > MOST_TOKENS:
             raise UserError(f"tokenizer {path}: its highest id is {self.vocab_size - 1}; expected less than 2**24")
-        self.special = read_special_tokens(
+        vocabulary = Vocabulary(
             path,
-            self.files,
             self._tokenizer.token_to_id,
             self._tokenizer.id_to_token,
             self.vocab_size,
             self._special(),
-            self._around(),
-            template_text(self.files),
+            *self._around(),
             self._ends_by_spelling(),
         )
+        self.special = read_special_tokens(vocabulary, self.files, template_text(self.files))
 
     @property
     def end_of_text(self) -> int:
