@@ -19,7 +19,7 @@
 # With --effects short runs on 2 devices are killed before, within or after the first, second or third time that a
 # feature writes (tests/helpers/effects.py), on disk and in a bucket in turn. Metrics, samples and checkpoints must be
 # the same, bit for bit, and the page of the report newer than the metrics. Each run that passed is a line of --record,
-# and the same command continues after the last one. A kill takes about 5 seconds of one core, on two hosts 9.
+# and the same command continues after the last one. A kill takes about 5 seconds of one core, on two hosts 20.
 """A run that is killed a hundred times ends like an undisturbed one."""
 
 from __future__ import annotations
