@@ -332,12 +332,12 @@ SHORT = [
 
 
 def counts(some: Sequence[Case], every: int) -> Counter[str]:
-    """How many are equal, refused and unusable; every so many of them run in a real pmap as well."""
+    """How many are equal, refused and unusable; every so many of the equal ones run in a real pmap as well."""
     results = Counter[str]()
-    for number, case in enumerate(some):
+    for case in some:
         result = check(case)
         results[result] += 1
-        if result == "equal" and number % every == 0:
+        if result == "equal" and results["equal"] % every == 1:
             check(case, in_pmap=True)
             results["in a pmap"] += 1
     return results

@@ -187,6 +187,14 @@ def test_transforms_of_local_gradients_are_refused(name: str) -> None:
     lower(lambda g: first.update(zero.local(g), first.init(g), g), grads)
 
 
+def test_errors_of_optax_name_the_remedy() -> None:
+    """A function of optax that checks for arrays by itself quotes the gradient, which says where it belongs."""
+    grads = {"w": np.ones((8, 13, 6), np.float32)}
+    tx = optax.chain(optax.clip_by_block_rms(0.5), zero.shard_optimizer(optax.sgd(0.1), "batch"))
+    with pytest.raises(ValueError, match=r"abs_sq.*what reads it belongs inside zero\.shard_optimizer"):
+        lower(lambda g: tx.update(zero.local(g), tx.init(g), g), grads)
+
+
 def test_update_traced_before() -> None:
     """An update that was traced alone reads nothing inside a chain that clips."""
     sharded = zero.shard_optimizer(optax.sgd(0.1), "batch")

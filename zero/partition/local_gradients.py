@@ -66,7 +66,8 @@ class LocalGradient:
         raise NoArrayError(f"a gradient that zero.local has marked has no {name!r}: {_READ}")
 
     def __repr__(self) -> str:
-        return f"LocalGradient({self.dtype}{list(self.shape)})"
+        # Functions that check for arrays by themselves, as optax's abs_sq, quote it in their own errors.
+        return f"LocalGradient({self.dtype}{list(self.shape)}; what reads it belongs inside zero.shard_optimizer)"
 
 
 def _refused(*_: Any) -> NoReturn:
@@ -98,7 +99,7 @@ def local(grads: PyTree) -> PyTree:
     >>> import jax.numpy as jnp
     >>> grads = local({"w": jnp.ones((2, 3))})
     >>> grads
-    {'w': LocalGradient(float32[2, 3])}
+    {'w': LocalGradient(float32[2, 3]; what reads it belongs inside zero.shard_optimizer)}
     >>> grads["w"] / jnp.float32(2)
     Traceback (most recent call last):
     ValueError: this computes with gradients that zero.local has marked, which differ between devices until ...
