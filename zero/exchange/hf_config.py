@@ -294,9 +294,9 @@ def _read_windows(origin: str, config: Mapping[str, Any], architecture: Architec
         return (window,)
     if kind == "attention_types":
         parts = config.get("attention_types") or []
-        if others := sorted({str(name) for part, _ in parts for name in part} - {"global", "local"}):
-            raise UserError(f"{origin}: attention_types names {others[0]!r}; expected 'global' and 'local'")
         names = [name for part, times in parts for name in part * min(times, layers + 1)]  # not any number of times
+        if others := sorted({*names} - {"global", "local"}):
+            raise UserError(f"{origin}: attention_types names {others[0]!r}; expected 'global' and 'local'")
         if config.get("attention_layers") not in (None, names):
             raise UserError(f"{origin}: attention_layers is not what attention_types makes, {names}")
         local = "local"
