@@ -125,7 +125,7 @@ def size_of(config: Config) -> GPTConfig:
 
 
 def place_of_checkpoints(config: Config) -> str:
-    return checkpoint_directory(Path("run"), config.data.bucket_path, config.data.checkpoint_directory)
+    return str(checkpoint_directory(Path("run"), config.data.bucket_path, config.data.checkpoint_directory))
 
 
 WITHOUT_A_RUN: dict[str, Callable[[Config], Any]] = {

@@ -178,8 +178,9 @@ def test_replaced_reference(place: Place, tmp_path: Path, monkeypatch: pytest.Mo
     arrays["model.norm.weight"][0] += 1
     safetensors.numpy.save_file(arrays, weights, {"format": "pt"})
     kept = load_references(config, job, first)  # of the run that began with the old ones, which are stored
-    np.testing.assert_array_equal(kept[TRAIN], old[TRAIN])
     new = load_references(config, job, TrainingPosition(global_rows=config.training.batch_size))
+    assert kept is not None and new is not None
+    np.testing.assert_array_equal(kept[TRAIN], old[TRAIN])
     assert np.abs(new[TRAIN] - old[TRAIN]).max() > 1e-3 and len(reference_files(tmp_path)) == 4
     for name in reference_files(tmp_path):
         Path(name).unlink()
