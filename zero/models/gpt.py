@@ -313,8 +313,10 @@ class GPT(nn.Module):
         stream = self.embed(tokens_BT, keys_B, None, position, cut)
         (x_BTD, _), cache = self._layers(stream, cache, keys_B, position, None, cut)
         x_BTD = self.norm(x_BTD)
-        if self.is_initializing() and (self.config.head_bias or not self.config.tied):
-            self.head(None, self._head_chunks(), None, x_BTD)  # makes its parameters
+        if self.is_initializing():  # makes the parameters of the head
+            chunks = self._head_chunks()
+            if not self.config.tied:
+                self.head(None, chunks, None, x_BTD)
         return x_BTD, cache
 
     def _layers(
