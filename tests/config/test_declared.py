@@ -1,5 +1,6 @@
 """The whole configuration, with the keys that features declare."""
 
+import pickle
 from collections import Counter
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
@@ -132,7 +133,7 @@ def test_keys_that_became_part_of_others(saved: dict[str, Any], expected: dict[s
 def test_weights_of_a_warm_start(value: str, is_average: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """`model.warm_start=ema` begins with the moving average of the weights."""
     taken: list[bool] = []
-    monkeypatch.setattr(fresh, "dtype_of_folder", lambda place: None)
+    monkeypatch.setattr(fresh, "described_folder", lambda place: None)
     monkeypatch.setattr(fresh, "warm_start", lambda place, model, ema: taken.append(ema))
     job: Any = SimpleNamespace(
         model=SimpleNamespace(tuning=None), programs=SimpleNamespace(start=lambda params: params)
@@ -141,3 +142,11 @@ def test_weights_of_a_warm_start(value: str, is_average: bool, monkeypatch: pyte
     position = TrainingPosition(global_rows=1)
     fresh.new_state(config, job, {}, position)
     assert taken == [is_average]
+
+
+@pytest.mark.parametrize("mode", ["train", "plan", "sample"])
+def test_copies_in_other_processes(mode: str) -> None:
+    """The classes are made at the start; a process that plans gets the configuration all the same."""
+    config: Any = check(compose(f"mode={mode}", "verify.every=7" if mode == "train" else "seed=7"), load_sizes())
+    copied: Any = pickle.loads(pickle.dumps(config))
+    assert copied == config and type(copied) is type(config) and type(copied.verify) is type(config.verify)

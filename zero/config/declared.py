@@ -35,6 +35,11 @@ def declare(name: str, kind: type[Keys]) -> None:
     _OF_FEATURES[name] = kind
 
 
+def declared_by_features() -> dict[str, type[Keys]]:
+    """The keys of each feature by its name, for another process to declare."""
+    return dict(_OF_FEATURES)
+
+
 @cache
 def whole_kind(mode: str = "train") -> type[Config]:
     """The class of the configuration of a mode: the keys of features come after the others of their section.
@@ -57,9 +62,29 @@ def whole_kind(mode: str = "train") -> type[Config]:
     for name, added in fields.items():
         comment = sections[name].comment if name in sections else ""
         bases = (sections[name].kind,) if name in sections else ()
-        made = dataclasses.make_dataclass(name.title(), added, bases=bases)
+        made = dataclasses.make_dataclass(name.title(), added, bases=bases, namespace=_copied_by_name(mode, name))
         whole.append((name, made, section(made, comment)))
-    return dataclasses.make_dataclass(kind.__name__, whole, bases=(kind,), namespace={"__doc__": kind.__doc__})
+    namespace = {"__doc__": kind.__doc__, **_copied_by_name(mode, "")}
+    return dataclasses.make_dataclass(kind.__name__, whole, bases=(kind,), namespace=namespace)
+
+
+def _copied_by_name(mode: str, name: str) -> dict[str, Any]:
+    """What a class that no module holds needs for its instances to be copied into other processes."""
+
+    def reduce(self: Any) -> tuple[Any, ...]:
+        return _copy, (mode, name, vars(self))
+
+    return {"__reduce__": reduce}
+
+
+def _copy(mode: str, name: str, values: dict[str, Any]) -> Any:
+    """A whole configuration, or its section of this name, with these values."""
+    kind: Any = whole_kind(mode)
+    if name:
+        (kind,) = (member.kind for member in members_of(kind) if isinstance(member, Section) and member.name == name)
+    made = object.__new__(kind)
+    vars(made).update(values)
+    return made
 
 
 def keys_of(config: Config, name: str, kind: type[AnyKeys]) -> AnyKeys:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from zero.child_process import end_with_parent
+from zero.config.declared import Keys, declare, declared_by_features
 from zero.config.schema import PlanConfig
 from zero.errors import UserError
 from zero.models.config import GPTConfig
@@ -86,7 +87,7 @@ def _compilers(config: PlanConfig, processes: int, log: Path) -> Iterator[Proces
         processes,
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_start_compiler,
-        initargs=(str(log), config.plan.topology, config.distributed.cpu_devices),
+        initargs=(str(log), config.plan.topology, config.distributed.cpu_devices, declared_by_features()),
     )
     try:
         yield pool
@@ -98,9 +99,11 @@ def _compilers(config: PlanConfig, processes: int, log: Path) -> Iterator[Proces
         pool.shutdown(cancel_futures=True)
 
 
-def _start_compiler(log: str, topology: str, cpu_devices: int) -> None:
+def _start_compiler(log: str, topology: str, cpu_devices: int, features: dict[str, type[Keys]]) -> None:
     """Starts a process that compiles; libtpu's stderr goes to a file."""
     end_with_parent()
+    for name, keys in features.items():  # without which the process cannot read a configuration
+        declare(name, keys)
     with Path(log).open("ab") as file:
         os.dup2(file.fileno(), 2)
     if topology in ("local", "cpu"):
