@@ -103,7 +103,8 @@ def test_a_folder_of_the_hub(family: str, tmp_path: Path, monkeypatch: pytest.Mo
     entry = {name: value for name, value in dataclasses.asdict(found.size).items() if value is not None}
     OmegaConf.save(OmegaConf.create({"brought": entry}), tmp_path / "sizes.yaml")
     # Evaluated, fine-tuned, evaluated again.
-    of_corpus = [key for key in JOB if key.startswith(("data.index", "data.tokenizer", "training.loss_on"))]
+    read = ("data.index_path_validation", "data.tokenizer", "training.loss_on")
+    of_corpus = [key for key in JOB if key.startswith(read)]
     config, size = compose(["mode=evaluate", DEVICES, "model.model_path=folder", "evaluate.context=64", *of_corpus])
     (tmp_path / "before").mkdir()
     assert evaluate(config, size, tmp_path / "before") == 0
