@@ -1,22 +1,25 @@
 """No key is without effect: another value of each, alone, is refused, or changes the program, the data or the files."""
 
-import ast
+import contextlib
 import os
 import re
-from collections.abc import Callable
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import jax
 import pytest
 
-import zero
 from tests.config.composing import compose
-from tests.helpers.key_values import ELSEWHERE, OF_THE_STEP
+from tests.helpers import cli
+from tests.helpers.key_values import ELSEWHERE, NEUTRAL, OF_THE_STEP
+from tests.helpers.shared_jobs import SharedJobs
 from zero.cli import compose as cli_compose
 from zero.config.check import check
 from zero.config.declared import whole_kind
@@ -28,7 +31,10 @@ from zero.hosts import startup, watchdog, xla_options
 from zero.job import make_axis, make_job
 from zero.models.config import GPTConfig
 from zero.plan.compile import step_arguments
+from zero.run import train as run_train
 from zero.run_directory import checkpoint_directory
+from zero.tracking import weights_and_biases
+from zero.tracking.metrics_file import read_metrics
 
 SIZES = load_sizes()
 # The run in which a key is set alone: small, and as plain as the default job.
@@ -88,15 +94,41 @@ def test_keys_of_the_step(key: str) -> None:
     assert step_of(f"{key}={OF_THE_STEP[key]}") != step_of()
 
 
-@cache
-def names_in_use() -> set[str]:
-    """The attributes that the package reads, and the arguments of its functions, outside of the configuration."""
-    package = Path(zero.__file__).parent
-    files = [path for path in package.rglob("*.py") if "config" not in path.relative_to(package).parts[:1]]
-    trees = [ast.parse(path.read_text()) for path in files]
-    nodes = [node for tree in trees for node in ast.walk(tree)]
-    read = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
-    return read | {node.arg for node in nodes if isinstance(node, ast.arg)}
+# What another value of a key that is read outside the step changes: in a run of 6 steps, or in what a function sees.
+RUN = dict(override.split("=", 1) for override in cli.TINY) | {
+    "training.batch_size": "16",
+    "training.gradient_accumulation_steps": "1",
+    "training.total_steps": "6",
+    "training.warmup_steps": "1",
+    "training.staged_warmup_steps": "2",
+    "training.warmup_train_context": "8",
+    "training.evaluation_frequency": "3",
+    "training.maximum_evaluation_steps": "1",
+}
+BESIDE = {  # what both runs need so that the key can matter
+    "training.max_epochs": ("data.train_samples=32",),
+    "data.crop": ("data.max_context=16", "training.max_epochs=1", "data.train_samples=64"),
+    "data.keep_checkpoints": ("data.save_every=1",),
+    "data.keep_every": ("data.save_every=1", "data.keep_checkpoints=1"),
+    "data.keep_every_hours": ("data.save_every=1", "data.keep_checkpoints=1"),
+    "data.max_skipped_rows": ("data.index_path_train=holes.index",),
+    "zero.emergency_steps": ("zero.emergency_directory=emergency",),
+}
+VALUE = {  # in place of that of `ELSEWHERE`, where a run of 6 steps needs another one
+    "training.max_epochs": "1",
+    "training.batch_size": "32",
+    "training.evaluation_frequency": "2",
+    "data.max_context": "16",
+    "data.keep_checkpoints": "1",
+    "data.keep_every": "2",
+    "data.keep_every_hours": "1e-9",
+    "data.save_every": "2",
+    "data.checkpoint_minutes": "1e-9",
+    "data.max_skipped_rows": "900",
+    "data.shuffle_shards": "1",
+    "profile.steps": "[2,2]",
+    "zero.phases": "torus",
+}
 
 
 def settings(config: Config) -> list[Any]:
@@ -137,26 +169,99 @@ WITHOUT_A_RUN: dict[str, Callable[[Config], Any]] = {
     "distributed.compilation_cache": settings,
     "distributed.stall_minutes": settings,
 }
+ELSEWHERE_TESTED = {  # what a short run on whole devices, a local corpus and one host cannot show
+    "data.cache_directory": "tests/corpus/reading/test_cache.py has the bucket that it needs",
+    "data.corpus": "tests/corpus/preparing/test_prepare_if_missing.py: the index files of the tests exist",
+    "data.last_target": "tests/run/test_last_target_run.py has the longer rows that it needs",
+    "data.shuffle_shards": "tests/corpus/reading/test_loader.py has more than two shards to mix",
+    "verify.every": "tests/run/test_verified_run.py has a device that fails; others leave no trace",
+    "zero.emergency_steps": "tests/run/test_durable_run.py; without it the directory of these runs is refused",
+}
+QUICK_RUNS = ("data.save_every", "profile.peak_flops")
 
 
-@pytest.mark.parametrize("key", WITHOUT_A_RUN)
-def test_keys_of_a_start(key: str) -> None:
-    """Another value changes what a start sets, the placement on a TPU, the model or the place of the checkpoints."""
-    value = "torus" if key == "zero.phases" else ELSEWHERE[key]
-    look = WITHOUT_A_RUN[key]
-    assert look(checked(f"{key}={value}")) != look(checked())
+class Observed(NamedTuple):
+    """What a run left: its files, metrics without times, and names of all metrics; or its error."""
+
+    files: frozenset[str] = frozenset()
+    metrics: str = ""
+    names: frozenset[str] = frozenset()
+    error: str = ""
 
 
-@pytest.mark.parametrize("key", ELSEWHERE)
-def test_keys_elsewhere(key: str) -> None:
-    """Another value is refused by the data or files that it names, or accepted, kept and read."""
-    try:
-        config = checked(f"{key}={ELSEWHERE[key]}")
-    except UserError as error:
-        assert str(error).startswith((key, ELSEWHERE[key])), error
+@pytest.fixture(scope="module")
+def observed(workplace: Path) -> Callable[..., Observed]:
+    """Runs with these overrides, each once; what devices compute is compiled once."""
+    jobs = SharedJobs(NEUTRAL)
+    (workplace / "holes.index").write_text(
+        "corpus/missing.tar # 8 rows\n" + (workplace / cli.INDICES[0]).read_text().replace("../", "corpus/")
+    )
+
+    @cache
+    def run(*overrides: str) -> Observed:
+        values = RUN | dict(override.split("=", 1) for override in overrides)
+        config = checked_run(values)
+        with contextlib.chdir(workplace), tempfile.TemporaryDirectory(dir=workplace) as place:
+            os.symlink(workplace / "corpus", Path(place) / "corpus")
+            shutil.copy("holes.index", place)
+            os.chdir(place)
+            Path("run").mkdir()
+            try:
+                with jobs.shared([]), patch.object(weights_and_biases, "_started", quiet):
+                    run_train.train(config, SIZES.chosen(config.model), Path("run").absolute())
+            except UserError as error:
+                return Observed(error=str(error))
+            names = [re.sub(r"\d{6,}.*", "", str(path)) for path in Path(".").rglob("*") if not is_inner(path)]
+            lines = read_metrics(Path("run/metrics.jsonl"))
+            return Observed(
+                frozenset(names), str(cli.metrics(Path("run"))), frozenset(key for line in lines for key in line)
+            )
+
+    return run
+
+
+def checked_run(values: dict[str, str]) -> Config:
+    return check(compose(*(f"{key}={value}" for key, value in values.items())), SIZES, [*values])
+
+
+def is_inner(path: Path) -> bool:
+    """Whether a file is one of a step's, whose names are checksums, or of the corpus."""
+    return "corpus" in path.parts or any(part.isdecimal() for part in path.parts[:-1])
+
+
+@contextlib.contextmanager
+def quiet(*_: Any) -> Iterator[Callable[..., None]]:
+    """In place of W&B."""
+    yield lambda metrics: None
+
+
+def is_quick(key: str) -> bool:
+    return key in WITHOUT_A_RUN or key in QUICK_RUNS
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        key if is_quick(key) else pytest.param(key, marks=pytest.mark.slow)
+        for key in ELSEWHERE
+        if key not in ELSEWHERE_TESTED
+    ],
+)
+def test_keys_elsewhere(key: str, observed: Callable[..., Observed]) -> None:
+    """Another value changes the files or the metrics of a run, what its start sets, or is refused by name."""
+    value = (ELSEWHERE | VALUE)[key]
+    if key in WITHOUT_A_RUN:
+        look = WITHOUT_A_RUN[key]
+        assert look(checked(f"{key}={value}")) != look(checked())
         return
-    assert asdict(config) != asdict(checked())
-    assert key.rpartition(".")[2] in names_in_use()
+    beside = BESIDE.get(key, ())
+    try:
+        other = observed(*beside, f"{key}={value}")
+    except UserError as error:
+        other = Observed(error=str(error))
+    if other.error and not observed(*beside).error:
+        assert value in other.error or key.rpartition(".")[2] in other.error, other.error
+    assert other != observed(*beside)
 
 
 @pytest.mark.parametrize("key", [key for key in REFUSED if key != "resume"])
