@@ -310,7 +310,7 @@ class Data:
     cache_directory: str | None = key(
         None,
         not_empty(),
-        "A local directory that keeps shards read from a bucket, in at most nine tenths of what is free on its disk; "
+        "A local directory that caches shards read from a bucket, in at most 90 % of its disk's free space; "
         "null: no cache.",
     )
     wandb_project: str | None = key(

@@ -75,14 +75,14 @@ def _updates_by_part(model: ShardedGPT, tx: optax.GradientTransformation, option
         empty = model.empty_memory(len(tokens) // options.micro_batches)
         memory = jax.tree.map(lambda x: jnp.broadcast_to(x[None], (options.micro_batches, *x.shape)), empty)
 
-        def one(carry: tuple[TrainState, PyTree], xs: tuple[jax.Array, jax.Array]) -> tuple[Any, Any]:
+        def update_on_part(carry: tuple[TrainState, PyTree], xs: tuple[jax.Array, jax.Array]) -> tuple[Any, Any]:
             state, memory = carry
             tokens, number = xs
             part = batch._replace(tokens=tokens, part=Part(number, memory))
             state, metrics, memory = update(state, part, frozen)
             return (state, memory), metrics
 
-        (state, _), metrics = lax.scan(one, (state, memory), (tokens_of_parts, jnp.arange(options.parts)))
+        (state, _), metrics = lax.scan(update_on_part, (state, memory), (tokens_of_parts, jnp.arange(options.parts)))
         return state, metrics
 
     return step
