@@ -71,23 +71,25 @@ class UnitTokenizer:
                 value = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest())
                 split = value < self.threshold
             if wanted[split]:
-                found = [self._tokens(one) for one in (document, document.rejected) if one is not None]
-                if min(len(one.ids) for one in found) < self.minimum_tokens:
+                versions = [version for version in (document, document.rejected) if version is not None]
+                texts = [self._tokens(version) for version in versions]
+                sizes = [len(text.ids) for text in texts]
+                if min(sizes) < self.minimum_tokens:
                     counts[split] = counts[split].plus(Counts(short=1))
                     continue
-                if self.has_pairs and max(len(one.ids) for one in found) > self.row_tokens:
+                if self.has_pairs and max(sizes) > self.row_tokens:
                     counts[split] = counts[split].plus(Counts(long=1))
                     continue
-                if self.cuts_documents and len(found[0].ids) > self.row_tokens:
+                if self.cuts_documents and sizes[0] > self.row_tokens:
                     counts[split] = counts[split].plus(Counts(cut=1))
-                    found = [self._cut(found[0])]
-                documents[split].append(found)
-                size = sum(len(one.ids) for one in found)
+                    texts = [self._cut(texts[0])]
+                    sizes = [len(texts[0].ids)]
+                documents[split].append(texts)
                 truncations = 0
                 if self.one_document_per_row:
-                    truncations = sum((len(one.ids) - 1) // self.row_tokens for one in found)
+                    truncations = sum((size - 1) // self.row_tokens for size in sizes)
                 counts[split] = counts[split].plus(
-                    Counts(int(ends), size, len(data), lowest=value, truncations=truncations)
+                    Counts(int(ends), sum(sizes), len(data), lowest=value, truncations=truncations)
                 )
         return [self._join(documents[i], counts[i]) if wanted[i] else None for i in range(len(wanted))]
 
