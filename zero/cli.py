@@ -111,7 +111,7 @@ def resolve(config: DictConfig, overrides: list[str]) -> tuple[Config, GPTConfig
     Raises:
       UserError: a line for each mistake.
     """
-    given = [override.lstrip("+~").partition("=")[0] for override in overrides]
+    keys = [override.lstrip("+~").partition("=")[0] for override in overrides]
     check_names(overrides)
     sizes: Sizes | None = None
     try:
@@ -119,7 +119,7 @@ def resolve(config: DictConfig, overrides: list[str]) -> tuple[Config, GPTConfig
         if config.resume is not None:
             config = merge_resumed(saved_config(Path(config.resume)), config, overrides)
         elif config.mode in ("evaluate", "sample") and (folder := folder_in_place_of_run(config)) is not None:
-            sizes = use_folder(config, folder, given)
+            sizes = use_folder(config, folder, keys)
         elif config.mode in ("evaluate", "sample"):
             waits = config.mode == "evaluate" and config.evaluate.follow is True
             config.model.model_path = str(trained_run(config.model.model_path, waits))
@@ -128,7 +128,7 @@ def resolve(config: DictConfig, overrides: list[str]) -> tuple[Config, GPTConfig
     except OmegaConfBaseException as error:  # one of these keys is missing or no value
         raise UserError(describe(error)) from error
     sizes = sizes or load_sizes()
-    checked = check(config, sizes, given)
+    checked = check(config, sizes, keys)
     return checked, sizes.chosen(checked.model)
 
 
@@ -226,7 +226,7 @@ def all_mistakes(arguments: Sequence[str], first: HydraException | OmegaConfBase
     """A line for each mistake in the overrides, composed one by one, because Hydra reports only the first mistake."""
     if any(argument.startswith("-") for argument in arguments):  # Hydra's own options: not all arguments are overrides
         return [describe(first)]
-    found = []
+    mistakes = []
     right = []
     with hydra.initialize_config_dir(str(conf_directory()), version_base="1.3"):
         for override in arguments:
@@ -234,14 +234,14 @@ def all_mistakes(arguments: Sequence[str], first: HydraException | OmegaConfBase
                 hydra.compose("config", [override])
                 right.append(override)
             except HydraException as error:
-                found.append(describe(error))
+                mistakes.append(describe(error))
         try:
             resolve(hydra.compose("config", right), right)
         except HydraException as error:
-            found.append(describe(error))
+            mistakes.append(describe(error))
         except UserError as error:
-            found += str(error).splitlines()
-    return found or [describe(first)]
+            mistakes += str(error).splitlines()
+    return mistakes or [describe(first)]
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:

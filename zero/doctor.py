@@ -91,8 +91,8 @@ def packages() -> str:
     wrong = [*_unmet("zero-pmap", ("", "train"), optional=False)]
     wrong += _unmet("jax", ("", "tpu", "cuda12", "cuda13", "cuda12-local", "cuda13-local"), optional=True)
     if wrong:
-        install = dict.fromkeys(f"'{wanted}'" for _, wanted in wrong)
-        raise Fault("; ".join(found for found, _ in wrong), f"pip install -U {' '.join(install)}")
+        install = dict.fromkeys(f"'{requirement}'" for _, requirement in wrong)
+        raise Fault("; ".join(problem for problem, _ in wrong), f"pip install -U {' '.join(install)}")
     versions = {name: _version(name) for name in SHOWN}
     installed = [f"{name} {version}" for name, version in versions.items() if version]
     return ", ".join([f"Python {platform.python_version()}", *installed])
@@ -103,15 +103,17 @@ def _unmet(distribution: str, extras: Sequence[str], *, optional: bool) -> Itera
     from packaging.requirements import Requirement
 
     for text in requires(distribution) or ():
-        one = Requirement(text)
-        if one.marker is not None and not any(one.marker.evaluate({"extra": extra}) for extra in extras):
+        requirement = Requirement(text)
+        name = requirement.name
+        specifier = requirement.specifier
+        marker = requirement.marker
+        if marker is not None and not any(marker.evaluate({"extra": extra}) for extra in extras):
             continue
-        found = _version(one.name)
-        wanted = f"{one.name}{one.specifier}"
-        if found is None and not optional:
-            yield f"{one.name} is missing", wanted
-        elif found is not None and not one.specifier.contains(found, prereleases=True):
-            yield f"{one.name} {found} is not {one.specifier}, which {distribution} asks for", wanted
+        installed = _version(name)
+        if installed is None and not optional:
+            yield f"{name} is missing", f"{name}{specifier}"
+        elif installed is not None and not specifier.contains(installed, prereleases=True):
+            yield f"{name} {installed} is not {specifier}, which {distribution} asks for", f"{name}{specifier}"
 
 
 def _version(name: str) -> str | None:
@@ -171,7 +173,9 @@ def collectives(settings: Settings) -> str:
     watchdog.progress()  # from here on a stall ends this process
     started = time.monotonic()
     right = jax.device_get(pmap(on_device, "doctor")(np.ones(jax.local_device_count(), np.int32)))
-    wrong = [f"{name} on device {first + i}" for name, flags in right.items() for i in np.flatnonzero(~flags)]
+    wrong = []
+    for name, flags in right.items():
+        wrong += [f"{name} on device {first + i}" for i in np.flatnonzero(~flags)]
     if wrong:
         raise Fault(f"wrong results: {', '.join(wrong)}", CHECKS["collectives"][1])
     return f"{len(right)} kinds over {count} devices are exact; {time.monotonic() - started:.1f} s with compilation"

@@ -140,7 +140,8 @@ def exchanges_gradients(devices: Sequence[Any]) -> bool:
     speed = SPEEDS.get(devices[0].device_kind)
     if speed is None or speed.offloads:
         return False
-    sizes = [1 + max(place) for place in zip(*(device.coords for device in devices), strict=True)]
+    places = [device.coords for device in devices]
+    sizes = [1 + max(dim) for dim in zip(*places, strict=True)]
     spanned = [size for size in sizes if size > 1]
     return not spanned or speed.devices * max(spanned) / 4 <= 2 * 2 / len(spanned)
 

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 from zero.config.files import conf_directory
 from zero.config.printed import config_yaml, keys_page
 from zero.run import run, step_metrics
@@ -40,7 +42,8 @@ def metrics_page() -> str:
 
 def all_metrics() -> list[Metric]:
     """The metrics of every run, then those that each feature adds."""
-    return [*run.METRICS, *step_metrics.METRICS, *(metric for feature in FEATURES for metric in feature.adds)]
+    of_features = chain.from_iterable(feature.adds for feature in FEATURES)
+    return [*run.METRICS, *step_metrics.METRICS, *of_features]
 
 
 if __name__ == "__main__":

@@ -137,8 +137,8 @@ def committed_steps(directory: Path | str) -> list[int]:
     if isinstance(directory, Path):
         return sorted(int(path.name) for path in directory.glob("*") if path.name.isdecimal() and path.is_dir())
     files = storage.list_files(directory)
-    whole = (re.fullmatch(r"(\d+)/commit_success\.txt", url.removeprefix(f"{directory}/")) for url in files)
-    return sorted(int(found[1]) for found in whole if found)
+    matches = (re.fullmatch(r"(\d+)/commit_success\.txt", url.removeprefix(f"{directory}/")) for url in files)
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def is_outside(run_directory: Path, place: Path | str) -> bool:

@@ -52,8 +52,8 @@ def read_errors(checkpoint: str, json_files: Sequence[str]) -> Iterator[None]:
                 raise Unavailable(f"{checkpoint} cannot be read now: {without_brackets(cause)}") from error
             if isinstance(cause, ValueError) and TENSORSTORE_ERROR.match(str(cause)):
                 leaf = LEAF_IN_ERROR.search(str(cause))
-                what = f"leaf {leaf[1]}" if leaf else "a file"
-                raise DamagedCheckpoint(f"{checkpoint}: {what} cannot be read: {without_brackets(cause)}") from error
+                part = f"leaf {leaf[1]}" if leaf else "a file"
+                raise DamagedCheckpoint(f"{checkpoint}: {part} cannot be read: {without_brackets(cause)}") from error
         raise
 
 

@@ -156,8 +156,8 @@ class EmergencyCheckpoints:
             log.warning("emergency checkpoint %d of host %d could not be written: %s", step, self._host, error)
         finally:
             aside.unlink(missing_ok=True)
-        held = {checkpoint for _, checkpoint in self._files()}
-        older = sorted(held - {checkpoint}, key=lambda checkpoint: checkpoint.step)
+        on_disk = {checkpoint for _, checkpoint in self._files()}
+        older = sorted(on_disk - {checkpoint}, key=lambda checkpoint: checkpoint.step)
         for unneeded in older[:-1]:  # the one before stays until all hosts have this one
             self._delete(unneeded)
 
@@ -194,32 +194,33 @@ class EmergencyCheckpoints:
                 holder_of_host = holders.setdefault(Emergency(lineage, step), {})
                 if holder == host or host not in holder_of_host:
                     holder_of_host[host] = holder
-        whole = [one for one, hosts in holders.items() if one.step > after and len(hosts) == self._hosts]
+        newer = {checkpoint: hosts for checkpoint, hosts in holders.items() if checkpoint.step > after}
+        whole = [checkpoint for checkpoint, hosts in newer.items() if len(hosts) == self._hosts]
         if not whole:
             return None
         newest = min(whole, key=lambda checkpoint: (lineages.index(checkpoint.lineage), -checkpoint.step))
-        found = self._fetch(newest, holders[newest][self._host])
-        if found is not None:
+        restored = self._fetch(newest, holders[newest][self._host])
+        if restored is not None:
             self.restored = newest
-        return found
+        return restored
 
     def _fetch(self, checkpoint: Emergency, holder: int) -> tuple[dict[str, Any], PyTree] | None:
         """Position and state of a checkpoint, this host's shards from `holder`; None where a host cannot read them."""
         step = checkpoint.step
         name = checkpoint.file(self._host)
-        found = None
+        position_and_state = None
         try:
             if holder != self._host:
                 self._peers.get(holder, name)
-            found = self._read(checkpoint)
+            position_and_state = self._read(checkpoint)
         except (DamagedShards, *FAILURES) as error:
             log.warning("emergency checkpoint %d, shards of host %d: %s", step, self._host, error)
-        if agreement.sum_over_hosts(found is None)[0]:
+        if agreement.sum_over_hosts(position_and_state is None)[0]:
             log.warning("emergency checkpoint %d cannot be read on all hosts; the durable one is used", step)
             return None
-        assert found is not None
+        assert position_and_state is not None
         try:
-            _, not_finite = examine(found[1], self._layout, self._axis)
+            _, not_finite = examine(position_and_state[1], self._layout, self._axis)
             fault = f"{', '.join(not_finite)} not finite" if not_finite else ""
         except ValueError as error:
             fault = str(error)
@@ -228,7 +229,7 @@ class EmergencyCheckpoints:
             return None
         source = "its own files" if holder == self._host else f"the copy of host {holder}"
         log.info("resumed from the emergency checkpoint of step %d, from %s", step, source)
-        return found
+        return position_and_state
 
     def _held(self, lineages: Sequence[str]) -> Iterator[tuple[Emergency, int]]:
         """Checkpoint and host of each whole file here that is of one of these lineages and fits this run."""
@@ -250,8 +251,9 @@ class EmergencyCheckpoints:
         with path.open("rb") as file:
             header = json.loads(file.readline())
             data = np.frombuffer(file.read(), np.uint8)
-        own = self._description(checkpoint)
-        if changed := [key for key in own if header[key] != own[key]]:
+        expected = self._description(checkpoint)
+        changed = [key for key in expected if header[key] != expected[key]]
+        if changed:
             raise DamagedShards(f"{path}: {', '.join(changed)} differs from this host's")
         if zlib.crc32(data.data) != header["checksum"]:
             raise DamagedShards(f"{path}: the checksum does not match")

@@ -253,10 +253,11 @@ class Checkpoints:
                     f"holds {saved.get(name, 'nothing')}, this run expects {expected.get(name, 'nothing')}"
                 )
         for leaf in layout.leaves:
-            held = jax.numpy.dtype(meta["dtypes"].get(prefix + leaf.name, leaf.dtype))
-            if held != leaf.dtype and not all(jax.numpy.issubdtype(x, np.floating) for x in (held, leaf.dtype)):
+            dtype = jax.numpy.dtype(meta["dtypes"].get(prefix + leaf.name, leaf.dtype))
+            are_floats = jax.numpy.issubdtype(dtype, np.floating) and jax.numpy.issubdtype(leaf.dtype, np.floating)
+            if dtype != leaf.dtype and not are_floats:
                 name = f"{self._name(step)}, leaf {prefix + leaf.name}"
-                raise UserError(f"{name}: holds {held.name}, this run expects {leaf.dtype.name}")
+                raise UserError(f"{name}: holds {dtype.name}, this run expects {leaf.dtype.name}")
         import orbax.checkpoint as ocp
 
         paths = [prefix + leaf.name for leaf in layout.leaves]

@@ -53,7 +53,7 @@ def _base(config: EvaluateConfig, model: ShardedGPT, tokenizer: Tokenizer) -> Py
         return warm_start(base["place"], model, ema=base["ema"])
 
 
-def _held(base: PyTree, tuned: ShardedGPT) -> PyTree:
+def _in_dtypes_of_run(base: PyTree, tuned: ShardedGPT) -> PyTree:
     """The base in the dtypes in which this run held it."""
     layout = tuned.base.layout
     cast: Any = pmap(lambda base: layout.map(lambda leaf, x: x.astype(leaf.dtype), base), tuned.axis.name)
@@ -68,12 +68,12 @@ def _of_run(place: str, base: PyTree, model: ShardedGPT) -> tuple[PyTree, int | 
             raise UserError(f"evaluate.adapters: {place} trained all weights; expected a run of adapters, or a folder")
         saved.check_size(model.config)
         tuned = replace(model, tuning=tuning)
-        held = _held(base, tuned)
-        check_base(f"evaluate.adapters={place}", base_checksum(held, tuned), saved.base())
+        base_of_run = _in_dtypes_of_run(base, tuned)
+        check_base(f"evaluate.adapters={place}", base_checksum(base_of_run, tuned), saved.base())
         adapters = saved.restore(tuned, saved.subtree(ema=False))
-    return merged_weights(held, adapters, tuned, model), saved.step
+    return merged_weights(base_of_run, adapters, tuned, model), saved.step
 
 
 def _of_folder(place: str, base: PyTree, model: ShardedGPT) -> tuple[PyTree, int | None]:
     tuned = replace(model, tuning=Tuning(peft_adapters(Path(place), model.config)))
-    return merged_weights(_held(base, tuned), read_peft(Path(place), tuned), tuned, model), None
+    return merged_weights(_in_dtypes_of_run(base, tuned), read_peft(Path(place), tuned), tuned, model), None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
 from itertools import count
@@ -87,10 +87,16 @@ def metrics_of(result: dict[str, Any]) -> dict[str, Any]:
     {'step': 6, 'evaluation/loss': 2.5, 'evaluation/web/loss': 2.0, 'evaluation/harness/task/acc': 1}
     """
     line = {"step": result["step"]}
-    for name, means in {"": result, **{f"{name}/": means for name, means in result.get("sets", {}).items()}}.items():
-        found = {key: means.get(key) for key in ("loss", "perplexity", "bits_per_byte")}
-        line |= {f"{PREFIX}{name}{key}": value for key, value in found.items() if value is not None}
+    _add_means(line, PREFIX, result)
+    for name, means in result.get("sets", {}).items():
+        _add_means(line, f"{PREFIX}{name}/", means)
     return line | {f"{PREFIX}{name}": value for name, value in numbers_of(result.get("harness", {})).items()}
+
+
+def _add_means(line: dict[str, Any], prefix: str, means: Mapping[str, Any]) -> None:
+    for key in ("loss", "perplexity", "bits_per_byte"):
+        if means.get(key) is not None:
+            line[prefix + key] = means[key]
 
 
 def _on_host_0(name: str, compute: Callable[[], Any]) -> Any:

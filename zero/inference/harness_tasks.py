@@ -26,12 +26,12 @@ def run_tasks(scorer: Scorer, tasks: list[Any]) -> dict[str, dict[str, Any]]:
 
 def numbers_of(results: dict[str, dict[str, Any]]) -> dict[str, float]:
     """The metrics of tasks as `harness/TASK/METRIC`, without their standard errors."""
-    return {
-        f"harness/{task}/{metric.partition(',')[0]}": value
-        for task, metrics in results.items()
-        for metric, value in metrics.items()
-        if isinstance(value, int | float) and "stderr" not in metric
-    }
+    numbers = {}
+    for task, metrics in results.items():
+        for metric, value in metrics.items():
+            if isinstance(value, int | float) and "stderr" not in metric:
+                numbers[f"harness/{task}/{metric.partition(',')[0]}"] = value
+    return numbers
 
 
 def adapter(scorer: Scorer) -> Any:

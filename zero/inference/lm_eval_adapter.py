@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
-from itertools import groupby
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -77,22 +77,21 @@ class HarnessModel(TemplateLM):
                 yield Passage(tokens, len(tokens) - len(text))
 
         self.is_computing = True
-        scores = [(-float(one.losses.sum()), bool(one.is_greedy.all())) for one in self._score(passages())]
+        scores = [(-float(score.losses.sum()), bool(score.is_greedy.all())) for score in self._score(passages())]
         self.is_computing = False
         return scores
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        parts = [
-            [
-                make_disjoint_window(window)
-                for window in get_rolling_token_windows(
-                    self.tok_encode(text), self.prefix_token_id, self._context - 1, 1
-                )
-            ]
-            for (text,) in (request.args for request in requests)
-        ]
-        scored = iter(self._loglikelihood_tokens([(("", ""), *part) for text in parts for part in text]))
-        return [sum(next(scored)[0] for _ in text) for text in parts]
+        windows_of_texts = [self._windows(*request.args) for request in requests]
+        windows = [(("", ""), *window) for window in chain.from_iterable(windows_of_texts)]
+        scores = iter(self._loglikelihood_tokens(windows))
+        return [sum(score for score, _ in islice(scores, len(of_text))) for of_text in windows_of_texts]
+
+    def _windows(self, text: str) -> list[tuple[list[int], list[int]]]:
+        """The tokens of a text in windows that score each of them once, each with the tokens before it."""
+        tokens = self.tok_encode(text)
+        rolling = get_rolling_token_windows(tokens, self.prefix_token_id, self._context - 1, 1)
+        return list(map(make_disjoint_window, rolling))
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         prompts = []
@@ -149,7 +148,7 @@ def run(model: HarnessModel, tasks: list[Any]) -> dict[str, dict[str, Any]]:
             raise UserError(f"evaluate.harness: {task}: no such task; `lm_eval ls tasks` lists them")
     model.is_computing = False
     try:
-        found = lm_eval.simple_evaluate(
+        evaluation = lm_eval.simple_evaluate(
             model=model, tasks=tasks, task_manager=manager, bootstrap_iters=0, log_samples=False
         )
     except Exception as error:  # a task is a program of its author's: YAML, templates, filters, Python
@@ -160,5 +159,5 @@ def run(model: HarnessModel, tasks: list[Any]) -> dict[str, dict[str, Any]]:
         is_outage = any(not isinstance(cause, FileNotFoundError) for cause in outages)
         names = ", ".join(task if isinstance(task, str) else str(task.get("task")) for task in tasks)
         raise (Unavailable if is_outage else UserError)(f"evaluate.harness: {names}: {first_line(error)}") from error
-    assert found is not None  # it is None for ranks other than 0, and the harness takes every host for rank 0
-    return found["results"]
+    assert evaluation is not None  # it is None for ranks other than 0, and the harness takes every host for rank 0
+    return evaluation["results"]

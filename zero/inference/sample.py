@@ -7,8 +7,9 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def sample(config: SampleConfig, size: GPTConfig, run_directory: Path) -> int:
       UserError: there is no such run or prompt, or the text is longer than the model's positions.
     """
     options = config.sample
-    prompts = [] if options.interactive else [prompt for prompt in _prompts(config) for _ in range(options.copies)]
+    prompts = [] if options.interactive else repeated(_prompts(config), options.copies)
     trained = open_model(config, size, rows=1 if options.interactive else len(prompts))
     tokenizer = trained.tokenizer
     encode = _chat_encoder(config, tokenizer) if options.chat else partial(encode_prompt, tokenizer)
@@ -95,8 +96,9 @@ def sample(config: SampleConfig, size: GPTConfig, run_directory: Path) -> int:
         else:
             for number, (prompt, text) in enumerate(zip(prompts, decoded, strict=True)):
                 print(f"--- {number}\n{prompt}{line_break}{text}")
-        found = zip(prompts, decoded, more, strict=True)
-        lines = [json.dumps({"prompt": prompt, "text": text, **own}) + "\n" for prompt, text, own in found]
+        lines = []
+        for prompt, text, facts in zip(prompts, decoded, more, strict=True):
+            lines.append(json.dumps({"prompt": prompt, "text": text, **facts}) + "\n")
         (run_directory / TEXTS_FILE).write_text("".join(lines))
         speed = f"{(drawn - first) / seconds:,.0f} tokens/s" if drawn > first else "too few to time"
         log.info("%d tokens, %s; written to %s", drawn, speed, run_directory / TEXTS_FILE)
@@ -117,10 +119,23 @@ def _chat_encoder(config: SampleConfig, tokenizer: Tokenizer) -> Callable[[str],
     return encode
 
 
+def repeated(prompts: Sequence[str], copies: int) -> list[str]:
+    """Each prompt so many times, one after the other.
+
+    >>> repeated(["to", "be"], 2)
+    ['to', 'to', 'be', 'be']
+    """
+    return list(chain.from_iterable([prompt] * copies for prompt in prompts))
+
+
+def _prompt_of(line: Any) -> str:
+    return str(line["prompt"]) if isinstance(line, dict) else str(line)
+
+
 def _prompts(config: SampleConfig) -> list[str]:
-    given = config.sample.prompt
-    if given is not None:
-        return [given] if isinstance(given, str) else given
+    prompt = config.sample.prompt
+    if prompt is not None:
+        return [prompt] if isinstance(prompt, str) else prompt
     if config.sample.prompt_file is None:
         return [""]
     if config.sample.prompt_file == "-":
@@ -138,6 +153,5 @@ def _prompts(config: SampleConfig) -> list[str]:
         raise UserError(f"sample.prompt_file={config.sample.prompt_file}: it has no prompt; expected one per line")
     if config.sample.prompt_file.endswith(".jsonl"):
         with reading(f"sample.prompt_file={config.sample.prompt_file}: expected JSON strings or objects with a prompt"):
-            found = [json.loads(line) for line in lines]
-            return [str(one["prompt"]) if isinstance(one, dict) else str(one) for one in found]
+            return [_prompt_of(json.loads(line)) for line in lines]
     return [line.rstrip("\n") for line in lines]

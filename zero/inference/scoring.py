@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -82,8 +82,10 @@ class Scorer:
             for start in range(0, length, self.context):
                 part = mine[..., start : start + self.context + 1]
                 position = np.full(len(mine), start, np.int32)
-                *found, cache = self._programs.score_on(self.trained.params, part, cache, position)
-                parts.append([np.asarray(x) for x in found])
+                losses_of_part, is_greedy_of_part, cache = self._programs.score_on(
+                    self.trained.params, part, cache, position
+                )
+                parts.append((np.asarray(losses_of_part), np.asarray(is_greedy_of_part)))
             progress()
             losses, is_greedy = (np.concatenate(x, axis=1) for x in zip(*parts, strict=True))
             for number, row in enumerate(batch):
@@ -146,8 +148,9 @@ def score_sets(
     """The means over the tokens of all sets, and under "sets" those of each set that has a name."""
     sums = {name: score_validation_set(scorer, index, stride, only_completions) for name, index in sets.items()}
     total = functools.reduce(Sums.plus, sums.values())
-    named = {name: one.means() for name, one in sums.items() if name}
-    return {**total.means(), "stride": stride, **({"sets": named} if named else {})}
+    means = {**total.means(), "stride": stride}
+    named = {name: sums_of_set.means() for name, sums_of_set in sums.items() if name}
+    return {**means, "sets": named} if named else means
 
 
 def score_validation_set(
@@ -176,7 +179,7 @@ def score_validation_set(
     if stride is None:
         scores = scorer.scores_of_whole(rows())
     else:
-        scores = scorer.scores(passage for row in rows() for passage in windows(row, scorer.context, stride))
+        scores = scorer.scores(chain.from_iterable(windows(row, scorer.context, stride) for row in rows()))
     sums = Sums()
     for score in scores:
         is_scored = score.tokens >= 0

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from zero.partition.collectives.axis import Axis, AxisLike
+from zero.partition.collectives.axis import Axis, AxisLike, ring_pairs
 from zero.partition.global_arrays import axis_and_devices, check_order, local_shards, pmap_devices, stack_local
 from zero.partition.layout import Layout, LeafLayout, PyTree, named_leaves, names_of
 from zero.partition.pmapped import pmap
@@ -110,7 +110,7 @@ def _differ(leaves: Sequence[jax.Array], groups: Sequence[Groups], axis_name: st
 
     def one(x: jax.Array, rings: Groups) -> jax.Array:
         rings = rings or (tuple(range(lax.axis_size(axis_name))),)
-        pairs = [pair for ring in rings for pair in zip(ring, ring[1:] + ring[:1], strict=True)]
+        pairs = ring_pairs(rings)
         differs = [jnp.any(bits != lax.ppermute(bits, axis_name, pairs)) for bits in _bits(x)]
         return jnp.stack(differs).any().astype(jnp.int32)
 
@@ -187,8 +187,8 @@ def _checksum_program(leaves: tuple[LeafLayout, ...], axis: Axis, devices: tuple
 
     def program(shards: list[jax.Array]) -> jax.Array:
         with jax.named_scope("zero_checksums"):
-            own = [_checksum(x, leaf, axis) for leaf, x in zip(leaves, shards, strict=True)]
-            mine, not_finite = (jnp.stack(values) for values in zip(*own, strict=True))
+            pairs = [_checksum(x, leaf, axis) for leaf, x in zip(leaves, shards, strict=True)]
+            mine, not_finite = (jnp.stack(values) for values in zip(*pairs, strict=True))
             of_copy = lax.psum(mine, axis.name, axis_index_groups=axis.groups(axis.shards))
             sums = jnp.where(np.asarray([bool(leaf.splits) for leaf in leaves]), of_copy, mine)
             largest, complement, not_finite = lax.pmax(jnp.stack([sums, ~sums, not_finite]), axis.name)

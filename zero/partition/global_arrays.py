@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from zero.partition.on_mesh import axis_of_mesh, check_global, leaf_on_mesh
 
 def pmap_devices() -> tuple[jax.Device, ...]:
     """All devices in the default order of `pmap`: process by process."""
-    return tuple(device for process in range(jax.process_count()) for device in jax.local_devices(process))
+    return tuple(chain.from_iterable(map(jax.local_devices, range(jax.process_count()))))
 
 
 def global_shapes(layout: Layout, axis: AxisLike, devices: Sequence[jax.Device] | Mesh | None = None) -> PyTree:
@@ -141,8 +142,8 @@ def from_global(
     # Exactly the sharding of pmap results: with any other name the consuming program would be compiled again.
     stacked = NamedSharding(Mesh(np.asarray(local), (on.name,)), PartitionSpec(on.name))
     # Placed arrays may share buffers with the caller's jax.Array, but not with a numpy array, which XLA copies.
-    is_own = [not isinstance(x, jax.Array) for x in layout.treedef.flatten_up_to(tree)]
-    shards = _reshape_shards(_add_first, placed, [donate or own for own in is_own])
+    may_donate = [donate or not isinstance(x, jax.Array) for x in layout.treedef.flatten_up_to(tree)]
+    shards = _reshape_shards(_add_first, placed, may_donate)
     return layout.treedef.unflatten(
         jax.make_array_from_single_device_arrays((len(local), *leaf.shard_shape), stacked, parts)
         for leaf, parts in zip(layout.leaves, shards, strict=True)
@@ -219,10 +220,10 @@ def check_order(name: str, parts: Sequence[Any], expected: Sequence[jax.Device])
     XLA itself would read them as they lie, or end the process.
     """
     rows = [part.device for part in sorted(parts, key=lambda part: part.index[0].start or 0)]
-    for row, (found, device) in enumerate(zip(rows, expected, strict=True)):
-        if found != device:
+    for row, (actual, device) in enumerate(zip(rows, expected, strict=True)):
+        if actual != device:
             raise ValueError(
-                f"leaf {name}: row {row} lies on {found}, expected it on {device}: pass the devices= that pmap "
+                f"leaf {name}: row {row} lies on {actual}, expected it on {device}: pass the devices= that pmap "
                 "was given, in the same order"
             )
 

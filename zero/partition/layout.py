@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import combinations_with_replacement
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zero.partition.moves import AllGather, AllToAll, Move, Slice
+from zero.text_table import in_columns
 
 PyTree = Any
 
@@ -247,10 +249,7 @@ class Layout:
             split = [f"dim {leaf.splits[0].dim}", str(leaf.splits[0].padding)] if leaf.splits else ["-", "-"]
             moves = " ".join(map(str, leaf.moves)) or "-"
             rows.append((name or "(root)", leaf.dtype.name, whole, split[0], shard, split[1], gathered, moves))
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        for row in rows:
-            lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-        return "\n".join(lines)
+        return "\n".join([*lines, *in_columns(rows, str.ljust)])
 
 
 def make_layout(
@@ -301,8 +300,8 @@ def make_layout(
     paths = [path_of(keys) for keys, _ in flat]
     for name in names:
         if not any(path[:1] == (name,) for path in paths):
-            found = ", ".join(dict.fromkeys(path[0] for path in paths if path)) or "no leaf"
-            raise ValueError(f"stacked names {name!r}, but no leaf lies under it; the tree has {found}")
+            subtrees = ", ".join(dict.fromkeys(path[0] for path in paths if path)) or "no leaf"
+            raise ValueError(f"stacked names {name!r}, but no leaf lies under it; the tree has {subtrees}")
     leaves = []
     for path, (_, leaf) in zip(paths, flat, strict=True):
         if not hasattr(leaf, "shape") and not isinstance(leaf, bool | int | float | complex):
@@ -378,10 +377,11 @@ def names_of(paths: Sequence[tuple[str, ...]]) -> list[str]:
     """
     joined = ["/".join(path) for path in paths]
     counts = Counter(joined)
-    return [
-        name if counts[name] == 1 else "".join(f"[{key!r}]" for key in path)
-        for name, path in zip(joined, paths, strict=True)
-    ]
+    return [name if counts[name] == 1 else _in_brackets(path) for name, path in zip(joined, paths, strict=True)]
+
+
+def _in_brackets(path: Sequence[str]) -> str:
+    return "".join(f"[{key!r}]" for key in path)
 
 
 def named_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
@@ -399,7 +399,7 @@ def source_of(
     path: tuple[str, ...], shape: tuple[int, ...], by_path: Mapping[tuple[str, ...], LeafLayout]
 ) -> LeafLayout | None:
     """The leaf of a tree whose split a leaf of the result of `derive_layout` takes."""
-    parts = [path[i:j] for i in range(len(path) + 1) for j in range(i, len(path) + 1)]
+    parts = [path[start:stop] for start, stop in combinations_with_replacement(range(len(path) + 1), 2)]
     same = [by_path[part] for part in parts if part in by_path and by_path[part].shape == shape]
     # The longest path is the leaf itself, a shorter one a leaf of the same name.
     return max(same, key=lambda leaf: len(leaf.path), default=None)
@@ -413,7 +413,9 @@ def match_layout(tree: PyTree, *layouts: Layout) -> Layout:
     """
     if jax.tree.structure(tree) == layouts[0].treedef:
         return layouts[0]
-    by_path = {leaf.path: leaf for layout in reversed(layouts) for leaf in layout.leaves}
+    by_path: dict[tuple[str, ...], LeafLayout] = {}
+    for layout in reversed(layouts):  # the first layout that has a leaf decides
+        by_path |= {leaf.path: leaf for leaf in layout.leaves}
     flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
     paths = [path_of(keys) for keys, _ in flat]
     unknown = [path for path in paths if path not in by_path]

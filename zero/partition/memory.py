@@ -13,6 +13,7 @@ import optax
 from jax.typing import DTypeLike
 
 from zero.partition.layout import Layout, LeafLayout, PyTree, derive_layout, make_layout
+from zero.text_table import in_columns
 
 
 class MemoryRow(NamedTuple):
@@ -47,9 +48,12 @@ class Memory:
 
     def __str__(self) -> str:
         names = ("stage", "compute", "parameters", "state", "gathered", "gradients", "total")
-        cells = [names] + [(str(r[0]), r[1], *(f"{n:,}" for n in (*r[2:], r.total))) for r in self.rows]
-        widths = [max(len(row[i]) for row in cells) for i in range(len(names))]
-        return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
+        return "\n".join(in_columns([names, *map(_cells, self.rows)]))
+
+
+def _cells(row: MemoryRow) -> tuple[str, ...]:
+    sizes = (row.parameters, row.state, row.gathered, row.gradients, row.total)
+    return (str(row.stage), row.compute_dtype, *(f"{size:,}" for size in sizes))
 
 
 def memory(
@@ -88,10 +92,11 @@ def memory(
             layout = sharded if stage else sharded.whole()
             is_cast = any(leaf.dtype != dtype for leaf in layout.leaves)
             gathered = (whole if is_cast else 0, whole, whole, min(whole, _two_layers(layout, dtype)))[stage]
-            held = layout.bytes_per_device()
+            parameters = layout.bytes_per_device()
             # From whole shapes: the state may depend on them, as Adafactor's factors do.
             state_bytes = derive_layout(tx.init, layout).bytes_per_device()
-            rows.append(MemoryRow(stage, dtype.name, held, state_bytes, gathered, whole if stage < 2 else held))
+            gradients = whole if stage < 2 else parameters
+            rows.append(MemoryRow(stage, dtype.name, parameters, state_bytes, gathered, gradients))
     return Memory(tuple(rows))
 
 

@@ -6,7 +6,6 @@ the same path and shape is cut in the same way.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +17,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero.partition.collectives.axis import Axis
 from zero.partition.layout import Layout, LeafLayout, make_layout, source_of
-from zero.partition.sharded_state import Origin
+from zero.partition.sharded_state import Origin, parts_over
+
+
+def _entry_of_axes(names: tuple[str, ...]) -> str | tuple[str, ...] | None:
+    """The entry of a PartitionSpec for the axes that cut a dimension.
+
+    >>> _entry_of_axes(()), _entry_of_axes(("data",)), _entry_of_axes(("model", "data"))
+    (None, 'data', ('model', 'data'))
+    """
+    if not names:
+        return None
+    return names[0] if len(names) == 1 else names
 
 
 class MeshLeaf(NamedTuple):
@@ -36,7 +46,7 @@ class MeshLeaf(NamedTuple):
 
     @property
     def spec(self) -> PartitionSpec:
-        return PartitionSpec(*(names if len(names) > 1 else (*names, None)[0] for names in self.axes))
+        return PartitionSpec(*map(_entry_of_axes, self.axes))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -94,10 +104,10 @@ def state_on_mesh(origin: Origin, sizes: Mapping[str, int]) -> tuple[Layout, lis
     """
     axis = origin.axis
     if isinstance(axis, Axis) or axis not in sizes:
-        given = "an Axis of groups" if isinstance(axis, Axis) else repr(axis)
+        axis_text = "an Axis of groups" if isinstance(axis, Axis) else repr(axis)
         raise ValueError(
-            f"the axis_name of zero.shard_optimizer is {given}: under shard_map expected the name of an axis of the "
-            f"mesh, one of {list(sizes)}"
+            f"the axis_name of zero.shard_optimizer is {axis_text}: under shard_map expected the name of an axis of "
+            f"the mesh, one of {list(sizes)}"
         )
     shards = sizes[axis]
     by_path = {leaf.path: leaf for leaf in make_layout(origin.params.shapes(), shards).leaves}
@@ -114,9 +124,9 @@ def state_on_mesh(origin: Origin, sizes: Mapping[str, int]) -> tuple[Layout, lis
 
 
 def _mesh_leaf(leaf: LeafLayout, axes: Sequence[tuple[str, ...]], sizes: Mapping[str, int], axis_name: str) -> MeshLeaf:
-    own = {split.dim for split in leaf.splits}
-    parts = tuple(math.prod(sizes[name] for name in names) for names in axes)
-    return MeshLeaf(leaf, tuple((*names, axis_name) if d in own else names for d, names in enumerate(axes)), parts)
+    zero_dims = {split.dim for split in leaf.splits}
+    axes_of_dims = tuple((*names, axis_name) if dim in zero_dims else names for dim, names in enumerate(axes))
+    return MeshLeaf(leaf, axes_of_dims, tuple(parts_over(names, sizes) for names in axes))
 
 
 def check_global(leaf: MeshLeaf, x: Any) -> None:
@@ -136,8 +146,8 @@ def read(arrays: Sequence[jax.Array], leaves: Sequence[MeshLeaf]) -> list[Any]:
     Raises:
       ValueError: an array has another shape, or copies differ between devices.
     """
-    for one, x in zip(leaves, arrays, strict=True):
-        check_global(one, x)
+    for leaf, x in zip(leaves, arrays, strict=True):
+        check_global(leaf, x)
     wholes = list[Any]()
     differ = np.zeros(len(leaves), bool)
     for number, x in enumerate(arrays):
@@ -157,7 +167,7 @@ def read(arrays: Sequence[jax.Array], leaves: Sequence[MeshLeaf]) -> list[Any]:
             f"leaves differ between devices that should hold the same, by their sharding: {names}. Reduce values that "
             "decide for all devices, such as value= of an update: lax.pmean(value, axis_name)"
         )
-    return [one.cropped(whole) for one, whole in zip(leaves, wholes, strict=True)]
+    return [leaf.cropped(whole) for leaf, whole in zip(leaves, wholes, strict=True)]
 
 
 def _bytes(x: Any) -> bytes:

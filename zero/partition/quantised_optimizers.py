@@ -372,11 +372,11 @@ def _wide(x: jax.Array) -> jax.Array:
 
 
 def _zeros(params: PyTree, dtype: np.dtype, mask: Mask) -> PyTree:
-    def one(is_chosen: bool, p: jax.Array) -> jax.Array:
-        own = jnp.promote_types(p.dtype, jnp.float32)
-        return jnp.zeros_like(p, dtype if is_chosen and jnp.issubdtype(p.dtype, jnp.floating) else own)
+    def zeros(is_chosen: bool, p: jax.Array) -> jax.Array:
+        is_narrow = is_chosen and jnp.issubdtype(p.dtype, jnp.floating)
+        return jnp.zeros_like(p, dtype if is_narrow else jnp.promote_types(p.dtype, jnp.float32))
 
-    return jax.tree.map(one, mask(params) if callable(mask) else mask, params)
+    return jax.tree.map(zeros, mask(params) if callable(mask) else mask, params)
 
 
 def _map_leaves(fn: Callable[..., tuple[jax.Array, ...]], first: PyTree, *others: PyTree) -> tuple[PyTree, ...]:
@@ -387,5 +387,5 @@ def _map_leaves(fn: Callable[..., tuple[jax.Array, ...]], first: PyTree, *others
     for (path, x), *rest in zip(flat, *map(treedef.flatten_up_to, others), strict=True):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         rows.append((None, *rest) if x is None else fn(name, x, *rest))
-    width = len(rows[0]) if rows else 1 + len(others)
-    return tuple(treedef.unflatten([row[i] for row in rows]) for i in range(width))
+    columns = zip(*rows, strict=True) if rows else [()] * (1 + len(others))
+    return tuple(map(treedef.unflatten, columns))

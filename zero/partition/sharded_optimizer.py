@@ -127,8 +127,8 @@ def on_shards(
         return _init(inner, layout, checked_axis(layout, axis), params)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
-        given = match_layout(updates, layout)
-        return _update(inner, checked_axis(layout, axis), (updates, given), state, (params, layout), extra)
+        layout_of_updates = match_layout(updates, layout)
+        return _update(inner, checked_axis(layout, axis), (updates, layout_of_updates), state, (params, layout), extra)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -268,21 +268,21 @@ def shard_optimizer(
         axis = _bound(axis_name)
         state = require_sharded(state)
         updates = arrays_of(updates, axis.name, reduction)
-        given, layout = _layouts(updates, params, axis, is_scattered=reduction == "scattered")
+        layout_of_grads, layout = _layouts(updates, params, axis, is_scattered=reduction == "scattered")
         if reduction is None:
-            grads = shard(updates, given, axis)
+            grads = shard(updates, layout_of_grads, axis)
         elif reduction == "scattered":
-            grads = given.map(lambda leaf, g: g.astype(leaf.dtype) if _is_float(leaf) else g, updates)
+            grads = layout_of_grads.map(lambda leaf, g: g.astype(leaf.dtype) if _is_float(leaf) else g, updates)
         else:
             scatter = scatter_mean if reduction == "mean" else scatter_sum
-            reduced = scatter(updates, given, axis, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype)
+            reduced = scatter(updates, layout_of_grads, axis, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype)
             grads = jax.tree.map(_as_own, reduced, updates)
         param_shards = None if params is None else shard(params, layout, axis)
         if trust:
             new, new_state = inner.update(grads, state.slices, param_shards, **extra)
         else:
-            new, new_state = _update(inner, axis, (grads, given), state.slices, (param_shards, layout), extra)
-        new_layout = match_layout(new, layout, given)
+            new, new_state = _update(inner, axis, (grads, layout_of_grads), state.slices, (param_shards, layout), extra)
+        new_layout = match_layout(new, layout, layout_of_grads)
         number = state.shard[0]
         new = nan_unless(is_own(number, axis), new, new_layout)
         updates, is_alike = _gather_updates(new, new_layout, number, axis)
@@ -310,10 +310,10 @@ def _gather_updates(new: PyTree, layout: Layout, number: jax.Array, axis: Axis) 
 def _layouts(updates: PyTree, params: PyTree, axis: Axis, *, is_scattered: bool) -> tuple[Layout, Layout]:
     """Layouts of the gradients, which are whole unless scattered, and of the parameters."""
     if not is_scattered:
-        given = make_layout(updates, axis.shards)
-        layout = given if params is None else make_layout(params, axis.shards)
-        _check_gradients(given, layout)
-        return given, layout
+        layout_of_grads = make_layout(updates, axis.shards)
+        layout = layout_of_grads if params is None else make_layout(params, axis.shards)
+        _check_gradients(layout_of_grads, layout)
+        return layout_of_grads, layout
     if params is None:
         raise ValueError("update needs params where gradients are slices: their shapes determine the slices")
     layout = make_layout(params, axis.shards)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NoReturn
 
 import jax
@@ -101,9 +103,16 @@ def _shape_of_part(
 ) -> tuple[int, ...]:
     """The shape that the axes leave; jax guarantees that every dimension divides."""
     size_of = dict(sizes)
-    return tuple(
-        size // int(np.prod([size_of[name] for name in names])) for size, names in zip(shape, axes, strict=True)
-    )
+    return tuple(size // parts_over(names, size_of) for size, names in zip(shape, axes, strict=True))
+
+
+def parts_over(names: Sequence[str], size_of: Mapping[str, int]) -> int:
+    """The number of parts that these axes of a mesh make of a dimension.
+
+    >>> parts_over(("model", "data"), {"model": 2, "data": 4}), parts_over((), {"model": 2})
+    (8, 1)
+    """
+    return math.prod(size_of[name] for name in names)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -348,6 +357,15 @@ def check_not_vmapped(dimensions: int, expected: int) -> None:
         )
 
 
+def _beginnings(path: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """The path and those of all subtrees that it lies in.
+
+    >>> _beginnings(("a", "b"))
+    [(), ('a',), ('a', 'b')]
+    """
+    return [path[:end] for end in range(len(path) + 1)]
+
+
 def check_not_dissolved(tree: PyTree) -> None:
     """Raises if a part of the tree was the state of a sharded optimizer, and is a plain tree of slices now.
 
@@ -357,7 +375,7 @@ def check_not_dissolved(tree: PyTree) -> None:
     """
     flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_marked)
     paths = {path_of(keys) for keys, _ in flat}
-    parents = {path[:end] for path in paths for end in range(len(path) + 1)}
+    parents = set(chain.from_iterable(map(_beginnings, paths)))
     for path in sorted(parents):
         if path[-1:] == ("shard",) and (*path[:-1], "slices") in parents:
             raise ValueError(

@@ -279,8 +279,8 @@ def _lift(
         if "shards" in variables:  # A further call at init: the original shards, not rounded to dtype.
             return {"params": variables["shards"]}
         # Cast layer by layer: later, whole stacks would exist in both dtypes.
-        held = {name: layout.map(lambda leaf, x: x.astype(leaf.dtype), full) for name, full in variables.items()}
-        return {name: shard(full, layout, axis) for name, full in held.items()}
+        cast = {name: layout.map(lambda leaf, x: x.astype(leaf.dtype), full) for name, full in variables.items()}
+        return {name: shard(full, layout, axis) for name, full in cast.items()}
 
     # Two lifts: a module that maps its own variables in use, such as WeightNorm, would map "shards" as well.
     collections = ["params", "gathered", "gradients", "shards"]

@@ -141,19 +141,27 @@ def _padded_slice(whole: Any, leaf: LeafLayout, index: int) -> Any:
     return np.pad(part, widths)
 
 
+def _positions_of(process: int, devices: Sequence[jax.Device]) -> list[int]:
+    return [i for i, device in enumerate(devices) if device.process_index == process]
+
+
 def _exchange(axis: Axis, devices: tuple[jax.Device, ...]) -> Any:
     """A function that returns every shard of an array to this process, as pairs of shard number and numpy array."""
     shard_of = axis.shard_of_device()
     processes = sorted({device.process_index for device in devices})
-    positions = [[i for i, device in enumerate(devices) if device.process_index == p] for p in processes]
-    if all(len({shard_of[i] for i in mine}) == axis.shards for mine in positions):
+    positions = [_positions_of(process, devices) for process in processes]
+    shards_of_process = [{shard_of[i] for i in mine} for mine in positions]
+    if all(len(shards) == axis.shards for shards in shards_of_process):
         shard_of_local = {devices[i]: shard_of[i] for i in positions[processes.index(jax.process_index())]}
         return lambda x: [(shard_of_local[part.device], np.asarray(part.data)[0]) for part in x.addressable_shards]
     if len({len(mine) for mine in positions}) > 1:
         raise ValueError(f"processes have different numbers of devices: {[len(mine) for mine in positions]}")
     groups = tuple(zip(*positions, strict=True))  # one device of each process
     program = _gather_program(axis.name, groups, devices)
-    shards_of_device = {devices[i]: [shard_of[j] for j in group] for group in groups for i in group}
+    shards_of_device: dict[jax.Device, list[int]] = {}
+    for group in groups:
+        shards_of_group = [shard_of[i] for i in group]
+        shards_of_device |= {devices[i]: shards_of_group for i in group}
 
     def exchange(x: jax.Array) -> list[tuple[int, np.ndarray]]:
         pairs: list[tuple[int, np.ndarray]] = []

@@ -18,6 +18,7 @@ from zero.config.schema import GROUPS, PlanConfig
 from zero.cycles.predict import PHASES
 from zero.hosts.speeds import GIB
 from zero.plan.compile import PLACEMENT_KEYS, Row, highest_peak, run_tokens, with_keys
+from zero.text_table import in_columns
 
 WIDTH = 120  # characters of a line where there is no terminal
 
@@ -39,13 +40,11 @@ def table(result: dict[str, Any], config: PlanConfig, width: int = WIDTH) -> str
         f"{result['parameters']:,} parameters",
         *_wrapped("every row: " + ", ".join(same), width),
     ]
-    cells = [columns.keys(), *zip(*columns.values(), strict=True)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    cells = [list(columns), *zip(*columns.values(), strict=True)]
     ends = ["", *map(verdict, rows)]
     if result["best"] is not None:
         ends[1 + result["best"]] += " <- best"
-    for line, end in zip(cells, ends, strict=True):
-        lines.append("  ".join([*(cell.rjust(w) for cell, w in zip(line, widths, strict=True)), end]).rstrip())
+    lines += [f"{line}  {end}".rstrip() for line, end in zip(in_columns(cells), ends, strict=True)]
     legend = (
         "peak: GiB per device. Per step: seconds as predicted from the compiler's cycles (>: at least, by published "
         "peaks), tokens per second of all devices, model FLOPs utilization, GB that a device sends while it computes "

@@ -76,7 +76,9 @@ TASKS = re.compile(r"harness/.+|evaluation/harness/.+")
 
 def panels_of(runs: Sequence[RunRecord]) -> list[Panel]:
     """The panels with a curve of any of the runs."""
-    logged = {metric for run in runs for line in (*run.lines, *run.evaluations) for metric in line}
+    logged: set[str] = set()
+    for run in runs:
+        logged.update(*run.lines, *run.evaluations)
     sets = tuple((metric, metric) for metric in sorted(logged) if SETS.fullmatch(metric))
     tasks = tuple((metric, metric) for metric in sorted(logged) if TASKS.fullmatch(metric))
     panels = (
@@ -85,7 +87,7 @@ def panels_of(runs: Sequence[RunRecord]) -> list[Panel]:
         Panel("Tasks", "lm-evaluation-harness", tasks),
         *PANELS[1:],
     )
-    return [panel for panel in panels if not logged.isdisjoint(metric for metric, _ in panel.curves)]
+    return [panel for panel in panels if not logged.isdisjoint(panel.metrics)]
 
 
 def panels_of_leaves(runs: Sequence[RunRecord]) -> list[Panel]:
@@ -95,18 +97,20 @@ def panels_of_leaves(runs: Sequence[RunRecord]) -> list[Panel]:
 
 def payload(runs: Sequence[RunRecord], panels: Sequence[Panel]) -> dict[str, Any]:
     """What the script of the page draws."""
-    metrics = {metric for panel in panels for metric, _ in panel.curves}
-    count = sum(len(metrics & {metric for line in run.lines for metric in line}) for run in runs)
+    metrics = set(chain.from_iterable(panel.metrics for panel in panels))
+    count = sum(len(metrics.intersection(chain.from_iterable(run.lines))) for run in runs)
     most = min(max(MOST_POINTS // max(count, 1), FEWEST_POINTS_OF_A_CURVE), MOST_POINTS_OF_A_CURVE)
     return {
         "runs": [_run(run, metrics, most) for run in runs],
-        "panels": [
-            {**asdict(panel), "points": [name for name, _ in panel.curves if name.startswith(EVALUATED)]}
-            for panel in panels
-        ],
+        "panels": [_panel(panel) for panel in panels],
         "heat": heat_maps(runs[0].lines) if len(runs) == 1 else None,
         "sweep": sweep(runs),
     }
+
+
+def _panel(panel: Panel) -> dict[str, Any]:
+    """A panel with its curves that are drawn as single points."""
+    return {**asdict(panel), "points": [name for name in panel.metrics if name.startswith(EVALUATED)]}
 
 
 def _run(run: RunRecord, metrics: set[str], most: int) -> dict[str, Any]:
@@ -154,7 +158,7 @@ def axes_of(runs: Sequence[RunRecord]) -> list[tuple[str, str]]:
         axes.append(("tokens", "tokens"))
         if all(run.parameters is not None for run in runs):
             axes.append(("flops", "FLOPs"))
-    if all("wall_time" in line for run in runs for line in (run.lines[0], run.last)):
+    if all("wall_time" in run.lines[0] and "wall_time" in run.last for run in runs):
         axes.append(("hours", "hours"))
     return axes
 
@@ -164,10 +168,12 @@ def sweep(runs: Sequence[RunRecord]) -> dict[str, Any] | None:
 
     None unless the runs differ in one or two keys, of which one is a positive number in all of them.
     """
-    keys = sorted({key for run in runs for key in run.config})
-    values = {key: [run.config.get(key, "") for run in runs] for key in keys}
-    swept = {key: of_runs for key, of_runs in values.items() if len(set(of_runs)) > 1}
-    numbers = {key: [_number(value) for value in of_runs] for key, of_runs in swept.items()}
+    swept: dict[str, list[str]] = {}
+    for key in sorted(set(chain.from_iterable(run.config for run in runs))):
+        values = [run.config.get(key, "") for run in runs]
+        if len(set(values)) > 1:
+            swept[key] = values
+    numbers = {key: list(map(_number, values)) for key, values in swept.items()}
     positive = [key for key in swept if min(numbers[key]) > 0]
     if not positive or len(swept) > 2:
         return None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,7 +118,7 @@ def _differences(runs: Sequence[RunRecord]) -> list[list[str]]:
     """The keys in which the runs differ from the default configuration or from each other, with all values."""
     default = flat_config(default_config())
     configs = [default, *(run.config for run in runs)]
-    keys = dict.fromkeys([key for run in runs for key in run.config] + list(default))
+    keys = dict.fromkeys([*chain.from_iterable(run.config for run in runs), *default])
     rows = []
     for key in keys:
         values = [config.get(key, "–") for config in configs]
@@ -129,7 +130,11 @@ def _differences(runs: Sequence[RunRecord]) -> list[list[str]]:
 def _numbers(run: RunRecord) -> list[list[str]]:
     """The lines of evaluations and the last one, at most `MOST_ROWS` of them: the newest."""
     lines = [line for line in run.lines if "validation/loss" in line or line is run.last][-MOST_ROWS:]
-    return [[_number(line.get(name, "–")) for name in NUMBERS] for line in lines]
+    return [_cells(line) for line in lines]
+
+
+def _cells(line: Mapping[str, Any]) -> list[str]:
+    return [_number(line.get(name, "–")) for name in NUMBERS]
 
 
 def _number(value: float | str | None) -> str:

@@ -22,3 +22,8 @@ class Panel:
     is_stepped: bool = False
     from_zero: bool = True
     run: int | None = None
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The metric of each curve."""
+        return tuple(metric for metric, _ in self.curves)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from zero.report.panel import Panel
@@ -20,7 +21,7 @@ Line = Mapping[str, Any]
 
 def heat_maps(lines: Sequence[Line]) -> dict[str, Any] | None:
     """A map for each activation of log10 of its mean size, by layer and step, and the range of all; None without."""
-    lines = [line for line in lines if any(name.startswith(f"{ACTIVATION}/") for name in line)]
+    lines = [line for line in lines if _has_activations(line)]
     if not lines:
         return None
     lines = lines[:: -(-len(lines) // MOST_STEPS)]
@@ -30,21 +31,29 @@ def heat_maps(lines: Sequence[Line]) -> dict[str, Any] | None:
         if kind == ACTIVATION:
             activation, _, layer = rest.rpartition("/")
             layers[activation] = max(layers.get(activation, 0), int(layer) + 1)
-    maps = [
-        {"name": name, "steps": [line["step"] for line in lines], "values": _sizes(lines, name, count)}
-        for name, count in layers.items()
-    ]
-    sizes = [size for heat_map in maps for row in heat_map["values"] for size in row if size is not None]
+    steps = [line["step"] for line in lines]
+    values = {name: _sizes(lines, name, count) for name, count in layers.items()}
+    maps = [{"name": name, "steps": steps, "values": rows} for name, rows in values.items()]
+    sizes = [size for size in chain.from_iterable(chain(*values.values())) if size is not None]
     return {"maps": maps, "range": [min(sizes, default=0.0), max(sizes, default=1.0)]}
 
 
+def _has_activations(line: Line) -> bool:
+    return any(name.startswith(f"{ACTIVATION}/") for name in line)
+
+
 def _sizes(lines: Sequence[Line], activation: str, layers: int) -> list[list[float | None]]:
-    return [[_log10(line.get(f"{ACTIVATION}/{activation}/{layer}")) for line in lines] for layer in range(layers)]
+    """A row for each layer, with a column for each line."""
+    return [_row(lines, f"{ACTIVATION}/{activation}/{layer}") for layer in range(layers)]
+
+
+def _row(lines: Sequence[Line], metric: str) -> list[float | None]:
+    return [_log10(line.get(metric)) for line in lines]
 
 
 def leaf_panels(lines: Sequence[Line], run: int) -> list[Panel]:
     """The panels of curves of leaves of a run; none without statistics."""
-    logged = {name for line in lines for name in line}
+    logged = set(chain.from_iterable(lines))
     panels = []
     for kind, (title, unit) in TITLES.items():
         curves = tuple((name, name.removeprefix(f"{kind}/")) for name in sorted(logged) if name.startswith(f"{kind}/"))

@@ -127,19 +127,19 @@ def resume_overrides(arguments: Sequence[str]) -> list[str]:
         return rest
     if flags[-1] not in ("--resume", "--resume=auto"):
         raise UserError(f"{flags[-1]}: expected --resume or --resume=auto")
-    given = {override.key_or_group: override.value() for override in parsed_overrides(rest)}
+    values = {override.key_or_group: override.value() for override in parsed_overrides(rest)}
     is_auto = flags[-1] == "--resume=auto"
-    if is_auto and "data.resume_step" in given:
+    if is_auto and "data.resume_step" in values:
         raise UserError(
             "data.resume_step: expected --resume, once; a launcher that repeats --resume=auto would go back "
             "to that step at every start"
         )
     is_sweep = any(argument == "-m" or ("--multirun".startswith(argument) and len(argument) > 2) for argument in rest)
-    resumes_sweep = is_sweep and not given.keys() & {"hydra.run.dir", "data.resume_step"}
+    resumes_sweep = is_sweep and not values.keys() & {"hydra.run.dir", "data.resume_step"}
     if resumes_sweep:
-        run, place = _sweep_to_resume(given, command(rest), is_auto)
+        run, place = _sweep_to_resume(values, command(rest), is_auto)
     else:
-        run, place = _run_to_resume(given, command(rest) if is_auto else None)
+        run, place = _run_to_resume(values, command(rest) if is_auto else None)
     if run is None:
         if is_auto:
             return rest
@@ -151,7 +151,7 @@ def resume_overrides(arguments: Sequence[str]) -> list[str]:
             f"hydra.sweep.dir={run_path}",
         ]
     rest = [argument for argument in rest if not argument.startswith("hydra.run.dir=")]
-    step = given.get("data.resume_step")
+    step = values.get("data.resume_step")
     is_fork = step is not None and step != saved_steps(run)[-1]
     return [*rest, f"resume={run_path}", *([] if is_fork or is_sweep else [f"hydra.run.dir={run_path}"])]
 
@@ -192,12 +192,12 @@ def saved_command(run: Path) -> dict[str, str]:
 def write_command(run: Path, earlier: Path | None, arguments: Iterable[str]) -> None:
     """Adds the keys of a start to those of the run that it continues or forks from."""
     known = {} if earlier is None else saved_command(earlier)
-    given = {key: value for key, value in command(arguments).items() if key not in ("resume", "data.resume_step")}
+    keys = {key: value for key, value in command(arguments).items() if key not in ("resume", "data.resume_step")}
     if earlier is not None:  # a resume is composed with the choices of its run, which nobody has typed
         saved: Any = OmegaConf.to_container(saved_config(earlier))
         choices = groups_of(saved)
-        given = {key: value for key, value in given.items() if choices.get(key) != value or key in known}
-    storage.write(run / COMMAND_FILE, json.dumps(known | given, indent=1).encode())
+        keys = {key: value for key, value in keys.items() if choices.get(key) != value or key in known}
+    storage.write(run / COMMAND_FILE, json.dumps(known | keys, indent=1).encode())
 
 
 def is_finished(run: Path, step: int) -> bool:
@@ -287,9 +287,9 @@ def _run_to_resume(given: dict[str, Any], job: dict[str, str] | None) -> tuple[P
     looked_in = place or run or DEFAULT_ROOT
     if run is None:
         return None, looked_in
-    own = saved_checkpoint_directory(run) if is_known else place
-    if own is not None and place in (None, own):  # another host or machine may have taken the run further
-        is_known = rebuild(run, own) or is_known
+    checkpoints = saved_checkpoint_directory(run) if is_known else place
+    if checkpoints is not None and place in (None, checkpoints):  # another host may have taken the run further
+        is_known = rebuild(run, checkpoints) or is_known
     return (run if is_known and saved_steps(run) else None), looked_in
 
 

@@ -52,14 +52,14 @@ def check_identity(
 
 def _check_hosts(contents: list[IndexContents]) -> None:
     """Raises UserError, on all hosts, where an index file lists other contents on another host than on host 0."""
-    mine = [[one.path, one.known_by, one.digest] for one in contents]
+    mine = [[index.path, index.known_by, index.digest] for index in contents]
     first, *others = map(json.loads, agreement.gather("contents of the data", json.dumps(mine)))
     for host, theirs in enumerate(others, 1):
-        for one, other in zip(first, theirs, strict=True):
-            if one != other:
+        for (path, known_by, digest), (_, known_by_there, digest_there) in zip(first, theirs, strict=True):
+            if (known_by, digest) != (known_by_there, digest_there):
                 raise UserError(
-                    f"{one[0]}: host 0 has other contents (by {one[1]}) than host {host} (by {other[1]}); all hosts "
-                    "need the same shards, and the same manifest.json beside them"
+                    f"{path}: host 0 has other contents (by {known_by}) than host {host} (by {known_by_there}); all "
+                    "hosts need the same shards, and the same manifest.json beside them"
                 )
 
 

@@ -111,7 +111,7 @@ def _place(index: str, shards: Sequence[Shard], config: Config, job: Job, positi
 
 def _computed(index: str, rows: int, config: Config, job: Job, weights: PyTree, global_rows: int) -> np.ndarray:
     model = job.model
-    found = []
+    computed = []
     loader = Loader(
         index,
         Batching(global_rows, jax.process_index(), jax.process_count()),
@@ -125,6 +125,6 @@ def _computed(index: str, rows: int, config: Config, job: Job, weights: PyTree, 
         for batch in batches:
             texts = batch.tokens.reshape(-1, config.data.max_context)
             values = gather(job.programs.reference(weights, split_rows(texts, jax.local_device_count(), group)))
-            found.append(np.asarray(values).reshape(-1, 2))
+            computed.append(np.asarray(values).reshape(-1, 2))
             watchdog.progress()
-    return np.concatenate(found)[:rows]
+    return np.concatenate(computed)[:rows]

@@ -65,8 +65,8 @@ def resume_state(
     step = config.data.resume_step
     layout = job.layout
     axis = job.model.axis
-    given = config.optimizer.hyperparameters()
-    adam = {key: given[key] for key in ("b1", "b2", "eps") if key in given}
+    hyperparameters = config.optimizer.hyperparameters()
+    adam = {key: hyperparameters[key] for key in ("b1", "b2", "eps") if key in hyperparameters}
     if is_fork:
         parent = _origin(config, run_directory, checkpoints.directory)
         check_unused(run_directory, checkpoints)
@@ -74,9 +74,9 @@ def resume_state(
             return restore(origin, step, job.model.config, layout, axis, is_own=False, **adam)
     durable = checkpoints.steps()
     if emergency is not None and step is None and durable:
-        found = emergency.restore(last_lineages(run_directory), after=durable[-1])
-        if found is not None:
-            position, state = found
+        restored = emergency.restore(last_lineages(run_directory), after=durable[-1])
+        if restored is not None:
+            position, state = restored
             return TrainingPosition(**position), state
     return restore(checkpoints, step, job.model.config, layout, axis, is_own=True, **adam)
 

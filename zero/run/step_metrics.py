@@ -148,7 +148,8 @@ class StepMetrics:
         of_model = [name for name in (*OF_EXPERTS, *OF_CODEBOOKS) if name in self._newest]
         newest = ("learning_rate", "gradient_norm", "skipped_steps", "skipped_spikes", *of_model)
         line = {"train/loss": fmean(losses), **{name: self._newest[name] for name in newest}, **self._next_line}
-        line |= {name: fmean(step[name] for step in self._of_objective) for name in self._of_objective[-1]}
+        for name in self._of_objective[-1]:
+            line[name] = fmean(step[name] for step in self._of_objective)
         self._next_line = {}
         if steps := len(losses) - self._untimed:
             spent = self._goodput.seconds_so_far()

@@ -42,8 +42,8 @@ log = logging.getLogger(__name__)
 def swept_keys(arguments: Iterable[str], task_overrides: Sequence[str]) -> set[str]:
     """The keys that differ between the jobs of a sweep with these arguments, those of swept presets included."""
     swept = {override.key_or_group for override in parsed_overrides(arguments) if override.is_sweep_override()}
-    own = [override for override in task_overrides if override.lstrip("+").split("=", 1)[0] in swept]
-    return swept | set(preset_keys(own))
+    of_this_job = [override for override in task_overrides if override.lstrip("+").split("=", 1)[0] in swept]
+    return swept | set(preset_keys(of_this_job))
 
 
 def check_places(config: DictConfig, run_directory: Path, keys: set[str]) -> None:
@@ -114,8 +114,8 @@ def _row(run: Path, keys: Sequence[str]) -> dict[str, Any]:
 
 
 def _check_job(config: DictConfig, saved: DictConfig, keys: set[str], place: str) -> None:
-    own = OmegaConf.create(asdict(check(config, load_sizes())))  # as a run saves it
-    pairs = {key: (OmegaConf.select(own, key), OmegaConf.select(saved, key)) for key in sorted(keys)}
+    checked = OmegaConf.create(asdict(check(config, load_sizes())))  # as a run saves it
+    pairs = {key: (OmegaConf.select(checked, key), OmegaConf.select(saved, key)) for key in sorted(keys)}
     changed = [
         f"{key}={shown(now)}: expected {shown(before)}, the value of the run in {place}; "
         "repeat the sweep with the same values, or name another hydra.sweep.dir"

@@ -188,7 +188,8 @@ def act(run: Run, features: Sequence[Feature], now: Moment, line: Line) -> bool:
         if now.is_stop and feature.may_wait:
             waiting.append(feature.name)
             continue
-        later = [other.name for other in features[number + 1 :] if other.may_wait and is_due(other, now)]
+        rest = features[number + 1 :]
+        later = [feature.name for feature in rest if feature.may_wait and is_due(feature, now)]
         run.position.pending = pending_actions(line, waiting + later)
         try:
             with run.clock.phase(feature.phase):

@@ -57,8 +57,8 @@ def gather_array(
             case AllToAll(split, concat, over):
                 x = lax.all_to_all(x, axis.name, split, concat, tiled=True, axis_index_groups=axis.groups(over))
             case Slice(dim, over):
-                own = x.shape[dim] // over
-                x = lax.dynamic_slice_in_dim(x, axis.shard_index() % over * own, own, dim)
+                size = x.shape[dim] // over
+                x = lax.dynamic_slice_in_dim(x, axis.shard_index() % over * size, size, dim)
     return cropped_for(leaf, x)
 
 
@@ -99,9 +99,9 @@ def scatter_sum_array(
                 groups = axis.groups(over)
                 x = lax.all_to_all(x.astype(wire), axis.name, concat, split, tiled=True, axis_index_groups=groups)
             case Slice(dim, over):
-                own = x.shape[dim]
-                zeros = jnp.zeros((*x.shape[:dim], own * over, *x.shape[dim + 1 :]), x.dtype)
-                x = lax.dynamic_update_slice_in_dim(zeros, x, axis.shard_index() % over * own, dim)
+                size = x.shape[dim]
+                zeros = jnp.zeros((*x.shape[:dim], size * over, *x.shape[dim + 1 :]), x.dtype)
+                x = lax.dynamic_update_slice_in_dim(zeros, x, axis.shard_index() % over * size, dim)
     x = x.astype(reduce)
     if not leaf.splits:
         return lax.psum(x, axis.name)

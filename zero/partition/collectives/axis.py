@@ -181,10 +181,11 @@ class Axis:
           ValueError: no phases of the grid make such groups.
         """
         strides = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
-        found = [(n, stride) for n, stride in zip(self.shape, strides, strict=True) if apart <= stride < apart * over]
-        if math.prod(n for n, _ in found) != over:
+        dims = zip(self.shape, strides, strict=True)
+        phases = [(size, stride) for size, stride in dims if apart <= stride < apart * over]
+        if math.prod(size for size, _ in phases) != over:
             raise ValueError(f"axis {self.name!r}: no phases of {self.shape} make groups of {over}, {apart} apart")
-        return found[::-1]
+        return phases[::-1]
 
     def row_groups(self) -> list[list[int]]:
         """Positions on the pmap axis of the devices that take the same rows."""
@@ -235,3 +236,15 @@ def check_untracked(x: Any) -> None:
             "pass jax.shard_map(..., check_vma=False): under check_vma=True, its default, jax itself sums the "
             "gradients of replicated values over devices, and zero would do it again"
         )
+
+
+def ring_pairs(rings: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    """Source and target of a `ppermute` in which each device sends to the next one of its ring.
+
+    >>> ring_pairs([[0, 1, 2], [3, 4]])
+    [(0, 1), (1, 2), (2, 0), (3, 4), (4, 3)]
+    """
+    pairs: list[tuple[int, int]] = []
+    for ring in rings:
+        pairs += zip(ring, [*ring[1:], ring[0]], strict=True)
+    return pairs

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zero.model_parallel import WHOLE, Draw, HeadParallel, ModelParallel, Tree
-from zero.partition.collectives.axis import Axis
+from zero.partition.collectives.axis import Axis, ring_pairs
 from zero.partition.collectives.tensor_group import TensorGroup
 
 
@@ -68,8 +68,7 @@ class ContextGroup(ModelParallel):
 
     def ring_shift(self, tree: Tree) -> Tree:
         """The arrays of the previous device of the group; the first device gets those of the last."""
-        groups = self.axis.context_groups()
-        pairs = [pair for group in groups for pair in zip(group, [*group[1:], group[0]], strict=True)]
+        pairs = ring_pairs(self.axis.context_groups())
         return jax.tree.map(lambda x: lax.ppermute(x, self.axis.name, pairs), tree)
 
     def input_positions(self, x_BT: jax.Array) -> jax.Array:

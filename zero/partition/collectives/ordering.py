@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import jax
@@ -115,9 +116,10 @@ def _is_nested(eqn: JaxprEqn) -> bool:
 
 def has_collective(eqn: JaxprEqn) -> bool:
     """Whether an operation is a collective, or calls one."""
-    return eqn.primitive.name.startswith(COLLECTIVES) or any(
-        has_collective(inner) for jaxpr in jaxprs_in_params(eqn.params) for inner in jaxpr.eqns
-    )
+    if eqn.primitive.name.startswith(COLLECTIVES):
+        return True
+    bodies = jaxprs_in_params(eqn.params)
+    return any(map(has_collective, chain.from_iterable(jaxpr.eqns for jaxpr in bodies)))
 
 
 def _map_jaxprs(value: Any, constants: list[Any], is_remat: bool, carry: Sequence[int]) -> Any:
@@ -135,7 +137,7 @@ def _map_jaxprs(value: Any, constants: list[Any], is_remat: bool, carry: Sequenc
         info = closed.jaxpr.debug_info.with_unknown_names() if closed.consts else closed.jaxpr.debug_info
         return closed.jaxpr.replace(constvars=[], invars=inputs, debug_info=info)
     if isinstance(value, tuple):
-        return tuple(_map_jaxprs(one, constants, is_remat, carry) for one in value)
+        return tuple(_map_jaxprs(element, constants, is_remat, carry) for element in value)
     return value
 
 

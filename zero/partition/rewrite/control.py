@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import jax
@@ -15,11 +16,15 @@ from zero.partition.collectives.arrays import scatter_sum_array
 from zero.partition.collectives.ordering import has_collective, scan_carry
 from zero.partition.jaxprs import bind
 from zero.partition.layout import LeafLayout, Split
-from zero.partition.rewrite.interpreter import Interpreter, NotElementwiseError, Rule, Value, whole_shape
+from zero.partition.rewrite.interpreter import Interpreter, NotElementwiseError, Rule, Value, arrays, whole_shape
 
 
 def _values(xs: Sequence[Any], splits: Sequence[Split | None]) -> list[Value]:
     return [Value(x, split) for x, split in zip(xs, splits, strict=True)]
+
+
+def _first_split(splits: Sequence[Split | None]) -> Split | None:
+    return next((split for split in splits if split), None)
 
 
 def _cond(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
@@ -28,17 +33,17 @@ def _cond(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> lis
     index = args[0].x
     operands = args[1:]
     columns = zip(*(inside.splits(branch, operands) for branch in eqn.params["branches"]), strict=True)
-    wanted = [next((split for split in column if split), None) for column in columns]
+    splits = [_first_split(column) for column in columns]
 
     def on_shards(branch: ClosedJaxpr) -> Callable[..., list[Any]]:
         def run(*xs: Any) -> list[Any]:
             results = inside.run(branch, _values(xs, [arg.split for arg in operands]))
-            return [inside.place(value, split, eqn).x for value, split in zip(results, wanted, strict=True)]
+            return [inside.place(value, split, eqn).x for value, split in zip(results, splits, strict=True)]
 
         return run
 
     branches = [on_shards(branch) for branch in eqn.params["branches"]]
-    return _values(lax.switch(index, branches, *(arg.x for arg in operands)), wanted)
+    return _values(lax.switch(index, branches, *arrays(operands)), splits)
 
 
 def _scan(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
@@ -220,13 +225,14 @@ def _put(xs: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> lis
     return [by_place.get(i, x) for i, x in enumerate(xs)]
 
 
+def _whole_shapes(values: Sequence[Value]) -> list[jax.ShapeDtypeStruct]:
+    return [whole_shape(value) for value in values]
+
+
 def _traced(interpreter: Interpreter, eqn: JaxprEqn, fn: Callable[..., Any], *args: Sequence[Value]) -> list[Value]:
     """`fn(*lists of whole arrays)`, evaluated on slices."""
-    shapes = [[whole_shape(value) for value in values] for values in args]
-    closed = jax.make_jaxpr(fn)(*shapes)
-    return interpreter.inside(eqn, interpreter.may_communicate).run(
-        closed, [value for values in args for value in values]
-    )
+    closed = jax.make_jaxpr(fn)(*(_whole_shapes(values) for values in args))
+    return interpreter.inside(eqn, interpreter.may_communicate).run(closed, list(chain(*args)))
 
 
 RULES: dict[str, Rule] = {

@@ -76,12 +76,12 @@ def run_on_shards(
     trees = []
     values = list[Value]()
     for tree, layout in inputs:
-        given = [Value(x, _split(leaf)) for x, leaf in zip(layout.shards_of(tree), layout.leaves, strict=True)]
-        trees.append(layout.treedef.unflatten(map(whole_shape, given)))
-        values += given
+        shards = [Value(x, _split(leaf)) for x, leaf in zip(layout.shards_of(tree), layout.leaves, strict=True)]
+        trees.append(layout.treedef.unflatten(map(whole_shape, shards)))
+        values += shards
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*trees)
-    wanted = [_split(leaf) for leaf in outputs(shapes)]
-    results = zip(Interpreter(axis, RULES).run(closed, values), wanted, strict=True)
+    splits = [_split(leaf) for leaf in outputs(shapes)]
+    results = zip(Interpreter(axis, RULES).run(closed, values), splits, strict=True)
     place = Interpreter(axis, RULES, may_communicate=True).place
     return jax.tree.unflatten(jax.tree.structure(shapes), [place(x, split, None).x for x, split in results])
 

@@ -118,6 +118,16 @@ class Value(NamedTuple):
         return dataclasses.replace(self.split, dim=dim)
 
 
+def arrays(values: Sequence[Value]) -> list[Any]:
+    """The array of each value."""
+    return [value.x for value in values]
+
+
+def split_alike(xs: Sequence[Any], split: Split | None) -> list[Value]:
+    """Values that are all split in one way, or (None) whole."""
+    return [Value(x, split) for x in xs]
+
+
 def largest_split(args: Sequence[Value]) -> Split:
     """The split of the largest value, of which at least one is split."""
     split = max((arg for arg in args if arg.split), key=lambda arg: math.prod(arg.shape)).split
@@ -175,14 +185,15 @@ class Interpreter:
             self.refuse(eqn, "draws random numbers, of the whole array on every device")
         if all(arg.split is None for arg in args):
             shard = self.shard_of_made(eqn, args)
-            return [Value(x, None, shard) for x in bind(eqn, [arg.x for arg in args])]
+            xs = bind(eqn, arrays(args))
+            return [Value(x, None, shard) for x in xs]
         if name in ELEMENTWISE:
             return self.elementwise(eqn, args)
         rule = self.rules.get(name)
         results = rule(self, eqn, args) if rule else None
         if results is not None:
             return results
-        return [Value(x, None) for x in bind(eqn, [self.place(arg, None, eqn).x for arg in args])]
+        return split_alike(bind(eqn, self.placed(args, None, eqn)), None)
 
     def call(self, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
         """The results of a call. Only inside `across_shards` can joined dimensions be separated again."""
@@ -197,11 +208,11 @@ class Interpreter:
         """Slices all operands like the largest one, except those that are broadcast along the split."""
         split = largest_split(args)
 
-        def placed(arg: Value) -> Any:
+        def operand(arg: Value) -> Any:
             is_broadcast = arg.split != split and (not arg.shape or arg.shape[split.dim] == 1)
             return self.place(arg, None if is_broadcast else split, eqn).x
 
-        return [Value(x, split) for x in bind(eqn, [placed(arg) for arg in args])]
+        return split_alike(bind(eqn, [operand(arg) for arg in args]), split)
 
     def shard_of_made(self, eqn: JaxprEqn, args: Sequence[Value]) -> Callable[[Split], Any] | None:
         """The `Value.shard` of a result: of an iota, a broadcast scalar, or element-wise operations on these.
@@ -254,21 +265,25 @@ class Interpreter:
             x = slice_array(x, LeafLayout((), x.shape, x.dtype, (split,)), self.axis)
         return Value(x, split)
 
+    def placed(self, values: Sequence[Value], split: Split | None, eqn: JaxprEqn) -> list[Any]:
+        """The arrays of values that are all split like this, for an operation."""
+        return [self.place(value, split, eqn).x for value in values]
+
     def inside(self, eqn: JaxprEqn, may_communicate: bool) -> Interpreter:
         """The interpreter for the functions that an operation calls."""
         return dataclasses.replace(self, may_communicate=may_communicate, callers=(eqn, *self.callers))
 
     def splits(self, closed: ClosedJaxpr, args: Sequence[Value]) -> list[Split | None]:
         """The splits of the results of a traced function; nothing is computed."""
-        found: list[Split | None] = []
+        splits: list[Split | None] = []
 
         def run(*xs: Any) -> None:
             dry = dataclasses.replace(self, owned=dict(self.owned))
             results = dry.run(closed, [Value(x, arg.split) for x, arg in zip(xs, args, strict=True)])
-            found.extend(value.split for value in results)
+            splits.extend(value.split for value in results)
 
         jax.eval_shape(run, *(arg.x for arg in args))
-        return found
+        return splits
 
     def refuse(self, eqn: JaxprEqn, why: str) -> NoReturn:
         """Raises `NotElementwiseError`."""

@@ -15,7 +15,7 @@ from jax.extend.core import JaxprEqn
 from zero.partition.collectives.arrays import fill_padding, sum_dtype
 from zero.partition.collectives.axis import Axis
 from zero.partition.jaxprs import bind
-from zero.partition.rewrite.interpreter import Interpreter, Rule, Value
+from zero.partition.rewrite.interpreter import Interpreter, Rule, Value, arrays, split_alike
 from zero.partition.rewrite.shapes import without
 
 
@@ -71,17 +71,21 @@ def _all_bits(dtype: Any) -> Any:
     return True if dtype == jnp.bool_ else ~jnp.zeros((), dtype)
 
 
+def _free_dims(value: Value, contracted: Sequence[int], batch: Sequence[int]) -> list[int]:
+    """The dimensions of an operand that a product keeps, apart from those of the batch."""
+    return [dim for dim in range(len(value.shape)) if dim not in (*contracted, *batch)]
+
+
 def _dot_general(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
     """A contraction over the split dimension is completed by a sum; a batch or free dimension stays split."""
     contracted, batch = eqn.params["dimension_numbers"]
     # The larger of the split operands keeps its split.
     kept = max((i for i in (0, 1) if args[i].split), key=lambda i: math.prod(args[i].shape))
     value = args[kept]
-    other = args[1 - kept]
     dim = value.dim
 
     def together(dims: Any) -> list[Any]:
-        placed = interpreter.place(other, value.moved(dims[1 - kept][dims[kept].index(dim)]), eqn)
+        placed = interpreter.place(args[1 - kept], value.moved(dims[1 - kept][dims[kept].index(dim)]), eqn)
         return [value, placed] if kept == 0 else [placed, value]
 
     if dim in contracted[kept]:
@@ -93,14 +97,12 @@ def _dot_general(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value])
         return [Value(_sum(part, interpreter.axis).astype(out.dtype), None)]
     if dim in batch[kept]:
         split = value.moved(batch[kept].index(dim))
-        return [Value(x, split) for x in bind(eqn, [arg.x for arg in together(batch)])]
-    free = [
-        [d for d in range(len(arg.shape)) if d not in (*c, *b)]
-        for arg, c, b in zip(args, contracted, batch, strict=True)
-    ]
-    split = value.moved(len(batch[0]) + kept * len(free[0]) + free[kept].index(dim))
+        return split_alike(bind(eqn, arrays(together(batch))), split)
+    first_free = _free_dims(args[0], contracted[0], batch[0])
+    free = first_free if kept == 0 else _free_dims(args[1], contracted[1], batch[1])
+    split = value.moved(len(batch[0]) + kept * len(first_free) + free.index(dim))
     xs = [arg.x if i == kept else interpreter.place(arg, None, eqn).x for i, arg in enumerate(args)]
-    return [Value(x, split) for x in bind(eqn, xs)]
+    return split_alike(bind(eqn, xs), split)
 
 
 RULES: dict[str, Rule] = {

@@ -14,7 +14,7 @@ from jax.extend.core import JaxprEqn
 from zero.partition.collectives.arrays import fill_padding
 from zero.partition.jaxprs import bind
 from zero.partition.layout import Split
-from zero.partition.rewrite.interpreter import Interpreter, Rule, Value, largest_split
+from zero.partition.rewrite.interpreter import Interpreter, Rule, Value, arrays, largest_split, split_alike
 from zero.partition.rewrite.joined import Joined, joined_dim
 
 
@@ -34,7 +34,7 @@ def _along_others(name: str) -> Rule:
         split = largest_split(args)
         if split.dim in (dims if isinstance(dims, tuple) else (dims,)):
             return None
-        return [Value(x, split) for x in bind(eqn, [interpreter.place(arg, split, eqn).x for arg in args])]
+        return split_alike(bind(eqn, interpreter.placed(args, split, eqn)), split)
 
     return rule
 
@@ -44,7 +44,7 @@ def _on_slice(split_of: Callable[[Value, JaxprEqn], Split | None]) -> Rule:
 
     def rule(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
         split = split_of(args[0], eqn)
-        return None if split is None else [Value(x, split) for x in bind(eqn, [arg.x for arg in args])]
+        return None if split is None else split_alike(bind(eqn, arrays(args)), split)
 
     return rule
 
@@ -52,12 +52,13 @@ def _on_slice(split_of: Callable[[Value, JaxprEqn], Split | None]) -> Rule:
 def _stack(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
     split = largest_split(args)
     moved = dataclasses.replace(split, dim=split.dim + (eqn.params["axis"] <= split.dim))
-    return [Value(x, moved) for x in bind(eqn, [interpreter.place(arg, split, eqn).x for arg in args])]
+    return split_alike(bind(eqn, interpreter.placed(args, split, eqn)), moved)
 
 
 def _each(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
     """For operations that return their operands."""
-    return [Value(x, arg.split) for x, arg in zip(bind(eqn, [arg.x for arg in args]), args, strict=True)]
+    results = bind(eqn, arrays(args))
+    return [Value(x, arg.split) for x, arg in zip(results, args, strict=True)]
 
 
 def _broadcast_in_dim(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
@@ -125,7 +126,7 @@ def _slice(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> li
     elif (params["start_indices"][split.dim], params["limit_indices"][split.dim], stride) != (0, split.size, 1):
         return None
     limits = _replaced(params["limit_indices"], split.dim, split.shard_size)
-    return [Value(x, split) for x in bind(_with_params(eqn, limit_indices=limits), [value.x])]
+    return split_alike(bind(_with_params(eqn, limit_indices=limits), [value.x]), split)
 
 
 def _pad(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
@@ -142,7 +143,7 @@ def _pad(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list
         filled = fill_padding(value.x, value.leaf, interpreter.axis, fill.x)
         value = Value(filled, dataclasses.replace(split, size=split.size + high))
         config = _replaced(config, split.dim, (0, 0, 0))
-    return [Value(x, value.split) for x in bind(_with_params(eqn, padding_config=config), [value.x, fill.x])]
+    return split_alike(bind(_with_params(eqn, padding_config=config), [value.x, fill.x]), value.split)
 
 
 def _dynamic_slice(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
@@ -153,7 +154,8 @@ def _dynamic_slice(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value
     if sizes[split.dim] != split.size:
         return None
     sizes = _replaced(sizes, split.dim, split.shard_size)
-    return [Value(x, split) for x in bind(_with_params(eqn, slice_sizes=sizes), [value.x, *_all(starts, split.dim)])]
+    operands = [value.x, *_all(starts, split.dim)]
+    return split_alike(bind(_with_params(eqn, slice_sizes=sizes), operands), split)
 
 
 def _dynamic_update_slice(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
@@ -162,8 +164,8 @@ def _dynamic_update_slice(interpreter: Interpreter, eqn: JaxprEqn, args: Sequenc
     assert split
     if value.shape[split.dim] != update.shape[split.dim]:
         return None
-    placed = [interpreter.place(arg, split, eqn).x for arg in (value, update)]
-    return [Value(x, split) for x in bind(eqn, [*placed, *_all(starts, split.dim)])]
+    placed = interpreter.placed([value, update], split, eqn)
+    return split_alike(bind(eqn, [*placed, *_all(starts, split.dim)]), split)
 
 
 def _all(starts: Sequence[Value], dim: int) -> list[Any]:

@@ -112,7 +112,7 @@ def until(samples: bytes, step: int) -> bytes:
     >>> until(b"--- step 5\nto be\n--- step 10\nor not\n", 5)
     b'--- step 5\nto be\n'
     """
-    for found in re.finditer(rb"^--- step (\d+)$", samples, re.MULTILINE):
-        if int(found[1]) > step:
-            return samples[: found.start()]
+    for head in re.finditer(rb"^--- step (\d+)$", samples, re.MULTILINE):
+        if int(head[1]) > step:
+            return samples[: head.start()]
     return samples

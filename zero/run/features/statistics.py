@@ -75,9 +75,9 @@ def named(statistics: dict[str, dict[str, Any]]) -> dict[str, float]:
     >>> named({"activation": {"query": np.ones(2)}, "change": {"blocks/query/kernel": np.float32(3)}})
     {'activation/query/0': 1.0, 'activation/query/1': 1.0, 'change/blocks/query/kernel': 3.0}
     """
-    return {
-        "/".join([kind, name, *map(str, index)]): float(np.asarray(values)[index])
-        for kind, by_name in statistics.items()
-        for name, values in by_name.items()
-        for index in np.ndindex(np.shape(values))
-    }
+    metrics = {}
+    for kind, by_name in statistics.items():
+        for name, values in by_name.items():
+            for index, value in np.ndenumerate(values):
+                metrics["/".join([kind, name, *map(str, index)])] = float(value)
+    return metrics

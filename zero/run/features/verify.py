@@ -74,13 +74,13 @@ class Verify(Feature):
         groups, is_certain = suspects(results, self._axis)
         names = [" and ".join(map(_name, group)) for group in groups]
         if not is_certain:
-            found = f"{' or '.join(names)} is wrong, and which one could not be told: both repeat their results"
+            fault = f"{' or '.join(names)} is wrong, and which one could not be told: both repeat their results"
         elif group_size(self._axis) == self._axis.size:
-            found = f"{names[0]} did not repeat its own result"
+            fault = f"{names[0]} did not repeat its own result"
         else:
-            found = f"{', '.join(names)} computed what other devices did not"
+            fault = f"{', '.join(names)} computed what other devices did not"
         raise Unavailable(
-            f"step {step}: {found}. verify.every={self._every} compares losses and gradients of the same rows "
+            f"step {step}: {fault}. verify.every={self._every} compares losses and gradients of the same rows "
             "bit for bit: the device, its memory or a link is faulty. This state is not saved: replace the device, and "
             "--resume from the checkpoint before"
         )
