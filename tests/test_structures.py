@@ -79,3 +79,28 @@ def test_readme_counts_the_lines_that_change() -> None:
         lines = (FOLDER / f"{name}.diff").read_text().splitlines()[2:]
         removed, added = ([line for line in lines if line[0] == sign and line[1:].strip()] for sign in "-+")
         assert counted == f"{len(removed)}, {len(added)}", name
+
+
+def runs_of_changes(diff: str) -> list[tuple[int, int]]:
+    """Lines removed and added by each uninterrupted run of changes, blank ones and imports aside."""
+    runs = [(0, 0)]
+    for line in diff.splitlines()[2:]:
+        if line[:1] not in ("-", "+"):
+            runs.append((0, 0))
+        elif line[1:].strip() and not re.match("(import|from) ", line[1:]):
+            removed, added = runs[-1]
+            runs[-1] = (removed + (line[0] == "-"), added + (line[0] == "+"))
+    return runs
+
+
+def test_ports_before_and_now_are_counted() -> None:
+    """The table of docs/decisions/porting.md has the lines of both ports."""
+    text = (FOLDER.parents[1] / "docs" / "decisions" / "porting.md").read_text()
+    rows = re.findall(r"^\| (\w+) \| (\d+) \| (\d+) \| ([\d.]+) \| (\d+, \d+) \| (\d+, \d+) \|", text, re.MULTILINE)
+    assert [name for name, *_ in rows] == ["byol", "vdm", "sac", "mpo"]
+    for name, *counted in rows:
+        folders = (FOLDER.parents[1] / "docs" / "sources" / "ports-before", FOLDER)
+        before, now = (runs_of_changes((folder / f"{name}.diff").read_text()) for folder in folders)
+        lines = [sum(max(run) for run in runs) for runs in (before, now)]
+        both = [f"{sum(run[0] for run in runs)}, {sum(run[1] for run in runs)}" for runs in (before, now)]
+        assert counted == [str(lines[0]), str(lines[1]), f"{lines[1] / lines[0]:.2f}", *both], name
