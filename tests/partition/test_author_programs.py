@@ -151,16 +151,53 @@ def test_like_keeps_the_marks_of_the_tree() -> None:
     assert isinstance(placed["opt_state"], zero.ShardedState)
 
 
-def test_schedule_free_parameters() -> None:
-    """Parameters for evaluation come of the whole state; the sharded one says so."""
-    tx, params = zero.shard_optimizer(optax.contrib.schedule_free_sgd(2.0**-4), "batch"), make_params()
+@pytest.mark.parametrize("rows", [8, 16])
+def test_schedule_free_parameters(rows: int) -> None:
+    """Parameters for evaluation come of the whole state; the sharded one says so, instead of a wrong result.
+
+    On eight devices a slice of eight rows is one row, which would be broadcast over the whole parameter.
+    """
+    params = {"w": np.random.default_rng(0).normal(size=(rows, 3)).astype(np.float32)}
+    tx = zero.shard_optimizer(optax.contrib.schedule_free_sgd(2.0**-4), "batch")
     evaluate = optax.contrib.schedule_free_eval_params
     state = zero.to_devices(tx.init(params))
-    with pytest.raises(AttributeError, match=r"no 'b1': .* cut; whole, it is zero.gather\(opt_state\) inside pmap"):
-        evaluate(state, zero.to_devices(params))
+    refused = (
+        r"no 'b1': .* takes zero.gather\(opt_state\) inside pmap and zero.to_host\(opt_state\) outside. In .slices .* "
+        "is wrong"
+    )
+    for read in (evaluate, jax.pmap(evaluate, "batch")):
+        with pytest.raises(AttributeError, match=refused):
+            read(state, zero.to_devices(params))
     inside = jax.pmap(lambda s, p: evaluate(zero.gather(s), p), "batch")(state, zero.to_devices(params))
     outside = evaluate(zero.to_host(state), params)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x[7], y, rtol=1e-6), inside, outside)
+
+
+def test_functions_of_optax_that_read_a_state() -> None:
+    """`optax.tree.get`, `set` and `map_params` as the page says: scalars as they are, all else of the whole state."""
+    plain = optax.inject_hyperparams(optax.adam)(learning_rate=0.25)
+    tx, params = zero.shard_optimizer(plain, "batch"), make_params()
+
+    def read(opt_state: Any, params: Any) -> Any:
+        _, opt_state = tx.update(zero.local(params), opt_state, params)
+        opt_state = optax.tree.set(opt_state, learning_rate=optax.tree.get(opt_state, "learning_rate") / 2)
+        return opt_state, optax.tree.get(zero.gather(opt_state), "mu")
+
+    state, mu = jax.pmap(read, "batch")(zero.to_devices(tx.init(params)), zero.to_devices(params))
+    _, expected = plain.update(params, plain.init(params), params)
+    whole = zero.to_host(state)
+    assert optax.tree.get(whole, "learning_rate") == 0.125
+    assert optax.tree.get(state, "learning_rate").tolist() == [0.125] * 8
+    for x in (jax.tree.map(lambda x: x[5], mu), optax.tree.get(whole, "mu")):
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), x, optax.tree.get(expected, "mu"))
+    doubled = optax.tree.map_params(tx.unsharded, lambda x: 2 * x, whole)
+    again = zero.to_host(zero.to_devices(doubled, like=tx.init(params)))
+    twice = optax.tree.map_params(plain, lambda x: 2 * x, expected)
+    jax.tree.map(
+        partial(np.testing.assert_allclose, rtol=1e-6), optax.tree.get(again, "nu"), optax.tree.get(twice, "nu")
+    )
+    with pytest.raises(ValueError, match="different types"):  # slices are no parameters: jax refuses
+        optax.tree.map_params(tx, lambda x: 2 * x, state)
 
 
 def test_ensemble_by_vmap() -> None:

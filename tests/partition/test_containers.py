@@ -77,11 +77,14 @@ def test_where_the_guard_ends() -> None:
         "jax.tree.leaves": lambda: jax.tree.leaves(state),
         "eqx.partition": lambda: eqx.partition(state, eqx.is_inexact_array)[0],
         "opt_state.slices": lambda: state.slices,
+        "optax.tree.get": lambda: optax.tree.get(state, "mu"),
     }
+    # These leave plain arrays that nothing can be known by.
+    unknown = {"jax.tree.leaves", "eqx.partition", "opt_state.slices", "optax.tree.get"}
     for name, dissolve in ends.items():
         assert f"`{name}" in text, name
         first(dissolve())
-        if name not in ("jax.tree.leaves", "eqx.partition", "opt_state.slices"):  # which leave nothing to be known by
+        if name not in unknown:
             for convert in (zero.to_host, zero.to_devices):
                 with pytest.raises(ValueError, match=DISSOLVED):
                     convert(dissolve())

@@ -202,7 +202,7 @@ def test_whole_state_inside_pmap() -> None:
         expected = optax.apply_updates(expected, updates)
     right = optax.contrib.schedule_free_eval_params(state, expected)
     np.testing.assert_allclose(evaluated(replicate(params))["w"][3], right["w"], rtol=1e-6)
-    with pytest.raises(AttributeError, match=r"no 'b1': .* in .slices, cut; .*zero.gather\(opt_state\)"):
+    with pytest.raises(AttributeError, match=r"no 'b1': .* takes zero.gather\(opt_state\) inside"):
         lower(lambda p: optax.contrib.schedule_free_eval_params(tx.init(p), p), replicate(params))
 
 

@@ -146,8 +146,9 @@ class ShardedState:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
-            f"the state of a sharded optimizer has no {name!r}: that of optax is in .slices, cut; whole, it is "
-            "zero.gather(opt_state) inside pmap and zero.to_host(opt_state) outside"
+            f"the state of a sharded optimizer has no {name!r}: what reads the state of optax takes "
+            "zero.gather(opt_state) inside pmap and zero.to_host(opt_state) outside. In .slices it is cut: a scalar is "
+            "whole there, and every other leaf is this device's 1/N, which beside a whole array is wrong"
         )
 
     @property
