@@ -40,8 +40,9 @@ from zero.model_parallel import ExpertParallel
 from zero.models import transformer_layer
 from zero.models.attention.kernel import fused_rotation, kernel_attention
 from zero.models.config import GPTConfig
-from zero.models.elements import rotate, row_major
+from zero.models.elements import row_major
 from zero.models.gpt import GPT
+from zero.models.positions import rotary
 from zero.partition.layout import LeafLayout
 from zero.plan.compile import compiler_options, step_arguments
 from zero.plan.topology import find_devices, out_of_memory, prepare_environment
@@ -193,15 +194,16 @@ def gspmd_step(job: Job, row: Row, size: GPTConfig, devices: list[Any], has_layo
     state = params, jax.eval_shape(tx.init, params)
     shardings = jax.tree.map(lambda x: by_shape.get(x.shape, whole), state)
     transformer_layer.kernel_attention = attend  # type: ignore[assignment]
-    transformer_layer.fused_rotation = turn if has_layouts else rotate  # type: ignore[assignment]
+    rotary.fused_rotation = turn if has_layouts else rotary.rotate  # type: ignore[assignment]
     transformer_layer.row_major = row_major if has_layouts else lambda x: x
     try:
         compiled = jax.jit(
             step, in_shardings=(shardings, by_row), out_shardings=(shardings, whole), donate_argnums=0
         ).lower(state, jax.ShapeDtypeStruct((batch, row.context), jnp.int32))
     finally:
-        transformer_layer.kernel_attention, transformer_layer.fused_rotation = kernel_attention, fused_rotation
+        transformer_layer.kernel_attention = kernel_attention
         transformer_layer.row_major = row_major
+        rotary.fused_rotation = fused_rotation
     return compiled
 
 

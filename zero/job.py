@@ -15,10 +15,10 @@ from zero.corpus.text.tokenizers import load_tokenizer
 from zero.errors import UserError
 from zero.hosts.speeds import SPEEDS
 from zero.models.attention.blockwise import blockwise_from
+from zero.models.attention.choices import missing_in_kernel
 from zero.models.attention.kernel import chosen_kernel
 from zero.models.config import STACK, GPTConfig
 from zero.models.parametrization import multipliers_of
-from zero.models.transformer_layer import missing_in_kernel
 from zero.partition.collectives.axis import Axis
 from zero.partition.global_arrays import pmap_devices
 from zero.partition.layout import Layout

@@ -10,8 +10,7 @@ from jax import lax
 
 from tests.exchange.random_weights import params
 from zero.models.config import GPTConfig
-from zero.models.gpt import GPT
-from zero.models.transformer_layer import init_cache
+from zero.models.gpt import GPT, init_cache
 
 
 @cache

@@ -15,8 +15,7 @@ from zero.models.attention.scores import alibi_slopes
 from zero.models.config import STACK, GPTConfig
 from zero.models.elements import product
 from zero.models.families import FAMILIES
-from zero.models.gpt import GPT
-from zero.models.transformer_layer import init_cache
+from zero.models.gpt import GPT, init_cache
 
 BASE = GPTConfig(42, 101, 6, 24, 0.0, 2, vocab_chunks=3, head_dim=10, kv_heads=2, mlp_dim=31, alibi_attn=False)
 COMPOSED: dict[str, dict[str, Any]] = {

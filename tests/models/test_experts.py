@@ -13,8 +13,7 @@ import pytest
 from zero.models.config import GPTConfig
 from zero.models.experts import Experts, assign_places, capacity_of, no_routing, routing_metrics
 from zero.models.families import FAMILIES
-from zero.models.gpt import GPT
-from zero.models.transformer_layer import init_cache
+from zero.models.gpt import GPT, init_cache
 
 E, K, T = 5, 2, 13
 SMALL = GPTConfig(

@@ -14,17 +14,16 @@ from hypothesis import strategies as st
 from zero.models.codebook import init_codebook, update_codebook, with_commitment
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
+from zero.models.gated_layer import GatedLayer
 from zero.models.gated_unit import (
     CODEBOOK,
-    GatedLayer,
     GatedUnit,
     Heads,
     Memory,
     assign_codes,
     attend,
 )
-from zero.models.gpt import GPT
-from zero.models.transformer_layer import init_cache
+from zero.models.gpt import GPT, init_cache
 
 K, V = 4, 6
 SIZE: dict[str, Any] = {"embedding_dim": 12, "vocab_size": 31, "num_head": 1, "block_size": 64, "dropout": 0.0, "N": 2}

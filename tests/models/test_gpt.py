@@ -15,8 +15,7 @@ from zero.config.files import conf_directory, load_sizes
 from zero.models.attention.scores import alibi_slopes
 from zero.models.config import GPTConfig
 from zero.models.elements import dropout
-from zero.models.gpt import GPT
-from zero.models.transformer_layer import init_cache
+from zero.models.gpt import GPT, init_cache
 
 SIZES_TEXT = "".join(
     path.read_text() for path in (conf_directory() / "model_config.yaml", *conf_directory().glob("models/*"))

@@ -11,8 +11,8 @@ import pytest
 
 from zero.models.attention.blockwise import blockwise_attention
 from zero.models.config import GPTConfig
-from zero.models.elements import cosines_and_sines, rotate, rotation_of
 from zero.models.gpt import GPT
+from zero.models.positions.rotary import cosines_and_sines, rotate, rotation_of
 
 LENGTHS = (7, 1, 12, 3, 14)
 POSITIONS = sum(LENGTHS)

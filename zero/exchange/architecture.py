@@ -7,12 +7,12 @@ layer, and in some architectures query, key and value in one.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from zero.models.config import HEAD, VOCABULARY, GPTConfig
+from zero.models.config import HEAD, VOCABULARY, GPTConfig, default_values
 from zero.models.families import FAMILIES
 from zero.partition.layout import LeafLayout
 
@@ -24,7 +24,6 @@ _SIZES |= {"init", "head_init", "zero_init"}
 _SIZES |= {"embedding_dropout", "attention_dropout", "residual_dropout"}
 # Of training alone:
 _SIZES |= {"expert_capacity", "expert_priority", "balance_loss", "balance_choices", "router_z_loss"}
-_DEFAULTS = {one.name: one.default for one in fields(GPTConfig)} | {"attention_scale": "sqrt"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +58,7 @@ class Architecture:
 
     def choices(self) -> dict[str, Any]:
         """Every attribute of `GPTConfig` with a default, as this architecture's family has it."""
-        return {**_DEFAULTS, **FAMILIES[self.family]}
+        return {**default_values(), **FAMILIES[self.family]}
 
     def differences(self, size: GPTConfig) -> list[str]:
         """Descriptions of the properties of a model that this architecture cannot express."""

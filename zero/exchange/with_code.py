@@ -11,7 +11,7 @@ import numpy as np
 from zero.errors import UserError
 from zero.exchange.architecture import Architecture
 from zero.models.config import HEAD, STACK, VOCABULARY, GPTConfig
-from zero.models.elements import rotation_of
+from zero.models.positions.rotary import rotation_of
 
 CODE = Path(__file__).with_name("modeling_zero.py")
 _OF_LAYERS = (

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zero.models.config import STACK, GPTConfig
-from zero.models.gated_unit import UNITS
+from zero.models.gated_unit import UNITS, GatedUnits
+from zero.models.part import STACK
 
 # A code with fewer keys per step than this is not updated, so that its sums do not underflow.
 _FEWEST_KEYS = 0.01
@@ -21,7 +21,7 @@ _FEWEST_KEYS = 0.01
 _UNUSED, _SPLIT_BY = 0.1, 0.01
 
 
-def init_codebook(config: GPTConfig, key: jax.Array) -> Any:
+def init_codebook(config: GatedUnits, key: jax.Array) -> Any:
     """The codebook of a new model: per layer and unit `counts` (S) and `sums` (S, K); a code is sums / counts.
 
     Codes start with norm 1, nearer to the origin than keys (K^(1/4)), so that keys far from every used code get an
@@ -36,7 +36,7 @@ def init_codebook(config: GPTConfig, key: jax.Array) -> Any:
     return {STACK: {f"unit_{number}": unit(number) for number in range(UNITS)}}
 
 
-def with_commitment(config: GPTConfig, codebook: Any, positions: int) -> Any:
+def with_commitment(config: GatedUnits, codebook: Any, positions: int) -> Any:
     """The codebook with the weight of the commitment loss: that of a mean over this many positions."""
     weight = config.commitment / positions
 
@@ -46,7 +46,7 @@ def with_commitment(config: GPTConfig, codebook: Any, positions: int) -> Any:
     return {STACK: {name: unit(state) for name, state in codebook[STACK].items()}}
 
 
-def update_codebook(config: GPTConfig, codebook: Any, found: Any, key: jax.Array) -> Any:
+def update_codebook(config: GatedUnits, codebook: Any, found: Any, key: jax.Array) -> Any:
     """The codebook after a step whose counts and sums of assigned keys, over all devices, are `found`.
 
     In each layer and unit an unused code is then moved next to another one (`_split`). The result depends only on the

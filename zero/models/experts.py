@@ -12,6 +12,8 @@ Shapes are named by suffix:
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,9 +24,50 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from zero.model_parallel import ALONE, WHOLE, ExpertParallel, ModelParallel
-from zero.models.config import GPTConfig
-from zero.models.elements import ACTIVATIONS, gated
-from zero.models.parametrization import kernel_init
+from zero.models.mlp import MLP, hidden_values
+from zero.models.parametrization import Initial, kernel_init
+from zero.models.part import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, key, one_of, own_keys
+
+
+@dataclass(frozen=True)
+class Mixture(MLP, Initial):
+    """The keys of experts."""
+
+    experts: int | None = key(None, AT_LEAST_ONE)  # E; GShard, arXiv 2006.16668
+    experts_per_token: int = key(1, AT_LEAST_ONE)
+    experts_every: int = key(1, AT_LEAST_ONE)
+    expert_capacity: float | None = key(None, POSITIVE)
+    expert_priority: str = key("choice", one_of("choice", "position"))
+    normalise_router: bool = key(False)  # Mixtral
+    # E times the sum over experts of choices per token times mean probability (Switch, arXiv 2101.03961, eq. 4). It is
+    # `experts_per_token` where all experts are chosen equally.
+    balance_loss: float = key(0.0, NOT_NEGATIVE)
+    balance_choices: str = key("all", one_of("all", "first"))  # first: GShard, arXiv 2006.16668, algorithm 1
+    router_z_loss: float = key(0.0, NOT_NEGATIVE)  # ST-MoE, arXiv 2202.08906, eq. 5
+
+    def mistakes(self) -> Iterator[str]:
+        """Keys of experts without experts, and what experts do not go with."""
+        if self.experts is None:
+            for field in own_keys(Mixture):
+                if getattr(self, field.name) != field.default:
+                    yield f"{field.name} {getattr(self, field.name)} needs experts"
+            return
+        if self.experts_per_token > self.experts:
+            yield f"experts_per_token {self.experts_per_token} must be at most experts {self.experts}"
+        if self.experts_per_token == 1 and self.normalise_router:
+            yield "normalise_router: true with experts_per_token 1 leaves the router without a gradient"
+        if self.N % self.experts_every:
+            yield f"N {self.N} must be a multiple of experts_every {self.experts_every}"
+        if self.experts_every > 1 and len(self.windows) > 1:
+            yield f"experts_every {self.experts_every} needs one window, got {list(self.windows)}"
+        for name, needed in (("parametrization", "standard"), ("init", "gpt2")):
+            if getattr(self, name) != needed:
+                yield f"experts need {name}: {needed}, got {getattr(self, name)}"
+
+    @property
+    def scanned_layers(self) -> int:
+        """Entries of the stack of layers: each has `experts_every` of them."""
+        return self.N // self.experts_every
 
 
 class Routing(NamedTuple):
@@ -47,7 +90,7 @@ class Routing(NamedTuple):
 ResidualStream = tuple[jax.Array, Routing | None]
 
 
-def no_routing(config: GPTConfig, rows: int) -> Routing | None:
+def no_routing(config: Mixture, rows: int) -> Routing | None:
     """The zero of `Routing`; None for a model without experts."""
     if config.experts is None:
         return None
@@ -72,10 +115,10 @@ def routing_metrics(routing: Routing, positions: jax.Array | float) -> dict[str,
     return dict(zip(METRICS, (share_max, share_min, dropped, entropy), strict=True))
 
 
-def capacity_of(config: GPTConfig, positions: int) -> int:
+def capacity_of(config: Mixture, positions: int) -> int:
     """C, the places of an expert in a row of this many positions.
 
-    >>> capacity_of(GPTConfig(8, 9, 2, 16, 0.0, 1, experts=4, expert_capacity=1.25, mlp_bias=False), 16)
+    >>> capacity_of(Mixture(8, 9, 2, 16, 0.0, 1, experts=4, expert_capacity=1.25, mlp_bias=False), 16)
     5
     """
     assert config.experts is not None and config.expert_capacity is not None
@@ -86,7 +129,7 @@ def capacity_of(config: GPTConfig, positions: int) -> int:
 class _Product(nn.Module):
     """Parameters `kernel` and `bias`, by which weight decay and learning rates select them; no bias is None."""
 
-    config: GPTConfig
+    config: Mixture
     shape: tuple[int, ...]
 
     @nn.compact
@@ -111,7 +154,7 @@ class Experts(nn.Module):
       group: the devices among which the experts are divided.
     """
 
-    config: GPTConfig
+    config: Mixture
     dtype: DTypeLike
     cut: ModelParallel = WHOLE
     group: ExpertParallel = ALONE
@@ -242,12 +285,9 @@ class Experts(nn.Module):
             y = product(x, kernel_EIO)
             return y if bias_EO is None else y + spread(bias_EO / parts)
 
-        activation = self.config.activation
-        hidden = of("mlp_in", x)
-        if self.config.gated:
-            hidden = gated(activation, of("mlp_gate", x), hidden)
-        else:
-            hidden = ACTIVATIONS[activation](hidden)
+        of_input = of("mlp_in", x)
+        of_gate = of("mlp_gate", x) if self.config.gated else None
+        hidden = hidden_values(self.config, of_input, of_gate)
         return of("mlp_out", hidden, self.cut.size)  # a bias for the sum over the parts of the width
 
 

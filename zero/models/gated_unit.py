@@ -13,6 +13,8 @@ Shapes are named by suffix:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,14 +27,42 @@ from jax.typing import DTypeLike
 
 from zero.model_parallel import WHOLE, ModelParallel
 from zero.models.attention.scores import LOWEST
-from zero.models.config import GPTConfig
-from zero.models.elements import drop_rows, dropout, fold_keys, keys_from, make_norm
-from zero.models.experts import ResidualStream
-from zero.models.layer import Layer
-from zero.models.parametrization import kernel_init
+from zero.models.elements import Residual, dropout
+from zero.models.norms import Norms, make_norm
+from zero.models.parametrization import Initial, kernel_init
+from zero.models.part import AT_LEAST_ONE, GATED_UNITS, NOT_NEGATIVE, RATE, Check, key, one_of
+from zero.models.positions.sinusoidal import Sinusoidal
 
 UNITS = 2  # per layer: together 12 D^2 parameters, as attention and MLP
 CODEBOOK = "codebook"  # name of the collection of variables
+_ALONE = (GATED_UNITS,)
+
+
+@dataclass(frozen=True)
+class GatedUnits(Sinusoidal, Norms, Residual, Initial):
+    """The keys of gated units."""
+
+    codes: int = key(512, layers=_ALONE)  # S
+    vq_block: int = key(512, AT_LEAST_ONE, _ALONE)  # C
+    key_width: int = key(128, AT_LEAST_ONE, _ALONE)  # K
+    cache_gradient: bool = key(True, layers=_ALONE)
+    commitment: float = key(1e-4, NOT_NEGATIVE, _ALONE)
+    codebook_decay: float = key(0.99, Check(lambda decay: 0 < decay < 1, "lie in (0, 1)"), _ALONE)
+    distance_dropout: float = key(0.0, RATE, _ALONE)
+    distance_width: int | None = key(None, layers=_ALONE)  # None: K
+    # block: distances of more than C have no bias
+    distance_limit: str = key("window", one_of("window", "block"), _ALONE)
+    layer_dropout: float = key(0.0, RATE, _ALONE)
+    update_tokens: int | None = key(None, AT_LEAST_ONE, _ALONE)  # None: an update takes whole rows
+
+    def mistakes(self) -> Iterator[str]:
+        """Widths that are odd, and updates that cut a block."""
+        if self.codes < 0 or self.key_width % 2:
+            yield f"codes must be at least 0 and key_width even, got {self.codes} and {self.key_width}"
+        if self.update_tokens is not None and self.update_tokens % self.vq_block:
+            yield f"update_tokens {self.update_tokens} must be a multiple of vq_block {self.vq_block}"
+        if self.distance_width is not None and (self.distance_width < 2 or self.distance_width % 2):
+            yield f"distance_width must be even and at least 2, or null, got {self.distance_width}"
 
 
 @jax.custom_vjp
@@ -124,7 +154,7 @@ class Memory(NamedTuple):
 
 
 def empty_memory(
-    config: GPTConfig, rows: tuple[int, ...], block: int, dtype: DTypeLike, cut: ModelParallel = WHOLE
+    config: GatedUnits, rows: tuple[int, ...], block: int, dtype: DTypeLike, cut: ModelParallel = WHOLE
 ) -> Memory:
     """The memory before the first position, with leading dimensions `rows`, of this device's part of the values."""
     width = 2 * config.embedding_dim // cut.size
@@ -300,7 +330,7 @@ class GatedUnit(nn.Module):
     The devices of a tensor group compute the same queries, keys and codes; each has a part of the values and the gate.
     """
 
-    config: GPTConfig
+    config: GatedUnits
     dtype: DTypeLike
     cut: ModelParallel = WHOLE
 
@@ -362,58 +392,3 @@ class GatedUnit(nn.Module):
 
     def _normed(self, x: jax.Array) -> jax.Array:
         return nn.RMSNorm(self.config.norm_epsilon, dtype=jnp.float32, use_scale=False)(x)
-
-
-class RecurrentState(NamedTuple):
-    """What units remember, and how much of a row is valid.
-
-    Attributes:
-      memory: of all units, `(L U, B, ...)`; or, within a layer in training, of its own, `(U, B, ...)`.
-      known: the number of valid positions, int32; None: all are.
-    """
-
-    memory: Memory
-    known: jax.Array | None
-
-
-def init_recurrent(
-    config: GPTConfig, rows: int, known: jax.Array | int, dtype: DTypeLike, cut: ModelParallel = WHOLE
-) -> RecurrentState:
-    """The state before the first of `known` valid positions, of this device's part of the values."""
-    memory = empty_memory(config, (config.N * UNITS, rows), config.vq_block, dtype, cut)
-    return RecurrentState(memory, jnp.asarray(known, jnp.int32))
-
-
-class GatedLayer(Layer):
-    """Two gated units on the residual stream; arguments as of `zero.models.transformer_layer.TransformerLayer`."""
-
-    @nn.compact
-    def __call__(
-        self,
-        carry: tuple[ResidualStream, RecurrentState | None],
-        layer: jax.Array,
-        keys_B: jax.Array | None,
-        position: jax.Array | int,
-        starts_BT: jax.Array | None = None,
-    ) -> tuple[tuple[ResidualStream, RecurrentState | None], None]:
-        """Raises ValueError for segments: the memory beyond the window does not separate them."""
-        if starts_BT is not None:
-            raise ValueError("gated units do not keep segments of a row apart")
-        (x_BTD, routing), state = carry
-        keys_B = fold_keys(keys_B, layer)
-        for number in range(UNITS):
-            unit = GatedUnit(self.config, self.dtype, self.cut, name=f"unit_{number}")
-            sites = [fold_keys(keys_B, number + i * UNITS) for i in range(3)]
-            if state is None:
-                out_BTD, _ = unit(x_BTD, None, position, None, sites[1])
-            else:
-                place = (UNITS * layer + number) % len(state.memory.count_BS)
-                of_unit = partial(lax.dynamic_index_in_dim, index=place, keepdims=False)
-                out_BTD, memory = unit(x_BTD, jax.tree.map(of_unit, state.memory), position, state.known, sites[1])
-                put = partial(lax.dynamic_update_index_in_dim, index=place, axis=0)
-                state = state._replace(memory=jax.tree.map(put, state.memory, memory))
-            # Masks of distances and of layers are those of the whole row, also where it comes in parts.
-            own_keys_B = keys_from(sites[0], position)
-            out_BTD = dropout(out_BTD, self.config.residual_drop_rate, own_keys_B, self.cut.of_positions)
-            x_BTD = x_BTD + drop_rows(out_BTD, self.config.layer_dropout, sites[2])
-        return ((x_BTD, routing), state), None

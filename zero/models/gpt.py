@@ -23,14 +23,17 @@ from jax.typing import DTypeLike
 
 from zero.model_parallel import ALONE, WHOLE, ExpertParallel, ModelParallel
 from zero.models.adapters import Adapters
-from zero.models.config import HEAD, HEAD_BIAS, STACK, VOCABULARY, GPTConfig
-from zero.models.elements import Lift, dropout, fold_keys, keys_from, make_norm, position_numbers, sinusoids
+from zero.models.config import HEAD, STACK, VOCABULARY, GPTConfig
+from zero.models.elements import Lift, dropout, fold_keys, keys_from
 from zero.models.experts import ResidualStream, Routing, no_routing
-from zero.models.gated_unit import Memory, RecurrentState
+from zero.models.gated_layer import RecurrentState
+from zero.models.gated_unit import Memory
 from zero.models.layer import Layer
+from zero.models.layers import AnyCache
+from zero.models.norms import make_norm
 from zero.models.parametrization import table_stddev
 from zero.models.stack import REMAT, Nested, Scanned, run_layers, run_with_outputs
-from zero.models.transformer_layer import AnyCache, scanned_layer
+from zero.models.vocabulary import HEAD_BIAS, Chunk, HeadBias, VocabularyChunk
 
 
 class Scores(NamedTuple):
@@ -45,108 +48,6 @@ class Scores(NamedTuple):
     losses_BT: jax.Array
     is_greedy_BT: jax.Array
     routing: Routing | None
-
-
-class Chunk(NamedTuple):
-    """Where a chunk of the vocabulary begins, and the biases of its logits, `(C,)`, if there are any."""
-
-    first: jax.Array
-    bias_C: jax.Array | None = None
-
-
-class VocabularyChunk(nn.Module):
-    """`chunk_rows` rows of a table of tokens, from token `first` on; one iteration of a scan over the vocabulary."""
-
-    config: GPTConfig
-    dtype: DTypeLike
-    stddev: float
-    cut: ModelParallel = WHOLE
-
-    @nn.compact
-    def __call__(
-        self, embedded_BTD: Any, chunk: Chunk, tokens_BT: Any, x_BTD: Any
-    ) -> tuple[jax.Array | None, jax.Array | tuple[jax.Array, jax.Array, jax.Array] | None]:
-        """Given only tokens, embeds them; given only `x_BTD`, returns logits; given both, a part of a cross-entropy.
-
-        Embedding adds the embeddings of tokens in this chunk to the carry. Logits are float32 `(B, T, C)`, minus
-        infinity past the vocabulary. The chunk's part of a cross-entropy is the log-sum-exp of its logits, the target's
-        logit if it is in this chunk, and the largest logit, each `(B, T)`. In a tensor group each device has a part of
-        the chunk's tokens.
-        """
-        first = chunk.first
-        rows = self.cut.part_size(self.config.chunk_rows)
-        first_own = self.cut.first(rows)
-        own_C = first_own + jnp.arange(rows)  # rows of the chunk; padding lies past its end
-        table_CD = self.param("table", nn.initializers.normal(self.stddev), (rows, self.config.embedding_dim))
-        if x_BTD is None:
-            row_BT = tokens_BT - first - first_own
-            end = jnp.minimum(rows, self.config.chunk_rows - first_own)
-            inside_BT1 = ((row_BT >= 0) & (row_BT < end))[..., None]
-            # In float32, because the gradient of a row is a sum over all its occurrences in the batch.
-            found_BTD = jnp.take(table_CD.astype(jnp.float32), row_BT, axis=0, mode="clip")
-            return embedded_BTD + jnp.where(inside_BT1, found_BTD, 0), None
-
-        x_BTD = x_BTD.astype(self.dtype)
-        table_CD = table_CD.astype(self.dtype)
-        logits_BTC = jnp.einsum("BTD,CD->BTC", x_BTD, table_CD, preferred_element_type=jnp.float32)
-        if chunk.bias_C is not None:
-            bias_C = jnp.pad(chunk.bias_C, (0, rows * self.cut.size - len(chunk.bias_C)))
-            logits_BTC = logits_BTC + self.cut.part(bias_C, 0)[None, None]
-        if self.config.scale_output:
-            logits_BTC = logits_BTC / math.sqrt(self.config.embedding_dim)
-        if self.config.output_scale != 1:
-            logits_BTC = logits_BTC * self.config.output_scale
-        if self.config.logit_cap is not None:
-            logits_BTC = self.config.logit_cap * jnp.tanh(logits_BTC / self.config.logit_cap)
-        is_token_C = (own_C < self.config.chunk_rows) & (first + own_C < self.config.vocab_size)
-        logits_BTC = jnp.where(is_token_C[None, None], logits_BTC, -jnp.inf)
-        if tokens_BT is None:
-            return embedded_BTD, logits_BTC
-        is_target_BTC = is_token_C[None, None] & (own_C[None, None] == (tokens_BT - first)[..., None])
-        target_BT = jnp.sum(jnp.where(is_target_BTC, logits_BTC, 0), axis=-1)
-        max_logit_BT = lax.stop_gradient(jnp.max(logits_BTC, axis=-1))
-        return embedded_BTD, (jax.nn.logsumexp(logits_BTC, axis=-1), target_BT, max_logit_BT)
-
-
-class HeadBias(nn.Module):
-    """A bias of each token's logit, `(chunks, C)`."""
-
-    config: GPTConfig
-
-    @nn.compact
-    def __call__(self) -> jax.Array:
-        config = self.config
-        bias = self.param("bias", nn.initializers.zeros, (config.vocab_size,)).astype(jnp.float32)
-        padding = config.vocab_chunks * config.chunk_rows - config.vocab_size
-        return jnp.pad(bias, (0, padding)).reshape(config.vocab_chunks, -1)
-
-
-class Positions(nn.Module):
-    """Learned positions."""
-
-    config: GPTConfig
-
-    @nn.compact
-    def __call__(self, x_BTD: jax.Array, position: jax.Array | int, starts_BT: jax.Array | None = None) -> jax.Array:
-        init = nn.initializers.normal(table_stddev(self.config, "positions"))
-        table_TD = self.param("table", init, (self.config.block_size, self.config.embedding_dim))
-        if starts_BT is None and jnp.ndim(position) == 0:
-            return x_BTD + lax.dynamic_slice_in_dim(table_TD, position, x_BTD.shape[1])[None]
-        # In float32, because the gradient of a row is a sum over all rows of the batch.
-        positions_BT = position_numbers(position, x_BTD.shape[1])[None] - (0 if starts_BT is None else starts_BT)
-        return x_BTD + jnp.take(table_TD.astype(jnp.float32), positions_BT, axis=0)
-
-
-class Sinusoids(nn.Module):
-    """Sines and cosines of each position, times a learned scale (Hua et al., arXiv 2202.10447, which starts at 0)."""
-
-    config: GPTConfig
-
-    @nn.compact
-    def __call__(self, x_BTD: jax.Array, position: jax.Array | int, starts_BT: jax.Array | None = None) -> jax.Array:
-        scale = self.param("scale", nn.initializers.zeros, ())
-        positions_BT = position_numbers(position, x_BTD.shape[1])[None] - (0 if starts_BT is None else starts_BT)
-        return x_BTD + scale * sinusoids(positions_BT, self.config.embedding_dim, self.config.distance_base)
 
 
 class GPT(nn.Module):
@@ -175,14 +76,13 @@ class GPT(nn.Module):
         self._cut = WHOLE if self.is_initializing() else self.cut
         self.vocabulary = self._chunks(VOCABULARY)
         self.head = self.vocabulary if config.tied else self._chunks(HEAD)
-        tables = {"learned": Positions, "sinusoidal": Sinusoids}
-        if config.position_kind in tables:
-            self.positions = self.lift(tables[config.position_kind], "positions")(config)
+        if config.kind_of_positions.added is not None:
+            self.positions = self.lift(config.kind_of_positions.added, "positions")(config)
         if config.embedding_norm:
             self.embedding_norm = make_norm(config, self.dtype, "embedding_norm", self.lift)
         # Makes the parameters; layers differ only in their windows.
         self.blocks = nn.scan(
-            self.lift(scanned_layer(config), STACK),
+            self.lift(config.kind_of_layers.module(config), STACK),
             variable_axes={True: 0},
             split_rngs={"params": True},
             in_axes=(0, nn.broadcast, nn.broadcast),
@@ -346,7 +246,7 @@ class GPT(nn.Module):
     @nn.nowrap
     def layer(self, cut: ModelParallel, window: int | None = None) -> Layer:
         """The module of one entry of the stack of layers, to apply to its own variables."""
-        lifted: Any = self.lift(scanned_layer(self.config), STACK)
+        lifted: Any = self.lift(self.config.kind_of_layers.module(self.config), STACK)
         options: Any = {name: getattr(self, name) for name in ("group", "kernel", "drops", "adapters")}
         return lifted(self.config, self.dtype, self.blockwise_from, window, cut, **options, parent=None)
 
@@ -366,7 +266,7 @@ class GPT(nn.Module):
         if self.config.scale_embedding:
             x_BTD = x_BTD * math.sqrt(self.config.embedding_dim)
         x_BTD = x_BTD * self.config.embedding_multiplier
-        if self.config.position_kind in ("learned", "sinusoidal"):
+        if self.config.kind_of_positions.added is not None:
             own_starts_BT = None if starts_BT is None else cut.stream_positions(starts_BT)
             x_BTD = self.positions(x_BTD, cut.stream_numbers(position, x_BTD.shape[1]), own_starts_BT)
         if self.config.embedding_norm:
@@ -380,6 +280,21 @@ class GPT(nn.Module):
 
     def _head_chunks(self) -> Chunk:
         return self._chunks_of_table()._replace(bias_C=self.head_bias() if self.config.head_bias else None)
+
+
+def init_cache(
+    config: GPTConfig,
+    rows: int,
+    positions: int,
+    dtype: DTypeLike,
+    cut: ModelParallel = WHOLE,
+    known: jax.Array | int = 0,
+) -> AnyCache:
+    """An empty cache for `rows` rows of up to `positions` positions, of this device's heads.
+
+    The cache of gated units has a constant size; only the first `known` positions of a prefill enter it.
+    """
+    return config.kind_of_layers.cache(config, rows, positions, dtype, cut, known)
 
 
 @lru_cache(maxsize=64)  # the trace takes a tenth of a second

@@ -7,14 +7,14 @@ from jax.typing import DTypeLike
 
 from zero.model_parallel import ALONE, WHOLE, ExpertParallel, ModelParallel
 from zero.models.adapters import Adapters
-from zero.models.config import GPTConfig
+from zero.models.part import Sizes
 
 
 class Layer(nn.Module):
     """An entry of the stack of layers. The residual stream and a cache flow through it.
 
     Attributes:
-      config: the model.
+      config: of the model; each kind of layer names the parts that it reads.
       dtype: dtype of activations and matrix products.
       blockwise_from: the number of query positions from which attention is blockwise; None for never.
       window: number of positions that a query sees, itself included; 0 for all. None: selected at run time by the
@@ -26,7 +26,7 @@ class Layer(nn.Module):
       adapters: of the products of a layer; None for none.
     """
 
-    config: GPTConfig
+    config: Sizes
     dtype: DTypeLike
     blockwise_from: int | None = None
     window: int | None = None

@@ -16,97 +16,190 @@ Source: Yang et al., Tensor Programs V, arXiv 2203.03466, table 3 and definition
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 
-from zero.models.config import HEAD, STACK, GPTConfig
+from zero.models.part import AT_LEAST_ONE, BOTH, HEAD, STACK, Sizes, key, one_of
+from zero.models.vocabulary import Vocabulary
 
 _RESIDUAL_OUTPUTS = ("attention_out", "mlp_out")
 _GPT2_STDDEV = 0.02
-# By `init`, the deviations of the tables of vocabulary and positions. With `scale_output` the vocabulary of gpt2 has 1.
-_TABLES = {"gpt2": (_GPT2_STDDEV, _GPT2_STDDEV), "gpt_neo": (0.02, 0.01), "fan_in": (1.0, 1.0), "lingvo": (1.0, 1.0)}
+# Matrices that may start at zero, and those that `zero_init: true` stands for (arXiv 2203.03466, section D.2).
+MATRICES = ("query", "key", "value", "gate", "attention_out", "mlp_in", "mlp_gate", "mlp_out")
+_ZEROED = ("query", "attention_out", "mlp_out")
 
 
-def _gpt2(config: GPTConfig, name: str) -> nn.initializers.Initializer:
+@dataclass(frozen=True)
+class Parametrization(Sizes):
+    """The keys that make initial weights, learning rates and the scale of attention functions of the width."""
+
+    parametrization: str = key("standard", one_of("standard", "mup", "mup_absolute"))
+    mup_base_width: int | None = key(None, AT_LEAST_ONE)
+
+    def mistakes(self) -> Iterator[str]:
+        """A base width where there is none, or none where it is needed."""
+        kind, base = self.parametrization, self.mup_base_width
+        if kind == "standard" and base is not None:
+            yield f"mup_base_width must be null without parametrization: mup, got {base}"
+        if kind == "mup" and base is None:
+            yield "parametrization: mup needs mup_base_width, the embedding_dim of its learning rates"
+        if kind == "mup_absolute" and base is not None:
+            yield f"parametrization: mup_absolute needs mup_base_width: null, got {base}"
+
+    @property
+    def is_mup(self) -> bool:
+        """Whether it is one of muP."""
+        return self.parametrization != "standard"
+
+
+class Start(NamedTuple):
+    """Initial weights: an entry of `INITS`.
+
+    Attributes:
+      kernel: `(configuration, name of a matrix of layers)` to its initializer.
+      table: `(configuration, "vocabulary" or "head")` to the deviation of this table.
+      positions: the deviation of the table of positions.
+      bucket_bias: `(configuration, buckets)` to that of the biases of T5's buckets of distance.
+    """
+
+    kernel: Callable[[Initial, str], nn.initializers.Initializer]
+    table: Callable[[Initial, str], float]
+    positions: float
+    bucket_bias: Callable[[Initial, int], float]
+
+
+def _gpt2(config: Initial, name: str) -> nn.initializers.Initializer:
     # Each of the 2 N residual outputs adds variance, so their initial weights are smaller.
     return nn.initializers.normal(_GPT2_STDDEV / (math.sqrt(2 * config.N) if name in _RESIDUAL_OUTPUTS else 1))
 
 
-def _fan_in(config: GPTConfig, name: str) -> nn.initializers.Initializer:
+def _fan_in(config: Initial, name: str) -> nn.initializers.Initializer:
     return nn.initializers.variance_scaling(1.0, "fan_in", "normal")
 
 
-def _with_scaled_queries(config: GPTConfig, name: str) -> nn.initializers.Initializer:
+def _with_scaled_queries(config: Initial, name: str) -> nn.initializers.Initializer:
     """As by fan-in, but queries carry the scale of attention, so that scores are not divided."""
     if name == "query":
         return nn.initializers.normal(1 / math.sqrt(config.embedding_dim * config.head_width))
     return _fan_in(config, name)
 
 
-def _gpt_neo(config: GPTConfig, name: str) -> nn.initializers.Initializer:
+def _gpt_neo(config: Initial, name: str) -> nn.initializers.Initializer:
     """Attention has the weights of Mesh TensorFlow, the MLP those of GPT-2 with one sum per layer."""
     if not name.startswith("mlp_"):
         return _with_scaled_queries(config, name)
     return nn.initializers.normal(_GPT2_STDDEV / (math.sqrt(config.N) if name == "mlp_out" else 1))
 
 
-def _lingvo(config: GPTConfig, name: str) -> nn.initializers.Initializer:
+def _lingvo(config: Initial, name: str) -> nn.initializers.Initializer:
     """Matrices of the MLP are uniform."""
     if not name.startswith("mlp_"):
         return _with_scaled_queries(config, name)
     return nn.initializers.variance_scaling(1.0, "fan_in", "uniform")
 
 
-_KERNELS = {"gpt2": _gpt2, "gpt_neo": _gpt_neo, "fan_in": _fan_in, "lingvo": _lingvo}
+def _gpt2_table(config: Initial, name: str) -> float:
+    return 1.0 if config.scale_output else _GPT2_STDDEV
 
 
-def kernel_init(config: GPTConfig, name: str) -> nn.initializers.Initializer:
-    """The initializer of the matrix `(fan-in, fan-out)` of this name in a layer.
+def _table_of(tokens: float) -> Callable[[Initial, str], float]:
+    """Embeddings of this deviation, and a head by fan-in."""
+    return lambda config, name: 1 / math.sqrt(config.embedding_dim) if name == HEAD else tokens
 
-    Sources: GPT-2; gpt_neo: `models/layers.py` of GPT-Neo and `transformer/attention.py` of Mesh TensorFlow; fan-in:
-    LeCun et al., Efficient BackProp (1998); lingvo: `gshard_builder.py` of Lingvo.
-    """
+
+def _gpt2_bias(config: Initial, buckets: int) -> float:
+    return _GPT2_STDDEV
+
+
+def _lingvo_bias(config: Initial, buckets: int) -> float:
+    return 1 / math.sqrt(buckets * config.num_head)
+
+
+# Sources: GPT-2; gpt_neo: `models/layers.py` of GPT-Neo and `transformer/attention.py` of Mesh TensorFlow; fan-in:
+# LeCun et al., Efficient BackProp (1998); lingvo: `gshard_builder.py` of Lingvo.
+INITS = {
+    "gpt2": Start(_gpt2, _gpt2_table, _GPT2_STDDEV, _gpt2_bias),
+    "gpt_neo": Start(_gpt_neo, _table_of(0.02), 0.01, _gpt2_bias),
+    "fan_in": Start(_fan_in, _table_of(1.0), 1.0, _gpt2_bias),
+    "lingvo": Start(_lingvo, _table_of(1.0), 1.0, _lingvo_bias),
+}
+# From the width to the deviation of an untied head.
+_HEADS: dict[str, Callable[[int], float]] = {
+    "mup": lambda width: 1 / width,
+    "fan_in": lambda width: 1 / math.sqrt(width),
+    "zero": lambda width: 0.0,
+}
+
+
+@dataclass(frozen=True)
+class Initial(Parametrization, Vocabulary):
+    """The keys of initial weights."""
+
+    init: str | None = key(None, one_of(*INITS), BOTH)  # None: "fan_in" with a parametrization of muP, else "gpt2"
+    # None: "mup" with a parametrization of muP, else as `init`
+    head_init: str | None = key(None, one_of(*_HEADS, None), BOTH)
+    zero_init: Any = key(())  # arXiv 2203.03466, section D.2
+
+    def derived(self) -> Iterator[tuple[str, Any]]:
+        """What follows from the parametrization, and the matrices that `zero_init: true` stands for."""
+        if self.init is None:
+            yield "init", "fan_in" if self.is_mup else "gpt2"
+        if self.head_init is None and self.is_mup:
+            yield "head_init", "mup"
+        if isinstance(self.zero_init, bool):
+            yield "zero_init", _ZEROED if self.zero_init else ()
+
+    def mistakes(self) -> Iterator[str]:
+        """Matrices that there are not, and a vocabulary that muP excludes."""
+        if not set(self.zero_init) <= set(MATRICES):
+            yield f"zero_init must be a list of {', '.join(MATRICES)}, got {list(self.zero_init)}"
+        # Embedding and head differ in initial weights and learning rates, and scaling by the root of the width would
+        # add a dependence on it.
+        for name in ("tied", "scale_embedding", "scale_output") if self.is_mup else ():
+            if getattr(self, name):
+                yield f"parametrization: {self.parametrization} needs {name}: false, got true"
+
+    @property
+    def start(self) -> Start:
+        """The entry of `init`."""
+        return INITS[str(self.init)]
+
+
+def kernel_init(config: Initial, name: str) -> nn.initializers.Initializer:
+    """The initializer of the matrix `(fan-in, fan-out)` of this name in a layer."""
     if name in config.zero_init:
         return nn.initializers.zeros
-    return _KERNELS[str(config.init)](config, name)
+    return config.start.kernel(config, name)
 
 
-def table_stddev(config: GPTConfig, name: str) -> float:
+def table_stddev(config: Initial, name: str) -> float:
     """The initial standard deviation of the table of vocabulary, positions or head.
 
-    >>> config = GPTConfig(128, 256, 2, 64, 0.0, 2, parametrization="mup", mup_base_width=32, tied=False)
+    >>> config = Initial(128, 256, 2, 64, 0.0, 2, parametrization="mup", mup_base_width=32, tied=False)
     >>> [table_stddev(config, name) for name in ("vocabulary", "positions", "head")]
     [1.0, 1.0, 0.0078125]
     """
-    width = config.embedding_dim
     if name == HEAD and config.head_init is not None:
-        return {"mup": 1 / width, "fan_in": 1 / math.sqrt(width), "zero": 0.0}[config.head_init]
-    of_tokens, of_positions = _TABLES[str(config.init)]
+        return _HEADS[config.head_init](config.embedding_dim)
     if name == "positions":
-        return of_positions
-    if config.init == "gpt2":
-        return 1.0 if config.scale_output else of_tokens
-    return 1 / math.sqrt(width) if name == HEAD else of_tokens
+        return config.start.positions
+    return config.start.table(config, name)
 
 
-def relative_bias_stddev(config: GPTConfig, buckets: int) -> float:
-    """The initial standard deviation of the biases of T5's buckets of distance; lingvo: its `gshard_builder.py`."""
-    return 1 / math.sqrt(buckets * config.num_head) if config.init == "lingvo" else _GPT2_STDDEV
-
-
-def multipliers_of(config: GPTConfig) -> Callable[[Any], Any] | None:
+def multipliers_of(config: Parametrization) -> Callable[[Any], Any] | None:
     """`rate_multipliers` of this model; None if all leaves have the same learning rate."""
-    return partial(rate_multipliers, config) if config.parametrization != "standard" else None
+    return partial(rate_multipliers, config) if config.is_mup else None
 
 
-def rate_multipliers(config: GPTConfig, params: Any) -> Any:
+def rate_multipliers(config: Parametrization, params: Any) -> Any:
     """The multiplier of each leaf's learning rate: a tree of floats, from any subtree of parameters or shards.
 
-    >>> config = GPTConfig(128, 256, 2, 64, 0.0, 2, parametrization="mup", mup_base_width=32, tied=False)
+    >>> config = Parametrization(128, 256, 2, 64, 0.0, 2, parametrization="mup", mup_base_width=32)
     >>> rate_multipliers(config, {"blocks": {"query": {"kernel": 0, "bias": 0}}, "head": {"table": 0}})
     {'blocks': {'query': {'bias': 1.0, 'kernel': 0.25}}, 'head': {'table': 0.25}}
     """

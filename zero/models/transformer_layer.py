@@ -8,6 +8,7 @@ Shapes are named by suffix:
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,34 +22,19 @@ from jax.typing import DTypeLike
 from zero.model_parallel import WHOLE, ModelParallel
 from zero.models.adapters import AdaptedDense
 from zero.models.attention.blockwise import blockwise_attention
+from zero.models.attention.choices import Attention, attention_form
 from zero.models.attention.dense import dense_attention
-from zero.models.attention.kernel import (
-    fused_rotation,
-    fuses_rotation,
-    kernel_attention,
-    missing_in,
-    splits_heads,
-)
-from zero.models.attention.scores import T5_BUCKETS, Form, Terms
+from zero.models.attention.kernel import kernel_attention, missing_in, splits_heads
+from zero.models.attention.scores import Terms
 from zero.models.attention.tpu_kernels import TPU_KERNELS
-from zero.models.config import GPTConfig
-from zero.models.elements import (
-    ACTIVATIONS,
-    Dense,
-    cosines_and_sines,
-    dropout,
-    fold_keys,
-    gated,
-    make_head_norm,
-    make_norm,
-    rotate,
-    rotation_of,
-    row_major,
-)
-from zero.models.experts import Experts, ResidualStream, Routing
-from zero.models.gated_unit import GatedLayer, RecurrentState, init_recurrent
+from zero.models.elements import Dense, Residual, dropout, fold_keys, row_major
+from zero.models.experts import Experts, Mixture, ResidualStream, Routing
 from zero.models.layer import Layer
-from zero.models.parametrization import kernel_init, relative_bias_stddev
+from zero.models.mlp import hidden_values
+from zero.models.norms import Norms, make_head_norm, make_norm
+from zero.models.parametrization import kernel_init
+from zero.models.part import Sizes
+from zero.models.positions.kind import Place
 from zero.models.stack import MLP_GATE, MLP_IN, PROJECTIONS
 
 
@@ -59,57 +45,15 @@ class Cache(NamedTuple):
     v_LBSGK: jax.Array
 
 
-AnyCache = Cache | RecurrentState
-
-
-def init_cache(
-    config: GPTConfig,
-    rows: int,
-    positions: int,
-    dtype: DTypeLike,
-    cut: ModelParallel = WHOLE,
-    known: jax.Array | int = 0,
-) -> AnyCache:
-    """An empty cache for `rows` rows of up to `positions` positions, of this device's heads.
-
-    The cache of gated units has a constant size; only the first `known` positions of a prefill enter it.
-    """
-    if config.layer == "gated_units":
-        return init_recurrent(config, rows, known, dtype, cut)
+def empty_cache(config: Sizes, rows: int, positions: int, dtype: DTypeLike, cut: ModelParallel = WHOLE) -> Cache:
+    """The cache before the first position, of this device's heads."""
     k = jnp.zeros((config.N, rows, positions, config.key_heads // cut.size, config.head_width), dtype)
     return Cache(k, k)
 
 
-def attention_form(config: GPTConfig, window: int, cut: ModelParallel = WHOLE) -> Form:
-    """The form of attention scores in a layer with this window."""
-    divisors: dict[str, float | None] = {"sqrt": None, "linear": config.head_width, "none": 1.0}
-    scale = config.attention_scale
-    return Form(
-        has_alibi=config.alibi_attn,
-        window=window,
-        divisor=divisors[scale] if isinstance(scale, str) else 1 / scale,
-        cap=config.attention_cap,
-        has_extra_logit=bool(config.extra_logit),
-        dropout_rate=config.attention_drop_rate,
-        cut=cut,
-    )
-
-
-def missing_in_kernel(
-    kernel: str | None, config: GPTConfig, cut: ModelParallel, positions: int, *, has_segments: bool
-) -> str | None:
-    """The first feature of a model's attention that the kernel lacks in training; arguments as of `missing_in`."""
-    swap = cut.head_swap(config.num_head, config.key_heads)
-    return missing_in(
-        kernel,
-        attention_form(config, max(config.windows), cut if swap is None else swap.cut),
-        positions=positions,
-        shared=config.num_head // config.key_heads,
-        width=config.head_width,
-        drops=config.attention_drop_rate > 0,
-        has_bias=config.position_kind == "t5",
-        has_segments=has_segments,
-    )
+@dataclass(frozen=True)
+class Transformer(Attention, Norms, Residual, Mixture):
+    """The keys of a transformer layer: those of its parts."""
 
 
 class Sinks(nn.Module):
@@ -129,6 +73,7 @@ class TransformerLayer(Layer):
       is_dense: the layer has an MLP in a model with experts.
     """
 
+    config: Transformer
     is_dense: bool = False
 
     @nn.compact
@@ -223,20 +168,14 @@ class TransformerLayer(Layer):
         if config.qk_norm:
             q_BTHK = make_head_norm(config, self.dtype, "query_norm", self.cut)(q_BTHK)
             k_BSGK = make_head_norm(config, self.dtype, "key_norm", self.cut)(k_BSGK)
-        if config.position_kind == "rotary":
-            rotation = rotation_of(config, layer, positions if cache is None else cache.k_LBSGK.shape[2])
+        kind = config.kind_of_positions
+        if kind.turned is not None:
+            row = positions if cache is None else cache.k_LBSGK.shape[2]
             numbers = self.cut.attended_numbers(position, h_BTD.shape[1])
-            angles = cosines_and_sines(h_BTD.shape[1], numbers, rotation, starts_BT)
-            is_fused = not are_split and fuses_rotation(
-                self.kernel, h_BTD.shape[1], config.head_width, angles[0].shape[-1]
-            )
-            q_BTHK, k_BSGK = ((fused_rotation if is_fused else rotate)(x, *angles) for x in (q_BTHK, k_BSGK))
+            place = Place(layer, numbers, row, starts_BT, None if are_split else self.kernel)
+            q_BTHK, k_BSGK = kind.turned(config, q_BTHK, k_BSGK, place)
         q_BTHK, k_BSGK, v_BSGK = (checkpoint_name(x, PROJECTIONS) for x in (q_BTHK, k_BSGK, v_BSGK))
-        bias_CH = None
-        if config.position_kind == "t5":
-            stddev = relative_bias_stddev(config, T5_BUCKETS)
-            bias_CH = self.param("relative_bias", nn.initializers.normal(stddev), (T5_BUCKETS, config.num_head))
-            bias_CH = self.cut.part(bias_CH, 1)
+        bias_CH = None if kind.bias is None else kind.bias(config, self, self.cut)
         sinks_H = None
         if config.extra_logit == "learned":
             sinks_H = self.cut.part(Sinks(config.num_head, name="sinks")(), 0)
@@ -321,12 +260,11 @@ class TransformerLayer(Layer):
         width = (config.mlp_width // self.cut.size,)
         h_BTF = self._laid_out(self._dense(h_BTD, width, "mlp_in", adapter_keys_B, config.mlp_bias))
         h_BTF = checkpoint_name(h_BTF, MLP_IN)
+        gate_BTF = None
         if config.gated:
             gate_BTF = self._dense(h_BTD, width, "mlp_gate", adapter_keys_B, config.mlp_bias)
             gate_BTF = checkpoint_name(gate_BTF, MLP_GATE)
-            h_BTF = gated(config.activation, gate_BTF, h_BTF)
-        else:
-            h_BTF = ACTIVATIONS[config.activation](h_BTF)
+        h_BTF = hidden_values(config, h_BTF, gate_BTF)
         return self._residual_dense(h_BTF, "mlp_out", adapter_keys_B, config.mlp_bias)
 
     def _experts(self, h_BTD: jax.Array, layer: jax.Array) -> tuple[jax.Array, Routing]:
@@ -337,6 +275,8 @@ class TransformerLayer(Layer):
 
 class Period(Layer):
     """`experts_every` layers; only the last one has experts."""
+
+    config: Transformer
 
     @nn.compact
     def __call__(
@@ -354,10 +294,3 @@ class Period(Layer):
             )
             carry, _ = layer(carry, number * every + i, *arguments)
         return carry, None
-
-
-def scanned_layer(config: GPTConfig) -> type[Layer]:
-    """The class of an entry of the stack of layers; all take the same arguments."""
-    if config.layer == "gated_units":
-        return GatedLayer
-    return TransformerLayer if config.experts_every == 1 else Period

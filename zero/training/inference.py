@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zero.models.transformer_layer import AnyCache, init_cache
+from zero.models.gpt import init_cache
+from zero.models.layers import AnyCache
 from zero.partition.layout import PyTree
 from zero.training.batch import document_starts, token_ids
 from zero.training.objective import LIKELIHOOD, Objective

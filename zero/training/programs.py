@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from zero.models.config import STACK
-from zero.models.transformer_layer import init_cache
+from zero.models.gpt import init_cache
 from zero.partition import pmapped
 from zero.partition.collectives.axis import Axis
 from zero.partition.layout import PyTree

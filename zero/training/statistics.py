@@ -19,8 +19,9 @@ from jax.flatten_util import ravel_pytree
 
 from zero.models.adapters import AdaptedDense
 from zero.models.config import STACK
-from zero.models.elements import BiasedRMSNorm, Dense, OffsetRMSNorm, ProjectionNorm
+from zero.models.elements import Dense
 from zero.models.experts import Experts
+from zero.models.norms import BiasedRMSNorm, OffsetRMSNorm, ProjectionNorm
 from zero.partition.collectives.arrays import fill_padding
 from zero.partition.collectives.axis import Axis
 from zero.partition.layout import LeafLayout, PyTree

@@ -99,7 +99,7 @@ def fuses_rotation(kernel: str | None, positions: int, width: int, pairs: int) -
 
 
 def fused_rotation(x_BTHK: jax.Array, cos_BT1R: jax.Array, sin_BT1R: jax.Array) -> jax.Array:
-    """`zero.models.elements.rotate` in a kernel for TPU."""
+    """`zero.models.positions.rotary.rotate` in a kernel for TPU."""
     from zero.models.attention.rotary_kernel import fused_rotate  # Pallas takes long to import
 
     return fused_rotate(x_BTHK, cos_BT1R[:, :, 0], sin_BT1R[:, :, 0])

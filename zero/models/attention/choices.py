@@ -1,0 +1,95 @@
+"""The keys of attention, and the form of scores that they choose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from zero.model_parallel import WHOLE, ModelParallel
+from zero.models.attention.kernel import missing_in
+from zero.models.attention.scores import Form
+from zero.models.parametrization import Parametrization
+from zero.models.part import POSITIVE, RATE, key, one_of
+from zero.models.positions import Positions
+
+# From the head dimension to the divisor of scores; None for its root.
+SCALES: dict[str, Callable[[int], float | None]] = {
+    "sqrt": lambda width: None,
+    "linear": lambda width: width,
+    "none": lambda width: 1.0,
+}
+
+
+@dataclass(frozen=True)
+class Attention(Positions, Parametrization):
+    """The keys of attention."""
+
+    attention_scale: Any = key(None)  # None: "linear" with a parametrization of muP, else "sqrt"
+    attention_cap: float | None = key(None, POSITIVE)  # Gemma 2, arXiv 2408.00118, section 2
+    # learned: attention sinks of gpt-oss, arXiv 2508.10925
+    extra_logit: bool | str = key(False, one_of(False, True, "learned"))
+    qkv_bias: bool = key(True)
+    out_bias: bool = key(True)
+    attention_dropout: float | None = key(None, RATE)
+
+    def derived(self) -> Iterator[tuple[str, Any]]:
+        """The scale that the parametrization has."""
+        if self.attention_scale is None:
+            yield "attention_scale", "linear" if self.is_mup else "sqrt"
+
+    def mistakes(self) -> Iterator[str]:
+        """A scale that is none, or that muP excludes, and a cap where the fused form has no place for it."""
+        scale = self.attention_scale
+        if scale not in SCALES and not (type(scale) in (int, float) and scale > 0):
+            yield f"attention_scale must be {', '.join(SCALES)} or a number above 0, got {scale!r}"
+        if self.is_mup and scale in ("sqrt", "none"):
+            yield f"parametrization: {self.parametrization} needs attention_scale: linear, got {scale}"
+        if self.extra_logit == "learned" and self.attention_cap is not None:
+            yield f"extra_logit: learned needs attention_cap: null, got {self.attention_cap}"
+
+    @property
+    def attention_drop_rate(self) -> float:
+        """`attention_dropout`, or its default."""
+        return self.dropout if self.attention_dropout is None else self.attention_dropout
+
+    @property
+    def score_multiplier(self) -> float:
+        """The factor of scores where `attention_scale` is "sqrt" or a number."""
+        return self.head_width**-0.5 if isinstance(self.attention_scale, str) else float(self.attention_scale)
+
+    @property
+    def score_width(self) -> int:
+        """The number by whose root scores are then divided, if it is one: K, or another one."""
+        return self.head_width if isinstance(self.attention_scale, str) else round(self.score_multiplier**-2)
+
+
+def attention_form(config: Attention, window: int, cut: ModelParallel = WHOLE) -> Form:
+    """The form of attention scores in a layer with this window."""
+    scale = config.attention_scale
+    return Form(
+        has_alibi=config.kind_of_positions.has_alibi,
+        window=window,
+        divisor=SCALES[scale](config.head_width) if isinstance(scale, str) else 1 / scale,
+        cap=config.attention_cap,
+        has_extra_logit=bool(config.extra_logit),
+        dropout_rate=config.attention_drop_rate,
+        cut=cut,
+    )
+
+
+def missing_in_kernel(
+    kernel: str | None, config: Attention, cut: ModelParallel, positions: int, *, has_segments: bool
+) -> str | None:
+    """The first feature of a model's attention that the kernel lacks in training; arguments as of `missing_in`."""
+    swap = cut.head_swap(config.num_head, config.key_heads)
+    return missing_in(
+        kernel,
+        attention_form(config, max(config.windows), cut if swap is None else swap.cut),
+        positions=positions,
+        shared=config.num_head // config.key_heads,
+        width=config.head_width,
+        drops=config.attention_drop_rate > 0,
+        has_bias=config.kind_of_positions.bias is not None,
+        has_segments=has_segments,
+    )

@@ -1,0 +1,57 @@
+"""The kinds of layers: an entry for each, and a file that has its layer and the part of the keys that it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax.typing import DTypeLike
+
+from zero.model_parallel import ModelParallel
+from zero.models.gated_layer import GatedLayer, RecurrentState, init_recurrent
+from zero.models.gated_unit import GatedUnits
+from zero.models.layer import Layer
+from zero.models.part import GATED_UNITS, TRANSFORMER
+from zero.models.transformer_layer import Cache, Period, Transformer, TransformerLayer, empty_cache
+
+AnyCache = Cache | RecurrentState
+
+
+class LayerKind(NamedTuple):
+    """A kind of layers; all modules take the same arguments.
+
+    Attributes:
+      module: from a configuration to the class of an entry of the stack of layers.
+      cache: an empty cache; arguments as of `zero.models.gpt.init_cache`.
+    """
+
+    module: Callable[[Any], type[Layer]]
+    cache: Callable[[Any, int, int, DTypeLike, ModelParallel, jax.Array | int], AnyCache]
+
+
+def _transformer_layer(config: Transformer) -> type[Layer]:
+    return TransformerLayer if config.experts_every == 1 else Period
+
+
+def _keys_and_values(
+    config: Transformer, rows: int, positions: int, dtype: DTypeLike, cut: ModelParallel, known: jax.Array | int
+) -> Cache:
+    return empty_cache(config, rows, positions, dtype, cut)
+
+
+def _gated_layer(config: GatedUnits) -> type[Layer]:
+    return GatedLayer
+
+
+def _memory(
+    config: GatedUnits, rows: int, positions: int, dtype: DTypeLike, cut: ModelParallel, known: jax.Array | int
+) -> RecurrentState:
+    return init_recurrent(config, rows, known, dtype, cut)
+
+
+# By the key `layer`.
+LAYERS = {
+    TRANSFORMER: LayerKind(_transformer_layer, _keys_and_values),
+    GATED_UNITS: LayerKind(_gated_layer, _memory),
+}

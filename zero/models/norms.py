@@ -1,0 +1,124 @@
+"""The norms of a model.
+
+Shapes are named by suffix: B rows, T positions of a row, H heads, K head dimension
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from zero.model_parallel import ModelParallel
+from zero.models.elements import Lift
+from zero.models.part import BOTH, POSITIVE, Sizes, key, one_of
+
+
+class OffsetRMSNorm(nn.Module):
+    """RMSNorm that multiplies by 1 + scale, as in Gemma."""
+
+    epsilon: float
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scale = self.param("scale", nn.initializers.zeros, x.shape[-1:])
+        x = nn.RMSNorm(self.epsilon, dtype=jnp.float32, use_scale=False)(x)
+        return (x * (1 + scale.astype(jnp.float32)).reshape((1,) * (x.ndim - 1) + (-1,))).astype(self.dtype)
+
+
+class BiasedRMSNorm(nn.Module):
+    """RMSNorm with a gain and a bias, as in Transformer-VQ's branch main."""
+
+    epsilon: float
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        vector = (1,) * (x.ndim - 1) + (-1,)
+        scale = self.param("scale", nn.initializers.ones, x.shape[-1:]).astype(jnp.float32)
+        bias = self.param("bias", nn.initializers.zeros, x.shape[-1:]).astype(jnp.float32)
+        x = nn.RMSNorm(self.epsilon, dtype=jnp.float32, use_scale=False)(x)
+        return (x * scale.reshape(vector) + bias.reshape(vector)).astype(self.dtype)
+
+
+class Norm(NamedTuple):
+    """A kind of norm.
+
+    Attributes:
+      module: of a norm with gains; it takes `epsilon`, `dtype` and `name`.
+      without_gains: the same without parameters, and its options.
+      options: further ones of a norm with gains.
+    """
+
+    module: type[nn.Module]
+    without_gains: tuple[type[nn.Module], dict[str, bool]] = (nn.RMSNorm, {"use_scale": False})
+
+
+NORMS = {
+    "layer": Norm(nn.LayerNorm, (nn.LayerNorm, {"use_scale": False, "use_bias": False})),
+    "rms": Norm(nn.RMSNorm),  # arXiv 1910.07467
+    "rms_biased": Norm(BiasedRMSNorm),
+    "rms_offset": Norm(OffsetRMSNorm),
+}
+
+
+@dataclass(frozen=True)
+class Norms(Sizes):
+    """The keys of norms."""
+
+    embedding_norm: bool = key(False, layers=BOTH)  # as in BLOOM, arXiv 2211.05100, section 3.2.3
+    norm_epsilon: float = key(1e-6, POSITIVE, BOTH)
+    norm: str = key("layer", one_of(*NORMS), BOTH)
+    norm_gains: bool = key(True, layers=BOTH)
+    norm_place: str = key("before", one_of("before", "after", "both"))
+    qk_norm: bool = key(False)
+    qk_norm_over: str = key("head", one_of("head", "projection"))  # projection: OLMo 2, arXiv 2501.00656, section 2
+    final_norm: bool = key(True, layers=BOTH)
+
+    def mistakes(self) -> Iterator[str]:
+        """A norm of projections that there is not."""
+        if self.qk_norm_over == "projection" and not (self.qk_norm and self.norm == "rms"):
+            yield "qk_norm_over: projection needs qk_norm: true and norm: rms"
+
+
+def make_norm(config: Norms, dtype: DTypeLike, name: str, lift: Lift | None = None) -> nn.Module:
+    """The norm of this model; `lift` is applied to its class if it has parameters."""
+    kind = NORMS[config.norm]
+    if not config.norm_gains:
+        module, options = kind.without_gains
+        made: Any = module
+        return made(epsilon=config.norm_epsilon, dtype=dtype, name=None if lift else name, **options)
+    made = kind.module if lift is None else lift(kind.module, name)
+    return made(epsilon=config.norm_epsilon, dtype=dtype, name=None if lift else name)
+
+
+class ProjectionNorm(nn.Module):
+    """RMSNorm over all heads of a projection `(B, T, H, K)`, of which this device has a part."""
+
+    epsilon: float
+    dtype: DTypeLike
+    cut: ModelParallel
+
+    @nn.compact
+    def __call__(self, x_BTHK: jax.Array) -> jax.Array:
+        heads = x_BTHK.shape[2] * self.cut.size
+        width = x_BTHK.shape[3]
+        scale_HK = self.param("scale", nn.initializers.ones, (heads * width,)).reshape(heads, width)
+        x_BTHK = x_BTHK.astype(jnp.float32)
+        squares_BT = self.cut.stack(jnp.sum(jnp.square(x_BTHK), axis=(2, 3))).sum(0)
+        x_BTHK = x_BTHK * lax.rsqrt(squares_BT / (heads * width) + self.epsilon)[..., None, None]
+        return (x_BTHK * self.cut.part(scale_HK, 0).astype(jnp.float32)[None, None]).astype(self.dtype)
+
+
+def make_head_norm(config: Norms, dtype: DTypeLike, name: str, cut: ModelParallel) -> nn.Module:
+    """The norm of queries or keys `(B, T, H, K)`: of each head, or of the projection."""
+    if config.qk_norm_over == "projection":
+        return ProjectionNorm(config.norm_epsilon, dtype, cut, name=name)
+    return make_norm(config, dtype, name)

@@ -1,0 +1,139 @@
+"""How a part of a model's configuration is declared, and the sizes that all parts share.
+
+A part is a frozen dataclass beside the code that reads it. It derives from `Sizes`, and from each other part whose keys
+that code reads as well. It declares each key once with `key`: default, check, and the kinds of layers that have it. Its
+`mistakes` are the rules between its keys, its `derived` the values that follow from other keys. A module takes one
+part, so that a type checker shows what it can read. A whole model, `zero.models.config.GPTConfig`, is all parts in one
+record, whose keys are those that users write.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+# Top-level subtrees of the parameters whose leaves have a leading dimension (layers, or chunks of the vocabulary). HEAD
+# exists where the vocabulary is not tied.
+STACK, VOCABULARY, HEAD = "blocks", "vocabulary", "head"
+
+# The kinds of layers whose models have a key.
+TRANSFORMER, GATED_UNITS = "transformer", "gated_units"
+BOTH = (TRANSFORMER, GATED_UNITS)
+
+
+class Check(NamedTuple):
+    """What a value must be, if it is not None; `text` is the rest of a sentence that begins with "NAME must "."""
+
+    holds: Callable[[Any], bool]
+    text: str
+    shown: Callable[[Any], str] = str  # of a value that is wrong
+
+
+AT_LEAST_ONE = Check(lambda value: value >= 1, "be at least 1")
+POSITIVE = Check(lambda value: value > 0, "be more than 0")
+NOT_NEGATIVE = Check(lambda value: value >= 0, "be at least 0")
+RATE = Check(lambda value: 0 <= value < 1, "lie in [0, 1)")
+FRACTION = Check(lambda value: 0 < value <= 1, "lie in (0, 1]")
+
+
+def one_of(*choices: Any) -> Check:
+    """The check of a key that chooses, often an entry of a table.
+
+    >>> one_of("layer", "rms").text
+    'be one of layer, rms'
+    """
+    return Check(lambda value: value in choices, f"be one of {', '.join(map(str, choices))}", repr)
+
+
+def declared(check: Check | None = None, layers: tuple[str, ...] = (TRANSFORMER,)) -> Mapping[str, Any]:
+    """The metadata of the field of a key, for one without a default."""
+    return {"check": check, "layers": layers}
+
+
+def key(default: Any, check: Check | None = None, layers: tuple[str, ...] = (TRANSFORMER,)) -> Any:
+    """A key of a part, with the kinds of layers whose models have it; a model with other layers keeps its default."""
+    return dataclasses.field(default=default, metadata=declared(check, layers))
+
+
+class Part:
+    """A part of a model's configuration; derived classes are frozen dataclasses.
+
+    Raises:
+      ValueError: a value breaks the check of its key or a rule; the message names the key.
+    """
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]  # every part is a dataclass
+            value = getattr(self, field.name)
+            if isinstance(value, list):  # as YAML and JSON have it
+                object.__setattr__(self, field.name, tuple(value))
+        for name, value in self._of_all_parts("derived"):
+            object.__setattr__(self, name, value)
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value, check = getattr(self, field.name), field.metadata["check"]
+            if value is not None and check is not None and not check.holds(value):
+                raise ValueError(f"{field.name} must {check.text}, got {check.shown(value)}")
+        for mistake in self._of_all_parts("mistakes"):
+            raise ValueError(mistake)
+
+    def _of_all_parts(self, method: str) -> Iterator[Any]:
+        """What the methods of this name yield: the record's own first, then those of its parts, the lowest first."""
+        own, *parts = type(self).__mro__
+        for part in (own, *reversed(parts)):
+            if method in vars(part):
+                yield from vars(part)[method](self)
+
+
+def own_keys(part: type[Part]) -> list[dataclasses.Field[Any]]:
+    """The keys that a part declares, without those of the parts that it reads.
+
+    >>> [field.name for field in own_keys(Sizes)][:3]
+    ['embedding_dim', 'vocab_size', 'num_head']
+    """
+    names = inspect.get_annotations(part)
+    return [field for field in dataclasses.fields(part) if field.name in names]  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Sizes(Part):
+    """The sizes of a model, with the letters that they have in shapes."""
+
+    embedding_dim: int = dataclasses.field(metadata=declared(AT_LEAST_ONE, BOTH))  # D
+    vocab_size: int = dataclasses.field(metadata=declared(AT_LEAST_ONE, BOTH))
+    num_head: int = dataclasses.field(metadata=declared(AT_LEAST_ONE, BOTH))  # H; divides D if head_dim is None
+    block_size: int = dataclasses.field(metadata=declared(AT_LEAST_ONE, BOTH))  # the longest T
+    dropout: float = dataclasses.field(metadata=declared(RATE, BOTH))
+    N: int = dataclasses.field(metadata=declared(AT_LEAST_ONE, BOTH))  # L
+    kv_heads: int | None = key(None, AT_LEAST_ONE)  # G; None: H
+    head_dim: int | None = key(None, AT_LEAST_ONE)  # K; None: D / H
+    mlp_dim: int | None = key(None, AT_LEAST_ONE)  # F; None: 4 D
+    windows: tuple[int, ...] = key((0,))
+
+    def mistakes(self) -> Iterator[str]:
+        """Heads that do not divide, and windows that are none."""
+        if self.head_dim is None and self.embedding_dim % self.num_head:
+            yield f"embedding_dim {self.embedding_dim} does not divide into num_head {self.num_head} heads"
+        if self.num_head % self.key_heads:
+            yield f"num_head {self.num_head} does not divide into kv_heads {self.kv_heads} groups"
+        if not self.windows or min(self.windows) < 0:
+            yield f"windows must be a list of numbers of at least 0, got {list(self.windows)}"
+        elif self.N % len(self.windows):
+            yield f"N {self.N} must be a multiple of the {len(self.windows)} layers of windows"
+
+    @property
+    def key_heads(self) -> int:
+        """G."""
+        return self.kv_heads or self.num_head
+
+    @property
+    def head_width(self) -> int:
+        """K."""
+        return self.head_dim or self.embedding_dim // self.num_head
+
+    @property
+    def mlp_width(self) -> int:
+        """F."""
+        return self.mlp_dim or 4 * self.embedding_dim

@@ -1,0 +1,55 @@
+"""Positions of a transformer: a table of kinds, a file for each.
+
+A new kind is a file with a `PositionKind`, and an entry of `KINDS`; if it has keys, they are those of a part in its
+file, which `Positions` then reads as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from zero.models.part import BOTH, key, one_of
+from zero.models.positions.kind import PositionKind
+from zero.models.positions.learned import LEARNED
+from zero.models.positions.rotary import ROTARY, Rotary
+from zero.models.positions.sinusoidal import SINUSOIDAL, Sinusoidal
+from zero.models.positions.t5 import T5
+
+KINDS = {
+    "alibi": PositionKind(has_alibi=True),  # biases are made where scores are; chosen by its own key, `alibi_attn`
+    "learned": LEARNED,
+    "rotary": ROTARY,
+    "t5": T5,
+    "sinusoidal": SINUSOIDAL,
+    "none": PositionKind(),
+}
+
+
+@dataclass(frozen=True)
+class Positions(Rotary, Sinusoidal):
+    """The keys that choose positions."""
+
+    alibi_attn: bool = key(True, layers=BOTH)  # arXiv 2108.12409
+    positions: str = key("learned", one_of(*(name for name in KINDS if name != "alibi")), BOTH)
+
+    def mistakes(self) -> Iterator[str]:
+        """Two kinds at once, and what the chosen kind refuses."""
+        if self.alibi_attn and self.positions != "learned":
+            yield f"positions {self.positions!r} need alibi_attn: false"
+        yield from self.kind_of_positions.mistakes(self)
+
+    @property
+    def position_kind(self) -> str:
+        """The name of the kind: one of `positions`, or "alibi"."""
+        return "alibi" if self.alibi_attn else self.positions
+
+    @property
+    def kind_of_positions(self) -> PositionKind:
+        """The kind itself."""
+        return KINDS[self.position_kind]
+
+    @property
+    def has_learned_positions(self) -> bool:
+        """Whether contexts are limited to `block_size` positions."""
+        return self.kind_of_positions.limits_context

@@ -1,0 +1,20 @@
+"""A learned bias of scores for each bucket of distance, in each layer (T5, arXiv 1910.10683, section 2.1)."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+
+from zero.model_parallel import ModelParallel
+from zero.models.attention.scores import T5_BUCKETS
+from zero.models.parametrization import Initial
+from zero.models.positions.kind import PositionKind
+
+
+def bias_by_bucket(config: Initial, module: nn.Module, cut: ModelParallel) -> jax.Array:
+    """The biases of this device's heads, `(C, H)`: a parameter of the module."""
+    init = nn.initializers.normal(config.start.bucket_bias(config, T5_BUCKETS))
+    return cut.part(module.param("relative_bias", init, (T5_BUCKETS, config.num_head)), 1)
+
+
+T5 = PositionKind(bias=bias_by_bucket)

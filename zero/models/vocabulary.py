@@ -1,0 +1,143 @@
+"""The vocabulary: embeddings of tokens, and logits, in chunks of its rows.
+
+Shapes are named by suffix:
+  B rows, T positions of a row, D embedding, C vocabulary rows of a chunk
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from zero.model_parallel import WHOLE, ModelParallel
+from zero.models.part import (
+    AT_LEAST_ONE,
+    BOTH,
+    GATED_UNITS,
+    HEAD,
+    NOT_NEGATIVE,
+    POSITIVE,
+    STACK,
+    VOCABULARY,
+    Sizes,
+    key,
+)
+
+HEAD_BIAS = "head_bias"
+
+
+@dataclass(frozen=True)
+class Vocabulary(Sizes):
+    """The keys of embeddings and logits."""
+
+    vocab_chunks: int = key(1, AT_LEAST_ONE, BOTH)
+    tied: bool = key(True, layers=BOTH)
+    scale_embedding: bool = key(False, layers=BOTH)
+    embedding_multiplier: float = key(1.0, POSITIVE)
+    scale_output: bool = key(False, layers=BOTH)
+    output_scale: float = key(1.0, POSITIVE, BOTH)
+    head_bias: bool = key(False, layers=(GATED_UNITS,))
+    logit_cap: float | None = key(None, POSITIVE, BOTH)
+    z_loss: float = key(0.0, NOT_NEGATIVE, BOTH)  # PaLM, arXiv 2204.02311, section 5
+
+    def mistakes(self) -> Iterator[str]:
+        """An empty chunk."""
+        if (self.vocab_chunks - 1) * self.chunk_rows >= self.vocab_size:
+            yield f"vocab_chunks {self.vocab_chunks} leave one without any of vocab_size {self.vocab_size}"
+
+    @property
+    def chunk_rows(self) -> int:
+        """Tokens of a chunk."""
+        return -(-self.vocab_size // self.vocab_chunks)
+
+    @property
+    def logit_divisor(self) -> float:
+        """What logits are divided by."""
+        return 1 / self.output_scale
+
+    @property
+    def stacked(self) -> tuple[str, ...]:
+        """Top-level subtrees of the parameters whose leaves have a leading dimension, of layers or chunks."""
+        return (STACK, VOCABULARY) if self.tied else (STACK, VOCABULARY, HEAD)
+
+
+class Chunk(NamedTuple):
+    """Where a chunk of the vocabulary begins, and the biases of its logits, `(C,)`, if there are any."""
+
+    first: jax.Array
+    bias_C: jax.Array | None = None
+
+
+class VocabularyChunk(nn.Module):
+    """`chunk_rows` rows of a table of tokens, from token `first` on; one iteration of a scan over the vocabulary."""
+
+    config: Vocabulary
+    dtype: DTypeLike
+    stddev: float
+    cut: ModelParallel = WHOLE
+
+    @nn.compact
+    def __call__(
+        self, embedded_BTD: Any, chunk: Chunk, tokens_BT: Any, x_BTD: Any
+    ) -> tuple[jax.Array | None, jax.Array | tuple[jax.Array, jax.Array, jax.Array] | None]:
+        """Given only tokens, embeds them; given only `x_BTD`, returns logits; given both, a part of a cross-entropy.
+
+        Embedding adds the embeddings of tokens in this chunk to the carry. Logits are float32 `(B, T, C)`, minus
+        infinity past the vocabulary. The chunk's part of a cross-entropy is the log-sum-exp of its logits, the target's
+        logit if it is in this chunk, and the largest logit, each `(B, T)`. In a tensor group each device has a part of
+        the chunk's tokens.
+        """
+        first = chunk.first
+        rows = self.cut.part_size(self.config.chunk_rows)
+        first_own = self.cut.first(rows)
+        own_C = first_own + jnp.arange(rows)  # rows of the chunk; padding lies past its end
+        table_CD = self.param("table", nn.initializers.normal(self.stddev), (rows, self.config.embedding_dim))
+        if x_BTD is None:
+            row_BT = tokens_BT - first - first_own
+            end = jnp.minimum(rows, self.config.chunk_rows - first_own)
+            inside_BT1 = ((row_BT >= 0) & (row_BT < end))[..., None]
+            # In float32, because the gradient of a row is a sum over all its occurrences in the batch.
+            found_BTD = jnp.take(table_CD.astype(jnp.float32), row_BT, axis=0, mode="clip")
+            return embedded_BTD + jnp.where(inside_BT1, found_BTD, 0), None
+
+        x_BTD = x_BTD.astype(self.dtype)
+        table_CD = table_CD.astype(self.dtype)
+        logits_BTC = jnp.einsum("BTD,CD->BTC", x_BTD, table_CD, preferred_element_type=jnp.float32)
+        if chunk.bias_C is not None:
+            bias_C = jnp.pad(chunk.bias_C, (0, rows * self.cut.size - len(chunk.bias_C)))
+            logits_BTC = logits_BTC + self.cut.part(bias_C, 0)[None, None]
+        if self.config.scale_output:
+            logits_BTC = logits_BTC / math.sqrt(self.config.embedding_dim)
+        if self.config.output_scale != 1:
+            logits_BTC = logits_BTC * self.config.output_scale
+        if self.config.logit_cap is not None:
+            logits_BTC = self.config.logit_cap * jnp.tanh(logits_BTC / self.config.logit_cap)
+        is_token_C = (own_C < self.config.chunk_rows) & (first + own_C < self.config.vocab_size)
+        logits_BTC = jnp.where(is_token_C[None, None], logits_BTC, -jnp.inf)
+        if tokens_BT is None:
+            return embedded_BTD, logits_BTC
+        is_target_BTC = is_token_C[None, None] & (own_C[None, None] == (tokens_BT - first)[..., None])
+        target_BT = jnp.sum(jnp.where(is_target_BTC, logits_BTC, 0), axis=-1)
+        max_logit_BT = lax.stop_gradient(jnp.max(logits_BTC, axis=-1))
+        return embedded_BTD, (jax.nn.logsumexp(logits_BTC, axis=-1), target_BT, max_logit_BT)
+
+
+class HeadBias(nn.Module):
+    """A bias of each token's logit, `(chunks, C)`."""
+
+    config: Vocabulary
+
+    @nn.compact
+    def __call__(self) -> jax.Array:
+        config = self.config
+        bias = self.param("bias", nn.initializers.zeros, (config.vocab_size,)).astype(jnp.float32)
+        padding = config.vocab_chunks * config.chunk_rows - config.vocab_size
+        return jnp.pad(bias, (0, padding)).reshape(config.vocab_chunks, -1)
