@@ -54,7 +54,6 @@ class Norm(NamedTuple):
     Attributes:
       module: of a norm with gains; it takes `epsilon`, `dtype` and `name`.
       without_gains: the same without parameters, and its options.
-      options: further ones of a norm with gains.
     """
 
     module: type[nn.Module]

@@ -8,13 +8,9 @@ from itertools import chain
 from typing import Any
 
 from zero.report.panel import Panel
-from zero.training.statistics import ACTIVATION, CHANGE, GRADIENT, WEIGHT
+from zero.training.leaf_statistics import OF_LEAVES
+from zero.training.statistics import ACTIVATION
 
-TITLES = {  # of the curves of leaves, with their units
-    CHANGE: ("Change of each leaf", "mean |change| / learning rate"),
-    GRADIENT: ("Gradient of each leaf", "norm"),
-    WEIGHT: ("Weights of each leaf", "norm"),
-}
 MOST_STEPS = 400  # columns of a heat map
 Line = Mapping[str, Any]
 
@@ -55,10 +51,10 @@ def leaf_panels(lines: Sequence[Line], run: int) -> list[Panel]:
     """The panels of curves of leaves of a run; none without statistics."""
     logged = set(chain.from_iterable(lines))
     panels = []
-    for kind, (title, unit) in TITLES.items():
+    for kind, statistic in OF_LEAVES.items():
         curves = tuple((name, name.removeprefix(f"{kind}/")) for name in sorted(logged) if name.startswith(f"{kind}/"))
         if curves:
-            panels.append(Panel(title, unit, curves, is_logarithmic=True, run=run))
+            panels.append(Panel(statistic.title, statistic.unit, curves, is_logarithmic=True, run=run))
     return panels
 
 

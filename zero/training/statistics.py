@@ -1,4 +1,4 @@
-"""Statistics per tensor: mean sizes of activations per layer; of each leaf its last change and the norms of its parts.
+"""Statistics per tensor: mean sizes of activations per layer, and of each leaf those of `OF_LEAVES`.
 
 They show which part of a model diverges, vanishes or does not learn, and are those of a coordinate check (Yang et al.,
 arXiv 2203.03466, appendix D.1), as mu_transformer logs them. A program of its own computes them after a step, from the
@@ -26,13 +26,12 @@ from zero.partition.collectives.arrays import fill_padding
 from zero.partition.collectives.axis import Axis
 from zero.partition.layout import LeafLayout, PyTree
 from zero.training.batch import Batch
+from zero.training.leaf_statistics import OF_LEAVES
 from zero.training.parts import StepOptions, TrainState
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.whole_gradient import loss_and_gradients
 
 ACTIVATION = "activation"  # of each module: the mean of |output|, float32 (layers,)
-CHANGE = "change"  # of each leaf: the mean of |after - before|, divided by the learning rate
-GRADIENT, WEIGHT = "gradient_norm", "weight_norm"  # of each leaf: the norm, of gradients before clipping
 _NORMS = (nn.LayerNorm, nn.RMSNorm, BiasedRMSNorm, OffsetRMSNorm, ProjectionNorm)
 _RECORDED = (Dense, nn.Dense, AdaptedDense, *_NORMS, Experts)
 _WITH_INPUT = ("attention_out", "mlp_out")  # modules whose inputs are no other module's output
@@ -63,17 +62,19 @@ def statistics(
     activations = _activations(model, weights, batch, options.micro_batches)
     # Parts of the mean over devices, which all have equal numbers of rows, positions and heads.
     sums: Statistics = {ACTIVATION: {name: x / axis.size for name, x in activations.items()}}
-    sums |= {kind: {} for kind in (CHANGE, GRADIENT, WEIGHT)}
-    for leaf, old_x, new_x, grad in zip(leaves, *of_leaves, strict=True):
-        old_x, new_x, grad = (x.astype(jnp.float32) for x in (old_x, new_x, grad))
-        sums[CHANGE][leaf.name] = _partial_sum(jnp.abs(new_x - old_x), leaf, axis) / math.prod(leaf.shape)
-        sums[GRADIENT][leaf.name] = _partial_sum(jnp.square(grad), leaf, axis)
-        sums[WEIGHT][leaf.name] = _partial_sum(jnp.square(old_x), leaf, axis)
-    parts, unravel = ravel_pytree(sums)
-    means: Statistics = unravel(lax.psum(parts, axis.name))
+    totals: dict[str, dict[str, tuple[jax.Array, ...]]] = {kind: {} for kind in OF_LEAVES}
+    for leaf, *values in zip(leaves, *of_leaves, strict=True):
+        arrays = [x.astype(jnp.float32) for x in values]
+        for kind, statistic in OF_LEAVES.items():
+            count = math.prod(leaf.shape) if statistic.is_mean else 1
+            terms = statistic.terms(*arrays)
+            totals[kind][leaf.name] = tuple(_partial_sum(term, leaf, axis) / count for term in terms)
+    parts, unravel = ravel_pytree((sums, totals))
+    means, totals = unravel(lax.psum(parts, axis.name))
     rate = options.learning_rate(clock)
-    means[CHANGE] = jax.tree.map(lambda x: x / rate, means[CHANGE])
-    return means | jax.tree.map(jnp.sqrt, {kind: means[kind] for kind in (GRADIENT, WEIGHT)})
+    for kind, statistic in OF_LEAVES.items():
+        means[kind] = {name: statistic.value(*of_leaf, rate) for name, of_leaf in totals[kind].items()}
+    return means
 
 
 def _partial_sum(x: jax.Array, leaf: LeafLayout, axis: Axis) -> jax.Array:

@@ -16,6 +16,7 @@ from zero.run.feature import Feature, Moment
 from zero.run.run import Line, Run
 from zero.tracking.metrics import Metric
 from zero.training.batch import Batch
+from zero.training.leaf_statistics import OF_LEAVES
 
 
 class Statistics(Feature):
@@ -35,7 +36,7 @@ class Statistics(Feature):
     name = "statistics"
     adds = (
         Metric(
-            ("activation/...", "change/...", "gradient_norm/...", "weight_norm/..."),
+            ("activation/...", *(f"{kind}/..." for kind in OF_LEAVES)),
             "with `statistics.every`, of each tensor",
         ),
     )
