@@ -14,6 +14,7 @@ class Bar(Feature):
     """Shows the steps and the figures of each line; an evaluation is a line of the log as well."""
 
     name = "bar"
+    only_looks = True
     takes_every_line = True
 
     def __init__(self, config: Keys, run: Run) -> None:

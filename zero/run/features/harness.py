@@ -45,6 +45,7 @@ class Harness(Feature):
                 yield "harness.every", "a number with tasks in harness.tasks, and null without"
 
     name = "harness"
+    only_looks = True
     adds = (Metric(("harness/TASK/METRIC",), "tasks of `harness.tasks`"),)
     phase = "evaluation"
     may_wait = True

@@ -36,6 +36,7 @@ class Limits(Feature):
                 yield "training.max_skipped_in_a_row", f"at least 1, as training.skip_spikes={self.skip_spikes}"
 
     name = "limits"
+    only_looks = True
     adds = (
         Metric(("skipped_rows",), "rows so far that could not be read, where `data.max_skipped_rows` allows some"),
         Metric(("end_of_data",), "1 in the last line of a run that `training.max_epochs` ends before its last step"),

@@ -37,6 +37,7 @@ class Profile(Feature):
         )
 
     name = "profile"
+    only_looks = True
 
     def __init__(self, config: Config, run: Run) -> None:
         self._steps = config.steps  # None: no trace, or no other one

@@ -34,6 +34,7 @@ class Statistics(Feature):
         )
 
     name = "statistics"
+    only_looks = True
     adds = (
         Metric(
             ("activation/...", *(f"{kind}/..." for kind in OF_LEAVES)),

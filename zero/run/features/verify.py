@@ -41,6 +41,7 @@ class Verify(Feature):
         )
 
     name = "verify"
+    only_looks = True
 
     def __init__(self, config: Config, run: Run) -> None:
         self._every = config.every
