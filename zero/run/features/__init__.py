@@ -6,7 +6,7 @@
 | 2 | Limits | ends a run beyond its limits | nothing beyond a limit was written |
 | 3 | Validate, Harness | add their results to the line | they are computed again after the step is trained again |
 | 4 | Track | the line in metrics.jsonl, W&B, TensorBoard | a resume from an older step drops the line |
-| 5 | Bar | the terminal | |
+| 5 | Bar, Largest | the terminal, the log | |
 | 6 | Save | mirrors the run's files, then commits the checkpoint in the background | later actions are pending in it |
 | 7 | Protect | an emergency checkpoint | the resume continues here; later actions are pending in it |
 | 8 | Sample | the text in samples.txt | a resume from an older step drops the text; else it is not written again |
@@ -22,6 +22,7 @@ from zero.config.declared import declare
 from zero.run.feature import Feature
 from zero.run.features.bar import Bar
 from zero.run.features.harness import Harness
+from zero.run.features.largest import Largest
 from zero.run.features.limits import Limits
 from zero.run.features.profile import Profile
 from zero.run.features.protect import Protect
@@ -35,7 +36,7 @@ from zero.run.features.verify import Verify
 
 FEATURES: tuple[type[Feature], ...] = (
     *(Profile, Statistics, Verify, Limits, Validate, Harness),  # measure
-    *(Track, Bar),  # show the line
+    *(Track, Bar, Largest),  # show the line
     *(Save, Protect, Sample, Report),  # act on it
 )
 

@@ -1,0 +1,49 @@
+"""Names the tensors that a run hangs on: one line of the log beside the statistics of `statistics.every`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from zero.config.declared import Keys
+from zero.hosts import agreement
+from zero.run.feature import Feature, Moment
+from zero.run.run import Line, Run
+
+log = logging.getLogger(__name__)
+GRADIENT = "gradient_norm/"
+MOST = 3  # tensors that are named
+
+
+class Largest(Feature):
+    """Logs on host 0 which tensors have the largest gradients, in lines with statistics.
+
+    A run that diverges often has one tensor whose gradient takes over, steps before its loss shows it.
+    """
+
+    name = "largest"
+    only_looks = True
+    takes_every_line = True
+
+    def __init__(self, config: Keys, run: Run) -> None:
+        pass
+
+    def do(self, run: Run, now: Moment, line: Line) -> None:
+        shares = largest_shares(line)
+        if shares and agreement.is_host_0():
+            named = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+            log.info("step %d: of the squared norm of the gradient: %s", now.step, named)
+
+
+def largest_shares(line: Mapping[str, float | int]) -> dict[str, float]:
+    """The tensors with the largest shares of the squared norm of the gradient, the largest first; {} without any.
+
+    >>> largest_shares({"gradient_norm": 5.0, "gradient_norm/a": 3.0, "gradient_norm/b": 4.0})
+    {'b': 0.64, 'a': 0.36}
+    """
+    squares = {name.removeprefix(GRADIENT): norm**2 for name, norm in line.items() if name.startswith(GRADIENT)}
+    total = sum(squares.values())
+    if not total:
+        return {}
+    largest = sorted(squares, key=lambda name: squares[name], reverse=True)[:MOST]
+    return {name: squares[name] / total for name in largest}
