@@ -9,6 +9,7 @@ import re
 from tests.helpers import cli
 from zero.printed import all_metrics
 from zero.tracking.metrics_file import read_metrics
+from zero.training.leaf_statistics import OF_LEAVES
 
 
 def test_statistics_change_no_loss(forks: cli.Forks) -> None:
@@ -16,7 +17,7 @@ def test_statistics_change_no_loss(forks: cli.Forks) -> None:
     plain = forks.train("plain", *cli.TINY)
     every = ("statistics.every=5", "training.log_frequency=4", "verify.every=2")
     lines = cli.metrics(forks.train("statistics", *cli.TINY, *every))
-    kinds = ("activation/", "change/", "gradient_norm/", "weight_norm/")
+    kinds = ("activation/", *(f"{kind}/" for kind in OF_LEAVES))
     assert [line["step"] for line in lines if any(name.startswith(kinds) for name in line)] == [5, 10]
     own = [{name: x for name, x in line.items() if not name.startswith(kinds)} for line in lines]
     per_step = {line["step"]: line for line in cli.metrics(plain)}

@@ -30,6 +30,11 @@ def _norm(total: jax.Array, rate: jax.Array) -> jax.Array:
     return jnp.sqrt(total)
 
 
+def _ratio(change: jax.Array, weight: jax.Array, rate: jax.Array) -> jax.Array:
+    """The root of one total over another; 0 where all weights are, as biases at first."""
+    return jnp.where(weight > 0, jnp.sqrt(change / jnp.where(weight > 0, weight, 1)), 0)
+
+
 # By the name of their metric. The gradient is that before clipping.
 OF_LEAVES = {
     "change": LeafStatistic(
@@ -44,5 +49,11 @@ OF_LEAVES = {
     ),
     "weight_norm": LeafStatistic(
         "Weights of each leaf", "norm", lambda before, after, gradient: (jnp.square(before),), _norm
+    ),
+    "update_ratio": LeafStatistic(  # about 1e-3 where a learning rate fits
+        "Update of each leaf",
+        "norm of the change / norm of the weights",
+        lambda before, after, gradient: (jnp.square(after - before), jnp.square(before)),
+        _ratio,
     ),
 }
