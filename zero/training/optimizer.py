@@ -23,28 +23,9 @@ from zero.models.config import HEAD, STACK, VOCABULARY
 from zero.partition.layout import Layout, PyTree
 from zero.partition.quantised_optimizers import convert_adam, rounded_updates, scale_by_adam, scale_by_lion
 from zero.partition.rewrite.entry_points import across_shards
+from zero.training.weight_decay import DECAYED, Multipliers, by_leaf, decayed, decoupled
 
-Multipliers = Callable[[PyTree], PyTree]  # from parameters, or a part of them, to a float for each leaf
 B1, B2, EPS = 0.9, 0.95, 1e-8  # AdamW; b2 as in GPT-3, arXiv 2005.14165, appendix B
-
-
-def decayed(params: PyTree) -> PyTree:
-    """Which leaves weight decay applies to: matrices, vocabulary and head, not norms, biases or positions."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: path[-1].key in MATRICES or path[0].key in (VOCABULARY, HEAD), params
-    )
-
-
-def _decayed_in_gpt_neo(params: PyTree) -> PyTree:
-    """All leaves but biases and the norms of layers: positions and the last norm too (`optimizers.py` of GPT-Neo)."""
-    outside = (VOCABULARY, HEAD, "positions", "norm")
-    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in MATRICES or path[0].key in outside, params)
-
-
-# Which leaves weight decay applies to, by the values of `optimizer.decay_on`.
-DECAYED: Mapping[str, Callable[[PyTree], PyTree]] = MappingProxyType(
-    {"matrices": decayed, "gpt_neo": _decayed_in_gpt_neo}
-)
 
 
 def adamw(
@@ -68,8 +49,8 @@ def adamw(
     """
     adam = scale_by_adam(b1, b2, eps, state_dtype=state_dtype, mask=decayed, bias_correction=bias_correction)
     if scaled_eps and multipliers is not None:
-        adam = optax.chain(_by_leaf(jnp.divide, multipliers), adam)
-    return _decoupled(adam, weight_decay, decay, multipliers, DECAYED[decay_on])
+        adam = optax.chain(by_leaf(jnp.divide, multipliers), adam)
+    return decoupled(adam, weight_decay, decay, multipliers, DECAYED[decay_on])
 
 
 def _lion(
@@ -82,47 +63,7 @@ def _lion(
     multipliers: Multipliers | None = None,
 ) -> optax.GradientTransformation:
     lion = scale_by_lion(b1, b2, state_dtype=state_dtype, mask=decayed)
-    return _decoupled(lion, weight_decay, decay, multipliers)
-
-
-def _decoupled(
-    tx: optax.GradientTransformation,
-    weight_decay: float,
-    decay: str,
-    multipliers: Multipliers | None,
-    mask: Callable[[PyTree], PyTree] = decayed,
-) -> optax.GradientTransformation:
-    """`tx`, with updates multiplied leaf by leaf, and weight decay, which is multiplied only if it is coupled.
-
-    Multiplied, decay vanishes as the width grows, and learning rates no longer transfer (Kosson et al., arXiv
-    2510.19093).
-    """
-    decays = (
-        _constant_decay(weight_decay, mask) if decay == "constant" else optax.add_decayed_weights(weight_decay, mask)
-    )
-    if multipliers is None:
-        return optax.chain(tx, decays)
-    multiply = _by_leaf(jnp.multiply, multipliers)
-    return optax.chain(tx, decays, multiply) if decay == "coupled" else optax.chain(tx, multiply, decays)
-
-
-def _constant_decay(weight_decay: float, mask: Callable[[PyTree], PyTree]) -> optax.GradientTransformationExtraArgs:
-    """Weight decay that is the same at every step: divided by the learning rate, by which the step multiplies it."""
-
-    def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, *, rate: jax.Array, **extra: Any
-    ) -> tuple[PyTree, PyTree]:
-        share = jnp.where(rate > 0, weight_decay / rate, 0)
-        decayed_updates = jax.tree.map(lambda u, p, d: u + share * p if d else u, updates, params, mask(params))
-        return decayed_updates, state
-
-    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
-
-
-def _by_leaf(
-    operation: Callable[[jax.Array, float], jax.Array], multipliers: Multipliers
-) -> optax.GradientTransformation:
-    return optax.stateless(lambda updates, _: jax.tree.map(operation, updates, multipliers(updates)))
+    return decoupled(lion, weight_decay, decay, multipliers)
 
 
 def _sgd(weight_decay: float, b1: float = 0.9, nesterov: bool = False) -> Any:
