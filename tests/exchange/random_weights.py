@@ -60,6 +60,9 @@ SIZES = {
     "stablelm": _of(
         "stablelm", N=2, embedding_dim=48, head_dim=None, num_head=3, kv_heads=1, rotary_fraction=0.5, qkv_bias=True
     ),
+    "starcoder2": _of(
+        "starcoder2", N=2, embedding_dim=48, head_dim=None, num_head=3, kv_heads=1, windows=(9,), embedding_dropout=0.2
+    ),
     "phi3": _of("phi3", N=2, windows=(9,), rotary_fraction=0.8),
     "granite": _of(
         "granite", N=2, embedding_multiplier=3.0, residual_multiplier=0.5, attention_scale=0.25, output_scale=0.5

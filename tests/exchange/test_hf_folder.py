@@ -119,6 +119,13 @@ THEIRS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         | {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1, "layer_norm_eps": 1e-4},
         {"N": 4, "rotary_fraction": 0.25, "qkv_bias": False},
     ),
+    "starcoder2": (
+        "Starcoder2Config",
+        {key: x for key, x in _LLAMA_SIZES.items() if key not in ("rms_norm_eps", "head_dim")}
+        | {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1, "norm_epsilon": 1e-4}
+        | {"sliding_window": 9, "tie_word_embeddings": True},
+        {"N": 4, "windows": (9,)},
+    ),
     "gemma3": (
         "Gemma3TextConfig",
         _LLAMA_SIZES

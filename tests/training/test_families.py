@@ -34,6 +34,7 @@ TRAINED = {
     "olmo2": _of("olmo2", **_GROUPED),
     "olmo3": _of("olmo3", **_GROUPED, N=4, windows=(5, 0), rotary_scaling=("linear", 4.0)),
     "stablelm": _of("stablelm", **{**_GROUPED, "kv_heads": 6}, rotary_fraction=0.4),
+    "starcoder2": _of("starcoder2", **{**_GROUPED, "kv_heads": 1}, windows=(5,)),
     "granite": _of(
         "granite", **_GROUPED, embedding_multiplier=3.0, residual_multiplier=0.5, attention_scale=0.25,
         output_scale=0.5,

@@ -272,6 +272,21 @@ STABLELM = _like_llama(
     rotary=("rope_theta", "partial_rotary_factor"),
     width_divides=True,
 )
+STARCODER2 = _like_llama(
+    "starcoder2",
+    "Starcoder2ForCausalLM",
+    without=("rms_norm_eps", "head_dim"),
+    keys={
+        "norm_epsilon": "norm_epsilon",
+        "residual_dropout": "residual_drop_rate",
+        "embedding_dropout": "embedding_dropout",
+    },
+    absent={"norm_epsilon": 1e-5, "tie_word_embeddings": True, "num_key_value_heads": 2, "sliding_window": None},
+    fixed={"hidden_act": "gelu_pytorch_tanh", "use_bias": True},
+    modules=_ATTENTION_MODULES | _layers({"mlp_in": "mlp.c_fc", "mlp_out": "mlp.c_proj"}),
+    windows="sliding_window",
+    width_divides=True,
+)
 _OLMO: dict[str, Any] = {
     "fixed": {"hidden_act": "silu", "attention_bias": False},
     "modules": _LLAMA_MODULES
@@ -470,7 +485,7 @@ GEMMA3 = _like_llama(
     width_divides=True,
 )
 # If several equal a model, the first is exported.
-_LLAMAS = (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, STABLELM, OLMO2, OLMO3, GRANITE, PHI3)
+_LLAMAS = (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, STABLELM, STARCODER2, OLMO2, OLMO3, GRANITE, PHI3)
 _ALL = (GPT2, BLOOM, GPT_NEO, GPT_NEOX, *_LLAMAS, GEMMA, GEMMA2, GEMMA3, MIXTRAL, QWEN3_MOE, GPT_OSS)
 ARCHITECTURES = {one.model_type: one for one in _ALL}
 # What models that are asked for have and no model of zero has.

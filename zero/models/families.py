@@ -57,6 +57,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": _OLMO2,
     "olmo3": {**_OLMO2, "windows": (4096, 4096, 4096, 0), "local_rotary_base": 5e5},
     "stablelm": {**_LLAMA, "norm": "layer", "rotary_fraction": 0.25},
+    "starcoder2": {**_ROTARY, "norm_epsilon": 1e-5, "windows": (4096,)},
     "phi3": _LLAMA,
     "granite": {**_LLAMA, "norm_epsilon": 1e-6, "tied": True},
     "qwen3": {**_LLAMA, "qk_norm": True, "norm_epsilon": 1e-6, "rotary_base": 1e6},
