@@ -38,6 +38,7 @@ OF_CHOICES = {
         "bias_correction=false",
         "scaled_eps=true",
     ),
+    "optimizer=ademamix": ("b1=0.8", "b2=0.8", "b3=0.99", "alpha=2.0", "eps=1e-7", "slow_warmup=4"),
     "optimizer=lion": ("b1=0.8", "b2=0.8", "decay=independent", "state_dtype=int8"),
     "optimizer=sgd": ("b1=0.8", "nesterov=true"),
     "optimizer=lamb": ("b1=0.8", "b2=0.8", "eps=1e-7"),

@@ -160,6 +160,7 @@ def plain(name: str) -> optax.GradientTransformation:
     )  # fmt: skip
     return {
         "adamw": optax.adamw(RATE, b2=0.95, weight_decay=DECAY, mask=mask),
+        "ademamix": optax.contrib.ademamix(RATE, weight_decay=DECAY, mask=mask),
         "lion": optax.lion(RATE, weight_decay=DECAY, mask=mask),
         "sgd": optax.chain(optax.add_decayed_weights(DECAY, mask), optax.sgd(RATE, 0.9)),
         "adafactor": optax.adafactor(

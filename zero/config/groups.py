@@ -107,6 +107,24 @@ class AdamW(Optimizer):
 
 
 @dataclass
+class AdEMAMix(Optimizer):
+    """AdamW with a second, slow mean of gradients, 12 bytes of state per parameter (arXiv 2409.03137)."""
+
+    name: str = named("ademamix")
+    b1: float = _b1(0.9)
+    b2: float = _b2(0.999)
+    b3: float = key(0.9999, fraction_below_one(), "Decay of the slow mean.")
+    alpha: float = key(5.0, zero_or_more(), "The slow mean counts this many times.")
+    eps: float = _eps(1e-8)
+    slow_warmup: int | None = key(
+        None,
+        at_least(1),
+        "Steps until alpha and the half-life of the slow mean have grown to their values; null: they are constant.",
+        "The paper takes all steps of the run.",
+    )
+
+
+@dataclass
 class Lion(Optimizer):
     """Lion (arXiv 2302.06675)."""
 
@@ -557,7 +575,7 @@ class Plan:
     )
 
 
-OPTIMIZERS = (AdamW, Lion, Sgd, Adafactor, Lamb, Muon)
+OPTIMIZERS = (AdamW, AdEMAMix, Lion, Sgd, Adafactor, Lamb, Muon)
 OBJECTIVES = (Likelihood, Dpo)
 TUNINGS = (Whole, Lora, Dora)
 SCHEDULES = (Cosine, RampedCosine, Linear, InverseSqrt, Constant, Wsd, SqrtDecay)

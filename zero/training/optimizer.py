@@ -23,6 +23,7 @@ from zero.models.config import HEAD, STACK, VOCABULARY
 from zero.partition.layout import Layout, PyTree
 from zero.partition.quantised_optimizers import convert_adam, rounded_updates, scale_by_adam, scale_by_lion
 from zero.partition.rewrite.entry_points import across_shards
+from zero.training.ademamix import ademamix
 from zero.training.weight_decay import DECAYED, Multipliers, by_leaf, decayed, decoupled
 
 B1, B2, EPS = 0.9, 0.95, 1e-8  # AdamW; b2 as in GPT-3, arXiv 2005.14165, appendix B
@@ -135,7 +136,7 @@ def _ascending(tx: optax.GradientTransformation) -> optax.GradientTransformation
 
 
 ELEMENTWISE: Mapping[str, Callable[..., optax.GradientTransformation]] = MappingProxyType(
-    {"adamw": adamw, "lion": _lion, "sgd": _sgd}
+    {"adamw": adamw, "ademamix": ademamix, "lion": _lion, "sgd": _sgd}
 )
 PER_LAYER: Mapping[str, Callable[..., optax.GradientTransformation]] = MappingProxyType(
     {"adafactor": _adafactor, "lamb": _lamb, "muon": _muon}
@@ -157,8 +158,8 @@ def make_optimizer(
     """An optimizer whose updates the step multiplies by minus the learning rate.
 
     Args:
-      name: one of NAMES. Sources: adamw arXiv 1711.05101, lion 2302.06675, adafactor 1804.04235, lamb 1904.00962,
-        muon https://kellerjordan.github.io/posts/muon/ with the scale of arXiv 2502.16982, section 2.2.
+      name: one of NAMES. Sources: adamw arXiv 1711.05101, ademamix 2409.03137, lion 2302.06675, adafactor 1804.04235,
+        lamb 1904.00962, muon https://kellerjordan.github.io/posts/muon/ with the scale of 2502.16982, section 2.2.
       weight_decay: for matrices and the vocabulary, multiplied by the learning rate; sgd adds it to the gradient.
       state_dtype: dtype of the moments of adamw and lion.
       multipliers: factors of each leaf's learning rate, without weight decay; for adamw and lion.

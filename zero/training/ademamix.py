@@ -1,0 +1,47 @@
+"""AdEMAMix: Adam with a second, slow mean of gradients, which remembers thousands of steps (arXiv 2409.03137)."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import optax
+import optax.contrib
+
+from zero.training.weight_decay import decoupled
+
+
+def ademamix(
+    weight_decay: float,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    b3: float = 0.9999,
+    alpha: float = 5.0,
+    eps: float = 1e-8,
+    slow_warmup: int | None = None,
+) -> optax.GradientTransformation:
+    """AdEMAMix without a learning rate, element-wise and so right on shards: three values per parameter.
+
+    Args:
+      weight_decay: for matrices and the vocabulary, multiplied by the learning rate.
+      b1, b2, eps: as of Adam.
+      b3: decay of the slow mean.
+      alpha: the slow mean counts this many times.
+      slow_warmup: steps until `alpha` and the half-life of the slow mean have grown to their values (section 3, from 0
+        and from that of `b1`); None: they are constant.
+    """
+    if slow_warmup is None:
+        return decoupled(optax.contrib.scale_by_ademamix(b1, b2, b3, alpha, eps), weight_decay)
+    logs = math.log(b1), math.log(b3)
+
+    def share(count: jax.Array) -> jax.Array:
+        return jnp.minimum((count + 1) / slow_warmup, 1.0)
+
+    def decay_at(count: jax.Array) -> jax.Array:
+        """The half-life, -ln 2 / ln b, grows by equal steps."""
+        of_b1, of_b3 = logs
+        return jnp.exp(of_b1 * of_b3 / ((1 - share(count)) * of_b3 + share(count) * of_b1))
+
+    adam = optax.contrib.scale_by_ademamix(b1, b2, decay_at, lambda count: alpha * share(count), eps)
+    return decoupled(adam, weight_decay)
