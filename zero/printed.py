@@ -1,4 +1,4 @@
-"""Writes what is printed from declarations: conf/config.yaml, and the pages of keys and of metrics.
+"""Writes what is printed from declarations: conf/config.yaml, the head of conf/model_config.yaml, and two pages.
 
 `python -m zero.printed`, after a key or a metric has changed.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from itertools import chain
 
 from zero.config.files import conf_directory
-from zero.config.printed import config_yaml, keys_page
+from zero.config.printed import config_yaml, keys_page, models_head
 from zero.run import run, step_metrics
 from zero.run.features import FEATURES
 from zero.tracking.metrics import Metric
@@ -48,6 +48,9 @@ def all_metrics() -> list[Metric]:
 
 if __name__ == "__main__":
     (conf_directory() / "config.yaml").write_text(config_yaml())
+    models = conf_directory() / "model_config.yaml"
+    _, separator, entries = models.read_text().partition("\ntest:")
+    models.write_text(models_head() + separator + entries)
     reference = conf_directory().resolve().parent / "docs" / "reference"
     (reference / "keys.md").write_text(keys_page())
     (reference / "metrics.md").write_text(metrics_page())

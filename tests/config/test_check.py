@@ -12,7 +12,7 @@ from zero.config.check import check, describe
 from zero.config.declared import whole_kind
 from zero.config.files import load_sizes
 from zero.config.keys import all_keys
-from zero.config.printed import config_yaml, keys_page, yaml_text
+from zero.config.printed import config_yaml, keys_page, models_head, yaml_text
 from zero.config.schema import GROUPS, Config, PlanConfig
 from zero.errors import UserError
 from zero.printed import metrics_page
@@ -371,6 +371,7 @@ def test_configuration_file() -> None:
     """conf/config.yaml and the pages of keys and metrics are what is printed: python -m zero.printed."""
     reference = CONF.resolve().parent / "docs" / "reference"
     assert (CONF / "config.yaml").read_text() == config_yaml()
+    assert (CONF / "model_config.yaml").read_text().startswith(models_head() + "\ntest:")
     assert (reference / "keys.md").read_text() == keys_page()
     assert (reference / "metrics.md").read_text() == metrics_page()
     assert {key.name: yaml.safe_load(yaml_text(key.default)) for key in all_keys(whole_kind())} == {

@@ -1,16 +1,21 @@
-"""What is printed from the declared keys: conf/config.yaml, and docs/reference/keys.md."""
+"""What is printed from declared keys: conf/config.yaml, the head of conf/model_config.yaml, docs/reference/keys.md."""
 
 from __future__ import annotations
 
 import html
 import inspect
+import textwrap
 from collections.abc import Iterable, Iterator
+from dataclasses import MISSING, Field
 from typing import Any
 
 from zero.config.constraints import shown
 from zero.config.declared import whole_kind
 from zero.config.keys import Key, Section, all_keys, members_of
 from zero.config.schema import GROUPS, MODE_SECTIONS, MODES
+from zero.models.config import GPTConfig
+from zero.models.families import FAMILIES
+from zero.models.part import Part, own_keys
 
 HEAD = """\
 # python main_zero.py
@@ -45,12 +50,60 @@ hydra:
 """
 
 
+MODELS = """\
+# Model sizes, chosen by model.size. A test recounts the parameters in each comment. model.override changes keys of an
+# entry, and model.sizes names a file of further entries. Published models are in conf/models, a file for all names with
+# one beginning. What follows is printed from zero/models (python -m zero.printed).
+#
+"""
+COLUMN, WIDTH = 23, 128  # of the meanings of a model's keys
+
+
 def config_yaml() -> str:
     """The text of conf/config.yaml."""
     groups = [
         f"  - {name}: {next(iter(choices))} # {', '.join(choices)}" for name, choices in choices_of_groups().items()
     ]
     return HEAD + "\n".join([*groups, "  - _self_", "", *_section(whole_kind())]) + "\n" + HYDRA
+
+
+def models_head() -> str:
+    """The comments before the entries of conf/model_config.yaml: the keys of a model, part by part."""
+    families = (
+        f"An entry may name a family, which sets those of the keys below that its published models have in common: "
+        f"{', '.join(FAMILIES)} (zero/models/families.py). Without a family a key has the default in parentheses."
+    )
+    lines = [*_wrapped(families, "# ")]
+    for part in reversed(GPTConfig.__mro__):
+        if issubclass(part, Part) and part is not Part and own_keys(part):
+            lines += ["#", *_wrapped(str(part.__doc__).partition("\n")[0], "# ")]
+            for field in own_keys(part):
+                lines += _wrapped(meaning_of(field), f"# {field.name}".ljust(COLUMN - 1) + " ")
+    return MODELS + "\n".join(lines) + "\n"
+
+
+def meaning_of(field: Field[Any]) -> str:
+    """The default of a model's key, if it has one, and what it means.
+
+    >>> from zero.models.mlp import MLP
+    >>> [meaning_of(field) for field in own_keys(MLP) if field.name == "gated"]
+    ['(false) the activation multiplies a second product, as in SwiGLU: activation silu, gated true']
+    """
+    default, meaning = field.default, field.metadata["meaning"]
+    if default is MISSING:
+        return str(meaning)
+    if default is None:
+        return f"({field.metadata['none']}) {meaning}"
+    if isinstance(default, tuple):
+        default = list(default)
+    value = f"{default:g}" if isinstance(default, float) else shown(default)
+    return f"({value}) {meaning}"
+
+
+def _wrapped(text: str, start: str) -> list[str]:
+    """Lines of a comment, of which the first begins with `start`."""
+    indent = "#".ljust(len(start))
+    return textwrap.wrap(text, WIDTH, initial_indent=start, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def choices_of_groups() -> dict[str, list[str]]:

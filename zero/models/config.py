@@ -31,9 +31,16 @@ __all__ = ["HEAD", "STACK", "VOCABULARY", "GPTConfig", "default_values"]
 
 @dataclass(frozen=True)
 class GPTConfig(Transformer, GatedUnits):
-    """One model; the keys of an entry in `conf/model_config.yaml`, which says what each means."""
+    """One model: the kind of its layers, and the keys of all parts; an entry of `conf/model_config.yaml`."""
 
-    layer: str = key(TRANSFORMER, one_of(*LAYERS), BOTH)
+    layer: str = key(
+        TRANSFORMER,
+        one_of(*LAYERS),
+        "transformer, or gated_units: two gated attention units, each with a single head whose keys are "
+        "vector-quantised; attention in linear time, sampling with a state of constant size. Family vq; of "
+        "the keys above only those of norms, embedding, vocabulary and dropout apply (docs/decisions/vq.md)",
+        layers=BOTH,
+    )
 
     def mistakes(self) -> Iterator[str]:
         """Keys that the layers of this model do not have, and that are not at their defaults."""

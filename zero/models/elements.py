@@ -29,10 +29,13 @@ Lift = Callable[[type[nn.Module], str], type[nn.Module]]
 class Residual(Sizes):
     """The keys of the residual stream: what enters the first layer, and what layers add."""
 
-    parallel_residual: bool = key(False)  # GPT-J, GPT-NeoX
-    residual_multiplier: float = key(1.0, POSITIVE)
-    embedding_dropout: float = key(0.0, RATE, BOTH)
-    residual_dropout: float | None = key(None, RATE, BOTH)
+    # GPT-J, GPT-NeoX
+    parallel_residual: bool = key(False, None, "attention and MLP read the same input and are added together")
+    residual_multiplier: float = key(1.0, POSITIVE, "factor of the outputs of attention and MLP")
+    embedding_dropout: float = key(0.0, RATE, "dropout of what enters the first layer", layers=BOTH)
+    residual_dropout: float | None = key(
+        None, RATE, "dropout of the outputs of attention and of the MLP", layers=BOTH, none="dropout"
+    )
 
     @property
     def residual_drop_rate(self) -> float:

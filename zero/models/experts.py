@@ -33,17 +33,53 @@ from zero.models.part import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, key, one_of, 
 class Mixture(MLP, Initial):
     """The keys of experts."""
 
-    experts: int | None = key(None, AT_LEAST_ONE)  # E; GShard, arXiv 2006.16668
-    experts_per_token: int = key(1, AT_LEAST_ONE)
-    experts_every: int = key(1, AT_LEAST_ONE)
-    expert_capacity: float | None = key(None, POSITIVE)
-    expert_priority: str = key("choice", one_of("choice", "position"))
-    normalise_router: bool = key(False)  # Mixtral
+    # E; GShard, arXiv 2006.16668
+    experts: int | None = key(
+        None,
+        AT_LEAST_ONE,
+        "number of MLPs per layer among which a router sends each token to a few; null: one MLP for all "
+        "tokens. mlp_dim is the width of each",
+    )
+    experts_per_token: int = key(
+        1,
+        AT_LEAST_ONE,
+        "the experts with the highest probabilities, whose outputs are added, times these probabilities",
+    )
+    experts_every: int = key(
+        1, AT_LEAST_ONE, "the last of every so many layers has experts, the other layers have one MLP"
+    )
+    expert_capacity: float | None = key(
+        None,
+        POSITIVE,
+        "in training an expert takes expert_capacity * tokens * experts_per_token / experts choices of each "
+        "row and drops the others; null: nothing is dropped, and zero.expert_shards must be 1",
+    )
+    expert_priority: str = key(
+        "choice",
+        one_of("choice", "position"),
+        "who gets the places of an expert: first choices before second ones (choice), or earlier positions "
+        "before later ones (position), with which no token depends on later ones",
+    )
+    # Mixtral
+    normalise_router: bool = key(False, None, "the probabilities of the chosen experts are divided by their sum")
     # E times the sum over experts of choices per token times mean probability (Switch, arXiv 2101.03961, eq. 4). It is
     # `experts_per_token` where all experts are chosen equally.
-    balance_loss: float = key(0.0, NOT_NEGATIVE)
-    balance_choices: str = key("all", one_of("all", "first"))  # first: GShard, arXiv 2006.16668, algorithm 1
-    router_z_loss: float = key(0.0, NOT_NEGATIVE)  # ST-MoE, arXiv 2202.08906, eq. 5
+    balance_loss: float = key(
+        0.0,
+        NOT_NEGATIVE,
+        "weight of the load-balancing loss, a mean over layers, as router_aux_loss_coef of transformers; like "
+        "router_z_loss, losses are reported without it",
+    )
+    # first: GShard, arXiv 2006.16668, algorithm 1
+    balance_choices: str = key(
+        "all",
+        one_of("all", "first"),
+        "choices whose frequency balance_loss counts: all, or first, those of the most likely expert",
+    )
+    # ST-MoE, arXiv 2202.08906, eq. 5
+    router_z_loss: float = key(
+        0.0, NOT_NEGATIVE, "weight of the mean squared log-sum-exp of the router's logits of each layer"
+    )
 
     def mistakes(self) -> Iterator[str]:
         """Keys of experts without experts, and what experts do not go with."""

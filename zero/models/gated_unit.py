@@ -42,18 +42,52 @@ _ALONE = (GATED_UNITS,)
 class GatedUnits(Sinusoidal, Norms, Residual, Initial):
     """The keys of gated units."""
 
-    codes: int = key(512, layers=_ALONE)  # S
-    vq_block: int = key(512, AT_LEAST_ONE, _ALONE)  # C
-    key_width: int = key(128, AT_LEAST_ONE, _ALONE)  # K
-    cache_gradient: bool = key(True, layers=_ALONE)
-    commitment: float = key(1e-4, NOT_NEGATIVE, _ALONE)
-    codebook_decay: float = key(0.99, Check(lambda decay: 0 < decay < 1, "lie in (0, 1)"), _ALONE)
-    distance_dropout: float = key(0.0, RATE, _ALONE)
-    distance_width: int | None = key(None, layers=_ALONE)  # None: K
+    # S
+    codes: int = key(
+        512,
+        None,
+        "codes to which the keys of a unit are rounded; 0: none, and only the window of two blocks is seen",
+        layers=_ALONE,
+    )
+    # C
+    vq_block: int = key(
+        512,
+        AT_LEAST_ONE,
+        "positions of a block; those of a token's own block and of the block before are seen one by one",
+        layers=_ALONE,
+    )
+    # K
+    key_width: int = key(
+        128, AT_LEAST_ONE, "width of queries and keys; values have twice the width of the model", layers=_ALONE
+    )
+    cache_gradient: bool = key(True, None, "gradients flow to values that are older than the window", layers=_ALONE)
+    commitment: float = key(1e-4, NOT_NEGATIVE, "weight of the loss that draws keys to their codes", layers=_ALONE)
+    codebook_decay: float = key(
+        0.99,
+        Check(lambda decay: 0 < decay < 1, "lie in (0, 1)"),
+        "decay of the moving averages of the codes",
+        layers=_ALONE,
+    )
+    distance_dropout: float = key(0.0, RATE, "dropout of the features of distances", layers=_ALONE)
+    distance_width: int | None = key(
+        None, None, "number of these features, the sines and cosines of a distance", layers=_ALONE, none="key_width"
+    )
     # block: distances of more than C have no bias
-    distance_limit: str = key("window", one_of("window", "block"), _ALONE)
-    layer_dropout: float = key(0.0, RATE, _ALONE)
-    update_tokens: int | None = key(None, AT_LEAST_ONE, _ALONE)  # None: an update takes whole rows
+    distance_limit: str = key(
+        "window",
+        one_of("window", "block"),
+        "distances with a bias: window, all in the two blocks; block, those of up to vq_block",
+        layers=_ALONE,
+    )
+    layer_dropout: float = key(0.0, RATE, "probability with which a sequence skips a unit", layers=_ALONE)
+    update_tokens: int | None = key(
+        None,
+        AT_LEAST_ONE,
+        "tokens of each row per training step: a step takes the next so many, with the memory of those before "
+        "and without its gradient, and max_context / update_tokens steps make a row; null: a step takes whole "
+        "rows",
+        layers=_ALONE,
+    )
 
     def mistakes(self) -> Iterator[str]:
         """Widths that are odd, and updates that cut a block."""

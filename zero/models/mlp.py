@@ -57,9 +57,16 @@ ACTIVATIONS = {
 class MLP(Sizes):
     """The keys of an MLP."""
 
-    activation: str = key("gelu", one_of(*ACTIVATIONS))
-    gated: bool = key(False)
-    mlp_bias: bool = key(True)
+    activation: str = key(
+        "gelu",
+        one_of(*ACTIVATIONS),
+        "gelu (by tanh), gelu_exact, relu, squared_relu, selu, silu, or with gated: true clamped_swiglu, silu "
+        "of slope 1.702 times a second product plus 1, both cut at 7",
+    )
+    gated: bool = key(
+        False, None, "the activation multiplies a second product, as in SwiGLU: activation silu, gated true"
+    )
+    mlp_bias: bool = key(True, None, "biases of the MLP; with experts, of each of them and of the router")
 
     def mistakes(self) -> Iterator[str]:
         """An activation that needs a gate."""

@@ -72,14 +72,27 @@ NORMS = {
 class Norms(Sizes):
     """The keys of norms."""
 
-    embedding_norm: bool = key(False, layers=BOTH)  # as in BLOOM, arXiv 2211.05100, section 3.2.3
-    norm_epsilon: float = key(1e-6, POSITIVE, BOTH)
-    norm: str = key("layer", one_of(*NORMS), BOTH)
-    norm_gains: bool = key(True, layers=BOTH)
-    norm_place: str = key("before", one_of("before", "after", "both"))
-    qk_norm: bool = key(False)
-    qk_norm_over: str = key("head", one_of("head", "projection"))  # projection: OLMo 2, arXiv 2501.00656, section 2
-    final_norm: bool = key(True, layers=BOTH)
+    # as in BLOOM, arXiv 2211.05100, section 3.2.3
+    embedding_norm: bool = key(
+        False, None, "a norm after the embedding; with it a model with ALiBi can be exported as BLOOM", layers=BOTH
+    )
+    norm_epsilon: float = key(1e-6, POSITIVE, "of every norm; weights of GPT-2 and BLOOM need 1e-5", layers=BOTH)
+    norm: str = key(
+        "layer",
+        one_of(*NORMS),
+        "layer, rms, rms_offset, whose gains are stored less 1, or in gated units rms_biased, which has biases",
+        layers=BOTH,
+    )
+    norm_gains: bool = key(True, None, "norms have gains, and layer norms have biases as well", layers=BOTH)
+    norm_place: str = key(
+        "before",
+        one_of("before", "after", "both"),
+        "norms before attention and MLP, after them (before the sum with the residual stream), or both",
+    )
+    qk_norm: bool = key(False, None, "a norm over each head of queries and keys")
+    # projection: OLMo 2, arXiv 2501.00656, section 2
+    qk_norm_over: str = key("head", one_of("head", "projection"), "head, or projection: one norm over all heads")
+    final_norm: bool = key(True, None, "a norm before the logits", layers=BOTH)
 
     def mistakes(self) -> Iterator[str]:
         """A norm of projections that there is not."""

@@ -38,8 +38,20 @@ _ZEROED = ("query", "attention_out", "mlp_out")
 class Parametrization(Sizes):
     """The keys that make initial weights, learning rates and the scale of attention functions of the width."""
 
-    parametrization: str = key("standard", one_of("standard", "mup", "mup_absolute"))
-    mup_base_width: int | None = key(None, AT_LEAST_ONE)
+    parametrization: str = key(
+        "standard",
+        one_of("standard", "mup", "mup_absolute"),
+        "of initial weights and learning rates: standard, or mup, with which a peak_learning_rate found at a "
+        "small width is right at a large one (docs/explanation/mup.md); mup needs mup_base_width, tied: "
+        "false, and optimizer=adamw or lion; mup_absolute: learning rates of matrices are divided by their "
+        "fan-in",
+    )
+    mup_base_width: int | None = key(
+        None,
+        AT_LEAST_ONE,
+        "the embedding_dim at which all learning rates are as given; at w times this width those of matrices "
+        "are divided by w",
+    )
 
     def mistakes(self) -> Iterator[str]:
         """A base width where there is none, or none where it is needed."""
@@ -140,10 +152,28 @@ _HEADS: dict[str, Callable[[int], float]] = {
 class Initial(Parametrization, Vocabulary):
     """The keys of initial weights."""
 
-    init: str | None = key(None, one_of(*INITS), BOTH)  # None: "fan_in" with a parametrization of muP, else "gpt2"
+    init: str | None = key(
+        None,
+        one_of(*INITS),
+        "initial matrices: gpt2, deviation 0.02; fan_in, its root, embeddings with 1; lingvo, as fan_in with "
+        "queries that carry the scale of attention, and uniform matrices in the MLP; or gpt_neo, with such "
+        "queries and the MLP of gpt2. Only after the last two attention_scale: none begins with scores of "
+        "deviation 1",
+        layers=BOTH,
+        none="gpt2; fan_in in mup",
+    )
     # None: "mup" with a parametrization of muP, else as `init`
-    head_init: str | None = key(None, one_of(*_HEADS, None), BOTH)
-    zero_init: Any = key(())  # arXiv 2203.03466, section D.2
+    head_init: str | None = key(
+        None,
+        one_of(*_HEADS, None),
+        "deviation of an untied head: mup, 1 / embedding_dim (also null in mup); fan_in, its root; or zero; "
+        "null: as init",
+        layers=BOTH,
+    )
+    # arXiv 2203.03466, section D.2
+    zero_init: Any = key(
+        (), None, "matrices of layers that start at zero, such as [query, mlp_out]; true: query, attention_out, mlp_out"
+    )
 
     def derived(self) -> Iterator[tuple[str, Any]]:
         """What follows from the parametrization, and the matrices that `zero_init: true` stands for."""

@@ -48,14 +48,26 @@ def one_of(*choices: Any) -> Check:
     return Check(lambda value: value in choices, f"be one of {', '.join(map(str, choices))}", repr)
 
 
-def declared(check: Check | None = None, layers: tuple[str, ...] = (TRANSFORMER,)) -> Mapping[str, Any]:
-    """The metadata of the field of a key, for one without a default."""
-    return {"check": check, "layers": layers}
+def declared(
+    check: Check | None, meaning: str, layers: tuple[str, ...] = (TRANSFORMER,), none: str = "null"
+) -> Mapping[str, Any]:
+    """The metadata of the field of a key, for one without a default; arguments as of `key`."""
+    return {"check": check, "meaning": meaning, "layers": layers, "none": none}
 
 
-def key(default: Any, check: Check | None = None, layers: tuple[str, ...] = (TRANSFORMER,)) -> Any:
-    """A key of a part, with the kinds of layers whose models have it; a model with other layers keeps its default."""
-    return dataclasses.field(default=default, metadata=declared(check, layers))
+def key(
+    default: Any, check: Check | None, meaning: str, layers: tuple[str, ...] = (TRANSFORMER,), none: str = "null"
+) -> Any:
+    """A key of a part.
+
+    Args:
+      default: its value where none is given.
+      check: what a value must be; None for anything of its type.
+      meaning: for the head of conf/model_config.yaml, which is printed from these declarations.
+      layers: the kinds of layers whose models have it; a model with other layers keeps its default.
+      none: what a default of None stands for.
+    """
+    return dataclasses.field(default=default, metadata=declared(check, meaning, layers, none))
 
 
 class Part:
@@ -101,16 +113,44 @@ def own_keys(part: type[Part]) -> list[dataclasses.Field[Any]]:
 class Sizes(Part):
     """The sizes of a model, with the letters that they have in shapes."""
 
-    embedding_dim: int = dataclasses.field(metadata=declared(AT_LEAST_ONE, BOTH))  # D
-    vocab_size: int = dataclasses.field(metadata=declared(AT_LEAST_ONE, BOTH))
-    num_head: int = dataclasses.field(metadata=declared(AT_LEAST_ONE, BOTH))  # H; divides D if head_dim is None
-    block_size: int = dataclasses.field(metadata=declared(AT_LEAST_ONE, BOTH))  # the longest T
-    dropout: float = dataclasses.field(metadata=declared(RATE, BOTH))
-    N: int = dataclasses.field(metadata=declared(AT_LEAST_ONE, BOTH))  # L
-    kv_heads: int | None = key(None, AT_LEAST_ONE)  # G; None: H
-    head_dim: int | None = key(None, AT_LEAST_ONE)  # K; None: D / H
-    mlp_dim: int | None = key(None, AT_LEAST_ONE)  # F; None: 4 D
-    windows: tuple[int, ...] = key((0,))
+    # D
+    embedding_dim: int = dataclasses.field(metadata=declared(AT_LEAST_ONE, "width of the model", BOTH))
+    vocab_size: int = dataclasses.field(
+        metadata=declared(AT_LEAST_ONE, "tokens of the vocabulary; a tokenizer with fewer fits as well", BOTH)
+    )
+    # H; divides D if head_dim is None
+    num_head: int = dataclasses.field(
+        metadata=declared(
+            AT_LEAST_ONE,
+            "attention heads per layer; divides embedding_dim; null, with head_dim: embedding_dim / head_dim",
+            BOTH,
+        )
+    )
+    # the longest T
+    block_size: int = dataclasses.field(metadata=declared(AT_LEAST_ONE, "maximum context in tokens", BOTH))
+    dropout: float = dataclasses.field(
+        metadata=declared(
+            RATE,
+            "probability that an activation is dropped in training: of attention probabilities and residual outputs",
+            BOTH,
+        )
+    )
+    # L
+    N: int = dataclasses.field(metadata=declared(AT_LEAST_ONE, "number of layers", BOTH))
+    # G
+    kv_heads: int | None = key(
+        None,
+        AT_LEAST_ONE,
+        "number of heads of keys and values, each shared by num_head / kv_heads heads of queries",
+        none="num_head",
+    )
+    # K
+    head_dim: int | None = key(None, AT_LEAST_ONE, "width of a head", none="embedding_dim / num_head")
+    # F
+    mlp_dim: int | None = key(None, AT_LEAST_ONE, "width of the MLP", none="4 * embedding_dim")
+    windows: tuple[int, ...] = key(
+        (0,), None, "for each layer of a repeating pattern, how many positions a token sees, itself included; 0: all"
+    )
 
     def mistakes(self) -> Iterator[str]:
         """Heads that do not divide, and windows that are none."""

@@ -38,15 +38,32 @@ HEAD_BIAS = "head_bias"
 class Vocabulary(Sizes):
     """The keys of embeddings and logits."""
 
-    vocab_chunks: int = key(1, AT_LEAST_ONE, BOTH)
-    tied: bool = key(True, layers=BOTH)
-    scale_embedding: bool = key(False, layers=BOTH)
-    embedding_multiplier: float = key(1.0, POSITIVE)
-    scale_output: bool = key(False, layers=BOTH)
-    output_scale: float = key(1.0, POSITIVE, BOTH)
-    head_bias: bool = key(False, layers=(GATED_UNITS,))
-    logit_cap: float | None = key(None, POSITIVE, BOTH)
-    z_loss: float = key(0.0, NOT_NEGATIVE, BOTH)  # PaLM, arXiv 2204.02311, section 5
+    vocab_chunks: int = key(
+        1,
+        AT_LEAST_ONE,
+        "parts in which tokens are embedded and scored, so that the float32 logits of the whole vocabulary "
+        "never exist at once (docs/decisions/vocabulary-chunks.md)",
+        layers=BOTH,
+    )
+    tied: bool = key(True, None, "the matrix that embeds tokens also makes the logits", layers=BOTH)
+    scale_embedding: bool = key(False, None, "embeddings are multiplied by the root of embedding_dim", layers=BOTH)
+    embedding_multiplier: float = key(1.0, POSITIVE, "factor of embeddings")
+    scale_output: bool = key(
+        False,
+        None,
+        "logits are divided by the root of embedding_dim, the embedding starts with deviation 1",
+        layers=BOTH,
+    )
+    output_scale: float = key(1.0, POSITIVE, "logits are multiplied by this", layers=BOTH)
+    head_bias: bool = key(False, None, "a bias of each token's logit", layers=(GATED_UNITS,))
+    logit_cap: float | None = key(None, POSITIVE, "soft cap of the final logits, as attention_cap", layers=BOTH)
+    # PaLM, arXiv 2204.02311, section 5
+    z_loss: float = key(
+        0.0,
+        NOT_NEGATIVE,
+        "weight of the squared log-sum-exp of the logits; losses are reported without it",
+        layers=BOTH,
+    )
 
     def mistakes(self) -> Iterator[str]:
         """An empty chunk."""

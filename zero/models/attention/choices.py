@@ -25,13 +25,24 @@ SCALES: dict[str, Callable[[int], float | None]] = {
 class Attention(Positions, Parametrization):
     """The keys of attention."""
 
-    attention_scale: Any = key(None)  # None: "linear" with a parametrization of muP, else "sqrt"
-    attention_cap: float | None = key(None, POSITIVE)  # Gemma 2, arXiv 2408.00118, section 2
+    attention_scale: Any = key(
+        None,
+        None,
+        "scores are divided by the root of head_dim (sqrt), by head_dim (linear), or not (none); or a number "
+        "that they are multiplied by",
+        none="sqrt; linear in mup",
+    )
+    # Gemma 2, arXiv 2408.00118, section 2
+    attention_cap: float | None = key(None, POSITIVE, "soft cap of scores: cap * tanh(score / cap)")
     # learned: attention sinks of gpt-oss, arXiv 2508.10925
-    extra_logit: bool | str = key(False, one_of(False, True, "learned"))
-    qkv_bias: bool = key(True)
-    out_bias: bool = key(True)
-    attention_dropout: float | None = key(None, RATE)
+    extra_logit: bool | str = key(
+        False,
+        one_of(False, True, "learned"),
+        "a further logit of 0 in every softmax of attention; learned: one that each head learns",
+    )
+    qkv_bias: bool = key(True, None, "biases of the products that make queries, keys and values")
+    out_bias: bool = key(True, None, "bias of the output of attention")
+    attention_dropout: float | None = key(None, RATE, "dropout of attention probabilities", none="dropout")
 
     def derived(self) -> Iterator[tuple[str, Any]]:
         """The scale that the parametrization has."""

@@ -30,8 +30,15 @@ KINDS = {
 class Positions(Rotary, Sinusoidal):
     """The keys that choose positions."""
 
-    alibi_attn: bool = key(True, layers=BOTH)  # arXiv 2108.12409
-    positions: str = key("learned", one_of(*(name for name in KINDS if name != "alibi")), BOTH)
+    # arXiv 2108.12409
+    alibi_attn: bool = key(True, None, "true: ALiBi position biases; false: the key positions chooses", layers=BOTH)
+    positions: str = key(
+        "learned",
+        one_of(*(name for name in KINDS if name != "alibi")),
+        "learned, rotary, t5 (in each layer a bias for each of 32 buckets of distance), sinusoidal, or none; "
+        "all but learned need alibi_attn: false",
+        layers=BOTH,
+    )
 
     def mistakes(self) -> Iterator[str]:
         """Two kinds at once, and what the chosen kind refuses."""

@@ -26,13 +26,25 @@ from zero.models.positions.rotary_scaling import SCALINGS, UNNAMED, forms, is_sc
 class Rotary(Sizes):
     """The keys of rotary positions."""
 
-    rotary_base: float = key(10_000.0, POSITIVE)
-    rotary_fraction: float = key(1.0, FRACTION)
+    rotary_base: float = key(10_000.0, POSITIVE, "base of the rotary frequencies")
+    rotary_fraction: float = key(1.0, FRACTION, "fraction of a head's dimensions that is rotated")
     # Llama 3.1: arXiv 2407.21783; linear: arXiv 2306.15595; YaRN: arXiv 2309.00071, section 3; longrope: arXiv
     # 2402.13753. "dynamic" (NTK-aware) and "longrope" depend on the number of positions of a row, padding included.
-    rotary_scaling: tuple[Any, ...] | None = key(None)
-    local_rotary_base: float | None = key(None, POSITIVE)  # None: layers with a window are as the others
-    unrotated_every: int | None = key(None, AT_LEAST_ONE)  # arXiv 2501.18795
+    rotary_scaling: tuple[Any, ...] | None = key(
+        None,
+        None,
+        "that of Llama 3.1: [factor, low frequency factor, high frequency factor, original context]; [linear, "
+        "factor]; [yarn, factor, original context, fast turns, slow turns, factor of cosines and sines], or "
+        "yarn_unrounded, with the ends of its ramp as they are; [dynamic, factor, original context], whose "
+        "base grows with the positions of a row beyond that context; or [longrope, original context, factor "
+        "of cosines and sines, ...], then for each pair a divisor in rows of up to that context, then one in "
+        "longer rows",
+    )
+    local_rotary_base: float | None = key(
+        None, POSITIVE, "base in layers with a window, where rotary_scaling then does not apply", none="rotary_base"
+    )
+    # arXiv 2501.18795
+    unrotated_every: int | None = key(None, AT_LEAST_ONE, "the last of every so many layers has no rotary positions")
 
     def mistakes(self) -> Iterator[str]:
         """A scaling that is none, and layers that do not divide."""

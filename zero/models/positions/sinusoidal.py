@@ -21,7 +21,9 @@ from zero.models.positions.numbers import position_numbers
 class Sinusoidal(Sizes):
     """The key of sines and cosines of positions, or in gated units of distances."""
 
-    distance_base: float = key(10_000.0, POSITIVE, (GATED_UNITS,))
+    distance_base: float = key(
+        10_000.0, POSITIVE, "base of the wavelengths of distances, and of positions: sinusoidal", layers=(GATED_UNITS,)
+    )
 
 
 def sinusoids(positions: jax.Array, width: int, base: float) -> jax.Array:
