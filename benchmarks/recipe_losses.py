@@ -1,16 +1,19 @@
 """Trains two recipes beside the formulas of their sources, with the optimizers of these, and compares every loss.
 
-    python benchmarks/recipe_losses.py --out DIRECTORY                      # both, 300 steps each
-    python benchmarks/recipe_losses.py --out DIRECTORY --only gpt-neo-125m
+    python benchmarks/recipe_losses.py --out DIRECTORY                            # all rows, 300 steps each
+    python benchmarks/recipe_losses.py --out DIRECTORY --only "gpt-neo-125m, full size"
 
-zero's step runs sharded on two virtual CPU devices (stage 3). The formula beside it is written here in plain jax, for
-one device, from the files that docs/sources/recipes.yaml names, and shares nothing with zero but the first weights and
-the rows: models/gpt2/gpt2.py and optimizers.py of GPT-Neo; nn/attn.py, nn/vq.py and ops/train.py of Transformer-VQ.
-Both are narrow models with all other values of the recipe; without dropout, whose masks are random, and with a warmup
-of 30 steps, so that the weights move. The corpus is the standard library of the running Python, as bytes.
+zero's step runs sharded on two virtual CPU devices: stage 3, at full size 1. The formula beside it is written here in
+plain jax, for one device, from the files that docs/sources/recipes.yaml names, and shares nothing with zero but the
+first weights and the rows: models/gpt2/gpt2.py and optimizers.py of GPT-Neo; nn/attn.py, nn/vq.py and ops/train.py of
+Transformer-VQ. Models are narrow, or have the recipe's width and depth ("full size") with short rows of bytes; all
+other values are the recipe's, without dropout, whose masks are random, and with a warmup of 30 steps, so that the
+weights move. The corpus is the standard library of the running Python, as bytes.
 
-Losses are added to DIRECTORY/NAME.json as they are computed; a repetition trains what is missing. The rows of
-Transformer-VQ are trained with zero's splits of unused codes, which the source does not have, and without.
+The source has no splits of unused codes. Where they are on here, the formula has them too, in directions drawn from
+the same key, or is left without them, which shows what they change.
+
+Losses and states are written to DIRECTORY every 25 calls of the step: a repetition trains what is missing.
 """
 
 from __future__ import annotations
@@ -52,20 +55,57 @@ COMMON = [
     "zero.remat=none",
 ]
 NO_DROPOUT = "residual_dropout: 0.0, distance_dropout: 0.0, layer_dropout: 0.0"
-KEYS = {
-    "gpt-neo-125m": [
-        "data.max_context=64",
-        "model.override={embedding_dim: 96, num_head: 3, N: 2, vocab_size: 257, vocab_chunks: 1, block_size: 64, "
-        "windows: [0, 16], z_loss: 1.0e-4}",
-    ],
-    "transformer-vq-enwik8": [
-        "data.max_context=128",
-        "model.override={embedding_dim: 64, distance_width: 64, key_width: 16, codes: 32, vq_block: 16, N: 1, "
-        f"update_tokens: 32, block_size: 128, {NO_DROPOUT}}}",
-        "training.evaluation_frequency=20",
-    ],
+GPT_NEO, VQ = "gpt-neo-125m", "transformer-vq-enwik8"
+
+
+class Comparison(NamedTuple):
+    """What is trained beside what.
+
+    Attributes:
+      recipe: its name.
+      keys: of zero.
+      splits, source_splits: whether unused codes are split off others, here and in the formula.
+    """
+
+    recipe: str
+    keys: tuple[str, ...]
+    splits: bool = True
+    source_splits: bool = True
+
+
+NARROW_GPT_NEO = (
+    "data.max_context=64",
+    "model.override={embedding_dim: 96, num_head: 3, N: 2, vocab_size: 257, vocab_chunks: 1, block_size: 64, "
+    "windows: [0, 16], z_loss: 1.0e-4}",
+)
+# With whole weights on each device, as hundreds of gathers of single layers would wait for each other on busy cores.
+FULL = ("training.batch_size=2", "zero.stage=1")
+FULL_GPT_NEO = (
+    *FULL,
+    "data.max_context=16",
+    "model.override={vocab_size: 257, vocab_chunks: 1, windows: [0, 4], z_loss: 1.0e-4}",
+)
+NARROW_VQ = (
+    "data.max_context=128",
+    "model.override={embedding_dim: 64, distance_width: 64, key_width: 16, codes: 32, vq_block: 16, N: 1, "
+    f"update_tokens: 32, block_size: 128, {NO_DROPOUT}}}",
+    "training.evaluation_frequency=20",
+)
+FULL_VQ = (
+    *FULL,
+    "data.max_context=32",
+    f"model.override={{vq_block: 4, update_tokens: 8, block_size: 32, {NO_DROPOUT}}}",
+    "training.evaluation_frequency=20",
+)
+COMPARISONS = {
+    GPT_NEO: Comparison(GPT_NEO, NARROW_GPT_NEO),
+    f"{GPT_NEO}, full size": Comparison(GPT_NEO, FULL_GPT_NEO),
+    VQ: Comparison(VQ, NARROW_VQ),
+    f"{VQ}, no splits": Comparison(VQ, NARROW_VQ, splits=False, source_splits=False),
+    f"{VQ}, splits here alone": Comparison(VQ, NARROW_VQ, source_splits=False),
+    f"{VQ}, full size": Comparison(VQ, FULL_VQ),
+    f"{VQ}, full size, no splits": Comparison(VQ, FULL_VQ, splits=False, source_splits=False),
 }
-KEYS["transformer-vq-enwik8, no splits"] = KEYS["transformer-vq-enwik8"]
 
 Tree = Any
 Loss = Callable[..., tuple[jax.Array, Any]]
@@ -181,91 +221,126 @@ class Remembered(NamedTuple):
     values: jax.Array
 
 
-def no_positions(size: GPTConfig, rows: int) -> list[Remembered]:
-    length = size.block_size
-    return [
-        Remembered(
-            jnp.zeros((rows, length), jnp.int32),
-            jnp.zeros((rows, length, size.key_width)),
-            jnp.zeros((rows, length, 2 * size.embedding_dim)),
-        )
-        for _ in range(2 * size.N)
-    ]
+UNITS = ("unit_0", "unit_1")
+
+
+def no_positions(size: GPTConfig, rows: int) -> dict[str, Remembered]:
+    """Of both units, with a leading dimension of layers."""
+    shape = (size.N, rows, size.block_size)
+    empty = Remembered(
+        jnp.zeros(shape, jnp.int32),
+        jnp.zeros((*shape, size.key_width)),
+        jnp.zeros((*shape, 2 * size.embedding_dim)),
+    )
+    return dict.fromkeys(UNITS, empty)
 
 
 def transformer_vq(size: GPTConfig) -> Loss:
     """All pairs of positions: the same attention as with the source's cache, in quadratic time."""
+    scale = size.key_width**-0.25
+    angles = (
+        np.arange(size.vq_block + 1)[:, None] * 1e5 ** (-np.arange(0, size.embedding_dim, 2) / size.embedding_dim)[None]
+    )
+    features = jnp.asarray(np.concatenate([np.sin(angles), np.cos(angles)], 1), jnp.float32)
 
-    def loss(
-        p: Tree, book: Tree, memory: Tree, position: jax.Array, tokens: jax.Array, targets: jax.Array
-    ) -> tuple[jax.Array, Any]:
-        length = tokens.shape[1]
-        x = p["vocabulary"]["table"][0][tokens]
-        scale = size.key_width**-0.25
+    def unit(x: jax.Array, own: Tree, book: Tree, old: Remembered, position: jax.Array) -> Any:
+        """The output, the commitment, and the codebook and the memory after these tokens."""
+        length = x.shape[1]
         query_at = position + jnp.arange(length)
         key_at = jnp.arange(size.block_size)
         distance = query_at[:, None] - key_at[None]
         is_near = key_at[None] // size.vq_block >= query_at[:, None] // size.vq_block - 1
-        angles = (
-            np.arange(size.vq_block + 1)[:, None]
-            * 1e5 ** (-np.arange(0, size.embedding_dim, 2) / size.embedding_dim)[None]
+        codes = book["sums"] / jnp.maximum(book["counts"], 0.01)[:, None]
+        h = normed(x, 1e-6) * own["norm"]["scale"][None, None] + own["norm"]["bias"][None, None]
+        q = normed(dense(h, own["query"]), 1e-6) * scale
+        k = normed(dense(h, own["key"]), 1e-6) * scale
+        z = jnp.argmin(jnp.sum(codes**2, -1)[None, None] - 2 * k @ codes.T, axis=-1)
+        commitment = jnp.mean(jnp.sum((k - codes[z]) ** 2, -1))
+        is_code = jax.nn.one_hot(z, size.codes)
+        decay = size.codebook_decay
+        new_book = {
+            "counts": decay * book["counts"] + (1 - decay) * is_code.sum((0, 1)),
+            "sums": decay * book["sums"] + (1 - decay) * jnp.einsum("bts,btk->sk", is_code, k),
+        }
+        straight = codes[z] + k - lax.stop_gradient(k)
+        v = jax.nn.silu(dense(h, own["value"]))
+        at = (0, position, 0)
+        seen = Remembered(
+            lax.dynamic_update_slice(old.codes, z.astype(jnp.int32), at[:2]),
+            lax.dynamic_update_slice(old.keys, straight, at),
+            lax.dynamic_update_slice(old.values, v, at),
         )
-        features = jnp.asarray(np.concatenate([np.sin(angles), np.cos(angles)], 1), jnp.float32)
-        commitment = jnp.float32(0)
-        new_book: dict[str, Any] = {"unit_0": [], "unit_1": []}
-        new_memory = []
-        for place in range(2 * size.N):
-            unit = f"unit_{place % 2}"
-            own = jax.tree.map(lambda w, place=place: w[place // 2], p["blocks"][unit])
-            counts, sums = (book["blocks"][unit][name][place // 2] for name in ("counts", "sums"))
-            codes = sums / jnp.maximum(counts, 0.01)[:, None]
-            h = normed(x, 1e-6) * own["norm"]["scale"][None, None] + own["norm"]["bias"][None, None]
-            q = normed(dense(h, own["query"]), 1e-6) * scale
-            k = normed(dense(h, own["key"]), 1e-6) * scale
-            z = jnp.argmin(jnp.sum(codes**2, -1)[None, None] - 2 * k @ codes.T, axis=-1)
-            commitment += jnp.mean(jnp.sum((k - codes[z]) ** 2, -1))
-            is_code = jax.nn.one_hot(z, size.codes)
-            decay = size.codebook_decay
-            new_book[unit].append(
-                {
-                    "counts": decay * counts + (1 - decay) * is_code.sum((0, 1)),
-                    "sums": decay * sums + (1 - decay) * jnp.einsum("bts,btk->sk", is_code, k),
-                }
-            )
-            straight = codes[z] + k - lax.stop_gradient(k)
-            v = jax.nn.silu(dense(h, own["value"]))
-            old = memory[place]
-            at = (0, position, 0)
-            seen = Remembered(
-                lax.dynamic_update_slice(old.codes, z.astype(jnp.int32), at[:2]),
-                lax.dynamic_update_slice(old.keys, straight, at),
-                lax.dynamic_update_slice(old.values, v, at),
-            )
-            new_memory.append(seen)
-            q_key = q + own["key_bias"][None, None] * scale
-            near = jnp.einsum("btk,bsk->bts", q_key, seen.keys)
-            far = jnp.einsum("btk,bsk->bts", q_key, codes[seen.codes])
-            by_distance = (q + own["distance_bias"][None, None] * scale) @ (
-                dense(features[None], own["distance"])[0] * scale
-            ).T
-            reach = jnp.clip(distance, 0, size.vq_block)
-            bias = jnp.take_along_axis(by_distance, jnp.broadcast_to(reach[None], near.shape), axis=2)
-            bias = jnp.where((distance <= size.vq_block)[None], bias, 0)
-            scores = jnp.where((distance >= 0)[None], jnp.where(is_near[None], near + bias, far), -1e9)
-            out = jax.nn.softmax(scores) @ seen.values
-            x = x + dense(out * jax.nn.silu(dense(h, own["gate"])), own["attention_out"])
+        q_key = q + own["key_bias"][None, None] * scale
+        near = jnp.einsum("btk,bsk->bts", q_key, seen.keys)
+        far = jnp.einsum("btk,bsk->bts", q_key, codes[seen.codes])
+        by_distance = (q + own["distance_bias"][None, None] * scale) @ (
+            dense(features[None], own["distance"])[0] * scale
+        ).T
+        reach = jnp.clip(distance, 0, size.vq_block)
+        bias = jnp.take_along_axis(by_distance, jnp.broadcast_to(reach[None], near.shape), axis=2)
+        bias = jnp.where((distance <= size.vq_block)[None], bias, 0)
+        scores = jnp.where((distance >= 0)[None], jnp.where(is_near[None], near + bias, far), -1e9)
+        out = jax.nn.softmax(scores) @ seen.values
+        x = x + dense(out * jax.nn.silu(dense(h, own["gate"])), own["attention_out"])
+        return x, commitment, new_book, seen
+
+    def loss(
+        p: Tree, book: Tree, memory: Tree, position: jax.Array, tokens: jax.Array, targets: jax.Array
+    ) -> tuple[jax.Array, Any]:
+        def layer(carry: tuple[jax.Array, jax.Array], of_layer: Tree) -> tuple[Any, Any]:
+            x, commitment = carry
+            weights, books, memories = of_layer
+            new_books, new_memories = {}, {}
+            for name in UNITS:
+                old = (weights[name], books[name], memories[name])
+                x, of_unit, new_books[name], new_memories[name] = unit(x, *old, position)
+                commitment += of_unit
+            return (x, commitment), (new_books, new_memories)
+
+        x = p["vocabulary"]["table"][0][tokens]
+        layers = (p["blocks"], book["blocks"], memory)
+        (x, commitment), (new_book, new_memory) = lax.scan(layer, (x, jnp.float32(0)), layers)
         logits = x @ p["head"]["table"][0].T + p["head_bias"]["bias"][None, None]
         log_z = jax.nn.logsumexp(logits, axis=-1)
         value = jnp.mean(log_z - jnp.take_along_axis(logits, targets[..., None], -1)[..., 0])
-        stacked = {name: jax.tree.map(lambda *leaves: jnp.stack(leaves), *units) for name, units in new_book.items()}
-        return value + size.commitment * commitment, (value, {"blocks": stacked}, new_memory)
+        return value + size.commitment * commitment, (value, {"blocks": new_book}, new_memory)
 
     return loss
 
 
+def with_splits(book: Tree, key: jax.Array) -> Tree:
+    """The codebook once a code with less than a tenth of the mean number of keys has half of another's.
+
+    In each layer and unit the code with the largest squared error of its keys gives them, and the other one is put at a
+    hundredth of its norm beside it, in a direction drawn from the key.
+    """
+    units = {}
+    for number, (name, unit) in enumerate(book["blocks"].items()):
+        directions = jax.random.normal(jax.random.fold_in(key, number), unit["sums"].shape[::2])
+        layers = [split(*one) for one in zip(unit["counts"], unit["sums"], directions, strict=True)]
+        units[name] = {"counts": jnp.stack([x for x, _ in layers]), "sums": jnp.stack([x for _, x in layers])}
+    return {"blocks": units}
+
+
+def split(counts: jax.Array, sums: jax.Array, direction: jax.Array) -> tuple[jax.Array, jax.Array]:
+    means = sums / counts[:, None]
+    poorest = jnp.argmin(counts)
+    # Keys have the squared norm K^(1/2), so their squared distances from the mean add up to this.
+    richest = jnp.argmax(counts * (sums.shape[1] ** 0.5 - jnp.sum(means**2, -1)))
+    step = 0.01 * jnp.sqrt(jnp.sum(means[richest] ** 2)) * direction / jnp.sqrt(jnp.sum(direction**2))
+    is_split = jnp.any(counts[poorest] < counts.mean() / 10)
+    number = np.arange(len(counts))
+    is_one = (number == poorest) | (number == richest)
+    half = counts[richest] / 2
+    beside = means[richest] + jnp.where(number == poorest, 1.0, 0.0)[:, None] * step
+    new_counts = jnp.where(is_one, half, counts)
+    new_sums = jnp.where(is_one[:, None], half * beside, sums)
+    return jnp.where(is_split, new_counts, counts), jnp.where(is_split, new_sums, sums)
+
+
 MATRICES = ("kernel", "table")
 SOURCES = {
-    "gpt-neo-125m": Source(
+    GPT_NEO: Source(
         gpt_neo,
         Adam(
             1.0, 0.95, 1e-8, False,
@@ -275,7 +350,7 @@ SOURCES = {
         ),
         lambda size, rows: None,
     ),
-    "transformer-vq-enwik8": Source(
+    VQ: Source(
         transformer_vq,
         Adam(
             0.1, 0.98, 1e-9, True,
@@ -311,6 +386,7 @@ class Training(NamedTuple):
 
     job: Job
     size: GPTConfig
+    seed: int
     rows: int
     length: int
     steps_per_row: int
@@ -327,75 +403,116 @@ class Training(NamedTuple):
         return state, params, book
 
 
-def training(name: str) -> Training:
-    recipe = name.partition(",")[0]
-    config, size = compose([f"+recipe={recipe}", *COMMON, *KEYS[name]])
-    return Training(
-        make_job(config, size), size, config.training.batch_size, config.data.max_context, steps_per_row(config, size)
-    )
+def training(comparison: Comparison) -> Training:
+    config, size = compose([f"+recipe={comparison.recipe}", *COMMON, *comparison.keys])
+    rows, length = config.training.batch_size, config.data.max_context
+    return Training(make_job(config, size), size, config.seed, rows, length, steps_per_row(config, size))
 
 
-def losses_of_zero(of: Training) -> Iterator[float]:
+class Trainer(NamedTuple):
+    """How one side trains.
+
+    Attributes:
+      start: makes the first state, a tree of arrays.
+      step: from the state, the rows of a call and the steps before it to the next state and the losses of its steps.
+    """
+
+    start: Callable[[], Tree]
+    step: Callable[[Tree, np.ndarray, int], tuple[Tree, list[float]]]
+
+
+def trainer_of_zero(of: Training) -> Trainer:
     """In float32; the state is sharded over all devices."""
-    state, _, _ = of.first()
-    for tokens in of.batches():
+
+    def step(state: Any, tokens: np.ndarray, done: int) -> tuple[Any, list[float]]:
         state, metrics = of.job.programs.step(state, split_batch(tokens, 0, 1))
-        yield from np.asarray(metrics["loss"]).reshape(-1).tolist()
+        return state, np.asarray(metrics["loss"]).reshape(-1).tolist()
+
+    return Trainer(lambda: of.first()[0], step)
 
 
-def losses_of_source(of: Training, source: Source) -> Iterator[float]:
-    _, params, book = of.first()
+def trainer_of_source(of: Training, source: Source, splits: bool) -> Trainer:
     loss = source.loss(of.size)
-    moments = jax.tree.map(jnp.zeros_like, (params, params))
     length = of.length // of.steps_per_row
 
-    @jax.jit
-    def step(
-        params: Tree, book: Tree, moments: Tree, memory: Tree, position: jax.Array, tokens: jax.Array, number: jax.Array
-    ) -> Any:
+    def start() -> Tree:
+        _, params, book = of.first()
+        return params, book, jax.tree.map(np.zeros_like, (params, params))
+
+    @partial(jax.jit, donate_argnums=0)
+    def update(state: Tree, memory: Tree, position: jax.Array, tokens: jax.Array, number: jax.Array) -> Any:
+        params, book, moments = state
         memory = lax.stop_gradient(memory)
         arguments = (book, memory, position, tokens[:, :-1], tokens[:, 1:])
         (_, (value, book, memory)), grads = jax.value_and_grad(loss, has_aux=True)(params, *arguments)
-        params, moments = source.optimizer.update(params, grads, moments, number)
-        return params, book, moments, memory, value
+        params, moments = source.optimizer.update(params, grads, moments, number.astype(jnp.float32))
+        if splits and book is not None:
+            book = with_splits(book, jax.random.fold_in(jax.random.key(of.seed), number - 1))
+        return (params, book, moments), memory, value
 
-    number = 0
-    for tokens in of.batches():
+    def step(state: Tree, tokens: np.ndarray, done: int) -> tuple[Tree, list[float]]:
         memory = source.empty_memory(of.size, of.rows)
+        losses = []
         for part in range(of.steps_per_row):
-            number += 1
-            own = tokens[:, part * length : (part + 1) * length + 1]
-            arguments = (memory, jnp.int32(part * length), own, jnp.float32(number))
-            params, book, moments, memory, value = step(params, book, moments, *arguments)
-            yield float(value)
+            first = part * length
+            own = tokens[:, first : first + length + 1]
+            state, memory, value = update(state, memory, jnp.int32(first), own, jnp.int32(done + part + 1))
+            losses.append(float(value))
+        return state, losses
+
+    return Trainer(start, step)
 
 
-def trained(path: Path, key: str, losses: Callable[[], Iterator[float]]) -> list[float]:
-    """The losses of a file, which are computed if they are not there."""
-    held: dict[str, list[float]] = json.loads(path.read_text()) if path.exists() else {}
-    if len(held.get(key, ())) < STEPS:
-        held[key] = list(losses())
-        path.write_text(json.dumps(held))
-    return held[key]
+SAVE_EVERY = 25
+
+
+def trained(path: Path, trainer: Trainer, of: Training) -> list[float]:
+    """The losses of a file; those that it lacks are computed, from the state beside it if there is one."""
+    losses: list[float] = json.loads(path.read_text()) if path.exists() else []
+    if len(losses) == STEPS:
+        return losses
+    state = trainer.start()
+    saved = path.with_suffix(".npz")
+    if losses:
+        with np.load(saved) as arrays:
+            state = jax.tree.unflatten(jax.tree.structure(state), [arrays[name] for name in arrays.files])
+    calls_done = len(losses) // of.steps_per_row
+    for call, tokens in enumerate(of.batches()):
+        if call < calls_done:
+            continue
+        state, values = trainer.step(state, tokens, call * of.steps_per_row)
+        losses += values
+        if (call + 1) % SAVE_EVERY == 0 and len(losses) < STEPS:
+            write_state(saved, state)
+            path.write_text(json.dumps(losses))
+    path.write_text(json.dumps(losses))
+    saved.unlink(missing_ok=True)
+    return losses
+
+
+def write_state(path: Path, state: Tree) -> None:
+    aside = path.with_suffix(".new.npz")
+    np.savez(aside, *map(np.asarray, jax.tree.leaves(state)))
+    aside.replace(path)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory of the losses")
-    parser.add_argument("--only", nargs="*", choices=KEYS, default=list(KEYS), help="names of the rows")
+    parser.add_argument("--only", nargs="*", choices=COMPARISONS, default=list(COMPARISONS), help="names of the rows")
     options = parser.parse_args()
     zero.use_cpu_devices(DEVICES)
     options.out.mkdir(parents=True, exist_ok=True)
-    print("| recipe | first loss | loss of the last ten steps, zero | source | largest difference | in step |")
+    print("| recipe | first loss | mean of the last ten, zero | source | largest difference | in step |")
     print("|---|---|---|---|---|---|")
     for name in options.only:
-        of = training(name)
-        recipe = name.partition(",")[0]
-        source_file = options.out / f"{recipe}.json"
-        theirs = trained(source_file, "source", partial(losses_of_source, of, SOURCES[recipe]))
-        unused = 0.0 if name.endswith("no splits") else codebook._UNUSED  # no code has fewer keys than none
+        comparison = COMPARISONS[name]
+        of = training(comparison)
+        beside = trainer_of_source(of, SOURCES[comparison.recipe], comparison.source_splits)
+        theirs = trained(options.out / f"{name}, source.json", beside, of)
+        unused = codebook._UNUSED if comparison.splits else 0.0  # no code has fewer keys than none
         with patch.object(codebook, "_UNUSED", unused):
-            ours = trained(options.out / f"{name}.json", "zero", partial(losses_of_zero, of))
+            ours = trained(options.out / f"{name}, zero.json", trainer_of_zero(of), of)
         apart = np.abs(np.asarray(ours) - np.asarray(theirs))
         last = [np.mean(losses[-10:]) for losses in (ours, theirs)]
         print(
