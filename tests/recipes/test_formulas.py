@@ -27,6 +27,10 @@ from zero.models.parametrization import kernel_init, multipliers_of
 from zero.training.optimizer import clip_values, make_optimizer, scaled
 
 T = 12
+GATED = {
+    "embedding_dim": 24, "key_width": 6, "codes": 5, "vq_block": 3, "distance_width": 24,
+    "residual_dropout": 0.0, "distance_dropout": 0.0, "layer_dropout": 0.0, "update_tokens": 6,
+}  # fmt: skip
 SMALL: dict[str, Any] = {"vocab_size": 23, "vocab_chunks": 1, "block_size": T, "dropout": 0.0, "N": 2}
 SHAPE: dict[str, dict[str, Any]] = {
     "gpt-neo-125m": {"embedding_dim": 24, "num_head": 3, "windows": (0, 4)},
@@ -35,11 +39,9 @@ SHAPE: dict[str, dict[str, Any]] = {
     "mu-transformer-combined-huge": {"embedding_dim": 24, "num_head": 3, "head_dim": 8, "mup_base_width": 12},
     "lingvo-137b": {"embedding_dim": 24, "num_head": 3, "head_dim": 6, "mlp_dim": 40},
     "dense_lm_13b": {"embedding_dim": 24, "num_head": 3, "head_dim": 6, "mlp_dim": 40},
-    "transformer-vq-enwik8": {
-        "embedding_dim": 24, "key_width": 6, "codes": 5, "vq_block": 3, "distance_width": 24,
-        "residual_dropout": 0.0, "distance_dropout": 0.0, "layer_dropout": 0.0, "update_tokens": 6,
-    },
-}  # fmt: skip
+    "transformer-vq-enwik8": GATED,
+    "transformer-vq-pg19": {**GATED, "output_scale": 0.5},  # not 0.005, which leaves gradients too small to compare
+}
 
 
 @cache
@@ -294,6 +296,22 @@ def test_first_scores(name: str) -> None:
     assert abs(np.mean(scores)) <= 0.1 * expected
 
 
+@pytest.mark.parametrize("name", ["transformer-vq-enwik8", "transformer-vq-pg19"])
+def test_first_scores_of_gated_units(name: str) -> None:
+    """Queries and keys have norm K^(1/4) at any width, so the deviation of their products is 1 at the recipe's own."""
+    _, size = compose([f"+recipe={name}"])
+    h_TD = np.random.default_rng(0).normal(size=(256, size.embedding_dim))
+    keys = jax.random.split(jax.random.key(1))
+    shape = (size.embedding_dim, size.key_width)
+    q, k = (
+        rms_norm(h_TD @ np.asarray(kernel_init(size, kind)(key, shape), np.float64)) * size.key_width**-0.25
+        for kind, key in zip(("query", "key"), keys, strict=True)
+    )
+    scores = q @ k.T
+    assert np.std(scores) == pytest.approx(1.0, rel=0.1)
+    assert abs(np.mean(scores)) <= 0.1
+
+
 class Remembered(NamedTuple):
     """What a unit knows of the positions before a part: their codes and values, and their keys as they were rounded."""
 
@@ -347,7 +365,16 @@ class GatedOutcome(NamedTuple):
     remembered: list[Remembered]
 
 
+def gated_logits(size: GPTConfig, p: Any, x_TD: np.ndarray) -> np.ndarray:
+    """src/transformer_vq/nn/model.py: PG-19's norm, table and scale, or enwik8's head alone; a bias of tokens."""
+    if size.final_norm:
+        x_TD = rms_norm(x_TD, p["norm"]["scale"]) + p["norm"]["bias"]
+    logits_TV = x_TD @ table(p, "vocabulary" if size.tied else "head").T + p["head_bias"]["bias"]
+    return logits_TV * size.output_scale
+
+
 def transformer_vq(
+    size: GPTConfig,
     p: Any,
     book: Book,
     tokens: np.ndarray,
@@ -400,21 +427,22 @@ def transformer_vq(
         x = x + (out * gate) @ own["attention_out"]["kernel"]
         all_rounded.append(rounded)
         all_remembered.append(Remembered(codes_S, values, keys))
-    logits = x @ table(p, "head").T + p["head_bias"]["bias"]
+    logits = gated_logits(size, p, x)
     losses = np.log(np.exp(logits).sum(-1)) - logits[np.arange(count), targets]
     return GatedOutcome(losses, commitment, all_rounded, all_remembered)
 
 
+@pytest.mark.parametrize("name", ["transformer-vq-enwik8", "transformer-vq-pg19"])
 @pytest.mark.parametrize("parts", [1, 2], ids=["whole-row", "second-part"])
-def test_gated_units_are_those_of_transformer_vq(parts: int) -> None:
+def test_gated_units_are_those_of_transformer_vq(parts: int, name: str) -> None:
     """Losses and gradients of a row, and of its second part after a first one with other weights and other codes."""
-    size = size_of("transformer-vq-enwik8")
+    size = size_of(name)
     tokens, targets = row(size)
     length = T // parts
     model = GPT(size)
     memory = empty_memory(size, (size.N, 2, 1), UNIT_BLOCK, jnp.float32)
     before = None
-    params, book = first_params("transformer-vq-enwik8"), Book.random(6)
+    params, book = first_params(name), Book.random(6)
 
     def loss(params: Any, collection: Any, memory: Any, number: jax.Array, own: jax.Array, nexts: jax.Array) -> Any:
         variables = {"params": params, "codebook": with_commitment(size, collection, length)}
@@ -427,7 +455,7 @@ def test_gated_units_are_those_of_transformer_vq(parts: int) -> None:
         here = slice(number * length, (number + 1) * length)
         arguments = (tokens[here], targets[here])
         (_, (losses, memory)), grads = compiled(params, book.of_zero(), memory, jnp.int32(number), *arguments)
-        outcome = transformer_vq(in_float64(params), book, *arguments, before)
+        outcome = transformer_vq(size, in_float64(params), book, *arguments, before)
         np.testing.assert_allclose(losses, outcome.losses_T, rtol=1e-5)
         if number + 1 < parts:
             before = outcome.remembered
@@ -441,7 +469,7 @@ def test_gated_units_are_those_of_transformer_vq(parts: int) -> None:
     def along(index: int, direction: np.ndarray, by: float) -> float:
         leaves, tree = jax.tree.flatten(exact)
         leaves[index] = leaves[index] + by * direction
-        moved = transformer_vq(jax.tree.unflatten(tree, leaves), book, *arguments, before, outcome.rounded)
+        moved = transformer_vq(size, jax.tree.unflatten(tree, leaves), book, *arguments, before, outcome.rounded)
         return float(moved.losses_T.mean()) + moved.commitment
 
     for index, (path, g) in enumerate(jax.tree_util.tree_leaves_with_path(in_float64(grads))):
