@@ -163,7 +163,7 @@ def disagreements(run: Run, values: Mapping[str, Any]) -> list[str]:
     lines = []
     for row in run.rows:
         difference = run.differs.get(row.key)
-        value = values[row.key]
+        value = values.get(row.key, "not set")  # a hyperparameter of another optimizer
         if difference is None and value != row.value:
             lines.append(f"{row.key} is {value}, the run has {row.value} ({row.theirs}, {row.file})")
         elif difference is not None and (value != difference.here or value == row.value):
