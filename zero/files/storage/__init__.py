@@ -2,6 +2,7 @@
 
 from zero.files.storage.failures import AccessDenied, NoSuchBucket, is_outage
 from zero.files.storage.files import (
+    RangeReader,
     exists,
     list_files,
     list_stats,
@@ -21,6 +22,7 @@ __all__ = [
     "DEADLINE",
     "AccessDenied",
     "NoSuchBucket",
+    "RangeReader",
     "bucket",
     "exists",
     "is_outage",

@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from zero.errors import Unavailable
 from zero.files.storage.failures import NoSuchBucket
@@ -62,6 +62,50 @@ def read_object(url: str | Path, known: ObjectStat | None = None) -> bytes:
         message = f"{url}: {checksum.algorithm} is {found.value}, expected {checksum.value}"
         _log.warning("%s; attempt %d of %d", message, attempt + 1, CHECKSUM_ATTEMPTS)
     raise Unavailable(f"{message}, {CHECKSUM_ATTEMPTS} times in a row")
+
+
+class RangeReader(io.RawIOBase):
+    """An object of a bucket that is too large for memory, read in ranges, of one version; no checksum covers a range.
+
+    Wrap it into an io.BufferedReader, whose buffer is what one request asks for.
+    """
+
+    def __init__(self, url: str | Path):
+        self._url = url
+        self._known = stat(url)
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        starts = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._known.size}
+        self._position = starts[whence] + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        stop = min(self._position + len(buffer), self._known.size)
+        if stop <= self._position:
+            return 0
+        data = _store(self._url).read_range(self._url, self._known, self._position, stop)
+        if len(data) != stop - self._position:
+            raise Unavailable(f"{self._url}: {len(data)} bytes came of {stop - self._position}")
+        buffer[: len(data)] = data
+        self._position = stop
+        return len(data)
+
+    def close(self) -> None:
+        """Raises Unavailable if the object was replaced while it was read."""
+        if not self.closed and (now := stat(self._url)).version != self._known.version:
+            super().close()
+            raise Unavailable(f"{self._url}: was replaced while it was read: version {now.version}")
+        super().close()
 
 
 def exists(url: str | Path) -> bool:

@@ -87,6 +87,9 @@ class FsspecStore(ABC):
     def read(self, url: str | Path, known: ObjectStat) -> bytes:
         return b"".join(self._range(url, start, known.size) for start in range(0, known.size, RANGE))
 
+    def read_range(self, url: str | Path, known: ObjectStat, start: int, stop: int) -> bytes:
+        return b"".join(self._range(url, first, stop) for first in range(start, stop, RANGE))
+
     def write(self, url: str | Path, data: bytes) -> None:
         """Uploads an object, which readers see once it is whole, and compares what the store then states of it."""
         files, path = self._open(url)

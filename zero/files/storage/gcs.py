@@ -61,6 +61,13 @@ def read(url: str | Path, known: ObjectStat) -> bytes:
         return blob.download_as_bytes(raw_download=True, checksum=None, timeout=TIMEOUT, retry=_retry())
 
 
+def read_range(url: str | Path, known: ObjectStat, start: int, stop: int) -> bytes:
+    blob = _blob(url, int(known.version))
+    with _translated_errors(url):
+        options = {"raw_download": True, "checksum": None, "timeout": TIMEOUT, "retry": _retry()}
+        return blob.download_as_bytes(start=start, end=stop - 1, **options)
+
+
 def write(url: str | Path, data: bytes) -> None:
     with _translated_errors(url):
         _blob(url).upload_from_string(data, checksum="crc32c", timeout=TIMEOUT, retry=_retry())
