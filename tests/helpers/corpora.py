@@ -27,7 +27,7 @@ COMMAND = [sys.executable, "data/prepare.py"]
 
 
 def make(source: str | Path, tmp_path: Path, name: str = "c", **options: Any) -> Corpus:
-    how = {key: options.pop(key) for key in ("workers", "overwrite", "progress") if key in options}
+    how = {key: options.pop(key) for key in ("workers", "overwrite", "progress", "part_bytes") if key in options}
     return prepare(
         source,
         name,

@@ -145,7 +145,7 @@ def _sizes(place: Path, data: bytes) -> None:
 def _manifest(place: Path, data: bytes) -> None:
     (place / "manifest.json").write_bytes(data)
     manifest.check_tokenizer(str(place), load_tokenizer("bytes"))
-    manifest.find_usable(str(place), {}, "", False)
+    manifest.find_usable(str(place), {}, False)
 
 
 def _prompt_file(place: Path, data: bytes) -> None:

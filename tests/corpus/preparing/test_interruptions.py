@@ -1,4 +1,4 @@
-"""Interrupted, killed, or out of disk: the next call continues, and no index lists a missing shard."""
+"""Interrupted, killed, or out of disk: the next call makes the missing parts, and no index lists a missing shard."""
 
 import itertools
 import json
@@ -49,6 +49,7 @@ class Stopping(ByteTokenizer):
     rows_per_member=st.integers(1, 3),
     members=st.integers(1, 3),
     rows_of=st.sampled_from([{}, {"one_document_per_row": True}, {"pack": "best-fit"}]),
+    part_bytes=st.sampled_from([150, 600, 1 << 30]),
     stops=st.lists(st.integers(0, 50), max_size=4),
 )
 def test_interrupted_anywhere_and_called_again(
@@ -58,6 +59,7 @@ def test_interrupted_anywhere_and_called_again(
     rows_per_member: int,
     members: int,
     rows_of: dict[str, Any],
+    part_bytes: int,
     stops: list[int],
 ):
     root = tmp_path_factory.mktemp("stops")
@@ -68,11 +70,17 @@ def test_interrupted_anywhere_and_called_again(
         "rows_per_member": rows_per_member,
         "rows_per_shard": rows_per_member * members,
         "validation_fraction": 0.3,
+        "part_bytes": part_bytes,
+        "workers": 1,
         **rows_of,
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(documents, "UNIT_BYTES", unit)
-        whole = make(root / "lines.jsonl", root / "whole", **options)
+        try:
+            whole = make(root / "lines.jsonl", root / "whole", **options)
+        except UserError as error:  # a corpus of many parts chooses no document of its own for validation
+            assert "too little text to set documents aside" in str(error)
+            return
         for at in stops:
             try:
                 make(root / "lines.jsonl", root / "parts", **options, tokenizer=Stopping(at))
@@ -83,33 +91,48 @@ def test_interrupted_anywhere_and_called_again(
     assert digest(root / "parts") == digest(root / "whole")
 
 
-def test_second_call_completes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A second call tokenizes only what is missing."""
-    monkeypatch.setattr(documents, "UNIT_BYTES", 200)
+def made_parts(place: Path) -> dict[Path, int]:
+    """The files of finished parts, and the times at which they were written."""
+    files = []
+    for manifest in place.glob("part-*.json"):
+        files += [manifest, *recorded_shards(manifest)]
+    return {path: path.stat().st_mtime_ns for path in files}
+
+
+def test_second_call_completes(tmp_path: Path):
+    """A second call tokenizes only the parts that are missing."""
     lines = [json.dumps({"text": f"{i:3} and more"}) for i in range(400)]
     (tmp_path / "lines.jsonl").write_text("\n".join(lines))
+    options: dict[str, Any] = {"workers": 1, "part_bytes": 1000}
     with pytest.raises(KeyboardInterrupt):
-        make(tmp_path / "lines.jsonl", tmp_path, tokenizer=Stopping(350))
-    finished = {path.name: path.stat().st_mtime_ns for path in Path(tmp_path, "corpus/c").glob("*.tar")}
-    assert len(finished) > 20
+        make(tmp_path / "lines.jsonl", tmp_path, tokenizer=Stopping(350), **options)
+    place = tmp_path / "corpus" / "c"
+    finished = made_parts(place)
+    assert len(finished) > 20 and not (place / "manifest.json").exists()
     rest = Stopping()
-    corpus = make(tmp_path / "lines.jsonl", tmp_path, tokenizer=rest)
-    assert 50 <= rest.calls < 100  # of 400: the rest, the documents of a shard each, and of a unit
-    assert {name: Path(corpus.directory, name).stat().st_mtime_ns for name in finished} == finished
+    make(tmp_path / "lines.jsonl", tmp_path, tokenizer=rest, **options)
+    assert 50 <= rest.calls < 100  # of 400: the rest, and the documents of a part
+    assert {path: path.stat().st_mtime_ns for path in finished} == finished
 
 
 def test_changed_source_under_half_corpus(tmp_path: Path):
-    """A source that changed under half a corpus is noticed."""
-    lines = [json.dumps({"text": f"{i:3} and more"}) + "\n" for i in range(400)]
-    path = tmp_path / "lines.jsonl"
-    path.write_text("".join(lines))
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(documents, "UNIT_BYTES", 200)
-        make(path, tmp_path, tokenizer=Stopping(350))
-    path.write_text("".join(reversed(lines)))  # of the same size
-    with pytest.raises(UserError, match="half done, and its source has changed since"):
-        make(path, tmp_path)
-    assert len(both(make(path, tmp_path, overwrite=True))) == 400
+    """A source that changed under half a corpus is noticed; parts of other files are kept."""
+    root = tmp_path / "texts"
+    root.mkdir()
+    for name in "abcd":
+        (root / f"{name}.jsonl").write_text("".join(json.dumps({"text": f"{name}{i:3}"}) + "\n" for i in range(100)))
+    options: dict[str, Any] = {"workers": 1, "part_bytes": 2000}
+    with pytest.raises(KeyboardInterrupt):
+        make(root, tmp_path, tokenizer=Stopping(350), **options)
+    finished = made_parts(tmp_path / "corpus" / "c")
+    path = root / "b.jsonl"
+    path.write_text("".join(reversed(path.read_text().splitlines(keepends=True))))  # of the same size
+    message = r"part 1 \(.*texts: b.jsonl\): corpus .*part-00001.json was prepared when .*texts had other contents"
+    with pytest.raises(UserError, match=message):
+        make(root, tmp_path, **options)
+    assert len(both(make(root, tmp_path, overwrite=True, **options))) == 400
+    kept = [path for path, time in finished.items() if path.stat().st_mtime_ns == time]
+    assert {path.name[:10] for path in kept} == {"part-00000", "part-00002"}
 
 
 KILLED = """
@@ -121,7 +144,7 @@ from zero.corpus.text.tokenizers import ByteTokenizer
 
 os.fsync = lambda _: None  # as in conftest.py
 
-def run(source, place, fatal, options):
+def run(source, place, fatal, part_bytes, options):
     calls = 0
     def count(event, arguments):
         nonlocal calls
@@ -131,7 +154,8 @@ def run(source, place, fatal, options):
             calls += 1
     sys.addaudithook(count)
     chosen = CorpusOptions(ByteTokenizer(), rows_per_member=4, rows_per_shard=8, **options)
-    prepare(source, "c", chosen, directory=Path(place, "corpus"), index_directory=Path(place, "index"), overwrite=True)
+    how = {"overwrite": True, "part_bytes": part_bytes, "workers": 1}
+    prepare(source, "c", chosen, directory=Path(place, "corpus"), index_directory=Path(place, "index"), **how)
 
 for line in sys.stdin:  # a process for each, without importing everything again
     if (child := os.fork()) == 0:
@@ -149,14 +173,15 @@ def test_killed_prepare_leaves_no_index(folder: Path, tmp_path: Path):
     cases = [(0, False), (3, False), (20, False), (1000, False), (1, True), (20, True), (59, True), (1000, True)]
     runs: list[tuple[int, bool, dict[str, Any]]] = [(*case, {"row_tokens": 32}) for case in cases]
     runs += [(20, False, {"row_tokens": 32, "pack": "best-fit"})]
+    part_bytes = 1500
     for options in (runs[0][2], runs[-1][2]):
-        make(folder, tmp_path / f"whole{len(options)}", **options)
+        make(folder, tmp_path / f"whole{len(options)}", **options, part_bytes=part_bytes, workers=1)
     places = [tmp_path / f"killed{number}" for number in range(len(runs))]
-    for place, (_, replaces, _) in zip(places, runs, strict=True):
-        if replaces:
-            make(folder, place)
+    for number, (_, replaces, _) in enumerate(runs):
+        if replaces:  # a corpus of one part, or of others
+            make(folder, places[number], workers=1, part_bytes=(1 << 30) if number % 2 else part_bytes)
     orders = [
-        json.dumps([str(folder), str(place), fatal, options])
+        json.dumps([str(folder), str(place), fatal, part_bytes, options])
         for place, (fatal, _, options) in zip(places, runs, strict=True)
     ]
     done = subprocess.run(
@@ -172,20 +197,18 @@ def test_killed_prepare_leaves_no_index(folder: Path, tmp_path: Path):
     for place, (fatal, replaces, options) in zip(places, runs, strict=True):
         for index in (place / "index").glob("*.index"):
             read_index(index)  # raises if a shard is missing
-        finished = {path: path.stat().st_mtime_ns for path in recorded_shards(place / "corpus/c")}
-        make(folder, place, **options, overwrite=True)
+        finished = made_parts(place / "corpus/c")
+        make(folder, place, **options, overwrite=True, part_bytes=part_bytes, workers=1)
         assert digest(place) == digest(tmp_path / f"whole{len(options)}")  # and no temporary file is left
         assert fatal < 20 or replaces or len(finished) > 3
         if not replaces:
             assert {path: path.stat().st_mtime_ns for path in finished} == finished
 
 
-def recorded_shards(place: Path) -> list[Path]:
-    """The shards in the manifest of a corpus, finished or not."""
-    if not (place / "manifest.json").exists():
-        return []
-    manifest = json.loads((place / "manifest.json").read_text())
-    return [place / shard["name"] for split in ("train", "validation") for shard in manifest[split]["shards"]]
+def recorded_shards(manifest: Path) -> list[Path]:
+    """The shards in the manifest of a part, or of a corpus of one part."""
+    recorded = json.loads(manifest.read_text())
+    return [manifest.parent / shard["name"] for split in ("train", "validation") for shard in recorded[split]["shards"]]
 
 
 def test_killed_with_its_workers(mixed: Path, tmp_path: Path, bpe: Path):
@@ -194,7 +217,7 @@ def test_killed_with_its_workers(mixed: Path, tmp_path: Path, bpe: Path):
     kill -9 from outside: the workers go too, and a second call finishes what is missing alone.
     """
     options = ["--name", "c", "--tokenizer", str(bpe), "--row-tokens", "256", "--rows-per-member", "8"]
-    options += ["--rows-per-shard", "64", "--workers", "2"]
+    options += ["--rows-per-shard", "64", "--part-bytes", "700000", "--workers", "2"]
 
     def places(place: Path) -> list[str]:
         return ["--directory", str(place / "corpus"), "--index-directory", str(place / "index")]
@@ -207,14 +230,14 @@ def test_killed_with_its_workers(mixed: Path, tmp_path: Path, bpe: Path):
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
         stdout=subprocess.DEVNULL,
     )
-    wait(lambda: len(recorded_shards(place / "corpus/c")) > 5)
+    wait(lambda: len(list((place / "corpus/c").glob("part-*.json"))) > 2)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.kill()
     assert process.wait() == -signal.SIGKILL
     assert len(children) >= 2
     wait(lambda: not any(is_running(child) for child in children))
-    finished = {path: path.stat().st_mtime_ns for path in recorded_shards(place / "corpus/c")}
-    assert 5 < len(finished) < len(recorded_shards(tmp_path / "whole/corpus/c"))
+    finished = made_parts(place / "corpus/c")
+    assert 5 < len(finished) < len(made_parts(tmp_path / "whole/corpus/c"))
     assert not (place / "index").exists()
     assert call(mixed, *options[:-1], "1", *places(place)).returncode == 0
     assert {path: path.stat().st_mtime_ns for path in finished} == finished
@@ -233,6 +256,9 @@ def test_killed_worker_is_temporary(folder: Path, tmp_path: Path):
     """A killed worker is an error that a repeat may mend."""
     with pytest.raises(Unavailable, match=r"a worker process was killed.*fewer --workers"):
         make(folder, tmp_path, tokenizer=Killed(), workers=2)
+    message = r"part [01] \(.*: its process was killed by signal 9, 3 times.*fewer --workers"
+    with pytest.raises(Unavailable, match=message):
+        make(folder, tmp_path, tokenizer=Killed(), workers=2, part_bytes=6000)
 
 
 def test_ctrl_c_is_one_line(mixed: Path, tmp_path: Path, bpe: Path):

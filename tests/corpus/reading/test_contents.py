@@ -145,7 +145,7 @@ def test_stores_that_state_no_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def contents_at(place: str, version: str | None) -> Contents:
         url = f"{place}/shard.tar"
-        monkeypatch.setattr(contents_module, "recorded_checksums", lambda directory: {})
+        monkeypatch.setattr(contents_module, "recorded_checksums", lambda directory: lambda name: None)
         stats = {} if version is None else {url: ObjectStat(9, version, None)}
         monkeypatch.setattr(storage, "list_stats", lambda directory: stats)
         return contents_of([(Shard(url, 3), 3)])

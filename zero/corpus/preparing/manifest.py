@@ -1,13 +1,16 @@
-"""The manifest of a corpus: its arguments, its shards, and the position to continue from; its index files."""
+"""The manifest of a corpus, and of a part of one: its arguments, its shards, its counts; the index files."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import operator
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zero.corpus.preparing import directory
@@ -26,6 +29,10 @@ SPECIAL_TOKENS = "special_tokens"  # a key of the manifest
 SPLITS = ("train", "validation")  # of every corpus
 ALL_SPLITS = (*SPLITS, "test")
 NO_HASH = 2**64  # higher than any hash
+PARTS = "parts"  # a key of the manifest of a corpus of many parts: the list of them
+PART_BYTES_KEY = "part_bytes"  # another one
+_PART_FILE = re.compile(r"part-\d{5,}(\.json|-\d{5,}\.tar)")
+_THREADS = 16  # that wait for a bucket
 _log = logging.getLogger(__name__)
 
 
@@ -48,12 +55,23 @@ class Counts(NamedTuple):
         return sums._replace(lowest=min(self.lowest, other.lowest))
 
 
-class UnitPosition(NamedTuple):
-    """The position in the source at which the next shard of a split begins."""
+@dataclass(frozen=True)
+class PartNames:
+    """The names of the files of a part.
 
-    unit: int = 0
-    skip: int = 0  # tokens of that unit, or rows if each document has its own, that belong to the shard before
-    counts: Counts = Counts()  # of the units before
+    >>> PartNames(None).shard("train", 3, 4), PartNames(12).shard("train", 3, 4), PartNames(12).manifest
+    ('train-00003.tar', 'part-00012-00004.tar', 'part-00012.json')
+    """
+
+    part: int | None  # None: the corpus has one part only
+
+    @property
+    def manifest(self) -> str:
+        return MANIFEST if self.part is None else f"part-{self.part:05d}.json"
+
+    def shard(self, split: str, of_split: int, of_part: int) -> str:
+        """The name of a shard, of which so many are before it in its split, and in its part."""
+        return f"{split}-{of_split:05d}.tar" if self.part is None else f"part-{self.part:05d}-{of_part:05d}.tar"
 
 
 def splits_of(manifest: dict[str, Any]) -> tuple[str, ...]:
@@ -68,61 +86,95 @@ def shards_of(manifest: dict[str, Any]) -> list[dict[str, Any]]:
     return shards
 
 
-def find_usable(place: str, arguments: dict[str, Any], source_state: str, overwrite: bool) -> dict[str, Any] | None:
+def find_usable(place: str, arguments: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
     """The manifest of an earlier call with the same arguments, if all of its shards exist.
 
     Raises UserError for a corpus that was made with other arguments, unless `overwrite`.
     """
     if not storage.exists(storage.join(place, MANIFEST)):
         return None
+    manifest = load(place, has_parts=False)
+    if not is_made_with(place, manifest, arguments, overwrite):
+        return None
+    names = directory.file_names(place)
+    if not {part["name"] for part in manifest.get(PARTS, ())} <= names:
+        return None
     manifest = load(place)
-    shards = [shard["name"] for shard in shards_of(manifest)]
-    for key, value in arguments.items():
-        if manifest.get(key) != value:
-            if overwrite or not shards:
-                return None
-            difference = f"with {key}={manifest.get(key)}, not {key}={value}"
-            if key == "source_files":
-                difference = f"when {arguments['source']} held other files, or files of other sizes"
-            raise UserError(
-                f"corpus {place} was prepared {difference}: choose another name, or --overwrite to replace it"
-            )
-    if "unfinished" in manifest and manifest["unfinished"]["source_state"] != source_state:
-        if overwrite or not shards:
-            return None
-        raise UserError(f"corpus {place} is half done, and its source has changed since: --overwrite starts again")
-    return manifest if set(shards) <= directory.file_names(place) else None
+    return manifest if {shard["name"] for shard in shards_of(manifest)} <= names else None
 
 
-def is_of_source(place: str, manifest: dict[str, Any], source: str, contents: str, overwrite: bool) -> bool:
+def is_made_with(made: str, manifest: dict[str, Any], arguments: dict[str, Any], overwrite: bool) -> bool:
+    """Whether a corpus, or a part of one, was made with these arguments.
+
+    Raises UserError, which names `made` and the first difference, if it was not, unless `overwrite`.
+    """
+    for key in dict.fromkeys([*arguments, PART_BYTES_KEY]):
+        recorded = manifest.get(key)
+        value = arguments.get(key)
+        if recorded == value:
+            continue
+        if overwrite:
+            return False
+        difference = f"with {key}={recorded}, not {key}={value}"
+        if key == "source_files":
+            difference = f"when {arguments['source']} held other files, or files of other sizes"
+        raise UserError(f"corpus {made} was prepared {difference}: choose another name, or --overwrite to replace it")
+    return True
+
+
+def is_of_source(place: str, manifest: dict[str, Any], source: Source, overwrite: bool) -> bool:
     """Whether a finished corpus was made of these contents of a source, of the same names and sizes.
 
     Raises UserError if it was not, unless `overwrite`. A manifest of an earlier version records no contents: it is
     taken for such a corpus, with a warning, unless `overwrite`.
     """
     recorded = manifest.get("source_contents")
-    if recorded == contents or overwrite:
-        return recorded == contents
+    if recorded == source.contents or overwrite:
+        return recorded == source.contents
+    name = manifest["source"]
     if recorded is None:
         _log.warning(
             "corpus %s is of a version that recorded only names and sizes of the files of %s: kept without a "
             "comparison of contents; --overwrite prepares it again",
             place,
-            source,
+            name,
         )
         return True
+    for number, part in enumerate(manifest.get(PARTS, ())):
+        if part["source_contents"] != source.part(number).contents:
+            name = str(source.part(number))
+            break
     raise UserError(
-        f"corpus {place} was prepared when {source} had other contents, in files of the same sizes: choose another "
+        f"corpus {place} was prepared when {name} had other contents, in files of the same sizes: choose another "
         "name, or --overwrite to replace it"
     )
 
 
-def load(place: str) -> dict[str, Any]:
+def load(place: str, has_parts: bool = True) -> dict[str, Any]:
+    """The manifest of a corpus; of one in parts with the shards of all parts, which are read unless not `has_parts`."""
     path = storage.join(place, MANIFEST)
+    manifest = load_file(path)
+    if PARTS in manifest and has_parts:
+        for split in splits_of(manifest):
+            manifest[split] = manifest[split] | {"shards": []}
+        for part in load_parts(place, [part["name"] for part in manifest[PARTS]]):
+            for split in splits_of(manifest):
+                manifest[split]["shards"] += part[split]["shards"]
+    return manifest
+
+
+def load_file(path: str) -> dict[str, Any]:
+    """The manifest of a corpus or of a part, as it is stored."""
     with reading(f"{path} is not a manifest that this version can read, choose another name, or remove it"):
         manifest: dict[str, Any] = json.loads(directory.read(path))
         _check_form(manifest)
     return manifest
+
+
+def load_parts(place: str, names: Iterable[str]) -> list[dict[str, Any]]:
+    """The manifests of parts, by the names of their files; several requests at once, for a bucket."""
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return list(pool.map(lambda name: load_file(storage.join(place, name)), names))
 
 
 def find(place: str) -> dict[str, Any] | None:
@@ -142,27 +194,37 @@ def find(place: str) -> dict[str, Any] | None:
     return manifest
 
 
-def recorded_checksums(place: str) -> dict[str, str]:
-    """The SHA-256 of each shard in a directory, by its name, as the manifest records them; {} without a manifest."""
+def recorded_checksums(place: str) -> Callable[[str], str | None]:
+    """What the manifest records of a shard of a directory, by its name: a SHA-256; None for a shard that it lacks.
+
+    In a corpus of many parts it is that of the part's manifest, which lists the shard's own: a start reads one file.
+    """
     manifest = find(place)
     if manifest is None:
-        return {}
-    return {shard["name"]: shard["sha256"] for shard in shards_of(manifest) if isinstance(shard.get("sha256"), str)}
+        return lambda name: None
+    if PARTS in manifest:
+        of_part = {part["name"].removesuffix(".json"): part["sha256"] for part in manifest[PARTS]}
+
+        def recorded(name: str) -> str | None:
+            part, _, number = name.removesuffix(".tar").rpartition("-")
+            return f"{of_part[part]} {number}" if part in of_part else None
+
+        return recorded
+    sums = {shard["name"]: shard["sha256"] for shard in shards_of(manifest) if isinstance(shard.get("sha256"), str)}
+    return sums.get
 
 
 def _check_form(manifest: dict[str, Any]) -> None:
     """Raises one of `zero.files.parsing.MALFORMED` if a value is missing or of another type."""
-    is_done = "unfinished" not in manifest
     expected: list[tuple[Any, type]] = [(manifest["tokenizer"], str)]
+    for part in manifest.get(PARTS, ()):
+        expected += [(part[key], str) for key in ("name", "sha256", "source_contents")]
     for split in splits_of(manifest):
-        expected.append((manifest[split]["shards"], list))
-        expected += [(shard["name"], str) for shard in manifest[split]["shards"]]
-        expected += [(shard["rows"], int) for shard in manifest[split]["shards"]]
-        if is_done:
-            expected += [(manifest[split][key], int) for key in ("documents", "tokens", "rows")]
-        else:
-            unit, skip, counts = manifest["unfinished"][split]
-            expected += [(number, int) for number in (unit, skip, *Counts(*counts))]
+        if PARTS not in manifest:
+            expected.append((manifest[split]["shards"], list))
+            expected += [(shard["name"], str) for shard in manifest[split]["shards"]]
+            expected += [(shard["rows"], int) for shard in manifest[split]["shards"]]
+        expected += [(manifest[split][key], int) for key in ("documents", "tokens", "rows")]
     for value, kind in expected:
         if not isinstance(value, kind):
             raise TypeError(f"expected {kind.__name__}, found {value!r}")
@@ -201,20 +263,16 @@ def check_tokenizers(shards: Iterable[str], tokenizer: Tokenizer) -> None:
             raise UserError(f"data.tokenizer: {error}") from error
 
 
-def save(place: str, manifest: dict[str, Any]) -> None:
-    directory.write(storage.join(place, MANIFEST), json.dumps(manifest, indent=1).encode("utf-8") + b"\n")
+def encoded(manifest: dict[str, Any]) -> bytes:
+    return json.dumps(manifest, indent=1).encode("utf-8") + b"\n"
 
 
-def begin(
-    place: str,
-    indices: dict[str, str],
-    arguments: dict[str, Any],
-    source: Source,
-    threshold: int,
-    tokenizer: Tokenizer,
-    splits: Sequence[str],
-) -> dict[str, Any]:
-    """Removes an earlier corpus and writes a manifest without shards; hashes below `threshold` are for validation."""
+def save(path: str, manifest: dict[str, Any]) -> None:
+    directory.write(path, encoded(manifest))
+
+
+def begin(place: str, indices: dict[str, str], tokenizer: Tokenizer) -> None:
+    """Removes an earlier corpus, but for its parts, which are replaced one by one; writes the tokenizer's files."""
     # Read first: the tokenizer may be that of the corpus itself.
     copied = companions(tokenizer.files.folder) if isinstance(tokenizer, FileTokenizer) else {}
     remove_corpus(place, indices)
@@ -223,28 +281,27 @@ def begin(
         # data.tokenizer is the copy, beside which sampling and export look for them.
         for name, data in copied.items():
             directory.write(storage.join(place, name), data)
-    contents = {"source_contents": source.contents}
-    manifest: dict[str, Any] = arguments | contents | {split: {"shards": []} for split in splits}
-    manifest["unfinished"] = {"source_state": source.state, "threshold": threshold}
-    manifest["unfinished"] |= {split: UnitPosition() for split in splits}
-    save(place, manifest)
-    return manifest
 
 
-def finish(place: str, manifest: dict[str, Any], counts: Sequence[Counts], has_ids: bool) -> None:
-    del manifest["unfinished"]
-    for split, count in zip(splits_of(manifest), counts, strict=True):
-        shards = manifest[split]["shards"]
+def finished(
+    arguments: dict[str, Any],
+    source: Source,
+    shards: dict[str, list[dict[str, Any]]],
+    counts: Sequence[Counts],
+) -> dict[str, Any]:
+    """The manifest of a part, or of a corpus, from its shards by split and the totals of the splits."""
+    manifest: dict[str, Any] = arguments | {"source_contents": source.contents}
+    for (split, of_split), count in zip(shards.items(), counts, strict=True):
         summary = {
             "documents": count.documents,
             "tokens": count.tokens,
-            "bytes": None if has_ids else count.bytes,
-            "rows": sum(shard["rows"] for shard in shards),
+            "bytes": None if source.has_ids else count.bytes,
+            "rows": sum(shard["rows"] for shard in of_split),
         }
-        truncations = [shard["truncations"] for shard in shards if "truncations" in shard]
+        truncations = [shard["truncations"] for shard in of_split if "truncations" in shard]
         if truncations or count.truncations:
             summary["truncations"] = sum(truncations) + count.truncations
-        manifest[split] = summary | {"shards": shards}
+        manifest[split] = summary | {"shards": of_split}
     manifest["skipped"] = counts[0].skipped
     manifest["short"] = sum(count.short for count in counts)
     manifest["duplicates"] = counts[0].duplicates
@@ -252,21 +309,70 @@ def finish(place: str, manifest: dict[str, Any], counts: Sequence[Counts], has_i
         manifest["long"] = sum(count.long for count in counts)
     if manifest.get("cut_documents"):
         manifest["cut"] = sum(count.cut for count in counts)
-    save(place, manifest)
+    return manifest
+
+
+def joined(
+    arguments: dict[str, Any], contents: str, names: Sequence[str], parts: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """The manifest of a corpus of many parts: their totals, and the name, checksum and source of each part.
+
+    `names` are those of the files of `parts`, which list the shards.
+    """
+    splits = splits_of(parts[0])
+    manifest: dict[str, Any] = arguments | {"source_contents": contents}
+    of_split = ("documents", "tokens", "bytes", "rows", "truncations")
+    for split in splits:
+        manifest[split] = _sums([part[split] for part in parts], of_split)
+    manifest |= _sums(parts, ("skipped", "short", "duplicates", "long", "cut"))
+    manifest[PARTS] = [
+        {
+            "name": name,
+            "sha256": hashlib.sha256(encoded(part)).hexdigest(),
+            "source_contents": part["source_contents"],
+            "shards": sum(len(part[split]["shards"]) for split in splits),
+        }
+        for name, part in zip(names, parts, strict=True)
+    ]
+    return manifest
+
+
+def _sums(parts: Sequence[dict[str, Any]], keys: Iterable[str]) -> dict[str, int | None]:
+    """The sums of the values of these keys, those that some part has; None where a part holds None.
+
+    >>> _sums([{"rows": 1, "bytes": None}, {"rows": 2, "bytes": None, "cut": 1}], ["rows", "bytes", "cut", "long"])
+    {'rows': 3, 'bytes': None, 'cut': 1}
+    """
+    sums: dict[str, int | None] = {}
+    for key in keys:
+        values = [part[key] for part in parts if key in part]
+        if values:
+            sums[key] = None if None in values else sum(values)
+    return sums
 
 
 def remove_corpus(place: str, indices: dict[str, str]) -> None:
-    """`indices` are those of all splits. Index files first: no index ever lists a shard that does not exist."""
+    """`indices` are those of all splits. Index files first: no index ever lists a shard that does not exist.
+
+    Parts stay: whether one is made again is decided by its own manifest.
+    """
     for index in indices.values():
         storage.remove(index)
-    for name in [MANIFEST, TOKENIZER, *COMPANIONS, *shard_names(directory.file_names(place))]:
+    shards = {name for name in shard_names(directory.file_names(place)) if not _PART_FILE.fullmatch(name)}
+    for name in [MANIFEST, TOKENIZER, *COMPANIONS, *shards]:
+        storage.remove(storage.join(place, name))
+
+
+def remove_other_parts(place: str, used: Iterable[str]) -> None:
+    """Removes the files of parts, but for the `used` ones: those of an earlier corpus, or of a call that was killed."""
+    for name in sorted({name for name in directory.file_names(place) if _PART_FILE.fullmatch(name)} - set(used)):
         storage.remove(storage.join(place, name))
 
 
 def shard_names(names: Iterable[str]) -> set[str]:
     """The names that have the form of a shard's."""
     splits = "|".join(ALL_SPLITS)
-    return {name for name in names if re.fullmatch(rf"({splits})-\d{{5,}}\.tar", name)}
+    return {name for name in names if re.fullmatch(rf"({splits}|part-\d{{5,}})-\d{{5,}}\.tar", name)}
 
 
 def index_text(index: str, place: str, split: str, summary: dict[str, Any]) -> bytes:

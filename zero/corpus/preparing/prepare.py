@@ -1,16 +1,17 @@
 """Text to token shards, their index files and a manifest. The same input and arguments give the same bytes.
 
-Worker processes read and tokenize the documents in units that depend only on the source; one process joins their
-tokens in order. A shard is written whole, then recorded in the manifest together with the position in the source where
-the next one begins: a second call continues from there. docs/decisions/preparing.md has the reasons and the costs.
+A source is cut into parts, which depend on nothing but the source (`sources/parts.py`). Each is prepared by itself and
+has a manifest, which is written last: a second call makes the parts that have none. A source below one part is a
+corpus with the names `train-00000.tar` and `manifest.json`, whose units are tokenized by worker processes.
+docs/decisions/parts.md and preparing.md have the reasons and the costs.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,17 @@ from tqdm import tqdm
 
 from zero.corpus.preparing import directory as directories
 from zero.corpus.preparing import manifest as manifests
-from zero.corpus.preparing.manifest import ALL_SPLITS, NO_HASH, SPLITS, TOKENIZER
+from zero.corpus.preparing.duplicates import find_duplicates, remove_passes
+from zero.corpus.preparing.engines import BeamEngine, Engine, local_engine
+from zero.corpus.preparing.manifest import ALL_SPLITS, MANIFEST, NO_HASH, SPLITS, TOKENIZER, Counts, PartNames
 from zero.corpus.preparing.options import CorpusOptions
+from zero.corpus.preparing.part import PartJob, has_parts_of, write_parts
 from zero.corpus.preparing.sources.changes import digests, repeated
 from zero.corpus.preparing.sources.completions import CompletionReader
 from zero.corpus.preparing.sources.documents import Reader
+from zero.corpus.preparing.sources.parts import PART_BYTES
 from zero.corpus.preparing.sources.preferences import PreferenceReader
-from zero.corpus.preparing.sources.source import Source
+from zero.corpus.preparing.sources.source import Source, digest_of_parts
 from zero.corpus.preparing.workers import map_in_order
 from zero.corpus.preparing.writer import useful_workers, write_shards
 from zero.corpus.text.chat_template import load_chat_template
@@ -75,6 +80,8 @@ def prepare(
     workers: int | None = None,
     overwrite: bool = False,
     progress: bool = True,
+    part_bytes: int = PART_BYTES,
+    runner: Sequence[str] | None = None,
 ) -> Corpus:
     """Write `directory/name/*.tar`, and `name_train.index` and `name_validation.index` into `index_directory`.
 
@@ -86,9 +93,11 @@ def prepare(
     With `cut_documents` a document has one row, and what is beyond it is left out. With `begin_rows` each row begins
     with the end of text, so that all of its `row_tokens - 1` other tokens are targets of training.
 
-    After an interruption the next call with these arguments continues after the finished shards; a finished corpus is
+    After an interruption the next call with these arguments makes the parts that are missing; a finished corpus is
     kept, if the source, which is read for that, still has the contents that it was made of. At no time does an index
-    list a shard that does not exist. A few shards are held in memory.
+    list a shard that does not exist. A few shards are held in memory, by each process.
+
+    `runner` are options of Apache Beam, ("--runner", "DataflowRunner", ...), on whose workers the parts are prepared.
 
     Raises:
         UserError: there is no text, it cannot be read, or a corpus of this name was made with other arguments.
@@ -106,7 +115,9 @@ def prepare(
         reader = CompletionReader(template, options.loss_on)
     elif options.preferences:
         reader = PreferenceReader(template)
-    of_text = (options.splits, options.normalise, options.lines)
+    if part_bytes < 1:
+        raise UserError(f"part_bytes must be at least 1, not {part_bytes}")
+    of_text = (options.splits, options.normalise, options.lines, part_bytes)
     opened = Source(str(source), options.key, options.validation_fraction, reader, *of_text)
     if not opened.has_documents:
         for option in options.expects_documents():
@@ -116,13 +127,22 @@ def prepare(
         "source_files": opened.fingerprint,
         **options.recorded(None if template is None else template.digest),
     }
+    if opened.parts > 1:
+        arguments[manifests.PART_BYTES_KEY] = part_bytes
     place = storage.join(directory, name)
     indices = {split: storage.join(index_directory, f"{name}_{split}.index") for split in ALL_SPLITS}
     if storage.is_remote(indices["train"]) and not storage.is_remote(place):
         raise UserError(f"index_directory {index_directory}: an index in a bucket cannot list shards in {place}")
+    engine = local_engine(workers) if runner is None else BeamEngine(tuple(runner))
+    if isinstance(engine, BeamEngine) and opened.parts == 1:
+        raise UserError(
+            f"{source} is one part, which needs no --runner; a smaller --part-bytes makes more of a file of lines"
+        )
     hidden = None if progress else True  # None: hidden unless there is a terminal
     with directories.locked(place), tqdm(desc=name, unit="B", unit_scale=True, disable=hidden, leave=False) as bar:
-        manifest = _prepare_locked(opened, place, indices, arguments, options.tokenizer, workers, overwrite, bar)
+        manifest = _prepare_locked(
+            opened, place, indices, arguments, options.tokenizer, workers, engine, overwrite, bar
+        )
     sizes = {split: _summary(manifest[split]) for split in manifests.splits_of(manifest)}
     return Corpus(
         directory=place,
@@ -152,54 +172,100 @@ def _prepare_locked(
     arguments: dict[str, Any],
     tokenizer: Tokenizer | int,
     workers: int | None,
+    engine: Engine,
     overwrite: bool,
     bar: tqdm,
 ) -> dict[str, Any]:
-    """Continues or begins a corpus, writes the missing shards, and returns its manifest."""
-    manifest = manifests.find_usable(place, arguments, source.state, overwrite)
-    if manifest is not None and "unfinished" not in manifest:
-        is_same = manifests.is_of_source(place, manifest, arguments["source"], source.contents, overwrite)
-        if not is_same:
-            manifest = None
+    """Begins a corpus, writes the missing parts, and returns its manifest."""
+    manifest = manifests.find_usable(place, arguments, overwrite)
+    if manifest is not None and not manifests.is_of_source(place, manifest, source, overwrite):
+        manifest = None
     if isinstance(tokenizer, int):
-        tokenizer = _load_or_train_tokenizer(place, manifest is not None, source, tokenizer, bar)
+        tokenizer = _load_or_train_tokenizer(place, manifest is not None, arguments, source, tokenizer, bar)
     arguments |= {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size}
     arguments |= {manifests.SPECIAL_TOKENS: manifests.described(tokenizer)}
     if manifest is not None:
-        manifest = manifests.find_usable(place, arguments, source.state, overwrite)
-    threshold = int(arguments["validation_fraction"] * 2**64)
-    splits = ALL_SPLITS[: source.splits]
+        manifest = manifests.find_usable(place, arguments, overwrite)
     if manifest is None:
-        manifest = manifests.begin(place, indices, arguments, source, threshold, tokenizer, splits)
-    storage.remove_unfinished(place)
-    for index in indices.values():
-        storage.remove_unfinished(storage.parent(index), os.path.basename(index))
-    if "unfinished" in manifest and arguments["deduplicate"]:
-        _leave_out_duplicates(source, workers, bar)
-    while "unfinished" in manifest:
-        counts = write_shards(source, place, manifest, tokenizer, workers, bar)
-        train, validation = counts[: len(SPLITS)]
-        if all(count.documents for count in counts):
-            manifests.finish(place, manifest, counts, source.has_ids)
-            break
-        # With few documents one split may get none: then the document with the lowest hash is for validation.
-        threshold = min(train.lowest, validation.lowest) + 1
-        if source.is_one_text or threshold in (NO_HASH + 1, manifest["unfinished"]["threshold"]):
-            manifests.remove_corpus(place, indices)
-            if long := sum(count.long for count in counts):
-                raise UserError(
-                    f"{arguments['source']}: {long} pairs have a text of more tokens than --row-tokens "
-                    f"{arguments['row_tokens']}, and too few are left"
-                )
-            lack = "no text"
-            if train.documents + validation.documents:
-                lack = "too little text to set documents aside for validation"
-            raise UserError(f"{arguments['source']} holds {lack}")
-        manifest = manifests.begin(place, indices, arguments, source, threshold, tokenizer, splits)
+        job = PartJob(place, arguments, tokenizer, overwrite)
+        manifests.begin(place, indices, tokenizer)
+        storage.remove_unfinished(place)
+        if source.parts == 1:
+            manifest = _write_only_part(source, job, indices, workers, bar)
+        else:
+            manifest = _write_parts(source, job, engine, bar)
     for split, index in indices.items():
+        storage.remove_unfinished(storage.parent(index), os.path.basename(index))
         if split in manifest and not storage.exists(index):
             directories.write(index, manifests.index_text(index, place, split, manifest[split]))
     return manifest
+
+
+def _write_only_part(
+    source: Source, job: PartJob, indices: dict[str, str], workers: int | None, bar: tqdm
+) -> dict[str, Any]:
+    """Writes a corpus of one part, and returns its manifest."""
+    manifests.remove_other_parts(job.place, ())
+    if job.arguments["deduplicate"]:
+        _leave_out_duplicates(source, workers, bar)
+    threshold = job.threshold
+    while True:
+        bar.set_description(os.path.basename(job.place))
+        bar.reset(source.size)
+        written = write_shards(
+            source, job.place, PartNames(None), job.arguments, threshold, job.tokenizer, workers, bar
+        )
+        if all(count.documents for count in written.counts):
+            manifest = manifests.finished(job.arguments, source, *written)
+            manifests.save(storage.join(job.place, MANIFEST), manifest)
+            return manifest
+        # With few documents one split may get none: then the document with the lowest hash is for validation.
+        manifests.begin(job.place, indices, job.tokenizer)
+        train, validation = written.counts[: len(SPLITS)]
+        lowest = min(train.lowest, validation.lowest) + 1
+        if source.is_one_text or lowest in (NO_HASH + 1, threshold):
+            manifests.remove_corpus(job.place, indices)
+            raise _too_little(job.arguments, written.counts)
+        threshold = lowest
+
+
+def _write_parts(source: Source, job: PartJob, engine: Engine, bar: tqdm) -> dict[str, Any]:
+    """Writes the missing parts of a corpus, and returns its manifest."""
+    names = [PartNames(number).manifest for number in range(source.parts)]
+    bar.set_description(os.path.basename(job.place))
+    bar.reset(source.size)
+    if job.arguments["deduplicate"]:
+        job = replace(job, groups=find_duplicates(engine, source, job.place))
+    write_parts(source, job, engine, bar)
+    parts = manifests.load_parts(job.place, names)
+    splits = ALL_SPLITS[: source.splits]
+    used = [*names]
+    for part in parts:
+        used += [shard["name"] for shard in manifests.shards_of(part)]
+    manifests.remove_other_parts(job.place, used)
+    remove_passes(job.place)
+    contents = digest_of_parts(part["source_contents"] for part in parts)
+    manifest = manifests.joined(job.arguments, contents, names, parts)
+    if not all(manifest[split]["documents"] for split in splits):
+        raise UserError(
+            f"{job.arguments['source']} holds too little text to set documents aside for validation; choose a larger "
+            "--validation-fraction"
+        )
+    manifests.save(storage.join(job.place, MANIFEST), manifest)
+    return manifests.load(job.place)
+
+
+def _too_little(arguments: dict[str, Any], counts: Sequence[Counts]) -> UserError:
+    """The error for a source that leaves a split empty."""
+    if long := sum(count.long for count in counts):
+        return UserError(
+            f"{arguments['source']}: {long} pairs have a text of more tokens than --row-tokens "
+            f"{arguments['row_tokens']}, and too few are left"
+        )
+    lack = "no text"
+    if any(count.documents for count in counts[: len(SPLITS)]):
+        lack = "too little text to set documents aside for validation"
+    return UserError(f"{arguments['source']} holds {lack}")
 
 
 def _leave_out_duplicates(source: Source, workers: int | None, bar: tqdm) -> None:
@@ -208,8 +274,7 @@ def _leave_out_duplicates(source: Source, workers: int | None, bar: tqdm) -> Non
     bar.reset(source.size)
 
     def digests_by_unit() -> Iterator[list[bytes | None]]:
-        tasks = ((unit, ()) for unit in source.units())
-        for unit, of_unit in map_in_order(tasks, digests, workers or useful_workers(source)):
+        for unit, of_unit in map_in_order(source.units(), digests, workers or useful_workers(source)):
             yield of_unit
             bar.update(unit.size)
 
@@ -217,11 +282,11 @@ def _leave_out_duplicates(source: Source, workers: int | None, bar: tqdm) -> Non
 
 
 def _load_or_train_tokenizer(
-    place: str, is_continued: bool, source: Source, vocab_size: int, bar: tqdm
+    place: str, is_finished: bool, arguments: dict[str, Any], source: Source, vocab_size: int, bar: tqdm
 ) -> FileTokenizer:
     """The tokenizer that an earlier call has trained, or one that is trained on the beginning of the source."""
     path = storage.join(place, TOKENIZER)
-    if is_continued and storage.exists(path):
+    if storage.exists(path) and (is_finished or has_parts_of(place, arguments, source)):
         return FileTokenizer(path, storage.read_bytes(path))
     if source.has_ids:
         raise UserError("train_tokenizer expects text, and the source holds tokens")

@@ -38,21 +38,22 @@ class Tokens(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitTokenizer:
-    """Turns a unit into its tokens for each split; None for a split that is not wanted."""
+    """Turns a unit into its tokens for each split."""
 
     tokenizer: Tokenizer
     row_tokens: int
     one_document_per_row: bool
     has_completions: bool
     threshold: int  # documents with a hash below it are for validation
+    splits: int = 2
     minimum_tokens: int = 0  # of a document, its end of text included; shorter ones are left out
     has_pairs: bool = False  # each document is a pair of texts, and a row
     marks_starts: bool = False  # of documents, for a packing
     cuts_documents: bool = False  # to their first row, which then ends with the end of text
 
-    def __call__(self, unit: Unit, wanted: tuple[bool, ...]) -> list[SplitTokens | None]:
-        counts = [Counts() for _ in wanted]
-        documents: list[list[list[Tokens]]] = [[] for _ in wanted]
+    def __call__(self, unit: Unit) -> list[SplitTokens]:
+        counts = [Counts() for _ in range(self.splits)]
+        documents: list[list[list[Tokens]]] = [[] for _ in range(self.splits)]
         for document in unit.documents():
             if document is None:
                 counts = [count.plus(Counts(skipped=1)) for count in counts]
@@ -70,28 +71,27 @@ class UnitTokenizer:
                 # A hash of the text, not of the name, so that copies of a document are in one split.
                 value = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest())
                 split = value < self.threshold
-            if wanted[split]:
-                versions = [version for version in (document, document.rejected) if version is not None]
-                texts = [self._tokens(version) for version in versions]
-                sizes = [len(text.ids) for text in texts]
-                if min(sizes) < self.minimum_tokens:
-                    counts[split] = counts[split].plus(Counts(short=1))
-                    continue
-                if self.has_pairs and max(sizes) > self.row_tokens:
-                    counts[split] = counts[split].plus(Counts(long=1))
-                    continue
-                if self.cuts_documents and sizes[0] > self.row_tokens:
-                    counts[split] = counts[split].plus(Counts(cut=1))
-                    texts = [self._cut(texts[0])]
-                    sizes = [len(texts[0].ids)]
-                documents[split].append(texts)
-                truncations = 0
-                if self.one_document_per_row:
-                    truncations = sum((size - 1) // self.row_tokens for size in sizes)
-                counts[split] = counts[split].plus(
-                    Counts(int(ends), sum(sizes), len(data), lowest=value, truncations=truncations)
-                )
-        return [self._join(documents[i], counts[i]) if wanted[i] else None for i in range(len(wanted))]
+            versions = [version for version in (document, document.rejected) if version is not None]
+            texts = [self._tokens(version) for version in versions]
+            sizes = [len(text.ids) for text in texts]
+            if min(sizes) < self.minimum_tokens:
+                counts[split] = counts[split].plus(Counts(short=1))
+                continue
+            if self.has_pairs and max(sizes) > self.row_tokens:
+                counts[split] = counts[split].plus(Counts(long=1))
+                continue
+            if self.cuts_documents and sizes[0] > self.row_tokens:
+                counts[split] = counts[split].plus(Counts(cut=1))
+                texts = [self._cut(texts[0])]
+                sizes = [len(texts[0].ids)]
+            documents[split].append(texts)
+            truncations = 0
+            if self.one_document_per_row:
+                truncations = sum((size - 1) // self.row_tokens for size in sizes)
+            counts[split] = counts[split].plus(
+                Counts(int(ends), sum(sizes), len(data), lowest=value, truncations=truncations)
+            )
+        return [self._join(*of_split) for of_split in zip(documents, counts, strict=True)]
 
     def _cut(self, document: Tokens) -> Tokens:
         """The beginning of a document that is longer than a row, as transformers' tokenizers truncate it."""

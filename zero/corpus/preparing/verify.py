@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from tqdm import tqdm
 
 from zero.corpus.preparing import directory, manifest
-from zero.corpus.preparing.manifest import TOKENIZER, splits_of
+from zero.corpus.preparing.manifest import PARTS, TOKENIZER, splits_of
 from zero.corpus.text.tokenizers import Tokenizer, is_same_tokenizer
 from zero.errors import UserError
 from zero.files import storage
@@ -27,14 +28,13 @@ def verify(place: str, tokenizer: Tokenizer | None = None) -> list[str]:
     if index:
         place = _directory_of(index)
     loaded = manifest.load(place)
-    if "unfinished" in loaded:
-        raise UserError(f"{place} is not finished; repeat the call of zero-prepare that began it")
     differences = []
     if index:
         split = index.removesuffix(".index").rpartition("_")[2]
         is_known = split in splits_of(loaded)
         if not is_known or directory.read(index) != manifest.index_text(index, place, split, loaded[split]):
             differences.append(f"{index} does not list the shards of {place} as its manifest does")
+    differences += _part_differences(place, loaded)
     differences += _shard_differences(place, loaded)
     differences += _tokenizer_differences(place, loaded["tokenizer"], tokenizer)
     return differences
@@ -49,6 +49,14 @@ def _directory_of(index: str) -> str:
     return storage.parent(storage.join(storage.parent(index), paths[0].partition(" ")[0]))
 
 
+def _part_differences(place: str, loaded: dict[str, Any]) -> Iterator[str]:
+    """Differences of the manifests of parts from the checksums that the manifest of the corpus records."""
+    for part in loaded.get(PARTS, ()):
+        path = storage.join(place, part["name"])
+        if hashlib.sha256(directory.read(path)).hexdigest() != part["sha256"]:
+            yield f"{path} does not match its checksum"
+
+
 def _shard_differences(place: str, loaded: dict[str, Any]) -> Iterator[str]:
     existing = directory.file_names(place)
     listed = {shard["name"]: shard for shard in manifest.shards_of(loaded)}
@@ -59,9 +67,17 @@ def _shard_differences(place: str, loaded: dict[str, Any]) -> Iterator[str]:
         if name not in existing:
             yield f"{path} is missing"
         elif len(data := directory.read(path)) != shard["size"]:
-            yield f"{path} has {len(data)} bytes; expected {shard['size']}"
+            yield f"{path} has {len(data)} bytes; expected {shard['size']}{_remedy(place, name)}"
         elif hashlib.sha256(data).hexdigest() != shard["sha256"]:
-            yield f"{path} does not match its checksum"
+            yield f"{path} does not match its checksum{_remedy(place, name)}"
+
+
+def _remedy(place: str, shard: str) -> str:
+    """What makes the part of a shard again; nothing for a corpus of one part."""
+    part = re.match(r"part-\d+", shard)
+    if part is None:
+        return ""
+    return f"; remove {storage.join(place, part[0])}.json, and the call that made the corpus makes this part again"
 
 
 def _tokenizer_differences(place: str, recorded: str, tokenizer: Tokenizer | None) -> Iterator[str]:

@@ -21,20 +21,20 @@ _Result = TypeVar("_Result")
 
 
 def map_in_order(
-    tasks: Iterable[tuple[Unit, tuple[bool, ...]]], work: Callable[[Unit, tuple[bool, ...]], _Result], workers: int
+    units: Iterable[Unit], work: Callable[[Unit], _Result], workers: int
 ) -> Iterator[tuple[Unit, _Result]]:
     """Each unit and its result, such as its tokens, in the order of the units; `work` can be pickled."""
     if workers == 1:
-        for unit, splits in tasks:
-            yield unit, work(unit, splits)
+        for unit in units:
+            yield unit, work(unit)
         return
     # Not forked: the caller may have threads, jax's among them.
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker, (work,))
     ahead: deque[tuple[Unit, Future[_Result]]] = deque()
     try:
-        for unit, splits in tasks:
-            with _delayed_interrupts():
-                ahead.append((unit, pool.submit(_work, unit, splits)))
+        for unit in units:
+            with delayed_interrupts():
+                ahead.append((unit, pool.submit(_work, unit)))
             if len(ahead) > 4 * workers:
                 done, future = ahead.popleft()
                 yield done, future.result()
@@ -46,22 +46,22 @@ def map_in_order(
         pool.shutdown(cancel_futures=True)
 
 
-_work_here: Callable[[Unit, tuple[bool, ...]], Any]
+_work_here: Callable[[Unit], Any]
 
 
-def _start_worker(work: Callable[[Unit, tuple[bool, ...]], Any]) -> None:
+def _start_worker(work: Callable[[Unit], Any]) -> None:
     global _work_here
     _work_here = work
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     end_with_parent()
 
 
-def _work(unit: Unit, wanted: tuple[bool, ...]) -> Any:
-    return _work_here(unit, wanted)
+def _work(unit: Unit) -> Any:
+    return _work_here(unit)
 
 
 @contextmanager
-def _delayed_interrupts() -> Iterator[None]:
+def delayed_interrupts() -> Iterator[None]:
     """Delays Ctrl-C: a pool that is interrupted while it starts a process miscounts them and never ends.
 
     Processes that are started inside inherit the blocked signal; their parent handles it.

@@ -10,18 +10,16 @@ import io
 import os
 import tarfile
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
 from zero.corpus.preparing import directory
-from zero.corpus.preparing import manifest as manifests
-from zero.corpus.preparing.manifest import Counts, UnitPosition
+from zero.corpus.preparing.manifest import ALL_SPLITS, Counts, PartNames
 from zero.corpus.preparing.packing import PACKINGS
-from zero.corpus.preparing.sources.documents import Unit
 from zero.corpus.preparing.sources.source import Source
 from zero.corpus.preparing.tokenize_documents import SplitTokens, UnitTokenizer, padded_rows
 from zero.corpus.preparing.workers import map_in_order
@@ -31,50 +29,57 @@ from zero.files import storage
 _BYTES_PER_WORKER = 4 << 20  # of text, at least: starting a process takes a second
 
 
+class Written(NamedTuple):
+    """The shards of a part, by their split: name, rows, size and SHA-256 of each; and the totals of the splits."""
+
+    shards: dict[str, list[dict[str, Any]]]
+    counts: list[Counts]
+
+
 def write_shards(
-    source: Source, place: str, manifest: dict[str, Any], tokenizer: Tokenizer, workers: int | None, bar: tqdm
-) -> list[Counts]:
-    """Writes the missing shards; returns the totals of the splits."""
+    source: Source,
+    place: str,
+    names: PartNames,
+    arguments: dict[str, Any],
+    threshold: int,
+    tokenizer: Tokenizer,
+    workers: int | None,
+    bar: tqdm,
+) -> Written:
+    """Writes the shards of a part.
+
+    Args:
+      arguments: of the corpus, as its manifest records them.
+      threshold: documents with a hash below it are for validation.
+      workers: None: as many as are useful; the result is the same.
+    """
+    splits = ALL_SPLITS[: source.splits]
     tokenize = UnitTokenizer(
         tokenizer,
-        manifest["row_tokens"] - bool(manifest.get("begin_rows")),
-        manifest["one_document_per_row"],
-        bool(manifest.get("completions") or manifest.get("preferences")),
-        manifest["unfinished"]["threshold"],
-        manifest.get("minimum_tokens") or 0,
-        bool(manifest.get("preferences")),
-        manifest.get("pack") is not None,
-        bool(manifest.get("cut_documents")),
+        arguments["row_tokens"] - bool(arguments["begin_rows"]),
+        arguments["one_document_per_row"],
+        bool(arguments["completions"] or arguments["preferences"]),
+        threshold,
+        len(splits),
+        arguments["minimum_tokens"] or 0,
+        bool(arguments["preferences"]),
+        arguments["pack"] is not None,
+        bool(arguments["cut_documents"]),
     )
     # Bytes and ids need less time than it takes to send them to another process.
     is_cheap = source.has_ids or isinstance(tokenizer, ByteTokenizer)
     workers = workers or (1 if is_cheap else useful_workers(source))
-    bar.set_description(os.path.basename(place))
-    bar.reset(source.size)
     with ThreadPoolExecutor(1) as thread:
-        publisher = _ShardPublisher(place, manifest, thread)
-        splits = manifests.splits_of(manifest)
-        writers = [_SplitWriter(split, manifest, tokenizer, publisher) for split in splits]
-
-        def tasks() -> Iterator[tuple[Unit, tuple[bool, ...]]]:
-            for number, unit in enumerate(source.units()):
-                is_missing = tuple(number >= writer.start.unit for writer in writers)
-                if any(is_missing):
-                    yield unit, is_missing
-                else:
-                    bar.update(unit.size)
-
-        number = min(writer.start.unit for writer in writers)
-        for unit, parts in map_in_order(tasks(), tokenize, workers):
-            for writer, part in zip(writers, parts, strict=True):
-                if part:
-                    writer.add(number, part)
-            number += 1
+        publisher = _ShardPublisher(place, names, splits, thread)
+        writers = [_SplitWriter(split, arguments, tokenizer, publisher) for split in splits]
+        for unit, tokens in map_in_order(source.units(), tokenize, workers):
+            for writer, of_split in zip(writers, tokens, strict=True):
+                writer.add(of_split)
             bar.update(unit.size)
         for writer in writers:
-            writer.close(number)
+            writer.close()
         publisher.wait()
-    return [writer.counts for writer in writers]
+    return Written(publisher.shards, [writer.counts for writer in writers])
 
 
 def useful_workers(source: Source) -> int:
@@ -83,61 +88,52 @@ def useful_workers(source: Source) -> int:
 
 
 class _ShardPublisher:
-    """Writes shards and records them in the manifest, in a thread."""
+    """Names shards, writes them in a thread, and describes them."""
 
-    def __init__(self, place: str, manifest: dict[str, Any], thread: ThreadPoolExecutor):
+    def __init__(self, place: str, names: PartNames, splits: Sequence[str], thread: ThreadPoolExecutor):
         self._place = place
-        self._manifest = manifest
+        self._names = names
         self._thread = thread
         self._pending: deque[Future[None]] = deque()
-        self._recorded = 0
+        self.shards: dict[str, list[dict[str, Any]]] = {split: [] for split in splits}  # whole after `wait`
 
-    def add(self, split: str, data: bytes, counts: dict[str, int], position: UnitPosition) -> None:
+    def add(self, split: str, data: bytes, counts: dict[str, int]) -> None:
         """`counts` of a shard are recorded beside its name, its rows among them."""
         if len(self._pending) > 1:
             self._pending.popleft().result()
-        self._pending.append(self._thread.submit(self._publish, split, data, counts, position))
+        self._pending.append(self._thread.submit(self._publish, split, data, counts))
 
     def wait(self) -> None:
         for future in self._pending:
             future.result()
 
-    def _publish(self, split: str, data: bytes, counts: dict[str, int], position: UnitPosition) -> None:
-        shards = self._manifest[split]["shards"]
-        name = f"{split}-{len(shards):05d}.tar"
+    def _publish(self, split: str, data: bytes, counts: dict[str, int]) -> None:
+        of_split = self.shards[split]
+        name = self._names.shard(split, len(of_split), sum(map(len, self.shards.values())))
         directory.write(storage.join(self._place, name), data)
-        shards.append({"name": name, **counts, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()})
-        self._manifest["unfinished"][split] = position
-        # After each hundredth of the shards: the time to save after each shard would grow with their square.
-        splits = manifests.splits_of(self._manifest)
-        count = sum(len(self._manifest[split]["shards"]) for split in splits)
-        if count >= 1.01 * self._recorded:
-            manifests.save(self._place, self._manifest)
-            self._recorded = count
+        of_split.append({"name": name, **counts, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()})
 
 
 class _SplitWriter:
     """Cuts the tokens of one split into rows, rows into members, members into shards."""
 
-    def __init__(self, split: str, manifest: dict[str, Any], tokenizer: Tokenizer, publisher: _ShardPublisher):
-        unit, skip, counts = manifest["unfinished"][split]
-        self.start = UnitPosition(unit, skip, Counts(*counts))
-        self.counts = self.start.counts
+    def __init__(self, split: str, arguments: dict[str, Any], tokenizer: Tokenizer, publisher: _ShardPublisher):
+        self.counts = Counts()
         self._split = split
         self._publisher = publisher
         self._filler = tokenizer.end_of_text
-        self._begins_rows = bool(manifest.get("begin_rows"))
-        self._row_tokens = manifest["row_tokens"] - self._begins_rows  # of documents
-        self._rows_per_member = manifest["rows_per_member"]
-        self._size = manifest["rows_per_shard"] * (1 if manifest["one_document_per_row"] else self._row_tokens)
-        self._pack = PACKINGS[manifest["pack"]] if manifest.get("pack") else None
+        self._begins_rows = bool(arguments["begin_rows"])
+        self._row_tokens = arguments["row_tokens"] - self._begins_rows  # of documents
+        self._rows_per_member = arguments["rows_per_member"]
+        self._size = arguments["rows_per_shard"] * (1 if arguments["one_document_per_row"] else self._row_tokens)
+        self._pack = PACKINGS[arguments["pack"]] if arguments["pack"] else None
         self._waiting: list[tuple[np.ndarray | None, ...]] = []  # rows, lengths, completions, starts; less than a shard
         self._held = 0
-        self._row = sum(shard["rows"] for shard in manifest[split]["shards"])
+        self._row = 0
 
-    def add(self, number: int, part: SplitTokens) -> None:
-        """Appends the tokens of unit `number`; units come in order."""
-        at = self.start.skip if number == self.start.unit else 0
+    def add(self, part: SplitTokens) -> None:
+        """Appends the tokens of a unit; units come in order."""
+        at = 0
         while at < len(part.rows):
             stop = at + self._size - self._held
             if part.starts is not None:  # a shard that is packed holds whole documents
@@ -148,15 +144,15 @@ class _SplitWriter:
             self._held += count
             at += count
             if self._held >= self._size:
-                self._publish(UnitPosition(number, at, self.counts))
+                self._publish()
         self.counts = self.counts.plus(part.counts)
 
-    def close(self, units: int) -> None:
+    def close(self) -> None:
         """Writes the last, shorter shard."""
         if self._held:
-            self._publish(UnitPosition(units, 0, self.counts))
+            self._publish()
 
-    def _publish(self, position: UnitPosition) -> None:
+    def _publish(self) -> None:
         rows, lengths, completions, starts = (_concatenated(arrays) for arrays in zip(*self._waiting, strict=True))
         assert rows is not None
         counts = {}
@@ -178,7 +174,7 @@ class _SplitWriter:
         self._waiting = []
         self._held = 0
         data = _tar(rows, lengths, completions, self._row, self._rows_per_member)
-        self._publisher.add(self._split, data, {"rows": len(rows), **counts}, position)
+        self._publisher.add(self._split, data, {"rows": len(rows), **counts})
         self._row += len(rows)
 
 

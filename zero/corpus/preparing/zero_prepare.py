@@ -36,6 +36,7 @@ from zero.corpus.preparing.prepare import Corpus, prepare
 from zero.corpus.preparing.prepare_if_missing import DIRECTORY, INDEX_DIRECTORY
 from zero.corpus.preparing.sources.changes import FORMS
 from zero.corpus.preparing.sources.completions import LEARNED
+from zero.corpus.preparing.sources.parts import PART_BYTES
 from zero.corpus.preparing.verify import verify
 from zero.corpus.text.hub import PREFIX, download
 from zero.corpus.text.special_tokens import COMPANIONS, MODEL_CONFIG
@@ -59,7 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     An error is one line, and status 2 for a mistake, 1 where a repeat may succeed. `--verify` also exits with status 1,
     where something differs.
     """
-    given = _parser().parse_args(arguments)
+    own, runner = _without_runner(sys.argv[1:] if arguments is None else list(arguments))
+    given = _parser().parse_args(own)
     try:
         with exit_on_error():
             if given.peek is not None:
@@ -67,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             elif given.verify:
                 _verify(given)
             else:
-                _prepare(given)
+                _prepare(given, runner)
     except KeyboardInterrupt:
         sys.exit("stopped; the same call continues")
 
@@ -150,6 +152,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--workers", type=int, help="processes; default: one per core; the result is the same")
     parser.add_argument(
+        "--part-bytes",
+        type=int,
+        default=PART_BYTES,
+        help=f"of a source per part, which is prepared by itself, and made again after a kill ({PART_BYTES})",
+    )
+    parser.add_argument(
+        "--runner",
+        metavar="RUNNER BEAM-OPTIONS",
+        help="prepare the parts by Apache Beam (the extra beam): DirectRunner, PrismRunner, FlinkRunner, SparkRunner, "
+        "DataflowRunner; comes last, because all that follows are Beam's own options",
+    )
+    parser.add_argument(
         "--overwrite", action="store_true", help="replace a corpus that was made with other options or of other text"
     )
     parser.add_argument(
@@ -164,7 +178,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _prepare(given: argparse.Namespace) -> None:
+def _without_runner(arguments: list[str]) -> tuple[list[str], list[str] | None]:
+    """The arguments before --runner, and those from it on, which are Beam's.
+
+    >>> _without_runner(["texts", "--workers", "2"])
+    (['texts', '--workers', '2'], None)
+    >>> _without_runner(["texts", "--runner", "DataflowRunner", "--region=us-east1"])
+    (['texts'], ['--runner', 'DataflowRunner', '--region=us-east1'])
+    """
+    for number, argument in enumerate(arguments):
+        if argument == "--runner" or argument.startswith("--runner="):
+            return arguments[:number], arguments[number:]
+    return arguments, None
+
+
+def _prepare(given: argparse.Namespace, runner: list[str] | None) -> None:
     """Prepares a corpus and prints its size."""
     options = _corpus_options(given)
     corpus = prepare(
@@ -175,6 +203,8 @@ def _prepare(given: argparse.Namespace) -> None:
         index_directory=given.index_directory,
         workers=given.workers,
         overwrite=given.overwrite,
+        part_bytes=given.part_bytes,
+        runner=runner,
     )
     row_tokens = options.row_tokens
     for index, split in (

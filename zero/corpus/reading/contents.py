@@ -117,12 +117,12 @@ def shard_facts(paths: Iterable[str]) -> dict[str, Facts]:
         by_directory.setdefault(storage.parent(path), []).append(path)
     facts: dict[str, Facts] = {}
     for directory, shards in by_directory.items():
-        sums = recorded_checksums(directory)
+        recorded = recorded_checksums(directory)
         unlisted = []
         for path in shards:
-            name = os.path.basename(path)
-            if name in sums:
-                facts[path] = Facts(_MANIFEST, sums[name])
+            checksum = recorded(os.path.basename(path))
+            if checksum is not None:
+                facts[path] = Facts(_MANIFEST, checksum)
             else:
                 unlisted.append(path)
         if storage.is_remote(directory):

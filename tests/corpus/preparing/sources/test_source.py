@@ -91,13 +91,13 @@ def test_records(tmp_path: Path):
         contents(tmp_path)
 
 
-def test_fingerprints_and_states(tmp_path: Path):
-    """A copy has the same fingerprint and contents, and an edit another state and other contents."""
+def test_fingerprints_and_contents(tmp_path: Path):
+    """A copy has the same fingerprint and contents, and an edit other contents."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "x.txt").write_text(name)
     one, two = (Source(str(tmp_path / name), "text", 0.2) for name in ("a", "b"))
-    assert one.fingerprint == two.fingerprint and one.state != two.state and one.contents != two.contents
+    assert one.fingerprint == two.fingerprint and one.contents != two.contents
     shutil.copytree(tmp_path / "a", tmp_path / "c")
     os.utime(tmp_path / "c" / "x.txt", (1, 1))
     assert Source(str(tmp_path / "c"), "text", 0.2).contents == one.contents

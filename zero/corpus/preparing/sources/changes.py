@@ -45,7 +45,7 @@ def _marked(documents: Documents, places: frozenset[int]) -> Iterator[Document |
         yield document._replace(content="", is_duplicate=True) if document and place in places else document
 
 
-def digests(unit: Unit, wanted: tuple[bool, ...]) -> list[bytes | None]:
+def digests(unit: Unit) -> list[bytes | None]:
     """A digest of the contents of each document of a unit; None for one that is not UTF-8."""
     return [document and _digest(document) for document in unit.documents()]
 

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import sysconfig
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ _NOT_TEXT = {"__pycache__", "node_modules"}
 
 
 _BLOCK = 1 << 20  # bytes that are hashed at once
+_RANGE = 8 << 20  # bytes of an object that are asked for at once
 
 
 class SourceFile(NamedTuple):
@@ -43,6 +45,8 @@ class SourceFile(NamedTuple):
     size: int
     changed: int | str  # its modification time in ns, or the version of an object
     stated: str | None = None  # what a bucket states of an object's bytes: a checksum, or else its version
+    start: int = 0  # of a piece of a file: the lines that begin from here
+    stop: int | None = None  # up to here; None: the file is whole
 
     @property
     def folders(self) -> list[str]:
@@ -79,6 +83,10 @@ def find_files(source: str, has_format: Callable[[str], bool]) -> list[SourceFil
         raise UserError(
             f'{source}: no such file or folder; expected one that holds text, a glob, hf:<dataset> or "stdlib"'
         )
+    names = Counter(file.relative for file in files)
+    name, count = names.most_common(1)[0]
+    if count > 1:
+        raise UserError(f"{source}: {name} is there {count} times; a source lists each file once")
     return sorted(files, key=lambda file: file.relative.split("/"))
 
 
@@ -150,9 +158,12 @@ def _contents(file: SourceFile) -> str:
     if file.stated is not None:
         return file.stated
     digest = hashlib.sha256()
+    left = file.size
     with open_file(file.path) as opened:
-        while block := opened.read(_BLOCK):
+        opened.seek(file.start)
+        while block := opened.read(_BLOCK if file.stop is None else min(_BLOCK, left)):
             digest.update(block)
+            left -= len(block)
     return digest.hexdigest()
 
 
@@ -171,6 +182,17 @@ def open_file(path: str) -> Iterator[BinaryIO]:
         else:
             with open(path, "rb") as file:
                 yield file
+
+
+@contextmanager
+def open_piece(file: SourceFile) -> Iterator[BinaryIO]:
+    """A file of which perhaps only a piece is read: then an object of a bucket is not held in memory whole."""
+    if file.stop is None or not storage.is_remote(file.path):
+        with open_file(file.path) as opened:
+            yield opened
+        return
+    with named_errors(file.path), io.BufferedReader(storage.RangeReader(file.path), _RANGE) as reader:
+        yield reader
 
 
 @functools.lru_cache(maxsize=1)

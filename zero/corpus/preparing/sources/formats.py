@@ -10,6 +10,7 @@ from zero.corpus.preparing.sources import documents
 from zero.corpus.preparing.sources.arrays import array_units, megatron_index
 from zero.corpus.preparing.sources.csv_rows import csv_units
 from zero.corpus.preparing.sources.documents import Reader, Unit
+from zero.corpus.preparing.sources.files import SourceFile
 from zero.corpus.preparing.sources.json_lines import json_lines, text_lines
 from zero.corpus.preparing.sources.tables import table_units
 from zero.corpus.preparing.sources.tars import has_tensors, tar_units
@@ -28,10 +29,11 @@ class Format(NamedTuple):
     """The files of one format: their names, their units, and whether they hold ids, documents, and objects of JSON."""
 
     names: re.Pattern[str]
-    units: Callable[[str, Options], Iterator[Unit]]
+    units: Callable[[SourceFile, Options], Iterator[Unit]]
     has_ids: Callable[[str], bool] = lambda path: False
     has_documents: Callable[[str], bool] = lambda path: True
     has_objects: bool = False  # which a reader of completions takes
+    is_cut: Callable[[str], bool] = lambda path: False  # whether a piece of such a file can be read by itself
 
 
 def _names(pattern: str) -> re.Pattern[str]:
@@ -41,38 +43,46 @@ def _names(pattern: str) -> re.Pattern[str]:
 FORMATS = (
     Format(
         _names(r"(\.(jsonl|ndjson)(\.gz|\.xz|\.zst)?|\.json(\.gz|\.xz|\.zst))"),
-        lambda path, options: json_lines(path, options.reader),
+        lambda file, options: json_lines(file, options.reader),
         has_objects=True,
+        is_cut=lambda path: path.lower().endswith((".jsonl", ".ndjson")),
     ),
     Format(
         _names(r"\.(csv|tsv)(\.gz|\.xz|\.zst)?"),
-        lambda path, options: csv_units(path, options.reader),
+        lambda file, options: csv_units(file.path, options.reader),
         has_objects=True,
     ),
     Format(
-        _names(r"\.(parquet|arrow|feather)"), lambda path, options: table_units(path, options.reader), has_objects=True
+        _names(r"\.(parquet|arrow|feather)"),
+        lambda file, options: table_units(file.path, options.reader),
+        has_objects=True,
     ),
     Format(
         _names(r"(\.tar|\.tar\.gz|\.tar\.xz|\.tgz)"),
-        lambda path, options: tar_units(path, options.reader),
+        lambda file, options: tar_units(file.path, options.reader),
         has_tensors,
         has_objects=True,
     ),
     Format(
         _names(r"\.tfrecords?(-\d+-of-\d+)?"),
-        lambda path, options: record_units(path, options.key, documents.UNIT_BYTES),
+        lambda file, options: record_units(file.path, options.key, documents.UNIT_BYTES),
         lambda path: True,
     ),
     Format(
         _names(r"\.(npy|bin)"),
-        lambda path, options: array_units(path, options.validation_fraction),
+        lambda file, options: array_units(file.path, options.validation_fraction),
         lambda path: True,
         lambda path: megatron_index(path) is not None,
     ),
 )
 
 
-LINES = Format(_names(""), lambda path, options: text_lines(path))  # of text, where each line is a document
+# Of text, where each line is a document.
+LINES = Format(
+    _names(""),
+    lambda file, options: text_lines(file),
+    is_cut=lambda path: not path.lower().endswith((".gz", ".xz", ".zst")),
+)
 
 
 def format_of(path: str, has_lines: bool = False) -> Format | None:

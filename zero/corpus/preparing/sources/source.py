@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from operator import methodcaller
 
@@ -16,6 +17,7 @@ from zero.corpus.preparing.sources.documents import VALIDATION, Reader, TextRead
 from zero.corpus.preparing.sources.files import SourceFile, digest_of_contents, find_files
 from zero.corpus.preparing.sources.formats import Options, format_of
 from zero.corpus.preparing.sources.hub import HubDataset
+from zero.corpus.preparing.sources.parts import PART_BYTES, part_bounds, pieces
 from zero.corpus.preparing.sources.splits import OFFICIAL, official_splits, part_sizes
 from zero.corpus.preparing.sources.text import text_parts, whole_files
 from zero.errors import UserError
@@ -34,6 +36,7 @@ class Source:
         reader: of objects of JSON and rows of a table, where they are not a text under `key`; then the source holds
             nothing else.
         has_lines: whether each line of a text is a document. Then all files of a folder are read.
+        part_bytes: of the files of a part, about.
 
     Raises:
         UserError: there is no such source, or nothing in it can be read.
@@ -48,7 +51,9 @@ class Source:
         splits: str | None = None,
         normalise: str | None = None,
         has_lines: bool = False,
+        part_bytes: int = PART_BYTES,
     ):
+        self._name = name
         self._has_lines = has_lines
         self._validation_fraction = validation_fraction
         self._form = None if normalise is None else FORMS[normalise]
@@ -60,7 +65,8 @@ class Source:
         is_hub = name.startswith("hf:")
         opened = HubDataset(name.removeprefix("hf:"), self._options.reader, is_official) if is_hub else None
         self._hub = opened
-        self._files = [] if is_hub else find_files(name, lambda path: format_of(path, has_lines) is not None)
+        whole_files = [] if is_hub else find_files(name, lambda path: format_of(path, has_lines) is not None)
+        self._files = list(pieces(whole_files, part_bytes, self._is_cut))
         formats = [format_of(file.path, has_lines) for file in self._files]
         if reader is not None:
             for file, file_format in zip(self._files, formats, strict=True):
@@ -84,17 +90,53 @@ class Source:
             self._split_of_file = official_splits(name, (file.relative for file in self._files))
         official = opened.splits if opened else self._split_of_file
         self.splits = len(self._sizes) if self._sizes else 1 + max([VALIDATION, *official])
-        self.size = None if self._hub else sum(file.size for file in self._files)  # bytes; None is unknown
-        # A hash of names and sizes, known at once; the state of an unfinished corpus also depends on the times.
-        sizes = [(file.relative, file.size) for file in self._files]
-        self.fingerprint = self._hub.fingerprint if self._hub else _digest(sizes)
-        times = [(file.relative, file.changed) for file in self._files]
-        self.state = _digest([(self.fingerprint, documents.UNIT_BYTES), *times])
+        self._bounds = part_bounds([file.size for file in self._files], part_bytes)
+
+    @property
+    def size(self) -> int | None:
+        """In bytes; None is unknown."""
+        return None if self._hub else sum(file.size for file in self._files)
+
+    @property
+    def parts(self) -> int:
+        """How many parts there are; a part of a source has one."""
+        return len(self._bounds)
+
+    def part(self, number: int) -> Source:
+        """The source of one part: its files, and its units."""
+        first, last = self._bounds[number]
+        part = copy.copy(self)
+        part.__dict__.pop("contents", None)  # the digest of all parts, if it is known already
+        part._files = self._files[first:last]
+        part._split_of_file = self._split_of_file[first:last]
+        part._bounds = [(0, last - first)]
+        return part
+
+    def __str__(self) -> str:
+        """The files of a part, for messages."""
+        if not self._files:
+            return self._name
+        first = self._files[0].relative
+        last = self._files[-1].relative
+        return f"{self._name}: {first}" if first == last else f"{self._name}: {first} to {last}"
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of names and sizes, known at once."""
+        return self._hub.fingerprint if self._hub else _digest([(file.relative, file.size) for file in self._files])
 
     @cached_property
     def contents(self) -> str:
         """A digest of the contents, for which files of this machine are read once; a copy shares it."""
-        return self._hub.fingerprint if self._hub else digest_of_contents(self._files + self._companions())
+        if self._hub:
+            return self._hub.fingerprint
+        if self.parts == 1:
+            return digest_of_contents(self._files + self._companions())
+        return digest_of_parts(self.part(number).contents for number in range(self.parts))
+
+    def _is_cut(self, path: str) -> bool:
+        file_format = format_of(path, self._has_lines)
+        return file_format is not None and file_format.is_cut(path)
 
     def _companions(self) -> list[SourceFile]:
         """The index of each Megatron array: it decides where documents begin."""
@@ -138,7 +180,7 @@ class Source:
                 group = []
                 size = 0
             if file_format is not None:
-                yield from file_format.units(file.path, self._options)
+                yield from file_format.units(file, self._options)
             else:
                 group.append(file)
                 size += file.size
@@ -159,6 +201,15 @@ def _holds_documents(file: SourceFile) -> bool:
 def _texts(files: list[SourceFile]) -> Unit:
     """Files that are one document each."""
     return Unit(sum(file.size for file in files), partial(whole_files, tuple(file.path for file in files)))
+
+
+def digest_of_parts(contents: Iterable[str]) -> str:
+    """The digest of the contents of a source, from those of its parts.
+
+    >>> digest_of_parts(["a", "b"])
+    '1d3a6ce2b2ae4d5f'
+    """
+    return _digest([("part", digest) for digest in contents])
 
 
 def _digest(facts: Sequence[tuple[str, int | str]]) -> str:

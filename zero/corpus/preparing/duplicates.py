@@ -1,0 +1,127 @@
+"""Equal documents of different parts: found before anything is tokenized, in two passes, by a digest of their text.
+
+The first pass reads each part and writes the digests of its documents, in groups by the digest. The second reads a
+group of all parts and writes, for each part, the places of all documents but the first of each digest. Both are tasks
+of an engine, which meet only in files (`passes/` in the directory of the corpus); their order decides nothing. The
+files take 28 bytes per document, and the memory of the second pass about 100 for each document of 64 parts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from zero.corpus.preparing import directory
+from zero.corpus.preparing.engines import Engine
+from zero.corpus.preparing.processes import Task
+from zero.corpus.preparing.sources.changes import digests
+from zero.corpus.preparing.sources.source import Source
+from zero.files import storage
+
+PARTS_PER_GROUP = 64  # so that a group of digests is about as large as those of so many parts
+_PASSES = "passes"
+_DOCUMENT = np.dtype([("high", "<u8"), ("low", "<u8"), ("part", "<u4"), ("unit", "<u4"), ("place", "<u4")])
+_PLACE = np.dtype([("unit", "<u4"), ("place", "<u4")])
+Places = Mapping[int, frozenset[int]]  # in a unit, by its number
+
+
+def find_duplicates(engine: Engine, source: Source, place: str) -> int:
+    """Writes the places of duplicates, for `read_duplicates`; returns the number of groups."""
+    remove_passes(place)
+    groups = -(-source.parts // PARTS_PER_GROUP)
+    of_parts = [
+        Task(f"part {number} ({source.part(number)})", (number, source.part(number))) for number in range(source.parts)
+    ]
+    for _ in engine.run(_WriteDigests(place, groups), of_parts, place):
+        pass
+    of_groups = [Task(f"group {group} of digests", group) for group in range(groups)]
+    for _ in engine.run(_WritePlaces(place, source.parts), of_groups, place):
+        pass
+    return groups
+
+
+def read_duplicates(place: str, part: int, groups: int) -> dict[int, frozenset[int]]:
+    """The places of the documents of a part that equal an earlier one, by their unit."""
+    places: dict[int, set[int]] = {}
+    for group in range(groups):
+        for unit, place_in_unit in _load(_file(place, "duplicates", group, part)).tolist():
+            places.setdefault(unit, set()).add(place_in_unit)
+    return {unit: frozenset(of_unit) for unit, of_unit in sorted(places.items())}
+
+
+def digest_of_places(places: Places) -> str:
+    """What identifies these places, in the manifest of a part.
+
+    >>> digest_of_places({3: frozenset([2, 1])})
+    'f5450fd63bee0e21'
+    """
+    lines = [f"{unit} {' '.join(map(str, sorted(of_unit)))}" for unit, of_unit in sorted(places.items())]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def remove_passes(place: str) -> None:
+    """Removes the files of both passes."""
+    passes = storage.join(place, _PASSES)
+    for path in storage.list_files(passes):
+        storage.remove(path)
+    if not storage.is_remote(passes) and os.path.isdir(passes):
+        os.rmdir(passes)
+
+
+@dataclass(frozen=True)
+class _WriteDigests:
+    """The first pass, over one part."""
+
+    place: str
+    groups: int
+
+    def __call__(self, numbered: tuple[int, Source]) -> None:
+        number, part = numbered
+        rows = []
+        for unit, of_unit in enumerate(part.units()):
+            for place, digest in enumerate(digests(of_unit)):
+                if digest is not None:
+                    high = int.from_bytes(digest[:8])
+                    rows.append((high, int.from_bytes(digest[8:]), number, unit, place))
+        documents = np.array(rows, _DOCUMENT)
+        for group in range(self.groups):
+            _save(_file(self.place, "digests", number, group), documents[documents["high"] % self.groups == group])
+
+
+@dataclass(frozen=True)
+class _WritePlaces:
+    """The second pass, over one group of digests."""
+
+    place: str
+    parts: int
+
+    def __call__(self, group: int) -> None:
+        of_parts = [_load(_file(self.place, "digests", part, group)) for part in range(self.parts)]
+        documents = np.concatenate(of_parts)
+        # By the digest, and then by the place, so that the first one of each digest is the earliest.
+        documents = documents[np.lexsort([documents[key] for key in ("place", "unit", "part", "low", "high")])]
+        is_same = (documents["high"][1:] == documents["high"][:-1]) & (documents["low"][1:] == documents["low"][:-1])
+        repeated = documents[1:][is_same]
+        for part in range(self.parts):
+            of_part = repeated[repeated["part"] == part]
+            _save(_file(self.place, "duplicates", group, part), of_part[["unit", "place"]].astype(_PLACE))
+
+
+def _file(place: str, name: str, first: int, second: int) -> str:
+    return storage.join(place, f"{_PASSES}/{name}-{first:05d}-{second:05d}.npy")
+
+
+def _save(path: str, array: np.ndarray) -> None:
+    data = io.BytesIO()
+    np.save(data, array, allow_pickle=False)
+    directory.write(path, data.getvalue())
+
+
+def _load(path: str) -> Any:
+    return np.load(io.BytesIO(directory.read(path)), allow_pickle=False)

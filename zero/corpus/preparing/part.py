@@ -1,0 +1,117 @@
+"""A part of a corpus, prepared by itself: the same bytes in any process, on any machine, in any order of the parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tqdm import tqdm
+
+from zero.corpus.preparing import directory
+from zero.corpus.preparing import manifest as manifests
+from zero.corpus.preparing.duplicates import digest_of_places, read_duplicates
+from zero.corpus.preparing.engines import Engine, Work
+from zero.corpus.preparing.manifest import PartNames
+from zero.corpus.preparing.processes import Task
+from zero.corpus.preparing.sources.source import Source
+from zero.corpus.preparing.writer import write_shards
+from zero.corpus.text.tokenizers import Tokenizer
+from zero.errors import UserError
+from zero.files import storage
+
+
+@dataclass(frozen=True)
+class PartJob:
+    """What the parts of a corpus have in common; it can be pickled."""
+
+    place: str
+    arguments: dict[str, Any]  # of the corpus, as its manifest records them
+    tokenizer: Tokenizer
+    overwrite: bool  # replaces parts that were made with other arguments, or of other contents
+    groups: int = 1  # of digests, where duplicates are left out (`duplicates.py`)
+
+    @property
+    def threshold(self) -> int:
+        """Documents with a hash below it are for validation."""
+        return int(self.arguments["validation_fraction"] * 2**64)
+
+    def arguments_of(self, part: Source) -> dict[str, Any]:
+        """The arguments as the manifest of a part records them."""
+        return dict(self.arguments) | {"source_files": part.fingerprint}
+
+    def __call__(self, numbered: tuple[int, Source]) -> None:
+        """Prepares a part, alone in its process."""
+        number, part = numbered
+        with tqdm(disable=True) as bar:
+            prepare_part(self, number, part, 1, bar)
+
+
+def prepare_part(job: PartJob, number: int, part: Source, workers: int, bar: tqdm) -> None:
+    """Writes the shards of a part, and then its manifest, unless they are there already.
+
+    Raises:
+      UserError: the part cannot be prepared, or was made with other arguments or of other contents.
+    """
+    names = PartNames(number)
+    path = storage.join(job.place, names.manifest)
+    try:
+        arguments = job.arguments_of(part)
+        if job.arguments["deduplicate"]:
+            part.duplicates = read_duplicates(job.place, number, job.groups)
+            arguments["left_out"] = digest_of_places(part.duplicates)
+        if storage.exists(path):
+            manifest = manifests.load_file(path)
+            if _is_kept(path, manifest, job, arguments, part):
+                bar.update(part.size)
+                return
+            storage.remove(path)
+        written = write_shards(part, job.place, names, arguments, job.threshold, job.tokenizer, workers, bar)
+    except UserError as error:
+        raise type(error)(f"part {number} ({part}): {error}") from error
+    manifests.save(path, manifests.finished(arguments, part, *written))
+
+
+def _is_kept(path: str, manifest: dict[str, Any], job: PartJob, arguments: dict[str, Any], part: Source) -> bool:
+    """Whether an earlier call has made this part, and all of its shards exist."""
+    if not manifests.is_made_with(path, manifest, arguments, job.overwrite):
+        return False
+    if not manifests.is_of_source(path, manifest, part, job.overwrite):
+        return False
+    return all(storage.exists(storage.join(job.place, shard["name"])) for shard in manifests.shards_of(manifest))
+
+
+def has_parts_of(place: str, arguments: dict[str, Any], source: Source) -> bool:
+    """Whether an earlier call has begun this corpus: some part was made with these arguments, of these files."""
+    if source.parts == 1:
+        return False
+    existing = directory.file_names(place)
+    for number in range(source.parts):
+        name = PartNames(number).manifest
+        if name in existing:
+            expected = arguments | {"source_files": source.part(number).fingerprint}
+            manifest = manifests.load_file(storage.join(place, name))
+            return all(manifest.get(key) == value for key, value in expected.items())
+    return False
+
+
+def write_parts(source: Source, job: PartJob, engine: Engine, bar: tqdm) -> None:
+    """Prepares all parts that are missing, and compares the others with their source."""
+    existing = directory.file_names(job.place)
+    made = [number for number in range(source.parts) if PartNames(number).manifest in existing]
+    missing = [number for number in range(source.parts) if PartNames(number).manifest not in existing]
+    # Each part in a process by itself; the last ones, which are too few for all processes, one by one in all of them.
+    count = len(missing) - engine.remainder(len(missing))
+    alone = [*made, *missing[:count]]
+    for number in run_tasks(engine, job, source, alone, job.place):
+        bar.update(source.part(number).size)
+    for number in missing[count:]:
+        prepare_part(job, number, source.part(number), engine.workers, bar)
+
+
+def run_tasks(engine: Engine, work: Work, source: Source, numbers: Sequence[int], place: str) -> Iterator[int]:
+    """Calls `work` with the number and the source of each of these parts; yields the numbers as the parts are done."""
+    tasks = [Task(f"part {number} ({source.part(number)})", (number, source.part(number))) for number in numbers]
+    for task in engine.run(work, tasks, place):
+        number, _ = task.argument
+        yield number
