@@ -24,10 +24,11 @@ from zero.corpus.text.tokenizers import ByteTokenizer
 
 REPOSITORY = Path(__file__).parents[2]
 COMMAND = [sys.executable, "data/prepare.py"]
+HOW = ("workers", "overwrite", "progress", "part_bytes", "runner")  # of `prepare`, besides options of the corpus
 
 
 def make(source: str | Path, tmp_path: Path, name: str = "c", **options: Any) -> Corpus:
-    how = {key: options.pop(key) for key in ("workers", "overwrite", "progress", "part_bytes") if key in options}
+    how = {key: options.pop(key) for key in HOW if key in options}
     return prepare(
         source,
         name,
