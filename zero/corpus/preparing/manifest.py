@@ -8,6 +8,7 @@ import logging
 import operator
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -36,6 +37,9 @@ _THREADS = 16  # that wait for a bucket
 _log = logging.getLogger(__name__)
 
 
+_NO_DOCUMENTS: Counter[str] = Counter()  # which no one adds to
+
+
 class Counts(NamedTuple):
     """The contents of some units for one split."""
 
@@ -49,6 +53,7 @@ class Counts(NamedTuple):
     long: int = 0  # pairs that were left out
     cut: int = 0  # documents of which only the first row was kept
     truncations: int = 0  # cuts of documents that have rows of their own
+    filtered: Counter[str] = _NO_DOCUMENTS  # documents that were left out, of both splits, by the filter
 
     def plus(self, other: Counts) -> Counts:
         sums = Counts(*map(operator.add, self, other))
@@ -305,6 +310,8 @@ def finished(
     manifest["skipped"] = counts[0].skipped
     manifest["short"] = sum(count.short for count in counts)
     manifest["duplicates"] = counts[0].duplicates
+    if manifest.get("filters"):
+        manifest["filtered"] = {name: counts[0].filtered[name] for name in manifest["filters"]}
     if manifest.get("preferences"):
         manifest["long"] = sum(count.long for count in counts)
     if manifest.get("cut_documents"):
@@ -325,6 +332,8 @@ def joined(
     for split in splits:
         manifest[split] = _sums([part[split] for part in parts], of_split)
     manifest |= _sums(parts, ("skipped", "short", "duplicates", "long", "cut"))
+    if "filters" in arguments:
+        manifest["filtered"] = _sums([part["filtered"] for part in parts], arguments["filters"])
     manifest[PARTS] = [
         {
             "name": name,

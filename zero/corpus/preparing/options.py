@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from zero.corpus.preparing.filters.table import recorded_filters
 from zero.corpus.preparing.sources.completions import LEARNED
 from zero.corpus.text.tokenizers import Tokenizer
 from zero.errors import UserError
@@ -37,6 +38,7 @@ class CorpusOptions:
     minimum_tokens: int = 0
     normalise: str | None = None
     deduplicate: bool = False
+    filters: tuple[tuple[str, str], ...] = ()  # keys of `FILTERS`, with their values
     tokenizer_source: str | None = None  # where the tokenizer comes from, such as hf:NAME@COMMIT
 
     def check(self) -> None:
@@ -74,10 +76,12 @@ class CorpusOptions:
             "minimum_tokens": self.minimum_tokens > 0,
             "deduplicate": self.deduplicate,
         }
+        options |= dict.fromkeys(dict(self.filters), True)
         return [name for name, is_chosen in options.items() if is_chosen]
 
     def recorded(self, chat_template: str | None) -> dict[str, Any]:
         """What the manifest records, with the digest of the chat template: null where an option is not used."""
+        filters = {"filters": recorded_filters(dict(self.filters))} if self.filters else {}
         return {
             "key": self.key,
             "train_tokenizer": self.tokenizer if isinstance(self.tokenizer, int) else None,
@@ -99,4 +103,5 @@ class CorpusOptions:
             "normalise": self.normalise,
             "deduplicate": self.deduplicate or None,
             "tokenizer_source": self.tokenizer_source,
+            **filters,
         }

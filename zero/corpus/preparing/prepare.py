@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from zero.corpus.preparing import directory as directories
 from zero.corpus.preparing import manifest as manifests
 from zero.corpus.preparing.duplicates import find_duplicates, remove_passes
 from zero.corpus.preparing.engines import BeamEngine, Engine, local_engine
+from zero.corpus.preparing.filters.table import open_filters
 from zero.corpus.preparing.manifest import ALL_SPLITS, MANIFEST, NO_HASH, SPLITS, TOKENIZER, Counts, PartNames
 from zero.corpus.preparing.options import CorpusOptions
 from zero.corpus.preparing.part import PartJob, has_parts_of, write_parts
@@ -68,6 +69,7 @@ class Corpus:
     cut: int = 0  # documents of which --cut-documents has kept the first row only
     test_index: str | None = None
     test: SplitSummary | None = None  # of a source that has one
+    filtered: Mapping[str, int] = field(default_factory=dict)  # documents that filters have left out, by the filter
 
 
 def prepare(
@@ -117,7 +119,8 @@ def prepare(
         reader = PreferenceReader(template)
     if part_bytes < 1:
         raise UserError(f"part_bytes must be at least 1, not {part_bytes}")
-    of_text = (options.splits, options.normalise, options.lines, part_bytes)
+    filters = open_filters(dict(options.filters))
+    of_text = (options.splits, options.normalise, options.lines, part_bytes, filters)
     opened = Source(str(source), options.key, options.validation_fraction, reader, *of_text)
     if not opened.has_documents:
         for option in options.expects_documents():
@@ -157,6 +160,7 @@ def prepare(
         cut=manifest.get("cut", 0),
         test_index=indices["test"] if "test" in sizes else None,
         test=sizes.get("test"),
+        filtered=manifest.get("filtered", {}),
     )
 
 
@@ -263,6 +267,8 @@ def _too_little(arguments: dict[str, Any], counts: Sequence[Counts]) -> UserErro
             f"{arguments['row_tokens']}, and too few are left"
         )
     lack = "no text"
+    if filtered := counts[0].filtered.total():
+        lack = f"no text but {filtered} documents that filters leave out"
     if any(count.documents for count in counts[: len(SPLITS)]):
         lack = "too little text to set documents aside for validation"
     return UserError(f"{arguments['source']} holds {lack}")

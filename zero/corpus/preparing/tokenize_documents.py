@@ -6,6 +6,7 @@ Shapes: n rows or tokens, T tokens of a row.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -61,6 +62,8 @@ class UnitTokenizer:
             text = document.content
             split = document.split
             ends = document.ends
+            if document.left_out_by is not None:
+                counts = [count.plus(Counts(filtered=Counter([document.left_out_by]))) for count in counts]
             if document.is_duplicate:
                 counts = [count.plus(Counts(duplicates=1)) for count in counts]
             if not len(text):

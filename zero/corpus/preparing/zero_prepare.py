@@ -28,6 +28,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import NoReturn
 
+from zero.corpus.preparing.filters.table import FILTERS
 from zero.corpus.preparing.manifest import TOKENIZER
 from zero.corpus.preparing.options import CorpusOptions
 from zero.corpus.preparing.packing import PACKINGS
@@ -44,6 +45,7 @@ from zero.corpus.text.tokenizers import FileTokenizer, Tokenizer, load_tokenizer
 from zero.errors import UserError, exit_on_error, trainer
 from zero.files import storage
 
+FILTER = "filter "  # begins the attribute of a filter's option
 SHORT_ROWS = 64  # tokens of the short sequences that the default job begins with, into which its rows are cut
 
 
@@ -121,6 +123,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--normalise", choices=sorted(FORMS), help="Unicode normalisation of all text")
     parser.add_argument("--deduplicate", action="store_true", help="leave out documents equal to an earlier one")
+    for name, kind in FILTERS.items():
+        parser.add_argument(f"--{name}", dest=FILTER + name, metavar=kind.metavar, help=kind.help)
     parser.add_argument("--rows-per-member", type=int, default=256, help="rows in one array of a shard (256)")
     parser.add_argument("--rows-per-shard", type=int, default=8192, help="rows in a shard (8192)")
     parser.add_argument("--key", default="text", help='of the text in an object or of the ids in a TFRecord ("text")')
@@ -229,6 +233,8 @@ def _prepare(given: argparse.Namespace, runner: list[str] | None) -> None:
         print(f"{corpus.cut} documents were cut to a row of {row_tokens} tokens")
     if corpus.duplicates:
         print(f"{corpus.duplicates} documents were left out because they equal an earlier one")
+    for name, count in corpus.filtered.items():
+        print(f"{count} documents were left out by --{name}")
     print("Train on it:")
     print(shlex.join([*trainer(), *training_overrides(corpus, options)]))
 
@@ -244,9 +250,11 @@ def _corpus_options(given: argparse.Namespace) -> CorpusOptions:
         print(f"tokenizer {given.tokenizer} is {source}")
     else:
         tokenizer = load_tokenizer(given.tokenizer or "bytes")
-    names = {field.name for field in fields(CorpusOptions)} - {"tokenizer", "tokenizer_source"}
+    names = {field.name for field in fields(CorpusOptions)} - {"tokenizer", "tokenizer_source", "filters"}
     others = {name: getattr(given, name) for name in names}
-    return CorpusOptions(tokenizer=tokenizer, tokenizer_source=source, **others)
+    values = [(name, getattr(given, FILTER + name)) for name in FILTERS]
+    filters = tuple((name, value) for name, value in values if value is not None)
+    return CorpusOptions(tokenizer=tokenizer, tokenizer_source=source, filters=filters, **others)
 
 
 def _name_of(source: str) -> str:

@@ -46,8 +46,8 @@ def _marked(documents: Documents, places: frozenset[int]) -> Iterator[Document |
 
 
 def digests(unit: Unit) -> list[bytes | None]:
-    """A digest of the contents of each document of a unit; None for one that is not UTF-8."""
-    return [document and _digest(document) for document in unit.documents()]
+    """A digest of each document of a unit; None for one that is not UTF-8, or that a filter leaves out."""
+    return [_digest(document) if document and not document.left_out_by else None for document in unit.documents()]
 
 
 def _digest(document: Document) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,6 +27,8 @@ class Document(NamedTuple):
     is_duplicate: bool = False  # of an earlier one; then its content is empty
     rejected: Document | None = None  # the other text of a pair, of which this one is preferred
     begins: bool = True  # False: it continues the text of the unit before
+    fields: Mapping[str, str] | None = None  # beside the text, those that filters ask for
+    left_out_by: str | None = None  # a key of `FILTERS`; then its content is empty
 
 
 # The document of an object of JSON, or of a row of a dataset; raises UserError, with the name that is its second
@@ -41,12 +43,24 @@ class TextReader:
     """Reads the text under one key."""
 
     key: str
+    fields: tuple[str, ...] = ()  # that filters ask for
 
     def __call__(self, entry: Any, name: str) -> Document:
         text = entry.get(self.key) if isinstance(entry, dict) else None
         if not isinstance(text, str):
             raise UserError(f'{name}: expected a string under "{self.key}"; {found(entry)}; --key names another one')
-        return Document(text)
+        if not self.fields:
+            return Document(text)
+        present = {field: str(entry[field]) for field in self.fields if entry.get(field) is not None}
+        return Document(text, name=name, fields=present)
+
+
+def field_of(document: Document, key: str) -> str:
+    """The value beside the text of a document; raises UserError if it has none."""
+    if document.fields is None or key not in document.fields:
+        name = document.name or "a document of text"
+        raise UserError(f'{name}: expected a value under "{key}", which a filter reads')
+    return document.fields[key]
 
 
 def found(entry: Any) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from operator import methodcaller
 
+from zero.corpus.preparing.filters.filters import NO_FILTERS, Filters
 from zero.corpus.preparing.sources import documents
 from zero.corpus.preparing.sources.arrays import megatron_index
 from zero.corpus.preparing.sources.changes import FORMS, changed, normalised, without
@@ -37,6 +38,7 @@ class Source:
             nothing else.
         has_lines: whether each line of a text is a document. Then all files of a folder are read.
         part_bytes: of the files of a part, about.
+        filters: leave out documents of text.
 
     Raises:
         UserError: there is no such source, or nothing in it can be read.
@@ -52,13 +54,16 @@ class Source:
         normalise: str | None = None,
         has_lines: bool = False,
         part_bytes: int = PART_BYTES,
+        filters: Filters = NO_FILTERS,
     ):
+        self._filters = filters
         self._name = name
         self._has_lines = has_lines
         self._validation_fraction = validation_fraction
         self._form = None if normalise is None else FORMS[normalise]
         is_official = splits == OFFICIAL
-        self._options = Options(key, reader or TextReader(key), None if is_official else validation_fraction)
+        text_reader = TextReader(key, filters.fields)
+        self._options = Options(key, reader or text_reader, None if is_official else validation_fraction)
         self._sizes = part_sizes(splits) if splits and not is_official else None
         # The places of documents that `units` marks as duplicates, by the number of their unit.
         self.duplicates: Mapping[int, frozenset[int]] = {}
@@ -85,6 +90,8 @@ class Source:
         if normalise and (self.has_ids or reader is not None):
             contents = "tokens" if self.has_ids else "completions, which are marked in the text as it is"
             raise UserError(f"{name}: --normalise expects text; the source holds {contents}")
+        if filters.judges and (self.has_ids or reader is not None):
+            raise UserError(f"{name}: --{filters.judges[0][0]} expects documents of text, not tokens, prompts or chats")
         self._split_of_file: list[int] = []
         if is_official and not is_hub:
             self._split_of_file = official_splits(name, (file.relative for file in self._files))
@@ -160,6 +167,8 @@ class Source:
             units = self._file_units()
         if self._form:
             units = changed(units, partial(normalised, self._form))
+        if self._filters.judges:
+            units = changed(units, self._filters)
         return without(units, self.duplicates)
 
     def _file_units(self) -> Iterator[Unit]:

@@ -60,7 +60,7 @@ def _parquet(file: BinaryIO, reader: Reader) -> Iterator[tuple[Any, float]]:
 
     table = parquet.ParquetFile(file)
     rows = 0
-    wanted = [reader.key] if isinstance(reader, TextReader) else []
+    wanted = [reader.key, *reader.fields] if isinstance(reader, TextReader) else []
     columns = [name for name in wanted if name in table.schema_arrow.names]  # else the reader names what is there
     for batch in table.iter_batches(_ROWS, columns=columns or None):
         rows += batch.num_rows

@@ -1,0 +1,1 @@
+"""Filters: what leaves documents out of a corpus. `table.py` lists them."""
