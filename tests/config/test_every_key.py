@@ -170,7 +170,6 @@ WITHOUT_A_RUN: dict[str, Callable[[Config], Any]] = {
     "distributed.stall_minutes": settings,
 }
 ELSEWHERE_TESTED = {  # what a short run on whole devices, a local corpus and one host cannot show
-    "data.cache_directory": "tests/corpus/reading/test_cache.py has the bucket that it needs",
     "data.corpus": "tests/corpus/preparing/test_prepare_if_missing.py: the index files of the tests exist",
     "data.last_target": "tests/run/test_last_target_run.py has the longer rows that it needs",
     "data.shuffle_shards": "tests/corpus/reading/test_loader.py has more than two shards to mix",

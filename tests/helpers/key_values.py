@@ -102,7 +102,6 @@ NEUTRAL = (
     "data.save_every",
     "data.checkpoint_minutes",
     "data.max_skipped_rows",
-    "data.cache_directory",
     "zero.emergency_steps",
     "profile.step_time",
     "profile.peak_flops",

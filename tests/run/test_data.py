@@ -1,12 +1,19 @@
 """What is made of a configuration before the first step."""
 
+from pathlib import Path
+
 import pytest
 
 from tests.config.composing import compose
+from tests.helpers import bucket, cli
 from zero.config.check import check
 from zero.config.files import load_sizes
+from zero.corpus.text.tokenizers import ByteTokenizer
 from zero.errors import UserError
-from zero.run.data import staged_context, with_global_batch
+from zero.files import storage
+from zero.job import make_job
+from zero.run.data import open_data, staged_context, with_global_batch
+from zero.run.restore import TrainingPosition
 
 
 @pytest.mark.parametrize(
@@ -35,3 +42,23 @@ def test_global_batch_of_first_checkpoint(
     assert with_global_batch(config, 8) is config
     with pytest.raises(UserError, match=r"global batch of 12 sequences does not divide into 1 hosts x 8 devices"):
         with_global_batch(config, 12)
+
+
+def test_a_cache_for_nothing(workplace: Path, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of shards is refused where all of them are local, and accepted where one set is in a bucket."""
+    monkeypatch.chdir(workplace)
+    bucket.use(monkeypatch, server)
+    shard = f"gs://{bucket.BUCKET}/cached/validation.tar"
+    storage.write(shard, (workplace / "corpus" / "tiny" / "validation-00000.tar").read_bytes())
+    (tmp_path / "remote.index").write_text(f"{shard}\n")
+
+    def open_(*overrides: str) -> None:
+        config = check(compose(*cli.TINY, *overrides), load_sizes())
+        job = make_job(config, load_sizes().chosen(config.model))
+        open_data(config, job, ByteTokenizer(), TrainingPosition(global_rows=16))
+
+    open_()
+    cached = f"data.cache_directory={tmp_path / 'cache'}"
+    with pytest.raises(UserError, match=rf"^{cached}: it has no effect, as no shard is in a bucket$"):
+        open_(cached)
+    open_(cached, f"data.index_path_validation={tmp_path / 'remote.index'}")

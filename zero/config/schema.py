@@ -311,7 +311,7 @@ class Data:
         None,
         not_empty(),
         "A local directory that caches shards read from a bucket, in at most 90 % of its disk's free space; "
-        "null: no cache.",
+        "refused where all shards are local; null: no cache.",
     )
     wandb_project: str | None = key(
         "zero",

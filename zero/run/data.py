@@ -220,6 +220,8 @@ def _loaders(
     validation = {
         name: Loader(index, batching, form, ONCE, cache=cache, reference=reference) for name, index in sets.items()
     }
+    if data.cache_directory and not any(loader.is_remote for loader in (training, *validation.values())):
+        raise UserError(f"data.cache_directory={data.cache_directory}: it has no effect, as no shard is in a bucket")
     if names := _uncovered(validation, config.training.maximum_evaluation_steps, global_rows):
         log.warning(
             "training.maximum_evaluation_steps=%d, counted over all sets one after the other, ends before %s: "

@@ -191,6 +191,11 @@ class Loader:
         shards = itertools.chain.from_iterable(corpus.shards for corpus in self.corpora)
         return [shard for shard, _ in shards]
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether a shard is in a bucket."""
+        return any(corpus.is_remote for corpus in self.corpora)
+
     @cached_property
     def identity(self) -> Cursor:
         """What the rows and their order depend on, as every cursor has it."""
@@ -262,8 +267,8 @@ class Loader:
         first = first - own_streams.start * part
         last = last - own_streams.start * part
         # More threads than cores only compete for Python's lock, unless they wait for a network.
-        is_remote = any(corpus.is_remote for corpus in self.corpora)
-        threads = min(len(own_streams) * len(self.corpora), _REMOTE_THREADS if is_remote else os.cpu_count() or 1)
+        most = _REMOTE_THREADS if self.is_remote else os.cpu_count() or 1
+        threads = min(len(own_streams) * len(self.corpora), most)
         pool = ThreadPoolExecutor(threads, thread_name_prefix="shards")
         try:
             streams = [self._open_stream(number, done * part, pool) for number in own_streams]
