@@ -1,12 +1,12 @@
 """No key is without effect: another value of each, alone, is refused, or changes the program, the data or the files."""
 
 import contextlib
+import dataclasses
 import os
 import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,10 +21,12 @@ from tests.helpers import cli
 from tests.helpers.key_values import ELSEWHERE, NEUTRAL, OF_THE_STEP
 from tests.helpers.shared_jobs import SharedJobs
 from zero.cli import compose as cli_compose
-from zero.config.check import check
+from zero.config.check import check, typed
 from zero.config.declared import whole_kind
 from zero.config.files import load_sizes
+from zero.config.groups import Grid
 from zero.config.keys import all_keys
+from zero.config.no_effect import OF_GRID, without_effect
 from zero.config.schema import Config
 from zero.errors import UserError
 from zero.hosts import startup, watchdog, xla_options
@@ -140,7 +142,7 @@ def settings(config: Config) -> list[Any]:
         patch.dict(os.environ),
     ):
         os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
-        startup.start(**asdict(config.distributed), overlap_gathers=config.zero.overlap_gathers)
+        startup.start(**dataclasses.asdict(config.distributed), overlap_gathers=config.zero.overlap_gathers)
     return [devices.mock_calls, watching.mock_calls, updated.mock_calls]
 
 
@@ -325,7 +327,7 @@ def test_keys_that_do_nothing(overrides: tuple[str, ...], line: str) -> None:
         ("sample", "data.index_path_validation=x.index", "mode=sample does not read it"),
         ("sample", "schedule=wsd", "mode=sample does not read it"),
         ("plan", "training.batch_size=7", "plan.micro_batch takes its place"),
-        ("plan", "zero.stage=1", "mode=plan compiles stages 0 to 3, or those of plan.grid.stage in a search"),
+        ("plan", "zero.stage=1", "mode=plan compiles stages 0 to 3"),
         ("plan", "plan.grid.stage=[3]", "plan.search=none"),
         ("plan", "profile.step_time=1", "mode=plan predicts it"),
         ("plan", "data.cache_directory=x", None),
@@ -345,3 +347,28 @@ def test_keys_of_training_in_other_modes(mode: str, override: str, reason: str |
         return
     with pytest.raises(UserError, match=rf"^{key}=.*: it has no effect, as {re.escape(reason)}$"):
         check(config, SIZES, [key])
+
+
+def test_keys_that_a_search_replaces() -> None:
+    """A key is without effect in a search that takes its values from the grid, and in one that makes its own models."""
+    assert list(OF_GRID) == [field.name for field in dataclasses.fields(Grid)]
+    lists = {"master_dtype": "[float32]", "state_dtype": "[int8]", "context": "[32]", "tensor": "[1]"}
+    lists |= {"context_shards": "[1]", "expert": "[1]", "replicas": "[1]", "phases": "[flat]"}
+    lists |= {"overlap_gathers": "[true]"}  # the others are lists by default
+
+    def replaced(search: str, *overrides: str) -> set[str]:
+        config = typed(compose("mode=plan", f"plan.search={search}", *overrides))
+        planned = {*OF_GRID.values(), "model.size", "model.override"}
+        return {key for key, _ in without_effect(config)} & planned
+
+    grid = [f"plan.grid.{name}={values}" for name, values in lists.items()]
+    by_default = {"zero.stage", "plan.micro_batch", "training.gradient_accumulation_steps", "zero.remat"}
+    of_models = {"model.size", "model.override", "data.max_context"}
+    assert replaced("none") == replaced("none", *grid) == {"zero.stage"}
+    assert replaced("fastest") == by_default
+    assert replaced("fastest", *grid) == {*OF_GRID.values()}
+    assert replaced("largest") == of_models
+    assert replaced("largest", *grid) == of_models | {"zero.master_dtype", "optimizer.state_dtype"}
+    given = compose("mode=plan", "plan.search=fastest", "zero.remat=full")
+    with pytest.raises(UserError, match=r"^zero\.remat=full: it has no effect, as plan\.grid\.remat takes its place$"):
+        check(given, SIZES, ["zero.remat"])

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Iterator
 
 from zero.config.constraints import shown
-from zero.config.groups import Grid
 from zero.config.schema import GROUPS, Config, EvaluateConfig, PlanConfig, SampleConfig
 from zero.corpus.reading.synthetic import SYNTHETIC
 
@@ -23,11 +22,31 @@ OF_SCORES = {
     *("data.corpus", "data.index_path_validation", "data.bucket_path"),
 }
 OF_FOLLOWING = {"data.wandb_project", "data.tensorboard"}
-# Keys of mode=plan that a search uses.
-OF_SEARCHES = {
-    "none": set[str](),
-    "fastest": {f"plan.grid.{field.name}" for field in dataclasses.fields(Grid)},
-    "largest": {"plan.grid.context", "plan.grid.master_dtype", "plan.grid.state_dtype"},
+# The key whose values each key of plan.grid lists.
+OF_GRID = {
+    "stage": "zero.stage",
+    "micro_batch": "plan.micro_batch",
+    "accumulation": "training.gradient_accumulation_steps",
+    "remat": "zero.remat",
+    "master_dtype": "zero.master_dtype",
+    "state_dtype": "optimizer.state_dtype",
+    "context": "data.max_context",
+    "tensor": "zero.tensor_shards",
+    "context_shards": "zero.context_shards",
+    "expert": "zero.expert_shards",
+    "replicas": "zero.replicas",
+    "phases": "zero.phases",
+    "overlap_gathers": "zero.overlap_gathers",
+}
+OF_SEARCHES = {"none": (), "fastest": tuple(OF_GRID), "largest": ("context", "master_dtype", "state_dtype")}
+# The keys that each search replaces by values of its own.
+REPLACED = {
+    "none": {"zero.stage": "mode=plan compiles stages 0 to 3"},
+    "fastest": {},
+    "largest": {
+        **dict.fromkeys(("model.size", "model.sizes", "model.override"), "plan.search=largest makes its own models"),
+        "data.max_context": "plan.search=largest plans for 1024 tokens, or for the most of plan.grid.context",
+    },
 }
 
 
@@ -63,15 +82,16 @@ def _of_a_plan(config: PlanConfig) -> Iterator[tuple[str, str]]:
     """Other keys of training are part of the printed command, if not of the compiled step."""
     yield "data.resume_step", "mode=plan plans a fresh start"
     yield "training.batch_size", "plan.micro_batch takes its place"
-    yield "zero.stage", "mode=plan compiles stages 0 to 3, or those of plan.grid.stage in a search"
     yield "profile.step_time", "mode=plan predicts it"
     if config.plan.tokens is not None:
         yield "training.total_steps", "plan.tokens takes its place"
     search = config.plan.search
-    for field in dataclasses.fields(config.plan.grid):
-        key = f"plan.grid.{field.name}"
-        if key not in OF_SEARCHES[search]:
-            yield key, f"plan.search={search}"
+    yield from REPLACED[search].items()
+    for name, replaced in OF_GRID.items():
+        if name not in OF_SEARCHES[search]:
+            yield f"plan.grid.{name}", f"plan.search={search}"
+        elif getattr(config.plan.grid, name) is not None and replaced not in REPLACED[search]:
+            yield replaced, f"plan.grid.{name} takes its place"
     yield from without_effect_in_training(config)
 
 
