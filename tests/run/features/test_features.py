@@ -20,6 +20,7 @@ from zero.run.features import harness, report
 from zero.run.features.examination import checked_sums
 from zero.run.features.harness import Harness
 from zero.run.features.limits import Limits
+from zero.run.features.profile import Profile
 from zero.run.features.protect import Protect
 from zero.run.features.report import Report
 from zero.run.features.sample import Sample, heading
@@ -28,6 +29,7 @@ from zero.run.features.statistics import Statistics
 from zero.run.features.track import Track
 from zero.run.features.validate import Validate
 from zero.tracking.metrics_file import read_metrics
+from zero.training.batch import Batch
 
 
 def at(step: int, *asked: str, is_evaluation: bool = False, is_last: bool = False) -> Moment:
@@ -90,6 +92,28 @@ def test_the_end_of_the_data_is_marked(tmp_path: Path) -> None:
     feature.do(run, at(4, is_last=True), lines[1])
     feature.do(run, at(5, is_last=True), lines[2])
     assert ["end_of_data" in line for line in lines] == [False, True, False]
+
+
+# Profile
+
+
+@pytest.mark.parametrize(
+    ("steps", "traced"), [([6, 7], [8]), ([4, 5], [4, 8]), ([5, 5], [8]), ([9, 20], [12]), ([13, 14], [])]
+)
+def test_steps_that_share_rows_are_traced_together(steps: list[int], traced: list[int], tmp_path: Path) -> None:
+    """A step of the range is traced with those of its rows, of which the features see the last one."""
+    run = make_run(tmp_path)
+    run.steps_per_row = 4
+    feature = Profile(Profile.Config(steps=steps), run)
+    seen = []
+    for step in (4, 8, 12):
+        feature.before_step(run, step)
+        if feature._is_tracing:
+            seen.append(step)
+        feature.after_step(run, step, Batch(np.zeros(()), np.zeros(())))
+    feature.close()
+    assert seen == traced
+    assert len(list(run.directory.path.rglob("perfetto_trace.json.gz"))) == bool(traced)
 
 
 # Validate, harness

@@ -25,7 +25,7 @@ def _is_range(steps: list[int]) -> bool:
 class Profile(Feature):
     """Traces the steps `profile.steps`, the first and the last, of this process into RUN/profile.
 
-    Several hosts write into RUN/profile/host-NUMBER each.
+    Steps that share rows are traced together. Several hosts write into RUN/profile/host-NUMBER each.
     """
 
     @dataclass
@@ -33,7 +33,8 @@ class Profile(Feature):
         steps: list[int] | None = key(
             None,
             Check(_is_range, "the first and the last step, such as [20,25]"),
-            "First and last step of a trace in profile/ of the run directory, such as [20,25]; null: no trace.",
+            "First and last step of a trace in profile/ of the run directory, such as [20,25], with the steps that "
+            "share their rows; null: no trace.",
         )
 
     name = "profile"
@@ -47,8 +48,11 @@ class Profile(Feature):
         self._is_tracing = False
 
     def before_step(self, run: Run, step: int) -> None:
-        """Starts the trace if it begins with this step."""
-        if self._steps is None or self._is_tracing or not self._steps[0] <= step <= self._steps[1]:
+        """Starts the trace if it begins with this step, or with one of those that share its rows."""
+        if self._steps is None or self._is_tracing:
+            return
+        first, last = self._steps
+        if step < first or step - run.steps_per_row >= last:
             return
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # calls of Python functions would hide the events of the devices
