@@ -48,6 +48,7 @@ JOB = dict(override.split("=", 1) for override in cli.TINY) | {
     "training.batch_size": "32",  # four rows per device, for micro-batches and groups of devices
 }
 WITH = {"zero.emergency_steps": {"zero.emergency_directory": "emergency"}}  # what belongs to a key
+WITHOUT = {"data.corpus": ("data.index_path_train", "data.index_path_validation")}  # what it has no use for
 
 
 def _overrides(values: dict[str, str]) -> tuple[str, ...]:
@@ -197,6 +198,8 @@ def job(overrides: tuple[str, ...]) -> list[str]:
     for override in overrides:
         key, _, value = override.partition("=")
         values |= {key: value} | WITH.get(key, {})
+        for unused in WITHOUT.get(key, ()):
+            del values[unused]
     return [f"{key}={value}" for key, value in values.items()]
 
 
