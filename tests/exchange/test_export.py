@@ -4,6 +4,8 @@ import dataclasses
 import json
 import os
 import resource
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from tests.exchange.random_weights import (
     whole,
     without_padding,
 )
+from tests.helpers import cli, kills
 from zero.checkpoints.manager import Checkpoints
 from zero.errors import UserError
 from zero.exchange import export as exporting
@@ -215,6 +218,32 @@ def test_full_disk_is_one_line(
     said = capsys.readouterr().err
     assert said.startswith("error: ") and "File too large" in said and said.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+
+
+@pytest.mark.parametrize("command", ["export", "average"])
+def test_a_killed_command_leaves_nothing_to_the_next(command: str, tmp_path: Path) -> None:
+    """Killed when it has written everything but the name, and once more while it writes."""
+    save(tmp_path / "checkpoints", LEARNED, 0)
+    (tmp_path / ".settings.0123abcd").mkdir()
+    where = cli.environment() | {"PYTHONPATH": str(cli.MAIN.parent)}
+    moments = (
+        kills.Rule("os.rename", "/new$", "kill before"),
+        kills.Rule("open", r"/\.new\.[0-9a-f]{8}/", "kill after"),
+    )
+
+    def start(code: str) -> subprocess.CompletedProcess[str]:
+        program = f"exec({code!r})\nfrom zero.exchange import zero_weights\nzero_weights.main()"
+        line = [sys.executable, "-c", program, command, "checkpoints", "new"]
+        return subprocess.run(line, cwd=tmp_path, env=where, capture_output=True, text=True)
+
+    for moment in moments:
+        done = start(kills.at(moment))
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        left = {path.name for path in tmp_path.iterdir()} - {"checkpoints", ".settings.0123abcd"}
+        assert len(left) == 1 and left.pop().startswith(".new.")
+    done = start("")
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".settings.0123abcd", "checkpoints", "new"]
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -16,6 +14,7 @@ from zero.checkpoints.manager import Checkpoints
 from zero.errors import UserError
 from zero.exchange.hf_config import UNSEEN
 from zero.models.config import GPTConfig
+from zero.files import storage
 from zero.partition.global_arrays import from_global
 from zero.partition.layout import Layout, PyTree
 from zero.run_directory import CONFIG_FILE, saved_checkpoint_directory
@@ -139,12 +138,9 @@ def new_directory(path: Path) -> Iterator[Path]:
     """
     if os.path.lexists(path):
         raise UserError(f"{path} exists already; nothing is overwritten, name another")
+    What a process that was killed within its block has left is deleted by the next one for the same path.
+
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    unfinished.mkdir()
-    try:
+    with storage.unfinished_directory(path) as unfinished:
         yield unfinished
         unfinished.rename(path)
-    except BaseException:
-        shutil.rmtree(unfinished)
-        raise

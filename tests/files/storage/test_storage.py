@@ -104,6 +104,54 @@ def test_what_a_killed_write_has_left_is_removed(tmp_path: Path):
     assert storage.read_bytes(tmp_path / "a") == b"before"
 
 
+def test_what_a_killed_process_has_left_of_a_directory_is_removed(tmp_path: Path):
+    """By the next one for the same path; not what a living process fills, a directory of another path, or a file."""
+    (tmp_path / ".b.00000000").mkdir()
+    (tmp_path / ".a[1].00000001").touch()
+    (tmp_path / ".a[1].old").mkdir()
+    others = sorted(path.name for path in tmp_path.iterdir())
+    path = tmp_path / "a[1]"
+    filling = f"""
+from pathlib import Path
+from zero.files import storage
+with storage.unfinished_directory(Path({str(path)!r})) as unfinished:
+    (unfinished / "inner").mkdir()
+    (unfinished / "inner" / "file").touch()
+    print(flush=True)
+    input()
+"""
+    command = [sys.executable, "-c", filling]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        (living,) = {path.name for path in tmp_path.iterdir()} - {*others}
+        with storage.unfinished_directory(path) as unfinished:
+            assert {living, unfinished.name, *others} == {*os.listdir(tmp_path)}
+            unfinished.rename(path)
+        assert sorted(os.listdir(tmp_path)) == sorted([living, "a[1]", *others])
+        other.kill()
+    with pytest.raises(KeyError), storage.unfinished_directory(path):
+        assert living not in os.listdir(tmp_path)
+        raise KeyError
+    assert sorted(os.listdir(tmp_path)) == sorted(["a[1]", *others])
+
+
+def test_a_directory_that_is_removed_before_its_lock_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As another process does that finds it unlocked."""
+    flock = fcntl.flock
+    removed: list[str] = []
+
+    def watched(descriptor: int, operation: int) -> None:
+        if not removed:
+            removed.extend(os.listdir(tmp_path))
+            (tmp_path / removed[0]).rmdir()
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", watched)
+    with storage.unfinished_directory(tmp_path / "a") as unfinished:
+        assert [unfinished.name] == os.listdir(tmp_path) != removed
+
+
 @pytest.mark.parametrize("moment", ["open", "locked"])
 def test_what_a_living_process_writes_stays(moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Another process that removes what is left finds it locked, or takes it before: then it is written again."""

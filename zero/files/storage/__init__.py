@@ -13,6 +13,7 @@ from zero.files.storage.files import (
     remove,
     remove_unfinished,
     stat,
+    unfinished_directory,
     write,
 )
 from zero.files.storage.fsspec_store import DEADLINE
@@ -39,5 +40,6 @@ __all__ = [
     "remove_unfinished",
     "scheme",
     "stat",
+    "unfinished_directory",
     "write",
 ]

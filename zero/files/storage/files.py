@@ -7,12 +7,14 @@ denies access or does not answer. The library of a store is not imported before 
 from __future__ import annotations
 
 import fcntl
+import glob
 import io
 import logging
 import os
 import secrets
+import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -199,6 +201,43 @@ def remove_unfinished(directory: str | Path, name: str = "*") -> None:
         with suppress(OSError), open(path, "r+b") as file:  # it is locked, gone, of another user or a directory
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()
+
+
+@contextmanager
+def unfinished_directory(path: Path) -> Iterator[Path]:
+    """A new hidden directory beside a local `path`, to fill and rename within the block; deleted when the block fails.
+
+    It is locked within the block. Those of this path that killed processes have left, which nobody has locked, are
+    removed before.
+    """
+    for left in path.parent.glob(f".{glob.escape(path.name)}." + 8 * "[0-9a-f]"):
+        with suppress(OSError), _locked_directory(left, fcntl.LOCK_EX | fcntl.LOCK_NB):  # locked, gone, or a file
+            shutil.rmtree(left)
+    while True:
+        unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        unfinished.mkdir()
+        with ExitStack() as stack:
+            with suppress(OSError):  # a file system without locks, where nothing is removed either
+                stack.enter_context(_locked_directory(unfinished, fcntl.LOCK_EX))
+            if not unfinished.exists():  # it was removed between its creation and its lock
+                continue
+            try:
+                yield unfinished
+            except BaseException:
+                shutil.rmtree(unfinished)
+                raise
+            return
+
+
+@contextmanager
+def _locked_directory(path: Path, operation: int) -> Iterator[None]:
+    """Locks a directory within the block; raises OSError where `fcntl.flock` does."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, operation)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def remove(url: str | Path) -> None:
