@@ -92,6 +92,17 @@ def test_replaced_tokenizer(copied: Path) -> None:
         cli.check_refusal(done, "step 12", "was trained with tokenizer tokenizer.json sha256:", "copy of that file")
 
 
+def test_other_files_beside_the_tokenizer(copied: Path) -> None:
+    """A file that gives the same tokenizer another end of text: a resume and sampling are refused."""
+    forks = cli.Forks(copied)
+    (copied / TOKENIZER).with_name("tokenizer_config.json").write_text('{"eos_token": "a"}')
+    for arguments in (RESUME, ("mode=sample", "model.model_path=run")):
+        done = forks.run(*arguments)
+        cli.check_refusal(
+            done, "step 12", "was trained with end_of_text=0", "say end_of_text=97", "tokenizer_config.json"
+        )
+
+
 def test_replaced_validation_set(
     copied: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

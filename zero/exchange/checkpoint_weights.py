@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 from zero.checkpoints.damage import DamagedCheckpoint
 from zero.checkpoints.manager import Checkpoints
+from zero.corpus.text.tokenizers import TokenizerIdentity
 from zero.errors import UserError
 from zero.exchange.hf_config import UNSEEN
-from zero.models.config import GPTConfig
 from zero.files import storage
+from zero.models.config import GPTConfig
 from zero.partition.global_arrays import from_global
 from zero.partition.layout import Layout, PyTree
 from zero.run_directory import CONFIG_FILE, saved_checkpoint_directory
@@ -98,6 +99,10 @@ class SavedStep(NamedTuple):
             raise DamagedCheckpoint(f"{self.origin}: its metadata name no base for its adapters")
         return base
 
+    def tokenizer(self) -> TokenizerIdentity:
+        """The tokenizer of the run."""
+        return TokenizerIdentity(self.meta.get("tokenizer"), self.meta.get("beside_tokenizer"))
+
     def subtree(self, ema: bool) -> str:
         """The part of the state to read: the parameters or, with `ema`, their moving average.
 
@@ -133,13 +138,13 @@ def saved_step(checkpoints: Checkpoints, step: int) -> SavedStep:
 def new_directory(path: Path) -> Iterator[Path]:
     """An empty directory to fill, renamed to `path` when the block succeeds and deleted when it fails.
 
+    What a process that was killed within its block has left is deleted by the next one for the same path.
+
     Raises:
       UserError: `path` exists.
     """
     if os.path.lexists(path):
         raise UserError(f"{path} exists already; nothing is overwritten, name another")
-    What a process that was killed within its block has left is deleted by the next one for the same path.
-
     path.parent.mkdir(parents=True, exist_ok=True)
     with storage.unfinished_directory(path) as unfinished:
         yield unfinished

@@ -23,7 +23,6 @@ from zero.corpus.text.tokenizers import (
     FileTokenizer,
     Tokenizer,
     bytes_as_file,
-    check_same_tokenizer,
     load_tokenizer,
 )
 from zero.errors import Unavailable, UserError, first_line
@@ -92,7 +91,7 @@ def export(
         else:
             form = _form_of_transformers(size, brought["model_type"])
         tokenizer = load_tokenizer(saved.meta["config"]["data"]["tokenizer"])
-        check_same_tokenizer(saved.origin, saved.meta.get("tokenizer"), tokenizer)
+        saved.tokenizer().check(saved.origin, tokenizer)
         within = saved.subtree(ema)
         tuning = saved.tuning()
         prefix = f"{within}/"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zero.config.schema import EvaluateConfig
-from zero.corpus.text.tokenizers import Tokenizer, check_same_tokenizer, load_tokenizer
+from zero.corpus.text.tokenizers import Tokenizer, load_tokenizer
 from zero.errors import UserError
 from zero.exchange.brought import is_folder
 from zero.exchange.checkpoint_weights import choose_steps, open_checkpoints, saved_step
@@ -45,7 +45,7 @@ def _base(config: EvaluateConfig, model: ShardedGPT, tokenizer: Tokenizer) -> Py
         return warm_start(str(config.model.model_path), model)
     with open_checkpoints(str(config.model.model_path)) as checkpoints:
         saved = saved_step(checkpoints, checkpoints.choose(config.data.resume_step))
-        check_same_tokenizer(saved.origin, saved.meta.get("tokenizer"), tokenizer)
+        saved.tokenizer().check(saved.origin, tokenizer)
         saved.check_size(model.config)
         if saved.tuning() is None:
             return saved.restore(model, saved.subtree(config.evaluate.ema))

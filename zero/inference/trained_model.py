@@ -12,7 +12,7 @@ import jax
 from zero.checkpoints.manager import Checkpoints
 from zero.config.same_configuration import check_same_configuration
 from zero.config.schema import EvaluateConfig, SampleConfig
-from zero.corpus.text.tokenizers import Tokenizer, check_same_tokenizer, load_tokenizer
+from zero.corpus.text.tokenizers import Tokenizer, load_tokenizer
 from zero.errors import UserError
 from zero.exchange.brought import is_folder
 from zero.exchange.checkpoint_weights import saved_step
@@ -97,7 +97,7 @@ def load_weights(
     with Checkpoints(directory, keep=None) as checkpoints:
         saved = saved_step(checkpoints, checkpoints.choose(step))
         if tokenizer is not None:
-            check_same_tokenizer(saved.origin, saved.meta.get("tokenizer"), tokenizer)
+            saved.tokenizer().check(saved.origin, tokenizer)
         weights = weights_of_step(saved, model, saved.subtree(ema))
         saved.check_size(model.config)
     log.info("weights from step %d of %s", saved.step, directory)

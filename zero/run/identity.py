@@ -11,7 +11,7 @@ from zero.corpus.preparing.manifest import check_tokenizers
 from zero.corpus.reading.contents import Contents, IndexContents
 from zero.corpus.reading.loader import Loader
 from zero.corpus.reading.synthetic import AnyLoader
-from zero.corpus.text.tokenizers import Tokenizer, check_same_tokenizer
+from zero.corpus.text.tokenizers import Tokenizer, TokenizerIdentity
 from zero.errors import UserError
 from zero.hosts import agreement
 from zero.run.restore import TrainingPosition
@@ -38,7 +38,8 @@ def check_identity(
     _check_hosts(contents)
     sets = {name: list(map(list, data.contents)) for name, data in validation.items()}
     loader.check(position.cursor)
-    check_same_tokenizer(f"step {position.step}", position.tokenizer, tokenizer)
+    before = TokenizerIdentity(position.tokenizer, position.beside_tokenizer)
+    before.check(f"step {position.step}", tokenizer, is_resumed=True)
     if position.validation is not None and (names := _changed(position.validation, sets)):
         log.warning(
             "other contents than at step %d: the validation set %s. validation/loss before and after are losses of "
@@ -46,7 +47,7 @@ def check_identity(
             position.step,
             ", ".join(names),
         )
-    position.tokenizer = tokenizer.name
+    position.tokenizer, position.beside_tokenizer = TokenizerIdentity.of(tokenizer)
     position.validation = sets
 
 

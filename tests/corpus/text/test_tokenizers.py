@@ -1,10 +1,12 @@
 """Tokenizers: what was encoded is decoded, and nothing that a model generates makes them raise."""
 
+import json
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from zero.corpus.text.tokenizers import FileTokenizer, load_tokenizer, train_tokenizer
+from zero.corpus.text.tokenizers import FileTokenizer, Tokenizer, TokenizerIdentity, load_tokenizer, train_tokenizer
 from zero.errors import UserError
 
 
@@ -134,3 +136,43 @@ except UserError as error:
 def test_slow_example(seconds: float):
     """An example has no deadline (tests/conftest.py): Hypothesis' own of 0.2 s fails on a busy machine."""
     time.sleep(seconds)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "changed"),
+    [
+        ("tokenizer_config.json", None, "(first=0, )?begin=0, and the files beside bpe.json .* say .*begin=None"),
+        ("tokenizer_config.json", {"eos_token": "a", "bos_token": "<pad>"}, "end_of_text=1, .* say end_of_text="),
+        ("generation_config.json", {"eos_token_id": [1, 5]}, r"ends=\[1, 2\], .* say ends=\[1, 5\]"),
+        ("added_tokens.json", None, r"added_tokens=\{'270': .*'content': '<new>'.* say added_tokens=\{\}"),
+    ],
+)
+def test_files_beside_a_tokenizer_belong_to_its_identity(
+    name: str, content: dict[str, Any] | None, changed: str, bpe_file: Path, tmp_path: Path
+):
+    """Those that another path has too are the same tokenizer; one that is missing there, or another one, is named."""
+    files = {
+        "bpe.json": bpe_file.read_text(),
+        "tokenizer_config.json": json.dumps({"eos_token": "<|endoftext|>", "bos_token": "<pad>"}),
+        "generation_config.json": json.dumps({"eos_token_id": [1, 2], "temperature": 1}),
+        "added_tokens.json": json.dumps({"<new>": 270}),
+    }
+
+    def written(folder: str, replaced: dict[str, str | None]) -> Tokenizer:
+        (tmp_path / folder).mkdir()
+        for file, text in (files | replaced).items():
+            if text is not None:
+                (tmp_path / folder / file).write_text(text)
+        return load_tokenizer(str(tmp_path / folder / "bpe.json"))
+
+    recorded = TokenizerIdentity(*json.loads(json.dumps(TokenizerIdentity.of(written("first", {})))))
+    same = written("same", {"generation_config.json": json.dumps({"eos_token_id": [1, 2], "temperature": 0.5})})
+    recorded.check("step 3", same, is_resumed=True)
+    other = written("other", {name: None if content is None else json.dumps(content)})
+    with pytest.raises(UserError, match=rf"^data\.tokenizer: step 3 was trained with {changed}"):
+        recorded.check("step 3", other, is_resumed=True)
+    if name == "generation_config.json":  # where a text stops, a run that is sampled is free to change
+        recorded.check("step 3", other)
+    else:
+        with pytest.raises(UserError, match=changed):
+            recorded.check("step 3", other)

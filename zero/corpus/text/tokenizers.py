@@ -6,10 +6,12 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -17,7 +19,14 @@ from zero.corpus.text import sentencepiece_model, tiktoken_file
 from zero.corpus.text.chat_template import template_text
 from zero.corpus.text.pieces import byte_spellings
 from zero.corpus.text.sentencepiece_library import SentencePiece
-from zero.corpus.text.special_tokens import SpecialTokens, TokenizerFiles, Vocabulary, read_special_tokens
+from zero.corpus.text.special_tokens import (
+    COMPANIONS,
+    MODEL_CONFIG,
+    SpecialTokens,
+    TokenizerFiles,
+    Vocabulary,
+    read_special_tokens,
+)
 from zero.errors import UserError
 from zero.files import storage
 from zero.files.parsing import reading
@@ -30,6 +39,8 @@ BYTES_END_OF_TEXT = "<|endoftext|>"  # of bytes, in a file
 # Spellings of an end of text, for a tokenizer without files that name its own.
 _END_OF_TEXT = (BYTES_END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<｜end▁of▁sentence｜>", "[SEP]")
 
+OF_GENERATION = ("ends", "first", "turn_ends")  # fields of `SpecialTokens` that no text and no prompt depends on
+
 log = logging.getLogger(__name__)
 
 
@@ -39,6 +50,7 @@ class Tokenizer(Protocol):
     name: str  # "bytes", or file name and hash
     vocab_size: int
     special: SpecialTokens
+    added_tokens: Mapping[int, Mapping[str, Any]]  # that only files beside its own hold: id, spelling and options
 
     @property
     def end_of_text(self) -> int:
@@ -98,13 +110,46 @@ def is_same_tokenizer(one: str, other: str) -> bool:
     return one.rpartition(":")[2] == other.rpartition(":")[2]
 
 
-def check_same_tokenizer(origin: str, recorded: str | None, tokenizer: Tokenizer) -> None:
-    """Raises UserError if a checkpoint records another tokenizer; one of an earlier version records none."""
-    if recorded is not None and not is_same_tokenizer(recorded, tokenizer.name):
-        raise UserError(
-            f"data.tokenizer: {origin} was trained with tokenizer {recorded}, and this is {tokenizer.name}; expected a "
-            "copy of that file, at any path"
-        )
+class TokenizerIdentity(NamedTuple):
+    """What identifies a tokenizer in a checkpoint, as JSON holds it; None in those of earlier versions.
+
+    Attributes:
+      name: with a digest of its file.
+      beside: what the files beside it decide: fields of `SpecialTokens`, and "added_tokens".
+    """
+
+    name: str | None
+    beside: Mapping[str, Any] | None
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> TokenizerIdentity:
+        beside = asdict(tokenizer.special) | {"added_tokens": dict(tokenizer.added_tokens)}
+        del beside["contradictions"]  # sentences for readers
+        return cls(tokenizer.name, json.loads(json.dumps(beside)))
+
+    def check(self, origin: str, tokenizer: Tokenizer, is_resumed: bool = False) -> None:
+        """Raises UserError if this, of a checkpoint, belongs to another tokenizer, or to other files beside it.
+
+        Where a generated text begins and stops may differ, but for a run that is resumed, which writes samples.
+        """
+        if self.name is not None and not is_same_tokenizer(self.name, tokenizer.name):
+            raise UserError(
+                f"data.tokenizer: {origin} was trained with tokenizer {self.name}, and this is {tokenizer.name}; "
+                "expected a copy of that file, at any path"
+            )
+        now = TokenizerIdentity.of(tokenizer).beside
+        if self.beside is None or now is None:
+            return
+        keys = [key for key in now if is_resumed or key not in OF_GENERATION]
+        changed = [key for key in keys if self.beside.get(key) != now[key]]
+        if changed:
+            before = ", ".join(f"{key}={self.beside.get(key)}" for key in changed)
+            after = ", ".join(f"{key}={now[key]}" for key in changed)
+            raise UserError(
+                f"data.tokenizer: {origin} was trained with {before}, and the files beside {tokenizer.name} say "
+                f"{after}; expected those that the run began with: {', '.join((*COMPANIONS, MODEL_CONFIG))}, as far "
+                "as there were any"
+            )
 
 
 class ByteTokenizer:
@@ -120,6 +165,7 @@ class ByteTokenizer:
     name = "bytes"
     vocab_size = 256
     end_of_text = 0
+    added_tokens: Mapping[int, Mapping[str, Any]] = MappingProxyType({})
     special = SpecialTokens(end_of_text=0, eos=0, ends=(0,), first=0)
 
     def encode(self, text: str) -> np.ndarray:
@@ -173,7 +219,7 @@ class FileTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.files = TokenizerFiles.of_folder(storage.parent(path)) if files is None else files
-        self._add_tokens()
+        self.added_tokens: Mapping[int, Mapping[str, Any]] = self._add_tokens()
         # A text that contains "<|endoftext|>" must not end a document.
         self._tokenizer.encode_special_tokens = True
         # Files may leave holes between the ids of their added tokens: the count of tokens would be too small.
@@ -201,10 +247,11 @@ class FileTokenizer:
         assert name is not None
         return name
 
-    def _add_tokens(self) -> None:
+    def _add_tokens(self) -> dict[int, dict[str, Any]]:
         """Adds the tokens that files beside the tokenizer list and its own file lacks, as transformers does."""
         import tokenizers
 
+        added = {}
         for number, options in self.files.added_tokens.items():
             with reading(f"{self.files.folder}: token {number} of added_tokens_decoder holds something else"):
                 token = tokenizers.AddedToken(**options)
@@ -215,6 +262,8 @@ class FileTokenizer:
                         f"{self.files.folder}: added_tokens_decoder has {token.content!r} as token {number}, and the "
                         f"tokenizer would add it as {self._tokenizer.token_to_id(token.content)}"
                     )
+                added[number] = options
+        return added
 
     def _around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """What the post-processor puts before a text, and behind it."""
