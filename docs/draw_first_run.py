@@ -14,10 +14,15 @@ from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from docs.picture_of_numbers import save
 from zero.report.picture_style import COLORS, GREY, STYLE
 
 RUN = Path(__file__).with_name("sources") / "first-run"
 PICTURE = Path(__file__).with_name("pictures") / "loss.png"
+
+
+def numbers() -> str:
+    return (RUN / "metrics.jsonl").read_text() + (RUN / "evaluations.jsonl").read_text()
 
 
 def draw(path: Path) -> None:
@@ -37,7 +42,7 @@ def draw(path: Path) -> None:
         axes.axvline(longer - 5, color=GREY, linestyle=":", label="from here on sequences of 256 bytes, not 64")
         axes.set(xlabel="step", ylabel="loss, nats per byte", title="The default job", xlim=(0, None))
         axes.legend()
-        figure.savefig(path)
+        save(figure, path, numbers())
 
 
 def _points(lines: list[dict[str, float]], metric: str) -> tuple[list[float], list[float]]:

@@ -9,6 +9,7 @@ from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from docs.picture_of_numbers import save
 from zero.report.picture_style import COLORS, STYLE
 
 PAGE = Path(__file__).with_name("decisions") / "vq.md"
@@ -22,10 +23,15 @@ LINES = (
 )
 
 
-def losses(page: str) -> list[tuple[list[float], list[float]]]:
+def numbers() -> str:
+    """The table of losses."""
+    return PAGE.read_text().partition("| step | full attention")[2].partition("\n\n")[0]
+
+
+def losses() -> list[tuple[list[float], list[float]]]:
     """Million tokens and validation losses of each column of the table; a cell may be empty."""
-    table = page.partition("| step | full attention")[2].partition("\n\n")[0]
-    rows = [[cell.strip() for cell in row.split("|")] for row in re.findall(r"^\| (\d+ \|.*) \|$", table, re.MULTILINE)]
+    lines = re.findall(r"^\| (\d+ \|.*) \|$", numbers(), re.MULTILINE)
+    rows = [[cell.strip() for cell in line.split("|")] for line in lines]
     curves = []
     for column in range(1, 1 + len(LINES)):
         shown = [row for row in rows if row[column]]
@@ -39,12 +45,12 @@ def draw(path: Path) -> None:
         figure = Figure(figsize=(7.2, 3.6), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.subplots()
-        for (tokens, values), (label, color, style) in zip(losses(PAGE.read_text()), LINES, strict=True):
+        for (tokens, values), (label, color, style) in zip(losses(), LINES, strict=True):
             axes.plot(tokens, values, style, color=color, markersize=4, label=label)
         axes.set(title="Vector-quantised keys, 2.05 million parameters", xlim=(0, None))
         axes.set(xlabel="million tokens", ylabel="validation loss, nats per byte")
         axes.legend()
-        figure.savefig(path)
+        save(figure, path, numbers())
 
 
 if __name__ == "__main__":
