@@ -25,6 +25,7 @@ def test_one_screen() -> None:
         *MODES,
     ):
         assert part in text
+    assert "statistics   1 key\n" in text and " 1 keys" not in text
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,8 @@ def _screen() -> Iterator[str]:
     yield f"  {'':<12} {', '.join(plain)}"
     for member in members_of(whole_kind()):
         if isinstance(member, Section):
-            yield f"  {member.name:<12} {len(list(all_keys(member.kind)))} keys"
+            count = len(list(all_keys(member.kind)))
+            yield f"  {member.name:<12} {count} {'key' if count == 1 else 'keys'}"
     yield ""
     yield f"model.size is one of {len(load_sizes())} sizes: --help sizes"
     yield "--help KEY, SECTION, GROUP or GROUP=CHOICE explains it. --cfg job prints the configuration, --multirun"
