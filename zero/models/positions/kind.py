@@ -45,7 +45,7 @@ class PositionKind:
       mistakes: of the configuration, where this kind is chosen.
     """
 
-    added: Callable[[Any], nn.Module] | None = None
+    added: type[nn.Module] | None = None
     turned: Callable[[Any, jax.Array, jax.Array, Place], tuple[jax.Array, jax.Array]] | None = None
     bias: Callable[[Any, nn.Module, ModelParallel], jax.Array] | None = None
     has_alibi: bool = False
