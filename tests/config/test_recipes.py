@@ -5,6 +5,7 @@ import re
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.config.composing import CONF, compose
@@ -15,6 +16,8 @@ from zero.config.schema import PlanConfig
 from zero.corpus.preparing.options import CorpusOptions
 from zero.corpus.preparing.prepare import prepare
 from zero.corpus.text.tokenizers import ByteTokenizer
+from zero.exchange import zero_weights
+from zero.exchange.checkpoint_weights import choose_steps, open_checkpoints
 from zero.exchange.export import export
 
 SIZES = load_sizes()
@@ -90,6 +93,42 @@ def test_recipe_trains_tiny(recipe: str, forks: cli.Forks) -> None:
     assert cli.losses(run, "step") == [4 if recipe.startswith("transformer-vq") else 3]
 
 
+def weights_of(run: Path) -> dict[str, np.ndarray]:
+    """The parameters in the newest checkpoint of a run, by their names."""
+    with open_checkpoints(str(run)) as checkpoints:
+        step = choose_steps(checkpoints, None)[-1]
+        names = [name for name in checkpoints.meta(step)["shapes"] if name.startswith("params/")]
+        return {name: checkpoints.read(step, name) for name in names}
+
+
+@pytest.mark.slow
+def test_the_760m_grows_from_the_mean_of_the_580m(forks: cli.Forks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two lines of the page: the mean of four checkpoints of the last fifth, whose first layer of three doubles."""
+    mean_line, grown_line = re.findall(
+        r"^(?:zero-weights average|python main_zero.py) .*MEAN.*$", PAGE.read_text(), re.M
+    )
+    last = (*("data.keep_every=1", "data.save_every=1", "training.total_steps=20"), "model.override.N=3")
+    run = forks.train("RUN_580M", *tiny("zero-transformer-580m"), *last)
+    monkeypatch.chdir(forks.workplace)
+    monkeypatch.setattr("sys.argv", shlex.split(mean_line))
+    zero_weights.main()
+    each = []
+    with open_checkpoints(str(run)) as checkpoints:
+        for step in (17, 18, 19, 20):
+            each.append(checkpoints.read(step, "params/blocks/mlp_in/kernel"))
+    mean = weights_of(forks.workplace / "MEAN")
+    np.testing.assert_allclose(mean["params/blocks/mlp_in/kernel"], np.mean(each, axis=0), atol=1e-7)
+    assert not np.array_equal(each[0], each[-1])
+
+    words = [word for word in shlex.split(grown_line) if "=" in word and "index_path" not in word]
+    assert "+recipe=zero-transformer-760m" in words
+    still = ("training.peak_learning_rate=1e-30", "training.end_learning_rate=1e-31", "model.override.N=4")
+    grown = forks.train("grown", *words, *tiny("zero-transformer-760m")[1:], *still)
+    for name, value in weights_of(grown).items():
+        before = mean[name]
+        np.testing.assert_array_equal(value, before[[0, 0, 1, 2]] if name.startswith("params/blocks/") else before)
+
+
 def commands(page: Path) -> list[str]:
     """The commands of a page's tables that train."""
     found = re.findall(r"`python main_zero.py ([^`]*)`", page.read_text())
@@ -111,6 +150,7 @@ EXPERTS = (*HEADS, "model.override.experts=4", "model.override.mlp_dim=16")
 OF_SIZE = {"bytes_vq": CODES, "gshard_105b": EXPERTS}
 AFTER = {  # what a row needs besides
     "training.total_steps=50": ("training.evaluation_frequency=50",),
+    "training.warmup_steps=40000": ("training.warmup_steps=1", "training.total_steps=2"),
     "profile.steps=[20,25]": ("profile.steps=[1,2]",),
     "statistics.every=100": ("statistics.every=2",),
     "model.override.update_tokens=256": ("model.override.update_tokens=16", "training.log_frequency=2"),

@@ -6,6 +6,7 @@ scores are compared, and for each array the derivative of the loss along its gra
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ import numpy as np
 import optax
 import pytest
 
+from benchmarks.recipe_sources import PAGE
 from zero.cli import compose
 from zero.config.files import load_sizes
 from zero.job import learning_rate
@@ -667,3 +669,16 @@ def test_ten_steps_of_adafactor(recipe: str, first_step: int) -> None:
         updates, state = scaled(tx, rates(first_step + number - 1), jnp.int32(number)).update(tree(grads), state, held)
         held = optax.apply_updates(held, updates)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7), held, tree(params))
+
+
+def test_rate_and_optimizer_of_the_one_billion_word_task() -> None:
+    """The command of the page has TransformerSchedule times 0.5, and Adam's ParamsA (lingvo/core)."""
+    (command,) = re.findall(r"`python main_zero.py (schedule=inverse_sqrt [^`]*40000[^`]*)`", PAGE.read_text())
+    config, _ = compose(command.split())
+    rates = learning_rate(config)
+    for step in (999, 9_999, 39_999, 40_000, 1_000_000):
+        expected = 0.5 * 2_048**-0.5 * min((step + 1) * 40_000**-1.5, (step + 1) ** -0.5)
+        np.testing.assert_allclose(float(rates(step)), expected, rtol=1e-4)
+    optimizer = config.optimizer.hyperparameters()
+    assert (config.optimizer.name, optimizer["b2"], optimizer["eps"]) == ("adamw", 0.997, 1e-9)
+    assert optimizer.get("b1", 0.9) == 0.9 and config.training.weight_decay == 0
