@@ -133,7 +133,7 @@ def test_parts_of_another_call(lines: Path, tmp_path: Path, bpe: Path):
     options: dict[str, Any] = {"workers": 1, "part_bytes": PART_BYTES}
     corpus = make(lines, tmp_path, **options)
     place = Path(corpus.directory)
-    other = {"tokenizer": load_tokenizer(str(bpe))}
+    other: dict[str, Any] = {"tokenizer": load_tokenizer(str(bpe))}
     with pytest.raises(UserError, match=r"corpus .*/c was prepared with tokenizer=bytes, not tokenizer=bpe\.json"):
         make(lines, tmp_path, **options, **other)
     (place / "manifest.json").unlink()  # as a killed call leaves it

@@ -19,26 +19,24 @@ import numpy as np
 
 from zero.corpus.preparing import directory
 from zero.corpus.preparing.engines import Engine
+from zero.corpus.preparing.part_tasks import part_tasks
 from zero.corpus.preparing.processes import Task
 from zero.corpus.preparing.sources.changes import digests
 from zero.corpus.preparing.sources.source import Source
 from zero.files import storage
 
+NAME = "duplicates"
 PARTS_PER_GROUP = 64  # so that a group of digests is about as large as those of so many parts
 _PASSES = "passes"
 _DOCUMENT = np.dtype([("high", "<u8"), ("low", "<u8"), ("part", "<u4"), ("unit", "<u4"), ("place", "<u4")])
-_PLACE = np.dtype([("unit", "<u4"), ("place", "<u4")])
+PLACE = np.dtype([("unit", "<u4"), ("place", "<u4")])
 Places = Mapping[int, frozenset[int]]  # in a unit, by its number
 
 
 def find_duplicates(engine: Engine, source: Source, place: str) -> int:
-    """Writes the places of duplicates, for `read_duplicates`; returns the number of groups."""
-    remove_passes(place)
+    """Writes the places of duplicates, for `read_places`; returns the number of groups."""
     groups = -(-source.parts // PARTS_PER_GROUP)
-    of_parts = [
-        Task(f"part {number} ({source.part(number)})", (number, source.part(number))) for number in range(source.parts)
-    ]
-    for _ in engine.run(_WriteDigests(place, groups), of_parts, place):
+    for _ in engine.run(_WriteDigests(place, groups), part_tasks(source), place):
         pass
     of_groups = [Task(f"group {group} of digests", group) for group in range(groups)]
     for _ in engine.run(_WritePlaces(place, source.parts), of_groups, place):
@@ -46,11 +44,11 @@ def find_duplicates(engine: Engine, source: Source, place: str) -> int:
     return groups
 
 
-def read_duplicates(place: str, part: int, groups: int) -> dict[int, frozenset[int]]:
-    """The places of the documents of a part that equal an earlier one, by their unit."""
+def read_places(place: str, name: str, part: int, groups: int) -> dict[int, frozenset[int]]:
+    """The places of the documents of a part that the passes of this name leave out, by their unit."""
     places: dict[int, set[int]] = {}
     for group in range(groups):
-        for unit, place_in_unit in _load(_file(place, "duplicates", group, part)).tolist():
+        for unit, place_in_unit in load(pass_file(place, name, group, part)).tolist():
             places.setdefault(unit, set()).add(place_in_unit)
     return {unit: frozenset(of_unit) for unit, of_unit in sorted(places.items())}
 
@@ -91,7 +89,7 @@ class _WriteDigests:
                     rows.append((high, int.from_bytes(digest[8:]), number, unit, place))
         documents = np.array(rows, _DOCUMENT)
         for group in range(self.groups):
-            _save(_file(self.place, "digests", number, group), documents[documents["high"] % self.groups == group])
+            save(pass_file(self.place, "digests", number, group), documents[documents["high"] % self.groups == group])
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ class _WritePlaces:
     parts: int
 
     def __call__(self, group: int) -> None:
-        of_parts = [_load(_file(self.place, "digests", part, group)) for part in range(self.parts)]
+        of_parts = [load(pass_file(self.place, "digests", part, group)) for part in range(self.parts)]
         documents = np.concatenate(of_parts)
         # By the digest, and then by the place, so that the first one of each digest is the earliest.
         documents = documents[np.lexsort([documents[key] for key in ("place", "unit", "part", "low", "high")])]
@@ -110,18 +108,18 @@ class _WritePlaces:
         repeated = documents[1:][is_same]
         for part in range(self.parts):
             of_part = repeated[repeated["part"] == part]
-            _save(_file(self.place, "duplicates", group, part), of_part[["unit", "place"]].astype(_PLACE))
+            save(pass_file(self.place, NAME, group, part), of_part[["unit", "place"]].astype(PLACE))
 
 
-def _file(place: str, name: str, first: int, second: int) -> str:
+def pass_file(place: str, name: str, first: int, second: int) -> str:
     return storage.join(place, f"{_PASSES}/{name}-{first:05d}-{second:05d}.npy")
 
 
-def _save(path: str, array: np.ndarray) -> None:
+def save(path: str, array: np.ndarray) -> None:
     data = io.BytesIO()
     np.save(data, array, allow_pickle=False)
     directory.write(path, data.getvalue())
 
 
-def _load(path: str) -> Any:
+def load(path: str) -> Any:
     return np.load(io.BytesIO(directory.read(path)), allow_pickle=False)

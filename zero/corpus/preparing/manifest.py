@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zero.corpus.preparing import directory
+from zero.corpus.preparing.sources.changes import NEAR
 from zero.corpus.text.special_tokens import COMPANIONS, companions
 from zero.corpus.text.tokenizers import FileTokenizer, Tokenizer, is_same_tokenizer
 from zero.errors import UserError, file_error
@@ -312,6 +313,8 @@ def finished(
     manifest["duplicates"] = counts[0].duplicates
     if manifest.get("filters"):
         manifest["filtered"] = {name: counts[0].filtered[name] for name in manifest["filters"]}
+    if manifest.get("near_duplicates"):
+        manifest["near"] = counts[0].filtered[NEAR]
     if manifest.get("preferences"):
         manifest["long"] = sum(count.long for count in counts)
     if manifest.get("cut_documents"):
@@ -331,7 +334,7 @@ def joined(
     of_split = ("documents", "tokens", "bytes", "rows", "truncations")
     for split in splits:
         manifest[split] = _sums([part[split] for part in parts], of_split)
-    manifest |= _sums(parts, ("skipped", "short", "duplicates", "long", "cut"))
+    manifest |= _sums(parts, ("skipped", "short", "duplicates", "near", "long", "cut"))
     if "filters" in arguments:
         manifest["filtered"] = _sums([part["filtered"] for part in parts], arguments["filters"])
     manifest[PARTS] = [

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero.corpus.preparing.filters.table import recorded_filters
+from zero.corpus.preparing.near_duplicates import Nearness
 from zero.corpus.preparing.sources.completions import LEARNED
 from zero.corpus.text.tokenizers import Tokenizer
 from zero.errors import UserError
@@ -38,6 +39,7 @@ class CorpusOptions:
     minimum_tokens: int = 0
     normalise: str | None = None
     deduplicate: bool = False
+    near_duplicates: float | None = None  # the Jaccard index from which documents are near
     filters: tuple[tuple[str, str], ...] = ()  # keys of `FILTERS`, with their values
     tokenizer_source: str | None = None  # where the tokenizer comes from, such as hf:NAME@COMMIT
 
@@ -51,6 +53,8 @@ class CorpusOptions:
             raise UserError(
                 f"rows_per_shard {self.rows_per_shard} must be a multiple of rows_per_member {self.rows_per_member}"
             )
+        if self.near_duplicates is not None and (self.completions or self.preferences):
+            raise UserError("--near-duplicates expects documents of text, not prompts or chats")
         if self.completions and self.preferences:
             raise UserError("--completions and --preferences: expected one of them")
         if not self.completions and self.loss_on != LEARNED:
@@ -76,12 +80,17 @@ class CorpusOptions:
             "minimum_tokens": self.minimum_tokens > 0,
             "deduplicate": self.deduplicate,
         }
+        options["near_duplicates"] = self.near_duplicates is not None
         options |= dict.fromkeys(dict(self.filters), True)
         return [name for name, is_chosen in options.items() if is_chosen]
 
     def recorded(self, chat_template: str | None) -> dict[str, Any]:
         """What the manifest records, with the digest of the chat template: null where an option is not used."""
-        filters = {"filters": recorded_filters(dict(self.filters))} if self.filters else {}
+        others: dict[str, Any] = {}  # which corpora without them do not name
+        if self.near_duplicates is not None:
+            others["near_duplicates"] = Nearness(self.near_duplicates).recorded()
+        if self.filters:
+            others["filters"] = recorded_filters(dict(self.filters))
         return {
             "key": self.key,
             "train_tokenizer": self.tokenizer if isinstance(self.tokenizer, int) else None,
@@ -103,5 +112,5 @@ class CorpusOptions:
             "normalise": self.normalise,
             "deduplicate": self.deduplicate or None,
             "tokenizer_source": self.tokenizer_source,
-            **filters,
+            **others,
         }

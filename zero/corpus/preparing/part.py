@@ -8,12 +8,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from zero.corpus.preparing import directory
+from zero.corpus.preparing import directory, duplicates, near_duplicates
 from zero.corpus.preparing import manifest as manifests
-from zero.corpus.preparing.duplicates import digest_of_places, read_duplicates
+from zero.corpus.preparing.duplicates import digest_of_places, read_places
 from zero.corpus.preparing.engines import Engine, Work
 from zero.corpus.preparing.manifest import PartNames
-from zero.corpus.preparing.processes import Task
+from zero.corpus.preparing.part_tasks import part_tasks
 from zero.corpus.preparing.sources.source import Source
 from zero.corpus.preparing.writer import write_shards
 from zero.corpus.text.tokenizers import Tokenizer
@@ -29,7 +29,8 @@ class PartJob:
     arguments: dict[str, Any]  # of the corpus, as its manifest records them
     tokenizer: Tokenizer
     overwrite: bool  # replaces parts that were made with other arguments, or of other contents
-    groups: int = 1  # of digests, where duplicates are left out (`duplicates.py`)
+    duplicate_groups: int = 0  # of digests, where duplicates are left out (`duplicates.py`)
+    near_groups: int = 0  # of bands, where near duplicates are
 
     @property
     def threshold(self) -> int:
@@ -57,9 +58,12 @@ def prepare_part(job: PartJob, number: int, part: Source, workers: int, bar: tqd
     path = storage.join(job.place, names.manifest)
     try:
         arguments = job.arguments_of(part)
-        if job.arguments["deduplicate"]:
-            part.duplicates = read_duplicates(job.place, number, job.groups)
+        if job.duplicate_groups:
+            part.duplicates = read_places(job.place, duplicates.NAME, number, job.duplicate_groups)
             arguments["left_out"] = digest_of_places(part.duplicates)
+        if job.near_groups:
+            part.near_duplicates = read_places(job.place, near_duplicates.NAME, number, job.near_groups)
+            arguments["left_out_near"] = digest_of_places(part.near_duplicates)
         if storage.exists(path):
             manifest = manifests.load_file(path)
             if _is_kept(path, manifest, job, arguments, part):
@@ -111,7 +115,6 @@ def write_parts(source: Source, job: PartJob, engine: Engine, bar: tqdm) -> None
 
 def run_tasks(engine: Engine, work: Work, source: Source, numbers: Sequence[int], place: str) -> Iterator[int]:
     """Calls `work` with the number and the source of each of these parts; yields the numbers as the parts are done."""
-    tasks = [Task(f"part {number} ({source.part(number)})", (number, source.part(number))) for number in numbers]
-    for task in engine.run(work, tasks, place):
+    for task in engine.run(work, part_tasks(source, numbers), place):
         number, _ = task.argument
         yield number

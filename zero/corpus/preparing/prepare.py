@@ -19,10 +19,12 @@ from tqdm import tqdm
 
 from zero.corpus.preparing import directory as directories
 from zero.corpus.preparing import manifest as manifests
-from zero.corpus.preparing.duplicates import find_duplicates, remove_passes
-from zero.corpus.preparing.engines import BeamEngine, Engine, local_engine
+from zero.corpus.preparing import near_duplicates
+from zero.corpus.preparing.duplicates import find_duplicates, read_places, remove_passes
+from zero.corpus.preparing.engines import BeamEngine, Engine, LocalEngine, local_engine
 from zero.corpus.preparing.filters.table import open_filters
 from zero.corpus.preparing.manifest import ALL_SPLITS, MANIFEST, NO_HASH, SPLITS, TOKENIZER, Counts, PartNames
+from zero.corpus.preparing.near_duplicates import Nearness, find_near_duplicates
 from zero.corpus.preparing.options import CorpusOptions
 from zero.corpus.preparing.part import PartJob, has_parts_of, write_parts
 from zero.corpus.preparing.sources.changes import digests, repeated
@@ -65,6 +67,7 @@ class Corpus:
     skipped: int  # files that are not UTF-8
     short: int = 0  # documents that --minimum-tokens has left out
     duplicates: int = 0  # documents that --deduplicate has left out
+    near: int = 0  # documents that --near-duplicates has left out
     long: int = 0  # pairs that are longer than a row
     cut: int = 0  # documents of which --cut-documents has kept the first row only
     test_index: str | None = None
@@ -125,6 +128,8 @@ def prepare(
     if not opened.has_documents:
         for option in options.expects_documents():
             raise UserError(f"{source} is one long text, and {option} expects documents: a folder or JSON lines")
+    if options.near_duplicates is not None and opened.has_ids:
+        raise UserError(f"{source} holds tokens, and --near-duplicates expects documents of text")
     arguments: dict[str, Any] = {
         "source": str(source),
         "source_files": opened.fingerprint,
@@ -156,6 +161,7 @@ def prepare(
         skipped=manifest.get("skipped", 0),
         short=manifest.get("short", 0),
         duplicates=manifest.get("duplicates", 0),
+        near=manifest.get("near", 0),
         long=manifest.get("long", 0),
         cut=manifest.get("cut", 0),
         test_index=indices["test"] if "test" in sizes else None,
@@ -212,6 +218,12 @@ def _write_only_part(
     manifests.remove_other_parts(job.place, ())
     if job.arguments["deduplicate"]:
         _leave_out_duplicates(source, workers, bar)
+    nearness = Nearness.of_manifest(job.arguments)
+    if nearness is not None:
+        remove_passes(job.place)
+        find_near_duplicates(LocalEngine(1), source, job.place, nearness)
+        source.near_duplicates = read_places(job.place, near_duplicates.NAME, 0, source.parts)
+        remove_passes(job.place)
     threshold = job.threshold
     while True:
         bar.set_description(os.path.basename(job.place))
@@ -238,8 +250,13 @@ def _write_parts(source: Source, job: PartJob, engine: Engine, bar: tqdm) -> dic
     names = [PartNames(number).manifest for number in range(source.parts)]
     bar.set_description(os.path.basename(job.place))
     bar.reset(source.size)
+    remove_passes(job.place)
     if job.arguments["deduplicate"]:
-        job = replace(job, groups=find_duplicates(engine, source, job.place))
+        job = replace(job, duplicate_groups=find_duplicates(engine, source, job.place))
+    nearness = Nearness.of_manifest(job.arguments)
+    if nearness is not None:
+        find_near_duplicates(engine, source, job.place, nearness)
+        job = replace(job, near_groups=source.parts)
     write_parts(source, job, engine, bar)
     parts = manifests.load_parts(job.place, names)
     splits = ALL_SPLITS[: source.splits]

@@ -123,8 +123,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--normalise", choices=sorted(FORMS), help="Unicode normalisation of all text")
     parser.add_argument("--deduplicate", action="store_true", help="leave out documents equal to an earlier one")
-    for name, kind in FILTERS.items():
-        parser.add_argument(f"--{name}", dest=FILTER + name, metavar=kind.metavar, help=kind.help)
+    parser.add_argument(
+        "--near-duplicates",
+        type=float,
+        metavar="SHARE",
+        help="leave out documents that share so much of their 5-grams with an earlier one, such as 0.8",
+    )
+    for name, option in FILTERS.items():
+        parser.add_argument(f"--{name}", dest=FILTER + name, metavar=option.metavar, help=option.help)
     parser.add_argument("--rows-per-member", type=int, default=256, help="rows in one array of a shard (256)")
     parser.add_argument("--rows-per-shard", type=int, default=8192, help="rows in a shard (8192)")
     parser.add_argument("--key", default="text", help='of the text in an object or of the ids in a TFRecord ("text")')
@@ -233,6 +239,8 @@ def _prepare(given: argparse.Namespace, runner: list[str] | None) -> None:
         print(f"{corpus.cut} documents were cut to a row of {row_tokens} tokens")
     if corpus.duplicates:
         print(f"{corpus.duplicates} documents were left out because they equal an earlier one")
+    if corpus.near:
+        print(f"{corpus.near} documents were left out because they are near an earlier one")
     for name, count in corpus.filtered.items():
         print(f"{count} documents were left out by --{name}")
     print("Train on it:")

@@ -12,6 +12,7 @@ from zero.corpus.preparing.sources.documents import Document, Documents, Unit
 
 Form = Literal["NFC", "NFKC"]
 FORMS: dict[str, Form] = {"nfc": "NFC", "nfkc": "NFKC"}
+NEAR = "near-duplicates"  # in place of the name of a filter
 _DIGEST = 16  # bytes: of a trillion documents, two different ones share a digest with a probability of 1e-15
 
 
@@ -33,16 +34,29 @@ def normalised(form: Form, document: Document) -> Document:
     return document
 
 
-def without(units: Iterable[Unit], duplicates: Mapping[int, frozenset[int]]) -> Iterator[Unit]:
-    """The same units; the documents at these places, by the number of the unit, are marked as duplicates."""
+def without(
+    units: Iterable[Unit], places: Mapping[int, frozenset[int]], mark: Callable[[Document], Document]
+) -> Iterator[Unit]:
+    """The same units; the documents at these places, by the number of the unit, are marked as left out."""
     for number, unit in enumerate(units):
-        places = duplicates.get(number)
-        yield Unit(unit.size, partial(_marked, unit.documents, places)) if places else unit
+        of_unit = places.get(number)
+        yield Unit(unit.size, partial(_marked, unit.documents, of_unit, mark)) if of_unit else unit
 
 
-def _marked(documents: Documents, places: frozenset[int]) -> Iterator[Document | None]:
+def _marked(
+    documents: Documents, places: frozenset[int], mark: Callable[[Document], Document]
+) -> Iterator[Document | None]:
     for place, document in enumerate(documents()):
-        yield document._replace(content="", is_duplicate=True) if document and place in places else document
+        yield mark(document) if document and place in places else document
+
+
+def as_duplicate(document: Document) -> Document:
+    return document._replace(content="", is_duplicate=True)
+
+
+def as_near_duplicate(document: Document) -> Document:
+    """An exact duplicate is counted as such only."""
+    return document if document.is_duplicate else document._replace(content="", left_out_by=NEAR)
 
 
 def digests(unit: Unit) -> list[bytes | None]:

@@ -13,7 +13,7 @@ from operator import methodcaller
 from zero.corpus.preparing.filters.filters import NO_FILTERS, Filters
 from zero.corpus.preparing.sources import documents
 from zero.corpus.preparing.sources.arrays import megatron_index
-from zero.corpus.preparing.sources.changes import FORMS, changed, normalised, without
+from zero.corpus.preparing.sources.changes import FORMS, as_duplicate, as_near_duplicate, changed, normalised, without
 from zero.corpus.preparing.sources.documents import VALIDATION, Reader, TextReader, Unit
 from zero.corpus.preparing.sources.files import SourceFile, digest_of_contents, find_files
 from zero.corpus.preparing.sources.formats import Options, format_of
@@ -67,6 +67,7 @@ class Source:
         self._sizes = part_sizes(splits) if splits and not is_official else None
         # The places of documents that `units` marks as duplicates, by the number of their unit.
         self.duplicates: Mapping[int, frozenset[int]] = {}
+        self.near_duplicates: Mapping[int, frozenset[int]] = {}
         is_hub = name.startswith("hf:")
         opened = HubDataset(name.removeprefix("hf:"), self._options.reader, is_official) if is_hub else None
         self._hub = opened
@@ -169,7 +170,7 @@ class Source:
             units = changed(units, partial(normalised, self._form))
         if self._filters.judges:
             units = changed(units, self._filters)
-        return without(units, self.duplicates)
+        return without(without(units, self.duplicates, as_duplicate), self.near_duplicates, as_near_duplicate)
 
     def _file_units(self) -> Iterator[Unit]:
         if not self._split_of_file:

@@ -1,0 +1,169 @@
+"""Nearly equal documents, by MinHash and locality-sensitive hashing (datasketch, the extra near-duplicates).
+
+As in Lee et al., arXiv 2107.06499, section 4.2: a document is its set of 5-grams of words, two are near where the
+Jaccard index of their sets is at least a threshold, 0.8 by default, and candidates are those that share a band of
+MinHash signatures. There signatures have 9,000 values in 20 bands, and candidates are compared by their edit distance;
+here they have 128, in the bands that datasketch finds best for the threshold, and candidates are compared by all 128
+values, of which one byte each is kept. A document is left out if an earlier one is near it: the first of a group stays.
+
+Two passes, as for equal documents (`duplicates.py`), with one group of bands per part: 1.3 KB of disk per document for
+9 bands, and a few times a group's files in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from zero.corpus.preparing.duplicates import PLACE, load, pass_file, save
+from zero.corpus.preparing.engines import Engine
+from zero.corpus.preparing.part_tasks import part_tasks
+from zero.corpus.preparing.processes import Task
+from zero.corpus.preparing.sources.documents import Document
+from zero.corpus.preparing.sources.source import Source
+from zero.errors import UserError, install_command
+
+NAME = "near"
+COMPARED = 64  # documents of a band, the earliest ones, with which a later one is compared
+
+
+@dataclass(frozen=True)
+class Nearness:
+    """When two documents are near."""
+
+    threshold: float = 0.8
+    ngram: int = 5  # words
+    permutations: int = 128
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.threshold <= 1:
+            raise UserError(f"--near-duplicates {self.threshold}: expected a share above 0 and up to 1, such as 0.8")
+
+    @classmethod
+    def of_manifest(cls, manifest: Mapping[str, Any]) -> Nearness | None:
+        """The one that a manifest records; None without one."""
+        recorded = manifest.get("near_duplicates")
+        return None if recorded is None else cls(recorded["threshold"])
+
+    @property
+    def bands(self) -> tuple[int, int]:
+        """How many bands there are, and the values of each."""
+        lsh = _library().MinHashLSH(threshold=self.threshold, num_perm=self.permutations)
+        return lsh.b, lsh.r
+
+    def recorded(self) -> dict[str, Any]:
+        """The parameters, as a manifest records them."""
+        bands, rows = self.bands
+        return asdict(self) | {"bands": bands, "rows": rows}
+
+    def signature(self, document: Document) -> np.ndarray:
+        """The MinHash values of a text, uint64 (permutations,)."""
+        assert isinstance(document.content, str)
+        words = document.content.split()
+        last = max(1, len(words) - self.ngram + 1)
+        shingles = [
+            " ".join(words[start : start + self.ngram]).encode("utf-8", "surrogatepass") for start in range(last)
+        ]
+        minhash = _library().MinHash(num_perm=self.permutations, seed=self.seed)
+        minhash.update_batch(shingles)
+        return minhash.hashvalues
+
+
+def find_near_duplicates(engine: Engine, source: Source, place: str, nearness: Nearness) -> None:
+    """Writes the places of documents that are near an earlier one, for `duplicates.read_places`."""
+    groups = source.parts
+    for _ in engine.run(_WriteBands(place, groups, nearness), part_tasks(source), place):
+        pass
+    of_groups = [Task(f"group {group} of bands", group) for group in range(groups)]
+    for _ in engine.run(_WritePlaces(place, source.parts, nearness), of_groups, place):
+        pass
+
+
+def similarity(signature: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """The estimated Jaccard index of a document and each of others, from a byte of each MinHash value.
+
+    Two bytes are equal by chance once in 256.
+
+    Args:
+      signature: uint8 (p,)
+      others: uint8 (n, p)
+
+    >>> similarity(np.zeros(4, np.uint8), np.array([[0, 0, 0, 0], [0, 0, 1, 1]], np.uint8)).round(3).tolist()
+    [1.0, 0.498]
+    """
+    share = (others == signature).mean(axis=1)
+    return (share - 1 / 256) / (1 - 1 / 256)
+
+
+def _dtype(permutations: int) -> np.dtype:
+    places = [("part", "<u4"), ("unit", "<u4"), ("place", "<u4")]
+    return np.dtype([("key", "<u8"), *places, ("signature", "u1", (permutations,))])
+
+
+@dataclass(frozen=True)
+class _WriteBands:
+    """The first pass, over one part: a row for each band of each document."""
+
+    place: str
+    groups: int
+    nearness: Nearness
+
+    def __call__(self, numbered: tuple[int, Source]) -> None:
+        number, part = numbered
+        bands, length = self.nearness.bands
+        rows = []
+        for unit, of_unit in enumerate(part.units()):
+            for place, document in enumerate(of_unit.documents()):
+                if document is None or document.left_out_by is not None or not document.content:
+                    continue
+                values = self.nearness.signature(document)
+                for band in range(bands):
+                    of_band = values[band * length : (band + 1) * length].tobytes() + bytes([band])
+                    key = int.from_bytes(hashlib.blake2b(of_band, digest_size=8).digest())
+                    rows.append((key, number, unit, place, values.astype(np.uint8)))
+        documents = np.array(rows, _dtype(self.nearness.permutations))
+        for group in range(self.groups):
+            of_group = documents[documents["key"] % self.groups == group]
+            save(pass_file(self.place, "bands", number, group), of_group)
+
+
+@dataclass(frozen=True)
+class _WritePlaces:
+    """The second pass, over one group of bands of all parts."""
+
+    place: str
+    parts: int
+    nearness: Nearness
+
+    def __call__(self, group: int) -> None:
+        of_parts = [load(pass_file(self.place, "bands", part, group)) for part in range(self.parts)]
+        rows = np.concatenate(of_parts)
+        rows = rows[np.lexsort([rows[key] for key in ("place", "unit", "part", "key")])]
+        ends = [*np.flatnonzero(np.diff(rows["key"])) + 1, len(rows)]
+        is_near = np.zeros(len(rows), bool)
+        first = 0
+        for end in ends:
+            signatures = rows["signature"][first:end]
+            for number in range(1, end - first):
+                earlier = signatures[: min(number, COMPARED)]
+                is_near[first + number] = (similarity(signatures[number], earlier) >= self.nearness.threshold).any()
+            first = end
+        near = rows[["part", "unit", "place"]][is_near]
+        for part in range(self.parts):
+            places = np.unique(near[near["part"] == part][["unit", "place"]].astype(PLACE))
+            save(pass_file(self.place, NAME, group, part), places)
+
+
+def _library() -> Any:
+    try:
+        import datasketch
+    except ImportError:
+        raise UserError(
+            f"--near-duplicates: the datasketch library is missing; {install_command('near-duplicates')}"
+        ) from None
+    return datasketch
