@@ -204,6 +204,28 @@ def test_bucket_and_disk_are_equal(lines: Path, tmp_path: Path, server: str, mon
     assert verify(far.train_index) == []
 
 
+def test_file_that_is_listed_twice(lines: Path, tmp_path: Path):
+    """A glob finds a file by each way that leads to it."""
+    (lines / "sub").mkdir()
+    shutil.copy(lines / "0.jsonl", lines / "sub" / "0.jsonl")
+    with pytest.raises(
+        UserError, match=r"\*\*/\*\*/\*\.jsonl: .*0\.jsonl is there 2 times; a source lists each file once"
+    ):
+        make(f"{lines}/**/**/*.jsonl", tmp_path)
+
+
+def test_bucket_without_permission(lines: Path, tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch):
+    """One line that names the object, whether it is read or written, in the caller's own process or in another one."""
+    with bucket.disturbed(bucket.Proxy(server, budget=10**6, faults=("403",))) as address:
+        bucket.use(monkeypatch, address)
+        for source, place in ((f"gs://{bucket.BUCKET}/lines", str(tmp_path)), (str(lines), f"gs://{bucket.BUCKET}/c")):
+            folders = ["--directory", place, "--index-directory", place, "--part-bytes", "2500"]
+            done = call(source, *folders, "--name", "c")
+            line = done.stderr.removesuffix("\n")
+            assert done.returncode == 2 and len(line.splitlines()) == 1, line
+            assert f"gs://{bucket.BUCKET}/" in line and "access denied" in line
+
+
 def test_options_of_the_command(lines: Path, tmp_path: Path):
     places = ["--directory", str(tmp_path / "corpus"), "--index-directory", str(tmp_path / "index"), "--workers", "1"]
     done = call(lines, *places, "--part-bytes", "2500", "--row-tokens", "16")

@@ -92,6 +92,9 @@ def test_bad_index_files(tmp_path: Path, corpus):
     for skip_bad in (True, False):
         with pytest.raises(UserError, match=r"it\.index, line 2: expected the path of a shard, got 'b\\x00d.tar'"):
             loader(tmp_path / "it.index", skip_bad=skip_bad)
+    (tmp_path / "it.index").write_text("good.tar # 4 rows\nother.tar # 4 rows\ngood.tar # 4 rows\n")
+    with pytest.raises(UserError, match=r"it\.index, line 3: lists .*good\.tar again; a row is read once per epoch"):
+        loader(tmp_path / "it.index")
     with pytest.raises(UserError, match="7 rows does not divide over 2 hosts"):
         loader(corpus([4]), global_rows=7, hosts=2)
     with pytest.raises(UserError, match="2 epochs of 4 rows do not fill one batch of 9"):

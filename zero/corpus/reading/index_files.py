@@ -55,6 +55,7 @@ def read_index(index: str | Path, skip_bad: bool = False) -> list[Shard]:
         # Not splitlines(), which also cuts at characters that a file name may hold, as U+2028.
         lines = content.decode().split("\n")
     listed: list[tuple[str, int | None]] = []
+    paths: set[str] = set()
     for number, line in enumerate(lines, 1):
         name, *comment = re.split(r"(?:^|\s+)#", line.strip().removeprefix(BYTE_ORDER_MARK).lstrip(), maxsplit=1)
         if "\0" in name:
@@ -64,6 +65,9 @@ def read_index(index: str | Path, skip_bad: bool = False) -> list[Shard]:
             path = storage.join(storage.parent(index), name)
             if counted and not _can_hold(path, counted[1]):
                 raise UserError(f"index file {index}, line {number}: the shard cannot hold {counted[1][:30]} rows")
+            if path in paths:
+                raise UserError(f"index file {index}, line {number}: lists {path} again; a row is read once per epoch")
+            paths.add(path)
             listed.append((path, int(counted[1]) if counted else None))
     if not listed:
         raise UserError(f"index file {index} lists no shards; expected one path per line")
