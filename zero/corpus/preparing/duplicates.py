@@ -27,7 +27,7 @@ from zero.files import storage
 
 NAME = "duplicates"
 PARTS_PER_GROUP = 64  # so that a group of digests is about as large as those of so many parts
-_PASSES = "passes"
+PASSES = "passes"
 _DOCUMENT = np.dtype([("high", "<u8"), ("low", "<u8"), ("part", "<u4"), ("unit", "<u4"), ("place", "<u4")])
 PLACE = np.dtype([("unit", "<u4"), ("place", "<u4")])
 Places = Mapping[int, frozenset[int]]  # in a unit, by its number
@@ -65,7 +65,7 @@ def digest_of_places(places: Places) -> str:
 
 def remove_passes(place: str) -> None:
     """Removes the files of both passes."""
-    passes = storage.join(place, _PASSES)
+    passes = storage.join(place, PASSES)
     for path in storage.list_files(passes):
         storage.remove(path)
     if not storage.is_remote(passes) and os.path.isdir(passes):
@@ -112,7 +112,7 @@ class _WritePlaces:
 
 
 def pass_file(place: str, name: str, first: int, second: int) -> str:
-    return storage.join(place, f"{_PASSES}/{name}-{first:05d}-{second:05d}.npy")
+    return storage.join(place, f"{PASSES}/{name}-{first:05d}-{second:05d}.npy")
 
 
 def save(path: str, array: np.ndarray) -> None:

@@ -39,6 +39,7 @@ class CorpusOptions:
     minimum_tokens: int = 0
     normalise: str | None = None
     deduplicate: bool = False
+    shuffle: bool = False  # documents over all parts, by a hash of their text
     near_duplicates: float | None = None  # the Jaccard index from which documents are near
     filters: tuple[tuple[str, str], ...] = ()  # keys of `FILTERS`, with their values
     tokenizer_source: str | None = None  # where the tokenizer comes from, such as hf:NAME@COMMIT
@@ -55,6 +56,8 @@ class CorpusOptions:
             )
         if self.near_duplicates is not None and (self.completions or self.preferences):
             raise UserError("--near-duplicates expects documents of text, not prompts or chats")
+        if self.shuffle and (self.completions or self.preferences):
+            raise UserError("--shuffle expects documents of text, not prompts or chats")
         if self.completions and self.preferences:
             raise UserError("--completions and --preferences: expected one of them")
         if not self.completions and self.loss_on != LEARNED:
@@ -80,6 +83,7 @@ class CorpusOptions:
             "minimum_tokens": self.minimum_tokens > 0,
             "deduplicate": self.deduplicate,
         }
+        options["shuffle"] = self.shuffle
         options["near_duplicates"] = self.near_duplicates is not None
         options |= dict.fromkeys(dict(self.filters), True)
         return [name for name, is_chosen in options.items() if is_chosen]
@@ -87,6 +91,8 @@ class CorpusOptions:
     def recorded(self, chat_template: str | None) -> dict[str, Any]:
         """What the manifest records, with the digest of the chat template: null where an option is not used."""
         others: dict[str, Any] = {}  # which corpora without them do not name
+        if self.shuffle:
+            others["shuffle"] = True
         if self.near_duplicates is not None:
             others["near_duplicates"] = Nearness(self.near_duplicates).recorded()
         if self.filters:

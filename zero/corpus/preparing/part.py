@@ -14,6 +14,7 @@ from zero.corpus.preparing.duplicates import digest_of_places, read_places
 from zero.corpus.preparing.engines import Engine, Work
 from zero.corpus.preparing.manifest import PartNames
 from zero.corpus.preparing.part_tasks import part_tasks
+from zero.corpus.preparing.shuffle import read_shuffled, write_texts
 from zero.corpus.preparing.sources.source import Source
 from zero.corpus.preparing.writer import write_shards
 from zero.corpus.text.tokenizers import Tokenizer
@@ -31,6 +32,7 @@ class PartJob:
     overwrite: bool  # replaces parts that were made with other arguments, or of other contents
     duplicate_groups: int = 0  # of digests, where duplicates are left out (`duplicates.py`)
     near_groups: int = 0  # of bands, where near duplicates are
+    shuffled_parts: int = 0  # of which the texts of each part are, where documents are shuffled (`shuffle.py`)
 
     @property
     def threshold(self) -> int:
@@ -58,12 +60,12 @@ def prepare_part(job: PartJob, number: int, part: Source, workers: int, bar: tqd
     path = storage.join(job.place, names.manifest)
     try:
         arguments = job.arguments_of(part)
-        if job.duplicate_groups:
-            part.duplicates = read_places(job.place, duplicates.NAME, number, job.duplicate_groups)
-            arguments["left_out"] = digest_of_places(part.duplicates)
-        if job.near_groups:
-            part.near_duplicates = read_places(job.place, near_duplicates.NAME, number, job.near_groups)
-            arguments["left_out_near"] = digest_of_places(part.near_duplicates)
+        if job.shuffled_parts:
+            shuffled = read_shuffled(job.place, number, job.shuffled_parts)
+            part.shuffled = shuffled.units
+            arguments["shuffled"] = shuffled.digest
+        else:
+            arguments |= mark_duplicates(job, number, part)
         if storage.exists(path):
             manifest = manifests.load_file(path)
             if _is_kept(path, manifest, job, arguments, part):
@@ -74,6 +76,31 @@ def prepare_part(job: PartJob, number: int, part: Source, workers: int, bar: tqd
     except UserError as error:
         raise type(error)(f"part {number} ({part}): {error}") from error
     manifests.save(path, manifests.finished(arguments, part, *written))
+
+
+def mark_duplicates(job: PartJob, number: int, part: Source) -> dict[str, str]:
+    """Has the units of a part mark what is left out; returns what its manifest records of that."""
+    recorded = {}
+    if job.duplicate_groups:
+        part.duplicates = read_places(job.place, duplicates.NAME, number, job.duplicate_groups)
+        recorded["left_out"] = digest_of_places(part.duplicates)
+    if job.near_groups:
+        part.near_duplicates = read_places(job.place, near_duplicates.NAME, number, job.near_groups)
+        recorded["left_out_near"] = digest_of_places(part.near_duplicates)
+    return recorded
+
+
+@dataclass(frozen=True)
+class WriteTexts:
+    """The pass before a shuffle, over one part."""
+
+    job: PartJob
+    parts: int
+
+    def __call__(self, numbered: tuple[int, Source]) -> None:
+        number, part = numbered
+        mark_duplicates(self.job, number, part)
+        write_texts(self.job.place, number, part, self.parts)
 
 
 def _is_kept(path: str, manifest: dict[str, Any], job: PartJob, arguments: dict[str, Any], part: Source) -> bool:

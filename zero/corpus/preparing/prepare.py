@@ -26,7 +26,8 @@ from zero.corpus.preparing.filters.table import open_filters
 from zero.corpus.preparing.manifest import ALL_SPLITS, MANIFEST, NO_HASH, SPLITS, TOKENIZER, Counts, PartNames
 from zero.corpus.preparing.near_duplicates import Nearness, find_near_duplicates
 from zero.corpus.preparing.options import CorpusOptions
-from zero.corpus.preparing.part import PartJob, has_parts_of, write_parts
+from zero.corpus.preparing.part import PartJob, WriteTexts, has_parts_of, run_tasks, write_parts
+from zero.corpus.preparing.shuffle import read_shuffled, write_texts
 from zero.corpus.preparing.sources.changes import digests, repeated
 from zero.corpus.preparing.sources.completions import CompletionReader
 from zero.corpus.preparing.sources.documents import Reader
@@ -128,8 +129,9 @@ def prepare(
     if not opened.has_documents:
         for option in options.expects_documents():
             raise UserError(f"{source} is one long text, and {option} expects documents: a folder or JSON lines")
-    if options.near_duplicates is not None and opened.has_ids:
-        raise UserError(f"{source} holds tokens, and --near-duplicates expects documents of text")
+    if opened.has_ids and (options.near_duplicates is not None or options.shuffle):
+        option = "--shuffle" if options.shuffle else "--near-duplicates"
+        raise UserError(f"{source} holds tokens, and {option} expects documents of text")
     arguments: dict[str, Any] = {
         "source": str(source),
         "source_files": opened.fingerprint,
@@ -224,6 +226,10 @@ def _write_only_part(
         find_near_duplicates(LocalEngine(1), source, job.place, nearness)
         source.near_duplicates = read_places(job.place, near_duplicates.NAME, 0, source.parts)
         remove_passes(job.place)
+    if job.arguments.get("shuffle"):
+        write_texts(job.place, 0, source, 1)
+        source.shuffled = read_shuffled(job.place, 0, 1).units
+        remove_passes(job.place)
     threshold = job.threshold
     while True:
         bar.set_description(os.path.basename(job.place))
@@ -257,6 +263,10 @@ def _write_parts(source: Source, job: PartJob, engine: Engine, bar: tqdm) -> dic
     if nearness is not None:
         find_near_duplicates(engine, source, job.place, nearness)
         job = replace(job, near_groups=source.parts)
+    if job.arguments.get("shuffle"):
+        for _ in run_tasks(engine, WriteTexts(job, source.parts), source, range(source.parts), job.place):
+            pass
+        job = replace(job, shuffled_parts=source.parts)
     write_parts(source, job, engine, bar)
     parts = manifests.load_parts(job.place, names)
     splits = ALL_SPLITS[: source.splits]

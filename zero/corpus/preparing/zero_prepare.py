@@ -123,6 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--normalise", choices=sorted(FORMS), help="Unicode normalisation of all text")
     parser.add_argument("--deduplicate", action="store_true", help="leave out documents equal to an earlier one")
+    parser.add_argument("--shuffle", action="store_true", help="documents over all parts, by a hash of their text")
     parser.add_argument(
         "--near-duplicates",
         type=float,

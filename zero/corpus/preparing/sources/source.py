@@ -6,7 +6,7 @@ import copy
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from operator import methodcaller
 
@@ -68,6 +68,8 @@ class Source:
         # The places of documents that `units` marks as duplicates, by the number of their unit.
         self.duplicates: Mapping[int, frozenset[int]] = {}
         self.near_duplicates: Mapping[int, frozenset[int]] = {}
+        # Other units in place of its own, where documents were shuffled over parts.
+        self.shuffled: Callable[[], Iterator[Unit]] | None = None
         is_hub = name.startswith("hf:")
         opened = HubDataset(name.removeprefix("hf:"), self._options.reader, is_official) if is_hub else None
         self._hub = opened
@@ -160,6 +162,8 @@ class Source:
 
     def units(self) -> Iterator[Unit]:
         """All units, the same ones at every call."""
+        if self.shuffled is not None:
+            return self.shuffled()
         if self._hub:
             units = self._hub.units()
         elif self.is_one_text:

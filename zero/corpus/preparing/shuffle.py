@@ -1,0 +1,99 @@
+"""The documents of a source in an order by a hash of their text, over all parts: a crawl is ordered by site.
+
+A pass before the parts: each part writes its documents as lines of JSON, in a file for each part that they go to, in
+`passes/`. Then a part is prepared of the files for it. That is the square of the number of parts in files, the size of
+the source on the disk of the corpus, and a part's text in the memory of each process, about twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from zero.corpus.preparing import directory
+from zero.corpus.preparing.duplicates import PASSES
+from zero.corpus.preparing.sources import documents
+from zero.corpus.preparing.sources.changes import content_bytes
+from zero.corpus.preparing.sources.documents import Document, Unit
+from zero.corpus.preparing.sources.source import Source
+from zero.files import storage
+
+_KEY = 32  # characters of a hash, which begin each line
+
+
+def write_texts(place: str, number: int, part: Source, parts: int) -> None:
+    """Writes the documents of a part for the parts that they go to; those that are left out stay, to be counted."""
+    for_parts: list[list[bytes]] = [[] for _ in range(parts)]
+    for unit in part.units():
+        for document in unit.documents():
+            key = _hash(document)
+            is_kept = document is not None and len(document.content) > 0
+            target = int(key[:16], 16) % parts if is_kept else number
+            for_parts[target].append(f"{key}{json.dumps(_entry(document))}\n".encode())
+    for target, lines in enumerate(for_parts):
+        directory.write(_file(place, number, target), b"".join(lines))
+
+
+@dataclass(frozen=True)
+class Shuffled:
+    """The documents that go to a part, in their order."""
+
+    lines: Sequence[bytes]
+    digest: str
+
+    def units(self) -> Iterator[Unit]:
+        group: list[bytes] = []
+        size = 0
+        for line in self.lines:
+            group.append(line)
+            size += len(line)
+            if size >= documents.UNIT_BYTES:
+                yield Unit(size, partial(_documents, b"\n".join(group)))
+                group = []
+                size = 0
+        if group:
+            yield Unit(size, partial(_documents, b"\n".join(group)))
+
+
+def read_shuffled(place: str, number: int, parts: int) -> Shuffled:
+    """What all parts have written for one, by hash; equal texts in the order of the source."""
+    lines: list[bytes] = []
+    for source in range(parts):
+        lines += directory.read(_file(place, source, number)).splitlines()
+    lines.sort(key=lambda line: line[:_KEY])
+    digest = hashlib.sha256()
+    for line in lines:
+        digest.update(line)
+    return Shuffled(lines, digest.hexdigest()[:16])
+
+
+def _hash(document: Document | None) -> str:
+    data = b"" if document is None else content_bytes(document)
+    return hashlib.blake2b(data, digest_size=_KEY // 2).hexdigest()
+
+
+def _entry(document: Document | None) -> dict[str, Any] | None:
+    """What is kept of a document; of those that are left out, by what."""
+    if document is None:
+        return None
+    assert isinstance(document.content, str)
+    kept = {"name": document.name, "split": document.split}
+    return kept | {"text": document.content, "duplicate": document.is_duplicate, "left_out_by": document.left_out_by}
+
+
+def _documents(lines: bytes) -> Iterator[Document | None]:
+    for line in lines.split(b"\n"):
+        entry = json.loads(line[_KEY:])
+        if entry is None:
+            yield None
+            continue
+        text, split, name = entry["text"], entry["split"], entry["name"]
+        yield Document(text, split, name=name, is_duplicate=entry["duplicate"], left_out_by=entry["left_out_by"])
+
+
+def _file(place: str, source: int, target: int) -> str:
+    return storage.join(place, f"{PASSES}/texts-{source:05d}-{target:05d}.jsonl")
