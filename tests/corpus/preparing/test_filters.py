@@ -1,6 +1,7 @@
 """Filters: what each leaves out, counted under its name, in one part or many."""
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,16 @@ def test_one_text_and_tokens_have_no_documents(tmp_path: Path):
     (tmp_path / "book.txt").write_text("one\n" * 99)
     with pytest.raises(UserError, match="is one long text, and words expects documents"):
         make(tmp_path / "book.txt", tmp_path, filters=(("words", "3,50"),))
+
+
+def test_list_is_not_sent_to_each_process(tmp_path: Path):
+    words = [f"word{number}" for number in range(20_000)]
+    (tmp_path / "sets.txt").write_text(" ".join(words))
+    filters = open_filters({"decontaminate": str(tmp_path / "sets.txt")})
+    packed = pickle.dumps(filters)
+    assert len(packed) < 1000
+    document = Document(" ".join(words[500:520]))
+    assert pickle.loads(packed)(document) == filters(document) != document
 
 
 def test_shares_of_repetition():

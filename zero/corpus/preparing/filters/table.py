@@ -1,21 +1,33 @@
-"""The table of filters. A new filter is a file beside this one, and an entry."""
+"""The table of filters, and those of one corpus. A new filter is a file beside this one, and an entry."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from zero.corpus.preparing import directory
 from zero.corpus.preparing.filters.contamination import ngrams_of_files
-from zero.corpus.preparing.filters.filters import Filters, Judge
 from zero.corpus.preparing.filters.repetition import repetition
 from zero.corpus.preparing.filters.symbols import symbols
 from zero.corpus.preparing.filters.urls import listed_urls
 from zero.corpus.preparing.filters.where import field_values
 from zero.corpus.preparing.filters.words import words
+from zero.corpus.preparing.sources.documents import Document
 from zero.errors import UserError
+
+
+class Judge(Protocol):
+    """Says of a document of text whether it is left out; it can be pickled."""
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The fields beside the text that it reads."""
+
+    def __call__(self, document: Document) -> bool: ...
 
 
 class Filter(NamedTuple):
@@ -52,6 +64,33 @@ FILTERS: Mapping[str, Filter] = MappingProxyType(
 )
 
 
+@dataclass(frozen=True)
+class Filters:
+    """Judges by the names of their filters. The first one that leaves a document out is the one that is counted."""
+
+    judges: tuple[tuple[str, Judge], ...]
+    values: tuple[tuple[str, str], ...] = ()  # of the options that they were made of
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The fields beside the text that some judge reads, each once."""
+        return tuple(dict.fromkeys(itertools.chain.from_iterable(judge.fields for _, judge in self.judges)))
+
+    def __reduce__(self) -> tuple[Callable[..., Filters], tuple[Mapping[str, str]]]:
+        """Pickled as the values of its options: a list of n-grams is read by each process, not sent to it."""
+        return open_filters, (dict(self.values),)
+
+    def __call__(self, document: Document) -> Document:
+        """The document, or an empty one that names the filter which leaves it out."""
+        for name, leaves_out in self.judges:
+            if leaves_out(document):
+                return document._replace(content="", left_out_by=name)
+        return document
+
+
+NO_FILTERS = Filters(())
+
+
 def open_filters(values: Mapping[str, str]) -> Filters:
     """The filters of these options.
 
@@ -68,7 +107,7 @@ def open_filters(values: Mapping[str, str]) -> Filters:
                 judges.append((name, kind.judge(values[name])))
             except UserError as error:
                 raise UserError(f"--{name} {values[name]}: {error}") from error
-    return Filters(tuple(judges))
+    return Filters(tuple(judges), tuple(values.items()))
 
 
 def recorded_filters(values: Mapping[str, str]) -> dict[str, str]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from operator import methodcaller
 
-from zero.corpus.preparing.filters.filters import NO_FILTERS, Filters
+from zero.corpus.preparing.filters.table import NO_FILTERS, Filters
 from zero.corpus.preparing.sources import documents
 from zero.corpus.preparing.sources.arrays import megatron_index
 from zero.corpus.preparing.sources.changes import FORMS, as_duplicate, as_near_duplicate, changed, normalised, without
