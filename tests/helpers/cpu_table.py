@@ -2,7 +2,8 @@
 
 `pytest -p tests.helpers.cpu_table --cpu-table FILE` appends a line of JSON per test to FILE, or FILE.gw0 and so on for
 the workers of pytest-xdist; `python -m tests.helpers.cpu_table FILE...` sums them per file. Wall-clock times of a busy
-machine say little; CPU seconds move by a quarter.
+machine say little; CPU seconds move by a quarter. The memory is the most that this process held at any time of a test,
+in MiB; Linux alone tells it.
 """
 
 import collections
@@ -15,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-MEBIBYTE = 2**20
+FORGET_PEAK = "5"  # man 5 proc_pid_clear_refs
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,11 +27,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     table: Path | None = item.config.getoption("--cpu-table")
     before = cpu_seconds()
+    if table is not None:
+        Path("/proc/self/clear_refs").write_text(FORGET_PEAK)
     result = yield
     if table is not None:
         own, started = (after - earlier for after, earlier in zip(cpu_seconds(), before, strict=True))
-        memory = psutil.Process().memory_info().rss // MEBIBYTE
-        line = {"test": item.nodeid, "own": round(own, 2), "started": round(started, 2), "memory": memory}
+        line = {"test": item.nodeid, "own": round(own, 2), "started": round(started, 2), "memory": peak_memory()}
         worker = os.environ.get("PYTEST_XDIST_WORKER")
         with Path(f"{table}.{worker}" if worker else table).open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -49,6 +51,12 @@ def cpu_seconds() -> tuple[float, float]:
             continue
         started += times.user + times.system + times.children_user + times.children_system
     return own.user + own.system, started
+
+
+def peak_memory() -> int:
+    """MiB."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) >> 10
 
 
 def main(tables: list[str]) -> None:
