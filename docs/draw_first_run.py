@@ -10,10 +10,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from matplotlib import rc_context
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
 from docs.picture_of_numbers import save
 from zero.report.picture_style import COLORS, GREY, STYLE
 
@@ -26,6 +22,10 @@ def numbers() -> str:
 
 
 def draw(path: Path) -> None:
+    from matplotlib import rc_context  # here, as tests import `RUN`
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     lines = [json.loads(line) for line in (RUN / "metrics.jsonl").read_text().splitlines()]
     evaluations = [json.loads(line) for line in (RUN / "evaluations.jsonl").read_text().splitlines()]
     last_step = lines[-1]["step"]

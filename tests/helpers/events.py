@@ -1,9 +1,29 @@
 """TensorBoard's event files."""
 
 import struct
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from tensorboardX.proto.event_pb2 import Event
+
+@contextmanager
+def without(library: str) -> Iterator[None]:
+    """A library that was not imported before cannot be imported within."""
+    modules: dict[str, Any] = sys.modules
+    if library in modules:
+        yield
+        return
+    modules[library] = None
+    try:
+        yield
+    finally:
+        del modules[library]
+
+
+with without("torch"):  # tensorboardX imports it where it can, and every worker would hold it
+    from tensorboardX.proto.event_pb2 import Event
 
 
 def scalars(run: Path, tag: str) -> dict[int, float]:

@@ -3,14 +3,16 @@
 import math
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from matplotlib.axes import Axes
 
-from zero.report.plot import _plot, draw_run
 from zero.tracking.metrics_file import read_metrics, read_resumes
 from zero.tracking.tracker import open_tracker
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 def metrics_at(step: int) -> dict[str, float | int]:
@@ -37,7 +39,15 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def axes_of(run: Path) -> list[Axes]:
+def draw_run(run: Path) -> Path:
+    from zero.report import plot  # here, as every worker imports every module of tests
+
+    return plot.draw_run(run)
+
+
+def axes_of(run: Path) -> "list[Axes]":
+    from zero.report.plot import _plot
+
     path = run / "metrics.jsonl"
     return _plot(read_metrics(path), read_resumes(path), "a run").axes
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import wandb
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +20,6 @@ from tests.helpers.events import scalars
 from zero.config.saved_config import default_config
 from zero.errors import UserError
 from zero.report.html_report import write_report
-from zero.report.plot import draw_run
 from zero.run_directory import save_config
 from zero.tracking.metrics_file import read_metrics, read_resumes
 from zero.tracking.tracker import open_tracker
@@ -154,6 +152,8 @@ def test_full_disk_costs_no_line(small_disk: Path, caplog: pytest.LogCaptureFixt
 
 def test_reports_leave_no_parts_on_a_full_disk(small_disk: Path) -> None:
     """A picture or a page for which there is no room takes none from the checkpoints."""
+    from zero.report.plot import draw_run  # here, as every worker imports every module of tests
+
     track(small_disk, range(1, 9))
     save_config(small_disk, default_config())
     filler = fill(small_disk)
@@ -184,13 +184,19 @@ def no_login(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_CACHE_DIR", "NETRC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    wandb.teardown()  # else it goes on with the environment that it saw first
+    teardown()  # else W&B goes on with the environment that it saw first
     yield
+    teardown()
+
+
+def teardown() -> None:
+    import wandb  # here, as every worker imports every module of tests
+
     wandb.teardown()
 
 
 def wandb_runs(directory: Path) -> list[bytes]:
-    wandb.teardown()  # finish() does not wait until W&B's process has written the end of its file
+    teardown()  # finish() does not wait until W&B's process has written the end of its file
     return [path.read_bytes() for path in sorted(directory.glob("wandb/offline-run-*/*.wandb"))]
 
 
@@ -232,6 +238,8 @@ def test_login_is_found_without_asking(tmp_path: Path, no_login: None, monkeypat
 
 
 def is_running() -> bool:
+    import wandb
+
     return wandb.run is not None
 
 
@@ -243,7 +251,7 @@ def test_wandb_starts_with_the_first_line(tmp_path: Path, no_login: None, monkey
         assert is_running()
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
-    wandb.teardown()
+    teardown()
     with open_tracker(tmp_path, project="zero-tests", config={}, resumed_from=1):
         assert is_running()
 
