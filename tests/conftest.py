@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import tests.helpers.bytecode  # noqa: F401 -- before jax is imported
+
 if TYPE_CHECKING:
     from tests.helpers import cli
 
