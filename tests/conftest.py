@@ -42,6 +42,16 @@ settings.load_profile("patient")  # before modules are imported, whose tests kee
 
 
 QUICK = "quick"  # a marker (CONTRIBUTING.md)
+MODULES = Path(zero.__file__).parent
+
+
+class Examples:
+    """A plugin for modules outside tests/, which hooks of this file do not see."""
+
+    def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
+        """Leaves out modules without an example: --doctest-modules would import them, and PyTorch with one of them."""
+        is_module = collection_path.suffix == ".py" and collection_path.is_relative_to(MODULES)
+        return True if is_module and ">>>" not in collection_path.read_text() else None
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -53,6 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.args = [str(Path(__file__).parent)]
     if config.getoption("-m") != "slow":
         os.environ["XLA_FLAGS"] += f" {QUICK_FLAGS}"
+    config.pluginmanager.register(Examples())
 
 
 def pytest_collection_finish() -> None:

@@ -1,11 +1,56 @@
-"""What a worker of pytest-xdist keeps for the programs that its tests start."""
+"""What a worker of pytest-xdist imports before its first test, and keeps for the programs that its tests start."""
 
+import ast
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-from tests.helpers.rooms import REPOSITORY
+import pytest
+
+from tests.helpers.rooms import REPOSITORY, SOURCES
+
+LARGE = {"datasets", "lm_eval", "matplotlib", "peft", "torch", "transformers", "wandb"}
+PROGRAMS = ("benchmarks", "docs")  # folders with programs, of which tests import some
+
+
+def first_imports(source: str) -> list[str]:
+    """The modules that a file imports when it is imported, and not when one of its functions is called.
+
+    >>> first_imports("import os.path\\nfrom a import b\\ndef f():\\n    import c")
+    ['os.path', 'a', 'a.b']
+    """
+    found = []
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names]
+            base = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            found += [base, *(f"{base}.{name}" for name in names)] if base else names
+    return found
+
+
+def large_imports(source: str, large: set[str]) -> list[str]:
+    return [name for name in first_imports(source) if name in large or name.partition(".")[0] in LARGE]
+
+
+def test_collecting_imports_no_large_library() -> None:
+    """A module of tests, or of zero with an example, brings no library that takes seconds and a hundred MiB.
+
+    Every worker imports all of them; the tests that need such a library import it.
+    """
+    texts = {name: path.read_text() for name, path in SOURCES.items()}
+    large = {name for name, text in texts.items() if large_imports(text, set())}
+    assert large == {"zero.exchange.modeling_zero", "zero.inference.lm_eval_adapter", "zero.report.plot"}
+    programs = {f"{place}.{path.stem}": path for place in PROGRAMS for path in (REPOSITORY / place).glob("*.py")}
+    large |= {name for name, path in programs.items() if large_imports(path.read_text(), large)}
+    tests = {str(path): path.read_text() for path in REPOSITORY.glob("tests/**/*.py")}
+    texts = {name: text for name, text in texts.items() if name not in large or ">>>" in text}
+    assert {name: found for name, text in (texts | tests).items() if (found := large_imports(text, large))} == {}
+
+
+@pytest.mark.parametrize("statement", ["import torch.nn", "from wandb import init", "from zero.report import plot"])
+def test_checker_sees_a_large_library(statement: str) -> None:
+    assert large_imports(statement, {"zero.report.plot"}) and not large_imports(f"def f():\n    {statement}", set())
 
 
 def test_started_programs_keep_bytecode(tmp_path: Path) -> None:
