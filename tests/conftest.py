@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -66,6 +66,15 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Examples())
 
 
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Files with PyTorch, whose modules fill 400 MiB, run on one worker; None leaves the choice to pytest-xdist."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from tests.helpers.workers import PyTorchTogether
+
+    return PyTorchTogether(config, log)
+
+
 def pytest_collection_finish() -> None:
     """Looks for garbage more rarely: a fifth of the time of a trace goes into passes over what has been imported."""
     if "hypothesis" in sys.modules:  # an import of half a second
@@ -102,8 +111,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if is_test else True
 
 
-MOST_MEMORY = 1_400  # MiB of a process, of which 850 are modules
-MEMORY_BETWEEN_FILES = 1_150  # MiB; a file's programs are of little use to the next one
+MOST_MEMORY = 1_200  # MiB of a process, of which modules are half, or two thirds with PyTorch
+MEMORY_BETWEEN_FILES = 950  # MiB; a file's programs are of little use to the next one
 GROWTH = 200  # MiB
 
 

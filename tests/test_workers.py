@@ -1,4 +1,4 @@
-"""What a worker of pytest-xdist imports before its first test, and keeps for the programs that its tests start."""
+"""What a worker of pytest-xdist imports before its first test and keeps for started programs; which files it runs."""
 
 import ast
 import os
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.rooms import REPOSITORY, SOURCES
+from tests.helpers.workers import uses_pytorch
 
 LARGE = {"datasets", "lm_eval", "matplotlib", "peft", "torch", "transformers", "wandb"}
 PROGRAMS = ("benchmarks", "docs")  # folders with programs, of which tests import some
@@ -51,6 +52,14 @@ def test_collecting_imports_no_large_library() -> None:
 @pytest.mark.parametrize("statement", ["import torch.nn", "from wandb import init", "from zero.report import plot"])
 def test_checker_sees_a_large_library(statement: str) -> None:
     assert large_imports(statement, {"zero.report.plot"}) and not large_imports(f"def f():\n    {statement}", set())
+
+
+def test_files_with_pytorch_are_known() -> None:
+    """Those of which one worker runs all, so that the others do without PyTorch's modules."""
+    files = [str(path.relative_to(REPOSITORY)) for path in REPOSITORY.glob("tests/**/test_*.py")]
+    found = set(filter(uses_pytorch, files))
+    assert {"tests/exchange/test_peft.py", "tests/inference/test_lm_eval_adapter.py"} <= found
+    assert not {"tests/test_main.py", "tests/exchange/test_average.py"} & found and len(found) < len(files) / 5
 
 
 def test_started_programs_keep_bytecode(tmp_path: Path) -> None:
