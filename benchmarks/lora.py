@@ -54,6 +54,9 @@ def zero_step(place: Path, method: str, remat: str) -> Callable[[int], float]:
     import jax.numpy as jnp
 
     import zero
+    from zero.hosts.startup import keep_freed_memory
+
+    keep_freed_memory()  # as main_zero.py does
     from zero.exchange.peft_folder import peft_adapters, read_peft
     from zero.exchange.warm_start import warm_start
     from zero.models.config import GPTConfig

@@ -1,5 +1,7 @@
 """What is set before the devices start."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,3 +33,42 @@ def test_only_process_has_all_gpus(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert gpus_of_node() == expected
+
+
+LEFT = """
+import ctypes, sys
+import jax, jax.numpy as jnp
+from zero.hosts import startup
+
+if sys.argv[1] == "returns":
+    startup._LONG_COMPILATION = 0.0
+    startup.keep_freed_memory()
+else:
+    for parameter, value in ((startup._M_ARENA_MAX, 1), (startup._M_MMAP_MAX, 0), (startup._M_TRIM_THRESHOLD, -1)):
+        ctypes.CDLL(None).mallopt(parameter, value)
+
+def chain(x):
+    for number in range(400):
+        x = jnp.sin(x @ x.T + number) * x
+    return x
+
+def resident():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
+
+jax.jit(chain).lower(jnp.ones((8, 8))).compile()
+before = resident()
+ctypes.CDLL(None).malloc_trim(0)
+print(before - resident())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
+def test_memory_of_the_compiler_is_returned() -> None:
+    """After a compilation there is little left to return to the system; without the listener there is more."""
+    left = {}
+    for case in ("returns", "keeps"):
+        done = subprocess.run([sys.executable, "-c", LEFT, case], capture_output=True, text=True, check=True)
+        left[case] = float(done.stdout)
+    assert left["returns"] < 10 < left["keeps"], left

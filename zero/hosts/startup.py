@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -30,21 +31,31 @@ log = logging.getLogger(__name__)
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4
 _M_ARENA_MAX = -8
+_COMPILED = "/jax/core/compile/backend_compile_duration"  # an event of jax.monitoring
+_LONG_COMPILATION = 1.0  # seconds, from which the compiler's memory is worth a pass over the heap
 ACCELERATORS = {"accel*": "tpu", "vfio/*": "tpu", "nvidia0": "cuda12", "kfd": "rocm"}  # device files; extras of jax
 DEVICES = Path("/dev")
 
 
+@cache
 def keep_freed_memory() -> None:
     """Has glibc reuse freed memory instead of returning it to the system. Call it before jax starts its threads.
 
     XLA's CPU backend allocates a program's temporary memory at each call, and the system fills new pages with zeros:
-    with 80 MB a step spends a third of its time there (docs/decisions/cpu-speed.md).
+    with 80 MB a step spends a third of its time there (docs/decisions/cpu-speed.md). What the compiler of a large
+    program leaves is returned, before the program allocates more beside it.
     """
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None)
     for parameter, value in ((_M_ARENA_MAX, 1), (_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1)):
         libc.mallopt(parameter, value)
+
+    def return_what_is_left(event: str, duration_secs: float, **_: str | int) -> None:
+        if event == _COMPILED and duration_secs > _LONG_COMPILATION:
+            libc.malloc_trim(0)
+
+    jax.monitoring.register_event_duration_secs_listener(return_what_is_left)
 
 
 def start(
