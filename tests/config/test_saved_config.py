@@ -28,6 +28,10 @@ CHANGES = {  # from the start of the run, to what a resume may not change in it
     "optimizer=lion": "optimizer=lion",
     "tuning=lora": "tuning=lora",
 }
+OF_ADAPTERS = (
+    *("rank=2", "alpha=1", "targets=[query]", "base_dtype=bfloat16", "adapter=other"),
+    *("rank_pattern={query: 2}", "alpha_pattern={query: 2}", "modules_to_save=[vocabulary]"),
+)
 OF_CHOICES = {
     "optimizer=adamw": (
         "b1=0.8",
@@ -47,8 +51,8 @@ OF_CHOICES = {
         "scale_by_parameter=false",
     ),
     "optimizer=muon": ("b1=0.8", "newton_schulz_steps=4", "update_rms=0.1", "adam_b1=0.5", "adam_b2=0.5", "eps=1e-7"),
-    "tuning=lora": ("rank=2", "alpha=1", "dropout=0.1", "targets=[query]", "base_dtype=bfloat16", "adapter=other"),
-    "tuning=dora": ("rank=2", "alpha=1", "targets=[query]", "base_dtype=bfloat16", "adapter=other"),
+    "tuning=lora": ("dropout=0.1", *OF_ADAPTERS),
+    "tuning=dora": OF_ADAPTERS,
 }
 
 
@@ -218,12 +222,15 @@ def test_runs_from_before_groups() -> None:
     ]
     merged = merge_resumed(OmegaConf.create(EARLIER), compose(*given), given)
     assert merged.optimizer == {"name": "lion", "state_dtype": "int8", "b1": 0.8, "b2": 0.99, "decay": "rate"}
-    assert merged.objective == {"name": "dpo", "beta": 0.2}
+    assert merged.objective == {"name": "dpo", "beta": 0.2, "label_smoothing": 0.0, "smoothing": "conservative"}
     assert merged.tuning == {
         "name": "dora",
         "rank": 4,
         "alpha": 8.0,
         "targets": None,
+        "rank_pattern": None,
+        "alpha_pattern": None,
+        "modules_to_save": None,
         "base_dtype": "nf4",
         "adapter": None,
     }

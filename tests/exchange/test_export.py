@@ -32,6 +32,7 @@ from tests.exchange.random_weights import (
     without_padding,
 )
 from tests.helpers import cli, kills
+from tests.helpers.vllm_rules import objections
 from zero.checkpoints.manager import Checkpoints
 from zero.errors import UserError
 from zero.exchange import export as exporting
@@ -62,6 +63,8 @@ def test_equals_transformers(size: GPTConfig, tmp_path: Path) -> None:
     auto: Any = transformers.AutoModelForCausalLM
     model, loaded = auto.from_pretrained(tmp_path / "hf", output_loading_info=True, attn_implementation="eager")
     assert not any(loaded.values())
+    tied = model.all_tied_weights_keys
+    assert not objections(tmp_path / "hf", {name for name in model.state_dict() if name not in tied})
     prompt = (17, 4, 99)
     tokens, logits = greedy(size, prompt, 100)
     assert len(set(tokens.tolist())) > 10  # not one word a hundred times
@@ -95,6 +98,7 @@ def test_round_trip_of_an_export(size: GPTConfig, tmp_path: Path) -> None:
     export(str(tmp_path / "second"), tmp_path / "again")
     assert contents(tmp_path / "again") == contents(tmp_path / "hf")
     assert sorted(contents(tmp_path / "hf")) == FILES
+    assert not objections(tmp_path / "hf")
 
 
 @BOTH

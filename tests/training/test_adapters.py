@@ -254,7 +254,7 @@ def test_merged_weights_score_as_adapters(adapters: Adapters) -> None:
     plain = make_programs(base, adamw(0.1), StepOptions(RATE), on.devices)
     together = merge(on.frozen, own)
     np.testing.assert_allclose(plain.evaluate(together, rows)[0].item(), adapted, rtol=1e-5)
-    whole = named(merged(first_params(SIZE), first_adapters(adapters), adapters.scale))
+    whole = named(merged(first_params(SIZE), first_adapters(adapters), adapters))
     for name, x in named(zero.to_host(together, base.layout, base.axis)).items():
         np.testing.assert_allclose(x, whole[name], atol=1e-6, err_msg=name)
 
@@ -325,7 +325,7 @@ def descended(rank: int | None, steps: int) -> tuple[list[float], Any]:
         state, metrics = programs.step(state, Batch(tokens(0).reshape(8, -1, 12), np.arange(0, ROWS, 3)), frozen)
         losses.append(metrics["loss"].item())
     whole = zero.to_host(state.params, model.layout, model.axis)
-    return losses, whole if model.tuning is None else merged(first_params(SIZE), whole, model.tuning.adapters.scale)
+    return losses, whole if model.tuning is None else merged(first_params(SIZE), whole, model.tuning.adapters)
 
 
 def test_full_rank_takes_the_step_of_full_fine_tuning() -> None:

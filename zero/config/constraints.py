@@ -71,6 +71,21 @@ def list_of(check: Check) -> Check:
     )
 
 
+def map_of(check: Check, *names: str) -> Check:
+    """A mapping from some of these names to values that are numbers and satisfy `check`."""
+
+    def holds(values: dict[Any, Any]) -> bool:
+        numbers = [value for value in values.values() if type(value) in (int, float)]
+        return len(numbers) == len(values) and all(map(check.holds, numbers)) and set(values) <= set(names)
+
+    return Check(holds, f"{{NAME: number, ...}} of {', '.join(names)}, each {check.expected}")
+
+
+def whole_number(check: Check) -> Check:
+    """An integer that satisfies `check`."""
+    return Check(lambda value: type(value) is int and check.holds(value), f"a whole number, {check.expected}")
+
+
 def shown(value: Any) -> str:
     """A value as the command line takes it.
 

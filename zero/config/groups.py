@@ -22,16 +22,19 @@ from zero.config.constraints import (
     is_prompts,
     is_sets,
     list_of,
+    map_of,
     not_empty,
     one_of,
     positive,
     random_seed,
+    whole_number,
     zero_or_more,
 )
 from zero.config.keys import Check, key, named, section
-from zero.models.adapters import PRODUCTS
+from zero.models.adapters import PRODUCTS, TABLES
 from zero.models.stack import REMAT
 from zero.training.block_codes import FORMS
+from zero.training.dpo import LOSSES
 from zero.training.optimizer import DECAYED
 
 STATE_DTYPES = (*DTYPES, "int8")
@@ -214,6 +217,16 @@ class Dpo(Objective):
 
     name: str = named("dpo")
     beta: float = key(0.1, positive(), "Inverse temperature: the larger, the closer the model stays to the reference.")
+    label_smoothing: float = key(
+        0.0,
+        Check(lambda value: 0 <= value < 0.5, "at least 0, less than 0.5"),
+        "The share of the pairs whose preference is wrong, as TRL's label_smoothing.",
+    )
+    smoothing: str = key(
+        "conservative",
+        one_of(*LOSSES),
+        "What follows from it: conservative, the expected loss; or robust (arXiv 2403.00409), TRL's loss_type=robust.",
+    )
 
 
 # ---- tuning ---------------------------------------------------------------------------------------------------------
@@ -237,6 +250,9 @@ class Adapted(Tuning):
     rank: int
     alpha: float
     targets: list[str] | None
+    rank_pattern: dict[str, Any] | None
+    alpha_pattern: dict[str, Any] | None
+    modules_to_save: list[str] | None
     base_dtype: str
     adapter: str | None
     dropout: ClassVar[float] = 0.0
@@ -248,6 +264,27 @@ def _targets() -> Any:
         list_of(one_of(*PRODUCTS)),
         "Products of a layer that have adapters, of query, key, value, attention_out, mlp_in, mlp_gate, mlp_out; "
         "null: all that the model has.",
+    )
+
+
+def _rank_pattern() -> Any:
+    return key(
+        None,
+        map_of(whole_number(at_least(1)), *PRODUCTS),
+        "Products with another rank, such as {query: 8, mlp_in: 64}.",
+    )
+
+
+def _alpha_pattern() -> Any:
+    return key(None, map_of(positive(), *PRODUCTS), "Products with another alpha; each is divided by its own rank.")
+
+
+def _modules_to_save() -> Any:
+    return key(
+        None,
+        list_of(one_of(*TABLES)),
+        "Tables that are trained whole beside the adapters: vocabulary, the embeddings (and logits where these are "
+        "tied to them), and head, the logits.",
     )
 
 
@@ -289,6 +326,9 @@ class Lora(Adapted):
         0.0, fraction_below_one(), "Dropout rate of the inputs of adapters."
     )
     targets: list[str] | None = _targets()
+    rank_pattern: dict[str, Any] | None = _rank_pattern()
+    alpha_pattern: dict[str, Any] | None = _alpha_pattern()
+    modules_to_save: list[str] | None = _modules_to_save()
     base_dtype: str = _base_dtype()
     adapter: str | None = _adapter()
 
@@ -301,6 +341,9 @@ class Dora(Adapted):
     rank: int = _rank()
     alpha: float = _alpha()
     targets: list[str] | None = _targets()
+    rank_pattern: dict[str, Any] | None = _rank_pattern()
+    alpha_pattern: dict[str, Any] | None = _alpha_pattern()
+    modules_to_save: list[str] | None = _modules_to_save()
     base_dtype: str = _base_dtype()
     adapter: str | None = _adapter()
 

@@ -11,7 +11,7 @@ from zero.config.groups import Adapted
 from zero.config.schema import Config, EvaluateConfig, PlanConfig
 from zero.corpus.reading.synthetic import SYNTHETIC
 from zero.files import storage
-from zero.models.config import GPTConfig
+from zero.models.config import HEAD, VOCABULARY, GPTConfig
 from zero.models.stack import STORED, span_size
 from zero.training.block_codes import FORMS
 from zero.training.optimizer import ELEMENTWISE, MULTIPLIABLE, QUANTISABLE
@@ -187,9 +187,19 @@ def tuning_rules(config: Config, size: GPTConfig) -> Mistakes:
     lacking = {"mlp_gate"} if not size.gated else set[str]()
     if size.experts is not None and size.experts_every == 1:
         lacking |= {"mlp_in", "mlp_gate", "mlp_out"}
-    for name in sorted(lacking & {*(tuning.targets or ())}):
-        why = "its MLP has no gate" if size.experts is None else "adapters are not for experts"
-        yield "tuning.targets", f"products without {name}, as {why} in {of_model}"
+    patterns = {"rank_pattern": tuning.rank_pattern or {}, "alpha_pattern": tuning.alpha_pattern or {}}
+    for key, names in {"targets": tuning.targets or (), **patterns}.items():
+        for name in sorted(lacking & {*names}):
+            why = "its MLP has no gate" if size.experts is None else "adapters are not for experts"
+            yield f"tuning.{key}", f"products without {name}, as {why} in {of_model}"
+    for key, pattern in patterns.items():
+        if tuning.targets is not None and not set(pattern) <= set(tuning.targets):
+            yield f"tuning.{key}", f"products of tuning.targets={shown(tuning.targets)} only"
+    if size.tied and HEAD in (tuning.modules_to_save or ()):
+        yield (
+            "tuning.modules_to_save",
+            f"[{VOCABULARY}] or null, as the logits of {of_model} are tied to its vocabulary",
+        )
     if tuning.base_dtype in FORMS and zero.tensor_shards > 1:
         why = f"zero.tensor_shards={zero.tensor_shards} cuts blocks of codes"
         yield "tuning.base_dtype", f"float32 or bfloat16, as {why}"

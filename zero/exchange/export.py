@@ -107,7 +107,7 @@ def export(
         with new_directory(folder) as unfinished:
             if tuning is not None and not merges:
                 base = saved.base()["place"].removeprefix(PREFIX)
-                write_peft(unfinished, read, leaves, tuning.adapters, form.architecture, base)
+                write_peft(unfinished, read, leaves, tuning.adapters, form.architecture, base, form.size)
                 _save_tokenizer(tokenizer, unfinished)
                 return step
             if tuning is not None:

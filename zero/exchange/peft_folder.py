@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from zero.errors import Unavailable, UserError, first_line
 from zero.exchange.architecture import Architecture
 from zero.exchange.architecture_table import architecture_of
 from zero.files.parsing import json_object, reading
-from zero.models.adapters import LORA_A, LORA_B, MAGNITUDE, PRODUCTS, Adapters
-from zero.models.config import STACK, GPTConfig
+from zero.models.adapters import COPY, LORA_A, LORA_B, MAGNITUDE, PRODUCTS, TABLES, Adapters
+from zero.models.config import STACK, VOCABULARY, GPTConfig
 from zero.partition.layout import LeafLayout, PyTree
 from zero.partition.train_state import to_devices
 from zero.training.sharded_gpt import ShardedGPT
@@ -29,9 +30,6 @@ _PARTS = {LORA_A: "lora_A.weight", LORA_B: "lora_B.weight", MAGNITUDE: "lora_mag
 _FIXED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
-    "modules_to_save": (None, []),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
     "layers_to_transform": (None,),
     "layer_replication": (None,),
     "lora_bias": (False, None),
@@ -48,13 +46,14 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "velora_config": (None,),
     "use_bdlora": (None, False),
 }
-# Keys that change nothing of a trained adapter.
+# Keys that change nothing of a trained adapter, or that are read.
 _WITHOUT_EFFECT = frozenset(
     (
         *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
         *("r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out", "use_rslora"),
         *("megatron_config", "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
         *("use_dora", "qalora_group_size", "runtime_config", "ensure_weight_tying"),
+        *("rank_pattern", "alpha_pattern", "modules_to_save"),
     )
 )
 
@@ -67,14 +66,19 @@ def check_adapter_keys(path: Path, config: Mapping[str, Any]) -> None:
             raise UserError(f"{path}: {key} is {value!r}, expected {expected[0]!r}")
 
 
-def alpha_of(config: Mapping[str, Any]) -> float:
+def alpha_of(config: Mapping[str, Any], rank: int | None = None, alpha: float | None = None) -> float:
     """The `alpha` of zero: products are multiplied by alpha / rank. rsLoRA (arXiv 2312.03732) divides by its root.
+
+    Args:
+      config: the content of adapter_config.json.
+      rank: of the product; None for that of most.
+      alpha: of the product; None for that of most.
 
     >>> alpha_of({"r": 16, "lora_alpha": 8}), alpha_of({"r": 16, "lora_alpha": 8, "use_rslora": True})
     (8.0, 32.0)
     """
-    rank = int(config["r"])
-    alpha = float(config["lora_alpha"])
+    rank = int(config["r"]) if rank is None else rank
+    alpha = float(config["lora_alpha"] if alpha is None else alpha)
     return alpha * math.sqrt(rank) if config.get("use_rslora") else alpha
 
 
@@ -85,6 +89,7 @@ def write_peft(
     adapters: Adapters,
     architecture: Architecture,
     base: str,
+    size: GPTConfig,
 ) -> None:
     """Writes adapters into an empty folder, in float32.
 
@@ -95,27 +100,41 @@ def write_peft(
       adapters: their rank, alpha and dropout.
       architecture: of the model that they are for.
       base: name or path of its weights.
+      size: that model.
 
     Raises:
       UserError: a product shares its tensor with others in this architecture.
     """
     tensors: dict[str, np.ndarray] = {}
+    products: dict[str, str] = {}  # the modules of PEFT, and zero's names of them
+    tables: list[str] = []
     for leaf in leaves:
         name = tensor_name(leaf, architecture)
         whole = read(leaf).astype(np.float32)
+        module = leaf.rpartition("/")[0]
+        if module in TABLES:
+            tables.append(architecture.modules[module])
+            tensors[name] = np.ascontiguousarray(architecture.pack(leaf, [whole], size))
+            continue
+        products[architecture.modules[module].partition("{}.")[2]] = module.rpartition("/")[2]
         for layer in range(len(whole)):
             tensors[name.format(layer)] = np.ascontiguousarray(whole[layer].T)
-    modules = {architecture.modules[leaf.rpartition("/")[0]].partition("{}.")[2] for leaf in leaves}
+    ranks = {module: adapters.rank_of(product) for module, product in products.items()}
+    alphas = {module: adapters.alpha_of(product) for module, product in products.items()}
     config = {
+        "alpha_pattern": {module: alpha for module, alpha in alphas.items() if alpha != adapters.alpha},
         "base_model_name_or_path": base,
         "bias": "none",
+        "ensure_weight_tying": bool(tables) and size.tied,
         "fan_in_fan_out": not architecture.is_transposed,
         "inference_mode": True,
         "lora_alpha": adapters.alpha,
         "lora_dropout": adapters.dropout,
+        "modules_to_save": sorted(tables) or None,
         "peft_type": "LORA",
         "r": adapters.rank,
-        "target_modules": sorted(modules),
+        "rank_pattern": {module: rank for module, rank in ranks.items() if rank != adapters.rank},
+        "target_modules": sorted(products),
         "task_type": "CAUSAL_LM",
         "use_dora": adapters.has_magnitudes,
     }
@@ -133,6 +152,8 @@ def tensor_name(leaf: str, architecture: Architecture) -> str:
       UserError: the product shares its tensor with others in this architecture.
     """
     module, _, part = leaf.rpartition("/")
+    if part.startswith(COPY):
+        return _PREFIX + architecture.full_name(f"{module}/{part.removeprefix(COPY)}")
     name = architecture.modules[module]
     if list(architecture.modules.values()).count(name) > 1:
         raise UserError(
@@ -143,7 +164,7 @@ def tensor_name(leaf: str, architecture: Architecture) -> str:
 
 
 def peft_adapters(folder: Path, size: GPTConfig) -> Adapters:
-    """The rank, the scale and the products of the adapters in a folder of PEFT, without dropout.
+    """The ranks, the scales and the products of the adapters in a folder of PEFT, without dropout.
 
     Raises:
       UserError: it holds none for this model.
@@ -161,7 +182,62 @@ def peft_adapters(folder: Path, size: GPTConfig) -> Adapters:
     found = [name for name in targets if tensor_name(f"{STACK}/{name}/{LORA_A}", architecture).format(0) in names]
     if not found:
         raise UserError(f"{folder}: holds no adapter of a product of {architecture.model_type}")
-    return Adapters(rank, alpha, targets=tuple(found), has_magnitudes=bool(config.get("use_dora")))
+    ranks: list[tuple[str, int]] = []
+    alphas: list[tuple[str, float]] = []
+    with reading(f"{path}: expected modules and numbers under rank_pattern and alpha_pattern", re.error):
+        for name in found:
+            modules = [architecture.full_name(f"{STACK}/{name}/kernel").removesuffix(".weight")]
+            modules = [modules[0].format(layer) for layer in range(size.N)]
+            own_rank = int(_of_modules(path, config, "rank_pattern", modules) or rank)
+            own_alpha = alpha_of(config, own_rank, _of_modules(path, config, "alpha_pattern", modules))
+            if own_rank != rank:
+                ranks.append((name, own_rank))
+            if own_alpha != alpha:
+                alphas.append((name, own_alpha))
+    tables = _saved_tables(path, config, architecture, size)
+    return Adapters(
+        rank,
+        alpha,
+        targets=tuple(found),
+        has_magnitudes=bool(config.get("use_dora")),
+        ranks=tuple(sorted(ranks)),
+        alphas=tuple(sorted(alphas)),
+        tables=tables,
+    )
+
+
+def _of_modules(path: Path, config: Mapping[str, Any], key: str, modules: list[str]) -> Any:
+    """What a pattern has for a product, whose modules in all layers are these; None for nothing.
+
+    The first expression counts that an end of a module's name matches, as in PEFT.
+    """
+    pattern = config.get(key) or {}
+    values = []
+    for module in modules:
+        matching = [value for name, value in pattern.items() if re.match(rf"(.*\.)?({name})$", module)]
+        values.append(matching[0] if matching else None)
+    if any(value != values[0] for value in values):
+        raise UserError(f"{path}: {key} differs between layers of {modules[0]}, expected one value for all layers")
+    return values[0]
+
+
+def _saved_tables(
+    path: Path, config: Mapping[str, Any], architecture: Architecture, size: GPTConfig
+) -> tuple[str, ...]:
+    """The tables of the vocabulary that were trained whole (modules_to_save)."""
+    known = {architecture.modules[name]: name for name in TABLES if name in architecture.modules}
+    tables = set()
+    for module in config.get("modules_to_save") or []:
+        table = known.get(str(module).rpartition(".")[2])
+        if table is None:
+            raise UserError(f"{path}: modules_to_save holds {module!r}, expected {' or '.join(known)}")
+        tables.add(VOCABULARY if size.tied else table)
+    if tables and size.tied and not config.get("ensure_weight_tying"):
+        raise UserError(
+            f"{path}: modules_to_save without ensure_weight_tying unties {' and '.join(config['modules_to_save'])} "
+            "from the other table, expected ensure_weight_tying=true, as they are one in this model"
+        )
+    return tuple(table for table in TABLES if table in tables)
 
 
 def _opened(folder: Path) -> Any:
@@ -189,6 +265,21 @@ def read_peft(folder: Path, model: ShardedGPT) -> PyTree:
             key = {"rank": "r", "alpha": "lora_alpha"}[name]
             rs = f" with use_rslora, {value:g} of zero" if config.get("use_rslora") and name == "alpha" else ""
             raise UserError(f"{path}: {key} is {config[key]!r}{rs}, expected tuning.{name}={getattr(adapters, name):g}")
+    of_folder = peft_adapters(folder, model.config)
+    for product in of_folder.targets:
+        for key, number, wanted in (
+            ("rank_pattern", of_folder.rank_of(product), adapters.rank_of(product)),
+            ("alpha_pattern", of_folder.alpha_of(product), adapters.alpha_of(product)),
+        ):
+            if not math.isclose(number, wanted):
+                raise UserError(
+                    f"{path}: {key} gives {product} {number:g}, expected tuning.{key}={{{product}: {wanted:g}}}"
+                )
+    if set(of_folder.tables) != set(adapters.tables):
+        tables = f"[{', '.join(of_folder.tables)}]" if of_folder.tables else "null"
+        raise UserError(
+            f"{path}: modules_to_save is {config.get('modules_to_save')}, expected with tuning.modules_to_save={tables}"
+        )
     if bool(config.get("use_dora")) != adapters.has_magnitudes:
         method = "lora" if adapters.has_magnitudes else "dora"
         raise UserError(f"{path}: use_dora is {config.get('use_dora', False)}, expected with tuning={method}")
@@ -196,15 +287,21 @@ def read_peft(folder: Path, model: ShardedGPT) -> PyTree:
     with _opened(folder) as file:
         left_over = set(file.keys())
 
+        def tensor(name: str, leaf: LeafLayout, expected: tuple[int, ...]) -> np.ndarray:
+            found = tuple(file.get_slice(name).get_shape()) if name in left_over else "nothing"
+            if found != expected:
+                raise UserError(f"{folder}, tensor {name}: holds {found}, leaf {leaf.name} expects {expected}")
+            left_over.discard(name)
+            return np.asarray(file.get_tensor(name))
+
         def read(leaf: LeafLayout) -> np.ndarray:
+            if leaf.path[0] in TABLES:
+                whole = tensor(
+                    tensor_name(leaf.name, architecture), leaf, architecture.tensor_shape(leaf, model.config)
+                )
+                return architecture.unpack(leaf, whole, model.config).astype(leaf.dtype)
             names = [tensor_name(leaf.name, architecture).format(layer) for layer in range(leaf.shape[0])]
-            expected = leaf.shape[:0:-1]
-            for name in names:
-                found = tuple(file.get_slice(name).get_shape()) if name in left_over else "nothing"
-                if found != expected:
-                    raise UserError(f"{folder}, tensor {name}: holds {found}, leaf {leaf.name} expects {expected}")
-                left_over.discard(name)
-            return np.stack([file.get_tensor(name).T for name in names]).astype(leaf.dtype)
+            return np.stack([tensor(name, leaf, leaf.shape[:0:-1]).T for name in names]).astype(leaf.dtype)
 
         whole = model.layout.map(read)
     if left_over:

@@ -6,6 +6,9 @@ starts as it was. They are leaves beside the kernel, `lora_a` and `lora_b`.
 With magnitudes m, also trained, the column of each output has the norm m: W' = m (W + alpha / rank A B) / its norm. The
 norm is a constant to the gradient. A magnitude is a leaf `magnitude`; it starts as the norm of the column of W.
 
+Tables of the vocabulary may be trained whole beside adapters: a leaf `trained_NAME` is a copy of the leaf `NAME` of the
+base, and takes its place where the model computes.
+
 Source: LoRA (Hu et al., arXiv 2106.09685), section 4.1; DoRA (Liu et al., arXiv 2402.09353), sections 4.1 and 4.3.
 Initial values are those of PEFT.
 
@@ -28,9 +31,12 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from zero.models.elements import dropout, fold_keys
+from zero.models.part import HEAD, VOCABULARY
 
 LORA_A, LORA_B, MAGNITUDE = "lora_a", "lora_b", "magnitude"
 LEAVES = (LORA_A, LORA_B, MAGNITUDE)
+COPY = "trained_"  # begins the name of a leaf that is trained in place of one of the base
+TABLES = (VOCABULARY, HEAD)  # parts of a model that may be trained whole
 MATRICES = ("kernel", LORA_A, LORA_B)  # names of leaves that are matrices of products
 # The products of a layer, in the order of their numbers for dropout.
 PRODUCTS = ("query", "key", "value", "attention_out", "mlp_in", "mlp_gate", "mlp_out")
@@ -46,6 +52,9 @@ class Adapters:
       dropout: dropout rate of the input of an adapter.
       targets: names of products, of `PRODUCTS`; those that a model does not have, and those of experts, are left out.
       has_magnitudes: whether columns have trained norms (DoRA).
+      ranks: of products with another rank.
+      alphas: of products with another alpha.
+      tables: of `TABLES`, those that are trained whole; one that a model does not have is left out.
     """
 
     rank: int
@@ -53,39 +62,62 @@ class Adapters:
     dropout: float = 0.0
     targets: tuple[str, ...] = PRODUCTS
     has_magnitudes: bool = False
+    ranks: tuple[tuple[str, int], ...] = ()
+    alphas: tuple[tuple[str, float], ...] = ()
+    tables: tuple[str, ...] = ()
 
-    @property
-    def scale(self) -> float:
-        """The factor of the product (x A) B."""
-        return self.alpha / self.rank
+    def rank_of(self, product: str) -> int:
+        """The inner dimension of the adapter of a product."""
+        return dict(self.ranks).get(product, self.rank)
+
+    def alpha_of(self, product: str) -> float:
+        """The alpha of a product."""
+        return dict(self.alphas).get(product, self.alpha)
+
+    def scale_of(self, product: str) -> float:
+        """The factor of (x A) B of a product.
+
+        >>> adapters = Adapters(4, 8.0, ranks=(("query", 16),))
+        >>> adapters.scale_of("key"), adapters.scale_of("query")
+        (2.0, 0.5)
+        """
+        return self.alpha_of(product) / self.rank_of(product)
 
     def shapes(self, params: Any) -> Any:
-        """The tree of adapters for a tree of whole parameters or shapes, as float32 `jax.ShapeDtypeStruct`s.
+        """The tree of what is trained for a tree of whole parameters or shapes, as float32 `jax.ShapeDtypeStruct`s.
 
         >>> kernel = jax.ShapeDtypeStruct((2, 6, 8), jnp.float32)
         >>> shapes = Adapters(rank=3, alpha=3).shapes({"blocks": {"query": {"kernel": kernel}, "norm": {}}})
         >>> jax.tree.map(lambda leaf: leaf.shape, shapes)
         {'blocks': {'query': {'lora_a': (2, 6, 3), 'lora_b': (2, 3, 8)}}}
+        >>> Adapters(3, 3, tables=("head",)).shapes({"head": {"table": kernel}})
+        {'head': {'trained_table': ShapeDtypeStruct(shape=(2, 6, 8), dtype=float32)}}
         """
 
         def below(tree: Any, name: str) -> Any:
             if name in self.targets and "kernel" in tree:
                 *layers, inputs, outputs = tree["kernel"].shape
-                shapes: dict[str, tuple[int, ...]] = {LORA_A: (inputs, self.rank), LORA_B: (self.rank, outputs)}
+                rank = self.rank_of(name)
+                shapes: dict[str, tuple[int, ...]] = {LORA_A: (inputs, rank), LORA_B: (rank, outputs)}
                 shapes |= {MAGNITUDE: (outputs,)} if self.has_magnitudes else {}
                 return {leaf: jax.ShapeDtypeStruct((*layers, *own), jnp.float32) for leaf, own in shapes.items()}
             subtrees = {key: below(one, key) for key, one in tree.items() if isinstance(one, dict) and key != "experts"}
             return {key: one for key, one in subtrees.items() if one}
 
-        return below(params, "")
+        copies = {}
+        for table in self.tables:
+            if table in params:
+                leaves = params[table].items()
+                copies[table] = {COPY + leaf: jax.ShapeDtypeStruct(x.shape, jnp.float32) for leaf, x in leaves}
+        return {**below(params, ""), **copies}
 
     def init(self, key: jax.Array, shapes: Any) -> Any:
-        """Whole new adapters of these shapes: A uniform within 1 / sqrt(I), B and magnitudes zero."""
+        """Whole new adapters of these shapes: A uniform within 1 / sqrt(I), zeros for B and what the base has."""
         numbers = itertools.count()
 
         def new(path: Any, leaf: Any) -> jax.Array:
             own = jax.random.fold_in(key, next(numbers))
-            if path[-1].key in (LORA_B, MAGNITUDE):
+            if path[-1].key != LORA_A:
                 return jnp.zeros(leaf.shape)
             bound = 1 / math.sqrt(leaf.shape[-2])
             return jax.random.uniform(own, leaf.shape, minval=-bound, maxval=bound)
@@ -116,18 +148,19 @@ class AdaptedDense(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         inputs = x.shape[-1]
-        rank = self.adapters.rank
+        rank = self.adapters.rank_of(str(self.name))
+        scale = self.adapters.scale_of(str(self.name))
         kernel_IO = self.param("kernel", self.kernel_init, (inputs, self.features)).astype(self.dtype)
         a_IR = self.param(LORA_A, nn.initializers.zeros, (inputs, rank)).astype(self.dtype)
         b_RO = self.param(LORA_B, nn.initializers.zeros, (rank, self.features)).astype(self.dtype)
         keys_B = fold_keys(self.keys_B, PRODUCTS.index(str(self.name)))
         x = x.astype(self.dtype)
         low = _times(_times(dropout(x, self.adapters.dropout, keys_B), a_IR), b_RO)
-        y = _times(x, kernel_IO) + self.adapters.scale * low
+        y = _times(x, kernel_IO) + scale * low
         y = y if self.total is None else self.total(y)
         if self.adapters.has_magnitudes:
             magnitude_O = self.param(MAGNITUDE, nn.initializers.zeros, (self.features,)).astype(jnp.float32)
-            squares_O = column_squares(kernel_IO, a_IR, b_RO, self.adapters.scale)
+            squares_O = column_squares(kernel_IO, a_IR, b_RO, scale)
             squares_O = squares_O if self.stack is None else self.stack(squares_O).sum(0)
             ratio_O = magnitude_O / lax.stop_gradient(jnp.sqrt(squares_O))
             y = y * ratio_O.astype(self.dtype).reshape((1,) * (y.ndim - 1) + (-1,))
@@ -162,7 +195,7 @@ def split_adapters(params: Any) -> tuple[Any, Any]:
                 adapters[name] = adapters_within
             if others_within:
                 others[name] = others_within
-        elif name in LEAVES:
+        elif name in LEAVES or name.startswith(COPY):
             adapters[name] = value
         else:
             others[name] = value
@@ -181,34 +214,73 @@ def combine(params: Any, others: Any) -> Any:
     return both
 
 
-def merged(params: Any, adapters: Any, scale: float) -> Any:
+def resolved(params: Any) -> Any:
+    """The tree in which trained copies have taken the places of their leaves.
+
+    >>> resolved({"head": {"table": 1, "trained_table": 2}, "norm": {"scale": 3}})
+    {'head': {'table': 2}, 'norm': {'scale': 3}}
+    """
+    own = {name: resolved(value) if isinstance(value, dict) else value for name, value in params.items()}
+    copies = {name.removeprefix(COPY): value for name, value in own.items() if name.startswith(COPY)}
+    return {name: copies.get(name, value) for name, value in own.items() if not name.startswith(COPY)}
+
+
+def with_copies(adapters: Any, base: Any) -> Any:
+    """The adapters, with the leaves of the base as trained copies; whole, or shards of both.
+
+    >>> with_copies({"head": {"trained_table": jnp.zeros(1)}}, {"head": {"table": jnp.ones(1)}})["head"]
+    {'trained_table': Array([1.], dtype=float32)}
+    """
+    filled: dict[str, Any] = {}
+    for name, value in adapters.items():
+        if isinstance(value, dict):
+            filled[name] = with_copies(value, base[name])
+        else:
+            is_copy = name.startswith(COPY)
+            filled[name] = base[name.removeprefix(COPY)].astype(value.dtype) if is_copy else value
+    return filled
+
+
+def merged(params: Any, trained: Any, adapters: Adapters, name: str = "") -> Any:
     """The parameters, whole, of a model without adapters that computes the same, in float32.
 
-    W + scale A B, or with magnitudes its columns of these norms.
+    W + scale A B, or with magnitudes its columns of these norms; trained copies take the places of their leaves.
 
-    >>> adapters = {"query": {"lora_a": jnp.ones((1, 2)), "lora_b": jnp.ones((2, 1))}}
-    >>> merged({"query": {"kernel": jnp.ones((1, 1))}}, adapters, 0.5)["query"]["kernel"].tolist()
+    Args:
+      params: of the model, or of its part `name`.
+      trained: the values of what is trained, of the same part.
+      adapters: what these values are.
+      name: of the part; "" for the whole model.
+
+    >>> trained = {"query": {"lora_a": jnp.ones((1, 2)), "lora_b": jnp.ones((2, 1))}}
+    >>> merged({"query": {"kernel": jnp.ones((1, 1))}}, trained, Adapters(2, 1.0))["query"]["kernel"].tolist()
     [[2.0]]
     """
-    if LORA_A in adapters:
-        low = jnp.matmul(adapters[LORA_A], adapters[LORA_B], precision=lax.Precision.HIGHEST)
-        kernel_IO = params["kernel"] + scale * low.astype(jnp.float32)
-        if MAGNITUDE in adapters:
+    if LORA_A in trained:
+        low = jnp.matmul(trained[LORA_A], trained[LORA_B], precision=lax.Precision.HIGHEST)
+        kernel_IO = params["kernel"] + adapters.scale_of(name) * low.astype(jnp.float32)
+        if MAGNITUDE in trained:
             norms_O = jnp.linalg.norm(kernel_IO, axis=-2)
-            kernel_IO = kernel_IO * (adapters[MAGNITUDE] / norms_O)[..., None, :]
+            kernel_IO = kernel_IO * (trained[MAGNITUDE] / norms_O)[..., None, :]
         return {**params, "kernel": kernel_IO}
-    return {name: merged(one, adapters[name], scale) if name in adapters else one for name, one in params.items()}
+    both = {}
+    for part, value in params.items():
+        both[part] = merged(value, trained[part], adapters, part) if isinstance(trained.get(part), dict) else value
+    return resolved({**both, **{leaf: value for leaf, value in trained.items() if leaf.startswith(COPY)}})
 
 
-def measured(params: Any, adapters: Any, scale: float) -> Any:
-    """The adapters, whole, with the norms of the columns of W + scale A B as magnitudes: those do not change it.
+def measured(params: Any, trained: Any, adapters: Adapters, name: str = "") -> Any:
+    """What is trained, whole, with the norms of the columns of W + scale A B as magnitudes: those do not change it.
 
-    >>> adapters = {"query": {"lora_a": jnp.zeros((2, 1)), "lora_b": jnp.zeros((1, 1)), "magnitude": jnp.zeros(1)}}
-    >>> measured({"query": {"kernel": jnp.asarray([[3.0], [4.0]])}}, adapters, 1.0)["query"]["magnitude"].tolist()
+    Arguments are those of `merged`.
+
+    >>> trained = {"query": {"lora_a": jnp.zeros((2, 1)), "lora_b": jnp.zeros((1, 1)), "magnitude": jnp.zeros(1)}}
+    >>> kernel = {"query": {"kernel": jnp.asarray([[3.0], [4.0]])}}
+    >>> measured(kernel, trained, Adapters(1, 1.0))["query"]["magnitude"].tolist()
     [5.0]
     """
-    if MAGNITUDE in adapters:
-        squares_O = column_squares(params["kernel"], adapters[LORA_A], adapters[LORA_B], scale)
-        return {**adapters, MAGNITUDE: jnp.sqrt(squares_O)}
-    below = {name: measured(params[name], one, scale) for name, one in adapters.items() if isinstance(one, dict)}
-    return {**adapters, **below}
+    if MAGNITUDE in trained:
+        squares_O = column_squares(params["kernel"], trained[LORA_A], trained[LORA_B], adapters.scale_of(name))
+        return {**trained, MAGNITUDE: jnp.sqrt(squares_O)}
+    parts = [part for part, value in trained.items() if isinstance(value, dict)]
+    return {**trained, **{part: measured(params[part], trained[part], adapters, part) for part in parts}}

@@ -11,7 +11,7 @@ from zero.partition.layout import PyTree
 from zero.partition.pmapped import pmap
 from zero.run.restore import TrainingPosition
 from zero.training.sharded_gpt import ShardedGPT
-from zero.training.tuning import hold_shards, measure_shards
+from zero.training.tuning import hold_shards, neutral_shards
 
 
 def load_unchanged(
@@ -49,9 +49,9 @@ def load_base(config: Config, model: ShardedGPT, position: TrainingPosition) -> 
 
 
 def fit_to_base(adapters: PyTree, frozen: PyTree, model: ShardedGPT) -> PyTree:
-    """New adapters, which change nothing of this base: magnitudes are the norms of its columns."""
-    if model.tuning is None or not model.tuning.adapters.has_magnitudes:
+    """New adapters, which change nothing of this base: its magnitudes, and copies of its tables."""
+    if model.tuning is None or not (model.tuning.adapters.has_magnitudes or model.tuning.adapters.tables):
         return adapters
     layouts: Any = {"layout": model.base.layout, "held": model.frozen_layout, "low": model.layout}
-    measure = partial(measure_shards, **layouts, axis=model.axis, tuning=model.tuning)
-    return pmap(measure, model.axis.name)(frozen, adapters)
+    fit = partial(neutral_shards, **layouts, axis=model.axis, tuning=model.tuning)
+    return pmap(fit, model.axis.name)(frozen, adapters)

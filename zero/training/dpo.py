@@ -8,7 +8,10 @@ Shapes: R rows of one device, chosen and rejected texts in turn; P = R / 2 pairs
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +21,7 @@ from zero.partition.layout import PyTree
 from zero.training.batch import Rows, next_tokens
 from zero.training.objective import Objective
 from zero.training.sharded_gpt import ShardedGPT
+from zero.training.tuning import neutral_shards
 
 METRICS = (
     *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
@@ -25,12 +29,47 @@ METRICS = (
 )
 
 
-def dpo(beta: float) -> Objective:
-    """The objective with this inverse temperature of the implicit rewards."""
-    return Objective(_count, partial(_total, beta=beta), METRICS, rows=2, has_reference=True)
+def _conservative(margins: jax.Array, flipped: float) -> jax.Array:
+    """The expected loss where this share of the preferences is wrong (arXiv 2403.00409, equation 8)."""
+    return -(1 - flipped) * jax.nn.log_sigmoid(margins) - flipped * jax.nn.log_sigmoid(-margins)
 
 
-def pair_losses(logps_P2: jax.Array, reference_P2: jax.Array, beta: float) -> tuple[jax.Array, dict[str, jax.Array]]:
+def _robust(margins: jax.Array, flipped: float) -> jax.Array:
+    """What the loss would be without the wrong preferences, in the mean (Chowdhury et al., arXiv 2403.00409, eq. 9)."""
+    of_wrong = flipped * jax.nn.log_sigmoid(-margins)
+    return (of_wrong - (1 - flipped) * jax.nn.log_sigmoid(margins)) / (1 - 2 * flipped)
+
+
+# From the margins of rewards (P,) and the share of preferences that are wrong, below 0.5, to the losses (P,). In TRL
+# these are "robust", and "aot" with batches of one pair; where no preference is wrong both are "sigmoid".
+LOSSES: Mapping[str, Callable[[jax.Array, float], jax.Array]] = MappingProxyType(
+    {"conservative": _conservative, "robust": _robust}
+)
+
+_CERTAIN = partial(_conservative, flipped=0.0)
+
+
+def dpo(beta: float, label_smoothing: float = 0.0, smoothing: str = "conservative") -> Objective:
+    """The objective.
+
+    Args:
+      beta: the inverse temperature of the implicit rewards.
+      label_smoothing: the share of the preferences that are wrong.
+      smoothing: what follows from it, an entry of `LOSSES`.
+    """
+
+    def loss(margins: jax.Array) -> jax.Array:
+        return LOSSES[smoothing](margins, label_smoothing)
+
+    return Objective(_count, partial(_total, beta=beta, loss=loss), METRICS, rows=2, has_reference=True)
+
+
+def pair_losses(
+    logps_P2: jax.Array,
+    reference_P2: jax.Array,
+    beta: float,
+    loss: Callable[[jax.Array], jax.Array] = _CERTAIN,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The loss of each pair `(P,)` and its metrics, from log-probabilities of the chosen and the rejected text.
 
     >>> losses, metrics = pair_losses(jnp.asarray([[-5.0, -9.0]]), jnp.asarray([[-6.0, -8.0]]), beta=0.5)
@@ -40,7 +79,7 @@ def pair_losses(logps_P2: jax.Array, reference_P2: jax.Array, beta: float) -> tu
     rewards_P2 = beta * (logps_P2 - reference_P2)
     chosen, rejected = rewards_P2.T
     values = (chosen, rejected, (chosen > rejected).astype(jnp.float32), chosen - rejected, *logps_P2.T)
-    return -jax.nn.log_sigmoid(chosen - rejected), dict(zip(METRICS, values, strict=True))
+    return loss(chosen - rejected), dict(zip(METRICS, values, strict=True))
 
 
 def _is_pair(tokens_RT: Rows) -> jax.Array:
@@ -53,7 +92,7 @@ def _count(model: ShardedGPT, tokens_RT: Rows) -> jax.Array:
 
 
 def _total(
-    model: ShardedGPT, losses: jax.Array, tokens: Rows, reference: Rows | None, *, beta: float
+    model: ShardedGPT, losses: jax.Array, tokens: Rows, reference: Rows | None, *, beta: float, loss: Any
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """A pair's loss is no sum over tokens, and a device of a group has only some of the tokens of its rows.
 
@@ -66,7 +105,7 @@ def _total(
     is_first = model.is_first_of_group()
 
     def of_rows(logps_R: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        of_pairs = pair_losses(logps_R.reshape(-1, 2), jnp.reshape(reference, (-1, 2)), beta)
+        of_pairs = pair_losses(logps_R.reshape(-1, 2), jnp.reshape(reference, (-1, 2)), beta, loss)
         total, sums = jax.tree.map(lambda x_P: jnp.sum(jnp.where(is_pair_P, x_P, 0)), of_pairs)
         return total, sums
 
@@ -86,8 +125,10 @@ def reference_step(weights: PyTree, tokens: jax.Array, *, model: ShardedGPT, mic
       micro_batches: parts that the rows are split into, one forward pass each; divides R.
     """
     if model.tuning is not None:  # x W + s (x A) B with zeros for A and B
-        shapes = model.layout.shard_shapes()
-        weights = model.weights(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), {}, weights)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), model.layout.shard_shapes())
+        layouts: Any = {"layout": model.base.layout, "held": model.frozen_layout, "low": model.layout}
+        adapters = neutral_shards(weights, zeros, **layouts, axis=model.axis, tuning=model.tuning)
+        weights = model.weights(adapters, {}, weights)
     variables = model.gather_params(weights)
 
     def of_rows(rows: jax.Array) -> jax.Array:

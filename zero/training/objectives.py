@@ -9,9 +9,14 @@ from typing import Any
 from zero.training.dpo import dpo
 from zero.training.objective import LIKELIHOOD, Objective
 
+
+def _dpo(keys: Mapping[str, Any]) -> Objective:
+    return dpo(keys["beta"], keys.get("label_smoothing", 0.0), keys.get("smoothing", "conservative"))
+
+
 # From the keys of a choice to the objective.
 OBJECTIVES: Mapping[str, Callable[[Mapping[str, Any]], Objective]] = MappingProxyType(
-    {"likelihood": lambda keys: LIKELIHOOD, "dpo": lambda keys: dpo(keys["beta"])}
+    {"likelihood": lambda keys: LIKELIHOOD, "dpo": _dpo}
 )
 
 

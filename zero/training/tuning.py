@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zero.models.adapters import PRODUCTS, Adapters, combine, measured, merged
+from zero.models.adapters import PRODUCTS, Adapters, combine, measured, merged, resolved, with_copies
 from zero.models.config import STACK
 from zero.partition.collectives.axis import Axis
 from zero.partition.layout import Layout, PyTree
@@ -50,10 +50,17 @@ def make_tuning(keys: Mapping[str, Any]) -> Tuning | None:
     if name in ("none", "all"):
         return None
     targets = PRODUCTS if keys["targets"] is None else tuple(keys["targets"])
-    has_magnitudes = name == "dora"
-    return Tuning(
-        Adapters(keys["rank"], keys["alpha"], keys.get("dropout", 0.0), targets, has_magnitudes), keys["base_dtype"]
+    adapters = Adapters(
+        keys["rank"],
+        keys["alpha"],
+        keys.get("dropout", 0.0),
+        targets,
+        has_magnitudes=name == "dora",
+        ranks=tuple(sorted((keys.get("rank_pattern") or {}).items())),
+        alphas=tuple(sorted((keys.get("alpha_pattern") or {}).items())),
+        tables=tuple(keys.get("modules_to_save") or ()),
     )
+    return Tuning(adapters, keys["base_dtype"])
 
 
 def with_frozen(module_class: type[nn.Module], thaw: Callable[[PyTree], PyTree]) -> type[nn.Module]:
@@ -61,7 +68,7 @@ def with_frozen(module_class: type[nn.Module], thaw: Callable[[PyTree], PyTree])
 
     def use(variables: PyTree) -> PyTree:
         frozen = lax.stop_gradient(thaw(variables.get(FROZEN, {})))
-        return {"params": combine(frozen, variables.get("params", {}))}
+        return {"params": resolved(combine(frozen, variables.get("params", {})))}
 
     lifted: type[nn.Module] = nn.map_variables(module_class, ["params", FROZEN], use, mutable=False)
     return lifted
@@ -76,6 +83,20 @@ def hold_shards(base: PyTree, *, layout: Layout, held: Layout, axis: Axis, form:
         return shard(hold(gather(layer, layout, axis), form), held, axis)
 
     return {**base, STACK: lax.map(hold_layer, base[STACK])}
+
+
+def neutral_shards(
+    frozen: PyTree, adapters: PyTree, *, layout: Layout, held: Layout, low: Layout, axis: Axis, tuning: Tuning
+) -> PyTree:
+    """Shards of adapters that change nothing of this base, from new ones, whose B is zero.
+
+    Magnitudes are those of the base (`measure_shards`, whose arguments these are), and tables are copies of its own.
+    Call inside pmap.
+    """
+    if tuning.adapters.has_magnitudes:
+        layouts: Any = {"layout": layout, "held": held, "low": low}
+        adapters = measure_shards(frozen, adapters, **layouts, axis=axis, tuning=tuning)
+    return with_copies(adapters, frozen)
 
 
 def measure_shards(
@@ -94,7 +115,7 @@ def measure_shards(
     def measure_layer(xs: tuple[PyTree, PyTree]) -> PyTree:
         layer, adapters = xs
         whole = layout.map(lambda leaf, x: thaw(leaf.shape, x, form, jnp.float32), gather(layer, held, axis))
-        return shard(measured(whole, gather(adapters, low, axis), tuning.adapters.scale), low, axis)
+        return shard(measured(whole, gather(adapters, low, axis), tuning.adapters), low, axis)
 
     return {**adapters, STACK: lax.map(measure_layer, (frozen[STACK], adapters[STACK]))}
 
@@ -113,7 +134,8 @@ def merge_shards(base: PyTree, adapters: PyTree, *, layout: Layout, low: Layout,
         layer, adapters = xs
         held = hold(gather(layer, layout, axis), form)
         whole = layout.map(lambda leaf, x: thaw(leaf.shape, x, form, jnp.float32), held)
-        return shard(merged(whole, gather(adapters, low, axis), tuning.adapters.scale), layout, axis)
+        return shard(merged(whole, gather(adapters, low, axis), tuning.adapters), layout, axis)
 
-    rest = jax.tree.map(lambda x: x.astype(jnp.float32), base)
+    tables = {name: x for name, x in adapters.items() if name != STACK}
+    rest = resolved(combine(jax.tree.map(lambda x: x.astype(jnp.float32), base), tables))
     return {**rest, STACK: lax.map(merge_layer, (base[STACK], adapters[STACK]))}
