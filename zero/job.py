@@ -115,12 +115,9 @@ def make_axis(zero: Zero, devices: Sequence[Any] | None = None) -> Axis:
     if zero.expert_shards > 1:
         axis = Axis.with_expert_groups("zero", len(devices), zero.expert_shards, zero.replicas)
         return dataclasses.replace(axis, exchanges=exchanges)
-    hosts = [device.process_index for device in devices]
-    for key in ("tensor_shards", "context_shards"):
-        size = getattr(zero, key)
-        if any(len(set(hosts[i : i + size])) > 1 for i in range(0, len(hosts), size)):
-            raise UserError(f"zero.{key}={size}: expected groups of devices of one host")
-    if zero.phases == "torus" or (zero.phases == "auto" and has_torus):
+    if zero.phases == "torus" and zero.tensor_shards > 1:
+        axis = _tensor_lines(zero, devices)
+    elif zero.phases == "torus" or (zero.phases == "auto" and has_torus):
         axis = Axis.from_devices("zero", devices)
     elif zero.tensor_shards == 1:
         axis = Axis("zero", (zero.replicas, len(devices) // zero.replicas))
@@ -128,6 +125,15 @@ def make_axis(zero: Zero, devices: Sequence[Any] | None = None) -> Axis:
         replicas = zero.replicas if zero.stage else len(devices) // zero.tensor_shards  # stage 0: one per tensor group
         axis = Axis.with_tensor_groups("zero", len(devices), zero.tensor_shards, replicas)
     return dataclasses.replace(axis, context=zero.context_shards, exchanges=exchanges)
+
+
+def _tensor_lines(zero: Zero, devices: Sequence[Any]) -> Axis:
+    if not hasattr(devices[0], "coords"):
+        raise UserError("zero.phases=torus: expected auto or flat, as these devices are no TPU slice")
+    try:
+        return Axis.with_tensor_lines("zero", devices, zero.tensor_shards)
+    except ValueError as error:
+        raise UserError(f"zero.tensor_shards={zero.tensor_shards} with zero.phases=torus: {error}") from error
 
 
 def exchanges_gradients(devices: Sequence[Any]) -> bool:
@@ -182,7 +188,8 @@ def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = No
     device = (devices or jax.devices())[0]
     speed = SPEEDS.get(device.device_kind) if device.platform == "tpu" else None
     if config.zero.remat == "auto" and speed is not None and model.stage == 3 and not options.fused_update:
-        rows = rows or objective.rows * training.batch_size // (jax.local_device_count() // model.axis.row_group)
+        global_rows = objective.rows * training.batch_size * jax.process_count()
+        rows = rows or global_rows * model.axis.row_group // model.axis.size
         remat = fitting_remat(model, rows // options.micro_batches, config.data.max_context, held, speed.capacity)
         log.info("zero.remat=auto: %s", remat)
         model = dataclasses.replace(model, remat=remat)

@@ -8,7 +8,8 @@ from zero.corpus.reading.shards import RowFormat
 
 
 def open_loader(index: Any, **options: Any) -> Loader:
-    """Each option goes into the record that has it, or to the loader itself."""
+    """Each option goes into the record that has it, or to the loader itself; `host` of `hosts` reads its part."""
+    options |= {"parts": (options.pop("host", 0),), "count": options.pop("hosts", 1)}
 
     def taken(record: Any) -> Any:
         names = [field.name for field in fields(record)]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests.helpers import cli, hosts
+from zero.corpus.reading.loader import Batching
 from zero.corpus.reading.synthetic import SYNTHETIC, SyntheticLoader
 from zero.errors import UserError
 from zero.tracking.metrics_file import read_metrics, read_resumes
@@ -20,7 +21,7 @@ COMPUTED = (
 
 def test_rows_are_pcg64() -> None:
     """Row r is PCG64(seed, r) below the vocabulary, on any number of hosts and from any batch on."""
-    loader = SyntheticLoader("synthetic", 6, 5, 11, seed=3)
+    loader = SyntheticLoader("synthetic", Batching(6), 5, 11, seed=3)
     batches = loader.batches()
     first, second = next(batches), next(batches)
     expected = np.stack([np.random.PCG64((3, row)).random_raw(5) % 11 for row in range(12)])
@@ -28,18 +29,19 @@ def test_rows_are_pcg64() -> None:
     again = next(loader.batches(first.cursor))
     np.testing.assert_array_equal(again.tokens, second.tokens)
     assert again.cursor == second.cursor == json.loads(json.dumps(second.cursor))
-    parts = [next(SyntheticLoader("synthetic", 6, 5, 11, 3, host, 3).batches(first.cursor)).tokens for host in range(3)]
-    np.testing.assert_array_equal(np.concatenate(parts), second.tokens)
-    assert next(SyntheticLoader("synthetic:ones", 2, 5, 11).batches()).tokens.tolist() == [[1] * 5] * 2
+    for number in range(3):
+        part = SyntheticLoader("synthetic", Batching(6, (number,), 3), 5, 11, 3)
+        np.testing.assert_array_equal(next(part.batches(first.cursor)).tokens, second.tokens[2 * number :][:2])
+    assert next(SyntheticLoader("synthetic:ones", Batching(2), 5, 11).batches()).tokens.tolist() == [[1] * 5] * 2
 
 
 def test_cursor_of_other_rows() -> None:
     """A cursor of another seed, batch or kind is refused by the difference."""
-    cursor = next(SyntheticLoader("synthetic", 6, 5, 11, seed=3).batches()).cursor
+    cursor = next(SyntheticLoader("synthetic", Batching(6), 5, 11, seed=3).batches()).cursor
     for other, named in (
-        (SyntheticLoader("synthetic", 6, 5, 11, seed=4), "seed=3, not to seed=4"),
-        (SyntheticLoader("synthetic", 8, 5, 11, seed=3), "global_rows=6, not to global_rows=8"),
-        (SyntheticLoader("synthetic:ones", 6, 5, 11, seed=3), "synthetic=0, not to synthetic=1"),
+        (SyntheticLoader("synthetic", Batching(6), 5, 11, seed=4), "seed=3, not to seed=4"),
+        (SyntheticLoader("synthetic", Batching(8), 5, 11, seed=3), "global_rows=6, not to global_rows=8"),
+        (SyntheticLoader("synthetic:ones", Batching(6), 5, 11, seed=3), "synthetic=0, not to synthetic=1"),
     ):
         with pytest.raises(UserError, match=named):
             next(other.batches(cursor))

@@ -30,7 +30,8 @@ from zero.models.gpt import GPT
 from zero.training.batch import Batch
 from zero.training.optimizer import adamw
 from zero.training.parts import StepOptions, TrainState
-from zero.training.programs import Programs, make_programs, split_rows
+from zero.training.programs import Programs, make_programs
+from zero.training.row_places import split_rows
 from zero.training.schedules import LearningRate
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.step import state_layout
@@ -183,9 +184,8 @@ def tokens(step: int, context: int = 12) -> np.ndarray:
 
 
 def batch(setup: Setup, step: int, data: Data = tokens) -> Batch:
-    group = setup.model.axis.row_group  # neighbours that have the same rows
-    rows = split_rows(data(step), len(setup.devices), group)
-    first = np.arange(len(rows)) // group * rows.shape[1]
+    rows = split_rows(data(step), setup.model.axis)
+    first = np.asarray(setup.model.axis.row_group_of_device()) * rows.shape[1]
     return Batch(rows, first.astype(np.int32))
 
 

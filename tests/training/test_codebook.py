@@ -28,7 +28,8 @@ from zero.models.codebook import METRICS, codebook_metrics
 from zero.models.gated_unit import CODEBOOK
 from zero.models.gpt import GPT
 from zero.training.inference import Sampling
-from zero.training.programs import make_inference, split_rows
+from zero.training.programs import make_inference
+from zero.training.row_places import split_rows
 
 CONFIG = dataclasses.replace(VQ, dropout=0.0)
 
@@ -165,7 +166,7 @@ def test_text_of_tensor_groups() -> None:
     """Losses and greedy text of groups are those of one device, decoded with a part of the memory on each."""
     on = setup(8, 3, config=CUT, axis=zero.Axis.with_tensor_groups("zero", 8, 4, replicas=1))
     weights, rows = on.first_weights(), np.maximum(tokens(0, 13)[:8], 0)
-    losses, _ = make_inference(on.model, devices=on.devices).score(weights, split_rows(rows, 8, 4))
+    losses, _ = make_inference(on.model, devices=on.devices).score(weights, split_rows(rows, on.model.axis))
     apply: Any = jax.jit(GPT(CUT).apply)
     expected = apply(whole(on, weights), rows, np.roll(rows, -1, axis=1))
     np.testing.assert_allclose(losses, expected[:, :-1], rtol=1e-5)

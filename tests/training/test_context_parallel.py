@@ -31,7 +31,7 @@ from zero.models.families import FAMILIES
 from zero.models.gpt import GPT
 from zero.partition.collectives.context_group import ContextGroup
 from zero.training.batch import Batch
-from zero.training.programs import split_rows
+from zero.training.row_places import split_rows
 
 CONTEXT = 48  # of 2 devices pieces of 12 positions, of 4 of 6, of 8 of 3
 # 5 heads and 43 divide by nothing.
@@ -137,7 +137,7 @@ def test_evaluation_equals_whole_rows() -> None:
     rows = tokens(0, CONTEXT)
     for on in (setup(8, 3, config=ODD), setup(8, 3, config=ODD, axis=axis(4))):
         params = on.first_weights()
-        total, scored, _ = on.programs.evaluate(params, split_rows(rows, 8, on.model.axis.row_group))
+        total, scored, _ = on.programs.evaluate(params, split_rows(rows, on.model.axis))
         assert int(scored) == np.sum(rows[:, 1:] >= 0)
         totals.append(float(total))
     assert totals[1] == pytest.approx(totals[0], rel=1e-6)

@@ -19,7 +19,8 @@ from zero.training.batch import Batch
 from zero.training.dpo import METRICS, dpo
 from zero.training.optimizer import adamw
 from zero.training.parts import StepOptions
-from zero.training.programs import Programs, make_programs, split_rows
+from zero.training.programs import Programs, make_programs
+from zero.training.row_places import split_rows
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.tuning import Tuning
 
@@ -119,7 +120,7 @@ class On(NamedTuple):
     devices: tuple[jax.Device, ...]
 
     def rows(self, x: np.ndarray) -> np.ndarray:
-        return split_rows(x, len(self.devices), self.model.axis.row_group)
+        return split_rows(x, self.model.axis)
 
     def place(self, params: Any, model: ShardedGPT) -> Any:
         whole = model.layout.map(lambda leaf, x: np.asarray(x, leaf.dtype), params)
@@ -129,7 +130,7 @@ class On(NamedTuple):
         found = []
         for step in range(count):
             rows = self.rows(pairs(step % 2))
-            first = np.arange(len(rows), dtype=np.int32) // self.model.axis.row_group * rows.shape[1]
+            first = np.asarray(self.model.axis.row_group_of_device(), np.int32) * rows.shape[1]
             state, metrics = self.programs.step(state, Batch(rows, first, references(step % 2)), frozen)
             found.append({name: x.item() for name, x in metrics.items()})
         return found

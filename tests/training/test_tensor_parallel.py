@@ -25,7 +25,8 @@ from zero.inference.generate import generate
 from zero.models.config import GPTConfig
 from zero.training.batch import Batch
 from zero.training.inference import Sampling
-from zero.training.programs import make_inference, split_rows
+from zero.training.programs import make_inference
+from zero.training.row_places import split_rows
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     **{f"stage {stage}": (stage, {}) for stage in range(4)},
@@ -99,6 +100,27 @@ def test_bytes_sent(tensor: int) -> None:
     assert sent == pytest.approx(4 * (weights + activations), rel=0.05)
 
 
+APART = zero.Axis("zero", (1, 4, 2), tensor=4)  # positions 0, 2, 4, 6 and 1, 3, 5, 7 of the pmap axis
+SHUFFLED = zero.Axis("zero", (1, 2, 4), (3, 6, 0, 5, 7, 2, 1, 4), tensor=2)
+
+
+@pytest.mark.parametrize("placed", [APART, pytest.param(SHUFFLED, marks=pytest.mark.slow)])
+def test_groups_may_lie_anywhere(placed: zero.Axis) -> None:
+    """Groups of devices that are no neighbours train as groups of neighbours, and evaluate and decode alike."""
+    expected = trained(setup(8, 3, config=DIVISIBLE))
+    on = setup(8, 3, config=DIVISIBLE, axis=placed)
+    assert_close(trained(on), expected, rtol=1e-6, config=DIVISIBLE)
+    found = []
+    for one in (setup(8, 3, config=DIVISIBLE), on):
+        programs = make_inference(one.model, Sampling(temperature=0), devices=one.devices)
+        rows = np.maximum(tokens(0, 13)[:8], 0)
+        losses, _ = programs.score(one.first_weights(), split_rows(rows, one.model.axis))
+        text = list(generate(programs, one.first_weights(), [row[:3] for row in rows[:3]], 4, seed=0, chunk=4))[-1]
+        found.append((np.asarray(losses), text))
+    np.testing.assert_allclose(found[1][0], found[0][0], rtol=1e-5)
+    np.testing.assert_array_equal(found[1][1], found[0][1])
+
+
 @pytest.mark.slow
 def test_copies_train_alike() -> None:
     """Copies of tensor groups train the same."""
@@ -123,10 +145,10 @@ def test_losses_and_text(model: str) -> None:
         programs = make_inference(on.model, Sampling(temperature=0), devices=on.devices)
         params = on.first_weights()
         rows = np.maximum(tokens(0, 13)[:8], 0)
-        losses, is_greedy = programs.score(params, split_rows(rows, 8, on.model.axis.tensor))
+        losses, is_greedy = programs.score(params, split_rows(rows, on.model.axis))
         prompts = [row[: 3 + i] for i, row in enumerate(rows[:3])]
         text = list(generate(programs, params, prompts, 6, seed=0, chunk=3))[-1]
-        shown = split_rows(tokens(0, 13), 8, on.model.axis.tensor)
+        shown = split_rows(tokens(0, 13), on.model.axis)
         found.append((np.asarray(losses), np.asarray(is_greedy), text))
         total, scored, _ = on.programs.evaluate(params, shown)
         assert int(scored) == np.sum(tokens(0, 13)[:, 1:] >= 0)

@@ -224,7 +224,7 @@ def zero_rules(config: Config, size: GPTConfig) -> Mistakes:
         yield "zero.remat", f"dots, full or none, as {of_model} has gated units"
     if zero.remat == "nested" and span_size(size.scanned_layers) == 1:
         yield "zero.remat", f"full, as the {size.scanned_layers} layers of {of_model} make no equal spans"
-    for key in ("replicas", "tensor_shards", "expert_shards"):
+    for key in ("replicas", "expert_shards"):
         if zero.phases == "torus" and getattr(zero, key) > 1:
             yield "zero.phases", f"auto or flat, as zero.{key}={getattr(zero, key)}"
     for key, other in _WITHOUT_INT8.items():

@@ -10,7 +10,7 @@ import numpy as np
 
 from zero.errors import UserError
 from zero.partition.layout import PyTree
-from zero.training.programs import Inference, split_rows
+from zero.training.programs import Inference
 
 SMALLEST_BUCKET = 16
 
@@ -39,21 +39,20 @@ def generate(
       UserError: the frequencies of rotary positions would change within a text.
     """
     local = len(jax.tree.leaves(params)[0])
-    groups = local // programs.tensor * jax.process_count()
+    places = programs.places
     shortest = min(map(len, prompts))
     longest = max(map(len, prompts))
     chunks = -(-(longest + count - shortest) // chunk)
-    rows = -(-len(prompts) // groups)
+    rows = -(-len(prompts) // places.count)
     end = shortest + chunks * chunk
-    tokens = np.full((groups * rows, _width(programs, shortest, end)), -1, np.int32)
+    tokens = np.full((places.count * rows, _width(programs, shortest, end)), -1, np.int32)
     tokens[:, :shortest] = 0
     for row, prompt in zip(tokens, prompts, strict=False):
         row[: len(prompt)] = prompt
     keys = jax.random.key_data(jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), np.arange(len(tokens))))
 
     def split(x: Any) -> np.ndarray:
-        of_all = split_rows(np.asarray(x), local * jax.process_count(), programs.tensor)
-        return of_all[jax.process_index() * local :][:local]
+        return places.split_global(np.asarray(x))
 
     lengths = np.full(local, shortest, np.int32)
     state = programs.prefill(params, split(tokens), lengths, bucket(shortest))

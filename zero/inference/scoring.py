@@ -20,7 +20,7 @@ from zero.corpus.reading.shards import RowFormat
 from zero.errors import UserError
 from zero.hosts.watchdog import progress
 from zero.inference.trained_model import TrainedModel
-from zero.training.programs import make_inference, split_rows
+from zero.training.programs import make_inference
 
 _Item = TypeVar("_Item")
 
@@ -50,14 +50,14 @@ class Scorer:
     def __init__(self, trained: TrainedModel, context: int, rows: int):
         self.trained = trained
         self.context = context
-        self._groups = trained.model.axis.size // trained.model.axis.tensor  # of devices that take the same rows
-        self._rows = -(-rows * jax.process_count() // self._groups)  # per group
         self._programs = make_inference(trained.model)
+        self._places = self._programs.places
+        self._rows = -(-rows * jax.process_count() // self._places.count)  # of a part of a batch
 
     @property
     def batch_rows(self) -> int:
         """Passages of one batch over all devices."""
-        return self._groups * self._rows
+        return self._places.count * self._rows
 
     def scores(self, passages: Iterable[Passage]) -> Iterator[Score]:
         for batch in batched(passages, self.batch_rows):
@@ -94,12 +94,10 @@ class Scorer:
 
     def _place(self, rows: Sequence[np.ndarray], length: int) -> np.ndarray:
         """These rows for the devices of this host `(devices, rows, length)`, padded with -1."""
-        axis = self.trained.model.axis
-        local = axis.size // jax.process_count()
         tokens = np.full((self.batch_rows, length), -1, np.int32)
         for blank, row in zip(tokens, rows, strict=False):
             blank[: len(row)] = row
-        return split_rows(tokens, axis.size, axis.tensor)[jax.process_index() * local :][:local]
+        return self._places.split_global(tokens)
 
 
 def batched(items: Iterable[_Item], size: int) -> Iterator[list[_Item]]:

@@ -26,6 +26,7 @@ from zero.job import Job
 from zero.models.config import GPTConfig
 from zero.run.reference import load_references
 from zero.run.restore import TrainingPosition
+from zero.training.row_places import RowPlaces
 from zero.training.schedules import SequenceLengths
 
 log = logging.getLogger(__name__)
@@ -138,14 +139,14 @@ def with_global_batch(config: Config, global_rows: int) -> Config:
     training = config.training
     hosts = jax.process_count()
     group = config.zero.tensor_shards * config.zero.context_shards
-    groups = jax.local_device_count() // group
+    groups = jax.device_count() // group
     unit = "devices" if group == 1 else f"groups of {group} devices"
-    parts = hosts * groups * training.gradient_accumulation_steps
-    if global_rows % parts:
+    parts = groups * training.gradient_accumulation_steps
+    if global_rows % parts or global_rows % hosts:
         raise UserError(
-            f"training.batch_size: a global batch of {global_rows} sequences does not divide into {hosts} hosts x "
-            f"{groups} {unit} x training.gradient_accumulation_steps={training.gradient_accumulation_steps} = "
-            f"{parts} parts"
+            f"training.batch_size: a global batch of {global_rows} sequences does not divide into {groups} {unit} x "
+            f"training.gradient_accumulation_steps={training.gradient_accumulation_steps} = {parts} parts, "
+            f"and over {hosts} hosts"
         )
     share = global_rows // hosts
     if share == training.batch_size:
@@ -182,13 +183,12 @@ def _loaders(
     """
     data = config.data
     vocab_size = job.model.config.vocab_size
-    host = jax.process_index()
-    hosts = jax.process_count()
+    places = RowPlaces.here(job.model.axis)
+    batching = Batching(global_rows, places.parts, places.count)
     if data.corpus is not None and data.corpus in SYNTHETIC:
-        shape = (global_rows, data.max_context + bool(data.last_target), vocab_size, config.seed)
-        return SyntheticLoader(data.corpus, *shape, host, hosts), {}
+        length = data.max_context + bool(data.last_target)
+        return SyntheticLoader(data.corpus, batching, length, vocab_size, config.seed), {}
     cache = ShardCache(Path(data.cache_directory)) if data.cache_directory else None
-    batching = Batching(global_rows, host, hosts)
     has_pairs = job.objective.rows == 2
     form = RowFormat(
         data.max_context + bool(data.last_target),

@@ -38,7 +38,7 @@ from zero.partition.layout import PyTree
 from zero.partition.pmapped import pmap
 from zero.run.frozen_base import load_unchanged
 from zero.run.restore import TrainingPosition
-from zero.training.programs import split_rows
+from zero.training.row_places import RowPlaces
 
 log = logging.getLogger(__name__)
 
@@ -111,20 +111,21 @@ def _place(index: str, shards: Sequence[Shard], config: Config, job: Job, positi
 
 def _computed(index: str, rows: int, config: Config, job: Job, weights: PyTree, global_rows: int) -> np.ndarray:
     model = job.model
+    places = RowPlaces.here(model.axis)
     computed = []
     loader = Loader(
         index,
-        Batching(global_rows, jax.process_index(), jax.process_count()),
+        Batching(global_rows, places.parts, places.count),
         RowFormat(config.data.max_context, model.config.vocab_size, only_completions=True, pairs=True),
         ONCE,
     )
-    group = model.axis.row_group
     name = model.axis.name
-    gather = pmap(lambda x: lax.all_gather(x, name)[::group].reshape(-1), name, out_axes=None)
+    firsts = np.asarray([group[0] for group in model.axis.row_groups()])
+    gather = pmap(lambda x: lax.all_gather(x, name)[firsts].reshape(-1), name, out_axes=None)
     with closing(prefetch(loader.batches())) as batches:
         for batch in batches:
             texts = batch.tokens.reshape(-1, config.data.max_context)
-            values = gather(job.programs.reference(weights, split_rows(texts, jax.local_device_count(), group)))
+            values = gather(job.programs.reference(weights, places.split(texts)))
             computed.append(np.asarray(values).reshape(-1, 2))
             watchdog.progress()
     return np.concatenate(computed)[:rows]

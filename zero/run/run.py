@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import jax
@@ -25,7 +26,7 @@ from zero.run.step_metrics import StepMetrics, peak_memory
 from zero.tracking.goodput import Goodput
 from zero.tracking.metrics import Metric
 from zero.training.parts import TrainState
-from zero.training.programs import split_rows
+from zero.training.row_places import RowPlaces
 
 Line: TypeAlias = dict[str, Any]  # metrics by name, of the steps since the line before
 METRICS = (
@@ -71,6 +72,11 @@ class Run:
         """The pmap axis."""
         return self.job.model.axis
 
+    @cached_property
+    def row_places(self) -> RowPlaces:
+        """Which rows of a global batch this host's devices compute."""
+        return RowPlaces.here(self.axis)
+
     @property
     def weights(self) -> PyTree:
         """The part of the state that inference needs."""
@@ -105,7 +111,7 @@ class Run:
           stored: those that the loader gave; None where the reference is the frozen base of adapters.
         """
         if stored is not None:
-            return split_rows(stored.reshape(-1), len(tokens), self.axis.row_group)
+            return self.row_places.split(stored.reshape(-1))
         log_probabilities: jax.Array | None = None
         if self.job.objective.has_reference:
             log_probabilities = self.job.programs.reference(self.frozen, tokens)
@@ -117,11 +123,13 @@ class Run:
         position.step = step
         position.cursor = batch.cursor
         position.pending = None
-        first_row = step * position.global_rows + jax.process_index() * len(batch.tokens)
+        rows = len(batch.tokens)
+        is_counted = self.row_places.is_counted(rows)
+        numbers = step * position.global_rows + self.row_places.numbers(rows)
         skipped, checksum = self._uncounted
-        for number, row in enumerate(batch.tokens, start=first_row):
+        for number, row in zip(numbers[is_counted].tolist(), batch.tokens[is_counted], strict=True):
             checksum += zlib.crc32(row, zlib.crc32(number.to_bytes(8)))
-        self._uncounted = skipped + batch.skipped, checksum
+        self._uncounted = skipped + int(batch.is_skipped[is_counted].sum()), checksum
 
     def read_line(self) -> Line:
         """The line of metrics of the steps since the last one, empty if there was none. All hosts call it.

@@ -19,7 +19,7 @@ from zero.partition.global_arrays import pmap_devices
 from zero.run.run import Run
 from zero.training.batch import Batch
 from zero.training.flops import model_flops
-from zero.training.programs import split_rows
+from zero.training.row_places import RowPlaces
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class StepPrograms:
         """
         sequences = run.data.context.cut(batch.tokens, step - 1)  # rows, or pieces of them
         length = run.data.context.at(step - 1)
-        per_device = split_batch(sequences, jax.process_index(), run.axis.row_group)
+        per_device = split_batch(sequences, run.row_places)
         per_device = per_device._replace(reference=run.reference(per_device.tokens, batch.reference))
         compiled = self._by_length.get(length)
         if compiled is not None:
@@ -119,8 +119,8 @@ class StepPrograms:
         return None if prediction is None else prediction.seconds
 
 
-def split_batch(sequences: np.ndarray, host: int, group: int) -> Batch:
-    """This host's sequences `(B, T)` as `(devices, B / groups, T)`, the same for all devices of a group."""
-    tokens = split_rows(sequences, jax.local_device_count(), group)
-    first_rows = host * len(sequences) + tokens.shape[1] * (np.arange(len(tokens)) // group)
+def split_batch(sequences: np.ndarray, places: RowPlaces) -> Batch:
+    """This host's sequences `(R, T)` as `(devices, R / parts, T)`, the same for all devices of a group."""
+    tokens = places.split(sequences)
+    first_rows = tokens.shape[1] * np.asarray(places.part_of_device)
     return Batch(tokens, first_rows.astype(np.int32))

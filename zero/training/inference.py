@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from zero.models.gpt import init_cache
@@ -82,7 +83,9 @@ def score_on(
 def _of_all_rows(x: jax.Array, model: ShardedGPT) -> jax.Array:
     """Gathers the rows of all N tensor groups, or devices: `(R, ...)` in, `(N R, ...)` out."""
     of_devices = lax.all_gather(x, model.axis.name)
-    return lax.collapse(of_devices[:: model.axis.tensor], 0, 2)
+    if model.axis.tensor > 1:
+        of_devices = of_devices[np.asarray([group[0] for group in model.axis.row_groups()])]
+    return lax.collapse(of_devices, 0, 2)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,6 +21,7 @@ from zero.partition.sharded_optimizer import on_shards
 from zero.training.dpo import reference_step
 from zero.training.inference import Sampling, evaluate_step, extend, prefill, score, score_on
 from zero.training.parts import StepOptions, TrainState
+from zero.training.row_places import RowPlaces
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.statistics import statistics
 from zero.training.step import make_step, new_state
@@ -97,7 +98,7 @@ class Inference(NamedTuple):
       prefill: `(params, tokens, length, width)`, the width static, to a `DecodeState`.
       extend: `(params, DecodeState, keys, count)`, the state donated, the count static, to the next `DecodeState` and
         the shared tokens of all rows.
-      tensor: devices of a tensor group, which take the same rows.
+      places: which rows of a batch the devices of this host compute.
       switch: the number of positions beyond which rotary frequencies depend on their number; None if they never do.
       grows: whether they then change with every position, and not only once.
     """
@@ -107,7 +108,7 @@ class Inference(NamedTuple):
     score_on: Any
     prefill: Any
     extend: Any
-    tensor: int = 1
+    places: RowPlaces
     switch: int | None = None
     grows: bool = False
 
@@ -137,19 +138,10 @@ def make_inference(
             donate_argnums=1,
             out_axes=(0, None),
         ),
-        tensor=model.axis.tensor,
+        places=RowPlaces.here(model.axis, devices),
         switch=model.config.rotary_switch,
         grows=model.config.rotary_kind == "dynamic",
     )
-
-
-def split_rows(x: np.ndarray, devices: int, group: int) -> np.ndarray:
-    """Rows `(rows, ...)` as `(devices, rows per group, ...)` for a pmap: devices of a group get the same rows.
-
-    >>> split_rows(np.arange(4), devices=4, group=2).tolist()
-    [[0, 1], [0, 1], [2, 3], [2, 3]]
-    """
-    return x.reshape(devices // group, -1, *x.shape[1:]).repeat(group, axis=0)
 
 
 def repeat_layers(weights: PyTree, order: Sequence[int], axis: Axis) -> PyTree:

@@ -10,6 +10,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
@@ -339,7 +340,9 @@ class ShardedGPT:
 
     def is_first_of_group(self) -> jax.Array:
         """Whether this is the first of the devices that take the same rows."""
-        return lax.axis_index(self.axis.name) % self.axis.row_group == 0
+        is_first = np.zeros(self.axis.size, bool)
+        is_first[[group[0] for group in self.axis.row_groups()]] = True
+        return jnp.asarray(is_first)[lax.axis_index(self.axis.name)]
 
     def count_scored(self, tokens: Rows) -> jax.Array:
         """The number of positions with a target, int32."""

@@ -33,11 +33,10 @@ def verify(weights: PyTree, tokens: jax.Array, first: jax.Array, *, model: Shard
     tapped = _Tapped(**{field.name: getattr(model, field.name) for field in dataclasses.fields(model)})
     axis = model.axis
     own_rows = tokens[: len(tokens) // micro_batches]
-    devices = np.arange(axis.size)
+    groups = np.asarray(compared_groups(axis))
     rows_of_turns = []
     for turn in range(3):
-        targets = (devices - turn * group_size(axis)) % axis.size
-        pairs = list(zip(devices.tolist(), targets.tolist(), strict=True))
+        pairs = list(zip(groups.ravel().tolist(), np.roll(groups, turn, axis=0).ravel().tolist(), strict=True))
         rows_of_turns.append(lax.ppermute(own_rows, axis.name, pairs))
     rows = jnp.stack(rows_of_turns)
     variables = tapped.gather_params(weights)
@@ -52,9 +51,15 @@ def verify(weights: PyTree, tokens: jax.Array, first: jax.Array, *, model: Shard
     return lax.all_gather(lax.map(compute, lax.dynamic_slice_in_dim(rows, first, 2)), axis.name, axis=1)
 
 
-def group_size(axis: Axis) -> int:
-    """Devices, neighbours on the pmap axis, that compute together."""
-    return axis.row_group * axis.expert
+def compared_groups(axis: Axis) -> list[list[int]]:
+    """Positions on the pmap axis of the devices that compute together, group by group.
+
+    >>> compared_groups(Axis.with_tensor_groups("batch", 4, 2)), compared_groups(Axis("batch", (1, 2)))
+    ([[0, 1], [2, 3]], [[0], [1]])
+    """
+    if axis.expert > 1:
+        return axis.groups(axis.expert) or [list(range(axis.size))]
+    return axis.row_groups()
 
 
 def suspects(results: Mapping[int, np.ndarray], axis: Axis) -> tuple[list[list[int]], bool]:
@@ -71,12 +76,11 @@ def suspects(results: Mapping[int, np.ndarray], axis: Axis) -> tuple[list[list[i
     >>> suspects({0: np.asarray([[5, 6, 7], [6, 0, 5]]), 1: np.asarray([[6, 0, 5], [7, 5, 6]])}, Axis("batch", (1, 3)))
     ([[1]], True)
     """
-    size = group_size(axis)
-    groups = np.arange(axis.size).reshape(-1, size).tolist()
+    groups = compared_groups(axis)
     votes: list[dict[bytes, set[int]]] = [{} for _ in groups]  # of the rows of each group: who has which result
     for first, result in results.items():
         for turn, of_devices in enumerate(result, start=first):
-            for group, of_group in enumerate(np.reshape(of_devices, (-1, size))):
+            for group, of_group in enumerate(np.asarray(of_devices)[groups]):
                 votes[(group + turn) % len(groups)].setdefault(of_group.tobytes(), set()).add(group)
     wrong = set[int]()
     unsure = set[int]()

@@ -124,7 +124,7 @@ TASKS = Harness.Config(every=2, tasks=["a.yaml"])
 
 
 def with_validation(run: Any) -> Any:
-    batch = HostBatch(np.zeros((8, 4), np.int32), {}, 0)
+    batch = HostBatch(np.zeros((8, 4), np.int32), {}, np.zeros(8, bool))
     loader = SimpleNamespace(batches=lambda: iter([batch] * 5), rows=40)
     run.data.validation = {"": loader}
     run.job.programs = SimpleNamespace(evaluate=lambda *_: (jnp.float32(6.0), jnp.int32(4), {}))

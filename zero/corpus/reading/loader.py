@@ -2,7 +2,7 @@
 
 `zero.corpus.reading.order` decides which row comes where, `corpus_reader` reads the rows, this file cuts batches.
 
-Shapes: B rows of the global batch, T tokens (the context), N rows of an epoch.
+Shapes: B rows of the global batch, R of them on a host, T tokens (the context), N rows of an epoch.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ Cursor = dict[str, Any]  # a position in data and what identifies them, as JSON 
 class HostBatch(NamedTuple):
     """One host's rows of a global batch, and the position of the data after it."""
 
-    tokens: np.ndarray  # int32 (B / hosts, T); -1 where there is no token, ~t for a token t that is not predicted
-    # For pairs (B / hosts, 2 T), the first text and then the second one.
+    tokens: np.ndarray  # int32 (R, T); -1 where there is no token, ~t for a token t that is not predicted
+    # For pairs (R, 2 T), the first text and then the second one.
     cursor: Cursor  # for `Loader.batches`
-    skipped: int  # rows of these that could not be read
-    reference: np.ndarray | None = None  # float32 (B / hosts, 2), where the loader has it
+    is_skipped: np.ndarray  # bool (R,): which of these rows could not be read
+    reference: np.ndarray | None = None  # float32 (R, 2), where the loader has it
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,22 @@ class Batching:
 
     Attributes:
       global_rows: rows of a batch over all hosts.
-      host: the number of this host among `hosts`, each of which gives its part of every batch.
+      parts: those that a loader gives, in ascending order, of the `count` equal parts that a batch is cut into.
     """
 
     global_rows: int
-    host: int = 0
-    hosts: int = 1
+    parts: tuple[int, ...] = (0,)
+    count: int = 1
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The number in the global batch of each row that a loader gives.
+
+        >>> Batching(8, parts=(1, 3), count=4).rows.tolist()
+        [2, 3, 6, 7]
+        """
+        size = self.global_rows // self.count
+        return (np.asarray(self.parts)[:, None] * size + np.arange(size)).ravel()
 
 
 @dataclass(frozen=True)
@@ -104,7 +114,7 @@ class Loader:
         reference: float32 `(rows, 2)` of each index file, by its name: a value for each text of each pair.
 
     Raises:
-        UserError: the data is wrong (file and sample are named), or a batch does not divide over the hosts.
+        UserError: the data is wrong (file and sample are named), or a batch does not divide into its parts.
     """
 
     def __init__(
@@ -119,8 +129,8 @@ class Loader:
         reference: Mapping[str, np.ndarray] | None = None,
     ):
         global_rows = batching.global_rows
-        if global_rows % batching.hosts:
-            raise UserError(f"a global batch of {global_rows} rows does not divide over {batching.hosts} hosts")
+        if global_rows % batching.count:
+            raise UserError(f"a global batch of {global_rows} rows does not divide into {batching.count} parts")
         mixture: Mapping[str, Weight] = index if isinstance(index, Mapping) else {}
         if mixture and not (order.shuffle and order.train_samples is None):
             raise UserError("a mixture of index files is shuffled, and takes no train_samples")
@@ -260,12 +270,10 @@ class Loader:
         self.check(cursor)
         done = 0 if cursor is None else cursor["batches"]
         part = self._stream_rows
-        host_rows = self._batching.global_rows // self._batching.hosts
-        first = self._batching.host * host_rows
-        last = first + host_rows
-        own_streams = range(first // part, -(-last // part))
-        first = first - own_streams.start * part
-        last = last - own_streams.start * part
+        rows = self._batching.rows
+        own_streams = sorted(set((rows // part).tolist()))
+        # The places of these rows among those of the streams that hold them.
+        places = np.searchsorted(own_streams, rows // part) * part + rows % part
         # More threads than cores only compete for Python's lock, unless they wait for a network.
         most = _REMOTE_THREADS if self.is_remote else os.cpu_count() or 1
         threads = min(len(own_streams) * len(self.corpora), most)
@@ -280,13 +288,13 @@ class Loader:
                     self._take(number, done * part, streams[i], Rows(tokens[i], lengths[i], reference[i]))
                 if lengths.min() < self._width:
                     tokens[np.arange(self._width) >= lengths[..., None]] = -1
-                skipped = int((lengths.reshape(-1)[first:last] == SKIPPED).sum())
+                is_skipped = lengths.reshape(-1)[places] == SKIPPED
                 done += 1
                 cursor = {**self.identity, "batches": done}
                 values = None
                 if self._reference:
-                    values = reference.reshape(-1, self._reference)[first:last]
-                yield HostBatch(tokens.reshape(-1, self._width)[first:last], cursor, skipped, values)
+                    values = reference.reshape(-1, self._reference)[places]
+                yield HostBatch(tokens.reshape(-1, self._width)[places], cursor, is_skipped, values)
         finally:
             pool.shutdown(cancel_futures=True)
         if self._dropped:

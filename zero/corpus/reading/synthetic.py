@@ -12,7 +12,7 @@ import numpy as np
 from zero.corpus.reading.contents import IndexContents
 from zero.corpus.reading.corpus_reader import CorpusReader
 from zero.corpus.reading.index_files import Shard
-from zero.corpus.reading.loader import Cursor, HostBatch, Loader, check_order
+from zero.corpus.reading.loader import Batching, Cursor, HostBatch, Loader, check_order
 
 
 def _random_row(seed: int, row: int, context: int, vocab_size: int) -> np.ndarray:
@@ -36,25 +36,24 @@ class SyntheticLoader:
 
     Attributes:
       kind: a key of `SYNTHETIC`.
-      global_rows: rows of a batch over all hosts.
+      batching: which rows of every batch it gives.
       context: tokens of a row.
       vocab_size: token ids are below it.
       seed: of all rows.
-      host, hosts: which part of every batch this loader gives.
 
-    >>> rows = [next(SyntheticLoader("synthetic", 4, 3, 9, host=host, hosts=2).batches()).tokens for host in (0, 1)]
-    >>> alone = next(SyntheticLoader("synthetic", 4, 3, 9).batches()).tokens
-    >>> bool((np.concatenate(rows) == alone).all()), alone.shape
+    >>> def rows(batching):
+    ...     return next(SyntheticLoader("synthetic", batching, 3, 9).batches()).tokens
+    >>> of_hosts = [rows(Batching(4, parts=(host,), count=2)) for host in (0, 1)]
+    >>> alone = rows(Batching(4))
+    >>> bool((np.concatenate(of_hosts) == alone).all()), alone.shape
     (True, (4, 3))
     """
 
     kind: str
-    global_rows: int
+    batching: Batching
     context: int
     vocab_size: int
     seed: int = 0
-    host: int = 0
-    hosts: int = 1
 
     total_batches: ClassVar[None] = None  # there is no last one
     corpora: ClassVar[tuple[CorpusReader, ...]] = ()
@@ -81,7 +80,7 @@ class SyntheticLoader:
     def identity(self) -> Cursor:
         """What the rows depend on, as every cursor has it."""
         kind = list(SYNTHETIC).index(self.kind)
-        return {"synthetic": kind, "seed": self.seed, "global_rows": self.global_rows}
+        return {"synthetic": kind, "seed": self.seed, "global_rows": self.batching.global_rows}
 
     def check(self, cursor: Cursor | None) -> None:
         """Raises UserError for a cursor of other data, and names the difference."""
@@ -95,13 +94,13 @@ class SyntheticLoader:
         """
         self.check(cursor)
         done = 0 if cursor is None else cursor["batches"]
-        share = self.global_rows // self.hosts
         row_of = SYNTHETIC[self.kind]
         while True:
-            first = done * self.global_rows + self.host * share
-            rows = [row_of(self.seed, row, self.context, self.vocab_size) for row in range(first, first + share)]
+            numbers = done * self.batching.global_rows + self.batching.rows
+            rows = [row_of(self.seed, row, self.context, self.vocab_size) for row in numbers.tolist()]
             done += 1
-            yield HostBatch(np.stack(rows).astype(np.int32), {**self.identity, "batches": done}, 0)
+            is_skipped = np.zeros(len(rows), bool)
+            yield HostBatch(np.stack(rows).astype(np.int32), {**self.identity, "batches": done}, is_skipped)
 
 
 AnyLoader = Loader | SyntheticLoader

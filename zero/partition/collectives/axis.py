@@ -27,8 +27,8 @@ class Axis:
       shape: `(replicas, *phases)`; its product is the size of the axis.
       devices: positions on the pmap axis in row-major order of the grid; by default 0, 1, 2, ...
       tensor: size of a tensor group, whose devices compute on the same rows with different parts of the parameters. If
-        more than 1, the first phase is along these groups, which are neighbours on the pmap axis (see
-        `with_tensor_groups`): a part is gathered over the other phases.
+        more than 1, the first phase is along these groups (see `with_tensor_groups`): a part is gathered over the
+        other phases.
       expert: size of an expert group, whose devices compute with different experts. If more than 1, the last phase is
         along these groups: the shards of experts are exchanged in it.
       sums_copies: whether a reduce-scatter also sums over the copies. Otherwise call `stages.sum_copies`: once per step
@@ -41,8 +41,8 @@ class Axis:
 
     Raises:
       ValueError: `shape` has no phase, `devices` is not a permutation of the positions on the axis, the first phase is
-        not of size `tensor` and along neighbours, or the last one not of size `expert`; the devices do not divide into
-        context groups; or groups of two kinds are asked for.
+        not of size `tensor`, or the last one not of size `expert`; the devices do not divide into context groups; or
+        groups of two kinds are asked for.
 
     >>> Axis("batch", (1, 2, 4), (0, 2, 4, 6, 1, 3, 5, 7)).shard_of_device()
     (0, 4, 1, 5, 2, 6, 3, 7)
@@ -72,12 +72,6 @@ class Axis:
             )
         if size % self.context:
             raise ValueError(f"axis {self.name!r}: {size} devices do not make context groups of {self.context}")
-        if self.tensor > 1:
-            groups = np.sort(self._grouped(self.tensor, self.shards // self.tensor), axis=1).tolist()
-            if sorted(groups) != self.row_groups():
-                raise ValueError(
-                    f"axis {self.name!r}: the tensor groups {groups} are not neighbours; see Axis.with_tensor_groups"
-                )
         if self.expert > 1 and (self.expert != self.shape[-1] or self.tensor > 1 or self.context > 1):
             raise ValueError(
                 f"axis {self.name!r}: the last phase of {self.shape} must be of expert={self.expert}, without "
@@ -137,6 +131,43 @@ class Axis:
         phases = tuple(size for size in sizes if size > 1) or (1,)
         return cls(name, (1, *phases), tuple(sorted(range(len(devices)), key=places.__getitem__)))
 
+    @classmethod
+    def with_tensor_lines(cls, name: str, devices: Sequence[jax.Device], tensor: int) -> Axis:
+        """Tensor groups along one dimension of a TPU slice's torus, so that gathers lie along the other dimensions.
+
+        A group has all cores of chips that follow each other; where it spans a dimension, its links form a ring. It
+        may lie on several hosts.
+
+        Args:
+          name: the `axis_name` of the pmap.
+          devices: devices of the pmap, in its order.
+          tensor: devices of a group.
+
+        Raises:
+          ValueError: the devices do not fill a grid, or no dimension of it divides into such groups.
+        """
+        places = [(*device.coords, device.core_on_chip) for device in devices]
+        *sizes, cores = (len(set(column)) for column in zip(*places, strict=True))
+        if math.prod(sizes) * cores != len(devices) or len(set(places)) != len(devices):
+            raise ValueError(f"axis {name!r}: {len(devices)} devices do not fill a grid of {(*sizes, cores)}")
+        chips = tensor // cores
+        dims = [dim for dim, size in enumerate(sizes) if size % max(chips, 1) == 0 and size > 1]
+        if tensor % cores or not dims:
+            raise ValueError(
+                f"axis {name!r}: no dimension of {tuple(sizes)} chips with {cores} cores divides into tensor groups "
+                f"of {tensor}"
+            )
+        line = max(dims, key=lambda dim: (sizes[dim] == chips, sizes[dim]))
+        others = [dim for dim in range(len(sizes)) if dim != line]
+
+        def place(position: int) -> tuple[int, ...]:
+            """The group's place along the other dimensions and along its line, then the device's place in it."""
+            where = places[position]
+            return (*(where[dim] for dim in others), where[line] // chips, where[line] % chips, where[-1])
+
+        grid = np.asarray(sorted(range(len(devices)), key=place)).reshape(-1, tensor).T
+        return cls(name, (1, *grid.shape), tuple(grid.ravel().tolist()), tensor)
+
     @property
     def size(self) -> int:
         """The number of devices on the pmap axis."""
@@ -144,7 +175,7 @@ class Axis:
 
     @property
     def row_group(self) -> int:
-        """The number of neighbours on the pmap axis that take the same rows."""
+        """The number of devices that take the same rows."""
         return self.tensor * self.context
 
     @property
@@ -188,8 +219,21 @@ class Axis:
         return phases[::-1]
 
     def row_groups(self) -> list[list[int]]:
-        """Positions on the pmap axis of the devices that take the same rows."""
-        return np.arange(self.size).reshape(-1, self.row_group).tolist()
+        """Positions on the pmap axis of the devices that take the same rows: of the first rows of a batch first.
+
+        >>> Axis("batch", (1, 2, 3), (0, 2, 4, 1, 3, 5), tensor=2).row_groups()
+        [[0, 1], [2, 3], [4, 5]]
+        """
+        if self.tensor == 1:
+            return self.context_groups()
+        return sorted(self._grouped(self.tensor, self.shards // self.tensor).tolist(), key=min)
+
+    def row_group_of_device(self) -> tuple[int, ...]:
+        """The number, in `row_groups`, of the group of each position on the pmap axis."""
+        numbers = np.empty(self.size, int)
+        for number, group in enumerate(self.row_groups()):
+            numbers[group] = number
+        return tuple(numbers.tolist())
 
     def context_groups(self) -> list[list[int]]:
         """Positions on the pmap axis of the devices of each context group."""

@@ -17,7 +17,7 @@ from zero.partition.layout import PyTree
 from zero.run.feature import Feature
 from zero.run.run import Run
 from zero.training.batch import Batch
-from zero.training.verification import group_size, suspects
+from zero.training.verification import compared_groups, suspects
 
 _DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 
@@ -76,7 +76,7 @@ class Verify(Feature):
         names = [" and ".join(map(_name, group)) for group in groups]
         if not is_certain:
             fault = f"{' or '.join(names)} is wrong, and which one could not be told: both repeat their results"
-        elif group_size(self._axis) == self._axis.size:
+        elif len(compared_groups(self._axis)) == 1:
             fault = f"{names[0]} did not repeat its own result"
         else:
             fault = f"{', '.join(names)} computed what other devices did not"

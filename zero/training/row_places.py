@@ -1,0 +1,87 @@
+"""Which rows of a global batch the devices of a host compute, and so which of them the host reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+
+from zero.partition.collectives.axis import Axis
+from zero.partition.global_arrays import pmap_devices
+
+
+@dataclass(frozen=True)
+class RowPlaces:
+    """The place of this host's devices in the rows of a global batch.
+
+    The batch is cut into equal parts, in the order of its rows, one for each group of devices that take the same rows.
+    A host reads the parts of its devices. Hosts that share a group read the same rows, and one of them counts these.
+
+    >>> axis = Axis.with_tensor_groups("batch", 8, 4)  # two groups of four; a host has two devices
+    >>> places = RowPlaces.of_devices(axis, [0, 0, 1, 1, 2, 2, 3, 3], host=1)
+    >>> places.parts, places.counted_parts, places.split(np.arange(6)).tolist()
+    ((0,), (), [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]])
+
+    Attributes:
+      count: the parts of a batch.
+      part_of_device: the part of each device of this host, in the order of pmap.
+      counted_parts: those that this host counts: the first device of their group is its own.
+    """
+
+    count: int
+    part_of_device: tuple[int, ...]
+    counted_parts: tuple[int, ...]
+
+    @classmethod
+    def of_devices(cls, axis: Axis, hosts: Sequence[int], host: int) -> RowPlaces:
+        """The places of the devices of `host` on this axis; `hosts` has the host of each device, in pmap's order."""
+        part_of_position = axis.row_group_of_device()
+        positions = [position for position, its_host in enumerate(hosts) if its_host == host]
+        groups = axis.row_groups()
+        counted = tuple(part for part, group in enumerate(groups) if group[0] in positions)
+        return cls(len(groups), tuple(part_of_position[position] for position in positions), counted)
+
+    @classmethod
+    def here(cls, axis: Axis, devices: Sequence[jax.Device] | None = None) -> RowPlaces:
+        """The places of this process's devices on an axis of these devices, by default all in pmap's own order."""
+        devices = pmap_devices() if devices is None else devices
+        return cls.of_devices(axis, [device.process_index for device in devices], jax.process_index())
+
+    @cached_property
+    def parts(self) -> tuple[int, ...]:
+        """The parts that this host reads, in order."""
+        return tuple(sorted(set(self.part_of_device)))
+
+    @cached_property
+    def _index_of_device(self) -> list[int]:
+        return [self.parts.index(part) for part in self.part_of_device]
+
+    def split(self, rows: np.ndarray) -> np.ndarray:
+        """This host's rows `(R, ...)`, part by part, as `(devices, R / parts, ...)` for a pmap."""
+        return rows.reshape(len(self.parts), -1, *rows.shape[1:])[self._index_of_device]
+
+    def split_global(self, rows: np.ndarray) -> np.ndarray:
+        """The same from the rows of all hosts."""
+        return rows.reshape(self.count, -1, *rows.shape[1:])[list(self.part_of_device)]
+
+    def numbers(self, rows: int) -> np.ndarray:
+        """The number in the global batch of each of so many rows of this host."""
+        size = rows // len(self.parts)
+        return (np.asarray(self.parts)[:, None] * size + np.arange(size)).ravel()
+
+    def is_counted(self, rows: int) -> np.ndarray:
+        """Which of so many rows of this host it counts, for sums over hosts in which each row counts once."""
+        return np.isin(self.parts, self.counted_parts).repeat(rows // len(self.parts))
+
+
+def split_rows(x: Any, axis: Axis) -> np.ndarray:
+    """Rows `(rows, ...)` of a global batch as `(devices, rows per group, ...)`, for all devices of an axis.
+
+    >>> split_rows(np.arange(4), Axis.with_tensor_groups("batch", 4, 2)).tolist()
+    [[0, 1], [0, 1], [2, 3], [2, 3]]
+    """
+    return RowPlaces.of_devices(axis, [0] * axis.size, 0).split(np.asarray(x))
