@@ -11,7 +11,8 @@ import pytest
 from tests.config.composing import compose
 from zero.config.check import check
 from zero.config.files import load_sizes
-from zero.job import exchanges_gradients, learning_rate, make_job, make_model
+from zero.errors import UserError
+from zero.job import exchanges_gradients, learning_rate, make_axis, make_job, make_model
 from zero.plan.topology import find_devices
 
 
@@ -122,3 +123,29 @@ def test_automatic_remat(rows: int, expected: str, caplog: pytest.LogCaptureFixt
     assert make_job(config, size, devices, rows).model.remat == "mlp"
     config = check(compose(*keys, "zero.remat=dots"), load_sizes())
     assert make_job(config, size, devices, rows).model.remat == "dots"
+
+
+@pytest.mark.parametrize(("tensor", "exchanges"), [(16, True), (8, False)])
+def test_tensor_groups_along_a_torus(tensor: int, exchanges: bool) -> None:
+    """On a v3-128 groups of 16 are whole lines, and what gathers weights a ring; those of 8 are half lines."""
+    devices = find_devices("v3-128")
+    zero = check(compose("zero.phases=torus", f"zero.tensor_shards={tensor}"), load_sizes()).zero
+    axis = make_axis(zero, devices)
+    assert axis.exchanges == exchanges and axis.shape == (1, tensor, 128 // tensor)
+    for group in axis.row_groups():
+        assert len({devices[position].coords[1] for position in group}) == 1 or (
+            len({devices[position].coords[0] for position in group}) == 1
+        )
+
+
+def test_tensor_groups_that_make_no_lines() -> None:
+    """Groups larger than a line, and devices without a torus, are refused by their key."""
+    zero = check(compose("zero.phases=torus", "zero.tensor_shards=16", "model.size=1_1b"), load_sizes()).zero
+    with pytest.raises(
+        UserError, match=r"zero\.tensor_shards=16 with zero\.phases=torus: .* no dimension of \(4, 4, 1\)"
+    ):
+        make_axis(zero, find_devices("v3-32"))
+    with pytest.raises(
+        UserError, match=r"zero\.phases=torus: expected auto or flat, as these devices are no TPU slice"
+    ):
+        make_axis(check(compose("zero.phases=torus", "zero.tensor_shards=2"), load_sizes()).zero)

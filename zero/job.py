@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import optax
 
 from zero.config.schema import Config, Zero
@@ -117,6 +118,7 @@ def make_axis(zero: Zero, devices: Sequence[Any] | None = None) -> Axis:
         return dataclasses.replace(axis, exchanges=exchanges)
     if zero.phases == "torus" and zero.tensor_shards > 1:
         axis = _tensor_lines(zero, devices)
+        exchanges = is_tpu and zero.overlap_gathers and _gathers_in_rings(axis, devices)
     elif zero.phases == "torus" or (zero.phases == "auto" and has_torus):
         axis = Axis.from_devices("zero", devices)
     elif zero.tensor_shards == 1:
@@ -134,6 +136,20 @@ def _tensor_lines(zero: Zero, devices: Sequence[Any]) -> Axis:
         return Axis.with_tensor_lines("zero", devices, zero.tensor_shards)
     except ValueError as error:
         raise UserError(f"zero.tensor_shards={zero.tensor_shards} with zero.phases=torus: {error}") from error
+
+
+def _gathers_in_rings(axis: Axis, devices: Sequence[Any]) -> bool:
+    """Whether the devices that gather a part of a layer lie along one dimension of the slice.
+
+    Then they scatter gradients by an all-to-all, which XLA runs beside matrix products. Over two dimensions it takes
+    longer than the reduce-scatter that XLA does not hide (docs/decisions/tensor-groups.md).
+    """
+    speed = SPEEDS.get(devices[0].device_kind)
+    if speed is None or speed.offloads:
+        return False
+    first = (axis.groups(axis.shards // axis.tensor) or [list(range(axis.size))])[0]
+    places = np.asarray([(*devices[i].coords, devices[i].core_on_chip) for i in first])
+    return int((places != places[0]).any(axis=0).sum()) <= 1
 
 
 def exchanges_gradients(devices: Sequence[Any]) -> bool:

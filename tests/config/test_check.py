@@ -180,7 +180,6 @@ def test_every_size_can_be_trained(size: str) -> None:
         ("schedule=wsd; schedule.decay_steps=941", ["schedule.decay_steps=941", "at most 940"]),
         ("mode=plan; plan.grid.state_dtype=[int8,int4]", ["plan.grid.state_dtype", "float32, bfloat16, int8"]),
         ("zero.replicas=2; zero.phases=torus", ["zero.phases=torus", "auto or flat, as zero.replicas=2"]),
-        ("zero.tensor_shards=2; zero.phases=torus", ["zero.phases=torus", "auto or flat, as zero.tensor_shards=2"]),
         ("zero.wire_dtype=int8; zero.stage=0", ["zero.wire_dtype=int8", "auto, float32 or bfloat16, as zero.stage=0"]),
         ("zero.gather_dtype=int8; zero.stage=0", ["zero.gather_dtype=int8", "auto, as zero.stage=0"]),
         ("zero.tensor_shards=4", ["zero.tensor_shards=4", "a divisor of num_head=6 of model.size=bytes"]),
