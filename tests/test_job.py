@@ -1,5 +1,6 @@
 """What is bound from a configuration before any device is used."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -125,27 +126,25 @@ def test_automatic_remat(rows: int, expected: str, caplog: pytest.LogCaptureFixt
     assert make_job(config, size, devices, rows).model.remat == "dots"
 
 
+def on_torus(tensor: int) -> Any:
+    """The section `zero` with tensor groups along a torus, of any model."""
+    return replace(check(compose("zero.phases=torus"), load_sizes()).zero, tensor_shards=tensor)
+
+
 @pytest.mark.parametrize(("tensor", "exchanges"), [(16, True), (8, False)])
 def test_tensor_groups_along_a_torus(tensor: int, exchanges: bool) -> None:
     """On a v3-128 groups of 16 are whole lines, and what gathers weights a ring; those of 8 are half lines."""
     devices = find_devices("v3-128")
-    zero = check(compose("zero.phases=torus", f"zero.tensor_shards={tensor}"), load_sizes()).zero
-    axis = make_axis(zero, devices)
+    axis = make_axis(on_torus(tensor), devices)
     assert axis.exchanges == exchanges and axis.shape == (1, tensor, 128 // tensor)
     for group in axis.row_groups():
-        assert len({devices[position].coords[1] for position in group}) == 1 or (
-            len({devices[position].coords[0] for position in group}) == 1
-        )
+        columns, rows = zip(*(devices[position].coords[:2] for position in group), strict=True)
+        assert 1 in (len(set(columns)), len(set(rows)))
 
 
 def test_tensor_groups_that_make_no_lines() -> None:
     """Groups larger than a line, and devices without a torus, are refused by their key."""
-    zero = check(compose("zero.phases=torus", "zero.tensor_shards=16", "model.size=1_1b"), load_sizes()).zero
-    with pytest.raises(
-        UserError, match=r"zero\.tensor_shards=16 with zero\.phases=torus: .* no dimension of \(4, 4, 1\)"
-    ):
-        make_axis(zero, find_devices("v3-32"))
-    with pytest.raises(
-        UserError, match=r"zero\.phases=torus: expected auto or flat, as these devices are no TPU slice"
-    ):
-        make_axis(check(compose("zero.phases=torus", "zero.tensor_shards=2"), load_sizes()).zero)
+    with pytest.raises(UserError, match=r"zero\.tensor_shards=16 with zero\.phases=torus: .* no dimension of"):
+        make_axis(on_torus(16), find_devices("v3-32"))
+    with pytest.raises(UserError, match=r"zero\.phases=torus: .* these devices are no TPU slice"):
+        make_axis(on_torus(2))

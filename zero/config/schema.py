@@ -417,7 +417,7 @@ class Zero:
         "Collectives of gathers and scatters: flat, one over all devices; torus, one along each dimension of a TPU "
         "slice; auto: flat, the faster one by the TPU compiler; without overlap_gathers torus where it is possible, "
         "with the least bytes.",
-        "With tensor_shards torus places each group along one dimension, and gathers along the other: the faster one on "
+        "With tensor_shards torus places each group along one dimension, and gathers along the other: faster on "
         "large slices.",
     )
     overlap_gathers: bool = key(
