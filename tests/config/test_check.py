@@ -175,7 +175,7 @@ def test_every_size_can_be_trained(size: str) -> None:
             ["optimizer=muon", "adamw or lion, as model.size=bytes_mup is in mup"],
         ),
         ("optimizer.nesterov=true", ["optimizer.nesterov", "optimizer=sgd"]),
-        ("optimizer=lamb; zero.fused_update=true", ["optimizer=lamb", "adamw, lion, sgd"]),
+        ("optimizer=lamb; zero.fused_update=true", ["optimizer=lamb", "adamw, ademamix, lion, sgd"]),
         ("schedule.decay_steps=9", ["schedule.decay_steps", "schedule=wsd"]),
         ("schedule=wsd; schedule.decay_steps=941", ["schedule.decay_steps=941", "at most 940"]),
         ("mode=plan; plan.grid.state_dtype=[int8,int4]", ["plan.grid.state_dtype", "float32, bfloat16, int8"]),
