@@ -97,6 +97,18 @@ def test_contents_that_cannot_be_compared(folder: Path, tmp_path: Path, caplog: 
     check(plain, plain.identity | {"shards": 1})  # contents tell, not names
 
 
+def test_shards_that_nobody_has_read_are_not_compared(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Missing shards are known by their names only, before and now: neither equal nor different contents follow."""
+    for name in ("first", "second"):
+        before, now = (
+            IndexContents("it.index", *contents_of([(Shard(str(tmp_path / shard), 8), 8)])) for shard in ("first", name)
+        )
+        assert before.known_by == "nothing"
+        assert not check_contents([before], [now], "these are other shards")
+        assert "it.index (known by nothing, now by nothing)" in caplog.text
+        caplog.clear()
+
+
 def test_damage_that_is_tolerated(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """With skip_bad a shard may be missing, or differ by its blocks: damage is counted where it is read."""
     index = write_corpus(tmp_path, [4, 4])
