@@ -119,7 +119,7 @@ class TokenizerIdentity(NamedTuple):
     """
 
     name: str | None
-    beside: Mapping[str, Any] | None
+    beside: dict[str, Any] | None
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> TokenizerIdentity:
