@@ -234,6 +234,28 @@ def test_tools_are_those_of_transformers(tmp_path: Path, chat_tokenizer: Path, t
     assert documents_of(corpus, ours.end_of_text, ours.vocab_size) == sorted(expected)
 
 
+def test_turns_are_never_cut(tmp_path: Path, chat_tokenizer: Path) -> None:
+    """A long conversation ends behind its last answer that fits; one whose first is too long is left out."""
+    ours, theirs = with_template(chat_tokenizer, tmp_path / "chat", CHATML)
+    two = CHATS[15]
+    short = [[two[0], {"role": "assistant", "content": str(number)}] for number in range(4)]
+    long = [two[0], {"role": "assistant", "content": "shard " * 40}]
+    ids = theirs.apply_chat_template(two[:2], return_dict=True, return_assistant_tokens_mask=True)
+    kept = [int(i) for i in np.trim_zeros(np.multiply(ids["assistant_masks"], np.arange(len(ids["input_ids"]))), "b")]
+    row = len(kept) + 3
+    options: dict[str, Any] = {"completions": True, "one_document_per_row": True, "row_tokens": row}
+    lines = [{"messages": chat} for chat in [two, long, *short]]
+    corpus = make(json_lines(tmp_path / "a.jsonl", lines), tmp_path, tokenizer=ours, cut_documents=True, **options)
+    assert (corpus.cut, corpus.long, corpus.train.documents + corpus.validation.documents) == (1, 1, 5)
+    rows = [learned_of(index, row).reshape(-1) for index in (corpus.train_index, corpus.validation_index)]
+    expected = np.where(ids["assistant_masks"], ids["input_ids"], ~np.array(ids["input_ids"]))[: len(kept)]
+    text = " ".join(map(str, np.concatenate(rows)))
+    assert " ".join(map(str, expected)) in text
+    with pytest.raises(UserError, match="documents have a first completion of more tokens than --row-tokens"):
+        few = json_lines(tmp_path / "b.jsonl", [{"messages": long}] * 2)
+        make(few, tmp_path, "few", tokenizer=ours, cut_documents=True, **options)
+
+
 @pytest.mark.parametrize(
     ("roles", "learned"),
     [

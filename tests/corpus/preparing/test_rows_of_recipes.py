@@ -85,7 +85,7 @@ def test_rows_that_begin_with_the_end_of_text(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"cut_documents": True}, "--cut-documents expects --one-document-per-row"),
-        ({"cut_documents": True, "one_document_per_row": True, "completions": True}, "and no --completions"),
+        ({"cut_documents": True, "one_document_per_row": True, "preferences": True}, "and no --preferences"),
         ({"begin_rows": True, "preferences": True}, "--begin-rows and --preferences: expected one of them"),
     ],
 )

@@ -51,7 +51,7 @@ class Counts(NamedTuple):
     lowest: int = NO_HASH  # of the documents' hashes
     short: int = 0  # documents that were left out
     duplicates: int = 0  # of both splits
-    long: int = 0  # pairs that were left out
+    long: int = 0  # pairs, and documents of which no completion ends within a row, that were left out
     cut: int = 0  # documents of which only the first row was kept
     truncations: int = 0  # cuts of documents that have rows of their own
     filtered: Counter[str] = _NO_DOCUMENTS  # documents that were left out, of both splits, by the filter
@@ -315,7 +315,7 @@ def finished(
         manifest["filtered"] = {name: counts[0].filtered[name] for name in manifest["filters"]}
     if manifest.get("near_duplicates"):
         manifest["near"] = counts[0].filtered[NEAR]
-    if manifest.get("preferences"):
+    if manifest.get("preferences") or (manifest.get("cut_documents") and manifest.get("completions")):
         manifest["long"] = sum(count.long for count in counts)
     if manifest.get("cut_documents"):
         manifest["cut"] = sum(count.cut for count in counts)

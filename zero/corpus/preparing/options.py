@@ -62,8 +62,8 @@ class CorpusOptions:
             raise UserError("--completions and --preferences: expected one of them")
         if not self.completions and self.loss_on != LEARNED:
             raise UserError(f"--loss-on {' '.join(self.loss_on)} expects --completions, whose roles it names")
-        if self.cut_documents and (self.completions or self.preferences or not self.one_document_per_row):
-            raise UserError("--cut-documents expects --one-document-per-row, and no --completions or --preferences")
+        if self.cut_documents and (self.preferences or not self.one_document_per_row):
+            raise UserError("--cut-documents expects --one-document-per-row, and no --preferences")
         if self.begin_rows and self.preferences:
             raise UserError("--begin-rows and --preferences: expected one of them")
         if self.pack and self.is_unjoined:

@@ -69,7 +69,7 @@ class Corpus:
     short: int = 0  # documents that --minimum-tokens has left out
     duplicates: int = 0  # documents that --deduplicate has left out
     near: int = 0  # documents that --near-duplicates has left out
-    long: int = 0  # pairs that are longer than a row
+    long: int = 0  # pairs that are longer than a row, and documents of which no completion ends within one
     cut: int = 0  # documents of which --cut-documents has kept the first row only
     test_index: str | None = None
     test: SplitSummary | None = None  # of a source that has one
@@ -96,7 +96,8 @@ def prepare(
     into rows without loss: the last row of a split is padded, as its length.npy records. With `pack` the documents of
     each shard are packed into rows, and shards hold about `rows_per_shard`. The tokenizer's chat template is copied.
 
-    With `cut_documents` a document has one row, and what is beyond it is left out. With `begin_rows` each row begins
+    With `cut_documents` a document has one row, and what is beyond it is left out; of completions, the last one that is
+    whole in the row ends it, and a document that has none is left out. With `begin_rows` each row begins
     with the end of text, so that all of its `row_tokens - 1` other tokens are targets of training.
 
     After an interruption the next call with these arguments makes the parts that are missing; a finished corpus is
@@ -289,8 +290,9 @@ def _write_parts(source: Source, job: PartJob, engine: Engine, bar: tqdm) -> dic
 def _too_little(arguments: dict[str, Any], counts: Sequence[Counts]) -> UserError:
     """The error for a source that leaves a split empty."""
     if long := sum(count.long for count in counts):
+        which = "pairs have a text" if arguments["preferences"] else "documents have a first completion"
         return UserError(
-            f"{arguments['source']}: {long} pairs have a text of more tokens than --row-tokens "
+            f"{arguments['source']}: {long} {which} of more tokens than --row-tokens "
             f"{arguments['row_tokens']}, and too few are left"
         )
     lack = "no text"

@@ -84,8 +84,12 @@ class UnitTokenizer:
                 counts[split] = counts[split].plus(Counts(long=1))
                 continue
             if self.cuts_documents and sizes[0] > self.row_tokens:
+                beginning = self._cut(texts[0])
+                if beginning is None:
+                    counts[split] = counts[split].plus(Counts(long=1))
+                    continue
                 counts[split] = counts[split].plus(Counts(cut=1))
-                texts = [self._cut(texts[0])]
+                texts = [beginning]
                 sizes = [len(texts[0].ids)]
             documents[split].append(texts)
             truncations = 0
@@ -96,8 +100,16 @@ class UnitTokenizer:
             )
         return [self._join(*of_split) for of_split in zip(documents, counts, strict=True)]
 
-    def _cut(self, document: Tokens) -> Tokens:
-        """The beginning of a document that is longer than a row, as transformers' tokenizers truncate it."""
+    def _cut(self, document: Tokens) -> Tokens | None:
+        """The beginning of a document that is longer than a row, as transformers' tokenizers truncate it.
+
+        Where completions are learned it ends with the last of them that is whole in the row; None where none is.
+        """
+        if document.is_learned is not None:
+            is_learned = np.append(document.is_learned, 0)
+            ends = np.flatnonzero(is_learned[:-1] > is_learned[1:]) + 1
+            ends = ends[ends <= self.row_tokens]
+            return Tokens(document.ids[: ends[-1]], document.is_learned[: ends[-1]]) if len(ends) else None
         end = np.asarray([self.tokenizer.end_of_text], document.ids.dtype)
         return Tokens(np.concatenate([document.ids[: self.row_tokens - 1], end]), None)
 
@@ -108,6 +120,8 @@ class UnitTokenizer:
         special = self.tokenizer.special
         ids, spans = self.tokenizer.encode_with_spans(document.content, document.has_special)
         is_learned, is_ended = learned_tokens(ids, spans, document.completions, special.turn_ends)
+        if self.has_pairs:  # the log-probability of an answer is that of all that the template writes, as in TRL
+            is_learned, _ = learned_tokens(ids, spans, document.completions, ())
         if not document.has_special:  # a chat template writes the beginning itself
             ids = np.concatenate([np.asarray(special.before, ids.dtype), ids])
             is_learned = np.concatenate([np.zeros(len(special.before), bool), is_learned])

@@ -100,7 +100,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--cut-documents",
         action="store_true",
-        help="keep only the first of these rows, which then ends with the end of text",
+        help="keep only the first of these rows, which then ends with the end of text; with --completions it ends "
+        "behind the last completion that fits, so that no turn is cut",
     )
     parser.add_argument(
         "--begin-rows",
@@ -234,8 +235,10 @@ def _prepare(given: argparse.Namespace, runner: list[str] | None) -> None:
         print(f"{corpus.skipped} files were left out because they are not UTF-8")
     if corpus.short:
         print(f"{corpus.short} documents were left out because they have fewer tokens than --minimum-tokens")
-    if corpus.long:
+    if corpus.long and options.preferences:
         print(f"{corpus.long} pairs were left out because a text has more tokens than --row-tokens {row_tokens}")
+    elif corpus.long:
+        print(f"{corpus.long} documents were left out because no completion ends within --row-tokens {row_tokens}")
     if corpus.cut:
         print(f"{corpus.cut} documents were cut to a row of {row_tokens} tokens")
     if corpus.duplicates:
