@@ -114,3 +114,22 @@ def test_official_splits_of_a_dataset(dataset: Path, tmp_path: Path):
         assert documents_of(index, 16) == [f"{split} {i}" for i in range(counts[split])]
     with pytest.raises(UserError, match="names a split, and --splits official reads all of them"):
         make(f"hf:{dataset}::train", tmp_path, splits="official")
+
+
+def test_files_of_a_dataset_are_parts(tmp_path: Path):
+    """Each file is prepared by itself, with its rows; their order is that of the dataset."""
+    place = tmp_path / "dataset"
+    place.mkdir()
+    for file in range(3):
+        table = {"text": [f"file {file} row {row}" for row in range(40)]}
+        parquet.write_table(pyarrow.table(table), place / f"train-{file:05d}-of-00003.parquet")
+    size = (place / "train-00000-of-00003.parquet").stat().st_size
+    one = make(f"hf:{place}", tmp_path / "one", workers=1)
+    in_parts = make(f"hf:{place}", tmp_path / "parts", workers=1, part_bytes=size + 1)
+    assert documents_of(in_parts.train_index, 16) == documents_of(one.train_index, 16)
+    assert both(in_parts) == both(one) and len(both(one)) == 120
+    assert len(list(Path(in_parts.directory).glob("part-*.json"))) == 3
+    assert make(f"hf:{place}", tmp_path / "parts", workers=1, part_bytes=size + 1) == in_parts
+    opened = Source(f"hf:{place}", "other", 0.1, part_bytes=size + 1)
+    with pytest.raises(UserError, match='file 2 row 0: expected a string under "other"; found text'):
+        list(opened.part(2).units())

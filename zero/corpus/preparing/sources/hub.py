@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -48,6 +49,21 @@ class HubDataset:
         splits: Sequence[int | None] = self.splits or [None]
         self._parts = list(zip(rows, splits, rows.values(), strict=True))
         self.fingerprint = str(builder.hash)  # of the configuration and the revision, or the files
+        # In bytes, of each file of the parts above, in their order; of all together, 0, where a file is no shard.
+        of_splits = {name or split or "train": of_split for name, of_split in rows.items()}
+        self.sizes = _file_sizes(builder.config.data_files, of_splits)
+
+    def files(self, first: int, last: int) -> HubDataset:
+        """The dataset of these files, by their places in `sizes`."""
+        files = []
+        for part, split, rows in self._parts:
+            for number in range(rows.num_shards):
+                files.append((f"{part} file {number}".strip(), split, rows.shard(rows.num_shards, number)))
+        dataset = copy.copy(self)
+        dataset._parts = files[first:last]
+        dataset.sizes = self.sizes[first:last]
+        dataset.fingerprint = f"{self.fingerprint} files {first} to {last}"
+        return dataset
 
     def units(self) -> Iterator[Unit]:
         group: list[Document] = []
@@ -73,6 +89,27 @@ class HubDataset:
             raise UserError(f"hf:{self._name} cannot be read: {_one_line(error)}") from error
         except OSError as error:
             raise Unavailable(f"hf:{self._name} cannot be read now: {_one_line(error)}") from error
+
+
+def _file_sizes(files_of_split: Any, rows_of_split: dict[str, Any]) -> list[int]:
+    """The sizes of the files that hold the rows of each split; [0] where its shards are something else than files."""
+    sizes: list[int] = []
+    for split, rows in rows_of_split.items():
+        paths = list((files_of_split or {}).get(split, ()))
+        if len(paths) != rows.num_shards or any("::" in path for path in paths):
+            return [0]
+        sizes += map(_file_size, paths)
+    return sizes
+
+
+def _file_size(path: str) -> int:
+    import fsspec
+
+    files, name = fsspec.core.url_to_fs(path)
+    try:
+        return int(files.info(name)["size"])
+    except OSError as error:
+        raise Unavailable(f"{path}: its size cannot be asked for: {_one_line(error)}") from error
 
 
 def _one_line(error: Exception) -> str:

@@ -100,7 +100,7 @@ class Source:
             self._split_of_file = official_splits(name, (file.relative for file in self._files))
         official = opened.splits if opened else self._split_of_file
         self.splits = len(self._sizes) if self._sizes else 1 + max([VALIDATION, *official])
-        self._bounds = part_bounds([file.size for file in self._files], part_bytes)
+        self._bounds = part_bounds(opened.sizes if opened else [file.size for file in self._files], part_bytes)
 
     @property
     def size(self) -> int | None:
@@ -115,17 +115,20 @@ class Source:
     def part(self, number: int) -> Source:
         """The source of one part: its files, and its units."""
         first, last = self._bounds[number]
+        if self._hub is not None and self.parts == 1:
+            return self
         part = copy.copy(self)
         part.__dict__.pop("contents", None)  # the digest of all parts, if it is known already
         part._files = self._files[first:last]
         part._split_of_file = self._split_of_file[first:last]
         part._bounds = [(0, last - first)]
+        part._hub = None if self._hub is None else self._hub.files(first, last)
         return part
 
     def __str__(self) -> str:
         """The files of a part, for messages."""
-        if not self._files:
-            return self._name
+        if self._hub is not None:
+            return f"{self._name}: {self._hub.fingerprint}"
         first = self._files[0].relative
         last = self._files[-1].relative
         return f"{self._name}: {first}" if first == last else f"{self._name}: {first} to {last}"
@@ -138,7 +141,7 @@ class Source:
     @cached_property
     def contents(self) -> str:
         """A digest of the contents, for which files of this machine are read once; a copy shares it."""
-        if self._hub:
+        if self._hub and self.parts == 1:
             return self._hub.fingerprint
         if self.parts == 1:
             return digest_of_contents(self._files + self._companions())
