@@ -5,10 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from matplotlib import rc_context
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
 from docs.picture_of_numbers import save
 from zero.report.picture_style import COLORS, STYLE
 
@@ -41,6 +37,10 @@ def losses() -> list[tuple[list[float], list[float]]]:
 
 
 def draw(path: Path) -> None:
+    from matplotlib import rc_context  # here, as tests import `numbers`
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     with rc_context(STYLE):
         figure = Figure(figsize=(7.2, 3.6), layout="constrained")
         FigureCanvasAgg(figure)
