@@ -52,7 +52,7 @@ CONFIGURATIONS: dict[str, str] = {
     # Sections.
     "data='???'": "data=???: expected a section of keys",
     "model='???'": "model",
-    "optimizer=null": "optimizer=null: expected one of adamw, lion",
+    "optimizer=null": "optimizer=null: expected one of adamw, ademamix, lion",
     "training=[1]": "training=[1]: Cannot merge DictConfig with ListConfig",
     "mode=plan plan.grid=5": "plan.grid=5: expected a section of keys",
     "model.size='???'": "model.size: missing",

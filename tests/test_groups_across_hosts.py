@@ -34,10 +34,10 @@ JOB = (
 GLOBAL_ROWS = 12
 PLACEMENTS = {
     "a context group on both hosts": Placement(2, 2, "zero.context_shards=4"),
-    "tensor groups that end within a host": Placement(3, 2, "zero.tensor_shards=3"),
-    "a tensor group on three hosts": Placement(3, 1, "zero.tensor_shards=3"),
 }
 SLOW = {
+    "tensor groups that end within a host": Placement(3, 2, "zero.tensor_shards=3"),
+    "a tensor group on three hosts": Placement(3, 1, "zero.tensor_shards=3"),
     "context groups of two hosts": Placement(4, 1, "zero.context_shards=2"),
     "context groups that end within a host": Placement(3, 4, "zero.context_shards=6"),
 }
@@ -81,6 +81,7 @@ def test_equals_one_process_without_groups(alone: Path, name: str) -> None:
     assert (alone / run / "samples.txt").read_text() == (alone / "alone" / "samples.txt").read_text()
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_with_other_groups(alone: Path) -> None:
     """Killed with a group on both hosts, a run goes on with other groups, then on another number of hosts."""
     placement = Placement(2, 2, "zero.context_shards=4")

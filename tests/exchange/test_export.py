@@ -64,7 +64,10 @@ def test_equals_transformers(size: GPTConfig, tmp_path: Path) -> None:
     model, loaded = auto.from_pretrained(tmp_path / "hf", output_loading_info=True, attn_implementation="eager")
     assert not any(loaded.values())
     tied = model.all_tied_weights_keys
-    assert not objections(tmp_path / "hf", {name for name in model.state_dict() if name not in tied})
+    names = {name for name in model.state_dict() if name not in tied}
+    if "gpt_neox.embed_in.weight" in names:  # vLLM's class keeps the name of the head that transformers 5 has changed
+        names = {name.replace("lm_head", "embed_out") for name in names}
+    assert not objections(tmp_path / "hf", names)
     prompt = (17, 4, 99)
     tokens, logits = greedy(size, prompt, 100)
     assert len(set(tokens.tolist())) > 10  # not one word a hundred times

@@ -104,8 +104,6 @@ def test_losses_equal_peft(trained_by_peft: Peft) -> None:
     [
         *(("init_lora_weights", kind) for kind in ("pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga")),
         ("alora_invocation_tokens", [5, 7]),
-        ("rank_pattern", {"q_proj": 2}),
-        ("modules_to_save", ["lm_head"]),
         ("target_parameters", ["mlp.experts.gate_up_proj"]),
         ("a_key_of_tomorrow", 0.5),
     ],

@@ -40,7 +40,7 @@ def test_global_batch_of_first_checkpoint(
     assert (kept.training.batch_size, config.training.batch_size) == (16, 8)
     assert "training.batch_size=16 instead of 8 on 1 hosts: the global batch keeps the 16 sequences" in caplog.text
     assert with_global_batch(config, 8) is config
-    with pytest.raises(UserError, match=r"global batch of 12 sequences does not divide into 1 hosts x 8 devices"):
+    with pytest.raises(UserError, match=r"global batch of 12 sequences does not divide into 8 devices"):
         with_global_batch(config, 12)
 
 

@@ -11,7 +11,6 @@ import jax
 import numpy as np
 
 from zero.partition.collectives.axis import Axis
-from zero.partition.global_arrays import pmap_devices
 
 
 @dataclass(frozen=True)
@@ -47,9 +46,16 @@ class RowPlaces:
 
     @classmethod
     def here(cls, axis: Axis, devices: Sequence[jax.Device] | None = None) -> RowPlaces:
-        """The places of this process's devices on an axis of these devices, by default all in pmap's own order."""
-        devices = pmap_devices() if devices is None else devices
-        return cls.of_devices(axis, [device.process_index for device in devices], jax.process_index())
+        """The places of this process's devices on an axis of these devices.
+
+        By default the axis is in pmap's own order, process by process, and each process has as many devices in it.
+        """
+        if devices is None:
+            processes = jax.process_count()
+            hosts = np.arange(processes).repeat(axis.size // processes).tolist()
+        else:
+            hosts = [device.process_index for device in devices]
+        return cls.of_devices(axis, hosts, jax.process_index())
 
     @cached_property
     def parts(self) -> tuple[int, ...]:
