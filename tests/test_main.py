@@ -333,7 +333,7 @@ def test_run_directory_tells_what_was_done(finished: Path, workplace: Path) -> N
 def test_help_needs_no_device(forks: cli.Forks) -> None:
     """Help and the composed configuration need no device."""
     for arguments, text in (
-        (["--help"], "optimizer    adamw, lion"),
+        (["--help"], "optimizer    adamw, ademamix, lion"),
         (["--version"], "zero 0"),
         (["--help", "zero.stage"], "3: parameters"),
         (["--cfg", "job", "seed=3"], "seed: 3"),

@@ -17,6 +17,7 @@ from tests.exchange.random_weights import ALIBI, LEARNED, SIZES, params, save
 from zero.corpus.text.tokenizers import ByteTokenizer
 from zero.errors import UserError
 from zero.exchange.export import export
+from zero.models import mlp
 from zero.models.config import GPTConfig
 from zero.models.gpt import GPT
 
@@ -107,6 +108,14 @@ def test_code_computes_the_same(size: GPTConfig, tmp_path: Path) -> None:
     options = {"do_sample": False, "max_new_tokens": length, "eos_token_id": None, "pad_token_id": 0}
     written = model.generate(x[:, : len(prompt)], attention_mask=torch.ones(1, len(prompt)), **options)
     assert written[0, len(prompt) :].tolist() == tokens.tolist()
+
+
+def test_code_knows_every_activation() -> None:
+    """Each activation of a model is in the code of an export as well, or its export is refused."""
+    from zero.exchange import modeling_zero
+
+    refused = {"clamped_swiglu"}
+    assert {*modeling_zero.ACTIVATIONS} == {*mlp.ACTIVATIONS} - refused
 
 
 def test_loss_without_gains(tmp_path: Path) -> None:
