@@ -230,3 +230,16 @@ def test_collectives_of_the_compiled_update(name: str) -> None:
         for result in re.sub(r"/\*.*?\*/", "", results).split(", "):
             assert re.fullmatch(EXPECTED[name][kind], result), (kind, result)
     assert sum(kind != "all-reduce" for _, kind in found) == len(EXPECTED[name]) - 1
+
+
+def test_transform_without_a_default_for_params() -> None:
+    """A transform whose update takes params by position is called as optax calls it, also without params."""
+    average = optax.GradientTransformationExtraArgs(lambda p: p, lambda updates, state, _, *, step: (updates, state))
+    tx = zero.shard_optimizer(average, "batch", reduction=None)
+    params = jnp.arange(16.0)
+
+    def updates(params: jax.Array) -> jax.Array:
+        return tx.update(params, tx.init(params), step=1)[0]
+
+    found = jax.pmap(updates, "batch")(jnp.stack([params] * jax.local_device_count()))
+    np.testing.assert_array_equal(found[0], params)

@@ -196,8 +196,9 @@ def test_chat_template(place: Place, tmp_path: Path) -> None:
         assert sample(config, SIZE, tmp_path / str(number)) == 0
         texts.append(json.loads((tmp_path / str(number) / "samples.jsonl").read_text())["text"])
     assert texts[0] == texts[1] != texts[2]
-    without = shutil.copy("data/corpus/questions/tokenizer.json", tmp_path / "tokenizer.json")
-    config.sample.chat, config.data.tokenizer = True, str(without)
+    without = tmp_path / "without"  # all files of the tokenizer but its template
+    shutil.copytree("data/corpus/questions", without, ignore=shutil.ignore_patterns("*.tar", "chat_template.jinja"))
+    config.sample.chat, config.data.tokenizer = True, str(without / "tokenizer.json")
     with pytest.raises(UserError, match=r"sample\.chat=true: data\.tokenizer=.* has no chat template beside it"):
         sample(config, SIZE, tmp_path)
 

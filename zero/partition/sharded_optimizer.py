@@ -172,8 +172,11 @@ def _update(
                     )
         return layouts[0].leaves + layouts[1].leaves
 
+    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
+        return inner.update(updates, state, params, **extra)
+
     inputs = [updates, (state, match_layout(state, state_layout))] + ([] if params[0] is None else [params])
-    return run_on_shards(lambda *trees: inner.update(*trees, **extra), axis, inputs, layout_of)
+    return run_on_shards(update, axis, inputs, layout_of)
 
 
 class ShardedOptimizer(optax.GradientTransformationExtraArgs):
