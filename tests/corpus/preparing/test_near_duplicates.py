@@ -1,7 +1,8 @@
-"""Near duplicates: planted ones are found, others stay, and parts decide nothing. Where datasketch is installed."""
+"""Near duplicates: planted ones are found, others stay, and parts decide nothing."""
 
 import json
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,6 @@ from tests.helpers.corpora import call, digest, documents_of, make
 from zero.errors import UserError
 
 WORDS = [f"word{number}" for number in range(5000)]
-
-
-def has_datasketch() -> bool:
-    try:
-        import datasketch  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
-needs_datasketch = pytest.mark.skipif(not has_datasketch(), reason="datasketch is not installed")
 
 
 def write(root: Path, texts: list[str], files: int = 4) -> Path:
@@ -41,7 +31,6 @@ def edited(text: str, words: int, chosen: random.Random) -> str:
     return " ".join(parts)
 
 
-@needs_datasketch
 @pytest.mark.parametrize("part_bytes", [1 << 30, 60_000])
 def test_recall_and_precision(tmp_path: Path, part_bytes: int):
     """Of 60 documents of 200 words with a planted copy each: copies near 0.93 are found, those near 0.5 stay."""
@@ -60,7 +49,6 @@ def test_recall_and_precision(tmp_path: Path, part_bytes: int):
     assert corpus.near == 180 - len(kept)
 
 
-@needs_datasketch
 def test_exact_duplicates_are_counted_once(tmp_path: Path):
     chosen = random.Random(1)
     originals = [" ".join(chosen.choices(WORDS, k=100)) for _ in range(20)]
@@ -77,13 +65,13 @@ def test_exact_duplicates_are_counted_once(tmp_path: Path):
     assert digests[0] == digests[1]
 
 
-def test_what_is_wrong_is_named(tmp_path: Path):
+def test_what_is_wrong_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     source = write(tmp_path / "source", ["one text", "another one"])
     places = ["--directory", str(tmp_path / "corpus"), "--index-directory", str(tmp_path / "index")]
     done = call(source, "--near-duplicates", "2", *places)
     assert done.returncode == 2 and "--near-duplicates 2.0: expected a share" in done.stderr
     with pytest.raises(UserError, match="expects documents of text, not prompts or chats"):
         make(source, tmp_path, near_duplicates=0.8, completions=True)
-    if not has_datasketch():
-        done = call(source, "--near-duplicates", "0.8", *places)
-        assert done.returncode == 2 and "the datasketch library is missing" in done.stderr
+    monkeypatch.setitem(sys.modules, "datasketch", None)  # as where it is not installed
+    with pytest.raises(UserError, match="the datasketch library is missing"):
+        make(source, tmp_path, near_duplicates=0.8, workers=1)
