@@ -83,7 +83,7 @@ def test_equals_one_process_without_groups(alone: Path, name: str) -> None:
 
 @pytest.mark.slow
 def test_killed_and_resumed_with_other_groups(alone: Path) -> None:
-    """Killed with a group on both hosts, a run goes on with other groups, then on another number of hosts."""
+    """A run that is killed while a group lies on two hosts continues on three hosts with other groups."""
     placement = Placement(2, 2, "zero.context_shards=4")
     processes = start(alone, placement, *job(2), "data.save_every=1", "hydra.run.dir=killed")
     hosts.wait_for_step(alone / "killed", 2, processes)

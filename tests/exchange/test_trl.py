@@ -38,7 +38,7 @@ from zero.training.tuning import Tuning
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 
-# peft asks transformers for a property that is deprecated there, and TRL's trainers warn of what they will change.
+# PEFT reads a deprecated property of transformers, and TRL's trainers warn of coming changes.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -145,7 +145,7 @@ class Home:
         self.model.save_pretrained(str(self.adapters), save_embedding_layers=False)
 
     def chats(self) -> tuple[Any, float, dict[str, np.ndarray]]:
-        """TRL's batch, its loss and the gradients of what is trained, by the names of PEFT's files."""
+        """TRL's batch, its loss, and the gradient of each trained tensor by its name in PEFT's files."""
         batch = self.of_chats.data_collator(list(self.of_chats.train_dataset))
         return batch, *self._gradients(lambda: self.of_chats.compute_loss(self.model, dict(batch)))
 

@@ -184,7 +184,7 @@ def no_login(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_CACHE_DIR", "NETRC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    teardown()  # else W&B goes on with the environment that it saw first
+    teardown()  # W&B would keep using the environment of its first start
     yield
     teardown()
 

@@ -32,7 +32,7 @@ class Residual(Sizes):
     # GPT-J, GPT-NeoX
     parallel_residual: bool = key(False, None, "attention and MLP read the same input and are added together")
     residual_multiplier: float = key(1.0, POSITIVE, "factor of the outputs of attention and MLP")
-    embedding_dropout: float = key(0.0, RATE, "dropout of what enters the first layer", layers=BOTH)
+    embedding_dropout: float = key(0.0, RATE, "dropout of embeddings", layers=BOTH)
     residual_dropout: float | None = key(
         None, RATE, "dropout of the outputs of attention and of the MLP", layers=BOTH, none="dropout"
     )
