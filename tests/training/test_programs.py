@@ -39,4 +39,4 @@ def test_programs_are_unordered_on_accelerators(monkeypatch: pytest.MonkeyPatch)
     """On an accelerator no program is put in order."""
     monkeypatch.setattr(pmapped, "in_order", lambda fn: pytest.fail("in_order on an accelerator"))
     monkeypatch.setattr(jax, "pmap", lambda fn, **_: fn)
-    assert make([SimpleNamespace(platform="tpu")] * 8)
+    assert make([SimpleNamespace(platform="tpu", process_index=0)] * 8)

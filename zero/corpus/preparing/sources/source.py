@@ -224,7 +224,7 @@ def digest_of_parts(contents: Iterable[str]) -> str:
     """The digest of the contents of a source, from those of its parts.
 
     >>> digest_of_parts(["a", "b"])
-    '1d3a6ce2b2ae4d5f'
+    '3b6d0c40639aa293'
     """
     return _digest([("part", digest) for digest in contents])
 
