@@ -65,3 +65,9 @@ def test_plan_by_formula() -> None:
     assert rows[3]["seconds_lower_bound"] >= rows[3]["flops"] / SPEEDS["NVIDIA H100 80GB HBM3"].flops
     assert rows[3]["collective_bytes_across_hosts"] == sum(rows[3]["collective_bytes"].values()) > 0
     assert plan("gpu:t4x1", "plan.micro_batch=64", "zero.remat=none")["fits"] is False
+
+
+def test_the_kernel_of_gpus_is_planned_beside_a_gpu() -> None:
+    """jax traces cuDNN's kernel where it finds cuDNN and a GPU, so elsewhere the plan says what to ask for."""
+    with pytest.raises(UserError, match=r"model\.attention=kernel: .* with a GPU only; plan with .*=blockwise"):
+        plan("gpu:h100x1", "model.attention=kernel")
