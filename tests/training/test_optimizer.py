@@ -227,6 +227,18 @@ def test_hyperparameters_reach_their_optimizer(name: str) -> None:
         assert any((np.asarray(a) != np.asarray(b)).any() for a, b in pairs), key
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_state_keeps_its_dtypes(name: str) -> None:
+    """With weights in bfloat16 the state of an update is that of the next one: a compiled step takes no other."""
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), make_params(np.random.default_rng(0)))
+    grads = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+    tx = make_optimizer(name, DECAY, **SMALL.get(name, {}))
+    state = jax.eval_shape(tx.init, params)
+    _, after = jax.eval_shape(lambda grads, state, params: tx.update(grads, state, params), grads, state, params)
+    dtypes, dtypes_after = (jax.tree.map(lambda x: x.dtype.name, one) for one in (state, after))
+    assert dtypes == dtypes_after
+
+
 @pytest.mark.parametrize("schedule", sorted({*SCHEDULES} - {"sqrt_decay", "ramped_cosine"}))
 def test_schedules(schedule: str) -> None:
     """Schedules warm up to the peak and end at the rate that is asked for."""

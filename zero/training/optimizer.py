@@ -171,10 +171,28 @@ def make_optimizer(
     """
     if multipliers is not None and name not in MULTIPLIABLE:
         raise ValueError(f"learning rates by leaf are for {' and '.join(MULTIPLIABLE)}, not for {name}")
+    if name in QUANTISABLE:
+        return ELEMENTWISE[name](weight_decay, state_dtype=state_dtype, multipliers=multipliers, **hyperparameters)
     if name in ELEMENTWISE:
-        own = {"state_dtype": state_dtype, "multipliers": multipliers} if name in QUANTISABLE else {}
-        return ELEMENTWISE[name](weight_decay, **own, **hyperparameters)
-    return across_shards(per_layer(one_table(PER_LAYER[name](weight_decay, **hyperparameters), vocab_size)))
+        return _in_float32(ELEMENTWISE[name](weight_decay, **hyperparameters))
+    tx = _in_float32(PER_LAYER[name](weight_decay, **hyperparameters))
+    return across_shards(per_layer(one_table(tx, vocab_size)))
+
+
+def _in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The transform with weights in float32, and so its state, which optax would begin in the dtype of the weights."""
+
+    def init(params: Any) -> Any:
+        return tx.init(_cast(params))
+
+    def update(updates: Any, state: Any, params: Any | None = None) -> Any:
+        return tx.update(updates, state, None if params is None else _cast(params))
+
+    return optax.GradientTransformation(init, update)
+
+
+def _cast(params: Any) -> Any:
+    return jax.tree.map(lambda x: x.astype(jnp.float32), params)
 
 
 def hyperparameters(name: str) -> dict[str, Any]:
