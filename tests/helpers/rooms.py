@@ -13,6 +13,7 @@ REPOSITORY = Path(__file__).parents[2]
 # The rooms of the house, from the lowest to the highest. A file imports from its own room or from a lower one.
 ROOMS = [
     "zero.errors",
+    "zero.versions",
     "zero.text_table",
     "zero.child_process",
     "zero.files",

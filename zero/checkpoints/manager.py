@@ -17,7 +17,6 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
@@ -34,6 +33,7 @@ from zero.hosts import agreement
 from zero.partition.collectives.axis import Axis
 from zero.partition.global_arrays import global_shapes
 from zero.partition.layout import Layout, PyTree
+from zero.versions import version_of
 
 if TYPE_CHECKING:  # orbax is imported where it is used: a fresh start of one process does not wait for it
     import orbax.checkpoint as ocp
@@ -173,7 +173,7 @@ class Checkpoints:
         meta = meta | {
             "shapes": {leaf.name: list(leaf.shape) for leaf in layout.leaves},
             "dtypes": {name: x.dtype.name for name, x in arrays.items()},
-            "versions": {name: version(name) for name in PACKAGES},
+            "versions": {name: version_of(name) for name in PACKAGES},
             "format": FORMAT,
             "validation_loss": validation_loss,
         }

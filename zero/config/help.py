@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
 
 from zero.config.declared import whole_kind
 from zero.config.files import conf_directory, load_sizes
@@ -13,6 +12,7 @@ from zero.config.names import unknown
 from zero.config.printed import choices_of_groups, yaml_text
 from zero.config.schema import GROUPS, MODE_SECTIONS, MODES
 from zero.errors import UserError
+from zero.versions import version_of
 
 WIDTH = 100  # columns of a terminal
 COMMANDS = {
@@ -54,11 +54,7 @@ def help_text(names: Sequence[str]) -> str:
 
 def version_text() -> str:
     """The version of zero and of jax."""
-    try:
-        own = version("zero-pmap")
-    except PackageNotFoundError:
-        own = "(a checkout that is not installed)"
-    return f"zero {own}, jax {version('jax')}"
+    return f"zero {version_of('zero-pmap')}, jax {version_of('jax')}"
 
 
 def _screen() -> Iterator[str]:
