@@ -16,6 +16,7 @@ from zero.cycles.predict import predict
 from zero.hosts.interruptible_compilation import CACHE_HIT, compile_unless_stopped, recorded_events
 from zero.hosts.startup import process_age
 from zero.partition.global_arrays import pmap_devices
+from zero.run.out_of_memory import named_out_of_memory
 from zero.run.run import Run
 from zero.training.batch import Batch
 from zero.training.flops import model_flops
@@ -78,7 +79,8 @@ class StepPrograms:
         began = time.monotonic()
         arguments = (run.state, per_device, run.frozen)
         program: Callable[..., Any] | None = run.job.programs.step
-        with recorded_events() as events:
+        size = f"the training step with sequences of {length:,} tokens"
+        with recorded_events() as events, named_out_of_memory(size, run.job.held):
             if jax.process_count() == 1:
                 program = compile_unless_stopped(run.requests.signals, program, *arguments)
             if program is None:

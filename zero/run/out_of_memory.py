@@ -1,0 +1,37 @@
+"""What is said when a device runs out of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import jax
+
+from zero.errors import UserError, first_line
+from zero.hosts.startup import device_memory
+
+GIB = 2**30
+
+
+@contextmanager
+def named_out_of_memory(program: str, held: int) -> Iterator[None]:
+    """Names the program and its state where a device runs out of memory within the block.
+
+    Args:
+      program: what runs, as a message calls it.
+      held: bytes of the state per device.
+
+    Raises:
+      UserError: a device is out of memory. Another start would be as well.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if not str(error).startswith("RESOURCE_EXHAUSTED"):
+            raise
+        raise UserError(
+            f"out of memory: {program} does not fit in the {device_memory() / GIB:.2f} GiB of a device, of which the "
+            f"state takes {held / GIB:.2f} ({first_line(error)}). Less is needed with zero.remat=nested, with more "
+            "training.gradient_accumulation_steps, with +memory=4-bytes, or on more devices; mode=plan "
+            "plan.topology=local compares them"
+        ) from error
