@@ -67,7 +67,8 @@ def test_plan_by_formula() -> None:
     assert plan("gpu:t4x1", "plan.micro_batch=64", "zero.remat=none")["fits"] is False
 
 
-def test_the_kernel_of_gpus_is_planned_beside_a_gpu() -> None:
-    """jax traces cuDNN's kernel where it finds cuDNN and a GPU, so elsewhere the plan says what to ask for."""
-    with pytest.raises(UserError, match=r"model\.attention=kernel: .* with a GPU only; plan with .*=blockwise"):
-        plan("gpu:h100x1", "model.attention=kernel")
+def test_the_kernel_of_gpus_is_planned_without_a_gpu() -> None:
+    """jax traces cuDNN's kernel beside a GPU only; elsewhere a plan has attention in blocks, of the same memory."""
+    keys = ["data.max_context=512", "model.override.alibi_attn=false"]  # cuDNN has no ALiBi
+    rows = [plan("gpu:h100x1", f"model.attention={choice}", *keys) for choice in ("kernel", "blockwise")]
+    assert rows[0]["peak_bytes"] == rows[1]["peak_bytes"] > 0 and rows[0]["flops"] == rows[1]["flops"] > 0

@@ -203,7 +203,7 @@ class Model:
         "dense holds a score per pair of positions, blockwise needs memory linear in the context.",
         "kernel: on TPU a kernel of zero's own or jax's splash attention, cuDNN's on GPU; falls back to auto where "
         "unsupported.",
-        "auto: on TPU the kernel from 512 positions on; elsewhere, and without a kernel, blockwise in long contexts.",
+        "auto: on TPU and GPU the kernel from 512 positions on; elsewhere, or without it, blockwise in long contexts.",
     )
 
     @property

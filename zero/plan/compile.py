@@ -109,7 +109,6 @@ def compile_step(request: Request) -> Row:
         gradients = 0 if zero.fused_update else trained * jnp.dtype(zero.gradient_dtype).itemsize
     is_estimate = isinstance(devices[0], formula.Gpu)
     if is_estimate:
-        formula.check_attention(config.model.attention)
         rows = request.rows // training.gradient_accumulation_steps
         activations = activation_bytes(model, rows, config.data.max_context)
         peak = held + by_stage.gathered + gradients + activations

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 from jax.extend.core import jaxprs_in_params
 
 from zero.cycles.hlo import Collective
@@ -62,19 +61,6 @@ def gpus(topology: str) -> list[Gpu]:
     kind, gigabytes = KINDS[match[1]]
     memory = int(JAX_SHARE * gigabytes * 10**9)
     return [Gpu(number, number // PER_NODE, kind, memory) for number in range(int(match[2]))]
-
-
-def check_attention(choice: str) -> None:
-    """Checks that jax can trace this choice of `model.attention` on this machine.
-
-    Raises:
-      UserError: it is cuDNN's kernel, which jax traces beside a GPU only.
-    """
-    if choice == "kernel" and jax.default_backend() != "gpu":
-        raise UserError(
-            "model.attention=kernel: cuDNN's kernel can be planned on a machine with a GPU only; plan with "
-            "model.attention=blockwise, whose memory grows with the context in the same way"
-        )
 
 
 def collectives_of(jaxpr: Any, devices: int, times: int = 1) -> Iterator[Collective]:

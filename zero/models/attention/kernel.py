@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zero.models.attention.blockwise import blockwise_attention
 from zero.models.attention.scores import Form, alibi_columns, alibi_slopes
 from zero.models.attention.tpu_kernels import TPU_KERNELS, TpuKernel
 from zero.models.stack import ATTENTION
@@ -27,24 +28,27 @@ _BY_KIND = {
 def kernel_of(platform: str, device_kind: str) -> str | None:
     """The kernel for a kind of device: a name of `TPU_KERNELS`, "cudnn", or None.
 
+    cuDNN's needs compute capability 8.0, which NVIDIA's GPUs named Tesla (T4, V100, P100) do not have.
+
     >>> kernel_of("tpu", "TPU v5 lite"), kernel_of("tpu", "TPU v3"), kernel_of("gpu", "NVIDIA H100")
     ('tpu_v5e', 'tpu_v2', 'cudnn')
+    >>> kernel_of("gpu", "Tesla T4")
     """
     if platform == "tpu":
         return _BY_KIND.get(device_kind, "tpu_v4")
-    return "cudnn" if platform == "gpu" else None
+    return "cudnn" if platform == "gpu" and not device_kind.startswith("Tesla") else None
 
 
 def chosen_kernel(choice: str, platform: str, device_kind: str, *, positions: int) -> str | None:
     """The kernel that `model.attention` asks for on a kind of device, as `kernel_of` names it; None for none.
 
-    `auto` takes it on TPU in rows of this many positions if the compiler's cycles predict that it is faster
+    `auto` takes it in rows of this many positions if it is faster: on TPU by the compiler's cycles, on GPU as measured
     (docs/decisions/attention.md).
 
     >>> [chosen_kernel("auto", "tpu", "TPU v4", positions=positions) for positions in (256, 512)]
     [None, 'tpu_v4']
     """
-    is_faster = platform == "tpu" and positions >= 512
+    is_faster = platform in ("tpu", "gpu") and positions >= 512
     return kernel_of(platform, device_kind) if choice == "kernel" or (choice == "auto" and is_faster) else None
 
 
@@ -114,7 +118,13 @@ def kernel_attention(
     form: Form,
     starts_BT: jax.Array | None = None,
 ) -> jax.Array:
-    """Causal attention `(B, T, H, K)` by a kernel in which nothing is missing (`missing_in`)."""
+    """Causal attention `(B, T, H, K)` by a kernel in which nothing is missing (`missing_in`).
+
+    A plan of GPUs on a machine without one only traces this: blocks, with as much memory, as jax traces cuDNN's kernel
+    beside a GPU only.
+    """
+    if kernel == "cudnn" and jax.default_backend() != "gpu":
+        return blockwise_attention(q_BTHK, k_BTGK, v_BTGK, form=form)
     if kernel == "cudnn":
         return cudnn_attention(q_BTHK, k_BTGK, v_BTGK, form=form)
     _, positions, heads, width = q_BTHK.shape
