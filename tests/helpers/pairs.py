@@ -76,6 +76,7 @@ OF_DATA = (
 )
 # Values that round: what another key computes in another order differs by more.
 ROUNDING = ("int8", "bfloat16", "optimizer=muon")
+SETTLED = {("model.attention=blockwise", "zero.context_shards=2")}  # around a ring attention is in blocks anyway
 SIZES = load_sizes()
 EQUAL = "as promised"
 REFUSED = "refused by name"
@@ -149,6 +150,8 @@ class Tried:
         if not both.losses or not all(map(math.isfinite, both.losses)):
             return Verdict(WRONG, f"losses {both.losses}")
         for own, beside in ((one, other), (other, one)):
+            if (own, beside) in SETTLED:
+                continue
             broken = broken_promise(own, self.outcome(beside), both, is_rounding=_rounds(one, other))
             if broken:
                 return Verdict(WRONG, f"{own} beside {beside}: {broken}")
@@ -223,7 +226,7 @@ def broken_promise(own: str, beside: Outcome, both: Outcome, is_rounding: bool) 
         return "" if are_equal else f"losses {both.losses} in place of {beside.losses}"
     if own in OF_DATA:
         return "" if both.losses != beside.losses else "the losses are the same"
-    if both.programs == beside.programs:
+    if both.programs == beside.programs and len(both.losses) == len(beside.losses):
         return "the program is the same"
     if own in PLACED:
         tolerance = 2e-2 if is_rounding else 2e-5
