@@ -3,6 +3,7 @@
 Here a few; benchmarks/pairs.py runs hundreds, with the reasons in docs/decisions/pairs-of-keys.md.
 """
 
+import json
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,14 @@ def test_pair(one: str, other: str, tried: pairs.Tried) -> None:
     verdict = tried.verdict(one, other)
     assert verdict.kind != pairs.WRONG, verdict.reason
     assert (verdict.kind == pairs.REFUSED) == ("fused" in one) or (one, other) not in QUICK
+
+
+def test_what_was_tried_is_kept(tmp_path: Path) -> None:
+    """A second start reads the runs of the first from its file, and does not run them again."""
+    line = {"overrides": ["seed=1", "zero.stage=1"], "losses": [5.0], "programs": ["a"], "refusal": "", "traceback": ""}
+    (tmp_path / "tried.jsonl").write_text(json.dumps(line) + "\n")
+    tried = pairs.Tried(tmp_path, tmp_path / "tried.jsonl")
+    assert tried.outcome("zero.stage=1", "seed=1") == pairs.Outcome([5.0], ["a"])
 
 
 def test_broken_promises_are_found() -> None:

@@ -138,7 +138,8 @@ class Tried:
         self._jobs = SharedJobs(map(key_of, NEUTRAL))
         if results is not None and results.exists():
             for line in map(json.loads, results.read_text().splitlines()):
-                self._outcomes[frozenset(line.pop("overrides"))] = Outcome(**line)
+                overrides = frozenset(line.pop("overrides"))
+                self._outcomes[overrides] = Outcome(**line)
 
     def verdict(self, one: str, other: str) -> Verdict:
         """How the pair of overrides ended, compared with each of them alone."""
