@@ -89,7 +89,8 @@ def meaning_of(field: Field[Any]) -> str:
     >>> [meaning_of(field) for field in own_keys(MLP) if field.name == "gated"]
     ['(false) the activation multiplies a second product, as in SwiGLU: activation silu, gated true']
     """
-    default, meaning = field.default, field.metadata["meaning"]
+    default = field.default
+    meaning = field.metadata["meaning"]
     if default is MISSING:
         return str(meaning)
     if default is None:

@@ -144,7 +144,8 @@ def _read_rotary(origin: str, config: Mapping[str, Any], architecture: Architect
     if architecture.local_rotary is not None:
         by_type = config.get("rope_parameters") or {}
         parameters = {**(by_type.get("full_attention") or {}), **(config.get("rope_scaling") or {})}
-        local, (key, default) = by_type.get("sliding_attention") or {}, architecture.local_rotary
+        local = by_type.get("sliding_attention") or {}
+        key, default = architecture.local_rotary
         if (kind := local.get("rope_type", "default")) != "default":
             raise UserError(f"{origin}: rope_type of sliding_attention is {kind!r}, a GPT of zero has 'default'")
         found["local_rotary_base"] = float(local.get("rope_theta", config.get(key, default)))

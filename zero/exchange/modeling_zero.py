@@ -155,7 +155,8 @@ class Layer(nn.Module):
         mask_BS: torch.Tensor | None,
         cache: DynamicCache | None,
     ) -> torch.Tensor:
-        config, (rows, count, _) = self.config, h_BTD.shape
+        config = self.config
+        rows, count, _ = h_BTD.shape
         q = self.query(h_BTD)
         k = self.key(h_BTD)
         v = self.value(h_BTD)

@@ -51,7 +51,8 @@ class GPTConfig(Transformer, GatedUnits):
             yield "norm: rms_biased needs layer: gated_units"
         defaults = default_values()
         for field in fields(self):
-            value, default = getattr(self, field.name), defaults[field.name]
+            value = getattr(self, field.name)
+            default = defaults[field.name]
             if self.layer not in field.metadata["layers"] and value != default:
                 yield f"layer: {self.layer} needs {field.name}: {str(default).lower()}, got {str(value).lower()}"
 

@@ -55,7 +55,8 @@ class Parametrization(Sizes):
 
     def mistakes(self) -> Iterator[str]:
         """A base width where there is none, or none where it is needed."""
-        kind, base = self.parametrization, self.mup_base_width
+        kind = self.parametrization
+        base = self.mup_base_width
         if kind == "standard" and base is not None:
             yield f"mup_base_width must be null without parametrization: mup, got {base}"
         if kind == "mup" and base is None:

@@ -85,7 +85,8 @@ class Part:
         for name, value in self._of_all_parts("derived"):
             object.__setattr__(self, name, value)
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            value, check = getattr(self, field.name), field.metadata["check"]
+            value = getattr(self, field.name)
+            check = field.metadata["check"]
             if value is not None and check is not None and not check.holds(value):
                 raise ValueError(f"{field.name} must {check.text}, got {check.shown(value)}")
         for mistake in self._of_all_parts("mistakes"):

@@ -77,7 +77,8 @@ def to_global(
     >>> bool((from_global(whole, layout, "batch")["w"] == shards["w"]).all())
     True
     """
-    (mesh, name), arrays = _labels(layout, axis, devices), layout.leaves_of(tree)
+    mesh, name = _labels(layout, axis, devices)
+    arrays = layout.leaves_of(tree)
     for leaf, x in zip(layout.leaves, arrays, strict=True):
         if isinstance(devices, Mesh):
             check_global(leaf_on_mesh(leaf, name), x)

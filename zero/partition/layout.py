@@ -315,7 +315,9 @@ def make_layout(
                 f"leaf {'/'.join(path)}: a typed key of jax.random cannot be cut: hold it outside of the tree, or as "
                 "jax.random.key_data(key)"
             )
-        name, shape, is_stacked = "/".join(path), np.shape(leaf), path[:1] in [(name,) for name in names]
+        name = "/".join(path)
+        shape = np.shape(leaf)
+        is_stacked = bool(path) and path[0] in names
         split = None
         moves = tuple[Move, ...]()
         first = int(is_stacked)

@@ -134,7 +134,9 @@ class FsspecStore(ABC):
 
     def _repeated(self, url: str | Path, request: Callable[[], _Result]) -> _Result:
         """The result of a request; raises the errors that `zero.files.storage` documents."""
-        ends, (pause, longest), attempts = time.monotonic() + DEADLINE, PAUSES, 0
+        ends = time.monotonic() + DEADLINE
+        pause, longest = PAUSES
+        attempts = 0
         while True:
             attempts += 1
             try:
