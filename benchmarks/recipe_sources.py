@@ -288,11 +288,11 @@ def page_part() -> str:
 START, END = "<!-- printed by benchmarks/recipe_sources.py -->\n", "<!-- end -->\n"
 
 
-def with_part(page: str, part: str) -> str:
-    """The page with another text between the two marks."""
-    before, _, rest = page.partition(START)
+def with_part(page: str, part: str, start: str = START) -> str:
+    """The page with another text between two marks, of which the second is `END`."""
+    before, _, rest = page.partition(start)
     _, _, after = rest.partition(END)
-    return before + START + part + END + after
+    return before + start + part + END + after
 
 
 def main() -> int:
