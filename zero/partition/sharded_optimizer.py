@@ -235,6 +235,9 @@ def shard_optimizer(
     Both functions raise:
       NotElementwiseError: as in `on_shards`.
 
+    `init` raises:
+      RuntimeError: called inside a pmap over another axis, or over one without a name.
+
     `update` raises:
       RuntimeError: called outside pmap.
       ValueError: a leaf has another shape than its parameter.
@@ -258,6 +261,7 @@ def shard_optimizer(
         origin = origin_of(inner.init, params, axis_name)
         _check_not_nested(inner.init, params)
         if not _is_bound(axis_name):
+            _check_outside_pmap(axis_name)
             is_shape = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params))
             shapes = make_layout(params, 1).shapes()
             return WholeState(jax.eval_shape(inner.init, shapes) if is_shape else inner.init(params), origin)
@@ -363,6 +367,18 @@ def _is_bound(axis: AxisLike) -> bool:
     except NameError:
         return False
     return True
+
+
+def _check_outside_pmap(axis: AxisLike) -> None:
+    """Raises inside pmap: the axis of the optimizer is not there, so each device would make the whole state."""
+    name = axis.name if isinstance(axis, Axis) else axis
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.manual_axes and name not in mesh.axis_names:
+        raise RuntimeError(
+            f"no axis {name!r} here: init of a sharded optimizer runs inside pmap over another axis, or without "
+            f"axis_name, where each device would hold the whole state: jax.pmap(tx.init, axis_name={name!r}), or "
+            "tx.init(params) outside pmap and zero.to_devices"
+        )
 
 
 def _bound(axis: AxisLike) -> Axis:

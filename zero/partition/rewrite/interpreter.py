@@ -36,9 +36,9 @@ ACROSS_SHARDS = "zero_across_shards"  # the name of the jitted function that mar
 _ACROSS = "use zero.across_shards({}(...)), which communicates"
 REMEDIES = {  # where it is not the transform by its own name
     "flatten": "leave optax.flatten out: zero sends small leaves together, and a flat state could not be cut",
-    "scale_by_factored_rms": _ACROSS.format("optax.adafactor"),
+    "scale_by_factored_rms": _ACROSS.format("optax.adafactor") + ", or optax.scale_by_factored_rms",
     "scale_by_muon": _ACROSS.format("optax.contrib.muon"),
-    "scale_by_trust_ratio": _ACROSS.format("optax.lamb") + ", or optax.lars",
+    "scale_by_trust_ratio": _ACROSS.format("optax.lamb") + ", or optax.lars, or optax.scale_by_trust_ratio",
 }
 
 
