@@ -1,6 +1,8 @@
 """What authors of pmap programs put around a sharded optimizer: it works, or is refused with what to write instead."""
 
+import re
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -171,6 +173,23 @@ def test_schedule_free_parameters(rows: int) -> None:
     inside = jax.pmap(lambda s, p: evaluate(zero.gather(s), p), "batch")(state, zero.to_devices(params))
     outside = evaluate(zero.to_host(state), params)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x[7], y, rtol=1e-6), inside, outside)
+
+
+def test_average_whose_decay_depends_on_the_step() -> None:
+    """The transform that the page gives: the mean of the parameters of all steps."""
+    page = (Path(__file__).parents[2] / "docs/how-to/pmap-programs.md").read_text()
+    transform = re.findall(r"`(optax\.GradientTransformationExtraArgs\(.*?)`", page, re.DOTALL)
+    averages = zero.shard_optimizer(eval(" ".join(transform[0].split())), "batch", reduction=None)
+    params = make_params()
+
+    def train_step(params: Any, ema: Any, step: Any) -> Any:
+        params = jax.tree.map(lambda p: p + 1, params)
+        return params, averages.update(params, ema, rate=1 / (step + 1))[1], step + 1
+
+    state = zero.to_devices((params, averages.init(params), jnp.int32(0)))
+    for _ in range(3):
+        state = jax.pmap(train_step, "batch")(*state)
+    jax.tree.map(lambda x, p: np.testing.assert_allclose(x, p + 2, rtol=1e-6), zero.to_host(state)[1], params)
 
 
 def test_functions_of_optax_that_read_a_state() -> None:
