@@ -16,6 +16,8 @@ from typing import Any
 
 PROGRAM = shutil.which("chromium") or shutil.which("google-chrome")
 WIDTHS = (360, 768, 1300, 2000)
+# What the browser says where the page that was asked is gone.
+LEFT = ("Inspected target navigated", "Execution context was destroyed", "Cannot find context", "Promise was collected")
 
 LAYOUT = """
 (() => {
@@ -143,10 +145,15 @@ class Browser:
         self.evaluate("new Promise(resolve => requestAnimationFrame(() => requestAnimationFrame(() => resolve(1))))")
 
     def evaluate(self, script: str) -> Any:
-        """The value of a script in the page; a promise is waited for."""
-        answer = self._call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in answer, answer
-        return answer["result"].get("value")
+        """The value of a script in the page; a promise is waited for.
+
+        A page that loads itself again while it is asked does not answer: the page that follows is asked the same.
+        """
+        message = {"expression": script, "returnByValue": True, "awaitPromise": True}
+        while "error" in (answer := self._ask("Runtime.evaluate", **message)):
+            assert any(text in answer["error"]["message"] for text in LEFT), answer["error"]
+        assert "exceptionDetails" not in answer["result"], answer["result"]
+        return answer["result"]["result"].get("value")
 
     def press(self, key: str) -> None:
         for kind in ("keyDown", "keyUp"):
@@ -163,6 +170,12 @@ class Browser:
         return [node for node in nodes if not node.get("ignored")]
 
     def _call(self, method: str, **parameters: Any) -> Any:
+        answer = self._ask(method, **parameters)
+        assert "error" not in answer, (method, answer["error"])
+        return answer["result"]
+
+    def _ask(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """The answer, with a "result" or an "error"."""
         self._number += 1
         number = self._number
         message = {"id": number, "method": method, "params": parameters}
@@ -172,8 +185,7 @@ class Browser:
         while True:
             answer = self._hear()
             if answer.get("id") == number:
-                assert "error" not in answer, (method, answer["error"])
-                return answer["result"]
+                return answer
 
     def _hear(self) -> dict[str, Any]:
         """The next message, noted where it is an event."""
