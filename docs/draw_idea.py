@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import zero.report
+from zero.pages.render import SHARED
 
-PAGE_STYLE = Path(zero.report.__path__[0]) / "page" / "style.css"
+PAGE_STYLE = SHARED / "style.css"
 PICTURE = Path(__file__).with_name("pictures") / "idea.svg"
 DEVICES = 4
 LAYERS = 3

@@ -53,7 +53,7 @@ def run(place: Path, program: Path, *arguments: str) -> subprocess.CompletedProc
     return done
 
 
-PAGES = ["zero/report/page/*", "zero/plan/*.jinja"]
+PAGES = ["zero/pages/parts/*", "zero/report/page/*", "zero/plan/*.jinja"]
 SDIST = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
 
 
@@ -101,7 +101,8 @@ def test_wheel_contents(wheel: Path) -> None:
     conf = {Path("zero") / path.relative_to(REPOSITORY) for path in REPOSITORY.glob("conf/**/*.yaml")}
     assert Path("zero/conf/preset/v3-32.yaml") in conf
     pages = {path.relative_to(REPOSITORY) for pattern in PAGES for path in REPOSITORY.glob(pattern)}
-    assert {Path("zero/report/page/report.html.jinja"), Path("zero/plan/plan.html.jinja")} <= pages
+    templates = ("report/page/report", "plan/plan")
+    assert {Path(f"zero/{template}.html.jinja") for template in templates} <= pages
     others = {Path("main_zero.py"), Path("zero/py.typed")}
     assert names == {path.as_posix() for path in sources | conf | pages | others}
 

@@ -17,6 +17,7 @@ ROOMS = [
     "zero.text_table",
     "zero.child_process",
     "zero.files",
+    "zero.pages",
     "zero.corpus",
     "zero.virtual_devices",
     "zero.model_parallel",
@@ -46,7 +47,7 @@ ROOMS = [
     "zero.doctor",
     "commands",  # main_zero.py, data/prepare.py
 ]
-WITHOUT_JAX = {"zero.errors", "zero.child_process", "zero.files", "zero.corpus"}  # these import no jax
+WITHOUT_JAX = {"zero.errors", "zero.child_process", "zero.files", "zero.pages", "zero.corpus"}  # these import no jax
 
 SOURCES = {
     ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__"): path

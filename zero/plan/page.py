@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from zero.config.schema import PlanConfig
 from zero.cycles.predict import UPDATE
 from zero.hosts.speeds import GIB
+from zero.pages.render import part, render
 from zero.plan import search
 from zero.plan.compile import PAUSES, Row, highest_peak
 from zero.plan.table import (
@@ -22,7 +23,6 @@ from zero.plan.table import (
     training_command,
     verdict,
 )
-from zero.report.render import part, render
 
 PAGE_FILE = "plan.html"
 TEMPLATE = Path(__file__).parent / "plan.html.jinja"

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from zero.config.saved_config import default_config, flat_config
 from zero.files import storage
+from zero.pages.render import data_island, part, render
 from zero.report import summary as first_screen
 from zero.report.curves import axes_of, panels_of, panels_of_leaves, payload
-from zero.report.render import PARTS, data_island, part, render
 from zero.report.run_record import RunRecord, read_run
 from zero.report.summary import loss_text
 from zero.run_directory import METRICS_FILE
@@ -19,6 +19,7 @@ from zero.tracking.goodput import describe
 from zero.tracking.metrics_file import read_metrics
 from zero.tracking.progress import clock
 
+PAGE = Path(__file__).parent / "page"  # its template and script
 REPORT_FILE = "report.html"
 RELOAD_SECONDS = 30  # of the page of a run that is not finished
 MOST_ROWS = 100  # of the table of numbers
@@ -49,7 +50,7 @@ def write_report(directories: Sequence[Path], page: Path) -> Path:
       UserError: a directory is not a run directory, or no step of it is logged.
     """
     runs = [read_run(directory) for directory in directories]
-    storage.write(page, render(PARTS / "report.html.jinja", _values(runs)).encode())
+    storage.write(page, render(PAGE / "report.html.jinja", _values(runs)).encode())
     return page
 
 
@@ -83,7 +84,7 @@ def _values(runs: Sequence[RunRecord]) -> dict[str, Any]:
         "numbers": [_numbers(each) for each in runs],
         "curves": data_island(curves),
         "styles": part("uPlot.min.css") + part("style.css"),
-        "scripts": part("uPlot.iife.min.js") + part("charts.js"),
+        "scripts": part("uPlot.iife.min.js") + part("common.js") + part("charts.js", PAGE),
     }
 
 

@@ -5,24 +5,12 @@
   const dashes = [[], [7, 4], [2, 3], [9, 3, 2, 3]];
   const axes = {step: "step", tokens: "tokens", hours: "hours", flops: "FLOPs (6 × parameters × tokens)"};
   const charts = [];
-  const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
   // The state of the page, which a reload keeps: #x=tokens&reload=off
   const state = new URLSearchParams(location.hash.slice(1));
   function remember(name, value) {
     state.set(name, value);
     history.replaceState(null, "", "#" + state);
-  }
-
-  function readable(value) {
-    if (value === null || value === undefined) return "–";
-    const size = Math.abs(value);
-    if (size >= 1e15) return value.toExponential(2);
-    for (const [unit, name] of [[1e12, " T"], [1e9, " G"], [1e6, " M"], [1e4, " k"]]) {
-      if (size >= unit) return Number((value / (name === " k" ? 1e3 : unit)).toPrecision(4)) + name;
-    }
-    if (value !== 0 && size < 1e-3) return value.toExponential(2);
-    return String(Number(value.toPrecision(4)));
   }
 
   // The x of a step of a run; hours lie on lines between the logged ones.
@@ -36,18 +24,6 @@
     if (last === 0 || steps[last] === step) return hours[last];
     const share = (step - steps[last - 1]) / (steps[last] - steps[last - 1]);
     return hours[last - 1] + share * (hours[last] - hours[last - 1]);
-  }
-
-  function swatch(stroke, dash) {
-    return `<svg class="swatch" viewBox="0 0 26 12" aria-hidden="true"><line x1="0" y1="6" x2="26" y2="6"
-      stroke="${stroke}" stroke-width="2.5" stroke-dasharray="${dash.join(" ")}"/></svg>`;
-  }
-
-  function text(parent, tag, content) {
-    const element = document.createElement(tag);
-    element.textContent = content;
-    parent.append(element);
-    return element;
   }
 
   // Whether a panel shows several runs: a colour is a run then, and else a metric.

@@ -10,12 +10,12 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-PARTS = Path(__file__).parent / "page"
+SHARED = Path(__file__).parent / "parts"  # the style, macros and scripts that all pages have
 
 
-def part(name: str) -> Markup:
+def part(name: str, folder: Path = SHARED) -> Markup:
     """A script or a style sheet, as it is."""
-    return Markup((PARTS / name).read_text(encoding="utf-8"))
+    return Markup((folder / name).read_text(encoding="utf-8"))
 
 
 def data_island(data: Any) -> Markup:
@@ -29,10 +29,12 @@ def data_island(data: Any) -> Markup:
 
 
 def render(template: Path, values: dict[str, Any]) -> str:
-    """The page that a template makes of these values; all text in them is escaped."""
+    """The page that a template makes of these values; all text in them is escaped. It may import shared macros."""
     return _environment(template.parent).get_template(template.name).render(values)
 
 
 @cache
 def _environment(folder: Path) -> Environment:
-    return Environment(loader=FileSystemLoader(folder), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    return Environment(
+        loader=FileSystemLoader([folder, SHARED]), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )

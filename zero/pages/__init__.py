@@ -1,0 +1,1 @@
+"""What the pages of runs, plans and corpora share: their style, template engine and plotting library."""
