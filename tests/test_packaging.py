@@ -53,7 +53,7 @@ def run(place: Path, program: Path, *arguments: str) -> subprocess.CompletedProc
     return done
 
 
-PAGES = ["zero/pages/parts/*", "zero/report/page/*", "zero/plan/*.jinja"]
+PAGES = ["zero/pages/parts/*", "zero/report/page/*", "zero/plan/*.jinja", "zero/corpus/preparing/page/*"]
 SDIST = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
 
 
@@ -101,7 +101,7 @@ def test_wheel_contents(wheel: Path) -> None:
     conf = {Path("zero") / path.relative_to(REPOSITORY) for path in REPOSITORY.glob("conf/**/*.yaml")}
     assert Path("zero/conf/preset/v3-32.yaml") in conf
     pages = {path.relative_to(REPOSITORY) for pattern in PAGES for path in REPOSITORY.glob(pattern)}
-    templates = ("report/page/report", "plan/plan")
+    templates = ("report/page/report", "plan/plan", "corpus/preparing/page/corpus")
     assert {Path(f"zero/{template}.html.jinja") for template in templates} <= pages
     others = {Path("main_zero.py"), Path("zero/py.typed")}
     assert names == {path.as_posix() for path in sources | conf | pages | others}

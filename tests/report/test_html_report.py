@@ -1,6 +1,5 @@
 """The page about runs: its numbers are those of metrics.jsonl, and in a real browser it is laid out well."""
 
-import html
 import json
 import math
 import re
@@ -16,6 +15,7 @@ from omegaconf import OmegaConf
 
 from tests.helpers import browser
 from tests.helpers.browser import LAYOUT, WIDTHS, Browser
+from tests.helpers.pages import facts, plain, table
 from zero import run_directory
 from zero.config.saved_config import default_config
 from zero.models.codebook import METRICS as OF_CODEBOOKS
@@ -87,26 +87,6 @@ def drawn(page: Path) -> dict[str, Any]:
     text = page.read_text(encoding="utf-8")
     (island,) = re.findall(r'<script type="application/json" id="curves">(.*?)</script>', text, re.DOTALL)
     return json.loads(island)
-
-
-def facts(page: Path) -> dict[str, tuple[str, str]]:
-    """The cards of a page: the value and the note of each name."""
-    text = page.read_text(encoding="utf-8")
-    found = re.findall(r"<dt>(.*?)</dt><dd><span[^>]*>(.*?)</span>(?: <small>(.*?)</small>)?</dd>", text)
-    return {name: (html.unescape(value), html.unescape(note)) for name, value, note in found}
-
-
-def table(page: Path, kind: str) -> list[list[str]]:
-    """The cells of a table."""
-    text = page.read_text(encoding="utf-8")
-    (body,) = re.findall(rf'<table class="{kind}">.*?<tbody>(.*?)</tbody>', text, re.DOTALL)
-    rows = re.findall(r"<tr[^>]*>(.*?)</tr>", body, re.DOTALL)
-    return [[plain(cell) for cell in re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row)] for row in rows]
-
-
-def plain(markup: str) -> str:
-    """The text of some HTML."""
-    return html.unescape(re.sub("<[^>]+>", "", markup))
 
 
 def test_curves_are_those_of_the_metrics(run: Path, tmp_path: Path) -> None:

@@ -27,13 +27,14 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
+REPORT = "report.html"
 SPECIAL_TOKENS = "special_tokens"  # a key of the manifest
 SPLITS = ("train", "validation")  # of every corpus
 ALL_SPLITS = (*SPLITS, "test")
 NO_HASH = 2**64  # higher than any hash
 PARTS = "parts"  # a key of the manifest of a corpus of many parts: the list of them
 PART_BYTES_KEY = "part_bytes"  # another one
-_PART_FILE = re.compile(r"part-\d{5,}(\.json|-\d{5,}\.tar)")
+_PART_FILE = re.compile(r"part-\d{5,}(\.json|\.facts\.json\.gz|\.removed\.jsonl\.gz|-\d{5,}\.tar)")
 _THREADS = 16  # that wait for a bucket
 _log = logging.getLogger(__name__)
 
@@ -67,6 +68,8 @@ class PartNames:
 
     >>> PartNames(None).shard("train", 3, 4), PartNames(12).shard("train", 3, 4), PartNames(12).manifest
     ('train-00003.tar', 'part-00012-00004.tar', 'part-00012.json')
+    >>> PartNames(None).facts, PartNames(12).removed
+    ('facts.json.gz', 'part-00012.removed.jsonl.gz')
     """
 
     part: int | None  # None: the corpus has one part only
@@ -74,6 +77,19 @@ class PartNames:
     @property
     def manifest(self) -> str:
         return MANIFEST if self.part is None else f"part-{self.part:05d}.json"
+
+    @property
+    def facts(self) -> str:
+        """What the page about the corpus shows of the part (`facts.py`)."""
+        return self._beside("facts.json.gz")
+
+    @property
+    def removed(self) -> str:
+        """The list of the documents that were left out."""
+        return self._beside("removed.jsonl.gz")
+
+    def _beside(self, name: str) -> str:
+        return name if self.part is None else f"part-{self.part:05d}.{name}"
 
     def shard(self, split: str, of_split: int, of_part: int) -> str:
         """The name of a shard, of which so many are before it in its split, and in its part."""
@@ -371,7 +387,8 @@ def remove_corpus(place: str, indices: dict[str, str]) -> None:
     for index in indices.values():
         storage.remove(index)
     shards = {name for name in shard_names(directory.file_names(place)) if not _PART_FILE.fullmatch(name)}
-    for name in [MANIFEST, TOKENIZER, *COMPANIONS, *shards]:
+    of_only_part = PartNames(None)
+    for name in [REPORT, MANIFEST, of_only_part.facts, of_only_part.removed, TOKENIZER, *COMPANIONS, *shards]:
         storage.remove(storage.join(place, name))
 
 

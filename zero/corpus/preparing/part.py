@@ -8,7 +8,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from zero.corpus.preparing import directory, duplicates, near_duplicates
+from zero.corpus.preparing import directory, duplicates, facts, near_duplicates
 from zero.corpus.preparing import manifest as manifests
 from zero.corpus.preparing.duplicates import digest_of_places, read_places
 from zero.corpus.preparing.engines import Engine, Work
@@ -68,14 +68,15 @@ def prepare_part(job: PartJob, number: int, part: Source, workers: int, bar: tqd
             arguments |= mark_duplicates(job, number, part)
         if storage.exists(path):
             manifest = manifests.load_file(path)
-            if _is_kept(path, manifest, job, arguments, part):
+            if _is_kept(names, manifest, job, arguments, part):
                 bar.update(part.size)
                 return
             storage.remove(path)
         written = write_shards(part, job.place, names, arguments, job.threshold, job.tokenizer, workers, bar)
     except UserError as error:
         raise type(error)(f"part {number} ({part}): {error}") from error
-    manifests.save(path, manifests.finished(arguments, part, *written))
+    facts.save(job.place, names, written.facts, written.removed)
+    manifests.save(path, manifests.finished(arguments, part, written.shards, written.counts))
 
 
 def mark_duplicates(job: PartJob, number: int, part: Source) -> dict[str, str]:
@@ -103,13 +104,15 @@ class WriteTexts:
         write_texts(self.job.place, number, part, self.parts)
 
 
-def _is_kept(path: str, manifest: dict[str, Any], job: PartJob, arguments: dict[str, Any], part: Source) -> bool:
-    """Whether an earlier call has made this part, and all of its shards exist."""
+def _is_kept(names: PartNames, manifest: dict[str, Any], job: PartJob, arguments: dict[str, Any], part: Source) -> bool:
+    """Whether an earlier call has made this part, and all of its files exist."""
+    path = storage.join(job.place, names.manifest)
     if not manifests.is_made_with(path, manifest, arguments, job.overwrite):
         return False
     if not manifests.is_of_source(path, manifest, part, job.overwrite):
         return False
-    return all(storage.exists(storage.join(job.place, shard["name"])) for shard in manifests.shards_of(manifest))
+    files = [names.facts, *(shard["name"] for shard in manifests.shards_of(manifest))]
+    return all(storage.exists(storage.join(job.place, name)) for name in files)
 
 
 def has_parts_of(place: str, arguments: dict[str, Any], source: Source) -> bool:

@@ -18,12 +18,22 @@ from typing import Any
 from tqdm import tqdm
 
 from zero.corpus.preparing import directory as directories
+from zero.corpus.preparing import facts, near_duplicates
 from zero.corpus.preparing import manifest as manifests
-from zero.corpus.preparing import near_duplicates
+from zero.corpus.preparing.corpus_page import write_report
 from zero.corpus.preparing.duplicates import find_duplicates, read_places, remove_passes
 from zero.corpus.preparing.engines import BeamEngine, Engine, LocalEngine, local_engine
 from zero.corpus.preparing.filters.table import open_filters
-from zero.corpus.preparing.manifest import ALL_SPLITS, MANIFEST, NO_HASH, SPLITS, TOKENIZER, Counts, PartNames
+from zero.corpus.preparing.manifest import (
+    ALL_SPLITS,
+    MANIFEST,
+    NO_HASH,
+    REPORT,
+    SPLITS,
+    TOKENIZER,
+    Counts,
+    PartNames,
+)
 from zero.corpus.preparing.near_duplicates import Nearness, find_near_duplicates
 from zero.corpus.preparing.options import CorpusOptions
 from zero.corpus.preparing.part import PartJob, WriteTexts, has_parts_of, run_tasks, write_parts
@@ -211,6 +221,9 @@ def _prepare_locked(
         storage.remove_unfinished(storage.parent(index), os.path.basename(index))
         if split in manifest and not storage.exists(index):
             directories.write(index, manifests.index_text(index, place, split, manifest[split]))
+    if not storage.exists(storage.join(place, REPORT)):
+        storage.remove_unfinished(place, REPORT)
+        write_report(place, manifest)
     return manifest
 
 
@@ -239,7 +252,8 @@ def _write_only_part(
             source, job.place, PartNames(None), job.arguments, threshold, job.tokenizer, workers, bar
         )
         if all(count.documents for count in written.counts):
-            manifest = manifests.finished(job.arguments, source, *written)
+            manifest = manifests.finished(job.arguments, source, written.shards, written.counts)
+            facts.save(job.place, PartNames(None), written.facts, written.removed)
             manifests.save(storage.join(job.place, MANIFEST), manifest)
             return manifest
         # With few documents one split may get none: then the document with the lowest hash is for validation.
@@ -254,7 +268,8 @@ def _write_only_part(
 
 def _write_parts(source: Source, job: PartJob, engine: Engine, bar: tqdm) -> dict[str, Any]:
     """Writes the missing parts of a corpus, and returns its manifest."""
-    names = [PartNames(number).manifest for number in range(source.parts)]
+    of_parts = [PartNames(number) for number in range(source.parts)]
+    names = [of_part.manifest for of_part in of_parts]
     bar.set_description(os.path.basename(job.place))
     bar.reset(source.size)
     remove_passes(job.place)
@@ -272,6 +287,8 @@ def _write_parts(source: Source, job: PartJob, engine: Engine, bar: tqdm) -> dic
     parts = manifests.load_parts(job.place, names)
     splits = ALL_SPLITS[: source.splits]
     used = [*names]
+    for of_part in of_parts:
+        used += [of_part.facts, of_part.removed]
     for part in parts:
         used += [shard["name"] for shard in manifests.shards_of(part)]
     manifests.remove_other_parts(job.place, used)

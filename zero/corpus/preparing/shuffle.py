@@ -33,9 +33,10 @@ def write_texts(place: str, number: int, part: Source, parts: int) -> None:
             key = _hash(document)
             is_kept = document is not None and len(document.content) > 0
             target = int(key[:16], 16) % parts if is_kept else number
-            for_parts[target].append(f"{key}{json.dumps(_entry(document))}\n".encode())
-    for target, lines in enumerate(for_parts):
-        directory.write(_file(place, number, target), b"".join(lines))
+            for_parts[target].append(_line(key, document))
+    for target in range(parts):
+        directory.write(_file(place, number, target), b"".join(for_parts[target]))
+        for_parts[target] = []
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,10 @@ def read_shuffled(place: str, number: int, parts: int) -> Shuffled:
     return Shuffled(lines, digest.hexdigest()[:16])
 
 
+def _line(key: str, document: Document | None) -> bytes:
+    return f"{key}{json.dumps(_entry(document))}\n".encode()
+
+
 def _hash(document: Document | None) -> str:
     data = b"" if document is None else content_bytes(document)
     return hashlib.blake2b(data, digest_size=_KEY // 2).hexdigest()
@@ -81,8 +86,12 @@ def _entry(document: Document | None) -> dict[str, Any] | None:
     if document is None:
         return None
     assert isinstance(document.content, str)
-    kept = {"name": document.name, "split": document.split}
-    return kept | {"text": document.content, "duplicate": document.is_duplicate, "left_out_by": document.left_out_by}
+    entry = {"name": document.name, "split": document.split, "source": document.source, "text": document.content}
+    return entry | {
+        "is_duplicate": document.is_duplicate,
+        "left_out_by": document.left_out_by,
+        "left_out": document.left_out,
+    }
 
 
 def _documents(lines: bytes) -> Iterator[Document | None]:
@@ -91,8 +100,7 @@ def _documents(lines: bytes) -> Iterator[Document | None]:
         if entry is None:
             yield None
             continue
-        text, split, name = entry["text"], entry["split"], entry["name"]
-        yield Document(text, split, name=name, is_duplicate=entry["duplicate"], left_out_by=entry["left_out_by"])
+        yield Document(entry.pop("text"), **entry)
 
 
 def _file(place: str, source: int, target: int) -> str:

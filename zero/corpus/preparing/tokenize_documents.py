@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from zero.corpus.preparing.facts import DEDUPLICATE, MINIMUM_TOKENS, ROW_TOKENS, Facts
 from zero.corpus.preparing.manifest import NO_HASH, Counts
 from zero.corpus.preparing.sources.changes import content_bytes
 from zero.corpus.preparing.sources.documents import Document, Unit
@@ -30,6 +31,18 @@ class SplitTokens(NamedTuple):
     completions: np.ndarray | None  # 1 for each token of `rows` that is to be learned, uint8; None: not recorded
     counts: Counts
     starts: np.ndarray | None = None  # 1 for the first token of each document, uint8; None: rows are not packed
+
+
+class UnitTokens(NamedTuple):
+    """What a unit becomes.
+
+    Attributes:
+      removed: where each document that was left out is, and the option that left it out.
+    """
+
+    splits: list[SplitTokens]
+    facts: Facts
+    removed: list[tuple[str, str]]
 
 
 class Tokens(NamedTuple):
@@ -52,8 +65,15 @@ class UnitTokenizer:
     marks_starts: bool = False  # of documents, for a packing
     cuts_documents: bool = False  # to their first row, which then ends with the end of text
 
-    def __call__(self, unit: Unit) -> list[SplitTokens]:
+    def __call__(self, unit: Unit) -> UnitTokens:
         counts = [Counts() for _ in range(self.splits)]
+        facts = Facts()
+        removed: list[tuple[str, str]] = []
+
+        def leave_out(document: Document, reason: str, content: str | np.ndarray) -> None:
+            facts.leave_out(reason, document.name, content, self.tokenizer)
+            removed.append((document.name, reason))
+
         documents: list[list[list[Tokens]]] = [[] for _ in range(self.splits)]
         for document in unit.documents():
             if document is None:
@@ -64,8 +84,10 @@ class UnitTokenizer:
             ends = document.ends
             if document.left_out_by is not None:
                 counts = [count.plus(Counts(filtered=Counter([document.left_out_by]))) for count in counts]
+                leave_out(document, document.left_out_by, document.left_out)
             if document.is_duplicate:
                 counts = [count.plus(Counts(duplicates=1)) for count in counts]
+                leave_out(document, DEDUPLICATE, document.left_out)
             if not len(text):
                 continue
             data = content_bytes(document)
@@ -79,26 +101,31 @@ class UnitTokenizer:
             sizes = [len(text.ids) for text in texts]
             if min(sizes) < self.minimum_tokens:
                 counts[split] = counts[split].plus(Counts(short=1))
+                leave_out(document, MINIMUM_TOKENS, text)
                 continue
             if self.has_pairs and max(sizes) > self.row_tokens:
                 counts[split] = counts[split].plus(Counts(long=1))
+                leave_out(document, ROW_TOKENS, text)
                 continue
             if self.cuts_documents and sizes[0] > self.row_tokens:
                 beginning = self._cut(texts[0])
                 if beginning is None:
                     counts[split] = counts[split].plus(Counts(long=1))
+                    leave_out(document, ROW_TOKENS, text)
                     continue
                 counts[split] = counts[split].plus(Counts(cut=1))
                 texts = [beginning]
                 sizes = [len(texts[0].ids)]
             documents[split].append(texts)
+            facts.keep(document.source, int(ends), sum(sizes), len(data), document.begins and ends)
             truncations = 0
             if self.one_document_per_row:
                 truncations = sum((size - 1) // self.row_tokens for size in sizes)
             counts[split] = counts[split].plus(
                 Counts(int(ends), sum(sizes), len(data), lowest=value, truncations=truncations)
             )
-        return [self._join(*of_split) for of_split in zip(documents, counts, strict=True)]
+        splits = [self._join(*of_split) for of_split in zip(documents, counts, strict=True)]
+        return UnitTokens(splits, facts, removed)
 
     def _cut(self, document: Tokens) -> Tokens | None:
         """The beginning of a document that is longer than a row, as transformers' tokenizers truncate it.

@@ -18,6 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 from zero.corpus.preparing import directory
+from zero.corpus.preparing.facts import Facts, RemovedList, RowSample
 from zero.corpus.preparing.manifest import ALL_SPLITS, Counts, PartNames
 from zero.corpus.preparing.packing import PACKINGS
 from zero.corpus.preparing.sources.source import Source
@@ -30,10 +31,17 @@ _BYTES_PER_WORKER = 4 << 20  # of text, at least: starting a process takes a sec
 
 
 class Written(NamedTuple):
-    """The shards of a part, by their split: name, rows, size and SHA-256 of each; and the totals of the splits."""
+    """What `write_shards` has written.
+
+    Attributes:
+      shards: by their split: name, rows, size and SHA-256 of each.
+      counts: the totals of the splits.
+    """
 
     shards: dict[str, list[dict[str, Any]]]
     counts: list[Counts]
+    facts: Facts
+    removed: RemovedList
 
 
 def write_shards(
@@ -71,15 +79,21 @@ def write_shards(
     workers = workers or (1 if is_cheap else useful_workers(source))
     with ThreadPoolExecutor(1) as thread:
         publisher = _ShardPublisher(place, names, splits, thread)
-        writers = [_SplitWriter(split, arguments, tokenizer, publisher) for split in splits]
+        sample = RowSample(names.part, tokenizer)
+        writers = [_SplitWriter(split, arguments, tokenizer, publisher, sample) for split in splits]
+        facts = Facts()
+        removed = RemovedList()
         for unit, tokens in map_in_order(source.units(), tokenize, workers):
-            for writer, of_split in zip(writers, tokens, strict=True):
+            for writer, of_split in zip(writers, tokens.splits, strict=True):
                 writer.add(of_split)
+            facts.add(tokens.facts)
+            removed.add(tokens.removed)
             bar.update(unit.size)
         for writer in writers:
             writer.close()
         publisher.wait()
-    return Written(publisher.shards, [writer.counts for writer in writers])
+    facts.rows = sample.examples()
+    return Written(publisher.shards, [writer.counts for writer in writers], facts, removed)
 
 
 def useful_workers(source: Source) -> int:
@@ -117,10 +131,18 @@ class _ShardPublisher:
 class _SplitWriter:
     """Cuts the tokens of one split into rows, rows into members, members into shards."""
 
-    def __init__(self, split: str, arguments: dict[str, Any], tokenizer: Tokenizer, publisher: _ShardPublisher):
+    def __init__(
+        self,
+        split: str,
+        arguments: dict[str, Any],
+        tokenizer: Tokenizer,
+        publisher: _ShardPublisher,
+        sample: RowSample,
+    ):
         self.counts = Counts()
         self._split = split
         self._publisher = publisher
+        self._sample = sample
         self._filler = tokenizer.end_of_text
         self._begins_rows = bool(arguments["begin_rows"])
         self._row_tokens = arguments["row_tokens"] - self._begins_rows  # of documents
@@ -173,6 +195,7 @@ class _SplitWriter:
             completions = None if completions is None else np.insert(completions, 0, 0, axis=1)
         self._waiting = []
         self._held = 0
+        self._sample.add(self._split, self._row, rows, lengths)
         data = _tar(rows, lengths, completions, self._row, self._rows_per_member)
         self._publisher.add(self._split, data, {"rows": len(rows), **counts})
         self._row += len(rows)

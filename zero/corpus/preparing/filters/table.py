@@ -84,7 +84,7 @@ class Filters:
         """The document, or an empty one that names the filter which leaves it out."""
         for name, leaves_out in self.judges:
             if leaves_out(document):
-                return document._replace(content="", left_out_by=name)
+                return document._replace(content="", left_out=document.content, left_out_by=name)
         return document
 
 

@@ -51,12 +51,14 @@ def _marked(
 
 
 def as_duplicate(document: Document) -> Document:
-    return document._replace(content="", is_duplicate=True)
+    return document._replace(content="", left_out=document.content, is_duplicate=True)
 
 
 def as_near_duplicate(document: Document) -> Document:
     """An exact duplicate is counted as such only."""
-    return document if document.is_duplicate else document._replace(content="", left_out_by=NEAR)
+    if document.is_duplicate:
+        return document
+    return document._replace(content="", left_out=document.content, left_out_by=NEAR)
 
 
 def digests(unit: Unit) -> list[bytes | None]:

@@ -29,6 +29,8 @@ class Document(NamedTuple):
     begins: bool = True  # False: it continues the text of the unit before
     fields: Mapping[str, str] | None = None  # beside the text, those that filters ask for
     left_out_by: str | None = None  # a key of `FILTERS`; then its content is empty
+    left_out: str | np.ndarray = ""  # that content, for the report about the corpus
+    source: str = ""  # the folder or file that it is counted under there
 
 
 # The document of an object of JSON, or of a row of a dataset; raises UserError, with the name that is its second
@@ -50,7 +52,7 @@ class TextReader:
         if not isinstance(text, str):
             raise UserError(f'{name}: expected a string under "{self.key}"; {found(entry)}; --key names another one')
         if not self.fields:
-            return Document(text)
+            return Document(text, name=name)
         present = {field: str(entry[field]) for field in self.fields if entry.get(field) is not None}
         return Document(text, name=name, fields=present)
 

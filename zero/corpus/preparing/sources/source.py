@@ -6,6 +6,7 @@ import copy
 import hashlib
 import itertools
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from operator import methodcaller
@@ -168,9 +169,11 @@ class Source:
         if self.shuffled is not None:
             return self.shuffled()
         if self._hub:
-            units = self._hub.units()
+            units = changed(self._hub.units(), methodcaller("_replace", source=self._name))
         elif self.is_one_text:
-            units = text_parts(self._files[0].path, self._validation_fraction, self._sizes)
+            path = self._files[0].path
+            units = text_parts(path, self._validation_fraction, self._sizes)
+            units = changed(units, methodcaller("_replace", source=os.path.basename(path)))
         else:
             units = self._file_units()
         if self._form:
@@ -197,7 +200,8 @@ class Source:
                 group = []
                 size = 0
             if file_format is not None:
-                yield from file_format.units(file, self._options)
+                counted = methodcaller("_replace", source=_group(file))
+                yield from changed(file_format.units(file, self._options), counted)
             else:
                 group.append(file)
                 size += file.size
@@ -217,7 +221,22 @@ def _holds_documents(file: SourceFile) -> bool:
 
 def _texts(files: list[SourceFile]) -> Unit:
     """Files that are one document each."""
-    return Unit(sum(file.size for file in files), partial(whole_files, tuple(file.path for file in files)))
+    paths = tuple((file.path, _group(file, is_document=True)) for file in files)
+    return Unit(sum(file.size for file in files), partial(whole_files, paths))
+
+
+def _group(file: SourceFile, is_document: bool = False) -> str:
+    """What a file is counted under: its first folder, or its name; files that are one document each by their suffix.
+
+    >>> [_group(SourceFile(f"gs://b/s/{name}", name, 1, 1), True) for name in ("web/en/a.txt", "b.txt")]
+    ['web/', '*.txt']
+    >>> _group(SourceFile("gs://b/s/c.jsonl", "c.jsonl bytes 10 to 20", 10, 1))
+    'c.jsonl'
+    """
+    if file.folders:
+        return f"{file.folders[0]}/"
+    name = os.path.basename(file.path)
+    return f"*{os.path.splitext(name)[1]}" if is_document else name
 
 
 def digest_of_parts(contents: Iterable[str]) -> str:

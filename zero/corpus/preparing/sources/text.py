@@ -15,13 +15,13 @@ from zero.corpus.preparing.sources.files import open_file
 from zero.errors import UserError
 
 
-def whole_files(paths: Iterable[str]) -> Iterator[Document | None]:
-    """Files that are one document each."""
-    for path in paths:
+def whole_files(paths: Iterable[tuple[str, str]]) -> Iterator[Document | None]:
+    """Files that are one document each: their paths, and what they are counted under."""
+    for path, source in paths:
         with open_file(path) as file:
             data = file.read()
         try:
-            yield Document(data.decode("utf-8-sig"))
+            yield Document(data.decode("utf-8-sig"), name=path, source=source)
         except UnicodeDecodeError:
             yield None
 

@@ -1,0 +1,181 @@
+"""report.html of a corpus: what came out, and what was left out, in a page without a server (jinja2, uPlot).
+
+It is written last, after the manifest and the index files: a corpus whose page cannot be written is whole, and a page
+that is missing is made by the next call, from the facts that lie beside the manifests of the parts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zero.corpus.preparing import directory
+from zero.corpus.preparing import facts as of_corpus
+from zero.corpus.preparing.facts import BINS, Facts, Size
+from zero.corpus.preparing.manifest import PARTS, REPORT, PartNames, splits_of
+from zero.files import storage
+from zero.pages.render import data_island, part, render
+
+PAGE = Path(__file__).parent / "page"
+MOST_SOURCES = 40  # rows of their table; the others are one row
+FEW_ROWS = 10  # that are shown before a reader asks for the others
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A line of a card."""
+
+    name: str
+    value: str
+    note: str = ""
+    grade: str = ""
+
+
+@dataclass(frozen=True)
+class SourceRow:
+    """A row of the table of sources."""
+
+    name: str
+    cells: tuple[str, ...]
+
+
+def write_report(place: str, manifest: Mapping[str, Any]) -> None:
+    """Writes the page of a corpus, from its manifest and the facts about its parts.
+
+    A corpus of an earlier version has no facts: then there is no page, and the log says so.
+    """
+    parts: list[int | None] = list(range(len(manifest[PARTS]))) if PARTS in manifest else [None]
+    names = [PartNames(number).facts for number in parts]
+    missing = set(names) - directory.file_names(place)
+    if missing:
+        _log.warning(
+            "%s has no %s, because it is of a version that recorded no facts for it (%s is missing); --overwrite "
+            "prepares it again",
+            place,
+            REPORT,
+            min(missing),
+        )
+        return
+    page = render(PAGE / "corpus.html.jinja", values(place, manifest, of_corpus.load(place, names)))
+    directory.write(storage.join(place, REPORT), page.encode("utf-8", "replace"))
+
+
+def values(place: str, manifest: Mapping[str, Any], facts: Facts) -> dict[str, Any]:
+    """What the template shows."""
+    rows = [facts.rows.examples[key] for key in sorted(facts.rows.examples)]
+    lengths = [(number, facts.lengths[number]) for number in sorted(facts.lengths)]
+    return {
+        "title": f"Corpus {storage.join(place, 'x').split('/')[-2]}",
+        "source": manifest["source"],
+        "tokenizer": manifest["tokenizer"],
+        "contents": _contents(manifest),
+        "kept": _kept(manifest, facts),
+        "left_out": _left_out(manifest, facts),
+        "sources": _sources(facts, has_bytes=manifest["train"]["bytes"] is not None),
+        "lengths": [(_bin_text(number), f"{count:,}") for number, count in lengths],
+        "left_out_texts": [
+            (f"--{reason}", facts.left_out[reason].documents, _examples(facts, reason)) for reason in _reasons(facts)
+        ],
+        "rows": rows[:FEW_ROWS],
+        "more_rows": rows[FEW_ROWS:],
+        "histogram": data_island({"bins": BINS, "counts": lengths}),
+        "styles": part("uPlot.min.css") + part("style.css"),
+        "scripts": part("uPlot.iife.min.js") + part("common.js") + part("lengths.js", PAGE),
+    }
+
+
+def _contents(manifest: Mapping[str, Any]) -> list[Fact]:
+    lines = []
+    for split in splits_of(dict(manifest)):
+        summary = manifest[split]
+        shards = len(summary["shards"])
+        rows = f"{summary['rows']:,} rows of {manifest['row_tokens']:,} in {shards:,} shards"
+        lines.append(Fact(split, f"{summary['tokens']:,} tokens", f"{summary['documents']:,} documents, {rows}"))
+    if PARTS in manifest:
+        lines.append(Fact("parts", f"{len(manifest[PARTS]):,}"))
+    return lines
+
+
+def _kept(manifest: Mapping[str, Any], facts: Facts) -> list[Fact]:
+    """Sizes over all splits."""
+    splits = [manifest[split] for split in splits_of(dict(manifest))]
+    documents = sum(split["documents"] for split in splits)
+    tokens = sum(split["tokens"] for split in splits)
+    lines = [
+        Fact("documents", f"{documents:,}"),
+        Fact("tokens", f"{tokens:,}", f"{tokens / max(documents, 1):,.0f} per document"),
+    ]
+    if manifest["train"]["bytes"] is not None:
+        size = sum(split["bytes"] for split in splits)
+        lines.append(Fact("text", f"{size:,} bytes"))
+        of_token = f"{size / max(tokens, 1):.2f} bytes per token"
+        lines.append(Fact("tokens per byte", f"{tokens / max(size, 1):.4f}", of_token))
+    if not manifest.get("preferences"):  # pairs have two texts in a row
+        of_rows = sum(split["rows"] for split in splits) * (manifest["row_tokens"] - bool(manifest.get("begin_rows")))
+        lines.append(Fact("padding", f"{1 - tokens / max(of_rows, 1):.2%}", "of the tokens of rows"))
+    return lines
+
+
+def _left_out(manifest: Mapping[str, Any], facts: Facts) -> list[Fact]:
+    lines = []
+    for reason in _reasons(facts):
+        left_out = facts.left_out[reason]
+        lines.append(Fact(f"--{reason}", f"{left_out.documents:,}", f"documents, {left_out.bytes:,} bytes"))
+    if manifest.get("skipped"):
+        lines.append(Fact("not UTF-8", f"{manifest['skipped']:,}", "files"))
+    if manifest.get("cut"):
+        lines.append(Fact("--cut-documents", f"{manifest['cut']:,}", "documents were cut to a row"))
+    return lines or [Fact("nothing", "0", "documents")]
+
+
+def _reasons(facts: Facts) -> list[str]:
+    """The options that have left something out, that of the most documents first."""
+    return sorted(facts.left_out, key=lambda reason: (-facts.left_out[reason].documents, reason))
+
+
+def _examples(facts: Facts, reason: str) -> list[of_corpus.Example]:
+    examples = facts.left_out[reason].lowest.examples
+    return [examples[key] for key in sorted(examples)]
+
+
+def _sources(facts: Facts, has_bytes: bool) -> list[SourceRow]:
+    """The largest sources, and the others together."""
+    tokens = sum(size.tokens for size in facts.sources.values())
+    names = sorted(facts.sources, key=lambda name: (-facts.sources[name].tokens, name))
+    shown = [(name, facts.sources[name]) for name in names[:MOST_SOURCES]]
+    if len(names) > MOST_SOURCES:
+        others = Size()
+        for name in names[MOST_SOURCES:]:
+            others = others.plus(facts.sources[name])
+        shown.append((f"{len(names) - MOST_SOURCES:,} others", others))
+    return [SourceRow(name, _cells(size, tokens, has_bytes)) for name, size in shown]
+
+
+def _cells(size: Size, tokens: int, has_bytes: bool) -> tuple[str, ...]:
+    of_text = ("–", "–")
+    if has_bytes:
+        of_text = (f"{size.bytes:,}", f"{size.tokens / max(size.bytes, 1):.4f}")
+    return (f"{size.documents:,}", f"{size.tokens:,}", f"{size.tokens / max(tokens, 1):.1%}", *of_text)
+
+
+def _bin_text(number: int) -> str:
+    """The lengths of a bin.
+
+    >>> _bin_text(40), _bin_text(0), _bin_text(1)
+    ('1,024 to 1,217', '1', '1')
+    """
+    first = _first_of_bin(number)
+    last = max(first, _first_of_bin(number + 1) - 1)
+    return f"{first:,}" if first == last else f"{first:,} to {last:,}"
+
+
+def _first_of_bin(number: int) -> int:
+    """The lowest length of a bin: the fourth root of a power of two, rounded up."""
+    low = int(2 ** (number / BINS)) - 1
+    while low < 1 or of_corpus.bin_of(low) < number:
+        low += 1
+    return low

@@ -1,0 +1,55 @@
+// Draws the histogram of lengths with uPlot: bars over a logarithmic axis, which the arrow keys read.
+"use strict";
+(() => {
+  const holder = document.getElementById("lengths");
+  if (!holder) return;
+  const {bins, counts} = JSON.parse(document.getElementById("histogram").textContent);
+  const plot = holder.querySelector(".plot");
+  const said = document.getElementById("said");
+  const first = counts[0][0];
+  const last = counts[counts.length - 1][0];
+  const found = new Map(counts);
+  const numbers = Array.from({length: last - first + 1}, (_, place) => first + place);
+  const documents = numbers.map((number) => found.get(number) || 0);
+  const tokens = (number) => Math.round(2 ** (number / bins));
+
+  function say(place) {
+    if (place === null || place === undefined) return;
+    const range = `${tokens(numbers[place]).toLocaleString("en")} to ${tokens(numbers[place] + 1).toLocaleString("en")} tokens`;
+    said.textContent = `${range}: ${documents[place].toLocaleString("en")} documents`;
+  }
+
+  function build() {
+    const grid = {stroke: color("--line"), width: 1};
+    const axis = {stroke: color("--quiet"), grid, ticks: grid, font: "12px system-ui, sans-serif"};
+    return new uPlot({
+      width: Math.max(plot.clientWidth, 100),
+      height: plot.clientHeight,
+      padding: [8, 12, 0, 0],
+      legend: {show: false},
+      scales: {x: {time: false, range: () => [first - 1, last + 2]}, y: {range: (u, low, high) => [0, (high || 1) * 1.05]}},
+      axes: [
+        {...axis, grid: {show: false}, label: "tokens", labelSize: 18, labelFont: axis.font, size: 34, incrs: [1, 2, 3, 4, 5].map((n) => bins * n),
+          values: (u, ticks) => ticks.map((tick) => readable(tokens(tick)))},
+        {...axis, size: 58, incrs: [1, 2, 5].flatMap((n) => Array.from({length: 15}, (_, power) => n * 10 ** power)).sort((a, b) => a - b),
+          values: (u, ticks) => ticks.map(readable)},
+      ],
+      series: [{}, {label: "documents", stroke: color("--c0"), fill: color("--c0"), paths: uPlot.paths.bars({size: [0.9], align: 1}), points: {show: false}}],
+      hooks: {setCursor: [(u) => say(u.cursor.idx)]},
+    }, [numbers, documents], plot);
+  }
+
+  let chart = build();
+  plot.addEventListener("keydown", (event) => {
+    const end = numbers.length - 1;
+    const at = chart.cursor.idx ?? end;
+    const next = {ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: end}[event.key];
+    if (next === undefined) return;
+    event.preventDefault();
+    const place = Math.min(Math.max(next, 0), end);
+    chart.setCursor({left: chart.valToPos(numbers[place], "x"), top: 10});
+    say(place);
+  });
+  new ResizeObserver(() => chart.setSize({width: Math.max(plot.clientWidth, 100), height: plot.clientHeight})).observe(plot);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { chart.destroy(); chart = build(); });
+})();
