@@ -148,3 +148,25 @@ def test_tensor_groups_that_make_no_lines() -> None:
         make_axis(on_torus(16), find_devices("v3-32"))
     with pytest.raises(UserError, match=r"zero\.phases=torus: .* these devices are no TPU slice"):
         make_axis(on_torus(2))
+
+
+def on_slices(*numbers: int) -> list[Any]:
+    """Devices of slices of TPUs with these numbers."""
+    return [SimpleNamespace(id=place, platform="cpu", slice_index=number) for place, number in enumerate(numbers)]
+
+
+def test_each_slice_has_a_copy_of_the_state() -> None:
+    """Unless `zero.replicas` says otherwise, gathers stay within a slice."""
+    by_default, one_copy = (check(compose(*keys), load_sizes()).zero for keys in ([], ["zero.replicas=1"]))
+    assert make_axis(by_default, on_slices(0, 0, 0, 1, 1, 1)).shape == (2, 3)
+    assert make_axis(one_copy, on_slices(0, 0, 0, 1, 1, 1)).shape == (1, 6)
+
+
+def test_slices_that_make_no_copies() -> None:
+    by_default, on_a_torus = (check(compose(*keys), load_sizes()).zero for keys in ([], ["zero.phases=torus"]))
+    with pytest.raises(UserError, match=r"slices of equal size, got 2 devices of slice 0, 1 devices of slice 1"):
+        make_axis(by_default, on_slices(0, 0, 1))
+    with pytest.raises(UserError, match="the devices of a slice next to each other"):
+        make_axis(by_default, on_slices(0, 1, 0, 1))
+    with pytest.raises(UserError, match=r"zero\.phases=torus: expected auto or flat with 2 slices"):
+        make_axis(on_a_torus, on_slices(0, 0, 1, 1))

@@ -104,29 +104,50 @@ def make_axis(zero: Zero, devices: Sequence[Any] | None = None) -> Axis:
       UserError: the devices do not make groups of equal size.
     """
     devices = pmap_devices() if devices is None else devices
+    slices = slices_of(devices)
+    replicas = zero.replicas or slices
     is_tpu = devices[0].platform == "tpu"
     exchanges = is_tpu and zero.overlap_gathers and exchanges_gradients(devices)
-    has_torus = is_tpu and not zero.overlap_gathers and zero.replicas == zero.tensor_shards == zero.expert_shards == 1
-    sizes = {key: zero.replicas * getattr(zero, key) for key in ("tensor_shards", "expert_shards")}
-    for key, size in ({"replicas": zero.replicas, "context_shards": zero.context_shards} | sizes).items():
+    has_torus = is_tpu and not zero.overlap_gathers and replicas == zero.tensor_shards == zero.expert_shards == 1
+    sizes = {key: replicas * getattr(zero, key) for key in ("tensor_shards", "expert_shards")}
+    for key, size in ({"replicas": replicas, "context_shards": zero.context_shards} | sizes).items():
         if len(devices) % size:
-            times = f" times zero.replicas={zero.replicas}" if key in sizes and zero.replicas > 1 else ""
-            value = getattr(zero, key)
+            times = f" times zero.replicas={replicas}" if key in sizes and replicas > 1 else ""
+            value = replicas if key == "replicas" else getattr(zero, key)
             raise UserError(f"zero.{key}={value}{times}: expected a divisor of {len(devices)}, the number of devices")
     if zero.expert_shards > 1:
-        axis = Axis.with_expert_groups("zero", len(devices), zero.expert_shards, zero.replicas)
+        axis = Axis.with_expert_groups("zero", len(devices), zero.expert_shards, replicas)
         return dataclasses.replace(axis, exchanges=exchanges)
+    if zero.phases == "torus" and slices > 1:
+        raise UserError(f"zero.phases=torus: expected auto or flat with {slices} slices, which form no torus")
     if zero.phases == "torus" and zero.tensor_shards > 1:
         axis = _tensor_lines(zero, devices)
         exchanges = is_tpu and zero.overlap_gathers and _gathers_in_rings(axis, devices)
     elif zero.phases == "torus" or (zero.phases == "auto" and has_torus):
         axis = Axis.from_devices("zero", devices)
     elif zero.tensor_shards == 1:
-        axis = Axis("zero", (zero.replicas, len(devices) // zero.replicas))
+        axis = Axis("zero", (replicas, len(devices) // replicas))
     else:
-        replicas = zero.replicas if zero.stage else len(devices) // zero.tensor_shards  # stage 0: one per tensor group
+        if not zero.stage:
+            replicas = len(devices) // zero.tensor_shards  # one per tensor group
         axis = Axis.with_tensor_groups("zero", len(devices), zero.tensor_shards, replicas)
     return dataclasses.replace(axis, context=zero.context_shards, exchanges=exchanges)
+
+
+def slices_of(devices: Sequence[Any]) -> int:
+    """How many slices of TPUs these devices form, by the numbers that jax gives them; 1 for all other devices.
+
+    Raises:
+      UserError: the slices have different sizes, or their devices lie among each other in the order of pmap.
+    """
+    numbers = [getattr(device, "slice_index", 0) for device in devices]
+    sizes = {number: numbers.count(number) for number in numbers}
+    if len({*sizes.values()}) > 1:
+        shown = ", ".join(f"{size} devices of slice {number}" for number, size in sizes.items())
+        raise UserError(f"expected slices of equal size, got {shown}")
+    if numbers != sorted(numbers):
+        raise UserError(f"expected the devices of a slice next to each other, got slices {numbers}")
+    return len(sizes)
 
 
 def _tensor_lines(zero: Zero, devices: Sequence[Any]) -> Axis:

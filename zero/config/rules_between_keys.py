@@ -225,7 +225,7 @@ def zero_rules(config: Config, size: GPTConfig) -> Mistakes:
     if zero.remat == "nested" and span_size(size.scanned_layers) == 1:
         yield "zero.remat", f"full, as the {size.scanned_layers} layers of {of_model} make no equal spans"
     for key in ("replicas", "expert_shards"):
-        if zero.phases == "torus" and getattr(zero, key) > 1:
+        if zero.phases == "torus" and (getattr(zero, key) or 1) > 1:
             yield "zero.phases", f"auto or flat, as zero.{key}={getattr(zero, key)}"
     for key, other in _WITHOUT_INT8.items():
         if zero.stage == 0 and getattr(zero, key) == "int8":

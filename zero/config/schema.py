@@ -387,11 +387,11 @@ class Zero:
         "At stage 3, update each layer inside the backward pass: least memory, no accumulation; clips and skips "
         "layer by layer.",
     )
-    replicas: int = key(
-        1,
+    replicas: int | None = key(
+        None,
         at_least(1),
         "Copies of the whole state, each sharded over a group of neighbouring devices: gathers stay inside a group, "
-        "gradients are summed over all devices.",
+        "gradients are summed over all devices; null: one in each slice of TPUs, so only these sums leave a slice.",
     )
     tensor_shards: int = key(
         1,

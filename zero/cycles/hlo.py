@@ -106,7 +106,7 @@ def collectives(text: str) -> list[Collective]:
     beside_call = _beside_calls(bodies)
     collectives: list[Collective] = []
     chains: dict[str, int] = {}  # the place of each chain among the collectives
-    for name, runs in _runs(bodies, entry).items():
+    for name, runs in runs_of(bodies, entry).items():
         for number, instruction in enumerate(bodies[name]):
             kind = kind_of(instruction)
             if kind is None:
@@ -312,7 +312,7 @@ def _calls_on_cores(body: list[Instruction]) -> list[Instruction]:
     return calls
 
 
-def _runs(bodies: Bodies, entry: str) -> dict[str, int]:
+def runs_of(bodies: Bodies, entry: str) -> dict[str, int]:
     """How many times each computation runs."""
     runs: defaultdict[str, int] = defaultdict(int)
 

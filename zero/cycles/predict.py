@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from zero.cycles import hlo
+from zero.cycles.between_slices import crossing_of, rendezvous_of
 from zero.cycles.hlo import Bodies, Instruction
 from zero.hosts.speeds import HOP, SPEEDS, Speed
 
@@ -33,6 +34,7 @@ PARTS = {
     "other layers": r"GPT",
 }
 COPIES, EXCHANGES, UPDATE = "copies", "exchanges", "update"  # exchanges: between the devices of a group, of activations
+BETWEEN_SLICES = "between slices"
 _MARKS = {"rematted_computation": "recomputed", "transpose(": "backward", "jvp(": "forward"}
 PHASES = ("forward", "recomputed", "backward", UPDATE)
 _COPIES = ("copy", "copy-done", "slice-done", "reshape", "transpose", "pad", "bitcast-convert")
@@ -230,7 +232,7 @@ class _Schedule:
     def _play(self, body: list[Instruction]) -> _Spent:
         spent = _Spent()
         now = 0.0
-        free = dict.fromkeys(("network", "memory", "to host", "from host"), 0.0)
+        free = dict.fromkeys(("network", "memory", "to host", "from host", BETWEEN_SLICES), 0.0)
         running: dict[str, tuple[float, float, Instruction]] = {}  # end, seconds and start, by name or chain
         results = {instruction.name: instruction.result for instruction in body}
         collectives_in: dict[str, list[Instruction]] = {}
@@ -243,18 +245,25 @@ class _Schedule:
                 if chain:
                     chains[instruction.name] = chain
         last = {chain: name for name, chain in chains.items()}
+        met_at: dict[str, str] = {}  # the rendezvous of each send to other slices and of each receive
 
         def wait(end: float, seconds: float, started: Instruction, ended: Instruction) -> None:
             nonlocal now
             waited = max(0.0, end - now)
             now += waited
-            if hlo.kind_of(started) is None:
-                spent.by_part[part_of(ended)] += waited
-                return
-            spent.by_part[part_of(self._named(started))] += waited
-            if waited:
+            crossing = crossing_of(started)
+            part = part_of(ended)
+            sent = 0.0
+            if crossing is not None:
+                part = Part(BETWEEN_SLICES, UPDATE)
+                sent = crossing.sent
+            elif hlo.kind_of(started) is not None:
+                part = part_of(self._named(started))
+                sent = hlo.bytes_sent(started)
+            spent.by_part[part] += waited
+            if sent and waited:
                 spent.exposed_seconds += waited
-                spent.exposed_bytes += hlo.bytes_sent(started) * min(1.0, waited / seconds)
+                spent.exposed_bytes += sent * min(1.0, waited / seconds)
 
         def start(name: str, unit: str, seconds: float, started: Instruction) -> None:
             free[unit] = max(now, free[unit]) + seconds
@@ -275,9 +284,16 @@ class _Schedule:
                 longest = max(map(self.play, instruction.called), key=_Spent.total)
                 spent.add(longest, 1)
                 now += longest.total()
+            elif (rendezvous := rendezvous_of(instruction)) is not None:
+                met_at[name] = rendezvous
+                crossing = crossing_of(instruction)
+                if crossing is not None:
+                    seconds = crossing.sent / self.speed.between_slices
+                    start(crossing.rendezvous, BETWEEN_SLICES, seconds, instruction)
             elif op.endswith("-done"):
-                if instruction.operands[0] in running:
-                    wait(*running.pop(instruction.operands[0]), instruction)
+                begun = met_at.get(instruction.operands[0], instruction.operands[0])
+                if begun in running:
+                    wait(*running.pop(begun), instruction)
             elif op in ("copy-start", "slice-start") or (op in hlo.ASYNC_CALLS and not collectives):
                 start(name, *self._move(instruction), instruction)
             elif op in hlo.ASYNC_CALLS:

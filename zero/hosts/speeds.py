@@ -20,6 +20,7 @@ class Speed(NamedTuple):
     fused: float = 0.0  # share of `flops` that zero's attention kernels reach on the blocks that they compute
     splash: float = 0.0  # the same for jax's splash attention
     host: float = 16e9  # bytes per second between a chip and the memory of its host, in each direction
+    between_slices: float = 0.0  # bytes per second that a device sends to other slices; 0: it has none
     offloads: bool = False  # whether a SparseCore can run reduce-scatters of a whole slice, beside computation
     vmem_kib: int | None = None  # that a fusion may use (docs/decisions/tpu-layouts.md); None: by the compiler
 
@@ -45,19 +46,48 @@ _MXU = 2 * 128 * 128  # operations per cycle of a matrix unit
 # 16 chips, v4 and v5p every four chips. Shares of kernels: docs/decisions/predicted-time.md.
 # TPU7x: cloud.google.com/tpu/docs/tpu7x, half a chip, which is one device; its two units are a v6e's, by the cycles
 # that the compiler gives products, and so is its share of kernels.
+# Between slices: 25, 50, 100 and 100 Gbit/s per chip of v5e, v5p, v6e and TPU7x (cloud.google.com/tpu/docs/v6e and
+# tpu7x: data center network); of others 25 GB/s per host (jax-ml.github.io/scaling-book/tpus), of 8 devices or 4 of v4.
 # Host: PCIe, about 16 GB/s per chip, v6e 32 (jax-ml.github.io/scaling-book/tpus); a TPU7x counts as a v6e.
 # NVIDIA: data sheets of H200, H100 (SXM), A100, L4, T4 and HGX B200, and appendix A of the Ada GPU architecture paper:
 # dense bfloat16 with float32 sums, NVLink in one direction, or PCIe (x16) where there is none. T4 has no bfloat16: its
 # float16 peak, which bfloat16 does not reach.
 SPEEDS = {
     "TPU v2": Speed(
-        45e12 / 2, 700e9 / 2, 4 * 62e9 / 2, 8 * GIB, per_cycle=_MXU, dims=2, ring=16, devices=2, fused=0.95
+        45e12 / 2,
+        700e9 / 2,
+        4 * 62e9 / 2,
+        8 * GIB,
+        per_cycle=_MXU,
+        dims=2,
+        ring=16,
+        devices=2,
+        fused=0.95,
+        between_slices=25e9 / 8,
     ),
     "TPU v3": Speed(
-        123e12 / 2, 900e9 / 2, 340e12 / 1024 / 2, 16 * GIB, per_cycle=2 * _MXU, dims=2, ring=32, devices=2, fused=0.82
+        123e12 / 2,
+        900e9 / 2,
+        340e12 / 1024 / 2,
+        16 * GIB,
+        per_cycle=2 * _MXU,
+        dims=2,
+        ring=32,
+        devices=2,
+        fused=0.82,
+        between_slices=25e9 / 8,
     ),
     "TPU v4": Speed(
-        275e12, 1200e9, 1.1e15 / 4096, 32 * GIB, per_cycle=8 * _MXU, dims=3, ring=4, splash=0.7, fused=0.77
+        275e12,
+        1200e9,
+        1.1e15 / 4096,
+        32 * GIB,
+        per_cycle=8 * _MXU,
+        dims=3,
+        ring=4,
+        splash=0.7,
+        fused=0.77,
+        between_slices=25e9 / 4,
     ),
     "TPU v5 lite": Speed(
         197e12,
@@ -69,9 +99,21 @@ SPEEDS = {
         ring=16,
         splash=0.85,
         fused=0.87,
+        between_slices=25e9 / 8,
         vmem_kib=32 * 1024,
     ),
-    "TPU v5": Speed(459e12, 2765e9, 600e9, 95 * GIB, per_cycle=8 * _MXU, dims=3, ring=4, splash=0.83, fused=0.86),
+    "TPU v5": Speed(
+        459e12,
+        2765e9,
+        600e9,
+        95 * GIB,
+        per_cycle=8 * _MXU,
+        dims=3,
+        ring=4,
+        splash=0.83,
+        fused=0.86,
+        between_slices=50e9 / 8,
+    ),
     "TPU v6 lite": Speed(
         918e12,
         1640e9,
@@ -82,6 +124,7 @@ SPEEDS = {
         ring=16,
         splash=0.33,
         fused=0.38,
+        between_slices=100e9 / 8,
         host=32e9,
         offloads=True,
         vmem_kib=64 * 1024,
@@ -97,6 +140,7 @@ SPEEDS = {
         devices=2,
         splash=0.33,
         fused=0.45,
+        between_slices=100e9 / 8 / 2,
         host=32e9,
         offloads=True,
     ),

@@ -13,12 +13,13 @@ import jax.numpy as jnp
 
 from zero.config.declared import value_of
 from zero.config.schema import PlanConfig
+from zero.cycles.between_slices import bytes_between_slices
 from zero.cycles.hlo import Collective, across_hosts, bytes_by_kind, collectives, hidden_share
 from zero.cycles.predict import Prediction, predict
 from zero.hosts import xla_options
 from zero.hosts.speeds import SPEEDS, Speed
 from zero.inference.generate import bucket
-from zero.job import Job, make_job
+from zero.job import Job, make_job, slices_of
 from zero.models.config import GPTConfig
 from zero.partition.memory import memory
 from zero.plan import formula
@@ -99,6 +100,7 @@ def compile_step(request: Request) -> Row:
     arguments = step_arguments(job, request.rows, row_tokens(config))
     started = time.monotonic()
     sent: list[Collective] | None = None  # of a step that fits
+    sent_between: float | None = None  # bytes from a device to other slices
     predicted: Prediction | None = None
     peaks: dict[str, int | None] = dict.fromkeys(PAUSES)
     options: Any = {**model.base.layout_options, "compute_dtypes": [model.compute_dtype]}
@@ -124,6 +126,7 @@ def compile_step(request: Request) -> Row:
             peak = _peak(compiled.memory_analysis(), devices[0].platform)
             text = compiled.as_text()
             sent = collectives(text)
+            sent_between = bytes_between_slices(text)
             predicted = predict(text, devices)
             if peak <= available:
                 peaks |= _pause_peaks(request, job, devices, arguments, peak)
@@ -135,6 +138,7 @@ def compile_step(request: Request) -> Row:
     row = {
         "devices": len(devices),
         "hosts": len({device.process_index for device in devices}),
+        "slices": slices_of(devices),
         "parameters": parameters,
         "model": asdict(request.size),
         "stage": zero.stage,
@@ -150,6 +154,7 @@ def compile_step(request: Request) -> Row:
         "skipping": training.skips_bad_steps,
         "fused_update": zero.fused_update,
         **{key: getattr(zero, key) for key in PLACEMENT_KEYS},
+        "replicas": zero.replicas or slices_of(devices),
         "grid": list(model.axis.shape),
         "fits": sent is not None and max([peak, *filter(None, peaks.values())]) <= available,
         "state_bytes": held,
@@ -160,6 +165,7 @@ def compile_step(request: Request) -> Row:
         **{f"{name}_peak_bytes": n for name, n in peaks.items()},
         "available_bytes": available,
         **_traffic(sent, devices),
+        "bytes_between_slices": sent_between,
         **_operations(request, job, arguments, sent or [], devices),
         "tokens": _tokens(request, job),
         "compile_seconds": seconds,

@@ -228,6 +228,7 @@ DETAILS: dict[str, Callable[[Row], str]] = {  # GiB per device, GB per step and 
     "statistics": _number("statistics_peak_bytes", "{:.3f}", GIB),
     "traffic": _traffic,
     "across hosts": _number("collective_bytes_across_hosts", "{:.2f}", 1e9),
+    "between slices": _number("bytes_between_slices", "{:.2f}", 1e9),
     "gathers hidden": _number("gathers_hidden", "{:.0%}"),
     "exposed seconds": _number("exposed_seconds", "{:.3f}"),
     "TFLOP": _number("flops", "{:.2f}", 1e12),

@@ -15,11 +15,24 @@ from zero.hosts.startup import device_memory
 from zero.partition.pmapped import pmap
 from zero.plan import formula
 
+SLICES = re.compile(r"(\d+)x((?:v|tpu7x).+)")  # of one kind: 2xv5e-256
 LOCAL = {"local": None, "cpu": "cpu", "gpu": "cuda"}  # devices of this machine, and jax's name of their platform
 
 # For each generation: how many of the numbered units of a slice's name a chip has, and the dimensions of its torus.
 GENERATIONS = {"v2": (2, 2), "v3": (2, 2), "v4": (2, 3), "v5e": (1, 2), "v5p": (2, 3), "v6e": (1, 2), "tpu7x": (2, 3)}
 ALIASES = {"v5litepod": "v5e", "v5lite": "v5e"}
+
+
+def slices_in(topology: str) -> tuple[int, str]:
+    """How many slices a topology has, and the name of one.
+
+    >>> slices_in("2xv5e-256"), slices_in("v3-32")
+    ((2, 'v5e-256'), (1, 'v3-32'))
+    """
+    match = SLICES.fullmatch(topology)
+    if match is None:
+        return 1, topology
+    return int(match[1]), match[2]
 
 
 def slice_shape(name: str) -> str:
@@ -72,7 +85,7 @@ def prepare_environment(topology: str) -> None:
 
 
 def find_devices(topology: str) -> list[Any]:
-    """The devices of a slice or of GPU nodes, which need not exist, or those of this machine.
+    """The devices of slices or of GPU nodes, which need not exist, or those of this machine.
 
     Raises:
       UserError: there are no such devices.
@@ -86,16 +99,18 @@ def find_devices(topology: str) -> list[Any]:
         return list(formula.gpus(topology))
     from jax.experimental import topologies
 
-    shape = slice_shape(topology)
+    count, name = slices_in(topology)
+    shape = slice_shape(name)
     # v4 and v5p run both cores of a chip as one device.
     options = {"chip_config_name": "megacore"} if shape.startswith(("v4:", "v5p:")) else {}
     try:
-        return topologies.get_topology_desc(topology_name=shape, platform="tpu", **options).devices
+        described = topologies.get_topology_desc(topology_name=shape, platform="tpu", num_slices=count, **options)
     except jax.errors.JaxRuntimeError as error:
         status, _, reason = str(error).splitlines()[0].partition(": ")
         if status != "INVALID_ARGUMENT":  # not a mistake of the user
             raise
         raise UserError(f"plan.topology={topology}: {reason}") from error
+    return sorted(described.devices, key=lambda device: getattr(device, "slice_index", 0))
 
 
 def available_bytes(devices: list[Any]) -> int:
