@@ -29,9 +29,9 @@ def test_outside_pmap_names_the_remedy() -> None:
 def test_init_under_pmap_without_the_axis_is_refused() -> None:
     """Each device would hold the whole state, and no later message would name the axis."""
     tx = zero.shard_optimizer(optax.adam(0.1), "batch")
-    for axis in ({}, {"axis_name": "data"}):
+    for mapped in (jax.pmap(tx.init), jax.pmap(tx.init, axis_name="data")):
         with pytest.raises(RuntimeError, match=r"no axis 'batch'.*jax.pmap\(tx.init, axis_name='batch'\)"):
-            jax.pmap(tx.init, **axis)(replicate(make_params()))
+            mapped(replicate(make_params()))
     for make in (jax.jit(tx.init), partial(jax.eval_shape, tx.init)):  # no devices: the whole state
         assert make(make_params())[0].mu["b"].shape == (24,)
 
