@@ -1,6 +1,6 @@
 """How large activations are, and how far a few steps move them, at several widths: standard against maximal update.
 
-    python benchmarks/coordinate_check.py [--widths 64 128 256 512 1024] [--draw docs/pictures/coordinate-check.png]
+    python benchmarks/coordinate_check.py [--widths 64 128 256 512 1024] [--keep docs/sources/coordinate-check.jsonl]
 
 Trains the same small GPT at every width for a few steps of AdamW on one batch of text, and prints for each tensor the
 slope of log mean |activation| against log width after the last step; of the logits, which start near 0, that of their
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import os
 import sys
 from functools import partial
@@ -143,39 +144,31 @@ def mistakes(standard: dict[str, float], mup: dict[str, float]) -> list[str]:
     return found
 
 
-def draw(sizes: dict[str, Sizes], path: Path) -> None:
-    import matplotlib.pyplot as plt
+def last_of(activations: Activations) -> dict[str, list[float]]:
+    """The values after the last step by tensor, one for each width, to four digits.
 
-    from zero.report.picture_style import STYLE
+    >>> last_of({"logits": np.array([[0.0, 1 / 3], [0.0, 2 / 3]])})
+    {'logits': [0.3333, 0.6667]}
+    """
+    return {name: [float(f"{value:.4g}") for value in x[:, -1]] for name, x in activations.items()}
 
-    plt.rcParams.update(STYLE)
 
-    figure, panels = plt.subplots(2, 2, figsize=(9, 6), sharex=True, sharey="row", layout="constrained")
-    for column, (parametrization, of) in enumerate(sizes.items()):
-        for row, kind in enumerate((of.activations, of.changes)):
-            panel = panels[row][column]
-            for i, (name, x) in enumerate(kind.items()):
-                is_logits = name == "logits"
-                color = "black" if is_logits else plt.get_cmap("turbo")(i / len(kind))
-                label = name if row == 0 else None
-                panel.plot(of.widths, x[:, -1], "o-", ms=3, lw=2.5 if is_logits else 1, color=color, label=label)
-            panel.set_xscale("log", base=2)
-            panel.set_yscale("log")
-            panel.grid(alpha=0.3)
-        panels[0][column].set(title=parametrization)
-        panels[1][column].set(xlabel="width")
-    panels[0][0].set_ylabel(f"mean |activation| after {STEPS} steps")
-    panels[1][0].set_ylabel("mean |change / learning rate|")
-    handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right center", fontsize=7)
-    figure.savefig(path)
+def keep(sizes: dict[str, Sizes], path: Path) -> None:
+    """Writes what the picture of docs/draw_coordinate_check.py shows."""
+    lines = [json.dumps({"steps": STEPS})]
+    for parametrization, of in sizes.items():
+        for kind, activations in (("activation", of.activations), ("change", of.changes)):
+            for name, values in last_of(activations).items():
+                line = {"parametrization": parametrization, "kind": kind, "tensor": name, "widths": of.widths}
+                lines.append(json.dumps(line | {"values": values}))
+    path.write_text("\n".join(lines) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256, 512, 1024])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--draw", type=Path, help="writes the picture to this file")
+    parser.add_argument("--keep", type=Path, help="writes the numbers of the picture to this file")
     options = parser.parse_args()
     sizes = {name: Sizes(name, options.widths, STEPS, RATE, options.seeds) for name in PARAMETRIZATIONS}
     slopes = {name: of.slopes(STEPS) for name, of in sizes.items()}
@@ -185,8 +178,8 @@ def main() -> None:
         before = [slope(options.widths, sizes[p].activations[name][:, 0]) for p in PARAMETRIZATIONS]
         after = [slopes[p][name] for p in PARAMETRIZATIONS]
         print(f"{name:24s}" + "".join(f" {one:+10.3f} {other:+10.3f} " for one, other in (before, after)))
-    if options.draw:
-        draw(sizes, options.draw)
+    if options.keep:
+        keep(sizes, options.keep)
     wrong = mistakes(slopes["standard"], slopes["mup"])
     print("\n".join(wrong) or "all as they should be")
     sys.exit(bool(wrong))
