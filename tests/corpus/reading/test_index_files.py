@@ -1,6 +1,7 @@
 """Index files: names, row counts, and what is wrong with them."""
 
 import errno
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.shards import first_tokens, loader, npy, write_corpus, write_tar
-from zero.corpus.reading.index_files import index_paths, read_index
+from zero.corpus.reading.index_files import _Paths, index_paths, read_index
 from zero.errors import Unavailable, UserError
 from zero.files import storage
 
@@ -117,3 +118,13 @@ def test_bad_index_files(tmp_path: Path, corpus):
 def test_places_of_index_files(value: Any, bucket_path: str | None, index: Any) -> None:
     """Index files are in the bucket, or where their own address says."""
     assert index_paths(value, bucket_path) == index
+
+
+@pytest.mark.parametrize("folder", ["data/index", "gs://b/i", "gs://b", "/a", ".", "", "../x"])
+def test_paths_are_those_of_a_join(folder: str) -> None:
+    """A folder that many names share is joined once, and no path is another one than by itself."""
+    parts = ["c", ".", "..", "", "gs:", "a.tar"]
+    path_of = _Paths(folder)
+    for length in (1, 2, 3, 4):
+        for name in filter(None, map("/".join, itertools.product(parts, repeat=length))):
+            assert path_of(name) == storage.join(folder, name), name

@@ -54,6 +54,7 @@ def read_index(index: str | Path, skip_bad: bool = False) -> list[Shard]:
     with reading(f"index file {index} is not UTF-8 text"):
         # Not splitlines(), which also cuts at characters that a file name may hold, as U+2028.
         lines = content.decode().split("\n")
+    path_of = _Paths(storage.parent(index))
     listed: list[tuple[str, int | None]] = []
     paths: set[str] = set()
     for number, line in enumerate(lines, 1):
@@ -62,7 +63,7 @@ def read_index(index: str | Path, skip_bad: bool = False) -> list[Shard]:
             raise UserError(f"index file {index}, line {number}: expected the path of a shard, got {name[:60]!r}")
         if name:
             counted = re.match(r"\s*([0-9]+) rows\b", "".join(comment))
-            path = storage.join(storage.parent(index), name)
+            path = path_of(name)
             if counted and not _can_hold(path, counted[1]):
                 raise UserError(f"index file {index}, line {number}: the shard cannot hold {counted[1][:30]} rows")
             if path in paths:
@@ -80,6 +81,29 @@ def read_index(index: str | Path, skip_bad: bool = False) -> list[Shard]:
         problem = "is not a file" if os.path.exists(missing[0]) else "is missing"
         raise BadData(f"index file {index}: shard {shown} {problem}")
     return [Shard(path, shards.count_rows(path) if rows is None else rows) for path, rows in listed]
+
+
+class _Paths:
+    """Paths of the names in an index file, as `storage.join` gives them; each folder of theirs is joined once.
+
+    >>> path_of = _Paths("data/index")
+    >>> [path_of(name) for name in ("c/0.tar", "c/./1.tar", "c/..", "/2.tar", "gs://b/c/3.tar", "gs://b")]
+    ['data/index/c/0.tar', 'data/index/c/1.tar', 'data/index/c/..', '/2.tar', 'gs://b/c/3.tar', 'gs://b']
+    """
+
+    def __init__(self, folder: str):
+        self._folder = folder
+        self._joined: dict[str, str] = {}
+
+    def __call__(self, name: str) -> str:
+        head, _, tail = name.rpartition("/")
+        if not head or head.endswith("/") or tail in ("", ".", ".."):
+            return storage.join(self._folder, name)
+        if head not in self._joined:
+            self._joined[head] = storage.join(self._folder, head)
+        if os.path.basename(self._joined[head]) == ".":
+            return storage.join(self._folder, name)
+        return f"{self._joined[head]}/{tail}"
 
 
 def index_paths(value: Any, bucket_path: str | None) -> str | list[str] | dict[str, Weight]:
@@ -110,8 +134,12 @@ def named_sets(value: Any, bucket_path: str | None) -> dict[str, Any]:
 
 def _can_hold(path: str, rows: str) -> bool:
     """Whether a shard may have this many rows: each has at least one byte, and takes 8 in the order of the rows."""
-    most = max(os.path.getsize(path), FEW_ROWS) if os.path.isfile(path) else MOST_ROWS  # a bucket's size is not known
-    return len(rows) <= 10 and int(rows) <= most
+    if len(rows) > 10:
+        return False
+    if int(rows) <= FEW_ROWS:  # without asking the disk about each of a million shards
+        return True
+    most = os.path.getsize(path) if os.path.isfile(path) else MOST_ROWS  # a bucket's size is not known
+    return int(rows) <= most
 
 
 def _missing(paths: list[str]) -> list[str]:
