@@ -3,7 +3,7 @@
 The first pass reads each part and writes the digests of its documents, in groups by the digest. The second reads a
 group of all parts and writes, for each part, the places of all documents but the first of each digest. Both are tasks
 of an engine, which meet only in files (`passes/` in the directory of the corpus); their order decides nothing. The
-files take 28 bytes per document, and the memory of the second pass about 100 for each document of 64 parts.
+files take 28 bytes per document, and the memory of the second pass about 70 for each document of 64 parts.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 
 from zero.corpus.preparing import directory
 from zero.corpus.preparing.engines import Engine
+from zero.corpus.preparing.needs import Needs, SourceSize
 from zero.corpus.preparing.part_tasks import part_tasks
 from zero.corpus.preparing.processes import Task
 from zero.corpus.preparing.sources.changes import digests
@@ -28,6 +29,8 @@ from zero.files import storage
 NAME = "duplicates"
 PARTS_PER_GROUP = 64  # so that a group of digests is about as large as those of so many parts
 PASSES = "passes"
+BYTES_IN_MEMORY = 70  # of the second pass, for a document of its group
+BYTES_IN_SET = 110  # for a document of a source of one part
 _DOCUMENT = np.dtype([("high", "<u8"), ("low", "<u8"), ("part", "<u4"), ("unit", "<u4"), ("place", "<u4")])
 PLACE = np.dtype([("unit", "<u4"), ("place", "<u4")])
 Places = Mapping[int, frozenset[int]]  # in a unit, by its number
@@ -81,15 +84,33 @@ class _WriteDigests:
 
     def __call__(self, numbered: tuple[int, Source]) -> None:
         number, part = numbered
-        rows = []
-        for unit, of_unit in enumerate(part.units()):
-            for place, digest in enumerate(digests(of_unit)):
-                if digest is not None:
-                    high = int.from_bytes(digest[:8])
-                    rows.append((high, int.from_bytes(digest[8:]), number, unit, place))
-        documents = np.array(rows, _DOCUMENT)
+        of_units = [np.zeros(0, _DOCUMENT)]
+        of_units += [_documents(number, unit, digests(of_unit)) for unit, of_unit in enumerate(part.units())]
+        documents = np.concatenate(of_units)
+        del of_units
         for group in range(self.groups):
             save(pass_file(self.place, "digests", number, group), documents[documents["high"] % self.groups == group])
+
+
+def _documents(part: int, unit: int, of_unit: list[bytes | None]) -> np.ndarray:
+    """The documents of a unit that have a digest."""
+    places = [place for place, digest in enumerate(of_unit) if digest is not None]
+    halves = np.frombuffer(b"".join(digest for digest in of_unit if digest is not None), ">u8").reshape(-1, 2)
+    documents = np.zeros(len(places), _DOCUMENT)
+    documents["high"], documents["low"] = halves.T
+    documents["part"] = part
+    documents["unit"] = unit
+    documents["place"] = places
+    return documents
+
+
+def needs(size: SourceSize) -> Needs:
+    """What both passes need, or, of a source of one part, the set of all digests."""
+    if size.parts == 1:
+        return Needs(memory=BYTES_IN_SET * size.documents, disk=0)
+    groups = -(-size.parts // PARTS_PER_GROUP)
+    in_memory = size.documents // min(groups, size.parts)
+    return Needs(memory=BYTES_IN_MEMORY * in_memory, disk=_DOCUMENT.itemsize * size.documents)
 
 
 @dataclass(frozen=True)
@@ -100,8 +121,7 @@ class _WritePlaces:
     parts: int
 
     def __call__(self, group: int) -> None:
-        of_parts = [load(pass_file(self.place, "digests", part, group)) for part in range(self.parts)]
-        documents = np.concatenate(of_parts)
+        documents = np.concatenate([load(pass_file(self.place, "digests", part, group)) for part in range(self.parts)])
         # By the digest, and then by the place, so that the first one of each digest is the earliest.
         documents = documents[np.lexsort([documents[key] for key in ("place", "unit", "part", "low", "high")])]
         is_same = (documents["high"][1:] == documents["high"][:-1]) & (documents["low"][1:] == documents["low"][:-1])

@@ -15,19 +15,24 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from zero.corpus.preparing.duplicates import PLACE, load, pass_file, save
 from zero.corpus.preparing.engines import Engine
+from zero.corpus.preparing.needs import Needs, SourceSize
 from zero.corpus.preparing.part_tasks import part_tasks
 from zero.corpus.preparing.processes import Task
-from zero.corpus.preparing.sources.documents import Document
+from zero.corpus.preparing.sources.documents import Document, Unit
 from zero.corpus.preparing.sources.source import Source
 from zero.errors import UserError, install_command
 
 NAME = "near"
+COPIES = 2.2  # in memory of the rows of a group, and of a part
+COPIES_OF_ONLY_PART = 3.2
+LIBRARY_BYTES = 66_000_000  # of datasketch, which imports scipy
 COMPARED = 64  # documents of a band, the earliest ones, with which a later one is compared
 
 
@@ -69,7 +74,7 @@ class Nearness:
         shingles = [
             " ".join(words[start : start + self.ngram]).encode("utf-8", "surrogatepass") for start in range(last)
         ]
-        minhash = _library().MinHash(num_perm=self.permutations, seed=self.seed)
+        minhash = _empty(self.permutations, self.seed).copy()
         minhash.update_batch(shingles)
         return minhash.hashvalues
 
@@ -115,21 +120,40 @@ class _WriteBands:
 
     def __call__(self, numbered: tuple[int, Source]) -> None:
         number, part = numbered
-        bands, length = self.nearness.bands
-        rows = []
+        of_groups: list[list[np.ndarray]] = [[] for _ in range(self.groups)]
         for unit, of_unit in enumerate(part.units()):
-            for place, document in enumerate(of_unit.documents()):
-                if document is None or document.left_out_by is not None or not document.content:
-                    continue
-                values = self.nearness.signature(document)
-                for band in range(bands):
-                    of_band = values[band * length : (band + 1) * length].tobytes() + bytes([band])
-                    key = int.from_bytes(hashlib.blake2b(of_band, digest_size=8).digest())
-                    rows.append((key, number, unit, place, values.astype(np.uint8)))
-        documents = np.array(rows, _dtype(self.nearness.permutations))
+            rows = self._rows(number, unit, of_unit)
+            groups = rows["key"] % self.groups
+            for group in range(self.groups):
+                of_groups[group].append(rows[groups == group])
+        none = np.zeros(0, _dtype(self.nearness.permutations))
         for group in range(self.groups):
-            of_group = documents[documents["key"] % self.groups == group]
-            save(pass_file(self.place, "bands", number, group), of_group)
+            save(pass_file(self.place, "bands", number, group), np.concatenate([none, *of_groups[group]]))
+            of_groups[group] = []
+
+    def _rows(self, part: int, number: int, unit: Unit) -> np.ndarray:
+        """The rows of a unit, those of each document together."""
+        bands, length = self.nearness.bands
+        keys: list[int] = []
+        places: list[int] = []
+        signatures: list[np.ndarray] = []
+        for place, document in enumerate(unit.documents()):
+            if document is None or document.left_out_by is not None or not document.content:
+                continue
+            values = self.nearness.signature(document)
+            for band in range(bands):
+                of_band = values[band * length : (band + 1) * length].tobytes() + bytes([band])
+                keys.append(int.from_bytes(hashlib.blake2b(of_band, digest_size=8).digest()))
+            places.append(place)
+            signatures.append(values.astype(np.uint8))
+        rows = np.zeros(len(keys), _dtype(self.nearness.permutations))
+        if places:
+            rows["key"] = keys
+            rows["part"] = part
+            rows["unit"] = number
+            rows["place"] = np.repeat(places, bands)
+            rows["signature"] = np.repeat(signatures, bands, axis=0)
+        return rows
 
 
 @dataclass(frozen=True)
@@ -141,22 +165,35 @@ class _WritePlaces:
     nearness: Nearness
 
     def __call__(self, group: int) -> None:
-        of_parts = [load(pass_file(self.place, "bands", part, group)) for part in range(self.parts)]
-        rows = np.concatenate(of_parts)
+        rows = np.concatenate([load(pass_file(self.place, "bands", part, group)) for part in range(self.parts)])
         rows = rows[np.lexsort([rows[key] for key in ("place", "unit", "part", "key")])]
-        ends = [*np.flatnonzero(np.diff(rows["key"])) + 1, len(rows)]
+        bounds = np.concatenate([[0], np.flatnonzero(np.diff(rows["key"])) + 1, [len(rows)]])
         is_near = np.zeros(len(rows), bool)
-        first = 0
-        for end in ends:
+        for place in np.flatnonzero(np.diff(bounds) > 1):  # most keys have one document
+            first, end = bounds[place : place + 2]
             signatures = rows["signature"][first:end]
             for number in range(1, end - first):
                 earlier = signatures[: min(number, COMPARED)]
                 is_near[first + number] = (similarity(signatures[number], earlier) >= self.nearness.threshold).any()
-            first = end
         near = rows[["part", "unit", "place"]][is_near]
         for part in range(self.parts):
             places = np.unique(near[near["part"] == part][["unit", "place"]].astype(PLACE))
             save(pass_file(self.place, NAME, group, part), places)
+
+
+def needs(size: SourceSize, nearness: Nearness) -> Needs:
+    """What both passes need: a group of bands is as large as those of a part."""
+    bands, _ = nearness.bands
+    of_document = bands * _dtype(nearness.permutations).itemsize
+    copies = COPIES_OF_ONLY_PART if size.parts == 1 else COPIES
+    in_memory = copies * of_document * size.documents / size.parts
+    return Needs(memory=int(in_memory) + LIBRARY_BYTES, disk=of_document * size.documents)
+
+
+@cache
+def _empty(permutations: int, seed: int) -> Any:
+    """The MinHash of no shingles, made once: to draw its permutations takes longer than to hash a short document."""
+    return _library().MinHash(num_perm=permutations, seed=seed)
 
 
 def _library() -> Any:

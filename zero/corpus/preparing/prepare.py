@@ -8,17 +8,19 @@ docs/decisions/parts.md and preparing.md have the reasons and the costs.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from zero.corpus.preparing import directory as directories
-from zero.corpus.preparing import facts, near_duplicates
+from zero.corpus.preparing import duplicates, facts, near_duplicates, shuffle
 from zero.corpus.preparing import manifest as manifests
 from zero.corpus.preparing.corpus_page import write_report
 from zero.corpus.preparing.duplicates import find_duplicates, read_places, remove_passes
@@ -35,6 +37,7 @@ from zero.corpus.preparing.manifest import (
     PartNames,
 )
 from zero.corpus.preparing.near_duplicates import Nearness, find_near_duplicates
+from zero.corpus.preparing.needs import Needs, SourceSize, measure
 from zero.corpus.preparing.options import CorpusOptions
 from zero.corpus.preparing.part import PartJob, WriteTexts, has_parts_of, run_tasks, write_parts
 from zero.corpus.preparing.shuffle import read_shuffled, write_texts
@@ -51,6 +54,7 @@ from zero.corpus.text.tokenizers import FileTokenizer, Tokenizer, train_tokenize
 from zero.errors import UserError
 from zero.files import storage
 
+_log = logging.getLogger(__name__)
 _TRAINING_BYTES = 1 << 30  # of a source, from its beginning, that a tokenizer is trained on
 
 
@@ -98,6 +102,7 @@ def prepare(
     progress: bool = True,
     part_bytes: int = PART_BYTES,
     runner: Sequence[str] | None = None,
+    announce: Callable[[str], None] = _log.info,
 ) -> Corpus:
     """Write `directory/name/*.tar`, and `name_train.index` and `name_validation.index` into `index_directory`.
 
@@ -113,6 +118,9 @@ def prepare(
     After an interruption the next call with these arguments makes the parts that are missing; a finished corpus is
     kept, if the source, which is read for that, still has the contents that it was made of. At no time does an index
     list a shard that does not exist. A few shards are held in memory, by each process.
+
+    `announce` takes, before anything is written, a line for each option that looks at all documents, with the memory
+    and the disk that it needs.
 
     `runner` are options of Apache Beam, ("--runner", "DataflowRunner", ...), on whose workers the parts are prepared.
 
@@ -162,7 +170,7 @@ def prepare(
     hidden = None if progress else True  # None: hidden unless there is a terminal
     with directories.locked(place), tqdm(desc=name, unit="B", unit_scale=True, disable=hidden, leave=False) as bar:
         manifest = _prepare_locked(
-            opened, place, indices, arguments, options.tokenizer, workers, engine, overwrite, bar
+            opened, place, indices, arguments, options.tokenizer, workers, engine, overwrite, announce, bar
         )
     sizes = {split: _summary(manifest[split]) for split in manifests.splits_of(manifest)}
     return Corpus(
@@ -197,6 +205,7 @@ def _prepare_locked(
     workers: int | None,
     engine: Engine,
     overwrite: bool,
+    announce: Callable[[str], None],
     bar: tqdm,
 ) -> dict[str, Any]:
     """Begins a corpus, writes the missing parts, and returns its manifest."""
@@ -211,6 +220,8 @@ def _prepare_locked(
         manifest = manifests.find_usable(place, arguments, overwrite)
     if manifest is None:
         job = PartJob(place, arguments, tokenizer, overwrite)
+        for line in describe_needs(source, arguments, place, engine.workers):
+            announce(line)
         manifests.begin(place, indices, tokenizer)
         storage.remove_unfinished(place)
         if source.parts == 1:
@@ -225,6 +236,25 @@ def _prepare_locked(
         storage.remove_unfinished(place, REPORT)
         write_report(place, manifest)
     return manifest
+
+
+def describe_needs(source: Source, arguments: Mapping[str, Any], place: str, workers: int) -> list[str]:
+    """What each option that looks at all documents needs, a line each."""
+    nearness = Nearness.of_manifest(arguments)
+    chosen: dict[str, Callable[[SourceSize], Needs]] = {}
+    if arguments.get("deduplicate"):
+        chosen["deduplicate"] = duplicates.needs
+    if nearness is not None:
+        chosen["near-duplicates"] = partial(near_duplicates.needs, nearness=nearness)
+    if arguments.get("shuffle"):
+        chosen["shuffle"] = shuffle.needs
+    if not chosen:
+        return []
+    size = measure(source, shuffle.bytes_of_lines)
+    if size is None:
+        return [f"--{option} needs memory and disk for each document of {source}, of unknown size" for option in chosen]
+    processes = min(workers, source.parts)
+    return [needs(size).described(option, size, place, processes) for option, needs in chosen.items()]
 
 
 def _write_only_part(

@@ -16,12 +16,14 @@ from typing import Any
 
 from zero.corpus.preparing import directory
 from zero.corpus.preparing.duplicates import PASSES
+from zero.corpus.preparing.needs import Needs, SourceSize
 from zero.corpus.preparing.sources import documents
 from zero.corpus.preparing.sources.changes import content_bytes
 from zero.corpus.preparing.sources.documents import Document, Unit
 from zero.corpus.preparing.sources.source import Source
 from zero.files import storage
 
+BYTES_OF_LINE = 120  # of objects in memory, for each line
 _KEY = 32  # characters of a hash, which begin each line
 
 
@@ -70,6 +72,19 @@ def read_shuffled(place: str, number: int, parts: int) -> Shuffled:
     for line in lines:
         digest.update(line)
     return Shuffled(lines, digest.hexdigest()[:16])
+
+
+def needs(size: SourceSize) -> Needs:
+    """What the pass needs, and then a part: its lines, those that are read or written at the moment, and their keys."""
+    of_part = size.line_bytes * (1 + 1 / size.parts) + BYTES_OF_LINE * size.documents
+    return Needs(memory=int(of_part / size.parts), disk=size.line_bytes)
+
+
+def bytes_of_lines(unit: Unit) -> tuple[int, int]:
+    """How many documents a unit has, and the bytes of the lines of those that are texts."""
+    documents = list(unit.documents())
+    texts = [document for document in documents if document is None or isinstance(document.content, str)]
+    return len(documents), sum(len(_line(_hash(document), document)) for document in texts)
 
 
 def _line(key: str, document: Document | None) -> bytes:

@@ -28,6 +28,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import NoReturn
 
+from tqdm import tqdm
+
 from zero.corpus.preparing.filters.table import FILTERS
 from zero.corpus.preparing.manifest import TOKENIZER
 from zero.corpus.preparing.options import CorpusOptions
@@ -217,6 +219,7 @@ def _prepare(given: argparse.Namespace, runner: list[str] | None) -> None:
         overwrite=given.overwrite,
         part_bytes=given.part_bytes,
         runner=runner,
+        announce=tqdm.write,
     )
     row_tokens = options.row_tokens
     for index, split in (
