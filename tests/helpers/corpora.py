@@ -3,14 +3,18 @@
 - `make`: calls `prepare`. `call`: the command zero-prepare in this process. `run`: data/prepare.py in one of its own.
 - `tokens_of`, `documents_of`, `both`: the rows and documents of an index, and the documents of both splits.
 - `digest`: one hash of all files of a directory.
+- `kill_workers`: kills each process that a command starts, until it ends.
 """
 
 import hashlib
 import io
 import os
+import signal
 import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
+import time
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -97,3 +101,24 @@ def both(corpus: Corpus, row_tokens: int = 16) -> list[str]:
 def digest(directory: Path) -> str:
     files = sorted(file for file in directory.rglob("*") if file.is_file())
     return hashlib.sha256(b"".join(str(f.relative_to(directory)).encode() + f.read_bytes() for f in files)).hexdigest()
+
+
+def kill_workers(process: "subprocess.Popen[str]") -> int:
+    """Kills the processes that a command has started for its work, each one, until it ends; returns how many."""
+    killed: set[int] = set()
+    while process.poll() is None:
+        for child in set(_workers(process.pid)) - killed:
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+            killed.add(child)
+        time.sleep(0.01)
+    return len(killed)
+
+
+def _workers(pid: int) -> Iterator[int]:
+    """The processes that multiprocessing has started for one of these ids, but for those that it needs itself."""
+    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            for child in map(int, listed.read_text().split()):
+                if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    yield child

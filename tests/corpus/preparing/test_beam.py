@@ -10,18 +10,22 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tests.helpers import bucket
-from tests.helpers.corpora import COMMAND, REPOSITORY, call, make
+from tests.helpers.corpora import COMMAND, REPOSITORY, call, digest, kill_workers, make
 from zero.corpus.preparing.verify import verify
 from zero.errors import UserError
 from zero.files import storage
 
 HAS_BEAM = importlib.util.find_spec("apache_beam") is not None
 RUNNER = ["--runner", "DirectRunner", "--direct_running_mode=multi_processing", "--direct_num_workers=2"]
+IN_ONE_PROCESS = ["--runner", "DirectRunner", "--direct_running_mode=in_memory"]  # which starts in a tenth of the time
+ALL_PARTS = ["--deduplicate", "--near-duplicates", "0.8", "--shuffle"]  # options that look at all of them
 SIZES = ["--row-tokens", "16", "--rows-per-member", "4", "--rows-per-shard", "8", "--part-bytes", "2500", "--name", "c"]
 
 
@@ -39,10 +43,12 @@ def places(root: str | Path) -> list[str]:
     return ["--directory", f"{root}/corpus", "--index-directory", f"{root}/index"]
 
 
-def start(source: str | Path, root: str | Path) -> "subprocess.Popen[str]":
+def start(
+    source: str | Path, root: str | Path, options: Sequence[str] = (), runner: Sequence[str] = RUNNER
+) -> "subprocess.Popen[str]":
     """The command on Beam, in a group of its own, so that a kill reaches its workers too."""
     return subprocess.Popen(
-        [*COMMAND, str(source), *SIZES, *places(root), *RUNNER],
+        [*COMMAND, str(source), *SIZES, *options, *places(root), *runner],
         cwd=REPOSITORY,
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
         stdout=subprocess.PIPE,
@@ -103,3 +109,62 @@ def test_part_that_cannot_be_prepared(lines: Path, tmp_path: Path):
     assert process.returncode == 2 and line.startswith("error: part ") and "2.jsonl, line " in line, said
     assert len(list((tmp_path / "corpus" / "c").glob("part-*.json"))) >= 2
     assert not list(tmp_path.rglob("*.error")) and not list(tmp_path.rglob("*.index"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_BEAM, reason="apache_beam is not installed")
+def test_options_that_look_at_all_parts(lines: Path, tmp_path: Path):
+    """Duplicates, near duplicates and a shuffle: all files are those of a local corpus, the page and the lists too."""
+    assert call(lines, *SIZES, *ALL_PARTS, *places(tmp_path / "near"), "--workers", "1").returncode == 0
+    process = start(lines, tmp_path / "far", ALL_PARTS, IN_ONE_PROCESS)
+    printed, said = process.communicate()
+    assert process.returncode == 0, said
+    assert digest(tmp_path / "far") == digest(tmp_path / "near")
+    assert printed.count("needs about") == 3 and "documents were left out because they equal an earlier one" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_BEAM, reason="apache_beam is not installed")
+def test_killed_at_ten_instants(lines: Path, tmp_path: Path):
+    """One corpus, whose call is killed with -9 ten times, in both passes and in the parts; the last one ends it."""
+    options = ["--deduplicate"]
+    assert call(lines, *SIZES, *options, *places(tmp_path / "near"), "--workers", "1").returncode == 0
+    place = tmp_path / "far" / "corpus" / "c"
+    for instant in (1, 4, 7, 9, 10, 12, 13, 15, 2, 14):  # files of this call; the passes write eight
+        began = time.time()
+        process = start(lines, tmp_path / "far", options, IN_ONE_PROCESS)
+        while written_since(place, began) < instant:
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+        process.communicate()
+        assert not (tmp_path / "far" / "index").exists()
+    made = {path: path.stat().st_mtime_ns for path in place.glob("part-?????.json")}
+    assert made
+    process = start(lines, tmp_path / "far", options, IN_ONE_PROCESS)
+    _, said = process.communicate()
+    assert process.returncode == 0, said
+    assert digest(tmp_path / "far") == digest(tmp_path / "near")
+    assert {path: path.stat().st_mtime_ns for path in made} == made
+
+
+def written_since(place: Path, began: float) -> int:
+    """How many files are there that were written since then; some vanish while they are counted."""
+    written = 0
+    for path in place.rglob("[!.]*"):
+        with suppress(FileNotFoundError):
+            written += path.is_file() and path.stat().st_mtime > began
+    return written
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_BEAM, reason="apache_beam is not installed")
+def test_worker_that_is_killed_again_and_again(lines: Path, tmp_path: Path):
+    """The part is named, with status 1, and nothing waits."""
+    process = start(lines, tmp_path, (), IN_ONE_PROCESS)
+    killed = kill_workers(process)
+    _, said = process.communicate()
+    line = said.splitlines()[-1]
+    assert process.returncode == 1 and "killed by signal 9, 3 times" in line and "error: part " in line, said
+    assert killed >= 3

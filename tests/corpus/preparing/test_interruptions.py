@@ -205,6 +205,36 @@ def test_killed_prepare_leaves_no_index(folder: Path, tmp_path: Path):
             assert {path: path.stat().st_mtime_ns for path in finished} == finished
 
 
+INSTANTS = (1, 60, 120, 180, 240, 300, 345, 370, 400, 737)  # of 738; the first parts are written from 330 to 413
+ALL_PARTS: dict[str, Any] = {"deduplicate": True, "near_duplicates": 0.8, "shuffle": True, "row_tokens": 32}
+
+
+@pytest.mark.parametrize("instants", [INSTANTS[1::4], pytest.param(INSTANTS, marks=pytest.mark.slow)])
+def test_killed_within_passes_over_all_parts(folder: Path, tmp_path: Path, instants: tuple[int, ...]):
+    """Killed with -9 at these renamings and removals of files, from the first pass to the page; called again, equal."""
+    part_bytes = 1500
+    make(folder, tmp_path / "whole", **ALL_PARTS, part_bytes=part_bytes, workers=1)
+    orders = [json.dumps([str(folder), str(tmp_path / str(at)), at, part_bytes, ALL_PARTS]) for at in instants]
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED],
+        input="\n".join(orders),
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    assert [int(line) for line in done.stdout.split()] == [-signal.SIGKILL] * len(instants)
+    parts_left = []
+    for at in instants:
+        place = tmp_path / str(at)
+        finished = made_parts(place / "corpus/c")
+        make(folder, place, **ALL_PARTS, part_bytes=part_bytes, workers=1)
+        assert digest(place) == digest(tmp_path / "whole")
+        assert {path: path.stat().st_mtime_ns for path in finished} == finished
+        parts_left.append(len(finished))
+    assert parts_left[0] == 0 < parts_left[-1]  # in the passes, and in the parts or behind them
+
+
 def recorded_shards(manifest: Path) -> list[Path]:
     """The shards in the manifest of a part, or of a corpus of one part."""
     recorded = json.loads(manifest.read_text())

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers import bucket
-from tests.helpers.corpora import both, call, digest, documents_of, make
+from tests.helpers.corpora import COMMAND, REPOSITORY, both, call, digest, documents_of, kill_workers, make
 from zero.corpus.preparing.manifest import find
 from zero.corpus.preparing.options import CorpusOptions
 from zero.corpus.preparing.prepare import prepare
@@ -258,3 +259,23 @@ def test_killed_process_is_started_again(tmp_path: Path, caplog: pytest.LogCaptu
         list(run_in_processes(_always_die, [Task("part 8", None)], 1))
     with pytest.raises(UserError, match=r"^it is wrong$"):
         list(run_in_processes(_fail, [Task("part 9", "it is wrong")], 1))
+
+
+def test_worker_that_is_killed_again_and_again(lines: Path, tmp_path: Path):
+    """The command ends with status 1 and one line, which names the part; the parts that are done stay."""
+    places = ["--directory", str(tmp_path / "corpus"), "--index-directory", str(tmp_path / "index")]
+    process = subprocess.Popen(
+        [*COMMAND, str(lines), *places, "--part-bytes", "2500", "--workers", "2"],
+        cwd=REPOSITORY,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    killed = kill_workers(process)
+    _, said = process.communicate()
+    assert process.returncode == 1 and killed >= 3
+    assert re.search(
+        r"\nerror: part \d \(.*lines: \d\.jsonl\): its process was killed by signal 9, 3 times; memory", said
+    )
+    assert not (tmp_path / "index").exists()

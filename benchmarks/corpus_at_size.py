@@ -1,0 +1,162 @@
+"""A corpus at size: CPU seconds per megabyte, equal bytes on an engine, recall and precision of near duplicates.
+
+    python benchmarks/corpus_at_size.py /tmp/size --megabytes 200 --near
+    python benchmarks/corpus_at_size.py /tmp/size --megabytes 200 --runner
+
+Writes JSON lines of synthetic text, documents of 350 words on average from a vocabulary of 50,000 words by Zipf's law,
+in files of a part each. One document in twenty has a planted copy in a later file, of which a run of words is replaced:
+half of the copies have a Jaccard index of their 5-grams between 0.75 and 1 with their original, half of them 0.5. The
+corpus is prepared by two processes of this machine, and with `--runner` by Apache Beam's DirectRunner in two processes
+too, whose shards are compared. Seconds are of the CPU, of all processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from zero.corpus.preparing.facts import read_removed
+
+WORDS = 50_000
+LENGTH = 350  # words of a document, on average
+PLANTED = 20  # one document of so many has a copy
+NGRAM = 5
+RUNNER = ["--runner", "DirectRunner", "--direct_running_mode=multi_processing", "--direct_num_workers=2"]
+
+
+def documents(chosen: np.random.Generator, count: int) -> Iterator[list[int]]:
+    """Documents as the numbers of their words."""
+    lengths = chosen.gamma(2.0, LENGTH / 2, count).astype(int) + NGRAM
+    words = np.minimum(chosen.zipf(1.3, lengths.sum()), WORDS) - 1
+    words = (words * 7919 + np.arange(len(words)) % 17 * 31) % WORDS
+    for document in np.split(words, np.cumsum(lengths)[:-1]):
+        yield document.tolist()
+
+
+def copied(document: list[int], chosen: np.random.Generator, is_near: bool) -> list[int]:
+    """A copy of which a run of words is replaced: w words change w + 4 of the 5-grams."""
+    grams = len(document) - NGRAM + 1
+    share = chosen.uniform(0.01, 0.14) if is_near else 0.33
+    changed = max(1, int(grams * share) - NGRAM + 1)
+    start = int(chosen.integers(0, len(document) - changed + 1))
+    return [*document[:start], *chosen.integers(0, WORDS, changed).tolist(), *document[start + changed :]]
+
+
+def jaccard(one: list[int], other: list[int]) -> float:
+    """The share of 5-grams that two documents have in common."""
+    sets = [{tuple(text[start : start + NGRAM]) for start in range(len(text) - NGRAM + 1)} for text in (one, other)]
+    return len(sets[0] & sets[1]) / len(sets[0] | sets[1])
+
+
+def write(folder: Path, size: int, file_bytes: int) -> dict[str, float]:
+    """Files of lines; returns the Jaccard index of each planted copy with its original, by its place."""
+    spelled = [f"{np.base_repr(number * 2654435761 % 2**31, 36).lower()}" for number in range(WORDS)]
+    chosen = np.random.default_rng(0)
+    planted: dict[str, float] = {}
+    waiting: list[tuple[list[int], float]] = []
+    folder.mkdir(parents=True)
+    written = 0
+    number = 0
+    while written < size:
+        path = folder / f"{number:05}.jsonl"
+        copies, waiting = waiting, []
+        with path.open("w") as file:
+            line = 0
+            while file.tell() < min(file_bytes, size - written):
+                for document in documents(chosen, 200):
+                    line += 1
+                    file.write(json.dumps({"text": " ".join(spelled[word] for word in document)}) + "\n")
+                    if line % PLANTED == 0:
+                        copy = copied(document, chosen, is_near=line % (2 * PLANTED) == 0)
+                        waiting.append((copy, jaccard(document, copy)))
+                    elif line % PLANTED == 1 and copies:
+                        copy, share = copies.pop()
+                        line += 1
+                        file.write(json.dumps({"text": " ".join(spelled[word] for word in copy)}) + "\n")
+                        planted[f"{path}, line {line}"] = share
+        written += path.stat().st_size
+        number += 1
+    return planted
+
+
+def prepare(source: Path, place: Path, options: list[str], runner: list[str]) -> float:
+    """Prepares a corpus in a process of its own; returns the CPU seconds of that and of its children."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "data/prepare.py", str(source), "--name", "c", "--directory", f"{place}/corpus"]
+    command += ["--index-directory", f"{place}/index", *options, *runner]
+    repository = str(Path(__file__).parents[1])
+    done = subprocess.run(command, cwd=repository, env=os.environ | {"PYTHONPATH": repository}, text=True, check=True)
+    assert done.returncode == 0
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def judged(corpus: Path, planted: dict[str, float]) -> None:
+    """Prints which planted copies were left out, by their similarity, and what else was."""
+    removed = set()
+    for path in sorted(corpus.glob("*removed.jsonl.gz")):
+        removed |= {entry["document"] for entry in read_removed(str(path)) if "near" in entry["left_out_by"]}
+    for low, high in ((0.0, 0.6), (0.6, 0.75), (0.75, 0.8), (0.8, 0.85), (0.85, 0.9), (0.9, 1.01)):
+        of_bin = [place for place, share in planted.items() if low <= share < high]
+        if of_bin:
+            left_out = sum(place in removed for place in of_bin) / len(of_bin)
+            bounds = f"{low:.2f} to {min(high, 1):.2f}"
+            print(f"  {len(of_bin):7} copies with a Jaccard index from {bounds}: {left_out:.4f} left out")
+    near = {place for place, share in planted.items() if share >= 0.8}
+    print(f"  recall {len(near & removed) / max(len(near), 1):.4f} at 0.8 and above, of {len(near)} copies")
+    print(
+        f"  precision {len(near & removed) / max(len(removed), 1):.4f}, of {len(removed)} documents that were left out"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where source and corpora are written, and removed again")
+    parser.add_argument("--megabytes", type=int, default=100)
+    parser.add_argument("--part-megabytes", type=int, default=50)
+    parser.add_argument("--near", action="store_true", help="leave near duplicates out")
+    parser.add_argument("--runner", action="store_true", help="by Apache Beam too, and compare the shards")
+    given = parser.parse_args()
+    source = given.folder / "source"
+    size = given.megabytes * 1_000_000
+    part_bytes = given.part_megabytes * 1_000_000
+    planted = write(source, size, part_bytes - 2_000_000)
+    options = ["--part-bytes", str(part_bytes), *(["--near-duplicates", "0.8"] if given.near else [])]
+    names = ["near", "far"] if given.runner else ["near"]
+    for name in names:
+        runner = RUNNER if name == "far" else ["--workers", "2"]
+        seconds = prepare(source, given.folder / name, options, runner)
+        memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+        print(
+            f"{runner[1]}: {given.megabytes} MB, {seconds:.1f} CPU s, {given.megabytes / seconds:.2f} MB per CPU s, ",
+            end="",
+        )
+        print(f"{memory:.0f} MiB in the largest process")
+    if given.near:
+        judged(given.folder / "near" / "corpus" / "c", planted)
+    if given.runner:
+        shards = sorted(path.name for path in (given.folder / "near" / "corpus" / "c").glob("*.tar"))
+        of_engine = sorted(path.name for path in (given.folder / "far" / "corpus" / "c").glob("*.tar"))
+        different = [name for name in shards if not _are_equal(given.folder, name)]
+        print(f"{len(shards)} shards; names equal: {shards == of_engine}; different: {different}")
+    shutil.rmtree(source)
+    for name in names:
+        shutil.rmtree(given.folder / name)
+
+
+def _are_equal(folder: Path, name: str) -> bool:
+    near, far = (folder / place / "corpus" / "c" / name for place in ("near", "far"))
+    return far.exists() and near.read_bytes() == far.read_bytes()
+
+
+if __name__ == "__main__":
+    main()
