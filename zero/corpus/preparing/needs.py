@@ -39,20 +39,24 @@ class Needs:
     memory: int
     disk: int
 
-    def described(self, option: str, size: SourceSize, place: str, processes: int) -> str:
-        """A line for the user."""
+    def described(self, option: str, size: SourceSize, place: str, processes: int | None) -> str:
+        """A line for the user; so many processes of this machine, None: workers of a runner."""
         of_disk = ""
         if self.disk:
             of_disk = f"{readable(self.disk)} of disk in {storage.join(place, 'passes')}{_free(place)}, and "
-        each = "the process" if processes == 1 else f"each of {processes} processes"
+        each = "each worker"
+        if processes is not None:
+            each = "the process" if processes == 1 else f"each of {processes} processes"
         return (
             f"--{option} needs about {of_disk}{readable(PROCESS_BYTES + self.memory)} of memory in {each}, for about "
             f"{size.documents:,} documents (estimated from {size.sampled:,})"
         )
 
 
-def measure(source: Source, lines_of: Callable[[Unit], tuple[int, int]]) -> SourceSize | None:
+def measure(source: Source, lines_of: Callable[[Unit], tuple[int, int]], is_near: bool = True) -> SourceSize | None:
     """The size of a source by the first unit of three parts; None where its size is not known.
+
+    Of a source that is not near, in a bucket, only one part is asked, because an object may be read whole for that.
 
     Args:
       lines_of: the number of documents of a unit, and the bytes of their lines.
@@ -62,7 +66,7 @@ def measure(source: Source, lines_of: Callable[[Unit], tuple[int, int]]) -> Sour
     documents = 0
     line_bytes = 0
     read = 0
-    for number in sorted({0, source.parts // 2, source.parts - 1}):
+    for number in sorted({0, source.parts // 2, source.parts - 1} if is_near else {0}):
         for unit in source.part(number).units():
             of_unit, bytes_of_unit = lines_of(unit)
             documents += of_unit

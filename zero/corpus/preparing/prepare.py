@@ -220,7 +220,7 @@ def _prepare_locked(
         manifest = manifests.find_usable(place, arguments, overwrite)
     if manifest is None:
         job = PartJob(place, arguments, tokenizer, overwrite)
-        for line in describe_needs(source, arguments, place, engine.workers):
+        for line in describe_needs(source, arguments, place, engine):
             announce(line)
         manifests.begin(place, indices, tokenizer)
         storage.remove_unfinished(place)
@@ -238,7 +238,7 @@ def _prepare_locked(
     return manifest
 
 
-def describe_needs(source: Source, arguments: Mapping[str, Any], place: str, workers: int) -> list[str]:
+def describe_needs(source: Source, arguments: Mapping[str, Any], place: str, engine: Engine) -> list[str]:
     """What each option that looks at all documents needs, a line each."""
     nearness = Nearness.of_manifest(arguments)
     chosen: dict[str, Callable[[SourceSize], Needs]] = {}
@@ -250,10 +250,10 @@ def describe_needs(source: Source, arguments: Mapping[str, Any], place: str, wor
         chosen["shuffle"] = shuffle.needs
     if not chosen:
         return []
-    size = measure(source, shuffle.bytes_of_lines)
+    size = measure(source, shuffle.bytes_of_lines, is_near=not storage.is_remote(arguments["source"]))
     if size is None:
         return [f"--{option} needs memory and disk for each document of {source}, of unknown size" for option in chosen]
-    processes = min(workers, source.parts)
+    processes = min(engine.workers, source.parts) if isinstance(engine, LocalEngine) else None
     return [needs(size).described(option, size, place, processes) for option, needs in chosen.items()]
 
 
