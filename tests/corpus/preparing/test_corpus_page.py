@@ -19,6 +19,7 @@ from tests.helpers.pages import facts, plain, table
 from zero.corpus.preparing import corpus_page, prepare
 from zero.corpus.preparing.facts import Example, Facts, Lowest, bin_of, load, read_removed
 from zero.corpus.preparing.manifest import PartNames
+from zero.corpus.preparing.sources import documents
 from zero.corpus.preparing.verify import verify
 from zero.corpus.text.tokenizers import ByteTokenizer
 
@@ -53,9 +54,9 @@ def test_numbers_are_those_of_the_documents(source: Path, tmp_path: Path):
     """What the page counts is what was read and written; the parts of a source decide nothing of it."""
     one = make(source, tmp_path / "one", **HOW, **OPTIONS)
     parts = make(source, tmp_path / "parts", **HOW, **OPTIONS, part_bytes=PART_BYTES)
-    documents = both(one, 32)
-    assert len(documents) == 80
-    lengths = Counter(bin_of(len(text) + 1) for text in documents)  # bytes, and the end of text
+    texts = both(one, 32)
+    assert len(texts) == 80
+    lengths = Counter(bin_of(len(text) + 1) for text in texts)  # bytes, and the end of text
     of_one = facts_of(Path(one.directory), None)
     of_parts = facts_of(Path(parts.directory), 3)
     for collected in (of_one, of_parts):
@@ -156,7 +157,8 @@ def test_rows_are_spread(tmp_path: Path):
     """A hundred rows, of all parts, chosen by a hash: as many of each quarter as chance gives."""
     lines = [json.dumps({"text": f"{number:05} " + "x" * 25}) for number in range(2000)]
     (tmp_path / "lines.jsonl").write_text("\n".join(lines))
-    corpus = make(tmp_path / "lines.jsonl", tmp_path, **HOW | {"validation_fraction": 0.01}, part_bytes=30_000)
+    options = HOW | {"validation_fraction": 0.01, "rows_per_shard": 1024}  # more rows in a shard than are chosen
+    corpus = make(tmp_path / "lines.jsonl", tmp_path, **options, part_bytes=30_000)
     rows = facts_of(Path(corpus.directory), 3).rows.examples
     assert len(rows) == 100
     quarters = Counter(int(row.text.split(" x")[0][-5:]) // 500 for row in rows.values() if " x" in row.text)
@@ -237,6 +239,17 @@ def test_tokens_have_no_bytes(tmp_path: Path):
     collected.leave_out("deduplicate", "a, document 3", np.frombuffer(b"an example", np.uint8), ByteTokenizer())
     (example,) = collected.left_out["deduplicate"].lowest.examples.values()
     assert example == Example("a, document 3", "an example")
+
+
+def test_pieces_of_a_text_have_no_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """One long text is read in pieces, whose lengths are not those of documents."""
+    monkeypatch.setattr(documents, "UNIT_BYTES", 200)
+    (tmp_path / "book.txt").write_text("a line of a book\n" * 99)
+    corpus = make(tmp_path / "book.txt", tmp_path, workers=1, validation_fraction=0.1)
+    collected = facts_of(Path(corpus.directory), None)
+    assert collected.lengths == {bin_of(corpus.validation.tokens): 1}  # which is one piece
+    assert collected.sources["book.txt"].documents == 2
+    assert collected.sources["book.txt"].tokens == corpus.train.tokens + corpus.validation.tokens
 
 
 def test_facts_that_are_damaged_are_named(source: Path, tmp_path: Path):
