@@ -6,9 +6,10 @@
 zero's step runs sharded on two virtual CPU devices: stage 3, at full size 1. The formula beside it is written here in
 plain jax, for one device, from the files that docs/sources/recipes.yaml names, and shares nothing with zero but the
 first weights and the rows: models/gpt2/gpt2.py and optimizers.py of GPT-Neo; nn/attn.py, nn/vq.py and ops/train.py of
-Transformer-VQ. Models are narrow, or have the recipe's width and depth ("full size") with short rows of bytes; all
-other values are the recipe's, without dropout, whose masks are random, and with a warmup of 30 steps, so that the
-weights move. The corpus is the standard library of the running Python, as bytes.
+Transformer-VQ. Models are narrow, or have short rows of bytes and the recipe's width, with two layers ("full width") or
+with all ("full size"); all other values are the recipe's, without dropout, whose masks are random. Narrow models and
+those of full size have a warmup of 30 steps and end after 300, so that the weights move; those of full width train the
+first 300 steps of the recipe's own schedule. The corpus is the standard library of the running Python, as bytes.
 
 The source has no splits of unused codes. Where they are on here, the formula has them too, in directions drawn from
 the same key, or is left without them, which shows what they change.
@@ -41,12 +42,10 @@ from zero.models.config import GPTConfig
 from zero.run.step_programs import split_batch
 from zero.training.row_places import RowPlaces
 
-STEPS, WARMUP, DEVICES = 300, 30, 2
+STEPS, DEVICES = 300, 2
 COMMON = [
     "data.corpus=null",
     "data.last_target=true",
-    f"training.total_steps={STEPS}",
-    f"training.warmup_steps={WARMUP}",
     "training.gradient_accumulation_steps=1",
     "training.batch_size=8",
     "data.tokenizer=bytes",
@@ -55,6 +54,7 @@ COMMON = [
     "training.sample_tokens=0",
     "zero.remat=none",
 ]
+SHORT = (f"training.total_steps={STEPS}", "training.warmup_steps=30")
 NO_DROPOUT = "residual_dropout: 0.0, distance_dropout: 0.0, layer_dropout: 0.0"
 GPT_NEO, VQ = "gpt-neo-125m", "transformer-vq-enwik8"
 
@@ -75,24 +75,39 @@ class Comparison(NamedTuple):
 
 
 NARROW_GPT_NEO = (
+    *SHORT,
     "data.max_context=64",
     "model.override={embedding_dim: 96, num_head: 3, N: 2, vocab_size: 257, vocab_chunks: 1, block_size: 64, "
     "windows: [0, 16], z_loss: 1.0e-4}",
 )
 # With whole weights on each device, as hundreds of gathers of single layers would wait for each other on busy cores.
 FULL = ("training.batch_size=2", "zero.stage=1")
+WIDE_GPT_NEO = (
+    *FULL,
+    "data.max_context=32",
+    "model.override={N: 2, vocab_size: 257, vocab_chunks: 1, block_size: 32, windows: [0, 8], z_loss: 1.0e-4}",
+)
 FULL_GPT_NEO = (
+    *SHORT,
     *FULL,
     "data.max_context=16",
     "model.override={vocab_size: 257, vocab_chunks: 1, windows: [0, 4], z_loss: 1.0e-4}",
 )
 NARROW_VQ = (
+    *SHORT,
     "data.max_context=128",
     "model.override={embedding_dim: 64, distance_width: 64, key_width: 16, codes: 32, vq_block: 16, N: 1, "
     f"update_tokens: 32, block_size: 128, {NO_DROPOUT}}}",
     "training.evaluation_frequency=20",
 )
+WIDE_VQ = (
+    *FULL,
+    "data.max_context=64",
+    f"model.override={{N: 2, vq_block: 8, update_tokens: 16, block_size: 64, {NO_DROPOUT}}}",
+    "training.evaluation_frequency=20",
+)
 FULL_VQ = (
+    *SHORT,
     *FULL,
     "data.max_context=32",
     f"model.override={{vq_block: 4, update_tokens: 8, block_size: 32, {NO_DROPOUT}}}",
@@ -100,10 +115,12 @@ FULL_VQ = (
 )
 COMPARISONS = {
     GPT_NEO: Comparison(GPT_NEO, NARROW_GPT_NEO),
+    f"{GPT_NEO}, full width": Comparison(GPT_NEO, WIDE_GPT_NEO),
     f"{GPT_NEO}, full size": Comparison(GPT_NEO, FULL_GPT_NEO),
     VQ: Comparison(VQ, NARROW_VQ),
     f"{VQ}, no splits": Comparison(VQ, NARROW_VQ, splits=False, source_splits=False),
     f"{VQ}, splits here alone": Comparison(VQ, NARROW_VQ, source_splits=False),
+    f"{VQ}, full width": Comparison(VQ, WIDE_VQ),
     f"{VQ}, full size": Comparison(VQ, FULL_VQ),
     f"{VQ}, full size, no splits": Comparison(VQ, FULL_VQ, splits=False, source_splits=False),
 }
@@ -127,13 +144,23 @@ class Source(NamedTuple):
     empty_memory: Callable[[GPTConfig, int], Tree]
 
 
+class Schedule(NamedTuple):
+    """Steps of a run in all, and of its warmup."""
+
+    total: int
+    warmup: int
+
+    def ramp(self, number: jax.Array) -> jax.Array:
+        return jnp.minimum(number / self.warmup, 1)
+
+
 class Adam(NamedTuple):
     """Adam as a source has it.
 
     Attributes:
       clip: largest global norm.
       decay: from the path of a leaf and the learning rate to the share of the weight that goes in a step.
-      rate: from the number of the update, counted from 1, to the learning rate.
+      rate: from the number of the update, counted from 1, and the schedule to the learning rate.
     """
 
     clip: float
@@ -141,15 +168,17 @@ class Adam(NamedTuple):
     eps: float
     is_corrected: bool
     decay: Callable[[tuple[str, ...], jax.Array], jax.Array | float]
-    rate: Callable[[jax.Array], jax.Array]
+    rate: Callable[[jax.Array, Schedule], jax.Array]
 
-    def update(self, params: Tree, grads: Tree, moments: Tree, number: jax.Array) -> tuple[Tree, Tree]:
+    def update(
+        self, params: Tree, grads: Tree, moments: Tree, number: jax.Array, schedule: Schedule
+    ) -> tuple[Tree, Tree]:
         norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
         grads = jax.tree.map(lambda g: g * jnp.minimum(1, self.clip / norm), grads)
         means, squares = moments
         means = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, means, grads)
         squares = jax.tree.map(lambda v, g: self.b2 * v + (1 - self.b2) * g**2, squares, grads)
-        rate = self.rate(number)
+        rate = self.rate(number, schedule)
 
         def moved(path: Any, x: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
             if self.is_corrected:
@@ -158,10 +187,6 @@ class Adam(NamedTuple):
             return x - rate * m / (jnp.sqrt(v) + self.eps) - share * x
 
         return jax.tree_util.tree_map_with_path(moved, params, means, squares), (means, squares)
-
-
-def ramp(number: jax.Array) -> jax.Array:
-    return jnp.minimum(number / WARMUP, 1)
 
 
 def cosine(done: jax.Array, end: float) -> jax.Array:
@@ -347,7 +372,7 @@ SOURCES = {
             1.0, 0.95, 1e-8, False,
             # All but biases and the norms of layers.
             lambda path, rate: 0.1 * rate if path[-1] in MATRICES or path[0] == "norm" else 0.0,
-            lambda number: 6e-4 * cosine(number / STEPS, 0.1) * ramp(number),
+            lambda number, steps: 6e-4 * cosine(number / steps.total, 0.1) * steps.ramp(number),
         ),
         lambda size, rows: None,
     ),
@@ -356,7 +381,9 @@ SOURCES = {
         Adam(
             0.1, 0.98, 1e-9, True,
             lambda path, rate: 2e-4 if path[-1] in MATRICES else 0.0,
-            lambda number: 4e-4 * ramp(number) * cosine((number - WARMUP) / (STEPS - WARMUP), 0.1),
+            lambda number, steps: (
+                4e-4 * steps.ramp(number) * cosine((number - steps.warmup) / (steps.total - steps.warmup), 0.1)
+            ),
         ),
         no_positions,
     ),
@@ -391,6 +418,7 @@ class Training(NamedTuple):
     rows: int
     length: int
     steps_per_row: int
+    schedule: Schedule
 
     def batches(self) -> Iterator[np.ndarray]:
         return batches(STEPS // self.steps_per_row, self.rows, self.length)
@@ -407,7 +435,8 @@ class Training(NamedTuple):
 def training(comparison: Comparison) -> Training:
     config, size = compose([f"+recipe={comparison.recipe}", *COMMON, *comparison.keys])
     rows, length = config.training.batch_size, config.data.max_context
-    return Training(make_job(config, size), size, config.seed, rows, length, steps_per_row(config, size))
+    schedule = Schedule(config.training.total_steps, config.training.warmup_steps)
+    return Training(make_job(config, size), size, config.seed, rows, length, steps_per_row(config, size), schedule)
 
 
 class Trainer(NamedTuple):
@@ -446,7 +475,7 @@ def trainer_of_source(of: Training, source: Source, splits: bool) -> Trainer:
         memory = lax.stop_gradient(memory)
         arguments = (book, memory, position, tokens[:, :-1], tokens[:, 1:])
         (_, (value, book, memory)), grads = jax.value_and_grad(loss, has_aux=True)(params, *arguments)
-        params, moments = source.optimizer.update(params, grads, moments, number.astype(jnp.float32))
+        params, moments = source.optimizer.update(params, grads, moments, number.astype(jnp.float32), of.schedule)
         if splits and book is not None:
             book = with_splits(book, jax.random.fold_in(jax.random.key(of.seed), number - 1))
         return (params, book, moments), memory, value
