@@ -59,7 +59,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Digests:
-    """What the figures of a plan follow from.
+    """What the figures of a plan follow from; empty for figures of a program that is no longer there.
 
     Attributes:
       programs: of the lowered step and evaluation, and the compiler's options.
@@ -194,7 +194,7 @@ def table_row(name: str, plan: Plan) -> str:
     """The row of a recipe in the page."""
     request = requested(name)
     row = {
-        "recipe": f"`{name}`",
+        "recipe": f"`{name}`" if plan.digests.programs else f"`{name}`, earlier program",
         "slice": request.config.plan.topology,
         "peak, GiB per device": f"{plan.peak_bytes / 2**30:.2f}",
         "published speed": published_speed(RUNS[name].published),
@@ -222,20 +222,19 @@ def main() -> int:
     parser.add_argument("--recipes", nargs="+", choices=list(RUNS), default=list(RUNS), metavar="NAME")
     parser.add_argument("--compare", action="store_true", help="print what has changed, and compile nothing")
     options = parser.parse_args()
-    plans = load_plans()
     is_other = False
     for name in options.recipes:
         request = requested(name)
         prepare_environment(request.config.plan.topology)
         now = digests(request)
-        changed = what_changed(plans.get(name), now)
+        changed = what_changed(load_plans().get(name), now)
         is_other = is_other or changed is not None
         if changed is not None and not options.compare:
-            plans[name] = compiled(request, now)
-            write(plans)
+            plan = compiled(request, now)
+            write(load_plans() | {name: plan})  # read again: another process may have written a row
         print(f"{name}: {changed or 'the same'}", flush=True)
     if not options.compare:
-        write(plans)
+        write(load_plans())
     return int(options.compare and is_other)
 
 
