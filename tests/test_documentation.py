@@ -27,7 +27,10 @@ SCRIPTS = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"][
 TRAINERS = ("main_zero.py", "zero-train", "zero-plan", "trainLoop.sh")
 SOURCE_SUFFIXES = {".py", ".yaml", ".yml", ".sh", ".toml", ".jinja", ".sbatch"}
 # What is not ours, or was tested with a stub, by its first word.
-OTHERS = {"cd", "export", "gcloud", "hf", "patch", "pip", "source", "sphinx-build", "srun", "tmux", "xprof"}
+OTHERS = {
+    *("cd", "export", "gcloud", "grep", "head", "hf", "patch"),
+    *("pip", "source", "sphinx-build", "srun", "tmux", "xprof", "zcat"),
+}
 
 
 def commands(page: Path) -> list[list[str]]:
