@@ -23,6 +23,7 @@ from zero.model_parallel import WHOLE
 from zero.models.part import BOTH, POSITIVE, RATE, Sizes, key
 
 Lift = Callable[[type[nn.Module], str], type[nn.Module]]
+Product = Callable[[jax.Array, jax.Array], jax.Array]  # (B, T, *inputs) and (*inputs, *features): (B, T, *features)
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,11 @@ def _product_backward(saved: tuple[jax.Array, jax.Array], grad_BTF: jax.Array) -
 product.defvjp(_product_forward, _product_backward)
 
 
+def contraction(x_BTX: jax.Array, w_XF: jax.Array) -> jax.Array:
+    """`x` contracted with a weight over all its inputs, `(B, T, *inputs)` and `(*inputs, *features)`."""
+    return product(x_BTX, w_XF) if w_XF.ndim == 2 else jnp.tensordot(x_BTX, w_XF, x_BTX.ndim - 2)
+
+
 class Dense(nn.Module):
     """`nn.Dense` of inputs and outputs that may have two dimensions, heads and their width; its kernel is a matrix.
 
@@ -74,6 +80,7 @@ class Dense(nn.Module):
       features: outputs, `(D,)` or `(H, K)`.
       use_bias, dtype, kernel_init: as for `nn.Dense`.
       total: sums partial products before the bias is added; None where they are whole.
+      product: multiplies inputs and the kernel, an entry of `zero.models.products.PRODUCTS`.
     """
 
     features: tuple[int, ...]
@@ -81,6 +88,7 @@ class Dense(nn.Module):
     dtype: DTypeLike
     kernel_init: Any
     total: Callable[[jax.Array], jax.Array] | None = None
+    product: Product = contraction
 
     @nn.compact
     def __call__(self, x_BTX: jax.Array) -> jax.Array:
@@ -88,8 +96,7 @@ class Dense(nn.Module):
         inputs = x_BTX.shape[2:]
         kernel = self.param("kernel", self.kernel_init, (math.prod(inputs), math.prod(self.features)))
         kernel = kernel.astype(self.dtype).reshape(*inputs, *self.features)
-        x_BTX = x_BTX.astype(self.dtype)
-        y_BTX = product(x_BTX, kernel) if kernel.ndim == 2 else jnp.tensordot(x_BTX, kernel, len(inputs))
+        y_BTX = self.product(x_BTX.astype(self.dtype), kernel)
         y_BTX = y_BTX if self.total is None else self.total(y_BTX)
         if self.use_bias:
             bias = self.param("bias", nn.initializers.zeros, (math.prod(self.features),))

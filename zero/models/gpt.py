@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 from zero.model_parallel import ALONE, WHOLE, ExpertParallel, ModelParallel
 from zero.models.adapters import Adapters
 from zero.models.config import HEAD, STACK, VOCABULARY, GPTConfig
-from zero.models.elements import Lift, dropout, fold_keys, keys_from
+from zero.models.elements import Lift, Product, contraction, dropout, fold_keys, keys_from
 from zero.models.experts import ResidualStream, Routing, no_routing
 from zero.models.gated_layer import RecurrentState
 from zero.models.gated_unit import Memory
@@ -54,8 +54,8 @@ class GPT(nn.Module):
     """Tokens in, negative log-likelihoods out.
 
     Attributes:
-      config, dtype, blockwise_from, cut, group, kernel, drops, adapters: as for `Layer`. Parameters are float32, and
-        whole after `init`.
+      config, dtype, blockwise_from, cut, group, kernel, drops, adapters, product: as for `Layer`. Parameters are
+        float32, and whole after `init`.
       lift: `lift(module_class, name)` returns the class to use in its place; by default the class itself.
       remat: what the backward pass recomputes, an entry of `zero.models.stack.REMAT`.
     """
@@ -70,6 +70,7 @@ class GPT(nn.Module):
     kernel: str | None = None
     drops: bool = True
     adapters: Adapters | None = None
+    product: Product = contraction
 
     def setup(self) -> None:
         config = self.config
@@ -247,7 +248,7 @@ class GPT(nn.Module):
     def layer(self, cut: ModelParallel, window: int | None = None) -> Layer:
         """The module of one entry of the stack of layers, to apply to its own variables."""
         lifted: Any = self.lift(self.config.kind_of_layers.module(self.config), STACK)
-        options: Any = {name: getattr(self, name) for name in ("group", "kernel", "drops", "adapters")}
+        options: Any = {name: getattr(self, name) for name in ("group", "kernel", "drops", "adapters", "product")}
         return lifted(self.config, self.dtype, self.blockwise_from, window, cut, **options, parent=None)
 
     def embed(

@@ -7,6 +7,7 @@ from jax.typing import DTypeLike
 
 from zero.model_parallel import ALONE, WHOLE, ExpertParallel, ModelParallel
 from zero.models.adapters import Adapters
+from zero.models.elements import Product, contraction
 from zero.models.part import Sizes
 
 
@@ -24,6 +25,7 @@ class Layer(nn.Module):
       kernel: attention kernel, as `kernel_of` returns it; None for none.
       drops: whether the capacity of experts applies; False for scoring and generation.
       adapters: of the products of a layer; None for none.
+      product: of inputs and weights, as for `Dense`; of a transformer's attention and MLP.
     """
 
     config: Sizes
@@ -35,3 +37,4 @@ class Layer(nn.Module):
     kernel: str | None = None
     drops: bool = True
     adapters: Adapters | None = None
+    product: Product = contraction

@@ -133,7 +133,7 @@ class TransformerLayer(Layer):
             options |= {"adapters": self.adapters, "keys_B": keys_B, "stack": None if total is None else self.cut.stack}
             y_BTX = AdaptedDense(math.prod(features), use_bias, **options)(lax.collapse(x_BTX, 2))
             return y_BTX.reshape(*y_BTX.shape[:2], *features)
-        return Dense(features, use_bias, **options)(x_BTX)
+        return Dense(features, use_bias, product=self.product, **options)(x_BTX)
 
     def _residual_dense(self, x_BTX: jax.Array, name: str, keys_B: jax.Array | None, use_bias: bool) -> jax.Array:
         """The output of a dense layer whose input is cut."""
@@ -284,7 +284,7 @@ class Period(Layer):
     ) -> tuple[tuple[ResidualStream, Cache | None], None]:
         """As `TransformerLayer`; `number` is that of the period."""
         every = self.config.experts_every
-        fields = ("window", "cut", "group", "kernel", "drops", "adapters")
+        fields = ("window", "cut", "group", "kernel", "drops", "adapters", "product")
         options: dict[str, Any] = {field: getattr(self, field) for field in fields}
         for i in range(every):
             name = f"layer_{i}"

@@ -1,0 +1,168 @@
+"""Products with the weights of a layer in 8 bits: what `zero.product_dtype` chooses.
+
+A product contracts a row of inputs with a column of weights. Each row and each column is divided by its largest
+magnitude before it is rounded, and the sum is multiplied by both again, so that a large value makes only its own row
+or column coarse. A gradient with respect to the inputs contracts the other dimension of the weights: their scales are
+multiplied into the gradient of the outputs first, and the weights that the forward pass has rounded are used again.
+The gradient of the weights sums over positions, where the rows of one device would share a scale, and is computed
+in the dtype of the inputs in int8: so it does not depend on how rows are divided over devices.
+
+Sources: SwitchBack (Wortsman et al., arXiv 2304.13013), section 2: the gradient of weights in 16 bits; AQT
+(Abdolrashidi et al., arXiv 2105.03536): scales per row and per column; FP8 Formats for Deep Learning (Micikevicius et
+al., arXiv 2209.05433): E4M3 for values, E5M2 for gradients. What was compared: docs/decisions/products-in-8-bits.md.
+
+Shapes are named by suffix:
+  B rows, T positions of a row, X inputs and F outputs of a product, each of one or two dimensions
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from zero.models.elements import Product, contraction
+
+_SMALLEST = 1e-30  # rows whose largest magnitude is below have no finite reciprocal of a scale in float32
+
+
+class Form(NamedTuple):
+    """Numbers of 8 bits.
+
+    Attributes:
+      dtype: of the numbers.
+      largest: the largest of them.
+      sums: the dtype in which their products are summed.
+    """
+
+    dtype: DTypeLike
+    largest: float
+    sums: DTypeLike
+
+
+INT8 = Form(jnp.int8, 127, jnp.int32)
+E4M3 = Form(jnp.float8_e4m3fn, 448, jnp.float32)
+E5M2 = Form(jnp.float8_e5m2, 57344, jnp.float32)
+
+
+class Forms(NamedTuple):
+    """The numbers of the three products of a layer's weights.
+
+    Attributes:
+      values: inputs and weights, in the forward pass; weights also for the gradient of the inputs.
+      to_inputs: the outputs' gradient, where it is contracted with weights.
+      to_weights: inputs and the outputs' gradient, where they are contracted with each other; None: not rounded.
+    """
+
+    values: Form
+    to_inputs: Form
+    to_weights: tuple[Form, Form] | None
+
+
+OF_INT8 = Forms(INT8, INT8, None)
+OF_FLOAT8 = Forms(E4M3, E5M2, (E4M3, E5M2))
+
+
+def quantised(x: jax.Array, form: Form, dims: Sequence[int]) -> tuple[jax.Array, jax.Array]:
+    """`x` as numbers of a form, and their scales, float32 with size 1 in `dims`: their product is about `x`.
+
+    A magnitude that is not finite makes the scale so, and with it every sum of its row: the step is skipped.
+
+    >>> numbers, scales = quantised(jnp.asarray([[-1.0, 0.25], [0.0, 0.0]]), INT8, (1,))
+    >>> numbers.tolist(), [round(scale * 127, 3) for scale in scales[:, 0].tolist()]
+    ([[-127, 32], [0, 0]], [1.0, 0.0])
+    """
+    x = x.astype(jnp.float32)
+    largest = jnp.maximum(jnp.max(jnp.abs(x), axis=tuple(dims), keepdims=True), _SMALLEST)
+    numbers = x * (form.largest / largest)
+    if jnp.issubdtype(form.dtype, jnp.integer):
+        numbers = jnp.round(numbers)
+    return numbers.astype(form.dtype), largest / form.largest
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def quantised_product(forms: Forms, x_BTX: jax.Array, w_XF: jax.Array) -> jax.Array:
+    """As `contraction`, in numbers of 8 bits; the dtype of the result is that of `x_BTX`.
+
+    Raises:
+      ValueError: the sum of a row could leave the range of int32.
+
+    >>> x, w = jnp.asarray([[[1.0, -0.5]]]), jnp.asarray([[0.5], [1.0]])
+    >>> round(float(quantised_product(OF_INT8, x, w)[0, 0, 0]), 3)
+    0.0
+    """
+    return _forward(forms, x_BTX, w_XF)[0]
+
+
+def _forward(forms: Forms, x_BTX: jax.Array, w_XF: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    inputs = x_BTX.ndim - 2
+    x, x_scale = quantised(x_BTX, forms.values, range(2, x_BTX.ndim))
+    w, w_scale = quantised(w_XF, forms.values, range(inputs))
+    sums_BTF = _contracted(forms.values, x, w, range(2, x.ndim), range(inputs))
+    row_scale = x_scale.reshape(*x_BTX.shape[:2], *(1,) * (w.ndim - inputs))
+    column_scale = w_scale.reshape(1, 1, *w.shape[inputs:])
+    y_BTF = (sums_BTF * row_scale * column_scale).astype(x_BTX.dtype)
+    return y_BTF, (x_BTX, w, w_scale)
+
+
+def _backward(
+    forms: Forms, saved: tuple[jax.Array, jax.Array, jax.Array], grad_BTF: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    x_BTX, w, w_scale = saved
+    inputs = x_BTX.ndim - 2
+    features = range(2, grad_BTF.ndim)
+    scaled_BTF = grad_BTF.astype(jnp.float32) * w_scale.reshape(1, 1, *w.shape[inputs:])
+    grad, grad_scale = quantised(scaled_BTF, forms.to_inputs, features)
+    sums_BTX = _contracted(forms.to_inputs, grad, w, features, range(inputs, w.ndim))
+    row_scale = grad_scale.reshape(*x_BTX.shape[:2], *(1,) * inputs)
+    return (sums_BTX * row_scale).astype(x_BTX.dtype), _to_weights(forms.to_weights, x_BTX, grad_BTF)
+
+
+def _to_weights(forms: tuple[Form, Form] | None, x_BTX: jax.Array, grad_BTF: jax.Array) -> jax.Array:
+    """The gradient of the weights, `(X, F)`."""
+    if forms is None:
+        return jnp.tensordot(x_BTX, grad_BTF.astype(x_BTX.dtype), ((0, 1), (0, 1)))
+    of_x, of_grad = forms
+    x, x_scale = quantised(x_BTX, of_x, (0, 1))
+    grad, grad_scale = quantised(grad_BTF, of_grad, (0, 1))
+    sums_XF = _contracted(of_grad, x, grad, (0, 1), (0, 1))
+    row_scale = x_scale.reshape(*x.shape[2:], *(1,) * (grad.ndim - 2))
+    column_scale = grad_scale.reshape(*(1,) * (x.ndim - 2), *grad.shape[2:])
+    return (sums_XF * row_scale * column_scale).astype(x_BTX.dtype)
+
+
+quantised_product.defvjp(_forward, _backward)
+
+
+def _contracted(form: Form, x: jax.Array, y: jax.Array, x_dims: Sequence[int], y_dims: Sequence[int]) -> jax.Array:
+    """Sums over these dimensions, float32."""
+    count = 1
+    for dim in x_dims:
+        count *= x.shape[dim]
+    if jnp.issubdtype(form.sums, jnp.integer) and count * form.largest**2 > jnp.iinfo(form.sums).max:
+        raise ValueError(f"the sum of {count} products of int8 can leave the range of int32")
+    numbers = ((tuple(x_dims), tuple(y_dims)), ((), ()))
+    return lax.dot_general(x, y, numbers, preferred_element_type=form.sums).astype(jnp.float32)
+
+
+def in_bfloat16(x_BTX: jax.Array, w_XF: jax.Array) -> jax.Array:
+    """As `contraction`, of operands that are rounded to bfloat16."""
+    return contraction(x_BTX.astype(jnp.bfloat16), w_XF.astype(jnp.bfloat16)).astype(x_BTX.dtype)
+
+
+# By the key zero.product_dtype; "auto" is the dtype of activations.
+PRODUCTS: Mapping[str, Product] = MappingProxyType(
+    {
+        "auto": contraction,
+        "bfloat16": in_bfloat16,
+        "int8": partial(quantised_product, OF_INT8),
+        "float8": partial(quantised_product, OF_FLOAT8),
+    }
+)
+EIGHT_BITS = ("int8", "float8")
