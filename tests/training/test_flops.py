@@ -6,11 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 
 from zero.models.config import GPTConfig
 from zero.models.experts import Experts
 from zero.models.gpt import GPT
-from zero.training.flops import matmul_flops, model_flops
+from zero.models.products import PRODUCTS
+from zero.training.flops import flops_by_operands, matmul_flops, model_flops
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
@@ -63,6 +65,25 @@ def test_flops_of_experts(capacity: float | None) -> None:
     params = jax.eval_shape(init, jax.random.key(0), h, 0)
     step = jax.make_jaxpr(jax.grad(loss, (0, 1)))(params, h)
     assert matmul_flops(step.jaxpr) == pytest.approx(3 * (of_experts + routed), rel=0.02)
+
+
+def test_flops_by_operands() -> None:
+    """Products are counted by what they multiply: both operands have 8 bits, in a loop as often as it runs."""
+    x, w = jnp.ones((1, 4, 6)), jnp.ones((6, 8))
+
+    def loss(name: str) -> Any:
+        gradient = jax.grad(lambda x, w: PRODUCTS[name](x, w).sum(), argnums=(0, 1))
+        return lambda x, w: lax.scan(lambda _, __: (gradient(x, w), None), gradient(x, w), None, length=2)[0]
+
+    once = 2 * 4 * 6 * 8
+    for name, expected in {
+        "auto": {"": 9 * once},
+        "int8": {"int8": 6 * once, "": 3 * once},
+        "float8": {"float8": 9 * once},
+    }.items():
+        traced = jax.make_jaxpr(loss(name))(x, w).jaxpr
+        assert flops_by_operands(traced) == expected
+        assert matmul_flops(traced) == 9 * once
 
 
 def test_flops_of_conditions() -> None:

@@ -22,12 +22,18 @@ class Speed(NamedTuple):
     host: float = 16e9  # bytes per second between a chip and the memory of its host, in each direction
     between_slices: float = 0.0  # bytes per second that a device sends to other slices; 0: it has none
     offloads: bool = False  # whether a SparseCore can run reduce-scatters of a whole slice, beside computation
+    int8: float = 1.0  # times `flops`: products of int8 with sums in int32
+    float8: float = 1.0  # times `flops`: products of float8 with sums in float32
     vmem_kib: int | None = None  # that a fusion may use (docs/decisions/tpu-layouts.md); None: by the compiler
 
     @property
     def clock(self) -> float:
         """Cycles per second."""
         return self.flops / self.per_cycle
+
+    def products(self, operands: str) -> float:
+        """Operations per second of matrix products of "int8", of "float8", or ("") of bfloat16."""
+        return self.flops * {"int8": self.int8, "float8": self.float8}.get(operands, 1.0)
 
     @property
     def link(self) -> float:
@@ -48,6 +54,8 @@ _MXU = 2 * 128 * 128  # operations per cycle of a matrix unit
 # that the compiler gives products, and so is its share of kernels.
 # Between slices: 25, 50, 100 and 100 Gbit/s per chip of v5e, v5p, v6e and TPU7x (cloud.google.com/tpu/docs/v6e and
 # tpu7x: data center network); of others 25 GB/s per host (jax-ml.github.io/scaling-book/tpus), of 8 devices or 4 of v4.
+# 8 bits: the same pages. int8 is twice as fast on v5e, v5p and v6e, float8 on TPU7x; a v4 multiplies int8 as fast as
+# bfloat16, and where a page names no int8 or float8, or the same figure, it counts as bfloat16.
 # Host: PCIe, about 16 GB/s per chip, v6e 32 (jax-ml.github.io/scaling-book/tpus); a TPU7x counts as a v6e.
 # NVIDIA: data sheets of H200, H100 (SXM), A100, L4, T4 and HGX B200, and appendix A of the Ada GPU architecture paper:
 # dense bfloat16 with float32 sums, NVLink in one direction, or PCIe (x16) where there is none. T4 has no bfloat16: its
@@ -99,6 +107,7 @@ SPEEDS = {
         ring=16,
         splash=0.85,
         fused=0.87,
+        int8=2,
         between_slices=25e9 / 8,
         vmem_kib=32 * 1024,
     ),
@@ -112,6 +121,7 @@ SPEEDS = {
         ring=4,
         splash=0.83,
         fused=0.86,
+        int8=2,
         between_slices=50e9 / 8,
     ),
     "TPU v6 lite": Speed(
@@ -124,6 +134,7 @@ SPEEDS = {
         ring=16,
         splash=0.33,
         fused=0.38,
+        int8=2,
         between_slices=100e9 / 8,
         host=32e9,
         offloads=True,
@@ -140,18 +151,19 @@ SPEEDS = {
         devices=2,
         splash=0.33,
         fused=0.45,
+        float8=2,
         between_slices=100e9 / 8 / 2,
         host=32e9,
         offloads=True,
     ),
-    "NVIDIA A100-SXM4-40GB": Speed(312e12, 1555e9, 300e9),
-    "NVIDIA A100-SXM4-80GB": Speed(312e12, 2039e9, 300e9),
-    "NVIDIA B200": Speed(2250e12, 8000e9, 900e9),
-    "NVIDIA GeForce RTX 4090": Speed(165.2e12, 1008e9, 32e9),
-    "NVIDIA H100 80GB HBM3": Speed(989e12, 3350e9, 450e9),
-    "NVIDIA H200": Speed(989e12, 4800e9, 450e9),
-    "NVIDIA L4": Speed(121e12, 300e9, 32e9),
-    "Tesla T4": Speed(65e12, 320e9, 16e9),
+    "NVIDIA A100-SXM4-40GB": Speed(312e12, 1555e9, 300e9, int8=2),
+    "NVIDIA A100-SXM4-80GB": Speed(312e12, 2039e9, 300e9, int8=2),
+    "NVIDIA B200": Speed(2250e12, 8000e9, 900e9, int8=2, float8=2),
+    "NVIDIA GeForce RTX 4090": Speed(165.2e12, 1008e9, 32e9, int8=4, float8=2),
+    "NVIDIA H100 80GB HBM3": Speed(989e12, 3350e9, 450e9, int8=2, float8=2),
+    "NVIDIA H200": Speed(989e12, 4800e9, 450e9, int8=2, float8=2),
+    "NVIDIA L4": Speed(121e12, 300e9, 32e9, int8=2, float8=2),
+    "Tesla T4": Speed(65e12, 320e9, 16e9, int8=2),
 }
 HOP = 1e-6  # seconds from a chip to the next one, about (jax-ml.github.io/scaling-book/sharding)
 

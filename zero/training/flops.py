@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from typing import Any
 
 import jax
@@ -42,16 +43,36 @@ def matmul_flops(jaxpr: Any) -> int:
     Raises:
       ValueError: a matrix product in a loop of unknown length.
     """
-    total = 0
+    return flops_by_operands(jaxpr).total()
+
+
+def flops_by_operands(jaxpr: Any) -> Counter[str]:
+    """`matmul_flops` by what is multiplied: "int8", "float8", and "" for anything wider.
+
+    >>> x = jnp.ones((2, 3), jnp.int8)
+    >>> flops_by_operands(jax.make_jaxpr(lambda x: x @ x.T)(x).jaxpr)
+    Counter({'int8': 24})
+    """
+    total: Counter[str] = Counter()
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in ("dot_general", "ragged_dot_general"):
-            total += _product_flops(eqn)
+            total[_operands(eqn)] += _product_flops(eqn)
             continue
-        inner = [matmul_flops(sub) for sub in jaxprs_in_params(eqn.params)]
-        if eqn.primitive.name == "while" and sum(inner):
+        inner = [flops_by_operands(sub) for sub in jaxprs_in_params(eqn.params)]
+        if eqn.primitive.name == "while" and any(flops.total() for flops in inner):
             raise ValueError("a matrix product in a while loop, whose length is not known")
-        total += max(inner) if eqn.primitive.name == "cond" else eqn.params.get("length", 1) * sum(inner)
+        if eqn.primitive.name == "cond":
+            inner = [max(inner, key=Counter.total)]
+        for flops in inner:
+            for operands, count in flops.items():
+                total[operands] += eqn.params.get("length", 1) * count
     return total
+
+
+def _operands(eqn: Any) -> str:
+    """The narrowest form that both operands of a product have."""
+    names = [variable.aval.dtype.name for variable in eqn.invars[:2]]
+    return next((form for form in ("int8", "float8") if all(name.startswith(form) for name in names)), "")
 
 
 def _product_flops(eqn: Any) -> int:
