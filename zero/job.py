@@ -80,6 +80,7 @@ def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = 
         gather_dtype=None if zero.gather_dtype == "auto" else zero.gather_dtype,
         kernel=chosen_kernel(config.model.attention, platform, device_kind, positions=config.data.max_context),
         tuning=tuning,
+        product_dtype=zero.product_dtype,
         last_target=bool(config.data.last_target),
     )
     data = config.data

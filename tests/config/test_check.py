@@ -181,6 +181,23 @@ def test_every_size_can_be_trained(size: str) -> None:
         ("mode=plan; plan.grid.state_dtype=[int8,int4]", ["plan.grid.state_dtype", "float32, bfloat16, int8"]),
         ("zero.replicas=2; zero.phases=torus", ["zero.phases=torus", "auto or flat, as zero.replicas=2"]),
         ("zero.wire_dtype=int8; zero.stage=0", ["zero.wire_dtype=int8", "auto, float32 or bfloat16, as zero.stage=0"]),
+        (
+            "zero.product_dtype=int8; model.size=bytes_vq",
+            ["zero.product_dtype=int8", "auto, as model.size=bytes_vq has gated units"],
+        ),
+        (
+            "zero.product_dtype=int8; model.size=test_experts",
+            ["zero.product_dtype=int8", "auto, as model.size=test_experts has experts"],
+        ),
+        (
+            "zero.product_dtype=bfloat16; tuning=lora; model.warm_start=true; model.model_path=run",
+            ["zero.product_dtype=bfloat16", "auto, as tuning=lora multiplies with frozen weights"],
+        ),
+        (
+            "zero.product_dtype=float8; zero.remat=dots",
+            ["zero.product_dtype=float8", "auto or bfloat16, as zero.remat=dots stores the sums"],
+        ),
+        ("zero.product_dtype=int4", ["zero.product_dtype=int4", "auto, bfloat16, int8, float8"]),
         ("zero.gather_dtype=int8; zero.stage=0", ["zero.gather_dtype=int8", "auto, as zero.stage=0"]),
         ("zero.tensor_shards=4", ["zero.tensor_shards=4", "a divisor of num_head=6 of model.size=bytes"]),
         ("zero.context_shards=2; zero.tensor_shards=2", ["zero.context_shards=2", "1, as zero.tensor_shards=2"]),

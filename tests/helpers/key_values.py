@@ -32,6 +32,7 @@ OF_THE_STEP = {
     "schedule.decay_end": "9",
     "zero.stage": "1",
     "zero.compute_dtype": "bfloat16",
+    "zero.product_dtype": "int8",
     "zero.wire_dtype": "bfloat16",
     "zero.gather_dtype": "int8",
     "zero.reduce_dtype": "bfloat16",

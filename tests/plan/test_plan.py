@@ -33,7 +33,7 @@ from zero.training.row_places import RowPlaces
 
 KEYS = {"stage", "micro_batch", "accumulation", "remat", "context", "gradient_dtype", "clipping", "fused_update"}
 KEYS |= {"fits", "state_bytes", "peak_bytes", "available_bytes", "collective_bytes", "flops", "seconds_lower_bound"}
-KEYS |= {"state_dtype", "master_dtype", "state_bytes_per_parameter"}
+KEYS |= {"state_dtype", "master_dtype", "product_dtype", "state_bytes_per_parameter"}
 KEYS |= {"compile_seconds", "is_estimate", *(f"{name}_peak_bytes" for name in PAUSES), "model_flops"}
 KEYS |= {"seconds", "tokens_per_second", "mfu", "exposed_bytes", "exposed_seconds", "breakdown"}
 

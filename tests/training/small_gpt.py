@@ -27,6 +27,7 @@ import zero
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
 from zero.models.gpt import GPT
+from zero.models.products import PRODUCTS
 from zero.training.batch import Batch
 from zero.training.optimizer import adamw
 from zero.training.parts import StepOptions, TrainState
@@ -148,6 +149,7 @@ def _setup(
     gather_dtype: Any = None,
     wire_dtype: Any = None,
     last_target: bool = False,
+    product_dtype: str = "auto",
     **options: Any,
 ) -> Setup:
     axis = axis or zero.Axis("zero", (1, devices))
@@ -164,6 +166,7 @@ def _setup(
         separators=separators,
         gather_dtype=gather_dtype,
         last_target=last_target,
+        product_dtype=product_dtype,
     )
     tx, rate, used = tx or adamw(0.1), CountedRate(), tuple(jax.devices()[:devices])
     chosen = StepOptions(rate, SEED, micro_batches, max_norm, **options)
@@ -249,9 +252,10 @@ def reference(
     clip: optax.GradientTransformation = CLIP,
     optimizer: optax.GradientTransformation | None = None,
     data: Data = tokens,
+    product_dtype: str = "auto",
 ) -> Run:
     """One device, nothing of `zero` but the model: what DESIGN.md says a step is. By default the optimizer is AdamW."""
-    model = GPT(config)
+    model = GPT(config, product=PRODUCTS[product_dtype])
     params = first_params(config)
     no_decay = {"bias", "scale", "logits"}
     mask = jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in no_decay, params)

@@ -14,7 +14,7 @@ OF_FILES = ("index_path_train", "index_path_validation", "shuffle_shards", "max_
 OF_WEIGHTS = {
     *("mode", "resume", "model", "distributed"),
     *("data.tokenizer", "data.max_context", "data.last_target", "data.isolate_documents", "data.resume_step"),
-    *("zero.stage", "zero.compute_dtype", "zero.gather_dtype", "zero.master_dtype"),
+    *("zero.stage", "zero.compute_dtype", "zero.product_dtype", "zero.gather_dtype", "zero.master_dtype"),
     *("zero.tensor_shards", "zero.expert_shards", "zero.phases", "zero.overlap_gathers"),
 }
 OF_SCORES = {

@@ -12,6 +12,7 @@ from zero.config.schema import Config, EvaluateConfig, PlanConfig
 from zero.corpus.reading.synthetic import SYNTHETIC
 from zero.files import storage
 from zero.models.config import HEAD, VOCABULARY, GPTConfig
+from zero.models.products import EIGHT_BITS
 from zero.models.stack import STORED, span_size
 from zero.training.block_codes import FORMS
 from zero.training.optimizer import ELEMENTWISE, MULTIPLIABLE, QUANTISABLE
@@ -232,6 +233,7 @@ def zero_rules(config: Config, size: GPTConfig) -> Mistakes:
             yield f"zero.{key}", f"{other}, as zero.stage=0 sums whole gradients and gathers nothing"
     yield from _uncut(config, size)
     yield from _undivided(config, size)
+    yield from _unrounded(config, size)
     if size.layer == "gated_units" and zero.context_shards > 1:
         yield "zero.context_shards", f"1, as {of_model} has gated units (docs/decisions/vq.md)"
     if size.has_codebook and zero.fused_update:
@@ -250,6 +252,23 @@ def zero_rules(config: Config, size: GPTConfig) -> Mistakes:
             yield key, f"{possible}, as zero.fused_update=true never holds the whole gradient"
     if zero.master_dtype == "bfloat16" and zero.gradient_dtype != "bfloat16":
         yield "zero.gradient_dtype", "bfloat16, the dtype of zero.master_dtype, as zero.fused_update=true"
+
+
+def _unrounded(config: Config, size: GPTConfig) -> Mistakes:
+    """The models and keys whose products are not computed in another dtype than activations."""
+    zero = config.zero
+    if zero.product_dtype == "auto":
+        return
+    of_model = f"model.size={config.model.size}"
+    if size.layer == "gated_units":
+        yield "zero.product_dtype", f"auto, as {of_model} has gated units"
+    if size.experts is not None:
+        yield "zero.product_dtype", f"auto, as {of_model} has experts"
+    if isinstance(config.tuning, Adapted):
+        yield "zero.product_dtype", f"auto, as tuning={config.tuning.name} multiplies with frozen weights"
+    if zero.remat == "dots" and zero.product_dtype in EIGHT_BITS:
+        why = "stores the sums of products, which have 4 bytes"
+        yield "zero.product_dtype", f"auto or bfloat16, as zero.remat=dots {why}"
 
 
 def _undivided(config: Config, size: GPTConfig) -> Mistakes:

@@ -55,6 +55,7 @@ from zero.config.keys import Check, Group, Key, Section, choice, key, members_of
 from zero.corpus.reading.crop import CROPS
 from zero.corpus.reading.synthetic import SYNTHETIC
 from zero.models.attention.blockwise import CHOICES as ATTENTION
+from zero.models.products import PRODUCTS
 from zero.models.stack import REMAT
 
 EMA = "ema"
@@ -337,6 +338,13 @@ class Zero:
         "auto",
         one_of("auto", *DTYPES),
         "Gathered parameters and matrix products: float32, bfloat16, or auto: float32 on CPU, else bfloat16.",
+    )
+    product_dtype: str = key(
+        "auto",
+        one_of(*PRODUCTS),
+        "Products with weights of attention and MLP: auto, compute_dtype; bfloat16; or int8 or float8, whose operands "
+        "are rounded with a scale per row and per column.",
+        "With int8 the gradient of weights is still computed in compute_dtype.",
     )
     wire_dtype: str = key(
         "auto",

@@ -26,7 +26,7 @@ from zero.plan import formula
 from zero.plan.topology import available_bytes, find_devices, out_of_memory
 from zero.training.activations import activation_bytes
 from zero.training.batch import Batch
-from zero.training.flops import matmul_flops, model_flops
+from zero.training.flops import flops_by_operands, model_flops
 from zero.training.objectives import make_objective
 from zero.training.programs import Inference, make_inference
 
@@ -147,6 +147,7 @@ def compile_step(request: Request) -> Row:
         "remat": model.remat,
         "context": config.data.max_context,
         "compute_dtype": jnp.dtype(model.compute_dtype).name,
+        "product_dtype": zero.product_dtype,
         "gradient_dtype": zero.gradient_dtype,
         "master_dtype": zero.master_dtype,
         "state_dtype": config.optimizer.state_dtype,
@@ -290,7 +291,7 @@ def _traffic(sent: list[Collective] | None, devices: list[Any]) -> Row:
 
 def _operations(request: Request, job: Job, arguments: Any, sent: list[Collective], devices: list[Any]) -> Row:
     """Operations of a step, and a lower bound on its time from published peaks."""
-    flops = matmul_flops(jax.make_jaxpr(job.programs.step)(*arguments).jaxpr)
+    flops = flops_by_operands(jax.make_jaxpr(job.programs.step)(*arguments).jaxpr)
     frozen = job.model.tuning is not None
     of_group = model_flops(request.size, request.rows, request.config.data.max_context, frozen=frozen)
     speed = SPEEDS.get(devices[0].device_kind)
@@ -299,8 +300,9 @@ def _operations(request: Request, job: Job, arguments: Any, sent: list[Collectiv
         total = sum(collective.sent for collective in sent)
         alone = sum(collective.sent for collective in sent if not collective.is_hidden)
         touched = 2 * job.held  # read and written once
-        bound = max(flops / speed.flops + alone / speed.network, touched / speed.memory, total / speed.network)
-    return {"flops": flops, "model_flops": of_group // job.model.axis.row_group, "seconds_lower_bound": bound}
+        products = sum(count / speed.products(operands) for operands, count in flops.items())
+        bound = max(products + alone / speed.network, touched / speed.memory, total / speed.network)
+    return {"flops": flops.total(), "model_flops": of_group // job.model.axis.row_group, "seconds_lower_bound": bound}
 
 
 def time_and_cost(config: PlanConfig, row: Row, predicted: Prediction | None, speed: Speed | None) -> Row:

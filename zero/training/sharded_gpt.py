@@ -21,6 +21,7 @@ from zero.models.config import STACK, GPTConfig
 from zero.models.experts import Routing, routing_metrics
 from zero.models.gated_unit import UNITS, Memory, empty_memory
 from zero.models.gpt import GPT, Scores, variable_shapes
+from zero.models.products import PRODUCTS
 from zero.partition.collectives.axis import Axis
 from zero.partition.collectives.context_group import ContextGroup
 from zero.partition.collectives.expert_group import ExpertGroup
@@ -59,6 +60,7 @@ class ShardedGPT:
       drops: whether the capacity of experts applies, as in training.
       tuning: adapters, which are trained, beside the frozen parameters of `base`; None where all parameters are
         trained. `layout` and `init` are those of the trained parameters.
+      product_dtype: of the products with weights in a layer, an entry of `zero.models.products.PRODUCTS`.
       last_target: whether rows have one token more than positions, the target of the last one.
     """
 
@@ -79,6 +81,7 @@ class ShardedGPT:
     kernel: str | None = None
     drops: bool = True
     tuning: Tuning | None = None
+    product_dtype: str = "auto"
     last_target: bool = False
 
     @property
@@ -188,6 +191,7 @@ class ShardedGPT:
 
     def _gpt(self, lift: Any) -> GPT:
         options: Any = {"cut": self.cut, "group": self.group, "kernel": self.kernel, "drops": self.drops, "lift": lift}
+        options["product"] = PRODUCTS[self.product_dtype]
         options["adapters"] = None if self.tuning is None else self.tuning.adapters
         return GPT(self.config, self.compute_dtype, remat=self.remat, blockwise_from=self.blockwise_from, **options)
 
