@@ -135,12 +135,8 @@ def main() -> None:
     for name in names:
         runner = RUNNER if name == "far" else ["--workers", "2"]
         seconds = prepare(source, given.folder / name, options, runner)
-        memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
-        print(
-            f"{runner[1]}: {given.megabytes} MB, {seconds:.1f} CPU s, {given.megabytes / seconds:.2f} MB per CPU s, ",
-            end="",
-        )
-        print(f"{memory:.0f} MiB in the largest process")
+        engine = "DirectRunner" if name == "far" else "two processes"
+        print(f"{engine}: {given.megabytes} MB in {seconds:.1f} CPU s, {given.megabytes / seconds:.2f} MB per CPU s")
     if given.near:
         judged(given.folder / "near" / "corpus" / "c", planted)
     if given.runner:
