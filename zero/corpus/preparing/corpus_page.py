@@ -165,8 +165,8 @@ def _cells(size: Size, tokens: int, has_bytes: bool) -> tuple[str, ...]:
 def _bin_text(number: int) -> str:
     """The lengths of a bin.
 
-    >>> _bin_text(40), _bin_text(0), _bin_text(1)
-    ('1,024 to 1,217', '1', '1')
+    >>> _bin_text(40), _bin_text(0), _bin_text(6)
+    ('1,024 to 1,217', '1', '3')
     """
     first = _first_of_bin(number)
     last = max(first, _first_of_bin(number + 1) - 1)
