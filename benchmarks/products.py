@@ -13,6 +13,7 @@ instructions.
 from __future__ import annotations
 
 import argparse
+import importlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -32,7 +33,7 @@ NUMBERS = (((2,), (0,)), ((), ()))
 
 def aqt() -> Callable[..., jax.Array]:
     """AQT's third configuration, with the gradient of weights in 16 bits and without random rounding."""
-    from aqt.jax.v2 import config
+    config: Any = importlib.import_module("aqt.jax.v2.config")
 
     dot_general = config.config_v3(fwd_bits=8, dlhs_bits=8, drhs_bits=None)
     config.set_stochastic_rounding(dot_general, False, False, "jax.uniform")
@@ -41,7 +42,7 @@ def aqt() -> Callable[..., jax.Array]:
 
 def qwix() -> Callable[..., jax.Array]:
     """Qwix's product of quantised training, which its provider puts in the place of `lax.dot_general`."""
-    from qwix._src.core import dot_general_qt
+    dot_general_qt: Any = importlib.import_module("qwix._src.core.dot_general_qt")
 
     options: Any = {"lhs_qtype": "int8", "rhs_qtype": "int8", "dlhs_grad_qtype": "int8", "dlhs_residual_qtype": "int8"}
     of_product = dot_general_qt.DotGeneralQtConfig(**options, use_original_residuals=True)
@@ -53,7 +54,7 @@ def cycles(program: Callable[..., Any], shapes: list[jax.ShapeDtypeStruct], devi
     placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SingleDeviceSharding(devices[0])) for x in shapes]
     options: Any = xla_options.for_tpu(devices[0].device_kind, True)
     text = jax.jit(program).lower(*placed).compile(options).as_text()
-    bodies, entry = hlo.computations(text)
+    bodies, entry = hlo.computations(str(text))
     counted = [instruction for instruction in bodies[entry] if instruction.cycles]
     if parts:
         for instruction in sorted(counted, key=lambda one: -(one.cycles or 0))[:8]:
@@ -89,6 +90,7 @@ def main() -> None:
     first: dict[str, int] = {}
     libraries = {"aqt": aqt, "qwix": qwix}
     for form in options.forms:
+        programs: dict[str, tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]]
         if form == "bare":
             programs = {"forward": (bare, arrays(jnp.int8)[:2])}
         else:
