@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -107,3 +108,24 @@ def test_first_error_is_raised_when_all_tasks_have_ended() -> None:
     with pytest.raises(OSError, match="error 0"):
         run_to_the_end(fail_together())
     assert ended == [0, 1, 2]
+
+
+def test_threads_of_orbax_that_outlive_a_block_stay_quiet(caplog: pytest.LogCaptureFixture) -> None:
+    """A failed save leaves threads that log its error once more, on a busy machine after all is closed."""
+
+    class Late(threading.Thread):
+        def run(self) -> None:
+            is_closed.wait()
+            logging.getLogger("absl").error("late")
+
+    is_closed = threading.Event()
+    of_orbax, other = Late(), Late()
+    Late.__module__ = "orbax.checkpoint"
+    with quiet_loggers():
+        of_orbax.start()
+    is_closed.set()
+    of_orbax.join()
+    assert caplog.messages == []
+    other.start()
+    other.join()
+    assert caplog.messages == ["late"]

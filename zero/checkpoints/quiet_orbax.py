@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 # Loggers, and the lowest level of their records that pass.
 LEVELS = {"absl": logging.CRITICAL, "gcsfs": logging.CRITICAL, "fsspec": logging.WARNING}
@@ -16,14 +18,25 @@ _Result = TypeVar("_Result")
 
 @contextmanager
 def quiet_loggers() -> Iterator[None]:
-    """Drops records below `LEVELS` within; several such blocks may overlap in any order."""
+    """Drops records below `LEVELS` within; several such blocks may overlap in any order.
+
+    Threads of orbax that outlive the block, as those of a failed save do, stay quiet until they end.
+    """
     with ExitStack() as stack:
         for name, level in LEVELS.items():
             logger = logging.getLogger(name)
             at_least = partial(lambda level, record: record.levelno >= level, level)
             logger.addFilter(at_least)
             stack.callback(logger.removeFilter, at_least)
+        stack.callback(_silence_threads_of_orbax)
         yield
+
+
+def _silence_threads_of_orbax() -> None:
+    """Drops what the threads of orbax log that run now, also later."""
+    threads = WeakSet(thread for thread in threading.enumerate() if type(thread).__module__.startswith("orbax."))
+    if threads:
+        logging.getLogger("absl").addFilter(lambda record: threading.current_thread() not in threads)
 
 
 def run_to_the_end(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
