@@ -9,20 +9,11 @@ from pathlib import Path
 
 from zero.config.command_line import override_value
 from zero.errors import trainer
+from zero.pages.facts import Fact
 from zero.report.run_record import RunRecord
 from zero.run_directory import METRICS_FILE, SAMPLES_FILE
 from zero.tracking.goodput import PHASES
 from zero.tracking.progress import GIB, clock
-
-
-@dataclass(frozen=True)
-class Fact:
-    """A line of a card: `best validation loss | 1.3746 | at step 960`. The grade, good or bad, colours the value."""
-
-    name: str
-    value: str
-    note: str = ""
-    grade: str = ""
 
 
 @dataclass(frozen=True)

@@ -17,22 +17,13 @@ from zero.corpus.preparing import facts as of_corpus
 from zero.corpus.preparing.facts import BINS, Facts, Size
 from zero.corpus.preparing.manifest import PARTS, REPORT, PartNames, splits_of
 from zero.files import storage
+from zero.pages.facts import Fact
 from zero.pages.render import data_island, part, render
 
 PAGE = Path(__file__).parent / "page"
 MOST_SOURCES = 40  # rows of their table; the others are one row
 FEW_ROWS = 10  # that are shown before a reader asks for the others
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Fact:
-    """A line of a card."""
-
-    name: str
-    value: str
-    note: str = ""
-    grade: str = ""
 
 
 @dataclass(frozen=True)
