@@ -355,6 +355,16 @@ def test_training_command_equals_plan(overrides: list[str]) -> None:
     assert dataclasses.asdict(trained) == ours
 
 
+def test_no_command_for_parts_of_sequences() -> None:
+    """Two groups of devices on four hosts take two sequences; training.batch_size counts whole ones per host."""
+    planned: Any = check(compose("mode=plan", "plan.topology=v3-32"), load_sizes())
+    row = {"micro_batch": 1, "devices": 32, "hosts": 4, "context": 128, "state_dtype": "float32", "stage": 3}
+    row |= {"remat": "full", "accumulation": 1, "master_dtype": "float32", "tensor_shards": 16, "context_shards": 1}
+    row |= {"replicas": 1, "expert_shards": 1, "phases": "auto", "overlap_gathers": True, "seconds": 0.5}
+    assert training_command(row, planned).startswith("# no command: 2 sequences per step do not divide over 4 hosts")
+    assert "training.batch_size=1" in training_command(row | {"accumulation": 2}, planned)
+
+
 @pytest.mark.slow
 def test_one_billion_on_32_cores(tmp_path: Path) -> None:
     """A model of one billion parameters fits 32 v3 cores."""

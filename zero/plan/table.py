@@ -118,11 +118,20 @@ _CHOSEN = (
 
 
 def training_command(row: Row, config: PlanConfig) -> str:
-    """The command line that trains with the settings of a row: it names every key whose value is not the default."""
+    """The command line that trains with the settings of a row: it names every key whose value is not the default.
+
+    A comment where there is none, since each host would have a part of a sequence.
+    """
     keys = ("context", "accumulation", "stage", "remat", "master_dtype", "state_dtype", *PLACEMENT_KEYS)
     config = with_keys(config, {key: row[key] for key in keys})
     groups = row["devices"] // (row["tensor_shards"] * row["context_shards"])
-    config.training.batch_size = row["micro_batch"] * row["accumulation"] * groups // row["hosts"]
+    sequences = row["micro_batch"] * row["accumulation"] * groups
+    if sequences % row["hosts"]:
+        return (
+            f"# no command: {sequences} sequences per step do not divide over {row['hosts']} hosts, each of which has "
+            "training.batch_size of them: plan more micro-batches"
+        )
+    config.training.batch_size = sequences // row["hosts"]
     if config.plan.tokens is not None:
         config.training.total_steps = math.ceil(config.plan.tokens / row["tokens"])
     config.profile.step_time = None if row["seconds"] is None else float(f"{row['seconds']:.4g}")
