@@ -75,7 +75,15 @@ values = st.recursive(
     ),
     max_leaves=4,
 )
-changes = st.dictionaries(st.sampled_from([*KEYS, *SECTIONS, "nope", "training.nope"]), values, min_size=1, max_size=4)
+
+
+def are_apart(changed: dict[str, Any]) -> bool:
+    """Whether no key lies in a section that is changed as a whole, to a list for instance, which has no keys."""
+    return not any(key.startswith(f"{section}.") for section in changed for key in changed)
+
+
+names = st.sampled_from([*KEYS, *SECTIONS, "nope", "training.nope"])
+changes = st.dictionaries(names, values, min_size=1, max_size=4).filter(are_apart)
 LONG = settings(deadline=None, max_examples=600, suppress_health_check=list(HealthCheck))
 SHORT = settings(LONG, max_examples=25)
 
