@@ -5,7 +5,7 @@
 Each row is a run of its own on random tokens, which is ended once it has logged so many steps; its seconds are the
 median over all logged lines but the first two. A peer has the same shapes, float32 weights under bfloat16 autocast,
 fused AdamW and clipping, and recomputes its layers. A row that takes longer than --seconds, or ends by itself, is
-recorded with the end of what it printed.
+recorded with the last lines of its output.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ ROWS = {
 
 @dataclass
 class Measured:
-    """What a run has logged; `failure` is the end of what it printed where it has not."""
+    """Figures that a run has logged; `failure` has the last lines of its output where there are none."""
 
     seconds: float | None = None
     tokens_per_second: float | None = None

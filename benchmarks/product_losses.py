@@ -5,7 +5,7 @@
 
 First form: trains the model of the default job with its optimizer on the sources of Python's own library, on one device
 with bfloat16 activations, for each form and seed, and prints the validation loss and its ratio to bfloat16 of the same
-seed. `--hard`: a Llama of the same size at five times the learning rate, in which one channel in 64 of what enters each
+seed. `--hard`: a Llama of the same size at five times the learning rate, where one channel in 64 of the input of each
 product of attention and MLP is 30 times as large at the start. Forms: those of `zero.product_dtype`; `int8 in all`
 rounds what is contracted for the gradient of weights as well, with a scale per channel over the rows of the device.
 --record appends each result to a file of JSON lines.

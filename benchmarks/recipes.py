@@ -5,7 +5,7 @@
 
 Compiles the step and the evaluation of recipes in conf/recipe for their slices, without a TPU, as `mode=plan` does for
 several stages, and writes docs/sources/recipe_plans.json and the table of docs/reference/from-other-code.md. One takes
-about two minutes of CPU. A row keeps digests of what its figures follow from: the lowered programs, the compiler, and
+about two minutes of CPU. A row keeps digests of all that its figures depend on: the lowered programs, the compiler, and
 the code that predicts seconds. A recipe whose digests are those of its row is not compiled again; to compute them takes
 about five seconds of CPU. Each row is written once it is there, so that a repetition continues.
 """
@@ -77,7 +77,7 @@ class Plan:
     """The figures of a recipe; those of time are None where the programs do not fit.
 
     Attributes:
-      digests: of what they follow from.
+      digests: of all that they depend on.
       peak_bytes: the highest of one device.
       available_bytes: of one device.
       seconds: per call of the step's program, which makes all updates of a batch of rows.

@@ -42,7 +42,9 @@ def test_rates_of_mup_matrices(size: str, share: float) -> None:
         np.testing.assert_allclose(update, 1, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("attention", "lacks"), [("kernel", ["a kernel for this device"]), ("auto", [])])
+@pytest.mark.parametrize(
+    ("attention", "lacks"), [("kernel", ["a kernel for this device and zero.compute_dtype"]), ("auto", [])]
+)
 def test_kernel_falls_back_to_auto(attention: str, lacks: list[str], caplog: pytest.LogCaptureFixture) -> None:
     """Where a kernel does not support the attention, this is logged once, and attention falls back to auto."""
     config = check(compose(f"model.attention={attention}"), load_sizes())

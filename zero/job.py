@@ -78,7 +78,9 @@ def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = 
         master_dtype=zero.master_dtype,
         separators=separators,
         gather_dtype=None if zero.gather_dtype == "auto" else zero.gather_dtype,
-        kernel=chosen_kernel(config.model.attention, platform, device_kind, positions=config.data.max_context),
+        kernel=chosen_kernel(
+            config.model.attention, platform, device_kind, positions=config.data.max_context, dtype=compute_dtype
+        ),
         tuning=tuning,
         product_dtype=zero.product_dtype,
         last_target=bool(config.data.last_target),

@@ -174,6 +174,8 @@ def test_cudnn_arguments(form: Form) -> None:
         ("tpu_v4", {"positions": 16384}, None),
         ("cudnn", {"form": Form(cap=1.0)}, "a cap of scores"),
         ("cudnn", {"has_segments": True}, "segments"),
+        ("cudnn", {"width": 256}, "heads of 256"),
+        ("cudnn", {"width": 20}, "heads of 20"),
         ("tpu_v6e", {"has_segments": True}, None),
         ("tpu_v4", {"drops": True}, "dropout of attention"),
         ("tpu_v4", {"has_bias": True}, "T5's bias"),

@@ -39,15 +39,18 @@ def kernel_of(platform: str, device_kind: str) -> str | None:
     return "cudnn" if platform == "gpu" and not device_kind.startswith("Tesla") else None
 
 
-def chosen_kernel(choice: str, platform: str, device_kind: str, *, positions: int) -> str | None:
+def chosen_kernel(choice: str, platform: str, device_kind: str, *, positions: int, dtype: str) -> str | None:
     """The kernel that `model.attention` asks for on a kind of device, as `kernel_of` names it; None for none.
 
     `auto` takes it in rows of this many positions if it is faster: on TPU by the compiler's cycles, on GPU as measured
-    (docs/decisions/attention.md).
+    (docs/decisions/attention.md). cuDNN's has no float32.
 
-    >>> [chosen_kernel("auto", "tpu", "TPU v4", positions=positions) for positions in (256, 512)]
+    >>> [chosen_kernel("auto", "tpu", "TPU v4", positions=positions, dtype="bfloat16") for positions in (256, 512)]
     [None, 'tpu_v4']
+    >>> chosen_kernel("kernel", "gpu", "NVIDIA H100", positions=512, dtype="float32")
     """
+    if platform == "gpu" and dtype == "float32":
+        return None
     is_faster = platform in ("tpu", "gpu") and positions >= 512
     return kernel_of(platform, device_kind) if choice == "kernel" or (choice == "auto" and is_faster) else None
 
@@ -71,7 +74,7 @@ def missing_in(
     is_tpu = of_tpu is not None
     is_only_own = of_tpu is not None and not of_tpu.has_splash
     by_name = {
-        "a kernel for this device": kernel is None,
+        "a kernel for this device and zero.compute_dtype": kernel is None,
         "ALiBi": form.has_alibi and not is_tpu,
         "a cap of scores with ALiBi": form.has_alibi and form.cap is not None,
         "T5's bias": has_bias,
@@ -81,6 +84,7 @@ def missing_in(
         f"rows of {positions} positions": is_tpu and positions % _SPLASH_BLOCKS[-1] > 0,
         "a cap of scores": kernel == "cudnn" and form.cap is not None,
         "segments": kernel == "cudnn" and has_segments,
+        f"heads of {width}": kernel == "cudnn" and (width % 8 > 0 or width > 128),  # 256 on Hopper alone
         "windows and caps on this TPU": is_only_own and not _is_plain(form, positions),
         f"rows of {positions} positions with {shared} heads of {width} per head of keys on this TPU": is_only_own
         and not _fuses(kernel, form, positions, shared, width),
