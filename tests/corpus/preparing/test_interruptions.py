@@ -165,6 +165,19 @@ for line in sys.stdin:  # a process for each, without importing everything again
 """
 
 
+def statuses_of(orders: list[str]) -> list[int]:
+    """The exit status of each order to `KILLED`, which one process runs one after the other."""
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED],
+        input="\n".join(orders),
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return [int(line) for line in done.stdout.split()]
+
+
 def test_killed_prepare_leaves_no_index(folder: Path, tmp_path: Path):
     """A killed prepare leaves no index of missing shards.
 
@@ -184,15 +197,7 @@ def test_killed_prepare_leaves_no_index(folder: Path, tmp_path: Path):
         json.dumps([str(folder), str(place), fatal, part_bytes, options])
         for place, (fatal, _, options) in zip(places, runs, strict=True)
     ]
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED],
-        input="\n".join(orders),
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    statuses = [int(line) for line in done.stdout.split()]
+    statuses = statuses_of(orders)
     assert set(statuses) == {0, -signal.SIGKILL} and 2 <= statuses.count(0) <= 3
     for place, (fatal, replaces, options) in zip(places, runs, strict=True):
         for index in (place / "index").glob("*.index"):
@@ -215,15 +220,7 @@ def test_killed_within_passes_over_all_parts(folder: Path, tmp_path: Path, insta
     part_bytes = 1500
     make(folder, tmp_path / "whole", **ALL_PARTS, part_bytes=part_bytes, workers=1)
     orders = [json.dumps([str(folder), str(tmp_path / str(at)), at, part_bytes, ALL_PARTS]) for at in instants]
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED],
-        input="\n".join(orders),
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    assert [int(line) for line in done.stdout.split()] == [-signal.SIGKILL] * len(instants)
+    assert statuses_of(orders) == [-signal.SIGKILL] * len(instants)
     parts_left = []
     for at in instants:
         place = tmp_path / str(at)
