@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import zero.corpus.preparing.near_duplicates as near_duplicates
 from tests.helpers.corpora import call, digest, documents_of, make
 from zero.errors import UserError
 
@@ -72,6 +73,7 @@ def test_what_is_wrong_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert done.returncode == 2 and "--near-duplicates 2.0: expected a share" in done.stderr
     with pytest.raises(UserError, match="expects documents of text, not prompts or chats"):
         make(source, tmp_path, near_duplicates=0.8, completions=True)
+    near_duplicates._bands.cache_clear()
     monkeypatch.setitem(sys.modules, "datasketch", None)  # as where it is not installed
     with pytest.raises(UserError, match="the datasketch library is missing"):
         make(source, tmp_path, near_duplicates=0.8, workers=1)

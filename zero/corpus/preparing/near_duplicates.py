@@ -3,17 +3,19 @@
 As in Lee et al., arXiv 2107.06499, section 4.2: a document is its set of 5-grams of words, two are near where the
 Jaccard index of their sets is at least a threshold, 0.8 by default, and candidates are those that share a band of
 MinHash signatures. There signatures have 9,000 values in 20 bands, and candidates are compared by their edit distance;
-here they have 128, in the bands that datasketch finds best for the threshold, and candidates are compared by all 128
-values, of which one byte each is kept. A document is left out if an earlier one is near it: the first of a group stays.
+here they have 128, in the bands that datasketch finds best where a missed pair weighs nineteen times as much as a
+proposed one that is not near, and candidates are compared by all 128 values, of which one byte each is kept. A document
+is left out if an earlier one is near it: the first of a group stays.
 
-Two passes, as for equal documents (`duplicates.py`), with one group of bands per part: 1.3 KB of disk per document for
-9 bands, and a few times a group's files in memory.
+Two passes, as for equal documents (`duplicates.py`), with one group of bands per part: 2.4 KB of disk per document for
+the 16 bands of 0.8, and a few times a group's files in memory.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
@@ -33,6 +35,8 @@ NAME = "near"
 COPIES = 2.2  # in memory of the rows of a group, and of a part
 COPIES_OF_ONLY_PART = 3.2
 LIBRARY_BYTES = 66_000_000  # of datasketch, which imports scipy
+PROPOSED_AND_MISSED = (0.05, 0.95)  # weights: a pair that is proposed is compared again, one that is missed is not
+MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd; 2**64 over the golden ratio
 COMPARED = 64  # documents of a band, the earliest ones, with which a later one is compared
 
 
@@ -58,8 +62,7 @@ class Nearness:
     @property
     def bands(self) -> tuple[int, int]:
         """How many bands there are, and the values of each."""
-        lsh = _library().MinHashLSH(threshold=self.threshold, num_perm=self.permutations)
-        return lsh.b, lsh.r
+        return _bands(self.threshold, self.permutations)
 
     def recorded(self) -> dict[str, Any]:
         """The parameters, as a manifest records them."""
@@ -69,13 +72,8 @@ class Nearness:
     def signature(self, document: Document) -> np.ndarray:
         """The MinHash values of a text, uint64 (permutations,)."""
         assert isinstance(document.content, str)
-        words = document.content.split()
-        last = max(1, len(words) - self.ngram + 1)
-        shingles = [
-            " ".join(words[start : start + self.ngram]).encode("utf-8", "surrogatepass") for start in range(last)
-        ]
         minhash = _empty(self.permutations, self.seed).copy()
-        minhash.update_batch(shingles)
+        minhash.update_batch(ngram_hashes(document.content.split(), self.ngram).tolist())
         return minhash.hashvalues
 
 
@@ -87,6 +85,24 @@ def find_near_duplicates(engine: Engine, source: Source, place: str, nearness: N
     of_groups = [Task(f"group {group} of bands", group) for group in range(groups)]
     for _ in engine.run(_WritePlaces(place, source.parts, nearness), of_groups, place):
         pass
+
+
+def ngram_hashes(words: Sequence[str], ngram: int) -> np.ndarray:
+    """Hashes of 32 bits of all n-grams, or of the whole where there are fewer words: uint64 (n-grams,).
+
+    Each word is hashed once, and sums are made for all n-grams at a time, in a fifth of the time that it takes to hash
+    each n-gram's text.
+
+    >>> first, second, third = ngram_hashes("a rose is a rose is".split(), 4).tolist()
+    >>> ngram_hashes("a rose is a".split(), 4).tolist() == [first], first == second
+    (True, False)
+    """
+    of_words = np.array([zlib.crc32(word.encode("utf-8", "surrogatepass")) for word in words], np.uint64)
+    count = max(1, len(words) - ngram + 1)
+    total = np.zeros(count, np.uint64)
+    for offset in range(min(ngram, len(words))):
+        total = (total + of_words[offset : offset + count]) * MULTIPLIER  # modulo 2**64
+    return total >> np.uint64(32)
 
 
 def similarity(signature: np.ndarray, others: np.ndarray) -> np.ndarray:
@@ -191,9 +207,16 @@ def needs(size: SourceSize, nearness: Nearness) -> Needs:
 
 
 @cache
+def _bands(threshold: float, permutations: int) -> tuple[int, int]:
+    """The best ones of datasketch, which integrates the chances of all others: a tenth of a second."""
+    lsh = _library().MinHashLSH(threshold=threshold, num_perm=permutations, weights=PROPOSED_AND_MISSED)
+    return lsh.b, lsh.r
+
+
+@cache
 def _empty(permutations: int, seed: int) -> Any:
     """The MinHash of no shingles, made once: to draw its permutations takes longer than to hash a short document."""
-    return _library().MinHash(num_perm=permutations, seed=seed)
+    return _library().MinHash(num_perm=permutations, seed=seed, hashfunc=int)  # what comes in is hashed
 
 
 def _library() -> Any:
