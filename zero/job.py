@@ -63,6 +63,8 @@ def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = 
     if compute_dtype == "auto":
         compute_dtype = "float32" if platform == "cpu" else "bfloat16"
     axis = make_axis(zero, devices)
+    if axis.replicas == 1 and axis.copies_dtype is not None:  # as after the loss of a slice
+        log.warning("zero.replica_wire_dtype=%s: without effect, as there is one copy of the state", axis.copies_dtype)
     tuning = make_tuning(dataclasses.asdict(config.tuning))
     wire_dtype = compute_dtype if axis.exchanges and zero.stage >= 2 else "float32"
     model = ShardedGPT(
@@ -111,6 +113,7 @@ def make_axis(zero: Zero, devices: Sequence[Any] | None = None) -> Axis:
     replicas = zero.replicas or slices
     is_tpu = devices[0].platform == "tpu"
     exchanges = is_tpu and zero.overlap_gathers and exchanges_gradients(devices)
+    copies_dtype = None if zero.replica_wire_dtype == "auto" else zero.replica_wire_dtype
     has_torus = is_tpu and not zero.overlap_gathers and replicas == zero.tensor_shards == zero.expert_shards == 1
     sizes = {key: replicas * getattr(zero, key) for key in ("tensor_shards", "expert_shards")}
     for key, size in ({"replicas": replicas, "context_shards": zero.context_shards} | sizes).items():
@@ -120,7 +123,7 @@ def make_axis(zero: Zero, devices: Sequence[Any] | None = None) -> Axis:
             raise UserError(f"zero.{key}={value}{times}: expected a divisor of {len(devices)}, the number of devices")
     if zero.expert_shards > 1:
         axis = Axis.with_expert_groups("zero", len(devices), zero.expert_shards, replicas)
-        return dataclasses.replace(axis, exchanges=exchanges)
+        return dataclasses.replace(axis, exchanges=exchanges, copies_dtype=copies_dtype)
     if zero.phases == "torus" and slices > 1:
         raise UserError(f"zero.phases=torus: expected auto or flat with {slices} slices, which form no torus")
     if zero.phases == "torus" and zero.tensor_shards > 1:
@@ -134,7 +137,7 @@ def make_axis(zero: Zero, devices: Sequence[Any] | None = None) -> Axis:
         if not zero.stage:
             replicas = len(devices) // zero.tensor_shards  # one per tensor group
         axis = Axis.with_tensor_groups("zero", len(devices), zero.tensor_shards, replicas)
-    return dataclasses.replace(axis, context=zero.context_shards, exchanges=exchanges)
+    return dataclasses.replace(axis, context=zero.context_shards, exchanges=exchanges, copies_dtype=copies_dtype)
 
 
 def slices_of(devices: Sequence[Any]) -> int:

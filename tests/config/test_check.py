@@ -179,6 +179,14 @@ def test_every_size_can_be_trained(size: str) -> None:
         ("schedule.decay_steps=9", ["schedule.decay_steps", "schedule=wsd"]),
         ("schedule=wsd; schedule.decay_steps=941", ["schedule.decay_steps=941", "at most 940"]),
         ("mode=plan; plan.grid.state_dtype=[int8,int4]", ["plan.grid.state_dtype", "float32, bfloat16, int8"]),
+        (
+            "zero.replicas=1; zero.replica_wire_dtype=int8",
+            ["zero.replica_wire_dtype=int8", "auto, as zero.replicas=1 is one copy of the state"],
+        ),
+        (
+            "zero.stage=0; zero.replica_wire_dtype=bfloat16",
+            ["zero.replica_wire_dtype=bfloat16", "auto, as zero.stage=0 sums whole gradients over all devices"],
+        ),
         ("zero.replicas=2; zero.phases=torus", ["zero.phases=torus", "auto or flat, as zero.replicas=2"]),
         ("zero.wire_dtype=int8; zero.stage=0", ["zero.wire_dtype=int8", "auto, float32 or bfloat16, as zero.stage=0"]),
         (

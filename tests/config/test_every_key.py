@@ -77,7 +77,7 @@ def test_every_key_is_tried() -> None:
 
 def test_number_of_keys() -> None:
     """conf/config.yaml shows few keys; the names of groups and of the mode are chosen, not set."""
-    assert len([key for key in all_keys(whole_kind()) if key.name != "mode"]) <= 91
+    assert len([key for key in all_keys(whole_kind()) if key.name != "mode"]) <= 92
 
 
 @cache
@@ -154,6 +154,16 @@ def on_tpu(config: Config) -> list[Any]:
     return [make_axis(config.zero, devices), xla_options.for_tpu("TPU v4", config.zero.overlap_gathers)]
 
 
+def on_two_slices(config: Config) -> Any:
+    """The axis over two slices of four TPUs."""
+    kind = {"platform": "tpu", "device_kind": "TPU v5 lite", "core_on_chip": 0, "process_index": 0}
+    devices = [
+        SimpleNamespace(id=number, coords=(number % 4 // 2, number % 2, 0), slice_index=number // 4, **kind)
+        for number in range(8)
+    ]
+    return make_axis(config.zero, devices)
+
+
 def size_of(config: Config) -> GPTConfig:
     return SIZES.chosen(config.model)
 
@@ -167,6 +177,7 @@ WITHOUT_A_RUN: dict[str, Callable[[Config], Any]] = {
     "data.bucket_path": place_of_checkpoints,
     "zero.phases": on_tpu,
     "zero.overlap_gathers": on_tpu,
+    "zero.replica_wire_dtype": on_two_slices,
     "distributed.cpu_devices": settings,
     "distributed.compilation_cache": settings,
     "distributed.stall_minutes": settings,

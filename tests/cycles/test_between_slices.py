@@ -11,6 +11,7 @@ from jax import lax
 from zero.cycles.between_slices import bytes_between_slices
 from zero.cycles.predict import BETWEEN_SLICES, Part, predict
 from zero.hosts.speeds import SPEEDS
+from zero.partition.collectives.arrays import sum_copies_of_array
 from zero.partition.collectives.axis import Axis
 from zero.partition.collectives.ordering import in_order
 from zero.partition.pmapped import pmap
@@ -41,6 +42,17 @@ def test_only_the_sum_of_copies_leaves_a_slice(slices: int) -> None:
     text, _ = program(slices)
     in_a_ring = 2 * (slices - 1) / slices * 4 * ELEMENTS
     assert in_a_ring <= bytes_between_slices(text) < in_a_ring + 4096  # and the sum of a number
+
+
+@pytest.mark.parametrize(("dtype", "bytes_each"), [("bfloat16", 2), ("int8", 1 + 4 / 256)])
+def test_narrow_sums_of_copies(dtype: str, bytes_each: float) -> None:
+    """Two slices send each other what a ring would, in two or in one byte, and a scale for 256 elements of int8."""
+    pytest.importorskip("libtpu")
+    devices = find_devices("2xv5e-4")
+    axis = Axis("zero", (2, 4), copies_dtype=dtype)
+    step = pmap(lambda shard: sum_copies_of_array(shard, axis), axis.name, devices)
+    text = step.lower(jax.ShapeDtypeStruct((len(devices), ELEMENTS), jnp.float32)).compile().as_text()
+    assert bytes_between_slices(text) == pytest.approx(bytes_each * ELEMENTS, rel=1e-3)
 
 
 def test_seconds_between_slices() -> None:

@@ -79,6 +79,7 @@ ELSEWHERE = {
     "data.cache_directory": "cache",
     "data.wandb_project": "other",
     "data.tensorboard": "true",
+    "zero.replica_wire_dtype": "bfloat16",
     "zero.phases": "flat",
     "zero.overlap_gathers": "false",
     "zero.emergency_steps": "3",

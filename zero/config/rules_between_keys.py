@@ -231,6 +231,11 @@ def zero_rules(config: Config, size: GPTConfig) -> Mistakes:
     for key, other in _WITHOUT_INT8.items():
         if zero.stage == 0 and getattr(zero, key) == "int8":
             yield f"zero.{key}", f"{other}, as zero.stage=0 sums whole gradients and gathers nothing"
+    if zero.replica_wire_dtype != "auto":
+        if zero.stage == 0:
+            yield "zero.replica_wire_dtype", "auto, as zero.stage=0 sums whole gradients over all devices"
+        if zero.replicas == 1:
+            yield "zero.replica_wire_dtype", "auto, as zero.replicas=1 is one copy of the state"
     yield from _uncut(config, size)
     yield from _undivided(config, size)
     yield from _unrounded(config, size)

@@ -401,6 +401,12 @@ class Zero:
         "Copies of the whole state, each sharded over a group of neighbouring devices: gathers stay inside a group, "
         "gradients are summed over all devices; null: one in each slice of TPUs, so only these sums leave a slice.",
     )
+    replica_wire_dtype: str = key(
+        "auto",
+        one_of("auto", "bfloat16", "int8"),
+        "Gradients on their way between these copies, once per step: auto, as they are summed; bfloat16; or int8 in "
+        "blocks of 256 with a scale, for slices with a slow network between them.",
+    )
     tensor_shards: int = key(
         1,
         at_least(1),

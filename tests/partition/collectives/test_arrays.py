@@ -83,6 +83,37 @@ def test_narrow_wire_rounds_once_a_phase(axis: zero.Axis) -> None:
     np.testing.assert_allclose(sums, 255 + axis.size, rtol=rounding)
 
 
+HYBRID = [name for name in AXES if name.startswith("hybrid")]
+
+
+@pytest.mark.parametrize("name", HYBRID)
+@pytest.mark.parametrize("wire", ["bfloat16", "int8"])
+def test_copies_send_narrow_sums(name: str, wire: str) -> None:
+    """What copies send each other is rounded twice, within its bound, and all get the same bits."""
+    axis = dataclasses.replace(AXES[name], copies_dtype=wire)
+    rng = np.random.default_rng(3)
+    shapes = [(13, 100), (701,), (2, 5, 64), (9,), ()]
+    full = [rng.normal(size=(axis.size, *shape)).astype(np.float32) * 10.0 ** (4 * i) for i, shape in enumerate(shapes)]
+    full.append(rng.integers(-9, 9, (axis.size, 24)).astype(np.int32))
+    layout = zero.make_layout([x[0] for x in full], axis.shards)
+    scatter = partial(zero.scatter_sum, layout=layout, axis=axis)
+    exact = jax.pmap(partial(scatter, axis=AXES[name]), "batch")(full)
+    program = jax.pmap(scatter, "batch")
+    copies = np.argsort(axis.shard_of_device(), kind="stable").reshape(axis.shards, axis.replicas)
+    for leaf, expected, sums in zip(layout.leaves, exact, program(full), strict=True):
+        found = np.asarray(sums)
+        assert (found[copies[:, :1]] == found[copies]).all()
+        if not leaf.splits or leaf.dtype == np.int32:
+            np.testing.assert_array_equal(found, expected)
+            continue
+        largest = np.abs(full[int(leaf.name)]).sum(0).max()
+        step = 2.0**-8 if wire == "bfloat16" else 1 / 254
+        error = np.abs(found - expected).max()
+        assert 0 < error <= 2 * step * largest * (1 + 1e-5)
+    text = program.lower(full).as_text()
+    assert ("xbf16>" if wire == "bfloat16" else "xi8>") in text
+
+
 @pytest.mark.parametrize("axis", AXES.values(), ids=AXES)
 def test_int8_error_bound(axis: zero.Axis) -> None:
     """The error of int8 on the wire is within its bound."""

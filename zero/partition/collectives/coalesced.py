@@ -38,7 +38,7 @@ def gather_arrays(
     """
     cast = [x if dtype and x.dtype.itemsize < np.dtype(dtype).itemsize else as_dtype(x, dtype) for x in shards]
     full: dict[int, jax.Array] = {}
-    for members in _coalesce(cast, leaves, wire_dtype):
+    for members in _coalesce(cast, leaves, is_quantised=_is_int8(wire_dtype)):
         if len(members) == 1:
             full[members[0]] = gather_array(cast[members[0]], leaves[members[0]], axis, wire_dtype=wire_dtype)
             continue
@@ -63,7 +63,9 @@ def scatter_sum_arrays(
     they do not wait, because tokens travel in the backward pass as well.
     """
     shards: dict[int, jax.Array] = {}
-    groups = list(_coalesce(full, leaves, wire_dtype))
+    between_copies = axis.copies_dtype if axis.sums_copies else None
+    is_quantised = _is_int8(wire_dtype) or _is_int8(between_copies)
+    groups = list(_coalesce(full, leaves, is_quantised=is_quantised))
     is_chained = axis.exchanges and all(len(leaf.moves) <= 1 for leaf in leaves)
     if is_chained:
         groups.sort(key=lambda members: sum(math.prod(leaves[i].shape) for i in members), reverse=True)
@@ -85,15 +87,16 @@ def scatter_sum_arrays(
     return [shards[i] for i in range(len(leaves))]
 
 
-def _coalesce(
-    arrays: Sequence[jax.Array], leaves: Sequence[LeafLayout], wire_dtype: DTypeLike | None
-) -> Iterator[list[int]]:
+def _is_int8(wire_dtype: DTypeLike | None) -> bool:
+    return wire_dtype is not None and np.dtype(wire_dtype) == np.int8
+
+
+def _coalesce(arrays: Sequence[jax.Array], leaves: Sequence[LeafLayout], *, is_quantised: bool) -> Iterator[list[int]]:
     """Indices of leaves that share a collective: small leaves of one dtype with the same all-gather.
 
     Every other leaf has its own collective, as has every quantised one, because no two may share a scale.
     """
     filling: dict[tuple[np.dtype, int], list[int]] = {}
-    is_quantised = wire_dtype is not None and np.dtype(wire_dtype) == np.int8
     for i, (x, leaf) in enumerate(zip(arrays, leaves, strict=True)):
         match leaf.moves:
             case (AllGather(over=over, apart=1),) if math.prod(leaf.shape) <= SMALL and not is_quantised:
