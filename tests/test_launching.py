@@ -25,6 +25,7 @@ from zero.cli import compose
 from zero.hosts.signals import COMPANIONS, PREEMPTED, SIGNALS
 
 REPOSITORY = Path(__file__).parent.parent
+EXCLUSIVE = "alpha.jobset.sigs.k8s.io/exclusive-topology"
 GCLOUD = r"""#!/usr/bin/env bash
 # Records its arguments. The states of the slice come from a file, one line per call; the last line stays. An empty line
 # is a slice that does not exist, ! an error. Where there are workers, ssh and scp reach them; else the status of
@@ -836,6 +837,26 @@ def test_kubernetes_job() -> None:
     chips = job["spec"]["completions"] * container["resources"]["limits"]["google.com/tpu"]
     assert config.plan.topology == f"v5e-{chips}" and pod["subdomain"] == service["metadata"]["name"]
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+
+
+def test_kubernetes_slices() -> None:
+    """As of one slice; what would be refused again ends all of them, and each has a Job of its own."""
+    _, one_slice = yaml.safe_load_all((REPOSITORY / "launch" / "gke-tpu.yaml").read_text())
+    jobs = yaml.safe_load((REPOSITORY / "launch" / "gke-tpu-slices.yaml").read_text())
+    assert jobs["metadata"]["annotations"] == {EXCLUSIVE: "cloud.google.com/gke-nodepool"}
+    (rule,) = jobs["spec"]["failurePolicy"]["rules"]
+    assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+    (slices,) = jobs["spec"]["replicatedJobs"]
+    job = slices["template"]["spec"]
+    assert slices["replicas"] > 1 and job["backoffLimit"] == 0
+    for key in ("completions", "parallelism", "completionMode", "podFailurePolicy"):
+        assert job[key] == one_slice["spec"][key]
+    pod, other = job["template"]["spec"], one_slice["spec"]["template"]["spec"]
+    (container,), (other_container,) = pod["containers"], other["containers"]
+    assert container["resources"] == other_container["resources"] and pod["nodeSelector"] == other["nodeSelector"]
+    topology = f"{slices['replicas']}xv5e-{job['completions'] * container['resources']['limits']['google.com/tpu']}"
+    config, _ = compose([*container["args"], "mode=plan", f"plan.topology={topology}"])
+    assert config.zero.replicas is None and config.data.bucket_path == "BUCKET"
 
 
 def test_skypilot_task() -> None:
