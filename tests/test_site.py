@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from docs import draw_idea
+from docs import draw_idea, draw_torus
 
 pytestmark = pytest.mark.quick
 
@@ -28,3 +28,9 @@ def test_every_page_is_in_the_navigation() -> None:
 def test_picture_of_the_idea_is_that_of_its_script() -> None:
     """docs/pictures/idea.svg is what `python -m docs.draw_idea` writes."""
     assert draw_idea.PICTURE.read_text() == draw_idea.picture()
+
+
+def test_picture_of_groups() -> None:
+    """docs/pictures/torus.svg is what `python -m docs.draw_torus` writes."""
+    pytest.importorskip("libtpu")
+    assert draw_torus.PICTURE.read_text() == draw_torus.picture()
