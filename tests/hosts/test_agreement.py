@@ -18,7 +18,13 @@ class Store:
         self.values[key] = value
 
     def blocking_key_value_get(self, key: str, timeout: int) -> str:
-        return self.values.get(key, f"host 1 at {key}")
+        return self.values[key]
+
+    def wait_at_barrier(self, name: str, timeout: int) -> None:
+        self.values[f"{name}/1"] = "of host 1"
+
+    def key_value_dir_get(self, directory: str) -> list[tuple[str, str]]:
+        return sorted((key, value) for key, value in self.values.items() if key.startswith(directory))[::-1]
 
 
 def test_names_may_be_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,6 +35,5 @@ def test_names_may_be_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(3):
         for name in ("hub org/model", "hub", "hub/1"):
             assert agreement.broadcast(name, f"{name} {number}") == f"{name} {number}"
-            own, _ = agreement.gather(name, f"{name} {number}")
-            assert own == f"{name} {number}"
-    assert len(store.values) == 18
+            assert agreement.gather(name, f"{name} {number}") == [f"{name} {number}", "of host 1"]
+    assert len(store.values) == 27

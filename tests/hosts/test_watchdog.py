@@ -31,10 +31,12 @@ class Store:
             raise jax.errors.JaxRuntimeError("UNAVAILABLE: failed to connect")
         self.reports.append(value)
 
-    def blocking_key_value_get(self, key: str, timeout: int) -> str:
-        return "name"
+    def wait_at_barrier(self, name: str, timeout: int) -> None:
+        pass
 
     def key_value_dir_get(self, directory: str) -> list[tuple[str, str]]:
+        if directory == "zero/name/":
+            return [("zero/name/1", "name"), ("zero/name/0", "name")]
         self.beats += 1
         heartbeat = "1" if self.is_silent.is_set() else str(self.beats)
         return [("zero/heartbeat/0", self.of_host_0 or heartbeat), ("zero/heartbeat/1", "")]
@@ -165,3 +167,19 @@ def test_stalled_training_shows_stacks(monkeypatch: pytest.MonkeyPatch, caplog: 
     assert "host 0 of 1" in caplog.text and "has made no progress for distributed.stall_minutes" in caplog.text
     assert "thread MainThread" in caplog.text and "in wait_until" in caplog.text
     watching._stopped.set()
+
+
+def test_host_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that joined, and then stopped before its first word, is named."""
+
+    class Silent(Store):
+        def wait_at_barrier(self, name: str, timeout: int) -> None:
+            raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: Barrier timed out")
+
+        def key_value_dir_get(self, directory: str) -> list[tuple[str, str]]:
+            return [("zero/name/1", "name")]
+
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(Unavailable, match=r"host 0 of 2 joined, and said nothing for 20 s \(DEADLINE_EXCEEDED"):
+        watchdog._Watchdog(Silent(), stall_minutes=None)

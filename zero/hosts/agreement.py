@@ -43,14 +43,19 @@ def broadcast(name: str, text: str) -> str:
 
 
 def gather(name: str, text: str) -> list[str]:
-    """The texts of all hosts, ordered by host, on all hosts, which call it in the same order."""
+    """The texts of all hosts, ordered by host, on all hosts, which call it in the same order.
+
+    Each host asks once for all texts: one question per text would be the square of the number of hosts
+    (docs/decisions/growing.md). The store sends every text to every host, so texts should be short.
+    """
     if jax.process_count() == 1:
         return [text]
     client = coordination_client()
     key = _next_key(f"gather/{name}")
     client.key_value_set(f"{key}/{jax.process_index()}", text)
-    keys = (f"{key}/{host}" for host in range(jax.process_count()))
-    return [str(client.blocking_key_value_get(key, 1000 * JOIN_SECONDS)) for key in keys]
+    client.wait_at_barrier(key, 1000 * JOIN_SECONDS)
+    texts = dict(client.key_value_dir_get(f"{key}/"))
+    return [str(texts[f"{key}/{host}"]) for host in range(jax.process_count())]
 
 
 def _next_key(name: str) -> str:

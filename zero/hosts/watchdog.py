@@ -69,19 +69,25 @@ class _Watchdog:
         self._names = [socket.gethostname()]
         targets = [self._watch]
         if client is not None:
-            client.key_value_set(f"zero/name/{self._host}", socket.gethostname())
-            self._names = [self._name(host) for host in range(self._hosts)]
+            self._names = self._names_of_all()
             targets = [self._exchange, self._watch]
             log.info("hosts: %s", ", ".join(f"{host} is {name}" for host, name in enumerate(self._names)))
         self._threads = [threading.Thread(target=run, name="watchdog", daemon=True) for run in targets]
 
-    def _name(self, host: int) -> str:
+    def _names_of_all(self) -> list[str]:
+        """The name of each host, by one question to the store, once all have told theirs."""
+        self._client.key_value_set(f"zero/name/{self._host}", socket.gethostname())
         try:
-            return str(self._client.blocking_key_value_get(f"zero/name/{host}", 1000 * SILENCE_SECONDS))
+            self._client.wait_at_barrier("zero/names", 1000 * SILENCE_SECONDS)
         except jax.errors.JaxRuntimeError as error:
+            told = self._read("zero/name/")
+            silent = [str(host) for host in range(self._hosts) if host not in told]
+            who = f"host {silent[0]}" if len(silent) == 1 else f"hosts {', '.join(silent)}"
             raise Unavailable(
-                f"host {host} of {self._hosts} has joined, and is silent for {SILENCE_SECONDS} s ({first_line(error)})"
+                f"{who} of {self._hosts} joined, and said nothing for {SILENCE_SECONDS} s ({first_line(error)})"
             ) from error
+        names = self._read("zero/name/")
+        return [names[host] for host in range(self._hosts)]
 
     def start(self) -> None:
         for thread in self._threads:
@@ -97,7 +103,7 @@ class _Watchdog:
             heartbeats += 1
             try:
                 self._publish(str(heartbeats))
-                self._reports = self._read_reports()
+                self._reports = self._read("zero/heartbeat/")
             except jax.errors.JaxRuntimeError as error:  # a single failed request may be a network glitch
                 self._failure = first_line(error)
             else:
@@ -145,8 +151,9 @@ class _Watchdog:
     def _publish(self, report: str) -> None:
         self._client.key_value_set(f"zero/heartbeat/{self._host}", report, True)
 
-    def _read_reports(self) -> dict[int, str]:
-        return {int(key.rsplit("/", 1)[1]): text for key, text in self._client.key_value_dir_get("zero/heartbeat/")}
+    def _read(self, directory: str) -> dict[int, str]:
+        """What each host has written into a directory of the store."""
+        return {int(key.rsplit("/", 1)[1]): text for key, text in self._client.key_value_dir_get(directory)}
 
     def _end(self, cause: int, reason: str, status: int = 1) -> None:
         """Logs why this process ends, tells the others, and ends it, unless another thread already does."""
@@ -182,7 +189,7 @@ class _Watchdog:
         deadline = time.monotonic() + LEAVE_SECONDS
         others = set(range(self._hosts)) - {self._host, cause}
         while others and time.monotonic() < deadline:
-            reports = self._read_reports()
+            reports = self._read("zero/heartbeat/")
             others = {host for host in others if not reports.get(host, "").startswith((_LEAVING, _FINISHED))}
             time.sleep(HEARTBEAT_SECONDS / 10)
 

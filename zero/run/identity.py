@@ -54,14 +54,15 @@ def check_identity(
 def _check_hosts(contents: list[IndexContents]) -> None:
     """Raises UserError, on all hosts, where an index file lists other contents on another host than on host 0."""
     mine = [[index.path, index.known_by, index.digest] for index in contents]
-    first, *others = map(json.loads, agreement.gather("contents of the data", json.dumps(mine)))
-    for host, theirs in enumerate(others, 1):
-        for (path, known_by, digest), (_, known_by_there, digest_there) in zip(first, theirs, strict=True):
-            if (known_by, digest) != (known_by_there, digest_there):
-                raise UserError(
-                    f"{path}: host 0 has other contents (by {known_by}) than host {host} (by {known_by_there}); all "
-                    "hosts need the same shards, and the same manifest.json beside them"
-                )
+    first = json.loads(agreement.broadcast("contents of the data", json.dumps(mine)))
+    others = [here for before, here in zip(first, mine, strict=True) if before[1:] != here[1:]]
+    ways_of_path = {path: known_by for path, known_by, _ in first}
+    for host, text in enumerate(agreement.gather("contents of the data", json.dumps(others[:1]))):
+        for path, known_by, _ in json.loads(text):
+            raise UserError(
+                f"{path}: host 0 has other contents (by {ways_of_path[path]}) than host {host} (by {known_by}); all "
+                "hosts need the same shards, and the same manifest.json beside them"
+            )
 
 
 def _changed(before: Mapping[str, list[Any]], now: Mapping[str, list[Any]]) -> list[str]:
