@@ -18,7 +18,7 @@ class Store:
         self.is_failing, self.is_stopped = threading.Event(), threading.Event()
         self.is_silent = threading.Event()  # the other host
         self.watching: Any = None
-        self.of_host_0 = ""  # its last report
+        self.of_the_other = ""  # its last report
         self.reports: list[str] = []  # of this host
         self.failures = 0
         self.beats = 0
@@ -37,20 +37,26 @@ class Store:
     def key_value_dir_get(self, directory: str) -> list[tuple[str, str]]:
         if directory == "zero/name/":
             return [("zero/name/1", "name"), ("zero/name/0", "name")]
+        return [("zero/heartbeat/0", ""), ("zero/heartbeat/1", self.of_the_other or self.heartbeat())]
+
+    def blocking_key_value_get(self, key: str, timeout: int) -> str:
+        assert key == "zero/heartbeat/0"
+        return self.of_the_other or self.heartbeat()
+
+    def heartbeat(self) -> str:
         self.beats += 1
-        heartbeat = "1" if self.is_silent.is_set() else str(self.beats)
-        return [("zero/heartbeat/0", self.of_host_0 or heartbeat), ("zero/heartbeat/1", "")]
+        return "1" if self.is_silent.is_set() else str(self.beats)
 
 
-@pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The watchdog of host 1, at a hundred times its speed, and the status with which it would end the process."""
+@pytest.fixture(params=[1])
+def watched(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
+    """The watchdog of a host, at a hundred times its speed, and the status with which it would end the process."""
     ended: list[int] = []
     monkeypatch.setattr(watchdog, "HEARTBEAT_SECONDS", 0.02)
     monkeypatch.setattr(watchdog, "SILENCE_SECONDS", 0.5)
     monkeypatch.setattr(watchdog, "LEAVE_SECONDS", 0.1)
     monkeypatch.setattr(watchdog, "exit_immediately", ended.append)
-    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(jax, "process_index", lambda: request.param)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     store = Store()
     watching = watchdog._Watchdog(store, stall_minutes=None)
@@ -104,11 +110,21 @@ def test_store_that_never_answers(watched: Any, caplog: pytest.LogCaptureFixture
 def test_reason_of_a_leaving_host(watched: Any, caplog: pytest.LogCaptureFixture) -> None:
     """The reason of a host that leaves is repeated, with its exit status."""
     store, ended = watched
-    store.of_host_0 = "leaving 2 0 ended: error: shard 1.tar is damaged"
+    store.of_the_other = "leaving 2 0 ended: error: shard 1.tar is damaged"
     wait_until(lambda: ended)
     assert ended == [2]
     assert "host 0 of 2 (name) ended: error: shard 1.tar is damaged; this one ends as well" in caplog.text
-    assert store.reports[-1] == store.of_host_0  # for host 0, which waits until all have read it
+    assert store.reports[-1] == store.of_the_other  # for host 0, which waits until all have read it
+
+
+@pytest.mark.parametrize("watched", [0], indirect=True)
+def test_host_0_tells_who_is_silent(watched: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Host 0 hears all others; the others hear only host 0, whose last report names the one that was lost."""
+    store, ended = watched
+    store.is_silent.set()
+    wait_until(lambda: ended)
+    assert "host 1 of 2 (name) has sent no heartbeat for 0.5 s; this one ends as well" in caplog.text
+    assert store.reports[-1] == "leaving 1 1 has sent no heartbeat for 0.5 s"
 
 
 @pytest.mark.parametrize(

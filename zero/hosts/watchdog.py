@@ -48,6 +48,8 @@ def progress() -> None:
 class _Watchdog:
     """Sends this host's heartbeat, and ends this process if another host has ended or stopped, or training stalls.
 
+    Host 0 hears all others, and its last report names the one that ended; the others hear host 0.
+
     Two threads, because requests to the store of a stopped host 0 never return. One iteration of the watching thread
     counts for at most three heartbeats, so that a process that was itself stopped does not report the others.
 
@@ -103,7 +105,7 @@ class _Watchdog:
             heartbeats += 1
             try:
                 self._publish(str(heartbeats))
-                self._reports = self._read("zero/heartbeat/")
+                self._reports = self._read_reports()
             except jax.errors.JaxRuntimeError as error:  # a single failed request may be a network glitch
                 self._failure = first_line(error)
             else:
@@ -122,7 +124,7 @@ class _Watchdog:
             if self._has_answer.is_set():
                 self._has_answer.clear()
                 since, unanswered_for, reports = unanswered_for, 0.0, self._reports
-                for host in set(range(self._hosts)) - {self._host}:
+                for host in range(1, self._hosts) if self._host == 0 else [0]:
                     report = reports.get(host, "")
                     silent[host] = silent[host] + since if report == heard[host] else 0.0
                     heard[host] = report
@@ -150,6 +152,12 @@ class _Watchdog:
 
     def _publish(self, report: str) -> None:
         self._client.key_value_set(f"zero/heartbeat/{self._host}", report, True)
+
+    def _read_reports(self) -> dict[int, str]:
+        """Host 0 reads what all report, and the others what host 0 does: each reading all would be their square."""
+        if self._host == 0:
+            return self._read("zero/heartbeat/")
+        return {0: str(self._client.blocking_key_value_get("zero/heartbeat/0", 1000 * SILENCE_SECONDS))}
 
     def _read(self, directory: str) -> dict[int, str]:
         """What each host has written into a directory of the store."""
