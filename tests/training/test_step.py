@@ -31,6 +31,7 @@ from tests.training.small_gpt import (
     shapes_of,
     tokens,
 )
+from zero.cycles.hlo import computations, kind_of, runs_of
 from zero.models.attention.blockwise import blockwise_attention
 from zero.partition.sharded_optimizer import clip_by_global_norm
 from zero.training.optimizer import decayed
@@ -345,3 +346,20 @@ def test_narrow_sums_between_copies(wire: str, stage: int, options: dict[str, An
             np.testing.assert_array_equal(first, second)
     assert losses[0] != losses[1]
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-3)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_sums_between_copies_cross_beside_layers(micro_batches: int) -> None:
+    """Of one micro-batch each layer's gradient crosses in the backward pass; of more, that of all once."""
+    axis = zero.Axis("zero", (2, 4))
+    on = setup(8, 3, micro_batches, axis=axis)
+    groups = "{" + ",".join("{" + ",".join(map(str, group)) + "}" for group in axis.groups(2, apart=4) or []) + "}"
+    bodies, entry = computations(on.programs.step.lower(shapes_of(on), batch(on, 0)).compile().as_text())
+    times = runs_of(bodies, entry)
+    found = {
+        times[name]
+        for name, body in bodies.items()
+        for instruction in body
+        if kind_of(instruction) == "all-reduce" and f"replica_groups={groups}" in instruction.rest and times[name]
+    }
+    assert CONFIG.N in found if micro_batches == 1 else found == {1}

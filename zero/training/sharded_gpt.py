@@ -55,7 +55,7 @@ class ShardedGPT:
         that are one segment each.
       gather_dtype: int8 for gathers as in `zero.gather`; None for `compute_dtype`, or the shards' dtype if narrower.
       sums_copies: whether stages 2 and 3 sum gradients over copies of the state layer by layer, as a fused update
-        needs, instead of once per step.
+        needs and as a single micro-batch does, instead of once after all micro-batches.
       kernel: for attention, as for `GPT`.
       drops: whether the capacity of experts applies, as in training.
       tuning: adapters, which are trained, beside the frozen parameters of `base`; None where all parameters are

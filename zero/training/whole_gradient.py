@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -58,6 +59,8 @@ def loss_and_gradients(
     """
     objective = options.objective
     micro_batches = options.micro_batches
+    if micro_batches == 1 and model.axis.replicas > 1:  # a layer's sum crosses while other layers compute
+        model = dataclasses.replace(model, sums_copies=True)
     tokens = batch.tokens
     keys = model.dropout_keys(key, batch)
     terms = objective.count_all(model, batch.tokens)
