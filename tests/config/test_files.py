@@ -1,14 +1,19 @@
 """The files of conf/: found in the repository and in a wheel, and a mistake in a model size is named."""
 
+import io
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from zero.config import files
-from zero.config.files import Sizes, conf_directory, load_sizes
+from zero.config.files import Sizes, _content, conf_directory, load_sizes
 from zero.config.schema import Model
 from zero.errors import UserError
 from zero.models.config import GPTConfig
@@ -140,3 +145,27 @@ def test_own_entry_in_place_of_a_published_one(tmp_path: Path) -> None:
     assert sizes.chosen(Model("llama3_8b")) == load_sizes()["bytes"]
     with pytest.raises(UserError, match=r"model.size=llama9: expected one of llama3_mine, .*qwen3_8b"):
         sizes.chosen(Model("llama9"))
+
+
+TEXTS = {
+    "a repeated key": "a: 1\na: 2\n",
+    "not YAML": "a: [1\n",
+    "numbers and words": "a: 1e-3\nb: 2020-01-01\nc: on\nd: 0o7\ne: 1_000\nf: .inf\ng: 12:30\n",
+    "an anchor": "a: &x {b: 1}\nc: *x\nd: {<<: *x, e: 2}\n",
+    "an interpolation": "a: ${b}\nb: 3\n",
+    "a set": "a: !!set {x}\n",
+    "code": "a: !!python/object/apply:os.system [ls]\n",
+    "lines": "a: 'x\n  y'\n? b\n: c\n",
+}
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_quick_reading_is_omegaconfs(text: str) -> None:
+    """libyaml reads what omegaconf reads; what it does not read has the error of omegaconf."""
+    try:
+        expected: Any = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=True)
+    except (YAMLError, OmegaConfBaseException) as error:
+        with pytest.raises(type(error), match=f"^{re.escape(str(error))}$"):
+            _content(text)
+    else:
+        assert repr(_content(text)) == repr(expected)
