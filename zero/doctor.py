@@ -279,12 +279,17 @@ def _show(name: str, check: Callable[[], str], remedy: str) -> int:
 
 
 def _line(name: str, result: str | Fault) -> int:
-    is_fault = isinstance(result, Fault)
-    remedy = f"; remedy: {result.remedy}" if isinstance(result, Fault) else ""
-    print(f"{'FAULT' if is_fault else 'ok   '}  {name:15}  {result}{remedy}", flush=True)
-    return int(is_fault)
+    if isinstance(result, Fault):
+        print(f"FAULT  {name:15}  {result}; remedy: {result.remedy}", flush=True)
+        return 1
+    print(f"ok     {name:15}  {result}", flush=True)
+    return 0
 
 
 def _verdict(faults: int) -> int:
-    print(f"{faults or 'no'} {'fault' if faults == 1 else 'faults'}", flush=True)
-    return min(faults, 1)
+    if not faults:
+        print("no faults", flush=True)
+        return 0
+    noun = "fault" if faults == 1 else "faults"
+    print(f"{faults} {noun}", flush=True)
+    return 1

@@ -36,6 +36,15 @@ def file_error(message: str, error: OSError) -> UserError:
     return (UserError if error.errno in WRONG_PATH else Unavailable)(message)
 
 
+def reason(error: OSError) -> str:
+    """What the system says of an error, without its number and path.
+
+    >>> reason(FileNotFoundError(2, "No such file or directory", "a.txt")), reason(OSError("no answer"))
+    ('No such file or directory', 'no answer')
+    """
+    return str(error) if error.strerror is None else error.strerror
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, cut where it is long, or the name of its class where it has none."""
     if type(error) is KeyError:  # its message is the key

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -35,6 +35,8 @@ from zero.training.step import state_layout
 from zero.training.tuning import make_tuning
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
+U = TypeVar("U")
 
 
 class Job(NamedTuple):
@@ -59,9 +61,7 @@ def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = 
     remat = "none" if platform == "cpu" and not zero.fused_update else "full"
     isolates = config.data.isolate_documents
     separators = load_tokenizer(config.data.tokenizer).special.document_starts if isolates else ()
-    compute_dtype = zero.compute_dtype
-    if compute_dtype == "auto":
-        compute_dtype = "float32" if platform == "cpu" else "bfloat16"
+    compute_dtype = if_auto(zero.compute_dtype, "float32" if platform == "cpu" else "bfloat16")
     axis = make_axis(zero, devices)
     if axis.replicas == 1 and axis.copies_dtype is not None:  # as after the loss of a slice
         log.warning("zero.replica_wire_dtype=%s: without effect, as there is one copy of the state", axis.copies_dtype)
@@ -72,14 +72,14 @@ def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = 
         axis,
         zero.stage,
         compute_dtype,
-        wire_dtype=wire_dtype if zero.wire_dtype == "auto" else zero.wire_dtype,
+        wire_dtype=if_auto(zero.wire_dtype, wire_dtype),
         reduce_dtype=zero.reduce_dtype,
         gradient_dtype=zero.gradient_dtype,
-        remat=remat if zero.remat == "auto" else zero.remat,
+        remat=if_auto(zero.remat, remat),
         blockwise_from=blockwise_from(config.model.attention, platform),
         master_dtype=zero.master_dtype,
         separators=separators,
-        gather_dtype=None if zero.gather_dtype == "auto" else zero.gather_dtype,
+        gather_dtype=if_auto(zero.gather_dtype, None),
         kernel=chosen_kernel(
             config.model.attention, platform, device_kind, positions=config.data.max_context, dtype=compute_dtype
         ),
@@ -102,6 +102,15 @@ def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = 
     return model
 
 
+def if_auto(value: T, automatic: U) -> T | U:
+    """The value of a key, and where it is auto what that means here.
+
+    >>> if_auto("int8", "bfloat16"), if_auto("auto", "bfloat16")
+    ('int8', 'bfloat16')
+    """
+    return automatic if value == "auto" else value
+
+
 def make_axis(zero: Zero, devices: Sequence[Any] | None = None) -> Axis:
     """The pmap axis of a checked configuration: copies of the state, groups of devices, the phases of collectives.
 
@@ -115,12 +124,11 @@ def make_axis(zero: Zero, devices: Sequence[Any] | None = None) -> Axis:
     exchanges = is_tpu and zero.overlap_gathers and exchanges_gradients(devices)
     copies_dtype = None if zero.replica_wire_dtype == "auto" else zero.replica_wire_dtype
     has_torus = is_tpu and not zero.overlap_gathers and replicas == zero.tensor_shards == zero.expert_shards == 1
-    sizes = {key: replicas * getattr(zero, key) for key in ("tensor_shards", "expert_shards")}
-    for key, size in ({"replicas": replicas, "context_shards": zero.context_shards} | sizes).items():
-        if len(devices) % size:
-            times = f" times zero.replicas={replicas}" if key in sizes and replicas > 1 else ""
-            value = replicas if key == "replicas" else getattr(zero, key)
-            raise UserError(f"zero.{key}={value}{times}: expected a divisor of {len(devices)}, the number of devices")
+    _check_divisor(f"zero.replicas={replicas}", replicas, devices)
+    _check_divisor(f"zero.context_shards={zero.context_shards}", zero.context_shards, devices)
+    times = f" times zero.replicas={replicas}" if replicas > 1 else ""
+    _check_divisor(f"zero.tensor_shards={zero.tensor_shards}{times}", replicas * zero.tensor_shards, devices)
+    _check_divisor(f"zero.expert_shards={zero.expert_shards}{times}", replicas * zero.expert_shards, devices)
     if zero.expert_shards > 1:
         axis = Axis.with_expert_groups("zero", len(devices), zero.expert_shards, replicas)
         return dataclasses.replace(axis, exchanges=exchanges, copies_dtype=copies_dtype)
@@ -138,6 +146,12 @@ def make_axis(zero: Zero, devices: Sequence[Any] | None = None) -> Axis:
             replicas = len(devices) // zero.tensor_shards  # one per tensor group
         axis = Axis.with_tensor_groups("zero", len(devices), zero.tensor_shards, replicas)
     return dataclasses.replace(axis, context=zero.context_shards, exchanges=exchanges, copies_dtype=copies_dtype)
+
+
+def _check_divisor(setting: str, groups: int, devices: Sequence[Any]) -> None:
+    """Raises UserError where the devices do not form so many groups of equal size."""
+    if len(devices) % groups:
+        raise UserError(f"{setting}: expected a divisor of {len(devices)}, the number of devices")
 
 
 def slices_of(devices: Sequence[Any]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,9 +34,10 @@ class Retention:
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         steps = [checkpoint.step for checkpoint in checkpoints]  # in the order of saving
         known = self.saved()
-        losses = {step: saved.loss for step, saved in known.items() if saved.loss is not None}
+        losses = {step: saved.loss for step, saved in known.items() if saved.loss is not None and step in steps}
         kept = set(steps[-self.newest :])
-        kept |= {min((step for step in steps if step in losses), key=lambda step: (losses[step], -step), default=-1)}
+        if losses:
+            kept.add(best_of(losses))
         if self.every is not None:
             kept |= {step for step in steps if step % self.every == 0}
         if self.hours is not None:
@@ -54,3 +55,12 @@ class Retention:
             if not kept or not 0 <= times[step] - times[kept[-1]] < 3600 * (self.hours or 0):
                 kept.append(step)
         return set(kept)
+
+
+def best_of(losses: Mapping[int, float]) -> int:
+    """The step with the lowest loss, the last of several.
+
+    >>> best_of({5: 0.4, 10: 0.3, 15: 0.3, 20: 0.5})
+    15
+    """
+    return min(losses, key=lambda step: (losses[step], -step))

@@ -79,7 +79,8 @@ def _screen() -> Iterator[str]:
     for member in members_of(whole_kind()):
         if isinstance(member, Section):
             count = len(list(all_keys(member.kind)))
-            yield f"  {member.name:<12} {count} {'key' if count == 1 else 'keys'}"
+            noun = "key" if count == 1 else "keys"
+            yield f"  {member.name:<12} {count} {noun}"
     yield ""
     yield f"model.size is one of {len(load_sizes())} sizes: --help sizes"
     yield "--help KEY, SECTION, GROUP or GROUP=CHOICE explains it. --cfg job prints the configuration, --multirun"
@@ -168,9 +169,7 @@ def explained(key: Key, owner: str = "") -> Iterator[str]:
     for line in key.lines:
         yield from textwrap.wrap(line, WIDTH, initial_indent="    ", subsequent_indent="      ")
     if key.check is not None:
-        yield from textwrap.wrap(
-            f"expects {key.check.expected}{', or null' if key.is_optional else ''}",
-            WIDTH,
-            initial_indent="    ",
-            subsequent_indent="      ",
-        )
+        expects = f"expects {key.check.expected}"
+        if key.is_optional:
+            expects += ", or null"
+        yield from textwrap.wrap(expects, WIDTH, initial_indent="    ", subsequent_indent="      ")

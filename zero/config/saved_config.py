@@ -221,7 +221,11 @@ def preset_keys(overrides: list[str]) -> list[str]:
     """The keys that the presets, slices and memory recipes among the overrides set."""
     pairs = [override.lstrip("+").split("=", 1) for override in overrides if "=" in override]
     groups = {path.name for path in conf_directory().iterdir() if path.is_dir()}
-    return list(dict.fromkeys(key for group, name in pairs if group in groups for key in _file_keys(group, name)))
+    keys: list[str] = []
+    for group, name in pairs:
+        if group in groups:
+            keys += _file_keys(group, name)
+    return list(dict.fromkeys(keys))
 
 
 def _file_keys(group: str, name: str) -> Iterator[str]:
@@ -230,8 +234,8 @@ def _file_keys(group: str, name: str) -> Iterator[str]:
     assert isinstance(config, DictConfig)
     for default in config.pop("defaults", []):
         if isinstance(default, DictConfig):  # /group: name, or override /group: name
-            for other, included in default.items():
-                included_group = str(other).removeprefix("override ").lstrip("/")
+            for entry, included in default.items():
+                included_group = str(entry).removeprefix("override ").lstrip("/")
                 if included_group in GROUPS:
                     yield f"{included_group}.name"
                 else:
@@ -246,7 +250,7 @@ def flat_config(config: Any) -> dict[str, str]:
     flat: dict[str, str] = {}
     for key, value in config.items():
         if isinstance(value, DictConfig):
-            flat |= {f"{key}.{name}": one for name, one in flat_config(value).items()}
+            flat |= {f"{key}.{name}": text for name, text in flat_config(value).items()}
         else:
             flat[str(key)] = shown(value)
     return flat

@@ -72,11 +72,12 @@ class HuggingFaceFolder:
         head = self.architecture.modules.get(HEAD)
         if head is None or self._is_tied:
             # Some folders hold the output matrix although it is the embedding's.
-            copy = tensors.pop(f"{head or 'lm_head'}.weight", None)
+            name = "lm_head.weight" if head is None else f"{head}.weight"
+            copy = tensors.pop(name, None)
             embedding = tensors.get(f"{self.architecture.modules[VOCABULARY]}.weight")
             if copy is not None and embedding is not None and not _are_equal(copy, embedding):
                 raise UserError(
-                    f"{self.path}: {head or 'lm_head'}.weight is not the embedding, and the model's are tied "
+                    f"{self.path}: {name} is not the embedding, and the model's are tied "
                     "(tie_word_embeddings); transformers keeps both: an untied architecture with "
                     "tie_word_embeddings false reads both here"
                 )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 
@@ -67,6 +68,17 @@ def _next_key(name: str) -> str:
 def wait_for_all() -> None:
     """A barrier: returns when every host has called it."""
     sum_over_hosts(0)
+
+
+@contextmanager
+def host_0_first() -> Iterator[None]:
+    """Has host 0 do first what is within, and the others when it is done there: hosts may share a disk."""
+    if not is_host_0():
+        wait_for_all()
+    yield
+    if is_host_0():
+        wait_for_all()
+    wait_for_all()
 
 
 def check_shared(key: str, place: Path | str) -> None:

@@ -46,9 +46,13 @@ def for_tpu(device_kind: str | None, overlap_gathers: bool) -> dict[str, bool | 
     {'xla_enable_async_all_gather': True, 'xla_tpu_enable_async_all_to_all': True}
     """
     speed = SPEEDS.get(device_kind or "")
-    offloads, vmem = (speed.offloads, speed.vmem_kib) if speed else (False, None)
-    overlap = dict.fromkeys(OVERLAP_ON_TPU + OVERLAP_ON_SPARSECORES * offloads, overlap_gathers)
-    return overlap | ({} if vmem is None else {VMEM: vmem})
+    names: tuple[str, ...] = OVERLAP_ON_TPU
+    if speed is not None and speed.offloads:
+        names += OVERLAP_ON_SPARSECORES
+    options: dict[str, bool | int] = dict.fromkeys(names, overlap_gathers)
+    if speed is not None and speed.vmem_kib is not None:
+        options[VMEM] = speed.vmem_kib
+    return options
 
 
 def set_before_start(overlap_gathers: bool, extra: str | None) -> None:

@@ -326,7 +326,7 @@ def make_layout(
             split = Split(range(len(shape))[cut], shape[cut], shards)
             moves = (AllGather(split.dim, shards // tensor),)
         elif expert > 1 and is_expert(name):
-            if shape[first:][:1] and shape[first] % expert:
+            if len(shape) > first and shape[first] % expert:
                 raise ValueError(f"leaf {name}: {shape[first]} experts do not divide into {expert} parts")
             split = _choose_split(shape, first, shards, keeps_first=True)
             moves = (Slice(first, expert),)

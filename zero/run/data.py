@@ -76,22 +76,21 @@ def prepare_corpus(config: Config, tokenizer: Tokenizer) -> Config:
       The configuration with the index files of the corpus that fits.
     """
     data = config.data
-    is_first = jax.process_index() == 0
     if data.corpus in SYNTHETIC:
         return config
     train = index_paths(data.index_path_train, data.bucket_path)
     sets = named_sets(data.index_path_validation, data.bucket_path)
     paths = list(itertools.chain.from_iterable(map(paths_of, (train, *sets.values()))))
-    for is_turn in (is_first, not is_first):  # hosts that share a disk find the corpus of the first one
-        if is_turn and data.corpus:
+    used: dict[str, str] = {}
+    with agreement.host_0_first():  # hosts that share a disk find its corpus
+        if data.corpus:
             used = prepare_if_missing(data.corpus, paths, tokenizer, data.max_context)
-            if used:
-                log.info("data.corpus=%s has shorter rows: %s in place of it", data.corpus, ", ".join(used.values()))
-                single = {"index_path_train": train, "index_path_validation": sets.get("")}
-                new: dict[str, Any] = {key: used[path] for key, path in single.items() if isinstance(path, str)}
-                config = replace(config, data=replace(data, **new))
-        agreement.wait_for_all()
-    return config
+    if not used:
+        return config
+    log.info("data.corpus=%s has shorter rows: %s in place of it", data.corpus, ", ".join(used.values()))
+    single = {"index_path_train": train, "index_path_validation": sets.get("")}
+    new: dict[str, Any] = {key: used[path] for key, path in single.items() if isinstance(path, str)}
+    return replace(config, data=replace(data, **new))
 
 
 def with_last_target(config: Config, size: GPTConfig) -> Config:

@@ -18,7 +18,6 @@ from dataclasses import asdict
 from functools import cache
 from typing import Any
 
-import jax
 import numpy as np
 from jax import lax
 
@@ -82,13 +81,12 @@ def _of_index(index: str, config: Config, job: Job, position: TrainingPosition, 
     if absent:
         log.info("log-probabilities of %d pairs of %s by the reference", rows, index)
         values = _computed(index, rows, config, job, reference(), position.global_rows)
-        for is_turn in (jax.process_index() == 0, jax.process_index() != 0):  # hosts may share a disk
-            if is_turn and not storage.exists(path):
+        with agreement.host_0_first():
+            if not storage.exists(path):
                 storage.remove_unfinished(storage.parent(path), os.path.basename(path))
                 data = io.BytesIO()
                 np.save(data, values, allow_pickle=False)
                 directory.write(path, data.getvalue())
-            agreement.wait_for_all()
     with reading(f"{path} is not a complete .npy array: remove it, and it is computed again"):
         stored: np.ndarray = np.load(io.BytesIO(storage.read_bytes(path)), allow_pickle=False)
     if stored.shape != (rows, 2) or not np.isfinite(stored).all():

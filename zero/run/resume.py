@@ -32,8 +32,9 @@ def join_run_directory(run_directory: Path, resume: str | None) -> tuple[Path, b
     message = agreement.broadcast("run", json.dumps([str(run_directory), resume is not None, is_fork]))
     shared, is_resume, is_fork = json.loads(message)
     if is_resume != (resume is not None):
+        does = "resumes" if is_resume else "starts afresh"
         raise UserError(
-            f"host 0 {'resumes' if is_resume else 'starts afresh'} and host {host} does not: all hosts must see the "
+            f"host 0 {does} and host {host} does not: all hosts must see the "
             "same runs; name data.bucket_path, or a hydra.run.dir on a disk that they share"
         )
     if host:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from zero.errors import UserError, file_error
+from zero.errors import UserError, file_error, reason
 from zero.files import storage
 
 
@@ -18,14 +18,14 @@ def read(path: str) -> bytes:
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file; expected a corpus made by zero-prepare, or its index file") from error
     except OSError as error:
-        raise file_error(f"{path} cannot be read: {error.strerror or error}", error) from error
+        raise file_error(f"{path} cannot be read: {reason(error)}", error) from error
 
 
 def write(path: str, data: bytes) -> None:
     try:
         storage.write(path, data)
     except OSError as error:
-        raise file_error(f"{path} cannot be written: {error.strerror or error}", error) from error
+        raise file_error(f"{path} cannot be written: {reason(error)}", error) from error
 
 
 def file_names(directory: str) -> set[str]:

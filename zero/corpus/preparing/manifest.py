@@ -18,7 +18,7 @@ from zero.corpus.preparing import directory
 from zero.corpus.preparing.sources.changes import NEAR
 from zero.corpus.text.special_tokens import COMPANIONS, companions
 from zero.corpus.text.tokenizers import FileTokenizer, Tokenizer, is_same_tokenizer
-from zero.errors import UserError, file_error
+from zero.errors import UserError, file_error, reason
 from zero.files import storage
 from zero.files.parsing import MALFORMED, reading
 
@@ -207,7 +207,7 @@ def find(place: str) -> dict[str, Any] | None:
     except (FileNotFoundError, NotADirectoryError, storage.AccessDenied):  # a bucket that may not be listed denies
         return None
     except OSError as error:
-        raise file_error(f"{path} cannot be read: {error.strerror or error}", error) from error
+        raise file_error(f"{path} cannot be read: {reason(error)}", error) from error
     try:
         manifest: dict[str, Any] = json.loads(data)
         _check_form(manifest)
@@ -257,10 +257,10 @@ def check_tokenizer(place: str, tokenizer: Tokenizer) -> None:
     place = place if storage.is_remote(place) else os.path.normpath(place)
     manifest = find(place)
     if manifest is not None and not is_same_tokenizer(manifest["tokenizer"], tokenizer.name):
-        own = manifest["tokenizer"] if manifest["tokenizer"] == "bytes" else storage.join(place, TOKENIZER)
+        name_or_file = manifest["tokenizer"] if manifest["tokenizer"] == "bytes" else storage.join(place, TOKENIZER)
         raise UserError(
             f"corpus {place} was prepared with tokenizer {manifest['tokenizer']}, not {tokenizer.name}: name its own, "
-            f"{own}"
+            f"{name_or_file}"
         )
     recorded = None if manifest is None else manifest.get(SPECIAL_TOKENS)
     if recorded is not None and recorded != described(tokenizer):

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from zero.errors import UserError
+from zero.errors import UserError, reason
 from zero.files import storage
 from zero.files.storage.objects import Checksum
 
@@ -96,7 +96,7 @@ class ShardCache:
                     finally:
                         part.unlink(missing_ok=True)
         except OSError as error:
-            message = error.strerror or str(error)
+            message = reason(error)
             if message not in self._warnings:  # once: a full disk would fill the log with every shard
                 self._warnings.add(message)
                 _log.warning("data.cache_directory=%s: %s; reading shards from the bucket", self.directory, message)

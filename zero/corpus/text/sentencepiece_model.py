@@ -55,34 +55,43 @@ def _converted(path: str, proto: Any) -> bytes:
 
 def _check(path: str, proto: Any) -> None:
     """Raises UserError for a model whose ids a file of the tokenizers library cannot give."""
+    objection = _objection(proto)
+    if objection is not None:
+        raise UserError(
+            f"tokenizer {path} cannot be converted to a file of the tokenizers library: {objection}; use the "
+            "tokenizer.json of the same model if its authors give one"
+        )
+
+
+def _objection(proto: Any) -> str | None:
+    """What the tokenizers library lacks that a model has; None for nothing."""
     spec = proto.trainer_spec
+    if spec.model_type not in (_UNIGRAM, _BPE):
+        return f"its type is {_TYPES.get(spec.model_type, spec.model_type)}; expected UNIGRAM or BPE"
+    if spec.treat_whitespace_as_suffix or not proto.normalizer_spec.escape_whitespaces:
+        return "it marks blanks in another way than by ▁ before a word"
     types = {piece.piece: piece.type for piece in proto.pieces}
+    unused = [name for name, kind in types.items() if kind == _UNUSED]
+    if unused:
+        return f"it has unused pieces, such as {unused[0]!r}"
     normal = [piece for piece in proto.pieces if piece.type == _NORMAL]
-    characters = {character for piece in normal for character in piece.piece}
-    spelled = {name for name, kind in types.items() if kind != _NORMAL}
+    characters = set("".join(piece.piece for piece in normal))
+    missing = sorted(character for character in characters if types.get(character) != _NORMAL)
+    if missing:
+        return f"{missing[0]!r} is a character of some pieces, and no piece"
+    if spec.model_type != _BPE:
+        return None
     tied: dict[float, list[str]] = {}  # joined pieces, by their score
     for piece in normal:
         if len(piece.piece) > 1:
             tied.setdefault(piece.score, []).append(piece.piece)
-    ambiguous = [group for group in tied.values() if len(group) > 1 and len({*"".join(group)}) > 1]
-    found = ""
-    if spec.model_type not in (_UNIGRAM, _BPE):
-        found = f"its type is {_TYPES.get(spec.model_type, spec.model_type)}; expected UNIGRAM or BPE"
-    elif spec.treat_whitespace_as_suffix or not proto.normalizer_spec.escape_whitespaces:
-        found = "it marks blanks in another way than by ▁ before a word"
-    elif others := [name for name, kind in types.items() if kind == _UNUSED]:
-        found = f"it has unused pieces, such as {others[0]!r}"
-    elif missing := sorted(character for character in characters if types.get(character) != _NORMAL):
-        found = f"{missing[0]!r} is a character of some pieces, and no piece"
-    elif spec.model_type == _BPE and ambiguous:
-        found = f"{' and '.join(map(repr, ambiguous[0][:2]))} have the same score"
-    elif spec.model_type == _BPE and (short := [name for name in spelled if len(name) == 1]):
-        found = f"its symbol {short[0]!r} is one character"
-    if found:
-        raise UserError(
-            f"tokenizer {path} cannot be converted to a file of the tokenizers library: {found}; use the "
-            "tokenizer.json of the same model if its authors give one"
-        )
+    ambiguous = [group for group in tied.values() if len(group) > 1 and len(set("".join(group))) > 1]
+    if ambiguous:
+        return f"{' and '.join(map(repr, ambiguous[0][:2]))} have the same score"
+    short = [name for name, kind in types.items() if kind != _NORMAL and len(name) == 1]
+    if short:
+        return f"its symbol {short[0]!r} is one character"
+    return None
 
 
 def _normalizer(spec: Any) -> Any:

@@ -53,8 +53,12 @@ def _decompress_zstd(file: BinaryIO) -> Iterator[bytes]:
     frame = None
     while block := file.read(_COMPRESSED_BYTES):
         while block:
-            frame = frame or decompressor.decompressobj()
+            if frame is None:
+                frame = decompressor.decompressobj()
             yield frame.decompress(block)
-            block, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
-    if frame:
+            if not frame.eof:
+                break
+            block = frame.unused_data
+            frame = None
+    if frame is not None:
         raise EOFError("the file ends within a frame")

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import BinaryIO, NamedTuple
 
-from zero.errors import UserError, file_error
+from zero.errors import UserError, file_error, reason
 from zero.files import storage
 from zero.files.storage.objects import ObjectStat
 
@@ -207,7 +207,7 @@ def named_errors(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise file_error(f"{path} cannot be read: {error.strerror or error}", error) from error
+        raise file_error(f"{path} cannot be read: {reason(error)}", error) from error
 
 
 def _raise(error: OSError) -> None:

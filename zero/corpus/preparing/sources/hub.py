@@ -5,12 +5,20 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from zero.corpus.preparing.sources import documents
 from zero.corpus.preparing.sources.documents import Document, Reader, Unit
 from zero.corpus.preparing.sources.splits import official_splits
 from zero.errors import Unavailable, UserError, install_command
+
+
+class _Place(NamedTuple):
+    """The parts of a name; an empty one is the default."""
+
+    path: str
+    config: str = ""
+    split: str = ""
 
 
 class HubDataset:
@@ -32,25 +40,25 @@ class HubDataset:
         parts = name.split(":")
         if not parts[0] or len(parts) > 3:
             raise UserError(f"hf:{name}: expected hf:name, hf:name:config or hf:name:config:split")
-        path, config, split = parts + [""] * (3 - len(parts))
+        place = _Place(*parts)
         try:
-            builder = datasets.load_dataset_builder(path, config or None)
+            builder = datasets.load_dataset_builder(place.path, place.config or None)
             if is_official:
                 rows: dict[str, Any] = builder.as_streaming_dataset()
             else:
-                rows = {"": builder.as_streaming_dataset(split=split or "train")}
+                rows = {"": builder.as_streaming_dataset(split=place.split or "train")}
         except (FileNotFoundError, ValueError) as error:  # no such dataset, configuration or split
             raise UserError(f"hf:{name}: {_one_line(error)}") from error
         except OSError as error:  # the hub cannot be reached
             raise Unavailable(f"hf:{name}: {_one_line(error)}") from error
-        if is_official and split:
+        if is_official and place.split:
             raise UserError(f"hf:{name}: names a split, and --splits official reads all of them")
         self.splits = official_splits(f"hf:{name}", rows) if is_official else []
         splits: Sequence[int | None] = self.splits or [None]
         self._parts = list(zip(rows, splits, rows.values(), strict=True))
         self.fingerprint = str(builder.hash)  # of the configuration and the revision, or the files
         # In bytes, of each file of the parts above, in their order; of all together, 0, where a file is no shard.
-        of_splits = {name or split or "train": of_split for name, of_split in rows.items()}
+        of_splits = {name or place.split or "train": of_split for name, of_split in rows.items()}
         self.sizes = _file_sizes(builder.config.data_files, of_splits)
 
     def files(self, first: int, last: int) -> HubDataset:
@@ -82,9 +90,9 @@ class HubDataset:
         """The units of all rows, in the dataset's order."""
         try:
             for part, split, rows in self._parts:
+                place = f"hf:{self._name}, {part} row" if part else f"hf:{self._name}, row"
                 for number, row in enumerate(rows):
-                    name = f"hf:{self._name}, {part + ' ' if part else ''}row {number}"
-                    yield self._reader(row, name)._replace(split=split)
+                    yield self._reader(row, f"{place} {number}")._replace(split=split)
         except (FileNotFoundError, ValueError) as error:
             raise UserError(f"hf:{self._name} cannot be read: {_one_line(error)}") from error
         except OSError as error:
