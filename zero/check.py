@@ -50,11 +50,11 @@ def examine(optimizer: optax.GradientTransformation, params: Any, devices: int) 
         _trace(optimizer, layout.shapes(), devices)
     except (ValueError, TypeError) as error:
         refusal = str(error).partition("\n--------")[0]
-    wholes = [f"{leaf.name or '(root)'} {list(leaf.shape)}" for leaf in layout.leaves if not leaf.splits]
+    wholes = [f"{leaf.name or '(root)'} {list(leaf.shape)}" for leaf in layout.leaves if not leaf.splits] or ["nothing"]
     verdict = "the optimizer is right on slices as it is" if refusal is None else f"refused: {refusal}"
     lines = [
         state,
-        f"whole on every device: {', '.join(wholes) or 'nothing'}",
+        f"whole on every device: {', '.join(wholes)}",
         "gradients: one reduce-scatter and one gather of updates, in place of one all-reduce",
         verdict,
     ]
@@ -94,15 +94,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("optimizer", help="the name of its optax transform")
     parser.add_argument("params", help="the name of its parameters, or of a function that makes them or a train state")
     parser.add_argument("--devices", type=int, default=8, help="the number of devices to plan for")
-    given = parser.parse_args(arguments)
-    module = _load(given.program)
-    for name in (given.optimizer, given.params):
+    options = parser.parse_args(arguments)
+    module = _load(options.program)
+    for name in (options.optimizer, options.params):
         if not hasattr(module, name):
             raise SystemExit(
-                f"{given.program} has no {name!r} at its top level. Where it is made inside a function, write there: "
-                f"import zero.check; print(zero.check.examine(optimizer, params, {given.devices}).text)"
+                f"{options.program} has no {name!r} at its top level. Where it is made inside a function, write there: "
+                f"import zero.check; print(zero.check.examine(optimizer, params, {options.devices}).text)"
             )
-    report = examine(getattr(module, given.optimizer), _shapes(getattr(module, given.params)), given.devices)
+    report = examine(getattr(module, options.optimizer), _shapes(getattr(module, options.params)), options.devices)
     print(report.text)
     return 0 if report.refusal is None else 1
 

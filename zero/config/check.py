@@ -81,12 +81,12 @@ def _read(config: DictConfig, given: Collection[str], mistakes: list[str]) -> Co
     mistakes += wrong.values()
     mode = values.get("mode")
     kind = whole_kind(mode if mode in MODES else "train")
-    for other in MODE_SECTIONS.keys() - {mode}:  # a slice has keys of mode=plan
-        if values.pop(other, None) is not None:
-            mistakes += [unknown(key) for key in given if key.startswith(f"{other}.")]
-    found: list[str] = []
-    read = read_section(kind, values, "", found)
-    mistakes += [line for line in found if re.split("[=:]", line, maxsplit=1)[0] not in wrong]
+    for section in MODE_SECTIONS.keys() - {mode}:  # a slice has keys of mode=plan
+        if values.pop(section, None) is not None:
+            mistakes += [unknown(key) for key in given if key.startswith(f"{section}.")]
+    lines: list[str] = []
+    read = read_section(kind, values, "", lines)
+    mistakes += [line for line in lines if re.split("[=:]", line, maxsplit=1)[0] not in wrong]
     return read
 
 

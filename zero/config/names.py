@@ -36,14 +36,14 @@ RENAMED = MOVED | {
 @cache
 def owners() -> dict[str, tuple[str, ...]]:
     """Every key with the choices or the mode that have it, such as optimizer=lion; none: every run has it."""
-    found: dict[str, tuple[str, ...]] = {}
+    owners_of_key: dict[str, tuple[str, ...]] = {}
     for group in GROUPS.values():
         for name, kind in group.choices.items():
             for key in all_keys(kind, f"{group.name}."):
-                found[key.name] = (*found.get(key.name, ()), f"{group.name}={name}")
+                owners_of_key[key.name] = (*owners_of_key.get(key.name, ()), f"{group.name}={name}")
     for mode, kind in MODE_SECTIONS.items():
-        found |= {key.name: (f"mode={mode}",) for key in all_keys(kind, f"{mode}.")}
-    return {key.name: () for key in all_keys(whole_kind())} | found
+        owners_of_key |= {key.name: (f"mode={mode}",) for key in all_keys(kind, f"{mode}.")}
+    return {key.name: () for key in all_keys(whole_kind())} | owners_of_key
 
 
 @cache

@@ -65,25 +65,25 @@ def part_rules(config: Config, size: GPTConfig) -> Mistakes:
     training = config.training
     if size.update_tokens is None or config.mode not in ("train", "plan"):
         return
-    given = f"update_tokens={size.update_tokens} of model.size={config.model.size}"
+    setting = f"update_tokens={size.update_tokens} of model.size={config.model.size}"
     if config.data.max_context % size.update_tokens:
-        yield "data.max_context", f"a multiple of {given}"
+        yield "data.max_context", f"a multiple of {setting}"
         return
     if training.stages() or training.context_stages is not None:
-        yield "training.staged_warmup_steps", f"0, with training.context_stages=null, as {given}"
+        yield "training.staged_warmup_steps", f"0, with training.context_stages=null, as {setting}"
     if value_of(config, "statistics.every") is not None:
-        yield "statistics.every", f"null, as {given} and it repeats steps on whole rows"
+        yield "statistics.every", f"null, as {setting} and it repeats steps on whole rows"
     if config.zero.remat == "nested":
-        yield "zero.remat", f"auto, full, dots or none, as {given}"
+        yield "zero.remat", f"auto, full, dots or none, as {setting}"
     if config.zero.fused_update:
-        yield "zero.fused_update", f"false, as {given}"
+        yield "zero.fused_update", f"false, as {setting}"
     if config.objective.name != "likelihood":
-        yield "objective", f"likelihood, as {given}"
+        yield "objective", f"likelihood, as {setting}"
     steps = config.data.max_context // size.update_tokens
     for key in _COUNTED_IN_STEPS:
         every = value_of(config, key)
         if every is not None and every % steps:
-            yield key, f"a multiple of {steps}, the steps per row with {given}"
+            yield key, f"a multiple of {steps}, the steps per row with {setting}"
 
 
 def objective_rules(config: Config, size: GPTConfig) -> Mistakes:
@@ -93,27 +93,27 @@ def objective_rules(config: Config, size: GPTConfig) -> Mistakes:
     if config.objective.name == "likelihood":
         return
     of_model = f"model.size={config.model.size}"
-    given = f"objective={config.objective.name}"
+    setting = f"objective={config.objective.name}"
     lacks = {"experts": size.experts is not None, "a codebook": size.has_codebook, "z_loss": size.z_loss != 0}
-    for what in (name for name, has_it in lacks.items() if has_it):
-        yield "objective", f"likelihood, as {of_model} has {what}, with a loss per token"
+    for feature in (name for name, has_it in lacks.items() if has_it):
+        yield "objective", f"likelihood, as {of_model} has {feature}, with a loss per token"
     if isinstance(config, EvaluateConfig) and config.evaluate.validation and not config.evaluate.index:
-        yield "evaluate.index", f"an index file of texts, as data.index_path_validation of {given} holds pairs"
+        yield "evaluate.index", f"an index file of texts, as data.index_path_validation of {setting} holds pairs"
     if config.mode not in ("train", "plan"):
         return
     if config.mode == "train" and not config.model.warm_start:
-        yield "model.warm_start", f"true, as the reference of {given} is the model at model.model_path"
+        yield "model.warm_start", f"true, as the reference of {setting} is the model at model.model_path"
     if training.context_stages is not None:
-        yield "training.context_stages", f"null, as {given} compares whole texts"
+        yield "training.context_stages", f"null, as {setting} compares whole texts"
     elif training.stages():
-        yield "training.staged_warmup_steps", f"0, as {given} compares whole texts"
+        yield "training.staged_warmup_steps", f"0, as {setting} compares whole texts"
     if config.mode == "train" and data.corpus is not None:
-        yield "data.corpus", f"null, as zero-prepare --preferences makes the corpus of {given}"
+        yield "data.corpus", f"null, as zero-prepare --preferences makes the corpus of {setting}"
     for key, expected in (("crop", "first"), ("isolate_documents", False)):
         if getattr(data, key) != expected:
-            yield f"data.{key}", f"{shown(expected)}, as a row is one text with {given}"
+            yield f"data.{key}", f"{shown(expected)}, as a row is one text with {setting}"
     if data.max_skipped_rows and config.tuning.name == "none":
-        yield "data.max_skipped_rows", f"0, as {given} stores log-probabilities for rows by their number"
+        yield "data.max_skipped_rows", f"0, as {setting} stores log-probabilities for rows by their number"
 
 
 def model_rules(config: Config, size: GPTConfig) -> Mistakes:
@@ -175,16 +175,16 @@ def tuning_rules(config: Config, size: GPTConfig) -> Mistakes:
     if not isinstance(tuning, Adapted) or config.mode not in ("train", "plan"):
         return
     of_model = f"model.size={config.model.size}"
-    given = f"tuning={tuning.name}"
+    setting = f"tuning={tuning.name}"
     if config.mode == "train" and not config.model.warm_start:
-        yield "model.warm_start", f"true, as {given} adapts the weights of model.model_path"
+        yield "model.warm_start", f"true, as {setting} adapts the weights of model.model_path"
     if size.layer == "gated_units":
         yield "tuning", f"none, as {of_model} has gated units"
     if size.parametrization != "standard":
         why = "with learning rates for whole matrices"
         yield "tuning", f"none, as {of_model} is in {size.parametrization}, {why}"
     if zero.fused_update:
-        yield "zero.fused_update", f"false, as {given} has only small gradients"
+        yield "zero.fused_update", f"false, as {setting} has only small gradients"
     lacking = {"mlp_gate"} if not size.gated else set[str]()
     if size.experts is not None and size.experts_every == 1:
         lacking |= {"mlp_in", "mlp_gate", "mlp_out"}
@@ -311,9 +311,9 @@ def _uncut(config: Config, size: GPTConfig) -> Mistakes:
     if config.mode in ("train", "plan"):
         cut[f"data.max_context={config.data.max_context}"] = config.data.max_context
         cut |= {f"a stage of {length} tokens": length for _, length in config.training.stages()}
-    for what, count in cut.items():
+    for description, count in cut.items():
         if count % zero.tensor_shards:
-            yield "zero.tensor_shards", f"a divisor of {what}"
+            yield "zero.tensor_shards", f"a divisor of {description}"
     if zero.context_shards == 1 or config.mode not in ("train", "plan"):
         return
     if zero.tensor_shards > 1:
@@ -336,8 +336,8 @@ def evaluate_rules(config: Config, size: GPTConfig) -> Mistakes:
     elif evaluate.validation and not (evaluate.index or config.has_validation_set):
         data = config.data
         path = shown(config.data.index_path_validation)
-        given = f"data.corpus={shown(data.corpus)} and data.index_path_validation={path}"
-        yield "evaluate.validation", f"false, as {given} hold no validation set"
+        indices = f"data.corpus={shown(data.corpus)} and data.index_path_validation={path}"
+        yield "evaluate.validation", f"false, as {indices} hold no validation set"
     if evaluate.follow and config.data.resume_step is not None:
         yield "evaluate.follow", f"false, as data.resume_step={config.data.resume_step} names one checkpoint"
     if evaluate.follow and evaluate.adapters is not None:

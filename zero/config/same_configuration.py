@@ -34,7 +34,7 @@ def check_same_configuration(config: Config, size: GPTConfig) -> None:
     values = {f"{key} of the model (model_config.yaml)": value for key, value in asdict(size).items()}
     for section, value in asdict(config).items():
         keys = value if isinstance(value, dict) else {"": value}
-        values |= {f"{section}.{key}".rstrip("."): one for key, one in keys.items()}
+        values |= {f"{section}.{key}".rstrip("."): of_key for key, of_key in keys.items()}
     values |= {f"the version of {package}": version(package) for package in ("jax", "jaxlib")}
     texts = {key: json.dumps(value, default=str) for key, value in values.items() if key not in OF_A_HOST}
     if mistakes := _differences(texts):

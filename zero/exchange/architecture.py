@@ -74,22 +74,24 @@ class Architecture:
         expected = {name: value for name, value in self.choices().items() if name not in _SIZES}
         widths = {"key_heads": size.num_head, "mlp_width": 4 * size.embedding_dim}
         widths["head_width"] = size.embedding_dim / size.num_head  # type: ignore[assignment]
-        found = [
+        differing = [
             f"{name}={value}, this model {getattr(size, name)}"
             for name, value in {**expected, **widths}.items()
             if name not in free and getattr(size, name) != value
         ]
         if ("experts" in free) != (size.experts is not None):
-            found.append("experts, this model has none" if size.experts is None else "no experts, this model has")
+            differing.append("experts, this model has none" if size.experts is None else "no experts, this model has")
         if self.windows and len({*size.windows} - {0}) > 1:
-            found.append(f"windows of one length, this model {list(size.windows)}")
+            differing.append(f"windows of one length, this model {list(size.windows)}")
         if self.windows == "sliding_window" and len(size.windows) > 1:
-            found.append(f"the same window in all layers, this model {list(size.windows)}")
+            differing.append(f"the same window in all layers, this model {list(size.windows)}")
         if self.local_rotary and size.local_rotary_base is None:
-            found.append("a local_rotary_base, this model none")
+            differing.append("a local_rotary_base, this model none")
         if self.width_divides and size.embedding_dim % size.num_head:
-            found.append(f"embedding_dim divisible by num_head, this model {size.embedding_dim} and {size.num_head}")
-        return found
+            differing.append(
+                f"embedding_dim divisible by num_head, this model {size.embedding_dim} and {size.num_head}"
+            )
+        return differing
 
     @property
     def layers_key(self) -> str:
@@ -162,7 +164,7 @@ class Architecture:
     def _parts(self, leaf: LeafLayout) -> list[str]:
         """The modules in the tensor of this leaf, in order; empty if it has one of its own."""
         name = self.modules["/".join(leaf.path[:-1])]
-        parts = [module.rpartition("/")[2] for module, other in self.modules.items() if other == name]
+        parts = [module.rpartition("/")[2] for module, tensor in self.modules.items() if tensor == name]
         return parts if self.fused and len(parts) > 1 else []
 
 

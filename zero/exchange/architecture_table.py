@@ -228,7 +228,7 @@ def _like_llama(
     `absent` are its values of missing keys where Llama's differ; `others` are the other attributes.
     """
     missing = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 1e4}
-    own: dict[str, Any] = {"family": model_type, "rotary": ("rope_theta", None), **others}
+    attributes: dict[str, Any] = {"family": model_type, "rotary": ("rope_theta", None), **others}
     return Architecture(
         model_type=model_type,
         class_name=class_name,
@@ -236,7 +236,7 @@ def _like_llama(
         absent={**{key: value for key, value in missing.items() if key not in without}, **absent},
         prefix="model.",
         modules=modules,
-        **own,
+        **attributes,
     )
 
 
@@ -487,7 +487,7 @@ GEMMA3 = _like_llama(
 # If several equal a model, the first is exported.
 _LLAMAS = (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, STABLELM, STARCODER2, OLMO2, OLMO3, GRANITE, PHI3)
 _ALL = (GPT2, BLOOM, GPT_NEO, GPT_NEOX, *_LLAMAS, GEMMA, GEMMA2, GEMMA3, MIXTRAL, QWEN3_MOE, GPT_OSS)
-ARCHITECTURES = {one.model_type: one for one in _ALL}
+ARCHITECTURES = {architecture.model_type: architecture for architecture in _ALL}
 # What models that are asked for have and no model of zero has.
 MISSING = {
     "deepseek_v2": "latent attention (compressed keys and values) and shared experts",
@@ -504,12 +504,14 @@ def architecture_of(size: GPTConfig, model_type: str | None = None) -> Architect
     Raises:
       UserError: there is none; the message names the differences from the nearest ones.
     """
-    differences = {one: one.differences(size) for one in ARCHITECTURES.values()}
+    differences = {candidate: candidate.differences(size) for candidate in ARCHITECTURES.values()}
     fewest = min(map(len, differences.values()))
-    nearest = {one: found for one, found in differences.items() if len(found) == fewest}
+    nearest = {candidate: differing for candidate, differing in differences.items() if len(differing) == fewest}
     if fewest:
         raise UserError(
             "no architecture of transformers equals this model: "
-            + "; ".join(f"{one.model_type} has {', '.join(found)}" for one, found in nearest.items())
+            + "; ".join(
+                f"{candidate.model_type} has {', '.join(differing)}" for candidate, differing in nearest.items()
+            )
         )
-    return next((one for one in nearest if one.model_type == model_type), next(iter(nearest)))
+    return next((candidate for candidate in nearest if candidate.model_type == model_type), next(iter(nearest)))

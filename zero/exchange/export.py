@@ -183,7 +183,7 @@ def _save_tensors(tensors: Iterable[tuple[str, np.ndarray]], folder: Path) -> No
         pending.clear()
 
     for name, x in tensors:
-        if pending and sum(one.nbytes for one in pending.values()) + x.nbytes > MAX_FILE_BYTES:
+        if pending and sum(tensor.nbytes for tensor in pending.values()) + x.nbytes > MAX_FILE_BYTES:
             write()
         pending[name] = np.ascontiguousarray(x)  # save_file ignores strides
         total += x.nbytes
@@ -211,8 +211,8 @@ def _save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     if "eos_token" not in names:
         # The tokenizer classes of GPT-2 and BLOOM would add rules of their own.
         named = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": end, "eos_token": end}
-        given = json.loads(files[TOKENIZER_CONFIG]) if TOKENIZER_CONFIG in files else {}
-        files[TOKENIZER_CONFIG] = as_json({**named, **names, **given})
+        as_brought = json.loads(files[TOKENIZER_CONFIG]) if TOKENIZER_CONFIG in files else {}
+        files[TOKENIZER_CONFIG] = as_json({**named, **names, **as_brought})
     for name, content in {"tokenizer.json": data, **files}.items():
         (folder / name).write_bytes(content)
 

@@ -51,35 +51,35 @@ def read_choices(origin: str, config: Mapping[str, Any], architecture: Architect
       UserError: one of them cannot be read, or no model of zero has it; `origin` begins the message.
     """
     check_keys(origin, config, architecture, layers)
-    found = architecture.choices()
+    choices = architecture.choices()
     for key, name in architecture.keys.items():
         value = config.get(key, config.get(architecture.aliases.get(key, ""), architecture.absent.get(key, _MISSING)))
         if value is not _MISSING:
-            found[name] = value
+            choices[name] = value
         elif name in UNSEEN:
             raise UserError(f"{origin}: {key} is missing")
     if architecture.rotary is not None:
         with reading(f"{origin}: the keys of rotary positions hold something else"):
-            found |= _read_rotary(origin, config, architecture)
+            choices |= _read_rotary(origin, config, architecture)
     if architecture.windows:
         with reading(f"{origin}: the keys of windows hold something else"):
-            found["windows"] = _read_windows(origin, {**architecture.absent, **config}, architecture, layers)
+            choices["windows"] = _read_windows(origin, {**architecture.absent, **config}, architecture, layers)
     if architecture.unrotated:
         with reading(f"{origin}: no_rope_layers holds something else"):
-            found["unrotated_every"] = _read_unrotated(origin, config, architecture.unrotated, layers)
-    if "score_width" in found or "score_multiplier" in found:
+            choices["unrotated_every"] = _read_unrotated(origin, config, architecture.unrotated, layers)
+    if "score_width" in choices or "score_multiplier" in choices:
         with reading(f"{origin}: the scale of scores is something else"):
-            width = found.get("head_width") or found["embedding_dim"] // found["num_head"]
-            multiplier = float(found.get("score_multiplier") or found["score_width"] ** -0.5)
-            found["attention_scale"] = "sqrt" if multiplier == width**-0.5 else multiplier
-    if "logit_divisor" in found:
+            width = choices.get("head_width") or choices["embedding_dim"] // choices["num_head"]
+            multiplier = float(choices.get("score_multiplier") or choices["score_width"] ** -0.5)
+            choices["attention_scale"] = "sqrt" if multiplier == width**-0.5 else multiplier
+    if "logit_divisor" in choices:
         with reading(f"{origin}: logits_scaling is no number"):
-            found["output_scale"] = 1 / float(found["logit_divisor"])
+            choices["output_scale"] = 1 / float(choices["logit_divisor"])
     stated = config.get(architecture.layers_key, config.get(architecture.aliases.get(architecture.layers_key, "")))
     if stated != layers:
         stated = "missing" if stated is None else stated
         raise UserError(f"{origin}: {architecture.layers_key} is {stated}, the files hold {layers} layers")
-    return {name: found[name] for name in UNSEEN}
+    return {name: choices[name] for name in UNSEEN}
 
 
 # Attributes of `GPTConfig` for those that keys of config.json hold, where a property has another name.
@@ -99,21 +99,27 @@ def read_size(origin: str, config: Mapping[str, Any], architecture: Architecture
     Raises:
       UserError: a size is missing, or it describes no possible model; `origin` begins the message.
     """
-    found: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
     for key, name in architecture.keys.items():
         value = config.get(key, config.get(architecture.aliases.get(key, ""), architecture.absent.get(key)))
         if name not in _DERIVED and value is not None:
-            found[_FIELDS.get(name, name)] = value
+            attributes[_FIELDS.get(name, name)] = value
     choices = architecture.choices()
-    given = {name: value for name, value in choices.items() if value is not dataclasses.MISSING}
-    found = {**given, "dropout": 0.0, **found, **read_choices(origin, config, architecture, layers), "N": layers}
+    defaults = {name: value for name, value in choices.items() if value is not dataclasses.MISSING}
+    attributes = {
+        **defaults,
+        "dropout": 0.0,
+        **attributes,
+        **read_choices(origin, config, architecture, layers),
+        "N": layers,
+    }
     missing = [
-        key for key, name in architecture.keys.items() if _FIELDS.get(name, name) in _SIZES and name not in found
+        key for key, name in architecture.keys.items() if _FIELDS.get(name, name) in _SIZES and name not in attributes
     ]
     if missing:
         raise UserError(f"{origin}: {missing[0]} is missing")
     with reading(f"{origin}: expected the configuration of a model"):
-        return GPTConfig(**found)
+        return GPTConfig(**attributes)
 
 
 _SIZES = ("embedding_dim", "vocab_size", "num_head", "block_size")
@@ -139,7 +145,7 @@ def _read_rotary(origin: str, config: Mapping[str, Any], architecture: Architect
     assert architecture.rotary is not None
     base, fraction = architecture.rotary
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    found = dict[str, Any]()
+    attributes = dict[str, Any]()
     parameters = config.get(name) or architecture.absent.get("rope_parameters") or {}
     if architecture.local_rotary is not None:
         by_type = config.get("rope_parameters") or {}
@@ -148,7 +154,7 @@ def _read_rotary(origin: str, config: Mapping[str, Any], architecture: Architect
         key, default = architecture.local_rotary
         if (kind := local.get("rope_type", "default")) != "default":
             raise UserError(f"{origin}: rope_type of sliding_attention is {kind!r}, a GPT of zero has 'default'")
-        found["local_rotary_base"] = float(local.get("rope_theta", config.get(key, default)))
+        attributes["local_rotary_base"] = float(local.get("rope_theta", config.get(key, default)))
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     kind = architecture.scaling_aliases.get(kind, kind)
     known = ("default", *architecture.scalings)
@@ -157,12 +163,12 @@ def _read_rotary(origin: str, config: Mapping[str, Any], architecture: Architect
             f"{origin}: {name} has rope_type {kind!r}, with which these weights were trained; "
             f"zero computes {', '.join(map(repr, known))}"
         )
-    found["rotary_base"] = float(parameters.get("rope_theta", config.get(base, architecture.absent[base])))
-    found["rotary_scaling"] = _read_scaling(origin, kind, parameters, config)
+    attributes["rotary_base"] = float(parameters.get("rope_theta", config.get(base, architecture.absent[base])))
+    attributes["rotary_scaling"] = _read_scaling(origin, kind, parameters, config)
     if fraction is not None:
         otherwise = config.get(fraction, architecture.absent[fraction])
-        found["rotary_fraction"] = float(parameters.get("partial_rotary_factor", otherwise))
-    return found
+        attributes["rotary_fraction"] = float(parameters.get("partial_rotary_factor", otherwise))
+    return attributes
 
 
 def _read_scaling(
@@ -273,7 +279,7 @@ def _read_unrotated(origin: str, config: Mapping[str, Any], default: int, layers
     listed = config.get("no_rope_layers")
     if listed is None:
         listed = _rotated(int(config.get("no_rope_layer_interval", default)), layers)
-    listed = [int(bool(one)) for one in listed[:layers]]
+    listed = [int(bool(is_rotated)) for is_rotated in listed[:layers]]
     for every in range(1, layers + 1):
         if listed == _rotated(every, layers) and layers % every == 0:
             return every

@@ -31,16 +31,18 @@ def hub_folder(place: str) -> Path:
     Raises:
       UserError, Unavailable: as `zero.corpus.text.hub.download`.
     """
-    found: Path | None = None
+    folder: Path | None = None
     answer: dict[str, Any] = {}
     if jax.process_index() == 0:
         try:
-            found = download(place, FILES)
-            answer = {"commit": found.name}
+            folder = download(place, FILES)
+            answer = {"commit": folder.name}
         except UserError as error:
             answer = {"error": str(error), "status": error.status}
     answer = json.loads(agreement.broadcast(f"hub {place}", json.dumps(answer)))
     if "error" in answer:
         raise (Unavailable if answer["status"] == Unavailable.status else UserError)(answer["error"])
     log.info("%s is %s@%s", place, place.partition("@")[0], answer["commit"])
-    return found or download(place, FILES, answer["commit"])
+    if folder is None:
+        folder = download(place, FILES, answer["commit"])
+    return folder

@@ -46,8 +46,8 @@ class Mxfp4:
 def decoded(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Slices of tensors by name, in which one stands for each pair of blocks and scales."""
     names = [name.removesuffix(_BLOCKS) for name in tensors if name.endswith(_BLOCKS)]
-    found = {
+    pairs = {
         name: Mxfp4(tensors[name + _BLOCKS], tensors[name + _SCALES]) for name in names if name + _SCALES in tensors
     }
-    coded = {name + end for name in found for end in (_BLOCKS, _SCALES)}
-    return {**{name: x for name, x in tensors.items() if name not in coded}, **found}
+    coded = {name + end for name in pairs for end in (_BLOCKS, _SCALES)}
+    return {**{name: x for name, x in tensors.items() if name not in coded}, **pairs}

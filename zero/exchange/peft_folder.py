@@ -179,13 +179,13 @@ def peft_adapters(folder: Path, size: GPTConfig) -> Adapters:
     with _opened(folder) as file:
         names = set(file.keys())
     targets = [name for name in PRODUCTS if f"{STACK}/{name}" in architecture.modules]
-    found = [name for name in targets if tensor_name(f"{STACK}/{name}/{LORA_A}", architecture).format(0) in names]
-    if not found:
+    products = [name for name in targets if tensor_name(f"{STACK}/{name}/{LORA_A}", architecture).format(0) in names]
+    if not products:
         raise UserError(f"{folder}: holds no adapter of a product of {architecture.model_type}")
     ranks: list[tuple[str, int]] = []
     alphas: list[tuple[str, float]] = []
     with reading(f"{path}: expected modules and numbers under rank_pattern and alpha_pattern", re.error):
-        for name in found:
+        for name in products:
             modules = [architecture.full_name(f"{STACK}/{name}/kernel").removesuffix(".weight")]
             modules = [modules[0].format(layer) for layer in range(size.N)]
             own_rank = int(_of_modules(path, config, "rank_pattern", modules) or rank)
@@ -198,7 +198,7 @@ def peft_adapters(folder: Path, size: GPTConfig) -> Adapters:
     return Adapters(
         rank,
         alpha,
-        targets=tuple(found),
+        targets=tuple(products),
         has_magnitudes=bool(config.get("use_dora")),
         ranks=tuple(sorted(ranks)),
         alphas=tuple(sorted(alphas)),
@@ -267,13 +267,13 @@ def read_peft(folder: Path, model: ShardedGPT) -> PyTree:
             raise UserError(f"{path}: {key} is {config[key]!r}{rs}, expected tuning.{name}={getattr(adapters, name):g}")
     of_folder = peft_adapters(folder, model.config)
     for product in of_folder.targets:
-        for key, number, wanted in (
+        for key, number, of_run in (
             ("rank_pattern", of_folder.rank_of(product), adapters.rank_of(product)),
             ("alpha_pattern", of_folder.alpha_of(product), adapters.alpha_of(product)),
         ):
-            if not math.isclose(number, wanted):
+            if not math.isclose(number, of_run):
                 raise UserError(
-                    f"{path}: {key} gives {product} {number:g}, expected tuning.{key}={{{product}: {wanted:g}}}"
+                    f"{path}: {key} gives {product} {number:g}, expected tuning.{key}={{{product}: {of_run:g}}}"
                 )
     if set(of_folder.tables) != set(adapters.tables):
         tables = f"[{', '.join(of_folder.tables)}]" if of_folder.tables else "null"

@@ -36,7 +36,7 @@ class Peers:
             self._listener = Listener(("", 0), authkey=self._key, backlog=16)
             threading.Thread(target=self._serve, name="peers", daemon=True).start()
             address = json.dumps([_own_address(), self._listener.address[1]])
-            self._addresses = [tuple(json.loads(one)) for one in agreement.gather("peers", address)]
+            self._addresses = [tuple(json.loads(text)) for text in agreement.gather("peers", address)]
 
     def put(self, host: int, name: str) -> None:
         """Sends a file; it appears whole on the other host, or not at all. Raises one of `FAILURES`."""

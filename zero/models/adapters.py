@@ -100,9 +100,10 @@ class Adapters:
                 rank = self.rank_of(name)
                 shapes: dict[str, tuple[int, ...]] = {LORA_A: (inputs, rank), LORA_B: (rank, outputs)}
                 shapes |= {MAGNITUDE: (outputs,)} if self.has_magnitudes else {}
-                return {leaf: jax.ShapeDtypeStruct((*layers, *own), jnp.float32) for leaf, own in shapes.items()}
-            subtrees = {key: below(one, key) for key, one in tree.items() if isinstance(one, dict) and key != "experts"}
-            return {key: one for key, one in subtrees.items() if one}
+                return {leaf: jax.ShapeDtypeStruct((*layers, *shape), jnp.float32) for leaf, shape in shapes.items()}
+            inner = {key: value for key, value in tree.items() if isinstance(value, dict) and key != "experts"}
+            adapted = {key: below(subtree, key) for key, subtree in inner.items()}
+            return {key: subtree for key, subtree in adapted.items() if subtree}
 
         copies = {}
         for table in self.tables:
@@ -116,11 +117,11 @@ class Adapters:
         numbers = itertools.count()
 
         def new(path: Any, leaf: Any) -> jax.Array:
-            own = jax.random.fold_in(key, next(numbers))
+            key_of_leaf = jax.random.fold_in(key, next(numbers))
             if path[-1].key != LORA_A:
                 return jnp.zeros(leaf.shape)
             bound = 1 / math.sqrt(leaf.shape[-2])
-            return jax.random.uniform(own, leaf.shape, minval=-bound, maxval=bound)
+            return jax.random.uniform(key_of_leaf, leaf.shape, minval=-bound, maxval=bound)
 
         return jax.tree_util.tree_map_with_path(new, shapes)
 
@@ -209,8 +210,8 @@ def combine(params: Any, others: Any) -> Any:
     {'query': {'kernel': 1, 'lora_a': 2}}
     """
     both = dict(params)
-    for name, one in others.items():
-        both[name] = combine(params[name], one) if name in params else one
+    for name, tree in others.items():
+        both[name] = combine(params[name], tree) if name in params else tree
     return both
 
 
@@ -220,9 +221,9 @@ def resolved(params: Any) -> Any:
     >>> resolved({"head": {"table": 1, "trained_table": 2}, "norm": {"scale": 3}})
     {'head': {'table': 2}, 'norm': {'scale': 3}}
     """
-    own = {name: resolved(value) if isinstance(value, dict) else value for name, value in params.items()}
-    copies = {name.removeprefix(COPY): value for name, value in own.items() if name.startswith(COPY)}
-    return {name: copies.get(name, value) for name, value in own.items() if not name.startswith(COPY)}
+    inner = {name: resolved(value) if isinstance(value, dict) else value for name, value in params.items()}
+    copies = {name.removeprefix(COPY): value for name, value in inner.items() if name.startswith(COPY)}
+    return {name: copies.get(name, value) for name, value in inner.items() if not name.startswith(COPY)}
 
 
 def with_copies(adapters: Any, base: Any) -> Any:

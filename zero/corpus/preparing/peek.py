@@ -108,15 +108,15 @@ class _Seen:
 def _described(name: str, ids: np.ndarray, length: int, tokenizer: Tokenizer, begins: bool | None) -> str:
     ends = np.flatnonzero(ids == tokenizer.end_of_text)
     starts = [0] * bool(begins) + [int(end) + 1 for end in ends if end + 1 < len(ids)]
-    found = [f"documents begin at {', '.join(map(str, starts))}" if starts else "no document begins"]
+    sentences = [f"documents begin at {', '.join(map(str, starts))}" if starts else "no document begins"]
     if begins is False:
-        found.append("the first one is the rest of a document")
+        sentences.append("the first one is the rest of a document")
     elif begins is None:
-        found.append("column 0 begins a document, or the rest of one")
+        sentences.append("column 0 begins a document, or the rest of one")
     if len(ids) and (not len(ends) or ends[-1] != len(ids) - 1):
-        found.append("the last document is cut")
+        sentences.append("the last document is cut")
     span = [int(ids.min()), int(ids.max())] if len(ids) else []
-    return f"{name}: {len(ids)} of {length} tokens, ids {_span(span)} of {tokenizer.vocab_size}; {'; '.join(found)}"
+    return f"{name}: {len(ids)} of {length} tokens, ids {_span(span)} of {tokenizer.vocab_size}; {'; '.join(sentences)}"
 
 
 def _span(ids: list[int]) -> str:

@@ -6,6 +6,7 @@ Shapes: n rows or tokens, T tokens of a row.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -189,17 +190,17 @@ class UnitTokenizer:
         return np.concatenate([np.asarray(before, dtype), *ids, np.asarray(after, dtype)])
 
     def _join(self, documents: list[list[Tokens]], counts: Counts) -> SplitTokens:
-        texts = [one for document in documents for one in document]
-        rows, lengths = self._joined([one.ids for one in texts], self.tokenizer.end_of_text)
+        texts = list(itertools.chain.from_iterable(documents))
+        rows, lengths = self._joined([text.ids for text in texts], self.tokenizer.end_of_text)
         dtype = np.min_scalar_type(self.tokenizer.vocab_size - 1)
         completions = None
         if self.has_completions:
-            learned = [one.is_learned for one in texts if one.is_learned is not None]
+            learned = [text.is_learned for text in texts if text.is_learned is not None]
             completions = self._joined(learned, 0)[0].astype(np.uint8)
         starts = None
         if self.marks_starts:
             starts = np.zeros(len(rows), np.uint8)
-            starts[np.cumsum([0, *(len(one.ids) for one in texts[:-1])])[: len(texts)]] = 1
+            starts[np.cumsum([0, *(len(text.ids) for text in texts[:-1])])[: len(texts)]] = 1
         return SplitTokens(rows.astype(dtype, copy=False), lengths, completions, counts, starts)
 
     def _joined(self, arrays: list[np.ndarray], filler: int) -> tuple[np.ndarray, np.ndarray | None]:
@@ -230,10 +231,10 @@ def learned_tokens(
     is_learned = np.zeros(len(ids), bool)
     is_ended = False
     for start, stop in completions:
-        inside = np.flatnonzero((ends > start) & (starts < stop))
-        marks = np.flatnonzero(np.isin(ids[inside], turn_ends))
+        touched = np.flatnonzero((ends > start) & (starts < stop))
+        marks = np.flatnonzero(np.isin(ids[touched], turn_ends))
         is_ended = len(marks) > 0
-        is_learned[inside[: marks[-1] + 1] if is_ended else inside] = True
+        is_learned[touched[: marks[-1] + 1] if is_ended else touched] = True
     return is_learned, is_ended
 
 

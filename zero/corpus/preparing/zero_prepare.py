@@ -64,16 +64,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     An error is one line, and status 2 for a mistake, 1 where a repeat may succeed. `--verify` also exits with status 1,
     where something differs.
     """
-    own, runner = _without_runner(sys.argv[1:] if arguments is None else list(arguments))
-    given = _parser().parse_args(own)
+    words, runner = _without_runner(sys.argv[1:] if arguments is None else list(arguments))
+    options = _parser().parse_args(words)
     try:
         with exit_on_error():
-            if given.peek is not None:
-                _peek(given)
-            elif given.verify:
-                _verify(given)
+            if options.peek is not None:
+                _peek(options)
+            elif options.verify:
+                _verify(options)
             else:
-                _prepare(given, runner)
+                _prepare(options, runner)
     except KeyboardInterrupt:
         sys.exit("stopped; the same call continues")
 

@@ -75,7 +75,10 @@ class ChatTemplate:
         return [(start, stop) for start, stop in self._ask(messages, False, tools)["generated"]]
 
     def _ask(self, messages: Sequence[Any], add_generation_prompt: bool, tools: Sequence[Any] | None) -> dict[str, Any]:
-        variables = {"messages": [_present(one) for one in messages], "add_generation_prompt": add_generation_prompt}
+        variables = {
+            "messages": [_present(message) for message in messages],
+            "add_generation_prompt": add_generation_prompt,
+        }
         variables |= {"tools": tools, "documents": None, **dict(self.special_tokens)}
         text = self.text if tools is None or self.with_tools is None else self.with_tools
         answer = _renderer.ask({"template": text, "variables": variables, "date": self.date})
@@ -172,12 +175,12 @@ def _texts(files: TokenizerFiles) -> tuple[str, dict[str, str]]:
         with reading(f"{path} is not UTF-8 text"):
             return path, {"default": storage.read_bytes(path).decode("utf-8")}
     path = storage.join(files.folder, TOKENIZER_CONFIG)
-    found = files.tokenizer.get("chat_template")
-    if isinstance(found, list):  # several, by name
+    templates = files.tokenizer.get("chat_template")
+    if isinstance(templates, list):  # several, by name
         with reading(f"{path}: expected names and templates under chat_template"):
-            texts = {entry["name"]: entry["template"] for entry in found}
+            texts = {entry["name"]: entry["template"] for entry in templates}
     else:
-        texts = {} if found is None else {"default": found}
+        texts = {} if templates is None else {"default": templates}
     for text in texts.values():
         if not isinstance(text, str):
             raise UserError(f"{path}: chat_template is {type(text).__name__}; expected text")

@@ -97,6 +97,6 @@ def _ranks(path: str, data: bytes, special: dict[str, int]) -> dict[bytes, int]:
     used = {*ranks.values()}
     twice = len(used) < len(lines) or used & {*special.values()}
     if missing or twice or min(used) < 0:
-        found = f"no token for byte {missing[0]}" if missing else "two tokens of one rank, or a negative one"
-        raise UserError(f"tokenizer {path} has {found}; expected a rank of its own for each token and all 256 bytes")
+        mistake = f"no token for byte {missing[0]}" if missing else "two tokens of one rank, or a negative one"
+        raise UserError(f"tokenizer {path} has {mistake}; expected a rank of its own for each token and all 256 bytes")
     return ranks

@@ -48,10 +48,10 @@ def ngrams(text: str) -> Iterator[bytes]:
 
 def ngrams_of_files(value: str) -> SharedNgrams:
     """The n-grams of files whose lines are read one by one, so that none spans two questions."""
-    found: set[bytes] = set()
+    hashes: set[bytes] = set()
     for path in value.split(","):
         for line in directory.read(path).decode("utf-8", "replace").splitlines():
-            found.update(ngrams(line))
-    if not found:
+            hashes.update(ngrams(line))
+    if not hashes:
         raise UserError(f"no line has {NGRAM} words")
-    return SharedNgrams(frozenset(found))
+    return SharedNgrams(frozenset(hashes))

@@ -31,4 +31,4 @@ def field_values(value: str) -> FieldValues:
     pairs = [pair.partition("=") for pair in value.split(",")]
     if not all(key and equals for key, equals, _ in pairs):
         raise UserError("expected KEY=VALUE, such as language=en")
-    return FieldValues(tuple((key, wanted) for key, _, wanted in pairs))
+    return FieldValues(tuple((key, text) for key, _, text in pairs))

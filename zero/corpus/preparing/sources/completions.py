@@ -27,8 +27,8 @@ class CompletionReader:
     roles: tuple[str, ...] = LEARNED
 
     def __call__(self, entry: Any, name: str) -> Document:
-        given = entry if isinstance(entry, dict) else {}
-        prompt, completion, messages = (given.get(key) for key in ("prompt", "completion", "messages"))
+        fields = entry if isinstance(entry, dict) else {}
+        prompt, completion, messages = (fields.get(key) for key in ("prompt", "completion", "messages"))
         if isinstance(prompt, str) and isinstance(completion, str):
             whole = prompt + completion
             return Document(whole, name=name, completions=((len(prompt), len(whole)),))
@@ -37,7 +37,7 @@ class CompletionReader:
                 f'{name}: expected strings under "prompt" and "completion", or a list under "messages"; {found(entry)}'
             )
         try:
-            return self._conversation(given, name)
+            return self._conversation(fields, name)
         except UserError as error:
             raise UserError(f"{name}: {error}") from error
 

@@ -28,8 +28,8 @@ def checked_messages(value: Any, key: str) -> list[Message]:
         raise UserError(f'expected a list of messages under "{key}"; found {type(value).__name__}')
     for i, message in enumerate(value):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            given = ", ".join(sorted(map(str, message))) if isinstance(message, dict) else type(message).__name__
-            raise UserError(f'{key}[{i}]: expected an object with a "role"; found {given}')
+            kind = ", ".join(sorted(map(str, message))) if isinstance(message, dict) else type(message).__name__
+            raise UserError(f'{key}[{i}]: expected an object with a "role"; found {kind}')
         calls = message.get("tool_calls")
         if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
             raise UserError(f"{key}[{i}].tool_calls: expected a list of objects; found {json.dumps(calls)[:80]}")

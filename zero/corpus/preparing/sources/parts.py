@@ -37,11 +37,11 @@ def part_bounds(sizes: Sequence[int], part_bytes: int) -> list[tuple[int, int]]:
     """
     bounds = []
     first = 0
-    held = 0
+    bytes_of_part = 0
     for number, size in enumerate(sizes):
-        if number > first and held + size > part_bytes:
+        if number > first and bytes_of_part + size > part_bytes:
             bounds.append((first, number))
             first = number
-            held = 0
-        held += size
+            bytes_of_part = 0
+        bytes_of_part += size
     return [*bounds, (first, len(sizes))]

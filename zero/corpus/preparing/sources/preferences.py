@@ -29,13 +29,13 @@ class PreferenceReader:
     template: ChatTemplate | None
 
     def __call__(self, entry: Any, name: str) -> Document:
-        given = entry if isinstance(entry, dict) else {}
-        absent = [key for key in ANSWERS if not isinstance(given.get(key), str | list)]
+        fields = entry if isinstance(entry, dict) else {}
+        absent = [key for key in ANSWERS if not isinstance(fields.get(key), str | list)]
         if absent:
             raise UserError(f'{name}: expected a string or a list of messages under "{absent[0]}"; {found(entry)}')
         try:
-            read = self._messages if isinstance(given[CHOSEN], list) else self._strings
-            chosen, rejected = read(given, name)
+            read = self._messages if isinstance(fields[CHOSEN], list) else self._strings
+            chosen, rejected = read(fields, name)
         except UserError as error:
             raise UserError(f"{name}: {error}") from error
         return chosen._replace(rejected=rejected)
@@ -43,8 +43,8 @@ class PreferenceReader:
     def _strings(self, entry: dict[str, Any], name: str) -> list[Document]:
         for key in ("prompt", REJECTED):
             if not isinstance(entry.get(key), str):
-                given = "nothing" if key not in entry else type(entry[key]).__name__
-                raise UserError(f'expected a string under "{key}", as under "{CHOSEN}"; found {given}')
+                kind = "nothing" if key not in entry else type(entry[key]).__name__
+                raise UserError(f'expected a string under "{key}", as under "{CHOSEN}"; found {kind}')
         prompt = entry["prompt"]
         texts = [prompt + entry[key] for key in ANSWERS]
         return [Document(text, name=name, completions=((len(prompt), len(text)),)) for text in texts]

@@ -60,8 +60,8 @@ def _parquet(file: BinaryIO, reader: Reader) -> Iterator[tuple[Any, float]]:
 
     table = parquet.ParquetFile(file)
     rows = 0
-    wanted = [reader.key, *reader.fields] if isinstance(reader, TextReader) else []
-    columns = [name for name in wanted if name in table.schema_arrow.names]  # else the reader names what is there
+    names = [reader.key, *reader.fields] if isinstance(reader, TextReader) else []
+    columns = [name for name in names if name in table.schema_arrow.names]  # else the reader names what is there
     for batch in table.iter_batches(_ROWS, columns=columns or None):
         rows += batch.num_rows
         yield batch, rows / table.metadata.num_rows
