@@ -13,8 +13,7 @@ from typing import Any
 import hydra
 import pytest
 
-import zero.config.schema  # noqa: F401  declares the keys
-from zero.config.files import conf_directory
+from tests.config.composing import compose
 from zero.config.help import help_text
 from zero.errors import UserError
 
@@ -56,8 +55,7 @@ def check_overrides(words: list[str]) -> None:
         return
     if "--multirun" in words:  # each key once, with the first of its values
         overrides = [word.split(",")[0] for word in overrides]
-    with hydra.initialize_config_dir(str(conf_directory()), version_base="1.3"):
-        hydra.compose("config", overrides)
+    compose(*overrides)
 
 
 def check_shell_script(script: Path, words: list[str]) -> None:
