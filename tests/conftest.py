@@ -178,6 +178,14 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def lasting(workplace: Path) -> "cli.Lasting":
+    """Runs in the workplace of the module that share their programs with those of other modules."""
+    from tests.helpers import cli
+
+    return cli.Lasting(workplace)
+
+
+@pytest.fixture(scope="module")
 def forks(workplace: Path) -> "cli.Forks":
     """Short runs in the workplace of the module."""
     from tests.helpers import cli

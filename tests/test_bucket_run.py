@@ -34,7 +34,7 @@ def run(server: str, workplace: Path, tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.fixture(scope="module")
 def calm(workplace: Path) -> list[float]:
     """The losses of the same run from disk."""
-    return cli.losses(cli.Forks(workplace).train("run", *cli.TINY))
+    return cli.losses(cli.Lasting(workplace).train("run", *cli.TINY))
 
 
 @pytest.mark.slow

@@ -50,22 +50,22 @@ def test_a_clock_that_was_wrong(wrong: float) -> None:
     assert existing == [0, 2, 4, 5, 7, 9]
 
 
-def test_run_keeps_what_it_is_told(forks: cli.Forks) -> None:
+def test_run_keeps_what_it_is_told(lasting: cli.Lasting) -> None:
     """A run saves every fifth step, evaluates every eighth, keeps every tenth and the last; a resume does too."""
     keys = ("data.save_every=5", "data.keep_every=10", "data.keep_checkpoints=1", "training.evaluation_frequency=8")
-    run = forks.train("kept", *cli.TINY, *keys)
+    run = lasting.train("kept", *cli.TINY, *keys)
     assert saved_steps(run) == [10, 12]
     evaluated = [line["step"] for line in read_metrics(run / "metrics.jsonl") if "validation/loss" in line]
     assert evaluated == [8, 12]
     shutil.rmtree(run / "checkpoints" / "12")
-    forks.check("--resume", "hydra.run.dir=kept")
+    lasting.check("--resume", "hydra.run.dir=kept")
     assert saved_steps(run) == [10, 12]
 
 
 @pytest.mark.slow
-def test_run_keeps_by_the_hour(forks: cli.Forks) -> None:
+def test_run_keeps_by_the_hour(lasting: cli.Lasting) -> None:
     """With an hour of no length every checkpoint is kept, with a long one the first."""
     for hours, steps in (("1e-9", [3, 6, 9, 12]), ("1000", [3, 12])):
         keys = ("data.save_every=3", f"data.keep_every_hours={hours}", "data.keep_checkpoints=1")
-        run: Path = forks.train(f"hours-{hours}", *cli.TINY, *keys, "training.maximum_evaluation_steps=0")
+        run: Path = lasting.train(f"hours-{hours}", *cli.TINY, *keys, "training.maximum_evaluation_steps=0")
         assert saved_steps(run) == steps

@@ -3,6 +3,7 @@
 - `make_workplace`: a directory with a small corpus; the fixtures `workplace` and `forks` of tests/conftest.py use it.
 - `TINY`: the overrides of a run of 12 steps; `INDICES`, `CONTEXT`, `MAIN`: its corpus, row length and program.
 - `start`, `finish`, `run`: a process of its own. `Forks`: short runs that are forked, which saves two seconds each.
+  `Lasting`: runs one after the other in one process, which share their programs.
 - `metrics`, `losses`: what a run wrote to metrics.jsonl; `CLOCKED` names what a clock measured.
 - `contents`: the files of a run, to compare. `check_refusal`: a run ended with one line that names what is wrong.
 - `environment`, `untouched_environment`, `customized`: of the processes that are started.
@@ -249,6 +250,19 @@ class Forks:
         return new
 
 
+class Lasting(Forks):
+    """Runs on eight devices in a workplace, one after the other in a process that outlasts them.
+
+    Runs whose jobs are equal share their traced and compiled programs, as do the runs of all files of tests that a
+    worker has: the first run of a job takes as long as a forked one, those after it a quarter. None may be killed, or
+    depend on the environment or on what `customized` runs; one that is refused is better forked.
+    """
+
+    def start(self, *arguments: str) -> Fork:
+        assert not os.environ.get("ZERO_TESTS_CODE"), "customized programs are forked"
+        return Fork(_lasting_server(), self.workplace, arguments)
+
+
 def metrics(run: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl without what a clock measured."""
     lines = read_metrics(run / "metrics.jsonl")
@@ -279,8 +293,18 @@ def check_refusal(done: subprocess.CompletedProcess[str], *named: str, lines: in
 @cache
 def _fork_server(host: int) -> subprocess.Popen[str]:
     """The process that the runs of a host are forked from."""
+    return _server("forks.py")
+
+
+@cache
+def _lasting_server() -> subprocess.Popen[str]:
+    """The process that `Lasting` runs are in."""
+    return _server("lasting.py")
+
+
+def _server(file: str) -> subprocess.Popen[str]:
     server = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("forks.py")), str(MAIN)],
+        [sys.executable, str(Path(__file__).with_name(file)), str(MAIN)],
         env=environment() | {"PYTHONPATH": f"{_session() / 'absent'}:{MAIN.parent}", "ZERO_TESTS_CODE": ""},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -18,9 +18,8 @@ import hydra
 import zero.checkpoints.orbax_commit
 import zero.cli
 import zero.run.train  # noqa: F401
+from tests.helpers.blank_pages import leave_blank
 from zero.config.saved_config import default_config
-from zero.files import storage
-from zero.report.html_report import REPORT_FILE
 from zero.run.features import report
 from zero.run_directory import save_config
 from zero.tracking.tracker import open_tracker
@@ -32,15 +31,6 @@ with tempfile.TemporaryDirectory() as place:  # the first line of metrics import
     save_config(Path(place), default_config())
     with open_tracker(Path(place), project=None, config={}, resumed_from=1) as tracker:
         tracker({"step": 1, "train/loss": 1.0})
-
-
-def leave_blank(run_directory: Path) -> None:
-    """Writes the picture and the page of a run without drawing them, for which matplotlib would be imported.
-
-    tests/test_main.py and tests/report read what is drawn.
-    """
-    for name in ("run.png", REPORT_FILE):
-        storage.write(run_directory / name, b"")
 
 
 report.draw = leave_blank

@@ -1,7 +1,7 @@
 """Short runs in this process that share what they compile.
 
 `SharedJobs` has runs that differ only in some keys share their job: it is made of a configuration that lacks these
-keys, so that it cannot depend on them. A run then takes about a second of CPU time. Pictures and pages are not drawn.
+keys, so that it cannot depend on them. A run then takes about a second of CPU time. Pictures and pages are blank.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import jax
 
+from tests.helpers.blank_pages import leave_blank
 from zero.config.schema import Config
 from zero.job import Job, make_job
 from zero.models.config import GPTConfig
@@ -40,13 +41,17 @@ class SharedJobs:
         self._keys = {*keys, "data.checkpoint_directory", "zero.emergency_directory"} - ON_TPU
         self._jobs: dict[str, tuple[Job, dict[str, Compiled]]] = {}
 
+    def drop(self) -> None:
+        """Forgets all jobs, and what was compiled for them."""
+        self._jobs.clear()
+        jax.clear_caches()
+        gc.collect()
+
     @contextmanager
     def shared(self, checksums: list[str]) -> Iterator[None]:
         """Runs share jobs and compiled steps; adds the checksum of the text of each step that a run uses."""
         if len(self._jobs) > MOST_JOBS:
-            self._jobs.clear()
-            jax.clear_caches()
-            gc.collect()
+            self.drop()
         compiled: dict[str, Compiled] = {}
 
         def make_shared_job(config: Config, size: GPTConfig) -> Job:
@@ -70,7 +75,7 @@ class SharedJobs:
         with (
             patch.object(run_train, "make_job", make_shared_job),
             patch.object(step_programs, "compile_unless_stopped", compile_once),
-            patch.object(report, "draw"),
+            patch.object(report, "draw", leave_blank),
         ):
             yield
 

@@ -13,27 +13,27 @@ from zero.config.schema import Sample
 from zero.errors import UserError
 from zero.inference.interactive import _changed
 
-SHORT = ("training.total_steps=4", "training.warmup_steps=3", "training.maximum_evaluation_steps=0")
-
 
 @pytest.fixture(scope="module")
 def workplace(workplace: Path) -> Path:
     """With a run that has ended."""
-    cli.Forks(workplace).train("trained", *cli.TINY, *SHORT)
+    cli.Lasting(workplace).train("trained", *cli.TINY)
     return workplace
 
 
-def test_prompts_and_log_probabilities(forks: cli.Forks) -> None:
+def test_prompts_and_log_probabilities(lasting: cli.Lasting) -> None:
     """Prompts of a .jsonl file span lines, and greedy tokens have the log-probabilities of an evaluation."""
     prompts = ["one\ntwo", "shard"]
-    (forks.workplace / "prompts.jsonl").write_text(f"{json.dumps(prompts[0])}\n{json.dumps({'prompt': prompts[1]})}\n")
+    (lasting.workplace / "prompts.jsonl").write_text(
+        f"{json.dumps(prompts[0])}\n{json.dumps({'prompt': prompts[1]})}\n"
+    )
     keys = (
         "sample.prompt_file=prompts.jsonl",
         "sample.tokens=6",
         "sample.temperature=0",
         "sample.log_probabilities=true",
     )
-    run = forks.train("sampled", "mode=sample", "model.model_path=trained", *keys, "sample.log_probabilities=true")
+    run = lasting.train("sampled", "mode=sample", "model.model_path=trained", *keys, "sample.log_probabilities=true")
     lines = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     assert [line["prompt"] for line in lines] == prompts
     for line in lines:

@@ -54,7 +54,7 @@ LORA = ("tuning=lora", "tuning.rank=4", "tuning.alpha=8", "training.peak_learnin
 
 
 class Place(NamedTuple):
-    forks: cli.Forks
+    runs: cli.Lasting
     run: Path
 
 
@@ -75,8 +75,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
         patch.chdir(root)
         done = call("pairs.jsonl", "--preferences", "--row-tokens", str(CONTEXT), "--validation-fraction", "0.2")
         assert done.returncode == 0, done.stderr
-        forks = cli.Forks(root)
-        yield Place(forks, forks.train("run", *JOB))
+        runs = cli.Lasting(root)
+        yield Place(runs, runs.train("run", *JOB))
 
 
 def torch_values(index: str) -> np.ndarray:
@@ -120,7 +120,7 @@ def test_preference_is_learned(place: Place) -> None:
 def test_resumed_bit_for_bit(place: Place) -> None:
     """A run that continues from the middle is the same, bit for bit, and reads the values that were stored."""
     before = {path: path.stat().st_mtime_ns for path in Path("data/index").glob("*.npy")}
-    assert cli.metrics(place.forks.fork("run", STEPS // 2)) == cli.metrics(place.run)
+    assert cli.metrics(place.runs.fork("run", STEPS // 2)) == cli.metrics(place.run)
     assert {path: path.stat().st_mtime_ns for path in Path("data/index").glob("*.npy")} == before
 
 
@@ -128,11 +128,11 @@ def test_resumed_bit_for_bit(place: Place) -> None:
 def test_adapters_on_their_base(place: Place) -> None:
     """Adapters learn with their base as the reference, and are resumed bit for bit; nothing is stored."""
     before = set(Path("data/index").iterdir())
-    run = place.forks.train("lora", *JOB, *LORA, "zero.stage=2")
+    run = place.runs.train("lora", *JOB, *LORA, "zero.stage=2")
     lines = cli.metrics(run)
     assert lines[0]["train/loss"] == pytest.approx(np.log(2), abs=1e-4)
     assert lines[-1]["train/loss"] < 0.6 and lines[-1]["validation/rewards/accuracies"] > 0.9
-    assert cli.metrics(place.forks.fork("lora", STEPS // 2)) == lines
+    assert cli.metrics(place.runs.fork("lora", STEPS // 2)) == lines
     assert set(Path("data/index").iterdir()) == before
 
 
@@ -143,21 +143,21 @@ def test_pairs_prepared_again(place: Place, tmp_path: Path, monkeypatch: pytest.
     shutil.copytree("run", tmp_path / "run")
     monkeypatch.chdir(tmp_path)
     arguments = ("pairs.jsonl", "--preferences", "--row-tokens", str(CONTEXT), "--validation-fraction", "0.2")
-    old = [len(np.load(place.forks.workplace / path)) for path in sorted(reference_files(place.forks.workplace))]
+    old = [len(np.load(place.runs.workplace / path)) for path in sorted(reference_files(place.runs.workplace))]
     # A hash of the texts decides which pairs are for validation; of these as many as before.
     answers = {"chosen": "maybe 9", "rejected": "certainly"}
     lines = [json.dumps({"prompt": f"{i} and {i % 12}? ", **answers}) for i in range(144)]
     Path("pairs.jsonl").write_text("".join(line + "\n" for line in lines))
     assert call(*arguments).returncode == 0
     assert [sum(shard.rows for shard in read_index(index)) for index in (TRAIN, VALIDATION)] == old
-    for name in reference_files(place.forks.workplace):
-        shutil.copy(place.forks.workplace / name, name)
-    forks = cli.Forks(tmp_path)
-    run = forks.train("again", *JOB)
+    for name in reference_files(place.runs.workplace):
+        shutil.copy(place.runs.workplace / name, name)
+    runs = cli.Lasting(tmp_path)
+    run = runs.train("again", *JOB)
     assert cli.metrics(run)[0]["train/loss"] == pytest.approx(np.log(2), abs=1e-4)
     assert len(reference_files(tmp_path)) == 4
     cli.check_refusal(
-        forks.run("--resume", "hydra.run.dir=run", f"training.total_steps={2 * STEPS}"), f"{TRAIN} has as many rows"
+        runs.run("--resume", "hydra.run.dir=run", f"training.total_steps={2 * STEPS}"), f"{TRAIN} has as many rows"
     )
 
 
@@ -172,7 +172,7 @@ def test_replaced_reference(place: Place, tmp_path: Path, monkeypatch: pytest.Mo
     job = make_job(config, SIZE)
     first = TrainingPosition(global_rows=config.training.batch_size)
     old = load_references(config, job, first)
-    assert old is not None and reference_files(tmp_path) == reference_files(place.forks.workplace)  # of the run
+    assert old is not None and reference_files(tmp_path) == reference_files(place.runs.workplace)  # of the run
     weights = Path("folder", "model.safetensors")
     arrays = safetensors.numpy.load_file(weights)
     arrays["model.norm.weight"][0] += 1
@@ -197,7 +197,7 @@ def test_damaged_reference_is_named(place: Place, tmp_path: Path) -> None:
     data = path.read_bytes()
     try:
         path.write_bytes(data[:-8])
-        cli.check_refusal(place.forks.run(*JOB, f"hydra.run.dir={tmp_path}"), f"{path} is not a complete .npy array")
+        cli.check_refusal(place.runs.run(*JOB, f"hydra.run.dir={tmp_path}"), f"{path} is not a complete .npy array")
     finally:
         path.write_bytes(data)
 

@@ -32,7 +32,7 @@ EMA = (
 @pytest.fixture(scope="module")
 def workplace(workplace: Path) -> Path:
     """With a run that has ended."""
-    cli.Forks(workplace).train("whole", *EMA)
+    cli.Lasting(workplace).train("whole", *EMA)
     return workplace
 
 
@@ -50,9 +50,9 @@ def losses(run: Path) -> list[float]:
     return cli.losses(run, "validation/ema_loss")
 
 
-def test_average_is_evaluated(forks: cli.Forks) -> None:
+def test_average_is_evaluated(workplace: Path) -> None:
     """The average is evaluated beside the weights."""
-    whole = forks.workplace / "whole"
+    whole = workplace / "whole"
     lines = [line for line in read_metrics(whole / "metrics.jsonl") if "validation/loss" in line]
     assert [line["step"] for line in lines] == [4, 8]
     for line in lines:
@@ -67,9 +67,9 @@ def test_average_on_fewer_devices(forks: cli.Forks) -> None:
     np.testing.assert_allclose(losses(run), losses(forks.workplace / "whole"), rtol=1e-4)
 
 
-def test_evaluate_uses_the_average(forks: cli.Forks) -> None:
+def test_evaluate_uses_the_average(lasting: cli.Lasting) -> None:
     """`mode=evaluate` uses the average, and refuses evaluate.ema=true where there is none."""
-    whole, mean = forks.workplace / "whole", forks.workplace / "mean"
+    whole, mean = lasting.workplace / "whole", lasting.workplace / "mean"
     model = ShardedGPT(SIZE, zero.Axis("zero", (1, 1)), 0)
     saved = weights_and_average(whole)
     for ema, prefix in ((False, "params"), (True, "averages/ema")):
@@ -79,21 +79,21 @@ def test_evaluate_uses_the_average(forks: cli.Forks) -> None:
             np.testing.assert_array_equal(np.asarray(x)[0], saved[f"{prefix}/{name}"], err_msg=name)
     found = []
     for value in ("false", "true"):
-        evaluation = forks.evaluate(f"evaluated-{value}", "model.model_path=whole", f"evaluate.ema={value}")
+        evaluation = lasting.evaluate(f"evaluated-{value}", "model.model_path=whole", f"evaluate.ema={value}")
         found.append(evaluation["loss"])
     assert found[0] != found[1] and abs(found[0] - found[1]) < 0.5
     average(str(whole), mean)
-    done = forks.run("mode=evaluate", "model.model_path=mean", "evaluate.ema=true", "hydra.run.dir=refused")
+    done = lasting.run("mode=evaluate", "model.model_path=mean", "evaluate.ema=true", "hydra.run.dir=refused")
     assert done.returncode and "holds no moving average of the weights; training.ema keeps one" in done.stderr
-    done = forks.run("--resume", "hydra.run.dir=whole", "training.ema=null")
+    done = lasting.run("--resume", "hydra.run.dir=whole", "training.ema=null")
     assert done.returncode and "training.ema=null: expected 0.6, the value of the run" in done.stderr
 
 
-def test_average_in_the_layout_file(forks: cli.Forks) -> None:
+def test_average_in_the_layout_file(lasting: cli.Lasting) -> None:
     """The memory of the average is in the layout file."""
     weights = ShardedGPT(SIZE, zero.Axis("zero", (1, 8)), 3).layout
     bare = zero.memory(weights.shapes(), adamw(0.1), 8, stacked=SIZE.stacked, compute_dtypes=["float32"])
-    table = (forks.workplace / "whole" / "layout.txt").read_text().replace(",", "").splitlines()[-4:]
+    table = (lasting.workplace / "whole" / "layout.txt").read_text().replace(",", "").splitlines()[-4:]
     for row, line in zip(bare.rows, table, strict=True):
         held = (weights if row.stage else weights.whole()).bytes_per_device()
         assert line.split() == [

@@ -44,7 +44,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A workplace with a finished run."""
     root = tmp_path_factory.mktemp("identity")
     prepare_text(root, seed=0)
-    cli.Forks(root).train("run", *cli.TINY, f"data.tokenizer={TOKENIZER}")
+    cli.Lasting(root).train("run", *cli.TINY, f"data.tokenizer={TOKENIZER}")
     return root
 
 
@@ -57,10 +57,11 @@ def test_replaced_corpus(copied: Path) -> None:
     """A corpus of as many rows that replaced another one: the resume is refused, and writes nothing."""
     before = cli.contents(copied / "run")
     prepare_text(copied, seed=1)
-    done = cli.Forks(copied).run(*RESUME)
+    runs = cli.Lasting(copied)
+    done = runs.run(*RESUME)
     cli.check_refusal(done, f"{cli.INDICES[0]} has as many rows as before, and other contents (by manifest)")
     assert "model.warm_start=true model.model_path=RUN" in done.stderr
-    assert "nothing left to do" in cli.Forks(copied).check("--resume", "hydra.run.dir=run").stderr  # it needs no data
+    assert "nothing left to do" in runs.check("--resume", "hydra.run.dir=run").stderr  # it needs no data
     assert cli.contents(copied / "run") == before
 
 
@@ -74,30 +75,31 @@ def test_moved_corpus(copied: Path) -> None:
     for index in indices:
         (copied / index).write_text((copied / index).read_text().replace("/tiny/", "/renamed/"))
     keys = [f"data.index_path_{split}={index}" for split, index in zip(("train", "validation"), indices, strict=True)]
-    run = cli.Forks(copied).fork("run", 6, *keys, "data.tokenizer=elsewhere/renamed/tokenizer.json")
+    run = cli.Lasting(copied).fork("run", 6, *keys, "data.tokenizer=elsewhere/renamed/tokenizer.json")
     assert cli.metrics(run) == cli.metrics(copied / "run")
     assert "contents" not in (run / "main_zero.log").read_text()
 
 
 def test_replaced_tokenizer(copied: Path) -> None:
     """A file that replaced the tokenizer: refused by its corpus, by a resume without a manifest, and by sampling."""
-    tokenizer, forks = copied / TOKENIZER, cli.Forks(copied)
+    tokenizer = copied / TOKENIZER
+    runs = cli.Lasting(copied)
     tokenizer.write_bytes(tokenizer.read_bytes() + b"\n")
     cli.check_refusal(
-        forks.run(*RESUME), "data.tokenizer: corpus", "was prepared with tokenizer tokenizer.json sha256:", "name its o"
+        runs.run(*RESUME), "data.tokenizer: corpus", "was prepared with tokenizer tokenizer.json sha256:", "name its o"
     )
     tokenizer.with_name("manifest.json").unlink()
     for arguments in (RESUME, ("mode=sample", "model.model_path=run")):
-        done = forks.run(*arguments)
+        done = runs.run(*arguments)
         cli.check_refusal(done, "step 12", "was trained with tokenizer tokenizer.json sha256:", "copy of that file")
 
 
 def test_other_files_beside_the_tokenizer(copied: Path) -> None:
     """A file that gives the same tokenizer another end of text: a resume and sampling are refused."""
-    forks = cli.Forks(copied)
+    runs = cli.Lasting(copied)
     (copied / TOKENIZER).with_name("tokenizer_config.json").write_text('{"eos_token": "a"}')
     for arguments in (RESUME, ("mode=sample", "model.model_path=run")):
-        done = forks.run(*arguments)
+        done = runs.run(*arguments)
         cli.check_refusal(
             done, "step 12", "was trained with end_of_text=0", "say end_of_text=97", "tokenizer_config.json"
         )

@@ -36,20 +36,20 @@ MINE = (
 def workplace(workplace: Path) -> Path:
     """With a file of sizes, and a run that has ended."""
     (workplace / "mine.yaml").write_text(SIZES)
-    cli.Forks(workplace).train("whole", *MINE)
+    cli.Lasting(workplace).train("whole", *MINE)
     return workplace
 
 
-def test_lost_steps_are_repeated(forks: cli.Forks) -> None:
+def test_lost_steps_are_repeated(lasting: cli.Lasting) -> None:
     """A run that lost its last steps resumes with its overrides, bit for bit, and ends as one that did not."""
-    shutil.copytree(forks.workplace / "whole", forks.workplace / "killed")
-    shutil.rmtree(forks.workplace / "killed/checkpoints/12")
-    run = forks.train("killed", "--resume")
+    shutil.copytree(lasting.workplace / "whole", lasting.workplace / "killed")
+    shutil.rmtree(lasting.workplace / "killed/checkpoints/12")
+    run = lasting.train("killed", "--resume")
     assert read_resumes(run / "metrics.jsonl") == [6]
     assert saved_config(run).model.override == {"N": 1, "embedding_dim": 32}
-    assert cli.losses(run) == cli.losses(forks.workplace / "whole")
+    assert cli.losses(run) == cli.losses(lasting.workplace / "whole")
     assert len(cli.losses(run)) == 12 and "validation/loss" not in cli.metrics(run)[-1]
-    found = forks.evaluate("whole/used", "model.model_path=whole", f"evaluate.index={cli.INDICES[1]}")
+    found = lasting.evaluate("whole/used", "model.model_path=whole", f"evaluate.index={cli.INDICES[1]}")
     assert found["loss"] > 0
 
 
@@ -63,16 +63,16 @@ def test_lost_steps_are_repeated(forks: cli.Forks) -> None:
         (["model.sizes=null", "model.size=mine"], "model.sizes=null: expected mine.yaml, the value of the run"),
     ],
 )
-def test_another_model_is_refused(forks: cli.Forks, arguments: list[str], named: str) -> None:
-    cli.check_refusal(forks.run("--resume", "hydra.run.dir=whole", *arguments), named)
+def test_another_model_is_refused(lasting: cli.Lasting, arguments: list[str], named: str) -> None:
+    cli.check_refusal(lasting.run("--resume", "hydra.run.dir=whole", *arguments), named)
 
 
-def test_edited_sizes_are_refused(forks: cli.Forks) -> None:
+def test_edited_sizes_are_refused(lasting: cli.Lasting) -> None:
     """A file of sizes whose entry computes something else since the start is refused by the key."""
-    path = forks.workplace / "mine.yaml"
+    path = lasting.workplace / "mine.yaml"
     path.write_text(SIZES.replace("1000.0", "2000.0"))
     try:
-        done = forks.run("--resume", "hydra.run.dir=whole", "training.total_steps=13")
+        done = lasting.run("--resume", "hydra.run.dir=whole", "training.total_steps=13")
         cli.check_refusal(done, "rotary_base is 1000.0, this run expects 2000.0")
     finally:
         path.write_text(SIZES)

@@ -28,14 +28,14 @@ STEPS_PER_ROW = 4
 @pytest.fixture(scope="module")
 def workplace(workplace: Path) -> Path:
     """With a run that has ended."""
-    cli.Forks(workplace).train("whole", *PARTS)
+    cli.Lasting(workplace).train("whole", *PARTS)
     return workplace
 
 
-def test_it_resumes_bit_for_bit(forks: cli.Forks) -> None:
+def test_it_resumes_bit_for_bit(lasting: cli.Lasting) -> None:
     """The state, the data and the metrics of each step; lines come after whole rows."""
-    whole = forks.workplace / "whole"
-    run = forks.fork("whole", 8)
+    whole = lasting.workplace / "whole"
+    run = lasting.fork("whole", 8)
     assert cli.losses(run) == cli.losses(whole) and len(cli.losses(whole)) == LAST // STEPS_PER_ROW
     expected = leaves(whole, LAST, "")
     got = leaves(run, LAST, "")

@@ -28,21 +28,21 @@ SINGLE = {"average": AVERAGE, "bytes": BYTES, "codebook of a staged warmup": (*C
 
 
 class Whole(NamedTuple):
-    """A run that has ended, and forks that can continue it."""
+    """A run that has ended, and what can continue it."""
 
-    forks: cli.Forks
+    runs: cli.Lasting
     run: Path
 
     def continued(self, *overrides: str) -> Path:
         """The same run from its middle on."""
-        run = self.forks.fork(self.run.name, LAST // 2, *overrides)
+        run = self.runs.fork(self.run.name, LAST // 2, *overrides)
         assert saved_steps(run) == [LAST]
         return run
 
 
 @pytest.fixture(scope="module")
-def whole(forks: cli.Forks) -> Whole:
-    return Whole(forks, forks.train("all", *JOB, *ALL))
+def whole(lasting: cli.Lasting) -> Whole:
+    return Whole(lasting, lasting.train("all", *JOB, *ALL))
 
 
 def check_resume(whole: Whole) -> None:
@@ -62,8 +62,8 @@ def test_resumed_bit_for_bit(whole: Whole) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SINGLE)
-def test_one_kind_resumed_bit_for_bit(kind: str, forks: cli.Forks) -> None:
-    check_resume(Whole(forks, forks.train(kind.replace(" ", "-"), *JOB, *SINGLE[kind])))
+def test_one_kind_resumed_bit_for_bit(kind: str, lasting: cli.Lasting) -> None:
+    check_resume(Whole(lasting, lasting.train(kind.replace(" ", "-"), *JOB, *SINGLE[kind])))
 
 
 def test_kinds_of_state(whole: Whole) -> None:
@@ -106,7 +106,7 @@ def test_scores_of_longer_rows(whole: Whole) -> None:
         "at_once": ("evaluate.context=32",),
         "cut": ("evaluate.context=8", "evaluate.stride=7"),
     }.items():
-        found[name] = whole.forks.evaluate(f"evaluated-{name}", f"model.model_path={whole.run.name}", *options)
+        found[name] = whole.runs.evaluate(f"evaluated-{name}", f"model.model_path={whole.run.name}", *options)
     assert found["carried"]["tokens"] == found["at_once"]["tokens"]
     np.testing.assert_allclose(found["carried"]["loss"], found["at_once"]["loss"], rtol=1e-6)
     assert abs(found["cut"]["loss"] - found["at_once"]["loss"]) > 1e-4

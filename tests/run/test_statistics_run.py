@@ -12,11 +12,11 @@ from zero.tracking.metrics_file import read_metrics
 from zero.training.leaf_statistics import OF_LEAVES
 
 
-def test_statistics_change_no_loss(forks: cli.Forks) -> None:
+def test_statistics_change_no_loss(lasting: cli.Lasting) -> None:
     """A run with statistics that compares devices computes the same; the reference names all metrics and files."""
-    plain = forks.train("plain", *cli.TINY)
+    plain = lasting.train("plain", *cli.TINY)
     every = ("statistics.every=5", "training.log_frequency=4", "verify.every=2")
-    lines = cli.metrics(forks.train("statistics", *cli.TINY, *every))
+    lines = cli.metrics(lasting.train("statistics", *cli.TINY, *every))
     kinds = ("activation/", *(f"{kind}/" for kind in OF_LEAVES))
     assert [line["step"] for line in lines if any(name.startswith(kinds) for name in line)] == [5, 10]
     own = [{name: x for name, x in line.items() if not name.startswith(kinds)} for line in lines]

@@ -48,16 +48,16 @@ def test_cursor_of_other_rows() -> None:
 
 
 @pytest.mark.slow  # test_override_run.py resumes such a run
-def test_lost_steps_are_repeated(forks: cli.Forks) -> None:
+def test_lost_steps_are_repeated(lasting: cli.Lasting) -> None:
     """A run that lost its last steps ends as one that did not, without a file of data and without validation."""
-    whole = forks.train("whole", *COMPUTED)
-    shutil.copytree(whole, forks.workplace / "killed")
-    shutil.rmtree(forks.workplace / "killed/checkpoints/12")
-    run = forks.train("killed", "--resume")
+    whole = lasting.train("whole", *COMPUTED)
+    shutil.copytree(whole, lasting.workplace / "killed")
+    shutil.rmtree(lasting.workplace / "killed/checkpoints/12")
+    run = lasting.train("killed", "--resume")
     assert read_resumes(run / "metrics.jsonl") == [6]
     assert cli.losses(run) == cli.losses(whole) and len(cli.losses(run)) == 12
     before = cli.contents(run)
-    assert "nothing left to do" in forks.check("--resume", "hydra.run.dir=killed").stderr
+    assert "nothing left to do" in lasting.check("--resume", "hydra.run.dir=killed").stderr
     assert cli.contents(run) == before
 
 
@@ -65,15 +65,15 @@ def test_lost_steps_are_repeated(forks: cli.Forks) -> None:
     "key",
     [pytest.param("training.maximum_evaluation_steps=0", marks=pytest.mark.slow), "data.index_path_validation=null"],
 )
-def test_without_validation(key: str, forks: cli.Forks) -> None:
+def test_without_validation(key: str, lasting: cli.Lasting) -> None:
     """An evaluation without a validation set saves, samples and reports."""
-    run = forks.train(f"without/{key.partition('=')[0]}", *cli.TINY, key, "training.sample_tokens=5")
+    run = lasting.train(f"without/{key.partition('=')[0]}", *cli.TINY, key, "training.sample_tokens=5")
     lines = read_metrics(run / "metrics.jsonl")
     assert len(lines) == 12 and not any(name.startswith("validation/") for line in lines for name in line)
     assert (run / "checkpoints" / "12").exists() and "--- step 12" in (run / "samples.txt").read_text()
     assert (run / "report.html").exists()
     if key.endswith("null"):
-        done = forks.run("mode=evaluate", f"model.model_path={run}")
+        done = lasting.run("mode=evaluate", f"model.model_path={run}")
         cli.check_refusal(done, "evaluate.validation=true: expected false, as data.corpus=null and ")
 
 

@@ -33,10 +33,10 @@ JOB = (*cli.TINY, f"training.total_steps={LAST}", "training.evaluation_frequency
 
 
 @pytest.fixture(scope="module")
-def undisturbed(forks: cli.Forks) -> Path:
+def undisturbed(lasting: cli.Lasting) -> Path:
     """The run that the others are compared with; dropout, two contexts, two micro-batches, stage 3."""
     assert SIZE.dropout > 0
-    return forks.train("undisturbed", *JOB)
+    return lasting.train("undisturbed", *JOB)
 
 
 def state(run: Path, step: int) -> Any:
@@ -103,16 +103,16 @@ def test_aborted_run(workplace: Path, undisturbed: Path) -> None:
     assert_same_run(run, undisturbed)
 
 
-def test_stopped_run(forks: cli.Forks, undisturbed: Path) -> None:
+def test_stopped_run(lasting: cli.Lasting, undisturbed: Path) -> None:
     """A run that is told to stop saves, and ends after a resume as one that was not stopped."""
-    run = forks.workplace / "stopped"
-    stopped = interrupt(forks.start(*JOB, "hydra.run.dir=stopped"), run, 23, signal.SIGTERM)
+    run = lasting.workplace / "stopped"
+    stopped = interrupt(lasting.start(*JOB, "hydra.run.dir=stopped"), run, 23, signal.SIGTERM)
     assert stopped.returncode == 75, stopped.stderr
     said = re.search(r"stopped by signal 15; step (\d+) is saved, --resume continues", stopped.stderr)
     assert said is not None and 23 <= int(said[1]) < LAST
     assert saved_steps(run)[-1] == int(said[1]) == cli.metrics(run)[-1]["step"]
 
-    forks.check("--resume", "hydra.run.dir=stopped")  # its configuration is remembered
+    lasting.check("--resume", "hydra.run.dir=stopped")  # its configuration is remembered
     assert read_resumes(run / "metrics.jsonl") == [int(said[1])]
     assert_same_run(run, undisturbed)
 

@@ -1,0 +1,109 @@
+"""Runs the program in this process for each line of stdin; `cli.Lasting` starts this file and says what it is for.
+
+Lines and answers are those of forks.py. What a run leaves behind in the process is put back after it: the directory,
+the streams, the arguments, handlers of signals and loggers, and the state of Hydra.
+"""
+
+import contextlib
+import ctypes
+import gc
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any, NoReturn, TextIO
+from unittest.mock import patch
+
+import psutil
+
+import zero.cli
+from tests.helpers import key_values
+from tests.helpers.shared_jobs import SharedJobs
+from zero.hosts import watchdog
+from zero.hosts.signals import SIGNALS, unanswered
+
+# Keys that no job depends on: those that change no loss, those of resumes, and those of the rows of a batch.
+KEYS = (
+    *key_values.NEUTRAL,
+    *("resume", "data.resume_step"),
+    *("data.index_path_train", "data.index_path_validation", "data.shuffle_shards", "training.max_epochs"),
+    *("training.batch_size", "training.staged_warmup_steps", "training.warmup_train_context"),
+)
+UNKNOWN = 1  # the status of a program that ends with a traceback
+MOST_MEMORY = 800 << 20  # bytes; 300 MiB are modules, and a job with its programs takes 100 to 200
+
+
+def end(status: int) -> NoReturn:
+    """In place of `exit_immediately`, which would end this process."""
+    raise SystemExit(status)
+
+
+@contextlib.contextmanager
+def written_to(output: TextIO, errors: TextIO) -> Iterator[None]:
+    """Has everything that this process prints, libraries in C included, in these files."""
+    streams = sys.stdout, sys.stderr
+    kept = [os.dup(stream.fileno()) for stream in streams]
+    for stream, file in zip(streams, (output, errors), strict=True):
+        stream.flush()
+        os.dup2(file.fileno(), stream.fileno())
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = streams
+        for stream, number in zip(streams, kept, strict=True):
+            stream.flush()
+            os.dup2(number, stream.fileno())
+            os.close(number)
+
+
+def status_of_run(jobs: SharedJobs) -> int:
+    """Runs the program with the arguments in `sys.argv`; its exit status."""
+    try:
+        with jobs.shared([]), patch.object(zero.cli, "exit_immediately", end):
+            zero.cli.main()
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    except BaseException:  # noqa: BLE001  the process goes on; Python would end it with this traceback
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        return UNKNOWN
+    finally:
+        unanswered.clear()
+        if watchdog._watchdog is not None:  # of a run that was refused
+            watchdog._watchdog.finish()
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)  # of a signal that comes as the run ends
+        for handler in logging.root.handlers[:]:
+            logging.root.removeHandler(handler)
+            handler.close()
+    return 0
+
+
+def answer(**message: Any) -> None:
+    print(json.dumps(message), flush=True)
+
+
+def main() -> None:
+    program = sys.argv[1]
+    jobs = SharedJobs(KEYS)
+    gc.set_threshold(100_000, 20, 20)
+    for line in sys.stdin:
+        request = json.loads(line)
+        sys.argv = [program, *request["arguments"]]
+        with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+            answer(pid=os.getpid())
+            with contextlib.chdir(request["cwd"]), written_to(output, errors):
+                status = status_of_run(jobs)
+            output.seek(0)
+            errors.seek(0)
+            answer(status=status, output=output.read(), errors=errors.read())
+        if psutil.Process().memory_info().rss > MOST_MEMORY:
+            jobs.drop()
+            with contextlib.suppress(OSError, AttributeError):  # only glibc has it
+                ctypes.CDLL(None).malloc_trim(0)
+
+
+if __name__ == "__main__":
+    main()
