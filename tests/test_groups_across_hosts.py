@@ -47,9 +47,9 @@ def job(count: int) -> tuple[str, ...]:
     return (*cli.TINY, *JOB, f"training.batch_size={GLOBAL_ROWS // count}")
 
 
-def start(workplace: Path, placement: Placement, *arguments: str) -> list:
+def start(workplace: Path, placement: Placement, *arguments: str) -> list[cli.Fork]:
     devices = f"distributed.cpu_devices={placement.devices}"
-    return hosts.start([workplace] * placement.hosts, *arguments, devices, placement.groups)
+    return hosts.start_forked([workplace] * placement.hosts, *arguments, devices, placement.groups)
 
 
 @pytest.fixture(scope="module")
