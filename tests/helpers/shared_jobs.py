@@ -57,6 +57,7 @@ class SharedJobs:
         def make_shared_job(config: Config, size: GPTConfig) -> Job:
             nonlocal compiled
             blind = without(self._keys, config)
+            blind.data.last_target = bool(blind.data.last_target)  # null until the rows are known, and false after it
             key = f"{_shown(blind)} {size}"
             if key not in self._jobs:
                 self._jobs[key] = make_job(blind, size), {}
