@@ -67,7 +67,7 @@ def status_of_run(jobs: SharedJobs) -> int:
     except SystemExit as ended:
         return int(ended.code or 0)
     except BaseException:  # noqa: BLE001  the process goes on; Python would end it with this traceback
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
         return UNKNOWN
     finally:
         unanswered.clear()
