@@ -468,6 +468,12 @@ class Evaluate:
         None,
         "true holds whole weights on each device, false shards them; null: true where two copies fit.",
     )
+    weight_dtype: str = key(
+        "auto",
+        one_of("auto", "int8"),
+        "Weights of layers on the devices: auto, zero.master_dtype; or int8 in blocks of 64 with a scale, beside a "
+        "vocabulary in bfloat16.",
+    )
 
 
 @dataclass
@@ -538,6 +544,12 @@ class Sample:
         None,
         None,
         "true holds whole weights on each device, false shards them; null: true where two copies fit.",
+    )
+    weight_dtype: str = key(
+        "auto",
+        one_of("auto", "int8"),
+        "Weights of layers on the devices: auto, zero.master_dtype; or int8 in blocks of 64 with a scale, beside a "
+        "vocabulary in bfloat16.",
     )
 
 

@@ -30,6 +30,7 @@ RENAMED = MOVED | {
     "data.cache_bytes": "90 % of the free space on the disk of data.cache_directory",
     "model.ema": "evaluate.ema with mode=evaluate, sample.ema with mode=sample, and model.warm_start=ema",
     "zero.replicate": "evaluate.replicate with mode=evaluate, sample.replicate with mode=sample",
+    "zero.weight_dtype": "evaluate.weight_dtype with mode=evaluate, sample.weight_dtype with mode=sample",
 }
 
 

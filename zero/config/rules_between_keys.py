@@ -8,7 +8,7 @@ from typing import Any
 from zero.config.constraints import is_paths, shown
 from zero.config.declared import value_of
 from zero.config.groups import Adapted
-from zero.config.schema import Config, EvaluateConfig, PlanConfig
+from zero.config.schema import Config, EvaluateConfig, PlanConfig, SampleConfig
 from zero.corpus.reading.synthetic import SYNTHETIC
 from zero.files import storage
 from zero.models.config import HEAD, VOCABULARY, GPTConfig
@@ -34,6 +34,7 @@ def mistakes(config: Config, size: GPTConfig) -> Mistakes:
         schedule_rules,
         zero_rules,
         evaluate_rules,
+        held_weights_rules,
         plan_rules,
         distributed_rules,
     ):
@@ -350,6 +351,23 @@ def evaluate_rules(config: Config, size: GPTConfig) -> Mistakes:
     elif evaluate.carry and (evaluate.stride is not None or context % size.vq_block):
         block = f"vq_block={size.vq_block} of model.size={config.model.size}"
         yield "evaluate.carry", f"false, or evaluate.stride=null and a context that is a multiple of {block}"
+
+
+def held_weights_rules(config: Config, size: GPTConfig) -> Mistakes:
+    """The models and keys with which weights are not held as codes for inference."""
+    mode = config.mode
+    if not isinstance(config, EvaluateConfig | SampleConfig):
+        return
+    section = config.evaluate if isinstance(config, EvaluateConfig) else config.sample
+    if section.weight_dtype == "auto":
+        return
+    key = f"{mode}.weight_dtype"
+    if size.layer == "gated_units":
+        yield key, f"auto, as model.size={config.model.size} has gated units"
+    if config.zero.tensor_shards > 1:
+        yield key, f"auto, as zero.tensor_shards={config.zero.tensor_shards} cuts blocks of codes"
+    if isinstance(config, EvaluateConfig) and config.evaluate.adapters is not None:
+        yield key, "auto, as evaluate.adapters are merged into one copy of the weights"
 
 
 def plan_rules(config: Config, size: GPTConfig) -> Mistakes:

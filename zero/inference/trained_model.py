@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,13 +21,20 @@ from zero.exchange.checkpoint_weights import saved_step
 from zero.exchange.warm_start import warm_start, weights_of_step
 from zero.hosts import startup
 from zero.job import make_model
+from zero.models.adapters import Adapters
 from zero.models.config import GPTConfig
 from zero.partition.collectives.axis import Axis
-from zero.partition.layout import PyTree
+from zero.partition.layout import Layout, PyTree
+from zero.partition.pmapped import pmap
+from zero.partition.stages import gather
 from zero.run_directory import saved_checkpoint_directory
 from zero.training.sharded_gpt import ShardedGPT
+from zero.training.tuning import Tuning, hold_shards
 
 log = logging.getLogger(__name__)
+
+
+IN_INT8 = Tuning(Adapters(1, 1.0, targets=()), "int8")  # trains nothing: all weights are a base, held in int8
 
 
 class TrainedModel(NamedTuple):
@@ -47,11 +56,34 @@ def open_model(config: EvaluateConfig | SampleConfig, size: GPTConfig, rows: int
     tokenizer = load_tokenizer(config.data.tokenizer)
     if is_folder(Path(str(config.model.model_path))):
         check_vocabulary(config.data.tokenizer, tokenizer, size)
-        return TrainedModel(model, warm_start(str(config.model.model_path), model), tokenizer, None)
+        read = partial(warm_start, str(config.model.model_path))
+        return TrainedModel(model, placed_weights(read, model), tokenizer, None)
     run = Path(str(config.model.model_path))
     ema = config.evaluate.ema if isinstance(config, EvaluateConfig) else config.sample.ema
     params, step = load_weights(run, model, config.data.resume_step, ema, tokenizer)
     return TrainedModel(model, params, tokenizer, step)
+
+
+def placed_weights(read: Callable[[ShardedGPT], PyTree], model: ShardedGPT) -> PyTree:
+    """The weights as the model holds them, in shards for a pmap, from what reads them for a model.
+
+    To be held in int8 they are read in bfloat16 and in shards, each on one device, whatever the stage.
+    """
+    if model.tuning is None:
+        return read(model)
+    sharded = replace(model, stage=3)
+    held = sharded.frozen_layout
+
+    def hold(weights: PyTree) -> PyTree:
+        coded = hold_shards(weights, layout=sharded.base.layout, held=held, axis=model.axis, form="int8")
+        return coded if model.stage else gather(coded, held, model.axis)
+
+    return pmap(hold, model.axis.name)(read(sharded.base))
+
+
+def _layout(model: ShardedGPT) -> Layout:
+    """Of the weights as they are held."""
+    return model.layout if model.tuning is None else model.frozen_layout
 
 
 def check_vocabulary(name: str, tokenizer: Tokenizer, size: GPTConfig) -> None:
@@ -68,9 +100,10 @@ def place_model(config: EvaluateConfig | SampleConfig, size: GPTConfig, rows: in
     check_same_configuration(config, size)
     # One copy, over however many devices there are now, and whole rows.
     model = make_model(replace(config, zero=replace(config.zero, replicas=1, context_shards=1)), size)
-    model = replace(model, tuning=None)  # adapters are merged
-    whole = model.layout.whole().bytes_per_device()
-    replicate = config.evaluate.replicate if isinstance(config, EvaluateConfig) else config.sample.replicate
+    section = config.evaluate if isinstance(config, EvaluateConfig) else config.sample
+    model = replace(model, tuning=None if section.weight_dtype == "auto" else IN_INT8)  # adapters are merged
+    whole = _layout(model).whole().bytes_per_device()
+    replicate = section.replicate
     if replicate or (replicate is None and 2 * whole <= startup.device_memory()):
         devices = min(rows, jax.device_count()) if hosts == 1 else jax.device_count()
         model = replace(model, axis=Axis("zero", (1, devices)), stage=0)
@@ -98,7 +131,8 @@ def load_weights(
         saved = saved_step(checkpoints, checkpoints.choose(step))
         if tokenizer is not None:
             saved.tokenizer().check(saved.origin, tokenizer)
-        weights = weights_of_step(saved, model, saved.subtree(ema))
+        read = partial(weights_of_step, saved, within=saved.subtree(ema))
+        weights = placed_weights(read, model)
         saved.check_size(model.config)
     log.info("weights from step %d of %s", saved.step, directory)
     return weights, saved.step
