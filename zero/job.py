@@ -79,12 +79,13 @@ def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = 
         blockwise_from=blockwise_from(config.model.attention, platform),
         master_dtype=zero.master_dtype,
         separators=separators,
-        gather_dtype=if_auto(zero.gather_dtype, None),
+        gather_dtype=zero.gather_dtype if zero.gather_dtype == "int8" else None,
         kernel=chosen_kernel(
             config.model.attention, platform, device_kind, positions=config.data.max_context, dtype=compute_dtype
         ),
         tuning=tuning,
         product_dtype=zero.product_dtype,
+        gathers_rounded=zero.gather_dtype == "products",
         last_target=bool(config.data.last_target),
     )
     data = config.data

@@ -7,13 +7,43 @@ default methods are those of a device that computes its rows by itself; a group 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 Tree = TypeVar("Tree")
 Draw = Callable[[tuple[int, ...]], jax.Array]  # from a shape to an array, such as random numbers
+
+
+class Rounding(Protocol):
+    """Numbers of few bits, each with a scale that is the same for all numbers of a line."""
+
+    def numbers(self, x: jax.Array, largest: jax.Array) -> jax.Array:
+        """`x` as numbers, from the largest magnitude of each line, float32 with size 1 along the line."""
+
+    def scales(self, largest: jax.Array) -> jax.Array:
+        """What the numbers are multiplied by."""
+
+
+class RoundedWeight(NamedTuple):
+    """A matrix as devices send it for a product in 8 bits: `numbers * scales`, with a scale for each output.
+
+    Attributes:
+      flow: an array of the shape of the matrix, which its gradient flows to; the values are not read.
+      numbers: `(inputs, outputs)`, of 8 bits.
+      scales: float32 `(1, outputs)`.
+    """
+
+    flow: jax.Array
+    numbers: jax.Array
+    scales: jax.Array
+
+    def reshaped(self, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> RoundedWeight:
+        """The same with inputs and outputs of these dimensions."""
+        shape = (*inputs, *outputs)
+        scales = self.scales.reshape(*(1,) * len(inputs), *outputs)
+        return RoundedWeight(self.flow.reshape(shape), self.numbers.reshape(shape), scales)
 
 
 class ModelParallel(Protocol):

@@ -205,7 +205,24 @@ def test_every_size_can_be_trained(size: str) -> None:
             "zero.product_dtype=float8; zero.remat=dots",
             ["zero.product_dtype=float8", "auto or bfloat16, as zero.remat=dots stores the sums"],
         ),
-        ("zero.product_dtype=int4", ["zero.product_dtype=int4", "auto, bfloat16, int8, float8"]),
+        ("zero.product_dtype=int4", ["zero.product_dtype=int4", "auto, bfloat16, int8, int8_all, float8"]),
+        (
+            "zero.gather_dtype=products",
+            ["zero.product_dtype=auto", "int8 or int8_all or float8, as zero.gather_dtype=products"],
+        ),
+        (
+            "mode=evaluate; model.size=bytes_vq; evaluate.weight_dtype=int8",
+            ["evaluate.weight_dtype=int8", "auto, as model.size=bytes_vq has gated units"],
+        ),
+        (
+            "mode=sample; zero.tensor_shards=2; sample.weight_dtype=int8",
+            ["sample.weight_dtype=int8", "auto, as zero.tensor_shards=2 cuts blocks of codes"],
+        ),
+        (
+            "mode=evaluate; evaluate.adapters=[a]; evaluate.weight_dtype=int8",
+            ["evaluate.weight_dtype=int8", "auto, as evaluate.adapters are merged"],
+        ),
+        ("mode=sample; zero.weight_dtype=int8", ["zero.weight_dtype", "sample.weight_dtype with mode=sample"]),
         ("zero.gather_dtype=int8; zero.stage=0", ["zero.gather_dtype=int8", "auto, as zero.stage=0"]),
         ("zero.tensor_shards=4", ["zero.tensor_shards=4", "a divisor of num_head=6 of model.size=bytes"]),
         ("zero.context_shards=2; zero.tensor_shards=2", ["zero.context_shards=2", "1, as zero.tensor_shards=2"]),
@@ -389,6 +406,16 @@ def test_fused_update_names_all_refusals() -> None:
     lines = refusal("zero.fused_update=true", "zero.stage=2", "training.skip_spikes=6").splitlines()
     keys = ["zero.stage=2", "training.skip_spikes=6.0"]
     assert [line.partition(":")[0] for line in lines] == keys
+
+
+def test_refusals_of_rounded_gathers_are_all_at_once() -> None:
+    """What does not go with weights that are gathered in 8 bits is refused by name, in one message."""
+    assert refusal("zero.gather_dtype=products", "zero.stage=2", "zero.tensor_shards=2").splitlines() == [
+        "zero.product_dtype=auto: expected int8 or int8_all or float8, as zero.gather_dtype=products",
+        "zero.stage=2: expected 3, as zero.gather_dtype=products",
+        "zero.tensor_shards=2: expected 1, as zero.gather_dtype=products gathers whole matrices, and a tensor group "
+        "parts of them",
+    ]
 
 
 def test_configuration_file() -> None:

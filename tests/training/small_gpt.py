@@ -150,6 +150,7 @@ def _setup(
     wire_dtype: Any = None,
     last_target: bool = False,
     product_dtype: str = "auto",
+    gathers_rounded: bool = False,
     **options: Any,
 ) -> Setup:
     axis = axis or zero.Axis("zero", (1, devices))
@@ -167,6 +168,7 @@ def _setup(
         gather_dtype=gather_dtype,
         last_target=last_target,
         product_dtype=product_dtype,
+        gathers_rounded=gathers_rounded,
     )
     tx, rate, used = tx or adamw(0.1), CountedRate(), tuple(jax.devices()[:devices])
     chosen = StepOptions(rate, SEED, micro_batches, max_norm, **options)

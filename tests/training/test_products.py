@@ -5,13 +5,16 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import zero
 from tests.training.divisible_models import DIVISIBLE, MODELS
 from tests.training.small_gpt import CONFIG, Run, first_params, named, reference, run_on, setup, tokens
-from zero.models.products import EIGHT_BITS, PRODUCTS
+from zero.models.products import EIGHT_BITS, FORMS, PRODUCTS
+from zero.partition.layout import LeafLayout
 
 
 def assert_equal_but_for_rounding(got: Run, expected: Run) -> None:
@@ -46,9 +49,49 @@ def test_sharded_weights(name: str, devices: int) -> None:
     expected = pull_back(grad)
     np.testing.assert_allclose(y.reshape(whole.shape), whole, rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(to_inputs.reshape(x.shape), expected[0], rtol=1e-6, atol=1e-6)
-    # The gradient of weights in float8 has scales over the rows of one device.
+    # The gradient of weights, where it is rounded, has scales over the rows of one device.
     limit = 1e-5 if name == "int8" else 0.1
-    assert np.linalg.norm(to_weights[0] - expected[1]) < limit * np.linalg.norm(expected[1])
+    assert np.linalg.norm(np.asarray(to_weights[0]) - np.asarray(expected[1])) < limit * np.linalg.norm(expected[1])
+
+
+@pytest.mark.parametrize("name", EIGHT_BITS)
+@pytest.mark.parametrize("devices", [1, 3, 8])
+def test_gathered_in_8_bits(name: str, devices: int) -> None:
+    """Weights that are rounded before they are gathered give the same bits: split along inputs, outputs, or padded."""
+    shapes = {"inputs": (24, 10), "outputs": (10, 24), "padded": (25, 11), "bias": (24,)}
+    params = {key: jax.random.normal(jax.random.key(i), shape) for i, (key, shape) in enumerate(shapes.items())}
+    x, grad = (jax.random.normal(jax.random.key(i), (8 * 3, 5, 24)) for i in (7, 8))
+    layout = zero.make_layout(params, devices)
+    dtypes: dict[str, str] = {}
+
+    def function(params: Any, x: jax.Array) -> Any:
+        dtypes.update({key: str(getattr(w, "numbers", w).dtype) for key, w in params.items()})
+        product = PRODUCTS[name]
+        hidden = product(x, params["inputs"])
+        y = product(hidden, params["outputs"]) + params["bias"].reshape(1, 1, -1)
+        return y + product(jnp.pad(x, ((0, 0), (0, 0), (0, 1))), params["padded"]).sum(-1, keepdims=True)
+
+    def with_padding(leaf: LeafLayout, shard: jax.Array) -> jax.Array:
+        """Large values in the padding, as updates may leave there."""
+        for split in leaf.splits:
+            of_padding = split.positions(lax.axis_index("i")) >= split.size
+            shard = jnp.where(lax.broadcast_in_dim(of_padding, shard.shape, (split.dim,)), 1e3, shard)
+        return shard
+
+    def step(rounding: Any, x: jax.Array, grad: jax.Array) -> Any:
+        sharded = zero.fully_shard(function, layout, "i", rounding=rounding)
+        y, pull_back = jax.vjp(sharded, layout.map(with_padding, zero.shard(params, layout, "i")), x)
+        return y, *pull_back(grad)
+
+    def results(rounding: Any) -> Any:
+        run = jax.pmap(partial(step, rounding), "i", devices=jax.devices()[:devices])
+        return run(*(a.reshape(devices, -1, *a.shape[1:]) for a in (x, grad)))
+
+    plain = results(None)
+    assert set(dtypes.values()) == {"float32"}
+    sent = results(lambda leaf: FORMS[name].values if len(leaf.shape) == 2 else None)
+    assert dtypes["inputs"] == str(jnp.dtype(FORMS[name].values.dtype)) and dtypes["bias"] == "float32"
+    jax.tree.map(np.testing.assert_array_equal, sent, plain)
 
 
 @pytest.mark.parametrize(
@@ -64,6 +107,37 @@ def test_int8_equals_one_device(devices: int, stage: int) -> None:
     for name, x in expected.params.items():
         if not name.endswith("/key/bias"):
             assert np.linalg.norm(got.params[name] - x) < 0.05 * np.linalg.norm(x - start[name]), name
+
+
+def test_bad_weights_make_their_column_bad() -> None:
+    """A weight that is not finite on one device leaves no output of its column finite, so that the step is skipped."""
+    w = jax.random.normal(jax.random.key(0), (24, 10))
+    layout = zero.make_layout({"w": w}, 8)
+
+    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+        sharded = zero.fully_shard(
+            lambda params, x: PRODUCTS["int8"](x, params["w"]), layout, "i", rounding=lambda leaf: FORMS["int8"].values
+        )
+        return sharded(zero.shard({"w": w}, layout, "i"), x)
+
+    run = jax.pmap(product, "i", in_axes=(0, None))
+    for bad in (jnp.nan, jnp.inf, -jnp.inf):
+        y = np.asarray(run(jnp.ones((8, 1, 1, 24)), w.at[5, 3].set(bad)))
+        assert not np.isfinite(y[..., 3]).any() and np.isfinite(np.delete(y, 3, -1)).all()
+
+
+@pytest.mark.parametrize(
+    "devices", [8, pytest.param(3, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"dtype": jnp.bfloat16, "remat": "full"}, marks=pytest.mark.slow)], ids=str
+)
+def test_steps_that_gather_in_8_bits(devices: int, options: dict[str, Any]) -> None:
+    """Whole steps are the same bits as where weights are rounded after they are gathered."""
+    expected = run_on(setup(devices, 3, product_dtype="int8", **options))
+    got = run_on(setup(devices, 3, product_dtype="int8", gathers_rounded=True, **options))
+    np.testing.assert_array_equal(got.metrics["loss"], expected.metrics["loss"])
+    jax.tree.map(np.testing.assert_array_equal, got.params, expected.params)
 
 
 @pytest.mark.parametrize("name", EIGHT_BITS)

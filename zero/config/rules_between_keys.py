@@ -240,6 +240,7 @@ def zero_rules(config: Config, size: GPTConfig) -> Mistakes:
     yield from _uncut(config, size)
     yield from _undivided(config, size)
     yield from _unrounded(config, size)
+    yield from _unsent(config)
     if size.layer == "gated_units" and zero.context_shards > 1:
         yield "zero.context_shards", f"1, as {of_model} has gated units (docs/decisions/vq.md)"
     if size.has_codebook and zero.fused_update:
@@ -275,6 +276,23 @@ def _unrounded(config: Config, size: GPTConfig) -> Mistakes:
     if zero.remat == "dots" and zero.product_dtype in EIGHT_BITS:
         why = "stores the sums of products, which have 4 bytes"
         yield "zero.product_dtype", f"auto or bfloat16, as zero.remat=dots {why}"
+
+
+def _unsent(config: Config) -> Mistakes:
+    """The keys with which weights are not gathered as their products round them."""
+    zero = config.zero
+    given = "zero.gather_dtype=products"
+    if zero.gather_dtype != "products":
+        return
+    if zero.product_dtype not in EIGHT_BITS:
+        yield "zero.product_dtype", f"{' or '.join(EIGHT_BITS)}, as {given}"
+    if zero.stage != 3:
+        yield "zero.stage", f"3, as {given}"
+    if zero.tensor_shards > 1:
+        yield (
+            "zero.tensor_shards",
+            f"1, as {given} gathers whole columns, of which a device of a tensor group has parts",
+        )
 
 
 def _undivided(config: Config, size: GPTConfig) -> Mistakes:

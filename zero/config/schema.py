@@ -342,9 +342,10 @@ class Zero:
     product_dtype: str = key(
         "auto",
         one_of(*PRODUCTS),
-        "Products with weights of attention and MLP: auto, compute_dtype; bfloat16; or int8 or float8, whose operands "
-        "are rounded with a scale per row and per column.",
-        "With int8 the gradient of weights is still computed in compute_dtype.",
+        "Products with weights of attention and MLP: auto, compute_dtype; bfloat16; or int8, int8_all or float8, whose "
+        "operands are rounded with a scale per row and per column.",
+        "With int8 the gradient of weights is still computed in compute_dtype; with int8_all in int8 as well, with a "
+        "scale per channel over the positions of a device.",
     )
     wire_dtype: str = key(
         "auto",
@@ -356,9 +357,10 @@ class Zero:
     )
     gather_dtype: str = key(
         "auto",
-        one_of("auto", "int8"),
-        "Parameters on their way between devices: auto, the narrower of compute_dtype and master_dtype; or int8 in "
-        "blocks of 256.",
+        one_of("auto", "int8", "products"),
+        "Parameters on their way between devices: auto, the narrower of compute_dtype and master_dtype; int8 in blocks "
+        "of 256; or products, at stage 3 with product_dtype in 8 bits: weights as their products round them, so no "
+        "result changes.",
     )
     reduce_dtype: str = key("float32", one_of(*DTYPES), "Sums of gradients over devices: float32 or bfloat16.")
     gradient_dtype: str = key(

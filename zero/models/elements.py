@@ -19,11 +19,12 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
-from zero.model_parallel import WHOLE
+from zero.model_parallel import WHOLE, RoundedWeight
 from zero.models.part import BOTH, POSITIVE, RATE, Sizes, key
 
 Lift = Callable[[type[nn.Module], str], type[nn.Module]]
-Product = Callable[[jax.Array, jax.Array], jax.Array]  # (B, T, *inputs) and (*inputs, *features): (B, T, *features)
+# (B, T, *inputs) and (*inputs, *features) to (B, T, *features); the latter may be a `RoundedWeight`.
+Product = Callable[[jax.Array, Any], jax.Array]
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,10 @@ class Dense(nn.Module):
         """`(B, T, D)` or `(B, T, H, K)` in, `(B, T, *features)` out."""
         inputs = x_BTX.shape[2:]
         kernel = self.param("kernel", self.kernel_init, (math.prod(inputs), math.prod(self.features)))
-        kernel = kernel.astype(self.dtype).reshape(*inputs, *self.features)
+        if isinstance(kernel, RoundedWeight):
+            kernel = kernel.reshaped(inputs, self.features)
+        else:
+            kernel = kernel.astype(self.dtype).reshape(*inputs, *self.features)
         y_BTX = self.product(x_BTX.astype(self.dtype), kernel)
         y_BTX = y_BTX if self.total is None else self.total(y_BTX)
         if self.use_bias:

@@ -13,7 +13,7 @@ weight flows to the shard. Source: ZeRO (Rajbhandari et al., arXiv 1910.02054), 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import jax
@@ -23,8 +23,10 @@ from jax.experimental.layout import Layout as ArrayLayout
 from jax.experimental.layout import with_layout_constraint
 from jax.typing import DTypeLike
 
+from zero.model_parallel import RoundedWeight, Rounding
 from zero.partition.collectives import arrays, coalesced
 from zero.partition.collectives.axis import Axis, AxisLike, as_axis, check_shards, check_untracked
+from zero.partition.collectives.rounded import gather_rounded
 from zero.partition.layout import Layout, LeafLayout, PyTree
 from zero.partition.sharded_state import ShardedState, check_not_vmapped, check_structure, is_marked, is_own
 
@@ -201,6 +203,7 @@ def fully_shard(
     wire_dtype: DTypeLike | None = None,
     reduce_dtype: DTypeLike | None = None,
     gather_dtype: DTypeLike | None = None,
+    rounding: Callable[[LeafLayout], Rounding | None] | None = None,
     methods: Sequence[str] | None = None,
 ) -> Target:
     """A Flax module class, or a function of a parameter tree, whose parameters are shards: stages 2 and 3.
@@ -219,6 +222,8 @@ def fully_shard(
       wire_dtype: dtype of gradients on the wire.
       reduce_dtype: dtype of sums of gradients.
       gather_dtype: int8 to gather parameters with `wire_dtype=jnp.int8`.
+      rounding: of the matrices that the target takes as `RoundedWeight`s, rounded before they are gathered; None for
+        each other leaf.
       methods: the methods of a module class to lift, by default `__call__`; the others must not use parameters.
 
     Raises, when it is called:
@@ -237,7 +242,10 @@ def fully_shard(
 
     def whole(shards: PyTree, gathered: PyTree | None, gradients: PyTree | None) -> PyTree:
         on = checked_axis(layout, axis)
-        if gathered is None:
+        rounded: dict[int, RoundedWeight] = {}
+        if gathered is None and rounding is not None:
+            full, rounded = _gather_and_round(pinned(shards, dtype), layout, on, dtype, gather_dtype, rounding)
+        elif gathered is None:
             full = gather(pinned(shards, dtype), layout, on, dtype, wire_dtype=gather_dtype)
         else:
             layout.shards_of(shards)
@@ -245,7 +253,8 @@ def fully_shard(
         full = lax.stop_gradient(full)  # else zeros would be reduce-scattered to its shards
         with jax.named_scope("zero_borrow"):
             flow_to = shards if gradients is None else layout.treedef.unflatten(layout.shards_of(gradients))
-            return _borrow(flow_to, full, layout, on, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype)
+            borrowed = _borrow(flow_to, full, layout, on, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype)
+        return _with_rounded(borrowed, rounded, layout)
 
     def on_shards(
         shards: PyTree, *args: Any, gathered: PyTree | None = None, gradients: PyTree | None = None, **kwargs: Any
@@ -315,6 +324,40 @@ def pinned(tree: PyTree, dtype: DTypeLike | None) -> PyTree:
         return lax.bitcast_convert_type(lax.optimization_barrier(lax.bitcast_convert_type(x, jnp.uint32)), x.dtype)
 
     return jax.tree.map(one, tree)
+
+
+def _gather_and_round(
+    shards: PyTree,
+    layout: Layout,
+    axis: Axis,
+    dtype: DTypeLike | None,
+    gather_dtype: DTypeLike | None,
+    rounding: Callable[[LeafLayout], Rounding | None],
+) -> tuple[PyTree, dict[int, RoundedWeight]]:
+    """The whole tree, with zeros in place of the leaves that are rounded, and these by their numbers in the tree."""
+    roundings = {i: form for i, leaf in enumerate(layout.leaves) if (form := rounding(leaf)) is not None}
+    others = [i for i in range(len(layout.leaves)) if i not in roundings]
+    x = layout.shards_of(shards)
+
+    def of(numbers: Sequence[int]) -> tuple[list[jax.Array], list[LeafLayout]]:
+        return [x[i] for i in numbers], [layout.leaves[i] for i in numbers]
+
+    with jax.named_scope("zero_gather"):
+        matrices = gather_rounded(*of([*roundings]), [*roundings.values()], axis, dtype)
+        rest = coalesced.gather_arrays(*of(others), axis, dtype, gather_dtype)
+    rounded = dict(zip(roundings, matrices, strict=True))
+    full = dict(zip(others, rest, strict=True)) | {i: matrix.flow for i, matrix in rounded.items()}
+    return layout.treedef.unflatten([full[i] for i in range(len(layout.leaves))]), rounded
+
+
+def _with_rounded(full: PyTree, rounded: Mapping[int, RoundedWeight], layout: Layout) -> PyTree:
+    """The tree with these leaves in their places; their gradient flows to the leaves that were there."""
+    if not rounded:
+        return full
+    leaves = layout.leaves_of(full)
+    for i, matrix in rounded.items():
+        leaves[i] = matrix._replace(flow=leaves[i])
+    return layout.treedef.unflatten(leaves)
 
 
 def _borrow(shards: PyTree, full: PyTree, layout: Layout, axis: Axis, **dtypes: DTypeLike | None) -> PyTree:

@@ -14,19 +14,19 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from zero.model_parallel import ALONE, WHOLE, ExpertParallel, ModelParallel
+from zero.model_parallel import ALONE, WHOLE, ExpertParallel, ModelParallel, Rounding
 from zero.models.adapters import combine, split_adapters
 from zero.models.collections import Collection, collections_of
 from zero.models.config import STACK, GPTConfig
 from zero.models.experts import Routing, routing_metrics
 from zero.models.gated_unit import UNITS, Memory, empty_memory
 from zero.models.gpt import GPT, Scores, variable_shapes
-from zero.models.products import PRODUCTS
+from zero.models.products import FORMS, PRODUCTS
 from zero.partition.collectives.axis import Axis
 from zero.partition.collectives.context_group import ContextGroup
 from zero.partition.collectives.expert_group import ExpertGroup
 from zero.partition.collectives.tensor_group import TensorGroup
-from zero.partition.layout import Layout, PyTree, make_layout
+from zero.partition.layout import Layout, LeafLayout, PyTree, make_layout
 from zero.partition.sharded_optimizer import global_norm
 from zero.partition.stages import fully_shard, gather, pinned, scatter_sum, shard, sum_copies
 from zero.training.batch import Batch, Part, Rows, document_starts, next_tokens, row_keys, token_ids
@@ -61,6 +61,7 @@ class ShardedGPT:
       tuning: adapters, which are trained, beside the frozen parameters of `base`; None where all parameters are
         trained. `layout` and `init` are those of the trained parameters.
       product_dtype: of the products with weights in a layer, an entry of `zero.models.products.PRODUCTS`.
+      gathers_rounded: whether stage 3 gathers the weights of these products in 8 bits, rounded as they multiply them.
       last_target: whether rows have one token more than positions, the target of the last one.
     """
 
@@ -82,6 +83,7 @@ class ShardedGPT:
     drops: bool = True
     tuning: Tuning | None = None
     product_dtype: str = "auto"
+    gathers_rounded: bool = False
     last_target: bool = False
 
     @property
@@ -158,7 +160,13 @@ class ShardedGPT:
     def _lift_shards(self, module_class: type[nn.Module], name: str) -> type[nn.Module]:
         dtypes: Any = {"dtype": self.compute_dtype, "wire_dtype": self.wire_dtype, "reduce_dtype": self.reduce_dtype}
         axis = dataclasses.replace(self.axis, sums_copies=self.sums_copies)
-        return fully_shard(module_class, self.layout_by_parts.at(name), axis, gather_dtype=self.gather_dtype, **dtypes)
+        rounding = self._rounding if self.gathers_rounded and name == STACK else None
+        layout = self.layout_by_parts.at(name)
+        return fully_shard(module_class, layout, axis, gather_dtype=self.gather_dtype, rounding=rounding, **dtypes)
+
+    def _rounding(self, leaf: LeafLayout) -> Rounding | None:
+        """How a leaf of a layer is rounded before it is gathered; None for what no product multiplies."""
+        return FORMS[self.product_dtype].values if leaf.path[-1] == "kernel" else None
 
     def _lift(self, module_class: type[nn.Module], name: str) -> type[nn.Module]:
         """The class as a step computes with it: on shards at stages 2 and 3, and with its frozen parameters."""
