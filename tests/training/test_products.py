@@ -158,6 +158,13 @@ def test_products_are_rounded(name: str) -> None:
         ),
         pytest.param("plain", {"remat": "mlp_in+projections"}, marks=pytest.mark.slow),
         pytest.param("plain", {"micro_batches": 3}, marks=pytest.mark.slow),
+        pytest.param("plain", {"micro_batches": 3, "gathers_rounded": True}, marks=pytest.mark.slow),
+        pytest.param("context", {"blockwise_from": 2, "gathers_rounded": True}, marks=pytest.mark.slow),
+        pytest.param(
+            "plain",
+            {"fused_update": True, "skip_bad_steps": False, "max_norm": None, "gathers_rounded": True},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )
