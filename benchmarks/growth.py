@@ -27,7 +27,7 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 DEVICES_OF_HOST = 4
-LARGEST = {"embedding_dim": 16384, "num_head": 128, "N": 126, "mlp_dim": 53248}  # of Llama 3.1 405B
+LARGEST: dict[str, Any] = {"embedding_dim": 16384, "num_head": 128, "N": 126, "mlp_dim": 53248}  # Llama 3.1 405B
 TEXT = "x" * 64
 TIMEOUT = 600_000  # milliseconds
 
