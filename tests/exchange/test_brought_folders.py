@@ -10,7 +10,7 @@ import pytest
 
 import zero
 from tests.exchange.random_weights import SIZES
-from tests.helpers.brought import MODELS, save_folder
+from tests.helpers.brought import MODELS, ODD, save_folder
 from zero.cli import compose
 from zero.corpus.text.tokenizers import encode_prompt, load_tokenizer
 from zero.errors import UserError
@@ -32,16 +32,6 @@ def opened(folder: Path, devices: int) -> TrainedModel:
     assert found is not None
     model = ShardedGPT(found.size, zero.Axis("zero", (1, devices)), 3)
     return TrainedModel(model, warm_start(str(folder), model), load_tokenizer(found.tokenizer()), None)
-
-
-ODD: dict[str, Any] = {
-    "hidden_size": 60,
-    "intermediate_size": 28,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 5,
-    "num_key_value_heads": 1,
-    "vocab_size": 341,
-}
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """Folders as they are on the hub, small: a tokenizer with the special tokens, post-processor and files of its family.
 
 - `HOMES`: how each family's files name its special tokens; `save_tokenizer` writes them, with a vocabulary of our own.
-- `MODELS`: small models with such tokenizers; `save_folder` writes one as it is on the hub, with random weights.
+- `MODELS`: small models with such tokenizers, of `SHAPE`, or of `ODD`; `save_folder` writes one as it is on
+  the hub, with random weights.
 - `texts`, `CHATS`, `TOOLS`: what a table of ids is compared on.
 """
 
@@ -30,6 +31,7 @@ class Home(NamedTuple):
     )  # names in special_tokens_map.json, which count instead of those above
     of_config: tuple[str, ...] = ()  # ends in config.json
     text_tokens: tuple[str, ...] = ()  # added tokens that are not special
+    splits_digits: bool = False  # as Qwen's files do; its class in transformers has this of its own
 
 
 def _turns(header: str, end: str, begin: str = "", system: bool = True, after: str = "") -> str:
@@ -92,6 +94,7 @@ HOMES = {
         _turns(_CHATML, "<|im_end|>", after="\n"),
         adds_begin=False,
         of_config=("<|im_end|>",),
+        splits_digits=True,
     ),
     "phi3": Home(
         ("<unk>", "<s>", "</s>", "<|endoftext|>", "<|assistant|>", "<|user|>", "<|system|>", "<|end|>"),
@@ -135,6 +138,15 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 64,
     "initializer_range": 0.3,
 }
+# Another size: odd numbers of layers and of heads, one head of keys, more inputs than hidden units.
+ODD: dict[str, Any] = {
+    "hidden_size": 60,
+    "intermediate_size": 28,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 1,
+    "vocab_size": 341,
+}
 HEADS = {"head_dim": 10}
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {  # the class of the configuration, the tokenizer, and keys
     "llama": ("LlamaConfig", "llama3", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
@@ -175,11 +187,18 @@ def texts(count: int) -> list[str]:
 def save_tokenizer(folder: Path, family: str) -> None:
     """Writes the files of a tokenizer of 320 tokens and a few into a folder; its config.json is extended."""
     import tokenizers
-    from tokenizers import AddedToken, processors
+    from tokenizers import AddedToken, normalizers, pre_tokenizers, processors
 
     home = HOMES[family]
     folder.mkdir(parents=True, exist_ok=True)
     made = tokenizers.Tokenizer.from_buffer(train_tokenizer([" ".join(texts(60))], 320))
+    if home.splits_digits:
+        from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
+        split = pre_tokenizers.Split(tokenizers.Regex(PRETOKENIZE_REGEX), "isolated")
+        in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        made.pre_tokenizer = pre_tokenizers.Sequence([split, in_bytes])
+        made.normalizer = normalizers.NFC()
     made.add_tokens([AddedToken(name, normalized=False) for name in home.text_tokens])
     made.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in home.specials])
     if home.adds_begin:

@@ -113,6 +113,44 @@ def test_learned_tokens_of_a_chat(family: str, tmp_path: Path) -> None:
         assert not tokens.is_learned[length:].any()
 
 
+@pytest.mark.parametrize(
+    "adds", [{"add_bos_token": True, "add_eos_token": False}, {"add_bos_token": False, "add_eos_token": True}, {}]
+)
+def test_a_model_of_sentencepiece(adds: dict[str, bool], tmp_path: Path) -> None:
+    """It has no post-processor: there the keys of tokenizer_config.json count, as in transformers, and in a copy."""
+    import sentencepiece
+    import transformers
+
+    with (tmp_path / "tokenizer.model").open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(TEXTS[4:]),
+            model_writer=file,
+            vocab_size=300,
+            model_type="bpe",
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            byte_fallback=True,
+            minloglevel=2,
+        )
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "tokenizer_class": "LlamaTokenizer"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**names, **adds}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    ours = load_tokenizer(str(tmp_path / "tokenizer.model"))
+    theirs: Any = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    expected = [theirs(text).input_ids for text in TEXTS[1:]]
+    assert [ours.encode_whole(text).tolist() for text in TEXTS[1:]] == expected
+    special = ours.special
+    assert bool(special.before) == adds.get("add_bos_token", False)
+    assert bool(special.after) == adds.get("add_eos_token", False)
+    assert isinstance(ours, FileTokenizer)
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    (copy / "tokenizer.json").write_bytes(ours.data)
+    for name, content in companions(str(tmp_path)).items():
+        (copy / name).write_bytes(content)
+    assert [load_tokenizer(str(copy / "tokenizer.json")).encode_whole(text).tolist() for text in TEXTS[1:]] == expected
+
+
 def test_copies_have_the_same_special_tokens(tmp_path: Path) -> None:
     """The files that a corpus and an export copy, without config.json."""
     for family in HOMES:

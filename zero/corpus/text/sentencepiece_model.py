@@ -53,6 +53,25 @@ def _converted(path: str, proto: Any) -> bytes:
     return tokenizer.to_str(pretty=True).encode()
 
 
+def with_ends(data: bytes, before: str | None, after: str | None) -> bytes:
+    """A .json file whose post-processor adds these tokens before and behind every text; None, or no token: nothing."""
+    import tokenizers
+    from tokenizers import processors
+
+    tokenizer = tokenizers.Tokenizer.from_buffer(data)
+    ids = {name: tokenizer.token_to_id(name) for name in (before, after) if name is not None}
+    known = [(name, token) for name, token in ids.items() if token is not None]
+    if not known:
+        return data
+    added = dict(known)
+    first = f"{before}:0 " if before in added else ""
+    last = f" {after}:0" if after in added else ""
+    single = f"{first}$A:0{last}"
+    pair = f"{single} {single.replace(':0', ':1').replace('$A', '$B')}"
+    tokenizer.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=known)
+    return tokenizer.to_str(pretty=True).encode()
+
+
 def _check(path: str, proto: Any) -> None:
     """Raises UserError for a model whose ids a file of the tokenizers library cannot give."""
     objection = _objection(proto)

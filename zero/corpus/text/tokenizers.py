@@ -341,7 +341,14 @@ class SentencePieceTokenizer(FileTokenizer):
     def __init__(self, path: str, model: bytes, files: TokenizerFiles | None = None):
         self._model = model
         self._library = SentencePiece(path, model)
-        super().__init__(path, sentencepiece_model.converted(path, self._library.proto), files)
+        files = TokenizerFiles.of_folder(storage.parent(path)) if files is None else files
+        # A .model has no post-processor: here, and only here, transformers takes what tokenizer_config.json says.
+        added = {
+            kind: files.names.get(f"{kind}_token") if files.tokenizer.get(f"add_{kind}_token") else None
+            for kind in ("bos", "eos")
+        }
+        data = sentencepiece_model.converted(path, self._library.proto)
+        super().__init__(path, sentencepiece_model.with_ends(data, added["bos"], added["eos"]), files)
 
     def __reduce__(self) -> tuple[type[FileTokenizer], tuple[str, bytes, TokenizerFiles]]:
         return SentencePieceTokenizer, (self.path, self._model, self.files)
