@@ -1,0 +1,45 @@
+"""A small model of each architecture of transformers that zero reads, with all keys of its class.
+
+- `small`: the keys of its config.json. `theirs`: a model of transformers with them.
+"""
+
+from typing import Any
+
+from zero.exchange.architecture_table import ARCHITECTURES
+
+LAYERS = 4
+SHAPES = (
+    {"vocab_size": 101, "hidden_size": 40, "n_embd": 40, "intermediate_size": 52, "n_inner": 52},
+    dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers"), LAYERS),
+    dict.fromkeys(("num_attention_heads", "n_head", "num_heads"), 4),
+    {"num_key_value_heads": 2, "max_position_embeddings": 64, "n_positions": 64, "seq_length": 64},
+    {"head_dim": 10, "sliding_window": 7, "window_size": 7, "moe_intermediate_size": 24, "initializer_range": 0.4},
+    {"num_local_experts": 3, "num_experts": 3, "num_experts_per_tok": 2, "pad_token_id": None},
+    {"attention_types": [[["global", "local"], 2]], "query_pre_attn_scalar": 11},
+)
+
+
+def small(model_type: str) -> dict[str, Any]:
+    """The keys of a small model of this family that zero reads."""
+    import transformers
+
+    kind = transformers.CONFIG_MAPPING[model_type]
+    known = {key for keys in SHAPES for key in keys} & {*kind().to_dict()}
+    keys: dict[str, Any] = {key: value for part in SHAPES for key, value in part.items() if key in known}
+    if model_type == "smollm3":
+        keys["sliding_window"] = 7
+    for key, value in ARCHITECTURES[model_type].fixed.items():
+        keys[key] = value
+    if model_type == "gpt_oss":
+        keys["layer_types"] = ["sliding_attention", "full_attention"] * 2
+    return kind(**keys).to_dict()
+
+
+def theirs(keys: dict[str, Any]) -> Any:
+    """A model of transformers with random weights."""
+    import transformers
+
+    config = transformers.CONFIG_MAPPING[keys["model_type"]].from_dict(dict(keys))
+    transformers.set_seed(0)
+    auto: Any = transformers.AutoModelForCausalLM
+    return auto.from_config(config, attn_implementation="eager")
