@@ -17,9 +17,11 @@ import optax
 import pytest
 
 import zero
+from tests.helpers import trl_losses
 from tests.helpers.brought import save_folder
 from tests.helpers.corpora import make
 from tests.helpers.loaders import open_loader
+from tests.helpers.trl_losses import as_rows
 from tests.helpers.vllm_rules import objections_to_adapters
 from zero.corpus.text.tokenizers import load_tokenizer
 from zero.errors import UserError
@@ -83,7 +85,6 @@ class Home:
     def __init__(self, place: Path, family: str) -> None:
         import peft
         import torch
-        import transformers
         from datasets import Dataset
         from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
@@ -91,11 +92,8 @@ class Home:
         self.folder = place / "folder"
         self.adapters = place / "adapters"
         save_folder(self.folder, family)
-        self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(self.folder)
-        if self.tokenizer.pad_token is None:
-            self.tokenizer.pad_token = self.tokenizer.eos_token
-        auto: Any = transformers.AutoModelForCausalLM
-        model = auto.from_pretrained(self.folder, dtype=torch.float32)
+        self.tokenizer = trl_losses.tokenizer_of(self.folder)
+        model = trl_losses.model_of(self.folder)
         is_tied = model.config.tie_word_embeddings
         config = peft.LoraConfig(
             r=3,
@@ -110,15 +108,7 @@ class Home:
             task_type="CAUSAL_LM",
         )
         torch.manual_seed(0)
-        common: dict[str, Any] = {
-            "output_dir": str(place / "trl"),
-            "per_device_train_batch_size": len(CHATS),
-            "report_to": "none",
-            "use_cpu": True,
-            "bf16": False,
-            "gradient_checkpointing": False,
-            "max_length": CONTEXT,
-        }
+        common = trl_losses.arguments(place / "trl", len(CHATS), CONTEXT)
         trainers = cast(Any, DPOTrainer), cast(Any, SFTTrainer)
         self.of_pairs = trainers[0](
             model,
@@ -238,14 +228,6 @@ def prepared(home: Home, entries: list[dict[str, Any]], **options: Any) -> np.nd
     return np.stack(rows).reshape(-1, CONTEXT)
 
 
-def as_rows(ids: Any, learned: Any, attended: Any) -> np.ndarray:
-    """Rows of TRL's batch as zero's: ~t where t is not learned, -1 for padding."""
-    rows = np.full((len(ids), CONTEXT), -1, np.int32)
-    own = np.where(learned, ids, ~np.asarray(ids))
-    rows[:, : own.shape[1]] = np.where(attended, own, -1)
-    return rows
-
-
 def assert_same_gradients(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
     assert found.keys() == expected.keys()
     largest = max(np.abs(x).max() for x in expected.values())
@@ -257,7 +239,7 @@ def assert_same_gradients(found: dict[str, np.ndarray], expected: dict[str, np.n
 def test_chats_equal_trl(home: Home) -> None:
     """Ids, learned tokens, loss and gradients of chats are those of SFTTrainer with `assistant_only_loss`."""
     batch, loss, gradients = home.chats()
-    rows = as_rows(batch["input_ids"], batch["labels"] != -100, batch["attention_mask"])
+    rows = as_rows(batch["input_ids"], batch["labels"] != -100, batch["attention_mask"], CONTEXT)
     ours = prepared(home, [{"messages": chat} for chat in CHATS], completions=True, one_document_per_row=True)
     np.testing.assert_array_equal(sorted(ours.tolist()), sorted(rows.tolist()))
     special = load_tokenizer(str(home.folder / "tokenizer.json")).special
@@ -277,7 +259,7 @@ def test_chats_equal_trl(home: Home) -> None:
 def test_preferences_equal_trl(home: Home, theirs: str, smoothing: str, label_smoothing: float, stage: int) -> None:
     """Ids, loss and gradients of pairs are those of DPOTrainer, whose reference has its adapters disabled."""
     batch, loss, gradients = home.preferences[theirs, smoothing, label_smoothing]
-    rows = as_rows(batch["input_ids"], batch["completion_mask"] == 1, batch["attention_mask"])
+    rows = as_rows(batch["input_ids"], batch["completion_mask"] == 1, batch["attention_mask"], CONTEXT)
     theirs_by_pair = np.stack(np.split(rows, 2), axis=1).reshape(-1, CONTEXT)  # of [chosen, rejected]
     ours = prepared(home, PAIRS, preferences=True)
     by_pair = [x.reshape(-1, 2 * CONTEXT).tolist() for x in (ours, theirs_by_pair)]

@@ -25,6 +25,8 @@ from zero.training.sharded_gpt import ShardedGPT
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # of names: PEFT's model holds the model of transformers
+# Where tied tables are trained whole, PEFT writes and reads a copy of them under this name.
+_TIED_HEAD = f"{_PREFIX}lm_head.weight"
 _PARTS = {LORA_A: "lora_A.weight", LORA_B: "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}
 # Keys of adapter_config.json that change the computation, and the values with which it is that of zero.
 _FIXED: dict[str, tuple[Any, ...]] = {
@@ -115,6 +117,8 @@ def write_peft(
         if module in TABLES:
             tables.append(architecture.modules[module])
             tensors[name] = np.ascontiguousarray(architecture.pack(leaf, [whole], size))
+            if size.tied:
+                tensors[_TIED_HEAD] = tensors[name].copy()
             continue
         products[architecture.modules[module].partition("{}.")[2]] = module.rpartition("/")[2]
         for layer in range(len(whole)):
@@ -304,6 +308,11 @@ def read_peft(folder: Path, model: ShardedGPT) -> PyTree:
             return np.stack([tensor(name, leaf, leaf.shape[:0:-1]).T for name in names]).astype(leaf.dtype)
 
         whole = model.layout.map(read)
+        if model.config.tied and adapters.tables and _TIED_HEAD in left_over:
+            left_over.discard(_TIED_HEAD)
+            embeddings = tensor_name(f"{VOCABULARY}/{COPY}table", architecture)
+            if not np.array_equal(file.get_tensor(_TIED_HEAD), file.get_tensor(embeddings)):
+                raise UserError(f"{folder}, tensor {_TIED_HEAD}: is not {embeddings}, and they are one in this model")
     if left_over:
         raise UserError(f"{folder}, tensor {min(left_over)}: tuning.targets names no product for it")
     return to_devices(whole, model.layout, model.axis)
