@@ -111,30 +111,26 @@ def scatter_sum_array(
 def sum_copies_of_array(shard_x: jax.Array, axis: Axis) -> jax.Array:
     """The sum of a shard over the copies of the state, the same bits on all of them.
 
-    With `axis.copies_dtype` each copy sums one piece of the shard in float32 and sends it to the others: the bytes of
-    an all-reduce, where each summand is rounded once and the sum once.
+    With `axis.copies_dtype="bfloat16"` it is a sum in bfloat16. With "int8" each copy sums one piece of the shard in
+    float32 and sends it to the others: the bytes of an all-reduce, where each summand is rounded once and the sum once.
 
     Per device: any shape in, the same shape and dtype out. Call inside pmap.
     """
     if axis.replicas == 1:
         return shard_x
-    if axis.copies_dtype is None or not jnp.issubdtype(shard_x.dtype, jnp.floating):
-        groups = axis.groups(axis.replicas, apart=axis.shards)
-        return lax.psum(shard_x, axis.name, axis_index_groups=groups)
+    if axis.copies_dtype == "int8" and jnp.issubdtype(shard_x.dtype, jnp.floating):
+        return _sum_copies_quantised(shard_x, axis)
+    groups = axis.groups(axis.replicas, apart=axis.shards)
+    sums = lax.psum(as_dtype(shard_x, axis.copies_dtype), axis.name, axis_index_groups=groups)
+    return sums.astype(shard_x.dtype)
+
+
+def _sum_copies_quantised(shard_x: jax.Array, axis: Axis) -> jax.Array:
     between_copies = AllGather(0, axis.replicas, axis.shards)
     elements = pad_array(shard_x.ravel(), 0, -shard_x.size % axis.replicas)
-    reduce = sum_dtype(shard_x.dtype)
-    if axis.copies_dtype == "int8":
-        sums = _gather_quantised(_scatter_sum_quantised(elements, between_copies, axis, reduce), between_copies, axis)
-    else:
-        sums = _sum_copies_rounded(elements.astype(axis.copies_dtype), between_copies, axis, reduce)
+    piece = _scatter_sum_quantised(elements, between_copies, axis, sum_dtype(shard_x.dtype))
+    sums = _gather_quantised(piece, between_copies, axis)
     return sums[: shard_x.size].reshape(shard_x.shape).astype(shard_x.dtype)
-
-
-def _sum_copies_rounded(x: jax.Array, move: AllGather, axis: Axis, reduce: np.dtype) -> jax.Array:
-    groups = axis.groups(move.over, move.apart)
-    piece = _scatter_sum_phase(x, move.dim, axis, move.over, move.apart, reduce).astype(x.dtype)
-    return lax.all_gather(piece, axis.name, axis=move.dim, tiled=True, axis_index_groups=groups)
 
 
 def as_dtype(x: jax.Array, dtype: DTypeLike | None) -> jax.Array:
