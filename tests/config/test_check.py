@@ -413,8 +413,8 @@ def test_refusals_of_rounded_gathers_are_all_at_once() -> None:
     assert refusal("zero.gather_dtype=products", "zero.stage=2", "zero.tensor_shards=2").splitlines() == [
         "zero.product_dtype=auto: expected int8 or int8_all or float8, as zero.gather_dtype=products",
         "zero.stage=2: expected 3, as zero.gather_dtype=products",
-        "zero.tensor_shards=2: expected 1, as zero.gather_dtype=products gathers whole matrices, and a tensor group "
-        "parts of them",
+        "zero.tensor_shards=2: expected 1, as zero.gather_dtype=products gathers whole columns, of which a device of a "
+        "tensor group has parts",
     ]
 
 
