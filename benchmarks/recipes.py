@@ -24,6 +24,8 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
+import jax
+
 import zero.cycles
 import zero.hosts.speeds
 from benchmarks.recipe_sources import PAGE, REPOSITORY, load_runs, with_part
@@ -222,6 +224,7 @@ def main() -> int:
     parser.add_argument("--recipes", nargs="+", choices=list(RUNS), default=list(RUNS), metavar="NAME")
     parser.add_argument("--compare", action="store_true", help="print what has changed, and compile nothing")
     options = parser.parse_args()
+    jax.config.update("jax_traceback_in_locations_limit", 0)  # else kernels hold the lines of their sources
     is_other = False
     for name in options.recipes:
         request = requested(name)
