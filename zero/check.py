@@ -50,11 +50,11 @@ def examine(optimizer: optax.GradientTransformation, params: Any, devices: int) 
         _trace(optimizer, layout.shapes(), devices)
     except (ValueError, TypeError) as error:
         refusal = str(error).partition("\n--------")[0]
-    wholes = [f"{leaf.name or '(root)'} {list(leaf.shape)}" for leaf in layout.leaves if not leaf.splits] or ["nothing"]
+    wholes = [f"{leaf.name or '(root)'} {list(leaf.shape)}" for leaf in layout.leaves if not leaf.splits]
     verdict = "the optimizer is right on slices as it is" if refusal is None else f"refused: {refusal}"
     lines = [
         state,
-        f"whole on every device: {', '.join(wholes)}",
+        f"whole on every device: {', '.join(wholes) if wholes else 'nothing'}",
         "gradients: one reduce-scatter and one gather of updates, in place of one all-reduce",
         verdict,
     ]

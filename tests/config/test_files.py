@@ -155,6 +155,7 @@ TEXTS = {
     "an interpolation": "a: ${b}\nb: 3\n",
     "a set": "a: !!set {x}\n",
     "code": "a: !!python/object/apply:os.system [ls]\n",
+    "a tab": "a:\t1\n",
     "lines": "a: 'x\n  y'\n? b\n: c\n",
 }
 

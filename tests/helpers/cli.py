@@ -182,6 +182,9 @@ class Fork:
         if self._done is None:
             if timeout is not None and not select.select([self._server.stdout], [], [], timeout)[0]:
                 os.kill(self.pid, signal.SIGKILL)
+                if self.pid == self._server.pid:
+                    _lasting_server.cache_clear()
+                    raise subprocess.TimeoutExpired(self._arguments, timeout)
                 raise subprocess.TimeoutExpired(self._arguments, timeout, self._answer()["errors"])
             answer = self._answer()
             results = answer["status"], answer["output"], answer["errors"]
@@ -190,7 +193,11 @@ class Fork:
 
     def _answer(self) -> dict[str, Any]:
         assert self._server.stdout is not None
-        return json.loads(self._server.stdout.readline())
+        line = self._server.stdout.readline()
+        if not line:
+            _lasting_server.cache_clear()  # the next file has another one
+            raise RuntimeError(f"{self._server.args} ended with {self._server.wait()} in the run {self._arguments}")
+        return json.loads(line)
 
 
 def finish(process: subprocess.Popen[str] | Fork, timeout: float = 600) -> subprocess.CompletedProcess[str]:

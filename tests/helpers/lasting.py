@@ -65,12 +65,18 @@ def status_of_run(jobs: SharedJobs) -> int:
         with jobs.shared([]), patch.object(zero.cli, "exit_immediately", end):
             zero.cli.main()
     except SystemExit as ended:
-        return int(ended.code or 0)
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
+            return UNKNOWN
+        return 0 if ended.code is None else ended.code
     except BaseException:  # noqa: BLE001  the process goes on; Python would end it with this traceback
         sys.excepthook(*sys.exc_info())
         return UNKNOWN
     finally:
+        for _, timer in unanswered:
+            timer.cancel()
         unanswered.clear()
+        watchdog._has_progress.clear()
         if watchdog._watchdog is not None:  # of a run that was refused
             watchdog._watchdog.finish()
         for number in SIGNALS:

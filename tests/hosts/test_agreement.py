@@ -3,6 +3,7 @@
 import jax
 import pytest
 
+from zero.errors import Unavailable
 from zero.hosts import agreement
 
 
@@ -37,3 +38,17 @@ def test_names_may_be_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
             assert agreement.broadcast(name, f"{name} {number}") == f"{name} {number}"
             assert agreement.gather(name, f"{name} {number}") == [f"{name} {number}", "of host 1"]
     assert len(store.values) == 27
+
+
+def test_missing_host_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a host does not take part, the line names it and what was gathered."""
+
+    class Missing(Store):
+        def wait_at_barrier(self, name: str, timeout: int) -> None:
+            raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: Barrier timed out")
+
+    store = Missing()
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(agreement, "coordination_client", lambda: store)
+    with pytest.raises(Unavailable, match=r"contents: host 1 said nothing for 300 s \(DEADLINE_EXCEEDED"):
+        agreement.gather("contents", "mine")

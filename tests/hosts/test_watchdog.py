@@ -14,11 +14,13 @@ from zero.hosts import watchdog
 class Store:
     """The store of two hosts, of which the other one sends a heartbeat whenever it is asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, other: int) -> None:
+        self.other = other
         self.is_failing, self.is_stopped = threading.Event(), threading.Event()
         self.is_silent = threading.Event()  # the other host
         self.watching: Any = None
         self.of_the_other = ""  # its last report
+        self.values = {f"zero/name/{other}": "name"}
         self.reports: list[str] = []  # of this host
         self.failures = 0
         self.beats = 0
@@ -29,23 +31,24 @@ class Store:
         if self.is_failing.is_set():
             self.failures += 1
             raise jax.errors.JaxRuntimeError("UNAVAILABLE: failed to connect")
+        self.values[key] = value
         self.reports.append(value)
 
-    def wait_at_barrier(self, name: str, timeout: int) -> None:
-        pass
-
     def key_value_dir_get(self, directory: str) -> list[tuple[str, str]]:
-        if directory == "zero/name/":
-            return [("zero/name/1", "name"), ("zero/name/0", "name")]
-        return [("zero/heartbeat/0", ""), ("zero/heartbeat/1", self.of_the_other or self.heartbeat())]
+        if directory == "zero/heartbeat/":
+            return [(f"zero/heartbeat/{self.other}", self.report())]
+        return [(key, value) for key, value in self.values.items() if key.startswith(directory)]
 
     def blocking_key_value_get(self, key: str, timeout: int) -> str:
-        assert key == "zero/heartbeat/0"
-        return self.of_the_other or self.heartbeat()
+        if key == "zero/names":
+            return self.values.get(key, '["name", "name"]')
+        assert key == f"zero/heartbeat/{self.other}" == "zero/heartbeat/0"
+        return self.report()
 
-    def heartbeat(self) -> str:
+    def report(self) -> str:
+        """The newest one of the other host."""
         self.beats += 1
-        return "1" if self.is_silent.is_set() else str(self.beats)
+        return self.of_the_other or ("1" if self.is_silent.is_set() else str(self.beats))
 
 
 @pytest.fixture(params=[1])
@@ -58,7 +61,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
     monkeypatch.setattr(watchdog, "exit_immediately", ended.append)
     monkeypatch.setattr(jax, "process_index", lambda: request.param)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    store = Store()
+    store = Store(other=1 - request.param)
     watching = watchdog._Watchdog(store, stall_minutes=None)
     store.watching = watching
     watching.start()
@@ -186,16 +189,37 @@ def test_stalled_training_shows_stacks(monkeypatch: pytest.MonkeyPatch, caplog: 
 
 
 def test_host_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host that joined, and then stopped before its first word, is named."""
+    """A host that joined, and then stopped before its first word, is named by all."""
+    monkeypatch.setattr(watchdog, "SILENCE_SECONDS", 0.3)
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    store = Store(other=2)
+    monkeypatch.setattr(jax, "process_index", lambda: 0)
+    message = "host 1 of 3 joined, and said nothing for 0.3 s"
+    with pytest.raises(Unavailable, match=message):
+        watchdog._Watchdog(store, stall_minutes=None)
+    monkeypatch.setattr(jax, "process_index", lambda: 2)
+    with pytest.raises(Unavailable, match=message):
+        watchdog._Watchdog(store, stall_minutes=None)
 
-    class Silent(Store):
-        def wait_at_barrier(self, name: str, timeout: int) -> None:
-            raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: Barrier timed out")
 
-        def key_value_dir_get(self, directory: str) -> list[tuple[str, str]]:
-            return [("zero/name/1", "name")]
+def test_host_0_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone(Store):
+        def blocking_key_value_get(self, key: str, timeout: int) -> str:
+            raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: {key}")
 
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(Unavailable, match=r"host 0 of 2 joined, and said nothing for 20 s \(DEADLINE_EXCEEDED"):
-        watchdog._Watchdog(Silent(), stall_minutes=None)
+    with pytest.raises(Unavailable, match=r"host 0 of 2, which coordinates, .* named no hosts \(DEADLINE_EXCEEDED"):
+        watchdog._Watchdog(Gone(other=0), stall_minutes=None)
+
+
+def test_others_hear_all_where_host_0_has_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host 0 no longer tells who was lost, so the others read all reports themselves."""
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    store = Store(other=0)
+    watching = watchdog._Watchdog(store, stall_minutes=None)
+    assert list(watching._read_reports()) == [0]
+    store.of_the_other = "finished"
+    monkeypatch.setattr(store, "key_value_dir_get", lambda directory: [("zero/heartbeat/2", "7")])
+    assert watching._read_reports() == {2: "7"}

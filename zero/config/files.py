@@ -49,7 +49,7 @@ def _content(text: str) -> Any:
     A text that libyaml refuses or that has more in it is left to omegaconf, whose errors are those of Hydra's files.
     """
     loader = _quick_loader()
-    if loader is not None:
+    if loader is not None and "\t" not in text:  # libyaml takes a tab where the other scanner takes none
         with suppress(YAMLError):
             content = yaml.load(text, loader)
             if isinstance(content, dict) and is_plain(content):

@@ -406,8 +406,8 @@ class Zero:
     replica_wire_dtype: str = key(
         "auto",
         one_of("auto", "bfloat16", "int8"),
-        "Gradients on their way between these copies, once per update: auto, as they are summed; bfloat16; or int8 in "
-        "blocks of 256 with a scale, for slices with a slow network between them.",
+        "Gradients on their way between copies of the state, once per update: auto, as they are summed; bfloat16; or "
+        "int8 in blocks of 256 with a scale, for slices with a slow network between them.",
     )
     tensor_shards: int = key(
         1,

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.experimental.multihost_utils import reached_preemption_sync_point
 
-from zero.errors import UserError
+from zero.errors import Unavailable, UserError, first_line
 from zero.partition.pmapped import pmap
 from zero.partition.whole_state import coordination_client
 
@@ -54,9 +54,22 @@ def gather(name: str, text: str) -> list[str]:
     client = coordination_client()
     key = _next_key(f"gather/{name}")
     client.key_value_set(f"{key}/{jax.process_index()}", text)
-    client.wait_at_barrier(key, 1000 * JOIN_SECONDS)
+    try:
+        client.wait_at_barrier(key, 1000 * JOIN_SECONDS)
+    except jax.errors.JaxRuntimeError as error:
+        raise Unavailable(f"{name}: {_missing(key)} said nothing for {JOIN_SECONDS} s ({first_line(error)})") from error
     texts = dict(client.key_value_dir_get(f"{key}/"))
     return [str(texts[f"{key}/{host}"]) for host in range(jax.process_count())]
+
+
+def _missing(key: str) -> str:
+    """The hosts that have set no text under a key of the store."""
+    try:
+        texts = dict(coordination_client().key_value_dir_get(f"{key}/"))
+    except jax.errors.JaxRuntimeError:
+        return "host 0, which coordinates,"
+    hosts = [str(host) for host in range(jax.process_count()) if f"{key}/{host}" not in texts]
+    return f"host {', '.join(hosts)}" if hosts else "a host that came too late"
 
 
 def _next_key(name: str) -> str:

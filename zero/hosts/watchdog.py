@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import json
 import logging
 import re
 import signal
@@ -48,7 +49,7 @@ def progress() -> None:
 class _Watchdog:
     """Sends this host's heartbeat, and ends this process if another host has ended or stopped, or training stalls.
 
-    Host 0 hears all others, and its last report names the one that ended; the others hear host 0.
+    Host 0 hears all others, and its last report names the one that ended; the others hear host 0 while it has news.
 
     Two threads, because requests to the store of a stopped host 0 never return. One iteration of the watching thread
     counts for at most three heartbeats, so that a process that was itself stopped does not report the others.
@@ -77,19 +78,39 @@ class _Watchdog:
         self._threads = [threading.Thread(target=run, name="watchdog", daemon=True) for run in targets]
 
     def _names_of_all(self) -> list[str]:
-        """The name of each host, by one question to the store, once all have told theirs."""
+        """The name of each host: host 0 collects them, and tells all, or who said nothing.
+
+        Raises:
+          Unavailable: on all hosts, where one has joined and then said nothing.
+        """
         self._client.key_value_set(f"zero/name/{self._host}", socket.gethostname())
+        if self._host == 0:
+            self._client.key_value_set("zero/names", json.dumps(self._collect_names()))
         try:
-            self._client.wait_at_barrier("zero/names", 1000 * SILENCE_SECONDS)
+            names = json.loads(self._client.blocking_key_value_get("zero/names", 3000 * SILENCE_SECONDS))
         except jax.errors.JaxRuntimeError as error:
-            told = self._read("zero/name/")
-            silent = [str(host) for host in range(self._hosts) if host not in told]
-            who = f"host {silent[0]}" if len(silent) == 1 else f"hosts {', '.join(silent)}"
             raise Unavailable(
-                f"{who} of {self._hosts} joined, and said nothing for {SILENCE_SECONDS} s ({first_line(error)})"
+                f"host 0 of {self._hosts}, which coordinates, has joined, and named no hosts ({first_line(error)})"
             ) from error
-        names = self._read("zero/name/")
-        return [names[host] for host in range(self._hosts)]
+        silent = [str(host) for host, name in enumerate(names) if name is None]
+        if silent:
+            who = f"host {silent[0]}" if len(silent) == 1 else f"hosts {', '.join(silent)}"
+            raise Unavailable(f"{who} of {self._hosts} joined, and said nothing for {SILENCE_SECONDS} s")
+        return [str(name) for name in names]
+
+    def _collect_names(self) -> list[str | None]:
+        """What hosts have told, until none has told its own for `SILENCE_SECONDS`; None where one has not."""
+        names: dict[int, str] = {}
+        deadline = 0.0
+        while len(names) < self._hosts:
+            told = self._read("zero/name/")
+            if len(told) > len(names):
+                deadline = time.monotonic() + SILENCE_SECONDS
+            elif time.monotonic() > deadline:
+                break
+            names = told
+            time.sleep(0.01 if len(names) == self._hosts else 0.1)
+        return [names.get(host) for host in range(self._hosts)]
 
     def start(self) -> None:
         for thread in self._threads:
@@ -124,7 +145,7 @@ class _Watchdog:
             if self._has_answer.is_set():
                 self._has_answer.clear()
                 since, unanswered_for, reports = unanswered_for, 0.0, self._reports
-                for host in range(1, self._hosts) if self._host == 0 else [0]:
+                for host in set(reports if self._host else range(self._hosts)) - {self._host}:
                     report = reports.get(host, "")
                     silent[host] = silent[host] + since if report == heard[host] else 0.0
                     heard[host] = report
@@ -154,10 +175,16 @@ class _Watchdog:
         self._client.key_value_set(f"zero/heartbeat/{self._host}", report, True)
 
     def _read_reports(self) -> dict[int, str]:
-        """Host 0 reads what all report, and the others what host 0 does: each reading all would be their square."""
-        if self._host == 0:
-            return self._read("zero/heartbeat/")
-        return {0: str(self._client.blocking_key_value_get("zero/heartbeat/0", 1000 * SILENCE_SECONDS))}
+        """Host 0 reads what all report, and the others what host 0 does: each reading all would be their square.
+
+        Where host 0 reports nothing new, the others read all, as it may not tell what it hears.
+        """
+        if self._host:
+            before = self._reports.get(0)
+            report = str(self._client.blocking_key_value_get("zero/heartbeat/0", 1000 * SILENCE_SECONDS))
+            if report not in (before, _FINISHED):
+                return {0: report}
+        return self._read("zero/heartbeat/")
 
     def _read(self, directory: str) -> dict[int, str]:
         """What each host has written into a directory of the store."""

@@ -99,7 +99,8 @@ def place_model(config: EvaluateConfig | SampleConfig, size: GPTConfig, rows: in
     _, hosts = startup.start(**asdict(config.distributed), overlap_gathers=config.zero.overlap_gathers)
     check_same_configuration(config, size)
     # One copy, over however many devices there are now, and whole rows.
-    model = make_model(replace(config, zero=replace(config.zero, replicas=1, context_shards=1)), size)
+    alone = replace(config.zero, replicas=1, replica_wire_dtype="auto", context_shards=1)
+    model = make_model(replace(config, zero=alone), size)
     section = config.evaluate if isinstance(config, EvaluateConfig) else config.sample
     model = replace(model, tuning=None if section.weight_dtype == "auto" else IN_INT8)  # adapters are merged
     whole = _layout(model).whole().bytes_per_device()

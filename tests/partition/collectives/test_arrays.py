@@ -92,7 +92,7 @@ def test_copies_send_narrow_sums(name: str, wire: str) -> None:
     """What copies send each other is rounded, within its bound, and all get the same bits."""
     axis = dataclasses.replace(AXES[name], copies_dtype=wire)
     rng = np.random.default_rng(3)
-    shapes = [(13, 100), (701,), (2, 5, 64), (9,), ()]
+    shapes = [(131, 100), (2701,), (2, 5, 1064), (9,), ()]
     full = [rng.normal(size=(axis.size, *shape)).astype(np.float32) * 10.0 ** (4 * i) for i, shape in enumerate(shapes)]
     full.append(rng.integers(-9, 9, (axis.size, 24)).astype(np.int32))
     layout = zero.make_layout([x[0] for x in full], axis.shards)
@@ -103,7 +103,8 @@ def test_copies_send_narrow_sums(name: str, wire: str) -> None:
     for leaf, expected, sums in zip(layout.leaves, exact, program(full), strict=True):
         found = np.asarray(sums)
         assert (found[copies[:, :1]] == found[copies]).all()
-        if not leaf.splits or leaf.dtype == np.int32:
+        is_small = wire == "int8" and found[0].size < 256 * axis.replicas
+        if not leaf.splits or leaf.dtype == np.int32 or is_small:
             np.testing.assert_array_equal(found, expected)
             continue
         largest = np.abs(full[int(leaf.name)]).sum(0).max()

@@ -36,6 +36,7 @@ COPIES = 2.2  # in memory of the rows of a group, and of a part
 COPIES_OF_ONLY_PART = 3.2
 LIBRARY_BYTES = 66_000_000  # of datasketch, which imports scipy
 PROPOSED_AND_MISSED = (0.05, 0.95)  # weights: a pair that is proposed is compared again, one that is missed is not
+HASH = "sums of crc32"  # of an n-gram
 MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd; 2**64 over the golden ratio
 COMPARED = 64  # documents of a band, the earliest ones, with which a later one is compared
 
@@ -50,8 +51,11 @@ class Nearness:
     seed: int = 1
 
     def __post_init__(self) -> None:
-        if not 0 < self.threshold <= 1:
-            raise UserError(f"--near-duplicates {self.threshold}: expected a share above 0 and up to 1, such as 0.8")
+        if not 0 < self.threshold < 1:
+            raise UserError(
+                f"--near-duplicates {self.threshold}: expected a share between 0 and 1, such as 0.8; for equal "
+                "documents --deduplicate"
+            )
 
     @classmethod
     def of_manifest(cls, manifest: Mapping[str, Any]) -> Nearness | None:
@@ -67,7 +71,7 @@ class Nearness:
     def recorded(self) -> dict[str, Any]:
         """The parameters, as a manifest records them."""
         bands, rows = self.bands
-        return asdict(self) | {"bands": bands, "rows": rows}
+        return asdict(self) | {"bands": bands, "rows": rows, "hash": HASH}
 
     def signature(self, document: Document) -> np.ndarray:
         """The MinHash values of a text, uint64 (permutations,)."""

@@ -113,15 +113,20 @@ def sum_copies_of_array(shard_x: jax.Array, axis: Axis) -> jax.Array:
 
     With `axis.copies_dtype="bfloat16"` it is a sum in bfloat16. With "int8" each copy sums one piece of the shard in
     float32 and sends it to the others: the bytes of an all-reduce, where each summand is rounded once and the sum once.
+    Shards of less than a block of 256 per copy are summed as they are.
 
     Per device: any shape in, the same shape and dtype out. Call inside pmap.
     """
     if axis.replicas == 1:
         return shard_x
-    if axis.copies_dtype == "int8" and jnp.issubdtype(shard_x.dtype, jnp.floating):
-        return _sum_copies_quantised(shard_x, axis)
+    dtype = axis.copies_dtype
+    if dtype == "int8":
+        has_blocks = shard_x.size >= ELEMENTS_PER_SCALE * axis.replicas
+        if has_blocks and jnp.issubdtype(shard_x.dtype, jnp.floating):
+            return _sum_copies_quantised(shard_x, axis)
+        dtype = None
     groups = axis.groups(axis.replicas, apart=axis.shards)
-    sums = lax.psum(as_dtype(shard_x, axis.copies_dtype), axis.name, axis_index_groups=groups)
+    sums = lax.psum(as_dtype(shard_x, dtype), axis.name, axis_index_groups=groups)
     return sums.astype(shard_x.dtype)
 
 

@@ -38,8 +38,8 @@ class Axis:
       exchanges: whether a reduce-scatter is an all-to-all and a sum on each device. XLA for TPU runs an all-to-all
         beside matrix products, and a reduce-scatter only where SparseCores take it (v6e, TPU7x). Sums differ in the
         order of their terms.
-      copies_dtype: of what copies of the state send each other to sum gradients: "bfloat16", or "int8" in blocks of
-        256 with a scale; None: the dtype of the gradients.
+      copies_dtype: the dtype in which gradients travel between copies of the state: "bfloat16", or "int8" in blocks of
+        256 with a scale; None: their own.
 
     Raises:
       ValueError: `shape` has no phase, `devices` is not a permutation of the positions on the axis, the first phase is
