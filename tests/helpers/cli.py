@@ -196,7 +196,7 @@ class Fork:
         line = self._server.stdout.readline()
         if not line:
             _lasting_server.cache_clear()  # the next file has another one
-            raise RuntimeError(f"{self._server.args} ended with {self._server.wait()} in the run {self._arguments}")
+            raise RuntimeError(f"{self._server.args!r} ended with {self._server.wait()} in the run {self._arguments}")
         return json.loads(line)
 
 
