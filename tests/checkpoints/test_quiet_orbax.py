@@ -72,7 +72,8 @@ def test_errors_of_a_full_disk_are_one_line(
         place = small_disk / f"checkpoints-{free}"
         filler = fill(small_disk)
         os.truncate(filler, max(0, filler.stat().st_size - 1024 * free))
-        with Checkpoints(place, keep=1) as checkpoints, pytest.raises(UserError) as caught:
+        # Outside, because another array may fail while the checkpoints are closed.
+        with pytest.raises(UserError) as caught, Checkpoints(place, keep=1) as checkpoints:
             checkpoints.save(1, state, layout, META)
             checkpoints.wait()
         assert str(caught.value) == (
