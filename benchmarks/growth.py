@@ -1,4 +1,4 @@
-"""What grows with the number of hosts and devices: seconds of what a host does before its first step.
+"""Measures how the work of a host before its first step grows with the number of hosts and of devices.
 
     python benchmarks/growth.py [--hosts 8 32 128] [--devices 256 2048 16384]
     python benchmarks/growth.py --compile v5e-8 v5e-64 v5e-256 4xv5e-256 8xv5e-256
@@ -96,10 +96,10 @@ def arrange(devices: int) -> None:
         axis.groups(2, apart=devices // 2)
     with measured(f"layout of {size.N} layers on {devices} devices"):
         layout = ShardedGPT(size, axis, 3).layout
+    assert layout.shards == axis.shards
     with measured(f"rows of one of {devices // DEVICES_OF_HOST} hosts"):
         hosts = [position // DEVICES_OF_HOST for position in range(devices)]
         RowPlaces.of_devices(axis, hosts, host=1)
-    assert layout.leaves
 
 
 def compile_on(topology: str) -> None:
@@ -122,17 +122,17 @@ def main() -> None:
     parser.add_argument("--devices", type=int, nargs="*", default=[256, 2048, 16384])
     parser.add_argument("--compile", nargs="+", metavar="TOPOLOGY")
     parser.add_argument("--of", help=argparse.SUPPRESS)  # one topology, in a process of its own
-    given = parser.parse_args()
-    if given.of:
-        compile_on(given.of)
+    options = parser.parse_args()
+    if options.of:
+        compile_on(options.of)
         return
-    if given.compile:
-        for topology in given.compile:
+    if options.compile:
+        for topology in options.compile:
             subprocess.run([sys.executable, __file__, "--of", topology], check=True)
         return
-    for hosts in given.hosts:
+    for hosts in options.hosts:
         tell(hosts)
-    for devices in given.devices:
+    for devices in options.devices:
         arrange(devices)
 
 

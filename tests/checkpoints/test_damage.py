@@ -25,6 +25,7 @@ from tests.helpers.checkpoints import (
     save_small,
     small,
 )
+from tests.helpers.disks import small_disk
 from zero.checkpoints.damage import DamagedCheckpoint, write_errors
 from zero.checkpoints.manager import FORMAT, META_CHECKSUM, Checkpoints, meta_checksum
 from zero.errors import UserError
@@ -288,11 +289,8 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     """A small file system of its own."""
     place = tmp_path / "disk"
     place.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", place], capture_output=True, text=True)
-    if made.returncode:
-        pytest.skip(f"needs a file system of its own: {made.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", "--lazy", place], check=True)
+    with small_disk(place, kib=512):
+        yield place
 
 
 def assert_refused(checkpoints: Checkpoints, reason: str) -> None:
@@ -389,6 +387,7 @@ import os
 from pathlib import Path
 from tests.helpers.checkpoints import restore_small
 from zero.errors import UserError
+from tests.helpers.disks import small_disk
 from zero.checkpoints.damage import DamagedCheckpoint
 from zero.checkpoints.manager import Checkpoints
 

@@ -1,4 +1,4 @@
-"""Disks without room: `small_disk` makes one of 128 KiB, and `fill` takes all of its room that is left.
+"""Disks without room: `small_disk` makes one, and `fill` takes all of its room that is left.
 
 The fixture `small_disk` of tests/conftest.py uses it.
 """
@@ -13,15 +13,15 @@ import pytest
 
 
 @contextmanager
-def small_disk(place: Path) -> Iterator[None]:
+def small_disk(place: Path, kib: int = 128) -> Iterator[None]:
     """An empty disk at an empty directory; the test is skipped without the right to mount one."""
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(place)], capture_output=True)
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(place)], capture_output=True)
     if done.returncode:
         pytest.skip(f"needs the right to mount a disk: {done.stderr.decode()}")
     try:
         yield
     finally:
-        subprocess.run(["umount", str(place)], check=True)
+        subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
 def fill(disk: Path) -> Path:

@@ -100,7 +100,7 @@ def theirs(place: Path) -> Iterator[Any]:
     os.environ["HF_HUB_OFFLINE"] = "1"
     from lm_eval.models.huggingface import HFLM
 
-    # We score all but the first token of what the model sees, they all but one that it does not see.
+    # The last token of a window is an input of zero's model, too: so its windows are one longer than the harness's.
     yield HFLM(
         pretrained=str(place / "hf"), device="cpu", batch_size=4, max_length=CONTEXT - 1, attn_implementation="eager"
     )

@@ -109,7 +109,8 @@ class _Watchdog:
             elif time.monotonic() > deadline:
                 break
             names = told
-            time.sleep(0.01 if len(names) == self._hosts else 0.1)
+            if len(names) < self._hosts:
+                time.sleep(0.1)
         return [names.get(host) for host in range(self._hosts)]
 
     def start(self) -> None:

@@ -160,7 +160,7 @@ def _to_weights(
     of_x, of_grad = forms
     if of_x is None:
         assert x_scale is not None
-        # The scale of a position is a factor of what is summed over positions.
+        # Inputs have a scale per position, and the sum is over positions: so the gradient is multiplied by the scales.
         of_positions = x_scale.reshape(*x_scale.shape[:2], *(1,) * (grad_BTF.ndim - 2))
         grad, grad_scale = quantised(grad_BTF.astype(jnp.float32) * of_positions, of_grad, (0, 1))
         sums_XF = _over_positions(of_grad, x_BTX, grad)

@@ -55,13 +55,17 @@ def _check_hosts(contents: list[IndexContents]) -> None:
     """Raises UserError, on all hosts, where an index file lists other contents on another host than on host 0."""
     mine = [[index.path, index.known_by, index.digest] for index in contents]
     first = json.loads(agreement.broadcast("contents of the data", json.dumps(mine)))
-    others = [here for before, here in zip(first, mine, strict=True) if before[1:] != here[1:]]
-    ways_of_path = {path: known_by for path, known_by, _ in first}
-    for host, text in enumerate(agreement.gather("contents of the data", json.dumps(others[:1]))):
-        for path, known_by, _ in json.loads(text):
+    # Hosts may keep the index files in different places: the path is that of host 0.
+    differences = [
+        [path, known_by, known_by_here]
+        for (path, known_by, digest), (_, known_by_here, digest_here) in zip(first, mine, strict=True)
+        if (known_by, digest) != (known_by_here, digest_here)
+    ]
+    for host, text in enumerate(agreement.gather("contents of the data", json.dumps(differences[:1]))):
+        for path, known_by, known_by_there in json.loads(text):
             raise UserError(
-                f"{path}: host 0 has other contents (by {ways_of_path[path]}) than host {host} (by {known_by}); all "
-                "hosts need the same shards, and the same manifest.json beside them"
+                f"{path}: host 0 has other contents (by {known_by}) than host {host} (by {known_by_there}); all hosts "
+                "need the same shards, and the same manifest.json beside them"
             )
 
 
