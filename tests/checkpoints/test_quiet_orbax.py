@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import tensorstore
 
 from tests.helpers.checkpoints import META, make_state, placed, save_small
 from tests.helpers.disks import fill
@@ -109,6 +110,36 @@ def test_first_error_is_raised_when_all_tasks_have_ended() -> None:
     with pytest.raises(OSError, match="error 0"):
         run_to_the_end(fail_together())
     assert ended == [0, 1, 2]
+
+
+def test_tasks_that_are_started_while_others_end_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else tensorstore, whose array is still on its way, prints that the event loop is closed."""
+    promise, array = tensorstore.Promise[None].new()
+    ignored: list[BaseException | None] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda error: ignored.append(error.exc_value))
+
+    async def fail(after: float) -> None:
+        await asyncio.sleep(after)
+        raise OSError(f"after {after}")
+
+    async def write() -> None:
+        await array
+        ended.append("written")
+
+    async def write_later() -> None:
+        await asyncio.sleep(0.02)
+        await asyncio.gather(write(), fail(0))
+
+    async def save() -> None:
+        await asyncio.gather(fail(0.01), write_later())
+
+    ended: list[str] = []
+    timer = threading.Timer(0.1, promise.set_result, (None,))
+    timer.start()
+    with pytest.raises(OSError, match=r"after 0\.01"):
+        run_to_the_end(save())
+    timer.join()
+    assert ended == ["written"] and not ignored
 
 
 def test_threads_of_orbax_that_outlive_a_block_stay_quiet(caplog: pytest.LogCaptureFixture) -> None:

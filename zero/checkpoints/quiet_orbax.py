@@ -50,7 +50,7 @@ def run_to_the_end(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
     try:
         return loop.run_until_complete(coroutine)
     finally:
-        if pending := asyncio.all_tasks(loop):
+        while pending := asyncio.all_tasks(loop):  # tasks that end may leave others that they have started
             loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
         asyncio.set_event_loop(None)
         loop.close()
