@@ -1,24 +1,28 @@
 """A corpus at size: CPU seconds per megabyte, equal bytes on an engine, recall and precision of near duplicates.
 
     python benchmarks/corpus_at_size.py /tmp/size --megabytes 200 --near
-    python benchmarks/corpus_at_size.py /tmp/size --megabytes 200 --runner
+    python benchmarks/corpus_at_size.py /tmp/size --megabytes 20000 --part-megabytes 250 --runner --kills 10
 
 Writes JSON lines of synthetic text, documents of 350 words on average from a vocabulary of 50,000 words by Zipf's law,
 in files of a part each. One document in twenty has a planted copy in a later file, of which a run of words is replaced:
 half of the copies have a Jaccard index of their 5-grams between 0.75 and 1 with their original, half of them 0.5. The
 corpus is prepared by two processes of this machine, and with `--runner` by Apache Beam's DirectRunner in two processes
-too, whose shards are compared. Seconds are of the CPU, of all processes.
+too, whose shards are compared by their checksums. With `--kills` all processes of each preparation are killed so many
+times, at random instants, and it is started again each time. Seconds are of the CPU, of all processes.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -88,16 +92,56 @@ def write(folder: Path, size: int, file_bytes: int) -> dict[str, float]:
     return planted
 
 
-def prepare(source: Path, place: Path, options: list[str], runner: list[str]) -> float:
-    """Prepares a corpus in a process of its own; returns the CPU seconds of that and of its children."""
+class Command:
+    """`zero-prepare` in processes that are killed together."""
+
+    def __init__(self, source: Path, place: Path, options: list[str]) -> None:
+        self.words = [sys.executable, "data/prepare.py", str(source), "--name", "c", "--directory", f"{place}/corpus"]
+        self.words += ["--index-directory", f"{place}/index", *options]
+        self.corpus = place / "corpus" / "c"
+
+    def start(self) -> subprocess.Popen[bytes]:
+        repository = str(Path(__file__).parents[1])
+        environment = os.environ | {"PYTHONPATH": repository}
+        return subprocess.Popen(self.words, cwd=repository, env=environment, start_new_session=True)
+
+    def parts(self) -> int:
+        """Parts that are finished: each has a manifest."""
+        return len(list(self.corpus.glob("part-?????.json")))
+
+    def kill_after(self, parts: int, delay: float) -> None:
+        """Starts it, and kills it so many seconds after this number of parts is finished."""
+        process = self.start()
+        while self.parts() < parts:
+            assert process.poll() is None, f"ended before {parts} parts were finished: status {process.returncode}"
+            time.sleep(0.2)
+        time.sleep(delay)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        print(f"  killed with {self.parts()} parts finished", flush=True)
+
+    def finish(self) -> None:
+        assert self.start().wait() == 0
+
+
+def prepare(command: Command, kills: int, parts: int) -> float:
+    """Prepares a corpus, killed so many times over its parts; returns the CPU seconds of all its processes."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    command = [sys.executable, "data/prepare.py", str(source), "--name", "c", "--directory", f"{place}/corpus"]
-    command += ["--index-directory", f"{place}/index", *options, *runner]
-    repository = str(Path(__file__).parents[1])
-    done = subprocess.run(command, cwd=repository, env=os.environ | {"PYTHONPATH": repository}, text=True, check=True)
-    assert done.returncode == 0
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    chosen = np.random.default_rng(kills)
+    for after in sorted(chosen.choice(parts - 3, kills, replace=False).tolist()):
+        command.kill_after(after, float(chosen.uniform(0, 10)))
+    command.finish()
+    after_all = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after_all.ru_utime + after_all.ru_stime - before.ru_utime - before.ru_stime
+
+
+def checksums(corpus: Path) -> dict[str, str]:
+    """SHA-256 of each shard."""
+    found = {}
+    for path in sorted(corpus.glob("*.tar")):
+        with path.open("rb") as file:
+            found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
 
 
 def judged(corpus: Path, planted: dict[str, float]) -> None:
@@ -125,33 +169,32 @@ def main() -> None:
     parser.add_argument("--part-megabytes", type=int, default=50)
     parser.add_argument("--near", action="store_true", help="leave near duplicates out")
     parser.add_argument("--runner", action="store_true", help="by Apache Beam too, and compare the shards")
+    parser.add_argument("--kills", type=int, default=0, help="kill each preparation so many times")
     given = parser.parse_args()
     source = given.folder / "source"
     size = given.megabytes * 1_000_000
     part_bytes = given.part_megabytes * 1_000_000
     planted = write(source, size, part_bytes - 2_000_000)
     options = ["--part-bytes", str(part_bytes), *(["--near-duplicates", "0.8"] if given.near else [])]
-    names = ["near", "far"] if given.runner else ["near"]
-    for name in names:
-        runner = RUNNER if name == "far" else ["--workers", "2"]
-        seconds = prepare(source, given.folder / name, options, runner)
-        engine = "DirectRunner" if name == "far" else "two processes"
-        print(f"{engine}: {given.megabytes} MB in {seconds:.1f} CPU s, {given.megabytes / seconds:.2f} MB per CPU s")
-    if given.near:
-        judged(given.folder / "near" / "corpus" / "c", planted)
+    parts = len(list(source.iterdir()))
+    engines = {"two processes": ["--workers", "2"]} | ({"DirectRunner": RUNNER} if given.runner else {})
+    shards: list[dict[str, str]] = []
+    for engine, of_engine in engines.items():
+        place = given.folder / "prepared"
+        command = Command(source, place, [*options, *of_engine])
+        began = time.monotonic()
+        seconds = prepare(command, given.kills, parts)
+        rate = given.megabytes / seconds
+        took = f"{seconds:.1f} CPU s, {time.monotonic() - began:.0f} s"
+        print(f"{engine}: {given.megabytes} MB in {took}, {rate:.2f} MB per CPU s", flush=True)
+        if given.near and not shards:
+            judged(command.corpus, planted)
+        shards.append(checksums(command.corpus))
+        shutil.rmtree(place)
     if given.runner:
-        shards = sorted(path.name for path in (given.folder / "near" / "corpus" / "c").glob("*.tar"))
-        of_engine = sorted(path.name for path in (given.folder / "far" / "corpus" / "c").glob("*.tar"))
-        different = [name for name in shards if not _are_equal(given.folder, name)]
-        print(f"{len(shards)} shards; names equal: {shards == of_engine}; different: {different}")
+        different = [name for name in shards[0] if shards[0][name] != shards[1].get(name)]
+        print(f"{len(shards[0])} shards; names equal: {shards[0].keys() == shards[1].keys()}; different: {different}")
     shutil.rmtree(source)
-    for name in names:
-        shutil.rmtree(given.folder / name)
-
-
-def _are_equal(folder: Path, name: str) -> bool:
-    near, far = (folder / place / "corpus" / "c" / name for place in ("near", "far"))
-    return far.exists() and near.read_bytes() == far.read_bytes()
 
 
 if __name__ == "__main__":
