@@ -78,14 +78,14 @@ def write(folder: Path, size: int, file_bytes: int) -> dict[str, float]:
             while file.tell() < min(file_bytes, size - written):
                 for document in documents(chosen, 200):
                     line += 1
-                    file.write(json.dumps({"text": " ".join(spelled[word] for word in document)}) + "\n")
+                    file.write(json.dumps({"text": " ".join(map(spelled.__getitem__, document))}) + "\n")
                     if line % PLANTED == 0:
                         copy = copied(document, chosen, is_near=line % (2 * PLANTED) == 0)
                         waiting.append((copy, jaccard(document, copy)))
                     elif line % PLANTED == 1 and copies:
                         copy, share = copies.pop()
                         line += 1
-                        file.write(json.dumps({"text": " ".join(spelled[word] for word in copy)}) + "\n")
+                        file.write(json.dumps({"text": " ".join(map(spelled.__getitem__, copy))}) + "\n")
                         planted[f"{path}, line {line}"] = share
         written += path.stat().st_size
         number += 1
