@@ -4,7 +4,7 @@
     python benchmarks/corpus_at_size.py /tmp/size --megabytes 20000 --part-megabytes 250 --runner --kills 10
 
 Writes JSON lines of synthetic text, documents of 350 words on average from a vocabulary of 50,000 words by Zipf's law,
-in files of a part each. One document in twenty has a planted copy in a later file, of which a run of words is replaced:
+in files of a part each; after a gigabyte the letters of these files are exchanged. One document in twenty has a planted copy in a later file, of which a run of words is replaced:
 half of the copies have a Jaccard index of their 5-grams between 0.75 and 1 with their original, half of them 0.5. The
 corpus is prepared by two processes of this machine, and with `--runner` by Apache Beam's DirectRunner in two processes
 too, whose shards are compared by their checksums. With `--kills` all processes of each preparation are killed so many
@@ -34,6 +34,7 @@ WORDS = 50_000
 LENGTH = 350  # words of a document, on average
 PLANTED = 20  # one document of so many has a copy
 NGRAM = 5
+OWN = 1_000_000_000  # bytes, after which files are copies with other letters, unless near duplicates are looked for
 RUNNER = ["--runner", "DirectRunner", "--direct_running_mode=multi_processing", "--direct_num_workers=2"]
 
 
@@ -90,6 +91,22 @@ def write(folder: Path, size: int, file_bytes: int) -> dict[str, float]:
         written += path.stat().st_size
         number += 1
     return planted
+
+
+def write_like(files: list[Path], size: int) -> None:
+    """Further files, up to so many bytes: those of a list in turn, each with its letters and digits exchanged."""
+    symbols = b"abcdefghijklmnopqrstuvwxyz0123456789"
+    chosen = np.random.default_rng(1)
+    number = len(files)
+    written = sum(path.stat().st_size for path in files)
+    while written < size:
+        exchange = bytes.maketrans(symbols, bytes(chosen.permutation(list(symbols)).tolist()))
+        text = files[number % len(files)].read_bytes().translate(exchange)
+        text = text.replace(b'{"' + b"text".translate(exchange) + b'"', b'{"text"')
+        path = files[0].with_name(f"{number:05}.jsonl")
+        path.write_bytes(text)
+        written += len(text)
+        number += 1
 
 
 class Command:
@@ -174,7 +191,8 @@ def main() -> None:
     source = given.folder / "source"
     size = given.megabytes * 1_000_000
     part_bytes = given.part_megabytes * 1_000_000
-    planted = write(source, size, part_bytes - 2_000_000)
+    planted = write(source, size if given.near else min(size, OWN), part_bytes - 2_000_000)
+    write_like(sorted(source.iterdir()), size)
     options = ["--part-bytes", str(part_bytes), *(["--near-duplicates", "0.8"] if given.near else [])]
     parts = len(list(source.iterdir()))
     engines = {"two processes": ["--workers", "2"]} | ({"DirectRunner": RUNNER} if given.runner else {})
