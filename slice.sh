@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # A TPU slice from a laptop that has gcloud: ./slice.sh COMMAND NAME ZONE [...]
 #
-#   create NAME ZONE TYPE [--spot]       requests a slice (v3-32, v4-32, v5litepod-16, ...) and waits until it is active;
-#                                        waits only, if it was requested before
+#   create NAME ZONE TYPE [--spot]       requests a slice (v3-32, v4-32, v5litepod-16, ...), or several of one type
+#                                        (2xv5litepod-256), and waits until it is active; waits only, if it was
+#                                        requested before
 #   setup  NAME ZONE                     copies the last commit to all workers and runs prepareTPUVM.sh on each
 #   check  NAME ZONE [key=value ...]     examines every worker (zero-train --doctor), with the arguments of the launch
 #   launch NAME ZONE [key=value ...]     trains in tmux on all workers, from the newest checkpoint if any (trainLoop.sh);
@@ -30,6 +31,7 @@ fail() {
 
 (($# >= 3)) || fail "expected COMMAND NAME ZONE; the comment at the top of this file lists the commands"
 command=$1 name=$2 zone=$3
+slices= # how many; "" before it is known
 shift 3
 key=$HOME/.ssh/google_compute_engine # gcloud's
 poll=${SLICE_POLL_SECONDS:-30}
@@ -133,7 +135,8 @@ tpus() { gcloud compute tpus "$@" "--zone=$zone"; }
 # gcloud connects to all workers at the same time: it refuses to copy files to them if the ssh-agent lacks its key, and
 # without an agent each connection would ask for the passphrase.
 add_key() {
-    [[ -r $key ]] || tpus tpu-vm ssh "$name" --worker=0 --command=true || return # the first connection makes the key
+    # The first connection makes the key.
+    [[ -r $key ]] || tpus tpu-vm ssh "$(nodes | head -n 1)" --worker=0 --command=true || return
     if [[ -z ${SSH_AUTH_SOCK:-} ]]; then
         # shellcheck disable=SC2016  # as it is typed
         ssh-keygen -y -P '' -f "$key" >/dev/null 2>&1 ||
@@ -143,29 +146,72 @@ add_key() {
     fi
 }
 
-on_workers() { # all|0 [--ssh-flag=...] FUNCTION [ARGUMENT ...]: runs a function of those above
+nodes() { # the names of the slices, as gcloud makes them of the prefix
+    local number
+    if ((slices == 1)); then
+        echo "$name"
+    else
+        for ((number = 0; number < slices; number++)); do echo "$name-$number"; done
+    fi
+}
+
+count_slices() { # asks gcloud, unless a TYPE has told
+    local now type count
+    [[ -z $slices ]] || return 0
+    read_answer && slices=${count:-1}
+}
+
+on_slices() { # COMMAND ...: runs it with each NODE as its last argument, on all at the same time
+    local node ids=() id status=0
+    if ((slices == 1)); then
+        "$@" "$name"
+        return
+    fi
+    for node in $(nodes); do
+        "$@" "$node" &
+        ids+=($!)
+    done
+    for id in "${ids[@]}"; do wait "$id" || status=$?; done
+    return "$status"
+}
+
+on_workers() { # all|0 [--ssh-flag=...] FUNCTION [ARGUMENT ...]: runs a function of those above; 0 is of the first slice
     local worker=$1 flags=()
     shift
     while [[ $1 == --* ]]; do
         flags+=("$1")
         shift
     done
-    [[ $worker != all ]] || add_key || return
+    flags+=("--command=$(declare -f is_training enter processes "$1"); $(printf '%q ' "$@")")
+    count_slices || return
+    if [[ $worker == all ]]; then
+        add_key && on_slices connect all "${flags[@]}"
+    else
+        connect "$worker" "${flags[@]}" "$(nodes | head -n 1)"
+    fi
+}
+
+connect() { # WORKER [FLAG ...] NODE
+    local worker=$1 node=${*: -1}
     # Without </dev/null ssh would read the standard input of a loop around slice.sh.
-    tpus tpu-vm ssh "$name" "--worker=$worker" ${flags[@]+"${flags[@]}"} \
-        "--command=$(declare -f is_training enter processes "$1"); $(printf '%q ' "$@")" </dev/null
+    tpus tpu-vm ssh "$node" "--worker=$worker" "${@:2:$#-2}" </dev/null
 }
 
 to_workers() { # FILE PLACE
-    add_key && tpus tpu-vm scp "$1" "$name:$2" --worker=all
+    count_slices && add_key && on_slices copy "$1" "$2"
 }
 
-state() { # prints it and the type of the slice, nothing if there is no such request; fails where gcloud cannot tell
-    local errors status=0
+copy() { # FILE PLACE NODE
+    tpus tpu-vm scp "$1" "$3:$2" --worker=all
+}
+
+state() { # prints it, the type and the number of the slices (nothing for one), nothing if there is no such request;
+    # fails where gcloud cannot tell
+    local errors status=0 fields
     errors=$(mktemp) || return
+    fields="state.state,tpu.nodeSpec[0].node.acceleratorType.basename(),tpu.nodeSpec[0].multisliceParams.nodeCount"
     # Without </dev/null gcloud might ask for a password, by a question that nobody would see.
-    tpus queued-resources describe "$name" '--format=value(state.state,tpu.nodeSpec[0].node.acceleratorType.basename())' \
-        2>"$errors" </dev/null || status=$?
+    tpus queued-resources describe "$name" "--format=value($fields)" 2>"$errors" </dev/null || status=$?
     if ((status)); then
         if grep -q NOT_FOUND "$errors"; then status=0; else cat "$errors" >&2; fi
     fi
@@ -173,16 +219,30 @@ state() { # prints it and the type of the slice, nothing if there is no such req
     return "$status"
 }
 
+read_answer() { # sets now, type and count
+    local answer
+    now='' type='' count=''
+    answer=$(state) || return
+    read -r now type count <<<"$answer" || true
+}
+
 read_state() { # TYPE: sets now; unknown where gcloud cannot tell
-    local answer type
-    answer=$(state) || answer=unknown
-    now='' type=''
-    read -r now type <<<"$answer" || true
+    local type count
+    read_answer || now=unknown
+    [[ -z $count ]] || type=${count}x$type
     [[ -z $type || $type == "$1" ]] || fail "$name exists already, as $type instead of $1: choose another name, or
   ./slice.sh delete $name $zone"
 }
 
-runtime_version() { # of the machine image: cloud.google.com/tpu/docs/runtimes
+read_type() { # TYPE: sets slices, accelerator and version, that of the machine image; a misspelt one ends here
+    slices=1 accelerator=$1
+    if [[ $1 =~ ^([2-9]|[1-9][0-9]+)x(.+)$ ]]; then
+        slices=${BASH_REMATCH[1]} accelerator=${BASH_REMATCH[2]}
+    fi
+    version=$(runtime_version "$accelerator") || return
+}
+
+runtime_version() { # cloud.google.com/tpu/docs/runtimes
     case $1 in
         v2-* | v3-* | v4-*) echo tpu-ubuntu2204-base ;;
         v5litepod-*) echo v2-alpha-tpuv5-lite ;;
@@ -192,11 +252,10 @@ runtime_version() { # of the machine image: cloud.google.com/tpu/docs/runtimes
     esac
 }
 
-request() { # TYPE [OPTION ...]
-    local type=$1 version
-    shift
-    version=$(runtime_version "$type") || return
-    tpus queued-resources create "$name" "--node-id=$name" "--accelerator-type=$type" "--runtime-version=$version" "$@"
+request() { # [OPTION ...]: of the type that was read
+    local named=("--node-id=$name")
+    ((slices == 1)) || named=("--node-count=$slices" "--node-prefix=$name")
+    tpus queued-resources create "$name" "${named[@]}" "--accelerator-type=$accelerator" "--runtime-version=$version" "$@"
 }
 
 pause() { # REASON
@@ -205,11 +264,11 @@ pause() { # REASON
 }
 
 create() {
-    local now untold=0
-    runtime_version "$1" >/dev/null
+    local now accelerator version untold=0
+    read_type "$1"
     read_state "$1"
     [[ $now != unknown ]] || fail "gcloud could not tell whether $name exists (its error is above)"
-    if [[ -z $now ]]; then request "$@"; else echo "$name exists already, so it is not requested again."; fi
+    if [[ -z $now ]]; then request "${@:2}"; else echo "$name exists already, so it is not requested again."; fi
     while true; do
         read_state "$1"
         case $now in
@@ -267,7 +326,7 @@ bucket() { gcloud storage buckets create "gs://$name" "--location=$zone" --unifo
 delete() { tpus queued-resources delete "$name" --force --quiet; }
 
 keep() {
-    local type=$1 options=() arguments=() now status outcome meaning is_ours=false
+    local type=$1 options=() arguments=() now status outcome meaning is_ours=false accelerator version
     shift
     while (($#)); do
         case $1 in
@@ -277,7 +336,7 @@ keep() {
         esac
         shift
     done
-    runtime_version "$type" >/dev/null # a misspelt type ends here
+    read_type "$type"
     if [[ -r $key ]]; then add_key; fi # asks for a passphrase now, while somebody is there
     while true; do
         read_state "$type"
@@ -311,7 +370,7 @@ keep() {
                 ;;
             "")
                 status=0
-                request "$type" ${options[@]+"${options[@]}"} || status=$?
+                request ${options[@]+"${options[@]}"} || status=$?
                 ((status != 2)) || fail "gcloud does not accept these options (its error is above)"
                 ((status == 0)) || pause "the request was refused"
                 ;;

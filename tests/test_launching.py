@@ -31,8 +31,8 @@ GCLOUD = r"""#!/usr/bin/env bash
 # is a slice that does not exist, ! an error. Where there are workers, ssh and scp reach them; else the status of
 # training, and the exit status of every other call, come from files as well.
 cd "$(dirname "$0")" || exit 1
-printf '%s\037' "$@" >>calls
-printf '\036' >>calls
+printf -v call '%s\037' "$@"
+printf '%s\036' "$call" >>calls # in one write: slices are called at the same time
 answer() { head -n 1 "$1"; sed -i '1{$!d}' "$1"; }
 homes() { case "$*" in *--worker=all*) ls -d ../homes/* ;; *) echo ../homes/0 ;; esac; }
 describe() {
@@ -278,6 +278,48 @@ def test_create_again(tpus: Slice, states: str) -> None:
 def test_a_slice_of_another_type(tpus: Slice, command: str) -> None:
     done = tpus.run(command, "run", "us-a", "v3-8", states="ACTIVE v3-32")
     assert done.returncode == 1 and "as v3-32 instead of v3-8" in done.stderr and tpus.calls() == []
+
+
+def test_create_several_slices(tpus: Slice) -> None:
+    """The number before the type is that of the nodes, whose names are made of the prefix."""
+    states = ",PROVISIONING v5litepod-16 2,ACTIVE v5litepod-16 2"
+    done = tpus.run("create", "run", "us-a", "2xv5litepod-16", "--spot", states=states)
+    assert done.returncode == 0, done.stderr
+    (call,) = tpus.calls()
+    assert {"--node-count=2", "--node-prefix=run", "--accelerator-type=v5litepod-16", "--spot"} <= {*call}
+    assert "--runtime-version=v2-alpha-tpuv5-lite" in call and "--node-id=run" not in call
+    done = tpus.run("create", "run", "us-a", "4xv5litepod-16", states="ACTIVE v5litepod-16 2")
+    assert done.returncode == 1 and "as 2xv5litepod-16 instead of 4xv5litepod-16" in done.stderr
+
+
+def test_workers_of_several_slices(tpus: Slice) -> None:
+    """What concerns all workers reaches those of each slice; the log is that of the first slice's worker 0."""
+    two = "ACTIVE v5litepod-16 2"
+
+    def calls_of(command: str) -> list[list[str]]:
+        done = tpus.run(command, "run", "us-a", states=two)
+        assert done.returncode == 0, done.stderr
+        return sorted(call[1:4] for call in tpus.calls())
+
+    assert calls_of("stop") == [["ssh", "run-0", "--worker=all"], ["ssh", "run-1", "--worker=all"]]
+    assert calls_of("watch") == [["ssh", "run-0", "--worker=0"]]
+    copies = [call[2] for call in calls_of("setup") if call[0] == "scp"]
+    assert copies == ["run-0:", "run-1:"]
+    failing = tpus.run("stop", "run", "us-a", states=two, results="3")
+    assert failing.returncode == 3
+    unknown = tpus.run("stop", "run", "us-a", states="!ERROR: Reauthentication failed")
+    assert unknown.returncode == 1 and "Reauthentication failed" in unknown.stderr and tpus.calls() == []
+
+
+def test_keep_several_slices(tpus: Slice) -> None:
+    """`keep` asks worker 0 of the first slice, and launches on all."""
+    states = ",ACTIVE v6e-8 2"
+    done = tpus.run("keep", "run", "us-a", "2xv6e-8", states=states, statuses="none,0")
+    assert done.returncode == 0, done.stderr
+    created, *others = tpus.calls()
+    assert "--node-count=2" in created
+    launched = [call[2] for call in others if asked_function(call)[:1] == ["start_training"]]
+    assert sorted(launched) == ["run-0", "run-1"]
 
 
 def test_create_with_expired_login(tpus: Slice) -> None:
@@ -615,6 +657,7 @@ def test_keep_stops_when_training_failed(tpus: Slice, status: int) -> None:
         (("create", "run"), "expected COMMAND NAME ZONE"),
         (("create", "run", "us-a"), "needs a TYPE"),
         (("create", "run", "us-a", "h100-8"), "h100-8"),
+        (("create", "run", "us-a", "1xv3-8"), "type 1xv3-8: expected"),
         (("keep", "run", "us-a", "h100-8"), "h100-8"),
         (("keep", "run", "us-a", "v3-8", "--reservation", "mine", "--spot"), "mine is neither an option"),
         (("fly", "run", "us-a"), "unknown command fly"),
