@@ -40,6 +40,7 @@ SLOW = {
     "a tensor group on three hosts": Placement(3, 1, "zero.tensor_shards=3"),
     "context groups of two hosts": Placement(4, 1, "zero.context_shards=2"),
     "context groups that end within a host": Placement(3, 4, "zero.context_shards=6"),
+    "a copy of the state on each two of four hosts": Placement(4, 1, "zero.replicas=2"),
 }
 
 
@@ -97,3 +98,18 @@ def test_killed_and_resumed_with_other_groups(alone: Path) -> None:
     done = hosts.finish(start(alone, three, *resume, *stops))
     assert [one.returncode for one in done] == [0] * 3, [one.stderr for one in done]
     check_equal(alone / "killed", alone / "alone")
+
+
+@pytest.mark.slow
+def test_a_copy_is_lost(alone: Path) -> None:
+    """Two of four hosts, which hold a copy of the state, are lost, as a slice of TPUs is: all end, and two continue."""
+    processes = start(alone, Placement(4, 1, "zero.replicas=2"), *job(4), "data.save_every=1", "hydra.run.dir=lost")
+    hosts.wait_for_step(alone / "lost", 2, processes)
+    for process in processes[2:]:
+        process.send_signal(signal.SIGKILL)
+    done = hosts.finish(processes)
+    assert all(one.returncode != 0 for one in done)
+    left = Placement(2, 1, "zero.replicas=1")
+    done = hosts.finish(start(alone, left, "--resume", "hydra.run.dir=lost", "training.total_steps=6"))
+    assert [one.returncode for one in done] == [0] * 2, [one.stderr for one in done]
+    check_equal(alone / "lost", alone / "alone")
