@@ -4,11 +4,12 @@
     python benchmarks/corpus_at_size.py /tmp/size --megabytes 20000 --part-megabytes 250 --runner --kills 10
 
 Writes JSON lines of synthetic text, documents of 350 words on average from a vocabulary of 50,000 words by Zipf's law,
-in files of a part each; after a gigabyte the letters of these files are exchanged. One document in twenty has a planted copy in a later file, of which a run of words is replaced:
-half of the copies have a Jaccard index of their 5-grams between 0.75 and 1 with their original, half of them 0.5. The
-corpus is prepared by two processes of this machine, and with `--runner` by Apache Beam's DirectRunner in two processes
-too, whose shards are compared by their checksums. With `--kills` all processes of each preparation are killed so many
-times, at random instants, and it is started again each time. Seconds are of the CPU, of all processes.
+in files of a part each; without `--near`, files beyond the first gigabyte are copies with their letters exchanged. One
+document in twenty has a planted copy in a later file, of which a run of words is replaced: half of the copies have a
+Jaccard index of their 5-grams between 0.75 and 1 with their original, half of them 0.5. The corpus is prepared by two
+processes of this machine, and with `--runner` by Apache Beam's DirectRunner in two processes too, whose shards are
+compared by their checksums. With `--kills` all processes of each preparation are killed so many times, at random
+instants, and it is started again each time. Seconds are of the CPU, of all processes.
 """
 
 from __future__ import annotations
