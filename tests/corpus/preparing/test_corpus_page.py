@@ -108,6 +108,23 @@ def test_list_of_what_was_removed(source: Path, tmp_path: Path, part_bytes: int)
     assert not list(Path(again.directory).glob("*removed*")) and verify(again.directory) == []
 
 
+@pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"deduplicate": True, "normalise": "nfc"}])
+def test_file_that_is_not_utf8_is_listed(tmp_path: Path, options: dict[str, Any]):
+    """The list and the page name it, with its text as far as it can be shown; no filter judges it."""
+    root = tmp_path / "texts"
+    root.mkdir()
+    for number in range(20):
+        (root / f"{number:02}.txt").write_text(f"two words {number}")
+    latin = root / "latin.txt"
+    latin.write_bytes("h\xe9 is one word".encode("latin-1"))
+    corpus = make(root, tmp_path, **HOW, filters=(("words", "3,3"),), **options)
+    place = Path(corpus.directory)
+    assert corpus.skipped == 1 and dict(corpus.filtered) == {"words": 0}
+    assert list(read_removed(str(place / "removed.jsonl.gz"))) == [{"document": str(latin), "left_out_by": "not UTF-8"}]
+    assert facts(place / "report.html")["not UTF-8"] == ("1", "documents, 16 bytes")
+    assert "h\ufffd is one word" in plain((place / "report.html").read_text(encoding="utf-8"))
+
+
 @pytest.mark.parametrize("part_bytes", [1 << 30, PART_BYTES])
 def test_page_that_is_missing_is_made(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, part_bytes: int

@@ -14,7 +14,7 @@ from typing import Any
 
 from zero.corpus.preparing import directory
 from zero.corpus.preparing import facts as of_corpus
-from zero.corpus.preparing.facts import BINS, Facts, Size
+from zero.corpus.preparing.facts import BINS, Facts, Size, option_of
 from zero.corpus.preparing.manifest import PARTS, REPORT, PartNames, splits_of
 from zero.files import storage
 from zero.pages.facts import Fact
@@ -69,7 +69,8 @@ def values(place: str, manifest: Mapping[str, Any], facts: Facts) -> dict[str, A
         "sources": _sources(facts, has_bytes=manifest["train"]["bytes"] is not None),
         "lengths": [(_bin_text(number), f"{count:,}") for number, count in lengths],
         "left_out_texts": [
-            (f"--{reason}", facts.left_out[reason].documents, _examples(facts, reason)) for reason in _reasons(facts)
+            (option_of(reason), facts.left_out[reason].documents, _examples(facts, reason))
+            for reason in _reasons(facts)
         ],
         "rows": rows[:FEW_ROWS],
         "more_rows": rows[FEW_ROWS:],
@@ -115,16 +116,14 @@ def _left_out(manifest: Mapping[str, Any], facts: Facts) -> list[Fact]:
     lines = []
     for reason in _reasons(facts):
         left_out = facts.left_out[reason]
-        lines.append(Fact(f"--{reason}", f"{left_out.documents:,}", f"documents, {left_out.bytes:,} bytes"))
-    if manifest.get("skipped"):
-        lines.append(Fact("not UTF-8", f"{manifest['skipped']:,}", "files"))
+        lines.append(Fact(option_of(reason), f"{left_out.documents:,}", f"documents, {left_out.bytes:,} bytes"))
     if manifest.get("cut"):
         lines.append(Fact("--cut-documents", f"{manifest['cut']:,}", "documents were cut to a row"))
     return lines or [Fact("nothing", "0", "documents")]
 
 
 def _reasons(facts: Facts) -> list[str]:
-    """The options that have left something out, that of the most documents first."""
+    """Why documents were left out, that of the most first."""
     return sorted(facts.left_out, key=lambda reason: (-facts.left_out[reason].documents, reason))
 
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from zero.corpus.preparing import directory
 from zero.corpus.preparing.manifest import PartNames
+from zero.corpus.preparing.sources.documents import NOT_UTF8
 from zero.corpus.text.tokenizers import Tokenizer
 from zero.files import storage
 from zero.files.parsing import reading
@@ -34,6 +35,15 @@ _READ_AT_ONCE = 32  # files of parts
 DEDUPLICATE = "deduplicate"  # names of options, as reasons beside the names of filters
 MINIMUM_TOKENS = "minimum-tokens"
 ROW_TOKENS = "row-tokens"
+
+
+def option_of(reason: str) -> str:
+    """What is shown of a reason why documents were left out: mostly an option of `zero-prepare`.
+
+    >>> option_of(DEDUPLICATE), option_of(NOT_UTF8)
+    ('--deduplicate', 'not UTF-8')
+    """
+    return reason if reason == NOT_UTF8 else f"--{reason}"
 
 
 class Size(NamedTuple):
@@ -128,7 +138,7 @@ class Facts:
             self.lengths[bin_of(tokens)] += 1
 
     def leave_out(self, reason: str, place: str, content: str | np.ndarray, tokenizer: Tokenizer) -> None:
-        """Counts a document that an option has left out."""
+        """Counts a document that was left out."""
         data = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content.tobytes()
         left_out = self.left_out.setdefault(reason, LeftOut())
         left_out.documents += 1
@@ -239,9 +249,9 @@ class RemovedList:
         self._file = gzip.GzipFile(fileobj=self._packed, mode="wb", mtime=0)
 
     def add(self, documents: Iterable[tuple[str, str]]) -> None:
-        """Appends documents: where each is in the source, and the option that left it out."""
+        """Appends documents: where each is in the source, and why it was left out."""
         for place, reason in documents:
-            line = json.dumps({"document": place, "left_out_by": f"--{reason}"}, ensure_ascii=False)
+            line = json.dumps({"document": place, "left_out_by": option_of(reason)}, ensure_ascii=False)
             self._file.write(line.encode("utf-8", "replace") + b"\n")
             self.documents += 1
 

@@ -158,7 +158,7 @@ class _WriteBands:
         places: list[int] = []
         signatures: list[np.ndarray] = []
         for place, document in enumerate(unit.documents()):
-            if document is None or document.left_out_by is not None or not document.content:
+            if document.left_out_by is not None or not document.content:
                 continue
             values = self.nearness.signature(document)
             for band in range(bands):

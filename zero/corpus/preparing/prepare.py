@@ -376,7 +376,7 @@ def _load_or_train_tokenizer(
     def texts() -> Iterator[str]:
         read = 0
         for unit in source.units():
-            yield from (document.content for document in unit.documents() if document)  # type: ignore[misc]
+            yield from (document.content for document in unit.documents())  # type: ignore[misc]
             bar.update(unit.size)
             read += unit.size
             if read >= _TRAINING_BYTES:

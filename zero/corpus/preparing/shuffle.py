@@ -83,23 +83,20 @@ def needs(size: SourceSize) -> Needs:
 def bytes_of_lines(unit: Unit) -> tuple[int, int]:
     """How many documents a unit has, and the bytes of the lines of those that are texts."""
     documents = list(unit.documents())
-    texts = [document for document in documents if document is None or isinstance(document.content, str)]
+    texts = [document for document in documents if isinstance(document.content, str)]
     return len(documents), sum(len(_line(_hash(document), document)) for document in texts)
 
 
-def _line(key: str, document: Document | None) -> bytes:
+def _line(key: str, document: Document) -> bytes:
     return f"{key}{json.dumps(_entry(document))}\n".encode()
 
 
-def _hash(document: Document | None) -> str:
-    data = b"" if document is None else content_bytes(document)
-    return hashlib.blake2b(data, digest_size=_KEY // 2).hexdigest()
+def _hash(document: Document) -> str:
+    return hashlib.blake2b(content_bytes(document), digest_size=_KEY // 2).hexdigest()
 
 
-def _entry(document: Document | None) -> dict[str, Any] | None:
+def _entry(document: Document) -> dict[str, Any]:
     """What is kept of a document; of those that are left out, by what."""
-    if document is None:
-        return None
     assert isinstance(document.content, str)
     entry = {"name": document.name, "split": document.split, "source": document.source, "text": document.content}
     return entry | {
@@ -109,12 +106,9 @@ def _entry(document: Document | None) -> dict[str, Any] | None:
     }
 
 
-def _documents(lines: bytes) -> Iterator[Document | None]:
+def _documents(lines: bytes) -> Iterator[Document]:
     for line in lines.split(b"\n"):
         entry = json.loads(line[_KEY:])
-        if entry is None:
-            yield None
-            continue
         yield Document(entry.pop("text"), **entry)
 
 

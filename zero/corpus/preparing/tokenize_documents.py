@@ -17,7 +17,7 @@ import numpy as np
 from zero.corpus.preparing.facts import DEDUPLICATE, MINIMUM_TOKENS, ROW_TOKENS, Facts
 from zero.corpus.preparing.manifest import NO_HASH, Counts
 from zero.corpus.preparing.sources.changes import content_bytes
-from zero.corpus.preparing.sources.documents import Document, Unit
+from zero.corpus.preparing.sources.documents import NOT_UTF8, Document, Unit
 from zero.corpus.text.tokenizers import Tokenizer
 from zero.errors import UserError
 
@@ -77,14 +77,11 @@ class UnitTokenizer:
 
         documents: list[list[list[Tokens]]] = [[] for _ in range(self.splits)]
         for document in unit.documents():
-            if document is None:
-                counts = [count.plus(Counts(skipped=1)) for count in counts]
-                continue
             text = document.content
             split = document.split
             ends = document.ends
             if document.left_out_by is not None:
-                counts = [count.plus(Counts(filtered=Counter([document.left_out_by]))) for count in counts]
+                counts = [count.plus(_left_out_by(document.left_out_by)) for count in counts]
                 leave_out(document, document.left_out_by, document.left_out)
             if document.is_duplicate:
                 counts = [count.plus(Counts(duplicates=1)) for count in counts]
@@ -236,6 +233,10 @@ def learned_tokens(
         is_ended = len(marks) > 0
         is_learned[touched[: marks[-1] + 1] if is_ended else touched] = True
     return is_learned, is_ended
+
+
+def _left_out_by(reason: str) -> Counts:
+    return Counts(skipped=1) if reason == NOT_UTF8 else Counts(filtered=Counter([reason]))
 
 
 def _pieces(text: str) -> Iterator[str]:

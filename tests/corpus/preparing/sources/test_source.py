@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import zstandard
 from hypothesis import example, given
@@ -25,8 +26,13 @@ def contents(source: Path | str, key: str = "text") -> list[str | list[int] | No
     units = list(opened.units())
     if opened.size is not None and not opened.is_one_text:
         assert sum(unit.size for unit in units) == opened.size
-    found = [document and document.content for unit in units for document in unit.documents()]
-    return [content if content is None or isinstance(content, str) else content.tolist() for content in found]
+    found = [document for unit in units for document in unit.documents()]
+    assert all(document.left_out_by in (None, documents.NOT_UTF8) for document in found)
+    return [None if document.left_out_by else _listed(document.content) for document in found]
+
+
+def _listed(content: str | np.ndarray) -> str | list[int]:
+    return content if isinstance(content, str) else content.tolist()
 
 
 @given(

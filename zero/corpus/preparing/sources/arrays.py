@@ -105,7 +105,7 @@ def _flat_units(array: _Array, validation_fraction: float | None) -> Iterator[Un
             extra = 0
 
 
-def _flat_part(array: _Array, start: int, stop: int, split: int, ends: bool) -> Iterator[Document | None]:
+def _flat_part(array: _Array, start: int, stop: int, split: int, ends: bool) -> Iterator[Document]:
     name = f"{array.path}, tokens {start} to {stop}"
     yield Document(_tokens(array, start, stop), split, ends, name)
 
@@ -158,7 +158,7 @@ def _megatron_units(path: str, index: str) -> Iterator[Unit]:
             first = number
 
 
-def _megatron_documents(array: _Array, number: int, bounds: np.ndarray) -> Iterator[Document | None]:
+def _megatron_documents(array: _Array, number: int, bounds: np.ndarray) -> Iterator[Document]:
     tokens = _tokens(array, int(bounds[0]), int(bounds[-1]))
     for ids in np.split(tokens, bounds[1:-1] - bounds[0]):
         yield Document(ids, name=f"{array.path}, document {number}")

@@ -22,9 +22,9 @@ def changed(units: Iterable[Unit], change: Callable[[Document], Document]) -> It
         yield Unit(unit.size, partial(_changed, unit.documents, change))
 
 
-def _changed(documents: Documents, change: Callable[[Document], Document]) -> Iterator[Document | None]:
+def _changed(documents: Documents, change: Callable[[Document], Document]) -> Iterator[Document]:
     for document in documents():
-        yield document and change(document)
+        yield document if document.left_out_by else change(document)
 
 
 def normalised(form: Form, document: Document) -> Document:
@@ -43,11 +43,9 @@ def without(
         yield Unit(unit.size, partial(_marked, unit.documents, of_unit, mark)) if of_unit else unit
 
 
-def _marked(
-    documents: Documents, places: frozenset[int], mark: Callable[[Document], Document]
-) -> Iterator[Document | None]:
+def _marked(documents: Documents, places: frozenset[int], mark: Callable[[Document], Document]) -> Iterator[Document]:
     for place, document in enumerate(documents()):
-        yield mark(document) if document and place in places else document
+        yield mark(document) if place in places else document
 
 
 def as_duplicate(document: Document) -> Document:
@@ -62,8 +60,8 @@ def as_near_duplicate(document: Document) -> Document:
 
 
 def digests(unit: Unit) -> list[bytes | None]:
-    """A digest of each document of a unit; None for one that is not UTF-8, or that a filter leaves out."""
-    return [_digest(document) if document and not document.left_out_by else None for document in unit.documents()]
+    """A digest of each document of a unit; None for one that is left out already."""
+    return [None if document.left_out_by else _digest(document) for document in unit.documents()]
 
 
 def _digest(document: Document) -> bytes:

@@ -60,7 +60,7 @@ def _decoded(line: bytes, path: str, number: int) -> str:
         raise UserError(f"{path}, line {number}: not UTF-8, convert it with iconv: {error}") from error
 
 
-def _documents(path: str, columns: list[str], rows: list[Row], reader: Reader) -> Iterator[Document | None]:
+def _documents(path: str, columns: list[str], rows: list[Row], reader: Reader) -> Iterator[Document]:
     """The documents of some rows; empty lines are none."""
     for line, fields in rows:
         if not fields:

@@ -11,6 +11,7 @@ import numpy as np
 from zero.errors import UserError
 
 TRAIN, VALIDATION, TEST = range(3)  # splits, in the order of `zero.corpus.preparing.manifest.ALL_SPLITS`
+NOT_UTF8 = "not UTF-8"  # why a file is left out, in place of the name of a filter
 UNIT_BYTES = 1 << 20  # of a source per unit: a fraction of a second for a tokenizer
 
 
@@ -28,7 +29,7 @@ class Document(NamedTuple):
     rejected: Document | None = None  # the other text of a pair, of which this one is preferred
     begins: bool = True  # False: it continues the text of the unit before
     fields: Mapping[str, str] | None = None  # beside the text, those that filters ask for
-    left_out_by: str | None = None  # a key of `FILTERS`; then its content is empty
+    left_out_by: str | None = None  # a key of `FILTERS`, or `NOT_UTF8`; then its content is empty
     left_out: str | np.ndarray = ""  # that content, for the report about the corpus
     source: str = ""  # the folder or file that it is counted under there
 
@@ -36,8 +37,8 @@ class Document(NamedTuple):
 # The document of an object of JSON, or of a row of a dataset; raises UserError, with the name that is its second
 # argument, for an entry without what it reads.
 Reader = Callable[[Any, str], Document]
-# The documents of a unit; None for a file that is not UTF-8. It raises UserError for what cannot be read.
-Documents = Callable[[], Iterator[Document | None]]
+# The documents of a unit. It raises UserError for what cannot be read.
+Documents = Callable[[], Iterator[Document]]
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,19 @@ class TextReader:
             return Document(text, name=name)
         present = {field: str(entry[field]) for field in self.fields if entry.get(field) is not None}
         return Document(text, name=name, fields=present)
+
+
+def decoded(data: bytes, name: str, source: str = "") -> Document:
+    """The document of a whole file; one that is not UTF-8 is left out.
+
+    >>> decoded(bytes([0xE9]), "a.txt").left_out_by
+    'not UTF-8'
+    """
+    try:
+        return Document(data.decode("utf-8-sig"), name=name, source=source)
+    except UnicodeDecodeError:
+        shown = data.decode("utf-8", "replace")
+        return Document("", name=name, source=source, left_out_by=NOT_UTF8, left_out=shown)
 
 
 def field_of(document: Document, key: str) -> str:

@@ -25,7 +25,7 @@ def text_lines(file: SourceFile) -> Iterator[Unit]:
     return _units(file, _texts)
 
 
-def _units(file: SourceFile, documents_of: Callable[[str, int, bytes], Iterator[Document | None]]) -> Iterator[Unit]:
+def _units(file: SourceFile, documents_of: Callable[[str, int, bytes], Iterator[Document]]) -> Iterator[Unit]:
     """Units of whole lines; `documents_of` takes the name of the file, the number of the first line, and the lines."""
     name = file.path if not file.start else f"{file.path} from byte {file.start}"
     first = 1
@@ -71,7 +71,7 @@ def _lines_of_piece(file: BinaryIO, start: int, stop: int) -> Iterator[bytes]:
         yield block
 
 
-def _texts(path: str, first: int, lines: bytes) -> Iterator[Document | None]:
+def _texts(path: str, first: int, lines: bytes) -> Iterator[Document]:
     """Empty lines are no documents."""
     for number, line in enumerate(lines.split(b"\n"), first):
         name = f"{path}, line {number}"
@@ -83,7 +83,7 @@ def _texts(path: str, first: int, lines: bytes) -> Iterator[Document | None]:
             yield Document(text, name=name)
 
 
-def _objects(reader: Reader, path: str, first: int, lines: bytes) -> Iterator[Document | None]:
+def _objects(reader: Reader, path: str, first: int, lines: bytes) -> Iterator[Document]:
     # Not splitlines(): it would also cut at a carriage return, which JSON allows between its tokens.
     for number, line in enumerate(lines.split(b"\n"), first):
         if not line.strip():

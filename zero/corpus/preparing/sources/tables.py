@@ -83,7 +83,7 @@ def _arrow(file: BinaryIO, reader: Reader) -> Iterator[tuple[Any, float]]:
             yield batch.slice(start, _ROWS), share
 
 
-def _documents(path: str, number: int, packed: bytes, reader: Reader) -> Iterator[Document | None]:
+def _documents(path: str, number: int, packed: bytes, reader: Reader) -> Iterator[Document]:
     """The rows of some batches, of which the first has this number."""
     import pyarrow
 

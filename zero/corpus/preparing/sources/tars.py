@@ -10,7 +10,7 @@ from typing import Any
 
 from zero.corpus.preparing.sources import documents
 from zero.corpus.preparing.sources.compression import damage_named, decompressed
-from zero.corpus.preparing.sources.documents import Document, Reader, TextReader, Unit
+from zero.corpus.preparing.sources.documents import Document, Reader, TextReader, Unit, decoded
 from zero.corpus.preparing.sources.files import open_file
 from zero.corpus.preparing.sources.tensors import read_tensor
 from zero.corpus.reading.shards import read_samples
@@ -20,7 +20,7 @@ from zero.files.parsing import reading
 
 def tar_units(path: str, reader: Reader) -> Iterator[Unit]:
     """The samples of a tar in units of about `UNIT_BYTES` of their contents."""
-    group: list[Document | None] = []
+    group: list[Document] = []
     size = told = 0
     with _samples(path) as (samples, file):
         for sample in samples:
@@ -54,7 +54,7 @@ def _is_tensor(suffix: str) -> bool:
     return suffix == "pth" or suffix.endswith(".pth")
 
 
-def _documents(path: str, sample: dict[str, Any], reader: Reader) -> Iterator[Document | None]:
+def _documents(path: str, sample: dict[str, Any], reader: Reader) -> Iterator[Document]:
     name = f"{path}, sample {sample['__key__']}"
     suffixes = [key for key in sample if key != "__key__"]
     tensors = [key for key in suffixes if _is_tensor(key)]
@@ -63,10 +63,7 @@ def _documents(path: str, sample: dict[str, Any], reader: Reader) -> Iterator[Do
         # Another program has joined documents and cut them: nothing is added between its rows.
         yield from (Document(row, name=name, is_complete=True) for row in rows.reshape(-1, rows.shape[-1]))
     elif "txt" in suffixes and isinstance(reader, TextReader):
-        try:
-            yield Document(sample["txt"].decode("utf-8-sig"), name=name)
-        except UnicodeDecodeError:
-            yield None
+        yield decoded(sample["txt"], name)
     elif "json" in suffixes:
         with reading(f"{name}, member json: expected a JSON object"):
             entry = json.loads(sample["json"])

@@ -10,23 +10,20 @@ from functools import partial
 from typing import BinaryIO
 
 from zero.corpus.preparing.sources import documents
-from zero.corpus.preparing.sources.documents import Document, Unit
+from zero.corpus.preparing.sources.documents import Document, Unit, decoded
 from zero.corpus.preparing.sources.files import open_file
 from zero.errors import UserError
 
 
-def whole_files(paths: Iterable[tuple[str, str]]) -> Iterator[Document | None]:
+def whole_files(paths: Iterable[tuple[str, str]]) -> Iterator[Document]:
     """Files that are one document each: their paths, and what they are counted under."""
     for path, source in paths:
         with open_file(path) as file:
             data = file.read()
-        try:
-            yield Document(data.decode("utf-8-sig"), name=path, source=source)
-        except UnicodeDecodeError:
-            yield None
+        yield decoded(data, path, source)
 
 
-def _text_part(path: str, text: bytes, split: int, begins: bool, ends: bool) -> Iterator[Document | None]:
+def _text_part(path: str, text: bytes, split: int, begins: bool, ends: bool) -> Iterator[Document]:
     """Some lines of a single text, which makes one document for training and one for validation."""
     try:
         yield Document(text.decode("utf-8"), split, ends, begins=begins)

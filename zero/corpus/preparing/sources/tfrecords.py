@@ -48,7 +48,7 @@ def record_units(path: str, key: str, size: int) -> Iterator[Unit]:
                 first = number
 
 
-def _documents(path: str, key: str, number: int, start: int, stop: int) -> Iterator[Document | None]:
+def _documents(path: str, key: str, number: int, start: int, stop: int) -> Iterator[Document]:
     """The records from byte `start` to `stop`, of which the first has this number: a list of integers of each.
 
     Raises UserError, with the number of the record, for a checksum that does not match or any other content.
