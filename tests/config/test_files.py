@@ -29,7 +29,7 @@ def test_packaged_conf() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "named"),
     [
-        ("num_head: 3", "num_heads: 3", ["num_heads", "expected one of embedding_dim"]),
+        ("num_head: 3", "num_heads: 3", ["num_heads", "did you mean num_head or"]),
         ("  num_head: 3\n", "", ["num_head", "Missing mandatory"]),
         ("num_head: 3", "num_head: 5", ["embedding_dim 48", "num_head 5"]),
         ("num_head: 3", "num_head: 0", ["num_head"]),
@@ -85,13 +85,14 @@ def test_heads_by_their_width() -> None:
     ("override", "named"),
     [
         ({"N": 0}, "model.size=test with model.override={'N': 0}: N must be at least 1"),
-        ({"layers": 3}, "model.override={'layers': 3}: layers: .*expected one of embedding_dim"),
+        ({"layers": 3}, r"model.override={'layers': 3}: layers: .*did you mean layer\?"),
+        ({"zzz": 3}, "zzz: there is no such key; expected one of embedding_dim"),
         ({"N": "many"}, "model.override={'N': 'many'}: N: "),
         ({"family": "gpt9"}, "family must be one of gpt2"),
         ({"num_head": None}, "num_head"),
         ({"num_head": None, "head_dim": 20}, "embedding_dim 48 is no multiple of head_dim 20"),
     ],
-    ids=["impossible", "unknown", "type", "family", "no heads", "heads of another width"],
+    ids=["impossible", "unknown", "nothing similar", "type", "family", "no heads", "heads of another width"],
 )
 def test_override_refusals(override: dict[str, Any], named: str) -> None:
     with pytest.raises(UserError, match=named) as caught:

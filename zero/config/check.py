@@ -16,7 +16,7 @@ from zero.config import rules_between_keys
 from zero.config.constraints import shown
 from zero.config.declared import keys_of_features, value_of, whole_kind
 from zero.config.keys import Group, Key, Section, members_of
-from zero.config.names import unknown
+from zero.config.names import unknown, unknown_field
 from zero.config.no_effect import without_effect
 from zero.config.schema import GROUPS, MODE_SECTIONS, MODES, Config, Model
 from zero.errors import UserError
@@ -212,11 +212,11 @@ def describe(error: Exception) -> str:
         override = re.match(r"Could not override '([^']+)'", lines[0])
         return unknown(str(cause.full_key) if override is None else override[1])
     parts = [line for line in lines[:2] if line.strip(" ^")]  # not the mark below the place of an error
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and dataclasses.is_dataclass(cause.object_type):
+        return unknown_field(str(cause.full_key), [field.name for field in dataclasses.fields(cause.object_type)])
     if isinstance(cause, OmegaConfBaseException):
         subject = str(cause.full_key) if cause is error else lines[0]
         parts = [part for part in (subject, str(cause).splitlines()[0]) if part]
-        if isinstance(cause, ConfigKeyError | ConfigAttributeError) and dataclasses.is_dataclass(cause.object_type):
-            parts.append("expected one of " + ", ".join(field.name for field in dataclasses.fields(cause.object_type)))
     if isinstance(error, MissingConfigException) and error.options:
         choice = str(error.missing_cfg_file).replace("/", "=")
         return f"{choice}: expected one of {', '.join(sorted(error.options))}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from functools import cache
 
 from zero.config.declared import whole_kind
@@ -66,6 +67,20 @@ def moved(name: str, value: str = "...") -> str | None:
         value = "none" if name == "tuning.method" and value == "all" else value
         return f"{name}: use {group}={value}"
     return f"{name}: it is {RENAMED[name]} now" if name in RENAMED else None
+
+
+def unknown_field(name: str, names: Sequence[str]) -> str:
+    """A line for a key of a record, such as a model, that has no such key.
+
+    >>> unknown_field("num_kv_head", ["num_head", "kv_heads", "windows"])
+    'num_kv_head: there is no such key; did you mean num_head or kv_heads?'
+    >>> unknown_field("x", ["num_head", "windows"])
+    'x: there is no such key; expected one of num_head, windows'
+    """
+    similar = difflib.get_close_matches(name, names, n=2)
+    if similar:
+        return f"{name}: there is no such key; did you mean {' or '.join(similar)}?"
+    return f"{name}: there is no such key; expected one of {', '.join(names)}"
 
 
 def unknown(name: str) -> str:
