@@ -80,6 +80,22 @@ def test_number_of_keys() -> None:
     assert len([key for key in all_keys(whole_kind()) if key.name != "mode"]) <= 92
 
 
+def test_keys_in_steps_say_so() -> None:
+    """A feature that acts every so many steps declares its key so: steps of parts of rows need a multiple of them."""
+    keys = {key.name: key for key in all_keys(whole_kind())}
+    in_steps = {name for name, key in keys.items() if key.in_steps}
+    every = {name for name in keys if name.endswith((".every", "_frequency", "save_every", "_steps"))}
+    refused, in_evaluations = {"statistics.every"}, {"harness.every"}
+    # Of schedules, batches and evaluations; none of these ends a pause of a run.
+    lengths = {
+        "training.warmup_steps",
+        "training.staged_warmup_steps",
+        "training.gradient_accumulation_steps",
+        "training.maximum_evaluation_steps",
+    }
+    assert in_steps == every - refused - in_evaluations - lengths
+
+
 @cache
 def step_of(*overrides: str) -> str:
     """The lowered step, on rows of the same shape."""

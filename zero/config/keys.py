@@ -27,6 +27,7 @@ class Key(NamedTuple):
       name: with its sections, such as training.batch_size.
       kind: the type of its values, without null.
       lines: what it means: a sentence, and lines that explain its values.
+      in_steps: whether it says at which steps something happens.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Key(NamedTuple):
     default: Any
     check: Check | None
     lines: tuple[str, ...]
+    in_steps: bool = False
 
 
 class Shared(NamedTuple):
@@ -70,17 +72,20 @@ class Group(NamedTuple):
 NAME = "The choice."  # the sentence of the key `name` of a choice
 
 
-def key(default: Any, check: Check | None, sentence: str, *more: str, at: str | None = None) -> Any:
+def key(
+    default: Any, check: Check | None, sentence: str, *more: str, at: str | None = None, in_steps: bool = False
+) -> Any:
     """A field of a section: a key with its default, its check (None: the type says all) and its meaning.
 
     The type of the field determines whether the key may be null; null is not checked.
 
     Args:
       at: the section of the key, such as training, where it is not that of its owner.
+      in_steps: whether it says at which steps something happens; with steps of parts of rows a multiple of them.
     """
     return dataclasses.field(
         default_factory=lambda: copy.deepcopy(default),  # a list or a dictionary is not shared
-        metadata={"default": default, "check": check, "lines": (sentence, *more), "at": at},
+        metadata={"default": default, "check": check, "lines": (sentence, *more), "at": at, "in_steps": in_steps},
     )
 
 
@@ -129,7 +134,7 @@ def _member(field: dataclasses.Field[Any], name: str, annotated: Any) -> Key | S
     value_type = next(kind for kind in choices if kind is not NoneType) if is_optional else annotated
     if meta["at"] is not None:
         name = f"{meta['at']}.{field.name}"
-    return Key(name, value_type, is_optional, meta["default"], meta["check"], meta["lines"])
+    return Key(name, value_type, is_optional, meta["default"], meta["check"], meta["lines"], meta["in_steps"])
 
 
 def all_keys(kind: type, prefix: str = "") -> Iterator[Key]:

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from zero.config.constraints import is_paths, shown
-from zero.config.declared import value_of
+from zero.config.declared import value_of, whole_kind
 from zero.config.groups import Adapted
+from zero.config.keys import all_keys
 from zero.config.schema import Config, EvaluateConfig, PlanConfig, SampleConfig
 from zero.corpus.reading.synthetic import SYNTHETIC
 from zero.files import storage
@@ -51,16 +52,6 @@ def training_rules(config: Config, size: GPTConfig) -> Mistakes:
         yield f"training.{key}", f"a divisor of data.max_context={longest}, at least 2"
 
 
-_COUNTED_IN_STEPS = (
-    "training.total_steps",
-    "training.evaluation_frequency",
-    "training.log_frequency",
-    "verify.every",
-    "data.save_every",
-    "zero.emergency_steps",
-)
-
-
 def part_rules(config: Config, size: GPTConfig) -> Mistakes:
     """What a model whose steps take parts of rows leaves to the end of a row, or cannot do."""
     training = config.training
@@ -81,7 +72,7 @@ def part_rules(config: Config, size: GPTConfig) -> Mistakes:
     if config.objective.name != "likelihood":
         yield "objective", f"likelihood, as {setting}"
     steps = config.data.max_context // size.update_tokens
-    for key in _COUNTED_IN_STEPS:
+    for key in (key.name for key in all_keys(whole_kind()) if key.in_steps):
         every = value_of(config, key)
         if every is not None and every % steps:
             yield key, f"a multiple of {steps}, the steps per row with {setting}"

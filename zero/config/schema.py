@@ -90,6 +90,7 @@ class Training:
         960,
         at_least(1),
         "Optimizer steps of the run; here 8 sequences x 256 tokens x 960 steps = 1,966,080 tokens.",
+        in_steps=True,
     )
     weight_decay: float = key(
         0.1,
@@ -105,6 +106,7 @@ class Training:
         240,
         at_least(1),
         "Evaluate every 240 steps and after the last; each time also save, draw the curves and sample text.",
+        in_steps=True,
     )
     maximum_evaluation_steps: int = key(
         16,
@@ -448,6 +450,7 @@ class Zero:
         "Every n steps each host keeps its shards in emergency_directory, and the next host keeps a copy; null: never.",
         "A run that lost a host resumes from them instead of the last durable checkpoint; each time a line of "
         "metrics is logged.",
+        in_steps=True,
     )
     emergency_directory: str = key(
         "/dev/shm/zero",

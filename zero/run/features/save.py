@@ -30,6 +30,7 @@ class Save(Feature):
             "Steps between checkpoints, whatever the evaluations; null: at every evaluation. The last step is always "
             "saved.",
             at="data",
+            in_steps=True,
         )
         checkpoint_minutes: float | None = key(
             30.0,

@@ -23,7 +23,7 @@ class Track(Feature):
     class Config(Keys):
         wandb_project: str | None = shared("data.wandb_project")
         tensorboard: bool = shared("data.tensorboard")
-        log_frequency: int = key(10, at_least(1), "Log a line of metrics every 10 steps.", at="training")
+        log_frequency: int = key(10, at_least(1), "Log a line of metrics every 10 steps.", at="training", in_steps=True)
 
     name = "track"
     adds = (

@@ -38,6 +38,7 @@ class Verify(Feature):
             "the run with status 1 and the faulty device. null: never.",
             "Each time costs the gradients of two micro-batches: at 100 about 2 % with one micro-batch per step, 0.1 % "
             "with 16.",
+            in_steps=True,
         )
 
     name = "verify"
