@@ -28,6 +28,12 @@ FIRST_RUN = "docs/tutorial/first-run.md"
 MEMORY = "docs/reference/planned-memory.md"
 
 
+def test_number_of_keys() -> None:
+    """The bound on the architecture page is that of the test of all keys."""
+    bound = re.search(r"<= (\d+)\n", text_of("tests/config/test_every_key.py"))
+    assert bound is not None and f"shows at most {bound[1]} keys" in text_of("docs/explanation/architecture.md")
+
+
 def text_of(page: str) -> str:
     return (REPOSITORY / page).read_text()
 

@@ -1,15 +1,19 @@
-"""The features of a run, in the order in which they act after a step. What is on disk before what:
+"""The features of a run, in the order in which they act after a step.
+
+Each effect is on disk before the next one begins, but for a checkpoint: Save begins it, and it is committed while the
+features after it act.
 
 | order | feature | effect | a kill right after it, and what the next start does |
 |---|---|---|---|
 | 1 | Profile, Statistics, Verify | measure the step | nothing is on disk: the step is trained again |
 | 2 | Limits | ends a run beyond its limits | nothing beyond a limit was written |
 | 3 | Validate, Harness | add their results to the line | they are computed again after the step is trained again |
-| 4 | Track | the line in metrics.jsonl, W&B, TensorBoard | a resume from an older step drops the line |
+| 4 | Track | the line in metrics.jsonl, W&B, TensorBoard | it stays; readers skip lines that a resume trained again |
 | 5 | Bar, Largest | the terminal, the log | |
-| 6 | Save | mirrors the run's files, then commits the checkpoint in the background | later actions are pending in it |
-| 7 | Protect | an emergency checkpoint | the resume continues here; later actions are pending in it |
-| 8 | Sample | the text in samples.txt | a resume from an older step drops the text; else it is not written again |
+| 6 | Save | the run's files are mirrored, a checkpoint begins | resumes from the one before |
+| - | | the checkpoint is committed | resumes from it; later actions that are not done are pending in it |
+| 7 | Protect | an emergency checkpoint | resumes from it; later actions are pending in it |
+| 8 | Sample | the text in samples.txt | a resume from an older step removes it; else it is not written again |
 | 9 | Report | run.png, report.html | after the last step, a page older than the metrics is drawn again |
 
 A checkpoint says which later actions were due (`TrainingPosition.pending`), a stop adds those that it prevented, and
