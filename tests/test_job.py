@@ -50,7 +50,7 @@ def test_kernel_falls_back_to_auto(attention: str, lacks: list[str], caplog: pyt
     config = check(compose(f"model.attention={attention}"), load_sizes())
     model = make_model(config, load_sizes()["bytes"])
     said = [record.message for record in caplog.records if "kernel" in record.message]
-    assert model.kernel is None and model.blockwise_from == 512
+    assert (model.kernel, model.blockwise_from, model.query_block) == (None, 512, 64)
     assert said == [
         f"model.attention=kernel lacks {x}: attention is computed as with model.attention=auto" for x in lacks
     ]
@@ -70,7 +70,8 @@ def test_kernel_falls_back_to_auto(attention: str, lacks: list[str], caplog: pyt
 def test_kernels_of_tpus(topology: str, size: str, context: int, kernel: str | None) -> None:
     """A model has a kernel only where it computes the attention of training: estimates of memory count on it."""
     config = check(compose(f"model.size={size}", f"data.max_context={context}", "zero.stage=3"), load_sizes())
-    assert make_model(config, load_sizes()[size], find_devices(topology)).kernel == kernel
+    model = make_model(config, load_sizes()[size], find_devices(topology))
+    assert (model.kernel, model.query_block) == (kernel, None)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from zero.errors import UserError
 from zero.hosts.speeds import SPEEDS
 from zero.models.attention.blockwise import blockwise_from
 from zero.models.attention.choices import missing_in_kernel
+from zero.models.attention.dense import query_block
 from zero.models.attention.kernel import chosen_kernel
 from zero.models.config import STACK, GPTConfig
 from zero.models.parametrization import multipliers_of
@@ -77,6 +78,7 @@ def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = 
         gradient_dtype=zero.gradient_dtype,
         remat=if_auto(zero.remat, remat),
         blockwise_from=blockwise_from(config.model.attention, platform),
+        query_block=query_block(config.model.attention, platform),
         master_dtype=zero.master_dtype,
         separators=separators,
         gather_dtype=zero.gather_dtype if zero.gather_dtype == "int8" else None,

@@ -54,8 +54,8 @@ class GPT(nn.Module):
     """Tokens in, negative log-likelihoods out.
 
     Attributes:
-      config, dtype, blockwise_from, cut, group, kernel, drops, adapters, product: as for `Layer`. Parameters are
-        float32, and whole after `init`.
+      config, dtype, blockwise_from, cut, group, kernel, drops, adapters, product, query_block: as for `Layer`.
+        Parameters are float32, and whole after `init`.
       lift: `lift(module_class, name)` returns the class to use in its place; by default the class itself.
       remat: what the backward pass recomputes, an entry of `zero.models.stack.REMAT`.
     """
@@ -71,6 +71,7 @@ class GPT(nn.Module):
     drops: bool = True
     adapters: Adapters | None = None
     product: Product = contraction
+    query_block: int | None = None
 
     def setup(self) -> None:
         config = self.config
@@ -248,7 +249,8 @@ class GPT(nn.Module):
     def layer(self, cut: ModelParallel, window: int | None = None) -> Layer:
         """The module of one entry of the stack of layers, to apply to its own variables."""
         lifted: Any = self.lift(self.config.kind_of_layers.module(self.config), STACK)
-        options: Any = {name: getattr(self, name) for name in ("group", "kernel", "drops", "adapters", "product")}
+        names = ("group", "kernel", "drops", "adapters", "product", "query_block")
+        options: Any = {name: getattr(self, name) for name in names}
         return lifted(self.config, self.dtype, self.blockwise_from, window, cut, **options, parent=None)
 
     def embed(

@@ -26,6 +26,7 @@ class Layer(nn.Module):
       drops: whether the capacity of experts applies; False for scoring and generation.
       adapters: of the products of a layer; None for none.
       product: of inputs and weights, as for `Dense`; of a transformer's attention and MLP.
+      query_block: queries that dense attention takes at a time; None for all.
     """
 
     config: Sizes
@@ -38,3 +39,4 @@ class Layer(nn.Module):
     drops: bool = True
     adapters: Adapters | None = None
     product: Product = contraction
+    query_block: int | None = None

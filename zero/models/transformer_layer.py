@@ -23,7 +23,7 @@ from zero.model_parallel import WHOLE, ModelParallel
 from zero.models.adapters import AdaptedDense
 from zero.models.attention.blockwise import blockwise_attention
 from zero.models.attention.choices import Attention, attention_form
-from zero.models.attention.dense import dense_attention
+from zero.models.attention.dense import attention_by_queries, dense_attention
 from zero.models.attention.kernel import kernel_attention, missing_in, splits_heads
 from zero.models.attention.scores import Terms
 from zero.models.attention.tpu_kernels import TPU_KERNELS
@@ -228,6 +228,7 @@ class TransformerLayer(Layer):
             position = position - first
         form = attention_form(self.config, window, cut)
         is_whole = queries == k_BSGK.shape[1] > 1  # with a cache there are more keys than queries
+        drops = terms.keys_B is not None and form.dropout_rate > 0
         if self.kernel is not None and is_whole:
             missing = missing_in(
                 self.kernel,
@@ -235,16 +236,18 @@ class TransformerLayer(Layer):
                 positions=queries,
                 shared=q_BTHK.shape[2] // k_BSGK.shape[2],
                 width=q_BTHK.shape[3],
-                drops=terms.keys_B is not None and form.dropout_rate > 0,
+                drops=drops,
                 has_bias=terms.bias_CH is not None,
                 has_segments=terms.starts_BT is not None,
             )
             if missing is None:
                 return kernel_attention(self.kernel, q_BTHK, k_BSGK, v_BSGK, form=form, starts_BT=terms.starts_BT)
-        attend = dense_attention
         if cut.ring > 1 or self._is_blockwise(queries, window):
-            attend = blockwise_attention
-        return attend(q_BTHK, k_BSGK, v_BSGK, position, form=form, terms=terms)
+            return blockwise_attention(q_BTHK, k_BSGK, v_BSGK, position, form=form, terms=terms)
+        block = self.query_block
+        if block is not None and is_whole and queries >= 2 * block and not drops:
+            return attention_by_queries(q_BTHK, k_BSGK, v_BSGK, block, form=form, terms=terms)
+        return dense_attention(q_BTHK, k_BSGK, v_BSGK, position, form=form, terms=terms)
 
     def _is_blockwise(self, queries: int, window: int) -> bool:
         """Whether rows are long enough for blocks; those outside a window are skipped, so it pays off earlier there."""
@@ -284,7 +287,7 @@ class Period(Layer):
     ) -> tuple[tuple[ResidualStream, Cache | None], None]:
         """As `TransformerLayer`; `number` is that of the period."""
         every = self.config.experts_every
-        fields = ("window", "cut", "group", "kernel", "drops", "adapters", "product")
+        fields = ("window", "cut", "group", "kernel", "drops", "adapters", "product", "query_block")
         options: dict[str, Any] = {field: getattr(self, field) for field in fields}
         for i in range(every):
             name = f"layer_{i}"

@@ -57,6 +57,7 @@ class ShardedGPT:
       sums_copies: whether stages 2 and 3 sum gradients over copies of the state layer by layer, as a fused update
         needs and as a single micro-batch does, instead of once after all micro-batches.
       kernel: for attention, as for `GPT`.
+      query_block: of dense attention, as for `GPT`.
       drops: whether the capacity of experts applies, as in training.
       tuning: adapters, which are trained, beside the frozen parameters of `base`; None where all parameters are
         trained. `layout` and `init` are those of the trained parameters.
@@ -80,6 +81,7 @@ class ShardedGPT:
     gather_dtype: DTypeLike | None = None
     sums_copies: bool = False
     kernel: str | None = None
+    query_block: int | None = None
     drops: bool = True
     tuning: Tuning | None = None
     product_dtype: str = "auto"
@@ -199,6 +201,7 @@ class ShardedGPT:
 
     def _gpt(self, lift: Any) -> GPT:
         options: Any = {"cut": self.cut, "group": self.group, "kernel": self.kernel, "drops": self.drops, "lift": lift}
+        options["query_block"] = self.query_block
         options["product"] = PRODUCTS[self.product_dtype]
         options["adapters"] = None if self.tuning is None else self.tuning.adapters
         return GPT(self.config, self.compute_dtype, remat=self.remat, blockwise_from=self.blockwise_from, **options)

@@ -19,7 +19,7 @@ from zero.inference.generate import generate
 from zero.model_parallel import WHOLE
 from zero.models.attention.block_pairs import Blocks, dropped_block
 from zero.models.attention.blockwise import blockwise_attention, blockwise_from
-from zero.models.attention.dense import dense_attention
+from zero.models.attention.dense import attention_by_queries, dense_attention
 from zero.models.attention.scores import Form, Terms
 from zero.models.config import GPTConfig
 from zero.models.gpt import GPT
@@ -257,6 +257,45 @@ def test_blocks_above_the_diagonal_are_skipped() -> None:
 
     # 36 of 64 pairs of blocks; 2 products forward and 4 backward, and the scores once more.
     assert flops(partial(blockwise_attention, block=128)) * 64 * 6 == flops(dense_attention) * 36 * 7
+
+
+def test_blocks_of_queries_are_dense_attention() -> None:
+    """Outputs and gradients, with every option but dropout, and blocks that do not divide the rows."""
+    (q, weights), (k, v) = arrays(2, ROWS, 37, 6, 5), arrays(2, ROWS, 37, 2, 5)
+    bias = jax.random.normal(jax.random.key(2), (32, 6))
+    form = EVERYTHING._replace(dropout_rate=0.0)
+
+    def attend(function: Callable[..., jax.Array], **options: Any) -> Callable[..., jax.Array]:
+        starts_BT = starts_of(2, 37)
+        return lambda q, k, v, bias: function(q, k, v, form=form, terms=Terms(bias, starts_BT=starts_BT), **options)
+
+    got = output_and_gradients(attend(attention_by_queries, block=8), q, k, v, bias, weights)
+    for x, y in zip(got, output_and_gradients(attend(dense_attention), q, k, v, bias, weights), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-5)
+
+
+def test_a_model_takes_queries_in_blocks() -> None:
+    """It multiplies fewer queries and keys for the same losses; with dropout, whose mask is one, all of them."""
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 101, (2, 33)))
+
+    def losses_and_flops(rate: float, block: int | None) -> tuple[jax.Array, int]:
+        model = GPT(dataclasses.replace(CONFIG, attention_dropout=rate), query_block=block)
+        params = model.init(jax.random.key(0), tokens, tokens)
+        keys = jax.random.split(jax.random.key(1), 2)
+
+        def losses(params: Any) -> Any:
+            return model.apply(params, tokens, tokens, keys)
+
+        return jax.jit(losses)(params), matmul_flops(jax.make_jaxpr(losses)(params).jaxpr)
+
+    losses, flops = losses_and_flops(0.0, 8)
+    expected, flops_of_all = losses_and_flops(0.0, None)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    # Keys of 4 blocks of 8 queries and of the last query, in two layers; a product of queries and one with values.
+    fewer = 33 * 33 - (8 * (8 + 16 + 24 + 32) + 33)
+    assert flops_of_all - flops == 2 * 2 * 2 * 2 * 42 * fewer
+    assert losses_and_flops(0.3, 8)[1] == flops_of_all
+    assert losses_and_flops(0.0, 20)[1] == flops_of_all  # rows shorter than two blocks
 
 
 def test_memory_is_linear_in_the_context() -> None:

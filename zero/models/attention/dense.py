@@ -16,6 +16,22 @@ from zero.models.attention.scores import NO_TERMS, PLAIN, Form, Terms, biased_an
 from zero.models.elements import dropout
 from zero.models.stack import ATTENTION
 
+# Queries of a block by platform, measured in docs/decisions/cpu-speed.md; elsewhere all queries are one.
+QUERY_BLOCK = {"cpu": 64}
+
+
+def query_block(choice: str, platform: str) -> int | None:
+    """The number of queries that are multiplied at a time with the keys up to theirs; None for all with all keys.
+
+    Args:
+      choice: `model.attention`; "kernel" falls back to "auto" where the kernel is unsupported.
+      platform: "cpu", "tpu", "gpu", ...
+
+    >>> query_block("auto", "cpu"), query_block("dense", "cpu"), query_block("auto", "tpu")
+    (64, None, None)
+    """
+    return QUERY_BLOCK.get(platform) if choice in ("auto", "kernel") else None
+
 
 def dense_attention(
     q_BTHK: jax.Array,
@@ -56,6 +72,47 @@ def dense_attention(
     attended_BGXK = jnp.einsum("BGXS,BSGK->BGXK", dropped_BGXS, v_BSGK)
     attended_BGXK = checkpoint_name(attended_BGXK, ATTENTION)
     return attended_BGXK.reshape(q_BTHK.swapaxes(1, 2).shape).swapaxes(1, 2)
+
+
+def attention_by_queries(
+    q_BTHK: jax.Array,
+    k_BTGK: jax.Array,
+    v_BTGK: jax.Array,
+    block: int,
+    *,
+    form: Form = PLAIN,
+    terms: Terms = NO_TERMS,
+) -> jax.Array:
+    """`dense_attention` of whole rows, a block of queries at a time: keys after its last query are not multiplied.
+
+    Blocks are unrolled, and the scores of all of them exist at once. A mask of dropout is one of the whole matrix, so
+    there is no dropout.
+
+    Args:
+      q_BTHK: queries, as many as keys.
+      block: queries of a block; T need not divide by it.
+      others: as for `dense_attention`.
+
+    >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 10, 2, 4))
+    >>> form = Form(has_alibi=True, window=3)
+    >>> by_queries = attention_by_queries(q, k[:, :, :1], v[:, :, :1], 4, form=form)
+    >>> bool(jnp.allclose(by_queries, dense_attention(q, k[:, :, :1], v[:, :, :1], form=form), atol=1e-6))
+    True
+    """
+    attended = []
+    for first in range(0, q_BTHK.shape[1], block):
+        last = first + block
+        first_key = max(0, first - form.window + 1) if form.window else 0
+        keys = slice(first_key, last)
+        own_terms = terms
+        if terms.starts_BT is not None:
+            own_terms = terms._replace(starts_BT=terms.starts_BT[:, first:last] - first_key)
+        own_queries = q_BTHK[:, first:last]
+        position = first - first_key
+        attended.append(
+            dense_attention(own_queries, k_BTGK[:, keys], v_BTGK[:, keys], position, form=form, terms=own_terms)
+        )
+    return jnp.concatenate(attended, axis=1)
 
 
 def by_key_head(x_BHTK: jax.Array, key_heads: int) -> jax.Array:
