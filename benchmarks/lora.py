@@ -59,6 +59,7 @@ def zero_step(place: Path, method: str, remat: str) -> Callable[[int], float]:
     keep_freed_memory()  # as main_zero.py does
     from zero.exchange.peft_folder import peft_adapters, read_peft
     from zero.exchange.warm_start import warm_start
+    from zero.models.attention.dense import query_block
     from zero.models.config import GPTConfig
     from zero.models.families import FAMILIES
     from zero.training.batch import Batch
@@ -71,7 +72,8 @@ def zero_step(place: Path, method: str, remat: str) -> Callable[[int], float]:
     llama: dict[str, Any] = {**FAMILIES["llama"], "kv_heads": KEY_HEADS, "mlp_dim": MLP, "N": LAYERS}
     size = GPTConfig(WIDTH, VOCABULARY, HEADS, CONTEXT, 0.0, **llama)
     tuning = Tuning(peft_adapters(place / "adapters", size))
-    model = ShardedGPT(size, zero.Axis("zero", (1, 1)), 3, tuning=tuning, remat=remat)
+    options: Any = {"tuning": tuning, "remat": remat, "query_block": query_block("auto", "cpu")}
+    model = ShardedGPT(size, zero.Axis("zero", (1, 1)), 3, **options)
     programs = make_programs(model, adamw(DECAY), StepOptions(lambda step: jnp.float32(RATE)), jax.devices()[:1])
     frozen = warm_start(str(place / "base"), model.base)
     state = programs.start(read_peft(place / "adapters", model))
