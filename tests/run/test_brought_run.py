@@ -19,6 +19,7 @@ from tests.helpers.brought import MODELS, ODD, save_folder, texts
 from tests.helpers.corpora import call
 from tests.helpers.loaders import open_loader
 from zero.cli import compose
+from zero.errors import UserError
 from zero.exchange.brought import brought
 from zero.exchange.export import export
 from zero.inference import harness_tasks
@@ -227,30 +228,41 @@ def test_a_folder_of_the_hub(family: str, size: dict[str, Any], tmp_path: Path, 
     assert text == of_transformers(tmp_path / "merged", QUESTION, is_chat=True)
     assert text == of_transformers(folder, QUESTION, is_chat=True, adapters=tmp_path / "adapters")
 
-    # The merged folder learns preferences, beside TRL with PEFT's adapters on it.
+    # The merged folder learns preferences, but where a router would add a loss per token, which pairs do not have.
+    copies = ["out", "adapters"]
+    if found.size.experts is None:
+        learn_preferences(tmp_path, tuning, vocabulary)
+        copies += ["preferring_adapters", "whole"]
+    else:
+        with pytest.raises(UserError, match=r"expected likelihood, as model\.size=brought has experts"):
+            compose([*JOB, "model.model_path=merged", "objective=dpo", *tuning])
+    export("run", tmp_path / "out", merges=True)
+    check_files(folder, tmp_path, copies)
+
+
+def learn_preferences(place: Path, tuning: Sequence[str], vocabulary: int) -> None:
+    """The folder "merged" learns preferences, beside TRL with PEFT's adapters on it, and is merged again."""
     prepared("pairs", PAIRS, "--preferences")
     lines = trained(
-        tmp_path / "preferring",
+        place / "preferring",
         *("model.model_path=merged", "objective=dpo", f"objective.beta={BETA}", *tuning),
         *(f"data.index_path_{split}=data/index/pairs_{split}.index" for split in ("train", "validation")),
         "data.tokenizer=data/corpus/pairs/tokenizer.json",
     )
-    export("preferring", tmp_path / "preferring_adapters")
-    merged, adapters = tmp_path / "merged", tmp_path / "preferring_adapters"
-    rows = trl_losses.of_pairs(merged, adapters, PAIRS, tmp_path / "trl", CONTEXT, BETA).rows
+    export("preferring", place / "preferring_adapters")
+    merged, adapters = place / "merged", place / "preferring_adapters"
+    rows = trl_losses.of_pairs(merged, adapters, PAIRS, place / "trl", CONTEXT, BETA).rows
     validation = in_validation("pairs", PAIRS, rows, vocabulary)
-    expected = trl_losses.of_pairs(merged, adapters, validation, tmp_path / "trl", CONTEXT, BETA)
+    expected = trl_losses.of_pairs(merged, adapters, validation, place / "trl", CONTEXT, BETA)
     assert lines[-1]["validation/loss"] == pytest.approx(expected.loss, rel=1e-4) and expected.loss < np.log(2)
     for name in ("rewards/chosen", "rewards/margins", "rewards/accuracies"):
         assert lines[-1][f"validation/{name}"] == pytest.approx(expected.metrics[name], rel=1e-4)
 
     # Merged and exported: the texts of transformers and PEFT, from the folder's own kind of files.
-    export("preferring", tmp_path / "whole", merges=True, dtype="float32")
-    text = written(tmp_path / "last", "model.model_path=whole", f"sample.prompt={QUESTION}", "sample.chat=true")
-    assert text == of_transformers(tmp_path / "whole", QUESTION, is_chat=True)
+    export("preferring", place / "whole", merges=True, dtype="float32")
+    text = written(place / "last", "model.model_path=whole", f"sample.prompt={QUESTION}", "sample.chat=true")
+    assert text == of_transformers(place / "whole", QUESTION, is_chat=True)
     assert text == of_transformers(merged, QUESTION, is_chat=True, adapters=adapters)
-    export("run", tmp_path / "out", merges=True)
-    check_files(folder, tmp_path)
 
 
 def check_harness(folder: Path, tasks: list[dict[str, Any]], ours: dict[str, Any]) -> None:
@@ -266,10 +278,10 @@ def check_harness(folder: Path, tasks: list[dict[str, Any]], ours: dict[str, Any
     assert ours["writing"]["exact_match,none"] == theirs["writing"]["exact_match,none"] == 0.5
 
 
-def check_files(folder: Path, place: Path) -> None:
+def check_files(folder: Path, place: Path, copies: Sequence[str]) -> None:
     """The same folder but for its weights, in the dtype in which it came."""
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        for copy in ("out", "adapters", "preferring_adapters", "whole"):
+        for copy in copies:
             assert (place / copy / name).read_bytes() == (folder / name).read_bytes()
     theirs, ours = (json.loads((place / name / "config.json").read_text()) for name in ("folder", "out"))
     for key in ("dtype", "vocab_size", "tie_word_embeddings", "max_position_embeddings", "model_type", "architectures"):
