@@ -1,8 +1,11 @@
-"""Messages between hosts, over a store that refuses a key that it has (real hosts: tests/test_hosts.py)."""
+"""Messages between hosts, over a store that refuses a key that it has, and the order of two real ones."""
+
+from pathlib import Path
 
 import jax
 import pytest
 
+from tests.helpers import hosts
 from zero.errors import Unavailable
 from zero.hosts import agreement
 
@@ -52,3 +55,8 @@ def test_missing_host_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "coordination_client", lambda: store)
     with pytest.raises(Unavailable, match=r"contents: host 1 said nothing for 300 s \(DEADLINE_EXCEEDED"):
         agreement.gather("contents", "mine")
+
+
+def test_host_0_is_first(tmp_path: Path) -> None:
+    """The other host begins when host 0 has ended, and both continue when the other one has."""
+    hosts.run_two(Path(__file__).with_name("two_hosts.py"), tmp_path)
