@@ -262,7 +262,7 @@ class Lasting(Forks):
 
     Runs whose jobs are equal share their traced and compiled programs, as do the runs of all files of tests that a
     worker has: the first run of a job takes as long as a forked one, those after it a quarter. None may be killed, or
-    depend on the environment or on what `customized` runs; one that is refused is better forked.
+    depend on what `customized` runs, or on other variables of jax or Python; one that is refused is better forked.
     """
 
     def start(self, *arguments: str) -> Fork:

@@ -1,7 +1,8 @@
 """Runs the program in this process for each line of stdin; `cli.Lasting` starts this file and says what it is for.
 
 Lines and answers are those of forks.py. What a run leaves behind in the process is put back after it: the directory,
-the streams, the arguments, handlers of signals and loggers, and the state of Hydra.
+the streams, the arguments, handlers of signals and loggers, the state of Hydra, and what is printed once per process.
+Each run finds the environment of its line; a line whose `READ_ONCE` are others than those of the first is refused.
 """
 
 import contextlib
@@ -10,10 +11,12 @@ import gc
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn, TextIO
 from unittest.mock import patch
 
@@ -22,6 +25,8 @@ import psutil
 import zero.cli
 from tests.helpers import key_values
 from tests.helpers.shared_jobs import SharedJobs
+from zero.corpus.text import tokenizers
+from zero.files import json_lines
 from zero.hosts import watchdog
 from zero.hosts.signals import SIGNALS, unanswered
 
@@ -30,8 +35,11 @@ KEYS = (
     *key_values.NEUTRAL,
     *("resume", "data.resume_step"),
     *("data.index_path_train", "data.index_path_validation", "data.shuffle_shards", "training.max_epochs"),
+    *("data.train_samples", "model.model_path", "model.warm_start"),
     *("training.batch_size", "training.staged_warmup_steps", "training.warmup_train_context"),
 )
+READ_ONCE = re.compile("JAX_|XLA_|TPU_|LIBTPU_|PYTHON|OMP_|OPENBLAS_|NPROC$")  # variables, when a process starts
+ONCE = (tokenizers._warn_once, json_lines._report)  # cached, so that a process prints each line once
 UNKNOWN = 1  # the status of a program that ends with a traceback
 MOST_MEMORY = 800 << 20  # bytes; 300 MiB are modules, and a job with its programs takes 100 to 200
 
@@ -59,10 +67,33 @@ def written_to(output: TextIO, errors: TextIO) -> Iterator[None]:
             os.close(number)
 
 
+def read_once(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that a process reads when it starts, or that are set for the time after it.
+
+    >>> read_once({"XLA_FLAGS": "--xla_dump_to=here", "HOME": "/root"})
+    {'XLA_FLAGS': '--xla_dump_to=here'}
+    """
+    return {name: value for name, value in environment.items() if READ_ONCE.match(name)}
+
+
+def take_environment(environment: Mapping[str, str]) -> None:
+    """Has the run find these variables instead of those of the run before; `READ_ONCE` stay as they are."""
+    for name in os.environ.keys() - environment.keys() - read_once(os.environ).keys():
+        del os.environ[name]
+    os.environ.update((name, value) for name, value in environment.items() if not READ_ONCE.match(name))
+
+
+def print_again() -> None:
+    """Has the next run print what the program prints once per process."""
+    for function in ONCE:
+        function.cache_clear()
+
+
 def status_of_run(jobs: SharedJobs) -> int:
     """Runs the program with the arguments in `sys.argv`; its exit status."""
     try:
-        with jobs.shared([]), patch.object(zero.cli, "exit_immediately", end):
+        # Filters of warnings are put back, and each warning is given again.
+        with jobs.shared([]), patch.object(zero.cli, "exit_immediately", end), warnings.catch_warnings():
             zero.cli.main()
     except SystemExit as ended:
         if isinstance(ended.code, str):
@@ -73,6 +104,7 @@ def status_of_run(jobs: SharedJobs) -> int:
         sys.excepthook(*sys.exc_info())
         return UNKNOWN
     finally:
+        print_again()
         for _, timer in unanswered:
             timer.cancel()
         unanswered.clear()
@@ -95,8 +127,16 @@ def main() -> None:
     program = sys.argv[1]
     jobs = SharedJobs(KEYS)
     gc.set_threshold(100_000, 20, 20)
+    expected: dict[str, str] | None = None
     for line in sys.stdin:
         request = json.loads(line)
+        expected = expected or read_once(request["environment"])
+        if differing := expected.items() ^ read_once(request["environment"]).items():
+            names = ", ".join(sorted(dict(differing)))
+            answer(pid=os.getpid())
+            answer(status=UNKNOWN, output="", errors=f"{names}: this process has read other values; fork the run")
+            continue
+        take_environment(request["environment"])
         sys.argv = [program, *request["arguments"]]
         with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
             answer(pid=os.getpid())
