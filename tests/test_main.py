@@ -285,14 +285,13 @@ def test_data_that_changed_is_refused(forks: cli.Forks, finished: Path, workplac
     cli.check_refusal(forks.run("--resume", "hydra.run.dir=moved", "training.total_steps=20"), "cursor", "shards")
 
 
-def test_resume_of_a_finished_run(forks: cli.Forks, finished: Path) -> None:
+def test_resume_of_a_finished_run(lasting: cli.Lasting, finished: Path) -> None:
     """The resume of a finished run changes nothing."""
     before = cli.contents(finished)
     named = ["--resume", hydra_quoted(finished)]
     again = ["--resume=auto", *named[1:]]
     for arguments in (named, ["--resume=auto"], [*again, "+preset=v3-8"]):  # the newest is the only one here
-        done = forks.run(*arguments)
-        assert done.returncode == 0 and "nothing left to do" in done.stderr, done.stderr
+        assert "nothing left to do" in lasting.check(*arguments).stderr
         assert cli.contents(finished) == before
 
 
@@ -343,19 +342,18 @@ def test_help_needs_no_device(forks: cli.Forks) -> None:
         assert "cpu devices" not in done.stderr
 
 
-def test_warm_start(forks: cli.Forks, finished: Path, workplace: Path) -> None:
+def test_warm_start(lasting: cli.Lasting, finished: Path) -> None:
     """A warm start takes the weights of another run."""
     before = cli.contents(finished)
     path = str(finished).replace("'", "\\'")
     warm = ("model.warm_start=true", f"model.model_path='{path}'")
-    forks.check(*cli.TINY, *warm, "hydra.run.dir=warm")
-    line = read_metrics(workplace / "warm" / "metrics.jsonl")[0]
+    line = read_metrics(lasting.train("warm", *cli.TINY, *warm) / "metrics.jsonl")[0]
     assert line["train/loss"] < read_metrics(finished / "metrics.jsonl")[-1]["train/loss"] + 0.1
     assert line["learning_rate"] == pytest.approx(1e-3)  # a third of the way up: the schedule begins anew
     assert cli.contents(finished) == before
 
 
-def test_start_from_an_average(forks: cli.Forks, finished: Path, workplace: Path) -> None:
+def test_start_from_an_average(lasting: cli.Lasting, finished: Path, workplace: Path) -> None:
     """An average of checkpoints is a run to start from."""
 
     def weights(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -367,7 +365,7 @@ def test_start_from_an_average(forks: cli.Forks, finished: Path, workplace: Path
     done = weights("average", str(finished), "averaged")
     assert done.returncode == 0 and "is in averaged" in done.stdout, done.stderr
     warm = ("model.warm_start=true", "model.model_path=averaged")
-    done = forks.check(*cli.TINY, *warm, "hydra.run.dir=from_averaged")
+    done = lasting.check(*cli.TINY, *warm, "hydra.run.dir=from_averaged")
     assert "weights from" in done.stderr
     done = weights("export", "averaged", "exported")
     assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1
@@ -397,13 +395,13 @@ def test_diverged_run(diverging: tuple[str, ...], named: list[str], forks: cli.F
     assert saved_steps(workplace / run) == []
 
 
-def test_end_of_data_finishes_the_run(forks: cli.Forks, workplace: Path) -> None:
+def test_end_of_data_finishes_the_run(lasting: cli.Lasting, workplace: Path) -> None:
     """A run whose data ends is finished, in its page too."""
     epochs = ("training.max_epochs=2", "data.train_samples=40", "training.evaluation_frequency=3")
-    done = forks.check(*cli.TINY, *epochs, "hydra.run.dir=epochs")
+    done = lasting.check(*cli.TINY, *epochs, "hydra.run.dir=epochs")
     assert "ends the data at step 5, before training.total_steps=12" in done.stderr
     assert saved_steps(workplace / "epochs") == [3, 5]
     page = write_report([workplace / "epochs"], workplace / "epochs.html")  # runs of tests draw none
     assert "where training.max_epochs=2 ends the data" in page.read_text()
-    done = forks.run("--resume", "hydra.run.dir=epochs")
-    assert done.returncode == 0 and "nothing left to do: the run is at step 5 of 5" in done.stderr, done.stderr
+    done = lasting.check("--resume", "hydra.run.dir=epochs")
+    assert "nothing left to do: the run is at step 5 of 5" in done.stderr

@@ -36,8 +36,8 @@ def workplace(workplace: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(forks: cli.Forks) -> Path:
-    return forks.train("undisturbed", *cli.TINY)
+def undisturbed(lasting: cli.Lasting) -> Path:
+    return lasting.train("undisturbed", *cli.TINY)
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
@@ -113,7 +113,7 @@ step_programs.compile_unless_stopped = compile_with_signal
 """
 
 
-def test_a_compilation_is_not_waited_for(forks: cli.Forks, undisturbed: Path) -> None:
+def test_a_compilation_is_not_waited_for(forks: cli.Forks, lasting: cli.Lasting, undisturbed: Path) -> None:
     """Nor are steps lost: the resumed run, which saves by the clock, after every step, is the undisturbed one."""
     run = forks.workplace / "compiling"
     with cli.customized(SIGNAL_IN_COMPILATION):
@@ -122,7 +122,7 @@ def test_a_compilation_is_not_waited_for(forks: cli.Forks, undisturbed: Path) ->
     assert "first step with" not in done.stderr and "step 0 is saved" in done.stderr
     assert saved_steps(run) == [0] and not (run / "metrics.jsonl").exists()
     often = ("data.checkpoint_minutes=1e-6", "data.keep_checkpoints=100")
-    forks.check("--resume", "hydra.run.dir=compiling", "zero.remat=auto", *often)
+    lasting.check("--resume", "hydra.run.dir=compiling", "zero.remat=auto", *often)
     assert metrics(run) == metrics(undisturbed)
     assert saved_steps(run) == list(range(13))
 
@@ -149,7 +149,7 @@ def test_stop_during_a_compilation(forks: cli.Forks) -> None:
     assert (line["step"], line["sequence_length"]) == (3, 8)
 
 
-def test_stop_during_an_evaluation(forks: cli.Forks) -> None:
+def test_stop_during_an_evaluation(forks: cli.Forks, lasting: cli.Lasting) -> None:
     """An evaluation is broken off, and run again after the resume."""
     job = (
         *cli.TINY,
@@ -157,17 +157,16 @@ def test_stop_during_an_evaluation(forks: cli.Forks) -> None:
         "training.maximum_evaluation_steps=100000",
         "training.evaluation_frequency=12",
     )
-    assert forks.run(*job, "hydra.run.dir=long").returncode == 0
+    long = lasting.train("long", *job)
     run = forks.workplace / "evaluating"
     path = run / "metrics.jsonl"
     process = forks.start(*job, "hydra.run.dir=evaluating")
     done = signalled(process, signal.SIGTERM, lambda: path.exists() and '"step": 11' in path.read_text())
     assert done.returncode == 75 and "step 12 is saved" in done.stderr, done.stderr
     assert "validation/loss" not in metrics(run)[-1]
-    forks.check("--resume", "hydra.run.dir=evaluating")
-    assert metrics(run) == metrics(forks.workplace / "long") and "validation/loss" in metrics(run)[-1]
-    done = forks.run("--resume", "hydra.run.dir=evaluating")
-    assert done.returncode == 0 and "nothing left to do" in done.stderr, done.stderr
+    lasting.check("--resume", "hydra.run.dir=evaluating")
+    assert metrics(run) == metrics(long) and "validation/loss" in metrics(run)[-1]
+    assert "nothing left to do" in lasting.check("--resume", "hydra.run.dir=evaluating").stderr
 
 
 @pytest.mark.slow  # the spinning processes take most of it
