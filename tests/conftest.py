@@ -1,6 +1,7 @@
 """Every test runs on eight virtual CPU devices, without a network, and any warning is an error (pyproject.toml)."""
 
 import ctypes
+import functools
 import gc
 import mmap
 import os
@@ -8,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -45,13 +47,49 @@ QUICK = "quick"  # a marker (CONTRIBUTING.md)
 MODULES = Path(zero.__file__).parent
 
 
-class Examples:
-    """A plugin for modules outside tests/, which hooks of this file do not see."""
+MOST_MEMORY = 1_200  # MiB of a process, of which modules are half, or two thirds with PyTorch
+MEMORY_BETWEEN_FILES = 950  # MiB; a file's programs are of little use to the next one
+GROWTH = 200  # MiB
+LIMIT = pytest.StashKey[int]()
+
+
+class Everywhere:
+    """A plugin for tests and for the examples of modules outside tests/, which hooks of this file do not see."""
 
     def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
         """Leaves out modules without an example: --doctest-modules would import them, and PyTorch with one of them."""
         is_module = collection_path.suffix == ".py" and collection_path.is_relative_to(MODULES)
         return True if is_module and ">>>" not in collection_path.read_text() else None
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        """Leaves out most of XLA's optimizations: programs compile in a fifth of the time.
+
+        `-m slow` compiles as users do, and so do tests marked `optimized`, which compare compiled programs with single
+        operations bit by bit.
+        """
+        is_quick = item.get_closest_marker("optimized") is None and item.config.getoption("-m") != "slow"
+        if is_quick != jax.config.values["jax_disable_most_optimizations"]:
+            jax.clear_caches()  # single operations too are compiled in one of two ways
+            jax.config.update("jax_disable_most_optimizations", is_quick)
+
+    @pytest.hookimpl(trylast=True)  # when fixtures have let go of what they held
+    def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
+        """Drops compiled programs where they have made the process large, so that three workers fit beside others.
+
+        Where dropping them does not suffice, it is repeated only after further growth: shared programs are compiled
+        again.
+        """
+        is_last_of_file = nextitem is None or nextitem.path != item.path
+        limit = MEMORY_BETWEEN_FILES if is_last_of_file else MOST_MEMORY
+        if resident_memory() > max(limit, item.session.stash.get(LIMIT, 0)):
+            if is_last_of_file and isinstance(item, pytest.Function):
+                forget_results(item.module)
+            jax.clear_caches()
+            gc.collect()
+            with suppress(OSError, AttributeError):  # only glibc has it
+                ctypes.CDLL(None).malloc_trim(0)
+            item.session.stash[LIMIT] = resident_memory() + GROWTH
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -63,16 +101,19 @@ def pytest_configure(config: pytest.Config) -> None:
         config.args = [str(Path(__file__).parent)]
     if config.getoption("-m") != "slow":
         os.environ["XLA_FLAGS"] += f" {QUICK_FLAGS}"
-    config.pluginmanager.register(Examples())
+    config.pluginmanager.register(Everywhere())
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Files with PyTorch, whose modules fill 400 MiB, run on one worker; None leaves the choice to pytest-xdist."""
+    """Files with PyTorch, which fills 400 MiB, run on one worker, and those with libtpu, which fills 200, on one.
+
+    None leaves the choice to pytest-xdist.
+    """
     if config.getoption("dist") != "loadfile":
         return None
-    from tests.helpers.workers import PyTorchTogether
+    from tests.helpers.workers import LargeTogether
 
-    return PyTorchTogether(config, log)
+    return LargeTogether(config, log)
 
 
 def pytest_collection_finish() -> None:
@@ -84,18 +125,6 @@ def pytest_collection_finish() -> None:
         settings.load_profile("busy")  # an example that a busy machine delays is no failure
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Leaves out most of XLA's optimizations: programs compile in a fifth of the time. `-m slow` compiles as users do.
-
-    So do tests marked `optimized`, which compare compiled programs with single operations bit by bit.
-    """
-    is_quick = item.get_closest_marker("optimized") is None and item.config.getoption("-m") != "slow"
-    if is_quick != jax.config.values["jax_disable_most_optimizations"]:
-        jax.clear_caches()  # single operations too are compiled in one of two ways
-        jax.config.update("jax_disable_most_optimizations", is_quick)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -111,27 +140,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if is_test else True
 
 
-MOST_MEMORY = 1_200  # MiB of a process, of which modules are half, or two thirds with PyTorch
-MEMORY_BETWEEN_FILES = 950  # MiB; a file's programs are of little use to the next one
-GROWTH = 200  # MiB
-
-
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Drops compiled programs where they have made the process large, so that three workers fit beside other programs.
-
-    Where dropping them does not suffice, it is repeated only after further growth: shared programs are compiled again.
-    """
-    is_last_of_file = nextitem is None or nextitem.path != item.path
-    limit = MEMORY_BETWEEN_FILES if is_last_of_file else MOST_MEMORY
-    if resident_memory() > max(limit, item.session.stash.get(LIMIT, 0)):
-        jax.clear_caches()
-        gc.collect()
-        with suppress(OSError, AttributeError):  # only glibc has it
-            ctypes.CDLL(None).malloc_trim(0)
-        item.session.stash[LIMIT] = resident_memory() + GROWTH
-
-
-LIMIT = pytest.StashKey[int]()
+def forget_results(module: ModuleType) -> None:
+    """Empties the caches of the functions of a file of tests, which no other file calls."""
+    for function in vars(module).values():
+        if isinstance(function, functools._lru_cache_wrapper) and function.__module__ == module.__name__:
+            function.cache_clear()
 
 
 def resident_memory() -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.rooms import REPOSITORY, SOURCES
-from tests.helpers.workers import uses_pytorch
+from tests.helpers.workers import large_library
 
 LARGE = {"datasets", "lm_eval", "matplotlib", "peft", "torch", "transformers", "wandb"}
 PROGRAMS = ("benchmarks", "docs")  # folders with programs, of which tests import some
@@ -54,12 +54,26 @@ def test_checker_sees_a_large_library(statement: str) -> None:
     assert large_imports(statement, {"zero.report.plot"}) and not large_imports(f"def f():\n    {statement}", set())
 
 
-def test_files_with_pytorch_are_known() -> None:
-    """Those of which one worker runs all, so that the others do without PyTorch's modules."""
+@pytest.mark.parametrize(
+    ("library", "examples"),
+    [
+        ("PyTorch", {"tests/exchange/test_peft.py", "tests/inference/test_lm_eval_adapter.py"}),
+        ("libtpu", {"tests/cycles/test_hlo.py", "tests/partition/collectives/test_arrays.py"}),
+    ],
+)
+def test_files_with_a_large_library_are_known(library: str, examples: set[str]) -> None:
+    """Those of which one worker runs all, so that the others do without the library."""
     files = [str(path.relative_to(REPOSITORY)) for path in REPOSITORY.glob("tests/**/test_*.py")]
-    found = set(filter(uses_pytorch, files))
-    assert {"tests/exchange/test_peft.py", "tests/inference/test_lm_eval_adapter.py"} <= found
+    found = {file for file in files if large_library(file) == library}
+    assert examples <= found
     assert not {"tests/test_main.py", "tests/exchange/test_average.py"} & found and len(found) < len(files) / 5
+
+
+def test_examples_of_modules_have_the_hooks_of_tests(request: pytest.FixtureRequest) -> None:
+    """They compile as quickly and give memory back, though pytest has no hook of tests/conftest.py for them."""
+    hooks = request.session.gethookproxy(REPOSITORY / "zero" / "job.py")
+    for hook in (hooks.pytest_runtest_setup, hooks.pytest_runtest_teardown):
+        assert "Everywhere" in {type(one.plugin).__name__ for one in hook.get_hookimpls()}
 
 
 def test_started_programs_keep_bytecode(tmp_path: Path) -> None:
