@@ -1,7 +1,7 @@
 """The same training with moments and weights held in fewer bytes: validation loss, and the cost of the update.
 
     python benchmarks/quantised.py [--size bytes] [--steps 3000] [--seeds 0 1 2] [--forms NAME ...] [--factor 1]
-    python benchmarks/quantised.py --table
+    python benchmarks/quantised.py --table [--keep docs/sources/quantised.jsonl]
     python benchmarks/quantised.py --speed
 
 First form: trains the model of the default job (`--size small`: 2 layers of width 64, context 64) on one CPU device for
@@ -223,34 +223,14 @@ def table(directory: Path) -> Iterator[str]:
                 yield f"  {form:40s} {mean(losses):.4f}  {mean(ratios):+.2%}  (by seed: {each})"
 
 
-def draw(directory: Path, path: Path) -> None:
-    """For each size and learning rate the losses, means over the seeds, and beside them their ratio to float32."""
-    import matplotlib.pyplot as plt
-
-    from zero.report.picture_style import STYLE
-
-    plt.rcParams.update(STYLE)
-
-    found = list(results(directory))
-    keys = sorted({(r["size"], r["steps"], r["factor"]) for r in found}, key=str)
-    figure, rows = plt.subplots(len(keys), 2, figsize=(11, 3.6 * len(keys)), squeeze=False, layout="constrained")
-    for (losses, ratios), key in zip(rows, keys, strict=True):
-        chosen = [r for r in found if (r["size"], r["steps"], r["factor"]) == key]
-        base = {r["seed"]: dict(r["curve"]) for r in chosen if r["form"] == "float32"}
-        for form in forms():
-            curves = [(dict(r["curve"]), base[r["seed"]]) for r in chosen if r["form"] == form and r["seed"] in base]
-            if not curves:
-                continue
-            steps = list(curves[0][0])[:-1]  # the last loss is that of all validation rows, the others of a fourth
-            label = f"{form} ({len(curves)} {'seed' if len(curves) == 1 else 'seeds'})"
-            losses.plot(steps, [mean(curve[step] for curve, _ in curves) for step in steps], label=label, linewidth=1)
-            ratios.plot(steps, [100 * mean(c[step] / b[step] - 1 for c, b in curves) for step in steps], linewidth=1)
-        title = f"{key[0]}, {key[1]} steps, learning rate {key[2] * PEAK:g}"
-        losses.set(title=title, xlabel="step", ylabel="validation loss, nats per token")
-        ratios.set(title="relative to float32 with the same seed", xlabel="step", ylabel="%", ylim=(-4, 8))
-        ratios.axhline(0, color="black", linewidth=0.5)
-        losses.legend(fontsize=7)
-    figure.savefig(path)
+def keep(directory: Path, path: Path) -> None:
+    """Writes what the picture of docs/draw_quantised.py shows: the curves, to four digits after the point."""
+    lines = []
+    for result in results(directory):
+        steps, losses = zip(*result["curve"], strict=True)
+        line = {"form": result["form"], "seed": result["seed"], "steps": steps}
+        lines.append(json.dumps(line | {"losses": [round(loss, 4) for loss in losses]}))
+    path.write_text("\n".join(lines) + "\n")
 
 
 def speed(rounds: int = 15) -> str:
@@ -302,7 +282,7 @@ def main() -> None:
     parser.add_argument("--forms", nargs="+", default=list(forms()), choices=list(forms()), metavar="NAME")
     parser.add_argument("--factor", type=float, default=1.0)
     parser.add_argument("--directory", type=Path, default=Path("runs/quantised"))
-    parser.add_argument("--draw", type=Path, help="writes the curves to this file")
+    parser.add_argument("--keep", type=Path, help="writes the curves of the picture to this file")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--speed", action="store_true")
     options = parser.parse_args()
@@ -332,8 +312,8 @@ def main() -> None:
                 path.write_text(json.dumps(about | result) + "\n")
                 print(f"{file_name}: {result['loss']:.4f} in {time.monotonic() - began:.0f} s", flush=True)
     print("\n".join(table(options.directory)))
-    if options.draw:
-        draw(options.directory, options.draw)
+    if options.keep:
+        keep(options.directory, options.keep)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
 """The best learning rate at several widths, in the standard parametrization and in the maximal update one.
 
     python benchmarks/transfer.py [--widths 64 128 256 512] [--steps 250] [--seeds 0]
-    python benchmarks/transfer.py --table [--draw docs/pictures/transfer.png]
+    python benchmarks/transfer.py --table [--keep docs/sources/transfer.jsonl]
 
 First form: trains a byte-level GPT (2 layers, heads of 32, RMSNorm without gains, context 64) on the corpus of the
 default job with AdamW on one CPU device. For each parametrization and width it tries learning rates that are powers of
 2, from the best of the width before, until the best has two worse ones on either side. A finished training is kept in
-`--directory` and not repeated, so the command may be interrupted and repeated. Second form: the table and the plot of
-the finished trainings.
+`--directory` and not repeated, so the command may be interrupted and repeated. Second form: the table of the
+finished trainings, of which docs/draw_transfer.py makes the picture.
 """
 
 from __future__ import annotations
@@ -140,30 +140,14 @@ def table(found: dict[tuple[str, int], dict[int, float]]) -> Iterator[str]:
             yield f"{parametrization:8s} the best rate moves by {ends[1] - ends[0]:+d} steps; wider is {verdict} better"
 
 
-def draw(found: dict[tuple[str, int], dict[int, float]], path: Path) -> None:
-    import matplotlib.pyplot as plt
-
-    from zero.report.picture_style import STYLE
-
-    plt.rcParams.update(STYLE)
-
-    figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
-    lowest = min(min(by_rate.values()) for by_rate in found.values())
-    for panel, parametrization in zip(panels, PARAMETRIZATIONS, strict=True):
-        widths = sorted(width for name, width in found if name == parametrization)
-        for i, width in enumerate(widths):
-            by_rate = found[parametrization, width]
-            color = plt.get_cmap("viridis")(i / max(len(widths) - 1, 1))
-            panel.plot(
-                [2.0**e for e in by_rate], list(by_rate.values()), "o-", ms=3, color=color, label=f"width {width}"
-            )
-            panel.plot(2.0 ** best(by_rate), min(by_rate.values()), "*", ms=12, color=color)
-        panel.set_xscale("log", base=2)
-        panel.set(title=parametrization, xlabel="peak learning rate", ylim=(lowest - 0.05, lowest + 1))
-        panel.grid(alpha=0.3)
-    panels[0].set_ylabel("validation loss, nats per byte")
-    panels[0].legend()
-    figure.savefig(path)
+def keep(found: dict[tuple[str, int], dict[int, float]], path: Path) -> None:
+    """Writes what the picture of docs/draw_transfer.py shows; a rate at which training diverged is left out."""
+    lines = []
+    for (parametrization, width), by_rate in sorted(found.items()):
+        finite = {exponent: round(loss, 4) for exponent, loss in by_rate.items() if math.isfinite(loss)}
+        line = {"parametrization": parametrization, "width": width}
+        lines.append(json.dumps(line | {"exponents": list(finite), "losses": list(finite.values())}))
+    path.write_text("\n".join(lines) + "\n")
 
 
 def main() -> None:
@@ -172,7 +156,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--directory", type=Path, default=Path("runs/transfer"))
-    parser.add_argument("--draw", type=Path, help="writes the picture to this file")
+    parser.add_argument("--keep", type=Path, help="writes the numbers of the picture to this file")
     parser.add_argument("--table", action="store_true", help="trains nothing")
     options = parser.parse_args()
     options.directory.mkdir(parents=True, exist_ok=True)
@@ -181,8 +165,8 @@ def main() -> None:
         run(options.directory, sorted(options.widths), options.steps, options.seeds)
     found = kept(options.directory, options.steps, options.seeds)
     print("\n".join(table(found)))
-    if options.draw:
-        draw(found, options.draw)
+    if options.keep:
+        keep(found, options.keep)
 
 
 if __name__ == "__main__":
