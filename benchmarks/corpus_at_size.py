@@ -139,27 +139,31 @@ class Command:
         print(f"  killed with {self.parts()} parts finished", flush=True)
 
     def finish(self) -> None:
-        assert self.start().wait() == 0
+        status = self.start().wait()
+        assert status == 0, f"zero-prepare ended with status {status}"
 
 
 def prepare(command: Command, kills: int, parts: int) -> float:
-    """Prepares a corpus, killed so many times over its parts; returns the CPU seconds of all its processes."""
+    """Prepares a corpus, killed so many times over its parts.
+
+    Returns its CPU seconds, without those of the children of processes that were killed.
+    """
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     chosen = np.random.default_rng(kills)
-    for after in sorted(chosen.choice(parts - 3, kills, replace=False).tolist()):
-        command.kill_after(after, float(chosen.uniform(0, 10)))
+    for finished in sorted(chosen.choice(parts - 3, kills, replace=False).tolist()):
+        command.kill_after(finished, float(chosen.uniform(0, 10)))
     command.finish()
-    after_all = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after_all.ru_utime + after_all.ru_stime - before.ru_utime - before.ru_stime
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def checksums(corpus: Path) -> dict[str, str]:
-    """SHA-256 of each shard."""
-    found = {}
+    """SHA-256 of each shard, by its name."""
+    digests = {}
     for path in sorted(corpus.glob("*.tar")):
         with path.open("rb") as file:
-            found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
+            digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return digests
 
 
 def judged(corpus: Path, planted: dict[str, float]) -> None:

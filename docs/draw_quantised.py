@@ -24,8 +24,11 @@ def curves() -> tuple[list[int], dict[str, np.ndarray]]:
     lines = [json.loads(line) for line in numbers().splitlines()]
     forms = dict.fromkeys(line["form"] for line in lines)
     seeds = sorted({line["seed"] for line in lines})
-    of = {(line["form"], line["seed"]): line["losses"][:-1] for line in lines}
-    return lines[0]["steps"][:-1], {form: np.array([of[form, seed] for seed in seeds]) for form in forms}
+    by_run = {(line["form"], line["seed"]): line["losses"][:-1] for line in lines}
+    by_form = {}
+    for form in forms:
+        by_form[form] = np.array([by_run[form, seed] for seed in seeds])
+    return lines[0]["steps"][:-1], by_form
 
 
 def draw(path: Path) -> None:

@@ -73,7 +73,7 @@ class Everywhere:
             jax.clear_caches()  # single operations too are compiled in one of two ways
             jax.config.update("jax_disable_most_optimizations", is_quick)
 
-    @pytest.hookimpl(trylast=True)  # when fixtures have let go of what they held
+    @pytest.hookimpl(trylast=True)  # after fixtures have ended, which hold arrays and programs
     def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
         """Drops compiled programs where they have made the process large, so that three workers fit beside others.
 
