@@ -144,6 +144,24 @@ def test_copies_to_and_from_the_host() -> None:
         assert found.seconds == pytest.approx(total / 1000, rel=1e-6) and found.exposed_seconds == 0
 
 
+def test_unknown_cycles() -> None:
+    """A product that the compiler cannot estimate, fused with a gather, takes the time of its bytes in HBM.
+
+    The buffers of the gather are in VMEM and do not count; the gather runs beside it.
+    """
+    chain = LINE + ', frontend_attributes={chain_id="7"}'
+    gathering = f"%c0 (p: f32[8]) -> f32[8] {{\n  %h = f32[8] all-gather(%p){chain}\n}}"
+    unknown = f'backend_config={{"window_config":{{"estimated_cycles":"{2**63 - 1}"}}}}'
+    found = predicted(
+        "%a = f32[60000000]{0} parameter(0)",  # 240 MB
+        "%g = f32[409500000]{0:S(1)} parameter(1)",
+        f"%s = (f32[21900000]{{0}}, f32[409500000]{{0:S(1)}}) fusion(%a, %g), kind=kOutput, calls=%c0, {unknown}",
+        fusion("b", 1),
+        more=f"{PRODUCT}\n{gathering}",
+    )
+    assert found.seconds == pytest.approx(0.0014, rel=1e-3)  # 327.6 MB of 819 GB/s, and 1 ms
+
+
 def test_no_cycles_no_prediction() -> None:
     """A program without cycles has no prediction."""
     text = jax.jit(lambda x: x + 1).lower(1.0).compile().as_text()

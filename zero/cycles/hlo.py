@@ -32,6 +32,7 @@ _MESH = re.compile(
     r"(?:, device_ids=\(\[(?P<devices>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?\))? \{(?P<grouped>[^}:]+)\}"
 )
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_UNKNOWN_CYCLES = 2**63 - 1  # written by the compiler for a narrow product that is fused with a collective
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _COUNTER = re.compile(r"[su]32\[\]")
 _NAME = re.compile(r"[\w.\-]+")
@@ -53,9 +54,19 @@ class Instruction(NamedTuple):
 
     @property
     def cycles(self) -> int | None:
-        """The estimate of the TPU compiler, where it has written one."""
+        """The estimate of the TPU compiler, where it has one."""
         match = _CYCLES.search(self.rest)
-        return None if match is None else int(match[1])
+        return None if match is None or self.has_unknown_cycles else int(match[1])
+
+    @property
+    def has_unknown_cycles(self) -> bool:
+        """Whether the compiler has noted that it cannot estimate it.
+
+        >>> Instruction("f", "", "fusion", '"estimated_cycles":"9223372036854775807"').has_unknown_cycles
+        True
+        """
+        match = _CYCLES.search(self.rest)
+        return match is not None and int(match[1]) == _UNKNOWN_CYCLES
 
     @property
     def op_name(self) -> str:

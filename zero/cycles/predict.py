@@ -352,7 +352,8 @@ class _Schedule:
             return instruction.cycles / self.speed.clock
         if 'custom_call_target="tpu_custom_call"' in instruction.rest:
             return kernel_seconds(instruction, self.speed)
-        if instruction.op not in _MOVES or _NO_DATA.search(instruction.rest) or self._collectives_in(instruction):
+        is_idle = instruction.op not in _MOVES or _NO_DATA.search(instruction.rest) or self._collectives_in(instruction)
+        if is_idle and not instruction.has_unknown_cycles:
             return 0.0
         arrays = [instruction.result, *(results.get(name, "") for name in instruction.operands)]
         return sum(sum(hlo.sizes_of(_IN_VMEM.sub("", array))) for array in arrays) / self.speed.memory
