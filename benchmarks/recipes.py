@@ -153,17 +153,16 @@ def write(plans: Mapping[str, Plan]) -> None:
     PAGE.write_text(with_part(PAGE.read_text(), page_part(plans), START))
 
 
-def what_changed(plan: Plan | None, now: Digests) -> str | None:
-    """Why a plan's figures may no longer be those of its recipe; None if they are.
+def what_changed(then: Digests | None, now: Digests) -> str | None:
+    """Why the figures of a row may no longer be those of its recipe; None if they are.
 
     >>> then = Digests("a", "libtpu 1", "c")
-    >>> plan = Plan(then, 1, 2, 3.0, 4.0, 0.5)
-    >>> what_changed(plan, then), what_changed(plan, Digests("b", "libtpu 2", "c")), what_changed(None, then)
+    >>> what_changed(then, then), what_changed(then, Digests("b", "libtpu 2", "c")), what_changed(None, then)
     (None, 'other programs, compiler', 'no row')
     """
-    if plan is None:
+    if then is None:
         return "no row"
-    before = asdict(plan.digests)
+    before = asdict(then)
     names = [name for name, value in asdict(now).items() if value != before[name]]
     return f"other {', '.join(names)}" if names else None
 
@@ -230,7 +229,8 @@ def main() -> int:
         request = requested(name)
         prepare_environment(request.config.plan.topology)
         now = digests(request)
-        changed = what_changed(load_plans().get(name), now)
+        plan = load_plans().get(name)
+        changed = what_changed(None if plan is None else plan.digests, now)
         is_other = is_other or changed is not None
         if changed is not None and not options.compare:
             plan = compiled(request, now)

@@ -1,0 +1,270 @@
+"""The steps that Google publishes for slices of 8 to 1,024 TPU chips, beside zero's predicted ones.
+
+    python -m benchmarks.published [--rows llama3-8b-v6e-16 ...]
+
+Compiles zero's step for the slice, the sequences and the context of a recipe of AI-Hypercomputer/tpu-recipes, without
+a TPU, and writes docs/sources/published.json and the table of docs/reference/performance.md. A row takes 3 to 10
+minutes of CPU and is written once it is there; one whose program, compiler and code of predictions are those of its
+digests is not compiled again. Where the time of a step goes is printed beside its row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from typing import Any
+
+import jax
+
+from benchmarks.recipe_sources import REPOSITORY, with_part
+from benchmarks.recipes import Digests, digest, prediction, short, what_changed
+from zero.cli import composed
+from zero.config.check import typed
+from zero.config.files import load_sizes
+from zero.cycles.predict import predict
+from zero.hosts.speeds import SPEEDS
+from zero.job import make_job
+from zero.models.config import GPTConfig
+from zero.models.families import FAMILIES
+from zero.plan.compile import Request, compiler_options, step_arguments
+from zero.plan.topology import available_bytes, find_devices, out_of_memory, prepare_environment
+from zero.training.flops import model_flops
+
+TABLE = REPOSITORY / "docs" / "sources" / "published.json"
+PAGE = REPOSITORY / "docs" / "reference" / "performance.md"
+START = "<!-- printed by benchmarks/published.py -->\n"
+COLUMNS = (
+    "recipe",
+    "slice",
+    "sequences per chip",
+    "published, s",
+    "zero's keys",
+    "peak, GiB per device",
+    "predicted, s",
+    "MFU",
+    "exposed, s",
+    "predicted / published",
+)
+LLAMA2_70B = {"vocab_size": 32000, "block_size": 4096, "vocab_chunks": 3, "rotary_base": 10000.0}
+LLAMA_405B = {"embedding_dim": 16384, "num_head": 128, "N": 126, "mlp_dim": 53248}
+MIXTRAL_8X22B = {"embedding_dim": 6144, "num_head": 48, "N": 56, "mlp_dim": 16384, "vocab_size": 32768}
+GEMMA_12B = {"embedding_dim": 3840, "num_head": 16, "kv_heads": 8, "N": 48, "mlp_dim": 15360}
+GPT3_175B = {"embedding_dim": 12288, "num_head": 96, "N": 96, "vocab_size": 50304, "block_size": 2048, "dropout": 0.0}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A published step.
+
+    Attributes:
+      source: the folder of tpu-recipes.
+      topology: the slice, or the slices.
+      size: the model: an entry of conf/models, of which `changes` replaces fields.
+      sequences: per chip.
+      context: tokens per sequence.
+      seconds: as published.
+      keys: of zero.
+      changes: fields of the model.
+    """
+
+    source: str
+    topology: str
+    size: str
+    sequences: int
+    context: int
+    seconds: float
+    keys: tuple[str, ...] = ()
+    changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+V6E = "training/trillium"
+IRONWOOD = "training/ironwood"
+V5P = "training/v5p"
+RECIPES = {
+    "llama3-8b-v6e-8": Recipe(f"{V6E}/Llama3.1-8B-MaxText/v6e-8", "v6e-8", "llama3_8b", 3, 8192, 3.443),
+    "llama3-8b-v6e-16": Recipe(f"{V6E}/Llama3.1-8B-MaxText/v6e-16", "v6e-16", "llama3_8b", 3, 8192, 3.393),
+    "llama3-8b-v6e-32": Recipe(f"{V6E}/Llama3.1-8B-MaxText/v6e-32", "v6e:4x8", "llama3_8b", 3, 8192, 3.495),
+    "llama3-8b-v6e-64": Recipe(f"{V6E}/Llama3.1-8B-MaxText/v6e-64", "v6e-64", "llama3_8b", 5, 8192, 5.652),
+    "llama3-8b-v6e-128": Recipe(f"{V6E}/Llama3.1-8B-MaxText/v6e-128", "v6e:8x16", "llama3_8b", 4, 8192, 4.602),
+    "llama3-8b-v6e-256": Recipe(f"{V6E}/Llama3.1-8B-MaxText/v6e-256", "v6e-256", "llama3_8b", 4, 8192, 4.546),
+    "mistral-7b-v6e-8": Recipe(f"{V6E}/Mistral-7B-MaxText", "v6e-8", "mistral_7b", 6, 8192, 6.320),
+    "llama2-70b-v6e-256": Recipe(
+        f"{V6E}/Llama2-70B-MaxText", "v6e-256", "llama3_70b", 2, 4096, 9.052, changes=LLAMA2_70B
+    ),
+    "llama3-70b-v6e-32": Recipe(f"{V6E}/Llama3.1-70B-MaxText/v6e-32", "v6e:4x8", "llama3_70b", 2, 8192, 17.790),
+    "llama3-70b-v6e-64": Recipe(f"{V6E}/Llama3.1-70B-MaxText/v6e-64", "v6e-64", "llama3_70b", 2, 8192, 18.688),
+    "llama3-70b-v6e-128": Recipe(f"{V6E}/Llama3.1-70B-MaxText/v6e-128", "v6e:8x16", "llama3_70b", 4, 8192, 34.786),
+    "llama3-70b-v6e-256": Recipe(f"{V6E}/Llama3.1-70B-MaxText/v6e-256", "v6e-256", "llama3_70b", 5, 8192, 42.656),
+    "llama3-405b-2xv6e-256": Recipe(
+        f"{V6E}/Llama3.1-405B-MaxText",
+        "2xv6e-256",
+        "llama3_70b",
+        1,
+        8192,
+        54.803,
+        ("zero.replicas=1",),
+        LLAMA_405B,
+    ),
+    "gpt3-175b-v6e-256": Recipe(f"{V6E}/GPT3-175B-MaxText/bf16", "v6e-256", "gpt2", 3, 2048, 17.182, changes=GPT3_175B),
+    "gemma3-12b-v6e-256": Recipe(
+        f"{V6E}/Gemma3-12B-MaxText/v6e-256", "v6e-256", "gemma3_1b", 1, 32768, 7.318, changes=GEMMA_12B
+    ),
+    "gemma3-12b-2xv6e-256": Recipe(
+        f"{V6E}/Gemma3-12B-MaxText/2x-v6e-256", "2xv6e-256", "gemma3_1b", 1, 32768, 7.793, changes=GEMMA_12B
+    ),
+    "gemma3-12b-4xv6e-256": Recipe(
+        f"{V6E}/Gemma3-12B-MaxText/4x-v6e-256", "4xv6e-256", "gemma3_1b", 1, 32768, 8.390, changes=GEMMA_12B
+    ),
+    "mixtral-8x7b-v6e-256": Recipe(f"{V6E}/Mixtral-8x7B-MaxText", "v6e-256", "mixtral_8x7b", 12, 4096, 13.484),
+    "mixtral-8x22b-v6e-256": Recipe(
+        f"{V6E}/Mixtral-8x22B-MaxText", "v6e-256", "mixtral_8x7b", 8, 4096, 24.706, changes=MIXTRAL_8X22B
+    ),
+    "llama3-70b-tpu7x-64": Recipe(f"{IRONWOOD}/llama3.1-70b", "tpu7x:4x4x4", "llama3_70b", 4, 8192, 12.20),
+    "llama3-70b-tpu7x-256": Recipe(f"{IRONWOOD}/llama3.1-70b", "tpu7x:4x8x8", "llama3_70b", 4, 8192, 12.27),
+    "llama3-405b-tpu7x-256": Recipe(
+        f"{IRONWOOD}/llama3.1-405b", "tpu7x:4x8x8", "llama3_70b", 6, 8192, 98.34, changes=LLAMA_405B
+    ),
+    "llama3-405b-v5p-1024": Recipe(
+        f"{V5P}/Llama3.1-405B-MaxText", "v5p:8x8x8", "llama3_70b", 2, 8192, 131.474, changes=LLAMA_405B
+    ),
+    "gpt3-175b-v5p-1024": Recipe(f"{V5P}/GPT3-175B-MaxText", "v5p:8x8x8", "gpt2", 4, 2048, 22.197, changes=GPT3_175B),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """The figures of a recipe; those of time are None where the step does not fit.
+
+    Attributes:
+      digests: of all that they depend on.
+      remat: what is stored, as `zero.remat=auto` has chosen it.
+      peak_bytes: of one device.
+      available_bytes: of one device.
+      seconds: per step.
+      exposed_seconds: in which only collectives run.
+      mfu: model FLOPs utilization.
+    """
+
+    digests: Digests
+    remat: str
+    peak_bytes: int
+    available_bytes: int
+    seconds: float | None = None
+    exposed_seconds: float | None = None
+    mfu: float | None = None
+
+
+def size_of(recipe: Recipe) -> GPTConfig:
+    """The model of a recipe."""
+    if recipe.size == "gpt2":
+        return GPTConfig(**(FAMILIES["gpt2"] | {"vocab_chunks": 12, **recipe.changes}))
+    changes = dict(recipe.changes)
+    if recipe.size == "gemma3_1b":  # five layers with a window, then one without
+        changes["windows"] = ([1024] * 5 + [0]) * (changes["N"] // 6)
+    return dataclasses.replace(load_sizes()[recipe.size], **changes)
+
+
+def request_of(recipe: Recipe) -> Request:
+    """The step as a plan takes it."""
+    keys = ("mode=plan", f"plan.topology={recipe.topology}", f"data.max_context={recipe.context}", *recipe.keys)
+    config: Any = typed(composed(list(keys)))
+    devices_per_chip = 2 if recipe.topology.startswith("tpu7x") else 1
+    return Request(config, size_of(recipe), recipe.sequences // devices_per_chip)
+
+
+def row_of(name: str) -> Row | None:
+    """Compiles the step of a recipe; None if its row is there already."""
+    recipe = RECIPES[name]
+    prepare_environment(recipe.topology)
+    request = request_of(recipe)
+    devices = find_devices(recipe.topology)
+    speed = SPEEDS[devices[0].device_kind]
+    job = make_job(request.config, request.size, devices, request.rows)
+    lowered = job.programs.step.lower(*step_arguments(job, request.rows, recipe.context))
+    options = compiler_options(request.config, devices)
+    programs = digest([lowered.as_text(), json.dumps(options, sort_keys=True)])
+    digests = Digests(programs, f"libtpu {version('libtpu')}", prediction())
+    before = load_rows().get(name)
+    if what_changed(None if before is None else before.digests, digests) is None:
+        return None
+    try:
+        compiled = lowered.compile(options)
+    except jax.errors.JaxRuntimeError as error:
+        return Row(digests, job.model.remat, *out_of_memory(error))
+    found = predict(compiled.as_text(), devices)
+    assert found is not None, "the compiler has written no cycles"
+    for part, seconds in sorted(found.by_part.items(), key=lambda item: -item[1])[:12]:
+        print(f"  {part.name:20} {part.phase:12} {seconds:8.3f} s", flush=True)
+    flops = model_flops(request.size, request.rows, recipe.context) // job.model.axis.row_group
+    return Row(
+        digests,
+        job.model.remat,
+        compiled.memory_analysis().peak_memory_in_bytes,
+        available_bytes(devices),
+        found.seconds,
+        found.exposed_seconds,
+        flops / (found.seconds * speed.flops),
+    )
+
+
+def load_rows() -> dict[str, Row]:
+    """The rows of docs/sources/published.json."""
+    rows = json.loads(TABLE.read_text()) if TABLE.exists() else {}
+    return {name: Row(Digests(**row.pop("digests")), **row) for name, row in rows.items()}
+
+
+def write(rows: Mapping[str, Row]) -> None:
+    """Writes the rows, and the table that is printed from them."""
+    TABLE.write_text(json.dumps({name: asdict(rows[name]) for name in RECIPES if name in rows}, indent=1) + "\n")
+    PAGE.write_text(with_part(PAGE.read_text(), page_part(rows), START))
+
+
+def table_row(name: str, row: Row) -> str:
+    """The row of a recipe in the page."""
+    recipe = RECIPES[name]
+    keys = [f"zero.remat={row.remat}", *recipe.keys]
+    cells = {
+        "recipe": name.removesuffix(f"-{recipe.topology}"),
+        "slice": recipe.topology,
+        "sequences per chip": f"{recipe.sequences} x {recipe.context:,}",
+        "published, s": f"{recipe.seconds:.3f}",
+        "zero's keys": f"`{' '.join(keys)}`",
+        "peak, GiB per device": f"{row.peak_bytes / 2**30:.2f}",
+    }
+    if row.seconds is None or row.exposed_seconds is None or row.mfu is None:
+        cells["predicted, s"] = f"does not fit in {row.available_bytes / 2**30:.2f} GiB"
+    else:
+        cells |= {
+            "predicted, s": short(row.seconds),
+            "MFU": f"{100 * row.mfu:.0f} %",
+            "exposed, s": f"{row.exposed_seconds:.3f}",
+            "predicted / published": f"{row.seconds / recipe.seconds:.2f}",
+        }
+    return f"| {' | '.join(cells.get(column, '') for column in COLUMNS)} |\n"
+
+
+def page_part(rows: Mapping[str, Row]) -> str:
+    """The table of docs/reference/performance.md."""
+    lines = [table_row(name, rows[name]) for name in RECIPES if name in rows]
+    return f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|\n{''.join(lines)}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="*", choices=list(RECIPES), default=list(RECIPES), metavar="NAME")
+    options = parser.parse_args()
+    jax.config.update("jax_traceback_in_locations_limit", 0)  # else kernels hold the lines of their sources
+    for name in options.rows:
+        row = row_of(name)
+        if row is not None:
+            write(load_rows() | {name: row})  # read again: another process may have written a row
+        print(f"{name}: {'the same' if row is None else row}", flush=True)
+    write(load_rows())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""The table beside published steps is printed from its rows, and their steps are those that a plan accepts."""
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import published
+from benchmarks.published import PAGE, RECIPES, START, Row
+from benchmarks.recipe_sources import with_part
+from benchmarks.recipes import Digests
+from zero.config.rules_between_keys import zero_rules
+from zero.models.config import GPTConfig
+from zero.models.gpt import GPT
+from zero.plan.topology import slice_shape, slices_in
+
+# Parameters in billions, as each recipe's model is named or its authors count them.
+BILLIONS = {
+    "8b": 8.03,
+    "7b": 7.24,
+    "70b": 70.6,
+    "405b": 405.9,
+    "175b": 174.6,
+    "12b": 11.77,
+    "8x7b": 46.7,
+    "8x22b": 140.6,
+}
+
+
+def parameters_of(size: GPTConfig) -> int:
+    initialize = partial(GPT(size).init, method="hidden")
+    shapes = jax.eval_shape(initialize, jax.random.key(0), jnp.zeros((1, 8), int), None)
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes["params"]))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_requests(name: str) -> None:
+    """A published step is one that a plan accepts, on a slice that exists."""
+    recipe = RECIPES[name]
+    assert slice_shape(slices_in(recipe.topology)[1])
+    size = published.size_of(recipe)
+    billions = 68.98 if name.startswith("llama2-70b") else BILLIONS[name.split("-")[1]]
+    assert parameters_of(size) / 1e9 == pytest.approx(billions, rel=2e-3)
+    assert recipe.context <= size.block_size
+    request = published.request_of(recipe)
+    assert next(zero_rules(request.config, size), None) is None
+
+
+def test_page_is_printed_from_the_rows() -> None:
+    page = PAGE.read_text()
+    assert START in page
+    assert page == with_part(page, published.page_part(published.load_rows()), START)
+
+
+def test_rows() -> None:
+    row = Row(Digests("a", "b", "c"), "full", 3 * 2**30, 16 * 2**30, 3.2, 0.0625, 0.5123)
+    assert published.table_row("llama3-8b-v6e-16", row) == (
+        "| llama3-8b | v6e-16 | 3 x 8,192 | 3.393 | `zero.remat=full` | 3.00 | 3.2 | 51 % | 0.062 | 0.94 |\n"
+    )
+    misfit = published.table_row("llama3-8b-v6e-16", replace(row, seconds=None))
+    assert misfit.endswith("| 3.00 | does not fit in 16.00 GiB |  |  |  |\n")
