@@ -1,6 +1,7 @@
 # python benchmarks/storm.py [--kills 100] [--steady] [--bucket] [--busy 0] [--seed 0]
 # python benchmarks/storm.py --hosts 3 --hours 1 [--bucket]
 # python benchmarks/storm.py --effects [--kills 100] [--hosts 2] [--seed 0] [--record storm.jsonl]
+# python benchmarks/storm.py --placements [--kills 20] [--seed 0]
 #
 # A run is started repeatedly with `--resume=auto` and ended at random moments by SIGKILL or SIGTERM, with 1 process
 # of 8 devices, 2 of 4, or 1 of 4, at stages 1 to 3. Once it has finished, it is compared with the same run
@@ -12,6 +13,9 @@
 # With --hosts N there are 1 to N processes, with faults drawn from FAULTS: killed, terminated or stopped, one or all; a
 # full disk; a clock that jumps by a day; a host with another configuration, which all have to refuse; and between two
 # starts the memory of a host is lost, with its emergency checkpoints. Every other run is in the bucket of --bucket.
+#
+# With --placements processes are killed whose groups of devices lie on several hosts, or that form two slices, as often
+# for each of PLACEMENTS; each run is compared, bit for bit, with an undisturbed one of the same placement.
 #
 # In these storms a fault comes at a random moment of the start or, twice as often, after a random number of steps. Each
 # start is a line on stderr. Takes about half an hour on two quiet cores.
@@ -57,6 +61,24 @@ from zero.run_directory import CONFIG_FILE, checkpoint_directory, saved_config, 
 from zero.tracking.metrics_file import read_metrics, read_resumes
 
 SHAPES = ((1, 8), (2, 4), (1, 4))  # processes, devices of each
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Processes, devices of each, and the keys that place groups of devices on them."""
+
+    processes: int
+    devices: int
+    keys: tuple[str, ...]
+
+
+SHORT = "data.max_context=24"  # which divides over groups of 3 and 4
+PLACEMENTS = {
+    "a context group on two hosts": Placement(2, 2, ("zero.context_shards=4", SHORT)),
+    "a tensor group on three hosts": Placement(3, 1, ("zero.tensor_shards=3", SHORT)),
+    "a copy of the state on each of two slices": Placement(4, 1, ("distributed.slices=2",)),
+    "the state over two slices": Placement(2, 2, ("distributed.slices=2", "zero.replicas=1")),
+}
 HOSTS_SHAPES = ((1, 2), (2, 1), (3, 1))  # few devices: most of the time goes into starts
 STAGES: tuple[int, ...] = (1, 2, 3)
 Kills: TypeAlias = Counter[tuple[str, str, str]]
@@ -133,8 +155,11 @@ def weather(
     busy: int = 0,
     most_hosts: int | None = None,
     hours: float | None = None,
+    placement: Placement | None = None,
 ) -> Storm:
     """Runs undisturbed, then through a storm of so many kills or hours, and compares.
+
+    With a placement all runs have it, and are equal bit for bit.
 
     Raises:
       AssertionError: the run lost something.
@@ -149,8 +174,16 @@ def weather(
     if most_hosts is not None:
         rows, faults, shapes, stages = HOSTS_ROWS, tuple(FAULTS), HOSTS_SHAPES[:most_hosts], STAGES[-1:]
         job += ("zero.emergency_steps=3", f"zero.emergency_directory={place}/memory-0", "distributed.cpu_devices=2")
-    calm = cli.finish(cli.start(place, *job, "hydra.run.dir=calm", f"training.batch_size={rows}"), 1200)
-    assert calm.returncode == 0, calm.stderr
+    if placement is None:
+        processes = [cli.start(place, *job, "hydra.run.dir=calm", f"training.batch_size={rows}")]
+    else:
+        is_steady = True
+        rows, faults, shapes = HOSTS_ROWS, ("SIGKILL",), ((placement.processes, placement.devices),)
+        job += placement.keys
+        count, devices = shapes[0]
+        processes = start(place, [*job, "hydra.run.dir=calm"], count, devices, STAGES[-1], rows // count, faults[0])
+    calm, _ = finish(processes, [], "SIGKILL", lambda: False)
+    assert all(one.returncode == 0 for one in calm), [one.stderr for one in calm]
     with ExitStack() as stack:
         spinning = stack.enter_context(cli.spinning(busy))
         proxy = bucket.Proxy(stack.enter_context(bucket.serving()), sys.maxsize, REFUSED, bucket.REFUSALS)
@@ -411,6 +444,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--effects", action="store_true")
+    parser.add_argument("--placements", action="store_true")
     parser.add_argument("--record", type=Path, default=Path("storm.jsonl"))
     parser.add_argument("--steady", action="store_true")
     parser.add_argument("--bucket", action="store_true")
@@ -420,6 +454,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         if given.effects:
             print(storm_of_effects(Path(place), given.kills, given.record, seed=given.seed, count=given.hosts or 1))
+            return
+        if given.placements:
+            for number, (name, placement) in enumerate(PLACEMENTS.items()):
+                kills = given.kills // len(PLACEMENTS)
+                storm = weather(Path(place, str(number)), kills, given.steps, seed=given.seed, placement=placement)
+                print(f"{name}: {storm}", flush=True)
             return
         storm = weather(
             Path(place),

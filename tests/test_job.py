@@ -145,6 +145,27 @@ def test_tensor_groups_along_a_torus(tensor: int, exchanges: bool) -> None:
         assert 1 in (len(set(columns)), len(set(rows)))
 
 
+@pytest.mark.parametrize(("rows", "expected"), [(2, "torus"), (32, "flat")])
+def test_automatic_placement(rows: int, expected: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Along lines weights are gathered faster, and many rows are exchanged more slowly."""
+    caplog.set_level("INFO")
+    name, devices = "dense_lm_137b", find_devices("v3-128")
+    keys = (f"model.size={name}", "zero.stage=3", "zero.tensor_shards=16", "data.max_context=1024")
+    config = check(compose(*keys, "optimizer=adafactor"), load_sizes())
+    job = make_job(config, load_sizes()[name], devices, rows)
+    assert [*job.placements] == ["flat", "torus"] and min(job.placements, key=job.placements.__getitem__) == expected
+    assert job.model.axis == make_axis(replace(config.zero, phases=expected), devices)
+    assert any(line.startswith(f"zero.phases=auto: {expected}, by the time of") for line in caplog.messages)
+
+
+def test_only_placement() -> None:
+    """Groups that fill no lines, or have their place by the configuration, leave nothing to choose."""
+    for topology, phases in (("v3-32", "auto"), ("v3-128", "flat")):
+        keys = ("model.size=dense_lm_137b", "zero.stage=3", "zero.tensor_shards=16", f"zero.phases={phases}")
+        config = check(compose(*keys, "data.max_context=1024", "optimizer=adafactor"), load_sizes())
+        assert not make_job(config, load_sizes()["dense_lm_137b"], find_devices(topology), 2).placements
+
+
 def test_tensor_groups_that_make_no_lines() -> None:
     """Groups larger than a line, and devices without a torus, are refused by their key."""
     with pytest.raises(UserError, match=r"zero\.tensor_shards=16 with zero\.phases=torus: .* no dimension of"):

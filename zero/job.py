@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -15,6 +17,7 @@ from zero.config.schema import Config, Zero
 from zero.corpus.text.tokenizers import load_tokenizer
 from zero.errors import UserError
 from zero.hosts.speeds import SPEEDS
+from zero.hosts.torus import collective_seconds, places_of
 from zero.models.attention.blockwise import blockwise_from
 from zero.models.attention.choices import missing_in_kernel
 from zero.models.attention.dense import query_block
@@ -43,7 +46,8 @@ U = TypeVar("U")
 class Job(NamedTuple):
     """A model on an axis of devices, its optimizer, the programs made of them, and the layout of the whole state.
 
-    The objective is what the programs minimise; `held` counts the bytes of state and frozen parameters per device.
+    The objective is what the programs minimise; `held` counts the bytes of state and frozen parameters per device;
+    `placements` are those of tensor groups between which `zero.phases=auto` has chosen (`placement_seconds`).
     """
 
     model: ShardedGPT
@@ -52,6 +56,7 @@ class Job(NamedTuple):
     layout: Layout
     objective: Objective
     held: int
+    placements: dict[str, float]
 
 
 def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = None) -> ShardedGPT:
@@ -196,6 +201,49 @@ def _gathers_in_rings(axis: Axis, devices: Sequence[Any]) -> bool:
     return int((places != places[0]).any(axis=0).sum()) <= 1
 
 
+def placement_seconds(
+    model: ShardedGPT, devices: Sequence[Any], rows: int, micro_batches: int, context: int
+) -> dict[str, float]:
+    """Seconds per step in which links carry what tensor groups exchange and what is gathered, by `zero.phases`.
+
+    "flat" has groups of neighbours, "torus" groups along lines: there, gathers have the other dimensions to themselves,
+    and exchanges one. Nothing is hidden, and each placement has the links to itself.
+
+    Args:
+      model: with tensor groups.
+      devices: of one TPU slice.
+      rows: sequences per group and micro-batch.
+      micro_batches: per step.
+      context: tokens per sequence.
+
+    Returns:
+      One number for each placement that the slice has.
+    """
+    speed = SPEEDS[devices[0].device_kind]
+    places = places_of(devices)
+    tensor = model.axis.tensor
+    placements = {"flat": Axis.with_tensor_groups(model.axis.name, len(devices), tensor)}
+    try:
+        placements["torus"] = Axis.with_tensor_lines(model.axis.name, devices, tensor)
+    except ValueError:
+        return {}
+    itemsize = jnp.dtype(model.compute_dtype).itemsize
+    layer = itemsize * sum(math.prod(leaf.gathered_shape) for leaf in model.base.layout_by_parts.at(STACK).leaves)
+    activations = itemsize * rows * context * model.config.embedding_dim
+    passes = 3 * micro_batches if model.stage == 3 else 2  # of each layer: gathers, forward and backward, and a scatter
+    sums = 6 * micro_batches  # of each layer: after attention and after the MLP; forward, recomputed, backward
+
+    def seconds(axis: Axis) -> float:
+        gathering = axis.groups(axis.shards // tensor) or [list(range(axis.size))]
+        others = len(gathering[0])
+        gather = collective_seconds("all-gather", layer * (others - 1) / others, gathering[0], places, speed)
+        sent = 2 * activations * (tensor - 1) / tensor
+        exchange = collective_seconds("all-reduce", sent, axis.row_groups()[0], places, speed)
+        return model.config.N * (passes * gather + sums * exchange)
+
+    return {phases: seconds(axis) for phases, axis in placements.items()}
+
+
 def exchanges_gradients(devices: Sequence[Any]) -> bool:
     """Whether devices of a TPU slice scatter gradients by an all-to-all (docs/decisions/hidden-gathers.md).
 
@@ -235,6 +283,21 @@ def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = No
         parts=steps_per_row(config, size),
     )
     model = make_model(config, size, devices)
+    device = (devices or jax.devices())[0]
+    speed = SPEEDS.get(device.device_kind) if device.platform == "tpu" else None
+    global_rows = objective.rows * training.batch_size * jax.process_count()
+    rows = rows or global_rows * model.axis.row_group // model.axis.size
+    placements: dict[str, float] = {}
+    if config.zero.phases == "auto" and model.axis.tensor > 1 == model.axis.replicas and speed is not None:
+        devices = pmap_devices() if devices is None else devices
+        shape = rows // options.micro_batches, options.micro_batches, config.data.max_context
+        placements = placement_seconds(model, devices, *shape)
+    if placements:
+        phases = min(placements, key=placements.__getitem__)
+        shown = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in placements.items())
+        log.info("zero.phases=auto: %s, by the time of the links per step: %s", phases, shown)
+        placed = dataclasses.replace(config.zero, phases=phases)
+        model = make_model(dataclasses.replace(config, zero=placed), size, devices)
     tx = make_optimizer(
         optimizer.name,
         training.weight_decay / (training.peak_learning_rate if optimizer.decay == "independent" else 1),
@@ -245,15 +308,11 @@ def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = No
     )
     layout = state_layout(model, tx, options)
     held = layout.bytes_per_device() + (0 if model.tuning is None else model.frozen_layout.bytes_per_device())
-    device = (devices or jax.devices())[0]
-    speed = SPEEDS.get(device.device_kind) if device.platform == "tpu" else None
     if config.zero.remat == "auto" and speed is not None and model.stage == 3 and not options.fused_update:
-        global_rows = objective.rows * training.batch_size * jax.process_count()
-        rows = rows or global_rows * model.axis.row_group // model.axis.size
         remat = fitting_remat(model, rows // options.micro_batches, config.data.max_context, held, speed.capacity)
         log.info("zero.remat=auto: %s", remat)
         model = dataclasses.replace(model, remat=remat)
-    return Job(model, tx, make_programs(model, tx, options, devices), layout, objective, held)
+    return Job(model, tx, make_programs(model, tx, options, devices), layout, objective, held, placements)
 
 
 def steps_per_row(config: Config, size: GPTConfig) -> int:

@@ -435,8 +435,8 @@ class Zero:
         "Collectives of gathers and scatters: flat, one over all devices; torus, one along each dimension of a TPU "
         "slice; auto: flat, the faster one by the TPU compiler; without overlap_gathers torus where it is possible, "
         "with the least bytes.",
-        "With tensor_shards torus places each group along one dimension, and gathers along the other: faster on "
-        "large slices.",
+        "With tensor_shards torus places each group along one dimension, and gathers along the other; auto takes the "
+        "placement whose links need less time for both.",
     )
     overlap_gathers: bool = key(
         True,

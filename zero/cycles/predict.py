@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 from zero.cycles import hlo
 from zero.cycles.between_slices import crossing_of, rendezvous_of
 from zero.cycles.hlo import Bodies, Instruction
-from zero.hosts.speeds import HOP, SPEEDS, Speed
+from zero.hosts.speeds import SPEEDS, Speed
+from zero.hosts.torus import collective_seconds
 
 # Parts of a model, by the first pattern that is found in the path of an operation.
 PARTS = {
@@ -102,54 +103,12 @@ def part_of(instruction: Instruction) -> Part:
 
 
 def transfer_seconds(instruction: Instruction, places: Sequence[tuple[int, ...]], speed: Speed) -> float:
-    """Seconds of a collective on an idle network.
-
-    Each dimension of the torus that a group spans carries its share of the bytes, over a line once, over a ring in both
-    directions. An all-to-all takes as long as the links in the middle of the longest dimension, which half of all bytes
-    cross. Groups that lie between each other on a line share its links, as do the cores of a chip that are in different
-    groups. `places` holds for each device of the program the coordinates of its chip and the core on it.
-    """
-    group = [places[device] for device in hlo.groups_of(instruction.rest)[0]]
-    chips = {place[:-1] for place in group}
-    sent = hlo.bytes_sent(instruction)
+    """Seconds of a collective on an idle network; `places` are those of the program's devices."""
+    group = hlo.groups_of(instruction.rest)[0]
+    is_ring = "StrategyRing{colors:1 " in instruction.rest  # one ring through all devices, in both directions
     kind = hlo.kind_of(instruction)
-    if len(chips) == 1:  # the cores of a chip share its memory
-        return 2 * sent / speed.memory
-    rates = []  # bytes per second of each dimension
-    crossings = []  # bytes on a middle link of each dimension, over `sent`
-    hops = 0.0
-    sizes = _extents(places, speed.dims)
-    rings = [size % speed.ring == 0 for size in sizes]
-    if speed.dims == 3:  # linked by optical switches, all dimensions or none
-        rings = [all(rings)] * 3
-    for dim, is_ring in enumerate(rings):
-        positions = sorted({chip[dim] for chip in chips})
-        extent = positions[-1] - positions[0] + 1
-        if len(positions) > 1:
-            between = math.ceil(extent / len(positions))
-            is_ring &= len(positions) * between == sizes[dim]
-            directions = 2 if is_ring else 1
-            rates.append(speed.link * directions / between)
-            crossings.append(len(positions) / 4 * len(group) / (len(group) - 1))
-            hops += (extent - 1) / directions
-    if kind == "all-to-all":  # of all cores of a chip, each with bytes of its own
-        seconds = speed.devices * max(sent * part / rate for part, rate in zip(crossings, rates, strict=True))
-    else:
-        rate = sum(rates)
-        if "StrategyRing{colors:1 " in instruction.rest:  # one ring through all devices, in both directions
-            rate = min(rate, 2 * speed.link)
-        seconds = sent / rate * speed.devices * len(chips) / len(group)
-    rounds = 2 if kind == "all-reduce" else 1
-    return seconds + rounds * hops * HOP
-
-
-def _extents(places: Sequence[tuple[int, ...]], dims: int) -> list[int]:
-    """The size of the torus in each dimension.
-
-    >>> _extents([(0, 0), (1, 0), (2, 0)], 2)
-    [3, 1]
-    """
-    return [1 + max(positions) for positions in list(zip(*places, strict=True))[:dims]]
+    assert kind is not None
+    return collective_seconds(kind, hlo.bytes_sent(instruction), group, places, speed, is_ring=is_ring)
 
 
 def kernel_seconds(instruction: Instruction, speed: Speed) -> float:

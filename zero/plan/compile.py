@@ -157,6 +157,7 @@ def compile_step(request: Request) -> Row:
         **{key: getattr(zero, key) for key in PLACEMENT_KEYS},
         "replicas": zero.replicas or slices_of(devices),
         "grid": list(model.axis.shape),
+        "placements": job.placements,
         "fits": sent is not None and max([peak, *filter(None, peaks.values())]) <= available,
         "state_bytes": held,
         "state_bytes_per_parameter": logical / parameters,

@@ -185,6 +185,11 @@ def _traffic(row: Row) -> str:
     return " ".join(f"{kind} {n / 1e9:.2f}" for kind, n in sorted(kinds.items()) if n > 1e6)
 
 
+def _placements(row: Row) -> str:
+    """Seconds of the links per step for each placement of tensor groups, where there is a choice."""
+    return ", ".join(f"{name} {seconds:.3f}" for name, seconds in row.get("placements", {}).items()) or "-"
+
+
 def _remat(row: Row) -> str:
     return f"{row['remat']}, fused" if row["fused_update"] else str(row["remat"])
 
@@ -236,6 +241,7 @@ DETAILS: dict[str, Callable[[Row], str]] = {  # GiB per device, GB per step and 
     "sampling": _number("sampling_peak_bytes", "{:.3f}", GIB),
     "statistics": _number("statistics_peak_bytes", "{:.3f}", GIB),
     "traffic": _traffic,
+    "placements": _placements,
     "across hosts": _number("collective_bytes_across_hosts", "{:.2f}", 1e9),
     "between slices": _number("bytes_between_slices", "{:.2f}", 1e9),
     "gathers hidden": _number("gathers_hidden", "{:.0%}"),
