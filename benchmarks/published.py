@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 from benchmarks.recipe_sources import REPOSITORY, with_part
-from benchmarks.recipes import Digests, digest, prediction, short, what_changed
+from benchmarks.recipes import Digests, digest, prediction, what_changed
 from zero.cli import composed
 from zero.config.check import typed
 from zero.config.files import load_sizes
@@ -239,7 +239,7 @@ def table_row(name: str, row: Row) -> str:
         cells["predicted, s"] = f"does not fit in {row.available_bytes / 2**30:.2f} GiB"
     else:
         cells |= {
-            "predicted, s": short(row.seconds),
+            "predicted, s": f"{row.seconds:.3f}",
             "MFU": f"{100 * row.mfu:.0f} %",
             "exposed, s": f"{row.exposed_seconds:.3f}",
             "predicted / published": f"{row.seconds / recipe.seconds:.2f}",
