@@ -14,7 +14,7 @@
 # full disk; a clock that jumps by a day; a host with another configuration, which all have to refuse; and between two
 # starts the memory of a host is lost, with its emergency checkpoints. Every other run is in the bucket of --bucket.
 #
-# With --placements processes are killed whose groups of devices lie on several hosts, or that form two slices, as often
+# With --placements processes are killed whose groups of devices, or copies of the state, lie on several hosts, as often
 # for each of PLACEMENTS; each run is compared, bit for bit, with an undisturbed one of the same placement.
 #
 # In these storms a fault comes at a random moment of the start or, twice as often, after a random number of steps. Each
@@ -76,8 +76,8 @@ SHORT = "data.max_context=24"  # which divides over groups of 3 and 4
 PLACEMENTS = {
     "a context group on two hosts": Placement(2, 2, ("zero.context_shards=4", SHORT)),
     "a tensor group on three hosts": Placement(3, 1, ("zero.tensor_shards=3", SHORT)),
-    "a copy of the state on each of two slices": Placement(4, 1, ("distributed.slices=2",)),
-    "the state over two slices": Placement(2, 2, ("distributed.slices=2", "zero.replicas=1")),
+    "context groups of two hosts each": Placement(4, 1, ("zero.context_shards=2", SHORT)),
+    "a copy of the state on each two of four hosts": Placement(4, 1, ("zero.replicas=2",)),  # as slices have
 }
 HOSTS_SHAPES = ((1, 2), (2, 1), (3, 1))  # few devices: most of the time goes into starts
 STAGES: tuple[int, ...] = (1, 2, 3)
