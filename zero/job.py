@@ -64,7 +64,8 @@ def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = 
     zero = config.zero
     platform = (devices or jax.devices())[0].platform
     device_kind = (devices or jax.devices())[0].device_kind
-    remat = "none" if platform == "cpu" and not zero.fused_update else "full"
+    stores_all = platform == "cpu" and not zero.fused_update and zero.offload == "none"
+    remat = "none" if stores_all else "full"
     isolates = config.data.isolate_documents
     separators = load_tokenizer(config.data.tokenizer).special.document_starts if isolates else ()
     compute_dtype = if_auto(zero.compute_dtype, "float32" if platform == "cpu" else "bfloat16")
@@ -82,6 +83,7 @@ def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = 
         reduce_dtype=zero.reduce_dtype,
         gradient_dtype=zero.gradient_dtype,
         remat=if_auto(zero.remat, remat),
+        offload=zero.offload,
         blockwise_from=blockwise_from(config.model.attention, platform),
         query_block=query_block(config.model.attention, platform),
         master_dtype=zero.master_dtype,
@@ -309,7 +311,9 @@ def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = No
     layout = state_layout(model, tx, options)
     held = layout.bytes_per_device() + (0 if model.tuning is None else model.frozen_layout.bytes_per_device())
     if config.zero.remat == "auto" and speed is not None and model.stage == 3 and not options.fused_update:
-        remat = fitting_remat(model, rows // options.micro_batches, config.data.max_context, held, speed.capacity)
+        link = speed.flops * speed.devices / speed.host
+        positions = rows // options.micro_batches, config.data.max_context
+        remat = fitting_remat(model, *positions, held, speed.capacity, link)
         log.info("zero.remat=auto: %s", remat)
         model = dataclasses.replace(model, remat=remat)
     return Job(model, tx, make_programs(model, tx, options, devices), layout, objective, held, placements)

@@ -205,6 +205,11 @@ def test_every_size_can_be_trained(size: str) -> None:
             "zero.product_dtype=float8; zero.remat=dots",
             ["zero.product_dtype=float8", "auto or bfloat16, as zero.remat=dots stores the sums"],
         ),
+        (
+            "zero.offload=activations; zero.remat=none",
+            ["zero.remat=none", "another value, as zero.offload=activations moves what they store"],
+        ),
+        ("zero.offload=optimizer", ["zero.offload=optimizer", "none, activations"]),
         ("zero.product_dtype=int4", ["zero.product_dtype=int4", "auto, bfloat16, int8, int8_all, float8"]),
         (
             "zero.gather_dtype=products",

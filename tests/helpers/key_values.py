@@ -39,6 +39,7 @@ OF_THE_STEP = {
     "zero.gradient_dtype": "bfloat16",
     "zero.master_dtype": "bfloat16",
     "zero.remat": "full",
+    "zero.offload": "activations",
     "zero.fused_update": "true",
     "zero.replicas": "2",
     "zero.context_shards": "2",
@@ -117,6 +118,7 @@ PLACED = (
     "model.attention",
     "zero.stage",
     "zero.remat",
+    "zero.offload",
     "zero.replicas",
     "zero.context_shards",
 )

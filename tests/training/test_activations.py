@@ -12,7 +12,14 @@ from zero.models.config import GPTConfig
 from zero.models.gpt import GPT, variable_shapes
 from zero.models.stack import STORED
 from zero.partition.collectives.axis import Axis
-from zero.training.activations import activation_bytes, fitting_remat, ladder, stored_per_position
+from zero.training.activations import (
+    activation_bytes,
+    fitting_remat,
+    forward_flops,
+    ladder,
+    stored_bytes,
+    stored_per_position,
+)
 from zero.training.sharded_gpt import ShardedGPT
 
 PLAIN = GPTConfig(embedding_dim=32, vocab_size=64, num_head=4, block_size=64, dropout=0.0, N=3, qkv_bias=False)
@@ -53,6 +60,20 @@ def test_ladder() -> None:
     chosen = [rungs.index(fit((10**6 + need) * 1.3)) for need in (0, *needs)]
     assert chosen == sorted(chosen) and rungs[chosen[0]] == "full"
     assert fit(1e9) == "mlp+attention" and fit(0.0) == "full"
+
+
+def test_no_more_than_the_link_carries() -> None:
+    """On the host, what is stored is limited by the time that it takes to get there, not by the device's memory."""
+    model = ShardedGPT(GATED, Axis("zero", (1, 8)), 3, jnp.bfloat16)
+    moved = dataclasses.replace(model, offload="activations")
+    stored = [stored_bytes(dataclasses.replace(moved, remat=remat), ROWS, CONTEXT) for remat in ladder(moved, CONTEXT)]
+    need = activation_bytes(dataclasses.replace(moved, remat="mlp+attention"), ROWS, CONTEXT)
+    kept = activation_bytes(dataclasses.replace(model, remat="mlp+attention"), ROWS, CONTEXT)
+    assert kept - need == stored[-1] - 2 * stored[-1] // GATED.N
+    choose = partial(fitting_remat, moved, ROWS, CONTEXT, 0, 1e9)
+    assert choose(0.0) == "mlp+attention" and choose(1e9) == "full"
+    forward = forward_flops(moved, ROWS, CONTEXT)
+    assert [choose(0.999 * forward / size) for size in stored] == list(ladder(moved, CONTEXT))
 
 
 @pytest.mark.parametrize(

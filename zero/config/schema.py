@@ -56,7 +56,7 @@ from zero.corpus.reading.crop import CROPS
 from zero.corpus.reading.synthetic import SYNTHETIC
 from zero.models.attention.blockwise import CHOICES as ATTENTION
 from zero.models.products import PRODUCTS
-from zero.models.stack import REMAT
+from zero.models.stack import OFFLOAD, REMAT
 
 EMA = "ema"
 _STAGES = "[[steps, tokens per sequence], ...]"
@@ -392,6 +392,12 @@ class Zero:
         "mlp+attention, mlp_in+attention, mlp+projections, mlp_in+projections: both.",
         "full: the inputs of layers, as all of the above do.",
         "nested: the inputs of spans of layers, at the cost of one more forward pass.",
+    )
+    offload: str = key(
+        "none",
+        one_of(*OFFLOAD),
+        "What lies in the host's memory: none; or activations: all that remat stores, from the forward to the backward "
+        "pass, so that a device holds that of about one layer. The same results to the bit.",
     )
     fused_update: bool = key(
         False,

@@ -32,7 +32,7 @@ from zero.models.layer import Layer
 from zero.models.layers import AnyCache
 from zero.models.norms import make_norm
 from zero.models.parametrization import table_stddev
-from zero.models.stack import REMAT, Nested, Scanned, run_layers, run_with_outputs
+from zero.models.stack import Nested, Scanned, policy_of, run_layers, run_with_outputs
 from zero.models.vocabulary import HEAD_BIAS, Chunk, HeadBias, VocabularyChunk
 
 
@@ -58,12 +58,14 @@ class GPT(nn.Module):
         Parameters are float32, and whole after `init`.
       lift: `lift(module_class, name)` returns the class to use in its place; by default the class itself.
       remat: what the backward pass recomputes, an entry of `zero.models.stack.REMAT`.
+      offload: what is stored in the host's memory instead of the device's, one of `zero.models.stack.OFFLOAD`.
     """
 
     config: GPTConfig
     dtype: DTypeLike = jnp.float32
     lift: Lift = lambda module_class, name: module_class
     remat: str = "full"
+    offload: str = "none"
     blockwise_from: int | None = None
     cut: ModelParallel = WHOLE
     group: ExpertParallel = ALONE
@@ -166,7 +168,7 @@ class GPT(nn.Module):
             return stream, lax.stop_gradient(state.memory)
 
         stacks = (self.blocks.variables, lax.stop_gradient(memory))
-        policy = REMAT[self.remat](self.config.scanned_layers)
+        policy = policy_of(self.remat, self.config.scanned_layers, self.offload)
         stream, memory = run_with_outputs(remembering, stacks, stream, policy)
         return self.score(stream, targets_BT), memory
 
@@ -233,7 +235,7 @@ class GPT(nn.Module):
         """Runs all layers with the policy `remat`; a cache needs no backward pass, so `Nested` becomes one loop."""
         if self.is_initializing():
             return self.blocks((stream, cache), jnp.arange(self.config.scanned_layers), keys_B, position)[0]
-        policy = REMAT[self.remat](self.config.scanned_layers)
+        policy = policy_of(self.remat, self.config.scanned_layers, self.offload if cache is None else "none")
         if cache is not None and isinstance(policy, Nested):
             policy = Scanned()
 

@@ -13,6 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from zero.models.elements import row_major
 
 Layer = Callable[[Any, Any, jax.Array], Any]
 
@@ -31,10 +34,23 @@ class Scanned:
     """A loop that stores the input of each layer and recomputes the rest.
 
     Attributes:
-      saveable: policy of `jax.checkpoint` for further values to store; None: none.
+      names: of further values to store, as `jax.ad_checkpoint.checkpoint_name` sets them.
+      products: whether all products with parameters are stored as well.
+      on_host: whether all of these lie in the host's memory until the backward pass needs them.
     """
 
-    saveable: Callable[..., bool] | None = None
+    names: tuple[str, ...] = ()
+    products: bool = False
+    on_host: bool = False
+
+    @property
+    def saveable(self) -> Callable[..., Any] | None:
+        """The policy of `jax.checkpoint`."""
+        if self.on_host:
+            return _either(_named_on_host(LAYER_INPUT, *self.names), _PRODUCTS_ON_HOST if self.products else None)
+        if self.products:
+            return _either(_saveable.dots_with_no_batch_dims_saveable, _saveable.save_only_these_names(*self.names))
+        return _saveable.save_only_these_names(*self.names) if self.names else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +59,14 @@ class Nested:
 
     L layers in spans of sqrt(L) need 2 sqrt(L) layer inputs instead of L, and one more forward pass.
     Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, arXiv 1604.06174, section 4.
+
+    Attributes:
+      size: layers of a span.
+      on_host: whether the inputs of spans lie in the host's memory.
     """
 
     size: int
+    on_host: bool = False
 
 
 Policy = Unrolled | Scanned | Nested
@@ -53,6 +74,7 @@ Policy = Unrolled | Scanned | Nested
 # Names of values of a layer, as `jax.ad_checkpoint.checkpoint_name` sets them: the output of attention; queries, keys,
 # values and the output projection; the products that begin an MLP.
 ATTENTION, PROJECTIONS, MLP_IN, MLP_GATE = "attention", "projections", "mlp_in", "mlp_gate"
+LAYER_INPUT = "layer_input"  # of a layer or span whose input goes to the host's memory
 _OF_ATTENTION = {"attention": (ATTENTION,), "projections": (ATTENTION, PROJECTIONS)}
 _OF_MLP = {"mlp_in": (MLP_IN,), "mlp": (MLP_IN, MLP_GATE)}
 
@@ -72,10 +94,38 @@ def _stored() -> dict[str, tuple[str, ...]]:
 
 STORED: Mapping[str, tuple[str, ...]] = MappingProxyType(_stored())
 _saveable = jax.checkpoint_policies
+_TO_HOST: Any = {"offload_src": "device", "offload_dst": "pinned_host"}
+_PRODUCTS_ON_HOST = _saveable.offload_dot_with_no_batch_dims(**_TO_HOST)
+
+
+def _named_on_host(*names: str) -> Callable[..., Any]:
+    return _saveable.save_and_offload_only_these_names(
+        names_which_can_be_saved=(), names_which_can_be_offloaded=names, **_TO_HOST
+    )
+
+
+def _either(first: Callable[..., Any], second: Callable[..., Any] | None) -> Callable[..., Any]:
+    """A policy that stores what either stores, where the first one does, and recomputes the rest.
+
+    `jax.checkpoint_policies.save_from_both_policies` takes none that stores on the host.
+    """
+    if second is None:
+        return first
+
+    def policy(primitive: Any, *arguments: Any, **parameters: Any) -> Any:
+        by_first = first(primitive, *arguments, **parameters)
+        recomputes = by_first is False or by_first is _RECOMPUTE
+        return second(primitive, *arguments, **parameters) if recomputes else by_first
+
+    return policy
+
+
+# What the policies return for all that is not stored, for which jax has no public name.
+_RECOMPUTE = _named_on_host()(None)
 
 
 def _storing(*names: str) -> Callable[[int], Policy]:
-    return lambda layers: Scanned(_saveable.save_only_these_names(*names))
+    return lambda layers: Scanned(names)
 
 
 # Policies by name, from the number of layers; "dots" stores all products with parameters.
@@ -84,14 +134,28 @@ REMAT: Mapping[str, Callable[[int], Policy]] = MappingProxyType(
         "nested": lambda layers: Nested(span_size(layers)),
         "full": lambda layers: Scanned(),
         **{name: _storing(*names) for name, names in STORED.items()},
-        "dots": lambda layers: Scanned(
-            _saveable.save_from_both_policies(
-                _saveable.dots_with_no_batch_dims_saveable, _saveable.save_only_these_names(ATTENTION)
-            )
-        ),
+        "dots": lambda layers: Scanned((ATTENTION,), products=True),
         "none": lambda layers: Unrolled(),
     }
 )
+OFFLOAD = ("none", "activations")  # what lies in the host's memory: of activations all that the policy stores
+
+
+def policy_of(remat: str, layers: int, offload: str = "none") -> Policy:
+    """The policy of these names, of `REMAT` and of `OFFLOAD`, for so many layers.
+
+    Raises:
+      ValueError: the policy stores values that no name reaches.
+
+    >>> policy_of("mlp_in", 8, "activations")
+    Scanned(names=('mlp_in',), products=False, on_host=True)
+    """
+    policy = REMAT[remat](layers)
+    if offload == "none":
+        return policy
+    if isinstance(policy, Unrolled):
+        raise ValueError(f"remat {remat} stores all that a layer computes, of which the host's memory takes no part")
+    return dataclasses.replace(policy, on_host=True)
 
 
 def span_size(layers: int) -> int:
@@ -125,11 +189,16 @@ def run_layers(pattern: Sequence[Layer], stacks: Any, x: Any, policy: Policy) ->
     if isinstance(policy, Nested):
         (layer,) = pattern
         step = jax.checkpoint(lambda x, xs: (layer(xs[0], x, xs[1]), None), prevent_cse=False)
-        span = jax.checkpoint(lambda x, layers: lax.scan(step, x, layers), prevent_cse=False)
+
+        def through_span(x: Any, layers: Any) -> Any:
+            return lax.scan(step, name_input(x) if policy.on_host else x, layers)
+
+        saveable = _named_on_host(LAYER_INPUT) if policy.on_host else None
+        span = jax.checkpoint(through_span, prevent_cse=False, policy=saveable)
         return lax.scan(span, x, _in_spans(xs, policy.size))[0]
 
     if isinstance(policy, Scanned):
-        pattern = [jax.checkpoint(layer, prevent_cse=False, policy=policy.saveable) for layer in pattern]
+        pattern = [_rematerialised(layer, policy) for layer in pattern]
 
     def one_period(x: Any, xs: Any) -> tuple[Any, None]:
         for place, layer in enumerate(pattern):
@@ -150,15 +219,64 @@ def run_with_outputs(layer: Callable[..., Any], stacks: Any, x: Any, policy: Pol
     """
     count = jax.tree.leaves(stacks)[0].shape[0]
     if isinstance(policy, Scanned):
-        layer = jax.checkpoint(layer, prevent_cse=False, policy=policy.saveable)
+        layer = _rematerialised(layer, policy)
     unroll = count if isinstance(policy, Unrolled) else 1
     return lax.scan(lambda x, xs: layer(xs[0], x, xs[1]), x, (stacks, jnp.arange(count)), unroll=unroll)
 
 
-def run_forward(layer: Layer, stacks: Any, x: Any, size: int) -> tuple[Any, Any]:
-    """The output of the last layer, and the input of each span of `size` layers, for a caller's own backward pass."""
+def _rematerialised(layer: Callable[..., Any], policy: Scanned) -> Callable[..., Any]:
+    """The layer, of which only the values of the policy are stored."""
+
+    def with_named_input(weights: Any, x: Any, number: jax.Array) -> Any:
+        return layer(weights, name_input(x), number)
+
+    named = with_named_input if policy.on_host else layer
+    return jax.checkpoint(named, prevent_cse=False, policy=policy.saveable)
+
+
+def name_input(x: Any) -> Any:
+    """The input of a layer, with the name by which it goes to the host's memory, and a fixed layout there.
+
+    Otherwise XLA for TPU may choose one for the forward and another for the backward pass, and transpose the stack of
+    all layers, for which it copies it to the device and back. Statistics of rows, of fewer dimensions, stay.
+    """
+
+    def name(x: jax.Array) -> jax.Array:
+        return checkpoint_name(row_major(x), LAYER_INPUT) if is_on_host(x) else x
+
+    return jax.tree.map(name, x)
+
+
+def is_on_host(x: jax.Array) -> bool:
+    """Whether a part of a layer's input is one of `(rows, positions, channels)`, which goes to the host's memory."""
+    return x.ndim >= 3
+
+
+def run_forward(layer: Layer, stacks: Any, x: Any, size: int, *, on_host: bool = False) -> tuple[Any, Any]:
+    """The output of the last layer, and the input of each span of `size` layers, for a caller's own backward pass.
+
+    `on_host` has these inputs in the host's memory; `to_device` brings back what was there.
+    """
     spans = jnp.arange(jax.tree.leaves(stacks)[0].shape[0]).reshape(-1, size)
-    return lax.scan(lambda x, numbers: (_through(layer, stacks, x, numbers)[0], x), x, spans)
+
+    def through_span(x: Any, numbers: jax.Array) -> tuple[Any, Any]:
+        kept = jax.tree.map(_to_host, x) if on_host else x
+        return _through(layer, stacks, x, numbers)[0], kept
+
+    return lax.scan(through_span, x, spans)
+
+
+def _to_host(x: jax.Array) -> jax.Array:
+    return jax.device_put(row_major(x), jax.memory.Space.Host) if is_on_host(x) else x
+
+
+def to_device(x: Any) -> Any:
+    """What `run_forward` has put into the host's memory; parts that stayed on the device are returned as they are."""
+
+    def bring(x: jax.Array) -> jax.Array:
+        return row_major(jax.device_put(x, jax.memory.Space.Device)) if is_on_host(x) else x
+
+    return jax.tree.map(bring, x)
 
 
 def inputs_of(layer: Layer, stacks: Any, x: Any, numbers: jax.Array) -> Any:

@@ -15,6 +15,8 @@ from zero.training.sharded_gpt import ShardedGPT
 def activation_bytes(model: ShardedGPT, rows: int, context: int) -> int:
     """Bytes per device of the activations of one micro-batch of `rows` sequences, as an estimate.
 
+    Of what lies in the host's memory two layers are on the device: one that computes, and one on its way.
+
     A layer holds 34 bytes per position and channel at two bytes a number, and 5 per pair of positions and head where
     attention is dense; between layers the policy `remat` stores all of that, only inputs, or also other values. Beside
     it there is one layer or, in float32, the logits of a chunk of the vocabulary and their gradient.
@@ -24,21 +26,48 @@ def activation_bytes(model: ShardedGPT, rows: int, context: int) -> int:
     """
     axis = model.axis
     size = model.config
-    itemsize = jnp.dtype(model.compute_dtype).itemsize
     positions = rows * context // axis.context
-    channels = positions * size.embedding_dim * itemsize
-    is_dense = model.kernel is None and (model.blockwise_from is None or context < model.blockwise_from)
-    scores = 5 * size.num_head * rows * context**2 // axis.context * itemsize // 2 if is_dense else 0
     parts = axis.row_group // axis.context  # tensor parallelism cuts what is within a layer
-    layer = (17 * channels + scores) // parts
+    logits = 2 * 4 * positions * size.vocab_size // size.vocab_chunks // parts
+    stored = stored_bytes(model, rows, context)
+    on_host = host_bytes(model, rows, context)
+    on_device = stored - on_host + 2 * on_host // size.N
+    return on_device + max(_layer_bytes(model, rows, context), logits)
+
+
+def host_bytes(model: ShardedGPT, rows: int, context: int) -> int:
+    """Those of `stored_bytes` that lie in the host's memory."""
+    if model.offload == "none":
+        return 0
+    stored = stored_bytes(model, rows, context)
+    return stored // 2 if model.remat == "nested" else stored  # the inputs of spans, not those within one
+
+
+def stored_bytes(model: ShardedGPT, rows: int, context: int) -> int:
+    """Bytes per device that the layers of a micro-batch store for the backward pass, wherever they lie."""
+    size = model.config
+    itemsize = jnp.dtype(model.compute_dtype).itemsize
+    positions = rows * context // model.axis.context
+    parts = model.axis.row_group // model.axis.context
+    channels = positions * size.embedding_dim * itemsize
     kept = {
-        "none": size.N * layer,
+        "none": size.N * _layer_bytes(model, rows, context),
         "dots": size.N * 9 * channels,  # inputs, and the results of products with weights
         "nested": 2 * math.isqrt(size.N) * channels,
     }
-    stored = size.N * (channels + positions * itemsize * stored_per_position(model) // parts)
-    logits = 2 * 4 * positions * size.vocab_size // size.vocab_chunks // parts
-    return kept.get(model.remat, stored) + max(layer, logits)
+    named = size.N * (channels + positions * itemsize * stored_per_position(model) // parts)
+    return kept.get(model.remat, named)
+
+
+def _layer_bytes(model: ShardedGPT, rows: int, context: int) -> int:
+    """Bytes per device of all that one layer computes."""
+    axis = model.axis
+    size = model.config
+    itemsize = jnp.dtype(model.compute_dtype).itemsize
+    channels = rows * context // axis.context * size.embedding_dim * itemsize
+    is_dense = model.kernel is None and (model.blockwise_from is None or context < model.blockwise_from)
+    scores = 5 * size.num_head * rows * context**2 // axis.context * itemsize // 2 if is_dense else 0
+    return (17 * channels + scores) // (axis.row_group // axis.context)
 
 
 def stored_per_position(model: ShardedGPT) -> int:
@@ -66,8 +95,23 @@ def ladder(model: ShardedGPT, context: int) -> tuple[str, ...]:
     return ("full", "attention", "mlp_in+attention", "mlp+attention") if context >= _LONG else ("full", "mlp_in", "mlp")
 
 
-def fitting_remat(model: ShardedGPT, rows: int, context: int, held: int, capacity: float) -> str:
+def _layer_parameters(model: ShardedGPT) -> int:
+    """The numbers of a gathered layer."""
+    return sum(math.prod(leaf.gathered_shape) for leaf in model.base.layout_by_parts.at(STACK).leaves)
+
+
+def forward_flops(model: ShardedGPT, rows: int, context: int) -> int:
+    """Operations of a device in the forward pass of the layers: products with weights, and causal attention."""
+    size = model.config
+    positions = rows * context // model.axis.context
+    attention = 2 * size.N * positions * context * size.num_head * size.head_width // model.axis.tensor
+    return 2 * size.scanned_layers * positions * _layer_parameters(model) + attention
+
+
+def fitting_remat(model: ShardedGPT, rows: int, context: int, held: int, capacity: float, link: float = 0.0) -> str:
     """The policy of `ladder` that stores most and leaves a tenth of the memory free; "full" if none does.
+
+    With activations in the host's memory no more is stored than can be sent there while the forward pass computes.
 
     Args:
       model: sharded at stage 3.
@@ -75,15 +119,18 @@ def fitting_remat(model: ShardedGPT, rows: int, context: int, held: int, capacit
       context: tokens per sequence.
       held: bytes per device between steps.
       capacity: bytes of memory of a device.
+      link: operations of a device in the time that one byte takes to the host's memory.
     """
     trained = sum(math.prod(leaf.shard_shape) for leaf in model.layout.leaves)
     gradients = trained * jnp.dtype(model.gradient_dtype).itemsize
-    layer = sum(math.prod(leaf.gathered_shape) for leaf in model.base.layout_by_parts.at(STACK).leaves)
+    forward = forward_flops(model, rows, context)
     # Three times a layer: one, its gradient, and one that is gathered.
-    fixed = held + gradients + 3 * layer * jnp.dtype(model.compute_dtype).itemsize
-    fitting = [
-        remat
-        for remat in ladder(model, context)
-        if fixed + activation_bytes(dataclasses.replace(model, remat=remat), rows, context) <= 0.9 * capacity
-    ]
+    fixed = held + gradients + 3 * _layer_parameters(model) * jnp.dtype(model.compute_dtype).itemsize
+
+    def fits(remat: str) -> bool:
+        stores = dataclasses.replace(model, remat=remat)
+        is_held = fixed + activation_bytes(stores, rows, context) <= 0.9 * capacity
+        return is_held and host_bytes(stores, rows, context) * link <= forward
+
+    fitting = [remat for remat in ladder(model, context) if fits(remat)]
     return fitting[-1] if fitting else "full"

@@ -21,7 +21,7 @@ from jax import lax
 
 from zero.models.config import STACK
 from zero.models.experts import ResidualStream
-from zero.models.stack import REMAT, Nested, Scanned, inputs_of, run_forward
+from zero.models.stack import Nested, Scanned, inputs_of, policy_of, run_forward, to_device
 from zero.partition.collectives.axis import Axis
 from zero.partition.layout import Layout, LeafLayout, PyTree, Split
 from zero.partition.sharded_optimizer import Squares, clip, norm_of, on_shards, squares
@@ -46,8 +46,9 @@ def fused_update(model: ShardedGPT, tx: optax.GradientTransformation, options: S
         raise ValueError(f"fused_update does not sum what {' and '.join(model.collections)} needs")
     if model.tuning is not None:
         raise ValueError("fused_update is for gradients as large as the model, those of adapters are small")
-    policy = REMAT[model.remat](model.config.scanned_layers)
-    keeps_inputs = policy == Scanned() or isinstance(policy, Nested)
+    policy = policy_of(model.remat, model.config.scanned_layers, model.offload)
+    on_host = model.offload == "activations"
+    keeps_inputs = policy == Scanned(on_host=on_host) or isinstance(policy, Nested)
     if model.stage != 3 or not keeps_inputs or options.micro_batches > 1 or options.skip_spikes is not None:
         raise ValueError("fused_update needs stage 3, full or nested remat, one micro-batch and no skip_spikes")
     model = dataclasses.replace(model, sums_copies=True)
@@ -80,6 +81,7 @@ def fused_update(model: ShardedGPT, tx: optax.GradientTransformation, options: S
             layout=model.layout,
             axis=model.axis,
             span=size,
+            on_host=on_host,
             options=options,
         )
         metrics = model.metrics(routing, batch) | objective.means(model, sums, terms)
@@ -111,6 +113,7 @@ def backward_and_update(
     layout: Layout,
     axis: Axis,
     span: int,
+    on_host: bool = False,
     options: StepOptions,
 ) -> tuple[jax.Array, PyTree, PyTree, jax.Array, jax.Array, PyTree]:
     """One step of a loss whose layers are stacked in `params[STACK]`.
@@ -122,6 +125,7 @@ def backward_and_update(
       loss_of: the functions that the loss consists of.
       params, opt_state: shards; `layout` is that of the parameters.
       span: layers for each input that is kept for the backward pass; divides the number of layers.
+      on_host: whether these inputs are kept in the host's memory.
       options: each of n parts is clipped to the norm `max_gradient_norm / sqrt(n)`, so the whole to
         `max_gradient_norm`; `skip_bad_steps` leaves a part unchanged if its gradient is not finite, and all parts if
         the loss is not.
@@ -141,7 +145,7 @@ def backward_and_update(
     embed, layer, score = loss_of
 
     x, embed_backward = jax.vjp(embed, rest)
-    x, kept = run_forward(layer, params[STACK], x, span)
+    x, kept = run_forward(layer, params[STACK], x, span, on_host=on_host)
     loss, score_backward, more = jax.vjp(score, rest, x, has_aux=True)
     grads, dx = score_backward(jnp.ones_like(loss))
     if options.max_gradient_norm is not None:
@@ -171,6 +175,8 @@ def backward_and_update(
     def span_backward(carry: tuple[PyTree, PyTree], xs: tuple[PyTree, jax.Array]) -> tuple[Any, Any]:
         _, (params, _) = carry
         x, numbers = xs
+        if on_host:
+            x = to_device(x)
         return lax.scan(layer_backward, carry, (inputs_of(layer, params[STACK], x, numbers), numbers), reverse=True)
 
     stacks = _subtrees(lambda tree: stack_and_rest(tree)[0], (params, opt_state))

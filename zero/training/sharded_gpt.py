@@ -48,7 +48,7 @@ class ShardedGPT:
       wire_dtype: dtype of gradients on the wire; int8 as in `zero.scatter_sum`.
       reduce_dtype: dtype of sums of gradients over devices.
       gradient_dtype: dtype of the sums until the update; micro-batches always add up in float32.
-      remat: what the backward pass recomputes, as for `GPT`.
+      remat, offload: what the backward pass recomputes, and what lies in the host's memory, as for `GPT`.
       blockwise_from: the number of query positions from which attention is blockwise, as for `GPT`.
       master_dtype: dtype of the shards of parameters with weight decay; the others are float32.
       separators: the tokens at which documents start, to keep attention and positions within a document; none for rows
@@ -75,6 +75,7 @@ class ShardedGPT:
     reduce_dtype: DTypeLike = jnp.float32
     gradient_dtype: DTypeLike = jnp.float32
     remat: str = "full"
+    offload: str = "none"
     blockwise_from: int | None = None
     master_dtype: DTypeLike = jnp.float32
     separators: tuple[int, ...] = ()
@@ -204,7 +205,8 @@ class ShardedGPT:
         options["query_block"] = self.query_block
         options["product"] = PRODUCTS[self.product_dtype]
         options["adapters"] = None if self.tuning is None else self.tuning.adapters
-        return GPT(self.config, self.compute_dtype, remat=self.remat, blockwise_from=self.blockwise_from, **options)
+        options |= {"remat": self.remat, "offload": self.offload}
+        return GPT(self.config, self.compute_dtype, blockwise_from=self.blockwise_from, **options)
 
     def init(self, key: jax.Array) -> PyTree:
         """New weights, made layer by layer; their values do not depend on the number of devices."""

@@ -1,0 +1,177 @@
+"""What the forward pass stores lies in the host's memory until the backward pass needs it, and the update is the same.
+
+XLA for CPU keeps all arrays in one memory. So the traced program is asked where each array lies, the compiler for TPU
+what that saves, and the CPU whether the results are equal to the bit.
+"""
+
+import dataclasses
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import zero
+from tests.training.divisible_models import DIVISIBLE
+from tests.training.small_gpt import CONFIG, EXPERTS, VQ, assert_equal, batch, run_on, setup, shapes_of
+from zero.models.gpt import GPT, variable_shapes
+from zero.models.stack import REMAT, Nested, Scanned, policy_of, run_forward, run_layers, to_device
+from zero.partition.pmapped import pmap
+from zero.plan.topology import find_devices
+from zero.training.activations import host_bytes, stored_bytes
+from zero.training.sharded_gpt import ShardedGPT
+
+DEEP = dataclasses.replace(CONFIG, N=4, gated=True)
+ROWS, CONTEXT = 2, 12
+HOST = jax.memory.Space.Host
+SLOW = pytest.mark.slow
+NAMED = [remat for remat in REMAT if remat != "none"]
+
+
+@cache
+def residuals(remat: str, offload: str) -> dict[Any, list[Any]]:
+    """What the backward pass is given, by the memory in which it lies."""
+    gpt, tokens = GPT(DEEP, remat=remat, offload=offload, blockwise_from=2), jnp.zeros((ROWS, CONTEXT), jnp.int32)
+    keys = jax.random.split(jax.random.key(0), ROWS)
+
+    def backward(variables: Any) -> Any:
+        return jax.vjp(lambda variables: jnp.sum(jnp.asarray(gpt.apply(variables, tokens, tokens, keys))), variables)[1]
+
+    by_space: dict[Any, list[Any]] = {}
+    for aval in jax.make_jaxpr(backward)(variable_shapes(DEEP)).out_avals:
+        by_space.setdefault(getattr(aval, "memory_space", None), []).append(aval)
+    return by_space
+
+
+def bytes_of(avals: list[Any]) -> int:
+    return sum(aval.size * aval.dtype.itemsize for aval in avals)
+
+
+@pytest.mark.parametrize("remat", NAMED)
+def test_stored_values_lie_on_the_host(remat: str) -> None:
+    """All that a policy stores between layers, and the inputs of layers, and nothing else."""
+    moved = residuals(remat, "activations")
+    plain = residuals(remat, "none")
+    assert HOST not in plain and {aval.shape[0] for aval in moved[HOST]} == {DEEP.N if remat != "nested" else 2}
+    assert len(moved[HOST]) == 1 + {"full": 0, "nested": 0}.get(remat, len(moved[HOST]) - 1)
+    layers = [aval.shape for aval in moved[jax.memory.Space.Device] if len(aval.shape) >= 4]
+    assert not [
+        shape for shape in layers if ROWS in shape[1:-2] and CONTEXT in shape
+    ]  # no stack of activations is left
+    inputs = 4 * ROWS * CONTEXT * DEEP.embedding_dim * (2 if remat == "nested" else DEEP.N)
+    assert bytes_of(moved[HOST]) >= inputs
+
+
+@pytest.mark.parametrize("remat", ["full", "mlp_in+attention"])
+def test_bytes_on_the_host(remat: str) -> None:
+    """The estimate is what jax puts there."""
+    model = ShardedGPT(DEEP, zero.Axis("zero", (1, 1)), 3, remat=remat, offload="activations", blockwise_from=2)
+    found = bytes_of(residuals(remat, "activations")[HOST])
+    assert host_bytes(model, ROWS, CONTEXT) == stored_bytes(model, ROWS, CONTEXT) == pytest.approx(found, rel=0.06)
+
+
+FUSED: dict[str, Any] = {"fused_update": True, "max_norm": None, "skip_bad_steps": False}
+TENSOR = zero.Axis.with_tensor_groups("zero", 8, 2)
+CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "stage 3": (8, 3, {}),
+    "stage 2 on three devices": (3, 2, {"remat": "mlp_in+projections", "micro_batches": 2}),
+    "stage 1 on one device": (1, 1, {"remat": "dots"}),
+    "fused": (8, 3, {**FUSED, "config": DEEP, "remat": "nested"}),
+    "stage 0": (8, 0, {"remat": "mlp+attention", "blockwise_from": 2}),
+    "nested": (3, 3, {"config": DEEP, "remat": "nested"}),
+    "one layer at a time": (3, 3, FUSED),
+    "exchanges": (8, 3, {"axis": zero.Axis("zero", (1, 8), exchanges=True)}),
+    "copies": (8, 3, {"axis": zero.Axis("zero", (2, 4)), "remat": "mlp"}),
+    "experts": (8, 3, {"config": EXPERTS}),
+    "expert groups": (8, 3, {"config": EXPERTS, "axis": zero.Axis.with_expert_groups("zero", 8, 2, 1)}),
+    "tensor groups": (8, 3, {"config": DIVISIBLE, "axis": TENSOR, "remat": "mlp_in"}),
+    "context groups": (8, 3, {"axis": zero.Axis("zero", (1, 8), context=2), "blockwise_from": 2, "remat": "attention"}),
+    "gated units": (8, 3, {"config": VQ}),
+    "parts of rows": (8, 3, {"config": VQ, "parts": 2}),
+    "bfloat16": (8, 3, {"dtype": jnp.bfloat16, "remat": "mlp"}),
+    "products in 8 bits": (8, 3, {"product_dtype": "int8", "remat": "mlp"}),
+}
+QUICK = ("stage 3", "stage 2 on three devices", "stage 1 on one device", "fused")
+
+
+@pytest.mark.parametrize("case", [name if name in QUICK else pytest.param(name, marks=SLOW) for name in CASES])
+def test_same_update(case: str) -> None:
+    """Losses, metrics and weights are equal to the bit, with dropout."""
+    devices, stage, options = CASES[case]
+    kept, moved = setup(devices, stage, **options), setup(devices, stage, offload="activations", **options)
+    assert_equal(run_on(moved), run_on(kept))
+
+
+def traced(**options: Any) -> str:
+    """The step as it is traced, with the memory of each array that is not on the device."""
+    on = setup(8, 3, **options)
+    return str(jax.make_jaxpr(on.programs.step)(shapes_of(on), batch(on, 0)))
+
+
+@pytest.mark.parametrize("options", [{}, FUSED], ids=["whole gradient", "fused"])
+def test_layers_of_a_step_lie_on_the_host(options: dict[str, Any]) -> None:
+    """The inputs of both layers, three rows of each on a device, laid out alike on both ways."""
+    inputs = f"f32<host>[{CONFIG.N},3,12,{CONFIG.embedding_dim}]"
+    plain, moved = traced(**options), traced(offload="activations", **options)
+    assert inputs in moved
+    assert "<host>" not in plain and "layout_constraint" not in plain
+    assert moved.count("= layout_constraint") >= 2
+
+
+def test_all_that_is_computed_is_refused() -> None:
+    """A layer without a policy stores values that have no name."""
+    with pytest.raises(ValueError, match="remat none stores all"):
+        policy_of("none", 4, "activations")
+
+
+LAYERS, SIZE, POSITIONS = 8, 512, 16384
+STACK_BYTES = LAYERS * POSITIONS * SIZE * 2  # 128 MiB, which no other memory of a chip holds
+
+
+def temporaries(program: Any) -> tuple[int, int]:
+    """Bytes of temporaries that a program for TPU has on a device and in its host's memory."""
+    devices = find_devices("v5e-4")
+    weights = jax.ShapeDtypeStruct((len(devices), LAYERS, SIZE, SIZE), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((len(devices), 1, POSITIONS, SIZE), jnp.bfloat16)
+    analysis = pmap(program, "zero", devices).lower(weights, x).compile().memory_analysis()
+    return analysis.temp_size_in_bytes, analysis.host_temp_size_in_bytes
+
+
+def layer(weights: jax.Array, x: jax.Array, number: jax.Array) -> jax.Array:
+    return jnp.sin(x @ weights) + x
+
+
+def by_layers(policy: Scanned | Nested) -> Any:
+    """The gradient of a stack of layers, by `run_layers`."""
+    return jax.grad(lambda weights, x: jnp.sum(run_layers([layer], weights, x, policy)).astype(jnp.float32))
+
+
+def by_own_backward(weights: jax.Array, x: jax.Array) -> jax.Array:
+    """The same by a backward pass of its own, as in a fused update."""
+    x, kept = run_forward(layer, weights, x, 1, on_host=True)
+
+    def layer_backward(dx: jax.Array, xs: Any) -> Any:
+        weights, x, number = xs
+        grads, dx = jax.vjp(lambda w, x: layer(w, x, number), weights, to_device(x))[1](dx)
+        return dx, grads
+
+    xs = weights, kept, jnp.arange(LAYERS)
+    return jax.lax.scan(layer_backward, jnp.ones_like(x), xs, reverse=True)[1]
+
+
+@pytest.mark.parametrize(
+    ("program", "share"),
+    [
+        (by_layers(Scanned(on_host=True)), 1),
+        pytest.param(by_layers(Nested(2, on_host=True)), 2, marks=SLOW),
+        pytest.param(by_own_backward, 1, marks=SLOW),
+    ],
+    ids=["layers", "spans of two", "own backward pass"],
+)
+def test_memory_by_the_compiler_for_tpu(program: Any, share: int) -> None:
+    """The stack of inputs is in the host's memory, and the device holds less than half of it."""
+    pytest.importorskip("libtpu")
+    on_device, on_host = temporaries(program)
+    assert on_host == STACK_BYTES // share
+    assert on_device < (0.5 if share == 1 else 0.75) * STACK_BYTES
