@@ -162,6 +162,45 @@ def test_unknown_cycles() -> None:
     assert found.seconds == pytest.approx(0.0014, rel=1e-3)  # 327.6 MB of 819 GB/s, and 1 ms
 
 
+@pytest.mark.parametrize(("milliseconds", "exposed"), [(0.4, 0.6), (1.5, 0.0)])
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_slices_of_a_stack_on_the_host(is_stored: bool, milliseconds: float, exposed: float) -> None:
+    """One that is written and one that is read take different directions of the link; a wait for either is exposed."""
+    host, here = "f32[4,4000000]{1,0:S(5)}", "f32[1,4000000]{1,0}"
+    store = f"%p = (({host}, {here}, s32[]), {host}, u32[]{{:S(2)}}) dynamic-update-slice-start(%x, %y, %i)"
+    load = f"%p = (({host}, s32[]), {here}, u32[]{{:S(2)}}) dynamic-slice-start(%x, %i)"
+    copy = f"%q = ({here}, {host}, u32[]{{:S(2)}}) copy-start(%x)"  # from the host
+    done = f"%d = {host} dynamic-update-slice-done(%p)" if is_stored else f"%d = {here} dynamic-slice-done(%p)"
+    found = predicted(store if is_stored else load, fusion("a", milliseconds), done, more=PRODUCT)
+    assert found.seconds == pytest.approx((milliseconds + exposed) / 1000, rel=1e-6)
+    assert found.host_exposed_seconds == pytest.approx(exposed / 1000, rel=1e-6, abs=1e-9)
+    assert (found.host_link_bytes, found.host_link_seconds) == (pytest.approx(16e6), pytest.approx(0.001))
+    assert found.exposed_seconds == found.exposed_bytes == 0
+    both = predicted(store if is_stored else load, copy, fusion("a", 0), done, more=PRODUCT)
+    seconds = 0.001 if is_stored else 0.002  # two in one direction follow each other
+    assert both.host_link_seconds == pytest.approx(seconds) and both.host_link_bytes == pytest.approx(32e6)
+
+
+@pytest.mark.parametrize(("first", "trips"), [(0, 5), (1, 4)])
+def test_a_loop_that_begins_later(first: int, trips: int) -> None:
+    """XLA runs the first iteration ahead of a loop whose transfers it starts an iteration early."""
+    state = "(s32[], f32[8])"
+    body = f"%body (p: {state}) -> {state} {{\n  {fusion('a', 2)}\n}}"
+    condition = f"""%cond (p: {state}) -> pred[] {{
+  %n = s32[] constant(5)
+  %i = s32[] get-tuple-element(%p), index=0
+  ROOT %lt = pred[] compare(%i, %n), direction=LT
+}}"""
+    found = predicted(
+        f"%k = s32[] constant({first})",
+        "%copied = s32[] copy(%k)",
+        f"%t = {state} tuple(%copied, %x)",
+        f"%w = {state} while(%t), condition=%cond, body=%body",
+        more=f"{PRODUCT}\n{body}\n{condition}",
+    )
+    assert found.seconds == pytest.approx(2e-3 * trips, rel=1e-6)
+
+
 def test_no_cycles_no_prediction() -> None:
     """A program without cycles has no prediction."""
     text = jax.jit(lambda x: x + 1).lower(1.0).compile().as_text()

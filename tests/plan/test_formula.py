@@ -72,3 +72,16 @@ def test_the_kernel_of_gpus_is_planned_without_a_gpu() -> None:
     keys = ["data.max_context=512", "model.override.alibi_attn=false"]  # cuDNN has no ALiBi
     rows = [plan("gpu:h100x1", f"model.attention={choice}", *keys) for choice in ("kernel", "blockwise")]
     assert rows[0]["peak_bytes"] == rows[1]["peak_bytes"] > 0 and rows[0]["flops"] == rows[1]["flops"] > 0
+
+
+def test_what_a_host_does_not_hold_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Activations on the host leave the device, and are refused where the memory of the host is too small."""
+    rows = [plan("gpu:h100x8", "zero.remat=full", f"zero.offload={offload}") for offload in ("none", "activations")]
+    kept, moved = rows
+    assert kept["host_bytes"] == 0 < moved["host_bytes"] == moved["bytes_of_one_host"] // 8
+    assert moved["peak_bytes"] < kept["peak_bytes"] and moved["fits"] and moved["host_available_bytes"] is None
+    for spare, fits in ((0, True), (-1, False)):
+        monkeypatch.setattr(
+            "zero.plan.compile.host_memory", lambda devices, spare=spare: moved["host_bytes"] * 8 + spare
+        )
+        assert plan("gpu:h100x8", "zero.remat=full", "zero.offload=activations")["fits"] is fits

@@ -9,6 +9,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from zero.config.check import check
 from zero.config.files import load_sizes
 from zero.config.schema import PlanConfig
 from zero.cycles.predict import Prediction
+from zero.hosts.host_memory import host_memory
 from zero.hosts.speeds import SPEEDS
 from zero.job import make_job
 from zero.models.config import GPTConfig
@@ -209,6 +211,33 @@ def test_plan_table() -> None:
     text = table(planned_rows(micro_batch=4, seconds=None, tokens_per_second=None), config)
     _, _, _, header, _, second, *_ = text.splitlines()
     assert "sequences x micro-batches" in header and "> 0.2500" in second  # no prediction: the lower bound
+
+
+def test_memory_of_the_hosts() -> None:
+    """What lies on the host is shown with its limit and the time on the link, and refused where it does not fit."""
+    config = PlanConfig()
+    moved = {"offload": "activations", "host_bytes": 12 * 2**30, "bytes_of_one_host": 96 * 2**30}
+    moved |= {"host_available_bytes": 536 * 2**30, "host_link_bytes": 25.8e9, "host_link_seconds": 0.403}
+    moved |= {"host_exposed_seconds": 0.0125}
+    plan = planned_rows(**moved)
+    text = table(plan, config, 300)
+    assert "full, on the host" in text and "96.0 GiB per host of 536" in text
+    assert "25.8 GB per step and device over the link, which takes 0.403 s, of which 0.0125 s are not hidden" in text
+    assert "12.00 GiB per device" in page(plan, config)
+    full = moved | {"fits": False, "bytes_of_one_host": 600 * 2**30}
+    assert "does not fit in the memory of a host by 64.00 GiB" in table(planned_rows(**full), config)
+    assert "host" not in table(planned_rows(), config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "hosts", "expected"),
+    [("TPU v6 lite", 8, 1, 0.8 * 1440e9), ("TPU v3", 32, 4, 0.8 * 335e9), ("TPU7x", 16, 2, 0.8 * 960e9)],
+)
+def test_memory_of_a_host(kind: str, count: int, hosts: int, expected: float) -> None:
+    """A host has the memory of its chips, of which v3 and TPU7x have two devices each."""
+    devices = [SimpleNamespace(device_kind=kind, process_index=number * hosts // count) for number in range(count)]
+    assert host_memory(devices) == pytest.approx(expected)
+    assert host_memory([SimpleNamespace(device_kind="cpu", process_index=0)]) is None
 
 
 def test_the_legend_is_as_wide_as_the_terminal() -> None:

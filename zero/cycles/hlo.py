@@ -342,7 +342,9 @@ def runs_of(bodies: Bodies, entry: str) -> dict[str, int]:
 
 
 def loop_of(instruction: Instruction, bodies: Bodies) -> tuple[str, int]:
-    """The body of a loop and its iterations: as XLA has noted, or from a condition that compares a counter from 0.
+    """The body of a loop and its iterations: as XLA has noted, or from a condition that compares a counter.
+
+    The counter starts at 0, or later where XLA runs the first iterations ahead of the loop.
 
     Raises:
       ValueError: the iterations cannot be read.
@@ -353,11 +355,26 @@ def loop_of(instruction: Instruction, bodies: Bodies) -> tuple[str, int]:
     if noted := re.search(r'known_trip_count":\{"n":"(\d+)"', rest):
         return body[1], int(noted[1])
     instructions = list(bodies[condition[1]])
-    for instruction in bodies[condition[1]]:
-        for name in instruction.called:
+    for compared in bodies[condition[1]]:
+        for name in compared.called:
             instructions += bodies[name]
     limits = [x.rest.partition(")")[0] for x in instructions if x.op == "constant" and _COUNTER.match(x.result)]
     if len(limits) != 1 or not any("direction=LT" in x.rest for x in instructions):
         lines = "\n".join(f"{x.name} = {x.result} {x.op}({x.rest}" for x in instructions)
         raise ValueError(f"the number of iterations of a loop cannot be read from its condition:\n{lines}")
-    return body[1], int(limits[0])
+    return body[1], int(limits[0]) - _first_count(instruction, bodies[condition[1]], bodies)
+
+
+def _first_count(loop: Instruction, condition: list[Instruction], bodies: Bodies) -> int:
+    """The value of a loop's counter before the first iteration; 0 if the program does not contain it as a constant."""
+    counters = [x for x in condition if x.op == "get-tuple-element" and _COUNTER.match(x.result)]
+    around = next((body for body in bodies.values() if loop in body), [])
+    by_name = {instruction.name: instruction for instruction in around}
+    carried = by_name.get(loop.operands[0])
+    if len(counters) != 1 or carried is None or carried.op != "tuple":
+        return 0
+    place = counters[0].rest.partition("index=")[2].partition(",")[0]
+    count = by_name.get(carried.operands[int(place)])
+    while count is not None and count.op in ("copy", "bitcast"):
+        count = by_name.get(count.operands[0])
+    return int(count.rest.partition(")")[0]) if count is not None and count.op == "constant" else 0

@@ -43,6 +43,9 @@ _COPIES = ("copy", "copy-done", "slice-done", "reshape", "transpose", "pad", "bi
 _MOVES = ("fusion", "concatenate", "gather", "scatter", "sort", "copy", "transpose", "custom-call")
 _SCALAR = re.compile(r"[a-z]+\d+\[\]")
 _ON_HOST = "S(5)"  # in the layout of an array
+_TO_HOST, _FROM_HOST = "to host", "from host"
+# Copies beside computation, of arrays or of slices of a stack.
+_COPY_STARTS = ("copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-slice-start")
 _IN_VMEM = re.compile(r"\b[a-z]+\d*\[[\d,]*\]\{[^}]*S\([1-9]\)[^}]*\}")
 _NO_DATA = re.compile(r'custom_call_target="(AllocateBuffer|ConcatBitcast|Sharding)')
 # Products of two matrices per block of scores, over the width of queries and keys and over that of values, in each of
@@ -68,6 +71,9 @@ class Prediction(NamedTuple):
     by_part: dict[Part, float]  # seconds, which sum to `seconds`
     exposed_seconds: float  # in which only collectives run
     exposed_bytes: float  # that a device sends in these seconds
+    host_link_bytes: float = 0.0  # between a device and the memory of its host, in both directions
+    host_link_seconds: float = 0.0  # in which the busier direction is occupied
+    host_exposed_seconds: float = 0.0  # in which the program waits for either
 
 
 def predict(text: str, devices: Sequence[Any]) -> Prediction | None:
@@ -78,7 +84,16 @@ def predict(text: str, devices: Sequence[Any]) -> Prediction | None:
     bodies, entry = hlo.computations(text)
     places = [(*device.coords, device.core_on_chip) for device in devices]
     spent = _Schedule(bodies, speed, places).play(entry)
-    return Prediction(spent.total(), dict(spent.by_part), spent.exposed_seconds, spent.exposed_bytes)
+    to_host, from_host = spent.host_seconds[_TO_HOST], spent.host_seconds[_FROM_HOST]
+    return Prediction(
+        spent.total(),
+        dict(spent.by_part),
+        spent.exposed_seconds,
+        spent.exposed_bytes,
+        host_link_bytes=(to_host + from_host) * speed.host / speed.devices,
+        host_link_seconds=max(to_host, from_host),
+        host_exposed_seconds=spent.host_exposed_seconds,
+    )
 
 
 def part_of(instruction: Instruction) -> Part:
@@ -155,12 +170,17 @@ def _padded(size: int) -> int:
 
 
 class _Spent:
-    """Seconds by part, and among them those in which only collectives run, with the bytes sent meanwhile."""
+    """Seconds by part, and among them those in which only collectives run, with the bytes sent meanwhile.
+
+    Beside them seconds of each direction of the host's link, and those in which the program waits for it.
+    """
 
     def __init__(self) -> None:
         self.by_part: defaultdict[Part, float] = defaultdict(float)
         self.exposed_seconds = 0.0
         self.exposed_bytes = 0.0
+        self.host_seconds = dict.fromkeys((_TO_HOST, _FROM_HOST), 0.0)
+        self.host_exposed_seconds = 0.0
 
     def total(self) -> float:
         return sum(self.by_part.values())
@@ -171,6 +191,9 @@ class _Spent:
             self.by_part[part] += times * seconds
         self.exposed_seconds += times * spent.exposed_seconds
         self.exposed_bytes += times * spent.exposed_bytes
+        for direction, seconds in spent.host_seconds.items():
+            self.host_seconds[direction] += times * seconds
+        self.host_exposed_seconds += times * spent.host_exposed_seconds
 
 
 class _Schedule:
@@ -191,7 +214,7 @@ class _Schedule:
     def _play(self, body: list[Instruction]) -> _Spent:
         spent = _Spent()
         now = 0.0
-        free = dict.fromkeys(("network", "memory", "to host", "from host", BETWEEN_SLICES), 0.0)
+        free = dict.fromkeys(("network", "memory", _TO_HOST, _FROM_HOST, BETWEEN_SLICES), 0.0)
         running: dict[str, tuple[float, float, Instruction]] = {}  # end, seconds and start, by name or chain
         results = {instruction.name: instruction.result for instruction in body}
         collectives_in: dict[str, list[Instruction]] = {}
@@ -220,6 +243,8 @@ class _Schedule:
                 part = part_of(self._named(started))
                 sent = hlo.bytes_sent(started)
             spent.by_part[part] += waited
+            if _ON_HOST in started.result:
+                spent.host_exposed_seconds += waited
             if sent and waited:
                 spent.exposed_seconds += waited
                 spent.exposed_bytes += sent * min(1.0, waited / seconds)
@@ -227,6 +252,8 @@ class _Schedule:
         def start(name: str, unit: str, seconds: float, started: Instruction) -> None:
             free[unit] = max(now, free[unit]) + seconds
             running[name] = free[unit], seconds, started
+            if unit in spent.host_seconds:
+                spent.host_seconds[unit] += seconds
 
         def send(name: str, collective: Instruction) -> None:
             start(name, "network", transfer_seconds(collective, self.places, self.speed), collective)
@@ -253,7 +280,7 @@ class _Schedule:
                 begun = met_at.get(instruction.operands[0], instruction.operands[0])
                 if begun in running:
                     wait(*running.pop(begun), instruction)
-            elif op in ("copy-start", "slice-start") or (op in hlo.ASYNC_CALLS and not collectives):
+            elif op in _COPY_STARTS or (op in hlo.ASYNC_CALLS and not collectives):
                 start(name, *self._move(instruction), instruction)
             elif op in hlo.ASYNC_CALLS:
                 send(name, collectives[0])
@@ -286,10 +313,12 @@ class _Schedule:
         if _ON_HOST not in arrays:
             return "memory", size / self.speed.memory
         if started.called:
-            result = self.bodies[started.called[0]][-1].result
-        else:
-            result = arrays.partition("}")[0]
-        unit = "to host" if _ON_HOST in result else "from host"
+            is_stored = _ON_HOST in self.bodies[started.called[0]][-1].result
+        elif started.op == "copy-start":
+            is_stored = _ON_HOST in arrays.partition("}")[0]
+        else:  # the stack comes first, whether a slice of it is read or written
+            is_stored = started.op == "dynamic-update-slice-start"
+        unit = _TO_HOST if is_stored else _FROM_HOST
         return unit, size * self.speed.devices / self.speed.host
 
     def _named(self, collective: Instruction) -> Instruction:

@@ -17,6 +17,7 @@ from zero.cycles.between_slices import bytes_between_slices
 from zero.cycles.hlo import Collective, across_hosts, bytes_by_kind, collectives, hidden_share
 from zero.cycles.predict import Prediction, predict
 from zero.hosts import xla_options
+from zero.hosts.host_memory import host_memory
 from zero.hosts.speeds import SPEEDS, Speed
 from zero.inference.generate import bucket
 from zero.job import Job, make_job, slices_of
@@ -24,7 +25,7 @@ from zero.models.config import GPTConfig
 from zero.partition.memory import memory
 from zero.plan import formula
 from zero.plan.topology import available_bytes, find_devices, out_of_memory
-from zero.training.activations import activation_bytes
+from zero.training.activations import activation_bytes, host_bytes
 from zero.training.batch import Batch
 from zero.training.flops import flops_by_operands, model_flops
 from zero.training.objectives import make_objective
@@ -40,6 +41,8 @@ _ELSEWHERE = {
     "state_dtype": ("optimizer", "state_dtype"),
 }
 
+# Of what crosses between a device and the memory of its host in a step, as `Prediction` has them.
+LINK_KEYS = ("host_link_bytes", "host_link_seconds", "host_exposed_seconds")
 PAUSES = ("evaluation", "sampling", "statistics")  # programs that run between two steps
 
 
@@ -102,6 +105,7 @@ def compile_step(request: Request) -> Row:
     sent: list[Collective] | None = None  # of a step that fits
     sent_between: float | None = None  # bytes from a device to other slices
     predicted: Prediction | None = None
+    on_host: int | None = None  # bytes of one device
     peaks: dict[str, int | None] = dict.fromkeys(PAUSES)
     options: Any = {**model.base.layout_options, "compute_dtypes": [model.compute_dtype]}
     by_stage = memory(sharded.shapes(), job.tx, sharded.shards, **options).rows[zero.stage]
@@ -113,6 +117,7 @@ def compile_step(request: Request) -> Row:
     if is_estimate:
         rows = request.rows // training.gradient_accumulation_steps
         activations = activation_bytes(model, rows, config.data.max_context)
+        on_host = host_bytes(model, rows, config.data.max_context)
         peak = held + by_stage.gathered + gradients + activations
         sent = list(formula.collectives_of(jax.make_jaxpr(job.programs.step)(*arguments).jaxpr, len(devices)))
     elif held > available:  # the step needs more than this, and is not compiled
@@ -124,6 +129,7 @@ def compile_step(request: Request) -> Row:
             peak, available = out_of_memory(error)
         else:
             peak = _peak(compiled.memory_analysis(), devices[0].platform)
+            on_host = compiled.memory_analysis().host_temp_size_in_bytes
             text = compiled.as_text()
             sent = collectives(text)
             sent_between = bytes_between_slices(text)
@@ -133,11 +139,15 @@ def compile_step(request: Request) -> Row:
     seconds = time.monotonic() - started
 
     parameters = sum(math.prod(leaf.shape) for leaf in sharded.leaves)
+    hosts = len({device.process_index for device in devices})
+    of_host = None if on_host is None else on_host * len(devices) // hosts
+    host_available = host_memory(devices)
+    fits_host = of_host is None or host_available is None or of_host <= host_available
     # Of the state, without padding and copies.
     logical = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in job.layout.leaves)
     row = {
         "devices": len(devices),
-        "hosts": len({device.process_index for device in devices}),
+        "hosts": hosts,
         "slices": slices_of(devices),
         "parameters": parameters,
         "model": asdict(request.size),
@@ -145,6 +155,7 @@ def compile_step(request: Request) -> Row:
         "micro_batch": request.micro_batch,
         "accumulation": training.gradient_accumulation_steps,
         "remat": model.remat,
+        "offload": zero.offload,
         "context": config.data.max_context,
         "compute_dtype": jnp.dtype(model.compute_dtype).name,
         "product_dtype": zero.product_dtype,
@@ -158,7 +169,7 @@ def compile_step(request: Request) -> Row:
         "replicas": zero.replicas or slices_of(devices),
         "grid": list(model.axis.shape),
         "placements": job.placements,
-        "fits": sent is not None and max([peak, *filter(None, peaks.values())]) <= available,
+        "fits": sent is not None and max([peak, *filter(None, peaks.values())]) <= available and fits_host,
         "state_bytes": held,
         "state_bytes_per_parameter": logical / parameters,
         "gradient_bytes": gradients,
@@ -166,6 +177,9 @@ def compile_step(request: Request) -> Row:
         "peak_bytes": peak,
         **{f"{name}_peak_bytes": n for name, n in peaks.items()},
         "available_bytes": available,
+        "host_bytes": on_host,
+        "bytes_of_one_host": of_host,
+        "host_available_bytes": host_available,
         **_traffic(sent, devices),
         "bytes_between_slices": sent_between,
         **_operations(request, job, arguments, sent or [], devices),
@@ -308,7 +322,8 @@ def _operations(request: Request, job: Job, arguments: Any, sent: list[Collectiv
 
 def time_and_cost(config: PlanConfig, row: Row, predicted: Prediction | None, speed: Speed | None) -> Row:
     """Speed, days and price from the predicted time of a step or, without one, from the lower bound on it."""
-    costs: Row = dict.fromkeys(("seconds", "tokens_per_second", "mfu", "exposed_bytes", "exposed_seconds", "breakdown"))
+    names = ("seconds", "tokens_per_second", "mfu", "exposed_bytes", "exposed_seconds", "breakdown")
+    costs: Row = dict.fromkeys((*names, *LINK_KEYS))
     step_seconds = row["seconds_lower_bound"]
     if predicted is not None:
         step_seconds = predicted.seconds
@@ -318,6 +333,7 @@ def time_and_cost(config: PlanConfig, row: Row, predicted: Prediction | None, sp
             costs["mfu"] = row["model_flops"] / (predicted.seconds * speed.flops)
         costs["exposed_bytes"] = predicted.exposed_bytes
         costs["exposed_seconds"] = predicted.exposed_seconds
+        costs |= {key: getattr(predicted, key) for key in LINK_KEYS}
         costs["breakdown"] = [[*part, seconds] for part, seconds in predicted.by_part.items()]
     if step_seconds is not None:
         costs["run_tokens"] = run_tokens(config, row["parameters"])

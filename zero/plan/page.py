@@ -121,13 +121,20 @@ def settings(rows: list[Row], chosen: Row | None) -> list[Setting]:
             row is chosen,
             row["fits"],
             verdict(row),
-            tuple((name, text) for name, text in results.items() if text != "-"),
+            tuple((name, text) for name, text in results.items() if text != "-") + host_facts(row),
             time_segments(row, longest),
             memory_segments(row, most),
             row["available_bytes"] / most,
         )
 
     return [setting(row) for row in rows]
+
+
+def host_facts(row: Row) -> tuple[tuple[str, str], ...]:
+    """What lies in the host's memory, if anything does."""
+    if not row.get("host_bytes"):
+        return ()
+    return (("in the host's memory", f"{row['host_bytes'] / GIB:.2f} GiB per device"),)
 
 
 def seconds_of(row: Row) -> float | None:

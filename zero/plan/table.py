@@ -50,6 +50,9 @@ def table(result: dict[str, Any], config: PlanConfig, width: int = WIDTH) -> str
         "peaks), tokens per second of all devices, model FLOPs utilization, GB that a device sends while it computes "
         "nothing"
     )
+    held = [row for row in rows if row.get("host_bytes")]
+    if held:
+        lines += _wrapped("; ".join(host_text(row, rows) for row in held), width)
     if rows[0].get("days") is not None:
         legend += f"; days of {tokens_text(config, result['parameters'])}"
     if config.plan.dollars_per_hour is not None:
@@ -60,6 +63,22 @@ def table(result: dict[str, Any], config: PlanConfig, width: int = WIDTH) -> str
             "(docs/how-to/planning.md)"
         )
     return "\n".join([*lines, *_wrapped(legend, width)])
+
+
+def host_text(row: Row, rows: list[Row]) -> str:
+    """What a setting holds in the host's memory, and what crosses the link in a step."""
+    same = len(rows) == 1 or not differing_settings(rows)
+    setting = "" if same else ", ".join(f"{name} {COLUMNS[name](row)}" for name in differing_settings(rows)) + ": "
+    text = f"{setting}in the host's memory {row['host_bytes'] / GIB:.2f} GiB per device, "
+    text += f"{row['bytes_of_one_host'] / GIB:.1f} GiB per host"
+    if row["host_available_bytes"] is not None:
+        text += f" of {row['host_available_bytes'] / GIB:.0f}"
+    if row["host_link_seconds"] is None:
+        return text
+    return (
+        f"{text}; {row['host_link_bytes'] / 1e9:.1f} GB per step and device over the link, which takes "
+        f"{row['host_link_seconds']:#.3g} s, of which {row['host_exposed_seconds']:#.3g} s are not hidden"
+    )
 
 
 def shown(rows: list[Row], column: str) -> list[str]:
@@ -103,7 +122,10 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 def verdict(row: Row) -> str:
     spare = (row["available_bytes"] - highest_peak(row)) / GIB
-    return f"fits, {spare:.2f} GiB to spare" if row["fits"] else f"does not fit by {-spare:.2f} GiB"
+    if row["fits"] or spare < 0:
+        return f"fits, {spare:.2f} GiB to spare" if row["fits"] else f"does not fit by {-spare:.2f} GiB"
+    lacking = (row["bytes_of_one_host"] - row["host_available_bytes"]) / GIB
+    return f"does not fit in the memory of a host by {lacking:.2f} GiB"
 
 
 # Keys that the command always names: the model and the choices of a search.
@@ -159,6 +181,12 @@ def _number(key: str, form: str, unit: float = 1) -> Callable[[Row], str]:
     return lambda row: "-" if row.get(key) is None else form.format(row[key] / unit)
 
 
+def _if_any(key: str, form: str, unit: float = 1) -> Callable[[Row], str]:
+    """A number of what lies in the host's memory; none where nothing does."""
+    show_number = _number(key, form, unit)
+    return lambda row: show_number(row) if row.get("host_bytes") else "-"
+
+
 def _cost(key: str, form: str) -> Callable[[Row], str]:
     """A number that is a lower bound where the seconds of a step are one."""
     show_number = _number(key, form)
@@ -191,7 +219,12 @@ def _placements(row: Row) -> str:
 
 
 def _remat(row: Row) -> str:
-    return f"{row['remat']}, fused" if row["fused_update"] else str(row["remat"])
+    parts = [row["remat"]]
+    if row.get("offload", "none") != "none":
+        parts.append("on the host")
+    if row["fused_update"]:
+        parts.append("fused")
+    return ", ".join(parts)
 
 
 def _overlap(row: Row) -> str:
@@ -245,6 +278,11 @@ DETAILS: dict[str, Callable[[Row], str]] = {  # GiB per device, GB per step and 
     "across hosts": _number("collective_bytes_across_hosts", "{:.2f}", 1e9),
     "between slices": _number("bytes_between_slices", "{:.2f}", 1e9),
     "gathers hidden": _number("gathers_hidden", "{:.0%}"),
+    "on the host": _if_any("host_bytes", "{:.3f}", GIB),
+    "in one host": _if_any("bytes_of_one_host", "{:.1f}", GIB),
+    "host's link": _if_any("host_link_bytes", "{:.2f}", 1e9),
+    "link seconds": _if_any("host_link_seconds", "{:#.3g}"),
+    "link exposed": _if_any("host_exposed_seconds", "{:#.3g}"),
     "exposed seconds": _number("exposed_seconds", "{:.3f}"),
     "TFLOP": _number("flops", "{:.2f}", 1e12),
     "at least": _number("seconds_lower_bound", "{:.3f} s"),
