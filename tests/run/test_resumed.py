@@ -98,6 +98,16 @@ def stored(run: Path, part: str) -> int:
     )
 
 
+def test_continued_with_activations_on_the_host(lasting: cli.Lasting) -> None:
+    """Where activations lie changes nothing, so the run continues bit for bit with another value of the key."""
+    whole = Whole(lasting, lasting.train("on-the-device", *JOB, "zero.remat=full"))
+    run = whole.continued("zero.offload=activations")
+    assert cli.metrics(run) == cli.metrics(whole.run)
+    expected = leaves(whole.run, LAST)
+    for name, x in leaves(run, LAST).items():
+        np.testing.assert_array_equal(x, expected[name], err_msg=name)
+
+
 def test_scores_of_longer_rows(whole: Whole) -> None:
     """Rows longer than the context are scored as if read at once, by the memory of the codebook's layers."""
     found = {}

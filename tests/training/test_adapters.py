@@ -347,3 +347,10 @@ def test_full_rank_approaches_full_fine_tuning() -> None:
     full, high, low = (descended(rank, 30)[0] for rank in (None, 48, 1))
     fallen = full[0] - full[-1]
     assert fallen > 0.2 and abs(high[-1] - full[-1]) < 0.01 * fallen and low[-1] - full[-1] > 0.5 * fallen
+
+
+@pytest.mark.slow
+def test_losses_with_activations_on_the_host() -> None:
+    """Where activations lie changes no loss."""
+    kept, moved = (losses_of(tuned(8, 3, remat="mlp", offload=offload))[0] for offload in ("none", "activations"))
+    assert moved == kept
