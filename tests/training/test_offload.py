@@ -10,13 +10,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import zero
 from tests.training.divisible_models import DIVISIBLE
 from tests.training.small_gpt import CONFIG, EXPERTS, VQ, assert_equal, batch, run_on, setup, shapes_of
 from zero.models.gpt import GPT, variable_shapes
-from zero.models.stack import REMAT, Nested, Scanned, policy_of, run_forward, run_layers, to_device
+from zero.models.stack import OFFLOAD, REMAT, Nested, Scanned, policy_of, run_forward, run_layers, to_device
 from zero.partition.pmapped import pmap
 from zero.plan.topology import find_devices
 from zero.training.activations import host_bytes, stored_bytes
@@ -93,7 +94,6 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "tensor groups": (8, 3, {"config": DIVISIBLE, "axis": TENSOR, "remat": "mlp_in"}),
     "context groups": (8, 3, {"axis": zero.Axis("zero", (1, 8), context=2), "blockwise_from": 2, "remat": "attention"}),
     "gated units": (8, 3, {"config": VQ}),
-    "parts of rows": (8, 3, {"config": VQ, "parts": 2}),
     "bfloat16": (8, 3, {"dtype": jnp.bfloat16, "remat": "mlp"}),
     "products in 8 bits": (8, 3, {"product_dtype": "int8", "remat": "mlp"}),
 }
@@ -106,6 +106,15 @@ def test_same_update(case: str) -> None:
     devices, stage, options = CASES[case]
     kept, moved = setup(devices, stage, **options), setup(devices, stage, offload="activations", **options)
     assert_equal(run_on(moved), run_on(kept))
+
+
+@pytest.mark.slow
+def test_same_updates_on_parts_of_rows() -> None:
+    """The memory of gated units between parts stays on the device."""
+    kept, moved = (setup(2, 3, config=VQ, parts=2, offload=offload) for offload in OFFLOAD)
+    expected, got = (on.programs.step(on.start(), batch(on, 0)) for on in (kept, moved))
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
 def traced(**options: Any) -> str:
