@@ -49,6 +49,7 @@ COLUMNS = (
     "exposed, s",
     "predicted / published",
 )
+OFFLOAD = ("zero.offload=activations",)
 LLAMA2_70B = {"vocab_size": 32000, "block_size": 4096, "vocab_chunks": 3, "rotary_base": 10000.0}
 LLAMA_405B = {"embedding_dim": 16384, "num_head": 128, "N": 126, "mlp_dim": 53248}
 MIXTRAL_8X22B = {"embedding_dim": 6144, "num_head": 48, "N": 56, "mlp_dim": 16384, "vocab_size": 32768}
@@ -91,14 +92,20 @@ RECIPES = {
     "llama3-8b-v6e-64": Recipe(f"{V6E}/Llama3.1-8B-MaxText/v6e-64", "v6e-64", "llama3_8b", 5, 8192, 5.652),
     "llama3-8b-v6e-128": Recipe(f"{V6E}/Llama3.1-8B-MaxText/v6e-128", "v6e:8x16", "llama3_8b", 4, 8192, 4.602),
     "llama3-8b-v6e-256": Recipe(f"{V6E}/Llama3.1-8B-MaxText/v6e-256", "v6e-256", "llama3_8b", 4, 8192, 4.546),
-    "mistral-7b-v6e-8": Recipe(f"{V6E}/Mistral-7B-MaxText", "v6e-8", "mistral_7b", 6, 8192, 6.320),
+    "mistral-7b-v6e-8": Recipe(f"{V6E}/Mistral-7B-MaxText", "v6e-8", "mistral_7b", 6, 8192, 6.320, OFFLOAD),
     "llama2-70b-v6e-256": Recipe(
         f"{V6E}/Llama2-70B-MaxText", "v6e-256", "llama3_70b", 2, 4096, 9.052, changes=LLAMA2_70B
     ),
-    "llama3-70b-v6e-32": Recipe(f"{V6E}/Llama3.1-70B-MaxText/v6e-32", "v6e:4x8", "llama3_70b", 2, 8192, 17.790),
-    "llama3-70b-v6e-64": Recipe(f"{V6E}/Llama3.1-70B-MaxText/v6e-64", "v6e-64", "llama3_70b", 2, 8192, 18.688),
-    "llama3-70b-v6e-128": Recipe(f"{V6E}/Llama3.1-70B-MaxText/v6e-128", "v6e:8x16", "llama3_70b", 4, 8192, 34.786),
-    "llama3-70b-v6e-256": Recipe(f"{V6E}/Llama3.1-70B-MaxText/v6e-256", "v6e-256", "llama3_70b", 5, 8192, 42.656),
+    "llama3-70b-v6e-32": Recipe(
+        f"{V6E}/Llama3.1-70B-MaxText/v6e-32", "v6e:4x8", "llama3_70b", 2, 8192, 17.790, OFFLOAD
+    ),
+    "llama3-70b-v6e-64": Recipe(f"{V6E}/Llama3.1-70B-MaxText/v6e-64", "v6e-64", "llama3_70b", 2, 8192, 18.688, OFFLOAD),
+    "llama3-70b-v6e-128": Recipe(
+        f"{V6E}/Llama3.1-70B-MaxText/v6e-128", "v6e:8x16", "llama3_70b", 4, 8192, 34.786, OFFLOAD
+    ),
+    "llama3-70b-v6e-256": Recipe(
+        f"{V6E}/Llama3.1-70B-MaxText/v6e-256", "v6e-256", "llama3_70b", 5, 8192, 42.656, OFFLOAD
+    ),
     "llama3-405b-2xv6e-256": Recipe(
         f"{V6E}/Llama3.1-405B-MaxText",
         "2xv6e-256",
@@ -106,7 +113,7 @@ RECIPES = {
         1,
         8192,
         54.803,
-        ("zero.replicas=1",),
+        ("zero.replicas=1", *OFFLOAD),
         LLAMA_405B,
     ),
     "gpt3-175b-v6e-256": Recipe(f"{V6E}/GPT3-175B-MaxText/bf16", "v6e-256", "gpt2", 3, 2048, 17.182, changes=GPT3_175B),
