@@ -5,7 +5,9 @@ import functools
 import gc
 import mmap
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -27,6 +29,7 @@ os.environ["TPU_SKIP_MDS_QUERY"] = (
 )
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # else a second process that compiles for TPU aborts
 os.environ["WANDB_MODE"] = "offline"
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"  # a seventh of a compilation handles the places of operations
 os.environ["OPENBLAS_NUM_THREADS"] = "1"  # its idle threads spin
 os.environ["OMP_NUM_THREADS"] = "1"  # as do those of PyTorch, whose tests take five times as long with two
 
@@ -47,9 +50,13 @@ QUICK = "quick"  # a marker (CONTRIBUTING.md)
 MODULES = Path(zero.__file__).parent
 
 
-MOST_MEMORY = 1_200  # MiB of a process, of which modules are half, or two thirds with PyTorch
-MEMORY_BETWEEN_FILES = 950  # MiB; a file's programs are of little use to the next one
-GROWTH = 200  # MiB
+# MiB of a process that are its own: pages of libraries, 210 or with libtpu 350 more, are held once for all workers.
+MOST_MEMORY = 1_000  # modules are a third, or two thirds with PyTorch
+MEMORY_BETWEEN_FILES = 700  # a file's programs are of little use to the next one
+GROWTH = 150
+MOST_ARENAS = 2  # of the C library, which otherwise keeps what each of dozens of threads has freed apart
+M_ARENA_MAX = -8  # its name in malloc.h
+COMPILED = "ZERO_TESTS_COMPILED"  # as in tests/helpers/cli.py, which is imported where a test starts runs
 LIMIT = pytest.StashKey[int]()
 
 
@@ -81,27 +88,38 @@ class Everywhere:
         again.
         """
         is_last_of_file = nextitem is None or nextitem.path != item.path
+        if is_last_of_file and isinstance(item, pytest.Function):
+            forget_results(item.module)
         limit = MEMORY_BETWEEN_FILES if is_last_of_file else MOST_MEMORY
-        if resident_memory() > max(limit, item.session.stash.get(LIMIT, 0)):
-            if is_last_of_file and isinstance(item, pytest.Function):
-                forget_results(item.module)
+        if own_memory() > max(limit, item.session.stash.get(LIMIT, 0)):
             jax.clear_caches()
             gc.collect()
             with suppress(OSError, AttributeError):  # only glibc has it
                 ctypes.CDLL(None).malloc_trim(0)
-            item.session.stash[LIMIT] = resident_memory() + GROWTH
+            item.session.stash[LIMIT] = own_memory() + GROWTH
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Has XLA generate code in the older way, which takes half the time; `-m slow` compiles as users do.
 
+    Memory that is freed can be given back, and runs that tests start have one cache of programs.
+
     `-m quick` leaves out the doctests, whose modules would all be imported.
     """
     if config.getoption("-m") == QUICK and config.args_source is config.ArgsSource.TESTPATHS:
         config.args = [str(Path(__file__).parent)]
+    with suppress(OSError, AttributeError):  # only glibc has it
+        ctypes.CDLL(None).mallopt(M_ARENA_MAX, MOST_ARENAS)
     if config.getoption("-m") != "slow":
         os.environ["XLA_FLAGS"] += f" {QUICK_FLAGS}"
     config.pluginmanager.register(Everywhere())
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # workers, which are started later, find it
+        os.environ[COMPILED] = tempfile.mkdtemp(prefix="zero-tests-compiled-")
+
+
+def pytest_unconfigure() -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ and COMPILED in os.environ:
+        shutil.rmtree(os.environ.pop(COMPILED), ignore_errors=True)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
@@ -147,10 +165,13 @@ def forget_results(module: ModuleType) -> None:
             function.cache_clear()
 
 
-def resident_memory() -> int:
-    """MiB of this process; 0 where the system does not tell."""
+def own_memory() -> int:
+    """MiB of this process that are no pages of files; 0 where the system does not tell."""
     statm = Path("/proc/self/statm")
-    return int(statm.read_text().split()[1]) * mmap.PAGESIZE >> 20 if statm.exists() else 0
+    if not statm.exists():
+        return 0
+    _, resident, of_files, *_ = map(int, statm.read_text().split())
+    return (resident - of_files) * mmap.PAGESIZE >> 20
 
 
 @pytest.fixture(scope="session")

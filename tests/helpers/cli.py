@@ -60,6 +60,7 @@ CLOCKED = (  # metrics that a clock has measured
     *("step_time", "tokens_per_second", "tokens_per_second_per_device", "data_wait", "seconds_to_first_step"),
     *goodput.KEYS,
 )
+COMPILED = "ZERO_TESTS_COMPILED"  # a variable: the directory of compiled programs, which tests/conftest.py makes
 SPIN = """
 import os, sys, time
 parent, end = os.getppid(), time.monotonic() + float(sys.argv[1])
@@ -116,10 +117,11 @@ def untouched_environment() -> dict[str, str]:
 def environment() -> dict[str, str]:
     """Nothing of what tests/conftest.py sets but what keeps a run off the network; programs are compiled once.
 
-    Each process of tests has a cache of its own: two that write the same program at once would spoil it.
+    The cache is that of all workers. With a largest size jax locks it: two that write a program at once would spoil it.
     """
     return untouched_environment() | {
-        "JAX_COMPILATION_CACHE_DIR": str(_session() / "compiled"),
+        "JAX_COMPILATION_CACHE_DIR": os.environ.get(COMPILED) or str(_session() / "compiled"),
+        "JAX_COMPILATION_CACHE_MAX_SIZE": str(4 << 30),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", "").replace(IN_ORDER, "").strip(),  # quick compilation (conftest.py)
