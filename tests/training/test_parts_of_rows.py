@@ -45,15 +45,14 @@ def on_one_device(config: GPTConfig) -> tuple[list[float], dict[str, np.ndarray]
     no_decay = {"bias", "scale", "key_bias", "distance_bias"}
     mask = jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in no_decay, params)
     tx = optax.chain(CLIP, optax.adamw(RATE, b2=0.95, weight_decay=0.1, mask=mask))
-    state = tx.init(params)
+    state = jax.jit(tx.init)(params)
     tokens = np.pad(rows(0), ((0, 0), (0, 1)), constant_values=-1)
     length = rows(0).shape[1] // PARTS
     memory = empty_memory(config, (config.N, UNITS, ROWS), config.vq_block, jnp.float32)
     keys = jax.vmap(partial(jax.random.fold_in, jax.random.fold_in(jax.random.key(SEED), 0)))(jnp.arange(ROWS))
 
-    @jax.jit
     @partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
-    def step(params: Any, book: Any, memory: Any, part: jax.Array, number: jax.Array) -> Any:
+    def loss(params: Any, book: Any, memory: Any, part: jax.Array, number: jax.Array) -> Any:
         variables = {"params": params}
         if book is not None:
             variables["codebook"] = with_commitment(config, book, ROWS * length)
@@ -61,14 +60,18 @@ def on_one_device(config: GPTConfig) -> tuple[list[float], dict[str, np.ndarray]
         is_scored = part[:, 1:] >= 0
         return jnp.sum(scores.losses_BT * is_scored) / jnp.sum(is_scored), memory
 
-    losses = []
-    for number in range(PARTS):
-        part = tokens[:, number * length : (number + 1) * length + 1]
-        (value, memory), (grads, found) = step(params, book, memory, part, jnp.int32(number))
+    @jax.jit
+    def step(params: Any, book: Any, state: Any, memory: Any, part: jax.Array, number: jax.Array) -> Any:
+        (value, memory), (grads, found) = loss(params, book, memory, part, number)
         if book is not None:
             book = update_codebook(config, book, found, jax.random.fold_in(jax.random.key(SEED), number))
         updates, state = tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
+        return optax.apply_updates(params, updates), book, state, memory, value
+
+    losses = []
+    for number in range(PARTS):
+        part = tokens[:, number * length : (number + 1) * length + 1]
+        params, book, state, memory, value = step(params, book, state, memory, part, jnp.int32(number))
         losses.append(float(value))
     return losses, named(params)
 
