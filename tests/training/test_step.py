@@ -128,7 +128,7 @@ def test_token_past_the_vocabulary(place: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize(
     ("devices", "stage", "micro_batches"),
-    [(8, 1, 1), (3, 2, 4), *(pytest.param(8, *case, marks=pytest.mark.slow) for case in ((2, 1), (3, 1), (3, 3)))],
+    [(3, 2, 4), *(pytest.param(8, *case, marks=pytest.mark.slow) for case in ((1, 1), (2, 1), (3, 1), (3, 3)))],
 )
 def test_bfloat16_gradients(devices: int, stage: int, micro_batches: int) -> None:
     """Gradients held in bfloat16 are rounded once."""
@@ -151,21 +151,24 @@ def test_micro_batches_are_summed_in_float32() -> None:
     assert grads["w"].dtype == jnp.float32 and grads["w"].tolist() == [259.0]
 
 
-# Without any, and two kinds of layers: test_families.py.
-@pytest.mark.parametrize("remat", ["dots", pytest.param("none", marks=pytest.mark.slow)])
+@pytest.mark.slow  # the test below has "dots", and test_families.py "none"
+@pytest.mark.parametrize("remat", ["dots", "none"])
 def test_rematerialisation(remat: str) -> None:
     """Training does not depend on what the backward pass recomputes."""
     assert_close(run_on(setup(8, 3, remat=remat)), run(8, 3), rtol=1e-6)
 
 
-@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in range(3))])
-def test_blockwise_attention(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blockwise attention trains as dense attention does.
+@pytest.mark.parametrize(
+    ("stage", "remat"),
+    [(3, "dots"), *(pytest.param(stage, "full", marks=pytest.mark.slow) for stage in range(4))],
+)
+def test_blockwise_attention(stage: int, remat: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blockwise attention trains as dense attention does, whatever the backward pass recomputes.
 
     With the same dropout masks, in blocks of 5 positions of 12.
     """
     monkeypatch.setattr("zero.models.transformer_layer.blockwise_attention", partial(blockwise_attention, block=5))
-    assert_close(run_on(setup(8, stage, blockwise_from=2)), run(8, 3), rtol=1e-6)
+    assert_close(run_on(setup(8, stage, blockwise_from=2, remat=remat)), run(8, 3), rtol=1e-6)
 
 
 def held(tree: Any) -> list[int]:
