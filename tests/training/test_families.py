@@ -65,6 +65,7 @@ def trained(family: str, devices: int, stage: int, **options: Any) -> Run:
 # the embedding (test_step.py) and norms of single heads, which are as those of a projection. tests/models compares what
 # layers compute.
 QUICK = [("gemma2", 8, 3), ("gpt_oss, one window", 8, 3), ("dense_lm", 3, 1)]
+UNROLLED = {"gemma2": {"remat": "none"}}  # layers of different windows, which test_fused_update.py has in its loops
 SLOW = {(family, devices, stage) for family in TRAINED for devices in (1, 3, 8) for stage in range(4)} - {*QUICK}
 
 
@@ -74,7 +75,7 @@ SLOW = {(family, devices, stage) for family in TRAINED for devices in (1, 3, 8) 
 def test_every_stage_trains_as_one_device(family: str, devices: int, stage: int) -> None:
     expected = trained(family, 1, 0)
     losses = expected.metrics["loss"]
-    got = trained(family, devices, stage)
+    got = trained(family, devices, stage, **UNROLLED.get(family, {}))
     np.testing.assert_allclose(got.metrics["loss"], losses, rtol=1e-6)
     norms = expected.metrics["gradient_norm"]
     np.testing.assert_allclose(got.metrics["gradient_norm"], norms, rtol=1e-4)
@@ -91,11 +92,8 @@ def test_first_weights(family: str) -> None:
 FUSED: dict[str, Any] = {"fused_update": True, "max_norm": None, "skip_bad_steps": False}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [pytest.param(FUSED, marks=pytest.mark.slow), {"remat": "none"}],  # test_fused_update.py has such layers
-    ids=["fused", "unrolled"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [FUSED, {"remat": "none"}], ids=["fused", "unrolled"])
 def test_layers_of_different_windows(options: dict[str, Any]) -> None:
     """Layers of different windows train the same with every loop over the layers."""
     same = {name: value for name, value in options.items() if name in ("max_norm", "skip_bad_steps")}
