@@ -77,6 +77,14 @@ def test_stages_raise_no_alarm(devices: int, stages: tuple[int, ...]) -> None:
     assert len(np.unique(found[0])) == devices
 
 
+NARROW: dict[str, Any] = {
+    "dtype": jnp.bfloat16,
+    "gradient_dtype": jnp.bfloat16,
+    "gather_dtype": jnp.int8,
+    "remat": "none",
+}
+
+
 @pytest.mark.parametrize(
     "on",
     [
@@ -84,12 +92,11 @@ def test_stages_raise_no_alarm(devices: int, stages: tuple[int, ...]) -> None:
             partial(setup, 8, 3, config=GROUPS, axis=zero.Axis.with_tensor_groups("zero", 8, 2)),
             marks=pytest.mark.slow,
         ),
-        partial(setup, 8, 1, config=GROUPS, axis=zero.Axis("zero", (2, 4), context=2), blockwise_from=4),
+        partial(setup, 8, 3, config=GROUPS, axis=zero.Axis("zero", (2, 4), context=2), blockwise_from=4, **NARROW),
         partial(setup, 8, 3, config=EXPERTS, axis=zero.Axis.with_expert_groups("zero", 8, 4)),
-        partial(setup, 8, 3, dtype=jnp.bfloat16, gradient_dtype=jnp.bfloat16, gather_dtype=jnp.int8, remat="none"),
         partial(setup, 3, 2, config=VQ),
     ],
-    ids=["tensor", "context", "expert", "narrow", "vq"],
+    ids=["tensor", "narrow context", "expert", "vq"],
 )
 def test_groups_and_dtypes_raise_no_alarm(on: Callable[[], Setup]) -> None:
     made = on()
