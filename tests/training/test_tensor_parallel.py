@@ -65,9 +65,8 @@ def test_equals_devices_without_groups(model: str, tensor: int, case: str) -> No
         assert_close(got, expected, rtol=1e-6, config=DIVISIBLE)
 
 
-@pytest.mark.parametrize(
-    ("model", "stage"), [("gemma2", 0), *(pytest.param(name, 3, marks=pytest.mark.slow) for name in ("gemma2", "gpt2"))]
-)
+@pytest.mark.slow  # test_groups_may_lie_anywhere has documents
+@pytest.mark.parametrize(("model", "stage"), [("gemma2", 0), ("gemma2", 3), ("gpt2", 3)])
 def test_documents_are_kept_apart(model: str, stage: int) -> None:
     """Documents of a row are kept apart in tensor groups."""
     options: dict[str, Any] = {"config": MODELS[model], "separators": (7,)}
@@ -106,12 +105,17 @@ SHUFFLED = zero.Axis("zero", (1, 2, 4), (3, 6, 0, 5, 7, 2, 1, 4), tensor=2)
 
 @pytest.mark.parametrize("placed", [APART, pytest.param(SHUFFLED, marks=pytest.mark.slow)])
 def test_groups_may_lie_anywhere(placed: zero.Axis) -> None:
-    """Groups of devices that are no neighbours train as groups of neighbours, and evaluate and decode alike."""
-    expected = trained(setup(8, 3, config=DIVISIBLE))
-    on = setup(8, 3, config=DIVISIBLE, axis=placed)
+    """Groups of devices that are no neighbours train as devices alone, and evaluate and decode alike.
+
+    Documents of a row are kept apart in them.
+    """
+    options: dict[str, Any] = {"config": DIVISIBLE, "separators": (7,)}
+    alone, on = setup(8, 3, **options), setup(8, 3, axis=placed, **options)
+    expected = trained(alone)
+    assert (tokens(0, DIVISIBLE.block_size) == 7).any()
     assert_close(trained(on), expected, rtol=1e-6, config=DIVISIBLE)
     found = []
-    for one in (setup(8, 3, config=DIVISIBLE), on):
+    for one in (alone, on):
         programs = make_inference(one.model, Sampling(temperature=0), devices=one.devices)
         rows = np.maximum(tokens(0, 13)[:8], 0)
         losses, _ = programs.score(one.first_weights(), split_rows(rows, one.model.axis))
