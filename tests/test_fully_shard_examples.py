@@ -26,7 +26,7 @@ def test_stages_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         params = jax.tree.map(lambda x: x.astype(np.float64), params)
         expected, whole = training.train(params, layers, 0)
         assert expected[-1] < expected[0]
-        for stage in (2, 3):
+        for stage in (2, 3) if name == "linen_model" else (3,):  # the moves are the same for all libraries
             losses, held = training.train(params, layers, stage)
             np.testing.assert_allclose(losses, expected, rtol=1e-12)
             assert held < 0.2 * whole

@@ -71,5 +71,5 @@ def flat(lists: Iterable[list]) -> list:
     return list(itertools.chain.from_iterable(lists))
 
 
-PATIENT = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+PATIENT = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 COUNTS = st.lists(st.integers(1, 12), min_size=1, max_size=9)

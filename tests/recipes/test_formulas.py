@@ -434,9 +434,16 @@ def transformer_vq(
     return GatedOutcome(losses, commitment, all_rounded, all_remembered)
 
 
-@pytest.mark.parametrize("name", ["transformer-vq-enwik8", "transformer-vq-pg19"])
-@pytest.mark.parametrize("parts", [1, 2], ids=["whole-row", "second-part"])
-def test_gated_units_are_those_of_transformer_vq(parts: int, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        pytest.param("transformer-vq-enwik8", 1, marks=pytest.mark.slow),
+        ("transformer-vq-enwik8", 2),
+        ("transformer-vq-pg19", 1),
+        pytest.param("transformer-vq-pg19", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_gated_units_are_those_of_transformer_vq(name: str, parts: int) -> None:
     """Losses and gradients of a row, and of its second part after a first one with other weights and other codes."""
     size = size_of(name)
     tokens, targets = row(size)

@@ -116,7 +116,7 @@ def test_fused_update_of_bfloat16_weights() -> None:
     np.testing.assert_allclose(run_on(fused).metrics["loss"], run_on(plain).metrics["loss"], rtol=1e-5)
 
 
-@pytest.mark.parametrize(("devices", "stage"), [(8, 0), (8, 3), (3, 1)])
+@pytest.mark.parametrize(("devices", "stage"), [(8, 3), (3, 1), pytest.param(8, 0, marks=pytest.mark.slow)])
 def test_first_weights_are_rounded(devices: int, stage: int) -> None:
     """First weights are the float32 ones, rounded."""
     on = quantised("and bfloat16 weights", devices, stage)

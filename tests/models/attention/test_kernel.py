@@ -49,28 +49,31 @@ def compare(
 STARTS = jnp.asarray([np.repeat([0, 90, 91, 200], [90, 1, 109, 56]), np.repeat([0, 130], [130, 126])], jnp.int32)
 
 
+OWN: dict[str, tuple[Any, ...]] = {
+    "plain": (Form(), None, 2, 128, 256, 256),
+    "two chunks, one head of keys": (Form(divisor=3.0), None, 1, 128, 256, 128),
+    "half a tile": (Form(has_alibi=True), STARTS, 2, 64, 256, 256),
+    "four groups": (Form(has_alibi=True), STARTS, 4, 128, 256, 256),
+    "two chunks of two blocks": (Form(has_alibi=True), jnp.repeat(STARTS, 2, axis=1), 2, 128, 512, 256),
+}
+QUICK_OWN = {
+    ("two chunks, one head of keys", True),
+    ("half a tile", False),
+    ("two chunks of two blocks", False),
+    ("two chunks of two blocks", True),
+}
+
+
 @pytest.mark.parametrize(
-    ("form", "starts", "groups", "width", "positions", "chunk"),
+    ("name", "in_float32"),
     [
-        pytest.param(Form(), None, 2, 128, 256, 256, marks=pytest.mark.slow),
-        (Form(divisor=3.0), None, 1, 128, 256, 128),  # two chunks, and one head of keys for all queries
-        (Form(has_alibi=True), STARTS, 2, 64, 256, 256),
-        pytest.param(Form(has_alibi=True), STARTS, 4, 128, 256, 256, marks=pytest.mark.slow),
-        (Form(has_alibi=True), jnp.repeat(STARTS, 2, axis=1), 2, 128, 512, 256),  # two chunks of two blocks
+        pytest.param(*case, marks=() if case in QUICK_OWN else pytest.mark.slow)
+        for case in itertools.product(OWN, (False, True))
     ],
 )
-@pytest.mark.parametrize("in_float32", [False, True])
-def test_own_kernel_computes_the_same(
-    form: Form,
-    starts: jax.Array | None,
-    groups: int,
-    width: int,
-    positions: int,
-    chunk: int,
-    in_float32: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_own_kernel_computes_the_same(name: str, in_float32: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads of whole tiles and others, one chunk and several, in which a kernel keeps sums from step to step."""
+    form, starts, groups, width, positions, chunk = OWN[name]
     monkeypatch.setattr(fused_kernel, "_CHUNK", chunk)
     own = partial(own_attention, TpuKernel(128, 2**20, in_float32=in_float32), interpret=True)
     compare(own, groups, form, starts, width, positions)
