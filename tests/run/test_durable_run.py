@@ -13,8 +13,6 @@ from zero.tracking.metrics_file import read_resumes
 # Emergency checkpoints at 3, 6, 9 and 12, durable ones at 3, 6 and 12.
 JOB = (
     *cli.TINY,
-    "distributed.cpu_devices=2",
-    "training.gradient_accumulation_steps=1",
     "training.sample_tokens=4",
     "zero.emergency_steps=3",
     "zero.emergency_directory=memory",
@@ -24,8 +22,8 @@ IN_MEMORY = kills.Rule("os.rename", r"-12-0\.shards$", "kill after")
 
 
 @pytest.fixture(scope="module")
-def undisturbed(forks: cli.Forks) -> Path:
-    return forks.train("runs/undisturbed", *JOB)
+def undisturbed(lasting: cli.Lasting) -> Path:
+    return lasting.train("runs/undisturbed", *JOB)
 
 
 def files_in_memory(forks: cli.Forks) -> list[str]:
@@ -48,10 +46,10 @@ def test_finished_only_in_memory(forks: cli.Forks, undisturbed: Path) -> None:
     assert (run / "report.html").stat().st_mtime_ns >= (run / "metrics.jsonl").stat().st_mtime_ns
 
 
-def test_finished_run_has_nothing_left_to_do(forks: cli.Forks, undisturbed: Path) -> None:
+def test_finished_run_has_nothing_left_to_do(lasting: cli.Lasting, undisturbed: Path) -> None:
     """Nothing is written where an earlier process has done all, although its last checkpoint cannot know that."""
     before = cli.contents(undisturbed)
-    done = forks.check("--resume", "hydra.run.dir=runs/undisturbed")
+    done = lasting.check("--resume", "hydra.run.dir=runs/undisturbed")
     assert "nothing left to do: the run is at step 12 of 12" in done.stderr
     assert cli.contents(undisturbed) == before
 

@@ -32,6 +32,7 @@ def workplace(workplace: Path) -> Path:
     return workplace
 
 
+@pytest.mark.slow  # test_resumed.py resumes such a run
 def test_it_resumes_bit_for_bit(lasting: cli.Lasting) -> None:
     """The state, the data and the metrics of each step; lines come after whole rows."""
     whole = lasting.workplace / "whole"

@@ -19,11 +19,16 @@ JOB = (
     f"training.total_steps={LAST}",
     "data.max_context=16",
 )
+STEPS_PER_ROW = 2
 AVERAGE = ("training.ema=0.6",)
 BYTES = ("optimizer.state_dtype=int8", "zero.master_dtype=bfloat16")
 CODEBOOK = ("model.size=test_vq",)
 STAGED = ("training.warmup_train_context=8", "training.staged_warmup_steps=2")
-ALL = (*AVERAGE, *BYTES, *CODEBOOK)
+PARTS = (
+    "model.override={update_tokens: 8, distance_dropout: 0.2, layer_dropout: 0.2}",
+    f"training.log_frequency={STEPS_PER_ROW}",
+)
+ALL = (*AVERAGE, *BYTES, *CODEBOOK, *PARTS)
 SINGLE = {"average": AVERAGE, "bytes": BYTES, "codebook of a staged warmup": (*CODEBOOK, *STAGED)}
 
 
@@ -64,6 +69,13 @@ def test_resumed_bit_for_bit(whole: Whole) -> None:
 @pytest.mark.parametrize("kind", SINGLE)
 def test_one_kind_resumed_bit_for_bit(kind: str, lasting: cli.Lasting) -> None:
     check_resume(Whole(lasting, lasting.train(kind.replace(" ", "-"), *JOB, *SINGLE[kind])))
+
+
+def test_lines_come_after_whole_rows(whole: Whole) -> None:
+    """Steps take parts of rows, and a row is counted once."""
+    lines = [line for line in cli.metrics(whole.run) if "train/loss" in line]
+    assert [line["step"] for line in lines] == [2, 4, 6, 8]
+    assert [line["tokens_seen"] for line in lines] == [16 * 16 * rows for rows in (1, 2, 3, 4)]
 
 
 def test_kinds_of_state(whole: Whole) -> None:
