@@ -10,7 +10,8 @@ import pytest
 from benchmarks.storm import weather
 
 
-@pytest.mark.parametrize(("kills", "seed"), [(1, 71), pytest.param(2, 71, marks=pytest.mark.slow)])
+@pytest.mark.slow  # test_durable_run.py kills a run, test_sweeps.py a sweep, and test_bucket_run.py replaces a machine
+@pytest.mark.parametrize(("kills", "seed"), [(1, 71), (2, 71)])
 def test_repeated_kills(kills: int, seed: int, tmp_path: Path) -> None:
     """A run that is killed, and again and again, ends as one that was not.
 
