@@ -4,7 +4,6 @@ import json
 import os
 import re
 import resource
-import signal
 import socket
 import time
 from pathlib import Path
@@ -28,21 +27,40 @@ TWO = (
 )
 
 
+STOP_ONE = """
+import os, signal
+import jax
+import zero.run.train as training
+from zero.run.feature import Feature
+
+class Stop(Feature):
+    name = "stop_one"
+
+    def due(self, now):
+        return now.step == 7
+
+    def do(self, run, now, line):
+        if jax.process_index() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+training.FEATURES = (Stop, *training.FEATURES)
+"""
+
+
 def start_hosts(workplace: Path, *arguments: str) -> list[cli.Fork]:
     return hosts.start_forked([workplace] * 2, *TWO, *arguments)
 
 
 def test_both_hosts_stop_together(workplace: Path, lasting: cli.Lasting) -> None:
     """Both hosts stop at the step at which one is told to, and one host continues."""
-    job = ("training.total_steps=40", "training.evaluation_frequency=20")
-    processes = start_hosts(workplace, *job, "hydra.run.dir=stopped")
-    hosts.wait_for_step(workplace / "stopped", 7, processes)
-    processes[1].send_signal(signal.SIGTERM)
-    done = hosts.finish(processes)
+    job = ("training.evaluation_frequency=12",)
+    with cli.customized(STOP_ONE):
+        done = hosts.finish(start_hosts(workplace, *job, "hydra.run.dir=stopped"))
     assert [one.returncode for one in done] == [75, 75], [one.stderr for one in done]
     (by_other,) = re.findall(r"stopped by another host; step (\d+) is saved", done[0].stderr)
     (by_signal,) = re.findall(r"stopped by signal 15; step (\d+) is saved", done[1].stderr)
     assert by_other == by_signal == str(saved_steps(workplace / "stopped")[-1])
+    assert 7 <= int(by_other) < 12
     assert (workplace / "stopped" / "main_zero.1.log").read_text().count("stopped by signal 15") == 1
     assert (workplace / "stopped" / "main_zero.log").read_text().count("stopped by another host") == 1
 
