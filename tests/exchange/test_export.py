@@ -227,7 +227,7 @@ def test_full_disk_is_one_line(
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
 
 
-@pytest.mark.parametrize("command", ["export", "average"])
+@pytest.mark.parametrize("command", ["export", pytest.param("average", marks=pytest.mark.slow)])
 def test_a_killed_command_leaves_nothing_to_the_next(command: str, tmp_path: Path) -> None:
     """Killed when it has written everything but the name, and once more while it writes."""
     save(tmp_path / "checkpoints", LEARNED, 0)

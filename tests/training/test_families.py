@@ -18,7 +18,7 @@ _GROUPED: dict[str, Any] = {"num_head": 6, "head_dim": 10, "kv_heads": 3, "mlp_d
 
 
 def _of(family: str, **changes: Any) -> GPTConfig:
-    return dataclasses.replace(CONFIG, **{"embedding_norm": False, **FAMILIES[family], **changes})
+    return dataclasses.replace(CONFIG, **{"embedding_norm": False, "dropout": 0.0, **FAMILIES[family], **changes})
 
 
 TRAINED = {
@@ -52,7 +52,7 @@ TRAINED = {
         "gpt2", positions="none", norm="rms", norm_place="after", activation="squared_relu", attention_scale="linear",
         windows=(0, 3), qk_norm=True,
     ),
-    "dropouts": _of("gpt2", N=4, dropout=0.0, embedding_dropout=0.2, attention_dropout=0.3),
+    "dropouts": _of("gpt2", N=4, embedding_dropout=0.2, attention_dropout=0.3),
 }  # fmt: skip
 
 
