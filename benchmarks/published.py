@@ -235,7 +235,7 @@ def table_row(name: str, row: Row) -> str:
     recipe = RECIPES[name]
     keys = [f"zero.remat={row.remat}", *recipe.keys]
     cells = {
-        "recipe": name.removesuffix(f"-{recipe.topology}"),
+        "recipe": "-".join(name.split("-")[:2]),
         "slice": recipe.topology,
         "sequences per chip": f"{recipe.sequences} x {recipe.context:,}",
         "published, s": f"{recipe.seconds:.3f}",
