@@ -287,10 +287,11 @@ def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = No
     model = make_model(config, size, devices)
     device = (devices or jax.devices())[0]
     speed = SPEEDS.get(device.device_kind) if device.platform == "tpu" else None
-    global_rows = objective.rows * training.batch_size * jax.process_count()
-    rows = rows or global_rows * model.axis.row_group // model.axis.size
+    if rows is None and speed is not None:  # else nothing depends on them, and jobs of other rows are the same
+        global_rows = objective.rows * training.batch_size * jax.process_count()
+        rows = global_rows * model.axis.row_group // model.axis.size
     placements: dict[str, float] = {}
-    if config.zero.phases == "auto" and model.axis.tensor > 1 == model.axis.replicas and speed is not None:
+    if config.zero.phases == "auto" and model.axis.tensor > 1 == model.axis.replicas and speed and rows:
         devices = pmap_devices() if devices is None else devices
         shape = rows // options.micro_batches, options.micro_batches, config.data.max_context
         placements = placement_seconds(model, devices, *shape)
@@ -310,7 +311,7 @@ def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = No
     )
     layout = state_layout(model, tx, options)
     held = layout.bytes_per_device() + (0 if model.tuning is None else model.frozen_layout.bytes_per_device())
-    if config.zero.remat == "auto" and speed is not None and model.stage == 3 and not options.fused_update:
+    if config.zero.remat == "auto" and speed and rows and model.stage == 3 and not options.fused_update:
         link = speed.flops * speed.devices / speed.host
         positions = rows // options.micro_batches, config.data.max_context
         remat = fitting_remat(model, *positions, held, speed.capacity, link)
