@@ -76,8 +76,7 @@ SHORT = "data.max_context=24"  # which divides over groups of 3 and 4
 PLACEMENTS = {
     "a context group on two hosts": Placement(2, 2, ("zero.context_shards=4", SHORT)),
     "a tensor group on three hosts": Placement(3, 1, ("zero.tensor_shards=3", SHORT)),
-    "context groups of two hosts each": Placement(4, 1, ("zero.context_shards=2", SHORT)),
-    "a copy of the state on each two of four hosts": Placement(4, 1, ("zero.replicas=2",)),  # as slices have
+    "a copy of the state on each of two hosts, as on slices": Placement(2, 2, ("zero.replicas=2",)),
 }
 HOSTS_SHAPES = ((1, 2), (2, 1), (3, 1))  # few devices: most of the time goes into starts
 STAGES: tuple[int, ...] = (1, 2, 3)
