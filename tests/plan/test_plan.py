@@ -27,7 +27,7 @@ from zero.hosts.host_memory import host_memory
 from zero.hosts.speeds import SPEEDS
 from zero.job import make_job
 from zero.models.config import GPTConfig
-from zero.plan.compile import PAUSES, highest_peak, step_arguments, time_and_cost
+from zero.plan.compile import PAUSES, device_peak, highest_peak, step_arguments, time_and_cost
 from zero.plan.page import memory_segments, page, time_segments
 from zero.plan.table import DETAILS, RESULTS, SETTINGS, WIDTH, breakdown_table, table, training_command
 from zero.run.step_programs import split_batch
@@ -227,6 +227,14 @@ def test_memory_of_the_hosts() -> None:
     full = moved | {"fits": False, "bytes_of_one_host": 600 * 2**30}
     assert "does not fit in the memory of a host by 64.00 GiB" in table(planned_rows(**full), config)
     assert "host" not in table(planned_rows(), config)
+
+
+@pytest.mark.parametrize(("on_host", "reported", "expected"), [(0, 430, 430), (64, 324, 324), (513, 672, 410)])
+def test_the_peak_is_that_of_the_device(on_host: int, reported: int, expected: int) -> None:
+    """The compiler for TPU reports the peak of the host's memory where that is fuller: 159 + 513 of 159 + 251."""
+    sizes = {"argument_size_in_bytes": 159, "output_size_in_bytes": 159, "alias_size_in_bytes": 159}
+    sizes |= {"temp_size_in_bytes": 251, "host_temp_size_in_bytes": on_host, "peak_memory_in_bytes": reported}
+    assert device_peak(SimpleNamespace(**sizes), "tpu") == expected
 
 
 @pytest.mark.parametrize(

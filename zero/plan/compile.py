@@ -128,7 +128,7 @@ def compile_step(request: Request) -> Row:
         except jax.errors.JaxRuntimeError as error:
             peak, available = out_of_memory(error)
         else:
-            peak = _peak(compiled.memory_analysis(), devices[0].platform)
+            peak = device_peak(compiled.memory_analysis(), devices[0].platform)
             on_host = compiled.memory_analysis().host_temp_size_in_bytes
             text = compiled.as_text()
             sent = collectives(text)
@@ -246,12 +246,18 @@ def _on_devices(shapes: Any, job: Job) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((job.model.axis.size, *x.shape), x.dtype), shapes)
 
 
-def _peak(analysis: Any, platform: str) -> int:
-    if platform == "tpu":
-        return analysis.peak_memory_in_bytes
-    # Other compilers leave temporaries out of their peak; the sum is an upper bound.
+def device_peak(analysis: Any, platform: str) -> int:
+    """Bytes of a device at the peak of a compiled program, from its `memory_analysis()`.
+
+    The TPU compiler's figure is that of the fuller memory, the device's or the host's. Other compilers leave
+    temporaries out of theirs. The sum of all arrays is an upper bound for both.
+    """
     arrays = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-    return arrays + analysis.temp_size_in_bytes
+    bound: int = arrays + analysis.temp_size_in_bytes
+    if platform != "tpu":
+        return bound
+    peak: int = analysis.peak_memory_in_bytes
+    return min(peak, bound) if analysis.host_temp_size_in_bytes else peak
 
 
 def _pause_peaks(request: Request, job: Job, devices: list[Any], of_step: Any, step_peak: int) -> dict[str, int | None]:
@@ -265,7 +271,7 @@ def _pause_peaks(request: Request, job: Job, devices: list[Any], of_step: Any, s
         rest = held - taken
         try:
             compiled = program.lower(*arguments).compile(compiler_options(request.config, devices))
-            return rest + _peak(compiled.memory_analysis(), devices[0].platform)
+            return rest + device_peak(compiled.memory_analysis(), devices[0].platform)
         except jax.errors.JaxRuntimeError as error:
             return rest + out_of_memory(error)[0]
 
