@@ -30,7 +30,7 @@ from zero.hosts.speeds import SPEEDS
 from zero.job import make_job
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
-from zero.plan.compile import Request, compiler_options, step_arguments
+from zero.plan.compile import Request, compiler_options, device_peak, step_arguments
 from zero.plan.topology import available_bytes, find_devices, out_of_memory, prepare_environment
 from zero.training.flops import model_flops
 
@@ -210,7 +210,7 @@ def row_of(name: str) -> Row | None:
     return Row(
         digests,
         job.model.remat,
-        compiled.memory_analysis().peak_memory_in_bytes,
+        device_peak(compiled.memory_analysis(), "tpu"),
         available_bytes(devices),
         found.seconds,
         found.exposed_seconds,
