@@ -47,7 +47,7 @@ def test_overlap_can_be_overridden(before: str, after: str, monkeypatch: pytest.
         ("0x0062", False, None),
         ("0x0063", False, 32768),
         ("0x006f", True, 65536),
-        ("0x0076", True, None),
+        ("0x0076", True, 65536),
         (None, False, None),
     ],
     ids=["v4", "v5p", "v5e", "v6e", "TPU7x", "no TPU"],

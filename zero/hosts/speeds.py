@@ -155,6 +155,7 @@ SPEEDS = {
         between_slices=100e9 / 8 / 2,
         host=32e9,
         offloads=True,
+        vmem_kib=64 * 1024,
     ),
     "NVIDIA A100-SXM4-40GB": Speed(312e12, 1555e9, 300e9, int8=2),
     "NVIDIA A100-SXM4-80GB": Speed(312e12, 2039e9, 300e9, int8=2),
