@@ -44,7 +44,7 @@ def test_overlap_can_be_overridden(before: str, after: str, monkeypatch: pytest.
     ("device", "offloads", "vmem_kib"),
     [
         ("0x005e", False, None),
-        ("0x0062", False, None),
+        ("0x0062", False, 32768),
         ("0x0063", False, 32768),
         ("0x006f", True, 65536),
         ("0x0076", True, 65536),

@@ -123,6 +123,7 @@ SPEEDS = {
         fused=0.86,
         int8=2,
         between_slices=50e9 / 8,
+        vmem_kib=32 * 1024,
     ),
     "TPU v6 lite": Speed(
         918e12,
