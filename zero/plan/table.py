@@ -122,8 +122,10 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 def verdict(row: Row) -> str:
     spare = (row["available_bytes"] - highest_peak(row)) / GIB
-    if row["fits"] or spare < 0:
-        return f"fits, {spare:.2f} GiB to spare" if row["fits"] else f"does not fit by {-spare:.2f} GiB"
+    if row["fits"]:
+        return f"fits, {spare:.2f} GiB to spare"
+    if spare < 0 or not row.get("host_bytes"):
+        return f"does not fit by {-spare:.2f} GiB"
     lacking = (row["bytes_of_one_host"] - row["host_available_bytes"]) / GIB
     return f"does not fit in the memory of a host by {lacking:.2f} GiB"
 
@@ -280,7 +282,7 @@ DETAILS: dict[str, Callable[[Row], str]] = {  # GiB per device, GB per step and 
     "gathers hidden": _number("gathers_hidden", "{:.0%}"),
     "on the host": _if_any("host_bytes", "{:.3f}", GIB),
     "in one host": _if_any("bytes_of_one_host", "{:.1f}", GIB),
-    "host's link": _if_any("host_link_bytes", "{:.2f}", 1e9),
+    "host link": _if_any("host_link_bytes", "{:.2f}", 1e9),
     "link seconds": _if_any("host_link_seconds", "{:#.3g}"),
     "link exposed": _if_any("host_exposed_seconds", "{:#.3g}"),
     "exposed seconds": _number("exposed_seconds", "{:.3f}"),
