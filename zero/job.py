@@ -291,7 +291,8 @@ def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = No
         global_rows = objective.rows * training.batch_size * jax.process_count()
         rows = global_rows * model.axis.row_group // model.axis.size
     placements: dict[str, float] = {}
-    if config.zero.phases == "auto" and model.axis.tensor > 1 == model.axis.replicas and speed and rows:
+    has_groups = model.axis.tensor > 1 and model.axis.replicas == 1
+    if config.zero.phases == "auto" and has_groups and speed is not None and rows is not None:
         devices = pmap_devices() if devices is None else devices
         shape = rows // options.micro_batches, options.micro_batches, config.data.max_context
         placements = placement_seconds(model, devices, *shape)
@@ -311,7 +312,8 @@ def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = No
     )
     layout = state_layout(model, tx, options)
     held = layout.bytes_per_device() + (0 if model.tuning is None else model.frozen_layout.bytes_per_device())
-    if config.zero.remat == "auto" and speed and rows and model.stage == 3 and not options.fused_update:
+    chooses_remat = config.zero.remat == "auto" and model.stage == 3 and not options.fused_update
+    if chooses_remat and speed is not None and rows is not None:
         link = speed.flops * speed.devices / speed.host
         positions = rows // options.micro_batches, config.data.max_context
         remat = fitting_remat(model, *positions, held, speed.capacity, link)

@@ -144,7 +144,7 @@ STACK_BYTES = LAYERS * POSITIONS * SIZE * 2  # 128 MiB, which no other memory of
 
 
 def temporaries(program: Any) -> tuple[int, int]:
-    """Bytes of temporaries that a program for TPU has on a device and in its host's memory."""
+    """Bytes of a TPU program's temporaries: on a device, and in the memory of its host."""
     devices = find_devices("v5e-4")
     weights = jax.ShapeDtypeStruct((len(devices), LAYERS, SIZE, SIZE), jnp.bfloat16)
     x = jax.ShapeDtypeStruct((len(devices), 1, POSITIONS, SIZE), jnp.bfloat16)

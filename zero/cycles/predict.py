@@ -71,7 +71,7 @@ class Prediction(NamedTuple):
     by_part: dict[Part, float]  # seconds, which sum to `seconds`
     exposed_seconds: float  # in which only collectives run
     exposed_bytes: float  # that a device sends in these seconds
-    host_link_bytes: float = 0.0  # between a device and the memory of its host, in both directions
+    host_link_bytes: float = 0.0  # that a device and its host send each other
     host_link_seconds: float = 0.0  # in which the busier direction is occupied
     host_exposed_seconds: float = 0.0  # in which the program waits for either
 
@@ -84,7 +84,8 @@ def predict(text: str, devices: Sequence[Any]) -> Prediction | None:
     bodies, entry = hlo.computations(text)
     places = [(*device.coords, device.core_on_chip) for device in devices]
     spent = _Schedule(bodies, speed, places).play(entry)
-    to_host, from_host = spent.host_seconds[_TO_HOST], spent.host_seconds[_FROM_HOST]
+    to_host = spent.host_seconds[_TO_HOST]
+    from_host = spent.host_seconds[_FROM_HOST]
     return Prediction(
         spent.total(),
         dict(spent.by_part),

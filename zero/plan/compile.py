@@ -41,7 +41,7 @@ _ELSEWHERE = {
     "state_dtype": ("optimizer", "state_dtype"),
 }
 
-# Of what crosses between a device and the memory of its host in a step, as `Prediction` has them.
+# Figures of the link between a device and its host in one step, named as in `Prediction`.
 LINK_KEYS = ("host_link_bytes", "host_link_seconds", "host_exposed_seconds")
 PAUSES = ("evaluation", "sampling", "statistics")  # programs that run between two steps
 

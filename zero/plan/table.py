@@ -184,7 +184,7 @@ def _number(key: str, form: str, unit: float = 1) -> Callable[[Row], str]:
 
 
 def _if_any(key: str, form: str, unit: float = 1) -> Callable[[Row], str]:
-    """A number of what lies in the host's memory; none where nothing does."""
+    """A column about the host's memory, with "-" for a setting that stores nothing there."""
     show_number = _number(key, form, unit)
     return lambda row: show_number(row) if row.get("host_bytes") else "-"
 
