@@ -43,12 +43,12 @@ SAME, NEWEST = ("--multirun", *SWEEP), ("--multirun", "--resume=auto", *SWEEP[:-
     [(NEWEST, SAME), pytest.param(SAME, NEWEST, marks=pytest.mark.slow)],
     ids=["newest sweep", "same command"],
 )
-def test_repeated_sweep(arguments: tuple[str, ...], then: tuple[str, ...], killed: Path, forks: cli.Forks) -> None:
+def test_repeated_sweep(arguments: tuple[str, ...], then: tuple[str, ...], killed: Path, lasting: cli.Lasting) -> None:
     """A repeated sweep skips, resumes and starts its jobs; then nothing is left to do, by either command."""
-    shutil.copytree(killed, backup := forks.workplace / "backup")  # where no sweep is looked for
+    shutil.copytree(killed, backup := lasting.workplace / "backup")  # where no sweep is looked for
     try:
         finished = cli.contents(killed / "0")
-        done = forks.check(*arguments)
+        done = lasting.check(*arguments)
         assert "nothing left to do: the run is at step 12 of 12" in done.stderr
         assert cli.contents(killed / "0") == finished
         for job in "12":
@@ -62,14 +62,14 @@ def test_repeated_sweep(arguments: tuple[str, ...], then: tuple[str, ...], kille
         for row in table:
             assert float(row["validation/loss"]) == cli.losses(killed / row["job"], "validation/loss")[-1]
         everything = of_jobs(killed)
-        assert forks.check(*then).stderr.count("nothing left to do") == 3
+        assert lasting.check(*then).stderr.count("nothing left to do") == 3
         assert of_jobs(killed) == everything
     finally:
         shutil.rmtree(killed)
         backup.rename(killed)
 
 
-def test_other_sweep_is_refused(killed: Path, forks: cli.Forks) -> None:
+def test_other_sweep_is_refused(killed: Path, lasting: cli.Lasting) -> None:
     """Another sweep in the same directory is refused.
 
     Also by a key that a resume may change: the finished job would pass for one of the new values.
@@ -78,44 +78,44 @@ def test_other_sweep_is_refused(killed: Path, forks: cli.Forks) -> None:
     swept = (f"{SWEPT}=5,6", "training.peak_learning_rate=1e-4,2e-4", "+preset=v3-8,v4-32")
     saved = (("expected 100", 1), ("expected 0.003", 1), ("expected", 3))  # and as many keys that differ
     for other, (expected, keys) in zip(swept, saved, strict=True):
-        done = forks.run("--multirun", *(one for one in SWEEP if not one.startswith(SWEPT)), other)
+        done = lasting.run("--multirun", *(one for one in SWEEP if not one.startswith(SWEPT)), other)
         cli.check_refusal(done, expected, f"{killed}/0", "another hydra.sweep.dir", lines=keys)
     assert of_jobs(killed) == before
 
 
-def test_fork_into_used_directory(killed: Path, forks: cli.Forks) -> None:
+def test_fork_into_used_directory(killed: Path, lasting: cli.Lasting) -> None:
     """A fork into a directory with checkpoints is refused before anything is written."""
     before = cli.contents(killed)
     for place in ("checkpoints", "elsewhere"):
         into = ("resume=runs/multirun/mine/1", "hydra.run.dir=runs/multirun/mine/0", f"{SWEPT}=200")
-        done = forks.run(*into, f"data.checkpoint_directory={place}")
+        done = lasting.run(*into, f"data.checkpoint_directory={place}")
         cli.check_refusal(done, f"{killed}/0", "has checkpoints", "another hydra.run.dir")
-    done = forks.run(*cli.TINY, "hydra.run.dir=runs/multirun/mine/0", "data.checkpoint_directory=elsewhere")
+    done = lasting.run(*cli.TINY, "hydra.run.dir=runs/multirun/mine/0", "data.checkpoint_directory=elsewhere")
     cli.check_refusal(done, f"{killed}/0", "has checkpoints", "--resume continues")
     assert cli.contents(killed) == before
 
 
-def test_repeated_sweep_of_forks(killed: Path, forks: cli.Forks) -> None:
+def test_repeated_sweep_of_forks(killed: Path, lasting: cli.Lasting) -> None:
     """A sweep of forks is repeated as well.
 
     Where its jobs share a directory of checkpoints it is refused before the first one; one for each passes.
     """
     origin = ("--resume", "hydra.run.dir=runs/multirun/mine/0", "data.resume_step=8")
     command = ("--multirun", *origin, "data.keep_checkpoints=3,4", "hydra.sweep.dir=forks")
-    place, shared = forks.workplace / "all", f"data.checkpoint_directory={forks.workplace}/all"
+    place, shared = lasting.workplace / "all", f"data.checkpoint_directory={lasting.workplace}/all"
     before = cli.contents(killed)
-    cli.check_refusal(forks.run(*command, shared), f"{place} for all", "${hydra:job.num}")
-    assert not place.exists() and not (forks.workplace / "forks" / "0" / "config.yaml").exists()
+    cli.check_refusal(lasting.run(*command, shared), f"{place} for all", "${hydra:job.num}")
+    assert not place.exists() and not (lasting.workplace / "forks" / "0" / "config.yaml").exists()
     for resumes in (1, 1):
-        forks.check(*command, f"{shared}/${{hydra:job.num}}")
+        lasting.check(*command, f"{shared}/${{hydra:job.num}}")
         for job in "01":
-            assert len(read_resumes(forks.workplace / "forks" / job / "metrics.jsonl")) == resumes
-            assert saved_steps(forks.workplace / "forks" / job)[-1] == 12
+            assert len(read_resumes(lasting.workplace / "forks" / job / "metrics.jsonl")) == resumes
+            assert saved_steps(lasting.workplace / "forks" / job)[-1] == 12
     assert {path.name for path in place.iterdir()} == {"0", "0-run", "1", "1-run"}
     assert cli.contents(killed) == before
 
 
-def test_resume_without_a_sweep_is_refused(forks: cli.Forks) -> None:
+def test_resume_without_a_sweep_is_refused(lasting: cli.Lasting) -> None:
     cli.check_refusal(
-        forks.run("--multirun", "--resume", *SWEEP[:-1], "hydra.sweep.dir=none"), "none has no checkpoint"
+        lasting.run("--multirun", "--resume", *SWEEP[:-1], "hydra.sweep.dir=none"), "none has no checkpoint"
     )
