@@ -1,16 +1,24 @@
-"""Runs whose state has every kind of part: resumed bit for bit, continued in other dtypes, scored by the row."""
+"""Runs whose state has every kind of part: resumed bit for bit, continued in other dtypes, scored, and averaged."""
 
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import zero
 from tests.helpers import cli
 from tests.helpers.checkpoints import leaves
 from zero.checkpoints.manager import Checkpoints
+from zero.config.files import load_sizes
+from zero.exchange.average import average
+from zero.inference.trained_model import load_weights
 from zero.run_directory import saved_steps
+from zero.tracking.metrics_file import read_metrics
+from zero.training.optimizer import adamw
+from zero.training.sharded_gpt import ShardedGPT
 
 LAST = 8
 JOB = (
@@ -28,6 +36,7 @@ PARTS = (
     "model.override={update_tokens: 8, distance_dropout: 0.2, layer_dropout: 0.2}",
     f"training.log_frequency={STEPS_PER_ROW}",
 )
+SIZE = load_sizes()["test_vq"]
 ALL = (*AVERAGE, *BYTES, *CODEBOOK, *PARTS)
 SINGLE = {"average": AVERAGE, "bytes": BYTES, "codebook of a staged warmup": (*CODEBOOK, *STAGED)}
 
@@ -132,3 +141,50 @@ def test_scores_of_longer_rows(whole: Whole) -> None:
     assert found["carried"]["tokens"] == found["at_once"]["tokens"]
     np.testing.assert_allclose(found["carried"]["loss"], found["at_once"]["loss"], rtol=1e-6)
     assert abs(found["cut"]["loss"] - found["at_once"]["loss"]) > 1e-4
+
+
+def test_average_is_evaluated(whole: Whole) -> None:
+    """The average is evaluated beside the weights."""
+    lines = [line for line in read_metrics(whole.run / "metrics.jsonl") if "validation/loss" in line]
+    assert [line["step"] for line in lines] == [4, 8]
+    for line in lines:
+        assert line["validation/ema_loss"] != line["validation/loss"]
+        assert abs(line["validation/ema_loss"] - line["validation/loss"]) < 0.5
+
+
+def test_evaluate_uses_the_average(whole: Whole) -> None:
+    """`mode=evaluate` uses the average, and refuses evaluate.ema=true where there is none."""
+    run, place = whole.run, whole.runs.workplace
+    model = ShardedGPT(SIZE, zero.Axis("zero", (1, 1)), 0)
+    saved = leaves(run, LAST, "params/", "averages/ema/")
+    for ema, prefix in ((False, "params"), (True, "averages/ema")):
+        params, _ = model.split(load_weights(run, model, None, ema)[0])
+        for path, x in jax.tree_util.tree_leaves_with_path(params):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            np.testing.assert_array_equal(np.asarray(x)[0], saved[f"{prefix}/{name}"], err_msg=name)
+    found = []
+    for value in ("false", "true"):
+        options = (f"model.model_path={run.name}", "evaluate.context=32", f"evaluate.ema={value}")
+        found.append(whole.runs.evaluate(f"evaluated-{value}", *options)["loss"])
+    assert found[0] != found[1] and abs(found[0] - found[1]) < 0.5
+    average(str(run), place / "mean")
+    done = whole.runs.run("mode=evaluate", "model.model_path=mean", "evaluate.ema=true", "hydra.run.dir=refused")
+    assert done.returncode and "holds no moving average of the weights; training.ema keeps one" in done.stderr
+    done = whole.runs.run("--resume", f"hydra.run.dir={run.name}", "training.ema=null")
+    assert done.returncode and "training.ema=null: expected 0.6, the value of the run" in done.stderr
+
+
+def test_average_in_the_layout_file(whole: Whole) -> None:
+    """The memory of the average is in the layout file."""
+    weights = ShardedGPT(SIZE, zero.Axis("zero", (1, 8)), 3, master_dtype=jnp.bfloat16).layout
+    placed = {"stacked": SIZE.stacked, "compute_dtypes": ["float32"]}
+    bare = zero.memory(weights.shapes(), adamw(0.1, state_dtype="int8"), 8, **placed)
+    table = (whole.run / "layout.txt").read_text().replace(",", "").splitlines()[-4:]
+    for row, line in zip(bare.rows, table, strict=True):
+        held = (weights if row.stage else weights.whole()).bytes_per_device()
+        assert line.split() == [
+            str(row.stage),
+            "float32",
+            *map(str, (row.parameters, row.state + held, row.gathered)),
+            *map(str, (row.gradients, row.total + held)),
+        ]
