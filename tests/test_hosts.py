@@ -28,10 +28,11 @@ TWO = (
 
 
 STOP_ONE = """
-import os, signal
+import os, signal, sys
 import jax
 import zero.run.train as training
 from zero.run.feature import Feature
+from zero.run.features import verify
 
 class Stop(Feature):
     name = "stop_one"
@@ -40,6 +41,7 @@ class Stop(Feature):
         return now.step == 7
 
     def do(self, run, now, line):
+        print("devices:", [verify._name(place) for place in range(jax.device_count())], file=sys.stderr)
         if jax.process_index() == 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -61,6 +63,9 @@ def test_both_hosts_stop_together(workplace: Path, lasting: cli.Lasting) -> None
     (by_signal,) = re.findall(r"stopped by signal 15; step (\d+) is saved", done[1].stderr)
     assert by_other == by_signal == str(saved_steps(workplace / "stopped")[-1])
     assert 7 <= int(by_other) < 12
+    for one in done:  # which `verify.every` names
+        (names,) = re.findall(r"^devices: (.*)", one.stderr, re.M)
+        assert re.findall(r" of host (\d)", names) == ["0", "0", "1", "1"]
     assert (workplace / "stopped" / "main_zero.1.log").read_text().count("stopped by signal 15") == 1
     assert (workplace / "stopped" / "main_zero.log").read_text().count("stopped by another host") == 1
 
