@@ -213,16 +213,9 @@ def test_shutdown_closes_the_log_pipe(workplace: Path) -> None:
     assert saved_steps(workplace / "unheard") == [metrics(workplace / "unheard")[-1]["step"]]
 
 
-DIVERGING = f"""
-import sys
-from functools import partial
-from pathlib import Path
-import hydra
+DIVERGING = """
 import jax
-from zero.errors import UserError
 from zero.run import train as training
-from zero.config.check import check
-from zero.config.files import load_sizes
 
 def diverging(config, size, make=training.make_job):
     job = make(config, size)
@@ -232,36 +225,26 @@ def diverging(config, size, make=training.make_job):
         state, metrics = whole_step(state, batch, frozen)
         is_bad = (jax.lax.axis_index("zero") == 3) & (state.clock == 7)
         table = state.params["vocabulary"]["table"]
-        params = {{**state.params, "vocabulary": {{"table": table + is_bad * 1e-6}}}}
+        params = {**state.params, "vocabulary": {"table": table + is_bad * 1e-6}}
         return state._replace(params=params), metrics
 
     step = jax.pmap(step, "zero", donate_argnums=0, out_axes=(0, None))
     return job._replace(programs=job.programs._replace(step=step))
 
 training.make_job = diverging
-root = Path("{cli.MAIN.parent}")
-with hydra.initialize_config_dir(str(root / "conf"), version_base="1.3"):
-    config = hydra.compose("config", sys.argv[1:])
-sizes = load_sizes()
-Path("diverged").mkdir()
-try:
-    training.train(check(config, sizes), sizes["test"], Path("diverged"))
-except UserError as error:
-    print(error, f"(status {{error.status}})")
 """
 
 
-def test_differing_replicas_stop_the_run(workplace: Path) -> None:
+def test_differing_replicas_stop_the_run(forks: cli.Forks) -> None:
     """Replicas that differ stop the run with the name of the leaf, and are not saved."""
-    done = subprocess.run(
-        [sys.executable, "-c", DIVERGING, *cli.TINY, "zero.stage=0", "training.maximum_evaluation_steps=0"],
-        cwd=workplace, env=cli.environment() | {"PYTHONPATH": str(cli.MAIN.parent)},
-        capture_output=True, text=True, timeout=900, check=True,
-    )  # fmt: skip
-    assert done.stdout.startswith("step 12: leaves differ"), done.stdout + done.stderr
-    assert "params/vocabulary/table" in done.stdout
-    assert "--resume continues from the checkpoint before (status 1)" in done.stdout  # which launchers repeat
-    assert saved_steps(workplace / "diverged") == [6]
+    with cli.customized(DIVERGING):
+        job = ("zero.stage=0", "training.maximum_evaluation_steps=0", "hydra.run.dir=diverged")
+        done = forks.run(*cli.TINY, *job)
+    assert done.returncode == 1, done.stderr  # which launchers repeat
+    error = done.stderr.splitlines()[-1]
+    assert error.startswith("error: step 12: leaves differ") and "params/vocabulary/table" in error
+    assert "--resume continues from the checkpoint before" in error
+    assert saved_steps(forks.workplace / "diverged") == [6]
 
 
 def test_damaged_checkpoint_is_passed_over(forks: cli.Forks, undisturbed: Path) -> None:
