@@ -42,39 +42,16 @@ def fused_update(model: ShardedGPT, tx: optax.GradientTransformation, options: S
     `run` raises:
       NotElementwiseError: `tx` needs other devices, or other layers.
     """
-    if model.collections:
-        raise ValueError(f"fused_update does not sum what {' and '.join(model.collections)} needs")
-    if model.tuning is not None:
-        raise ValueError("fused_update is for gradients as large as the model, those of adapters are small")
-    policy = policy_of(model.remat, model.config.scanned_layers, model.offload)
+    size = span_of(model, options)
     on_host = model.offload == "activations"
-    keeps_inputs = policy == Scanned(on_host=on_host) or isinstance(policy, Nested)
-    if model.stage != 3 or not keeps_inputs or options.micro_batches > 1 or options.skip_spikes is not None:
-        raise ValueError("fused_update needs stage 3, full or nested remat, one micro-batch and no skip_spikes")
     model = dataclasses.replace(model, sums_copies=True)
-    size = policy.size if isinstance(policy, Nested) else 1
 
     def run(state: TrainState, frozen: PyTree, batch: Batch, rate: jax.Array, key: jax.Array) -> Tried:
         objective = options.objective
         keys = model.dropout_keys(key, batch)
         terms = objective.count_all(model, batch.tokens)
-        tokens_in, targets, starts = model.inputs(batch.tokens)
-        module: Any = model.gpt.layer(model.cut)
-
-        def embed(params: PyTree) -> ResidualStream:
-            return model.apply({"params": params}, tokens_in, keys, starts, method="embed")
-
-        def layer(params: PyTree, stream: ResidualStream, number: jax.Array) -> ResidualStream:
-            (stream, _), _ = module.apply({"params": params}, (stream, None), number, keys, 0, starts)
-            return stream
-
-        def score(params: PyTree, stream: ResidualStream) -> tuple[jax.Array, Any]:
-            scores = model.apply({"params": params}, stream, targets, method="score")
-            total, sums = objective.total(model, scores.losses_BT, batch.tokens, batch.reference)
-            return total / terms, (scores.routing, sums)
-
         loss, params, opt_state, norm, is_bad, (routing, sums) = backward_and_update(
-            LayeredLoss(embed, layer, score),
+            layered_loss(model, options, batch, keys, terms),
             scaled(tx, rate, state.clock),
             state.params,
             state.opt_state,
@@ -90,6 +67,23 @@ def fused_update(model: ShardedGPT, tx: optax.GradientTransformation, options: S
     return Attempt(run, lambda is_skipped, tried, state: (tried.params, tried.opt_state))
 
 
+def span_of(model: ShardedGPT, options: StepOptions) -> int:
+    """Layers for each input that is kept for the backward pass.
+
+    Raises:
+      ValueError: an option needs the whole gradient.
+    """
+    if model.collections:
+        raise ValueError(f"fused_update does not sum what {' and '.join(model.collections)} needs")
+    if model.tuning is not None:
+        raise ValueError("fused_update is for gradients as large as the model, those of adapters are small")
+    policy = policy_of(model.remat, model.config.scanned_layers, model.offload)
+    keeps_inputs = policy == Scanned(on_host=model.offload == "activations") or isinstance(policy, Nested)
+    if model.stage != 3 or not keeps_inputs or options.micro_batches > 1 or options.skip_spikes is not None:
+        raise ValueError("fused_update needs stage 3, full or nested remat, one micro-batch and no skip_spikes")
+    return policy.size if isinstance(policy, Nested) else 1
+
+
 class LayeredLoss(NamedTuple):
     """A loss `score(rest, layer(... layer(embed(rest)) ...))`, in which `rest` are the parameters outside the layers.
 
@@ -102,6 +96,28 @@ class LayeredLoss(NamedTuple):
     embed: Callable[[PyTree], PyTree]
     layer: Callable[[PyTree, PyTree, jax.Array], PyTree]
     score: Callable[[PyTree, PyTree], tuple[jax.Array, PyTree]]
+
+
+def layered_loss(
+    model: ShardedGPT, options: StepOptions, batch: Batch, keys: jax.Array | None, terms: jax.Array
+) -> LayeredLoss:
+    """The objective of a device's rows, over the number of `terms` of the global batch."""
+    tokens_in, targets, starts = model.inputs(batch.tokens)
+    module: Any = model.gpt.layer(model.cut)
+
+    def embed(params: PyTree) -> ResidualStream:
+        return model.apply({"params": params}, tokens_in, keys, starts, method="embed")
+
+    def layer(params: PyTree, stream: ResidualStream, number: jax.Array) -> ResidualStream:
+        (stream, _), _ = module.apply({"params": params}, (stream, None), number, keys, 0, starts)
+        return stream
+
+    def score(params: PyTree, stream: ResidualStream) -> tuple[jax.Array, Any]:
+        scores = model.apply({"params": params}, stream, targets, method="score")
+        total, sums = options.objective.total(model, scores.losses_BT, batch.tokens, batch.reference)
+        return total / terms, (scores.routing, sums)
+
+    return LayeredLoss(embed, layer, score)
 
 
 def backward_and_update(
@@ -137,40 +153,21 @@ def backward_and_update(
     Raises:
       NotElementwiseError: `tx` needs other devices, or other layers.
     """
-    rest, rest_state = _subtrees(lambda tree: stack_and_rest(tree)[1], (params, opt_state))
-    rest_layout = layout.only(rest)
-    layers_layout = layout.only([STACK])
-    layer_layout = layout.at(STACK)
+    rest, rest_state = subtrees(lambda tree: stack_and_rest(tree)[1], (params, opt_state))
     numbers = jnp.arange(jax.tree.leaves(params[STACK])[0].shape[0])
     embed, layer, score = loss_of
+    parts = PartUpdate(tx, layout, axis, options, len(numbers))
 
     x, embed_backward = jax.vjp(embed, rest)
     x, kept = run_forward(layer, params[STACK], x, span, on_host=on_host)
     loss, score_backward, more = jax.vjp(score, rest, x, has_aux=True)
     grads, dx = score_backward(jnp.ones_like(loss))
-    if options.max_gradient_norm is not None:
-        max_norm_of_part = options.max_gradient_norm / math.sqrt(len(numbers) + 1)
-        options = dataclasses.replace(options, max_gradient_norm=max_norm_of_part)
-    guarded = partial(_guarded, options=options, axis=axis)
 
     def layer_backward(carry: tuple[PyTree, PyTree], xs: tuple[PyTree, jax.Array]) -> tuple[Any, Any]:
         dx, stacks = carry
         x, number = xs
-        cut = partial(jax.tree.map, lambda stack: lax.dynamic_slice_in_dim(stack, number, 1))
-        old = _subtrees(cut, stacks)
-        old_params, old_state = old
-
-        def run_layer(params: PyTree, x: PyTree) -> PyTree:
-            return layer(jax.tree.map(lambda stack: stack[0], params), x, number)
-
-        _, backward = jax.vjp(run_layer, old_params[STACK], x)
-        grads, dx = backward(dx)
-        sums = squares(jax.tree.map(lambda stack: stack[0], grads), layer_layout, axis)
-        grads, is_bad = guarded({STACK: grads}, sums)
-        updates, new_state = _one_layer(tx, layers_layout, axis, number).update(grads, old_state, old_params)
-        new = unless(is_bad, (optax.apply_updates(old_params, updates), new_state), old)
-        place = partial(jax.tree.map, lambda stack, x: lax.dynamic_update_slice_in_dim(stack, x, number, 0))
-        return (dx, _subtrees(place, stacks, new)), (sums, is_bad)
+        new, dx, sums, is_bad = parts.of_layer(layer, cut_layer(stacks, number), x, dx, number)
+        return (dx, place_layer(stacks, new, number)), (sums, is_bad)
 
     def span_backward(carry: tuple[PyTree, PyTree], xs: tuple[PyTree, jax.Array]) -> tuple[Any, Any]:
         _, (params, _) = carry
@@ -179,29 +176,92 @@ def backward_and_update(
             x = to_device(x)
         return lax.scan(layer_backward, carry, (inputs_of(layer, params[STACK], x, numbers), numbers), reverse=True)
 
-    stacks = _subtrees(lambda tree: stack_and_rest(tree)[0], (params, opt_state))
+    stacks = subtrees(lambda tree: stack_and_rest(tree)[0], (params, opt_state))
     (dx, stacks), of_layers = lax.scan(span_backward, (dx, stacks), (kept, numbers.reshape(-1, span)), reverse=True)
     grads = jax.tree.map(jnp.add, grads, embed_backward(dx)[0])
-    sums = squares(grads, rest_layout, axis)
-    grads, is_bad = guarded(grads, sums)
-    updates, new_state = on_shards(tx, rest_layout, axis).update(grads, rest_state, rest)
-    new = unless(is_bad, (optax.apply_updates(rest, updates), new_state), (rest, rest_state))
-    sums, is_bad = jax.tree.map(lambda rest, layers: rest + layers.sum().astype(rest.dtype), (sums, is_bad), of_layers)
-    params, opt_state = _subtrees(lambda rest, stack: {**rest, **stack}, new, stacks)
+    new, sums, is_bad = parts.of_rest(grads, (rest, rest_state))
+    sums, is_bad = with_layers_added((sums, is_bad), of_layers)
+    params, opt_state = subtrees(lambda rest, stack: {**rest, **stack}, new, stacks)
     return lax.psum(loss, axis.name), params, opt_state, norm_of(sums, axis), is_bad, more
 
 
-def _guarded(grads: PyTree, sums: Squares, *, options: StepOptions, axis: Axis) -> tuple[PyTree, jax.Array]:
-    """A part's clipped gradient, and whether to skip the part, from its sum of squares."""
-    is_bad = jnp.bool_(False)
-    if options.max_gradient_norm is not None or options.skip_bad_steps:
-        norm = norm_of(sums, axis)
-        is_bad = jnp.bool_(options.skip_bad_steps) & ~jnp.isfinite(norm)
-        if options.max_gradient_norm is not None:
-            grads = clip(grads, norm, options.max_gradient_norm)
-    if options.max_gradient_value is not None:
-        grads = clip_values(grads, options.max_gradient_value)
-    return grads, is_bad
+@dataclasses.dataclass(frozen=True)
+class PartUpdate:
+    """Updates of single layers and of the parameters outside of them, each clipped and skipped by itself.
+
+    Attributes:
+      tx: of the whole parameters, whose `layout` it is.
+      options: of the whole gradient; each part is clipped to `max_gradient_norm / sqrt(layers + 1)`.
+    """
+
+    tx: optax.GradientTransformation
+    layout: Layout
+    axis: Axis
+    options: StepOptions
+    layers: int
+
+    def of_layer(
+        self, layer: Callable[..., PyTree], old: tuple[PyTree, PyTree], x: PyTree, dx: PyTree, number: jax.Array
+    ) -> tuple[tuple[PyTree, PyTree], PyTree, Squares, jax.Array]:
+        """New parameters and state of a layer, the gradient of its input, the sum of squares, whether it was skipped.
+
+        Args:
+          layer: as in `LayeredLoss`.
+          old: parameters and state of the layer, `(1, ...)` per leaf.
+          x, dx: its input, and the gradient of its output.
+          number: of the layer.
+        """
+        old_params, old_state = old
+
+        def run_layer(params: PyTree, x: PyTree) -> PyTree:
+            return layer(jax.tree.map(lambda stack: stack[0], params), x, number)
+
+        _, backward = jax.vjp(run_layer, old_params[STACK], x)
+        grads, dx = backward(dx)
+        sums = squares(jax.tree.map(lambda stack: stack[0], grads), self.layout.at(STACK), self.axis)
+        grads, is_bad = self._guarded({STACK: grads}, sums)
+        tx = _one_layer(self.tx, self.layout.only([STACK]), self.axis, number)
+        updates, new_state = tx.update(grads, old_state, old_params)
+        new = unless(is_bad, (optax.apply_updates(old_params, updates), new_state), old)
+        return new, dx, sums, is_bad
+
+    def of_rest(self, grads: PyTree, old: tuple[PyTree, PyTree]) -> tuple[tuple[PyTree, PyTree], Squares, jax.Array]:
+        """The same of the parameters outside the layers, from their gradient."""
+        old_params, old_state = old
+        layout = self.layout.only(old_params)
+        sums = squares(grads, layout, self.axis)
+        grads, is_bad = self._guarded(grads, sums)
+        updates, new_state = on_shards(self.tx, layout, self.axis).update(grads, old_state, old_params)
+        return unless(is_bad, (optax.apply_updates(old_params, updates), new_state), old), sums, is_bad
+
+    def _guarded(self, grads: PyTree, sums: Squares) -> tuple[PyTree, jax.Array]:
+        """A part's clipped gradient, and whether to skip the part, from its sum of squares."""
+        options = self.options
+        is_bad = jnp.bool_(False)
+        if options.max_gradient_norm is not None or options.skip_bad_steps:
+            norm = norm_of(sums, self.axis)
+            is_bad = jnp.bool_(options.skip_bad_steps) & ~jnp.isfinite(norm)
+            if options.max_gradient_norm is not None:
+                grads = clip(grads, norm, options.max_gradient_norm / math.sqrt(self.layers + 1))
+        if options.max_gradient_value is not None:
+            grads = clip_values(grads, options.max_gradient_value)
+        return grads, is_bad
+
+
+def cut_layer(stacks: PyTree, number: jax.Array) -> PyTree:
+    """One layer of stacks, `(1, ...)` per leaf; what is no parameter, such as a count, as it is."""
+    return subtrees(partial(jax.tree.map, lambda stack: lax.dynamic_slice_in_dim(stack, number, 1)), stacks)
+
+
+def place_layer(stacks: PyTree, layer: PyTree, number: jax.Array) -> PyTree:
+    """The stacks with one layer replaced."""
+    place = partial(jax.tree.map, lambda stack, x: lax.dynamic_update_slice_in_dim(stack, x, number, 0))
+    return subtrees(place, stacks, layer)
+
+
+def with_layers_added(of_rest: PyTree, of_layers: PyTree) -> PyTree:
+    """Sums of squares, and whether a part was skipped, of all parts; those of layers are arrays of any shape."""
+    return jax.tree.map(lambda rest, layers: rest + layers.sum().astype(rest.dtype), of_rest, of_layers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,7 +288,7 @@ def _one_layer(
     )
 
 
-def _subtrees(f: Callable[..., Any], *trees: PyTree) -> PyTree:
+def subtrees(f: Callable[..., Any], *trees: PyTree) -> PyTree:
     """Maps `f` over the dicts in the trees, the parameters; other leaves, such as counts, are the first tree's."""
 
     def is_dict(x: Any) -> bool:

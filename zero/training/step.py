@@ -21,7 +21,7 @@ from zero.training.averages import averages_of
 from zero.training.batch import Batch, Part
 from zero.training.fused_update import fused_update
 from zero.training.guard import init_guard, make_guard
-from zero.training.parts import StepOptions, TrainState, unless
+from zero.training.parts import StepOptions, TrainState, Tried, unless
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.whole_gradient import whole_gradient
 
@@ -91,8 +91,7 @@ def _updates_by_part(model: ShardedGPT, tx: optax.GradientTransformation, option
 def _make_update(model: ShardedGPT, tx: optax.GradientTransformation, options: StepOptions) -> Callable[..., Any]:
     """An attempted update: `(state, batch, frozen parameters)` to the next state, metrics and `Tried.memory`."""
     attempt = (fused_update if options.fused_update else whole_gradient)(model, tx, options)
-    guard = make_guard(options)
-    averages = averages_of(model, options)
+    conclude = make_conclusion(model, options)
 
     def update(state: TrainState, batch: Batch, frozen: PyTree) -> tuple[TrainState, dict[str, jax.Array], PyTree]:
         key = jax.random.fold_in(jax.random.key(options.seed), state.clock)
@@ -101,16 +100,30 @@ def _make_update(model: ShardedGPT, tx: optax.GradientTransformation, options: S
             key_of_rows = jax.random.fold_in(jax.random.key(options.seed), state.clock - batch.part.number)
         rate = options.learning_rate(state.clock)
         tried = attempt.run(state, frozen, batch, rate, key_of_rows)
+        state, metrics = conclude(state, tried, attempt.settle, rate, key)
+        return state, metrics, tried.memory
+
+    return update
+
+
+def make_conclusion(model: ShardedGPT, options: StepOptions) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
+    """What follows an attempt: `(state, tried, Attempt.settle, learning rate, key)` to the next state and metrics."""
+    guard = make_guard(options)
+    averages = averages_of(model, options)
+
+    def conclude(
+        state: TrainState, tried: Tried, settle: Callable[..., Any], rate: jax.Array, key: jax.Array
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
         is_skipped, guard_state = guard(state.guard, tried)
-        params, opt_state = attempt.settle(is_skipped, tried, state)
+        params, opt_state = settle(is_skipped, tried, state)
         updates = state.clock + 1 - state.guard.skipped_steps
         moved = {name: a.update(state.averages[name], tried, updates, key) for name, a in averages.items()}
         moved = unless(is_skipped, moved, state.averages)
         metrics = {"loss": tried.loss, "gradient_norm": tried.norm, "learning_rate": rate}
         state = TrainState(state.clock + 1, params, opt_state, moved, guard_state)
-        return state, metrics | guard_state.counters | tried.metrics, tried.memory
+        return state, metrics | guard_state.counters | tried.metrics
 
-    return update
+    return conclude
 
 
 def new_state(
