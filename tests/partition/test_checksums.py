@@ -217,9 +217,9 @@ def test_checksums_are_traced_once_a_layout(monkeypatch: pytest.MonkeyPatch) -> 
     module = zero.checksums.__globals__
     checksum = module["_checksum"]
 
-    def counted(x: jax.Array, leaf: zero.groups.LeafLayout, axis: zero.Axis) -> jax.Array:
+    def counted(x: jax.Array, leaf: zero.groups.LeafLayout, axis: zero.Axis, first: Any) -> jax.Array:
         traced.append(leaf.name)
-        return checksum(x, leaf, axis)
+        return checksum(x, leaf, axis, first)
 
     monkeypatch.setitem(module, "_checksum", counted)
     whole = {"only here": np.arange(3.0, dtype=np.float32), "twice": np.ones((9, 2), np.float32)}

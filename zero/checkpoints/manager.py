@@ -14,7 +14,7 @@ import math
 import re
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -231,11 +231,20 @@ class Checkpoints:
         leaves = (dataclasses.replace(leaf, dtype=dtype) for leaf, dtype in zip(layout.leaves, saved, strict=True))
         return dataclasses.replace(layout, leaves=tuple(leaves))
 
-    def restore(self, step: int, layout: Layout, axis: Axis, *, within: str | None = None) -> PyTree:
+    def restore(
+        self,
+        step: int,
+        layout: Layout,
+        axis: Axis,
+        *,
+        within: str | None = None,
+        targets: Sequence[jax.ShapeDtypeStruct] | None = None,
+    ) -> PyTree:
         """Whole arrays for `zero.from_global`, cropped or padded to this layout, from any number of devices.
 
         Floats are cast to the layout's dtypes. Moments in 8 bits are restored `as_saved`, and converted later.
-        With `within` the layout is of this subtree of the state, such as "params".
+        With `within` the layout is of this subtree of the state, such as "params". `targets` are shapes and places of
+        the leaves, by default those of `zero.global_shapes`.
 
         Raises:
           DamagedCheckpoint: the stored data is truncated, missing, or cannot be decoded.
@@ -261,13 +270,14 @@ class Checkpoints:
         import orbax.checkpoint as ocp
 
         paths = [prefix + leaf.name for leaf in layout.leaves]
-        shapes = layout.treedef.flatten_up_to(global_shapes(layout, axis))
-        targets = dict(zip(paths, shapes, strict=True))
+        if targets is None:
+            targets = layout.leaves_of(global_shapes(layout, axis))
+        by_path = dict(zip(paths, targets, strict=True))
         restore_args = {
             name: ocp.ArrayRestoreArgs(dtype=x.dtype, sharding=x.sharding, global_shape=x.shape, strict=False)
-            for name, x in targets.items()
+            for name, x in by_path.items()
         }
-        arrays = self._on_all_hosts(step, lambda: self._read_arrays(step, targets, restore_args))
+        arrays = self._on_all_hosts(step, lambda: self._read_arrays(step, by_path, restore_args))
         return jax.tree.unflatten(layout.treedef, [arrays[path] for path in paths])
 
     def read(self, step: int, name: str) -> np.ndarray:

@@ -165,16 +165,26 @@ def checksums(
 
 
 def examine(
-    tree: PyTree, layout: Layout, axis: AxisLike, devices: Sequence[jax.Device] | None = None
+    tree: PyTree,
+    layout: Layout,
+    axis: AxisLike,
+    devices: Sequence[jax.Device] | None = None,
+    *,
+    first: int | None = None,
 ) -> tuple[dict[str, int], list[str]]:
-    """`checksums`, and the names of leaves with a NaN or an infinity outside padding, in one pass."""
+    """`checksums`, and the names of leaves with a NaN or an infinity outside padding, in one pass.
+
+    With `first` the leaves are parts of longer stacks, whose layer `first` they begin with. The checksums of a stack's
+    parts add up to that of the stack, modulo 2^32.
+    """
     on, ordered = axis_and_devices(layout, axis, devices)
     layout.map(lambda leaf, x: local_shards(leaf, x, ordered), tree)
     names = names_of([leaf.path for leaf in layout.leaves])
     if not layout.leaves:
         return {}, []
-    program = _checksum_program(layout.leaves, on, None if devices is None else tuple(devices))
-    largest, smallest, not_finite = np.asarray(program(layout.treedef.flatten_up_to(tree))).tolist()
+    program = _checksum_program(layout.leaves, on, None if devices is None else tuple(devices), first is not None)
+    arguments = [] if first is None else [np.uint32(first)]
+    largest, smallest, not_finite = np.asarray(program(layout.treedef.flatten_up_to(tree), *arguments)).tolist()
     bad = [name for name, high, low in zip(names, largest, smallest, strict=True) if high != low]
     if bad:
         raise ValueError(f"leaves differ between the copies on axis {on.name!r}: {', '.join(bad)}")
@@ -182,28 +192,35 @@ def examine(
 
 
 @lru_cache(maxsize=8)  # a pmap of a new function would be traced and compiled again at every call
-def _checksum_program(leaves: tuple[LeafLayout, ...], axis: Axis, devices: tuple[jax.Device, ...] | None) -> Any:
+def _checksum_program(
+    leaves: tuple[LeafLayout, ...], axis: Axis, devices: tuple[jax.Device, ...] | None, in_stacks: bool
+) -> Any:
     """Per leaf the largest and smallest checksum of its copies, and 1 if not finite; uint32 `(3, leaves)`."""
 
-    def program(shards: list[jax.Array]) -> jax.Array:
+    def program(shards: list[jax.Array], first: jax.Array | None = None) -> jax.Array:
         with jax.named_scope("zero_checksums"):
-            pairs = [_checksum(x, leaf, axis) for leaf, x in zip(leaves, shards, strict=True)]
+            pairs = [_checksum(x, leaf, axis, first) for leaf, x in zip(leaves, shards, strict=True)]
             mine, not_finite = (jnp.stack(values) for values in zip(*pairs, strict=True))
             of_copy = lax.psum(mine, axis.name, axis_index_groups=axis.groups(axis.shards))
             sums = jnp.where(np.asarray([bool(leaf.splits) for leaf in leaves]), of_copy, mine)
             largest, complement, not_finite = lax.pmax(jnp.stack([sums, ~sums, not_finite]), axis.name)
         return jnp.stack([largest, ~complement, not_finite])
 
-    return pmap(program, axis.name, devices=devices, out_axes=None)
+    return pmap(program, axis.name, devices=devices, in_axes=(0, None) if in_stacks else 0, out_axes=None)
 
 
-def _checksum(x: jax.Array, leaf: LeafLayout, axis: Axis) -> tuple[jax.Array, jax.Array]:
-    """The sum of `_hashes` over this device's elements, padding excepted; 1 if one of them is not finite."""
+def _checksum(
+    x: jax.Array, leaf: LeafLayout, axis: Axis, first: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """The sum of `_hashes` over this device's elements, padding excepted; 1 if one of them is not finite.
+
+    `first` is the place in dimension 0 of the whole array at which this one begins.
+    """
     offsets = {split.dim: axis.shard_index().astype(jnp.uint32) * split.shard_size for split in leaf.splits}
     is_inside = jnp.ones(x.shape, bool)
     for dim, offset in offsets.items():
         is_inside &= lax.broadcasted_iota(jnp.uint32, x.shape, dim) + offset < leaf.shape[dim]
-    hashed = _hashes(x, offsets)
+    hashed = _hashes(x, offsets if first is None else {0: first, **offsets})
     is_float = jnp.issubdtype(x.dtype, jnp.inexact)
     not_finite = jnp.any(is_inside & ~jnp.isfinite(x)) if is_float else jnp.bool_(False)
     return jnp.sum(jnp.where(is_inside, hashed, 0), dtype=jnp.uint32), not_finite.astype(jnp.uint32)
