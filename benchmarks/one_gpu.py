@@ -32,6 +32,8 @@ KEYS = (
     "training.end_learning_rate=1e-5"
 )
 MEMORY_SHARE = "0.92"  # of the GPU, for jax's allocator
+HOST_GIB = "110"  # that jax may take of the host's memory, by default 64
+STREAMED = "model.attention=kernel zero.fused_update=true zero.remat=full"
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,15 @@ ROWS = {
     "smollm3-3b, transformers": Row("smollm3_3b", 2, 4096, is_peer=True),
     "llama3-8b, 4 bytes": Row("llama3_8b", 2, 4096, "model.attention=kernel +memory=4-bytes"),
     "llama3-8b, fused": Row("llama3_8b", 1, 8192, "model.attention=kernel +memory=fused"),
+    "llama3-8b, optimizer on the host": Row("llama3_8b", 2, 4096, f"{STREAMED} zero.offload=optimizer"),
+    "smollm3-3b, fused": Row("smollm3_3b", 2, 4096, STREAMED),
+    "smollm3-3b, optimizer on the host": Row("smollm3_3b", 2, 4096, f"{STREAMED} zero.offload=optimizer"),
+    "smollm3-3b, 16 sequences": Row("smollm3_3b", 16, 4096, "model.attention=kernel"),
+    "smollm3-3b, 16 sequences on the host": Row(
+        "smollm3_3b", 16, 4096, "model.attention=kernel zero.offload=activations"
+    ),
+    "smollm3-3b, int8_all": Row("smollm3_3b", 2, 4096, "model.attention=kernel zero.product_dtype=int8_all"),
+    "smollm3-3b, float8": Row("smollm3_3b", 2, 4096, "model.attention=kernel zero.product_dtype=float8"),
 }
 
 
@@ -76,7 +87,8 @@ def trained(row: Row, steps: int, limit: float) -> Measured:
         command = [sys.executable, "main_zero.py", *KEYS.split(), f"hydra.run.dir={place}/run"]
         command += [f"model.size={row.size}", f"data.max_context={row.context}", *row.keys.split()]
         command += [f"training.batch_size={row.sequences}", "distributed.compilation_cache=null"]
-        environment = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": MEMORY_SHARE}
+        memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": MEMORY_SHARE, "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": HOST_GIB}
+        environment = os.environ | memory
         process = subprocess.Popen(
             command, cwd=REPOSITORY, env=environment, stdout=printed, stderr=printed, start_new_session=True
         )

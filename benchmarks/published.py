@@ -30,8 +30,9 @@ from zero.hosts.speeds import SPEEDS
 from zero.job import make_job
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
-from zero.plan.compile import Request, compiler_options, device_peak, step_arguments
+from zero.plan.compile import Request, compiler_options, step_arguments
 from zero.plan.topology import available_bytes, find_devices, out_of_memory, prepare_environment
+from zero.step_costs import device_peak
 from zero.training.flops import model_flops
 
 TABLE = REPOSITORY / "docs" / "sources" / "published.json"

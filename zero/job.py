@@ -28,6 +28,7 @@ from zero.partition.collectives.axis import Axis
 from zero.partition.global_arrays import pmap_devices
 from zero.partition.layout import Layout
 from zero.training.activations import fitting_remat
+from zero.training.fused_update import span_of
 from zero.training.objective import Objective
 from zero.training.objectives import make_objective
 from zero.training.optimizer import make_optimizer
@@ -35,6 +36,7 @@ from zero.training.parts import StepOptions
 from zero.training.programs import Programs, make_programs
 from zero.training.schedules import LearningRate
 from zero.training.sharded_gpt import ShardedGPT
+from zero.training.state_storage import LayersOnHost, OnDevices
 from zero.training.step import state_layout
 from zero.training.tuning import make_tuning
 
@@ -47,7 +49,8 @@ class Job(NamedTuple):
     """A model on an axis of devices, its optimizer, the programs made of them, and the layout of the whole state.
 
     The objective is what the programs minimise; `held` counts the bytes of state and frozen parameters per device;
-    `placements` are those of tensor groups between which `zero.phases=auto` has chosen (`placement_seconds`).
+    `storage` knows where the state lies between steps; `placements` are those of tensor groups between which
+    `zero.phases=auto` has chosen (`placement_seconds`).
     """
 
     model: ShardedGPT
@@ -56,6 +59,7 @@ class Job(NamedTuple):
     layout: Layout
     objective: Objective
     held: int
+    storage: OnDevices
     placements: dict[str, float]
 
 
@@ -64,7 +68,8 @@ def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = 
     zero = config.zero
     platform = (devices or jax.devices())[0].platform
     device_kind = (devices or jax.devices())[0].device_kind
-    stores_all = platform == "cpu" and not zero.fused_update and zero.offload == "none"
+    has_activations = zero.offload in ("activations", "both")
+    stores_all = platform == "cpu" and not zero.fused_update and not has_activations
     remat = "none" if stores_all else "full"
     isolates = config.data.isolate_documents
     separators = load_tokenizer(config.data.tokenizer).special.document_starts if isolates else ()
@@ -83,7 +88,7 @@ def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = 
         reduce_dtype=zero.reduce_dtype,
         gradient_dtype=zero.gradient_dtype,
         remat=if_auto(zero.remat, remat),
-        offload=zero.offload,
+        offload="activations" if has_activations else "none",
         blockwise_from=blockwise_from(config.model.attention, platform),
         query_block=query_block(config.model.attention, platform),
         master_dtype=zero.master_dtype,
@@ -280,6 +285,7 @@ def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = No
         skip_bad_steps=training.skips_bad_steps,
         skip_spikes=training.skip_spikes,
         fused_update=config.zero.fused_update,
+        streams_state=config.zero.offload in ("optimizer", "both"),
         ema_decay=training.ema,
         objective=objective,
         parts=steps_per_row(config, size),
@@ -311,7 +317,10 @@ def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = No
         **hyperparameters,
     )
     layout = state_layout(model, tx, options)
-    held = layout.bytes_per_device() + (0 if model.tuning is None else model.frozen_layout.bytes_per_device())
+    storage = OnDevices(layout, model.axis)
+    if options.streams_state:
+        storage = LayersOnHost(layout, model.axis, span_of(model, options))
+    held = storage.device_bytes + (0 if model.tuning is None else model.frozen_layout.bytes_per_device())
     chooses_remat = config.zero.remat == "auto" and model.stage == 3 and not options.fused_update
     if chooses_remat and speed is not None and rows is not None:
         link = speed.flops * speed.devices / speed.host
@@ -319,7 +328,7 @@ def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = No
         remat = fitting_remat(model, *positions, held, speed.capacity, link)
         log.info("zero.remat=auto: %s", remat)
         model = dataclasses.replace(model, remat=remat)
-    return Job(model, tx, make_programs(model, tx, options, devices), layout, objective, held, placements)
+    return Job(model, tx, make_programs(model, tx, options, devices), layout, objective, held, storage, placements)
 
 
 def steps_per_row(config: Config, size: GPTConfig) -> int:

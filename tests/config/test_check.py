@@ -209,7 +209,15 @@ def test_every_size_can_be_trained(size: str) -> None:
             "zero.offload=activations; zero.remat=none",
             ["zero.remat=none", "another value, as zero.offload=activations moves what they store"],
         ),
-        ("zero.offload=optimizer", ["zero.offload=optimizer", "none, activations"]),
+        ("zero.offload=all", ["zero.offload=all", "none, activations, optimizer, both"]),
+        (
+            "zero.offload=optimizer",
+            ["zero.fused_update=false", "true, as zero.offload=optimizer moves the state of one layer at a time"],
+        ),
+        (
+            "zero.offload=both; zero.fused_update=true; zero.emergency_steps=5",
+            ["zero.emergency_steps=5: expected null, as zero.offload=both fills the memory that they need"],
+        ),
         ("zero.product_dtype=int4", ["zero.product_dtype=int4", "auto, bfloat16, int8, int8_all, float8"]),
         (
             "zero.gather_dtype=products",

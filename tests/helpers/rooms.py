@@ -37,6 +37,7 @@ ROOMS = [
     "zero.checkpoints",
     "zero.tracking",
     "zero.cycles",
+    "zero.step_costs",
     "zero.exchange",
     "zero.inference",
     "zero.report",

@@ -85,3 +85,15 @@ def test_what_a_host_does_not_hold_does_not_fit(monkeypatch: pytest.MonkeyPatch)
             "zero.plan.compile.host_memory", lambda devices, spare=spare: moved["host_bytes"] * 8 + spare
         )
         assert plan("gpu:h100x8", "zero.remat=full", "zero.offload=activations")["fits"] is fits
+
+
+def test_the_optimizer_on_the_host_is_planned() -> None:
+    """Its state leaves the devices but for three layers, and the operations of a step stay the same."""
+    keys = ["zero.fused_update=true", "zero.remat=full"]
+    kept, moved = (plan("gpu:h100x8", *keys, f"zero.offload={offload}") for offload in ("none", "optimizer"))
+    assert moved["host_bytes"] == kept["state_bytes"] - moved["state_bytes"] > 0
+    layers = moved["model"]["N"]
+    assert kept["peak_bytes"] - moved["peak_bytes"] == moved["host_bytes"] - 3 * moved["host_bytes"] // layers
+    assert moved["model_flops"] == kept["model_flops"] and moved["fits"]
+    assert moved["flops"] == pytest.approx(kept["flops"], rel=0.02)
+    assert moved["collective_bytes"]["all-gather"] == pytest.approx(kept["collective_bytes"]["all-gather"], rel=0.05)

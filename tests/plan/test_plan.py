@@ -27,10 +27,11 @@ from zero.hosts.host_memory import host_memory
 from zero.hosts.speeds import SPEEDS
 from zero.job import make_job
 from zero.models.config import GPTConfig
-from zero.plan.compile import PAUSES, device_peak, highest_peak, step_arguments, time_and_cost
+from zero.plan.compile import PAUSES, highest_peak, step_arguments, time_and_cost
 from zero.plan.page import memory_segments, page, time_segments
 from zero.plan.table import DETAILS, RESULTS, SETTINGS, WIDTH, breakdown_table, table, training_command
 from zero.run.step_programs import split_batch
+from zero.step_costs import device_peak
 from zero.training.row_places import RowPlaces
 
 KEYS = {"stage", "micro_batch", "accumulation", "remat", "context", "gradient_dtype", "clipping", "fused_update"}

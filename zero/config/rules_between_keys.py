@@ -217,8 +217,13 @@ def zero_rules(config: Config, size: GPTConfig) -> Mistakes:
         yield "zero.remat", f"dots, full or none, as {of_model} has gated units"
     if zero.remat == "nested" and span_size(size.scanned_layers) == 1:
         yield "zero.remat", f"full, as the {size.scanned_layers} layers of {of_model} make no equal spans"
-    if zero.remat == "none" and zero.offload == "activations":
-        yield "zero.remat", "another value, as zero.offload=activations moves what they store by its name"
+    if zero.remat == "none" and zero.offload in ("activations", "both"):
+        yield "zero.remat", f"another value, as zero.offload={zero.offload} moves what they store by its name"
+    if zero.offload in ("optimizer", "both"):
+        if not zero.fused_update:
+            yield "zero.fused_update", f"true, as zero.offload={zero.offload} moves the state of one layer at a time"
+        if zero.emergency_steps is not None:
+            yield "zero.emergency_steps", f"null, as zero.offload={zero.offload} fills the memory that they need"
     for key in ("replicas", "expert_shards"):
         if zero.phases == "torus" and (getattr(zero, key) or 1) > 1:
             yield "zero.phases", f"auto or flat, as zero.{key}={getattr(zero, key)}"

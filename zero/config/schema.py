@@ -395,9 +395,12 @@ class Zero:
     )
     offload: str = key(
         "none",
-        one_of(*OFFLOAD),
-        "What lies in the host's memory: none; or activations: all that remat stores, from the forward to the backward "
-        "pass, so that a device holds that of about one layer. The same results to the bit.",
+        one_of(*OFFLOAD, "optimizer", "both"),
+        "What lies in the host's memory: none.",
+        "activations: all that remat stores, from the forward to the backward pass, so that a device holds that of "
+        "about one layer; the same results to the bit.",
+        "optimizer: the optimizer's state of layers, between their updates, so that a device holds that of three; with "
+        "zero.fused_update. both: both.",
     )
     fused_update: bool = key(
         False,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -13,9 +14,8 @@ import jax.numpy as jnp
 
 from zero.config.declared import value_of
 from zero.config.schema import PlanConfig
-from zero.cycles.between_slices import bytes_between_slices
-from zero.cycles.hlo import Collective, across_hosts, bytes_by_kind, collectives, hidden_share
-from zero.cycles.predict import Prediction, predict
+from zero.cycles.hlo import Collective, across_hosts, bytes_by_kind, hidden_share
+from zero.cycles.predict import Prediction
 from zero.hosts import xla_options
 from zero.hosts.host_memory import host_memory
 from zero.hosts.speeds import SPEEDS, Speed
@@ -25,6 +25,7 @@ from zero.models.config import GPTConfig
 from zero.partition.memory import memory
 from zero.plan import formula
 from zero.plan.topology import available_bytes, find_devices, out_of_memory
+from zero.step_costs import costs_of, device_peak, traced
 from zero.training.activations import activation_bytes, host_bytes
 from zero.training.batch import Batch
 from zero.training.flops import flops_by_operands, model_flops
@@ -117,9 +118,11 @@ def compile_step(request: Request) -> Row:
     if is_estimate:
         rows = request.rows // training.gradient_accumulation_steps
         activations = activation_bytes(model, rows, config.data.max_context)
-        on_host = host_bytes(model, rows, config.data.max_context)
-        peak = held + by_stage.gathered + gradients + activations
-        sent = list(formula.collectives_of(jax.make_jaxpr(job.programs.step)(*arguments).jaxpr, len(devices)))
+        on_host = host_bytes(model, rows, config.data.max_context) + job.storage.host_bytes
+        peak = held + by_stage.gathered + gradients + activations + job.storage.moving_bytes
+        sent = []
+        for jaxpr, times in traced(job.programs.step, arguments):
+            sent += times * list(formula.collectives_of(jaxpr, len(devices)))
     elif held > available:  # the step needs more than this, and is not compiled
         peak = held
     else:
@@ -128,12 +131,12 @@ def compile_step(request: Request) -> Row:
         except jax.errors.JaxRuntimeError as error:
             peak, available = out_of_memory(error)
         else:
-            peak = device_peak(compiled.memory_analysis(), devices[0].platform)
-            on_host = compiled.memory_analysis().host_temp_size_in_bytes
-            text = compiled.as_text()
-            sent = collectives(text)
-            sent_between = bytes_between_slices(text)
-            predicted = predict(text, devices)
+            costs = costs_of(compiled, job.storage, held, devices)
+            peak = costs.peak
+            on_host = costs.host_bytes
+            sent = costs.sent
+            sent_between = costs.sent_between
+            predicted = costs.predicted
             if peak <= available:
                 peaks |= _pause_peaks(request, job, devices, arguments, peak)
     seconds = time.monotonic() - started
@@ -218,7 +221,7 @@ def row_tokens(config: PlanConfig) -> int:
 
 def step_arguments(job: Job, rows: int, context: int) -> Any:
     """Shapes of the step's arguments on all devices, for `rows` sequences of `context` tokens per device."""
-    state = job.layout.shard_shapes()
+    state = job.storage.shapes()
     batch = jax.eval_shape(lambda: Batch(jnp.zeros((rows, context), jnp.int32), jnp.int32(0)))
     if job.objective.has_reference:
         batch = batch._replace(reference=jax.ShapeDtypeStruct((rows,), jnp.float32))
@@ -244,20 +247,6 @@ def sampling_arguments(job: Job, inference: Inference, count: int) -> tuple[Any,
 
 def _on_devices(shapes: Any, job: Job) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((job.model.axis.size, *x.shape), x.dtype), shapes)
-
-
-def device_peak(analysis: Any, platform: str) -> int:
-    """Bytes of a device at the peak of a compiled program, from its `memory_analysis()`.
-
-    The TPU compiler's figure is that of the fuller memory, the device's or the host's. Other compilers leave
-    temporaries out of theirs. The sum of all arrays is an upper bound for both.
-    """
-    arrays = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-    bound: int = arrays + analysis.temp_size_in_bytes
-    if platform != "tpu":
-        return bound
-    peak: int = analysis.peak_memory_in_bytes
-    return min(peak, bound) if analysis.host_temp_size_in_bytes else peak
 
 
 def _pause_peaks(request: Request, job: Job, devices: list[Any], of_step: Any, step_peak: int) -> dict[str, int | None]:
@@ -312,7 +301,10 @@ def _traffic(sent: list[Collective] | None, devices: list[Any]) -> Row:
 
 def _operations(request: Request, job: Job, arguments: Any, sent: list[Collective], devices: list[Any]) -> Row:
     """Operations of a step, and a lower bound on its time from published peaks."""
-    flops = flops_by_operands(jax.make_jaxpr(job.programs.step)(*arguments).jaxpr)
+    flops: Counter[Any] = Counter()
+    for jaxpr, times in traced(job.programs.step, arguments):
+        for operands, count in flops_by_operands(jaxpr).items():
+            flops[operands] += times * count
     frozen = job.model.tuning is not None
     of_group = model_flops(request.size, request.rows, request.config.data.max_context, frozen=frozen)
     speed = SPEEDS.get(devices[0].device_kind)

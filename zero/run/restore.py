@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any, TypedDict
 
@@ -13,13 +13,10 @@ from zero.corpus.reading.loader import Cursor
 from zero.errors import UserError
 from zero.exchange.checkpoint_weights import UNSEEN_IN_CHECKPOINTS, check_unseen, saved_step
 from zero.models.config import GPTConfig
-from zero.partition.checksums import checksums
-from zero.partition.collectives.axis import Axis
-from zero.partition.global_arrays import from_global
-from zero.partition.layout import Layout
 from zero.partition.pmapped import pmap
 from zero.training.optimizer import convert_state
 from zero.training.parts import TrainState
+from zero.training.state_storage import OnDevices
 
 log = logging.getLogger(__name__)
 
@@ -56,19 +53,22 @@ class TrainingPosition:
 
 
 def restore(
-    source: Checkpoints, step: int | None, size: GPTConfig, layout: Layout, axis: Axis, is_own: bool, **adam: float
+    source: Checkpoints, step: int | None, size: GPTConfig, storage: OnDevices, is_own: bool, **adam: float
 ) -> tuple[TrainingPosition, TrainState]:
     """Restores the checkpoint of `step`, or the newest readable one; damaged ones of this run are set aside.
 
     Args:
       source: the checkpoints of this run, or of the one that it forks from.
       size: of the model, whose entry in conf/model_config.yaml may have changed.
+      storage: where the state lies between steps.
       adam: decay rates and epsilon that differ from AdamW's defaults; moments in 8 bits depend on them.
       is_own: whether the checkpoints are this run's; those of another run stay unchanged.
 
     Raises:
-      UserError: there is no such checkpoint, none that can be read, or it is of another model.
+      UserError: there is no such checkpoint, none that can be read, or it is of another model; or it holds other dtypes
+        and a part of the state lies in the host's memory.
     """
+    layout = storage.layout
     newest = source.choose(step)
     damaged = []
     for candidate in [newest] if step is not None else source.steps()[::-1]:
@@ -79,11 +79,13 @@ def restore(
             position = _position(origin, meta)
             trained = asdict(checkpoint.size())
             saved = source.as_saved(candidate, layout)
-            whole = source.restore(candidate, saved, axis)
+            held = replace(storage, layout=saved)
+            held.check_conversion(layout, origin)
+            whole = source.restore(candidate, saved, storage.axis, targets=held.targets())
             also = ("parametrization", "mup_base_width", "update_tokens", *UNSEEN_IN_CHECKPOINTS)
             check_unseen(origin, trained, size, also=also)
-            state = from_global(whole, saved, axis, donate=True)
-            sums = checksums(state, saved, axis)
+            state = held.from_global(whole)
+            sums, _ = held.examine(state)
             bad = [name for name, saved in meta["checksums"].items() if sums[name] != saved]
             if bad:
                 del state  # before the next one takes its place
@@ -107,7 +109,7 @@ def restore(
                 if old.dtype != new.dtype
             }
             log.info("the state is held in other dtypes from here on: %s", ", ".join(sorted(changes)))
-            state = pmap(partial(convert_state, layout=layout, **adam), axis.name, donate_argnums=0)(state)
+            state = pmap(partial(convert_state, layout=layout, **adam), storage.axis.name, donate_argnums=0)(state)
         return position, state
     raise UserError(f"{source.directory}: none of its checkpoints can be read; see the lines above")
 

@@ -64,22 +64,20 @@ def resume_state(
 ) -> tuple[TrainingPosition, TrainState]:
     """The training position and state of an emergency checkpoint if it is the newest, else of a durable one."""
     step = config.data.resume_step
-    layout = job.layout
-    axis = job.model.axis
     hyperparameters = config.optimizer.hyperparameters()
     adam = {key: hyperparameters[key] for key in ("b1", "b2", "eps") if key in hyperparameters}
     if is_fork:
         parent = _origin(config, run_directory, checkpoints.directory)
         check_unused(run_directory, checkpoints)
         with Checkpoints(parent, keep=None) as origin:
-            return restore(origin, step, job.model.config, layout, axis, is_own=False, **adam)
+            return restore(origin, step, job.model.config, job.storage, is_own=False, **adam)
     durable = checkpoints.steps()
     if emergency is not None and step is None and durable:
         restored = emergency.restore(last_lineages(run_directory), after=durable[-1])
         if restored is not None:
             position, state = restored
             return TrainingPosition(**position), state
-    return restore(checkpoints, step, job.model.config, layout, axis, is_own=True, **adam)
+    return restore(checkpoints, step, job.model.config, job.storage, is_own=True, **adam)
 
 
 def is_durable(emergency: EmergencyCheckpoints | None) -> bool:

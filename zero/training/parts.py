@@ -72,6 +72,7 @@ class StepOptions:
       skip_spikes: skip updates whose loss or gradient norm exceeds its running mean by this many running standard
         deviations; None: never.
       fused_update: update each layer inside the backward pass.
+      streams_state: with `fused_update`, the optimizer's state of layers lies in the host's memory between its updates.
       ema_decay: decay per update of a moving average of the parameters; None: no average.
       objective: what a step minimises.
       parts: updates for each batch of rows, of which each takes the next part of every row. Gated units remember the
@@ -86,6 +87,7 @@ class StepOptions:
     skip_bad_steps: bool = True
     skip_spikes: float | None = None
     fused_update: bool = False
+    streams_state: bool = False
     ema_decay: float | None = None
     objective: Objective = LIKELIHOOD
     parts: int = 1

@@ -25,6 +25,7 @@ from zero.training.row_places import RowPlaces
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.statistics import statistics
 from zero.training.step import make_step, new_state
+from zero.training.streamed_update import streamed_start, streamed_step
 from zero.training.verification import verify
 
 
@@ -68,18 +69,29 @@ def make_programs(
     Raises:
       ValueError: options that cannot be combined.
     """
-    step = make_step(model, tx, options)
-
-    def start(weights: PyTree) -> TrainState:
-        return new_state(weights, on_shards(tx, model.layout, model.axis), model, options)
-
     pmap = partial(pmapped.pmap, axis_name=model.axis.name, devices=devices)
+    if options.streams_state:
+        step: Any = streamed_step(model, tx, options, devices)
+        start: Any = streamed_start(model, tx, options, devices)
+        init = pmap(lambda seed: model.init(jax.random.key(seed)))
+
+        def fresh(seed: np.ndarray) -> TrainState:
+            return start(init(seed))
+
+    else:
+
+        def new(weights: PyTree) -> TrainState:
+            return new_state(weights, on_shards(tx, model.layout, model.axis), model, options)
+
+        step = pmap(make_step(model, tx, options), donate_argnums=0, out_axes=(0, None))
+        start = pmap(new, donate_argnums=0)
+        fresh = pmap(lambda seed: new(model.init(jax.random.key(seed))))
     scoring: Any = {"model": dataclasses.replace(model, drops=False), "micro_batches": options.micro_batches}
     return Programs(
         init=pmap(lambda key_data: model.init(jax.random.wrap_key_data(key_data))),
-        start=pmap(start, donate_argnums=0),
-        fresh=pmap(lambda seed: start(model.init(jax.random.key(seed)))),
-        step=pmap(step, donate_argnums=0, out_axes=(0, None)),
+        start=start,
+        fresh=fresh,
+        step=step,
         evaluate=pmap(partial(evaluate_step, objective=options.objective, **scoring), out_axes=None),
         verify=pmap(partial(verify, model=model, micro_batches=options.micro_batches), out_axes=None),
         hold=pmap(partial(jax.tree.map, jnp.copy)),

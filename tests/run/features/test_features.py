@@ -15,6 +15,7 @@ from zero import make_layout
 from zero.config.declared import Keys
 from zero.corpus.reading.loader import HostBatch
 from zero.errors import UserError
+from zero.partition.collectives.axis import Axis
 from zero.run.feature import Moment, Stopped
 from zero.run.features import harness, report
 from zero.run.features.examination import checked_sums
@@ -30,6 +31,7 @@ from zero.run.features.track import Track
 from zero.run.features.validate import Validate
 from zero.tracking.metrics_file import read_metrics
 from zero.training.batch import Batch
+from zero.training.state_storage import OnDevices
 
 
 def at(step: int, *asked: str, is_evaluation: bool = False, is_last: bool = False) -> Moment:
@@ -186,7 +188,8 @@ def test_no_checkpoint_of_nan(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     run.directory.emergency = SimpleNamespace(save=lambda *_: pytest.fail("saved"))
     run.directory.checkpoints.save = lambda *_, **__: pytest.fail("saved")
-    run.job.layout = make_layout({"w": jax.ShapeDtypeStruct((8,), np.float32)}, 8)
+    layout = make_layout({"w": jax.ShapeDtypeStruct((8,), np.float32)}, 8)
+    run.job.storage = OnDevices(layout, Axis("zero", (1, 8)))
     run.state = {"w": jax.pmap(lambda x: x, "zero")(np.asarray([[np.nan], *7 * [[1]]], np.float32))}
     with pytest.raises(UserError, match=r"step 3: w not finite; this state is not saved"):
         Protect(Protect.Config(emergency_steps=3), run).do(run, at(3), {})

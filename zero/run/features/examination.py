@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from zero.errors import Unavailable, UserError
-from zero.partition.checksums import examine
 from zero.run.run import Run
 
 
@@ -18,7 +17,7 @@ def checked_sums(run: Run, validation_loss: float | None = None) -> dict[str, in
     """
     step = run.position.step
     try:
-        sums, not_finite = examine(run.state, run.job.layout, run.axis)
+        sums, not_finite = run.job.storage.examine(run.state)
     except ValueError as error:
         raise Unavailable(
             f"step {step}: {error}; a device, its memory or a link is faulty, or a program is not "

@@ -9,7 +9,6 @@ from zero.config.constraints import at_least, positive
 from zero.config.declared import Keys
 from zero.config.keys import key, shared
 from zero.hosts import agreement
-from zero.partition.global_arrays import from_global, to_global
 from zero.run.feature import Feature, Moment
 from zero.run.features.examination import checked_sums
 from zero.run.run import Line, Run
@@ -89,9 +88,9 @@ class Save(Feature):
             "config": run.config,
             "size": asdict(run.job.model.config),
         }
-        layout = run.job.layout
-        whole = to_global(run.state, layout, run.axis, donate=True)
-        self._checkpoints.save(now.step, whole, layout, meta, validation_loss=validation_loss)
-        run.state = from_global(whole, layout, run.axis, donate=True)
+        storage = run.job.storage
+        whole = storage.to_global(run.state)
+        self._checkpoints.save(now.step, whole, storage.layout, meta, validation_loss=validation_loss)
+        run.state = storage.from_global(whole, run.state)
         self._begun_at = time.monotonic()
         run.requests.answer(self.name)

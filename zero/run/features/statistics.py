@@ -59,7 +59,8 @@ class Statistics(Feature):
     def after_step(self, run: Run, step: int, batch: Batch) -> None:
         """Computes the statistics of this step from its result and its sequences, and waits."""
         if self._is_measured(step):
-            arguments = (self._weights_before, run.state, batch, run.frozen)
+            state = run.state._replace(opt_state=())  # of which nothing is read
+            arguments = (self._weights_before, state, batch, run.frozen)
             self._values = named(jax.device_get(run.job.programs.statistics(*arguments)))
             self._weights_before = None
 

@@ -1,0 +1,84 @@
+"""A run whose optimizer's state of layers lies in the host's memory: saved, killed, resumed, and changed on the way."""
+
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.helpers import cli, kills
+from tests.helpers.checkpoints import leaves
+from zero.tracking.metrics_file import read_resumes
+
+JOB = (*cli.TINY, "training.gradient_accumulation_steps=1", "zero.fused_update=true", "zero.remat=full")
+STREAMED = (*JOB, "zero.offload=optimizer")
+AT_THE_LAST = kills.Rule("os.rename", "/checkpoints/12$", "kill before")
+
+
+@pytest.fixture(scope="module")
+def streamed(lasting: cli.Lasting) -> Path:
+    return lasting.train("streamed", *STREAMED)
+
+
+def from_step_6(lasting: cli.Lasting, run: Path, name: str, *keys: str) -> Path:
+    """A copy of the run that has lost its last checkpoint, resumed."""
+    copy = lasting.workplace / name
+    shutil.copytree(run, copy)
+    shutil.rmtree(copy / "checkpoints/12")
+    lasting.train(name, "--resume", *keys)
+    assert read_resumes(copy / "metrics.jsonl") == [6]
+    return copy
+
+
+def test_killed_and_resumed(forks: cli.Forks, streamed: Path) -> None:
+    """A killed run continues bit for bit, metrics and state."""
+    run = forks.workplace / "killed"
+    with cli.customized(kills.at(AT_THE_LAST)):
+        assert forks.run(*STREAMED, "hydra.run.dir=killed").returncode == -signal.SIGKILL
+    forks.check("--resume", "hydra.run.dir=killed")
+    assert read_resumes(run / "metrics.jsonl") == [6]
+    assert cli.metrics(run) == cli.metrics(streamed)
+    expected = leaves(streamed, 12)
+    assert len(expected) > 40
+    for name, x in leaves(run, 12).items():
+        np.testing.assert_array_equal(x, expected[name], err_msg=name)
+
+
+@pytest.mark.slow
+def test_inputs_go_to_the_host_as_well(lasting: cli.Lasting, streamed: Path) -> None:
+    run = from_step_6(lasting, streamed, "both", "zero.offload=both")
+    assert cli.metrics(run) == cli.metrics(streamed)
+
+
+@pytest.mark.parametrize("first", [pytest.param("on the devices", marks=pytest.mark.slow), "on the host"])
+def test_continued_in_the_other_place(first: str, lasting: cli.Lasting, streamed: Path) -> None:
+    """A checkpoint is the same for both: the moments of step 6 are those of the other run, and training goes on."""
+    if first == "on the host":
+        whole = streamed
+        run = from_step_6(lasting, streamed, "then-on-devices", "zero.offload=none")
+    else:
+        whole = lasting.train("on-devices", *JOB)
+        run = from_step_6(lasting, whole, "then-on-host", "zero.offload=optimizer")
+    np.testing.assert_allclose(cli.losses(run), cli.losses(whole), rtol=2e-6)
+    expected = leaves(whole, 12, "opt_state/")
+    for name, x in leaves(run, 12, "opt_state/").items():
+        assert np.linalg.norm(x - expected[name]) <= 1e-3 * np.linalg.norm(expected[name]), name
+
+
+def test_other_dtypes_are_refused(lasting: cli.Lasting, streamed: Path) -> None:
+    """They are converted on the devices, where the whole state need not fit."""
+    copy = lasting.workplace / "narrow"
+    shutil.copytree(streamed, copy)
+    shutil.rmtree(copy / "checkpoints/12")
+    done = lasting.run("--resume", "hydra.run.dir=narrow", "optimizer.state_dtype=int8")
+    assert done.returncode == 2
+    assert "holds the state in other dtypes, which are converted on the devices: resume once without" in done.stderr
+
+
+@pytest.mark.slow
+def test_statistics_and_averages(lasting: cli.Lasting) -> None:
+    """Features that take the state take what lies on the devices."""
+    run = lasting.train("statistics", *STREAMED, "statistics.every=6", "training.ema=0.9", "training.total_steps=6")
+    (line,) = [line for line in cli.metrics(run) if line["step"] == 6 and "train/loss" in line]
+    assert any(name.startswith("gradient_rms/blocks") or "blocks" in name for name in line)

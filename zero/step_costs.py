@@ -1,0 +1,148 @@
+"""The costs of a compiled training step, which is one program or several: bytes, traffic and predicted time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from zero.cycles.between_slices import bytes_between_slices
+from zero.cycles.hlo import Collective, collectives
+from zero.cycles.predict import Part, Prediction, predict
+from zero.hosts.speeds import SPEEDS
+from zero.partition.host_blocks import IN_FLIGHT
+from zero.training.state_storage import OnDevices
+from zero.training.streamed_update import StreamedStep
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Of one device.
+
+    Attributes:
+      peak: bytes of the device; of a step of several programs an upper bound.
+      host_bytes: in the host's memory, of state and activations.
+      sent: the collectives of a step.
+      sent_between: bytes to other slices; None if there are none.
+      predicted: None where the compiler has written no cycles.
+    """
+
+    peak: int
+    host_bytes: int
+    sent: list[Collective]
+    sent_between: float | None
+    predicted: Prediction | None
+
+
+def costs_of(step: Any, storage: OnDevices, held: int, devices: Sequence[Any]) -> StepCosts:
+    """The costs of a compiled step.
+
+    Args:
+      step: what `Programs.step.lower(...).compile()` gives.
+      storage: where the state lies between steps.
+      held: bytes of a device between steps.
+      devices: on which the step runs.
+    """
+    platform = devices[0].platform
+    if not isinstance(step, StreamedStep):
+        text = step.as_text()
+        memory = step.memory_analysis()
+        peak = device_peak(memory, platform)
+        predicted = predict(text, devices)
+        return StepCosts(peak, memory.host_temp_size_in_bytes, collectives(text), bytes_between_slices(text), predicted)
+    sent: list[Collective] = []
+    between: list[float] = []
+    for program, times in step.calls():
+        text = program.as_text()
+        sent += times * collectives(text)
+        crossing = bytes_between_slices(text)
+        if crossing is not None:
+            between.append(times * crossing)
+    on_host = storage.host_bytes + (_kept_bytes(step) if step.keeps_on_host else 0)
+    peak = _streamed_peak(step, storage, held, platform)
+    return StepCosts(peak, on_host, sent, sum(between) if between else None, predicted_time(step, storage, devices))
+
+
+def predicted_time(step: Any, storage: OnDevices, devices: Sequence[Any]) -> Prediction | None:
+    """The predicted time of a compiled step; None where the compiler has written no cycles.
+
+    Of several programs it is the sum of theirs, and what is longer: a span, or the way of another one's state, and of
+    its input if that lies on the host, between device and host in either direction.
+    """
+    if not isinstance(step, StreamedStep):
+        return predict(step.as_text(), devices)
+    spans = len(step.firsts)
+    parts: Counter[Part] = Counter()
+    seconds = exposed_seconds = exposed_bytes = waits = 0.0
+    moved = {step.programs.forward: 0.0, step.programs.backward: storage.host_bytes / spans}
+    if step.keeps_on_host:
+        moved = {program: size + _kept_bytes(step) / spans for program, size in moved.items()}
+    speed = SPEEDS[devices[0].device_kind]
+    link = speed.host / speed.devices  # bytes per second of a device
+    for program, times in step.calls():
+        one = predict(program.as_text(), devices)
+        if one is None:
+            return None
+        waits += times * max(0.0, moved.get(program, 0.0) / link - one.seconds)
+        seconds += times * one.seconds
+        exposed_seconds += times * one.exposed_seconds
+        exposed_bytes += times * one.exposed_bytes
+        for part, spent in one.by_part.items():
+            parts[part] += times * spent  # type: ignore[assignment]
+    parts[Part("waiting for the host", "update")] += waits  # type: ignore[assignment]
+    each_way = spans * moved[step.programs.backward]
+    return Prediction(
+        seconds + waits,
+        dict(parts),
+        exposed_seconds,
+        exposed_bytes,
+        host_link_bytes=2 * each_way,
+        host_link_seconds=each_way / link,
+        host_exposed_seconds=waits,
+    )
+
+
+def device_peak(analysis: Any, platform: str) -> int:
+    """Bytes of a device at the peak of a compiled program, from its `memory_analysis()`.
+
+    The TPU compiler's figure is that of the fuller memory, the device's or the host's. Other compilers leave
+    temporaries out of theirs. The sum of all arrays is an upper bound for both.
+    """
+    arrays = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    bound: int = arrays + analysis.temp_size_in_bytes
+    if platform != "tpu":
+        return bound
+    peak: int = analysis.peak_memory_in_bytes
+    return min(peak, bound) if analysis.host_temp_size_in_bytes else peak
+
+
+def _kept_bytes(step: StreamedStep) -> int:
+    """Bytes of a device's inputs of all spans."""
+    size: int = step.programs.embed.memory_analysis().output_size_in_bytes
+    return len(step.firsts) * size
+
+
+def _streamed_peak(step: StreamedStep, storage: OnDevices, held: int, platform: str) -> int:
+    """As if all that lives at some time between two programs lived beside each of them."""
+    spans = len(step.firsts)
+    kept = _kept_bytes(step)
+    if step.keeps_on_host:
+        kept = kept * min(spans, 1 + IN_FLIGHT) // spans
+    alive = held + kept + storage.moving_bytes + step.programs.score.memory_analysis().output_size_in_bytes
+    peaks = []
+    for program, _ in step.calls():
+        memory = program.memory_analysis()
+        peaks.append(alive - memory.argument_size_in_bytes + device_peak(memory, platform))
+    return max(peaks)
+
+
+def traced(step: Any, arguments: Any) -> list[tuple[Any, int]]:
+    """The jaxprs of a step with these arguments, or shapes of them, and how often each runs."""
+    if isinstance(step, StreamedStep):
+        return [
+            (jax.make_jaxpr(call.program)(*call.arguments).jaxpr, call.times) for call in step.called_with(*arguments)
+        ]
+    return [(jax.make_jaxpr(step)(*arguments).jaxpr, 1)]
