@@ -80,7 +80,9 @@ def predicted_time(step: Any, storage: OnDevices, devices: Sequence[Any]) -> Pre
     moved = {step.programs.forward: 0.0, step.programs.backward: storage.host_bytes / spans}
     if step.keeps_on_host:
         moved = {program: size + _kept_bytes(step) / spans for program, size in moved.items()}
-    speed = SPEEDS[devices[0].device_kind]
+    speed = SPEEDS.get(devices[0].device_kind)
+    if speed is None:
+        return None
     link = speed.host / speed.devices  # bytes per second of a device
     for program, times in step.calls():
         one = predict(program.as_text(), devices)
@@ -131,7 +133,9 @@ def _streamed_peak(step: StreamedStep, storage: OnDevices, held: int, platform: 
     kept = _kept_bytes(step)
     if step.keeps_on_host:
         kept = kept * min(spans, 1 + IN_FLIGHT) // spans
+    embed = step.programs.embed.memory_analysis()
     alive = held + kept + storage.moving_bytes + step.programs.score.memory_analysis().output_size_in_bytes
+    alive += embed.output_size_in_bytes + embed.argument_size_in_bytes  # the last layer's output, and the rows
     peaks = []
     for program, _ in step.calls():
         memory = program.memory_analysis()

@@ -216,7 +216,7 @@ def test_every_size_can_be_trained(size: str) -> None:
         ),
         (
             "zero.offload=both; zero.fused_update=true; zero.emergency_steps=5",
-            ["zero.emergency_steps=5: expected null, as zero.offload=both fills the memory that they need"],
+            ["zero.emergency_steps=5: expected null, as zero.offload=both fills the memory of their files"],
         ),
         ("zero.product_dtype=int4", ["zero.product_dtype=int4", "auto, bfloat16, int8, int8_all, float8"]),
         (

@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # orbax is imported where it is used: a fresh start of one pr
 PACKAGES = ("zero-pmap", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 FORMAT = 3  # of checkpoints; the numbers below it were never released
 META_CHECKSUM = "meta_checksum"
+COPIED_GB = 8  # of a state that fills the host's memory, at a time
 _Result = TypeVar("_Result")
 log = logging.getLogger(__name__)
 
@@ -60,11 +61,14 @@ class Checkpoints:
       directory: a local path or `gs://bucket/path`; made at the first save.
       keep: how many of the newest to keep, besides the one with the lowest validation loss, or a `Retention`; None only
         reads, also while another process writes there.
+      from_host: whether what is saved fills the host's memory. Then no more than a few GB are copied before they are
+        written, so the caller has to `wait` before the state changes.
     """
 
-    def __init__(self, directory: Path | str, keep: int | Retention | None) -> None:
+    def __init__(self, directory: Path | str, keep: int | Retention | None, *, from_host: bool = False) -> None:
         self.directory = str(directory) if str(directory).startswith("gs://") else Path(directory).absolute()
         self._keep = Retention(keep) if isinstance(keep, int) else keep
+        self._from_host = from_host
         self._saved: dict[int, Saved] | None = None
         self._pending: _PendingSave | None = None
         self._is_stale = False  # after a failed save orbax's list of steps may lack some that still exist
@@ -91,7 +95,14 @@ class Checkpoints:
     def _arrays(self) -> ocp.PyTreeCheckpointHandler:
         import orbax.checkpoint as ocp
 
-        return ocp.PyTreeCheckpointHandler(use_compression=False)
+        if not self._from_host:
+            return ocp.PyTreeCheckpointHandler(use_compression=False)
+        # Copies of the state would else each write a part of an array, which a device would cut.
+        whole = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
+        registry = ocp.type_handlers.create_type_handler_registry((jax.Array, whole))
+        return ocp.PyTreeCheckpointHandler(
+            use_compression=False, type_handler_registry=registry, save_device_host_concurrent_gb=COPIED_GB
+        )
 
     @cached_property
     def _manager(self) -> ocp.CheckpointManager:

@@ -223,7 +223,7 @@ def zero_rules(config: Config, size: GPTConfig) -> Mistakes:
         if not zero.fused_update:
             yield "zero.fused_update", f"true, as zero.offload={zero.offload} moves the state of one layer at a time"
         if zero.emergency_steps is not None:
-            yield "zero.emergency_steps", f"null, as zero.offload={zero.offload} fills the memory that they need"
+            yield "zero.emergency_steps", f"null, as zero.offload={zero.offload} fills the memory of their files"
     for key in ("replicas", "expert_shards"):
         if zero.phases == "torus" and (getattr(zero, key) or 1) > 1:
             yield "zero.phases", f"auto or flat, as zero.{key}={getattr(zero, key)}"

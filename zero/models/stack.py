@@ -138,7 +138,7 @@ REMAT: Mapping[str, Callable[[int], Policy]] = MappingProxyType(
         "none": lambda layers: Unrolled(),
     }
 )
-OFFLOAD = ("none", "activations")  # what lies in the host's memory: all that the policy stores
+OFFLOAD = ("none", "activations")  # where all that the policy stores lies: on the device, or in the host's memory
 
 
 def policy_of(remat: str, layers: int, offload: str = "none") -> Policy:

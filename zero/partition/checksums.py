@@ -176,7 +176,12 @@ def examine(
 
     With `first` the leaves are parts of longer stacks, whose layer `first` they begin with. The checksums of a stack's
     parts add up to that of the stack, modulo 2^32.
+
+    Raises:
+      ValueError: as `checksums`; or a leaf that is part of a stack is split along its layers.
     """
+    if first is not None and any(split.dim == 0 for leaf in layout.leaves for split in leaf.splits):
+        raise ValueError("parts of stacks are not split along their layers")
     on, ordered = axis_and_devices(layout, axis, devices)
     layout.map(lambda leaf, x: local_shards(leaf, x, ordered), tree)
     names = names_of([leaf.path for leaf in layout.leaves])

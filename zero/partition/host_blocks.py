@@ -46,14 +46,13 @@ class HostQueue:
     """
 
     def __init__(self) -> None:
-        self._moving: list[PyTree] = []
+        self._last: PyTree = None
 
     def put(self, block: PyTree) -> PyTree:
-        """The block in the host's memory; waits for the one before the last one."""
+        """The block in the host's memory; waits until the block of the call before is there."""
         moved = to_host(block)
-        self._moving.append(moved)
-        if len(self._moving) > IN_FLIGHT:
-            jax.block_until_ready(self._moving.pop(0))
+        jax.block_until_ready(self._last)
+        self._last = moved
         return moved
 
 

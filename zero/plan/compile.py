@@ -274,9 +274,10 @@ def _pause_peaks(request: Request, job: Job, devices: list[Any], of_step: Any, s
         arguments = sampling_arguments(job, inference, sample_tokens)
         peaks["sampling"] = peak(inference.extend, *arguments, taken=of_weights)
     if value_of(request.config, "statistics.every") is not None:
-        before = job.model.weights(job.layout.shard_shapes().params, job.layout.shard_shapes().averages)
-        arguments = (_on_devices(before, job), *of_step)
-        after = peak(job.programs.statistics, *arguments, taken=held)
+        state = job.storage.shapes()._replace(opt_state=())  # of which nothing is read
+        before = job.model.weights(state.params, state.averages)
+        arguments = (_on_devices(before, job), _on_devices(state, job), *of_step[1:])
+        after = peak(job.programs.statistics, *arguments, taken=held - job.storage.device_bytes + _bytes(state))
         peaks["statistics"] = max(step_peak + _bytes(before), after)
     return peaks
 
@@ -315,6 +316,8 @@ def _operations(request: Request, job: Job, arguments: Any, sent: list[Collectiv
         touched = 2 * job.held  # read and written once
         products = sum(count / speed.products(operands) for operands, count in flops.items())
         bound = max(products + alone / speed.network, touched / speed.memory, total / speed.network)
+        if not isinstance(devices[0], formula.Gpu):
+            bound = max(bound, job.storage.host_bytes / (speed.host / speed.devices))
     return {"flops": flops.total(), "model_flops": of_group // job.model.axis.row_group, "seconds_lower_bound": bound}
 
 

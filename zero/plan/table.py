@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import shlex
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -220,10 +221,19 @@ def _placements(row: Row) -> str:
     return ", ".join(f"{name} {seconds:.3f}" for name, seconds in row.get("placements", {}).items()) or "-"
 
 
+_ON_THE_HOST: Mapping[str, list[str]] = MappingProxyType(
+    {
+        "none": [],
+        "activations": ["on the host"],
+        "optimizer": ["moments on the host"],
+        "both": ["on the host", "moments on the host"],
+    }
+)
+
+
 def _remat(row: Row) -> str:
     parts = [row["remat"]]
-    if row.get("offload", "none") != "none":
-        parts.append("on the host")
+    parts += _ON_THE_HOST[row.get("offload", "none")]
     if row["fused_update"]:
         parts.append("fused")
     return ", ".join(parts)

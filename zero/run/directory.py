@@ -93,7 +93,7 @@ def open_directory(config: Config, size: GPTConfig, job: Job, path: Path, is_for
             emergency = EmergencyCheckpoints(directory, place, durable_steps, asdict(size), job.layout, job.model.axis)
             stack.enter_context(emergency)
         retention = Retention(data.keep_checkpoints, data.keep_every, data.keep_every_hours)
-        checkpoints = stack.enter_context(Checkpoints(place, retention))
+        checkpoints = stack.enter_context(Checkpoints(place, retention, from_host=job.storage.host_bytes > 0))
         if config.resume is None:
             check_unused(path, checkpoints)
         yield RunDirectory(path, is_fork, checkpoints, emergency)

@@ -32,6 +32,6 @@ def named_out_of_memory(program: str, held: int) -> Iterator[None]:
         raise UserError(
             f"out of memory: {program} does not fit in the {device_memory() / GIB:.2f} GiB of a device, of which the "
             f"state takes {held / GIB:.2f} ({first_line(error)}). Less is needed with zero.remat=nested, with "
-            "zero.offload=activations or optimizer, with more training.gradient_accumulation_steps, with +memory=4-bytes, or on "
-            "more devices; mode=plan plan.topology=local compares them"
+            "zero.offload=activations, with more training.gradient_accumulation_steps, with +memory=4-bytes or "
+            "+memory=host, or on more devices; mode=plan plan.topology=local compares them"
         ) from error

@@ -30,14 +30,14 @@ from zero.training.verification import verify
 
 
 class Programs(NamedTuple):
-    """Pmapped functions, to call or to `.lower` and compile.
+    """Pmapped functions, to call or to `.lower` and compile; `start`, `fresh` and `step` may call several of them.
 
     Every argument and result has a leading dimension of local devices, unless it is called shared.
 
     Attributes:
       init: `(key data)`, one row per device, all alike, to weights: parameter shards, and the model's collections.
       start: weights, donated, to a new `TrainState`.
-      fresh: seeds, one per device, all alike, to the new `TrainState` of `init` and `start`, in one program.
+      fresh: seeds, one per device, all alike, to the new `TrainState` of `init` and `start`.
       step: `(TrainState, Batch)`, the state donated, to the next state and shared metrics.
       evaluate: `(weights, tokens)`, and the reference's log-probabilities if the objective has one, to shared sums: of
         the objective's terms, their number, and of its metrics. Of the likelihood: losses, and tokens scored.

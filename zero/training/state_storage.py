@@ -63,8 +63,8 @@ class OnDevices:
         """Whole arrays, which share the memory of the state; `from_global` gives it back."""
         return to_global(state, self.layout, self.axis, donate=True)
 
-    def from_global(self, whole: PyTree, lent: TrainState | None = None) -> TrainState:
-        """The state of whole arrays, which are donated; `lent` is that of which `to_global` has made them."""
+    def from_global(self, whole: PyTree) -> TrainState:
+        """The state of whole arrays, which are donated."""
         state: TrainState = from_global(whole, self.layout, self.axis, donate=True)
         return state
 
@@ -77,7 +77,8 @@ class OnDevices:
 class LayersOnHost(OnDevices):
     """The optimizer's state of layers lies in the host's memory, in blocks of so many layers (`StreamedState`).
 
-    A checkpoint holds whole stacks, as it does otherwise. They are put together and cut on the host.
+    A checkpoint holds whole stacks, as it does otherwise. They are put together and cut on the host, one after the
+    other, so that it holds one of them twice and no more.
 
     Attributes:
       size: layers of a block.
@@ -144,20 +145,16 @@ class LayersOnHost(OnDevices):
             )
 
     def to_global(self, state: TrainState) -> PyTree:
-        """Whole arrays: those of the devices share the memory of the state, those of the host are copies."""
         streamed: Any = state.opt_state
         rest: TrainState = to_global(state._replace(opt_state=streamed.rest), self._rest, self.axis, donate=True)
         shapes = self._stacks.leaves_of(global_shapes(self._stacks, self.axis))
         blocks = [self._stacks.leaves_of(block) for block in streamed.blocks]
-        stacks = [_joined(shape, parts) for shape, *parts in zip(shapes, *blocks, strict=True)]
+        stacks = [_joined(shape, of_leaf) for shape, *of_leaf in zip(shapes, *blocks, strict=True)]
         return rest._replace(opt_state=with_layers(rest.opt_state, self._stacks.treedef.unflatten(stacks)))
 
-    def from_global(self, whole: PyTree, lent: TrainState | None = None) -> TrainState:
+    def from_global(self, whole: PyTree) -> TrainState:
         state: TrainState = whole._replace(opt_state=rest_of(whole.opt_state))
         state = from_global(state, self._rest, self.axis, donate=True)
-        if lent is not None:
-            streamed: Any = lent.opt_state
-            return state._replace(opt_state=StreamedState(state.opt_state, streamed.blocks))
         stacks = self._stacks.leaves_of(layers_of(whole.opt_state))
         cut = [self._cut(x) for x in stacks]
         blocks = tuple(self._stacks.treedef.unflatten(leaves) for leaves in zip(*cut, strict=True))
@@ -192,14 +189,18 @@ class LayersOnHost(OnDevices):
 
 
 def _joined(shape: jax.ShapeDtypeStruct, blocks: list[jax.Array]) -> jax.Array:
-    """The whole array of this shape and place, in the host's memory, from its blocks."""
+    """The whole array of this shape and place, in the host's memory, from its blocks, which are deleted."""
     parts: dict[jax.Device, list[np.ndarray]] = {}
     for block in blocks:
         for shard in block.addressable_shards:
             parts.setdefault(shard.device, []).append(np.asarray(shard.data)[0])
     joined = [_on_host(np.concatenate(of_device), device) for device, of_device in parts.items()]
     sharding = shape.sharding.with_memory_kind(HOST)
-    return jax.make_array_from_single_device_arrays(shape.shape, sharding, joined)
+    whole = jax.make_array_from_single_device_arrays(shape.shape, sharding, joined)
+    jax.block_until_ready(whole)
+    for block in blocks:
+        block.delete()
+    return whole
 
 
 def _on_host(x: np.ndarray, device: jax.Device) -> jax.Array:
