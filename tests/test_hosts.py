@@ -4,6 +4,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import socket
 import time
 from pathlib import Path
@@ -15,7 +16,7 @@ from tests.helpers import cli, hosts
 from tests.helpers.shards import npy, write_tar
 from zero.corpus.reading.index_files import read_index
 from zero.run_directory import saved_config, saved_steps
-from zero.tracking.metrics_file import read_metrics
+from zero.tracking.metrics_file import read_metrics, read_resumes
 
 # Two hosts of two devices each, and a global batch of 16.
 TWO = (
@@ -178,6 +179,25 @@ def test_experts_on_two_hosts(workplace: Path) -> None:
         np.testing.assert_allclose(values, others, rtol=1e-5)
     resumed = cli.run(workplace, "--resume", "hydra.run.dir=experts", "zero.expert_shards=1", "training.total_steps=14")
     assert resumed.returncode == 0, resumed.stderr
+
+
+@pytest.mark.slow
+def test_optimizer_in_the_memory_of_two_hosts(workplace: Path, lasting: cli.Lasting) -> None:
+    """Two hosts whose memory has the optimizer's state train as one process, and are resumed to the bit."""
+    job = ("zero.fused_update=true", "zero.remat=full", "zero.offload=optimizer")
+    done = hosts.finish(start_hosts(workplace, *job, "distributed.cpu_devices=4", "hydra.run.dir=streamed"))
+    assert [one.returncode for one in done] == [0, 0], [one.stderr for one in done]
+    whole = cli.metrics(workplace / "streamed")
+    alone = lasting.train("alone", *cli.TINY, *job, "training.gradient_accumulation_steps=1")
+    for got, expected in zip(whole, cli.metrics(alone), strict=True):
+        assert got == pytest.approx(expected, rel=2e-6)
+
+    shutil.copytree(workplace / "streamed", workplace / "halved")
+    shutil.rmtree(workplace / "halved/checkpoints/12")
+    done = hosts.finish(hosts.start_forked([workplace] * 2, "--resume", "hydra.run.dir=halved"))
+    assert [one.returncode for one in done] == [0, 0], [one.stderr for one in done]
+    assert read_resumes(workplace / "halved" / "metrics.jsonl") == [6]
+    assert cli.metrics(workplace / "halved") == whole
 
 
 def test_failed_save_ends_both_hosts(workplace: Path) -> None:
