@@ -26,14 +26,14 @@ class StepCosts:
       peak: bytes of the device; of a step of several programs an upper bound.
       host_bytes: in the host's memory, of state and activations.
       sent: the collectives of a step.
-      sent_between: bytes to other slices; None if there are none.
+      sent_between: bytes to other slices.
       predicted: None where the compiler has written no cycles.
     """
 
     peak: int
     host_bytes: int
     sent: list[Collective]
-    sent_between: float | None
+    sent_between: float
     predicted: Prediction | None
 
 
@@ -54,16 +54,14 @@ def costs_of(step: Any, storage: OnDevices, held: int, devices: Sequence[Any]) -
         predicted = predict(text, devices)
         return StepCosts(peak, memory.host_temp_size_in_bytes, collectives(text), bytes_between_slices(text), predicted)
     sent: list[Collective] = []
-    between: list[float] = []
+    sent_between = 0.0
     for program, times in step.calls():
         text = program.as_text()
         sent += times * collectives(text)
-        crossing = bytes_between_slices(text)
-        if crossing is not None:
-            between.append(times * crossing)
+        sent_between += times * bytes_between_slices(text)
     on_host = storage.host_bytes + (_kept_bytes(step) if step.keeps_on_host else 0)
     peak = _streamed_peak(step, storage, held, platform)
-    return StepCosts(peak, on_host, sent, sum(between) if between else None, predicted_time(step, storage, devices))
+    return StepCosts(peak, on_host, sent, sent_between, predicted_time(step, storage, devices))
 
 
 def predicted_time(step: Any, storage: OnDevices, devices: Sequence[Any]) -> Prediction | None:
