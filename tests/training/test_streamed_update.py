@@ -23,7 +23,7 @@ from zero.partition.host_blocks import DEVICE, HOST, HostQueue
 from zero.training.optimizer import make_optimizer
 from zero.training.parts import TrainState
 from zero.training.state_storage import LayersOnHost, OnDevices
-from zero.training.streamed_update import StreamedState, with_layers
+from zero.training.streamed_update import StreamedState, layers_of, with_layers
 
 DEEP = dataclasses.replace(CONFIG, N=4, gated=True)
 FUSED: dict[str, Any] = {"config": DEEP, "fused_update": True}
@@ -99,6 +99,17 @@ def test_inputs_on_the_host_change_no_bit() -> None:
     assert_same(joined(moved), bits(joined(state)))
 
 
+@pytest.mark.parametrize(("offload", "queues"), [("none", 1), ("activations", 2)])
+def test_a_step_waits_for_what_leaves(offload: str, queues: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the devices hold all blocks, or inputs, at once; the last one of each kind may still be on its way."""
+    on = setup(8, 3, streams_state=True, offload=offload, **FUSED)
+    state, waited = on.start(), []
+    monkeypatch.setattr(jax, "block_until_ready", waited.append)
+    on.programs.step(state, batch(on, 0))
+    assert len([moved for moved in waited if moved is not None]) == queues * (DEEP.N - 1)
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(waited)} == {HOST}
+
+
 def test_bad_layers_are_skipped() -> None:
     """A part whose gradient is not finite keeps its weights and its state, here all of them."""
     on = setup(8, 3, streams_state=True, **FUSED)
@@ -152,6 +163,7 @@ def test_whole_arrays_and_back() -> None:
     state, _ = advance(on, on.start(), range(1))
     expected = bits(joined(state))
     blocks = jax.tree.leaves(state.opt_state.blocks)
+    sums = by_layer.examine(state)
     whole = by_layer.to_global(state)
     assert all(x.is_deleted() for x in blocks)  # the host holds no stack twice
     assert [x.sharding for x in by_layer.targets()] == [x.sharding for x in jax.tree.leaves(whole)]
@@ -161,9 +173,13 @@ def test_whole_arrays_and_back() -> None:
     ]
     assert_same(plain.from_global(on.layout.treedef.unflatten(on_devices)), expected)
     in_twos = dataclasses.replace(by_layer, size=2)
+    stacks = jax.tree.leaves(layers_of(whole.opt_state))
     restored = in_twos.from_global(whole)
+    assert all(x.is_deleted() for x in stacks)
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(restored.opt_state.blocks)} == {HOST}
     assert jax.tree.map(lambda x: x.shape[1:], restored) == jax.tree.map(lambda x: x.shape, in_twos.shapes())
     assert_same(joined(restored), expected)
+    assert in_twos.examine(restored) == sums
 
 
 def assert_same(state: TrainState, expected: list[np.ndarray]) -> None:
