@@ -13,6 +13,19 @@ from zero.tracking.metrics_file import read_resumes
 
 JOB = (*cli.TINY, "training.gradient_accumulation_steps=1", "zero.fused_update=true", "zero.remat=full")
 STREAMED = (*JOB, "zero.offload=optimizer")
+PLACES = """
+import sys
+import jax
+from zero.checkpoints.manager import Checkpoints
+
+def restored(*arguments, **options):
+    whole = restore(*arguments, **options)
+    places = [x.sharding.memory_kind for x in jax.tree.leaves(whole)]
+    print("restored to the host:", places.count("pinned_host"), file=sys.stderr)
+    return whole
+
+restore, Checkpoints.restore = Checkpoints.restore, restored
+"""
 AT_THE_LAST = kills.Rule("os.rename", "/checkpoints/12$", "kill before")
 
 
@@ -32,15 +45,18 @@ def from_step_6(lasting: cli.Lasting, run: Path, name: str, *keys: str) -> Path:
 
 
 def test_killed_and_resumed(forks: cli.Forks, streamed: Path) -> None:
-    """A killed run continues bit for bit, metrics and state."""
+    """A killed run continues bit for bit, metrics and state, which a restore puts where it lies."""
     run = forks.workplace / "killed"
     with cli.customized(kills.at(AT_THE_LAST)):
         assert forks.run(*STREAMED, "hydra.run.dir=killed").returncode == -signal.SIGKILL
-    forks.check("--resume", "hydra.run.dir=killed")
+    with cli.customized(PLACES):
+        resumed = forks.check("--resume", "hydra.run.dir=killed")
     assert read_resumes(run / "metrics.jsonl") == [6]
     assert cli.metrics(run) == cli.metrics(streamed)
     expected = leaves(streamed, 12)
     assert len(expected) > 40
+    on_host = [name for name in expected if name.startswith("opt_state/") and "/blocks/" in name]
+    assert f"restored to the host: {len(on_host)}\n" in resumed.stderr
     for name, x in leaves(run, 12).items():
         np.testing.assert_array_equal(x, expected[name], err_msg=name)
 
