@@ -96,4 +96,6 @@ def test_the_optimizer_on_the_host_is_planned() -> None:
     assert kept["peak_bytes"] - moved["peak_bytes"] == moved["host_bytes"] - 3 * moved["host_bytes"] // layers
     assert moved["model_flops"] == kept["model_flops"] and moved["fits"]
     assert moved["flops"] == pytest.approx(kept["flops"], rel=0.02)
-    assert moved["collective_bytes"]["all-gather"] == pytest.approx(kept["collective_bytes"]["all-gather"], rel=0.05)
+    # The last program traces a gather of the embedding, of which it uses nothing, so that the compiler leaves it out.
+    gathered, traced = (row["collective_bytes"]["all-gather"] for row in (kept, moved))
+    assert gathered <= traced <= 1.15 * gathered
