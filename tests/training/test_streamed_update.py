@@ -103,7 +103,8 @@ def test_inputs_on_the_host_change_no_bit() -> None:
 def test_a_step_waits_for_what_leaves(offload: str, queues: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the devices hold all blocks, or inputs, at once; the last one of each kind may still be on its way."""
     on = setup(8, 3, streams_state=True, offload=offload, **FUSED)
-    state, waited = on.start(), []
+    state = on.start()
+    waited: list[Any] = []
     monkeypatch.setattr(jax, "block_until_ready", waited.append)
     on.programs.step(state, batch(on, 0))
     assert len([moved for moved in waited if moved is not None]) == queues * (DEEP.N - 1)
