@@ -85,6 +85,11 @@ def test_kernels_of_tpus(topology: str, size: str, context: int, kernel: str | N
         ("TPU v5 lite", (16, 16), False),
         ("TPU v5 lite", (1, 1), True),
         ("TPU v6 lite", (2, 4), False),  # SparseCores run its reduce-scatters
+        ("TPU v6 lite", (4, 8), False),
+        ("TPU v6 lite", (4, 4), True),  # but not those of a square
+        ("TPU v6 lite", (8, 8), True),
+        ("TPU v6 lite", (16, 16), False),
+        ("TPU7x", (4, 4, 4), False),
         ("TPU v9", (2, 2), False),
     ],
 )

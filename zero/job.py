@@ -254,16 +254,21 @@ def placement_seconds(
 def exchanges_gradients(devices: Sequence[Any]) -> bool:
     """Whether devices of a TPU slice scatter gradients by an all-to-all (docs/decisions/hidden-gathers.md).
 
-    XLA runs it beside matrix products, as SparseCores do a reduce-scatter. It must take at most twice as long as the
-    all-reduce that XLA makes of a scatter elsewhere: the links in the middle of the longest dimension carry half of all
-    bytes of an all-to-all, while those of all dimensions share an all-reduce, and the cores of a chip what it sends.
+    XLA runs it beside matrix products, as SparseCores do a reduce-scatter, but not over the chips of a square such as
+    4x4: there the compiler makes an all-reduce of it, which nothing hides. An all-to-all must take at most twice as
+    long as the all-reduce that XLA makes of a scatter elsewhere: the links in the middle of the longest dimension carry
+    half of all bytes of an all-to-all, while those of all dimensions share an all-reduce, and the cores of a chip what
+    it sends.
     """
     speed = SPEEDS.get(devices[0].device_kind)
-    if speed is None or speed.offloads:
+    if speed is None:
         return False
     places = [device.coords for device in devices]
     sizes = [1 + max(dim) for dim in zip(*places, strict=True)]
     spanned = [size for size in sizes if size > 1]
+    is_square = len(spanned) == 2 and len({*spanned}) == 1 and spanned[0] >= 4
+    if speed.offloads and not is_square:
+        return False
     return not spanned or speed.devices * max(spanned) / 4 <= 2 * 2 / len(spanned)
 
 
