@@ -24,6 +24,7 @@ from zero.models.attention.dense import query_block
 from zero.models.attention.kernel import chosen_kernel
 from zero.models.config import STACK, GPTConfig
 from zero.models.parametrization import multipliers_of
+from zero.models.stack import OFFLOADED
 from zero.partition.collectives.axis import Axis
 from zero.partition.global_arrays import pmap_devices
 from zero.partition.layout import Layout
@@ -68,7 +69,7 @@ def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = 
     zero = config.zero
     platform = (devices or jax.devices())[0].platform
     device_kind = (devices or jax.devices())[0].device_kind
-    has_activations = zero.offload in ("activations", "both")
+    has_activations = "activations" in OFFLOADED[zero.offload]
     stores_all = platform == "cpu" and not zero.fused_update and not has_activations
     remat = "none" if stores_all else "full"
     isolates = config.data.isolate_documents
@@ -290,7 +291,7 @@ def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = No
         skip_bad_steps=training.skips_bad_steps,
         skip_spikes=training.skip_spikes,
         fused_update=config.zero.fused_update,
-        streams_state=config.zero.offload in ("optimizer", "both"),
+        streams_state="optimizer" in OFFLOADED[config.zero.offload],
         ema_decay=training.ema,
         objective=objective,
         parts=steps_per_row(config, size),

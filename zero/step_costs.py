@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,21 +47,25 @@ def costs_of(step: Any, storage: OnDevices, held: int, devices: Sequence[Any]) -
       devices: on which the step runs.
     """
     platform = devices[0].platform
-    if not isinstance(step, StreamedStep):
-        text = step.as_text()
-        memory = step.memory_analysis()
-        peak = device_peak(memory, platform)
-        predicted = predict(text, devices)
-        return StepCosts(peak, memory.host_temp_size_in_bytes, collectives(text), bytes_between_slices(text), predicted)
     sent: list[Collective] = []
     sent_between = 0.0
-    for program, times in step.calls():
+    for program, times in calls_of(step):
         text = program.as_text()
         sent += times * collectives(text)
         sent_between += times * bytes_between_slices(text)
-    on_host = storage.host_bytes + (_kept_bytes(step) if step.keeps_on_host else 0)
-    peak = _streamed_peak(step, storage, held, platform)
-    return StepCosts(peak, on_host, sent, sent_between, predicted_time(step, storage, devices))
+    predicted = predicted_time(step, storage, devices)
+    if not isinstance(step, StreamedStep):
+        memory = step.memory_analysis()
+        return StepCosts(device_peak(memory, platform), memory.host_temp_size_in_bytes, sent, sent_between, predicted)
+    on_host = storage.host_bytes
+    if step.keeps_on_host:
+        on_host += _kept_bytes(step)
+    return StepCosts(_streamed_peak(step, storage, held, platform), on_host, sent, sent_between, predicted)
+
+
+def calls_of(step: Any) -> list[tuple[Any, int]]:
+    """The compiled programs of a step, and how often it calls each."""
+    return step.calls() if isinstance(step, StreamedStep) else [(step, 1)]
 
 
 def predicted_time(step: Any, storage: OnDevices, devices: Sequence[Any]) -> Prediction | None:
@@ -73,7 +77,7 @@ def predicted_time(step: Any, storage: OnDevices, devices: Sequence[Any]) -> Pre
     if not isinstance(step, StreamedStep):
         return predict(step.as_text(), devices)
     spans = len(step.firsts)
-    parts: Counter[Part] = Counter()
+    parts: defaultdict[Part, float] = defaultdict(float)
     seconds = exposed_seconds = exposed_bytes = waits = 0.0
     moved = {step.programs.forward: 0.0, step.programs.backward: storage.host_bytes / spans}
     if step.keeps_on_host:
@@ -83,16 +87,16 @@ def predicted_time(step: Any, storage: OnDevices, devices: Sequence[Any]) -> Pre
         return None
     link = speed.host / speed.devices  # bytes per second of a device
     for program, times in step.calls():
-        one = predict(program.as_text(), devices)
-        if one is None:
+        prediction = predict(program.as_text(), devices)
+        if prediction is None:
             return None
-        waits += times * max(0.0, moved.get(program, 0.0) / link - one.seconds)
-        seconds += times * one.seconds
-        exposed_seconds += times * one.exposed_seconds
-        exposed_bytes += times * one.exposed_bytes
-        for part, spent in one.by_part.items():
-            parts[part] += times * spent  # type: ignore[assignment]
-    parts[Part("waiting for the host", "update")] += waits  # type: ignore[assignment]
+        waits += times * max(0.0, moved.get(program, 0.0) / link - prediction.seconds)
+        seconds += times * prediction.seconds
+        exposed_seconds += times * prediction.exposed_seconds
+        exposed_bytes += times * prediction.exposed_bytes
+        for part, spent in prediction.by_part.items():
+            parts[part] += times * spent
+    parts[Part("waiting for the host", "update")] += waits
     each_way = spans * moved[step.programs.backward]
     return Prediction(
         seconds + waits,

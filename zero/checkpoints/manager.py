@@ -61,8 +61,8 @@ class Checkpoints:
       directory: a local path or `gs://bucket/path`; made at the first save.
       keep: how many of the newest to keep, besides the one with the lowest validation loss, or a `Retention`; None only
         reads, also while another process writes there.
-      from_host: whether what is saved fills the host's memory. Then no more than a few GB are copied before they are
-        written, so the caller has to `wait` before the state changes.
+      from_host: whether what is saved fills the host's memory. Then `save` copies a few GB at a time, and returns when
+        all are written.
     """
 
     def __init__(self, directory: Path | str, keep: int | Retention | None, *, from_host: bool = False) -> None:
@@ -202,6 +202,8 @@ class Checkpoints:
                 force=True,  # else orbax skips a step lower than an existing one, and only its result tells
             )
         self._pending = _PendingSave(step, sum(x.nbytes for x in arrays.values()), started)
+        if self._from_host:
+            self.wait()
 
     def set_validation_loss(self, step: int, loss: float) -> None:
         """Notes the validation loss of a checkpoint that was saved before it was known; retention uses it from now on.

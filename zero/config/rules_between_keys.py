@@ -14,7 +14,7 @@ from zero.corpus.reading.synthetic import SYNTHETIC
 from zero.files import storage
 from zero.models.config import HEAD, VOCABULARY, GPTConfig
 from zero.models.products import EIGHT_BITS
-from zero.models.stack import STORED, span_size
+from zero.models.stack import OFFLOADED, STORED, span_size
 from zero.training.block_codes import FORMS
 from zero.training.optimizer import ELEMENTWISE, MULTIPLIABLE, QUANTISABLE
 
@@ -217,9 +217,9 @@ def zero_rules(config: Config, size: GPTConfig) -> Mistakes:
         yield "zero.remat", f"dots, full or none, as {of_model} has gated units"
     if zero.remat == "nested" and span_size(size.scanned_layers) == 1:
         yield "zero.remat", f"full, as the {size.scanned_layers} layers of {of_model} make no equal spans"
-    if zero.remat == "none" and zero.offload in ("activations", "both"):
+    if zero.remat == "none" and "activations" in OFFLOADED[zero.offload]:
         yield "zero.remat", f"another value, as zero.offload={zero.offload} moves what they store by its name"
-    if zero.offload in ("optimizer", "both"):
+    if "optimizer" in OFFLOADED[zero.offload]:
         if not zero.fused_update:
             yield "zero.fused_update", f"true, as zero.offload={zero.offload} moves the state of one layer at a time"
         if zero.emergency_steps is not None:

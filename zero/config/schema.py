@@ -56,7 +56,7 @@ from zero.corpus.reading.crop import CROPS
 from zero.corpus.reading.synthetic import SYNTHETIC
 from zero.models.attention.blockwise import CHOICES as ATTENTION
 from zero.models.products import PRODUCTS
-from zero.models.stack import OFFLOAD, REMAT
+from zero.models.stack import OFFLOADED, REMAT
 
 EMA = "ema"
 _STAGES = "[[steps, tokens per sequence], ...]"
@@ -395,7 +395,7 @@ class Zero:
     )
     offload: str = key(
         "none",
-        one_of(*OFFLOAD, "optimizer", "both"),
+        one_of(*OFFLOADED),
         "What lies in the host's memory: none.",
         "activations: all that remat stores, from the forward to the backward pass, so that a device holds that of "
         "about one layer; the same results to the bit.",

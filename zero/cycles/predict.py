@@ -71,7 +71,7 @@ class Prediction(NamedTuple):
     by_part: dict[Part, float]  # seconds, which sum to `seconds`
     exposed_seconds: float  # in which only collectives run
     exposed_bytes: float  # that a device sends in these seconds
-    host_link_bytes: float = 0.0  # that a device and its host send each other
+    host_link_bytes: float = 0.0  # sent over the link of a device and its host, both directions
     host_link_seconds: float = 0.0  # in which the busier direction is occupied
     host_exposed_seconds: float = 0.0  # in which the program waits for either
 

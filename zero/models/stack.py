@@ -139,6 +139,15 @@ REMAT: Mapping[str, Callable[[int], Policy]] = MappingProxyType(
     }
 )
 OFFLOAD = ("none", "activations")  # where all that the policy stores lies: on the device, or in the host's memory
+# What lies in the host's memory, by the value of `zero.offload`.
+OFFLOADED: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "none": (),
+        "activations": ("activations",),
+        "optimizer": ("optimizer",),
+        "both": ("activations", "optimizer"),
+    }
+)
 
 
 def policy_of(remat: str, layers: int, offload: str = "none") -> Policy:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import shlex
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
-from types import MappingProxyType
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -18,6 +17,7 @@ from zero.config.saved_config import default_config
 from zero.config.schema import GROUPS, PlanConfig
 from zero.cycles.predict import PHASES
 from zero.hosts.speeds import GIB
+from zero.models.stack import OFFLOADED
 from zero.plan.compile import PLACEMENT_KEYS, Row, highest_peak, run_tokens, with_keys
 from zero.text_table import in_columns
 
@@ -221,19 +221,13 @@ def _placements(row: Row) -> str:
     return ", ".join(f"{name} {seconds:.3f}" for name, seconds in row.get("placements", {}).items()) or "-"
 
 
-_ON_THE_HOST: Mapping[str, list[str]] = MappingProxyType(
-    {
-        "none": [],
-        "activations": ["on the host"],
-        "optimizer": ["moments on the host"],
-        "both": ["on the host", "moments on the host"],
-    }
-)
-
-
 def _remat(row: Row) -> str:
     parts = [row["remat"]]
-    parts += _ON_THE_HOST[row.get("offload", "none")]
+    offloaded = OFFLOADED[row.get("offload", "none")]
+    if "activations" in offloaded:
+        parts.append("on the host")
+    if "optimizer" in offloaded:
+        parts.append("moments on the host")
     if row["fused_update"]:
         parts.append("fused")
     return ", ".join(parts)

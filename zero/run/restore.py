@@ -79,13 +79,13 @@ def restore(
             position = _position(origin, meta)
             trained = asdict(checkpoint.size())
             saved = source.as_saved(candidate, layout)
-            held = replace(storage, layout=saved)
-            held.check_conversion(layout, origin)
-            whole = source.restore(candidate, saved, storage.axis, targets=held.targets())
+            saved_storage = replace(storage, layout=saved)
+            saved_storage.check_conversion(layout, origin)
+            whole = source.restore(candidate, saved, storage.axis, targets=saved_storage.targets())
             also = ("parametrization", "mup_base_width", "update_tokens", *UNSEEN_IN_CHECKPOINTS)
             check_unseen(origin, trained, size, also=also)
-            state = held.from_global(whole)
-            sums, _ = held.examine(state)
+            state = saved_storage.from_global(whole)
+            sums, _ = saved_storage.examine(state)
             bad = [name for name, saved in meta["checksums"].items() if sums[name] != saved]
             if bad:
                 del state  # before the next one takes its place

@@ -70,22 +70,8 @@ def make_programs(
       ValueError: options that cannot be combined.
     """
     pmap = partial(pmapped.pmap, axis_name=model.axis.name, devices=devices)
-    if options.streams_state:
-        step: Any = streamed_step(model, tx, options, devices)
-        start: Any = streamed_start(model, tx, options, devices)
-        init = pmap(lambda seed: model.init(jax.random.key(seed)))
-
-        def fresh(seed: np.ndarray) -> TrainState:
-            return start(init(seed))
-
-    else:
-
-        def new(weights: PyTree) -> TrainState:
-            return new_state(weights, on_shards(tx, model.layout, model.axis), model, options)
-
-        step = pmap(make_step(model, tx, options), donate_argnums=0, out_axes=(0, None))
-        start = pmap(new, donate_argnums=0)
-        fresh = pmap(lambda seed: new(model.init(jax.random.key(seed))))
+    make_training = _streamed_training if options.streams_state else _training
+    start, fresh, step = make_training(model, tx, options, devices)
     scoring: Any = {"model": dataclasses.replace(model, drops=False), "micro_batches": options.micro_batches}
     return Programs(
         init=pmap(lambda key_data: model.init(jax.random.wrap_key_data(key_data))),
@@ -98,6 +84,32 @@ def make_programs(
         statistics=pmap(partial(statistics, model=model, options=options), out_axes=None),
         reference=pmap(partial(reference_step, **scoring)),
     )
+
+
+def _training(
+    model: ShardedGPT, tx: optax.GradientTransformation, options: StepOptions, devices: Sequence[Any] | None
+) -> tuple[Any, Any, Any]:
+    """`start`, `fresh` and `step` of `Programs`, of one program each."""
+    pmap = partial(pmapped.pmap, axis_name=model.axis.name, devices=devices)
+    step = make_step(model, tx, options)
+
+    def start(weights: PyTree) -> TrainState:
+        return new_state(weights, on_shards(tx, model.layout, model.axis), model, options)
+
+    return (
+        pmap(start, donate_argnums=0),
+        pmap(lambda seed: start(model.init(jax.random.key(seed)))),
+        pmap(step, donate_argnums=0, out_axes=(0, None)),
+    )
+
+
+def _streamed_training(
+    model: ShardedGPT, tx: optax.GradientTransformation, options: StepOptions, devices: Sequence[Any] | None
+) -> tuple[Any, Any, Any]:
+    """The same where the optimizer's state of layers lies in the host's memory."""
+    start = streamed_start(model, tx, options, devices)
+    init = pmapped.pmap(lambda seed: model.init(jax.random.key(seed)), model.axis.name, devices)
+    return start, lambda seed: start(init(seed)), streamed_step(model, tx, options, devices)
 
 
 class Inference(NamedTuple):

@@ -34,17 +34,17 @@ class OnDevices:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of one device between steps."""
+        """Bytes of the state per device between steps."""
         return self.layout.bytes_per_device()
 
     @property
     def host_bytes(self) -> int:
-        """Bytes in the host's memory between steps, of one device."""
+        """Bytes of the state in the host's memory between steps, per device."""
         return 0
 
     @property
     def moving_bytes(self) -> int:
-        """Bytes of a device in a step of what lies in the host's memory between steps."""
+        """Bytes per device that blocks on their way between host and device take during a step."""
         return 0
 
     def shapes(self) -> TrainState:
@@ -88,7 +88,7 @@ class LayersOnHost(OnDevices):
 
     @cached_property
     def _rest(self) -> Layout:
-        """The layout of what lies on the devices."""
+        """The layout of the state without its blocks."""
         tree: TrainState = self.layout.map(lambda leaf: leaf)
         leaves, treedef = jax.tree.flatten(tree._replace(opt_state=rest_of(tree.opt_state)))
         return Layout(treedef, tuple(leaves), self.layout.shards)

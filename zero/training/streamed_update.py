@@ -77,8 +77,10 @@ def with_layers(rest: PyTree, layers: Sequence[PyTree]) -> PyTree:
     True
     """
     parts, treedef = _parts(rest)
-    coming = iter(layers)
-    return treedef.unflatten([{**x, **next(coming)} if isinstance(x, dict) else x for x in parts])
+    places = [place for place, part in enumerate(parts) if isinstance(part, dict)]
+    for place, stacks in zip(places, layers, strict=True):
+        parts[place] = {**parts[place], **stacks}
+    return treedef.unflatten(parts)
 
 
 def _parts(tree: PyTree) -> tuple[list[Any], Any]:
@@ -170,11 +172,13 @@ def span_programs(
 
         state = subtrees(lambda x: stack_and_rest(x)[0], with_layers(rest_state, block))
         carry = dx, stack, state
-        (dx, stack, state), found = lax.scan(one, carry, (inputs_of(layer, stack, x, numbers), numbers), reverse=True)
-        return stack, layers_of(state), dx, found
+        (dx, stack, state), outcomes = lax.scan(
+            one, carry, (inputs_of(layer, stack, x, numbers), numbers), reverse=True
+        )
+        return stack, layers_of(state), dx, outcomes
 
     def finish(
-        state: TrainState, grads: PyTree, dx: PyTree, batch: Batch, loss: jax.Array, found: list[Any], more: Any
+        state: TrainState, grads: PyTree, dx: PyTree, batch: Batch, loss: jax.Array, outcomes: list[Any], more: Any
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         objective = options.objective
         routing, objective_sums = more
@@ -182,10 +186,11 @@ def span_programs(
         _, embed_backward = jax.vjp(loss_of(state.clock, batch).embed, rest)
         grads = jax.tree.map(jnp.add, grads, embed_backward(dx)[0])
         (rest, rest_state), sums, is_bad = updates(state.clock).of_rest(grads, (rest, state.opt_state))
-        sums, is_bad = with_layers_added((sums, is_bad), jax.tree.map(lambda *spans: jnp.stack(spans), *found))
+        sums, is_bad = with_layers_added((sums, is_bad), jax.tree.map(lambda *spans: jnp.stack(spans), *outcomes))
         terms = objective.count_all(model, batch.tokens)
         metrics = model.metrics(routing, batch) | objective.means(model, objective_sums, terms)
-        loss, norm = lax.psum(loss, model.axis.name), norm_of(sums, model.axis)
+        loss = lax.psum(loss, model.axis.name)
+        norm = norm_of(sums, model.axis)
         tried = Tried({**rest, **stack}, rest_state, loss, norm, is_bad, {}, metrics)
         rate = options.learning_rate(state.clock)
         return conclude(state, tried, settle, rate, key_of(state.clock))
@@ -220,7 +225,8 @@ class StreamedStep:
     def __call__(self, state: TrainState, batch: Batch, frozen: PyTree = None) -> tuple[TrainState, Any]:
         embed, forward, score, backward, finish = self.programs
         streamed: Any = state.opt_state
-        stack, rest = state.params[STACK], stack_and_rest(state.params)[1]
+        stack = state.params[STACK]
+        _, rest = stack_and_rest(state.params)
         x = embed(state.clock, rest, batch)
         kept = []
         leaving = HostQueue()
@@ -229,15 +235,15 @@ class StreamedStep:
             x = forward(state.clock, stack, x, np.int32(first), batch)
         loss, grads, dx, more = score(state.clock, rest, x, batch)
         blocks: list[PyTree] = list(streamed.blocks)
-        found: list[Any] = [None] * len(blocks)
+        outcomes: list[Any] = [None] * len(blocks)
         leaving = HostQueue()
         for number, block in in_reverse(blocks):
             x = _back(kept.pop()) if self.keeps_on_host else kept.pop()
             place = np.int32(self.firsts[number])
-            stack, block, dx, found[number] = backward(state.clock, stack, streamed.rest, block, x, dx, place, batch)
+            stack, block, dx, outcomes[number] = backward(state.clock, stack, streamed.rest, block, x, dx, place, batch)
             blocks[number] = leaving.put(block)
         state = state._replace(params={**rest, STACK: stack}, opt_state=streamed.rest)
-        state, metrics = finish(state, grads, dx, batch, loss, found, more)
+        state, metrics = finish(state, grads, dx, batch, loss, outcomes, more)
         return state._replace(opt_state=StreamedState(state.opt_state, tuple(blocks))), metrics
 
     def calls(self) -> list[tuple[Any, int]]:
@@ -250,20 +256,21 @@ class StreamedStep:
         """How a step calls its programs for these arguments, or shapes of them; nothing is computed."""
         embed, _, score, backward, _ = self.programs
         streamed: Any = state.opt_state
-        stack, rest = state.params[STACK], stack_and_rest(state.params)[1]
+        stack = state.params[STACK]
+        _, rest = stack_and_rest(state.params)
         first = jax.ShapeDtypeStruct((), jnp.int32)
         block = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), streamed.blocks[0])
         x = jax.eval_shape(embed, state.clock, rest, batch)
         loss, grads, dx, more = jax.eval_shape(score, state.clock, rest, x, batch)
         of_backward = state.clock, stack, streamed.rest, block, x, dx, first, batch
-        found = [jax.eval_shape(backward, *of_backward)[-1]] * len(self.firsts)
+        outcomes = [jax.eval_shape(backward, *of_backward)[-1]] * len(self.firsts)
         without_blocks = state._replace(opt_state=streamed.rest)
         arguments = [
             (state.clock, rest, batch),
             (state.clock, stack, x, first, batch),
             (state.clock, rest, x, batch),
             of_backward,
-            (without_blocks, grads, dx, batch, loss, found, more),
+            (without_blocks, grads, dx, batch, loss, outcomes, more),
         ]
         return [Call(program, args, times) for (program, times), args in zip(self.calls(), arguments, strict=True)]
 
@@ -301,8 +308,10 @@ def _kept(x: PyTree, leaving: HostQueue) -> PyTree:
     """The input of a span, whose large arrays go to the host."""
     parts: list[jax.Array]
     parts, treedef = jax.tree.flatten(x)
-    moved = iter(leaving.put([part for part in parts if _is_large(part)]))
-    return jax.tree.unflatten(treedef, [next(moved) if _is_large(part) else part for part in parts])
+    places = [place for place, part in enumerate(parts) if _is_large(part)]
+    for place, moved in zip(places, leaving.put([parts[place] for place in places]), strict=True):
+        parts[place] = moved
+    return jax.tree.unflatten(treedef, parts)
 
 
 def _back(x: PyTree) -> PyTree:

@@ -91,8 +91,6 @@ class Save(Feature):
         storage = run.job.storage
         whole = storage.to_global(run.state)
         self._checkpoints.save(now.step, whole, storage.layout, meta, validation_loss=validation_loss)
-        if storage.host_bytes:
-            self._checkpoints.wait()
         run.state = storage.from_global(whole)
         self._begun_at = time.monotonic()
         run.requests.answer(self.name)
