@@ -209,6 +209,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         yield opened
 
 
+@pytest.mark.wide
 @needs_browser
 def test_layout(source: Path, tmp_path: Path, opened: Browser):
     """Nothing leaves the page, overlaps or is hard to read, at any width, in light and dark; nothing is asked for."""

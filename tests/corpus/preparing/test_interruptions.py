@@ -214,7 +214,9 @@ INSTANTS = (1, 60, 120, 180, 240, 300, 345, 370, 400, 737)  # of 738; the first 
 ALL_PARTS: dict[str, Any] = {"deduplicate": True, "near_duplicates": 0.8, "shuffle": True, "row_tokens": 32}
 
 
-@pytest.mark.parametrize("instants", [INSTANTS[1::4], pytest.param(INSTANTS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "instants", [pytest.param(INSTANTS[1::4], marks=pytest.mark.wide), pytest.param(INSTANTS, marks=pytest.mark.slow)]
+)
 def test_killed_within_passes_over_all_parts(folder: Path, tmp_path: Path, instants: tuple[int, ...]):
     """Killed with -9 at these renamings and removals of files, from the first pass to the page; called again, equal."""
     part_bytes = 1500
@@ -238,6 +240,7 @@ def recorded_shards(manifest: Path) -> list[Path]:
     return [manifest.parent / shard["name"] for split in ("train", "validation") for shard in recorded[split]["shards"]]
 
 
+@pytest.mark.wide  # killed amid its files it is continued above
 def test_killed_with_its_workers(mixed: Path, tmp_path: Path, bpe: Path):
     """A prepare that is killed in the middle is completed by a second call.
 
@@ -283,6 +286,11 @@ def test_killed_worker_is_temporary(folder: Path, tmp_path: Path):
     """A killed worker is an error that a repeat may mend."""
     with pytest.raises(Unavailable, match=r"a worker process was killed.*fewer --workers"):
         make(folder, tmp_path, tokenizer=Killed(), workers=2)
+
+
+@pytest.mark.wide
+def test_killed_worker_of_a_part_is_temporary(folder: Path, tmp_path: Path):
+    """It was started again; test_parts.py has the processes of parts."""
     message = r"part [01] \(.*: its process was killed by signal 9, 3 times.*fewer --workers"
     with pytest.raises(Unavailable, match=message):
         make(folder, tmp_path, tokenizer=Killed(), workers=2, part_bytes=6000)
@@ -389,6 +397,7 @@ main()
 """
 
 
+@pytest.mark.wide  # test_a_bucket_gets_the_same_bytes is interrupted there
 def test_killed_on_the_way_to_s3(folder: Path, tmp_path: Path, s3_server: str, monkeypatch: pytest.MonkeyPatch):
     """From s3:// to s3://, killed between two shards and called again: the bytes of a preparation on disk."""
     options = ["--name", "c", "--row-tokens", "2", "--rows-per-shard", "256", "--tokenizer", "bytes", "--workers", "1"]

@@ -251,6 +251,7 @@ def _fail(message: str) -> None:
     raise UserError(message)
 
 
+@pytest.mark.wide  # the test below kills workers
 def test_killed_process_is_started_again(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     (task,) = run_in_processes(_count_and_die, [Task("part 7", str(tmp_path))], 1)
     assert task.name == "part 7" and len(list(tmp_path.iterdir())) == 3

@@ -4,6 +4,7 @@ import itertools
 from fractions import Fraction
 
 import numpy as np
+import pytest
 
 from zero.corpus.reading.order import Mixture, Order
 
@@ -38,6 +39,7 @@ def times_read(order: Order, ranges: list[tuple[int, int, int]]) -> np.ndarray:
     return np.cumsum(changes)[:-1]
 
 
+@pytest.mark.wide
 def test_each_row_is_read_by_one_host_per_epoch():
     order = Order(random_rows(4500, 0), HOSTS, 1, seed=3, epochs=2)
     total = sum(order.rows)
@@ -50,6 +52,7 @@ def test_each_row_is_read_by_one_host_per_epoch():
     assert max(len(ranges) for ranges in of_hosts) < 12  # of 4,500 shards
 
 
+@pytest.mark.wide
 def test_mixture_of_fifty_corpora():
     """After some batches no host has read a row that another one has, and each corpus has its share of the rows."""
     corpora = [Order(random_rows(2100 + number, number), HOSTS, 1, seed=number, epochs=1) for number in range(3)]

@@ -100,7 +100,7 @@ def test_many_faults_change_nothing(
     assert sorted(row[0] for rows in disturbed for row in rows) == list(range(24 * shards))
 
 
-@settings(deadline=None, max_examples=10, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=4, suppress_health_check=[HealthCheck.too_slow])
 @given(
     legs=st.lists(st.tuples(st.sampled_from([1, 2, 4]), st.integers(1, 12)), min_size=2, max_size=4),
     is_mixture=st.booleans(),

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.shards import PATIENT, first_tokens, flat, loader, write_corpus
@@ -54,7 +54,7 @@ def test_mixture_weights(three: list[str]):
         assert len(set(early.tolist())) == len(early)
 
 
-@PATIENT
+@settings(PATIENT, max_examples=8)
 @given(position=st.integers(0, 60), weights=st.lists(st.integers(1, 99), min_size=3, max_size=3), data=st.data())
 def test_mixture_resumes_exactly(three: list[str], position: int, weights: list[int], data):
     """A mixture resumes exactly on any number of hosts."""
