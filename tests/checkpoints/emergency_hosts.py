@@ -1,4 +1,4 @@
-"""One of three hosts of test_emergency.py: NUMBER PORT FOLDER LINEAGE; saves twice, or restores and compares."""
+"""One of the hosts of test_emergency.py: NUMBER HOSTS PORT FOLDER LINEAGE; saves twice, or restores and compares."""
 
 import sys
 from pathlib import Path
@@ -11,13 +11,16 @@ from zero.checkpoints.emergency import EmergencyCheckpoints
 from zero.hosts import agreement
 from zero.partition.collectives.axis import Axis
 
-number, port, folder, lineage = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), sys.argv[4]
+number, hosts = map(int, sys.argv[1:3])
+port, folder, lineage = sys.argv[3], Path(sys.argv[4]), sys.argv[5]
 jax.config.update("jax_platforms", "cpu")
 zero.use_cpu_devices(2)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(f"127.0.0.1:{port}", 3, number)
+jax.distributed.initialize(f"127.0.0.1:{port}", hosts, number)
 
-layout = zero.make_layout({"w": jax.ShapeDtypeStruct((25, 3), np.float32), "n": jax.ShapeDtypeStruct((), np.int32)}, 6)
+shapes = {"w": jax.ShapeDtypeStruct((25, 3), np.float32), "n": jax.ShapeDtypeStruct((), np.int32)}
+axis = Axis("zero", (1, 2 * hosts))
+layout = zero.make_layout(shapes, axis.shards)
 
 
 def on_devices(step: int) -> dict[str, jax.Array]:
@@ -31,7 +34,7 @@ def on_devices(step: int) -> dict[str, jax.Array]:
     return jax.pmap(lambda x: x, "zero")(shards)
 
 
-with_steps = EmergencyCheckpoints(folder / str(number), "gs://bucket/run", list, {}, layout, Axis("zero", (1, 6)))
+with_steps = EmergencyCheckpoints(folder / str(number), "gs://bucket/run", list, {}, layout, axis)
 if lineage == "new":
     for step in (3, 6):
         with_steps.save(step, on_devices(step), {"step": step})
