@@ -205,7 +205,7 @@ ELSEWHERE_TESTED = {  # what a short run on whole devices, a local corpus and on
     "verify.every": "tests/run/test_verified_run.py has a device that fails; others leave no trace",
     "zero.emergency_steps": "tests/run/test_durable_run.py; without it the directory of these runs is refused",
 }
-QUICK_RUNS = ("data.save_every", "profile.peak_flops")
+WIDE_RUNS = ("data.save_every", "profile.peak_flops")
 
 
 class Observed(NamedTuple):
@@ -263,17 +263,15 @@ def quiet(*_: Any) -> Iterator[Callable[..., None]]:
     yield lambda metrics: None
 
 
-def is_quick(key: str) -> bool:
-    return key in WITHOUT_A_RUN or key in QUICK_RUNS
+def marks(key: str) -> Any:
+    """Tests of their features show what keys do that need a run."""
+    if key in WITHOUT_A_RUN:
+        return ()
+    return pytest.mark.wide if key in WIDE_RUNS else pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    "key",
-    [
-        key if is_quick(key) else pytest.param(key, marks=pytest.mark.slow)
-        for key in ELSEWHERE
-        if key not in ELSEWHERE_TESTED
-    ],
+    "key", [pytest.param(key, marks=marks(key)) for key in ELSEWHERE if key not in ELSEWHERE_TESTED]
 )
 def test_keys_elsewhere(key: str, observed: Callable[..., Observed]) -> None:
     """Another value changes the files or the metrics of a run, what its start sets, or is refused by name."""

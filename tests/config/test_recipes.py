@@ -84,7 +84,8 @@ QUICK = ("transformer-vq-enwik8",)
 
 
 @pytest.mark.parametrize(
-    "recipe", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES]
+    "recipe",
+    [pytest.param(name, marks=pytest.mark.wide if name in QUICK else pytest.mark.slow) for name in RECIPES],
 )
 def test_recipe_trains_tiny(recipe: str, forks: cli.Forks) -> None:
     """A recipe trains a few steps on eight devices, with its own optimizer, schedule and groups."""
@@ -191,7 +192,7 @@ def tiny_row(command: str) -> tuple[str, ...]:
     return (*ROW, *own, *words, *(key for part, keys in AFTER.items() if part in command for key in keys))
 
 
-@pytest.mark.slow  # a recipe trains above, and all commands are checked below
+@pytest.mark.slow  # all commands are checked below
 @pytest.mark.parametrize("command", ROWS)
 def test_row_trains_tiny(command: str, forks: cli.Forks) -> None:
     """A command of a row trains on two devices."""

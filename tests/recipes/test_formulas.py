@@ -250,7 +250,12 @@ def in_float64(tree: Any) -> Any:
     return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
 
 
-@pytest.mark.parametrize("name", MODELS)
+VARIANTS = ("mu-transformer-combined-huge", "dense_lm_13b")  # of families that have another size among the models
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.wide if name in VARIANTS else ()) for name in MODELS]
+)
 def test_loss_and_gradients_are_those_of_the_formula(name: str) -> None:
     size, params = size_of(name), first_params(name)
     tokens, targets = row(size)
@@ -439,7 +444,7 @@ def transformer_vq(
     [
         pytest.param("transformer-vq-enwik8", 1, marks=pytest.mark.slow),
         ("transformer-vq-enwik8", 2),
-        ("transformer-vq-pg19", 1),
+        pytest.param("transformer-vq-pg19", 1, marks=pytest.mark.wide),
         pytest.param("transformer-vq-pg19", 2, marks=pytest.mark.slow),
     ],
 )
@@ -648,8 +653,15 @@ RATES_OF_ADAFACTOR: dict[str, Callable[[int], float]] = {
 }
 
 
-@pytest.mark.parametrize("first_step", [0, 310_000])
-@pytest.mark.parametrize("recipe", RATES_OF_ADAFACTOR)
+@pytest.mark.parametrize(
+    ("recipe", "first_step"),
+    [
+        pytest.param("lingvo-137b", 0, marks=pytest.mark.wide),
+        pytest.param("lingvo-137b", 310_000, marks=pytest.mark.wide),
+        ("transformer-vq-pg19", 0),
+        ("transformer-vq-pg19", 310_000),
+    ],
+)
 def test_ten_steps_of_adafactor(recipe: str, first_step: int) -> None:
     """Each layer's matrix has its own factors, and each array its own scale and clipping."""
     config, _ = compose([f"+recipe={recipe}"])
