@@ -44,6 +44,7 @@ def make_base(folder: Path) -> None:
     (folder / "tokenizer.json").write_bytes(train_tokenizer(["What is 7 plus 5?"] * 9, 300))
 
 
+@pytest.mark.wide
 def test_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the downloaded folder to folders that transformers and PEFT load."""
     import transformers

@@ -40,6 +40,7 @@ def test_notebook_cells(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(names["losses"]) == 20 and "one device's slice" in capsys.readouterr().out
 
 
+@pytest.mark.wide
 def test_training_notebook(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

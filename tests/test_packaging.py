@@ -14,14 +14,14 @@ import time
 import tomllib
 import venv
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
 from packaging.metadata import Metadata
 
-from tests.helpers.rooms import SOURCES, WITHOUT_JAX, imports, room
+from tests.helpers.rooms import SOURCES, WITHOUT_JAX, imports, nodes, room
 from tests.helpers.without_jax import LIBRARIES, use_corpus
 
 REPOSITORY = Path(__file__).parent.parent
@@ -39,6 +39,13 @@ assert any(leaf.shape == (8, 2, 3) for leaf in jax.tree.leaves(state)), jax.tree
 unexpected = [name for name in ("flax", "hydra", "orbax", "wandb", "matplotlib") if importlib.util.find_spec(name)]
 assert unexpected == [], unexpected
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def parsed() -> Iterator[None]:
+    """What was parsed, 80 MiB, is kept for these tests alone."""
+    yield
+    nodes.cache_clear()
 
 
 def pip(python: Path | str, *arguments: object) -> None:
@@ -174,6 +181,7 @@ def test_corpus_imports_what_its_extras_bring() -> None:
     assert undeclared(modules, ["numpy", *(requirement for name in extras for requirement in EXTRAS[name])]) == []
 
 
+@pytest.mark.wide  # the tests above have what is in the wheel
 def test_installed_commands_work_from_another_directory(wheel: Path, tmp_path: Path) -> None:
     """In an environment that borrows all libraries from the one of the tests, but not its zero."""
     venv.create(tmp_path / "venv", symlinks=True)

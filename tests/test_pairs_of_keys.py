@@ -24,7 +24,11 @@ def tried(workplace: Path) -> pairs.Tried:
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [*QUICK, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (REMAT, *pairs.random_pairs(40, seed=1)))],
+    [
+        pytest.param(*QUICK[0], marks=pytest.mark.wide),
+        QUICK[1],
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (REMAT, *pairs.random_pairs(40, seed=1))),
+    ],
 )
 def test_pair(one: str, other: str, tried: pairs.Tried) -> None:
     """Each override keeps its promise beside the other, as alone, or one is refused by name."""

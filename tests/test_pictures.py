@@ -22,6 +22,7 @@ def test_picture_is_that_of_the_numbers(script: ModuleType) -> None:
     assert not shows(script.PICTURE, script.numbers() + "\n")
 
 
+@pytest.mark.wide
 def test_scripts_draw(tmp_path: Path) -> None:
     for script in DRAWN:
         script.draw(tmp_path / "drawn.png")

@@ -100,6 +100,7 @@ def add_python(programs: Path) -> None:
     add_program(programs, "python3", f'exec {os.path.realpath(sys.executable)} "$@"')
 
 
+@pytest.mark.wide  # the tests of the installers and of plans have its steps
 def test_setup_runs_once(checkout: Path, programs: Path) -> None:
     """The script sets up once, and again only after a change."""
     add_program(programs, "python3.11", "echo 'pyenv: python3.11: command not found' >&2; exit 127")
@@ -131,6 +132,7 @@ def test_setup_runs_once(checkout: Path, programs: Path) -> None:
     assert "Ready" in prepare(moved, programs, "--test").stdout  # a failed call leaves no stamp
 
 
+@pytest.mark.wide
 def test_uv_has_the_settings_of_pip(with_environment: Path, programs: Path, tmp_path: Path) -> None:
     """Where pip is told where packages are, uv is told as well; what is set in two places is told once."""
     settings = "cert=/certificates\nconstraint=/a.txt\n /b.txt\nindex-url=file:///lost\nfind-links=/lost\n"
@@ -151,6 +153,7 @@ def test_uv_has_the_settings_of_pip(with_environment: Path, programs: Path, tmp_
     assert "/lost" not in told and "9" not in words
 
 
+@pytest.mark.wide
 def test_pip_has_a_setting_that_uv_lacks(with_environment: Path, programs: Path) -> None:
     """pip installs, which is told: what uv would install may be another package."""
     done = prepare(with_environment, programs, PIP_PREFER_BINARY="1")
@@ -159,7 +162,11 @@ def test_pip_has_a_setting_that_uv_lacks(with_environment: Path, programs: Path)
     assert not (programs.parent / "uv arguments").exists()
 
 
-@pytest.mark.parametrize("uv", [None, "echo no such package >&2; exit 1"], ids=["no uv", "uv fails"])
+@pytest.mark.parametrize(
+    "uv",
+    [pytest.param(None, marks=pytest.mark.wide), "echo no such package >&2; exit 1"],
+    ids=["no uv", "uv fails"],
+)
 def test_pip_installs_without_uv(with_environment: Path, programs: Path, uv: str | None) -> None:
     (programs / "uv").unlink()
     if uv is not None:
@@ -172,6 +179,7 @@ def test_pip_installs_without_uv(with_environment: Path, programs: Path, uv: str
     assert imported.returncode == 0
 
 
+@pytest.mark.wide
 def test_uv_is_fetched_for_the_call(with_environment: Path, programs: Path, tmp_path: Path) -> None:
     """Of the version in constraints.txt; nothing of it stays."""
     (programs / "uv").unlink()
@@ -195,6 +203,7 @@ def test_uv_is_fetched_for_the_call(with_environment: Path, programs: Path, tmp_
     assert not list(temporary.iterdir()) and not list((with_environment / ".venv").glob("**/uv*"))
 
 
+@pytest.mark.wide
 def test_progress_on_a_terminal(with_environment: Path, programs: Path) -> None:
     """The seconds and the last line of the installer, in one line that is removed at the end."""
     add_program(programs, "uv", "echo Resolved 203 packages; sleep 3\n" + UV)

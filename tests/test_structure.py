@@ -6,13 +6,14 @@ import inspect
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from graphlib import TopologicalSorter
 
 import pytest
 
 import zero
 from docs import draw_rooms
-from tests.helpers.rooms import REPOSITORY, ROOMS, SOURCES, WITHOUT_JAX, imports, room
+from tests.helpers.rooms import REPOSITORY, ROOMS, SOURCES, WITHOUT_JAX, imports, nodes, room
 
 pytestmark = pytest.mark.quick
 
@@ -26,6 +27,13 @@ SETS_ENVIRONMENT = {"zero.virtual_devices"}  # which XLA reads once, when jax st
 IMPORTS_BY_NAME = {"zero", "zero.old_names"}  # when a name is first used
 UNRELATED = [("zero.partition", "zero.models"), ("zero.run", "zero.plan")]  # neither imports the other
 UNPICKLERS = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def parsed() -> Iterator[None]:
+    """What was parsed, 80 MiB, is kept for these tests alone."""
+    yield
+    nodes.cache_clear()
 
 
 def import_violations(module: str, source: str) -> list[str]:
@@ -53,7 +61,7 @@ def import_violations(module: str, source: str) -> list[str]:
 def forbidden_names(source: str) -> list[str]:
     """Uses of shard_map, of jit with shardings, and of anything that unpickles."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
             found += [n for n in names if n.partition(".")[0] in UNPICKLERS or n.rpartition(".")[2] == "shard_map"]
@@ -70,9 +78,8 @@ def forbidden_names(source: str) -> list[str]:
 
 def imported_tests(source: str) -> list[str]:
     """The test modules that a file imports, in the programs too that it holds as strings."""
-    nodes = list(ast.walk(ast.parse(source)))
-    texts = [ast.unparse(node) for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
-    texts += [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    texts = [ast.unparse(node) for node in nodes(source) if isinstance(node, ast.Import | ast.ImportFrom)]
+    texts += [node.value for node in nodes(source) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     return [name for text in texts for name in re.findall(r"^(?:from|import) .*?\b(test_\w+)", text, re.MULTILINE)]
 
 
@@ -122,9 +129,8 @@ def test_imports_have_no_circles() -> None:
 
 def pmap_uses(source: str) -> int:
     """How often a source takes `pmap` from jax."""
-    nodes = list(ast.walk(ast.parse(source)))
-    used = [node for node in nodes if isinstance(node, ast.Attribute) and node.attr == "pmap"]
-    imported = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == "jax"]
+    used = [node for node in nodes(source) if isinstance(node, ast.Attribute) and node.attr == "pmap"]
+    imported = [node for node in nodes(source) if isinstance(node, ast.ImportFrom) and node.module == "jax"]
     return sum(ast.unparse(node.value) == "jax" for node in used) + sum(
         alias.name == "pmap" for node in imported for alias in node.names
     )
@@ -241,7 +247,7 @@ def test_picture_of_the_rooms_is_that_of_the_imports() -> None:
 def parallel_assignments(source: str) -> list[int]:
     """The lines of assignments of several unrelated values; swaps and constants are none."""
     lines = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if (
             isinstance(node, ast.Assign)
             and isinstance(node.targets[0], ast.Tuple)
@@ -257,7 +263,7 @@ def parallel_assignments(source: str) -> list[int]:
 
 def nested_ternaries(source: str) -> list[int]:
     """The lines of ternaries within a ternary."""
-    ternaries = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.IfExp)]
+    ternaries = [node for node in nodes(source) if isinstance(node, ast.IfExp)]
     return [
         node.lineno
         for node in ternaries

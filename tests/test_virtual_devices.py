@@ -4,11 +4,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.helpers import cli
 
 STEPS_AHEAD = Path(__file__).parents[1] / "benchmarks" / "steps_ahead.py"
 
 
+@pytest.mark.wide
 def test_steps_dispatched_far_ahead() -> None:
     """Steps may be dispatched far ahead of their results."""
     env = cli.untouched_environment()

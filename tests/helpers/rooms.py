@@ -2,11 +2,12 @@
 
 - `ROOMS`: from the lowest to the highest; `WITHOUT_JAX`: those that work where jax is not installed.
 - `SOURCES`: the path of each module. `room`: of a module.
-- `imports`: the modules that a source imports.
+- `imports`: the modules that a source imports. `nodes`: the nodes of its syntax tree, parsed once for all tests.
 """
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
@@ -67,10 +68,16 @@ def room(module: str) -> str:
     return ".".join(module.split(".")[:2])
 
 
+@cache
+def nodes(source: str) -> list[ast.AST]:
+    """All nodes of the syntax tree, as `ast.walk` has them."""
+    return list(ast.walk(ast.parse(source)))
+
+
 def imports(module: str, source: str) -> Iterator[str]:
     """Every module that the source imports, inside functions too: `zero.corpus.text.tokenizers`, `jax.numpy`, `os`."""
     package = module if SOURCES.get(module, Path()).name == "__init__.py" else module.rpartition(".")[0]
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

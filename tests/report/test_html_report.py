@@ -195,6 +195,7 @@ def test_statistics_of_tensors(tmp_path: Path) -> None:
     assert data["runs"][0]["curves"]["change/norm/scale"] == [[25, 30], [2.0, 2.0]]
 
 
+@pytest.mark.wide
 @needs_browser
 def test_layout(page: Path, run: Path, tmp_path: Path, opened: Browser) -> None:
     """Nothing leaves the page, overlaps or is hard to read, at any width, in light and dark; nothing is asked for."""

@@ -94,6 +94,7 @@ def test_kill_at_any_byte(tmp_path_factory: pytest.TempPathFactory, cut: int) ->
     assert steps_of(directory) == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.wide
 def test_process_killed_while_it_logs(tmp_path: Path) -> None:
     code = (
         "import os, pathlib, zero.tracking.tracker as t\n"
