@@ -123,15 +123,15 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Files with PyTorch, which fills 400 MiB, run on one worker, and those with libtpu, which fills 200, on one.
+    """Files with PyTorch, which fills 400 MiB, run on one worker, those with libtpu, which fills 200, on one.
 
-    None leaves the choice to pytest-xdist.
+    So do those with runs in the lasting process, which share what is compiled. None leaves the choice to pytest-xdist.
     """
     if config.getoption("dist") != "loadfile":
         return None
-    from tests.helpers.workers import LargeTogether
+    from tests.helpers.workers import HeldOnce
 
-    return LargeTogether(config, log)
+    return HeldOnce(config, log)
 
 
 def pytest_collection_finish() -> None:

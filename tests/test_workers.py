@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.rooms import REPOSITORY, SOURCES
-from tests.helpers.workers import large_library
+from tests.helpers.workers import held
 
 LARGE = {"datasets", "lm_eval", "matplotlib", "peft", "torch", "transformers", "wandb"}
 PROGRAMS = ("benchmarks", "docs")  # folders with programs, of which tests import some
@@ -55,18 +55,19 @@ def test_checker_sees_a_large_library(statement: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("library", "examples"),
+    ("name", "examples"),
     [
         ("PyTorch", {"tests/exchange/test_peft.py", "tests/inference/test_lm_eval_adapter.py"}),
         ("libtpu", {"tests/cycles/test_hlo.py", "tests/partition/collectives/test_arrays.py"}),
+        ("lasting runs", {"tests/run/test_resumed.py", "tests/test_main.py"}),
     ],
 )
-def test_files_with_a_large_library_are_known(library: str, examples: set[str]) -> None:
-    """Those of which one worker runs all, so that the others do without the library."""
+def test_files_of_one_worker_are_known(name: str, examples: set[str]) -> None:
+    """Those of which one worker runs all, so that the others do without the library or the process."""
     files = [str(path.relative_to(REPOSITORY)) for path in REPOSITORY.glob("tests/**/test_*.py")]
-    found = {file for file in files if large_library(file) == library}
+    found = {file for file in files if held(file) == name}
     assert examples <= found
-    assert not {"tests/test_main.py", "tests/exchange/test_average.py"} & found and len(found) < len(files) / 5
+    assert "tests/exchange/test_average.py" not in found and len(found) < len(files) / 5
 
 
 def test_examples_of_modules_have_the_hooks_of_tests(request: pytest.FixtureRequest) -> None:

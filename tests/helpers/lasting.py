@@ -34,8 +34,8 @@ from zero.hosts.signals import SIGNALS, unanswered
 KEYS = (
     *key_values.NEUTRAL,
     *("resume", "data.resume_step"),
-    *("data.index_path_train", "data.index_path_validation", "data.shuffle_shards", "training.max_epochs"),
-    *("data.train_samples", "model.model_path", "model.warm_start"),
+    *("data.corpus", "data.index_path_train", "data.index_path_validation", "data.shuffle_shards"),
+    *("data.bucket_path", "data.train_samples", "training.max_epochs", "model.model_path", "model.warm_start"),
     *("training.batch_size", "training.staged_warmup_steps", "training.warmup_train_context"),
 )
 READ_ONCE = re.compile("JAX_|XLA_|TPU_|LIBTPU_|PYTHON|OMP_|OPENBLAS_|NPROC$")  # variables, when a process starts

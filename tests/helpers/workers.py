@@ -10,19 +10,22 @@ ROOT = Path(__file__).parents[2]
 PYTORCH = re.compile(r"^\s*(import|from) (torch|transformers|peft|lm_eval)\b|importorskip\(.(torch|lm_eval)", re.M)
 
 LIBTPU = re.compile(r"\b(find_devices|get_topology_desc)\(")
-LARGE = {"PyTorch": PYTORCH, "libtpu": LIBTPU}  # and by what a file of tests shows that it loads the library
+LASTING = re.compile(r"\bcli\.Lasting\b")
+# What a worker holds for many files, and by what a file of tests shows that it needs it: libraries of hundreds of MiB,
+# and the process with compiled steps in which runs follow each other.
+HELD = {"PyTorch": PYTORCH, "libtpu": LIBTPU, "lasting runs": LASTING}
 
 
 @cache
-def large_library(file: str) -> str | None:
-    """The large library that tests of a file, named from the root, load themselves or by another one."""
+def held(file: str) -> str | None:
+    """Which of `HELD` the tests of a file, named from the root, need, themselves or by another module."""
     text = (ROOT / file).read_text()
-    return next((name for name, pattern in LARGE.items() if pattern.search(text)), None)
+    return next((name for name, pattern in HELD.items() if pattern.search(text)), None)
 
 
-class LargeTogether(LoadFileScheduling):
-    """One worker runs all files with a large library, so that only one holds it; the rest is shared file by file."""
+class HeldOnce(LoadFileScheduling):
+    """One worker runs all files that need one of `HELD`, so that only one has it; the rest is shared file by file."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return f"with {library}" if (library := large_library(file)) is not None else file
+        return f"with {name}" if (name := held(file)) is not None else file
