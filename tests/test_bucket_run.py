@@ -129,6 +129,39 @@ def test_errors_are_one_line(run: Run) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.usefixtures("run")
+def test_replaced_machine(tmp_path: Path) -> None:
+    """A machine that was replaced continues from the bucket, of the newest checkpoint that is whole."""
+    kept = f"gs://{PLACE}/kept"
+    lasting = cli.Lasting(tmp_path)
+    job = (*JOB[:-1], f"data.bucket_path={PLACE}", "--resume=auto", "data.checkpoint_directory=kept")
+    often = ("training.evaluation_frequency=4",)
+    lasting.check(*job, *often, "hydra.run.dir=run")
+    calm = cli.losses(tmp_path / "run")
+    lose_machine(kept, tmp_path / "run")
+    resumed = lasting.check(*job, *often, "hydra.run.dir=another")
+    check_replaced(resumed.stderr, kept, tmp_path / "another")
+    assert cli.losses(tmp_path / "another") == calm and not (tmp_path / "run").exists()
+
+
+def lose_machine(kept: str, run: Path) -> None:
+    """Of the checkpoints in a bucket the last one was being written when the machine was lost, one is damaged."""
+    for url in storage.list_files(f"{kept}/12"):
+        storage.remove(url)
+    storage.write(f"{kept}/12/_CHECKPOINT_METADATA", b"{}")  # none
+    storage.write(f"{kept}/8/meta/metadata", b"")  # set aside, and saved again
+    shutil.rmtree(run)
+
+
+def check_replaced(said: str, kept: str, run: Path) -> None:
+    """A run on another machine has continued from what `lose_machine` left."""
+    assert "resumed from step 4" in said, said
+    assert f"checkpoint 8 set aside as {kept}/8.damaged" in said
+    standing = {url.removeprefix(f"{kept}/").split("/")[0] for url in storage.list_files(kept)}
+    assert standing == {"4", "8", "8.damaged", "12"}
+
+
+@pytest.mark.wide  # corpus/reading/test_buckets.py and files/storage/test_stores.py have outages
 def test_outage_and_replaced_machine(
     run: Run, calm: list[float], server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,18 +188,10 @@ def test_outage_and_replaced_machine(
     bucket.use(monkeypatch, server)
     run_id = (tmp_path / "run" / "wandb_run_id").read_text()
     kept = f"gs://{PLACE}/kept"
-    for url in storage.list_files(f"{kept}/12"):
-        storage.remove(url)
-    # A checkpoint that was being written when the machine was lost is none.
-    storage.write(f"{kept}/12/_CHECKPOINT_METADATA", b"{}")
-    # A damaged one is set aside, and its step is saved again.
-    storage.write(f"{kept}/8/meta/metadata", b"")
-    shutil.rmtree(tmp_path / "run")
+    lose_machine(kept, tmp_path / "run")
     resumed = run(*launcher, "hydra.run.dir=another")
-    assert resumed.returncode == 0 and "resumed from step 4" in resumed.stderr, resumed.stderr
-    assert f"checkpoint 8 set aside as {kept}/8.damaged" in resumed.stderr
+    assert resumed.returncode == 0, resumed.stderr
+    check_replaced(resumed.stderr, kept, tmp_path / "another")
     assert cli.losses(tmp_path / "another") == calm
     assert (tmp_path / "another" / "wandb_run_id").read_text() == run_id
     assert not (tmp_path / "run").exists()
-    standing = {url.removeprefix(f"{kept}/").split("/")[0] for url in storage.list_files(kept)}
-    assert standing == {"4", "8", "8.damaged", "12"}

@@ -14,18 +14,25 @@ from zero.tracking.metrics_file import read_metrics, read_resumes
 
 # What is swept is no part of a compiled program, as a seed or a learning rate would be: all jobs share one.
 SWEPT = "data.train_samples"
-SWEEP = (*cli.TINY, "training.evaluation_frequency=4", f"{SWEPT}=100,200,300", "hydra.sweep.dir=runs/multirun/mine")
+SWEEP = (*cli.TINY, f"{SWEPT}=100,200,300", "hydra.sweep.dir=runs/multirun/mine")
 
 
-@pytest.fixture(scope="module")
-def killed(forks: cli.Forks) -> Path:
-    """The directory of a sweep of three jobs that was killed in its second one."""
+@pytest.fixture(scope="module", params=["what is lost", pytest.param("killed", marks=pytest.mark.wide)])
+def killed(request: pytest.FixtureRequest, forks: cli.Forks, lasting: cli.Lasting) -> Path:
+    """The directory of a sweep of three jobs that was killed in its second one, or has lost what it would not have."""
     place = forks.workplace / "runs" / "multirun" / "mine"
-    process = forks.start("--multirun", *SWEEP)
-    while process.poll() is None and not (place / "1" / "checkpoints" / "4").exists():
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    assert process.finish().returncode == -signal.SIGKILL
+    shutil.rmtree(place, ignore_errors=True)
+    if request.param == "killed":
+        process = forks.start("--multirun", *SWEEP)
+        while process.poll() is None and not (place / "1" / "checkpoints" / "6").exists():
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        assert process.finish().returncode == -signal.SIGKILL
+    else:
+        lasting.check("--multirun", *SWEEP)
+        for lost in ("1/checkpoints/12", "2"):
+            shutil.rmtree(place / lost)
+        (place / "sweep.csv").unlink()
     assert saved_steps(place / "0")[-1] == 12 and saved_steps(place / "1")[-1] < 12 and not (place / "2").exists()
     return place
 
@@ -35,6 +42,8 @@ def of_jobs(sweep: Path) -> dict[str, bytes]:
     return {name: text for name, text in cli.contents(sweep).items() if name != "multirun.yaml"}
 
 
+ORIGIN = ("--resume", "hydra.run.dir=runs/multirun/mine/0", "data.resume_step=6")
+SWEEP_OF_FORKS = ("--multirun", *ORIGIN, "data.keep_checkpoints=3,4", "hydra.sweep.dir=forks")
 SAME, NEWEST = ("--multirun", *SWEEP), ("--multirun", "--resume=auto", *SWEEP[:-1])
 
 
@@ -95,19 +104,22 @@ def test_fork_into_used_directory(killed: Path, lasting: cli.Lasting) -> None:
     assert cli.contents(killed) == before
 
 
-def test_repeated_sweep_of_forks(killed: Path, lasting: cli.Lasting) -> None:
-    """A sweep of forks is repeated as well.
-
-    Where its jobs share a directory of checkpoints it is refused before the first one; one for each passes.
-    """
-    origin = ("--resume", "hydra.run.dir=runs/multirun/mine/0", "data.resume_step=8")
-    command = ("--multirun", *origin, "data.keep_checkpoints=3,4", "hydra.sweep.dir=forks")
+def test_forks_that_share_checkpoints_are_refused(killed: Path, lasting: cli.Lasting) -> None:
+    """Where the jobs of a sweep of forks share a directory of checkpoints it is refused before the first one."""
     place, shared = lasting.workplace / "all", f"data.checkpoint_directory={lasting.workplace}/all"
-    before = cli.contents(killed)
-    cli.check_refusal(lasting.run(*command, shared), f"{place} for all", "${hydra:job.num}")
+    cli.check_refusal(lasting.run(*SWEEP_OF_FORKS, shared), f"{place} for all", "${hydra:job.num}")
     assert not place.exists() and not (lasting.workplace / "forks" / "0" / "config.yaml").exists()
+
+
+@pytest.mark.wide
+def test_repeated_sweep_of_forks(killed: Path, lasting: cli.Lasting) -> None:
+    """A sweep of forks is repeated as well, where each has a directory of checkpoints."""
+    place, shared = lasting.workplace / "all", f"data.checkpoint_directory={lasting.workplace}/all"
+    for name in ("forks", "all"):
+        shutil.rmtree(lasting.workplace / name, ignore_errors=True)
+    before = cli.contents(killed)
     for resumes in (1, 1):
-        lasting.check(*command, f"{shared}/${{hydra:job.num}}")
+        lasting.check(*SWEEP_OF_FORKS, f"{shared}/${{hydra:job.num}}")
         for job in "01":
             assert len(read_resumes(lasting.workplace / "forks" / job / "metrics.jsonl")) == resumes
             assert saved_steps(lasting.workplace / "forks" / job)[-1] == 12

@@ -65,6 +65,7 @@ def test_replaced_corpus(copied: Path) -> None:
     assert cli.contents(copied / "run") == before
 
 
+@pytest.mark.wide  # reading/test_contents.py has contents at another place
 def test_moved_corpus(copied: Path) -> None:
     """The same contents at another path, by another name, are the same corpus and tokenizer; prepared again too."""
     shutil.move(copied / "corpus", copied / "before")

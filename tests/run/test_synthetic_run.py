@@ -47,15 +47,16 @@ def test_cursor_of_other_rows() -> None:
             next(other.batches(cursor))
 
 
-@pytest.mark.slow  # test_override_run.py resumes such a run
 def test_lost_steps_are_repeated(lasting: cli.Lasting) -> None:
     """A run that lost its last steps ends as one that did not, without a file of data and without validation."""
-    whole = lasting.train("whole", *COMPUTED)
+    whole = lasting.train("whole", *COMPUTED, "training.sample_tokens=5")
     shutil.copytree(whole, lasting.workplace / "killed")
     shutil.rmtree(lasting.workplace / "killed/checkpoints/12")
     run = lasting.train("killed", "--resume")
     assert read_resumes(run / "metrics.jsonl") == [6]
     assert cli.losses(run) == cli.losses(whole) and len(cli.losses(run)) == 12
+    assert not any(name.startswith("validation/") for line in cli.metrics(run) for name in line)
+    assert "--- step 12" in (run / "samples.txt").read_text()
     before = cli.contents(run)
     assert "nothing left to do" in lasting.check("--resume", "hydra.run.dir=killed").stderr
     assert cli.contents(run) == before
@@ -63,7 +64,10 @@ def test_lost_steps_are_repeated(lasting: cli.Lasting) -> None:
 
 @pytest.mark.parametrize(
     "key",
-    [pytest.param("training.maximum_evaluation_steps=0", marks=pytest.mark.slow), "data.index_path_validation=null"],
+    [
+        pytest.param("training.maximum_evaluation_steps=0", marks=pytest.mark.slow),
+        pytest.param("data.index_path_validation=null", marks=pytest.mark.wide),
+    ],
 )
 def test_without_validation(key: str, lasting: cli.Lasting) -> None:
     """An evaluation without a validation set saves, samples and reports."""
