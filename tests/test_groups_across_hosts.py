@@ -71,7 +71,10 @@ def check_equal(run: Path, alone: Path) -> None:
         np.testing.assert_allclose(values, others, rtol=2e-6, err_msg=key)
 
 
-@pytest.mark.parametrize("name", [*PLACEMENTS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+WIDE = [pytest.param(name, marks=pytest.mark.wide) for name in PLACEMENTS]  # training/test_row_places.py has the rows
+
+
+@pytest.mark.parametrize("name", [*WIDE, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_equals_one_process_without_groups(alone: Path, name: str) -> None:
     """Rows, losses, evaluations and samples are those of one process."""
     placement = (PLACEMENTS | SLOW)[name]

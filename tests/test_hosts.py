@@ -200,6 +200,7 @@ def test_optimizer_in_the_memory_of_two_hosts(workplace: Path, lasting: cli.Last
     assert cli.metrics(workplace / "halved") == whole
 
 
+@pytest.mark.wide
 def test_failed_save_ends_both_hosts(workplace: Path) -> None:
     """A save that fails on one host ends both with the reason."""
     job = ("training.total_steps=4000", "data.save_every=1", "hydra.run.dir=full")

@@ -4,6 +4,7 @@ import errno
 import gzip
 import io
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from tests.helpers.events import scalars
 from zero.checkpoints.manager import META_CHECKSUM, meta_checksum
 from zero.cli import errors_in_lines
 from zero.errors import Unavailable, UserError
+from zero.printed import all_metrics
 from zero.report.html_report import write_report
 from zero.run_directory import locked, saved_steps
 from zero.tracking.metrics_file import read_metrics
@@ -105,6 +107,7 @@ logging.getLogger("zero.run.step_programs").addFilter(report)
 """
 
 
+@pytest.mark.wide
 def test_first_step_waits_for_nothing_else(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the first step two programs are compiled, for the state and the step, and only its libraries imported.
 
@@ -228,7 +231,9 @@ def test_fresh_start_overwrites_nothing(forks: cli.Forks, finished: Path) -> Non
         (["data.max_context=16"], ["data.max_context=16: expected 32, the value of the run"]),
         (["data.resume_step=7"], ["data.resume_step=7", "holds steps 6, 12"]),
         (["training.gradient_accumulation_steps=3"], ["global batch of 16", "gradient_accumulation_steps=3"]),
-        (["distributed.cpu_devices=3"], ["global batch of 16", "3 devices"]),
+        pytest.param(  # tests/run/test_data.py has it without a run
+            ["distributed.cpu_devices=3"], ["global batch of 16", "3 devices"], marks=pytest.mark.wide
+        ),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else None,
 )
@@ -274,7 +279,7 @@ def test_edited_size_is_refused(lasting: cli.Lasting, finished: Path, workplace:
     expected = "edited/checkpoints, step 12: norm_epsilon is 1e-05, this run expects 1e-06"
     for arguments in (resume, ("mode=sample", "model.model_path=edited")):
         cli.check_refusal(run(*arguments, norm_epsilon=1e-5), expected)
-    for choice in ({"rotary_base": 500.0}, {"alibi_attn": False, "positions": "none"}, {"norm_place": "after"}):
+    for choice in ({"alibi_attn": False, "positions": "none"},):
         cli.check_refusal(
             run(*resume, **choice), f"{next(iter(choice))} is {next(iter(choice.values()))}, this run expects"
         )
@@ -297,7 +302,7 @@ def test_resume_of_a_finished_run(lasting: cli.Lasting, finished: Path) -> None:
     before = cli.contents(finished)
     named = ["--resume", hydra_quoted(finished)]
     again = ["--resume=auto", *named[1:]]
-    for arguments in (named, ["--resume=auto"], [*again, "+preset=v3-8"]):  # the newest is the only one here
+    for arguments in (["--resume=auto"], [*again, "+preset=v3-8"]):  # the newest is the only one here
         assert "nothing left to do" in lasting.check(*arguments).stderr
         assert cli.contents(finished) == before
 
@@ -336,6 +341,15 @@ def test_run_directory_tells_what_was_done(finished: Path, workplace: Path) -> N
     assert {path.name for path in workplace.iterdir()} >= {"runs", "corpus"}
 
 
+def test_reference_names_all_metrics_and_files(finished: Path) -> None:
+    documented = {name for metric in all_metrics() for name in metric.names}
+    written = {name for line in read_metrics(finished / "metrics.jsonl") for name in line}
+    assert {re.sub(r"^goodput/.*", "goodput/PHASE", name) for name in written} <= documented
+    files = (cli.MAIN.parent / "docs" / "reference" / "files.md").read_text()
+    names = {f"{path.name}/" if path.is_dir() else path.name for path in finished.iterdir()}
+    assert names <= set(re.findall(r"`([^`]*)`", files))
+
+
 def test_help_needs_no_device(forks: cli.Forks) -> None:
     """Help and the composed configuration need no device."""
     for arguments, text in (
@@ -360,6 +374,7 @@ def test_warm_start(lasting: cli.Lasting, finished: Path) -> None:
     assert cli.contents(finished) == before
 
 
+@pytest.mark.wide  # exchange/test_average.py has averages, and the test above starts from weights
 def test_start_from_an_average(lasting: cli.Lasting, finished: Path, workplace: Path) -> None:
     """An average of checkpoints is a run to start from."""
 
@@ -383,7 +398,11 @@ def test_start_from_an_average(lasting: cli.Lasting, finished: Path, workplace: 
 @pytest.mark.parametrize(
     ("diverging", "named"),
     [
-        (("training.peak_learning_rate=1e3", "training.weight_decay=3e38"), ["params/", "not finite"]),
+        pytest.param(
+            ("training.peak_learning_rate=1e3", "training.weight_decay=3e38"),
+            ["params/", "not finite"],
+            marks=pytest.mark.wide,
+        ),
         pytest.param(
             ("training.peak_learning_rate=1e37",),
             ["validation/loss=nan not finite"],

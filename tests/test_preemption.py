@@ -114,17 +114,15 @@ step_programs.compile_unless_stopped = compile_with_signal
 
 
 def test_a_compilation_is_not_waited_for(forks: cli.Forks, lasting: cli.Lasting, undisturbed: Path) -> None:
-    """Nor are steps lost: the resumed run, which saves by the clock, after every step, is the undisturbed one."""
+    """Nor are steps lost: the resumed run is the undisturbed one."""
     run = forks.workplace / "compiling"
     with cli.customized(SIGNAL_IN_COMPILATION):
         done = forks.run(*cli.TINY, "hydra.run.dir=compiling", "zero.remat=dots")  # a program that takes seconds
     assert done.returncode == 75, done.stderr
     assert "first step with" not in done.stderr and "step 0 is saved" in done.stderr
     assert saved_steps(run) == [0] and not (run / "metrics.jsonl").exists()
-    often = ("data.checkpoint_minutes=1e-6", "data.keep_checkpoints=100")
-    lasting.check("--resume", "hydra.run.dir=compiling", "zero.remat=auto", *often)
+    lasting.check("--resume", "hydra.run.dir=compiling", "zero.remat=auto")
     assert metrics(run) == metrics(undisturbed)
-    assert saved_steps(run) == list(range(13))
 
 
 @pytest.mark.slow  # the test above stops during the first compilation
@@ -149,6 +147,7 @@ def test_stop_during_a_compilation(forks: cli.Forks) -> None:
     assert (line["step"], line["sequence_length"]) == (3, 8)
 
 
+@pytest.mark.wide  # test_loop.py and run/features/test_features.py have what is pending after it
 def test_stop_during_an_evaluation(forks: cli.Forks, lasting: cli.Lasting) -> None:
     """An evaluation is broken off, and run again after the resume."""
     job = (
@@ -186,6 +185,7 @@ def test_run_on_busy_cores(forks: cli.Forks, undisturbed: Path) -> None:
         assert [process.poll() for process in spinning] == [None] * len(spinning)  # none had ended early
 
 
+@pytest.mark.wide  # hosts/test_signals.py has the streams
 def test_shutdown_closes_the_log_pipe(workplace: Path) -> None:
     """A machine that shuts down ends the reader of the log first.
 
@@ -235,6 +235,7 @@ training.make_job = diverging
 """
 
 
+@pytest.mark.wide  # partition/test_state_door.py names the leaf
 def test_differing_replicas_stop_the_run(forks: cli.Forks) -> None:
     """Replicas that differ stop the run with the name of the leaf, and are not saved."""
     with cli.customized(DIVERGING):
@@ -247,18 +248,17 @@ def test_differing_replicas_stop_the_run(forks: cli.Forks) -> None:
     assert saved_steps(forks.workplace / "diverged") == [6]
 
 
-def test_damaged_checkpoint_is_passed_over(forks: cli.Forks, undisturbed: Path) -> None:
+def test_damaged_checkpoint_is_passed_over(lasting: cli.Lasting, undisturbed: Path) -> None:
     """A damaged checkpoint is named and passed over."""
-    run = forks.workplace / "damaged"
+    run = lasting.workplace / "damaged"
     shutil.copytree(undisturbed, run)
     largest = max((run / "checkpoints" / "12").rglob("*"), key=lambda path: path.is_file() and path.stat().st_size)
     largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
-    done = forks.run("--resume", "hydra.run.dir=damaged", "data.resume_step=12")
+    done = lasting.run("--resume", "hydra.run.dir=damaged", "data.resume_step=12")
     assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith("error: checkpoint "), done.stderr
     assert "seconds_to_first_step" in read_metrics(run / "metrics.jsonl")[0]
-    done = forks.check("--resume", "hydra.run.dir=damaged")
+    done = lasting.check("--resume", "hydra.run.dir=damaged")
     assert f"{run}/checkpoints, step 12" in done.stderr and "trying the one before" in done.stderr
     assert "resumed from step 6" in done.stderr
-    assert re.search(r"first step with .* was read from the cache\n", done.stderr)
     assert metrics(run) == metrics(undisturbed) and saved_steps(run) == [6, 12]
     assert (run / "checkpoints" / "12.damaged").is_dir()

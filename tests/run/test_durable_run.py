@@ -30,13 +30,13 @@ def files_in_memory(forks: cli.Forks) -> list[str]:
     return [path.name.partition("-")[2] for path in sorted(forks.workplace.glob("memory/*/*"))]
 
 
-def test_finished_only_in_memory(forks: cli.Forks, undisturbed: Path) -> None:
+def test_finished_only_in_memory(forks: cli.Forks, lasting: cli.Lasting, undisturbed: Path) -> None:
     """Killed after the last emergency checkpoint and before the last durable one, a run is not finished."""
     again, run = ("--resume=auto", *JOB, "hydra.run.dir=killed"), forks.workplace / "killed"
     with cli.customized(kills.at(SLOW_COMMIT, IN_MEMORY)):
         assert forks.run(*again).returncode == -signal.SIGKILL
     assert saved_steps(run) == [3, 6] and files_in_memory(forks)[0] == "12-0.shards"
-    done = forks.check(*again)
+    done = lasting.check(*again)
     assert "resumed from the emergency checkpoint of step 12" in done.stderr and "finished at step 12" in done.stderr
     assert saved_steps(run) == [3, 6, 12] and files_in_memory(forks) == []
     assert is_finished(run, 12) and saved_command(run) == command(JOB)

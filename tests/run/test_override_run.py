@@ -1,6 +1,7 @@
 """Runs of models that the command line changes: resumed, refused with another model, and swept over widths.
 
-They train on rows that are computed, and so without a file of data and without validation.
+They train on rows that are computed, and so without a file of data and without validation. test_resumed.py resumes a
+run with overrides by default, and test_synthetic_run.py has computed rows.
 """
 
 import shutil
@@ -12,6 +13,7 @@ from tests.helpers import cli
 from zero.run_directory import saved_config
 from zero.tracking.metrics_file import read_resumes
 
+pytestmark = pytest.mark.wide
 SIZES = """
 mine:
   embedding_dim: 96
@@ -78,7 +80,7 @@ def test_edited_sizes_are_refused(lasting: cli.Lasting) -> None:
         path.write_text(SIZES)
 
 
-@pytest.mark.slow  # test_sweeps.py has sweeps, and the runs above overrides
+@pytest.mark.slow
 def test_sweep_over_widths(forks: cli.Forks) -> None:
     """One key sweeps the width, with as many heads as it has room for."""
     once = ("training.evaluation_frequency=12", "hydra.sweep.dir=widths")

@@ -7,8 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.config.composing import compose
 from tests.helpers import cli, kills
 from tests.helpers.checkpoints import leaves
+from zero.config.check import check
+from zero.config.files import load_sizes
+from zero.errors import UserError
+from zero.job import make_job
 from zero.tracking.metrics_file import read_resumes
 
 JOB = (*cli.TINY, "training.gradient_accumulation_steps=1", "zero.fused_update=true", "zero.remat=full")
@@ -44,6 +49,17 @@ def from_step_6(lasting: cli.Lasting, run: Path, name: str, *keys: str) -> Path:
     return copy
 
 
+@pytest.mark.wide  # training/test_streamed_update.py has what a checkpoint holds, and what is made of it
+def test_lost_steps_are_repeated(lasting: cli.Lasting, streamed: Path) -> None:
+    """A run that lost its last steps continues bit for bit, metrics and state."""
+    run = from_step_6(lasting, streamed, "repeated")
+    assert cli.metrics(run) == cli.metrics(streamed)
+    expected = leaves(streamed, 12)
+    for name, x in leaves(run, 12).items():
+        np.testing.assert_array_equal(x, expected[name], err_msg=name)
+
+
+@pytest.mark.wide
 def test_killed_and_resumed(forks: cli.Forks, streamed: Path) -> None:
     """A killed run continues bit for bit, metrics and state, which a restore puts where it lies."""
     run = forks.workplace / "killed"
@@ -67,7 +83,10 @@ def test_inputs_go_to_the_host_as_well(lasting: cli.Lasting, streamed: Path) -> 
     assert cli.metrics(run) == cli.metrics(streamed)
 
 
-@pytest.mark.parametrize("first", [pytest.param("on the devices", marks=pytest.mark.slow), "on the host"])
+@pytest.mark.parametrize(
+    "first",
+    [pytest.param("on the devices", marks=pytest.mark.slow), pytest.param("on the host", marks=pytest.mark.wide)],
+)
 def test_continued_in_the_other_place(first: str, lasting: cli.Lasting, streamed: Path) -> None:
     """A checkpoint is the same for both: the moments of step 6 are those of the other run, and training goes on."""
     if first == "on the host":
@@ -82,14 +101,14 @@ def test_continued_in_the_other_place(first: str, lasting: cli.Lasting, streamed
         assert np.linalg.norm(x - expected[name]) <= 1e-3 * np.linalg.norm(expected[name]), name
 
 
-def test_other_dtypes_are_refused(lasting: cli.Lasting, streamed: Path) -> None:
+def test_other_dtypes_are_refused() -> None:
     """They are converted on the devices, where the whole state need not fit."""
-    copy = lasting.workplace / "narrow"
-    shutil.copytree(streamed, copy)
-    shutil.rmtree(copy / "checkpoints/12")
-    done = lasting.run("--resume", "hydra.run.dir=narrow", "optimizer.state_dtype=int8")
-    assert done.returncode == 2
-    assert "holds the state in other dtypes, which are converted on the devices: resume once without" in done.stderr
+    sizes = load_sizes()
+    held, other = (check(compose(*STREAMED, f"optimizer.state_dtype={dtype}"), sizes) for dtype in ("float32", "int8"))
+    storages = [make_job(config, sizes.chosen(config.model)).storage for config in (held, other)]
+    storages[0].check_conversion(storages[0].layout, "a checkpoint")
+    with pytest.raises(UserError, match=r"^a checkpoint: holds the state in other dtypes, .*: resume once without"):
+        storages[0].check_conversion(storages[1].layout, "a checkpoint")
 
 
 @pytest.mark.slow

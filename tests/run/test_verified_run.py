@@ -25,6 +25,7 @@ def test_comparing_devices_changes_nothing(lasting: cli.Lasting) -> None:
     assert cli.metrics(verified) == cli.metrics(plain)
 
 
+@pytest.mark.wide  # tests/training/test_verification.py has devices that err, and the feature
 def test_failing_device_ends_the_run(forks: cli.Forks) -> None:
     """The run names the device that errs, and saves nothing."""
     with cli.customized(FAULTY):

@@ -14,7 +14,7 @@ from tests.helpers.runs import make_run
 from zero import make_layout
 from zero.config.declared import Keys
 from zero.corpus.reading.loader import HostBatch
-from zero.errors import UserError
+from zero.errors import Unavailable, UserError
 from zero.partition.collectives.axis import Axis
 from zero.run.feature import Moment, Stopped
 from zero.run.features import harness, report
@@ -198,6 +198,15 @@ def test_no_checkpoint_of_nan(tmp_path: Path) -> None:
     run.state = {"w": jax.pmap(lambda x: x, "zero")(np.ones((8, 1), np.float32))}
     with pytest.raises(UserError, match=r"step 3: validation/loss=nan not finite"):
         checked_sums(run, float("nan"))
+
+
+def test_no_checkpoint_of_differing_replicas(tmp_path: Path) -> None:
+    """Replicas that differ end the run with a status that launchers repeat."""
+    run = make_run(tmp_path)
+    run.job.storage = OnDevices(make_layout({"w": jax.ShapeDtypeStruct((), np.float32)}, 8), Axis("zero", (1, 8)))
+    run.state = {"w": jax.pmap(lambda x: x, "zero")(np.asarray([1, 1, 1, 2, 1, 1, 1, 1], np.float32))}
+    with pytest.raises(Unavailable, match=r"^step 3: leaves differ .*: w; .*not saved: --resume contin"):
+        checked_sums(run)
 
 
 def saving(run: Any, **keys: Any) -> Save:
