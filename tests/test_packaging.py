@@ -86,6 +86,7 @@ def wheel(sdist: Path) -> Path:
     return wheel
 
 
+@pytest.mark.wide
 def test_metadata_is_fit_to_publish(sdist: Path, wheel: Path) -> None:
     """By the validation of the packaging library, as package indices apply it; CI asks twine as well."""
     with tarfile.open(sdist) as archive:
@@ -101,6 +102,7 @@ def test_metadata_is_fit_to_publish(sdist: Path, wheel: Path) -> None:
         assert metadata.license_expression == "Apache-2.0" and str(metadata.requires_python) == ">=3.11"
 
 
+@pytest.mark.wide
 def test_wheel_contents(wheel: Path) -> None:
     """The wheel contains the package and its configuration."""
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
@@ -114,6 +116,7 @@ def test_wheel_contents(wheel: Path) -> None:
     assert names == {path.as_posix() for path in sources | conf | pages | others}
 
 
+@pytest.mark.wide
 def test_dependencies(wheel: Path) -> None:
     """Primitives depend on three packages, and the rest are extras."""
     (path,) = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".dist-info/METADATA")]
