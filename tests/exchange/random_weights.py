@@ -1,6 +1,6 @@
 """Checkpoints of small models with random weights.
 
-- `SIZES`: a model of each family; `SOME_OF_EACH` and `BOTH` parametrize a test over them, or over two.
+- `SIZES`: a model of each family; `SOME` are names of them; `BOTH` parametrizes a test over two.
 - `params`, `model_of`, `save`: random weights, the sharded model, and a run directory with a checkpoint of them.
 - `whole`, `without_padding`, `assert_same`, `contents`: whole arrays, their comparison, and the files of a folder.
 """
@@ -90,11 +90,6 @@ SIZES = {
     ),
 }
 SOME = ("gpt2", "bloom", "gpt_neox", "phi3", "gpt_oss", "gemma3")  # tied or not, joined products, experts, biases
-SOME_OF_EACH = pytest.mark.parametrize(
-    "size",
-    [pytest.param(size, marks=() if name in SOME else pytest.mark.slow) for name, size in SIZES.items()],
-    ids=SIZES,
-)
 BOTH = pytest.mark.parametrize("size", [ALIBI, LEARNED], ids=["bloom", "gpt2"])
 RUN = {"data": {"tokenizer": "bytes"}}
 

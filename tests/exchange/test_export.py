@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from tests.exchange.random_weights import (
     LEARNED,
     SIZES,
     SOME,
-    SOME_OF_EACH,
     assert_same,
     contents,
     model_of,
@@ -47,10 +47,16 @@ FILES = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config
 
 
 OTHERS = ("gpt_neox_sequential", "llama_tied", "olmo2", "granite", "gemma")  # not of test_models_of_transformers
-FEW = [pytest.param(size, marks=() if name in (*SOME, *OTHERS) else pytest.mark.slow) for name, size in SIZES.items()]
+READ = ("gpt_neox", "gpt_oss", "gemma3")  # those in `SOME` whose logits test_models_of_transformers compares
 
 
-@pytest.mark.parametrize("size", FEW, ids=SIZES)
+def few(names: Sequence[str], wide: Sequence[str]) -> list[Any]:
+    """The sizes of these names, some of them wide; all others are slow."""
+    marks = {name: pytest.mark.wide if name in wide else () for name in names}
+    return [pytest.param(size, marks=marks.get(name, pytest.mark.slow)) for name, size in SIZES.items()]
+
+
+@pytest.mark.parametrize("size", few([*SOME, *OTHERS], wide=READ), ids=SIZES)
 def test_equals_transformers(size: GPTConfig, tmp_path: Path) -> None:
     """transformers computes the same logits and writes the same text."""
     import torch
@@ -85,7 +91,8 @@ def test_equals_transformers(size: GPTConfig, tmp_path: Path) -> None:
     assert written[0, len(prompt) :].tolist() == tokens.tolist()
 
 
-@SOME_OF_EACH  # test_equals_transformers exports each, and test_hf_folder.py reads them
+# test_equals_transformers exports each, and test_hf_folder.py reads them.
+@pytest.mark.parametrize("size", few(SOME, wide=[*READ, "phi3", "gpt2"]), ids=SIZES)
 def test_round_trip_of_an_export(size: GPTConfig, tmp_path: Path) -> None:
     """A model that is exported, imported and exported again has the same bytes."""
     save(tmp_path / "first", size, 3, 7)
@@ -227,7 +234,9 @@ def test_full_disk_is_one_line(
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
 
 
-@pytest.mark.parametrize("command", ["export", pytest.param("average", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "command", [pytest.param("export", marks=pytest.mark.wide), pytest.param("average", marks=pytest.mark.slow)]
+)
 def test_a_killed_command_leaves_nothing_to_the_next(command: str, tmp_path: Path) -> None:
     """Killed when it has written everything but the name, and once more while it writes."""
     save(tmp_path / "checkpoints", LEARNED, 0)

@@ -1,6 +1,7 @@
 """Adapters beside peft in PyTorch: the same losses over a training, from the same folder of adapters."""
 
 import dataclasses
+import json
 import os
 import re
 from pathlib import Path
@@ -10,13 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import zero
 from tests.helpers import llama
 from zero.errors import UserError
-from zero.exchange.peft_folder import alpha_of, check_adapter_keys, peft_adapters, read_peft
+from zero.exchange.architecture_table import ARCHITECTURES
+from zero.exchange.peft_folder import alpha_of, check_adapter_keys, peft_adapters, read_peft, write_peft
 from zero.exchange.warm_start import warm_start
-from zero.models.adapters import PRODUCTS
+from zero.models.adapters import PRODUCTS, Adapters
 from zero.training.batch import Batch
 from zero.training.optimizer import adamw
 from zero.training.parts import StepOptions
@@ -97,6 +100,22 @@ def test_losses_equal_peft(trained_by_peft: Peft) -> None:
         losses.append(metrics["loss"].item())
     np.testing.assert_allclose(losses, trained_by_peft.losses, rtol=1e-4)
     assert np.ptp(losses) > 0.1
+
+
+def test_tied_tables_have_a_copy(tmp_path: Path) -> None:
+    """Tables that are trained whole, and are one, have both names, as PEFT writes and reads them."""
+    table = np.random.default_rng(0).normal(size=(300, 48)).astype(np.float32)
+    for is_tied in (False, True):
+        size = dataclasses.replace(llama.size(CONTEXT), tied=is_tied)
+        place = tmp_path / str(is_tied)
+        place.mkdir()
+        leaves = ["vocabulary/trained_table"]
+        write_peft(place, lambda leaf: table, leaves, Adapters(4, 6.0), ARCHITECTURES["llama"], "base", size)
+        tensors = load_file(place / "adapter_model.safetensors")
+        names = ["model.embed_tokens", *(["lm_head"] if is_tied else [])]
+        assert sorted(tensors) == sorted(f"base_model.model.{name}.weight" for name in names)
+        assert all(np.array_equal(tensor, table) for tensor in tensors.values())
+        assert json.loads((place / "adapter_config.json").read_text())["ensure_weight_tying"] is is_tied
 
 
 @pytest.mark.parametrize(

@@ -255,7 +255,10 @@ def test_chats_equal_trl(home: Home) -> None:
     assert_same_gradients(of_leaves, gradients)
 
 
-@pytest.mark.parametrize(("theirs", "smoothing", "label_smoothing", "stage"), SETTINGS)
+@pytest.mark.parametrize(
+    ("theirs", "smoothing", "label_smoothing", "stage"),
+    [SETTINGS[0], *(pytest.param(*setting, marks=pytest.mark.wide) for setting in SETTINGS[1:])],
+)
 def test_preferences_equal_trl(home: Home, theirs: str, smoothing: str, label_smoothing: float, stage: int) -> None:
     """Ids, loss and gradients of pairs are those of DPOTrainer, whose reference has its adapters disabled."""
     batch, loss, gradients = home.preferences[theirs, smoothing, label_smoothing]
@@ -269,6 +272,7 @@ def test_preferences_equal_trl(home: Home, theirs: str, smoothing: str, label_sm
     assert_same_gradients(of_leaves, gradients)
 
 
+@pytest.mark.wide
 def test_peft_continues_what_zero_writes(home: Home, tmp_path: Path) -> None:
     """After a step of zero, PEFT opens its folder: same ranks, scales and tables, and the logits of zero's model."""
     import peft

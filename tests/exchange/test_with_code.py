@@ -89,7 +89,10 @@ def exported(size: GPTConfig, place: Path) -> Path:
 
 @pytest.mark.parametrize(
     "size",
-    [*OWN.values(), *(pytest.param(size, marks=pytest.mark.slow) for size in OTHERS.values())],
+    [
+        *(pytest.param(size, marks=pytest.mark.wide if name == "plain" else ()) for name, size in OWN.items()),
+        *(pytest.param(size, marks=pytest.mark.slow) for size in OTHERS.values()),
+    ],
     ids=[*OWN, *OTHERS],
 )
 def test_code_computes_the_same(size: GPTConfig, tmp_path: Path) -> None:
@@ -118,6 +121,7 @@ def test_code_knows_every_activation() -> None:
     assert {*modeling_zero.ACTIVATIONS} == {*mlp.ACTIVATIONS} - refused
 
 
+@pytest.mark.wide
 def test_loss_without_gains(tmp_path: Path) -> None:
     """Norms without gains give the same loss."""
     import torch
@@ -146,6 +150,7 @@ def test_padded_prompts_change_nothing(size: GPTConfig, tmp_path: Path) -> None:
     torch.testing.assert_close(last[:, 0], both[:, -1], atol=1e-5, rtol=0)
 
 
+@pytest.mark.wide
 def test_harness_loads_the_code(tmp_path: Path) -> None:
     """lm-evaluation-harness gets our likelihoods from the folder, with the tokenizer that it holds."""
     from lm_eval.api.instance import Instance

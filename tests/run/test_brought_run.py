@@ -37,7 +37,7 @@ pytestmark = [
 ]
 FAMILIES = [name for name in MODELS if name != "phi3"]  # PEFT has one adapter for products that Phi-3 fuses
 SIZES: dict[str, dict[str, Any]] = {"small": {}, "odd": ODD}
-SHORT = ("qwen2", ODD)  # in the default tier: its tables are tied, and trained whole
+SHORT = ("qwen2", ODD)  # of the wide tests: its tables are tied, and trained whole
 STEPS, CONTEXT, BETA = 8, 64, 0.3
 QUESTION = "What is a shard?"
 DEVICES = "distributed.cpu_devices=8"
@@ -175,10 +175,15 @@ def save_tasks(folder: Path) -> list[dict[str, Any]]:
     return tasks
 
 
+def marks(family: str, size: dict[str, Any]) -> Any:
+    """The tests of exchange/ have the parts of this way, each beside its library."""
+    return pytest.mark.wide if (family, size) == SHORT else pytest.mark.slow
+
+
 @pytest.mark.parametrize(
     ("family", "size"),
     [
-        pytest.param(name, size, id=f"{name}-{size_name}", marks=() if (name, size) == SHORT else pytest.mark.slow)
+        pytest.param(name, size, id=f"{name}-{size_name}", marks=marks(name, size))
         for name in FAMILIES
         for size_name, size in SIZES.items()
     ],
