@@ -49,9 +49,12 @@ def expected(name: str, folder: Path) -> list[float]:
 ELSEWHERE = ("diffusion", "language_model", "sam", "translation")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in ELSEWHERE else ()) for name in NAMES]
-)
+def marks(name: str) -> Any:
+    """By default the programs are traced, and test_structures.py compares losses of such a port."""
+    return pytest.mark.slow if name in ELSEWHERE else pytest.mark.wide
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in NAMES])
 def test_losses_equal_unsharded(name: str, folder: Path) -> None:
     """Losses equal those of the unsharded program, through checkpoints of both."""
     losses, path = expected(name, folder), folder / f"{name}.turns"
@@ -67,6 +70,7 @@ def test_losses_equal_unsharded(name: str, folder: Path) -> None:
     assert held < 0.2 * whole  # of eight devices; the smallest leaves are whole on each
 
 
+@pytest.mark.wide  # tests/partition has shard_map
 def test_language_model_under_shard_map(folder: Path) -> None:
     """Under shard_map the language model is the same and reads and writes the same checkpoints."""
     name = "language_model"
@@ -79,12 +83,14 @@ def test_language_model_under_shard_map(folder: Path) -> None:
     np.testing.assert_allclose(found, losses, rtol=1e-6)
 
 
-REFUSING = ("flax_classifier", "haiku_mixed_precision", "ppo")  # kinds of states; the others are like one of them
+REFUSING: dict[str, Any] = {  # kinds of states; the others are like one of them
+    "flax_classifier": (),
+    "haiku_mixed_precision": pytest.mark.wide,
+    "ppo": pytest.mark.wide,
+}
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in REFUSING else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=REFUSING.get(name, pytest.mark.slow)) for name in NAMES])
 def test_wrongly_saved_state_is_refused(name: str, folder: Path) -> None:
     """A state saved the wrong way is refused.
 
@@ -104,7 +110,10 @@ def test_wrongly_saved_state_is_refused(name: str, folder: Path) -> None:
         zero.to_devices(stack.slices, like=state.opt_state)
 
 
-@pytest.mark.parametrize("name", NAMES)
+LIKE = ("translation",)  # whose state is that of flax_classifier
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.wide if name in LIKE else ()) for name in NAMES])
 @pytest.mark.parametrize("sharded", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_collectives_are_ordered(name: str, sharded: bool, folder: Path) -> None:
     """Collectives wait for loops that contain collectives.
@@ -116,6 +125,7 @@ def test_collectives_are_ordered(name: str, sharded: bool, folder: Path) -> None
     assert unordered(jaxpr.jaxpr) == []
 
 
+@pytest.mark.wide  # of the losses of that program, which are wide
 def test_haiku_skips_overflows(folder: Path) -> None:
     """Steps that overflow are skipped in the Haiku program.
 
@@ -149,7 +159,9 @@ ORBAX = ("diffusion",)  # of all hosts
 OTHERS = ("sam", "translation")  # scattered gradients; a flax TrainState
 
 
-@pytest.mark.parametrize("names", [ORBAX, pytest.param(OTHERS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "names", [pytest.param(ORBAX, marks=pytest.mark.wide), pytest.param(OTHERS, marks=pytest.mark.slow)]
+)
 def test_two_processes_resume(names: tuple[str, ...], folder: Path, tmp_path: Path) -> None:
     """Two processes resume from checkpoints of the unsharded programs and of their own, and write some."""
     for name in names:

@@ -2,6 +2,7 @@
 
 import importlib
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,12 +11,14 @@ import pytest
 FOLDER = Path(__file__).parents[1] / "examples" / "fully_shard"
 
 
+def marks(name: str) -> Any:
+    """partition/test_fully_shard.py has the moves, which are the same for all libraries."""
+    return {"nnx_model": (), "haiku_model": pytest.mark.slow}.get(name, pytest.mark.wide)
+
+
 @pytest.mark.parametrize(
     "name",  # that of Haiku is a pure function as that of Equinox is
-    [
-        pytest.param(path.stem, marks=pytest.mark.slow if path.stem == "haiku_model" else ())
-        for path in sorted(FOLDER.glob("*_model.py"))
-    ],
+    [pytest.param(path.stem, marks=marks(path.stem)) for path in sorted(FOLDER.glob("*_model.py"))],
 )
 def test_stages_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(FOLDER))
@@ -32,6 +35,7 @@ def test_stages_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             assert held < 0.2 * whole
 
 
+@pytest.mark.wide
 def test_a_run_resumes_at_another_stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(FOLDER))
     training, path = importlib.import_module("training"), tmp_path / "saved.npz"
