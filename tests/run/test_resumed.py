@@ -1,7 +1,7 @@
 """Runs whose state has every kind of part: resumed bit for bit, continued in other dtypes, scored, and averaged."""
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +9,16 @@ import numpy as np
 import pytest
 
 import zero
+from tests.config.composing import compose
 from tests.helpers import cli
 from tests.helpers.checkpoints import leaves
 from zero.checkpoints.manager import Checkpoints
+from zero.config.check import check
 from zero.config.files import load_sizes
 from zero.exchange.average import average
 from zero.inference.trained_model import load_weights
+from zero.job import make_job
+from zero.run.restore import restore
 from zero.run_directory import saved_steps
 from zero.tracking.metrics_file import read_metrics
 from zero.training.optimizer import adamw
@@ -30,6 +34,7 @@ JOB = (
 STEPS_PER_ROW = 2
 AVERAGE = ("training.ema=0.6",)
 BYTES = ("optimizer.state_dtype=int8", "zero.master_dtype=bfloat16")
+FLOAT32 = ("optimizer.state_dtype=float32", "zero.master_dtype=float32")
 CODEBOOK = ("model.size=test_vq",)
 STAGED = ("training.warmup_train_context=8", "training.staged_warmup_steps=2")
 PARTS = (
@@ -96,9 +101,26 @@ def test_kinds_of_state(whole: Whole) -> None:
     assert {name.split("/")[1] for name in kinds if name.startswith("averages/")} == {"ema", "codebook"}
 
 
+def test_restored_in_float32(whole: Whole, caplog: pytest.LogCaptureFixture) -> None:
+    """The state of bytes is restored in float32, as a run finds it that continues so."""
+    sizes = load_sizes()
+    config = check(compose(*JOB, *ALL, *FLOAT32), sizes)
+    job = make_job(config, sizes.chosen(config.model))
+    with Checkpoints(whole.run / "checkpoints", None) as checkpoints, caplog.at_level("INFO"):
+        _, state = restore(checkpoints, LAST, job.model.config, job.storage, is_own=False)
+    assert "opt_state from int8 to float32" in caplog.text and "params from bfloat16 to float32" in caplog.text
+    restored = job.storage.to_global(state)
+    saved = leaves(whole.run, LAST, "params/vocabulary/table")["params/vocabulary/table"]
+    table = np.asarray(restored.params["vocabulary"]["table"])[tuple(map(slice, saved.shape))]  # without padding
+    assert table.dtype == np.float32
+    np.testing.assert_array_equal(table, saved.astype(np.float32))
+    assert {x.dtype.name for x in jax.tree.leaves(restored.opt_state) if x.ndim > 1} == {"float32"}
+
+
+@pytest.mark.wide
 def test_continued_in_float32(whole: Whole) -> None:
     """The run continues in float32, with larger checkpoints."""
-    wide = whole.continued("optimizer.state_dtype=float32", "zero.master_dtype=float32")
+    wide = whole.continued(*FLOAT32)
     (line,) = [line for line in (wide / "main_zero.log").read_text().splitlines() if "other dtypes" in line]
     assert "opt_state from int8 to float32" in line and "params from" in line
     np.testing.assert_allclose(cli.losses(wide, "validation/loss"), cli.losses(whole.run, "validation/loss"), rtol=2e-2)
@@ -119,6 +141,7 @@ def stored(run: Path, part: str) -> int:
     )
 
 
+@pytest.mark.wide  # tests/training/test_offload.py has a step with them, and without
 def test_continued_with_activations_on_the_host(lasting: cli.Lasting) -> None:
     """Where activations lie changes nothing, so the run continues bit for bit with another value of the key."""
     whole = Whole(lasting, lasting.train("on-the-device", *JOB, "zero.remat=full"))
@@ -129,18 +152,28 @@ def test_continued_with_activations_on_the_host(lasting: cli.Lasting) -> None:
         np.testing.assert_array_equal(x, expected[name], err_msg=name)
 
 
-def test_scores_of_longer_rows(whole: Whole) -> None:
+def evaluated(whole: Whole, place: str, *options: str) -> dict[str, Any]:
+    return whole.runs.evaluate(place, f"model.model_path={whole.run.name}", *options)
+
+
+@pytest.fixture(scope="module")
+def at_once(whole: Whole) -> dict[str, Any]:
+    """An evaluation of the weights in which a context is a row."""
+    return evaluated(whole, "evaluated-at-once", "evaluate.context=32", "evaluate.ema=false")
+
+
+def test_scores_of_longer_rows(whole: Whole, at_once: dict[str, Any]) -> None:
     """Rows longer than the context are scored as if read at once, by the memory of the codebook's layers."""
-    found = {}
-    for name, options in {
-        "carried": ("evaluate.context=8", "evaluate.carry=true"),
-        "at_once": ("evaluate.context=32",),
-        "cut": ("evaluate.context=8", "evaluate.stride=7"),
-    }.items():
-        found[name] = whole.runs.evaluate(f"evaluated-{name}", f"model.model_path={whole.run.name}", *options)
-    assert found["carried"]["tokens"] == found["at_once"]["tokens"]
-    np.testing.assert_allclose(found["carried"]["loss"], found["at_once"]["loss"], rtol=1e-6)
-    assert abs(found["cut"]["loss"] - found["at_once"]["loss"]) > 1e-4
+    carried = evaluated(whole, "evaluated-carried", "evaluate.context=8", "evaluate.carry=true", "evaluate.ema=false")
+    assert carried["tokens"] == at_once["tokens"]
+    np.testing.assert_allclose(carried["loss"], at_once["loss"], rtol=1e-6)
+
+
+@pytest.mark.wide
+def test_scores_of_longer_rows_without_memory(whole: Whole, at_once: dict[str, Any]) -> None:
+    """Without it they are others."""
+    cut = evaluated(whole, "evaluated-cut", "evaluate.context=8", "evaluate.stride=7", "evaluate.ema=false")
+    assert abs(cut["loss"] - at_once["loss"]) > 1e-4
 
 
 def test_average_is_evaluated(whole: Whole) -> None:
@@ -152,7 +185,7 @@ def test_average_is_evaluated(whole: Whole) -> None:
         assert abs(line["validation/ema_loss"] - line["validation/loss"]) < 0.5
 
 
-def test_evaluate_uses_the_average(whole: Whole) -> None:
+def test_evaluate_uses_the_average(whole: Whole, at_once: dict[str, Any]) -> None:
     """`mode=evaluate` uses the average, and refuses evaluate.ema=true where there is none."""
     run, place = whole.run, whole.runs.workplace
     model = ShardedGPT(SIZE, zero.Axis("zero", (1, 1)), 0)
@@ -162,16 +195,19 @@ def test_evaluate_uses_the_average(whole: Whole) -> None:
         for path, x in jax.tree_util.tree_leaves_with_path(params):
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             np.testing.assert_array_equal(np.asarray(x)[0], saved[f"{prefix}/{name}"], err_msg=name)
-    found = []
-    for value in ("false", "true"):
-        options = (f"model.model_path={run.name}", "evaluate.context=32", f"evaluate.ema={value}")
-        found.append(whole.runs.evaluate(f"evaluated-{value}", *options)["loss"])
-    assert found[0] != found[1] and abs(found[0] - found[1]) < 0.5
+    loss = evaluated(whole, "evaluated-average", "evaluate.context=32", "evaluate.ema=true")["loss"]
+    assert loss != at_once["loss"] and abs(loss - at_once["loss"]) < 0.5
     average(str(run), place / "mean")
     done = whole.runs.run("mode=evaluate", "model.model_path=mean", "evaluate.ema=true", "hydra.run.dir=refused")
     assert done.returncode and "holds no moving average of the weights; training.ema keeps one" in done.stderr
     done = whole.runs.run("--resume", f"hydra.run.dir={run.name}", "training.ema=null")
     assert done.returncode and "training.ema=null: expected 0.6, the value of the run" in done.stderr
+
+
+def test_another_model_is_refused(whole: Whole) -> None:
+    """Other overrides of the model than those of the run are refused."""
+    done = whole.runs.run("--resume", f"hydra.run.dir={whole.run.name}", "model.override.layer_dropout=0.1")
+    cli.check_refusal(done, "'layer_dropout': 0.1}: expected {", "'layer_dropout': 0.2}, the value of the run")
 
 
 def test_average_in_the_layout_file(whole: Whole) -> None:

@@ -33,6 +33,12 @@ JOB = (*cli.TINY, f"training.total_steps={LAST}", "training.evaluation_frequency
 
 
 @pytest.fixture(scope="module")
+def calm(lasting: cli.Lasting) -> Path:
+    """A shorter one, of the steps that runs of other files share."""
+    return lasting.train("calm", *cli.TINY)
+
+
+@pytest.fixture(scope="module")
 def undisturbed(lasting: cli.Lasting) -> Path:
     """The run that the others are compared with; dropout, two contexts, two micro-batches, stage 3."""
     assert SIZE.dropout > 0
@@ -47,10 +53,11 @@ def state(run: Path, step: int) -> Any:
 
 def assert_same_run(run: Path, expected: Path) -> None:
     """Weights, optimizer, counters and metrics, bit for bit."""
-    assert saved_steps(run)[-1] == saved_steps(expected)[-1] == LAST
+    last = saved_steps(expected)[-1]
+    assert saved_steps(run)[-1] == last == cli.metrics(expected)[-1]["step"]
     assert cli.metrics(run) == cli.metrics(expected)
     for (path, x), y in zip(
-        jax.tree_util.tree_leaves_with_path(state(run, LAST)), jax.tree.leaves(state(expected, LAST)), strict=True
+        jax.tree_util.tree_leaves_with_path(state(run, last)), jax.tree.leaves(state(expected, last)), strict=True
     ):
         np.testing.assert_array_equal(x, y, err_msg=jax.tree_util.keystr(path))
 
@@ -103,24 +110,44 @@ def test_aborted_run(workplace: Path, undisturbed: Path) -> None:
     assert_same_run(run, undisturbed)
 
 
-def test_stopped_run(lasting: cli.Lasting, undisturbed: Path) -> None:
+def test_stopped_run(lasting: cli.Lasting, calm: Path) -> None:
     """A run that is told to stop saves, and ends after a resume as one that was not stopped."""
     run = lasting.workplace / "stopped"
-    stopped = interrupt(lasting.start(*JOB, "hydra.run.dir=stopped"), run, 23, signal.SIGTERM)
+    job = (*cli.TINY, "data.save_every=3", "hydra.run.dir=stopped")  # the second save waits for the first one
+    stopped = interrupt(lasting.start(*job), run, 3, signal.SIGTERM)
     assert stopped.returncode == 75, stopped.stderr
     said = re.search(r"stopped by signal 15; step (\d+) is saved, --resume continues", stopped.stderr)
-    assert said is not None and 23 <= int(said[1]) < LAST
+    assert said is not None and 3 <= int(said[1]) < 12
     assert saved_steps(run)[-1] == int(said[1]) == cli.metrics(run)[-1]["step"]
 
     lasting.check("--resume", "hydra.run.dir=stopped")  # its configuration is remembered
     assert read_resumes(run / "metrics.jsonl") == [int(said[1])]
-    assert_same_run(run, undisturbed)
+    assert_same_run(run, calm)
 
 
 def contents(run: Path) -> dict[str, bytes]:
     return {str(path.relative_to(run)): path.read_bytes() for path in run.rglob("*") if path.is_file()}
 
 
+def test_fork_of_a_run(lasting: cli.Lasting, calm: Path) -> None:
+    """A fork sees the same samples, leaves the run alone, and is the newest run then."""
+    before = contents(calm)
+    fork = lasting.fork("calm", 6)
+    assert contents(calm) == before
+    assert read_resumes(fork / "metrics.jsonl") == [6] and saved_steps(fork) == [12]
+    assert_same_run(fork, calm)
+
+    # Checkpoints that lie outside the run directory would be those of the run itself.
+    kept = f"data.checkpoint_directory={calm / 'checkpoints'}"
+    done = lasting.run("--resume", "hydra.run.dir=calm", "data.resume_step=6", kept)
+    assert done.returncode == 2 and "name another data.checkpoint_directory" in done.stderr.splitlines()[-1]
+    # The fork is resumed at its own newest step.
+    done = lasting.run("--resume")
+    assert done.returncode == 0 and "nothing left to do: the run is at step 12 of 12" in done.stderr, done.stderr
+    assert f"of this host; {fork}\n" in done.stderr
+
+
+@pytest.mark.wide  # test_hosts.py continues a run on other devices, test_manager.py restores at other stages
 def test_fork_sees_the_same_samples(forks: cli.Forks, undisturbed: Path) -> None:
     """A fork on other devices and at another stage sees the same samples."""
     before = contents(undisturbed)
@@ -135,14 +162,6 @@ def test_fork_sees_the_same_samples(forks: cli.Forks, undisturbed: Path) -> None
         assert got.keys() == line.keys()
         for key, value in line.items():
             np.testing.assert_allclose(got[key], value, rtol=1e-3 if key == "gradient_norm" else 1e-5, err_msg=key)
-
-    # Checkpoints that lie outside the run directory would be those of the run itself.
-    kept = f"data.checkpoint_directory={undisturbed / 'checkpoints'}"
-    done = forks.run("--resume", "hydra.run.dir=undisturbed", "data.resume_step=20", kept)
-    assert done.returncode == 2 and "name another data.checkpoint_directory" in done.stderr.splitlines()[-1]
-    # The fork is the newest run now, and is resumed at its own newest step.
-    done = forks.run("--resume")
-    assert done.returncode == 0 and "nothing left to do: the run is at step 40 of 40" in done.stderr, done.stderr
 
 
 @pytest.mark.slow
@@ -274,6 +293,15 @@ def test_lost_exception_of_a_signal() -> None:
     assert timer.finished.is_set() and not unanswered
     with stop_requests() as received:
         assert received == []
+
+
+def test_companions_are_no_second_signal() -> None:
+    """A machine that shuts down hangs up a terminal and sends SIGTERM, in any order: one stop."""
+    for numbers in ((signal.SIGHUP, signal.SIGTERM), (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)):
+        with stop_requests() as received:
+            for number in numbers:
+                os.kill(os.getpid(), number)
+            assert received == [*numbers]
 
 
 def test_second_signal_stops_at_once() -> None:
