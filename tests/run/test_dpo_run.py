@@ -59,8 +59,8 @@ class Place(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A folder of transformers, a corpus of pairs, and a run of main_zero.py on 8 devices that has learned them."""
+def root(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A folder of transformers and a corpus of pairs."""
     root = tmp_path_factory.mktemp("dpo")
     llama.save(root / "folder", CONTEXT)
     sizes = {"mine": {**SHAPE, "block_size": CONTEXT, "alibi_attn": False, **FAMILIES["llama"]}}
@@ -75,8 +75,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
         patch.chdir(root)
         done = call("pairs.jsonl", "--preferences", "--row-tokens", str(CONTEXT), "--validation-fraction", "0.2")
         assert done.returncode == 0, done.stderr
-        runs = cli.Lasting(root)
-        yield Place(runs, runs.train("run", *JOB))
+        yield root
+
+
+@pytest.fixture(scope="module")
+def place(root: Path) -> Place:
+    """A run of main_zero.py on 8 devices that has learned the pairs."""
+    runs = cli.Lasting(root)
+    return Place(runs, runs.train("run", *JOB))
 
 
 def torch_values(index: str) -> np.ndarray:
@@ -99,6 +105,7 @@ def torch_values(index: str) -> np.ndarray:
     return np.reshape(found, (-1, 2))
 
 
+@pytest.mark.wide  # exchange/test_trl.py compares losses, of which the reference is a part, with TRL
 def test_reference_is_that_of_pytorch(place: Place) -> None:
     """Values of PyTorch beside each index file."""
     for index in (TRAIN, VALIDATION):
@@ -106,6 +113,8 @@ def test_reference_is_that_of_pytorch(place: Place) -> None:
         np.testing.assert_allclose(np.load(path), torch_values(index), rtol=1e-4, atol=1e-3)
 
 
+# exchange/test_trl.py has the loss, the tests below what the references are of, and the arguments of the step.
+@pytest.mark.wide
 def test_preference_is_learned(place: Place) -> None:
     """The first loss is that of equal models; then the chosen texts are preferred, also in pairs not learned from."""
     lines = cli.metrics(place.run)
@@ -117,6 +126,7 @@ def test_preference_is_learned(place: Place) -> None:
     assert lines[-1]["tokens_seen"] == STEPS * 16 * 2 * CONTEXT
 
 
+@pytest.mark.wide
 def test_resumed_bit_for_bit(place: Place) -> None:
     """A run that continues from the middle is the same, bit for bit, and reads the values that were stored."""
     before = {path: path.stat().st_mtime_ns for path in Path("data/index").glob("*.npy")}
@@ -136,6 +146,7 @@ def test_adapters_on_their_base(place: Place) -> None:
     assert set(Path("data/index").iterdir()) == before
 
 
+@pytest.mark.wide  # test_identity.py refuses other contents, the test below computes values anew
 def test_pairs_prepared_again(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other pairs under the same name, as many: their values are computed anew, and a resume on them is refused."""
     shutil.copytree("folder", tmp_path / "folder")
@@ -161,7 +172,7 @@ def test_pairs_prepared_again(place: Place, tmp_path: Path, monkeypatch: pytest.
     )
 
 
-def test_replaced_reference(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replaced_reference(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other weights at the path of the reference: a new run computes anew, and the old one refuses them."""
     import safetensors.numpy
 
@@ -172,7 +183,7 @@ def test_replaced_reference(place: Place, tmp_path: Path, monkeypatch: pytest.Mo
     job = make_job(config, SIZE)
     first = TrainingPosition(global_rows=config.training.batch_size)
     old = load_references(config, job, first)
-    assert old is not None and reference_files(tmp_path) == reference_files(place.runs.workplace)  # of the run
+    assert old is not None and len(reference_files(tmp_path)) == 2
     weights = Path("folder", "model.safetensors")
     arrays = safetensors.numpy.load_file(weights)
     arrays["model.norm.weight"][0] += 1
@@ -192,6 +203,7 @@ def reference_files(workplace: Path) -> list[str]:
     return [str(path.relative_to(workplace)) for path in workplace.glob("data/index/*.reference-*.npy")]
 
 
+@pytest.mark.wide
 def test_damaged_reference_is_named(place: Place, tmp_path: Path) -> None:
     (path,) = Path("data/index").glob("pairs_train.reference-*.npy")
     data = path.read_bytes()

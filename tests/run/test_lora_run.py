@@ -12,6 +12,8 @@ import pytest
 
 from tests.config.composing import Only, compose
 from tests.helpers import cli, llama
+from tests.helpers.lasting import KEYS
+from tests.helpers.shared_jobs import SharedJobs
 from zero.checkpoints.manager import Checkpoints
 from zero.config.check import check
 from zero.config.saved_config import merge_resumed
@@ -66,6 +68,7 @@ class Place(NamedTuple):
 
     root: Path
     run: Path
+    jobs: SharedJobs
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +79,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
         patch.chdir(root)
         run = root / "run"
         run.mkdir()
-        assert train(configured(), SIZE, run) == 0
-        yield Place(root, run)
+        jobs = SharedJobs(KEYS)
+        with jobs.shared([]):
+            assert train(configured(), SIZE, run) == 0
+        yield Place(root, run, jobs)
 
 
 def fork(place: Place, to: Path, *more: str) -> list[dict[str, Any]]:
@@ -85,7 +90,8 @@ def fork(place: Place, to: Path, *more: str) -> list[dict[str, Any]]:
     overrides = [f"data.resume_step={STEPS // 2}", "resume=run", *more]
     config = check(merge_resumed(saved_config(place.run), compose(*JOB, *overrides), overrides), Only(SIZE))
     to.mkdir()
-    assert train(config, SIZE, to) == 0
+    with place.jobs.shared([]):
+        assert train(config, SIZE, to) == 0
     return list(read_metrics(to / "metrics.jsonl"))
 
 
@@ -185,6 +191,7 @@ def test_evaluated_merged(place: Place, tmp_path: Path) -> None:
     assert result["loss"] == pytest.approx(lines[-1]["validation/loss"], rel=1e-5)
 
 
+@pytest.mark.wide  # tests/training/test_adapters.py trains on codes
 def test_coded_run_is_merged(place: Place, tmp_path: Path) -> None:
     """A run on a base of 4 bits ends, and an evaluation merges the weights that its codes stand for."""
     run = tmp_path / "coded"
@@ -208,6 +215,7 @@ def test_peft_folder_equals_merged(place: Place, tmp_path: Path) -> None:
     assert np.abs(merged - torch_logits(place.root / "folder")).max() > 0.1
 
 
+@pytest.mark.wide  # exchange/test_peft.py trains DoRA beside PEFT
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_run_with_magnitudes(place: Place, tmp_path: Path) -> None:
     """A run of DoRA starts where the base is; its folder, loaded by peft, computes as the merged weights."""
@@ -281,7 +289,37 @@ metric_list: [{metric: acc}]
 """
 
 
-def test_several_adapters_in_one_evaluation(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The folders of transformers whose weights are read."""
+    found, params = list[Path](), HuggingFaceFolder.params
+
+    def counted(folder: HuggingFaceFolder, model: ShardedGPT) -> Any:
+        found.append(folder.path)
+        return params(folder, model)
+
+    monkeypatch.setattr(HuggingFaceFolder, "params", counted)
+    return found
+
+
+def test_two_adapters_in_one_evaluation(place: Place, tmp_path: Path, reads: list[Path]) -> None:
+    """A run and the folder of PEFT that was made of it have an entry each; the base is read once."""
+    export("run", tmp_path / "adapters")
+    adapters = [str(place.run), str(tmp_path / "adapters")]
+    config = configured("mode=evaluate", "model.model_path=run", f"evaluate.adapters=[{','.join(adapters)}]")
+    assert evaluate(config, SIZE, tmp_path) == 0
+    assert len(reads) == 1
+    entries = json.loads((tmp_path / "evaluation.json").read_text())["adapters"]
+    assert [(name, entry["step"]) for name, entry in entries.items()] == [(adapters[0], STEPS), (adapters[1], None)]
+    last = list(read_metrics(place.run / "metrics.jsonl"))[-1]
+    for entry in entries.values():
+        assert entry["loss"] == pytest.approx(last["validation/loss"], rel=1e-5)
+
+
+@pytest.mark.wide  # with a third set, of another base dtype, and tasks
+def test_several_adapters_in_one_evaluation(
+    place: Place, tmp_path: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each set of adapters, a run or a folder of PEFT, has the entry of its own evaluation; the base is read once."""
     other = tmp_path / "other"
     other.mkdir()
@@ -295,13 +333,6 @@ def test_several_adapters_in_one_evaluation(place: Place, tmp_path: Path, monkey
     lines = [{"text": "shard", "choices": [" gather", " scatter"], "gold": i % 2} for i in range(4)]
     Path("choice.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     Path("choice.yaml").write_text(TASK)
-    reads, params = [], HuggingFaceFolder.params
-
-    def counted(folder: HuggingFaceFolder, model: ShardedGPT) -> Any:
-        reads.append(folder.path)
-        return params(folder, model)
-
-    monkeypatch.setattr(HuggingFaceFolder, "params", counted)
     adapters = [str(place.run), str(other), "adapters"]
     use = ("mode=evaluate", f"model.model_path={place.run}")
     together = tmp_path / "together"
