@@ -95,6 +95,7 @@ def test_replaced_tokenizer(copied: Path) -> None:
         cli.check_refusal(done, "step 12", "was trained with tokenizer tokenizer.json sha256:", "copy of that file")
 
 
+@pytest.mark.wide  # text/test_tokenizers.py has them in the identity
 def test_other_files_beside_the_tokenizer(copied: Path) -> None:
     """A file that gives the same tokenizer another end of text: a resume and sampling are refused."""
     runs = cli.Lasting(copied)
