@@ -14,7 +14,9 @@ import zero
 from tests.config.composing import Only, compose
 from tests.helpers import cli, llama
 from tests.helpers.corpora import call
+from tests.helpers.lasting import KEYS
 from tests.helpers.loaders import open_loader
+from tests.helpers.shared_jobs import SharedJobs
 from zero.checkpoints.manager import Checkpoints
 from zero.config.check import check
 from zero.config.saved_config import merge_resumed
@@ -69,6 +71,7 @@ class Place(NamedTuple):
 
     root: Path
     run: Path
+    jobs: SharedJobs
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +98,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
         assert done.returncode == 0, done.stderr
         run = root / "run"
         run.mkdir()
-        assert train(configured(), SIZE, run) == 0
-        yield Place(root, run)
+        jobs = SharedJobs(KEYS)
+        with jobs.shared([]):
+            assert train(configured(), SIZE, run) == 0
+        yield Place(root, run, jobs)
 
 
 def state(run: Path, step: int) -> list[Any]:
@@ -111,6 +116,7 @@ def rows(index: str, only_completions: bool = True) -> np.ndarray:
     return np.concatenate([batch.tokens for batch in loader.batches()])
 
 
+@pytest.mark.wide  # exchange/test_trl.py compares completions of chats with TRL
 def test_losses_equal_pytorch(place: Place) -> None:
     """Losses before training are those of PyTorch on single documents.
 
@@ -159,7 +165,8 @@ def test_resumed_bit_for_bit(place: Place, tmp_path: Path) -> None:
     assert config.training.loss_on == "completion" and config.data.isolate_documents
     again = tmp_path / "again"
     again.mkdir()
-    assert train(config, SIZE, again) == 0
+    with place.jobs.shared([]):
+        assert train(config, SIZE, again) == 0
     keys = ("step", "train/loss", "validation/loss", "gradient_norm", "samples_checksum")
     got, expected = (
         [[line.get(key) for key in keys] for line in read_metrics(run / "metrics.jsonl")] for run in (again, place.run)
@@ -169,6 +176,7 @@ def test_resumed_bit_for_bit(place: Place, tmp_path: Path) -> None:
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.wide  # inference/ has both modes
 def test_evaluated_and_sampled(place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The model is evaluated as it was trained, and sampled."""
     config = configured("mode=evaluate", "model.model_path=run")
