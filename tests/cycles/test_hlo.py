@@ -111,6 +111,7 @@ def overlapping_program(devices: list[Any]) -> Any:
     return step.lower(x, jax.ShapeDtypeStruct((count, 3, 2, 2048 // count, 2048), jnp.bfloat16))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("topology", "has_chains"), [("v3-8", False), ("v5e-4", True)])
 def test_hidden_gather_counts_once(topology: str, has_chains: bool) -> None:
     """A gather beside a matrix product is hidden and counts once."""
@@ -125,6 +126,18 @@ def test_hidden_gather_counts_once(topology: str, has_chains: bool) -> None:
         found = collectives(text)
         assert bytes_by_kind(found)["all-gather"] == 6 * 2048 * 2048 * 2 * (count - 1) // count
         assert hidden_share(found) == (pytest.approx(0.5) if overlap else 0)
+
+
+@pytest.mark.parametrize("beside", ["dot(%p, %p), lhs_contracting_dims={1}, rhs_contracting_dims={0}", "negate(%p)"])
+def test_chain_of_fusions_counts_once(beside: str) -> None:
+    """A gather of a TPU that is spread over fusions is one, which a product in any of them hides."""
+    gather = '%g = f32[8,8] all-gather(%p), replica_groups={{0,1}}, frontend_attributes={chain_id="7"}'
+    body = "%c{} (p: f32[8,8]) -> f32[8,8] {{\n  {}\n}}"
+    first, second = body.format(0, gather), body.format(1, f"{gather}\n  ROOT %m = f32[8,8] {beside}")
+    calls = [f"  %f{i} = f32[8,8] fusion(%x), kind=kCustom, calls=%c{i}" for i in range(2)]
+    text = "\n".join([first, second, "ENTRY %main (x: f32[8,8]) -> f32[8,8] {", *calls, "}"])
+    (found,) = collectives(text)
+    assert (found.kind, found.sent, found.is_hidden) == ("all-gather", 128, beside.startswith("dot"))
 
 
 def test_nothing_hidden_without_gathers() -> None:

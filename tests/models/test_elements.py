@@ -29,6 +29,7 @@ COMPOSED: dict[str, dict[str, Any]] = {
     "partial rotary": {"positions": "rotary", "rotary_fraction": 0.4, "rotary_base": 30.0, "extra_logit": True},
 }
 EACH = pytest.mark.parametrize("changes", COMPOSED.values(), ids=COMPOSED)
+CACHED = ("dense_lm", "ALiBi", "partial rotary")  # whose positions count when a token is decoded
 
 
 def random_params(config: GPTConfig) -> Any:
@@ -143,17 +144,29 @@ def logits_by_hand(config: GPTConfig, params: Any, row: np.ndarray) -> np.ndarra
     return config.logit_cap * np.tanh(logits / config.logit_cap) if config.logit_cap else logits
 
 
-@EACH
-def test_equals_model_written_by_hand(changes: dict[str, Any]) -> None:
-    """Losses, and logits with a cache, equal those of a model written by hand."""
-    config = dataclasses.replace(BASE, **changes)
+def by_hand(config: GPTConfig) -> tuple[Any, np.ndarray, np.ndarray]:
+    """The compiled functions of a model with random parameters, two rows, and their logits as written by hand."""
     params = random_params(config)
     rows = np.random.default_rng(1).integers(0, config.vocab_size, (2, 24), np.int32)
     expected = np.stack([logits_by_hand(config, params, row) for row in rows])
-    apply = partial(jax.jit(GPT(config).apply, static_argnames="method"), {"params": params})
+    return partial(jax.jit(GPT(config).apply, static_argnames="method"), {"params": params}), rows, expected
+
+
+@EACH
+def test_equals_model_written_by_hand(changes: dict[str, Any]) -> None:
+    """Losses equal those of a model written by hand."""
+    apply, rows, expected = by_hand(dataclasses.replace(BASE, **changes))
     targets = np.roll(rows, 3)
     losses = np.log(np.exp(expected).sum(-1)) - np.take_along_axis(expected, targets[..., None], -1)[..., 0]
     np.testing.assert_allclose(apply(rows, targets), losses, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in CACHED else pytest.mark.wide) for name in COMPOSED]
+)
+def test_cached_logits_equal_model_written_by_hand(name: str) -> None:
+    config = dataclasses.replace(BASE, **COMPOSED[name])
+    apply, rows, expected = by_hand(config)
     logits, cache = apply(rows[:, :9], init_cache(config, 2, 24, jnp.float32), 0, method="logits")
     for position in range(9, 24):
         np.testing.assert_allclose(logits, expected[:, position - 1], rtol=1e-4, atol=1e-4)

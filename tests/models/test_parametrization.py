@@ -1,7 +1,7 @@
 """Initial weights of the maximal update parametrization, what else of a model it changes, and what it refuses."""
 
 import dataclasses
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ MUP: dict[str, Any] = {"parametrization": "mup", "mup_base_width": 32, "tied": F
 CONFIG = GPTConfig(192, 1001, 3, 300, 0.0, 4, alibi_attn=False, vocab_chunks=3, head_dim=32, mlp_dim=500, **MUP)
 
 
+@cache
 def initial(config: GPTConfig) -> Any:
     init = jax.jit(partial(GPT(config).init, method="hidden"))
     variables: Any = init(jax.random.key(0), jnp.zeros((1, 2), int), None)
@@ -44,7 +45,7 @@ def test_weights_start_as_table_3_says() -> None:
     assert found == set(expected)
 
 
-@pytest.mark.parametrize("parametrization", ["mup", "standard"])
+@pytest.mark.parametrize("parametrization", ["mup", pytest.param("standard", marks=pytest.mark.wide)])
 def test_zero_initialised_layers(parametrization: str) -> None:
     """Queries and residual outputs start at zero on request."""
     config = dataclasses.replace(CONFIG, zero_init=True)
@@ -103,13 +104,18 @@ def test_initializers(changes: dict[str, Any], expected: dict[str, float]) -> No
         assert np.abs(params["blocks"]["mlp_in"]["kernel"]).max() <= 3**0.5 * 192**-0.5 * 1.0001
 
 
-def test_attention_scale_by_number() -> None:
-    """A number multiplies the products of queries and keys, also in mup."""
-    same = dataclasses.replace(CONFIG, attention_scale=1 / 32)
+@cache
+def losses_with(**changes: Any) -> np.ndarray:
+    """Of two rows; every parameter is large enough to matter."""
     params = jax.tree.map(lambda x: np.random.default_rng(x.size).normal(0, 0.3, x.shape), initial(CONFIG))
     tokens = np.random.default_rng(0).integers(0, 1001, (2, 7))
-    losses = [jax.jit(GPT(config).apply)({"params": params}, tokens, tokens) for config in (CONFIG, same)]
-    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-6)
+    config = dataclasses.replace(CONFIG, **changes)
+    return np.asarray(jax.jit(GPT(config).apply)({"params": params}, tokens, tokens))
+
+
+def test_attention_scale_by_number() -> None:
+    """A number multiplies the products of queries and keys, also in mup."""
+    np.testing.assert_allclose(losses_with(), losses_with(attention_scale=1 / 32), rtol=1e-6)
     for wrong in (0, -1.0, "half", True):
         with pytest.raises(ValueError, match="attention_scale must be sqrt, linear, none or a number above 0"):
             dataclasses.replace(CONFIG, attention_scale=wrong)
@@ -119,16 +125,9 @@ def test_attention_scale_by_number() -> None:
 
 def test_attention_scale() -> None:
     """Products of queries and keys are divided by the head dimension, and nothing else changes."""
-    params = jax.tree.map(lambda x: np.random.default_rng(x.size).normal(0, 0.3, x.shape), initial(CONFIG))
-    tokens = np.random.default_rng(0).integers(0, 1001, (2, 7))
-
-    def losses(**changes: Any) -> np.ndarray:
-        config = dataclasses.replace(CONFIG, **changes)
-        return np.asarray(jax.jit(GPT(config).apply)({"params": params}, tokens, tokens))
-
     standard: dict[str, Any] = {"parametrization": "standard", "mup_base_width": None, "head_init": None}
-    np.testing.assert_array_equal(losses(), losses(**standard, attention_scale="linear"))
-    assert not np.allclose(losses(), losses(**standard, attention_scale="sqrt"), rtol=1e-3)
+    np.testing.assert_array_equal(losses_with(), losses_with(**standard, attention_scale="linear"))
+    assert not np.allclose(losses_with(), losses_with(**standard, attention_scale="sqrt"), rtol=1e-3)
 
 
 def test_untied_families_in_mup() -> None:

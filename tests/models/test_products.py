@@ -127,7 +127,9 @@ def test_magnitudes(name: str, factor: float) -> None:
         np.testing.assert_allclose(dx / factor, plain[1], rtol=2e-2, atol=2e-1)
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "int8" else pytest.mark.wide) for name in PRODUCTS]
+)
 def test_two_dimensions(name: str) -> None:
     """Heads and their width are contracted, or computed, as one dimension."""
     of_matrix = computed(name, X, W, G)
@@ -211,7 +213,11 @@ LLAMA = GPTConfig(
 )
 
 
-@pytest.mark.parametrize("config", [LLAMA, GPTConfig(16, 20, num_head=2, block_size=8, dropout=0.0, N=2)], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [LLAMA, pytest.param(GPTConfig(16, 20, num_head=2, block_size=8, dropout=0.0, N=2), marks=pytest.mark.wide)],
+    ids=str,
+)
 def test_products_of_a_layer(config: GPTConfig) -> None:
     """The projections of attention and the MLP are computed in 8 bits; scores, vocabulary and norms are not."""
     tokens = jnp.zeros((1, 8), jnp.int32)

@@ -1,6 +1,7 @@
 """Documents packed into one row, each a segment, against the documents alone."""
 
 import dataclasses
+import itertools
 from functools import partial
 from typing import Any
 
@@ -48,17 +49,21 @@ def packed() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return np.stack(tokens), np.stack(targets), np.stack(starts).astype(np.int32)
 
 
-@pytest.fixture(params=[None, 5], ids=["dense", "blockwise"])
-def blockwise_from(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int | None:
-    """Blocks of 5 positions."""
-    monkeypatch.setattr("zero.models.transformer_layer.blockwise_attention", partial(blockwise_attention, block=5))
-    return request.param
+# Each kind, and each way to attend to biases of scores and to windows.
+CASES = [("rotary", "dense"), ("t5", "dense"), ("alibi", "blockwise"), ("windows", "blockwise")]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_packed_losses(kind: str, blockwise_from: int | None) -> None:
+@pytest.mark.parametrize(
+    ("kind", "attention"),
+    [
+        pytest.param(*case, marks=() if case in CASES else pytest.mark.wide)
+        for case in itertools.product(KINDS, ("dense", "blockwise"))
+    ],
+)
+def test_packed_losses(kind: str, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses of packed documents equal those of each document by itself."""
-    model, params = model_and_params(kind, blockwise_from)
+    monkeypatch.setattr("zero.models.transformer_layer.blockwise_attention", partial(blockwise_attention, block=5))
+    model, params = model_and_params(kind, 5 if attention == "blockwise" else None)
     tokens, targets, starts = packed()
     apply = jax.jit(lambda *args: model.apply(params, *args))
     got = np.asarray(apply(tokens, targets, None, starts))
@@ -77,7 +82,12 @@ def test_packed_losses(kind: str, blockwise_from: int | None) -> None:
 
 # Of dense attention; the losses of every kind are compared by default.
 @pytest.mark.parametrize(
-    "kind", ["t5", "windows", *(pytest.param(k, marks=pytest.mark.slow) for k in ("alibi", "learned", "rotary"))]
+    "kind",
+    [
+        "t5",
+        pytest.param("windows", marks=pytest.mark.wide),
+        *(pytest.param(k, marks=pytest.mark.slow) for k in ("alibi", "learned", "rotary")),
+    ],
 )
 def test_packed_gradients(kind: str) -> None:
     """Gradients of packed documents are the sum of those of each document by itself."""

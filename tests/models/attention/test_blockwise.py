@@ -1,6 +1,7 @@
 """Attention block by block against attention with the whole matrix of scores, and its masks, work and memory."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any
@@ -22,7 +23,7 @@ from zero.models.attention.blockwise import blockwise_attention, blockwise_from
 from zero.models.attention.dense import attention_by_queries, dense_attention
 from zero.models.attention.scores import Form, Terms
 from zero.models.config import GPTConfig
-from zero.models.gpt import GPT
+from zero.models.gpt import GPT, init_cache
 from zero.training.flops import matmul_flops
 from zero.training.inference import Sampling
 from zero.training.programs import make_inference
@@ -47,10 +48,8 @@ def output_and_gradients(attend: Callable[..., jax.Array], *inputs_and_weights: 
 
 
 @settings(deadline=None, max_examples=1)  # another one at each call
-@example(positions=37, block=8, groups=3, shared=1, width=5, form=Form(has_alibi=True, dropout_rate=0.3), segments=0)
 @example(positions=37, block=8, groups=3, shared=1, width=5, form=Form(has_alibi=True, dropout_rate=0.3), segments=1)
 @example(positions=32, block=8, groups=2, shared=1, width=4, form=Form(), segments=0)
-@example(positions=37, block=4, groups=2, shared=3, width=5, form=EVERYTHING, segments=0)
 @example(positions=37, block=4, groups=2, shared=3, width=5, form=EVERYTHING, segments=2)
 @given(
     positions=st.integers(1, 40),
@@ -114,8 +113,16 @@ def by_hand(q: Any, k: Any, v: Any, bias: Any, form: Form, starts: Any = None) -
     return out
 
 
-@pytest.mark.parametrize("change", [{}, {"window": 0}, {"cap": None}, {"has_extra_logit": False}, {"divisor": None}])
-@pytest.mark.parametrize("segments", [0, 1])
+CHANGES: list[dict[str, Any]] = [{}, {"window": 0}, {"cap": None}, {"has_extra_logit": False}, {"divisor": None}]
+
+
+@pytest.mark.parametrize(
+    ("change", "segments"),
+    [
+        pytest.param(change, segments, marks=pytest.mark.wide if change and not segments else ())
+        for change, segments in itertools.product(CHANGES, (0, 1))
+    ],
+)
 def test_dense_attention_equals_reference(change: dict[str, Any], segments: int) -> None:
     """Dense attention equals an implementation written by hand."""
     form = EVERYTHING._replace(dropout_rate=0.0, **change)
@@ -316,7 +323,7 @@ def test_memory_is_linear_in_the_context() -> None:
 @pytest.mark.parametrize(
     ("remat", "has_segments"),
     [
-        ("full", True),
+        pytest.param("full", True, marks=pytest.mark.wide),
         *(pytest.param(remat, False, marks=pytest.mark.slow) for remat in ("full", "dots", "none")),
     ],
 )
@@ -363,7 +370,26 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     yield contexts
 
 
-@pytest.mark.parametrize("has_alibi", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["alibi", "learned"])
+def test_a_model_reads_a_prompt_in_blocks(small_blocks: list[int]) -> None:
+    """Logits of a prompt that is read in two pieces, and of the token after it, are those of dense attention."""
+    tokens = np.random.default_rng(3).integers(0, 101, (2, 24), np.int32)
+    params = jax.jit(partial(GPT(CONFIG).init, method="hidden"))(jax.random.key(0), tokens, None)
+    params = jax.tree.map(lambda x: 8 * x, params)  # far from uniform
+    expected: Any = jax.jit(partial(GPT(CONFIG).apply, method="hidden"))(params, tokens, None)[0]
+    hidden: Any = jax.jit(partial(GPT(CONFIG, blockwise_from=2).apply, method="hidden"))
+    assert not small_blocks
+    cache = init_cache(CONFIG, 2, 24, jnp.float32)
+    for piece in (slice(0, 12), slice(12, 23), slice(23, 24)):
+        got, cache = hidden(params, tokens[:, piece], None, cache, piece.start)
+        np.testing.assert_allclose(got, expected[:, piece], rtol=1e-4, atol=1e-4)
+    assert set(small_blocks) == {12, 11}  # to read the prompt, not to decode
+
+
+@pytest.mark.parametrize(
+    "has_alibi",
+    [pytest.param(True, marks=pytest.mark.wide), pytest.param(False, marks=pytest.mark.slow)],
+    ids=["alibi", "learned"],
+)
 def test_same_greedy_text_as_dense(has_alibi: bool, small_blocks: list[int]) -> None:
     """Greedy text is that of dense attention."""
     config = dataclasses.replace(CONFIG, alibi_attn=has_alibi)

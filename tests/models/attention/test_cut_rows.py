@@ -75,7 +75,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [case if case in ("all", "short pieces") else pytest.param(case, marks=pytest.mark.wide) for case in CASES]
+)
 def test_ring_equals_one_device(case: str) -> None:
     """Ring attention equals attention on one device."""
     context, positions, heads, groups, form, segments = CASES[case]
@@ -84,7 +86,11 @@ def test_ring_equals_one_device(case: str) -> None:
 
 @pytest.mark.parametrize(
     ("context", "positions", "form", "segments"),
-    [(4, 56, Form(has_alibi=True, dropout_rate=0.3), 0), (2, 36, EVERYTHING, 2), (8, 48, Form(), 1)],
+    [
+        pytest.param(4, 56, Form(has_alibi=True, dropout_rate=0.3), 0, marks=pytest.mark.wide),
+        (2, 36, EVERYTHING, 2),
+        pytest.param(8, 48, Form(), 1, marks=pytest.mark.wide),
+    ],
 )
 def test_ulysses_equals_one_device(context: int, positions: int, form: Form, segments: int) -> None:
     """Attention with swapped heads (Ulysses) equals attention on one device."""

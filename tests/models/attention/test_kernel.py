@@ -60,14 +60,16 @@ QUICK_OWN = {
     ("two chunks, one head of keys", True),
     ("half a tile", False),
     ("two chunks of two blocks", False),
-    ("two chunks of two blocks", True),
 }
+WIDE_OWN = {("two chunks of two blocks", True)}
 
 
 @pytest.mark.parametrize(
     ("name", "in_float32"),
     [
-        pytest.param(*case, marks=() if case in QUICK_OWN else pytest.mark.slow)
+        pytest.param(
+            *case, marks=() if case in QUICK_OWN else pytest.mark.wide if case in WIDE_OWN else pytest.mark.slow
+        )
         for case in itertools.product(OWN, (False, True))
     ],
 )
@@ -117,7 +119,11 @@ slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    "topology", ["v6e-8", *(pytest.param(name, marks=slow) for name in ("v2-8", "v3-8", "v4-8", "v5e-8", "tpu7x-8"))]
+    "topology",
+    [
+        pytest.param("v6e-8", marks=pytest.mark.wide),
+        *(pytest.param(name, marks=slow) for name in ("v2-8", "v3-8", "v4-8", "v5e-8", "tpu7x-8")),
+    ],
 )
 def test_kernels_compile_for_tpu(topology: str) -> None:
     """The TPU compiler takes both kernels, of several chunks and, but for v2 and v3, with shared heads of keys."""
@@ -141,7 +147,7 @@ def test_kernels_compile_for_tpu(topology: str) -> None:
     [
         pytest.param(Form(), None, marks=slow),
         (Form(window=70, divisor=3.0, cap=1.5), STARTS),
-        (Form(has_alibi=True), STARTS),
+        pytest.param(Form(has_alibi=True), STARTS, marks=pytest.mark.wide),
     ],
 )
 def test_splash_attention_computes_the_same(form: Form, starts: jax.Array | None) -> None:

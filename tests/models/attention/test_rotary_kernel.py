@@ -68,7 +68,13 @@ def test_layers_use_the_kernel(fraction: float, kernels: int) -> None:
     assert str(losses(variable_shapes(config), tokens)).count("name=zero_rotary") == kernels
 
 
-@pytest.mark.parametrize("topology", ["v3-8", *(pytest.param(x, marks=pytest.mark.slow) for x in ("v4-8", "v6e-8"))])
+@pytest.mark.parametrize(
+    "topology",
+    [
+        pytest.param("v3-8", marks=pytest.mark.wide),
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("v4-8", "v6e-8")),
+    ],
+)
 def test_kernel_compiles_for_tpu(topology: str) -> None:
     pytest.importorskip("libtpu")
     angles = jax.ShapeDtypeStruct((1, 1, 2048, 64), jnp.float32)
