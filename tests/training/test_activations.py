@@ -38,7 +38,7 @@ def residuals(config: GPTConfig, remat: str) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(backward, variable_shapes(config))))
 
 
-@pytest.mark.parametrize("config", [PLAIN, GATED], ids=["plain", "gated"])
+@pytest.mark.parametrize("config", [pytest.param(PLAIN, marks=pytest.mark.wide), GATED], ids=["plain", "gated"])
 @pytest.mark.parametrize("remat", STORED)
 def test_stored_values(config: GPTConfig, remat: str) -> None:
     """The numbers per position are those that a policy stores beyond the inputs of layers."""

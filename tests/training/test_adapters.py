@@ -145,7 +145,10 @@ SLOW = pytest.mark.slow
 
 @pytest.mark.parametrize(
     ("devices", "stage"),
-    [(8, 3), *(pytest.param(*case, marks=SLOW) for case in ((1, 3), (3, 1), (3, 3), (8, 0), (8, 1), (8, 2)))],
+    [  # test_coded_base_equals_its_weights is a short form
+        pytest.param(8, 3, marks=pytest.mark.wide),
+        *(pytest.param(*case, marks=SLOW) for case in ((1, 3), (3, 1), (3, 3), (8, 0), (8, 1), (8, 2))),
+    ],
 )
 def test_losses_equal_plain_loop(devices: int, stage: int) -> None:
     """Losses over 12 steps are those of an unsharded loop that differentiates by A and B."""
@@ -208,6 +211,7 @@ def test_state_holds_adapters_alone() -> None:
     assert held < 3 * elements + 20  # with two moments, counters and the statistics of the guard
 
 
+@pytest.mark.wide
 def test_new_adapters_change_nothing() -> None:
     """With new adapters, whose B is zero, the model scores as its base does; A is the same for any N."""
     found = []
@@ -259,6 +263,25 @@ def test_merged_weights_score_as_adapters(adapters: Adapters) -> None:
         np.testing.assert_allclose(x, whole[name], atol=1e-6, err_msg=name)
 
 
+def test_adapter_dropout_depends_on_row_keys() -> None:
+    """Each row has a key of its own, by its number in the global batch, and drops by that alone."""
+    drops = Adapters(rank=3, alpha=6.0, dropout=0.5)
+    model = ShardedGPT(SIZE, zero.Axis("zero", (1, 1)), 3, jnp.float32, tuning=Tuning(drops))
+    rows, key = np.maximum(tokens(0)[-6:], 0), jax.random.key(1)
+    keys = model.dropout_keys(key, Batch(rows, np.asarray(18, np.int32)))
+    assert keys is not None
+    numbered = jnp.stack([jax.random.fold_in(key, row) for row in range(18, 24)])
+    np.testing.assert_array_equal(jax.random.key_data(keys), jax.random.key_data(numbered))
+    base, own = first_params(SIZE), first_adapters(drops)
+    blocks = {name: {**leaves, **own["blocks"].get(name, {})} for name, leaves in base["blocks"].items()}
+    losses_of: Any = jax.jit(partial(GPT(SIZE, adapters=drops).apply, {"params": {**base, "blocks": blocks}}))
+    losses, order = np.asarray(losses_of(rows, rows, keys)), np.array([3, 1, 5, 0, 2, 4])
+    np.testing.assert_allclose(losses_of(rows[order], rows[order], keys[order]), losses[order], rtol=1e-5)
+    for others in (keys[np.roll(np.arange(6), 1)], None):
+        assert np.abs(losses_of(rows, rows, others) - losses).max(1).min() > 1e-4
+
+
+@pytest.mark.wide
 def test_adapter_dropout_is_per_row() -> None:
     """Dropped inputs of adapters are the same for any number of devices and at any stage, and differ from none."""
     drops = Adapters(rank=3, alpha=6.0, dropout=0.5)
@@ -328,6 +351,7 @@ def descended(rank: int | None, steps: int) -> tuple[list[float], Any]:
     return losses, whole if model.tuning is None else merged(first_params(SIZE), whole, model.tuning.adapters)
 
 
+@pytest.mark.wide
 def test_full_rank_takes_the_step_of_full_fine_tuning() -> None:
     """At full rank every change of a kernel is a product A B, and with A A^T = 1 and B = 0 the gradient is the same.
 

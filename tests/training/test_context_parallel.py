@@ -91,17 +91,17 @@ def axis(context: int, **options: Any) -> zero.Axis:
     ("model", "context", "case"), QUICK + [pytest.param(*each, marks=pytest.mark.slow) for each in SLOW]
 )
 def test_equals_whole_rows(model: str, context: int, case: str) -> None:
-    """Context groups train as devices with whole rows do.
+    """Context groups train as one device, with whole rows, does.
 
     With dropout, whose masks are those of whole rows.
     """
     stage, options = CASES[case]
     plain = {name: value for name, value in options.items() if name == "max_norm"}
-    expected = trained(setup(8, 3, config=MODELS[model], **plain))
+    expected = trained(setup(1, 3, config=MODELS[model], **plain))
     got = trained(setup(8, stage, config=MODELS[model], axis=axis(context), **options))
-    np.testing.assert_allclose(got.metrics["loss"], expected.metrics["loss"], rtol=1e-6)
+    np.testing.assert_allclose(got.metrics["loss"], expected.metrics["loss"], rtol=2e-6)
     if model == "plain":
-        assert_close(got, expected, rtol=1e-6, config=ODD)
+        assert_close(got, expected, rtol=1e-5, config=ODD)
 
 
 @pytest.mark.parametrize(
@@ -110,9 +110,9 @@ def test_equals_whole_rows(model: str, context: int, case: str) -> None:
 def test_documents_are_kept_apart(model: str) -> None:
     """Documents of a row are kept apart across the pieces of the row."""
     options: dict[str, Any] = {"config": MODELS[model], "separators": (7,)}
-    expected = trained(setup(8, 3, **options))
+    expected = trained(setup(1, 3, **options))
     got = trained(setup(8, 3, axis=axis(4), **options))
-    np.testing.assert_allclose(got.metrics["loss"], expected.metrics["loss"], rtol=1e-6)
+    np.testing.assert_allclose(got.metrics["loss"], expected.metrics["loss"], rtol=2e-6)
     assert (tokens(0, CONTEXT) == 7).sum() > ROWS / 4  # tests/training/test_documents.py shows what they change
 
 
@@ -126,6 +126,7 @@ def test_copies_and_phases(on: zero.Axis) -> None:
     assert_close(trained(setup(8, 3, config=ODD, axis=on)), expected, rtol=1e-6, config=ODD)
 
 
+@pytest.mark.wide
 def test_first_weights() -> None:
     """First weights of context groups equal those of the model on one device."""
     assert_first_weights(setup(8, 3, config=ODD, axis=axis(4)))
@@ -182,7 +183,11 @@ WIDE = GPTConfig(256, 512, 8, 128, 0.0, 4, vocab_chunks=2)
 
 @pytest.mark.parametrize(
     ("context", "heads"),
-    [(4, 8), (4, 9), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, 8), (8, 8), (2, 9), (8, 9)))],
+    [
+        (4, 8),
+        pytest.param(4, 9, marks=pytest.mark.wide),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, 8), (8, 8), (2, 9), (8, 9))),
+    ],
 )
 def test_bytes_sent(context: int, heads: int) -> None:
     """The bytes sent are those of the formula.

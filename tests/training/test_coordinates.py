@@ -15,6 +15,7 @@ def slopes(parametrization: str, widths: tuple[int, ...], seeds: int) -> dict[st
     return Sizes(parametrization, list(widths), STEPS, RATE, seeds).slopes(STEPS)
 
 
+@pytest.mark.wide  # of the check itself; test_mup.py shows the rates
 def test_mup_is_stable_in_width() -> None:
     """In mup no tensor grows or vanishes with the width."""
     found = slopes("mup", (64, 512), 1)

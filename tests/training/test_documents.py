@@ -88,7 +88,7 @@ def test_packed_documents_train_as_documents_alone(devices: int, stage: int, mic
 @pytest.mark.parametrize(
     ("config", "remat", "blockwise_from"),
     [
-        (PLAIN, "nested", 2),
+        pytest.param(PLAIN, "nested", 2, marks=pytest.mark.wide),
         pytest.param(LEARNED, "nested", None, marks=pytest.mark.slow),
         pytest.param(LEARNED, "full", None, marks=pytest.mark.slow),
         pytest.param(PLAIN, "none", None, marks=pytest.mark.slow),
@@ -110,7 +110,7 @@ def test_the_fused_update_keeps_documents_apart(remat: str) -> None:
     assert_close(got, run(8, 3, **options), rtol=1e-6, config=LEARNED)
 
 
-@pytest.mark.parametrize("length", [12, 6])
+@pytest.mark.parametrize("length", [pytest.param(12, marks=pytest.mark.wide), 6])
 def test_documents_in_evaluation_and_warmup(length: int) -> None:
     """Evaluation and the staged warmup keep documents apart.
 

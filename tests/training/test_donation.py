@@ -26,7 +26,10 @@ def buffers(tree: Any) -> set[int]:
     return {part.data.unsafe_buffer_pointer() for x in large for part in x.addressable_shards}
 
 
-@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1)), 3])
+@pytest.mark.parametrize(
+    "stage",
+    [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1)), pytest.param(3, marks=pytest.mark.wide)],
+)
 def test_state_is_donated(stage: int) -> None:
     """Steps reuse the buffers of the state."""
     axis = Axis("batch", (1, 8))

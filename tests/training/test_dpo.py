@@ -152,7 +152,7 @@ TENSOR, CONTEXTS = zero.Axis.with_tensor_groups("zero", 8, 2, 1), zero.Axis("zer
     ("devices", "stage", "options"),
     [
         pytest.param(1, 3, {}, marks=pytest.mark.slow),
-        (3, 1, {"micro_batches": 4}),
+        pytest.param(3, 1, {"micro_batches": 4}, marks=pytest.mark.wide),
         pytest.param(8, 0, {}, marks=pytest.mark.slow),
         pytest.param(8, 2, {"micro_batches": 3}, marks=pytest.mark.slow),
         pytest.param(8, 3, {}, marks=pytest.mark.slow),
@@ -172,7 +172,8 @@ def test_steps_equal_trl(devices: int, stage: int, options: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize(
-    ("devices", "stage", "options"), [(3, 1, {"micro_batches": 4}), (8, 3, {"axis": TENSOR, "micro_batches": 2})]
+    ("devices", "stage", "options"),
+    [pytest.param(3, 1, {"micro_batches": 4}, marks=pytest.mark.wide), (8, 3, {"axis": TENSOR, "micro_batches": 2})],
 )
 def test_reference_and_evaluation_equal_trl(devices: int, stage: int, options: dict[str, Any]) -> None:
     """Log-probabilities of a reference are those of its logits; an evaluation sums what a step takes the means of."""

@@ -15,7 +15,7 @@ from zero.training.ema import EMA, update_ema
 from zero.training.parts import TrainState
 
 DECAY = 0.9
-CASES: list[Any] = [(8, 3, 1), (3, 1, 2)]  # devices, stage, micro-batches
+CASES: list[Any] = [(8, 3, 1), pytest.param((3, 1, 2), marks=pytest.mark.wide)]  # devices, stage, micro-batches
 CASES += [pytest.param(case, marks=pytest.mark.slow) for case in ((8, 0, 1), (1, 2, 1))]
 
 
@@ -110,6 +110,7 @@ def test_fused_update_moves_the_average_too() -> None:
     assert_average(on.whole(state.averages[EMA], on.model.layout), params)
 
 
+@pytest.mark.wide  # tests/run/test_resumed.py continues with an average
 def test_average_on_other_devices() -> None:
     """The average continues on other devices and at another stage."""
     first, then = averaging(8, 3, 1), averaging(3, 1, 2)

@@ -64,12 +64,16 @@ def assert_same_training(got: Run, expected: Run, rtol: float = 1e-5, names: tup
 
 ALL = [(name, devices, stage) for name in CONFIGS for devices in (1, 3, 8) for stage in range(4)]
 # Others are slow; test_families.py has experts without a capacity. The next tests compare with what this one compiles.
-QUICK = [("switch", 3, 3), ("switch", 8, 3)]
+QUICK, WIDE = [("switch", 8, 3)], [("switch", 3, 3)]
 
 
 @pytest.mark.parametrize(
     ("name", "devices", "stage"),
-    [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in ALL],
+    [
+        *QUICK,
+        *(pytest.param(*case, marks=pytest.mark.wide) for case in WIDE),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in QUICK + WIDE),
+    ],
 )
 def test_every_stage_trains_as_one_device(name: str, devices: int, stage: int) -> None:
     got = trained(name, devices, stage)
@@ -77,6 +81,7 @@ def test_every_stage_trains_as_one_device(name: str, devices: int, stage: int) -
     assert (np.asarray(got.metrics["dropped_share"]) > 0).all() == (CONFIGS[name].expert_capacity is not None)
 
 
+@pytest.mark.wide
 def test_routing_metrics() -> None:
     """Metrics of routing are those of the rows of all devices."""
     assert_same_training(trained("switch", 3, 3), trained("switch", 8, 3))
@@ -85,12 +90,12 @@ def test_routing_metrics() -> None:
 IN_GROUPS = [("gpt_oss", 3, 4)] + [
     (name, stage, experts) for name in ("capped", "switch") for stage in range(4) for experts in (2, 4, 8)
 ]
-QUICK_GROUPS = [("switch", 0, 4)]  # and at stage 3 test_copies_train_alike
+WIDE_GROUPS = [("switch", 0, 4)]  # the short form is test_copies_train_alike
 
 
 @pytest.mark.parametrize(
     ("name", "stage", "experts"),
-    [case if case in QUICK_GROUPS else pytest.param(*case, marks=pytest.mark.slow) for case in IN_GROUPS],
+    [pytest.param(*case, marks=pytest.mark.wide if case in WIDE_GROUPS else pytest.mark.slow) for case in IN_GROUPS],
 )
 def test_expert_groups_train_as_devices_alone(name: str, stage: int, experts: int) -> None:
     got = trained(name, 8, stage, experts)
@@ -98,6 +103,7 @@ def test_expert_groups_train_as_devices_alone(name: str, stage: int, experts: in
     assert_close(got, reference(CONFIGS[name]), rtol=1e-5, config=CONFIGS[name])
 
 
+@pytest.mark.wide
 def test_state_moves_between_expert_groups() -> None:
     """Two steps with one kind of group and stage, then two with another, are four steps of either."""
     config, expected = SWITCH, trained("switch", 8, 3)
@@ -130,7 +136,7 @@ def test_copies_train_alike() -> None:
     assert_same_training(run_on(setup(8, 3, 3, config=SWITCH, axis=axis)), trained("switch", 8, 3))
 
 
-@pytest.mark.parametrize("experts", [1, 4])
+@pytest.mark.parametrize("experts", [pytest.param(1, marks=pytest.mark.wide), 4])
 def test_scoring_drops_nothing(experts: int) -> None:
     """Validation losses are those of the model without a capacity, also in several rounds of places."""
     config = dataclasses.replace(CAPPED, expert_capacity=0.5)
@@ -154,6 +160,7 @@ def applied(config: GPTConfig) -> Any:
     return jax.jit(GPT(config).apply)
 
 
+@pytest.mark.wide
 def test_first_weights_in_groups() -> None:
     """First weights in expert groups equal those of the model on one device."""
     assert_first_weights(setup(8, 3, config=SWITCH, axis=zero.Axis.with_expert_groups("zero", 8, 4)))
@@ -202,7 +209,7 @@ def test_optimizers_train_in_expert_groups(name: str) -> None:
     np.testing.assert_allclose(in_groups, losses(setup(1, 0, config=CAPPED, tx=tx)), rtol=1e-5)
 
 
-@pytest.mark.parametrize("experts", [2, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("experts", [pytest.param(2, marks=pytest.mark.wide), pytest.param(8, marks=pytest.mark.slow)])
 def test_bytes_sent_by_expert_groups(experts: int) -> None:
     """Expert groups send the bytes of the formula.
 

@@ -61,16 +61,21 @@ def trained(family: str, devices: int, stage: int, **options: Any) -> Run:
     return run_on(setup(devices, stage, config=TRAINED[family], **options))
 
 
-# Of the parameters of the other families these lack the table of positions, which test_dropout_masks has, the norm of
-# the embedding (test_step.py) and norms of single heads, which are as those of a projection. tests/models compares what
-# layers compute.
-QUICK = [("gemma2", 8, 3), ("gpt_oss, one window", 8, 3), ("dense_lm", 3, 1)]
+# Of the parameters of the other families it lacks the table of positions (test_last_target.py), experts
+# (test_experts.py), the norm of the embedding (test_step.py) and norms of single heads, which are as those of a
+# projection. tests/models compares what layers compute.
+QUICK, WIDE = [("gemma2", 8, 3)], [("gpt_oss, one window", 8, 3), ("dense_lm", 3, 1)]
 UNROLLED = {"gemma2": {"remat": "none"}}  # layers of different windows, which test_fused_update.py has in its loops
-SLOW = {(family, devices, stage) for family in TRAINED for devices in (1, 3, 8) for stage in range(4)} - {*QUICK}
+SLOW = {(family, devices, stage) for family in TRAINED for devices in (1, 3, 8) for stage in range(4)} - {*QUICK, *WIDE}
 
 
 @pytest.mark.parametrize(
-    ("family", "devices", "stage"), QUICK + [pytest.param(*case, marks=pytest.mark.slow) for case in sorted(SLOW)]
+    ("family", "devices", "stage"),
+    [
+        *QUICK,
+        *(pytest.param(*case, marks=pytest.mark.wide) for case in WIDE),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in sorted(SLOW)),
+    ],
 )
 def test_every_stage_trains_as_one_device(family: str, devices: int, stage: int) -> None:
     expected = trained(family, 1, 0)
@@ -101,7 +106,10 @@ def test_layers_of_different_windows(options: dict[str, Any]) -> None:
     np.testing.assert_allclose(trained("gemma2", 8, 3, **options).metrics["loss"], expected.metrics["loss"], rtol=1e-6)
 
 
-@pytest.mark.parametrize("remat", ["nested", pytest.param("full", marks=pytest.mark.slow)])
+# test_context_parallel.py has dropout in nested layers, test_gpt.py the rates, test_last_target.py learned positions.
+@pytest.mark.parametrize(
+    "remat", [pytest.param("nested", marks=pytest.mark.wide), pytest.param("full", marks=pytest.mark.slow)]
+)
 def test_dropout_masks(remat: str) -> None:
     """Dropout masks equal those of the model on one device."""
     losses = trained("dropouts", 8, 3, **({} if remat == "full" else {"remat": remat})).metrics["loss"]

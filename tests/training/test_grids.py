@@ -29,10 +29,10 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "fused": (3, {"fused_update": True, "skip_bad_steps": False}),
 }
 QUICK = [  # test_fused_update.py has two copies
-    ("two copies", "stage 3"),
-    ("an exchange", "stage 3"),
-    ("two phases in another order", "stage 3"),
+    ("an exchange in two copies", "stage 3"),
+    # Phases in another order are in tests/partition.
 ]
+WIDE = [("two phases in another order", "stage 3"), ("two copies", "stage 3"), ("an exchange", "stage 3")]
 
 
 @cache
@@ -45,8 +45,15 @@ def compiled(stage: int, **options: Any) -> tuple[Run, str]:
 
 @pytest.mark.parametrize(
     ("grid", "case"),
-    QUICK
-    + [pytest.param(g, c, marks=pytest.mark.slow) for g, c in itertools.product(GRIDS, CASES) if (g, c) not in QUICK],
+    [
+        *QUICK,
+        *(pytest.param(*case, marks=pytest.mark.wide) for case in WIDE),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in itertools.product(GRIDS, CASES)
+            if case not in QUICK + WIDE
+        ),
+    ],
 )
 def test_every_grid_trains_as_one_group(grid: str, case: str) -> None:
     stage, options = CASES[case]
@@ -57,8 +64,9 @@ def test_every_grid_trains_as_one_group(grid: str, case: str) -> None:
 
 def test_copies_of_the_state() -> None:
     """Copies are equal bit for bit, and each device holds more state."""
-    flat, on = setup(8, 3, max_norm=None), setup(8, 3, max_norm=None, axis=GRIDS["two copies"])
-    state = compiled(3, axis=GRIDS["two copies"])[0].state
+    copies = GRIDS["an exchange in two copies"]
+    flat, on = setup(8, 3, max_norm=None), setup(8, 3, max_norm=None, axis=copies)
+    state = compiled(3, axis=copies)[0].state
     assert state is not None
     for x in jax.tree.leaves(state):
         np.testing.assert_array_equal(np.asarray(x)[:4], np.asarray(x)[4:])
@@ -92,6 +100,7 @@ def test_int8_at_every_stage() -> None:
         np.testing.assert_allclose(other.metrics["loss"], high.metrics["loss"], rtol=3e-3)
 
 
+@pytest.mark.wide  # test_step.py counts the sums of each loop
 def test_one_sum_over_copies() -> None:
     """Gradients are summed over copies once per step, whatever the number of layers and of micro-batches.
 

@@ -65,7 +65,12 @@ def test_running_statistics() -> None:
 @pytest.mark.parametrize("kind", ["loss", "gradient_norm"])
 @pytest.mark.parametrize(
     ("stage", "devices"),
-    [(3, 8), pytest.param(0, 8, marks=pytest.mark.slow), (1, 3), pytest.param(2, 1, marks=pytest.mark.slow)],
+    [
+        (3, 8),
+        pytest.param(0, 8, marks=pytest.mark.slow),
+        pytest.param(1, 3, marks=pytest.mark.wide),
+        pytest.param(2, 1, marks=pytest.mark.slow),
+    ],
 )
 def test_spike_is_skipped(stage: int, devices: int, kind: str) -> None:
     """A spike is skipped and leaves everything as it was."""
@@ -125,8 +130,8 @@ def test_unreached_limit() -> None:
 
 def test_shuffled_tokens_are_skipped() -> None:
     """Shuffled tokens are skipped once enough updates were made and after a checkpoint."""
-    on = setup(3, 1, skip_spikes=6.0)
-    text = batch(on, 0)._replace(tokens=np.broadcast_to(np.arange(12, dtype=np.int32), (3, 8, 12)))
+    on = setup(8, 3, skip_spikes=6.0)
+    text = batch(on, 0)._replace(tokens=np.broadcast_to(np.arange(12, dtype=np.int32), (8, 3, 12)))
     noise = text._replace(tokens=np.random.default_rng(0).permuted(text.tokens, axis=-1))
     # The model has learnt the text before the statistics begin; what is left is the noise of dropout.
     state = on.start()
@@ -151,7 +156,7 @@ def test_shuffled_tokens_are_skipped() -> None:
 UNGUARDED: dict[str, Any] = {"max_norm": None, "skip_bad_steps": False}
 
 
-@pytest.mark.parametrize("poison", [np.nan, np.inf])
+@pytest.mark.parametrize("poison", [np.nan, pytest.param(np.inf, marks=pytest.mark.wide)])
 @pytest.mark.parametrize(
     "options",
     [

@@ -85,12 +85,16 @@ def trained(devices: int, stage: int, name: str = "adamw", state_dtype: Any = jn
     return run_on(setup(devices, stage, config=MUP, tx=transform(name, state_dtype), **options), data=DATA)
 
 
-QUICK = [("adamw", 3, 1)]  # eight devices at stage 3: test_parts_equal_whole_matrix; lion: test_decay_is_not_multiplied
-SLOW = {(n, d, s) for n in MULTIPLIABLE for d in (1, 3, 8) for s in range(4)} - {*QUICK}
+WIDE = [("adamw", 3, 1)]  # eight devices at stage 3: test_parts_equal_whole_matrix; lion: test_decay_is_not_multiplied
+SLOW = {(n, d, s) for n in MULTIPLIABLE for d in (1, 3, 8) for s in range(4)} - {*WIDE}
 
 
 @pytest.mark.parametrize(
-    ("name", "devices", "stage"), QUICK + [pytest.param(*case, marks=pytest.mark.slow) for case in sorted(SLOW)]
+    ("name", "devices", "stage"),
+    [
+        *(pytest.param(*case, marks=pytest.mark.wide) for case in WIDE),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in sorted(SLOW)),
+    ],
 )
 def test_equals_two_optax_optimizers(name: str, devices: int, stage: int) -> None:
     """Every stage trains as one device with two optimizers of optax."""
@@ -217,11 +221,12 @@ def test_ten_steps_of_mu_transformer(config: GPTConfig, decay: str, scaled_eps: 
     tx = make_optimizer("adamw", weight_decay, multipliers=partial(rate_multipliers, config), **options)
     params = expected = first_params(config)
     state, source_state, rng = tx.init(params), source.init(params), np.random.default_rng(0)
+    own_update, source_update = jax.jit(tx.update), jax.jit(source.update)  # one by one they are dozens of programs
     for _ in range(10):
         grads = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape) * 1e-2, jnp.float32), params)
-        updates, state = tx.update(grads, state, params)
+        updates, state = own_update(grads, state, params)
         params = jax.tree.map(lambda p, u: p - peak * u, params, updates)
-        updates, source_state = source.update(grads, source_state, expected)
+        updates, source_state = source_update(grads, source_state, expected)
         expected = optax.apply_updates(expected, updates)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6), params, expected)
 

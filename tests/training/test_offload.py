@@ -54,7 +54,12 @@ def bytes_of(avals: list[Any]) -> int:
 ARRAYS = {"full": 0, "nested": 0, "attention": 2, "projections": 6, "mlp_in": 1, "mlp": 2, "dots": 8}
 
 
-@pytest.mark.parametrize("remat", NAMED)
+EACH = ("nested", "dots", "mlp_in+attention", "projections")  # all the others are parts of these
+
+
+@pytest.mark.parametrize(
+    "remat", [remat if remat in EACH else pytest.param(remat, marks=pytest.mark.wide) for remat in NAMED]
+)
 def test_stored_values_lie_on_the_host(remat: str) -> None:
     """All that a policy stores between layers, and the inputs of layers, and nothing else."""
     moved = residuals(remat, "activations")
@@ -98,10 +103,18 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "products in 8 bits": (8, 3, {"product_dtype": "int8", "remat": "mlp"}),
 }
 # A run continues with its activations on the host, bit for bit, at stage 3 (tests/run/test_resumed.py).
-QUICK = ("stage 2 on three devices", "stage 1 on one device", "fused")
+QUICK = ("one layer at a time",)
+WIDE = ("stage 2 on three devices", "stage 1 on one device", "fused")
 
 
-@pytest.mark.parametrize("case", [name if name in QUICK else pytest.param(name, marks=SLOW) for name in CASES])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *QUICK,
+        *(pytest.param(name, marks=pytest.mark.wide) for name in WIDE),
+        *(pytest.param(name, marks=SLOW) for name in CASES if name not in QUICK + WIDE),
+    ],
+)
 def test_same_update(case: str) -> None:
     """Losses, metrics and weights are equal to the bit, with dropout."""
     devices, stage, options = CASES[case]
@@ -178,7 +191,7 @@ def by_own_backward(weights: jax.Array, x: jax.Array) -> jax.Array:
 @pytest.mark.parametrize(
     ("program", "share"),
     [
-        (by_layers(Scanned(on_host=True)), 1),
+        pytest.param(by_layers(Scanned(on_host=True)), 1, marks=pytest.mark.wide),
         pytest.param(by_layers(Nested(2, on_host=True)), 2, marks=SLOW),
         pytest.param(by_own_backward, 1, marks=SLOW),
     ],

@@ -42,14 +42,17 @@ def moved(tx: optax.GradientTransformation, params: Any, gradients: list[Any]) -
     return params
 
 
-SLOW = pytest.mark.slow
+SLOW, WIDE = pytest.mark.slow, pytest.mark.wide
 
 
 @pytest.mark.parametrize(
     ("name", "devices"),
     [
         *((name, 3) for name in PER_LAYER),
-        *(pytest.param(name, 8, marks=SLOW if name in PER_LAYER else ()) for name in NAMES),
+        *(
+            pytest.param(name, 8, marks=SLOW if name in PER_LAYER else () if name == "adamw" else WIDE)
+            for name in NAMES
+        ),
     ],
 )
 def test_shards_move_as_whole_parameters_do(name: str, devices: int) -> None:
@@ -110,7 +113,7 @@ def in_padding(params: Any, tokens: int) -> Any:
     return table.reshape(-1, table.shape[-1])[tokens:]
 
 
-@pytest.mark.parametrize("name", PER_LAYER)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "lamb" else WIDE) for name in PER_LAYER])
 def test_optimizers_see_all_experts(name: str) -> None:
     """Optimizers see the experts of all devices: those of a group of four, and the shards of two groups."""
     rng = np.random.default_rng(5)
@@ -189,7 +192,12 @@ def test_the_rest_moves_as_by_optax(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["muon", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name not in ("adamw", "muon"))]
+    "name",  # lamb communicates; adamw is in test_step.py
+    [
+        "lamb",
+        pytest.param("muon", marks=WIDE),
+        *(pytest.param(name, marks=SLOW) for name in NAMES if name not in ("adamw", "lamb", "muon")),
+    ],
 )
 def test_stages_agree_and_learn(name: str) -> None:
     losses: dict[int, list[float]] = {}

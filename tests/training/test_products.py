@@ -1,6 +1,7 @@
 """Whole steps whose products are computed in 8 bits: sharded against one device, in groups, and what they learn."""
 
 import dataclasses
+import itertools
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,12 @@ from tests.training.small_gpt import CLIP, CONFIG, Run, first_params, named, ref
 from zero.models.products import EIGHT_BITS, FORMS, PRODUCTS
 from zero.partition.layout import LeafLayout
 
+SOME = (("int8", 3), ("int8_all", 8), ("float8", 1))
+CELLS = [
+    pytest.param(*cell, marks=() if cell in SOME else pytest.mark.wide)
+    for cell in itertools.product(EIGHT_BITS, (1, 3, 8))
+]
+
 
 def assert_equal_but_for_rounding(got: Run, expected: Run) -> None:
     """Two runs whose operands differ in their last bits, so that a few of them are rounded to the next number.
@@ -27,8 +34,7 @@ def assert_equal_but_for_rounding(got: Run, expected: Run) -> None:
     np.testing.assert_allclose(got.metrics["gradient_norm"], expected.metrics["gradient_norm"], rtol=3e-3)
 
 
-@pytest.mark.parametrize("name", EIGHT_BITS)
-@pytest.mark.parametrize("devices", [1, 3, 8])
+@pytest.mark.parametrize(("name", "devices"), CELLS)
 def test_sharded_weights(name: str, devices: int) -> None:
     """A product with gathered shards, on each device's own rows, is that of all rows with the whole weights."""
     x, w, grad = (
@@ -55,8 +61,7 @@ def test_sharded_weights(name: str, devices: int) -> None:
     assert np.linalg.norm(np.asarray(to_weights[0]) - np.asarray(expected[1])) < limit * np.linalg.norm(expected[1])
 
 
-@pytest.mark.parametrize("name", EIGHT_BITS)
-@pytest.mark.parametrize("devices", [1, 3, 8])
+@pytest.mark.parametrize(("name", "devices"), CELLS)
 def test_gathered_in_8_bits(name: str, devices: int) -> None:
     """Weights that are rounded before they are gathered give the same bits: split along inputs, outputs, or padded."""
     shapes = {"inputs": (24, 10), "outputs": (10, 24), "padded": (25, 11), "bias": (24,)}
@@ -96,12 +101,19 @@ def test_gathered_in_8_bits(name: str, devices: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("devices", "stage"),
-    [(8, 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(1, 3), (3, 1), (8, 0), (8, 2)])],
+    ("devices", "stage", "gathers_rounded"),
+    [
+        (8, 3, True),
+        pytest.param(8, 3, False, marks=pytest.mark.wide),
+        *(pytest.param(*case, False, marks=pytest.mark.slow) for case in [(1, 3), (3, 1), (8, 0), (8, 2)]),
+    ],
 )
-def test_int8_equals_one_device(devices: int, stage: int) -> None:
-    """Scales are those of rows and of whole weights, so that no result depends on the number of devices."""
-    got = run_on(setup(devices, stage, product_dtype="int8"))
+def test_int8_equals_one_device(devices: int, stage: int, gathers_rounded: bool) -> None:
+    """Scales are those of rows and of whole weights, so that no result depends on the number of devices.
+
+    Nor on whether weights are rounded before they are gathered.
+    """
+    got = run_on(setup(devices, stage, product_dtype="int8", gathers_rounded=gathers_rounded))
     expected = reference(product_dtype="int8")
     assert_equal_but_for_rounding(got, expected)
     start = named(first_params(CONFIG))
@@ -128,7 +140,12 @@ def test_bad_weights_make_their_column_bad() -> None:
 
 
 @pytest.mark.parametrize(
-    "devices", [8, pytest.param(3, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow)]
+    "devices",
+    [
+        pytest.param(8, marks=pytest.mark.wide),
+        pytest.param(3, marks=pytest.mark.slow),
+        pytest.param(1, marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize(
     "options", [{}, pytest.param({"dtype": jnp.bfloat16, "remat": "full"}, marks=pytest.mark.slow)], ids=str
@@ -141,7 +158,9 @@ def test_steps_that_gather_in_8_bits(devices: int, options: dict[str, Any]) -> N
     jax.tree.map(np.testing.assert_array_equal, got.params, expected.params)
 
 
-@pytest.mark.parametrize("name", EIGHT_BITS)
+@pytest.mark.parametrize(
+    "name", [name if name == "int8" else pytest.param(name, marks=pytest.mark.wide) for name in EIGHT_BITS]
+)
 def test_products_are_rounded(name: str) -> None:
     """Gradients differ from those of exact products, and only a little."""
     exact, rounded = (np.asarray(reference(product_dtype=one).metrics["gradient_norm"]) for one in ("auto", name))
@@ -152,7 +171,7 @@ def test_products_are_rounded(name: str) -> None:
 @pytest.mark.parametrize(
     ("devices", "options"),
     [
-        ("tensor", {}),
+        pytest.param("tensor", {}, marks=pytest.mark.wide),
         pytest.param("context", {"blockwise_from": 2}, marks=pytest.mark.slow),
         pytest.param(
             "plain", {"fused_update": True, "skip_bad_steps": False, "max_norm": None}, marks=pytest.mark.slow

@@ -1,6 +1,7 @@
 """The sharded step against one unsharded device: any stage, number of devices and micro-batches, dropout included."""
 
 import dataclasses
+import itertools
 from functools import partial
 from typing import Any
 
@@ -55,21 +56,28 @@ def test_stages_agree() -> None:
     assert_close(runs[2], runs[1], rtol=1e-6)
 
 
-SOME = [(8, 0, 1), (8, 3, 1), (3, 2, 4), (1, 3, 3)]  # and micro-batches at stage 1 in test_documents.py
+SOME = [(8, 0, 1), (8, 3, 1), (3, 2, 4)]  # and micro-batches at stage 1 in test_documents.py
 PARTS = {1: (1, 24), 2: (1, 3), 3: (1, 2, 4), 6: (2,), 8: (1, 3)}
 ALL = [(n, stage, m) for n, micro_batches in PARTS.items() for stage in range(4) for m in micro_batches]
 
 
 @pytest.mark.parametrize(
     ("devices", "stage", "micro_batches"),
-    [*SOME, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in SOME)],
+    [
+        *SOME,
+        pytest.param(1, 3, 3, marks=pytest.mark.wide),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in [*SOME, (1, 3, 3)]),
+    ],
 )
 def test_equals_one_device(devices: int, stage: int, micro_batches: int) -> None:
     """Many devices and micro-batches equal one device."""
     assert_close(run(devices, stage, micro_batches), reference(), rtol=1e-5)
 
 
-@pytest.mark.parametrize(("devices", "stage"), [(8, 0), (8, 3), (3, 1), (1, 3)])
+@pytest.mark.parametrize(
+    ("devices", "stage"),
+    [(8, 3), (3, 1), *(pytest.param(*case, marks=pytest.mark.wide) for case in ((8, 0), (1, 3)))],
+)
 def test_first_parameters(devices: int, stage: int) -> None:
     """First parameters do not depend on the number of devices."""
     assert_first_weights(setup(devices, stage))
@@ -112,7 +120,7 @@ def test_communicating_optimizer() -> None:
     assert_close(run_on(on), run_on(plain), rtol=1e-5)
 
 
-@pytest.mark.parametrize("place", [(0, 0), (ROWS - 1, 3)])
+@pytest.mark.parametrize("place", [pytest.param((0, 0), marks=pytest.mark.wide), (ROWS - 1, 3)])
 def test_token_past_the_vocabulary(place: tuple[int, int]) -> None:
     """A token past the vocabulary is not scored as one of its tokens.
 
@@ -160,7 +168,10 @@ def test_rematerialisation(remat: str) -> None:
 
 @pytest.mark.parametrize(
     ("stage", "remat"),
-    [(3, "dots"), *(pytest.param(stage, "full", marks=pytest.mark.slow) for stage in range(4))],
+    [
+        pytest.param(3, "dots", marks=pytest.mark.wide),
+        *(pytest.param(stage, "full", marks=pytest.mark.slow) for stage in range(4)),
+    ],
 )
 def test_blockwise_attention(stage: int, remat: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blockwise attention trains as dense attention does, whatever the backward pass recomputes.
@@ -277,9 +288,21 @@ def test_infinite_norm_is_skipped() -> None:
     assert metrics["skipped_steps"] == 1
 
 
-@pytest.mark.parametrize(("stage", "devices"), [(3, 8), (0, 8), (2, 3), pytest.param(1, 3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("poison", [np.nan, np.inf, 1e30])
-def test_not_finite_gradient_is_skipped(stage: int, devices: int, poison: float) -> None:
+POISONS = [(np.nan, 3, 8), (1e30, 2, 3)]  # the last one overflows in the norm alone
+
+
+@pytest.mark.parametrize(
+    ("poison", "stage", "devices"),
+    [
+        *POISONS,
+        *(
+            pytest.param(poison, stage, devices, marks=pytest.mark.slow if stage == 1 else pytest.mark.wide)
+            for poison, (stage, devices) in itertools.product([np.nan, np.inf, 1e30], [(3, 8), (0, 8), (2, 3), (1, 3)])
+            if (poison, stage, devices) not in POISONS
+        ),
+    ],
+)
+def test_not_finite_gradient_is_skipped(poison: float, stage: int, devices: int) -> None:
     """A gradient that is not finite is skipped on all devices alike."""
     on = setup(devices, stage, 4 if devices == 3 else 1)
     state, _ = advance(on, on.start(), range(1))
@@ -340,8 +363,11 @@ UNCLIPPED = optax.identity()
 @pytest.mark.parametrize(
     ("wire", "stage", "clip", "options"),
     [
-        ("bfloat16", 2, CLIP, {}),
-        ("int8", 3, UNCLIPPED, {"fused_update": True, "max_norm": None, "skip_bad_steps": False}),
+        pytest.param("bfloat16", 2, CLIP, {}, marks=pytest.mark.wide),  # the sum itself: collectives/test_arrays.py
+        pytest.param(
+            *("int8", 3, UNCLIPPED, {"fused_update": True, "max_norm": None, "skip_bad_steps": False}),
+            marks=pytest.mark.wide,
+        ),
     ],
 )
 def test_narrow_sums_between_copies(

@@ -25,8 +25,9 @@ from zero.training.parts import TrainState
 from zero.training.state_storage import LayersOnHost, OnDevices
 from zero.training.streamed_update import StreamedState, layers_of, with_layers
 
-DEEP = dataclasses.replace(CONFIG, N=4, gated=True)
-FUSED: dict[str, Any] = {"config": DEEP, "fused_update": True}
+SPAN, SPANS = 2, 3
+DEEP = dataclasses.replace(CONFIG, N=SPAN * SPANS, gated=True)
+FUSED: dict[str, Any] = {"config": DEEP, "fused_update": True, "remat": "nested"}
 TENSOR = zero.Axis.with_tensor_groups("zero", 8, 2)
 
 
@@ -49,7 +50,6 @@ def trained(devices: int, streams: bool, **options: Any) -> tuple[Setup, TrainSt
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "layer by layer": (8, {}),
-    "spans, on three devices": (3, {"remat": "nested"}),
     "one device, clipped elements": (1, {"max_gradient_value": 1e-3, "max_norm": None}),
     "copies": (8, {"axis": zero.Axis("zero", (2, 4))}),
     "tensor groups": (8, {"config": dataclasses.replace(DIVISIBLE, N=4), "axis": TENSOR}),
@@ -59,11 +59,18 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "moments of a byte": (8, {"tx": make_optimizer("adamw", 0.1, state_dtype=jnp.int8)}),
     "lion": (8, {"tx": make_optimizer("lion", 0.1)}),
 }
-QUICK = ("layer by layer", "spans, on three devices")
+CASES = {name: (devices, options | {"remat": "full"}) for name, (devices, options) in CASES.items()}
+CASES |= {"spans": (8, {}), "spans, on three devices": (3, {})}
+WIDE = ("layer by layer", "spans, on three devices")
 
 
 @pytest.mark.parametrize(
-    "case", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+    "case",
+    [
+        "spans",
+        *(pytest.param(name, marks=pytest.mark.wide) for name in WIDE),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in ("spans", *WIDE)),
+    ],
 )
 def test_same_update(case: str) -> None:
     devices, options = CASES[case]
@@ -87,10 +94,11 @@ def test_only_layers_lie_on_the_host() -> None:
         assert {x.sharding.memory_kind for x in jax.tree.leaves(one.opt_state.blocks)} == {HOST}
         rest = one._replace(opt_state=one.opt_state.rest)
         assert {x.sharding.memory_kind for x in jax.tree.leaves(rest)} == {DEVICE}
-    assert len(state.opt_state.blocks) == DEEP.N
+    assert len(state.opt_state.blocks) == SPANS
     assert all(x.is_deleted() for x in jax.tree.leaves(first.opt_state.blocks))
 
 
+@pytest.mark.wide  # the next test sees them move
 def test_inputs_on_the_host_change_no_bit() -> None:
     """`zero.offload=both`: inputs of spans wait there for the backward pass."""
     _, state, metrics = trained(8, True)
@@ -107,7 +115,7 @@ def test_a_step_waits_for_what_leaves(offload: str, queues: int, monkeypatch: py
     waited: list[Any] = []
     monkeypatch.setattr(jax, "block_until_ready", waited.append)
     on.programs.step(state, batch(on, 0))
-    assert len([moved for moved in waited if moved is not None]) == queues * (DEEP.N - 1)
+    assert len([moved for moved in waited if moved is not None]) == queues * (SPANS - 1)
     assert {x.sharding.memory_kind for x in jax.tree.leaves(waited)} == {HOST}
 
 
@@ -160,27 +168,27 @@ def storages(on: Setup, size: int) -> tuple[OnDevices, LayersOnHost]:
 def test_whole_arrays_and_back() -> None:
     """What a checkpoint holds does not tell where the state lay, and fits into blocks of another size."""
     on = setup(8, 3, streams_state=True, **FUSED)
-    plain, by_layer = storages(on, 1)
+    plain, by_span = storages(on, SPAN)
     state, _ = advance(on, on.start(), range(1))
     expected = bits(joined(state))
     blocks = jax.tree.leaves(state.opt_state.blocks)
-    sums = by_layer.examine(state)
-    whole = by_layer.to_global(state)
+    sums = by_span.examine(state)
+    whole = by_span.to_global(state)
     assert all(x.is_deleted() for x in blocks)  # the host holds no stack twice
-    assert [x.sharding for x in by_layer.targets()] == [x.sharding for x in jax.tree.leaves(whole)]
-    assert [x.sharding.spec for x in plain.targets()] == [x.sharding.spec for x in by_layer.targets()]
+    assert [x.sharding for x in by_span.targets()] == [x.sharding for x in jax.tree.leaves(whole)]
+    assert [x.sharding.spec for x in plain.targets()] == [x.sharding.spec for x in by_span.targets()]
     on_devices = [
         jax.device_put(np.array(x), y.sharding) for x, y in zip(jax.tree.leaves(whole), plain.targets(), strict=True)
     ]
     assert_same(plain.from_global(on.layout.treedef.unflatten(on_devices)), expected)
-    in_twos = dataclasses.replace(by_layer, size=2)
+    in_threes = dataclasses.replace(by_span, size=3)
     stacks = jax.tree.leaves(layers_of(whole.opt_state))
-    restored = in_twos.from_global(whole)
+    restored = in_threes.from_global(whole)
     assert all(x.is_deleted() for x in stacks)
     assert {x.sharding.memory_kind for x in jax.tree.leaves(restored.opt_state.blocks)} == {HOST}
-    assert jax.tree.map(lambda x: x.shape[1:], restored) == jax.tree.map(lambda x: x.shape, in_twos.shapes())
+    assert jax.tree.map(lambda x: x.shape[1:], restored) == jax.tree.map(lambda x: x.shape, in_threes.shapes())
     assert_same(joined(restored), expected)
-    assert in_twos.examine(restored) == sums
+    assert in_threes.examine(restored) == sums
 
 
 def assert_same(state: TrainState, expected: list[np.ndarray]) -> None:
@@ -190,9 +198,9 @@ def assert_same(state: TrainState, expected: list[np.ndarray]) -> None:
 
 def test_checksums_are_those_of_whole_arrays() -> None:
     on = setup(8, 3, streams_state=True, **FUSED)
-    _, by_layer = storages(on, 1)
+    _, by_span = storages(on, SPAN)
     state, _ = advance(on, on.start(), range(1))
-    sums, not_finite = by_layer.examine(state)
+    sums, not_finite = by_span.examine(state)
     whole = jax.pmap(lambda x: x, "zero")(joined(state))
     assert (sums, not_finite) == examine(whole, on.layout, on.model.axis)
     assert not not_finite and list(sums) == [leaf.name for leaf in on.layout.leaves]
@@ -201,32 +209,40 @@ def test_checksums_are_those_of_whole_arrays() -> None:
     spoiled = np.asarray(x).copy()
     spoiled[0].flat[0] = np.nan
     blocks[2] = jax.tree.map(lambda y: jax.device_put(spoiled, x.sharding) if y is x else y, blocks[2])
-    changed, not_finite = by_layer.examine(state._replace(opt_state=StreamedState(state.opt_state.rest, tuple(blocks))))
+    changed, not_finite = by_span.examine(state._replace(opt_state=StreamedState(state.opt_state.rest, tuple(blocks))))
     (name,) = [name for name in sums if changed[name] != sums[name]]
     assert not_finite == [name] and name.startswith("opt_state/0/mu/blocks/"), path
 
 
 def test_bytes_by_place() -> None:
     on = setup(8, 3, streams_state=True, **FUSED)
-    plain, by_layer = storages(on, 1)
-    assert by_layer.device_bytes + by_layer.host_bytes == plain.device_bytes
+    plain, by_span = storages(on, SPAN)
+    assert by_span.device_bytes + by_span.host_bytes == plain.device_bytes
     blocks = on.start().opt_state.blocks
-    assert by_layer.host_bytes == sum(x.nbytes for x in jax.tree.leaves(blocks)) // 8
-    assert by_layer.moving_bytes == 3 * by_layer.host_bytes // DEEP.N
+    assert by_span.host_bytes == sum(x.nbytes for x in jax.tree.leaves(blocks)) // 8
+    assert by_span.moving_bytes == 3 * by_span.host_bytes // SPANS
     assert (plain.host_bytes, plain.moving_bytes) == (0, 0)
 
 
+def planned(on: Setup) -> Any:
+    """As a plan, which has shapes alone, lowers the step."""
+    _, by_span = storages(on, SPAN)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((8, *x.shape), x.dtype), by_span.shapes())
+    of_rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch(on, 0))
+    return on.programs.step.lower(shapes, of_rows)
+
+
 def test_lowered_for_the_same_shapes() -> None:
-    """A plan, which has shapes alone, compiles the programs of a run."""
+    """A plan compiles the programs of a run."""
     on = setup(8, 3, streams_state=True, **FUSED)
-    _, by_layer = storages(on, 1)
-    state, rows = on.start(), batch(on, 0)
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((8, *x.shape), x.dtype), by_layer.shapes())
-    of_rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), rows)
-    planned = on.programs.step.lower(shapes, of_rows)
-    assert planned.as_text() == on.programs.step.lower(state, rows).as_text()
-    expected, _ = on.programs.step(state, rows)
-    got, _ = planned.compile()(on.start(), rows)
+    assert planned(on).as_text() == on.programs.step.lower(on.start(), batch(on, 0)).as_text()
+
+
+@pytest.mark.wide
+def test_planned_step_computes_the_same() -> None:
+    on = setup(8, 3, streams_state=True, **FUSED)
+    expected, _ = on.programs.step(on.start(), batch(on, 0))
+    got, _ = planned(on).compile()(on.start(), batch(on, 0))
     assert_same(joined(got), bits(joined(expected)))
 
 

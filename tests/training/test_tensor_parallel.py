@@ -79,7 +79,10 @@ def test_documents_are_kept_apart(model: str, stage: int) -> None:
 WIDE = GPTConfig(embedding_dim=256, vocab_size=512, num_head=8, block_size=128, dropout=0.0, N=4, vocab_chunks=2)
 
 
-@pytest.mark.parametrize("tensor", [4, *(pytest.param(tensor, marks=pytest.mark.slow) for tensor in (1, 2, 8))])
+@pytest.mark.parametrize(
+    "tensor",
+    [pytest.param(4, marks=pytest.mark.wide), *(pytest.param(tensor, marks=pytest.mark.slow) for tensor in (1, 2, 8))],
+)
 def test_bytes_sent(tensor: int) -> None:
     """The bytes sent are those of the formula.
 
@@ -110,10 +113,10 @@ def test_groups_may_lie_anywhere(placed: zero.Axis) -> None:
     Documents of a row are kept apart in them.
     """
     options: dict[str, Any] = {"config": DIVISIBLE, "separators": (7,)}
-    alone, on = setup(8, 3, **options), setup(8, 3, axis=placed, **options)
+    alone, on = setup(1, 3, **options), setup(8, 3, axis=placed, **options)
     expected = trained(alone)
     assert (tokens(0, DIVISIBLE.block_size) == 7).any()
-    assert_close(trained(on), expected, rtol=1e-6, config=DIVISIBLE)
+    assert_close(trained(on), expected, rtol=1e-5, config=DIVISIBLE)
     found = []
     for one in (alone, on):
         programs = make_inference(one.model, Sampling(temperature=0), devices=one.devices)
@@ -138,7 +141,9 @@ def test_first_weights() -> None:
     assert_first_weights(setup(8, 3, config=DIVISIBLE, axis=axis(3, 4)))
 
 
-@pytest.mark.parametrize("model", ["plain", pytest.param("gemma2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "model", [pytest.param("plain", marks=pytest.mark.wide), pytest.param("gemma2", marks=pytest.mark.slow)]
+)
 def test_losses_and_text(model: str) -> None:
     """Losses and text equal those of devices without groups.
 

@@ -27,7 +27,7 @@ from zero.models.gpt import GPT
 from zero.partition import pmapped
 from zero.run.features.verify import Verify
 from zero.training.batch import Batch
-from zero.training.verification import suspects, verify
+from zero.training.verification import compared_groups, suspects, verify
 
 GROUPS = dataclasses.replace(CONFIG, embedding_dim=48, num_head=8, block_size=16)
 
@@ -66,7 +66,10 @@ def results(on: Setup) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("devices", "stages"),
-    [(3, (0, 3)), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, (3,)), (3, (0, 1, 2, 3)), (8, (3,))))],
+    [
+        pytest.param(3, (0, 3), marks=pytest.mark.wide),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, (3,)), (3, (0, 1, 2, 3)), (8, (3,)))),
+    ],
 )
 def test_stages_raise_no_alarm(devices: int, stages: tuple[int, ...]) -> None:
     """Stages have the same results and raise no alarm."""
@@ -92,9 +95,15 @@ NARROW: dict[str, Any] = {
             partial(setup, 8, 3, config=GROUPS, axis=zero.Axis.with_tensor_groups("zero", 8, 2)),
             marks=pytest.mark.slow,
         ),
-        partial(setup, 8, 3, config=GROUPS, axis=zero.Axis("zero", (2, 4), context=2), blockwise_from=4, **NARROW),
-        partial(setup, 8, 3, config=EXPERTS, axis=zero.Axis.with_expert_groups("zero", 8, 4)),
-        partial(setup, 3, 2, config=VQ),
+        pytest.param(
+            partial(setup, 8, 3, config=GROUPS, axis=zero.Axis("zero", (2, 4), context=2), blockwise_from=4, **NARROW),
+            marks=pytest.mark.wide,
+        ),
+        pytest.param(
+            partial(setup, 8, 3, config=EXPERTS, axis=zero.Axis.with_expert_groups("zero", 8, 4)),
+            marks=pytest.mark.wide,
+        ),
+        pytest.param(partial(setup, 3, 2, config=VQ), marks=pytest.mark.wide),
     ],
     ids=["tensor", "narrow context", "expert", "vq"],
 )
@@ -114,7 +123,7 @@ def faulty_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return install
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.wide)])
 def test_failing_device_is_named(stage: int, faulty_device: Callable[[int], None]) -> None:
     """A device that errs in the backward pass is named."""
     on = setup(3, stage)
@@ -122,6 +131,20 @@ def test_failing_device_is_named(stage: int, faulty_device: Callable[[int], None
     faulty_device(2)
     with pytest.raises(Unavailable, match=r"^step 5: cpu:2 of host 0 computed what other devices did not\. "):
         check(on, program_of(on), weights)
+
+
+@pytest.mark.parametrize(
+    ("axis", "size"),
+    [
+        (zero.Axis("zero", (1, 8)), 1),
+        (zero.Axis.with_tensor_groups("zero", 8, 4), 4),
+        (zero.Axis("zero", (2, 4), context=2), 2),
+        (zero.Axis.with_expert_groups("zero", 8, 4), 4),
+    ],
+    ids=["alone", "tensor", "context", "expert"],
+)
+def test_groups_compute_together(axis: zero.Axis, size: int) -> None:
+    assert compared_groups(axis) == np.arange(8).reshape(-1, size).tolist()
 
 
 def test_group_of_failing_device(faulty_device: Callable[[int], None]) -> None:
