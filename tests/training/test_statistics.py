@@ -35,7 +35,7 @@ from zero.training.programs import make_programs
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.tuning import Tuning
 
-SLOW = pytest.mark.slow
+SLOW, WIDE = pytest.mark.slow, pytest.mark.wide
 CLOCK = 2  # updates before the one in question
 GROUPS = dataclasses.replace(CONFIG, dropout=0.0, embedding_dim=48, num_head=8, block_size=16, vocab_chunks=1)
 ROUTED = dataclasses.replace(EXPERTS, dropout=0.0)
@@ -105,7 +105,7 @@ def assert_same(got: dict[str, float], of: dict[str, float]) -> None:
 
 @pytest.mark.parametrize(
     ("devices", "stages"),
-    [(8, (0,)), *(pytest.param(devices, (0, 1, 2, 3), marks=SLOW) for devices in (1, 3, 8))],
+    [pytest.param(8, (0,), marks=WIDE), *(pytest.param(devices, (0, 1, 2, 3), marks=SLOW) for devices in (1, 3, 8))],
 )
 def test_equal_to_the_unsharded_model(devices: int, stages: tuple[int, ...]) -> None:
     """Values are those of the unsharded model; stages 1 and 3 are those of the tests below."""
@@ -118,17 +118,24 @@ def test_equal_to_the_unsharded_model(devices: int, stages: tuple[int, ...]) -> 
         assert min(got[name] for name in more) > 0
 
 
-def test_micro_batches_change_no_statistic() -> None:
-    """Micro-batches change no value."""
-    assert_same(found(setup(3, 3, 4)), expected())
+@pytest.mark.parametrize(
+    "on",
+    [partial(setup, 8, 3, 3, axis=zero.Axis("zero", (2, 4))), pytest.param(partial(setup, 3, 3, 4), marks=WIDE)],
+    ids=["copies", "three devices"],
+)
+def test_micro_batches_change_no_statistic(on: Callable[[], Setup]) -> None:
+    """Neither do copies of the state."""
+    assert_same(found(on()), expected())
 
 
 @pytest.mark.parametrize(
     "on",
     [
-        partial(setup, 8, 3, config=GROUPS, axis=zero.Axis.with_tensor_groups("zero", 8, 2)),
-        partial(setup, 8, 1, config=GROUPS, axis=zero.Axis("zero", (2, 4), context=2), blockwise_from=4),
-        partial(setup, 8, 3, config=ROUTED, axis=zero.Axis.with_expert_groups("zero", 8, 4)),
+        pytest.param(partial(setup, 8, 3, config=GROUPS, axis=zero.Axis.with_tensor_groups("zero", 8, 2)), marks=WIDE),
+        pytest.param(
+            partial(setup, 8, 1, config=GROUPS, axis=zero.Axis("zero", (2, 4), context=2), blockwise_from=4), marks=WIDE
+        ),
+        pytest.param(partial(setup, 8, 3, config=ROUTED, axis=zero.Axis.with_expert_groups("zero", 8, 4)), marks=WIDE),
         pytest.param(partial(setup, 3, 2, config=VQ), marks=SLOW),  # its codebook has no statistics
     ],
     ids=["tensor", "context", "expert", "vq"],
@@ -141,6 +148,7 @@ def test_groups_change_no_statistic(on: Callable[[], Setup]) -> None:
     assert_same(got, alone)
 
 
+@pytest.mark.wide
 def test_adapters_have_statistics() -> None:
     """Adapters that start at nothing change no activation, and are the only leaves."""
     axis, used = zero.Axis("zero", (1, 3)), tuple(jax.devices()[:3])
