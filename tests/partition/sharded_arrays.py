@@ -1,5 +1,7 @@
 """Arrays of awkward `SHAPES` (`make_whole`), and their shards (`make_shards`) as a pmap holds them on all `AXES`."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,8 +18,9 @@ AXES = [
     zero.Axis("batch", (1, 3)),
     zero.Axis("batch", (1, 1)),
 ]
-# By default tests leave out one of two axes with copies.
-MOST_AXES = [pytest.param(axis, marks=pytest.mark.slow if axis.shape == (2, 4) else ()) for axis in AXES]
+# By default tests leave out one of two axes with copies, and one device.
+LEFT_OUT: dict[tuple[int, ...], Any] = {(2, 4): pytest.mark.slow, (1, 1): pytest.mark.wide}
+MOST_AXES = [pytest.param(axis, marks=LEFT_OUT.get(axis.shape, ())) for axis in AXES]
 
 
 def make_whole() -> dict[str, np.ndarray]:

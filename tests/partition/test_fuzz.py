@@ -343,6 +343,7 @@ def counts(some: Sequence[Case], every: int) -> Counter[str]:
     return results
 
 
+@pytest.mark.wide  # test_edges.py and test_optax.py have chains and wrappers
 def test_a_few_chains() -> None:
     """One of each kind, sharded at each level, one of them in a pmap as well."""
     assert [check(case) for case in SHORT] == ["equal", "equal", "refused", "refused"]

@@ -103,7 +103,9 @@ def elsewhere(x: np.ndarray, leaf: zero.groups.LeafLayout) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("shape", [(5, 24), (8,), (2,), ()], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(5, 24), *(pytest.param(shape, marks=pytest.mark.wide) for shape in ((8,), (2,))), ()], ids=str
+)
 def test_undonated_arrays_stay(shape: tuple[int, ...]) -> None:
     """Arrays that are not donated stay as they were."""
     ones = np.ones(shape, np.float32)

@@ -32,11 +32,13 @@ adafactor apply_if_finite centralize clip_by_block_rms clip_by_global_norm flatt
 novograd sm3 adaptive_grad_clip normalize_by_update_norm contrib.muon contrib.prodigy contrib.dadapt_adamw
 contrib.galore contrib.dog contrib.dowg contrib.momo scale_by_param_block_norm add_noise adagrad,clip
 """
-# Compared in every run; the others are slow together: `pytest -m slow tests/partition/test_optax.py`.
+# Compared in every run; test_sharded_optimizer.py compares AdamW, LAMB and MultiSteps, test_whole_state.py Lion. The
+# others are slow together: `pytest -m slow tests/partition/test_optax.py`.
 QUICK = """
 adamw lion MultiSteps multi_transform lamb adafactor contrib.muon adagrad,clip apply_if_finite flatten sm3
 noisy_sgd contrib.prodigy
 """
+WIDE = "adamw lion MultiSteps lamb contrib.muon contrib.prodigy multi_transform flatten apply_if_finite"
 
 
 @cache
@@ -94,7 +96,10 @@ def test_not_elementwise_is_refused(name: str) -> None:
 
 def cases() -> list[Any]:
     slow = [name for name in TRANSFORMS if name not in UNUSABLE and name not in QUICK.split()]
-    quick = [pytest.param(name, devices) for name, devices in zip(QUICK.split(), cycle([3, 8]))]
+    quick = [
+        pytest.param(name, devices, marks=pytest.mark.wide if name in WIDE.split() else ())
+        for name, devices in zip(QUICK.split(), cycle([3, 8]))
+    ]
     quick_names = {case.values for case in quick}
     every = [(name, devices) for name in [*QUICK.split(), *slow] for devices in (1, 3, 8)]
     return quick + [pytest.param(*case, marks=pytest.mark.slow) for case in every if case not in quick_names]

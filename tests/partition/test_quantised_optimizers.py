@@ -96,12 +96,16 @@ FORMS = {
     ("adamw", "int8", jnp.bfloat16): 8,
     ("lion", "int8", jnp.bfloat16): 3,
 }  # and the number of devices of the quick form
+WIDE = [("adamw", "int8", np.float32), ("adamw", "bfloat16", jnp.bfloat16)]
 
 
 @pytest.mark.parametrize(
     ("name", "dtype", "params_dtype", "devices"),
     [
-        pytest.param(*form, devices, marks=() if devices == quick else pytest.mark.slow)
+        pytest.param(
+            *(*form, devices),
+            marks=pytest.mark.slow if devices != quick else pytest.mark.wide if form in WIDE else (),
+        )
         for form, quick in FORMS.items()
         for devices in (1, 3, 8)
     ],

@@ -78,7 +78,9 @@ def sam_grad(params: Any, batch: Any) -> Any:
     return gradient(there, batch)
 
 
-@pytest.mark.parametrize("name", SIMPLE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.wide if name == "Noise" else ()) for name in SIMPLE]
+)  # test_shard_map.py has noise
 def test_recipe(name: str) -> None:
     recipe = run(name)
     params = replicate(make_params())

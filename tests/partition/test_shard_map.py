@@ -86,7 +86,15 @@ def run(name: str, mesh: Mesh, tx: zero.ShardedOptimizer, start: Any = None, ste
 @pytest.mark.parametrize(
     ("mesh_name", "kind"),
     [
-        pytest.param(name, kind, id=f"{name}-{kind}", marks=() if number % 2 == of else pytest.mark.slow)
+        pytest.param(
+            *(name, kind),
+            id=f"{name}-{kind}",
+            marks=pytest.mark.slow
+            if number % 2 != of
+            else ()
+            if name in ("one axis", "cut by model")
+            else pytest.mark.wide,
+        )
         for number, name in enumerate(MESHES)
         for of, kind in enumerate((AxisType.Auto, AxisType.Explicit))
     ],
@@ -119,7 +127,13 @@ BESIDE_PMAP = ("clipped adamw", "hyperparameters")  # of the test above
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in BESIDE_PMAP else ()) for name in OPTIMIZERS]
+    "name",
+    [
+        pytest.param(
+            name, marks=pytest.mark.slow if name in BESIDE_PMAP else () if name == "noise" else pytest.mark.wide
+        )
+        for name in OPTIMIZERS
+    ],
 )
 def test_optimizers_under_shard_map(name: str) -> None:
     mesh = make_mesh("one axis", AxisType.Explicit)

@@ -31,7 +31,9 @@ class Point(NamedTuple):
         lambda w: {"mu": w, "nu": {"mu": w[0], "w": w}},
         lambda w: {"half": w.astype(jnp.bfloat16), "whole": w, "complex": w + 1j * w},
         lambda w: {"none": jnp.zeros((0, 3)), "w": w},
-        lambda w: eqx.filter(eqx.nn.MLP(13, 24, 7, 2, key=jax.random.key(0)), eqx.is_array),
+        pytest.param(
+            lambda w: eqx.filter(eqx.nn.MLP(13, 24, 7, 2, key=jax.random.key(0)), eqx.is_array), marks=pytest.mark.wide
+        ),
         lambda w: nnx.state(nnx.Linear(13, 24, rngs=nnx.Rngs(0))),
     ],
     ids=["empty", "array", "nested", "names of the state", "dtypes", "no elements", "Equinox", "NNX"],

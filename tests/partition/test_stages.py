@@ -91,9 +91,9 @@ def initial(model: Model, batch: np.ndarray) -> Any:
 @pytest.mark.parametrize(
     ("name", "stage"),
     [
-        ("three", 3),
-        ("eight", 2),
-        # The other axes lift functions, below.
+        pytest.param("three", 3, marks=pytest.mark.wide),
+        pytest.param("eight", 2, marks=pytest.mark.wide),
+        # All axes lift functions, and modules lift their methods, below.
         pytest.param("hybrid", 2, marks=pytest.mark.slow),
         *(pytest.param(name, 3, marks=pytest.mark.slow) for name in ("one", "eight", "two phases")),
     ],

@@ -15,14 +15,26 @@ WORKER = Path(__file__).with_name("two_processes.py")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the two processes left behind."""
+    """What the two processes left behind: by default with one check of each kind."""
     folder = tmp_path_factory.mktemp("two")
     hosts.run_two(WORKER, folder)
     return folder
 
 
-@pytest.mark.parametrize("name", ["flat", "hybrid", "phases"])
-def test_one_process_reads_two(folder: Path, name: str) -> None:
+def test_one_process_reads_two(folder: Path) -> None:
+    assert_read(folder, "hybrid")
+
+
+@pytest.mark.wide
+def test_every_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every axis, and with narrow dtypes, slices under shard_map and moments of a byte."""
+    monkeypatch.setenv("ZERO_TEST_EVERY_CHECK", "1")
+    hosts.run_two(WORKER, tmp_path)
+    for name in ("flat", "hybrid", "phases"):
+        assert_read(tmp_path, name)
+
+
+def assert_read(folder: Path, name: str) -> None:
     """One process reads what two processes have stored."""
     shapes = {"w": (5, 24), "odd": (13, 3), "b": (9,), "scalar": ()}
     rng = np.random.default_rng(0)

@@ -71,7 +71,7 @@ GROUPS: dict[str, zero.Axis | str] = {
     "phases": zero.Axis("batch", (1, 2, 4), (0, 2, 4, 6, 1, 3, 5, 7)),
 }
 CASES: list[Any] = [(name, "flat") for name in OPTIMIZERS]
-CASES += [("factored", groups) for groups in ("hybrid", "phases")]
+CASES += [("factored", "hybrid"), pytest.param("factored", "phases", marks=pytest.mark.wide)]
 CASES += [pytest.param("adamw", groups, marks=pytest.mark.slow) for groups in ("hybrid", "phases")]
 
 
@@ -114,7 +114,11 @@ def kinds_of(tx: Any) -> set[Any]:
     return {kind for path, x in leaves for kind in (str(x), tuple(type(key) for key in path))}
 
 
-@pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["kinds", "all"])
+@pytest.mark.parametrize(
+    "is_whole",
+    [pytest.param(False, marks=pytest.mark.wide), pytest.param(True, marks=pytest.mark.slow)],
+    ids=["kinds", "all"],
+)
 def test_round_trip_of_every_transform(is_whole: bool) -> None:
     """The state of every transform is saved and restored bit for bit.
 

@@ -66,6 +66,7 @@ def check_state(axis: zero.Axis, path: str) -> None:
         np.testing.assert_array_equal(x, np.broadcast_to(whole[name], x.shape))
 
 
+EVERY_CHECK = bool(os.environ.get("ZERO_TEST_EVERY_CHECK"))
 EVERY = "ZERO_TEST_EVERY_OPTIMIZER"  # set in the environment: all of these
 OPTIMIZERS = {
     "a norm": (optax.clip_by_global_norm(0.5), zero.across_shards(optax.clip_by_global_norm(0.5))),
@@ -350,21 +351,23 @@ def check_lonely_call() -> None:
 
 
 for name, axis in AXES.items():
-    check_state(axis, f"{folder}/{name}")
-    check_whole_state(axis, optax.adam(0.1), optax.adam(0.1))
+    if EVERY_CHECK or name == "hybrid":
+        check_state(axis, f"{folder}/{name}")
+        check_whole_state(axis, optax.adam(0.1), optax.adam(0.1))
 check_whole_state(AXES["phases"], *OPTIMIZERS["factored moments"])
 check_checksums()
 check_divergence()
 check_local_decision()
 check_mesh()
-check_mesh_slices()
 check_device_order()
-check_dtypes()
 check_donation()
-check_optimizer(AXES["hybrid"], *OPTIMIZERS["a norm"])
-check_quantised(AXES["phases"])
-check_lift(AXES["hybrid"])
 check_lift(AXES["phases"])
+if EVERY_CHECK:
+    check_mesh_slices()
+    check_dtypes()
+    check_optimizer(AXES["hybrid"], *OPTIMIZERS["a norm"])
+    check_quantised(AXES["phases"])
+    check_lift(AXES["hybrid"])
 for name in OPTIMIZERS if os.environ.get(EVERY) else ["owned matrices"]:
     check_optimizer(AXES["flat"], *OPTIMIZERS[name])
 check_lonely_call()

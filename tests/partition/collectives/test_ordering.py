@@ -142,6 +142,7 @@ def test_a_wait_touches_one_number() -> None:
     assert changed and set(changed) == {1}
 
 
+@pytest.mark.wide  # test_same_results_in_order looks at the order itself
 def test_reproduction_of_the_abort():
     """The program that aborts without in_order is right with it."""
     with cli.spinning(os.cpu_count() or 1, seconds=60):
