@@ -78,8 +78,13 @@ def plain(workplace: Path, params: Any) -> dict[str, float]:
     [
         ("evaluate.replicate=false", "distributed.cpu_devices=8"),
         ("evaluate.replicate=false", "distributed.cpu_devices=3", "zero.stage=1"),
-        ("evaluate.replicate=true", "distributed.cpu_devices=8", "training.batch_size=7"),
-        ("distributed.cpu_devices=1",),
+        *(
+            pytest.param(where, marks=pytest.mark.wide)
+            for where in (
+                ("evaluate.replicate=true", "distributed.cpu_devices=8", "training.batch_size=7"),
+                ("distributed.cpu_devices=1",),
+            )
+        ),
     ],
 )
 def test_bits_per_byte(forks: cli.Forks, lasting: cli.Lasting, plain: dict[str, float], where: tuple[str, ...]) -> None:
@@ -94,14 +99,11 @@ def test_bits_per_byte(forks: cli.Forks, lasting: cli.Lasting, plain: dict[str, 
     assert result["step"] == 12
 
 
-def test_weights_in_int8(forks: cli.Forks, plain: dict[str, float]) -> None:
+def test_weights_in_int8(lasting: cli.Lasting, plain: dict[str, float]) -> None:
     """Weights held in int8 change the perplexity by less than 0.5 %, and give the same wherever they are."""
     contexts = ("evaluate.context=12", "evaluate.stride=6", "evaluate.weight_dtype=int8")
-    places = {
-        "int8-whole": ("evaluate.replicate=true", "distributed.cpu_devices=3"),
-        "int8-sharded": ("evaluate.replicate=false", "distributed.cpu_devices=8"),
-    }
-    whole, sharded = (evaluated(forks, out, *contexts, *where)["perplexity"] for out, where in places.items())
+    places = {"int8-whole": "evaluate.replicate=true", "int8-sharded": "evaluate.replicate=false"}
+    whole, sharded = (evaluated(lasting, out, *contexts, where)["perplexity"] for out, where in places.items())
     exact = math.exp(plain["nats"] / plain["tokens"])
     assert abs(whole / exact - 1) < 5e-3
     assert whole != pytest.approx(exact, rel=1e-7)
@@ -124,7 +126,9 @@ def texts(directory: Path) -> list[str]:
     return [json.loads(line)["text"] for line in (directory / "samples.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("devices", [3, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "devices", [pytest.param(3, marks=pytest.mark.wide), pytest.param(8, marks=pytest.mark.slow)]
+)  # training/test_inference.py has text of shards
 def test_text_is_the_same_everywhere(devices: int, forks: cli.Forks, lasting: cli.Lasting) -> None:
     """Text is the same wherever the weights are."""
     options = ("sample.prompt=[shard gath,s,scatter]", "sample.copies=2", "sample.tokens=20")
@@ -184,7 +188,18 @@ def test_mistakes_are_one_line(forks: cli.Forks, arguments: tuple[str, ...], mes
     assert last.startswith("error: ") and re.search(message, last), done.stderr
 
 
-@pytest.mark.parametrize("mode", ["sample", pytest.param("evaluate", marks=pytest.mark.slow)])
+def test_closed_pipe_of_help(tmp_path: Path) -> None:
+    """A reader that has gone does not end the program: `--help | head`."""
+    process = cli.start(tmp_path, "--help")
+    assert process.stdout is not None
+    process.stdout.close()
+    _, errors = process.communicate(timeout=900)
+    assert process.returncode == 0 and not errors, errors
+
+
+@pytest.mark.parametrize(
+    "mode", [pytest.param("sample", marks=pytest.mark.wide), pytest.param("evaluate", marks=pytest.mark.slow)]
+)
 def test_closed_pipe(forks: cli.Forks, mode: str) -> None:
     """A reader that has gone does not end the program.
 
@@ -239,6 +254,25 @@ def steps_of(output: str) -> list[int]:
     return [json.loads(line)["step"] for line in output.splitlines()]
 
 
+def test_named_sets(lasting: cli.Lasting) -> None:
+    """Named sets have entries, during training and after, and their total is that of all tokens."""
+    train, text = cli.INDICES
+    both = f"data.index_path_validation={{val: {text}, part: [{train}]}}"
+    whole = "training.maximum_evaluation_steps=100"
+    run = lasting.fork(RUN, 6, "training.evaluation_frequency=12", whole, both)
+    found = cli.metrics(run)[-1]
+    options = (f"model.model_path={run}", "evaluate.context=32")
+    sets = lasting.evaluate("of-sets", *options)["sets"]
+    assert sets.keys() == {"val", "part"}
+    for name, one in sets.items():
+        for key in ("loss", "bits_per_byte"):
+            assert one[key] == pytest.approx(found[f"validation/{name}/{key}"], rel=1e-5)
+    tokens = sum(one["tokens"] for one in sets.values())
+    total = sum(one["loss"] * one["tokens"] for one in sets.values()) / tokens
+    assert found["validation/loss"] == pytest.approx(total, rel=1e-5)
+
+
+@pytest.mark.wide
 def test_named_sets_and_their_total(lasting: cli.Lasting) -> None:
     """Named sets have entries, during training and after; the total equals that of the merged list.
 

@@ -113,6 +113,7 @@ def task(place: Path, name: str, items: list[dict[str, Any]], **said: Any) -> di
     return {"task": name, "validation_split": "validation", **source, **said}
 
 
+@pytest.mark.wide
 def test_tasks_equal_transformers(place: Path, ours: Any, theirs: Any) -> None:
     """Tasks give what transformers gets for the exported model."""
     choice = task(
