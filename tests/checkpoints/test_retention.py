@@ -4,11 +4,16 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from tests.config.composing import compose
 from tests.helpers import cli
 from zero.checkpoints.retention import Retention, Saved
+from zero.config.check import check
+from zero.config.files import load_sizes
+from zero.run.directory import retention_of
 from zero.run_directory import saved_steps
 from zero.tracking.metrics_file import read_metrics
 
@@ -50,6 +55,21 @@ def test_a_clock_that_was_wrong(wrong: float) -> None:
     assert existing == [0, 2, 4, 5, 7, 9]
 
 
+@pytest.mark.parametrize(
+    ("value", "rules"),
+    [
+        ("null", {}),
+        ("1000", {"every": 1000}),
+        ("2h", {"hours": 2.0}),
+        (".5h", {"hours": 0.5}),
+        ("1e-9h", {"hours": 1e-9}),
+    ],
+)
+def test_one_key_for_steps_and_hours(value: str, rules: dict[str, Any]) -> None:
+    config = check(compose(f"data.keep_every={value}", "data.keep_checkpoints=5"), load_sizes())
+    assert retention_of(config.data) == Retention(5, **rules)
+
+
 def test_run_keeps_what_it_is_told(lasting: cli.Lasting) -> None:
     """A run saves every fifth step, evaluates every eighth, keeps every tenth and the last; a resume does too."""
     keys = ("data.save_every=5", "data.keep_every=10", "data.keep_checkpoints=1", "training.evaluation_frequency=8")
@@ -66,6 +86,6 @@ def test_run_keeps_what_it_is_told(lasting: cli.Lasting) -> None:
 def test_run_keeps_by_the_hour(lasting: cli.Lasting) -> None:
     """With an hour of no length every checkpoint is kept, with a long one the first."""
     for hours, steps in (("1e-9", [3, 6, 9, 12]), ("1000", [3, 12])):
-        keys = ("data.save_every=3", f"data.keep_every_hours={hours}", "data.keep_checkpoints=1")
+        keys = ("data.save_every=3", f"data.keep_every={hours}h", "data.keep_checkpoints=1")
         run: Path = lasting.train(f"hours-{hours}", *cli.TINY, *keys, "training.maximum_evaluation_steps=0")
         assert saved_steps(run) == steps

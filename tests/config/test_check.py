@@ -20,6 +20,7 @@ from zero.printed import metrics_page
 pytestmark = pytest.mark.quick
 
 SIZES = load_sizes()
+NO_STEPS_AND_NO_HOURS = ("0h", "-2h", "2H", "2d", "h", "2 h", "nanh", "1e999h", "1.5", "true", "[2]", "2147483648")
 
 
 def refusal(*overrides: str) -> str:
@@ -158,6 +159,8 @@ def test_every_size_can_be_trained(size: str) -> None:
         ("data.max_context=1", ["data.max_context=1"]),
         ("data.train_samples=0", ["data.train_samples=0", "null"]),
         ("data.keep_checkpoints=0", ["data.keep_checkpoints=0"]),
+        ("data.keep_every=0", ["data.keep_every=0", "a number of steps, at least 1", "or hours such as 2h", "or null"]),
+        *((f"data.keep_every={wrong}", [f"data.keep_every={wrong}: expected"]) for wrong in NO_STEPS_AND_NO_HOURS),
         ("data.resume_step=5", ["data.resume_step=5", "--resume"]),
         ("model.warm_start=true", ["model.model_path", "model.warm_start=true"]),
         ("distributed.cpu_devices=0", ["distributed.cpu_devices=0"]),

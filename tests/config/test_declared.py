@@ -120,12 +120,15 @@ def test_keys_with_another_name(name: str, new_name: str) -> None:
         ({"model": {"warm_start": True, "ema": True}}, {"model": {"warm_start": "ema"}}),
         ({"model": {"warm_start": False, "ema": True}}, {"model": {"warm_start": False}}),
         ({"data": {"cache_bytes": 5}}, {"data": {}}),
+        ({"data": {"keep_every": None, "keep_every_hours": 2.0}}, {"data": {"keep_every": "2h"}}),
+        ({"data": {"keep_every": None, "keep_every_hours": 1e-9}}, {"data": {"keep_every": "1e-09h"}}),
+        ({"data": {"keep_every": 7, "keep_every_hours": None}}, {"data": {"keep_every": 7}}),
     ],
 )
 def test_keys_that_became_part_of_others(saved: dict[str, Any], expected: dict[str, Any]) -> None:
     """Runs that were started with them resume as they were, and a command line is told what to write instead."""
     assert upgraded(saved) == expected
-    for name in ("training.skip_bad_steps", "model.ema", "data.cache_bytes"):
+    for name in ("training.skip_bad_steps", "model.ema", "data.cache_bytes", "data.keep_every_hours"):
         assert str(moved(name)).startswith(f"{name}: it is ")
 
 

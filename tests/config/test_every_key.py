@@ -77,7 +77,7 @@ def test_every_key_is_tried() -> None:
 
 def test_number_of_keys() -> None:
     """conf/config.yaml shows few keys; the names of groups and of the mode are chosen, not set."""
-    assert len([key for key in all_keys(whole_kind()) if key.name != "mode"]) <= 93
+    assert len([key for key in all_keys(whole_kind()) if key.name != "mode"]) <= 92
 
 
 def test_keys_in_steps_say_so() -> None:
@@ -128,7 +128,6 @@ BESIDE = {  # what both runs need so that the key can matter
     "data.crop": ("data.max_context=16", "training.max_epochs=1", "data.train_samples=64"),
     "data.keep_checkpoints": ("data.save_every=1",),
     "data.keep_every": ("data.save_every=1", "data.keep_checkpoints=1"),
-    "data.keep_every_hours": ("data.save_every=1", "data.keep_checkpoints=1"),
     "data.max_skipped_rows": ("data.index_path_train=holes.index",),
     "zero.emergency_steps": ("zero.emergency_directory=emergency",),
 }
@@ -139,7 +138,6 @@ VALUE = {  # in place of that of `ELSEWHERE`, where a run of 6 steps needs anoth
     "data.max_context": "16",
     "data.keep_checkpoints": "1",
     "data.keep_every": "2",
-    "data.keep_every_hours": "1e-9",
     "data.save_every": "2",
     "data.checkpoint_minutes": "1e-9",
     "data.max_skipped_rows": "900",

@@ -244,6 +244,19 @@ def test_runs_from_before_groups() -> None:
     assert (merged.objective, merged.tuning) == ({"name": "likelihood"}, {"name": "none"})
 
 
+def test_run_that_keeps_by_two_rules() -> None:
+    """A run that kept checkpoints by steps and by hours loses none at a resume: the command names one of the rules."""
+    saved = OmegaConf.create({"data": {"keep_every": 7, "keep_every_hours": 0.5}})
+    with pytest.raises(UserError, match=r"^data\.keep_every=7: expected .*=7 or data\.keep_every=0\.5h at this resume"):
+        merge_resumed(saved, compose(*RESUMED), [])
+    given = "data.keep_every=0.5h"
+    assert merge_resumed(saved, compose(*RESUMED, given), [given]).data.keep_every == "0.5h"
+    assert merge_resumed(saved, compose("mode=evaluate"), ["mode=evaluate"]).data.keep_every == 7
+    for steps, hours, expected in ((7, None, 7), (None, 0.5, "0.5h"), (None, None, None)):
+        saved = OmegaConf.create({"data": {"keep_every": steps, "keep_every_hours": hours}})
+        assert merge_resumed(saved, compose(*RESUMED), []).data.keep_every == expected
+
+
 def test_unknown_key_in_saved_file() -> None:
     """A resume refuses an unknown key in the saved file."""
     saved = OmegaConf.create({"traning": {"batch_size": 8}})

@@ -86,6 +86,28 @@ def whole_number(check: Check) -> Check:
     return Check(lambda value: type(value) is int and check.holds(value), f"a whole number, {check.expected}")
 
 
+def hours_of(value: Any) -> float | None:
+    """The hours of a text such as 2h; None of anything else.
+
+    >>> hours_of("2h"), hours_of("0.5h"), hours_of("2"), hours_of("0h"), hours_of("2d"), hours_of(2)
+    (2.0, 0.5, None, None, None, None)
+    """
+    if not isinstance(value, str) or not re.fullmatch(r"[0-9]*\.?[0-9]+(e[+-]?[0-9]+)?h", value):
+        return None
+    hours = float(value.removesuffix("h"))
+    return hours if SMALLEST <= hours <= LARGEST else None
+
+
+def steps_or_hours() -> Check:
+    """A number of steps, hours such as 2h, or null."""
+    steps = at_least(1)
+
+    def holds(value: Any) -> bool:
+        return value is None or hours_of(value) is not None or (type(value) is int and steps.holds(value))
+
+    return Check(holds, f"a number of steps, {steps.expected}, or hours such as 2h or 0.5h, or null")
+
+
 def shown(value: Any) -> str:
     """A value as the command line takes it.
 

@@ -92,7 +92,11 @@ def upgraded(saved: Mapping[str, Any]) -> dict[str, Any]:
     model = new.get("model", {})
     if model.pop("ema", False) is True and model.get("warm_start") is True:
         model["warm_start"] = EMA
-    new.get("data", {}).pop("cache_bytes", None)
+    data = new.get("data", {})
+    data.pop("cache_bytes", None)
+    hours = data.pop("keep_every_hours", None)
+    if hours is not None and data.get("keep_every") is None:
+        data["keep_every"] = _in_hours(hours)
     beta = training.pop("dpo_beta", None)
     if "objective" in training:
         name = training.pop("objective")
@@ -106,6 +110,15 @@ def upgraded(saved: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(section, dict) and section.get("name") in group.choices:
             new[group.name] = _of_choice(section, group.choices[section["name"]])
     return new
+
+
+def _in_hours(hours: float) -> str:
+    """The text of a number of hours.
+
+    >>> _in_hours(2.0), _in_hours(0.5), _in_hours(1e-9)
+    ('2h', '0.5h', '1e-09h')
+    """
+    return f"{str(hours).removesuffix('.0')}h"
 
 
 def _of_choice(section: Mapping[str, Any], kind: type) -> dict[str, Any]:
@@ -136,8 +149,10 @@ def merge_resumed(saved: DictConfig, config: DictConfig, overrides: list[str]) -
     A preset among them changes nothing, because it is for a fresh start; a warning names the values that differ.
 
     Raises:
-      UserError: overrides that would change one of `FIXED_KEYS`, a line for each.
+      UserError: overrides that would change one of `FIXED_KEYS`, a line for each; or a resume that would delete
+        checkpoints, as the run keeps some by two rules.
     """
+    given = [override.lstrip("+~").split("=", 1)[0] for override in overrides]
     try:
         values: dict[str, Any] = OmegaConf.to_container(saved)  # type: ignore[assignment]  # a mapping, as saved is
         earlier = _with_saved(values)
@@ -149,7 +164,7 @@ def merge_resumed(saved: DictConfig, config: DictConfig, overrides: list[str]) -
         merged.data.resume_step = None  # it was meant for that start
         for key in ("coordinator_address", "num_processes", "process_id"):  # they belong to the machines of that start
             merged.distributed[key] = config.distributed[key]
-        for key in [override.lstrip("+~").split("=", 1)[0] for override in overrides]:
+        for key in given:
             if key in GROUPS and merged[key].name != config[key].name:
                 merged[key] = config[key]
             elif key not in GROUPS and key.partition(".")[0] in config:  # others are Hydra's own, or name a preset
@@ -157,6 +172,8 @@ def merge_resumed(saved: DictConfig, config: DictConfig, overrides: list[str]) -
     except OmegaConfBaseException as error:
         raise UserError(f"configuration of the run: {describe(error)}") from error
     changed = list(_changes(earlier, merged))
+    if config.mode == "train" and "data.keep_every" not in given:
+        changed += _kept_by_two_rules(values.get("data", {}))
     if changed:
         raise UserError("\n".join(changed))
     kept = [key for key in preset_keys(overrides) if _differs(key, merged, config)]
@@ -215,6 +232,17 @@ def _changes(earlier: DictConfig, merged: DictConfig) -> Iterator[str]:
         now = OmegaConf.select(merged, key)
         if before != now:
             yield f"{key.removesuffix('.name')}={shown(now)}: expected {shown(before)}, the value of the run"
+
+
+def _kept_by_two_rules(data: Mapping[str, Any]) -> Iterator[str]:
+    """A line for a run of an earlier version that keeps checkpoints by steps and by hours: a resume names one rule."""
+    steps = data.get("keep_every")
+    hours = data.get("keep_every_hours")
+    if steps is not None and hours is not None:
+        yield (
+            f"data.keep_every={steps}: expected data.keep_every={steps} or data.keep_every={_in_hours(hours)} at this "
+            f"resume, as the run has data.keep_every_hours={hours} too, and checkpoints are kept by one of them now"
+        )
 
 
 def preset_keys(overrides: list[str]) -> list[str]:

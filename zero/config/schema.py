@@ -35,6 +35,7 @@ from zero.config.constraints import (
     positive,
     project_name,
     random_seed,
+    steps_or_hours,
     zero_or_more,
 )
 from zero.config.groups import (
@@ -268,16 +269,12 @@ class Data:
         at_least(1),
         "The newest checkpoints that are kept; the best one by validation/loss is kept as well.",
     )
-    keep_every: int | None = key(
+    keep_every: Any = key(
         None,
-        at_least(1),
-        "Checkpoints of steps that are a multiple of this are kept as well; null: none.",
-    )
-    keep_every_hours: float | None = key(
-        None,
-        positive(),
-        "A checkpoint is kept as well if it is the first one or was saved this many hours after the last that is "
-        "kept so; null: none.",
+        steps_or_hours(),
+        "1000: checkpoints of steps that are a multiple of this are kept as well; null: none.",
+        "2h: a checkpoint is kept as well if it is the first one or was saved this many hours after the last that is "
+        "kept so.",
     )
     bucket_path: str | None = key(
         None,

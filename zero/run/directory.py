@@ -16,7 +16,8 @@ from zero import run_directory as run_files
 from zero.checkpoints.emergency import EmergencyCheckpoints
 from zero.checkpoints.manager import Checkpoints
 from zero.checkpoints.retention import Retention
-from zero.config.schema import Config
+from zero.config.constraints import hours_of
+from zero.config.schema import Config, Data
 from zero.files import storage
 from zero.hosts import agreement
 from zero.job import Job
@@ -92,11 +93,18 @@ def open_directory(config: Config, size: GPTConfig, job: Job, path: Path, is_for
             durable_steps = partial(run_files.committed_steps, place)
             emergency = EmergencyCheckpoints(directory, place, durable_steps, asdict(size), job.layout, job.model.axis)
             stack.enter_context(emergency)
-        retention = Retention(data.keep_checkpoints, data.keep_every, data.keep_every_hours)
-        checkpoints = stack.enter_context(Checkpoints(place, retention, from_host=job.storage.host_bytes > 0))
+        checkpoints = stack.enter_context(Checkpoints(place, retention_of(data), from_host=job.storage.host_bytes > 0))
         if config.resume is None:
             check_unused(path, checkpoints)
         yield RunDirectory(path, is_fork, checkpoints, emergency)
+
+
+def retention_of(data: Data) -> Retention:
+    """The rules of `data.keep_checkpoints` and of `data.keep_every`, a number of steps or hours."""
+    hours = hours_of(data.keep_every)
+    if hours is None:
+        return Retention(data.keep_checkpoints, every=data.keep_every)
+    return Retention(data.keep_checkpoints, hours=hours)
 
 
 def _layout_summary(job: Job, has_average: bool) -> str:
