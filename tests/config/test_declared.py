@@ -80,7 +80,6 @@ def test_rules_of_features() -> None:
     with pytest.raises(UserError, match=spikes):
         check(compose("training.max_skipped_in_a_row=0", "training.skip_spikes=6"), load_sizes())
     for override, message in (
-        ("harness.every=2", "harness.every=2: expected a number with tasks in harness.tasks, and null without"),
         ("training.sample_tokens=9000", "training.sample_tokens=9000: expected at most 2047, the learned positions"),
     ):
         with pytest.raises(UserError) as caught:
@@ -122,13 +121,15 @@ def test_keys_with_another_name(name: str, new_name: str) -> None:
         ({"data": {"cache_bytes": 5}}, {"data": {}}),
         ({"data": {"keep_every": None, "keep_every_hours": 2.0}}, {"data": {"keep_every": "2h"}}),
         ({"data": {"keep_every": None, "keep_every_hours": 1e-9}}, {"data": {"keep_every": "1e-09h"}}),
+        ({"harness": {"every": 2, "tasks": ["a"]}}, {"harness": {"tasks": ["a"]}}),
         ({"data": {"keep_every": 7, "keep_every_hours": None}}, {"data": {"keep_every": 7}}),
     ],
 )
 def test_keys_that_became_part_of_others(saved: dict[str, Any], expected: dict[str, Any]) -> None:
     """Runs that were started with them resume as they were, and a command line is told what to write instead."""
     assert upgraded(saved) == expected
-    for name in ("training.skip_bad_steps", "model.ema", "data.cache_bytes", "data.keep_every_hours"):
+    of_data = ("data.cache_bytes", "data.keep_every_hours")
+    for name in ("training.skip_bad_steps", "model.ema", "harness.every", *of_data):
         assert str(moved(name)).startswith(f"{name}: it is ")
 
 

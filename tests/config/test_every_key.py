@@ -54,8 +54,6 @@ REFUSED = {
     "zero.tensor_shards": "2",
     "zero.expert_shards": "2",
     "zero.emergency_directory": "elsewhere",
-    "harness.every": "2",
-    "harness.tasks": "[a.yaml]",
     "distributed.coordinator_address": "host:1234",
     "distributed.num_processes": "2",
     "distributed.process_id": "1",
@@ -77,7 +75,7 @@ def test_every_key_is_tried() -> None:
 
 def test_number_of_keys() -> None:
     """conf/config.yaml shows few keys; the names of groups and of the mode are chosen, not set."""
-    assert len([key for key in all_keys(whole_kind()) if key.name != "mode"]) <= 92
+    assert len([key for key in all_keys(whole_kind()) if key.name != "mode"]) <= 91
 
 
 def test_keys_in_steps_say_so() -> None:
@@ -85,7 +83,7 @@ def test_keys_in_steps_say_so() -> None:
     keys = {key.name: key for key in all_keys(whole_kind())}
     in_steps = {name for name, key in keys.items() if key.in_steps}
     every = {name for name in keys if name.endswith((".every", "_frequency", "save_every", "_steps"))}
-    refused, in_evaluations = {"statistics.every"}, {"harness.every"}
+    refused = {"statistics.every"}
     # Of schedules, batches and evaluations; none of these ends a pause of a run.
     lengths = {
         "training.warmup_steps",
@@ -93,7 +91,7 @@ def test_keys_in_steps_say_so() -> None:
         "training.gradient_accumulation_steps",
         "training.maximum_evaluation_steps",
     }
-    assert in_steps == every - refused - in_evaluations - lengths
+    assert in_steps == every - refused - lengths
 
 
 @cache
@@ -201,6 +199,7 @@ ELSEWHERE_TESTED = {  # what a short run on whole devices, a local corpus and on
     "data.last_target": "tests/run/test_last_target_run.py has the longer rows that it needs",
     "data.shuffle_shards": "tests/corpus/reading/test_loader.py has more than two shards to mix",
     "verify.every": "tests/run/test_verified_run.py has a device that fails; others leave no trace",
+    "harness.tasks": "tests/run/features/test_features.py; its tasks need lm-eval, and minutes",
     "zero.emergency_steps": "tests/run/test_durable_run.py; without it the directory of these runs is refused",
 }
 WIDE_RUNS = ("data.save_every", "profile.peak_flops")

@@ -236,7 +236,7 @@ def test_runs_from_before_groups() -> None:
         "adapter": None,
     }
     assert merged.schedule == {"name": "wsd", "decay_steps": None}
-    assert merged.harness == {"every": 2, "tasks": ["lambada_openai"]}
+    assert merged.harness == {"tasks": ["lambada_openai"]}
     assert (merged.seed, merged.zero.stage, merged.training.total_steps) == (3, 2, 70)
     assert merged.keys().isdisjoint({"evaluate", "sample", "plan"})
     plain = {"training": {"objective": "likelihood", "dpo_beta": 0.1}, "tuning": {"method": "all", "rank": 16}}

@@ -83,6 +83,7 @@ ELSEWHERE = {
     "zero.phases": "flat",
     "zero.overlap_gathers": "false",
     "zero.emergency_steps": "3",
+    "harness.tasks": "[a.yaml]",
     "profile.steps": "[3,4]",
     "profile.step_time": "0.5",
     "profile.peak_flops": "1e12",

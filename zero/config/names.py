@@ -26,7 +26,8 @@ MOVED = {
 }
 RENAMED = MOVED | {
     "training.dpo_beta": "objective.beta, with objective=dpo",
-    "training.harness_frequency": "harness.every, with harness.tasks",
+    "training.harness_frequency": "harness.tasks, which run at each evaluation,",
+    "harness.every": "harness.tasks, which run at each evaluation,",
     "training.skip_bad_steps": "training.max_skipped_in_a_row, of which 0 skips none,",
     "data.keep_every_hours": "data.keep_every=2h",
     "data.cache_bytes": "90 % of the free space on the disk of data.cache_directory",

@@ -77,9 +77,9 @@ def upgraded(saved: Mapping[str, Any]) -> dict[str, Any]:
     new = copy.deepcopy(dict(saved))
     training = new.get("training", {})
     tuning = new.get("tuning", {})
-    every = training.pop("harness_frequency", None)
-    if every is not None:
-        new["harness"] = {"every": every, "tasks": new.get("evaluate", {}).get("harness", [])}
+    if training.pop("harness_frequency", None) is not None:
+        new["harness"] = {"tasks": new.get("evaluate", {}).get("harness", [])}
+    new.get("harness", {}).pop("every", None)
     for mode in MODE_SECTIONS:
         new.pop(mode, None)
     for old_name, new_name in MOVED.items():

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 
-from zero.config.constraints import at_least
 from zero.config.declared import Keys
 from zero.config.keys import key
-from zero.config.schema import Config as WholeConfig
 from zero.inference.harness_tasks import numbers_of, run_tasks
 from zero.inference.scoring import Scorer
 from zero.inference.trained_model import TrainedModel
-from zero.models.config import GPTConfig
 from zero.run.feature import Feature, Moment
 from zero.run.run import Line, Run
 from zero.tracking.metrics import Metric
@@ -23,26 +19,16 @@ from zero.tracking.metrics_file import line_of
 
 
 class Harness(Feature):
-    """Adds the results of `harness.tasks` to the line of an evaluation, as `harness/TASK/METRIC`.
-
-    Every `harness.every` evaluations, and at the last step.
-    """
+    """Adds the results of `harness.tasks` to the line of each evaluation, as `harness/TASK/METRIC`."""
 
     @dataclass
     class Config(Keys):
-        every: int | None = key(
-            None, at_least(1), "Run the tasks at every n-th evaluation, and at the last one; null: never."
-        )
         tasks: list[str] = key(
             [],
             None,
-            "Tasks of lm-evaluation-harness such as lambada_openai, or paths of its YAML files, which can run Python; "
-            "needs the extra lm-eval.",
+            "Tasks of lm-evaluation-harness that run at each evaluation, such as lambada_openai, or paths of its YAML "
+            "files, which can run Python; needs the extra lm-eval.",
         )
-
-        def mistakes(self, config: WholeConfig, size: GPTConfig) -> Iterator[tuple[str, str]]:
-            if (self.every is None) != (not self.tasks):
-                yield "harness.every", "a number with tasks in harness.tasks, and null without"
 
     name = "harness"
     only_looks = True
@@ -51,7 +37,6 @@ class Harness(Feature):
     may_wait = True
 
     def __init__(self, config: Config, run: Run) -> None:
-        self._every = None if config.every is None else config.every * run.evaluation_frequency
         self._tasks = config.tasks
         self._batch_size = run.position.global_rows // jax.process_count()
 
@@ -60,9 +45,7 @@ class Harness(Feature):
         return any(name.startswith("harness/") for name in line_of(run_directory, now.step) or {})
 
     def due(self, now: Moment) -> bool:
-        if self._every is None or not now.is_evaluation:
-            return False
-        return now.is_last or now.step % self._every == 0
+        return bool(self._tasks) and now.is_evaluation
 
     def do(self, run: Run, now: Moment, line: Line) -> None:
         trained = TrainedModel(run.job.model, run.weights, run.data.tokenizer, now.step)
