@@ -129,7 +129,7 @@ def test_keys_that_became_part_of_others(saved: dict[str, Any], expected: dict[s
     """Runs that were started with them resume as they were, and a command line is told what to write instead."""
     assert upgraded(saved) == expected
     of_data = ("data.cache_bytes", "data.keep_every_hours")
-    for name in ("training.skip_bad_steps", "model.ema", "harness.every", *of_data):
+    for name in ("training.skip_bad_steps", "model.ema", "model.sizes", "harness.every", *of_data):
         assert str(moved(name)).startswith(f"{name}: it is ")
 
 

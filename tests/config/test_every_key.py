@@ -75,7 +75,7 @@ def test_every_key_is_tried() -> None:
 
 def test_number_of_keys() -> None:
     """conf/config.yaml shows few keys; the names of groups and of the mode are chosen, not set."""
-    assert len([key for key in all_keys(whole_kind()) if key.name != "mode"]) <= 91
+    assert len([key for key in all_keys(whole_kind()) if key.name != "mode"]) <= 90
 
 
 def test_keys_in_steps_say_so() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -62,9 +63,8 @@ def test_missing_sizes_are_named(tmp_path: Path) -> None:
         load_sizes(tmp_path / "empty.yaml")
 
 
-def chosen(size: str, sizes: Path | None = None, **override: Any) -> GPTConfig:
-    path = None if sizes is None else str(sizes)
-    return load_sizes().chosen(Model(size, sizes=path, override=override))
+def chosen(size: str, **override: Any) -> GPTConfig:
+    return load_sizes().chosen(Model(size, override=override))
 
 
 def test_override_of_an_entry() -> None:
@@ -100,18 +100,53 @@ def test_override_refusals(override: dict[str, Any], named: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_sizes_of_another_file(tmp_path: Path) -> None:
-    """A file of more entries replaces those of the same name."""
+def test_entry_of_another_file(tmp_path: Path) -> None:
+    """It is named with its file, which may have an entry with the name of one of conf."""
     path = tmp_path / "my.yaml"
     text = (CONF / "model_config.yaml").read_text().partition("\ntest:")[2].partition("\n\n")[0]
     path.write_text(f"mine:{text}\ntest_vq:{text}".replace("N: 2", "N: 3"))
-    mine = chosen("mine", path, dropout=0.0)
+    mine = chosen(f"{path}:mine", dropout=0.0)
     assert mine == replace(load_sizes()["test"], N=3, dropout=0.0)
-    assert chosen("test_vq", path, dropout=0.0) == mine and chosen("test", path) == load_sizes()["test"]
-    with pytest.raises(UserError, match=r"model.size=none: expected one of test, .* and .*my.yaml"):
-        chosen("none", path)
-    with pytest.raises(UserError, match=r"gone.yaml: not found"):
-        chosen("test", tmp_path / "gone.yaml")
+    assert chosen(f"{path}:test_vq", dropout=0.0) == mine and chosen("test_vq") == load_sizes()["test_vq"]
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        ("my.yaml:none", "model.size=my.yaml:none: expected an entry of my.yaml: mine, other"),
+        ("my.yaml:", "model.size=my.yaml:: expected an entry of my.yaml: mine, other"),
+        ("my.yaml:test", "model.size=my.yaml:test: expected an entry of my.yaml: mine, other"),
+        ("gone.yaml:mine", "gone.yaml: not found; expected the model sizes"),
+        ("wrong.yaml:right", "wrong.yaml: size 'wrong': expected the keys of a model, got 5"),
+    ],
+)
+def test_entries_that_a_file_does_not_have(
+    size: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message names the file and the entries that it has."""
+    monkeypatch.chdir(tmp_path)
+    text = (CONF / "model_config.yaml").read_text().partition("\ntest:")[2].partition("\n\n")[0]
+    Path("my.yaml").write_text(f"mine:{text}\nother:{text}")
+    Path("wrong.yaml").write_text(f"right:{text}\nwrong: 5\n")
+    with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
+        chosen(size)
+
+
+@pytest.mark.parametrize("size", ["none", "my.yaml", ":test"])
+def test_sizes_that_conf_does_not_have(size: str) -> None:
+    """The message says how an entry of a file is named."""
+    message = rf"^model\.size={size}: expected one of test, .* \(conf/.*\), or FILE:ENTRY, such as my\.yaml:mine$"
+    with pytest.raises(UserError, match=message):
+        chosen(size)
+
+
+def test_sweep_over_entries_of_files() -> None:
+    """The command line takes names of files with entries in them, alone and as the values of a sweep."""
+    parser = OverridesParser.create()
+    alone, sweep = parser.parse_overrides(["model.size=../a/my.yaml:mine", "model.size=my.yaml:1_1b,b.yaml:y,test"])
+    assert alone.value() == "../a/my.yaml:mine" and not alone.is_sweep_override()
+    jobs = [parser.parse_override(f"model.size={text}").value() for text in sweep.sweep_string_iterator()]
+    assert jobs == ["my.yaml:1_1b", "b.yaml:y", "test"]
 
 
 def test_files_of_published_models(monkeypatch: pytest.MonkeyPatch) -> None:

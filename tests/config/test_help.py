@@ -20,7 +20,7 @@ def test_one_screen() -> None:
         "mode=plan",
         "+preset",
         "+recipe",
-        "--help sizes",
+        "FILE:ENTRY: --help sizes",
         *GROUPS,
         *MODES,
     ):
@@ -39,7 +39,7 @@ def test_one_screen() -> None:
         ("mode=plan", ("plan.topology=local",)),
         ("zero", ("zero.stage=3", "zero.remat=auto")),
         ("recipe", ("gpt-neo-125m",)),
-        ("sizes", tuple(load_sizes())),
+        ("sizes", ("FILE:ENTRY", *load_sizes())),
     ],
 )
 def test_a_name_is_explained(name: str, parts: tuple[str, ...]) -> None:

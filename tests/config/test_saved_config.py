@@ -1,5 +1,6 @@
 """Configurations of saved runs: merged with the overrides given now."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ CHANGES = {  # from the start of the run, to what a resume may not change in it
     "seed=1": "seed=1",
     "training.ema=0.9": "training.ema=0.9",
     "model.size=test": "model.size=test",
-    "model.sizes=my.yaml": "model.sizes=my.yaml",
+    "model.size=my.yaml:bytes": "model.size=my.yaml:bytes",
     "model.override={N: 3}": "model.override={'N': 3}",
     "objective=dpo": "objective=dpo",
     "data.max_context=128": "data.max_context=128",
@@ -242,6 +243,22 @@ def test_runs_from_before_groups() -> None:
     plain = {"training": {"objective": "likelihood", "dpo_beta": 0.1}, "tuning": {"method": "all", "rank": 16}}
     merged = merge_resumed(OmegaConf.create(plain), compose(*RESUMED), [])
     assert (merged.objective, merged.tuning) == ({"name": "likelihood"}, {"name": "none"})
+
+
+def test_run_with_a_file_of_sizes(tmp_path: Path) -> None:
+    """Runs that named a file beside an entry resume with both in one name, where the file has the entry."""
+    path = tmp_path / "my.yaml"
+    path.write_text("test: {}\nmine: {}\n")
+
+    def resumed(size: str, file: Path | None) -> str:
+        saved = OmegaConf.create({"model": {"size": size, "sizes": None if file is None else str(file)}})
+        return str(merge_resumed(saved, compose(*RESUMED), []).model.size)
+
+    assert resumed("mine", path) == f"{path}:mine" and resumed("test", path) == f"{path}:test"
+    assert resumed("bytes", path) == "bytes" == resumed("bytes", None)
+    assert resumed("none", path) == f"{path}:none"  # which says what the file has
+    gone = tmp_path / "gone.yaml"
+    assert resumed("bytes", gone) == f"{gone}:bytes"  # which says that it is gone
 
 
 def test_run_that_keeps_by_two_rules() -> None:

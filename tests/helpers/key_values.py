@@ -59,7 +59,6 @@ ELSEWHERE = {
     "training.loss_on": "completion",
     "training.sample_tokens": "5",
     "model.size": "bytes",
-    "model.sizes": "my.yaml",
     "data.corpus": "null",
     "data.tokenizer": "other.json",
     "data.max_context": "64",

@@ -51,8 +51,7 @@ OF_CHATS = (
 )
 JOB = (
     *(key for key in cli.TINY if not key.startswith(("model.", "data.index", "data.max", "training.total"))),
-    "model.size=brought",
-    "model.sizes=sizes.yaml",
+    "model.size=sizes.yaml:brought",
     "model.warm_start=true",
     f"data.max_context={CONTEXT}",
     "training.peak_learning_rate=1e-2",
@@ -239,7 +238,7 @@ def test_a_folder_of_the_hub(family: str, size: dict[str, Any], tmp_path: Path, 
         learn_preferences(tmp_path, tuning, vocabulary)
         copies += ["preferring_adapters", "whole"]
     else:
-        with pytest.raises(UserError, match=r"expected likelihood, as model\.size=brought has experts"):
+        with pytest.raises(UserError, match=r"expected likelihood, as model\.size=sizes\.yaml:brought has experts"):
             compose([*JOB, "model.model_path=merged", "objective=dpo", *tuning])
     export("run", tmp_path / "out", merges=True)
     check_files(folder, tmp_path, copies)

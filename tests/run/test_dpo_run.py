@@ -34,8 +34,7 @@ SHAPE = {"embedding_dim": 48, "vocab_size": 300, "num_head": 6, "kv_heads": 2, "
 TRAIN, VALIDATION = (f"data/index/pairs_{split}.index" for split in ("train", "validation"))
 JOB = (
     *(o for o in cli.TINY if not o.startswith(("model.", "data.", "training.total", "training.eval", "training.max"))),
-    "model.size=mine",
-    "model.sizes=sizes.yaml",
+    "model.size=sizes.yaml:mine",
     "model.warm_start=true",
     "model.model_path=folder",
     "data.corpus=null",
@@ -251,6 +250,6 @@ def test_contradictions_are_refused() -> None:
         configured("mode=evaluate")
     configured("data.max_skipped_rows=5", *LORA)
     with pytest.raises(
-        UserError, match=r"objective=dpo: expected likelihood, as model\.size=mine has z_loss, with a loss"
+        UserError, match=r"objective=dpo: expected likelihood, as model\.size=sizes\.yaml:mine has z_loss, with a loss"
     ):
         check(compose(*JOB), Only(dataclasses.replace(SIZE, z_loss=1e-4)))

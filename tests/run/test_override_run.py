@@ -30,7 +30,7 @@ mine:
 MINE = (
     *(key for key in cli.TINY if not key.startswith(("model.", "data.corpus", "data.index"))),
     "data.corpus=synthetic",
-    *("model.sizes=mine.yaml", "model.size=mine", "model.override.N=1", "model.override.embedding_dim=32"),
+    *("model.size=mine.yaml:mine", "model.override.N=1", "model.override.embedding_dim=32"),
 )
 
 
@@ -62,7 +62,7 @@ def test_lost_steps_are_repeated(lasting: cli.Lasting) -> None:
             ["model.override.N=2"],
             "override={'N': 2, 'embedding_dim': 32}: expected {'N': 1, 'embedding_dim': 32}",
         ),
-        (["model.sizes=null", "model.size=mine"], "model.sizes=null: expected mine.yaml, the value of the run"),
+        (["model.size=mine"], "model.size=mine: expected mine.yaml:mine, the value of the run"),
     ],
 )
 def test_another_model_is_refused(lasting: cli.Lasting, arguments: list[str], named: str) -> None:

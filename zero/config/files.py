@@ -143,18 +143,20 @@ class Sizes(Mapping[str, GPTConfig]):
         return len(list(iter(self)))
 
     def chosen(self, model: Model) -> GPTConfig:
-        """The size that these keys name: its entry, in `model.sizes` if it has one there, and `model.override` over it.
+        """The size that these keys name: an entry of these sizes or of a file, and `model.override` over it.
 
         Raises:
           UserError: there is no such size, a file is wrong, or the model is impossible with these overrides.
         """
-        files = [self] if model.sizes is None else [load_sizes(Path(model.sizes)), self]
-        entries = [sizes.entry(model.size) for sizes in files if model.size in sizes]
-        if not entries:
-            names = dict.fromkeys(name for sizes in reversed(files) for name in sizes)
-            places = " and ".join(["conf/model_config.yaml", *([] if model.sizes is None else [model.sizes])])
-            raise UserError(f"model.size={model.size}: expected one of {', '.join(names)} ({places})")
-        keys = {**entries[0], **model.override}
+        path, _, name = model.size.rpartition(":")
+        if path:
+            entry = _entry_of_file(model.size, path, name)
+        elif model.size in self:
+            entry = self.entry(model.size)
+        else:
+            places = "conf/model_config.yaml and conf/models), or FILE:ENTRY, such as my.yaml:mine"
+            raise UserError(f"model.size={model.size}: expected one of {', '.join(self)} ({places}")
+        keys = {**entry, **model.override}
         written = repr(keys)  # 2 and 2.0 are equal, and written differently
         try:
             if written not in self._chosen:
@@ -162,6 +164,18 @@ class Sizes(Mapping[str, GPTConfig]):
             return self._chosen[written]
         except ValueError as error:
             raise UserError(f"model.size={model.size} with model.override={model.override}: {error}") from error
+
+
+def _entry_of_file(size: str, path: str, name: str) -> Any:
+    """The entry of this name in a file, as it is written; `size` is both, as the user named them.
+
+    Raises:
+      UserError: the file has no such entry, or is wrong.
+    """
+    sizes = load_sizes(Path(path))
+    if name not in sizes:
+        raise UserError(f"model.size={size}: expected an entry of {path}: {', '.join(sizes)}")
+    return sizes.entry(name)
 
 
 def load_sizes(path: Path | None = None) -> Sizes:

@@ -82,7 +82,7 @@ def _screen() -> Iterator[str]:
             noun = "key" if count == 1 else "keys"
             yield f"  {member.name:<12} {count} {noun}"
     yield ""
-    yield f"model.size is one of {len(load_sizes())} sizes: --help sizes"
+    yield f"model.size is one of {len(load_sizes())} sizes, or FILE:ENTRY: --help sizes"
     yield "--help KEY, SECTION, GROUP or GROUP=CHOICE explains it. --cfg job prints the configuration, --multirun"
     yield "sweeps over key=a,b; --resume=auto continues or starts; --version. docs/reference/keys.md has all keys."
 
@@ -101,7 +101,7 @@ def _list(name: str, meaning: str, values: Iterable[str]) -> list[str]:
 def _page(name: str) -> Iterator[str]:
     """What this name means, as far as it is one; no line if it is none."""
     if name == "sizes":
-        yield from _list("model.size", "an entry of conf/model_config.yaml or conf/models", load_sizes())
+        yield from _list("model.size", "FILE:ENTRY, or an entry of conf/model_config.yaml or conf/models", load_sizes())
     elif name in ADDED:
         yield from _list(f"+{name}", ADDED[name], _files(name))
     elif name in GROUPS:

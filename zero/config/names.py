@@ -31,6 +31,7 @@ RENAMED = MOVED | {
     "training.skip_bad_steps": "training.max_skipped_in_a_row, of which 0 skips none,",
     "data.keep_every_hours": "data.keep_every=2h",
     "data.cache_bytes": "90 % of the free space on the disk of data.cache_directory",
+    "model.sizes": "model.size=FILE:ENTRY",
     "model.ema": "evaluate.ema with mode=evaluate, sample.ema with mode=sample, and model.warm_start=ema",
     "zero.replicate": "evaluate.replicate with mode=evaluate, sample.replicate with mode=sample",
     "zero.weight_dtype": "evaluate.weight_dtype with mode=evaluate, sample.weight_dtype with mode=sample",

@@ -44,7 +44,7 @@ REPLACED = {
     "none": {"zero.stage": "mode=plan compiles stages 0 to 3"},
     "fastest": {},
     "largest": {
-        **dict.fromkeys(("model.size", "model.sizes", "model.override"), "plan.search=largest makes its own models"),
+        **dict.fromkeys(("model.size", "model.override"), "plan.search=largest makes its own models"),
         "data.max_context": "plan.search=largest plans for 1024 tokens, or for the most of plan.grid.context",
     },
 }

@@ -52,8 +52,8 @@ hydra:
 
 MODELS = """\
 # Model sizes, chosen by model.size. A test recounts the parameters in each comment. model.override changes keys of an
-# entry, and model.sizes names a file of further entries. Published models are in conf/models, a file for all names with
-# one beginning. What follows is printed from zero/models (python -m zero.printed).
+# entry, and model.size=my.yaml:mine names one of another file. Published models are in conf/models, a file for all
+# names with one beginning. What follows is printed from zero/models (python -m zero.printed).
 #
 """
 COLUMN, WIDTH = 23, 128  # of the meanings of a model's keys

@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -13,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from zero.config.check import describe
 from zero.config.constraints import shown
-from zero.config.files import conf_directory, load_sizes
+from zero.config.files import Sizes, conf_directory, load_sizes
 from zero.config.keys import members_of
 from zero.config.names import MOVED, unknown
 from zero.config.schema import EMA, GROUPS, MODE_SECTIONS, default_section
@@ -26,7 +27,6 @@ log = logging.getLogger(__name__)
 FIXED_KEYS = (
     "seed",
     "model.size",
-    "model.sizes",
     "model.override",
     "training.ema",
     "objective.name",
@@ -90,6 +90,9 @@ def upgraded(saved: Mapping[str, Any]) -> dict[str, Any]:
     if training.pop("skip_bad_steps", True) is False:
         training["max_skipped_in_a_row"] = 0
     model = new.get("model", {})
+    sizes = model.pop("sizes", None)
+    if sizes is not None:
+        model["size"] = _with_its_file(model["size"], sizes)
     if model.pop("ema", False) is True and model.get("warm_start") is True:
         model["warm_start"] = EMA
     data = new.get("data", {})
@@ -110,6 +113,13 @@ def upgraded(saved: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(section, dict) and section.get("name") in group.choices:
             new[group.name] = _of_choice(section, group.choices[section["name"]])
     return new
+
+
+def _with_its_file(size: str, path: str) -> str:
+    """An entry of a file by both names; as it is if it was one of conf, which the file does not have."""
+    file = Path(path)
+    is_of_conf = size in load_sizes() and file.is_file() and size not in Sizes(file)
+    return size if is_of_conf else f"{path}:{size}"
 
 
 def _in_hours(hours: float) -> str:

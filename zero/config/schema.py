@@ -177,11 +177,11 @@ class Training:
 
 @dataclass
 class Model:
-    size: str = key("bytes", None, "An entry of model_config.yaml or of a file in conf/models.")
-    sizes: str | None = key(
+    size: str = key(
+        "bytes",
         None,
-        not_empty(),
-        "A file of more entries, which replace those of the same name; null: only those of conf.",
+        "An entry of conf/model_config.yaml or of a file in conf/models.",
+        "my.yaml:mine: the entry mine of my.yaml, a file of your own that is written like conf/model_config.yaml.",
     )
     override: dict[str, Any] = key(
         {},
