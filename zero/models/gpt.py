@@ -33,7 +33,7 @@ from zero.models.layers import AnyCache
 from zero.models.norms import make_norm
 from zero.models.parametrization import table_stddev
 from zero.models.stack import Nested, Scanned, policy_of, run_layers, run_with_outputs
-from zero.models.vocabulary import HEAD_BIAS, Chunk, HeadBias, VocabularyChunk
+from zero.models.vocabulary import HEAD_BIAS, LOG_SUM_EXP, Chunk, HeadBias, VocabularyChunk
 
 
 class Scores(NamedTuple):
@@ -97,8 +97,9 @@ class GPT(nn.Module):
             self.head_bias = self.lift(HeadBias, HEAD_BIAS)(config)
 
     def _chunks(self, name: str) -> Any:
+        stored = jax.checkpoint_policies.save_only_these_names(LOG_SUM_EXP)
         return nn.scan(
-            nn.remat(self.lift(VocabularyChunk, name), prevent_cse=False),
+            nn.remat(self.lift(VocabularyChunk, name), prevent_cse=False, policy=stored),
             variable_axes={True: 0},
             split_rngs={"params": True},
             in_axes=(0, nn.broadcast, nn.broadcast),

@@ -15,6 +15,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from zero.model_parallel import WHOLE, ModelParallel
@@ -32,6 +33,9 @@ from zero.models.part import (
 )
 
 HEAD_BIAS = "head_bias"
+# The largest logit of a position in a chunk, and the chunk's sum of exponentials. The backward pass stores both, which
+# are few numbers: after it has computed the logits again it need not go over them once more.
+LOG_SUM_EXP = "log_sum_exp"
 
 
 @dataclass(frozen=True)
@@ -121,9 +125,7 @@ class VocabularyChunk(nn.Module):
             row_BT = tokens_BT - first - first_own
             end = jnp.minimum(rows, self.config.chunk_rows - first_own)
             inside_BT1 = ((row_BT >= 0) & (row_BT < end))[..., None]
-            # In float32, because the gradient of a row is a sum over all its occurrences in the batch.
-            found_BTD = jnp.take(table_CD.astype(jnp.float32), row_BT, axis=0, mode="clip")
-            return embedded_BTD + jnp.where(inside_BT1, found_BTD, 0), None
+            return embedded_BTD + jnp.where(inside_BT1, rows_of(table_CD, row_BT), 0), None
 
         x_BTD = x_BTD.astype(self.dtype)
         table_CD = table_CD.astype(self.dtype)
@@ -143,8 +145,36 @@ class VocabularyChunk(nn.Module):
             return embedded_BTD, logits_BTC
         is_target_BTC = is_token_C[None, None] & (own_C[None, None] == (tokens_BT - first)[..., None])
         target_BT = jnp.sum(jnp.where(is_target_BTC, logits_BTC, 0), axis=-1)
-        max_logit_BT = lax.stop_gradient(jnp.max(logits_BTC, axis=-1))
-        return embedded_BTD, (jax.nn.logsumexp(logits_BTC, axis=-1), target_BT, max_logit_BT)
+        max_logit_BT = checkpoint_name(lax.stop_gradient(jnp.max(logits_BTC, axis=-1)), LOG_SUM_EXP)
+        finite_BT = jnp.where(jnp.isfinite(max_logit_BT), max_logit_BT, 0)  # a part of a chunk may be padding alone
+        sum_BT = checkpoint_name(jnp.sum(jnp.exp(logits_BTC - finite_BT[..., None]), axis=-1), LOG_SUM_EXP)
+        return embedded_BTD, (jnp.log(sum_BT) + finite_BT, target_BT, max_logit_BT)
+
+
+@jax.custom_vjp
+def rows_of(table_CD: jax.Array, row_BT: jax.Array) -> jax.Array:
+    """Rows of a table, float32 `(B, T, D)`; the first or the last for a number that is none of the table's.
+
+    The gradient of a row is a sum over all its occurrences in the batch, in float32.
+
+    >>> rows_of(jnp.array([[1, 2], [3, 4]], jnp.bfloat16), jnp.array([[1, 0, 5]])).tolist()
+    [[[3.0, 4.0], [1.0, 2.0], [3.0, 4.0]]]
+    """
+    return jnp.take(table_CD, row_BT, axis=0, mode="clip").astype(jnp.float32)
+
+
+def _rows_and_their_numbers(table_CD: jax.Array, row_BT: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return rows_of(table_CD, row_BT), (row_BT, jnp.zeros((len(table_CD), 0), table_CD.dtype))
+
+
+def _gradient_of_rows(kept: tuple[jax.Array, jax.Array], out_BTD: jax.Array) -> tuple[jax.Array, None]:
+    row_BT, table_C0 = kept
+    row_BT = jnp.clip(row_BT, 0, len(table_C0) - 1)
+    gradient_CD = jnp.zeros((len(table_C0), out_BTD.shape[-1]), out_BTD.dtype).at[row_BT].add(out_BTD)
+    return gradient_CD.astype(table_C0.dtype), None
+
+
+rows_of.defvjp(_rows_and_their_numbers, _gradient_of_rows)
 
 
 class HeadBias(nn.Module):
