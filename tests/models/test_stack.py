@@ -1,11 +1,15 @@
 """Values that a stack of layers stores for its backward pass or recomputes, and the memory layout of its inputs."""
 
+import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from tests.helpers.equations import equations
 from zero.models.config import GPTConfig
 from zero.models.gpt import GPT, variable_shapes
 from zero.models.stack import REMAT, STORED
@@ -60,3 +64,36 @@ def test_rows_are_contiguous_for_kernels_of_tpu(kernel: str | None, per_layer: i
         for program in (loss, jax.grad(loss))
     ]
     assert counted == [per_layer, 2 * per_layer]
+
+
+WINDOWED = dataclasses.replace(CONFIG, N=5, windows=(4, 0, 4, 0, 4))  # two periods of two layers, and one layer more
+
+
+def test_layers_after_the_last_whole_period() -> None:
+    """They equal those of a policy whose layers choose among the windows when they run."""
+    tokens = jax.random.randint(jax.random.key(1), (2, 32), 0, 64)
+    variables = GPT(WINDOWED).init(jax.random.key(0), tokens, None, method="hidden")
+
+    def gradient(remat: str) -> Any:
+        gpt = GPT(WINDOWED, remat=remat)
+        return jax.jit(jax.grad(lambda variables: jnp.sum(jnp.asarray(gpt.apply(variables, tokens, tokens)))))(
+            variables
+        )
+
+    equal = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
+    jax.tree.map(equal, gradient("full"), gradient("nested"))
+
+
+@pytest.mark.parametrize(
+    ("windows", "expected"),
+    [((0,), [False]), ((4, 0, 4, 0, 4), [False, False, True]), ((4, 4, 4, 4, 0), [True] * 5)],
+    ids=["one", "two-and-rest", "no-loop"],
+)
+def test_xla_keeps_no_more_than_the_policy(windows: tuple[int, ...], expected: list[bool]) -> None:
+    """Layers outside a loop, and those of a loop of one iteration, are computed again behind a barrier."""
+    gpt = GPT(dataclasses.replace(WINDOWED, windows=windows))
+    tokens = jnp.zeros((2, 32), jnp.int32)
+    shapes = variable_shapes(gpt.config)
+    program = jax.make_jaxpr(lambda variables: gpt.apply(variables, tokens, tokens))(shapes)
+    barriers = [eqn.params["prevent_cse"] for eqn in equations(program.jaxpr) if "prevent_cse" in eqn.params]
+    assert barriers[1:-1] == expected  # the first and the last are of the vocabulary

@@ -1,14 +1,13 @@
 """What the chunks of a vocabulary compute, read from traced programs, and what a frequent token learns."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import jaxprs_in_params
 
+from tests.helpers.equations import equations
 from zero.models.config import GPTConfig
 from zero.models.gpt import GPT
 from zero.models.vocabulary import rows_of
@@ -18,14 +17,6 @@ pytestmark = pytest.mark.quick
 ROWS, POSITIONS, CHUNKS, TOKENS, WIDTH = 3, 16, 4, 64, 32  # tokens per chunk
 LOGITS = (ROWS, POSITIONS, TOKENS)
 TABLE = (TOKENS, WIDTH)
-
-
-def equations(jaxpr: Any) -> Iterator[Any]:
-    """Those of a program and of all that it calls."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in jaxprs_in_params(equation.params):
-            yield from equations(inner)
 
 
 def gradient(config: GPTConfig) -> list[Any]:

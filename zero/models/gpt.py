@@ -244,7 +244,7 @@ class GPT(nn.Module):
             layer = self.layer(cut, window)
             return lambda own, carry, number: layer.apply(own, carry, number, keys_B, position, starts_BT)[0]
 
-        pattern = [None] if isinstance(policy, Nested) else self.config.windows
+        pattern = [None] if isinstance(policy, Nested) else self.config.window_pattern
         layers = [layer_of(window) for window in pattern]
         return run_layers(layers, self.blocks.variables, (stream, cache), policy)
 

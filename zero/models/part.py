@@ -165,6 +165,17 @@ class Sizes(Part):
             yield f"N {self.N} must be a multiple of the {len(self.windows)} layers of windows"
 
     @property
+    def window_pattern(self) -> tuple[int, ...]:
+        """The shortest pattern that the windows of all layers repeat, the last time perhaps not to its end.
+
+        >>> Sizes(8, 16, 2, 4, 0.0, N=8, windows=(4, 4, 0, 4, 4, 0, 4, 4)).window_pattern
+        (4, 4, 0)
+        """
+        windows = self.windows * (self.N // len(self.windows))
+        sizes = range(1, self.N + 1)
+        return next(windows[:size] for size in sizes if windows == (windows[:size] * self.N)[: self.N])
+
+    @property
     def key_heads(self) -> int:
         """G."""
         return self.kv_heads or self.num_head

@@ -179,8 +179,10 @@ def span_size(layers: int) -> int:
 def run_layers(pattern: Sequence[Layer], stacks: Any, x: Any, policy: Policy) -> Any:
     """The output of the last layer: layer i is `pattern[i % len(pattern)]`, with entry i of the stacks.
 
+    One period of layers is an iteration of a loop. Layers that are left after the last whole period follow the loop.
+
     Args:
-      pattern: one period of layers, which divides their number; a single layer for `Nested`.
+      pattern: one period of layers; a single layer for `Nested`.
       stacks: a tree of `(layers, ...)`.
       x: the input of the first layer.
       policy: what is stored for the backward pass.
@@ -195,6 +197,7 @@ def run_layers(pattern: Sequence[Layer], stacks: Any, x: Any, policy: Policy) ->
     count = jax.tree.leaves(stacks)[0].shape[0]
     period = len(pattern)
     xs = stacks, jnp.arange(count)
+    iterations, left = divmod(count, period)
     if isinstance(policy, Nested):
         (layer,) = pattern
         step = jax.checkpoint(lambda x, xs: (layer(xs[0], x, xs[1]), None), prevent_cse=False)
@@ -206,19 +209,26 @@ def run_layers(pattern: Sequence[Layer], stacks: Any, x: Any, policy: Policy) ->
         span = jax.checkpoint(through_span, prevent_cse=False, policy=saveable)
         return lax.scan(span, x, _in_spans(xs, policy.size))[0]
 
+    looped = pattern
+    after = pattern[:left]
     if isinstance(policy, Scanned):
-        pattern = [_rematerialised(layer, policy) for layer in pattern]
+        looped = [_rematerialised(layer, policy, in_loop=iterations > 1) for layer in looped]
+        after = [_rematerialised(layer, policy, in_loop=False) for layer in after]
 
-    def one_period(x: Any, xs: Any) -> tuple[Any, None]:
-        for place, layer in enumerate(pattern):
+    def through(layers: Sequence[Layer], x: Any, xs: Any) -> Any:
+        for place, layer in enumerate(layers):
             weights, number = xs if period == 1 else jax.tree.map(lambda x, place=place: x[place], xs)
             x = layer(weights, x, number)
-        return x, None
+        return x
 
+    rest = jax.tree.map(lambda x: x[count - left :], xs) if left else ()
+    if left:
+        xs = jax.tree.map(lambda x: x[: count - left], xs)
     if period > 1:  # else XLA for TPU would copy the shards of all layers
         xs = _in_spans(xs, period)
-    unroll = count // period if isinstance(policy, Unrolled) else 1
-    return lax.scan(one_period, x, xs, unroll=unroll)[0]
+    unroll = iterations if isinstance(policy, Unrolled) else 1
+    x, _ = lax.scan(lambda x, xs: (through(looped, x, xs), None), x, xs, unroll=unroll)
+    return through(after, x, rest)
 
 
 def run_with_outputs(layer: Callable[..., Any], stacks: Any, x: Any, policy: Policy) -> tuple[Any, Any]:
@@ -233,14 +243,17 @@ def run_with_outputs(layer: Callable[..., Any], stacks: Any, x: Any, policy: Pol
     return lax.scan(lambda x, xs: layer(xs[0], x, xs[1]), x, (stacks, jnp.arange(count)), unroll=unroll)
 
 
-def _rematerialised(layer: Callable[..., Any], policy: Scanned) -> Callable[..., Any]:
-    """The layer, of which only the values of the policy are stored."""
+def _rematerialised(layer: Callable[..., Any], policy: Scanned, *, in_loop: bool = True) -> Callable[..., Any]:
+    """The layer, of which only the values of the policy are stored.
+
+    Outside a loop XLA would find that the backward pass computes what the forward pass has computed, and store it.
+    """
 
     def with_named_input(weights: Any, x: Any, number: jax.Array) -> Any:
         return layer(weights, name_input(x), number)
 
     named = with_named_input if policy.on_host else layer
-    return jax.checkpoint(named, prevent_cse=False, policy=policy.saveable)
+    return jax.checkpoint(named, prevent_cse=not in_loop, policy=policy.saveable)
 
 
 def name_input(x: Any) -> Any:

@@ -204,7 +204,7 @@ class TransformerLayer(Layer):
 
     def _by_window(self, cut: ModelParallel, layer: jax.Array, *arguments: Any) -> jax.Array:
         """`_attend` with the window of this layer."""
-        windows = self.config.windows if self.window is None else (self.window,)
+        windows = self.config.window_pattern if self.window is None else (self.window,)
         if len(windows) == 1:
             return self._attend(cut, windows[0], *arguments)
         # Without the checkpoint `lax.switch` would store the residuals of every branch.
