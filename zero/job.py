@@ -16,6 +16,7 @@ import optax
 from zero.config.schema import Config, Zero
 from zero.corpus.text.tokenizers import load_tokenizer
 from zero.errors import UserError
+from zero.hosts.host_memory import share_of_host
 from zero.hosts.speeds import SPEEDS
 from zero.hosts.torus import collective_seconds, places_of
 from zero.models.attention.blockwise import blockwise_from
@@ -331,7 +332,8 @@ def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = No
     if chooses_remat and speed is not None and rows is not None:
         link = speed.flops * speed.devices / speed.host
         positions = rows // options.micro_batches, config.data.max_context
-        remat = fitting_remat(model, *positions, held, speed.capacity, link)
+        host_capacity = share_of_host(device.device_kind)
+        remat = fitting_remat(model, *positions, held, speed.capacity, link, host_capacity)
         log.info("zero.remat=auto: %s", remat)
         model = dataclasses.replace(model, remat=remat)
     return Job(model, tx, make_programs(model, tx, options, devices), layout, objective, held, storage, placements)

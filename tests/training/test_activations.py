@@ -76,6 +76,15 @@ def test_no_more_than_the_link_carries() -> None:
     assert [choose(0.999 * forward / size) for size in stored] == list(ladder(moved, CONTEXT))
 
 
+def test_no_more_than_the_host_holds() -> None:
+    model = ShardedGPT(GATED, Axis("zero", (1, 8)), 3, jnp.bfloat16, offload="activations")
+    rungs = ladder(model, CONTEXT)
+    stored = [stored_bytes(dataclasses.replace(model, remat=remat), ROWS, CONTEXT) for remat in rungs]
+    chosen = [fitting_remat(model, ROWS, CONTEXT, 0, 1e9, host_capacity=size) for size in stored]
+    assert chosen == list(rungs)
+    assert fitting_remat(model, ROWS, CONTEXT, 0, 1e9, host_capacity=stored[-1] - 1) == rungs[-2]
+
+
 @pytest.mark.parametrize(
     ("config", "kernel", "context", "rungs"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,17 @@ PER_CHIP = {
 SHARE = 0.8  # of this memory; the rest is for the system, the data and the copies of a checkpoint that is being saved
 
 
+def share_of_host(device_kind: str) -> float:
+    """Bytes of the memory of a host per device of its chips that activations may take; infinite if not known.
+
+    >>> share_of_host("TPU v5 lite"), share_of_host("cpu")
+    (38400000000.0, inf)
+    """
+    if device_kind not in PER_CHIP:
+        return math.inf
+    return SHARE * PER_CHIP[device_kind] / SPEEDS[device_kind].devices
+
+
 def host_memory(devices: Sequence[Any]) -> int | None:
     """Bytes of the memory of one host that activations may take; None if it is not known.
 
@@ -33,5 +45,4 @@ def host_memory(devices: Sequence[Any]) -> int | None:
     if kind not in PER_CHIP:
         return None
     hosts = len({device.process_index for device in devices})
-    chips = len(devices) / SPEEDS[kind].devices
-    return int(SHARE * PER_CHIP[kind] * chips / hosts)
+    return int(share_of_host(kind) * len(devices) / hosts)

@@ -108,10 +108,19 @@ def forward_flops(model: ShardedGPT, rows: int, context: int) -> int:
     return 2 * size.scanned_layers * positions * _layer_parameters(model) + attention
 
 
-def fitting_remat(model: ShardedGPT, rows: int, context: int, held: int, capacity: float, link: float = 0.0) -> str:
+def fitting_remat(
+    model: ShardedGPT,
+    rows: int,
+    context: int,
+    held: int,
+    capacity: float,
+    link: float = 0.0,
+    host_capacity: float = math.inf,
+) -> str:
     """The policy of `ladder` that stores most and leaves a tenth of the memory free; "full" if none does.
 
-    With activations in the host's memory no more is stored than can be sent there while the forward pass computes.
+    With activations in the host's memory no more is stored than it holds, and than can be sent there while the forward
+    pass computes.
 
     Args:
       model: sharded at stage 3.
@@ -120,6 +129,7 @@ def fitting_remat(model: ShardedGPT, rows: int, context: int, held: int, capacit
       held: bytes per device between steps.
       capacity: bytes of memory of a device.
       link: operations of a device in the time that one byte takes to the host's memory.
+      host_capacity: bytes of the host's memory for each of its devices.
     """
     trained = sum(math.prod(leaf.shard_shape) for leaf in model.layout.leaves)
     gradients = trained * jnp.dtype(model.gradient_dtype).itemsize
@@ -130,7 +140,8 @@ def fitting_remat(model: ShardedGPT, rows: int, context: int, held: int, capacit
     def fits(remat: str) -> bool:
         stores = dataclasses.replace(model, remat=remat)
         is_held = fixed + activation_bytes(stores, rows, context) <= 0.9 * capacity
-        return is_held and host_bytes(stores, rows, context) * link <= forward
+        on_host = host_bytes(stores, rows, context)
+        return is_held and on_host <= host_capacity and on_host * link <= forward
 
     fitting = [remat for remat in ladder(model, context) if fits(remat)]
     return fitting[-1] if fitting else "full"
