@@ -25,7 +25,7 @@ def gradient(config: GPTConfig) -> list[Any]:
     tokens = jnp.zeros((ROWS, POSITIONS), jnp.int32)
     parameters = jax.eval_shape(lambda: model.init(jax.random.key(0), tokens, None, method="hidden"))
     parameters = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), parameters)
-    loss = jax.value_and_grad(lambda parameters: model.apply(parameters, tokens, tokens).mean())
+    loss = jax.value_and_grad(lambda parameters: jnp.mean(jnp.asarray(model.apply(parameters, tokens, tokens))))
     return list(equations(jax.make_jaxpr(loss)(parameters).jaxpr))
 
 
