@@ -13,6 +13,7 @@ from zero.exchange.architecture_table import ARCHITECTURES, MISSING
 from zero.exchange.config_keys import check_keys
 from zero.files.parsing import reading
 from zero.models.config import GPTConfig
+from zero.models.part import shortest_pattern
 
 _MISSING = object()
 # Attributes of a model that no shape or name of a tensor shows, and that its weights were trained with.
@@ -316,9 +317,9 @@ def _read_windows(origin: str, config: Mapping[str, Any], architecture: Architec
             raise UserError(f"{origin}: layer_types names {others[0]!r}; expected {local!r} and 'full_attention'")
     if len(names) != layers:
         raise UserError(f"{origin}: {kind} names {len(names)} layers, the weights have {layers}")
-    windows = [window if name == local else 0 for name in names]
-    periods = (period for period in range(1, layers + 1) if windows == windows[:period] * (layers // period))
-    return tuple(windows[: next(periods)])
+    windows = tuple(window if name == local else 0 for name in names)
+    pattern = shortest_pattern(windows)
+    return windows if layers % len(pattern) else pattern
 
 
 def _write_windows(kind: str, size: GPTConfig) -> dict[str, Any]:

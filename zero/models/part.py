@@ -110,6 +110,18 @@ def own_keys(part: type[Part]) -> list[dataclasses.Field[Any]]:
     return [field for field in dataclasses.fields(part) if field.name in names]  # type: ignore[arg-type]
 
 
+def shortest_pattern(values: tuple[int, ...]) -> tuple[int, ...]:
+    """The shortest beginning that these values repeat, the last time perhaps not to its end.
+
+    >>> shortest_pattern((4, 4, 0, 4, 4, 0, 4, 4)), shortest_pattern((4, 0, 0))
+    ((4, 4, 0), (4, 0, 0))
+    """
+    for size in range(1, len(values)):
+        if values[size:] == values[:-size]:  # each is that of one period before
+            return values[:size]
+    return values
+
+
 @dataclass(frozen=True)
 class Sizes(Part):
     """The sizes of a model, with the letters that they have in shapes."""
@@ -171,9 +183,7 @@ class Sizes(Part):
         >>> Sizes(8, 16, 2, 4, 0.0, N=8, windows=(4, 4, 0, 4, 4, 0, 4, 4)).window_pattern
         (4, 4, 0)
         """
-        windows = self.windows * (self.N // len(self.windows))
-        sizes = range(1, self.N + 1)
-        return next(windows[:size] for size in sizes if windows == (windows[:size] * self.N)[: self.N])
+        return shortest_pattern(self.windows * (self.N // len(self.windows)))
 
     @property
     def key_heads(self) -> int:
