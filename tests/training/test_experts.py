@@ -130,6 +130,7 @@ def moved_to(to: Setup, of: Setup, state: TrainState) -> TrainState:
     return moved
 
 
+@pytest.mark.wide
 def test_copies_train_alike() -> None:
     """Copies of the state train the same, in micro-batches too."""
     axis = zero.Axis.with_expert_groups("zero", 8, 2, replicas=2)
