@@ -337,6 +337,7 @@ def test_several_adapters_in_one_evaluation(
     use = ("mode=evaluate", f"model.model_path={place.run}")
     together = tmp_path / "together"
     together.mkdir()
+    reads.clear()  # the run of this test has read the base too
     config = configured(*use, f"evaluate.adapters=[{','.join(adapters)}]", "evaluate.harness=[choice.yaml]")
     assert evaluate(config, SIZE, together) == 0
     entries = json.loads((together / "evaluation.json").read_text())["adapters"]
