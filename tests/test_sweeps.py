@@ -104,9 +104,16 @@ def test_fork_into_used_directory(killed: Path, lasting: cli.Lasting) -> None:
     assert cli.contents(killed) == before
 
 
+def forget_forks(workplace: Path) -> None:
+    """Removes what a sweep of forks has left, of another test or for another parameter."""
+    for name in ("forks", "all"):
+        shutil.rmtree(workplace / name, ignore_errors=True)
+
+
 def test_forks_that_share_checkpoints_are_refused(killed: Path, lasting: cli.Lasting) -> None:
     """Where the jobs of a sweep of forks share a directory of checkpoints it is refused before the first one."""
     place, shared = lasting.workplace / "all", f"data.checkpoint_directory={lasting.workplace}/all"
+    forget_forks(lasting.workplace)
     cli.check_refusal(lasting.run(*SWEEP_OF_FORKS, shared), f"{place} for all", "${hydra:job.num}")
     assert not place.exists() and not (lasting.workplace / "forks" / "0" / "config.yaml").exists()
 
@@ -115,8 +122,7 @@ def test_forks_that_share_checkpoints_are_refused(killed: Path, lasting: cli.Las
 def test_repeated_sweep_of_forks(killed: Path, lasting: cli.Lasting) -> None:
     """A sweep of forks is repeated as well, where each has a directory of checkpoints."""
     place, shared = lasting.workplace / "all", f"data.checkpoint_directory={lasting.workplace}/all"
-    for name in ("forks", "all"):
-        shutil.rmtree(lasting.workplace / name, ignore_errors=True)
+    forget_forks(lasting.workplace)
     before = cli.contents(killed)
     for resumes in (1, 1):
         lasting.check(*SWEEP_OF_FORKS, f"{shared}/${{hydra:job.num}}")
