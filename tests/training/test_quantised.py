@@ -151,7 +151,7 @@ def test_float32_gradients_of_bfloat16_weights() -> None:
     assert abs(exact - expected) < 1e-6 * expected < abs(narrow - expected)
 
 
-@pytest.mark.wide  # tests/run/test_resumed.py goes on in another dtype
+@pytest.mark.wide  # tests/run/test_resumed.py restores a run in another dtype
 def test_a_state_is_converted_and_back() -> None:
     """From float32 to bytes and to float32: what is trained on goes on as it would have."""
     plain, small = setup(8, 3, max_norm=None), quantised("and bfloat16 weights", 8, 3)

@@ -154,8 +154,8 @@ class Sizes(Mapping[str, GPTConfig]):
         elif model.size in self:
             entry = self.entry(model.size)
         else:
-            places = "conf/model_config.yaml and conf/models), or FILE:ENTRY, such as my.yaml:mine"
-            raise UserError(f"model.size={model.size}: expected one of {', '.join(self)} ({places}")
+            known = f"{', '.join(self)} (conf/model_config.yaml and conf/models)"
+            raise UserError(f"model.size={model.size}: expected one of {known}, or FILE:ENTRY, such as my.yaml:mine")
         keys = {**entry, **model.override}
         written = repr(keys)  # 2 and 2.0 are equal, and written differently
         try:

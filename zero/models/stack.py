@@ -221,8 +221,9 @@ def run_layers(pattern: Sequence[Layer], stacks: Any, x: Any, policy: Policy) ->
             x = layer(weights, x, number)
         return x
 
-    rest = jax.tree.map(lambda x: x[count - left :], xs) if left else ()
+    rest = ()
     if left:
+        rest = jax.tree.map(lambda x: x[count - left :], xs)
         xs = jax.tree.map(lambda x: x[: count - left], xs)
     if period > 1:  # else XLA for TPU would copy the shards of all layers
         xs = _in_spans(xs, period)

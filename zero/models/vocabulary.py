@@ -153,7 +153,7 @@ class VocabularyChunk(nn.Module):
 
 @jax.custom_vjp
 def rows_of(table_CD: jax.Array, row_BT: jax.Array) -> jax.Array:
-    """Rows of a table, float32 `(B, T, D)`; the first or the last for a number that is none of the table's.
+    """Rows of a table, float32 `(B, T, D)`; a number below 0 takes the first row, one beyond the table the last.
 
     The gradient of a row is a sum over all its occurrences in the batch, in float32.
 
