@@ -174,18 +174,31 @@ def test_stalled_training_shows_stacks(monkeypatch: pytest.MonkeyPatch, caplog: 
     monkeypatch.setattr(watchdog, "HEARTBEAT_SECONDS", 0.02)
     monkeypatch.setattr(watchdog, "exit_immediately", ended.append)
     watching = watchdog._Watchdog(None, stall_minutes=0.5 / 60)
+    monkeypatch.setattr(watchdog, "_watchdog", watching)
     watching.start()
     time.sleep(1)
     assert not ended  # before the first step it may take as long as it needs
-    for _ in range(20):
+    for _ in range(40):  # longer than it may stand still
         watchdog.progress()
-        time.sleep(0.05)
+        wait_until(lambda: not watching.has_progress.is_set())
     assert not ended
     wait_until(lambda: ended)
     assert ended[0] == 1
     assert "host 0 of 1" in caplog.text and "has made no progress for distributed.stall_minutes" in caplog.text
     assert "thread MainThread" in caplog.text and "in wait_until" in caplog.text
     watching._stopped.set()
+
+
+def test_failed_run_is_watched_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook lives on after its run has failed, and is not ended as stalled."""
+    watching = watchdog._Watchdog(None, stall_minutes=1)
+    monkeypatch.setattr(watchdog, "_watchdog", watching)
+    watching.start()
+    with pytest.raises(ValueError, match="of the run"), watchdog.ending_together():
+        raise ValueError("of the run")
+    watching.join(900)
+    assert not any(thread.is_alive() for thread in watching._threads)
+    assert watchdog._watchdog is None
 
 
 def test_host_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -297,11 +297,13 @@ def test_lost_exception_of_a_signal() -> None:
 
 def test_companions_are_no_second_signal() -> None:
     """A machine that shuts down hangs up a terminal and sends SIGTERM, in any order: one stop."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # beneath nohup it is ignored
     for numbers in ((signal.SIGHUP, signal.SIGTERM), (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)):
         with stop_requests() as received:
             for number in numbers:
                 os.kill(os.getpid(), number)
             assert received == [*numbers]
+    signal.signal(signal.SIGHUP, before)
 
 
 def test_second_signal_stops_at_once() -> None:

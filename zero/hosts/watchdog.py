@@ -38,12 +38,12 @@ _STALLED = "has made no progress for"
 LOST_HOST = re.compile(r"Gloo [\w-]+ failed")  # of a collective, which jax raises as one of several classes
 _LOST_STORE = re.compile(r"^(UNAVAILABLE|ABORTED|DEADLINE_EXCEEDED): ")  # of jax's key-value store
 _watchdog: _Watchdog | None = None
-_has_progress = threading.Event()  # since the watchdog last looked
 
 
 def progress() -> None:
     """Tells the watchdog that training advances; `distributed.stall_minutes` counts from the first call on."""
-    _has_progress.set()
+    if _watchdog is not None:
+        _watchdog.has_progress.set()
 
 
 class _Watchdog:
@@ -64,6 +64,7 @@ class _Watchdog:
         self._host = jax.process_index()
         self._hosts = jax.process_count()
         self._stall_minutes = stall_minutes
+        self.has_progress = threading.Event()  # since the watching thread last looked
         self._stopped = threading.Event()
         self._leaving = threading.Lock()  # the lock stays with who takes it first
         self._reports: dict[int, str] = {}
@@ -157,9 +158,10 @@ class _Watchdog:
                         self._end(host, f"has sent no heartbeat for {SILENCE_SECONDS} s")
             elif unanswered_for > SILENCE_SECONDS and self._host:
                 self._end(0, f"which coordinates, has not answered for {SILENCE_SECONDS} s ({self._failure})")
-            idle = 0.0 if _has_progress.is_set() else idle + turn
-            is_training |= _has_progress.is_set()
-            _has_progress.clear()
+            idle += turn
+            if self.has_progress.is_set():
+                self.has_progress.clear()
+                is_training, idle = True, 0.0
             if is_training and self._stall_minutes is not None and idle > 60 * self._stall_minutes:
                 self._end(self._host, f"{_STALLED} distributed.stall_minutes={self._stall_minutes}")
 
@@ -289,7 +291,10 @@ def ending_together() -> Iterator[None]:
         if _watchdog is not None:
             wait_for_all()  # the others may still write; jax's shutdown waits for a minute only, and aborts
     except BaseException as error:
-        if _watchdog is not None and jax.process_count() > 1:
+        if _watchdog is not None and jax.process_count() == 1:
+            watchdog, _watchdog = _watchdog, None
+            watchdog.finish()  # a notebook lives on, and would be ended as stalled
+        elif _watchdog is not None:
             if isinstance(error, Exception) and not isinstance(error, UserError) and not unanswered:
                 # Most likely a lost connection, which jax raises as one of several classes: the watchdog ends this
                 # process and names the host that caused it.
