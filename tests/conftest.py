@@ -51,8 +51,8 @@ MODULES = Path(zero.__file__).parent
 
 
 # MiB of a process that are its own: pages of libraries, 210 or with libtpu 350 more, are held once for all workers.
-MOST_MEMORY = 850  # modules are a third, or two thirds with PyTorch
-MEMORY_BETWEEN_FILES = 600  # a file's programs are of little use to the next one
+MOST_MEMORY = 750  # modules are a third, or two thirds with PyTorch
+MEMORY_BETWEEN_FILES = 400  # a file's programs are of little use to the next one
 GROWTH = 150
 MOST_ARENAS = 2  # of the C library, which otherwise keeps what each of dozens of threads has freed apart
 M_ARENA_MAX = -8  # its name in malloc.h
@@ -132,6 +132,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from tests.helpers.workers import HeldOnce
 
     return HeldOnce(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files of which one worker runs all come after the other tests: beside each other, on workers that then end.
+
+    A worker that has loaded PyTorch first holds it beside the programs of all that follows.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        from tests.helpers.workers import place_in_order
+
+        items.sort(key=lambda item: place_in_order(item.nodeid))
 
 
 def pytest_collection_finish() -> None:

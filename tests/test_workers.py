@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.rooms import REPOSITORY, SOURCES
-from tests.helpers.workers import held
+from tests.helpers.workers import held, place_in_order
 
 LARGE = {"datasets", "lm_eval", "matplotlib", "peft", "torch", "transformers", "wandb"}
 PROGRAMS = ("benchmarks", "docs")  # folders with programs, of which tests import some
@@ -68,6 +68,14 @@ def test_files_of_one_worker_are_known(name: str, examples: set[str]) -> None:
     found = {file for file in files if held(file) == name}
     assert examples <= found
     assert "tests/exchange/test_average.py" not in found and len(found) < len(files) / 5
+
+
+def test_what_fills_a_worker_comes_late(request: pytest.FixtureRequest) -> None:
+    """After the tests that any worker may run, so that none of these meets a worker with PyTorch."""
+    places = [place_in_order(item.nodeid) for item in request.session.items]
+    assert "PYTEST_XDIST_WORKER" not in os.environ or places == sorted(places)
+    files = ("tests/test_workers.py", "tests/exchange/test_peft.py", "tests/test_main.py", "zero/job.py")
+    assert [place_in_order(f"{file}::test") for file in files] == [0, 1, 1, 2]
 
 
 def test_examples_of_modules_have_the_hooks_of_tests(request: pytest.FixtureRequest) -> None:

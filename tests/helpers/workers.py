@@ -23,6 +23,18 @@ def held(file: str) -> str | None:
     return next((name for name, pattern in HELD.items() if pattern.search(text)), None)
 
 
+def place_in_order(test: str) -> int:
+    """0 of tests that any worker may run, 1 of those of `HELD`, 2 of the examples of modules, which are light.
+
+    >>> [place_in_order(f"{file}::one") for file in ("tests/test_workers.py", "tests/test_main.py", "zero/job.py")]
+    [0, 1, 2]
+    """
+    file = test.partition("::")[0]
+    if not file.startswith("tests/"):
+        return 2
+    return 0 if held(file) is None else 1
+
+
 class HeldOnce(LoadFileScheduling):
     """One worker runs all files that need one of `HELD`, so that only one has it; the rest is shared file by file."""
 
