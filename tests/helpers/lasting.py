@@ -108,7 +108,6 @@ def status_of_run(jobs: SharedJobs) -> int:
         for _, timer in unanswered:
             timer.cancel()
         unanswered.clear()
-        watchdog._has_progress.clear()
         if watchdog._watchdog is not None:  # of a run that was refused
             watchdog._watchdog.finish()
         for number in SIGNALS:
