@@ -147,7 +147,13 @@ ROWS = {
     "recipe-v6e-8": Row("llama3.1-8b", "v6e-8", 3, 8192, RECIPE_FLAGS, OFFLOAD | BLOCKS | FUSED),
     # The table of docs/reference/performance.md. For 2,048 tokens blocks stay at 512: 2,048 computes masked scores too.
     "8b-v5e-16": Row("llama3.1-8b", "v5e-16", 2, 2048, V5E_FLAGS, OFFLOAD | MLP_IN | FUSED),
+    "8b-v5e-16-int8": Row(
+        "llama3.1-8b", "v5e-16", 2, 2048, V5E_FLAGS, OFFLOAD | MLP_IN | FUSED | {"quantization": "int8"}
+    ),
     "8b-v6e-8": Row("llama3.1-8b", "v6e-8", 1, 8192, V6E_FLAGS, OFFLOAD | MLP_IN | BLOCKS | FUSED),
+    "recipe-v6e-8-int8": Row(
+        "llama3.1-8b", "v6e-8", 3, 8192, RECIPE_FLAGS, OFFLOAD | BLOCKS | FUSED | {"quantization": "int8"}
+    ),
     "8b-v4-32": Row("llama3.1-8b", "v4-32", 2, 2048, V4_FLAGS, STORE | MLP_IN | {"mlpwi_1": "device"}),
     "mistral-v5e-16": Row("mistral-7b", "v5e-16", 2, 2048, V5E_FLAGS, OFFLOAD | MLP_IN | FUSED),
     "mixtral-v4-64": Row("mixtral-8x7b", "v4-64", 2, 2048, V4_FLAGS, EXPERTS),

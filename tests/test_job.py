@@ -82,6 +82,7 @@ def test_kernels_of_tpus(topology: str, size: str, context: int, kernel: str | N
         ("TPU v4", (2, 2, 4), True),
         ("TPU v4", (4, 4, 8), False),
         ("TPU v5 lite", (4, 4), True),
+        ("TPU v5 lite", (4, 8), False),  # which would run beside nothing
         ("TPU v5 lite", (16, 16), False),
         ("TPU v5 lite", (1, 1), True),
         ("TPU v6 lite", (2, 4), False),  # SparseCores run its reduce-scatters

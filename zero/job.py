@@ -19,6 +19,7 @@ from zero.errors import UserError
 from zero.hosts.host_memory import share_of_host
 from zero.hosts.speeds import SPEEDS
 from zero.hosts.torus import collective_seconds, places_of
+from zero.hosts.xla_options import overlaps_exchanges
 from zero.models.attention.blockwise import blockwise_from
 from zero.models.attention.choices import missing_in_kernel
 from zero.models.attention.dense import query_block
@@ -260,10 +261,10 @@ def exchanges_gradients(devices: Sequence[Any]) -> bool:
     4x4: there the compiler makes an all-reduce of it, which nothing hides. An all-to-all must take at most twice as
     long as the all-reduce that XLA makes of a scatter elsewhere: the links in the middle of the longest dimension carry
     half of all bytes of an all-to-all, while those of all dimensions share an all-reduce, and the cores of a chip what
-    it sends.
+    it sends. A v5e of more than 16 chips runs no all-to-all beside computation.
     """
     speed = SPEEDS.get(devices[0].device_kind)
-    if speed is None:
+    if speed is None or not overlaps_exchanges(devices[0].device_kind, len(devices) // speed.devices):
         return False
     places = [device.coords for device in devices]
     sizes = [1 + max(dim) for dim in zip(*places, strict=True)]

@@ -163,7 +163,7 @@ def on_tpu(config: Config) -> list[Any]:
     places = [(x, y, z) for x in range(2) for y in range(2) for z in range(2)]
     kind = {"platform": "tpu", "device_kind": "TPU v4", "core_on_chip": 0, "process_index": 0}
     devices = [SimpleNamespace(id=number, coords=coords, **kind) for number, coords in enumerate(places)]
-    return [make_axis(config.zero, devices), xla_options.for_tpu("TPU v4", config.zero.overlap_gathers)]
+    return [make_axis(config.zero, devices), xla_options.for_tpu("TPU v4", 8, config.zero.overlap_gathers)]
 
 
 def on_two_slices(config: Config) -> Any:

@@ -67,6 +67,19 @@ def test_options_of_this_machine(
     assert os.environ["LIBTPU_INIT_ARGS"].split() == expected
 
 
+@pytest.mark.parametrize(("hosts", "overlaps"), [(2, True), (3, False)])
+def test_exchanges_of_many_chips(hosts: int, overlaps: bool, pci: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler of a v5e refuses all-to-alls beside computation on more than 16 chips, here 8 of each host."""
+    for number in range(8):
+        (pci / str(number)).mkdir()
+        (pci / str(number) / "vendor").write_text("0x1ae0\n")
+        (pci / str(number) / "device").write_text("0x0063\n")
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
+    set_before_start(True, "tpu", hosts)
+    assert f"{GATHER}=true" in os.environ["LIBTPU_INIT_ARGS"]
+    assert f"{EXCHANGE}={str(overlaps).lower()}" in os.environ["LIBTPU_INIT_ARGS"]
+
+
 def test_overlap_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the user has set stays, and XLA knows every option: it ends the process at an unknown one."""
     given = "--xla_gpu_enable_pipelined_all_gather=false"

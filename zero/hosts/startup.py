@@ -23,6 +23,7 @@ from zero.hosts import watchdog, xla_options
 from zero.hosts.agreement import JOIN_SECONDS
 from zero.hosts.signals import SIGNALS, handled
 from zero.hosts.watchdog import SILENCE_SECONDS
+from zero.partition.whole_state import processes_that_joined
 from zero.virtual_devices import use_cpu_devices
 
 log = logging.getLogger(__name__)
@@ -85,7 +86,6 @@ def start(
         jax.config.update("jax_platforms", "cpu")  # else libtpu searches long for a TPU, and prints errors
         keep_freed_memory()
     use_cpu_devices(cpu_devices)
-    xla_options.set_before_start(overlap_gathers, accelerator())
     if compilation_cache is not None and not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser(compilation_cache))
     if not jax.distributed.is_initialized() and (coordinator_address is not None or _jax_finds_hosts()):
@@ -113,9 +113,10 @@ def start(
             raise Unavailable(
                 f"distributed.coordinator_address={coordinator_address}: {str(error).splitlines()[0]}; {remedy}"
             ) from error
-        if jax.process_count() > 1 and jax.default_backend() == "cpu":
-            # docs/decisions/virtual-devices.md, "Several hosts"
-            jax.config.update("jax_enable_compilation_cache", False)
+    xla_options.set_before_start(overlap_gathers, accelerator(), processes_that_joined())
+    if jax.distributed.is_initialized() and jax.process_count() > 1 and jax.default_backend() == "cpu":
+        # docs/decisions/virtual-devices.md, "Several hosts"
+        jax.config.update("jax_enable_compilation_cache", False)
     watchdog.start(stall_minutes)
     return jax.process_index(), jax.process_count()
 

@@ -13,7 +13,11 @@ log = logging.getLogger(__name__)
 
 # Gathers and all-to-alls run beside computation; on SparseCores gathers and reduce-scatters. Other generations with
 # SparseCores would wait for gathers. Source: docs/decisions/hidden-gathers.md
-OVERLAP_ON_TPU = ("xla_enable_async_all_gather", "xla_tpu_enable_async_all_to_all")
+GATHERS, EXCHANGES = "xla_enable_async_all_gather", "xla_tpu_enable_async_all_to_all"
+OVERLAP_ON_TPU = (GATHERS, EXCHANGES)
+# The most chips of a job whose all-to-alls run beside computation: "Async all-to-all not supported on limited ICI" ends
+# a compilation for more (libtpu 0.0.42 and 0.0.52).
+MOST_CHIPS = {"TPU v5 lite": 16}
 OVERLAP_ON_SPARSECORES = (
     "xla_tpu_enable_sparse_core_collective_offload_all_gather",
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter",
@@ -39,10 +43,19 @@ PCI_DEVICES = {
 }
 
 
-def for_tpu(device_kind: str | None, overlap_gathers: bool) -> dict[str, bool | int]:
-    """Options for a kind of TPU, as jax names it; None for one that is not known.
+def overlaps_exchanges(device_kind: str | None, chips: int) -> bool:
+    """Whether all-to-alls of so many chips of a kind of TPU run beside computation.
 
-    >>> for_tpu("TPU v4", True)
+    >>> overlaps_exchanges("TPU v5 lite", 16), overlaps_exchanges("TPU v5 lite", 32), overlaps_exchanges("TPU v4", 64)
+    (True, False, True)
+    """
+    return chips <= MOST_CHIPS.get(device_kind or "", chips)
+
+
+def for_tpu(device_kind: str | None, chips: int, overlap_gathers: bool) -> dict[str, bool | int]:
+    """Options for a job on so many chips of a kind of TPU, as jax names it; None for one that is not known.
+
+    >>> for_tpu("TPU v4", 32, True)
     {'xla_enable_async_all_gather': True, 'xla_tpu_enable_async_all_to_all': True}
     """
     speed = SPEEDS.get(device_kind or "")
@@ -50,31 +63,35 @@ def for_tpu(device_kind: str | None, overlap_gathers: bool) -> dict[str, bool | 
     if speed is not None and speed.offloads:
         names += OVERLAP_ON_SPARSECORES
     options: dict[str, bool | int] = dict.fromkeys(names, overlap_gathers)
+    options[EXCHANGES] = overlap_gathers and overlaps_exchanges(device_kind, chips)
     if speed is not None and speed.vmem_kib is not None:
         options[VMEM] = speed.vmem_kib
     return options
 
 
-def set_before_start(overlap_gathers: bool, extra: str | None) -> None:
+def set_before_start(overlap_gathers: bool, extra: str | None, hosts: int = 1) -> None:
     """Sets the options for TPU, and for NVIDIA's GPUs; a value that is set already stays.
 
-    `extra` is what `startup.accelerator` returns: "cuda12" for any of NVIDIA's GPUs.
+    `extra` is what `startup.accelerator` returns: "cuda12" for any of NVIDIA's GPUs. `hosts` are those of the job, each
+    with as many chips as this machine.
 
     XLA reads the environment variables LIBTPU_INIT_ARGS and XLA_FLAGS when it starts.
     """
-    _append("LIBTPU_INIT_ARGS", for_tpu(_tpu_of_this_machine(), overlap_gathers))
+    kind, chips = _tpus_of_this_machine()
+    _append("LIBTPU_INIT_ARGS", for_tpu(kind, hosts * chips, overlap_gathers))
     if extra == "cuda12":
         _append("XLA_FLAGS", dict.fromkeys(OVERLAP_ON_GPU, overlap_gathers))
         log.info("XLA_FLAGS=%s", os.environ["XLA_FLAGS"])
 
 
-def _tpu_of_this_machine() -> str | None:
-    """The kind of the TPUs of this machine by the numbers of its PCI devices, if one is known."""
+def _tpus_of_this_machine() -> tuple[str | None, int]:
+    """The kind of the TPUs of this machine by the numbers of its PCI devices, if one is known, and how many it has."""
+    kinds = []
     for vendor in PCI.glob("*/vendor"):
         number = vendor.with_name("device").read_text().strip()
         if vendor.read_text().strip() == PCI_VENDOR and number in PCI_DEVICES:
-            return PCI_DEVICES[number]
-    return None
+            kinds.append(PCI_DEVICES[number])
+    return (kinds[0] if kinds else None), len(kinds)
 
 
 def _append(variable: str, options: Mapping[str, bool | int]) -> None:

@@ -186,6 +186,13 @@ def coordination_client() -> Any:
     return distributed.global_state.client
 
 
+def processes_that_joined() -> int:
+    """The processes of `jax.distributed`, without starting the devices as `jax.process_count` does."""
+    from jax._src import distributed
+
+    return distributed.global_state.num_processes or 1
+
+
 def coordinator_address() -> tuple[str, int]:
     """Host and port of the service behind `coordination_client`, on process 0."""
     from jax._src import distributed

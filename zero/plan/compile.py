@@ -286,7 +286,9 @@ def compiler_options(config: PlanConfig, devices: list[Any]) -> dict[str, bool |
     """Options of the compiler that a run sets for its process."""
     if devices[0].platform != "tpu":
         return None
-    return xla_options.for_tpu(devices[0].device_kind, config.zero.overlap_gathers)
+    kind = devices[0].device_kind
+    chips = len(devices) // (SPEEDS[kind].devices if kind in SPEEDS else 1)
+    return xla_options.for_tpu(kind, chips, config.zero.overlap_gathers)
 
 
 def _traffic(sent: list[Collective] | None, devices: list[Any]) -> Row:

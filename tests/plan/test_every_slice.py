@@ -1,0 +1,49 @@
+"""The compiler for TPU takes a step on slices of every generation, small ones and large ones."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from zero.cli import compose
+from zero.hosts.xla_options import for_tpu
+from zero.plan.compile import Request, compile_step
+from zero.plan.topology import find_devices, prepare_environment
+
+SLICES = ("v3-32", "v4-64", "v5e-64", "v5e-256", "v5p-64", "v6e-16", "v6e-256", "tpu7x:4x4x4")
+
+
+@pytest.mark.parametrize("topology", ["v5e-16", "v5e:4x8"])
+def test_exchanges_beside_products(topology: str) -> None:
+    """An all-to-all of a loop, which may run beside a product, is compiled with the options of a run."""
+    prepare_environment(topology)
+    devices = find_devices(topology)
+
+    def layers(x: jax.Array) -> Any:
+        def layer(x: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
+            return x + x @ x, lax.all_to_all(x, "shards", 0, 0, tiled=True)
+
+        return lax.scan(layer, x, None, length=4)
+
+    shape = jax.ShapeDtypeStruct((len(devices), 512, 512), jnp.bfloat16)
+    lowered = jax.pmap(layers, axis_name="shards", devices=devices).lower(shape)
+    text = lowered.compile(for_tpu(devices[0].device_kind, len(devices), overlap_gathers=True)).as_text()
+    assert ("all-to-all-start" in text) == (len(devices) <= 16)
+
+
+@pytest.mark.parametrize(
+    ("topology", "keys"),
+    [
+        *(pytest.param(name, (), marks=pytest.mark.wide) for name in ("v5e:4x8", "v6e-64", "2xv5e-16")),
+        pytest.param("v5e-64", ("zero.context_shards=4",), marks=pytest.mark.wide),
+        *(pytest.param(name, (), marks=pytest.mark.slow) for name in SLICES),
+    ],
+)
+def test_steps_are_compiled(topology: str, keys: tuple[str, ...]) -> None:
+    """A small model at stage 3, whose gradients are scattered as the slice has it."""
+    small = ("model.size=bytes", "training.sample_tokens=0", "zero.remat=full")
+    config, size = compose(["mode=plan", f"plan.topology={topology}", *small, *keys])
+    prepare_environment(topology)
+    assert compile_step(Request(config, size, 1).with_changes(stage=3))["fits"]
