@@ -51,9 +51,11 @@ COLUMNS = (
     "predicted / published",
 )
 OFFLOAD = ("zero.offload=activations",)
+INT8 = ("zero.product_dtype=int8_all", "zero.gather_dtype=products")
 LLAMA2_70B = {"vocab_size": 32000, "block_size": 4096, "vocab_chunks": 3, "rotary_base": 10000.0}
 LLAMA_405B = {"embedding_dim": 16384, "num_head": 128, "N": 126, "mlp_dim": 53248}
-MIXTRAL_8X22B = {"embedding_dim": 6144, "num_head": 48, "N": 56, "mlp_dim": 16384, "vocab_size": 32768}
+DROPPED = {"expert_capacity": 1.25}
+MIXTRAL_8X22B = DROPPED | {"embedding_dim": 6144, "num_head": 48, "N": 56, "mlp_dim": 16384, "vocab_size": 32768}
 GEMMA_12B = {"embedding_dim": 3840, "num_head": 16, "kv_heads": 8, "N": 48, "mlp_dim": 15360}
 GPT3_175B = {"embedding_dim": 12288, "num_head": 96, "N": 96, "vocab_size": 50304, "block_size": 2048, "dropout": 0.0}
 
@@ -98,7 +100,13 @@ RECIPES = {
         f"{V6E}/Llama2-70B-MaxText", "v6e-256", "llama3_70b", 2, 4096, 9.052, changes=LLAMA2_70B
     ),
     "llama3-70b-v6e-32": Recipe(
-        f"{V6E}/Llama3.1-70B-MaxText/v6e-32", "v6e:4x8", "llama3_70b", 2, 8192, 17.790, OFFLOAD
+        f"{V6E}/Llama3.1-70B-MaxText/v6e-32",
+        "v6e:4x8",
+        "llama3_70b",
+        2,
+        8192,
+        17.790,
+        ("zero.fused_update=true", *OFFLOAD),
     ),
     "llama3-70b-v6e-64": Recipe(f"{V6E}/Llama3.1-70B-MaxText/v6e-64", "v6e-64", "llama3_70b", 2, 8192, 18.688, OFFLOAD),
     "llama3-70b-v6e-128": Recipe(
@@ -122,14 +130,16 @@ RECIPES = {
         f"{V6E}/Gemma3-12B-MaxText/v6e-256", "v6e-256", "gemma3_1b", 1, 32768, 7.318, changes=GEMMA_12B
     ),
     "gemma3-12b-2xv6e-256": Recipe(
-        f"{V6E}/Gemma3-12B-MaxText/2x-v6e-256", "2xv6e-256", "gemma3_1b", 1, 32768, 7.793, changes=GEMMA_12B
+        f"{V6E}/Gemma3-12B-MaxText/2x-v6e-256", "2xv6e-256", "gemma3_1b", 1, 32768, 7.793, OFFLOAD, GEMMA_12B
     ),
     "gemma3-12b-4xv6e-256": Recipe(
-        f"{V6E}/Gemma3-12B-MaxText/4x-v6e-256", "4xv6e-256", "gemma3_1b", 1, 32768, 8.390, changes=GEMMA_12B
+        f"{V6E}/Gemma3-12B-MaxText/4x-v6e-256", "4xv6e-256", "gemma3_1b", 1, 32768, 8.390, OFFLOAD, GEMMA_12B
     ),
-    "mixtral-8x7b-v6e-256": Recipe(f"{V6E}/Mixtral-8x7B-MaxText", "v6e-256", "mixtral_8x7b", 12, 4096, 13.484),
+    "mixtral-8x7b-v6e-256": Recipe(
+        f"{V6E}/Mixtral-8x7B-MaxText", "v6e-256", "mixtral_8x7b", 12, 4096, 13.484, OFFLOAD, DROPPED
+    ),
     "mixtral-8x22b-v6e-256": Recipe(
-        f"{V6E}/Mixtral-8x22B-MaxText", "v6e-256", "mixtral_8x7b", 8, 4096, 24.706, changes=MIXTRAL_8X22B
+        f"{V6E}/Mixtral-8x22B-MaxText", "v6e-256", "mixtral_8x7b", 8, 4096, 24.706, OFFLOAD, MIXTRAL_8X22B
     ),
     "llama3-70b-tpu7x-64": Recipe(f"{IRONWOOD}/llama3.1-70b", "tpu7x:4x4x4", "llama3_70b", 4, 8192, 12.20),
     "llama3-70b-tpu7x-256": Recipe(f"{IRONWOOD}/llama3.1-70b", "tpu7x:4x8x8", "llama3_70b", 4, 8192, 12.27),
@@ -139,7 +149,7 @@ RECIPES = {
     "llama3-405b-v5p-1024": Recipe(
         f"{V5P}/Llama3.1-405B-MaxText", "v5p:8x8x8", "llama3_70b", 2, 8192, 131.474, changes=LLAMA_405B
     ),
-    "gpt3-175b-v5p-1024": Recipe(f"{V5P}/GPT3-175B-MaxText", "v5p:8x8x8", "gpt2", 4, 2048, 22.197, changes=GPT3_175B),
+    "gpt3-175b-v5p-1024": Recipe(f"{V5P}/GPT3-175B-MaxText", "v5p:8x8x8", "gpt2", 4, 2048, 22.197, INT8, GPT3_175B),
 }
 
 

@@ -189,7 +189,20 @@ def test_each_slice_has_a_copy_of_the_state() -> None:
     """Unless `zero.replicas` says otherwise, gathers stay within a slice."""
     by_default, one_copy = (check(compose(*keys), load_sizes()).zero for keys in ([], ["zero.replicas=1"]))
     assert make_axis(by_default, on_slices(0, 0, 0, 1, 1, 1)).shape == (2, 3)
-    assert make_axis(one_copy, on_slices(0, 0, 0, 1, 1, 1)).shape == (1, 6)
+    assert make_axis(one_copy, on_slices(0, 0, 0, 1, 1, 1)).shape == (1, 3, 2)
+
+
+def test_a_copy_over_several_slices() -> None:
+    """It is gathered between slices first, and scattered there last, unless the phases are to be one."""
+    one, two, flat = (
+        make_axis(check(compose(*keys), load_sizes()).zero, on_slices(*np.repeat(range(4), 3)))
+        for keys in (["zero.replicas=1"], ["zero.replicas=2"], ["zero.replicas=1", "zero.phases=flat"])
+    )
+    assert (one.shape, two.shape, flat.shape) == ((1, 3, 4), (2, 3, 2), (1, 12))
+    assert one.phases(12) == [(4, 1), (3, 4)]
+    assert one.groups(4) == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
+    assert two.groups(2) == [[0, 3], [1, 4], [2, 5], [6, 9], [7, 10], [8, 11]]
+    assert two.groups(2, apart=6) == [[0, 6], [3, 9], [1, 7], [4, 10], [2, 8], [5, 11]]  # copies of a shard
 
 
 def test_slices_that_make_no_copies() -> None:

@@ -157,6 +157,8 @@ def make_axis(zero: Zero, devices: Sequence[Any] | None = None) -> Axis:
         exchanges = is_tpu and zero.overlap_gathers and _gathers_in_rings(axis, devices)
     elif zero.phases == "torus" or (zero.phases == "auto" and has_torus):
         axis = Axis.from_devices("zero", devices)
+    elif zero.tensor_shards == 1 and zero.phases == "auto" and replicas < slices and slices % replicas == 0:
+        axis = Axis.across_slices("zero", len(devices), slices, replicas)
     elif zero.tensor_shards == 1:
         axis = Axis("zero", (replicas, len(devices) // replicas))
     else:
@@ -261,10 +263,13 @@ def exchanges_gradients(devices: Sequence[Any]) -> bool:
     4x4: there the compiler makes an all-reduce of it, which nothing hides. An all-to-all must take at most twice as
     long as the all-reduce that XLA makes of a scatter elsewhere: the links in the middle of the longest dimension carry
     half of all bytes of an all-to-all, while those of all dimensions share an all-reduce, and the cores of a chip what
-    it sends. A v5e of more than 16 chips runs no all-to-all beside computation.
+    it sends. A slice of more than 16 chips of a v5e runs no all-to-all beside computation.
     """
     speed = SPEEDS.get(devices[0].device_kind)
-    if speed is None or not overlaps_exchanges(devices[0].device_kind, len(devices) // speed.devices):
+    if speed is None:
+        return False
+    chips = len(devices) // slices_of(devices) // speed.devices
+    if not overlaps_exchanges(devices[0].device_kind, chips):
         return False
     places = [device.coords for device in devices]
     sizes = [1 + max(dim) for dim in zip(*places, strict=True)]

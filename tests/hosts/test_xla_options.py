@@ -67,9 +67,13 @@ def test_options_of_this_machine(
     assert os.environ["LIBTPU_INIT_ARGS"].split() == expected
 
 
-@pytest.mark.parametrize(("hosts", "overlaps"), [(2, True), (3, False)])
-def test_exchanges_of_many_chips(hosts: int, overlaps: bool, pci: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiler of a v5e refuses all-to-alls beside computation on more than 16 chips, here 8 of each host."""
+@pytest.mark.parametrize(("hosts", "slices", "overlaps"), [(2, None, True), (3, None, False), (4, "2", True)])
+def test_exchanges_of_many_chips(
+    hosts: int, slices: str | None, overlaps: bool, pci: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiler refuses all-to-alls beside computation on a v5e slice of more than 16 chips, here 8 of each host."""
+    if slices is not None:
+        monkeypatch.setenv("MEGASCALE_NUM_SLICES", slices)
     for number in range(8):
         (pci / str(number)).mkdir()
         (pci / str(number) / "vendor").write_text("0x1ae0\n")

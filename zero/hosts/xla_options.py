@@ -15,8 +15,8 @@ log = logging.getLogger(__name__)
 # SparseCores would wait for gathers. Source: docs/decisions/hidden-gathers.md
 GATHERS, EXCHANGES = "xla_enable_async_all_gather", "xla_tpu_enable_async_all_to_all"
 OVERLAP_ON_TPU = (GATHERS, EXCHANGES)
-# The most chips of a job whose all-to-alls run beside computation: "Async all-to-all not supported on limited ICI" ends
-# a compilation for more (libtpu 0.0.42 and 0.0.52).
+# The most chips of a slice whose all-to-alls run beside computation: "Async all-to-all not supported on limited ICI"
+# ends a compilation for more (libtpu 0.0.42 and 0.0.52).
 MOST_CHIPS = {"TPU v5 lite": 16}
 OVERLAP_ON_SPARSECORES = (
     "xla_tpu_enable_sparse_core_collective_offload_all_gather",
@@ -44,7 +44,7 @@ PCI_DEVICES = {
 
 
 def overlaps_exchanges(device_kind: str | None, chips: int) -> bool:
-    """Whether all-to-alls of so many chips of a kind of TPU run beside computation.
+    """Whether all-to-alls of a slice of so many chips run beside computation.
 
     >>> overlaps_exchanges("TPU v5 lite", 16), overlaps_exchanges("TPU v5 lite", 32), overlaps_exchanges("TPU v4", 64)
     (True, False, True)
@@ -53,7 +53,7 @@ def overlaps_exchanges(device_kind: str | None, chips: int) -> bool:
 
 
 def for_tpu(device_kind: str | None, chips: int, overlap_gathers: bool) -> dict[str, bool | int]:
-    """Options for a job on so many chips of a kind of TPU, as jax names it; None for one that is not known.
+    """Options for slices of so many chips of a kind of TPU, as jax names it; None for one that is not known.
 
     >>> for_tpu("TPU v4", 32, True)
     {'xla_enable_async_all_gather': True, 'xla_tpu_enable_async_all_to_all': True}
@@ -73,12 +73,13 @@ def set_before_start(overlap_gathers: bool, extra: str | None, hosts: int = 1) -
     """Sets the options for TPU, and for NVIDIA's GPUs; a value that is set already stays.
 
     `extra` is what `startup.accelerator` returns: "cuda12" for any of NVIDIA's GPUs. `hosts` are those of the job, each
-    with as many chips as this machine.
+    with as many chips as this machine, and MEGASCALE_NUM_SLICES are its slices, as launchers of several set it.
 
     XLA reads the environment variables LIBTPU_INIT_ARGS and XLA_FLAGS when it starts.
     """
     kind, chips = _tpus_of_this_machine()
-    _append("LIBTPU_INIT_ARGS", for_tpu(kind, hosts * chips, overlap_gathers))
+    slices = int(os.environ.get("MEGASCALE_NUM_SLICES", "1"))
+    _append("LIBTPU_INIT_ARGS", for_tpu(kind, hosts * chips // slices, overlap_gathers))
     if extra == "cuda12":
         _append("XLA_FLAGS", dict.fromkeys(OVERLAP_ON_GPU, overlap_gathers))
         log.info("XLA_FLAGS=%s", os.environ["XLA_FLAGS"])

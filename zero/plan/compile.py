@@ -287,7 +287,7 @@ def compiler_options(config: PlanConfig, devices: list[Any]) -> dict[str, bool |
     if devices[0].platform != "tpu":
         return None
     kind = devices[0].device_kind
-    chips = len(devices) // (SPEEDS[kind].devices if kind in SPEEDS else 1)
+    chips = len(devices) // slices_of(devices) // (SPEEDS[kind].devices if kind in SPEEDS else 1)
     return xla_options.for_tpu(kind, chips, config.zero.overlap_gathers)
 
 

@@ -111,6 +111,31 @@ class Axis:
         return cls(name, (replicas, size // (replicas * expert), expert), expert=expert)
 
     @classmethod
+    def across_slices(cls, name: str, size: int, slices: int, replicas: int = 1) -> Axis:
+        """Copies of the state that span several slices: one phase within a slice, and one between slices.
+
+        So a reduce-scatter sends between slices what each slice has added up, and a gather begins there.
+
+        >>> Axis.across_slices("batch", 8, 2).phases(8)
+        [(2, 1), (4, 2)]
+        >>> Axis.across_slices("batch", 8, 2).groups(2)
+        [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+        Args:
+          name: the `axis_name` of the pmap.
+          size: devices of the pmap, those of a slice next to each other.
+          slices: of equal size.
+          replicas: copies of the state, of whole slices.
+
+        Raises:
+          ValueError: the devices do not divide into slices, or the slices into copies.
+        """
+        if size % slices or slices % replicas:
+            raise ValueError(f"axis {name!r}: {size} devices in {slices} slices do not make {replicas} copies")
+        grid = np.arange(size).reshape(replicas, slices // replicas, -1).swapaxes(1, 2)
+        return cls(name, grid.shape, tuple(grid.ravel().tolist()))
+
+    @classmethod
     def from_devices(cls, name: str, devices: Sequence[jax.Device]) -> Axis:
         """One phase along each dimension of a TPU slice's torus, or inside hosts and then across them.
 
