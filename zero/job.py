@@ -26,7 +26,7 @@ from zero.models.attention.dense import query_block
 from zero.models.attention.kernel import chosen_kernel
 from zero.models.config import STACK, GPTConfig
 from zero.models.parametrization import multipliers_of
-from zero.models.stack import OFFLOADED
+from zero.models.stack import KINDS, OFFLOADED
 from zero.partition.collectives.axis import Axis
 from zero.partition.global_arrays import pmap_devices
 from zero.partition.layout import Layout
@@ -91,7 +91,7 @@ def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = 
         reduce_dtype=zero.reduce_dtype,
         gradient_dtype=zero.gradient_dtype,
         remat=if_auto(zero.remat, remat),
-        offload="activations" if has_activations else "none",
+        offload=KINDS if has_activations else (),
         blockwise_from=blockwise_from(config.model.attention, platform),
         query_block=query_block(config.model.attention, platform),
         master_dtype=zero.master_dtype,

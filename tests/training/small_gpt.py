@@ -140,7 +140,7 @@ def _setup(
     dtype: Any,
     gradient_dtype: Any = jnp.float32,
     remat: str = "full",
-    offload: str = "none",
+    offload: tuple[str, ...] = (),
     blockwise_from: int | None = None,
     tx: optax.GradientTransformation | None = None,
     master_dtype: Any = jnp.float32,

@@ -10,15 +10,15 @@ import pytest
 
 from zero.models.config import GPTConfig
 from zero.models.gpt import GPT, variable_shapes
-from zero.models.stack import STORED
+from zero.models.stack import KINDS, STORED, kinds_of
 from zero.partition.collectives.axis import Axis
 from zero.training.activations import (
     activation_bytes,
     fitting_remat,
     forward_flops,
     ladder,
+    numbers_per_position,
     stored_bytes,
-    stored_per_position,
 )
 from zero.training.sharded_gpt import ShardedGPT
 
@@ -46,7 +46,8 @@ def test_stored_values(config: GPTConfig, remat: str) -> None:
     more = residuals(config, remat) - residuals(config, "full")
     logs = 2 * config.num_head if "attention" in remat or "projections" in remat else 0
     # Here the log-sum-exp has as many bytes as any other number, on TPU twice as many.
-    assert more == pytest.approx(4 * ROWS * CONTEXT * config.N * (stored_per_position(model) - logs // 2), rel=0.02)
+    numbers = numbers_per_position(model, kinds_of(remat)) - logs // 2
+    assert more == pytest.approx(4 * ROWS * CONTEXT * config.N * numbers, rel=0.02)
 
 
 def test_ladder() -> None:
@@ -65,7 +66,7 @@ def test_ladder() -> None:
 def test_no_more_than_the_link_carries() -> None:
     """On the host, what is stored is limited by the time that it takes to get there, not by the device's memory."""
     model = ShardedGPT(GATED, Axis("zero", (1, 8)), 3, jnp.bfloat16)
-    moved = dataclasses.replace(model, offload="activations")
+    moved = dataclasses.replace(model, offload=KINDS)
     stored = [stored_bytes(dataclasses.replace(moved, remat=remat), ROWS, CONTEXT) for remat in ladder(moved, CONTEXT)]
     need = activation_bytes(dataclasses.replace(moved, remat="mlp+attention"), ROWS, CONTEXT)
     kept = activation_bytes(dataclasses.replace(model, remat="mlp+attention"), ROWS, CONTEXT)
@@ -77,7 +78,7 @@ def test_no_more_than_the_link_carries() -> None:
 
 
 def test_no_more_than_the_host_holds() -> None:
-    model = ShardedGPT(GATED, Axis("zero", (1, 8)), 3, jnp.bfloat16, offload="activations")
+    model = ShardedGPT(GATED, Axis("zero", (1, 8)), 3, jnp.bfloat16, offload=KINDS)
     rungs = ladder(model, CONTEXT)
     stored = [stored_bytes(dataclasses.replace(model, remat=remat), ROWS, CONTEXT) for remat in rungs]
     chosen = [fitting_remat(model, ROWS, CONTEXT, 0, 1e9, host_capacity=size) for size in stored]

@@ -15,6 +15,7 @@ from zero.models.adapters import LORA_B, MAGNITUDE, MATRICES, Adapters, combine,
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
 from zero.models.gpt import GPT
+from zero.models.stack import KINDS
 from zero.partition.pmapped import pmap
 from zero.run.frozen_base import fit_to_base
 from zero.training.batch import Batch
@@ -376,5 +377,5 @@ def test_full_rank_approaches_full_fine_tuning() -> None:
 @pytest.mark.slow
 def test_losses_with_activations_on_the_host() -> None:
     """Where activations lie changes no loss."""
-    kept, moved = (losses_of(tuned(8, 3, remat="mlp", offload=offload))[0] for offload in ("none", "activations"))
+    kept, moved = (losses_of(tuned(8, 3, remat="mlp", offload=offload))[0] for offload in ((), KINDS))
     assert moved == kept

@@ -17,6 +17,7 @@ import pytest
 import zero
 from tests.training.divisible_models import DIVISIBLE
 from tests.training.small_gpt import CONFIG, EXPERTS, STEPS, Setup, advance, batch, bits, setup
+from zero.models.stack import KINDS
 from zero.partition import host_blocks
 from zero.partition.checksums import examine
 from zero.partition.host_blocks import DEVICE, HOST, HostQueue
@@ -102,13 +103,13 @@ def test_only_layers_lie_on_the_host() -> None:
 def test_inputs_on_the_host_change_no_bit() -> None:
     """`zero.offload=both`: inputs of spans wait there for the backward pass."""
     _, state, metrics = trained(8, True)
-    _, moved, moved_metrics = trained(8, True, offload="activations")
+    _, moved, moved_metrics = trained(8, True, offload=KINDS)
     assert metrics == moved_metrics
     assert_same(joined(moved), bits(joined(state)))
 
 
-@pytest.mark.parametrize(("offload", "queues"), [("none", 1), ("activations", 2)])
-def test_a_step_waits_for_what_leaves(offload: str, queues: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("offload", "queues"), [((), 1), (KINDS, 2)], ids=["none", "activations"])
+def test_a_step_waits_for_what_leaves(offload: tuple[str, ...], queues: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the devices hold all blocks, or inputs, at once; the last one of each kind may still be on its way."""
     on = setup(8, 3, streams_state=True, offload=offload, **FUSED)
     state = on.start()

@@ -58,14 +58,14 @@ class GPT(nn.Module):
         Parameters are float32, and whole after `init`.
       lift: `lift(module_class, name)` returns the class to use in its place; by default the class itself.
       remat: what the backward pass recomputes, an entry of `zero.models.stack.REMAT`.
-      offload: what is stored in the host's memory instead of the device's, one of `zero.models.stack.OFFLOAD`.
+      offload: the kinds of `zero.models.stack.KINDS` that lie in the host's memory where they are stored.
     """
 
     config: GPTConfig
     dtype: DTypeLike = jnp.float32
     lift: Lift = lambda module_class, name: module_class
     remat: str = "full"
-    offload: str = "none"
+    offload: tuple[str, ...] = ()
     blockwise_from: int | None = None
     cut: ModelParallel = WHOLE
     group: ExpertParallel = ALONE
@@ -236,7 +236,7 @@ class GPT(nn.Module):
         """Runs all layers with the policy `remat`; a cache needs no backward pass, so `Nested` becomes one loop."""
         if self.is_initializing():
             return self.blocks((stream, cache), jnp.arange(self.config.scanned_layers), keys_B, position)[0]
-        policy = policy_of(self.remat, self.config.scanned_layers, self.offload if cache is None else "none")
+        policy = policy_of(self.remat, self.config.scanned_layers, self.offload if cache is None else ())
         if cache is not None and isinstance(policy, Nested):
             policy = Scanned()
 

@@ -19,6 +19,13 @@ from zero.models.elements import row_major
 
 Layer = Callable[[Any, Any, jax.Array], Any]
 
+# Kinds of activations: the input of a layer, or of a span of layers; the output of attention; queries, keys, values and
+# the output projection; the products that begin an MLP; all products with parameters. But for the last they are names
+# of values, as `jax.ad_checkpoint.checkpoint_name` sets them; that of inputs is set where they go to the host's memory.
+LAYER_INPUT, ATTENTION, PROJECTIONS = "layer_input", "attention", "projections"
+MLP_IN, MLP_GATE, DOTS = "mlp_in", "mlp_gate", "dots"
+KINDS = (LAYER_INPUT, ATTENTION, PROJECTIONS, MLP_IN, MLP_GATE, DOTS)
+
 
 @dataclasses.dataclass(frozen=True)
 class Unrolled:
@@ -28,6 +35,11 @@ class Unrolled:
     into stacks and back.
     """
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """None: what is stored has no names."""
+        return ()
+
 
 @dataclasses.dataclass(frozen=True)
 class Scanned:
@@ -36,20 +48,27 @@ class Scanned:
     Attributes:
       names: of further values to store, as `jax.ad_checkpoint.checkpoint_name` sets them.
       products: whether all products with parameters are stored as well.
-      on_host: whether all of these lie in the host's memory until the backward pass needs them.
+      on_host: those of `kinds` that lie in the host's memory until the backward pass needs them.
     """
 
     names: tuple[str, ...] = ()
     products: bool = False
-    on_host: bool = False
+    on_host: tuple[str, ...] = ()
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """All that is stored."""
+        return (LAYER_INPUT, *self.names, *([DOTS] if self.products else []))
 
     @property
     def saveable(self) -> Callable[..., Any] | None:
         """The policy of `jax.checkpoint`."""
+        products = _PRODUCTS_ON_HOST if DOTS in self.on_host else _saveable.dots_with_no_batch_dims_saveable
         if self.on_host:
-            return _either(_named_on_host(LAYER_INPUT, *self.names), _PRODUCTS_ON_HOST if self.products else None)
+            on_device = [name for name in self.names if name not in self.on_host]
+            return _either(_named_on_host(*self.on_host, on_device=on_device), products if self.products else None)
         if self.products:
-            return _either(_saveable.dots_with_no_batch_dims_saveable, _saveable.save_only_these_names(*self.names))
+            return _either(products, _saveable.save_only_these_names(*self.names))
         return _saveable.save_only_these_names(*self.names) if self.names else None
 
 
@@ -62,19 +81,20 @@ class Nested:
 
     Attributes:
       size: layers of a span.
-      on_host: whether the inputs of spans lie in the host's memory.
+      on_host: those of `kinds` that lie in the host's memory.
     """
 
     size: int
-    on_host: bool = False
+    on_host: tuple[str, ...] = ()
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """All that is stored."""
+        return (LAYER_INPUT,)
 
 
 Policy = Unrolled | Scanned | Nested
 
-# Names of values of a layer, as `jax.ad_checkpoint.checkpoint_name` sets them: the output of attention; queries, keys,
-# values and the output projection; the products that begin an MLP.
-ATTENTION, PROJECTIONS, MLP_IN, MLP_GATE = "attention", "projections", "mlp_in", "mlp_gate"
-LAYER_INPUT = "layer_input"  # of a layer or span whose input goes to the host's memory
 _OF_ATTENTION = {"attention": (ATTENTION,), "projections": (ATTENTION, PROJECTIONS)}
 _OF_MLP = {"mlp_in": (MLP_IN,), "mlp": (MLP_IN, MLP_GATE)}
 
@@ -98,9 +118,9 @@ _TO_HOST: Any = {"offload_src": "device", "offload_dst": "pinned_host"}
 _PRODUCTS_ON_HOST = _saveable.offload_dot_with_no_batch_dims(**_TO_HOST)
 
 
-def _named_on_host(*names: str) -> Callable[..., Any]:
+def _named_on_host(*names: str, on_device: Sequence[str] = ()) -> Callable[..., Any]:
     return _saveable.save_and_offload_only_these_names(
-        names_which_can_be_saved=(), names_which_can_be_offloaded=names, **_TO_HOST
+        names_which_can_be_saved=on_device, names_which_can_be_offloaded=names, **_TO_HOST
     )
 
 
@@ -138,7 +158,6 @@ REMAT: Mapping[str, Callable[[int], Policy]] = MappingProxyType(
         "none": lambda layers: Unrolled(),
     }
 )
-OFFLOAD = ("none", "activations")  # where all that the policy stores lies: on the device, or in the host's memory
 # What lies in the host's memory, by the value of `zero.offload`.
 OFFLOADED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -150,21 +169,32 @@ OFFLOADED: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 
 
-def policy_of(remat: str, layers: int, offload: str = "none") -> Policy:
-    """The policy of these names, of `REMAT` and of `OFFLOAD`, for so many layers.
+def policy_of(remat: str, layers: int, offload: Sequence[str] = ()) -> Policy:
+    """The policy of `REMAT` of this name for so many layers, which stores in the host's memory the kinds of `offload`.
 
     Raises:
       ValueError: the policy stores values that no name reaches.
 
-    >>> policy_of("mlp_in", 8, "activations")
-    Scanned(names=('mlp_in',), products=False, on_host=True)
+    >>> policy_of("mlp_in", 8, KINDS)
+    Scanned(names=('mlp_in',), products=False, on_host=('layer_input', 'mlp_in'))
+    >>> policy_of("nested", 8, [LAYER_INPUT])
+    Nested(size=2, on_host=('layer_input',))
     """
     policy = REMAT[remat](layers)
-    if offload == "none":
+    if not offload:
         return policy
     if isinstance(policy, Unrolled):
         raise ValueError(f"remat {remat} stores all that a layer computes, of which the host's memory takes no part")
-    return dataclasses.replace(policy, on_host=True)
+    return dataclasses.replace(policy, on_host=tuple(kind for kind in policy.kinds if kind in offload))
+
+
+def kinds_of(remat: str) -> tuple[str, ...]:
+    """The kinds of activations that a policy of `REMAT` stores.
+
+    >>> kinds_of("mlp"), kinds_of("none")
+    (('layer_input', 'mlp_in', 'mlp_gate'), ())
+    """
+    return REMAT[remat](1).kinds
 
 
 def span_size(layers: int) -> int:
@@ -253,7 +283,7 @@ def _rematerialised(layer: Callable[..., Any], policy: Scanned, *, in_loop: bool
     def with_named_input(weights: Any, x: Any, number: jax.Array) -> Any:
         return layer(weights, name_input(x), number)
 
-    named = with_named_input if policy.on_host else layer
+    named = with_named_input if LAYER_INPUT in policy.on_host else layer
     return jax.checkpoint(named, prevent_cse=not in_loop, policy=policy.saveable)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 
 from zero.models.config import STACK
-from zero.models.stack import ATTENTION, MLP_GATE, MLP_IN, PROJECTIONS, STORED
+from zero.models.stack import ATTENTION, LAYER_INPUT, MLP_GATE, MLP_IN, PROJECTIONS, kinds_of
 from zero.training.sharded_gpt import ShardedGPT
 
 
@@ -27,36 +28,52 @@ def activation_bytes(model: ShardedGPT, rows: int, context: int) -> int:
     axis = model.axis
     size = model.config
     positions = rows * context // axis.context
-    parts = axis.row_group // axis.context  # tensor parallelism cuts what is within a layer
-    logits = 2 * 4 * positions * size.vocab_size // size.vocab_chunks // parts
+    logits = 2 * 4 * positions * size.vocab_size // size.vocab_chunks // _parts(model)
     stored = stored_bytes(model, rows, context)
     on_host = host_bytes(model, rows, context)
     on_device = stored - on_host + 2 * on_host // size.N
     return on_device + max(_layer_bytes(model, rows, context), logits)
 
 
+def kinds_on_host(model: ShardedGPT) -> tuple[str, ...]:
+    """The kinds of activations that are stored in the host's memory."""
+    return tuple(kind for kind in kinds_of(model.remat) if kind in model.offload)
+
+
 def host_bytes(model: ShardedGPT, rows: int, context: int) -> int:
     """Those of `stored_bytes` that lie in the host's memory."""
-    if model.offload == "none":
-        return 0
-    stored = stored_bytes(model, rows, context)
-    return stored // 2 if model.remat == "nested" else stored  # the inputs of spans, not those within one
+    on_host = kinds_on_host(model)
+    if model.remat == "nested":
+        return stored_bytes(model, rows, context) // 2 if on_host else 0  # inputs of spans, not those within one
+    if model.remat == "dots":  # all that is stored moves, or nothing
+        return stored_bytes(model, rows, context) if on_host else 0
+    return _bytes_of_kinds(model, rows, context, on_host)
 
 
 def stored_bytes(model: ShardedGPT, rows: int, context: int) -> int:
     """Bytes per device that the layers of a micro-batch store for the backward pass, wherever they lie."""
     size = model.config
-    itemsize = jnp.dtype(model.compute_dtype).itemsize
-    positions = rows * context // model.axis.context
-    parts = model.axis.row_group // model.axis.context
-    channels = positions * size.embedding_dim * itemsize
+    channels = _bytes_of_kinds(model, rows, context, [LAYER_INPUT]) // size.N
     kept = {
         "none": size.N * _layer_bytes(model, rows, context),
         "dots": size.N * 9 * channels,  # inputs, and the results of products with weights
         "nested": 2 * math.isqrt(size.N) * channels,
     }
-    named = size.N * (channels + positions * itemsize * stored_per_position(model) // parts)
-    return kept.get(model.remat, named)
+    return kept.get(model.remat, _bytes_of_kinds(model, rows, context, kinds_of(model.remat)))
+
+
+def _bytes_of_kinds(model: ShardedGPT, rows: int, context: int, kinds: Sequence[str]) -> int:
+    """Bytes per device of these kinds in all layers."""
+    size = model.config
+    itemsize = jnp.dtype(model.compute_dtype).itemsize
+    positions = rows * context // model.axis.context
+    inputs = positions * size.embedding_dim * itemsize if LAYER_INPUT in kinds else 0
+    return size.N * (inputs + positions * itemsize * numbers_per_position(model, kinds) // _parts(model))
+
+
+def _parts(model: ShardedGPT) -> int:
+    """The devices that share the computation of a position; tensor parallelism cuts what is within a layer."""
+    return model.axis.row_group // model.axis.context
 
 
 def _layer_bytes(model: ShardedGPT, rows: int, context: int) -> int:
@@ -67,11 +84,11 @@ def _layer_bytes(model: ShardedGPT, rows: int, context: int) -> int:
     channels = rows * context // axis.context * size.embedding_dim * itemsize
     is_dense = model.kernel is None and (model.blockwise_from is None or context < model.blockwise_from)
     scores = 5 * size.num_head * rows * context**2 // axis.context * itemsize // 2 if is_dense else 0
-    return (17 * channels + scores) // (axis.row_group // axis.context)
+    return (17 * channels + scores) // _parts(model)
 
 
-def stored_per_position(model: ShardedGPT) -> int:
-    """Numbers that a layer stores per position beside its input."""
+def numbers_per_position(model: ShardedGPT, kinds: Sequence[str]) -> int:
+    """Numbers that these kinds have per layer and position, beside the layer's input."""
     size = model.config
     heads = size.num_head * size.head_width
     count = {
@@ -80,7 +97,7 @@ def stored_per_position(model: ShardedGPT) -> int:
         MLP_IN: size.mlp_width,
         MLP_GATE: size.mlp_width if size.gated else 0,
     }
-    return sum(count[name] for name in STORED.get(model.remat, ()))
+    return sum(count[kind] for kind in count if kind in kinds)
 
 
 _LONG = 4096  # positions; a kernel's attention takes longer to compute again than to store from here on

@@ -21,7 +21,7 @@ from jax import lax
 
 from zero.models.config import STACK
 from zero.models.experts import ResidualStream
-from zero.models.stack import Nested, Scanned, inputs_of, policy_of, run_forward, to_device
+from zero.models.stack import LAYER_INPUT, Nested, inputs_of, policy_of, run_forward, to_device
 from zero.partition.collectives.axis import Axis
 from zero.partition.layout import Layout, LeafLayout, PyTree, Split
 from zero.partition.sharded_optimizer import Squares, clip, norm_of, on_shards, squares
@@ -43,7 +43,7 @@ def fused_update(model: ShardedGPT, tx: optax.GradientTransformation, options: S
       NotElementwiseError: `tx` needs other devices, or other layers.
     """
     size = span_of(model, options)
-    on_host = model.offload == "activations"
+    on_host = LAYER_INPUT in model.offload
     model = dataclasses.replace(model, sums_copies=True)
 
     def run(state: TrainState, frozen: PyTree, batch: Batch, rate: jax.Array, key: jax.Array) -> Tried:
@@ -78,7 +78,7 @@ def span_of(model: ShardedGPT, options: StepOptions) -> int:
     if model.tuning is not None:
         raise ValueError("fused_update is for gradients as large as the model, those of adapters are small")
     policy = policy_of(model.remat, model.config.scanned_layers, model.offload)
-    keeps_inputs = policy == Scanned(on_host=model.offload == "activations") or isinstance(policy, Nested)
+    keeps_inputs = policy.kinds == (LAYER_INPUT,)
     if model.stage != 3 or not keeps_inputs or options.micro_batches > 1 or options.skip_spikes is not None:
         raise ValueError("fused_update needs stage 3, full or nested remat, one micro-batch and no skip_spikes")
     return policy.size if isinstance(policy, Nested) else 1

@@ -48,7 +48,8 @@ class ShardedGPT:
       wire_dtype: dtype of gradients on the wire; int8 as in `zero.scatter_sum`.
       reduce_dtype: dtype of sums of gradients over devices.
       gradient_dtype: dtype of the sums until the update; micro-batches always add up in float32.
-      remat, offload: what the backward pass recomputes, and what lies in the host's memory, as for `GPT`.
+      remat, offload: what the backward pass recomputes, and which kinds of activations lie in the host's memory, as for
+        `GPT`.
       blockwise_from: the number of query positions from which attention is blockwise, as for `GPT`.
       master_dtype: dtype of the shards of parameters with weight decay; the others are float32.
       separators: the tokens at which documents start, to keep attention and positions within a document; none for rows
@@ -75,7 +76,7 @@ class ShardedGPT:
     reduce_dtype: DTypeLike = jnp.float32
     gradient_dtype: DTypeLike = jnp.float32
     remat: str = "full"
-    offload: str = "none"
+    offload: tuple[str, ...] = ()
     blockwise_from: int | None = None
     master_dtype: DTypeLike = jnp.float32
     separators: tuple[int, ...] = ()

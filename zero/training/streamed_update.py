@@ -22,7 +22,7 @@ import optax
 from jax import lax
 
 from zero.models.config import STACK
-from zero.models.stack import inputs_of, is_on_host
+from zero.models.stack import LAYER_INPUT, inputs_of, is_on_host
 from zero.partition import pmapped
 from zero.partition.host_blocks import HostQueue, in_reverse, to_devices
 from zero.partition.layout import PyTree
@@ -329,7 +329,7 @@ def streamed_step(
 ) -> StreamedStep:
     """The step of `Programs`."""
     firsts = tuple(range(0, model.config.scanned_layers, span_of(model, options)))
-    return StreamedStep(span_programs(model, tx, options, devices), firsts, model.offload == "activations")
+    return StreamedStep(span_programs(model, tx, options, devices), firsts, LAYER_INPUT in model.offload)
 
 
 def streamed_start(
