@@ -13,8 +13,10 @@ from tests.config.composing import compose
 from zero.config.check import check
 from zero.config.files import load_sizes
 from zero.errors import UserError
-from zero.job import exchanges_gradients, learning_rate, make_axis, make_job, make_model
+from zero.hosts.speeds import SPEEDS
+from zero.job import exchanges_gradients, learning_rate, make_axis, make_job, make_model, rates_of
 from zero.plan.topology import find_devices
+from zero.training.activations import kinds_on_host
 
 
 @pytest.mark.parametrize(("warmup", "total"), [(2, 5), (0, 1), (19, 20), (20, 100)])
@@ -133,6 +135,40 @@ def test_automatic_remat(rows: int, expected: str, caplog: pytest.LogCaptureFixt
     assert make_job(config, size, devices, rows).model.remat == "mlp"
     config = check(compose(*keys, "zero.remat=dots"), load_sizes())
     assert make_job(config, size, devices, rows).model.remat == "dots"
+
+
+def test_automatic_remat_with_the_host(caplog: pytest.LogCaptureFixture) -> None:
+    """With the host's memory each kind of activation lies where a step takes the fewest predicted seconds."""
+    caplog.set_level("INFO")
+    size, devices = replace(load_sizes()["llama3_8b"], N=8), find_devices("v5e-8")
+    keys = ("model.size=llama3_8b", "zero.stage=3", "data.max_context=8192")
+
+    def choice(*overrides: str, rows: int = 2) -> tuple[str, tuple[str, ...], str]:
+        caplog.clear()
+        model = make_job(check(compose(*keys, *overrides), load_sizes()), size, devices, rows).model
+        logged = [line for line in caplog.messages if line.startswith("zero.remat=auto")]
+        return model.remat, kinds_on_host(model), "".join(logged)
+
+    on_host = "zero.offload=activations"
+    assert choice() == ("attention", (), "zero.remat=auto: attention")
+    logged = "zero.remat=auto: mlp_in+attention, on the host: layer_input"
+    assert choice(on_host) == ("mlp_in+attention", ("layer_input",), logged)
+    assert choice(on_host, rows=1) == ("mlp+attention", (), "zero.remat=auto: mlp+attention, on the host: nothing")
+    assert choice(on_host, "zero.remat=attention") == ("attention", ("layer_input", "attention"), "")
+
+
+def test_rates() -> None:
+    """Devices of a chip share its link; splash attention has windows; products in 8 bits are faster."""
+    v3, v6e = SPEEDS["TPU v3"], SPEEDS["TPU v6 lite"]
+    model = replace(on_v5e(), kernel="tpu_v6e")
+    windowed = replace(model, config=replace(model.config, windows=(64,)))
+    capped = replace(model, config=replace(model.config, attention_cap=50.0))
+    models = (model, windowed, capped, replace(model, kernel=None))
+    assert [rates_of(one, v6e).attention / v6e.flops for one in models] == pytest.approx([0.38, 0.33, 0.33, 0.15])
+    assert rates_of(windowed, v3).attention == pytest.approx(0.82 * v3.flops)
+    assert rates_of(model, v3).link == 8e9
+    products = [rates_of(replace(model, product_dtype=dtype), v6e).products for dtype in ("auto", "int8_all")]
+    assert products == pytest.approx([0.85 * v6e.flops, 1.7 * v6e.flops])
 
 
 def on_torus(tensor: int) -> Any:

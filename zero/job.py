@@ -17,7 +17,7 @@ from zero.config.schema import Config, Zero
 from zero.corpus.text.tokenizers import load_tokenizer
 from zero.errors import UserError
 from zero.hosts.host_memory import share_of_host
-from zero.hosts.speeds import SPEEDS
+from zero.hosts.speeds import SPEEDS, Speed
 from zero.hosts.torus import collective_seconds, places_of
 from zero.hosts.xla_options import overlaps_exchanges
 from zero.models.attention.blockwise import blockwise_from
@@ -30,7 +30,7 @@ from zero.models.stack import KINDS, OFFLOADED
 from zero.partition.collectives.axis import Axis
 from zero.partition.global_arrays import pmap_devices
 from zero.partition.layout import Layout
-from zero.training.activations import fitting_remat
+from zero.training.activations import DENSE_SHARE, PRODUCTS_SHARE, Rates, kinds_on_host, with_fitting_storage
 from zero.training.fused_update import span_of
 from zero.training.objective import Objective
 from zero.training.objectives import make_objective
@@ -256,6 +256,19 @@ def placement_seconds(
     return {phases: seconds(axis) for phases, axis in placements.items()}
 
 
+def rates_of(model: ShardedGPT, speed: Speed) -> Rates:
+    """What a device of this kind does per second, for the choice of what the model stores.
+
+    zero's own attention kernel lacks windows and caps, which splash attention has; some TPUs have one of the two only.
+    """
+    share = DENSE_SHARE
+    if model.kernel is not None:
+        is_plain = max(model.config.windows) == 0 and model.config.attention_cap is None
+        share = (speed.fused or speed.splash) if is_plain else (speed.splash or speed.fused)
+    products = speed.products(model.product_dtype.removesuffix("_all"))
+    return Rates(PRODUCTS_SHARE * products, share * speed.flops, speed.host / speed.devices)
+
+
 def exchanges_gradients(devices: Sequence[Any]) -> bool:
     """Whether devices of a TPU slice scatter gradients by an all-to-all (docs/decisions/hidden-gathers.md).
 
@@ -336,12 +349,18 @@ def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = No
     held = storage.device_bytes + (0 if model.tuning is None else model.frozen_layout.bytes_per_device())
     chooses_remat = config.zero.remat == "auto" and model.stage == 3 and not options.fused_update
     if chooses_remat and speed is not None and rows is not None:
-        link = speed.flops * speed.devices / speed.host
-        positions = rows // options.micro_batches, config.data.max_context
-        host_capacity = share_of_host(device.device_kind)
-        remat = fitting_remat(model, *positions, held, speed.capacity, link, host_capacity)
-        log.info("zero.remat=auto: %s", remat)
-        model = dataclasses.replace(model, remat=remat)
+        may_use_host = bool(model.offload)
+        model = with_fitting_storage(
+            model,
+            rows // options.micro_batches,
+            config.data.max_context,
+            held=held,
+            capacity=speed.capacity,
+            rates=rates_of(model, speed),
+            host_capacity=share_of_host(device.device_kind),
+        )
+        where = f", on the host: {', '.join(kinds_on_host(model)) or 'nothing'}" if may_use_host else ""
+        log.info("zero.remat=auto: %s%s", model.remat, where)
     return Job(model, tx, make_programs(model, tx, options, devices), layout, objective, held, storage, placements)
 
 

@@ -13,9 +13,11 @@ from benchmarks.published import PAGE, RECIPES, START, Row
 from benchmarks.recipe_sources import with_part
 from benchmarks.recipes import Digests
 from zero.config.rules_between_keys import zero_rules
+from zero.job import make_job
 from zero.models.config import GPTConfig
 from zero.models.gpt import GPT
-from zero.plan.topology import slice_shape, slices_in
+from zero.plan.topology import find_devices, slice_shape, slices_in
+from zero.training.activations import kinds_on_host
 
 # Parameters in billions, as each recipe's model is named or its authors count them.
 BILLIONS = {
@@ -47,6 +49,25 @@ def test_requests(name: str) -> None:
     assert recipe.context <= size.block_size
     request = published.request_of(recipe)
     assert next(zero_rules(request.config, size), None) is None
+
+
+BOTH = ("layer_input", "attention")
+WITH_HOST = {  # what is stored, and which kinds of it lie in the host's memory
+    "mistral-7b-v6e-8": ("full", ("layer_input",)),
+    "llama3-70b-v6e-64": ("attention", BOTH),
+    "llama3-70b-v6e-256": ("attention", BOTH),
+    "llama3-405b-2xv6e-256": ("full", ("layer_input",)),
+}
+
+
+@pytest.mark.parametrize("name", published.load_rows())
+def test_what_is_stored(name: str) -> None:
+    """`zero.remat=auto` takes what the row records, and with the host's memory what has the fewest seconds."""
+    pytest.importorskip("libtpu")
+    recipe, request = RECIPES[name], published.request_of(RECIPES[name])
+    model = make_job(request.config, request.size, find_devices(recipe.topology), request.rows).model
+    recorded = published.load_rows()[name].remat, ()
+    assert (model.remat, kinds_on_host(model)) == (WITH_HOST[name] if published.OFFLOAD[0] in recipe.keys else recorded)
 
 
 def test_page_is_printed_from_the_rows() -> None:

@@ -1,30 +1,41 @@
 """Estimates of the memory of activations against what jax stores for a backward pass."""
 
 import dataclasses
-from functools import cache, partial
+import math
+from functools import cache
+from itertools import chain, combinations
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from zero.models.config import GPTConfig
+from zero.config.files import load_sizes
+from zero.models.config import STACK, GPTConfig
 from zero.models.gpt import GPT, variable_shapes
-from zero.models.stack import KINDS, STORED, kinds_of
+from zero.models.stack import KINDS, LAYER_INPUT, STORED, kinds_of
 from zero.partition.collectives.axis import Axis
 from zero.training.activations import (
+    PRODUCTS_SHARE,
+    Rates,
     activation_bytes,
-    fitting_remat,
-    forward_flops,
+    host_bytes,
+    kinds_on_host,
     ladder,
     numbers_per_position,
+    seconds_by_kind,
+    storage_seconds,
     stored_bytes,
+    with_fitting_storage,
 )
 from zero.training.sharded_gpt import ShardedGPT
 
 PLAIN = GPTConfig(embedding_dim=32, vocab_size=64, num_head=4, block_size=64, dropout=0.0, N=3, qkv_bias=False)
 GATED = dataclasses.replace(PLAIN, gated=True, mlp_dim=96, kv_heads=2)
 ROWS, CONTEXT = 2, 64
+RATES = Rates(products=1e12, attention=1e11, link=1e9)
 
 
 @cache
@@ -57,33 +68,144 @@ def test_ladder() -> None:
     assert rungs == ("full", "mlp_in", "mlp", "mlp+attention")
     needs = [activation_bytes(dataclasses.replace(model, remat=remat), ROWS, CONTEXT) for remat in rungs]
     assert needs == sorted(set(needs))
-    fit = partial(fitting_remat, model, ROWS, CONTEXT, 10**6)
+
+    def fit(capacity: float) -> str:
+        return with_fitting_storage(model, ROWS, CONTEXT, 10**6, capacity, RATES).remat
+
     chosen = [rungs.index(fit((10**6 + need) * 1.3)) for need in (0, *needs)]
     assert chosen == sorted(chosen) and rungs[chosen[0]] == "full"
     assert fit(1e9) == "mlp+attention" and fit(0.0) == "full"
 
 
-def test_no_more_than_the_link_carries() -> None:
-    """On the host, what is stored is limited by the time that it takes to get there, not by the device's memory."""
-    model = ShardedGPT(GATED, Axis("zero", (1, 8)), 3, jnp.bfloat16)
+def test_a_gate_that_does_not_exist_is_stored() -> None:
+    """Without a gate two policies are the same; the one that stores more by its name is taken, as ever."""
+    model = ShardedGPT(PLAIN, Axis("zero", (1, 8)), 3, jnp.bfloat16, kernel="tpu_v4")
+    assert with_fitting_storage(model, ROWS, CONTEXT, 0, 1e9, RATES).remat == "mlp"
+
+
+LONG = 4096
+DEEP = dataclasses.replace(GATED, N=8, block_size=LONG)
+OF_KERNEL = ShardedGPT(DEEP, Axis("zero", (1, 8)), 3, jnp.bfloat16, kernel="tpu_v4", offload=KINDS)
+
+
+def all_placements(model: ShardedGPT, context: int) -> list[ShardedGPT]:
+    """The model with each policy of its ladder, and each set of its kinds on the host."""
+    found = []
+    for remat in ladder(model, context):
+        kinds = kinds_of(remat)
+        for moved in chain.from_iterable(combinations(kinds, count) for count in range(len(kinds) + 1)):
+            found.append(dataclasses.replace(model, remat=remat, offload=moved))
+    return found
+
+
+def fixed_bytes(model: ShardedGPT) -> int:
+    """Gradients and three whole layers, beside which nothing is held here."""
+    gradients = 4 * sum(math.prod(leaf.shard_shape) for leaf in model.layout.leaves)
+    return gradients + 3 * 2 * sum(math.prod(leaf.gathered_shape) for leaf in model.layout.at(STACK).leaves)
+
+
+STORED_MOST = stored_bytes(dataclasses.replace(OF_KERNEL, remat="mlp+attention"), ROWS, LONG)
+SHARES = st.floats(0, 1.2)  # of the bytes of the policy that stores most
+
+
+@settings(deadline=None, max_examples=60)
+@given(device=SHARES, host=SHARES, link=st.floats(-2, 3), attention=st.floats(-2, 1))
+def test_the_fewest_seconds_of_all_that_fit(device: float, host: float, link: float, attention: float) -> None:
+    """The choice is the least of a brute force, and fits both memories; a faster link has no less on the host."""
+    # From links that hide nothing to those that hide all; attention from cheaper than an MLP to far more expensive.
+    rates = Rates(1e12, 1e12 * 10**attention, 1e9 * 10**link)
+    least = min(activation_bytes(one, ROWS, LONG) for one in all_placements(OF_KERNEL, LONG))
+    fixed = fixed_bytes(OF_KERNEL)
+    capacity, host_capacity = (fixed + least + device * STORED_MOST) / 0.9 + 100, host * STORED_MOST
+
+    def chosen_with(rates: Rates) -> ShardedGPT:
+        return with_fitting_storage(OF_KERNEL, ROWS, LONG, 0, capacity, rates, host_capacity)
+
+    def cost(one: ShardedGPT) -> tuple[float, int, int]:
+        seconds = storage_seconds(one, ROWS, LONG, rates)
+        return seconds, host_bytes(one, ROWS, LONG), -ladder(one, LONG).index(one.remat)
+
+    def fits(one: ShardedGPT) -> bool:
+        is_held = fixed + activation_bytes(one, ROWS, LONG) <= 0.9 * capacity
+        return is_held and host_bytes(one, ROWS, LONG) <= host_capacity
+
+    fitting = [one for one in all_placements(OF_KERNEL, LONG) if fits(one)]
+    chosen = chosen_with(rates)
+    if not fitting:
+        assert (chosen.remat, kinds_on_host(chosen)) == ("full", (LAYER_INPUT,))
+        return
+    assert fits(chosen) and cost(chosen) == min(map(cost, fitting))
+    assert host_bytes(chosen_with(rates._replace(link=2 * rates.link)), ROWS, LONG) >= host_bytes(chosen, ROWS, LONG)
+
+
+@settings(deadline=None, max_examples=30)
+@given(device=SHARES)
+def test_without_the_host_the_last_that_fits_is_taken(device: float) -> None:
+    """Storing more saves time, so the predicted seconds give the ladder's order."""
+    model = dataclasses.replace(OF_KERNEL, offload=())
+    rungs = ladder(model, LONG)
+    needs = [fixed_bytes(model) + activation_bytes(dataclasses.replace(model, remat=r), ROWS, LONG) for r in rungs]
+    capacity = (needs[0] + device * STORED_MOST) / 0.9
+    fitting = [remat for remat, need in zip(rungs, needs, strict=True) if need <= 0.9 * capacity]
+    chosen = with_fitting_storage(model, ROWS, LONG, 0, capacity, RATES)
+    assert (chosen.remat, chosen.offload) == (fitting[-1] if fitting else "full", ())
+
+
+V6E = Rates(PRODUCTS_SHARE * 918e12, 0.33 * 918e12, 32e9)
+V5E = Rates(PRODUCTS_SHARE * 197e12, 0.87 * 197e12, 16e9)
+NARROW_MISTRAL = {"embedding_dim": 2048, "num_head": 16, "mlp_dim": 7168, "N": 8}
+NARROW_LLAMA = {"embedding_dim": 1024, "num_head": 8, "kv_heads": 2, "mlp_dim": 3584, "N": 8}
+
+
+@pytest.mark.parametrize(
+    ("size", "changes", "batch", "remat", "rates", "compiled", "within"),
+    [
+        ("mistral_7b", {}, (6, 8192), "attention", V6E, 0.340, 0.01),
+        ("llama3_70b", {}, (2, 8192), "attention", V6E, 0.0, 0.0),
+        ("mistral_7b", NARROW_MISTRAL, (6, 8192), "full", V6E, 0.018, 0.2),
+        ("llama3_8b", NARROW_LLAMA, (2, 2048), "full", V5E, 0.0007, 1.0),
+        ("llama3_8b", NARROW_LLAMA, (2, 2048), "mlp_in+projections", V5E, 0.0493, 0.2),
+    ],
+)
+def test_waits_for_the_host(
+    size: str,
+    changes: dict[str, Any],
+    batch: tuple[int, int],
+    remat: str,
+    rates: Rates,
+    compiled: float,
+    within: float,
+) -> None:
+    """Seconds in which a step waits, beside those of compiled programs (docs/decisions/offload.md)."""
+    config = dataclasses.replace(load_sizes()[size], **changes)
+    model = ShardedGPT(config, Axis("zero", (1, 8)), 3, jnp.bfloat16, remat=remat, kernel="tpu_v6e")
     moved = dataclasses.replace(model, offload=KINDS)
-    stored = [stored_bytes(dataclasses.replace(moved, remat=remat), ROWS, CONTEXT) for remat in ladder(moved, CONTEXT)]
-    need = activation_bytes(dataclasses.replace(moved, remat="mlp+attention"), ROWS, CONTEXT)
-    kept = activation_bytes(dataclasses.replace(model, remat="mlp+attention"), ROWS, CONTEXT)
-    assert kept - need == stored[-1] - 2 * stored[-1] // GATED.N
-    choose = partial(fitting_remat, moved, ROWS, CONTEXT, 0, 1e9)
-    assert choose(0.0) == "mlp+attention" and choose(1e9) == "full"
-    forward = forward_flops(moved, ROWS, CONTEXT)
-    assert [choose(0.999 * forward / size) for size in stored] == list(ladder(moved, CONTEXT))
+    waits = storage_seconds(moved, *batch, rates) - storage_seconds(model, *batch, rates)
+    assert waits == pytest.approx(compiled, rel=within, abs=1e-9)
 
 
-def test_no_more_than_the_host_holds() -> None:
-    model = ShardedGPT(GATED, Axis("zero", (1, 8)), 3, jnp.bfloat16, offload=KINDS)
-    rungs = ladder(model, CONTEXT)
-    stored = [stored_bytes(dataclasses.replace(model, remat=remat), ROWS, CONTEXT) for remat in rungs]
-    chosen = [fitting_remat(model, ROWS, CONTEXT, 0, 1e9, host_capacity=size) for size in stored]
-    assert chosen == list(rungs)
-    assert fitting_remat(model, ROWS, CONTEXT, 0, 1e9, host_capacity=stored[-1] - 1) == rungs[-2]
+def test_seconds_of_each_kind() -> None:
+    """Kinds of a layer by hand, for groups of four devices that share each row; and of windows, in whole blocks."""
+    config = dataclasses.replace(GATED, block_size=4096, windows=(0, 1024, 1024), N=3)
+    model = ShardedGPT(config, Axis.with_tensor_groups("zero", 8, 4), 3, kernel="tpu_v4")
+    positions, width, heads = 2 * 4096, config.embedding_dim, config.num_head * config.head_width
+    found = seconds_by_kind(model, 2, 4096, RATES)
+    scores = 512**2 * (36 + 2 * (1 + 2 + 6 * 3)) / 3
+    assert found == pytest.approx(
+        {
+            "attention": 4 * 2 * scores * heads / 4 / RATES.attention,
+            "projections": 2 * positions * width * (2 * heads + 2 * config.key_heads * config.head_width) / 4e12,
+            "mlp_in": 2 * positions * width * 96 / 4e12,
+            "mlp_gate": 2 * positions * width * 96 / 4e12,
+        }
+    )
+    whole = dataclasses.replace(model, config=dataclasses.replace(config, windows=(0,), gated=False))
+    assert seconds_by_kind(whole, 2, 4096, RATES)["attention"] > found["attention"]
+    assert seconds_by_kind(whole, 2, 4096, RATES)["mlp_gate"] == 0
+    cut = dataclasses.replace(whole, axis=Axis("zero", (1, 8), context=2))
+    alone = dataclasses.replace(whole, axis=Axis("zero", (1, 8)))
+    by_two, by_one = (seconds_by_kind(one, 2, 4096, RATES) for one in (cut, alone))
+    assert by_one == pytest.approx({kind: 2 * seconds for kind, seconds in by_two.items()})
 
 
 @pytest.mark.parametrize(

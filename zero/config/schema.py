@@ -396,6 +396,8 @@ class Zero:
         "What lies in the host's memory: none.",
         "activations: all that remat stores, from the forward to the backward pass, so that a device holds that of "
         "about one layer; the same results to the bit.",
+        "With remat=auto on TPU at stage 3 auto chooses, for each kind of activation, between the device, the host and "
+        "computing it again, by predicted seconds; logged at the start.",
         "optimizer: the optimizer's state of layers, between their updates, so that a device holds that of three; with "
         "zero.fused_update. both: both.",
     )

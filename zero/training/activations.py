@@ -1,10 +1,12 @@
-"""Memory of a step for activations, as an estimate, and the policy of rematerialization that it leaves room for."""
+"""Memory and time of a step for activations, as estimates, and what of them is therefore stored, and where."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -45,7 +47,7 @@ def host_bytes(model: ShardedGPT, rows: int, context: int) -> int:
     on_host = kinds_on_host(model)
     if model.remat == "nested":
         return stored_bytes(model, rows, context) // 2 if on_host else 0  # inputs of spans, not those within one
-    if model.remat == "dots":  # all that is stored moves, or nothing
+    if model.remat == "dots":  # `with_fitting_storage` does not choose it, and else all that is stored moves
         return stored_bytes(model, rows, context) if on_host else 0
     return _bytes_of_kinds(model, rows, context, on_host)
 
@@ -117,27 +119,96 @@ def _layer_parameters(model: ShardedGPT) -> int:
     return sum(math.prod(leaf.gathered_shape) for leaf in model.base.layout_by_parts.at(STACK).leaves)
 
 
-def forward_flops(model: ShardedGPT, rows: int, context: int) -> int:
-    """Operations of a device in the forward pass of the layers: products with weights, and causal attention."""
+class Rates(NamedTuple):
+    """What a device does per second, in practice: operations of products and of attention, bytes of a copy to its host.
+
+    Copies from the host are as fast, and travel beside those to it.
+    """
+
+    products: float
+    attention: float
+    link: float
+
+
+# Shares of the peak that XLA for TPU reaches in the products of a layer, and in attention without a kernel
+# (docs/decisions/offload.md, attention.md).
+PRODUCTS_SHARE, DENSE_SHARE = 0.85, 0.15
+_BLOCK = 512  # positions of the blocks of scores that kernels compute as a whole, those on the diagonal as well
+_PRODUCTS_AHEAD = 2  # that XLA runs between the start of a load and the end of a layer (docs/decisions/offload.md)
+
+
+def seconds_by_kind(model: ShardedGPT, rows: int, context: int, rates: Rates) -> dict[str, float]:
+    """Seconds in which a device computes each kind of activation of one layer, for one micro-batch.
+
+    Args:
+      model, rows, context: as for `with_fitting_storage`.
+      rates: of a device.
+    """
     size = model.config
-    positions = rows * context // model.axis.context
-    attention = 2 * size.N * positions * context * size.num_head * size.head_width // model.axis.tensor
-    return 2 * size.scanned_layers * positions * _layer_parameters(model) + attention
+    heads = size.num_head * size.head_width
+    of_parameter = 2 * rows * context / (model.axis.context * _parts(model)) / rates.products
+    of_mlp = of_parameter * size.embedding_dim * size.mlp_width
+    of_score = 4 * rows * heads / (model.axis.context * _parts(model)) / rates.attention
+    return {
+        ATTENTION: of_score * sum(_scores(context, window) for window in size.windows) / len(size.windows),
+        PROJECTIONS: of_parameter * size.embedding_dim * 2 * (heads + size.key_heads * size.head_width),
+        MLP_IN: of_mlp,
+        MLP_GATE: of_mlp if size.gated else 0.0,
+    }
 
 
-def fitting_remat(
+def _scores(context: int, window: int) -> int:
+    """Scores that a kernel computes per row and head, in whole blocks; a window of 0 is all positions before.
+
+    >>> _scores(1024, 0) / 1024**2, _scores(2048, 512) / 2048**2
+    (0.75, 0.4375)
+    """
+    blocks = -(-context // _BLOCK)
+    widest = blocks if window == 0 else -(-window // _BLOCK) + 1
+    return _BLOCK**2 * sum(min(number + 1, widest) for number in range(blocks))
+
+
+def storage_seconds(model: ShardedGPT, rows: int, context: int, rates: Rates) -> float:
+    """Seconds per micro-batch to compute again what the model does not store, and to wait for copies to and from hosts.
+
+    XLA stores what a layer has computed during the next one, and starts to load it two products before the end of the
+    layer before it; the products of an MLP are the largest (docs/decisions/offload.md).
+
+    Args:
+      model, rows, context, rates: as for `seconds_by_kind`.
+    """
+    by_kind = seconds_by_kind(model, rows, context, rates)
+    stored = kinds_of(model.remat)
+    recomputed = sum(seconds for kind, seconds in by_kind.items() if kind not in stored)
+    forward = sum(by_kind.values()) + by_kind[MLP_IN]  # the product that ends an MLP is as large
+    moved = host_bytes(model, rows, context) / model.config.N / rates.link
+    waits = max(0.0, moved - forward) + max(0.0, moved - _PRODUCTS_AHEAD * by_kind[MLP_IN])
+    return model.config.N * (recomputed + waits)
+
+
+def _candidates(model: ShardedGPT, context: int) -> Iterator[ShardedGPT]:
+    """The model with each policy of `ladder`, those that store more first, and its kinds in each memory."""
+    for remat in reversed(ladder(model, context)):
+        movable = [kind for kind in kinds_of(remat) if kind in model.offload]
+        for count in range(len(movable) + 1):
+            for offload in combinations(movable, count):
+                yield dataclasses.replace(model, remat=remat, offload=offload)
+
+
+def with_fitting_storage(
     model: ShardedGPT,
     rows: int,
     context: int,
     held: int,
     capacity: float,
-    link: float = 0.0,
+    rates: Rates,
     host_capacity: float = math.inf,
-) -> str:
-    """The policy of `ladder` that stores most and leaves a tenth of the memory free; "full" if none does.
+) -> ShardedGPT:
+    """The model with what it stores, and where, in the fewest seconds of those choices that fit; "full" if none does.
 
-    With activations in the host's memory no more is stored than it holds, and than can be sent there while the forward
-    pass computes.
+    The choices are the policies of `ladder`, with each of their kinds on the device or, if it is one of
+    `model.offload`, in the host's memory. They fit if a tenth of the device's memory is left, and the host holds its
+    part. Of equal ones it is the one with the fewest bytes on the host, then that which stores most.
 
     Args:
       model: sharded at stage 3.
@@ -145,20 +216,20 @@ def fitting_remat(
       context: tokens per sequence.
       held: bytes per device between steps.
       capacity: bytes of memory of a device.
-      link: operations of a device in the time that one byte takes to the host's memory.
+      rates: of a device.
       host_capacity: bytes of the host's memory for each of its devices.
     """
     trained = sum(math.prod(leaf.shard_shape) for leaf in model.layout.leaves)
     gradients = trained * jnp.dtype(model.gradient_dtype).itemsize
-    forward = forward_flops(model, rows, context)
     # Three times a layer: one, its gradient, and one that is gathered.
     fixed = held + gradients + 3 * _layer_parameters(model) * jnp.dtype(model.compute_dtype).itemsize
 
-    def fits(remat: str) -> bool:
-        stores = dataclasses.replace(model, remat=remat)
-        is_held = fixed + activation_bytes(stores, rows, context) <= 0.9 * capacity
-        on_host = host_bytes(stores, rows, context)
-        return is_held and on_host <= host_capacity and on_host * link <= forward
+    def fits(choice: ShardedGPT) -> bool:
+        is_held = fixed + activation_bytes(choice, rows, context) <= 0.9 * capacity
+        return is_held and host_bytes(choice, rows, context) <= host_capacity
 
-    fitting = [remat for remat in ladder(model, context) if fits(remat)]
-    return fitting[-1] if fitting else "full"
+    def cost(choice: ShardedGPT) -> tuple[float, int]:
+        return storage_seconds(choice, rows, context, rates), host_bytes(choice, rows, context)
+
+    fitting = [choice for choice in _candidates(model, context) if fits(choice)]
+    return min(fitting, key=cost, default=dataclasses.replace(model, remat="full"))
