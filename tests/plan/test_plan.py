@@ -29,7 +29,7 @@ from zero.job import make_job
 from zero.models.config import GPTConfig
 from zero.plan.compile import PAUSES, highest_peak, step_arguments, time_and_cost
 from zero.plan.page import memory_segments, page, time_segments
-from zero.plan.table import DETAILS, RESULTS, SETTINGS, WIDTH, breakdown_table, table, training_command
+from zero.plan.table import COLUMNS, DETAILS, RESULTS, SETTINGS, WIDTH, breakdown_table, table, training_command
 from zero.run.step_programs import split_batch
 from zero.step_costs import device_peak
 from zero.training.row_places import RowPlaces
@@ -228,7 +228,8 @@ def test_plan_table() -> None:
 def test_memory_of_the_hosts() -> None:
     """What lies on the host is shown with its limit and the time on the link, and refused where it does not fit."""
     config = PlanConfig()
-    moved = {"offload": "activations", "host_bytes": 12 * 2**30, "bytes_of_one_host": 96 * 2**30}
+    moved: dict[str, Any] = {"offload": "activations", "on_host": ["layer_input"], "host_bytes": 12 * 2**30}
+    moved |= {"bytes_of_one_host": 96 * 2**30}
     moved |= {"host_available_bytes": 536 * 2**30, "host_link_bytes": 25.8e9, "host_link_seconds": 0.403}
     moved |= {"host_exposed_seconds": 0.0125}
     plan = planned_rows(**moved)
@@ -239,6 +240,22 @@ def test_memory_of_the_hosts() -> None:
     full = moved | {"fits": False, "bytes_of_one_host": 600 * 2**30}
     assert "does not fit in the memory of a host by 64.00 GiB" in table(planned_rows(**full), config)
     assert "host" not in table(planned_rows(), config)
+
+
+@pytest.mark.parametrize(
+    ("on_host", "shown", "named"),
+    [
+        (["layer_input", "attention"], "attention, on the host", "attention"),
+        (["layer_input"], "attention, layer_input on the host", "auto"),
+        ([], "attention, nothing on the host", "auto"),
+    ],
+)
+def test_kinds_on_the_host(on_host: list[str], shown: str, named: str) -> None:
+    """The table names them where they are not all, and the command leaves the choice to `zero.remat=auto`."""
+    (_, row) = planned_rows(remat="attention", offload="activations", on_host=on_host)["rows"]
+    assert COLUMNS["remat"](row) == shown
+    config: Any = check(compose("mode=plan", "plan.topology=v3-8", "zero.offload=activations"), load_sizes())
+    assert f"zero.remat={named}" in shlex.split(training_command(row, config))
 
 
 @pytest.mark.parametrize(("on_host", "reported", "expected"), [(0, 430, 430), (64, 324, 324), (513, 672, 410)])

@@ -26,7 +26,7 @@ from zero.partition.memory import memory
 from zero.plan import formula
 from zero.plan.topology import available_bytes, find_devices, out_of_memory
 from zero.step_costs import costs_of, device_peak, traced
-from zero.training.activations import activation_bytes, host_bytes
+from zero.training.activations import activation_bytes, host_bytes, kinds_on_host
 from zero.training.batch import Batch
 from zero.training.flops import flops_by_operands, model_flops
 from zero.training.objectives import make_objective
@@ -159,6 +159,7 @@ def compile_step(request: Request) -> Row:
         "accumulation": training.gradient_accumulation_steps,
         "remat": model.remat,
         "offload": zero.offload,
+        "on_host": list(kinds_on_host(model)),
         "context": config.data.max_context,
         "compute_dtype": jnp.dtype(model.compute_dtype).name,
         "product_dtype": zero.product_dtype,

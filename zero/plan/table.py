@@ -17,7 +17,7 @@ from zero.config.saved_config import default_config
 from zero.config.schema import GROUPS, PlanConfig
 from zero.cycles.predict import PHASES
 from zero.hosts.speeds import GIB
-from zero.models.stack import OFFLOADED
+from zero.models.stack import OFFLOADED, kinds_of
 from zero.plan.compile import PLACEMENT_KEYS, Row, highest_peak, run_tokens, with_keys
 from zero.text_table import in_columns
 
@@ -149,6 +149,8 @@ def training_command(row: Row, config: PlanConfig) -> str:
     """
     keys = ("context", "accumulation", "stage", "remat", "master_dtype", "state_dtype", *PLACEMENT_KEYS)
     config = with_keys(config, {key: row[key] for key in keys})
+    if _is_partly_on_host(row):  # which only auto chooses, in training as in the plan
+        config.zero.remat = "auto"
     groups = row["devices"] // (row["tensor_shards"] * row["context_shards"])
     sequences = row["micro_batch"] * row["accumulation"] * groups
     if sequences % row["hosts"]:
@@ -221,10 +223,18 @@ def _placements(row: Row) -> str:
     return ", ".join(f"{name} {seconds:.3f}" for name, seconds in row.get("placements", {}).items()) or "-"
 
 
+def _is_partly_on_host(row: Row) -> bool:
+    """Whether `zero.remat=auto` has left kinds of activations on the device that might lie in the host's memory."""
+    may_move = "activations" in OFFLOADED[row.get("offload", "none")]
+    return may_move and tuple(row["on_host"]) != kinds_of(row["remat"])
+
+
 def _remat(row: Row) -> str:
     parts = [row["remat"]]
     offloaded = OFFLOADED[row.get("offload", "none")]
-    if "activations" in offloaded:
+    if _is_partly_on_host(row):
+        parts.append(f"{'+'.join(row['on_host']) or 'nothing'} on the host")
+    elif "activations" in offloaded:
         parts.append("on the host")
     if "optimizer" in offloaded:
         parts.append("moments on the host")
