@@ -161,7 +161,7 @@ NARROW_LLAMA = {"embedding_dim": 1024, "num_head": 8, "kv_heads": 2, "mlp_dim": 
     ("size", "changes", "batch", "remat", "rates", "compiled", "within"),
     [
         ("mistral_7b", {}, (6, 8192), "attention", V6E, 0.340, 0.01),
-        ("llama3_70b", {}, (2, 8192), "attention", V6E, 0.0, 0.0),
+        ("llama3_8b", {"N": 8}, (2, 8192), "full", V5E, 0.0, 0.0),
         ("mistral_7b", NARROW_MISTRAL, (6, 8192), "full", V6E, 0.018, 0.2),
         ("llama3_8b", NARROW_LLAMA, (2, 2048), "full", V5E, 0.0007, 1.0),
         ("llama3_8b", NARROW_LLAMA, (2, 2048), "mlp_in+projections", V5E, 0.0493, 0.2),
