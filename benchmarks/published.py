@@ -218,11 +218,12 @@ def row_of(name: str) -> Row | None:
     for part, seconds in sorted(found.by_part.items(), key=lambda item: -item[1])[:12]:
         print(f"  {part.name:20} {part.phase:12} {seconds:8.3f} s", flush=True)
     flops = model_flops(request.size, request.rows, recipe.context) // job.model.axis.row_group
+    available = available_bytes(devices)
     return Row(
         digests,
         job.model.remat,
-        device_peak(compiled.memory_analysis(), "tpu"),
-        available_bytes(devices),
+        device_peak(compiled.memory_analysis(), "tpu", available),
+        available,
         found.seconds,
         found.exposed_seconds,
         flops / (found.seconds * speed.flops),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,7 +38,9 @@ class StepCosts:
     predicted: Prediction | None
 
 
-def costs_of(step: Any, storage: OnDevices, held: int, devices: Sequence[Any]) -> StepCosts:
+def costs_of(
+    step: Any, storage: OnDevices, held: int, devices: Sequence[Any], available: float = math.inf
+) -> StepCosts:
     """The costs of a compiled step.
 
     Args:
@@ -45,6 +48,7 @@ def costs_of(step: Any, storage: OnDevices, held: int, devices: Sequence[Any]) -
       storage: where the state lies between steps.
       held: bytes of a device between steps.
       devices: on which the step runs.
+      available: bytes of the memory of a device, where the compiler has refused a step that takes more.
     """
     platform = devices[0].platform
     sent: list[Collective] = []
@@ -56,7 +60,8 @@ def costs_of(step: Any, storage: OnDevices, held: int, devices: Sequence[Any]) -
     predicted = predicted_time(step, storage, devices)
     if not isinstance(step, StreamedStep):
         memory = step.memory_analysis()
-        return StepCosts(device_peak(memory, platform), memory.host_temp_size_in_bytes, sent, sent_between, predicted)
+        peak = device_peak(memory, platform, available)
+        return StepCosts(peak, memory.host_temp_size_in_bytes, sent, sent_between, predicted)
     on_host = storage.host_bytes
     if step.keeps_on_host:
         on_host += _kept_bytes(step)
@@ -109,18 +114,19 @@ def predicted_time(step: Any, storage: OnDevices, devices: Sequence[Any]) -> Pre
     )
 
 
-def device_peak(analysis: Any, platform: str) -> int:
+def device_peak(analysis: Any, platform: str, available: float = math.inf) -> int:
     """Bytes of a device at the peak of a compiled program, from its `memory_analysis()`.
 
     The TPU compiler's figure is that of the fuller memory, the device's or the host's. Other compilers leave
-    temporaries out of theirs. The sum of all arrays is an upper bound for both.
+    temporaries out of theirs. The sum of all arrays is an upper bound for both, and so are the `available` bytes of a
+    device for a program that this compiler has accepted.
     """
     arrays = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     bound: int = arrays + analysis.temp_size_in_bytes
     if platform != "tpu":
         return bound
     peak: int = analysis.peak_memory_in_bytes
-    return min(peak, bound) if analysis.host_temp_size_in_bytes else peak
+    return int(min(peak, bound, available)) if analysis.host_temp_size_in_bytes else peak
 
 
 def _kept_bytes(step: StreamedStep) -> int:

@@ -131,7 +131,7 @@ def compile_step(request: Request) -> Row:
         except jax.errors.JaxRuntimeError as error:
             peak, available = out_of_memory(error)
         else:
-            costs = costs_of(compiled, job.storage, held, devices)
+            costs = costs_of(compiled, job.storage, held, devices, available)
             peak = costs.peak
             on_host = costs.host_bytes
             sent = costs.sent
