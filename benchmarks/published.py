@@ -107,7 +107,7 @@ RECIPES = {
         8192,
         17.790,
         ("zero.fused_update=true", *OFFLOAD),
-        {"vocab_chunks": 12},
+        {"vocab_chunks": 24},
     ),
     "llama3-70b-v6e-64": Recipe(f"{V6E}/Llama3.1-70B-MaxText/v6e-64", "v6e-64", "llama3_70b", 2, 8192, 18.688, OFFLOAD),
     "llama3-70b-v6e-128": Recipe(
