@@ -52,7 +52,7 @@ def qwix() -> Callable[..., jax.Array]:
 def cycles(program: Callable[..., Any], shapes: list[jax.ShapeDtypeStruct], devices: list[Any], parts: bool) -> int:
     """Estimated cycles of all instructions of a program on one device."""
     placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SingleDeviceSharding(devices[0])) for x in shapes]
-    options: Any = xla_options.for_tpu(devices[0].device_kind, True)
+    options: Any = xla_options.for_tpu(devices[0].device_kind, len(devices), True)
     text = jax.jit(program).lower(*placed).compile(options).as_text()
     bodies, entry = hlo.computations(str(text))
     counted = [instruction for instruction in bodies[entry] if instruction.cycles]

@@ -135,7 +135,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files of which one worker runs all come after the other tests: beside each other, on workers that then end.
+    """Files of which one worker runs all come after the other tests, and only examples of modules after them.
 
     A worker that has loaded PyTorch first holds it beside the programs of all that follows.
     """

@@ -98,7 +98,7 @@ def test_kernels_of_tpus(topology: str, size: str, context: int, kernel: str | N
 )
 def test_slices_that_exchange_gradients(kind: str, sides: tuple[int, ...], expected: bool) -> None:
     """An all-to-all may take twice as long as an all-reduce, which a long dimension exceeds."""
-    devices = [SimpleNamespace(device_kind=kind, coords=place) for place in np.ndindex(*sides)]
+    devices = [SimpleNamespace(platform="tpu", device_kind=kind, coords=place) for place in np.ndindex(*sides)]
     assert exchanges_gradients(devices) == expected
 
 
@@ -218,7 +218,17 @@ def test_tensor_groups_that_make_no_lines() -> None:
 
 def on_slices(*numbers: int) -> list[Any]:
     """Devices of slices of TPUs with these numbers."""
-    return [SimpleNamespace(id=place, platform="cpu", slice_index=number) for place, number in enumerate(numbers)]
+    kind = {"platform": "tpu", "device_kind": "TPU v9"}
+    return [SimpleNamespace(id=place, slice_index=number, **kind) for place, number in enumerate(numbers)]
+
+
+def test_only_tpus_have_slices() -> None:
+    """XLA numbers the machines of GPUs and CPUs as it numbers slices; their state is cut over all of them."""
+    by_default = check(compose(), load_sizes()).zero
+    machines = on_slices(0, 1, 0, 1)
+    for device in machines:
+        device.platform = "gpu"
+    assert make_axis(by_default, machines).shape == (1, 4)
 
 
 def test_each_slice_has_a_copy_of_the_state() -> None:
@@ -239,6 +249,8 @@ def test_a_copy_over_several_slices() -> None:
     assert one.groups(4) == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
     assert two.groups(2) == [[0, 3], [1, 4], [2, 5], [6, 9], [7, 10], [8, 11]]
     assert two.groups(2, apart=6) == [[0, 6], [3, 9], [1, 7], [4, 10], [2, 8], [5, 11]]  # copies of a shard
+    alone = ["zero.replicas=1", "zero.overlap_gathers=false"]  # of a single slice it has a phase per dimension
+    assert make_axis(check(compose(*alone), load_sizes()).zero, on_slices(*np.repeat(range(4), 3))).shape == (1, 3, 4)
 
 
 def test_slices_that_make_no_copies() -> None:

@@ -141,7 +141,8 @@ def make_axis(zero: Zero, devices: Sequence[Any] | None = None) -> Axis:
     is_tpu = devices[0].platform == "tpu"
     exchanges = is_tpu and zero.overlap_gathers and exchanges_gradients(devices)
     copies_dtype = None if zero.replica_wire_dtype == "auto" else zero.replica_wire_dtype
-    has_torus = is_tpu and not zero.overlap_gathers and replicas == zero.tensor_shards == zero.expert_shards == 1
+    has_torus = is_tpu and slices == 1 and not zero.overlap_gathers
+    has_torus = has_torus and replicas == zero.tensor_shards == zero.expert_shards == 1
     _check_divisor(f"zero.replicas={replicas}", replicas, devices)
     _check_divisor(f"zero.context_shards={zero.context_shards}", zero.context_shards, devices)
     times = f" times zero.replicas={replicas}" if replicas > 1 else ""
@@ -177,9 +178,13 @@ def _check_divisor(setting: str, groups: int, devices: Sequence[Any]) -> None:
 def slices_of(devices: Sequence[Any]) -> int:
     """How many slices of TPUs these devices form, by the numbers that jax gives them; 1 for all other devices.
 
+    Machines with CPUs or GPUs have such numbers too.
+
     Raises:
       UserError: the slices have different sizes, or their devices lie among each other in the order of pmap.
     """
+    if devices[0].platform != "tpu":
+        return 1
     numbers = [getattr(device, "slice_index", 0) for device in devices]
     sizes = {number: numbers.count(number) for number in numbers}
     if len({*sizes.values()}) > 1:

@@ -7,9 +7,7 @@ from pathlib import Path
 from xdist.scheduler import LoadFileScheduling
 
 ROOT = Path(__file__).parents[2]
-PYTORCH = re.compile(
-    r"^\s*(import|from) (torch|transformers|peft|lm_eval|pyarrow)\b|importorskip\(.(torch|lm_eval|pyarrow)", re.M
-)
+PYTORCH = re.compile(r"^\s*(import|from) (torch|transformers|peft|lm_eval)\b|importorskip\(.(torch|lm_eval)", re.M)
 
 LIBTPU = re.compile(r"\b(find_devices|get_topology_desc)\(")
 LASTING = re.compile(r"\bcli\.Lasting\b")

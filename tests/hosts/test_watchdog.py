@@ -201,6 +201,19 @@ def test_failed_run_is_watched_no_longer(monkeypatch: pytest.MonkeyPatch) -> Non
     assert watchdog._watchdog is None
 
 
+def test_one_watchdog_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one before would end the process, as it hears of no further progress."""
+    before = watchdog._Watchdog(None, stall_minutes=1)
+    monkeypatch.setattr(watchdog, "_watchdog", before)
+    before.start()
+    watchdog.start(stall_minutes=None)
+    before.join(900)
+    assert not any(thread.is_alive() for thread in before._threads)
+    now = watchdog._watchdog
+    assert now is not None and now is not before
+    now.finish()
+
+
 def test_host_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that joined, and then stopped before its first word, is named by all."""
     monkeypatch.setattr(watchdog, "SILENCE_SECONDS", 0.3)

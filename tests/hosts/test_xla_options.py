@@ -14,6 +14,7 @@ from zero.hosts.xla_options import (
     OVERLAP_ON_TPU,
     set_before_start,
 )
+from zero.partition.whole_state import slices_that_joined
 
 GATHER, EXCHANGE = (f"--{name}" for name in OVERLAP_ON_TPU)
 
@@ -67,7 +68,7 @@ def test_options_of_this_machine(
     assert os.environ["LIBTPU_INIT_ARGS"].split() == expected
 
 
-@pytest.mark.parametrize(("hosts", "slices", "overlaps"), [(2, None, True), (3, None, False), (4, "2", True)])
+@pytest.mark.parametrize(("hosts", "slices", "overlaps"), [(2, None, True), (3, "", False), (4, "2", True)])
 def test_exchanges_of_many_chips(
     hosts: int, slices: str | None, overlaps: bool, pci: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,6 +83,21 @@ def test_exchanges_of_many_chips(
     set_before_start(True, "tpu", hosts)
     assert f"{GATHER}=true" in os.environ["LIBTPU_INIT_ARGS"]
     assert f"{EXCHANGE}={str(overlaps).lower()}" in os.environ["LIBTPU_INIT_ARGS"]
+
+
+def test_slices_by_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queued resources set no variable, but jax's own way finds the number; without a server there is one slice."""
+    from jax._src.clusters import cloud_tpu_cluster
+
+    monkeypatch.delenv("MEGASCALE_NUM_SLICES", raising=False)
+    monkeypatch.setattr(cloud_tpu_cluster, "get_tpu_env_value_from_metadata", {"MEGASCALE_NUM_SLICES": "4"}.get)
+    assert slices_that_joined() == 4
+
+    def unreachable(key: str) -> str:
+        raise ConnectionError(key)
+
+    monkeypatch.setattr(cloud_tpu_cluster, "get_tpu_env_value_from_metadata", unreachable)
+    assert slices_that_joined() == 1
 
 
 def test_overlap_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

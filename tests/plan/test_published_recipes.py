@@ -54,9 +54,16 @@ def test_requests(name: str) -> None:
 BOTH = ("layer_input", "attention")
 WITH_HOST = {  # what is stored, and which kinds of it lie in the host's memory
     "mistral-7b-v6e-8": ("full", ("layer_input",)),
+    "llama3-70b-v6e-32": ("full", ("layer_input",)),
     "llama3-70b-v6e-64": ("attention", BOTH),
+    "llama3-70b-v6e-128": ("attention", BOTH),
     "llama3-70b-v6e-256": ("attention", BOTH),
     "llama3-405b-2xv6e-256": ("full", ("layer_input",)),
+    "gemma3-12b-v6e-256": ("attention", ("layer_input",)),
+    "gemma3-12b-2xv6e-256": ("attention", ("layer_input",)),
+    "gemma3-12b-4xv6e-256": ("attention", ("layer_input",)),
+    "mixtral-8x7b-v6e-256": ("full", ("layer_input",)),
+    "mixtral-8x22b-v6e-256": ("full", ("layer_input",)),
 }
 
 

@@ -396,8 +396,8 @@ class Zero:
         "What lies in the host's memory: none.",
         "activations: all that remat stores, from the forward to the backward pass, so that a device holds that of "
         "about one layer; the same results to the bit.",
-        "With remat=auto on TPU at stage 3 auto chooses, for each kind of activation, between the device, the host and "
-        "computing it again, by predicted seconds; logged at the start.",
+        "The automatic choice of remat, on TPU at stage 3 without fused_update, is one for each kind of activation: "
+        "the device, the host, or computing it again, by predicted seconds; logged at the start.",
         "optimizer: the optimizer's state of layers, between their updates, so that a device holds that of three; with "
         "zero.fused_update. both: both.",
     )
@@ -441,8 +441,8 @@ class Zero:
         "auto",
         one_of("auto", "flat", "torus"),
         "Collectives of gathers and scatters: flat, one over all devices; torus, one along each dimension of a TPU "
-        "slice; auto: flat, the faster one by the TPU compiler; without overlap_gathers torus where it is possible, "
-        "with the least bytes.",
+        "slice; auto: flat, the faster one by the TPU compiler; for a copy of the state over several slices one within "
+        "a slice and one between slices; without overlap_gathers torus where it is possible, with the least bytes.",
         "With tensor_shards torus places each group along one dimension, and gathers along the other; auto takes the "
         "placement whose links need less time for both.",
     )

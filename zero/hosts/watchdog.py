@@ -247,6 +247,8 @@ class _Watchdog:
 def start(stall_minutes: float | None) -> None:
     """Starts watching this host and the others. Called once, when all have joined."""
     global _watchdog
+    if _watchdog is not None:  # of an earlier call, whose progress nobody would tell it
+        _watchdog.finish()
     _watchdog = _Watchdog(coordination_client() if jax.process_count() > 1 else None, stall_minutes)
     _watchdog.start()
     if jax.process_count() > 1 and sys.platform == "linux":

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from zero.hosts.speeds import SPEEDS
+from zero.partition.whole_state import slices_that_joined
 
 log = logging.getLogger(__name__)
 
@@ -73,13 +74,15 @@ def set_before_start(overlap_gathers: bool, extra: str | None, hosts: int = 1) -
     """Sets the options for TPU, and for NVIDIA's GPUs; a value that is set already stays.
 
     `extra` is what `startup.accelerator` returns: "cuda12" for any of NVIDIA's GPUs. `hosts` are those of the job, each
-    with as many chips as this machine, and MEGASCALE_NUM_SLICES are its slices, as launchers of several set it.
+    with as many chips as this machine.
 
     XLA reads the environment variables LIBTPU_INIT_ARGS and XLA_FLAGS when it starts.
     """
     kind, chips = _tpus_of_this_machine()
-    slices = int(os.environ.get("MEGASCALE_NUM_SLICES", "1"))
-    _append("LIBTPU_INIT_ARGS", for_tpu(kind, hosts * chips // slices, overlap_gathers))
+    chips *= hosts
+    if not overlaps_exchanges(kind, chips):
+        chips //= slices_that_joined()
+    _append("LIBTPU_INIT_ARGS", for_tpu(kind, chips, overlap_gathers))
     if extra == "cuda12":
         _append("XLA_FLAGS", dict.fromkeys(OVERLAP_ON_GPU, overlap_gathers))
         log.info("XLA_FLAGS=%s", os.environ["XLA_FLAGS"])

@@ -19,11 +19,12 @@ from zero.models.elements import row_major
 
 Layer = Callable[[Any, Any, jax.Array], Any]
 
-# Kinds of activations: the input of a layer, or of a span of layers; the output of attention; queries, keys, values and
-# the output projection; the products that begin an MLP; all products with parameters. But for the last they are names
-# of values, as `jax.ad_checkpoint.checkpoint_name` sets them; that of inputs is set where they go to the host's memory.
-LAYER_INPUT, ATTENTION, PROJECTIONS = "layer_input", "attention", "projections"
-MLP_IN, MLP_GATE, DOTS = "mlp_in", "mlp_gate", "dots"
+# Kinds of activations, and names of their values, as `jax.ad_checkpoint.checkpoint_name` sets them.
+LAYER_INPUT = "layer_input"  # or that of a span of layers; named only where it goes to the host's memory
+ATTENTION = "attention"  # its output
+PROJECTIONS = "projections"  # queries, keys, values and the output projection
+MLP_IN, MLP_GATE = "mlp_in", "mlp_gate"  # the products that begin an MLP
+DOTS = "dots"  # all products with parameters; no name, but a policy of its own
 KINDS = (LAYER_INPUT, ATTENTION, PROJECTIONS, MLP_IN, MLP_GATE, DOTS)
 
 
