@@ -53,7 +53,7 @@ MODULES = Path(zero.__file__).parent
 # MiB of a process that are its own: pages of libraries, 210 or with libtpu 350 more, are held once for all workers.
 MOST_MEMORY = 750  # modules are a third, or two thirds with PyTorch
 MEMORY_BETWEEN_FILES = 400  # a file's programs are of little use to the next one
-GROWTH = 75
+GROWTH = 150
 MOST_ARENAS = 2  # of the C library, which otherwise keeps what each of dozens of threads has freed apart
 M_ARENA_MAX = -8  # its name in malloc.h
 COMPILED = "ZERO_TESTS_COMPILED"  # as in tests/helpers/cli.py, which is imported where a test starts runs
