@@ -35,6 +35,18 @@ def test_only_process_has_all_gpus(
     assert gpus_of_node() == expected
 
 
+def test_options_know_the_hosts_that_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many chips a job has decides which collectives the compiler may run beside computation."""
+    given: list[int] = []
+    monkeypatch.setattr(startup, "processes_that_joined", lambda: 5)
+    monkeypatch.setattr(startup.xla_options, "set_before_start", lambda overlap, extra, hosts: given.append(hosts))
+    monkeypatch.setattr(startup.watchdog, "start", lambda stall_minutes: None)
+    monkeypatch.setattr(startup, "use_cpu_devices", lambda count: None)
+    monkeypatch.setattr(startup.jax.config, "update", lambda name, value: None)
+    startup.start(8, None, None, None, None, None, overlap_gathers=True)
+    assert given == [5]
+
+
 LEFT = """
 import ctypes, sys
 import jax, jax.numpy as jnp
