@@ -196,7 +196,7 @@ def test_failed_run_is_watched_no_longer(monkeypatch: pytest.MonkeyPatch) -> Non
     watching.start()
     with pytest.raises(ValueError, match="of the run"), watchdog.ending_together():
         raise ValueError("of the run")
-    watching.join(900)
+    watching.join(60)
     assert not any(thread.is_alive() for thread in watching._threads)
     assert watchdog._watchdog is None
 
@@ -207,7 +207,7 @@ def test_one_watchdog_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "_watchdog", before)
     before.start()
     watchdog.start(stall_minutes=None)
-    before.join(900)
+    before.join(60)
     assert not any(thread.is_alive() for thread in before._threads)
     now = watchdog._watchdog
     assert now is not None and now is not before
