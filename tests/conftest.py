@@ -135,14 +135,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files of which one worker runs all come after the other tests, and only examples of modules after them.
-
-    A worker that has loaded PyTorch first holds it beside the programs of all that follows.
-    """
+    """The files of the worker with PyTorch come first, as that worker takes no others."""
     if "PYTEST_XDIST_WORKER" in os.environ:
-        from tests.helpers.workers import place_in_order
+        from tests.helpers.workers import WITH_PYTORCH, scope_of
 
-        items.sort(key=lambda item: place_in_order(item.nodeid))
+        items.sort(key=lambda item: scope_of(item.nodeid) != WITH_PYTORCH)
 
 
 def pytest_collection_finish() -> None:

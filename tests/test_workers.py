@@ -5,11 +5,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock, patch
 
 import pytest
 
+from tests.helpers import workers
 from tests.helpers.rooms import REPOSITORY, SOURCES
-from tests.helpers.workers import held, place_in_order
+from tests.helpers.workers import WITH_PYTORCH, HeldOnce, held, scope_of
 
 LARGE = {"datasets", "lm_eval", "matplotlib", "peft", "torch", "transformers", "wandb"}
 PROGRAMS = ("benchmarks", "docs")  # folders with programs, of which tests import some
@@ -70,12 +72,33 @@ def test_files_of_one_worker_are_known(name: str, examples: set[str]) -> None:
     assert "tests/exchange/test_average.py" not in found and len(found) < len(files) / 5
 
 
-def test_what_fills_a_worker_comes_late(request: pytest.FixtureRequest) -> None:
-    """After the tests that any worker may run, so that none of these meets a worker with PyTorch."""
-    places = [place_in_order(item.nodeid) for item in request.session.items]
-    assert "PYTEST_XDIST_WORKER" not in os.environ or places == sorted(places)
-    files = ("tests/test_workers.py", "tests/exchange/test_peft.py", "tests/test_main.py", "zero/job.py")
-    assert [place_in_order(f"{file}::test") for file in files] == [0, 1, 1, 2]
+def test_files_with_pytorch_come_first(request: pytest.FixtureRequest) -> None:
+    """Their worker takes no others, so that it has no programs beside it."""
+    is_later = [scope_of(item.nodeid) != WITH_PYTORCH for item in request.session.items]
+    assert "PYTEST_XDIST_WORKER" not in os.environ or is_later == sorted(is_later)
+    assert scope_of("tests/corpus/preparing/sources/test_hub.py::test") == WITH_PYTORCH  # by the datasets library
+
+
+def test_a_worker_with_pytorch_takes_no_other_file() -> None:
+    """The others do, until none is left."""
+    nodes = [Mock(shutting_down=False) for _ in range(2)]
+    config = Mock(option=Mock(loadscopereorder=False))
+    config.getvalue.return_value = ["popen"] * 2
+    scheduling = HeldOnce(config, Mock())
+    files = ["tests/exchange/test_peft.py", *(f"tests/test_{number}.py" for number in range(3))]
+    collection = [f"{file}::test_{number}" for file in files for number in range(3)]
+    with patch.object(workers, "held", lambda file: "PyTorch" if "peft" in file else None):
+        for node in nodes:
+            scheduling.add_node(node)
+            scheduling.add_node_collection(node, collection)
+        scheduling.schedule()
+        assert list(scheduling.assigned_work[nodes[0]]) == [WITH_PYTORCH]
+        for node in nodes:
+            for number, test in enumerate(collection):
+                if test in {name for unit in scheduling.assigned_work[node].values() for name in unit}:
+                    scheduling.mark_test_complete(node, number)
+    assert list(scheduling.assigned_work[nodes[0]]) == [WITH_PYTORCH]
+    assert len(scheduling.assigned_work[nodes[1]]) > 1
 
 
 def test_examples_of_modules_have_the_hooks_of_tests(request: pytest.FixtureRequest) -> None:

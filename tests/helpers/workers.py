@@ -3,16 +3,21 @@
 import re
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from xdist.scheduler import LoadFileScheduling
 
 ROOT = Path(__file__).parents[2]
-PYTORCH = re.compile(r"^\s*(import|from) (torch|transformers|peft|lm_eval)\b|importorskip\(.(torch|lm_eval)", re.M)
+# pyarrow, since what is read with it is also read by the datasets library, which imports PyTorch.
+PYTORCH = re.compile(
+    r"^\s*(import|from) (torch|transformers|peft|lm_eval|pyarrow)\b|importorskip\(.(torch|lm_eval)", re.M
+)
 
 LIBTPU = re.compile(r"\b(find_devices|get_topology_desc)\(")
 LASTING = re.compile(r"\bcli\.Lasting\b")
 # What a worker holds for many files, and by what a file of tests shows that it needs it: libraries of hundreds of MiB,
 # and the process with compiled steps in which runs follow each other.
+WITH_PYTORCH = "with PyTorch"
 HELD = {"PyTorch": PYTORCH, "libtpu": LIBTPU, "lasting runs": LASTING}
 
 
@@ -23,21 +28,25 @@ def held(file: str) -> str | None:
     return next((name for name, pattern in HELD.items() if pattern.search(text)), None)
 
 
-def place_in_order(test: str) -> int:
-    """0 of tests that any worker may run, 1 of those of `HELD`, 2 of the examples of modules, which are light.
+def scope_of(test: str) -> str:
+    """What one worker runs as a whole: a file, or all files that need one of `HELD`.
 
-    >>> [place_in_order(f"{file}::one") for file in ("tests/test_workers.py", "tests/test_main.py", "zero/job.py")]
-    [0, 1, 2]
+    >>> scope_of("tests/exchange/test_peft.py::test_one"), scope_of("tests/test_workers.py::test_one")
+    ('with PyTorch', 'tests/test_workers.py')
     """
     file = test.partition("::")[0]
-    if not file.startswith("tests/"):
-        return 2
-    return 0 if held(file) is None else 1
+    return f"with {name}" if (name := held(file)) is not None else file
 
 
 class HeldOnce(LoadFileScheduling):
-    """One worker runs all files that need one of `HELD`, so that only one has it; the rest is shared file by file."""
+    """One worker runs all files that need one of `HELD`, so that only one has it; the rest is shared file by file.
+
+    The worker with PyTorch, which holds 600 MiB more than the others, takes no other file.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        return f"with {name}" if (name := held(file)) is not None else file
+        return scope_of(nodeid)
+
+    def _assign_work_unit(self, node: Any) -> None:
+        if WITH_PYTORCH not in self.assigned_work[node]:
+            super()._assign_work_unit(node)
