@@ -129,7 +129,7 @@ RECIPES = {
     ),
     "gpt3-175b-v6e-256": Recipe(f"{V6E}/GPT3-175B-MaxText/bf16", "v6e-256", "gpt2", 3, 2048, 17.182, changes=GPT3_175B),
     "gemma3-12b-v6e-256": Recipe(
-        f"{V6E}/Gemma3-12B-MaxText/v6e-256", "v6e-256", "gemma3_1b", 1, 32768, 7.318, changes=GEMMA_12B
+        f"{V6E}/Gemma3-12B-MaxText/v6e-256", "v6e-256", "gemma3_1b", 1, 32768, 7.318, OFFLOAD, GEMMA_12B
     ),
     "gemma3-12b-2xv6e-256": Recipe(
         f"{V6E}/Gemma3-12B-MaxText/2x-v6e-256", "2xv6e-256", "gemma3_1b", 1, 32768, 7.793, OFFLOAD, GEMMA_12B
@@ -146,7 +146,7 @@ RECIPES = {
     "llama3-70b-tpu7x-64": Recipe(f"{IRONWOOD}/llama3.1-70b", "tpu7x:4x4x4", "llama3_70b", 4, 8192, 12.20),
     "llama3-70b-tpu7x-256": Recipe(f"{IRONWOOD}/llama3.1-70b", "tpu7x:4x8x8", "llama3_70b", 4, 8192, 12.27),
     "llama3-405b-tpu7x-256": Recipe(
-        f"{IRONWOOD}/llama3.1-405b", "tpu7x:4x8x8", "llama3_70b", 6, 8192, 98.34, changes=LLAMA_405B
+        f"{IRONWOOD}/llama3.1-405b", "tpu7x:4x8x8", "llama3_70b", 6, 8192, 98.34, OFFLOAD, LLAMA_405B
     ),
     "llama3-405b-v5p-1024": Recipe(
         f"{V5P}/Llama3.1-405B-MaxText", "v5p:8x8x8", "llama3_70b", 2, 8192, 131.474, changes=LLAMA_405B

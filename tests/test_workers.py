@@ -76,7 +76,6 @@ def test_files_with_pytorch_come_first(request: pytest.FixtureRequest) -> None:
     """Their worker takes no others, so that it has no programs beside it."""
     is_later = [scope_of(item.nodeid) != WITH_PYTORCH for item in request.session.items]
     assert "PYTEST_XDIST_WORKER" not in os.environ or is_later == sorted(is_later)
-    assert scope_of("tests/corpus/preparing/sources/test_hub.py::test") == WITH_PYTORCH  # by the datasets library
 
 
 def test_a_worker_with_pytorch_takes_no_other_file() -> None:

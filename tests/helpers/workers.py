@@ -8,10 +8,7 @@ from typing import Any
 from xdist.scheduler import LoadFileScheduling
 
 ROOT = Path(__file__).parents[2]
-# pyarrow, since what is read with it is also read by the datasets library, which imports PyTorch.
-PYTORCH = re.compile(
-    r"^\s*(import|from) (torch|transformers|peft|lm_eval|pyarrow)\b|importorskip\(.(torch|lm_eval)", re.M
-)
+PYTORCH = re.compile(r"^\s*(import|from) (torch|transformers|peft|lm_eval)\b|importorskip\(.(torch|lm_eval)", re.M)
 
 LIBTPU = re.compile(r"\b(find_devices|get_topology_desc)\(")
 LASTING = re.compile(r"\bcli\.Lasting\b")

@@ -1,10 +1,12 @@
 """Hugging Face datasets: real ones on this disk, and a hub that is not there."""
 
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pyarrow
 import pytest
@@ -16,6 +18,13 @@ from zero.corpus.preparing.sources.documents import TextReader
 from zero.corpus.preparing.sources.hub import HubDataset
 from zero.corpus.preparing.sources.source import Source
 from zero.errors import UserError
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_pytorch() -> None:
+    """Imports the datasets library without PyTorch, which it would bring into a worker that needs none."""
+    with patch.dict(os.environ, USE_TORCH="0"):
+        import datasets  # noqa: F401
 
 
 @pytest.fixture
