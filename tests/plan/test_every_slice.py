@@ -38,6 +38,7 @@ def test_exchanges_beside_products(topology: str) -> None:
     [
         *(pytest.param(name, (), marks=pytest.mark.wide) for name in ("v5e:4x8", "v6e-64", "2xv5e-16")),
         pytest.param("v5e-64", ("zero.context_shards=4",), marks=pytest.mark.wide),
+        pytest.param("2xv5e-16", ("zero.replicas=1",), marks=pytest.mark.wide),
         *(pytest.param(name, (), marks=pytest.mark.slow) for name in SLICES),
     ],
 )
