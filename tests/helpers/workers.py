@@ -8,7 +8,10 @@ from typing import Any
 from xdist.scheduler import LoadFileScheduling
 
 ROOT = Path(__file__).parents[2]
-PYTORCH = re.compile(r"^\s*(import|from) (torch|transformers|peft|lm_eval)\b|importorskip\(.(torch|lm_eval)", re.M)
+# Of the programs that run_path runs some import PyTorch.
+PYTORCH = re.compile(
+    r"^\s*(import|from) (torch|transformers|peft|lm_eval)\b|importorskip\(.(torch|lm_eval)|\brun_path\(", re.M
+)
 
 LIBTPU = re.compile(r"\b(find_devices|get_topology_desc)\(")
 LASTING = re.compile(r"\bcli\.Lasting\b")
