@@ -221,7 +221,7 @@ def row_of(name: str) -> Row | None:
     for part, seconds in sorted(found.by_part.items(), key=lambda item: -item[1])[:12]:
         print(f"  {part.name:20} {part.phase:12} {seconds:8.3f} s", flush=True)
     flops = model_flops(request.size, request.rows, recipe.context) // job.model.axis.row_group
-    is_in_part = 0 < len(kinds_on_host(job.model)) < len(kinds_of(job.model.remat))
+    is_in_part = OFFLOAD[0] in recipe.keys and kinds_on_host(job.model) != kinds_of(job.model.remat)
     available = available_bytes(devices)
     return Row(
         digests,

@@ -92,13 +92,10 @@ def test_every_room_is_listed() -> None:
     assert {room(module) for module in SOURCES} == set(ROOMS)
 
 
-def test_one_import_of_private_jax() -> None:
-    """One file imports private modules of jax.
-
-    A new version of jax may move it.
-    """
+def test_few_imports_of_private_jax() -> None:
+    """Two files import private modules of jax, for what has no public name; a new version of jax may move them."""
     found = [module for module, path in SOURCES.items() if "jax._src" in path.read_text()]
-    assert found == ["zero.partition.whole_state"]
+    assert found == ["zero.hosts.xla_options", "zero.partition.whole_state"]
 
 
 def test_nothing_forbidden_is_used() -> None:

@@ -262,7 +262,7 @@ def placement_seconds(
 
 
 def rates_of(model: ShardedGPT, speed: Speed) -> Rates:
-    """What a device of this kind does per second, for the choice of what the model stores.
+    """Operations and bytes per second of a kind of device, from which `zero.remat=auto` predicts seconds.
 
     zero's own attention kernel lacks windows and caps, which splash attention has; some TPUs have one of the two only.
     """

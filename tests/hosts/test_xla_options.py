@@ -14,7 +14,6 @@ from zero.hosts.xla_options import (
     OVERLAP_ON_TPU,
     set_before_start,
 )
-from zero.partition.whole_state import slices_that_joined
 
 GATHER, EXCHANGE = (f"--{name}" for name in OVERLAP_ON_TPU)
 
@@ -91,13 +90,13 @@ def test_slices_by_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.delenv("MEGASCALE_NUM_SLICES", raising=False)
     monkeypatch.setattr(cloud_tpu_cluster, "get_tpu_env_value_from_metadata", {"MEGASCALE_NUM_SLICES": "4"}.get)
-    assert slices_that_joined() == 4
+    assert xla_options._slices_of_the_job() == 4
 
     def unreachable(key: str) -> str:
         raise ConnectionError(key)
 
     monkeypatch.setattr(cloud_tpu_cluster, "get_tpu_env_value_from_metadata", unreachable)
-    assert slices_that_joined() == 1
+    assert xla_options._slices_of_the_job() == 1
 
 
 def test_overlap_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from zero.hosts.speeds import SPEEDS
-from zero.partition.whole_state import slices_that_joined
 
 log = logging.getLogger(__name__)
 
@@ -81,11 +80,22 @@ def set_before_start(overlap_gathers: bool, extra: str | None, hosts: int = 1) -
     kind, chips = _tpus_of_this_machine()
     chips *= hosts
     if not overlaps_exchanges(kind, chips):
-        chips //= slices_that_joined()
+        chips //= _slices_of_the_job()
     _append("LIBTPU_INIT_ARGS", for_tpu(kind, chips, overlap_gathers))
     if extra == "cuda12":
         _append("XLA_FLAGS", dict.fromkeys(OVERLAP_ON_GPU, overlap_gathers))
         log.info("XLA_FLAGS=%s", os.environ["XLA_FLAGS"])
+
+
+def _slices_of_the_job() -> int:
+    """The slices of TPUs, where jax too finds their number: in the environment, or in the metadata of the machine."""
+    from jax._src.clusters.cloud_tpu_cluster import get_tpu_env_value  # jax has no public name for it
+
+    try:
+        return int(get_tpu_env_value("MEGASCALE_NUM_SLICES") or 1)
+    except OSError as error:
+        log.warning("one slice is assumed: MEGASCALE_NUM_SLICES is not set, and there are no metadata (%s)", error)
+        return 1
 
 
 def _tpus_of_this_machine() -> tuple[str | None, int]:

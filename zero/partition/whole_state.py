@@ -193,16 +193,6 @@ def processes_that_joined() -> int:
     return distributed.global_state.num_processes or 1
 
 
-def slices_that_joined() -> int:
-    """The slices of TPUs, where jax too finds their number: in the environment, or in the metadata of the machine."""
-    from jax._src.clusters.cloud_tpu_cluster import get_tpu_env_value
-
-    try:
-        return int(get_tpu_env_value("MEGASCALE_NUM_SLICES") or 1)
-    except OSError:  # no server of metadata
-        return 1
-
-
 def coordinator_address() -> tuple[str, int]:
     """Host and port of the service behind `coordination_client`, on process 0."""
     from jax._src import distributed

@@ -42,7 +42,7 @@ _ELSEWHERE = {
     "state_dtype": ("optimizer", "state_dtype"),
 }
 
-# Traffic over the link between a device and its host, and its seconds, per step, named as in `Prediction`.
+# Bytes and seconds per step of the link between a device and its host, named as in `Prediction`.
 LINK_KEYS = ("host_link_bytes", "host_link_seconds", "host_exposed_seconds")
 PAUSES = ("evaluation", "sampling", "statistics")  # programs that run between two steps
 

@@ -1,4 +1,4 @@
-"""Memory and time of a step for activations, as estimates, and what of them is therefore stored, and where."""
+"""Estimates of the memory and the time that activations take, and the choice of what is stored, and where."""
 
 from __future__ import annotations
 
