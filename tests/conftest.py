@@ -53,11 +53,12 @@ MODULES = Path(zero.__file__).parent
 # MiB of a process that are its own: pages of libraries, 210 or with libtpu 350 more, are held once for all workers.
 MOST_MEMORY = 750  # modules are a third, or two thirds with PyTorch
 MEMORY_BETWEEN_FILES = 400  # a file's programs are of little use to the next one
-GROWTH = 150
+GROWTH = 100  # over what was left
+GROWTH_BETWEEN_FILES = 50
 MOST_ARENAS = 2  # of the C library, which otherwise keeps what each of dozens of threads has freed apart
 M_ARENA_MAX = -8  # its name in malloc.h
 COMPILED = "ZERO_TESTS_COMPILED"  # as in tests/helpers/cli.py, which is imported where a test starts runs
-LIMIT = pytest.StashKey[int]()
+LEFT = pytest.StashKey[int]()
 
 
 class Everywhere:
@@ -90,13 +91,17 @@ class Everywhere:
         is_last_of_file = nextitem is None or nextitem.path != item.path
         if is_last_of_file and isinstance(item, pytest.Function):
             forget_results(item.module)
-        limit = MEMORY_BETWEEN_FILES if is_last_of_file else MOST_MEMORY
-        if own_memory() > max(limit, item.session.stash.get(LIMIT, 0)):
+        left = item.session.stash.get(LEFT, 0)
+        if is_last_of_file:
+            limit = max(MEMORY_BETWEEN_FILES, left + GROWTH_BETWEEN_FILES)
+        else:
+            limit = max(MOST_MEMORY, left + GROWTH)
+        if own_memory() > limit:
             jax.clear_caches()
             gc.collect()
             with suppress(OSError, AttributeError):  # only glibc has it
                 ctypes.CDLL(None).malloc_trim(0)
-            item.session.stash[LIMIT] = own_memory() + GROWTH
+            item.session.stash[LEFT] = own_memory()
 
 
 def pytest_configure(config: pytest.Config) -> None:
