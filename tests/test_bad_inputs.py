@@ -10,6 +10,7 @@ from tests.config.composing import compose
 from tests.helpers import cli
 from tests.helpers.readers import READERS, outcome
 from zero.cli import all_mistakes, check_names, resolve
+from zero.cli import compose as cli_compose
 from zero.config.saved_config import default_config
 from zero.errors import UserError
 from zero.run.find_run import resume_overrides
@@ -44,6 +45,14 @@ def test_configurations(workplace: Path, overrides: str) -> None:
     status, message = outcome(start)
     assert status == 2
     assert "\n" not in message and CONFIGURATIONS[overrides] in message, message
+
+
+def test_keys_of_a_choice_beside_a_misspelt_one() -> None:
+    """Only what is misspelt is named, wherever the choice is written that brings the other keys."""
+    for arguments in (["mode=plan", "plan.search=fastest", "plan.topologi=v3-8"], ["plan.topologi=v3-8", "mode=plan"]):
+        with pytest.raises(UserError) as caught:
+            cli_compose(arguments)
+        assert str(caught.value) == "plan.topologi: there is no such key; did you mean plan.topology?"
 
 
 @pytest.mark.parametrize("number", range(len(FILES)), ids=lambda number: f"{number}-{FILES[number][0]}")

@@ -222,16 +222,25 @@ def program(mode: str) -> Callable[[Any, GPTConfig, Path], int]:
     return train
 
 
+def _is_key(override: str) -> bool:
+    """Whether an override sets a key, and does not choose a mode, a group or a file of settings.
+
+    >>> _is_key("mode=sample"), _is_key("+preset=v3-8"), _is_key("sample.tokens=3")
+    (False, False, True)
+    """
+    return "." in override.partition("=")[0]
+
+
 def all_mistakes(arguments: Sequence[str], first: HydraException | OmegaConfBaseException) -> list[str]:
     """A line for each mistake in the overrides, composed one by one, because Hydra reports only the first mistake."""
     if any(argument.startswith("-") for argument in arguments):  # Hydra's own options: not all arguments are overrides
         return [describe(first)]
     mistakes = []
-    right = []
+    right: list[str] = []
     with hydra.initialize_config_dir(str(conf_directory()), version_base="1.3"):
-        for override in arguments:
+        for override in sorted(arguments, key=_is_key):  # choices such as mode=sample first, as they bring keys
             try:
-                hydra.compose("config", [override])
+                hydra.compose("config", [*right, override])
                 right.append(override)
             except HydraException as error:
                 mistakes.append(describe(error))
