@@ -41,6 +41,11 @@ def test_default_job() -> None:
     assert checked.model.size == "bytes" and checked.zero.stage == 3
 
 
+def test_an_integer_may_have_an_exponent() -> None:
+    config = check(compose("mode=plan", "plan.tokens=30e9"), SIZES)
+    assert config.plan.tokens == 30_000_000_000 and type(config.plan.tokens) is int
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_every_size_can_be_trained(size: str) -> None:
     context = SIZES[size].block_size

@@ -172,7 +172,11 @@ def converted(value: Any, key: Key) -> Any:
 
 
 def _as_type(value: Any, kind: Any) -> Any:
-    """The value as this type; integers are numbers, and numbers are texts: the command line cannot tell them apart."""
+    """The value as this type; integers are numbers, 30e9 is an integer, and numbers are texts.
+
+    >>> _as_type(30e9, int), _as_type(2.5, int) is WRONG
+    (30000000000, True)
+    """
     if kind is Any:
         return value
     if get_origin(kind) is dict:
@@ -184,6 +188,8 @@ def _as_type(value: Any, kind: Any) -> Any:
         return WRONG if WRONG in elements else elements
     if kind is float and type(value) is int:
         return float(value)
+    if kind is int and type(value) is float and value.is_integer() and abs(value) < 2**53:  # beyond, not each is a float
+        return int(value)
     if kind is str and type(value) in (int, float):
         return str(value)
     return value if type(value) is kind else WRONG
