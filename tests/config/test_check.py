@@ -213,21 +213,21 @@ def test_every_size_can_be_trained(size: str) -> None:
         ),
         (
             "zero.offload=activations; zero.remat=none",
-            ["zero.remat=none", "another value, as zero.offload=activations moves what they store"],
+            ["zero.remat=none", "full or another value, as zero.offload=activations finds no names"],
         ),
         ("zero.offload=all", ["zero.offload=all", "none, activations, optimizer, both"]),
         (
             "zero.offload=optimizer",
-            ["zero.fused_update=false", "true, as zero.offload=optimizer moves the state of one layer at a time"],
+            ["zero.fused_update=false", "true, as zero.offload=optimizer moves the state of a span of layers"],
         ),
         (
             "zero.offload=both; zero.fused_update=true; zero.emergency_steps=5",
-            ["zero.emergency_steps=5: expected null, as zero.offload=both fills the memory of their files"],
+            ["zero.emergency_steps=5: expected null, as zero.offload=both needs the host's memory that"],
         ),
         ("zero.product_dtype=int4", ["zero.product_dtype=int4", "auto, bfloat16, int8, int8_all, float8"]),
         (
             "zero.gather_dtype=products",
-            ["zero.product_dtype=auto", "int8 or int8_all or float8, as zero.gather_dtype=products"],
+            ["zero.product_dtype=auto", "one of int8, int8_all, float8, as zero.gather_dtype=products sends"],
         ),
         (
             "mode=evaluate; model.size=bytes_vq; evaluate.weight_dtype=int8",
@@ -430,8 +430,9 @@ def test_fused_update_names_all_refusals() -> None:
 def test_refusals_of_rounded_gathers_are_all_at_once() -> None:
     """What does not go with weights that are gathered in 8 bits is refused by name, in one message."""
     assert refusal("zero.gather_dtype=products", "zero.stage=2", "zero.tensor_shards=2").splitlines() == [
-        "zero.product_dtype=auto: expected int8 or int8_all or float8, as zero.gather_dtype=products",
-        "zero.stage=2: expected 3, as zero.gather_dtype=products",
+        "zero.product_dtype=auto: expected one of int8, int8_all, float8, as zero.gather_dtype=products sends weights "
+        "as these products round them",
+        "zero.stage=2: expected 3, as zero.gather_dtype=products rounds each layer that is gathered",
         "zero.tensor_shards=2: expected 1, as zero.gather_dtype=products gathers whole columns, of which a device of a "
         "tensor group has parts",
     ]

@@ -188,7 +188,7 @@ def _as_type(value: Any, kind: Any) -> Any:
         return WRONG if WRONG in elements else elements
     if kind is float and type(value) is int:
         return float(value)
-    if kind is int and type(value) is float and value.is_integer() and abs(value) < 2**53:  # beyond, not each is a float
+    if kind is int and type(value) is float and value.is_integer() and abs(value) < 2**53:  # exact in a float
         return int(value)
     if kind is str and type(value) in (int, float):
         return str(value)

@@ -218,12 +218,18 @@ def zero_rules(config: Config, size: GPTConfig) -> Mistakes:
     if zero.remat == "nested" and span_size(size.scanned_layers) == 1:
         yield "zero.remat", f"full, as the {size.scanned_layers} layers of {of_model} make no equal spans"
     if zero.remat == "none" and "activations" in OFFLOADED[zero.offload]:
-        yield "zero.remat", f"another value, as zero.offload={zero.offload} moves what they store by its name"
+        yield "zero.remat", f"full or another value, as zero.offload={zero.offload} finds no names in what none stores"
     if "optimizer" in OFFLOADED[zero.offload]:
         if not zero.fused_update:
-            yield "zero.fused_update", f"true, as zero.offload={zero.offload} moves the state of one layer at a time"
+            yield (
+                "zero.fused_update",
+                f"true, as zero.offload={zero.offload} moves the state of a span of layers at a time",
+            )
         if zero.emergency_steps is not None:
-            yield "zero.emergency_steps", f"null, as zero.offload={zero.offload} fills the memory of their files"
+            yield (
+                "zero.emergency_steps",
+                f"null, as zero.offload={zero.offload} needs the host's memory that emergency checkpoints would take",
+            )
     for key in ("replicas", "expert_shards"):
         if zero.phases == "torus" and (getattr(zero, key) or 1) > 1:
             yield "zero.phases", f"auto or flat, as zero.{key}={getattr(zero, key)}"
@@ -283,9 +289,12 @@ def _unsent(config: Config) -> Mistakes:
     if zero.gather_dtype != "products":
         return
     if zero.product_dtype not in EIGHT_BITS:
-        yield "zero.product_dtype", f"{' or '.join(EIGHT_BITS)}, as {given}"
+        yield (
+            "zero.product_dtype",
+            f"one of {', '.join(EIGHT_BITS)}, as {given} sends weights as these products round them",
+        )
     if zero.stage != 3:
-        yield "zero.stage", f"3, as {given}"
+        yield "zero.stage", f"3, as {given} rounds each layer that is gathered"
     if zero.tensor_shards > 1:
         yield (
             "zero.tensor_shards",
