@@ -14,6 +14,8 @@ import hydra
 import pytest
 
 from tests.config.composing import compose
+from zero.config.check import check as check_configuration
+from zero.config.files import load_sizes
 from zero.config.help import help_text
 from zero.errors import UserError
 
@@ -55,7 +57,9 @@ def check_overrides(words: list[str]) -> None:
         return
     if "--multirun" in words:  # each key once, with the first of its values
         overrides = [word.split(",")[0] for word in overrides]
-    compose(*overrides)
+    config = compose(*overrides)
+    if config.mode == "plan":  # which reads no files, so that rules between keys and keys without effect are seen too
+        check_configuration(config, load_sizes(), [word.lstrip("+").partition("=")[0] for word in overrides])
 
 
 def check_shell_script(script: Path, words: list[str]) -> None:
@@ -125,6 +129,7 @@ def test_programs_accept_the_commands(page: Path, monkeypatch: pytest.MonkeyPatc
     "line",
     [
         "python main_zero.py zero.stge=1",
+        "python main_zero.py mode=plan plan.grid.remat=[full]",
         "python main_zero.py --help optimiser",
         "zero-weights export run folder --stepp 3",
         "python benchmarks/step.py --shap default",

@@ -41,7 +41,9 @@ OF_GRID = {
 OF_SEARCHES = {"none": (), "fastest": tuple(OF_GRID), "largest": ("context", "master_dtype", "state_dtype")}
 # The keys that each search replaces by values of its own.
 REPLACED = {
-    "none": {"zero.stage": "mode=plan compiles stages 0 to 3"},
+    "none": {
+        "zero.stage": "mode=plan compiles stages 0 to 3; plan.search=fastest with plan.grid.stage=[3] compiles one"
+    },
     "fastest": {},
     "largest": {
         **dict.fromkeys(("model.size", "model.override"), "plan.search=largest makes its own models"),
@@ -89,7 +91,8 @@ def _of_a_plan(config: PlanConfig) -> Iterator[tuple[str, str]]:
     yield from REPLACED[search].items()
     for name, replaced in OF_GRID.items():
         if name not in OF_SEARCHES[search]:
-            yield f"plan.grid.{name}", f"plan.search={search}"
+            reading = " or ".join(f"plan.search={other}" for other, names in OF_SEARCHES.items() if name in names)
+            yield f"plan.grid.{name}", f"plan.search={search}; {reading} reads it"
         elif getattr(config.plan.grid, name) is not None and replaced not in REPLACED[search]:
             yield replaced, f"plan.grid.{name} takes its place"
     yield from without_effect_in_training(config)
