@@ -39,6 +39,21 @@ def test_slices_that_do_not_exist(name: str) -> None:
         slice_shape(name)
 
 
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("v5e-17", "expected v5e- and a number that is a power of two; name other slices by their shape, such as v5e:2x4"),
+        ("v4-12", "expected v4- and a number that is 2 times a power of two; .* such as v4:2x2x4"),
+        ("gpu:h100", "expected gpu:KINDxCOUNT, such as gpu:h100x8, with a KIND of a100"),
+        ("moon", "expected a slice such as v3-32"),
+    ],
+)
+def test_a_wrong_name_is_refused_before_a_process_starts(name: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.environ", {})
+    with pytest.raises(UserError, match=rf"^plan.topology={name}: {line}"):
+        prepare_environment(name)
+
+
 def test_a_missing_compiler_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"libtpu.*pip install -e '.*\[plan\]'"):

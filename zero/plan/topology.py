@@ -56,9 +56,10 @@ def slice_shape(name: str) -> str:
     cores, dims = GENERATIONS[generation]
     chips = count // cores
     if count % cores or chips < 1 or chips & (chips - 1):
+        rule = "a power of two" if cores == 1 else f"{cores} times a power of two"
         raise UserError(
-            f"plan.topology={name}: expected {cores} times a power of two; name other slices by their shape, "
-            f"such as {generation}:2x4"
+            f"plan.topology={name}: expected {match[1]}- and a number that is {rule}; name other slices by "
+            f"their shape, such as {generation}:{'x'.join(['2'] * (dims - 1) + ['4'])}"
         )
     power = chips.bit_length() - 1
     shape = [2 ** ((power + dim) // dims) for dim in range(dims)]
@@ -69,8 +70,12 @@ def prepare_environment(topology: str) -> None:
     """Sets the environment variables that jax has to find when it starts in the processes that compile.
 
     Raises:
-      UserError: the TPU compiler is not installed.
+      UserError: the topology has no such name, or the TPU compiler is not installed.
     """
+    if topology.startswith(formula.PREFIX):
+        formula.gpus(topology)
+    elif topology not in LOCAL:
+        slice_shape(slices_in(topology)[1])
     if topology in LOCAL or topology.startswith(formula.PREFIX):
         if platform := LOCAL.get(topology, "cpu"):
             os.environ["JAX_PLATFORMS"] = platform
