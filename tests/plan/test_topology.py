@@ -42,7 +42,7 @@ def test_slices_that_do_not_exist(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("v5e-17", "expected v5e- and a number that is a power of two; name other slices by their shape, such as v5e:2x4"),
+        ("v5e-17", "expected v5e- and a number that is a power of two; .* such as v5e:2x4"),
         ("v4-12", "expected v4- and a number that is 2 times a power of two; .* such as v4:2x2x4"),
         ("gpu:h100", "expected gpu:KINDxCOUNT, such as gpu:h100x8, with a KIND of a100"),
         ("moon", "expected a slice such as v3-32"),

@@ -398,8 +398,8 @@ class Zero:
         "about two layers; the same results to the bit.",
         "The automatic choice of remat, on TPU at stage 3 without fused_update, is one for each kind of activation: "
         "the device, the host, or computing it again, by predicted seconds; logged at the start.",
-        "optimizer: the optimizer's state of layers, between their updates, so that a device holds that of three spans of "
-        "layers; with zero.fused_update. both: both.",
+        "optimizer: the optimizer's state of layers, between their updates, so that a device holds that of three spans "
+        "of layers; with zero.fused_update. both: both.",
     )
     fused_update: bool = key(
         False,

@@ -109,10 +109,11 @@ def place_model(config: EvaluateConfig | SampleConfig, size: GPTConfig, rows: in
         devices = min(rows, jax.device_count()) if hosts == 1 else jax.device_count()
         model = replace(model, axis=Axis("zero", (1, devices)), stage=0)
     log.info(
-        "%s bytes of weights, %s %d devices",
+        "%s bytes of weights, %s %d %s",
         f"{whole:,}",
         "sharded over" if model.stage else "whole on",
         model.axis.size,
+        "device" if model.axis.size == 1 else "devices",
     )
     return model
 

@@ -57,7 +57,9 @@ def gpus(topology: str) -> list[Gpu]:
     """
     match = re.fullmatch(rf"{PREFIX}([\w-]+?)x(\d+)", topology)
     if match is None or match[1] not in KINDS or not int(match[2]):
-        raise UserError(f"plan.topology={topology}: expected gpu:KINDxCOUNT, such as gpu:h100x8, with a KIND of {', '.join(KINDS)}")
+        raise UserError(
+            f"plan.topology={topology}: expected gpu:KINDxCOUNT, such as gpu:h100x8, with a KIND of {', '.join(KINDS)}"
+        )
     kind, gigabytes = KINDS[match[1]]
     memory = int(JAX_SHARE * gigabytes * 10**9)
     return [Gpu(number, number // PER_NODE, kind, memory) for number in range(int(match[2]))]
