@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from tests.config.composing import CONF, compose
 from zero.config.check import check, describe
-from zero.config.declared import whole_kind
+from zero.config.declared import value_of, whole_kind
 from zero.config.files import load_sizes
 from zero.config.keys import all_keys
 from zero.config.printed import config_yaml, keys_page, models_head, yaml_text
@@ -42,8 +42,8 @@ def test_default_job() -> None:
 
 
 def test_an_integer_may_have_an_exponent() -> None:
-    config = check(compose("mode=plan", "plan.tokens=30e9"), SIZES)
-    assert config.plan.tokens == 30_000_000_000 and type(config.plan.tokens) is int
+    tokens = value_of(check(compose("mode=plan", "plan.tokens=30e9"), SIZES), "plan.tokens")
+    assert tokens == 30_000_000_000 and type(tokens) is int
 
 
 @pytest.mark.parametrize("size", SIZES)
