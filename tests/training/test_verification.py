@@ -104,8 +104,9 @@ NARROW: dict[str, Any] = {
             marks=pytest.mark.wide,
         ),
         pytest.param(partial(setup, 3, 2, config=VQ), marks=pytest.mark.wide),
+        partial(setup, 3, 3, product_dtype="int8", gathers_rounded=True),
     ],
-    ids=["tensor", "narrow context", "expert", "vq"],
+    ids=["tensor", "narrow context", "expert", "vq", "gathers of rounded weights"],
 )
 def test_groups_and_dtypes_raise_no_alarm(on: Callable[[], Setup]) -> None:
     made = on()

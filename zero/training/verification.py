@@ -120,7 +120,8 @@ def _pass_through(full: PyTree, tap: jax.Array) -> PyTree:
 
 
 def _halves(_: None, grads: PyTree) -> tuple[PyTree, jax.Array]:
-    total = checksum(grads)
+    arrays = [x for x in jax.tree.leaves(grads) if x.dtype != jax.dtypes.float0]  # as rounded weights have no gradient
+    total = checksum(arrays)
     return grads, jnp.stack([total >> 16, total & 0xFFFF]).astype(jnp.float32)
 
 
