@@ -438,6 +438,24 @@ def test_refusals_of_rounded_gathers_are_all_at_once() -> None:
     ]
 
 
+@pytest.mark.parametrize("mode", ["evaluate", "sample"])
+@pytest.mark.parametrize(
+    ("of_run", "now"),
+    [
+        (["zero.fused_update=true", "zero.offload=both"], "zero.stage=1"),
+        (["zero.wire_dtype=int8", "zero.replica_wire_dtype=int8"], "zero.stage=0"),
+        (["zero.replicas=2"], "zero.phases=torus"),
+        (["zero.remat=dots"], "zero.product_dtype=int8"),
+        (["tuning=lora", "tuning.targets=[query]"], "zero.product_dtype=int8"),
+    ],
+)
+def test_keys_that_weights_are_not_read_by(mode: str, of_run: list[str], now: str) -> None:
+    """Keys of a run that a mode does not read, and lets no one change, are no reason to refuse one that it reads."""
+    check(compose(f"mode={mode}", *of_run, now), SIZES, ["mode", now.partition("=")[0]])
+    training = ["model.warm_start=true", "model.model_path=there"] if "tuning=lora" in of_run else []
+    assert refusal(*training, *of_run, now)
+
+
 def test_configuration_file() -> None:
     """conf/config.yaml and the pages of keys and metrics are what is printed: python -m zero.printed."""
     reference = CONF.resolve().parent / "docs" / "reference"

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from zero.config.constraints import shown
-from zero.config.schema import GROUPS, Config, EvaluateConfig, PlanConfig, SampleConfig
+from zero.config.schema import GROUPS, Config, EvaluateConfig, PlanConfig, SampleConfig, default_section
 from zero.corpus.reading.synthetic import SYNTHETIC
 
 OF_FILES = ("index_path_train", "index_path_validation", "shuffle_shards", "max_skipped_rows", "cache_directory")
@@ -66,6 +66,18 @@ def without_effect(config: Config) -> Iterator[tuple[str, str]]:
         yield from _of_a_plan(config)
     else:
         yield from without_effect_in_training(config)
+
+
+def with_read_keys(config: Config) -> Config:
+    """The configuration of weights with defaults for what their mode does not read of the section zero.
+
+    A run keeps these keys in its configuration, and `mode=evaluate` and `mode=sample` take no other value of them.
+    """
+    if not isinstance(config, EvaluateConfig | SampleConfig):
+        return config
+    defaults = default_section(type(config.zero))
+    unread = {name: value for name, value in defaults.items() if f"zero.{name}" not in OF_WEIGHTS}
+    return dataclasses.replace(config, zero=dataclasses.replace(config.zero, **unread))
 
 
 def _unread(config: Config, read: set[str], reason: str) -> Iterator[tuple[str, str]]:

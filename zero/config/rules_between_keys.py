@@ -9,6 +9,7 @@ from zero.config.constraints import is_paths, shown
 from zero.config.declared import value_of, whole_kind
 from zero.config.groups import Adapted
 from zero.config.keys import all_keys
+from zero.config.no_effect import with_read_keys
 from zero.config.schema import Config, EvaluateConfig, PlanConfig, SampleConfig
 from zero.corpus.reading.synthetic import SYNTHETIC
 from zero.files import storage
@@ -24,6 +25,7 @@ _WITHOUT_INT8 = {"wire_dtype": "auto, float32 or bfloat16", "gather_dtype": "aut
 
 def mistakes(config: Config, size: GPTConfig) -> Mistakes:
     """The contradictions between keys, section by section."""
+    config = with_read_keys(config)
     for rules in (
         training_rules,
         part_rules,
@@ -275,7 +277,7 @@ def _unrounded(config: Config, size: GPTConfig) -> Mistakes:
         yield "zero.product_dtype", f"auto, as {of_model} has gated units"
     if size.experts is not None:
         yield "zero.product_dtype", f"auto, as {of_model} has experts"
-    if isinstance(config.tuning, Adapted):
+    if isinstance(config.tuning, Adapted) and config.mode in ("train", "plan"):  # else adapters are merged
         yield "zero.product_dtype", f"auto, as tuning={config.tuning.name} multiplies with frozen weights"
     if zero.remat == "dots" and zero.product_dtype in EIGHT_BITS:
         why = "stores the sums of products, which have 4 bytes"
