@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from tests.config.composing import compose
+from zero.config.check import typed
 from zero.config.groups import Grid
 from zero.config.schema import PlanConfig
 from zero.errors import UserError
@@ -23,6 +25,13 @@ PEAKS = {
     "available_bytes": 100,
 }
 FITTING: dict[str, Any] = SAME | PEAKS | {"fits": True, "parameters": 1}
+
+
+def plan_config(*overrides: str) -> PlanConfig:
+    """As a start of mode=plan has it."""
+    config = typed(compose("mode=plan", "data.max_context=64", *overrides))
+    assert isinstance(config, PlanConfig)
+    return config
 
 
 def grid_of(**values: Any) -> Grid:
@@ -48,12 +57,17 @@ def test_search_prefers_fast_with_headroom() -> None:
 
 
 def test_rows_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a search each stage has a row, and with a fused update only stage 3."""
+    """Without a search each stage has a row that a run does not refuse."""
     monkeypatch.setattr(search, "compile_step", lambda request: {"stage": request.config.zero.stage})
-    request = Request(PlanConfig(), GPTConfig(512, 50304, 2, 64, 0.0, 4), 1)
+    settings: dict[tuple[str, ...], list[int]] = {
+        (): [0, 1, 2, 3],
+        ("zero.fused_update=true",): [3],
+        ("zero.product_dtype=int8", "zero.gather_dtype=products"): [3],
+        ("zero.wire_dtype=int8",): [1, 2, 3],
+    }
     with ThreadPoolExecutor(1) as pool:
-        for is_fused, stages in ((False, [0, 1, 2, 3]), (True, [3])):
-            request.config.zero.fused_update = is_fused
+        for keys, stages in settings.items():
+            request = Request(plan_config(*keys), GPTConfig(512, 50304, 2, 64, 0.0, 4), 1)
             assert [row["stage"] for row in search.every_stage(pool, request)] == stages
 
 
@@ -61,7 +75,7 @@ def test_search_covers_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     """A search covers all combinations of the grid."""
     monkeypatch.setattr(search, "outline", lambda request: SAME)
     monkeypatch.setattr(search, "compile_step", lambda request: FITTING | {"config": request.config})
-    config: Any = PlanConfig()
+    config: Any = plan_config()
     config.plan.grid = grid = grid_of(stage=[2, 3], micro_batch=[4, 1])
     config.data.max_context, config.optimizer.state_dtype, config.zero.master_dtype = 64, "bfloat16", "float32"
     config.zero.fused_update, config.mode = False, "evaluate"
@@ -102,7 +116,7 @@ def test_search_compiles_possible_winners(processes: int, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(search, "outline", outline)
     monkeypatch.setattr(search, "compile_step", compile_step)
-    config: Any = PlanConfig()
+    config: Any = plan_config()
     config.plan.grid = Grid(
         [1, 2, 3], [8, 1, 4, 2], [1], ["full"], None, None, None, [1], [1], [1], [1], ["flat"], [True]
     )
@@ -135,7 +149,7 @@ def test_search_skips_the_impossible(monkeypatch: pytest.MonkeyPatch, caplog: An
 
     monkeypatch.setattr(search, "outline", outline)
     monkeypatch.setattr(search, "compile_step", compile_step)
-    config: Any = PlanConfig()
+    config: Any = plan_config()
     numbers, phases = [1, 2, 3], ["flat", "torus"]
     config.plan.grid = grid_of(context=[64], tensor=numbers, context_shards=numbers, replicas=numbers, phases=phases)
     config.zero.master_dtype, config.optimizer.state_dtype, config.model.size = "float32", "float32", "two_heads"
@@ -175,20 +189,49 @@ def test_deepest_that_fits(fits_up_to: int, remat: str, monkeypatch: pytest.Monk
             "evaluation_peak_bytes": None,
             "sampling_peak_bytes": None,
             "statistics_peak_bytes": None,
+            "bytes_of_one_host": 0,
+            "host_available_bytes": None,
         }
         return peaks | {"fits": layers <= fits_up_to, "available_bytes": available, "layers": layers}
 
     monkeypatch.setattr(search, "compile_step", compile_step)
-    request = Request(PlanConfig(), GPTConfig(512, 50304, 2, 64, 0.0, 4), 1).with_changes(remat=remat)
+    request = Request(plan_config(), GPTConfig(512, 50304, 2, 64, 0.0, 4), 1).with_changes(remat=remat)
     row = search.deepest(request)
     assert row is not None and row["layers"] == (72 if remat == "nested" else fits_up_to) and len(tried) <= 6
     monkeypatch.setattr(search, "compile_step", lambda request: compile_step(request) | {"fits": False})
     assert search.deepest(request) is None
 
 
+def test_deepest_that_fits_in_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the memory of hosts is full before that of devices, as few programs find the depth."""
+    tried = []
+
+    def compile_step(request: Request) -> dict[str, Any]:
+        layers = request.size.N
+        tried.append(layers)
+        of_host = {"bytes_of_one_host": 50 + 10 * layers, "host_available_bytes": 458}
+        peaks = PEAKS | {"peak_bytes": 10 + layers, "available_bytes": 1000}
+        return peaks | of_host | {"fits": of_host["bytes_of_one_host"] <= 458, "layers": layers}
+
+    monkeypatch.setattr(search, "compile_step", compile_step)
+    row = search.deepest(Request(plan_config(), GPTConfig(512, 50304, 2, 64, 0.0, 4), 1))
+    assert row is not None and row["layers"] == 40 and tried == [4, 8, 40, 41]
+
+
+def test_search_keeps_rules_of_all_sections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A setting that a run refuses is none of a search, whichever section the rule is of."""
+    monkeypatch.setattr(search, "outline", lambda request: SAME)
+    monkeypatch.setattr(search, "compile_step", lambda request: FITTING | {"tensor": request.config.zero.tensor_shards})
+    config = plan_config("tuning=lora", "tuning.dropout=0.1")
+    config.plan.grid = grid_of(tensor=[1, 2])
+    with ThreadPoolExecutor(1) as pool:
+        rows = search.fastest(pool, Request(config, GPTConfig(512, 50304, 2, 64, 0.0, 4), 1), 1)
+    assert [row["tensor"] for row in rows] == [1]
+
+
 def test_search_over_state_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Searches include the dtypes of the state."""
-    config: Any = PlanConfig()
+    config: Any = plan_config()
     config.plan.grid = grid_of(master_dtype=["float32", "bfloat16"], state_dtype=["int8"], context=[64])
     config.zero.fused_update, config.mode = False, "evaluate"
 

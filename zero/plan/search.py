@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from zero.config.rules_between_keys import zero_rules
+from zero.config.rules_between_keys import mistakes
 from zero.config.schema import PlanConfig
 from zero.errors import UserError
 from zero.models.config import GPTConfig
@@ -25,9 +25,10 @@ WIDTHS = (2048, 3072, 4096, 6144, 8192)  # of the models that a search for the l
 
 
 def every_stage(pool: Executor, request: Request) -> list[Row]:
-    """A row for each stage; a fused update has stage 3 only."""
-    stages = [3] if request.config.zero.fused_update else [0, 1, 2, 3]
-    return list(gather([pool.submit(compile_step, request.with_changes(stage=stage)) for stage in stages]).values())
+    """A row for each stage that goes with the other keys; a fused update has stage 3 only."""
+    settings = [request.with_changes(stage=stage) for stage in (0, 1, 2, 3)]
+    possible = [setting for setting in settings if next(mistakes(setting.config, setting.size), None) is None]
+    return list(gather([pool.submit(compile_step, setting) for setting in possible]).values())
 
 
 def fastest(pool: Executor, request: Request, processes: int) -> list[Row]:
@@ -95,18 +96,18 @@ def _combinations(request: Request) -> list[Request]:
         "overlap_gathers": grid.overlap_gathers or [zero.overlap_gathers],
     }
     possible = []
-    mistakes = []
+    refused = []
     for values in itertools.product(*keys.values()):
         for setting in _state_dtypes(request.with_changes(**dict(zip(keys, values, strict=True)))):
             for context in grid.context or [request.config.data.max_context]:
                 requests = [setting.with_changes(rows, context=context) for rows in sorted(grid.micro_batch)]
-                mistake = next(zero_rules(requests[0].config, requests[0].size), None)
+                mistake = next(mistakes(requests[0].config, requests[0].size), None)
                 if mistake is None:
                     possible += requests
                 else:
-                    mistakes.append(f"{mistake[0]}: expected {mistake[1]}")
+                    refused.append(f"{mistake[0]}: expected {mistake[1]}")
     if not possible:
-        raise UserError("plan.grid: no combination of its values is possible\n" + "\n".join(dict.fromkeys(mistakes)))
+        raise UserError("plan.grid: no combination of its values is possible\n" + "\n".join(dict.fromkeys(refused)))
     return possible
 
 
@@ -138,9 +139,9 @@ def _state_dtypes(request: Request) -> list[Request]:
 def deepest(request: Request) -> Row | None:
     """The row of the deepest model of this width that fits, if any does.
 
-    Memory is almost linear in the number of layers: two programs give the line, the third is the depth at which the
-    line reaches the available memory, and a few more correct it. Layers in spans are added by eight, because some
-    other numbers have no spans of similar size and number.
+    Memory of devices, and of hosts, is almost linear in the number of layers: two programs give the lines, the third is
+    the depth at which the first line reaches the available memory, and a few more correct it. Layers in spans are added
+    by eight, because some other numbers have no spans of similar size and number.
     """
     unit = 8 if request.config.zero.remat == "nested" else 1
     tried: dict[int, Row] = {}
@@ -155,13 +156,25 @@ def deepest(request: Request) -> Row | None:
     high = try_layers(2 * fewest)
     if not low["fits"]:
         return None
-    per_layer = (highest_peak(high) - highest_peak(low)) / fewest
-    layers = fewest + unit * int((low["available_bytes"] - highest_peak(low)) / per_layer / unit)
+    more = _more_layers(highest_peak(low), highest_peak(high), low["available_bytes"], fewest)
+    if low["bytes_of_one_host"] and high["bytes_of_one_host"] and low["host_available_bytes"] is not None:
+        of_hosts = low["bytes_of_one_host"], high["bytes_of_one_host"], low["host_available_bytes"]
+        more = min(more, _more_layers(*of_hosts, fewest))
+    layers = fewest + unit * int(more / unit)
     while not try_layers(layers)["fits"]:
         layers -= unit
     while layers + unit not in tried and try_layers(layers + unit)["fits"]:
         layers += unit
     return tried[layers]
+
+
+def _more_layers(low: int, high: int, available: int, layers: int) -> float:
+    """How many layers can be added to the lower of two models until a line through both reaches the available bytes.
+
+    >>> _more_layers(20, 30, 50, 4)  # the higher one has 4 layers more
+    12.0
+    """
+    return (available - low) * layers / (high - low)
 
 
 def best(rows: list[Row], headroom: float) -> Row | None:
