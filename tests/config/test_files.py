@@ -116,7 +116,10 @@ def test_entry_of_another_file(tmp_path: Path) -> None:
         ("my.yaml:none", "model.size=my.yaml:none: expected an entry of my.yaml: mine, other"),
         ("my.yaml:", "model.size=my.yaml:: expected an entry of my.yaml: mine, other"),
         ("my.yaml:test", "model.size=my.yaml:test: expected an entry of my.yaml: mine, other"),
-        ("gone.yaml:mine", "gone.yaml: not found; expected the model sizes"),
+        (
+            "gone.yaml:mine",
+            "model.size=gone.yaml:mine: gone.yaml not found; where it has moved, name model.size=FILE:mine",
+        ),
         ("wrong.yaml:right", "wrong.yaml: size 'wrong': expected the keys of a model, got 5"),
     ],
 )

@@ -63,10 +63,32 @@ def test_lost_steps_are_repeated(lasting: cli.Lasting) -> None:
             "override={'N': 2, 'embedding_dim': 32}: expected {'N': 1, 'embedding_dim': 32}",
         ),
         (["model.size=mine"], "model.size=mine: expected mine.yaml:mine, the value of the run"),
+        (["model.size=mine.yaml:other"], "model.size=mine.yaml:other: expected mine.yaml:mine, the value of the run"),
     ],
 )
 def test_another_model_is_refused(lasting: cli.Lasting, arguments: list[str], named: str) -> None:
     cli.check_refusal(lasting.run("--resume", "hydra.run.dir=whole", *arguments), named)
+
+
+def test_moved_sizes(lasting: cli.Lasting) -> None:
+    """A file of sizes may move: a resume and an evaluation name where it is, and the model is compared as before."""
+    old, new = lasting.workplace / "mine.yaml", lasting.workplace / "elsewhere.yaml"
+    shutil.copytree(lasting.workplace / "whole", lasting.workplace / "moved")
+    shutil.rmtree(lasting.workplace / "moved/checkpoints/12")
+    old.rename(new)
+    try:
+        cli.check_refusal(lasting.run("--resume", "hydra.run.dir=moved"), "model.size=mine.yaml:mine: mine.yaml not")
+        run = lasting.train("moved", "--resume", "model.size=elsewhere.yaml:mine")
+        assert cli.losses(run) == cli.losses(lasting.workplace / "whole")
+        assert saved_config(run).model.size == "elsewhere.yaml:mine"
+        used = "model.model_path=whole", "model.size=elsewhere.yaml:mine", f"evaluate.index={cli.INDICES[1]}"
+        assert lasting.evaluate("whole/used_again", *used)["loss"] > 0
+        new.write_text(SIZES.replace("1000.0", "2000.0"))
+        done = lasting.run("--resume", "hydra.run.dir=whole", "training.total_steps=13", used[1])
+        cli.check_refusal(done, "rotary_base is 1000.0, this run expects 2000.0")
+    finally:
+        new.unlink(missing_ok=True)
+        old.write_text(SIZES)
 
 
 def test_edited_sizes_are_refused(lasting: cli.Lasting) -> None:

@@ -170,8 +170,10 @@ def _entry_of_file(size: str, path: str, name: str) -> Any:
     """The entry of this name in a file, as it is written; `size` is both, as the user named them.
 
     Raises:
-      UserError: the file has no such entry, or is wrong.
+      UserError: there is no such file, it has no such entry, or is wrong.
     """
+    if not Path(path).is_file():
+        raise UserError(f"model.size={size}: {path} not found; where it has moved, name model.size=FILE:{name}")
     sizes = load_sizes(Path(path))
     if name not in sizes:
         raise UserError(f"model.size={size}: expected an entry of {path}: {', '.join(sizes)}")

@@ -23,7 +23,8 @@ from zero.errors import UserError
 log = logging.getLogger(__name__)
 
 # Keys that a resume may not change: the model, the seed, the order of the data, what is trained and by what.
-# Not the paths of data and tokenizer, which may move: a resume compares their contents (docs/decisions/identity.md).
+# Not the paths of data and tokenizer, nor of a file of model sizes, which may move: a resume compares their contents
+# (docs/decisions/identity.md).
 FIXED_KEYS = (
     "seed",
     "model.size",
@@ -240,8 +241,19 @@ def _changes(earlier: DictConfig, merged: DictConfig) -> Iterator[str]:
     for key in FIXED_KEYS:
         before = OmegaConf.select(earlier, key)
         now = OmegaConf.select(merged, key)
-        if before != now:
+        is_moved = key == "model.size" and _entry(before) == _entry(now)
+        if before != now and not is_moved:
             yield f"{key.removesuffix('.name')}={shown(now)}: expected {shown(before)}, the value of the run"
+
+
+def _entry(size: str) -> tuple[bool, str]:
+    """Whether a model is of a file, wherever it lies, and the name of its entry.
+
+    >>> _entry("my.yaml:mine"), _entry("bytes")
+    ((True, 'mine'), (False, 'bytes'))
+    """
+    path, _, name = size.rpartition(":")
+    return bool(path), name
 
 
 def _kept_by_two_rules(data: Mapping[str, Any]) -> Iterator[str]:
