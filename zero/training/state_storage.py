@@ -140,8 +140,8 @@ class LayersOnHost(OnDevices):
     def check_conversion(self, layout: Layout, origin: str) -> None:
         if self.layout != layout:
             raise UserError(
-                f"{origin}: holds the state in other dtypes, which are converted on the devices: resume once without "
-                "zero.offload=optimizer, or with the dtypes of the checkpoint"
+                f"{origin}: holds the state in other dtypes, which are converted on the devices: resume once with "
+                "zero.offload=none, or with the dtypes of the checkpoint"
             )
 
     def to_global(self, state: TrainState) -> PyTree:
