@@ -30,7 +30,7 @@ def test_kinds_have_peaks(kind: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpu:h100", "gpu:h100x0", "gpu:voodoox8", "gpu:x8", "gpu:h100x8x2"])
 def test_unknown_gpus(name: str) -> None:
-    with pytest.raises(UserError, match=rf"plan.topology={name}: expected gpu:KINDxCOUNT .* h100"):
+    with pytest.raises(UserError, match=rf"plan.topology={name}: expected gpu:KINDxCOUNT.* h100"):
         formula.gpus(name)
 
 
