@@ -109,10 +109,15 @@ class Proxy:
         self.lock, self.random, self.closed = threading.Lock(), random.Random(0), threading.Event()
 
     def draw(self, is_read: bool) -> str | None:
-        """The fault of this request, if it gets one: the kind that was injected least often so far."""
+        """The fault of this request, if it gets one: the kind that was injected least often so far.
+
+        Other requests may all come before the first read: they leave one fault for each kind that only reads can get.
+        """
         faults = [fault for fault in self.faults if is_read or fault.isdigit()]
         with self.lock:
-            if not faults or self.injected.total() >= self.budget or self.random.random() >= self.rate:
+            of_reads = [fault for fault in self.faults if not fault.isdigit() and not self.injected[fault]]
+            left = self.budget - self.injected.total() - (0 if is_read else len(of_reads))
+            if not faults or left <= 0 or self.random.random() >= self.rate:
                 return None
             fault = min(faults, key=self.injected.__getitem__)
             self.injected[fault] += 1
