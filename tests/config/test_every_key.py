@@ -120,7 +120,7 @@ RUN = dict(override.split("=", 1) for override in cli.TINY) | {
     "training.warmup_train_context": "8",
     "training.evaluation_frequency": "3",
     "training.maximum_evaluation_steps": "1",
-    "distributed.compilation_cache": "null",  # else that of this process, in which programs for TPU are compiled too
+    "distributed.compilation_cache": "null",  # it is of the whole process, which compiles for TPU too
 }
 BESIDE = {  # what both runs need so that the key can matter
     "training.max_epochs": ("data.train_samples=32",),

@@ -72,14 +72,15 @@ def prepare_environment(topology: str) -> None:
     Raises:
       UserError: the topology has no such name, or the TPU compiler is not installed.
     """
-    if topology.startswith(formula.PREFIX):
-        formula.gpus(topology)
-    elif topology not in LOCAL:
-        slice_shape(slices_in(topology)[1])
-    if topology in LOCAL or topology.startswith(formula.PREFIX):
-        if platform := LOCAL.get(topology, "cpu"):
+    if topology in LOCAL:
+        if platform := LOCAL[topology]:
             os.environ["JAX_PLATFORMS"] = platform
         return
+    if topology.startswith(formula.PREFIX):
+        formula.gpus(topology)  # a misspelt name is refused before processes start
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        return
+    slice_shape(slices_in(topology)[1])
     if importlib.util.find_spec("libtpu") is None:
         raise UserError(
             f"plan.topology={topology}: the TPU compiler (libtpu) is not installed. On x86-64 Linux, without a TPU: "
