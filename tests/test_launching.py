@@ -32,7 +32,9 @@ GCLOUD = r"""#!/usr/bin/env bash
 # training, and the exit status of every other call, come from files as well.
 cd "$(dirname "$0")" || exit 1
 printf -v call '%s\037' "$@"
-printf '%s\036' "$call" >>calls # in one write: slices are called at the same time
+# Slices are called at the same time: cat appends in one write, where printf has one for each line of an argument.
+printf '%s\036' "$call" >"call.$$"
+cat "call.$$" >>calls
 answer() { head -n 1 "$1"; sed -i '1{$!d}' "$1"; }
 homes() { case "$*" in *--worker=all*) ls -d ../homes/* ;; *) echo ../homes/0 ;; esac; }
 describe() {
