@@ -116,7 +116,9 @@ class Proxy:
         faults = [fault for fault in self.faults if is_read or fault.isdigit()]
         with self.lock:
             of_reads = [fault for fault in self.faults if not fault.isdigit() and not self.injected[fault]]
-            left = self.budget - self.injected.total() - (0 if is_read else len(of_reads))
+            left = self.budget - self.injected.total()
+            if not is_read:
+                left -= len(of_reads)
             if not faults or left <= 0 or self.random.random() >= self.rate:
                 return None
             fault = min(faults, key=self.injected.__getitem__)

@@ -42,7 +42,7 @@ _ELSEWHERE = {
     "state_dtype": ("optimizer", "state_dtype"),
 }
 
-# Bytes and seconds per step of the link between a device and its host, named as in `Prediction`.
+# Of the link between a device and its host, per step: bytes and seconds, under the names of `Prediction`.
 LINK_KEYS = ("host_link_bytes", "host_link_seconds", "host_exposed_seconds")
 PAUSES = ("evaluation", "sampling", "statistics")  # programs that run between two steps
 

@@ -1,4 +1,4 @@
-"""Estimates of the memory and the time that activations take, and the choice of what is stored, and where."""
+"""Estimates the memory and the time that activations take, and chooses which are stored, and in which memory."""
 
 from __future__ import annotations
 
