@@ -16,7 +16,7 @@ from typing import Any
 from zero.corpus.text.chat_template import load_chat_template
 from zero.corpus.text.tokenizers import FileTokenizer, load_tokenizer
 from zero.errors import UserError
-from zero.exchange.brought import TOKENIZERS
+from zero.exchange.hub_model import TOKENIZERS
 
 PIECES = (
     *(

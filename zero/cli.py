@@ -37,7 +37,7 @@ from zero.run.sweeps import check_places, continue_job, swept_keys, write_table
 from zero.run_directory import describe_full_disk, discard_unused, saved_config
 
 if TYPE_CHECKING:
-    from zero.exchange.brought import Brought
+    from zero.exchange.hub_model import HubModel
 
 QUOTE = "'"  # around a value on the command line
 
@@ -132,17 +132,17 @@ def resolve(config: DictConfig, overrides: list[str]) -> tuple[Config, GPTConfig
     return checked, sizes.chosen(checked.model)
 
 
-def folder_in_place_of_run(config: DictConfig) -> Brought | None:
+def folder_in_place_of_run(config: DictConfig) -> HubModel | None:
     """The Hugging Face folder that is evaluated or sampled; None for a run."""
     place = config.model.model_path
     if place is None or not (place.startswith("hf:") or (Path(place) / "config.json").is_file()):
         return None
-    from zero.exchange.brought import brought  # the import takes a second, and runs do not need it
+    from zero.exchange.hub_model import open_hf_model  # the import takes a second, and runs do not need it
 
-    return brought(place)
+    return open_hf_model(place)
 
 
-def use_folder(config: DictConfig, folder: Brought, given: Sequence[str]) -> Sizes:
+def use_folder(config: DictConfig, folder: HubModel, given: Sequence[str]) -> Sizes:
     """Sets the keys of a run by a Hugging Face folder, but for those that are given; returns its size.
 
     Raises:

@@ -15,8 +15,8 @@ from zero.cli import compose
 from zero.corpus.text.tokenizers import encode_prompt, load_tokenizer
 from zero.errors import UserError
 from zero.exchange.architecture_table import architecture_of
-from zero.exchange.brought import brought
 from zero.exchange.hf_config import read_size, write_config
+from zero.exchange.hub_model import open_hf_model
 from zero.exchange.warm_start import warm_start
 from zero.inference.harness_tasks import adapter
 from zero.inference.scoring import Scorer
@@ -28,7 +28,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 
 
 def opened(folder: Path, devices: int) -> TrainedModel:
-    found = brought(str(folder))
+    found = open_hf_model(str(folder))
     assert found is not None
     model = ShardedGPT(found.size, zero.Axis("zero", (1, devices)), 3)
     return TrainedModel(model, warm_start(str(folder), model), load_tokenizer(found.tokenizer()), None)

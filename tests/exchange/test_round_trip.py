@@ -19,8 +19,8 @@ from tests.exchange.small_models import small, theirs
 from tests.helpers.brought import HOMES, save_tokenizer
 from zero.checkpoints.manager import Checkpoints
 from zero.exchange.architecture_table import ARCHITECTURES
-from zero.exchange.brought import brought
 from zero.exchange.export import export
+from zero.exchange.hub_model import open_hf_model
 from zero.exchange.warm_start import described_folder, warm_start
 from zero.models.config import GPTConfig
 from zero.partition.layout import derive_layout
@@ -49,7 +49,7 @@ def save_as_on_the_hub(folder: Path, model_type: str) -> None:
 
 def save_checkpoint(place: Path, folder: Path) -> None:
     """What a run holds that began with a folder, before its first step."""
-    found = brought(str(folder))
+    found = open_hf_model(str(folder))
     assert found is not None
     model = ShardedGPT(found.size, zero.Axis("zero", (1, jax.device_count())), 3)
     whole = zero.to_host(warm_start(str(folder), model), model.layout, model.axis)
@@ -62,7 +62,7 @@ def save_checkpoint(place: Path, folder: Path) -> None:
 
 def size_of(folder: Path) -> GPTConfig:
     """The model of a folder, with the widths that follow from others."""
-    found = brought(str(folder))
+    found = open_hf_model(str(folder))
     assert found is not None
     size = found.size
     return dataclasses.replace(size, head_dim=size.head_width, kv_heads=size.key_heads, mlp_dim=size.mlp_width)

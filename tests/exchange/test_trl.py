@@ -26,7 +26,7 @@ from tests.helpers.vllm_rules import objections_to_adapters
 from zero.corpus.text.tokenizers import load_tokenizer
 from zero.errors import UserError
 from zero.exchange.architecture_table import architecture_of
-from zero.exchange.brought import brought
+from zero.exchange.hub_model import open_hf_model
 from zero.exchange.peft_folder import CONFIG_FILE, peft_adapters, read_peft, tensor_name, write_peft
 from zero.exchange.warm_start import warm_start
 from zero.models.adapters import TABLES, Adapters
@@ -162,7 +162,7 @@ class Home:
 
     @cached_property
     def size(self) -> Any:
-        found = brought(str(self.folder))
+        found = open_hf_model(str(self.folder))
         assert found is not None
         return found.size
 

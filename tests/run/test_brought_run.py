@@ -20,8 +20,8 @@ from tests.helpers.corpora import call
 from tests.helpers.loaders import open_loader
 from zero.cli import compose
 from zero.errors import UserError
-from zero.exchange.brought import brought
 from zero.exchange.export import export
+from zero.exchange.hub_model import open_hf_model
 from zero.inference import harness_tasks
 from zero.inference.evaluate import evaluate
 from zero.inference.sample import TEXTS_FILE, sample
@@ -191,7 +191,7 @@ def test_a_folder_of_the_hub(family: str, size: dict[str, Any], tmp_path: Path, 
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "folder"
     save_folder(folder, family, **size)
-    found = brought("folder")
+    found = open_hf_model("folder")
     assert found is not None
     vocabulary = found.size.vocab_size
     entry = {name: value for name, value in dataclasses.asdict(found.size).items() if value is not None}

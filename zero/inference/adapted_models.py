@@ -10,8 +10,8 @@ from typing import Any
 from zero.config.schema import EvaluateConfig
 from zero.corpus.text.tokenizers import Tokenizer, load_tokenizer
 from zero.errors import UserError
-from zero.exchange.brought import is_folder
 from zero.exchange.checkpoint_weights import choose_steps, open_checkpoints, saved_step
+from zero.exchange.hub_model import is_folder
 from zero.exchange.peft_folder import CONFIG_FILE, peft_adapters, read_peft
 from zero.exchange.warm_start import base_checksum, check_base, merged_weights, warm_start
 from zero.inference.trained_model import TrainedModel

@@ -16,8 +16,8 @@ from zero.config.same_configuration import check_same_configuration
 from zero.config.schema import EvaluateConfig, SampleConfig
 from zero.corpus.text.tokenizers import Tokenizer, load_tokenizer
 from zero.errors import UserError
-from zero.exchange.brought import is_folder
 from zero.exchange.checkpoint_weights import saved_step
+from zero.exchange.hub_model import is_folder
 from zero.exchange.warm_start import warm_start, weights_of_step
 from zero.hosts import startup
 from zero.job import make_model

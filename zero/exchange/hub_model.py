@@ -1,4 +1,4 @@
-"""A Hugging Face folder, or a model of the hub, used as a run is: its model, its weights and its tokenizer."""
+"""A Hugging Face folder, or a model of the hub, in place of a run: its model, its weights and its tokenizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # the first that a folder ha
 
 
 @dataclass(frozen=True)
-class Brought:
+class HubModel:
     """A folder and the model in it, in place of the entries of conf/model_config.yaml."""
 
     path: Path
@@ -38,19 +38,19 @@ class Brought:
         raise UserError(f"{self.path}: holds no tokenizer; expected {' or '.join(TOKENIZERS)}, or data.tokenizer")
 
 
-def brought(place: str) -> Brought | None:
-    """The model of a Hugging Face folder or of `hf:NAME@REVISION`; None for another place.
+def open_hf_model(path: str) -> HubModel | None:
+    """The model of a Hugging Face folder or of `hf:NAME@REVISION`; None for another path.
 
     Raises:
       UserError, Unavailable: there is no such model, or none that zero computes.
     """
-    path = Path(place)
-    if place.startswith(PREFIX):
-        path = download(place, FILES)
-    elif not is_folder(path):
+    folder = Path(path)
+    if path.startswith(PREFIX):
+        folder = download(path, FILES)
+    elif not is_folder(folder):
         return None
-    with HuggingFaceFolder(path) as folder:
-        return Brought(path, folder.whole_size())
+    with HuggingFaceFolder(folder) as opened:
+        return HubModel(folder, opened.whole_size())
 
 
 def is_folder(path: Path) -> bool:
