@@ -1,7 +1,8 @@
 """A run directory: the files in it, its lock, and its mirror next to checkpoints that are elsewhere (omegaconf).
 
 If checkpoints are outside the run directory, in a bucket or on a shared disk, the other files that a resume needs
-are copied next to them, to CHECKPOINTS-run/, and a machine that has lost the run directory rebuilds it from there.
+are copied next to them, to CHECKPOINTS-run/, or to run/ within a bucket that is all for checkpoints. A machine that has
+lost the run directory rebuilds it from there.
 """
 
 from __future__ import annotations
@@ -148,12 +149,12 @@ def is_outside(run_directory: Path, place: Path | str) -> bool:
 
 def shared_file(run_directory: Path, place: Path | str, name: str) -> str:
     """The path of a file of a run that every machine sees: beside its checkpoints if they are outside the directory."""
-    return _mirror_path(place, name) if is_outside(run_directory, place) else str(run_directory / name)
+    return mirror_path(place, name) if is_outside(run_directory, place) else str(run_directory / name)
 
 
 def fetch_config(run_directory: Path, place: str) -> bool:
     """Copies the configuration of the run that mirrors itself beside these checkpoints; False if none does."""
-    mirrored = _mirror_path(place, CONFIG_FILE)
+    mirrored = mirror_path(place, CONFIG_FILE)
     if not storage.exists(mirrored):
         return False
     storage.write(run_directory / CONFIG_FILE, storage.read_bytes(mirrored))
@@ -168,33 +169,40 @@ def mirror(run_directory: Path, place: Path | str) -> None:
     if is_outside(run_directory, place):
         for name in MIRRORED:
             if (run_directory / name).exists():
-                storage.write(_mirror_path(place, name), (run_directory / name).read_bytes())
+                storage.write(mirror_path(place, name), (run_directory / name).read_bytes())
             else:
-                storage.remove(_mirror_path(place, name))
+                storage.remove(mirror_path(place, name))
 
 
 def remove_unfinished(run_directory: Path, place: Path | str) -> None:
     """Removes what killed processes have left of files that they were writing: here, in `place` and in the mirror."""
-    for directory in (run_directory, place, storage.parent(_mirror_path(place, CONFIG_FILE))):
+    for directory in (run_directory, place, storage.parent(mirror_path(place, CONFIG_FILE))):
         storage.remove_unfinished(directory)
 
 
 def rebuild(run_directory: Path, place: Path | str) -> bool:
     """Restores a run directory from its mirror, if there is one; files that continue the mirrored ones stay."""
-    if not is_outside(run_directory, place) or not storage.exists(_mirror_path(place, CONFIG_FILE)):
+    if not is_outside(run_directory, place) or not storage.exists(mirror_path(place, CONFIG_FILE)):
         return False
     run_directory.mkdir(parents=True, exist_ok=True)
     for name in MIRRORED:
-        if storage.exists(_mirror_path(place, name)):
+        if storage.exists(mirror_path(place, name)):
             here = run_directory / name
-            kept = storage.read_bytes(_mirror_path(place, name))
+            kept = storage.read_bytes(mirror_path(place, name))
             if not (name in GROWING and here.exists() and here.read_bytes().startswith(kept)):
                 storage.write(here, kept)
     return True
 
 
-def _mirror_path(place: Path | str, name: str) -> str:
-    return f"{place}-run/{name}"  # inside the directory orbax would take it for an unfinished step
+def mirror_path(place: Path | str, name: str) -> str:
+    """The copy of a file of a run beside its checkpoints.
+
+    >>> mirror_path("gs://bucket/checkpoints", "config.yaml"), mirror_path("gs://bucket", "config.yaml")
+    ('gs://bucket/checkpoints-run/config.yaml', 'gs://bucket/run/config.yaml')
+    """
+    if storage.is_root(place):  # nothing is beside a bucket
+        return storage.join(place, f"run/{name}")
+    return f"{place}-run/{name}"
 
 
 def saved_checkpoint_directory(run_directory: Path) -> Path | str:

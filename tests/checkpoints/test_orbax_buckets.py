@@ -7,6 +7,7 @@ import pytest
 from tests.helpers import bucket
 from tests.helpers.checkpoints import assert_same, make_state, save_small, small
 from zero.checkpoints.manager import Checkpoints
+from zero.files import storage
 
 
 def test_patient_buckets_for_orbax_only(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,3 +24,20 @@ def test_patient_buckets_for_orbax_only(server: str, monkeypatch: pytest.MonkeyP
         checkpoints.wait()
         assert isinstance(checkpoints._manager.directory._backend.fs(place), PatientBucket)
         assert_same(checkpoints.restore(5, *small(8)), make_state(*small(8), seed=5), small(8)[0])
+
+
+def test_a_bucket_that_is_shared_with_other_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints may lie in a bucket itself; orbax removes an unfinished step, and no other folder."""
+    place = f"gs://{bucket.BUCKET}"
+    with bucket.serving() as address:
+        bucket.use(monkeypatch, address)
+        storage.write(f"{place}/corpus/train-00000.tar", b"rows")
+        storage.write(f"{place}/4/state/unfinished", b"half")
+        with Checkpoints(place, keep=1) as checkpoints:
+            save_small(checkpoints, 5)
+            checkpoints.wait()
+        with Checkpoints(place, keep=1) as checkpoints:
+            assert checkpoints.steps() == [5]
+            assert_same(checkpoints.restore(5, *small(8)), make_state(*small(8), seed=5), small(8)[0])
+        folders = {url.removeprefix(f"{place}/").partition("/")[0] for url in storage.list_files(place)}
+        assert folders == {"corpus", "5"}

@@ -111,7 +111,7 @@ class Checkpoints:
         from zero.checkpoints.orbax_commit import barrier_unless_failing, temporary_path_class
 
         drain_loops_of_orbax()
-        is_remote = storage.is_remote(storage.join(self.directory, "0"))
+        is_remote = storage.is_remote(self.directory)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=self._keep and dataclasses.replace(self._keep, saved=self._known),
             read_only=self._keep is None,

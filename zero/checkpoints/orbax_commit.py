@@ -46,6 +46,13 @@ class _BucketPath(ocp.path.atomicity.CommitFileTemporaryPath):
     commit_times: ClassVar[dict[int, float]]
     leaves: ClassVar[list[str]]
 
+    @classmethod
+    async def validate(cls, temporary_path: Any) -> None:
+        """Only a step is an unfinished one: orbax removes those, and would remove any folder beside the checkpoints."""
+        if not temporary_path.name.isdigit():
+            raise ocp.path.atomicity.ValidationError(f"{temporary_path} is not a step")
+        await super().validate(temporary_path)
+
     async def finalize(self) -> None:
         await _check_merged(self)
         await super().finalize()

@@ -27,6 +27,7 @@ from zero.run_directory import (
     DamagedRun,
     checkpoint_directory,
     fetch_config,
+    mirror_path,
     rebuild,
     saved_checkpoint_directory,
     saved_config,
@@ -90,7 +91,7 @@ def trained_run(place: str | None, wait: bool = False) -> Path:
         if run is not None and (not wait or (run / CONFIG_FILE).is_file()):
             return run
         if not wait:
-            missing = f"{place.rstrip('/')}-run/{CONFIG_FILE}"
+            missing = mirror_path(place.rstrip("/"), CONFIG_FILE)
             raise UserError(f"model.model_path={place}: no run has its checkpoints here, {missing} is missing")
         log.info("%s: waiting for a run to start here", place)
         time.sleep(WAIT_SECONDS)

@@ -1,15 +1,18 @@
 """The command zero-prepare, and data/prepare.py, which calls it."""
 
+import json
 import shlex
 from pathlib import Path
 
 import pytest
 
 from tests.config.composing import compose
-from tests.helpers.corpora import call, run
+from tests.helpers import bucket
+from tests.helpers.corpora import call, documents_of, run
 from zero.config.check import check
 from zero.config.files import load_sizes
 from zero.corpus.reading.index_files import read_index
+from zero.files import storage
 
 
 def test_the_command(folder: Path, tmp_path: Path):
@@ -68,3 +71,24 @@ def test_writes_below_the_current_directory(folder: Path, tmp_path: Path, monkey
     assert (tmp_path / "data/corpus/text/train-00000.tar").is_file()
     shards = read_index("data/index/text_train.index")
     assert shards[0].path == "data/index/../corpus/text/train-00000.tar"
+
+
+def test_everything_at_the_top_of_a_bucket(monkeypatch: pytest.MonkeyPatch):
+    """The source, the index files, and shards of somebody else."""
+    with bucket.serving() as address:
+        bucket.use(monkeypatch, address)
+        root = f"gs://{bucket.BUCKET}"
+        texts = [f"document {number}" for number in range(40)]
+        for part in range(2):
+            lines = [json.dumps({"text": text}) for text in texts[part::2]]
+            storage.write(f"{root}/{part}.jsonl", "\n".join(lines).encode())
+        options = ["--name", "c", "--row-tokens", "16", "--directory", root, "--index-directory", root]
+        done = call(root, *options)
+        assert done.returncode == 0, done.stderr
+        assert call(f"{root}/*.jsonl", *options, "--name", "d").returncode == 0
+        found = {name: documents_of(f"{root}/{name}_train.index", 16) for name in "cd"}
+        assert sorted(found["c"]) == sorted(found["d"]) and len(found["c"]) > 30
+        shard = storage.read_bytes(f"{root}/c/train-00000.tar")
+        storage.write(f"{root}/shard.tar", shard)
+        storage.write(f"{root}/it.index", b"shard.tar\n")
+        assert documents_of(f"{root}/it.index", 16) == found["c"]

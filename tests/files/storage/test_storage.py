@@ -59,6 +59,22 @@ def test_a_bucket_is_like_a_directory(place: str):
     assert not storage.exists(url)
 
 
+@pytest.mark.parametrize("place", ["gs", "s3", "az"], indirect=True)
+def test_a_bucket_itself_is_a_folder(place: str):
+    """Files lie at its top as in any folder; it is not a file itself."""
+    root = f"{place.partition('://')[0]}://{bucket.BUCKET}"
+    url = storage.join(root, "top-level.tar")
+    storage.write(url, DATA)
+    assert storage.parent(url) == root and storage.is_remote(root)
+    assert storage.read_bytes(url) == DATA
+    for spelling in (root, f"{root}/"):
+        assert url in storage.list_files(spelling) and not storage.exists(spelling)
+        with pytest.raises(UserError, match="a bucket is a folder"):
+            storage.write(spelling, DATA)
+    storage.remove(url)
+    assert url not in storage.list_files(root)
+
+
 def test_write_is_synced_before_renaming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A write is on the disk before it has its name."""
     events: list[str] = []
@@ -182,7 +198,7 @@ def test_what_a_living_process_writes_stays(moment: str, tmp_path: Path, monkeyp
     assert os.listdir(tmp_path) == ["a"] and (tmp_path / "a").read_bytes() == DATA
 
 
-@pytest.mark.parametrize("url", ["ftp://bucket/a", "gs://bucket", "s3://", "gs:///a", "https://host/a"])
+@pytest.mark.parametrize("url", ["ftp://bucket/a", "gs://", "s3://", "gs:///a", "https://host/a"])
 def test_other_addresses_are_refused(url: str):
     with pytest.raises(UserError, match=r"expected a local path or gs://bucket/name"):
         storage.read_bytes(url)

@@ -17,7 +17,7 @@ from zero.files.storage.files import (
     write,
 )
 from zero.files.storage.fsspec_store import DEADLINE
-from zero.files.storage.urls import bucket, is_remote, join, parent, scheme
+from zero.files.storage.urls import bucket, is_remote, is_root, join, parent, scheme
 
 __all__ = [
     "DEADLINE",
@@ -28,6 +28,7 @@ __all__ = [
     "exists",
     "is_outage",
     "is_remote",
+    "is_root",
     "join",
     "list_files",
     "list_stats",

@@ -18,11 +18,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from zero.errors import Unavailable
+from zero.errors import Unavailable, UserError
 from zero.files.storage.failures import NoSuchBucket
 from zero.files.storage.objects import ObjectStat
 from zero.files.storage.stores import STORES, Store
-from zero.files.storage.urls import is_remote, join, parent, scheme
+from zero.files.storage.urls import is_remote, is_root, parent, scheme
 
 CHECKSUM_ATTEMPTS = 5  # at reading an object whose bytes do not match its checksum
 _log = logging.getLogger(__name__)
@@ -34,6 +34,8 @@ def _store(url: str | Path) -> Store:
 
 def stat(url: str | Path) -> ObjectStat:
     """Size, version and checksum of an object in a bucket."""
+    if is_root(url):
+        raise FileNotFoundError(f"{url}: a bucket is a folder, not a file")
     return _store(url).stat(url)
 
 
@@ -51,7 +53,7 @@ def read_object(url: str | Path, known: ObjectStat | None = None) -> bytes:
     Of a store that states none, the version must be the same before and after.
     """
     store = _store(url)
-    known = known or store.stat(url)
+    known = known or stat(url)
     checksum = known.checksum
     for attempt in range(CHECKSUM_ATTEMPTS):
         data = store.read(url, known)
@@ -120,7 +122,7 @@ def exists(url: str | Path) -> bool:
 
 def list_files(directory: str | Path) -> list[str]:
     """All files below a directory, sorted; an empty list if the directory does not exist."""
-    if is_remote(join(directory, "any")):
+    if is_remote(directory):
         return sorted(list_stats(directory))
     return sorted(os.path.join(folder, name) for folder, _, names in os.walk(directory) for name in names)
 
@@ -159,6 +161,8 @@ def write(url: str | Path, data: bytes) -> None:
       OSError: nothing was written; it names the file, which the error of a full disk does not by itself.
     """
     if is_remote(url):
+        if is_root(url):
+            raise UserError(f"{url}: a bucket is a folder; expected the name of a file in it")
         _store(url).write(url, data)
         return
     path = Path(url)
@@ -195,7 +199,7 @@ def remove_unfinished(directory: str | Path, name: str = "*") -> None:
 
     A file that a living process is writing stays. In a bucket nothing is left.
     """
-    if is_remote(join(directory, "any")):
+    if is_remote(directory):
         return
     for path in Path(directory).glob(f".{name}." + 8 * "[0-9a-f]"):
         with suppress(OSError), open(path, "r+b") as file:  # it is locked, gone, of another user or a directory

@@ -13,19 +13,28 @@ SCHEMES = (SCHEME, "s3", "az", "abfs", "hf")
 
 
 def is_remote(url: str | Path) -> bool:
-    """Whether this is a file in a bucket.
+    """Whether this is a bucket, or a file or folder in one.
 
     Raises:
-      UserError: a URL with another scheme, as https://, or without a bucket or a name in it.
+      UserError: a URL with another scheme, as https://, or without a bucket.
     """
     if "://" not in str(url):
         return False
-    bucket_name, name = split(url)
-    if scheme(url) not in SCHEMES or not bucket_name or not name:
+    bucket_name, _ = split(url)
+    if scheme(url) not in SCHEMES or not bucket_name:
         raise UserError(
             f"{url}: expected a local path or gs://bucket/name (in place of gs also {', '.join(SCHEMES[1:])})"
         )
     return True
+
+
+def is_root(url: str | Path) -> bool:
+    """Whether this is a bucket itself, which is a folder.
+
+    >>> is_root("gs://bucket"), is_root("gs://bucket/"), is_root("gs://bucket/a"), is_root("bucket")
+    (True, True, False, False)
+    """
+    return "://" in str(url) and not split(url)[1].strip("/")
 
 
 def scheme(url: str | Path) -> str:
@@ -63,15 +72,25 @@ def join(directory: str | Path, path: str | Path) -> str:
     'gs://bucket/corpus/0.tar'
     >>> join("gs://bucket/index", "/data/0.tar")
     '/data/0.tar'
+    >>> join("gs://bucket", "0.tar"), join("gs://bucket/index", "../../0.tar")
+    ('gs://bucket/0.tar', 'gs://bucket/0.tar')
     """
     if "://" in str(path) or os.path.isabs(path):
         return str(path)
     if "://" not in str(directory):
         return str(Path(directory, path))
-    scheme, place = str(directory).split("://", 1)
-    return f"{scheme}://{posixpath.normpath(posixpath.join(place, Path(path).as_posix()))}"
+    bucket_name, place = split(directory)
+    # As in a file system, nothing is above the root.
+    name = posixpath.normpath(posixpath.join("/", place, Path(path).as_posix())).strip("/")
+    return f"{scheme(directory)}://{bucket_name}/{name}".rstrip("/")
 
 
 def parent(url: str | Path) -> str:
-    """The directory of a file."""
+    """The directory of a file; a bucket is its own.
+
+    >>> parent("gs://bucket/a/0.tar"), parent("gs://bucket/0.tar"), parent("gs://bucket"), parent("0.tar")
+    ('gs://bucket/a', 'gs://bucket', 'gs://bucket', '.')
+    """
+    if is_root(url):
+        return str(url).rstrip("/")
     return str(url).rpartition("/")[0] if "://" in str(url) else os.path.dirname(url) or "."
