@@ -26,10 +26,10 @@ import numpy as np
 import tokenizers
 
 from benchmarks.prepare import collect
+from zero.corpus.format.shards import RowFormat
 from zero.corpus.preparing.options import CorpusOptions
 from zero.corpus.preparing.prepare import prepare
 from zero.corpus.reading.loader import Batching, Loader, RowOrder
-from zero.corpus.reading.shards import RowFormat
 from zero.corpus.text.tokenizers import FileTokenizer, train_tokenizer
 
 ROW, BATCH, CORES = 1024, 32, os.cpu_count() or 1

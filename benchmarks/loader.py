@@ -22,8 +22,8 @@ from pathlib import Path
 import numpy as np
 import webdataset
 
+from zero.corpus.format.shards import RowFormat
 from zero.corpus.reading.loader import Batching, Loader, RowOrder
-from zero.corpus.reading.shards import RowFormat
 
 CONTEXT, VOCAB, BATCH = 1024, 50304, 32
 

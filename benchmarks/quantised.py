@@ -35,9 +35,9 @@ import numpy as np
 import optax
 
 from zero.config.files import load_sizes
+from zero.corpus.format.shards import RowFormat
 from zero.corpus.preparing.prepare_if_missing import prepare_if_missing
 from zero.corpus.reading.loader import Batching, Loader, RowOrder
-from zero.corpus.reading.shards import RowFormat
 from zero.corpus.text.tokenizers import load_tokenizer
 from zero.models.config import GPTConfig
 from zero.partition.collectives.axis import Axis

@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from zero.corpus.format.index_files import Shard, read_index
 from zero.corpus.reading.contents import contents_of
-from zero.corpus.reading.index_files import Shard, read_index
 from zero.corpus.reading.order import Order
 
 SHARDS_PER_PART = 64

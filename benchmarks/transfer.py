@@ -28,9 +28,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import numpy as np
 
+from zero.corpus.format.shards import RowFormat
 from zero.corpus.preparing.prepare_if_missing import prepare_if_missing
 from zero.corpus.reading.loader import Batching, Loader, RowOrder
-from zero.corpus.reading.shards import RowFormat
 from zero.corpus.text.tokenizers import load_tokenizer
 from zero.models.config import GPTConfig
 from zero.models.parametrization import multipliers_of

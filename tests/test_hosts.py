@@ -14,7 +14,7 @@ import pytest
 
 from tests.helpers import cli, hosts
 from tests.helpers.shards import npy, write_tar
-from zero.corpus.reading.index_files import read_index
+from zero.corpus.format.index_files import read_index
 from zero.run_directory import saved_config, saved_steps
 from zero.tracking.metrics_file import read_metrics, read_resumes
 

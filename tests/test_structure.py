@@ -7,13 +7,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from graphlib import TopologicalSorter
+from graphlib import CycleError, TopologicalSorter
 
 import pytest
 
 import zero
 from docs import draw_rooms
-from tests.helpers.rooms import REPOSITORY, ROOMS, SOURCES, WITHOUT_JAX, imports, nodes, room
+from tests.helpers.rooms import REPOSITORY, ROOMS, SOURCES, WITHOUT_JAX, arrows, imports, nodes, room
 
 pytestmark = pytest.mark.quick
 
@@ -120,8 +120,28 @@ def test_checker_sees_an_imported_test(statement: str) -> None:
 
 
 def test_imports_have_no_circles() -> None:
-    graph = {module: set(imports(module, path.read_text())) & set(SOURCES) for module, path in SOURCES.items()}
-    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+    """Neither between files, nor between the rooms of a house or the subrooms and files of a room."""
+    graphs = arrows((module, imports(module, path.read_text())) for module, path in SOURCES.items())
+    for graph in graphs.values():
+        TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (("zero.models.gpt", "zero.models.mlp"), ("zero.models.mlp", "zero.models.gpt")),  # two files
+        (
+            ("zero.corpus.reading.cache", "zero.corpus.text.pieces"),
+            ("zero.corpus.text.hub", "zero.corpus.reading.order"),
+        ),
+        (("zero.run.features.save", "zero.run.restore"), ("zero.run.restore", "zero.run.features")),  # file and subroom
+    ],
+)
+def test_checker_sees_a_circle(one: tuple[str, str], other: tuple[str, str]) -> None:
+    graphs = arrows([(one[0], [one[1]]), (other[0], [other[1]])])
+    with pytest.raises(CycleError):
+        for graph in graphs.values():
+            TopologicalSorter(graph).prepare()
 
 
 def pmap_uses(source: str) -> int:

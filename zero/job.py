@@ -21,9 +21,9 @@ from zero.hosts.speeds import SPEEDS, Speed
 from zero.hosts.torus import collective_seconds, places_of
 from zero.hosts.xla_options import overlaps_exchanges
 from zero.models.attention.blockwise import blockwise_from
-from zero.models.attention.choices import missing_in_kernel
 from zero.models.attention.dense import query_block
 from zero.models.attention.kernel import chosen_kernel
+from zero.models.attention_keys import missing_in_kernel
 from zero.models.config import STACK, GPTConfig
 from zero.models.parametrization import multipliers_of
 from zero.models.stack import KINDS, OFFLOADED

@@ -3,8 +3,8 @@
 from dataclasses import fields
 from typing import Any
 
+from zero.corpus.format.shards import RowFormat
 from zero.corpus.reading.loader import Batching, Loader, RowOrder
-from zero.corpus.reading.shards import RowFormat
 
 
 def open_loader(index: Any, **options: Any) -> Loader:

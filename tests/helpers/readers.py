@@ -25,7 +25,8 @@ from tests.helpers.shards import loader, npy, write_tar
 from zero.config.check import check
 from zero.config.files import load_sizes
 from zero.config.saved_config import default_config, merge_resumed
-from zero.corpus.preparing import manifest
+from zero.corpus.format import manifest
+from zero.corpus.preparing import corpus_files
 from zero.corpus.preparing.sources.completions import CompletionReader
 from zero.corpus.preparing.sources.source import Source
 from zero.corpus.text.chat_template import load_chat_template
@@ -145,7 +146,7 @@ def _sizes(place: Path, data: bytes) -> None:
 def _manifest(place: Path, data: bytes) -> None:
     (place / "manifest.json").write_bytes(data)
     manifest.check_tokenizer(str(place), load_tokenizer("bytes"))
-    manifest.find_usable(str(place), {}, False)
+    corpus_files.find_usable(str(place), {}, False)
 
 
 def _prompt_file(place: Path, data: bytes) -> None:

@@ -2,11 +2,12 @@
 
 - `ROOMS`: from the lowest to the highest; `WITHOUT_JAX`: those that work where jax is not installed.
 - `SOURCES`: the path of each module. `room`: of a module.
+- `arrows`: what the files and folders of each folder import from each other.
 - `imports`: the modules that a source imports. `nodes`: the nodes of its syntax tree, parsed once for all tests.
 """
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -86,3 +87,24 @@ def imports(module: str, source: str) -> Iterator[str]:
             for alias in node.names:
                 whole = f"{base}.{alias.name}"
                 yield whole if whole in SOURCES else base
+
+
+def arrows(imported: Iterable[tuple[str, Iterable[str]]]) -> dict[str, dict[str, set[str]]]:
+    """For each folder, what each of its files and folders imports from others of them.
+
+    Args:
+      imported: modules, each with the modules that it imports.
+
+    >>> arrows([("zero.models.gpt", ["zero.models.attention.dense", "zero.partition.layout", "os"])])
+    {'zero.models': {'gpt': {'attention'}}, 'zero': {'models': {'partition'}}}
+    """
+    graphs: dict[str, dict[str, set[str]]] = {}
+    for module, names in imported:
+        for name in names:
+            if name in SOURCES and name != module:
+                importing = [*module.split("."), "__init__"]
+                used = [*name.split("."), "__init__"]
+                depth = next(i for i, (a, b) in enumerate(zip(importing, used, strict=False)) if a != b)
+                folder = graphs.setdefault(".".join(importing[:depth]), {})
+                folder.setdefault(importing[depth], set()).add(used[depth])
+    return graphs

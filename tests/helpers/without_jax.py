@@ -13,7 +13,7 @@ LIBRARIES = ["jax", "jaxlib", "flax", "optax", "hydra", "omegaconf", "orbax", "w
 READ = f"""
 import sys
 from zero.corpus.reading.loader import ONCE, Batching, Loader
-from zero.corpus.reading.shards import RowFormat
+from zero.corpus.format.shards import RowFormat
 loader = Loader("data/index/c_train.index", Batching(global_rows=2), RowFormat(context=32, vocab_size=300), ONCE)
 rows = sum(len(batch.tokens) for batch in loader.batches())
 assert rows == loader.rows // 2 * 2 > 20, (rows, loader.rows)

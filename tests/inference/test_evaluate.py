@@ -15,7 +15,7 @@ import pytest
 from tests.helpers import cli
 from tests.helpers.loaders import open_loader
 from zero.config.files import load_sizes
-from zero.corpus.reading.index_files import read_index
+from zero.corpus.format.index_files import read_index
 from zero.corpus.text.tokenizers import ByteTokenizer
 from zero.inference.scoring import windows
 from zero.inference.trained_model import load_weights

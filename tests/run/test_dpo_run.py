@@ -17,7 +17,7 @@ from tests.helpers import cli, llama
 from tests.helpers.corpora import call
 from tests.helpers.loaders import open_loader
 from zero.config.check import check
-from zero.corpus.reading.index_files import read_index
+from zero.corpus.format.index_files import read_index
 from zero.errors import UserError
 from zero.job import make_job
 from zero.models.families import FAMILIES

@@ -53,7 +53,7 @@ from zero.config.groups import (
     is_validation,
 )
 from zero.config.keys import Check, Group, Key, Section, choice, key, members_of, section
-from zero.corpus.reading.crop import CROPS
+from zero.corpus.format.crop import CROPS
 from zero.corpus.reading.synthetic import SYNTHETIC
 from zero.models.attention.blockwise import CHOICES as ATTENTION
 from zero.models.products import PRODUCTS

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from zero.config.schema import EvaluateConfig
-from zero.corpus.preparing.manifest import check_tokenizers
-from zero.corpus.reading.index_files import named_sets, paths_of, read_index
+from zero.corpus.format.index_files import named_sets, paths_of, read_index
+from zero.corpus.format.manifest import check_tokenizers
 from zero.errors import UserError
 from zero.hosts.agreement import is_host_0
 from zero.hosts.watchdog import ending_together

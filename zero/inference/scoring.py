@@ -13,10 +13,10 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from zero.corpus.reading.index_files import row_tokens
+from zero.corpus.format.index_files import row_tokens
+from zero.corpus.format.shards import RowFormat
 from zero.corpus.reading.loader import ONCE, Batching, Loader
 from zero.corpus.reading.prefetch import prefetch
-from zero.corpus.reading.shards import RowFormat
 from zero.errors import UserError
 from zero.hosts.watchdog import progress
 from zero.inference.trained_model import TrainedModel

@@ -8,7 +8,7 @@ Each key is declared by the part whose code reads it (`zero.models.part`):
   Norms            norms.py
   Residual         elements.py                the residual stream, and dropout on it
   Positions        positions/__init__.py      with Rotary and Sinusoidal, each in the file of its kind
-  Attention        attention/choices.py
+  Attention        attention_keys.py
   MLP, Mixture     mlp.py, experts.py         the second of experts
   Transformer      transformer_layer.py       these together
   GatedUnits       gated_unit.py

@@ -22,11 +22,11 @@ from jax.typing import DTypeLike
 from zero.model_parallel import WHOLE, ModelParallel
 from zero.models.adapters import AdaptedDense
 from zero.models.attention.blockwise import blockwise_attention
-from zero.models.attention.choices import Attention, attention_form
 from zero.models.attention.dense import attention_by_queries, dense_attention
 from zero.models.attention.kernel import kernel_attention, missing_in, splits_heads
 from zero.models.attention.scores import Terms
 from zero.models.attention.tpu_kernels import TPU_KERNELS
+from zero.models.attention_keys import Attention, attention_form
 from zero.models.elements import Dense, Residual, dropout, fold_keys, row_major
 from zero.models.experts import Experts, Mixture, ResidualStream, Routing
 from zero.models.layer import Layer

@@ -13,11 +13,11 @@ import jax
 import numpy as np
 
 from zero.config.schema import Config
+from zero.corpus.format.index_files import index_paths, named_sets, paths_of, row_tokens
+from zero.corpus.format.shards import BadData, RowFormat
 from zero.corpus.preparing.prepare_if_missing import prepare_if_missing
 from zero.corpus.reading.cache import ShardCache
-from zero.corpus.reading.index_files import index_paths, named_sets, paths_of, row_tokens
 from zero.corpus.reading.loader import ONCE, Batching, Loader, RowOrder
-from zero.corpus.reading.shards import BadData, RowFormat
 from zero.corpus.reading.synthetic import SYNTHETIC, AnyLoader, SyntheticLoader
 from zero.corpus.text.tokenizers import Tokenizer, load_tokenizer
 from zero.errors import UserError

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from zero.corpus.preparing.manifest import check_tokenizers
+from zero.corpus.format.manifest import check_tokenizers
 from zero.corpus.reading.contents import Contents, IndexContents
 from zero.corpus.reading.loader import Loader
 from zero.corpus.reading.synthetic import AnyLoader

@@ -22,12 +22,12 @@ import numpy as np
 from jax import lax
 
 from zero.config.schema import Config
-from zero.corpus.preparing import directory
+from zero.corpus.format import directory
+from zero.corpus.format.index_files import Shard, index_paths, named_sets, paths_of, read_index
+from zero.corpus.format.shards import RowFormat
 from zero.corpus.reading.contents import contents_of
-from zero.corpus.reading.index_files import Shard, index_paths, named_sets, paths_of, read_index
 from zero.corpus.reading.loader import ONCE, Batching, Loader
 from zero.corpus.reading.prefetch import prefetch
-from zero.corpus.reading.shards import RowFormat
 from zero.errors import UserError
 from zero.files import storage
 from zero.files.parsing import reading

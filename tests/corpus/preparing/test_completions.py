@@ -12,8 +12,8 @@ from tokenizers import Tokenizer as HFTokenizer
 
 from tests.helpers.corpora import call, digest, make, tokens_of
 from tests.helpers.loaders import open_loader
+from zero.corpus.preparing import documents
 from zero.corpus.preparing.prepare import Corpus
-from zero.corpus.preparing.sources import documents
 from zero.corpus.preparing.sources.completions import CompletionReader
 from zero.corpus.text.chat_template import load_chat_template
 from zero.corpus.text.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer, train_tokenizer

@@ -16,10 +16,9 @@ from tests.helpers import browser
 from tests.helpers.browser import LAYOUT, WIDTHS, Browser
 from tests.helpers.corpora import both, digest, make
 from tests.helpers.pages import facts, plain, table
-from zero.corpus.preparing import corpus_page, prepare
+from zero.corpus.preparing import corpus_page, documents, prepare
+from zero.corpus.preparing.corpus_files import PartNames
 from zero.corpus.preparing.facts import Example, Facts, Lowest, bin_of, load, read_removed
-from zero.corpus.preparing.manifest import PartNames
-from zero.corpus.preparing.sources import documents
 from zero.corpus.preparing.verify import verify
 from zero.corpus.text.tokenizers import ByteTokenizer
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.helpers.corpora import both, call, make
+from zero.corpus.preparing.documents import Document
 from zero.corpus.preparing.filters.repetition import repeated_characters, top_ngram_characters
 from zero.corpus.preparing.filters.table import FILTERS, open_filters
-from zero.corpus.preparing.sources.documents import Document
 from zero.errors import UserError
 
 QUESTION = "What is the name of the river that flows through the old town of Bern, the capital?"

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.helpers.corpora import both, call, make, tokens_of
 from tests.helpers.loaders import open_loader
+from zero.corpus.preparing import documents
 from zero.corpus.preparing.packing import best_fit
-from zero.corpus.preparing.sources import documents
 from zero.errors import UserError
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=40)

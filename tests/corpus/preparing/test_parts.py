@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 
 from tests.helpers import bucket
 from tests.helpers.corpora import COMMAND, REPOSITORY, both, call, digest, documents_of, kill_workers, make
-from zero.corpus.preparing.manifest import find
+from zero.corpus.format.index_files import read_index
+from zero.corpus.format.manifest import find
+from zero.corpus.preparing import documents
 from zero.corpus.preparing.options import CorpusOptions
 from zero.corpus.preparing.prepare import prepare
 from zero.corpus.preparing.processes import Task, run_in_processes
-from zero.corpus.preparing.sources import documents
 from zero.corpus.preparing.sources.source import Source
 from zero.corpus.preparing.verify import verify
 from zero.corpus.reading.contents import shard_facts
-from zero.corpus.reading.index_files import read_index
 from zero.corpus.text.tokenizers import ByteTokenizer, load_tokenizer
 from zero.errors import Unavailable, UserError
 from zero.files import storage

@@ -13,7 +13,7 @@ import pytest
 from tests.helpers.corpora import both, digest, documents_of, make, tokens_of
 from tests.helpers.loaders import open_loader
 from tests.helpers.records import example, record
-from zero.corpus.reading.index_files import read_index
+from zero.corpus.format.index_files import read_index
 from zero.corpus.text.tokenizers import load_tokenizer
 from zero.errors import UserError
 
@@ -166,7 +166,7 @@ def test_standard_library(tmp_path: Path):
     assert next(loader.batches()).tokens.shape == (16, 256)
 
 
-def test_source_edited_in_place(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_source_edited_in_place(folder: Path, tmp_path: Path):
     """A source with other contents of the same size and times is noticed, and prepared again if asked."""
     before = both(make(folder, tmp_path))
     edited = folder / "part0" / "00.txt"
@@ -184,11 +184,6 @@ def test_source_edited_in_place(folder: Path, tmp_path: Path, caplog: pytest.Log
     make(folder, tmp_path, overwrite=True)  # of the same contents: nothing is written
     assert shard.stat().st_mtime == 1
     edited.write_text(text)
-    manifest = tmp_path / "corpus" / "c" / "manifest.json"
-    content = json.loads(manifest.read_text())
-    del content["source_contents"]  # as of an earlier version
-    manifest.write_text(json.dumps(content))
-    assert both(make(folder, tmp_path)) == after and "recorded only names and sizes" in caplog.text
     assert both(make(folder, tmp_path, overwrite=True)) == before
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from zero.corpus.format.index_files import read_index, row_tokens
 from zero.corpus.preparing.prepare_if_missing import prepare_if_missing
-from zero.corpus.reading.index_files import read_index, row_tokens
 from zero.corpus.text.tokenizers import ByteTokenizer
 from zero.errors import UserError
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.corpora import call, make
-from zero.corpus.preparing.manifest import check_tokenizer
+from zero.corpus.format.manifest import check_tokenizer
 from zero.corpus.preparing.verify import verify
 from zero.corpus.text.tokenizers import ByteTokenizer, load_tokenizer
 from zero.errors import UserError

@@ -11,7 +11,7 @@ from tests.helpers import bucket
 from tests.helpers.corpora import call, documents_of, run
 from zero.config.check import check
 from zero.config.files import load_sizes
-from zero.corpus.reading.index_files import read_index
+from zero.corpus.format.index_files import read_index
 from zero.files import storage
 
 

@@ -14,8 +14,8 @@ import pytest
 
 from tests.helpers import bucket
 from tests.helpers.shards import CONTEXT, VOCAB, loader, tokens_of
+from zero.corpus.format.index_files import read_index
 from zero.corpus.reading.cache import ShardCache
-from zero.corpus.reading.index_files import read_index
 from zero.errors import UserError
 from zero.files import storage
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.shards import loader, npy, write_corpus, write_tar
-from zero.corpus.reading.shards import BadData
+from zero.corpus.format.shards import BadData
 from zero.errors import UserError
 
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.shards import COUNTS, PATIENT, first_tokens, flat, loader, write_corpus
+from zero.corpus.format.index_files import read_index
 from zero.corpus.reading.corpus_reader import CorpusReader
-from zero.corpus.reading.index_files import read_index
 from zero.errors import UserError
 
 

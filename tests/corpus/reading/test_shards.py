@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.shards import first_tokens, loader, npy, write_corpus, write_tar
-from zero.corpus.reading.shards import count_rows, read_samples
+from zero.corpus.format.shards import count_rows, read_samples
 from zero.errors import UserError
 
 pytestmark = pytest.mark.quick

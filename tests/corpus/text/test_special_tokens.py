@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers import brought
 from tests.helpers.brought import CHATS, HOMES, TOOLS, save_tokenizer
-from zero.corpus.preparing.sources.documents import Document
+from zero.corpus.preparing.documents import Document
 from zero.corpus.preparing.tokenize_documents import UnitTokenizer
 from zero.corpus.text.chat_template import load_chat_template
 from zero.corpus.text.special_tokens import companions

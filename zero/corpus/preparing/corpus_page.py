@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero.corpus.preparing import directory
+from zero.corpus.format import directory
+from zero.corpus.format.manifest import PARTS, splits_of
 from zero.corpus.preparing import facts as of_corpus
+from zero.corpus.preparing.corpus_files import REPORT, PartNames
 from zero.corpus.preparing.facts import BINS, Facts, Size, option_of
-from zero.corpus.preparing.manifest import PARTS, REPORT, PartNames, splits_of
 from zero.files import storage
 from zero.pages.facts import Fact
 from zero.pages.render import data_island, part, render

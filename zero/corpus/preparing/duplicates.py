@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from zero.corpus.preparing import directory
+from zero.corpus.format import directory
 from zero.corpus.preparing.engines import Engine
 from zero.corpus.preparing.needs import Needs, SourceSize
 from zero.corpus.preparing.part_tasks import part_tasks

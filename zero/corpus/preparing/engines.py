@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from zero.corpus.preparing import directory
+from zero.corpus.format import directory
 from zero.corpus.preparing.processes import Task, run_in_processes
 from zero.errors import Unavailable, UserError, first_line, install_command
 from zero.files import storage

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zero.corpus.preparing import directory
-from zero.corpus.preparing.manifest import PartNames
-from zero.corpus.preparing.sources.documents import NOT_UTF8
+from zero.corpus.format import directory
+from zero.corpus.preparing.corpus_files import PartNames
+from zero.corpus.preparing.documents import NOT_UTF8
 from zero.corpus.text.tokenizers import Tokenizer
 from zero.files import storage
 from zero.files.parsing import reading

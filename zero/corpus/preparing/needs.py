@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from zero.corpus.preparing.sources.documents import Unit
+from zero.corpus.preparing.documents import Unit
 from zero.corpus.preparing.sources.source import Source
 from zero.files import storage
 

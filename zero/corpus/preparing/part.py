@@ -8,11 +8,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from zero.corpus.preparing import directory, duplicates, facts, near_duplicates
-from zero.corpus.preparing import manifest as manifests
+from zero.corpus.format import directory
+from zero.corpus.format import manifest as manifests
+from zero.corpus.preparing import corpus_files, duplicates, facts, near_duplicates
+from zero.corpus.preparing.corpus_files import PartNames
 from zero.corpus.preparing.duplicates import digest_of_places, read_places
 from zero.corpus.preparing.engines import Engine, Work
-from zero.corpus.preparing.manifest import PartNames
 from zero.corpus.preparing.part_tasks import part_tasks
 from zero.corpus.preparing.shuffle import read_shuffled, write_texts
 from zero.corpus.preparing.sources.source import Source
@@ -76,7 +77,7 @@ def prepare_part(job: PartJob, number: int, part: Source, workers: int, bar: tqd
     except UserError as error:
         raise type(error)(f"part {number} ({part}): {error}") from error
     facts.save(job.place, names, written.facts, written.removed)
-    manifests.save(path, manifests.finished(arguments, part, written.shards, written.counts))
+    corpus_files.save(path, corpus_files.finished(arguments, part, written.shards, written.counts))
 
 
 def mark_duplicates(job: PartJob, number: int, part: Source) -> dict[str, str]:
@@ -107,9 +108,9 @@ class WriteTexts:
 def _is_kept(names: PartNames, manifest: dict[str, Any], job: PartJob, arguments: dict[str, Any], part: Source) -> bool:
     """Whether an earlier call has made this part, and all of its files exist."""
     path = storage.join(job.place, names.manifest)
-    if not manifests.is_made_with(path, manifest, arguments, job.overwrite):
+    if not corpus_files.is_made_with(path, manifest, arguments, job.overwrite):
         return False
-    if not manifests.is_of_source(path, manifest, part, job.overwrite):
+    if not corpus_files.is_of_source(path, manifest, part, job.overwrite):
         return False
     files = [names.facts, *(shard["name"] for shard in manifests.shards_of(manifest))]
     return all(storage.exists(storage.join(job.place, name)) for name in files)

@@ -19,23 +19,16 @@ from typing import Any
 
 from tqdm import tqdm
 
-from zero.corpus.preparing import directory as directories
-from zero.corpus.preparing import duplicates, facts, near_duplicates, shuffle
-from zero.corpus.preparing import manifest as manifests
+from zero.corpus.format import directory as directories
+from zero.corpus.format import manifest as manifests
+from zero.corpus.format.manifest import ALL_SPLITS, MANIFEST, SPLITS, TOKENIZER
+from zero.corpus.preparing import corpus_files, duplicates, facts, near_duplicates, shuffle
+from zero.corpus.preparing.corpus_files import NO_HASH, REPORT, Counts, PartNames
 from zero.corpus.preparing.corpus_page import write_report
+from zero.corpus.preparing.documents import Reader
 from zero.corpus.preparing.duplicates import find_duplicates, read_places, remove_passes
 from zero.corpus.preparing.engines import BeamEngine, Engine, LocalEngine, local_engine
 from zero.corpus.preparing.filters.table import open_filters
-from zero.corpus.preparing.manifest import (
-    ALL_SPLITS,
-    MANIFEST,
-    NO_HASH,
-    REPORT,
-    SPLITS,
-    TOKENIZER,
-    Counts,
-    PartNames,
-)
 from zero.corpus.preparing.near_duplicates import Nearness, find_near_duplicates
 from zero.corpus.preparing.needs import Needs, SourceSize, measure
 from zero.corpus.preparing.options import CorpusOptions
@@ -43,7 +36,6 @@ from zero.corpus.preparing.part import PartJob, WriteTexts, has_parts_of, run_ta
 from zero.corpus.preparing.shuffle import read_shuffled, write_texts
 from zero.corpus.preparing.sources.changes import digests, repeated
 from zero.corpus.preparing.sources.completions import CompletionReader
-from zero.corpus.preparing.sources.documents import Reader
 from zero.corpus.preparing.sources.parts import PART_BYTES
 from zero.corpus.preparing.sources.preferences import PreferenceReader
 from zero.corpus.preparing.sources.source import Source, digest_of_parts
@@ -157,7 +149,7 @@ def prepare(
         **options.recorded(None if template is None else template.digest),
     }
     if opened.parts > 1:
-        arguments[manifests.PART_BYTES_KEY] = part_bytes
+        arguments[corpus_files.PART_BYTES_KEY] = part_bytes
     place = storage.join(directory, name)
     indices = {split: storage.join(index_directory, f"{name}_{split}.index") for split in ALL_SPLITS}
     if storage.is_remote(indices["train"]) and not storage.is_remote(place):
@@ -209,20 +201,20 @@ def _prepare_locked(
     bar: tqdm,
 ) -> dict[str, Any]:
     """Begins a corpus, writes the missing parts, and returns its manifest."""
-    manifest = manifests.find_usable(place, arguments, overwrite)
-    if manifest is not None and not manifests.is_of_source(place, manifest, source, overwrite):
+    manifest = corpus_files.find_usable(place, arguments, overwrite)
+    if manifest is not None and not corpus_files.is_of_source(place, manifest, source, overwrite):
         manifest = None
     if isinstance(tokenizer, int):
         tokenizer = _load_or_train_tokenizer(place, manifest is not None, arguments, source, tokenizer, bar)
     arguments |= {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size}
     arguments |= {manifests.SPECIAL_TOKENS: manifests.described(tokenizer)}
     if manifest is not None:
-        manifest = manifests.find_usable(place, arguments, overwrite)
+        manifest = corpus_files.find_usable(place, arguments, overwrite)
     if manifest is None:
         job = PartJob(place, arguments, tokenizer, overwrite)
         for line in describe_needs(source, arguments, place, engine):
             announce(line)
-        manifests.begin(place, indices, tokenizer)
+        corpus_files.begin(place, indices, tokenizer)
         storage.remove_unfinished(place)
         if source.parts == 1:
             manifest = _write_only_part(source, job, indices, workers, bar)
@@ -231,7 +223,7 @@ def _prepare_locked(
     for split, index in indices.items():
         storage.remove_unfinished(storage.parent(index), os.path.basename(index))
         if split in manifest and not storage.exists(index):
-            directories.write(index, manifests.index_text(index, place, split, manifest[split]))
+            directories.write(index, corpus_files.index_text(index, place, split, manifest[split]))
     if not storage.exists(storage.join(place, REPORT)):
         storage.remove_unfinished(place, REPORT)
         write_report(place, manifest)
@@ -261,7 +253,7 @@ def _write_only_part(
     source: Source, job: PartJob, indices: dict[str, str], workers: int | None, bar: tqdm
 ) -> dict[str, Any]:
     """Writes a corpus of one part, and returns its manifest."""
-    manifests.remove_other_parts(job.place, ())
+    corpus_files.remove_other_parts(job.place, ())
     if job.arguments["deduplicate"]:
         _leave_out_duplicates(source, workers, bar)
     nearness = Nearness.of_manifest(job.arguments)
@@ -282,16 +274,16 @@ def _write_only_part(
             source, job.place, PartNames(None), job.arguments, threshold, job.tokenizer, workers, bar
         )
         if all(count.documents for count in written.counts):
-            manifest = manifests.finished(job.arguments, source, written.shards, written.counts)
+            manifest = corpus_files.finished(job.arguments, source, written.shards, written.counts)
             facts.save(job.place, PartNames(None), written.facts, written.removed)
-            manifests.save(storage.join(job.place, MANIFEST), manifest)
+            corpus_files.save(storage.join(job.place, MANIFEST), manifest)
             return manifest
         # With few documents one split may get none: then the document with the lowest hash is for validation.
-        manifests.begin(job.place, indices, job.tokenizer)
+        corpus_files.begin(job.place, indices, job.tokenizer)
         train, validation = written.counts[: len(SPLITS)]
         lowest = min(train.lowest, validation.lowest) + 1
         if source.is_one_text or lowest in (NO_HASH + 1, threshold):
-            manifests.remove_corpus(job.place, indices)
+            corpus_files.remove_corpus(job.place, indices)
             raise _too_little(job.arguments, written.counts)
         threshold = lowest
 
@@ -321,16 +313,16 @@ def _write_parts(source: Source, job: PartJob, engine: Engine, bar: tqdm) -> dic
         used += [of_part.facts, of_part.removed]
     for part in parts:
         used += [shard["name"] for shard in manifests.shards_of(part)]
-    manifests.remove_other_parts(job.place, used)
+    corpus_files.remove_other_parts(job.place, used)
     remove_passes(job.place)
     contents = digest_of_parts(part["source_contents"] for part in parts)
-    manifest = manifests.joined(job.arguments, contents, names, parts)
+    manifest = corpus_files.joined(job.arguments, contents, names, parts)
     if not all(manifest[split]["documents"] for split in splits):
         raise UserError(
             f"{job.arguments['source']} holds too little text to set documents aside for validation; choose a larger "
             "--validation-fraction"
         )
-    manifests.save(storage.join(job.place, MANIFEST), manifest)
+    corpus_files.save(storage.join(job.place, MANIFEST), manifest)
     return manifests.load(job.place)
 
 

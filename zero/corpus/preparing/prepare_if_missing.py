@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Iterable
 
-from zero.corpus.preparing.manifest import MANIFEST, SPLITS, load
+from zero.corpus.format.manifest import MANIFEST, SPLITS, load
 from zero.corpus.text.tokenizers import Tokenizer
 from zero.errors import UserError
 from zero.files import storage

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from zero.corpus.preparing import directory
+from zero.corpus.format import directory
+from zero.corpus.preparing import documents
+from zero.corpus.preparing.documents import Document, Unit
 from zero.corpus.preparing.duplicates import PASSES
 from zero.corpus.preparing.needs import Needs, SourceSize
-from zero.corpus.preparing.sources import documents
 from zero.corpus.preparing.sources.changes import content_bytes
-from zero.corpus.preparing.sources.documents import Document, Unit
 from zero.corpus.preparing.sources.source import Source
 from zero.files import storage
 

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from zero.corpus.preparing.corpus_files import NO_HASH, Counts
+from zero.corpus.preparing.documents import NOT_UTF8, Document, Unit
 from zero.corpus.preparing.facts import DEDUPLICATE, MINIMUM_TOKENS, ROW_TOKENS, Facts
-from zero.corpus.preparing.manifest import NO_HASH, Counts
 from zero.corpus.preparing.sources.changes import content_bytes
-from zero.corpus.preparing.sources.documents import NOT_UTF8, Document, Unit
 from zero.corpus.text.tokenizers import Tokenizer
 from zero.errors import UserError
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from zero.corpus.preparing import directory, manifest
-from zero.corpus.preparing.manifest import PARTS, TOKENIZER, splits_of
+from zero.corpus.format import directory, manifest
+from zero.corpus.format.manifest import PARTS, TOKENIZER, splits_of
+from zero.corpus.preparing import corpus_files
 from zero.corpus.text.tokenizers import Tokenizer, is_same_tokenizer
 from zero.errors import UserError
 from zero.files import storage
@@ -32,7 +33,7 @@ def verify(place: str, tokenizer: Tokenizer | None = None) -> list[str]:
     if index:
         split = index.removesuffix(".index").rpartition("_")[2]
         is_known = split in splits_of(loaded)
-        if not is_known or directory.read(index) != manifest.index_text(index, place, split, loaded[split]):
+        if not is_known or directory.read(index) != corpus_files.index_text(index, place, split, loaded[split]):
             differences.append(f"{index} does not list the shards of {place} as its manifest does")
     differences += _part_differences(place, loaded)
     differences += _shard_differences(place, loaded)
@@ -60,7 +61,7 @@ def _part_differences(place: str, loaded: dict[str, Any]) -> Iterator[str]:
 def _shard_differences(place: str, loaded: dict[str, Any]) -> Iterator[str]:
     existing = directory.file_names(place)
     listed = {shard["name"]: shard for shard in manifest.shards_of(loaded)}
-    for name in sorted(manifest.shard_names(existing) - set(listed)):
+    for name in sorted(corpus_files.shard_names(existing) - set(listed)):
         yield f"{storage.join(place, name)} is not in the manifest"
     for name, shard in tqdm(listed.items(), desc="verifying", unit="shard", disable=None, leave=False):
         path = storage.join(place, name)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from zero.child_process import end_with_parent
-from zero.corpus.preparing.sources.documents import Unit
+from zero.corpus.preparing.documents import Unit
 from zero.errors import Unavailable
 
 _Result = TypeVar("_Result")

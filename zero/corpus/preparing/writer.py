@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from zero.corpus.preparing import directory
+from zero.corpus.format import directory
+from zero.corpus.format.manifest import ALL_SPLITS
+from zero.corpus.preparing.corpus_files import Counts, PartNames
 from zero.corpus.preparing.facts import Facts, RemovedList, RowSample
-from zero.corpus.preparing.manifest import ALL_SPLITS, Counts, PartNames
 from zero.corpus.preparing.packing import PACKINGS
 from zero.corpus.preparing.sources.source import Source
 from zero.corpus.preparing.tokenize_documents import SplitTokens, UnitTokenizer, padded_rows

@@ -30,8 +30,8 @@ from typing import NoReturn
 
 from tqdm import tqdm
 
+from zero.corpus.format.manifest import TOKENIZER
 from zero.corpus.preparing.filters.table import FILTERS
-from zero.corpus.preparing.manifest import TOKENIZER
 from zero.corpus.preparing.options import CorpusOptions
 from zero.corpus.preparing.packing import PACKINGS
 from zero.corpus.preparing.peek import peek

@@ -17,11 +17,9 @@ from typing import BinaryIO
 
 import numpy as np
 
-from zero.corpus.reading.cache import ShardCache
-from zero.corpus.reading.crop import Crop
-from zero.corpus.reading.index_files import Shard
-from zero.corpus.reading.order import Order, RowRange, ShuffleBuffer, permutation
-from zero.corpus.reading.shards import (
+from zero.corpus.format.crop import Crop
+from zero.corpus.format.index_files import Shard
+from zero.corpus.format.shards import (
     BadData,
     Decoded,
     RowFormat,
@@ -31,6 +29,8 @@ from zero.corpus.reading.shards import (
     read_samples,
     with_neighbours,
 )
+from zero.corpus.reading.cache import ShardCache
+from zero.corpus.reading.order import Order, RowRange, ShuffleBuffer, permutation
 from zero.errors import UserError
 from zero.files import storage
 

@@ -22,14 +22,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from zero.corpus.format.crop import CROPS, Crop
+from zero.corpus.format.index_files import Shard, Weight, paths_of, read_index
+from zero.corpus.format.shards import BadData, RowFormat, Rows, row_tokens
 from zero.corpus.reading.cache import ShardCache
 from zero.corpus.reading.contents import REMEDY, IndexContents, check_contents, contents_of
 from zero.corpus.reading.corpus_reader import SKIPPED, CorpusReader
-from zero.corpus.reading.crop import CROPS, Crop
-from zero.corpus.reading.index_files import Shard, paths_of, read_index
-from zero.corpus.reading.order import Mixture, Order, StagedMixture, Weight, exact_weights, weight_stages
+from zero.corpus.reading.order import Mixture, Order, StagedMixture, exact_weights, weight_stages
 from zero.corpus.reading.prefetch import RowStream
-from zero.corpus.reading.shards import BadData, RowFormat, Rows, row_tokens
 from zero.errors import UserError
 
 _REMOTE_THREADS = 16  # at most; they wait for the network, not for Python

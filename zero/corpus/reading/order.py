@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from zero.corpus.format.index_files import Weight
 from zero.errors import UserError
 
 
@@ -141,9 +142,6 @@ class StagedMixture:
             total = part if total is None else total + part
         assert total is not None
         return total
-
-
-Weight = float | Sequence[Sequence[float]]  # of a corpus: a number, or [[step, weight], ...] with steps from 0 on
 
 
 def weight_stages(weights: Iterable[Weight]) -> list[tuple[int, list[float]]]:

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from zero.corpus.format.shards import Rows
 from zero.corpus.reading.order import ShuffleBuffer
-from zero.corpus.reading.shards import Rows
 
 _Item = TypeVar("_Item")
 

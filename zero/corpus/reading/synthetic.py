@@ -9,9 +9,9 @@ from typing import ClassVar
 
 import numpy as np
 
+from zero.corpus.format.index_files import Shard
 from zero.corpus.reading.contents import IndexContents
 from zero.corpus.reading.corpus_reader import CorpusReader
-from zero.corpus.reading.index_files import Shard
 from zero.corpus.reading.loader import Batching, Cursor, HostBatch, Loader, check_order
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from zero.corpus.preparing.sources import documents
+from zero.corpus.preparing import documents
+from zero.corpus.preparing.documents import TextReader
 from zero.corpus.preparing.sources.csv_rows import csv_units
-from zero.corpus.preparing.sources.documents import TextReader
 from zero.corpus.preparing.sources.formats import format_of
 
 

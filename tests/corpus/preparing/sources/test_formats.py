@@ -21,9 +21,9 @@ import pytest
 from tests.helpers import bucket, sources
 from tests.helpers.corpora import COMMAND, REPOSITORY, call, make, tokens_of
 from tests.helpers.loaders import open_loader
+from zero.corpus.preparing import documents
 from zero.corpus.preparing.options import CorpusOptions
 from zero.corpus.preparing.prepare import Corpus, prepare
-from zero.corpus.preparing.sources import documents
 from zero.corpus.preparing.sources.source import Source
 from zero.corpus.preparing.sources.tensors import read_tensor
 from zero.corpus.preparing.verify import verify

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from tests.helpers.loaders import open_loader
+from zero.corpus.preparing import documents
 from zero.corpus.preparing.options import CorpusOptions
 from zero.corpus.preparing.prepare import Corpus, prepare
-from zero.corpus.preparing.sources import documents
 from zero.corpus.text.tokenizers import ByteTokenizer
 from zero.errors import UserError
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.helpers import records, sources
 from tests.helpers.records import record
-from zero.corpus.preparing.sources import documents
+from zero.corpus.preparing import documents
 from zero.corpus.preparing.sources.source import Source
 from zero.errors import UserError
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from zero.corpus.preparing import directory
-from zero.corpus.preparing.sources.documents import Document
+from zero.corpus.format import directory
+from zero.corpus.preparing.documents import Document
 from zero.errors import UserError
 
 NGRAM = 13  # words

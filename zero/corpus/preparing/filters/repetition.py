@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from zero.corpus.preparing.sources.documents import Document
+from zero.corpus.preparing.documents import Document
 from zero.errors import UserError
 
 MOST_REPEATED_LINES = MOST_REPEATED_PARAGRAPHS = 0.30  # of their number

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from zero.corpus.preparing.sources.documents import Document
+from zero.corpus.preparing.documents import Document
 from zero.errors import UserError
 
 MOST_SYMBOLS = 0.1  # hash signs and ellipses, for each word

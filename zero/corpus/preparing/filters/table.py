@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
-from zero.corpus.preparing import directory
+from zero.corpus.format import directory
+from zero.corpus.preparing.documents import Document
 from zero.corpus.preparing.filters.contamination import ngrams_of_files
 from zero.corpus.preparing.filters.repetition import repetition
 from zero.corpus.preparing.filters.symbols import symbols
 from zero.corpus.preparing.filters.urls import listed_urls
 from zero.corpus.preparing.filters.where import field_values
 from zero.corpus.preparing.filters.words import words
-from zero.corpus.preparing.sources.documents import Document
 from zero.errors import UserError
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 from urllib.parse import urlsplit
 
-from zero.corpus.preparing import directory
-from zero.corpus.preparing.sources.documents import Document, field_of
+from zero.corpus.format import directory
+from zero.corpus.preparing.documents import Document, field_of
 from zero.errors import UserError
 
 URL = "url"  # the field that holds a document's own

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zero.corpus.preparing.sources.documents import Document, field_of
+from zero.corpus.preparing.documents import Document, field_of
 from zero.errors import UserError
 
 

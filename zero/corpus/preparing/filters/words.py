@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from zero.corpus.preparing.sources.documents import Document
+from zero.corpus.preparing.documents import Document
 from zero.errors import UserError
 
 

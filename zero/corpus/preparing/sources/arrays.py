@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zero.corpus.preparing.sources import documents
-from zero.corpus.preparing.sources.documents import TRAIN, VALIDATION, Document, Unit
+from zero.corpus.format.shards import NPY_HEADER, npy_header
+from zero.corpus.preparing import documents
+from zero.corpus.preparing.documents import TRAIN, VALIDATION, Document, Unit
 from zero.corpus.preparing.sources.files import open_file
-from zero.corpus.reading.shards import NPY_HEADER, npy_header
 from zero.errors import UserError
 from zero.files import storage
 from zero.files.parsing import reading

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Literal
 
-from zero.corpus.preparing.sources.documents import Document, Documents, Unit
+from zero.corpus.preparing.documents import Document, Documents, Unit
 
 Form = Literal["NFC", "NFKC"]
 FORMS: dict[str, Form] = {"nfc": "NFC", "nfkc": "NFKC"}

@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from zero.corpus.preparing.sources import documents
+from zero.corpus.preparing import documents
+from zero.corpus.preparing.documents import Reader, Unit
 from zero.corpus.preparing.sources.arrays import array_units, megatron_index
 from zero.corpus.preparing.sources.csv_rows import csv_units
-from zero.corpus.preparing.sources.documents import Reader, Unit
 from zero.corpus.preparing.sources.files import SourceFile
 from zero.corpus.preparing.sources.json_lines import json_lines, text_lines
 from zero.corpus.preparing.sources.tables import table_units

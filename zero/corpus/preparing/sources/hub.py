@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from zero.corpus.preparing.sources import documents
-from zero.corpus.preparing.sources.documents import Document, Reader, Unit
+from zero.corpus.preparing import documents
+from zero.corpus.preparing.documents import Document, Reader, Unit
 from zero.corpus.preparing.sources.splits import official_splits
 from zero.errors import Unavailable, UserError, install_command
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from zero.corpus.preparing.documents import Document, found
 from zero.corpus.preparing.sources.conversations import (
     ASSISTANT,
     Message,
@@ -12,7 +13,6 @@ from zero.corpus.preparing.sources.conversations import (
     checked_tools,
     needed,
 )
-from zero.corpus.preparing.sources.documents import Document, found
 from zero.corpus.text.chat_template import ChatTemplate
 from zero.errors import UserError
 

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from operator import methodcaller
 
+from zero.corpus.preparing import documents
+from zero.corpus.preparing.documents import VALIDATION, Reader, TextReader, Unit
 from zero.corpus.preparing.filters.table import NO_FILTERS, Filters
-from zero.corpus.preparing.sources import documents
 from zero.corpus.preparing.sources.arrays import megatron_index
 from zero.corpus.preparing.sources.changes import FORMS, as_duplicate, as_near_duplicate, changed, normalised, without
-from zero.corpus.preparing.sources.documents import VALIDATION, Reader, TextReader, Unit
 from zero.corpus.preparing.sources.files import SourceFile, digest_of_contents, find_files
 from zero.corpus.preparing.sources.formats import Options, format_of
 from zero.corpus.preparing.sources.hub import HubDataset

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from zero.corpus.preparing.sources.documents import TEST, TRAIN, VALIDATION
+from zero.corpus.preparing.documents import TEST, TRAIN, VALIDATION
 from zero.errors import UserError
 
 OFFICIAL = "official"

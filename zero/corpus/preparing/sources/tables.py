@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, BinaryIO
 
-from zero.corpus.preparing.sources import documents
-from zero.corpus.preparing.sources.documents import Document, Reader, TextReader, Unit
+from zero.corpus.preparing import documents
+from zero.corpus.preparing.documents import Document, Reader, TextReader, Unit
 from zero.corpus.preparing.sources.files import open_file
 from zero.errors import UserError, install_command
 from zero.files.parsing import reading

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from zero.corpus.preparing.sources import documents
+from zero.corpus.format.shards import read_samples
+from zero.corpus.preparing import documents
+from zero.corpus.preparing.documents import Document, Reader, TextReader, Unit, decoded
 from zero.corpus.preparing.sources.compression import damage_named, decompressed
-from zero.corpus.preparing.sources.documents import Document, Reader, TextReader, Unit, decoded
 from zero.corpus.preparing.sources.files import open_file
 from zero.corpus.preparing.sources.tensors import read_tensor
-from zero.corpus.reading.shards import read_samples
 from zero.errors import UserError
 from zero.files.parsing import reading
 

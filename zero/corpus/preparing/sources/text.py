@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import BinaryIO
 
-from zero.corpus.preparing.sources import documents
-from zero.corpus.preparing.sources.documents import Document, Unit, decoded
+from zero.corpus.preparing import documents
+from zero.corpus.preparing.documents import Document, Unit, decoded
 from zero.corpus.preparing.sources.files import open_file
 from zero.errors import UserError
 

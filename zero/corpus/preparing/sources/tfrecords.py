@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import google_crc32c
 import numpy as np
 
-from zero.corpus.preparing.sources.documents import Document, Unit
+from zero.corpus.preparing.documents import Document, Unit
 from zero.corpus.preparing.sources.files import open_file
 from zero.errors import UserError
 

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero.corpus.reading import shards
-from zero.corpus.reading.order import Weight
-from zero.corpus.reading.shards import BadData
+from zero.corpus.format import shards
+from zero.corpus.format.shards import BadData
 from zero.errors import UserError, file_error
 from zero.files import storage
 from zero.files.parsing import reading
@@ -20,6 +19,7 @@ from zero.files.parsing import reading
 MOST_ROWS = 2**31 - 1  # of a shard in a bucket, whose size is not known yet
 FEW_ROWS = 2**24  # that need no more than 128 MiB for their order: what is missing of a truncated shard can be skipped
 BYTE_ORDER_MARK = "\ufeff"
+Weight = float | Sequence[Sequence[float]]  # of a corpus: a number, or [[step, weight], ...] with steps from 0 on
 _log = logging.getLogger(__name__)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from zero.errors import UserError
 
-TRAIN, VALIDATION, TEST = range(3)  # splits, in the order of `zero.corpus.preparing.manifest.ALL_SPLITS`
+TRAIN, VALIDATION, TEST = range(3)  # splits, in the order of `zero.corpus.format.manifest.ALL_SPLITS`
 NOT_UTF8 = "not UTF-8"  # why a file is left out, in place of the name of a filter
 UNIT_BYTES = 1 << 20  # of a source per unit: a fraction of a second for a tokenizer
 

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from zero.corpus.reading.crop import Crop, Draw, cut, lengths_after
+from zero.corpus.format.crop import Crop, Draw, cut, lengths_after
 from zero.errors import UserError, file_error, first_line
 from zero.files import storage
 from zero.files.parsing import MALFORMED, reading

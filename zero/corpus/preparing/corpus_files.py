@@ -1,44 +1,40 @@
-"""The manifest of a corpus, and of a part of one: its arguments, its shards, its counts; the index files."""
+"""The files of a corpus as zero-prepare writes them: names, manifests with their counts, index files; their removal."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import operator
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from zero.corpus.preparing import directory
+from zero.corpus.format import directory
+from zero.corpus.format.manifest import (
+    ALL_SPLITS,
+    MANIFEST,
+    PARTS,
+    TOKENIZER,
+    load,
+    shards_of,
+    splits_of,
+)
 from zero.corpus.preparing.sources.changes import NEAR
 from zero.corpus.text.special_tokens import COMPANIONS, companions
-from zero.corpus.text.tokenizers import FileTokenizer, Tokenizer, is_same_tokenizer
-from zero.errors import UserError, file_error, reason
+from zero.corpus.text.tokenizers import FileTokenizer, Tokenizer
+from zero.errors import UserError
 from zero.files import storage
-from zero.files.parsing import MALFORMED, reading
 
 if TYPE_CHECKING:
     from zero.corpus.preparing.sources.source import Source
 
-MANIFEST = "manifest.json"
-TOKENIZER = "tokenizer.json"
 REPORT = "report.html"
-SPECIAL_TOKENS = "special_tokens"  # a key of the manifest
-SPLITS = ("train", "validation")  # of every corpus
-ALL_SPLITS = (*SPLITS, "test")
 NO_HASH = 2**64  # higher than any hash
-PARTS = "parts"  # a key of the manifest of a corpus of many parts: the list of them
-PART_BYTES_KEY = "part_bytes"  # another one
+PART_BYTES_KEY = "part_bytes"  # a key of the manifest of a corpus of many parts
 _PART_FILE = re.compile(r"part-\d{5,}(\.json|\.facts\.json\.gz|\.removed\.jsonl\.gz|-\d{5,}\.tar)")
-_THREADS = 16  # that wait for a bucket
-_log = logging.getLogger(__name__)
-
-
 _NO_DOCUMENTS: Counter[str] = Counter()  # which no one adds to
 
 
@@ -96,18 +92,6 @@ class PartNames:
         return f"{split}-{of_split:05d}.tar" if self.part is None else f"part-{self.part:05d}-{of_part:05d}.tar"
 
 
-def splits_of(manifest: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(split for split in ALL_SPLITS if split in SPLITS or split in manifest)
-
-
-def shards_of(manifest: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the manifest records of each shard, of all splits."""
-    shards: list[dict[str, Any]] = []
-    for split in splits_of(manifest):
-        shards += manifest[split]["shards"]
-    return shards
-
-
 def find_usable(place: str, arguments: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
     """The manifest of an earlier call with the same arguments, if all of its shards exist.
 
@@ -147,21 +131,12 @@ def is_made_with(made: str, manifest: dict[str, Any], arguments: dict[str, Any],
 def is_of_source(place: str, manifest: dict[str, Any], source: Source, overwrite: bool) -> bool:
     """Whether a finished corpus was made of these contents of a source, of the same names and sizes.
 
-    Raises UserError if it was not, unless `overwrite`. A manifest of an earlier version records no contents: it is
-    taken for such a corpus, with a warning, unless `overwrite`.
+    Raises UserError if it was not, unless `overwrite`.
     """
-    recorded = manifest.get("source_contents")
-    if recorded == source.contents or overwrite:
-        return recorded == source.contents
+    is_same = manifest.get("source_contents") == source.contents
+    if is_same or overwrite:
+        return is_same
     name = manifest["source"]
-    if recorded is None:
-        _log.warning(
-            "corpus %s is of a version that recorded only names and sizes of the files of %s: kept without a "
-            "comparison of contents; --overwrite prepares it again",
-            place,
-            name,
-        )
-        return True
     for number, part in enumerate(manifest.get(PARTS, ())):
         if part["source_contents"] != source.part(number).contents:
             name = str(source.part(number))
@@ -170,119 +145,6 @@ def is_of_source(place: str, manifest: dict[str, Any], source: Source, overwrite
         f"corpus {place} was prepared when {name} had other contents, in files of the same sizes: choose another "
         "name, or --overwrite to replace it"
     )
-
-
-def load(place: str, has_parts: bool = True) -> dict[str, Any]:
-    """The manifest of a corpus; of one in parts with the shards of all parts, which are read unless not `has_parts`."""
-    path = storage.join(place, MANIFEST)
-    manifest = load_file(path)
-    if PARTS in manifest and has_parts:
-        for split in splits_of(manifest):
-            manifest[split] = manifest[split] | {"shards": []}
-        for part in load_parts(place, [part["name"] for part in manifest[PARTS]]):
-            for split in splits_of(manifest):
-                manifest[split]["shards"] += part[split]["shards"]
-    return manifest
-
-
-def load_file(path: str) -> dict[str, Any]:
-    """The manifest of a corpus or of a part, as it is stored."""
-    with reading(f"{path} is not a manifest that this version can read, choose another name, or remove it"):
-        manifest: dict[str, Any] = json.loads(directory.read(path))
-        _check_form(manifest)
-    return manifest
-
-
-def load_parts(place: str, names: Iterable[str]) -> list[dict[str, Any]]:
-    """The manifests of parts, by the names of their files; several requests at once, for a bucket."""
-    with ThreadPoolExecutor(_THREADS) as pool:
-        return list(pool.map(lambda name: load_file(storage.join(place, name)), names))
-
-
-def find(place: str) -> dict[str, Any] | None:
-    """The manifest of a directory of shards; None if it has none, or a file of this name that is something else."""
-    path = storage.join(place, MANIFEST)
-    try:
-        data = storage.read_bytes(path)
-    except (FileNotFoundError, NotADirectoryError, storage.AccessDenied):  # a bucket that may not be listed denies
-        return None
-    except OSError as error:
-        raise file_error(f"{path} cannot be read: {reason(error)}", error) from error
-    try:
-        manifest: dict[str, Any] = json.loads(data)
-        _check_form(manifest)
-    except MALFORMED:
-        return None
-    return manifest
-
-
-def recorded_checksums(place: str) -> Callable[[str], str | None]:
-    """What the manifest records of a shard of a directory, by its name: a SHA-256; None for a shard that it lacks.
-
-    In a corpus of many parts it is that of the part's manifest, which lists the shard's own: a start reads one file.
-    """
-    manifest = find(place)
-    if manifest is None:
-        return lambda name: None
-    if PARTS in manifest:
-        of_part = {part["name"].removesuffix(".json"): part["sha256"] for part in manifest[PARTS]}
-
-        def recorded(name: str) -> str | None:
-            part, _, number = name.removesuffix(".tar").rpartition("-")
-            return f"{of_part[part]} {number}" if part in of_part else None
-
-        return recorded
-    sums = {shard["name"]: shard["sha256"] for shard in shards_of(manifest) if isinstance(shard.get("sha256"), str)}
-    return sums.get
-
-
-def _check_form(manifest: dict[str, Any]) -> None:
-    """Raises one of `zero.files.parsing.MALFORMED` if a value is missing or of another type."""
-    expected: list[tuple[Any, type]] = [(manifest["tokenizer"], str)]
-    for part in manifest.get(PARTS, ()):
-        expected += [(part[key], str) for key in ("name", "sha256", "source_contents")]
-    for split in splits_of(manifest):
-        if PARTS not in manifest:
-            expected.append((manifest[split]["shards"], list))
-            expected += [(shard["name"], str) for shard in manifest[split]["shards"]]
-            expected += [(shard["rows"], int) for shard in manifest[split]["shards"]]
-        expected += [(manifest[split][key], int) for key in ("documents", "tokens", "rows")]
-    for value, kind in expected:
-        if not isinstance(value, kind):
-            raise TypeError(f"expected {kind.__name__}, found {value!r}")
-
-
-def check_tokenizer(place: str, tokenizer: Tokenizer) -> None:
-    """Raises UserError if the corpus in `place` was prepared with another tokenizer; shards without a manifest pass."""
-    place = place if storage.is_remote(place) else os.path.normpath(place)
-    manifest = find(place)
-    if manifest is not None and not is_same_tokenizer(manifest["tokenizer"], tokenizer.name):
-        name_or_file = manifest["tokenizer"] if manifest["tokenizer"] == "bytes" else storage.join(place, TOKENIZER)
-        raise UserError(
-            f"corpus {place} was prepared with tokenizer {manifest['tokenizer']}, not {tokenizer.name}: name its own, "
-            f"{name_or_file}"
-        )
-    recorded = None if manifest is None else manifest.get(SPECIAL_TOKENS)
-    if recorded is not None and recorded != described(tokenizer):
-        raise UserError(
-            f"corpus {place} was prepared with {SPECIAL_TOKENS} {recorded}, and those of {tokenizer.name} are "
-            f"{described(tokenizer)}: name its own, {storage.join(place, TOKENIZER)}"
-        )
-
-
-def described(tokenizer: Tokenizer) -> dict[str, Any] | None:
-    """The special tokens of documents, as a manifest records them; None without files that describe the tokenizer."""
-    special = tokenizer.special
-    return {"before": list(special.before), "end_of_text": special.end_of_text} if special.is_brought else None
-
-
-def check_tokenizers(shards: Iterable[str], tokenizer: Tokenizer) -> None:
-    """Raises UserError if one of these shards was prepared with another tokenizer than `data.tokenizer`."""
-    for place in sorted({storage.parent(shard) for shard in shards}):
-        try:
-            check_tokenizer(place, tokenizer)
-        except UserError as error:
-            raise UserError(f"data.tokenizer: {error}") from error
 
 
 def encoded(manifest: dict[str, Any]) -> bytes:

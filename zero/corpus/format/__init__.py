@@ -1,0 +1,1 @@
+"""A corpus as it is stored: shards of rows, index files that list them, and the manifest of its directory."""

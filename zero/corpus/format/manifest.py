@@ -1,0 +1,150 @@
+"""The manifest of a corpus, and of a part of one, as every reader needs it: its splits, its shards, its tokenizer."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from zero.corpus.format import directory
+from zero.corpus.text.tokenizers import Tokenizer, is_same_tokenizer
+from zero.errors import UserError, file_error, reason
+from zero.files import storage
+from zero.files.parsing import MALFORMED, reading
+
+MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer.json"
+SPECIAL_TOKENS = "special_tokens"  # a key of the manifest
+SPLITS = ("train", "validation")  # of every corpus
+ALL_SPLITS = (*SPLITS, "test")
+PARTS = "parts"  # a key of the manifest of a corpus of many parts: the list of them
+_THREADS = 16  # that wait for a bucket
+_log = logging.getLogger(__name__)
+
+
+def splits_of(manifest: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(split for split in ALL_SPLITS if split in SPLITS or split in manifest)
+
+
+def shards_of(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the manifest records of each shard, of all splits."""
+    shards: list[dict[str, Any]] = []
+    for split in splits_of(manifest):
+        shards += manifest[split]["shards"]
+    return shards
+
+
+def load(place: str, has_parts: bool = True) -> dict[str, Any]:
+    """The manifest of a corpus; of one in parts with the shards of all parts, which are read unless not `has_parts`."""
+    path = storage.join(place, MANIFEST)
+    manifest = load_file(path)
+    if PARTS in manifest and has_parts:
+        for split in splits_of(manifest):
+            manifest[split] = manifest[split] | {"shards": []}
+        for part in load_parts(place, [part["name"] for part in manifest[PARTS]]):
+            for split in splits_of(manifest):
+                manifest[split]["shards"] += part[split]["shards"]
+    return manifest
+
+
+def load_file(path: str) -> dict[str, Any]:
+    """The manifest of a corpus or of a part, as it is stored."""
+    with reading(f"{path} is not a manifest that this version can read, choose another name, or remove it"):
+        manifest: dict[str, Any] = json.loads(directory.read(path))
+        _check_form(manifest)
+    return manifest
+
+
+def load_parts(place: str, names: Iterable[str]) -> list[dict[str, Any]]:
+    """The manifests of parts, by the names of their files; several requests at once, for a bucket."""
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return list(pool.map(lambda name: load_file(storage.join(place, name)), names))
+
+
+def find(place: str) -> dict[str, Any] | None:
+    """The manifest of a directory of shards; None if it has none, or a file of this name that is something else."""
+    path = storage.join(place, MANIFEST)
+    try:
+        data = storage.read_bytes(path)
+    except (FileNotFoundError, NotADirectoryError, storage.AccessDenied):  # a bucket that may not be listed denies
+        return None
+    except OSError as error:
+        raise file_error(f"{path} cannot be read: {reason(error)}", error) from error
+    try:
+        manifest: dict[str, Any] = json.loads(data)
+        _check_form(manifest)
+    except MALFORMED:
+        return None
+    return manifest
+
+
+def recorded_checksums(place: str) -> Callable[[str], str | None]:
+    """What the manifest records of a shard of a directory, by its name: a SHA-256; None for a shard that it lacks.
+
+    In a corpus of many parts it is that of the part's manifest, which lists the shard's own: a start reads one file.
+    """
+    manifest = find(place)
+    if manifest is None:
+        return lambda name: None
+    if PARTS in manifest:
+        of_part = {part["name"].removesuffix(".json"): part["sha256"] for part in manifest[PARTS]}
+
+        def recorded(name: str) -> str | None:
+            part, _, number = name.removesuffix(".tar").rpartition("-")
+            return f"{of_part[part]} {number}" if part in of_part else None
+
+        return recorded
+    sums = {shard["name"]: shard["sha256"] for shard in shards_of(manifest) if isinstance(shard.get("sha256"), str)}
+    return sums.get
+
+
+def _check_form(manifest: dict[str, Any]) -> None:
+    """Raises one of `zero.files.parsing.MALFORMED` if a value is missing or of another type."""
+    expected: list[tuple[Any, type]] = [(manifest["tokenizer"], str)]
+    for part in manifest.get(PARTS, ()):
+        expected += [(part[key], str) for key in ("name", "sha256", "source_contents")]
+    for split in splits_of(manifest):
+        if PARTS not in manifest:
+            expected.append((manifest[split]["shards"], list))
+            expected += [(shard["name"], str) for shard in manifest[split]["shards"]]
+            expected += [(shard["rows"], int) for shard in manifest[split]["shards"]]
+        expected += [(manifest[split][key], int) for key in ("documents", "tokens", "rows")]
+    for value, kind in expected:
+        if not isinstance(value, kind):
+            raise TypeError(f"expected {kind.__name__}, found {value!r}")
+
+
+def check_tokenizer(place: str, tokenizer: Tokenizer) -> None:
+    """Raises UserError if the corpus in `place` was prepared with another tokenizer; shards without a manifest pass."""
+    place = place if storage.is_remote(place) else os.path.normpath(place)
+    manifest = find(place)
+    if manifest is not None and not is_same_tokenizer(manifest["tokenizer"], tokenizer.name):
+        name_or_file = manifest["tokenizer"] if manifest["tokenizer"] == "bytes" else storage.join(place, TOKENIZER)
+        raise UserError(
+            f"corpus {place} was prepared with tokenizer {manifest['tokenizer']}, not {tokenizer.name}: name its own, "
+            f"{name_or_file}"
+        )
+    recorded = None if manifest is None else manifest.get(SPECIAL_TOKENS)
+    if recorded is not None and recorded != described(tokenizer):
+        raise UserError(
+            f"corpus {place} was prepared with {SPECIAL_TOKENS} {recorded}, and those of {tokenizer.name} are "
+            f"{described(tokenizer)}: name its own, {storage.join(place, TOKENIZER)}"
+        )
+
+
+def described(tokenizer: Tokenizer) -> dict[str, Any] | None:
+    """The special tokens of documents, as a manifest records them; None without files that describe the tokenizer."""
+    special = tokenizer.special
+    return {"before": list(special.before), "end_of_text": special.end_of_text} if special.is_brought else None
+
+
+def check_tokenizers(shards: Iterable[str], tokenizer: Tokenizer) -> None:
+    """Raises UserError if one of these shards was prepared with another tokenizer than `data.tokenizer`."""
+    for place in sorted({storage.parent(shard) for shard in shards}):
+        try:
+            check_tokenizer(place, tokenizer)
+        except UserError as error:
+            raise UserError(f"data.tokenizer: {error}") from error
