@@ -19,7 +19,7 @@ NAVIGATION = {
         *("docs/how-to/read-from-buckets", "docs/how-to/mix-corpora"),
         *("docs/how-to/change-the-model", "docs/how-to/choose-an-optimizer", "docs/how-to/find-a-learning-rate"),
         *("docs/how-to/train-long-contexts", "docs/how-to/start-from-weights"),
-        *("docs/how-to/fine-tune", "docs/how-to/fine-tuning"),
+        "docs/how-to/fine-tuning",
         *("docs/how-to/learn-preferences", "docs/how-to/train-on-conversations"),
         *("docs/how-to/planning", "docs/how-to/examine-a-machine", "docs/how-to/measure-without-data"),
         *("docs/how-to/launching", "docs/how-to/several-hosts", "docs/how-to/use-a-cluster"),

@@ -15,6 +15,7 @@ import pytest
 
 from tests.config.composing import compose
 from zero.config.check import check as check_configuration
+from zero.config.command_line import take_text_literally
 from zero.config.files import load_sizes
 from zero.config.help import help_text
 from zero.errors import UserError
@@ -57,6 +58,7 @@ def check_overrides(words: list[str]) -> None:
         return
     if "--multirun" in words:  # each key once, with the first of its values
         overrides = [word.split(",")[0] for word in overrides]
+    overrides = take_text_literally(overrides)
     config = compose(*overrides)
     if config.mode == "plan":  # which reads no files, so that rules between keys and keys without effect are seen too
         check_configuration(config, load_sizes(), [word.lstrip("+").partition("=")[0] for word in overrides])

@@ -52,9 +52,9 @@ def test_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     lines = [f'{{"prompt": "What is {i} plus {j}?", "completion": " {i + j}"}}\n' for i in range(9) for j in range(9)]
     Path("questions.jsonl").write_text("".join(lines))
-    block = re.findall(r"^```bash\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)[0]
+    blocks = re.findall(r"^```bash\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     done = []
-    for line in block.replace("\\\n", " ").splitlines():
+    for line in "".join(blocks).replace("\\\n", " ").splitlines():
         program, *arguments = shlex.split(line)
         done.append(program)
         match program:
@@ -68,9 +68,10 @@ def test_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             case "zero-weights":
                 monkeypatch.setattr(sys, "argv", [program, *arguments])
                 zero_weights.main()
-    assert done == ["hf", "zero-prepare", "python", "python", "zero-weights", "zero-weights"]
+    assert done == ["hf", "zero-prepare", *["python"] * 2, *["zero-weights"] * 2, "python", "zero-weights"]
     auto: Any = transformers.AutoModelForCausalLM
-    assert auto.from_pretrained("my-merged").config.model_type == "qwen2"
+    for folder in ("my-merged", "my-model"):
+        assert auto.from_pretrained(folder).config.model_type == "qwen2"
     assert {path.name for path in Path("my-adapters").iterdir()} == {
         "adapter_config.json",
         "adapter_model.safetensors",

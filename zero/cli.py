@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import zero.run.features  # noqa: F401  declares the keys of features
 from zero.config.check import Sizes, check, describe
+from zero.config.command_line import take_text_literally
 from zero.config.files import conf_directory, load_sizes
 from zero.config.help import help_text, version_text
 from zero.config.names import moved
@@ -54,6 +55,7 @@ def main() -> None:
             if asked := {"--help", "-h", "--version"}.intersection(sys.argv):
                 print(version_text() if "--version" in asked else help_text([x for x in sys.argv[1:] if x[0] != "-"]))
                 return
+            sys.argv[1:] = take_text_literally(sys.argv[1:])
             check_names(sys.argv[1:])
             sys.argv[1:] = with_groups_of_run(resume_overrides(sys.argv[1:]))
             run()
@@ -196,6 +198,7 @@ def compose(overrides: list[str]) -> tuple[Any, GPTConfig]:
     Raises:
       UserError: a line for each mistake.
     """
+    overrides = take_text_literally(overrides)
     check_names(overrides)
     try:
         return resolve(composed(overrides), overrides)

@@ -1,6 +1,7 @@
 """Sampling from the outside: prompts that span lines, log-probabilities, and a prompt per line from the terminal."""
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import cli
+from zero.config.help import COMMANDS
 from zero.config.schema import Sample
 from zero.errors import UserError
 from zero.inference.interactive import _changed
@@ -39,6 +41,14 @@ def test_prompts_and_log_probabilities(lasting: cli.Lasting) -> None:
     for line in lines:
         assert len(line["log_probabilities"]) >= len(line["text"].encode("utf-8", "ignore")) // 4
         assert all(-10 < x < 0 for x in line["log_probabilities"])
+
+
+def test_the_example_of_help(lasting: cli.Lasting) -> None:
+    """The command that --help prints runs as it is written; keys after it make it short."""
+    (words,) = [shlex.split(words) for words in COMMANDS if "sample.prompt" in words]
+    done = lasting.run(*words, "model.model_path=trained", "sample.tokens=4", "hydra.run.dir=example")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((lasting.workplace / "example" / "samples.jsonl").read_text())["prompt"] == "def main("
 
 
 def test_settings_of_a_conversation() -> None:

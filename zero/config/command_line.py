@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -9,6 +11,9 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 
 from zero.config.constraints import shown
+from zero.config.names import declared_keys
+
+FREE_TEXT = {"sample.prompt"}  # keys whose text may hold what Hydra would read as syntax, such as ${HOME}
 
 
 def override_value(value: Any) -> str:
@@ -28,3 +33,41 @@ def override_value(value: Any) -> str:
     except HydraException:
         is_plain = False
     return value if is_plain else QuotedString(value, Quote.single).with_quotes()
+
+
+def take_text_literally(arguments: Sequence[str]) -> list[str]:
+    """Quotes, in Hydra's syntax, texts that its grammar would refuse or read as something else.
+
+    A key of `FREE_TEXT` takes its value as it is written. Any other text is quoted unless Hydra reads it as a text, an
+    interpolation or a sweep. A value that is quoted as a whole stays, and so do null and a list of free texts.
+
+    >>> take_text_literally(["sample.prompt=def main(", "sample.prompt='a, b'", "seed=7", "data.corpus=my (old) text"])
+    ["sample.prompt='def main('", "sample.prompt='a, b'", 'seed=7', "data.corpus='my (old) text'"]
+    """
+    is_sweep = "--multirun" in arguments or "-m" in arguments
+    return [_literally(argument, is_sweep) for argument in arguments]
+
+
+def _literally(argument: str, is_sweep: bool) -> str:
+    name, _, value = argument.partition("=")
+    key = declared_keys().get(name.lstrip("+"))
+    is_free = name.lstrip("+") in FREE_TEXT
+    if key is None or not (is_free or key.kind is str) or value == "null":
+        return argument
+    try:
+        override = OverridesParser.create().parse_override(argument)
+    except HydraException:
+        return f"{name}={_quoted(value)}"
+    if override.is_sweep_override():
+        stays = is_sweep or not is_free
+    elif is_free:
+        is_quoted = re.fullmatch(r"(['\"]).*\1", value, re.DOTALL) is not None
+        stays = is_quoted or isinstance(override.value(), list)
+    else:
+        stays = isinstance(override.value(), str)
+    return argument if stays else f"{name}={_quoted(value)}"
+
+
+def _quoted(text: str) -> str:
+    """A text in Hydra's quotes, in which nothing is an interpolation."""
+    return QuotedString(text.replace("${", r"\${"), Quote.single).with_quotes()
