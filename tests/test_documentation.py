@@ -186,5 +186,16 @@ def test_pages_that_sources_name_exist() -> None:
     assert absent_pages("see docs/no-such-" + "page.md, and docs/README.md") == {"docs/no-such-" + "page.md"}
 
 
+def test_pages_install_from_the_clone() -> None:
+    """zero is on no package index: commands install `.`, with extras that it has."""
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    found = set()
+    for path in (*PAGES, *sources(), *REPOSITORY.glob("notebooks/*.ipynb")):
+        for line in re.findall(r"pip install ([^`\n]*)", path.read_text()):
+            assert "zero-pmap" not in line, f"{path.name}: pip install {line}"
+            found.update(name for names in re.findall(r"['\"]\.\[([\w,-]+)\]", line) for name in names.split(","))
+    assert {"train", "docs", "hub"} <= found <= {*extras}, found
+
+
 def test_readme_is_short() -> None:
     assert len((REPOSITORY / "README.md").read_text().splitlines()) <= 230

@@ -15,11 +15,12 @@ import tomllib
 import venv
 import zipfile
 from collections.abc import Iterable, Iterator
-from importlib.metadata import packages_distributions
+from importlib.metadata import PackageNotFoundError, metadata, packages_distributions, version
 from pathlib import Path
 
 import pytest
 from packaging.metadata import Metadata
+from packaging.specifiers import SpecifierSet
 
 from tests.helpers.rooms import SOURCES, WITHOUT_JAX, imports, nodes, room
 from tests.helpers.without_jax import LIBRARIES, use_corpus
@@ -58,6 +59,38 @@ def run(place: Path, program: Path, *arguments: str) -> subprocess.CompletedProc
     done = subprocess.run([program, *arguments], cwd=place, env=ON_CPU, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done
+
+
+OLDEST_PYTHON = "3.11.0"
+PINS = dict(re.findall(r"^([\w.-]+)==(\S+)", (REPOSITORY / "constraints.txt").read_text(), re.M))
+
+
+def installed_version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+INSTALLED = {name for name in PINS if installed_version(name) == PINS[name]}
+
+
+def test_pins_install_on_the_oldest_python() -> None:
+    """Of the pins that this environment has, each says so itself."""
+    refusals = {}
+    for name in INSTALLED:
+        asked = metadata(name)["Requires-Python"]
+        if asked is not None and not SpecifierSet(asked).contains(OLDEST_PYTHON):
+            refusals[name] = asked
+    assert len(INSTALLED) > 100 and refusals == {}
+
+
+@pytest.mark.slow
+def test_other_pins_install_on_the_oldest_python(tmp_path: Path) -> None:
+    """Of the other pins, those of the extra docs among them, the package index says so."""
+    names = [f"{name}=={PINS[name]}" for name in PINS.keys() - INSTALLED]
+    options = ("--dry-run", "--no-deps", "--only-binary=:all:", "--target", tmp_path, "--python-version", OLDEST_PYTHON)
+    pip(sys.executable, "install", *options, *names)
 
 
 PAGES = ["zero/pages/parts/*", "zero/report/page/*", "zero/plan/*.jinja", "zero/corpus/preparing/page/*"]

@@ -84,10 +84,11 @@ def exit_on_error() -> Iterator[None]:
 
 
 def install_command(extra: str) -> str:
-    """The command that adds an extra of pyproject.toml: to the clone that runs, or else to the installed package."""
+    """The command that adds an extra of pyproject.toml; zero is on no package index, so it needs a clone."""
     clone = Path(__file__).parents[1]
-    source = f"-e '{clone}[" if (clone / "pyproject.toml").is_file() else "'zero-pmap["
-    return f"pip install {source}{extra}]'"
+    if (clone / "pyproject.toml").is_file():
+        return f"pip install -e '{clone}[{extra}]'"
+    return f"pip install '.[{extra}]' in a clone of zero"
 
 
 def trainer() -> tuple[str, ...]:
