@@ -129,10 +129,10 @@ def test_metadata_is_fit_to_publish(sdist: Path, wheel: Path) -> None:
         of_sdist = Metadata.from_email(info.read(), validate=True)
     (path,) = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".dist-info/METADATA")]
     of_wheel = Metadata.from_email(zipfile.ZipFile(wheel).read(path), validate=True)
-    for metadata in (of_sdist, of_wheel):
-        assert (metadata.name, str(metadata.version)) == ("zero-pmap", PROJECT["version"])
-        assert metadata.description_content_type == "text/markdown" and metadata.description
-        assert metadata.license_expression == "Apache-2.0" and str(metadata.requires_python) == ">=3.11"
+    for found in (of_sdist, of_wheel):
+        assert (found.name, str(found.version)) == ("zero-pmap", PROJECT["version"])
+        assert found.description_content_type == "text/markdown" and found.description
+        assert found.license_expression == "Apache-2.0" and str(found.requires_python) == ">=3.11"
 
 
 @pytest.mark.wide
