@@ -111,11 +111,18 @@ def params(size: GPTConfig, seed: int = 0) -> Any:
 
 
 def save(
-    place: Path, size: GPTConfig, *seeds: int, values: Any = None, meta: Any = RUN, ema: int | None = None
+    place: Path,
+    size: GPTConfig,
+    *seeds: int,
+    values: Any = None,
+    meta: Any = RUN,
+    ema: int | None = None,
+    last_step: int | None = None,
 ) -> None:
     """A directory of checkpoints of weights, steps as the seeds, from shards of 8 devices.
 
-    The weights are random unless given; with `ema` there is a moving average, random from this seed.
+    The weights are random unless given; with `ema` there is a moving average, random from this seed. `last_step` is
+    that of the run.
     """
     model = model_of(size)
 
@@ -133,7 +140,8 @@ def save(
         for seed in seeds:
             state = {"params": padded(values or params(size, seed)), "averages": averages}
             config = {"tuning": {"method": "all"}} | meta
-            checkpoints.save(seed, state, layout, {"config": config, "size": dataclasses.asdict(size)})
+            facts = {"config": config, "size": dataclasses.asdict(size), "last_step": last_step}
+            checkpoints.save(seed, state, layout, facts)
 
 
 def whole(shards: Any, model: ShardedGPT) -> Any:

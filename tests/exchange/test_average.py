@@ -1,14 +1,18 @@
 """The mean of several checkpoints is a run directory of its own."""
 
+import shutil
 from pathlib import Path
+from unittest.mock import patch
 
 import jax
 import numpy as np
 import pytest
 
-from tests.exchange.random_weights import ALIBI, model_of, params, save, whole
+from tests.exchange.random_weights import ALIBI, assert_same, model_of, params, save, whole
+from zero.checkpoints.damage import MissingCheckpoint
+from zero.checkpoints.manager import Checkpoints
 from zero.errors import UserError
-from zero.exchange.average import average, last_steps
+from zero.exchange.average import average
 from zero.exchange.export import export
 from zero.exchange.warm_start import warm_start
 
@@ -39,9 +43,30 @@ def test_average_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_checkpoints_of_the_last_part(tmp_path: Path) -> None:
-    """Four of the last part are evenly spaced, the newest among them."""
-    save(tmp_path / "run", ALIBI, *range(1, 11))
-    assert last_steps(str(tmp_path / "run"), 0.6, 4) == [5, 7, 8, 10]
-    assert last_steps(str(tmp_path / "run"), 0.2, 2) == [9, 10]
-    with pytest.raises(UserError, match=r"the last 20% hold 2 checkpoints, 9, 10; expected at least --count 4"):
-        last_steps(str(tmp_path / "run"), 0.2, 4)
+    """Two of the last part are its ends; a doctest has the choice of more."""
+    save(tmp_path / "run", ALIBI, *range(1, 4))
+    assert average(str(tmp_path / "run"), tmp_path / "mean", last=0.6, count=2) == [2, 3]
+    with pytest.raises(UserError, match=r"the last 20% hold 1 checkpoints, 3; expected at least --count 4"):
+        average(str(tmp_path / "run"), tmp_path / "none", last=0.2, count=4)
+
+
+def test_average_beside_a_trainer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A checkpoint that the run deletes while others are read is left out with a line, unless it was named."""
+    place = tmp_path / "run"
+    save(place, ALIBI, 2, 5, 6)
+    expected = average(str(place), tmp_path / "expected", [5, 6])
+
+    def deleting(self: Checkpoints, step: int, name: str) -> np.ndarray:
+        if step == 5:
+            shutil.rmtree(place / "2", ignore_errors=True)
+        return read(self, step, name)
+
+    read = Checkpoints.read
+    with patch.object(Checkpoints, "read", deleting):
+        assert average(str(place), tmp_path / "mean") == [5, 6] == expected
+        assert f"{place}, step 2 was deleted while it was read" in caplog.text
+        with pytest.raises(MissingCheckpoint, match="no step 2; there are 5, 6"):
+            average(str(place), tmp_path / "named", [2, 6])
+    model = model_of(ALIBI)
+    means = [whole(warm_start(str(tmp_path / name), model), model) for name in ("mean", "expected")]
+    assert_same(*means)

@@ -25,6 +25,10 @@ class DamagedCheckpoint(UserError):
     """Stored data of a checkpoint is truncated, missing, or cannot be decoded."""
 
 
+class MissingCheckpoint(DamagedCheckpoint):
+    """There is no checkpoint of this step: it was never saved, or retention has deleted it."""
+
+
 @contextmanager
 def read_errors(checkpoint: str, json_files: Sequence[str]) -> Iterator[None]:
     """Turns errors of reading into one line each; errors that are neither damage nor an outage are raised unchanged.

@@ -23,7 +23,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 import jax
 import numpy as np
 
-from zero.checkpoints.damage import DamagedCheckpoint, move_aside, read_errors, without_brackets, write_errors
+from zero.checkpoints.damage import (
+    DamagedCheckpoint,
+    MissingCheckpoint,
+    move_aside,
+    read_errors,
+    without_brackets,
+    write_errors,
+)
 from zero.checkpoints.quiet_orbax import drain_loops_of_orbax, quiet_loggers
 from zero.checkpoints.retention import Retention, Saved
 from zero.errors import Unavailable, UserError
@@ -33,6 +40,7 @@ from zero.hosts import agreement
 from zero.partition.collectives.axis import Axis
 from zero.partition.global_arrays import global_shapes
 from zero.partition.layout import Layout, PyTree
+from zero.run_directory import committed_steps
 from zero.versions import version_of
 
 if TYPE_CHECKING:  # orbax is imported where it is used: a fresh start of one process does not wait for it
@@ -42,6 +50,7 @@ PACKAGES = ("zero-pmap", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "
 FORMAT = 3  # of checkpoints; the numbers below it were never released
 META_CHECKSUM = "meta_checksum"
 COPIED_GB = 8  # of a state that fills the host's memory, at a time
+DELETION_SECONDS = 10  # within which a deletion that another process has begun ends
 _Result = TypeVar("_Result")
 log = logging.getLogger(__name__)
 
@@ -145,7 +154,12 @@ class Checkpoints:
             raise Unavailable(f"{self.directory} cannot be read now: {without_brackets(error)}") from error
 
     def steps(self) -> list[int]:
-        """The steps that were saved, oldest first."""
+        """The steps that were saved, oldest first.
+
+        If another process may be training, these are the steps that host 0 sees at this call, on all hosts.
+        """
+        if self._keep is None:
+            return [int(step) for step in agreement.broadcast("steps", self._listed()).split()]
         if not self._is_open and self._is_absent():
             return []
         if self._is_stale:
@@ -153,17 +167,23 @@ class Checkpoints:
             self._is_stale = False
         return sorted(self._manager.all_steps())
 
+    def _listed(self) -> str:
+        """The steps in the directory now, as text; empty on all hosts but the first."""
+        return " ".join(map(str, committed_steps(self.directory))) if agreement.is_host_0() else ""
+
     def choose(self, step: int | None) -> int:
         """This step, or the newest if it is None.
 
         Raises:
-          UserError: there is no such checkpoint.
+          MissingCheckpoint: there is no such checkpoint.
         """
         steps = self.steps()
         if not steps:
-            raise UserError(f"{self.directory} holds no checkpoint")
+            raise MissingCheckpoint(f"{self.directory} holds no checkpoint")
         if step is not None and step not in steps:
-            raise UserError(f"data.resume_step={step}: {self.directory} holds steps {', '.join(map(str, steps))}")
+            raise MissingCheckpoint(
+                f"data.resume_step={step}: {self.directory} holds steps {', '.join(map(str, steps))}"
+            )
         return steps[-1] if step is None else step
 
     def save(
@@ -231,11 +251,12 @@ class Checkpoints:
         """The caller's metadata, and `shapes`, the logical shape of each leaf by its path.
 
         Raises:
+          MissingCheckpoint: another process, which trains, has deleted the checkpoint.
           DamagedCheckpoint: it is missing or cannot be decoded.
           UserError: it is of another format, or storage fails for the moment.
         """
         self.wait()
-        return self._on_all_hosts(step, lambda: self._read_meta(step))
+        return self._read(step, lambda: self._read_meta(step))
 
     def as_saved(self, step: int, layout: Layout) -> Layout:
         """This layout of a state with the dtypes that the checkpoint holds; raises as `meta`."""
@@ -260,6 +281,7 @@ class Checkpoints:
         the leaves, by default those of `zero.global_shapes`.
 
         Raises:
+          MissingCheckpoint: another process, which trains, has deleted the checkpoint.
           DamagedCheckpoint: the stored data is truncated, missing, or cannot be decoded.
           UserError: a leaf is missing, left over, of another logical shape, or of a dtype that no cast converts; or
             storage fails for the moment.
@@ -290,7 +312,7 @@ class Checkpoints:
             name: ocp.ArrayRestoreArgs(dtype=x.dtype, sharding=x.sharding, global_shape=x.shape, strict=False)
             for name, x in by_path.items()
         }
-        arrays = self._on_all_hosts(step, lambda: self._read_arrays(step, by_path, restore_args))
+        arrays = self._read(step, lambda: self._read_arrays(step, by_path, restore_args))
         return jax.tree.unflatten(layout.treedef, [arrays[path] for path in paths])
 
     def read(self, step: int, name: str) -> np.ndarray:
@@ -299,7 +321,7 @@ class Checkpoints:
 
         shape = self.meta(step)["shapes"][name]
         restore_args = {name: ocp.RestoreArgs(restore_type=np.ndarray)}
-        padded = self._on_all_hosts(step, lambda: self._read_arrays(step, {name: 0}, restore_args))[name]
+        padded = self._read(step, lambda: self._read_arrays(step, {name: 0}, restore_args))[name]
         return padded[tuple(slice(length) for length in shape)]
 
     def set_aside(self, step: int) -> None:
@@ -385,6 +407,31 @@ class Checkpoints:
 
     def _name(self, step: int) -> str:
         return f"checkpoint {self.directory}, step {step}"
+
+    def _read(self, step: int, action: Callable[[], _Result]) -> _Result:
+        """The result of reading a step, on all hosts. What another process has deleted is missing, not damaged."""
+        try:
+            return self._on_all_hosts(step, action)
+        except DamagedCheckpoint as error:
+            if self._keep is not None or not self._is_deleted(step):
+                raise
+            raise MissingCheckpoint(
+                f"{self._name(step)} was deleted while it was read, by the run that trains there; "
+                "data.keep_checkpoints and data.keep_every keep more"
+            ) from error
+
+    def _is_deleted(self, step: int) -> bool:
+        """Whether another process deletes this step: its files go one by one. All hosts get the answer of host 0."""
+
+        def is_deleted() -> bool:
+            ends = time.monotonic() + DELETION_SECONDS
+            while step in (steps := committed_steps(self.directory)):
+                if step == steps[-1] or time.monotonic() > ends:  # the newest one is never deleted
+                    return False
+                time.sleep(0.1)
+            return True
+
+        return bool(agreement.broadcast("deleted", "yes" if agreement.is_host_0() and is_deleted() else ""))
 
     def _on_all_hosts(self, step: int, action: Callable[[], _Result]) -> _Result:
         """The result; where any host raises UserError, all of them do."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from zero.checkpoints.damage import DamagedCheckpoint
+from zero.checkpoints.damage import DamagedCheckpoint, MissingCheckpoint
 from zero.checkpoints.manager import Checkpoints
 from zero.corpus.text.tokenizers import TokenizerIdentity
 from zero.errors import UserError
@@ -25,6 +26,8 @@ from zero.training.tuning import Tuning, make_tuning
 
 # As `UNSEEN`, of checkpoints: what a Hugging Face folder is compared by in other ways.
 UNSEEN_IN_CHECKPOINTS = ("alibi_attn", "norm_place", "expert_capacity", "expert_priority", "distance_base")
+T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 def open_checkpoints(place: str) -> Checkpoints:
@@ -37,17 +40,19 @@ def choose_steps(checkpoints: Checkpoints, steps: Sequence[int] | None) -> list[
     """These steps in ascending order, or all where they are None.
 
     Raises:
-      UserError: there is no such step, or none at all.
+      MissingCheckpoint: there is no such step, or none at all.
     """
     existing = checkpoints.steps()
     if not existing:
-        raise UserError(
+        raise MissingCheckpoint(
             f"{checkpoints.directory}: no weights; expected a run directory, a directory of checkpoints, or a Hugging "
             "Face folder"
         )
     missing = sorted(set(steps or []) - set(existing))
     if missing:
-        raise UserError(f"{checkpoints.directory}: no step {missing[0]}; there are {', '.join(map(str, existing))}")
+        raise MissingCheckpoint(
+            f"{checkpoints.directory}: no step {missing[0]}; there are {', '.join(map(str, existing))}"
+        )
     return sorted(set(steps)) if steps else existing
 
 
@@ -132,6 +137,24 @@ class SavedStep(NamedTuple):
 def saved_step(checkpoints: Checkpoints, step: int) -> SavedStep:
     """This checkpoint, with its metadata; raises as `Checkpoints.meta`."""
     return SavedStep(checkpoints, step, checkpoints.meta(step))
+
+
+def read_step(checkpoints: Checkpoints, step: int | None, read: Callable[[SavedStep], T]) -> T:
+    """What `read` returns for this step, or for the newest one if it is None.
+
+    If the run that trains there deletes the newest one meanwhile, the one that is the newest then is read.
+
+    Raises:
+      MissingCheckpoint: there is no such step.
+    """
+    while True:
+        chosen = choose_steps(checkpoints, None if step is None else [step])[-1]
+        try:
+            return read(saved_step(checkpoints, chosen))
+        except MissingCheckpoint as error:
+            if step is not None or checkpoints.steps()[-1] == chosen:
+                raise
+            log.warning("%s; reading the newest one instead", error)
 
 
 @contextmanager

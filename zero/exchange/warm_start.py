@@ -9,15 +9,14 @@ import dataclasses
 import json
 import logging
 import zlib
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from zero.corpus.text.hub import PREFIX
 from zero.errors import UserError
-from zero.exchange.checkpoint_weights import SavedStep, check_unseen, choose_steps, open_checkpoints, saved_step
+from zero.exchange.checkpoint_weights import SavedStep, check_unseen, open_checkpoints, read_step
 from zero.exchange.hf_folder import CONFIG_FILE, HuggingFaceFolder
 from zero.exchange.hub_folder import hub_folder
 from zero.files.parsing import json_object
@@ -43,27 +42,28 @@ def warm_start(place: str, model: ShardedGPT, *, ema: bool = False) -> PyTree:
     """
     if place.startswith(PREFIX):
         place = str(hub_folder(place))
-    with ExitStack() as stack:
-        if (Path(place) / CONFIG_FILE).is_file():
-            if ema:
-                raise UserError(f"{place}: a Hugging Face folder holds no moving average of the weights")
-            folder = stack.enter_context(HuggingFaceFolder(Path(place)))
-            origin = place
-            size = folder.size
-            read = folder.params
-        else:
-            checkpoints = stack.enter_context(open_checkpoints(place))
-            saved = saved_step(checkpoints, choose_steps(checkpoints, None)[-1])
-            origin = saved.origin
-            size = dataclasses.asdict(saved.size())
-            read = partial(weights_of_step, saved, within=saved.subtree(ema))
-        check_unseen(origin, size, model.config)
-        differ = len(model.config.windows) > 1 or model.config.experts_every > 1 or model.config.unrotated_every
-        if size["N"] != model.config.N and differ:
-            raise UserError(f"{origin}: N={size['N']} different layers do not grow to N={model.config.N}")
-        order = repeated_layers(size["N"], model.config.N, origin)
-        source = dataclasses.replace(model, config=dataclasses.replace(model.config, N=size["N"]))
-        params = read(source)
+    if (Path(place) / CONFIG_FILE).is_file():
+        if ema:
+            raise UserError(f"{place}: a Hugging Face folder holds no moving average of the weights")
+        with HuggingFaceFolder(Path(place)) as folder:
+            return _grown(place, folder.size, folder.params, model)
+
+    def read(saved: SavedStep) -> PyTree:
+        weights = partial(weights_of_step, saved, within=saved.subtree(ema))
+        return _grown(saved.origin, dataclasses.asdict(saved.size()), weights, model)
+
+    with open_checkpoints(place) as checkpoints:
+        return read_step(checkpoints, None, read)
+
+
+def _grown(origin: str, size: Mapping[str, Any], read: Callable[[ShardedGPT], PyTree], model: ShardedGPT) -> PyTree:
+    """What `read` gives for the model at the depth of this size, with layers repeated where the model is deeper."""
+    check_unseen(origin, size, model.config)
+    differ = len(model.config.windows) > 1 or model.config.experts_every > 1 or model.config.unrotated_every
+    if size["N"] != model.config.N and differ:
+        raise UserError(f"{origin}: N={size['N']} different layers do not grow to N={model.config.N}")
+    order = repeated_layers(size["N"], model.config.N, origin)
+    params = read(dataclasses.replace(model, config=dataclasses.replace(model.config, N=size["N"])))
     log.info("weights from %s", origin)
     if size["N"] < model.config.N:
         log.info("grown from %d layers to %d, which repeat layers %s", size["N"], model.config.N, order)

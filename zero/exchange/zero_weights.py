@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from zero.errors import exit_on_error
-from zero.exchange.average import average, last_steps
+from zero.exchange.average import average
 from zero.exchange.export import DTYPES, export
 
 
@@ -56,10 +56,9 @@ def main() -> None:
             step = export(arguments.run, arguments.folder, arguments.step, **options)
             print(f"step {step} is in {arguments.folder}")
         else:
-            steps = arguments.steps
-            if arguments.last is not None:
-                steps = last_steps(arguments.run, arguments.last, arguments.count)
-            steps = average(arguments.run, arguments.new_run, steps)
+            steps = average(
+                arguments.run, arguments.new_run, arguments.steps, last=arguments.last, count=arguments.count
+            )
             print(f"the mean of steps {', '.join(map(str, steps))} is in {arguments.new_run}")
 
 

@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from zero.checkpoints.damage import DamagedCheckpoint
+from zero.checkpoints.damage import DamagedCheckpoint, MissingCheckpoint
 from zero.checkpoints.manager import Checkpoints
 from zero.config.schema import EvaluateConfig
 from zero.files import storage
@@ -50,34 +50,42 @@ def follow(config: EvaluateConfig, scorer: Scorer, evaluate: Callable[[], dict[s
       UserError: the newest checkpoint cannot be read.
     """
     run = Path(str(config.model.model_path))
-    model = scorer.trained.model
+    done: set[int] = set()
     with ExitStack() as stack:
         tracker = stack.enter_context(_tracker(config, run, run_directory)) if agreement.is_host_0() else None
         for number in count():
             watchdog.progress()
-            steps, done = _on_host_0(
-                f"follow {number}", lambda: [saved_steps(run), [line["step"] for line in read_evaluations(run)]]
-            )
-            for step in (step for step in steps if step > max(done, default=-1)):
-                scorer.trained = scorer.trained._replace(params=None)  # two copies may not fit
-                try:
-                    params, _ = load_weights(run, model, step, config.evaluate.ema)
-                except DamagedCheckpoint as error:
-                    if step == saved_steps(run)[-1]:
-                        raise
-                    log.warning("%s; it may have been deleted, data.keep_checkpoints keeps more of them", error)
-                    continue
-                scorer.trained = scorer.trained._replace(params=params, step=step)
-                line = metrics_of(evaluate())
-                if tracker is not None:
-                    append_evaluation(run, line)  # first: after a kill here it is not evaluated again
-                    tracker(line)
-                    print(json.dumps(line), flush=True)
-                done = [step]
-            if steps and max(done, default=-1) >= steps[-1] and _is_last(run, steps[-1]):
+            # The list is read again before each: others of the last list may have been deleted meanwhile.
+            steps, left = _on_host_0(f"follow {number}", lambda: _steps(run, done))
+            step = next(iter(left), None)
+            if step is None and steps and _is_last(run, steps[-1]):
                 log.info("the run has ended at step %d", steps[-1])
                 return
-            time.sleep(WAIT_SECONDS)
+            if step is None:
+                time.sleep(WAIT_SECONDS)
+                continue
+            done.add(step)
+            scorer.trained = scorer.trained._replace(params=None)  # two copies may not fit
+            try:
+                params, _ = load_weights(run, scorer.trained.model, step, config.evaluate.ema)
+            except DamagedCheckpoint as error:
+                if _on_host_0(f"newest {number}", lambda: saved_steps(run)[-1]) == step:
+                    raise
+                log.warning("left out: %s", error)
+                continue
+            scorer.trained = scorer.trained._replace(params=params, step=step)
+            line = metrics_of(evaluate())
+            if tracker is not None:
+                append_evaluation(run, line)  # first: after a kill here it is not evaluated again
+                tracker(line)
+                print(json.dumps(line), flush=True)
+
+
+def _steps(run: Path, done: set[int]) -> tuple[list[int], list[int]]:
+    """The steps of the checkpoints that the run has now, and those that are neither done nor have a line."""
+    steps = saved_steps(run)
+    scored = done.union(line["step"] for line in read_evaluations(run))
+    return steps, [step for step in steps if step not in scored]
 
 
 def metrics_of(result: dict[str, Any]) -> dict[str, Any]:
@@ -105,10 +113,12 @@ def _on_host_0(name: str, compute: Callable[[], Any]) -> Any:
 
 
 def _is_last(run: Path, step: int) -> bool:
-    """Whether the run trains no further than this checkpoint."""
+    """Whether the run trains no further than this checkpoint, which was its newest. All hosts call it."""
     with Checkpoints(saved_checkpoint_directory(run), keep=None) as checkpoints:
-        meta = checkpoints.meta(step)
-    return bool(step >= meta["last_step"])
+        try:
+            return bool(step >= checkpoints.meta(step)["last_step"])
+        except MissingCheckpoint:  # there is a newer one by now
+            return False
 
 
 def _tracker(config: EvaluateConfig, run: Path, run_directory: Path) -> AbstractContextManager[Log]:

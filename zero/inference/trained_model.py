@@ -16,7 +16,7 @@ from zero.config.same_configuration import check_same_configuration
 from zero.config.schema import EvaluateConfig, SampleConfig
 from zero.corpus.text.tokenizers import Tokenizer, load_tokenizer
 from zero.errors import UserError
-from zero.exchange.checkpoint_weights import saved_step
+from zero.exchange.checkpoint_weights import SavedStep, read_step
 from zero.exchange.hub_model import is_folder
 from zero.exchange.warm_start import warm_start, weights_of_step
 from zero.hosts import startup
@@ -128,13 +128,18 @@ def load_weights(
     Raises:
       UserError: the run has no such checkpoint, no average, another model, or another tokenizer.
     """
-    directory = saved_checkpoint_directory(run)
-    with Checkpoints(directory, keep=None) as checkpoints:
-        saved = saved_step(checkpoints, checkpoints.choose(step))
+
+    def read(saved: SavedStep) -> tuple[PyTree, int]:
         if tokenizer is not None:
             saved.tokenizer().check(saved.origin, tokenizer)
-        read = partial(weights_of_step, saved, within=saved.subtree(ema))
-        weights = placed_weights(read, model)
+        weights = placed_weights(partial(weights_of_step, saved, within=saved.subtree(ema)), model)
         saved.check_size(model.config)
-    log.info("weights from step %d of %s", saved.step, directory)
-    return weights, saved.step
+        return weights, saved.step
+
+    directory = saved_checkpoint_directory(run)
+    with Checkpoints(directory, keep=None) as checkpoints:
+        if step is not None:
+            checkpoints.choose(step)
+        weights, step = read_step(checkpoints, step, read)
+    log.info("weights from step %d of %s", step, directory)
+    return weights, step
