@@ -6,11 +6,27 @@ Exit status: 0 when finished, 75 when preempted after a saved checkpoint, 2 for 
 repeat, others on error.
 """
 
+from __future__ import annotations
+
 import gc
 import os
 import signal
 import sys
+from importlib.util import find_spec
 from types import FrameType
+
+
+def check_python() -> None:
+    """Ends the program if this Python is too old or does not have the packages, before the imports that need them."""
+    needed = ["jax"] if "--doctor" in sys.argv else ["jax", "hydra"]
+    if sys.version_info < (3, 11):  # noqa: UP036  an older Python would fail at an import
+        problem = f"Python {sys.version.split()[0]} is too old, zero needs 3.11 or newer"
+    elif None in map(find_spec, needed):
+        problem = f"{sys.executable} does not have zero's packages"
+    else:
+        return
+    print(f"error: {problem}; run ./prepareTPUVM.sh, then .venv/bin/python main_zero.py", file=sys.stderr)
+    sys.exit(2)
 
 
 def interrupted(number: int, frame: FrameType | None) -> None:
@@ -19,6 +35,7 @@ def interrupted(number: int, frame: FrameType | None) -> None:
 
 
 def main() -> None:
+    check_python()
     for number in (signal.SIGTERM, signal.SIGINT):  # the import takes seconds, during which a signal may arrive
         signal.signal(number, interrupted)
     if "--doctor" in sys.argv:

@@ -1,24 +1,39 @@
 #!/usr/bin/env bash
-# Sets up a fresh TPU VM, NVIDIA host or laptop: ./prepareTPUVM.sh [--plan] [--test]
+# Sets up a fresh TPU VM, NVIDIA host or laptop: ./prepareTPUVM.sh [--plan] [--parquet] [--test]
 #
 # Makes .venv next to this file with the trainer, the jax for this machine, and the tested versions of constraints.txt.
-#   --plan  adds the TPU compiler, for mode=plan on a machine without a TPU (x86-64 Linux only)
-#   --test  adds what the tests need, the TPU compiler included
-# Later calls update extras that were added once. A call without changes takes less than a second. Packages are installed
-# by uv, which pip fetches for the time of the call if there is none, and by pip where uv cannot be had or fails.
+#   --plan     adds the TPU compiler, for mode=plan on a machine without a TPU (x86-64 Linux only)
+#   --parquet  adds pyarrow, with which zero-prepare reads Parquet and Arrow files
+#   --test     adds the packages of the tests, the TPU compiler and pyarrow included
+#   --help     prints this text
+# Later calls keep what earlier ones added. A call that has nothing to do takes less than a second.
+# uv installs the packages (pip fetches it temporarily if it is missing); if uv fails, pip installs them.
 set -euo pipefail
+
+usage() { # the comment at the head of this file
+    local line
+    while IFS= read -r line; do
+        case $line in
+            '#!'*) ;;
+            '#'*) line=${line#\#} && printf '%s\n' "${line# }" ;;
+            *) return ;;
+        esac
+    done <"${BASH_SOURCE[0]}"
+}
 
 fail() {
     printf 'prepareTPUVM.sh: %s\n  remedy: %s\n' "$1" "$2" >&2
     exit 1
 }
 
-with_plan=false with_test=false
+with_plan=false with_parquet=false with_test=false
 for argument in "$@"; do
     case $argument in
         --plan) with_plan=true ;;
+        --parquet) with_parquet=true ;;
         --test) with_test=true ;;
-        *) fail "unknown option $argument" "expected --plan or --test" ;;
+        -h | --help) usage && exit ;;
+        *) fail "unknown option $argument" "expected --plan, --parquet, --test or --help" ;;
     esac
 done
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -31,11 +46,30 @@ has_tpu() { # chips are Google's PCI devices with a node in /dev: asking a metad
     grep -qsx 0x1ae0 /sys/bus/pci/devices/*/vendor
 }
 
+tpu_ids='0x0027 0x0056 0x005e 0x0062 0x0063 0x006f 0x0076' # of PCI; Google's network cards and disks have others
+
+lacks_driver() { # a TPU without a device node; jax would use the CPU
+    local device vendor id
+    has_tpu && return 1
+    for device in /sys/bus/pci/devices/*; do
+        [[ -r $device/vendor && -r $device/device ]] || continue
+        read -r vendor <"$device/vendor" && read -r id <"$device/device"
+        [[ $vendor != 0x1ae0 || " $tpu_ids " != *" $id "* ]] || return 0
+    done
+    return 1
+}
+
 has_gpu() {
     [[ -e /dev/nvidia0 ]] || { command -v nvidia-smi && nvidia-smi --list-gpus | grep GPU; } >/dev/null 2>&1
 }
 
-has_tpu_compiler() { compgen -G '.venv/lib/python*/site-packages/libtpu' >/dev/null; }
+has_package() { compgen -G ".venv/lib/python*/site-packages/$1" >/dev/null; }
+
+if [[ ${JAX_PLATFORMS:-} != cpu ]] && lacks_driver; then
+    fail "this machine has a TPU, but no /dev/accel* or /dev/vfio/* to reach it" \
+        "in a container, start it with --privileged; on a VM, create it with a TPU image, as ./slice.sh create does; \
+JAX_PLATFORMS=cpu sets up for the CPU"
+fi
 
 extras=(train)
 if has_tpu; then
@@ -52,8 +86,11 @@ if $with_plan && [[ $(uname -sm) != "Linux x86_64" ]]; then
 fi
 if $with_test || [[ -e .venv/bin/pytest ]]; then
     extras+=(test) # which brings the TPU compiler as well
-elif ! has_tpu && { $with_plan || has_tpu_compiler; }; then
+elif ! has_tpu && { $with_plan || has_package libtpu; }; then
     extras+=(plan)
+fi
+if $with_parquet || { [[ ${extras[*]} != *test* ]] && has_package pyarrow; }; then
+    extras+=(parquet)
 fi
 printf '[1/4] This is %s.\n' "$machine"
 

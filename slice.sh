@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # A TPU slice from a laptop that has gcloud: ./slice.sh COMMAND NAME ZONE [...]
 #
-#   create NAME ZONE TYPE [--spot]       requests a slice (v3-32, v4-32, v5litepod-16, ...), or several of one type
-#                                        (2xv5litepod-256), and waits until it is active; waits only, if it was
-#                                        requested before
+#   create NAME ZONE TYPE [--spot]       requests a slice (v3-32, v4-32, v5e-16, v5p-8, v6e-8, tpu7x-8: as in presets and
+#                                        plans), or several of one type (2xv5e-256), and waits until it is active; a
+#                                        second call only waits
 #   setup  NAME ZONE                     copies the last commit to all workers and runs prepareTPUVM.sh on each
 #   check  NAME ZONE [key=value ...]     examines every worker (zero-train --doctor), with the arguments of the launch
 #   launch NAME ZONE [key=value ...]     trains in tmux on all workers, from the newest checkpoint if any (trainLoop.sh);
@@ -12,7 +12,7 @@
 #   view   NAME ZONE [PORT]              serves the run directories of worker 0, reports included, on localhost:PORT (8000)
 #   stop   NAME ZONE                     asks all workers to save a checkpoint together and to end
 #   kill   NAME ZONE                     ends training on all workers at once, without a checkpoint
-#   delete NAME ZONE                     deletes the slice and ends its cost
+#   delete NAME ZONE                     deletes the slice and stops billing
 #   keep   NAME ZONE TYPE [--spot] [key=value ...]
 #                                        all of these until training has finished: a slice that is refused, fails or is
 #                                        preempted is requested again
@@ -20,6 +20,21 @@
 #
 # create and keep pass options to `gcloud compute tpus queued-resources create`; keep takes them as --option=value.
 set -euo pipefail
+
+usage() { # the comment at the head of this file
+    local line
+    while IFS= read -r line; do
+        case $line in
+            '#!'*) ;;
+            '#'*) line=${line#\#} && printf '%s\n' "${line# }" ;;
+            *) return ;;
+        esac
+    done <"${BASH_SOURCE[0]}"
+}
+
+case ${1:-} in
+    -h | --help) usage && exit ;;
+esac
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
 . launch/exit-statuses.sh
@@ -29,7 +44,7 @@ fail() {
     exit 1
 }
 
-(($# >= 3)) || fail "expected COMMAND NAME ZONE; the comment at the top of this file lists the commands"
+(($# >= 3)) || fail "expected COMMAND NAME ZONE; ./slice.sh --help lists the commands"
 command=$1 name=$2 zone=$3
 slices= # how many; "" before it is known
 shift 3
@@ -229,8 +244,9 @@ read_answer() { # sets now, type and count
 read_state() { # TYPE: sets now; unknown where gcloud cannot tell
     local type count
     read_answer || now=unknown
+    type=${type/#v5litepod-/v5e-}
     [[ -z $count ]] || type=${count}x$type
-    [[ -z $type || $type == "$1" ]] || fail "$name exists already, as $type instead of $1: choose another name, or
+    [[ -z $type || $type == "${1/v5litepod-/v5e-}" ]] || fail "$name exists already, as $type instead of $1: choose another name, or
   ./slice.sh delete $name $zone"
 }
 
@@ -239,6 +255,7 @@ read_type() { # TYPE: sets slices, accelerator and version, that of the machine 
     if [[ $1 =~ ^([2-9]|[1-9][0-9]+)x(.+)$ ]]; then
         slices=${BASH_REMATCH[1]} accelerator=${BASH_REMATCH[2]}
     fi
+    accelerator=${accelerator/#v5e-/v5litepod-} # Google's name of it
     version=$(runtime_version "$accelerator") || return
 }
 
@@ -248,7 +265,8 @@ runtime_version() { # cloud.google.com/tpu/docs/runtimes
         v5litepod-*) echo v2-alpha-tpuv5-lite ;;
         v5p-*) echo v2-alpha-tpuv5 ;;
         v6e-*) echo v2-alpha-tpuv6e ;;
-        *) fail "type $1: expected v2-, v3-, v4-, v5litepod-, v5p- or v6e- and a number" ;;
+        tpu7x-*) echo v2-alpha-tpu7-ubuntu2404 ;;
+        *) fail "type $1: expected v2-, v3-, v4-, v5e-, v5p-, v6e- or tpu7x- and a number" ;;
     esac
 }
 
@@ -355,7 +373,7 @@ keep() {
                 elif [[ $status == none ]] || ! $is_ours; then # how an earlier run ended does not matter
                     if setup && launch ${arguments[@]+"${arguments[@]}"}; then is_ours=true; else pause "setup or launch failed"; fi
                 elif [[ $outcome == finished ]]; then
-                    echo "$name has finished; ./slice.sh delete $name $zone ends its cost."
+                    echo "$name has finished; ./slice.sh delete $name $zone stops billing."
                     return
                 elif [[ $outcome == stopped || $status == lost ]]; then # as before a preemption; if the slice stays, continue
                     sleep "$poll"
@@ -390,5 +408,5 @@ case $command in
     kill | stop) on_workers all "${command}_training" ;;
     watch) watch_log ;;
     setup | delete | bucket) "$command" ;;
-    *) fail "unknown command $command; the comment at the top of this file lists them" ;;
+    *) fail "unknown command $command; ./slice.sh --help lists them" ;;
 esac

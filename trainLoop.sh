@@ -6,6 +6,21 @@
 # if training is finished, was stopped by a signal, or would be refused again: launch/exit-statuses.sh lists the statuses.
 # train.status holds the last one.
 set -uo pipefail
+
+usage() { # the comment at the head of this file
+    local line
+    while IFS= read -r line; do
+        case $line in
+            '#!'*) ;;
+            '#'*) line=${line#\#} && printf '%s\n' "${line# }" ;;
+            *) return ;;
+        esac
+    done <"${BASH_SOURCE[0]}"
+}
+
+case ${1:-} in
+    -h | --help) usage && exit ;;
+esac
 cd "$(dirname "${BASH_SOURCE[0]}")" || exit 1
 
 . launch/exit-statuses.sh || exit 1

@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers import bucket, cli
 from zero import doctor
-from zero.hosts import startup
+from zero.hosts import hardware, startup
 
 Examine = Callable[..., tuple[int, dict[str, str]]]
 
@@ -70,12 +70,23 @@ def test_versions_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unused_accelerator(
     examine: Examine, monkeypatch: pytest.MonkeyPatch, platforms: str | None, remedy: str
 ) -> None:
-    monkeypatch.setattr(startup, "accelerator", lambda: "tpu")
+    monkeypatch.setattr(hardware, "accelerator", lambda: "tpu")
     monkeypatch.delenv("JAX_PLATFORMS")
     if platforms is not None:
         monkeypatch.setenv("JAX_PLATFORMS", platforms)
     status, lines = examine(only=["devices"])
     assert status == 1 and lines["devices"].startswith("FAULT") and lines["devices"].endswith(remedy)
+
+
+def test_a_slice_on_a_machine_without_tpu(examine: Examine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a fault, as the run would be refused; so is a TPU without its driver."""
+    monkeypatch.setattr(hardware, "accelerator", lambda: None)
+    monkeypatch.delenv("JAX_PLATFORMS")
+    status, lines = examine("+slice=v5e-8", only=["devices"])
+    assert status == 1 and "+slice=v5e-8 is for TPUs, and this machine has none" in lines["devices"]
+    monkeypatch.setattr(hardware, "missing_driver", lambda: hardware.Missing("a TPU, but no /dev", "load it"))
+    status, lines = examine(only=["devices"])
+    assert status == 1 and "a TPU, but no /dev; remedy: load it" in lines["devices"]
 
 
 def test_wrong_collective_names_its_device(examine: Examine, monkeypatch: pytest.MonkeyPatch) -> None:

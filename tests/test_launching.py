@@ -291,7 +291,35 @@ def test_create_several_slices(tpus: Slice) -> None:
     assert {"--node-count=2", "--node-prefix=run", "--accelerator-type=v5litepod-16", "--spot"} <= {*call}
     assert "--runtime-version=v2-alpha-tpuv5-lite" in call and "--node-id=run" not in call
     done = tpus.run("create", "run", "us-a", "4xv5litepod-16", states="ACTIVE v5litepod-16 2")
-    assert done.returncode == 1 and "as 2xv5litepod-16 instead of 4xv5litepod-16" in done.stderr
+    assert done.returncode == 1 and "as 2xv5e-16 instead of 4xv5litepod-16" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "accelerator", "version"),
+    [
+        ("v5e-16", "v5litepod-16", "v2-alpha-tpuv5-lite"),
+        ("v5litepod-16", "v5litepod-16", "v2-alpha-tpuv5-lite"),
+        ("2xv5e-16", "v5litepod-16", "v2-alpha-tpuv5-lite"),
+        ("tpu7x-8", "tpu7x-8", "v2-alpha-tpu7-ubuntu2404"),
+    ],
+)
+def test_names_of_presets_and_plans(tpus: Slice, name: str, accelerator: str, version: str) -> None:
+    """A slice has one name everywhere; gcloud is given Google's."""
+    count = " 2" if name.startswith("2x") else ""
+    done = tpus.run("create", "run", "us-a", name, states=f",ACTIVE {accelerator}{count}")
+    assert done.returncode == 0, done.stderr
+    (call,) = tpus.calls()
+    assert {f"--accelerator-type={accelerator}", f"--runtime-version={version}"} <= {*call}
+
+
+@pytest.mark.parametrize("script", ["slice.sh", "prepareTPUVM.sh", "trainLoop.sh"])
+@pytest.mark.parametrize("option", ["--help", "-h"])
+def test_scripts_print_help(script: str, option: str) -> None:
+    """The comment at their head, and they do nothing else."""
+    done = subprocess.run([REPOSITORY / script, option], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == ""
+    assert f"./{script} " in done.stdout.splitlines()[0] and 6 <= len(done.stdout.splitlines()) < 40
+    assert "#" not in done.stdout
 
 
 def test_workers_of_several_slices(tpus: Slice) -> None:

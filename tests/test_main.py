@@ -1,5 +1,6 @@
 """main_zero.py from the outside: every mistake is one clear line and a status, and nothing is overwritten."""
 
+import ast
 import errno
 import gzip
 import io
@@ -20,6 +21,7 @@ from tests.helpers.events import scalars
 from zero.checkpoints.manager import META_CHECKSUM, meta_checksum
 from zero.cli import errors_in_lines
 from zero.errors import Unavailable, UserError
+from zero.hosts import hardware
 from zero.printed import all_metrics
 from zero.report.html_report import write_report
 from zero.run_directory import locked, saved_steps
@@ -71,6 +73,41 @@ def finished(workplace: Path) -> Path:
 )
 def test_mistake_in_an_empty_directory(arguments: list[str], named: list[str], tmp_path: Path) -> None:
     cli.check_refusal(cli.Lasting(tmp_path).run(*arguments), *named)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["train"], ["train: expected key=value, such as mode=train"]),
+        (["-x"], ["-x: there is no such option", "key=value"]),
+        (["runs/a"], ["runs/a: expected key=value"]),
+    ],
+)
+def test_arguments_that_are_no_keys(arguments: list[str], named: list[str], tmp_path: Path) -> None:
+    cli.check_refusal(cli.Lasting(tmp_path).run(*arguments), *named)
+
+
+def test_a_slice_on_this_machine(tmp_path: Path) -> None:
+    """Settings for TPUs do not train on a CPU that nobody asked for; JAX_PLATFORMS of the tests asks for it."""
+    environment = {name: value for name, value in cli.environment().items() if name != "JAX_PLATFORMS"}
+    command = [sys.executable, str(cli.MAIN), "+slice=v5e-8", "data.index_path_train=a", "data.index_path_validation=b"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    if hardware.accelerator() is None:
+        cli.check_refusal(done, "slice=v5e-8: this machine has no TPU")
+
+
+@pytest.mark.parametrize(
+    ("code", "problem"),
+    [("pass", "does not have zero's packages"), ("sys.version_info = (3, 8, 10, 'final', 0)", "is too old")],
+)
+def test_outside_the_environment(code: str, problem: str, tmp_path: Path) -> None:
+    """A Python without the packages, or too old a Python, names what sets zero up; it reads no annotation."""
+    start = f"import runpy, sys; {code}; runpy.run_path({str(cli.MAIN)!r}, run_name='__main__')"
+    command = [sys.executable, "-I", "-S", "-c", start]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    cli.check_refusal(done, problem, "./prepareTPUVM.sh", ".venv/bin/python main_zero.py")
+    tree = ast.parse(cli.MAIN.read_text(), feature_version=(3, 8))
+    assert isinstance(tree.body[1], ast.ImportFrom) and tree.body[1].module == "__future__"
 
 
 def test_mistake_in_a_real_process(tmp_path: Path) -> None:

@@ -255,6 +255,32 @@ def test_plan_adds_the_tpu_compiler(checkout: Path, programs: Path) -> None:
         assert "up to date" in prepare(checkout, programs, *options).stdout
 
 
+def test_parquet(checkout: Path, programs: Path) -> None:
+    """The option adds the extra, and later calls keep it."""
+    packages = checkout / ".venv/lib/python3.11/site-packages"
+    for directory in (checkout / ".venv/bin", packages):
+        directory.mkdir(parents=True)
+    add_program(checkout / ".venv/bin", "python", "")  # installs nothing, successfully
+    assert ".[train,parquet] " in prepare(checkout, programs, "--parquet").stdout
+    (packages / "pyarrow").mkdir()
+    assert "up to date" in prepare(checkout, programs).stdout
+
+
+def test_a_tpu_without_its_driver(checkout: Path, programs: Path, tmp_path: Path) -> None:
+    """It is named with its remedy, unless the CPU is asked for; Google's network cards are no TPUs."""
+    script = checkout / "prepareTPUVM.sh"
+    script.write_text(script.read_text().replace("/sys/bus/pci/devices", str(tmp_path / "pci")))
+    for address in ("0", "1"):
+        (tmp_path / "pci" / address).mkdir(parents=True)
+        (tmp_path / "pci" / address / "vendor").write_text("0x1ae0\n")
+        (tmp_path / "pci" / address / "device").write_text("0x0042\n")
+    assert "no /dev/accel*" not in prepare(checkout, programs).stderr
+    (tmp_path / "pci" / "1" / "device").write_text("0x0063\n")
+    refused = prepare(checkout, programs)
+    assert refused.returncode == 1 and "no /dev/accel*" in refused.stderr and "remedy: in a container" in refused.stderr
+    assert "without accelerator" in prepare(checkout, programs, JAX_PLATFORMS="cpu").stdout
+
+
 def test_plan_without_tpu_compiler(checkout: Path, programs: Path) -> None:
     """The option for plans is refused where there is no TPU compiler."""
     (programs / "uname").unlink()

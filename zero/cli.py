@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import zero.run.features  # noqa: F401  declares the keys of features
 from zero.config.check import Sizes, check, describe
-from zero.config.command_line import take_text_literally
+from zero.config.command_line import check_form, take_text_literally
 from zero.config.files import conf_directory, load_sizes
 from zero.config.help import help_text, version_text
 from zero.config.names import moved
@@ -31,6 +31,7 @@ from zero.config.printed import choices_of_groups
 from zero.config.saved_config import merge_resumed, with_groups
 from zero.config.schema import Config
 from zero.errors import FULL_DISK, WRONG_PATH, UserError, file_error
+from zero.hosts.hardware import check_slice
 from zero.hosts.signals import SIGNALS, IgnoreBrokenPipe, exit_immediately, unanswered
 from zero.models.config import GPTConfig
 from zero.run.find_run import parsed_overrides, resume_overrides, trained_run
@@ -55,6 +56,7 @@ def main() -> None:
             if asked := {"--help", "-h", "--version"}.intersection(sys.argv):
                 print(version_text() if "--version" in asked else help_text([x for x in sys.argv[1:] if x[0] != "-"]))
                 return
+            check_form(sys.argv[1:])
             sys.argv[1:] = take_text_literally(sys.argv[1:])
             check_names(sys.argv[1:])
             sys.argv[1:] = with_groups_of_run(resume_overrides(sys.argv[1:]))
@@ -86,6 +88,9 @@ def run(config: DictConfig) -> None:
             check_places(config, run_directory, keys)
             continue_job(config, run_directory, keys)
         checked, size = resolve(config, overrides)
+        if checked.mode != "plan":
+            runs_on_cpu = any(override.startswith("distributed.cpu_devices=") for override in overrides)
+            check_slice(hydra_config.runtime.choices.get("slice"), runs_on_cpu)
         start = program(checked.mode)
         if not gc.isenabled():  # by main_zero.py; what is imported stays, and is not looked at again
             gc.freeze()

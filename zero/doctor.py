@@ -52,6 +52,7 @@ class Settings(NamedTuple):
 
     config: Config
     size: GPTConfig
+    slice_of_tpus: str | None = None  # as it was chosen, such as +preset=v3-32
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -77,8 +78,9 @@ def _settings(arguments: Sequence[str]) -> tuple[Settings, list[str]]:
     from zero.cli import compose
 
     overrides = [argument for argument in arguments if not argument.startswith("--resume")]
+    chosen = (argument for argument in overrides if argument.startswith(("+slice=", "+preset=")))
     try:
-        return Settings(*compose(overrides)), []
+        return Settings(*compose(overrides), next(chosen, None)), []
     except UserError as error:
         return Settings(*compose([])), str(error).splitlines()
 
@@ -133,11 +135,15 @@ def hosts(settings: Settings) -> str:
 
 
 def devices(settings: Settings) -> str:
-    from zero.hosts import startup
+    from zero.hosts import hardware, startup
 
+    if (missing := hardware.missing_driver()) is not None:
+        raise Fault(missing.problem, missing.remedy)
     local = jax.local_devices()
     platform_name = jax.default_backend()
-    extra = startup.accelerator()
+    extra = hardware.accelerator()
+    if platform_name == "cpu" and extra is None and settings.slice_of_tpus is not None and not hardware.wants_cpu():
+        raise Fault(f"{settings.slice_of_tpus} is for TPUs, and this machine has none", "run it on the slice")
     if platform_name == "cpu" and extra is not None:
         hidden = os.environ.get("JAX_PLATFORMS")
         remedy = f"unset JAX_PLATFORMS, which is {hidden}" if hidden else f"pip install -U 'jax[{extra}]'"

@@ -12,6 +12,8 @@ from hydra.errors import HydraException
 
 from zero.config.constraints import shown
 from zero.config.names import declared_keys
+from zero.config.schema import MODES
+from zero.errors import UserError
 
 FREE_TEXT = {"sample.prompt"}  # keys whose text may hold what Hydra would read as syntax, such as ${HOME}
 
@@ -33,6 +35,31 @@ def override_value(value: Any) -> str:
     except HydraException:
         is_plain = False
     return value if is_plain else QuotedString(value, Quote.single).with_quotes()
+
+
+# Hydra's, and with the word after it; the rest is the trainer's.
+OPTIONS = ("--cfg", "--config-dir", "--config-name", "--config-path", "--experimental-rerun", "--info", "--package")
+OPTIONS += ("-c", "-cd", "-cn", "-cp", "-i", "-p")
+FLAGS = ("--hydra-help", "--multirun", "--resolve", "--run", "--shell-completion", "--version", "-m", "-r", "-sc")
+FLAGS += ("--doctor", "--help", "-h", "--resume", "--resume=auto")
+
+
+def check_form(arguments: Sequence[str]) -> None:
+    """Raises UserError for arguments that are neither an option nor key=value."""
+    lines = []
+    takes_next = False
+    for argument in arguments:
+        is_value = takes_next
+        takes_next = argument in OPTIONS
+        name = argument.partition("=")[0]
+        if argument.startswith("-"):
+            if not is_value and not any(option.startswith(name) for option in (*OPTIONS, *FLAGS)):
+                lines.append(f"{argument}: there is no such option; settings are written key=value, see --help")
+        elif not is_value and "=" not in argument and not argument.startswith("~"):
+            hint = f"mode={argument}" if argument in MODES else "training.total_steps=50"
+            lines.append(f"{argument}: expected key=value, such as {hint}; see --help")
+    if lines:
+        raise UserError("\n".join(lines))
 
 
 def take_text_literally(arguments: Sequence[str]) -> list[str]:

@@ -13,14 +13,14 @@ import sys
 import time
 from functools import cache
 from importlib.util import find_spec
-from pathlib import Path
 
 import jax
 import psutil
 
-from zero.errors import Unavailable
+from zero.errors import Unavailable, UserError
 from zero.hosts import watchdog, xla_options
 from zero.hosts.agreement import JOIN_SECONDS
+from zero.hosts.hardware import DEVICES, accelerator, missing_driver
 from zero.hosts.signals import SIGNALS, handled
 from zero.hosts.watchdog import SILENCE_SECONDS
 from zero.partition.whole_state import processes_that_joined
@@ -34,8 +34,6 @@ _M_MMAP_MAX = -4
 _M_ARENA_MAX = -8
 _COMPILED = "/jax/core/compile/backend_compile_duration"  # an event of jax.monitoring
 _LONG_COMPILATION = 1.0  # seconds, from which the compiler's memory is worth a pass over the heap
-ACCELERATORS = {"accel*": "tpu", "vfio/*": "tpu", "nvidia0": "cuda12", "kfd": "rocm"}  # device files; extras of jax
-DEVICES = Path("/dev")
 
 
 @cache
@@ -80,8 +78,11 @@ def start(
       The index of this process and the number of processes.
 
     Raises:
+      UserError: there is a TPU without its driver.
       Unavailable: jax cannot find or reach the other hosts.
     """
+    if (missing := missing_driver()) is not None:
+        raise UserError(f"{missing.problem}: {missing.remedy}")
     if accelerator() is None:
         jax.config.update("jax_platforms", "cpu")  # else libtpu searches long for a TPU, and prints errors
         keep_freed_memory()
@@ -119,11 +120,6 @@ def start(
         jax.config.update("jax_enable_compilation_cache", False)
     watchdog.start(stall_minutes)
     return jax.process_index(), jax.process_count()
-
-
-def accelerator() -> str | None:
-    """The extra of jax for the accelerator of this machine, by its device files; None without one."""
-    return next((extra for pattern, extra in ACCELERATORS.items() if next(DEVICES.glob(pattern), None)), None)
 
 
 def gpus_of_node() -> list[int] | None:
