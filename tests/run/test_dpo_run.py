@@ -198,6 +198,21 @@ def test_replaced_reference(root: Path, tmp_path: Path, monkeypatch: pytest.Monk
         load_references(config, job, first)
 
 
+@pytest.mark.parametrize("key", ["zero.product_dtype=int8", "zero.gather_dtype=int8"])
+def test_reference_in_other_arithmetic(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    """Rounded products or gathers have log-probabilities of their own: those of exact ones are not taken for them."""
+    for name in ("folder", "data"):
+        shutil.copytree(name, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    stored = []
+    for overrides in ((), (key,)):
+        config: Any = configured(*overrides)
+        values = load_references(config, make_job(config, SIZE), TrainingPosition(config.training.batch_size))
+        assert values is not None
+        stored.append(values[TRAIN])
+    assert len(reference_files(tmp_path)) == 4 and np.abs(stored[1] - stored[0]).max() > 1e-6
+
+
 def reference_files(workplace: Path) -> list[str]:
     return [str(path.relative_to(workplace)) for path in workplace.glob("data/index/*.reference-*.npy")]
 

@@ -426,7 +426,7 @@ class SqrtDecay(Schedule):
 
 @dataclass
 class Evaluate:
-    validation: bool = key(True, None, "Score the whole validation set, each token once.")
+    validation: bool = key(True, None, "Score the whole validation set, each token once.", in_scores=True)
     index: Any = key(
         None,
         Check(is_validation, f"{PATHS}, {SETS}, or null"),
@@ -437,6 +437,7 @@ class Evaluate:
         None,
         "Tasks of lm-evaluation-harness such as lambada_openai, or paths of its YAML files, which can run Python; "
         "needs the extra lm-eval.",
+        in_scores=True,
     )
     adapters: list[str] | None = key(
         None,
@@ -444,17 +445,21 @@ class Evaluate:
         "Runs that trained adapters, or folders of PEFT, for the base of model.model_path, which is read once: each "
         "is scored, merged; null: that run.",
     )
-    context: int | None = key(None, at_least(2), "Tokens that the model sees at once; null: data.max_context.")
+    context: int | None = key(
+        None, at_least(2), "Tokens that the model sees at once; null: data.max_context.", in_scores=True
+    )
     stride: int | None = key(
         None,
         at_least(1),
         "Tokens scored per forward pass in rows longer than the context; null: half the context.",
+        in_scores=True,
     )
     carry: bool = key(
         False,
         None,
         "Gated units only: carry the recurrent state from one context to the next, so that rows of any length are "
         "scored as if seen at once.",
+        in_scores=True,
     )
     follow: bool = key(
         False,
@@ -462,17 +467,19 @@ class Evaluate:
         "Score each new checkpoint of the run in model.model_path, a directory or the URL of its checkpoints, until "
         "the run has ended.",
     )
-    ema: bool = key(False, None, "Use the moving average of the weights that training.ema has kept.")
+    ema: bool = key(False, None, "Use the moving average of the weights that training.ema has kept.", in_scores=True)
     replicate: bool | None = key(
         None,
         None,
         "true holds whole weights on each device, false shards them; null: true where two copies fit.",
+        in_scores=True,
     )
     weight_dtype: str = key(
         "auto",
         one_of("auto", "int8"),
         "Weights of layers on the devices: auto, zero.master_dtype; or int8 in blocks of 64 with a scale, beside a "
         "vocabulary in bfloat16.",
+        in_scores=True,
     )
 
 

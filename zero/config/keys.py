@@ -28,6 +28,7 @@ class Key(NamedTuple):
       kind: the type of its values, without null.
       lines: what it means: a sentence, and lines that explain its values.
       in_steps: whether it says at which steps something happens.
+      in_scores: whether scores of a text under given weights depend on it.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Key(NamedTuple):
     check: Check | None
     lines: tuple[str, ...]
     in_steps: bool = False
+    in_scores: bool = False
 
 
 class Shared(NamedTuple):
@@ -73,7 +75,13 @@ NAME = "The choice."  # the sentence of the key `name` of a choice
 
 
 def key(
-    default: Any, check: Check | None, sentence: str, *more: str, at: str | None = None, in_steps: bool = False
+    default: Any,
+    check: Check | None,
+    sentence: str,
+    *more: str,
+    at: str | None = None,
+    in_steps: bool = False,
+    in_scores: bool = False,
 ) -> Any:
     """A field of a section: a key with its default, its check (None: the type says all) and its meaning.
 
@@ -82,10 +90,19 @@ def key(
     Args:
       at: the section of the key, such as training, where it is not that of its owner.
       in_steps: whether it says at which steps something happens; with steps of parts of rows a multiple of them.
+      in_scores: whether the scores of a text under given weights depend on it. Stored scores are known by these keys
+        (`values_in_scores`), and by the contents that other keys name: weights, model, tokenizer and shards.
     """
     return dataclasses.field(
         default_factory=lambda: copy.deepcopy(default),  # a list or a dictionary is not shared
-        metadata={"default": default, "check": check, "lines": (sentence, *more), "at": at, "in_steps": in_steps},
+        metadata={
+            "default": default,
+            "check": check,
+            "lines": (sentence, *more),
+            "at": at,
+            "in_steps": in_steps,
+            "in_scores": in_scores,
+        },
     )
 
 
@@ -134,7 +151,8 @@ def _member(field: dataclasses.Field[Any], name: str, annotated: Any) -> Key | S
     value_type = next(kind for kind in choices if kind is not NoneType) if is_optional else annotated
     if meta["at"] is not None:
         name = f"{meta['at']}.{field.name}"
-    return Key(name, value_type, is_optional, meta["default"], meta["check"], meta["lines"], meta["in_steps"])
+    attributes = (meta["default"], meta["check"], meta["lines"], meta["in_steps"], meta["in_scores"])
+    return Key(name, value_type, is_optional, *attributes)
 
 
 def all_keys(kind: type, prefix: str = "") -> Iterator[Key]:
@@ -147,3 +165,15 @@ def all_keys(kind: type, prefix: str = "") -> Iterator[Key]:
             yield from all_keys(member.kind, f"{member.name}.")
         elif isinstance(member, Group):
             yield from all_keys(member.default, f"{member.name}.")
+
+
+def values_in_scores(section: Any, prefix: str = "") -> dict[str, Any]:
+    """The values of the keys on which scores of a text under given weights depend, by name, in a section."""
+    values: dict[str, Any] = {}
+    for member in members_of(type(section), prefix):
+        value = getattr(section, member.name.rpartition(".")[2])
+        if isinstance(member, Section | Group):
+            values |= values_in_scores(value, f"{member.name}.")
+        elif isinstance(member, Key) and member.in_scores:
+            values[member.name] = value
+    return values

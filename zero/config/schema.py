@@ -161,6 +161,7 @@ class Training:
         "all",
         one_of("all", "completion"),
         "Tokens that the model learns to predict: all, or completion, in a corpus of zero-prepare --completions.",
+        in_scores=True,
     )
 
     @property
@@ -208,6 +209,7 @@ class Model:
         "kernel: on TPU a kernel of zero's own or jax's splash attention, cuDNN's on GPU; falls back to auto where "
         "unsupported.",
         "auto: on TPU and GPU the kernel from 512 positions on; elsewhere, or without it, blockwise in long contexts.",
+        in_scores=True,
     )
 
     @property
@@ -236,6 +238,7 @@ class Data:
             lambda value: value is None or (isinstance(value, int) and 2 <= value <= INT32), "at least 2, or null"
         ),
         "Sequence length in training, of which all tokens but the first are predicted; null: block_size of the model.",
+        in_scores=True,
     )
     last_target: bool | None = key(
         None,
@@ -243,6 +246,7 @@ class Data:
         "true: rows have one token more than max_context, the target of the last position; null: where those of all "
         "index files have exactly that one more, as zero-prepare --row-tokens makes them.",
         "false: the last position of a row has no target, and is not trained.",
+        in_scores=True,
     )
     crop: str = key(
         "first",
@@ -257,6 +261,7 @@ class Data:
         None,
         "Masks attention and restarts positions where the end-of-text token of data.tokenizer joins documents in a "
         "row.",
+        in_scores=True,
     )
     train_samples: int | None = key(None, at_least(1, INT64), "Rows of the training set per epoch; null: all.")
     checkpoint_directory: str = key(
@@ -332,11 +337,13 @@ class Zero:
         "1: parameters are gathered at the start of a step, gradients reduce-scattered at its end.",
         "2: gradients are reduce-scattered layer by layer.",
         "3: parameters are gathered layer by layer as well.",
+        in_scores=True,
     )
     compute_dtype: str = key(
         "auto",
         one_of("auto", *DTYPES),
         "Gathered parameters and matrix products: float32, bfloat16, or auto: float32 on CPU, else bfloat16.",
+        in_scores=True,
     )
     product_dtype: str = key(
         "auto",
@@ -345,6 +352,7 @@ class Zero:
         "operands are rounded with a scale per row and per column.",
         "With int8 the gradient of weights is still computed in compute_dtype; with int8_all in int8 as well, with a "
         "scale per channel over the positions of a device.",
+        in_scores=True,
     )
     wire_dtype: str = key(
         "auto",
@@ -360,6 +368,7 @@ class Zero:
         "Parameters on their way between devices: auto, the narrower of compute_dtype and master_dtype; int8 in blocks "
         "of 256; or products, at stage 3 with product_dtype in 8 bits: weights as their products round them, so no "
         "result changes.",
+        in_scores=True,
     )
     reduce_dtype: str = key("float32", one_of(*DTYPES), "Sums of gradients over devices: float32 or bfloat16.")
     gradient_dtype: str = key(
@@ -372,6 +381,7 @@ class Zero:
         one_of(*DTYPES),
         "Weights between steps: float32, or bfloat16 with stochastic rounding for half the memory; norms and biases "
         "stay float32.",
+        in_scores=True,
     )
     remat: str = key(
         "auto",
@@ -412,6 +422,7 @@ class Zero:
         at_least(1),
         "Copies of the whole state, each sharded over a group of neighbouring devices: gathers stay inside a group, "
         "gradients are summed over all devices; null: one in each slice of TPUs, so only these sums leave a slice.",
+        in_scores=True,
     )
     replica_wire_dtype: str = key(
         "auto",
@@ -424,18 +435,21 @@ class Zero:
         at_least(1),
         "Tensor parallelism: neighbouring devices compute the same sequences, each with a part of the heads, of the "
         "MLP and of the vocabulary.",
+        in_scores=True,
     )
     context_shards: int = key(
         1,
         at_least(1),
         "Context parallelism: neighbouring devices share sequences, each with 1/context_shards of the positions and "
         "their activations.",
+        in_scores=True,
     )
     expert_shards: int = key(
         1,
         at_least(1),
         "Expert parallelism: neighbouring devices divide the experts of a layer, and exchange tokens; for a model "
         "with experts and expert_capacity.",
+        in_scores=True,
     )
     phases: str = key(
         "auto",
@@ -445,6 +459,7 @@ class Zero:
         "a slice and one between slices; without overlap_gathers torus where it is possible, with the least bytes.",
         "With tensor_shards torus places each group along one dimension, and gathers along the other; auto takes the "
         "placement whose links need less time for both.",
+        in_scores=True,
     )
     overlap_gathers: bool = key(
         True,

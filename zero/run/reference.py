@@ -1,7 +1,8 @@
 """Log-probabilities of pairs by a reference model, computed once per corpus and stored beside its index file.
 
 The reference is the model that training starts from. A file holds float32 `(rows, 2)`, for the two texts of each row in
-the order of the shards; its name has a digest of the weights, the model, the context and the contents of the shards.
+the order of the shards; its name has a digest of all that the values depend on: contents of weights, model and shards,
+and the keys that are declared to change scores.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import logging
 import os
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict
 from functools import cache
 from typing import Any
 
@@ -32,6 +32,7 @@ from zero.errors import UserError
 from zero.files import storage
 from zero.files.parsing import reading
 from zero.hosts import agreement, watchdog
+from zero.inference.score_identity import score_identity
 from zero.job import Job
 from zero.partition.layout import PyTree
 from zero.partition.pmapped import pmap
@@ -99,11 +100,9 @@ def _of_index(index: str, config: Config, job: Job, position: TrainingPosition, 
 def _place(index: str, shards: Sequence[Shard], config: Config, job: Job, position: TrainingPosition) -> str:
     """The path of the values, with a digest of all that they depend on."""
     assert position.base is not None
-    dtype = np.dtype(job.model.compute_dtype).name
-    size = asdict(job.model.config)
-    contents = contents_of([(shard, shard.rows) for shard in shards])
-    facts = [position.base["checksum"], size, config.data.max_context, dtype, contents]
-    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    pairs = contents_of([(shard, shard.rows) for shard in shards])
+    facts = {"weights": position.base["checksum"], "pairs": pairs, **score_identity(config, job.model)}
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
     return f"{index.removesuffix('.index')}.reference-{digest}.npy"
 
 

@@ -91,6 +91,17 @@ class ShardedGPT:
     last_target: bool = False
 
     @property
+    def arithmetic(self) -> dict[str, Any]:
+        """What automatic choices have become on these devices, as far as scores of a text depend on it; JSON."""
+        return {
+            "platform": jax.default_backend(),
+            "compute_dtype": jnp.dtype(self.compute_dtype).name,
+            "stage": self.stage,
+            "kernel": self.kernel,
+            "shards": None if self.gather_dtype is None else self.axis.shards,  # the blocks of a scale end with a shard
+        }
+
+    @property
     def cut(self) -> ModelParallel:
         """The group that divides the computation of this device's rows."""
         if self.axis.context > 1:
