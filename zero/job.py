@@ -31,6 +31,7 @@ from zero.partition.collectives.axis import Axis
 from zero.partition.global_arrays import pmap_devices
 from zero.partition.layout import Layout
 from zero.training.activations import DENSE_SHARE, PRODUCTS_SHARE, Rates, kinds_on_host, with_fitting_storage
+from zero.training.batch import UNDIVIDED, Separators
 from zero.training.fused_update import span_of
 from zero.training.objective import Objective
 from zero.training.objectives import make_objective
@@ -75,7 +76,7 @@ def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = 
     stores_all = platform == "cpu" and not zero.fused_update and not has_activations
     remat = "none" if stores_all else "full"
     isolates = config.data.isolate_documents
-    separators = load_tokenizer(config.data.tokenizer).special.document_starts if isolates else ()
+    separators = Separators(*load_tokenizer(config.data.tokenizer).special.separators) if isolates else UNDIVIDED
     compute_dtype = if_auto(zero.compute_dtype, "float32" if platform == "cpu" else "bfloat16")
     axis = make_axis(zero, devices)
     if axis.replicas == 1 and axis.copies_dtype is not None:  # as after the loss of a slice

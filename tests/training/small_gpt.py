@@ -28,7 +28,7 @@ from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
 from zero.models.gpt import GPT
 from zero.models.products import PRODUCTS
-from zero.training.batch import Batch
+from zero.training.batch import UNDIVIDED, Batch, Separators
 from zero.training.optimizer import adamw
 from zero.training.parts import StepOptions, TrainState
 from zero.training.programs import Programs, make_programs
@@ -146,7 +146,7 @@ def _setup(
     master_dtype: Any = jnp.float32,
     config: GPTConfig = CONFIG,
     axis: zero.Axis | None = None,
-    separators: tuple[int, ...] = (),
+    separators: Separators = UNDIVIDED,
     gather_dtype: Any = None,
     wire_dtype: Any = None,
     last_target: bool = False,

@@ -1,7 +1,7 @@
 """Whole steps of packed documents, some of whose tokens are not predicted, against single documents on one device."""
 
 import dataclasses
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -21,10 +21,13 @@ from tests.training.small_gpt import (
 )
 from zero.models.config import GPTConfig
 from zero.models.gpt import GPT
+from zero.training.batch import Separators
 from zero.training.programs import make_inference
 from zero.training.schedules import SequenceLengths
 
 END = 3
+STARTS = Separators(starts=(END,))  # an end of text belongs to the document after it
+ENDS = Separators(ends=(END,))  # to the one before it
 # Without dropout, whose masks would depend on the place in a row; nested layers are two groups of two.
 PLAIN = dataclasses.replace(CONFIG, dropout=0.0, N=4)
 LEARNED = dataclasses.replace(PLAIN, alibi_attn=False)
@@ -41,29 +44,37 @@ def packed(step: int) -> np.ndarray:
     return rows
 
 
-def apart(rows: np.ndarray) -> np.ndarray:
-    """Each document of some rows in a row of its own, with the end of text before it and the one after it."""
+def apart(rows: np.ndarray, separators: Separators = STARTS) -> np.ndarray:
+    """Each document of some rows in a row of its own, with the end of text after it and, of `STARTS`, before it."""
     found, width = [], rows.shape[1]
     for row in rows:
         ends = np.flatnonzero(row == END).tolist()
-        for start, stop in zip([0, *ends], [*ends, width - 1], strict=True):
+        starts = ends if separators == STARTS else [end + 1 for end in ends]
+        for start, stop in zip([0, *starts], [*ends, width - 1], strict=True):
             found.append(np.pad(row[start : stop + 1], (0, width - 1 - stop + start), constant_values=-1))
     return np.stack(found)
 
 
-def alone(step: int) -> np.ndarray:
+def alone(step: int, separators: Separators = STARTS) -> np.ndarray:
     """The documents of `packed`; as many rows at every step."""
-    rows = apart(packed(step))
+    rows = apart(packed(step), separators)
     return np.pad(rows, ((0, 6 * ROWS - len(rows)), (0, 0)), constant_values=-1)
 
 
-def run(devices: int, stage: int, micro_batches: int = 1, config: GPTConfig = PLAIN, **options: Any) -> Run:
-    return run_on(setup(devices, stage, micro_batches, config=config, separators=(END,), **options), data=packed)
+def run(
+    devices: int,
+    stage: int,
+    micro_batches: int = 1,
+    config: GPTConfig = PLAIN,
+    separators: Separators = STARTS,
+    **options: Any,
+) -> Run:
+    return run_on(setup(devices, stage, micro_batches, config=config, separators=separators, **options), data=packed)
 
 
 @cache
-def expected(config: GPTConfig = PLAIN) -> Run:
-    return reference(config, data=alone)
+def expected(config: GPTConfig = PLAIN, separators: Separators = STARTS) -> Run:
+    return reference(config, data=partial(alone, separators=separators))
 
 
 def test_uneven_counts() -> None:
@@ -83,6 +94,11 @@ ALL = [(n, stage, m) for n, m in ((1, 1), (1, 3), (3, 1), (3, 4), (8, 1), (8, 3)
 )
 def test_packed_documents_train_as_documents_alone(devices: int, stage: int, micro_batches: int) -> None:
     assert_close(run(devices, stage, micro_batches), expected(), rtol=1e-5, config=PLAIN)
+
+
+def test_documents_that_begin_after_an_end() -> None:
+    """The first token of each is no target, as where it is alone in its row."""
+    assert_close(run(3, 2, 4, separators=ENDS), expected(separators=ENDS), rtol=1e-5, config=PLAIN)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +132,7 @@ def test_documents_in_evaluation_and_warmup(length: int) -> None:
 
     The warmup cuts rows, wherever a document is, into rows that are read alone.
     """
-    on = setup(8, 3, config=LEARNED, separators=(END,))
+    on = setup(8, 3, config=LEARNED, separators=STARTS)
     rows = SequenceLengths(12, ((1, length),)).cut(packed(0), 0)
     documents = apart(rows)
     targets = np.pad(documents[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
@@ -130,7 +146,7 @@ def test_documents_in_evaluation_and_warmup(length: int) -> None:
 
 def test_scores_keep_documents_apart() -> None:
     """Every token has one, also those that are not predicted in training."""
-    on = setup(8, 3, config=LEARNED, separators=(END,))
+    on = setup(8, 3, config=LEARNED, separators=STARTS)
     rows = packed(0)
     params = on.first_weights()
     got, _ = make_inference(on.model).score(params, rows.reshape(8, 3, 12))

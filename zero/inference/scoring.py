@@ -167,12 +167,15 @@ def score_validation_set(
         ONCE,
     )
     lengths = tokenizer.byte_lengths()
+    separators = scorer.trained.model.separators  # as `ShardedGPT.targets` obeys them
 
     def rows() -> Iterator[np.ndarray]:
         with closing(prefetch(loader.batches())) as batches:
             is_shown = jax.process_index() == 0
             for batch in tqdm(batches, total=loader.rows, unit="row", desc="validation", disable=not is_shown):
-                yield np.trim_zeros(batch.tokens[0] + 1, "b") - 1  # without its padding
+                row = np.trim_zeros(batch.tokens[0] + 1, "b") - 1  # without its padding
+                follows = np.append(False, np.isin(np.maximum(row, ~row)[:-1], separators.ends))[: len(row)]
+                yield np.where(follows & (row >= 0), ~row, row)
 
     if stride is None:
         scores = scorer.scores_of_whole(rows())

@@ -14,6 +14,21 @@ from jax import lax
 Rows = jax.Array | np.ndarray  # `(rows, ...)`, on a device or on the host
 
 
+class Separators(NamedTuple):
+    """Where documents start within a row.
+
+    Attributes:
+      starts: the tokens that begin a document. They are predicted from the document before.
+      ends: the tokens after which one begins; its first token is predicted from nothing, and is no target.
+    """
+
+    starts: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()
+
+
+UNDIVIDED = Separators()
+
+
 class Part(NamedTuple):
     """Which part of its rows a batch has, and what the model remembers of the parts before.
 
@@ -59,20 +74,36 @@ def next_tokens(tokens: Rows) -> jax.Array:
     return jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
 
 
-def document_starts(tokens: jax.Array, separators: Sequence[int]) -> jax.Array | None:
+def document_starts(tokens: jax.Array, separators: Separators) -> jax.Array | None:
     """The column where the document of each token starts, int32 of the shape of `tokens`, `(rows, context)`.
 
-    A separator starts the document after it: the first token of a document is predicted only from the end of text, or
-    from the beginning of text where the tokenizer has one. None without separators: rows are not divided.
+    None without separators: rows are not divided.
 
-    >>> document_starts(jnp.asarray([[5, 6, 0, 7, 0, 0, 8]]), [0]).tolist()
+    >>> document_starts(jnp.asarray([[5, 6, 0, 7, 0, 0, 8]]), Separators(starts=(0,))).tolist()
     [[0, 0, 2, 2, 4, 5, 5]]
+    >>> document_starts(jnp.asarray([[5, 6, 0, 7, 0, 0, 8]]), Separators(ends=(0,))).tolist()
+    [[0, 0, 0, 3, 3, 5, 6]]
     """
-    if not separators:
+    if not any(separators):
         return None
     columns = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    is_start = functools.reduce(jnp.logical_or, [tokens == separator for separator in separators])
+    is_start = _is_one_of(tokens, separators.starts) | follows_end(tokens, separators)
     return lax.cummax(jnp.where(is_start, columns, 0), axis=1)
+
+
+def follows_end(tokens: jax.Array, separators: Separators) -> jax.Array:
+    """Whether each token is the first after one of `separators.ends`; `tokens` are ids, `(rows, context)`.
+
+    >>> follows_end(jnp.asarray([[5, 0, 7, 0, 0]]), Separators(ends=(0,))).tolist()
+    [[False, False, True, False, True]]
+    """
+    is_end = _is_one_of(tokens, separators.ends)
+    return jnp.pad(is_end[:, :-1], ((0, 0), (1, 0)))
+
+
+def _is_one_of(tokens: jax.Array, values: Sequence[int]) -> jax.Array:
+    none = jnp.zeros(tokens.shape, bool)
+    return functools.reduce(jnp.logical_or, [tokens == value for value in values], none)
 
 
 def row_keys(step_key: jax.Array, batch: Batch) -> jax.Array:

@@ -29,7 +29,18 @@ from zero.partition.collectives.tensor_group import TensorGroup
 from zero.partition.layout import Layout, LeafLayout, PyTree, make_layout
 from zero.partition.sharded_optimizer import global_norm
 from zero.partition.stages import fully_shard, gather, pinned, scatter_sum, shard, sum_copies
-from zero.training.batch import Batch, Part, Rows, document_starts, next_tokens, row_keys, token_ids
+from zero.training.batch import (
+    UNDIVIDED,
+    Batch,
+    Part,
+    Rows,
+    Separators,
+    document_starts,
+    follows_end,
+    next_tokens,
+    row_keys,
+    token_ids,
+)
 from zero.training.block_codes import hold, thaw
 from zero.training.optimizer import decayed
 from zero.training.placements import is_expert_leaf, tensor_dim
@@ -52,7 +63,7 @@ class ShardedGPT:
         `GPT`.
       blockwise_from: the number of query positions from which attention is blockwise, as for `GPT`.
       master_dtype: dtype of the shards of parameters with weight decay; the others are float32.
-      separators: the tokens at which documents start, to keep attention and positions within a document; none for rows
+      separators: where documents start in a row, to keep attention and positions within a document; none for rows
         that are one segment each.
       gather_dtype: int8 for gathers as in `zero.gather`; None for `compute_dtype`, or the shards' dtype if narrower.
       sums_copies: whether stages 2 and 3 sum gradients over copies of the state layer by layer, as a fused update
@@ -79,7 +90,7 @@ class ShardedGPT:
     offload: tuple[str, ...] = ()
     blockwise_from: int | None = None
     master_dtype: DTypeLike = jnp.float32
-    separators: tuple[int, ...] = ()
+    separators: Separators = UNDIVIDED
     gather_dtype: DTypeLike | None = None
     sums_copies: bool = False
     kernel: str | None = None
@@ -343,7 +354,11 @@ class ShardedGPT:
 
     def targets(self, tokens: Rows) -> jax.Array:
         """The target of each position of whole rows; negative where nothing is scored."""
-        return jnp.asarray(tokens)[:, 1:] if self.last_target else next_tokens(tokens)
+        tokens = jnp.asarray(tokens)
+        if self.separators.ends:
+            is_first = follows_end(token_ids(tokens), self.separators)
+            tokens = jnp.where(is_first & (tokens >= 0), ~tokens, tokens)
+        return tokens[:, 1:] if self.last_target else next_tokens(tokens)
 
     def sum_scored(self, losses: jax.Array, tokens: Rows) -> jax.Array:
         """The sum of losses of scored positions; NaN, as are its gradients, if a token is past the vocabulary."""

@@ -329,7 +329,7 @@ def test_what_cannot_be_learned_is_named(tmp_path: Path, chat_tokenizer: Path):
         (system, tokenizer, "line 2: .*cannot render these messages: only users and assistants"),
         ({"messages": CHATS[0][:1]}, tokenizer, 'line 2: no message has the role "assistant"'),
         ({"messages": CHATS[-1]}, other, "line 2: .*renders message 1 in another way when it is the last one"),
-        (chat, ended, r"line 2: its text contains the end of text, token 287, .*--one-document-per-row accepts it"),
+        (chat, ended, r"line 2: its text contains token 287, .*--one-document-per-row accepts it"),
     ]:
         json_lines(path, [PAIRS[0], entry])
         with pytest.raises(UserError, match=message):

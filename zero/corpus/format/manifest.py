@@ -138,7 +138,10 @@ def check_tokenizer(place: str, tokenizer: Tokenizer) -> None:
 def described(tokenizer: Tokenizer) -> dict[str, Any] | None:
     """The special tokens of documents, as a manifest records them; None without files that describe the tokenizer."""
     special = tokenizer.special
-    return {"before": list(special.before), "end_of_text": special.end_of_text} if special.is_brought else None
+    if not special.is_brought:
+        return None
+    ends = {"end_of_text": special.end_of_text, "answer_end": special.answer_end}
+    return {"before": list(special.before), **ends}
 
 
 def check_tokenizers(shards: Iterable[str], tokenizer: Tokenizer) -> None:

@@ -150,18 +150,26 @@ class UnitTokenizer:
         if not document.has_special:  # a chat template writes the beginning itself
             ids = np.concatenate([np.asarray(special.before, ids.dtype), ids])
             is_learned = np.concatenate([np.zeros(len(special.before), bool), is_learned])
-        end_of_text = special.end_of_text
-        if end_of_text in ids[:-1] and not self.one_document_per_row:
-            raise UserError(
-                f"{document.name}: its text contains the end of text, token {end_of_text}, which would divide it; "
-                "--one-document-per-row accepts it"
-            )
-        # A turn that has ended needs no second end, but what divides it from the next document.
-        if (not len(ids) or ids[-1] != end_of_text) and not (is_ended and self.one_document_per_row):
-            ids = np.append(ids, end_of_text)
-            is_learned = np.append(is_learned, not is_ended)
+        if not is_ended and (not len(ids) or ids[-1] != special.answer_end):
+            ids = np.append(ids, special.answer_end)
+            is_learned = np.append(is_learned, True)
+        if not self.one_document_per_row:
+            self._check_undivided(document, ids)
+            if ids[-1] != special.end_of_text:  # divides it from the next document, and is only read
+                ids = np.append(ids, special.end_of_text)
+                is_learned = np.append(is_learned, False)
         dtype = np.min_scalar_type(self.tokenizer.vocab_size - 1)
         return Tokens(ids.astype(dtype, copy=False), is_learned.astype(np.uint8))
+
+    def _check_undivided(self, document: Document, ids: np.ndarray) -> None:
+        """Raises UserError if another document would seem to begin within this one."""
+        separators = np.concatenate(self.tokenizer.special.separators)
+        found = ids[1:-1][np.isin(ids[1:-1], separators)]
+        if len(found):
+            raise UserError(
+                f"{document.name}: its text contains token {found[0]}, at which documents of a row are divided; "
+                "--one-document-per-row accepts it"
+            )
 
     def _ids(self, document: Document) -> np.ndarray:
         """The ids of a document, or of a part of one, with the beginning and the end that belong to it."""

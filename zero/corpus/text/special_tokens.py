@@ -35,13 +35,15 @@ class SpecialTokens:
 
     Attributes:
       end_of_text: ends a document of a corpus.
-      eos: the tokenizer's own end, which is another one where that ends each turn of a conversation.
+      eos: the tokenizer's own end, which differs from `end_of_text` if it ends each turn of a conversation.
+      answer_end: ends a completion, and is learned: `eos` if a generated text stops there, else another of `ends`.
       ends: a generated text stops at any of these.
       first: a text that is generated from nothing begins with it.
       begin: the tokenizer's own beginning; None where no file names it.
       before: what encoding puts in front of every text, at most once.
       after: what encoding puts behind every text.
       turn_ends: those of `ends` that the chat template writes after a turn.
+      separators: tokens that begin a document within a row, and tokens after which one begins.
       padding: fills rows; None where no file names it.
       is_brought: files beside the tokenizer describe it or its model, so that a prompt is encoded as transformers
         encodes it. Without them a prompt follows an end of text, as the documents of a corpus do.
@@ -50,20 +52,17 @@ class SpecialTokens:
 
     end_of_text: int
     eos: int
+    answer_end: int
     ends: tuple[int, ...]
     first: int
     begin: int | None = None
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
     turn_ends: tuple[int, ...] = ()
+    separators: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     padding: int | None = None
     is_brought: bool = False
     contradictions: tuple[str, ...] = ()
-
-    @property
-    def document_starts(self) -> tuple[int, ...]:
-        """The tokens at which a document of a row starts: the end of the one before it, and what begins every text."""
-        return tuple(dict.fromkeys((self.end_of_text, *self.before[:1])))
 
 
 @dataclass(frozen=True)
@@ -214,28 +213,49 @@ def read_special_tokens(vocabulary: Vocabulary, files: TokenizerFiles, template:
     padding = named("pad_token")
     if padding is None:
         padding = next(iter(listed("pad_token_id")), None)
-    candidates = (end, *ends, padding, *vocabulary.ends_by_spelling)
-    dividers = dict.fromkeys(i for i in candidates if i is not None and i < vocabulary.size)
-    written = [i for i in dividers if _is_written(i, end, vocabulary.name_of(i), template)]
+    dividers = dict.fromkeys(i for i in (end, *ends, *vocabulary.ends_by_spelling) if i < vocabulary.size)
+    written = [i for i in dividers if _is_written(i, vocabulary.name_of(i), template, end, "eos_token")]
+    # A token that ends each turn of a conversation does not divide documents, if there is another.
+    end_of_text = next((i for i in dividers if i not in written), end)
+    is_brought = any((files.tokenizer, files.special, files.generation, files.model))
+    separators: tuple[tuple[int, ...], tuple[int, ...]] = (end_of_text, *before[:1]), ()
+    if is_brought:
+        name = None if begin is None else vocabulary.name_of(begin)
+        writes_begin = _is_written(begin, name, template, begin, "bos_token")
+        first = next(iter(before), begin if writes_begin else None)
+        separators = _separators_of_chats(first, end_of_text, ends_turns=end_of_text in written)
     firsts = (*before, *begins_generation, begin, end)
     return SpecialTokens(
-        # A token that ends each turn of a conversation does not divide documents, if there is another.
-        end_of_text=next((i for i in dividers if i not in written), end),
+        end_of_text=end_of_text,
         eos=end,
+        answer_end=end if end in ends else next((i for i in ends if i in vocabulary.special), end),
         ends=ends or (end,),
         first=next(i for i in firsts if i is not None),
         begin=before[0] if before else begin,
         before=before,
         after=vocabulary.after,
         turn_ends=tuple(i for i in written if i in (end, *ends)),
+        separators=separators,
         padding=padding,
-        is_brought=any((files.tokenizer, files.special, files.generation, files.model)),
+        is_brought=is_brought,
         contradictions=tuple(lines),
     )
 
 
-def _is_written(token: int, end: int, name: str | None, template: str | None) -> bool:
-    """Whether a chat template writes a token: by its spelling, or the end of text by the variable."""
-    if template is None or name is None:
+def _separators_of_chats(
+    first: int | None, end_of_text: int, ends_turns: bool
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """`SpecialTokens.separators` where every text begins with `first`, or with nothing of its own.
+
+    An end of text after each turn does not separate; one that also begins the text does so as its beginning.
+    """
+    if first is None:
+        return (), (end_of_text,)
+    return (first,), () if ends_turns or first == end_of_text else (end_of_text,)
+
+
+def _is_written(token: int | None, name: str | None, template: str | None, named: int | None, variable: str) -> bool:
+    """Whether a chat template writes a token: by its spelling, or the one of a variable such as eos_token by that."""
+    if token is None or template is None or name is None:
         return False
-    return name in template or (token == end and "eos_token" in template)
+    return name in template or (token == named and variable in template)

@@ -39,7 +39,13 @@ BYTES_END_OF_TEXT = "<|endoftext|>"  # of bytes, in a file
 # Spellings of an end of text, for a tokenizer without files that name its own.
 _END_OF_TEXT = (BYTES_END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<｜end▁of▁sentence｜>", "[SEP]")
 
-OF_GENERATION = ("ends", "first", "turn_ends")  # fields of `SpecialTokens` that no text and no prompt depends on
+OF_GENERATION = (
+    "ends",
+    "answer_end",
+    "first",
+    "turn_ends",
+    "separators",
+)  # fields of `SpecialTokens` that no text and no prompt depends on
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +172,7 @@ class ByteTokenizer:
     vocab_size = 256
     end_of_text = 0
     added_tokens: Mapping[int, Mapping[str, Any]] = MappingProxyType({})
-    special = SpecialTokens(end_of_text=0, eos=0, ends=(0,), first=0)
+    special = SpecialTokens(end_of_text=0, eos=0, answer_end=0, ends=(0,), first=0, separators=((0,), ()))
 
     def encode(self, text: str) -> np.ndarray:
         # JSON can hold lone surrogates, which strict UTF-8 refuses; nothing of a document should be lost.
