@@ -1,0 +1,89 @@
+"""Every kind of tokenizer files: a model that learned one-word answers stops after its word, in transformers.
+
+The folder of each home of `tests/helpers/brought.py` is tuned on prompts with completions, exported, and asked by
+`transformers`' own `generate`, which stops at the ends of the exported folder.
+"""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.helpers import cli, trl_losses
+from tests.helpers.brought import HOMES, SHAPE, save_tokenizer
+from tests.helpers.corpora import call
+from zero.cli import compose
+from zero.exchange.export import export
+from zero.exchange.hub_model import open_hf_model
+from zero.run.train import train
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
+
+CONTEXT = 32
+QUESTIONS = {"a shard?": " gather", "layout": " stage", "zéro or 2048?": " scatter", "漢字": " shard"}
+DEFAULT = "smollm3"  # its documents are divided by another token than its answers end with
+JOB = (
+    *(key for key in cli.TINY if not key.startswith(("model.", "data.index", "data.max", "training."))),
+    *("model.size=sizes.yaml:folder", "model.warm_start=true", "model.model_path=folder"),
+    *("data.tokenizer=data/corpus/words/tokenizer.json", f"data.max_context={CONTEXT}"),
+    *(f"data.index_path_{split}=data/index/words_{split}.index" for split in ("train", "validation")),
+    *("training.loss_on=completion", "data.isolate_documents=true", "training.sample_tokens=0"),
+    *("training.batch_size=8", "training.staged_warmup_steps=0", "training.warmup_steps=3"),
+    *("training.total_steps=60", "training.evaluation_frequency=60", "training.max_epochs=100"),
+    *("training.peak_learning_rate=1e-2", "training.gradient_accumulation_steps=1"),
+)
+
+
+def save_llama(folder: Path, home: str) -> None:
+    """A small Llama with random weights and the tokenizer's files of a home."""
+    import transformers
+
+    transformers.set_seed(0)
+    config = transformers.LlamaConfig(**{**SHAPE, "initializer_range": 0.1})
+    model: Any = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    save_tokenizer(folder, home)
+
+
+@pytest.mark.parametrize(
+    "home", [name if name == DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in HOMES]
+)
+def test_generation_stops_after_the_answer(home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    monkeypatch.chdir(tmp_path)
+    save_llama(tmp_path / "folder", home)
+    found = open_hf_model("folder")
+    assert found is not None
+    entry = {name: value for name, value in dataclasses.asdict(found.size).items() if value is not None}
+    OmegaConf.save(OmegaConf.create({"folder": entry}), "sizes.yaml")
+    # Each question several times, as a hash of the text decides about validation.
+    lines = [
+        {"prompt": f"{'stage ' * i}{question}", "completion": word}
+        for question, word in QUESTIONS.items()
+        for i in range(8)
+    ]
+    Path("words.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = call(
+        *("words.jsonl", "--completions", "--one-document-per-row", "--validation-fraction", "0.1"),
+        *("--tokenizer", "folder/tokenizer.json", "--row-tokens", str(CONTEXT)),
+    )
+    assert done.returncode == 0, done.stderr
+    config, size = compose([*JOB])
+    (tmp_path / "run").mkdir()
+    assert train(config, size, tmp_path / "run") == 0
+    export("run", tmp_path / "out")
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained("out")
+    model = trl_losses.model_of(tmp_path / "out")
+    ends = model.generation_config.eos_token_id
+    for prompt, word in QUESTIONS.items():
+        encoded = tokenizer(prompt, return_tensors="pt")
+        written = model.generate(**encoded, do_sample=False, max_new_tokens=24)[0, encoded.input_ids.shape[1] :]
+        *text, end = written.tolist()
+        assert end in (ends if isinstance(ends, list) else [ends]), (prompt, tokenizer.decode(written))
+        assert tokenizer.decode(text) == word
