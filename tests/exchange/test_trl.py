@@ -18,11 +18,12 @@ import pytest
 
 import zero
 from tests.helpers import trl_losses
-from tests.helpers.brought import save_folder
+from tests.helpers.brought import MODELS, save_folder
 from tests.helpers.corpora import make
 from tests.helpers.loaders import open_loader
 from tests.helpers.trl_losses import as_rows
 from tests.helpers.vllm_rules import objections_to_adapters
+from zero.corpus.preparing.prepare import Corpus
 from zero.corpus.text.tokenizers import load_tokenizer
 from zero.errors import UserError
 from zero.exchange.architecture_table import architecture_of
@@ -30,7 +31,7 @@ from zero.exchange.hub_model import open_hf_model
 from zero.exchange.peft_folder import CONFIG_FILE, peft_adapters, read_peft, tensor_name, write_peft
 from zero.exchange.warm_start import warm_start
 from zero.models.adapters import TABLES, Adapters
-from zero.training.batch import Batch
+from zero.training.batch import UNDIVIDED, Batch, Separators
 from zero.training.dpo import dpo
 from zero.training.objective import LIKELIHOOD, Objective
 from zero.training.parts import StepOptions
@@ -77,6 +78,15 @@ PAIRS = [
         ("stage", "a", "user"),
     ]
 ]
+
+STRINGS = [
+    {"prompt": pair["prompt"][0]["content"], **{key: f" {pair[key][0]['content']}" for key in ("chosen", "rejected")}}
+    for pair in PAIRS
+]
+LINES: dict[str, list[dict[str, Any]]] = {
+    "chats": [{"messages": chat} for chat in CHATS],
+    "completions": [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in STRINGS],
+}
 
 
 class Home:
@@ -219,12 +229,17 @@ def prepared(home: Home, entries: list[dict[str, Any]], **options: Any) -> np.nd
     source = home.place / f"{name}.jsonl"
     source.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     tokenizer = load_tokenizer(str(home.folder / "tokenizer.json"))
-    corpus = make(source, home.place, name, tokenizer=tokenizer, row_tokens=CONTEXT, **options)
+    corpus = make(source, home.place, name, tokenizer=tokenizer, row_tokens=CONTEXT, overwrite=True, **options)
+    keys: dict[str, Any] = {"only_completions": True, "pairs": "preferences" in options}
+    return rows_of(corpus, vocab_size=home.size.vocab_size, **keys)
+
+
+def rows_of(corpus: Corpus, **keys: Any) -> np.ndarray:
+    """The rows of both splits."""
     rows = []
     for index in (corpus.train_index, corpus.validation_index):
-        keys: dict[str, Any] = {"vocab_size": home.size.vocab_size, "shuffle": False, "max_epochs": 1}
-        keys |= {"only_completions": True, "pairs": "preferences" in options}
-        rows += [batch.tokens[0] for batch in open_loader(index, global_rows=1, context=CONTEXT, **keys).batches()]
+        loader = open_loader(index, global_rows=1, context=CONTEXT, shuffle=False, max_epochs=1, **keys)
+        rows += [batch.tokens[0] for batch in loader.batches()]
     return np.stack(rows).reshape(-1, CONTEXT)
 
 
@@ -270,6 +285,53 @@ def test_preferences_equal_trl(home: Home, theirs: str, smoothing: str, label_sm
     found, of_leaves = home.gradients(dpo(BETA, label_smoothing, smoothing), ours, stage)
     assert found == pytest.approx(loss, rel=1e-5)
     assert_same_gradients(of_leaves, gradients)
+
+
+def test_preferences_of_strings_equal_trl(home: Home) -> None:
+    """An answer ends with the tokenizer's eos, which is learned, as in TRL."""
+    theirs = trl_losses.of_pairs(home.folder, home.adapters, STRINGS, home.place / "strings", CONTEXT, BETA)
+    ours = prepared(home, STRINGS, preferences=True)
+    by_pair = [sorted(x.reshape(-1, 2 * CONTEXT).tolist()) for x in (ours, theirs.rows)]
+    assert by_pair[0] == by_pair[1]
+    assert home.gradients(dpo(BETA), ours)[0] == pytest.approx(theirs.loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", LINES)
+@pytest.mark.parametrize(
+    "family", [name if name == "qwen2" else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+)
+def test_packed_texts_equal_trl(family: str, kind: str, tmp_path: Path) -> None:
+    """Loss and gradient of all weights are those of TRL, where each text has a row of its own and where rows are full.
+
+    Qwen's texts have no beginning: nothing of the text before is read behind its end.
+    """
+    folder = tmp_path / "folder"
+    save_folder(folder, family)
+    lines = LINES[kind]
+    theirs = trl_losses.of_lines(folder, None, lines, tmp_path / "trl", CONTEXT)
+    found = open_hf_model(str(folder))
+    assert found is not None
+    tokenizer = load_tokenizer(str(folder / "tokenizer.json"))
+    weights = warm_start(str(folder), ShardedGPT(found.size, zero.Axis("zero", (1, 8)), 3))
+    for is_packed in (False, True):
+        source = tmp_path / "lines.jsonl"
+        source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        options: dict[str, Any] = {"tokenizer": tokenizer, "row_tokens": CONTEXT, "completions": True}
+        corpus = make(source, tmp_path, str(is_packed), one_document_per_row=not is_packed, **options)
+        assert not corpus.train.truncations and corpus.train.rows <= (2 if is_packed else 3)
+        rows = rows_of(corpus, vocab_size=found.size.vocab_size, only_completions=True)
+        if not is_packed:
+            assert sorted(rows.tolist()) == sorted(theirs.rows.tolist())
+        rows = np.concatenate([rows, np.full((4 - len(rows), CONTEXT), -1, np.int32)])
+        separators = Separators(*tokenizer.special.separators) if is_packed else UNDIVIDED
+        model = ShardedGPT(found.size, zero.Axis("zero", (1, 2)), 3, separators=separators)
+        options = {"learning_rate": lambda step: jnp.float32(0), "objective": LIKELIHOOD}
+        tx = optax.stateless(lambda grads, params: grads)
+        programs = make_programs(model, tx, StepOptions(**options), jax.devices()[:2])
+        state = programs.start(on_two(model, weights))
+        metrics = programs.step(state, Batch(rows.reshape(2, 2, CONTEXT), np.asarray([0, 2], np.int32)))[1]
+        assert metrics["loss"].item() == pytest.approx(theirs.loss, rel=1e-5)
+        assert metrics["gradient_norm"].item() == pytest.approx(theirs.gradient_norm, rel=1e-4)
 
 
 @pytest.mark.wide

@@ -16,11 +16,13 @@ class OfTrl(NamedTuple):
     Attributes:
       rows: `(texts, context)`, ~t where t is not learned and -1 for padding, as in a corpus of zero.
       loss: of all texts together.
+      gradient_norm: of the loss by all trained weights; 0 of pairs.
       metrics: by TRL's names, of pairs.
     """
 
     rows: np.ndarray
     loss: float
+    gradient_norm: float
     metrics: dict[str, float]
 
 
@@ -66,8 +68,12 @@ def arguments(place: Path, batch: int, context: int) -> dict[str, Any]:
 
 def of_chats(folder: Path, adapters: Path | None, chats: Sequence[Any], place: Path, context: int) -> OfTrl:
     """`SFTTrainer` with `assistant_only_loss`; in `rows` the texts are in their order."""
+    return of_lines(folder, adapters, [{"messages": chat} for chat in chats], place, context)
+
+
+def of_lines(folder: Path, adapters: Path | None, lines: Sequence[Any], place: Path, context: int) -> OfTrl:
+    """As `of_chats`, of lines that hold messages, or a prompt and its completion."""
     import peft
-    import torch
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
@@ -76,16 +82,17 @@ def of_chats(folder: Path, adapters: Path | None, chats: Sequence[Any], place: P
         model = peft.PeftModel.from_pretrained(model, adapters, is_trainable=True)
     trainer = cast(Any, SFTTrainer)(
         model,
-        args=SFTConfig(**arguments(place, len(chats), context), assistant_only_loss=True),
-        train_dataset=Dataset.from_list([{"messages": chat} for chat in chats]),
+        args=SFTConfig(**arguments(place, len(lines), context), assistant_only_loss="messages" in lines[0]),
+        train_dataset=Dataset.from_list(list(lines)),
         processing_class=tokenizer_of(folder),
     )
     trainer.model.eval()
     batch = trainer.data_collator(list(trainer.train_dataset))
     rows = as_rows(batch["input_ids"], batch["labels"] != -100, batch["attention_mask"], context)
-    with torch.no_grad():
-        loss = trainer.compute_loss(trainer.model, dict(batch)).item()
-    return OfTrl(rows, loss, {})
+    loss = trainer.compute_loss(trainer.model, dict(batch))
+    loss.backward()
+    squares = sum(x.grad.square().sum() for x in trainer.model.parameters() if x.grad is not None)
+    return OfTrl(rows, loss.item(), float(squares) ** 0.5, {})
 
 
 def of_pairs(folder: Path, adapters: Path, pairs: Sequence[Any], place: Path, context: int, beta: float) -> OfTrl:
@@ -112,4 +119,4 @@ def of_pairs(folder: Path, adapters: Path, pairs: Sequence[Any], place: Path, co
     with torch.no_grad():
         loss = trainer._compute_loss(trainer.model, batch, False).item()
     metrics = {name: values[-1] for name, values in trainer._metrics["eval"].items()}
-    return OfTrl(np.stack(np.split(rows, 2), axis=1).reshape(-1, context), loss, metrics)
+    return OfTrl(np.stack(np.split(rows, 2), axis=1).reshape(-1, context), loss, 0.0, metrics)

@@ -150,7 +150,7 @@ def with_template(chat_tokenizer: Path, place: Path, template: str, is_file: boo
 
 def test_what_follows_a_prompt_is_learned(tmp_path: Path):
     """In bytes, where every document is known."""
-    corpus = make(json_lines(tmp_path / "a.jsonl", PAIRS), tmp_path, completions=True)
+    corpus = make(json_lines(tmp_path / "a.jsonl", PAIRS), tmp_path, completions=True, pack="joined")
     expected = []
     for pair in PAIRS:
         prompt, completion = (pair[key].encode() for key in ("prompt", "completion"))
@@ -171,7 +171,7 @@ def test_workers_change_nothing(tmp_path: Path, chat_tokenizer: Path, monkeypatc
         digests.add(digest(tmp_path / str(workers)))
     assert len(digests) == 1
     with pytest.raises(UserError, match=r"was prepared with completions=True, not completions=None"):
-        make(source, tmp_path / "1", tokenizer=tokenizer)
+        make(source, tmp_path / "1", tokenizer=tokenizer, pack="best-fit")
 
 
 def test_documents_in_own_rows(tmp_path: Path):
@@ -206,7 +206,7 @@ def test_conversations_are_those_of_transformers(
         ours, _ = with_template(chat_tokenizer, tmp_path / "plain", re.sub("{% (end)?generation %}", "", template))
     chats = SHARED if template == BARE else CHATS
     source = json_lines(tmp_path / "a.jsonl", [{"messages": chat} for chat in chats])
-    corpus = make(source, tmp_path, tokenizer=ours, completions=True)
+    corpus = make(source, tmp_path, tokenizer=ours, completions=True, pack="joined")
     expected = []
     for chat in chats:
         found = theirs.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
@@ -223,7 +223,7 @@ def test_tools_are_those_of_transformers(tmp_path: Path, chat_tokenizer: Path, t
     lines = [{"messages": chat, "tools": tools} for chat in CALLS]
     document = CompletionReader(load_chat_template(str(tmp_path / "chat" / "tokenizer.json")))(lines[0], "here")
     assert ("# Tools" in str(document.content)) == (tools is not None) and '{"city": "Málaga 0"}' in document.content
-    corpus = make(json_lines(tmp_path / "a.jsonl", lines), tmp_path, tokenizer=ours, completions=True)
+    corpus = make(json_lines(tmp_path / "a.jsonl", lines), tmp_path, tokenizer=ours, completions=True, pack="joined")
     expected = []
     for chat in CALLS:
         given: dict[str, Any] = {"tools": tools and TOOLS, "return_dict": True, "return_assistant_tokens_mask": True}
@@ -308,7 +308,9 @@ def test_mistakes_in_messages_are_named(tmp_path: Path, chat_tokenizer: Path) ->
     ]:
         source = json_lines(tmp_path / "a.jsonl", [{"prompt": "a", "completion": "b"}, entry])
         with pytest.raises(UserError, match=message):
-            make(source, tmp_path, tokenizer=tokenizer, completions=True, loss_on=tuple(roles.split(",")))
+            make(
+                source, tmp_path, tokenizer=tokenizer, completions=True, pack="joined", loss_on=tuple(roles.split(","))
+            )
     with pytest.raises(UserError, match="--loss-on tool expects --completions"):
         make(source, tmp_path, tokenizer=tokenizer, loss_on=("tool",))
 
@@ -333,11 +335,11 @@ def test_what_cannot_be_learned_is_named(tmp_path: Path, chat_tokenizer: Path):
     ]:
         json_lines(path, [PAIRS[0], entry])
         with pytest.raises(UserError, match=message):
-            make(path, tmp_path, tokenizer=own, completions=True)
+            make(path, tmp_path, tokenizer=own, completions=True, pack="joined")
     make(path, tmp_path, tokenizer=ended, completions=True, one_document_per_row=True)
     (tmp_path / "b.txt").write_text("text")
     with pytest.raises(UserError, match=r"b\.txt: expected JSON lines"):
-        make(tmp_path / "b.txt", tmp_path, completions=True)
+        make(tmp_path / "b.txt", tmp_path, completions=True, pack="joined")
 
 
 def test_the_command(tmp_path: Path):
@@ -352,7 +354,7 @@ def test_cut_conversations_are_counted(tmp_path: Path, capsys: pytest.CaptureFix
     """Documents with rows of their own: how often one is longer than a row."""
     lines = [{"prompt": "a" * 20, "completion": "b" * length} for length in (4, 11, 12, 40)]
     corpus = make(json_lines(tmp_path / "a.jsonl", lines * 9), tmp_path, completions=True, one_document_per_row=True)
-    found = (corpus.train.truncations or 0) + (corpus.validation.truncations or 0)
+    found = corpus.train.truncations + corpus.validation.truncations
     assert found == 9 * (1 + 1 + 2 + 3)  # rows of 16 tokens, an end behind each
 
 

@@ -77,8 +77,12 @@ def test_rows_of_a_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         piece for size in sizes for piece in (min(size, 16), size - 16) if piece > 0
     )
     cuts = sum(size > 16 for size in sizes)
-    assert (corpus.train.truncations or 0) + (corpus.validation.truncations or 0) == cuts
-    assert joined.train.truncations is None and joined.train.tokens == corpus.train.tokens
+    assert corpus.train.truncations + corpus.validation.truncations == cuts
+    assert joined.train.tokens == corpus.train.tokens
+    inside = 0  # rows but the last whose last token is no end of text
+    for index in (joined.train_index, joined.validation_index):
+        inside += int((tokens_of(index, 16)[:-1, -1] != 0).sum())
+    assert joined.train.truncations + joined.validation.truncations == inside > cuts
     manifest = json.loads(Path(corpus.directory, "manifest.json").read_text())
     assert sum(shard["truncations"] for shard in manifest["train"]["shards"]) == manifest["train"]["truncations"]
 
@@ -87,7 +91,7 @@ def test_masks_are_packed_alike(tmp_path: Path) -> None:
     """The tokens that are learned are the same ones, joined or packed."""
     entries = [{"prompt": f"{i:03}{'p' * (i % 5)}", "completion": "c" * (i % 9)} for i in range(60)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    for pack in (None, "best-fit"):
+    for pack in (None, "joined"):
         corpus = make(tmp_path / "a.jsonl", tmp_path, str(pack), completions=True, pack=pack)
         options: dict[str, Any] = {"shuffle": False, "max_epochs": 1, "only_completions": True}
         loader = open_loader(corpus.train_index, global_rows=1, context=16, vocab_size=256, **options)
@@ -96,6 +100,7 @@ def test_masks_are_packed_alike(tmp_path: Path) -> None:
         assert set(learned.tolist()) == {0, ord("c")}
         assert (learned == ord("c")).sum() == (tokens == ord("c")).sum()
         assert (learned == 0).sum() == corpus.train.documents
+        assert (corpus.train.truncations == 0) == (pack is None)  # the default cuts none that fits
 
 
 def test_the_option(tmp_path: Path) -> None:

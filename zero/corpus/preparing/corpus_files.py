@@ -50,7 +50,7 @@ class Counts(NamedTuple):
     duplicates: int = 0  # of both splits
     long: int = 0  # pairs, and documents of which no completion ends within a row, that were left out
     cut: int = 0  # documents of which only the first row was kept
-    truncations: int = 0  # cuts of documents that have rows of their own
+    truncations: int = 0  # ends of rows within documents that have rows of their own
     filtered: Counter[str] = _NO_DOCUMENTS  # documents that were left out, of both splits, by the filter
 
     def plus(self, other: Counts) -> Counts:
@@ -181,10 +181,8 @@ def finished(
             "tokens": count.tokens,
             "bytes": None if source.has_ids else count.bytes,
             "rows": sum(shard["rows"] for shard in of_split),
+            "truncations": count.truncations + sum(shard.get("truncations", 0) for shard in of_split),
         }
-        truncations = [shard["truncations"] for shard in of_split if "truncations" in shard]
-        if truncations or count.truncations:
-            summary["truncations"] = sum(truncations) + count.truncations
         manifest[split] = summary | {"shards": of_split}
     manifest["skipped"] = counts[0].skipped
     manifest["short"] = sum(count.short for count in counts)

@@ -7,6 +7,7 @@ from typing import Any
 
 from zero.corpus.preparing.filters.table import recorded_filters
 from zero.corpus.preparing.near_duplicates import Nearness
+from zero.corpus.preparing.packing import DEFAULT, JOINED
 from zero.corpus.preparing.sources.completions import LEARNED
 from zero.corpus.text.tokenizers import Tokenizer
 from zero.errors import UserError
@@ -26,7 +27,7 @@ class CorpusOptions:
     one_document_per_row: bool = False
     cut_documents: bool = False  # to their first row
     begin_rows: bool = False  # with the end of text
-    pack: str | None = None  # a key of `packing.PACKINGS`
+    pack: str | None = None  # a key of `packing.PACKINGS`, or `JOINED`; None: best fit for completions, else joined
     validation_fraction: float = 0.05
     rows_per_member: int = 256
     rows_per_shard: int = 8192
@@ -66,7 +67,7 @@ class CorpusOptions:
             raise UserError("--cut-documents expects --one-document-per-row, and no --preferences")
         if self.begin_rows and self.preferences:
             raise UserError("--begin-rows and --preferences: expected one of them")
-        if self.pack and self.is_unjoined:
+        if self.pack not in (None, JOINED) and self.is_unjoined:
             option = "preferences" if self.preferences else "one_document_per_row"
             raise UserError(f"pack={self.pack} joins documents in a row, and {option} does not: choose one of them")
 
@@ -75,11 +76,18 @@ class CorpusOptions:
         """Whether a row holds a single document, or a pair of texts."""
         return self.one_document_per_row or self.preferences
 
+    @property
+    def packing(self) -> str | None:
+        """A key of `packing.PACKINGS`; None: documents are joined without regard to rows, or not at all."""
+        if self.pack is None and self.completions and not self.is_unjoined:
+            return DEFAULT
+        return None if self.pack == JOINED else self.pack
+
     def expects_documents(self) -> list[str]:
         """The options that have been chosen and that one long text cannot follow."""
         options = {
             "one_document_per_row": self.is_unjoined,
-            "pack": self.pack is not None,
+            "pack": self.packing is not None,
             "minimum_tokens": self.minimum_tokens > 0,
             "deduplicate": self.deduplicate,
         }
@@ -107,7 +115,7 @@ class CorpusOptions:
             "rows_per_shard": self.rows_per_shard,
             "cut_documents": self.cut_documents or None,
             "begin_rows": self.begin_rows or None,
-            "pack": self.pack,
+            "pack": self.packing,
             "completions": self.completions or None,
             "preferences": self.preferences or None,
             "loss_on": None if self.loss_on == LEARNED else list(self.loss_on),

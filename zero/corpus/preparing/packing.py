@@ -84,5 +84,7 @@ def _rows(sizes: np.ndarray, row_tokens: int) -> np.ndarray:
     return np.argsort(np.argsort(firsts))[row_of]
 
 
-# Values of --pack.
+# Values of --pack, besides `JOINED`.
 PACKINGS: Mapping[str, Callable[[np.ndarray, int], Packed]] = MappingProxyType({"best-fit": best_fit})
+DEFAULT = "best-fit"  # of completions
+JOINED = "joined"  # documents follow each other without regard to rows

@@ -59,7 +59,7 @@ class SplitSummary:
     bytes: int | None  # of the text in UTF-8; None if the source held token ids
     rows: int
     shards: int
-    truncations: int | None = None  # cuts of documents that are longer than a row; None: joined without regard to rows
+    truncations: int  # ends of rows within a document
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ class SplitTokens(NamedTuple):
     lengths: np.ndarray | None  # of those rows, int32 (n,), (n, 2) for pairs
     completions: np.ndarray | None  # 1 for each token of `rows` that is to be learned, uint8; None: not recorded
     counts: Counts
-    starts: np.ndarray | None = None  # 1 for the first token of each document, uint8; None: rows are not packed
+    starts: np.ndarray | None = None  # 1 for the first token of each document, uint8; None: each has its own rows
 
 
 class UnitTokens(NamedTuple):
@@ -49,6 +49,7 @@ class UnitTokens(NamedTuple):
 class Tokens(NamedTuple):
     ids: np.ndarray  # of one document
     is_learned: np.ndarray | None  # uint8, where prompts are recorded
+    begins: bool = True  # False: the rest of a document of the unit before
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,6 @@ class UnitTokenizer:
     splits: int = 2
     minimum_tokens: int = 0  # of a document, its end of text included; shorter ones are left out
     has_pairs: bool = False  # each document is a pair of texts, and a row
-    marks_starts: bool = False  # of documents, for a packing
     cuts_documents: bool = False  # to their first row, which then ends with the end of text
 
     def __call__(self, unit: Unit) -> UnitTokens:
@@ -140,7 +140,7 @@ class UnitTokenizer:
 
     def _tokens(self, document: Document) -> Tokens:
         if document.completions is None:
-            return Tokens(self._ids(document), None)
+            return Tokens(self._ids(document), None, document.begins)
         assert isinstance(document.content, str)
         special = self.tokenizer.special
         ids, spans = self.tokenizer.encode_with_spans(document.content, document.has_special)
@@ -203,9 +203,10 @@ class UnitTokenizer:
             learned = [text.is_learned for text in texts if text.is_learned is not None]
             completions = self._joined(learned, 0)[0].astype(np.uint8)
         starts = None
-        if self.marks_starts:
+        if not self.one_document_per_row:
             starts = np.zeros(len(rows), np.uint8)
-            starts[np.cumsum([0, *(len(text.ids) for text in texts[:-1])])[: len(texts)]] = 1
+            firsts = np.cumsum([0, *(len(text.ids) for text in texts)])[:-1]
+            starts[firsts[[text.begins for text in texts]]] = 1
         return SplitTokens(rows.astype(dtype, copy=False), lengths, completions, counts, starts)
 
     def _joined(self, arrays: list[np.ndarray], filler: int) -> tuple[np.ndarray, np.ndarray | None]:

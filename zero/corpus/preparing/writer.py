@@ -72,7 +72,6 @@ def write_shards(
         len(splits),
         arguments["minimum_tokens"] or 0,
         bool(arguments["preferences"]),
-        arguments["pack"] is not None,
         bool(arguments["cut_documents"]),
     )
     # Bytes and ids need less time than it takes to send them to another process.
@@ -159,7 +158,7 @@ class _SplitWriter:
         at = 0
         while at < len(part.rows):
             stop = at + self._size - self._held
-            if part.starts is not None:  # a shard that is packed holds whole documents
+            if self._pack is not None and part.starts is not None:  # a shard that is packed holds whole documents
                 stop += int(np.append(part.starts[stop:], 1).argmax())
             arrays = (part.rows, part.lengths, part.completions, part.starts)
             self._waiting.append(tuple(None if array is None else array[at:stop] for array in arrays))
@@ -179,14 +178,14 @@ class _SplitWriter:
         rows, lengths, completions, starts = (_concatenated(arrays) for arrays in zip(*self._waiting, strict=True))
         assert rows is not None
         counts = {}
-        if self._pack is not None:
-            assert starts is not None
+        if self._pack is not None and starts is not None:
             packed = self._pack(starts, self._row_tokens)
             rows = packed.rows(rows, self._filler)
             lengths = packed.lengths
             completions = None if completions is None else packed.rows(completions, 0)
             counts = {"truncations": packed.truncations}
-        elif rows.ndim == 1:
+        elif starts is not None:
+            counts = {"truncations": int((starts[:: self._row_tokens] == 0).sum())}
             rows, lengths = padded_rows(rows, self._row_tokens, self._filler)
             completions = None if completions is None else padded_rows(completions, self._row_tokens, 0)[0]
         assert lengths is not None

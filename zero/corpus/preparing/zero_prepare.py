@@ -33,7 +33,7 @@ from tqdm import tqdm
 from zero.corpus.format.manifest import TOKENIZER
 from zero.corpus.preparing.filters.table import FILTERS
 from zero.corpus.preparing.options import CorpusOptions
-from zero.corpus.preparing.packing import PACKINGS
+from zero.corpus.preparing.packing import JOINED, PACKINGS
 from zero.corpus.preparing.peek import peek
 from zero.corpus.preparing.prepare import Corpus, prepare
 from zero.corpus.preparing.prepare_if_missing import DIRECTORY, INDEX_DIRECTORY
@@ -112,8 +112,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--pack",
-        choices=PACKINGS,
-        help="best-fit: choose documents that fill a row together, so that only those longer than a row are cut",
+        choices=(*PACKINGS, JOINED),
+        help="best-fit (the default with --completions): choose documents that fill a row together, so that only those "
+        "longer than a row are cut; joined (the default without): one after the other, cut at the end of each row",
     )
     parser.add_argument("--validation-fraction", type=float, default=0.05, help="of the documents (0.05)")
     parser.add_argument(
@@ -230,10 +231,7 @@ def _prepare(given: argparse.Namespace, runner: list[str] | None) -> None:
         if split is None:
             continue
         size = f"{split.documents} documents, {split.tokens} tokens, {split.rows} rows of {row_tokens}"
-        size += f", {split.shards} shards"
-        if split.truncations is not None:
-            size += f", documents cut {split.truncations} times"
-        print(f"{index}: {size}")
+        print(f"{index}: {size}, {split.shards} shards, documents cut {split.truncations} times")
     if corpus.skipped:
         print(f"{corpus.skipped} files were left out because they are not UTF-8")
     if corpus.short:
