@@ -76,7 +76,11 @@ WRONG: tuple[tuple[str, bytes | str, str], ...] = (
         b"TNTIDX\0\0" + bytes(40),
         r"a\.idx is not an index of Megatron-LM for .*, copy or write both again: expected MMIDIDX",
     ),
-    ("a.tar", sources.tar({"7.txt": b"x", "7.TXT": b"y"}), r"a\.tar is truncated or damaged: 7\.TXT is there twice"),
+    (
+        "a.tar",
+        sources.tar({"7.txt": b"x", "7.TXT": b"y"}),
+        r"a\.tar is truncated or damaged: 7\.TXT: duplicate file name",
+    ),
     ("a.tar", sources.tar({"7.json": b'{"text": ["x"]}'}), r'sample 7: expected a string under "text"; found text'),
     ("a.jsonl", b'{"text": "x"}\n{"text"', r"a\.jsonl, line 2: expected a JSON object"),
     (

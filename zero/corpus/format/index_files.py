@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from zero.corpus.format import shards
+from zero.corpus.format.own_formats import MANIFEST, SHARD, compression_of, kind_of_file, kind_of_folder
 from zero.corpus.format.shards import BadData
 from zero.errors import UserError, file_error
 from zero.files import storage
@@ -20,6 +22,7 @@ MOST_ROWS = 2**31 - 1  # of a shard in a bucket, whose size is not known yet
 FEW_ROWS = 2**24  # that need no more than 128 MiB for their order: what is missing of a truncated shard can be skipped
 BYTE_ORDER_MARK = "\ufeff"
 Weight = float | Sequence[Sequence[float]]  # of a corpus: a number, or [[step, weight], ...] with steps from 0 on
+_BRACES = re.compile(r"\{[^{}]*(,|\.\.)[^{}]*\}")  # of a shell; others are characters of a name
 _log = logging.getLogger(__name__)
 
 
@@ -37,41 +40,73 @@ class Shard:
         return "/".join(path.split("/")[-2:])
 
 
-def read_index(index: str | Path, skip_bad: bool = False) -> list[Shard]:
+class Listed(NamedTuple):
+    """A line of an index file."""
+
+    path: str
+    rows: int | None  # None: the index file does not record them
+
+
+def listed_shards(index: str | Path) -> list[Listed]:
     """The shards of an .index file: one path or URL per line, relative to the file; `#` begins a comment.
 
-    A comment of `<n> rows` after a path, as zero-prepare writes it, saves counting the rows of that shard.
+    A comment of `<n> rows` after a path, as zero-prepare writes it, saves counting the rows of that shard. A path may
+    have braces, as in `train-{000000..000099}.tar`. A .tar in place of an index file is its only shard.
     The byte-order mark that some editors write is left out, also in the middle, where two files were joined.
-    Raises UserError for a missing or empty index and for shards whose rows cannot be counted, and BadData for shards
-    that are missing, unless `skip_bad`.
+
+    Raises:
+      UserError: the index is missing or empty, is something else, or lists a shard twice.
     """
+    if str(index).endswith(SHARD):
+        return [Listed(str(index), None)]
     try:
         content = storage.read_bytes(index)
     except FileNotFoundError:
         raise UserError(f"index file {index}: no such file; zero-prepare writes one") from None
     except OSError as error:
-        raise file_error(f"index file {index} cannot be read: {error}", error) from error
+        raise file_error(f"index file {index} cannot be read: {error}{_of_folder(index)}", error) from error
+    kind = kind_of_file(str(index), content)
+    if kind is not None:
+        raise UserError(f"index file {index} is {kind}; expected NAME_train.index, which zero-prepare writes beside it")
+    compression = compression_of(content)
+    if compression is not None:
+        raise UserError(
+            f"index file {index} is compressed ({compression}); expected an index file. Shards of other programs are a "
+            f"source: zero-prepare {index} --tokenizer tokenizer.json"
+        )
     with reading(f"index file {index} is not UTF-8 text"):
         # Not splitlines(), which also cuts at characters that a file name may hold, as U+2028.
         lines = content.decode().split("\n")
     path_of = _Paths(storage.parent(index))
-    listed: list[tuple[str, int | None]] = []
+    listed: list[Listed] = []
     paths: set[str] = set()
     for number, line in enumerate(lines, 1):
+        place = f"index file {index}, line {number}"
         name, *comment = re.split(r"(?:^|\s+)#", line.strip().removeprefix(BYTE_ORDER_MARK).lstrip(), maxsplit=1)
         if "\0" in name:
-            raise UserError(f"index file {index}, line {number}: expected the path of a shard, got {name[:60]!r}")
+            raise UserError(f"{place}: expected the path of a shard, got {name[:60]!r}")
         if name:
             counted = re.match(r"\s*([0-9]+) rows\b", "".join(comment))
-            path = path_of(name)
-            if counted and not _can_hold(path, counted[1]):
-                raise UserError(f"index file {index}, line {number}: the shard cannot hold {counted[1][:30]} rows")
-            if path in paths:
-                raise UserError(f"index file {index}, line {number}: lists {path} again; a row is read once per epoch")
-            paths.add(path)
-            listed.append((path, int(counted[1]) if counted else None))
+            rows = int(counted[1]) if counted and len(counted[1]) <= 10 else None
+            for path in expand_braces(path_of(name)):
+                if counted and (rows is None or not _can_hold(path, rows)):
+                    raise UserError(f"{place}: the shard cannot hold {counted[1][:30]} rows")
+                if path in paths:
+                    raise UserError(f"{place}: lists {path} again; a row is read once per epoch")
+                paths.add(path)
+                listed.append(Listed(path, rows))
     if not listed:
         raise UserError(f"index file {index} lists no shards; expected one path per line")
+    return listed
+
+
+def read_index(index: str | Path, skip_bad: bool = False) -> list[Shard]:
+    """The shards of an .index file (`listed_shards`), those counted whose rows it does not record.
+
+    Raises UserError for a missing or empty index and for shards whose rows cannot be counted, and BadData for shards
+    that are missing, unless `skip_bad`.
+    """
+    listed = listed_shards(index)
     try:
         missing = _missing([path for path, _ in listed])
     except UserError as error:
@@ -81,6 +116,30 @@ def read_index(index: str | Path, skip_bad: bool = False) -> list[Shard]:
         problem = "is not a file" if os.path.exists(missing[0]) else "is missing"
         raise BadData(f"index file {index}: shard {shown} {problem}")
     return [Shard(path, shards.count_rows(path) if rows is None else rows) for path, rows in listed]
+
+
+def _of_folder(index: str | Path) -> str:
+    """What a folder is that was given in place of an index file."""
+    folder = Path(index)
+    if not folder.is_dir():
+        return ""
+    names = [path.relative_to(folder).as_posix() for path in (*folder.glob("*"), *folder.glob("*/_*"))]
+    kind = "the directory of a corpus" if MANIFEST in names else kind_of_folder(names)
+    return "" if kind is None else f"; it is {kind}"
+
+
+def expand_braces(name: str) -> list[str]:
+    """The paths of a name with braces, as a shell and webdataset expand them; a file of that name is itself.
+
+    >>> expand_braces("gs://bucket/train-{008..011}.tar")[-2:], expand_braces("{a,b}.index"), expand_braces("{a}")
+    (['gs://bucket/train-010.tar', 'gs://bucket/train-011.tar'], ['a.index', 'b.index'], ['{a}'])
+    """
+    if _BRACES.search(name) is None or os.path.exists(name):
+        return [name]
+    import braceexpand  # imported here because most programs need it for no path
+
+    with reading(f"{name}: the braces are not those of a shell", braceexpand.UnbalancedBracesError):
+        return list(braceexpand.braceexpand(name))
 
 
 class _Paths:
@@ -132,14 +191,12 @@ def named_sets(value: Any, bucket_path: str | None) -> dict[str, Any]:
     return {name: index_paths(index, bucket_path) for name, index in sets.items()}
 
 
-def _can_hold(path: str, rows: str) -> bool:
+def _can_hold(path: str, rows: int) -> bool:
     """Whether a shard may have this many rows: each has at least one byte, and takes 8 in the order of the rows."""
-    if len(rows) > 10:
-        return False
-    if int(rows) <= FEW_ROWS:  # without asking the disk about each of a million shards
+    if rows <= FEW_ROWS:  # without asking the disk about each of a million shards
         return True
     most = os.path.getsize(path) if os.path.isfile(path) else MOST_ROWS  # a bucket's size is not known
-    return int(rows) <= most
+    return rows <= most
 
 
 def _missing(paths: list[str]) -> list[str]:
@@ -159,10 +216,11 @@ def _missing(paths: list[str]) -> list[str]:
 def paths_of(index: str | Path | Iterable[str | Path]) -> list[str]:
     """The index files that are read together: one, several that are one corpus, or those of a mixture.
 
-    >>> paths_of("data/index/a.index"), paths_of(["a.index", "b.index"])
-    (['data/index/a.index'], ['a.index', 'b.index'])
+    >>> paths_of("data/index/a.index"), paths_of(["a.index", "{b,c}.index"])
+    (['data/index/a.index'], ['a.index', 'b.index', 'c.index'])
     """
-    return [str(index)] if isinstance(index, str | Path) else [str(path) for path in index]
+    names = [index] if isinstance(index, str | Path) else index
+    return list(itertools.chain.from_iterable(expand_braces(str(name)) for name in names))
 
 
 def row_tokens(index: str | Path | Sequence[str | Path]) -> int:

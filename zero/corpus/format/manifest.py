@@ -10,12 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from zero.corpus.format import directory
+from zero.corpus.format.own_formats import MANIFEST
 from zero.corpus.text.tokenizers import Tokenizer, is_same_tokenizer
 from zero.errors import UserError, file_error, reason
 from zero.files import storage
 from zero.files.parsing import MALFORMED, reading
 
-MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 SPECIAL_TOKENS = "special_tokens"  # a key of the manifest
 SPLITS = ("train", "validation")  # of every corpus

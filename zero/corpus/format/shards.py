@@ -23,12 +23,15 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from zero.corpus.format.crop import Crop, Draw, cut, lengths_after
+from zero.corpus.format.own_formats import compression_of
 from zero.errors import UserError, file_error, first_line
 from zero.files import storage
 from zero.files.parsing import MALFORMED, reading
 
 _NO_SUCH_PATH = {errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR}
+ROWS, LENGTHS, COMPLETIONS = "input_id.npy", "length.npy", "completion.npy"  # members of a sample
 NPY_HEADER = 1024  # bytes to read for it; numpy writes 128
+_REMEDY = "zero-prepare {} --tokenizer tokenizer.json, or an index file of such shards, makes shards to train on"
 _MEMBER = re.compile(r"((?:.*/|)[^.]+)\.([^/]*)")  # the key and the suffix of a file
 
 
@@ -78,8 +81,10 @@ def count_rows(path: str | Path) -> int:
     rows, missing = 0, "is missing, and the index file does not record its number of rows"
     is_empty = True
     with reading(f"shard {path} is truncated or damaged", kind=BadData), open_shard(path, missing=missing) as stream:
-        for name, data, size in _tar_files(stream, most=NPY_HEADER):
+        others = set()
+        for name, data, size in _tar_files(path, stream, most=NPY_HEADER):
             is_empty = False
+            others.add(name.rpartition(".")[2])
             if name.lower().endswith(".input_id.npy"):
                 shape = npy_header(data).shape
                 if len(shape) > 1 and shape[0] > size:  # a row is a byte at least
@@ -87,6 +92,8 @@ def count_rows(path: str | Path) -> int:
                 rows += shape[0] if len(shape) > 1 else 1
         if is_empty:  # of zeros, which mark the end of an archive, and which a lost disk leaves of a file
             raise ValueError("it holds no files")
+    if not rows and not is_empty and "npy" not in others:
+        raise UserError(f"shard {path} holds no {ROWS}, only .{', .'.join(sorted(others))}; {_REMEDY.format(path)}")
     return rows
 
 
@@ -101,8 +108,8 @@ def row_tokens(path: str) -> int:
     if sample is None:
         raise BadData(f"shard {path} holds no sample")
     name = f"shard {path}, sample {sample['__key__']}"
-    rows = _array(sample, "input_id.npy", name)
-    return rows.shape[-1] if rows.ndim == 3 else _rows(sample, name, pairs=False).shape[1]
+    rows = _array(sample, ROWS, name)
+    return rows.shape[-1] if rows.ndim == 3 else rows_of(sample, name, pairs=False).shape[1]
 
 
 def read_samples(path: str, stream: BinaryIO) -> Iterator[dict[str, Any]]:
@@ -113,7 +120,7 @@ def read_samples(path: str, stream: BinaryIO) -> Iterator[dict[str, Any]]:
     """
     sample: dict[str, Any] = {}
     try:
-        for name, data, _ in _tar_files(stream):
+        for name, data, _ in _tar_files(path, stream):
             match = _MEMBER.fullmatch(name)
             if match is None:
                 continue
@@ -153,12 +160,12 @@ def with_neighbours(path: str, samples: Iterator[dict[str, Any]]) -> Iterator[di
         yield sample
 
 
-def _rows(sample: dict[str, Any], name: str, pairs: bool) -> np.ndarray:
+def rows_of(sample: dict[str, Any], name: str, pairs: bool) -> np.ndarray:
     """The rows (n, R) of a sample; of one of pairs, both texts of each in turn, (2 n, R).
 
     Raises UserError, not BadData, for a corpus of the other kind: it is not damaged.
     """
-    rows = _array(sample, "input_id.npy", name)
+    rows = _array(sample, ROWS, name)
     is_pairs = rows.ndim == 3 and rows.shape[1] == 2
     if pairs and not is_pairs:
         raise UserError(
@@ -170,6 +177,17 @@ def _rows(sample: dict[str, Any], name: str, pairs: bool) -> np.ndarray:
     if rows.ndim not in (1, 2) and not pairs:
         raise BadData(f"{name}: input_id.npy must have 1 or 2 dimensions, not {rows.ndim}")
     return rows.reshape(2 * len(rows), rows.shape[2]) if pairs else np.atleast_2d(rows)
+
+
+def lengths_of(sample: dict[str, Any], name: str, rows: np.ndarray) -> np.ndarray:
+    """The number of tokens in each row of a sample (n,) that are not padding."""
+    lengths = np.full(len(rows), rows.shape[1])
+    if LENGTHS in sample:
+        recorded = _array(sample, LENGTHS, name).reshape(-1)
+        if recorded.shape != lengths.shape or (recorded.size and recorded.min() < 0):
+            raise BadData(f"{name}: {LENGTHS} must hold one length for each of {len(rows)} rows")
+        lengths = np.minimum(recorded, rows.shape[1]).astype(np.int64)
+    return lengths
 
 
 class Decoded(NamedTuple):
@@ -215,25 +233,20 @@ def decode(
     the model would read is checked here: BadData, with `name`, for one outside the vocabulary.
     """
     context = form.context
-    rows = _rows(sample, name, form.pairs)
+    rows = rows_of(sample, name, form.pairs)
     if rows.shape[1] < context:
         raise BadData(
             f"{name} has rows of {rows.shape[1]} tokens, and the model reads {context}: "
             f"prepare the corpus again: zero-prepare <source> --row-tokens {context} --overwrite"
         )
     is_learned = _completions(sample, name, rows.shape) if form.only_completions else None
-    lengths = np.full(len(rows), rows.shape[1])
-    if "length.npy" in sample:
-        recorded = _array(sample, "length.npy", name).reshape(-1)
-        if recorded.shape != lengths.shape or (recorded.size and recorded.min() < 0):
-            raise BadData(f"{name}: length.npy must hold one length for each of {len(rows)} rows")
-        lengths = np.minimum(recorded, rows.shape[1]).astype(np.int64)
+    lengths = lengths_of(sample, name, rows)
     total = int(lengths.sum())
     with reading(f"{name}: data.crop={crop.name} expects rows of one length; these give", kind=BadData):
         starts = crop.starts(lengths, rows.shape[1], context, draw)
     rows = cut(rows, starts, context)
     lengths = lengths_after(lengths, starts, context)
-    if "length.npy" in sample:
+    if LENGTHS in sample:
         rows = np.where(np.arange(context) < lengths[:, None], rows, np.zeros((), rows.dtype))
     info = np.iinfo(rows.dtype)
     if rows.size and (info.min < 0 or info.max >= form.vocab_size):  # else no value of this dtype is outside
@@ -257,12 +270,12 @@ def _completions(sample: dict[str, Any], name: str, shape: tuple[int, ...]) -> n
 
     Raises UserError, not BadData, if it is not recorded: a corpus of another kind is not damaged.
     """
-    if "completion.npy" not in sample:
+    if COMPLETIONS not in sample:
         raise UserError(
             f"{name} has no member completion.npy, which marks the completions: training.loss_on=completion needs "
             "a corpus of zero-prepare --completions"
         )
-    marks = _array(sample, "completion.npy", name)
+    marks = _array(sample, COMPLETIONS, name)
     if marks.shape[-1:] != shape[-1:] or marks.size != math.prod(shape):
         raise BadData(f"{name}: completion.npy must have the shape {shape} of input_id.npy, not {marks.shape}")
     return marks.reshape(shape) != 0
@@ -271,17 +284,23 @@ def _completions(sample: dict[str, Any], name: str, shape: tuple[int, ...]) -> n
 # ---- tar -------------------------------------------------------------------------------------------------------------
 
 
-def _tar_files(stream: BinaryIO, most: int | None = None) -> Iterator[tuple[str, bytes, int]]:
+def _tar_files(path: str | Path, stream: BinaryIO, most: int | None = None) -> Iterator[tuple[str, bytes, int]]:
     """Names, contents and sizes of the files in a tar; with `most`, only so many first bytes of each.
 
     Unlike tarfile this does not take a damaged header for the end of the archive, and it is ten times as fast.
     """
     long_name = b""  # of the next file
-    while (header := _read_exactly(stream, 512)) != bytes(512):
-        # The checksum is the sum of the header's bytes, with its own eight counted as blanks.
-        if _octal(header[148:156]) != sum(header) - sum(header[148:156]) + 8 * 32:
-            raise ValueError("a header does not match its checksum")
-        size = _octal(header[124:136])
+    while True:
+        header = _read_exactly(stream, 512)
+        compression = compression_of(header)
+        if compression is not None:
+            raise UserError(
+                f"shard {path} is compressed ({compression}), so that no row is found in it without reading "
+                f"all before it; {_REMEDY.format(path)}"
+            )
+        size = tar_header(header)
+        if size is None:
+            return
         kind = header[156:157]
         count = size if most is None or kind not in b"0\0" else min(size, most)
         data = _read_exactly(stream, count)
@@ -298,6 +317,20 @@ def _tar_files(stream: BinaryIO, most: int | None = None) -> Iterator[tuple[str,
             long_name = b""
             if not re.match(r"__[^/]*__(/|$)", name):  # webdataset's mark of metadata
                 yield name, data, size
+
+
+def tar_header(header: bytes) -> int | None:
+    """The size of the file after a header of 512 bytes; None where the archive ends.
+
+    Raises:
+      ValueError: it is damaged, or no header.
+    """
+    if header == bytes(512):
+        return None
+    # The checksum is the sum of the header's bytes, with its own eight counted as blanks.
+    if _octal(header[148:156]) != sum(header) - sum(header[148:156]) + 8 * 32:
+        raise ValueError("a header does not match its checksum")
+    return _octal(header[124:136])
 
 
 def _short_name(header: bytes) -> bytes:
@@ -360,7 +393,7 @@ def _array(sample: dict[str, Any], member: str, name: str) -> np.ndarray:
     """An integer array. Nothing is unpickled: object arrays are refused by their dtype."""
     if member not in sample:
         others = ", ".join(key for key in sample if not key.startswith("__"))
-        raise BadData(f"{name} has no member {member}, only {others}")
+        raise BadData(f"{name} has no member {member}, only {others}; zero-prepare makes shards of text and other ids")
     with reading(f"{name}: member {member} is not a complete .npy array", kind=BadData):
         header = npy_header(sample[member])
         if header.dtype.kind not in "ui":

@@ -18,6 +18,8 @@ from zero.corpus.format.manifest import (
     MANIFEST,
     PARTS,
     TOKENIZER,
+    check_tokenizer,
+    find,
     load,
     shards_of,
     splits_of,
@@ -145,6 +147,21 @@ def is_of_source(place: str, manifest: dict[str, Any], source: Source, overwrite
         f"corpus {place} was prepared when {name} had other contents, in files of the same sizes: choose another "
         "name, or --overwrite to replace it"
     )
+
+
+def check_rows_of_source(place: str, tokenizer: Tokenizer) -> None:
+    """Raises UserError if a directory holds a corpus whose rows are no source of documents for this tokenizer."""
+    check_tokenizer(place, tokenizer)
+    manifest = find(place)
+    if manifest is None:
+        return
+    problem = None
+    if manifest.get("begin_rows"):
+        problem = "--begin-rows, which ends a document at each row"
+    elif any(manifest[split].get("truncations") for split in splits_of(manifest)) and manifest.get("pack"):
+        problem = f"--pack {manifest['pack']}, which cut documents into rows that are not in order"
+    if problem is not None:
+        raise UserError(f"corpus {place} was prepared with {problem}: prepare its text again, {manifest['source']}")
 
 
 def encoded(manifest: dict[str, Any]) -> bytes:

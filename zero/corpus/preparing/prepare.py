@@ -23,7 +23,7 @@ from zero.corpus.format import directory as directories
 from zero.corpus.format import manifest as manifests
 from zero.corpus.format.manifest import ALL_SPLITS, MANIFEST, SPLITS, TOKENIZER
 from zero.corpus.preparing import corpus_files, duplicates, facts, near_duplicates, shuffle
-from zero.corpus.preparing.corpus_files import NO_HASH, REPORT, Counts, PartNames
+from zero.corpus.preparing.corpus_files import NO_HASH, REPORT, Counts, PartNames, check_rows_of_source
 from zero.corpus.preparing.corpus_page import write_report
 from zero.corpus.preparing.documents import Reader
 from zero.corpus.preparing.duplicates import find_duplicates, read_places, remove_passes
@@ -136,7 +136,12 @@ def prepare(
         raise UserError(f"part_bytes must be at least 1, not {part_bytes}")
     filters = open_filters(dict(options.filters))
     of_text = (options.splits, options.normalise, options.lines, part_bytes, filters)
-    opened = Source(str(source), options.key, options.validation_fraction, reader, *of_text)
+    tokenizer = options.tokenizer
+    end_of_text = None if isinstance(tokenizer, int) else tokenizer.end_of_text
+    opened = Source(str(source), options.key, options.validation_fraction, reader, *of_text, end_of_text)
+    if not isinstance(tokenizer, int):
+        for folder in opened.folders_of_ids:
+            check_rows_of_source(folder, tokenizer)
     if not opened.has_documents:
         for option in options.expects_documents():
             raise UserError(f"{source} is one long text, and {option} expects documents: a folder or JSON lines")

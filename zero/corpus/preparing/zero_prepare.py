@@ -6,7 +6,8 @@ A source is
                       with --completions of "prompt" and "completion", or of chat "messages";
                       with --preferences of "prompt", "chosen" and "rejected"
   .parquet, .arrow    tables, whose rows are such objects; .csv and .tsv with names of columns too
-  .tar, .tar.gz       samples of webdataset: .txt, .json, or token ids in a .pth of torch.save
+  .tar, .tar.gz       samples of webdataset: .txt, .json, or token ids in .npy or a .pth of torch.save
+  .index              the shards that it lists
   .tfrecord           token ids that --tokenizer made, as in the next two
   .bin, .npy          an array of token ids, nanoGPT's and llm.c's too: its last part is for validation
   .bin with .idx      documents of Megatron-LM

@@ -135,7 +135,7 @@ class Loader:
         if mixture and not (order.shuffle and order.train_samples is None):
             raise UserError("a mixture of index files is shuffled, and takes no train_samples")
         # Each index file of a mixture is a corpus; others are one, all together.
-        groups = [[name] for name in mixture] if mixture else [paths_of(index)]
+        groups = [paths_of(name) for name in mixture] if mixture else [paths_of(index)]
         self._by_index: list[tuple[str, UsedShards]] = []
         sequences: list[UsedShards] = []  # of each corpus: its shards, and how many of their sequences are used
         crops = []

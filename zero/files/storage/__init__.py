@@ -17,7 +17,7 @@ from zero.files.storage.files import (
     write,
 )
 from zero.files.storage.fsspec_store import DEADLINE
-from zero.files.storage.urls import bucket, is_remote, is_root, join, parent, scheme
+from zero.files.storage.urls import bucket, is_remote, is_root, join, parent, relative, scheme
 
 __all__ = [
     "DEADLINE",
@@ -37,6 +37,7 @@ __all__ = [
     "parent",
     "read_bytes",
     "read_object",
+    "relative",
     "remove",
     "remove_unfinished",
     "scheme",

@@ -94,3 +94,14 @@ def parent(url: str | Path) -> str:
     if is_root(url):
         return str(url).rstrip("/")
     return str(url).rpartition("/")[0] if "://" in str(url) else os.path.dirname(url) or "."
+
+
+def relative(path: str, base: str) -> str:
+    """A path as it is named from a folder above it, or "." for that folder itself.
+
+    >>> relative("gs://bucket/a/0.tar", "gs://bucket"), relative("a/0.tar", "a/"), relative("gs://bucket/a", "gs://bucket/a")
+    ('a/0.tar', '0.tar', '.')
+    """
+    if "://" not in path:
+        return os.path.relpath(path, base)
+    return path.removeprefix(base.rstrip("/")).lstrip("/") or "."

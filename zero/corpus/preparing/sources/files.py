@@ -9,6 +9,7 @@ import functools
 import glob
 import hashlib
 import io
+import itertools
 import json
 import os
 import re
@@ -16,9 +17,11 @@ import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import BinaryIO, NamedTuple
 
+from zero.corpus.format.index_files import expand_braces, listed_shards
+from zero.corpus.format.own_formats import MANIFEST, is_index, kind_of_file, kind_of_folder
 from zero.errors import UserError, file_error, reason
 from zero.files import storage
 from zero.files.storage.objects import ObjectStat
@@ -30,6 +33,7 @@ _SUFFIXES = """
     .cmake .toml .yaml .yml .ini .cfg
 """
 _WILDCARD = re.compile(r"[*?\[]")
+_VARIABLE = re.compile(r"[*?\[{]")  # in a glob, or in braces
 # Left out of the standard library: tests are repetitive, encodings and pydoc_data are tables, packages are not its own.
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 _NOT_TEXT = {"__pycache__", "node_modules"}
@@ -57,17 +61,16 @@ class SourceFile(NamedTuple):
 def find_files(source: str, has_format: Callable[[str], bool]) -> list[SourceFile]:
     """The files of a file, folder, glob or "stdlib", in an order that does not depend on the file system.
 
-    Of a folder these are files of text, and those that `has_format`; of a glob all that match.
+    Of a folder these are files of text, and those that `has_format`; of a glob all that match. Braces name several of
+    them. An index file stands for the shards that it lists.
 
     Raises:
-      UserError: there are none.
+      UserError: there are none, or zero wrote them for another use: a manifest, a run, checkpoints.
     """
     is_stdlib = source == "stdlib"
-    root = sysconfig.get_paths()["stdlib"] if is_stdlib else source
     skip = _NOT_STDLIB if is_stdlib else _NOT_TEXT
     suffixes = {".py"} if is_stdlib else set(_SUFFIXES.split())
-    find = _find_remote if storage.is_remote(root) else _find_local
-    files, is_folder = find(root)
+    roots = [sysconfig.get_paths()["stdlib"]] if is_stdlib else expand_braces(source)
 
     def is_skipped(folder: str) -> bool:
         return folder in skip or folder.startswith(".")
@@ -75,31 +78,85 @@ def find_files(source: str, has_format: Callable[[str], bool]) -> list[SourceFil
     def is_readable(path: str) -> bool:
         return os.path.splitext(path)[1].lower() in suffixes or (not is_stdlib and has_format(path))
 
-    if is_folder:
-        files = [file for file in files if is_readable(file.path) and not any(map(is_skipped, file.folders))]
+    found: list[SourceFile] = []
+    for root in roots:
+        find = _find_remote if storage.is_remote(root) else _find_local
+        files, is_folder = find(root, root if len(roots) == 1 else _base(source))
+        if is_folder:
+            _refuse_folder(root, files)
+            files = [file for file in files if is_readable(file.path) and not any(map(is_skipped, file.folders))]
+            if not files:
+                raise UserError(f"{root} holds no text files; expected some of {' '.join(sorted(suffixes))}")
+        else:
+            files = list(itertools.chain.from_iterable(map(_with_shards, files)))
         if not files:
-            raise UserError(f"{source} holds no text files; expected some of {' '.join(sorted(suffixes))}")
-    if not files:
-        raise UserError(
-            f'{source}: no such file or folder; expected one that holds text, a glob, hf:<dataset> or "stdlib"'
-        )
-    names = Counter(file.relative for file in files)
+            raise UserError(
+                f'{root}: no such file or folder; expected one that holds text, a glob, hf:<dataset> or "stdlib"'
+            )
+        found += files
+    names = Counter(file.relative for file in found)
     name, count = names.most_common(1)[0]
     if count > 1:
         raise UserError(f"{source}: {name} is there {count} times; a source lists each file once")
-    return sorted(files, key=lambda file: file.relative.split("/"))
+    return sorted(found, key=lambda file: file.relative.split("/"))
 
 
-def _find_local(root: str) -> tuple[list[SourceFile], bool]:
-    """All files, and whether they are those of a folder."""
-    base = root
+def _refuse_folder(root: str, files: list[SourceFile]) -> None:
+    """Raises UserError for a folder that zero wrote for another use than as a source."""
+    names = [storage.relative(file.path, root) for file in files]
+    kind = kind_of_folder(names)
+    if kind is not None:
+        raise UserError(f"{root} is {kind}; expected text, token ids, or an index file of shards")
+    if MANIFEST in names and _kind_of(storage.join(root, MANIFEST)) is not None:
+        raise UserError(
+            f"{root} is a corpus of zero-prepare, with rows of all its splits; expected an index file of it, such as "
+            f"data/index/{os.path.basename(root.rstrip('/'))}_train.index"
+        )
+
+
+def _kind_of(path: str) -> str | None:
+    with open_file(path) as file:
+        return kind_of_file(path, file.read())
+
+
+def _with_shards(file: SourceFile) -> list[SourceFile]:
+    """The file itself; of an index file, the shards that it lists; a manifest is refused."""
+    if is_index(file.path):
+        return _shards_of(file)
+    if file.path.endswith(".json") and (kind := _kind_of(file.path)) is not None:
+        raise UserError(f"{file.path} is {kind}; an index file of the corpus is a source, such as NAME_train.index")
+    return [file]
+
+
+def _shards_of(index: SourceFile) -> list[SourceFile]:
+    paths = [shard.path for shard in listed_shards(index.path)]
+    stats: dict[str, ObjectStat] = {}
+    for folder in {storage.parent(path) for path in paths if storage.is_remote(path)}:
+        with suppress(storage.AccessDenied):  # a bucket that may be read but not listed
+            stats |= storage.list_stats(folder)
+    name = os.path.basename(index.path)
+    shards = []
+    for number, path in enumerate(paths):
+        relative = f"{name}/{number:06d}/{os.path.basename(path)}"
+        try:
+            if storage.is_remote(path):
+                shards.append(_object_file(path, relative, stats[path] if path in stats else storage.stat(path)))
+            else:
+                shards.append(_file(path, relative))
+        except FileNotFoundError:
+            raise UserError(f"index file {index.path}: {path} is missing") from None
+    return shards
+
+
+def _find_local(root: str, base: str) -> tuple[list[SourceFile], bool]:
+    """All files, and whether they are those of a folder; their names are relative to `base`, or to that of a glob."""
     is_folder = os.path.isdir(root)
     if is_folder:
         paths = _walk(root)
     elif os.path.exists(root):
         paths = [root]
     else:
-        base = _base(root)
+        base = _base(base)
         paths = glob.glob(root, recursive=True)
     return [_file(path, os.path.relpath(path, base)) for path in paths if os.path.isfile(path)], is_folder
 
@@ -119,25 +176,25 @@ def _file(path: str, relative: str) -> SourceFile:
     return SourceFile(path, relative, status.st_size, status.st_mtime_ns)
 
 
-def _find_remote(root: str) -> tuple[list[SourceFile], bool]:
-    """All objects, and whether they are those of a folder."""
+def _find_remote(root: str, base: str) -> tuple[list[SourceFile], bool]:
+    """The same of objects."""
     if _WILDCARD.search(root):
         from fsspec.utils import glob_translate
 
-        base = _base(root)
-        stats = storage.list_stats(base)
+        base = _base(base)
+        stats = storage.list_stats(_base(root))
         # As in a shell, * does not match across folders, and ** does where it is all between two slashes.
         parts = [part if part == "**" else re.sub(r"\*+", "*", part) for part in root.split("/")]
         pattern = re.compile(glob_translate("/".join(parts)))
         paths = [path for path in stats if pattern.fullmatch(path)]
-        return [_object_file(path, path[len(base) :].lstrip("/"), stats[path]) for path in paths], False
+        return [_object_file(path, storage.relative(path, base), stats[path]) for path in paths], False
     try:
         stat = storage.stat(root)
-        return [_object_file(root, ".", stat)], False
+        return [_object_file(root, storage.relative(root, base), stat)], False
     except FileNotFoundError:
-        base = root.rstrip("/")
-        stats = storage.list_stats(base)
-        return [_object_file(path, path[len(base) + 1 :], stats[path]) for path in stats], len(stats) > 0
+        stats = storage.list_stats(root.rstrip("/"))
+        files = [_object_file(path, storage.relative(path, base), stats[path]) for path in stats]
+        return files, len(stats) > 0
 
 
 def _object_file(url: str, relative: str, stat: ObjectStat) -> SourceFile:
@@ -168,8 +225,8 @@ def _contents(file: SourceFile) -> str:
 
 
 def _base(pattern: str) -> str:
-    """The folder above the first wildcard of a glob."""
-    start = _WILDCARD.search(pattern)
+    """The folder above the first wildcard of a glob, or above the first brace."""
+    start = _VARIABLE.search(pattern)
     return storage.parent(pattern[: start.start() + 1]) if start else pattern
 
 

@@ -11,9 +11,10 @@ from zero.corpus.preparing.documents import Reader, Unit
 from zero.corpus.preparing.sources.arrays import array_units, megatron_index
 from zero.corpus.preparing.sources.csv_rows import csv_units
 from zero.corpus.preparing.sources.files import SourceFile
+from zero.corpus.preparing.sources.joined_rows import JoinedRows
 from zero.corpus.preparing.sources.json_lines import json_lines, text_lines
 from zero.corpus.preparing.sources.tables import table_units
-from zero.corpus.preparing.sources.tars import has_tensors, tar_units
+from zero.corpus.preparing.sources.tars import holds_ids, tar_units
 from zero.corpus.preparing.sources.tfrecords import record_units
 
 
@@ -23,6 +24,7 @@ class Options(NamedTuple):
     key: str  # of the ids in a TFRecord
     reader: Reader  # of objects of JSON and rows of tables
     validation_fraction: float | None  # of an array of tokens, its last part; None: the source gives the split
+    rows: JoinedRows  # of ids that another program has joined
 
 
 class Format(NamedTuple):
@@ -58,9 +60,9 @@ FORMATS = (
         has_objects=True,
     ),
     Format(
-        _names(r"(\.tar|\.tar\.gz|\.tar\.xz|\.tgz)"),
-        lambda file, options: tar_units(file.path, options.reader),
-        has_tensors,
+        _names(r"(\.tar(\.gz|\.xz|\.bz2|\.zst)?|\.tgz)"),
+        lambda file, options: tar_units(file.path, options.reader, options.rows),
+        holds_ids,
         has_objects=True,
     ),
     Format(

@@ -19,10 +19,12 @@ from zero.corpus.preparing.sources.changes import FORMS, as_duplicate, as_near_d
 from zero.corpus.preparing.sources.files import SourceFile, digest_of_contents, find_files
 from zero.corpus.preparing.sources.formats import Options, format_of
 from zero.corpus.preparing.sources.hub import HubDataset
+from zero.corpus.preparing.sources.joined_rows import JoinedRows
 from zero.corpus.preparing.sources.parts import PART_BYTES, part_bounds, pieces
 from zero.corpus.preparing.sources.splits import OFFICIAL, official_splits, part_sizes
 from zero.corpus.preparing.sources.text import text_parts, whole_files
 from zero.errors import UserError
+from zero.files import storage
 
 
 class Source:
@@ -40,6 +42,7 @@ class Source:
         has_lines: whether each line of a text is a document. Then all files of a folder are read.
         part_bytes: of the files of a part, about.
         filters: leave out documents of text.
+        end_of_text: divides documents in rows of token ids that another program has joined; None: is not known.
 
     Raises:
         UserError: there is no such source, or nothing in it can be read.
@@ -56,6 +59,7 @@ class Source:
         has_lines: bool = False,
         part_bytes: int = PART_BYTES,
         filters: Filters = NO_FILTERS,
+        end_of_text: int | None = None,
     ):
         self._filters = filters
         self._name = name
@@ -64,14 +68,16 @@ class Source:
         self._form = None if normalise is None else FORMS[normalise]
         is_official = splits == OFFICIAL
         text_reader = TextReader(key, filters.fields)
-        self._options = Options(key, reader or text_reader, None if is_official else validation_fraction)
+        self._end_of_text = end_of_text
+        fraction = None if is_official else validation_fraction
+        self._options = Options(key, reader or text_reader, fraction, JoinedRows(end_of_text))
         self._sizes = part_sizes(splits) if splits and not is_official else None
         # The places of documents that `units` marks as duplicates, by the number of their unit.
         self.duplicates: Mapping[int, frozenset[int]] = {}
         self.near_duplicates: Mapping[int, frozenset[int]] = {}
         # Other units in place of its own, where documents were shuffled over parts.
         self.shuffled: Callable[[], Iterator[Unit]] | None = None
-        is_hub = name.startswith("hf:")
+        is_hub = name.startswith("hf:") and not name.startswith("hf://")
         opened = HubDataset(name.removeprefix("hf:"), self._options.reader, is_official) if is_hub else None
         self._hub = opened
         whole_files = [] if is_hub else find_files(name, lambda path: format_of(path, has_lines) is not None)
@@ -148,6 +154,11 @@ class Source:
             return digest_of_contents(self._files + self._companions())
         return digest_of_parts(self.part(number).contents for number in range(self.parts))
 
+    @property
+    def folders_of_ids(self) -> list[str]:
+        """The folders whose files hold token ids: perhaps of a corpus of zero's own, with a manifest."""
+        return sorted({storage.parent(file.path) for file in self._files}) if self.has_ids else []
+
     def _is_cut(self, path: str) -> bool:
         file_format = format_of(path, self._has_lines)
         return file_format is not None and file_format.is_cut(path)
@@ -193,6 +204,8 @@ class Source:
     def _units_of(self, files: list[SourceFile]) -> Iterator[Unit]:
         group: list[SourceFile] = []
         size = 0
+        rows = JoinedRows(self._end_of_text)
+        options = self._options._replace(rows=rows)
         for file in files:
             file_format = format_of(file.path, self._has_lines)
             if group and (file_format is not None or size >= documents.UNIT_BYTES):
@@ -201,12 +214,15 @@ class Source:
                 size = 0
             if file_format is not None:
                 counted = methodcaller("_replace", source=_group(file))
-                yield from changed(file_format.units(file, self._options), counted)
+                yield from changed(file_format.units(file, options), counted)
             else:
                 group.append(file)
                 size += file.size
         if group:
             yield _texts(group)
+        rest = tuple(document._replace(source=_group(files[-1])) for document in rows.close())
+        if rest:
+            yield Unit(0, partial(iter, rest))
 
 
 def _holds_ids(file: SourceFile) -> bool:
