@@ -19,10 +19,11 @@ pytestmark = pytest.mark.quick
 
 LIBRARY = {"zero.partition", "zero.models", "zero.training", "zero.virtual_devices", "zero.model_parallel", "zero"}
 LIBRARY |= {"zero.groups", "zero.quantised", "zero.old_names", "zero.public_names"}
+LIBRARY |= {"zero.config.keys", "zero.config.constraints"}  # of which the rooms of the step declare their keys
 ARRAYS = {"jax", "flax", "optax", "numpy"}
 # What a file of LIBRARY may take from the standard library: nothing that touches files, networks or processes.
-PURE = {"__future__", "abc", "collections", "contextlib", "dataclasses", "enum", "functools", "inspect", "itertools"}
-PURE |= {"math", "operator", "sys", "types", "typing", "warnings"}
+PURE = {"__future__", "abc", "collections", "contextlib", "copy", "dataclasses", "enum", "functools", "inspect"}
+PURE |= {"itertools", "math", "operator", "re", "sys", "types", "typing", "warnings"}
 SETS_ENVIRONMENT = {"zero.virtual_devices"}  # which XLA reads once, when jax starts its devices
 IMPORTS_BY_NAME = {"zero", "zero.old_names"}  # when a name is first used
 UNRELATED = [("zero.partition", "zero.models"), ("zero.run", "zero.plan")]  # neither imports the other

@@ -34,7 +34,6 @@ from zero.training.activations import DENSE_SHARE, PRODUCTS_SHARE, Rates, kinds_
 from zero.training.batch import UNDIVIDED, Separators
 from zero.training.fused_update import span_of
 from zero.training.objective import Objective
-from zero.training.objectives import make_objective
 from zero.training.optimizer import make_optimizer
 from zero.training.parts import StepOptions
 from zero.training.programs import Programs, make_programs
@@ -307,7 +306,7 @@ def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = No
     training = config.training
     optimizer = config.optimizer
     hyperparameters = config.optimizer.hyperparameters()
-    objective = make_objective(dataclasses.asdict(config.objective))
+    objective = config.objective.make()
     options = StepOptions(
         learning_rate(config),
         seed=config.seed,

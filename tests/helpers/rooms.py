@@ -19,6 +19,8 @@ ROOMS = [
     "zero.text_table",
     "zero.child_process",
     "zero.files",
+    "zero.config.keys",  # how keys are declared, below all that declare some
+    "zero.config.constraints",
     "zero.pages",
     "zero.corpus",
     "zero.virtual_devices",
@@ -61,12 +63,12 @@ SOURCES = {
 def room(module: str) -> str:
     """The room that a module of this repository is in.
 
-    >>> room("zero.corpus.reading.loader"), room("zero"), room("main_zero")
-    ('zero.corpus', 'zero', 'commands')
+    >>> room("zero.corpus.reading.loader"), room("zero"), room("main_zero"), room("zero.config.keys")
+    ('zero.corpus', 'zero', 'commands', 'zero.config.keys')
     """
     if module.partition(".")[0] != "zero":
         return "commands"
-    return ".".join(module.split(".")[:2])
+    return module if module in ROOMS else ".".join(module.split(".")[:2])
 
 
 @cache

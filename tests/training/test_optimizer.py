@@ -16,7 +16,7 @@ from zero.models.gpt import STACK, VOCABULARY
 from zero.partition.layout import make_layout
 from zero.partition.sharded_optimizer import on_shards
 from zero.training.optimizer import DECAYED, NAMES, PER_LAYER, decayed, hyperparameters, make_optimizer
-from zero.training.schedules import SCHEDULES, LearningRate
+from zero.training.schedules import CURVES, LearningRate
 from zero.training.sharded_gpt import ShardedGPT
 
 RATE, DECAY = 0.01, 0.1
@@ -247,7 +247,7 @@ def test_state_keeps_its_dtypes(name: str) -> None:
     assert dtypes == dtypes_after
 
 
-@pytest.mark.parametrize("schedule", sorted({*SCHEDULES} - {"sqrt_decay", "ramped_cosine"}))
+@pytest.mark.parametrize("schedule", sorted({*CURVES} - {"sqrt_decay", "ramped_cosine"}))
 def test_schedules(schedule: str) -> None:
     """Schedules warm up to the peak and end at the rate that is asked for."""
     rate = LearningRate(2.0, 0.2, 10, 110, schedule, decay_steps=20)

@@ -7,7 +7,6 @@ from typing import Any
 
 from zero.config.constraints import is_paths, shown
 from zero.config.declared import value_of, whole_kind
-from zero.config.groups import Adapted
 from zero.config.keys import all_keys
 from zero.config.no_effect import with_read_keys
 from zero.config.schema import Config, EvaluateConfig, PlanConfig, SampleConfig
@@ -18,6 +17,7 @@ from zero.models.products import EIGHT_BITS
 from zero.models.stack import OFFLOADED, STORED, span_size
 from zero.training.block_codes import FORMS
 from zero.training.optimizer import ELEMENTWISE, MULTIPLIABLE, QUANTISABLE
+from zero.training.tuning import Adapted
 
 Mistakes = Iterator[tuple[str, str]]  # key, and what was expected
 _WITHOUT_INT8 = {"wire_dtype": "auto, float32 or bfloat16", "gather_dtype": "auto"}

@@ -4,7 +4,6 @@ Keys that only a feature of the run reads are declared beside it (`zero/run/feat
 Rules between keys are in rules_between_keys.py. Functions that build a model, a run or a plan take these classes; all
 others take plain values.
 """
-# ruff: noqa: RUF009  `key` and `section` return dataclass fields
 
 from __future__ import annotations
 
@@ -27,7 +26,6 @@ from zero.config.constraints import (
     SETS,
     SMALLEST,
     at_least,
-    is_mixture,
     is_paths,
     is_stages,
     not_empty,
@@ -38,26 +36,21 @@ from zero.config.constraints import (
     steps_or_hours,
     zero_or_more,
 )
-from zero.config.groups import (
-    OBJECTIVES,
-    OPTIMIZERS,
-    SCHEDULES,
-    TUNINGS,
-    Evaluate,
-    Objective,
-    Optimizer,
-    Plan,
-    Sample,
-    Schedule,
-    Tuning,
-    is_validation,
-)
+from zero.config.groups import Evaluate, Plan, Sample, is_validation
 from zero.config.keys import Check, Group, Key, Section, choice, key, members_of, section
+from zero.config.mixtures import is_mixture
 from zero.corpus.format.crop import CROPS
 from zero.corpus.reading.synthetic import SYNTHETIC
 from zero.models.attention.blockwise import CHOICES as ATTENTION
 from zero.models.products import PRODUCTS
 from zero.models.stack import OFFLOADED, REMAT
+from zero.training import objective as objectives
+from zero.training import tuning as tunings
+from zero.training.objectives import OBJECTIVES
+from zero.training.optimizer import OPTIMIZERS
+from zero.training.optimizer_keys import Optimizer
+from zero.training.schedules import SCHEDULES, Schedule
+from zero.training.tuning import TUNINGS
 
 EMA = "ema"
 _STAGES = "[[steps, tokens per sequence], ...]"
@@ -545,8 +538,8 @@ class Config:
     model: Model = section(Model)
     data: Data = section(Data)
     optimizer: Optimizer = choice(OPTIMIZERS, "What makes an update of a gradient.")
-    objective: Objective = choice(OBJECTIVES, "What is minimised.")
-    tuning: Tuning = choice(TUNINGS, "Which parameters are trained; docs/how-to/fine-tuning.md")
+    objective: objectives.Keys = choice(OBJECTIVES, "What is minimised.")
+    tuning: tunings.Keys = choice(TUNINGS, "Which parameters are trained; docs/how-to/fine-tuning.md")
     schedule: Schedule = choice(SCHEDULES, "The learning rate after a linear warmup from 0.")
     zero: Zero = section(Zero)
     profile: Profile = section(Profile)

@@ -29,7 +29,6 @@ from zero.step_costs import costs_of, device_peak, traced
 from zero.training.activations import activation_bytes, host_bytes, kinds_on_host
 from zero.training.batch import Batch
 from zero.training.flops import flops_by_operands, model_flops
-from zero.training.objectives import make_objective
 from zero.training.programs import Inference, make_inference
 
 Row = dict[str, Any]  # of plan.json
@@ -61,7 +60,7 @@ class Request:
 
         For an objective on pairs, `micro_batch` counts these.
         """
-        texts = make_objective(asdict(self.config.objective)).rows
+        texts = self.config.objective.make().rows
         return texts * self.micro_batch * self.config.training.gradient_accumulation_steps
 
     def with_changes(self, micro_batch: int | None = None, **keys: Any) -> Request:

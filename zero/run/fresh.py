@@ -7,7 +7,6 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from zero.config.groups import Adapted
 from zero.config.schema import Config
 from zero.exchange.peft_folder import read_peft
 from zero.exchange.warm_start import described_folder, warm_start
@@ -16,6 +15,7 @@ from zero.partition.layout import PyTree
 from zero.run.frozen_base import fit_to_base
 from zero.run.restore import TrainingPosition
 from zero.training.parts import TrainState
+from zero.training.tuning import Adapted
 
 
 def new_state(config: Config, job: Job, frozen: PyTree, position: TrainingPosition) -> TrainState:

@@ -9,6 +9,7 @@ Shapes: R rows of one device, chosen and rejected texts in turn; P = R / 2 pairs
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -17,9 +18,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from zero.config.constraints import one_of, positive
+from zero.config.keys import Check, key, named
 from zero.partition.layout import PyTree
 from zero.training.batch import Rows, next_tokens
-from zero.training.objective import Objective
+from zero.training.objective import Keys, Objective
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.tuning import neutral_shards
 
@@ -47,6 +50,31 @@ LOSSES: Mapping[str, Callable[[jax.Array, float], jax.Array]] = MappingProxyType
 )
 
 _CERTAIN = partial(_conservative, flipped=0.0)
+
+
+@dataclass
+class Dpo(Keys):
+    """Direct preference optimization of pairs of zero-prepare --preferences (arXiv 2305.18290).
+
+    The chosen text of a pair becomes more likely than the rejected one, compared with the model at model.model_path.
+    training.batch_size and all rows count pairs. docs/how-to/learn-preferences.md
+    """
+
+    name: str = named("dpo")
+    beta: float = key(0.1, positive(), "Inverse temperature: the larger, the closer the model stays to the reference.")
+    label_smoothing: float = key(
+        0.0,
+        Check(lambda value: 0 <= value < 0.5, "at least 0, less than 0.5"),
+        "The share of the pairs whose preference is wrong, as TRL's label_smoothing.",
+    )
+    smoothing: str = key(
+        "conservative",
+        one_of(*LOSSES),
+        "What follows from it: conservative, the expected loss; or robust (arXiv 2403.00409), TRL's loss_type=robust.",
+    )
+
+    def make(self) -> Objective:
+        return dpo(self.beta, self.label_smoothing, self.smoothing)
 
 
 def dpo(beta: float, label_smoothing: float = 0.0, smoothing: str = "conservative") -> Objective:

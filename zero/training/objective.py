@@ -1,4 +1,7 @@
-"""What a step minimises. A new objective is a file with an `Objective`, and an entry of `zero.training.objectives`."""
+"""What a step minimises.
+
+A new objective is a file with its keys, a `Keys` that makes an `Objective`, and an entry of `zero.training.objectives`.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from zero.config.keys import named
 from zero.training.batch import Rows
 from zero.training.sharded_gpt import ShardedGPT
 
@@ -47,3 +51,24 @@ LIKELIHOOD = Objective(
     count=ShardedGPT.count_scored,
     total=lambda model, losses, tokens, reference: (model.sum_scored(losses, tokens), {}),
 )
+
+
+@dataclasses.dataclass
+class Keys:
+    """What all choices of the group `objective` have."""
+
+    name: str
+
+    def make(self) -> Objective:
+        """The objective that these keys describe."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass
+class Likelihood(Keys):
+    """The likelihood of tokens."""
+
+    name: str = named("likelihood")
+
+    def make(self) -> Objective:
+        return LIKELIHOOD

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -18,15 +19,38 @@ import optax
 import optax.contrib
 from jax.typing import DTypeLike
 
+from zero.config.constraints import at_least, fraction_below_one, one_of, positive
+from zero.config.keys import key, named
 from zero.models.adapters import MATRICES
 from zero.models.config import HEAD, STACK, VOCABULARY
 from zero.partition.layout import Layout, PyTree
 from zero.partition.quantised_optimizers import convert_adam, rounded_updates, scale_by_adam, scale_by_lion
 from zero.partition.rewrite.entry_points import across_shards
-from zero.training.ademamix import ademamix
+from zero.training import optimizer_keys as keys
+from zero.training.ademamix import AdEMAMix, ademamix
+from zero.training.optimizer_keys import Optimizer
 from zero.training.weight_decay import DECAYED, Multipliers, by_leaf, decayed, decoupled
 
 B1, B2, EPS = 0.9, 0.95, 1e-8  # AdamW; b2 as in GPT-3, arXiv 2005.14165, appendix B
+
+
+@dataclass
+class AdamW(Optimizer):
+    """AdamW (arXiv 1711.05101)."""
+
+    name: str = named("adamw")
+    state_dtype: str = keys.state_dtype("The two moments, 8, 4 or 2 bytes per parameter,")  # type: ignore[misc]
+    b1: float = keys.b1(0.9)
+    b2: float = keys.b2(0.95)
+    eps: float = keys.eps(1e-8)
+    decay: str = keys.decay()  # type: ignore[misc]
+    decay_on: str = key(
+        "matrices",
+        one_of(*DECAYED),
+        "Leaves that decay: matrices, those of layers, vocabulary and head; gpt_neo, also positions and the last norm.",
+    )
+    bias_correction: bool = key(True, None, "false leaves out the division of the moments by 1 - b^step.")
+    scaled_eps: bool = key(False, None, "In muP: eps is multiplied as the learning rate of each array is.")
 
 
 def adamw(
@@ -54,6 +78,17 @@ def adamw(
     return decoupled(adam, weight_decay, decay, multipliers, DECAYED[decay_on])
 
 
+@dataclass
+class Lion(Optimizer):
+    """Lion (arXiv 2302.06675)."""
+
+    name: str = named("lion")
+    state_dtype: str = keys.state_dtype("The moment, 4, 2 or 1 bytes per parameter,")  # type: ignore[misc]
+    b1: float = keys.b1(0.9)
+    b2: float = key(0.99, fraction_below_one(), "Decay of the momentum.")
+    decay: str = keys.decay()  # type: ignore[misc]
+
+
 def _lion(
     weight_decay: float,
     b1: float = 0.9,
@@ -67,12 +102,47 @@ def _lion(
     return decoupled(lion, weight_decay, decay, multipliers)
 
 
+@dataclass
+class Sgd(Optimizer):
+    """SGD with momentum; weight decay is added to the gradient."""
+
+    name: str = named("sgd")
+    b1: float = keys.b1(0.9, "Momentum.")
+    nesterov: bool = key(False, None, "Nesterov momentum.")
+
+
 def _sgd(weight_decay: float, b1: float = 0.9, nesterov: bool = False) -> Any:
     return optax.chain(optax.add_decayed_weights(weight_decay, decayed), optax.trace(b1, nesterov))
 
 
+@dataclass
+class Lamb(Optimizer):
+    """LAMB (arXiv 1904.00962)."""
+
+    name: str = named("lamb")
+    b1: float = keys.b1(0.9)
+    b2: float = keys.b2(0.999)
+    eps: float = keys.eps(1e-6)
+
+
 def _lamb(weight_decay: float, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-6) -> Any:
     return _ascending(optax.lamb(1.0, b1, b2, eps, weight_decay=weight_decay, mask=decayed))
+
+
+@dataclass
+class Adafactor(Optimizer):
+    """Adafactor (arXiv 1804.04235)."""
+
+    name: str = named("adafactor")
+    b1: float | None = keys.b1(None, "Decay of the mean of updates; null: no mean.")
+    eps: float = keys.eps(1e-30, "Added to the square of the gradient.")
+    decay_rate: float = key(0.8, positive(), "The mean square of step t decays by 1 - t^-decay_rate.")
+    factored_from: int = key(
+        128, at_least(2), "Matrices with both dimensions at least this long keep only means of rows and columns."
+    )
+    max_update_rms: float = key(1.0, positive(), "Updates are scaled down to this root mean square.")
+    scale_by_parameter: bool = key(True, None, "Updates are multiplied by the root mean square of their array.")
+    min_scale: float = key(1e-3, positive(), "They are multiplied at least by this.")
 
 
 def _adafactor(
@@ -95,6 +165,23 @@ def _adafactor(
     if b1 is not None:
         parts.append(optax.ema(b1, debias=False))
     return _ascending(optax.chain(*parts, optax.add_decayed_weights(weight_decay, decayed), optax.scale(-1)))
+
+
+@dataclass
+class Muon(Optimizer):
+    """Muon for the matrices of layers, Adam for the rest (https://kellerjordan.github.io/posts/muon/)."""
+
+    name: str = named("muon")
+    b1: float = keys.b1(0.95)
+    newton_schulz_steps: int = key(5, at_least(1), "Iterations that orthogonalize an update.")
+    update_rms: float = key(
+        0.2,
+        positive(),
+        "Root mean square of an update before the learning rate, for rates like AdamW's (arXiv 2502.16982).",
+    )
+    adam_b1: float = keys.b1(0.9, "b1 for vectors and the vocabulary.")
+    adam_b2: float = key(0.95, fraction_below_one(), "b2 for vectors and the vocabulary.")
+    eps: float = keys.eps(1e-8)
 
 
 def _muon(
@@ -135,12 +222,16 @@ def _ascending(tx: optax.GradientTransformation) -> optax.GradientTransformation
     return optax.chain(tx, optax.scale(-1))
 
 
-ELEMENTWISE: Mapping[str, Callable[..., optax.GradientTransformation]] = MappingProxyType(
-    {"adamw": adamw, "ademamix": ademamix, "lion": _lion, "sgd": _sgd}
+# The function of each optimizer. A change of an element by one of the first depends on that element alone.
+_OF_ELEMENTS: Mapping[type[Optimizer], Callable[..., optax.GradientTransformation]] = MappingProxyType(
+    {AdamW: adamw, AdEMAMix: ademamix, Lion: _lion, Sgd: _sgd}
 )
-PER_LAYER: Mapping[str, Callable[..., optax.GradientTransformation]] = MappingProxyType(
-    {"adafactor": _adafactor, "lamb": _lamb, "muon": _muon}
+_OF_LAYERS: Mapping[type[Optimizer], Callable[..., optax.GradientTransformation]] = MappingProxyType(
+    {Adafactor: _adafactor, Lamb: _lamb, Muon: _muon}
 )
+OPTIMIZERS = (*_OF_ELEMENTS, *_OF_LAYERS)  # the choices of the group `optimizer`, the default first
+ELEMENTWISE = MappingProxyType({kind().name: function for kind, function in _OF_ELEMENTS.items()})
+PER_LAYER = MappingProxyType({kind().name: function for kind, function in _OF_LAYERS.items()})
 NAMES = (*ELEMENTWISE, *PER_LAYER)
 QUANTISABLE = ("adamw", "lion")  # take `state_dtype`
 MULTIPLIABLE = ("adamw", "lion")  # take `multipliers`

@@ -6,12 +6,88 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.typing import ArrayLike
+
+from zero.config.constraints import at_least
+from zero.config.keys import key, named
+
+
+@dataclasses.dataclass
+class Schedule:
+    """What all choices of the group `schedule` have."""
+
+    name: str
+    decay_steps: ClassVar[int | None] = None
+    decay_end: ClassVar[int | None] = None
+    has_end: ClassVar[bool] = True  # training.end_learning_rate
+
+
+@dataclasses.dataclass
+class _Ending(Schedule):
+    decay_end: int | None = key(  # type: ignore[misc]
+        None, at_least(1), "The step from which on the rate is training.end_learning_rate; null: total_steps."
+    )
+
+
+@dataclasses.dataclass
+class Cosine(_Ending):
+    """Half a cosine, to training.end_learning_rate at training.total_steps."""
+
+    name: str = named("cosine")
+
+
+@dataclasses.dataclass
+class Linear(_Ending):
+    """A line, to training.end_learning_rate at training.total_steps."""
+
+    name: str = named("linear")
+
+
+@dataclasses.dataclass
+class RampedCosine(_Ending):
+    """A cosine that falls from step 0 on, times the warmup, as in GPT-Neo."""
+
+    name: str = named("ramped_cosine")
+
+
+@dataclasses.dataclass
+class InverseSqrt(Schedule):
+    """peak * sqrt(warmup_steps / step) (arXiv 1706.03762)."""
+
+    name: str = named("inverse_sqrt")
+    has_end: ClassVar[bool] = False
+
+
+@dataclasses.dataclass
+class Constant(Schedule):
+    """training.peak_learning_rate."""
+
+    name: str = named("constant")
+    has_end: ClassVar[bool] = False
+
+
+@dataclasses.dataclass
+class Wsd(Schedule):
+    """Constant, with a linear end (arXiv 2404.06395)."""
+
+    name: str = named("wsd")
+    decay_steps: int | None = key(  # type: ignore[misc]
+        None, at_least(1), "Steps of the linear end; null: a tenth of total_steps, at least 1."
+    )
+
+
+@dataclasses.dataclass
+class SqrtDecay(Schedule):
+    """peak * sqrt(warmup_steps / max(step, warmup_steps)), without a warmup, as in Lingvo."""
+
+    name: str = named("sqrt_decay")
+    has_end: ClassVar[bool] = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +127,7 @@ class LearningRate:
         return self.total_steps if self.decay_end is None else self.decay_end
 
     def __call__(self, step: ArrayLike) -> jax.Array:
-        return SCHEDULES[self.schedule](self)(step + 1)
+        return CURVES[self.schedule](self)(step + 1)
 
 
 def _cosine(rate: LearningRate) -> optax.Schedule:
@@ -94,17 +170,19 @@ def _sqrt_decay(rate: LearningRate) -> optax.Schedule:
 
 
 WITH_DECAY_END = ("cosine", "ramped_cosine", "linear")  # take `decay_end`
-SCHEDULES: Mapping[str, Callable[[LearningRate], optax.Schedule]] = MappingProxyType(
+_CURVES: Mapping[type[Schedule], Callable[[LearningRate], optax.Schedule]] = MappingProxyType(
     {
-        "cosine": _cosine,
-        "ramped_cosine": _ramped_cosine,
-        "linear": _after_warmup(_linear),
-        "inverse_sqrt": _after_warmup(_inverse_sqrt),
-        "constant": _after_warmup(lambda rate: optax.constant_schedule(rate.peak)),
-        "wsd": _after_warmup(_wsd),
-        "sqrt_decay": _sqrt_decay,
+        Cosine: _cosine,
+        RampedCosine: _ramped_cosine,
+        Linear: _after_warmup(_linear),
+        InverseSqrt: _after_warmup(_inverse_sqrt),
+        Constant: _after_warmup(lambda rate: optax.constant_schedule(rate.peak)),
+        Wsd: _after_warmup(_wsd),
+        SqrtDecay: _sqrt_decay,
     }
 )
+SCHEDULES = tuple(_CURVES)  # the choices of the group `schedule`, the default first
+CURVES = MappingProxyType({kind().name: curve for kind, curve in _CURVES.items()})
 
 
 @dataclasses.dataclass(frozen=True)

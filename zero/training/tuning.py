@@ -9,21 +9,110 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zero.models.adapters import PRODUCTS, Adapters, combine, measured, merged, resolved, with_copies
+from zero.config.constraints import (
+    DTYPES,
+    at_least,
+    fraction_below_one,
+    list_of,
+    map_of,
+    not_empty,
+    one_of,
+    positive,
+    whole_number,
+)
+from zero.config.keys import key, named
+from zero.models.adapters import PRODUCTS, TABLES, Adapters, combine, measured, merged, resolved, with_copies
 from zero.models.config import STACK
 from zero.partition.collectives.axis import Axis
 from zero.partition.layout import Layout, PyTree
 from zero.partition.stages import gather, shard
 from zero.training.block_codes import FORMS, hold, thaw
 
+BASE_DTYPES = (*DTYPES, *FORMS)
 FROZEN = "frozen"  # the collection of variables that are not differentiated
+
+
+@dataclasses.dataclass
+class Keys:
+    """What all choices of the group `tuning` have."""
+
+    name: str
+
+
+@dataclasses.dataclass
+class Whole(Keys):
+    """All parameters are trained."""
+
+    name: str = named("none")
+
+
+@dataclasses.dataclass
+class Adapted(Keys):
+    """The keys of all kinds of adapters."""
+
+    dropout: ClassVar[float] = 0.0
+    rank: int = key(16, at_least(1), "Inner dimension of an adapter.")
+    alpha: float = key(32.0, positive(), "The products of adapters are multiplied by alpha / rank.")
+    targets: list[str] | None = key(
+        None,
+        list_of(one_of(*PRODUCTS)),
+        "Products of a layer that have adapters, of query, key, value, attention_out, mlp_in, mlp_gate, mlp_out; "
+        "null: all that the model has.",
+    )
+    rank_pattern: dict[str, Any] | None = key(
+        None,
+        map_of(whole_number(at_least(1)), *PRODUCTS),
+        "Products with another rank, such as {query: 8, mlp_in: 64}.",
+    )
+    alpha_pattern: dict[str, Any] | None = key(
+        None, map_of(positive(), *PRODUCTS), "Products with another alpha; each is divided by its own rank."
+    )
+    modules_to_save: list[str] | None = key(
+        None,
+        list_of(one_of(*TABLES)),
+        "Tables that are trained whole beside the adapters: vocabulary, the embeddings (and logits where these are "
+        "tied to them), and head, the logits.",
+    )
+    base_dtype: str = key(
+        "float32",
+        one_of(*BASE_DTYPES),
+        "Matrices of the frozen weights, as they are held and gathered: float32 or bfloat16; norms and biases stay "
+        "float32.",
+        "int8 or nf4 (QLoRA, arXiv 2305.14314, with double quantisation): products of layers in blocks of 64 with a "
+        "scale, 1.06 or 0.52 bytes per weight; the vocabulary in bfloat16.",
+    )
+    adapter: str | None = key(
+        None,
+        not_empty(),
+        "A folder of PEFT whose adapters the run starts from; null: new ones, which change nothing at first.",
+    )
+
+
+@dataclasses.dataclass
+class Lora(Adapted):
+    """Low-rank adapters are trained beside the frozen weights of model.model_path (arXiv 2106.09685)."""
+
+    name: str = named("lora")
+    dropout: float = key(  # type: ignore[misc]
+        0.0, fraction_below_one(), "Dropout rate of the inputs of adapters."
+    )
+
+
+@dataclasses.dataclass
+class Dora(Adapted):
+    """LoRA, and the norm of the column of each output (arXiv 2402.09353)."""
+
+    name: str = named("dora")
+
+
+TUNINGS = (Whole, Lora, Dora)  # the choices of the group `tuning`, the default first
 
 
 @dataclasses.dataclass(frozen=True)
