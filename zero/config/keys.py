@@ -121,9 +121,14 @@ def section(kind: type, comment: str = "") -> Any:
     return dataclasses.field(default_factory=kind, metadata={"section": (comment, kind)})
 
 
+def choice_name(kind: type) -> str:
+    """The name of a choice in the configuration."""
+    return str(next(field.metadata["default"] for field in dataclasses.fields(kind) if field.name == "name"))
+
+
 def choice(kinds: tuple[type, ...], comment: str) -> Any:
     """A field that is one of these sections, by the default of its key `name`; the first is the default."""
-    choices = {kind().name: kind for kind in kinds}
+    choices = {choice_name(kind): kind for kind in kinds}
     return dataclasses.field(default_factory=kinds[0], metadata={"choice": (comment, choices)})
 
 

@@ -20,7 +20,7 @@ import optax.contrib
 from jax.typing import DTypeLike
 
 from zero.config.constraints import at_least, fraction_below_one, one_of, positive
-from zero.config.keys import key, named
+from zero.config.keys import choice_name, key, named
 from zero.models.adapters import MATRICES
 from zero.models.config import HEAD, STACK, VOCABULARY
 from zero.partition.layout import Layout, PyTree
@@ -230,8 +230,8 @@ _OF_LAYERS: Mapping[type[Optimizer], Callable[..., optax.GradientTransformation]
     {Adafactor: _adafactor, Lamb: _lamb, Muon: _muon}
 )
 OPTIMIZERS = (*_OF_ELEMENTS, *_OF_LAYERS)  # the choices of the group `optimizer`, the default first
-ELEMENTWISE = MappingProxyType({kind().name: function for kind, function in _OF_ELEMENTS.items()})
-PER_LAYER = MappingProxyType({kind().name: function for kind, function in _OF_LAYERS.items()})
+ELEMENTWISE = MappingProxyType({choice_name(kind): function for kind, function in _OF_ELEMENTS.items()})
+PER_LAYER = MappingProxyType({choice_name(kind): function for kind, function in _OF_LAYERS.items()})
 NAMES = (*ELEMENTWISE, *PER_LAYER)
 QUANTISABLE = ("adamw", "lion")  # take `state_dtype`
 MULTIPLIABLE = ("adamw", "lion")  # take `multipliers`

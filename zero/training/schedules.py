@@ -15,7 +15,7 @@ import optax
 from jax.typing import ArrayLike
 
 from zero.config.constraints import at_least
-from zero.config.keys import key, named
+from zero.config.keys import choice_name, key, named
 
 
 @dataclasses.dataclass
@@ -182,7 +182,7 @@ _CURVES: Mapping[type[Schedule], Callable[[LearningRate], optax.Schedule]] = Map
     }
 )
 SCHEDULES = tuple(_CURVES)  # the choices of the group `schedule`, the default first
-CURVES = MappingProxyType({kind().name: curve for kind, curve in _CURVES.items()})
+CURVES = MappingProxyType({choice_name(kind): curve for kind, curve in _CURVES.items()})
 
 
 @dataclasses.dataclass(frozen=True)
