@@ -104,9 +104,16 @@ def arrows(imported: Iterable[tuple[str, Iterable[str]]]) -> dict[str, dict[str,
     for module, names in imported:
         for name in names:
             if name in SOURCES and name != module:
-                importing = [*module.split("."), "__init__"]
-                used = [*name.split("."), "__init__"]
+                importing = _parts(module)
+                used = _parts(name)
                 depth = next(i for i, (a, b) in enumerate(zip(importing, used, strict=False)) if a != b)
                 folder = graphs.setdefault(".".join(importing[:depth]), {})
                 folder.setdefault(importing[depth], set()).add(used[depth])
     return graphs
+
+
+def _parts(module: str) -> list[str]:
+    """The folders of a module and its file; a file that is a room by itself is in no other."""
+    if module in ROOMS:
+        return ["zero", module.removeprefix("zero."), "__init__"]
+    return [*module.split("."), "__init__"]
