@@ -39,12 +39,12 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):  # the import takes seconds, during which a signal may arrive
         signal.signal(number, interrupted)
     if "--doctor" in sys.argv:
-        from zero.doctor import main as examine
+        from zero.commands.doctor import main as examine
 
         sys.argv.remove("--doctor")
         sys.exit(examine(sys.argv[1:]))
     gc.disable()  # until all is imported: a tenth of the CPU time to the first step went into passes over modules
-    from zero.cli import main
+    from zero.commands.cli import main
 
     main()
 

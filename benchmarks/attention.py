@@ -30,7 +30,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 
-from zero.cycles.hlo import collectives
+from zero.costs.hlo import collectives
 from zero.models.attention.blockwise import BLOCK, blockwise_attention
 from zero.models.attention.dense import dense_attention
 from zero.models.attention.kernel import kernel_of
@@ -42,7 +42,7 @@ from zero.models.gated_unit import attend as attend_by_codes
 from zero.partition.collectives.axis import Axis
 from zero.partition.collectives.context_group import ContextGroup, Ulysses
 from zero.partition.collectives.ordering import in_order
-from zero.virtual_devices import use_cpu_devices
+from zero.partition.virtual_devices import use_cpu_devices
 
 HEADS, HEAD_DIM = 6, 64
 WINDOW = 1024
@@ -170,7 +170,7 @@ def plan(
     from zero.plan.compile import step_arguments
     from zero.plan.topology import find_devices, out_of_memory
     from zero.training.objective import LIKELIHOOD
-    from zero.training.optimizer import adamw
+    from zero.training.optimizers.optimizer import adamw
     from zero.training.parts import StepOptions
     from zero.training.programs import make_programs
     from zero.training.sharded_gpt import ShardedGPT

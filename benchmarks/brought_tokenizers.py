@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from zero.base.errors import UserError
 from zero.corpus.text.chat_template import load_chat_template
 from zero.corpus.text.tokenizers import FileTokenizer, load_tokenizer
-from zero.errors import UserError
 from zero.exchange.hub_model import TOKENIZERS
 
 PIECES = (

@@ -18,7 +18,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import zero
-from zero.virtual_devices import IN_ORDER
+from zero.partition.virtual_devices import IN_ORDER
 
 DEVICES = 8
 ROWS = 4096  # enough for XLA to split the loop's addition over threads, so that the loop is started, then left

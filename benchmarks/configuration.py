@@ -25,9 +25,9 @@ ROWS = {
 PROGRAM = """
 import gc, sys, time
 gc.disable()
-import zero.cli
+import zero.commands.cli
 began = time.process_time()
-zero.cli.compose(sys.argv[1:])
+zero.commands.cli.compose(sys.argv[1:])
 print(time.process_time() - began)
 """
 

@@ -35,7 +35,7 @@ from zero.models.elements import Dense
 from zero.models.gpt import GPT
 from zero.models.parametrization import multipliers_of
 from zero.models.transformer_layer import TransformerLayer
-from zero.training.optimizer import adamw
+from zero.training.optimizers.optimizer import adamw
 
 PARAMETRIZATIONS = ("standard", "mup")
 BASE_WIDTH, HEAD, LAYERS, VOCABULARY, CONTEXT, ROWS = 64, 32, 2, 256, 32, 8

@@ -104,7 +104,7 @@ def arrange(devices: int) -> None:
 
 def compile_on(topology: str) -> None:
     """Compiles a small step for slices that are not there."""
-    from zero.cli import compose
+    from zero.commands.cli import compose
     from zero.plan.compile import Request, compile_step
     from zero.plan.topology import prepare_environment
 

@@ -63,7 +63,7 @@ def zero_step(place: Path, method: str, remat: str) -> Callable[[int], float]:
     from zero.models.config import GPTConfig
     from zero.models.families import FAMILIES
     from zero.training.batch import Batch
-    from zero.training.optimizer import adamw
+    from zero.training.optimizers.optimizer import adamw
     from zero.training.parts import StepOptions
     from zero.training.programs import make_programs
     from zero.training.sharded_gpt import ShardedGPT

@@ -4,7 +4,7 @@
     python benchmarks/predicted.py --program step.txt --topology v6e-8 --measured 3.443 [--step llama3_8b 3 8192]
 
 First form: compiles a step of zero for the slice of each run, without a TPU, and compares the predicted time (of
-`zero/cycles/predict.py`, as in mode=plan) with the published one. A compilation takes minutes of CPU; with
+`zero/costs/predict.py`, as in mode=plan) with the published one. A compilation takes minutes of CPU; with
 --texts the text of each program is kept in the directory, and read from there if it is there already. Second form: the
 same for the text of any program that XLA has compiled for the slice, such as a step of another package
 (benchmarks/maxtext_step.py); MFU is by zero's formula for a model of conf/model_config.yaml, sequences per device and
@@ -19,10 +19,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from zero.cli import composed
+from zero.commands.cli import composed
 from zero.config.check import typed
 from zero.config.files import load_sizes
-from zero.cycles.predict import predict
+from zero.costs.predict import predict
 from zero.hosts.speeds import SPEEDS
 from zero.job import make_job
 from zero.models.config import GPTConfig

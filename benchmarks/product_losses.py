@@ -29,7 +29,7 @@ from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
 from zero.partition.collectives.axis import Axis
 from zero.training.batch import Batch
-from zero.training.optimizer import adamw
+from zero.training.optimizers.optimizer import adamw
 from zero.training.parts import StepOptions
 from zero.training.programs import make_programs
 from zero.training.schedules import LearningRate

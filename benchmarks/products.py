@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import SingleDeviceSharding
 
-from zero.cycles import hlo
+from zero.costs import hlo
 from zero.hosts import xla_options
 from zero.models.products import PRODUCTS
 from zero.plan.topology import find_devices, prepare_environment

@@ -22,10 +22,11 @@ import jax
 
 from benchmarks.recipe_sources import REPOSITORY, with_part
 from benchmarks.recipes import Digests, digest, prediction, what_changed
-from zero.cli import composed
+from zero.commands.cli import composed
 from zero.config.check import typed
 from zero.config.files import load_sizes
-from zero.cycles.predict import predict
+from zero.costs.predict import predict
+from zero.costs.step_costs import device_peak
 from zero.hosts.speeds import SPEEDS
 from zero.job import make_job
 from zero.models.config import GPTConfig
@@ -33,7 +34,6 @@ from zero.models.families import FAMILIES
 from zero.models.stack import kinds_of
 from zero.plan.compile import Request, compiler_options, step_arguments
 from zero.plan.topology import available_bytes, find_devices, out_of_memory, prepare_environment
-from zero.step_costs import device_peak
 from zero.training.activations import kinds_on_host
 from zero.training.flops import model_flops
 

@@ -43,9 +43,9 @@ from zero.models.config import GPTConfig
 from zero.partition.collectives.axis import Axis
 from zero.partition.quantised_optimizers import quantised_adamw, rounded_updates
 from zero.plan.topology import find_devices, prepare_environment
-from zero.training import optimizer
 from zero.training.batch import Batch
-from zero.training.optimizer import adamw, decayed
+from zero.training.optimizers import optimizer
+from zero.training.optimizers.optimizer import adamw, decayed
 from zero.training.parts import StepOptions
 from zero.training.programs import make_programs
 from zero.training.schedules import LearningRate

@@ -35,7 +35,7 @@ import numpy as np
 from jax import lax
 
 import zero
-from zero.cli import compose
+from zero.commands.cli import compose
 from zero.job import Job, make_job, steps_per_row
 from zero.models import codebook
 from zero.models.config import GPTConfig

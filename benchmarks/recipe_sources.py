@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from zero.cli import compose
+from zero.commands.cli import compose
 from zero.config.files import load_sizes
 from zero.config.schema import PlanConfig
 from zero.job import learning_rate
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
-from zero.training.optimizer import hyperparameters
+from zero.training.optimizers.optimizer import hyperparameters
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TABLE = REPOSITORY / "docs" / "sources" / "recipes.yaml"

@@ -26,11 +26,11 @@ from pathlib import Path
 
 import jax
 
-import zero.cycles
+import zero.costs
 import zero.hosts.speeds
 import zero.hosts.torus
 from benchmarks.recipe_sources import PAGE, REPOSITORY, load_runs, with_part
-from zero.cli import compose
+from zero.commands.cli import compose
 from zero.config.schema import PlanConfig
 from zero.job import make_job, steps_per_row
 from zero.models.config import GPTConfig
@@ -111,7 +111,7 @@ def digest(texts: Iterable[str]) -> str:
 @cache
 def prediction() -> str:
     """A digest of the modules that predict seconds; comments and layout do not count."""
-    directory = Path(next(iter(zero.cycles.__path__)))
+    directory = Path(next(iter(zero.costs.__path__)))
     paths = [*sorted(directory.glob("*.py")), Path(zero.hosts.speeds.__file__), Path(zero.hosts.torus.__file__)]
     return digest(ast.dump(ast.parse(path.read_text())) for path in paths)
 

@@ -19,18 +19,18 @@ import matplotlib.pyplot as plt
 
 from benchmarks.collectives import DEVICES
 from zero.config.files import load_sizes
-from zero.cycles.hlo import collectives
+from zero.costs.hlo import collectives
 from zero.partition.collectives.axis import Axis
 from zero.partition.memory import memory
+from zero.partition.virtual_devices import use_cpu_devices
 from zero.report.picture_style import COLORS, GREY, STYLE
 from zero.training.batch import Batch
-from zero.training.optimizer import adamw
+from zero.training.optimizers.optimizer import adamw
 from zero.training.parts import StepOptions
 from zero.training.programs import make_programs
 from zero.training.schedules import LearningRate
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.step import state_layout
-from zero.virtual_devices import use_cpu_devices
 
 ROOT = Path(__file__).parent.parent
 SIZES = load_sizes()

@@ -47,7 +47,7 @@ from zero.partition.collectives.axis import Axis
 from zero.partition.global_arrays import pmap_devices
 from zero.partition.layout import LeafLayout
 from zero.training.batch import Batch, next_tokens
-from zero.training.optimizer import adamw, decayed
+from zero.training.optimizers.optimizer import adamw, decayed
 from zero.training.parts import StepOptions
 from zero.training.programs import make_programs
 from zero.training.schedules import LearningRate

@@ -57,8 +57,8 @@ from tests.helpers import bucket, cli, effects, hosts
 from zero.checkpoints.manager import Checkpoints
 from zero.files.appending import append
 from zero.files.storage import gcs
-from zero.run_directory import CONFIG_FILE, checkpoint_directory, saved_config, saved_steps
-from zero.tracking.metrics_file import read_metrics, read_resumes
+from zero.record.metrics_file import read_metrics, read_resumes
+from zero.record.run_files import CONFIG_FILE, checkpoint_directory, saved_config, saved_steps
 
 SHAPES = ((1, 8), (2, 4), (1, 4))  # processes, devices of each
 

@@ -36,7 +36,7 @@ from zero.models.config import GPTConfig
 from zero.models.parametrization import multipliers_of
 from zero.partition.collectives.axis import Axis
 from zero.training.batch import Batch
-from zero.training.optimizer import make_optimizer
+from zero.training.optimizers.optimizer import make_optimizer
 from zero.training.parts import StepOptions
 from zero.training.programs import make_programs
 from zero.training.schedules import LearningRate

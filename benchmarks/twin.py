@@ -9,7 +9,7 @@ kernel under `shard_map`. With tensor groups weights are split over both dimensi
 heads and columns inside a layer, by positions between layers. It is compiled with the options of zero's overlap, and
 without windowed einsums, which XLA would choose otherwise; with zero's VMEM for a fusion and with the compiler's own,
 with zero's layouts (contiguous rows, rotary positions in a kernel) and without: the fastest of these programs counts.
-Both are read by `zero/cycles/predict.py`.
+Both are read by `zero/costs/predict.py`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero.cli import composed
+from zero.commands.cli import composed
 from zero.config.check import typed
 from zero.config.files import load_sizes
-from zero.cycles.predict import Prediction, predict
+from zero.costs.predict import Prediction, predict
 from zero.hosts.speeds import SPEEDS
 from zero.hosts.xla_options import VMEM
 from zero.job import Job, make_job
-from zero.model_parallel import ExpertParallel
 from zero.models import transformer_layer
 from zero.models.attention.kernel import fused_rotation, kernel_attention
 from zero.models.config import GPTConfig
@@ -44,11 +43,12 @@ from zero.models.elements import row_major
 from zero.models.gpt import GPT
 from zero.models.positions import rotary
 from zero.partition.layout import LeafLayout
+from zero.partition.model_parallel import ExpertParallel
 from zero.plan.compile import compiler_options, step_arguments
 from zero.plan.topology import find_devices, out_of_memory, prepare_environment
 from zero.training.batch import next_tokens
 from zero.training.flops import model_flops
-from zero.training.optimizer import decayed
+from zero.training.optimizers.optimizer import decayed
 
 ROWS_SPEC = PartitionSpec(("fsdp", "expert"))  # of activations
 

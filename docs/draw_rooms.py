@@ -15,10 +15,10 @@ BOX = (250, 24)  # width and height
 LEFT = 20  # of the boxes
 SENTENCE = 285  # left end of the sentences
 ARCS = 960  # x of the ends of the arcs
-EVERYWHERE = {"zero.errors", "zero.files", "commands"}  # imported by most rooms, or importing most: without arcs
+EVERYWHERE = {"zero.base.errors", "zero.files", "commands"}  # imported by most rooms, or importing most: without arcs
 SENTENCES = {
     "zero": "The public names: the primitives, which need no configuration and no file.",
-    "commands": "main_zero.py and data/prepare.py: thin commands.",
+    "scripts": "main_zero.py and data/prepare.py: thin commands.",
 }
 
 

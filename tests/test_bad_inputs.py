@@ -9,12 +9,12 @@ from tests.bad_inputs import CONFIGURATIONS, DAMAGED_LINES, FILES, PROGRAMS, con
 from tests.config.composing import compose
 from tests.helpers import cli
 from tests.helpers.readers import READERS, outcome
-from zero.cli import all_mistakes, check_names, resolve
-from zero.cli import compose as cli_compose
+from zero.base.errors import UserError
+from zero.commands.cli import all_mistakes, check_names, resolve
+from zero.commands.cli import compose as cli_compose
 from zero.config.saved_config import default_config
-from zero.errors import UserError
+from zero.record.run_files import save_config
 from zero.run.find_run import resume_overrides
-from zero.run_directory import save_config
 
 
 @pytest.fixture

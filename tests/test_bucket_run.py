@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers import bucket, cli, s3
 from zero.files import storage
-from zero.tracking.metrics_file import read_metrics
+from zero.record.metrics_file import read_metrics
 
 JOB = (*cli.TINY, "hydra.run.dir=run")
 PLACE = f"{bucket.BUCKET}/training"

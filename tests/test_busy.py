@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import cli
-from zero.tracking.metrics_file import read_resumes
+from zero.record.metrics_file import read_resumes
 
 pytestmark = pytest.mark.slow  # the spinning processes take most of it
 

@@ -17,10 +17,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from tests.config.composing import compose
 from tests.helpers.readers import READERS, outcome, valid_files
-from zero.cli import all_mistakes, resolve
+from zero.base.errors import UserError
+from zero.commands.cli import all_mistakes, resolve
 from zero.config.check import describe
 from zero.config.saved_config import default_config, flat_config
-from zero.errors import UserError
 from zero.run.data import staged_context
 
 COMPOSED = compose()

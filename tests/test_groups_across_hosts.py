@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tests.helpers import cli, hosts
-from zero.run_directory import saved_steps
-from zero.tracking.metrics_file import read_metrics
+from zero.record.metrics_file import read_metrics
+from zero.record.run_files import saved_steps
 
 
 class Placement(NamedTuple):

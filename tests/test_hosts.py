@@ -15,8 +15,8 @@ import pytest
 from tests.helpers import cli, hosts
 from tests.helpers.shards import npy, write_tar
 from zero.corpus.format.index_files import read_index
-from zero.run_directory import saved_config, saved_steps
-from zero.tracking.metrics_file import read_metrics, read_resumes
+from zero.record.metrics_file import read_metrics, read_resumes
+from zero.record.run_files import saved_config, saved_steps
 
 # Two hosts of two devices each, and a global batch of 16.
 TWO = (

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from tests.config.composing import compose
+from zero.base.errors import UserError
 from zero.config.check import check
 from zero.config.files import load_sizes
-from zero.errors import UserError
 from zero.hosts.speeds import SPEEDS
 from zero.job import exchanges_gradients, learning_rate, make_axis, make_job, make_model, rates_of
 from zero.plan.topology import find_devices

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from zero.cli import compose
+from zero.commands.cli import compose
 from zero.hosts.signals import COMPANIONS, PREEMPTED, SIGNALS
 
 REPOSITORY = Path(__file__).parent.parent

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import cli, hosts
-from zero.run_directory import saved_steps
-from zero.tracking.metrics_file import read_resumes
+from zero.record.metrics_file import read_resumes
+from zero.record.run_files import saved_steps
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 

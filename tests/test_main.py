@@ -16,16 +16,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from docs.print_reference import all_metrics
 from tests.helpers import cli
 from tests.helpers.events import scalars
+from zero.base.errors import Unavailable, UserError
 from zero.checkpoints.manager import META_CHECKSUM, meta_checksum
-from zero.cli import errors_in_lines
-from zero.errors import Unavailable, UserError
+from zero.commands.cli import errors_in_lines
 from zero.hosts import hardware
-from zero.printed import all_metrics
+from zero.record.metrics_file import read_metrics
+from zero.record.run_files import locked, saved_steps
 from zero.report.html_report import write_report
-from zero.run_directory import locked, saved_steps
-from zero.tracking.metrics_file import read_metrics
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +186,7 @@ def test_mistakes_of_a_resume(forks: cli.Forks, finished: Path) -> None:
 
 def test_exit_status(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The exit status tells whether a repeat may succeed."""
-    monkeypatch.setattr("zero.cli.exit_immediately", sys.exit)
+    monkeypatch.setattr("zero.commands.cli.exit_immediately", sys.exit)
     for error, status in (
         (OSError(errno.ENOSPC, "No space left on device", "runs/new/config.yaml"), 1),
         (PermissionError(errno.EACCES, "no"), 2),

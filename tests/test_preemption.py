@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from tests.helpers import cli
-from zero.run_directory import saved_steps
-from zero.tracking.metrics_file import read_metrics, read_resumes
+from zero.record.metrics_file import read_metrics, read_resumes
+from zero.record.run_files import saved_steps
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_interruption_inside_a_library() -> None:
     """An interruption that a library turned into an error of its own is still an interruption."""
     program = """
 import os, signal
-from zero.cli import errors_in_lines, interrupt
+from zero.commands.cli import errors_in_lines, interrupt
 
 signal.signal(signal.SIGTERM, interrupt)
 with errors_in_lines():

@@ -17,16 +17,16 @@ from tests.helpers.rooms import REPOSITORY, ROOMS, SOURCES, WITHOUT_JAX, arrows,
 
 pytestmark = pytest.mark.quick
 
-LIBRARY = {"zero.partition", "zero.models", "zero.training", "zero.virtual_devices", "zero.model_parallel", "zero"}
-LIBRARY |= {"zero.groups", "zero.quantised", "zero.old_names", "zero.public_names"}
+LIBRARY = {"zero.partition", "zero.models", "zero.training", "zero"}
 LIBRARY |= {"zero.config.keys", "zero.config.constraints"}  # of which the rooms of the step declare their keys
 ARRAYS = {"jax", "flax", "optax", "numpy"}
 # What a file of LIBRARY may take from the standard library: nothing that touches files, networks or processes.
 PURE = {"__future__", "abc", "collections", "contextlib", "copy", "dataclasses", "enum", "functools", "inspect"}
 PURE |= {"itertools", "math", "operator", "re", "sys", "types", "typing", "warnings"}
-SETS_ENVIRONMENT = {"zero.virtual_devices"}  # which XLA reads once, when jax starts its devices
-IMPORTS_BY_NAME = {"zero", "zero.old_names"}  # when a name is first used
+SETS_ENVIRONMENT = {"zero.partition.virtual_devices"}  # which XLA reads once, when jax starts its devices
+IMPORTS_BY_NAME = {"zero"}  # when a name is first used
 UNRELATED = [("zero.partition", "zero.models"), ("zero.run", "zero.plan")]  # neither imports the other
+BETWEEN = {"zero.partition.model_parallel"}  # the interface of groups that models call, which imports nothing of zero
 UNPICKLERS = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 
 
@@ -45,8 +45,8 @@ def import_violations(module: str, source: str) -> list[str]:
         top = name.partition(".")[0]
         if name in SOURCES:
             there = room(name)
-            is_unrelated = (here, there) in UNRELATED or (there, here) in UNRELATED
-            reexports = name in ("zero", "zero.public_names") and here in LIBRARY - {"zero"}
+            is_unrelated = ((here, there) in UNRELATED or (there, here) in UNRELATED) and name not in BETWEEN
+            reexports = name == "zero" and here in LIBRARY - {"zero"}
             if ROOMS.index(there) > ROOMS.index(here) or is_unrelated or reexports:
                 violations.append(f"{module} imports {name}")
         elif here in LIBRARY:
@@ -170,9 +170,10 @@ def test_one_file_uses_pmap() -> None:
         ("zero.partition.layout", "import scipy"),
         ("zero.partition.layout", "def f():\n    from zero.models import gpt"),
         ("zero.models.gpt", "from ..partition.layout import Layout"),
+        ("zero.models.gpt", "from zero.partition import stages"),
         ("zero.training.step", "from zero.hosts import agreement"),
         ("zero.training.step", "import pathlib"),
-        ("zero.tracking.metrics_file", "import main_zero"),
+        ("zero.record.metrics_file", "import main_zero"),
         ("zero.corpus.reading.loader", "import jax"),
         ("zero.files.parsing", "from zero.corpus.reading import shards"),
         ("zero.run.train", "from zero.plan import plan"),
@@ -245,12 +246,22 @@ def test_public_names_are_loaded_when_used() -> None:
         assert zero.local and "jax" in sys.modules
     """
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    names = [*zero.__all__, *zero.TYPES]
-    assert {*names, *zero.MODULES} <= {*done.stdout.split()}
-    tree = ast.parse(SOURCES["zero.public_names"].read_text())
-    aliases = [alias for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names]
-    assert sorted(names) == sorted(alias.name for alias in aliases)
-    assert all(alias.asname == alias.name for alias in aliases)  # what a star import in a typed package takes
+    assert {*zero.__all__, *zero.TYPES, *zero.MODULES} <= {*done.stdout.split()}
+
+
+def test_static_types_are_those_of_the_public_names() -> None:
+    """Type checkers see the imports of `zero/__init__.py`, programs its table."""
+    nodes_of_zero = nodes(SOURCES["zero"].read_text())
+    imported = {alias: node for node in nodes_of_zero if isinstance(node, ast.ImportFrom) for alias in node.names}
+    static = {alias.asname: node.module for alias, node in imported.items() if alias.asname is not None}
+    modules = {name: module.rpartition(".")[0] for name, module in zero.MODULES.items()}
+    assert static == zero.HOMES | modules
+    assert sorted(zero.HOMES) == sorted([*zero.__all__, *zero.TYPES])
+
+
+def test_unknown_name() -> None:
+    with pytest.raises(AttributeError, match="module 'zero' has no attribute 'nothing'"):
+        zero.nothing  # noqa: B018
 
 
 def test_picture_of_the_rooms_is_that_of_the_imports() -> None:

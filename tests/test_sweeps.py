@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import cli
-from zero.run_directory import saved_steps
-from zero.tracking.metrics_file import read_metrics, read_resumes
+from zero.record.metrics_file import read_metrics, read_resumes
+from zero.record.run_files import saved_steps
 
 # What is swept is no part of a compiled program, as a seed or a learning rate would be: all jobs share one.
 SWEPT = "data.train_samples"

@@ -60,7 +60,7 @@ def test_checker_sees_a_large_library(statement: str) -> None:
     ("name", "examples"),
     [
         ("PyTorch", {"tests/exchange/test_peft.py", "tests/inference/test_lm_eval_adapter.py"}),
-        ("libtpu", {"tests/cycles/test_hlo.py", "tests/partition/collectives/test_arrays.py"}),
+        ("libtpu", {"tests/costs/test_hlo.py", "tests/partition/collectives/test_arrays.py"}),
         ("lasting runs", {"tests/run/test_resumed.py", "tests/test_main.py"}),
     ],
 )

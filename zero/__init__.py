@@ -34,13 +34,69 @@ The first use of a name imports jax, so that `zero.corpus` and `zero.files` do w
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from zero.old_names import old_name
-
-if TYPE_CHECKING:
-    from zero import groups as groups
-    from zero import quantised as quantised
-    from zero.public_names import *
-
+if TYPE_CHECKING:  # for type checkers; a test compares it with `HOMES`
+    from zero.partition import groups as groups
+    from zero.partition import quantised as quantised
+    from zero.partition.checksums import check_replicated as check_replicated
+    from zero.partition.checksums import checksums as checksums
+    from zero.partition.collectives.axis import Axis as Axis
+    from zero.partition.collectives.ordering import in_order as in_order
+    from zero.partition.global_arrays import from_global as from_global
+    from zero.partition.global_arrays import global_shapes as global_shapes
+    from zero.partition.global_arrays import to_global as to_global
+    from zero.partition.layout import Layout as Layout
+    from zero.partition.layout import derive_layout as derive_layout
+    from zero.partition.layout import make_layout as make_layout
+    from zero.partition.local_gradients import local as local
+    from zero.partition.memory import memory as memory
+    from zero.partition.rewrite.entry_points import across_shards as across_shards
+    from zero.partition.rewrite.interpreter import NotElementwiseError as NotElementwiseError
+    from zero.partition.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
+    from zero.partition.sharded_optimizer import global_norm as global_norm
+    from zero.partition.sharded_optimizer import on_shards as on_shards
+    from zero.partition.sharded_optimizer import shard_optimizer as shard_optimizer
+    from zero.partition.sharded_state import ShardedState as ShardedState
+    from zero.partition.stages import fully_shard as fully_shard
+    from zero.partition.stages import gather as gather
+    from zero.partition.stages import scatter_mean as scatter_mean
+    from zero.partition.stages import scatter_sum as scatter_sum
+    from zero.partition.stages import shard as shard
+    from zero.partition.train_state import specs as specs
+    from zero.partition.train_state import to_devices as to_devices
+    from zero.partition.train_state import to_host as to_host
+    from zero.partition.virtual_devices import use_cpu_devices as use_cpu_devices
+HOMES = {  # the module of each public name
+    "Axis": "zero.partition.collectives.axis",
+    "Layout": "zero.partition.layout",
+    "NotElementwiseError": "zero.partition.rewrite.interpreter",
+    "ShardedOptimizer": "zero.partition.sharded_optimizer",
+    "ShardedState": "zero.partition.sharded_state",
+    "across_shards": "zero.partition.rewrite.entry_points",
+    "check_replicated": "zero.partition.checksums",
+    "checksums": "zero.partition.checksums",
+    "derive_layout": "zero.partition.layout",
+    "from_global": "zero.partition.global_arrays",
+    "fully_shard": "zero.partition.stages",
+    "gather": "zero.partition.stages",
+    "global_norm": "zero.partition.sharded_optimizer",
+    "global_shapes": "zero.partition.global_arrays",
+    "in_order": "zero.partition.collectives.ordering",
+    "local": "zero.partition.local_gradients",
+    "make_layout": "zero.partition.layout",
+    "memory": "zero.partition.memory",
+    "on_shards": "zero.partition.sharded_optimizer",
+    "scatter_mean": "zero.partition.stages",
+    "scatter_sum": "zero.partition.stages",
+    "shard": "zero.partition.stages",
+    "shard_optimizer": "zero.partition.sharded_optimizer",
+    "specs": "zero.partition.train_state",
+    "to_devices": "zero.partition.train_state",
+    "to_global": "zero.partition.global_arrays",
+    "to_host": "zero.partition.train_state",
+    "use_cpu_devices": "zero.partition.virtual_devices",
+}
+TYPES = ["Layout", "ShardedOptimizer", "ShardedState"]  # of results, for annotations
+MODULES = {"groups": "zero.partition.groups", "quantised": "zero.partition.quantised"}
 __all__ = [
     "Axis",
     "NotElementwiseError",
@@ -69,20 +125,18 @@ __all__ = [
     "use_cpu_devices",
 ]
 
-TYPES = ["Layout", "ShardedOptimizer", "ShardedState"]  # of results, for annotations
-MODULES = ["groups", "quantised"]
-
 
 def __getattr__(name: str) -> Any:
     """A public name, imported when it is first used; later uses find it in the module itself."""
     if name in MODULES:
-        return import_module(f"zero.{name}")
-    if name not in [*__all__, *TYPES]:
-        return old_name(name)
-    value = getattr(import_module("zero.public_names"), name)
+        value = import_module(MODULES[name])
+    elif name in HOMES:
+        value = getattr(import_module(HOMES[name]), name)
+    else:
+        raise AttributeError(f"module 'zero' has no attribute {name!r}")
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *TYPES, *MODULES})
+    return sorted({*globals(), *HOMES, *MODULES})

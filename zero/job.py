@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from zero.base.errors import UserError
 from zero.config.schema import Config, Zero
 from zero.corpus.text.tokenizers import load_tokenizer
-from zero.errors import UserError
 from zero.hosts.host_memory import share_of_host
 from zero.hosts.speeds import SPEEDS, Speed
 from zero.hosts.torus import collective_seconds, places_of
@@ -34,7 +34,7 @@ from zero.training.activations import DENSE_SHARE, PRODUCTS_SHARE, Rates, kinds_
 from zero.training.batch import UNDIVIDED, Separators
 from zero.training.fused_update import span_of
 from zero.training.objective import Objective
-from zero.training.optimizer import make_optimizer
+from zero.training.optimizers.optimizer import make_optimizer
 from zero.training.parts import StepOptions
 from zero.training.programs import Programs, make_programs
 from zero.training.schedules import LearningRate

@@ -26,9 +26,9 @@ from tests.helpers.checkpoints import (
     small,
 )
 from tests.helpers.disks import small_disk
+from zero.base.errors import UserError
 from zero.checkpoints.damage import DamagedCheckpoint, write_errors
 from zero.checkpoints.manager import FORMAT, META_CHECKSUM, Checkpoints, meta_checksum
-from zero.errors import UserError
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "deleted": Path.unlink,
@@ -256,7 +256,7 @@ FULL_DISK = """
 import resource, signal
 from pathlib import Path
 from tests.helpers.checkpoints import save_small
-from zero.errors import UserError
+from zero.base.errors import UserError
 from zero.checkpoints.manager import Checkpoints
 
 directory = Path({directory!r})
@@ -386,7 +386,7 @@ OTHER_USER = """
 import os
 from pathlib import Path
 from tests.helpers.checkpoints import restore_small
-from zero.errors import UserError
+from zero.base.errors import UserError
 from tests.helpers.disks import small_disk
 from zero.checkpoints.damage import DamagedCheckpoint
 from zero.checkpoints.manager import Checkpoints

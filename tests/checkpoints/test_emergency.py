@@ -18,8 +18,8 @@ import pytest
 
 import zero
 from tests.helpers import hosts
+from zero.base.errors import UserError
 from zero.checkpoints.emergency import EmergencyCheckpoints
-from zero.errors import UserError
 from zero.partition.collectives.axis import Axis
 
 DEVICES = 8

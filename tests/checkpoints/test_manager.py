@@ -21,8 +21,8 @@ from tests.helpers.checkpoints import (
     save_small,
     small,
 )
+from zero.base.errors import UserError
 from zero.checkpoints.manager import Checkpoints
-from zero.errors import UserError
 from zero.training.sharded_gpt import ShardedGPT
 
 

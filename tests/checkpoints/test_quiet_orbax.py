@@ -15,9 +15,9 @@ import tensorstore
 
 from tests.helpers.checkpoints import META, make_state, placed, save_small
 from tests.helpers.disks import fill
+from zero.base.errors import UserError
 from zero.checkpoints.manager import Checkpoints
 from zero.checkpoints.quiet_orbax import drain_loops_of_orbax, quiet_loggers, run_to_the_end
-from zero.errors import UserError
 
 
 def test_loggers_are_restored(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,9 +13,9 @@ from tests.helpers import cli
 from zero.checkpoints.retention import Retention, Saved
 from zero.config.check import check
 from zero.config.files import load_sizes
+from zero.record.metrics_file import read_metrics
+from zero.record.run_files import saved_steps
 from zero.run.directory import retention_of
-from zero.run_directory import saved_steps
-from zero.tracking.metrics_file import read_metrics
 
 HOUR = 3600
 

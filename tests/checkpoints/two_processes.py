@@ -16,9 +16,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 import zero
+from zero.base.errors import Unavailable, UserError
 from zero.checkpoints.damage import DamagedCheckpoint
 from zero.checkpoints.manager import Checkpoints
-from zero.errors import Unavailable, UserError
 from zero.hosts.agreement import AnyHost
 
 process, port, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])

@@ -7,15 +7,15 @@ import yaml
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
+from docs.print_reference import metrics_page
 from tests.config.composing import CONF, compose
+from zero.base.errors import UserError
 from zero.config.check import check, describe
 from zero.config.declared import value_of, whole_kind
 from zero.config.files import load_sizes
 from zero.config.keys import all_keys
 from zero.config.printed import config_yaml, keys_page, models_head, yaml_text
 from zero.config.schema import GROUPS, Config, PlanConfig
-from zero.errors import UserError
-from zero.printed import metrics_page
 
 pytestmark = pytest.mark.quick
 
@@ -457,7 +457,7 @@ def test_keys_that_weights_are_not_read_by(mode: str, of_run: list[str], now: st
 
 
 def test_configuration_file() -> None:
-    """conf/config.yaml and the pages of keys and metrics are what is printed: python -m zero.printed."""
+    """conf/config.yaml and the pages of keys and metrics are what is printed: python -m docs.print_reference."""
     reference = CONF.resolve().parent / "docs" / "reference"
     assert (CONF / "config.yaml").read_text() == config_yaml()
     assert (CONF / "model_config.yaml").read_text().startswith(models_head() + "\ntest:")

@@ -4,7 +4,7 @@ import shlex
 
 import pytest
 
-from zero.cli import composed
+from zero.commands.cli import composed
 from zero.config.command_line import take_text_literally
 from zero.config.help import COMMANDS
 

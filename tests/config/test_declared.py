@@ -10,6 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.config.composing import compose
+from zero.base.errors import UserError
 from zero.config import declared
 from zero.config.check import check
 from zero.config.constraints import at_least
@@ -19,7 +20,6 @@ from zero.config.keys import Shared, all_keys, key, members_of, shared
 from zero.config.names import MOVED, moved
 from zero.config.saved_config import default_config, merge_resumed, upgraded
 from zero.config.schema import MODES
-from zero.errors import UserError
 from zero.run import fresh
 from zero.run.features import FEATURES
 from zero.run.restore import TrainingPosition

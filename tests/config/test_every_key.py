@@ -20,7 +20,8 @@ from tests.config.composing import compose
 from tests.helpers import cli
 from tests.helpers.key_values import ELSEWHERE, NEUTRAL, OF_THE_STEP
 from tests.helpers.shared_jobs import SharedJobs
-from zero.cli import compose as cli_compose
+from zero.base.errors import UserError
+from zero.commands.cli import compose as cli_compose
 from zero.config.check import check, typed
 from zero.config.declared import whole_kind
 from zero.config.files import load_sizes
@@ -28,15 +29,14 @@ from zero.config.groups import Grid
 from zero.config.keys import all_keys
 from zero.config.no_effect import OF_GRID, without_effect
 from zero.config.schema import Config
-from zero.errors import UserError
 from zero.hosts import startup, watchdog, xla_options
 from zero.job import make_axis, make_job
 from zero.models.config import GPTConfig
 from zero.plan.compile import step_arguments
+from zero.record.metrics_file import read_metrics
+from zero.record.run_files import checkpoint_directory
 from zero.run import train as run_train
-from zero.run_directory import checkpoint_directory
 from zero.tracking import weights_and_biases
-from zero.tracking.metrics_file import read_metrics
 
 SIZES = load_sizes()
 # The run in which a key is set alone: small, and as plain as the default job.

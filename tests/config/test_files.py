@@ -13,10 +13,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from zero.base.errors import UserError
 from zero.config import files
 from zero.config.files import Sizes, _content, conf_directory, load_sizes
 from zero.config.schema import Model
-from zero.errors import UserError
 from zero.models.config import GPTConfig
 
 CONF = conf_directory()

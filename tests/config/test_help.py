@@ -2,10 +2,10 @@
 
 import pytest
 
+from zero.base.errors import UserError
 from zero.config.files import load_sizes
 from zero.config.help import WIDTH, help_text
 from zero.config.schema import GROUPS, MODES
-from zero.errors import UserError
 
 
 def test_one_screen() -> None:

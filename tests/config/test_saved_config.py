@@ -7,12 +7,12 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.config.composing import compose
+from zero.base.errors import UserError
 from zero.config.check import check
 from zero.config.files import load_sizes
 from zero.config.keys import all_keys
 from zero.config.saved_config import CONVERTED, FIXED_GROUPS, FIXED_KEYS, merge_resumed, with_groups
 from zero.config.schema import GROUPS
-from zero.errors import UserError
 
 RESUMED = ["resume=runs/a"]
 CHANGES = {  # from the start of the run, to what a resume may not change in it

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from tests.exchange.random_weights import ALIBI, assert_same, model_of, params, save, whole
+from zero.base.errors import UserError
 from zero.checkpoints.damage import MissingCheckpoint
 from zero.checkpoints.manager import Checkpoints
-from zero.errors import UserError
 from zero.exchange.average import average
 from zero.exchange.export import export
 from zero.exchange.warm_start import warm_start

@@ -11,9 +11,9 @@ import pytest
 import zero
 from tests.exchange.random_weights import SIZES
 from tests.helpers.brought import MODELS, ODD, save_folder
-from zero.cli import compose
+from zero.base.errors import UserError
+from zero.commands.cli import compose
 from zero.corpus.text.tokenizers import encode_prompt, load_tokenizer
-from zero.errors import UserError
 from zero.exchange.architecture_table import architecture_of
 from zero.exchange.hf_config import read_size, write_config
 from zero.exchange.hub_model import open_hf_model

@@ -15,7 +15,7 @@ import pytest
 
 from tests.exchange.random_weights import model_of, whole
 from tests.exchange.small_models import LAYERS, small, theirs
-from zero.errors import UserError
+from zero.base.errors import UserError
 from zero.exchange.architecture_table import ARCHITECTURES
 from zero.exchange.hf_config import read_architecture, read_size
 from zero.exchange.hf_folder import HuggingFaceFolder

@@ -33,8 +33,8 @@ from tests.exchange.random_weights import (
 )
 from tests.helpers import cli, kills
 from tests.helpers.vllm_rules import objections
+from zero.base.errors import UserError
 from zero.checkpoints.manager import Checkpoints
-from zero.errors import UserError
 from zero.exchange import export as exporting
 from zero.exchange import zero_weights
 from zero.exchange.export import export

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests.exchange.random_weights import ALIBI, LEARNED, SIZES, contents, model_of, save, whole
-from zero.errors import UserError
+from zero.base.errors import UserError
 from zero.exchange.architecture_table import ARCHITECTURES
 from zero.exchange.export import export
 from zero.exchange.hf_config import read_choices, write_config

@@ -13,8 +13,8 @@ from safetensors.numpy import load_file, save_file
 
 from tests.exchange.random_weights import ALIBI, assert_same, model_of, params, save, whole, without_padding
 from tests.helpers.hub import Hub, point_to, serve
-from zero.cli import compose
-from zero.errors import Unavailable, UserError
+from zero.base.errors import Unavailable, UserError
+from zero.commands.cli import compose
 from zero.exchange import export as exporting
 from zero.exchange.export import export
 from zero.exchange.warm_start import warm_start

@@ -15,13 +15,13 @@ from safetensors.numpy import load_file
 
 import zero
 from tests.helpers import llama
-from zero.errors import UserError
+from zero.base.errors import UserError
 from zero.exchange.architecture_table import ARCHITECTURES
 from zero.exchange.peft_folder import alpha_of, check_adapter_keys, peft_adapters, read_peft, write_peft
 from zero.exchange.warm_start import warm_start
 from zero.models.adapters import PRODUCTS, Adapters
 from zero.training.batch import Batch
-from zero.training.optimizer import adamw
+from zero.training.optimizers.optimizer import adamw
 from zero.training.parts import StepOptions
 from zero.training.programs import make_programs
 from zero.training.sharded_gpt import ShardedGPT

@@ -19,8 +19,8 @@ from zero.inference.trained_model import TrainedModel
 from zero.job import make_model
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
+from zero.record.metrics_file import read_metrics
 from zero.run.train import train
-from zero.tracking.metrics_file import read_metrics
 
 pytestmark = pytest.mark.slow
 LLAMA: dict[str, Any] = {**FAMILIES["llama"], "kv_heads": 2, "mlp_dim": 122}

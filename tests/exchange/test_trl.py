@@ -23,9 +23,9 @@ from tests.helpers.corpora import make
 from tests.helpers.loaders import open_loader
 from tests.helpers.trl_losses import as_rows
 from tests.helpers.vllm_rules import objections_to_adapters
+from zero.base.errors import UserError
 from zero.corpus.preparing.prepare import Corpus
 from zero.corpus.text.tokenizers import load_tokenizer
-from zero.errors import UserError
 from zero.exchange.architecture_table import architecture_of
 from zero.exchange.hub_model import open_hf_model
 from zero.exchange.peft_folder import CONFIG_FILE, peft_adapters, read_peft, tensor_name, write_peft

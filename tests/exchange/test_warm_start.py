@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.exchange.random_weights import LEARNED, model_of, params, save, whole
-from zero.errors import UserError
+from zero.base.errors import UserError
 from zero.exchange.export import export
 from zero.exchange.warm_start import repeated_layers, warm_start
 

@@ -14,8 +14,8 @@ import pytest
 
 from tests.exchange.greedy import greedy
 from tests.exchange.random_weights import ALIBI, LEARNED, SIZES, params, save
+from zero.base.errors import UserError
 from zero.corpus.text.tokenizers import ByteTokenizer
-from zero.errors import UserError
 from zero.exchange.export import export
 from zero.models import mlp
 from zero.models.config import GPTConfig

@@ -21,7 +21,7 @@ import numpy as np
 import zero
 from zero.checkpoints.manager import Checkpoints
 from zero.models.config import GPTConfig
-from zero.training.optimizer import adamw
+from zero.training.optimizers.optimizer import adamw
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.step import state_layout
 

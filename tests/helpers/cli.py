@@ -31,9 +31,9 @@ from unittest.mock import patch
 from zero.corpus.preparing.options import CorpusOptions
 from zero.corpus.preparing.prepare import prepare
 from zero.corpus.text.tokenizers import ByteTokenizer
+from zero.partition.virtual_devices import IN_ORDER
+from zero.record.metrics_file import read_metrics
 from zero.tracking import goodput
-from zero.tracking.metrics_file import read_metrics
-from zero.virtual_devices import IN_ORDER
 
 MAIN = Path(__file__).parents[2] / "main_zero.py"
 INDICES = ("corpus/index/tiny_train.index", "corpus/index/tiny_validation.index")

@@ -28,7 +28,7 @@ from zero.corpus.preparing.options import CorpusOptions
 from zero.corpus.preparing.prepare import prepare
 from zero.corpus.text.tokenizers import ByteTokenizer
 from zero.files.storage import gcs
-from zero.run_directory import committed_steps
+from zero.record.run_files import committed_steps
 
 # Emergency checkpoints at 3, 6, 9 and 12; durable ones at 3, 6 and 12, outside the run directory.
 JOB = (

@@ -16,12 +16,12 @@ import hydra
 
 # What takes long to import.
 import zero.checkpoints.orbax_commit
-import zero.cli
+import zero.commands.cli
 import zero.run.train  # noqa: F401
 from tests.helpers.blank_pages import leave_blank
 from zero.config.saved_config import default_config
+from zero.record.run_files import save_config
 from zero.run.features import report
-from zero.run_directory import save_config
 from zero.tracking.tracker import open_tracker
 
 program = sys.argv[1]

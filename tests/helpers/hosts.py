@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from tests.helpers import cli
-from zero.tracking.metrics_file import read_metrics
+from zero.record.metrics_file import read_metrics
 
 Host: TypeAlias = subprocess.Popen[str] | cli.Fork
 MINUTE = 60

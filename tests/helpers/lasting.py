@@ -22,7 +22,7 @@ from unittest.mock import patch
 
 import psutil
 
-import zero.cli
+import zero.commands.cli
 from tests.helpers import key_values
 from tests.helpers.shared_jobs import SharedJobs
 from zero.corpus.text import tokenizers
@@ -93,8 +93,8 @@ def status_of_run(jobs: SharedJobs) -> int:
     """Runs the program with the arguments in `sys.argv`; its exit status."""
     try:
         # Filters of warnings are put back, and each warning is given again.
-        with jobs.shared([]), patch.object(zero.cli, "exit_immediately", end), warnings.catch_warnings():
-            zero.cli.main()
+        with jobs.shared([]), patch.object(zero.commands.cli, "exit_immediately", end), warnings.catch_warnings():
+            zero.commands.cli.main()
     except SystemExit as ended:
         if isinstance(ended.code, str):
             print(ended.code, file=sys.stderr)

@@ -31,11 +31,11 @@ from hydra.errors import HydraException
 from tests.config import composing
 from tests.helpers import cli, key_values
 from tests.helpers.shared_jobs import SharedJobs
-from zero.cli import compose as compose_of_command_line
+from zero.base.errors import UserError
+from zero.commands.cli import compose as compose_of_command_line
 from zero.config.check import check
 from zero.config.files import load_sizes
 from zero.config.schema import Config
-from zero.errors import UserError
 from zero.models.config import GPTConfig
 from zero.run import train as run_train
 

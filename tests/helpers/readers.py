@@ -22,6 +22,7 @@ from safetensors.numpy import save, save_file
 
 from tests.config.composing import CONF, compose
 from tests.helpers.shards import loader, npy, write_tar
+from zero.base.errors import UserError, file_error
 from zero.config.check import check
 from zero.config.files import load_sizes
 from zero.config.saved_config import default_config, merge_resumed
@@ -31,11 +32,10 @@ from zero.corpus.preparing.sources.completions import CompletionReader
 from zero.corpus.preparing.sources.source import Source
 from zero.corpus.text.chat_template import load_chat_template
 from zero.corpus.text.tokenizers import load_tokenizer, train_tokenizer
-from zero.errors import UserError, file_error
 from zero.exchange.hf_folder import HuggingFaceFolder
 from zero.inference.sample import _prompts
-from zero.run_directory import METRICS_FILE, saved_config, saved_steps
-from zero.tracking.metrics_file import read_metrics, read_resumes
+from zero.record.metrics_file import read_metrics, read_resumes
+from zero.record.run_files import METRICS_FILE, saved_config, saved_steps
 
 MESSAGES = [{"role": "user", "content": "What is it?"}]
 GPT2 = {"model_type": "gpt2", "n_layer": 1, "n_head": 2}

@@ -14,45 +14,32 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[2]
 # The rooms of the house, from the lowest to the highest. A file imports from its own room or from a lower one.
 ROOMS = [
-    "zero.errors",
-    "zero.versions",
-    "zero.text_table",
-    "zero.child_process",
+    "zero.base",
     "zero.files",
     "zero.config.keys",  # how keys are declared, below all that declare some
     "zero.config.constraints",
     "zero.pages",
     "zero.corpus",
-    "zero.virtual_devices",
-    "zero.model_parallel",
     "zero.partition",
     "zero.models",
-    "zero.groups",
-    "zero.quantised",
-    "zero.old_names",
-    "zero.public_names",
     "zero",  # its __init__.py, the public names
-    "zero.check",
     "zero.training",
     "zero.hosts",
     "zero.config",
     "zero.job",
-    "zero.run_directory",
+    "zero.record",
     "zero.checkpoints",
     "zero.tracking",
-    "zero.cycles",
-    "zero.step_costs",
+    "zero.costs",
     "zero.exchange",
     "zero.inference",
     "zero.report",
     "zero.run",
     "zero.plan",
-    "zero.printed",
-    "zero.cli",
-    "zero.doctor",
-    "commands",  # main_zero.py, data/prepare.py
+    "zero.commands",
+    "scripts",  # main_zero.py, data/prepare.py
 ]
-WITHOUT_JAX = {"zero.errors", "zero.child_process", "zero.files", "zero.pages", "zero.corpus"}  # these import no jax
+WITHOUT_JAX = {"zero.base", "zero.files", "zero.pages", "zero.corpus"}  # these import no jax
 
 SOURCES = {
     ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__"): path
@@ -64,10 +51,10 @@ def room(module: str) -> str:
     """The room that a module of this repository is in.
 
     >>> room("zero.corpus.reading.loader"), room("zero"), room("main_zero"), room("zero.config.keys")
-    ('zero.corpus', 'zero', 'commands', 'zero.config.keys')
+    ('zero.corpus', 'zero', 'scripts', 'zero.config.keys')
     """
     if module.partition(".")[0] != "zero":
-        return "commands"
+        return "scripts"
     return module if module in ROOMS else ".".join(module.split(".")[:2])
 
 

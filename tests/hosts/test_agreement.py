@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from tests.helpers import hosts
-from zero.errors import Unavailable
+from zero.base.errors import Unavailable
 from zero.hosts import agreement
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from jax._src import hardware_utils
 
-from zero.errors import UserError
+from zero.base.errors import UserError
 from zero.hosts import hardware
 
 SCRIPT = Path(__file__).parents[2] / "prepareTPUVM.sh"

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import pytest
 
-from zero.errors import Unavailable
+from zero.base.errors import Unavailable
 from zero.hosts import watchdog
 
 

@@ -12,13 +12,13 @@ import pytest
 from tests.exchange.random_weights import ALIBI, model_of, save
 from zero.checkpoints.damage import DamagedCheckpoint
 from zero.checkpoints.manager import Checkpoints
-from zero.cli import compose
+from zero.commands.cli import compose
 from zero.corpus.text.tokenizers import ByteTokenizer
 from zero.inference import follow as module
 from zero.inference.follow import follow
 from zero.inference.trained_model import TrainedModel
-from zero.run_directory import save_config
-from zero.tracking.evaluations_file import read_evaluations
+from zero.record.evaluations_file import read_evaluations
+from zero.record.run_files import save_config
 
 
 class Trainer:

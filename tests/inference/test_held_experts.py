@@ -14,7 +14,7 @@ from zero.inference.trained_model import IN_INT8, placed_weights
 from zero.models.config import STACK, GPTConfig
 from zero.models.families import FAMILIES
 from zero.training.block_codes import hold, thaw
-from zero.training.optimizer import adamw
+from zero.training.optimizers.optimizer import adamw
 from zero.training.parts import StepOptions
 from zero.training.programs import make_programs
 from zero.training.sharded_gpt import ShardedGPT

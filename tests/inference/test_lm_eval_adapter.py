@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import zero
+from zero.base.errors import Unavailable, UserError
 from zero.checkpoints.manager import Checkpoints
 from zero.corpus.text.tokenizers import load_tokenizer, train_tokenizer
-from zero.errors import Unavailable, UserError
 from zero.exchange.export import export
 from zero.inference import harness_tasks
 from zero.inference.harness_tasks import adapter

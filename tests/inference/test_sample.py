@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.helpers import cli
+from zero.base.errors import UserError
 from zero.config.help import COMMANDS
 from zero.config.schema import Sample
-from zero.errors import UserError
 from zero.inference.interactive import _changed
 
 

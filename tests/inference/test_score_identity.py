@@ -10,11 +10,11 @@ import pytest
 
 from tests.config.composing import compose
 from tests.helpers.key_values import ELSEWHERE, OF_THE_STEP
+from zero.base.errors import UserError
 from zero.config.check import check
 from zero.config.declared import whole_kind
 from zero.config.files import load_sizes
 from zero.config.keys import all_keys
-from zero.errors import UserError
 from zero.inference.score_identity import score_identity
 from zero.job import make_job
 from zero.training.programs import make_inference

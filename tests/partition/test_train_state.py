@@ -6,7 +6,6 @@ import doctest
 import re
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,6 @@ from flax.training.train_state import TrainState
 
 import zero
 from tests.partition.exact_training import local_grads, make_params, replicate
-from zero.old_names import OLD
-from zero.partition.old_functions import shard_state, whole_state
 from zero.partition.sharded_state import WholeState
 
 API = (Path(__file__).parents[2] / "docs" / "reference" / "api.md").read_text()
@@ -276,24 +273,3 @@ def test_public_name_has_an_example(name: str) -> None:
     found = doctest.DocTestFinder(recurse=False).find(getattr(zero, name), name)
     assert any(test.examples for test in found)
     assert getattr(zero, name).__module__.startswith("zero.")  # where pytest collects it
-
-
-@pytest.mark.parametrize("name", OLD)
-def test_old_name_answers(name: str) -> None:
-    with pytest.warns(DeprecationWarning, match=rf"^zero\.{name} goes with the next release: write zero\."):
-        value = getattr(zero, name)
-    assert value is getattr(import_module(OLD[name].module), OLD[name].name)
-    assert f"`{name}`" in API
-
-
-def test_old_state_functions() -> None:
-    """`whole_state` and `shard_state` do what they did."""
-    tx, params = zero.shard_optimizer(optax.adam(0.1), "batch"), make_params()
-    state = shard_state(optax.adam(0.1).init(params), tx, params)
-    assert_same(whole_state(state, tx, params), zero.to_host(state))
-    inside = jax.pmap(lambda s, p: whole_state(s, tx, p), "batch")(state, replicate(params))
-    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[5], y), inside, zero.to_host(state))
-    with pytest.raises(TypeError, match=r"tx must be what zero\.shard_optimizer returned"):
-        whole_state(state, optax.adam(0.1), params)
-    with pytest.raises(AttributeError, match="module 'zero' has no attribute 'nothing'"):
-        zero.nothing  # noqa: B018

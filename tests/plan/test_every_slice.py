@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from zero.cli import compose
+from zero.commands.cli import compose
 from zero.hosts.xla_options import for_tpu
 from zero.plan.compile import Request, compile_step
 from zero.plan.topology import find_devices, prepare_environment

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from zero.cli import compose
-from zero.cycles.hlo import bytes_by_kind, collectives
-from zero.errors import UserError
+from zero.base.errors import UserError
+from zero.commands.cli import compose
+from zero.costs.hlo import bytes_by_kind, collectives
 from zero.hosts.speeds import SPEEDS
 from zero.plan import formula
 from zero.plan.compile import Request, Row, compile_step

@@ -22,7 +22,8 @@ from tests.helpers import browser, cli
 from zero.config.check import check
 from zero.config.files import load_sizes
 from zero.config.schema import PlanConfig
-from zero.cycles.predict import Prediction
+from zero.costs.predict import Prediction
+from zero.costs.step_costs import device_peak
 from zero.hosts.host_memory import host_memory
 from zero.hosts.speeds import SPEEDS
 from zero.job import make_job
@@ -31,7 +32,6 @@ from zero.plan.compile import PAUSES, highest_peak, step_arguments, time_and_cos
 from zero.plan.page import memory_segments, page, time_segments
 from zero.plan.table import COLUMNS, DETAILS, RESULTS, SETTINGS, WIDTH, breakdown_table, table, training_command
 from zero.run.step_programs import split_batch
-from zero.step_costs import device_peak
 from zero.training.row_places import RowPlaces
 
 KEYS = {"stage", "micro_batch", "accumulation", "remat", "context", "gradient_dtype", "clipping", "fused_update"}

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from tests.config.composing import compose
+from zero.base.errors import UserError
 from zero.config.check import typed
 from zero.config.groups import Grid
 from zero.config.schema import PlanConfig
-from zero.errors import UserError
 from zero.models.config import GPTConfig
 from zero.plan import search
 from zero.plan.compile import Request

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from zero.errors import UserError
+from zero.base.errors import UserError
 from zero.plan.topology import (
     available_bytes,
     find_devices,

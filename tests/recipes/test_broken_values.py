@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from benchmarks.recipe_sources import Row, disagreements, load_runs, resolved, values_of
-from zero.cli import compose
-from zero.errors import UserError
+from zero.base.errors import UserError
+from zero.commands.cli import compose
 
 RUNS = load_runs()
 # Keys of the table that another key sets.

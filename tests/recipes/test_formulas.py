@@ -18,7 +18,7 @@ import optax
 import pytest
 
 from benchmarks.recipe_sources import PAGE
-from zero.cli import compose
+from zero.commands.cli import compose
 from zero.config.files import load_sizes
 from zero.job import learning_rate
 from zero.models.codebook import with_commitment
@@ -26,7 +26,7 @@ from zero.models.config import GPTConfig
 from zero.models.gated_unit import empty_memory
 from zero.models.gpt import GPT
 from zero.models.parametrization import kernel_init, multipliers_of
-from zero.training.optimizer import clip_values, make_optimizer, scaled
+from zero.training.optimizers.optimizer import clip_values, make_optimizer, scaled
 
 T = 12
 GATED = {

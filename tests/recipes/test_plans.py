@@ -9,7 +9,7 @@ import pytest
 from benchmarks import recipe_sources, recipes
 from benchmarks.recipe_sources import PAGE, with_part
 from benchmarks.recipes import START, Digests, Plan
-from zero.cli import compose
+from zero.commands.cli import compose
 from zero.plan.compile import Request
 
 

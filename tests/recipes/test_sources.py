@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import recipe_sources as sources
 from benchmarks.recipe_sources import PAGE, RECIPES, disagreements, load_runs, values_of
-from zero.cli import compose
+from zero.commands.cli import compose
 from zero.config.files import load_sizes
 from zero.exchange.warm_start import repeated_layers
 from zero.models.parametrization import kernel_init

@@ -16,14 +16,14 @@ from omegaconf import OmegaConf
 from tests.helpers import browser
 from tests.helpers.browser import LAYOUT, WIDTHS, Browser
 from tests.helpers.pages import facts, plain, table
-from zero import run_directory
 from zero.config.saved_config import default_config
 from zero.models.codebook import METRICS as OF_CODEBOOKS
 from zero.models.experts import METRICS
+from zero.record import run_files as run_directory
+from zero.record.metrics_file import read_metrics
 from zero.report.curves import MOST_POINTS, MOST_POINTS_OF_A_CURVE, PANELS
 from zero.report.html_report import write_report
 from zero.tracking.goodput import PHASES
-from zero.tracking.metrics_file import read_metrics
 from zero.tracking.tracker import open_tracker
 
 EVALUATED = ("validation/ema_loss", "harness/choice/acc", "harness/lambada/acc")

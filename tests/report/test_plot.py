@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from zero.tracking.metrics_file import read_metrics, read_resumes
+from zero.record.metrics_file import read_metrics, read_resumes
 from zero.tracking.tracker import open_tracker
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from tests.helpers import cli, trl_losses
 from tests.helpers.brought import MODELS, ODD, save_folder, texts
 from tests.helpers.corpora import call
 from tests.helpers.loaders import open_loader
-from zero.cli import compose
-from zero.errors import UserError
+from zero.base.errors import UserError
+from zero.commands.cli import compose
 from zero.exchange.export import export
 from zero.exchange.hub_model import open_hf_model
 from zero.inference import harness_tasks

@@ -6,10 +6,10 @@ import pytest
 
 from tests.config.composing import compose
 from tests.helpers import bucket, cli
+from zero.base.errors import UserError
 from zero.config.check import check
 from zero.config.files import load_sizes
 from zero.corpus.text.tokenizers import ByteTokenizer
-from zero.errors import UserError
 from zero.files import storage
 from zero.job import make_job
 from zero.run.data import open_data, staged_context, with_global_batch

@@ -16,9 +16,9 @@ from tests.config.composing import Only, compose
 from tests.helpers import cli, llama
 from tests.helpers.corpora import call
 from tests.helpers.loaders import open_loader
+from zero.base.errors import UserError
 from zero.config.check import check
 from zero.corpus.format.index_files import read_index
-from zero.errors import UserError
 from zero.job import make_job
 from zero.models.families import FAMILIES
 from zero.plan.compile import Request, evaluation_arguments, step_arguments

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import cli, kills
+from zero.record.metrics_file import read_resumes
+from zero.record.run_files import saved_steps
 from zero.run.find_run import command, is_finished, saved_command
-from zero.run_directory import saved_steps
-from zero.tracking.metrics_file import read_resumes
 
 # Emergency checkpoints at 3, 6, 9 and 12, durable ones at 3, 6 and 12.
 JOB = (

@@ -10,9 +10,9 @@ import pytest
 
 from tests.helpers import cli, effects, kills
 from zero.checkpoints.manager import Checkpoints
+from zero.record.metrics_file import read_resumes
+from zero.record.run_files import saved_steps
 from zero.run.features import FEATURES
-from zero.run_directory import saved_steps
-from zero.tracking.metrics_file import read_resumes
 
 JOB = (
     *cli.TINY,

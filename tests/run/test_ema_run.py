@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.helpers import cli
-from zero.run_directory import saved_steps
+from zero.record.run_files import saved_steps
 
 LAST = 8
 EMA = (

@@ -13,18 +13,9 @@ from omegaconf import OmegaConf
 
 import zero.config.schema  # noqa: F401  declares the keys
 from tests.helpers import bucket, hosts
-from zero.cli import errors_in_lines
-from zero.errors import UserError
-from zero.run.find_run import (
-    DEFAULT_ROOT,
-    SWEEPS,
-    newest_run,
-    resume_overrides,
-    saved_command,
-    write_command,
-)
-from zero.run.resume import last_lineages, write_lineage
-from zero.run_directory import (
+from zero.base.errors import UserError
+from zero.commands.cli import errors_in_lines
+from zero.record.run_files import (
     CONFIG_FILE,
     LAYOUT_FILE,
     checkpoint_directory,
@@ -35,6 +26,15 @@ from zero.run_directory import (
     saved_config,
     saved_steps,
 )
+from zero.run.find_run import (
+    DEFAULT_ROOT,
+    SWEEPS,
+    newest_run,
+    resume_overrides,
+    saved_command,
+    write_command,
+)
+from zero.run.resume import last_lineages, write_lineage
 
 CONF = Path(__file__).parents[2] / "conf"
 ODD_NAMES = [
@@ -290,7 +290,7 @@ def test_silent_bucket_is_tried_again(
     bucket.use(monkeypatch, f"http://127.0.0.1:{hosts.free_port()}", deadline=0.3)
     make_run(DEFAULT_ROOT / "older", [5])
     make_run(DEFAULT_ROOT / "newer", [], bucket_path="bucket")
-    monkeypatch.setattr("zero.cli.exit_immediately", sys.exit)
+    monkeypatch.setattr("zero.commands.cli.exit_immediately", sys.exit)
     with pytest.raises(SystemExit, match=r"^1$"), errors_in_lines():
         resume_overrides([flag])
     assert capsys.readouterr().err.startswith("error: gs://bucket/checkpoints: no answer within")

@@ -17,21 +17,21 @@ from tests.helpers.corpora import call
 from tests.helpers.lasting import KEYS
 from tests.helpers.loaders import open_loader
 from tests.helpers.shared_jobs import SharedJobs
+from zero.base.errors import UserError
 from zero.checkpoints.manager import Checkpoints
 from zero.config.check import check
 from zero.config.saved_config import merge_resumed
 from zero.corpus.text.tokenizers import load_tokenizer, train_tokenizer
-from zero.errors import UserError
 from zero.exchange.warm_start import warm_start
 from zero.inference.evaluate import evaluate
 from zero.inference.sample import sample
 from zero.inference.scoring import Scorer, score_validation_set
 from zero.inference.trained_model import TrainedModel
 from zero.job import make_model
+from zero.record.metrics_file import read_metrics
+from zero.record.run_files import saved_config
 from zero.run.train import train
-from zero.run_directory import saved_config
-from zero.tracking.metrics_file import read_metrics
-from zero.training.optimizer import adamw
+from zero.training.optimizers.optimizer import adamw
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.step import state_layout
 

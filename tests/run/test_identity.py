@@ -10,10 +10,10 @@ import pytest
 
 from tests.helpers import cli
 from tests.helpers.loaders import open_loader
+from zero.base.errors import UserError
 from zero.corpus.preparing.options import CorpusOptions
 from zero.corpus.preparing.prepare import prepare
 from zero.corpus.text.tokenizers import FileTokenizer, bytes_as_file
-from zero.errors import UserError
 from zero.run.identity import check_identity
 from zero.run.restore import TrainingPosition
 

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from tests.helpers import cli, hosts
-from zero.cli import compose
+from zero.commands.cli import compose
 from zero.corpus.preparing.options import CorpusOptions
 from zero.corpus.preparing.prepare import prepare
 from zero.corpus.text.tokenizers import ByteTokenizer

@@ -14,18 +14,18 @@ from tests.config.composing import Only, compose
 from tests.helpers import cli, llama
 from tests.helpers.lasting import KEYS
 from tests.helpers.shared_jobs import SharedJobs
+from zero.base.errors import UserError
 from zero.checkpoints.manager import Checkpoints
 from zero.config.check import check
 from zero.config.saved_config import merge_resumed
-from zero.errors import UserError
 from zero.exchange.export import export
 from zero.exchange.hf_folder import HuggingFaceFolder
 from zero.exchange.peft_folder import read_peft
 from zero.inference.evaluate import evaluate
 from zero.job import make_model
+from zero.record.metrics_file import read_metrics, read_resumes
+from zero.record.run_files import saved_config
 from zero.run.train import train
-from zero.run_directory import saved_config
-from zero.tracking.metrics_file import read_metrics, read_resumes
 from zero.training.sharded_gpt import ShardedGPT
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported

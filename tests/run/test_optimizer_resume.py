@@ -5,7 +5,7 @@ import pytest
 
 from tests.helpers import cli
 from tests.helpers.checkpoints import leaves
-from zero.training.optimizer import NAMES
+from zero.training.optimizers.optimizer import NAMES
 
 LAST = 8
 RUN = (*cli.TINY, "training.evaluation_frequency=4", f"training.total_steps={LAST}", "data.max_context=16")

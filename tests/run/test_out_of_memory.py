@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from zero.errors import UserError
+from zero.base.errors import UserError
 from zero.run.out_of_memory import GIB, named_out_of_memory
 
 pytestmark = pytest.mark.quick

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import cli
-from zero.run_directory import saved_config
-from zero.tracking.metrics_file import read_resumes
+from zero.record.metrics_file import read_resumes
+from zero.record.run_files import saved_config
 
 pytestmark = pytest.mark.wide
 SIZES = """

@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers import cli, hosts
 from tests.helpers.checkpoints import leaves
-from zero.cli import compose
+from zero.commands.cli import compose
 from zero.job import steps_per_row
 from zero.run.data import last_step
 

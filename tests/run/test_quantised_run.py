@@ -8,7 +8,7 @@ import pytest
 from tests.helpers import cli
 from tests.helpers.checkpoints import leaves
 from zero.exchange.average import average
-from zero.run_directory import saved_steps
+from zero.record.run_files import saved_steps
 
 pytestmark = pytest.mark.slow
 LAST = 8

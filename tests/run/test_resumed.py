@@ -18,10 +18,10 @@ from zero.config.files import load_sizes
 from zero.exchange.average import average
 from zero.inference.trained_model import load_weights
 from zero.job import make_job
+from zero.record.metrics_file import read_metrics
+from zero.record.run_files import saved_steps
 from zero.run.restore import restore
-from zero.run_directory import saved_steps
-from zero.tracking.metrics_file import read_metrics
-from zero.training.optimizer import adamw
+from zero.training.optimizers.optimizer import adamw
 from zero.training.sharded_gpt import ShardedGPT
 
 LAST = 8

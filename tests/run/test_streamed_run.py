@@ -10,11 +10,11 @@ import pytest
 from tests.config.composing import compose
 from tests.helpers import cli, kills
 from tests.helpers.checkpoints import leaves
+from zero.base.errors import UserError
 from zero.config.check import check
 from zero.config.files import load_sizes
-from zero.errors import UserError
 from zero.job import make_job
-from zero.tracking.metrics_file import read_resumes
+from zero.record.metrics_file import read_resumes
 
 JOB = (*cli.TINY, "training.gradient_accumulation_steps=1", "zero.fused_update=true", "zero.remat=full")
 STREAMED = (*JOB, "zero.offload=optimizer")

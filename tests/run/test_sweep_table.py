@@ -7,8 +7,8 @@ import pytest
 
 from tests.helpers.disks import fill
 from zero.config.saved_config import default_config
+from zero.record.run_files import save_config
 from zero.run.sweeps import write_table
-from zero.run_directory import save_config
 
 
 def make_job(sweep: Path, number: int) -> None:

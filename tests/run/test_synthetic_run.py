@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from tests.helpers import cli, hosts
+from zero.base.errors import UserError
 from zero.corpus.reading.loader import Batching
 from zero.corpus.reading.synthetic import SYNTHETIC, SyntheticLoader
-from zero.errors import UserError
-from zero.tracking.metrics_file import read_metrics, read_resumes
+from zero.record.metrics_file import read_metrics, read_resumes
 
 # The indices and the corpus of `TINY` are not given: nothing is read.
 COMPUTED = (

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from tests.helpers import cli, trl_losses
 from tests.helpers.brought import HOMES, SHAPE, save_tokenizer
 from tests.helpers.corpora import call
-from zero.cli import compose
+from zero.commands.cli import compose
 from zero.exchange.export import export
 from zero.exchange.hub_model import open_hf_model
 from zero.run.train import train

@@ -20,9 +20,9 @@ from tests.helpers import cli
 from zero.checkpoints.manager import Checkpoints
 from zero.config.files import load_sizes
 from zero.hosts.signals import stop_requests, unanswered
-from zero.run_directory import saved_steps
-from zero.tracking.metrics_file import read_metrics, read_resumes
-from zero.training.optimizer import adamw
+from zero.record.metrics_file import read_metrics, read_resumes
+from zero.record.run_files import saved_steps
+from zero.training.optimizers.optimizer import adamw
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.step import state_layout
 

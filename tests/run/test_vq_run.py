@@ -13,7 +13,7 @@ import pytest
 
 from tests.helpers import cli, hosts
 from tests.helpers.checkpoints import leaves
-from zero.errors import UserError
+from zero.base.errors import UserError
 from zero.exchange.export import export
 
 pytestmark = pytest.mark.slow

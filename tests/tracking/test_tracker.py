@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from tests.helpers.disks import fill
 from tests.helpers.events import scalars
+from zero.base.errors import UserError
 from zero.config.saved_config import default_config
-from zero.errors import UserError
+from zero.record.metrics_file import read_metrics, read_resumes
+from zero.record.run_files import save_config
 from zero.report.html_report import write_report
-from zero.run_directory import save_config
-from zero.tracking.metrics_file import read_metrics, read_resumes
 from zero.tracking.tracker import open_tracker
 from zero.tracking.weights_and_biases import _has_login, _run_id
 

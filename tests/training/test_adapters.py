@@ -20,7 +20,7 @@ from zero.partition.pmapped import pmap
 from zero.run.frozen_base import fit_to_base
 from zero.training.batch import Batch
 from zero.training.block_codes import FORMS, hold, thaw
-from zero.training.optimizer import adamw
+from zero.training.optimizers.optimizer import adamw
 from zero.training.parts import StepOptions
 from zero.training.programs import Programs, make_programs
 from zero.training.sharded_gpt import ShardedGPT

@@ -25,7 +25,7 @@ from tests.training.small_gpt import (
     shapes_of,
     tokens,
 )
-from zero.cycles.hlo import collectives
+from zero.costs.hlo import collectives
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
 from zero.models.gpt import GPT

@@ -11,7 +11,7 @@ import zero
 from zero.models.config import GPTConfig
 from zero.partition.collectives.axis import Axis
 from zero.training.batch import Batch
-from zero.training.optimizer import adamw
+from zero.training.optimizers.optimizer import adamw
 from zero.training.parts import StepOptions, TrainState
 from zero.training.programs import make_programs
 from zero.training.sharded_gpt import ShardedGPT

@@ -17,7 +17,7 @@ from zero.models.families import FAMILIES
 from zero.models.gpt import GPT
 from zero.training.batch import Batch
 from zero.training.dpo import METRICS, dpo
-from zero.training.optimizer import adamw
+from zero.training.optimizers.optimizer import adamw
 from zero.training.parts import StepOptions
 from zero.training.programs import Programs, make_programs
 from zero.training.row_places import split_rows

@@ -26,12 +26,12 @@ from tests.training.small_gpt import (
     shapes_of,
     tokens,
 )
-from zero.cycles.hlo import bytes_by_kind, collectives
+from zero.costs.hlo import bytes_by_kind, collectives
 from zero.models.config import GPTConfig
 from zero.models.experts import capacity_of
 from zero.models.families import FAMILIES
 from zero.models.gpt import GPT
-from zero.training.optimizer import NAMES, make_optimizer
+from zero.training.optimizers.optimizer import NAMES, make_optimizer
 from zero.training.parts import TrainState
 from zero.training.placements import is_expert_leaf
 

@@ -35,7 +35,7 @@ from zero.models.stack import span_size
 from zero.partition.sharded_optimizer import clip_by_global_norm
 from zero.training.ema import EMA
 from zero.training.fused_update import LayeredLoss, backward_and_update
-from zero.training.optimizer import adamw
+from zero.training.optimizers.optimizer import adamw
 from zero.training.parts import StepOptions, TrainState
 
 DEEP = dataclasses.replace(CONFIG, N=6)  # three spans of two layers

@@ -11,7 +11,7 @@ import pytest
 
 import zero
 from tests.training.small_gpt import Run, assert_close, batch, run_on, setup
-from zero.cycles.hlo import across_hosts, bytes_by_kind, collectives
+from zero.costs.hlo import across_hosts, bytes_by_kind, collectives
 
 GRIDS = {
     "two copies": zero.Axis("zero", (2, 4)),

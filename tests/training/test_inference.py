@@ -14,7 +14,7 @@ from zero.inference.generate import generate
 from zero.models.config import GPTConfig
 from zero.models.gpt import GPT
 from zero.training.inference import Sampling, evaluate_step, filtered, penalised
-from zero.training.optimizer import adamw
+from zero.training.optimizers.optimizer import adamw
 from zero.training.parts import StepOptions
 from zero.training.programs import Inference, make_inference, make_programs
 from zero.training.sharded_gpt import ShardedGPT

@@ -26,7 +26,7 @@ from tests.training.small_gpt import (
 )
 from zero.models.config import GPTConfig
 from zero.models.parametrization import rate_multipliers
-from zero.training.optimizer import MULTIPLIABLE, NAMES, make_optimizer
+from zero.training.optimizers.optimizer import MULTIPLIABLE, NAMES, make_optimizer
 
 DECAY, W = 0.1, 3
 MUP = dataclasses.replace(

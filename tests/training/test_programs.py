@@ -13,7 +13,7 @@ from zero.models.config import GPTConfig
 from zero.partition import pmapped
 from zero.partition.collectives.axis import Axis
 from zero.training import programs
-from zero.training.optimizer import adamw
+from zero.training.optimizers.optimizer import adamw
 from zero.training.parts import StepOptions
 from zero.training.sharded_gpt import ShardedGPT
 

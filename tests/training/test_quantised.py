@@ -29,7 +29,7 @@ from tests.training.small_gpt import (
     shapes_of,
 )
 from zero.training.ema import EMA
-from zero.training.optimizer import adamw, convert_state, decayed
+from zero.training.optimizers.optimizer import adamw, convert_state, decayed
 
 INT8 = adamw(0.1, state_dtype=jnp.int8)
 FORMS: dict[str, dict[str, Any]] = {

@@ -29,7 +29,7 @@ from zero.models.adapters import Adapters
 from zero.models.config import STACK
 from zero.models.gpt import GPT
 from zero.run.features.statistics import named as metrics_of
-from zero.training.optimizer import adamw
+from zero.training.optimizers.optimizer import adamw
 from zero.training.parts import StepOptions
 from zero.training.programs import make_programs
 from zero.training.sharded_gpt import ShardedGPT

@@ -33,10 +33,10 @@ from tests.training.small_gpt import (
     shapes_of,
     tokens,
 )
-from zero.cycles.hlo import computations, kind_of, runs_of
+from zero.costs.hlo import computations, kind_of, runs_of
 from zero.models.attention.blockwise import blockwise_attention
 from zero.partition.sharded_optimizer import clip_by_global_norm
-from zero.training.optimizer import decayed
+from zero.training.optimizers.optimizer import decayed
 from zero.training.parts import TrainState
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.whole_gradient import _accumulate

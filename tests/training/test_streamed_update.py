@@ -21,7 +21,7 @@ from zero.models.stack import KINDS
 from zero.partition import host_blocks
 from zero.partition.checksums import examine
 from zero.partition.host_blocks import DEVICE, HOST, HostQueue
-from zero.training.optimizer import make_optimizer
+from zero.training.optimizers.optimizer import make_optimizer
 from zero.training.parts import TrainState
 from zero.training.state_storage import LayersOnHost, OnDevices
 from zero.training.streamed_update import StreamedState, layers_of, with_layers

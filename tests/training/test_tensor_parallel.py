@@ -20,7 +20,7 @@ from tests.training.small_gpt import (
     shapes_of,
     tokens,
 )
-from zero.cycles.hlo import collectives
+from zero.costs.hlo import collectives
 from zero.inference.generate import generate
 from zero.models.config import GPTConfig
 from zero.training.batch import Batch

@@ -22,7 +22,7 @@ from tests.training.small_gpt import (
     setup,
     tokens,
 )
-from zero.errors import Unavailable, UserError
+from zero.base.errors import Unavailable, UserError
 from zero.models.gpt import GPT
 from zero.partition import pmapped
 from zero.run.features.verify import Verify

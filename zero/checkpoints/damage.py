@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax
 
-from zero.errors import Unavailable, UserError, causes, full_disk
+from zero.base.errors import Unavailable, UserError, causes, full_disk
 from zero.files import storage
 from zero.hosts.watchdog import LOST_HOST
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Self
 import jax
 import numpy as np
 
-from zero.errors import UserError
+from zero.base.errors import UserError
 from zero.hosts import agreement
 from zero.hosts.peers import FAILURES, Peers
 from zero.partition.checksums import examine

@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 import jax
 import numpy as np
 
+from zero.base.errors import Unavailable, UserError
+from zero.base.versions import version_of
 from zero.checkpoints.damage import (
     DamagedCheckpoint,
     MissingCheckpoint,
@@ -33,15 +35,13 @@ from zero.checkpoints.damage import (
 )
 from zero.checkpoints.quiet_orbax import drain_loops_of_orbax, quiet_loggers
 from zero.checkpoints.retention import Retention, Saved
-from zero.errors import Unavailable, UserError
 from zero.files import storage
 from zero.files.parsing import reading
 from zero.hosts import agreement
 from zero.partition.collectives.axis import Axis
 from zero.partition.global_arrays import global_shapes
 from zero.partition.layout import Layout, PyTree
-from zero.run_directory import committed_steps
-from zero.versions import version_of
+from zero.record.run_files import committed_steps
 
 if TYPE_CHECKING:  # orbax is imported where it is used: a fresh start of one process does not wait for it
     import orbax.checkpoint as ocp

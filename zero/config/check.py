@@ -12,6 +12,7 @@ from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+from zero.base.errors import UserError
 from zero.config import rules_between_keys
 from zero.config.constraints import shown
 from zero.config.declared import keys_of_features, value_of, whole_kind
@@ -19,7 +20,6 @@ from zero.config.keys import Group, Key, Section, members_of
 from zero.config.names import unknown, unknown_field
 from zero.config.no_effect import without_effect
 from zero.config.schema import GROUPS, MODE_SECTIONS, MODES, Config, Model
-from zero.errors import UserError
 from zero.models.config import GPTConfig
 
 AnySection = TypeVar("AnySection")

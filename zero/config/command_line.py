@@ -10,10 +10,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 
+from zero.base.errors import UserError
 from zero.config.constraints import shown
 from zero.config.names import declared_keys
 from zero.config.schema import MODES
-from zero.errors import UserError
 
 FREE_TEXT = {"sample.prompt"}  # keys whose text may hold what Hydra would read as syntax, such as ${HOME}
 

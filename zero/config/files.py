@@ -16,9 +16,9 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 import zero
+from zero.base.errors import UserError
 from zero.config.check import describe
 from zero.config.schema import Model
-from zero.errors import UserError
 from zero.files.parsing import reading
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES

@@ -5,14 +5,14 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
+from zero.base.errors import UserError
+from zero.base.versions import version_of
 from zero.config.declared import whole_kind
 from zero.config.files import conf_directory, load_sizes
 from zero.config.keys import Group, Key, Section, all_keys, members_of
 from zero.config.names import unknown
 from zero.config.printed import choices_of_groups, yaml_text
 from zero.config.schema import GROUPS, MODE_SECTIONS, MODES
-from zero.errors import UserError
-from zero.versions import version_of
 
 WIDTH = 100  # columns of a terminal
 COMMANDS = {

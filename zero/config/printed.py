@@ -53,7 +53,7 @@ hydra:
 MODELS = """\
 # Model sizes, chosen by model.size. A test recounts the parameters in each comment. model.override changes keys of an
 # entry, and model.size=my.yaml:mine names one of another file. Published models are in conf/models, a file for all
-# names with one beginning. What follows is printed from zero/models (python -m zero.printed).
+# names with one beginning. What follows is printed from zero/models (python -m docs.print_reference).
 #
 """
 COLUMN, WIDTH = 23, 128  # of the meanings of a model's keys
@@ -148,8 +148,8 @@ KEYS_HEAD = """\
 # Keys
 
 Every key of the configuration, its default and its meaning. This page and `conf/config.yaml` are printed from the
-declarations in `zero/config` and `zero/run/features` (`python -m zero.printed`); `--help KEY` explains a key in the
-terminal.
+declarations in `zero/config` and `zero/run/features` (`python -m docs.print_reference`); `--help KEY` explains a key in
+the terminal.
 """
 
 

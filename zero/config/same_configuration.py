@@ -8,8 +8,8 @@ from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
+from zero.base.errors import UserError
 from zero.config.schema import Config
-from zero.errors import UserError
 from zero.hosts import agreement
 from zero.models.config import GPTConfig
 

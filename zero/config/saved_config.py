@@ -12,13 +12,13 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from zero.base.errors import UserError
 from zero.config.check import describe
 from zero.config.constraints import shown
 from zero.config.files import Sizes, conf_directory, load_sizes
 from zero.config.keys import members_of
 from zero.config.names import MOVED, unknown
 from zero.config.schema import EMA, GROUPS, MODE_SECTIONS, default_section
-from zero.errors import UserError
 
 log = logging.getLogger(__name__)
 

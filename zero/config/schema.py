@@ -47,8 +47,8 @@ from zero.models.stack import OFFLOADED, REMAT
 from zero.training import objective as objectives
 from zero.training import tuning as tunings
 from zero.training.objectives import OBJECTIVES
-from zero.training.optimizer import OPTIMIZERS
 from zero.training.optimizer_keys import Optimizer
+from zero.training.optimizers.optimizer import OPTIMIZERS
 from zero.training.schedules import SCHEDULES, Schedule
 from zero.training.tuning import TUNINGS
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from zero.errors import UserError
+from zero.base.errors import UserError
 from zero.exchange.architecture import FUSED_QKV, Architecture
 from zero.models.config import HEAD, STACK, VOCABULARY, GPTConfig
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from zero import run_directory as run_files
+from zero.base.errors import UserError
 from zero.checkpoints.damage import MissingCheckpoint
 from zero.checkpoints.manager import Checkpoints
-from zero.errors import UserError
 from zero.exchange.checkpoint_weights import choose_steps, new_directory, open_checkpoints
 from zero.models.collections import collections_of
 from zero.models.config import GPTConfig
 from zero.partition.layout import make_layout
+from zero.record import run_files
 
 log = logging.getLogger(__name__)
 

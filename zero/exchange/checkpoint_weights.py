@@ -10,16 +10,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from zero.base.errors import UserError
 from zero.checkpoints.damage import DamagedCheckpoint, MissingCheckpoint
 from zero.checkpoints.manager import Checkpoints
 from zero.corpus.text.tokenizers import TokenizerIdentity
-from zero.errors import UserError
 from zero.exchange.hf_config import UNSEEN
 from zero.files import storage
 from zero.models.config import GPTConfig
 from zero.partition.global_arrays import from_global
 from zero.partition.layout import Layout, PyTree
-from zero.run_directory import CONFIG_FILE, saved_checkpoint_directory
+from zero.record.run_files import CONFIG_FILE, saved_checkpoint_directory
 from zero.training.ema import EMA
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.tuning import Tuning, make_tuning

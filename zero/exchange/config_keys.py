@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from zero.errors import UserError
+from zero.base.errors import UserError
 from zero.exchange.architecture import Architecture
 
 # Keys of all architectures that concern no logit: names, generation, training, caches, other heads.

@@ -16,6 +16,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
+from zero.base.errors import Unavailable, UserError, first_line
 from zero.corpus.text.hub import PREFIX
 from zero.corpus.text.special_tokens import TOKENIZER_CONFIG, as_json, companions
 from zero.corpus.text.tokenizers import (
@@ -25,7 +26,6 @@ from zero.corpus.text.tokenizers import (
     bytes_as_file,
     load_tokenizer,
 )
-from zero.errors import Unavailable, UserError, first_line
 from zero.exchange.architecture import Architecture
 from zero.exchange.architecture_table import architecture_of
 from zero.exchange.checkpoint_weights import (

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from zero.errors import UserError
+from zero.base.errors import UserError
 from zero.exchange.architecture import Architecture
 from zero.exchange.architecture_table import ARCHITECTURES, MISSING
 from zero.exchange.config_keys import check_keys

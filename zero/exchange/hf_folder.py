@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from zero.errors import UserError
+from zero.base.errors import UserError
 from zero.exchange.hf_config import read_architecture, read_choices, read_size
 from zero.exchange.mxfp4 import decoded
 from zero.files.parsing import json_object, reading

@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 
+from zero.base.errors import Unavailable, UserError
 from zero.corpus.text.hub import download
 from zero.corpus.text.special_tokens import COMPANIONS
-from zero.errors import Unavailable, UserError
 from zero.hosts import agreement
 
 log = logging.getLogger(__name__)

@@ -6,9 +6,9 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
+from zero.base.errors import UserError
 from zero.config.schema import Model
 from zero.corpus.text.hub import PREFIX, download
-from zero.errors import UserError
 from zero.exchange.hf_folder import CONFIG_FILE, HuggingFaceFolder
 from zero.exchange.hub_folder import FILES
 from zero.models.config import GPTConfig

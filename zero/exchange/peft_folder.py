@@ -13,7 +13,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from zero.errors import Unavailable, UserError, first_line
+from zero.base.errors import Unavailable, UserError, first_line
 from zero.exchange.architecture import Architecture
 from zero.exchange.architecture_table import architecture_of
 from zero.files.parsing import json_object, reading

@@ -14,9 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from zero.base.errors import UserError
 from zero.corpus.text.hub import PREFIX
-from zero.errors import UserError
-from zero.exchange.checkpoint_weights import SavedStep, check_unseen, open_checkpoints, read_step
+from zero.exchange.checkpoint_weights import (
+    SavedStep,
+    check_unseen,
+    open_checkpoints,
+    read_step,
+)
 from zero.exchange.hf_folder import CONFIG_FILE, HuggingFaceFolder
 from zero.exchange.hub_folder import hub_folder
 from zero.files.parsing import json_object

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from zero.errors import UserError
+from zero.base.errors import UserError
 from zero.exchange.architecture import Architecture
 from zero.models.config import HEAD, STACK, VOCABULARY, GPTConfig
 from zero.models.positions.rotary import rotation_of

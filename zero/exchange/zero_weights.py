@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from zero.errors import exit_on_error
+from zero.base.errors import exit_on_error
 from zero.exchange.average import average
 from zero.exchange.export import DTYPES, export
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from zero.errors import UserError, first_line
+from zero.base.errors import UserError, first_line
 
 # Errors of parsers for input that is malformed, truncated, nested too deeply or too large, and of the first access to
 # a value of another kind, such as a list instead of an object.

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.experimental.multihost_utils import reached_preemption_sync_point
 
-from zero.errors import Unavailable, UserError, first_line
+from zero.base.errors import Unavailable, UserError, first_line
 from zero.partition.pmapped import pmap
 from zero.partition.whole_state import coordination_client
 

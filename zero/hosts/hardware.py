@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from zero.errors import UserError
+from zero.base.errors import UserError
 
 ACCELERATORS = {"accel*": "tpu", "vfio/*": "tpu", "nvidia0": "cuda12", "kfd": "rocm"}  # device files; extras of jax
 DEVICES = Path("/dev")

@@ -17,14 +17,14 @@ from importlib.util import find_spec
 import jax
 import psutil
 
-from zero.errors import Unavailable, UserError
+from zero.base.errors import Unavailable, UserError
 from zero.hosts import watchdog, xla_options
 from zero.hosts.agreement import JOIN_SECONDS
 from zero.hosts.hardware import DEVICES, accelerator, missing_driver
 from zero.hosts.signals import SIGNALS, handled
 from zero.hosts.watchdog import SILENCE_SECONDS
+from zero.partition.virtual_devices import use_cpu_devices
 from zero.partition.whole_state import processes_that_joined
-from zero.virtual_devices import use_cpu_devices
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import jax
 
-from zero.errors import Unavailable, UserError, causes, first_line
+from zero.base.errors import Unavailable, UserError, causes, first_line
 from zero.hosts.agreement import wait_for_all
 from zero.hosts.signals import exit_immediately, unanswered
 from zero.partition.whole_state import coordination_client, coordinator_address

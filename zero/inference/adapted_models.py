@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from zero.base.errors import UserError
 from zero.config.schema import EvaluateConfig
 from zero.corpus.text.tokenizers import Tokenizer, load_tokenizer
-from zero.errors import UserError
 from zero.exchange.checkpoint_weights import choose_steps, open_checkpoints, saved_step
 from zero.exchange.hub_model import is_folder
 from zero.exchange.peft_folder import CONFIG_FILE, peft_adapters, read_peft

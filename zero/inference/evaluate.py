@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from zero.base.errors import UserError
 from zero.config.schema import EvaluateConfig
 from zero.corpus.format.index_files import named_sets, paths_of, read_index
 from zero.corpus.format.manifest import check_tokenizers
-from zero.errors import UserError
 from zero.hosts.agreement import is_host_0
 from zero.hosts.watchdog import ending_together
 from zero.inference.adapted_models import adapted_models

@@ -24,9 +24,9 @@ from zero.hosts import agreement, watchdog
 from zero.inference.harness_tasks import numbers_of
 from zero.inference.scoring import Scorer
 from zero.inference.trained_model import load_weights
-from zero.run_directory import WAIT_SECONDS, WANDB_ID_FILE, saved_checkpoint_directory, saved_steps, shared_file
-from zero.tracking.evaluations_file import PREFIX, append_evaluation, read_evaluations
-from zero.tracking.metrics_file import Log
+from zero.record.evaluations_file import PREFIX, append_evaluation, read_evaluations
+from zero.record.metrics_file import Log
+from zero.record.run_files import WAIT_SECONDS, WANDB_ID_FILE, saved_checkpoint_directory, saved_steps, shared_file
 from zero.tracking.tracker import open_tracker
 
 log = logging.getLogger(__name__)

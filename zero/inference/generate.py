@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from zero.errors import UserError
+from zero.base.errors import UserError
 from zero.partition.layout import PyTree
 from zero.training.programs import Inference
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from zero.errors import UserError, install_command
+from zero.base.errors import UserError, install_command
 from zero.inference.generate import generate
 from zero.inference.scoring import Scorer
 from zero.training.inference import Sampling

@@ -15,8 +15,8 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from zero.base.errors import WRONG_PATH, Unavailable, UserError, causes, first_line
 from zero.corpus.text.tokenizers import Tokenizer
-from zero.errors import WRONG_PATH, Unavailable, UserError, causes, first_line
 from zero.inference.generate import until_end
 from zero.inference.scoring import Passage, Score, batched
 

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from zero.base.errors import UserError
 from zero.config.schema import SampleConfig
 from zero.corpus.text.chat_template import load_chat_template
 from zero.corpus.text.tokenizers import FileTokenizer, Tokenizer, encode_prompt
-from zero.errors import UserError
 from zero.files.parsing import reading
 from zero.hosts.agreement import is_host_0
 from zero.hosts.watchdog import ending_together

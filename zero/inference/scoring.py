@@ -13,11 +13,11 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
+from zero.base.errors import UserError
 from zero.corpus.format.index_files import row_tokens
 from zero.corpus.format.shards import RowFormat
 from zero.corpus.reading.loader import ONCE, Batching, Loader
 from zero.corpus.reading.prefetch import prefetch
-from zero.errors import UserError
 from zero.hosts.watchdog import progress
 from zero.inference.trained_model import TrainedModel
 from zero.training.programs import make_inference

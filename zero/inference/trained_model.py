@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import jax
 
+from zero.base.errors import UserError
 from zero.checkpoints.manager import Checkpoints
 from zero.config.same_configuration import check_same_configuration
 from zero.config.schema import EvaluateConfig, SampleConfig
 from zero.corpus.text.tokenizers import Tokenizer, load_tokenizer
-from zero.errors import UserError
 from zero.exchange.checkpoint_weights import SavedStep, read_step
 from zero.exchange.hub_model import is_folder
 from zero.exchange.warm_start import warm_start, weights_of_step
@@ -27,7 +27,7 @@ from zero.partition.collectives.axis import Axis
 from zero.partition.layout import Layout, PyTree
 from zero.partition.pmapped import pmap
 from zero.partition.stages import gather
-from zero.run_directory import saved_checkpoint_directory
+from zero.record.run_files import saved_checkpoint_directory
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.tuning import Tuning, hold_shards
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from zero.model_parallel import WHOLE, ModelParallel
 from zero.models.attention.kernel import missing_in
 from zero.models.attention.scores import Form
 from zero.models.parametrization import Parametrization
 from zero.models.part import POSITIVE, RATE, key, one_of
 from zero.models.positions import Positions
+from zero.partition.model_parallel import WHOLE, ModelParallel
 
 # From the head dimension to the divisor of scores; None for its root.
 SCALES: dict[str, Callable[[int], float | None]] = {

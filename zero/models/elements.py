@@ -19,8 +19,8 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
-from zero.model_parallel import WHOLE, RoundedWeight
 from zero.models.part import BOTH, POSITIVE, RATE, Sizes, key
+from zero.partition.model_parallel import WHOLE, RoundedWeight
 
 Lift = Callable[[type[nn.Module], str], type[nn.Module]]
 # (B, T, *inputs) and (*inputs, *features) to (B, T, *features); the latter may be a `RoundedWeight`.

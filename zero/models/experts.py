@@ -23,10 +23,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from zero.model_parallel import ALONE, WHOLE, ExpertParallel, ModelParallel
 from zero.models.mlp import MLP, hidden_values
 from zero.models.parametrization import Initial, kernel_init
 from zero.models.part import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, key, one_of, own_keys
+from zero.partition.model_parallel import ALONE, WHOLE, ExpertParallel, ModelParallel
 
 
 @dataclass(frozen=True)

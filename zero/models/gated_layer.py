@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from zero.model_parallel import WHOLE, ModelParallel
 from zero.models.elements import drop_rows, dropout, fold_keys, keys_from
 from zero.models.experts import ResidualStream
 from zero.models.gated_unit import UNITS, GatedUnit, GatedUnits, Memory, empty_memory
 from zero.models.layer import Layer
+from zero.partition.model_parallel import WHOLE, ModelParallel
 
 
 class RecurrentState(NamedTuple):

@@ -25,13 +25,13 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from zero.model_parallel import WHOLE, ModelParallel
 from zero.models.attention.scores import LOWEST
 from zero.models.elements import Residual, dropout
 from zero.models.norms import Norms, make_norm
 from zero.models.parametrization import Initial, kernel_init
 from zero.models.part import AT_LEAST_ONE, GATED_UNITS, NOT_NEGATIVE, RATE, Check, key, one_of
 from zero.models.positions.sinusoidal import Sinusoidal
+from zero.partition.model_parallel import WHOLE, ModelParallel
 
 UNITS = 2  # per layer: together 12 D^2 parameters, as attention and MLP
 CODEBOOK = "codebook"  # name of the collection of variables

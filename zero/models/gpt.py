@@ -21,7 +21,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from zero.model_parallel import ALONE, WHOLE, ExpertParallel, ModelParallel
 from zero.models.adapters import Adapters
 from zero.models.config import HEAD, STACK, VOCABULARY, GPTConfig
 from zero.models.elements import Lift, Product, contraction, dropout, fold_keys, keys_from
@@ -34,6 +33,7 @@ from zero.models.norms import make_norm
 from zero.models.parametrization import table_stddev
 from zero.models.stack import Nested, Scanned, policy_of, run_layers, run_with_outputs
 from zero.models.vocabulary import HEAD_BIAS, LOG_SUM_EXP, Chunk, HeadBias, VocabularyChunk
+from zero.partition.model_parallel import ALONE, WHOLE, ExpertParallel, ModelParallel
 
 
 class Scores(NamedTuple):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import flax.linen as nn
 from jax.typing import DTypeLike
 
-from zero.model_parallel import ALONE, WHOLE, ExpertParallel, ModelParallel
 from zero.models.adapters import Adapters
 from zero.models.elements import Product, contraction
 from zero.models.part import Sizes
+from zero.partition.model_parallel import ALONE, WHOLE, ExpertParallel, ModelParallel
 
 
 class Layer(nn.Module):

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import jax
 from jax.typing import DTypeLike
 
-from zero.model_parallel import ModelParallel
 from zero.models.gated_layer import GatedLayer, RecurrentState, init_recurrent
 from zero.models.gated_unit import GatedUnits
 from zero.models.layer import Layer
 from zero.models.part import GATED_UNITS, TRANSFORMER
 from zero.models.transformer_layer import Cache, Period, Transformer, TransformerLayer, empty_cache
+from zero.partition.model_parallel import ModelParallel
 
 AnyCache = Cache | RecurrentState
 

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from zero.model_parallel import ModelParallel
 from zero.models.elements import Lift
 from zero.models.part import BOTH, POSITIVE, Sizes, key, one_of
+from zero.partition.model_parallel import ModelParallel
 
 
 class OffsetRMSNorm(nn.Module):

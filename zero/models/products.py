@@ -32,8 +32,8 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
-from zero.model_parallel import RoundedWeight
 from zero.models.elements import Product, contraction
+from zero.partition.model_parallel import RoundedWeight
 
 _SMALLEST = 1e-30  # rows whose largest magnitude is below have no finite reciprocal of a scale in float32
 

@@ -19,7 +19,6 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from zero.model_parallel import WHOLE, ModelParallel
 from zero.models.adapters import AdaptedDense
 from zero.models.attention.blockwise import blockwise_attention
 from zero.models.attention.dense import attention_by_queries, dense_attention
@@ -36,6 +35,7 @@ from zero.models.parametrization import kernel_init
 from zero.models.part import Sizes
 from zero.models.positions.kind import Place
 from zero.models.stack import MLP_GATE, MLP_IN, PROJECTIONS
+from zero.partition.model_parallel import WHOLE, ModelParallel
 
 
 class Cache(NamedTuple):

@@ -18,7 +18,6 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from zero.model_parallel import WHOLE, ModelParallel
 from zero.models.part import (
     AT_LEAST_ONE,
     BOTH,
@@ -31,6 +30,7 @@ from zero.models.part import (
     Sizes,
     key,
 )
+from zero.partition.model_parallel import WHOLE, ModelParallel
 
 HEAD_BIAS = "head_bias"
 # The largest logit of a position in a chunk, and the chunk's sum of exponentials. The backward pass stores both, which

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zero.base.text_table import in_columns
 from zero.partition.moves import AllGather, AllToAll, Move, Slice
-from zero.text_table import in_columns
 
 PyTree = Any
 

@@ -12,8 +12,8 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
+from zero.base.text_table import in_columns
 from zero.partition.layout import Layout, LeafLayout, PyTree, derive_layout, make_layout
-from zero.text_table import in_columns
 
 
 class MemoryRow(NamedTuple):

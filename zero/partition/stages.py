@@ -23,11 +23,11 @@ from jax.experimental.layout import Layout as ArrayLayout
 from jax.experimental.layout import with_layout_constraint
 from jax.typing import DTypeLike
 
-from zero.model_parallel import RoundedWeight, Rounding
 from zero.partition.collectives import arrays, coalesced
 from zero.partition.collectives.axis import Axis, AxisLike, as_axis, check_shards, check_untracked
 from zero.partition.collectives.rounded import gather_rounded
 from zero.partition.layout import Layout, LeafLayout, PyTree
+from zero.partition.model_parallel import RoundedWeight, Rounding
 from zero.partition.sharded_state import ShardedState, check_not_vmapped, check_structure, is_marked, is_own
 
 if TYPE_CHECKING:

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 
 from zero.config.declared import value_of
 from zero.config.schema import PlanConfig
-from zero.cycles.hlo import Collective, across_hosts, bytes_by_kind, hidden_share
-from zero.cycles.predict import Prediction
+from zero.costs.hlo import Collective, across_hosts, bytes_by_kind, hidden_share
+from zero.costs.predict import Prediction
+from zero.costs.step_costs import costs_of, device_peak, traced
 from zero.hosts import xla_options
 from zero.hosts.host_memory import host_memory
 from zero.hosts.speeds import SPEEDS, Speed
@@ -25,7 +26,6 @@ from zero.models.config import GPTConfig
 from zero.partition.memory import memory
 from zero.plan import formula
 from zero.plan.topology import available_bytes, find_devices, out_of_memory
-from zero.step_costs import costs_of, device_peak, traced
 from zero.training.activations import activation_bytes, host_bytes, kinds_on_host
 from zero.training.batch import Batch
 from zero.training.flops import flops_by_operands, model_flops

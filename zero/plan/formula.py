@@ -10,8 +10,8 @@ from typing import Any
 
 from jax.extend.core import jaxprs_in_params
 
-from zero.cycles.hlo import Collective
-from zero.errors import UserError
+from zero.base.errors import UserError
+from zero.costs.hlo import Collective
 
 PREFIX = "gpu:"
 # The name that jax has for each kind, and 10^9 bytes of memory (the data sheets of zero/hosts/speeds.py).

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zero.config.schema import PlanConfig
-from zero.cycles.predict import UPDATE
+from zero.costs.predict import UPDATE
 from zero.hosts.speeds import GIB
 from zero.pages.render import part, render
 from zero.plan import search

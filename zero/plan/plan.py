@@ -11,17 +11,17 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from zero.child_process import end_with_parent
+from zero.base.child_process import end_with_parent
+from zero.base.errors import UserError
 from zero.config.declared import Keys, declare, declared_by_features
 from zero.config.schema import PlanConfig
-from zero.errors import UserError
 from zero.models.config import GPTConfig
+from zero.partition.virtual_devices import use_cpu_devices
 from zero.plan import search
 from zero.plan.compile import Request
 from zero.plan.page import PAGE_FILE, page
 from zero.plan.table import WIDTH, breakdown_table, table, training_command
 from zero.plan.topology import prepare_environment
-from zero.virtual_devices import use_cpu_devices
 
 PLAN_FILE = "plan.json"
 COMPILER_LOG = "compiler.log"

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
+from zero.base.errors import UserError
 from zero.config.rules_between_keys import mistakes
 from zero.config.schema import PlanConfig
-from zero.errors import UserError
 from zero.models.config import GPTConfig
 from zero.plan.compile import Request, Row, compile_step, highest_peak, outline
 

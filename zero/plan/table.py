@@ -11,15 +11,15 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from zero.base.text_table import in_columns
 from zero.config.command_line import override_value
 from zero.config.no_effect import without_effect_in_training
 from zero.config.saved_config import default_config
 from zero.config.schema import GROUPS, PlanConfig
-from zero.cycles.predict import PHASES
+from zero.costs.predict import PHASES
 from zero.hosts.speeds import GIB
 from zero.models.stack import OFFLOADED, kinds_of
 from zero.plan.compile import PLACEMENT_KEYS, Row, highest_peak, run_tokens, with_keys
-from zero.text_table import in_columns
 
 WIDTH = 120  # characters of a line where there is no terminal
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zero.errors import UserError, install_command
+from zero.base.errors import UserError, install_command
 from zero.hosts.startup import device_memory
 from zero.partition.pmapped import pmap
 from zero.plan import formula

@@ -9,10 +9,10 @@ from dataclasses import asdict
 from itertools import chain
 from typing import Any
 
+from zero.record.metrics_file import EVALUATED
+from zero.record.run_record import RunRecord
 from zero.report.panel import Panel
-from zero.report.run_record import RunRecord
 from zero.report.tensor_panels import heat_maps, leaf_panels
-from zero.tracking.metrics_file import EVALUATED
 
 MOST_POINTS = 40_000  # of all curves of a page, which is then smaller than 1.5 MB
 MOST_POINTS_OF_A_CURVE, FEWEST_POINTS_OF_A_CURVE = 2_000, 100

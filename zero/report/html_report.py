@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 from zero.config.saved_config import default_config, flat_config
 from zero.files import storage
 from zero.pages.render import data_island, part, render
+from zero.record.metrics_file import read_metrics
+from zero.record.run_files import METRICS_FILE
+from zero.record.run_record import RunRecord, read_run
 from zero.report import summary as first_screen
 from zero.report.curves import axes_of, panels_of, panels_of_leaves, payload
-from zero.report.run_record import RunRecord, read_run
 from zero.report.summary import loss_text
-from zero.run_directory import METRICS_FILE
 from zero.tracking.goodput import describe
-from zero.tracking.metrics_file import read_metrics
 from zero.tracking.progress import clock
 
 PAGE = Path(__file__).parent / "page"  # its template and script

@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from zero.files import storage
+from zero.record.metrics_file import read_metrics, read_resumes
+from zero.record.run_files import METRICS_FILE
 from zero.report.picture_style import COLORS, GREY, STYLE
-from zero.run_directory import METRICS_FILE
-from zero.tracking.metrics_file import read_metrics, read_resumes
 
 PICTURE_FILE = "run.png"
 TRAINING = COLORS[0]

@@ -7,11 +7,11 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from zero.base.errors import trainer
 from zero.config.command_line import override_value
-from zero.errors import trainer
 from zero.pages.facts import Fact
-from zero.report.run_record import RunRecord
-from zero.run_directory import METRICS_FILE, SAMPLES_FILE
+from zero.record.run_files import METRICS_FILE, SAMPLES_FILE
+from zero.record.run_record import RunRecord
 from zero.tracking.goodput import PHASES
 from zero.tracking.progress import GIB, clock
 

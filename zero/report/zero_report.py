@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from zero.errors import exit_on_error
+from zero.base.errors import exit_on_error
 from zero.report.html_report import REPORT_FILE, summary, write_report
 
 

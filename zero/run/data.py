@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from zero.base.errors import UserError
 from zero.config.schema import Config
 from zero.corpus.format.index_files import index_paths, named_sets, paths_of, row_tokens
 from zero.corpus.format.shards import BadData, RowFormat
@@ -20,7 +21,6 @@ from zero.corpus.reading.cache import ShardCache
 from zero.corpus.reading.loader import ONCE, Batching, Loader, RowOrder
 from zero.corpus.reading.synthetic import SYNTHETIC, AnyLoader, SyntheticLoader
 from zero.corpus.text.tokenizers import Tokenizer, load_tokenizer
-from zero.errors import UserError
 from zero.hosts import agreement
 from zero.job import Job
 from zero.models.config import GPTConfig

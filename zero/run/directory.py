@@ -12,7 +12,6 @@ from pathlib import Path
 import jax
 import optax
 
-from zero import run_directory as run_files
 from zero.checkpoints.emergency import EmergencyCheckpoints
 from zero.checkpoints.manager import Checkpoints
 from zero.checkpoints.retention import Retention
@@ -23,8 +22,9 @@ from zero.hosts import agreement
 from zero.job import Job
 from zero.models.config import GPTConfig
 from zero.partition.memory import memory
+from zero.record import run_files
+from zero.record.metrics_file import read_metrics
 from zero.run.resume import check_unused, write_command, write_lineage
-from zero.tracking.metrics_file import read_metrics
 
 
 @dataclass(frozen=True)

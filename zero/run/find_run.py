@@ -15,11 +15,11 @@ from hydra.core.override_parser.types import Override, Quote, QuotedString
 from omegaconf import OmegaConf
 from yaml import YAMLError
 
+from zero.base.errors import UserError
 from zero.config.saved_config import default_config, groups_of
-from zero.errors import UserError
 from zero.files import storage
 from zero.files.parsing import MALFORMED, reading
-from zero.run_directory import (
+from zero.record.run_files import (
     COMMAND_FILE,
     CONFIG_FILE,
     LAYOUT_FILE,

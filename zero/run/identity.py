@@ -7,12 +7,12 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from zero.base.errors import UserError
 from zero.corpus.format.manifest import check_tokenizers
 from zero.corpus.reading.contents import Contents, IndexContents
 from zero.corpus.reading.loader import Loader
 from zero.corpus.reading.synthetic import AnyLoader
 from zero.corpus.text.tokenizers import Tokenizer, TokenizerIdentity
-from zero.errors import UserError
 from zero.hosts import agreement
 from zero.run.restore import TrainingPosition
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import jax
 
-from zero.errors import UserError, first_line
+from zero.base.errors import UserError, first_line
 from zero.hosts.startup import device_memory
 
 GIB = 2**30

@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 from zero.hosts import agreement
+from zero.record.metrics_file import line_of
 from zero.run.feature import Moment
 from zero.run.features import FEATURES
 from zero.run.features.report import Report
 from zero.run.features.save import Save
 from zero.run.restore import Pending, TrainingPosition
 from zero.run.run import Line
-from zero.tracking.metrics_file import line_of
 
 
 def pending_actions(line: Line, features: list[str]) -> Pending | None:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from jax import lax
 
+from zero.base.errors import UserError
 from zero.config.schema import Config
 from zero.corpus.format import directory
 from zero.corpus.format.index_files import Shard, index_paths, named_sets, paths_of, read_index
@@ -28,7 +29,6 @@ from zero.corpus.format.shards import RowFormat
 from zero.corpus.reading.contents import contents_of
 from zero.corpus.reading.loader import ONCE, Batching, Loader
 from zero.corpus.reading.prefetch import prefetch
-from zero.errors import UserError
 from zero.files import storage
 from zero.files.parsing import reading
 from zero.hosts import agreement, watchdog

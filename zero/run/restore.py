@@ -7,14 +7,14 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any, TypedDict
 
+from zero.base.errors import UserError
 from zero.checkpoints.damage import DamagedCheckpoint
 from zero.checkpoints.manager import Checkpoints
 from zero.corpus.reading.loader import Cursor
-from zero.errors import UserError
 from zero.exchange.checkpoint_weights import UNSEEN_IN_CHECKPOINTS, check_unseen, saved_step
 from zero.models.config import GPTConfig
 from zero.partition.pmapped import pmap
-from zero.training.optimizer import convert_state
+from zero.training.optimizers.optimizer import convert_state
 from zero.training.parts import TrainState
 from zero.training.state_storage import OnDevices
 

@@ -10,18 +10,18 @@ from pathlib import Path
 import jax
 from hydra.core.hydra_config import HydraConfig
 
-from zero import run_directory as run_files
+from zero.base.errors import UserError
 from zero.checkpoints.emergency import EmergencyCheckpoints
 from zero.checkpoints.manager import Checkpoints
 from zero.config.schema import Config
-from zero.errors import UserError
 from zero.files import storage
 from zero.hosts import agreement, startup
 from zero.job import Job
+from zero.record import run_files
+from zero.record.metrics_file import line_of
 from zero.run import find_run
 from zero.run.restore import TrainingPosition, restore
 from zero.tracking.goodput import Goodput
-from zero.tracking.metrics_file import line_of
 from zero.training.parts import TrainState
 
 

@@ -12,12 +12,12 @@ import numpy as np
 
 from zero.config.schema import Profile
 from zero.corpus.reading.loader import HostBatch
+from zero.costs.step_costs import predicted_time
 from zero.hosts.interruptible_compilation import CACHE_HIT, compile_unless_stopped, recorded_events
 from zero.hosts.startup import process_age
 from zero.partition.global_arrays import pmap_devices
 from zero.run.out_of_memory import named_out_of_memory
 from zero.run.run import Run
-from zero.step_costs import predicted_time
 from zero.training.batch import Batch
 from zero.training.flops import model_flops
 from zero.training.row_places import RowPlaces

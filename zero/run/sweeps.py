@@ -13,14 +13,14 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from zero.base.errors import UserError
 from zero.config.check import check
 from zero.config.constraints import shown
 from zero.config.files import load_sizes
 from zero.config.saved_config import flat_config, preset_keys
-from zero.errors import UserError
 from zero.files import storage
-from zero.run.find_run import parsed_overrides
-from zero.run_directory import (
+from zero.record.metrics_file import read_metrics
+from zero.record.run_files import (
     CONFIG_FILE,
     METRICS_FILE,
     DamagedRun,
@@ -30,7 +30,7 @@ from zero.run_directory import (
     saved_config,
     saved_steps,
 )
-from zero.tracking.metrics_file import read_metrics
+from zero.run.find_run import parsed_overrides
 
 SWEEP_FILE = "sweep.csv"
 _LAST = ("step", "train/loss", "validation/loss")  # columns: the last value of each

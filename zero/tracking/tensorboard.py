@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from zero.errors import UserError, install_command
+from zero.base.errors import UserError, install_command
 from zero.files.appending import HoldingLog
-from zero.tracking.metrics_file import Log
+from zero.record.metrics_file import Log
 
 TENSORBOARD_DIRECTORY = "tensorboard"
 

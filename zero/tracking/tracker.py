@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from zero.tracking.metrics_file import Log, metrics_file
+from zero.record.metrics_file import Log, metrics_file
 from zero.tracking.tensorboard import tensorboard_events
 from zero.tracking.weights_and_biases import weights_and_biases
 
@@ -30,8 +30,8 @@ def open_tracker(
       ValueError: a step is not above the one before (of two lines for one step only the later would count).
 
     >>> import tempfile
-    >>> from zero.run_directory import METRICS_FILE
-    >>> from zero.tracking.metrics_file import read_metrics
+    >>> from zero.record.run_files import METRICS_FILE
+    >>> from zero.record.metrics_file import read_metrics
     >>> directory = Path(tempfile.mkdtemp())
     >>> with open_tracker(directory, project=None, config={}, resumed_from=None) as tracker:
     ...     tracker({"step": 1, "train/loss": 5.5})

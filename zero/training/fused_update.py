@@ -26,7 +26,7 @@ from zero.partition.collectives.axis import Axis
 from zero.partition.layout import Layout, LeafLayout, PyTree, Split
 from zero.partition.sharded_optimizer import Squares, clip, norm_of, on_shards, squares
 from zero.training.batch import Batch
-from zero.training.optimizer import clip_values, scaled, stack_and_rest
+from zero.training.optimizers.optimizer import clip_values, scaled, stack_and_rest
 from zero.training.parts import Attempt, StepOptions, TrainState, Tried, unless
 from zero.training.sharded_gpt import ShardedGPT
 

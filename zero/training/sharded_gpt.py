@@ -14,7 +14,6 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from zero.model_parallel import ALONE, WHOLE, ExpertParallel, ModelParallel, Rounding
 from zero.models.adapters import combine, split_adapters
 from zero.models.collections import Collection, collections_of
 from zero.models.config import STACK, GPTConfig
@@ -27,6 +26,7 @@ from zero.partition.collectives.context_group import ContextGroup
 from zero.partition.collectives.expert_group import ExpertGroup
 from zero.partition.collectives.tensor_group import TensorGroup
 from zero.partition.layout import Layout, LeafLayout, PyTree, make_layout
+from zero.partition.model_parallel import ALONE, WHOLE, ExpertParallel, ModelParallel, Rounding
 from zero.partition.sharded_optimizer import global_norm
 from zero.partition.stages import fully_shard, gather, pinned, scatter_sum, shard, sum_copies
 from zero.training.batch import (
@@ -42,7 +42,7 @@ from zero.training.batch import (
     token_ids,
 )
 from zero.training.block_codes import hold, thaw
-from zero.training.optimizer import decayed
+from zero.training.optimizers.optimizer import decayed
 from zero.training.placements import is_expert_leaf, tensor_dim
 from zero.training.tuning import FROZEN, Tuning, with_frozen
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from zero.errors import UserError
+from zero.base.errors import UserError
 from zero.partition.checksums import examine
 from zero.partition.collectives.axis import Axis
 from zero.partition.global_arrays import axis_and_devices, from_global, global_shapes, to_global

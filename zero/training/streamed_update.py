@@ -37,7 +37,7 @@ from zero.training.fused_update import (
     subtrees,
     with_layers_added,
 )
-from zero.training.optimizer import scaled, stack_and_rest
+from zero.training.optimizers.optimizer import scaled, stack_and_rest
 from zero.training.parts import StepOptions, TrainState, Tried
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.step import make_conclusion, new_state

@@ -15,7 +15,7 @@ from zero.models.experts import no_routing
 from zero.partition.layout import PyTree
 from zero.partition.sharded_optimizer import clip, on_shards
 from zero.training.batch import Batch
-from zero.training.optimizer import clip_values, scaled
+from zero.training.optimizers.optimizer import clip_values, scaled
 from zero.training.parts import Attempt, StepOptions, TrainState, Tried, unless
 from zero.training.sharded_gpt import ShardedGPT
 

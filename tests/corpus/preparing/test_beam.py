@@ -18,8 +18,8 @@ import pytest
 
 from tests.helpers import bucket
 from tests.helpers.corpora import COMMAND, REPOSITORY, call, digest, kill_workers, make
+from zero.base.errors import UserError
 from zero.corpus.preparing.verify import verify
-from zero.errors import UserError
 from zero.files import storage
 
 HAS_BEAM = importlib.util.find_spec("apache_beam") is not None

@@ -12,12 +12,12 @@ from tokenizers import Tokenizer as HFTokenizer
 
 from tests.helpers.corpora import call, digest, make, tokens_of
 from tests.helpers.loaders import open_loader
+from zero.base.errors import UserError
 from zero.corpus.preparing import documents
 from zero.corpus.preparing.prepare import Corpus
 from zero.corpus.preparing.sources.completions import CompletionReader
 from zero.corpus.text.chat_template import load_chat_template
 from zero.corpus.text.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer, train_tokenizer
-from zero.errors import UserError
 
 PAIRS = [{"prompt": f"{i} is {'odd' * (i % 3)}? é", "completion": f" yes, {i}\n" + "no" * (i % 7)} for i in range(30)]
 CHATML = (

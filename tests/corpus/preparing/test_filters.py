@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from tests.helpers.corpora import both, call, make
+from zero.base.errors import UserError
 from zero.corpus.preparing.documents import Document
 from zero.corpus.preparing.filters.repetition import repeated_characters, top_ngram_characters
 from zero.corpus.preparing.filters.table import FILTERS, open_filters
-from zero.errors import UserError
 
 QUESTION = "What is the name of the river that flows through the old town of Bern, the capital?"
 PLAIN = [f"a text of its own about the {number}th hill, with enough words to stay here" for number in range(20)]

@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 
 from tests.helpers import bucket, s3
 from tests.helpers.corpora import COMMAND, REPOSITORY, both, call, digest, make
+from zero.base.errors import Unavailable, UserError
 from zero.corpus.format.index_files import read_index
 from zero.corpus.preparing import documents
 from zero.corpus.preparing.options import CorpusOptions
 from zero.corpus.preparing.prepare import prepare
 from zero.corpus.preparing.verify import verify
 from zero.corpus.text.tokenizers import ByteTokenizer, FileTokenizer, load_tokenizer
-from zero.errors import Unavailable, UserError
 from zero.files import storage
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import zero.corpus.preparing.near_duplicates as near_duplicates
 from tests.helpers.corpora import call, digest, documents_of, make
-from zero.errors import UserError
+from zero.base.errors import UserError
 
 WORDS = [f"word{number}" for number in range(5000)]
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from tests.helpers.corpora import both, call, make, tokens_of
 from tests.helpers.loaders import open_loader
+from zero.base.errors import UserError
 from zero.corpus.preparing import documents
 from zero.corpus.preparing.packing import best_fit
-from zero.errors import UserError
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=40)
 

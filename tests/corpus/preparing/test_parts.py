@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from tests.helpers import bucket
 from tests.helpers.corpora import COMMAND, REPOSITORY, both, call, digest, documents_of, kill_workers, make
+from zero.base.errors import Unavailable, UserError
 from zero.corpus.format.index_files import read_index
 from zero.corpus.format.manifest import find
 from zero.corpus.preparing import documents
@@ -26,7 +27,6 @@ from zero.corpus.preparing.sources.source import Source
 from zero.corpus.preparing.verify import verify
 from zero.corpus.reading.contents import shard_facts
 from zero.corpus.text.tokenizers import ByteTokenizer, load_tokenizer
-from zero.errors import Unavailable, UserError
 from zero.files import storage
 
 PART_BYTES = 2500

@@ -9,10 +9,10 @@ import pytest
 
 from tests.helpers.corpora import call, make
 from tests.helpers.loaders import open_loader
+from zero.base.errors import UserError
 from zero.corpus.preparing.prepare import Corpus
 from zero.corpus.preparing.sources.preferences import PreferenceReader
 from zero.corpus.text.chat_template import ChatTemplate
-from zero.errors import UserError
 
 LINES = [{"prompt": f"{i} é?", "chosen": " yes" + "!" * (i % 4), "rejected": " no" + "?" * (i % 3)} for i in range(40)]
 TEMPLATE = ChatTemplate(

@@ -13,9 +13,9 @@ import pytest
 from tests.helpers.corpora import both, digest, documents_of, make, tokens_of
 from tests.helpers.loaders import open_loader
 from tests.helpers.records import example, record
+from zero.base.errors import UserError
 from zero.corpus.format.index_files import read_index
 from zero.corpus.text.tokenizers import load_tokenizer
-from zero.errors import UserError
 
 
 def test_documents_stay_whole(folder: Path, tmp_path: Path):

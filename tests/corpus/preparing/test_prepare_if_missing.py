@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from zero.base.errors import UserError
 from zero.corpus.format.index_files import read_index, row_tokens
 from zero.corpus.preparing.prepare_if_missing import prepare_if_missing
 from zero.corpus.text.tokenizers import ByteTokenizer
-from zero.errors import UserError
 
 OWN = ["data/index/lines_train.index", "data/index/lines_validation.index"]
 

@@ -9,11 +9,11 @@ import pytest
 
 import zero
 from tests.helpers.loaders import open_loader
+from zero.base.errors import UserError
 from zero.corpus.preparing.options import CorpusOptions
 from zero.corpus.preparing.prepare import Corpus, prepare
 from zero.corpus.preparing.zero_prepare import training_overrides
 from zero.corpus.text.tokenizers import ByteTokenizer
-from zero.errors import UserError
 from zero.models.config import GPTConfig
 from zero.training.sharded_gpt import ShardedGPT
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.corpora import both, digest, documents_of, make, tokens_of
-from zero.errors import UserError
+from zero.base.errors import UserError
 
 
 @pytest.fixture

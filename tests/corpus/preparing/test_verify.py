@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.corpora import call, make
+from zero.base.errors import UserError
 from zero.corpus.format.manifest import check_tokenizer
 from zero.corpus.preparing.verify import verify
 from zero.corpus.text.tokenizers import ByteTokenizer, load_tokenizer
-from zero.errors import UserError
 
 
 def test_verify_names_what_differs(folder: Path, tmp_path: Path, bpe: Path):

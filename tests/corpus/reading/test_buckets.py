@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from tests.helpers import bucket, s3
 from tests.helpers.shards import loader, tokens_of, write_corpus
+from zero.base.errors import UserError
 from zero.corpus.format.index_files import read_index
 from zero.corpus.format.shards import count_rows
-from zero.errors import UserError
 from zero.files import storage
 from zero.files.storage import files
 

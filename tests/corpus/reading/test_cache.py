@@ -14,9 +14,9 @@ import pytest
 
 from tests.helpers import bucket
 from tests.helpers.shards import CONTEXT, VOCAB, loader, tokens_of
+from zero.base.errors import UserError
 from zero.corpus.format.index_files import read_index
 from zero.corpus.reading.cache import ShardCache
-from zero.errors import UserError
 from zero.files import storage
 
 LOCK = ".zero-cache.lock"

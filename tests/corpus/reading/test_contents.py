@@ -10,12 +10,12 @@ import pytest
 from tests.helpers import bucket
 from tests.helpers.corpora import make
 from tests.helpers.shards import loader, write_corpus
+from zero.base.errors import UserError
 from zero.corpus.format.index_files import Shard, read_index
 from zero.corpus.format.manifest import MANIFEST
 from zero.corpus.reading import contents as contents_module
 from zero.corpus.reading.contents import BLOCK_BYTES, BLOCKS, Contents, IndexContents, check_contents, contents_of
 from zero.corpus.reading.loader import Cursor, Loader
-from zero.errors import UserError
 from zero.files import storage
 from zero.files.storage.objects import ObjectStat
 

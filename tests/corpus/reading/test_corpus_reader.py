@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from tests.helpers.shards import loader, npy, write_corpus, write_tar
+from zero.base.errors import UserError
 from zero.corpus.format.shards import BadData
-from zero.errors import UserError
 
 
 def bad_corpus(directory: Path) -> Path:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tests.helpers.shards import loader, npy, write_tar
+from zero.base.errors import UserError
 from zero.corpus.reading.loader import Loader
-from zero.errors import UserError
 
 ROW = 11  # tokens of a row: two sequences of 4, or 8 offsets
 COUNTS = [5, 3, 7]

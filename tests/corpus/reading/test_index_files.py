@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tests.helpers.shards import first_tokens, loader, npy, write_corpus, write_tar
+from zero.base.errors import Unavailable, UserError
 from zero.corpus.format.index_files import _Paths, index_paths, read_index
-from zero.errors import Unavailable, UserError
 from zero.files import storage
 
 pytestmark = pytest.mark.quick

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.shards import COUNTS, PATIENT, first_tokens, flat, loader, write_corpus
+from zero.base.errors import UserError
 from zero.corpus.format.index_files import read_index
 from zero.corpus.reading.corpus_reader import CorpusReader
-from zero.errors import UserError
 
 
 def watch_reads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.shards import PATIENT, first_tokens, flat, loader, write_corpus
+from zero.base.errors import UserError
 from zero.corpus.reading.loader import HostBatch
-from zero.errors import UserError
 
 BOUNDS = [0, 20_000, 40_000]
 

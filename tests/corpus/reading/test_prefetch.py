@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.helpers.shards import loader
+from zero.base.errors import UserError
 from zero.corpus.reading.prefetch import prefetch
-from zero.errors import UserError
 
 
 def test_prefetch_works_ahead_and_stops():

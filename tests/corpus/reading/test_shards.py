@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tests.helpers.shards import first_tokens, loader, npy, write_corpus, write_tar
+from zero.base.errors import UserError
 from zero.corpus.format.shards import count_rows, read_samples
-from zero.errors import UserError
 
 pytestmark = pytest.mark.quick
 

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from tiktoken._educational import bpe_train
 
 from tests.helpers.corpora import make, tokens_of
+from zero.base.errors import UserError
 from zero.corpus.text.sentencepiece_library import SentencePiece
 from zero.corpus.text.sentencepiece_model import converted
 from zero.corpus.text.tiktoken_file import ENCODINGS
 from zero.corpus.text.tokenizers import FileTokenizer, SentencePieceTokenizer, load_tokenizer
-from zero.errors import UserError
 
 LINES = [
     f"{i} shards are gathered, {'0' * (i % 5)}{'  ' * (i % 3)}scattered: "

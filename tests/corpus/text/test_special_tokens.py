@@ -11,12 +11,12 @@ import pytest
 
 from tests.helpers import brought
 from tests.helpers.brought import CHATS, HOMES, TOOLS, save_tokenizer
+from zero.base.errors import UserError
 from zero.corpus.preparing.documents import Document
 from zero.corpus.preparing.tokenize_documents import UnitTokenizer
 from zero.corpus.text.chat_template import load_chat_template
 from zero.corpus.text.special_tokens import companions
 from zero.corpus.text.tokenizers import FileTokenizer, encode_prompt, load_tokenizer
-from zero.errors import UserError
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 TEXTS = brought.texts(100)

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from zero.base.errors import UserError
 from zero.corpus.text.tokenizers import FileTokenizer, Tokenizer, TokenizerIdentity, load_tokenizer, train_tokenizer
-from zero.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def test_endless_template_after_a_profiler() -> None:
     """
     program = """
 import signal
-from zero.errors import UserError
+from zero.base.errors import UserError
 from zero.corpus.text.chat_template import ChatTemplate
 signal.signal(signal.SIGPROF, signal.SIG_IGN)
 text = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"

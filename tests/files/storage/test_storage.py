@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import azure, bucket, hosts, kills, s3
-from zero.errors import UserError
+from zero.base.errors import UserError
 from zero.files import storage
 from zero.files.storage import gcs
 

@@ -7,8 +7,8 @@ import pytest
 from fsspec.registry import _registry
 
 from tests.helpers import azure, bucket, hosts, hub, s3
+from zero.base.errors import Unavailable, UserError
 from zero.corpus.reading.cache import ShardCache
-from zero.errors import Unavailable, UserError
 from zero.files import storage
 from zero.files.storage import AccessDenied, NoSuchBucket, fsspec_store
 from zero.files.storage.stores import S3

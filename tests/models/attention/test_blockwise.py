@@ -17,13 +17,13 @@ from jax.extend.random import threefry_2x32
 import zero
 from tests.helpers.attention import EVERYTHING, ROWS, starts_of
 from zero.inference.generate import generate
-from zero.model_parallel import WHOLE
 from zero.models.attention.block_pairs import Blocks, dropped_block
 from zero.models.attention.blockwise import blockwise_attention, blockwise_from
 from zero.models.attention.dense import attention_by_queries, dense_attention
 from zero.models.attention.scores import Form, Terms
 from zero.models.config import GPTConfig
 from zero.models.gpt import GPT, init_cache
+from zero.partition.model_parallel import WHOLE
 from zero.training.flops import matmul_flops
 from zero.training.inference import Sampling
 from zero.training.programs import make_inference

@@ -15,7 +15,7 @@ import pytest
 from jax.experimental.topologies import get_topology_desc
 
 import zero
-from zero.cycles.hlo import collectives
+from zero.costs.hlo import collectives
 from zero.hosts.xla_options import OVERLAP_ON_TPU
 from zero.partition.collectives.arrays import gather_array, scatter_sum_array, slice_array
 

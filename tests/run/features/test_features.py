@@ -12,10 +12,11 @@ import pytest
 
 from tests.helpers.runs import make_run
 from zero import make_layout
+from zero.base.errors import Unavailable, UserError
 from zero.config.declared import Keys
 from zero.corpus.reading.loader import HostBatch
-from zero.errors import Unavailable, UserError
 from zero.partition.collectives.axis import Axis
+from zero.record.metrics_file import read_metrics
 from zero.run.feature import Moment, Stopped
 from zero.run.features import harness, report
 from zero.run.features.examination import checked_sums
@@ -29,7 +30,6 @@ from zero.run.features.save import Save
 from zero.run.features.statistics import Statistics
 from zero.run.features.track import Track
 from zero.run.features.validate import Validate
-from zero.tracking.metrics_file import read_metrics
 from zero.training.batch import Batch
 from zero.training.state_storage import OnDevices
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from zero.errors import UserError, file_error, reason
+from zero.base.errors import UserError, file_error, reason
 from zero.files import storage
 
 

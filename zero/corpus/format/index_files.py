@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from zero.base.errors import UserError, file_error
 from zero.corpus.format import shards
 from zero.corpus.format.own_formats import MANIFEST, SHARD, compression_of, kind_of_file, kind_of_folder
 from zero.corpus.format.shards import BadData
-from zero.errors import UserError, file_error
 from zero.files import storage
 from zero.files.parsing import reading
 

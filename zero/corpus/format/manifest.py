@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from zero.base.errors import UserError, file_error, reason
 from zero.corpus.format import directory
 from zero.corpus.format.own_formats import MANIFEST
 from zero.corpus.text.tokenizers import Tokenizer, is_same_tokenizer
-from zero.errors import UserError, file_error, reason
 from zero.files import storage
 from zero.files.parsing import MALFORMED, reading
 

@@ -22,9 +22,9 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from zero.base.errors import UserError, file_error, first_line
 from zero.corpus.format.crop import Crop, Draw, cut, lengths_after
 from zero.corpus.format.own_formats import compression_of
-from zero.errors import UserError, file_error, first_line
 from zero.files import storage
 from zero.files.parsing import MALFORMED, reading
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from zero.base.errors import UserError
 from zero.corpus.format import directory
 from zero.corpus.format.manifest import (
     ALL_SPLITS,
@@ -27,7 +28,6 @@ from zero.corpus.format.manifest import (
 from zero.corpus.preparing.sources.changes import NEAR
 from zero.corpus.text.special_tokens import COMPANIONS, companions
 from zero.corpus.text.tokenizers import FileTokenizer, Tokenizer
-from zero.errors import UserError
 from zero.files import storage
 
 if TYPE_CHECKING:

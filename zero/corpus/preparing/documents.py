@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zero.errors import UserError
+from zero.base.errors import UserError
 
 TRAIN, VALIDATION, TEST = range(3)  # splits, in the order of `zero.corpus.format.manifest.ALL_SPLITS`
 NOT_UTF8 = "not UTF-8"  # why a file is left out, in place of the name of a filter

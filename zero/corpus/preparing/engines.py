@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from zero.base.errors import Unavailable, UserError, first_line, install_command
 from zero.corpus.format import directory
 from zero.corpus.preparing.processes import Task, run_in_processes
-from zero.errors import Unavailable, UserError, first_line, install_command
 from zero.files import storage
 
 Work = Callable[[Any], None]

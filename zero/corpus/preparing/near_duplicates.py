@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from zero.base.errors import UserError, install_command
 from zero.corpus.preparing.documents import Document, Unit
 from zero.corpus.preparing.duplicates import PLACE, load, pass_file, save
 from zero.corpus.preparing.engines import Engine
@@ -29,7 +30,6 @@ from zero.corpus.preparing.needs import Needs, SourceSize
 from zero.corpus.preparing.part_tasks import part_tasks
 from zero.corpus.preparing.processes import Task
 from zero.corpus.preparing.sources.source import Source
-from zero.errors import UserError, install_command
 
 NAME = "near"
 COPIES = 2.2  # in memory of the rows of a group, and of a part

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from zero.base.errors import UserError
 from zero.corpus.preparing.filters.table import recorded_filters
 from zero.corpus.preparing.near_duplicates import Nearness
 from zero.corpus.preparing.packing import DEFAULT, JOINED
 from zero.corpus.preparing.sources.completions import LEARNED
 from zero.corpus.text.tokenizers import Tokenizer
-from zero.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class CorpusOptions:
 
     >>> CorpusOptions(tokenizer=32000, row_tokens=1).check()
     Traceback (most recent call last):
-    zero.errors.UserError: row_tokens 1 must be at least 2
+    zero.base.errors.UserError: row_tokens 1 must be at least 2
     """
 
     tokenizer: Tokenizer | int  # a number: train one of so many tokens on the source, as directory/name/tokenizer.json

@@ -8,6 +8,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from zero.base.errors import UserError
 from zero.corpus.format import directory
 from zero.corpus.format import manifest as manifests
 from zero.corpus.preparing import corpus_files, duplicates, facts, near_duplicates
@@ -19,7 +20,6 @@ from zero.corpus.preparing.shuffle import read_shuffled, write_texts
 from zero.corpus.preparing.sources.source import Source
 from zero.corpus.preparing.writer import write_shards
 from zero.corpus.text.tokenizers import Tokenizer
-from zero.errors import UserError
 from zero.files import storage
 
 

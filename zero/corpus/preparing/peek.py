@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from zero.base.errors import UserError
 from zero.corpus.format import manifest
 from zero.corpus.format.crop import Crop
 from zero.corpus.format.index_files import Shard, read_index
 from zero.corpus.format.shards import RowFormat, decode, open_shard, read_samples, row_tokens
 from zero.corpus.preparing.sources.preferences import ANSWERS
 from zero.corpus.text.tokenizers import MOST_TOKENS, Tokenizer, load_tokenizer
-from zero.errors import UserError
 from zero.files import storage
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from zero.base.errors import UserError
 from zero.corpus.format import directory as directories
 from zero.corpus.format import manifest as manifests
 from zero.corpus.format.manifest import ALL_SPLITS, MANIFEST, SPLITS, TOKENIZER
@@ -43,7 +44,6 @@ from zero.corpus.preparing.workers import map_in_order
 from zero.corpus.preparing.writer import useful_workers, write_shards
 from zero.corpus.text.chat_template import load_chat_template
 from zero.corpus.text.tokenizers import FileTokenizer, Tokenizer, train_tokenizer
-from zero.errors import UserError
 from zero.files import storage
 
 _log = logging.getLogger(__name__)

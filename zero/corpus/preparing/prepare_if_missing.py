@@ -6,9 +6,9 @@ import logging
 import os
 from collections.abc import Iterable
 
+from zero.base.errors import UserError
 from zero.corpus.format.manifest import MANIFEST, SPLITS, load
 from zero.corpus.text.tokenizers import Tokenizer
-from zero.errors import UserError
 from zero.files import storage
 
 DIRECTORY, INDEX_DIRECTORY = "data/corpus", "data/index"  # relative to the current directory, as for zero-prepare

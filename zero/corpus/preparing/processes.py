@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
-from zero.child_process import end_with_parent
+from zero.base.child_process import end_with_parent
+from zero.base.errors import Unavailable, UserError
 from zero.corpus.preparing.workers import delayed_interrupts
-from zero.errors import Unavailable, UserError
 
 ATTEMPTS = 3
 _log = logging.getLogger(__name__)

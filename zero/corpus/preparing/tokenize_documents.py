@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from zero.base.errors import UserError
 from zero.corpus.preparing.corpus_files import NO_HASH, Counts
 from zero.corpus.preparing.documents import NOT_UTF8, Document, Unit
 from zero.corpus.preparing.facts import DEDUPLICATE, MINIMUM_TOKENS, ROW_TOKENS, Facts
 from zero.corpus.preparing.sources.changes import content_bytes
 from zero.corpus.text.tokenizers import Tokenizer
-from zero.errors import UserError
 
 _PIECE = 1 << 20  # characters of a document that are tokenized at once
 

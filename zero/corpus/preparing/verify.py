@@ -9,11 +9,11 @@ from typing import Any
 
 from tqdm import tqdm
 
+from zero.base.errors import UserError
 from zero.corpus.format import directory, manifest
 from zero.corpus.format.manifest import PARTS, TOKENIZER, splits_of
 from zero.corpus.preparing import corpus_files
 from zero.corpus.text.tokenizers import Tokenizer, is_same_tokenizer
-from zero.errors import UserError
 from zero.files import storage
 
 

@@ -13,9 +13,9 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from zero.child_process import end_with_parent
+from zero.base.child_process import end_with_parent
+from zero.base.errors import Unavailable
 from zero.corpus.preparing.documents import Unit
-from zero.errors import Unavailable
 
 _Result = TypeVar("_Result")
 

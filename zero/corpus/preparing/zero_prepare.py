@@ -31,6 +31,7 @@ from typing import NoReturn
 
 from tqdm import tqdm
 
+from zero.base.errors import UserError, exit_on_error, trainer
 from zero.corpus.format.manifest import TOKENIZER
 from zero.corpus.preparing.filters.table import FILTERS
 from zero.corpus.preparing.options import CorpusOptions
@@ -45,7 +46,6 @@ from zero.corpus.preparing.verify import verify
 from zero.corpus.text.hub import PREFIX, download
 from zero.corpus.text.special_tokens import COMPANIONS, MODEL_CONFIG
 from zero.corpus.text.tokenizers import FileTokenizer, Tokenizer, load_tokenizer
-from zero.errors import UserError, exit_on_error, trainer
 from zero.files import storage
 
 FILTER = "filter "  # begins the attribute of a filter's option

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from zero.errors import UserError, reason
+from zero.base.errors import UserError, reason
 from zero.files import storage
 from zero.files.storage.objects import Checksum
 

@@ -18,9 +18,9 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+from zero.base.errors import UserError
 from zero.corpus.format.index_files import Shard
 from zero.corpus.format.manifest import recorded_checksums
-from zero.errors import UserError
 from zero.files import storage
 from zero.files.storage.objects import ObjectStat
 

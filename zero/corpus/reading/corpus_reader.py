@@ -17,6 +17,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from zero.base.errors import UserError
 from zero.corpus.format.crop import Crop
 from zero.corpus.format.index_files import Shard
 from zero.corpus.format.shards import (
@@ -31,7 +32,6 @@ from zero.corpus.format.shards import (
 )
 from zero.corpus.reading.cache import ShardCache
 from zero.corpus.reading.order import Order, RowRange, ShuffleBuffer, permutation
-from zero.errors import UserError
 from zero.files import storage
 
 SKIPPED = -1  # the length of a row that could not be read

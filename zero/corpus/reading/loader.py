@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from zero.base.errors import UserError
 from zero.corpus.format.crop import CROPS, Crop
 from zero.corpus.format.index_files import Shard, Weight, paths_of, read_index
 from zero.corpus.format.shards import BadData, RowFormat, Rows, row_tokens
@@ -30,7 +31,6 @@ from zero.corpus.reading.contents import REMEDY, IndexContents, check_contents, 
 from zero.corpus.reading.corpus_reader import SKIPPED, CorpusReader
 from zero.corpus.reading.order import Mixture, Order, StagedMixture, exact_weights, weight_stages
 from zero.corpus.reading.prefetch import RowStream
-from zero.errors import UserError
 
 _REMOTE_THREADS = 16  # at most; they wait for the network, not for Python
 _OTHER_SHARDS = "the saved data cursor belongs to other shards"

@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from zero.base.errors import UserError
 from zero.corpus.format.index_files import Weight
-from zero.errors import UserError
 
 
 class RowRange(NamedTuple):

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zero.base.errors import UserError, first_line
 from zero.corpus.text.special_tokens import TEMPLATE, TOKENIZER_CONFIG, TokenizerFiles
-from zero.errors import UserError, first_line
 from zero.files import storage
 from zero.files.parsing import reading
 

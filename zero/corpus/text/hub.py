@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zero.errors import Unavailable, UserError, first_line, install_command
+from zero.base.errors import Unavailable, UserError, first_line, install_command
 
 PREFIX = "hf:"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zero.errors import UserError, install_command
+from zero.base.errors import UserError, install_command
 from zero.files.parsing import reading
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from zero.base.errors import UserError
 from zero.corpus.text.pieces import merges
-from zero.errors import UserError
 from zero.files.parsing import reading
 
 _UNIGRAM, _BPE = 1, 2  # of the model type in sentencepiece_model.proto

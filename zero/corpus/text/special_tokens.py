@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from zero.errors import UserError
+from zero.base.errors import UserError
 from zero.files import storage
 from zero.files.parsing import json_object, reading
 

@@ -10,8 +10,8 @@ import base64
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from zero.base.errors import UserError
 from zero.corpus.text.pieces import byte_spellings, merges
-from zero.errors import UserError
 from zero.files.parsing import reading
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
+from zero.base.errors import UserError
 from zero.corpus.text import sentencepiece_model, tiktoken_file
 from zero.corpus.text.chat_template import template_text
 from zero.corpus.text.pieces import byte_spellings
@@ -27,7 +28,6 @@ from zero.corpus.text.special_tokens import (
     Vocabulary,
     read_special_tokens,
 )
-from zero.errors import UserError
 from zero.files import storage
 from zero.files.parsing import reading
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 
-from zero.errors import UserError
+from zero.base.errors import UserError
 
 CONNECTION_ERRORS = {  # a repetition of the request may succeed
     "aiohttp": ("ClientError",),

@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from zero.errors import Unavailable, UserError
+from zero.base.errors import Unavailable, UserError
 from zero.files.storage.failures import NoSuchBucket
 from zero.files.storage.objects import ObjectStat
 from zero.files.storage.stores import STORES, Store

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from zero.errors import WRONG_PATH, Unavailable, UserError, first_line, install_command
+from zero.base.errors import WRONG_PATH, Unavailable, UserError, first_line, install_command
 from zero.files.storage.failures import CONNECTION_ERRORS, AccessDenied, imported, outages
 from zero.files.storage.objects import ObjectStat
 

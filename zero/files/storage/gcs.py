@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero.errors import Unavailable, first_line
+from zero.base.errors import Unavailable, first_line
 from zero.files.storage.failures import AccessDenied
 from zero.files.storage.fsspec_store import DEADLINE, TIMEOUT
 from zero.files.storage.objects import Checksum, ObjectStat

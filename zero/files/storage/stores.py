@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from zero.errors import UserError
+from zero.base.errors import UserError
 from zero.files.storage import fsspec_store, gcs
 from zero.files.storage.fsspec_store import FsspecStore
 from zero.files.storage.objects import Checksum, ObjectStat

@@ -6,7 +6,7 @@ import os
 import posixpath
 from pathlib import Path
 
-from zero.errors import UserError
+from zero.base.errors import UserError
 
 SCHEME = "gs"  # of a bucket that is named without one
 SCHEMES = (SCHEME, "s3", "az", "abfs", "hf")

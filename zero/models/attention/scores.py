@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zero.model_parallel import WHOLE, ModelParallel
+from zero.partition.model_parallel import WHOLE, ModelParallel
 
 LOWEST = float(np.finfo(np.float32).min)
 # Buckets of distance of T5's relative bias: one for each distance below 16, logarithmic up to 128, one for all beyond.

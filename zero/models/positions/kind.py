@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 
-from zero.model_parallel import ModelParallel
+from zero.partition.model_parallel import ModelParallel
 
 
 class Place(NamedTuple):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import flax.linen as nn
 import jax
 
-from zero.model_parallel import ModelParallel
 from zero.models.attention.scores import T5_BUCKETS
 from zero.models.parametrization import Initial
 from zero.models.positions.kind import PositionKind
+from zero.partition.model_parallel import ModelParallel
 
 
 def bias_by_bucket(config: Initial, module: nn.Module, cut: ModelParallel) -> jax.Array:

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zero.model_parallel import WHOLE, Draw, HeadParallel, ModelParallel, Tree
 from zero.partition.collectives.axis import Axis, ring_pairs
 from zero.partition.collectives.tensor_group import TensorGroup
+from zero.partition.model_parallel import WHOLE, Draw, HeadParallel, ModelParallel, Tree
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,8 +13,8 @@ import dataclasses
 import jax
 from jax import lax
 
-from zero.model_parallel import ExpertParallel
 from zero.partition.collectives.axis import Axis
+from zero.partition.model_parallel import ExpertParallel
 
 
 @dataclasses.dataclass(frozen=True)

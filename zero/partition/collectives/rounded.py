@@ -15,11 +15,11 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from zero.model_parallel import RoundedWeight, Rounding
 from zero.partition.collectives.arrays import as_dtype, fill_padding
 from zero.partition.collectives.axis import Axis
 from zero.partition.collectives.coalesced import gather_arrays
 from zero.partition.layout import LeafLayout
+from zero.partition.model_parallel import RoundedWeight, Rounding
 from zero.partition.moves import AllGather
 
 

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zero.model_parallel import Draw, ModelParallel
 from zero.partition.collectives.axis import Axis
+from zero.partition.model_parallel import Draw, ModelParallel
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from zero.errors import Unavailable, UserError
+from zero.base.errors import Unavailable, UserError
 from zero.run.run import Run
 
 

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from zero.base.errors import UserError
 from zero.config.declared import Keys
 from zero.config.keys import shared
 from zero.config.schema import Config as WholeConfig
-from zero.errors import UserError
 from zero.models.config import GPTConfig
 from zero.run.feature import Feature, Moment
 from zero.run.run import Line, Run

@@ -6,12 +6,12 @@ import logging
 import time
 from pathlib import Path
 
+from zero.base.errors import UserError
 from zero.config.declared import Keys
-from zero.errors import UserError
 from zero.hosts import agreement
+from zero.record.run_files import METRICS_FILE
 from zero.run.feature import Feature, Moment
 from zero.run.run import Line, Run
-from zero.run_directory import METRICS_FILE
 
 log = logging.getLogger(__name__)
 

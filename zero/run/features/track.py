@@ -9,10 +9,10 @@ from zero.config.constraints import at_least
 from zero.config.declared import Keys
 from zero.config.keys import key, shared
 from zero.hosts import agreement
+from zero.record.metrics_file import Log
 from zero.run.feature import Feature, Moment
 from zero.run.run import Line, Run
 from zero.tracking.metrics import Metric
-from zero.tracking.metrics_file import Log
 from zero.tracking.tracker import open_tracker
 
 

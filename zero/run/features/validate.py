@@ -12,17 +12,17 @@ from typing import TypeAlias
 import jax
 import numpy as np
 
+from zero.base.errors import UserError
 from zero.config.declared import Keys
 from zero.config.keys import shared
 from zero.corpus.reading.loader import HostBatch, Loader
 from zero.corpus.reading.prefetch import prefetch
-from zero.errors import UserError
 from zero.hosts import agreement
 from zero.partition.layout import PyTree
+from zero.record.metrics_file import line_of
 from zero.run.feature import Feature, Moment, Stopped
 from zero.run.run import Line, Run
 from zero.tracking.metrics import Metric
-from zero.tracking.metrics_file import line_of
 from zero.training.ema import EMA
 from zero.training.row_places import RowPlaces
 

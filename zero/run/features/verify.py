@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
+from zero.base.errors import Unavailable, UserError
 from zero.config.constraints import at_least
 from zero.config.declared import Keys
 from zero.config.keys import key
-from zero.errors import Unavailable, UserError
 from zero.partition.global_arrays import pmap_devices
 from zero.partition.layout import PyTree
 from zero.run.feature import Feature

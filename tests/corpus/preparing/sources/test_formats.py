@@ -21,6 +21,7 @@ import pytest
 from tests.helpers import bucket, sources
 from tests.helpers.corpora import COMMAND, REPOSITORY, call, make, tokens_of
 from tests.helpers.loaders import open_loader
+from zero.base.errors import UserError
 from zero.corpus.preparing import documents
 from zero.corpus.preparing.options import CorpusOptions
 from zero.corpus.preparing.prepare import Corpus, prepare
@@ -28,7 +29,6 @@ from zero.corpus.preparing.sources.source import Source
 from zero.corpus.preparing.sources.tensors import read_tensor
 from zero.corpus.preparing.verify import verify
 from zero.corpus.text.tokenizers import ByteTokenizer
-from zero.errors import UserError
 from zero.files import storage
 
 WRITERS = sources.write_text | sources.write_ids

@@ -14,10 +14,10 @@ from pyarrow import parquet
 
 from tests.helpers.corpora import both, documents_of, make, run
 from tests.helpers.loaders import open_loader
+from zero.base.errors import UserError
 from zero.corpus.preparing.documents import TextReader
 from zero.corpus.preparing.sources.hub import HubDataset
 from zero.corpus.preparing.sources.source import Source
-from zero.errors import UserError
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from tests.helpers.loaders import open_loader
+from zero.base.errors import UserError
 from zero.corpus.preparing import documents
 from zero.corpus.preparing.options import CorpusOptions
 from zero.corpus.preparing.prepare import Corpus, prepare
 from zero.corpus.text.tokenizers import ByteTokenizer
-from zero.errors import UserError
 
 ROW = 16
 

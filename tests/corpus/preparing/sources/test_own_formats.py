@@ -12,12 +12,12 @@ import pytest
 from tests.helpers import bucket, sources
 from tests.helpers.corpora import both, call, documents_of, make, tokens_of
 from tests.helpers.shards import loader
-from zero import run_directory
+from zero.base.errors import UserError
 from zero.corpus.format import own_formats
 from zero.corpus.format.index_files import read_index
 from zero.corpus.preparing.prepare import Corpus
-from zero.errors import UserError
 from zero.files import storage
+from zero.record import run_files as run_directory
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from tests.helpers import records, sources
 from tests.helpers.records import record
+from zero.base.errors import UserError
 from zero.corpus.preparing import documents
 from zero.corpus.preparing.sources.source import Source
-from zero.errors import UserError
 
 
 def contents(source: Path | str, key: str = "text") -> list[str | list[int] | None]:

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.records import example, record
+from zero.base.errors import UserError
 from zero.corpus.preparing.sources.tfrecords import record_units
-from zero.errors import UserError
 
 
 def read_all(path: Path, size: int = 100) -> list[np.ndarray]:

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from zero.base.errors import UserError
 from zero.corpus.format import directory
 from zero.corpus.preparing.documents import Document
-from zero.errors import UserError
 
 NGRAM = 13  # words
 _WORD = re.compile(r"\w+")

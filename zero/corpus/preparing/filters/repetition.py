@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from zero.base.errors import UserError
 from zero.corpus.preparing.documents import Document
-from zero.errors import UserError
 
 MOST_REPEATED_LINES = MOST_REPEATED_PARAGRAPHS = 0.30  # of their number
 MOST_CHARACTERS_OF_LINES = MOST_CHARACTERS_OF_PARAGRAPHS = 0.20  # of all characters, those in repeated ones

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from zero.base.errors import UserError
 from zero.corpus.preparing.documents import Document
-from zero.errors import UserError
 
 MOST_SYMBOLS = 0.1  # hash signs and ellipses, for each word
 MOST_BULLETS = 0.9  # of the lines, that begin with one

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
+from zero.base.errors import UserError
 from zero.corpus.format import directory
 from zero.corpus.preparing.documents import Document
 from zero.corpus.preparing.filters.contamination import ngrams_of_files
@@ -17,7 +18,6 @@ from zero.corpus.preparing.filters.symbols import symbols
 from zero.corpus.preparing.filters.urls import listed_urls
 from zero.corpus.preparing.filters.where import field_values
 from zero.corpus.preparing.filters.words import words
-from zero.errors import UserError
 
 
 class Judge(Protocol):
@@ -98,7 +98,7 @@ def open_filters(values: Mapping[str, str]) -> Filters:
     'words'
     >>> open_filters({"words": "many"})
     Traceback (most recent call last):
-    zero.errors.UserError: --words many: expected two numbers, such as 50,100000
+    zero.base.errors.UserError: --words many: expected two numbers, such as 50,100000
     """
     judges = []
     for name, kind in FILTERS.items():

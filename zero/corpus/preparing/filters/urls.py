@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 from urllib.parse import urlsplit
 
+from zero.base.errors import UserError
 from zero.corpus.format import directory
 from zero.corpus.preparing.documents import Document, field_of
-from zero.errors import UserError
 
 URL = "url"  # the field that holds a document's own
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zero.base.errors import UserError
 from zero.corpus.preparing.documents import Document, field_of
-from zero.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from zero.base.errors import UserError
 from zero.corpus.preparing.documents import Document
-from zero.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from zero.base.errors import UserError
 from zero.corpus.format.shards import NPY_HEADER, npy_header
 from zero.corpus.preparing import documents
 from zero.corpus.preparing.documents import TRAIN, VALIDATION, Document, Unit
 from zero.corpus.preparing.sources.files import open_file
-from zero.errors import UserError
 from zero.files import storage
 from zero.files.parsing import reading
 

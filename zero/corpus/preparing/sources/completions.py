@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from zero.base.errors import UserError
 from zero.corpus.preparing.documents import Document, found
 from zero.corpus.preparing.sources.conversations import (
     ASSISTANT,
@@ -14,7 +15,6 @@ from zero.corpus.preparing.sources.conversations import (
     needed,
 )
 from zero.corpus.text.chat_template import ChatTemplate
-from zero.errors import UserError
 
 LEARNED = (ASSISTANT,)  # roles, by default
 

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import zstandard
 
-from zero.errors import UserError
+from zero.base.errors import UserError
 
 _COMPRESSED_BYTES = 1 << 16  # decompressed at once
 

@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from zero.base.errors import UserError, first_line
 from zero.corpus.text.chat_template import ChatTemplate
 from zero.corpus.text.special_tokens import TEMPLATE, TOKENIZER_CONFIG
-from zero.errors import UserError, first_line
 
 ASSISTANT = "assistant"
 Message = dict[str, Any]

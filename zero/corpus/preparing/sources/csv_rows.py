@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from functools import partial
 from typing import BinaryIO
 
+from zero.base.errors import UserError
 from zero.corpus.preparing import documents
 from zero.corpus.preparing.documents import Document, Reader, Unit
 from zero.corpus.preparing.sources.compression import decompressed_blocks
 from zero.corpus.preparing.sources.files import open_file
-from zero.errors import UserError
 from zero.files.parsing import reading
 
 Row = tuple[int, list[str]]  # the number of its last line, and its fields

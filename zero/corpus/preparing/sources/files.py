@@ -20,9 +20,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import BinaryIO, NamedTuple
 
+from zero.base.errors import UserError, file_error, reason
 from zero.corpus.format.index_files import expand_braces, listed_shards
 from zero.corpus.format.own_formats import MANIFEST, is_index, kind_of_file, kind_of_folder
-from zero.errors import UserError, file_error, reason
 from zero.files import storage
 from zero.files.storage.objects import ObjectStat
 

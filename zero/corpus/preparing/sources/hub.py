@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from zero.base.errors import Unavailable, UserError, install_command
 from zero.corpus.preparing import documents
 from zero.corpus.preparing.documents import Document, Reader, Unit
 from zero.corpus.preparing.sources.splits import official_splits
-from zero.errors import Unavailable, UserError, install_command
 
 
 class _Place(NamedTuple):

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import BinaryIO
 
+from zero.base.errors import UserError
 from zero.corpus.preparing import documents
 from zero.corpus.preparing.documents import Document, Reader, Unit
 from zero.corpus.preparing.sources.compression import decompressed_blocks
 from zero.corpus.preparing.sources.files import SourceFile, open_piece
-from zero.errors import UserError
 from zero.files.parsing import reading
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from operator import methodcaller
 
+from zero.base.errors import UserError
 from zero.corpus.preparing import documents
 from zero.corpus.preparing.documents import VALIDATION, Reader, TextReader, Unit
 from zero.corpus.preparing.filters.table import NO_FILTERS, Filters
@@ -23,7 +24,6 @@ from zero.corpus.preparing.sources.joined_rows import JoinedRows
 from zero.corpus.preparing.sources.parts import PART_BYTES, part_bounds, pieces
 from zero.corpus.preparing.sources.splits import OFFICIAL, official_splits, part_sizes
 from zero.corpus.preparing.sources.text import text_parts, whole_files
-from zero.errors import UserError
 from zero.files import storage
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from zero.base.errors import UserError
 from zero.corpus.preparing.documents import TEST, TRAIN, VALIDATION
-from zero.errors import UserError
 
 OFFICIAL = "official"
 _WORDS = {"train": TRAIN, "training": TRAIN, "test": TEST, "testing": TEST}

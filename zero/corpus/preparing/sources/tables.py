@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, BinaryIO
 
+from zero.base.errors import UserError, install_command
 from zero.corpus.preparing import documents
 from zero.corpus.preparing.documents import Document, Reader, TextReader, Unit
 from zero.corpus.preparing.sources.files import open_file
-from zero.errors import UserError, install_command
 from zero.files.parsing import reading
 
 _ROWS = 64  # of a batch that is read at once

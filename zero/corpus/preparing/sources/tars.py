@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from zero.base.errors import UserError
 from zero.corpus.format.shards import COMPLETIONS, LENGTHS, ROWS, lengths_of, rows_of, tar_header
 from zero.corpus.preparing import documents
 from zero.corpus.preparing.documents import Document, Reader, TextReader, Unit, decoded
@@ -22,7 +23,6 @@ from zero.corpus.preparing.sources.compression import damage_named, decompressed
 from zero.corpus.preparing.sources.files import open_file
 from zero.corpus.preparing.sources.joined_rows import JoinedRows
 from zero.corpus.preparing.sources.tensors import read_tensor
-from zero.errors import UserError
 from zero.files.parsing import MALFORMED, reading
 
 _TEXT = ("txt", "text", "transcript")  # suffixes that webdataset decodes to text

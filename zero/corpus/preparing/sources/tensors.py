@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zero.errors import UserError
+from zero.base.errors import UserError
 from zero.files.parsing import reading
 
 _STORAGES = {  # of torch, by the name in the description

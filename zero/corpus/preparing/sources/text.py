@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import BinaryIO
 
+from zero.base.errors import UserError
 from zero.corpus.preparing import documents
 from zero.corpus.preparing.documents import Document, Unit, decoded
 from zero.corpus.preparing.sources.files import open_file
-from zero.errors import UserError
 
 
 def whole_files(paths: Iterable[tuple[str, str]]) -> Iterator[Document]:

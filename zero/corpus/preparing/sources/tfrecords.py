@@ -14,9 +14,9 @@ from typing import Any, BinaryIO
 import google_crc32c
 import numpy as np
 
+from zero.base.errors import UserError
 from zero.corpus.preparing.documents import Document, Unit
 from zero.corpus.preparing.sources.files import open_file
-from zero.errors import UserError
 
 # Part of tensorflow/core/example/example.proto. Its map of features has the same bytes as a list of entries.
 _EXAMPLE = """

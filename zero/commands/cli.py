@@ -1,0 +1,298 @@
+"""The command line (hydra): checks the configuration and hands over to train, evaluate, sample or plan."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+import zero.run.features  # noqa: F401  declares the keys of features
+from zero.base.errors import FULL_DISK, WRONG_PATH, UserError, file_error
+from zero.config.check import Sizes, check, describe
+from zero.config.command_line import check_form, take_text_literally
+from zero.config.files import conf_directory, load_sizes
+from zero.config.help import help_text, version_text
+from zero.config.names import moved
+from zero.config.printed import choices_of_groups
+from zero.config.saved_config import merge_resumed, with_groups
+from zero.config.schema import Config
+from zero.hosts.hardware import check_slice
+from zero.hosts.signals import SIGNALS, IgnoreBrokenPipe, exit_immediately, unanswered
+from zero.models.config import GPTConfig
+from zero.record.run_files import describe_full_disk, discard_unused, saved_config
+from zero.run.find_run import parsed_overrides, resume_overrides, trained_run
+from zero.run.sweeps import check_places, continue_job, swept_keys, write_table
+
+if TYPE_CHECKING:
+    from zero.exchange.hub_model import HubModel
+
+QUOTE = "'"  # around a value on the command line
+
+
+def main() -> None:
+    """Runs the command line in `sys.argv`. Exit status: see docs/reference/exit-statuses.md."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra itself prints what it catches, over many lines
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax's threads would log after the last line
+    sys.stdout = IgnoreBrokenPipe(sys.stdout)
+    with errors_in_lines():
+        for number in SIGNALS:
+            signal.signal(number, interrupt)
+        try:
+            if asked := {"--help", "-h", "--version"}.intersection(sys.argv):
+                print(version_text() if "--version" in asked else help_text([x for x in sys.argv[1:] if x[0] != "-"]))
+                return
+            check_form(sys.argv[1:])
+            sys.argv[1:] = take_text_literally(sys.argv[1:])
+            check_names(sys.argv[1:])
+            sys.argv[1:] = with_groups_of_run(resume_overrides(sys.argv[1:]))
+            run()
+        except (HydraException, OmegaConfBaseException) as error:  # the latter: an interpolation in a key of Hydra's
+            raise UserError("\n".join(all_mistakes(sys.argv[1:], error))) from error
+
+
+def with_groups_of_run(arguments: list[str]) -> list[str]:
+    """The arguments of a resume with the choices of its run, such as optimizer=lion, whose keys they may set."""
+    run = next(
+        (override.value() for override in parsed_overrides(arguments) if override.key_or_group == "resume"), None
+    )
+    if run is None:
+        return arguments
+    saved: Any = OmegaConf.to_container(saved_config(Path(str(run))))
+    return with_groups(arguments, saved)
+
+
+@hydra.main(version_base="1.3", config_path=str(conf_directory()), config_name="config")
+def run(config: DictConfig) -> None:
+    hydra_config = HydraConfig.get()
+    overrides = list(hydra_config.overrides.task)
+    run_directory = Path(hydra_config.runtime.output_dir)
+    with errors_in_lines(), discarding_unused(run_directory):
+        is_job = hydra_config.mode == RunMode.MULTIRUN and config.mode == "train"
+        if is_job:
+            keys = swept_keys(sys.argv[1:], overrides)
+            check_places(config, run_directory, keys)
+            continue_job(config, run_directory, keys)
+        checked, size = resolve(config, overrides)
+        if checked.mode != "plan":
+            runs_on_cpu = any(override.startswith("distributed.cpu_devices=") for override in overrides)
+            check_slice(hydra_config.runtime.choices.get("slice"), runs_on_cpu)
+        start = program(checked.mode)
+        if not gc.isenabled():  # by main_zero.py; what is imported stays, and is not looked at again
+            gc.freeze()
+            gc.set_threshold(100_000, 20, 20)  # passes over a trace, which is no garbage, take a fifth of its time
+            gc.enable()
+        status = start(checked, size, run_directory)
+        if is_job and not status:
+            write_table(run_directory.parent, keys)
+    if status:
+        exit_immediately(status)  # a status of 0 returns, so that --multirun continues
+
+
+@contextmanager
+def discarding_unused(run_directory: Path) -> Iterator[None]:
+    """A start that ends before it has written or logged anything leaves no run directory, which Hydra has made."""
+    try:
+        yield
+    finally:
+        discard_unused(run_directory)
+
+
+def resolve(config: DictConfig, overrides: list[str]) -> tuple[Config, GPTConfig]:
+    """The checked configuration, merged with that of the run that it resumes or uses, and the size of its model.
+
+    Raises:
+      UserError: a line for each mistake.
+    """
+    keys = [override.lstrip("+~").partition("=")[0] for override in overrides]
+    check_names(overrides)
+    sizes: Sizes | None = None
+    try:
+        check_paths_of_runs(config)
+        if config.resume is not None:
+            config = merge_resumed(saved_config(Path(config.resume)), config, overrides)
+        elif config.mode in ("evaluate", "sample") and (folder := folder_in_place_of_run(config)) is not None:
+            sizes = use_folder(config, folder, keys)
+        elif config.mode in ("evaluate", "sample"):
+            waits = config.mode == "evaluate" and config.evaluate.follow is True
+            config.model.model_path = str(trained_run(config.model.model_path, waits))
+            saved = saved_config(Path(config.model.model_path))
+            config = merge_resumed(saved, config, [*overrides, "model.model_path"])
+    except OmegaConfBaseException as error:  # one of these keys is missing or no value
+        raise UserError(describe(error)) from error
+    sizes = sizes or load_sizes()
+    checked = check(config, sizes, keys)
+    return checked, sizes.chosen(checked.model)
+
+
+def folder_in_place_of_run(config: DictConfig) -> HubModel | None:
+    """The Hugging Face folder that is evaluated or sampled; None for a run."""
+    place = config.model.model_path
+    if place is None or not (place.startswith("hf:") or (Path(place) / "config.json").is_file()):
+        return None
+    from zero.exchange.hub_model import open_hf_model  # the import takes a second, and runs do not need it
+
+    return open_hf_model(place)
+
+
+def use_folder(config: DictConfig, folder: HubModel, given: Sequence[str]) -> Sizes:
+    """Sets the keys of a run by a Hugging Face folder, but for those that are given; returns its size.
+
+    Raises:
+      UserError: a key names what only a run has.
+    """
+    for key, value in (("data.resume_step", None), ("model.ema", False), ("evaluate.follow", False)):
+        if OmegaConf.select(config, key) not in (value, None):
+            raise UserError(f"{key}={OmegaConf.select(config, key)}: {folder.path} is no run, and has no checkpoints")
+    config.model.model_path = str(folder.path)
+    if "data.tokenizer" not in given:
+        config.data.tokenizer = folder.tokenizer()
+    if "data.max_context" not in given:
+        config.data.max_context = min(config.data.max_context or folder.size.block_size, folder.size.block_size)
+    return folder
+
+
+def check_paths_of_runs(config: DictConfig) -> None:
+    """Raises UserError where the keys that name a run are no text; they are read before all others are checked."""
+    for key in ("resume", "model.model_path"):
+        value = OmegaConf.select(config, key)
+        if value is not None and not isinstance(value, str):
+            raise UserError(f"{key}={value}: expected a path, or null")
+
+
+def check_names(overrides: Sequence[str]) -> None:
+    """Raises UserError for keys that are chosen as groups or were renamed, and for groups without a choice."""
+    lines = []
+    for override in overrides:
+        name, _, value = override.lstrip("+~").partition("=")
+        instead = moved(name, value)
+        choices = choices_of_groups().get(name)
+        if instead is not None:
+            lines.append(instead)
+        elif choices is not None and value.strip(QUOTE) in ("", "null", "???"):
+            lines.append(f"{name}={value.strip(QUOTE)}: expected one of {', '.join(choices)}")
+    if lines:
+        raise UserError("\n".join(lines))
+
+
+def composed(overrides: list[str]) -> DictConfig:
+    """The configuration of a fresh run with these overrides, as Hydra composes it, unchecked."""
+    with hydra.initialize_config_dir(str(conf_directory()), version_base="1.3"):
+        return hydra.compose("config", overrides)
+
+
+def compose(overrides: list[str]) -> tuple[Any, GPTConfig]:
+    """The checked configuration of a fresh run with these overrides, and the size of its model; nothing is run.
+
+    The class of the configuration is that of its mode.
+
+    Raises:
+      UserError: a line for each mistake.
+    """
+    overrides = take_text_literally(overrides)
+    check_names(overrides)
+    try:
+        return resolve(composed(overrides), overrides)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError("\n".join(all_mistakes(overrides, error))) from error
+
+
+def program(mode: str) -> Callable[[Any, GPTConfig, Path], int]:
+    """The function of a mode, imported after the check of the configuration, because the import takes seconds."""
+    if mode == "plan":
+        from zero.plan.plan import plan
+
+        return plan
+    if mode == "evaluate":
+        from zero.inference.evaluate import evaluate
+
+        return evaluate
+    if mode == "sample":
+        from zero.inference.sample import sample
+
+        return sample
+    from zero.run.train import train
+
+    return train
+
+
+def _is_key(override: str) -> bool:
+    """Whether an override sets a key, and does not choose a mode, a group or a file of settings.
+
+    >>> _is_key("mode=sample"), _is_key("+preset=v3-8"), _is_key("sample.tokens=3")
+    (False, False, True)
+    """
+    return "." in override.partition("=")[0]
+
+
+def all_mistakes(arguments: Sequence[str], first: HydraException | OmegaConfBaseException) -> list[str]:
+    """A line for each mistake in the overrides, composed one by one, because Hydra reports only the first mistake."""
+    if any(argument.startswith("-") for argument in arguments):  # Hydra's own options: not all arguments are overrides
+        return [describe(first)]
+    mistakes = []
+    right: list[str] = []
+    with hydra.initialize_config_dir(str(conf_directory()), version_base="1.3"):
+        for override in sorted(arguments, key=_is_key):  # choices such as mode=sample first, as they bring keys
+            try:
+                hydra.compose("config", [*right, override])
+                right.append(override)
+            except HydraException as error:
+                mistakes.append(describe(error))
+        try:
+            resolve(hydra.compose("config", right), right)
+        except HydraException as error:
+            mistakes.append(describe(error))
+        except UserError as error:
+            mistakes += str(error).splitlines()
+    return mistakes or [describe(first)]
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """Interrupts the program, even if the exception is lost, as in a callback of the garbage collector."""
+    timer = threading.Timer(5, report_interrupt, [number])
+    timer.daemon = True
+    unanswered.append((number, timer))
+    timer.start()
+    raise KeyboardInterrupt(number)
+
+
+def report_interrupt(number: int) -> None:
+    print("error: interrupted", file=sys.stderr, flush=True)
+    os._exit(128 + number)  # Python's own exit waits for threads that compile, and crashes some of them
+
+
+@contextmanager
+def errors_in_lines() -> Iterator[None]:
+    """Ends the program with a line for each mistake, without a traceback, and with the status of the error."""
+    try:
+        yield
+    except BaseException as error:
+        if unanswered:  # nothing to save yet, or a model in use; a library may have made its own error of it
+            report_interrupt(unanswered[0][0])
+        if isinstance(error, UserError):
+            end(str(error), error.status)
+        for cause in (error, error.__cause__):  # logging has an error of its own where it cannot open its file
+            if isinstance(cause, OSError) and cause.errno in WRONG_PATH | FULL_DISK:  # of the run directory
+                message = describe_full_disk(cause) if cause.errno in FULL_DISK else str(cause)
+                end(message, file_error(message, cause).status)
+        raise
+
+
+def end(message: str, status: int) -> None:
+    for line in message.splitlines():
+        print(f"error: {line}", file=sys.stderr)
+    exit_immediately(status)  # threads of libraries would continue and log after the last line

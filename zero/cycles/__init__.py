@@ -1,1 +1,0 @@
-"""Seconds of a compiled program, from the cycles that the compiler for TPU writes into it."""

@@ -1,0 +1,48 @@
+"""evaluations.jsonl: one JSON object per checkpoint that `evaluate.follow` has scored, beside the metrics of the run.
+
+It lies where every machine sees it: beside the checkpoints if these are outside the run directory, else in it. Only one
+process writes it, and replaces it whole, because nothing can be appended in a bucket.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+from zero.files import storage
+from zero.files.json_lines import read_lines
+from zero.record.run_files import saved_checkpoint_directory, shared_file
+
+EVALUATIONS_FILE = "evaluations.jsonl"
+PREFIX = "evaluation/"  # of its metrics
+_log = logging.getLogger(__name__)
+
+
+def read_evaluations(run: Path) -> list[dict[str, Any]]:
+    """The lines of a run, by increasing step; damaged ones are passed over with a warning."""
+    path = _path(run)
+    if not storage.exists(path):
+        return []
+    return sorted(read_lines(storage.read_bytes(path), path), key=lambda line: line["step"])
+
+
+def append_evaluation(run: Path, line: dict[str, Any]) -> None:
+    """Adds a line; a number that is not finite becomes null. A full disk costs the line, and ends no evaluation."""
+    path = _path(run)
+    before = storage.read_bytes(path) if storage.exists(path) else b""
+    if before and not before.endswith(b"\n"):
+        before += b"\n"
+    finite = {key: value if math.isfinite(value) else None for key, value in line.items()}
+    try:
+        storage.write(path, before + json.dumps(finite, allow_nan=False).encode() + b"\n")
+    except OSError as error:
+        _log.warning(
+            "%s; the evaluation of step %d is not recorded, and the next start repeats it", error, line["step"]
+        )
+
+
+def _path(run: Path) -> str:
+    return shared_file(run, saved_checkpoint_directory(run), EVALUATIONS_FILE)

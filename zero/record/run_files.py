@@ -1,0 +1,211 @@
+"""A run directory: the files in it, its lock, and its mirror next to checkpoints that are elsewhere (omegaconf).
+
+If checkpoints are outside the run directory, in a bucket or on a shared disk, the other files that a resume needs
+are copied next to them, to CHECKPOINTS-run/, or to run/ within a bucket that is all for checkpoints. A machine that has
+lost the run directory rebuilds it from there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from zero.base.errors import UserError
+from zero.config.files import read_yaml
+from zero.files import storage
+from zero.files.parsing import reading
+
+WAIT_SECONDS = 10  # between two looks for a run to start, or for its next checkpoint
+CONFIG_FILE = "config.yaml"
+METRICS_FILE = "metrics.jsonl"
+LAYOUT_FILE = "layout.txt"
+SAMPLES_FILE = "samples.txt"
+WANDB_ID_FILE = "wandb_run_id"
+COMMAND_FILE = "command.json"  # the keys that the command lines of its starts have set
+LINEAGE_FILE = "emergency_lineage"  # the lineages of emergency checkpoints that a resume may use, a line each
+MIRRORED = (CONFIG_FILE, LAYOUT_FILE, METRICS_FILE, SAMPLES_FILE, WANDB_ID_FILE, COMMAND_FILE, LINEAGE_FILE)
+GROWING = (METRICS_FILE, SAMPLES_FILE)
+
+
+_PURPOSES = {
+    CONFIG_FILE: "the configuration, which a resume needs",
+    METRICS_FILE: "the metrics",
+    LAYOUT_FILE: "the layout of the state and its memory",
+    SAMPLES_FILE: "the samples",
+    WANDB_ID_FILE: "the id of the run in W&B",
+    LINEAGE_FILE: "the name of the emergency checkpoints",
+}
+
+
+class DamagedRun(UserError):
+    """A run directory whose configuration is missing or cannot be read."""
+
+
+def describe_full_disk(error: OSError) -> str:
+    """A line that names the file that could not be written, what it is for, and what is safe.
+
+    >>> describe_full_disk(OSError(28, "No space left on device", "runs/new/config.yaml"))
+    'runs/new/config.yaml (the configuration, which a resume needs): No space left on device. Checkpoints that were \
+saved before are intact: make room and repeat the command with --resume=auto'
+    """
+    path = str(error.filename or "the run directory")
+    purpose = _PURPOSES.get(Path(path).name, "a file of the run")
+    return (
+        f"{path} ({purpose}): {error.strerror}. Checkpoints that were saved before are intact: "
+        "make room and repeat the command with --resume=auto"
+    )
+
+
+def save_config(run_directory: Path, config: Any) -> None:
+    """Writes the configuration, a dataclass or a dictionary, where `saved_config` finds it."""
+    storage.write(run_directory / CONFIG_FILE, OmegaConf.to_yaml(OmegaConf.create(config)).encode())
+
+
+def saved_config(run_directory: Path) -> DictConfig:
+    """The configuration that a run was last started with.
+
+    Raises:
+      DamagedRun: the directory has none, or a damaged one.
+    """
+    path = run_directory / CONFIG_FILE
+    if not path.is_file():
+        raise DamagedRun(f"{run_directory}: not a run directory, {CONFIG_FILE} is missing")
+    message = f"{path} is damaged: expected the configuration of a run"
+    config = read_yaml(path, message, DamagedRun)
+    with reading(message, kind=DamagedRun):
+        data = config["data"]
+        if not (isinstance(data["bucket_path"], str | None) and isinstance(data["checkpoint_directory"], str)):
+            raise TypeError("data.bucket_path or data.checkpoint_directory is no path")
+        for name in ("model", "optimizer"):
+            if not isinstance(config.get(name, {}), dict):
+                raise TypeError(f"{name} is no section")
+        return OmegaConf.create(config)
+
+
+def checkpoint_directory(run_directory: Path, bucket_path: str | None, directory: str) -> Path | str:
+    """An absolute path or URL as it is, else `gs://bucket_path/directory`, else inside the run directory."""
+    place = storage.join(storage.bucket(bucket_path) if bucket_path else run_directory, directory)
+    return place if storage.is_remote(place) else Path(place)
+
+
+def discard_unused(run_directory: Path) -> None:
+    """Removes a directory that holds nothing but logs without a line, as a start leaves it that was refused at once."""
+    files = [*run_directory.iterdir()] if run_directory.is_dir() else []
+    if all(file.suffix == ".log" and file.is_file() and file.stat().st_size == 0 for file in files):
+        for file in files:
+            file.unlink()
+        with suppress(OSError):  # it was not here, is a mount, or another start has just begun to use it
+            run_directory.rmdir()
+
+
+@contextmanager
+def locked(run_directory: Path) -> Iterator[None]:
+    """Locks a run: two processes may be started in one second, or resume the same run.
+
+    The lock ends with its process, even if it is killed.
+
+    Raises:
+      UserError: another process has the lock.
+    """
+    directory = os.open(run_directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{run_directory}: another process trains here; name another hydra.run.dir") from None
+        yield
+    finally:
+        os.close(directory)
+
+
+def saved_steps(run_directory: Path) -> list[int]:
+    """The steps of a run's complete checkpoints, oldest first."""
+    return committed_steps(saved_checkpoint_directory(run_directory))
+
+
+def committed_steps(directory: Path | str) -> list[int]:
+    """The steps of the complete checkpoints in a directory, on disk or in a bucket, oldest first.
+
+    On disk a complete checkpoint is renamed into place; in a bucket, where nothing can be renamed, a file marks it.
+    """
+    if isinstance(directory, Path):
+        return sorted(int(path.name) for path in directory.glob("*") if path.name.isdecimal() and path.is_dir())
+    files = storage.list_files(directory)
+    matches = (re.fullmatch(r"(\d+)/commit_success\.txt", url.removeprefix(f"{directory}/")) for url in files)
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def is_outside(run_directory: Path, place: Path | str) -> bool:
+    """Whether checkpoints are outside the run directory."""
+    return not isinstance(place, Path) or not place.absolute().is_relative_to(run_directory.absolute())
+
+
+def shared_file(run_directory: Path, place: Path | str, name: str) -> str:
+    """The path of a file of a run that every machine sees: beside its checkpoints if they are outside the directory."""
+    return mirror_path(place, name) if is_outside(run_directory, place) else str(run_directory / name)
+
+
+def fetch_config(run_directory: Path, place: str) -> bool:
+    """Copies the configuration of the run that mirrors itself beside these checkpoints; False if none does."""
+    mirrored = mirror_path(place, CONFIG_FILE)
+    if not storage.exists(mirrored):
+        return False
+    storage.write(run_directory / CONFIG_FILE, storage.read_bytes(mirrored))
+    return True
+
+
+def mirror(run_directory: Path, place: Path | str) -> None:
+    """Copies the files that a resume needs next to the checkpoints, if these are outside the directory.
+
+    A file that the directory does not have is removed there: an earlier attempt has left it.
+    """
+    if is_outside(run_directory, place):
+        for name in MIRRORED:
+            if (run_directory / name).exists():
+                storage.write(mirror_path(place, name), (run_directory / name).read_bytes())
+            else:
+                storage.remove(mirror_path(place, name))
+
+
+def remove_unfinished(run_directory: Path, place: Path | str) -> None:
+    """Removes what killed processes have left of files that they were writing: here, in `place` and in the mirror."""
+    for directory in (run_directory, place, storage.parent(mirror_path(place, CONFIG_FILE))):
+        storage.remove_unfinished(directory)
+
+
+def rebuild(run_directory: Path, place: Path | str) -> bool:
+    """Restores a run directory from its mirror, if there is one; files that continue the mirrored ones stay."""
+    if not is_outside(run_directory, place) or not storage.exists(mirror_path(place, CONFIG_FILE)):
+        return False
+    run_directory.mkdir(parents=True, exist_ok=True)
+    for name in MIRRORED:
+        if storage.exists(mirror_path(place, name)):
+            here = run_directory / name
+            kept = storage.read_bytes(mirror_path(place, name))
+            if not (name in GROWING and here.exists() and here.read_bytes().startswith(kept)):
+                storage.write(here, kept)
+    return True
+
+
+def mirror_path(place: Path | str, name: str) -> str:
+    """The copy of a file of a run beside its checkpoints.
+
+    >>> mirror_path("gs://bucket/checkpoints", "config.yaml"), mirror_path("gs://bucket", "config.yaml")
+    ('gs://bucket/checkpoints-run/config.yaml', 'gs://bucket/run/config.yaml')
+    """
+    if storage.is_root(place):  # nothing is beside a bucket
+        return storage.join(place, f"run/{name}")
+    return f"{place}-run/{name}"
+
+
+def saved_checkpoint_directory(run_directory: Path) -> Path | str:
+    """The directory of a run's checkpoints, by its saved configuration."""
+    data = saved_config(run_directory).data
+    return checkpoint_directory(run_directory, data.bucket_path, data.checkpoint_directory)

@@ -1,0 +1,1 @@
+"""The optimizers of the trainer: their table, their updates, and which leaves weight decay takes."""
