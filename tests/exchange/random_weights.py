@@ -6,8 +6,10 @@
 """
 
 import dataclasses
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -118,11 +120,12 @@ def save(
     meta: Any = RUN,
     ema: int | None = None,
     last_step: int | None = None,
+    checksums: Mapping[str, int] = MappingProxyType({}),
 ) -> None:
     """A directory of checkpoints of weights, steps as the seeds, from shards of 8 devices.
 
-    The weights are random unless given; with `ema` there is a moving average, random from this seed. `last_step` is
-    that of the run.
+    The weights are random unless given; with `ema` there is a moving average, random from this seed. `last_step` and
+    `checksums` are those of the metadata.
     """
     model = model_of(size)
 
@@ -141,6 +144,7 @@ def save(
             state = {"params": padded(values or params(size, seed)), "averages": averages}
             config = {"tuning": {"method": "all"}} | meta
             facts = {"config": config, "size": dataclasses.asdict(size), "last_step": last_step}
+            facts["checksums"] = dict(checksums)
             checkpoints.save(seed, state, layout, facts)
 
 

@@ -232,7 +232,10 @@ def test_isolated_documents_of_another_tokenizer(forks: cli.Forks) -> None:
 
 
 def test_follower_scores_each_checkpoint_once(lasting: cli.Lasting) -> None:
-    """Up to the last step; after a kill between two checkpoints only what is missing; the report shows the results."""
+    """Up to the last step; after a kill between two checkpoints only what is missing; the report shows the results.
+
+    Other texts are another evaluation, whose results are told apart.
+    """
     file, options = lasting.workplace / RUN / "evaluations.jsonl", ("evaluate.context=12", "evaluate.stride=6")
     own = ("mode=evaluate", f"model.model_path={RUN}", "evaluate.follow=true", *options)
     assert steps_of(lasting.check(*own, "hydra.run.dir=follower").stdout) == [6, 12]
@@ -242,10 +245,13 @@ def test_follower_scores_each_checkpoint_once(lasting: cli.Lasting) -> None:
     assert file.read_bytes() == whole
     assert [line["step"] for line in cli.metrics(lasting.workplace / "again")] == [12]
     newest = evaluated(lasting, "newest", *options)
-    assert json.loads(whole.splitlines()[1]) == {
+    line = json.loads(whole.splitlines()[1])
+    assert line.pop("scored")["keys"]["evaluate.stride"] == 6
+    assert line == {
         "step": 12,
         **{f"evaluation/{key}": newest[key] for key in ("loss", "perplexity", "bits_per_byte")},
     }
+    assert steps_of(lasting.check(*own, f"evaluate.index={cli.INDICES[0]}", "hydra.run.dir=other").stdout) == [6, 12]
     page = write_report([lasting.workplace / RUN], lasting.workplace / "report.html").read_text()
     assert '"evaluation/loss":[[' in page
 

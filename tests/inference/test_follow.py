@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,22 +38,21 @@ class Trainer:
             shutil.rmtree(self.place / str(self.step - 2), ignore_errors=True)
 
 
-def followed(run: Path, evaluate: Any, **keys: Any) -> list[int]:
-    """The steps that a follower has scored once the run has ended."""
-    overrides = [f"{key.replace('__', '.')}={value}" for key, value in keys.items()]
-    config, _ = compose(
-        ["mode=evaluate", "evaluate.follow=true", f"model.model_path={run}", "data.wandb_project=null", *overrides]
-    )
+def followed(run: Path, evaluate: Callable[[], object], loss: float = 2.0, **identity: Any) -> list[int]:
+    """The steps that a follower scores until the run has ended."""
+    config, _ = compose(["mode=evaluate", "evaluate.follow=true", f"model.model_path={run}", "data.wandb_project=null"])
     scorer: Any = SimpleNamespace(trained=TrainedModel(model_of(ALIBI), None, ByteTokenizer(), None))
+    scored = []
 
     def result() -> dict[str, Any]:
         evaluate()
-        return {"step": scorer.trained.step, "loss": 2.0}
+        scored.append(scorer.trained.step)
+        return {"step": scorer.trained.step, "loss": loss}
 
     (run / "follower").mkdir(exist_ok=True)
     with patch.object(module, "WAIT_SECONDS", 0):
-        follow(config, scorer, result, run / "follower")
-    return [line["step"] for line in read_evaluations(run)]
+        follow(config, scorer, result, identity, run / "follower")
+    return scored
 
 
 def test_retention_takes_what_is_scored(tmp_path: Path) -> None:
@@ -86,3 +86,16 @@ def test_damage_of_the_newest(tmp_path: Path) -> None:
     (trainer.place / "2" / "meta" / "metadata").write_text(json.dumps({}))
     with pytest.raises(DamagedCheckpoint, match="meta/metadata cannot be read"):
         followed(tmp_path, lambda: None)
+
+
+def test_lines_hold_what_was_scored(tmp_path: Path) -> None:
+    """What has a line is not scored again; under other keys, or with other weights of the step, it is."""
+    trainer = Trainer(tmp_path)
+    assert followed(tmp_path, trainer.train, keys={"evaluate.ema": False}) == [2, 4, 6, 8, 10]
+    assert followed(tmp_path, trainer.train, keys={"evaluate.ema": False}) == []
+    assert followed(tmp_path, trainer.train, 3.0, keys={"evaluate.ema": True}) == [10]
+    assert read_evaluations(tmp_path) == [{"step": 10, "evaluation/loss": 3.0}]
+    shutil.rmtree(trainer.place / "10")
+    save(trainer.place, ALIBI, 10, last_step=10, checksums={"params": 1})
+    assert followed(tmp_path, trainer.train, 4.0, keys={"evaluate.ema": True}) == [10]
+    assert read_evaluations(tmp_path) == [{"step": 10, "evaluation/loss": 4.0}]

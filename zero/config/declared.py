@@ -55,8 +55,8 @@ def whole_kind(mode: str = "train") -> type[Config]:
         for member in members_of(keys, f"{name}."):
             if isinstance(member, Key):
                 place, _, last = member.name.partition(".")
-                steps_and_scores = {"in_steps": member.in_steps, "in_scores": member.in_scores}
-                field = key(member.default, member.check, *member.lines, **steps_and_scores)
+                attributes: Any = {"in_steps": member.in_steps, "in_scores": member.in_scores}
+                field = key(member.default, member.check, *member.lines, **attributes)
                 fields[place].append((last, member.kind | None if member.is_optional else member.kind, field))
     sections = {member.name: member for member in members_of(kind) if isinstance(member, Section)}
     whole: list[tuple[str, Any, Any]] = []

@@ -51,7 +51,9 @@ def read_lines(data: bytes, place: str) -> list[dict[str, Any]]:
 
 
 def parse_line(text: bytes) -> dict[str, Any] | None:
-    """A JSON object of a step, finite numbers and null, and perhaps the name of an event; None for anything else.
+    """A JSON object of a step, finite numbers and null; None for anything else.
+
+    It may name an event, and what an evaluation has scored, which is an object.
 
     >>> parse_line(b'{"event": "resume", "step": 3}')
     {'event': 'resume', 'step': 3}
@@ -61,7 +63,7 @@ def parse_line(text: bytes) -> dict[str, Any] | None:
     try:
         line = json.loads(text)
         values = {key: value for key, value in line.items() if value is not None}
-        has_event = isinstance(values.pop("event", ""), str)
+        has_event = isinstance(values.pop("event", ""), str) and isinstance(values.pop("scored", {}), dict)
         is_whole = has_event and isinstance(line["step"], int) and all(map(math.isfinite, values.values()))
     except MALFORMED:
         return None

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import logging
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from zero.base.errors import UserError
 from zero.config.schema import EvaluateConfig
-from zero.corpus.format.index_files import named_sets, paths_of, read_index
+from zero.corpus.format.index_files import Shard, named_sets, paths_of, read_index
 from zero.corpus.format.manifest import check_tokenizers
+from zero.corpus.reading.contents import contents_of
 from zero.hosts.agreement import is_host_0
 from zero.hosts.watchdog import ending_together
 from zero.inference.adapted_models import adapted_models
 from zero.inference.follow import follow, wait_for_checkpoint
 from zero.inference.harness_tasks import run_tasks
+from zero.inference.score_identity import score_identity
 from zero.inference.scoring import Scorer, score_sets
 from zero.inference.trained_model import open_model, place_model
 from zero.models.config import GPTConfig
@@ -51,7 +55,7 @@ def evaluate(config: EvaluateConfig, size: GPTConfig, run_directory: Path) -> in
     if config.evaluate.adapters is None:
         scorer = Scorer(open_model(config, size, rows), context, rows)
         if config.evaluate.follow:
-            follow(config, scorer, partial(_result, config, scorer), run_directory)
+            follow(config, scorer, partial(_result, config, scorer), _identity(config, scorer), run_directory)
             return 0
         result = _result(config, scorer)
     else:
@@ -76,15 +80,38 @@ def _result(config: EvaluateConfig, scorer: Scorer) -> dict[str, Any]:
     return {**described, **_scores(config, scorer)}
 
 
+def _identity(config: EvaluateConfig, scorer: Scorer) -> dict[str, Any]:
+    """What the scores of a step of the run depend on but for its weights, as JSON."""
+    identity = score_identity(config, scorer.trained.model)
+    del identity["model"]  # a run has one
+    if config.evaluate.validation:
+        for name, index in _sets(config).items():
+            shards = [(shard, shard.rows) for shard in _shards([index])]
+            identity.setdefault("sets", {})[name] = list(contents_of(shards))
+    # Of a file its contents: the harness knows others by their names.
+    identity["tasks"] = {
+        task: hashlib.sha256(Path(task).read_bytes()).hexdigest()[:16] if Path(task).is_file() else None
+        for task in config.evaluate.harness
+    }
+    return identity
+
+
+def _sets(config: EvaluateConfig) -> dict[str, str | list[str]]:
+    return named_sets(config.evaluate.index or config.data.index_path_validation, config.data.bucket_path)
+
+
+def _shards(indices: Iterable[str | list[str]]) -> list[Shard]:
+    """The shards of index files, or of lists of them."""
+    paths = itertools.chain.from_iterable(map(paths_of, indices))
+    return list(itertools.chain.from_iterable(map(read_index, paths)))
+
+
 def _scores(config: EvaluateConfig, scorer: Scorer) -> dict[str, Any]:
     """The means of the validation set, and under "harness" the results of the tasks."""
     result: dict[str, Any] = {}
     if config.evaluate.validation:
-        index = config.evaluate.index or config.data.index_path_validation
-        sets = named_sets(index, config.data.bucket_path)
-        indices = itertools.chain.from_iterable(map(paths_of, sets.values()))
-        shards = itertools.chain.from_iterable(map(read_index, indices))
-        check_tokenizers([shard.path for shard in shards], scorer.trained.tokenizer)
+        sets = _sets(config)
+        check_tokenizers([shard.path for shard in _shards(sets.values())], scorer.trained.tokenizer)
         stride = None if config.evaluate.carry else config.evaluate.stride or -(-scorer.context // 2)
         result |= score_sets(scorer, sets, stride, config.training.loss_on == "completion")
     if config.evaluate.harness:

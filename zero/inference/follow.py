@@ -6,6 +6,7 @@ nothing is written by two processes. A restart continues after the last line of 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import time
@@ -20,11 +21,12 @@ from zero.checkpoints.damage import DamagedCheckpoint, MissingCheckpoint
 from zero.checkpoints.manager import Checkpoints
 from zero.config.schema import EvaluateConfig
 from zero.files import storage
+from zero.files.parsing import MALFORMED
 from zero.hosts import agreement, watchdog
 from zero.inference.harness_tasks import numbers_of
 from zero.inference.scoring import Scorer
 from zero.inference.trained_model import load_weights
-from zero.record.evaluations_file import PREFIX, append_evaluation, read_evaluations
+from zero.record.evaluations_file import PREFIX, append_evaluation, identity_of, read_lines_of
 from zero.record.metrics_file import Log
 from zero.record.run_files import WAIT_SECONDS, WANDB_ID_FILE, saved_checkpoint_directory, saved_steps, shared_file
 from zero.tracking.tracker import open_tracker
@@ -39,24 +41,35 @@ def wait_for_checkpoint(run: Path) -> None:
         time.sleep(WAIT_SECONDS)
 
 
-def follow(config: EvaluateConfig, scorer: Scorer, evaluate: Callable[[], dict[str, Any]], run_directory: Path) -> None:
+def follow(
+    config: EvaluateConfig,
+    scorer: Scorer,
+    evaluate: Callable[[], dict[str, Any]],
+    identity: Mapping[str, Any],
+    run_directory: Path,
+) -> None:
     """Scores the checkpoints of the run `model.model_path` in their order, each once, up to the last step of the run.
 
     Args:
       scorer: of `evaluate`, which scores its weights; they are replaced by those of each checkpoint.
+      identity: what the scores depend on but for the weights, as JSON. A line of the same step and another identity,
+        or of other weights, is one of another evaluation.
       run_directory: of this evaluation.
 
     Raises:
       UserError: the newest checkpoint cannot be read.
     """
     run = Path(str(config.model.model_path))
+    identity = json.loads(json.dumps(identity))  # as lines have it
     done: set[int] = set()
     with ExitStack() as stack:
-        tracker = stack.enter_context(_tracker(config, run, run_directory)) if agreement.is_host_0() else None
+        tracker = None
+        if agreement.is_host_0():
+            tracker = stack.enter_context(_tracker(config, run, run_directory, _digest(identity)))
         for number in count():
             watchdog.progress()
             # The list is read again before each: others of the last list may have been deleted meanwhile.
-            steps, left = _on_host_0(f"follow {number}", lambda: _steps(run, done))
+            steps, left = _on_host_0(f"follow {number}", lambda: _steps(run, done, identity))
             step = next(iter(left), None)
             if step is None and steps and _is_last(run, steps[-1]):
                 log.info("the run has ended at step %d", steps[-1])
@@ -66,6 +79,7 @@ def follow(config: EvaluateConfig, scorer: Scorer, evaluate: Callable[[], dict[s
                 continue
             done.add(step)
             scorer.trained = scorer.trained._replace(params=None)  # two copies may not fit
+            weights = _weights(run, step) if tracker is not None else None
             try:
                 params, _ = load_weights(run, scorer.trained.model, step, config.evaluate.ema)
             except DamagedCheckpoint as error:
@@ -76,16 +90,35 @@ def follow(config: EvaluateConfig, scorer: Scorer, evaluate: Callable[[], dict[s
             scorer.trained = scorer.trained._replace(params=params, step=step)
             line = metrics_of(evaluate())
             if tracker is not None:
-                append_evaluation(run, line)  # first: after a kill here it is not evaluated again
+                # First: after a kill here it is not evaluated again.
+                append_evaluation(run, line | {"scored": {**identity, "weights": weights}})
                 tracker(line)
                 print(json.dumps(line), flush=True)
 
 
-def _steps(run: Path, done: set[int]) -> tuple[list[int], list[int]]:
+def _steps(run: Path, done: set[int], identity: Mapping[str, Any]) -> tuple[list[int], list[int]]:
     """The steps of the checkpoints that the run has now, and those that are neither done nor have a line."""
     steps = saved_steps(run)
-    scored = done.union(line["step"] for line in read_evaluations(run))
-    return steps, [step for step in steps if step not in scored]
+    done.intersection_update(steps)  # a step that comes again is of other weights
+    lines = [line for line in read_lines_of(run) if identity_of(line) == identity]
+    weights = {line["step"]: line["scored"]["weights"] for line in lines}
+    done.update(step for step in steps if step in weights.keys() - done and weights[step] == _weights(run, step))
+    return steps, [step for step in steps if step not in done]
+
+
+def _weights(run: Path, step: int) -> str | None:
+    """A digest of the weights of a checkpoint, from its metadata; None if these cannot be read."""
+    file = storage.join(saved_checkpoint_directory(run), f"{step}/meta/metadata")
+    try:
+        meta = json.loads(storage.read_bytes(file))
+        base = meta.get("base")
+        return _digest([meta["checksums"], base and base["checksum"], meta["config"]["tuning"]])
+    except (FileNotFoundError, *MALFORMED):
+        return None
+
+
+def _digest(facts: Any) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def metrics_of(result: dict[str, Any]) -> dict[str, Any]:
@@ -121,11 +154,11 @@ def _is_last(run: Path, step: int) -> bool:
             return False
 
 
-def _tracker(config: EvaluateConfig, run: Path, run_directory: Path) -> AbstractContextManager[Log]:
-    """A tracker of its own; a restart continues its run of W&B, which is named after that of the training."""
+def _tracker(config: EvaluateConfig, run: Path, run_directory: Path, digest: str) -> AbstractContextManager[Log]:
+    """A tracker of its own; a restart continues its run of W&B, named after that of the training and what is scored."""
     trained = shared_file(run, saved_checkpoint_directory(run), WANDB_ID_FILE)
     if storage.exists(trained):
-        storage.write(run_directory / WANDB_ID_FILE, storage.read_bytes(trained) + b"-evaluation")
+        storage.write(run_directory / WANDB_ID_FILE, storage.read_bytes(trained) + f"-evaluation-{digest}".encode())
     return open_tracker(
         run_directory,
         project=config.data.wandb_project,

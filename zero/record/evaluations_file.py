@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,30 @@ PREFIX = "evaluation/"  # of its metrics
 _log = logging.getLogger(__name__)
 
 
-def read_evaluations(run: Path) -> list[dict[str, Any]]:
-    """The lines of a run, by increasing step; damaged ones are passed over with a warning."""
+def read_lines_of(run: Path) -> list[dict[str, Any]]:
+    """The lines of a run in the order of writing; damaged ones are passed over with a warning.
+
+    Under "scored" each has what it is of: the weights, and all else that scores depend on.
+    """
     path = _path(run)
-    if not storage.exists(path):
-        return []
-    return sorted(read_lines(storage.read_bytes(path), path), key=lambda line: line["step"])
+    return read_lines(storage.read_bytes(path), path) if storage.exists(path) else []
+
+
+def read_evaluations(run: Path) -> list[dict[str, Any]]:
+    """The metrics of the evaluation that was recorded last, a line for each step, by increasing step.
+
+    Lines of other keys, validation sets or tasks are of another evaluation. Of two lines for one step, of which the run
+    trained other weights, the later counts.
+    """
+    lines = read_lines_of(run)
+    of_last = [line for line in lines if identity_of(line) == identity_of(lines[-1])]
+    by_step = {line["step"]: {key: value for key, value in line.items() if key != "scored"} for line in of_last}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def identity_of(line: Mapping[str, Any]) -> dict[str, Any]:
+    """What the scores of a line depend on but for the weights."""
+    return {key: value for key, value in line.get("scored", {}).items() if key != "weights"}
 
 
 def append_evaluation(run: Path, line: dict[str, Any]) -> None:
@@ -35,7 +54,7 @@ def append_evaluation(run: Path, line: dict[str, Any]) -> None:
     before = storage.read_bytes(path) if storage.exists(path) else b""
     if before and not before.endswith(b"\n"):
         before += b"\n"
-    finite = {key: value if math.isfinite(value) else None for key, value in line.items()}
+    finite = {key: value if key == "scored" or math.isfinite(value) else None for key, value in line.items()}
     try:
         storage.write(path, before + json.dumps(finite, allow_nan=False).encode() + b"\n")
     except OSError as error:
