@@ -4,8 +4,9 @@ import shlex
 
 import pytest
 
+from zero.base.errors import UserError
 from zero.commands.cli import composed
-from zero.config.command_line import take_text_literally
+from zero.config.command_line import check_form, take_text_literally
 from zero.config.help import COMMANDS
 
 pytestmark = pytest.mark.quick
@@ -36,6 +37,22 @@ def test_a_prompt_is_any_text(written: str, text: str | list[str] | None) -> Non
 )
 def test_a_path_is_any_text(written: str, value: str | None) -> None:
     assert composed(take_text_literally([f"data.cache_directory={written}"])).data.cache_directory == value
+
+
+@pytest.mark.parametrize("name", ["data/{a,b}.index", "gs://b/train-{000..099}.tar", "{a,b}.index"])
+def test_an_index_file_may_have_braces(name: str) -> None:
+    overrides = take_text_literally([f"data.index_path_train={name}"])
+    assert composed(overrides).data.index_path_train == name
+
+
+def test_mixtures_and_sets_of_index_files_stay() -> None:
+    arguments = ["data.index_path_train=[{index: a.index, weight: 0.7}]", "data.index_path_validation={a: a.index}"]
+    assert take_text_literally(arguments) == arguments
+
+
+def test_braces_that_a_shell_has_expanded() -> None:
+    with pytest.raises(UserError, match=r"^data\.index_path_train: is there 2 times, as a shell makes of braces"):
+        check_form(["data.index_path_train=a.index", "data.index_path_train=b.index"])
 
 
 def test_what_hydra_reads_stays() -> None:

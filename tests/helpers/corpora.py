@@ -28,7 +28,14 @@ from zero.corpus.text.tokenizers import ByteTokenizer
 
 REPOSITORY = Path(__file__).parents[2]
 COMMAND = [sys.executable, "data/prepare.py"]
-HOW = ("workers", "overwrite", "progress", "part_bytes", "runner")  # of `prepare`, besides options of the corpus
+HOW = (
+    "workers",
+    "overwrite",
+    "progress",
+    "part_bytes",
+    "runner",
+    "announce",
+)  # of `prepare`, besides options of the corpus
 
 
 def make(source: str | Path, tmp_path: Path, name: str = "c", **options: Any) -> Corpus:

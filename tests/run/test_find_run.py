@@ -259,6 +259,11 @@ def test_misspelt_flag_is_refused(flag: str) -> None:
         resume_overrides([flag])
 
 
+def test_a_directory_to_resume_in_is_named_otherwise() -> None:
+    with pytest.raises(UserError, match=r"to resume the run in a directory: --resume hydra\.run\.dir=runs/a"):
+        resume_overrides(["--resume=runs/a"])
+
+
 @pytest.mark.parametrize("content", ["", "data: {", "seed: 1\n", "data: 5\n", "data:\n  corpus: null\n"])
 def test_damaged_run(content: str, in_tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A damaged run is named and passed over."""

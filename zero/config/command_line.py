@@ -15,6 +15,8 @@ from zero.config.constraints import shown
 from zero.config.names import declared_keys
 from zero.config.schema import MODES
 
+INDEX_FILES = ("data.index_path_train", "data.index_path_validation", "evaluate.index")  # may have braces of a shell
+_BRACES = re.compile(r"[^\[{'\"]*\{[^{}:]*(,|\.\.)[^{}:]*\}[^\]}'\"]*")
 FREE_TEXT = {"sample.prompt"}  # keys whose text may hold what Hydra would read as syntax, such as ${HOME}
 
 
@@ -48,6 +50,12 @@ def check_form(arguments: Sequence[str]) -> None:
     """Raises UserError for arguments that are neither an option nor key=value."""
     lines = []
     takes_next = False
+    names = [argument.partition("=")[0] for argument in arguments]
+    for name in INDEX_FILES:
+        if names.count(name) > 1:
+            lines.append(
+                f"{name}: is there {names.count(name)} times, as a shell makes of braces: '{name}=a-{{1,2}}.index'"
+            )
     for argument in arguments:
         is_value = takes_next
         takes_next = argument in OPTIONS
@@ -66,7 +74,8 @@ def take_text_literally(arguments: Sequence[str]) -> list[str]:
     """Quotes, in Hydra's syntax, texts that its grammar would refuse or read as something else.
 
     A key of `FREE_TEXT` takes its value as it is written. Any other text is quoted unless Hydra reads it as a text, an
-    interpolation or a sweep. A value that is quoted as a whole stays, and so do null and a list of free texts.
+    interpolation or a sweep. A value that is quoted as a whole stays, and so do null and a list of free texts. Index
+    files with braces of a shell are quoted, as in `data.index_path_train=train-{000..099}.tar`.
 
     >>> take_text_literally(["sample.prompt=def main(", "sample.prompt='a, b'", "seed=7", "data.corpus=my (old) text"])
     ["sample.prompt='def main('", "sample.prompt='a, b'", 'seed=7', "data.corpus='my (old) text'"]
@@ -79,6 +88,8 @@ def _literally(argument: str, is_sweep: bool) -> str:
     name, _, value = argument.partition("=")
     key = declared_keys().get(name.lstrip("+"))
     is_free = name.lstrip("+") in FREE_TEXT
+    if name in INDEX_FILES and _BRACES.fullmatch(value):
+        return f"{name}={_quoted(value)}"
     if key is None or not (is_free or key.kind is str) or value == "null":
         return argument
     try:

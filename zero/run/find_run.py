@@ -127,7 +127,9 @@ def resume_overrides(arguments: Sequence[str]) -> list[str]:
     if not flags:
         return rest
     if flags[-1] not in ("--resume", "--resume=auto"):
-        raise UserError(f"{flags[-1]}: expected --resume or --resume=auto")
+        directory = flags[-1].partition("=")[2]
+        way = f"; to resume the run in a directory: --resume hydra.run.dir={directory}" if directory else ""
+        raise UserError(f"{flags[-1]}: expected --resume or --resume=auto{way}")
     values = {override.key_or_group: override.value() for override in parsed_overrides(rest)}
     is_auto = flags[-1] == "--resume=auto"
     if is_auto and "data.resume_step" in values:

@@ -22,6 +22,7 @@ def test_the_command(folder: Path, tmp_path: Path):
     assert "mine_train.index: " in done.stdout and (tmp_path / "corpus/mine/train-00000.tar").is_file()
     assert call(folder, *options).stdout == done.stdout  # the second call finds it finished
     assert call(tmp_path / "corpus/mine", "--verify").stdout == f"{tmp_path}/corpus/mine matches its manifest\n"
+    (tmp_path / "file").touch()
     mistakes: list[tuple[int, list[str | Path]]] = [
         (2, [folder, *options, "--row-tokens", "8"]),
         (2, [folder, *options, "--workers", "0"]),
@@ -29,6 +30,7 @@ def test_the_command(folder: Path, tmp_path: Path):
         (2, [folder, *options, "--tokenizer", "nowhere.json"]),
         (2, [folder, *options, "--index-directory", "gs://bucket/index"]),
         (2, [folder, *options, "--directory", "/proc/nowhere"]),
+        (2, [folder, *options, "--directory", tmp_path / "file" / "corpus"]),
         (2, [tmp_path / "nowhere", "--verify"]),
         (2, [folder, *options, "--row-tokens", "many"]),
         (2, [folder, *options, "--unknown"]),
@@ -38,7 +40,7 @@ def test_the_command(folder: Path, tmp_path: Path):
     for status, arguments in mistakes:
         bad = call(*arguments)
         assert bad.returncode == status and bad.stdout == ""
-        assert bad.stderr.startswith("error: ") and bad.stderr.count("\n") == 1
+        assert bad.stderr.startswith("error: ") and bad.stderr.count("\n") == 1 and "Errno" not in bad.stderr
 
 
 @pytest.mark.parametrize("options", [["--row-tokens", "48"], ["--row-tokens", "64", "--train-tokenizer", "300"]])

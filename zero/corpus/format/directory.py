@@ -39,8 +39,13 @@ def locked(directory: str) -> Iterator[None]:
     if storage.is_remote(directory):
         yield  # there the same call writes the same bytes, in whole objects
         return
-    Path(directory).mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(directory, os.O_RDONLY)
+    except OSError as error:
+        raise file_error(
+            f"{directory} cannot be made: {reason(error)}; --directory names another place", error
+        ) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield

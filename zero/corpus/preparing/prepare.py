@@ -142,6 +142,8 @@ def prepare(
     if not isinstance(tokenizer, int):
         for folder in opened.folders_of_ids:
             check_rows_of_source(folder, tokenizer)
+    for remark in opened.remarks:
+        announce(remark)
     if not opened.has_documents:
         for option in options.expects_documents():
             raise UserError(f"{source} is one long text, and {option} expects documents: a folder or JSON lines")

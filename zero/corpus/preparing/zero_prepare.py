@@ -21,6 +21,7 @@ The same call again continues after an interruption, and does nothing if the cor
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import sys
@@ -120,8 +121,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--validation-fraction", type=float, default=0.05, help="of the documents (0.05)")
     parser.add_argument(
         "--splits",
-        help="official: files or splits of a dataset named train, validation and test; or the bytes of the parts of "
-        "one text, such as 90000000,5000000,5000000",
+        help="official: files or splits of a dataset named train, validation and test; all: files whatever their names "
+        "(by default those of validation and test are left alone); or the bytes of the parts of one text, such as "
+        "90000000,5000000,5000000",
     )
     parser.add_argument(
         "--minimum-tokens", type=int, default=0, help="of a document, its end of text included; others are left out"
@@ -160,11 +162,17 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help='read pairs, "prompt", "chosen" and "rejected", texts or messages, for objective=dpo',
     )
-    parser.add_argument("--directory", default=DIRECTORY, help=f"of all corpora, a path or gs:// URL ({DIRECTORY})")
+    parser.add_argument(
+        "--directory",
+        default=DIRECTORY,
+        type=os.path.expanduser,
+        help=f"of all corpora, a path or gs:// URL ({DIRECTORY})",
+    )
     parser.add_argument(
         "--index-directory",
         default=INDEX_DIRECTORY,
-        help=f"of the index files, a path or gs:// URL ({INDEX_DIRECTORY})",
+        type=os.path.expanduser,
+        help=f"of the index files, path or URL ({INDEX_DIRECTORY})",
     )
     parser.add_argument("--workers", type=int, help="processes; default: one per core; the result is the same")
     parser.add_argument(
@@ -249,6 +257,11 @@ def _prepare(given: argparse.Namespace, runner: list[str] | None) -> None:
         print(f"{corpus.near} documents were left out because they are near an earlier one")
     for name, count in corpus.filtered.items():
         print(f"{count} documents were left out by --{name}")
+    if corpus.validation.tokens > corpus.train.tokens:
+        print(
+            "validation has more tokens than training: a hash of the text chooses documents, and these are few or of "
+            "very different sizes; --splits, or one file for each split, decides otherwise"
+        )
     print("Train on it:")
     print(shlex.join([*trainer(), *training_overrides(corpus, options)]))
 

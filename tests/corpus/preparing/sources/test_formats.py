@@ -261,14 +261,14 @@ def test_tensors_beyond_their_storage() -> None:
 
 
 def test_official_names(tmp_path: Path) -> None:
-    """--splits official needs names that say the split, and both of the first two."""
+    """--splits official needs names that say the split, and a training split."""
     source = write(tmp_path / "source", "jsonl")
     (source / "test.jsonl").rename(source / "other.jsonl")
     done = call(source, "--splits", "official", "--directory", tmp_path, "--index-directory", tmp_path)
     assert done.returncode == 2 and "found other.jsonl" in done.stderr and len(done.stderr.splitlines()) == 1
     (source / "other.jsonl").unlink()
-    (source / "val.jsonl").unlink()
-    with pytest.raises(UserError, match=r"of which the first two are needed; found train\.jsonl"):
+    (source / "train.jsonl").unlink()
+    with pytest.raises(UserError, match=r"expects names with train, .*; found val\.jsonl"):
         make(source, tmp_path, splits="official")
 
 

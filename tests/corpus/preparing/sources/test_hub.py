@@ -111,9 +111,14 @@ def test_without_the_library():
 
 
 def test_official_splits_of_a_dataset(dataset: Path, tmp_path: Path):
-    """--splits official reads all splits of a dataset, each as its own; without validation it is refused."""
-    with pytest.raises(UserError, match="of which the first two are needed; found train, test"):
-        make(f"hf:{dataset}", tmp_path, splits="official")
+    """--splits official reads all splits of a dataset, each as its own; without validation a part of train is one."""
+    cut = make(f"hf:{dataset}", tmp_path, "cut", splits="official", validation_fraction=0.2)
+    assert cut.test_index is not None and cut.train.documents + cut.validation.documents == 50
+    assert 1 < cut.validation.documents < 25 and both(cut) == sorted(f"train {i}" for i in range(50))
+    assert documents_of(cut.test_index, 16) == [f"test {i}" for i in range(3)]
+    said: list[str] = []
+    make(f"hf:{dataset}", tmp_path, "train", announce=said.append)
+    assert said == [f"hf:{dataset}: its split train is read, and test left alone; --splits official reads all"]
     table = pyarrow.table({"text": [f"validation {i}" for i in range(4)], "number": list(range(4))})
     parquet.write_table(table, dataset / "validation-00000-of-00001.parquet")
     corpus = make(f"hf:{dataset}", tmp_path, splits="official")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from zero.base.errors import Unavailable, UserError, install_command
 from zero.corpus.preparing import documents
-from zero.corpus.preparing.documents import Document, Reader, Unit
+from zero.corpus.preparing.documents import TRAIN, VALIDATION, Document, Reader, Unit
 from zero.corpus.preparing.sources.splits import official_splits
 
 
@@ -54,7 +54,12 @@ class HubDataset:
         if is_official and place.split:
             raise UserError(f"hf:{name}: names a split, and --splits official reads all of them")
         self.splits = official_splits(f"hf:{name}", rows) if is_official else []
+        # Without validation a fraction of the training split is set aside, as of a source without splits.
         splits: Sequence[int | None] = self.splits or [None]
+        if VALIDATION not in self.splits:
+            splits = [None if split == TRAIN else split for split in splits]
+        names = list(map(str, builder.info.splits or builder.config.data_files or ()))
+        self.left_alone = [] if is_official or place.split else [name for name in names if name != "train"]
         self._parts = list(zip(rows, splits, rows.values(), strict=True))
         self.fingerprint = str(builder.hash)  # of the configuration and the revision, or the files
         # In bytes, of each file of the parts above, in their order; of all together, 0, where a file is no shard.

@@ -13,7 +13,7 @@ from operator import methodcaller
 
 from zero.base.errors import UserError
 from zero.corpus.preparing import documents
-from zero.corpus.preparing.documents import VALIDATION, Reader, TextReader, Unit
+from zero.corpus.preparing.documents import TEST, TRAIN, VALIDATION, Reader, TextReader, Unit
 from zero.corpus.preparing.filters.table import NO_FILTERS, Filters
 from zero.corpus.preparing.sources.arrays import megatron_index
 from zero.corpus.preparing.sources.changes import FORMS, as_duplicate, as_near_duplicate, changed, normalised, without
@@ -22,9 +22,18 @@ from zero.corpus.preparing.sources.formats import Options, format_of
 from zero.corpus.preparing.sources.hub import HubDataset
 from zero.corpus.preparing.sources.joined_rows import JoinedRows
 from zero.corpus.preparing.sources.parts import PART_BYTES, part_bounds, pieces
-from zero.corpus.preparing.sources.splits import OFFICIAL, official_splits, part_sizes
+from zero.corpus.preparing.sources.splits import (
+    ALL,
+    OFFICIAL,
+    described_splits,
+    official_splits,
+    part_sizes,
+    split_of_data,
+)
 from zero.corpus.preparing.sources.text import text_parts, whole_files
 from zero.files import storage
+
+_MARKUP = (".html", ".htm", ".xhtml")
 
 
 class Source:
@@ -34,8 +43,8 @@ class Source:
         name: the suffix of a file decides its format (`formats.py`); without one of these it is one text.
         key: of the text in an object of JSON or a row of a table, of the ids in a TFRecord.
         validation_fraction: how much of a single text, or of an array of tokens, is set aside, its last part.
-        splits: None; "official", by the names of its files or of the splits of a dataset; or the sizes of the parts of
-            one text, in bytes.
+        splits: None, which leaves files alone whose names say validation or test; "official", by the names of its files
+            or of the splits of a dataset; "all", whatever the names; or the sizes of the parts of one text, in bytes.
         normalise: a key of `FORMS`, the Unicode normalisation form of all text; None: as it is.
         reader: of objects of JSON and rows of a table, where they are not a text under `key`; then the source holds
             nothing else.
@@ -67,21 +76,33 @@ class Source:
         self._validation_fraction = validation_fraction
         self._form = None if normalise is None else FORMS[normalise]
         is_official = splits == OFFICIAL
-        text_reader = TextReader(key, filters.fields)
+        entry_reader = reader or TextReader(key, filters.fields)
         self._end_of_text = end_of_text
-        fraction = None if is_official else validation_fraction
-        self._options = Options(key, reader or text_reader, fraction, JoinedRows(end_of_text))
-        self._sizes = part_sizes(splits) if splits and not is_official else None
+        self._sizes = part_sizes(splits) if splits not in (None, OFFICIAL, ALL) else None
+        self.remarks: list[str] = []  # for the user, before anything is written
         # The places of documents that `units` marks as duplicates, by the number of their unit.
         self.duplicates: Mapping[int, frozenset[int]] = {}
         self.near_duplicates: Mapping[int, frozenset[int]] = {}
         # Other units in place of its own, where documents were shuffled over parts.
         self.shuffled: Callable[[], Iterator[Unit]] | None = None
         is_hub = name.startswith("hf:") and not name.startswith("hf://")
-        opened = HubDataset(name.removeprefix("hf:"), self._options.reader, is_official) if is_hub else None
+        opened = HubDataset(name.removeprefix("hf:"), entry_reader, is_official) if is_hub else None
         self._hub = opened
         whole_files = [] if is_hub else find_files(name, lambda path: format_of(path, has_lines) is not None)
+        if opened is not None and opened.left_alone:
+            self.remarks.append(
+                f"{name}: its split train is read, and {', '.join(opened.left_alone)} left alone; --splits official "
+                "reads all"
+            )
+        if splits is None:
+            whole_files = self._without_held_out(whole_files)
         self._files = list(pieces(whole_files, part_bytes, self._is_cut))
+        marked_up = [file.path for file in whole_files if file.path.lower().endswith(_MARKUP)]
+        if marked_up:
+            self.remarks.append(
+                f"{len(marked_up)} files are read with their markup ({os.path.splitext(marked_up[0])[1]}): trafilatura "
+                "extracts the text of such pages"
+            )
         formats = [format_of(file.path, has_lines) for file in self._files]
         if reader is not None:
             for file, file_format in zip(self._files, formats, strict=True):
@@ -106,6 +127,9 @@ class Source:
         if is_official and not is_hub:
             self._split_of_file = official_splits(name, (file.relative for file in self._files))
         official = opened.splits if opened else self._split_of_file
+        # Where a source has a training split and no validation, a fraction of the former is set aside.
+        fraction = None if VALIDATION in official else validation_fraction
+        self._options = Options(key, entry_reader, fraction, JoinedRows(end_of_text))
         self.splits = len(self._sizes) if self._sizes else 1 + max([VALIDATION, *official])
         self._bounds = part_bounds(opened.sizes if opened else [file.size for file in self._files], part_bytes)
 
@@ -159,6 +183,22 @@ class Source:
         """The folders whose files hold token ids: perhaps of a corpus of zero's own, with a manifest."""
         return sorted({storage.parent(file.path) for file in self._files}) if self.has_ids else []
 
+    def _without_held_out(self, files: list[SourceFile]) -> list[SourceFile]:
+        """The files, but for those of a validation or test split beside others: a test set never joins training."""
+        of_split: dict[int | None, list[SourceFile]] = {}
+        for file in files:
+            is_data = format_of(file.path) is not None or file.path.lower().endswith(".txt")
+            of_split.setdefault(split_of_data(file.relative, is_data), []).append(file)
+        held_out = {VALIDATION, TEST} & of_split.keys()
+        if not held_out or held_out == of_split.keys():
+            return files
+        counts = {split: len(of_this) for split, of_this in of_split.items()}
+        self.remarks.append(
+            f"{self._name} has files of {described_splits(counts, 'files')}: those of validation and test are left "
+            "alone; --splits official makes splits of them, --splits all reads them as the others"
+        )
+        return [file for split, of_this in of_split.items() if split not in held_out for file in of_this]
+
     def _is_cut(self, path: str) -> bool:
         file_format = format_of(path, self._has_lines)
         return file_format is not None and file_format.is_cut(path)
@@ -199,13 +239,20 @@ class Source:
         for split in sorted(set(self._split_of_file)):
             of_split = [of_file == split for of_file in self._split_of_file]
             files = list(itertools.compress(self._files, of_split))
-            yield from changed(self._units_of(files), methodcaller("_replace", split=split))
+            if split == TRAIN and self._options.validation_fraction is not None:
+                yield from self._units_of(files)
+            else:
+                units = self._units_of(files, is_whole=True)
+                yield from changed(units, methodcaller("_replace", split=split))
 
-    def _units_of(self, files: list[SourceFile]) -> Iterator[Unit]:
+    def _units_of(self, files: list[SourceFile], is_whole: bool = False) -> Iterator[Unit]:
+        """The units of files; nothing of an array of tokens is set aside where the files are all of one split."""
         group: list[SourceFile] = []
         size = 0
         rows = JoinedRows(self._end_of_text)
         options = self._options._replace(rows=rows)
+        if is_whole:
+            options = options._replace(validation_fraction=None)
         for file in files:
             file_format = format_of(file.path, self._has_lines)
             if group and (file_format is not None or size >= documents.UNIT_BYTES):
