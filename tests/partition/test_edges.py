@@ -18,7 +18,7 @@ from tests.partition.exact_training import local_grads, lower, make_params, repl
 def test_narrow_gradients_keep_their_dtype() -> None:
     """Slices of narrow gradients reach the optimizer in their dtype.
 
-    `scatter_mean` sums bfloat16 in float32 and leaves it so; moments would be promoted, and the scan refused.
+    In float32, in which `scatter_mean` sums bfloat16, they would promote the moments, and the scan would be refused.
     """
     params = {"w": np.full((16, 3), 1.5, jnp.bfloat16), "few": np.ones(3, jnp.bfloat16)}
     layout = zero.make_layout(params, 8)

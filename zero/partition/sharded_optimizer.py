@@ -32,7 +32,7 @@ from zero.partition.sharded_state import (
     register_with_flax,
     require_sharded,
 )
-from zero.partition.stages import checked_axis, gather, nan_unless, scatter_mean, scatter_sum, shard
+from zero.partition.stages import as_own, checked_axis, gather, nan_unless, scatter_mean, scatter_sum, shard
 
 P = ParamSpec("P")
 
@@ -224,9 +224,10 @@ def shard_optimizer(
       axis_name: the pmap axis, or an `Axis` of groups.
       reduction: of gradients over devices. None if they are whole and already reduced, and so not marked; "scattered"
         if `scatter_mean` or `scatter_sum` has reduced them to slices, which are marked once the program has computed
-        with them; `tx` gets them in the dtype of the parameters.
+        with them.
       wire_dtype: dtype of gradients on the wire; None for their own.
-      reduce_dtype: dtype of their sums; None for their own, but at least float32. `tx` gets them in their own.
+      reduce_dtype: dtype of their sums; None for their own, but at least float32. `tx` gets the result in the dtype of
+        the gradients.
       trust: run `tx` on shards unchanged, if it is known to be right there.
 
     Raises:
@@ -279,11 +280,11 @@ def shard_optimizer(
         if reduction is None:
             grads = shard(updates, layout_of_grads, axis)
         elif reduction == "scattered":
-            grads = layout_of_grads.map(lambda leaf, g: g.astype(leaf.dtype) if _is_float(leaf) else g, updates)
+            grads = updates
         else:
             scatter = scatter_mean if reduction == "mean" else scatter_sum
             reduced = scatter(updates, layout_of_grads, axis, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype)
-            grads = jax.tree.map(_as_own, reduced, updates)
+            grads = jax.tree.map(as_own, reduced, updates)
         param_shards = None if params is None else shard(params, layout, axis)
         if trust:
             new, new_state = inner.update(grads, state.slices, param_shards, **extra)
@@ -306,7 +307,7 @@ def shard_optimizer(
 def _gather_updates(new: PyTree, layout: Layout, number: jax.Array, axis: Axis) -> tuple[PyTree, jax.Array]:
     """Whole updates, and whether all devices have taken the same updates before: a number that travels with them."""
     is_odd = number >= axis.shards
-    floats = [leaf.dtype for leaf in layout.leaves if _is_float(leaf)]
+    floats = [x.dtype for x in jax.tree.leaves(new) if _is_float(x)]
     parity = is_odd.astype(floats[0] if floats else jnp.float32)[None]
     leaf = LeafLayout(("parity",), (axis.shards,), np.dtype(parity.dtype), (Split(0, axis.shards, axis.shards),))
     joined = Layout(jax.tree.structure((new, parity)), (*layout.leaves, leaf), layout.shards)
@@ -327,13 +328,8 @@ def _layouts(updates: PyTree, params: PyTree, axis: Axis, *, is_scattered: bool)
     return match_layout(updates, layout), layout
 
 
-def _is_float(x: jax.Array | LeafLayout) -> bool:
+def _is_float(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
-
-
-def _as_own(reduced: jax.Array, own: jax.Array) -> jax.Array:
-    """Casts as `lax.pmean` does: a mean of narrow floats is as narrow, a mean of integers is a float."""
-    return reduced.astype(own.dtype) if _is_float(own) else reduced
 
 
 def _check_gradients(given: Layout, layout: Layout) -> None:

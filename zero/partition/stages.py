@@ -130,8 +130,11 @@ def scatter_sum(
 ) -> PyTree:
     """This device's shards of the sum over devices: `psum_scatter`, of small leaves together; of a whole leaf `psum`.
 
-    Per device: whole leaves in, shards out, in `reduce_dtype`. With `wire_dtype=jnp.int8` blocks of 256 floats of split
-    leaves travel as int8 with a scale, each summand off by at most its block's largest / 254. Call inside pmap.
+    A leaf keeps its dtype, as under `lax.psum`, although 16-bit floats are summed in float32. With `reduce_dtype` floats
+    are summed and returned in that dtype. With `wire_dtype=jnp.int8` blocks of 256 floats of split leaves travel as int8
+    with a scale, each summand off by at most its block's largest / 254.
+
+    Per device: whole leaves in, shards out. Call inside pmap.
 
     >>> import numpy as np; import zero
     >>> n = jax.local_device_count()
@@ -140,12 +143,31 @@ def scatter_sum(
     >>> sums["w"].tolist() == [[n, n]] * n
     True
     """
+    sums = scatter_wide_sum(tree, layout, axis, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype)
+    return sums if reduce_dtype is not None else jax.tree.map(as_own, sums, tree)
+
+
+def scatter_wide_sum(
+    tree: PyTree,
+    layout: Layout,
+    axis: AxisLike,
+    *,
+    wire_dtype: DTypeLike | None = None,
+    reduce_dtype: DTypeLike | None = None,
+) -> PyTree:
+    """`scatter_sum` without its last rounding: the sums of 16-bit floats are returned in float32."""
     axis = checked_axis(layout, axis)
     layout.check_numbers()
     with jax.named_scope("zero_scatter"):
         full = [jnp.asarray(x) for x in layout.gathered_of(tree)]
         shards = coalesced.scatter_sum_arrays(full, layout.leaves, axis, wire_dtype, reduce_dtype)
         return layout.treedef.unflatten(shards)
+
+
+def as_own(reduced: jax.Array, own: Any) -> jax.Array:
+    """Casts as `lax.pmean` does: a mean of narrow floats is as narrow, a mean of integers is a float."""
+    dtype = jnp.result_type(own)
+    return reduced.astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else reduced
 
 
 def sum_copies(tree: PyTree, layout: Layout, axis: Axis) -> PyTree:
@@ -179,7 +201,8 @@ def scatter_mean(tree: PyTree, layout: Layout, axis: AxisLike, **dtypes: DTypeLi
     True
     """
     axis = checked_axis(layout, axis)
-    return jax.tree.map(lambda x: x / axis.size, scatter_sum(tree, layout, axis, **dtypes))
+    means = jax.tree.map(lambda x: x / axis.size, scatter_wide_sum(tree, layout, axis, **dtypes))
+    return means if dtypes.get("reduce_dtype") is not None else jax.tree.map(as_own, means, tree)
 
 
 def checked_axis(layout: Layout, axis: AxisLike) -> Axis:
@@ -361,7 +384,7 @@ def _with_rounded(full: PyTree, rounded: Mapping[int, RoundedWeight], layout: La
 
 
 def _borrow(shards: PyTree, full: PyTree, layout: Layout, axis: Axis, **dtypes: DTypeLike | None) -> PyTree:
-    """`full`, whose gradient is reduce-scattered to `shards` instead of flowing to `full`; dtypes as of `scatter_sum`.
+    """`full`, whose gradient is reduce-scattered to `shards` instead of flowing to `full`; dtypes as of `scatter_wide_sum`.
 
     Scatter and gather are each other's derivative, so higher derivatives are right in reverse mode, for any wire
     dtype. jax refuses forward mode.
@@ -377,7 +400,7 @@ def _borrow(shards: PyTree, full: PyTree, layout: Layout, axis: Axis, **dtypes: 
 
     @jax.custom_vjp
     def scatter(full_grads: PyTree) -> PyTree:
-        return cast(scatter_sum(full_grads, layout, axis, **dtypes), shard_dtypes)
+        return cast(scatter_wide_sum(full_grads, layout, axis, **dtypes), shard_dtypes)
 
     borrow.defvjp(lambda shards, full: (borrow(shards, full), None), lambda _, grads: (scatter(grads), None))
     scatter.defvjp(lambda grads: (scatter(grads), None), lambda _, x: (cast(gather(x, layout, axis), full_dtypes),))

@@ -28,7 +28,7 @@ from zero.partition.collectives.tensor_group import TensorGroup
 from zero.partition.layout import Layout, LeafLayout, PyTree, make_layout
 from zero.partition.model_parallel import ALONE, WHOLE, ExpertParallel, ModelParallel, Rounding
 from zero.partition.sharded_optimizer import global_norm
-from zero.partition.stages import fully_shard, gather, pinned, scatter_sum, shard, sum_copies
+from zero.partition.stages import fully_shard, gather, pinned, scatter_wide_sum, shard, sum_copies
 from zero.training.batch import (
     UNDIVIDED,
     Batch,
@@ -302,7 +302,7 @@ class ShardedGPT:
         if self.stage >= 2:
             return grads if self.sums_copies else sum_copies(grads, self.layout, self.axis)
         dtypes: Any = {"wire_dtype": self.wire_dtype, "reduce_dtype": self.reduce_dtype}
-        grads = scatter_sum(grads, self.layout_by_parts, self.axis, **dtypes)
+        grads = scatter_wide_sum(grads, self.layout_by_parts, self.axis, **dtypes)
         return jax.tree.map(lambda g: g.astype(self.gradient_dtype), grads)
 
     def gradient_norm(self, grads: PyTree) -> jax.Array:
