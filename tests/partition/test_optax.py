@@ -119,3 +119,41 @@ def test_equal_to_unsharded_or_refused(name: str, devices: int) -> None:
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(expected))
     for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(x[0], y, rtol=0, atol=1e-6 * np.max(np.abs(y)), err_msg=str(path))
+
+
+def with_python_values() -> Any:
+    """A transform of an author whose first state has Python values beside arrays."""
+
+    def update_fn(updates: Any, state: Any, params: Any = None) -> Any:
+        updates = jax.tree.map(lambda g, m: jnp.where(state["first"], g, g + m), updates, state["last"])
+        return updates, {"first": False, "count": state["count"] + 1, "rate": state["rate"] / 2, "last": updates}
+
+    return optax.GradientTransformation(
+        lambda params: {"first": True, "count": 0, "rate": 0.5, "last": params}, update_fn
+    )
+
+
+@pytest.mark.parametrize("trust", [False, True])
+@pytest.mark.parametrize("name", ["optimistic_gradient_descent", "contrib.dog", "python values"])
+def test_leaf_that_is_no_array(name: str, trust: bool) -> None:
+    """A leaf of a state may be a Python value, or a constant of the trace: it is gathered as it crosses pmap.
+
+    In the trace of `init`, before an update and after one; on the host before an update.
+    """
+    plain = with_python_values() if name == "python values" else TRANSFORMS[name]()
+    tx = zero.shard_optimizer(plain if trust else zero.across_shards(plain), "batch", trust=trust)
+
+    def run(params: Any) -> Any:
+        state = tx.init(params)
+        _, new_state = tx.update(zero.local(params), state, params)
+        return zero.gather(state), zero.gather(new_state)
+
+    right = plain.init(PARAMS)
+    copies = jax.tree.map(lambda x: np.stack([x] * 8), PARAMS)
+    for gathered in jax.eval_shape(jax.vmap(run, axis_name="batch"), copies):
+        expected = [((8, *np.shape(x)), jnp.result_type(x)) for x in jax.tree.leaves(right)]
+        assert [(x.shape, x.dtype) for x in jax.tree.leaves(gathered)] == expected
+    for state in (zero.to_devices(tx.init(PARAMS)), tx.init(PARAMS)):
+        saved = zero.to_host(state)
+        assert jax.tree.structure(saved) == jax.tree.structure(right)
+        jax.tree.map(np.testing.assert_array_equal, saved, right)

@@ -269,7 +269,7 @@ def shard_optimizer(
         axis = _bound(axis_name)
         layout = make_layout(params, axis.shards)
         shards = shard(params, layout, axis)
-        state = inner.init(shards) if trust else _init(inner, layout, axis, shards)
+        state = jax.tree.map(jnp.asarray, inner.init(shards)) if trust else _init(inner, layout, axis, shards)
         return ShardedState(state, axis.shard_index().astype(jnp.int32)[None], origin)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
@@ -287,7 +287,7 @@ def shard_optimizer(
             grads = jax.tree.map(as_own, reduced, updates)
         param_shards = None if params is None else shard(params, layout, axis)
         if trust:
-            new, new_state = inner.update(grads, state.slices, param_shards, **extra)
+            new, new_state = jax.tree.map(jnp.asarray, inner.update(grads, state.slices, param_shards, **extra))
         else:
             new, new_state = _update(inner, axis, (grads, layout_of_grads), state.slices, (param_shards, layout), extra)
         new_layout = match_layout(new, layout, layout_of_grads)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from zero.partition.collectives.axis import Axis
@@ -83,7 +84,9 @@ def run_on_shards(
     splits = [_split(leaf) for leaf in outputs(shapes)]
     results = zip(Interpreter(axis, RULES).run(closed, values), splits, strict=True)
     place = Interpreter(axis, RULES, may_communicate=True).place
-    return jax.tree.unflatten(jax.tree.structure(shapes), [place(x, split, None).x for x, split in results])
+    # A result that `fn` computes from nothing, as the flag of a first step, is no array before a jit boundary.
+    arrays = [jnp.asarray(place(x, split, None).x) for x, split in results]
+    return jax.tree.unflatten(jax.tree.structure(shapes), arrays)
 
 
 def _split(leaf: LeafLayout) -> Split | None:
