@@ -1,7 +1,7 @@
 """A bias ahead of batch norm: its exact gradient is zero, and Adam divides what rounding leaves of it by its own size.
 
-Losses of such a program drift in float32, sharded or with its devices in another order. In float64 they are equal, which
-a fault would not be.
+Losses of such a program drift in float32, sharded or with its devices in another order. In float64 they are equal,
+which they would not be if the drift were a fault.
 """
 
 from functools import partial

@@ -1,16 +1,20 @@
 """Shards as whole arrays and back: the same elements, in the same buffers where they may be donated."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import zero
 from tests.partition.sharded_arrays import AXES, make_shards, make_whole
+from zero.partition.collectives.arrays import fill_padding
+from zero.partition.collectives.axis import as_axis
 
 
 @pytest.mark.parametrize("donate", [False, True])
@@ -136,8 +140,10 @@ def test_errors_name_the_leaf() -> None:
         zero.to_global({**shards, "odd": jnp.zeros((8, 13, 3))}, layout, axis)
     with pytest.raises(ValueError, match=r"leaf w: .* on the host"):
         zero.to_global({**shards, "w": np.zeros((8, 5, 3))}, layout, axis)
-    with pytest.raises(ValueError, match=r"leaf odd: the layout has float32\[16, 3\].* float32\[13, 3\]"):
-        zero.from_global({**whole, "odd": jnp.zeros((13, 3))}, layout, axis)
+    with pytest.raises(
+        ValueError, match=r"leaf odd: .* float32\[13, 3\], \[16, 3\] with padding, got float32\[41, 3\]"
+    ):
+        zero.from_global({**whole, "odd": jnp.zeros((41, 3))}, layout, axis)
     with pytest.raises(ValueError, match=r"leaf b: .* int32"):
         zero.from_global({**whole, "b": jnp.zeros(16, jnp.int32)}, layout, axis)
     with pytest.raises(ValueError, match="8 shards, but axis 'batch' spreads a copy over 4"):
@@ -157,8 +163,60 @@ def test_devices_in_another_order() -> None:
     np.testing.assert_array_equal(gathered["odd"][0], whole["odd"])
 
 
-def test_missing_padding_is_named() -> None:
-    """An array without the padding that `from_global` expects is named."""
-    layout = zero.make_layout({"w": jax.ShapeDtypeStruct((9,), jnp.float32)}, 8)
-    with pytest.raises(ValueError, match=r"float32\[16\], padding included, got float32\[9\]; zero\.to_devices"):
-        zero.from_global({"w": np.zeros(9, np.float32)}, layout, "batch")
+# Split over eight devices with padding, over three along another dimension, over neither of them.
+RESIZED = {"w": (5, 24), "odd": (13, 3), "long": (2, 7), "b": (9,), "few": (2,), "scalar": ()}
+
+
+def placed(whole: Any, count: int) -> tuple[Any, zero.Layout, list[jax.Device]]:
+    """Slices of these arrays on so many devices, whose padding is no zero: updates may have changed it."""
+    devices, layout = jax.devices()[:count], zero.make_layout(whole, count)
+
+    def shard(_: Any) -> Any:
+        slices = zero.shard(whole, layout, "batch")
+        axis = as_axis("batch", count)
+        return layout.map(lambda leaf, x: fill_padding(x, leaf, axis, 7), slices)
+
+    return jax.pmap(shard, "batch", devices=devices)(np.ones(count)), layout, devices
+
+
+def assert_whole(slices: Any, layout: zero.Layout, devices: Any, whole: Any) -> None:
+    jax.tree.map(np.testing.assert_array_equal, zero.to_host(slices, layout, "batch", devices), whole)
+
+
+def test_another_number_of_devices(tmp_path: Path) -> None:
+    """Stored by Orbax, or as they are: eight devices, then three, one and eight again."""
+    rng = np.random.default_rng(0)
+    whole = {name: rng.normal(size=shape).astype(np.float32) for name, shape in RESIZED.items()}
+    slices, layout, devices = placed(whole, 8)
+    for count in (3, 1, 8):
+        arrays = zero.to_global(slices, layout, "batch", devices)
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / str(count), arrays)
+            checkpointer.wait_until_finished()
+            expected, layout, devices = placed(whole, count)
+            target = zero.global_shapes(layout, "batch", devices)
+            restored = checkpointer.restore(tmp_path / str(count), target, strict=False)
+        slices = zero.from_global(restored, layout, "batch", devices)
+        assert_whole(slices, layout, devices, whole)
+        for stored in (arrays, jax.tree.map(np.asarray, arrays)):
+            resized = zero.from_global(stored, layout, "batch", devices)
+            assert_whole(resized, layout, devices, whole)
+            assert [x.sharding for x in resized.values()] == [x.sharding for x in expected.values()]
+
+
+def test_resizing_holds_one_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No host array is larger than a shard."""
+    whole = {"w": np.ones((15, 9), np.float32)}
+    slices, layout, devices = placed(whole, 8)
+    arrays = zero.to_global(slices, layout, "batch", devices)
+    sizes = list[int]()
+    make = np.zeros
+
+    def zeros(shape: Any, *args: Any) -> np.ndarray:
+        sizes.append(int(np.prod(shape)))
+        return make(shape, *args)
+
+    monkeypatch.setattr(np, "zeros", zeros)
+    three = zero.make_layout(whole, 3)
+    zero.from_global(arrays, three, "batch", jax.devices()[:3])
+    assert sizes == [5 * 9] * 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -109,13 +110,14 @@ def from_global(
     """The inverse of `to_global`: shards for a pmap, from whole arrays of any sharding.
 
     Args:
-      tree: per leaf a `jax.Array` or numpy array of `leaf.padded_shape`; arrays placed as by
-        `to_global` do not move.
+      tree: per leaf a `jax.Array` or numpy array, with the padding of any number of devices. Arrays placed as by
+        `to_global` do not move; others of another padding are cropped or padded shard by shard.
       layout, axis, devices: as for `to_global`.
       donate: reuse buffers that are in place already; the arrays are deleted.
 
     Raises:
-      ValueError: shape or dtype of a leaf do not match the layout.
+      ValueError: shape or dtype of a leaf do not match the layout, or another process has elements of a shard of this
+        one, which it would have to send.
 
     >>> import zero
     >>> from jax import numpy as jnp
@@ -127,13 +129,13 @@ def from_global(
     mesh, name = _labels(layout, axis, devices)
 
     def place(leaf: LeafLayout, x: jax.Array | np.ndarray) -> jax.Array:
-        if x.shape != leaf.padded_shape or x.dtype != leaf.dtype:
-            remedy = "; zero.to_devices takes arrays without padding" if x.shape == leaf.shape else ""
+        if x.dtype != leaf.dtype or not (x.shape == leaf.padded_shape or leaf.is_padded(x.shape)):
             raise ValueError(
-                f"leaf {leaf.name}: the layout has {leaf.dtype.name}{list(leaf.padded_shape)}, padding included, "
-                f"got {x.dtype.name}{list(x.shape)}{remedy}"
+                f"leaf {leaf.name}: the layout has {leaf.dtype.name}{list(leaf.shape)}, "
+                f"{list(leaf.padded_shape)} with padding, got {x.dtype.name}{list(x.shape)}"
             )
-        return jax.device_put(x, _sharding(leaf, mesh, name))
+        sharding = _sharding(leaf, mesh, name)
+        return jax.device_put(x, sharding) if x.shape == leaf.padded_shape else _resized(x, leaf, sharding)
 
     placed = layout.treedef.flatten_up_to(layout.map(place, tree))
     if isinstance(devices, Mesh):
@@ -149,6 +151,62 @@ def from_global(
         jax.make_array_from_single_device_arrays((len(local), *leaf.shard_shape), stacked, parts)
         for leaf, parts in zip(layout.leaves, shards, strict=True)
     )
+
+
+Bounds = tuple[tuple[int, int], ...]  # of each dimension: the first position, and the one behind the last
+
+
+def _resized(x: jax.Array | np.ndarray, leaf: LeafLayout, sharding: NamedSharding) -> jax.Array:
+    """The leaf with the padding of this layout, from an array with another; one shard at a time is on the host."""
+    parts: dict[Bounds, Any] = {_bounds((), x.shape): x}
+    if isinstance(x, jax.Array):
+        parts = {_bounds(part.index, x.shape): part.data for part in x.addressable_shards}
+
+    def shard(index: tuple[slice, ...]) -> np.ndarray:
+        place = _bounds(index, leaf.padded_shape)
+        wanted = _overlap(place, _bounds((), leaf.shape))
+        result = np.zeros([stop - start for start, stop in place], leaf.dtype)
+        missing = _elements(wanted)
+        for held, data in parts.items():
+            both = _overlap(wanted, held)
+            if _elements(both):
+                result[_relative(both, place)] = np.asarray(data)[_relative(both, held)]
+                missing -= _elements(both)
+        if missing:
+            raise ValueError(
+                f"leaf {leaf.name}: got {list(x.shape)}, padded for another number of devices, and another process "
+                "holds a part of it: restore into the shapes of zero.global_shapes(layout, axis); Orbax crops and pads "
+                "with strict=False"
+            )
+        return result
+
+    return jax.make_array_from_callback(leaf.padded_shape, sharding, shard)
+
+
+def _bounds(index: Sequence[slice], shape: Sequence[int]) -> Bounds:
+    slices = [*index, *[slice(None)] * (len(shape) - len(index))]
+    return tuple(part.indices(size)[:2] for part, size in zip(slices, shape, strict=True))
+
+
+def _overlap(first: Bounds, second: Bounds) -> Bounds:
+    """What both have, empty in a dimension where they have nothing in common.
+
+    >>> _overlap(((0, 4), (2, 9)), ((3, 8), (9, 12)))
+    ((3, 4), (9, 9))
+    """
+    pairs = zip(first, second, strict=True)
+    starts_and_stops = [(max(a[0], b[0]), min(a[1], b[1])) for a, b in pairs]
+    return tuple((start, max(start, stop)) for start, stop in starts_and_stops)
+
+
+def _elements(bounds: Bounds) -> int:
+    return math.prod(stop - start for start, stop in bounds)
+
+
+def _relative(part: Bounds, whole: Bounds) -> tuple[slice, ...]:
+    """The slices of a part, counted from the first position of the whole."""
+    pairs = zip(part, whole, strict=True)
+    return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in pairs)
 
 
 def axis_and_devices(

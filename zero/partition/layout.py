@@ -106,6 +106,23 @@ class LeafLayout:
         """The shape that a device computes with. A part keeps its padding, so that all parts have one size."""
         return self.moved_shape if self.is_cut else tuple(map(min, self.moved_shape, self.shape))
 
+    def is_padded(self, shape: Sequence[int]) -> bool:
+        """Whether the leaf has this shape, padding included, on some number of devices.
+
+        >>> leaf = LeafLayout(("w",), (15,), np.dtype(np.float32), ())
+        >>> leaf.is_padded((15,)), leaf.is_padded((16,)), leaf.is_padded((17,)), leaf.is_padded((14,))
+        (True, True, False, False)
+        """
+        sizes = list(zip(shape, self.shape, strict=False))
+        differing = [(padded, size) for padded, size in sizes if padded != size]
+        if len(shape) != len(self.shape) or len(differing) > 1:
+            return False
+        most_shards = math.prod(self.shape)
+        return all(
+            any(padded % shards == 0 and 0 < padded - size < shards for shards in range(2, most_shards + 1))
+            for padded, size in differing
+        )
+
     def _with_sizes(self, size: Callable[[Split], int]) -> tuple[int, ...]:
         shape = list(self.shape)
         for split in self.splits:

@@ -343,8 +343,9 @@ def check_structure(state: PyTree, layout: Layout, *, may_lack: bool = False) ->
         )
     if not may_lack:
         raise ValueError(
-            "the state has the same leaves in other containers, such as the dicts and lists of a file: put them into "
-            "tx.init(params), by flax.serialization.from_state_dict for instance"
+            "the state has the same leaves in other containers, such as the dicts and lists that Orbax restores "
+            "without a target: restore into the whole state, checkpointer.restore(path, create_state()), with what "
+            "tx.init made outside pmap; or put them into it by flax.serialization.from_state_dict"
         )
 
 

@@ -130,9 +130,9 @@ def scatter_sum(
 ) -> PyTree:
     """This device's shards of the sum over devices: `psum_scatter`, of small leaves together; of a whole leaf `psum`.
 
-    A leaf keeps its dtype, as under `lax.psum`, although 16-bit floats are summed in float32. With `reduce_dtype` floats
-    are summed and returned in that dtype. With `wire_dtype=jnp.int8` blocks of 256 floats of split leaves travel as int8
-    with a scale, each summand off by at most its block's largest / 254.
+    A leaf keeps its dtype, as under `lax.psum`, although 16-bit floats are summed in float32. With `reduce_dtype`
+    floats are summed and returned in that dtype. With `wire_dtype=jnp.int8` blocks of 256 floats of split leaves travel
+    as int8 with a scale, each summand off by at most its block's largest / 254.
 
     Per device: whole leaves in, shards out. Call inside pmap.
 
@@ -384,7 +384,7 @@ def _with_rounded(full: PyTree, rounded: Mapping[int, RoundedWeight], layout: La
 
 
 def _borrow(shards: PyTree, full: PyTree, layout: Layout, axis: Axis, **dtypes: DTypeLike | None) -> PyTree:
-    """`full`, whose gradient is reduce-scattered to `shards` instead of flowing to `full`; dtypes as of `scatter_wide_sum`.
+    """`full`, whose gradient is reduce-scattered to `shards` instead of flowing to `full`; dtypes as `scatter_sum` has.
 
     Scatter and gather are each other's derivative, so higher derivatives are right in reverse mode, for any wire
     dtype. jax refuses forward mode.

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero.partition.collectives.axis import Axis, AxisLike, as_axis
-from zero.partition.global_arrays import axis_and_devices, counted_devices, local_shards, pmap_devices
+from zero.partition.global_arrays import axis_and_devices, counted_devices, local_shards, pmap_devices, stack_local
 from zero.partition.layout import Layout, LeafLayout, PyTree, Split, named_leaves, names_of, path_of
 from zero.partition.on_mesh import leaf_on_mesh, read, state_on_mesh, write
 from zero.partition.sharded_state import (
@@ -154,7 +154,8 @@ def to_devices(
             name = jax.tree_util.keystr(path, simple=True, separator="/") or "(root)"
             raise ValueError(
                 f"like= has another structure than the tree: the state of a sharded optimizer is at {name}, where the "
-                "tree has nothing, or has other containers, such as the dicts of a file: put them into those of like="
+                "tree has nothing, or has other containers, such as the dicts that Orbax restores without a target: "
+                "restore into like=, checkpointer.restore(path, like)"
             )
     names = names_of([path_of(path) for path, _ in flat])
     axes = [mark.origin.axis for mark in marks.values() if mark.origin is not None]
@@ -311,7 +312,18 @@ def _whole_of(state: ShardedState, origin: Origin, devices: Sequence[jax.Device]
     for device, expected in zip(ordered, on.shard_of_device(), strict=True):
         if slice_of.get(device, expected) != expected:
             raise ValueError(f"{device} holds slice {slice_of[device]}, not its own, {expected}. {REMEDY}")
-    return slices_to_host(state.slices, layout, on, ordered, timeout=timeout)
+    slices = layout.map(lambda leaf, x: _placed(leaf, x, on, ordered), state.slices)
+    return slices_to_host(slices, layout, on, ordered, timeout=timeout)
+
+
+def _placed(leaf: LeafLayout, x: Any, axis: Axis, devices: Sequence[jax.Device]) -> Any:
+    """A leaf that is whole on every device, from a stack that the program has set between steps, as pmap places it."""
+    local = [device for device in devices if device.process_index == jax.process_index()]
+    is_placed = isinstance(x, jax.Array) and len(x.sharding.device_set) > 1
+    if is_placed or leaf.splits or np.shape(x) != (len(local), *leaf.shape):
+        return x
+    stack = jnp.asarray(x)
+    return stack_local([stack[i : i + 1] for i in range(len(local))], local, axis.name)
 
 
 def _whole_of_mesh(state: ShardedState, origin: Origin, timeout: float) -> PyTree:
@@ -321,7 +333,10 @@ def _whole_of_mesh(state: ShardedState, origin: Origin, timeout: float) -> PyTre
     check_structure(state.slices, layout)
     leaf = leaf_on_mesh(_numbers_leaf(numbers), origin.axis)
     meet(timeout)
-    order, *wholes = read([index, *layout.treedef.flatten_up_to(state.slices)], [leaf, *leaves])
+    slices = layout.treedef.flatten_up_to(state.slices)
+    # What the program has set between steps is no array yet.
+    arrays = [x if leaf.leaf.splits else jnp.asarray(x) for leaf, x in zip(leaves, slices, strict=True)]
+    order, *wholes = read([index, *arrays], [leaf, *leaves])
     order = slices_of(order, numbers)
     if order != list(range(numbers)):
         raise ValueError(f"devices hold the slices {order}, not their own. {REMEDY}")
