@@ -86,6 +86,7 @@ STRINGS = [
 LINES: dict[str, list[dict[str, Any]]] = {
     "chats": [{"messages": chat} for chat in CHATS],
     "completions": [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in STRINGS],
+    "answers": [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in PAIRS],
 }
 
 

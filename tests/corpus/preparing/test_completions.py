@@ -29,6 +29,8 @@ CHATML = (
     "{%- endfor %}\n"
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}\n"
 )
+# Its marks hold the line break behind an answer, as those of TRL's copy for Qwen 3 do.
+BROKEN = CHATML.replace("'<|im_end|>' }}{% endgeneration %}", "'<|im_end|>\n' }}{% endgeneration %}")
 INST = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message['role'] not in ['user', 'assistant'] %}{{ raise_exception('only users and assistants') }}{% endif %}"
@@ -192,6 +194,7 @@ def test_documents_in_own_rows(tmp_path: Path):
         (CHATML, False, True),
         (CHATML, True, True),
         (INST, False, True),
+        (BROKEN, False, True),
         (CHATML, False, False),
         (INST, False, False),
         (BARE, False, True),
@@ -318,19 +321,26 @@ def test_mistakes_in_messages_are_named(tmp_path: Path, chat_tokenizer: Path) ->
 def test_what_cannot_be_learned_is_named(tmp_path: Path, chat_tokenizer: Path):
     chat, path = {"messages": CHATS[0]}, tmp_path / "a.jsonl"
     tokenizer, _ = with_template(chat_tokenizer, tmp_path / "chat", INST)
-    last = "{% for m in messages %}{{ m.content }}{% if loop.last and m.role == 'assistant' %}!{% endif %}{% endfor %}"
+    last = "{% for i in range(messages | length) %}{{ messages[i].content }}{% if loop.last %}!{% endif %}{% endfor %}"
     other, _ = with_template(chat_tokenizer, tmp_path / "other", last)
     twice = "{% for m in messages %}{{ m.content + '<|endoftext|><|im_end|>' }}{% endfor %}"
     ended, _ = with_template(chat_tokenizer, tmp_path / "ended", twice)
     system = {"messages": [{"role": "system", "content": "be short"}, *CHATS[0]]}
     for entry, own, message in [
-        ({"prompt": "a"}, tokenizer, 'line 2: expected strings under "prompt" and "completion".*; found prompt'),
-        ([1], tokenizer, "line 2: expected strings .*; found no object"),
+        ({"prompt": "a"}, tokenizer, 'line 2: expected "prompt" and "completion", both strings .*; found prompt'),
+        ([1], tokenizer, 'line 2: expected "prompt" and .*; found no object'),
+        ({**PAIRS[0], "label": True}, tokenizer, 'line 2: "label" says which completions are wanted'),
+        ({"instruction": "a", "input": "", "output": "b"}, tokenizer, "line 2: lines of Alpaca do not say how"),
+        (
+            {"conversations": [{"from": "observation", "value": "a"}]},
+            tokenizer,
+            r"line 2: conversations\[0\] is from 'observation'; expected human, user, gpt, assistant, system",
+        ),
         (chat, load_tokenizer(str(chat_tokenizer)), "line 2: messages need a chat template"),
         (chat, ByteTokenizer(), "line 2: messages need a chat template"),
         (system, tokenizer, "line 2: .*cannot render these messages: only users and assistants"),
         ({"messages": CHATS[0][:1]}, tokenizer, 'line 2: no message has the role "assistant"'),
-        ({"messages": CHATS[-1]}, other, "line 2: .*renders message 1 in another way when it is the last one"),
+        ({"messages": CHATS[-1]}, other, "line 2: .*renders message 1 in another way .*, and message 0 outside of"),
         (chat, ended, r"line 2: its text contains token 287, .*--one-document-per-row accepts it"),
     ]:
         json_lines(path, [PAIRS[0], entry])
@@ -368,3 +378,54 @@ def test_default_template(tmp_path: Path, chat_tokenizer: Path):
     assert template and template.special_tokens == (("bos_token", "<bos>"), ("eos_token", "<|im_end|>"))
     document = CompletionReader(template)({"prompt": "a", "completion": "b"}, "here")
     assert document.content == "ab" and template.render(CHATS[0], False) == CHATS[0][0]["content"]
+
+
+def test_lines_of_other_programs(tmp_path: Path, chat_tokenizer: Path) -> None:
+    """ShareGPT's conversations, and messages under "prompt" and "completion", are the chats that they stand for."""
+    tokenizer, _ = with_template(chat_tokenizer, tmp_path / "chat", CHATML)
+    speakers = {"user": "human", "assistant": "gpt"}
+    lines = {
+        "messages": [{"messages": chat} for chat in CHATS],
+        "sharegpt": [
+            {"conversations": [{"from": speakers[turn["role"]], "value": turn["content"]} for turn in chat]}
+            for chat in CHATS
+        ],
+        "answers": [{"prompt": chat[:-1], "completion": chat[-1:]} for chat in CHATS],
+    }
+    found = {}
+    for name, entries in lines.items():
+        source = json_lines(tmp_path / f"{name}.jsonl", entries)
+        corpus = make(source, tmp_path, name, tokenizer=tokenizer, completions=True, pack="joined")
+        found[name] = documents_of(corpus, tokenizer.end_of_text, tokenizer.vocab_size)
+    assert found["sharegpt"] == found["messages"]
+    assert [ids for ids, _ in found["answers"]] == [ids for ids, _ in found["messages"]]
+    texts = {tokenizer.decode(np.asarray(ids)[is_learned]) for ids, is_learned in found["answers"]}
+    assert texts == {f"{chat[-1]['content']}<|im_end|>\n" for chat in CHATS}  # the last answer only
+
+
+def test_no_documents_for_validation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--validation-fraction 0` sets none aside; equal documents cannot be divided."""
+    places = ("--directory", tmp_path / "corpus", "--index-directory", tmp_path / "index", "--row-tokens", "16")
+    source = json_lines(tmp_path / "a.jsonl", PAIRS[:1] * 9)
+    done = call(source, "--completions", *places)
+    assert done.returncode == 2 and "holds equal documents only" in done.stderr
+    done = call(source, "--completions", "--validation-fraction", "0", *places)
+    assert done.returncode == 0 and "data.index_path_validation=null" in done.stdout, done.stderr
+    assert not (tmp_path / "index" / "a_validation.index").exists()
+    assert learned_of(str(tmp_path / "index" / "a_train.index")).size
+    again = call(source, "--completions", "--validation-fraction", "0", *places)
+    assert again.returncode == 0 and again.stdout == done.stdout
+
+
+def test_calls_and_variables_of_the_command(tmp_path: Path, chat_tokenizer: Path) -> None:
+    """Tool calls that the template leaves out are counted; its variables are recorded."""
+    with_template(chat_tokenizer, tmp_path / "chat", CHATML.replace("message.content", "message.content or name"))
+    places = ("--directory", tmp_path / "corpus", "--index-directory", tmp_path / "index", "--row-tokens", "16")
+    options = ("--completions", "--tokenizer", tmp_path / "chat" / "tokenizer.json", *places)
+    lines = [{"messages": [{"role": "user", "content": str(i)}, *chat]} for i, chat in enumerate(CALLS)]
+    source = json_lines(tmp_path / "a.jsonl", lines)
+    done = call(source, *options, "--template-variables", '{"name": "Al"}')
+    assert done.returncode == 0, done.stderr
+    assert "9 messages have tool calls that the chat template does not write" in done.stdout
+    assert "was prepared with " in call(source, *options, "--template-variables", '{"name": "Bo"}').stderr
+    assert "expected a JSON object" in call(source, *options, "--template-variables", "name").stderr

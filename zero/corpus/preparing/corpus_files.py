@@ -53,6 +53,7 @@ class Counts(NamedTuple):
     long: int = 0  # pairs, and documents of which no completion ends within a row, that were left out
     cut: int = 0  # documents of which only the first row was kept
     truncations: int = 0  # ends of rows within documents that have rows of their own
+    dropped_calls: int = 0  # messages whose tool calls the chat template leaves out
     filtered: Counter[str] = _NO_DOCUMENTS  # documents that were left out, of both splits, by the filter
 
     def plus(self, other: Counts) -> Counts:
@@ -210,6 +211,8 @@ def finished(
         manifest["near"] = counts[0].filtered[NEAR]
     if manifest.get("preferences") or (manifest.get("cut_documents") and manifest.get("completions")):
         manifest["long"] = sum(count.long for count in counts)
+    if manifest.get("chat_template"):
+        manifest["dropped_calls"] = sum(count.dropped_calls for count in counts)
     if manifest.get("cut_documents"):
         manifest["cut"] = sum(count.cut for count in counts)
     return manifest
@@ -227,7 +230,7 @@ def joined(
     of_split = ("documents", "tokens", "bytes", "rows", "truncations")
     for split in splits:
         manifest[split] = _sums([part[split] for part in parts], of_split)
-    manifest |= _sums(parts, ("skipped", "short", "duplicates", "near", "long", "cut"))
+    manifest |= _sums(parts, ("skipped", "short", "duplicates", "near", "long", "cut", "dropped_calls"))
     if "filters" in arguments:
         manifest["filtered"] = _sums([part["filtered"] for part in parts], arguments["filters"])
     manifest[PARTS] = [

@@ -24,6 +24,8 @@ class Document(NamedTuple):
     name: str = ""  # where it is, for errors
     completions: tuple[tuple[int, int], ...] | None = None  # first and past last characters; None: nothing is a prompt
     has_special: bool = False  # the text spells special tokens
+    is_exact: bool = False  # completions end where they say, not at the end of their turn
+    dropped_calls: int = 0  # messages whose tool calls the chat template leaves out
     is_complete: bool = False  # rows of another program, that are joined without an end of text between them
     is_duplicate: bool = False  # of an earlier one; then its content is empty
     rejected: Document | None = None  # the other text of a pair, of which this one is preferred

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from zero.corpus.preparing.near_duplicates import Nearness
 from zero.corpus.preparing.packing import DEFAULT, JOINED
 from zero.corpus.preparing.sources.completions import LEARNED
 from zero.corpus.text.tokenizers import Tokenizer
+from zero.files.parsing import reading
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class CorpusOptions:
     completions: bool = False
     preferences: bool = False
     loss_on: tuple[str, ...] = LEARNED
+    template_variables: str = "{}"  # of the chat template, a JSON object
     splits: str | None = None
     minimum_tokens: int = 0
     normalise: str | None = None
@@ -47,8 +50,10 @@ class CorpusOptions:
 
     def check(self) -> None:
         """Raises UserError for values that are wrong or contradict each other."""
-        if not 0 < self.validation_fraction < 1:
-            raise UserError(f"validation_fraction must lie between 0 and 1, not {self.validation_fraction}")
+        if not 0 <= self.validation_fraction < 1:
+            raise UserError(f"validation_fraction must be at least 0 and below 1, not {self.validation_fraction}")
+        with reading("--template-variables: expected a JSON object, such as '{\"enable_thinking\": false}'"):
+            dict(json.loads(self.template_variables).items())
         if self.row_tokens < 2:
             raise UserError(f"row_tokens {self.row_tokens} must be at least 2")
         if self.rows_per_member < 1 or self.rows_per_shard < 1 or self.rows_per_shard % self.rows_per_member:
@@ -103,6 +108,8 @@ class CorpusOptions:
             others["shuffle"] = True
         if self.near_duplicates is not None:
             others["near_duplicates"] = Nearness(self.near_duplicates).recorded()
+        if self.template_variables != "{}":
+            others["template_variables"] = self.template_variables
         if self.filters:
             others["filters"] = recorded_filters(dict(self.filters))
         return {

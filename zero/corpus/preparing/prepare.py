@@ -8,6 +8,7 @@ docs/decisions/parts.md and preparing.md have the reasons and the costs.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -68,7 +69,7 @@ class Corpus:
 
     directory: str
     train_index: str
-    validation_index: str
+    validation_index: str | None  # None: no document was set aside
     train: SplitSummary
     validation: SplitSummary
     skipped: int  # files that are not UTF-8
@@ -76,6 +77,7 @@ class Corpus:
     duplicates: int = 0  # documents that --deduplicate has left out
     near: int = 0  # documents that --near-duplicates has left out
     long: int = 0  # pairs that are longer than a row, and documents of which no completion ends within one
+    dropped_calls: int = 0  # messages whose tool calls the chat template leaves out
     cut: int = 0  # documents of which --cut-documents has kept the first row only
     test_index: str | None = None
     test: SplitSummary | None = None  # of a source that has one
@@ -127,6 +129,8 @@ def prepare(
     template = None
     if (options.completions or options.preferences) and isinstance(options.tokenizer, FileTokenizer):
         template = load_chat_template(options.tokenizer.path)
+        if template is not None:
+            template = template.with_variables(json.loads(options.template_variables))
     reader: Reader | None = None
     if options.completions:
         reader = CompletionReader(template, options.loss_on)
@@ -175,7 +179,7 @@ def prepare(
     return Corpus(
         directory=place,
         train_index=indices["train"],
-        validation_index=indices["validation"],
+        validation_index=indices["validation"] if sizes["validation"].rows else None,
         train=sizes["train"],
         validation=sizes["validation"],
         skipped=manifest.get("skipped", 0),
@@ -183,6 +187,7 @@ def prepare(
         duplicates=manifest.get("duplicates", 0),
         near=manifest.get("near", 0),
         long=manifest.get("long", 0),
+        dropped_calls=manifest.get("dropped_calls", 0),
         cut=manifest.get("cut", 0),
         test_index=indices["test"] if "test" in sizes else None,
         test=sizes.get("test"),
@@ -229,7 +234,7 @@ def _prepare_locked(
             manifest = _write_parts(source, job, engine, bar)
     for split, index in indices.items():
         storage.remove_unfinished(storage.parent(index), os.path.basename(index))
-        if split in manifest and not storage.exists(index):
+        if split in manifest and manifest[split]["rows"] and not storage.exists(index):
             directories.write(index, corpus_files.index_text(index, place, split, manifest[split]))
     if not storage.exists(storage.join(place, REPORT)):
         storage.remove_unfinished(place, REPORT)
@@ -280,7 +285,7 @@ def _write_only_part(
         written = write_shards(
             source, job.place, PartNames(None), job.arguments, threshold, job.tokenizer, workers, bar
         )
-        if all(count.documents for count in written.counts):
+        if all(count.documents for count in written.counts) or (threshold == 0 and written.counts[0].documents):
             manifest = corpus_files.finished(job.arguments, source, written.shards, written.counts)
             facts.save(job.place, PartNames(None), written.facts, written.removed)
             corpus_files.save(storage.join(job.place, MANIFEST), manifest)
@@ -324,7 +329,8 @@ def _write_parts(source: Source, job: PartJob, engine: Engine, bar: tqdm) -> dic
     remove_passes(job.place)
     contents = digest_of_parts(part["source_contents"] for part in parts)
     manifest = corpus_files.joined(job.arguments, contents, names, parts)
-    if not all(manifest[split]["documents"] for split in splits):
+    needed = splits if job.threshold else ("train",)
+    if not all(manifest[split]["documents"] for split in needed):
         raise UserError(
             f"{job.arguments['source']} holds too little text to set documents aside for validation; choose a larger "
             "--validation-fraction"
@@ -346,6 +352,9 @@ def _too_little(arguments: dict[str, Any], counts: Sequence[Counts]) -> UserErro
         lack = f"no text but {filtered} documents that filters leave out"
     if any(count.documents for count in counts[: len(SPLITS)]):
         lack = "too little text to set documents aside for validation"
+        if counts[0].documents + counts[1].documents > 1:
+            lack = "equal documents only, and validation needs other ones than training"
+        lack += "; --validation-fraction 0 sets none aside"
     return UserError(f"{arguments['source']} holds {lack}")
 
 

@@ -115,12 +115,20 @@ class UnitTokenizer:
                 texts = [beginning]
                 sizes = [len(texts[0].ids)]
             documents[split].append(texts)
+            dropped_calls = sum(version.dropped_calls for version in versions)
             facts.keep(document.source, int(ends), sum(sizes), len(data), document.begins and ends)
             truncations = 0
             if self.one_document_per_row:
                 truncations = sum((size - 1) // self.row_tokens for size in sizes)
             counts[split] = counts[split].plus(
-                Counts(int(ends), sum(sizes), len(data), lowest=value, truncations=truncations)
+                Counts(
+                    int(ends),
+                    sum(sizes),
+                    len(data),
+                    lowest=value,
+                    truncations=truncations,
+                    dropped_calls=dropped_calls,
+                )
             )
         splits = [self._join(*of_split) for of_split in zip(documents, counts, strict=True)]
         return UnitTokens(splits, facts, removed)
@@ -145,7 +153,8 @@ class UnitTokenizer:
         special = self.tokenizer.special
         ids, spans = self.tokenizer.encode_with_spans(document.content, document.has_special)
         is_learned, is_ended = learned_tokens(ids, spans, document.completions, special.turn_ends)
-        if self.has_pairs:  # the log-probability of an answer is that of all that the template writes, as in TRL
+        # The log-probability of an answer of a pair is that of all that the template writes, as in TRL.
+        if self.has_pairs or document.is_exact:
             is_learned, _ = learned_tokens(ids, spans, document.completions, ())
         if not document.has_special:  # a chat template writes the beginning itself
             ids = np.concatenate([np.asarray(special.before, ids.dtype), ids])

@@ -118,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
         help="best-fit (the default with --completions): choose documents that fill a row together, so that only those "
         "longer than a row are cut; joined (the default without): one after the other, cut at the end of each row",
     )
-    parser.add_argument("--validation-fraction", type=float, default=0.05, help="of the documents (0.05)")
+    parser.add_argument("--validation-fraction", type=float, default=0.05, help="of the documents (0.05); 0: none")
     parser.add_argument(
         "--splits",
         help="official: files or splits of a dataset named train, validation and test; all: files whatever their names "
@@ -156,6 +156,12 @@ def _parser() -> argparse.ArgumentParser:
         type=lambda roles: tuple(roles.split(",")),
         metavar="ROLE,...",
         help=f"of the messages that --completions marks as learned ({','.join(LEARNED)})",
+    )
+    parser.add_argument(
+        "--template-variables",
+        default="{}",
+        metavar="JSON",
+        help="of the chat template, such as '{\"enable_thinking\": false}'; a line's chat_template_kwargs come before",
     )
     parser.add_argument(
         "--preferences",
@@ -237,7 +243,7 @@ def _prepare(given: argparse.Namespace, runner: list[str] | None) -> None:
         (corpus.validation_index, corpus.validation),
         (corpus.test_index, corpus.test),
     ):
-        if split is None:
+        if split is None or index is None:
             continue
         size = f"{split.documents} documents, {split.tokens} tokens, {split.rows} rows of {row_tokens}"
         print(f"{index}: {size}, {split.shards} shards, documents cut {split.truncations} times")
@@ -251,6 +257,8 @@ def _prepare(given: argparse.Namespace, runner: list[str] | None) -> None:
         print(f"{corpus.long} documents were left out because no completion ends within --row-tokens {row_tokens}")
     if corpus.cut:
         print(f"{corpus.cut} documents were cut to a row of {row_tokens} tokens")
+    if corpus.dropped_calls:
+        print(f"{corpus.dropped_calls} messages have tool calls that the chat template does not write")
     if corpus.duplicates:
         print(f"{corpus.duplicates} documents were left out because they equal an earlier one")
     if corpus.near:
@@ -297,7 +305,8 @@ def _name_of(source: str) -> str:
 def training_overrides(corpus: Corpus, options: CorpusOptions) -> list[str]:
     """What the default job needs to train on a corpus: its files, and a model for its rows and tokens."""
     overrides = ["data.corpus=null", f"data.index_path_train={_quoted(corpus.train_index)}"]
-    overrides.append(f"data.index_path_validation={_quoted(corpus.validation_index)}")
+    validation = corpus.validation_index
+    overrides.append(f"data.index_path_validation={'null' if validation is None else _quoted(validation)}")
     path = storage.join(corpus.directory, TOKENIZER)
     if storage.exists(path):
         vocab_size = load_tokenizer(path).vocab_size

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from datetime import datetime
 from functools import cache
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 from jinja2 import nodes
@@ -26,14 +26,16 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 SECONDS = 2.0  # of computation for one conversation, which takes less than a millisecond
 MEMORY = 1 << 30  # bytes of address space
 LONGEST_ERROR = 300  # characters
-# Around what a template marks with {% generation %}, while it is rendered: no text holds them by chance.
-BEGIN, END = (f"<{secrets.token_hex(16)}{end}>" for end in ("", "/"))
+SECRET = secrets.token_hex(16)  # within each mark of a rendered text: no text holds it by chance
+BEGIN, END = f"<{SECRET}>", f"<{SECRET}/>"  # around what a template marks with {% generation %}
+_MARK = re.compile(f"(<{SECRET}[^>]*>)")
 
 
 def main() -> None:
     """Answers each request `{"template", "variables", "date"}` with `{"text": ...}` or `{"error": ...}`.
 
-    Beside the text are, as `generated`, the spans `(start, stop)` of characters that `{% generation %}` marks.
+    Beside the text are, as `generated`, the spans `(start, stop)` of characters that `{% generation %}` marks, and as
+    `turns` the triples `(message, start, stop)` of what the loops over messages write for each message.
 
     A request that takes longer than `SECONDS` ends the process by SIGPROF, also in the middle of one operation.
     """
@@ -45,8 +47,7 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
         try:
             request = json.loads(line)
-            template = compiled(request["template"], request["date"])
-            answer = json.dumps(divided(template.render(**request["variables"])))
+            answer = json.dumps(rendered(request["template"], request["variables"], request["date"]))
         except Exception as error:  # noqa: BLE001  a template raises whatever its expressions do
             answer = json.dumps({"error": (str(error) or type(error).__name__)[:LONGEST_ERROR]})
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -68,22 +69,97 @@ class Generation(Extension):
         return BEGIN + caller() + END
 
 
-def divided(text: str) -> dict[str, Any]:
-    """The text without marks, and the spans `(start, stop)` of characters that they mark."""
+class Turns(Extension):
+    """Marks what each loop over messages writes for each of them."""
+
+    def __init__(self, environment: jinja2.Environment) -> None:
+        super().__init__(environment)
+        self.messages: list[Any] = []
+        self._loops_over_messages: set[int] = set()
+
+    def mark(self, tree: nodes.Template) -> None:
+        """Adds the marks to a parsed template."""
+        loops = list(tree.find_all(nodes.For))
+        numbers = {id(loop): number for number, loop in enumerate(loops)}
+        for node in [tree, *tree.find_all(nodes.Node)]:
+            for name, value in list(node.iter_fields()):
+                if isinstance(value, list) and any(isinstance(child, nodes.For) for child in value):
+                    setattr(node, name, [new for child in value for new in self._with_end(child, numbers)])
+        for loop in loops:
+            if isinstance(loop.target, nodes.Name):
+                item = nodes.Name(loop.target.name, "load")
+                begin = self.call_method("_begin", [item, nodes.Const(numbers[id(loop)])])
+                loop.body.insert(0, nodes.Output([begin]).set_lineno(loop.lineno))
+
+    def _with_end(self, node: nodes.Node, numbers: dict[int, int]) -> list[nodes.Node]:
+        if not isinstance(node, nodes.For):
+            return [node]
+        end = self.call_method("_end", [nodes.Const(numbers[id(node)])])
+        return [node, nodes.Output([end]).set_lineno(node.lineno)]
+
+    def _begin(self, item: Any, loop: int) -> str:
+        for number, message in enumerate(self.messages):
+            if message is item:
+                self._loops_over_messages.add(loop)
+                return f"<{SECRET}:{loop}:{number}>"
+        return ""
+
+    def _end(self, loop: int) -> str:
+        if loop not in self._loops_over_messages:
+            return ""
+        self._loops_over_messages.remove(loop)
+        return f"<{SECRET}:{loop}:>"
+
+
+class Divided(NamedTuple):
+    """A text without marks, and the spans of characters that they mark, as the answers of `main` have them."""
+
+    text: str
+    generated: list[tuple[int, int]]
+    turns: list[tuple[int, int, int]]
+
+
+def divided(text: str) -> Divided:
+    """Takes the marks out of a rendered text."""
     plain = ""
-    marks = []
-    for part in re.split(f"({BEGIN}|{END})", text):
+    generated = []
+    turns = []
+    open_turns: list[tuple[str, int, int]] = []  # loop, message and start; a loop may look ahead within another's turn
+    for part in _MARK.split(text):
         if part in (BEGIN, END):
-            marks.append(len(plain))
+            generated.append(len(plain))
+        elif _MARK.fullmatch(part):
+            _, loop, message = part.removesuffix(">").split(":")
+            if any(loop == other for other, _, _ in open_turns):
+                while open_turns[-1][0] != loop:  # a loop that was left in its midst
+                    open_turns.pop()
+                _, number, start = open_turns.pop()
+                if len(plain) > start:
+                    turns.append((number, start, len(plain)))
+            if message:
+                open_turns.append((loop, int(message), len(plain)))
         else:
             plain += part
-    return {"text": plain, "generated": list(zip(marks[::2], marks[1::2], strict=False))}
+    return Divided(plain, list(zip(generated[::2], generated[1::2], strict=False)), turns)
+
+
+def rendered(text: str, variables: dict[str, Any], date: float | None) -> dict[str, Any]:
+    """The text that a template makes of its variables, and its spans."""
+    plain = divided(compiled(text, date, marks_turns=False).render(**variables))
+    template = compiled(text, date, marks_turns=True)
+    extension = template.environment.extensions[Turns.identifier]
+    assert isinstance(extension, Turns)
+    extension.messages = variables["messages"]
+    marked = divided(template.render(**variables))
+    # A template that computes with what its loop writes may make another text with marks in it.
+    turns = marked.turns if marked.text == plain.text else []
+    return {"text": plain.text, "generated": plain.generated, "turns": turns}
 
 
 @cache
-def compiled(text: str, date: float | None) -> jinja2.Template:
+def compiled(text: str, date: float | None, marks_turns: bool) -> jinja2.Template:
     """The template of a text; with a date, in seconds since 1970, it has the function `strftime_now`."""
-    extensions: list[Any] = [Generation, "jinja2.ext.loopcontrols"]
+    extensions: list[Any] = [Generation, Turns, "jinja2.ext.loopcontrols"]
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
 
     def raise_exception(message: str) -> NoReturn:
@@ -96,7 +172,12 @@ def compiled(text: str, date: float | None) -> jinja2.Template:
     environment.globals["raise_exception"] = raise_exception
     if date is not None:
         environment.globals["strftime_now"] = datetime.fromtimestamp(date).strftime
-    return environment.from_string(text)
+    tree = environment.parse(text)
+    if marks_turns:
+        extension = environment.extensions[Turns.identifier]
+        assert isinstance(extension, Turns)
+        extension.mark(tree)
+    return environment.from_string(tree)
 
 
 if __name__ == "__main__":

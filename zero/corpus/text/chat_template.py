@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from zero.files import storage
 from zero.files.parsing import reading
 
 DATE = "SOURCE_DATE_EPOCH"  # the environment variable of reproducible builds: seconds since 1970
+_VARIABLES = ("messages", "add_generation_prompt", "tools", "documents")  # that every template is given
 RENDERER = Path(__file__).with_name("chat_renderer.py")
 
 
@@ -37,6 +38,7 @@ class ChatTemplate:
       special_tokens: such as ("bos_token", "<s>").
       with_tools: the template of conversations with tools, where that is another one.
       date: seconds since 1970 for templates that write the date (`strftime_now`); None: they do without, or fail.
+      variables: of its own, as JSON, such as `{"enable_thinking": false}`; "" for none.
     """
 
     path: str
@@ -44,6 +46,17 @@ class ChatTemplate:
     special_tokens: tuple[tuple[str, str], ...]
     with_tools: str | None = None
     date: float | None = None
+    variables: str = ""
+
+    def with_variables(self, variables: Mapping[str, Any] | None) -> ChatTemplate:
+        """The template with these variables beside its own; raises UserError for names that every template has."""
+        if not variables:
+            return self
+        reserved = sorted(variables.keys() & {*_VARIABLES, *dict(self.special_tokens)})
+        if reserved:
+            raise UserError(f"template variables: {reserved[0]} comes from the messages or the tokenizer")
+        known = json.loads(self.variables) if self.variables else {}
+        return replace(self, variables=json.dumps(known | dict(variables), sort_keys=True))
 
     @property
     def digest(self) -> str:
@@ -53,6 +66,8 @@ class ChatTemplate:
             content.append(self.with_tools)
         if self.date is not None and "strftime_now" in self.text:
             content.append(self.date)
+        if self.variables:
+            content.append(self.variables)
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
     @property
@@ -74,8 +89,16 @@ class ChatTemplate:
         """The spans `(start, stop)` of characters that `{% generation %}` marks; raises as `render`."""
         return [(start, stop) for start, stop in self._ask(messages, False, tools)["generated"]]
 
+    def turns(self, messages: Sequence[Any], tools: Sequence[Any] | None = None) -> dict[int, tuple[int, int]]:
+        """The characters `(start, stop)` that the template's loop writes for each message, by its number.
+
+        A message is missing if no loop over messages writes it. Raises as `render`.
+        """
+        return {message: (start, stop) for message, start, stop in self._ask(messages, False, tools)["turns"]}
+
     def _ask(self, messages: Sequence[Any], add_generation_prompt: bool, tools: Sequence[Any] | None) -> dict[str, Any]:
-        variables = {
+        variables: dict[str, Any] = json.loads(self.variables) if self.variables else {}
+        variables |= {
             "messages": [_present(message) for message in messages],
             "add_generation_prompt": add_generation_prompt,
         }

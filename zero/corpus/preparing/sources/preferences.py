@@ -9,9 +9,12 @@ from zero.base.errors import UserError
 from zero.corpus.preparing.documents import Document, found
 from zero.corpus.preparing.sources.conversations import (
     ASSISTANT,
+    VARIABLES,
     Message,
     checked_messages,
     checked_tools,
+    checked_variables,
+    dropped_calls,
     needed,
 )
 from zero.corpus.text.chat_template import ChatTemplate
@@ -50,7 +53,7 @@ class PreferenceReader:
         return [Document(text, name=name, completions=((len(prompt), len(text)),)) for text in texts]
 
     def _messages(self, entry: dict[str, Any], name: str) -> list[Document]:
-        template = needed(self.template)
+        template = needed(self.template).with_variables(checked_variables(entry.get(VARIABLES)))
         tools = checked_tools(entry.get("tools"))
         answers = [checked_messages(entry[key], key) for key in ANSWERS]
         prompt: list[Message] = []
@@ -72,5 +75,6 @@ class PreferenceReader:
             if not text.startswith(before):
                 raise UserError(f'{template.path} renders the prompt in another way with the answer under "{key}"')
             spans = ((len(before), len(text)),)
-            documents.append(Document(text, name=name, completions=spans, has_special=True))
+            dropped = dropped_calls(text, [*prompt, *answer], tools, template)
+            documents.append(Document(text, name=name, completions=spans, has_special=True, dropped_calls=dropped))
         return documents

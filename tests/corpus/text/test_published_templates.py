@@ -1,0 +1,123 @@
+"""Published chat templates, as TRL ships them: their answers are found, and are those that TRL marks.
+
+For each template TRL has a copy with `{% generation %}` marks. Where both render the same text, zero learns from the
+unmarked one what TRL learns, less what the generation prompt has written already.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trl
+
+from zero.base.errors import UserError
+from zero.corpus.preparing.sources.completions import CompletionReader
+from zero.corpus.preparing.sources.conversations import dropped_calls, learned_spans
+from zero.corpus.text.chat_template import ChatTemplate
+
+FOLDER = Path(trl.__file__).parent / "chat_templates"
+SPECIAL = (("bos_token", "<s>"), ("eos_token", "</s>"), ("pad_token", "<pad>"), ("unk_token", "<unk>"))
+EMPTY = "<think>\n\n</think>\n\n"  # Qwen's thoughts of an answer without any
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str, **others: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **others}
+
+
+FUNCTION: dict[str, Any] = {"name": "weather", "arguments": {"city": "X"}}
+CALL = assistant("", tool_calls=[{"type": "function", "id": "abcdefghi", "function": FUNCTION}])
+TOOL = {"role": "tool", "name": "weather", "tool_call_id": "abcdefghi", "content": "T1"}
+THOUGHTS = [{"reasoning_content": f"R{i}", "thinking": f"R{i}"} for i in (1, 2)]
+CHATS = {
+    "one": [user("Q1"), assistant("A1 <b>")],
+    "several": [user("Q1"), assistant("<A1> b"), user("Q2"), assistant("A2")],
+    "tools": [user("Q1"), assistant("A1"), user("Q2"), CALL, TOOL, assistant("A3")],
+    "reasoning": [user("Q1"), assistant("A1", **THOUGHTS[0]), user("Q2"), assistant("A2", **THOUGHTS[1])],
+}
+# Not GLM 4's, whose answers end with the header of the next turn, nor those for images.
+FAMILIES = [
+    *("cohere", "cohere2", "deepseekv3", "gemma", "gemma3", "gptoss", "lfm2_v2", "llama3", "muse_glimmer"),
+    *("nemotron_3_nano", "phi3", "phi3_5", "qwen2_5", "qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6"),
+    *("qwen3_8", "qwen3_instruct_2507"),
+]
+# Templates that end in an error for tools or, of Phi 3, do not write what a tool says.
+WITHOUT_TOOLS = ("cohere", "cohere2", "gemma", "gemma3", "phi3", "phi3_5")
+
+
+def template(name: str) -> ChatTemplate:
+    return ChatTemplate(name, (FOLDER / f"{name}.jinja").read_text(encoding="utf-8"), SPECIAL, None, 0.0)
+
+
+def answers(name: str, chat: list[dict[str, Any]]) -> tuple[str, list[str]]:
+    """The text of a conversation, and each answer in it; the last line break of a span does not matter."""
+    of_name = template(name)
+    text = of_name.render(chat, add_generation_prompt=False)
+    spans: list[tuple[int, int]] = []
+    for start, stop in learned_spans(text, chat, None, of_name, ("assistant",)):
+        if spans and spans[-1][1] == start:  # of one answer
+            start = spans.pop()[0]
+        spans.append((start, stop))
+    return text, [text[start:stop].rstrip("\n") for start, stop in spans]
+
+
+@pytest.mark.parametrize("kind", CHATS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_answers_are_those_of_trl(name: str, kind: str) -> None:
+    chat = CHATS[kind]
+    if kind == "tools" and name == "deepseekv3":  # it writes the arguments as they are
+        function = {**FUNCTION, "arguments": json.dumps(FUNCTION["arguments"])}
+        chat = [*chat[:3], assistant("", tool_calls=[{"type": "function", "function": function}]), *chat[4:]]
+    if kind == "tools" and name in WITHOUT_TOOLS:
+        with pytest.raises(UserError, match=r"cannot render these messages|message 4 outside of its loop"):
+            answers(name, chat)
+        return
+    text, ours = answers(name, chat)
+    of_training, theirs = answers(f"{name}_training", chat)
+    assert len(ours) == len(theirs) == sum(message["role"] == "assistant" for message in chat)
+    first = next(i for i, message in enumerate(chat) if message["role"] == "assistant")
+    asking = template(name).render(chat[:first], add_generation_prompt=True)
+    if text != of_training:  # TRL's copy writes thoughts before earlier answers, too
+        assert name.startswith("qwen3") or (name, kind) == ("deepseekv3", "tools")
+        ours, theirs = ours[-1:], theirs[-1:]
+    for answer, marked in zip(ours, theirs, strict=True):
+        header = marked.removesuffix(answer)
+        assert header + answer == marked
+        assert header in asking or header == "<｜tool▁outputs▁end｜>", (header, answer)
+
+
+def test_qwen_3_looks_ahead() -> None:
+    """Its template writes no thoughts before an answer that a question follows: refused before, by message 1."""
+    assert answers("qwen3", CHATS["several"])[1] == ["<A1> b<|im_end|>", f"{EMPTY}A2<|im_end|>"]
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "X"}}\n</tool_call><|im_end|>'
+    assert answers("qwen3", CHATS["tools"])[1] == ["A1<|im_end|>", call, f"{EMPTY}A3<|im_end|>"]
+    thoughts = "<think>\nR2\n</think>\n\nA2<|im_end|>"
+    assert answers("qwen3", CHATS["reasoning"])[1] == ["A1<|im_end|>", thoughts]
+
+
+def test_variables() -> None:
+    """Of the template, and of a line; those of the messages are refused."""
+    qwen = template("qwen3")
+    silent = qwen.with_variables({"enable_thinking": False})
+    question = CHATS["one"][:1]
+    assert silent.render(question, True) == qwen.render(question, True) + EMPTY
+    assert silent.digest != qwen.digest == qwen.with_variables({}).digest
+    reader = CompletionReader(qwen)
+    document = reader({"messages": CHATS["one"], "chat_template_kwargs": {"enable_thinking": False}}, "here")
+    (span,) = document.completions or ()
+    assert isinstance(document.content, str) and document.content[slice(*span)] == "A1 <b><|im_end|>\n"
+    with pytest.raises(UserError, match="template variables: messages comes from"):
+        qwen.with_variables({"messages": 1})
+    with pytest.raises(UserError, match=r"here: chat_template_kwargs: expected an object; found \[1\]"):
+        reader({"messages": CHATS["one"], "chat_template_kwargs": [1]}, "here")
+
+
+def test_calls_that_a_template_leaves_out() -> None:
+    for name, count in (("qwen3", 0), ("gptoss", 0), ("llama3", 1), ("lfm2", 1)):
+        of_name = template(name)
+        text = of_name.render(CHATS["tools"], add_generation_prompt=False)
+        assert dropped_calls(text, CHATS["tools"], None, of_name) == count
