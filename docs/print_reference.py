@@ -43,7 +43,7 @@ def metrics_page() -> str:
 def all_metrics() -> list[Metric]:
     """The metrics of every run, then those that each feature adds."""
     of_features = chain.from_iterable(feature.adds for feature in FEATURES)
-    return [*run.METRICS, *step_metrics.METRICS, *of_features]
+    return [*run.METRICS, *step_metrics.METRICS, *step_metrics.metrics_of_objectives(), *of_features]
 
 
 if __name__ == "__main__":

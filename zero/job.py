@@ -325,7 +325,7 @@ def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = No
     device = (devices or jax.devices())[0]
     speed = SPEEDS.get(device.device_kind) if device.platform == "tpu" else None
     if rows is None and speed is not None:  # else nothing depends on them, and jobs of other rows are the same
-        global_rows = objective.rows * training.batch_size * jax.process_count()
+        global_rows = objective.example.texts * training.batch_size * jax.process_count()
         rows = global_rows * model.axis.row_group // model.axis.size
     placements: dict[str, float] = {}
     has_groups = model.axis.tensor > 1 and model.axis.replicas == 1

@@ -24,6 +24,7 @@ from tests.helpers.loaders import open_loader
 from tests.helpers.trl_losses import as_rows
 from tests.helpers.vllm_rules import objections_to_adapters
 from zero.base.errors import UserError
+from zero.corpus.format.example import PAIR, TEXT
 from zero.corpus.preparing.prepare import Corpus
 from zero.corpus.text.tokenizers import load_tokenizer
 from zero.exchange.architecture_table import architecture_of
@@ -195,9 +196,9 @@ class Home:
         model, programs, frozen, state = self.programs(objective, stage, RATE)
         before = zero.to_host(state.params, model.layout, model.axis)
         rows = rows.reshape(2, -1, rows.shape[-1])
-        reference = programs.reference(frozen, rows) if objective.has_reference else None
+        extra = {"reference": programs.reference(frozen, rows)} if objective.has_reference else {}
         first = np.arange(2, dtype=np.int32) * rows.shape[1]
-        state, metrics = programs.step(state, Batch(rows, first, reference), frozen)
+        state, metrics = programs.step(state, Batch(rows, first, extra), frozen)
         after = zero.to_host(state.params, model.layout, model.axis)
         architecture = architecture_of(self.size)
         found: dict[str, np.ndarray] = {}
@@ -231,7 +232,7 @@ def prepared(home: Home, entries: list[dict[str, Any]], **options: Any) -> np.nd
     source.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     tokenizer = load_tokenizer(str(home.folder / "tokenizer.json"))
     corpus = make(source, home.place, name, tokenizer=tokenizer, row_tokens=CONTEXT, overwrite=True, **options)
-    keys: dict[str, Any] = {"only_completions": True, "pairs": "preferences" in options}
+    keys: dict[str, Any] = {"only_completions": True, "example": PAIR if "preferences" in options else TEXT}
     return rows_of(corpus, vocab_size=home.size.vocab_size, **keys)
 
 

@@ -20,6 +20,7 @@ from tests.helpers.corpora import call
 from tests.helpers.loaders import open_loader
 from zero.base.errors import UserError
 from zero.commands.cli import compose
+from zero.corpus.format.example import PAIR, TEXT
 from zero.exchange.export import export
 from zero.exchange.hub_model import open_hf_model
 from zero.inference import harness_tasks
@@ -126,7 +127,12 @@ def prepared(name: str, lines: Sequence[Any], *options: str) -> None:
 
 def rows_of(name: str, split: str, vocabulary: int) -> list[tuple[int, ...]]:
     """The rows of a corpus; of pairs a chosen text with its rejected one."""
-    options: dict[str, Any] = {"shuffle": False, "max_epochs": 1, "only_completions": True, "pairs": name == "pairs"}
+    options: dict[str, Any] = {
+        "shuffle": False,
+        "max_epochs": 1,
+        "only_completions": True,
+        "example": PAIR if name == "pairs" else TEXT,
+    }
     index = f"data/index/{name}_{split}.index"
     loader = open_loader(index, global_rows=1, context=CONTEXT, vocab_size=vocabulary, **options)
     return [tuple(batch.tokens.ravel().tolist()) for batch in loader.batches()]

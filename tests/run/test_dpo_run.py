@@ -18,17 +18,20 @@ from tests.helpers.corpora import call
 from tests.helpers.loaders import open_loader
 from zero.base.errors import UserError
 from zero.config.check import check
+from zero.corpus.format.example import PAIR
 from zero.corpus.format.index_files import read_index
 from zero.job import make_job
 from zero.models.families import FAMILIES
 from zero.plan.compile import Request, evaluation_arguments, step_arguments
-from zero.run.reference import load_references
+from zero.run.column import Column
+from zero.run.reference import reference_column
 from zero.run.restore import TrainingPosition
 from zero.training.dpo import METRICS
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 
 CONTEXT, STEPS = 24, 6
+NAMES = {metric.name for metric in METRICS}
 SIZE = llama.size(CONTEXT)
 SHAPE = {"embedding_dim": 48, "vocab_size": 300, "num_head": 6, "kv_heads": 2, "mlp_dim": 61, "N": 2, "dropout": 0.0}
 TRAIN, VALIDATION = (f"data/index/pairs_{split}.index" for split in ("train", "validation"))
@@ -91,7 +94,7 @@ def torch_values(index: str) -> np.ndarray:
 
     auto: Any = transformers.AutoModelForCausalLM
     model = auto.from_pretrained("folder")
-    options: dict[str, Any] = {"shuffle": False, "max_epochs": 1, "only_completions": True, "pairs": True}
+    options: dict[str, Any] = {"shuffle": False, "max_epochs": 1, "only_completions": True, "example": PAIR}
     found = []
     for batch in open_loader(index, global_rows=1, context=CONTEXT, vocab_size=300, **options).batches():
         for text in batch.tokens.reshape(2, CONTEXT):
@@ -118,7 +121,7 @@ def test_preference_is_learned(place: Place) -> None:
     """The first loss is that of equal models; then the chosen texts are preferred, also in pairs not learned from."""
     lines = cli.metrics(place.run)
     assert lines[0]["train/loss"] == pytest.approx(np.log(2), abs=1e-4)
-    assert abs(lines[0]["rewards/margins"]) < 1e-4 and set(METRICS) < set(lines[0])
+    assert abs(lines[0]["rewards/margins"]) < 1e-4 and set(NAMES) < set(lines[0])
     assert lines[-1]["rewards/accuracies"] == 1 and lines[-1]["train/loss"] < 0.5
     assert lines[-1]["validation/rewards/accuracies"] == 1 and lines[-1]["validation/loss"] < 0.5
     assert lines[-1]["logps/chosen"] > lines[-1]["logps/rejected"]
@@ -181,21 +184,24 @@ def test_replaced_reference(root: Path, tmp_path: Path, monkeypatch: pytest.Monk
     config: Any = configured()
     job = make_job(config, SIZE)
     first = TrainingPosition(global_rows=config.training.batch_size)
-    old = load_references(config, job, first)
-    assert old is not None and len(reference_files(tmp_path)) == 2
+    old = reference_column(config, job, first)
+    assert len(reference_files(tmp_path)) == 2
     weights = Path("folder", "model.safetensors")
     arrays = safetensors.numpy.load_file(weights)
     arrays["model.norm.weight"][0] += 1
     safetensors.numpy.save_file(arrays, weights, {"format": "pt"})
-    kept = load_references(config, job, first)  # of the run that began with the old ones, which are stored
-    new = load_references(config, job, TrainingPosition(global_rows=config.training.batch_size))
-    assert kept is not None and new is not None
-    np.testing.assert_array_equal(kept[TRAIN], old[TRAIN])
-    assert np.abs(new[TRAIN] - old[TRAIN]).max() > 1e-3 and len(reference_files(tmp_path)) == 4
+    kept = reference_column(config, job, first)  # of the run that began with the old ones, which are stored
+    new = reference_column(config, job, TrainingPosition(global_rows=config.training.batch_size))
+    np.testing.assert_array_equal(values_of(kept), values_of(old))
+    assert np.abs(values_of(new) - values_of(old)).max() > 1e-3 and len(reference_files(tmp_path)) == 4
     for name in reference_files(tmp_path):
         Path(name).unlink()
     with pytest.raises(UserError, match=r"^model.model_path=folder: the run has other weights as its reference, th"):
-        load_references(config, job, first)
+        reference_column(config, job, first)
+
+
+def values_of(column: Column) -> np.ndarray:
+    return column.stored[TRAIN]["reference"]
 
 
 @pytest.mark.parametrize("key", ["zero.product_dtype=int8", "zero.gather_dtype=int8"])
@@ -207,9 +213,8 @@ def test_reference_in_other_arithmetic(root: Path, tmp_path: Path, monkeypatch: 
     stored = []
     for overrides in ((), (key,)):
         config: Any = configured(*overrides)
-        values = load_references(config, make_job(config, SIZE), TrainingPosition(config.training.batch_size))
-        assert values is not None
-        stored.append(values[TRAIN])
+        column = reference_column(config, make_job(config, SIZE), TrainingPosition(config.training.batch_size))
+        stored.append(values_of(column))
     assert len(reference_files(tmp_path)) == 4 and np.abs(stored[1] - stored[0]).max() > 1e-6
 
 
@@ -237,11 +242,14 @@ def test_plan_has_the_texts_of_pairs() -> None:
     config = configured("mode=plan", "plan.micro_batch=3")
     request, job = Request(config, SIZE, 3), make_job(config, SIZE)
     arguments = step_arguments(job, request.rows, CONTEXT)
-    assert arguments[1].tokens.shape == (8, 3 * 2 * 2, CONTEXT) and arguments[1].reference.shape == (8, 3 * 2 * 2)
+    assert arguments[1].tokens.shape == (8, 3 * 2 * 2, CONTEXT) and arguments[1].extra["reference"].shape == (
+        8,
+        3 * 2 * 2,
+    )
     _, metrics = jax.eval_shape(job.programs.step, *arguments)
-    assert set(METRICS) < set(metrics)
+    assert set(NAMES) < set(metrics)
     _, _, sums = jax.eval_shape(job.programs.evaluate, *evaluation_arguments(job, request))
-    assert set(sums) == set(METRICS)
+    assert set(sums) == set(NAMES)
 
 
 def test_contradictions_are_refused() -> None:
@@ -252,7 +260,7 @@ def test_contradictions_are_refused() -> None:
         "data.corpus=stdlib": "null, as zero-prepare --preferences",
         "data.crop=all": "first, as a row is one text",
         "data.isolate_documents=true": "false, as a row is one text",
-        "data.max_skipped_rows=5": "0, as objective=dpo stores",
+        "data.max_skipped_rows=5": "0, as objective=dpo reads reference",
     }
     with pytest.raises(UserError) as error:
         configured(*wrong, "training.warmup_train_context=8")
@@ -265,6 +273,7 @@ def test_contradictions_are_refused() -> None:
         configured("mode=evaluate")
     configured("data.max_skipped_rows=5", *LORA)
     with pytest.raises(
-        UserError, match=r"objective=dpo: expected likelihood, as model\.size=sizes\.yaml:mine has z_loss, with a loss"
+        UserError,
+        match=r"objective=dpo: expected likelihood, or another on running text, as model\.size=siz",
     ):
         check(compose(*JOB), Only(dataclasses.replace(SIZE, z_loss=1e-4)))

@@ -25,6 +25,7 @@ from zero.training.sharded_gpt import ShardedGPT
 from zero.training.tuning import Tuning
 
 STEPS, PAIRS, CONTEXT, BETA = 6, 24, 12, 0.5
+NAMES = [metric.name for metric in METRICS]
 LLAMA: dict[str, Any] = {**FAMILIES["llama"], "kv_heads": 2, "mlp_dim": 48}
 SIZE = GPTConfig(embedding_dim=32, vocab_size=101, num_head=4, block_size=CONTEXT, dropout=0.0, N=2, **LLAMA)
 OBJECTIVE = dpo(BETA)
@@ -72,7 +73,7 @@ def trl(params: Any, reference: jax.Array, rows: np.ndarray) -> tuple[jax.Array,
         *(chosen_rewards, rejected_rewards, (chosen_rewards > rejected_rewards).astype(float)),
         *(chosen_rewards - rejected_rewards, chosen, rejected),
     )
-    metrics = {name: value.mean() for name, value in zip(METRICS, values, strict=True)}
+    metrics = {name: value.mean() for name, value in zip(NAMES, values, strict=True)}
     return -jax.nn.log_sigmoid(BETA * logits).mean(), metrics
 
 
@@ -131,7 +132,7 @@ class On(NamedTuple):
         for step in range(count):
             rows = self.rows(pairs(step % 2))
             first = np.asarray(self.model.axis.row_group_of_device(), np.int32) * rows.shape[1]
-            state, metrics = self.programs.step(state, Batch(rows, first, references(step % 2)), frozen)
+            state, metrics = self.programs.step(state, Batch(rows, first, {"reference": references(step % 2)}), frozen)
             found.append({name: x.item() for name, x in metrics.items()})
         return found
 
@@ -165,7 +166,7 @@ def test_steps_equal_trl(devices: int, stage: int, options: dict[str, Any]) -> N
     one = on(devices, stage, max_gradient_norm=MAX_NORM, **options)
     state = one.programs.start(one.place(first_params(SIZE), one.model))
     got = one.steps(state, lambda step: one.rows(references(step)))
-    for name in ("loss", *METRICS):
+    for name in ("loss", *NAMES):
         for step, (found, expected) in enumerate(zip(got, plain(), strict=True)):
             assert found[name] == pytest.approx(expected[name], rel=1e-5 if step == 0 else 1e-4, abs=1e-5), name
     assert got[-1]["loss"] < got[0]["loss"] - 0.1
@@ -181,7 +182,7 @@ def test_reference_and_evaluation_equal_trl(devices: int, stage: int, options: d
     rows, group = one.rows(pairs(0)), one.model.axis.row_group
     got = one.programs.reference(one.place(other_params(), one.model), rows)
     np.testing.assert_allclose(np.asarray(got)[::group].ravel(), references(0), rtol=1e-5, atol=1e-5)
-    total, count, sums = one.programs.evaluate(one.place(first_params(SIZE), one.model), rows, got)
+    total, count, sums = one.programs.evaluate(one.place(first_params(SIZE), one.model), rows, {"reference": got})
     assert count.item() == len(READ)
     means = {"loss": total.item() / count.item(), **{name: x.item() / count.item() for name, x in sums.items()}}
     assert means == pytest.approx(plain()[0], rel=1e-5, abs=1e-5)
@@ -210,7 +211,7 @@ def test_fused_update_learns_pairs() -> None:
     one = on(8, 3, fused_update=True, remat="full")
     state = one.programs.start(one.place(first_params(SIZE), one.model))
     got = one.steps(state, lambda step: one.rows(references(step)), count=3)
-    assert {name: got[0][name] for name in ("loss", *METRICS)} == pytest.approx(plain()[0], rel=1e-5, abs=1e-5)
+    assert {name: got[0][name] for name in ("loss", *NAMES)} == pytest.approx(plain()[0], rel=1e-5, abs=1e-5)
     assert got[2]["loss"] < got[0]["loss"] - 0.03
 
 
@@ -220,6 +221,6 @@ def test_unknown_token_is_no_number() -> None:
     rows = pairs(0)
     rows[0, 0] = SIZE.vocab_size
     total, count, _ = one.programs.evaluate(
-        one.place(first_params(SIZE), one.model), one.rows(rows), one.rows(references(0))
+        one.place(first_params(SIZE), one.model), one.rows(rows), {"reference": one.rows(references(0))}
     )
     assert np.isnan(total.item()) and count.item() == len(READ)

@@ -16,6 +16,7 @@ from zero.models.config import HEAD, VOCABULARY, GPTConfig
 from zero.models.products import EIGHT_BITS
 from zero.models.stack import OFFLOADED, STORED, span_size
 from zero.training.block_codes import FORMS
+from zero.training.objective import REFERENCE
 from zero.training.optimizers.optimizer import ELEMENTWISE, MULTIPLIABLE, QUANTISABLE
 from zero.training.tuning import Adapted
 
@@ -71,8 +72,8 @@ def part_rules(config: Config, size: GPTConfig) -> Mistakes:
         yield "zero.remat", f"auto, full, dots or none, as {setting}"
     if config.zero.fused_update:
         yield "zero.fused_update", f"false, as {setting}"
-    if config.objective.name != "likelihood":
-        yield "objective", f"likelihood, as {setting}"
+    if config.objective.make().example.is_whole:
+        yield "objective", f"likelihood, or another on running text, as {setting}"
     steps = config.data.max_context // size.update_tokens
     for key in (key.name for key in all_keys(whole_kind()) if key.in_steps):
         every = value_of(config, key)
@@ -81,33 +82,42 @@ def part_rules(config: Config, size: GPTConfig) -> Mistakes:
 
 
 def objective_rules(config: Config, size: GPTConfig) -> Mistakes:
-    """What an objective on pairs does not have: terms per token, rows that are cut or joined, other corpora."""
+    """An objective needs what it reads, and one on whole examples has no terms per token and no rows that are cut."""
     training = config.training
     data = config.data
-    if config.objective.name == "likelihood":
+    objective = config.objective.make()
+    example = objective.example
+    setting = f"objective={config.objective.name}"
+    is_training = config.mode in ("train", "plan")
+    if config.mode == "train" and objective.has_reference and not config.model.warm_start:
+        yield "model.warm_start", f"true, as the reference of {setting} is the model at model.model_path"
+    stored = [entry.name for entry in objective.reads if entry.source]
+    if config.tuning.name != "none" and objective.has_reference:
+        stored.remove(REFERENCE.name)  # computed for each batch
+    if is_training and stored and data.max_skipped_rows:
+        yield "data.max_skipped_rows", f"0, as {setting} reads {stored[0]} of rows by their number"
+    if not example.is_whole:
         return
     of_model = f"model.size={config.model.size}"
-    setting = f"objective={config.objective.name}"
     lacks = {"experts": size.experts is not None, "a codebook": size.has_codebook, "z_loss": size.z_loss != 0}
     for feature in (name for name, has_it in lacks.items() if has_it):
-        yield "objective", f"likelihood, as {of_model} has {feature}, with a loss per token"
+        yield "objective", f"likelihood, or another on running text, as {of_model} has {feature}, a loss per token"
     if isinstance(config, EvaluateConfig) and config.evaluate.validation and not config.evaluate.index:
-        yield "evaluate.index", f"an index file of texts, as data.index_path_validation of {setting} holds pairs"
-    if config.mode not in ("train", "plan"):
+        made = f"rows of zero-prepare {example.option}"
+        yield "evaluate.index", f"an index file of texts, as data.index_path_validation of {setting} holds {made}"
+    if not is_training:
         return
-    if config.mode == "train" and not config.model.warm_start:
-        yield "model.warm_start", f"true, as the reference of {setting} is the model at model.model_path"
+    if data.last_target:
+        yield "data.last_target", f"false or null, as rows are whole examples with {setting}"
     if training.context_stages is not None:
         yield "training.context_stages", f"null, as {setting} compares whole texts"
     elif training.stages():
         yield "training.staged_warmup_steps", f"0, as {setting} compares whole texts"
     if config.mode == "train" and data.corpus is not None:
-        yield "data.corpus", f"null, as zero-prepare --preferences makes the corpus of {setting}"
+        yield "data.corpus", f"null, as zero-prepare {example.option} makes the corpus of {setting}"
     for key, expected in (("crop", "first"), ("isolate_documents", False)):
         if getattr(data, key) != expected:
             yield f"data.{key}", f"{shown(expected)}, as a row is one text with {setting}"
-    if data.max_skipped_rows and config.tuning.name == "none":
-        yield "data.max_skipped_rows", f"0, as {setting} stores log-probabilities for rows by their number"
 
 
 def model_rules(config: Config, size: GPTConfig) -> Mistakes:
@@ -135,8 +145,6 @@ def data_rules(config: Config, size: GPTConfig) -> Mistakes:
         ):
             if value != expected:
                 yield key, f"{shown(expected)}, {has_rows}"
-    if data.last_target and config.objective.name == "dpo":
-        yield "data.last_target", "false or null, as rows are pairs of texts with objective=dpo"
     if data.isolate_documents and size.layer == "gated_units":
         yield "data.isolate_documents", f"false, as {of_model} has gated units"
     switch = size.rotary_switch

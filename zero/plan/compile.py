@@ -60,7 +60,7 @@ class Request:
 
         For an objective on pairs, `micro_batch` counts these.
         """
-        texts = self.config.objective.make().rows
+        texts = self.config.objective.make().example.texts
         return texts * self.micro_batch * self.config.training.gradient_accumulation_steps
 
     def with_changes(self, micro_batch: int | None = None, **keys: Any) -> Request:
@@ -223,16 +223,15 @@ def step_arguments(job: Job, rows: int, context: int) -> Any:
     """Shapes of the step's arguments on all devices, for `rows` sequences of `context` tokens per device."""
     state = job.storage.shapes()
     batch = jax.eval_shape(lambda: Batch(jnp.zeros((rows, context), jnp.int32), jnp.int32(0)))
-    if job.objective.has_reference:
-        batch = batch._replace(reference=jax.ShapeDtypeStruct((rows,), jnp.float32))
+    batch = batch._replace(extra=job.objective.extra(rows, context))
     return _on_devices((state, batch, job.model.frozen_shapes()), job)
 
 
 def evaluation_arguments(job: Job, request: Request) -> Any:
     """Shapes of the arguments of an evaluation during training on all devices, in one call."""
-    tokens = jax.ShapeDtypeStruct((request.rows, row_tokens(request.config)), jnp.int32)
-    reference = [jax.ShapeDtypeStruct((request.rows,), jnp.float32)] * job.objective.has_reference
-    return _on_devices((job.model.weight_shapes(), tokens, *reference), job)
+    context = row_tokens(request.config)
+    tokens = jax.ShapeDtypeStruct((request.rows, context), jnp.int32)
+    return _on_devices((job.model.weight_shapes(), tokens, job.objective.extra(request.rows, context)), job)
 
 
 def sampling_arguments(job: Job, inference: Inference, count: int) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ from zero.record.metrics_file import EVALUATED
 from zero.record.run_record import RunRecord
 from zero.report.panel import Panel
 from zero.report.tensor_panels import heat_maps, leaf_panels
+from zero.training.objectives import with_defaults
 
 MOST_POINTS = 40_000  # of all curves of a page, which is then smaller than 1.5 MB
 MOST_POINTS_OF_A_CURVE, FEWEST_POINTS_OF_A_CURVE = 2_000, 100
@@ -70,6 +71,21 @@ PANELS = (
         (("codebook/error", "relative error"), ("codebook/unused", "unused codes")),
     ),
 )
+
+
+def panels_of_objectives() -> list[Panel]:
+    """The panels of what objectives add to a line, by the titles of their metrics."""
+    units: dict[str, str] = {}
+    curves: dict[str, dict[str, str]] = {}
+    for objective in with_defaults().values():
+        for metric in objective.metrics:
+            units[metric.title] = metric.unit
+            of_title = curves.setdefault(metric.title, {})
+            of_title[metric.name] = metric.name
+            of_title[f"validation/{metric.name}"] = f"{metric.name}, validation"
+    return [Panel(title, unit, tuple(curves[title].items()), from_zero=False) for title, unit in units.items()]
+
+
 SETS = re.compile(r"validation/[^/]+/loss|evaluation/([^/]+/)?loss")
 TASKS = re.compile(r"harness/.+|evaluation/harness/.+")
 
@@ -85,6 +101,7 @@ def panels_of(runs: Sequence[RunRecord]) -> list[Panel]:
         *PANELS[:1],
         Panel("Loss of validation sets", "nats per token", sets, from_zero=False),
         Panel("Tasks", "lm-evaluation-harness", tasks),
+        *panels_of_objectives(),
         *PANELS[1:],
     )
     return [panel for panel in panels if not logged.isdisjoint(panel.metrics)]

@@ -24,7 +24,8 @@ from zero.corpus.text.tokenizers import Tokenizer, load_tokenizer
 from zero.hosts import agreement
 from zero.job import Job
 from zero.models.config import GPTConfig
-from zero.run.reference import load_references
+from zero.run.column import Column
+from zero.run.columns import open_columns, stored_columns
 from zero.run.restore import TrainingPosition
 from zero.training.row_places import RowPlaces
 from zero.training.schedules import SequenceLengths
@@ -39,12 +40,14 @@ class Data:
     Attributes:
       validation: a loader for each set by its name; a set without a name is "".
       context: the tokens per sequence at each step.
+      columns: what the objective reads beside rows, by the source that makes it.
     """
 
     tokenizer: Tokenizer
     training: AnyLoader
     validation: dict[str, Loader]
     context: SequenceLengths
+    columns: dict[str, Column]
 
 
 def open_data(config: Config, job: Job, tokenizer: Tokenizer, position: TrainingPosition) -> Data:
@@ -53,9 +56,9 @@ def open_data(config: Config, job: Job, tokenizer: Tokenizer, position: Training
     Raises:
       UserError: the data does not fit the configuration.
     """
-    reference = load_references(config, job, position)
-    training, validation = _loaders(config, job, position.global_rows, reference)
-    return Data(tokenizer, training, validation, staged_context(config))
+    columns = open_columns(config, job, position)
+    training, validation = _loaders(config, job, position.global_rows, stored_columns(columns))
+    return Data(tokenizer, training, validation, staged_context(config), columns)
 
 
 def fitting_tokenizer(config: Config, size: GPTConfig) -> Tokenizer:
@@ -98,7 +101,8 @@ def with_last_target(config: Config, size: GPTConfig) -> Config:
     data = config.data
     if data.last_target is not None:
         return config
-    has_rows = data.corpus not in SYNTHETIC and config.objective.name != "dpo"
+    example = config.objective.make().example
+    has_rows = data.corpus not in SYNTHETIC and not example.is_whole
     lengths = _row_tokens(config) if config.resume is None and has_rows else set()
     has_last_target = agreement.broadcast("data.last_target", str(lengths == {data.max_context + 1})) == "True"
     if size.has_learned_positions and lengths == {size.block_size} == {data.max_context}:
@@ -173,9 +177,9 @@ def staged_context(config: Config) -> SequenceLengths:
 
 
 def _loaders(
-    config: Config, job: Job, global_rows: int, reference: dict[str, np.ndarray] | None
+    config: Config, job: Job, global_rows: int, columns: dict[str, dict[str, np.ndarray]]
 ) -> tuple[AnyLoader, dict[str, Loader]]:
-    """The loaders of the training set and of each validation set; with `load_references`, if there are any.
+    """The loaders of the training set and of each validation set; with the stored columns of their index files.
 
     Raises:
       UserError: the data does not fit the configuration.
@@ -188,13 +192,13 @@ def _loaders(
         length = data.max_context + bool(data.last_target)
         return SyntheticLoader(data.corpus, batching, length, vocab_size, config.seed), {}
     cache = ShardCache(Path(data.cache_directory)) if data.cache_directory else None
-    has_pairs = job.objective.rows == 2
+    example = job.objective.example
     form = RowFormat(
         data.max_context + bool(data.last_target),
         vocab_size,
         data.crop,
-        only_completions=has_pairs or config.training.loss_on == "completion",
-        pairs=has_pairs,
+        only_completions=example.is_whole or config.training.loss_on == "completion",
+        example=example,
     )
     order = RowOrder(
         seed=config.seed,
@@ -209,7 +213,7 @@ def _loaders(
         order,
         skip_bad=data.max_skipped_rows > 0,
         cache=cache,
-        reference=reference,
+        columns=columns or None,
     )
     sets = {}
     if config.has_validation_set and config.training.maximum_evaluation_steps > 0:
@@ -217,7 +221,7 @@ def _loaders(
     if form.crop == "random":  # not at random: evaluations are compared
         form = replace(form, crop="all")
     validation = {
-        name: Loader(index, batching, form, ONCE, cache=cache, reference=reference) for name, index in sets.items()
+        name: Loader(index, batching, form, ONCE, cache=cache, columns=columns or None) for name, index in sets.items()
     }
     if data.cache_directory and not any(loader.is_remote for loader in (training, *validation.values())):
         raise UserError(f"data.cache_directory={data.cache_directory}: it has no effect, as no shard is in a bucket")

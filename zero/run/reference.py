@@ -1,6 +1,6 @@
-"""Log-probabilities of pairs by a reference model, computed once per corpus and stored beside its index file.
+"""Log-probabilities by a reference model, computed once per corpus and stored beside its index file.
 
-The reference is the model that training starts from. A file holds float32 `(rows, 2)`, for the two texts of each row in
+The reference is the model that training starts from. A file holds float32 `(rows, texts)`, for the texts of each row in
 the order of the shards; its name has a digest of all that the values depend on: contents of weights, model and shards,
 and the keys that are declared to change scores.
 """
@@ -36,24 +36,26 @@ from zero.inference.score_identity import score_identity
 from zero.job import Job
 from zero.partition.layout import PyTree
 from zero.partition.pmapped import pmap
+from zero.run.column import Column
 from zero.run.frozen_base import load_unchanged
 from zero.run.restore import TrainingPosition
+from zero.training.objective import REFERENCE
 from zero.training.row_places import RowPlaces
 
 log = logging.getLogger(__name__)
 
 
-def load_references(config: Config, job: Job, position: TrainingPosition) -> dict[str, np.ndarray] | None:
+def reference_column(config: Config, job: Job, position: TrainingPosition) -> Column:
     """The log-probabilities of each index file of the run; what is missing is computed and stored. All hosts call it.
 
-    None where the objective has no reference, or where it is the frozen base of adapters, which is on the devices in
-    any case. Place and checksum of the reference are noted in the position, which enters every checkpoint.
+    They are computed for each batch where the reference is the frozen base of adapters, which is on the devices in any
+    case. Place and checksum of the reference are noted in the position, which enters every checkpoint.
 
     Raises:
       UserError: the weights of the reference have changed since the run began, or a file cannot be read or written.
     """
-    if not job.objective.has_reference or job.model.tuning is not None:
-        return None
+    if job.model.tuning is not None:
+        return Column(compute=lambda frozen, tokens: {REFERENCE.name: job.programs.reference(frozen, tokens)})
 
     @cache  # read where it is needed
     def reference() -> PyTree:
@@ -62,10 +64,12 @@ def load_references(config: Config, job: Job, position: TrainingPosition) -> dic
     if position.base is None:
         reference()
     assert position.base is not None
-    return {index: _of_index(index, config, job, position, reference) for index in _indices(config)}
+    of_index = {index: _of_index(index, config, job, position, reference) for index in indices_of(config)}
+    return Column({index: {REFERENCE.name: values} for index, values in of_index.items()})
 
 
-def _indices(config: Config) -> list[str]:
+def indices_of(config: Config) -> list[str]:
+    """The index files that a run trains on and is evaluated on."""
     data = config.data
     sets = [index_paths(data.index_path_train, data.bucket_path)]
     if config.training.maximum_evaluation_steps:
@@ -74,13 +78,14 @@ def _indices(config: Config) -> list[str]:
 
 
 def _of_index(index: str, config: Config, job: Job, position: TrainingPosition, reference: Any) -> np.ndarray:
-    """The values of one index file, float32 `(rows, 2)`."""
+    """The values of one index file, float32 `(rows, texts)`."""
+    texts = job.objective.example.texts
     shards = read_index(index)
     rows = sum(shard.rows for shard in shards)
     path = _place(index, shards, config, job, position)
     (absent,) = agreement.sum_over_hosts(int(not storage.exists(path)))
     if absent:
-        log.info("log-probabilities of %d pairs of %s by the reference", rows, index)
+        log.info("log-probabilities of %d rows of %s by the reference", rows, index)
         values = _computed(index, rows, config, job, reference(), position.global_rows)
         with agreement.host_0_first():
             if not storage.exists(path):
@@ -90,9 +95,9 @@ def _of_index(index: str, config: Config, job: Job, position: TrainingPosition, 
                 directory.write(path, data.getvalue())
     with reading(f"{path} is not a complete .npy array: remove it, and it is computed again"):
         stored: np.ndarray = np.load(io.BytesIO(storage.read_bytes(path)), allow_pickle=False)
-    if stored.shape != (rows, 2) or not np.isfinite(stored).all():
+    if stored.shape != (rows, texts) or not np.isfinite(stored).all():
         raise UserError(
-            f"{path}: expected finite numbers of the shape {(rows, 2)}: remove it, and it is computed again"
+            f"{path}: expected finite numbers of the shape {(rows, texts)}: remove it, and it is computed again"
         )
     return stored.astype(np.float32)
 
@@ -109,11 +114,12 @@ def _place(index: str, shards: Sequence[Shard], config: Config, job: Job, positi
 def _computed(index: str, rows: int, config: Config, job: Job, weights: PyTree, global_rows: int) -> np.ndarray:
     model = job.model
     places = RowPlaces.here(model.axis)
+    example = job.objective.example
     computed = []
     loader = Loader(
         index,
         Batching(global_rows, places.parts, places.count),
-        RowFormat(config.data.max_context, model.config.vocab_size, only_completions=True, pairs=True),
+        RowFormat(config.data.max_context, model.config.vocab_size, only_completions=True, example=example),
         ONCE,
     )
     name = model.axis.name
@@ -123,6 +129,6 @@ def _computed(index: str, rows: int, config: Config, job: Job, weights: PyTree, 
         for batch in batches:
             texts = batch.tokens.reshape(-1, config.data.max_context)
             values = gather(job.programs.reference(weights, places.split(texts)))
-            computed.append(np.asarray(values).reshape(-1, 2))
+            computed.append(np.asarray(values).reshape(-1, example.texts))
             watchdog.progress()
     return np.concatenate(computed)[:rows]

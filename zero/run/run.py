@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,6 +25,7 @@ from zero.run.restore import TrainingPosition
 from zero.run.step_metrics import StepMetrics, peak_memory
 from zero.tracking.goodput import Goodput
 from zero.tracking.metrics import Metric
+from zero.training.batch import Rows
 from zero.training.parts import TrainState
 from zero.training.row_places import RowPlaces
 
@@ -103,19 +104,23 @@ class Run:
             steps = range(self.position.step + self.steps_per_row, self.last_step + 1, self.steps_per_row)
             yield from zip(steps, self.metrics.timed(batches), strict=False)
 
-    def reference(self, tokens: np.ndarray | jax.Array, stored: np.ndarray | None) -> np.ndarray | jax.Array | None:
-        """The log-probability of each row by the reference, `(devices, rows)`; None where the objective has none.
+    def extra(self, tokens: Rows, loaded: Mapping[str, np.ndarray]) -> dict[str, Any]:
+        """What the objective reads beside tokens, `Batch.extra` of this host's devices.
 
         Args:
-          tokens: of this host's devices.
-          stored: those that the loader gave; None where the reference is the frozen base of adapters.
+          tokens: of these devices.
+          loaded: what the loader gave, `(rows of the data, ...)`.
         """
-        if stored is not None:
-            return self.row_places.split(stored.reshape(-1))
-        log_probabilities: jax.Array | None = None
-        if self.job.objective.has_reference:
-            log_probabilities = self.job.programs.reference(self.frozen, tokens)
-        return log_probabilities
+        extra: dict[str, Any] = {}
+        for entry in self.job.objective.reads:
+            if entry.name in loaded:
+                values = loaded[entry.name]
+                of_texts = values if entry.of == "example" else values.reshape(-1, *values.shape[2:])
+                extra[entry.name] = self.row_places.split(of_texts)
+        for column in self.data.columns.values():
+            if column.compute is not None:
+                extra |= column.compute(self.frozen, tokens)
+        return extra
 
     def count(self, step: int, batch: HostBatch) -> None:
         """Moves the position behind a step that was dispatched."""
@@ -144,7 +149,7 @@ class Run:
         position = self.position
         context = self.data.context
         assert position.cursor is not None
-        row_tokens = self.job.objective.rows * context.full
+        row_tokens = self.job.objective.example.texts * context.full
         batches = position.cursor["batches"]
         line: dict[str, Any] = {
             "step": position.step,

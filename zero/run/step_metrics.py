@@ -15,7 +15,8 @@ from zero.models.codebook import METRICS as OF_CODEBOOKS
 from zero.models.experts import METRICS as OF_EXPERTS
 from zero.tracking.goodput import Goodput
 from zero.tracking.metrics import Metric
-from zero.training.dpo import METRICS as OF_PAIRS
+from zero.training.objective import Mean
+from zero.training.objectives import with_defaults
 
 log = logging.getLogger(__name__)
 
@@ -40,9 +41,20 @@ METRICS = (
         "of the codes of vector-quantised keys: nats, its exponential, share of codes hardly used, relative error of "
         "rounded keys",
     ),
-    Metric(("rewards/...", "logps/..."), "with `objective=dpo`, [of pairs](../how-to/learn-preferences.md)"),
 )
 SLOW = 0.7  # share of the predicted speed below which a warning shows where the time goes
+
+
+def metrics_of_objectives() -> list[Metric]:
+    """The metrics of all objectives, each with the objectives that have it."""
+    objectives: dict[Mean, list[str]] = {}
+    for name, objective in with_defaults().items():
+        for metric in objective.metrics:
+            objectives.setdefault(metric, []).append(f"`{name}`")
+    return [
+        Metric((metric.name,), f"with `objective=` {', '.join(names)}: {metric.sentence}")
+        for metric, names in objectives.items()
+    ]
 
 
 class StepMetrics:
@@ -53,11 +65,19 @@ class StepMetrics:
       peak_flops: published peak of one device in operations per second, or None if unknown.
       goodput: its phases "steps" and "data_wait" are the time of the steps.
       steps_per_call: steps of each call of the program, whose metrics are then arrays `(steps_per_call,)`.
+      of_objective: the names of the metrics of the objective.
     """
 
     def __init__(
-        self, tokens_per_step: int, devices: int, peak_flops: float | None, goodput: Goodput, steps_per_call: int = 1
+        self,
+        tokens_per_step: int,
+        devices: int,
+        peak_flops: float | None,
+        goodput: Goodput,
+        steps_per_call: int = 1,
+        of_objective: tuple[str, ...] = (),
     ) -> None:
+        self._names_of_objective = of_objective
         self._tokens_per_step = tokens_per_step
         self._steps_per_call = steps_per_call
         self._devices = devices
@@ -136,7 +156,7 @@ class StepMetrics:
             for number in range(self._steps_per_call):
                 self._newest = {name: x.reshape(-1)[number].item() for name, x in metrics.items()}
                 self._losses.append(self._newest["loss"])
-                self._of_objective.append({name: self._newest[name] for name in OF_PAIRS if name in self._newest})
+                self._of_objective.append({name: self._newest[name] for name in self._names_of_objective})
 
     def read(self) -> dict[str, float | int]:
         """One line of metrics: means of the objective and its metrics, and the newest value of the others.

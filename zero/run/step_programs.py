@@ -60,7 +60,7 @@ class StepPrograms:
         sequences = run.data.context.cut(batch.tokens, step - 1)  # rows, or pieces of them
         length = run.data.context.at(step - 1)
         per_device = split_batch(sequences, run.row_places)
-        per_device = per_device._replace(reference=run.reference(per_device.tokens, batch.reference))
+        per_device = per_device._replace(extra=run.extra(per_device.tokens, batch.extra))
         compiled = self._by_length.get(length)
         if compiled is not None:
             run.state, metrics = compiled.program(run.state, per_device, run.frozen)

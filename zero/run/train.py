@@ -91,9 +91,14 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
         clock = resumed_clock(run_directory, position.step, is_new=config.resume is None or is_fork)
         directory.write_start(config, job, position.step)
         in_flight = 0 if backend == "cpu" else 1  # on CPU the host's cores are the devices
-        tokens_per_step = position.global_rows * job.objective.rows * config.data.max_context // updates
+        tokens_per_step = position.global_rows * job.objective.example.texts * config.data.max_context // updates
         metrics = StepMetrics(
-            tokens_per_step, count, config.profile.peak_flops or peak_flops(jax.local_devices()[0]), clock, updates
+            tokens_per_step,
+            count,
+            config.profile.peak_flops or peak_flops(jax.local_devices()[0]),
+            clock,
+            updates,
+            job.objective.names,
         )
         requests = Requests(lag=in_flight)
         frequency = config.training.evaluation_frequency

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +29,32 @@ class Separators(NamedTuple):
 UNDIVIDED = Separators()
 
 
+class Entry(NamedTuple):
+    """What an objective reads beside tokens: an array of `Batch.extra`.
+
+    Attributes:
+      name: in `Batch.extra`.
+      source: what makes it, an entry of `zero.run.columns.COLUMNS`; empty for a member of the shards.
+      of: what it has a value of: each "row", each "example", or each "token" of a row.
+      shape: of a value.
+    """
+
+    name: str
+    source: str = ""
+    of: str = "row"
+    shape: tuple[int, ...] = ()
+    dtype: str = "float32"
+
+    def struct(self, rows: int, tokens: int, texts: int) -> jax.ShapeDtypeStruct:
+        """The shape of the entry for so many rows of so many tokens, where an example has so many texts.
+
+        >>> Entry("label", of="example", dtype="int32").struct(8, 16, 2)
+        ShapeDtypeStruct(shape=(4,), dtype=int32)
+        """
+        leading = {"row": (rows,), "example": (rows // texts,), "token": (rows, tokens)}[self.of]
+        return jax.ShapeDtypeStruct((*leading, *self.shape), jnp.dtype(self.dtype))
+
+
 class Part(NamedTuple):
     """Which part of its rows a batch has, and what the model remembers of the parts before.
 
@@ -49,14 +75,13 @@ class Batch(NamedTuple):
         `ShardedGPT.last_target` one token more. A token t that is read but not predicted is `~t`, that is -1 - t;
         padding is -1, read as token 0.
       first_row: int32, the index of the first of them in the global batch.
-      reference: float32 `(rows,)`, the log-probability of each row's scored tokens by a reference model, where the
-        objective has one.
+      extra: what the objective reads beside tokens (`Objective.reads`), by name, cut and placed as the rows are.
       part: of an update on a part of each row; None: on whole rows.
     """
 
     tokens: Rows
     first_row: jax.Array | np.ndarray
-    reference: Rows | None = None
+    extra: Mapping[str, Rows] = {}
     part: Part | None = None
 
 

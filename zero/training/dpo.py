@@ -20,15 +20,20 @@ from jax import lax
 
 from zero.config.constraints import one_of, positive
 from zero.config.keys import Check, key, named
+from zero.corpus.format.example import PAIR
 from zero.partition.layout import PyTree
-from zero.training.batch import Rows, next_tokens
-from zero.training.objective import Keys, Objective
+from zero.training.batch import Batch, Rows, next_tokens
+from zero.training.objective import REFERENCE, Keys, Mean, Objective
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.tuning import neutral_shards
 
 METRICS = (
-    *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
-    *("logps/chosen", "logps/rejected"),
+    Mean("rewards/chosen", "`objective.beta` times the log-ratio of the chosen text to the reference", "Rewards"),
+    Mean("rewards/rejected", "the same of the rejected text", "Rewards"),
+    Mean("rewards/accuracies", "share of the pairs whose chosen text has the higher reward", "Accuracy", "share"),
+    Mean("rewards/margins", "reward of the chosen text less that of the rejected one", "Rewards"),
+    Mean("logps/chosen", "log-probability of the chosen text, nats", "Log-probabilities", "nats"),
+    Mean("logps/rejected", "log-probability of the rejected text, nats", "Log-probabilities", "nats"),
 )
 
 
@@ -89,7 +94,7 @@ def dpo(beta: float, label_smoothing: float = 0.0, smoothing: str = "conservativ
     def loss(margins: jax.Array) -> jax.Array:
         return LOSSES[smoothing](margins, label_smoothing)
 
-    return Objective(_count, partial(_total, beta=beta, loss=loss), METRICS, rows=2, has_reference=True)
+    return Objective(_count, partial(_total, beta=beta, loss=loss), METRICS, (REFERENCE,), PAIR)
 
 
 def pair_losses(
@@ -107,7 +112,8 @@ def pair_losses(
     rewards_P2 = beta * (logps_P2 - reference_P2)
     chosen, rejected = rewards_P2.T
     values = (chosen, rejected, (chosen > rejected).astype(jnp.float32), chosen - rejected, *logps_P2.T)
-    return loss(chosen - rejected), dict(zip(METRICS, values, strict=True))
+    names = [metric.name for metric in METRICS]
+    return loss(chosen - rejected), dict(zip(names, values, strict=True))
 
 
 def _is_pair(tokens_RT: Rows) -> jax.Array:
@@ -120,20 +126,20 @@ def _count(model: ShardedGPT, tokens_RT: Rows) -> jax.Array:
 
 
 def _total(
-    model: ShardedGPT, losses: jax.Array, tokens: Rows, reference: Rows | None, *, beta: float, loss: Any
+    model: ShardedGPT, losses: jax.Array, batch: Batch, *, beta: float, loss: Any
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """A pair's loss is no sum over tokens, and a device of a group has only some of the tokens of its rows.
 
     So the loss and its slope by the log-probability of each row are computed from sums over the group, and each device
     multiplies the slope by its own part.
     """
-    assert reference is not None
-    own_R = -model.sum_rows(losses, tokens)
-    is_pair_P = _is_pair(tokens)
+    reference_P2 = jnp.reshape(batch.extra[REFERENCE.name], (-1, 2))
+    own_R = -model.sum_rows(losses, batch.tokens)
+    is_pair_P = _is_pair(batch.tokens)
     is_first = model.is_first_of_group()
 
     def of_rows(logps_R: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        of_pairs = pair_losses(logps_R.reshape(-1, 2), jnp.reshape(reference, (-1, 2)), beta, loss)
+        of_pairs = pair_losses(logps_R.reshape(-1, 2), reference_P2, beta, loss)
         total, sums = jax.tree.map(lambda x_P: jnp.sum(jnp.where(is_pair_P, x_P, 0)), of_pairs)
         return total, sums
 

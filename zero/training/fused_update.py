@@ -114,7 +114,7 @@ def layered_loss(
 
     def score(params: PyTree, stream: ResidualStream) -> tuple[jax.Array, Any]:
         scores = model.apply({"params": params}, stream, targets, method="score")
-        total, sums = options.objective.total(model, scores.losses_BT, batch.tokens, batch.reference)
+        total, sums = options.objective.total(model, scores.losses_BT, batch)
         return total / terms, (scores.routing, sums)
 
     return LayeredLoss(embed, layer, score)

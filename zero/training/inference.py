@@ -6,6 +6,7 @@ Shapes: R rows of one device, T tokens, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from jax import lax
 from zero.models.gpt import init_cache
 from zero.models.layers import AnyCache
 from zero.partition.layout import PyTree
-from zero.training.batch import document_starts, token_ids
+from zero.training.batch import Batch, document_starts, token_ids
 from zero.training.objective import LIKELIHOOD, Objective
 from zero.training.sharded_gpt import ShardedGPT
 
@@ -24,7 +25,7 @@ from zero.training.sharded_gpt import ShardedGPT
 def evaluate_step(
     params: PyTree,
     tokens: jax.Array,
-    reference: jax.Array | None = None,
+    extra: Mapping[str, jax.Array] = {},
     *,
     model: ShardedGPT,
     objective: Objective = LIKELIHOOD,
@@ -33,7 +34,7 @@ def evaluate_step(
     """Sums over all devices' rows, the same on every device: of the objective's terms, their number, its metrics.
 
     Of the likelihood these are the losses in nats, the tokens scored, and no metrics. Per device: shards of parameters,
-    int32 tokens `(R, T)` and `(R,)` as in `Batch`. Call inside pmap.
+    int32 tokens `(R, T)` and the entries `(R, ...)` as in `Batch`. Call inside pmap.
 
     Args:
       micro_batches: parts that the rows are split into, one forward pass each, so that evaluation needs no more
@@ -41,13 +42,14 @@ def evaluate_step(
     """
     variables = model.gather_params(params)
 
-    def add(sums: PyTree, rows: tuple[jax.Array, jax.Array | None]) -> tuple[PyTree, None]:
-        scores = model.scores(variables, rows[0], None)
-        total, more = objective.total(model, scores.losses_BT, *rows)
-        return jax.tree.map(jnp.add, sums, (total, objective.count(model, rows[0]), more)), None
+    def add(sums: PyTree, rows: tuple[jax.Array, Mapping[str, jax.Array]]) -> tuple[PyTree, None]:
+        tokens, extra = rows
+        scores = model.scores(variables, tokens, None)
+        total, more = objective.total(model, scores.losses_BT, Batch(tokens, jnp.int32(0), extra))
+        return jax.tree.map(jnp.add, sums, (total, objective.count(model, tokens), more)), None
 
-    parts = jax.tree.map(lambda x: x.reshape(micro_batches, -1, *x.shape[1:]), (tokens, reference))
-    zeros = jnp.float32(0), jnp.int32(0), dict.fromkeys(objective.metrics, jnp.float32(0))
+    parts = jax.tree.map(lambda x: x.reshape(micro_batches, -1, *x.shape[1:]), (tokens, extra))
+    zeros = jnp.float32(0), jnp.int32(0), objective.zeros()
     total, terms, sums = lax.scan(add, zeros, parts)[0]
     name = model.axis.name
     return lax.psum(total, name), lax.psum(terms, name), {key: lax.psum(x, name) for key, x in sums.items()}

@@ -1,4 +1,4 @@
-"""What a step minimises.
+"""What a step minimizes.
 
 A new objective is a file with its keys, a `Keys` that makes an `Objective`, and an entry of `zero.training.objectives`.
 """
@@ -7,39 +7,79 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from zero.config.keys import named
-from zero.training.batch import Rows
+from zero.corpus.format.example import TEXT, Example
+from zero.training.batch import Batch, Entry, Rows
 from zero.training.sharded_gpt import ShardedGPT
+
+# The log-probability in nats of each row's scored tokens by a reference model.
+REFERENCE = Entry("reference", source="reference")
+
+
+class Mean(NamedTuple):
+    """A metric of an objective: a mean over its terms, in lines of training, and as `validation/...` of evaluations.
+
+    Attributes:
+      name: in the lines.
+      sentence: what it means, with its unit.
+      title, unit: of its panel in report.html; metrics of one title share a panel.
+    """
+
+    name: str
+    sentence: str
+    title: str
+    unit: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
     """A mean of terms over the global batch, computed from the losses of tokens. Its functions run inside pmap.
 
+    Rules, data, metrics and messages ask for these attributes, never for the name of an objective.
+
     Attributes:
       count: `(model, tokens (R, T))` to the number of terms in this device's rows, int32. A psum counts each term once.
-      total: `(model, losses, tokens, reference)` to the sum of these terms, and sums over them of the metrics. Per
-        device: `losses` of `ShardedGPT.scores`, `tokens` and `reference` as in `Batch`. In a group that takes the same
-        rows, values and gradients of all its devices add up to those of the rows.
-      metrics: the names of further means over terms.
-      rows: rows of a `Batch` that a row of the data consists of.
-      has_reference: whether `total` needs the log-probabilities of a reference model.
+      total: `(model, losses, batch)` to the sum of these terms, and sums over them of the metrics. Per device: `losses`
+        of `ShardedGPT.scores`, `batch` with the entries of `reads`. In a group that takes the same rows, values and
+        gradients of all its devices add up to those of the rows.
+      metrics: further means over the terms.
+      reads: the entries of `Batch.extra` that `total` reads.
+      example: what a row of the data holds.
     """
 
     count: Callable[[ShardedGPT, Rows], jax.Array]
-    total: Callable[[ShardedGPT, jax.Array, Rows, Rows | None], tuple[jax.Array, dict[str, jax.Array]]]
-    metrics: tuple[str, ...] = ()
-    rows: int = 1
-    has_reference: bool = False
+    total: Callable[[ShardedGPT, jax.Array, Batch], tuple[jax.Array, dict[str, jax.Array]]]
+    metrics: tuple[Mean, ...] = ()
+    reads: tuple[Entry, ...] = ()
+    example: Example = TEXT
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of `metrics`."""
+        return tuple(metric.name for metric in self.metrics)
 
     def count_all(self, model: ShardedGPT, tokens: Rows) -> jax.Array:
         """The terms of all devices, as a divisor: float32, at least 1."""
         return jnp.maximum(lax.psum(self.count(model, tokens), model.axis.name).astype(jnp.float32), 1)
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether it reads the log-probabilities of a reference model."""
+        return REFERENCE in self.reads
+
+    def extra(self, rows: int, tokens: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """The shapes of `Batch.extra` for so many rows of so many tokens."""
+        return {entry.name: entry.struct(rows, tokens, self.example.texts) for entry in self.reads}
+
+    def zeros(self) -> dict[str, jax.Array]:
+        """Sums of `metrics` over no terms."""
+        return dict.fromkeys(self.names, jnp.float32(0))
 
     def means(self, model: ShardedGPT, sums: dict[str, jax.Array], terms: jax.Array) -> dict[str, jax.Array]:
         """`metrics` over all devices, from the sums of each."""
@@ -49,7 +89,7 @@ class Objective:
 # The mean negative log-likelihood of the scored tokens, in nats.
 LIKELIHOOD = Objective(
     count=ShardedGPT.count_scored,
-    total=lambda model, losses, tokens, reference: (model.sum_scored(losses, tokens), {}),
+    total=lambda model, losses, batch: (model.sum_scored(losses, batch.tokens), {}),
 )
 
 
@@ -57,7 +97,7 @@ LIKELIHOOD = Objective(
 class Keys:
     """What all choices of the group `objective` have."""
 
-    name: str
+    name: str = ""
 
     def make(self) -> Objective:
         """The objective that these keys describe."""

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from zero.training.dpo import Dpo
-from zero.training.objective import Keys, Likelihood
+from zero.training.objective import Keys, Likelihood, Objective
 
 OBJECTIVES: tuple[type[Keys], ...] = (Likelihood, Dpo)
+
+
+def with_defaults() -> dict[str, Objective]:
+    """Each objective with the defaults of its keys, by its name."""
+    return {keys.name: keys.make() for keys in (kind() for kind in OBJECTIVES)}

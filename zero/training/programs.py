@@ -39,8 +39,8 @@ class Programs(NamedTuple):
       start: weights, donated, to a new `TrainState`.
       fresh: seeds, one per device, all alike, to the new `TrainState` of `init` and `start`.
       step: `(TrainState, Batch)`, the state donated, to the next state and shared metrics.
-      evaluate: `(weights, tokens)`, and the reference's log-probabilities if the objective has one, to shared sums: of
-        the objective's terms, their number, and of its metrics. Of the likelihood: losses, and tokens scored.
+      evaluate: `(weights, tokens)`, and `Batch.extra` if the objective reads any, to shared sums: of its terms, their
+        number, and of its metrics. Of the likelihood: losses, and tokens scored.
       verify: `(weights, tokens, first)`, one number per device, all alike, to the shared checksums of results.
       hold: weights to a copy of them, which outlives the step.
       statistics: `(trained weights before a step, TrainState after it, Batch)`, and frozen parameters if there are any,

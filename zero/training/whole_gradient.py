@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -73,25 +73,24 @@ def loss_and_gradients(
         memory: PyTree,
         tokens: jax.Array,
         keys: jax.Array | None,
-        reference: jax.Array | None,
+        extra: Mapping[str, jax.Array],
     ) -> tuple[jax.Array, Any]:
         if batch.part is None:
             scores = model.scores({**variables, **differentiated}, tokens, keys)
         else:
             part = batch.part._replace(memory=memory)
             scores, memory = model.scores_in_part({**variables, **differentiated}, tokens, keys, part)
-        total, sums = objective.total(model, scores.losses_BT, tokens, reference)
+        total, sums = objective.total(model, scores.losses_BT, batch._replace(tokens=tokens, extra=extra))
         return total / terms, (scores.routing, sums, memory)
 
     def value_and_grad(*arguments: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         (loss, (routing, sums, memory)), grads = jax.value_and_grad(loss_of, has_aux=True)(*arguments)
         return (loss, routing, sums), grads, memory
 
-    no_sums = dict.fromkeys(objective.metrics, jnp.float32(0))
-    zeros = jnp.float32(0), no_routing(model.config, len(tokens) // micro_batches), no_sums
+    zeros = jnp.float32(0), no_routing(model.config, len(tokens) // micro_batches), objective.zeros()
     differentiated = {name: variables[name] for name in (model.differentiated, *model.collections)}
     memory = None if batch.part is None else batch.part.memory
-    rows = (tokens, keys, batch.reference)
+    rows = (tokens, keys, batch.extra)
     (loss, routing, sums), grads, memory = _accumulate(
         value_and_grad, zeros, differentiated, memory, rows, micro_batches
     )

@@ -10,6 +10,7 @@ import pytest
 from tests.helpers.corpora import call, make
 from tests.helpers.loaders import open_loader
 from zero.base.errors import UserError
+from zero.corpus.format.example import PAIR, TEXT
 from zero.corpus.preparing.prepare import Corpus
 from zero.corpus.preparing.sources.preferences import PreferenceReader
 from zero.corpus.text.chat_template import ChatTemplate
@@ -32,7 +33,7 @@ def write(path: Path, lines: list[Any]) -> Path:
 
 def read(index: str, context: int = 16, **options: Any) -> np.ndarray:
     """The rows of an index `(rows, 2, context)`, ~t for what is not learned; -1 is padding."""
-    marks: dict[str, Any] = {"only_completions": True, "pairs": True, "max_epochs": 1, "shuffle": False}
+    marks: dict[str, Any] = {"only_completions": True, "example": PAIR, "max_epochs": 1, "shuffle": False}
     loader = open_loader(index, global_rows=1, context=context, vocab_size=256, **marks | options)
     return np.concatenate([batch.tokens for batch in loader.batches()]).reshape(-1, 2, context)
 
@@ -63,7 +64,7 @@ def test_order_is_that_of_other_rows(tmp_path: Path) -> None:
     inputs = read(corpus.train_index).reshape(-1, 32)
     values = np.arange(2 * len(inputs), dtype=np.float32).reshape(-1, 2)
     options: dict[str, Any] = {"global_rows": 4, "context": 16, "vocab_size": 256, "only_completions": True}
-    options |= {"pairs": True, "reference": {corpus.train_index: values}, "seed": 3, "max_epochs": 2}
+    options |= {"example": PAIR, "columns": {corpus.train_index: {"reference": values}}, "seed": 3, "max_epochs": 2}
     batches = list(open_loader(corpus.train_index, **options).batches())
     hosts = [
         open_loader(corpus.train_index, **options, host=host, hosts=2).batches(batches[1].cursor) for host in (0, 1)
@@ -71,11 +72,10 @@ def test_order_is_that_of_other_rows(tmp_path: Path) -> None:
     seen = []
     for batch, *parts in zip(batches[2:], *hosts, strict=True):
         np.testing.assert_array_equal(np.concatenate([part.tokens for part in parts]), batch.tokens)
-        references = [part.reference for part in parts]
-        np.testing.assert_array_equal(np.concatenate(references), batch.reference)
+        references = [part.extra["reference"] for part in parts]
+        np.testing.assert_array_equal(np.concatenate(references), batch.extra["reference"])
     for batch in batches:
-        assert batch.reference is not None
-        for row, own in zip(batch.tokens, batch.reference, strict=True):
+        for row, own in zip(batch.tokens, batch.extra["reference"], strict=True):
             number = int(own[0]) // 2
             np.testing.assert_array_equal(inputs[number], row)
             assert own.tolist() == values[number].tolist()
@@ -148,9 +148,12 @@ def test_line_is_named(tmp_path: Path) -> None:
 def test_other_corpora_are_refused(tmp_path: Path) -> None:
     """Pairs where texts are expected, and the other way round."""
     corpus = make(write(tmp_path / "a.jsonl", LINES), tmp_path, preferences=True)
-    with pytest.raises(UserError, match=r"holds pairs of texts, which only objective=dpo reads"):
-        read(corpus.train_index, pairs=False)
+    with pytest.raises(UserError, match=r"holds 2 texts per row, and the objective reads rows of one text"):
+        read(corpus.train_index, example=TEXT)
     texts = [{"prompt": line["prompt"], "completion": line["chosen"]} for line in LINES]
     other = make(write(tmp_path / "b.jsonl", texts), tmp_path, name="b", completions=True)
-    with pytest.raises(UserError, match=r"has the shape \(4, 16\); objective=dpo expects \(rows, 2, tokens\)"):
+    with pytest.raises(
+        UserError,
+        match=r"has the shape \(4, 16\); the objective expects \(rows, 2, tokens\)",
+    ):
         read(other.train_index)

@@ -1,6 +1,6 @@
 """The rows of one shard: a tar file of .npy arrays in webdataset's convention, every sample checked.
 
-In a sample of pairs, `(n, 2, R)`, each row is two texts, of which the first one is preferred.
+A row of an example with k texts is all of them: `(n, k, R)`.
 
 Shapes: n rows of a sample, R tokens of a row, T tokens of a sequence (the context), k sequences of a row.
 """
@@ -14,7 +14,7 @@ import math
 import os
 import re
 import tokenize
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ import numpy as np
 
 from zero.base.errors import UserError, file_error, first_line
 from zero.corpus.format.crop import Crop, Draw, cut, lengths_after
+from zero.corpus.format.example import TEXT, Example
 from zero.corpus.format.own_formats import compression_of
 from zero.files import storage
 from zero.files.parsing import MALFORMED, reading
@@ -38,15 +39,30 @@ _MEMBER = re.compile(r"((?:.*/|)[^.]+)\.([^/]*)")  # the key and the suffix of a
 class Rows(NamedTuple):
     """Rows, with what belongs to each of them."""
 
-    tokens: np.ndarray  # (n, T), or (n, 2 T) for pairs
+    tokens: np.ndarray  # (n, T), or (n, texts * T)
     lengths: np.ndarray  # (n,), the number of tokens in each
-    reference: np.ndarray  # float32 (n, 2), log-probabilities of a pair by the reference model, or (n, 0)
+    extra: dict[str, np.ndarray]  # (n, ...), entries of `Batch.extra`
+
+    def map(self, f: Callable[[np.ndarray], np.ndarray]) -> Rows:
+        """A function of each array."""
+        return Rows(f(self.tokens), f(self.lengths), {name: f(x) for name, x in self.extra.items()})
 
     def first(self, count: int) -> Rows:
-        return Rows(*(array[:count] for array in self))
+        return self.map(lambda x: x[:count])
 
     def after(self, count: int) -> Rows:
-        return Rows(*(array[count:] for array in self))
+        return self.map(lambda x: x[count:])
+
+    def padding(self, count: int) -> Rows:
+        """So many rows without tokens."""
+        return self.map(lambda x: np.zeros((count, *x.shape[1:]), x.dtype))
+
+    @staticmethod
+    def concatenated(parts: Sequence[Rows]) -> Rows:
+        """The rows of one part after the other."""
+        extra = {name: np.concatenate([part.extra[name] for part in parts]) for name in parts[0].extra}
+        tokens = np.concatenate([part.tokens for part in parts])
+        return Rows(tokens, np.concatenate([part.lengths for part in parts]), extra)
 
 
 class BadData(UserError):
@@ -98,7 +114,7 @@ def count_rows(path: str | Path) -> int:
 
 
 def row_tokens(path: str) -> int:
-    """The number of tokens per row, or per text of a pair, according to the first sample of a shard.
+    """The number of tokens per row, or per text of an example, according to the first sample of a shard.
 
     Raises:
       BadData: the shard is missing, or its first sample holds no rows.
@@ -109,7 +125,7 @@ def row_tokens(path: str) -> int:
         raise BadData(f"shard {path} holds no sample")
     name = f"shard {path}, sample {sample['__key__']}"
     rows = _array(sample, ROWS, name)
-    return rows.shape[-1] if rows.ndim == 3 else rows_of(sample, name, pairs=False).shape[1]
+    return rows.shape[-1] if rows.ndim == 3 else rows_of(sample, name, TEXT).shape[1]
 
 
 def read_samples(path: str, stream: BinaryIO) -> Iterator[dict[str, Any]]:
@@ -160,23 +176,26 @@ def with_neighbours(path: str, samples: Iterator[dict[str, Any]]) -> Iterator[di
         yield sample
 
 
-def rows_of(sample: dict[str, Any], name: str, pairs: bool) -> np.ndarray:
-    """The rows (n, R) of a sample; of one of pairs, both texts of each in turn, (2 n, R).
+def rows_of(sample: dict[str, Any], name: str, example: Example) -> np.ndarray:
+    """The rows (n, R) of a sample; of one of several texts per row, these in turn, (texts * n, R).
 
-    Raises UserError, not BadData, for a corpus of the other kind: it is not damaged.
+    Raises UserError, not BadData, for a corpus of another kind of examples: it is not damaged.
     """
     rows = _array(sample, ROWS, name)
-    is_pairs = rows.ndim == 3 and rows.shape[1] == 2
-    if pairs and not is_pairs:
+    has_texts = rows.ndim == 3 and rows.shape[1] > 1
+    members = {key for key in sample if not key.startswith("__")} - {ROWS, LENGTHS, COMPLETIONS}
+    is_example = rows.shape[1:2] == (example.texts,) and members == {f"{name}.npy" for name in example.members}
+    if example.texts > 1 and not (has_texts and is_example):
+        arrays = "".join(f" and {member}.npy of (rows,)" for member in example.members)
         raise UserError(
-            f"{name}: input_id.npy has the shape {rows.shape}; objective=dpo expects (rows, 2, tokens), which "
-            "zero-prepare --preferences writes"
+            f"{name}: input_id.npy has the shape {rows.shape}; the objective expects "
+            f"(rows, {example.texts}, tokens){arrays}, which zero-prepare {example.option} writes"
         )
-    if is_pairs and not pairs:
-        raise UserError(f"{name} holds pairs of texts, which only objective=dpo reads")
-    if rows.ndim not in (1, 2) and not pairs:
+    if has_texts and example.texts == 1:
+        raise UserError(f"{name} holds {rows.shape[1]} texts per row, and the objective reads rows of one text")
+    if rows.ndim not in (1, 2) and example.texts == 1:
         raise BadData(f"{name}: input_id.npy must have 1 or 2 dimensions, not {rows.ndim}")
-    return rows.reshape(2 * len(rows), rows.shape[2]) if pairs else np.atleast_2d(rows)
+    return rows.reshape(-1, rows.shape[2]) if example.texts > 1 else np.atleast_2d(rows)
 
 
 def lengths_of(sample: dict[str, Any], name: str, rows: np.ndarray) -> np.ndarray:
@@ -196,6 +215,7 @@ class Decoded(NamedTuple):
     tokens: np.ndarray
     lengths: np.ndarray
     total: int  # tokens of the rows that they were cut from, without padding
+    extra: dict[str, np.ndarray]  # (n,), the members of an example beside its tokens
 
 
 @dataclass(frozen=True)
@@ -209,15 +229,14 @@ class RowFormat:
         of R tokens, each of which counts as a row of the order; "random", one sequence at an offset that depends on the
         seed, the epoch and the row.
       only_completions: tokens that completion.npy does not count among the completions are not predicted.
-      pairs: rows are pairs of texts, as zero-prepare --preferences writes them; for `only_completions` and the crop
-        "first".
+      example: what a row holds; several texts are for `only_completions` and the crop "first".
     """
 
     context: int
     vocab_size: int
     crop: str = "first"
     only_completions: bool = False
-    pairs: bool = False
+    example: Example = TEXT
 
 
 def decode(
@@ -227,13 +246,13 @@ def decode(
     crop: Crop,
     draw: Draw,
 ) -> Decoded:
-    """The sequences of a sample, in its dtype; of a sample of `pairs` with `only_completions`, int32 (n, 2 T).
+    """The sequences of a sample, in its dtype; of a sample with several texts per row, int32 (n, texts * T).
 
     With `only_completions` a token t for which completion.npy has 0 is ~t, and they are int32. Every token id that
     the model would read is checked here: BadData, with `name`, for one outside the vocabulary.
     """
     context = form.context
-    rows = rows_of(sample, name, form.pairs)
+    rows = rows_of(sample, name, form.example)
     if rows.shape[1] < context:
         raise BadData(
             f"{name} has rows of {rows.shape[1]} tokens, and the model reads {context}: "
@@ -258,11 +277,17 @@ def decode(
     if is_learned is not None:
         rows = rows.astype(np.int32)
         rows = np.where(cut(is_learned, starts, context), rows, ~rows)
-    if form.pairs:  # a row of two texts is full, the shorter one ends in -1
+    extra = {}
+    for member in form.example.members:
+        extra[member] = _array(sample, f"{member}.npy", name)
+        if extra[member].shape != (len(rows) // form.example.texts,):
+            raise BadData(f"{name}: {member}.npy must hold one number for each row, not {extra[member].shape}")
+    if form.example.texts > 1:  # a row of several texts is full, the shorter ones end in -1
+        width = form.example.texts * context
         discarded = total - int(lengths.sum())
-        rows = np.where(np.arange(context) < lengths[:, None], rows, -1).reshape(-1, 2 * context)
-        return Decoded(rows, np.full(len(rows), 2 * context), rows.size + discarded)
-    return Decoded(rows, lengths, total)
+        rows = np.where(np.arange(context) < lengths[:, None], rows, -1).reshape(-1, width)
+        return Decoded(rows, np.full(len(rows), width), rows.size + discarded, extra)
+    return Decoded(rows, lengths, total, extra)
 
 
 def _completions(sample: dict[str, Any], name: str, shape: tuple[int, ...]) -> np.ndarray:

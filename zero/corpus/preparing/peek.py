@@ -10,6 +10,7 @@ import numpy as np
 from zero.base.errors import UserError
 from zero.corpus.format import manifest
 from zero.corpus.format.crop import Crop
+from zero.corpus.format.example import PAIR, TEXT
 from zero.corpus.format.index_files import Shard, read_index
 from zero.corpus.format.shards import RowFormat, decode, open_shard, read_samples, row_tokens
 from zero.corpus.preparing.sources.preferences import ANSWERS
@@ -66,7 +67,7 @@ def peek(index: str, rows: int, tokenizer: Tokenizer | None = None) -> Iterator[
 def _texts(shard: Shard, length: int, names: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
     """The tokens of each row without padding; of a pair, those of both texts with their names."""
     pairs = len(names) > 1
-    form = RowFormat(length, MOST_TOKENS, only_completions=pairs, pairs=pairs)
+    form = RowFormat(length, MOST_TOKENS, only_completions=pairs, example=PAIR if pairs else TEXT)
     with open_shard(shard.path) as stream:
         for sample in read_samples(shard.path, stream):
             of_sample = f"shard {shard.path}, sample {sample['__key__']}"

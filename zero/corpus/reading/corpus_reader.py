@@ -2,16 +2,16 @@
 
 A row that cannot be read (its shard is missing, its sample is damaged) keeps its place in the order and has no tokens.
 
-What the order counts as rows are the sequences that a crop makes of the rows in the shards, or pairs of them.
+What the order counts as rows are the sequences that a crop makes of the rows in the shards, or examples.
 
-Shapes: n rows of a shuffle buffer, T tokens of a row: the context, or twice that for pairs.
+Shapes: n rows of a shuffle buffer, T tokens of a row: the context, times the texts of an example.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
@@ -50,7 +50,7 @@ class CorpusReader:
     crop: Crop
     skip_bad: bool
     cache: ShardCache | None
-    reference: np.ndarray | None = None  # float32 (rows, 2), for each row of the shards in order
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)  # (rows, ...), of the shards' rows in order
     _unchecked: threading.Lock = field(default_factory=threading.Lock)  # taken by the first sample with tokens
 
     @property
@@ -64,7 +64,7 @@ class CorpusReader:
     @property
     def width(self) -> int:
         """Tokens of a row."""
-        return 2 * self.form.context if self.form.pairs else self.form.context
+        return self.form.example.texts * self.form.context
 
     def read_buffer(self, buffer: ShuffleBuffer) -> Rows:
         """Permuted rows (n, T), tokens in the smallest dtype that holds them."""
@@ -73,42 +73,42 @@ class CorpusReader:
         dtype = np.dtype(np.int32) if self.form.only_completions else np.min_scalar_type(self.form.vocab_size - 1)
         tokens = np.empty((count, self.width), dtype)
         lengths = np.empty(count, np.int32)
-        reference = np.empty((count, 0 if self.reference is None else 2), np.float32)
+        extra = {member: np.zeros(count, np.int32) for member in self.form.example.members}
+        extra |= {name: np.empty((count, *x.shape[1:]), x.dtype) for name, x in self.columns.items()}
+        rows = Rows(tokens, lengths, extra)
         for part in buffer.ranges:
             slots_of_part, slots = np.split(slots, [part.stop - part.start])
-            for problem in self._fill(part, buffer.key, slots_of_part, tokens, lengths):
+            for problem in self._fill(part, buffer.key, slots_of_part, rows):
                 _log.warning("skipped: %s", problem)
-            if self.reference is not None:
-                before = sum(self.order.rows[: part.shard])
-                reference[slots_of_part] = self.reference[before + part.start : before + part.stop]
-        return Rows(tokens, lengths, reference).after(buffer.skip)
+            before = sum(self.order.rows[: part.shard])
+            for name, column in self.columns.items():
+                extra[name][slots_of_part] = column[before + part.start : before + part.stop]
+        return rows.after(buffer.skip)
 
-    def _fill(
-        self, part: RowRange, key: tuple[int, ...], slots: np.ndarray, tokens: np.ndarray, lengths: np.ndarray
-    ) -> list[str]:
-        """Puts the rows of a range into these slots of `tokens` and `lengths`; returns the skipped problems."""
+    def _fill(self, part: RowRange, key: tuple[int, ...], slots: np.ndarray, buffer: Rows) -> list[str]:
+        """Puts the rows of a range into these slots of the buffer; returns the skipped problems."""
         shard, _ = self.shards[part.shard]
         problems: list[str] = []
         filled = 0
         try:
             with open_shard(shard.path, (self.cache or storage).open_reader) as stream:
-                for rows, row_lengths in self._read(part, key, stream, problems):
-                    into = slots[filled : filled + len(rows)]
-                    tokens[into] = rows
-                    lengths[into] = row_lengths
-                    filled += len(rows)
+                for rows in self._read(part, key, stream, problems):
+                    into = slots[filled : filled + len(rows.tokens)]
+                    buffer.tokens[into] = rows.tokens
+                    buffer.lengths[into] = rows.lengths
+                    for name, x in rows.extra.items():
+                        buffer.extra[name][into] = x
+                    filled += len(rows.tokens)
         except BadData as error:
             if not self.skip_bad:
                 raise
             problems.append(str(error))
-        tokens[slots[filled:]] = 0
-        lengths[slots[filled:]] = SKIPPED
+        buffer.tokens[slots[filled:]] = 0
+        buffer.lengths[slots[filled:]] = SKIPPED
         return problems
 
-    def _read(
-        self, part: RowRange, key: tuple[int, ...], stream: BinaryIO, problems: list[str]
-    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """The rows of a range and their lengths, sample by sample; a bad sample joins `problems`, or is raised.
+    def _read(self, part: RowRange, key: tuple[int, ...], stream: BinaryIO, problems: list[str]) -> Iterator[Rows]:
+        """The rows of a range without columns, sample by sample; a bad sample joins `problems`, or is raised.
 
         The rows after a bad sample move up: the place of a row depends only on the contents of its shard.
         """
@@ -139,7 +139,8 @@ class CorpusReader:
             of_part = slice(max(0, part.start - seen), max(0, part.stop - seen))
             seen += len(decoded.tokens)
             if len(decoded.tokens[of_part]):
-                yield decoded.tokens[of_part], decoded.lengths[of_part]
+                extra = {name: x[of_part] for name, x in decoded.extra.items()}
+                yield Rows(decoded.tokens[of_part], decoded.lengths[of_part], extra)
             if part.stop <= seen and part.stop < total:
                 return  # the rest belongs to another stream
         if seen > total or (seen < total and not problems):

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,10 +46,10 @@ class HostBatch(NamedTuple):
     """One host's rows of a global batch, and the position of the data after it."""
 
     tokens: np.ndarray  # int32 (R, T); -1 where there is no token, ~t for a token t that is not predicted
-    # For pairs (R, 2 T), the first text and then the second one.
+    # Of examples with several texts (R, texts * T), one after the other.
     cursor: Cursor  # for `Loader.batches`
     is_skipped: np.ndarray  # bool (R,): which of these rows could not be read
-    reference: np.ndarray | None = None  # float32 (R, 2), where the loader has it
+    extra: Mapping[str, np.ndarray] = MappingProxyType({})  # (R, ...), entries of `Batch.extra`
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class Loader:
         skip_bad: continue without data that is missing or damaged: its rows are -1, logged, and counted in each
             batch. The index files must record the number of rows of each shard.
         cache: keeps shards of a bucket on this machine.
-        reference: float32 `(rows, 2)` of each index file, by its name: a value for each text of each pair.
+        columns: of each index file, by its name, arrays `(rows, ...)` that become entries of `Batch.extra`.
 
     Raises:
         UserError: the data is wrong (file and sample are named), or a batch does not divide into its parts.
@@ -126,7 +127,7 @@ class Loader:
         *,
         skip_bad: bool = False,
         cache: ShardCache | None = None,
-        reference: Mapping[str, np.ndarray] | None = None,
+        columns: Mapping[str, Mapping[str, np.ndarray]] | None = None,
     ):
         global_rows = batching.global_rows
         if global_rows % batching.count:
@@ -157,13 +158,12 @@ class Loader:
         for group, shards, crop in zip(groups, sequences, crops, strict=True):
             sizes = tuple(rows for _, rows in shards)
             corpus_order = Order(sizes, streams, buffer_shards, order_seed, order.max_epochs)
-            values = None if reference is None else np.concatenate([reference[name] for name in group])
-            self.corpora.append(CorpusReader(shards, corpus_order, form, crop, skip_bad, cache, values))
+            joined = _joined([] if columns is None else [columns[name] for name in group])
+            self.corpora.append(CorpusReader(shards, corpus_order, form, crop, skip_bad, cache, joined))
         self.rows = sum(corpus.rows for corpus in self.corpora)
         self._names = [Path(name).stem for name in mixture]
         self._batching = batching
         self._width = self.corpora[0].width
-        self._reference = 0 if reference is None else 2  # values of each row
         self._streams = streams
         self._stream_rows = global_rows // streams  # rows of each stream per batch
         stages = []
@@ -281,20 +281,19 @@ class Loader:
         try:
             streams = [self._open_stream(number, done * part, pool) for number in own_streams]
             while self.total_batches is None or done < self.total_batches:
-                tokens = np.empty((len(own_streams), part, self._width), np.int32)
-                lengths = np.empty((len(own_streams), part), np.int32)
-                reference = np.empty((len(own_streams), part, self._reference), np.float32)
-                for i, number in enumerate(own_streams):
-                    self._take(number, done * part, streams[i], Rows(tokens[i], lengths[i], reference[i]))
+                taken = [
+                    self._take(number, done * part, part, stream)
+                    for number, stream in zip(own_streams, streams, strict=True)
+                ]
+                rows_of_streams = Rows.concatenated(taken)
+                tokens = rows_of_streams.tokens[places].astype(np.int32)
+                lengths = rows_of_streams.lengths[places]
                 if lengths.min() < self._width:
-                    tokens[np.arange(self._width) >= lengths[..., None]] = -1
-                is_skipped = lengths.reshape(-1)[places] == SKIPPED
+                    tokens[np.arange(self._width) >= lengths[:, None]] = -1
                 done += 1
                 cursor = {**self.identity, "batches": done}
-                values = None
-                if self._reference:
-                    values = reference.reshape(-1, self._reference)[places]
-                yield HostBatch(tokens.reshape(-1, self._width)[places], cursor, is_skipped, values)
+                extra = {name: x[places] for name, x in rows_of_streams.extra.items()}
+                yield HostBatch(tokens, cursor, lengths == SKIPPED, extra)
         finally:
             pool.shutdown(cancel_futures=True)
         if self._dropped:
@@ -308,18 +307,15 @@ class Loader:
             for corpus, count in zip(self.corpora, counts, strict=True)
         ]
 
-    def _take(self, number: int, row: int, group: list[RowStream], into: Rows) -> None:
-        """Fills these arrays with the rows of a stream from its `row` on."""
-        count = len(into.lengths)
+    def _take(self, number: int, row: int, count: int, group: list[RowStream]) -> Rows:
+        """So many rows of a stream from its `row` on."""
         if len(group) == 1:
-            for array, values in zip(into, group[0].take(count), strict=True):
-                array[:] = values
-            return
+            return group[0].take(count)
         is_of_corpus = np.diff(self._mixture.counts(number, row, count)).astype(bool)
-        for stream, places in zip(group, is_of_corpus, strict=True):
-            if places.any():
-                for array, values in zip(into, stream.take(int(places.sum())), strict=True):
-                    array[places] = values
+        corpora = [(stream, places) for stream, places in zip(group, is_of_corpus, strict=True) if places.any()]
+        rows = Rows.concatenated([stream.take(int(places.sum())) for stream, places in corpora])
+        order = np.concatenate([np.flatnonzero(places) for _, places in corpora])
+        return rows.map(lambda x: x[np.argsort(order)])
 
 
 def check_order(cursor: Cursor, order: Cursor) -> None:
@@ -328,6 +324,14 @@ def check_order(cursor: Cursor, order: Cursor) -> None:
         before = cursor.get(key)
         if before != value:
             raise UserError(f"the saved data cursor belongs to {key}={before}, not to {key}={value}")
+
+
+def _joined(columns: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """The columns of a corpus from those of its index files."""
+    if len(columns) == 1:  # as it is: it may be as large as a disk
+        return dict(columns[0])
+    names = columns[0] if columns else {}
+    return {name: np.concatenate([of_index[name] for of_index in columns]) for name in names}
 
 
 def _used_shards(indices: list[str], train_samples: int | None, skip_bad: bool) -> list[tuple[str, UsedShards]]:

@@ -25,7 +25,7 @@ class RowStream:
         self._read = read
         self._pool = pool
         self._next = self._read_ahead()
-        self._rows = Rows(np.empty((0, 0)), np.empty(0), np.empty((0, 0)))
+        self._rows = Rows(np.empty((0, 0)), np.empty(0), {})
 
     def _read_ahead(self) -> Future[Rows] | None:
         buffer = next(self._buffers, None)
@@ -37,14 +37,14 @@ class RowStream:
         while count:
             if not len(self._rows.tokens):
                 if self._next is None:
-                    parts.append(Rows(*(np.zeros((count, *x.shape[1:]), x.dtype) for x in self._rows)))
+                    parts.append(self._rows.padding(count))
                     break
                 self._rows = self._next.result()
                 self._next = self._read_ahead()
             parts.append(self._rows.first(count))
             self._rows = self._rows.after(count)
             count -= len(parts[-1].tokens)
-        return Rows(*map(np.concatenate, zip(*parts, strict=True))) if len(parts) > 1 else parts[0]
+        return Rows.concatenated(parts) if len(parts) > 1 else parts[0]
 
 
 def prefetch(iterator: Iterator[_Item], depth: int = 2, stop: Sequence[Any] = ()) -> Generator[_Item, None, None]:

@@ -129,15 +129,15 @@ class Validate(Feature):
     def _sums_of_batch(self, run: Run, batch: HostBatch, weights: dict[str, PyTree]) -> Sums:
         """The sum of losses by each of `weights`, the scored tokens, and their bytes on this host.
 
-        For an objective on pairs, of the losses and metrics of pairs, which count in place of tokens.
+        The terms of another objective than the likelihood count in place of tokens, and its metrics are summed too.
         """
         sums = self._zeros(run, weights)
         tokens = batch.tokens
-        texts = tokens.reshape(run.job.objective.rows * len(tokens), -1)
+        texts = tokens.reshape(run.job.objective.example.texts * len(tokens), -1)
         rows = run.row_places.split(texts)
-        by_reference = run.reference(rows, batch.reference)
+        extra = run.extra(rows, batch.extra)
         for name, params in weights.items():
-            loss, terms, of_objective = jax.device_get(run.job.programs.evaluate(params, rows, by_reference))
+            loss, terms, of_objective = jax.device_get(run.job.programs.evaluate(params, rows, extra))
             sums[name] = loss.item()
             if name == "loss":
                 sums["tokens"] = terms.item()
@@ -155,7 +155,7 @@ class Validate(Feature):
         return sums | {"bytes": float(high * 2**16 + low)}
 
     def _zeros(self, run: Run, weights: dict[str, PyTree]) -> Sums:
-        return dict.fromkeys((*weights, *run.job.objective.metrics, "tokens", "bytes"), 0.0)
+        return dict.fromkeys((*weights, *run.job.objective.names, "tokens", "bytes"), 0.0)
 
     def _check_tokens(self, sums: Sums, of_set: str) -> None:
         if not sums["tokens"]:

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from zero.base.errors import UserError
+from zero.corpus.format.example import TEXT
 from zero.corpus.format.shards import COMPLETIONS, LENGTHS, ROWS, lengths_of, rows_of, tar_header
 from zero.corpus.preparing import documents
 from zero.corpus.preparing.documents import Document, Reader, TextReader, Unit, decoded
@@ -164,7 +165,7 @@ def _rows(name: str, sample: dict[str, Any], member: str) -> tuple[np.ndarray, n
         return rows, np.full(len(rows), rows.shape[1])
     if COMPLETIONS in sample:
         raise UserError(f"{name} marks completions, which other rows would lose: prepare its text again")
-    rows = rows_of(sample | {ROWS: data}, name, pairs=False)
+    rows = rows_of(sample | {ROWS: data}, name, TEXT)
     return rows, lengths_of(sample, name, rows)
 
 

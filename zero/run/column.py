@@ -1,0 +1,24 @@
+"""A column: values beside the rows of a corpus that an objective reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from zero.partition.layout import PyTree
+
+
+@dataclass(frozen=True)
+class Column:
+    """Values that are stored beside the index files, or computed for each batch.
+
+    Attributes:
+      stored: of each index file, by its name, arrays `(rows, ...)` by the names of their entries.
+      compute: `(frozen parameters, tokens of this host's devices)` to entries for each of these devices.
+    """
+
+    stored: Mapping[str, Mapping[str, np.ndarray]] = field(default_factory=dict)
+    compute: Callable[[PyTree, Any], dict[str, Any]] | None = None

@@ -1,0 +1,38 @@
+"""Columns: what objectives read beside the tokens of a row and the members of its shard, by source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import numpy as np
+
+from zero.config.schema import Config
+from zero.job import Job
+from zero.run.column import Column
+from zero.run.reference import reference_column
+from zero.run.restore import TrainingPosition
+
+# From a run's configuration, its job and its position to a column; all hosts call it.
+COLUMNS: Mapping[str, Callable[[Config, Job, TrainingPosition], Column]] = MappingProxyType(
+    {"reference": reference_column}
+)
+
+
+def open_columns(config: Config, job: Job, position: TrainingPosition) -> dict[str, Column]:
+    """The columns that the objective of a run reads, by their source.
+
+    Raises:
+      UserError: a column cannot be made.
+    """
+    sources = dict.fromkeys(entry.source for entry in job.objective.reads if entry.source)
+    return {source: COLUMNS[source](config, job, position) for source in sources}
+
+
+def stored_columns(columns: Mapping[str, Column]) -> dict[str, dict[str, np.ndarray]]:
+    """The arrays of all columns that are stored, by index file and by name."""
+    by_index: dict[str, dict[str, np.ndarray]] = {}
+    for column in columns.values():
+        for index, arrays in column.stored.items():
+            by_index.setdefault(index, {}).update(arrays)
+    return by_index
