@@ -142,7 +142,7 @@ def save(
     with Checkpoints(place, keep=9) as checkpoints:
         for seed in seeds:
             state = {"params": padded(values or params(size, seed)), "averages": averages}
-            config = {"tuning": {"method": "all"}} | meta
+            config = {"tuning": {"name": "all"}} | meta
             facts = {"config": config, "size": dataclasses.asdict(size), "last_step": last_step}
             facts["checksums"] = dict(checksums)
             checkpoints.save(seed, state, layout, facts)

@@ -32,7 +32,6 @@ from tests.training.small_gpt import (
 from zero.models.gpt import STACK
 from zero.models.parametrization import rate_multipliers
 from zero.models.stack import span_size
-from zero.partition.sharded_optimizer import clip_by_global_norm
 from zero.training.ema import EMA
 from zero.training.fused_update import LayeredLoss, backward_and_update
 from zero.training.optimizers.optimizer import adamw
@@ -86,7 +85,7 @@ def test_fused_equals_whole_gradient() -> None:
     "tx",
     [
         optax.stateless(lambda g, _: jax.tree.map(lambda x: x - jnp.flip(x, 0), g)),
-        clip_by_global_norm(1.0),
+        zero.across_shards(optax.clip_by_global_norm(1.0)),
     ],
     ids=["other layers", "all leaves"],
 )

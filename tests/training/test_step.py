@@ -35,7 +35,6 @@ from tests.training.small_gpt import (
 )
 from zero.costs.hlo import computations, kind_of, runs_of
 from zero.models.attention.blockwise import blockwise_attention
-from zero.partition.sharded_optimizer import clip_by_global_norm
 from zero.training.optimizers.optimizer import decayed
 from zero.training.parts import TrainState
 from zero.training.sharded_gpt import ShardedGPT
@@ -111,12 +110,9 @@ def test_communicating_optimizer() -> None:
     def large(params: Any) -> Any:
         return jax.tree.map(lambda p: p.size > 600, params)
 
-    def make(clip: Any) -> optax.GradientTransformation:
-        return optax.chain(optax.scale_by_adam(), optax.masked(optax.scale(0.5), large), clip(0.5))
-
-    on, plain = (
-        setup(devices, stage, max_norm=None, tx=make(clip_by_global_norm)) for devices, stage in ((8, 3), (1, 0))
-    )
+    clip = zero.across_shards(optax.clip_by_global_norm(0.5))
+    tx = optax.chain(optax.scale_by_adam(), optax.masked(optax.scale(0.5), large), clip)
+    on, plain = (setup(devices, stage, max_norm=None, tx=tx) for devices, stage in ((8, 3), (1, 0)))
     assert_close(run_on(on), run_on(plain), rtol=1e-5)
 
 

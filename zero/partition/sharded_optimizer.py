@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, ParamSpec
 
@@ -19,7 +18,7 @@ from zero.partition.collectives.arrays import fill_padding
 from zero.partition.collectives.axis import Axis, AxisLike, as_axis, check_untracked
 from zero.partition.layout import Layout, LeafLayout, PyTree, Split, derive_layout, make_layout, match_layout
 from zero.partition.local_gradients import arrays_of
-from zero.partition.rewrite.entry_points import across_shards, run_on_shards, with_extra_args
+from zero.partition.rewrite.entry_points import run_on_shards, with_extra_args
 from zero.partition.rewrite.interpreter import NotElementwiseError
 from zero.partition.sharded_state import (
     ShardedState,
@@ -391,49 +390,3 @@ def _bound(axis: AxisLike) -> Axis:
     if on.size != size:
         raise ValueError(f"axis {name!r} has {size} devices, but its Axis describes {on.size}")
     return on
-
-
-def _across(
-    make: Callable[P, optax.GradientTransformation], how: str, example: str
-) -> Callable[P, optax.GradientTransformationExtraArgs]:
-    name = make.__name__
-
-    def made(*args: P.args, **kwargs: P.kwargs) -> optax.GradientTransformationExtraArgs:
-        return across_shards(make(*args, **kwargs))
-
-    # Not functools.wraps: its `__wrapped__` would hide the example from doctest.
-    made.__name__ = made.__qualname__ = name
-    made.__signature__ = inspect.signature(make)  # type: ignore[attr-defined]
-    made.__doc__ = (
-        f"Optax's `{name}` with permission to communicate, and so right on shards: {how}.\n\n"
-        f"    The arguments are optax's. Use it inside `shard_optimizer` or `on_shards`.\n\n    >>> {example}\n    "
-    )
-    return made
-
-
-def _clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
-    def clipped(updates: PyTree, params: PyTree) -> PyTree:
-        shrunk = clip(updates, optax.tree.norm(updates), max_norm)
-        return jax.tree.map(lambda x, own: x.astype(own.dtype), shrunk, updates)
-
-    return optax.stateless(clipped)
-
-
-_clip_by_global_norm.__name__ = "clip_by_global_norm"
-clip_by_global_norm = _across(
-    _clip_by_global_norm,
-    "the norm ends in an all-reduce",
-    "tx = shard_optimizer(optax.chain(clip_by_global_norm(1.0), optax.adamw(1e-3)), 'batch')",
-)
-adafactor = _across(
-    optax.adafactor,
-    "factored moments are reduced across the split dimension",
-    "tx = shard_optimizer(adafactor(1e-3), 'batch')",
-)
-lamb = _across(optax.lamb, "the norms of leaves end in an all-reduce", "tx = shard_optimizer(lamb(1e-3), 'batch')")
-lars = _across(optax.lars, "the norms of leaves end in an all-reduce", "tx = shard_optimizer(lars(0.1), 'batch')")
-muon = _across(
-    optax.contrib.muon,
-    "each matrix is gathered and iterated on by one device, which owns it",
-    "tx = shard_optimizer(muon(1e-3), 'batch')",
-)

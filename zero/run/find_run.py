@@ -180,7 +180,7 @@ def _text(override: Override) -> str:
 
 
 def saved_command(run: Path) -> dict[str, str]:
-    """What `command` gave for the starts of a run, the later of two values; empty for a run of an earlier version.
+    """What `command` gave for the starts of a run, the later of two values; empty where the file is missing.
 
     Raises:
       UserError: the file is damaged.

@@ -44,7 +44,7 @@ class TrainingPosition:
     samples_checksum: int = 0
     pending: Pending | None = None  # actions after this step that were due and are not known to be done
     base: dict[str, Any] | None = None  # the weights that adapters are for: their place and checksum
-    tokenizer: str | None = None  # its name, with a digest; checkpoints of earlier versions have none
+    tokenizer: str | None = None  # its name, with a digest
     beside_tokenizer: dict[str, Any] | None = None  # what the files beside it decide (`TokenizerIdentity`)
     brought: dict[str, Any] | None = (
         None  # dtype and model_type of the folder that the run began with: exports keep them

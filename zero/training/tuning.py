@@ -135,7 +135,7 @@ class Tuning:
 
 def make_tuning(keys: Mapping[str, Any]) -> Tuning | None:
     """What the keys of the section `tuning` describe; None where all parameters are trained."""
-    name = keys["name"] if "name" in keys else keys["method"]  # the latter: of checkpoints of earlier versions
+    name = keys["name"]
     if name in ("none", "all"):
         return None
     targets = PRODUCTS if keys["targets"] is None else tuple(keys["targets"])

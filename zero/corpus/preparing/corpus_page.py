@@ -38,19 +38,13 @@ class SourceRow:
 def write_report(place: str, manifest: Mapping[str, Any]) -> None:
     """Writes the page of a corpus, from its manifest and the facts about its parts.
 
-    A corpus of an earlier version has no facts: then there is no page, and the log says so.
+    Without the facts of a part, as in a copy of the shards and their manifest, there is no page, and the log says so.
     """
     parts: list[int | None] = list(range(len(manifest[PARTS]))) if PARTS in manifest else [None]
     names = [PartNames(number).facts for number in parts]
     missing = set(names) - directory.file_names(place)
     if missing:
-        _log.warning(
-            "%s has no %s, because it is of a version that recorded no facts for it (%s is missing); --overwrite "
-            "prepares it again",
-            place,
-            REPORT,
-            min(missing),
-        )
+        _log.warning("%s has no %s, because %s is missing; --overwrite prepares it again", place, REPORT, min(missing))
         return
     page = render(PAGE / "corpus.html.jinja", values(place, manifest, of_corpus.load(place, names)))
     directory.write(storage.join(place, REPORT), page.encode("utf-8", "replace"))

@@ -248,17 +248,11 @@ class Loader:
         if cursor is None:
             return
         check_order(cursor, self._order)
-        if cursor.get("contents") is None:
-            _log.warning("the checkpoint is of a version that recorded names of shards, and no contents to compare")
-            is_compared = False
-        else:
-            before = [IndexContents(*contents) for contents in cursor["contents"]]
-            is_compared = check_contents(before, self.contents, _OTHER_SHARDS, is_warning=self._skip_bad)
-            if cursor["composition"] != self._composition:
-                changes = f"{cursor['composition']}, not {self._composition}"
-                raise UserError(
-                    f"the saved data cursor belongs to other weights or crops of its index files: {changes}"
-                )
+        before = [IndexContents(*contents) for contents in cursor["contents"]]
+        is_compared = check_contents(before, self.contents, _OTHER_SHARDS, is_warning=self._skip_bad)
+        if cursor["composition"] != self._composition:
+            changes = f"{cursor['composition']}, not {self._composition}"
+            raise UserError(f"the saved data cursor belongs to other weights or crops of its index files: {changes}")
         if not is_compared and cursor["shards"] != self._shards:
             raise UserError(f"{_OTHER_SHARDS} than the index file lists now, by their names and rows; {REMEDY}")
 

@@ -117,7 +117,7 @@ def is_same_tokenizer(one: str, other: str) -> bool:
 
 
 class TokenizerIdentity(NamedTuple):
-    """What identifies a tokenizer in a checkpoint, as JSON holds it; None in those of earlier versions.
+    """What identifies a tokenizer in a checkpoint, as JSON holds it; None before a run has begun.
 
     Attributes:
       name: with a digest of its file.
