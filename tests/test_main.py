@@ -24,7 +24,8 @@ from zero.checkpoints.manager import META_CHECKSUM, meta_checksum
 from zero.commands.cli import errors_in_lines
 from zero.hosts import hardware
 from zero.record.metrics_file import read_metrics
-from zero.record.run_files import locked, saved_steps
+from zero.record.ownership import locked, owned
+from zero.record.run_files import saved_steps
 from zero.report.html_report import write_report
 
 
@@ -347,8 +348,10 @@ def test_resume_of_a_finished_run(lasting: cli.Lasting, finished: Path) -> None:
 def test_second_process_is_refused(forks: cli.Forks, finished: Path) -> None:
     """A second process in one run is refused."""
     before = cli.contents(finished)
-    with locked(finished):
+    with locked(finished, ""):
         cli.check_refusal(forks.run("--resume", hydra_quoted(finished)), "another process", "hydra.run.dir")
+    with owned(finished / "checkpoints", ""):  # of a run in another directory
+        cli.check_refusal(forks.run("--resume", hydra_quoted(finished)), "another process", "data.checkpoint_directory")
     assert cli.contents(finished) == before
 
 

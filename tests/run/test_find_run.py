@@ -19,7 +19,6 @@ from zero.record.run_files import (
     CONFIG_FILE,
     LAYOUT_FILE,
     checkpoint_directory,
-    locked,
     mirror,
     rebuild,
     remove_unfinished,
@@ -417,12 +416,3 @@ def test_resume_from_named_checkpoints(in_tmp_path: Path) -> None:
     assert resumed == str(in_tmp_path / run)
     with pytest.raises(UserError, match=f"{in_tmp_path}/two has no checkpoint"):
         resume_overrides(["--resume", f"data.checkpoint_directory={in_tmp_path}/two"])
-
-
-def test_one_process_a_run(in_tmp_path: Path) -> None:
-    with locked(in_tmp_path):
-        with pytest.raises(UserError, match="another process trains here"):
-            with locked(in_tmp_path):
-                raise AssertionError("both are in")
-    with locked(in_tmp_path):
-        assert list(in_tmp_path.iterdir()) == []

@@ -72,12 +72,22 @@ class Checkpoints:
         reads, also while another process writes there.
       from_host: whether what is saved fills the host's memory. Then `save` copies a few GB at a time, and returns when
         all are written.
+      check_owner: raises UserError if another process has taken the directory over. Then a save under way is not
+        committed, and nothing is deleted after it.
     """
 
-    def __init__(self, directory: Path | str, keep: int | Retention | None, *, from_host: bool = False) -> None:
+    def __init__(
+        self,
+        directory: Path | str,
+        keep: int | Retention | None,
+        *,
+        from_host: bool = False,
+        check_owner: Callable[[], None] | None = None,
+    ) -> None:
         self.directory = str(directory) if str(directory).startswith("gs://") else Path(directory).absolute()
         self._keep = Retention(keep) if isinstance(keep, int) else keep
         self._from_host = from_host
+        self._check_owner = check_owner
         self._saved: dict[int, Saved] | None = None
         self._pending: _PendingSave | None = None
         self._is_stale = False  # after a failed save orbax's list of steps may lack some that still exist
@@ -93,8 +103,10 @@ class Checkpoints:
             self._until_closed = stack.pop_all()
 
     def _is_absent(self) -> bool:
-        """Whether there is nothing to open yet: no such local directory. Several hosts open it together, so at once."""
-        return jax.process_count() == 1 and isinstance(self.directory, Path) and not self.directory.exists()
+        """Whether there is nothing to open yet in a local directory. Several hosts open it together, so at once."""
+        if jax.process_count() > 1 or not isinstance(self.directory, Path):
+            return False
+        return not (self.directory.exists() and any(self.directory.iterdir()))
 
     @property
     def _is_open(self) -> bool:
@@ -132,7 +144,9 @@ class Checkpoints:
                 # Else threads wait minutes for a directory that could not be made, and the process for them at its end.
                 create_directories_asynchronously=False,
             ),
-            temporary_path_class=temporary_path_class(is_remote, self._commit_times, self._leaves),
+            temporary_path_class=temporary_path_class(
+                is_remote, self._commit_times, self._leaves, self._check_owner or (lambda: None)
+            ),
             lightweight_initialize=True,  # else it reads a file of each checkpoint, which may be damaged
         )
 

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,15 +15,18 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 
 
-def temporary_path_class(is_remote: bool, commit_times: dict[int, float], leaves: list[str]) -> type:
+def temporary_path_class(
+    is_remote: bool, commit_times: dict[int, float], leaves: list[str], check_owner: Callable[[], None]
+) -> type:
     """The class of orbax's temporary directories.
 
     It adds `time.monotonic()` of each commit to `commit_times`, by step. The save fails if one of `leaves`, names of
-    its leaves, cannot be read back.
+    its leaves, cannot be read back, or if `check_owner` raises, which is called just before the commit.
     """
     base: type = _BucketPath if is_remote else _LocalPath
     # Orbax takes a class, not an instance.
-    return type("TemporaryPath", (base,), {"commit_times": commit_times, "leaves": leaves})
+    attributes = {"commit_times": commit_times, "leaves": leaves, "check_owner": staticmethod(check_owner)}
+    return type("TemporaryPath", (base,), attributes)
 
 
 class _LocalPath(ocp.path.atomicity.AtomicRenameTemporaryPath):
@@ -30,6 +34,7 @@ class _LocalPath(ocp.path.atomicity.AtomicRenameTemporaryPath):
 
     commit_times: ClassVar[dict[int, float]]
     leaves: ClassVar[list[str]]
+    check_owner: ClassVar[Callable[[], None]]
 
     async def finalize(self) -> None:
         await _check_merged(self)
@@ -55,6 +60,8 @@ class _BucketPath(ocp.path.atomicity.CommitFileTemporaryPath):
 
     async def finalize(self) -> None:
         await _check_merged(self)
+        if _is_whole(self):
+            await asyncio.to_thread(self.check_owner)
         await super().finalize()
         _record_commit(self)
 

@@ -1,4 +1,4 @@
-"""A run directory: the files in it, its lock, and its mirror next to checkpoints that are elsewhere (omegaconf).
+"""A run directory: the files in it, and its mirror next to checkpoints that are elsewhere (omegaconf).
 
 If checkpoints are outside the run directory, in a bucket or on a shared disk, the other files that a resume needs
 are copied next to them, to CHECKPOINTS-run/, or to run/ within a bucket that is all for checkpoints. A machine that has
@@ -7,11 +7,8 @@ lost the run directory rebuilds it from there.
 
 from __future__ import annotations
 
-import fcntl
-import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -103,26 +100,6 @@ def discard_unused(run_directory: Path) -> None:
             file.unlink()
         with suppress(OSError):  # it was not here, is a mount, or another start has just begun to use it
             run_directory.rmdir()
-
-
-@contextmanager
-def locked(run_directory: Path) -> Iterator[None]:
-    """Locks a run: two processes may be started in one second, or resume the same run.
-
-    The lock ends with its process, even if it is killed.
-
-    Raises:
-      UserError: another process has the lock.
-    """
-    directory = os.open(run_directory, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{run_directory}: another process trains here; name another hydra.run.dir") from None
-        yield
-    finally:
-        os.close(directory)
 
 
 def saved_steps(run_directory: Path) -> list[int]:

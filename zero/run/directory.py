@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -24,7 +24,8 @@ from zero.models.config import GPTConfig
 from zero.partition.memory import memory
 from zero.record import run_files
 from zero.record.metrics_file import read_metrics
-from zero.run.resume import check_unused, write_command, write_lineage
+from zero.record.ownership import locked, owned
+from zero.run.resume import check_new, write_command, write_lineage
 
 
 @dataclass(frozen=True)
@@ -34,15 +35,23 @@ class RunDirectory:
     Attributes:
       is_fork: whether the run continues another one's checkpoint here.
       emergency: the emergency checkpoints; None where there are none.
+      check_owner: raises UserError if another process has taken the checkpoints over; None but on host 0.
     """
 
     path: Path
     is_fork: bool
     checkpoints: Checkpoints
     emergency: EmergencyCheckpoints | None
+    check_owner: Callable[[], None] | None = None
 
     def mirror(self) -> None:
-        """Copies the files that a resume needs next to the checkpoints, where these are outside the directory."""
+        """Copies the files that a resume needs next to the checkpoints, where these are outside the directory.
+
+        Raises:
+          UserError: another process has taken the checkpoints over.
+        """
+        if self.check_owner is not None:
+            self.check_owner()
         if jax.process_index() == 0:
             run_files.mirror(self.path, self.checkpoints.directory)
 
@@ -80,11 +89,14 @@ def open_directory(config: Config, size: GPTConfig, job: Job, path: Path, is_for
         another run.
     """
     with ExitStack() as stack:
-        if jax.process_index() == 0:
-            stack.enter_context(run_files.locked(path))
         data = config.data
         place = run_files.checkpoint_directory(path, data.bucket_path, data.checkpoint_directory)
+        if config.resume is None or is_fork:
+            check_new(config, path, place)
+        check_owner = None
         if jax.process_index() == 0:
+            stack.enter_context(locked(path, "name another hydra.run.dir"))
+            check_owner = stack.enter_context(owned(place, str(path)))
             run_files.remove_unfinished(path, place)
         agreement.check_shared("data.checkpoint_directory", place)
         emergency = None  # opened before the durable checkpoints, so that it is closed after their last save
@@ -93,10 +105,10 @@ def open_directory(config: Config, size: GPTConfig, job: Job, path: Path, is_for
             durable_steps = partial(run_files.committed_steps, place)
             emergency = EmergencyCheckpoints(directory, place, durable_steps, asdict(size), job.layout, job.model.axis)
             stack.enter_context(emergency)
-        checkpoints = stack.enter_context(Checkpoints(place, retention_of(data), from_host=job.storage.host_bytes > 0))
-        if config.resume is None:
-            check_unused(path, checkpoints)
-        yield RunDirectory(path, is_fork, checkpoints, emergency)
+        from_host = job.storage.host_bytes > 0
+        checkpoints = Checkpoints(place, retention_of(data), from_host=from_host, check_owner=check_owner)
+        stack.enter_context(checkpoints)
+        yield RunDirectory(path, is_fork, checkpoints, emergency, check_owner)
 
 
 def retention_of(data: Data) -> Retention:

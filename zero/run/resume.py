@@ -42,16 +42,22 @@ def join_run_directory(run_directory: Path, resume: str | None) -> tuple[Path, b
     return Path(shared), is_fork
 
 
-def check_unused(run_directory: Path, checkpoints: Checkpoints) -> None:
+def check_new(config: Config, run_directory: Path, place: Path | str) -> None:
     """Raises UserError if a run that starts or forks here would write over another one; all hosts call it."""
-    place: Path | str = checkpoints.directory
-    is_used = bool(checkpoints.steps())
-    if jax.process_index() == 0 and not is_used and (run_directory / run_files.CONFIG_FILE).exists():
-        is_used = bool(run_files.saved_steps(run_directory))
-        place = run_directory
-    place = agreement.broadcast("used", str(place) if is_used else "")
-    if place:
-        raise UserError(f"{place} has checkpoints: --resume continues, another hydra.run.dir starts a new run")
+    if config.resume is not None and run_files.saved_checkpoint_directory(Path(config.resume)) == place:
+        raise UserError(
+            f"data.resume_step={config.data.resume_step} forks the run into {run_directory}, but {place} holds the "
+            f"checkpoints of the run itself; name another data.checkpoint_directory, and hydra.run.dir={config.resume}"
+        )
+    used: Path | str = ""
+    if agreement.is_host_0():
+        if run_files.committed_steps(place):
+            used = place
+        elif (run_directory / run_files.CONFIG_FILE).exists() and run_files.saved_steps(run_directory):
+            used = run_directory
+    used = agreement.broadcast("used", str(used))
+    if used:
+        raise UserError(f"{used} has checkpoints: --resume continues, another hydra.run.dir starts a new run")
 
 
 def resume_state(
@@ -67,9 +73,7 @@ def resume_state(
     hyperparameters = config.optimizer.hyperparameters()
     adam = {key: hyperparameters[key] for key in ("b1", "b2", "eps") if key in hyperparameters}
     if is_fork:
-        parent = _origin(config, run_directory, checkpoints.directory)
-        check_unused(run_directory, checkpoints)
-        with Checkpoints(parent, keep=None) as origin:
+        with Checkpoints(run_files.saved_checkpoint_directory(Path(str(config.resume))), keep=None) as origin:
             return restore(origin, step, job.model.config, job.storage, is_own=False, **adam)
     durable = checkpoints.steps()
     if emergency is not None and step is None and durable:
@@ -107,18 +111,6 @@ def resumed_clock(run_directory: Path, step: int, is_new: bool) -> Goodput:
     if is_new or not agreement.is_host_0():
         return Goodput(age)
     return Goodput(age, line_of(run_directory, step))
-
-
-def _origin(config: Config, run_directory: Path, place: Path | str) -> Path | str:
-    """The directory of the checkpoints that a fork starts from."""
-    parent = Path(str(config.resume))
-    origin = run_files.saved_checkpoint_directory(parent)
-    if origin == place:
-        raise UserError(
-            f"data.resume_step={config.data.resume_step} forks the run into {run_directory}, but {place} holds the "
-            f"checkpoints of the run itself; name another data.checkpoint_directory, and hydra.run.dir={parent}"
-        )
-    return origin
 
 
 def last_lineages(run_directory: Path) -> list[str]:
