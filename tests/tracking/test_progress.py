@@ -45,11 +45,25 @@ log.info("after")
 """
 
 
+STAGE = """
+import logging, sys, time
+from zero.tracking.progress import Stage
+
+logging.basicConfig(format="%(message)s", level="INFO")
+with Stage("plans compiled", 4) as stage:
+    time.sleep(1.1)
+    logging.info("a line that is logged meanwhile")
+    for _ in stage.counted(range(4)):
+        time.sleep(0.6)
+"""
+
+
 @pytest.fixture(scope="module")
 def screens(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Screen]:
     """What the run leaves in terminals of several widths, and in two others."""
     results = tmp_path_factory.mktemp("results") / "results.txt"
     cases = {str(columns): (RUN, columns) for columns in WIDTHS}
+    cases["stage"] = STAGE, 80
     cases["dumb"] = f"import os; os.environ['TERM'] = 'dumb'\n{RUN}", 80
     cases["redirected"] = f"import sys; sys.stdout = open({str(results)!r}, 'w')\n{RUN}", 80
     screens = {}
@@ -85,6 +99,17 @@ def test_log_lines_are_above_the_live_line(screens: dict[str, Screen], columns: 
         assert any(re.search(r"compiling the step for sequences of 64 tokens, 0:01$", line) for line in compiling)
         assert all("━" in line for line in frames if line)
     assert any(re.search(r"evaluating, 0:0[12]$", line) for line in frames)
+
+
+def test_a_stage_has_a_clock_and_an_estimate(screens: dict[str, Screen]) -> None:
+    """From its first second on, before any of its things is done; one line is left."""
+    screen = screens["stage"]
+    lines = [line.rstrip() for line in screen.lines]
+    (last,) = [line for line in lines if "plans compiled" in line]
+    assert re.fullmatch(r"plans compiled 4/4 ━+ took 0:0[3-9]", last) and "a line that is logged meanwhile" in lines
+    frames = [line.rstrip() for line in screen.erased]
+    assert any(re.fullmatch(r"plans compiled 0/4 ━+ 0:01, ETA -", line) for line in frames)
+    assert any(re.fullmatch(r"plans compiled [123]/4 .*, ETA 0:0\d", line) for line in frames)
 
 
 def test_without_a_terminal() -> None:

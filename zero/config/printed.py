@@ -36,8 +36,16 @@ hydra:
   job:
     name: main_zero # of the log, main_zero.log
   job_logging:
+    formatters:
+      terminal:
+        (): zero.tracking.terminal_log.TerminalFormatter # short lines on a terminal, whole ones elsewhere
+    filters:
+      once:
+        (): zero.tracking.terminal_log.WarnOnce
     handlers:
       console:
+        formatter: terminal
+        filters: [once]
         stream: ext://sys.stderr # Standard output is for results: text of mode=sample, JSON of mode=evaluate.
       file:
         class: zero.files.appending.LogFile # which a full disk does not fill the terminal with tracebacks of

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -24,6 +24,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Requests to stop that may come beside another one, and then count as the same: of a terminal that is closed, and of
 # trainLoop.sh, which forwards what it receives.
 COMPANIONS = (signal.SIGHUP, signal.SIGUSR1)
+
+NOTICE = "\n{}: saving a checkpoint, then stopping; a second Ctrl-C ends without one\n"
 
 # Signals answered by an exception, each with the timer that ends the process if the exception was lost.
 unanswered: list[tuple[int, threading.Timer]] = []
@@ -55,6 +57,9 @@ def stop_requests() -> Iterator[list[int]]:
     def receive(number: int, frame: FrameType | None) -> None:
         if number not in COMPANIONS and set(received) - set(COMPANIONS):
             os._exit(128 + number)  # a handler must not flush streams that it has interrupted
+        if not received:  # a step, or its compilation, may take long until the loop answers
+            with suppress(OSError):  # nobody reads standard error any more
+                os.write(2, NOTICE.format(signal.Signals(number).name).encode())
         received.append(number)
 
     numbers = [*SIGNALS, *(number for number in COMPANIONS if signal.getsignal(number) != signal.SIG_IGN)]  # by nohup

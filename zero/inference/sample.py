@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from zero.base.errors import UserError
 from zero.config.schema import SampleConfig
@@ -28,6 +27,7 @@ from zero.inference.interactive import STREAM_CHUNK, converse, sampling_of, stre
 from zero.inference.scoring import Passage, Scorer
 from zero.inference.trained_model import open_model
 from zero.models.config import GPTConfig
+from zero.tracking.progress import Stage
 from zero.training.programs import make_inference
 
 log = logging.getLogger(__name__)
@@ -68,20 +68,21 @@ def sample(config: SampleConfig, size: GPTConfig, run_directory: Path) -> int:
     shown, drawn = "", 0
     programs = make_inference(trained.model, sampling_of(options))
     steps = generate(programs, trained.params, encoded, options.tokens, seed=options.seed, chunk=STREAM_CHUNK)
-    bar = tqdm(
-        steps, total=-(-(longest - min(map(len, encoded))) // STREAM_CHUNK), unit="chunk", disable=screen is not None
-    )
-    for tokens in bar:
-        written = [row[len(prompt) :][: options.tokens] for row, prompt in zip(tokens, encoded, strict=True)]
-        texts = [until_end(row, ends) for row in written]
-        if drawn == 0:
-            started = time.monotonic()  # compilation is not counted
-            first = sum(map(len, texts))
-        drawn = sum(map(len, texts))
-        if screen:
-            shown = stream(screen, shown, tokenizer.decode(texts[0]))
-        if all(len(text) < len(row) or len(row) == options.tokens for text, row in zip(texts, written, strict=True)):
-            break
+    chunks = -(-(longest - min(map(len, encoded))) // STREAM_CHUNK)
+    with Stage("chunks of text", chunks, is_shown=screen is None and is_host_0()) as stage:
+        for tokens in stage.counted(steps):
+            written = [row[len(prompt) :][: options.tokens] for row, prompt in zip(tokens, encoded, strict=True)]
+            texts = [until_end(row, ends) for row in written]
+            if drawn == 0:
+                started = time.monotonic()  # compilation is not counted
+                first = sum(map(len, texts))
+            drawn = sum(map(len, texts))
+            if screen:
+                shown = stream(screen, shown, tokenizer.decode(texts[0]))
+            if all(
+                len(text) < len(row) or len(row) == options.tokens for text, row in zip(texts, written, strict=True)
+            ):
+                break
     seconds = time.monotonic() - started
     more: list[dict[str, Any]] = [{} for _ in texts]
     if options.log_probabilities:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
 from zero.base.errors import UserError
 from zero.corpus.format.index_files import row_tokens
@@ -20,6 +19,7 @@ from zero.corpus.reading.loader import ONCE, Batching, Loader
 from zero.corpus.reading.prefetch import prefetch
 from zero.hosts.watchdog import progress
 from zero.inference.trained_model import TrainedModel
+from zero.tracking.progress import Stage
 from zero.training.programs import make_inference
 
 _Item = TypeVar("_Item")
@@ -170,9 +170,9 @@ def score_validation_set(
     separators = scorer.trained.model.separators  # as `ShardedGPT.targets` obeys them
 
     def rows() -> Iterator[np.ndarray]:
-        with closing(prefetch(loader.batches())) as batches:
-            is_shown = jax.process_index() == 0
-            for batch in tqdm(batches, total=loader.rows, unit="row", desc="validation", disable=not is_shown):
+        stage = Stage("validation rows scored", loader.rows, is_shown=jax.process_index() == 0)
+        with closing(prefetch(loader.batches())) as batches, stage:
+            for batch in stage.counted(batches):
                 row = np.trim_zeros(batch.tokens[0] + 1, "b") - 1  # without its padding
                 follows = np.append(False, np.isin(np.maximum(row, ~row)[:-1], separators.ends))[: len(row)]
                 yield np.where(follows & (row >= 0), ~row, row)

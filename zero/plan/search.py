@@ -1,4 +1,4 @@
-"""Searches for the fastest setting, or for the largest model, that fits on a slice (tqdm)."""
+"""Searches for the fastest setting, or for the largest model, that fits on a slice."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from concurrent.futures import FIRST_COMPLETED, Executor, Future, as_completed, 
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from tqdm import tqdm
-
 from zero.base.errors import UserError
 from zero.config.rules_between_keys import mistakes
 from zero.config.schema import PlanConfig
 from zero.models.config import GPTConfig
 from zero.plan.compile import Request, Row, compile_step, highest_peak, outline
+from zero.tracking.progress import Stage
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -28,7 +27,7 @@ def every_stage(pool: Executor, request: Request) -> list[Row]:
     """A row for each stage that goes with the other keys; a fused update has stage 3 only."""
     settings = [request.with_changes(stage=stage) for stage in (0, 1, 2, 3)]
     possible = [setting for setting in settings if not any(mistakes(setting.config, setting.size))]
-    return list(gather([pool.submit(compile_step, setting) for setting in possible]).values())
+    return list(gather([pool.submit(compile_step, setting) for setting in possible], "plans compiled").values())
 
 
 def fastest(pool: Executor, request: Request, processes: int) -> list[Row]:
@@ -42,7 +41,7 @@ def fastest(pool: Executor, request: Request, processes: int) -> list[Row]:
       UserError: none is possible.
     """
     settings = _combinations(request)
-    outlines = gather([pool.submit(outline, setting) for setting in settings])
+    outlines = gather([pool.submit(outline, setting) for setting in settings], "settings outlined")
     # Settings whose bounds agree to three digits stay in the order of the grid: fewer sequences first.
     waiting = sorted(outlines, key=lambda number: -float(f"{_speed(outlines[number]):.2e}"))
     running: dict[Future[Row], int] = {}
@@ -59,10 +58,10 @@ def fastest(pool: Executor, request: Request, processes: int) -> list[Row]:
         is_slower = leader is not None and _speed(outlines[number]) < _speed(leader)
         return is_slower or not all(rows[smaller]["fits"] for smaller in fewer(number, rows))
 
-    with tqdm(total=len(waiting), unit="plan", dynamic_ncols=True) as bar:
+    with Stage("plans compiled", len(waiting)) as stage:
         while waiting or running:
             possible = [number for number in waiting if not is_pointless(number)]
-            bar.update(len(waiting) - len(possible))
+            stage.advance(len(waiting) - len(possible))
             # Whether more sequences fit is known when fewer have been compiled.
             ready = [number for number in possible if not fewer(number, [*running.values(), *possible])]
             start = ready[: processes - len(running)]
@@ -70,7 +69,7 @@ def fastest(pool: Executor, request: Request, processes: int) -> list[Row]:
             waiting = [number for number in possible if number not in start]
             for job in wait(running, return_when=FIRST_COMPLETED).done:
                 rows[running.pop(job)] = job.result()
-                bar.update(1)
+                stage.advance()
     left_out = len(outlines) - len(rows)
     log.info("%d settings compiled; %d left out, which are slower or do not fit", len(rows), left_out)
     return [rows[number] for number in sorted(rows)]
@@ -123,7 +122,7 @@ def largest(pool: Executor, config: PlanConfig) -> list[Row]:
     for width in WIDTHS:
         size = GPTConfig(width, 50304, width // 256, context, 0.0, 4, vocab_chunks=12)
         requests += _state_dtypes(Request(config, size, config.plan.micro_batch).with_changes(context=context))
-    rows = gather([pool.submit(deepest, request) for request in requests])
+    rows = gather([pool.submit(deepest, request) for request in requests], "models searched")
     return [row for row in rows.values() if row is not None]
 
 
@@ -187,14 +186,15 @@ def best(rows: list[Row], headroom: float) -> Row | None:
     return max(fitting, key=value, default=None)
 
 
-def gather(jobs: Sequence[Future[T]]) -> dict[int, T]:
-    """The results by the place of their jobs; a progress bar counts the jobs that are done.
+def gather(jobs: Sequence[Future[T]], stage_name: str) -> dict[int, T]:
+    """The results by the place of their jobs; a live line counts the jobs that are done.
 
     Raises:
       UserError: no setting is possible on these devices. One that is not, among others, is logged.
     """
-    for _ in tqdm(as_completed(jobs), total=len(jobs), unit="plan", dynamic_ncols=True):
-        pass
+    with Stage(stage_name, len(jobs)) as stage:
+        for _ in stage.counted(as_completed(jobs)):
+            pass
     errors: dict[str, UserError] = {}
     results = {}
     for place, job in enumerate(jobs):

@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Self, TypeVar
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
@@ -23,6 +23,7 @@ from zero.tracking.goodput import Goodput
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 GIB = 2**30
 FIGURES = {  # metrics that people follow: unit and format; those that come first stay on the screen the longest
     "train/loss": (1, "loss {:.3f}"),
@@ -87,15 +88,7 @@ class Progress:
     def open(self) -> None:
         """Begins to show, where there is a terminal."""
         self._began = self._logged_at = time.monotonic()
-        stream: Any = IgnoreBrokenPipe(sys.stderr)
-        console = Console(file=stream, soft_wrap=True, highlight=False)
-        if self._is_shown and console.is_terminal and not console.is_dumb_terminal:
-            # Standard output is for results: where it is a file, it stays one.
-            is_terminal = sys.stdout.isatty()
-            live = Live(self, console=console, refresh_per_second=REFRESHES, redirect_stdout=is_terminal)
-            self._live = self._stack.enter_context(live)
-            console.show_cursor(True)  # a process that is killed could not show it again
-            self._stack.enter_context(_logged_above())
+        self._live = _open_live(self, self._stack) if self._is_shown else None
 
     def close(self) -> None:
         self._program = None
@@ -161,13 +154,96 @@ class Progress:
         room = options.max_width - len(count) - 1  # for the bar and what stands after it
         activity = self._activity()
         text = fitting(figures(self._newest), self.rest(), room - NARROWEST_BAR - 1) if activity is None else activity
-        columns = room - len(text) - 1
-        cells: list[Any] = [count]
-        if columns >= NARROWEST_BAR:
-            cells.append(ProgressBar(self.last_step, self.step, width=min(columns, WIDEST_BAR)))
-        grid = Table.grid(padding=(0, 1))
-        grid.add_row(*cells, Text(text, no_wrap=True, overflow="ellipsis"))
-        yield grid
+        yield _row(count, self.step, self.last_step, text, options.max_width)
+
+
+class Stage:
+    """The progress of a stage that does a number of things, such as plans: a live line with a clock and an estimate.
+
+    While it is open, log lines go above the live line. Without a terminal a line of the log comes once a minute.
+
+    Args:
+      name: what is done.
+      total: how many things there are.
+      is_shown: False on hosts that show nothing.
+
+    >>> with Stage("plans", 2, is_shown=False) as plans:
+    ...     plans.advance()
+    ...     plans.text()
+    'plans: 1/2, 0:00, ETA 0:00'
+    """
+
+    def __init__(self, name: str, total: int, is_shown: bool = True) -> None:
+        self.name = name
+        self.total = total
+        self.done = 0
+        self._is_shown = is_shown
+        self._began = self._logged_at = time.monotonic()
+        self._live: Live | None = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._began = self._logged_at = time.monotonic()
+        self._live = _open_live(self, self._stack) if self._is_shown else None
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+        self._live = None
+
+    def advance(self, count: int = 1) -> None:
+        """So many more things are done."""
+        self.done += count
+        is_due = time.monotonic() - self._logged_at > PLAIN_SECONDS
+        if self._is_shown and self._live is None and is_due:
+            log.info("%s", self.text())
+            self._logged_at = time.monotonic()
+
+    def counted(self, items: Iterable[T]) -> Iterator[T]:
+        """The items; each is done when the next one is asked for."""
+        for item in items:
+            yield item
+            self.advance()
+
+    def text(self) -> str:
+        return f"{self.name}: {self.done:,}/{self.total:,}, {self._times()}"
+
+    def _times(self) -> str:
+        """How long it has taken, and will take at the pace so far."""
+        seconds = time.monotonic() - self._began
+        if self.done >= self.total:
+            return f"took {clock(seconds)}"
+        rest = clock(seconds / self.done * (self.total - self.done)) if self.done else "-"
+        return f"{clock(seconds)}, ETA {rest}"
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield _row(f"{self.name} {self.done:,}/{self.total:,}", self.done, self.total, self._times(), options.max_width)
+
+
+def _open_live(renderable: Any, stack: ExitStack) -> Live | None:
+    """Shows it as a live line at the foot of the terminal until the stack is closed; None without a terminal."""
+    stream: Any = IgnoreBrokenPipe(sys.stderr)
+    console = Console(file=stream, soft_wrap=True, highlight=False)
+    if not console.is_terminal or console.is_dumb_terminal:
+        return None
+    # Standard output is for results: where it is a file, it stays one.
+    is_terminal = sys.stdout.isatty()
+    live = Live(renderable, console=console, refresh_per_second=REFRESHES, redirect_stdout=is_terminal)
+    stack.enter_context(live)
+    console.show_cursor(True)  # a process that is killed could not show it again
+    stack.enter_context(_logged_above())
+    return live
+
+
+def _row(count: str, done: int, total: int, text: str, width: int) -> Table:
+    """A count, a bar if it fits, and a text."""
+    columns = width - len(count) - len(text) - 2
+    cells: list[Any] = [count]
+    if columns >= NARROWEST_BAR:
+        cells.append(ProgressBar(total, done, width=min(columns, WIDEST_BAR)))
+    grid = Table.grid(padding=(0, 1))
+    grid.add_row(*cells, Text(text, no_wrap=True, overflow="ellipsis"))
+    return grid
 
 
 def fitting(texts: list[str], last: str, columns: int) -> str:
