@@ -17,7 +17,8 @@ METRICS_HEAD = """\
 # Metrics
 
 A run writes one JSON object per line to `metrics.jsonl`: every `training.log_frequency` steps, and at each evaluation
-and checkpoint. Weights & Biases and TensorBoard receive the same numbers.
+and checkpoint. Weights & Biases and TensorBoard show them by step in the panels
+`train/`, `validation/`, `perf/`, `data/` and `experts/`, without checksums, and the sampled texts as a table.
 
 - Of two lines for one step the later one counts.
 - A resume writes `{"event": "resume", "step": STEP}`.

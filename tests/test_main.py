@@ -372,6 +372,9 @@ def test_run_directory_tells_what_was_done(finished: Path, workplace: Path) -> N
     assert "--- step 6\n" in text and "--- step 12\n" in text
     assert 0 < lines[-1]["mfu"] < 1 and lines[-1]["tokens_per_second_per_device"] > 0
     assert scalars(finished, "train/loss") == pytest.approx({line["step"]: line["train/loss"] for line in lines})
+    assert scalars(finished, "perf/mfu").keys() == {line["step"] for line in lines if "mfu" in line}
+    assert scalars(finished, "samples_checksum") == scalars(finished, "train/samples_checksum") == {}
+    assert scalars(finished, "samples/text_summary").keys() == {6, 12}
     (trace,) = (finished / "profile").rglob("perfetto_trace.json.gz")
     names = {event.get("name", "") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
     assert any("all_gather" in name for name in names) and any("reduce_scatter" in name for name in names)

@@ -182,7 +182,7 @@ def test_damaged_line_on_a_full_disk(small_disk: Path, caplog: pytest.LogCapture
 
 @pytest.fixture
 def no_login(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_CACHE_DIR", "NETRC"):
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_CACHE_DIR", "WANDB_DATA_DIR", "NETRC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     teardown()  # W&B would keep using the environment of its first start
@@ -209,9 +209,17 @@ def test_wandb_offline(tmp_path: Path, no_login: None, capfd: pytest.CaptureFixt
     first_id = (run / "wandb_run_id").read_text()
     time.sleep(1)  # W&B names its directories by the second
     track(run, range(3, 5), project="zero-tests", resumed_from=2)
+    time.sleep(1)
 
-    written = wandb_runs(run)
+    with open_tracker(run, project="zero-tests", config={"seed": 7}, resumed_from=4) as tracker:
+        tracker({"step": 5, "train/loss": 0.2, "mfu": 0.5, "samples_checksum": 9})
+        tracker.text(5, "def main(")
+    *written, last = wandb_runs(run)
     assert len(written) == 2
+    assert b"perf/mfu" in last and b"samples_checksum" not in last and b"samples" in last
+    (table,) = run.glob("wandb/offline-run-*/files/media/table/samples_*.table.json")
+    content = json.loads(table.read_text())
+    assert (content["columns"], content["data"]) == (["step", "text"], [[5, "def main("]])
     for record in written:
         assert first_id.encode() in record and b"train/loss" in record and b"seed" in record
     assert (run / "wandb_run_id").read_text() == first_id

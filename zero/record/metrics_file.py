@@ -14,6 +14,7 @@ from zero.files.json_lines import read_lines, split_lines
 from zero.record.run_files import METRICS_FILE
 
 Log: TypeAlias = Callable[[dict[str, float | int]], None]  # takes the metrics of one step, by increasing `step`
+TextLog: TypeAlias = Callable[[int, str], None]  # takes a text that the model has written, and its step
 
 EVALUATED = ("validation/", "harness/", "evaluation/")  # names of metrics of an evaluation begin so
 _log = logging.getLogger(__name__)

@@ -3,6 +3,7 @@
 import math
 import socket
 import struct
+import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,13 +11,15 @@ from pathlib import Path
 
 from zero.base.errors import UserError, install_command
 from zero.files.appending import HoldingLog
-from zero.record.metrics_file import Log
+
+from zero.tracking.dashboard import shown
+from zero.record.metrics_file import Log, TextLog
 
 TENSORBOARD_DIRECTORY = "tensorboard"
 
 
 @contextmanager
-def tensorboard_events(run_directory: Path, resumed_from: int | None) -> Iterator[Log]:
+def tensorboard_events(run_directory: Path, resumed_from: int | None) -> Iterator[tuple[Log, TextLog]]:
     """Writes to `run_directory/tensorboard`; `tensorboard --logdir runs` compares runs.
 
     TensorBoard drops metrics logged earlier after step `resumed_from`. Raises UserError without tensorboardX, of which
@@ -25,7 +28,7 @@ def tensorboard_events(run_directory: Path, resumed_from: int | None) -> Iterato
     try:
         from tensorboardX.proto.event_pb2 import Event, SessionLog
         from tensorboardX.proto.summary_pb2 import Summary
-        from tensorboardX.summary import scalar
+        from tensorboardX.summary import scalar, text
     except ModuleNotFoundError as error:
         remedy = install_command("tensorboard")
         raise UserError(f"data.tensorboard=true: tensorboardX is missing; {remedy}") from error
@@ -40,15 +43,28 @@ def tensorboard_events(run_directory: Path, resumed_from: int | None) -> Iterato
         ):
             records.append(_record(event.SerializeToString()))
 
+        def log_text(step: int, written: str) -> None:
+            event = Event(wall_time=time.time(), step=step, summary=text("samples", as_code(written)))
+            records.append(_record(event.SerializeToString()))
+
         def log(metrics: dict[str, float | int]) -> None:
             summary = Summary()
-            for key, value in metrics.items():
+            for key, value in shown(metrics).items():
                 if key != "step" and math.isfinite(value):  # TensorBoard draws no other point
                     summary.MergeFrom(scalar(key, value))
             event = Event(wall_time=time.time(), step=int(metrics["step"]), summary=summary)
             records.append(_record(event.SerializeToString()))
 
-        yield log
+        yield log, log_text
+
+
+def as_code(text: str) -> str:
+    """A text in Markdown, which TensorBoard shows, as it was written.
+
+    >>> as_code("def f():\\n  pass")
+    '    def f():\\n      pass'
+    """
+    return textwrap.indent(text, "    ", lambda line: True)
 
 
 def _record(data: bytes) -> bytes:

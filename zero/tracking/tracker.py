@@ -1,14 +1,38 @@
 """Sends the metrics of a run to metrics.jsonl, and to W&B and TensorBoard if they are configured."""
 
+from __future__ import annotations
+
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from zero.record.metrics_file import Log, metrics_file
+
+from zero.record.metrics_file import Log, TextLog, metrics_file
 from zero.tracking.tensorboard import tensorboard_events
 from zero.tracking.weights_and_biases import weights_and_biases
+
+
+class Tracker:
+    """Where the metrics and texts of a run go. It is called with the metrics of a step."""
+
+    def __init__(self, logs: Sequence[Log], text_logs: Sequence[TextLog]) -> None:
+        self._logs = logs
+        self._text_logs = text_logs
+        self._last_step = -math.inf
+
+    def __call__(self, metrics: dict[str, float | int]) -> None:
+        if metrics["step"] <= self._last_step:
+            raise ValueError(f"step {metrics['step']} is logged after step {self._last_step:.0f}")
+        self._last_step = metrics["step"]
+        for log in self._logs:
+            log(metrics)
+
+    def text(self, step: int, text: str) -> None:
+        """A text that the model has written."""
+        for log_text in self._text_logs:
+            log_text(step, text)
 
 
 @contextmanager
@@ -19,8 +43,8 @@ def open_tracker(
     config: dict[str, Any],
     resumed_from: int | None,
     tensorboard: bool = False,
-) -> Iterator[Log]:
-    """Sends `step` and its metrics to every destination.
+) -> Iterator[Tracker]:
+    """Sends `step` and its metrics to every destination, and texts to those that show them.
 
     All files are in `run_directory`. `project` and `config` are W&B's, which None or "" leaves out. `resumed_from` is
     the step of the checkpoint that this process continues, None for a fresh start.
@@ -38,22 +62,13 @@ def open_tracker(
     >>> read_metrics(directory / METRICS_FILE)
     [{'step': 1, 'train/loss': 5.5}]
     """
-    # metrics.jsonl last: if another cannot start, it does not record a resume that never happened.
-    destinations = [
+    dashboards = [
         *([weights_and_biases(run_directory, project, config)] if project else []),
         *([tensorboard_events(run_directory, resumed_from)] if tensorboard else []),
-        metrics_file(run_directory, resumed_from),
     ]
-    last_step: float = -math.inf
     with ExitStack() as stack:
-        logs = [stack.enter_context(destination) for destination in destinations]
-
-        def log(metrics: dict[str, float | int]) -> None:
-            nonlocal last_step
-            if metrics["step"] <= last_step:
-                raise ValueError(f"step {metrics['step']} is logged after step {last_step}")
-            last_step = metrics["step"]
-            for send in reversed(logs):  # metrics.jsonl first: no failure of another loses its line
-                send(metrics)
-
-        yield log
+        shown = [stack.enter_context(dashboard) for dashboard in dashboards]
+        # Opened last: if another cannot start, it does not record a resume that never happened.
+        file = stack.enter_context(metrics_file(run_directory, resumed_from))
+        # Written first: no failure of another loses its line.
+        yield Tracker([file, *(log for log, _ in shown)], [log_text for _, log_text in shown])

@@ -16,8 +16,11 @@ from urllib.parse import urlsplit
 
 from zero.base.errors import UserError, first_line
 from zero.files import storage
-from zero.record.metrics_file import Log
+
 from zero.record.run_files import WANDB_ID_FILE
+
+from zero.tracking.dashboard import shown
+from zero.record.metrics_file import Log, TextLog
 
 NETWORK_SECONDS = 15  # the most that a run waits for W&B's servers, at its start and again at its end
 LOCAL_SECONDS = 120  # the most that it waits for W&B's own process to write its files, on a busy machine
@@ -28,8 +31,8 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def weights_and_biases(run_directory: Path, project: str, config: dict[str, Any]) -> Iterator[Log]:
-    """Sends metrics to a project of W&B, offline unless WANDB_API_KEY or a login (netrc) is found.
+def weights_and_biases(run_directory: Path, project: str, config: dict[str, Any]) -> Iterator[tuple[Log, TextLog]]:
+    """Sends metrics and texts to a project of W&B, offline unless WANDB_API_KEY or a login (netrc) is found.
 
     A resumed run continues under the id that its file `wandb_run_id` holds. Where there is a login, W&B starts at once;
     else, when no server can refuse the run, with the first line of metrics: it takes a CPU second, which the first step
@@ -39,21 +42,21 @@ def weights_and_biases(run_directory: Path, project: str, config: dict[str, Any]
 
     with ExitStack() as stack:
 
-        def start() -> Log:
+        def start() -> tuple[Log, TextLog]:
             return stack.enter_context(_started(run_directory, project, config, run_id))
 
         @cache
-        def start_late() -> Log:
+        def start_late() -> tuple[Log, TextLog]:
             try:
                 return start()
             except UserError as error:
                 log.warning("%s; the run continues without it", error)
-                return lambda metrics: None
+                return (lambda metrics: None), (lambda step, text: None)
 
         if os.environ.get("WANDB_API_KEY") or _netrc().exists():
             yield start()
         else:
-            yield lambda metrics: start_late()(metrics)
+            yield (lambda metrics: start_late()[0](metrics)), (lambda step, text: start_late()[1](step, text))
 
 
 def _run_id(path: Path) -> str:
@@ -72,9 +75,9 @@ def _run_id(path: Path) -> str:
 
 
 @contextmanager
-def _started(run_directory: Path, project: str, config: dict[str, Any], run_id: str) -> Iterator[Log]:
-    # Else it writes to the home directory.
-    os.environ.setdefault("WANDB_CACHE_DIR", str(run_directory / "wandb" / "cache"))
+def _started(run_directory: Path, project: str, config: dict[str, Any], run_id: str) -> Iterator[tuple[Log, TextLog]]:
+    for name in ("cache", "data"):  # else it writes to the home directory
+        os.environ.setdefault(f"WANDB_{name.upper()}_DIR", str(run_directory / "wandb" / name))
     import wandb
 
     try:
@@ -104,8 +107,15 @@ def _started(run_directory: Path, project: str, config: dict[str, Any], run_id: 
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
     connection = _Connection(run_directory)
+    texts: list[tuple[int, str]] = []
+
+    def log_text(step: int, text: str) -> None:
+        texts.append((step, text))  # a table of W&B cannot grow
+        table = wandb.Table(columns=["step", "text"], data=[list(row) for row in texts])
+        connection.call(run.log, {"samples": table, "step": step})
+
     try:
-        yield lambda metrics: connection.call(run.log, metrics)
+        yield (lambda metrics: connection.call(run.log, shown(metrics))), log_text
     except BaseException:
         connection.call(run.finish, exit_code=1)
         raise

@@ -95,6 +95,19 @@ def heading(step: int) -> str:
     return f"--- step {step}"
 
 
+def samples_after(samples: str, step: int) -> Iterator[tuple[int, str]]:
+    r"""Each sample of the file that was written after a step, with its own step.
+
+    >>> list(samples_after("--- step 5\nto be\n--- step 10\nor not\n", 5))
+    [(10, 'or not')]
+    """
+    heads = [*re.finditer(r"^--- step (\d+)\n", samples, re.MULTILINE)]
+    ends = [*(head.start() for head in heads[1:]), len(samples)]
+    for head, end in zip(heads, ends, strict=True):
+        if int(head[1]) > step:
+            yield int(head[1]), samples[head.end() : end].removesuffix("\n")
+
+
 def drop_later(path: Path, step: int) -> None:
     """Drops the samples of steps after `step` from a file, if there are any."""
     written = path.read_bytes() if path.exists() else b""

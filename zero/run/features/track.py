@@ -9,11 +9,14 @@ from zero.config.constraints import at_least
 from zero.config.declared import Keys
 from zero.config.keys import key, shared
 from zero.hosts import agreement
-from zero.record.metrics_file import Log
+
 from zero.run.feature import Feature, Moment
+from zero.run.features.sample import samples_after
 from zero.run.run import Line, Run
+from zero.record.run_files import SAMPLES_FILE
 from zero.tracking.metrics import Metric
-from zero.tracking.tracker import open_tracker
+
+from zero.tracking.tracker import Tracker, open_tracker
 
 
 class Track(Feature):
@@ -37,7 +40,9 @@ class Track(Feature):
     def __init__(self, config: Config, run: Run) -> None:
         self._every = config.log_frequency
         self._stack = ExitStack()
-        self._log: Log | None = None
+        self._tracker: Tracker | None = None
+        self._samples = run.directory.path / SAMPLES_FILE
+        self._sampled = run.position.step  # the step of the newest sample that was sent
         if agreement.is_host_0():
             tracker = open_tracker(
                 run.directory.path,
@@ -46,14 +51,23 @@ class Track(Feature):
                 config=run.config,
                 resumed_from=None if run.config["resume"] is None else run.position.step,
             )
-            self._log = self._stack.enter_context(tracker)
+            self._tracker = self._stack.enter_context(tracker)
 
     def due(self, now: Moment) -> bool:
         return now.is_evaluation or now.step % self._every == 0
 
     def do(self, run: Run, now: Moment, line: Line) -> None:
-        if self._log is not None:
-            self._log(line | run.clock.line())
+        if self._tracker is not None:
+            self._tracker(line | run.clock.line())
+            self._send_samples()
 
     def close(self) -> None:
+        self._send_samples()
         self._stack.close()
+
+    def _send_samples(self) -> None:
+        """Sends the samples that were written since the last call: each is written after the line of its step."""
+        if self._tracker is not None and self._samples.exists():
+            for step, text in samples_after(self._samples.read_text(errors="replace"), self._sampled):
+                self._tracker.text(step, text)
+                self._sampled = step
