@@ -189,7 +189,7 @@ def test_pages_that_sources_name_exist() -> None:
 def test_pages_install_from_the_clone() -> None:
     """zero is on no package index: commands install `.`, with extras that it has."""
     extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    found = set()
+    found: set[str] = set()
     for path in (*PAGES, *sources(), *REPOSITORY.glob("notebooks/*.ipynb")):
         for line in re.findall(r"pip install ([^`\n]*)", path.read_text()):
             assert "zero-pmap" not in line, f"{path.name}: pip install {line}"

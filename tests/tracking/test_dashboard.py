@@ -2,7 +2,7 @@
 
 import pytest
 
-from zero.printed import all_metrics
+from docs.print_reference import all_metrics
 from zero.tracking.dashboard import HIDDEN, panel_name
 
 pytestmark = pytest.mark.quick

@@ -11,9 +11,8 @@ from pathlib import Path
 
 from zero.base.errors import UserError, install_command
 from zero.files.appending import HoldingLog
-
-from zero.tracking.dashboard import shown
 from zero.record.metrics_file import Log, TextLog
+from zero.tracking.dashboard import shown
 
 TENSORBOARD_DIRECTORY = "tensorboard"
 

@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-
 from zero.record.metrics_file import Log, TextLog, metrics_file
 from zero.tracking.tensorboard import tensorboard_events
 from zero.tracking.weights_and_biases import weights_and_biases

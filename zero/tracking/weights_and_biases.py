@@ -16,11 +16,9 @@ from urllib.parse import urlsplit
 
 from zero.base.errors import UserError, first_line
 from zero.files import storage
-
-from zero.record.run_files import WANDB_ID_FILE
-
-from zero.tracking.dashboard import shown
 from zero.record.metrics_file import Log, TextLog
+from zero.record.run_files import WANDB_ID_FILE
+from zero.tracking.dashboard import shown
 
 NETWORK_SECONDS = 15  # the most that a run waits for W&B's servers, at its start and again at its end
 LOCAL_SECONDS = 120  # the most that it waits for W&B's own process to write its files, on a busy machine
