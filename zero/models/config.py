@@ -72,6 +72,11 @@ class GPTConfig(Transformer, GatedUnits):
         """Whether the model has a codebook, which the optimizer does not update."""
         return self.layer == GATED_UNITS and self.codes > 0
 
+    @property
+    def has_memory(self) -> bool:
+        """Whether the model remembers the parts of a row that it has read, in a constant number of bytes."""
+        return self.layer == GATED_UNITS
+
 
 @cache
 def default_values() -> dict[str, Any]:

@@ -84,6 +84,10 @@ class Batch(NamedTuple):
     extra: Mapping[str, Rows] = {}
     part: Part | None = None
 
+    def first_clock(self, clock: jax.Array) -> jax.Array:
+        """The clock of the first update on these rows: masks of a row are those of all its parts."""
+        return clock if self.part is None else clock - self.part.number
+
 
 def token_ids(tokens: Rows) -> jax.Array:
     """The tokens to read, whether or not they are predicted.

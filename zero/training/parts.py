@@ -75,8 +75,8 @@ class StepOptions:
       streams_state: with `fused_update`, the optimizer's state of layers lies in the host's memory between its updates.
       ema_decay: decay per update of a moving average of the parameters; None: no average.
       objective: what a step minimises.
-      parts: updates for each batch of rows, of which each takes the next part of every row. Gated units remember the
-        parts before, and no gradient flows to these. 1: each update takes whole rows.
+      parts: updates for each batch of rows, of which each takes the next part of every row. A model with memory
+        remembers the parts before, and no gradient flows to these. 1: each update takes whole rows.
     """
 
     learning_rate: Callable[[jax.Array], jax.Array]

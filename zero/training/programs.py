@@ -26,6 +26,7 @@ from zero.training.sharded_gpt import ShardedGPT
 from zero.training.statistics import statistics
 from zero.training.step import make_step, new_state
 from zero.training.streamed_update import streamed_start, streamed_step
+from zero.training.updates_by_part import updates_by_part
 from zero.training.verification import verify
 
 
@@ -91,7 +92,7 @@ def _training(
 ) -> tuple[Any, Any, Any]:
     """`start`, `fresh` and `step` of `Programs`, of one program each."""
     pmap = partial(pmapped.pmap, axis_name=model.axis.name, devices=devices)
-    step = make_step(model, tx, options)
+    step = (make_step if options.parts == 1 else updates_by_part)(model, tx, options)
 
     def start(weights: PyTree) -> TrainState:
         return new_state(weights, on_shards(tx, model.layout, model.axis), model, options)

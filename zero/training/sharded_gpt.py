@@ -321,10 +321,12 @@ class ShardedGPT:
         scores: Scores = self.apply(variables, tokens_in, targets, keys, starts, method="scores")[0]
         return scores
 
-    def scores_in_part(
-        self, variables: dict[str, PyTree], tokens: jax.Array, keys: jax.Array | None, part: Part
-    ) -> tuple[Scores, Memory]:
-        """As `scores`, of a part of each row, and what the units then remember; of gated units."""
+    def scores_and_memory(
+        self, variables: dict[str, PyTree], tokens: jax.Array, keys: jax.Array | None, part: Part | None
+    ) -> tuple[Scores, Memory | None]:
+        """As `scores`, and what the model remembers after a part of each row; None of whole rows."""
+        if part is None:
+            return self.scores(variables, tokens, keys), None
         tokens_in, targets, _ = self.inputs(tokens)
         position = part.number * self.positions_in(tokens)
         arguments = (tokens_in, targets, keys, part.memory, position)

@@ -75,11 +75,8 @@ def loss_and_gradients(
         keys: jax.Array | None,
         extra: Mapping[str, jax.Array],
     ) -> tuple[jax.Array, Any]:
-        if batch.part is None:
-            scores = model.scores({**variables, **differentiated}, tokens, keys)
-        else:
-            part = batch.part._replace(memory=memory)
-            scores, memory = model.scores_in_part({**variables, **differentiated}, tokens, keys, part)
+        part = None if batch.part is None else batch.part._replace(memory=memory)
+        scores, memory = model.scores_and_memory({**variables, **differentiated}, tokens, keys, part)
         total, sums = objective.total(model, scores.losses_BT, batch._replace(tokens=tokens, extra=extra))
         return total / terms, (scores.routing, sums, memory)
 
