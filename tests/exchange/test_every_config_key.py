@@ -1,6 +1,7 @@
 """No key of config.json is ignored: with another value zero computes what transformers does, or refuses it by name.
 
-Each key of the configuration of each family is changed alone. Where the model of zero stays the same, the logits that
+Each key of the configuration of each family is changed alone, under each of its names: `attribute_map` of transformers
+and its reading of rotary parameters have a second name of some. Where the model of zero stays the same, the logits that
 transformers computes with the same weights have to stay the same; where it is another one, they have to be its logits.
 """
 
@@ -48,10 +49,27 @@ def others(value: Any) -> list[Any]:
             return [[1 - x for x in value]]
         case dict() if value:
             changed = [{**value, key: other} for key, inner in value.items() for other in others(inner)]
-            return [*changed, {**value, "partial_rotary_factor": 0.5}]
+            return [*changed, {**value, "partial_rotary_factor": 0.5}, *renamed(value)]
         case None:
             return [1, 0.5, True]
     return []
+
+
+def renamed(rope: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rotary parameters with `type`, the older name, in place of `rope_type`, and another type of positions."""
+    if "rope_type" not in rope:
+        return []
+    without = {key: value for key, value in rope.items() if key != "rope_type"}
+    linear = {"type": "linear", "factor": 4.0}
+    return [{**without, "type": rope["rope_type"]}, {**without, **linear}, {**rope, **linear}]
+
+
+def under_other_names(base: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Values under the names that `attribute_map` of the configuration's class maps to its keys."""
+    import transformers
+
+    names = transformers.AutoConfig.for_model(base["model_type"]).attribute_map
+    return [(name, other) for name, key in names.items() if key in base for other in others(base[key])]
 
 
 TOKENS = np.arange(40)[None] * 7 % 101
@@ -99,8 +117,11 @@ def test_no_key_is_ignored(model_type: str, tmp_path: Path) -> None:
     silent = []
     changes = [(key, other) for key, value in base.items() if key not in APART for other in others(value)]
     changes += [(key, value) for key, value in FOREIGN.items() if base.get(key) != value]
+    changes += [("rope_scaling", value) for value in renamed({"rope_type": "default"})]
+    changes += under_other_names(base)
+    names = transformers.AutoConfig.for_model(model_type).attribute_map
     for key, value in changes:
-        keys = {**base, key: value}
+        keys = {**{name: x for name, x in base.items() if name != names.get(key)}, key: value}
         try:
             changed = read_size("config.json", keys, read_architecture("config.json", keys), LAYERS)
         except UserError:
@@ -153,3 +174,15 @@ def test_published_keys_are_read() -> None:
     }
     for model_type, keys in published.items():
         check_keys("config.json", {"hidden_size": 8, "num_attention_heads": 2, **keys}, ARCHITECTURES[model_type], 2)
+
+
+def test_null_in_place_of_a_number() -> None:
+    """As of an epsilon: refused by its key, where transformers ends in an error of PyTorch."""
+    for model_type, key in (
+        ("llama", "rms_norm_eps"),
+        ("gpt2", "layer_norm_epsilon"),
+        ("mixtral", "num_experts_per_tok"),
+    ):
+        keys = {**small(model_type), key: None}
+        with pytest.raises(UserError, match=f"config.json: {key} is null; expected a number"):
+            read_size("config.json", keys, ARCHITECTURES[model_type], LAYERS)

@@ -55,6 +55,8 @@ def read_choices(origin: str, config: Mapping[str, Any], architecture: Architect
     choices = architecture.choices()
     for key, name in architecture.keys.items():
         value = config.get(key, config.get(architecture.aliases.get(key, ""), architecture.absent.get(key, _MISSING)))
+        if value is None and type(choices.get(name)) in (int, float):
+            raise UserError(f"{origin}: {key} is null; expected a number")
         if value is not _MISSING:
             choices[name] = value
         elif name in UNSEEN:
@@ -150,13 +152,14 @@ def _read_rotary(origin: str, config: Mapping[str, Any], architecture: Architect
     parameters = config.get(name) or architecture.absent.get("rope_parameters") or {}
     if architecture.local_rotary is not None:
         by_type = config.get("rope_parameters") or {}
-        parameters = {**(by_type.get("full_attention") or {}), **(config.get("rope_scaling") or {})}
+        default_type = {"rope_type": "default"}  # which transformers fills in before it reads rope_scaling
+        parameters = {**(by_type.get("full_attention") or default_type), **(config.get("rope_scaling") or {})}
         local = by_type.get("sliding_attention") or {}
         key, default = architecture.local_rotary
-        if (kind := local.get("rope_type", "default")) != "default":
+        if (kind := _rope_type(f"{origin}: rope_parameters", local)) != "default":
             raise UserError(f"{origin}: rope_type of sliding_attention is {kind!r}, a GPT of zero has 'default'")
         attributes["local_rotary_base"] = float(local.get("rope_theta", config.get(key, default)))
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    kind = _rope_type(f"{origin}: {name}", parameters)
     kind = architecture.scaling_aliases.get(kind, kind)
     known = ("default", *architecture.scalings)
     if kind not in known:
@@ -170,6 +173,14 @@ def _read_rotary(origin: str, config: Mapping[str, Any], architecture: Architect
         otherwise = config.get(fraction, architecture.absent[fraction])
         attributes["rotary_fraction"] = float(parameters.get("partial_rotary_factor", otherwise))
     return attributes
+
+
+def _rope_type(place: str, parameters: Mapping[str, Any]) -> Any:
+    """The kind of rotary positions, under either of its names; raises UserError if both are there and differ."""
+    kinds = [parameters[key] for key in ("rope_type", "type") if key in parameters]
+    if len(kinds) == 2 and kinds[0] != kinds[1]:
+        raise UserError(f"{place} has rope_type {kinds[0]!r} and type {kinds[1]!r}, which mean the same")
+    return kinds[0] if kinds else "default"
 
 
 def _read_scaling(
