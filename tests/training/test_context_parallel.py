@@ -30,7 +30,7 @@ from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
 from zero.models.gpt import GPT
 from zero.partition.collectives.context_group import ContextGroup
-from zero.training.batch import Batch
+from zero.training.batch import Batch, Separators
 from zero.training.row_places import split_rows
 
 CONTEXT = 48  # of 2 devices pieces of 12 positions, of 4 of 6, of 8 of 3
@@ -109,7 +109,7 @@ def test_equals_whole_rows(model: str, context: int, case: str) -> None:
 )
 def test_documents_are_kept_apart(model: str) -> None:
     """Documents of a row are kept apart across the pieces of the row."""
-    options: dict[str, Any] = {"config": MODELS[model], "separators": (7,)}
+    options: dict[str, Any] = {"config": MODELS[model], "separators": Separators(ends=(7,))}
     expected = trained(setup(1, 3, **options))
     got = trained(setup(8, 3, axis=axis(4), **options))
     np.testing.assert_allclose(got.metrics["loss"], expected.metrics["loss"], rtol=2e-6)

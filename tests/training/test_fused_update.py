@@ -32,6 +32,7 @@ from tests.training.small_gpt import (
 from zero.models.gpt import STACK
 from zero.models.parametrization import rate_multipliers
 from zero.models.stack import span_size
+from zero.training.batch import Separators
 from zero.training.ema import EMA
 from zero.training.fused_update import LayeredLoss, backward_and_update
 from zero.training.optimizers.optimizer import adamw
@@ -63,7 +64,12 @@ def test_fused_equals_whole_gradient() -> None:
     With rates by leaf, windows by layer, documents that are kept apart, an average of the weights and two copies of
     the state at once.
     """
-    options: dict[str, Any] = {"config": MIXED, "separators": (7,), "ema_decay": 0.9, "tx": by_rank_and_size()}
+    options: dict[str, Any] = {
+        "config": MIXED,
+        "separators": Separators(ends=(7,)),
+        "ema_decay": 0.9,
+        "tx": by_rank_and_size(),
+    }
     options |= {"max_norm": None, "skip_bad_steps": False}
     plain, fused = setup(1, 3, **options), setup(8, 3, fused_update=True, axis=zero.Axis("zero", (2, 4)), **options)
     kinds = {leaf.name: (len(leaf.shape), math.prod(leaf.shape)) for leaf in plain.model.layout.leaves}

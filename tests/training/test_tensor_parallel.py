@@ -23,7 +23,7 @@ from tests.training.small_gpt import (
 from zero.costs.hlo import collectives
 from zero.inference.generate import generate
 from zero.models.config import GPTConfig
-from zero.training.batch import Batch
+from zero.training.batch import Batch, Separators
 from zero.training.inference import Sampling
 from zero.training.programs import make_inference
 from zero.training.row_places import split_rows
@@ -69,7 +69,7 @@ def test_equals_devices_without_groups(model: str, tensor: int, case: str) -> No
 @pytest.mark.parametrize(("model", "stage"), [("gemma2", 0), ("gemma2", 3), ("gpt2", 3)])
 def test_documents_are_kept_apart(model: str, stage: int) -> None:
     """Documents of a row are kept apart in tensor groups."""
-    options: dict[str, Any] = {"config": MODELS[model], "separators": (7,)}
+    options: dict[str, Any] = {"config": MODELS[model], "separators": Separators(ends=(7,))}
     expected = trained(setup(8, 3, **options))
     got = trained(setup(8, stage, axis=axis(stage, 4), **options))
     np.testing.assert_allclose(got.metrics["loss"], expected.metrics["loss"], rtol=1e-6)
@@ -112,7 +112,7 @@ def test_groups_may_lie_anywhere(placed: zero.Axis) -> None:
 
     Documents of a row are kept apart in them.
     """
-    options: dict[str, Any] = {"config": DIVISIBLE, "separators": (7,)}
+    options: dict[str, Any] = {"config": DIVISIBLE, "separators": Separators(ends=(7,))}
     alone, on = setup(1, 3, **options), setup(8, 3, axis=placed, **options)
     expected = trained(alone)
     assert (tokens(0, DIVISIBLE.block_size) == 7).any()
