@@ -66,6 +66,35 @@ def check_state(axis: zero.Axis, path: str) -> None:
         np.testing.assert_array_equal(x, np.broadcast_to(whole[name], x.shape))
 
 
+def check_resize(path: str) -> None:
+    """What eight devices have stored is restored on six of them, three of each process, and on eight again."""
+    devices: Any = None
+    layout = zero.make_layout(whole, 8)
+    slices = zero.to_devices(whole, layout, "batch")
+    for count in (6, 8):
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(f"{path}{count}", zero.to_global(slices, layout, "batch", devices))
+            checkpointer.wait_until_finished()
+            layout = zero.make_layout(whole, count)
+            devices = [device for device in jax.devices() if device.id % 4 < 3] if count == 6 else jax.devices()
+            assert len(devices) == count, devices
+            target = zero.global_shapes(layout, "batch", devices)
+            restored = checkpointer.restore(f"{path}{count}", target, strict=False)
+        slices = zero.from_global(restored, layout, "batch", devices)
+        if count == 6:
+            odd = zero.make_layout({"odd": whole["odd"]}, 8)
+            apart = {"odd": restored["odd"]}
+            check_refused(
+                "and another process holds a part of it", lambda odd=odd, x=apart: zero.from_global(x, odd, "batch")
+            )
+        expected = zero.to_devices(whole, layout, "batch", devices)
+        for found, right in zip(slices.values(), expected.values(), strict=True):
+            np.testing.assert_array_equal(found, right)
+    copies = jax.device_put(whole, NamedSharding(jax.make_mesh((8,), ("x",)), P()))
+    for found, right in zip(zero.from_global(copies, layout, "batch").values(), slices.values(), strict=True):
+        np.testing.assert_array_equal(found, right)
+
+
 EVERY_CHECK = bool(os.environ.get("ZERO_TEST_EVERY_CHECK"))
 EVERY = "ZERO_TEST_EVERY_OPTIMIZER"  # set in the environment: all of these
 OPTIMIZERS = {
@@ -355,6 +384,7 @@ for name, axis in AXES.items():
         check_state(axis, f"{folder}/{name}")
         check_whole_state(axis, optax.adam(0.1), optax.adam(0.1))
 check_whole_state(AXES["phases"], *OPTIMIZERS["factored moments"])
+check_resize(f"{folder}/resize")
 check_checksums()
 check_divergence()
 check_local_decision()
