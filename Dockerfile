@@ -10,7 +10,7 @@ FROM python:3.12-slim
 
 ARG EXTRAS=train
 WORKDIR /src
-COPY pyproject.toml README.md LICENSE constraints.txt main_zero.py ./
+COPY pyproject.toml README.md LICENSE constraints.txt ./
 COPY conf conf
 COPY zero zero
 # The plugins of accelerators are in no constraints: jax names their versions itself.

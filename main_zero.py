@@ -8,12 +8,8 @@ repeat, others on error.
 
 from __future__ import annotations
 
-import gc
-import os
-import signal
 import sys
 from importlib.util import find_spec
-from types import FrameType
 
 
 def check_python() -> None:
@@ -29,30 +25,11 @@ def check_python() -> None:
     sys.exit(2)
 
 
-def interrupted(number: int, frame: FrameType | None) -> None:
-    print("error: interrupted", file=sys.stderr, flush=True)
-    os._exit(128 + number)
-
-
 def main() -> None:
     check_python()
-    for number in (signal.SIGTERM, signal.SIGINT):  # the import takes seconds, during which a signal may arrive
-        signal.signal(number, interrupted)
-    if "--doctor" in sys.argv:
-        from zero.commands.doctor import main as examine
+    from zero.commands.start import train
 
-        sys.argv.remove("--doctor")
-        sys.exit(examine(sys.argv[1:]))
-    gc.disable()  # until all is imported: a tenth of the CPU time to the first step went into passes over modules
-    from zero.commands.cli import main
-
-    main()
-
-
-def plan() -> None:
-    """`zero-plan`: runs with mode=plan."""
-    sys.argv.insert(1, "mode=plan")
-    main()
+    train()
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ SDIST = "import sys; from setuptools import build_meta; build_meta.build_sdist(s
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built without a network from a copy, because setuptools writes beside the sources."""
     place = tmp_path_factory.mktemp("sdist")
-    for name in ("CITATION.cff", "LICENSE", "README.md", "main_zero.py", "pyproject.toml"):
+    for name in ("CITATION.cff", "LICENSE", "README.md", "pyproject.toml"):
         shutil.copy(REPOSITORY / name, place)
     for name in ("conf", "zero"):
         shutil.copytree(REPOSITORY / name, place / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
@@ -145,7 +145,7 @@ def test_wheel_contents(wheel: Path) -> None:
     pages = {path.relative_to(REPOSITORY) for pattern in PAGES for path in REPOSITORY.glob(pattern)}
     templates = ("report/page/report", "plan/plan", "corpus/preparing/page/corpus")
     assert {Path(f"zero/{template}.html.jinja") for template in templates} <= pages
-    others = {Path("main_zero.py"), Path("zero/py.typed")}
+    others = {Path("zero/py.typed")}
     assert names == {path.as_posix() for path in sources | conf | pages | others}
 
 

@@ -85,7 +85,7 @@ def check_resize(path: str) -> None:
             odd = zero.make_layout({"odd": whole["odd"]}, 8)
             apart = {"odd": restored["odd"]}
             check_refused(
-                "and another process holds a part of it", lambda odd=odd, x=apart: zero.from_global(x, odd, "batch")
+                "and other processes hold parts of it", lambda odd=odd, x=apart: zero.from_global(x, odd, "batch")
             )
         expected = zero.to_devices(whole, layout, "batch", devices)
         for found, right in zip(slices.values(), expected.values(), strict=True):

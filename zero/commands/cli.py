@@ -92,7 +92,7 @@ def run(config: DictConfig) -> None:
             runs_on_cpu = any(override.startswith("distributed.cpu_devices=") for override in overrides)
             check_slice(hydra_config.runtime.choices.get("slice"), runs_on_cpu)
         start = program(checked.mode)
-        if not gc.isenabled():  # by main_zero.py; what is imported stays, and is not looked at again
+        if not gc.isenabled():  # by zero.commands.start; what is imported stays, and is not looked at again
             gc.freeze()
             gc.set_threshold(100_000, 20, 20)  # passes over a trace, which is no garbage, take a fifth of its time
             gc.enable()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -116,8 +115,8 @@ def from_global(
       donate: reuse buffers that are in place already; the arrays are deleted.
 
     Raises:
-      ValueError: shape or dtype of a leaf do not match the layout, or another process has elements of a shard of this
-        one, which it would have to send.
+      ValueError: shape or dtype of a leaf do not match the layout; or it has another padding, and other processes
+        hold parts of it.
 
     >>> import zero
     >>> from jax import numpy as jnp
@@ -160,24 +159,22 @@ def _resized(x: jax.Array | np.ndarray, leaf: LeafLayout, sharding: NamedShardin
     """The leaf with the padding of this layout, from an array with another; one shard at a time is on the host."""
     parts: dict[Bounds, Any] = {_bounds((), x.shape): x}
     if isinstance(x, jax.Array):
+        if not (x.is_fully_addressable or x.is_fully_replicated):
+            raise ValueError(
+                f"leaf {leaf.name}: got {list(x.shape)}, padded for another number of devices, and other processes "
+                "hold parts of it: restore into the shapes of zero.global_shapes(layout, axis); Orbax crops and pads "
+                "with strict=False"
+            )
         parts = {_bounds(part.index, x.shape): part.data for part in x.addressable_shards}
 
     def shard(index: tuple[slice, ...]) -> np.ndarray:
         place = _bounds(index, leaf.padded_shape)
-        wanted = _overlap(place, _bounds((), leaf.shape))
         result = np.zeros([stop - start for start, stop in place], leaf.dtype)
-        missing = _elements(wanted)
+        wanted = _overlap(place, _bounds((), leaf.shape))
         for held, data in parts.items():
             both = _overlap(wanted, held)
-            if _elements(both):
+            if all(start < stop for start, stop in both):
                 result[_relative(both, place)] = np.asarray(data)[_relative(both, held)]
-                missing -= _elements(both)
-        if missing:
-            raise ValueError(
-                f"leaf {leaf.name}: got {list(x.shape)}, padded for another number of devices, and another process "
-                "holds a part of it: restore into the shapes of zero.global_shapes(layout, axis); Orbax crops and pads "
-                "with strict=False"
-            )
         return result
 
     return jax.make_array_from_callback(leaf.padded_shape, sharding, shard)
@@ -197,10 +194,6 @@ def _overlap(first: Bounds, second: Bounds) -> Bounds:
     pairs = zip(first, second, strict=True)
     starts_and_stops = [(max(a[0], b[0]), min(a[1], b[1])) for a, b in pairs]
     return tuple((start, max(start, stop)) for start, stop in starts_and_stops)
-
-
-def _elements(bounds: Bounds) -> int:
-    return math.prod(stop - start for start, stop in bounds)
 
 
 def _relative(part: Bounds, whole: Bounds) -> tuple[slice, ...]:
