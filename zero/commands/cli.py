@@ -34,7 +34,7 @@ from zero.config.schema import Config
 from zero.hosts.hardware import check_slice
 from zero.hosts.signals import SIGNALS, IgnoreBrokenPipe, exit_immediately, unanswered
 from zero.models.config import GPTConfig
-from zero.record.run_files import describe_full_disk, discard_unused, saved_config
+from zero.record.run_files import describe_full_disk, discard_unused, saved_config, split_step
 from zero.run.find_run import parsed_overrides, resume_overrides, trained_run
 from zero.run.sweeps import check_places, continue_job, swept_keys, write_table
 
@@ -129,9 +129,10 @@ def resolve(config: DictConfig, overrides: list[str]) -> tuple[Config, GPTConfig
             sizes = use_folder(config, folder, keys)
         elif config.mode in ("evaluate", "sample"):
             waits = config.mode == "evaluate" and config.evaluate.follow is True
+            use_step(config)
             config.model.model_path = str(trained_run(config.model.model_path, waits))
             saved = saved_config(Path(config.model.model_path))
-            config = merge_resumed(saved, config, [*overrides, "model.model_path"])
+            config = merge_resumed(saved, config, [*overrides, "model.model_path", "data.resume_step"])
     except OmegaConfBaseException as error:  # one of these keys is missing or no value
         raise UserError(describe(error)) from error
     sizes = sizes or load_sizes()
@@ -147,6 +148,24 @@ def folder_in_place_of_run(config: DictConfig) -> HubModel | None:
     from zero.exchange.hub_model import open_hf_model  # the import takes a second, and runs do not need it
 
     return open_hf_model(place)
+
+
+def use_step(config: DictConfig) -> None:
+    """Sets the run and the step of `model.model_path=RUN@STEP`.
+
+    Raises:
+      UserError: another key excludes a step.
+    """
+    named = config.model.model_path
+    run, step = (None, None) if named is None else split_step(named)
+    if step is None:
+        return
+    if config.data.resume_step is not None:
+        raise UserError(f"data.resume_step={config.data.resume_step}: expected null, as model.model_path={named}")
+    if config.mode == "evaluate" and config.evaluate.follow:
+        raise UserError(f"model.model_path={named}: expected a run without a step, as evaluate.follow=true")
+    config.model.model_path = run
+    config.data.resume_step = step
 
 
 def use_folder(config: DictConfig, folder: HubModel, given: Sequence[str]) -> Sizes:

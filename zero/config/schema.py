@@ -192,8 +192,8 @@ class Model:
         None,
         not_empty(),
         "Source of weights; null: in mode=evaluate and mode=sample the newest run.",
-        "A run directory, a local Hugging Face folder, or a model of the hub, hf:NAME@REVISION; warm_start: also a "
-        "directory of checkpoints.",
+        "A run directory, RUN@STEP for one of its steps, a local Hugging Face folder, or a model of the hub, "
+        "hf:NAME@REVISION; warm_start: also a directory of checkpoints.",
     )
     attention: str = key(
         "auto",

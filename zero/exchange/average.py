@@ -61,6 +61,8 @@ def average(
     Raises:
       UserError: a step does not exist, there are fewer than `count`, or the run directory exists.
     """
+    if run_files.split_step(place)[1] is not None:
+        raise UserError(f"{place}: expected a run without a step; --steps names several")
     with open_checkpoints(place) as checkpoints, new_directory(run_directory) as unfinished:
         existing = choose_steps(checkpoints, None)
         while True:

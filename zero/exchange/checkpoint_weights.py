@@ -19,7 +19,7 @@ from zero.files import storage
 from zero.models.config import GPTConfig
 from zero.partition.global_arrays import from_global
 from zero.partition.layout import Layout, PyTree
-from zero.record.run_files import CONFIG_FILE, saved_checkpoint_directory
+from zero.record.run_files import CONFIG_FILE, saved_checkpoint_directory, split_step
 from zero.training.ema import EMA
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.tuning import Tuning, make_tuning
@@ -95,12 +95,12 @@ class SavedStep(NamedTuple):
         return make_tuning(self.meta["config"]["tuning"])
 
     def base(self) -> dict[str, Any]:
-        """The base of its adapters: its `place`, whether its `ema` was taken, and its `checksum`.
+        """The base of its adapters: as it was `named`, the `place` with the step or commit, its `ema` and `checksum`.
 
         Raises DamagedCheckpoint if the metadata name none.
         """
         base = self.meta.get("base")
-        if not isinstance(base, dict) or base.keys() != {"place", "ema", "checksum"}:
+        if not isinstance(base, dict) or base.keys() != {"named", "place", "ema", "checksum"}:
             raise DamagedCheckpoint(f"{self.origin}: its metadata name no base for its adapters")
         return base
 
@@ -155,6 +155,13 @@ def read_step(checkpoints: Checkpoints, step: int | None, read: Callable[[SavedS
             if step is not None or checkpoints.steps()[-1] == chosen:
                 raise
             log.warning("%s; reading the newest one instead", error)
+
+
+def read_place(place: str, read: Callable[[SavedStep], T]) -> T:
+    """What `read` returns for RUN@STEP, or for the newest step of RUN, a run or a directory of checkpoints."""
+    run, step = split_step(place)
+    with open_checkpoints(run) as checkpoints:
+        return read_step(checkpoints, step, read)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -30,10 +31,9 @@ from zero.exchange.architecture import Architecture
 from zero.exchange.architecture_table import architecture_of
 from zero.exchange.checkpoint_weights import (
     SavedStep,
-    choose_steps,
     new_directory,
     open_checkpoints,
-    saved_step,
+    read_step,
 )
 from zero.exchange.hf_config import write_config
 from zero.exchange.hf_folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
@@ -43,6 +43,7 @@ from zero.exchange.with_code import CODE, ZERO, computed_keys
 from zero.models.config import STACK, GPTConfig
 from zero.partition.collectives.axis import Axis
 from zero.partition.train_state import to_host
+from zero.record.run_files import split_step
 from zero.training.sharded_gpt import ShardedGPT
 
 DTYPES = ("float32", "bfloat16", "float16")  # of weights in a folder
@@ -73,55 +74,60 @@ def export(
     The weights are of `dtype`, one of `DTYPES`; None is that of the folder that the run began with, or float32. The
     same checkpoint gives the same bytes. The folder appears once it is complete. With `ema` it holds the moving
     average of the weights, and `with_code` its own code for PyTorch, with which `transformers` loads models that equal
-    none of its architectures (`trust_remote_code=True`). Returns the step, which is the newest for None. Of a run that
-    trained adapters the folder is one of PEFT, or with `merges` one of its base with the adapters merged, for which the
-    host holds the whole model.
+    none of its architectures (`trust_remote_code=True`). Returns the step: that of `RUN@STEP`, or the newest for
+    None. Of a run that trained adapters the folder is one of PEFT, or with `merges` one of its base with the adapters
+    merged, for which the host holds the whole model.
 
     Raises:
       UserError: no architecture equals the model, there is no such step or no average, the folder exists, or there are
         no adapters to merge.
     """
-    with open_checkpoints(place) as checkpoints:
-        step = choose_steps(checkpoints, None if step is None else [step])[-1]
-        saved = saved_step(checkpoints, step)
-        size = saved.size()
-        brought = saved.meta.get("brought") or {"dtype": None, "model_type": None}
-        if with_code:
-            form = Form(ZERO, size, keys=computed_keys(size))
-        else:
-            form = _form_of_transformers(size, brought["model_type"])
-        tokenizer = load_tokenizer(saved.meta["config"]["data"]["tokenizer"])
-        saved.tokenizer().check(saved.origin, tokenizer)
-        within = saved.subtree(ema)
-        tuning = saved.tuning()
-        prefix = f"{within}/"
-        leaves = [name.removeprefix(prefix) for name in saved.meta["shapes"] if name.startswith(prefix)]
-        if merges and tuning is None:
-            raise UserError(f"{saved.origin}: holds no adapters to merge; zero-weights export writes its weights")
-        if with_code and tuning is not None and not merges:
-            raise UserError(
-                f"{saved.origin}: holds adapters; zero-weights merge --with-code writes their base with them"
-            )
+    run, named = split_step(place)
+    if None not in (step, named):
+        raise UserError(f"{place}: expected a run without a step, as --step {step} is given")
+    write = partial(_write, folder=folder, ema=ema, merges=merges, with_code=with_code, dtype=dtype)
+    with open_checkpoints(run) as checkpoints:
+        return read_step(checkpoints, named if step is None else step, write)
 
-        read: Callable[[str], np.ndarray] = lambda leaf: checkpoints.read(step, prefix + leaf)  # noqa: E731
-        with new_directory(folder) as unfinished:
-            if tuning is not None and not merges:
-                base = saved.base()["place"].removeprefix(PREFIX)
-                write_peft(unfinished, read, leaves, tuning.adapters, form.architecture, base, form.size)
-                _save_tokenizer(tokenizer, unfinished)
-                return step
-            if tuning is not None:
-                whole = _merged(saved, form.size, within)
-                leaves = list(whole)
-                read = whole.__getitem__
-            dtype = dtype or (brought["dtype"] if brought["dtype"] in DTYPES else DTYPES[0])
-            _save_tensors(_tensors(read, leaves, form, dtype), unfinished)
+
+def _write(saved: SavedStep, folder: Path, *, ema: bool, merges: bool, with_code: bool, dtype: str | None) -> int:
+    """Writes a checkpoint as `export` does; returns its step."""
+    size = saved.size()
+    brought = saved.meta.get("brought") or {"dtype": None, "model_type": None}
+    if with_code:
+        form = Form(ZERO, size, keys=computed_keys(size))
+    else:
+        form = _form_of_transformers(size, brought["model_type"])
+    tokenizer = load_tokenizer(saved.meta["config"]["data"]["tokenizer"])
+    saved.tokenizer().check(saved.origin, tokenizer)
+    within = saved.subtree(ema)
+    tuning = saved.tuning()
+    prefix = f"{within}/"
+    leaves = [name.removeprefix(prefix) for name in saved.meta["shapes"] if name.startswith(prefix)]
+    if merges and tuning is None:
+        raise UserError(f"{saved.origin}: holds no adapters to merge; zero-weights export writes its weights")
+    if with_code and tuning is not None and not merges:
+        raise UserError(f"{saved.origin}: holds adapters; zero-weights merge --with-code writes their base with them")
+
+    read: Callable[[str], np.ndarray] = lambda leaf: saved.checkpoints.read(saved.step, prefix + leaf)  # noqa: E731
+    with new_directory(folder) as unfinished:
+        if tuning is not None and not merges:
+            base = saved.base()["named"].removeprefix(PREFIX)
+            write_peft(unfinished, read, leaves, tuning.adapters, form.architecture, base, form.size)
             _save_tokenizer(tokenizer, unfinished)
-            keys = {**write_config(form.architecture, form.size), **form.keys, **_token_ids(tokenizer), "dtype": dtype}
-            _write_json(unfinished / CONFIG_FILE, keys)
-            if with_code:
-                (unfinished / CODE.name).write_bytes(CODE.read_bytes())
-    return step
+            return saved.step
+        if tuning is not None:
+            whole = _merged(saved, form.size, within)
+            leaves = list(whole)
+            read = whole.__getitem__
+        dtype = dtype or (brought["dtype"] if brought["dtype"] in DTYPES else DTYPES[0])
+        _save_tensors(_tensors(read, leaves, form, dtype), unfinished)
+        _save_tokenizer(tokenizer, unfinished)
+        keys = {**write_config(form.architecture, form.size), **form.keys, **_token_ids(tokenizer), "dtype": dtype}
+        _write_json(unfinished / CONFIG_FILE, keys)
+        if with_code:
+            (unfinished / CODE.name).write_bytes(CODE.read_bytes())
+    return saved.step
 
 
 def _form_of_transformers(size: GPTConfig, model_type: str | None) -> Form:

@@ -15,19 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from zero.base.errors import UserError
+from zero.checkpoints.damage import MissingCheckpoint
 from zero.corpus.text.hub import PREFIX
-from zero.exchange.checkpoint_weights import (
-    SavedStep,
-    check_unseen,
-    open_checkpoints,
-    read_step,
-)
+from zero.exchange.checkpoint_weights import SavedStep, check_unseen, read_place
 from zero.exchange.hf_folder import CONFIG_FILE, HuggingFaceFolder
 from zero.exchange.hub_folder import hub_folder
 from zero.files.parsing import json_object
 from zero.partition.checksums import checksums
 from zero.partition.layout import PyTree
 from zero.partition.pmapped import pmap
+from zero.record.run_files import split_step
 from zero.training.programs import repeat_layers
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.tuning import merge_shards
@@ -39,26 +36,34 @@ log = logging.getLogger(__name__)
 def warm_start(place: str, model: ShardedGPT, *, ema: bool = False) -> PyTree:
     """Weights in shards for a pmap, from a Hugging Face folder, a run directory, or a directory of checkpoints.
 
-    The folder may be named as a model of the hub, `hf:NAME@REVISION` (`hub_folder`). A source with fewer layers is
-    grown (`repeated_layers`). With `ema` a run's moving average of the weights is taken.
+    The folder may be named as a model of the hub, `hf:NAME@REVISION` (`hub_folder`); of the others the newest step is
+    read, or with `RUN@STEP` that one. A source with fewer layers is grown (`repeated_layers`). With `ema` a run's
+    moving average of the weights is taken.
 
     Raises:
       UserError: it holds no weights, or they do not fit the model; the message names them.
     """
+    return read_weights(place, model, ema=ema)[0]
+
+
+def read_weights(place: str, model: ShardedGPT, *, ema: bool = False) -> tuple[PyTree, str]:
+    """The weights of `warm_start`, and the place with the step or the commit that was read; raises as `warm_start`."""
+    path, known_as = place, place
     if place.startswith(PREFIX):
-        place = str(hub_folder(place))
-    if (Path(place) / CONFIG_FILE).is_file():
+        path = str(hub_folder(place))
+        known_as = f"{place.partition('@')[0]}@{Path(path).name}"
+    if (Path(path) / CONFIG_FILE).is_file():
         if ema:
             raise UserError(f"{place}: a Hugging Face folder holds no moving average of the weights")
-        with HuggingFaceFolder(Path(place)) as folder:
-            return _grown(place, folder.size, folder.params, model)
+        with HuggingFaceFolder(Path(path)) as folder:
+            return _grown(path, folder.size, folder.params, model), known_as
 
-    def read(saved: SavedStep) -> PyTree:
+    def read(saved: SavedStep) -> tuple[PyTree, str]:
         weights = partial(weights_of_step, saved, within=saved.subtree(ema))
-        return _grown(saved.origin, dataclasses.asdict(saved.size()), weights, model)
+        grown = _grown(saved.origin, dataclasses.asdict(saved.size()), weights, model)
+        return grown, f"{split_step(place)[0]}@{saved.step}"
 
-    with open_checkpoints(place) as checkpoints:
-        return read_step(checkpoints, None, read)
+    return read_place(place, read)
 
 
 def _grown(origin: str, size: Mapping[str, Any], read: Callable[[ShardedGPT], PyTree], model: ShardedGPT) -> PyTree:
@@ -97,10 +102,23 @@ def weights_of_step(saved: SavedStep, model: ShardedGPT, within: str) -> PyTree:
     if tuning is None:
         return saved.restore(model, within)
     tuned = dataclasses.replace(model, tuning=tuning)
+    base = base_of(saved, tuned.base)
     known = saved.base()
-    base = warm_start(known["place"], tuned.base, ema=known["ema"])
     check_base(f"model.model_path={known['place']}", base_checksum(base, tuned), known)
     return merged_weights(base, saved.restore(tuned, within), tuned, model)
+
+
+def base_of(saved: SavedStep, model: ShardedGPT) -> PyTree:
+    """The weights under the adapters of a checkpoint, as `warm_start` gives them.
+
+    Raises:
+      UserError: they are not at their place any more, or do not fit the model.
+    """
+    known = saved.base()
+    try:
+        return warm_start(known["place"], model, ema=known["ema"])
+    except MissingCheckpoint as error:
+        raise UserError(f"{saved.origin}: its adapters were trained for {known['place']}: {error}") from error
 
 
 def merged_weights(base: PyTree, adapters: PyTree, tuned: ShardedGPT, model: ShardedGPT) -> PyTree:

@@ -30,7 +30,7 @@ def main() -> None:
         ("merge", "write the base of a run that trained adapters, with the adapters merged, as a Hugging Face folder"),
     ):
         exporting = commands.add_parser(name, help=help_text)
-        exporting.add_argument("run", help="a run directory, or a directory of checkpoints")
+        exporting.add_argument("run", help="a run directory, or a directory of checkpoints; RUN@STEP for one step")
         exporting.add_argument("folder", type=Path, help="the folder to create")
         exporting.add_argument("--step", type=int, help="default: the newest")
         exporting.add_argument("--ema", action="store_true", help="the moving average of the weights (training.ema)")

@@ -10,10 +10,10 @@ from typing import Any
 from zero.base.errors import UserError
 from zero.config.schema import EvaluateConfig
 from zero.corpus.text.tokenizers import Tokenizer, load_tokenizer
-from zero.exchange.checkpoint_weights import choose_steps, open_checkpoints, saved_step
+from zero.exchange.checkpoint_weights import SavedStep, open_checkpoints, read_place, read_step
 from zero.exchange.hub_model import is_folder
 from zero.exchange.peft_folder import CONFIG_FILE, peft_adapters, read_peft
-from zero.exchange.warm_start import base_checksum, check_base, merged_weights, warm_start
+from zero.exchange.warm_start import base_checksum, base_of, check_base, merged_weights, warm_start
 from zero.inference.trained_model import TrainedModel
 from zero.partition.layout import PyTree
 from zero.partition.pmapped import pmap
@@ -43,14 +43,18 @@ def _base(config: EvaluateConfig, model: ShardedGPT, tokenizer: Tokenizer) -> Py
     """The weights under all adapters, in float32."""
     if is_folder(Path(str(config.model.model_path))):
         return warm_start(str(config.model.model_path), model)
-    with open_checkpoints(str(config.model.model_path)) as checkpoints:
-        saved = saved_step(checkpoints, checkpoints.choose(config.data.resume_step))
+
+    def read(saved: SavedStep) -> PyTree:
         saved.tokenizer().check(saved.origin, tokenizer)
         saved.check_size(model.config)
         if saved.tuning() is None:
             return saved.restore(model, saved.subtree(config.evaluate.ema))
-        base = saved.base()
-        return warm_start(base["place"], model, ema=base["ema"])
+        return base_of(saved, model)
+
+    with open_checkpoints(str(config.model.model_path)) as checkpoints:
+        if config.data.resume_step is not None:
+            checkpoints.choose(config.data.resume_step)
+        return read_step(checkpoints, config.data.resume_step, read)
 
 
 def _in_dtypes_of_run(base: PyTree, tuned: ShardedGPT) -> PyTree:
@@ -61,8 +65,7 @@ def _in_dtypes_of_run(base: PyTree, tuned: ShardedGPT) -> PyTree:
 
 
 def _of_run(place: str, base: PyTree, model: ShardedGPT) -> tuple[PyTree, int | None]:
-    with open_checkpoints(place) as checkpoints:
-        saved = saved_step(checkpoints, choose_steps(checkpoints, None)[-1])
+    def read(saved: SavedStep) -> tuple[PyTree, int]:
         tuning = saved.tuning()
         if tuning is None:
             raise UserError(f"evaluate.adapters: {place} trained all weights; expected a run of adapters, or a folder")
@@ -71,7 +74,9 @@ def _of_run(place: str, base: PyTree, model: ShardedGPT) -> tuple[PyTree, int | 
         base_of_run = _in_dtypes_of_run(base, tuned)
         check_base(f"evaluate.adapters={place}", base_checksum(base_of_run, tuned), saved.base())
         adapters = saved.restore(tuned, saved.subtree(ema=False))
-    return merged_weights(base_of_run, adapters, tuned, model), saved.step
+        return merged_weights(base_of_run, adapters, tuned, model), saved.step
+
+    return read_place(place, read)
 
 
 def _of_folder(place: str, base: PyTree, model: ShardedGPT) -> tuple[PyTree, int | None]:

@@ -7,6 +7,7 @@ lost the run directory rebuilds it from there.
 
 from __future__ import annotations
 
+import os
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -117,6 +118,20 @@ def committed_steps(directory: Path | str) -> list[int]:
     files = storage.list_files(directory)
     matches = (re.fullmatch(r"(\d+)/commit_success\.txt", url.removeprefix(f"{directory}/")) for url in files)
     return sorted(int(match[1]) for match in matches if match)
+
+
+def split_step(place: str) -> tuple[str, int | None]:
+    """The place of weights, and the step that its name ends with as in RUN@STEP; None for the newest.
+
+    A directory whose own name ends so is a place, and what a model of the hub ends with is its revision.
+
+    >>> split_step("runs/mine@480"), split_step("gs://bucket/checkpoints"), split_step("hf:name@7")
+    (('runs/mine', 480), ('gs://bucket/checkpoints', None), ('hf:name@7', None))
+    """
+    run, mark, step = place.rpartition("@")
+    if not mark or not step.isdecimal() or place.startswith("hf:") or os.path.exists(place):
+        return place, None
+    return run, int(step)
 
 
 def is_outside(run_directory: Path, place: Path | str) -> bool:

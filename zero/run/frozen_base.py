@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from zero.base.errors import UserError
+from zero.checkpoints.damage import MissingCheckpoint
 from zero.config.schema import Config
-from zero.exchange.warm_start import OTHER_BASE, base_checksum, check_base, warm_start
+from zero.corpus.text.hub import PREFIX
+from zero.exchange.hub_model import is_folder
+from zero.exchange.warm_start import OTHER_BASE, base_checksum, check_base, read_weights
 from zero.partition.layout import PyTree
 from zero.partition.pmapped import pmap
+from zero.record.run_files import split_step
 from zero.run.restore import TrainingPosition
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.tuning import hold_shards, neutral_shards
@@ -19,18 +26,38 @@ def load_unchanged(
 ) -> PyTree:
     """The weights `model.model_path`, in shards for a pmap of the model without adapters.
 
-    Their place and checksum are noted in the position, which enters every checkpoint.
+    Their place, with the step or commit that was read, and their checksum are noted in the position, which enters
+    every checkpoint. A run that continues reads that one, though its source may have trained on.
 
     Raises:
-      UserError: they are not those of the run before; the message has `otherwise`.
+      UserError: they are not those of the run before, or not there any more; the message has `otherwise`.
     """
-    place = str(config.model.model_path)
-    ema = config.model.starts_from_average if position.base is None else position.base["ema"]
-    weights = warm_start(place, model.base, ema=ema)
+    named = str(config.model.model_path)
+    known = position.base
+    place = named if known is None else _known_place(named, known)
+    ema = config.model.starts_from_average if known is None else known["ema"]
+    try:
+        weights, place = read_weights(place, model.base, ema=ema)
+    except MissingCheckpoint as error:
+        raise UserError(f"model.model_path={place}: {error}") from error
     checksum = base_checksum(weights, model)
-    check_base(f"model.model_path={place}", checksum, position.base, otherwise)
-    position.base = {"place": place, "ema": ema, "checksum": checksum}
+    check_base(f"model.model_path={place}", checksum, known, otherwise)
+    position.base = {"named": named, "place": place, "ema": ema, "checksum": checksum}
     return weights
+
+
+def _known_place(named: str, known: Mapping[str, Any]) -> str:
+    """The place that a run began with, and if it is named differently now, the same step there.
+
+    >>> known = {"named": "runs/base", "place": "runs/base@4"}
+    >>> _known_place("runs/base", known), _known_place("moved/base", known), _known_place("moved/base@6", known)
+    ('runs/base@4', 'moved/base@4', 'moved/base@6')
+    """
+    if named == known["named"]:
+        return str(known["place"])
+    _, step = split_step(known["place"])
+    is_of_steps = not named.startswith(PREFIX) and not is_folder(Path(named))
+    return f"{named}@{step}" if is_of_steps and step is not None and split_step(named)[1] is None else named
 
 
 def load_base(config: Config, model: ShardedGPT, position: TrainingPosition) -> PyTree:
