@@ -169,7 +169,7 @@ def plan(
     from zero.job import Job
     from zero.plan.compile import step_arguments
     from zero.plan.topology import find_devices, out_of_memory
-    from zero.training.objective import LIKELIHOOD
+    from zero.training.objectives.objective import LIKELIHOOD
     from zero.training.optimizers.optimizer import adamw
     from zero.training.parts import StepOptions
     from zero.training.programs import make_programs

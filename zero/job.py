@@ -33,7 +33,7 @@ from zero.partition.layout import Layout
 from zero.training.activations import DENSE_SHARE, PRODUCTS_SHARE, Rates, kinds_on_host, with_fitting_storage
 from zero.training.batch import UNDIVIDED, Separators
 from zero.training.fused_update import span_of
-from zero.training.objective import Objective
+from zero.training.objectives.objective import Objective
 from zero.training.optimizers.optimizer import make_optimizer
 from zero.training.parts import StepOptions
 from zero.training.programs import Programs, make_programs

@@ -33,8 +33,8 @@ from zero.exchange.peft_folder import CONFIG_FILE, peft_adapters, read_peft, ten
 from zero.exchange.warm_start import warm_start
 from zero.models.adapters import TABLES, Adapters
 from zero.training.batch import UNDIVIDED, Batch, Separators
-from zero.training.dpo import dpo
-from zero.training.objective import LIKELIHOOD, Objective
+from zero.training.objectives.dpo import Dpo
+from zero.training.objectives.objective import LIKELIHOOD, Objective
 from zero.training.parts import StepOptions
 from zero.training.programs import Programs, make_programs
 from zero.training.sharded_gpt import ShardedGPT
@@ -284,7 +284,8 @@ def test_preferences_equal_trl(home: Home, theirs: str, smoothing: str, label_sm
     ours = prepared(home, PAIRS, preferences=True)
     by_pair = [x.reshape(-1, 2 * CONTEXT).tolist() for x in (ours, theirs_by_pair)]
     assert sorted(by_pair[0]) == sorted(by_pair[1])
-    found, of_leaves = home.gradients(dpo(BETA, label_smoothing, smoothing), ours, stage)
+    keys = Dpo(beta=BETA, label_smoothing=label_smoothing, smoothing=smoothing)
+    found, of_leaves = home.gradients(keys.make(), ours, stage)
     assert found == pytest.approx(loss, rel=1e-5)
     assert_same_gradients(of_leaves, gradients)
 
@@ -295,7 +296,7 @@ def test_preferences_of_strings_equal_trl(home: Home) -> None:
     ours = prepared(home, STRINGS, preferences=True)
     by_pair = [sorted(x.reshape(-1, 2 * CONTEXT).tolist()) for x in (ours, theirs.rows)]
     assert by_pair[0] == by_pair[1]
-    assert home.gradients(dpo(BETA), ours)[0] == pytest.approx(theirs.loss, rel=1e-5)
+    assert home.gradients(Dpo(beta=BETA).make(), ours)[0] == pytest.approx(theirs.loss, rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", LINES)

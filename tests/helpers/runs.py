@@ -15,7 +15,7 @@ from zero.run.restore import TrainingPosition
 from zero.run.run import Run
 from zero.run.step_metrics import StepMetrics
 from zero.tracking.goodput import Goodput
-from zero.training.objective import LIKELIHOOD
+from zero.training.objectives.objective import LIKELIHOOD
 from zero.training.schedules import SequenceLengths
 
 CONTEXT = 16

@@ -26,7 +26,7 @@ from zero.plan.compile import Request, evaluation_arguments, step_arguments
 from zero.run.column import Column
 from zero.run.reference import reference_column
 from zero.run.restore import TrainingPosition
-from zero.training.dpo import METRICS
+from zero.training.objectives.dpo import METRICS
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 

@@ -16,7 +16,7 @@ from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
 from zero.models.gpt import GPT
 from zero.training.batch import Batch
-from zero.training.dpo import METRICS, dpo
+from zero.training.objectives.dpo import METRICS, Dpo
 from zero.training.optimizers.optimizer import adamw
 from zero.training.parts import StepOptions
 from zero.training.programs import Programs, make_programs
@@ -28,7 +28,7 @@ STEPS, PAIRS, CONTEXT, BETA = 6, 24, 12, 0.5
 NAMES = [metric.name for metric in METRICS]
 LLAMA: dict[str, Any] = {**FAMILIES["llama"], "kv_heads": 2, "mlp_dim": 48}
 SIZE = GPTConfig(embedding_dim=32, vocab_size=101, num_head=4, block_size=CONTEXT, dropout=0.0, N=2, **LLAMA)
-OBJECTIVE = dpo(BETA)
+OBJECTIVE = Dpo(beta=BETA).make()
 ADAPTERS = Adapters(rank=3, alpha=6.0)
 REFERENCE_SEED = 3
 NOT_READ = [1, 2]

@@ -12,8 +12,8 @@ from tests.helpers.rooms import SOURCES, nodes
 from zero.corpus.format.example import PAIR
 from zero.report.curves import panels_of_objectives
 from zero.run.columns import COLUMNS
-from zero.training.objective import LIKELIHOOD, REFERENCE
-from zero.training.objectives import with_defaults
+from zero.training.objectives.objective import LIKELIHOOD, REFERENCE
+from zero.training.objectives.table import with_defaults
 
 pytestmark = pytest.mark.quick
 

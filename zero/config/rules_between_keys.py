@@ -16,7 +16,7 @@ from zero.models.config import HEAD, VOCABULARY, GPTConfig
 from zero.models.products import EIGHT_BITS
 from zero.models.stack import OFFLOADED, STORED, span_size
 from zero.training.block_codes import FORMS
-from zero.training.objective import REFERENCE
+from zero.training.objectives.objective import REFERENCE
 from zero.training.optimizers.optimizer import ELEMENTWISE, MULTIPLIABLE, QUANTISABLE
 from zero.training.tuning import Adapted
 

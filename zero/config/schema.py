@@ -44,9 +44,9 @@ from zero.corpus.reading.synthetic import SYNTHETIC
 from zero.models.attention.blockwise import CHOICES as ATTENTION
 from zero.models.products import PRODUCTS
 from zero.models.stack import OFFLOADED, REMAT
-from zero.training import objective as objectives
 from zero.training import tuning as tunings
-from zero.training.objectives import OBJECTIVES
+from zero.training.objectives import objective as objectives
+from zero.training.objectives.table import OBJECTIVES
 from zero.training.optimizer_keys import Optimizer
 from zero.training.optimizers.optimizer import OPTIMIZERS
 from zero.training.schedules import SCHEDULES, Schedule

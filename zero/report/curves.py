@@ -13,7 +13,7 @@ from zero.record.metrics_file import EVALUATED
 from zero.record.run_record import RunRecord
 from zero.report.panel import Panel
 from zero.report.tensor_panels import heat_maps, leaf_panels
-from zero.training.objectives import with_defaults
+from zero.training.objectives.table import with_defaults
 
 MOST_POINTS = 40_000  # of all curves of a page, which is then smaller than 1.5 MB
 MOST_POINTS_OF_A_CURVE, FEWEST_POINTS_OF_A_CURVE = 2_000, 100

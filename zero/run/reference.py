@@ -39,7 +39,7 @@ from zero.partition.pmapped import pmap
 from zero.run.column import Column
 from zero.run.frozen_base import load_unchanged
 from zero.run.restore import TrainingPosition
-from zero.training.objective import REFERENCE
+from zero.training.objectives.objective import REFERENCE
 from zero.training.row_places import RowPlaces
 
 log = logging.getLogger(__name__)

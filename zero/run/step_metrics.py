@@ -15,8 +15,8 @@ from zero.models.codebook import METRICS as OF_CODEBOOKS
 from zero.models.experts import METRICS as OF_EXPERTS
 from zero.tracking.goodput import Goodput
 from zero.tracking.metrics import Metric
-from zero.training.objective import Mean
-from zero.training.objectives import with_defaults
+from zero.training.objectives.objective import Mean
+from zero.training.objectives.table import with_defaults
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from zero.models.gpt import init_cache
 from zero.models.layers import AnyCache
 from zero.partition.layout import PyTree
 from zero.training.batch import Batch, document_starts, token_ids
-from zero.training.objective import LIKELIHOOD, Objective
+from zero.training.objectives.objective import LIKELIHOOD, Objective
 from zero.training.sharded_gpt import ShardedGPT
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from zero.partition.layout import PyTree
 from zero.training.batch import Batch
-from zero.training.objective import LIKELIHOOD, Objective
+from zero.training.objectives.objective import LIKELIHOOD, Objective
 
 
 class GuardState(NamedTuple):

@@ -18,9 +18,9 @@ from zero.partition import pmapped
 from zero.partition.collectives.axis import Axis
 from zero.partition.layout import PyTree
 from zero.partition.sharded_optimizer import on_shards
-from zero.training.dpo import reference_step
 from zero.training.inference import Sampling, evaluate_step, extend, prefill, score, score_on
 from zero.training.parts import StepOptions, TrainState
+from zero.training.reference_step import reference_step
 from zero.training.row_places import RowPlaces
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.statistics import statistics

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from zero.training.dpo import Dpo
-from zero.training.objective import Keys, Likelihood, Objective
+from zero.training.objectives.dpo import Dpo
+from zero.training.objectives.objective import Keys, Likelihood, Objective
 
 OBJECTIVES: tuple[type[Keys], ...] = (Likelihood, Dpo)
 

@@ -1,6 +1,6 @@
 """What a step minimizes.
 
-A new objective is a file with its keys, a `Keys` that makes an `Objective`, and an entry of `zero.training.objectives`.
+A new objective is a file with its keys, a `Keys` that makes an `Objective`, and an entry of `table.py`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""What a step minimizes: `table.py` lists the objectives."""
