@@ -57,7 +57,7 @@ def test_documents_of_shards_are_packed_and_deduplicated(made: Corpus, tmp_path:
     """As documents of text are."""
     lines = [json.dumps({"text": text}) for text in ["one", "two, longer", "one", "a third, longer than a row of them"]]
     (tmp_path / "t.jsonl").write_text("\n".join(lines * 3))
-    options = {"pack": "best-fit", "deduplicate": True, "validation_fraction": 0.4, "row_tokens": 48}
+    options = {"pack": "best-fit", "deduplicate": True, "validation_fraction": 0.4, "row_tokens": 48, "splits": "all"}
     first = make(tmp_path / "t.jsonl", tmp_path, "joined")
     source = f"{tmp_path}/index/joined_{{train,validation}}.index"
     again = make(source, tmp_path, "again", **options)
