@@ -42,7 +42,6 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = b"".join(json.dumps({"text": text(i, 900)}).encode() + b"\n" for i in range(300))
     (root / "x.jsonl").write_bytes(lines)
     (root / "y.jsonl.gz").write_bytes(gzip.compress(lines[: len(lines) // 2 - 9].rpartition(b"\n")[0], mtime=0))
-    (root / "latin.txt").write_bytes(b"\xe9")
     return root
 
 

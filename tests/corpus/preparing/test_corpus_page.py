@@ -116,11 +116,13 @@ def test_file_that_is_not_utf8_is_listed(tmp_path: Path, options: dict[str, Any]
         (root / f"{number:02}.txt").write_text(f"two words {number}")
     latin = root / "latin.txt"
     latin.write_bytes("h\xe9 is one word".encode("latin-1"))
-    corpus = make(root, tmp_path, **HOW, filters=(("words", "3,3"),), **options)
+    corpus = make(root, tmp_path, **HOW, filters=(("words", "3,3"),), skip_broken=1, **options)
     place = Path(corpus.directory)
     assert corpus.skipped == 1 and dict(corpus.filtered) == {"words": 0}
-    assert list(read_removed(str(place / "removed.jsonl.gz"))) == [{"document": str(latin), "left_out_by": "not UTF-8"}]
-    assert facts(place / "report.html")["not UTF-8"] == ("1", "documents, 16 bytes")
+    assert list(read_removed(str(place / "removed.jsonl.gz"))) == [
+        {"document": str(latin), "left_out_by": "--skip-broken"}
+    ]
+    assert facts(place / "report.html")["--skip-broken"] == ("1", "documents, 16 bytes")
     assert "h\ufffd is one word" in plain((place / "report.html").read_text(encoding="utf-8"))
 
 

@@ -25,7 +25,12 @@ def sites(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.wide)])  # as in test_prepare.py
 def test_all_documents_once(sites: Path, tmp_path: Path, workers: int):
-    how: dict[str, Any] = {"deduplicate": True, "validation_fraction": 0.2, "filters": (("words", "5,5"),)}
+    how: dict[str, Any] = {
+        "deduplicate": True,
+        "validation_fraction": 0.2,
+        "filters": (("words", "5,5"),),
+        "skip_broken": 1,
+    }
     plain = make(sites, tmp_path / "plain", workers=1, **how)
     assert plain.duplicates == 40
     digests = []

@@ -46,7 +46,7 @@ class Counts(NamedTuple):
     documents: int = 0
     tokens: int = 0
     bytes: int = 0
-    skipped: int = 0  # files of both splits
+    skipped: int = 0  # broken documents, of both splits
     lowest: int = NO_HASH  # of the documents' hashes
     short: int = 0  # documents that were left out
     duplicates: int = 0  # of both splits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ import numpy as np
 from zero.base.errors import UserError
 
 TRAIN, VALIDATION, TEST = range(3)  # splits, in the order of `zero.corpus.format.manifest.ALL_SPLITS`
-NOT_UTF8 = "not UTF-8"  # why a file is left out, in place of the name of a filter
+BROKEN = "skip-broken"  # why a document is left out that cannot be read, in place of the name of a filter
 UNIT_BYTES = 1 << 20  # of a source per unit: a fraction of a second for a tokenizer
 
 
@@ -31,11 +32,13 @@ class Document(NamedTuple):
     rejected: Document | None = None  # the other text of a pair, of which this one is preferred
     begins: bool = True  # False: it continues the text of the unit before
     fields: Mapping[str, str] | None = None  # beside the text, those that filters ask for
-    left_out_by: str | None = None  # a key of `FILTERS`, or `NOT_UTF8`; then its content is empty
+    left_out_by: str | None = None  # a key of `FILTERS`, or `BROKEN`; then its content is empty
     left_out: str | np.ndarray = ""  # that content, for the report about the corpus
     source: str = ""  # the folder or file that it is counted under there
+    problem: str = ""  # why it is broken: an error that ends the command if no broken document may be left out
 
 
+_KINDS = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}
 # The document of an object of JSON, or of a row of a dataset; raises UserError, with the name that is its second
 # argument, for an entry without what it reads.
 Reader = Callable[[Any, str], Document]
@@ -53,24 +56,52 @@ class TextReader:
     def __call__(self, entry: Any, name: str) -> Document:
         text = entry.get(self.key) if isinstance(entry, dict) else None
         if not isinstance(text, str):
-            raise UserError(f'{name}: expected a string under "{self.key}"; {found(entry)}; --key names another one')
+            what = f"it is {_KINDS[type(entry[self.key])]}" if self._has_key(entry) else found(entry)
+            raise UserError(f'{name}: expected a string under "{self.key}"; {what}; --key names another one')
         if not self.fields:
             return Document(text, name=name)
         present = {field: str(entry[field]) for field in self.fields if entry.get(field) is not None}
         return Document(text, name=name, fields=present)
 
+    def _has_key(self, entry: Any) -> bool:
+        return isinstance(entry, dict) and self.key in entry
+
+
+def broken(name: str, problem: str, shown: str, source: str = "") -> Document:
+    """A document that cannot be read. `--skip-broken` decides whether it may be left out, not who reads it."""
+    return Document("", name=name, source=source, left_out_by=BROKEN, left_out=shown, problem=problem)
+
+
+def read_entry(reader: Reader, entry: Any, name: str) -> Document:
+    """The document of an object of JSON or of a row, broken where the reader raises UserError."""
+    try:
+        return reader(entry, name)
+    except UserError as error:
+        return broken(name, str(error), json.dumps(entry, default=str, ensure_ascii=False))
+
 
 def decoded(data: bytes, name: str, source: str = "") -> Document:
-    """The document of a whole file; one that is not UTF-8 is left out.
+    """The document of a whole file or line, broken where that is not UTF-8.
 
-    >>> decoded(bytes([0xE9]), "a.txt").left_out_by
-    'not UTF-8'
+    >>> decoded(bytes([0xE9]), "a.txt").problem
+    'a.txt is not UTF-8, convert it with iconv'
     """
     try:
         return Document(data.decode("utf-8-sig"), name=name, source=source)
     except UnicodeDecodeError:
         shown = data.decode("utf-8", "replace")
-        return Document("", name=name, source=source, left_out_by=NOT_UTF8, left_out=shown)
+        return broken(name, f"{name} is not UTF-8, convert it with iconv", shown, source)
+
+
+def too_many_broken(count: int, most: int, problem: str) -> UserError:
+    """The error for more broken documents than may be left out.
+
+    >>> str(too_many_broken(1, 0, "a.jsonl, line 7: expected a JSON object"))
+    'a.jsonl, line 7: expected a JSON object; --skip-broken N leaves out up to N such documents'
+    """
+    if not most:
+        return UserError(f"{problem}; --skip-broken N leaves out up to N such documents")
+    return UserError(f"{count} documents are broken, more than --skip-broken {most}; one of them: {problem}")
 
 
 def field_of(document: Document, key: str) -> str:

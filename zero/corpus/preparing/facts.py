@@ -21,7 +21,6 @@ import numpy as np
 
 from zero.corpus.format import directory
 from zero.corpus.preparing.corpus_files import PartNames
-from zero.corpus.preparing.documents import NOT_UTF8
 from zero.corpus.text.tokenizers import Tokenizer
 from zero.files import storage
 from zero.files.parsing import reading
@@ -38,12 +37,12 @@ ROW_TOKENS = "row-tokens"
 
 
 def option_of(reason: str) -> str:
-    """What is shown of a reason why documents were left out: mostly an option of `zero-prepare`.
+    """What is shown of a reason why documents were left out: an option of `zero-prepare`.
 
-    >>> option_of(DEDUPLICATE), option_of(NOT_UTF8)
-    ('--deduplicate', 'not UTF-8')
+    >>> option_of(DEDUPLICATE)
+    '--deduplicate'
     """
-    return reason if reason == NOT_UTF8 else f"--{reason}"
+    return f"--{reason}"
 
 
 class Size(NamedTuple):

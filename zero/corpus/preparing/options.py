@@ -46,6 +46,7 @@ class CorpusOptions:
     shuffle: bool = False  # documents over all parts, by a hash of their text
     near_duplicates: float | None = None  # the Jaccard index from which documents are near
     filters: tuple[tuple[str, str], ...] = ()  # keys of `FILTERS`, with their values
+    skip_broken: int = 0  # documents that may be left out because they cannot be read; not recorded, but their number
     tokenizer_source: str | None = None  # where the tokenizer comes from, such as hf:NAME@COMMIT
 
     def check(self) -> None:
@@ -60,6 +61,8 @@ class CorpusOptions:
             raise UserError(
                 f"rows_per_shard {self.rows_per_shard} must be a multiple of rows_per_member {self.rows_per_member}"
             )
+        if self.skip_broken < 0:
+            raise UserError(f"--skip-broken {self.skip_broken}: expected a number of documents")
         if self.near_duplicates is not None and (self.completions or self.preferences):
             raise UserError("--near-duplicates expects documents of text, not prompts or chats")
         if self.shuffle and (self.completions or self.preferences):

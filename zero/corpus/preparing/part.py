@@ -31,6 +31,7 @@ class PartJob:
     arguments: dict[str, Any]  # of the corpus, as its manifest records them
     tokenizer: Tokenizer
     overwrite: bool  # replaces parts that were made with other arguments, or of other contents
+    skip_broken: int = 0  # documents of the corpus that may be left out because they cannot be read
     duplicate_groups: int = 0  # of digests, where duplicates are left out (`duplicates.py`)
     near_groups: int = 0  # of bands, where near duplicates are
     shuffled_parts: int = 0  # of which the texts of each part are, where documents are shuffled (`shuffle.py`)
@@ -73,7 +74,9 @@ def prepare_part(job: PartJob, number: int, part: Source, workers: int, bar: tqd
                 bar.update(part.size)
                 return
             storage.remove(path)
-        written = write_shards(part, job.place, names, arguments, job.threshold, job.tokenizer, workers, bar)
+        written = write_shards(
+            part, job.place, names, arguments, job.threshold, job.tokenizer, workers, bar, job.skip_broken
+        )
     except UserError as error:
         raise type(error)(f"part {number} ({part}): {error}") from error
     facts.save(job.place, names, written.facts, written.removed)

@@ -27,7 +27,7 @@ from zero.corpus.format.manifest import ALL_SPLITS, MANIFEST, SPLITS, TOKENIZER
 from zero.corpus.preparing import corpus_files, duplicates, facts, near_duplicates, shuffle
 from zero.corpus.preparing.corpus_files import NO_HASH, REPORT, Counts, PartNames, check_rows_of_source
 from zero.corpus.preparing.corpus_page import write_report
-from zero.corpus.preparing.documents import Reader
+from zero.corpus.preparing.documents import Reader, too_many_broken
 from zero.corpus.preparing.duplicates import find_duplicates, read_places, remove_passes
 from zero.corpus.preparing.engines import BeamEngine, Engine, LocalEngine, local_engine
 from zero.corpus.preparing.filters.table import open_filters
@@ -44,7 +44,7 @@ from zero.corpus.preparing.sources.source import Source, digest_of_parts
 from zero.corpus.preparing.workers import map_in_order
 from zero.corpus.preparing.writer import useful_workers, write_shards
 from zero.corpus.text.chat_template import load_chat_template
-from zero.corpus.text.tokenizers import FileTokenizer, Tokenizer, train_tokenizer
+from zero.corpus.text.tokenizers import FileTokenizer, train_tokenizer
 from zero.files import storage
 
 _log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class Corpus:
     validation_index: str | None  # None: no document was set aside
     train: SplitSummary
     validation: SplitSummary
-    skipped: int  # files that are not UTF-8
+    skipped: int  # documents that cannot be read, as --skip-broken allows
     short: int = 0  # documents that --minimum-tokens has left out
     duplicates: int = 0  # documents that --deduplicate has left out
     near: int = 0  # documents that --near-duplicates has left out
@@ -173,7 +173,7 @@ def prepare(
     hidden = None if progress else True  # None: hidden unless there is a terminal
     with directories.locked(place), tqdm(desc=name, unit="B", unit_scale=True, disable=hidden, leave=False) as bar:
         manifest = _prepare_locked(
-            opened, place, indices, arguments, options.tokenizer, workers, engine, overwrite, announce, bar
+            opened, place, indices, arguments, options, workers, engine, overwrite, announce, bar
         )
     sizes = {split: _summary(manifest[split]) for split in manifests.splits_of(manifest)}
     return Corpus(
@@ -205,7 +205,7 @@ def _prepare_locked(
     place: str,
     indices: dict[str, str],
     arguments: dict[str, Any],
-    tokenizer: Tokenizer | int,
+    options: CorpusOptions,
     workers: int | None,
     engine: Engine,
     overwrite: bool,
@@ -213,6 +213,7 @@ def _prepare_locked(
     bar: tqdm,
 ) -> dict[str, Any]:
     """Begins a corpus, writes the missing parts, and returns its manifest."""
+    tokenizer = options.tokenizer
     manifest = corpus_files.find_usable(place, arguments, overwrite)
     if manifest is not None and not corpus_files.is_of_source(place, manifest, source, overwrite):
         manifest = None
@@ -223,7 +224,7 @@ def _prepare_locked(
     if manifest is not None:
         manifest = corpus_files.find_usable(place, arguments, overwrite)
     if manifest is None:
-        job = PartJob(place, arguments, tokenizer, overwrite)
+        job = PartJob(place, arguments, tokenizer, overwrite, options.skip_broken)
         for line in describe_needs(source, arguments, place, engine):
             announce(line)
         corpus_files.begin(place, indices, tokenizer)
@@ -232,6 +233,8 @@ def _prepare_locked(
             manifest = _write_only_part(source, job, indices, workers, bar)
         else:
             manifest = _write_parts(source, job, engine, bar)
+    elif manifest.get("skipped", 0) > options.skip_broken:
+        raise too_many_broken(manifest["skipped"], options.skip_broken, f"{storage.join(place, REPORT)} shows them")
     for split, index in indices.items():
         storage.remove_unfinished(storage.parent(index), os.path.basename(index))
         if split in manifest and manifest[split]["rows"] and not storage.exists(index):
@@ -283,7 +286,15 @@ def _write_only_part(
         bar.set_description(os.path.basename(job.place))
         bar.reset(source.size)
         written = write_shards(
-            source, job.place, PartNames(None), job.arguments, threshold, job.tokenizer, workers, bar
+            source,
+            job.place,
+            PartNames(None),
+            job.arguments,
+            threshold,
+            job.tokenizer,
+            workers,
+            bar,
+            job.skip_broken,
         )
         if all(count.documents for count in written.counts) or (threshold == 0 and written.counts[0].documents):
             manifest = corpus_files.finished(job.arguments, source, written.shards, written.counts)
@@ -327,6 +338,10 @@ def _write_parts(source: Source, job: PartJob, engine: Engine, bar: tqdm) -> dic
         used += [shard["name"] for shard in manifests.shards_of(part)]
     corpus_files.remove_other_parts(job.place, used)
     remove_passes(job.place)
+    skipped = sum(part["skipped"] for part in parts)
+    if skipped > job.skip_broken:
+        lists = storage.join(job.place, PartNames(0).removed)
+        raise too_many_broken(skipped, job.skip_broken, f"{lists}, and those of other parts, list them")
     contents = digest_of_parts(part["source_contents"] for part in parts)
     manifest = corpus_files.joined(job.arguments, contents, names, parts)
     needed = splits if job.threshold else ("train",)

@@ -103,6 +103,7 @@ def _entry(document: Document) -> dict[str, Any]:
         "is_duplicate": document.is_duplicate,
         "left_out_by": document.left_out_by,
         "left_out": document.left_out,
+        "problem": document.problem,
     }
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from zero.base.errors import UserError
 from zero.corpus.preparing.corpus_files import NO_HASH, Counts
-from zero.corpus.preparing.documents import NOT_UTF8, Document, Unit
+from zero.corpus.preparing.documents import BROKEN, Document, Unit
 from zero.corpus.preparing.facts import DEDUPLICATE, MINIMUM_TOKENS, ROW_TOKENS, Facts
 from zero.corpus.preparing.sources.changes import content_bytes
 from zero.corpus.text.tokenizers import Tokenizer
@@ -39,11 +39,13 @@ class UnitTokens(NamedTuple):
 
     Attributes:
       removed: where each document that was left out is, and the option that left it out.
+      broken: the errors of those that cannot be read.
     """
 
     splits: list[SplitTokens]
     facts: Facts
     removed: list[tuple[str, str]]
+    broken: list[str]
 
 
 class Tokens(NamedTuple):
@@ -70,6 +72,7 @@ class UnitTokenizer:
         counts = [Counts() for _ in range(self.splits)]
         facts = Facts()
         removed: list[tuple[str, str]] = []
+        broken: list[str] = []
 
         def leave_out(document: Document, reason: str, content: str | np.ndarray) -> None:
             facts.leave_out(reason, document.name, content, self.tokenizer)
@@ -83,6 +86,8 @@ class UnitTokenizer:
             if document.left_out_by is not None:
                 counts = [count.plus(_left_out_by(document.left_out_by)) for count in counts]
                 leave_out(document, document.left_out_by, document.left_out)
+                if document.left_out_by == BROKEN:
+                    broken.append(document.problem)
             if document.is_duplicate:
                 counts = [count.plus(Counts(duplicates=1)) for count in counts]
                 leave_out(document, DEDUPLICATE, document.left_out)
@@ -131,7 +136,7 @@ class UnitTokenizer:
                 )
             )
         splits = [self._join(*of_split) for of_split in zip(documents, counts, strict=True)]
-        return UnitTokens(splits, facts, removed)
+        return UnitTokens(splits, facts, removed, broken)
 
     def _cut(self, document: Tokens) -> Tokens | None:
         """The beginning of a document that is longer than a row, as transformers' tokenizers truncate it.
@@ -254,7 +259,7 @@ def learned_tokens(
 
 
 def _left_out_by(reason: str) -> Counts:
-    return Counts(skipped=1) if reason == NOT_UTF8 else Counts(filtered=Counter([reason]))
+    return Counts(skipped=1) if reason == BROKEN else Counts(filtered=Counter([reason]))
 
 
 def _pieces(text: str) -> Iterator[str]:

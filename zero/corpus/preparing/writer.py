@@ -20,6 +20,7 @@ from tqdm import tqdm
 from zero.corpus.format import directory
 from zero.corpus.format.manifest import ALL_SPLITS
 from zero.corpus.preparing.corpus_files import Counts, PartNames
+from zero.corpus.preparing.documents import too_many_broken
 from zero.corpus.preparing.facts import Facts, RemovedList, RowSample
 from zero.corpus.preparing.packing import PACKINGS
 from zero.corpus.preparing.sources.source import Source
@@ -54,6 +55,7 @@ def write_shards(
     tokenizer: Tokenizer,
     workers: int | None,
     bar: tqdm,
+    skip_broken: int,
 ) -> Written:
     """Writes the shards of a part.
 
@@ -61,6 +63,10 @@ def write_shards(
       arguments: of the corpus, as its manifest records them.
       threshold: documents with a hash below it are for validation.
       workers: None: as many as are useful; the result is the same.
+      skip_broken: documents that may be left out because they cannot be read.
+
+    Raises:
+      UserError: more are broken.
     """
     splits = ALL_SPLITS[: source.splits]
     tokenize = UnitTokenizer(
@@ -83,11 +89,15 @@ def write_shards(
         writers = [_SplitWriter(split, arguments, tokenizer, publisher, sample) for split in splits]
         facts = Facts()
         removed = RemovedList()
+        broken = 0
         for unit, tokens in map_in_order(source.units(), tokenize, workers):
             for writer, of_split in zip(writers, tokens.splits, strict=True):
                 writer.add(of_split)
             facts.add(tokens.facts)
             removed.add(tokens.removed)
+            broken += len(tokens.broken)
+            if broken > skip_broken:
+                raise too_many_broken(broken, skip_broken, tokens.broken[0])
             bar.update(unit.size)
         for writer in writers:
             writer.close()

@@ -128,6 +128,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--minimum-tokens", type=int, default=0, help="of a document, its end of text included; others are left out"
     )
+    parser.add_argument(
+        "--skip-broken",
+        type=int,
+        default=0,
+        metavar="N",
+        help="leave out up to N documents that cannot be read: lines that are no JSON, null texts, files that are not "
+        "UTF-8; each is counted and listed (0)",
+    )
     parser.add_argument("--normalise", choices=sorted(FORMS), help="Unicode normalisation of all text")
     parser.add_argument("--deduplicate", action="store_true", help="leave out documents equal to an earlier one")
     parser.add_argument("--shuffle", action="store_true", help="documents over all parts, by a hash of their text")
@@ -248,7 +256,7 @@ def _prepare(given: argparse.Namespace, runner: list[str] | None) -> None:
         size = f"{split.documents} documents, {split.tokens} tokens, {split.rows} rows of {row_tokens}"
         print(f"{index}: {size}, {split.shards} shards, documents cut {split.truncations} times")
     if corpus.skipped:
-        print(f"{corpus.skipped} files were left out because they are not UTF-8")
+        print(f"{corpus.skipped} documents were left out because they cannot be read (--skip-broken)")
     if corpus.short:
         print(f"{corpus.short} documents were left out because they have fewer tokens than --minimum-tokens")
     if corpus.long and options.preferences:

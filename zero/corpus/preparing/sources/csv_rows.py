@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import csv
+import re
 import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import BinaryIO
 
-from zero.base.errors import UserError
 from zero.corpus.preparing import documents
-from zero.corpus.preparing.documents import Document, Reader, Unit
+from zero.corpus.preparing.documents import Document, Reader, Unit, broken, read_entry
 from zero.corpus.preparing.sources.compression import decompressed_blocks
 from zero.corpus.preparing.sources.files import open_file
 from zero.files.parsing import reading
 
+_ESCAPED = re.compile("[\udc80-\udcff]")  # bytes that are not UTF-8
 Row = tuple[int, list[str]]  # the number of its last line, and its fields
 
 
@@ -48,16 +49,13 @@ def _lines(file: BinaryIO, path: str) -> Iterator[str]:
         *lines, pending = (pending + block).split(b"\n")
         for line in lines:
             number += 1
-            yield _decoded(line + b"\n", path, number)
+            yield _decoded(line + b"\n", number)
     if pending:
-        yield _decoded(pending, path, number + 1)
+        yield _decoded(pending, number + 1)
 
 
-def _decoded(line: bytes, path: str, number: int) -> str:
-    try:
-        return line.decode("utf-8-sig" if number == 1 else "utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}, line {number}: not UTF-8, convert it with iconv: {error}") from error
+def _decoded(line: bytes, number: int) -> str:
+    return line.decode("utf-8-sig" if number == 1 else "utf-8", "surrogateescape")  # which `_documents` notices
 
 
 def _documents(path: str, columns: list[str], rows: list[Row], reader: Reader) -> Iterator[Document]:
@@ -66,8 +64,11 @@ def _documents(path: str, columns: list[str], rows: list[Row], reader: Reader) -
         if not fields:
             continue
         name = f"{path}, line {line}"
+        shown = ", ".join(fields)
         if len(fields) != len(columns):
-            raise UserError(
-                f"{name}: expected {len(columns)} fields in this row, as many as columns; found {len(fields)}"
-            )
-        yield reader(dict(zip(columns, fields, strict=True)), name)
+            problem = f"expected {len(columns)} fields in this row, as many as columns; found {len(fields)}"
+            yield broken(name, f"{name}: {problem}", shown)
+        elif _ESCAPED.search(shown):
+            yield broken(name, f"{name}: not UTF-8, convert it with iconv", _ESCAPED.sub("\ufffd", shown))
+        else:
+            yield read_entry(reader, dict(zip(columns, fields, strict=True)), name)

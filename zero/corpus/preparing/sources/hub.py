@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from zero.base.errors import Unavailable, UserError, install_command
 from zero.corpus.preparing import documents
-from zero.corpus.preparing.documents import TRAIN, VALIDATION, Document, Reader, Unit
+from zero.corpus.preparing.documents import TRAIN, VALIDATION, Document, Reader, Unit, read_entry
 from zero.corpus.preparing.sources.splits import official_splits
 
 
@@ -97,7 +97,7 @@ class HubDataset:
             for part, split, rows in self._parts:
                 place = f"hf:{self._name}, {part} row" if part else f"hf:{self._name}, row"
                 for number, row in enumerate(rows):
-                    yield self._reader(row, f"{place} {number}")._replace(split=split)
+                    yield read_entry(self._reader, row, f"{place} {number}")._replace(split=split)
         except (FileNotFoundError, ValueError) as error:
             raise UserError(f"hf:{self._name} cannot be read: {_one_line(error)}") from error
         except OSError as error:

@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 from zero.base.errors import UserError
 from zero.corpus.preparing import documents
-from zero.corpus.preparing.documents import Document, Reader, Unit
+from zero.corpus.preparing.documents import Document, Reader, Unit, broken, decoded, read_entry
 from zero.corpus.preparing.sources.compression import decompressed_blocks
 from zero.corpus.preparing.sources.files import SourceFile, open_piece
 from zero.files.parsing import reading
@@ -74,13 +74,9 @@ def _lines_of_piece(file: BinaryIO, start: int, stop: int) -> Iterator[bytes]:
 def _texts(path: str, first: int, lines: bytes) -> Iterator[Document]:
     """Empty lines are no documents."""
     for number, line in enumerate(lines.split(b"\n"), first):
-        name = f"{path}, line {number}"
-        try:
-            text = line.removesuffix(b"\r").decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise UserError(f"{name} is not UTF-8, convert the file with iconv: {error}") from error
-        if text.strip():
-            yield Document(text, name=name)
+        document = decoded(line.removesuffix(b"\r"), f"{path}, line {number}")
+        if document.left_out_by or str(document.content).strip():
+            yield document
 
 
 def _objects(reader: Reader, path: str, first: int, lines: bytes) -> Iterator[Document]:
@@ -89,6 +85,10 @@ def _objects(reader: Reader, path: str, first: int, lines: bytes) -> Iterator[Do
         if not line.strip():
             continue
         name = f"{path}, line {number}"
-        with reading(f"{name}: expected a JSON object"):
-            entry = json.loads(line)
-        yield reader(entry, name)
+        try:
+            with reading(f"{name}: expected a JSON object"):
+                entry = json.loads(line)
+        except UserError as error:
+            yield broken(name, str(error), line.decode("utf-8", "replace"))
+            continue
+        yield read_entry(reader, entry, name)

@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 
 from zero.base.errors import UserError, install_command
 from zero.corpus.preparing import documents
-from zero.corpus.preparing.documents import Document, Reader, TextReader, Unit
+from zero.corpus.preparing.documents import Document, Reader, TextReader, Unit, read_entry
 from zero.corpus.preparing.sources.files import open_file
 from zero.files.parsing import reading
 
@@ -89,5 +89,5 @@ def _documents(path: str, number: int, packed: bytes, reader: Reader) -> Iterato
 
     for batch in pyarrow.ipc.open_stream(packed) if packed else ():
         for row in batch.to_pylist():
-            yield reader(row, f"{path}, row {number}")
+            yield read_entry(reader, row, f"{path}, row {number}")
             number += 1

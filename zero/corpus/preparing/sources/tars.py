@@ -19,7 +19,7 @@ from zero.base.errors import UserError
 from zero.corpus.format.example import TEXT
 from zero.corpus.format.shards import COMPLETIONS, LENGTHS, ROWS, lengths_of, rows_of, tar_header
 from zero.corpus.preparing import documents
-from zero.corpus.preparing.documents import Document, Reader, TextReader, Unit, decoded
+from zero.corpus.preparing.documents import Document, Reader, TextReader, Unit, broken, decoded, read_entry
 from zero.corpus.preparing.sources.compression import damage_named, decompressed
 from zero.corpus.preparing.sources.files import open_file
 from zero.corpus.preparing.sources.joined_rows import JoinedRows
@@ -178,11 +178,14 @@ def _document(name: str, sample: dict[str, Any], reader: Reader) -> Document:
         member = min(members, key=len)
         if kinds is _TEXT:
             return decoded(_decoded(member, sample[member], ()), name)
-        with reading(f"{name}, member {member}: expected a JSON object"):
-            entry = _decoded(member, sample[member], _JSON)
-        return reader(entry, name)
+        try:
+            with reading(f"{name}, member {member}: expected a JSON object"):
+                entry = _decoded(member, sample[member], _JSON)
+        except UserError as error:
+            return broken(name, str(error), sample[member].decode("utf-8", "replace"))
+        return read_entry(reader, entry, name)
     found = ", ".join(sorted(key for key in sample if not key.startswith("__")))
-    raise UserError(f"{name}: expected a member .txt, .json, .npy or .pth; found {found}")
+    return broken(name, f"{name}: expected a member .txt, .json, .npy or .pth; found {found}", found)
 
 
 def _decoded(suffix: str, data: bytes, kinds: tuple[str, ...]) -> Any:
