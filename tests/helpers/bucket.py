@@ -104,6 +104,7 @@ class Proxy:
         self.target = target.removeprefix("http://")
         self.budget, self.rate, self.faults = budget, rate, faults
         self.strike: Strike | None = None
+        self.bills_readers = False  # answers only requests that name who pays
         self.injected: Counter[str] = Counter()
         self.ranges: list[str | None] = []  # of the reads, faults included
         self.lock, self.random, self.closed = threading.Lock(), random.Random(0), threading.Event()
@@ -144,6 +145,14 @@ def disturbed(proxy: Proxy) -> Iterator[str]:
                 self.send_response(int(fault))
                 self.send_header("Content-Length", "0")
                 self.end_headers()
+                return
+            if proxy.bills_readers and not ("userProject=" in self.path or "x-amz-request-payer" in self.headers):
+                message = b'{"error": {"message": "Bucket is a requester pays bucket but no user project provided."}}'
+                self.send_response(400 if "/b/" in self.path else 403)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(message)))
+                self.end_headers()
+                self.wfile.write(message if self.command != "HEAD" else b"")
                 return
             strike = proxy.strike
             is_struck = strike is not None and strike.is_met(self.command, self.path, body)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import azure, bucket, hosts, kills, s3
-from zero.base.errors import UserError
+from zero.base.errors import Unavailable, UserError
 from zero.files import storage
 from zero.files.storage import gcs
 
@@ -320,3 +320,42 @@ def test_move_of_a_directory(server: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert left == ["10.damaged/a", "10.damaged/state/b", "100/a"]
     with storage.open_reader("gs://bucket/moved/10.damaged/state/b") as file:
         assert file.read() == b"10/state/b"
+
+
+def test_a_bucket_that_bills_its_readers(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line says how a project is named, and then everything is read."""
+    bucket.use(monkeypatch, server)
+    url = f"gs://{bucket.BUCKET}/billed/a"
+    storage.write(url, DATA)
+    proxy = bucket.Proxy(server, budget=0)
+    proxy.bills_readers = True
+    with bucket.disturbed(proxy) as address:
+        bucket.use(monkeypatch, address)
+        for read in (storage.read_bytes, storage.list_files, storage.stat):
+            with pytest.raises(
+                UserError, match=r"bills those who read it; GS_USER_PROJECT=PROJECT in the env"
+            ) as caught:
+                read(url)  # type: ignore[operator]
+            assert caught.value.status == 2 and "\n" not in str(caught.value)
+        monkeypatch.setenv("GS_USER_PROJECT", "mine")
+        assert storage.read_bytes(url) == DATA and storage.list_files(storage.parent(url)) == [url]
+
+
+def test_an_object_that_was_replaced(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between its statement and its bytes: the version that was stated is gone, which is not a missing object."""
+    bucket.use(monkeypatch, server)
+    url = f"gs://{bucket.BUCKET}/replaced"
+    storage.write(url, DATA)
+    known = storage.stat(url)
+    storage.write(url, DATA[::-1])
+
+    def gone(url: str, known: object) -> bytes:
+        raise FileNotFoundError(url)
+
+    monkeypatch.setattr(gcs, "read", gone)
+    with pytest.raises(Unavailable, match=r"replaced: was replaced while it was read: version \d+, not \d+"):
+        storage.read_object(url, known)
+    with bucket.disturbed(bucket.Proxy(server, budget=9, faults=("412",))) as address:
+        bucket.use(monkeypatch, address)
+        with pytest.raises(Unavailable, match=r"^gs://bucket/replaced: was replaced while it was read$"):
+            storage.stat(url)

@@ -189,3 +189,22 @@ def test_files_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             storage.list_files("hf://corpus")
         with pytest.raises(UserError, match="the hub is read, not written"):
             storage.write("hf://someone/corpus/shards/1.tar", DATA)
+
+
+def test_a_bucket_that_bills_its_readers(stored: str, monkeypatch: pytest.MonkeyPatch):
+    proxy = bucket.Proxy(stored, budget=0)
+    proxy.bills_readers = True
+    with bucket.disturbed(proxy) as address:
+        s3.use(monkeypatch, address)
+        with pytest.raises(AccessDenied, match=r"AWS_REQUEST_PAYER=requester if it bills those who read it"):
+            storage.read_bytes(URL)
+        monkeypatch.setenv("AWS_REQUEST_PAYER", "requester")
+        fsspec_store.file_system.cache_clear()
+        assert storage.read_bytes(URL) == DATA and URL in storage.list_files(storage.parent(URL))
+
+
+def test_an_answer_that_an_object_was_replaced(stored: str, monkeypatch: pytest.MonkeyPatch):
+    with bucket.disturbed(bucket.Proxy(stored, budget=9, faults=("412",))) as address:
+        s3.use(monkeypatch, address)
+        with pytest.raises(Unavailable, match=r"stores/data: was replaced while it was read$"):
+            storage.stat(URL)

@@ -138,7 +138,7 @@ def expand_braces(name: str) -> list[str]:
         return [name]
     import braceexpand  # imported here because most programs need it for no path
 
-    with reading(f"{name}: the braces are not those of a shell", braceexpand.UnbalancedBracesError):
+    with reading(f"{name}: the braces are not those of a shell"):
         return list(braceexpand.braceexpand(name))
 
 

@@ -335,8 +335,8 @@ def _tar_files(path: str | Path, stream: BinaryIO, most: int | None = None) -> I
         if kind == b"L":  # GNU tar
             long_name = data.rstrip(b"\0")
         elif kind == b"x":  # POSIX: lines of "<length> <key>=<value>"
-            path = re.search(rb"^\d+ path=(.*)$", data, re.MULTILINE)
-            long_name = b"" if path is None else path[1]
+            named = re.search(rb"^\d+ path=(.*)$", data, re.MULTILINE)
+            long_name = b"" if named is None else named[1]
         elif kind in b"0\0":
             name = (long_name or _short_name(header)).decode("utf-8", "backslashreplace")
             long_name = b""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
-from zero.base.errors import UserError
+from zero.base.errors import Unavailable, UserError
 
 CONNECTION_ERRORS = {  # a repetition of the request may succeed
     "aiohttp": ("ClientError",),
@@ -32,6 +33,12 @@ class AccessDenied(UserError):
 
 class NoSuchBucket(UserError):
     """The bucket does not exist, or no longer."""
+
+
+def replaced(url: str | Path, version: object = None) -> Unavailable:
+    """The error for an object that became another one between two requests."""
+    now = "" if version is None else f": version {version}"
+    return Unavailable(f"{url}: was replaced while it was read{now}")
 
 
 def imported(table: Mapping[str, tuple[str, ...]]) -> tuple[type[Exception], ...]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from zero.base.errors import Unavailable, UserError
-from zero.files.storage.failures import NoSuchBucket
+from zero.files.storage.failures import NoSuchBucket, replaced
 from zero.files.storage.objects import ObjectStat
 from zero.files.storage.stores import STORES, Store
 from zero.files.storage.urls import is_remote, is_root, parent, scheme
@@ -56,11 +56,16 @@ def read_object(url: str | Path, known: ObjectStat | None = None) -> bytes:
     known = known or stat(url)
     checksum = known.checksum
     for attempt in range(CHECKSUM_ATTEMPTS):
-        data = store.read(url, known)
+        try:
+            data = store.read(url, known)
+        except FileNotFoundError:
+            if (now := stat(url)).version == known.version:
+                raise
+            raise replaced(url, f"{now.version}, not {known.version}") from None
         if checksum is not None and (found := checksum.of(data)) == checksum:
             return data
         if (now := store.stat(url)).version != known.version:
-            raise Unavailable(f"{url}: was replaced while it was read: version {now.version}, not {known.version}")
+            raise replaced(url, f"{now.version}, not {known.version}")
         if checksum is None:
             return data
         message = f"{url}: {checksum.algorithm} is {found.value}, expected {checksum.value}"
@@ -108,7 +113,7 @@ class RangeReader(io.RawIOBase):
         """Raises Unavailable if the object was replaced while it was read."""
         if not self.closed and (now := stat(self._url)).version != self._known.version:
             super().close()
-            raise Unavailable(f"{self._url}: was replaced while it was read: version {now.version}")
+            raise replaced(self._url, now.version)
         super().close()
 
 

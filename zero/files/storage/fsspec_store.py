@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from zero.base.errors import WRONG_PATH, Unavailable, UserError, first_line, install_command
-from zero.files.storage.failures import CONNECTION_ERRORS, AccessDenied, imported, outages
+from zero.files.storage.failures import CONNECTION_ERRORS, AccessDenied, imported, outages, replaced
 from zero.files.storage.objects import ObjectStat
 
 TIMEOUT = 10, 30  # seconds to connect, and without a byte while reading
@@ -148,6 +148,8 @@ class FsspecStore(ABC):
             except outages() as error:
                 if (status := _status(error)) == 404:
                     raise FileNotFoundError(f"{url}: no such object") from None
+                if status == 412:
+                    raise replaced(url) from error
                 if isinstance(error, PermissionError) or status in (401, 403):
                     message = f"{url}: access denied; a private bucket needs {self.access}: {first_line(error)}"
                     raise AccessDenied(message) from error
@@ -174,7 +176,10 @@ def file_system(store: FsspecStore, bucket: str, process: int, thread: int) -> A
 def _status(error: BaseException) -> int | None:
     """The status of the answer that a library has made this error of, if it tells."""
     answer = getattr(error, "response", None)
-    return getattr(error, "status_code", None) or getattr(answer, "status_code", None)
+    if isinstance(answer, dict):  # of botocore
+        return answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    status = getattr(error, "status_code", None) or getattr(answer, "status_code", None)
+    return status if status or error.__cause__ is None else _status(error.__cause__)
 
 
 def _is_temporary(error: BaseException, status: int | None) -> bool:

@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero.base.errors import Unavailable, first_line
-from zero.files.storage.failures import AccessDenied
+from zero.files.storage.failures import AccessDenied, replaced
 from zero.files.storage.fsspec_store import DEADLINE, TIMEOUT
 from zero.files.storage.objects import Checksum, ObjectStat
 from zero.files.storage.urls import SCHEME, split
 
 if TYPE_CHECKING:
     from google.cloud import storage
+
+PAYER = "GS_USER_PROJECT"  # the environment variable in which GDAL takes it too
 
 
 def stat(url: str | Path) -> ObjectStat:
@@ -36,7 +38,7 @@ def list_stats(directory: str | Path) -> dict[str, ObjectStat]:
     bucket, name = split(directory)
     prefix = name.rstrip("/") + "/" if name.rstrip("/") else ""
     with _translated_errors(directory):
-        blobs = list(client(os.getpid()).list_blobs(bucket, prefix=prefix, timeout=TIMEOUT, retry=_retry()))
+        blobs = list(client(os.getpid()).list_blobs(_bucket(bucket), prefix=prefix, timeout=TIMEOUT, retry=_retry()))
     return {f"{SCHEME}://{bucket}/{blob.name}": _stat(blob) for blob in blobs}
 
 
@@ -96,7 +98,12 @@ def client(process: int) -> storage.Client:
 
 def _blob(url: str | Path, generation: int | None = None) -> storage.Blob:
     bucket, name = split(url)
-    return client(os.getpid()).bucket(bucket).blob(name, generation=generation)
+    return _bucket(bucket).blob(name, generation=generation)
+
+
+def _bucket(name: str) -> storage.Bucket:
+    """A bucket; of one that bills its readers, the project that pays is named by the environment."""
+    return client(os.getpid()).bucket(name, user_project=os.environ.get(PAYER))
 
 
 def _retry() -> Any:
@@ -116,6 +123,14 @@ def _translated_errors(url: str | Path) -> Iterator[None]:
         yield
     except exceptions.NotFound:
         raise FileNotFoundError(f"{url}: no such object") from None
+    except exceptions.PreconditionFailed as error:
+        raise replaced(url) from error
+    except exceptions.BadRequest as error:
+        if "requester pays" not in str(error):
+            raise Unavailable(f"{url}: request failed: {first_line(error)}") from error
+        raise AccessDenied(
+            f"{url}: the bucket bills those who read it; {PAYER}=PROJECT in the environment names the project that pays"
+        ) from error
     except (exceptions.Unauthorized, exceptions.Forbidden, GoogleAuthError) as error:
         raise AccessDenied(
             f"{url}: access denied; a private bucket needs the credentials of an account with access to it "

@@ -28,7 +28,10 @@ class S3(FsspecStore):
     """Amazon S3, and stores that speak its protocol (AWS_ENDPOINT_URL)."""
 
     package, extra = "s3fs", "s3"
-    access = "the credentials of an account with access to it (AWS_PROFILE, or AWS_ACCESS_KEY_ID and its secret)"
+    access = (
+        "the credentials of an account with access to it (AWS_PROFILE, or AWS_ACCESS_KEY_ID and its secret), and "
+        "AWS_REQUEST_PAYER=requester if it bills those who read it"
+    )
 
     def options(self) -> dict[str, Any]:
         from botocore.session import Session
@@ -36,12 +39,13 @@ class S3(FsspecStore):
         connect, read = fsspec_store.TIMEOUT
         # Repetitions are those of FsspecStore, which ends them after a time rather than after a number.
         config = {"connect_timeout": connect, "read_timeout": read, "retries": {"total_max_attempts": 1}}
-        return {"config_kwargs": config, "anon": Session().get_credentials() is None}
+        anonymous = Session().get_credentials() is None
+        return {"config_kwargs": config, "anon": anonymous, "requester_pays": bool(_payer())}
 
     def info(self, files: Any, path: str) -> dict[str, Any]:
         """The answer to HEAD: unlike the `info` of s3fs it tells of encryption."""
         bucket, key, _ = files.split_path(path)
-        answer = files.call_s3("head_object", Bucket=bucket, Key=key)
+        answer = files.call_s3("head_object", Bucket=bucket, Key=key, **_payer())
         return answer | {"size": answer["ContentLength"]}
 
     def object_stat(self, info: dict[str, Any]) -> ObjectStat:
@@ -49,6 +53,12 @@ class S3(FsspecStore):
         tag = info["ETag"].strip('"')
         is_md5 = len(tag) == 32 and info.get("ServerSideEncryption", "AES256") == "AES256"
         return ObjectStat(info["size"], tag, Checksum("md5", tag) if is_md5 else None)
+
+
+def _payer() -> dict[str, str]:
+    """The argument of requests to a bucket that bills those who read it; the environment says whether to pay."""
+    payer = os.environ.get("AWS_REQUEST_PAYER")
+    return {"RequestPayer": payer} if payer else {}
 
 
 class Azure(FsspecStore):

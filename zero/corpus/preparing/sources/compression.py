@@ -37,7 +37,7 @@ def decompressed(file: BinaryIO, path: str) -> BinaryIO:
         case ".bz2":
             return bz2.open(file)  # type: ignore[return-value]
         case ".zst":
-            return io.BufferedReader(_Blocks(_decompress_zstd(file)), _COMPRESSED_BYTES)  # type: ignore[return-value]
+            return io.BufferedReader(_Blocks(_decompress_zstd(file)), _COMPRESSED_BYTES)
     return file
 
 
