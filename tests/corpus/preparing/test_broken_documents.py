@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,7 +59,7 @@ def test_broken_documents(write: Callable[[Path], None], tmp_path: Path):
     folder = tmp_path / "source"
     folder.mkdir()
     write(folder)
-    options = {"lines": True} if write is write_plain_lines else {}
+    options: dict[str, Any] = {"lines": write is write_plain_lines}
     with pytest.raises(UserError, match=r"; --skip-broken N leaves out up to N such documents$") as caught:
         make(folder, tmp_path, **options)
     assert str(folder) in str(caught.value)
@@ -94,7 +95,14 @@ def test_broken_documents_of_many_parts(tmp_path: Path, monkeypatch: pytest.Monk
 def test_shuffled_and_on_the_command_line(tmp_path: Path):
     (tmp_path / "source").mkdir()
     write_lines(tmp_path / "source")
-    folders = ["--directory", tmp_path / "corpus", "--index-directory", tmp_path / "index", "--row-tokens", "16"]
+    folders: list[str | Path] = [
+        "--directory",
+        tmp_path / "corpus",
+        "--index-directory",
+        tmp_path / "index",
+        "--row-tokens",
+        "16",
+    ]
     done = call(tmp_path / "source", "--shuffle", "--deduplicate", *folders)
     assert done.returncode == 2 and "a.jsonl, line 8: expected a string" in done.stderr
     done = call(tmp_path / "source", "--shuffle", "--deduplicate", "--skip-broken", "3", *folders)

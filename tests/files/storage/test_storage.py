@@ -335,7 +335,7 @@ def test_a_bucket_that_bills_its_readers(server: str, monkeypatch: pytest.Monkey
             with pytest.raises(
                 UserError, match=r"bills those who read it; GS_USER_PROJECT=PROJECT in the env"
             ) as caught:
-                read(url)  # type: ignore[operator]
+                read(url)
             assert caught.value.status == 2 and "\n" not in str(caught.value)
         monkeypatch.setenv("GS_USER_PROJECT", "mine")
         assert storage.read_bytes(url) == DATA and storage.list_files(storage.parent(url)) == [url]
