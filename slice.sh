@@ -250,7 +250,7 @@ read_state() { # TYPE: sets now; unknown where gcloud cannot tell
   ./slice.sh delete $name $zone"
 }
 
-read_type() { # TYPE: sets slices, accelerator and version, that of the machine image; a misspelt one ends here
+read_type() { # TYPE: sets slices, accelerator and version, that of the machine image; a misspelled one ends here
     slices=1 accelerator=$1
     if [[ $1 =~ ^([2-9]|[1-9][0-9]+)x(.+)$ ]]; then
         slices=${BASH_REMATCH[1]} accelerator=${BASH_REMATCH[2]}

@@ -5,7 +5,7 @@
     python benchmarks/attention.py --topology v3-32 --size 1_1b --contexts 8192 [--forms dense] [--context-shards 8]
 
 First form: forward and backward pass of only one layer's attention, float32 on CPU, 6 heads of 64, with ALiBi: dense,
-blockwise, blockwise in a window of 1,024 (local), and that of one vector-quantised unit of a model of the same width
+blockwise, blockwise in a window of 1,024 (local), and that of one vector-quantized unit of a model of the same width
 (vq: one head, keys of 128, values of 768, 512 codes, blocks of 512). The programs are compiled first and take turns;
 medians of paired ratios are printed. Dense is skipped if it would need more than 4 GiB. With --documents, each also
 for rows of that many isolated documents. Second form: the same with 8 heads on virtual devices, each with its own

@@ -1,6 +1,6 @@
 """The step of each program in examples/, sharded against unchanged, in turns: `python benchmarks/examples.py`.
 
-One process, 8 virtual CPU devices. Medians of 20 steps; the ratio is the median of the ratios of neighbouring steps.
+One process, 8 virtual CPU devices. Medians of 20 steps; the ratio is the median of the ratios of neighboring steps.
 """
 
 import importlib.util

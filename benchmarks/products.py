@@ -41,7 +41,7 @@ def aqt() -> Callable[..., jax.Array]:
 
 
 def qwix() -> Callable[..., jax.Array]:
-    """Qwix's product of quantised training, which its provider puts in the place of `lax.dot_general`."""
+    """Qwix's product of quantized training, which its provider puts in the place of `lax.dot_general`."""
     dot_general_qt: Any = importlib.import_module("qwix._src.core.dot_general_qt")
 
     options: Any = {"lhs_qtype": "int8", "rhs_qtype": "int8", "dlhs_grad_qtype": "int8", "dlhs_residual_qtype": "int8"}

@@ -133,7 +133,7 @@ class Source(NamedTuple):
     """How a source trains.
 
     Attributes:
-      loss: `(params, codebook, memory, position, tokens, targets)` to what is minimised, and `(the logged loss, the
+      loss: `(params, codebook, memory, position, tokens, targets)` to what is minimized, and `(the logged loss, the
         codebook after the update, the memory after these tokens)`.
       optimizer: see `Adam`.
       empty_memory: from the size and the number of rows.

@@ -23,7 +23,7 @@ from zero.costs.hlo import collectives
 from zero.partition.collectives.axis import Axis
 from zero.partition.memory import memory
 from zero.partition.virtual_devices import use_cpu_devices
-from zero.report.picture_style import COLORS, GREY, STYLE
+from zero.report.picture_style import COLORS, GRAY, STYLE
 from zero.training.batch import Batch
 from zero.training.optimizers.optimizer import adamw
 from zero.training.parts import StepOptions
@@ -57,7 +57,7 @@ def draw(parts: dict[str, list[float]], path: Path) -> None:
     plt.rcParams.update(STYLE | {"svg.hashsalt": "stages", "axes.grid.axis": "x"})
     figure, axes = plt.subplots(figsize=(7.2, 3.2), layout="constrained")
     left = [0.0] * 4
-    for (name, gib), color in zip(parts.items(), (*COLORS[:3], GREY), strict=True):
+    for (name, gib), color in zip(parts.items(), (*COLORS[:3], GRAY), strict=True):
         axes.barh(range(4), gib, left=left, label=name, color=color)
         left = [a + b for a, b in zip(left, gib, strict=True)]
     for stage, total in enumerate(left):

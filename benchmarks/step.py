@@ -5,7 +5,7 @@
 
 The programs take turns, so that noise affects all alike: each round times one step of every program, and the table has
 the median of the ratios to a peer in the same round. All of JAX runs in one process; torch runs in another one with all
-cores, and FSDP2 in two, after the table. Bytes are the compiler's, for one device. The same model, rematerialisation,
+cores, and FSDP2 in two, after the table. Bytes are the compiler's, for one device. The same model, rematerialization,
 dtypes, clipping and AdamW everywhere.
 
 With --plain-order each stage is only compared with itself without `zero.in_order`, which may abort on a busy machine
@@ -274,7 +274,7 @@ def time_in_turns(programs: dict[str, Program], rounds: int) -> tuple[dict[str, 
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     losses = {}
     for round_ in range(rounds + 2):
-        for name in random.sample(list(programs), len(programs)):  # nobody always follows the same neighbour
+        for name in random.sample(list(programs), len(programs)):  # nobody always follows the same neighbor
             program = programs[name]
             started = time.perf_counter()
             states[name], loss = program.step(states[name], program.batch)

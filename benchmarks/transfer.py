@@ -96,7 +96,7 @@ def best(by_rate: dict[int, float]) -> int:
 
 
 def next_exponent(by_rate: dict[int, float], first: int) -> int | None:
-    """The rate to try next: neighbours of the best one, then theirs; None where nothing is left."""
+    """The rate to try next: neighbors of the best one, then theirs; None where nothing is left."""
     if not by_rate:
         return first
     middle = best(by_rate)

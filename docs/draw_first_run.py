@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 
 from docs.picture_of_numbers import save
-from zero.report.picture_style import COLORS, GREY, STYLE
+from zero.report.picture_style import COLORS, GRAY, STYLE
 
 RUN = Path(__file__).with_name("sources") / "first-run"
 PICTURE = Path(__file__).with_name("pictures") / "loss.png"
@@ -39,7 +39,7 @@ def draw(path: Path) -> None:
             label = f"at the end: {evaluation['loss']:.3f} on {evaluation['set']}"
             axes.plot(last_step, evaluation["loss"], marker, color=color, markerfacecolor="none", label=label)
         longer = next(line["step"] for line in lines if line["sequence_length"] == 256)
-        axes.axvline(longer - 5, color=GREY, linestyle=":", label="from here on sequences of 256 bytes, not 64")
+        axes.axvline(longer - 5, color=GRAY, linestyle=":", label="from here on sequences of 256 bytes, not 64")
         axes.set(xlabel="step", ylabel="loss, nats per byte", title="The default job", xlim=(0, None))
         axes.legend()
         save(figure, path, numbers())

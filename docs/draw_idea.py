@@ -1,6 +1,6 @@
 """Draws docs/pictures/idea.svg, one layer of stage 3 in four frames: `python -m docs.draw_idea`.
 
-The picture is as wide as a telephone, so that its text is as large there as that of the page around it. Colours are
+The picture is as wide as a telephone, so that its text is as large there as that of the page around it. Colors are
 those of report.html, light and dark.
 """
 
@@ -41,8 +41,8 @@ text{font-family:system-ui,sans-serif;font-size:13px;fill:var(--ink)}
 #tip path{fill:var(--quiet)}"""
 
 
-def colours() -> str:
-    """The declarations of the colours, as in report.html: those of light pages, and those of dark ones."""
+def colors() -> str:
+    """The declarations of the colors, as in report.html: those of light pages, and those of dark ones."""
     light, dark = re.findall(r":root \{(.*?)\}", PAGE_STYLE.read_text(), re.DOTALL)
     declared = [" ".join(declarations.split()) for declarations in (light, dark)]
     return f":root{{{declared[0]}}}\n@media(prefers-color-scheme:dark){{:root{{{declared[1]}}}}}"
@@ -62,16 +62,16 @@ def looks(frame: int, device: int, layer: int) -> list[str]:
 
 def arrows(frame: int, left: float, top: float) -> list[str]:
     """What moves: slices to all devices, rows through each, gradients to the device that holds the slice."""
-    centres = [left + device * STEP + DEVICE[0] / 2 for device in range(DEVICES)]
+    centers = [left + device * STEP + DEVICE[0] / 2 for device in range(DEVICES)]
     bottom = top + DEVICE[1]
     match frame:
         case 1:  # from the first device to the others; the others send likewise
-            pairs = [(centres[0], x) for x in centres[1:]]
+            pairs = [(centers[0], x) for x in centers[1:]]
         case 3:
-            pairs = [(x, centres[0]) for x in centres[1:]]
+            pairs = [(x, centers[0]) for x in centers[1:]]
         case 2:
-            return [f'<path class="arrow" d="M{x} {top - 16}V{top - 3}"/>' for x in centres] + [
-                f'<path class="arrow" d="M{x} {bottom + 2}V{bottom + 15}"/>' for x in centres
+            return [f'<path class="arrow" d="M{x} {top - 16}V{top - 3}"/>' for x in centers] + [
+                f'<path class="arrow" d="M{x} {bottom + 2}V{bottom + 15}"/>' for x in centers
             ]
         case _:
             return []
@@ -103,7 +103,7 @@ def picture() -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{SHOWN}" '
         f'height="{SHOWN * height // WIDTH}" role="img" aria-labelledby="name">',
         '<title id="name">Shards, gather, layer, scatter: how four devices run one layer at stage 3</title>',
-        f"<style>{colours()}\n{STYLE}</style>",
+        f"<style>{colors()}\n{STYLE}</style>",
         '<defs><marker id="tip" markerWidth="7" markerHeight="6" refX="5" refY="3" orient="auto">'
         '<path d="M0 0L6 3L0 6Z"/></marker></defs>',
         f'<rect class="paper" width="{WIDTH}" height="{height}" rx="6"/>',

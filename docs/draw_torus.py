@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from docs.draw_idea import colours
+from docs.draw_idea import colors
 from zero.partition.collectives.axis import Axis
 from zero.plan.topology import find_devices
 
@@ -21,7 +21,7 @@ PANEL = 164  # the width of one
 HEIGHT = 262
 WIDTH, SHOWN = 344, 430  # in the picture's own units, pixels on a telephone; and where there is room
 PANELS = (
-    ("zero.phases=flat", ("neighbours on the", "pmap axis: two hosts")),
+    ("zero.phases=flat", ("neighbors on the", "pmap axis: two hosts")),
     ("zero.phases=torus", ("a line of chips along", "one dimension")),
 )
 LEGEND = (("group", "one tensor group", 38), ("part", "gather the same part of the weights", 19))
@@ -37,7 +37,7 @@ text{font-family:system-ui,sans-serif;font-size:12px;fill:var(--ink)}
 
 
 def axes(devices: list[Any]) -> tuple[Axis, Axis]:
-    """The axis with groups of neighbours, and with groups along lines."""
+    """The axis with groups of neighbors, and with groups along lines."""
     return Axis.with_tensor_groups("zero", len(devices), TENSOR), Axis.with_tensor_lines("zero", devices, TENSOR)
 
 
@@ -62,7 +62,7 @@ def panel(axis: Axis, places: list[tuple[int, int]], left: float, title: str, se
 
 
 def picture() -> str:
-    """Two panels, and what the colours mean."""
+    """Two panels, and what the colors mean."""
     devices = find_devices(TOPOLOGY)
     places = [device.coords[:2] for device in devices]
     parts = [
@@ -70,7 +70,7 @@ def picture() -> str:
         f'height="{SHOWN * HEIGHT // WIDTH}" role="img" aria-labelledby="name">',
         '<title id="name">A tensor group of 8 on 8 x 8 TPUs, and the devices that gather the same part of the weights'
         "</title>",
-        f"<style>{colours()}\n{STYLE}</style>",
+        f"<style>{colors()}\n{STYLE}</style>",
         f'<rect class="paper" width="{WIDTH}" height="{HEIGHT}" rx="6"/>',
     ]
     for number, (axis, (title, sentence)) in enumerate(zip(axes(devices), PANELS, strict=True)):

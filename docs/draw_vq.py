@@ -47,7 +47,7 @@ def draw(path: Path) -> None:
         axes = figure.subplots()
         for (tokens, values), (label, color, style) in zip(losses(), LINES, strict=True):
             axes.plot(tokens, values, style, color=color, markersize=4, label=label)
-        axes.set(title="Vector-quantised keys, 2.05 million parameters", xlim=(0, None))
+        axes.set(title="Vector-quantized keys, 2.05 million parameters", xlim=(0, None))
         axes.set(xlabel="million tokens", ylabel="validation loss, nats per byte")
         axes.legend()
         save(figure, path, numbers())

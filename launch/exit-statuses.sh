@@ -8,7 +8,7 @@ explain_status() { # STATUS: sets outcome and meaning
         [[ $status != "$1" ]] || return 0
     done <<'LIST'
 0 finished training has finished
-2 refused the same command would be refused again, for a misspelt key for example
+2 refused the same command would be refused again, for a misspelled key for example
 75 stopped a signal stopped training, after a checkpoint was saved
 126 refused .venv/bin/python cannot be run: call prepareTPUVM.sh
 127 refused there is no .venv/bin/python: call prepareTPUVM.sh

@@ -47,8 +47,8 @@ def test_configurations(workplace: Path, overrides: str) -> None:
     assert "\n" not in message and CONFIGURATIONS[overrides] in message, message
 
 
-def test_keys_of_a_choice_beside_a_misspelt_one() -> None:
-    """Only what is misspelt is named, wherever the choice is written that brings the other keys."""
+def test_keys_of_a_choice_beside_a_misspelled_one() -> None:
+    """Only what is misspelled is named, wherever the choice is written that brings the other keys."""
     for arguments in (["mode=plan", "plan.search=fastest", "plan.topologi=v3-8"], ["plan.topologi=v3-8", "mode=plan"]):
         with pytest.raises(UserError) as caught:
             cli_compose(arguments)

@@ -59,7 +59,7 @@ def test_all_others_name_the_lost_host(workplace: Path, count: int, victim: int,
 def test_run_continues_from_memory(workplace: Path) -> None:
     """A run that lost a host continues from the memory of the others.
 
-    Bit for bit as a run that lost none; the replacement, whose memory is empty, gets its shards from a neighbour.
+    Bit for bit as a run that lost none; the replacement, whose memory is empty, gets its shards from a neighbor.
     """
 
     def start(run: str) -> list[subprocess.Popen[str]]:

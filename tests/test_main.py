@@ -70,7 +70,7 @@ def finished(workplace: Path) -> Path:
         (["model.sizee=test"], ["model.sizee", "did you mean model.size?"]),
         (["--resume"], ["--resume", "runs has no checkpoint"]),
     ],
-    ids=["misspelt key", "nothing to resume"],
+    ids=["misspelled key", "nothing to resume"],
 )
 def test_mistake_in_an_empty_directory(arguments: list[str], named: list[str], tmp_path: Path) -> None:
     cli.check_refusal(cli.Lasting(tmp_path).run(*arguments), *named)

@@ -7,11 +7,11 @@ from types import ModuleType
 
 import pytest
 
-from docs import draw_coordinate_check, draw_first_run, draw_quantised, draw_transfer, draw_vq
+from docs import draw_coordinate_check, draw_first_run, draw_quantized, draw_transfer, draw_vq
 from docs.picture_of_numbers import shows
 
 DOCS = Path(__file__).parents[1] / "docs"
-DRAWN = (draw_coordinate_check, draw_first_run, draw_quantised, draw_transfer, draw_vq)
+DRAWN = (draw_coordinate_check, draw_first_run, draw_quantized, draw_transfer, draw_vq)
 pytestmark = pytest.mark.quick
 
 

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers; a test compares it with `HOMES`
     from zero.partition import groups as groups
-    from zero.partition import quantised as quantised
+    from zero.partition import quantized as quantized
     from zero.partition.checksums import check_replicated as check_replicated
     from zero.partition.checksums import checksums as checksums
     from zero.partition.collectives.axis import Axis as Axis
@@ -96,7 +96,7 @@ HOMES = {  # the module of each public name
     "use_cpu_devices": "zero.partition.virtual_devices",
 }
 TYPES = ["Layout", "ShardedOptimizer", "ShardedState"]  # of results, for annotations
-MODULES = {"groups": "zero.partition.groups", "quantised": "zero.partition.quantised"}
+MODULES = {"groups": "zero.partition.groups", "quantized": "zero.partition.quantized"}
 __all__ = [
     "Axis",
     "NotElementwiseError",

@@ -51,7 +51,7 @@ U = TypeVar("U")
 class Job(NamedTuple):
     """A model on an axis of devices, its optimizer, the programs made of them, and the layout of the whole state.
 
-    The objective is what the programs minimise; `held` counts the bytes of state and frozen parameters per device;
+    The objective is what the programs minimize; `held` counts the bytes of state and frozen parameters per device;
     `storage` knows where the state lies between steps; `placements` are those of tensor groups between which
     `zero.phases=auto` has chosen (`placement_seconds`).
     """
@@ -223,7 +223,7 @@ def placement_seconds(
 ) -> dict[str, float]:
     """Seconds per step in which links carry what tensor groups exchange and what is gathered, by `zero.phases`.
 
-    "flat" has groups of neighbours, "torus" groups along lines: there, gathers have the other dimensions to themselves,
+    "flat" has groups of neighbors, "torus" groups along lines: there, gathers have the other dimensions to themselves,
     and exchanges one. Nothing is hidden, and each placement has the links to itself.
 
     Args:

@@ -46,7 +46,7 @@ def train(params, layers, stage, steps=5, checkpoint=None, resume=False):
     tx = zero.on_shards(optimizer, layout, "batch")
     layouts = layout, zero.derive_layout(optimizer.init, layout)
     lifted = {name: zero.fully_shard(layer, layout.at(name), "batch") for name, layer in layers.items()}
-    # Without rematerialisation the backward pass would keep the whole weights of every layer.
+    # Without rematerialization the backward pass would keep the whole weights of every layer.
     lifted = {name: jax.checkpoint(layer) for name, layer in lifted.items()}
 
     def loss_fn(shards, gathered, x, y):

@@ -1,4 +1,4 @@
-"""Proximal policy optimisation of a point mass, environment included: all updates of a step are one scan inside pmap.
+"""Proximal policy optimization of a point mass, environment included: all updates of a step are one scan inside pmap.
 
 python train.py --steps 30 --checkpoint /tmp/ppo.msgpack
 python train.py --steps 60 --checkpoint /tmp/ppo.msgpack --resume
@@ -38,7 +38,7 @@ class TrainingState:
     step: Any
     params: Any
     opt_state: Any
-    scale: Any  # a running mean of squared observations, by which they are normalised
+    scale: Any  # a running mean of squared observations, by which they are normalized
 
 
 def create_state():

@@ -1,4 +1,4 @@
-"""An AlgoPerf submission: sharpness-aware minimisation (SAM) in a pmapped update, whole gradients taken twice.
+"""An AlgoPerf submission: sharpness-aware minimization (SAM) in a pmapped update, whole gradients taken twice.
 
 python train.py --steps 30 --checkpoint /tmp/sam.msgpack
 python train.py --steps 60 --checkpoint /tmp/sam.msgpack --resume

@@ -250,8 +250,8 @@ def together(count: int, folder: Path, lineage: str) -> list[str]:
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.wide)])
-def test_shards_from_a_neighbour(count: int, tmp_path: Path) -> None:
-    """A replaced host gets its shards from its neighbour."""
+def test_shards_from_a_neighbor(count: int, tmp_path: Path) -> None:
+    """A replaced host gets its shards from its neighbor."""
     lineage, *others = together(count, tmp_path, "new")
     assert others == [lineage] * (count - 1)
     assert sorted(path.name.removeprefix(f"{lineage}-") for path in (tmp_path / "1").rglob("*.shards")) == [

@@ -177,7 +177,7 @@ def test_newest_and_best_are_kept(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["7", "8", "9"]
 
 
-def test_loss_that_was_learnt_after_the_save(tmp_path: Path) -> None:
+def test_loss_that_was_learned_after_the_save(tmp_path: Path) -> None:
     """The checkpoint is kept by it, at later starts as well; what a killed process has left beside it is removed."""
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         save_small(checkpoints, 1)

@@ -56,7 +56,7 @@ def test_bytes_across_hosts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("groups", "sent", "spans_halves", "spans_neighbours"),
+    ("groups", "sent", "spans_halves", "spans_neighbors"),
     [
         ("[4,2]<=[2,4]T(1,0)", 32, True, False),  # as XLA for TPU writes them
         ("[2,4]<=[8]", 48, False, True),
@@ -69,12 +69,12 @@ def test_bytes_across_hosts() -> None:
         ("mesh['a'=2,'b'=2,'c'=2] {'a','b'}", 48, True, False),
     ],
 )
-def test_groups_are_read_from_each_notation(groups: str, sent: int, spans_halves: bool, spans_neighbours: bool) -> None:
+def test_groups_are_read_from_each_notation(groups: str, sent: int, spans_halves: bool, spans_neighbors: bool) -> None:
     line = f"  %y = f32[8]{{0}} all-reduce(%x), replica_groups={groups}, use_global_device_ids=true"
     found = collectives(f"ENTRY %main (x: f32[8]) -> f32[8] {{\n{line}\n}}")
     assert bytes_by_kind(found) == {"all-reduce": sent}
     assert bool(across_hosts(found, [0] * 4 + [1] * 4)) == spans_halves
-    assert bool(across_hosts(found, [0, 1] * 4)) == spans_neighbours
+    assert bool(across_hosts(found, [0, 1] * 4)) == spans_neighbors
 
 
 @pytest.mark.parametrize("groups", ["{}", "mesh['a'=8] {'a':(2)4}", "mesh['a'=8], device_ids=([8]) {'a':(2)4}"])

@@ -73,7 +73,7 @@ SIZES = {
     # Torch multiplies groups of tokens only where rows are whole 16 bytes long.
     "mixtral": _of("mixtral", N=2, embedding_dim=44, mlp_dim=20, experts=5, expert_capacity=1.0),
     "qwen3_moe": _of(
-        "qwen3_moe", N=2, embedding_dim=44, mlp_dim=12, experts=7, experts_per_token=3, normalise_router=False
+        "qwen3_moe", N=2, embedding_dim=44, mlp_dim=12, experts=7, experts_per_token=3, normalize_router=False
     ),
     "gpt_oss": _of(
         "gpt_oss",

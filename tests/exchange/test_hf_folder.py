@@ -91,7 +91,7 @@ THEIRS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         _LLAMA_SIZES
         | {"hidden_size": 44, "moe_intermediate_size": 12}
         | {"num_experts": 7, "num_experts_per_tok": 3, "norm_topk_prob": True},
-        {"N": 4, "normalise_router": True, "rotary_base": 1e4},
+        {"N": 4, "normalize_router": True, "rotary_base": 1e4},
     ),
     "gpt_oss": (
         "GptOssConfig",
@@ -320,7 +320,7 @@ def test_weights_that_are_not_read(hf: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["int8", "bool", "uint8", "int32"])
 def test_tensor_of_integers_is_no_weight(dtype: str, hf: Path, tmp_path: Path) -> None:
-    """As quantised folders hold them: cast to floats they would be another model, with finite losses."""
+    """As quantized folders hold them: cast to floats they would be another model, with finite losses."""
     for name, data in contents(hf).items():
         (tmp_path / name).write_bytes(data)
     tensors = load_file(tmp_path / "model.safetensors")

@@ -65,8 +65,8 @@ LAYOUT = """
   const light = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
   const behind = (e) => {
     for (let p = e; p; p = p.parentElement) {
-      const colour = parse(getComputedStyle(p).backgroundColor);
-      if (colour[3] === 255) return colour;
+      const color = parse(getComputedStyle(p).backgroundColor);
+      if (color[3] === 255) return color;
     }
     return parse("Canvas");
   };

@@ -121,7 +121,7 @@ def random_pairs(count: int, seed: int) -> list[Pair]:
     both = [pair for pair in combinations(others, 2) if key_of(pair[0]) != key_of(pair[1])]
     beside = draw.sample(neutral, min(count // 2, len(neutral)))
     both = draw.sample(both, min(count - count // 2, len(both)))
-    return sorted(beside, key=lambda pair: others.index(pair[1])) + both  # runs of one job are neighbours
+    return sorted(beside, key=lambda pair: others.index(pair[1])) + both  # runs of one job are neighbors
 
 
 def key_of(override: str) -> str:

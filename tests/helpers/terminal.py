@@ -65,7 +65,7 @@ class Screen:
             self.lines[self._row] = ""
         elif command == "A":
             self._row -= int(numbers or 1)
-        elif command != "m" and (numbers, command) not in (("?25", "l"), ("?25", "h")):  # colours; the cursor
+        elif command != "m" and (numbers, command) not in (("?25", "l"), ("?25", "h")):  # colors; the cursor
             raise ValueError(f"the screen does not know ESC[{numbers}{command}")
 
 

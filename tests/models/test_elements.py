@@ -41,8 +41,8 @@ def random_params(config: GPTConfig) -> Any:
 
 
 def norm_by_hand(config: GPTConfig, x: np.ndarray, p: Any) -> np.ndarray:
-    centred = x - x.mean(-1, keepdims=True) if config.norm == "layer" else x
-    normed = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + config.norm_epsilon)
+    centered = x - x.mean(-1, keepdims=True) if config.norm == "layer" else x
+    normed = centered / np.sqrt((centered**2).mean(-1, keepdims=True) + config.norm_epsilon)
     if not config.norm_gains:
         return normed
     return normed * (p["scale"] + (config.norm == "rms_offset")) + p.get("bias", 0)

@@ -18,17 +18,17 @@ from zero.models.gpt import GPT, init_cache
 E, K, T = 5, 2, 13
 SMALL = GPTConfig(
     embedding_dim=6, vocab_size=31, num_head=2, block_size=24, dropout=0.0, N=2, mlp_dim=7, mlp_bias=False,
-    experts=E, experts_per_token=K, normalise_router=True, balance_loss=0.3, router_z_loss=0.2,
+    experts=E, experts_per_token=K, normalize_router=True, balance_loss=0.3, router_z_loss=0.2,
 )  # fmt: skip
 CAPPED = dataclasses.replace(SMALL, expert_capacity=0.7)
-SWITCH = dataclasses.replace(CAPPED, experts_per_token=1, normalise_router=False)
+SWITCH = dataclasses.replace(CAPPED, experts_per_token=1, normalize_router=False)
 GATED = dataclasses.replace(SMALL, gated=True, activation="silu")
 CONFIGS = {
     "dropless": SMALL,
     "capacity": CAPPED,
     "switch": SWITCH,
     "gated": GATED,
-    "gated_capacity": dataclasses.replace(GATED, expert_capacity=1.0, normalise_router=False),
+    "gated_capacity": dataclasses.replace(GATED, expert_capacity=1.0, normalize_router=False),
 }
 EACH = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
@@ -71,7 +71,7 @@ def by_hand(config: GPTConfig, p: Any, h_BTD: np.ndarray) -> tuple[np.ndarray, n
             for t in range(len(row)):
                 expert = order[t, rank]
                 gate = probabilities[t, expert]
-                if config.normalise_router:
+                if config.normalize_router:
                     gate /= probabilities[t, order[t]].sum()
                 places[expert] += 1
                 if config.expert_capacity is not None and places[expert] > capacity_of(config, len(row)):
@@ -237,7 +237,7 @@ def test_metrics_are_means_over_layers() -> None:
 
 
 NONE: dict[str, Any] = {
-    "experts": None, "experts_per_token": 1, "normalise_router": False, "balance_loss": 0.0, "router_z_loss": 0.0
+    "experts": None, "experts_per_token": 1, "normalize_router": False, "balance_loss": 0.0, "router_z_loss": 0.0
 }  # fmt: skip
 
 
@@ -288,7 +288,7 @@ def test_only_every_second_layer_has_experts() -> None:
         ({"experts": 1}, "experts_per_token 2 must be at most experts 1"),
         ({"experts": 0}, "experts must be at least 1, got 0"),
         ({"experts": None}, "experts_per_token 2 needs experts"),
-        ({"experts_per_token": 1}, "normalise_router: true with experts_per_token 1"),
+        ({"experts_per_token": 1}, "normalize_router: true with experts_per_token 1"),
         ({"experts_every": 3}, "N 2 must be a multiple of experts_every 3"),
         ({"experts_every": 2, "windows": (0, 3)}, "experts_every 2 needs one window"),
         ({"expert_capacity": 0.0}, "expert_capacity must be more than 0"),

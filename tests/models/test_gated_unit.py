@@ -1,4 +1,4 @@
-"""Gated units with vector-quantised keys, against a loop over positions that keeps every key."""
+"""Gated units with vector-quantized keys, against a loop over positions that keeps every key."""
 
 import dataclasses
 from functools import partial

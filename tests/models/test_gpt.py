@@ -87,8 +87,8 @@ def by_hand(config: GPTConfig) -> np.ndarray:
     p = jax.tree.map(lambda x: np.asarray(x, np.float64), params(config))
 
     def norm(x: np.ndarray, p: Any) -> np.ndarray:
-        centred = x - x.mean(-1, keepdims=True)
-        return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + config.norm_epsilon) * p["scale"] + p["bias"]
+        centered = x - x.mean(-1, keepdims=True)
+        return centered / np.sqrt((centered**2).mean(-1, keepdims=True) + config.norm_epsilon) * p["scale"] + p["bias"]
 
     table = p["vocabulary"]["table"].reshape(-1, config.embedding_dim)[: config.vocab_size]
     width = config.embedding_dim // config.num_head

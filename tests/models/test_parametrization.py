@@ -46,7 +46,7 @@ def test_weights_start_as_table_3_says() -> None:
 
 
 @pytest.mark.parametrize("parametrization", ["mup", pytest.param("standard", marks=pytest.mark.wide)])
-def test_zero_initialised_layers(parametrization: str) -> None:
+def test_zero_initialized_layers(parametrization: str) -> None:
     """Queries and residual outputs start at zero on request."""
     config = dataclasses.replace(CONFIG, zero_init=True)
     if parametrization == "standard":

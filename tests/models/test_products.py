@@ -14,7 +14,7 @@ from zero.models.config import GPTConfig
 from zero.models.elements import contraction
 from zero.models.families import FAMILIES
 from zero.models.gpt import GPT, variable_shapes
-from zero.models.products import E4M3, E5M2, EIGHT_BITS, INT8, PRODUCTS, Form, quantised
+from zero.models.products import E4M3, E5M2, EIGHT_BITS, INT8, PRODUCTS, Form, quantized
 
 X, W, G = (
     np.asarray(jax.random.normal(jax.random.key(i), shape))
@@ -193,9 +193,9 @@ def test_range_of_sums() -> None:
         product(shape((1, 1, 133_145)), shape((133_145, 1)))
 
 
-def test_quantised_numbers_use_the_whole_range() -> None:
+def test_quantized_numbers_use_the_whole_range() -> None:
     for form in (INT8, E4M3, E5M2):
-        numbers, scales = quantised(jnp.asarray(W), form, (0,))
+        numbers, scales = quantized(jnp.asarray(W), form, (0,))
         assert (jnp.max(jnp.abs(numbers.astype(jnp.float32)), axis=0) == form.largest).all()
         assert scales.shape == (1, 24)
 

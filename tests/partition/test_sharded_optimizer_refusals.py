@@ -56,19 +56,17 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(
         ValueError, match=r"leaf 0/mu/b: expected a shard of \(3,\), got \(24,\); that is the whole array"
     ):
-        labelled = zero.ShardedState(whole, jnp.arange(8, dtype=jnp.int32))
-        jax.pmap(lambda g, p: adam.update(zero.local(g), labelled, p), "batch")(
-            local_grads(0), replicate(make_params())
-        )
+        labeled = zero.ShardedState(whole, jnp.arange(8, dtype=jnp.int32))
+        jax.pmap(lambda g, p: adam.update(zero.local(g), labeled, p), "batch")(local_grads(0), replicate(make_params()))
 
 
-def centred() -> optax.GradientTransformation:
+def centered() -> optax.GradientTransformation:
     """A transform of the author's, of functions with names of their own."""
 
-    def centred_update(updates: Any, state: Any, params: Any = None) -> Any:
+    def centered_update(updates: Any, state: Any, params: Any = None) -> Any:
         return jax.tree.map(lambda g: g - jnp.mean(g), updates), state
 
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), centred_update)
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), centered_update)
 
 
 @pytest.mark.parametrize(
@@ -95,8 +93,8 @@ def centred() -> optax.GradientTransformation:
         (optax.flatten(optax.adam(0.1)), r"flatten .* leave optax\.flatten out"),
         (optax.zero_nans(), r"zero_nans .* use zero\.across_shards"),
         (
-            optax.chain(optax.scale(2.0), centred()),
-            r"centred \(test_sharded_optimizer_refusals.py:\d+\) is not element",
+            optax.chain(optax.scale(2.0), centered()),
+            r"centered \(test_sharded_optimizer_refusals.py:\d+\) is not element",
         ),
         (optax.masked(optax.lamb(0.1), lambda p: jax.tree.map(lambda x: x.ndim > 1, p)), "scale_by_trust_ratio"),
         (optax.MultiSteps(optax.lamb(0.1), 2), "scale_by_trust_ratio"),
@@ -159,7 +157,7 @@ def test_float0_gradients_are_explained() -> None:
         lower(run, {"w": np.ones((8, 3), np.float32), "n": np.ones((8, 16), int)})
 
 
-def normalised(tx: Any) -> Any:
+def normalized(tx: Any) -> Any:
     """A wrapper that optax does not know: divides by the largest gradient."""
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
@@ -176,8 +174,8 @@ AROUND: dict[str, Any] = {
     "contrib.sam": lambda tx: optax.contrib.sam(tx, optax.sgd(0.1)),
     "contrib.mechanize": lambda tx: optax.contrib.mechanize(tx),
     "flatten": optax.flatten,
-    "a user's own": lambda tx: normalised(tx),
-    "a user's own, jitted": lambda tx: normalised(optax.GradientTransformation(tx.init, jax.jit(tx.update))),
+    "a user's own": lambda tx: normalized(tx),
+    "a user's own, jitted": lambda tx: normalized(optax.GradientTransformation(tx.init, jax.jit(tx.update))),
 }
 
 

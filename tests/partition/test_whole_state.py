@@ -130,7 +130,7 @@ def test_round_trip_of_every_transform(is_whole: bool) -> None:
     made = {name: make() for name, make in optax_transforms.TRANSFORMS.items() if name not in warned}
     made |= {
         "muon": zero.across_shards(optax.contrib.muon(0.1)),
-        "zero.quantised.adamw": zero.quantised.adamw(0.1),
+        "zero.quantized.adamw": zero.quantized.adamw(0.1),
     }
     if not is_whole:
         seen, every = set[Any](), made

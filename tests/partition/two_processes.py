@@ -129,12 +129,12 @@ def check_optimizer(axis: zero.Axis, plain: Any, right: Any) -> None:
         np.testing.assert_allclose(x[0], expected[name], rtol=1e-5, atol=1e-6)
 
 
-def check_quantised(axis: zero.Axis) -> None:
+def check_quantized(axis: zero.Axis) -> None:
     """Moments of a byte and bfloat16 weights are on both processes what they are in the whole, bit for bit."""
     sizes = {"w": (13, 512), "odd": (7, 601)}
     grads = {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in sizes.items()}
     params = {name: x.astype(jnp.bfloat16) for name, x in grads.items()}
-    tx = optax.chain(zero.quantised.adamw(0.1), zero.quantised.round_stochastically())
+    tx = optax.chain(zero.quantized.adamw(0.1), zero.quantized.round_stochastically())
     layout = zero.make_layout(params, axis.shards)
     on, state_layout = zero.on_shards(tx, layout, axis), zero.derive_layout(tx.init, layout)
 
@@ -396,7 +396,7 @@ if EVERY_CHECK:
     check_mesh_slices()
     check_dtypes()
     check_optimizer(AXES["hybrid"], *OPTIMIZERS["a norm"])
-    check_quantised(AXES["phases"])
+    check_quantized(AXES["phases"])
     check_lift(AXES["hybrid"])
 for name in OPTIMIZERS if os.environ.get(EVERY) else ["owned matrices"]:
     check_optimizer(AXES["flat"], *OPTIMIZERS[name])

@@ -56,7 +56,7 @@ def test_counted_traffic_is_compiled_traffic() -> None:
 
 
 def test_plan_by_formula() -> None:
-    """State is exact, stages and rematerialisation order the peak, and seconds are a lower bound."""
+    """State is exact, stages and rematerialization order the peak, and seconds are a lower bound."""
     rows = {stage: plan("gpu:h100x16", stage=stage) for stage in (0, 3)}
     assert rows[3]["parameters"] * 12 / 16 == pytest.approx(rows[3]["state_bytes"], rel=0.01)
     assert rows[3]["peak_bytes"] < rows[0]["peak_bytes"] and rows[3]["available_bytes"] == 60 * 10**9

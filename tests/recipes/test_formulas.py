@@ -74,8 +74,8 @@ def relu(x: np.ndarray) -> np.ndarray:
 
 
 def layer_norm(x: np.ndarray, p: Any, epsilon: float) -> np.ndarray:
-    centred = x - x.mean(-1, keepdims=True)
-    return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + epsilon) * p["scale"] + p["bias"]
+    centered = x - x.mean(-1, keepdims=True)
+    return centered / np.sqrt((centered**2).mean(-1, keepdims=True) + epsilon) * p["scale"] + p["bias"]
 
 
 def rms_norm(x: np.ndarray, scale: Any = 1.0, epsilon: float = 1e-6) -> np.ndarray:

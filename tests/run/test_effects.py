@@ -126,7 +126,7 @@ def test_report_of_a_state_that_only_memory_holds(forks: cli.Forks, undisturbed:
 
 
 @pytest.mark.slow
-def test_kills_around_a_loss_that_is_learnt_after_the_save(forks: cli.Forks, undisturbed: Path) -> None:
+def test_kills_around_a_loss_that_is_learned_after_the_save(forks: cli.Forks, undisturbed: Path) -> None:
     """Killed before, within and after the metadata of a checkpoint are replaced, a run evaluates and notes it again."""
     run = forks.workplace / "learning"
     again = (*JOB, f"zero.emergency_directory={forks.workplace}/learning-shm", "hydra.run.dir=learning")

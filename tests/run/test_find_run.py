@@ -252,7 +252,7 @@ def test_command_of_a_run(in_tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flag", ["--resume=yes", "--resume=", "--resume-auto", "--resumes"])
-def test_misspelt_flag_is_refused(flag: str) -> None:
+def test_misspelled_flag_is_refused(flag: str) -> None:
     make_run(DEFAULT_ROOT / "a", [5])
     with pytest.raises(UserError, match=f"{flag}: expected --resume or --resume=auto"):
         resume_overrides([flag])

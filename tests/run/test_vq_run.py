@@ -1,4 +1,4 @@
-"""A run of a model with vector-quantised keys: resumed elsewhere, on two hosts, warm-started, evaluated, sampled from.
+"""A run of a model with vector-quantized keys: resumed elsewhere, on two hosts, warm-started, evaluated, sampled from.
 
 test_resumed.py resumes such a run and scores longer rows, tests/training/test_codebook.py trains in groups.
 """

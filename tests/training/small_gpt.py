@@ -48,7 +48,7 @@ CONFIG = GPTConfig(
     embedding_norm=True,
 )
 EXPERTS = dataclasses.replace(
-    CONFIG, mlp_bias=False, experts=8, experts_per_token=2, normalise_router=True, expert_capacity=1.0
+    CONFIG, mlp_bias=False, experts=8, experts_per_token=2, normalize_router=True, expert_capacity=1.0
 )
 VQ = GPTConfig(
     embedding_dim=42,

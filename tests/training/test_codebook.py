@@ -1,4 +1,4 @@
-"""Whole steps with the codebook of vector-quantised keys: one state of the run, the same on any devices."""
+"""Whole steps with the codebook of vector-quantized keys: one state of the run, the same on any devices."""
 
 import dataclasses
 from functools import cache, partial
@@ -110,7 +110,7 @@ CHOICES = dataclasses.replace(
 
 
 def test_choices_of_transformer_vq() -> None:
-    """Its dropouts, positions, initialisers and scales train alike on one device and, in micro-batches, in groups."""
+    """Its dropouts, positions, initializers and scales train alike on one device and, in micro-batches, in groups."""
     data = partial(tokens, context=CUT.block_size)
     expected = run_on(setup(1, 3, config=CHOICES), data=data)
     axis = zero.Axis.with_tensor_groups("zero", 8, 4)

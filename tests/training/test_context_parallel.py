@@ -67,7 +67,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "micro-batches": (3, {"micro_batches": 3}),
     "fused": (3, {"fused_update": True, "skip_bad_steps": False, "max_norm": None}),
     "nested": (3, {"remat": "nested"}),
-    "not rematerialised": (3, {"remat": "none"}),
+    "not rematerialized": (3, {"remat": "none"}),
 }
 EVERY = [
     *(("plain", context, case) for context, case in itertools.product((2, 4, 8), CASES)),

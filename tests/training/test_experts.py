@@ -36,11 +36,11 @@ from zero.training.parts import TrainState
 from zero.training.placements import is_expert_leaf
 
 DROPLESS = dataclasses.replace(
-    CONFIG, dropout=0.0, mlp_dim=61, mlp_bias=False, experts=8, experts_per_token=2, normalise_router=True,
+    CONFIG, dropout=0.0, mlp_dim=61, mlp_bias=False, experts=8, experts_per_token=2, normalize_router=True,
     balance_loss=0.1, router_z_loss=0.05,
 )  # fmt: skip
 CAPPED = dataclasses.replace(DROPLESS, expert_capacity=1.0)
-SWITCH = dataclasses.replace(CAPPED, experts_per_token=1, normalise_router=False, N=4, experts_every=2)
+SWITCH = dataclasses.replace(CAPPED, experts_per_token=1, normalize_router=False, N=4, experts_every=2)
 GROUPED: dict[str, Any] = {"num_head": 6, "head_dim": 10, "kv_heads": 3, "embedding_norm": False}
 QWEN3 = dataclasses.replace(CONFIG, **{**FAMILIES["qwen3_moe"], **GROUPED, "mlp_dim": 13, "experts": 16})
 _GPT_OSS: dict[str, Any] = {**FAMILIES["gpt_oss"], **GROUPED, "windows": (5, 0), "mlp_dim": 13}
@@ -214,7 +214,7 @@ def test_optimizers_train_in_expert_groups(name: str) -> None:
 def test_bytes_sent_by_expert_groups(experts: int) -> None:
     """Expert groups send the bytes of the formula.
 
-    Bytes of the compiled program per device and step, stage 3, full rematerialisation (docs/explanation/groups.md).
+    Bytes of the compiled program per device and step, stage 3, full rematerialization (docs/explanation/groups.md).
     """
     config = dataclasses.replace(
         DROPLESS, embedding_dim=64, num_head=4, mlp_dim=256, N=2, expert_capacity=1.0, vocab_size=104, vocab_chunks=1

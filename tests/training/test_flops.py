@@ -95,8 +95,8 @@ def test_flops_of_conditions() -> None:
     assert matmul_flops(jax.make_jaxpr(either)(jnp.ones((3, 3))).jaxpr) == 2 * 2 * 27
 
 
-def test_flops_of_rematerialisation() -> None:
-    """Rematerialisation is counted in a step but not in the model."""
+def test_flops_of_rematerialization() -> None:
+    """Rematerialization is counted in a step but not in the model."""
     config = GPTConfig(24, 33, 4, 16, 0.0, 3)
     tokens = jnp.zeros((2, 16), jnp.int32)
     model = GPT(config, remat="full")

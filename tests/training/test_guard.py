@@ -133,7 +133,7 @@ def test_shuffled_tokens_are_skipped() -> None:
     on = setup(8, 3, skip_spikes=6.0)
     text = batch(on, 0)._replace(tokens=np.broadcast_to(np.arange(12, dtype=np.int32), (8, 3, 12)))
     noise = text._replace(tokens=np.random.default_rng(0).permuted(text.tokens, axis=-1))
-    # The model has learnt the text before the statistics begin; what is left is the noise of dropout.
+    # The model has learned the text before the statistics begin; what is left is the noise of dropout.
     state = on.start()
     for _ in range(40):
         state, _ = on.programs.step(state, text)

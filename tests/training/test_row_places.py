@@ -49,7 +49,7 @@ def test_every_row_is_read_where_it_is_computed(placement: tuple[zero.Axis, list
 
 
 def test_default_placement_is_a_share_of_the_batch() -> None:
-    """Without groups, and with groups of neighbours within hosts, a host reads one run of rows, as many as another."""
+    """Without groups, and with groups of neighbors within hosts, a host reads one run of rows, as many as another."""
     for axis in (zero.Axis("zero", (1, 8)), zero.Axis.with_tensor_groups("zero", 8, 2)):
         places = RowPlaces.of_devices(axis, [0] * 4 + [1] * 4, host=1)
         rows = 16 // 2

@@ -157,7 +157,7 @@ def test_micro_batches_are_summed_in_float32() -> None:
 
 @pytest.mark.slow  # the test below has "dots", and test_families.py "none"
 @pytest.mark.parametrize("remat", ["dots", "none"])
-def test_rematerialisation(remat: str) -> None:
+def test_rematerialization(remat: str) -> None:
     """Training does not depend on what the backward pass recomputes."""
     assert_close(run_on(setup(8, 3, remat=remat)), run(8, 3), rtol=1e-6)
 

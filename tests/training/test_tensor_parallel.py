@@ -108,7 +108,7 @@ SHUFFLED = zero.Axis("zero", (1, 2, 4), (3, 6, 0, 5, 7, 2, 1, 4), tensor=2)
 
 @pytest.mark.parametrize("placed", [APART, pytest.param(SHUFFLED, marks=pytest.mark.slow)])
 def test_groups_may_lie_anywhere(placed: zero.Axis) -> None:
-    """Groups of devices that are no neighbours train as devices alone, and evaluate and decode alike.
+    """Groups of devices that are no neighbors train as devices alone, and evaluate and decode alike.
 
     Documents of a row are kept apart in them.
     """

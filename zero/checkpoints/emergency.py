@@ -178,7 +178,7 @@ class EmergencyCheckpoints:
     def restore(self, lineages: Sequence[str], after: int) -> tuple[dict[str, Any], PyTree] | None:
         """The position and state of the newest checkpoint that all hosts together hold.
 
-        Only the shards of a replaced host are sent, by its neighbour.
+        Only the shards of a replaced host are sent, by its neighbor.
 
         Args:
           lineages: what `lineages` was at the previous start; of two lineages the first is the newer one.
@@ -301,6 +301,6 @@ def _check_room(directory: Path, own: Path, layout: Layout) -> None:
     if free < needed:
         raise UserError(
             f"zero.emergency_directory={directory}: expected {needed / 2**20:,.1f} MiB for the shards of this host and "
-            f"its neighbour, {free / 2**20:,.1f} are free; name a directory on a local disk, or give the container "
+            f"its neighbor, {free / 2**20:,.1f} are free; name a directory on a local disk, or give the container "
             "more shared memory (docker run --shm-size)"
         )

@@ -1,4 +1,4 @@
-"""Names of keys: of all choices and modes, those that were renamed, and what a misspelt one may have meant."""
+"""Names of keys: of all choices and modes, those that were renamed, and what a misspelled one may have meant."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from zero.models.products import EIGHT_BITS
 from zero.models.stack import OFFLOADED, STORED, span_size
 from zero.training.block_codes import FORMS
 from zero.training.objectives.objective import REFERENCE
-from zero.training.optimizers.optimizer import ELEMENTWISE, MULTIPLIABLE, QUANTISABLE
+from zero.training.optimizers.optimizer import ELEMENTWISE, MULTIPLIABLE, QUANTIZABLE
 from zero.training.tuning import Adapted
 
 Mistakes = Iterator[tuple[str, str]]  # key, and what was expected
@@ -412,7 +412,7 @@ def plan_rules(config: Config, size: GPTConfig) -> Mistakes:
     if plan.search != "largest" and max(plan.grid.context or [0]) > size.block_size:
         limit = f"the block_size of model.size={config.model.size}"
         yield "plan.grid.context", f"a list, each element 2 to {size.block_size}, {limit}, or null"
-    if config.optimizer.name not in QUANTISABLE and set(plan.grid.state_dtype or []) - {"float32"}:
+    if config.optimizer.name not in QUANTIZABLE and set(plan.grid.state_dtype or []) - {"float32"}:
         yield "plan.grid.state_dtype", f"[float32] or null, as optimizer={config.optimizer.name}"
 
 

@@ -413,7 +413,7 @@ class Zero:
     replicas: int | None = key(
         None,
         at_least(1),
-        "Copies of the whole state, each sharded over a group of neighbouring devices: gathers stay inside a group, "
+        "Copies of the whole state, each sharded over a group of neighboring devices: gathers stay inside a group, "
         "gradients are summed over all devices; null: one in each slice of TPUs, so only these sums leave a slice.",
         in_scores=True,
     )
@@ -426,21 +426,21 @@ class Zero:
     tensor_shards: int = key(
         1,
         at_least(1),
-        "Tensor parallelism: neighbouring devices compute the same sequences, each with a part of the heads, of the "
+        "Tensor parallelism: neighboring devices compute the same sequences, each with a part of the heads, of the "
         "MLP and of the vocabulary.",
         in_scores=True,
     )
     context_shards: int = key(
         1,
         at_least(1),
-        "Context parallelism: neighbouring devices share sequences, each with 1/context_shards of the positions and "
+        "Context parallelism: neighboring devices share sequences, each with 1/context_shards of the positions and "
         "their activations.",
         in_scores=True,
     )
     expert_shards: int = key(
         1,
         at_least(1),
-        "Expert parallelism: neighbouring devices divide the experts of a layer, and exchange tokens; for a model "
+        "Expert parallelism: neighboring devices divide the experts of a layer, and exchange tokens; for a model "
         "with experts and expert_capacity.",
         in_scores=True,
     )
@@ -538,7 +538,7 @@ class Config:
     model: Model = section(Model)
     data: Data = section(Data)
     optimizer: Optimizer = choice(OPTIMIZERS, "What makes an update of a gradient.")
-    objective: objectives.Keys = choice(OBJECTIVES, "What is minimised.")
+    objective: objectives.Keys = choice(OBJECTIVES, "What is minimized.")
     tuning: tunings.Keys = choice(TUNINGS, "Which parameters are trained; docs/how-to/fine-tuning.md")
     schedule: Schedule = choice(SCHEDULES, "The learning rate after a linear warmup from 0.")
     zero: Zero = section(Zero)

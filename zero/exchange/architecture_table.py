@@ -366,7 +366,7 @@ QWEN3_MOE = _like_llama(
         "moe_intermediate_size": "mlp_width",
         "num_experts": "experts",
         "num_experts_per_tok": "experts_per_token",
-        "norm_topk_prob": "normalise_router",
+        "norm_topk_prob": "normalize_router",
     },
     absent={"num_experts_per_tok": 8, "norm_topk_prob": False},
     aliases={"num_experts": "num_local_experts"},  # as transformers 5 writes it

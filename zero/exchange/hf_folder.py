@@ -22,7 +22,7 @@ from zero.training.sharded_gpt import ShardedGPT
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"  # of several files: the file of each tensor
-# The dtypes of weights. Integers are codes of a quantised model, whose scales would be lost.
+# The dtypes of weights. Integers are codes of a quantized model, whose scales would be lost.
 _FLOATS = ("F64", "F32", "F16", "BF16")
 # The ends of the names of tensors that are constants: masks, and the frequencies of rotary positions.
 _CONSTANTS = (".attn.bias", ".attention.bias", ".masked_bias", ".rotary_emb.inv_freq")

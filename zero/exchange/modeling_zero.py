@@ -98,7 +98,7 @@ def rotate(x_BHTK: torch.Tensor, positions_BT: torch.Tensor, frequencies: list[f
 
 
 class Layer(nn.Module):
-    """Attention and MLP, each normalised and added to the residual stream."""
+    """Attention and MLP, each normalized and added to the residual stream."""
 
     def __init__(self, config: ZeroConfig, number: int):
         super().__init__()

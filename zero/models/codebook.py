@@ -1,4 +1,4 @@
-"""The codebook of vector-quantised keys: a moving average of the keys assigned to each code.
+"""The codebook of vector-quantized keys: a moving average of the keys assigned to each code.
 
 Shapes are named by suffix: S codes, K width of a key. Every leaf has a leading dimension of layers.
 """

@@ -37,7 +37,7 @@ class GPTConfig(Transformer, GatedUnits):
         TRANSFORMER,
         one_of(*LAYERS),
         "transformer, or gated_units: two gated attention units, each with a single head whose keys are "
-        "vector-quantised; attention in linear time, sampling with a state of constant size. Family vq; of "
+        "vector-quantized; attention in linear time, sampling with a state of constant size. Family vq; of "
         "the keys above only those of norms, embedding, vocabulary and dropout apply (docs/decisions/vq.md)",
         layers=BOTH,
     )

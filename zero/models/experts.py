@@ -61,7 +61,7 @@ class Mixture(MLP, Initial):
         "before later ones (position), with which no token depends on later ones",
     )
     # Mixtral
-    normalise_router: bool = key(False, None, "the probabilities of the chosen experts are divided by their sum")
+    normalize_router: bool = key(False, None, "the probabilities of the chosen experts are divided by their sum")
     # E times the sum over experts of choices per token times mean probability (Switch, arXiv 2101.03961, eq. 4). It is
     # `experts_per_token` where all experts are chosen equally.
     balance_loss: float = key(
@@ -90,8 +90,8 @@ class Mixture(MLP, Initial):
             return
         if self.experts_per_token > self.experts:
             yield f"experts_per_token {self.experts_per_token} must be at most experts {self.experts}"
-        if self.experts_per_token == 1 and self.normalise_router:
-            yield "normalise_router: true with experts_per_token 1 leaves the router without a gradient"
+        if self.experts_per_token == 1 and self.normalize_router:
+            yield "normalize_router: true with experts_per_token 1 leaves the router without a gradient"
         if self.N % self.experts_every:
             yield f"N {self.N} must be a multiple of experts_every {self.experts_every}"
         if self.experts_every > 1 and len(self.windows) > 1:
@@ -210,7 +210,7 @@ class Experts(nn.Module):
         logits_BTE = self._router_logits(h_BTD)
         probabilities_BTE = jax.nn.softmax(logits_BTE)
         gates_BTK, chosen_BTK = lax.top_k(probabilities_BTE, config.experts_per_token)
-        if config.normalise_router:
+        if config.normalize_router:
             gates_BTK = gates_BTK / gates_BTK.sum(-1, keepdims=True)
 
         width = config.mlp_width // self.cut.size

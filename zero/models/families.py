@@ -66,7 +66,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rotary_base": 1e6,
         "experts": 8,
         "experts_per_token": 2,
-        "normalise_router": True,
+        "normalize_router": True,
         "balance_loss": 0.02,
     },
     "qwen3_moe": {
@@ -76,7 +76,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rotary_base": 1e6,
         "experts": 128,
         "experts_per_token": 8,
-        "normalise_router": True,
+        "normalize_router": True,
         "balance_loss": 0.001,
     },
     "gpt_oss": {
@@ -91,7 +91,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "activation": "clamped_swiglu",
         "experts": 32,
         "experts_per_token": 4,
-        "normalise_router": True,
+        "normalize_router": True,
     },
     "gemma": _GEMMA,
     "gemma2": {**_GEMMA, "norm_place": "both", "windows": (4096, 0), "attention_cap": 50.0, "logit_cap": 30.0},

@@ -1,4 +1,4 @@
-"""Gated attention units with vector-quantised keys: attention to all positions in time linear in their number.
+"""Gated attention units with vector-quantized keys: attention to all positions in time linear in their number.
 
 A query attends, in one softmax, to its own block of C positions (causally), to the block before, and to everything
 older. Keys are rounded to one of S codes, so all older positions of one code have the same score: a mean value and a
@@ -112,7 +112,7 @@ def assign_codes(
     In the backward pass the gradient of a rounded key flows to the key ("straight through"); plus the gradient of
     `commitment` times the squared distance between the two. The "gradients" of `counts_S` and `sums_SK` are the inputs
     of their moving averages: the number of keys assigned to each code, and the sums of these keys. So micro-batches and
-    rematerialised layers add them up like gradients, each key once.
+    rematerialized layers add them up like gradients, each key once.
 
     Args:
       keys_BTK: float32.

@@ -1,8 +1,8 @@
 """A decoder-only transformer, without sharding.
 
-Its layers are a stack, scanned and rematerialised. The vocabulary is a stack of chunks of rows, so that float32 logits
+Its layers are a stack, scanned and rematerialized. The vocabulary is a stack of chunks of rows, so that float32 logits
 exist for one chunk at a time. `lift` is applied to the class of every part that owns parameters, before it is
-rematerialised and stacked: a caller can change there how parameters are stored.
+rematerialized and stacked: a caller can change there how parameters are stored.
 
 Shapes are named by suffix:
   B rows, T positions of a row, D embedding, C vocabulary rows of a chunk
@@ -213,7 +213,7 @@ class GPT(nn.Module):
         cache: AnyCache | None = None,
         position: jax.Array | int = 0,
     ) -> tuple[jax.Array, AnyCache | None]:
-        """The normalised residual stream after the last layer, `(B, T, D)`, and the cache with these positions."""
+        """The normalized residual stream after the last layer, `(B, T, D)`, and the cache with these positions."""
         cut = self._cut.with_all_positions()
         stream = self.embed(tokens_BT, keys_B, None, position, cut)
         (x_BTD, _), cache = self._layers(stream, cache, keys_B, position, None, cut)

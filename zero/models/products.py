@@ -88,12 +88,12 @@ OF_FLOAT8 = Forms(E4M3, E5M2, (E4M3, E5M2))
 FORMS: Mapping[str, Forms] = MappingProxyType({"int8": OF_INT8, "int8_all": ALL_OF_INT8, "float8": OF_FLOAT8})
 
 
-def quantised(x: jax.Array, form: Form, dims: Sequence[int]) -> tuple[jax.Array, jax.Array]:
+def quantized(x: jax.Array, form: Form, dims: Sequence[int]) -> tuple[jax.Array, jax.Array]:
     """`x` as numbers of a form, and their scales, float32 with size 1 in `dims`: their product is about `x`.
 
     A magnitude that is not finite makes the scale so, and with it every sum of its row: the step is skipped.
 
-    >>> numbers, scales = quantised(jnp.asarray([[-1.0, 0.25], [0.0, 0.0]]), INT8, (1,))
+    >>> numbers, scales = quantized(jnp.asarray([[-1.0, 0.25], [0.0, 0.0]]), INT8, (1,))
     >>> numbers.tolist(), [round(scale * 127, 3) for scale in scales[:, 0].tolist()]
     ([[-127, 32], [0, 0]], [1.0, 0.0])
     """
@@ -101,7 +101,7 @@ def quantised(x: jax.Array, form: Form, dims: Sequence[int]) -> tuple[jax.Array,
     return form.numbers(x, largest), form.scales(largest)
 
 
-def quantised_product(forms: Forms, x_BTX: jax.Array, w_XF: jax.Array | RoundedWeight) -> jax.Array:
+def quantized_product(forms: Forms, x_BTX: jax.Array, w_XF: jax.Array | RoundedWeight) -> jax.Array:
     """As `contraction`, in numbers of 8 bits; the dtype of the result is that of `x_BTX`.
 
     Args:
@@ -111,12 +111,12 @@ def quantised_product(forms: Forms, x_BTX: jax.Array, w_XF: jax.Array | RoundedW
       ValueError: the sum of a row could leave the range of int32.
 
     >>> x, w = jnp.asarray([[[1.0, -0.5]]]), jnp.asarray([[0.5], [1.0]])
-    >>> round(float(quantised_product(OF_INT8, x, w)[0, 0, 0]), 3)
+    >>> round(float(quantized_product(OF_INT8, x, w)[0, 0, 0]), 3)
     0.0
     """
     if isinstance(w_XF, RoundedWeight):
         return _product(forms, x_BTX, *w_XF)
-    w, w_scale = quantised(lax.stop_gradient(w_XF), forms.values, range(x_BTX.ndim - 2))
+    w, w_scale = quantized(lax.stop_gradient(w_XF), forms.values, range(x_BTX.ndim - 2))
     return _product(forms, x_BTX, w_XF, w, w_scale)
 
 
@@ -130,7 +130,7 @@ def _forward(
     forms: Forms, x_BTX: jax.Array, flow_XF: jax.Array, w: jax.Array, w_scale: jax.Array
 ) -> tuple[jax.Array, Any]:
     inputs = x_BTX.ndim - 2
-    x, x_scale = quantised(x_BTX, forms.values, range(2, x_BTX.ndim))
+    x, x_scale = quantized(x_BTX, forms.values, range(2, x_BTX.ndim))
     sums_BTF = _contracted(forms.values, x, w, range(2, x.ndim), range(inputs))
     row_scale = x_scale.reshape(*x_BTX.shape[:2], *(1,) * (w.ndim - inputs))
     column_scale = w_scale.reshape(1, 1, *w.shape[inputs:])
@@ -144,7 +144,7 @@ def _backward(forms: Forms, saved: Any, grad_BTF: jax.Array) -> tuple[jax.Array 
     inputs = x_BTX.ndim - 2
     features = range(2, grad_BTF.ndim)
     scaled_BTF = grad_BTF.astype(jnp.float32) * w_scale.reshape(1, 1, *w.shape[inputs:])
-    grad, grad_scale = quantised(scaled_BTF, forms.to_inputs, features)
+    grad, grad_scale = quantized(scaled_BTF, forms.to_inputs, features)
     sums_BTX = _contracted(forms.to_inputs, grad, w, features, range(inputs, w.ndim))
     row_scale = grad_scale.reshape(*x_BTX.shape[:2], *(1,) * inputs)
     to_inputs = (sums_BTX * row_scale).astype(grad_BTF.dtype)
@@ -162,11 +162,11 @@ def _to_weights(
         assert x_scale is not None
         # Inputs have a scale per position, and the sum is over positions: so the gradient is multiplied by the scales.
         of_positions = x_scale.reshape(*x_scale.shape[:2], *(1,) * (grad_BTF.ndim - 2))
-        grad, grad_scale = quantised(grad_BTF.astype(jnp.float32) * of_positions, of_grad, (0, 1))
+        grad, grad_scale = quantized(grad_BTF.astype(jnp.float32) * of_positions, of_grad, (0, 1))
         sums_XF = _over_positions(of_grad, x_BTX, grad)
     else:
-        x, x_scale = quantised(x_BTX, of_x, (0, 1))
-        grad, grad_scale = quantised(grad_BTF, of_grad, (0, 1))
+        x, x_scale = quantized(x_BTX, of_x, (0, 1))
+        grad, grad_scale = quantized(grad_BTF, of_grad, (0, 1))
         row_scale = x_scale.reshape(*x.shape[2:], *(1,) * (grad.ndim - 2))
         sums_XF = _contracted(of_grad, x, grad, (0, 1), (0, 1)) * row_scale
     column_scale = grad_scale.reshape(*(1,) * (x_BTX.ndim - 2), *grad.shape[2:])
@@ -221,7 +221,7 @@ PRODUCTS: Mapping[str, Product] = MappingProxyType(
     {
         "auto": contraction,
         "bfloat16": in_bfloat16,
-        **{name: partial(quantised_product, forms) for name, forms in FORMS.items()},
+        **{name: partial(quantized_product, forms) for name, forms in FORMS.items()},
     }
 )
 EIGHT_BITS = tuple(FORMS)

@@ -199,7 +199,7 @@ def kinds_of(remat: str) -> tuple[str, ...]:
 
 
 def span_size(layers: int) -> int:
-    """The span that minimises the stored inputs: one per span, and those of one span.
+    """The span that minimizes the stored inputs: one per span, and those of one span.
 
     >>> span_size(136), span_size(36), span_size(7)
     (8, 6, 1)
@@ -243,8 +243,8 @@ def run_layers(pattern: Sequence[Layer], stacks: Any, x: Any, policy: Policy) ->
     looped = pattern
     after = pattern[:left]
     if isinstance(policy, Scanned):
-        looped = [_rematerialised(layer, policy, in_loop=iterations > 1) for layer in looped]
-        after = [_rematerialised(layer, policy, in_loop=False) for layer in after]
+        looped = [_rematerialized(layer, policy, in_loop=iterations > 1) for layer in looped]
+        after = [_rematerialized(layer, policy, in_loop=False) for layer in after]
 
     def through(layers: Sequence[Layer], x: Any, xs: Any) -> Any:
         for place, layer in enumerate(layers):
@@ -270,12 +270,12 @@ def run_with_outputs(layer: Callable[..., Any], stacks: Any, x: Any, policy: Pol
     """
     count = jax.tree.leaves(stacks)[0].shape[0]
     if isinstance(policy, Scanned):
-        layer = _rematerialised(layer, policy)
+        layer = _rematerialized(layer, policy)
     unroll = count if isinstance(policy, Unrolled) else 1
     return lax.scan(lambda x, xs: layer(xs[0], x, xs[1]), x, (stacks, jnp.arange(count)), unroll=unroll)
 
 
-def _rematerialised(layer: Callable[..., Any], policy: Scanned, *, in_loop: bool = True) -> Callable[..., Any]:
+def _rematerialized(layer: Callable[..., Any], policy: Scanned, *, in_loop: bool = True) -> Callable[..., Any]:
     """The layer, of which only the values of the policy are stored.
 
     Outside a loop XLA would find that the backward pass computes what the forward pass has computed, and store it.

@@ -67,7 +67,7 @@ class Sinks(nn.Module):
 
 
 class TransformerLayer(Layer):
-    """Attention and MLP, each normalised and added to the residual stream.
+    """Attention and MLP, each normalized and added to the residual stream.
 
     Attributes:
       is_dense: the layer has an MLP in a model with experts.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Fact:
-    """A line of a card: `best validation loss | 1.3746 | at step 960`. The grade, good or bad, colours the value."""
+    """A line of a card: `best validation loss | 1.3746 | at step 960`. The grade, good or bad, colors the value."""
 
     name: str
     value: str

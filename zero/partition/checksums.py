@@ -106,7 +106,7 @@ def _differ_program(groups: tuple[Groups, ...], axis_name: str, devices: tuple[j
 
 
 def _differ(leaves: Sequence[jax.Array], groups: Sequence[Groups], axis_name: str) -> jax.Array:
-    """Whether each leaf differs between ring neighbours anywhere in its groups."""
+    """Whether each leaf differs between ring neighbors anywhere in its groups."""
 
     def one(x: jax.Array, rings: Groups) -> jax.Array:
         rings = rings or (tuple(range(lax.axis_size(axis_name))),)

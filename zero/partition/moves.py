@@ -1,7 +1,7 @@
 """Moves: the steps from a shard of an array to the array that a device computes with, as data.
 
 A gather folds over the moves of a leaf, a scatter over their transposes in reverse (`collectives/arrays.py`). Groups of
-`over` devices make a move; neighbours in a group hold shards that are `apart`. For 8 shards:
+`over` devices make a move; neighbors in a group hold shards that are `apart`. For 8 shards:
 
 | leaf                              | moves                                                      |
 |-----------------------------------|------------------------------------------------------------|

@@ -231,7 +231,7 @@ def fully_shard(
 ) -> Target:
     """A Flax module class, or a function of a parameter tree, whose parameters are shards: stages 2 and 3.
 
-    The target sees whole parameters in `dtype`; shards are stored, differentiated and initialised. In the backward pass
+    The target sees whole parameters in `dtype`; shards are stored, differentiated and initialized. In the backward pass
     each gradient is reduce-scattered (summed over the axis) as soon as it exists. With `nn.remat` and `nn.scan` around
     one lifted layer, whole weights exist for one layer at a time: stage 3. Weights gathered before, passed as the
     variable collection "gathered" (a function: the keyword `gathered`), are used instead of a gather: stage 2.

@@ -77,7 +77,7 @@ def prepare_environment(topology: str) -> None:
             os.environ["JAX_PLATFORMS"] = platform
         return
     if topology.startswith(formula.PREFIX):
-        formula.gpus(topology)  # a misspelt name is refused before processes start
+        formula.gpus(topology)  # a misspelled name is refused before processes start
         os.environ["JAX_PLATFORMS"] = "cpu"
         return
     slice_shape(slices_in(topology)[1])

@@ -3,7 +3,7 @@
 from typing import Any
 
 COLORS = ("#1f66b0", "#c2410c", "#1b7a43", "#8a3ca8", "#8a5a00", "#0e7490", "#be2463", "#57606a")
-GREY = COLORS[-1]
+GRAY = COLORS[-1]
 STYLE: Any = {  # for matplotlib.rc_context
     "axes.axisbelow": True,
     "axes.grid": True,

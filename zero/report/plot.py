@@ -14,7 +14,7 @@ from matplotlib.ticker import EngFormatter
 from zero.files import storage
 from zero.record.metrics_file import read_metrics, read_resumes
 from zero.record.run_files import METRICS_FILE
-from zero.report.picture_style import COLORS, GREY, STYLE
+from zero.report.picture_style import COLORS, GRAY, STYLE
 
 PICTURE_FILE = "run.png"
 TRAINING = COLORS[0]
@@ -57,7 +57,7 @@ def _plot(metrics: list[dict[str, Any]], resumes: list[int], title: str) -> Figu
     for axes, name in zip(panels.flat, names, strict=True):
         axes.set_title(name)
         for index, step in enumerate(resumes):
-            axes.axvline(step, color=GREY, linewidth=0.8, linestyle=":", label="" if index else "resumed")
+            axes.axvline(step, color=GRAY, linewidth=0.8, linestyle=":", label="" if index else "resumed")
         if axes is not losses:
             axes.set_ylim(bottom=0)
     for axes in panels[1]:

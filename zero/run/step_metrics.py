@@ -1,4 +1,4 @@
-"""Metrics of the steps since the last logged line: losses, times, throughput and utilisation."""
+"""Metrics of the steps since the last logged line: losses, times, throughput and utilization."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ METRICS = (
     Metric(OF_EXPERTS, "share of tokens of the most and the least chosen expert, share of choices dropped, nats"),
     Metric(
         OF_CODEBOOKS,
-        "of the codes of vector-quantised keys: nats, its exponential, share of codes hardly used, relative error of "
+        "of the codes of vector-quantized keys: nats, its exponential, share of codes hardly used, relative error of "
         "rounded keys",
     ),
 )
@@ -106,7 +106,7 @@ class StepMetrics:
 
     @property
     def counts_flops(self) -> bool:
-        """Whether lines have a utilisation."""
+        """Whether lines have a utilization."""
         return self._peak_flops is not None
 
     @property
@@ -134,7 +134,7 @@ class StepMetrics:
         """Adds the metrics of a dispatched call; waits for all but the newest `leave`.
 
         Args:
-          flops: operations of the model in this call per device, for the utilisation; None if the call is not timed.
+          flops: operations of the model in this call per device, for the utilization; None if the call is not timed.
           predicted: seconds of this call, None if unknown or not timed.
         """
         self._unread.append(metrics)

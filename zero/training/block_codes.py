@@ -1,9 +1,9 @@
 """Matrices held as codes of 8 or 4 bits in blocks, each with a scale, for weights that are not trained.
 
-A block is 64 inputs of one output: neighbours in the memory of a product's weight as PyTorch holds it. A held matrix
+A block is 64 inputs of one output: neighbors in the memory of a product's weight as PyTorch holds it. A held matrix
 is a dict of arrays, which are sharded and gathered as they are; a layer is decoded where it computes.
 
-Source: QLoRA (Dettmers et al., arXiv 2305.14314), section 3: 4-bit NormalFloat and double quantisation; its scales of
+Source: QLoRA (Dettmers et al., arXiv 2305.14314), section 3: 4-bit NormalFloat and double quantization; its scales of
 scales are linear here, in int8.
 
 Shapes are named by suffix:

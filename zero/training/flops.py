@@ -16,7 +16,7 @@ from zero.models.gpt import GPT, variable_shapes
 
 
 def model_flops(config: GPTConfig, rows: int, context: int, *, frozen: bool = False) -> int:
-    """FLOPs of the forward and backward pass on `rows` sequences of `context` tokens, without rematerialisation.
+    """FLOPs of the forward and backward pass on `rows` sequences of `context` tokens, without rematerialization.
 
     The backward pass of a matrix product is two products of the same size, so this is three times the forward pass; it
     is one where the parameters are `frozen`, whose adapters are not counted.

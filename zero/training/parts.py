@@ -74,7 +74,7 @@ class StepOptions:
       fused_update: update each layer inside the backward pass.
       streams_state: with `fused_update`, the optimizer's state of layers lies in the host's memory between its updates.
       ema_decay: decay per update of a moving average of the parameters; None: no average.
-      objective: what a step minimises.
+      objective: what a step minimizes.
       parts: updates for each batch of rows, of which each takes the next part of every row. A model with memory
         remembers the parts before, and no gradient flows to these. 1: each update takes whole rows.
     """

@@ -229,7 +229,7 @@ class SequenceLengths:
         return self.full
 
     def cut(self, tokens: np.ndarray, step: int) -> np.ndarray:
-        """Cuts rows `(B, full)` into `(B * full / context, context)`; the pieces of a row stay neighbours.
+        """Cuts rows `(B, full)` into `(B * full / context, context)`; the pieces of a row stay neighbors.
 
         >>> SequenceLengths(4, ((1, 2),), has_last_target=True).cut(np.arange(5)[None], 0).tolist()
         [[0, 1, 2], [2, 3, 4]]

@@ -85,7 +85,7 @@ class Adapted(Keys):
         one_of(*BASE_DTYPES),
         "Matrices of the frozen weights, as they are held and gathered: float32 or bfloat16; norms and biases stay "
         "float32.",
-        "int8 or nf4 (QLoRA, arXiv 2305.14314, with double quantisation): products of layers in blocks of 64 with a "
+        "int8 or nf4 (QLoRA, arXiv 2305.14314, with double quantization): products of layers in blocks of 64 with a "
         "scale, 1.06 or 0.52 bytes per weight; the vocabulary in bfloat16.",
     )
     adapter: str | None = key(

@@ -1,4 +1,4 @@
-"""Whether devices compute the same: neighbours repeat each other's micro-batch, and their results are compared.
+"""Whether devices compute the same: neighbors repeat each other's micro-batch, and their results are compared.
 
 A result is a checksum of the bits of the loss and of the gradient of every parameter, before any sum over devices.
 Weights are gathered as in a step, layer by layer at stage 3, and no more than one layer's gradient exists. The devices

@@ -107,7 +107,7 @@ def test_list_of_what_was_removed(source: Path, tmp_path: Path, part_bytes: int)
     assert not list(Path(again.directory).glob("*removed*")) and verify(again.directory) == []
 
 
-@pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"deduplicate": True, "normalise": "nfc"}])
+@pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"deduplicate": True, "normalize": "nfc"}])
 def test_file_that_is_not_utf8_is_listed(tmp_path: Path, options: dict[str, Any]):
     """The list and the page name it, with its text as far as it can be shown; no filter judges it."""
     root = tmp_path / "texts"

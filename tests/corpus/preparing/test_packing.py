@@ -44,7 +44,7 @@ def test_best_fit(sizes: list[int], row_tokens: int) -> None:
     rows = packed.rows(tokens, -1)
     assert sorted(rows[rows >= 0].tolist()) == tokens.tolist()
     assert ((rows >= 0) == (np.arange(row_tokens) < packed.lengths[:, None])).all()
-    # Between neighbours in a row, either the tokens follow each other or a piece begins.
+    # Between neighbors in a row, either the tokens follow each other or a piece begins.
     firsts = np.cumsum([0, *sizes[:-1]]).tolist()
     begins = {begin + i for begin, size in zip(firsts, sizes, strict=True) for i in range(0, size, row_tokens)}
     for row, length in zip(rows, packed.lengths, strict=True):

@@ -1,4 +1,4 @@
-"""The corpus of `data.corpus`: prepared if it is missing, and not because a path is misspelt."""
+"""The corpus of `data.corpus`: prepared if it is missing, and not because a path is misspelled."""
 
 import logging
 import re
@@ -40,11 +40,11 @@ def test_prepared_only_if_missing(source: Path, caplog: pytest.LogCaptureFixture
     assert [shard.stat().st_mtime_ns for shard in shards] == before
 
 
-@pytest.mark.parametrize("misspelt", ["data/index/lines_trian.index", "index/lines_train.index", "mine_train.index"])
-def test_a_misspelt_index_path_prepares_nothing(tmp_path: Path, misspelt: str):
-    message = rf"^index file {misspelt}: no such file; data\.corpus=lines prepares only {OWN[0]} and {OWN[1]}$"
+@pytest.mark.parametrize("misspelled", ["data/index/lines_trian.index", "index/lines_train.index", "mine_train.index"])
+def test_a_misspelled_index_path_prepares_nothing(tmp_path: Path, misspelled: str):
+    message = rf"^index file {misspelled}: no such file; data\.corpus=lines prepares only {OWN[0]} and {OWN[1]}$"
     with pytest.raises(UserError, match=message):
-        prepare_if_missing("lines", [misspelt, OWN[1]], ByteTokenizer(), 8)
+        prepare_if_missing("lines", [misspelled, OWN[1]], ByteTokenizer(), 8)
     assert not (tmp_path / "data").exists()
 
 

@@ -54,7 +54,7 @@ def documents(index: str) -> list[bytes]:
 
 
 def test_sites_are_mixed(tmp_path: Path):
-    """Neighbours are of one site in the source, and about a quarter of them after the shuffle."""
+    """Neighbors are of one site in the source, and about a quarter of them after the shuffle."""
     root = tmp_path / "sites"
     root.mkdir()
     for site in range(4):

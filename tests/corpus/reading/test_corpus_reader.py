@@ -114,7 +114,7 @@ def test_name_that_no_file_can_have_is_skipped(tmp_path: Path, caplog):
 
 @pytest.mark.parametrize("skip_bad", [False, True])
 @pytest.mark.parametrize("lengths_first", [False, True])
-def test_members_that_are_no_neighbours_are_refused(tmp_path: Path, skip_bad: bool, lengths_first: bool):
+def test_members_that_are_no_neighbors_are_refused(tmp_path: Path, skip_bad: bool, lengths_first: bool):
     """Rows whose lengths stand elsewhere in the shard would be read without them: padding would be learned."""
     rows = {f"{i}.input_id.npy": npy(np.arange(8).reshape(2, 4)) for i in range(3)}
     lengths = {f"{i}.length.npy": npy(np.array([1, 2])) for i in range(3)}
@@ -122,7 +122,7 @@ def test_members_that_are_no_neighbours_are_refused(tmp_path: Path, skip_bad: bo
     (tmp_path / "it.index").write_text("s.tar # 6 rows\n")
     data = loader(tmp_path / "it.index", max_epochs=1, global_rows=2, skip_bad=skip_bad)
     is_noticed_before = lengths_first and not skip_bad
-    message = " has no member input_id" if is_noticed_before else ": its members are not neighbours"
+    message = " has no member input_id" if is_noticed_before else ": its members are not neighbors"
     with pytest.raises(UserError, match=rf"s\.tar, sample 0{message}") as caught:
         next(data.batches())
     assert isinstance(caught.value, BadData) == is_noticed_before

@@ -127,7 +127,7 @@ def test_converted_sentencepiece(kind: str, models: dict[str, tuple[FileTokenize
 
 
 def is_joined(character: str) -> bool:
-    """Whether a character may form one grapheme with its neighbours: marks, joiners, jamo of Hangul, \\r with \\n."""
+    """Whether a character may form one grapheme with its neighbors: marks, joiners, jamo of Hangul, \\r with \\n."""
     is_mark = unicodedata.category(character) in ("Mn", "Mc", "Me", "Cf", "Lm")
     return is_mark or character == "\r" or "\u1100" <= character <= "\u11ff"
 

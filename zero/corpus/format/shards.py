@@ -131,7 +131,7 @@ def row_tokens(path: str) -> int:
 def read_samples(path: str, stream: BinaryIO) -> Iterator[dict[str, Any]]:
     """The samples of a shard: `__key__` and the bytes of each member, by its suffix in lower case.
 
-    As in webdataset, neighbouring files are members of one sample if their paths agree up to the first dot of the file
+    As in webdataset, neighboring files are members of one sample if their paths agree up to the first dot of the file
     name, and files without a suffix are left out.
     """
     sample: dict[str, Any] = {}
@@ -154,8 +154,8 @@ def read_samples(path: str, stream: BinaryIO) -> Iterator[dict[str, Any]]:
         raise BadData(f"shard {path} is truncated or damaged: {first_line(error)}; copy it again") from error
 
 
-def with_neighbours(path: str, samples: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The same samples, whose members have to be neighbours in the shard: one would be read without the others.
+def with_neighbors(path: str, samples: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The same samples, whose members have to be neighbors in the shard: one would be read without the others.
 
     Several samples may have the same key, as in shards that were joined, if they share a member.
 
@@ -170,7 +170,7 @@ def with_neighbours(path: str, samples: Iterator[dict[str, Any]]) -> Iterator[di
         if earlier is not suffixes and not earlier & suffixes:
             first, second = (", ".join(sorted(names)) for names in (earlier, suffixes))
             raise UserError(
-                f"shard {path}, sample {key}: its members are not neighbours, {first} and {second} stand apart; write "
+                f"shard {path}, sample {key}: its members are not neighbors, {first} and {second} stand apart; write "
                 "all members of a sample one after the other, as webdataset does"
             )
         yield sample

@@ -41,7 +41,7 @@ class CorpusOptions:
     template_variables: str = "{}"  # of the chat template, a JSON object
     splits: str | None = None
     minimum_tokens: int = 0
-    normalise: str | None = None
+    normalize: str | None = None
     deduplicate: bool = False
     shuffle: bool = False  # documents over all parts, by a hash of their text
     near_duplicates: float | None = None  # the Jaccard index from which documents are near
@@ -133,7 +133,7 @@ class CorpusOptions:
             "splits": self.splits,
             "lines": self.lines or None,
             "minimum_tokens": self.minimum_tokens or None,
-            "normalise": self.normalise,
+            "normalize": self.normalize,
             "deduplicate": self.deduplicate or None,
             "tokenizer_source": self.tokenizer_source,
             **others,

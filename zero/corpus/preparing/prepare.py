@@ -139,7 +139,7 @@ def prepare(
     if part_bytes < 1:
         raise UserError(f"part_bytes must be at least 1, not {part_bytes}")
     filters = open_filters(dict(options.filters))
-    of_text = (options.splits, options.normalise, options.lines, part_bytes, filters)
+    of_text = (options.splits, options.normalize, options.lines, part_bytes, filters)
     tokenizer = options.tokenizer
     end_of_text = None if isinstance(tokenizer, int) else tokenizer.end_of_text
     opened = Source(str(source), options.key, options.validation_fraction, reader, *of_text, end_of_text)

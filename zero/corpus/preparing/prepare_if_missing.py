@@ -25,7 +25,7 @@ def prepare_if_missing(
     Returns:
       The index files to use in place of given ones.
 
-    Raises UserError, before anything is prepared, for a missing index file that this would not write: a misspelt path.
+    Raises UserError, before anything is prepared, for a missing index file that this would not write: a wrong path.
     """
     absolute = {path: os.path.abspath(path) for path in index_files}
     beside = f"{corpus}-{row_tokens}"

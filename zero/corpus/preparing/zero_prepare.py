@@ -136,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
         help="leave out up to N documents that cannot be read: lines that are no JSON, null texts, files that are not "
         "UTF-8; each is counted and listed (0)",
     )
-    parser.add_argument("--normalise", choices=sorted(FORMS), help="Unicode normalisation of all text")
+    parser.add_argument("--normalize", choices=sorted(FORMS), help="Unicode normalization of all text")
     parser.add_argument("--deduplicate", action="store_true", help="leave out documents equal to an earlier one")
     parser.add_argument("--shuffle", action="store_true", help="documents over all parts, by a hash of their text")
     parser.add_argument(

@@ -28,7 +28,7 @@ from zero.corpus.format.shards import (
     decode,
     open_shard,
     read_samples,
-    with_neighbours,
+    with_neighbors,
 )
 from zero.corpus.reading.cache import ShardCache
 from zero.corpus.reading.order import Order, RowRange, ShuffleBuffer, permutation
@@ -122,7 +122,7 @@ class CorpusReader:
             generator = np.random.PCG64((seed, epoch, part.shard, 0, _OFFSETS))
             return generator.advance(seen // self.crop.sequences).random_raw(count)
 
-        samples = with_neighbours(shard.path, read_samples(shard.path, stream))
+        samples = with_neighbors(shard.path, read_samples(shard.path, stream))
         while True:
             try:
                 sample = next(samples, None)

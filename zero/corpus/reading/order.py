@@ -5,7 +5,7 @@ A position is one number, and any position is found in the same time (reasons: d
 - An epoch is a line of all rows, shard after shard, the shards in an order drawn from (seed, epoch).
 - The line is cut into S *streams* of equal length, where S divides the global batch. Row r of every batch comes from
   stream r * S // global_rows, so a host opens only the shards of its own streams.
-- A stream goes through its part of the line in *shuffle buffers* of a few neighbouring shards and permutes the rows of
+- A stream goes through its part of the line in *shuffle buffers* of a few neighboring shards and permutes the rows of
   each buffer. A resume reads one buffer per stream again.
 - Streams continue from epoch to epoch. Rows that do not divide by S go to another stream in each epoch, so that all
   streams have given the same number of rows whenever a batch is full, and no row is repeated or lost.

@@ -152,27 +152,27 @@ def around_the_ring(
     pairs: tuple[Any, ...],
     add_pairs: Callable[[Carry, Carry, Any, jax.Array], tuple[Carry, Carry]],
     staying: Carry,
-    travelling: Carry,
+    traveling: Carry,
 ) -> tuple[Carry, Carry]:
-    """Calls `add_pairs(staying, travelling, pairs, key numbers)` in each turn of the ring, own keys first.
+    """Calls `add_pairs(staying, traveling, pairs, key numbers)` in each turn of the ring, own keys first.
 
     Args:
       blocks: the attention.
       pairs: those of the first turn, and of later turns.
       add_pairs: processes the keys and values on this device.
       staying: arrays of the queries, which stay on the device.
-      travelling: arrays of the keys, which move around the ring.
+      traveling: arrays of the keys, which move around the ring.
     """
     first, *later = pairs
     first_query = blocks.numbers(blocks.queries)[0, 0]
-    carry = add_pairs(staying, travelling, first, blocks.numbers(blocks.keys))
+    carry = add_pairs(staying, traveling, first, blocks.numbers(blocks.keys))
     if not later:
         return carry
 
     def one_turn(carry: tuple[Carry, Carry], turn: jax.Array) -> tuple[tuple[Carry, Carry], None]:
         staying = carry[0]
-        travelling = blocks.form.cut.ring_shift(carry[1])
+        traveling = blocks.form.cut.ring_shift(carry[1])
         s_NR = blocks.numbers(blocks.keys, turn)
-        return add_pairs(staying, travelling, jnp.where(s_NR[0, 0] < first_query, *later), s_NR), None
+        return add_pairs(staying, traveling, jnp.where(s_NR[0, 0] < first_query, *later), s_NR), None
 
     return lax.scan(one_turn, carry, jnp.arange(1, blocks.form.cut.ring))[0]

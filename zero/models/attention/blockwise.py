@@ -273,8 +273,8 @@ def _backward(blocks: Blocks, saved: _Saved, out_grads_NBHQK: jax.Array) -> tupl
     mean_NBHQ = products_NBHQK.sum(-1)
     t_NQ = blocks.numbers(blocks.queries)
 
-    def add_pairs(staying: Carry, travelling: Carry, pairs: Any, s_NR: jax.Array) -> tuple[Carry, Carry]:
-        k_NBGRK, v_NBGRK, *kv_grads_NBGKR = travelling
+    def add_pairs(staying: Carry, traveling: Carry, pairs: Any, s_NR: jax.Array) -> tuple[Carry, Carry]:
+        k_NBGRK, v_NBGRK, *kv_grads_NBGKR = traveling
         present = inputs._replace(k_NBGRK=k_NBGRK, v_NBGRK=v_NBGRK)
 
         def add_pair(carry: Carry, pair_2: jax.Array) -> tuple[Carry, None]:
@@ -300,10 +300,10 @@ def _backward(blocks: Blocks, saved: _Saved, out_grads_NBHQK: jax.Array) -> tupl
     zeros_NBGKR = jnp.zeros(inputs.k_NBGRK.swapaxes(3, 4).shape, jnp.float32)
     bias_zeros_CH = None if bias_CH is None else jnp.zeros(bias_CH.shape, jnp.float32)
     staying = (jnp.zeros(inputs.q_NBHQK.shape, jnp.float32), bias_zeros_CH)
-    travelling = (inputs.k_NBGRK, inputs.v_NBGRK, zeros_NBGKR, zeros_NBGKR)
+    traveling = (inputs.k_NBGRK, inputs.v_NBGRK, zeros_NBGKR, zeros_NBGKR)
     pairs = (jnp.asarray(blocks.pairs()), *blocks.later_pairs())
-    (q_grads_NBHQK, bias_grads_CH), travelled = around_the_ring(blocks, pairs, add_pairs, staying, travelling)
-    kv_grads_NBGKR = travelled[2:]
+    (q_grads_NBHQK, bias_grads_CH), traveled = around_the_ring(blocks, pairs, add_pairs, staying, traveling)
+    kv_grads_NBGKR = traveled[2:]
     if blocks.form.cut.ring > 1:  # once more, back to the device of the keys
         kv_grads_NBGKR = blocks.form.cut.ring_shift(kv_grads_NBGKR)
     k_grads_NBGRK, v_grads_NBGRK = (x.swapaxes(3, 4).astype(dtype) for x in kv_grads_NBGKR)

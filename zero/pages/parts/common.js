@@ -1,4 +1,4 @@
-// What the scripts of all pages use: colours of the style, readable numbers, keys of curves.
+// What the scripts of all pages use: colors of the style, readable numbers, keys of curves.
 "use strict";
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 

@@ -44,13 +44,13 @@ def gather_array(
     Per device: `leaf.shard_shape` in, `leaf.gathered_shape` out. Call inside pmap.
     """
     x = as_dtype(shard_x, dtype)
-    is_quantised = _is_quantised(x, leaf, wire_dtype)
-    if is_quantised:
+    is_quantized = _is_quantized(x, leaf, wire_dtype)
+    if is_quantized:
         x = fill_padding(x, leaf, axis, 0)  # its values would affect the scale
     for move in leaf.moves:
         match move:
-            case AllGather() if is_quantised:
-                x = _gather_quantised(x, move, axis)
+            case AllGather() if is_quantized:
+                x = _gather_quantized(x, move, axis)
             case AllGather(dim, over, apart):
                 for phase in axis.phases(over, apart):
                     x = lax.all_gather(x, axis.name, axis=dim, tiled=True, axis_index_groups=axis.groups(*phase))
@@ -85,13 +85,13 @@ def scatter_sum_array(
     if not jnp.issubdtype(full_x.dtype, jnp.floating):
         wire_dtype = reduce_dtype = None
     reduce = np.dtype(reduce_dtype or sum_dtype(full_x.dtype))
-    is_quantised = _is_quantised(full_x, leaf, wire_dtype)
-    wire = np.dtype(full_x.dtype if wire_dtype is None or is_quantised else wire_dtype)
+    is_quantized = _is_quantized(full_x, leaf, wire_dtype)
+    wire = np.dtype(full_x.dtype if wire_dtype is None or is_quantized else wire_dtype)
     x = padded_for(leaf, full_x.astype(wire))
     for move in reversed(leaf.moves):
         match move:
-            case AllGather() if is_quantised:
-                x = _scatter_sum_quantised(x, move, axis, reduce)
+            case AllGather() if is_quantized:
+                x = _scatter_sum_quantized(x, move, axis, reduce)
             case AllGather(dim, over, apart):
                 for phase in reversed(axis.phases(over, apart)):
                     x = _scatter_sum_phase(x.astype(wire), dim, axis, *phase, reduce)
@@ -123,18 +123,18 @@ def sum_copies_of_array(shard_x: jax.Array, axis: Axis) -> jax.Array:
     if dtype == "int8":
         has_blocks = shard_x.size >= ELEMENTS_PER_SCALE * axis.replicas
         if has_blocks and jnp.issubdtype(shard_x.dtype, jnp.floating):
-            return _sum_copies_quantised(shard_x, axis)
+            return _sum_copies_quantized(shard_x, axis)
         dtype = None
     groups = axis.groups(axis.replicas, apart=axis.shards)
     sums = lax.psum(as_dtype(shard_x, dtype), axis.name, axis_index_groups=groups)
     return sums.astype(shard_x.dtype)
 
 
-def _sum_copies_quantised(shard_x: jax.Array, axis: Axis) -> jax.Array:
+def _sum_copies_quantized(shard_x: jax.Array, axis: Axis) -> jax.Array:
     between_copies = AllGather(0, axis.replicas, axis.shards)
     elements = pad_array(shard_x.ravel(), 0, -shard_x.size % axis.replicas)
-    piece = _scatter_sum_quantised(elements, between_copies, axis, sum_dtype(shard_x.dtype))
-    sums = _gather_quantised(piece, between_copies, axis)
+    piece = _scatter_sum_quantized(elements, between_copies, axis, sum_dtype(shard_x.dtype))
+    sums = _gather_quantized(piece, between_copies, axis)
     return sums[: shard_x.size].reshape(shard_x.shape).astype(shard_x.dtype)
 
 
@@ -165,14 +165,14 @@ def from_int8(values: jax.Array, scale: jax.Array, shape: tuple[int, ...]) -> ja
     return rows[:, : math.prod(shape)].reshape(-1, *shape)
 
 
-def _is_quantised(x: jax.Array, leaf: LeafLayout, wire_dtype: DTypeLike | None) -> bool:
+def _is_quantized(x: jax.Array, leaf: LeafLayout, wire_dtype: DTypeLike | None) -> bool:
     is_int8 = wire_dtype is not None and np.dtype(wire_dtype) == np.int8
     if is_int8 and not all(isinstance(move, AllGather) for move in leaf.moves):
         raise ValueError(f"leaf {leaf.name}: a leaf of experts, exchanged in groups, does not travel as int8")
     return is_int8 and jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def _gather_quantised(x: jax.Array, move: AllGather, axis: Axis) -> jax.Array:
+def _gather_quantized(x: jax.Array, move: AllGather, axis: Axis) -> jax.Array:
     groups = axis.groups(move.over, move.apart)
     dim = move.dim
     values, scale = (lax.all_gather(part[0], axis.name, axis_index_groups=groups) for part in to_int8(x[None]))
@@ -180,7 +180,7 @@ def _gather_quantised(x: jax.Array, move: AllGather, axis: Axis) -> jax.Array:
     return lax.collapse(shards, dim, dim + 2).astype(x.dtype)
 
 
-def _scatter_sum_quantised(x: jax.Array, move: AllGather, axis: Axis, reduce: np.dtype) -> jax.Array:
+def _scatter_sum_quantized(x: jax.Array, move: AllGather, axis: Axis, reduce: np.dtype) -> jax.Array:
     groups = axis.groups(move.over, move.apart)
     dim = move.dim
     shards = jnp.moveaxis(x.reshape(*x.shape[:dim], move.over, -1, *x.shape[dim + 1 :]), dim, 0)

@@ -33,7 +33,7 @@ class Axis:
         along these groups: the shards of experts are exchanged in it.
       sums_copies: whether a reduce-scatter also sums over the copies. Otherwise call `stages.sum_copies`: once per step
         costs less than once per layer and micro-batch.
-      context: size of a context group: neighbours on the pmap axis that compute different positions of the same rows.
+      context: size of a context group: neighbors on the pmap axis that compute different positions of the same rows.
         It does not change how state is split.
       exchanges: whether a reduce-scatter is an all-to-all and a sum on each device. XLA for TPU runs an all-to-all
         beside matrix products, and a reduce-scatter only where SparseCores take it (v6e, TPU7x). Sums differ in the
@@ -83,7 +83,7 @@ class Axis:
 
     @classmethod
     def with_tensor_groups(cls, name: str, size: int, tensor: int, replicas: int = 1) -> Axis:
-        """Tensor groups of neighbours on the pmap axis; copies of the state are on neighbours too.
+        """Tensor groups of neighbors on the pmap axis; copies of the state are on neighbors too.
 
         >>> Axis.with_tensor_groups("batch", 8, 2).groups(2, apart=4)
         [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -98,7 +98,7 @@ class Axis:
 
     @classmethod
     def with_expert_groups(cls, name: str, size: int, expert: int, replicas: int = 1) -> Axis:
-        """Expert groups of neighbours on the pmap axis; copies of the state are on neighbours too.
+        """Expert groups of neighbors on the pmap axis; copies of the state are on neighbors too.
 
         >>> Axis.with_expert_groups("batch", 8, 2).groups(2)
         [[0, 1], [2, 3], [4, 5], [6, 7]]

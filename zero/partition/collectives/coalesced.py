@@ -38,7 +38,7 @@ def gather_arrays(
     """
     cast = [x if dtype and x.dtype.itemsize < np.dtype(dtype).itemsize else as_dtype(x, dtype) for x in shards]
     full: dict[int, jax.Array] = {}
-    for members in _coalesce(cast, leaves, is_quantised=_is_int8(wire_dtype)):
+    for members in _coalesce(cast, leaves, is_quantized=_is_int8(wire_dtype)):
         if len(members) == 1:
             full[members[0]] = gather_array(cast[members[0]], leaves[members[0]], axis, wire_dtype=wire_dtype)
             continue
@@ -64,8 +64,8 @@ def scatter_sum_arrays(
     """
     shards: dict[int, jax.Array] = {}
     between_copies = axis.copies_dtype if axis.sums_copies else None
-    is_quantised = _is_int8(wire_dtype) or _is_int8(between_copies)
-    groups = list(_coalesce(full, leaves, is_quantised=is_quantised))
+    is_quantized = _is_int8(wire_dtype) or _is_int8(between_copies)
+    groups = list(_coalesce(full, leaves, is_quantized=is_quantized))
     is_chained = axis.exchanges and all(len(leaf.moves) <= 1 for leaf in leaves)
     if is_chained:
         groups.sort(key=lambda members: sum(math.prod(leaves[i].shape) for i in members), reverse=True)
@@ -91,15 +91,15 @@ def _is_int8(wire_dtype: DTypeLike | None) -> bool:
     return wire_dtype is not None and np.dtype(wire_dtype) == np.int8
 
 
-def _coalesce(arrays: Sequence[jax.Array], leaves: Sequence[LeafLayout], *, is_quantised: bool) -> Iterator[list[int]]:
+def _coalesce(arrays: Sequence[jax.Array], leaves: Sequence[LeafLayout], *, is_quantized: bool) -> Iterator[list[int]]:
     """Indices of leaves that share a collective: small leaves of one dtype with the same all-gather.
 
-    Every other leaf has its own collective, as has every quantised one, because no two may share a scale.
+    Every other leaf has its own collective, as has every quantized one, because no two may share a scale.
     """
     filling: dict[tuple[np.dtype, int], list[int]] = {}
     for i, (x, leaf) in enumerate(zip(arrays, leaves, strict=True)):
         match leaf.moves:
-            case (AllGather(over=over, apart=1),) if math.prod(leaf.shape) <= SMALL and not is_quantised:
+            case (AllGather(over=over, apart=1),) if math.prod(leaf.shape) <= SMALL and not is_quantized:
                 members = filling.setdefault((x.dtype, over), [])
                 members.append(i)
                 if sum(math.prod(leaves[j].shape) for j in members) > FULL:

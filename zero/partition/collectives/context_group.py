@@ -33,7 +33,7 @@ class ContextGroup(ModelParallel):
     Array(True, dtype=bool)
 
     Attributes:
-      axis: the pmap axis; a group consists of neighbours on it.
+      axis: the pmap axis; a group consists of neighbors on it.
     """
 
     axis: Axis

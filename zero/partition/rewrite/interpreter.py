@@ -202,7 +202,7 @@ class Interpreter:
         results = inside.run(eqn.params[INLINED[eqn.primitive.name]], args)
         if self.may_communicate or not may_communicate:
             return results
-        return [inside.place(x, x.split.of_neighbours, eqn) if isinstance(x.split, Joined) else x for x in results]
+        return [inside.place(x, x.split.of_neighbors, eqn) if isinstance(x.split, Joined) else x for x in results]
 
     def elementwise(self, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
         """Slices all operands like the largest one, except those that are broadcast along the split."""

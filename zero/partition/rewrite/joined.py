@@ -16,7 +16,7 @@ from zero.partition.layout import Split
 class Joined(Split):
     """The split of `(chunks, rows)` along rows, seen as one dimension of which `size` elements count.
 
-    A shard has some rows of every chunk, so its elements are not neighbours. Elements from `size` on are padding, such
+    A shard has some rows of every chunk, so its elements are not neighbors. Elements from `size` on are padding, such
     as those of the last chunk.
     """
 
@@ -34,8 +34,8 @@ class Joined(Split):
         return Split(self.dim + 1, self.rows, self.shards)
 
     @property
-    def of_neighbours(self) -> Split:
-        """The split of the same dimension into shards of neighbours."""
+    def of_neighbors(self) -> Split:
+        """The split of the same dimension into shards of neighbors."""
         return Split(self.dim, self.size, self.shards)
 
     @property

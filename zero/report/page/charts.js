@@ -26,7 +26,7 @@
     return hours[last - 1] + share * (hours[last] - hours[last - 1]);
   }
 
-  // Whether a panel shows several runs: a colour is a run then, and else a metric.
+  // Whether a panel shows several runs: a color is a run then, and else a metric.
   function isShared(panel) {
     return page.runs.length > 1 && panel.run === null;
   }
@@ -157,7 +157,7 @@
     })});
   }
 
-  // A heat map: a colour per layer and step, from the lowest to the highest value of all maps.
+  // A heat map: a color per layer and step, from the lowest to the highest value of all maps.
   function heat(map, canvas) {
     const stops = [[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]];
     const [low, high] = page.heat.range;

@@ -12,7 +12,7 @@ from zero.run.run import Line, Run
 
 
 class Protect(Feature):
-    """Begins an emergency checkpoint; it exists when a thread has written it, on this host and on its neighbour."""
+    """Begins an emergency checkpoint; it exists when a thread has written it, on this host and on its neighbor."""
 
     @dataclass
     class Config(Keys):

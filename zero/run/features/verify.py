@@ -23,7 +23,7 @@ _DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 
 
 class Verify(Feature):
-    """Compares what neighbouring devices compute after every `verify.every` steps.
+    """Compares what neighboring devices compute after every `verify.every` steps.
 
     Raises:
       UserError: devices that are GPUs may compute the same sum in another order each time.
@@ -34,7 +34,7 @@ class Verify(Feature):
         every: int | None = key(
             None,
             at_least(1),
-            "Every so many steps neighbouring devices repeat each other's first micro-batch; results that differ end "
+            "Every so many steps neighboring devices repeat each other's first micro-batch; results that differ end "
             "the run with status 1 and the faulty device. null: never.",
             "Each time costs the gradients of two micro-batches: at 100 about 2 % with one micro-batch per step, 0.1 % "
             "with 16.",
@@ -62,7 +62,7 @@ class Verify(Feature):
             self.check(step, run.weights, batch.tokens)
 
     def check(self, step: int, weights: PyTree, tokens: jax.Array | np.ndarray) -> None:
-        """Compares the results of neighbours. If they differ, a second neighbour repeats them, to find the device.
+        """Compares the results of neighbors. If they differ, a second neighbor repeats them, to find the device.
 
         All hosts call it with the weights after this step and the rows of their devices, and all raise alike.
 

@@ -24,7 +24,7 @@ from zero.config.keys import choice_name, key, named
 from zero.models.adapters import MATRICES
 from zero.models.config import HEAD, STACK, VOCABULARY
 from zero.partition.layout import Layout, PyTree
-from zero.partition.quantised_optimizers import convert_adam, rounded_updates, scale_by_adam, scale_by_lion
+from zero.partition.quantized import convert_adam, rounded_updates, scale_by_adam, scale_by_lion
 from zero.partition.rewrite.entry_points import across_shards
 from zero.training import optimizer_keys as keys
 from zero.training.optimizer_keys import Optimizer
@@ -233,7 +233,7 @@ OPTIMIZERS = (*_OF_ELEMENTS, *_OF_LAYERS)  # the choices of the group `optimizer
 ELEMENTWISE = MappingProxyType({choice_name(kind): function for kind, function in _OF_ELEMENTS.items()})
 PER_LAYER = MappingProxyType({choice_name(kind): function for kind, function in _OF_LAYERS.items()})
 NAMES = (*ELEMENTWISE, *PER_LAYER)
-QUANTISABLE = ("adamw", "lion")  # take `state_dtype`
+QUANTIZABLE = ("adamw", "lion")  # take `state_dtype`
 MULTIPLIABLE = ("adamw", "lion")  # take `multipliers`
 
 
@@ -262,7 +262,7 @@ def make_optimizer(
     """
     if multipliers is not None and name not in MULTIPLIABLE:
         raise ValueError(f"learning rates by leaf are for {' and '.join(MULTIPLIABLE)}, not for {name}")
-    if name in QUANTISABLE:
+    if name in QUANTIZABLE:
         return ELEMENTWISE[name](weight_decay, state_dtype=state_dtype, multipliers=multipliers, **hyperparameters)
     if name in ELEMENTWISE:
         return _in_float32(ELEMENTWISE[name](weight_decay, **hyperparameters))

@@ -291,16 +291,16 @@ def test_parts_of_one_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_duplicates_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of equal documents the first is kept, after a normalisation too, and short ones are left out."""
+    """Of equal documents the first is kept, after a normalization too, and short ones are left out."""
     monkeypatch.setattr(documents, "UNIT_BYTES", 100)
     lines = [f"document {i % 20}" for i in range(50)] + ["ﬁne", "fine", "a", "b"]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-    options: dict[str, Any] = {"deduplicate": True, "normalise": "nfkc", "minimum_tokens": 3}
+    options: dict[str, Any] = {"deduplicate": True, "normalize": "nfkc", "minimum_tokens": 3}
     corpus = make(tmp_path / "a.jsonl", tmp_path, **options)
     assert (corpus.duplicates, corpus.short) == (31, 2)
     assert corpus.train.documents + corpus.validation.documents == 21
     manifest = json.loads((Path(corpus.directory) / "manifest.json").read_text())
-    assert (manifest["duplicates"], manifest["short"], manifest["normalise"]) == (31, 2, "nfkc")
+    assert (manifest["duplicates"], manifest["short"], manifest["normalize"]) == (31, 2, "nfkc")
     assert make(tmp_path / "a.jsonl", tmp_path, **options) == corpus
     with pytest.raises(UserError, match="was prepared with deduplicate=True, not deduplicate=None"):
         make(tmp_path / "a.jsonl", tmp_path, **(options | {"deduplicate": False}))

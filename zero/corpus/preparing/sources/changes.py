@@ -1,4 +1,4 @@
-"""What may be done to the documents of a source before they are tokenized: normalising them, dropping duplicates."""
+"""What may be done to the documents of a source before they are tokenized: normalizing them, dropping duplicates."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def _changed(documents: Documents, change: Callable[[Document], Document]) -> It
         yield document if document.left_out_by else change(document)
 
 
-def normalised(form: Form, document: Document) -> Document:
-    """The document with its text in a Unicode normalisation form."""
+def normalized(form: Form, document: Document) -> Document:
+    """The document with its text in a Unicode normalization form."""
     if isinstance(document.content, str):
         document = document._replace(content=unicodedata.normalize(form, document.content))
     return document

@@ -101,7 +101,7 @@ def learned_spans(
 
     A template that marks the assistant's turns with `{% generation %}` decides itself. Other turns are found by
     rendering the conversation up to them and with them: an assistant's begins where an answer would, others with their
-    header. Neighbouring messages of another role are one turn. Where the template looks ahead, so that a turn is
+    header. Neighboring messages of another role are one turn. Where the template looks ahead, so that a turn is
     rendered in another way when it is the last one, it is what the template's loop writes for its messages.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The parts of a source: neighbouring files, and pieces of large files of lines, of about a gibibyte.
+"""The parts of a source: neighboring files, and pieces of large files of lines, of about a gibibyte.
 
 They are decided by the names and sizes of the files and by nothing else, so that every call, and every machine, finds
 the same ones (docs/decisions/parts.md).
@@ -28,7 +28,7 @@ def pieces(files: Iterable[SourceFile], part_bytes: int, is_cut: Callable[[str],
 
 
 def part_bounds(sizes: Sequence[int], part_bytes: int) -> list[tuple[int, int]]:
-    """The first and past last piece of each part: as many neighbours as fit, and at least one.
+    """The first and past last piece of each part: as many neighbors as fit, and at least one.
 
     >>> part_bounds([3, 3, 3, 9, 1], 6)
     [(0, 2), (2, 3), (3, 4), (4, 5)]

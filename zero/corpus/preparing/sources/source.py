@@ -16,7 +16,7 @@ from zero.corpus.preparing import documents
 from zero.corpus.preparing.documents import TEST, TRAIN, VALIDATION, Reader, TextReader, Unit
 from zero.corpus.preparing.filters.table import NO_FILTERS, Filters
 from zero.corpus.preparing.sources.arrays import megatron_index
-from zero.corpus.preparing.sources.changes import FORMS, as_duplicate, as_near_duplicate, changed, normalised, without
+from zero.corpus.preparing.sources.changes import FORMS, as_duplicate, as_near_duplicate, changed, normalized, without
 from zero.corpus.preparing.sources.files import SourceFile, digest_of_contents, find_files
 from zero.corpus.preparing.sources.formats import Options, format_of
 from zero.corpus.preparing.sources.hub import HubDataset
@@ -45,7 +45,7 @@ class Source:
         validation_fraction: how much of a single text, or of an array of tokens, is set aside, its last part.
         splits: None, which leaves files alone whose names say validation or test; "official", by the names of its files
             or of the splits of a dataset; "all", whatever the names; or the sizes of the parts of one text, in bytes.
-        normalise: a key of `FORMS`, the Unicode normalisation form of all text; None: as it is.
+        normalize: a key of `FORMS`, the Unicode normalization form of all text; None: as it is.
         reader: of objects of JSON and rows of a table, where they are not a text under `key`; then the source holds
             nothing else.
         has_lines: whether each line of a text is a document. Then all files of a folder are read.
@@ -64,7 +64,7 @@ class Source:
         validation_fraction: float,
         reader: Reader | None = None,
         splits: str | None = None,
-        normalise: str | None = None,
+        normalize: str | None = None,
         has_lines: bool = False,
         part_bytes: int = PART_BYTES,
         filters: Filters = NO_FILTERS,
@@ -74,7 +74,7 @@ class Source:
         self._name = name
         self._has_lines = has_lines
         self._validation_fraction = validation_fraction
-        self._form = None if normalise is None else FORMS[normalise]
+        self._form = None if normalize is None else FORMS[normalize]
         is_official = splits == OFFICIAL
         entry_reader = reader or TextReader(key, filters.fields)
         self._end_of_text = end_of_text
@@ -118,9 +118,9 @@ class Source:
         self.has_documents = not self.is_one_text and all(map(_holds_documents, self._files))
         if self._sizes and not self.is_one_text:
             raise UserError(f"{name}: --splits with numbers of bytes expects one file of text")
-        if normalise and (self.has_ids or reader is not None):
+        if normalize and (self.has_ids or reader is not None):
             contents = "tokens" if self.has_ids else "completions, which are marked in the text as it is"
-            raise UserError(f"{name}: --normalise expects text; the source holds {contents}")
+            raise UserError(f"{name}: --normalize expects text; the source holds {contents}")
         if filters.judges and (self.has_ids or reader is not None):
             raise UserError(f"{name}: --{filters.judges[0][0]} expects documents of text, not tokens, prompts or chats")
         self._split_of_file: list[int] = []
@@ -228,7 +228,7 @@ class Source:
         else:
             units = self._file_units()
         if self._form:
-            units = changed(units, partial(normalised, self._form))
+            units = changed(units, partial(normalized, self._form))
         if self._filters.judges:
             units = changed(units, self._filters)
         return without(without(units, self.duplicates, as_duplicate), self.near_duplicates, as_near_duplicate)

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import zero
-from benchmarks import quantised as benchmark
+from benchmarks import quantized as benchmark
 from tests.helpers import cli
 from tests.training.small_gpt import (
     Run,
@@ -39,13 +39,13 @@ FORMS: dict[str, dict[str, Any]] = {
 AVERAGED: dict[str, Any] = {"ema_decay": 0.999}
 
 
-def quantised(form: str, devices: int, stage: int, **options: Any) -> Setup:
+def quantized(form: str, devices: int, stage: int, **options: Any) -> Setup:
     return setup(devices, stage, max_norm=None, **FORMS[form], **options)
 
 
 def test_stages_2_and_3_agree() -> None:
     """Stages 2 and 3 agree bit for bit, and are near float32; other random bits would part them in the first step."""
-    low, high = (run_on(quantised("and bfloat16 weights", 8, stage, **AVERAGED)) for stage in (2, 3))
+    low, high = (run_on(quantized("and bfloat16 weights", 8, stage, **AVERAGED)) for stage in (2, 3))
     assert_equal(low, high)
     exact = reference(clip=optax.identity()).metrics["loss"]
     np.testing.assert_allclose(high.metrics["loss"], exact, rtol=2e-4)
@@ -54,7 +54,7 @@ def test_stages_2_and_3_agree() -> None:
 @pytest.mark.parametrize("form", [pytest.param("int8 moments", marks=pytest.mark.wide), "and bfloat16 weights"])
 def test_bytes_per_device(form: str) -> None:
     """Devices hold as many bytes as the layout says."""
-    on = quantised(form, 8, 3, **(AVERAGED if "bfloat16" in form else {}))
+    on = quantized(form, 8, 3, **(AVERAGED if "bfloat16" in form else {}))
     state, _ = advance(on, on.start(), range(1))
     held = [sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))]
     assert held == [on.layout.bytes_per_device()]
@@ -72,7 +72,7 @@ def test_fused_update_holds_same_bytes() -> None:
 
     Random bits of a layer are those of its place in the stack.
     """
-    plain, fused = (quantised("and bfloat16 weights", 8, 3, fused_update=fused, **AVERAGED) for fused in (False, True))
+    plain, fused = (quantized("and bfloat16 weights", 8, 3, fused_update=fused, **AVERAGED) for fused in (False, True))
     states = [advance(on, on.start(), range(1))[0].opt_state[0] for on in (plain, fused)]
     for name in ("mu", "nu"):
         for x, y in zip(*(jax.tree.leaves(getattr(state, name)) for state in states), strict=True):
@@ -84,10 +84,10 @@ def test_fused_update_holds_same_bytes() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["int8 moments", "and bfloat16 weights"])
 def test_stages_and_devices_agree(form: str) -> None:
-    runs = [run_on(quantised(form, 8, stage)) for stage in range(4)]
+    runs = [run_on(quantized(form, 8, stage)) for stage in range(4)]
     assert_equal(runs[1], runs[0])
     assert_equal(runs[3], runs[2])
-    for other in (runs[1], run_on(quantised(form, 3, 3)), run_on(quantised(form, 1, 3))):
+    for other in (runs[1], run_on(quantized(form, 3, 3)), run_on(quantized(form, 1, 3))):
         assert_other_devices_agree(other, runs[3])
     np.testing.assert_allclose(runs[3].metrics["loss"], setup_losses(), rtol=2e-3)
 
@@ -110,7 +110,7 @@ def setup_losses() -> list[float]:
 def test_fused_update_of_bfloat16_weights() -> None:
     """An update inside the backward pass works with bfloat16 weights."""
     plain, fused = (
-        quantised("and bfloat16 weights", 8, 3, fused_update=f, skip_bad_steps=False) for f in (False, True)
+        quantized("and bfloat16 weights", 8, 3, fused_update=f, skip_bad_steps=False) for f in (False, True)
     )
     np.testing.assert_allclose(run_on(fused).metrics["loss"], run_on(plain).metrics["loss"], rtol=1e-5)
 
@@ -121,7 +121,7 @@ def test_fused_update_of_bfloat16_weights() -> None:
 )
 def test_first_weights_are_rounded(devices: int, stage: int) -> None:
     """First weights are the float32 ones, rounded."""
-    on = quantised("and bfloat16 weights", devices, stage)
+    on = quantized("and bfloat16 weights", devices, stage)
     assert_first_weights(on)
     assert on.model.layout.map(lambda leaf: leaf.dtype)["vocabulary"]["table"] == jnp.bfloat16
 
@@ -144,7 +144,7 @@ def test_float32_gradients_of_bfloat16_weights() -> None:
     A gradient would otherwise have the dtype of its weight.
     """
     on = setup(8, 3, max_norm=None, tx=INT8, master_dtype=jnp.bfloat16)
-    rounded = quantised("and bfloat16 weights", 8, 3)
+    rounded = quantized("and bfloat16 weights", 8, 3)
     exact, narrow = (advance(s, s.start(), range(1))[1][0]["gradient_norm"] for s in (on, rounded))
     stage1 = setup(8, 1, max_norm=None, tx=INT8, master_dtype=jnp.bfloat16)
     expected = advance(stage1, stage1.start(), range(1))[1][0]["gradient_norm"]
@@ -154,7 +154,7 @@ def test_float32_gradients_of_bfloat16_weights() -> None:
 @pytest.mark.wide  # tests/run/test_resumed.py restores a run in another dtype
 def test_a_state_is_converted_and_back() -> None:
     """From float32 to bytes and to float32: what is trained on goes on as it would have."""
-    plain, small = setup(8, 3, max_norm=None), quantised("and bfloat16 weights", 8, 3)
+    plain, small = setup(8, 3, max_norm=None), quantized("and bfloat16 weights", 8, 3)
     state, _ = advance(plain, plain.start(), range(2))
     kept = jax.tree.map(np.asarray, state)
     converted = jax.pmap(lambda state: convert_state(state, small.layout), "zero")(state)
@@ -171,7 +171,7 @@ def test_a_state_is_converted_and_back() -> None:
 
 def test_average_of_bfloat16_weights() -> None:
     """The average of bfloat16 weights is float32."""
-    on = quantised("and bfloat16 weights", 8, 3, **AVERAGED)
+    on = quantized("and bfloat16 weights", 8, 3, **AVERAGED)
     state, _ = advance(on, on.start(), range(3))
     assert {x.dtype for x in jax.tree.leaves(state.averages[EMA])} == {np.dtype(np.float32)}
     table = np.asarray(state.averages[EMA]["vocabulary"]["table"])
@@ -186,7 +186,7 @@ NAIVE = "int8 per tensor, linear, nearest"
 def test_losses_near_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses are near those of float32, while a scale per tensor diverges.
 
-    The short form of benchmarks/quantised.py.
+    The short form of benchmarks/quantized.py.
     """
     bounds = {"int8": 3e-3, "int8, bfloat16 weights": 1e-2, NAIVE: None}
     workplace = cli.make_workplace(tmp_path)

@@ -1,8 +1,8 @@
 """The same training with moments and weights held in fewer bytes: validation loss, and the cost of the update.
 
-    python benchmarks/quantised.py [--size bytes] [--steps 3000] [--seeds 0 1 2] [--forms NAME ...] [--factor 1]
-    python benchmarks/quantised.py --table [--keep docs/sources/quantised.jsonl]
-    python benchmarks/quantised.py --speed
+    python benchmarks/quantized.py [--size bytes] [--steps 3000] [--seeds 0 1 2] [--forms NAME ...] [--factor 1]
+    python benchmarks/quantized.py --table [--keep docs/sources/quantized.jsonl]
+    python benchmarks/quantized.py --speed
 
 First form: trains the model of the default job (`--size small`: 2 layers of width 64, context 64) on one CPU device for
 each form and seed, and prints the validation losses relative to float32 with the same seed. A finished training is kept
@@ -40,8 +40,9 @@ from zero.corpus.preparing.prepare_if_missing import prepare_if_missing
 from zero.corpus.reading.loader import Batching, Loader, RowOrder
 from zero.corpus.text.tokenizers import load_tokenizer
 from zero.models.config import GPTConfig
+from zero.partition import quantized
 from zero.partition.collectives.axis import Axis
-from zero.partition.quantised_optimizers import quantised_adamw, rounded_updates
+from zero.partition.quantized import rounded_updates
 from zero.plan.topology import find_devices, prepare_environment
 from zero.training.batch import Batch
 from zero.training.optimizers import optimizer
@@ -224,7 +225,7 @@ def table(directory: Path) -> Iterator[str]:
 
 
 def keep(directory: Path, path: Path) -> None:
-    """Writes what the picture of docs/draw_quantised.py shows: the curves, to four digits after the point."""
+    """Writes what the picture of docs/draw_quantized.py shows: the curves, to four digits after the point."""
     lines = []
     for result in results(directory):
         steps, losses = zip(*result["curve"], strict=True)
@@ -237,7 +238,7 @@ def speed(rounds: int = 15) -> str:
     """Seconds of an update of a million parameters in 100 leaves, compiled, on one device."""
     rng = np.random.default_rng(0)
     params = {f"{i:02}": jnp.asarray(rng.normal(size=(100, 100)), jnp.float32) for i in range(100)}
-    kinds = {"float32": optax.adamw(1e-3), "int8": quantised_adamw(1e-3)}
+    kinds = {"float32": optax.adamw(1e-3), "int8": quantized.adamw(1e-3)}
     ready = {name: (jax.jit(tx.update, donate_argnums=1), tx.init(params)) for name, tx in kinds.items()}
     states = {name: state for name, (_, state) in ready.items()}
     seconds: dict[str, list[float]] = {name: [] for name in kinds}
@@ -281,7 +282,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--forms", nargs="+", default=list(forms()), choices=list(forms()), metavar="NAME")
     parser.add_argument("--factor", type=float, default=1.0)
-    parser.add_argument("--directory", type=Path, default=Path("runs/quantised"))
+    parser.add_argument("--directory", type=Path, default=Path("runs/quantized"))
     parser.add_argument("--keep", type=Path, help="writes the curves of the picture to this file")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--speed", action="store_true")

@@ -1,4 +1,4 @@
-"""Draws docs/pictures/quantised.png from what the benchmark has kept: `python -m docs.draw_quantised`."""
+"""Draws docs/pictures/quantized.png from what the benchmark has kept: `python -m docs.draw_quantized`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 from docs.picture_of_numbers import save
 from zero.report.picture_style import COLORS, STYLE
 
-KEPT = Path(__file__).with_name("sources") / "quantised.jsonl"
-PICTURE = Path(__file__).with_name("pictures") / "quantised.png"
+KEPT = Path(__file__).with_name("sources") / "quantized.jsonl"
+PICTURE = Path(__file__).with_name("pictures") / "quantized.png"
 REFERENCE = "float32"
 
 

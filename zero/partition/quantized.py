@@ -9,7 +9,7 @@ needs no scale because each of its moments is the scale of the other:
 
 Rounding is stochastic: otherwise a moment that changes by less than a level per step would never change. The random
 bits are a hash of step, leaf path and index in the whole array: the same for any number of devices and after a resume.
-Measured against scales per block: docs/decisions/quantised-state.md.
+Measured against scales per block: docs/decisions/quantized-state.md.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from jax.typing import DTypeLike
 from zero.partition.checksums import mix
 from zero.partition.layout import PyTree
 
+__all__ = ["adamw", "lion", "round_stochastically"]  # as `zero.quantized`
+
 Mask = PyTree | Callable[[PyTree], PyTree]
 
 _TO_INTEGER = 1.5 * 2**23
@@ -37,7 +39,7 @@ _LION_LOWEST = -32  # exponent of the smallest level of Lion's momentum; the lar
 
 
 def is_large(params: PyTree) -> PyTree:
-    """The default choice of leaves to quantise: those of at least 4,096 elements.
+    """The default choice of leaves to quantize: those of at least 4,096 elements.
 
     >>> is_large({"w": jnp.ones((64, 64)), "b": jnp.ones(64)})
     {'b': False, 'w': True}
@@ -146,7 +148,7 @@ def scale_by_lion(
     return optax.GradientTransformation(init, update)
 
 
-def quantised_adamw(
+def adamw(
     learning_rate: optax.ScalarOrSchedule,
     b1: float = 0.9,
     b2: float = 0.999,
@@ -160,7 +162,7 @@ def quantised_adamw(
 
     Arguments as in optax; `state_dtype` and errors as in `scale_by_adam`.
 
-    >>> tx = quantised_adamw(1e-3)
+    >>> tx = adamw(1e-3)
     >>> params = {"w": jnp.ones((64, 64))}
     >>> sum(x.nbytes for x in jax.tree.leaves(tx.init(params))) / params["w"].nbytes  # optax.adamw: 2
     0.500244140625
@@ -172,7 +174,7 @@ def quantised_adamw(
     )
 
 
-def quantised_lion(
+def lion(
     learning_rate: optax.ScalarOrSchedule,
     b1: float = 0.9,
     b2: float = 0.99,
@@ -185,7 +187,7 @@ def quantised_lion(
 
     Arguments as in optax; `state_dtype` and errors as in `scale_by_lion`.
 
-    >>> tx = quantised_lion(1e-4)
+    >>> tx = lion(1e-4)
     >>> params = {"w": jnp.ones((64, 64))}
     >>> sum(x.nbytes for x in jax.tree.leaves(tx.init(params))) / params["w"].nbytes  # optax.lion: 1
     0.250244140625

@@ -1,4 +1,4 @@
-"""Quantised optimizers: the codes, their rounding, and that nothing depends on how arrays are cut."""
+"""Quantized optimizers: the codes, their rounding, and that nothing depends on how arrays are cut."""
 
 import re
 from collections.abc import Callable
@@ -12,16 +12,16 @@ import optax
 import pytest
 
 import zero
-from zero.partition import quantised_optimizers
-from zero.partition.quantised_optimizers import AdamCode, scale_by_adam, scale_by_lion, to_bfloat16
+from zero.partition import quantized
+from zero.partition.quantized import AdamCode, scale_by_adam, scale_by_lion, to_bfloat16
 
 # Nothing divides by 3 or 8 but the last dimension of "tall", which is split there: 4099 is prime.
 SHAPES = {"tall": (3, 4099), "wide": (13, 512), "cube": (5, 7, 120), "vector": (4101,), "small": (13, 24), "scalar": ()}
 STEPS = 4
 DTYPES = {"int8": jnp.int8, "bfloat16": jnp.bfloat16, "float32": jnp.float32}
 OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
-    "adamw": partial(zero.quantised.adamw, 0.01, 0.9, 0.95, weight_decay=0.1),
-    "lion": partial(zero.quantised.lion, 0.01, weight_decay=0.1),
+    "adamw": partial(zero.quantized.adamw, 0.01, 0.9, 0.95, weight_decay=0.1),
+    "lion": partial(zero.quantized.lion, 0.01, weight_decay=0.1),
 }
 
 
@@ -42,7 +42,7 @@ def gradients(step: int) -> Any:
 
 
 def optimizer(name: str, dtype: str) -> optax.GradientTransformation:
-    return optax.chain(OPTIMIZERS[name](state_dtype=DTYPES[dtype]), zero.quantised.round_stochastically())
+    return optax.chain(OPTIMIZERS[name](state_dtype=DTYPES[dtype]), zero.quantized.round_stochastically())
 
 
 @cache
@@ -111,7 +111,7 @@ WIDE = [("adamw", "int8", np.float32), ("adamw", "bfloat16", jnp.bfloat16)]
     ],
 )
 def test_slices_equal_whole(name: str, dtype: str, params_dtype: Any, devices: int) -> None:
-    """Quantised state of slices equals slices of the quantised whole, bit for bit."""
+    """Quantized state of slices equals slices of the quantized whole, bit for bit."""
     got = sharded(optimizer(name, dtype), devices, make_params(params_dtype))
     expected = unsharded(name, dtype, params_dtype)
     for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(expected), strict=True):
@@ -183,7 +183,7 @@ def decode(code: AdamCode, *args: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @partial(jax.jit, static_argnums=(0, 1, 3))
 def random_halves(shape: tuple[int, ...], leaf: str, step: jax.Array, salt: int = 0) -> tuple[jax.Array, jax.Array]:
-    return quantised_optimizers._random_halves(shape, leaf, step, salt=salt)
+    return quantized._random_halves(shape, leaf, step, salt=salt)
 
 
 def randoms(shape: tuple[int, ...], step: int = 0) -> tuple[jax.Array, jax.Array]:
@@ -245,7 +245,7 @@ def test_stochastic_rounding_of_moments() -> None:
 def test_stochastic_rounding_of_weights() -> None:
     """Weights move by stochastic rounding where rounding to nearest would not move them."""
     params = jnp.ones(10_000, jnp.bfloat16)
-    tx = optax.chain(optax.sgd(1.0), zero.quantised.round_stochastically())
+    tx = optax.chain(optax.sgd(1.0), zero.quantized.round_stochastically())
     state = tx.init(params)
     moved, nearest = params, params
     update = jax.jit(tx.update)
@@ -320,13 +320,13 @@ def test_random_bits() -> None:
 
 def test_what_cannot_be_held_is_refused() -> None:
     with pytest.raises(ValueError, match=r"b1 \* b1 < b2, got b1=0.95 and b2=0.9"):
-        zero.quantised.adamw(0.1, 0.95, 0.9)
-    zero.quantised.adamw(0.1, 0.95, 0.9, state_dtype=jnp.bfloat16)
+        zero.quantized.adamw(0.1, 0.95, 0.9)
+    zero.quantized.adamw(0.1, 0.95, 0.9, state_dtype=jnp.bfloat16)
     for make in (scale_by_adam, scale_by_lion):
         with pytest.raises(ValueError, match="state_dtype must be int8, bfloat16 or float32, got float16"):
             make(state_dtype=jnp.float16)
     with pytest.raises(ValueError, match="params"):
-        zero.quantised.round_stochastically().update(jnp.ones(3), quantised_optimizers.RoundingState(jnp.int32(0)))
+        zero.quantized.round_stochastically().update(jnp.ones(3), quantized.RoundingState(jnp.int32(0)))
 
 
 def test_integers_and_missing_gradients() -> None:
@@ -358,7 +358,7 @@ def test_moments_are_converted_between_dtypes(source: str, target: str) -> None:
     for step in range(3):
         state = update(gradients(step), state)[1]
     dtypes = jax.tree.map(lambda x: x.dtype, jax.eval_shape(other.init, params))
-    got: Any = jax.jit(lambda state: quantised_optimizers.convert_adam(state, dtypes, 0.9, 0.95))(state)
+    got: Any = jax.jit(lambda state: quantized.convert_adam(state, dtypes, 0.9, 0.95))(state)
     assert jax.tree.map(lambda x: x.dtype, got) == dtypes
     if source == target:
         jax.tree.map(np.testing.assert_array_equal, got, state)
