@@ -117,7 +117,7 @@ def zero_step(job: Job, row: Row) -> Any:
 
 
 def gspmd_step(job: Job, row: Row, size: GPTConfig, devices: list[Any], has_layouts: bool) -> Any:
-    """With zero's layouts on TPU (docs/decisions/tpu-layouts.md), or with those that XLA chooses."""
+    """With zero's layouts on TPU (docs/decisions/attention.md), or with those that XLA chooses."""
     mesh = Mesh(np.asarray(devices).reshape(-1, row.expert_shards, row.tensor_shards), ("fsdp", "expert", "tensor"))
     batch = row.rows * len(devices) // row.tensor_shards
     model = GPT(

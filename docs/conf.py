@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).parent
+MEASURED = DOCS.parent / "benchmarks" / "measured"
 # Four kinds of pages (https://diataxis.fr): to learn, to do one thing, to look up, to understand. Decisions are of the
 # last kind; their pages belong to decisions/README.md, which lists them by subject.
 NAVIGATION = {
@@ -36,6 +37,10 @@ NAVIGATION = {
     "Decisions": [
         "docs/decisions/README",
         *(f"docs/decisions/{path.stem}" for path in sorted(DOCS.glob("decisions/[a-z]*.md"))),
+    ],
+    "Measurements": [
+        "benchmarks/measured/README",
+        *(f"benchmarks/measured/{path.stem}" for path in sorted(MEASURED.glob("[a-z]*.md"))),
     ],
     "The project": ["README", "CONTRIBUTING", "CHANGELOG"],
 }

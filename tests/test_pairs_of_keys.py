@@ -1,6 +1,6 @@
 """Random pairs of keys at other valid values: each run is what its parts promise, or is refused by name.
 
-Here a few; benchmarks/pairs.py runs hundreds, with the reasons in docs/decisions/pairs-of-keys.md.
+Here a few; benchmarks/pairs.py runs hundreds, with the reasons in docs/decisions/tests.md.
 """
 
 import json

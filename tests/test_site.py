@@ -19,7 +19,7 @@ def test_every_page_is_in_the_navigation() -> None:
     missing = [entry for entry in entries if not (REPOSITORY / entry).is_file()]
     pages = {str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "docs").rglob("*.md")} | {
         str(path.relative_to(REPOSITORY))
-        for folder in (".", "data", "examples")
+        for folder in (".", "data", "examples", "benchmarks/measured")
         for path in (REPOSITORY / folder).glob("*.md")
     }
     assert missing == [] and sorted(entries) == sorted(pages - {"docs/README.md"})  # the page that has the navigation

@@ -1,7 +1,7 @@
 """A folder of Hugging Face, read and written by zero-weights without training, is the same folder.
 
 Files of the tokenizer and of generation are the same bytes, and weights the same bits; the keys of config.json that
-differ are those of the table in docs/decisions/brought-models.md.
+differ are those of the table in docs/reference/families.md.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 
 SOME = ("llama", "gpt2")
 OTHER_HOMES = {"gemma3_text": "gemma3", "qwen3": "qwen2"}
-PAGE = Path(__file__).parents[2] / "docs" / "decisions" / "brought-models.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "families.md"
 
 
 def save_as_on_the_hub(folder: Path, model_type: str) -> None:

@@ -3,7 +3,7 @@
 A run that lost a host resumes from them without the bucket. They are files, by default in /dev/shm, because all
 processes of a run end with the one that was lost. A file is a line of JSON, then the shards of this host's devices,
 leaf by leaf. Its name holds the lineage of the start that wrote it: an earlier attempt may have reached the same steps
-with other keys or on other hosts. Reasons against orbax's: docs/decisions/surviving.md.
+with other keys or on other hosts. Reasons against orbax's: docs/decisions/fault-tolerance.md.
 """
 
 from __future__ import annotations

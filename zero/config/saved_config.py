@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 # Keys that a resume may not change: the model, the seed, the order of the data, what is trained and by what.
 # Not the paths of data and tokenizer, nor of a file of model sizes, which may move: a resume compares their contents
-# (docs/decisions/identity.md).
+# (docs/decisions/data-order.md).
 FIXED_KEYS = (
     "seed",
     "model.size",

@@ -3,7 +3,7 @@
 The compiler writes into the program how many cycles it expects each fusion and copy to take. Instructions run one after
 another in the order of the text. Collectives, prefetches, and copies to and from the host's memory that have a start
 and a done occupy the network, the memory, or the host's link meanwhile; the program waits for their rest at their done.
-Sources: docs/decisions/predicted-time.md.
+Sources: benchmarks/measured/predicted-time.md.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def gather(name: str, text: str) -> list[str]:
     """The texts of all hosts, ordered by host, on all hosts, which call it in the same order.
 
     Each host asks once for all texts: one question per text would be the square of the number of hosts
-    (docs/decisions/growing.md). The store sends every text to every host, so texts should be short.
+    (docs/decisions/fault-tolerance.md). The store sends every text to every host, so texts should be short.
     """
     if jax.process_count() == 1:
         return [text]

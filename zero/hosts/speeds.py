@@ -24,7 +24,7 @@ class Speed(NamedTuple):
     offloads: bool = False  # whether a SparseCore can run reduce-scatters of a whole slice, beside computation
     int8: float = 1.0  # times `flops`: products of int8 with sums in int32
     float8: float = 1.0  # times `flops`: products of float8 with sums in float32
-    vmem_kib: int | None = None  # that a fusion may use (docs/decisions/tpu-layouts.md); None: by the compiler
+    vmem_kib: int | None = None  # that a fusion may use (docs/decisions/attention.md); None: by the compiler
 
     @property
     def clock(self) -> float:
@@ -49,7 +49,7 @@ _MXU = 2 * 128 * 128  # operations per cycle of a matrix unit
 # chip). v6e has two units of 256 x 256, which take two rows per cycle: the compiler rates products at 1.4 times the
 # speed of one row. v2: Jouppi et al., A Domain-Specific Supercomputer for Training Deep Neural Networks, CACM 63(7),
 # table 3: four links of 496 Gbit/s. Rings (jax-ml.github.io/scaling-book/tpus): v2 and v3 the whole pod, v5e and v6e
-# 16 chips, v4 and v5p every four chips. Shares of kernels: docs/decisions/predicted-time.md.
+# 16 chips, v4 and v5p every four chips. Shares of kernels: docs/decisions/plans.md.
 # TPU7x: cloud.google.com/tpu/docs/tpu7x, half a chip, which is one device; its two units are a v6e's, by the cycles
 # that the compiler gives products, and so is its share of kernels.
 # Between slices: 25, 50, 100 and 100 Gbit/s per chip of v5e, v5p, v6e and TPU7x (cloud.google.com/tpu/docs/v6e and

@@ -1,6 +1,6 @@
 """How long a collective takes on the links of a TPU slice, by where its devices lie on the torus.
 
-Sources: docs/decisions/predicted-time.md.
+Sources: benchmarks/measured/predicted-time.md.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from zero.hosts.speeds import SPEEDS
 log = logging.getLogger(__name__)
 
 # Gathers and all-to-alls run beside computation; on SparseCores gathers and reduce-scatters. Other generations with
-# SparseCores would wait for gathers. Source: docs/decisions/hidden-gathers.md
+# SparseCores would wait for gathers. Source: docs/decisions/collectives.md
 GATHERS, EXCHANGES = "xla_enable_async_all_gather", "xla_tpu_enable_async_all_to_all"
 OVERLAP_ON_TPU = (GATHERS, EXCHANGES)
 # The most chips of a slice whose all-to-alls run beside computation: "Async all-to-all not supported on limited ICI"

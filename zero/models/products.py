@@ -13,7 +13,7 @@ Weights may come rounded, from a gather in 8 bits (`RoundedWeight`).
 
 Sources: SwitchBack (Wortsman et al., arXiv 2304.13013), section 2: the gradient of weights in 16 bits; AQT
 (Abdolrashidi et al., arXiv 2105.03536): scales per row and per column; FP8 Formats for Deep Learning (Micikevicius et
-al., arXiv 2209.05433): E4M3 for values, E5M2 for gradients. What was compared: docs/decisions/products-in-8-bits.md.
+al., arXiv 2209.05433): E4M3 for values, E5M2 for gradients. What was compared: docs/decisions/narrow-numbers.md.
 
 Shapes are named by suffix:
   B rows, T positions of a row, X inputs and F outputs of a product, each of one or two dimensions

@@ -108,7 +108,7 @@ class TransformerLayer(Layer):
         return ((sum_BTD, routing), cache), None
 
     def _laid_out(self, x: jax.Array) -> jax.Array:
-        """`x` as products and kernels on TPU read it, forward and backward; source: docs/decisions/tpu-layouts.md."""
+        """`x` as products and kernels on TPU read it, forward and backward; source: docs/decisions/attention.md."""
         return row_major(x) if self.kernel in TPU_KERNELS else x
 
     def _norm(self, name: str, x: jax.Array, *, is_after: bool = False) -> jax.Array:

@@ -46,7 +46,7 @@ class Vocabulary(Sizes):
         1,
         AT_LEAST_ONE,
         "parts in which tokens are embedded and scored, so that the float32 logits of the whole vocabulary "
-        "never exist at once (docs/decisions/vocabulary-chunks.md)",
+        "never exist at once (docs/decisions/step-memory.md)",
         layers=BOTH,
     )
     tied: bool = key(True, None, "the matrix that embeds tokens also makes the logits", layers=BOTH)

@@ -9,7 +9,7 @@ needs no scale because each of its moments is the scale of the other:
 
 Rounding is stochastic: otherwise a moment that changes by less than a level per step would never change. The random
 bits are a hash of step, leaf path and index in the whole array: the same for any number of devices and after a resume.
-Measured against scales per block: docs/decisions/quantized-state.md.
+Measured against scales per block: docs/decisions/narrow-numbers.md.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A source is cut into parts, which depend on nothing but the source (`sources/parts.py`). Each is prepared by itself and
 has a manifest, which is written last: a second call makes the parts that have none. A source below one part is a
 corpus with the names `train-00000.tar` and `manifest.json`, whose units are tokenized by worker processes.
-docs/decisions/parts.md and preparing.md have the reasons and the costs.
+docs/decisions/preparing.md and preparing.md have the reasons and the costs.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ For each shard the first of these that there is:
 - in a bucket, what a list states: size and checksum, else size and version,
 - on a disk, the size and a digest of a few blocks.
 
-Reasons, and what is not noticed: docs/decisions/identity.md.
+Reasons, and what is not noticed: docs/decisions/data-order.md.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def scatter_sum_arrays(
     """`scatter_sum_array` of each leaf, small ones together. Call inside pmap.
 
     Exchanges of single leaves wait for each other, the largest first: XLA for TPU has one in flight at a time, and the
-    last one in the backward pass of a layer is hidden by nothing (docs/decisions/hidden-gathers.md). With expert groups
+    last one in the backward pass of a layer is hidden by nothing (docs/decisions/collectives.md). With expert groups
     they do not wait, because tokens travel in the backward pass as well.
     """
     shards: dict[int, jax.Array] = {}

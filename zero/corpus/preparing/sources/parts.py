@@ -1,7 +1,7 @@
 """The parts of a source: neighboring files, and pieces of large files of lines, of about a gibibyte.
 
 They are decided by the names and sizes of the files and by nothing else, so that every call, and every machine, finds
-the same ones (docs/decisions/parts.md).
+the same ones (docs/decisions/preparing.md).
 """
 
 from __future__ import annotations
