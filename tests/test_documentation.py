@@ -23,7 +23,11 @@ from zero.config.help import help_text
 REPOSITORY = Path(__file__).parents[1]
 PAGES = [
     *REPOSITORY.glob("*.md"),
-    *(path for folder in ("docs", "data", "examples", "benchmarks/measured") for path in REPOSITORY.glob(f"{folder}/**/*.md")),
+    *(
+        path
+        for folder in ("docs", "data", "examples", "benchmarks/measured")
+        for path in REPOSITORY.glob(f"{folder}/**/*.md")
+    ),
 ]
 SCRIPTS = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"]
 TRAINERS = ("main_zero.py", "zero-train", "zero-plan", "trainLoop.sh")
