@@ -13,7 +13,7 @@ from tests.training.small_gpt import CONFIG, RATE, first_params, tokens
 from zero.inference.trained_model import IN_INT8, placed_weights
 from zero.models.config import STACK, GPTConfig
 from zero.models.families import FAMILIES
-from zero.training.block_codes import hold, thaw
+from zero.training.block_codes import dequantize, quantize
 from zero.training.optimizers.optimizer import adamw
 from zero.training.parts import StepOptions
 from zero.training.programs import make_programs
@@ -42,7 +42,9 @@ def held_and_thawed(size: GPTConfig) -> Any:
         return x if path[-1].key == "scale" else x.astype(jnp.bfloat16).astype(jnp.float32)
 
     def coded(blocks: Any) -> Any:
-        return jax.tree.map(lambda x, held: thaw(x.shape, held, "int8", jnp.float32), blocks, hold(blocks, "int8"))
+        return jax.tree.map(
+            lambda x, code: dequantize(x.shape, code, "int8", jnp.float32), blocks, quantize(blocks, "int8")
+        )
 
     params = jax.tree_util.tree_map_with_path(rounded, trained_params(size))
     return {**params, STACK: jax.jit(coded)(params[STACK])}

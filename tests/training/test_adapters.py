@@ -19,13 +19,13 @@ from zero.models.stack import KINDS
 from zero.partition.pmapped import pmap
 from zero.run.frozen_base import fit_to_base
 from zero.training.batch import Batch
-from zero.training.block_codes import FORMS, hold, thaw
+from zero.training.block_codes import CODECS, dequantize, quantize
 from zero.training.optimizers.optimizer import adamw
 from zero.training.parts import StepOptions
 from zero.training.programs import Programs, make_programs
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.step import state_layout
-from zero.training.tuning import Tuning, hold_shards, merge_shards
+from zero.training.tuning import Tuning, merge_shards, quantize_shards
 
 STEPS = 12
 LLAMA: dict[str, Any] = {**FAMILIES["llama"], "kv_heads": 2, "mlp_dim": 48}
@@ -55,9 +55,9 @@ def tuned(
     base = model.base
     whole = base.layout.map(lambda leaf, x: np.asarray(x, leaf.dtype), first_params(SIZE))
     frozen = zero.to_devices(whole, base.layout, base.axis, used)
-    if dtype in FORMS:
-        layouts: Any = {"layout": base.layout, "held": model.frozen_layout, "axis": axis}
-        frozen = pmap(partial(hold_shards, **layouts, form=dtype), "zero", devices=used)(frozen)
+    if dtype in CODECS:
+        layouts: Any = {"layout": base.layout, "quantized": model.frozen_layout, "axis": axis}
+        frozen = pmap(partial(quantize_shards, **layouts, codec=dtype), "zero", devices=used)(frozen)
     chosen = StepOptions(RATE, max_gradient_norm=MAX_NORM, **own)
     return Tuned(model, make_programs(model, adamw(0.1), chosen, used), used, frozen)
 
@@ -96,7 +96,9 @@ def coded_params(form: str) -> Any:
 
     @jax.jit
     def coded(blocks: Any) -> Any:
-        return jax.tree.map(lambda x, held: thaw(x.shape, held, form, jnp.float32), blocks, hold(blocks, form))
+        return jax.tree.map(
+            lambda x, code: dequantize(x.shape, code, form, jnp.float32), blocks, quantize(blocks, form)
+        )
 
     return {**rounded, "blocks": coded(rounded["blocks"])}
 
@@ -236,7 +238,7 @@ def test_first_magnitudes_change_nothing(form: str) -> None:
     on = tuned(8, 3, adapters=DORA, base_dtype=form)
     model = on.model
     fitted = fit_to_base(on.programs.init(np.stack([KEY] * 8)), on.frozen, model)
-    whole = coded_params(form)["blocks"] if form in FORMS else first_params(SIZE)["blocks"]
+    whole = coded_params(form)["blocks"] if form in CODECS else first_params(SIZE)["blocks"]
     for name, x in zero.to_host(fitted, model.layout, model.axis)["blocks"].items():
         np.testing.assert_allclose(x["magnitude"], np.linalg.norm(whole[name]["kernel"], axis=1), rtol=1e-6)
 

@@ -9,18 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zero.training.block_codes import BLOCK, FORMS, NF4, hold, thaw
+from zero.training.block_codes import BLOCK, CODECS, NF4, dequantize, quantize
 
 
 @cache
-def holding(form: str) -> Any:
+def quantizing(form: str) -> Any:
     """Compiled as a whole, as in a program: single operations would be compiled one by one for each shape."""
-    return jax.jit(FORMS[form].hold)
+    return jax.jit(CODECS[form].quantize)
 
 
 @partial(jax.jit, static_argnums=(0, 2))
-def thawed(shape: tuple[int, ...], held: Any, form: str) -> jax.Array:
-    return thaw(shape, held, form, jnp.float32)
+def dequantized(shape: tuple[int, ...], quantized: Any, form: str) -> jax.Array:
+    return dequantize(shape, quantized, form, jnp.float32)
 
 
 def test_code_book_is_published() -> None:
@@ -37,7 +37,7 @@ def test_entries_are_exact() -> None:
     rng = np.random.default_rng(0)
     block = np.concatenate([NF4, rng.permutation(np.tile(NF4, 3))])[:, None]
     matrix = np.asarray(np.tile(block, (2, 5)) * 0.75, np.float32)
-    np.testing.assert_allclose(thawed(matrix.shape, holding("nf4")(matrix), "nf4"), matrix, rtol=1e-6)
+    np.testing.assert_allclose(dequantized(matrix.shape, quantizing("nf4")(matrix), "nf4"), matrix, rtol=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(2, 64, 7), (130, 300), (3, 2, 33, 5)], ids=str)
@@ -48,7 +48,7 @@ def test_errors_are_bounded(shape: tuple[int, ...]) -> None:
         np.stack([np.abs(x[..., i : i + BLOCK, :]).max(-2) for i in range(0, shape[-2], BLOCK)], -2), BLOCK, -2
     )[..., : shape[-2], :]
     for form, step in (("int8", 0.5 / 127), ("nf4", np.diff(NF4).max() / 2)):
-        got = thawed(shape, holding(form)(x), form)
+        got = dequantized(shape, quantizing(form)(x), form)
         # The rounding of nf4's scales: half of 1 / 127 of the largest deviation.
         slack = 1.001 * step * largest + (largest.max() / 127 if form == "nf4" else 0)
         assert (np.abs(got - x) <= slack).all(), form
@@ -60,7 +60,10 @@ def test_bytes_per_weight() -> None:
     kernel = jnp.zeros((1024, 2048))
     part: Any = {"query": {"kernel": kernel, "bias": np.zeros(2048)}, "router": {"kernel": np.zeros((1024, 8))}}
     for form, bits in (("nf4", 4.127), ("int8", 8.5)):
-        held = hold(part, form)
-        found = 8 * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(held["query"]["kernel"]))
+        quantized = quantize(part, form)
+        found = 8 * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(quantized["query"]["kernel"]))
         assert found / kernel.size == pytest.approx(bits, abs=2e-3)
-        assert held["query"]["bias"] is part["query"]["bias"] and held["router"]["kernel"] is part["router"]["kernel"]
+        assert (
+            quantized["query"]["bias"] is part["query"]["bias"]
+            and quantized["router"]["kernel"] is part["router"]["kernel"]
+        )

@@ -15,7 +15,7 @@ from zero.files import storage
 from zero.models.config import HEAD, VOCABULARY, GPTConfig
 from zero.models.products import EIGHT_BITS
 from zero.models.stack import OFFLOADED, STORED, span_size
-from zero.training.block_codes import FORMS
+from zero.training.block_codes import CODECS
 from zero.training.objectives.objective import REFERENCE
 from zero.training.optimizers.optimizer import ELEMENTWISE, MULTIPLIABLE, QUANTIZABLE
 from zero.training.tuning import Adapted
@@ -203,7 +203,7 @@ def tuning_rules(config: Config, size: GPTConfig) -> Mistakes:
             "tuning.modules_to_save",
             f"[{VOCABULARY}] or null, as the logits of {of_model} are tied to its vocabulary",
         )
-    if tuning.base_dtype in FORMS and zero.tensor_shards > 1:
+    if tuning.base_dtype in CODECS and zero.tensor_shards > 1:
         why = f"zero.tensor_shards={zero.tensor_shards} cuts blocks of codes"
         yield "tuning.base_dtype", f"float32 or bfloat16, as {why}"
     for key in ("tensor_shards", "context_shards"):

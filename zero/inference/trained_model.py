@@ -29,7 +29,7 @@ from zero.partition.pmapped import pmap
 from zero.partition.stages import gather
 from zero.record.run_files import saved_checkpoint_directory
 from zero.training.sharded_gpt import ShardedGPT
-from zero.training.tuning import Tuning, hold_shards
+from zero.training.tuning import Tuning, quantize_shards
 
 log = logging.getLogger(__name__)
 
@@ -72,11 +72,11 @@ def placed_weights(read: Callable[[ShardedGPT], PyTree], model: ShardedGPT) -> P
     if model.tuning is None:
         return read(model)
     sharded = replace(model, stage=3)
-    held = sharded.frozen_layout
+    layout = sharded.frozen_layout
 
     def hold(weights: PyTree) -> PyTree:
-        coded = hold_shards(weights, layout=sharded.base.layout, held=held, axis=model.axis, form="int8")
-        return coded if model.stage else gather(coded, held, model.axis)
+        coded = quantize_shards(weights, layout=sharded.base.layout, quantized=layout, axis=model.axis, codec="int8")
+        return coded if model.stage else gather(coded, layout, model.axis)
 
     return pmap(hold, model.axis.name)(read(sharded.base))
 

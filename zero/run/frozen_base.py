@@ -18,7 +18,7 @@ from zero.partition.pmapped import pmap
 from zero.record.run_files import split_step
 from zero.run.restore import TrainingPosition
 from zero.training.sharded_gpt import ShardedGPT
-from zero.training.tuning import hold_shards, neutral_shards
+from zero.training.tuning import neutral_shards, quantize_shards
 
 
 def load_unchanged(
@@ -68,17 +68,17 @@ def load_base(config: Config, model: ShardedGPT, position: TrainingPosition) -> 
     if model.tuning is None:
         return {}
     base = load_unchanged(config, model, position)
-    if not model.tuning.is_coded:
+    if not model.tuning.is_quantized:
         return base
-    layouts: Any = {"layout": model.base.layout, "held": model.frozen_layout}
-    coded = partial(hold_shards, **layouts, axis=model.axis, form=model.tuning.base_dtype)
-    return pmap(coded, model.axis.name)(base)
+    layouts: Any = {"layout": model.base.layout, "quantized": model.frozen_layout}
+    quantize = partial(quantize_shards, **layouts, axis=model.axis, codec=model.tuning.base_dtype)
+    return pmap(quantize, model.axis.name)(base)
 
 
 def fit_to_base(adapters: PyTree, frozen: PyTree, model: ShardedGPT) -> PyTree:
     """New adapters, which change nothing of this base: its magnitudes, and copies of its tables."""
     if model.tuning is None or not (model.tuning.adapters.has_magnitudes or model.tuning.adapters.tables):
         return adapters
-    layouts: Any = {"layout": model.base.layout, "held": model.frozen_layout, "low": model.layout}
+    layouts: Any = {"layout": model.base.layout, "quantized": model.frozen_layout, "low": model.layout}
     fit = partial(neutral_shards, **layouts, axis=model.axis, tuning=model.tuning)
     return pmap(fit, model.axis.name)(frozen, adapters)

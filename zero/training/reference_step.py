@@ -25,7 +25,7 @@ def reference_step(weights: PyTree, tokens: jax.Array, *, model: ShardedGPT, mic
     """
     if model.tuning is not None:  # x W + s (x A) B with zeros for A and B
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), model.layout.shard_shapes())
-        layouts: Any = {"layout": model.base.layout, "held": model.frozen_layout, "low": model.layout}
+        layouts: Any = {"layout": model.base.layout, "quantized": model.frozen_layout, "low": model.layout}
         adapters = neutral_shards(weights, zeros, **layouts, axis=model.axis, tuning=model.tuning)
         weights = model.weights(adapters, {}, weights)
     variables = model.gather_params(weights)

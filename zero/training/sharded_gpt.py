@@ -41,7 +41,7 @@ from zero.training.batch import (
     row_keys,
     token_ids,
 )
-from zero.training.block_codes import hold, thaw
+from zero.training.block_codes import dequantize, quantize
 from zero.training.optimizers.optimizer import decayed
 from zero.training.placements import is_expert_leaf, tensor_dim
 from zero.training.tuning import FROZEN, Tuning, with_frozen
@@ -130,17 +130,17 @@ class ShardedGPT:
         if self.tuning is None:
             return self
         # Before it is coded; the vocabulary stays so.
-        dtype = "bfloat16" if self.tuning.is_coded else self.tuning.base_dtype
+        dtype = "bfloat16" if self.tuning.is_quantized else self.tuning.base_dtype
         return dataclasses.replace(self, tuning=None, master_dtype=dtype)
 
     @cached_property
     def frozen_by_parts(self) -> Layout:
         """How the frozen parameters are held and gathered."""
-        if self.tuning is None or not self.tuning.is_coded:
+        if self.tuning is None or not self.tuning.is_quantized:
             return self.base.layout_by_parts
         shapes = self.base.layout_by_parts.shapes()
-        held = jax.eval_shape(partial(hold, form=self.tuning.base_dtype), shapes[STACK])
-        layout = make_layout({**shapes, STACK: held}, self.axis.shards, **self.base.layout_options)
+        quantized = jax.eval_shape(partial(quantize, codec=self.tuning.base_dtype), shapes[STACK])
+        layout = make_layout({**shapes, STACK: quantized}, self.axis.shards, **self.base.layout_options)
         return layout if self.stage else layout.whole()
 
     @property
@@ -197,24 +197,26 @@ class ShardedGPT:
     def _lift(self, module_class: type[nn.Module], name: str) -> type[nn.Module]:
         """The class as a step computes with it: on shards at stages 2 and 3, and with its frozen parameters."""
         if self.tuning is not None:
-            module_class = with_frozen(module_class, partial(self._thaw, name=name))
+            module_class = with_frozen(module_class, partial(self._whole_frozen, name=name))
         has_shards = self.stage >= 2 and name in self._trained_shapes
         return self._lift_shards(module_class, name) if has_shards else module_class
 
-    def _thaw(self, frozen: PyTree, name: str) -> PyTree:
+    def _whole_frozen(self, frozen: PyTree, name: str) -> PyTree:
         """The whole parameters of a part of the base; stages 0 to 2 have gathered it already, as it is held."""
         assert self.tuning is not None
         if self.stage == 3:
             frozen = self.gather_frozen(frozen, name)
-        form = self.tuning.base_dtype
+        codec = self.tuning.base_dtype
         dtype = self.compute_dtype
-        return self.base.layout_by_parts.at(name).map(lambda leaf, x: thaw(leaf.gathered_shape, x, form, dtype), frozen)
+        return self.base.layout_by_parts.at(name).map(
+            lambda leaf, x: dequantize(leaf.gathered_shape, x, codec, dtype), frozen
+        )
 
     def gather_frozen(self, frozen: PyTree, name: str | None = None) -> PyTree:
         """The frozen parameters whole, as they are held or in `compute_dtype` if that is narrower."""
         layout = self.frozen_by_parts if name is None else self.frozen_by_parts.at(name)
-        is_coded = self.tuning is not None and self.tuning.is_coded
-        dtype, wire_dtype = (None, None) if is_coded else (self.compute_dtype, self.gather_dtype)
+        is_quantized = self.tuning is not None and self.tuning.is_quantized
+        dtype, wire_dtype = (None, None) if is_quantized else (self.compute_dtype, self.gather_dtype)
         frozen = frozen if name is None else pinned(frozen, dtype)
         return gather(frozen, layout, self.axis, dtype, wire_dtype=wire_dtype)
 

@@ -33,9 +33,9 @@ from zero.models.config import STACK
 from zero.partition.collectives.axis import Axis
 from zero.partition.layout import Layout, PyTree
 from zero.partition.stages import gather, shard
-from zero.training.block_codes import FORMS, hold, thaw
+from zero.training.block_codes import CODECS, dequantize, quantize
 
-BASE_DTYPES = (*DTYPES, *FORMS)
+BASE_DTYPES = (*DTYPES, *CODECS)
 FROZEN = "frozen"  # the collection of variables that are not differentiated
 
 
@@ -122,15 +122,15 @@ class Tuning:
     Attributes:
       adapters: the parameters that are trained.
       base_dtype: dtype in which matrices of the base are held, the others are float32; or an entry of
-        `block_codes.FORMS`, in which products of layers are held, beside a vocabulary in bfloat16.
+        `block_codes.CODECS`, in which products of layers are held, beside a vocabulary in bfloat16.
     """
 
     adapters: Adapters
     base_dtype: str = "float32"
 
     @property
-    def is_coded(self) -> bool:
-        return self.base_dtype in FORMS
+    def is_quantized(self) -> bool:
+        return self.base_dtype in CODECS
 
 
 def make_tuning(keys: Mapping[str, Any]) -> Tuning | None:
@@ -152,30 +152,30 @@ def make_tuning(keys: Mapping[str, Any]) -> Tuning | None:
     return Tuning(adapters, keys["base_dtype"])
 
 
-def with_frozen(module_class: type[nn.Module], thaw: Callable[[PyTree], PyTree]) -> type[nn.Module]:
-    """The module class with the parameters that `thaw` makes of its collection "frozen", beside those of "params"."""
+def with_frozen(module_class: type[nn.Module], unfreeze: Callable[[PyTree], PyTree]) -> type[nn.Module]:
+    """The module class with what `unfreeze` makes of its collection "frozen", beside the parameters of "params"."""
 
     def use(variables: PyTree) -> PyTree:
-        frozen = lax.stop_gradient(thaw(variables.get(FROZEN, {})))
+        frozen = lax.stop_gradient(unfreeze(variables.get(FROZEN, {})))
         return {"params": resolved(combine(frozen, variables.get("params", {})))}
 
     lifted: type[nn.Module] = nn.map_variables(module_class, ["params", FROZEN], use, mutable=False)
     return lifted
 
 
-def hold_shards(base: PyTree, *, layout: Layout, held: Layout, axis: Axis, form: str) -> PyTree:
-    """Shards of the base as it is held, from float shards; one layer is whole at a time. Call inside pmap."""
+def quantize_shards(base: PyTree, *, layout: Layout, quantized: Layout, axis: Axis, codec: str) -> PyTree:
+    """Shards of the quantized base, from float shards; one layer is whole at a time. Call inside pmap."""
     layout = layout.at(STACK)
-    held = held.at(STACK)
+    quantized = quantized.at(STACK)
 
-    def hold_layer(layer: PyTree) -> PyTree:
-        return shard(hold(gather(layer, layout, axis), form), held, axis)
+    def quantize_layer(layer: PyTree) -> PyTree:
+        return shard(quantize(gather(layer, layout, axis), codec), quantized, axis)
 
-    return {**base, STACK: lax.map(hold_layer, base[STACK])}
+    return {**base, STACK: lax.map(quantize_layer, base[STACK])}
 
 
 def neutral_shards(
-    frozen: PyTree, adapters: PyTree, *, layout: Layout, held: Layout, low: Layout, axis: Axis, tuning: Tuning
+    frozen: PyTree, adapters: PyTree, *, layout: Layout, quantized: Layout, low: Layout, axis: Axis, tuning: Tuning
 ) -> PyTree:
     """Shards of adapters that change nothing of this base, from new ones, whose B is zero.
 
@@ -183,27 +183,29 @@ def neutral_shards(
     Call inside pmap.
     """
     if tuning.adapters.has_magnitudes:
-        layouts: Any = {"layout": layout, "held": held, "low": low}
+        layouts: Any = {"layout": layout, "quantized": quantized, "low": low}
         adapters = measure_shards(frozen, adapters, **layouts, axis=axis, tuning=tuning)
     return with_copies(adapters, frozen)
 
 
 def measure_shards(
-    frozen: PyTree, adapters: PyTree, *, layout: Layout, held: Layout, low: Layout, axis: Axis, tuning: Tuning
+    frozen: PyTree, adapters: PyTree, *, layout: Layout, quantized: Layout, low: Layout, axis: Axis, tuning: Tuning
 ) -> PyTree:
     """Shards of the adapters with the magnitudes of the base that they are for (`measured`).
 
-    Per device: shards of the base as it is held, and of the adapters, with the layouts of the base before it is coded,
-    of the base as it is held, and of the adapters; one layer is whole at a time. Call inside pmap.
+    Per device: shards of the quantized base and of the adapters, with the layouts of the base before it is
+    quantized, of the quantized base, and of the adapters; one layer is whole at a time. Call inside pmap.
     """
     layout = layout.at(STACK)
-    held = held.at(STACK)
+    quantized = quantized.at(STACK)
     low = low.at(STACK)
-    form = tuning.base_dtype
+    codec = tuning.base_dtype
 
     def measure_layer(xs: tuple[PyTree, PyTree]) -> PyTree:
         layer, adapters = xs
-        whole = layout.map(lambda leaf, x: thaw(leaf.shape, x, form, jnp.float32), gather(layer, held, axis))
+        whole = layout.map(
+            lambda leaf, x: dequantize(leaf.shape, x, codec, jnp.float32), gather(layer, quantized, axis)
+        )
         return shard(measured(whole, gather(adapters, low, axis), tuning.adapters), low, axis)
 
     return {**adapters, STACK: lax.map(measure_layer, (frozen[STACK], adapters[STACK]))}
@@ -212,17 +214,17 @@ def measure_shards(
 def merge_shards(base: PyTree, adapters: PyTree, *, layout: Layout, low: Layout, axis: Axis, tuning: Tuning) -> PyTree:
     """Shards of the parameters of the model without adapters that computes the same, in float32.
 
-    Per device: float shards of the base, before it is coded, and of the adapters in, with their layouts; one layer is
-    whole at a time. Call inside pmap.
+    Per device: float shards of the base, before it is quantized, and of the adapters in, with their layouts; one layer
+    is whole at a time. Call inside pmap.
     """
     layout = layout.at(STACK)
     low = low.at(STACK)
-    form = tuning.base_dtype
+    codec = tuning.base_dtype
 
     def merge_layer(xs: tuple[PyTree, PyTree]) -> PyTree:
         layer, adapters = xs
-        held = hold(gather(layer, layout, axis), form)
-        whole = layout.map(lambda leaf, x: thaw(leaf.shape, x, form, jnp.float32), held)
+        coded = quantize(gather(layer, layout, axis), codec)
+        whole = layout.map(lambda leaf, x: dequantize(leaf.shape, x, codec, jnp.float32), coded)
         return shard(merged(whole, gather(adapters, low, axis), tuning.adapters), layout, axis)
 
     tables = {name: x for name, x in adapters.items() if name != STACK}
