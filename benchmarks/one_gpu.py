@@ -1,6 +1,6 @@
 """Training steps on one GPU: seconds, MFU and memory of `python main_zero.py`, beside transformers with torch.compile.
 
-    python benchmarks/one_gpu.py [--rows smollm3-3b ...] [--steps 30] [--seconds 120] [--record one_gpu.jsonl]
+    python benchmarks/one_gpu.py [--rows smollm3-3b ...] [--keys "zero.remat=mlp"] [--steps 30] [--seconds 120]
 
 Each row is a run of its own on random tokens, which is ended once it has logged so many steps; its seconds are the
 median over all logged lines but the first two. A peer has the same shapes, float32 weights under bfloat16 autocast,
@@ -81,11 +81,11 @@ class Measured:
     failure: str | None = None
 
 
-def trained(row: Row, steps: int, limit: float) -> Measured:
+def trained(row: Row, keys: str, steps: int, limit: float) -> Measured:
     """A run of `main_zero.py`, which is killed when it has logged the steps."""
     with tempfile.TemporaryDirectory() as place, (Path(place) / "printed").open("w+") as printed:
         command = [sys.executable, "main_zero.py", *KEYS.split(), f"hydra.run.dir={place}/run"]
-        command += [f"model.size={row.size}", f"data.max_context={row.context}", *row.keys.split()]
+        command += [f"model.size={row.size}", f"data.max_context={row.context}", *row.keys.split(), *keys.split()]
         command += [f"training.batch_size={row.sequences}", "distributed.compilation_cache=null"]
         memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": MEMORY_SHARE, "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": HOST_GIB}
         environment = os.environ | memory
@@ -186,6 +186,7 @@ def peer_in_a_process(name: str, steps: int, limit: float) -> Measured:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--keys", default="", help="further keys of the runs")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--seconds", type=float, default=120.0, help="that a row may take")
     parser.add_argument("--record", type=Path, default=Path("one_gpu.jsonl"))
@@ -199,9 +200,9 @@ def main() -> None:
         if row.is_peer:
             measured = peer_in_a_process(name, given.steps, given.seconds)
         else:
-            measured = trained(row, given.steps, given.seconds)
+            measured = trained(row, given.keys, given.steps, given.seconds)
         with given.record.open("a") as record:
-            record.write(json.dumps({"row": name, **asdict(row), **asdict(measured)}) + "\n")
+            record.write(json.dumps({"row": name, "further": given.keys, **asdict(row), **asdict(measured)}) + "\n")
         if measured.seconds is None:
             print(f"{name}: failed\n{measured.failure}", flush=True)
             continue
@@ -210,7 +211,7 @@ def main() -> None:
         begin = f"first step after {measured.first_step:.0f} s, "
         begin += f"losses {measured.losses[0]:.3f} to {measured.losses[-1]:.3f}"
         speed = f"{measured.seconds:.4f} s, {measured.tokens_per_second:,.0f} tokens/s"
-        print(f"{name}: {speed}{share}{peak}, {begin}", flush=True)
+        print(f"{name} {given.keys}: {speed}{share}{peak}, {begin}", flush=True)
 
 
 if __name__ == "__main__":
