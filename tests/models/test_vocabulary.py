@@ -56,3 +56,10 @@ def test_gradient_of_a_frequent_token() -> None:
     (gradient_CD, _) = backward(jnp.ones_like(out_BTD))
     assert gradient_CD.dtype == jnp.bfloat16
     assert np.asarray(gradient_CD, np.float32).tolist() == [[2, 2], [1000, 1000], [1, 1]]  # 999, as bfloat16 has it
+
+
+def test_gradient_of_logits_is_multiplied_in_the_compute_dtype() -> None:
+    program = gradient(GPTConfig(WIDTH, CHUNKS * TOKENS, 2, POSITIONS, 0.0, 1, vocab_chunks=CHUNKS))
+    products = [e for e in program if e.primitive.name == "dot_general" and LOGITS in [x.aval.shape for x in e.invars]]
+    assert len(products) == 2
+    assert {operand.aval.dtype for product in products for operand in product.invars} == {jnp.dtype(jnp.bfloat16)}
