@@ -1,6 +1,6 @@
 """Training steps on one GPU: seconds, MFU and memory of `python main_zero.py`, beside transformers with torch.compile.
 
-    python benchmarks/one_gpu.py [--rows smollm3-3b ...] [--keys "zero.remat=mlp"] [--steps 30] [--seconds 120]
+    python benchmarks/one_gpu.py [--rows smollm3-3b ...] [--keys "zero.remat=mlp"] [--sequences 4] [--steps 30]
 
 Each row is a run of its own on random tokens, which is ended once it has logged so many steps; its seconds are the
 median over all logged lines but the first two. A peer has the same shapes, float32 weights under bfloat16 autocast,
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +187,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument("--keys", default="", help="further keys of the runs")
+    parser.add_argument("--sequences", type=int, help="in place of those of the rows")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--seconds", type=float, default=120.0, help="that a row may take")
     parser.add_argument("--record", type=Path, default=Path("one_gpu.jsonl"))
@@ -197,6 +198,8 @@ def main() -> None:
         return
     for name in given.rows:
         row = ROWS[name]
+        if given.sequences is not None:
+            row = replace(row, sequences=given.sequences)
         if row.is_peer:
             measured = peer_in_a_process(name, given.steps, given.seconds)
         else:
@@ -211,7 +214,7 @@ def main() -> None:
         begin = f"first step after {measured.first_step:.0f} s, "
         begin += f"losses {measured.losses[0]:.3f} to {measured.losses[-1]:.3f}"
         speed = f"{measured.seconds:.4f} s, {measured.tokens_per_second:,.0f} tokens/s"
-        print(f"{name} {given.keys}: {speed}{share}{peak}, {begin}", flush=True)
+        print(f"{name}, {row.sequences} x {row.context} {given.keys}: {speed}{share}{peak}, {begin}", flush=True)
 
 
 if __name__ == "__main__":
