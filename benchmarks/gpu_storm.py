@@ -51,7 +51,7 @@ def by_step(directory: Path) -> dict[int, dict[str, Any]]:
 
 def killed(directory: Path, keys: list[str], kills: int, draw: random.Random) -> list[str]:
     """Runs to the end with so many kills; what ended each process."""
-    ends = []
+    ends: list[str] = []
     while True:
         before = len(lines(directory))
         process = started(directory, keys)
