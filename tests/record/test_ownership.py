@@ -1,6 +1,10 @@
 """Of two processes that save to one directory, one is refused, or ends before it writes or deletes anything."""
 
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -9,7 +13,7 @@ from tests.helpers.checkpoints import save_small
 from zero.base.errors import UserError
 from zero.checkpoints.manager import Checkpoints
 from zero.files import storage
-from zero.record.ownership import locked, owned
+from zero.record.ownership import discarding_unused, locked, new_directory, owned
 
 
 def test_one_process_a_run(tmp_path: Path) -> None:
@@ -53,3 +57,51 @@ def test_bucket_is_taken_over(server: str, monkeypatch: pytest.MonkeyPatch) -> N
                     two.wait()
                     assert two.steps() == [6]
     assert not [url for url in storage.list_files(place) if url.startswith(f"{place}/4")]
+
+
+def test_names_by_the_clock(tmp_path: Path) -> None:
+    """Two starts in one second have directories of their own."""
+    names = [new_directory(f"{tmp_path}/runs/12-00-00") for _ in range(3)]
+    assert names == [f"{tmp_path}/runs/12-00-00{end}" for end in ("", "-2", "-3")]
+    assert sorted(str(path) for path in (tmp_path / "runs").iterdir()) == sorted(names)
+
+
+@pytest.fixture
+def logs(tmp_path: Path) -> Iterator[Callable[[], logging.FileHandler]]:
+    """Opens the log of one directory, as Hydra does in each process that is started there."""
+    opened: list[logging.FileHandler] = []
+
+    def open_log() -> logging.FileHandler:
+        (tmp_path / "run").mkdir(exist_ok=True)
+        opened.append(logging.FileHandler(tmp_path / "run" / "main_zero.log"))
+        return opened[-1]
+
+    yield open_log
+    for handler in opened:
+        handler.close()
+
+
+@contextmanager
+def start(run: Path, log: logging.FileHandler) -> Iterator[None]:
+    """A start in a process of its own, whose only log this is."""
+    with patch.object(logging.root, "handlers", [log]):
+        with discarding_unused(run):
+            yield
+
+
+def test_directory_of_another_start(tmp_path: Path, logs: Callable[[], logging.FileHandler]) -> None:
+    """A refused start removes no directory in which another one has begun; the last of them does."""
+    run = tmp_path / "run"
+    one, two = logs(), logs()
+    with start(run, one):
+        with start(run, two):
+            pass
+        assert (run / "main_zero.log").exists()
+    assert not run.exists()
+    late = logs()
+    with start(run, logs()):
+        pass
+    assert not run.exists()  # removed before the other start had its lock
+    with start(run, late):
+        late.emit(logging.makeLogRecord({"msg": "begun"}))
+    assert (run / "main_zero.log").read_text() == "begun\n"

@@ -34,7 +34,8 @@ from zero.config.schema import Config
 from zero.hosts.hardware import check_slice
 from zero.hosts.signals import SIGNALS, IgnoreBrokenPipe, exit_immediately, unanswered
 from zero.models.config import GPTConfig
-from zero.record.run_files import describe_full_disk, discard_unused, saved_config, split_step
+from zero.record.ownership import discarding_unused, new_directory
+from zero.record.run_files import describe_full_disk, saved_config, split_step
 from zero.run.find_run import parsed_overrides, resume_overrides, trained_run
 from zero.run.sweeps import check_places, continue_job, swept_keys, write_table
 
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from zero.exchange.hub_model import HubModel
 
 QUOTE = "'"  # around a value on the command line
+OmegaConf.register_new_resolver("new_directory", new_directory, use_cache=True)  # for hydra.run.dir in conf/config.yaml
 
 
 def main() -> None:
@@ -101,15 +103,6 @@ def run(config: DictConfig) -> None:
             write_table(run_directory.parent, keys)
     if status:
         exit_immediately(status)  # a status of 0 returns, so that --multirun continues
-
-
-@contextmanager
-def discarding_unused(run_directory: Path) -> Iterator[None]:
-    """A start that ends before it has written or logged anything leaves no run directory, which Hydra has made."""
-    try:
-        yield
-    finally:
-        discard_unused(run_directory)
 
 
 def resolve(config: DictConfig, overrides: list[str]) -> tuple[Config, GPTConfig]:

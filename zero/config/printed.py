@@ -51,9 +51,9 @@ hydra:
         class: zero.files.appending.LogFile # which a full disk does not fill the terminal with tracebacks of
   output_subdir: null # No .hydra/: the run writes a config.yaml of its own, which a refused start must not change.
   run:
-    dir: runs/${now:%Y-%m-%d}/${now:%H-%M-%S}
+    dir: ${new_directory:runs/${now:%Y-%m-%d}/${now:%H-%M-%S}} # or the same with -2, if another start has it
   sweep:
-    dir: runs/multirun/${now:%Y-%m-%d_%H-%M-%S}
+    dir: ${new_directory:runs/multirun/${now:%Y-%m-%d_%H-%M-%S}}
     subdir: ${hydra.job.num}
 """
 

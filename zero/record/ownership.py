@@ -1,15 +1,21 @@
-"""One process at a time writes to a directory of checkpoints, whichever run directory it was started in."""
+"""Directories belong to one process: it makes them under a name of their own, locks them, and removes only those.
+
+- `new_directory`: makes the directory of a run that has no name yet. `discarding_unused`: removes one without use.
+- `locked`: a run directory. `owned`: the checkpoints, whichever run directory a process was started in.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import secrets
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from zero.base.errors import UserError
 from zero.files import storage
@@ -43,10 +49,68 @@ def locked(directory: Path, remedy: str) -> Iterator[None]:
             os.close(descriptor)
 
 
-def _is_open(directory: Path, descriptor: int) -> bool:
-    """Whether the directory of this name is the opened one."""
+def new_directory(path: str) -> str:
+    """Makes a directory that no other start has: one of this name, or with -2, -3 and so on. Returns its path."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    number = 1
+    name = path
+    while True:
+        try:
+            Path(name).mkdir()
+            return name
+        except FileExistsError:
+            number += 1
+            name = f"{path}-{number}"
+
+
+@contextmanager
+def discarding_unused(run_directory: Path) -> Iterator[None]:
+    """A start that ends before it has written or logged anything leaves no run directory, which Hydra has made.
+
+    Another process may have been started there: each shares a lock on the log, and the last one removes the directory.
+    """
+    logs = [handler for handler in logging.root.handlers if isinstance(handler, logging.FileHandler)]
+    with ExitStack() as stack:
+        shared = [stack.enter_context(_shared(log)) for log in logs]
+        try:
+            yield
+        finally:
+            with suppress(BlockingIOError):
+                for file in shared:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _discard_unused(run_directory)
+
+
+@contextmanager
+def _shared(handler: logging.FileHandler) -> Iterator[BinaryIO]:
+    """The file of a log, with a lock that others may share."""
+    path = Path(handler.baseFilename)
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "ab") as file:
+            fcntl.flock(file, fcntl.LOCK_SH)
+            if not _is_open(path, file.fileno()):
+                continue  # another process has just removed it
+            if handler.stream is not None and not _is_open(path, handler.stream.fileno()):
+                handler.close()  # opens the file of this name with its next line
+            yield file
+            return
+
+
+def _discard_unused(run_directory: Path) -> None:
+    """Removes a directory that holds nothing but logs without a line."""
+    files = [*run_directory.iterdir()] if run_directory.is_dir() else []
+    if all(file.suffix == ".log" and file.is_file() and file.stat().st_size == 0 for file in files):
+        for file in files:
+            file.unlink()
+        with suppress(OSError):  # it was not here, or is a mount
+            run_directory.rmdir()
+
+
+def _is_open(path: Path, descriptor: int) -> bool:
+    """Whether the file or directory of this name is the opened one."""
     try:
-        return os.path.samestat(os.stat(directory), os.fstat(descriptor))
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except FileNotFoundError:
         return False
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -91,16 +90,6 @@ def checkpoint_directory(run_directory: Path, bucket_path: str | None, directory
     """An absolute path or URL as it is, else `gs://bucket_path/directory`, else inside the run directory."""
     place = storage.join(storage.bucket(bucket_path) if bucket_path else run_directory, directory)
     return place if storage.is_remote(place) else Path(place)
-
-
-def discard_unused(run_directory: Path) -> None:
-    """Removes a directory that holds nothing but logs without a line, as a start leaves it that was refused at once."""
-    files = [*run_directory.iterdir()] if run_directory.is_dir() else []
-    if all(file.suffix == ".log" and file.is_file() and file.stat().st_size == 0 for file in files):
-        for file in files:
-            file.unlink()
-        with suppress(OSError):  # it was not here, is a mount, or another start has just begun to use it
-            run_directory.rmdir()
 
 
 def saved_steps(run_directory: Path) -> list[int]:
