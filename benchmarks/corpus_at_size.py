@@ -29,7 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
-from zero.corpus.preparing.facts import read_removed
+from zero.corpus.preparing.corpus_statistics import read_removed
 
 WORDS = 50_000
 LENGTH = 350  # words of a document, on average

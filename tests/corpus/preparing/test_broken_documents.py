@@ -10,7 +10,7 @@ import pytest
 from tests.helpers import sources
 from tests.helpers.corpora import both, call, make
 from zero.base.errors import UserError
-from zero.corpus.preparing.facts import read_removed
+from zero.corpus.preparing.corpus_statistics import read_removed
 
 TEXTS = [f"document {number}" for number in range(40)]
 

@@ -18,7 +18,7 @@ from tests.helpers.corpora import both, digest, make
 from tests.helpers.pages import facts, plain, table
 from zero.corpus.preparing import corpus_page, documents, prepare
 from zero.corpus.preparing.corpus_files import PartNames
-from zero.corpus.preparing.facts import Example, Facts, Lowest, bin_of, load, read_removed
+from zero.corpus.preparing.corpus_statistics import CorpusStatistics, Example, HashSample, bin_of, load, read_removed
 from zero.corpus.preparing.verify import verify
 from zero.corpus.text.tokenizers import ByteTokenizer
 
@@ -44,9 +44,9 @@ def source(tmp_path: Path) -> Path:
     return root
 
 
-def facts_of(place: Path, parts: int | None) -> Facts:
+def statistics_of(place: Path, parts: int | None) -> CorpusStatistics:
     numbers: list[int | None] = [None] if parts is None else list(range(parts))
-    return load(str(place), [PartNames(number).facts for number in numbers])
+    return load(str(place), [PartNames(number).statistics for number in numbers])
 
 
 def test_numbers_are_those_of_the_documents(source: Path, tmp_path: Path):
@@ -56,8 +56,8 @@ def test_numbers_are_those_of_the_documents(source: Path, tmp_path: Path):
     texts = both(one, 32)
     assert len(texts) == 80
     lengths = Counter(bin_of(len(text) + 1) for text in texts)  # bytes, and the end of text
-    of_one = facts_of(Path(one.directory), None)
-    of_parts = facts_of(Path(parts.directory), 3)
+    of_one = statistics_of(Path(one.directory), None)
+    of_parts = statistics_of(Path(parts.directory), 3)
     for collected in (of_one, of_parts):
         assert collected.lengths == lengths
         assert sum(size.documents for size in collected.sources.values()) == 80
@@ -67,9 +67,9 @@ def test_numbers_are_those_of_the_documents(source: Path, tmp_path: Path):
         # The first "a b" is too short, and the others equal it.
         assert counts == {"words": 40, "deduplicate": 6 + 11, "minimum-tokens": 1}
         assert collected.left_out["words"].bytes == sum(len(f"word{number}") for number in range(40))
-        examples = collected.left_out["words"].lowest.examples.values()
+        examples = collected.left_out["words"].sample.examples.values()
         assert len(examples) == 10 and {example.text for example in examples} <= {f"word{n}" for n in range(40)}
-        twice = {example.text: example.times for example in collected.left_out["deduplicate"].lowest.examples.values()}
+        twice = {example.text: example.times for example in collected.left_out["deduplicate"].sample.examples.values()}
         assert twice == {f"page 3 of a site {'x' * 3}": 4, f"page 7 of a site {'x' * 7}": 2, "a b": 11}
     assert (of_parts.sources, of_parts.left_out) == (of_one.sources, of_one.left_out)
 
@@ -141,8 +141,8 @@ def test_page_that_is_missing_is_made(
     make(source, tmp_path / "stopped", **HOW, **OPTIONS, part_bytes=part_bytes)
     assert digest(tmp_path / "stopped") == digest(tmp_path / "whole")
     assert {path: path.stat().st_mtime_ns for path in times} == times
-    # A copy without the facts is kept, and the log says why it has no page.
-    for path in stopped.glob("*facts*"):
+    # A copy without the statistics is kept, and the log says why it has no page.
+    for path in stopped.glob("*statistics*"):
         path.unlink()
     (stopped / "report.html").unlink()
     with caplog.at_level(logging.WARNING):
@@ -161,10 +161,10 @@ def test_lowest_are_those_of_all_orders():
     expected = {key: keys.count(key) for key in sorted(set(keys))[:5]}
     for _ in range(20):
         chosen.shuffle(keys)
-        groups = [Lowest(5), Lowest(5), Lowest(5)]
+        groups = [HashSample(5), HashSample(5), HashSample(5)]
         for place, key in enumerate(keys):
             groups[place % 3].add(key, Example("", ""))
-        together = Lowest(5)
+        together = HashSample(5)
         for group in groups:
             for key, example in group.examples.items():
                 together.add(key, example)
@@ -177,7 +177,7 @@ def test_rows_are_spread(tmp_path: Path):
     (tmp_path / "lines.jsonl").write_text("\n".join(lines))
     options = HOW | {"validation_fraction": 0.01, "rows_per_shard": 1024}  # more rows in a shard than are chosen
     corpus = make(tmp_path / "lines.jsonl", tmp_path, **options, part_bytes=30_000)
-    rows = facts_of(Path(corpus.directory), 3).rows.examples
+    rows = statistics_of(Path(corpus.directory), 3).rows.examples
     assert len(rows) == 100
     quarters = Counter(int(row.text.split(" x")[0][-5:]) // 500 for row in rows.values() if " x" in row.text)
     assert sum(quarters.values()) == 100 and all(
@@ -254,9 +254,9 @@ def test_tokens_have_no_bytes(tmp_path: Path):
     assert "tokens per byte" not in facts(page)
     assert table(page, "sources") == [["ids.npy", "2", "600", "100.0%", "–", "–"]]
     assert "some text" in page.read_text()
-    collected = Facts()
+    collected = CorpusStatistics()
     collected.leave_out("deduplicate", "a, document 3", np.frombuffer(b"an example", np.uint8), ByteTokenizer())
-    (example,) = collected.left_out["deduplicate"].lowest.examples.values()
+    (example,) = collected.left_out["deduplicate"].sample.examples.values()
     assert example == Example("a, document 3", "an example")
 
 
@@ -265,7 +265,7 @@ def test_pieces_of_a_text_have_no_length(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(documents, "UNIT_BYTES", 200)
     (tmp_path / "book.txt").write_text("a line of a book\n" * 99)
     corpus = make(tmp_path / "book.txt", tmp_path, workers=1, validation_fraction=0.1)
-    collected = facts_of(Path(corpus.directory), None)
+    collected = statistics_of(Path(corpus.directory), None)
     assert collected.lengths == {bin_of(corpus.validation.tokens): 1}  # which is one piece
     assert collected.sources["book.txt"].documents == 2
     assert collected.sources["book.txt"].tokens == corpus.train.tokens + corpus.validation.tokens
@@ -273,7 +273,7 @@ def test_pieces_of_a_text_have_no_length(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_facts_that_are_damaged_are_named(source: Path, tmp_path: Path):
     corpus = make(source, tmp_path, **HOW)
-    path = Path(corpus.directory) / "facts.json.gz"
+    path = Path(corpus.directory) / "statistics.json.gz"
     path.write_bytes(gzip.compress(b'{"sources": []}'))
-    with pytest.raises(prepare.UserError, match=r"facts\.json\.gz does not hold facts about a part"):
+    with pytest.raises(prepare.UserError, match=r"statistics\.json\.gz does not hold statistics of a part"):
         corpus_page.write_report(corpus.directory, json.loads((path.parent / "manifest.json").read_text()))

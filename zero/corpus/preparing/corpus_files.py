@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 REPORT = "report.html"
 NO_HASH = 2**64  # higher than any hash
 PART_BYTES_KEY = "part_bytes"  # a key of the manifest of a corpus of many parts
-_PART_FILE = re.compile(r"part-\d{5,}(\.json|\.facts\.json\.gz|\.removed\.jsonl\.gz|-\d{5,}\.tar)")
+_PART_FILE = re.compile(r"part-\d{5,}(\.json|\.statistics\.json\.gz|\.removed\.jsonl\.gz|-\d{5,}\.tar)")
 _NO_DOCUMENTS: Counter[str] = Counter()  # which no one adds to
 
 
@@ -67,8 +67,8 @@ class PartNames:
 
     >>> PartNames(None).shard("train", 3, 4), PartNames(12).shard("train", 3, 4), PartNames(12).manifest
     ('train-00003.tar', 'part-00012-00004.tar', 'part-00012.json')
-    >>> PartNames(None).facts, PartNames(12).removed
-    ('facts.json.gz', 'part-00012.removed.jsonl.gz')
+    >>> PartNames(None).statistics, PartNames(12).removed
+    ('statistics.json.gz', 'part-00012.removed.jsonl.gz')
     """
 
     part: int | None  # None: the corpus has one part only
@@ -78,9 +78,9 @@ class PartNames:
         return MANIFEST if self.part is None else f"part-{self.part:05d}.json"
 
     @property
-    def facts(self) -> str:
-        """What the page about the corpus shows of the part (`facts.py`)."""
-        return self._beside("facts.json.gz")
+    def statistics(self) -> str:
+        """What the page about the corpus shows of the part (`corpus_statistics.py`)."""
+        return self._beside("statistics.json.gz")
 
     @property
     def removed(self) -> str:
@@ -268,7 +268,7 @@ def remove_corpus(place: str, indices: dict[str, str]) -> None:
         storage.remove(index)
     shards = {name for name in shard_names(directory.file_names(place)) if not _PART_FILE.fullmatch(name)}
     of_only_part = PartNames(None)
-    for name in [REPORT, MANIFEST, of_only_part.facts, of_only_part.removed, TOKENIZER, *COMPANIONS, *shards]:
+    for name in [REPORT, MANIFEST, of_only_part.statistics, of_only_part.removed, TOKENIZER, *COMPANIONS, *shards]:
         storage.remove(storage.join(place, name))
 
 

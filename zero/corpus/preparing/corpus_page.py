@@ -1,7 +1,7 @@
 """report.html of a corpus: what came out, and what was left out, in a page without a server (jinja2, uPlot).
 
 It is written last, after the manifest and the index files: a corpus whose page cannot be written is whole, and a page
-that is missing is made by the next call, from the facts that lie beside the manifests of the parts.
+that is missing is made by the next call, from the statistics that lie beside the manifests of the parts.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 from zero.corpus.format import directory
 from zero.corpus.format.manifest import PARTS, splits_of
-from zero.corpus.preparing import facts as of_corpus
+from zero.corpus.preparing import corpus_statistics
 from zero.corpus.preparing.corpus_files import REPORT, PartNames
-from zero.corpus.preparing.facts import BINS, Facts, Size, option_of
+from zero.corpus.preparing.corpus_statistics import BINS, CorpusStatistics, Size, option_of
 from zero.files import storage
 from zero.pages.facts import Fact
 from zero.pages.render import data_island, part, render
@@ -36,36 +36,36 @@ class SourceRow:
 
 
 def write_report(place: str, manifest: Mapping[str, Any]) -> None:
-    """Writes the page of a corpus, from its manifest and the facts about its parts.
+    """Writes the page of a corpus, from its manifest and the statistics of its parts.
 
-    Without the facts of a part, as in a copy of the shards and their manifest, there is no page, and the log says so.
+    Without the statistics of a part, as in a copy of shards and manifest, there is no page, and the log says so.
     """
     parts: list[int | None] = list(range(len(manifest[PARTS]))) if PARTS in manifest else [None]
-    names = [PartNames(number).facts for number in parts]
+    names = [PartNames(number).statistics for number in parts]
     missing = set(names) - directory.file_names(place)
     if missing:
         _log.warning("%s has no %s, because %s is missing; --overwrite prepares it again", place, REPORT, min(missing))
         return
-    page = render(PAGE / "corpus.html.jinja", values(place, manifest, of_corpus.load(place, names)))
+    page = render(PAGE / "corpus.html.jinja", values(place, manifest, corpus_statistics.load(place, names)))
     directory.write(storage.join(place, REPORT), page.encode("utf-8", "replace"))
 
 
-def values(place: str, manifest: Mapping[str, Any], facts: Facts) -> dict[str, Any]:
+def values(place: str, manifest: Mapping[str, Any], statistics: CorpusStatistics) -> dict[str, Any]:
     """What the template shows."""
-    rows = [facts.rows.examples[key] for key in sorted(facts.rows.examples)]
-    lengths = [(number, facts.lengths[number]) for number in sorted(facts.lengths)]
+    rows = [statistics.rows.examples[key] for key in sorted(statistics.rows.examples)]
+    lengths = [(number, statistics.lengths[number]) for number in sorted(statistics.lengths)]
     return {
         "title": f"Corpus {storage.join(place, 'x').split('/')[-2]}",
         "source": manifest["source"],
         "tokenizer": manifest["tokenizer"],
         "contents": _contents(manifest),
-        "kept": _kept(manifest, facts),
-        "left_out": _left_out(manifest, facts),
-        "sources": _sources(facts, has_bytes=manifest["train"]["bytes"] is not None),
+        "kept": _kept(manifest, statistics),
+        "left_out": _left_out(manifest, statistics),
+        "sources": _sources(statistics, has_bytes=manifest["train"]["bytes"] is not None),
         "lengths": [(_bin_text(number), f"{count:,}") for number, count in lengths],
         "left_out_texts": [
-            (option_of(reason), facts.left_out[reason].documents, _examples(facts, reason))
-            for reason in _reasons(facts)
+            (option_of(reason), statistics.left_out[reason].documents, _examples(statistics, reason))
+            for reason in _reasons(statistics)
         ],
         "rows": rows[:FEW_ROWS],
         "more_rows": rows[FEW_ROWS:],
@@ -87,7 +87,7 @@ def _contents(manifest: Mapping[str, Any]) -> list[Fact]:
     return lines
 
 
-def _kept(manifest: Mapping[str, Any], facts: Facts) -> list[Fact]:
+def _kept(manifest: Mapping[str, Any], statistics: CorpusStatistics) -> list[Fact]:
     """Sizes over all splits."""
     splits = [manifest[split] for split in splits_of(dict(manifest))]
     documents = sum(split["documents"] for split in splits)
@@ -107,35 +107,35 @@ def _kept(manifest: Mapping[str, Any], facts: Facts) -> list[Fact]:
     return lines
 
 
-def _left_out(manifest: Mapping[str, Any], facts: Facts) -> list[Fact]:
+def _left_out(manifest: Mapping[str, Any], statistics: CorpusStatistics) -> list[Fact]:
     lines = []
-    for reason in _reasons(facts):
-        left_out = facts.left_out[reason]
+    for reason in _reasons(statistics):
+        left_out = statistics.left_out[reason]
         lines.append(Fact(option_of(reason), f"{left_out.documents:,}", f"documents, {left_out.bytes:,} bytes"))
     if manifest.get("cut"):
         lines.append(Fact("--cut-documents", f"{manifest['cut']:,}", "documents were cut to a row"))
     return lines or [Fact("nothing", "0", "documents")]
 
 
-def _reasons(facts: Facts) -> list[str]:
+def _reasons(statistics: CorpusStatistics) -> list[str]:
     """Why documents were left out, that of the most first."""
-    return sorted(facts.left_out, key=lambda reason: (-facts.left_out[reason].documents, reason))
+    return sorted(statistics.left_out, key=lambda reason: (-statistics.left_out[reason].documents, reason))
 
 
-def _examples(facts: Facts, reason: str) -> list[of_corpus.Example]:
-    examples = facts.left_out[reason].lowest.examples
+def _examples(statistics: CorpusStatistics, reason: str) -> list[corpus_statistics.Example]:
+    examples = statistics.left_out[reason].sample.examples
     return [examples[key] for key in sorted(examples)]
 
 
-def _sources(facts: Facts, has_bytes: bool) -> list[SourceRow]:
+def _sources(statistics: CorpusStatistics, has_bytes: bool) -> list[SourceRow]:
     """The largest sources, and the others together."""
-    tokens = sum(size.tokens for size in facts.sources.values())
-    names = sorted(facts.sources, key=lambda name: (-facts.sources[name].tokens, name))
-    shown = [(name, facts.sources[name]) for name in names[:MOST_SOURCES]]
+    tokens = sum(size.tokens for size in statistics.sources.values())
+    names = sorted(statistics.sources, key=lambda name: (-statistics.sources[name].tokens, name))
+    shown = [(name, statistics.sources[name]) for name in names[:MOST_SOURCES]]
     if len(names) > MOST_SOURCES:
         others = Size()
         for name in names[MOST_SOURCES:]:
-            others = others.plus(facts.sources[name])
+            others = others.plus(statistics.sources[name])
         shown.append((f"{len(names) - MOST_SOURCES:,} others", others))
     return [SourceRow(name, _cells(size, tokens, has_bytes)) for name, size in shown]
 
@@ -161,6 +161,6 @@ def _bin_text(number: int) -> str:
 def _first_of_bin(number: int) -> int:
     """The lowest length of a bin: the fourth root of a power of two, rounded up."""
     low = int(2 ** (number / BINS)) - 1
-    while low < 1 or of_corpus.bin_of(low) < number:
+    while low < 1 or corpus_statistics.bin_of(low) < number:
         low += 1
     return low

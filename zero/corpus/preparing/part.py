@@ -11,7 +11,7 @@ from tqdm import tqdm
 from zero.base.errors import UserError
 from zero.corpus.format import directory
 from zero.corpus.format import manifest as manifests
-from zero.corpus.preparing import corpus_files, duplicates, facts, near_duplicates
+from zero.corpus.preparing import corpus_files, corpus_statistics, duplicates, near_duplicates
 from zero.corpus.preparing.corpus_files import PartNames
 from zero.corpus.preparing.duplicates import digest_of_places, read_places
 from zero.corpus.preparing.engines import Engine, Work
@@ -79,7 +79,7 @@ def prepare_part(job: PartJob, number: int, part: Source, workers: int, bar: tqd
         )
     except UserError as error:
         raise type(error)(f"part {number} ({part}): {error}") from error
-    facts.save(job.place, names, written.facts, written.removed)
+    corpus_statistics.save(job.place, names, written.statistics, written.removed)
     corpus_files.save(path, corpus_files.finished(arguments, part, written.shards, written.counts))
 
 
@@ -115,7 +115,7 @@ def _is_kept(names: PartNames, manifest: dict[str, Any], job: PartJob, arguments
         return False
     if not corpus_files.is_of_source(path, manifest, part, job.overwrite):
         return False
-    files = [names.facts, *(shard["name"] for shard in manifests.shards_of(manifest))]
+    files = [names.statistics, *(shard["name"] for shard in manifests.shards_of(manifest))]
     return all(storage.exists(storage.join(job.place, name)) for name in files)
 
 

@@ -24,7 +24,7 @@ from zero.base.errors import UserError
 from zero.corpus.format import directory as directories
 from zero.corpus.format import manifest as manifests
 from zero.corpus.format.manifest import ALL_SPLITS, MANIFEST, SPLITS, TOKENIZER
-from zero.corpus.preparing import corpus_files, duplicates, facts, near_duplicates, shuffle
+from zero.corpus.preparing import corpus_files, corpus_statistics, duplicates, near_duplicates, shuffle
 from zero.corpus.preparing.corpus_files import NO_HASH, REPORT, Counts, PartNames, check_rows_of_source
 from zero.corpus.preparing.corpus_page import write_report
 from zero.corpus.preparing.documents import Reader, too_many_broken
@@ -298,7 +298,7 @@ def _write_only_part(
         )
         if all(count.documents for count in written.counts) or (threshold == 0 and written.counts[0].documents):
             manifest = corpus_files.finished(job.arguments, source, written.shards, written.counts)
-            facts.save(job.place, PartNames(None), written.facts, written.removed)
+            corpus_statistics.save(job.place, PartNames(None), written.statistics, written.removed)
             corpus_files.save(storage.join(job.place, MANIFEST), manifest)
             return manifest
         # With few documents one split may get none: then the document with the lowest hash is for validation.
@@ -333,7 +333,7 @@ def _write_parts(source: Source, job: PartJob, engine: Engine, bar: tqdm) -> dic
     splits = ALL_SPLITS[: source.splits]
     used = [*names]
     for of_part in of_parts:
-        used += [of_part.facts, of_part.removed]
+        used += [of_part.statistics, of_part.removed]
     for part in parts:
         used += [shard["name"] for shard in manifests.shards_of(part)]
     corpus_files.remove_other_parts(job.place, used)

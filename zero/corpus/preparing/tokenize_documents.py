@@ -16,8 +16,8 @@ import numpy as np
 
 from zero.base.errors import UserError
 from zero.corpus.preparing.corpus_files import NO_HASH, Counts
+from zero.corpus.preparing.corpus_statistics import DEDUPLICATE, MINIMUM_TOKENS, ROW_TOKENS, CorpusStatistics
 from zero.corpus.preparing.documents import BROKEN, Document, Unit
-from zero.corpus.preparing.facts import DEDUPLICATE, MINIMUM_TOKENS, ROW_TOKENS, Facts
 from zero.corpus.preparing.sources.changes import content_bytes
 from zero.corpus.text.tokenizers import Tokenizer
 
@@ -43,7 +43,7 @@ class UnitTokens(NamedTuple):
     """
 
     splits: list[SplitTokens]
-    facts: Facts
+    statistics: CorpusStatistics
     removed: list[tuple[str, str]]
     broken: list[str]
 
@@ -70,12 +70,12 @@ class UnitTokenizer:
 
     def __call__(self, unit: Unit) -> UnitTokens:
         counts = [Counts() for _ in range(self.splits)]
-        facts = Facts()
+        statistics = CorpusStatistics()
         removed: list[tuple[str, str]] = []
         broken: list[str] = []
 
         def leave_out(document: Document, reason: str, content: str | np.ndarray) -> None:
-            facts.leave_out(reason, document.name, content, self.tokenizer)
+            statistics.leave_out(reason, document.name, content, self.tokenizer)
             removed.append((document.name, reason))
 
         documents: list[list[list[Tokens]]] = [[] for _ in range(self.splits)]
@@ -121,7 +121,7 @@ class UnitTokenizer:
                 sizes = [len(texts[0].ids)]
             documents[split].append(texts)
             dropped_calls = sum(version.dropped_calls for version in versions)
-            facts.keep(document.source, int(ends), sum(sizes), len(data), document.begins and ends)
+            statistics.count(document.source, int(ends), sum(sizes), len(data), document.begins and ends)
             truncations = 0
             if self.one_document_per_row:
                 truncations = sum((size - 1) // self.row_tokens for size in sizes)
@@ -136,7 +136,7 @@ class UnitTokenizer:
                 )
             )
         splits = [self._join(*of_split) for of_split in zip(documents, counts, strict=True)]
-        return UnitTokens(splits, facts, removed, broken)
+        return UnitTokens(splits, statistics, removed, broken)
 
     def _cut(self, document: Tokens) -> Tokens | None:
         """The beginning of a document that is longer than a row, as transformers' tokenizers truncate it.

@@ -20,8 +20,8 @@ from tqdm import tqdm
 from zero.corpus.format import directory
 from zero.corpus.format.manifest import ALL_SPLITS
 from zero.corpus.preparing.corpus_files import Counts, PartNames
+from zero.corpus.preparing.corpus_statistics import CorpusStatistics, RemovedList, RowSample
 from zero.corpus.preparing.documents import too_many_broken
-from zero.corpus.preparing.facts import Facts, RemovedList, RowSample
 from zero.corpus.preparing.packing import PACKINGS
 from zero.corpus.preparing.sources.source import Source
 from zero.corpus.preparing.tokenize_documents import SplitTokens, UnitTokenizer, padded_rows
@@ -42,7 +42,7 @@ class Written(NamedTuple):
 
     shards: dict[str, list[dict[str, Any]]]
     counts: list[Counts]
-    facts: Facts
+    statistics: CorpusStatistics
     removed: RemovedList
 
 
@@ -87,13 +87,13 @@ def write_shards(
         publisher = _ShardPublisher(place, names, splits, thread)
         sample = RowSample(names.part, tokenizer)
         writers = [_SplitWriter(split, arguments, tokenizer, publisher, sample) for split in splits]
-        facts = Facts()
+        statistics = CorpusStatistics()
         removed = RemovedList()
         broken = 0
         for unit, tokens in map_in_order(source.units(), tokenize, workers):
             for writer, of_split in zip(writers, tokens.splits, strict=True):
                 writer.add(of_split)
-            facts.add(tokens.facts)
+            statistics.add(tokens.statistics)
             removed.add(tokens.removed)
             broken += len(tokens.broken)
             if broken > skip_broken:
@@ -102,8 +102,8 @@ def write_shards(
         for writer in writers:
             writer.close()
         publisher.wait()
-    facts.rows = sample.examples()
-    return Written(publisher.shards, [writer.counts for writer in writers], facts, removed)
+    statistics.rows = sample.examples()
+    return Written(publisher.shards, [writer.counts for writer in writers], statistics, removed)
 
 
 def useful_workers(source: Source) -> int:

@@ -71,29 +71,29 @@ class Example:
 
 
 @dataclass
-class Lowest:
+class HashSample:
     """The examples with the lowest keys, at most so many.
 
     One that stays was never dropped, so that its `times` are all there are.
 
-    >>> lowest = Lowest(1)
+    >>> sample = HashSample(1)
     >>> for key, text in ((7, "b"), (3, "a"), (5, "c"), (3, "a")):
-    ...     lowest.add(key, Example(text, text))
-    >>> lowest.examples
+    ...     sample.add(key, Example(text, text))
+    >>> sample.examples
     {3: Example(place='a', text='a', times=2)}
     """
 
     most: int
     examples: dict[int, Example] = field(default_factory=dict)
 
-    def takes(self, key: int) -> bool:
+    def would_keep(self, key: int) -> bool:
         """Whether `add` would keep an example with this key."""
         return key in self.examples or len(self.examples) < self.most or key < max(self.examples)
 
     def add(self, key: int, example: Example) -> None:
         if key in self.examples:
             self.examples[key].times += example.times
-        elif self.takes(key):
+        elif self.would_keep(key):
             self.examples[key] = example
             if len(self.examples) > self.most:
                 del self.examples[max(self.examples)]
@@ -105,18 +105,18 @@ class LeftOut:
 
     documents: int = 0
     bytes: int = 0
-    lowest: Lowest = field(default_factory=lambda: Lowest(EXAMPLES))
+    sample: HashSample = field(default_factory=lambda: HashSample(EXAMPLES))
 
     def add(self, other: LeftOut) -> None:
         self.documents += other.documents
         self.bytes += other.bytes
-        for key, example in other.lowest.examples.items():
-            self.lowest.add(key, example)
+        for key, example in other.sample.examples.items():
+            self.sample.add(key, example)
 
 
 @dataclass
-class Facts:
-    """Facts about a unit, a part or a corpus.
+class CorpusStatistics:
+    """Statistics of a unit, a part or a corpus.
 
     Attributes:
       sources: by the folder or file of the source.
@@ -128,9 +128,9 @@ class Facts:
     sources: dict[str, Size] = field(default_factory=dict)
     lengths: Counter[int] = field(default_factory=Counter)
     left_out: dict[str, LeftOut] = field(default_factory=dict)
-    rows: Lowest = field(default_factory=lambda: Lowest(ROWS))
+    rows: HashSample = field(default_factory=lambda: HashSample(ROWS))
 
-    def keep(self, source: str, documents: int, tokens: int, size: int, is_whole: bool) -> None:
+    def count(self, source: str, documents: int, tokens: int, size: int, is_whole: bool) -> None:
         """Counts a document of the corpus, or a piece of one."""
         self.sources[source] = self.sources.get(source, Size()).plus(Size(documents, tokens, size))
         if is_whole:
@@ -143,10 +143,10 @@ class Facts:
         left_out.documents += 1
         left_out.bytes += len(data)
         key = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest())
-        if left_out.lowest.takes(key):
-            left_out.lowest.add(key, Example(place, _cut(_text(content, tokenizer), _EXAMPLE_BYTES)))
+        if left_out.sample.would_keep(key):
+            left_out.sample.add(key, Example(place, _cut(_text(content, tokenizer), _EXAMPLE_BYTES)))
 
-    def add(self, other: Facts) -> None:
+    def add(self, other: CorpusStatistics) -> None:
         for source, size in other.sources.items():
             self.sources[source] = self.sources.get(source, Size()).plus(size)
         self.lengths.update(other.lengths)
@@ -187,14 +187,14 @@ class RowSample:
             texts = zip(np.atleast_2d(rows[place]), np.atleast_1d(lengths[place]), strict=True)
             self._rows[key] = (f"{split}, row {first + place}", [ids[:length].copy() for ids, length in texts])
 
-    def examples(self) -> Lowest:
+    def examples(self) -> HashSample:
         """The rows as texts."""
-        lowest = Lowest(ROWS)
+        sample = HashSample(ROWS)
         for key, (place, texts) in self._rows.items():
             text = "\n―――― rejected ――――\n".join(_row_text(ids, self._tokenizer) for ids in texts)
             of_part = f"part {self._part}, {place}"
-            lowest.add(key, Example(of_part, _cut(text, _ROW_BYTES)))
-        return lowest
+            sample.add(key, Example(of_part, _cut(text, _ROW_BYTES)))
+        return sample
 
 
 def _mixed(numbers: np.ndarray, salt: str) -> np.ndarray:
@@ -265,65 +265,65 @@ def read_removed(path: str) -> Iterator[dict[str, str]]:
         yield from map(json.loads, lines)
 
 
-def save(place: str, names: PartNames, facts: Facts, removed: RemovedList) -> None:
-    """Writes the facts about a part, and the list of what it left out, if that is anything."""
+def save(place: str, names: PartNames, statistics: CorpusStatistics, removed: RemovedList) -> None:
+    """Writes the statistics of a part, and the list of what it left out, if that is anything."""
     path = storage.join(place, names.removed)
     if removed.documents:
         directory.write(path, removed.data())
     else:
         storage.remove(path)  # that of a call with other options
-    data = gzip.compress(json.dumps(_encoded(facts)).encode(), mtime=0)
-    directory.write(storage.join(place, names.facts), data)
+    data = gzip.compress(json.dumps(_encoded(statistics)).encode(), mtime=0)
+    directory.write(storage.join(place, names.statistics), data)
 
 
-def load(place: str, names: Sequence[str]) -> Facts:
-    """The facts of all parts, whose files have these names; a few of them are in memory at a time.
+def load(place: str, names: Sequence[str]) -> CorpusStatistics:
+    """The statistics of all parts, whose files have these names; a few of them are in memory at a time.
 
     Raises:
       UserError: a file cannot be read.
     """
-    facts = Facts()
+    statistics = CorpusStatistics()
     with ThreadPoolExecutor(_READ_AT_ONCE) as pool:
         for first in range(0, len(names), _READ_AT_ONCE):
             paths = [storage.join(place, name) for name in names[first : first + _READ_AT_ONCE]]
             for of_part in pool.map(_load, paths):
-                facts.add(of_part)
-    return facts
+                statistics.add(of_part)
+    return statistics
 
 
-def _load(path: str) -> Facts:
-    with reading(f"{path} does not hold facts about a part"):
+def _load(path: str) -> CorpusStatistics:
+    with reading(f"{path} does not hold statistics of a part"):
         return _decoded(json.loads(gzip.decompress(directory.read(path))))
 
 
-def _encoded(facts: Facts) -> dict[str, Any]:
+def _encoded(statistics: CorpusStatistics) -> dict[str, Any]:
     return {
-        "sources": facts.sources,
-        "lengths": sorted(facts.lengths.items()),
-        "left_out": {reason: _encoded_left_out(left_out) for reason, left_out in sorted(facts.left_out.items())},
-        "rows": _encoded_examples(facts.rows),
+        "sources": statistics.sources,
+        "lengths": sorted(statistics.lengths.items()),
+        "left_out": {reason: _encoded_left_out(left_out) for reason, left_out in sorted(statistics.left_out.items())},
+        "rows": _encoded_examples(statistics.rows),
     }
 
 
 def _encoded_left_out(left_out: LeftOut) -> dict[str, Any]:
-    examples = _encoded_examples(left_out.lowest)
+    examples = _encoded_examples(left_out.sample)
     return {"documents": left_out.documents, "bytes": left_out.bytes, "examples": examples}
 
 
-def _encoded_examples(lowest: Lowest) -> list[tuple[int, str, str, int]]:
-    return [(key, entry.place, entry.text, entry.times) for key, entry in sorted(lowest.examples.items())]
+def _encoded_examples(sample: HashSample) -> list[tuple[int, str, str, int]]:
+    return [(key, entry.place, entry.text, entry.times) for key, entry in sorted(sample.examples.items())]
 
 
-def _decoded(entries: dict[str, Any]) -> Facts:
+def _decoded(entries: dict[str, Any]) -> CorpusStatistics:
     sources = {name: Size(*size) for name, size in entries["sources"].items()}
     lengths = Counter({int(number): int(count) for number, count in entries["lengths"]})
     left_out = {reason: _decoded_left_out(entry) for reason, entry in entries["left_out"].items()}
-    return Facts(sources, lengths, left_out, _decoded_examples(ROWS, entries["rows"]))
+    return CorpusStatistics(sources, lengths, left_out, _decoded_examples(ROWS, entries["rows"]))
 
 
 def _decoded_left_out(entry: dict[str, Any]) -> LeftOut:
     return LeftOut(entry["documents"], entry["bytes"], _decoded_examples(EXAMPLES, entry["examples"]))
 
 
-def _decoded_examples(most: int, entries: Iterable[Sequence[Any]]) -> Lowest:
-    return Lowest(most, {key: Example(place, text, times) for key, place, text, times in entries})
+def _decoded_examples(most: int, entries: Iterable[Sequence[Any]]) -> HashSample:
+    return HashSample(most, {key: Example(place, text, times) for key, place, text, times in entries})
