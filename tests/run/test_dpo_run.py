@@ -10,18 +10,17 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import pytest
-import yaml
 
 from tests.config.composing import Only, compose
-from tests.helpers import cli, llama
+from tests.helpers import cli
 from tests.helpers.corpora import call
 from tests.helpers.loaders import open_loader
+from tests.helpers.pair_runs import CONTEXT, JOB, LORA, SIZE, STEPS, TRAIN, VALIDATION, make_pairs
 from zero.base.errors import UserError
 from zero.config.check import check
 from zero.corpus.format.example import PAIR
 from zero.corpus.format.index_files import read_index
 from zero.job import make_job
-from zero.models.families import FAMILIES
 from zero.plan.compile import Request, evaluation_arguments, step_arguments
 from zero.run.column import Column
 from zero.run.reference import reference_column
@@ -30,29 +29,7 @@ from zero.training.objectives.dpo import METRICS
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 
-CONTEXT, STEPS = 24, 6
 NAMES = {metric.name for metric in METRICS}
-SIZE = llama.size(CONTEXT)
-SHAPE = {"embedding_dim": 48, "vocab_size": 300, "num_head": 6, "kv_heads": 2, "mlp_dim": 61, "N": 2, "dropout": 0.0}
-TRAIN, VALIDATION = (f"data/index/pairs_{split}.index" for split in ("train", "validation"))
-JOB = (
-    *(o for o in cli.TINY if not o.startswith(("model.", "data.", "training.total", "training.eval", "training.max"))),
-    "model.size=sizes.yaml:mine",
-    "model.warm_start=true",
-    "model.model_path=folder",
-    "data.corpus=null",
-    "data.wandb_project=null",
-    f"data.max_context={CONTEXT}",
-    f"data.index_path_train={TRAIN}",
-    f"data.index_path_validation={VALIDATION}",
-    "objective=dpo",
-    "objective.beta=0.3",
-    "training.peak_learning_rate=3e-3",
-    f"training.total_steps={STEPS}",
-    f"training.evaluation_frequency={STEPS // 2}",
-    "training.maximum_evaluation_steps=100",
-)
-LORA = ("tuning=lora", "tuning.rank=4", "tuning.alpha=8", "training.peak_learning_rate=2e-2")
 
 
 class Place(NamedTuple):
@@ -64,19 +41,9 @@ class Place(NamedTuple):
 def root(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A folder of transformers and a corpus of pairs."""
     root = tmp_path_factory.mktemp("dpo")
-    llama.save(root / "folder", CONTEXT)
-    sizes = {"mine": {**SHAPE, "block_size": CONTEXT, "alibi_attn": False, **FAMILIES["llama"]}}
-    (root / "sizes.yaml").write_text(yaml.safe_dump(sizes))
-    lines = [
-        {"prompt": f"{i} and {j}? ", "chosen": "yes" + "!" * (i % 3), "rejected": "no" + "?" * (j % 5)}
-        for i in range(12)
-        for j in range(12)
-    ]
-    (root / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
-        done = call("pairs.jsonl", "--preferences", "--row-tokens", str(CONTEXT), "--validation-fraction", "0.2")
-        assert done.returncode == 0, done.stderr
+        make_pairs(root)
         yield root
 
 

@@ -24,7 +24,7 @@ class Texts(NamedTuple):
 
     Attributes:
       logps: `(E, k)`, the log-probability in nats of the scored tokens of each text.
-      lengths: float32 `(E, k)`, the number of these tokens.
+      lengths: float32 `(E, k)`, the number of these tokens, at least 1.
       extra: what the objective reads, `(E, k)` of rows and `(E,)` of examples.
       mean: of values `(E,)` that are constants to the gradient, over the examples of all devices in a micro-batch.
     """
@@ -71,7 +71,7 @@ def _total(
     own_R = -model.sum_rows(losses, batch.tokens)
     is_read_E = _is_read(batch.tokens, example)
     is_first = model.is_first_of_group()
-    lengths_R = jnp.sum(next_tokens(batch.tokens) >= 0, axis=1).astype(jnp.float32)
+    lengths_R = jnp.maximum(jnp.sum(next_tokens(batch.tokens) >= 0, axis=1), 1).astype(jnp.float32)
     shapes = {"row": (-1, example.texts), "example": (-1,)}
     extra = {entry.name: jnp.reshape(batch.extra[entry.name], shapes[entry.of]) for entry in reads}
 
