@@ -9,7 +9,9 @@ from tests.helpers import cli
 from tests.helpers.pair_runs import JOB, STEPS, make_pairs
 
 # The overrides of each objective.
-JOBS: dict[str, tuple[str, ...]] = {}
+JOBS: dict[str, tuple[str, ...]] = {
+    "ipo": ("objective.loss=ipo",),
+}
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,13 @@ class Loss(NamedTuple):
     per_token: bool = False
 
 
-LOSSES: Mapping[str, Loss] = MappingProxyType({"sigmoid": Loss(lambda margins, beta: -jax.nn.log_sigmoid(margins))})
+LOSSES: Mapping[str, Loss] = MappingProxyType(
+    {
+        "sigmoid": Loss(lambda margins, beta: -jax.nn.log_sigmoid(margins)),
+        # Azar et al., arXiv 2310.12036, equation 17.
+        "ipo": Loss(lambda margins, beta: ((margins - 0.5) / beta) ** 2, per_token=True),
+    }
+)
 
 
 def _conservative(right: jax.Array, wrong: jax.Array, flipped: float) -> jax.Array:
@@ -65,7 +71,12 @@ class Dpo(Keys):
 
     name: str = named("dpo")
     beta: float = key(0.1, positive(), "Inverse temperature: the larger, the closer the model stays to the reference.")
-    loss: str = key("sigmoid", one_of(*LOSSES), "Of the margin of a pair: sigmoid, its negative log-sigmoid.")
+    loss: str = key(
+        "sigmoid",
+        one_of(*LOSSES),
+        "Of the margin of a pair: sigmoid, its negative log-sigmoid; or ipo, a square (arXiv 2310.12036), as TRL's "
+        "loss_type=ipo.",
+    )
     label_smoothing: float = key(
         0.0,
         Check(lambda value: 0 <= value < 0.5, "at least 0, less than 0.5"),
