@@ -17,7 +17,7 @@ NAVIGATION = {
     "How to": [
         *("docs/how-to/pmap-programs", "docs/how-to/shard-map", "examples/README"),
         *("docs/how-to/train-on-your-text", "data/README", "docs/how-to/prepare-at-size"),
-        *("docs/how-to/read-from-buckets", "docs/how-to/mix-corpora"),
+        *("docs/how-to/read-from-buckets", "docs/how-to/mix-corpora", "docs/how-to/use-the-loader"),
         *("docs/how-to/change-the-model", "docs/how-to/choose-an-optimizer", "docs/how-to/find-a-learning-rate"),
         *("docs/how-to/train-long-contexts", "docs/how-to/start-from-weights"),
         "docs/how-to/fine-tuning",

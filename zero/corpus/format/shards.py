@@ -36,33 +36,33 @@ _REMEDY = "zero-prepare {} --tokenizer tokenizer.json, or an index file of such 
 _MEMBER = re.compile(r"((?:.*/|)[^.]+)\.([^/]*)")  # the key and the suffix of a file
 
 
-class Rows(NamedTuple):
+class RowArrays(NamedTuple):
     """Rows, with what belongs to each of them."""
 
     tokens: np.ndarray  # (n, T), or (n, texts * T)
     lengths: np.ndarray  # (n,), the number of tokens in each
     extra: dict[str, np.ndarray]  # (n, ...), entries of `Batch.extra`
 
-    def map(self, f: Callable[[np.ndarray], np.ndarray]) -> Rows:
+    def map(self, f: Callable[[np.ndarray], np.ndarray]) -> RowArrays:
         """A function of each array."""
-        return Rows(f(self.tokens), f(self.lengths), {name: f(x) for name, x in self.extra.items()})
+        return RowArrays(f(self.tokens), f(self.lengths), {name: f(x) for name, x in self.extra.items()})
 
-    def first(self, count: int) -> Rows:
+    def first(self, count: int) -> RowArrays:
         return self.map(lambda x: x[:count])
 
-    def after(self, count: int) -> Rows:
+    def after(self, count: int) -> RowArrays:
         return self.map(lambda x: x[count:])
 
-    def padding(self, count: int) -> Rows:
+    def padding(self, count: int) -> RowArrays:
         """So many rows without tokens."""
         return self.map(lambda x: np.zeros((count, *x.shape[1:]), x.dtype))
 
     @staticmethod
-    def concatenated(parts: Sequence[Rows]) -> Rows:
+    def concatenated(parts: Sequence[RowArrays]) -> RowArrays:
         """The rows of one part after the other."""
         extra = {name: np.concatenate([part.extra[name] for part in parts]) for name in parts[0].extra}
         tokens = np.concatenate([part.tokens for part in parts])
-        return Rows(tokens, np.concatenate([part.lengths for part in parts]), extra)
+        return RowArrays(tokens, np.concatenate([part.lengths for part in parts]), extra)
 
 
 class BadData(UserError):

@@ -23,8 +23,8 @@ from zero.corpus.format.index_files import Shard
 from zero.corpus.format.shards import (
     BadData,
     Decoded,
+    RowArrays,
     RowFormat,
-    Rows,
     decode,
     open_shard,
     read_samples,
@@ -66,7 +66,7 @@ class CorpusReader:
         """Tokens of a row."""
         return self.form.example.texts * self.form.context
 
-    def read_buffer(self, buffer: ShuffleBuffer) -> Rows:
+    def read_buffer(self, buffer: ShuffleBuffer) -> RowArrays:
         """Permuted rows (n, T), tokens in the smallest dtype that holds them."""
         count = sum(part.stop - part.start for part in buffer.ranges)
         slots = np.arange(count) if self.order.seed is None else permutation(count, *buffer.key)
@@ -75,7 +75,7 @@ class CorpusReader:
         lengths = np.empty(count, np.int32)
         extra = {member: np.zeros(count, np.int32) for member in self.form.example.members}
         extra |= {name: np.empty((count, *x.shape[1:]), x.dtype) for name, x in self.columns.items()}
-        rows = Rows(tokens, lengths, extra)
+        rows = RowArrays(tokens, lengths, extra)
         for part in buffer.ranges:
             slots_of_part, slots = np.split(slots, [part.stop - part.start])
             for problem in self._fill(part, buffer.key, slots_of_part, rows):
@@ -85,7 +85,7 @@ class CorpusReader:
                 extra[name][slots_of_part] = column[before + part.start : before + part.stop]
         return rows.after(buffer.skip)
 
-    def _fill(self, part: RowRange, key: tuple[int, ...], slots: np.ndarray, buffer: Rows) -> list[str]:
+    def _fill(self, part: RowRange, key: tuple[int, ...], slots: np.ndarray, buffer: RowArrays) -> list[str]:
         """Puts the rows of a range into these slots of the buffer; returns the skipped problems."""
         shard, _ = self.shards[part.shard]
         problems: list[str] = []
@@ -107,7 +107,7 @@ class CorpusReader:
         buffer.lengths[slots[filled:]] = SKIPPED
         return problems
 
-    def _read(self, part: RowRange, key: tuple[int, ...], stream: BinaryIO, problems: list[str]) -> Iterator[Rows]:
+    def _read(self, part: RowRange, key: tuple[int, ...], stream: BinaryIO, problems: list[str]) -> Iterator[RowArrays]:
         """The rows of a range without columns, sample by sample; a bad sample joins `problems`, or is raised.
 
         The rows after a bad sample move up: the place of a row depends only on the contents of its shard.
@@ -140,7 +140,7 @@ class CorpusReader:
             seen += len(decoded.tokens)
             if len(decoded.tokens[of_part]):
                 extra = {name: x[of_part] for name, x in decoded.extra.items()}
-                yield Rows(decoded.tokens[of_part], decoded.lengths[of_part], extra)
+                yield RowArrays(decoded.tokens[of_part], decoded.lengths[of_part], extra)
             if part.stop <= seen and part.stop < total:
                 return  # the rest belongs to another stream
         if seen > total or (seen < total and not problems):

@@ -26,7 +26,7 @@ import numpy as np
 from zero.base.errors import UserError
 from zero.corpus.format.crop import CROPS, Crop
 from zero.corpus.format.index_files import Shard, Weight, paths_of, read_index
-from zero.corpus.format.shards import BadData, RowFormat, Rows, row_tokens
+from zero.corpus.format.shards import BadData, RowArrays, RowFormat, row_tokens
 from zero.corpus.reading.cache import ShardCache
 from zero.corpus.reading.contents import REMEDY, IndexContents, check_contents, contents_of
 from zero.corpus.reading.corpus_reader import SKIPPED, CorpusReader
@@ -279,7 +279,7 @@ class Loader:
                     self._take(number, done * part, part, stream)
                     for number, stream in zip(own_streams, streams, strict=True)
                 ]
-                rows_of_streams = Rows.concatenated(taken)
+                rows_of_streams = RowArrays.concatenated(taken)
                 tokens = rows_of_streams.tokens[places].astype(np.int32)
                 lengths = rows_of_streams.lengths[places]
                 if lengths.min() < self._width:
@@ -301,13 +301,13 @@ class Loader:
             for corpus, count in zip(self.corpora, counts, strict=True)
         ]
 
-    def _take(self, number: int, row: int, count: int, group: list[RowStream]) -> Rows:
+    def _take(self, number: int, row: int, count: int, group: list[RowStream]) -> RowArrays:
         """So many rows of a stream from its `row` on."""
         if len(group) == 1:
             return group[0].take(count)
         is_of_corpus = np.diff(self._mixture.counts(number, row, count)).astype(bool)
         corpora = [(stream, places) for stream, places in zip(group, is_of_corpus, strict=True) if places.any()]
-        rows = Rows.concatenated([stream.take(int(places.sum())) for stream, places in corpora])
+        rows = RowArrays.concatenated([stream.take(int(places.sum())) for stream, places in corpora])
         order = np.concatenate([np.flatnonzero(places) for _, places in corpora])
         return rows.map(lambda x: x[np.argsort(order)])
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from zero.corpus.format.shards import Rows
+from zero.corpus.format.shards import RowArrays
 from zero.corpus.reading.order import ShuffleBuffer
 
 _Item = TypeVar("_Item")
@@ -19,21 +19,21 @@ class RowStream:
     """The rows of one stream in order. The next shuffle buffer is read while one is in use."""
 
     def __init__(
-        self, buffers: Iterator[ShuffleBuffer], read: Callable[[ShuffleBuffer], Rows], pool: ThreadPoolExecutor
+        self, buffers: Iterator[ShuffleBuffer], read: Callable[[ShuffleBuffer], RowArrays], pool: ThreadPoolExecutor
     ):
         self._buffers = buffers
         self._read = read
         self._pool = pool
         self._next = self._read_ahead()
-        self._rows = Rows(np.empty((0, 0)), np.empty(0), {})
+        self._rows = RowArrays(np.empty((0, 0)), np.empty(0), {})
 
-    def _read_ahead(self) -> Future[Rows] | None:
+    def _read_ahead(self) -> Future[RowArrays] | None:
         buffer = next(self._buffers, None)
         return None if buffer is None else self._pool.submit(self._read, buffer)
 
-    def take(self, count: int) -> Rows:
+    def take(self, count: int) -> RowArrays:
         """The next rows; after the end of the data, rows without tokens."""
-        parts: list[Rows] = []
+        parts: list[RowArrays] = []
         while count:
             if not len(self._rows.tokens):
                 if self._next is None:
@@ -44,7 +44,7 @@ class RowStream:
             parts.append(self._rows.first(count))
             self._rows = self._rows.after(count)
             count -= len(parts[-1].tokens)
-        return Rows.concatenated(parts) if len(parts) > 1 else parts[0]
+        return RowArrays.concatenated(parts) if len(parts) > 1 else parts[0]
 
 
 def prefetch(iterator: Iterator[_Item], depth: int = 2, stop: Sequence[Any] = ()) -> Generator[_Item, None, None]:
