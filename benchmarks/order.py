@@ -4,7 +4,7 @@
 
 For each `shuffle_shards` two figures of an epoch of 64 shards of 1,024 rows:
 
-- apart: how far apart in the order two rows come that are neighbours in the corpus, as a share of the epoch (at random
+- apart: how far apart in the order two rows come that are neighbors in the corpus, as a share of the epoch (at random
   0.333).
 - spread: the standard deviation of a batch's mean of a property that a row has, over that of batches of rows drawn
   independently, for a property that differs only between shards (sites of a crawl), and for one that is half noise.

@@ -1,5 +1,6 @@
 """`zero.corpus.Rows`: the loader as a library, and its adapters."""
 
+import gc
 import json
 import pickle
 import re
@@ -191,6 +192,8 @@ def test_a_dataset_of_grain(index: Path):
     assert [(next(other) - 1).tolist() for _ in range(3)] == expected[3:]
 
 
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # which webdataset leaves
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_webdataset_reads_the_shards_of_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The lines of data/README.md, as they stand there, and a DataPipeline: all rows, padding included."""
     import webdataset as wds
@@ -215,3 +218,4 @@ def test_webdataset_reads_the_shards_of_zero(tmp_path: Path, monkeypatch: pytest
     stages = (wds.SimpleShardList(urls), wds.tarfile_to_samples(), wds.decode(), wds.to_tuple("input_id.npy"))
     found = [row for (member,) in wds.DataPipeline(*stages) for row in member]
     assert (np.stack(found) == np.stack(names["rows"])).all()
+    gc.collect()

@@ -172,7 +172,7 @@ class Rows:
                 yield self._cut(batch.tokens, number)
 
     def _cut(self, tokens: np.ndarray, number: int) -> np.ndarray:
-        """The rows of a batch, in a stage its sequences; those of a row stay neighbours."""
+        """The rows of a batch, in a stage its sequences; those of a row stay neighbors."""
         ends = itertools.accumulate(batches for batches, _ in self._stages)
         lengths = (length for end, (_, length) in zip(ends, self._stages, strict=True) if number < end)
         length = next(lengths, self._context)
