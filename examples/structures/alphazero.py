@@ -1,7 +1,7 @@
 """AlphaZero's structure as in pgx: self-play with a search, then updates by minibatch, each under a pmap of its own.
 
-The game: two players take one to three of up to twelve stones in turn, and who takes the last one wins. The search looks
-one move ahead. Parameters and optimizer state are held in a pair.
+The game: two players take one to three of up to twelve stones in turn, and who takes the last one wins. The search
+looks one move ahead. Parameters and optimizer state are held in a pair.
 """
 
 from functools import partial

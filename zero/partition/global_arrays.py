@@ -167,7 +167,7 @@ def _resized(x: jax.Array | np.ndarray, leaf: LeafLayout, sharding: NamedShardin
             )
         parts = {_bounds(part.index, x.shape): part.data for part in x.addressable_shards}
 
-    def shard(index: tuple[slice, ...]) -> np.ndarray:
+    def shard(index: Any) -> np.ndarray:
         place = _bounds(index, leaf.padded_shape)
         result = np.zeros([stop - start for start, stop in place], leaf.dtype)
         wanted = _overlap(place, _bounds((), leaf.shape))

@@ -353,8 +353,8 @@ def check_not_vmapped(dimensions: int, expected: int) -> None:
     """Raises if the numbers of the slices have more dimensions than outside of vmap."""
     if dimensions > expected:
         raise ValueError(
-            "this state was made by vmap inside pmap, so its slices have a dimension more than the parameters. Where the "
-            "members learn together, as with lax.pmean over the axis_name of the vmap, hand the state to vmap with "
+            "this state was made by vmap inside pmap, so its slices have a dimension more than the parameters. Where "
+            "the members learn together, as with lax.pmean over the axis_name of the vmap, hand the state to vmap with "
             "in_axes=None and take it with out_axes=None. Put the members of an ensemble into one tree of parameters, "
             "(members, ...) per leaf, with one optimizer for all, and vmap the loss"
         )
