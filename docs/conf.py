@@ -16,24 +16,26 @@ NAVIGATION = {
     "Tutorial": [f"docs/tutorial/{name}" for name in ("first-run", "own-text", "slice")],
     "How to": [
         *("docs/how-to/pmap-programs", "docs/how-to/shard-map", "examples/README"),
-        *("docs/how-to/train-on-your-text", "data/README", "docs/how-to/prepare-at-size"),
+        *("data/README", "docs/how-to/prepare-at-size"),
         *("docs/how-to/read-from-buckets", "docs/how-to/mix-corpora", "docs/how-to/use-the-loader"),
         *("docs/how-to/change-the-model", "docs/how-to/choose-an-optimizer", "docs/how-to/find-a-learning-rate"),
         *("docs/how-to/train-long-contexts", "docs/how-to/start-from-weights"),
         "docs/how-to/fine-tuning",
         *("docs/how-to/learn-preferences", "docs/how-to/train-on-conversations"),
-        *("docs/how-to/planning", "docs/how-to/examine-a-machine", "docs/how-to/measure-without-data"),
-        *("docs/how-to/launching", "docs/how-to/several-hosts", "docs/how-to/use-a-cluster"),
+        *("docs/how-to/planning", "docs/how-to/examine-a-machine"),
+        *("docs/how-to/launching", "docs/how-to/use-a-cluster"),
         *("docs/how-to/watch-a-run", "docs/how-to/compare-runs"),
-        *("docs/how-to/resume", "docs/how-to/survive-failures"),
-        *("docs/how-to/evaluate", "docs/how-to/sample", "docs/how-to/export-weights"),
+        *("docs/how-to/resume", "docs/how-to/troubleshoot"),
+        *("docs/how-to/evaluate", "docs/how-to/export-weights"),
     ],
     "Reference": [
         *("docs/reference/keys", "docs/reference/metrics", "docs/reference/exit-statuses", "docs/reference/files"),
         *("docs/reference/api", "docs/reference/families", "docs/reference/from-other-code"),
-        *("docs/reference/planned-memory", "docs/reference/performance", "docs/reference/words"),
+        *("docs/reference/performance", "docs/reference/words"),
     ],
-    "Explanation": [f"docs/explanation/{name}" for name in ("stages", "groups", "mup", "architecture")],
+    "Explanation": [
+        f"docs/explanation/{name}" for name in ("comparison", "faq", "stages", "groups", "mup", "architecture")
+    ],
     "Decisions": [
         "docs/decisions/README",
         *(f"docs/decisions/{path.stem}" for path in sorted(DOCS.glob("decisions/[a-z]*.md"))),

@@ -25,7 +25,7 @@ REPOSITORY = Path(__file__).parents[1]
 HOW_TO = "docs/how-to"
 STAGES = "docs/explanation/stages.md"
 FIRST_RUN = "docs/tutorial/first-run.md"
-MEMORY = "docs/reference/planned-memory.md"
+MEMORY = "docs/how-to/planning.md"
 
 
 def test_number_of_keys() -> None:
@@ -67,21 +67,21 @@ def listed(names: Iterable[str]) -> str:
 # A page, a pattern with the number or the list in its group, and what that is.
 SAID = [
     ("README.md", r"([\d,]+) parameters, context 1024", PARAMETERS["1_1b"]),
-    ("README.md", r"that of the first (\d+) of", ROWS_OF_AN_EVALUATION),
-    ("README.md", r"have ([\d.]+) on the whole validation set", f"{OF_VALIDATION['loss']:.3f}"),
-    ("README.md", r"and ([\d.]+) on rows of the training set", f"{OF_TRAINING['loss']:.3f}"),
+    (FIRST_RUN, r"only the first (\d+) of", ROWS_OF_AN_EVALUATION),
+    (FIRST_RUN, r"have ([\d.]+) on the whole validation set", f"{OF_VALIDATION['loss']:.3f}"),
+    (FIRST_RUN, r"and ([\d.]+) on rows of the training set", f"{OF_TRAINING['loss']:.3f}"),
     ("README.md", r"\| (\S+) model families \|", COUNTS[len(FAMILIES.keys() - HAVE_NO_FOLDERS)]),
     ("notebooks/train.ipynb", r"a GPT of ([\d,.]+(?: million)?) parameters", PARAMETERS["bytes"]),
     (STAGES, r"Ψ = ([\d,]*\d)", PARAMETERS["bytes"]),
     (STAGES, r"([\d,]+) parameters, context 1024", PARAMETERS["1_1b"]),
-    (FIRST_RUN, r"log 256 = (\d\.\d+)", f"{math.log(256):.2f}"),
+    (FIRST_RUN, r"ln 256 = (\d\.\d+)", f"{math.log(256):.2f}"),
     (FIRST_RUN, r"with sequences of (\d+) tokens", DEFAULTS["training.warmup_train_context"]),
     (FIRST_RUN, r"after (\d+) steps\. Each length", DEFAULTS["training.staged_warmup_steps"]),
     (FIRST_RUN, r"Every (\d+) steps the model", DEFAULTS["training.evaluation_frequency"]),
     (FIRST_RUN, r"after (\d+) some of its words", DEFAULTS["training.total_steps"]),
     (f"{HOW_TO}/watch-a-run.md", r"reloads itself every (\d+) s", RELOAD_SECONDS),
     (f"{HOW_TO}/watch-a-run.md", r"at most every (\d+) s", REPORT_SECONDS),
-    (f"{HOW_TO}/several-hosts.md", r"does not respond for (\d+) s", SILENCE_SECONDS),
+    (f"{HOW_TO}/use-a-cluster.md", r"does not respond for (\d+) s", SILENCE_SECONDS),
     (f"{HOW_TO}/export-weights.md", r"it has (\d+) lines", text_of("zero/exchange/modeling_zero.py").count("\n")),
     (f"{HOW_TO}/planning.md", r"in nodes of eight: (.*?)\.", listed(sorted(KINDS))),
     (f"{HOW_TO}/choose-an-optimizer.md", r"`optimizer=` is ([^.]*)\.", listed(GROUPS["optimizer"].choices)),
@@ -115,8 +115,8 @@ def test_sizes_with_so_many_parameters_exist() -> None:
 
 
 def test_first_run_of_the_readme() -> None:
-    """The README shows the text and, to two digits, the last validation loss of the run that is kept."""
+    """The tutorial shows the text, and the README the last validation loss to two digits, of the run that is kept."""
     readme = text_of("README.md")
-    assert f"```text\n{(RUN / 'sample.txt').read_text()}```" in readme
+    assert f"```text\n{(RUN / 'sample.txt').read_text()}```" in text_of(FIRST_RUN)
     (said,) = re.findall(r"validation loss of about ([\d.]+) nats", " ".join(readme.split()))
     assert abs(float(said) - LOGGED[-1]["validation/loss"]) < 0.02  # machines differ by as much
