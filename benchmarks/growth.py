@@ -86,7 +86,7 @@ def arrange(devices: int) -> None:
     """Shapes, layout, axis and rows of the largest published model."""
     from zero.config.files import load_sizes
     from zero.partition.collectives.axis import Axis
-    from zero.training.row_places import RowPlaces
+    from zero.training.host_rows import HostRows
     from zero.training.sharded_gpt import ShardedGPT
 
     size = dataclasses.replace(load_sizes()["llama3_70b"], **LARGEST)
@@ -99,7 +99,7 @@ def arrange(devices: int) -> None:
     assert layout.shards == axis.shards
     with measured(f"rows of one of {devices // DEVICES_OF_HOST} hosts"):
         hosts = [position // DEVICES_OF_HOST for position in range(devices)]
-        RowPlaces.of_devices(axis, hosts, host=1)
+        HostRows.of_devices(axis, hosts, host=1)
 
 
 def compile_on(topology: str) -> None:

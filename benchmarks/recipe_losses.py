@@ -40,7 +40,7 @@ from zero.job import Job, make_job, steps_per_row
 from zero.models import codebook
 from zero.models.config import GPTConfig
 from zero.run.step_programs import split_batch
-from zero.training.row_places import RowPlaces
+from zero.training.host_rows import HostRows
 
 STEPS, DEVICES = 300, 2
 COMMON = [
@@ -455,7 +455,7 @@ def trainer_of_zero(of: Training) -> Trainer:
     """In float32; the state is sharded over all devices."""
 
     def step(state: Any, tokens: np.ndarray, done: int) -> tuple[Any, list[float]]:
-        state, metrics = of.job.programs.step(state, split_batch(tokens, RowPlaces.here(of.job.model.axis)))
+        state, metrics = of.job.programs.step(state, split_batch(tokens, HostRows.here(of.job.model.axis)))
         return state, np.asarray(metrics["loss"]).reshape(-1).tolist()
 
     return Trainer(lambda: of.first()[0], step)

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from zero.costs.between_slices import bytes_between_slices
-from zero.costs.predict import BETWEEN_SLICES, Part, predict
+from zero.costs.predict import BETWEEN_SLICES, TimedPart, predict
 from zero.hosts.speeds import SPEEDS
 from zero.partition.collectives.arrays import sum_copies_of_array
 from zero.partition.collectives.axis import Axis
@@ -62,8 +62,8 @@ def test_seconds_between_slices() -> None:
     predicted = predict(text, devices)
     assert predicted is not None
     expected = bytes_between_slices(text) / SPEEDS["TPU v5 lite"].between_slices
-    assert predicted.by_part[Part(BETWEEN_SLICES, "update")] == pytest.approx(expected, rel=0.05)
-    assert predicted.exposed_seconds >= predicted.by_part[Part(BETWEEN_SLICES, "update")]
+    assert predicted.by_part[TimedPart(BETWEEN_SLICES, "update")] == pytest.approx(expected, rel=0.05)
+    assert predicted.exposed_seconds >= predicted.by_part[TimedPart(BETWEEN_SLICES, "update")]
 
 
 def test_one_slice_sends_nothing_beyond() -> None:

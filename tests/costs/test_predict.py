@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from zero.costs.hlo import Instruction
-from zero.costs.predict import Part, Prediction, kernel_seconds, part_of, predict, transfer_seconds
+from zero.costs.predict import Prediction, TimedPart, kernel_seconds, part_of, predict, transfer_seconds
 from zero.hosts.speeds import HOP, SPEEDS
 from zero.plan.topology import find_devices
 
@@ -51,8 +51,8 @@ def test_cycles_of_loops() -> None:
     )
     assert found.seconds == pytest.approx(0.011, rel=1e-6) and found.exposed_seconds == 0
     assert found.by_part == {
-        Part("MLP", "forward"): pytest.approx(0.010),
-        Part("MLP", "backward"): pytest.approx(0.001),
+        TimedPart("MLP", "forward"): pytest.approx(0.010),
+        TimedPart("MLP", "backward"): pytest.approx(0.001),
     }
 
 
@@ -80,7 +80,7 @@ def test_exposed_part_of_a_gather(beside: float, waited: float) -> None:
     assert found.seconds == pytest.approx(max(computed, whole), rel=1e-3)
     assert found.exposed_seconds == pytest.approx(waited * whole, rel=1e-3, abs=1e-9)
     assert found.exposed_bytes == pytest.approx(waited * 0.75 * size, rel=1e-3, abs=1e-3)
-    assert found.by_part[Part("gathers", "forward")] == pytest.approx(found.exposed_seconds)
+    assert found.by_part[TimedPart("gathers", "forward")] == pytest.approx(found.exposed_seconds)
     chain = LINE + ', frontend_attributes={chain_id="7"}'
     inner = "\n".join(
         f"%c{i} (p: f32[8]) -> f32[8] {{\n  %h = f32[8000000] all-gather(%p){chain}\n}}" for i in range(3)
@@ -340,21 +340,23 @@ def test_time_of_attention_kernels() -> None:
     ],
 )
 def test_parts_of_the_model(op: str, path: str, part: str) -> None:
-    assert part_of(Instruction("i", "f32[8]", op, f'%x), metadata={{op_name="{path}"}}')) == Part(part, "forward")
+    assert part_of(Instruction("i", "f32[8]", op, f'%x), metadata={{op_name="{path}"}}')) == TimedPart(part, "forward")
 
 
 def test_phases_of_a_step() -> None:
-    def phase(path: str, op: str = "fusion") -> Part:
+    def phase(path: str, op: str = "fusion") -> TimedPart:
         return part_of(Instruction("i", "f32[8]", op, f'%x), metadata={{op_name="{path}"}}'))
 
-    assert phase("transpose(jvp(GPT))/checkpoint/rematted_computation/TransformerLayer._mlp") == Part(
+    assert phase("transpose(jvp(GPT))/checkpoint/rematted_computation/TransformerLayer._mlp") == TimedPart(
         "MLP", "recomputed"
     )
-    assert phase("transpose(jvp(GPT))/checkpoint/TransformerLayer._mlp") == Part("MLP", "backward")
-    assert phase("jit(f)/sqrt") == Part("update", "update")
-    assert phase("transpose(jvp(GPT))/zero_scatter/add", "all-reduce") == Part("scatters", "backward")
-    assert phase("TransformerLayer/TransformerLayer._mlp/mlp_out/add", "all-reduce") == Part("exchanges", "forward")
-    assert phase("checkpoint/TransformerLayer/add", "all-reduce") == Part("exchanges", "backward")
+    assert phase("transpose(jvp(GPT))/checkpoint/TransformerLayer._mlp") == TimedPart("MLP", "backward")
+    assert phase("jit(f)/sqrt") == TimedPart("update", "update")
+    assert phase("transpose(jvp(GPT))/zero_scatter/add", "all-reduce") == TimedPart("scatters", "backward")
+    assert phase("TransformerLayer/TransformerLayer._mlp/mlp_out/add", "all-reduce") == TimedPart(
+        "exchanges", "forward"
+    )
+    assert phase("checkpoint/TransformerLayer/add", "all-reduce") == TimedPart("exchanges", "backward")
 
 
 def test_name_of_merged_reductions() -> None:
@@ -366,7 +368,7 @@ def test_name_of_merged_reductions() -> None:
     region = f"%r (a: f32[]) -> f32[] {{\n  {lines[0]}\n  {lines[1]}\n}}\n{PRODUCT}"
     reduce = "%g = f32[8000000] all-reduce(%x), replica_groups={{0,1,2,3}}, to_apply=%r"
     found = predicted(reduce, fusion("a", 1), more=region)
-    assert found.by_part[Part("scatters", "backward")] == pytest.approx(found.exposed_seconds)
+    assert found.by_part[TimedPart("scatters", "backward")] == pytest.approx(found.exposed_seconds)
 
 
 def test_product_runs_near_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from zero.costs.predict import Part, predict
+from zero.costs.predict import TimedPart, predict
 from zero.costs.step_costs import StepCosts, costs_of, predicted_time
 from zero.hosts.speeds import SPEEDS
 from zero.training.streamed_update import SpanPrograms, StreamedStep
@@ -94,11 +94,11 @@ def test_seconds_of_all_calls(block: int, keeps_on_host: bool, each_way: int, wa
     assert found.host_link_seconds == pytest.approx(each_way / 1000)
     assert found.host_link_bytes == pytest.approx(2 * each_way * LINK)
     assert found.by_part == {
-        Part("vocabulary", "forward"): pytest.approx(0.001 + 0.003),
-        Part("MLP", "forward"): pytest.approx(4 * 0.002),
-        Part("MLP", "backward"): pytest.approx(4 * 0.006),
-        Part("update", "update"): pytest.approx(0.004),
-        Part("waiting for the host", "update"): pytest.approx(waits / 1000, rel=1e-5),
+        TimedPart("vocabulary", "forward"): pytest.approx(0.001 + 0.003),
+        TimedPart("MLP", "forward"): pytest.approx(4 * 0.002),
+        TimedPart("MLP", "backward"): pytest.approx(4 * 0.006),
+        TimedPart("update", "update"): pytest.approx(0.004),
+        TimedPart("waiting for the host", "update"): pytest.approx(waits / 1000, rel=1e-5),
     }
 
 

@@ -21,11 +21,11 @@ from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
 from zero.models.gpt import GPT
 from zero.training.batch import Batch
+from zero.training.host_rows import split_rows
 from zero.training.objectives.objective import Objective
 from zero.training.optimizers.optimizer import adamw
 from zero.training.parts import StepOptions
 from zero.training.programs import Programs, make_programs
-from zero.training.row_places import split_rows
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.tuning import Tuning
 

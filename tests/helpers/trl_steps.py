@@ -19,11 +19,11 @@ from tests.helpers import trl_losses
 from zero.exchange.hub_model import open_hf_model
 from zero.exchange.warm_start import warm_start
 from zero.training.batch import Batch
+from zero.training.host_rows import split_rows
 from zero.training.objectives.objective import Objective
 from zero.training.optimizers.optimizer import adamw
 from zero.training.parts import StepOptions
 from zero.training.programs import make_programs
-from zero.training.row_places import split_rows
 from zero.training.sharded_gpt import ShardedGPT
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported

@@ -16,7 +16,7 @@ from zero.models.gated_unit import GatedUnit, GatedUnits
 from zero.models.mlp import MLP
 from zero.models.norms import Norms, make_norm
 from zero.models.parametrization import Initial
-from zero.models.part import BOTH, Part, Sizes, own_keys
+from zero.models.part import BOTH, ConfigPart, Sizes, own_keys
 from zero.models.positions import Positions
 from zero.models.positions.learned import LearnedPositions
 from zero.models.positions.sinusoidal import Sinusoidal, Sinusoids
@@ -31,13 +31,13 @@ TOKENS = jnp.zeros((1, 4), jnp.int32)
 KEYS = {name for name, default in default_values().items() if default is not dataclasses.MISSING}
 
 
-def part_of(config: GPTConfig, part: type[Part]) -> Any:
+def part_of(config: GPTConfig, part: type[ConfigPart]) -> Any:
     """The part alone, without the keys of any other."""
     return part(**{field.name: getattr(config, field.name) for field in dataclasses.fields(part)})  # type: ignore[arg-type]
 
 
-def parts() -> list[type[Part]]:
-    return [part for part in GPTConfig.__mro__ if issubclass(part, Part) and part is not Part]
+def parts() -> list[type[ConfigPart]]:
+    return [part for part in GPTConfig.__mro__ if issubclass(part, ConfigPart) and part is not ConfigPart]
 
 
 def test_each_key_has_one_owner() -> None:
@@ -50,7 +50,7 @@ def test_each_key_has_one_owner() -> None:
 
 DENSE = GPTConfig(**SIZE, **{**FAMILIES["llama"], "kv_heads": 1, "qk_norm": True})
 # A module made with a configuration, the part that it names, a model, and the arguments of a call.
-MODULES: dict[str, tuple[Any, type[Part], GPTConfig, tuple[Any, ...]]] = {
+MODULES: dict[str, tuple[Any, type[ConfigPart], GPTConfig, tuple[Any, ...]]] = {
     "experts": (lambda config: partial(Experts(config, jnp.float32), drops=True), Mixture, ROUTED, (X, 0)),
     "unit": (lambda config: GatedUnit(config, jnp.float32), GatedUnits, UNITS, (X, None, 0, None)),
     "layer": (

@@ -23,8 +23,8 @@ from zero.plan.compile import (
     step_arguments,
 )
 from zero.run.step_programs import split_batch
+from zero.training.host_rows import HostRows
 from zero.training.programs import make_inference
-from zero.training.row_places import RowPlaces
 
 SIZE = GPTConfig(embedding_dim=384, vocab_size=2048, num_head=8, block_size=64, dropout=0.0, N=4, vocab_chunks=2)
 
@@ -45,7 +45,7 @@ row = compile_step(request)
 job = make_job(config, SIZE)  # as training does
 key = np.asarray(jax.random.key_data(jax.random.key(0)))
 state = job.programs.start(job.programs.init(np.stack([key] * 8)))
-batch = split_batch(np.ones((8, 64), np.int32), RowPlaces.here(job.model.axis))
+batch = split_batch(np.ones((8, 64), np.int32), HostRows.here(job.model.axis))
 lowered = job.programs.step.lower(state, batch)
 is_same = lowered.as_text() == job.programs.step.lower(*step_arguments(job, 1, 64)).as_text()
 step = lowered.compile()

@@ -32,7 +32,7 @@ from zero.plan.compile import PAUSES, highest_peak, step_arguments, time_and_cos
 from zero.plan.page import memory_segments, page, time_segments
 from zero.plan.table import COLUMNS, DETAILS, RESULTS, SETTINGS, WIDTH, breakdown_table, table, training_command
 from zero.run.step_programs import split_batch
-from zero.training.row_places import RowPlaces
+from zero.training.host_rows import HostRows
 
 KEYS = {"stage", "micro_batch", "accumulation", "remat", "context", "gradient_dtype", "clipping", "fused_update"}
 KEYS |= {"fits", "state_bytes", "peak_bytes", "available_bytes", "collective_bytes", "flops", "seconds_lower_bound"}
@@ -123,7 +123,7 @@ def test_plan_lowers_the_step_of_training() -> None:
     job = make_job(config, size)
     key = np.asarray(jax.random.key_data(jax.random.key(0)))
     state = job.programs.start(job.programs.init(np.stack([key] * 8)))
-    lowered = job.programs.step.lower(state, split_batch(np.ones((32, 64), np.int32), RowPlaces.here(job.model.axis)))
+    lowered = job.programs.step.lower(state, split_batch(np.ones((32, 64), np.int32), HostRows.here(job.model.axis)))
     assert lowered.as_text() == job.programs.step.lower(*step_arguments(job, 4, 64)).as_text()
 
 

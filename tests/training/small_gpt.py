@@ -29,10 +29,10 @@ from zero.models.families import FAMILIES
 from zero.models.gpt import GPT
 from zero.models.products import PRODUCTS
 from zero.training.batch import UNDIVIDED, Batch, Separators
+from zero.training.host_rows import split_rows
 from zero.training.optimizers.optimizer import adamw
 from zero.training.parts import StepOptions, TrainState
 from zero.training.programs import Programs, make_programs
-from zero.training.row_places import split_rows
 from zero.training.schedules import LearningRate
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.step import state_layout

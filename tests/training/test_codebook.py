@@ -27,9 +27,9 @@ from zero.inference.generate import generate
 from zero.models.codebook import METRICS, codebook_metrics
 from zero.models.gated_unit import CODEBOOK
 from zero.models.gpt import GPT
+from zero.training.host_rows import split_rows
 from zero.training.inference import Sampling
 from zero.training.programs import make_inference
-from zero.training.row_places import split_rows
 
 CONFIG = dataclasses.replace(VQ, dropout=0.0)
 

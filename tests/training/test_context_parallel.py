@@ -31,7 +31,7 @@ from zero.models.families import FAMILIES
 from zero.models.gpt import GPT
 from zero.partition.collectives.context_group import ContextGroup
 from zero.training.batch import Batch, Separators
-from zero.training.row_places import split_rows
+from zero.training.host_rows import split_rows
 
 CONTEXT = 48  # of 2 devices pieces of 12 positions, of 4 of 6, of 8 of 3
 # 5 heads and 43 divide by nothing.

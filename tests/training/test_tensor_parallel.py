@@ -24,9 +24,9 @@ from zero.costs.hlo import collectives
 from zero.inference.generate import generate
 from zero.models.config import GPTConfig
 from zero.training.batch import Batch, Separators
+from zero.training.host_rows import split_rows
 from zero.training.inference import Sampling
 from zero.training.programs import make_inference
-from zero.training.row_places import split_rows
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     **{f"stage {stage}": (stage, {}) for stage in range(4)},

@@ -15,7 +15,7 @@ from zero.config.keys import Key, Section, all_keys, members_of
 from zero.config.schema import GROUPS, MODE_SECTIONS, MODES
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
-from zero.models.part import Part, own_keys
+from zero.models.part import ConfigPart, own_keys
 
 HEAD = """\
 # python main_zero.py
@@ -83,7 +83,7 @@ def models_head() -> str:
     )
     lines = [*_wrapped(families, "# ")]
     for part in reversed(GPTConfig.__mro__):
-        if issubclass(part, Part) and part is not Part and own_keys(part):
+        if issubclass(part, ConfigPart) and part is not ConfigPart and own_keys(part):
             lines += ["#", *_wrapped(str(part.__doc__).partition("\n")[0], "# ")]
             for field in own_keys(part):
                 lines += _wrapped(meaning_of(field), f"# {field.name}".ljust(COLUMN - 1) + " ")

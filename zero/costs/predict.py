@@ -57,7 +57,7 @@ _MASK = re.compile(r"s8\[(?:\d+,)?(\d+),(\d+)\]")
 _HEADS = re.compile(r"(?:bf16|f32)\[([\d,]+)\]")
 
 
-class Part(NamedTuple):
+class TimedPart(NamedTuple):
     """A share of the time: a part of the model, and forward, recomputed, backward or update."""
 
     name: str
@@ -68,7 +68,7 @@ class Prediction(NamedTuple):
     """The time of one run of a program."""
 
     seconds: float
-    by_part: dict[Part, float]  # seconds, which sum to `seconds`
+    by_part: dict[TimedPart, float]  # seconds, which sum to `seconds`
     exposed_seconds: float  # in which only collectives run
     exposed_bytes: float  # that a device sends in these seconds
     host_link_bytes: float = 0.0  # sent over the link of a device and its host, both directions
@@ -97,25 +97,25 @@ def predict(text: str, devices: Sequence[Any]) -> Prediction | None:
     )
 
 
-def part_of(instruction: Instruction) -> Part:
+def part_of(instruction: Instruction) -> TimedPart:
     """The part that an instruction belongs to, by the path of the operation that XLA names it after.
 
     >>> part_of(Instruction("f", "", "fusion", 'metadata={op_name="jvp(GPT)/TransformerLayer._mlp/mul"}'))
-    Part(name='MLP', phase='forward')
+    TimedPart(name='MLP', phase='forward')
     """
     path = instruction.op_name
     phase = next((phase for mark, phase in _MARKS.items() if mark in path), UPDATE)
     name = next((name for name, pattern in PARTS.items() if re.search(pattern, path)), UPDATE)
     if hlo.kind_of(instruction) is not None:
         if name == "scatters":
-            return Part(name, "backward")
+            return TimedPart(name, "backward")
         if phase == UPDATE and "TransformerLayer" in path:  # of a merged reduction only the end of the path is left
             phase = "backward" if "checkpoint" in path else "forward"
         if name != "gathers":
             name = EXCHANGES
     elif instruction.op in _COPIES:
         name = COPIES
-    return Part(name, phase)
+    return TimedPart(name, phase)
 
 
 def transfer_seconds(instruction: Instruction, places: Sequence[tuple[int, ...]], speed: Speed) -> float:
@@ -177,7 +177,7 @@ class _Spent:
     """
 
     def __init__(self) -> None:
-        self.by_part: defaultdict[Part, float] = defaultdict(float)
+        self.by_part: defaultdict[TimedPart, float] = defaultdict(float)
         self.exposed_seconds = 0.0
         self.exposed_bytes = 0.0
         self.host_seconds = dict.fromkeys((_TO_HOST, _FROM_HOST), 0.0)
@@ -238,7 +238,7 @@ class _Schedule:
             part = part_of(ended)
             sent = 0.0
             if crossing is not None:
-                part = Part(BETWEEN_SLICES, UPDATE)
+                part = TimedPart(BETWEEN_SLICES, UPDATE)
                 sent = crossing.sent
             elif hlo.kind_of(started) is not None:
                 part = part_of(self._named(started))

@@ -12,7 +12,7 @@ import jax
 
 from zero.costs.between_slices import bytes_between_slices
 from zero.costs.hlo import Collective, collectives
-from zero.costs.predict import Part, Prediction, predict
+from zero.costs.predict import Prediction, TimedPart, predict
 from zero.hosts.speeds import SPEEDS
 from zero.partition.host_blocks import IN_FLIGHT
 from zero.training.state_storage import OnDevices
@@ -82,7 +82,7 @@ def predicted_time(step: Any, storage: OnDevices, devices: Sequence[Any]) -> Pre
     if not isinstance(step, StreamedStep):
         return predict(step.as_text(), devices)
     spans = len(step.firsts)
-    parts: defaultdict[Part, float] = defaultdict(float)
+    parts: defaultdict[TimedPart, float] = defaultdict(float)
     seconds = exposed_seconds = exposed_bytes = waits = 0.0
     moved = {step.programs.forward: 0.0, step.programs.backward: storage.host_bytes / spans}
     if step.keeps_on_host:
@@ -101,7 +101,7 @@ def predicted_time(step: Any, storage: OnDevices, devices: Sequence[Any]) -> Pre
         exposed_bytes += times * prediction.exposed_bytes
         for part, spent in prediction.by_part.items():
             parts[part] += times * spent
-    parts[Part("waiting for the host", "update")] += waits
+    parts[TimedPart("waiting for the host", "update")] += waits
     each_way = spans * moved[step.programs.backward]
     return Prediction(
         seconds + waits,

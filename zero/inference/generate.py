@@ -39,7 +39,7 @@ def generate(
       UserError: the frequencies of rotary positions would change within a text.
     """
     local = len(jax.tree.leaves(params)[0])
-    places = programs.places
+    places = programs.host_rows
     shortest = min(map(len, prompts))
     longest = max(map(len, prompts))
     chunks = -(-(longest + count - shortest) // chunk)

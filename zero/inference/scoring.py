@@ -51,7 +51,7 @@ class Scorer:
         self.trained = trained
         self.context = context
         self._programs = make_inference(trained.model)
-        self._places = self._programs.places
+        self._places = self._programs.host_rows
         self._rows = -(-rows * jax.process_count() // self._places.count)  # of a part of a batch
 
     @property

@@ -70,7 +70,7 @@ def key(
     return dataclasses.field(default=default, metadata=declared(check, meaning, layers, none))
 
 
-class Part:
+class ConfigPart:
     """A part of a model's configuration; derived classes are frozen dataclasses.
 
     Raises:
@@ -100,7 +100,7 @@ class Part:
                 yield from vars(part)[method](self)
 
 
-def own_keys(part: type[Part]) -> list[dataclasses.Field[Any]]:
+def own_keys(part: type[ConfigPart]) -> list[dataclasses.Field[Any]]:
     """The keys that a part declares, without those of the parts that it reads.
 
     >>> [field.name for field in own_keys(Sizes)][:3]
@@ -123,7 +123,7 @@ def shortest_pattern(values: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Sizes(Part):
+class Sizes(ConfigPart):
     """The sizes of a model, with the letters that they have in shapes."""
 
     # D

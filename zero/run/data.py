@@ -27,7 +27,7 @@ from zero.models.config import GPTConfig
 from zero.run.column import Column
 from zero.run.columns import open_columns, stored_columns
 from zero.run.restore import TrainingPosition
-from zero.training.row_places import RowPlaces
+from zero.training.host_rows import HostRows
 from zero.training.schedules import SequenceLengths
 
 log = logging.getLogger(__name__)
@@ -186,8 +186,8 @@ def _loaders(
     """
     data = config.data
     vocab_size = job.model.config.vocab_size
-    places = RowPlaces.here(job.model.axis)
-    batching = Batching(global_rows, places.parts, places.count)
+    host_rows = HostRows.here(job.model.axis)
+    batching = Batching(global_rows, host_rows.groups, host_rows.count)
     if data.corpus is not None and data.corpus in SYNTHETIC:
         length = data.max_context + bool(data.last_target)
         return SyntheticLoader(data.corpus, batching, length, vocab_size, config.seed), {}

@@ -39,8 +39,8 @@ from zero.partition.pmapped import pmap
 from zero.run.column import Column
 from zero.run.frozen_base import load_unchanged
 from zero.run.restore import TrainingPosition
+from zero.training.host_rows import HostRows
 from zero.training.objectives.objective import REFERENCE
-from zero.training.row_places import RowPlaces
 
 log = logging.getLogger(__name__)
 
@@ -113,12 +113,12 @@ def _place(index: str, shards: Sequence[Shard], config: Config, job: Job, positi
 
 def _computed(index: str, rows: int, config: Config, job: Job, weights: PyTree, global_rows: int) -> np.ndarray:
     model = job.model
-    places = RowPlaces.here(model.axis)
+    host_rows = HostRows.here(model.axis)
     example = job.objective.example
     computed = []
     loader = Loader(
         index,
-        Batching(global_rows, places.parts, places.count),
+        Batching(global_rows, host_rows.groups, host_rows.count),
         RowFormat(config.data.max_context, model.config.vocab_size, only_completions=True, example=example),
         ONCE,
     )
@@ -128,7 +128,7 @@ def _computed(index: str, rows: int, config: Config, job: Job, weights: PyTree, 
     with closing(prefetch(loader.batches())) as batches:
         for batch in batches:
             texts = batch.tokens.reshape(-1, config.data.max_context)
-            values = gather(job.programs.reference(weights, places.split(texts)))
+            values = gather(job.programs.reference(weights, host_rows.split(texts)))
             computed.append(np.asarray(values).reshape(-1, example.texts))
             watchdog.progress()
     return np.concatenate(computed)[:rows]

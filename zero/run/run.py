@@ -26,8 +26,8 @@ from zero.run.step_metrics import StepMetrics, peak_memory
 from zero.tracking.goodput import Goodput
 from zero.tracking.metrics import Metric
 from zero.training.batch import Rows
+from zero.training.host_rows import HostRows
 from zero.training.parts import TrainState
-from zero.training.row_places import RowPlaces
 
 Line: TypeAlias = dict[str, Any]  # metrics by name, of the steps since the line before
 METRICS = (
@@ -74,9 +74,9 @@ class Run:
         return self.job.model.axis
 
     @cached_property
-    def row_places(self) -> RowPlaces:
+    def host_rows(self) -> HostRows:
         """Which rows of a global batch this host's devices compute."""
-        return RowPlaces.here(self.axis)
+        return HostRows.here(self.axis)
 
     @property
     def weights(self) -> PyTree:
@@ -116,7 +116,7 @@ class Run:
             if entry.name in loaded:
                 values = loaded[entry.name]
                 of_texts = values if entry.of == "example" else values.reshape(-1, *values.shape[2:])
-                extra[entry.name] = self.row_places.split(of_texts)
+                extra[entry.name] = self.host_rows.split(of_texts)
         for column in self.data.columns.values():
             if column.compute is not None:
                 extra |= column.compute(self.frozen, tokens)
@@ -129,8 +129,8 @@ class Run:
         position.cursor = batch.cursor
         position.pending = None
         rows = len(batch.tokens)
-        is_counted = self.row_places.is_counted(rows)
-        numbers = step * position.global_rows + self.row_places.numbers(rows)
+        is_counted = self.host_rows.is_counted(rows)
+        numbers = step * position.global_rows + self.host_rows.numbers(rows)
         skipped, checksum = self._uncounted
         for number, row in zip(numbers[is_counted].tolist(), batch.tokens[is_counted], strict=True):
             checksum += zlib.crc32(row, zlib.crc32(number.to_bytes(8)))

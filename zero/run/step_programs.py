@@ -20,7 +20,7 @@ from zero.run.out_of_memory import named_out_of_memory
 from zero.run.run import Run
 from zero.training.batch import Batch
 from zero.training.flops import model_flops
-from zero.training.row_places import RowPlaces
+from zero.training.host_rows import HostRows
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class StepPrograms:
         """
         sequences = run.data.context.cut(batch.tokens, step - 1)  # rows, or pieces of them
         length = run.data.context.at(step - 1)
-        per_device = split_batch(sequences, run.row_places)
+        per_device = split_batch(sequences, run.host_rows)
         per_device = per_device._replace(extra=run.extra(per_device.tokens, batch.extra))
         compiled = self._by_length.get(length)
         if compiled is not None:
@@ -121,8 +121,8 @@ class StepPrograms:
         return None if prediction is None else prediction.seconds
 
 
-def split_batch(sequences: np.ndarray, places: RowPlaces) -> Batch:
-    """This host's sequences `(R, T)` as `(devices, R / parts, T)`, the same for all devices of a group."""
-    tokens = places.split(sequences)
-    first_rows = tokens.shape[1] * np.asarray(places.part_of_device)
+def split_batch(sequences: np.ndarray, host_rows: HostRows) -> Batch:
+    """This host's sequences `(R, T)` as `(devices, R / groups, T)`, the same for all devices of a group."""
+    tokens = host_rows.split(sequences)
+    first_rows = tokens.shape[1] * np.asarray(host_rows.group_of_device)
     return Batch(tokens, first_rows.astype(np.int32))

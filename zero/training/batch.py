@@ -55,7 +55,7 @@ class Entry(NamedTuple):
         return jax.ShapeDtypeStruct((*leading, *self.shape), jnp.dtype(self.dtype))
 
 
-class Part(NamedTuple):
+class RowPart(NamedTuple):
     """Which part of its rows a batch has, and what the model remembers of the parts before.
 
     Attributes:
@@ -82,7 +82,7 @@ class Batch(NamedTuple):
     tokens: Rows
     first_row: jax.Array | np.ndarray
     extra: Mapping[str, Rows] = {}
-    part: Part | None = None
+    part: RowPart | None = None
 
     def first_clock(self, clock: jax.Array) -> jax.Array:
         """The clock of the first update on these rows: masks of a row are those of all its parts."""

@@ -101,7 +101,7 @@ class Tried(NamedTuple):
       loss: the objective, a mean over the global batch.
       norm: the gradient norm before clipping.
       is_bad: whether the gradient is not finite.
-      found: the gradient of each of the model's collections, summed over devices.
+      collection_gradients: the gradient of each of the model's collections, summed over devices.
       metrics: further scalars to log.
       memory: what the model remembers after a part of its rows; None of whole rows.
     """
@@ -111,7 +111,7 @@ class Tried(NamedTuple):
     loss: jax.Array
     norm: jax.Array
     is_bad: jax.Array
-    found: dict[str, PyTree]
+    collection_gradients: dict[str, PyTree]
     metrics: dict[str, jax.Array]
     memory: PyTree = None
 

@@ -18,10 +18,10 @@ from zero.partition import pmapped
 from zero.partition.collectives.axis import Axis
 from zero.partition.layout import PyTree
 from zero.partition.sharded_optimizer import on_shards
+from zero.training.host_rows import HostRows
 from zero.training.inference import Sampling, evaluate_step, extend, prefill, score, score_on
 from zero.training.parts import StepOptions, TrainState
 from zero.training.reference_step import reference_step
-from zero.training.row_places import RowPlaces
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.statistics import statistics
 from zero.training.step import make_step, new_state
@@ -123,7 +123,7 @@ class Inference(NamedTuple):
       prefill: `(params, tokens, length, width)`, the width static, to a `DecodeState`.
       extend: `(params, DecodeState, keys, count)`, the state donated, the count static, to the next `DecodeState` and
         the shared tokens of all rows.
-      places: which rows of a batch the devices of this host compute.
+      host_rows: which rows of a batch the devices of this host compute.
       switch: the number of positions beyond which rotary frequencies depend on their number; None if they never do.
       grows: whether they then change with every position, and not only once.
     """
@@ -133,7 +133,7 @@ class Inference(NamedTuple):
     score_on: Any
     prefill: Any
     extend: Any
-    places: RowPlaces
+    host_rows: HostRows
     switch: int | None = None
     grows: bool = False
 
@@ -163,7 +163,7 @@ def make_inference(
             donate_argnums=1,
             out_axes=(0, None),
         ),
-        places=RowPlaces.here(model.axis, devices),
+        host_rows=HostRows.here(model.axis, devices),
         switch=model.config.rotary_switch,
         grows=model.config.rotary_kind == "dynamic",
     )

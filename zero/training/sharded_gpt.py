@@ -32,7 +32,7 @@ from zero.partition.stages import fully_shard, gather, pinned, scatter_wide_sum,
 from zero.training.batch import (
     UNDIVIDED,
     Batch,
-    Part,
+    RowPart,
     Rows,
     Separators,
     document_starts,
@@ -324,7 +324,7 @@ class ShardedGPT:
         return scores
 
     def scores_and_memory(
-        self, variables: dict[str, PyTree], tokens: jax.Array, keys: jax.Array | None, part: Part | None
+        self, variables: dict[str, PyTree], tokens: jax.Array, keys: jax.Array | None, part: RowPart | None
     ) -> tuple[Scores, Memory | None]:
         """As `scores`, and what the model remembers after a part of each row; None of whole rows."""
         if part is None:

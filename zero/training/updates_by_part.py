@@ -15,7 +15,7 @@ import optax
 from jax import lax
 
 from zero.partition.layout import PyTree
-from zero.training.batch import Batch, Part
+from zero.training.batch import Batch, RowPart
 from zero.training.parts import StepOptions, TrainState
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.step import Step, make_update
@@ -51,7 +51,7 @@ def updates_by_part(model: ShardedGPT, tx: optax.GradientTransformation, options
         def update_on_part(carry: tuple[TrainState, PyTree], xs: tuple[jax.Array, jax.Array]) -> tuple[Any, Any]:
             state, memory = carry
             tokens, number = xs
-            part = batch._replace(tokens=tokens, part=Part(number, memory))
+            part = batch._replace(tokens=tokens, part=RowPart(number, memory))
             state, metrics, memory = update(state, part, frozen)
             return (state, memory), metrics
 

@@ -24,7 +24,7 @@ from zero.run.feature import Feature, Moment, Stopped
 from zero.run.run import Line, Run
 from zero.tracking.metrics import Metric
 from zero.training.ema import EMA
-from zero.training.row_places import RowPlaces
+from zero.training.host_rows import HostRows
 
 Sums: TypeAlias = dict[str, float]  # of losses by the names of weights, of an objective's metrics, "tokens" and "bytes"
 
@@ -120,7 +120,7 @@ class Validate(Feature):
                 if rows_in_sample >= min(global_rows, loader.rows - first_row):
                     of_sample = plus(of_sample, sums)
                 elif rows_in_sample > 0:
-                    sample = first_rows(batch, rows_in_sample, run.row_places)
+                    sample = first_rows(batch, rows_in_sample, run.host_rows)
                     of_sample = plus(of_sample, self._sums_of_batch(run, sample, weights))
                 if run.requests.is_stop(run.position.step):
                     raise Stopped
@@ -134,7 +134,7 @@ class Validate(Feature):
         sums = self._zeros(run, weights)
         tokens = batch.tokens
         texts = tokens.reshape(run.job.objective.example.texts * len(tokens), -1)
-        rows = run.row_places.split(texts)
+        rows = run.host_rows.split(texts)
         extra = run.extra(rows, batch.extra)
         for name, params in weights.items():
             loss, terms, of_objective = jax.device_get(run.job.programs.evaluate(params, rows, extra))
@@ -143,7 +143,7 @@ class Validate(Feature):
                 sums["tokens"] = terms.item()
                 sums |= {key: x.item() for key, x in of_objective.items()}
         if self._token_bytes is not None:
-            targets = tokens[run.row_places.is_counted(len(tokens)), 1:]
+            targets = tokens[run.host_rows.is_counted(len(tokens)), 1:]
             sums["bytes"] = int(self._token_bytes[targets[targets >= 0]].sum())
         return sums
 
@@ -170,9 +170,9 @@ def token_bytes(run: Run) -> np.ndarray:
     return np.pad(lengths, (0, run.job.model.config.vocab_size - len(lengths)))
 
 
-def first_rows(batch: HostBatch, count: int, places: RowPlaces) -> HostBatch:
+def first_rows(batch: HostBatch, count: int, host_rows: HostRows) -> HostBatch:
     """The batch with padding in place of all but the first `count` rows of all hosts' batches."""
-    is_kept = places.numbers(len(batch.tokens)) < count
+    is_kept = host_rows.numbers(len(batch.tokens)) < count
     return batch._replace(tokens=np.where(is_kept[:, None], batch.tokens, -1))
 
 

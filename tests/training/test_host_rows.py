@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zero
-from zero.training.row_places import RowPlaces
+from zero.training.host_rows import HostRows
 
 ROWS_OF_PART = 3
 
@@ -35,26 +35,26 @@ def test_every_row_is_read_where_it_is_computed(placement: tuple[zero.Axis, list
     by_part = batch.reshape(len(groups), ROWS_OF_PART)
     counted = []
     for host in sorted(set(hosts)):
-        places = RowPlaces.of_devices(axis, hosts, host)
-        numbers = places.numbers(len(places.parts) * ROWS_OF_PART)
-        of_devices = places.split(batch[numbers])
+        host_rows = HostRows.of_devices(axis, hosts, host)
+        numbers = host_rows.numbers(len(host_rows.groups) * ROWS_OF_PART)
+        of_devices = host_rows.split(batch[numbers])
         positions = [position for position, its_host in enumerate(hosts) if its_host == host]
         for position, rows in zip(positions, of_devices, strict=True):
             (group,) = [number for number, members in enumerate(groups) if position in members]
             np.testing.assert_array_equal(rows, by_part[group])
-        np.testing.assert_array_equal(of_devices, places.split_global(batch))
+        np.testing.assert_array_equal(of_devices, host_rows.split_global(batch))
         assert sorted(set(of_devices.ravel().tolist())) == numbers.tolist()  # it reads no row that it does not compute
-        counted += numbers[places.is_counted(len(numbers))].tolist()
+        counted += numbers[host_rows.is_counted(len(numbers))].tolist()
     assert sorted(counted) == batch.tolist()
 
 
 def test_default_placement_is_a_share_of_the_batch() -> None:
     """Without groups, and with groups of neighbors within hosts, a host reads one run of rows, as many as another."""
     for axis in (zero.Axis("zero", (1, 8)), zero.Axis.with_tensor_groups("zero", 8, 2)):
-        places = RowPlaces.of_devices(axis, [0] * 4 + [1] * 4, host=1)
+        host_rows = HostRows.of_devices(axis, [0] * 4 + [1] * 4, host=1)
         rows = 16 // 2
-        assert places.numbers(rows).tolist() == list(range(rows, 2 * rows))
-        assert places.is_counted(rows).all()
+        assert host_rows.numbers(rows).tolist() == list(range(rows, 2 * rows))
+        assert host_rows.is_counted(rows).all()
 
 
 @pytest.mark.parametrize("tensor", [2, 4, 8, 16])
