@@ -1,6 +1,7 @@
 """Where runs lie: which one a resume finds, and what its command line becomes."""
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -25,11 +26,13 @@ from zero.record.run_files import (
     saved_config,
     saved_steps,
 )
+from zero.record.starts import note_start, start_now
 from zero.run.find_run import (
     DEFAULT_ROOT,
     SWEEPS,
     newest_run,
     resume_overrides,
+    runs_in,
     saved_command,
     write_command,
 )
@@ -100,6 +103,21 @@ def test_resume_finds_the_last_run(flag: str, in_tmp_path: Path) -> None:
     overrides = resume_overrides(["seed=1", flag])
     assert overrides[0] == "seed=1"
     assert hydra_reads(overrides) == (str(in_tmp_path / "runs/2030-01-01/a"),) * 2
+
+
+def test_runs_are_ordered_by_their_starts(in_tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Neither a clock that was ahead nor a copy decides which run continues; a line says which one, and why."""
+    runs = [make_run(DEFAULT_ROOT / name, [5]) for name in ("one", "two", "three")]
+    for step, run in enumerate([runs[0], runs[1], runs[2], runs[1]]):
+        note_start(run, start_now(step), runs_in(DEFAULT_ROOT))
+    os.utime(runs[0] / CONFIG_FILE, (4e9, 4e9))
+    assert hydra_reads(resume_overrides(["--resume"]))[0] == str(in_tmp_path / runs[1])
+    assert f"--resume continues {runs[1]}, of 3 runs the one that was started last" in caplog.text
+    shutil.copytree(runs[1], DEFAULT_ROOT / "copy")
+    os.utime(DEFAULT_ROOT / "copy" / CONFIG_FILE, (3e9, 3e9))
+    for flag in ("--resume", "--resume=auto"):
+        assert hydra_reads(resume_overrides([flag]))[0] == str(in_tmp_path / DEFAULT_ROOT / "copy")
+        assert f"{flag} continues runs/copy: its files are newer than those of its copies, runs/two" in caplog.text
 
 
 def test_other_config_files() -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from zero.record import starts
+from zero.record.starts import last_start, note_start, number_of, start_now, time_of
 from zero.report.html_report import summary
 from zero.tracking.goodput import PHASES, Goodput, counts_as, describe
 
@@ -80,3 +82,28 @@ def test_summary_of_newest_line(wait: Callable[[float], None], tmp_path: Path) -
         wait(50)
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 8, **clock.line()}) + "\n")
     assert summary([tmp_path]) == [f"{tmp_path}: step 8; 50.0% of 0:01:40 h in steps; startup 50.0%"]
+
+
+def test_clock_that_was_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one machine a clock that jumps by a day between two starts, or during one, is no lost time."""
+    clock = Goodput()
+    note_start(tmp_path, start_now(0), [])
+    with clock.phase("steps"):
+        line = {"step": 1, **clock.line()}
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 86400)
+    assert clock.line()["time"] - line["time"] < 60
+    for boot, lost in (("same", 0), ("other", 86400)):
+        if boot == "other":
+            monkeypatch.setattr(starts, "BOOT_ID", tmp_path / "absent")
+        resumed = Goodput(0.0, line, time_of(last_start(tmp_path, 1)))
+        assert resumed.seconds_so_far()["restarts"] == pytest.approx(lost, abs=60)
+
+
+def test_start_of_a_step(tmp_path: Path) -> None:
+    """A line is of the last start before its step; what later ones made after it was repeated, and is forgotten."""
+    for step in (0, 6, 12, 6):
+        note_start(tmp_path, start_now(step)._replace(uptime=step), [])
+    found = [last_start(tmp_path, step) for step in (0, 6, 7, 12, 13)]
+    assert [start and start.step for start in found] == [None, 0, 6, 6, 6]
+    assert number_of(tmp_path) == 4

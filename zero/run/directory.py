@@ -25,7 +25,7 @@ from zero.partition.memory import memory
 from zero.record import run_files
 from zero.record.metrics_file import read_metrics
 from zero.record.ownership import locked, owned
-from zero.run.resume import check_new, write_command, write_lineage
+from zero.run.resume import check_new, write_command, write_lineage, write_start
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ class RunDirectory:
             inherited = [json.dumps(line) + "\n" for line in lines if line["step"] <= step]
             storage.write(self.path / run_files.METRICS_FILE, "".join(inherited).encode())
         write_command(self.path, config.resume)
+        write_start(self.path, step)
         run_files.save_config(self.path, config)
         summary = _layout_summary(job, has_average=config.training.ema is not None)
         storage.write(self.path / run_files.LAYOUT_FILE, summary.encode())

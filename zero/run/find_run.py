@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -33,6 +34,7 @@ from zero.record.run_files import (
     saved_config,
     saved_steps,
 )
+from zero.record.starts import number_of
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +58,7 @@ def _runs(root: Path, place: Path | str | None = None) -> Iterator[tuple[Path, l
 
     A run that is damaged, or whose bucket is gone, is skipped with a warning.
     """
-    runs = [layout.parent for layout in root.rglob(LAYOUT_FILE)]  # W&B keeps files called config.yaml as well
-    for run in sorted(runs, key=_last_started, reverse=True):
+    for run in sorted(runs_in(root), key=_last_started, reverse=True):
         try:
             if place not in (None, saved_checkpoint_directory(run)):
                 continue
@@ -68,9 +69,26 @@ def _runs(root: Path, place: Path | str | None = None) -> Iterator[tuple[Path, l
         yield run, steps
 
 
-def _last_started(run: Path) -> int:
+def runs_in(root: Path) -> list[Path]:
+    """The run directories below this one."""
+    return [layout.parent for layout in root.rglob(LAYOUT_FILE)]  # W&B keeps files called config.yaml as well
+
+
+def _last_started(run: Path) -> tuple[int, int]:
+    """What orders runs: the number of the last start; of copies of one run, the time of the configuration."""
     config = run / CONFIG_FILE
-    return config.stat().st_mtime_ns if config.exists() else 0
+    return number_of(run), config.stat().st_mtime_ns if config.exists() else 0
+
+
+def _say_which(run: Path, flag: str) -> None:
+    """Says which of several runs a flag continues, and why."""
+    numbers = {other: number_of(other) for other in runs_in(DEFAULT_ROOT)}
+    copies = [str(other) for other, number in numbers.items() if number == numbers.get(run) and other != run]
+    if copies:
+        names = ", ".join(copies)
+        log.warning("%s continues %s: its files are newer than those of its copies, %s", flag, run, names)
+    elif len(numbers) > 1 and flag == "--resume":
+        log.warning("%s continues %s, of %d runs the one that was started last", flag, run, len(numbers))
 
 
 def trained_run(place: str | None, wait: bool = False) -> Path:
@@ -221,7 +239,7 @@ def _sweep_to_resume(given: dict[str, Any], job: dict[str, str], is_auto: bool) 
     if named is not None:
         root = Path(str(named))
         return (None if newest_run(root) is None else root), root
-    sweeps = sorted(SWEEPS.glob(f"*/{SWEEP_COMMAND_FILE}"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    sweeps = sorted(SWEEPS.glob(f"*/{SWEEP_COMMAND_FILE}"), key=_last_sweep, reverse=True)
     for path in sweeps:
         try:
             is_same = _sweep_command(path) == job
@@ -233,6 +251,11 @@ def _sweep_to_resume(given: dict[str, Any], job: dict[str, str], is_auto: bool) 
     if sweeps and is_auto:
         log.warning("--resume=auto starts a new sweep: none in %s has this command; hydra.sweep.dir names one", SWEEPS)
     return None, f"{SWEEPS}: a sweep of this command"
+
+
+def _last_sweep(path: Path) -> tuple[int, int]:
+    """What orders sweeps: the number of the last start of a job, else the time at which Hydra wrote the command."""
+    return max(map(number_of, runs_in(path.parent)), default=sys.maxsize), path.stat().st_mtime_ns
 
 
 def _sweep_command(path: Path) -> dict[str, str]:
@@ -284,6 +307,8 @@ def _run_to_resume(given: dict[str, Any], job: dict[str, str] | None) -> tuple[P
         run = _run_of_job(job)
     else:
         run = newest_run(DEFAULT_ROOT, place)
+    if named is None and run is not None:
+        _say_which(run, "--resume" if job is None else "--resume=auto")
     is_known = run is not None and (run / CONFIG_FILE).is_file()
     if run is None and place is not None:
         run = DEFAULT_ROOT / str(place).removeprefix("gs://").strip("/")

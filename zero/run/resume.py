@@ -19,6 +19,7 @@ from zero.hosts import agreement, startup
 from zero.job import Job
 from zero.record import run_files
 from zero.record.metrics_file import line_of
+from zero.record.starts import last_start, note_start, start_now, time_of
 from zero.run import find_run
 from zero.run.restore import TrainingPosition, restore
 from zero.tracking.goodput import Goodput
@@ -95,6 +96,14 @@ def write_command(run_directory: Path, resume: str | None) -> None:
     find_run.write_command(run_directory, None if resume is None else Path(resume), arguments)
 
 
+def write_start(run_directory: Path, step: int) -> None:
+    """Notes this start among those of all runs in `runs`, by which `--resume` finds the last one."""
+    root = find_run.DEFAULT_ROOT
+    is_below = run_directory.absolute().is_relative_to(root.absolute())
+    others = find_run.runs_in(root) if is_below else []
+    note_start(run_directory, start_now(step), others)
+
+
 def write_lineage(run_directory: Path, emergency: EmergencyCheckpoints | None) -> None:
     """Writes which emergency checkpoints the next start may use; `mirror` follows, and only then the first step.
 
@@ -110,7 +119,7 @@ def resumed_clock(run_directory: Path, step: int, is_new: bool) -> Goodput:
     age = startup.process_age()
     if is_new or not agreement.is_host_0():
         return Goodput(age)
-    return Goodput(age, line_of(run_directory, step))
+    return Goodput(age, line_of(run_directory, step), time_of(last_start(run_directory, step)))
 
 
 def last_lineages(run_directory: Path) -> list[str]:

@@ -33,6 +33,7 @@ class Goodput:
     Args:
       age: seconds since the start of this process.
       resumed_line: the line of metrics of the step that is resumed, if any.
+      now: the time by the clock that the line has its time from; None for that of the system.
 
     >>> clock = Goodput(age=5.0)
     >>> with clock.phase("steps"), clock.phase("evaluation"):  # the inner one counts
@@ -41,15 +42,18 @@ class Goodput:
     5
     """
 
-    def __init__(self, age: float = 0.0, resumed_line: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, age: float = 0.0, resumed_line: Mapping[str, Any] | None = None, now: float | None = None
+    ) -> None:
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._phase = "startup"
         self._since = time.monotonic() - age
+        self._epoch = time.time() - time.monotonic()  # a clock that is set meanwhile moves no line
         self._began = self._phase, self._since  # one value, which another thread reads
         if resumed_line is not None:
             for phase in PHASES:
                 self._seconds[phase] = resumed_line[f"goodput/{phase}"] * resumed_line["wall_time"]
-            lost = time.time() - age - resumed_line["time"]
+            lost = (time.time() if now is None else now) - age - resumed_line["time"]
             self._seconds["restarts"] += max(0.0, lost)  # clocks of two machines may differ
 
     def seconds_so_far(self) -> dict[str, float]:
@@ -89,7 +93,7 @@ class Goodput:
         seconds = self.seconds_so_far()
         total = sum(seconds.values())
         shares = {f"goodput/{phase}": spent / total for phase, spent in seconds.items()}
-        return {"time": time.time(), "wall_time": total, **shares}
+        return {"time": self._epoch + time.monotonic(), "wall_time": total, **shares}
 
 
 def counts_as(phase: str) -> Callable[[Callable[_Parameters, _Result]], Callable[_Parameters, _Result]]:
