@@ -112,3 +112,15 @@ def assert_same(found: Steps, expected: Steps) -> None:
     assert found.losses == pytest.approx(expected.losses, rel=2e-3, abs=2e-4)
     assert found.norms == pytest.approx(expected.norms, rel=2e-3, abs=2e-4)
     assert found.losses[:2] == pytest.approx(expected.losses[:2], rel=1e-4, abs=1e-4)
+
+
+def labelled_texts(trainer: Any) -> np.ndarray:
+    """The chosen and rejected texts of the batch of a trainer that labels them, as ORPOTrainer and CPOTrainer do."""
+    batch = trainer.data_collator(list(trainer.train_dataset))
+    texts = []
+    for text in ("chosen", "rejected"):
+        ids, labels, attended = (
+            np.asarray(batch[f"{text}_{kind}"]) for kind in ("input_ids", "labels", "attention_mask")
+        )
+        texts.append(trl_losses.as_rows(ids, labels != -100, attended, CONTEXT))
+    return interleaved(*texts)
