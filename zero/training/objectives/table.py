@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from zero.training.objectives.dpo import Dpo
 from zero.training.objectives.objective import Keys, Likelihood, Objective
+from zero.training.objectives.orpo import Orpo
 
-OBJECTIVES: tuple[type[Keys], ...] = (Likelihood, Dpo)
+OBJECTIVES: tuple[type[Keys], ...] = (Likelihood, Dpo, Orpo)
 
 
 def with_defaults() -> dict[str, Objective]:
