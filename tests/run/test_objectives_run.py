@@ -12,6 +12,7 @@ from tests.helpers.pair_runs import JOB, STEPS, make_pairs
 JOBS: dict[str, tuple[str, ...]] = {
     "ipo": ("objective.loss=ipo",),
     "orpo": ("objective=orpo", "model.warm_start=false", "model.model_path=null"),
+    "simpo": ("objective=simpo", "objective.beta=1"),
 }
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from zero.training.objectives.dpo import Dpo
 from zero.training.objectives.objective import Keys, Likelihood, Objective
 from zero.training.objectives.orpo import Orpo
+from zero.training.objectives.simpo import Simpo
 
-OBJECTIVES: tuple[type[Keys], ...] = (Likelihood, Dpo, Orpo)
+OBJECTIVES: tuple[type[Keys], ...] = (Likelihood, Dpo, Orpo, Simpo)
 
 
 def with_defaults() -> dict[str, Objective]:
