@@ -14,10 +14,14 @@ import numpy as np
 import pytest
 
 import zero
+from tests.helpers.brought import MODELS, save_folder
 from zero.base.errors import Unavailable, UserError
 from zero.checkpoints.manager import Checkpoints
+from zero.corpus.text.chat_template import load_chat_template
 from zero.corpus.text.tokenizers import load_tokenizer, train_tokenizer
 from zero.exchange.export import export
+from zero.exchange.hub_model import open_hf_model
+from zero.exchange.warm_start import warm_start
 from zero.inference import harness_tasks
 from zero.inference.harness_tasks import adapter
 from zero.inference.scoring import Scorer
@@ -100,9 +104,8 @@ def theirs(place: Path) -> Iterator[Any]:
     os.environ["HF_HUB_OFFLINE"] = "1"
     from lm_eval.models.huggingface import HFLM
 
-    # The last token of a window is an input of zero's model, too: so its windows are one longer than the harness's.
     yield HFLM(
-        pretrained=str(place / "hf"), device="cpu", batch_size=4, max_length=CONTEXT - 1, attn_implementation="eager"
+        pretrained=str(place / "hf"), device="cpu", batch_size=4, max_length=CONTEXT, attn_implementation="eager"
     )
 
 
@@ -203,6 +206,117 @@ def test_losses_and_texts_equal_transformers(ours: Any, theirs: Any) -> None:
     assert got == expected and len(got[0]) > 3
 
 
+# Keys of generation, and how many words the prompt has: some lose their beginning.
+GENERATION: list[tuple[dict[str, Any], int]] = [
+    ({"until": [], "max_gen_toks": 12}, 4),
+    ({"until": ["e"], "max_new_tokens": 12}, 60),
+    ({"until": "a", "max_tokens": 12}, 13),
+    ({"max_completion_tokens": 12}, 14),
+    ({"max_gen_toks": 12, "max_new_tokens": 3}, 5),
+    ({"max_gen_toks": CONTEXT - 1}, 5),
+    ({"max_gen_toks": CONTEXT}, 5),
+    ({}, 5),
+    *(
+        ({"until": until, "max_gen_toks": 12}, count)
+        for until in (["st", "ga"], ["\n"], ["", "h"])
+        for count in (2, 60)
+    ),
+    *(({"do_sample": False, "temperature": heat, "max_gen_toks": 12}, 9) for heat in (0.0, 0.7)),
+    *(({"temperature": 0.0, "max_gen_toks": count}, 30) for count in (1, 12)),
+    ({"until": ["shard"], "max_gen_toks": 28, "top_p": None}, 40),
+    ({"until": [" "], "max_gen_toks": 28}, 1),
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [case if i in (1, 7) else pytest.param(*case, marks=pytest.mark.wide) for i, case in enumerate(GENERATION)],
+)
+def test_generation_equals_transformers(ours: Any, theirs: Any, options: dict[str, Any], count: int) -> None:
+    """Under each name of the longest answer; an answer that leaves no place for its prompt is refused by both."""
+    from lm_eval.api.instance import Instance
+
+    requests = [Instance("generate_until", {}, (words(i, count), dict(options)), i) for i in range(2)]
+    longest = next(iter(value for key, value in options.items() if key.startswith("max_")), 256)
+    if longest >= CONTEXT:
+        with pytest.raises(UserError, match=rf"evaluate.context={CONTEXT}: a task writes up to {longest} tokens"):
+            ours.generate_until(requests)
+        with pytest.raises(AssertionError, match="Invalid configuration"):
+            theirs.generate_until(requests)
+        return
+    assert ours.generate_until(requests) == theirs.generate_until(requests)
+
+
+def test_lost_beginnings_are_logged(ours: Any, caplog: pytest.LogCaptureFixture) -> None:
+    from lm_eval.api.instance import Instance
+
+    pairs = [(words(2, count), " gather zéro") for count in (3, 60)]
+    ours.loglikelihood([Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)])
+    asked = [(text, {"max_gen_toks": 12}) for text, _ in pairs]
+    ours.generate_until([Instance("generate_until", {}, one, i) for i, one in enumerate(asked)])
+    line = f"1 of 2 requests lose the beginning of their prompt: evaluate.context is {CONTEXT} tokens"
+    assert [record.message for record in caplog.records].count(line) == 2
+
+
+@pytest.mark.parametrize(
+    "family", [name if name == "gemma3" else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+)
+def test_instruct_models_are_scored_as_published(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Chat template, system text, few shots and a limit: the prompts, texts and scores of the class for transformers.
+
+    Gemma's template refuses a system text: both ask without it.
+    """
+    from lm_eval.models.huggingface import HFLM
+
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    length = 512
+    save_folder(tmp_path / "folder", family, max_position_embeddings=length)
+    found = open_hf_model(str(tmp_path / "folder"))
+    assert found is not None
+    model = ShardedGPT(found.size, zero.Axis("zero", (1, 8)), 3)
+    tokenizer = load_tokenizer(found.tokenizer())
+    template = load_chat_template(found.tokenizer())
+    assert template is not None
+    trained = TrainedModel(model, warm_start(str(tmp_path / "folder"), model), tokenizer, None)
+    ours = adapter(Scorer(trained, length, 8), template)
+    theirs = HFLM(pretrained=str(tmp_path / "folder"), device="cpu", dtype="float32", batch_size=1, max_length=length)
+    docs = [{"text": words(i, 4), "choices": [" gather", " zéro", "."], "gold": i % 3} for i in range(8)]
+    common: dict[str, Any] = {"doc_to_text": "text", "doc_to_target": "gold", "fewshot_split": "validation"}
+    choosing = task(tmp_path, "choosing", docs, output_type="multiple_choice", doc_to_choice="choices", **common)
+    writing = task(tmp_path, "writing", docs, output_type="generate_until", **{**common, "doc_to_target": "text"})
+    writing |= {"generation_kwargs": {"until": ["\n"], "max_gen_toks": 8}, "metric_list": [{"metric": "exact_match"}]}
+    asked: dict[str, list[Any]] = {"ours": [], "theirs": []}
+    for name, harness in (("ours", ours), ("theirs", theirs)):
+        for kind in ("generate_until", "loglikelihood"):
+            monkeypatch.setattr(harness, kind, recording(getattr(harness, kind), asked[name]))
+    manner = harness_tasks.Manner(template, "be short", few_shots=2, limit=4)
+    run = harness_tasks._adapter_module().run
+    results = [run(harness, [choosing, writing], manner) for harness in (ours, theirs)]
+    assert [prompt for prompt, _ in asked["ours"]] == [prompt for prompt, _ in asked["theirs"]]
+    assert len(asked["ours"]) == 4 * 3 + 4
+    for (_, answer), (_, expected) in zip(asked["ours"], asked["theirs"], strict=True):
+        if isinstance(answer, str):
+            assert answer == expected
+        else:
+            assert answer[0] == pytest.approx(expected[0], rel=1e-4, abs=1e-4) and answer[1] == expected[1]
+    assert results[0]["choosing"]["acc,none"] == results[1]["choosing"]["acc,none"]
+    has_system = "be short" in asked["ours"][0][0][0]
+    assert has_system != ("asked without the system text" in caplog.text)
+
+
+def recording(answer: Any, asked: list[Any]) -> Any:
+    """The method of a model of the harness, which also keeps its requests and their answers."""
+
+    def record(requests: Any, **options: Any) -> Any:
+        answers = answer(requests, **options)
+        asked.extend(zip([request.args for request in requests], answers, strict=True))
+        return answers
+
+    return record
+
+
 def test_unanswerable_requests_are_refused(ours: Any) -> None:
     """Requests that cannot be answered are refused in one line."""
     from lm_eval.api.instance import Instance
@@ -211,6 +325,8 @@ def test_unanswerable_requests_are_refused(ours: Any) -> None:
         ours.loglikelihood([Instance("loglikelihood", {}, ("a", words(0, 100)), 0)])
     with pytest.raises(UserError, match="a task wants random samples"):
         ours.generate_until([Instance("generate_until", {}, ("a", {"do_sample": True}), 0)])
+    with pytest.raises(UserError, match="a task sets num_beams=2, which zero does not obey"):
+        ours.generate_until([Instance("generate_until", {}, ("a", {"num_beams": 2, "max_gen_toks": 4}), 0)])
 
 
 def test_missing_tasks_are_refused(ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:

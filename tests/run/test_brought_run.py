@@ -279,8 +279,7 @@ def check_harness(folder: Path, tasks: list[dict[str, Any]], ours: dict[str, Any
     """Scores, choices and texts are those of the harness's own class for transformers."""
     from lm_eval.models.huggingface import HFLM
 
-    # The last token of a window is an input of zero's model, too: so its windows are one longer than the harness's.
-    model = HFLM(pretrained=str(folder), device="cpu", dtype="float32", max_length=CONTEXT - 1, batch_size=1)
+    model = HFLM(pretrained=str(folder), device="cpu", dtype="float32", max_length=CONTEXT, batch_size=1)
     theirs = harness_tasks._adapter_module().run(model, tasks)
     expected = theirs["rolling"]["bits_per_byte,none"]
     assert ours["rolling"]["bits_per_byte,none"] == pytest.approx(expected, rel=1e-5)

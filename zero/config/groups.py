@@ -48,6 +48,22 @@ class Evaluate:
         "needs the extra lm-eval.",
         in_scores=True,
     )
+    chat: bool = key(
+        False,
+        None,
+        "Render prompts of harness tasks in the chat template beside data.tokenizer, as instruct models are scored.",
+        in_scores=True,
+    )
+    template_variables: dict[str, Any] = key(
+        {}, None, "Variables of the chat template, such as {enable_thinking: false}.", in_scores=True
+    )
+    system: str | None = key(None, None, "A system text before the prompts of harness tasks.", in_scores=True)
+    few_shots: int | None = key(
+        None, at_least(0), "Examples in the prompts of harness tasks; null: as each task says.", in_scores=True
+    )
+    limit: int | None = key(
+        None, at_least(1), "Score only so many documents of each harness task; null: all.", in_scores=True
+    )
     adapters: list[str] | None = key(
         None,
         list_of(not_empty()),
@@ -117,6 +133,9 @@ class Sample:
         None,
         "A prompt is a user's turn, rendered in the chat template beside data.tokenizer; false: it is a text to "
         "continue.",
+    )
+    template_variables: dict[str, Any] = key(
+        {}, None, "Variables of the chat template, such as {enable_thinking: false}."
     )
     copies: int = key(1, at_least(1), "Texts sampled per prompt.")
     tokens: int = key(300, at_least(1), "Tokens sampled per text.")

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import logging
+import time
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -16,11 +17,12 @@ from zero.config.schema import EvaluateConfig
 from zero.corpus.format.index_files import Shard, named_sets, paths_of, read_index
 from zero.corpus.format.manifest import check_tokenizers
 from zero.corpus.reading.contents import contents_of
+from zero.corpus.text.chat_template import load_chat_template
 from zero.hosts.agreement import is_host_0
 from zero.hosts.watchdog import ending_together
 from zero.inference.adapted_models import adapted_models
 from zero.inference.follow import follow, wait_for_checkpoint
-from zero.inference.harness_tasks import run_tasks
+from zero.inference.harness_tasks import Manner, run_tasks
 from zero.inference.score_identity import score_identity
 from zero.inference.scoring import Scorer, score_sets
 from zero.inference.trained_model import open_model, place_model
@@ -106,6 +108,19 @@ def _shards(indices: Iterable[str | list[str]]) -> list[Shard]:
     return list(itertools.chain.from_iterable(map(read_index, paths)))
 
 
+def _manner(config: EvaluateConfig) -> Manner:
+    """How the tasks of the harness are asked; raises UserError if the tokenizer has no chat template for them."""
+    options = config.evaluate
+    template = None
+    if options.chat:
+        name = config.data.tokenizer
+        template = None if name == "bytes" else load_chat_template(name, time.time())
+        if template is None:
+            raise UserError(f"evaluate.chat=true: data.tokenizer={name} has no chat template beside it")
+        template = template.with_variables(options.template_variables)
+    return Manner(template, options.system, options.few_shots, options.limit)
+
+
 def _scores(config: EvaluateConfig, scorer: Scorer) -> dict[str, Any]:
     """The means of the validation set, and under "harness" the results of the tasks."""
     result: dict[str, Any] = {}
@@ -115,5 +130,5 @@ def _scores(config: EvaluateConfig, scorer: Scorer) -> dict[str, Any]:
         stride = None if config.evaluate.carry else config.evaluate.stride or -(-scorer.context // 2)
         result |= score_sets(scorer, sets, stride, config.training.loss_on == "completion")
     if config.evaluate.harness:
-        result["harness"] = run_tasks(scorer, config.evaluate.harness)
+        result["harness"] = run_tasks(scorer, config.evaluate.harness, _manner(config))
     return result

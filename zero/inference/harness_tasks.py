@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from zero.base.errors import UserError, install_command
+from zero.corpus.text.chat_template import ChatTemplate
 from zero.inference.generate import generate
 from zero.inference.scoring import Scorer
 from zero.training.inference import Sampling
@@ -16,12 +18,31 @@ from zero.training.programs import make_inference
 CHUNK = 16  # tokens between two checks whether all texts have ended
 
 
-def run_tasks(scorer: Scorer, tasks: list[Any]) -> dict[str, dict[str, Any]]:
+class Manner(NamedTuple):
+    """How the tasks are asked.
+
+    Attributes:
+      template: renders prompts as turns of a conversation; None: prompts are texts to continue.
+      system: a text before each prompt.
+      few_shots: examples in each prompt; None: as each task says.
+      limit: documents of each task; None: all.
+    """
+
+    template: ChatTemplate | None = None
+    system: str | None = None
+    few_shots: int | None = None
+    limit: int | None = None
+
+
+PLAIN = Manner()
+
+
+def run_tasks(scorer: Scorer, tasks: list[Any], manner: Manner) -> dict[str, dict[str, Any]]:
     """The harness's own results, by task: a name of the harness, or the path of a .yaml file.
 
     Raises UserError where lm-eval is not installed, or a task or its data cannot be found.
     """
-    return _adapter_module().run(adapter(scorer), tasks)
+    return _adapter_module().run(adapter(scorer, manner.template), tasks, manner)
 
 
 def numbers_of(results: dict[str, dict[str, Any]]) -> dict[str, float]:
@@ -34,8 +55,8 @@ def numbers_of(results: dict[str, dict[str, Any]]) -> dict[str, float]:
     return numbers
 
 
-def adapter(scorer: Scorer) -> Any:
-    """Wraps the model in the interface of the harness."""
+def adapter(scorer: Scorer, template: ChatTemplate | None = None) -> Any:
+    """Wraps the model in the interface of the harness, with the scorer's context as the positions of the model."""
     trained = scorer.trained
     greedy = make_inference(trained.model, Sampling(temperature=0.0))
 
@@ -43,7 +64,10 @@ def adapter(scorer: Scorer) -> Any:
         for rows in generate(greedy, trained.params, prompts, count, seed=0, chunk=CHUNK):
             yield [row[len(prompt) :][:count] for row, prompt in zip(rows, prompts, strict=True)]
 
-    return _adapter_module().HarnessModel(trained.tokenizer, scorer.context, scorer.scores, write, scorer.batch_rows)
+    # A passage has the target of the last position, too.
+    score = partial(scorer.scores, length=scorer.context + 1)
+    rows = scorer.batch_rows
+    return _adapter_module().HarnessModel(trained.tokenizer, scorer.context, score, write, rows, template)
 
 
 def _adapter_module() -> Any:

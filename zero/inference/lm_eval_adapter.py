@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import chain, groupby, islice
@@ -12,26 +13,36 @@ import lm_eval
 import numpy as np
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from zero.base.errors import WRONG_PATH, Unavailable, UserError, causes, first_line
+from zero.corpus.text.chat_template import ChatTemplate
 from zero.corpus.text.tokenizers import Tokenizer
 from zero.inference.generate import until_end
+from zero.inference.harness_tasks import PLAIN, Manner
 from zero.inference.scoring import Passage, Score, batched
 
+log = logging.getLogger(__name__)
+
 LONGEST_ANSWER = 256  # tokens, if a task sets no limit
+# Of generation, beside those that are obeyed: they change nothing of greedy decoding.
+_OF_SAMPLING = ("do_sample", "temperature", "top_p", "top_k", "min_p", "typical_p")
 
 
 class HarnessModel(TemplateLM):
-    """Answers the harness's requests to score and generate; a context that is too long loses its beginning.
+    """Answers the harness's requests to score and generate, as its own class for transformers does.
+
+    A prompt that is too long loses its beginning; a warning says how many do.
 
     Args:
-      context: tokens that the model sees at once, of which it scores all but the first.
+      context: positions of the model, `max_length` of that class: tokens that it reads at once, or reads and writes.
       score: `Scorer.scores`.
       write: `(prompts, count)` to an iterator of the most likely continuations of all prompts so far, until each has
         `count` tokens.
       rows: prompts per batch.
+      template: renders the conversations that tasks ask in; None: none do.
     """
 
     def __init__(
@@ -41,6 +52,7 @@ class HarnessModel(TemplateLM):
         score: Callable[[Iterable[Passage]], Iterator[Score]],
         write: Callable[[Sequence[np.ndarray], int], Iterator[list[np.ndarray]]],
         rows: int,
+        template: ChatTemplate | None = None,
     ) -> None:
         super().__init__()
         self._encoding = tokenizer
@@ -48,6 +60,7 @@ class HarnessModel(TemplateLM):
         self._score = score
         self._write = write
         self._rows = rows
+        self._template = template
         self.is_computing = False  # stays true where an error leaves the model
 
     @property
@@ -69,11 +82,14 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
+        longest = self._context + 1
+        self._log_cuts(sum(len(before) + len(text) > longest for _, before, text in requests), len(requests))
+
         def passages() -> Iterator[Passage]:
             for _, before, text in requests:
-                if len(text) >= self._context:
+                if len(text) > self._context:
                     raise UserError(f"evaluate.context={self._context}: a task scores {len(text)} tokens at once")
-                tokens = np.asarray(before + text, np.int32)[-self._context :]
+                tokens = np.asarray(before + text, np.int32)[-longest:]
                 yield Passage(tokens, len(tokens) - len(text))
 
         self.is_computing = True
@@ -90,21 +106,22 @@ class HarnessModel(TemplateLM):
     def _windows(self, text: str) -> list[tuple[list[int], list[int]]]:
         """The tokens of a text in windows that score each of them once, each with the tokens before it."""
         tokens = self.tok_encode(text)
-        rolling = get_rolling_token_windows(tokens, self.prefix_token_id, self._context - 1, 1)
+        rolling = get_rolling_token_windows(tokens, self.prefix_token_id, self._context, 1)
         return list(map(make_disjoint_window, rolling))
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         prompts = []
         counts = []
         stops = []
+        cuts = 0
         for text, options in (request.args for request in requests):
-            if options.get("do_sample") and options.get("temperature", 1):
-                raise UserError("evaluate.harness: a task wants random samples, and only greedy decoding is supported")
-            until = options.get("until") or []
-            counts.append(options.get("max_gen_toks", LONGEST_ANSWER))
-            stops.append([stop for stop in ([until] if isinstance(until, str) else until) if stop])
+            count, until = self._checked(options)
             tokens = np.asarray(self.tok_encode(text) or [self.prefix_token_id], np.int32)
-            prompts.append(tokens[-max(1, self._context - counts[-1]) :])
+            cuts += len(tokens) > self._context - count
+            counts.append(count)
+            stops.append(until)
+            prompts.append(tokens[-(self._context - count) :])
+        self._log_cuts(cuts, len(requests))
         self.is_computing = True
         texts = [""] * len(requests)
         # Prompts of like lengths share a batch, and with it a compiled program.
@@ -120,14 +137,85 @@ class HarnessModel(TemplateLM):
         self.is_computing = False
         return texts
 
+    def _checked(self, options: dict[str, Any]) -> tuple[int, list[str]]:
+        """The longest answer, in tokens, and the texts at which it stops, of a request.
+
+        Raises:
+          UserError: it asks for something else than greedy decoding, or leaves no position for the prompt.
+        """
+        known: dict[str, Any] = dict(normalize_gen_kwargs(options, LONGEST_ANSWER))
+        if known.get("do_sample"):
+            raise UserError("evaluate.harness: a task wants random samples, and only greedy decoding is supported")
+        count = known.pop("max_gen_toks")
+        until = [stop for stop in known.pop("until") if stop]
+        others = [key for key in known if key not in _OF_SAMPLING]
+        if others:
+            raise UserError(f"evaluate.harness: a task sets {others[0]}={known[others[0]]}, which zero does not obey")
+        if count >= self._context:
+            raise UserError(
+                f"evaluate.context={self._context}: a task writes up to {count} tokens, which leaves none for its "
+                "prompt; expected a longer context, or a smaller max_gen_toks in generation_kwargs of the task"
+            )
+        eos = self._encoding.decode([self._encoding.special.eos])
+        return count, [*until, eos] if eos else until
+
+    def _log_cuts(self, cuts: int, requests: int) -> None:
+        if cuts:
+            log.warning(
+                "%d of %d requests lose the beginning of their prompt: evaluate.context is %d tokens",
+                cuts,
+                requests,
+                self._context,
+            )
+
     def _until(self, tokens: np.ndarray, stops: Sequence[str]) -> tuple[str, bool]:
         """The text before the first end and the first stop string, and whether it has reached one of them."""
         special = self._encoding.special
         kept = until_end(tokens, (special.eos, *special.ends))
-        text = cut = self._encoding.decode(kept, skip_special=True)
-        for stop in stops:
-            cut = cut.split(stop)[0]
+        text = self._encoding.decode(kept, skip_special=True)
+        cut = postprocess_generated_text(text, list(stops), None)
         return cut, len(kept) < len(tokens) or cut != text
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Identifies the tokenizer and the chat template."""
+        digest = "" if self._template is None else f" {self._template.digest}"
+        return f"{self._encoding.name}{digest}".replace("/", "__")
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        return self._template.text if self._template is not None and chat_template else None
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The text of a conversation, up to where the answer begins, or up to the end of a begun answer.
+
+        A template that refuses the system text is asked without it, as by the harness's class for transformers.
+        """
+        assert self._template is not None
+        try:
+            text = self._template.render(chat_history, add_generation_prompt)
+        except UserError as error:
+            others = [message for message in chat_history if message["role"] != "system"]
+            if len(others) == len(chat_history):
+                raise
+            _warn_once(f"{error}; asked without the system text")
+            text = self._template.render(others, add_generation_prompt)
+        return text if add_generation_prompt else _up_to(text, chat_history[-1]["content"])
+
+
+def _up_to(text: str, answer: str) -> str:
+    """The text of a conversation without what its template writes after the last answer, which may strip it.
+
+    >>> _up_to("<a>\\nIt is<end>", "It is"), _up_to("<a>\\nIt is<end>", "It is ")
+    ('<a>\\nIt is', '<a>\\nIt is')
+    """
+    start = text.rindex(answer.strip())
+    whole = start + len(answer.lstrip())
+    return text[:whole] if text[start:whole] == answer.lstrip() else text[: start + len(answer.strip())]
+
+
+@cache
+def _warn_once(message: str) -> None:
+    log.warning("%s", message)
 
 
 @cache
@@ -135,7 +223,7 @@ def _task_manager() -> TaskManager:
     return TaskManager()  # reads 14,000 files
 
 
-def run(model: HarnessModel, tasks: list[Any]) -> dict[str, dict[str, Any]]:
+def run(model: HarnessModel, tasks: list[Any], manner: Manner = PLAIN) -> dict[str, dict[str, Any]]:
     """The harness's own results of tasks: names, paths of its .yaml files, or dictionaries like these files.
 
     Raises:
@@ -149,7 +237,16 @@ def run(model: HarnessModel, tasks: list[Any]) -> dict[str, dict[str, Any]]:
     model.is_computing = False
     try:
         evaluation = lm_eval.simple_evaluate(
-            model=model, tasks=tasks, task_manager=manager, bootstrap_iters=0, log_samples=False
+            model=model,
+            tasks=tasks,
+            num_fewshot=manner.few_shots,
+            limit=manner.limit,
+            system_instruction=manner.system,
+            apply_chat_template=manner.template is not None,
+            fewshot_as_multiturn=manner.template is not None,
+            task_manager=manager,
+            bootstrap_iters=0,
+            log_samples=False,
         )
     except Exception as error:  # a task is a program of its author's: YAML, templates, filters, Python
         if model.is_computing or isinstance(error, UserError):

@@ -112,9 +112,10 @@ def _chat_encoder(config: SampleConfig, tokenizer: Tokenizer) -> Callable[[str],
     template = load_chat_template(config.data.tokenizer, time.time()) if is_file else None
     if template is None:
         raise UserError(f"sample.chat=true: data.tokenizer={config.data.tokenizer} has no chat template beside it")
+    chats = template.with_variables(config.sample.template_variables)
 
     def encode(prompt: str) -> np.ndarray:
-        text = template.render([{"role": "user", "content": prompt}], add_generation_prompt=True)
+        text = chats.render([{"role": "user", "content": prompt}], add_generation_prompt=True)
         return tokenizer.encode_whole(text, adds_begin=False).astype(np.int32)
 
     return encode

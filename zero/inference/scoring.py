@@ -59,9 +59,10 @@ class Scorer:
         """Passages of one batch over all devices."""
         return self._places.count * self._rows
 
-    def scores(self, passages: Iterable[Passage]) -> Iterator[Score]:
+    def scores(self, passages: Iterable[Passage], length: int | None = None) -> Iterator[Score]:
+        """The scores of passages of at most `length` tokens, by default `context`."""
         for batch in batched(passages, self.batch_rows):
-            mine = self._place([passage.tokens for passage in batch], self.context)
+            mine = self._place([passage.tokens for passage in batch], length or self.context)
             progress()
             losses, is_greedy = (np.asarray(x) for x in self._programs.score(self.trained.params, mine))
             for row, (text, first) in enumerate(batch):
