@@ -57,6 +57,22 @@ def test_modes_take_a_name(hub: Hub) -> None:
     assert config.data.tokenizer == f"{config.model.model_path}/tokenizer.json"
 
 
+def test_training_and_plans_need_no_entry(hub: Hub) -> None:
+    """A warm start has the size and the tokenizer of its folder; a plan reads config.json, and no weights."""
+    commit = hub.commit(NAME, "v1")
+    overrides = ["model.warm_start=true", f"model.model_path='hf:{NAME}@v1'", "data.corpus=null"]
+    overrides += ["data.index_path_train=a.index", "data.index_path_validation=null", "training.staged_warmup_steps=0"]
+    config, size = compose(overrides)
+    assert config.model.size == config.model.model_path == f"hf:{NAME}@{commit}"
+    assert (size.embedding_dim, size.N, size.alibi_attn) == (SIZE.embedding_dim, 1, True)
+    assert Path(config.data.tokenizer).parent.name == commit
+    assert compose([*overrides, "model.override.dropout=0.5"])[1].dropout == 0.5
+    assert compose(["mode=plan", f"model.size='hf:{NAME}@v1'"])[1] == size
+    assert not any(path.endswith(".safetensors") for path in hub.requests)
+    with pytest.raises(UserError, match="expected one of"):
+        compose([*overrides, "model.size=hf"])
+
+
 def read(place: str) -> object:
     model = model_of(SIZE)
     return without_padding(whole(warm_start(place, model), model), SIZE)

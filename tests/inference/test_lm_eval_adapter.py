@@ -24,6 +24,7 @@ from zero.exchange.hub_model import open_hf_model
 from zero.exchange.warm_start import warm_start
 from zero.inference import harness_tasks
 from zero.inference.harness_tasks import adapter
+from zero.inference.manner import Manner
 from zero.inference.scoring import Scorer
 from zero.inference.trained_model import TrainedModel
 from zero.models.config import GPTConfig
@@ -216,11 +217,7 @@ GENERATION: list[tuple[dict[str, Any], int]] = [
     ({"max_gen_toks": CONTEXT - 1}, 5),
     ({"max_gen_toks": CONTEXT}, 5),
     ({}, 5),
-    *(
-        ({"until": until, "max_gen_toks": 12}, count)
-        for until in (["st", "ga"], ["\n"], ["", "h"])
-        for count in (2, 60)
-    ),
+    *(({"until": until, "max_gen_toks": 12}, count) for until in (["st", "ga"], ["\n"], ["h"]) for count in (2, 60)),
     *(({"do_sample": False, "temperature": heat, "max_gen_toks": 12}, 9) for heat in (0.0, 0.7)),
     *(({"temperature": 0.0, "max_gen_toks": count}, 30) for count in (1, 12)),
     ({"until": ["shard"], "max_gen_toks": 28, "top_p": None}, 40),
@@ -291,7 +288,7 @@ def test_instruct_models_are_scored_as_published(
     for name, harness in (("ours", ours), ("theirs", theirs)):
         for kind in ("generate_until", "loglikelihood"):
             monkeypatch.setattr(harness, kind, recording(getattr(harness, kind), asked[name]))
-    manner = harness_tasks.Manner(template, "be short", few_shots=2, limit=4)
+    manner = Manner(template, "be short", few_shots=2, limit=4)
     run = harness_tasks._adapter_module().run
     results = [run(harness, [choosing, writing], manner) for harness in (ours, theirs)]
     assert [prompt for prompt, _ in asked["ours"]] == [prompt for prompt, _ in asked["theirs"]]

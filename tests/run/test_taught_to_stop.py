@@ -1,12 +1,14 @@
 """Every kind of tokenizer files: a model that learned one-word answers stops after its word, in transformers.
 
-The folder of each home of `tests/helpers/brought.py` is tuned on prompts with completions, exported, and asked by
-`transformers`' own `generate`, which stops at the ends of the exported folder.
+The folder of each home of `tests/helpers/brought.py` is tuned on prompts with completions, by the command that
+zero-prepare prints, exported, and asked by `transformers`' own `generate`, which stops at the ends of the exported
+folder.
 """
 
 import dataclasses
 import json
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from tests.helpers.brought import HOMES, SHAPE, save_tokenizer
 from tests.helpers.corpora import call
 from zero.commands.cli import compose
 from zero.exchange.export import export
-from zero.exchange.hub_model import open_hf_model
+from zero.record.run_files import CONFIG_FILE
 from zero.run.train import train
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
@@ -28,10 +30,7 @@ QUESTIONS = {"a shard?": " gather", "layout": " stage", "zéro or 2048?": " scat
 DEFAULT = "smollm3"  # its documents are divided by another token than its answers end with
 JOB = (
     *(key for key in cli.TINY if not key.startswith(("model.", "data.index", "data.max", "training."))),
-    *("model.size=sizes.yaml:folder", "model.warm_start=true", "model.model_path=folder"),
-    *("data.tokenizer=data/corpus/words/tokenizer.json", f"data.max_context={CONTEXT}"),
-    *(f"data.index_path_{split}=data/index/words_{split}.index" for split in ("train", "validation")),
-    *("training.loss_on=completion", "data.isolate_documents=true", "training.sample_tokens=0"),
+    "training.sample_tokens=0",
     *("training.batch_size=8", "training.staged_warmup_steps=0", "training.warmup_steps=3"),
     *("training.total_steps=60", "training.evaluation_frequency=60", "training.max_epochs=100"),
     *("training.peak_learning_rate=1e-2", "training.gradient_accumulation_steps=1"),
@@ -58,10 +57,6 @@ def test_generation_stops_after_the_answer(home: str, tmp_path: Path, monkeypatc
 
     monkeypatch.chdir(tmp_path)
     save_llama(tmp_path / "folder", home)
-    found = open_hf_model("folder")
-    assert found is not None
-    entry = {name: value for name, value in dataclasses.asdict(found.size).items() if value is not None}
-    OmegaConf.save(OmegaConf.create({"folder": entry}), "sizes.yaml")
     # Each question several times, as a hash of the text decides about validation.
     lines = [
         {"prompt": f"{'stage ' * i}{question}", "completion": word}
@@ -74,9 +69,13 @@ def test_generation_stops_after_the_answer(home: str, tmp_path: Path, monkeypatc
         *("--tokenizer", "folder/tokenizer.json", "--row-tokens", str(CONTEXT)),
     )
     assert done.returncode == 0, done.stderr
-    config, size = compose([*JOB])
+    printed = [word for word in shlex.split(done.stdout.splitlines()[-1]) if "=" in word]
+    assert {"model.warm_start=true", "model.model_path=folder", "training.loss_on=completion"} <= {*printed}
+    config, size = compose([*printed, *JOB])
     (tmp_path / "run").mkdir()
+    OmegaConf.save(OmegaConf.create(dataclasses.asdict(config)), tmp_path / "run" / CONFIG_FILE)
     assert train(config, size, tmp_path / "run") == 0
+    assert compose(["resume=run"])[1] == size  # no entry of a file is needed, then either
     export("run", tmp_path / "out")
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained("out")
     model = trl_losses.model_of(tmp_path / "out")

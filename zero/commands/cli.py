@@ -126,11 +126,42 @@ def resolve(config: DictConfig, overrides: list[str]) -> tuple[Config, GPTConfig
             config.model.model_path = str(trained_run(config.model.model_path, waits))
             saved = saved_config(Path(config.model.model_path))
             config = merge_resumed(saved, config, [*overrides, "model.model_path", "data.resume_step"])
+        elif config.model.warm_start and "model.size" not in keys:
+            use_base(config, keys)
     except OmegaConfBaseException as error:  # one of these keys is missing or no value
         raise UserError(describe(error)) from error
-    sizes = sizes or load_sizes()
+    sizes = sizes or sizes_of(config)
     checked = check(config, sizes, keys)
     return checked, sizes.chosen(checked.model)
+
+
+def sizes_of(config: DictConfig) -> Sizes:
+    """Where the size of the model is found: in files, or in a Hugging Face folder that it names."""
+    size = config.model.size
+    if isinstance(size, str) and (size.startswith("hf:") or (Path(size) / "config.json").is_file()):
+        from zero.exchange.hub_model import sizes_named  # as below
+
+        return sizes_named(size)
+    return load_sizes()
+
+
+def use_base(config: DictConfig, given: Sequence[str]) -> None:
+    """Sets size and tokenizer of a run by the Hugging Face folder that it starts from, but for what is given.
+
+    Raises as `folder_in_place_of_run`.
+    """
+    place = config.model.model_path
+    if place is None or not (place.startswith("hf:") or (Path(place) / "config.json").is_file()):
+        return
+    from zero.exchange.hub_model import open_hf_config  # as below
+
+    folder = open_hf_config(place)
+    assert folder is not None
+    config.model.size = folder.name
+    if place.startswith("hf:"):
+        config.model.model_path = folder.name
+    if "data.tokenizer" not in given:
+        config.data.tokenizer = folder.tokenizer()
 
 
 def folder_in_place_of_run(config: DictConfig) -> HubModel | None:

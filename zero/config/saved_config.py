@@ -249,11 +249,11 @@ def _changes(earlier: DictConfig, merged: DictConfig) -> Iterator[str]:
 def _entry(size: str) -> tuple[bool, str]:
     """Whether a model is of a file, wherever it lies, and the name of its entry.
 
-    >>> _entry("my.yaml:mine"), _entry("bytes")
-    ((True, 'mine'), (False, 'bytes'))
+    >>> _entry("my.yaml:mine"), _entry("bytes"), _entry("hf:a/b@c")
+    ((True, 'mine'), (False, 'bytes'), (False, 'hf:a/b@c'))
     """
     path, _, name = size.rpartition(":")
-    return bool(path), name
+    return (False, size) if path == "hf" else (bool(path), name)
 
 
 def _kept_by_two_rules(data: Mapping[str, Any]) -> Iterator[str]:

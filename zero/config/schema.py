@@ -176,6 +176,7 @@ class Model:
         None,
         "An entry of conf/model_config.yaml or of a file in conf/models.",
         "my.yaml:mine: the entry mine of my.yaml, a file of your own that is written like conf/model_config.yaml.",
+        "hf:NAME@REVISION or a Hugging Face folder: the model of its config.json; with warm_start that of model_path.",
     )
     override: dict[str, Any] = key(
         {},

@@ -17,10 +17,8 @@ from zero.hosts import agreement
 log = logging.getLogger(__name__)
 
 # What is read of a repository: weights are safetensors or nothing, and nothing of it is ever run.
-FILES = (
-    *("config.json", "model*.safetensors", "model.safetensors.index.json"),
-    *("tokenizer.json", "tokenizer.model", *COMPANIONS),
-)
+FILES_BUT_WEIGHTS = ("config.json", "tokenizer.json", "tokenizer.model", *COMPANIONS)
+FILES = ("model*.safetensors", "model.safetensors.index.json", *FILES_BUT_WEIGHTS)
 
 
 def hub_folder(place: str) -> Path:

@@ -1,4 +1,4 @@
-"""A Hugging Face folder, or a model of the hub, in place of a run: its model, its weights and its tokenizer."""
+"""A Hugging Face folder, or a model of the hub: its model and its tokenizer, in place of a run or of a model size."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero.base.errors import UserError
+from zero.config.files import Sizes, load_sizes
 from zero.config.schema import Model
 from zero.corpus.text.hub import PREFIX, download
+from zero.exchange.hf_config import read_architecture, read_size
 from zero.exchange.hf_folder import CONFIG_FILE, HuggingFaceFolder
-from zero.exchange.hub_folder import FILES
+from zero.exchange.hub_folder import FILES, FILES_BUT_WEIGHTS
+from zero.files.parsing import json_object
 from zero.models.config import GPTConfig
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # the first that a folder has is used
@@ -18,8 +21,13 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # the first that a folder ha
 
 @dataclass(frozen=True)
 class HubModel:
-    """A folder and the model in it, in place of the entries of conf/model_config.yaml."""
+    """A folder and the model in it, in place of the entries of conf/model_config.yaml.
 
+    Attributes:
+      name: of the model, `hf:NAME@COMMIT` or the path of the folder: a value of model.size, the same for ever.
+    """
+
+    name: str
     path: Path
     size: GPTConfig
 
@@ -50,7 +58,36 @@ def open_hf_model(path: str) -> HubModel | None:
     elif not is_folder(folder):
         return None
     with HuggingFaceFolder(folder) as opened:
-        return HubModel(folder, opened.whole_size())
+        return HubModel(_lasting_name(path, folder), folder, opened.whole_size())
+
+
+def open_hf_config(path: str) -> HubModel | None:
+    """As `open_hf_model`, by the config.json alone: no weights are read or downloaded."""
+    folder = Path(path)
+    if path.startswith(PREFIX):
+        folder = download(path, FILES_BUT_WEIGHTS)
+    elif not is_folder(folder):
+        return None
+    origin = str(folder / CONFIG_FILE)
+    config = json_object((folder / CONFIG_FILE).read_bytes(), origin)
+    architecture = read_architecture(origin, config)
+    layers = config.get(architecture.layers_key, config.get(architecture.aliases.get(architecture.layers_key, "")))
+    if type(layers) is not int or layers < 1:
+        raise UserError(f"{origin}: {architecture.layers_key} is {layers!r}; expected the number of layers")
+    return HubModel(_lasting_name(path, folder), folder, read_size(origin, config, architecture, layers))
+
+
+def sizes_named(size: str) -> Sizes | HubModel:
+    """Where model.size is found: the model of a folder or of the hub that it names, or the entries of files.
+
+    Raises as `open_hf_model`.
+    """
+    return open_hf_config(size) or load_sizes()
+
+
+def _lasting_name(path: str, folder: Path) -> str:
+    """The folder of a download has the name of its commit."""
+    return f"{path.partition('@')[0]}@{folder.name}" if path.startswith(PREFIX) else str(folder.resolve())
 
 
 def is_folder(path: Path) -> bool:

@@ -22,7 +22,8 @@ from zero.hosts.agreement import is_host_0
 from zero.hosts.watchdog import ending_together
 from zero.inference.adapted_models import adapted_models
 from zero.inference.follow import follow, wait_for_checkpoint
-from zero.inference.harness_tasks import Manner, run_tasks
+from zero.inference.harness_tasks import run_tasks
+from zero.inference.manner import Manner
 from zero.inference.score_identity import score_identity
 from zero.inference.scoring import Scorer, score_sets
 from zero.inference.trained_model import open_model, place_model

@@ -4,37 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from zero.base.errors import UserError, install_command
 from zero.corpus.text.chat_template import ChatTemplate
 from zero.inference.generate import generate
+from zero.inference.manner import Manner
 from zero.inference.scoring import Scorer
 from zero.training.inference import Sampling
 from zero.training.programs import make_inference
 
 CHUNK = 16  # tokens between two checks whether all texts have ended
-
-
-class Manner(NamedTuple):
-    """How the tasks are asked.
-
-    Attributes:
-      template: renders prompts as turns of a conversation; None: prompts are texts to continue.
-      system: a text before each prompt.
-      few_shots: examples in each prompt; None: as each task says.
-      limit: documents of each task; None: all.
-    """
-
-    template: ChatTemplate | None = None
-    system: str | None = None
-    few_shots: int | None = None
-    limit: int | None = None
-
-
-PLAIN = Manner()
 
 
 def run_tasks(scorer: Scorer, tasks: list[Any], manner: Manner) -> dict[str, dict[str, Any]]:

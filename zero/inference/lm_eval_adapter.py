@@ -21,7 +21,7 @@ from zero.base.errors import WRONG_PATH, Unavailable, UserError, causes, first_l
 from zero.corpus.text.chat_template import ChatTemplate
 from zero.corpus.text.tokenizers import Tokenizer
 from zero.inference.generate import until_end
-from zero.inference.harness_tasks import PLAIN, Manner
+from zero.inference.manner import PLAIN, Manner
 from zero.inference.scoring import Passage, Score, batched
 
 log = logging.getLogger(__name__)

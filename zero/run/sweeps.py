@@ -16,7 +16,6 @@ from omegaconf import DictConfig, OmegaConf
 from zero.base.errors import UserError
 from zero.config.check import check
 from zero.config.constraints import shown
-from zero.config.files import load_sizes
 from zero.config.saved_config import flat_config, preset_keys
 from zero.files import storage
 from zero.record.metrics_file import read_metrics
@@ -114,7 +113,9 @@ def _row(run: Path, keys: Sequence[str]) -> dict[str, Any]:
 
 
 def _check_job(config: DictConfig, saved: DictConfig, keys: set[str], place: str) -> None:
-    checked = OmegaConf.create(asdict(check(config, load_sizes())))  # as a run saves it
+    from zero.exchange.hub_model import sizes_named  # the import takes a second
+
+    checked = OmegaConf.create(asdict(check(config, sizes_named(config.model.size))))  # as a run saves it
     pairs = {key: (OmegaConf.select(checked, key), OmegaConf.select(saved, key)) for key in sorted(keys)}
     changed = [
         f"{key}={shown(now)}: expected {shown(before)}, the value of the run in {place}; "

@@ -50,6 +50,7 @@ from zero.corpus.text.tokenizers import FileTokenizer, Tokenizer, load_tokenizer
 from zero.files import storage
 
 FILTER = "filter "  # begins the attribute of a filter's option
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")  # of a model beside its tokenizer
 SHORT_ROWS = 64  # tokens of the short sequences that the default job begins with, into which its rows are cut
 
 
@@ -316,18 +317,38 @@ def training_overrides(corpus: Corpus, options: CorpusOptions) -> list[str]:
     validation = corpus.validation_index
     overrides.append(f"data.index_path_validation={'null' if validation is None else _quoted(validation)}")
     path = storage.join(corpus.directory, TOKENIZER)
-    if storage.exists(path):
-        vocab_size = load_tokenizer(path).vocab_size
-        overrides += [f"data.tokenizer={_quoted(path)}", f"model.override.vocab_size={vocab_size}"]
     context = options.row_tokens - options.begin_rows
-    overrides.append(f"model.override.block_size={context}")
+    base = _base(options)
+    if storage.exists(path):
+        overrides.append(f"data.tokenizer={_quoted(path)}")
+    if base is not None:
+        overrides += ["model.warm_start=true", f"model.model_path={_quoted(base)}", f"data.max_context={context}"]
+    elif storage.exists(path):
+        overrides.append(f"model.override.vocab_size={load_tokenizer(path).vocab_size}")
+    if base is None:
+        overrides.append(f"model.override.block_size={context}")
+    if base is not None and not options.is_unjoined:
+        overrides.append("data.isolate_documents=true")
     if context % SHORT_ROWS:
         overrides.append("training.staged_warmup_steps=0")
     if options.completions:
         overrides.append("training.loss_on=completion")
-    if options.preferences:  # the reference is a model that the user has
-        overrides += ["objective=dpo", "model.warm_start=true", "model.model_path=MODEL"]
+    if options.preferences:
+        overrides.append("objective=dpo")
+    if options.preferences and base is None:  # the reference is a model that the user has
+        overrides += ["model.warm_start=true", "model.model_path=MODEL"]
     return overrides
+
+
+def _base(options: CorpusOptions) -> str | None:
+    """The model that came with the tokenizer: its name on the hub, or its folder; None for none."""
+    if options.tokenizer_source is not None:
+        return options.tokenizer_source
+    if not isinstance(options.tokenizer, FileTokenizer):
+        return None
+    folder = storage.parent(options.tokenizer.path)
+    has_weights = any(storage.exists(storage.join(folder, name)) for name in WEIGHTS)
+    return folder if has_weights and storage.exists(storage.join(folder, MODEL_CONFIG)) else None
 
 
 def _quoted(path: str) -> str:

@@ -1,0 +1,26 @@
+"""How tasks of EleutherAI's lm-evaluation-harness are asked."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from zero.corpus.text.chat_template import ChatTemplate
+
+
+class Manner(NamedTuple):
+    """How the tasks are asked.
+
+    Attributes:
+      template: renders prompts as turns of a conversation; None: prompts are texts to continue.
+      system: a text before each prompt.
+      few_shots: examples in each prompt; None: as each task says.
+      limit: documents of each task; None: all.
+    """
+
+    template: ChatTemplate | None = None
+    system: str | None = None
+    few_shots: int | None = None
+    limit: int | None = None
+
+
+PLAIN = Manner()
