@@ -330,7 +330,7 @@ launch() {
     hand_over_key && on_workers all start_training "$@"
 }
 
-# With a terminal, -tt, the remote command ends when the connection does; else it would keep the port for ever.
+# With a terminal, -tt, the remote command ends when the connection does; else it would keep the port.
 watch_log() { on_workers 0 --ssh-flag=-tt show_log; }
 
 view() {

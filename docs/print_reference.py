@@ -1,4 +1,4 @@
-"""Writes what is printed from declarations: conf/config.yaml, the head of conf/model_config.yaml, and two pages.
+"""Generates conf/config.yaml, the head of conf/model_config.yaml and two reference pages from the declarations.
 
 `python -m docs.print_reference`, after a key or a metric has changed.
 """

@@ -70,7 +70,7 @@ def test_every_size_can_be_trained(size: str) -> None:
         ("training.total_steps=null", ["training.total_steps=null", "an integer"]),
         ("training.peak_learning_rate=fast", ["training.peak_learning_rate=fast", "a number"]),
         ("data.max_context", ["data.max_context", "EQUAL"]),
-        ("mode=tain", ["mode=tain", "one of evaluate, plan, sample, train"]),
+        ("mode=tain", ["mode=tain", "one of train, evaluate, sample, plan"]),
         ("data.index_path_train=null", ["data.index_path_train=null", "the path of an index file, or a list"]),
         ("data.index_path_train=[]", ["data.index_path_train=[]", "the path of an index file, or a list"]),
         ("data.index_path_train=[{index: a, weight: 0}]", ["data.index_path_train", "weight"]),
@@ -171,7 +171,7 @@ def test_every_size_can_be_trained(size: str) -> None:
         ("zero.gradient_dtype=int8", ["zero.gradient_dtype=int8", "float32, bfloat16"]),
         ("zero.master_dtype=int8", ["zero.master_dtype=int8", "float32, bfloat16"]),
         ("optimizer.state_dtype=float16", ["optimizer.state_dtype=float16", "float32, bfloat16, int8"]),
-        ("optimizer=adam", ["optimizer=adam", "one of adafactor, adamw"]),
+        ("optimizer=adam", ["optimizer=adam", "one of adamw, ademamix"]),
         (
             "optimizer=muon; optimizer.state_dtype=int8",
             ["optimizer.state_dtype", "optimizer=adamw and optimizer=lion"],

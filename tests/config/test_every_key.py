@@ -299,15 +299,15 @@ def test_keys_that_need_others(key: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        (("tuning.rank=2",), "tuning.rank: a key of tuning=lora and tuning=dora, which this run has not chosen"),
+        (("tuning.rank=2",), "tuning.rank: only applies to tuning=lora and tuning=dora"),
         (
             ("tuning=dora", "tuning.dropout=0.1", "model.warm_start=true", "model.model_path=x"),
-            "tuning.dropout: a key of tuning=lora, which this run has not chosen",
+            "tuning.dropout: only applies to tuning=lora",
         ),
-        (("tuning.adapter=x",), "tuning.adapter: a key of tuning=lora and tuning=dora, which this run has not chosen"),
-        (("objective.beta=1",), "objective.beta: a key of objective=dpo, which this run has not chosen"),
-        (("evaluate.follow=true",), "evaluate.follow: a key of mode=evaluate, which this run has not chosen"),
-        (("evaluate.harness=[a]",), "evaluate.harness: a key of mode=evaluate, which this run has not chosen"),
+        (("tuning.adapter=x",), "tuning.adapter: only applies to tuning=lora and tuning=dora"),
+        (("objective.beta=1",), "objective.beta: only applies to objective=dpo"),
+        (("evaluate.follow=true",), "evaluate.follow: only applies to mode=evaluate"),
+        (("evaluate.harness=[a]",), "evaluate.harness: only applies to mode=evaluate"),
         (
             ("zero.replicate=true",),
             "zero.replicate: it is evaluate.replicate with mode=evaluate, sample.replicate with ",
@@ -325,7 +325,7 @@ def test_keys_that_need_others(key: str) -> None:
         (("schedule.name=wsd",), "schedule.name: use schedule=wsd"),
         (("training.objective=dpo",), "training.objective: use objective=dpo"),
         (("tuning.method=all",), "tuning.method: use tuning=none"),
-        (("+preset=v3-8", "plan.topology=v3-8"), "plan.topology: a key of mode=plan, which this run has not chosen"),
+        (("+preset=v3-8", "plan.topology=v3-8"), "plan.topology: only applies to mode=plan"),
         (("model.model_path=nowhere",), "model.model_path=nowhere: it has no effect, as model.warm_start=false"),
     ],
 )

@@ -138,7 +138,9 @@ def test_entries_that_a_file_does_not_have(
 @pytest.mark.parametrize("size", ["none", "my.yaml", ":test"])
 def test_sizes_that_conf_does_not_have(size: str) -> None:
     """The message says how an entry of a file is named."""
-    message = rf"^model\.size={size}: expected one of test, .* \(conf/.*\), or FILE:ENTRY, such as my\.yaml:mine$"
+    message = (
+        rf"^model\.size={size}: (did you mean test\?|expected one of test, ).*, or FILE:ENTRY, such as my\.yaml:mine$"
+    )
     with pytest.raises(UserError, match=message):
         chosen(size)
 

@@ -3,6 +3,7 @@
 import pytest
 
 from zero.base.errors import UserError
+from zero.commands.cli import compose
 from zero.config.files import load_sizes
 from zero.config.help import WIDTH, help_text
 from zero.config.schema import GROUPS, MODES
@@ -50,3 +51,27 @@ def test_a_name_is_explained(name: str, parts: tuple[str, ...]) -> None:
 def test_unknown_names() -> None:
     with pytest.raises(UserError, match=r"^optimiser: there is no such key; did you mean optimizer\?$"):
         help_text(["optimiser"])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "model.size=124n",
+            "model.size=124n: did you mean 124m? --help sizes lists all, or FILE:ENTRY, such as",
+        ),
+        (
+            "optimizer=adamm",
+            "optimizer=adamm: did you mean adamw? expected one of adamw, ademamix, lion, sgd, adafactor",
+        ),
+        ("+preset=v3-9", "preset=v3-9: did you mean v3-8? expected one of v3-8, v3-8-4-bytes, "),
+        ("zero.remat=ful", "zero.remat=ful: did you mean full? expected one of auto, nested, full, "),
+        ("mode=evalaute", "mode=evalaute: did you mean evaluate? expected one of train, evaluate, sample, plan"),
+        ("zero.stage=4", "zero.stage=4: expected one of 0, 1, 2, 3"),
+    ],
+)
+def test_a_misspelled_value(override: str, message: str) -> None:
+    """A choice, a file, a size or a value names what was meant, and lists its kind in a sensible order."""
+    with pytest.raises(UserError) as error:
+        compose([override])
+    assert str(error.value).startswith(message)

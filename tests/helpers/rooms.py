@@ -12,7 +12,8 @@ from functools import cache
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
-# The rooms of the house, from the lowest to the highest. A file imports from its own room or from a lower one.
+# The rooms of the house, from the lowest to the highest. A module imports only from its own package or from packages
+# below it.
 ROOMS = [
     "zero.base",
     "zero.files",

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# Numbers of an OSError whose path itself is wrong; failures of disks and networks may be temporary.
+# errno values that mean an invalid path; failures of disks and networks may be temporary.
 WRONG_PATH = {errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR, errno.EPERM}
 WRONG_PATH |= {errno.ELOOP, errno.EROFS}
 FULL_DISK = {errno.EDQUOT, errno.ENOSPC}

@@ -210,7 +210,7 @@ def use_folder(config: DictConfig, folder: HubModel, given: Sequence[str]) -> Si
 
 
 def check_paths_of_runs(config: DictConfig) -> None:
-    """Raises UserError where the keys that name a run are no text; they are read before all others are checked."""
+    """Raises UserError if the keys that name a run are not strings; they are read before the rest is validated."""
     for key in ("resume", "model.model_path"):
         value = OmegaConf.select(config, key)
         if value is not None and not isinstance(value, str):

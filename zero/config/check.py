@@ -17,7 +17,7 @@ from zero.config import rules_between_keys
 from zero.config.constraints import shown
 from zero.config.declared import keys_of_features, value_of, whole_kind
 from zero.config.keys import Group, Key, Section, members_of
-from zero.config.names import unknown, unknown_field
+from zero.config.names import did_you_mean, in_order, unknown, unknown_field
 from zero.config.no_effect import without_effect
 from zero.config.schema import GROUPS, MODE_SECTIONS, MODES, Config, Model
 from zero.models.config import GPTConfig
@@ -162,7 +162,9 @@ def read_section(kind: type[AnySection], values: dict[str, Any], prefix: str, mi
             if mistake is None:
                 read[name] = value
             else:
-                mistakes.append(f"{member.name}={shown(values[name])}: expected {mistake}")
+                meant = did_you_mean(values[name], mistake.removeprefix("one of ").split(", "))
+                question = f"{meant} " if meant and mistake.startswith("one of ") else ""
+                mistakes.append(f"{member.name}={shown(values[name])}: {question}expected {mistake}")
     return kind(**read)
 
 
@@ -224,6 +226,11 @@ def describe(error: Exception) -> str:
         subject = str(cause.full_key) if cause is error else lines[0]
         parts = [part for part in (subject, str(cause).splitlines()[0]) if part]
     if isinstance(error, MissingConfigException) and error.options:
-        choice = str(error.missing_cfg_file).replace("/", "=")
-        return f"{choice}: expected one of {', '.join(sorted(error.options))}"
+        group, _, name = str(error.missing_cfg_file).partition("/")
+        if group in GROUPS:
+            options = list(GROUPS[group].choices)
+        else:
+            options = list(MODES) if group == "mode" else in_order(set(error.options) - {"common"})
+        expected = f"expected one of {', '.join(options)}"
+        return f"{group}={name}: {' '.join(filter(None, (did_you_mean(name, options), expected)))}"
     return ": ".join(part.rstrip(".") for part in parts)

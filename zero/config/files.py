@@ -18,6 +18,7 @@ from yaml import YAMLError
 import zero
 from zero.base.errors import UserError
 from zero.config.check import describe
+from zero.config.names import did_you_mean
 from zero.config.schema import Model
 from zero.files.parsing import reading
 from zero.models.config import GPTConfig
@@ -155,7 +156,9 @@ class Sizes(Mapping[str, GPTConfig]):
             entry = self.entry(model.size)
         else:
             known = f"{', '.join(self)} (conf/model_config.yaml and conf/models)"
-            raise UserError(f"model.size={model.size}: expected one of {known}, or FILE:ENTRY, such as my.yaml:mine")
+            meant = did_you_mean(model.size, list(self))
+            expected = f"{meant} --help sizes lists all" if meant else f"expected one of {known}"
+            raise UserError(f"model.size={model.size}: {expected}, or FILE:ENTRY, such as my.yaml:mine")
         keys = {**entry, **model.override}
         written = repr(keys)  # 2 and 2.0 are equal, and written differently
         try:

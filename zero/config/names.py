@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from functools import cache
 
 from zero.config.declared import whole_kind
@@ -36,6 +37,9 @@ RENAMED = MOVED | {
     "zero.replicate": "evaluate.replicate with mode=evaluate, sample.replicate with mode=sample",
     "zero.weight_dtype": "evaluate.weight_dtype with mode=evaluate, sample.weight_dtype with mode=sample",
 }
+
+
+_NUMBER = re.compile(r"(\d+)")
 
 
 @cache
@@ -72,6 +76,25 @@ def moved(name: str, value: str = "...") -> str | None:
     return f"{name}: it is {RENAMED[name]} now" if name in RENAMED else None
 
 
+def did_you_mean(value: object, options: Sequence[str]) -> str:
+    """The options that a misspelled one may have meant, as a question; nothing if none is similar.
+
+    >>> did_you_mean("v3-9", ["v3-8", "v3-32"]), did_you_mean("qwen", ["v3-8"])
+    ('did you mean v3-8?', '')
+    """
+    similar = difflib.get_close_matches(str(value), options, n=2, cutoff=0.7)
+    return f"did you mean {' or '.join(similar)}?" if similar else ""
+
+
+def in_order(options: Iterable[str]) -> list[str]:
+    """Names in the order of their letters and numbers.
+
+    >>> in_order(["v3-32", "v3-8", "v3-8-host", "v10"])
+    ['v3-8', 'v3-8-host', 'v3-32', 'v10']
+    """
+    return sorted(options, key=lambda name: [int(part) if part.isdigit() else part for part in _NUMBER.split(name)])
+
+
 def unknown_field(name: str, names: Sequence[str]) -> str:
     """A line for a key of a record, such as a model, that has no such key.
 
@@ -93,9 +116,9 @@ def unknown(name: str) -> str:
         return instead
     known = owners()
     if name in MODE_SECTIONS:
-        return f"{name}: keys of mode={name}, which this run has not chosen"
+        return f"{name}: only applies to mode={name}"
     if known.get(name):
-        return f"{name}: a key of {' and '.join(known[name])}, which this run has not chosen"
+        return f"{name}: only applies to {' and '.join(known[name])}"
     sections = {key.partition(".")[0] for key in known}
     similar = difflib.get_close_matches(name, [*known, *sections], n=1, cutoff=0.75)
     if similar:

@@ -36,7 +36,8 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "layer_replication": (None,),
     "lora_bias": (False, None),
     "use_qalora": (False, None),
-    # Others take their part out of the base, whose weights are then not those of its folder.
+    # Other initializations (PiSSA, ...) subtract the adapter from the base, so it no longer equals the folder's
+    # weights.
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva", None),
     "alora_invocation_tokens": (None, []),
     "trainable_token_indices": (None, {}, []),

@@ -73,7 +73,7 @@ METRICS = ("codebook/entropy", "codebook/perplexity", "codebook/unused", "codebo
 
 
 def codebook_metrics(codebook: Any) -> dict[str, jax.Array]:
-    """Means over layers and units, float32 scalars by the names in `METRICS`.
+    """Metrics averaged over layers and units: float32 scalars, keyed by `METRICS`.
 
     Entropy (nats) and perplexity of the shares of keys; the share of codes with less than a tenth of the mean number of
     keys; and the error of rounding relative to the norm of keys, by the averages: all keys have norm K^(1/4), so the

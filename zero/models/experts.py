@@ -138,7 +138,7 @@ METRICS = ("expert_share_max", "expert_share_min", "dropped_share", "router_entr
 
 
 def routing_metrics(routing: Routing, positions: jax.Array | float) -> dict[str, jax.Array]:
-    """Means over layers: shares of the most and the least chosen expert, share of choices dropped, entropy in nats.
+    """Averages over layers: shares of the most and the least chosen expert, share of choices dropped, entropy in nats.
 
     `routing` and `positions` are sums over all rows.
     """

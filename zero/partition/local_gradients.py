@@ -1,4 +1,4 @@
-"""Gradients that differ between devices, as values that are no arrays until a sharded optimizer has read them.
+"""Gradients that differ between devices, as values that are not arrays until a sharded optimizer reduces them.
 
 They are each device's own, not reduced, or its slices of reduced ones. A transform that computes with them on the way,
 such as a clipping by the global norm around a sharded optimizer, would do so with other numbers on each device, and

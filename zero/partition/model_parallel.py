@@ -1,7 +1,7 @@
 """The interface between models and groups of devices, which do not import each other.
 
 A model calls these methods wherever its computation may be cut; `zero.partition.collectives` has the groups. The
-default methods are those of a device that computes its rows by itself; a group overrides some of them.
+default methods are for a device that shares its rows with no group; a group overrides some of them.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class ExpertParallel(Protocol):
 
 
 class Whole(ModelParallel):
-    """A device that computes its rows by itself."""
+    """A device that shares its rows with no group."""
 
 
 class Alone(ExpertParallel):

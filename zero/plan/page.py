@@ -104,7 +104,7 @@ def chosen_row(result: dict[str, Any]) -> Row | None:
 
 
 def setting_name(row: Row, rows: list[Row]) -> str:
-    """The settings of a row that differ between rows, or its stage where none does."""
+    """The settings in which the rows differ; the stage if they differ in nothing."""
     differing = [f"{name} {COLUMNS[name](row)}" for name in differing_settings(rows)]
     return ", ".join(differing) if differing else f"stage {row['stage']}"
 

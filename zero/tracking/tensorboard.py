@@ -22,7 +22,7 @@ def tensorboard_events(run_directory: Path, resumed_from: int | None) -> Iterato
     """Writes to `run_directory/tensorboard`; `tensorboard --logdir runs` compares runs.
 
     TensorBoard drops metrics logged earlier after step `resumed_from`. Raises UserError without tensorboardX, of which
-    only the records are used: its writer's thread ends on a full disk, and the run would wait for it for ever.
+    only the records are used: its writer's thread ends on a full disk, and the run would wait for it forever.
     """
     try:
         from tensorboardX.proto.event_pb2 import Event, SessionLog

@@ -80,7 +80,7 @@ def open_shard(
       UserError: a disk fails, or access is denied.
     """
     if not storage.is_remote(path) and os.path.exists(path) and not os.path.isfile(path):
-        raise BadData(f"shard {path} is not a file")  # to open a pipe would wait for ever
+        raise BadData(f"shard {path} is not a file")  # to open a pipe would wait forever
     try:
         with opener(path) as stream:
             yield stream

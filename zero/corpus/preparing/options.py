@@ -68,13 +68,13 @@ class CorpusOptions:
         if self.shuffle and (self.completions or self.preferences):
             raise UserError("--shuffle expects documents of text, not prompts or chats")
         if self.completions and self.preferences:
-            raise UserError("--completions and --preferences: expected one of them")
+            raise UserError("--completions and --preferences cannot be combined")
         if not self.completions and self.loss_on != LEARNED:
             raise UserError(f"--loss-on {' '.join(self.loss_on)} expects --completions, whose roles it names")
         if self.cut_documents and (self.preferences or not self.one_document_per_row):
             raise UserError("--cut-documents expects --one-document-per-row, and no --preferences")
         if self.begin_rows and self.preferences:
-            raise UserError("--begin-rows and --preferences: expected one of them")
+            raise UserError("--begin-rows and --preferences cannot be combined")
         if self.pack not in (None, JOINED) and self.is_unjoined:
             option = "preferences" if self.preferences else "one_document_per_row"
             raise UserError(f"pack={self.pack} joins documents in a row, and {option} does not: choose one of them")

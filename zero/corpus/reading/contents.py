@@ -138,7 +138,7 @@ def _facts_of_files(paths: list[str]) -> dict[str, Facts]:
 
 
 def _facts_of_file(path: str) -> Facts:
-    if not os.path.isfile(path):  # `data.max_skipped_rows` may allow that; to open a pipe would wait for ever
+    if not os.path.isfile(path):  # `data.max_skipped_rows` may allow that; to open a pipe would wait forever
         return Facts(_UNKNOWN, os.path.basename(path))
     try:
         with open(path, "rb") as file:

@@ -135,7 +135,7 @@ class Loader:
         mixture: Mapping[str, Weight] = index if isinstance(index, Mapping) else {}
         if mixture and not (order.shuffle and order.train_samples is None):
             raise UserError("a mixture of index files is shuffled, and takes no train_samples")
-        # Each index file of a mixture is a corpus; others are one, all together.
+        # In a mixture each index file is its own corpus; otherwise all files form one.
         groups = [paths_of(name) for name in mixture] if mixture else [paths_of(index)]
         self._by_index: list[tuple[str, UsedShards]] = []
         sequences: list[UsedShards] = []  # of each corpus: its shards, and how many of their sequences are used
@@ -313,7 +313,7 @@ class Loader:
 
 
 def check_order(cursor: Cursor, order: Cursor) -> None:
-    """Raises UserError, which names the key, for a cursor of another order."""
+    """Raises UserError naming the key if the cursor was saved for a different order."""
     for key, value in order.items():
         before = cursor.get(key)
         if before != value:

@@ -98,5 +98,5 @@ def _ranks(path: str, data: bytes, special: dict[str, int]) -> dict[bytes, int]:
     twice = len(used) < len(lines) or used & {*special.values()}
     if missing or twice or min(used) < 0:
         mistake = f"no token for byte {missing[0]}" if missing else "two tokens of one rank, or a negative one"
-        raise UserError(f"tokenizer {path} has {mistake}; expected a rank of its own for each token and all 256 bytes")
+        raise UserError(f"tokenizer {path} has {mistake}; each token needs a unique rank, and all 256 bytes a token")
     return ranks

@@ -1,4 +1,4 @@
-"""Documents that share 13 words in a row with an evaluation set: they would be learned by heart (GPT-3's rule).
+"""Documents that share 13 words in a row with an evaluation set: a model would memorize them (GPT-3's rule).
 
 Brown et al., arXiv 2005.14165, appendix C: words of lower case without punctuation, n-grams of 13. There a matching
 document is cut around the match; here it is left out.

@@ -83,7 +83,7 @@ class Source:
         # The places of documents that `units` marks as duplicates, by the number of their unit.
         self.duplicates: Mapping[int, frozenset[int]] = {}
         self.near_duplicates: Mapping[int, frozenset[int]] = {}
-        # Other units in place of its own, where documents were shuffled over parts.
+        # Replaces the source's own units when documents were shuffled across parts.
         self.shuffled: Callable[[], Iterator[Unit]] | None = None
         is_hub = name.startswith("hf:") and not name.startswith("hf://")
         opened = HubDataset(name.removeprefix("hf:"), entry_reader, is_official) if is_hub else None
@@ -216,7 +216,7 @@ class Source:
         return companions
 
     def units(self) -> Iterator[Unit]:
-        """All units, the same ones at every call."""
+        """All units, the same on every call."""
         if self.shuffled is not None:
             return self.shuffled()
         if self._hub:
