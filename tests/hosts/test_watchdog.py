@@ -189,6 +189,19 @@ def test_stalled_training_shows_stacks(monkeypatch: pytest.MonkeyPatch, caplog: 
     watching._stopped.set()
 
 
+def test_lost_connection_is_said_once(watched: Any) -> None:
+    """Where jax's thread has named the lost host, the error of the collective waits for the end of the process."""
+    store, ended = watched
+    store.is_failing.set()
+    watching = store.watching
+    naming = threading.Thread(target=watching._end, args=(0, "which coordinates, is gone"))
+    naming.start()
+    wait_until(watching._stopped.is_set)  # the watching thread ends, and no heartbeat is sent any more
+    watching.leave("ended: error: Gloo all-reduce failed", 1)
+    assert ended == [1]
+    naming.join(60)
+
+
 def test_failed_run_is_watched_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A notebook lives on after its run has failed, and is not ended as stalled."""
     watching = watchdog._Watchdog(None, stall_minutes=1)

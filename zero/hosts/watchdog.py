@@ -76,6 +76,7 @@ class _Watchdog:
             self._names = self._names_of_all()
             targets = [self._exchange, self._watch]
             log.info("hosts: %s", ", ".join(f"{host} is {name}" for host, name in enumerate(self._names)))
+        self._has_ended = threading.Event()
         self._threads = [threading.Thread(target=run, name="watchdog", daemon=True) for run in targets]
 
     def _names_of_all(self) -> list[str]:
@@ -206,16 +207,19 @@ class _Watchdog:
         leave.start()
         leave.join(2 * HEARTBEAT_SECONDS if self._host else LEAVE_SECONDS + HEARTBEAT_SECONDS)
         exit_immediately(status)
+        self._has_ended.set()  # in tests
 
     def leave(self, reason: str, status: int) -> None:
         """The last report of a host that has failed; on host 0 it returns when the others have left.
 
-        It never returns where the watching thread has named another host: that thread ends this process.
+        It never returns if another thread has named a host already: that thread ends this process, and what this one
+        would say of the lost connection only follows from it.
         """
         if self._leaving.acquire(blocking=False):
             self._leave(self._host, reason, status)
         else:
             self.join()
+            self._has_ended.wait(LEAVE_SECONDS + 3 * HEARTBEAT_SECONDS)
 
     def finish(self) -> None:
         """The last report of a host that has done its work."""
