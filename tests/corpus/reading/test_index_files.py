@@ -93,6 +93,10 @@ def test_bad_index_files(tmp_path: Path, corpus):
     for skip_bad in (True, False):
         with pytest.raises(UserError, match=r"it\.index, line 2: expected the path of a shard, got 'b\\x00d.tar'"):
             loader(tmp_path / "it.index", skip_bad=skip_bad)
+    for rows in ("0", "-4"):  # a shard that holds some would be left out, or counted, without a line
+        (tmp_path / "it.index").write_text(f"good.tar # 4 rows\nother.tar # {rows} rows\n")
+        with pytest.raises(UserError, match=rf"it\.index, line 2: {rows} rows: expected at least 1"):
+            loader(tmp_path / "it.index")
     (tmp_path / "it.index").write_text("good.tar # 4 rows\nother.tar # 4 rows\ngood.tar # 4 rows\n")
     with pytest.raises(UserError, match=r"it\.index, line 3: lists .*good\.tar again; a row is read once per epoch"):
         loader(tmp_path / "it.index")

@@ -86,9 +86,11 @@ def listed_shards(index: str | Path) -> list[Listed]:
         if "\0" in name:
             raise UserError(f"{place}: expected the path of a shard, got {name[:60]!r}")
         if name:
-            counted = re.match(r"\s*([0-9]+) rows\b", "".join(comment))
+            counted = re.match(r"\s*([+-]?[0-9]+) rows\b", "".join(comment))
             rows = int(counted[1]) if counted and len(counted[1]) <= 10 else None
             for path in expand_braces(path_of(name)):
+                if counted and rows is not None and rows < 1:
+                    raise UserError(f"{place}: {counted[1]} rows: expected at least 1, or no line for an empty shard")
                 if counted and (rows is None or not _can_hold(path, rows)):
                     raise UserError(f"{place}: the shard cannot hold {counted[1][:30]} rows")
                 if path in paths:
