@@ -60,7 +60,7 @@ class EmergencyCheckpoints:
 
     Args:
       directory: of this host, for all runs.
-      place: the durable checkpoints of the run, which identify its files.
+      checkpoint_path: the durable checkpoints of the run, which identify its files.
       durable_steps: returns the steps of the durable checkpoints that are committed, oldest first.
       model: its configuration, which must be the same.
 
@@ -75,13 +75,13 @@ class EmergencyCheckpoints:
     def __init__(
         self,
         directory: Path,
-        place: Path | str,
+        checkpoint_path: Path | str,
         durable_steps: Callable[[], Sequence[int]],
         model: Mapping[str, Any],
         layout: Layout,
         axis: Axis,
     ) -> None:
-        self._directory = directory / hashlib.sha256(str(place).encode()).hexdigest()[:16]
+        self._directory = directory / hashlib.sha256(str(checkpoint_path).encode()).hexdigest()[:16]
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -131,9 +131,9 @@ def collectives(text: str) -> list[Collective]:
                 beside = beside_call.get(name, [])
             is_hidden = _any_multiplies(beside, bodies)
             if chain and chain in chains:
-                place = chains[chain]
-                first = collectives[place]
-                collectives[place] = first._replace(is_hidden=first.is_hidden or is_hidden)
+                index = chains[chain]
+                first = collectives[index]
+                collectives[index] = first._replace(is_hidden=first.is_hidden or is_hidden)
                 continue
             if chain:
                 chains[chain] = len(collectives)
@@ -373,8 +373,8 @@ def _first_count(loop: Instruction, condition: list[Instruction], bodies: Bodies
     carried = by_name.get(loop.operands[0])
     if len(counters) != 1 or carried is None or carried.op != "tuple":
         return 0
-    place = counters[0].rest.partition("index=")[2].partition(",")[0]
-    count = by_name.get(carried.operands[int(place)])
+    index = counters[0].rest.partition("index=")[2].partition(",")[0]
+    count = by_name.get(carried.operands[int(index)])
     while count is not None and count.op in ("copy", "bitcast"):
         count = by_name.get(count.operands[0])
     return int(count.rest.partition(")")[0]) if count is not None and count.op == "constant" else 0

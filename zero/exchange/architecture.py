@@ -153,13 +153,13 @@ class Architecture:
         if not parts:
             return tensor
         outer = tensor.shape[:-1]
-        place = parts.index(leaf.path[-2])
+        index = parts.index(leaf.path[-2])
         if self.fused == "head":
-            return tensor.reshape(*outer, size.num_head, 3, -1).take(place, axis=-2).reshape(*outer, -1)
+            return tensor.reshape(*outer, size.num_head, 3, -1).take(index, axis=-2).reshape(*outer, -1)
         if self.fused == "columns":
-            return tensor[..., place :: len(parts)]
-        first = sum(_width(part, size) for part in parts[:place])
-        return tensor[..., first : first + _width(parts[place], size)]
+            return tensor[..., index :: len(parts)]
+        first = sum(_width(part, size) for part in parts[:index])
+        return tensor[..., first : first + _width(parts[index], size)]
 
     def _parts(self, leaf: LeafLayout) -> list[str]:
         """The modules in the tensor of this leaf, in order; empty if it has one of its own."""

@@ -45,7 +45,7 @@ def last_steps(existing: Sequence[int], last: float, count: int) -> list[int]:
 
 
 def average(
-    place: str,
+    source: str,
     run_directory: Path,
     steps: Sequence[int] | None = None,
     *,
@@ -61,9 +61,9 @@ def average(
     Raises:
       UserError: a step does not exist, there are fewer than `count`, or the run directory exists.
     """
-    if run_files.split_step(place)[1] is not None:
-        raise UserError(f"{place}: expected a run without a step; --steps names several")
-    with open_checkpoints(place) as checkpoints, new_directory(run_directory) as unfinished:
+    if run_files.split_step(source)[1] is not None:
+        raise UserError(f"{source}: expected a run without a step; --steps names several")
+    with open_checkpoints(source) as checkpoints, new_directory(run_directory) as unfinished:
         existing = choose_steps(checkpoints, None)
         while True:
             chosen = existing if last is None else last_steps(existing, last, count)

@@ -30,10 +30,10 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-def open_checkpoints(place: str) -> Checkpoints:
+def open_checkpoints(source: str) -> Checkpoints:
     """The checkpoints of a run directory, or those in this directory itself, local or gs://, to be read only."""
-    is_run = (Path(place) / CONFIG_FILE).is_file()
-    return Checkpoints(saved_checkpoint_directory(Path(place)) if is_run else place, keep=None)
+    is_run = (Path(source) / CONFIG_FILE).is_file()
+    return Checkpoints(saved_checkpoint_directory(Path(source)) if is_run else source, keep=None)
 
 
 def choose_steps(checkpoints: Checkpoints, steps: Sequence[int] | None) -> list[int]:
@@ -95,7 +95,7 @@ class SavedStep(NamedTuple):
         return make_tuning(self.meta["config"]["tuning"])
 
     def base(self) -> dict[str, Any]:
-        """The base of its adapters: as it was `named`, the `place` with the step or commit, its `ema` and `checksum`.
+        """The base of its adapters: as it was `named`, the `source` with the step or commit, its `ema` and `checksum`.
 
         Raises DamagedCheckpoint if the metadata name none.
         """
@@ -157,9 +157,9 @@ def read_step(checkpoints: Checkpoints, step: int | None, read: Callable[[SavedS
             log.warning("%s; reading the newest one instead", error)
 
 
-def read_place(place: str, read: Callable[[SavedStep], T]) -> T:
+def read_place(source: str, read: Callable[[SavedStep], T]) -> T:
     """What `read` returns for RUN@STEP, or for the newest step of RUN, a run or a directory of checkpoints."""
-    run, step = split_step(place)
+    run, step = split_step(source)
     with open_checkpoints(run) as checkpoints:
         return read_step(checkpoints, step, read)
 

@@ -93,13 +93,13 @@ def _check_rope(origin: str, config: Mapping[str, Any], architecture: Architectu
             if unknown := sorted(set(parameters) - _BY_TYPE):
                 raise UserError(f"{origin}: {name} has {unknown[0]!r}; expected {' and '.join(sorted(_BY_TYPE))}")
             parts = {f"{name}.{kind}": part for kind, part in parameters.items() if isinstance(part, dict)}
-        for place, part in parts.items():
+        for section, part in parts.items():
             if unknown := sorted(set(part) - _OF_ROPE):
-                raise UserError(f"{origin}: {place} has {unknown[0]!r}, which zero does not read")
+                raise UserError(f"{origin}: {section} has {unknown[0]!r}, which zero does not read")
             has_fraction = architecture.rotary is not None and architecture.rotary[1] is not None
             if not has_fraction and part.get("partial_rotary_factor", 1.0) != 1.0:
                 raise UserError(
-                    f"{origin}: partial_rotary_factor of {place} is {part['partial_rotary_factor']!r}, and a GPT of "
+                    f"{origin}: partial_rotary_factor of {section} is {part['partial_rotary_factor']!r}, and a GPT of "
                     "zero like this one rotates whole heads"
                 )
             key = "original_max_position_embeddings"
@@ -107,4 +107,4 @@ def _check_rope(origin: str, config: Mapping[str, Any], architecture: Architectu
             within = part.get(key)
             is_beside = "longrope" in architecture.scaling_aliases.values()  # Phi-3 reads it there
             if not is_beside and None not in (beside, within) and beside != within:
-                raise UserError(f"{origin}: {key} is {beside!r}, and {within!r} in {place}")
+                raise UserError(f"{origin}: {key} is {beside!r}, and {within!r} in {section}")

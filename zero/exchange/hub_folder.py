@@ -21,7 +21,7 @@ FILES_BUT_WEIGHTS = ("config.json", "tokenizer.json", "tokenizer.model", *COMPAN
 FILES = ("model*.safetensors", "model.safetensors.index.json", *FILES_BUT_WEIGHTS)
 
 
-def hub_folder(place: str) -> Path:
+def hub_folder(source: str) -> Path:
     """The local folder of `hf:NAME` or `hf:NAME@REVISION`, a branch, a tag or a commit; by default `main`.
 
     All hosts take the commit that host 0 has found, and the log names it, so that a later run can ask for the same.
@@ -33,14 +33,14 @@ def hub_folder(place: str) -> Path:
     answer: dict[str, Any] = {}
     if jax.process_index() == 0:
         try:
-            folder = download(place, FILES)
+            folder = download(source, FILES)
             answer = {"commit": folder.name}
         except UserError as error:
             answer = {"error": str(error), "status": error.status}
-    answer = json.loads(agreement.broadcast(f"hub {place}", json.dumps(answer)))
+    answer = json.loads(agreement.broadcast(f"hub {source}", json.dumps(answer)))
     if "error" in answer:
         raise (Unavailable if answer["status"] == Unavailable.status else UserError)(answer["error"])
-    log.info("%s is %s@%s", place, place.partition("@")[0], answer["commit"])
+    log.info("%s is %s@%s", source, source.partition("@")[0], answer["commit"])
     if folder is None:
-        folder = download(place, FILES, answer["commit"])
+        folder = download(source, FILES, answer["commit"])
     return folder

@@ -33,7 +33,7 @@ OTHER_BASE = "the adapters were trained for other weights"
 log = logging.getLogger(__name__)
 
 
-def warm_start(place: str, model: ShardedGPT, *, ema: bool = False) -> PyTree:
+def warm_start(source: str, model: ShardedGPT, *, ema: bool = False) -> PyTree:
     """Weights in shards for a pmap, from a Hugging Face folder, a run directory, or a directory of checkpoints.
 
     The folder may be named as a model of the hub, `hf:NAME@REVISION` (`hub_folder`); of the others the newest step is
@@ -43,27 +43,27 @@ def warm_start(place: str, model: ShardedGPT, *, ema: bool = False) -> PyTree:
     Raises:
       UserError: it holds no weights, or they do not fit the model; the message names them.
     """
-    return read_weights(place, model, ema=ema)[0]
+    return read_weights(source, model, ema=ema)[0]
 
 
-def read_weights(place: str, model: ShardedGPT, *, ema: bool = False) -> tuple[PyTree, str]:
+def read_weights(source: str, model: ShardedGPT, *, ema: bool = False) -> tuple[PyTree, str]:
     """The weights of `warm_start`, and the place with the step or the commit that was read; raises as `warm_start`."""
-    path, known_as = place, place
-    if place.startswith(PREFIX):
-        path = str(hub_folder(place))
-        known_as = f"{place.partition('@')[0]}@{Path(path).name}"
+    path, known_as = source, source
+    if source.startswith(PREFIX):
+        path = str(hub_folder(source))
+        known_as = f"{source.partition('@')[0]}@{Path(path).name}"
     if (Path(path) / CONFIG_FILE).is_file():
         if ema:
-            raise UserError(f"{place}: a Hugging Face folder holds no moving average of the weights")
+            raise UserError(f"{source}: a Hugging Face folder holds no moving average of the weights")
         with HuggingFaceFolder(Path(path)) as folder:
             return _grown(path, folder.size, folder.params, model), known_as
 
     def read(saved: SavedStep) -> tuple[PyTree, str]:
         weights = partial(weights_of_step, saved, within=saved.subtree(ema))
         grown = _grown(saved.origin, dataclasses.asdict(saved.size()), weights, model)
-        return grown, f"{split_step(place)[0]}@{saved.step}"
+        return grown, f"{split_step(source)[0]}@{saved.step}"
 
-    return read_place(place, read)
+    return read_place(source, read)
 
 
 def _grown(origin: str, size: Mapping[str, Any], read: Callable[[ShardedGPT], PyTree], model: ShardedGPT) -> PyTree:
@@ -81,11 +81,11 @@ def _grown(origin: str, size: Mapping[str, Any], read: Callable[[ShardedGPT], Py
     return params
 
 
-def described_folder(place: str) -> dict[str, Any] | None:
+def described_folder(source: str) -> dict[str, Any] | None:
     """The dtype and the model_type that the config.json of a Hugging Face folder names; None for another place."""
-    if place.startswith(PREFIX):
-        place = str(hub_folder(place))
-    path = Path(place) / CONFIG_FILE
+    if source.startswith(PREFIX):
+        source = str(hub_folder(source))
+    path = Path(source) / CONFIG_FILE
     if not path.is_file():
         return None
     config = json_object(path.read_bytes(), str(path))

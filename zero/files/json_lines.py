@@ -34,7 +34,7 @@ def split_lines(data: bytes) -> Lines:
     return lines
 
 
-def read_lines(data: bytes, place: str) -> list[dict[str, Any]]:
+def read_lines(data: bytes, name: str) -> list[dict[str, Any]]:
     """The lines that are whole. Others are passed over, and reported once.
 
     The last one may lack its end without a report: another process is just writing it, or was killed while it did.
@@ -46,7 +46,7 @@ def read_lines(data: bytes, place: str) -> list[dict[str, Any]]:
         if line is not None:
             lines.append(line)
         elif text and number < len(texts):
-            _report(place, number, text)
+            _report(name, number, text)
     return lines
 
 
@@ -71,11 +71,11 @@ def parse_line(text: bytes) -> dict[str, Any] | None:
 
 
 @cache  # a report of the run reads the file again and again
-def _report(place: str, number: int, text: bytes) -> None:
+def _report(name: str, number: int, text: bytes) -> None:
     shown = text[:_SHOWN].decode(errors="backslashreplace")
     _log.warning(
         "%s, line %d: damaged and passed over: expected a JSON object of a step and finite numbers or null, got %r",
-        place,
+        name,
         number,
         shown,
     )

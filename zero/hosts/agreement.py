@@ -94,7 +94,7 @@ def host_0_first() -> Iterator[None]:
     wait_for_all()
 
 
-def check_shared(key: str, place: Path | str) -> None:
+def check_shared(key: str, path: Path | str) -> None:
     """Checks that all hosts see what host 0 writes to a directory, or name the same place in a bucket.
 
     Raises:
@@ -102,13 +102,13 @@ def check_shared(key: str, place: Path | str) -> None:
     """
     if jax.process_count() == 1:
         return
-    if not isinstance(place, Path):
-        if len(places := sorted(set(gather(key, place)))) > 1:
+    if not isinstance(path, Path):
+        if len(places := sorted(set(gather(key, path)))) > 1:
             raise UserError(f"{key}: expected one place for all hosts, got {', '.join(places)}")
         return
-    probe = place / f".visible-to-all.{broadcast(key, secrets.token_hex(4))}"  # as `storage.remove_unfinished` expects
+    probe = path / f".visible-to-all.{broadcast(key, secrets.token_hex(4))}"  # as `storage.remove_unfinished` expects
     if jax.process_index() == 0:
-        place.mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True)
         probe.touch()
     wait_for_all()
     (missing,) = sum_over_hosts(not probe.exists())
@@ -116,7 +116,7 @@ def check_shared(key: str, place: Path | str) -> None:
         probe.unlink()
     if missing:
         raise UserError(
-            f"{key}: {missing} of {jax.process_count()} hosts do not see {place} of host 0; several hosts need "
+            f"{key}: {missing} of {jax.process_count()} hosts do not see {path} of host 0; several hosts need "
             "data.bucket_path, or a disk that they share"
         )
 

@@ -32,10 +32,10 @@ def adapted_models(config: EvaluateConfig, model: ShardedGPT) -> Iterator[tuple[
     """
     tokenizer = load_tokenizer(config.data.tokenizer)
     base = _base(config, replace(model, master_dtype="float32"), tokenizer)
-    for place in config.evaluate.adapters or []:
-        read = _of_folder if (Path(place) / CONFIG_FILE).is_file() else _of_run
-        params, step = read(place, base, model)
-        yield place, TrainedModel(model, params, tokenizer, step)
+    for source in config.evaluate.adapters or []:
+        read = _of_folder if (Path(source) / CONFIG_FILE).is_file() else _of_run
+        params, step = read(source, base, model)
+        yield source, TrainedModel(model, params, tokenizer, step)
         del params  # before the next ones are merged
 
 
@@ -64,21 +64,21 @@ def _in_dtypes_of_run(base: PyTree, tuned: ShardedGPT) -> PyTree:
     return cast(base)
 
 
-def _of_run(place: str, base: PyTree, model: ShardedGPT) -> tuple[PyTree, int | None]:
+def _of_run(source: str, base: PyTree, model: ShardedGPT) -> tuple[PyTree, int | None]:
     def read(saved: SavedStep) -> tuple[PyTree, int]:
         tuning = saved.tuning()
         if tuning is None:
-            raise UserError(f"evaluate.adapters: {place} trained all weights; expected a run of adapters, or a folder")
+            raise UserError(f"evaluate.adapters: {source} trained all weights; expected a run of adapters, or a folder")
         saved.check_size(model.config)
         tuned = replace(model, tuning=tuning)
         base_of_run = _in_dtypes_of_run(base, tuned)
-        check_base(f"evaluate.adapters={place}", base_checksum(base_of_run, tuned), saved.base())
+        check_base(f"evaluate.adapters={source}", base_checksum(base_of_run, tuned), saved.base())
         adapters = saved.restore(tuned, saved.subtree(ema=False))
         return merged_weights(base_of_run, adapters, tuned, model), saved.step
 
-    return read_place(place, read)
+    return read_place(source, read)
 
 
-def _of_folder(place: str, base: PyTree, model: ShardedGPT) -> tuple[PyTree, int | None]:
-    tuned = replace(model, tuning=Tuning(peft_adapters(Path(place), model.config)))
-    return merged_weights(_in_dtypes_of_run(base, tuned), read_peft(Path(place), tuned), tuned, model), None
+def _of_folder(source: str, base: PyTree, model: ShardedGPT) -> tuple[PyTree, int | None]:
+    tuned = replace(model, tuning=Tuning(peft_adapters(Path(source), model.config)))
+    return merged_weights(_in_dtypes_of_run(base, tuned), read_peft(Path(source), tuned), tuned, model), None

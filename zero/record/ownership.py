@@ -116,8 +116,8 @@ def _is_open(path: Path, descriptor: int) -> bool:
 
 
 @contextmanager
-def owned(place: Path | str, directory: str) -> Iterator[Callable[[], None]]:
-    """Makes this process the one that writes checkpoints to `place`; its run is in `directory`.
+def owned(checkpoints: Path | str, directory: str) -> Iterator[Callable[[], None]]:
+    """Makes this process the one that writes checkpoints to `checkpoints`; its run is in `directory`.
 
     On a disk it locks the place. A bucket has no locks: the process that was started last leaves its name beside the
     checkpoints, and an earlier one, which may hang or have lost its network, finds it before it writes or deletes.
@@ -128,24 +128,24 @@ def owned(place: Path | str, directory: str) -> Iterator[Callable[[], None]]:
     Raises:
       UserError: another process has locked the place.
     """
-    if isinstance(place, Path):
-        with locked(place, "name another data.checkpoint_directory"):
+    if isinstance(checkpoints, Path):
+        with locked(checkpoints, "name another data.checkpoint_directory"):
             try:
                 yield lambda: None
             finally:
                 with suppress(OSError):  # it holds checkpoints
-                    place.rmdir()
+                    checkpoints.rmdir()
         return
     owner = {"start": secrets.token_hex(8), "host": socket.gethostname(), "directory": directory}
-    file = mirror_path(place, OWNER_FILE)
+    file = mirror_path(checkpoints, OWNER_FILE)
     storage.write(file, json.dumps(owner).encode())
 
     def check() -> None:
         now = json.loads(storage.read_bytes(file))
         if now != owner:
             raise UserError(
-                f"{place}: another process has taken the run over since, on {now['host']} in {now['directory']}; this "
-                "one ends without a save, and checkpoints that were saved before are intact"
+                f"{checkpoints}: another process has taken the run over since, on {now['host']} in {now['directory']}; "
+                "this one ends without a save, and checkpoints that were saved before are intact"
             )
 
     yield check

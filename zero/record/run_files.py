@@ -88,8 +88,8 @@ def saved_config(run_directory: Path) -> DictConfig:
 
 def checkpoint_directory(run_directory: Path, bucket_path: str | None, directory: str) -> Path | str:
     """An absolute path or URL as it is, else `gs://bucket_path/directory`, else inside the run directory."""
-    place = storage.join(storage.bucket(bucket_path) if bucket_path else run_directory, directory)
-    return place if storage.is_remote(place) else Path(place)
+    checkpoints = storage.join(storage.bucket(bucket_path) if bucket_path else run_directory, directory)
+    return checkpoints if storage.is_remote(checkpoints) else Path(checkpoints)
 
 
 def saved_steps(run_directory: Path) -> list[int]:
@@ -109,7 +109,7 @@ def committed_steps(directory: Path | str) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
-def split_step(place: str) -> tuple[str, int | None]:
+def split_step(source: str) -> tuple[str, int | None]:
     """The place of weights, and the step that its name ends with as in RUN@STEP; None for the newest.
 
     A directory whose own name ends so is a place, and what a model of the hub ends with is its revision.
@@ -117,73 +117,73 @@ def split_step(place: str) -> tuple[str, int | None]:
     >>> split_step("runs/mine@480"), split_step("gs://bucket/checkpoints"), split_step("hf:name@7")
     (('runs/mine', 480), ('gs://bucket/checkpoints', None), ('hf:name@7', None))
     """
-    run, mark, step = place.rpartition("@")
-    if not mark or not step.isdecimal() or place.startswith("hf:") or os.path.exists(place):
-        return place, None
+    run, mark, step = source.rpartition("@")
+    if not mark or not step.isdecimal() or source.startswith("hf:") or os.path.exists(source):
+        return source, None
     return run, int(step)
 
 
-def is_outside(run_directory: Path, place: Path | str) -> bool:
+def is_outside(run_directory: Path, checkpoints: Path | str) -> bool:
     """Whether checkpoints are outside the run directory."""
-    return not isinstance(place, Path) or not place.absolute().is_relative_to(run_directory.absolute())
+    return not isinstance(checkpoints, Path) or not checkpoints.absolute().is_relative_to(run_directory.absolute())
 
 
-def shared_file(run_directory: Path, place: Path | str, name: str) -> str:
+def shared_file(run_directory: Path, checkpoints: Path | str, name: str) -> str:
     """The path of a file of a run that every machine sees: beside its checkpoints if they are outside the directory."""
-    return mirror_path(place, name) if is_outside(run_directory, place) else str(run_directory / name)
+    return mirror_path(checkpoints, name) if is_outside(run_directory, checkpoints) else str(run_directory / name)
 
 
-def fetch_config(run_directory: Path, place: str) -> bool:
+def fetch_config(run_directory: Path, checkpoints: str) -> bool:
     """Copies the configuration of the run that mirrors itself beside these checkpoints; False if none does."""
-    mirrored = mirror_path(place, CONFIG_FILE)
+    mirrored = mirror_path(checkpoints, CONFIG_FILE)
     if not storage.exists(mirrored):
         return False
     storage.write(run_directory / CONFIG_FILE, storage.read_bytes(mirrored))
     return True
 
 
-def mirror(run_directory: Path, place: Path | str) -> None:
+def mirror(run_directory: Path, checkpoints: Path | str) -> None:
     """Copies the files that a resume needs next to the checkpoints, if these are outside the directory.
 
     A file that the directory does not have is removed there: an earlier attempt has left it.
     """
-    if is_outside(run_directory, place):
+    if is_outside(run_directory, checkpoints):
         for name in MIRRORED:
             if (run_directory / name).exists():
-                storage.write(mirror_path(place, name), (run_directory / name).read_bytes())
+                storage.write(mirror_path(checkpoints, name), (run_directory / name).read_bytes())
             else:
-                storage.remove(mirror_path(place, name))
+                storage.remove(mirror_path(checkpoints, name))
 
 
-def remove_unfinished(run_directory: Path, place: Path | str) -> None:
-    """Removes what killed processes have left of files that they were writing: here, in `place` and in the mirror."""
-    for directory in (run_directory, place, storage.parent(mirror_path(place, CONFIG_FILE))):
+def remove_unfinished(run_directory: Path, checkpoints: Path | str) -> None:
+    """Removes what killed processes have left of files that they were writing: in both directories and the mirror."""
+    for directory in (run_directory, checkpoints, storage.parent(mirror_path(checkpoints, CONFIG_FILE))):
         storage.remove_unfinished(directory)
 
 
-def rebuild(run_directory: Path, place: Path | str) -> bool:
+def rebuild(run_directory: Path, checkpoints: Path | str) -> bool:
     """Restores a run directory from its mirror, if there is one; files that continue the mirrored ones stay."""
-    if not is_outside(run_directory, place) or not storage.exists(mirror_path(place, CONFIG_FILE)):
+    if not is_outside(run_directory, checkpoints) or not storage.exists(mirror_path(checkpoints, CONFIG_FILE)):
         return False
     run_directory.mkdir(parents=True, exist_ok=True)
     for name in MIRRORED:
-        if storage.exists(mirror_path(place, name)):
+        if storage.exists(mirror_path(checkpoints, name)):
             here = run_directory / name
-            kept = storage.read_bytes(mirror_path(place, name))
+            kept = storage.read_bytes(mirror_path(checkpoints, name))
             if not (name in GROWING and here.exists() and here.read_bytes().startswith(kept)):
                 storage.write(here, kept)
     return True
 
 
-def mirror_path(place: Path | str, name: str) -> str:
+def mirror_path(checkpoints: Path | str, name: str) -> str:
     """The copy of a file of a run beside its checkpoints.
 
     >>> mirror_path("gs://bucket/checkpoints", "config.yaml"), mirror_path("gs://bucket", "config.yaml")
     ('gs://bucket/checkpoints-run/config.yaml', 'gs://bucket/run/config.yaml')
     """
-    if storage.is_root(place):  # nothing is beside a bucket
-        return storage.join(place, f"run/{name}")
-    return f"{place}-run/{name}"
+    if storage.is_root(checkpoints):  # nothing is beside a bucket
+        return storage.join(checkpoints, f"run/{name}")
+    return f"{checkpoints}-run/{name}"
 
 
 def saved_checkpoint_directory(run_directory: Path) -> Path | str:

@@ -149,11 +149,12 @@ def files(run: RunRecord) -> list[Fact]:
 
 def commands(run: RunRecord) -> list[Command]:
     """What next?"""
-    place = path_text(run.directory)
+    directory = path_text(run.directory)
     program = trainer()
-    resume = (*program, "--resume", shlex.quote(f"hydra.run.dir={override_value(place)}"))
-    path = shlex.quote(f"model.model_path={override_value(place)}")
-    export: tuple[str, ...] = ("zero-weights", "export", shlex.quote(place), shlex.quote(f"{run.directory.name}-model"))
+    resume = (*program, "--resume", shlex.quote(f"hydra.run.dir={override_value(directory)}"))
+    path = shlex.quote(f"model.model_path={override_value(directory)}")
+    exported = shlex.quote(f"{run.directory.name}-model")
+    export: tuple[str, ...] = ("zero-weights", "export", shlex.quote(directory), exported)
     tuning = run.config.get("tuning.name", run.config.get("tuning.method"))
     if tuning in ("none", "all"):  # adapters are a folder of PEFT
         export += ("--with-code",)

@@ -91,23 +91,25 @@ def open_directory(config: Config, size: GPTConfig, job: Job, path: Path, is_for
     """
     with ExitStack() as stack:
         data = config.data
-        place = run_files.checkpoint_directory(path, data.bucket_path, data.checkpoint_directory)
+        checkpoint_path = run_files.checkpoint_directory(path, data.bucket_path, data.checkpoint_directory)
         if config.resume is None or is_fork:
-            check_new(config, path, place)
+            check_new(config, path, checkpoint_path)
         check_owner = None
         if jax.process_index() == 0:
             stack.enter_context(locked(path, "name another hydra.run.dir"))
-            check_owner = stack.enter_context(owned(place, str(path)))
-            run_files.remove_unfinished(path, place)
-        agreement.check_shared("data.checkpoint_directory", place)
+            check_owner = stack.enter_context(owned(checkpoint_path, str(path)))
+            run_files.remove_unfinished(path, checkpoint_path)
+        agreement.check_shared("data.checkpoint_directory", checkpoint_path)
         emergency = None  # opened before the durable checkpoints, so that it is closed after their last save
         if config.zero.emergency_steps is not None:
             directory = Path(config.zero.emergency_directory)
-            durable_steps = partial(run_files.committed_steps, place)
-            emergency = EmergencyCheckpoints(directory, place, durable_steps, asdict(size), job.layout, job.model.axis)
+            durable_steps = partial(run_files.committed_steps, checkpoint_path)
+            emergency = EmergencyCheckpoints(
+                directory, checkpoint_path, durable_steps, asdict(size), job.layout, job.model.axis
+            )
             stack.enter_context(emergency)
         from_host = job.storage.host_bytes > 0
-        checkpoints = Checkpoints(place, retention_of(data), from_host=from_host, check_owner=check_owner)
+        checkpoints = Checkpoints(checkpoint_path, retention_of(data), from_host=from_host, check_owner=check_owner)
         stack.enter_context(checkpoints)
         yield RunDirectory(path, is_fork, checkpoints, emergency, check_owner)
 

@@ -44,23 +44,23 @@ SWEEP_COMMAND_FILE = "multirun.yaml"  # Hydra's
 OF_A_MACHINE = ("hydra.", "distributed.", "data.cache_directory", "zero.emergency_directory")  # keys begin so
 
 
-def newest_run(root: Path, place: Path | str | None = None) -> Path | None:
-    """The run under `root` that was started or resumed last and has a checkpoint (in `place`, where that is given).
+def newest_run(root: Path, checkpoint_path: Path | str | None = None) -> Path | None:
+    """The run under `root` that was started or resumed last and has a checkpoint (in `checkpoint_path`, if given).
 
     Raises:
       UserError: a bucket denies access or does not answer: its run may be the newest.
     """
-    return next((run for run, steps in _runs(root, place) if steps), None)
+    return next((run for run, steps in _runs(root, checkpoint_path) if steps), None)
 
 
-def _runs(root: Path, place: Path | str | None = None) -> Iterator[tuple[Path, list[int]]]:
+def _runs(root: Path, checkpoint_path: Path | str | None = None) -> Iterator[tuple[Path, list[int]]]:
     """Each run under `root`, the last started first, with the steps of its checkpoints; raises as `newest_run`.
 
     A run that is damaged, or whose bucket is gone, is skipped with a warning.
     """
     for run in sorted(runs_in(root), key=_last_started, reverse=True):
         try:
-            if place not in (None, saved_checkpoint_directory(run)):
+            if checkpoint_path not in (None, saved_checkpoint_directory(run)):
                 continue
             steps = saved_steps(run)
         except (DamagedRun, storage.NoSuchBucket) as error:
@@ -91,37 +91,37 @@ def _say_which(run: Path, flag: str) -> None:
         log.warning("%s continues %s, of %d runs the one that was started last", flag, run, len(numbers))
 
 
-def trained_run(place: str | None, wait: bool = False) -> Path:
-    """A run directory, for evaluation and sampling: `place`, that of the checkpoints at this URL, or the newest run.
+def trained_run(path_or_url: str | None, wait: bool = False) -> Path:
+    """A run directory, for evaluation and sampling: this path, the run of the checkpoints at this URL, or the newest.
 
     With `wait` it returns once a run has started there.
 
     Raises:
       UserError: there is no run with a checkpoint.
     """
-    if place is None:
+    if path_or_url is None:
         run = newest_run(DEFAULT_ROOT)
         if run is None:
             raise UserError(f"{DEFAULT_ROOT} has no run with a checkpoint; name one in model.model_path")
         return run
     while True:
-        run = _copied(place.rstrip("/")) if "://" in place else Path(place)
+        run = _copied(path_or_url.rstrip("/")) if "://" in path_or_url else Path(path_or_url)
         if run is not None and (not wait or (run / CONFIG_FILE).is_file()):
             return run
         if not wait:
-            missing = mirror_path(place.rstrip("/"), CONFIG_FILE)
-            raise UserError(f"model.model_path={place}: no run has its checkpoints here, {missing} is missing")
-        log.info("%s: waiting for a run to start here", place)
+            missing = mirror_path(path_or_url.rstrip("/"), CONFIG_FILE)
+            raise UserError(f"model.model_path={path_or_url}: no run has its checkpoints here, {missing} is missing")
+        log.info("%s: waiting for a run to start here", path_or_url)
         time.sleep(WAIT_SECONDS)
 
 
-def _copied(place: str) -> Path | None:
+def _copied(url: str) -> Path | None:
     """A directory with the configuration of the run whose checkpoints are at this URL; None if there is none.
 
     It is not the directory in which `--resume` would continue the run, which may train on this machine.
     """
-    run = DEFAULT_ROOT / "evaluated" / place.partition("://")[2]
-    return run if fetch_config(run, place) else None
+    run = DEFAULT_ROOT / "evaluated" / url.partition("://")[2]
+    return run if fetch_config(run, url) else None
 
 
 def resume_overrides(arguments: Sequence[str]) -> list[str]:
@@ -158,13 +158,13 @@ def resume_overrides(arguments: Sequence[str]) -> list[str]:
     is_sweep = any(argument == "-m" or ("--multirun".startswith(argument) and len(argument) > 2) for argument in rest)
     resumes_sweep = is_sweep and not values.keys() & {"hydra.run.dir", "data.resume_step"}
     if resumes_sweep:
-        run, place = _sweep_to_resume(values, command(rest), is_auto)
+        run, searched = _sweep_to_resume(values, command(rest), is_auto)
     else:
-        run, place = _run_to_resume(values, command(rest) if is_auto else None)
+        run, searched = _run_to_resume(values, command(rest) if is_auto else None)
     if run is None:
         if is_auto:
             return rest
-        raise UserError(f"--resume: {place} has no checkpoint; start without it, or name a run in hydra.run.dir")
+        raise UserError(f"--resume: {searched} has no checkpoint; start without it, or name a run in hydra.run.dir")
     run_path = QuotedString(os.path.abspath(run), Quote.single).with_quotes()
     if resumes_sweep:
         return [
@@ -299,24 +299,24 @@ def _run_of_job(job: dict[str, str]) -> Path | None:
 
 def _run_to_resume(given: dict[str, Any], job: dict[str, str] | None) -> tuple[Path | None, Path | str]:
     """The run, and the place that was searched for it or its checkpoints; with `job` it must be that job's."""
-    place = _shared_place(given)
+    shared = _shared_place(given)
     named = given.get("hydra.run.dir")
     if named is not None:
         run: Path | None = Path(str(named))
-    elif job is not None and place is None:
+    elif job is not None and shared is None:
         run = _run_of_job(job)
     else:
-        run = newest_run(DEFAULT_ROOT, place)
+        run = newest_run(DEFAULT_ROOT, shared)
     if named is None and run is not None:
         _say_which(run, "--resume" if job is None else "--resume=auto")
     is_known = run is not None and (run / CONFIG_FILE).is_file()
-    if run is None and place is not None:
-        run = DEFAULT_ROOT / str(place).removeprefix("gs://").strip("/")
-    looked_in = place or run or DEFAULT_ROOT
+    if run is None and shared is not None:
+        run = DEFAULT_ROOT / str(shared).removeprefix("gs://").strip("/")
+    looked_in = shared or run or DEFAULT_ROOT
     if run is None:
         return None, looked_in
-    checkpoints = saved_checkpoint_directory(run) if is_known else place
-    if checkpoints is not None and place in (None, checkpoints):  # another host may have taken the run further
+    checkpoints = saved_checkpoint_directory(run) if is_known else shared
+    if checkpoints is not None and shared in (None, checkpoints):  # another host may have taken the run further
         is_known = rebuild(run, checkpoints) or is_known
     return (run if is_known and saved_steps(run) else None), looked_in
 
@@ -326,8 +326,8 @@ def _shared_place(given: dict[str, Any]) -> Path | str | None:
     data = default_config().data
     bucket_path = given.get("data.bucket_path", data.bucket_path)
     directory = str(given.get("data.checkpoint_directory", data.checkpoint_directory))
-    place = checkpoint_directory(Path(), bucket_path, directory)
-    return place if not isinstance(place, Path) or place.is_absolute() else None
+    checkpoint_path = checkpoint_directory(Path(), bucket_path, directory)
+    return checkpoint_path if not isinstance(checkpoint_path, Path) or checkpoint_path.is_absolute() else None
 
 
 def parsed_overrides(arguments: Iterable[str]) -> list[Override]:

@@ -34,15 +34,15 @@ def load_unchanged(
     """
     named = str(config.model.model_path)
     known = position.base
-    place = named if known is None else _known_place(named, known)
+    source = named if known is None else _known_place(named, known)
     ema = config.model.starts_from_average if known is None else known["ema"]
     try:
-        weights, place = read_weights(place, model.base, ema=ema)
+        weights, source = read_weights(source, model.base, ema=ema)
     except MissingCheckpoint as error:
-        raise UserError(f"model.model_path={place}: {error}") from error
+        raise UserError(f"model.model_path={source}: {error}") from error
     checksum = base_checksum(weights, model)
-    check_base(f"model.model_path={place}", checksum, known, otherwise)
-    position.base = {"named": named, "place": place, "ema": ema, "checksum": checksum}
+    check_base(f"model.model_path={source}", checksum, known, otherwise)
+    position.base = {"named": named, "place": source, "ema": ema, "checksum": checksum}
     return weights
 
 

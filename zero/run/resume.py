@@ -43,17 +43,18 @@ def join_run_directory(run_directory: Path, resume: str | None) -> tuple[Path, b
     return Path(shared), is_fork
 
 
-def check_new(config: Config, run_directory: Path, place: Path | str) -> None:
+def check_new(config: Config, run_directory: Path, checkpoint_path: Path | str) -> None:
     """Raises UserError if a run that starts or forks here would write over another one; all hosts call it."""
-    if config.resume is not None and run_files.saved_checkpoint_directory(Path(config.resume)) == place:
+    if config.resume is not None and run_files.saved_checkpoint_directory(Path(config.resume)) == checkpoint_path:
         raise UserError(
-            f"data.resume_step={config.data.resume_step} forks the run into {run_directory}, but {place} holds the "
-            f"checkpoints of the run itself; name another data.checkpoint_directory, and hydra.run.dir={config.resume}"
+            f"data.resume_step={config.data.resume_step} forks the run into {run_directory}, but {checkpoint_path} "
+            "holds the checkpoints of the run itself; name another data.checkpoint_directory, and "
+            f"hydra.run.dir={config.resume}"
         )
     used: Path | str = ""
     if agreement.is_host_0():
-        if run_files.committed_steps(place):
-            used = place
+        if run_files.committed_steps(checkpoint_path):
+            used = checkpoint_path
         elif (run_directory / run_files.CONFIG_FILE).exists() and run_files.saved_steps(run_directory):
             used = run_directory
     used = agreement.broadcast("used", str(used))

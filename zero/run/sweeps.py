@@ -47,12 +47,12 @@ def swept_keys(arguments: Iterable[str], task_overrides: Sequence[str]) -> set[s
 
 def check_places(config: DictConfig, run_directory: Path, keys: set[str]) -> None:
     """Raises UserError where all jobs of a sweep over `keys` would keep their checkpoints in one directory."""
-    place = checkpoint_directory(run_directory, config.data.bucket_path, config.data.checkpoint_directory)
+    checkpoint_path = checkpoint_directory(run_directory, config.data.bucket_path, config.data.checkpoint_directory)
     varies = [name for name in PLACE if f"data.{name}" in keys or OmegaConf.is_interpolation(config.data, name)]
-    if keys and is_outside(run_directory, place) and not varies:
+    if keys and is_outside(run_directory, checkpoint_path) and not varies:
         raise UserError(
             f"data.checkpoint_directory={config.data.checkpoint_directory}: expected a directory for each job of this "
-            f"sweep, not {place} for all; for instance "
+            f"sweep, not {checkpoint_path} for all; for instance "
             f"'data.checkpoint_directory={config.data.checkpoint_directory}/${{hydra:job.num}}'"
         )
 
@@ -66,12 +66,12 @@ def continue_job(config: DictConfig, run_directory: Path, keys: set[str]) -> Non
     Raises:
       UserError: the directory holds the run of another job or of another sweep.
     """
-    place = checkpoint_directory(run_directory, config.data.bucket_path, config.data.checkpoint_directory)
+    checkpoint_path = checkpoint_directory(run_directory, config.data.bucket_path, config.data.checkpoint_directory)
     if not (run_directory / CONFIG_FILE).is_file():
         with TemporaryDirectory() as copy:  # nothing of another job may get into the directory
-            if rebuild(Path(copy), place):
-                _check_job(config, saved_config(Path(copy)), keys, str(place))
-                rebuild(run_directory, place)
+            if rebuild(Path(copy), checkpoint_path):
+                _check_job(config, saved_config(Path(copy)), keys, str(checkpoint_path))
+                rebuild(run_directory, checkpoint_path)
     if (run_directory / CONFIG_FILE).is_file() and saved_steps(run_directory):
         _check_job(config, saved_config(run_directory), keys, str(run_directory))
         config.resume = str(run_directory)
@@ -112,13 +112,13 @@ def _row(run: Path, keys: Sequence[str]) -> dict[str, Any]:
     return {"job": run.name, **values, **last_values}
 
 
-def _check_job(config: DictConfig, saved: DictConfig, keys: set[str], place: str) -> None:
+def _check_job(config: DictConfig, saved: DictConfig, keys: set[str], checkpoint_path: str) -> None:
     from zero.exchange.hub_model import sizes_named  # the import takes a second
 
     checked = OmegaConf.create(asdict(check(config, sizes_named(config.model.size))))  # as a run saves it
     pairs = {key: (OmegaConf.select(checked, key), OmegaConf.select(saved, key)) for key in sorted(keys)}
     changed = [
-        f"{key}={shown(now)}: expected {shown(before)}, the value of the run in {place}; "
+        f"{key}={shown(now)}: expected {shown(before)}, the value of the run in {checkpoint_path}; "
         "repeat the sweep with the same values, or name another hydra.sweep.dir"
         for key, (now, before) in pairs.items()
         if now != before

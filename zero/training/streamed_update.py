@@ -77,9 +77,9 @@ def with_layers(rest: PyTree, layers: Sequence[PyTree]) -> PyTree:
     True
     """
     parts, treedef = _parts(rest)
-    places = [place for place, part in enumerate(parts) if isinstance(part, dict)]
-    for place, stacks in zip(places, layers, strict=True):
-        parts[place] = {**parts[place], **stacks}
+    places = [index for index, part in enumerate(parts) if isinstance(part, dict)]
+    for index, stacks in zip(places, layers, strict=True):
+        parts[index] = {**parts[index], **stacks}
     return treedef.unflatten(parts)
 
 
@@ -239,8 +239,10 @@ class StreamedStep:
         leaving = HostQueue()
         for number, block in in_reverse(blocks):
             x = _back(kept.pop()) if self.keeps_on_host else kept.pop()
-            place = np.int32(self.firsts[number])
-            stack, block, dx, outcomes[number] = backward(state.clock, stack, streamed.rest, block, x, dx, place, batch)
+            first_layer = np.int32(self.firsts[number])
+            stack, block, dx, outcomes[number] = backward(
+                state.clock, stack, streamed.rest, block, x, dx, first_layer, batch
+            )
             blocks[number] = leaving.put(block)
         state = state._replace(params={**rest, STACK: stack}, opt_state=streamed.rest)
         state, metrics = finish(state, grads, dx, batch, loss, outcomes, more)
@@ -308,9 +310,9 @@ def _kept(x: PyTree, leaving: HostQueue) -> PyTree:
     """The input of a span, whose large arrays go to the host."""
     parts: list[jax.Array]
     parts, treedef = jax.tree.flatten(x)
-    places = [place for place, part in enumerate(parts) if _is_large(part)]
-    for place, moved in zip(places, leaving.put([parts[place] for place in places]), strict=True):
-        parts[place] = moved
+    places = [index for index, part in enumerate(parts) if _is_large(part)]
+    for index, moved in zip(places, leaving.put([parts[index] for index in places]), strict=True):
+        parts[index] = moved
     return jax.tree.unflatten(treedef, parts)
 
 

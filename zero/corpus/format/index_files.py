@@ -81,10 +81,10 @@ def listed_shards(index: str | Path) -> list[Listed]:
     listed: list[Listed] = []
     paths: set[str] = set()
     for number, line in enumerate(lines, 1):
-        place = f"index file {index}, line {number}"
+        line_name = f"index file {index}, line {number}"
         name, *comment = re.split(r"(?:^|\s+)#", line.strip().removeprefix(BYTE_ORDER_MARK).lstrip(), maxsplit=1)
         if "\0" in name:
-            raise UserError(f"{place}: expected the path of a shard, got {name[:60]!r}")
+            raise UserError(f"{line_name}: expected the path of a shard, got {name[:60]!r}")
         if name:
             counted = re.match(r"\s*([+-]?[0-9]+) rows\b", "".join(comment))
             rows = int(counted[1]) if counted and len(counted[1]) <= 10 else None
@@ -92,9 +92,9 @@ def listed_shards(index: str | Path) -> list[Listed]:
                 if counted and rows is not None and rows < 1:
                     raise UserError(f"{place}: {counted[1]} rows: expected at least 1, or no line for an empty shard")
                 if counted and (rows is None or not _can_hold(path, rows)):
-                    raise UserError(f"{place}: the shard cannot hold {counted[1][:30]} rows")
+                    raise UserError(f"{line_name}: the shard cannot hold {counted[1][:30]} rows")
                 if path in paths:
-                    raise UserError(f"{place}: lists {path} again; a row is read once per epoch")
+                    raise UserError(f"{line_name}: lists {path} again; a row is read once per epoch")
                 paths.add(path)
                 listed.append(Listed(path, rows))
     if not listed:

@@ -37,14 +37,14 @@ def shards_of(manifest: dict[str, Any]) -> list[dict[str, Any]]:
     return shards
 
 
-def load(place: str, has_parts: bool = True) -> dict[str, Any]:
+def load(folder: str, has_parts: bool = True) -> dict[str, Any]:
     """The manifest of a corpus; of one in parts with the shards of all parts, which are read unless not `has_parts`."""
-    path = storage.join(place, MANIFEST)
+    path = storage.join(folder, MANIFEST)
     manifest = load_file(path)
     if PARTS in manifest and has_parts:
         for split in splits_of(manifest):
             manifest[split] = manifest[split] | {"shards": []}
-        for part in load_parts(place, [part["name"] for part in manifest[PARTS]]):
+        for part in load_parts(folder, [part["name"] for part in manifest[PARTS]]):
             for split in splits_of(manifest):
                 manifest[split]["shards"] += part[split]["shards"]
     return manifest
@@ -58,15 +58,15 @@ def load_file(path: str) -> dict[str, Any]:
     return manifest
 
 
-def load_parts(place: str, names: Iterable[str]) -> list[dict[str, Any]]:
+def load_parts(folder: str, names: Iterable[str]) -> list[dict[str, Any]]:
     """The manifests of parts, by the names of their files; several requests at once, for a bucket."""
     with ThreadPoolExecutor(_THREADS) as pool:
-        return list(pool.map(lambda name: load_file(storage.join(place, name)), names))
+        return list(pool.map(lambda name: load_file(storage.join(folder, name)), names))
 
 
-def find(place: str) -> dict[str, Any] | None:
+def find(folder: str) -> dict[str, Any] | None:
     """The manifest of a directory of shards; None if it has none, or a file of this name that is something else."""
-    path = storage.join(place, MANIFEST)
+    path = storage.join(folder, MANIFEST)
     try:
         data = storage.read_bytes(path)
     except (FileNotFoundError, NotADirectoryError, storage.AccessDenied):  # a bucket that may not be listed denies
@@ -81,12 +81,12 @@ def find(place: str) -> dict[str, Any] | None:
     return manifest
 
 
-def recorded_checksums(place: str) -> Callable[[str], str | None]:
+def recorded_checksums(folder: str) -> Callable[[str], str | None]:
     """What the manifest records of a shard of a directory, by its name: a SHA-256; None for a shard that it lacks.
 
     In a corpus of many parts it is that of the part's manifest, which lists the shard's own: a start reads one file.
     """
-    manifest = find(place)
+    manifest = find(folder)
     if manifest is None:
         return lambda name: None
     if PARTS in manifest:
@@ -117,21 +117,21 @@ def _check_form(manifest: dict[str, Any]) -> None:
             raise TypeError(f"expected {kind.__name__}, found {value!r}")
 
 
-def check_tokenizer(place: str, tokenizer: Tokenizer) -> None:
-    """Raises UserError if the corpus in `place` was prepared with another tokenizer; shards without a manifest pass."""
-    place = place if storage.is_remote(place) else os.path.normpath(place)
-    manifest = find(place)
+def check_tokenizer(folder: str, tokenizer: Tokenizer) -> None:
+    """Raises UserError if this corpus was prepared with another tokenizer; shards without a manifest pass."""
+    folder = folder if storage.is_remote(folder) else os.path.normpath(folder)
+    manifest = find(folder)
     if manifest is not None and not is_same_tokenizer(manifest["tokenizer"], tokenizer.name):
-        name_or_file = manifest["tokenizer"] if manifest["tokenizer"] == "bytes" else storage.join(place, TOKENIZER)
+        name_or_file = manifest["tokenizer"] if manifest["tokenizer"] == "bytes" else storage.join(folder, TOKENIZER)
         raise UserError(
-            f"corpus {place} was prepared with tokenizer {manifest['tokenizer']}, not {tokenizer.name}: name its own, "
+            f"corpus {folder} was prepared with tokenizer {manifest['tokenizer']}, not {tokenizer.name}: name its own, "
             f"{name_or_file}"
         )
     recorded = None if manifest is None else manifest.get(SPECIAL_TOKENS)
     if recorded is not None and recorded != described(tokenizer):
         raise UserError(
-            f"corpus {place} was prepared with {SPECIAL_TOKENS} {recorded}, and those of {tokenizer.name} are "
-            f"{described(tokenizer)}: name its own, {storage.join(place, TOKENIZER)}"
+            f"corpus {folder} was prepared with {SPECIAL_TOKENS} {recorded}, and those of {tokenizer.name} are "
+            f"{described(tokenizer)}: name its own, {storage.join(folder, TOKENIZER)}"
         )
 
 
@@ -146,8 +146,8 @@ def described(tokenizer: Tokenizer) -> dict[str, Any] | None:
 
 def check_tokenizers(shards: Iterable[str], tokenizer: Tokenizer) -> None:
     """Raises UserError if one of these shards was prepared with another tokenizer than `data.tokenizer`."""
-    for place in sorted({storage.parent(shard) for shard in shards}):
+    for folder in sorted({storage.parent(shard) for shard in shards}):
         try:
-            check_tokenizer(place, tokenizer)
+            check_tokenizer(folder, tokenizer)
         except UserError as error:
             raise UserError(f"data.tokenizer: {error}") from error

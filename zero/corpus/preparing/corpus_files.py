@@ -95,20 +95,20 @@ class PartNames:
         return f"{split}-{of_split:05d}.tar" if self.part is None else f"part-{self.part:05d}-{of_part:05d}.tar"
 
 
-def find_usable(place: str, arguments: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
+def find_usable(folder: str, arguments: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
     """The manifest of an earlier call with the same arguments, if all of its shards exist.
 
     Raises UserError for a corpus that was made with other arguments, unless `overwrite`.
     """
-    if not storage.exists(storage.join(place, MANIFEST)):
+    if not storage.exists(storage.join(folder, MANIFEST)):
         return None
-    manifest = load(place, has_parts=False)
-    if not is_made_with(place, manifest, arguments, overwrite):
+    manifest = load(folder, has_parts=False)
+    if not is_made_with(folder, manifest, arguments, overwrite):
         return None
-    names = directory.file_names(place)
+    names = directory.file_names(folder)
     if not {part["name"] for part in manifest.get(PARTS, ())} <= names:
         return None
-    manifest = load(place)
+    manifest = load(folder)
     return manifest if {shard["name"] for shard in shards_of(manifest)} <= names else None
 
 
@@ -131,7 +131,7 @@ def is_made_with(made: str, manifest: dict[str, Any], arguments: dict[str, Any],
     return True
 
 
-def is_of_source(place: str, manifest: dict[str, Any], source: Source, overwrite: bool) -> bool:
+def is_of_source(folder: str, manifest: dict[str, Any], source: Source, overwrite: bool) -> bool:
     """Whether a finished corpus was made of these contents of a source, of the same names and sizes.
 
     Raises UserError if it was not, unless `overwrite`.
@@ -145,15 +145,15 @@ def is_of_source(place: str, manifest: dict[str, Any], source: Source, overwrite
             name = str(source.part(number))
             break
     raise UserError(
-        f"corpus {place} was prepared when {name} had other contents, in files of the same sizes: choose another "
+        f"corpus {folder} was prepared when {name} had other contents, in files of the same sizes: choose another "
         "name, or --overwrite to replace it"
     )
 
 
-def check_rows_of_source(place: str, tokenizer: Tokenizer) -> None:
+def check_rows_of_source(folder: str, tokenizer: Tokenizer) -> None:
     """Raises UserError if a directory holds a corpus whose rows are no source of documents for this tokenizer."""
-    check_tokenizer(place, tokenizer)
-    manifest = find(place)
+    check_tokenizer(folder, tokenizer)
+    manifest = find(folder)
     if manifest is None:
         return
     problem = None
@@ -162,7 +162,7 @@ def check_rows_of_source(place: str, tokenizer: Tokenizer) -> None:
     elif any(manifest[split].get("truncations") for split in splits_of(manifest)) and manifest.get("pack"):
         problem = f"--pack {manifest['pack']}, which cut documents into rows that are not in order"
     if problem is not None:
-        raise UserError(f"corpus {place} was prepared with {problem}: prepare its text again, {manifest['source']}")
+        raise UserError(f"corpus {folder} was prepared with {problem}: prepare its text again, {manifest['source']}")
 
 
 def encoded(manifest: dict[str, Any]) -> bytes:
@@ -173,16 +173,16 @@ def save(path: str, manifest: dict[str, Any]) -> None:
     directory.write(path, encoded(manifest))
 
 
-def begin(place: str, indices: dict[str, str], tokenizer: Tokenizer) -> None:
+def begin(folder: str, indices: dict[str, str], tokenizer: Tokenizer) -> None:
     """Removes an earlier corpus, but for its parts, which are replaced one by one; writes the tokenizer's files."""
     # Read first: the tokenizer may be that of the corpus itself.
     copied = companions(tokenizer.files.folder) if isinstance(tokenizer, FileTokenizer) else {}
-    remove_corpus(place, indices)
+    remove_corpus(folder, indices)
     if isinstance(tokenizer, FileTokenizer):
-        directory.write(storage.join(place, TOKENIZER), tokenizer.data)
+        directory.write(storage.join(folder, TOKENIZER), tokenizer.data)
         # data.tokenizer is the copy, beside which sampling and export look for them.
         for name, data in copied.items():
-            directory.write(storage.join(place, name), data)
+            directory.write(storage.join(folder, name), data)
 
 
 def finished(
@@ -259,23 +259,23 @@ def _sums(parts: Sequence[dict[str, Any]], keys: Iterable[str]) -> dict[str, int
     return sums
 
 
-def remove_corpus(place: str, indices: dict[str, str]) -> None:
+def remove_corpus(folder: str, indices: dict[str, str]) -> None:
     """`indices` are those of all splits. Index files first: no index ever lists a shard that does not exist.
 
     Parts stay: whether one is made again is decided by its own manifest.
     """
     for index in indices.values():
         storage.remove(index)
-    shards = {name for name in shard_names(directory.file_names(place)) if not _PART_FILE.fullmatch(name)}
+    shards = {name for name in shard_names(directory.file_names(folder)) if not _PART_FILE.fullmatch(name)}
     of_only_part = PartNames(None)
     for name in [REPORT, MANIFEST, of_only_part.statistics, of_only_part.removed, TOKENIZER, *COMPANIONS, *shards]:
-        storage.remove(storage.join(place, name))
+        storage.remove(storage.join(folder, name))
 
 
-def remove_other_parts(place: str, used: Iterable[str]) -> None:
+def remove_other_parts(folder: str, used: Iterable[str]) -> None:
     """Removes the files of parts, but for the `used` ones: those of an earlier corpus, or of a call that was killed."""
-    for name in sorted({name for name in directory.file_names(place) if _PART_FILE.fullmatch(name)} - set(used)):
-        storage.remove(storage.join(place, name))
+    for name in sorted({name for name in directory.file_names(folder) if _PART_FILE.fullmatch(name)} - set(used)):
+        storage.remove(storage.join(folder, name))
 
 
 def shard_names(names: Iterable[str]) -> set[str]:
@@ -284,14 +284,14 @@ def shard_names(names: Iterable[str]) -> set[str]:
     return {name for name in names if re.fullmatch(rf"({splits}|part-\d{{5,}})-\d{{5,}}\.tar", name)}
 
 
-def index_text(index: str, place: str, split: str, summary: dict[str, Any]) -> bytes:
+def index_text(index: str, folder: str, split: str, summary: dict[str, Any]) -> bytes:
     """The contents of an index file; shards are named relative to it if both are on this machine or in one bucket."""
-    lines = [f"# {os.path.basename(place)}, {split}: {summary['tokens']} tokens of {summary['documents']} documents"]
-    bucket = _bucket(place)
-    target = place
+    lines = [f"# {os.path.basename(folder)}, {split}: {summary['tokens']} tokens of {summary['documents']} documents"]
+    bucket = _bucket(folder)
+    target = folder
     if bucket == _bucket(index):
         start = storage.parent(index).removeprefix(bucket) or "/"
-        target = os.path.relpath(place.removeprefix(bucket), start)
+        target = os.path.relpath(folder.removeprefix(bucket), start)
     lines += [f"{target}/{shard['name']} # {shard['rows']} rows" for shard in summary["shards"]]
     return ("\n".join(lines) + "\n").encode("utf-8")
 

@@ -35,27 +35,27 @@ class SourceRow:
     cells: tuple[str, ...]
 
 
-def write_report(place: str, manifest: Mapping[str, Any]) -> None:
+def write_report(folder: str, manifest: Mapping[str, Any]) -> None:
     """Writes the page of a corpus, from its manifest and the statistics of its parts.
 
     Without the statistics of a part, as in a copy of shards and manifest, there is no page, and the log says so.
     """
     parts: list[int | None] = list(range(len(manifest[PARTS]))) if PARTS in manifest else [None]
     names = [PartNames(number).statistics for number in parts]
-    missing = set(names) - directory.file_names(place)
+    missing = set(names) - directory.file_names(folder)
     if missing:
-        _log.warning("%s has no %s, because %s is missing; --overwrite prepares it again", place, REPORT, min(missing))
+        _log.warning("%s has no %s, because %s is missing; --overwrite prepares it again", folder, REPORT, min(missing))
         return
-    page = render(PAGE / "corpus.html.jinja", values(place, manifest, corpus_statistics.load(place, names)))
-    directory.write(storage.join(place, REPORT), page.encode("utf-8", "replace"))
+    page = render(PAGE / "corpus.html.jinja", values(folder, manifest, corpus_statistics.load(folder, names)))
+    directory.write(storage.join(folder, REPORT), page.encode("utf-8", "replace"))
 
 
-def values(place: str, manifest: Mapping[str, Any], statistics: CorpusStatistics) -> dict[str, Any]:
+def values(folder: str, manifest: Mapping[str, Any], statistics: CorpusStatistics) -> dict[str, Any]:
     """What the template shows."""
     rows = [statistics.rows.examples[key] for key in sorted(statistics.rows.examples)]
     lengths = [(number, statistics.lengths[number]) for number in sorted(statistics.lengths)]
     return {
-        "title": f"Corpus {storage.join(place, 'x').split('/')[-2]}",
+        "title": f"Corpus {storage.join(folder, 'x').split('/')[-2]}",
         "source": manifest["source"],
         "tokenizer": manifest["tokenizer"],
         "contents": _contents(manifest),

@@ -61,11 +61,11 @@ class Example:
     """A text that was left out, or a row.
 
     Attributes:
-      place: where the first one with this text is in the source; of a row, its split and its number in the part.
+      origin: where the first one with this text is in the source; of a row, its split and its number in the part.
       times: how many documents with this text were left out.
     """
 
-    place: str
+    origin: str
     text: str
     times: int = 1
 
@@ -80,7 +80,7 @@ class HashSample:
     >>> for key, text in ((7, "b"), (3, "a"), (5, "c"), (3, "a")):
     ...     sample.add(key, Example(text, text))
     >>> sample.examples
-    {3: Example(place='a', text='a', times=2)}
+    {3: Example(origin='a', text='a', times=2)}
     """
 
     most: int
@@ -136,7 +136,7 @@ class CorpusStatistics:
         if is_whole:
             self.lengths[bin_of(tokens)] += 1
 
-    def leave_out(self, reason: str, place: str, content: str | np.ndarray, tokenizer: Tokenizer) -> None:
+    def leave_out(self, reason: str, origin: str, content: str | np.ndarray, tokenizer: Tokenizer) -> None:
         """Counts a document that was left out."""
         data = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content.tobytes()
         left_out = self.left_out.setdefault(reason, LeftOut())
@@ -144,7 +144,7 @@ class CorpusStatistics:
         left_out.bytes += len(data)
         key = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest())
         if left_out.sample.would_keep(key):
-            left_out.sample.add(key, Example(place, _cut(_text(content, tokenizer), _EXAMPLE_BYTES)))
+            left_out.sample.add(key, Example(origin, _cut(_text(content, tokenizer), _EXAMPLE_BYTES)))
 
     def add(self, other: CorpusStatistics) -> None:
         for source, size in other.sources.items():
@@ -177,22 +177,22 @@ class RowSample:
         """Rows (n, T) or (n, 2, T) of a shard, and the number of tokens in each; `first` is the number of the first."""
         numbers = np.arange(first, first + len(rows), dtype=np.uint64)
         keys = _mixed(numbers, f"{split} {self._part}")
-        for place in np.argsort(keys, kind="stable")[:ROWS].tolist():
-            key = int(keys[place])
+        for index in np.argsort(keys, kind="stable")[:ROWS].tolist():
+            key = int(keys[index])
             if len(self._rows) >= ROWS:
                 highest = max(self._rows)
                 if key > highest:
                     break
                 del self._rows[highest]
-            texts = zip(np.atleast_2d(rows[place]), np.atleast_1d(lengths[place]), strict=True)
-            self._rows[key] = (f"{split}, row {first + place}", [ids[:length].copy() for ids, length in texts])
+            texts = zip(np.atleast_2d(rows[index]), np.atleast_1d(lengths[index]), strict=True)
+            self._rows[key] = (f"{split}, row {first + index}", [ids[:length].copy() for ids, length in texts])
 
     def examples(self) -> HashSample:
         """The rows as texts."""
         sample = HashSample(ROWS)
-        for key, (place, texts) in self._rows.items():
+        for key, (origin, texts) in self._rows.items():
             text = "\n―――― rejected ――――\n".join(_row_text(ids, self._tokenizer) for ids in texts)
-            of_part = f"part {self._part}, {place}"
+            of_part = f"part {self._part}, {origin}"
             sample.add(key, Example(of_part, _cut(text, _ROW_BYTES)))
         return sample
 
@@ -228,10 +228,10 @@ def _cut(text: str, most: int) -> str:
     """
     text = "".join(map(_shown, text[:most]))
     size = 0
-    for place, character in enumerate(text):
+    for index, character in enumerate(text):
         size += len(escape(character).encode("utf-8", "replace"))
         if size > most:
-            return f"{text[:place]}…"
+            return f"{text[:index]}…"
     return text
 
 
@@ -249,8 +249,8 @@ class RemovedList:
 
     def add(self, documents: Iterable[tuple[str, str]]) -> None:
         """Appends documents: where each is in the source, and why it was left out."""
-        for place, reason in documents:
-            line = json.dumps({"document": place, "left_out_by": option_of(reason)}, ensure_ascii=False)
+        for origin, reason in documents:
+            line = json.dumps({"document": origin, "left_out_by": option_of(reason)}, ensure_ascii=False)
             self._file.write(line.encode("utf-8", "replace") + b"\n")
             self.documents += 1
 
@@ -265,18 +265,18 @@ def read_removed(path: str) -> Iterator[dict[str, str]]:
         yield from map(json.loads, lines)
 
 
-def save(place: str, names: PartNames, statistics: CorpusStatistics, removed: RemovedList) -> None:
+def save(folder: str, names: PartNames, statistics: CorpusStatistics, removed: RemovedList) -> None:
     """Writes the statistics of a part, and the list of what it left out, if that is anything."""
-    path = storage.join(place, names.removed)
+    path = storage.join(folder, names.removed)
     if removed.documents:
         directory.write(path, removed.data())
     else:
         storage.remove(path)  # that of a call with other options
     data = gzip.compress(json.dumps(_encoded(statistics)).encode(), mtime=0)
-    directory.write(storage.join(place, names.statistics), data)
+    directory.write(storage.join(folder, names.statistics), data)
 
 
-def load(place: str, names: Sequence[str]) -> CorpusStatistics:
+def load(folder: str, names: Sequence[str]) -> CorpusStatistics:
     """The statistics of all parts, whose files have these names; a few of them are in memory at a time.
 
     Raises:
@@ -285,7 +285,7 @@ def load(place: str, names: Sequence[str]) -> CorpusStatistics:
     statistics = CorpusStatistics()
     with ThreadPoolExecutor(_READ_AT_ONCE) as pool:
         for first in range(0, len(names), _READ_AT_ONCE):
-            paths = [storage.join(place, name) for name in names[first : first + _READ_AT_ONCE]]
+            paths = [storage.join(folder, name) for name in names[first : first + _READ_AT_ONCE]]
             for of_part in pool.map(_load, paths):
                 statistics.add(of_part)
     return statistics
@@ -311,7 +311,7 @@ def _encoded_left_out(left_out: LeftOut) -> dict[str, Any]:
 
 
 def _encoded_examples(sample: HashSample) -> list[tuple[int, str, str, int]]:
-    return [(key, entry.place, entry.text, entry.times) for key, entry in sorted(sample.examples.items())]
+    return [(key, entry.origin, entry.text, entry.times) for key, entry in sorted(sample.examples.items())]
 
 
 def _decoded(entries: dict[str, Any]) -> CorpusStatistics:
@@ -326,4 +326,4 @@ def _decoded_left_out(entry: dict[str, Any]) -> LeftOut:
 
 
 def _decoded_examples(most: int, entries: Iterable[Sequence[Any]]) -> HashSample:
-    return HashSample(most, {key: Example(place, text, times) for key, place, text, times in entries})
+    return HashSample(most, {key: Example(origin, text, times) for key, origin, text, times in entries})

@@ -36,22 +36,22 @@ PLACE = np.dtype([("unit", "<u4"), ("place", "<u4")])
 Places = Mapping[int, frozenset[int]]  # in a unit, by its number
 
 
-def find_duplicates(engine: Engine, source: Source, place: str) -> int:
+def find_duplicates(engine: Engine, source: Source, folder: str) -> int:
     """Writes the places of duplicates, for `read_places`; returns the number of groups."""
     groups = -(-source.parts // PARTS_PER_GROUP)
-    for _ in engine.run(_WriteDigests(place, groups), part_tasks(source), place):
+    for _ in engine.run(_WriteDigests(folder, groups), part_tasks(source), folder):
         pass
     of_groups = [Task(f"group {group} of digests", group) for group in range(groups)]
-    for _ in engine.run(_WritePlaces(place, source.parts), of_groups, place):
+    for _ in engine.run(_WritePlaces(folder, source.parts), of_groups, folder):
         pass
     return groups
 
 
-def read_places(place: str, name: str, part: int, groups: int) -> dict[int, frozenset[int]]:
+def read_places(folder: str, name: str, part: int, groups: int) -> dict[int, frozenset[int]]:
     """The places of the documents of a part that the passes of this name leave out, by their unit."""
     places: dict[int, set[int]] = {}
     for group in range(groups):
-        for unit, place_in_unit in load(pass_file(place, name, group, part)).tolist():
+        for unit, place_in_unit in load(pass_file(folder, name, group, part)).tolist():
             places.setdefault(unit, set()).add(place_in_unit)
     return {unit: frozenset(of_unit) for unit, of_unit in sorted(places.items())}
 
@@ -66,9 +66,9 @@ def digest_of_places(places: Places) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-def remove_passes(place: str) -> None:
+def remove_passes(folder: str) -> None:
     """Removes the files of both passes."""
-    passes = storage.join(place, PASSES)
+    passes = storage.join(folder, PASSES)
     for path in storage.list_files(passes):
         storage.remove(path)
     if not storage.is_remote(passes) and os.path.isdir(passes):
@@ -79,7 +79,7 @@ def remove_passes(place: str) -> None:
 class _WriteDigests:
     """The first pass, over one part."""
 
-    place: str
+    folder: str
     groups: int
 
     def __call__(self, numbered: tuple[int, Source]) -> None:
@@ -89,12 +89,12 @@ class _WriteDigests:
         documents = np.concatenate(of_units)
         del of_units
         for group in range(self.groups):
-            save(pass_file(self.place, "digests", number, group), documents[documents["high"] % self.groups == group])
+            save(pass_file(self.folder, "digests", number, group), documents[documents["high"] % self.groups == group])
 
 
 def _documents(part: int, unit: int, of_unit: list[bytes | None]) -> np.ndarray:
     """The documents of a unit that have a digest."""
-    places = [place for place, digest in enumerate(of_unit) if digest is not None]
+    places = [index for index, digest in enumerate(of_unit) if digest is not None]
     halves = np.frombuffer(b"".join(digest for digest in of_unit if digest is not None), ">u8").reshape(-1, 2)
     documents = np.zeros(len(places), _DOCUMENT)
     documents["high"], documents["low"] = halves.T
@@ -117,22 +117,22 @@ def needs(size: SourceSize) -> Needs:
 class _WritePlaces:
     """The second pass, over one group of digests."""
 
-    place: str
+    folder: str
     parts: int
 
     def __call__(self, group: int) -> None:
-        documents = np.concatenate([load(pass_file(self.place, "digests", part, group)) for part in range(self.parts)])
+        documents = np.concatenate([load(pass_file(self.folder, "digests", part, group)) for part in range(self.parts)])
         # By the digest, and then by the place, so that the first one of each digest is the earliest.
         documents = documents[np.lexsort([documents[key] for key in ("place", "unit", "part", "low", "high")])]
         is_same = (documents["high"][1:] == documents["high"][:-1]) & (documents["low"][1:] == documents["low"][:-1])
         repeated = documents[1:][is_same]
         for part in range(self.parts):
             of_part = repeated[repeated["part"] == part]
-            save(pass_file(self.place, NAME, group, part), of_part[["unit", "place"]].astype(PLACE))
+            save(pass_file(self.folder, NAME, group, part), of_part[["unit", "place"]].astype(PLACE))
 
 
-def pass_file(place: str, name: str, first: int, second: int) -> str:
-    return storage.join(place, f"{PASSES}/{name}-{first:05d}-{second:05d}.npy")
+def pass_file(folder: str, name: str, first: int, second: int) -> str:
+    return storage.join(folder, f"{PASSES}/{name}-{first:05d}-{second:05d}.npy")
 
 
 def save(path: str, array: np.ndarray) -> None:

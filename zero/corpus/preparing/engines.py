@@ -31,8 +31,8 @@ class Engine(Protocol):
     def remainder(self, count: int) -> int:
         """How many of so many tasks would leave processes of this machine without one."""
 
-    def run(self, work: Work, tasks: Sequence[Task], place: str) -> Iterator[Task]:
-        """Calls `work`, which can be pickled, with the argument of each task; `place` is the corpus's directory.
+    def run(self, work: Work, tasks: Sequence[Task], folder: str) -> Iterator[Task]:
+        """Calls `work`, which can be pickled, with the argument of each task; `folder` is the corpus's directory.
 
         Raises:
           UserError: a task cannot be done; the message names it.
@@ -48,7 +48,7 @@ class LocalEngine:
     def remainder(self, count: int) -> int:
         return count % self.workers if self.workers > 1 else count
 
-    def run(self, work: Work, tasks: Sequence[Task], place: str) -> Iterator[Task]:
+    def run(self, work: Work, tasks: Sequence[Task], folder: str) -> Iterator[Task]:
         if self.workers > 1:
             yield from run_in_processes(work, tasks, self.workers)
             return
@@ -71,13 +71,13 @@ class BeamEngine:
     def remainder(self, count: int) -> int:
         return 0
 
-    def run(self, work: Work, tasks: Sequence[Task], place: str) -> Iterator[Task]:
+    def run(self, work: Work, tasks: Sequence[Task], folder: str) -> Iterator[Task]:
         try:
             import apache_beam as beam
             from apache_beam.options.pipeline_options import PipelineOptions
         except ImportError:
             raise UserError(f"--runner: the apache_beam library is missing; {install_command('beam')}") from None
-        _remove_errors(place)
+        _remove_errors(folder)
         options = PipelineOptions(list(self.arguments))
         failure: BaseException | None = None
         try:
@@ -85,10 +85,10 @@ class BeamEngine:
                 numbered = pipeline | "tasks" >> beam.Create(list(tasks))
                 # Else a runner may do all of them in the process that has made the list.
                 spread = numbered | "spread" >> beam.Reshuffle()
-                spread | "do" >> beam.Map(_OnWorker(work, place))
+                spread | "do" >> beam.Map(_OnWorker(work, folder))
         except Exception as error:  # noqa: BLE001 - each runner has exceptions of its own, and some text in each
             failure = error
-        _raise_errors(place)
+        _raise_errors(folder)
         if failure is not None:
             raise Unavailable(f"the runner has given up: {first_line(failure)}") from failure
         yield from tasks
@@ -103,7 +103,7 @@ class _OnWorker:
     """
 
     work: Work
-    place: str
+    folder: str
 
     def __call__(self, task: Task) -> None:
         try:
@@ -118,26 +118,26 @@ class _OnWorker:
 
     def _error_file(self, task: Task) -> str:
         digest = hashlib.sha256(task.name.encode()).hexdigest()
-        return storage.join(self.place, f"{digest[:16]}{ERROR}")
+        return storage.join(self.folder, f"{digest[:16]}{ERROR}")
 
 
-def _raise_errors(place: str) -> None:
+def _raise_errors(folder: str) -> None:
     """Raises what workers have left about tasks that cannot be done: the first three, and how many there are."""
-    names = [name for name in directory.file_names(place) if name.endswith(ERROR)]
-    errors = sorted(directory.read(storage.join(place, name)).decode().split(" ", 1) for name in names)
+    names = [name for name in directory.file_names(folder) if name.endswith(ERROR)]
+    errors = sorted(directory.read(storage.join(folder, name)).decode().split(" ", 1) for name in names)
     if not errors:
         return
-    _remove_errors(place)
+    _remove_errors(folder)
     shown = "; ".join(message for _, message in errors[:3])
     more = f"; and {len(errors) - 3} more" if len(errors) > 3 else ""
     is_temporary = all(int(status) == Unavailable.status for status, _ in errors)
     raise (Unavailable if is_temporary else UserError)(shown + more)
 
 
-def _remove_errors(place: str) -> None:
-    for name in directory.file_names(place):
+def _remove_errors(folder: str) -> None:
+    for name in directory.file_names(folder):
         if name.endswith(ERROR):
-            storage.remove(storage.join(place, name))
+            storage.remove(storage.join(folder, name))
 
 
 def local_engine(workers: int | None) -> LocalEngine:

@@ -81,13 +81,13 @@ class Nearness:
         return minhash.hashvalues
 
 
-def find_near_duplicates(engine: Engine, source: Source, place: str, nearness: Nearness) -> None:
+def find_near_duplicates(engine: Engine, source: Source, folder: str, nearness: Nearness) -> None:
     """Writes the places of documents that are near an earlier one, for `duplicates.read_places`."""
     groups = source.parts
-    for _ in engine.run(_WriteBands(place, groups, nearness), part_tasks(source), place):
+    for _ in engine.run(_WriteBands(folder, groups, nearness), part_tasks(source), folder):
         pass
     of_groups = [Task(f"group {group} of bands", group) for group in range(groups)]
-    for _ in engine.run(_WritePlaces(place, source.parts, nearness), of_groups, place):
+    for _ in engine.run(_WritePlaces(folder, source.parts, nearness), of_groups, folder):
         pass
 
 
@@ -134,7 +134,7 @@ def _dtype(permutations: int) -> np.dtype:
 class _WriteBands:
     """The first pass, over one part: a row for each band of each document."""
 
-    place: str
+    folder: str
     groups: int
     nearness: Nearness
 
@@ -148,7 +148,7 @@ class _WriteBands:
                 of_groups[group].append(rows[groups == group])
         none = np.zeros(0, _dtype(self.nearness.permutations))
         for group in range(self.groups):
-            save(pass_file(self.place, "bands", number, group), np.concatenate([none, *of_groups[group]]))
+            save(pass_file(self.folder, "bands", number, group), np.concatenate([none, *of_groups[group]]))
             of_groups[group] = []
 
     def _rows(self, part: int, number: int, unit: Unit) -> np.ndarray:
@@ -157,14 +157,14 @@ class _WriteBands:
         keys: list[int] = []
         places: list[int] = []
         signatures: list[np.ndarray] = []
-        for place, document in enumerate(unit.documents()):
+        for index, document in enumerate(unit.documents()):
             if document.left_out_by is not None or not document.content:
                 continue
             values = self.nearness.signature(document)
             for band in range(bands):
                 of_band = values[band * length : (band + 1) * length].tobytes() + bytes([band])
                 keys.append(int.from_bytes(hashlib.blake2b(of_band, digest_size=8).digest()))
-            places.append(place)
+            places.append(index)
             signatures.append(values.astype(np.uint8))
         rows = np.zeros(len(keys), _dtype(self.nearness.permutations))
         if places:
@@ -180,17 +180,17 @@ class _WriteBands:
 class _WritePlaces:
     """The second pass, over one group of bands of all parts."""
 
-    place: str
+    folder: str
     parts: int
     nearness: Nearness
 
     def __call__(self, group: int) -> None:
-        rows = np.concatenate([load(pass_file(self.place, "bands", part, group)) for part in range(self.parts)])
+        rows = np.concatenate([load(pass_file(self.folder, "bands", part, group)) for part in range(self.parts)])
         rows = rows[np.lexsort([rows[key] for key in ("place", "unit", "part", "key")])]
         bounds = np.concatenate([[0], np.flatnonzero(np.diff(rows["key"])) + 1, [len(rows)]])
         is_near = np.zeros(len(rows), bool)
-        for place in np.flatnonzero(np.diff(bounds) > 1):  # most keys have one document
-            first, end = bounds[place : place + 2]
+        for index in np.flatnonzero(np.diff(bounds) > 1):  # most keys have one document
+            first, end = bounds[index : index + 2]
             signatures = rows["signature"][first:end]
             for number in range(1, end - first):
                 earlier = signatures[: min(number, COMPARED)]
@@ -198,7 +198,7 @@ class _WritePlaces:
         near = rows[["part", "unit", "place"]][is_near]
         for part in range(self.parts):
             places = np.unique(near[near["part"] == part][["unit", "place"]].astype(PLACE))
-            save(pass_file(self.place, NAME, group, part), places)
+            save(pass_file(self.folder, NAME, group, part), places)
 
 
 def needs(size: SourceSize, nearness: Nearness) -> Needs:

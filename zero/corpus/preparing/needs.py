@@ -39,11 +39,11 @@ class Needs:
     memory: int
     disk: int
 
-    def described(self, option: str, size: SourceSize, place: str, processes: int | None) -> str:
+    def described(self, option: str, size: SourceSize, folder: str, processes: int | None) -> str:
         """A line for the user; so many processes of this machine, None: workers of a runner."""
         of_disk = ""
         if self.disk:
-            of_disk = f"{readable(self.disk)} of disk in {storage.join(place, 'passes')}{_free(place)}, and "
+            of_disk = f"{readable(self.disk)} of disk in {storage.join(folder, 'passes')}{_free(folder)}, and "
         each = "each worker"
         if processes is not None:
             each = "the process" if processes == 1 else f"each of {processes} processes"
@@ -92,5 +92,5 @@ def readable(size: int) -> str:
     return f"{value:.3g} TB"
 
 
-def _free(place: str) -> str:
-    return "" if storage.is_remote(place) else f" ({readable(shutil.disk_usage(place).free)} are free)"
+def _free(folder: str) -> str:
+    return "" if storage.is_remote(folder) else f" ({readable(shutil.disk_usage(folder).free)} are free)"

@@ -27,7 +27,7 @@ from zero.files import storage
 class PartJob:
     """What the parts of a corpus have in common; it can be pickled."""
 
-    place: str
+    folder: str
     arguments: dict[str, Any]  # of the corpus, as its manifest records them
     tokenizer: Tokenizer
     overwrite: bool  # replaces parts that were made with other arguments, or of other contents
@@ -59,11 +59,11 @@ def prepare_part(job: PartJob, number: int, part: Source, workers: int, bar: tqd
       UserError: the part cannot be prepared, or was made with other arguments or of other contents.
     """
     names = PartNames(number)
-    path = storage.join(job.place, names.manifest)
+    path = storage.join(job.folder, names.manifest)
     try:
         arguments = job.arguments_of(part)
         if job.shuffled_parts:
-            shuffled = read_shuffled(job.place, number, job.shuffled_parts)
+            shuffled = read_shuffled(job.folder, number, job.shuffled_parts)
             part.shuffled = shuffled.units
             arguments["shuffled"] = shuffled.digest
         else:
@@ -75,11 +75,11 @@ def prepare_part(job: PartJob, number: int, part: Source, workers: int, bar: tqd
                 return
             storage.remove(path)
         written = write_shards(
-            part, job.place, names, arguments, job.threshold, job.tokenizer, workers, bar, job.skip_broken
+            part, job.folder, names, arguments, job.threshold, job.tokenizer, workers, bar, job.skip_broken
         )
     except UserError as error:
         raise type(error)(f"part {number} ({part}): {error}") from error
-    corpus_statistics.save(job.place, names, written.statistics, written.removed)
+    corpus_statistics.save(job.folder, names, written.statistics, written.removed)
     corpus_files.save(path, corpus_files.finished(arguments, part, written.shards, written.counts))
 
 
@@ -87,10 +87,10 @@ def mark_duplicates(job: PartJob, number: int, part: Source) -> dict[str, str]:
     """Has the units of a part mark what is left out; returns what its manifest records of that."""
     recorded = {}
     if job.duplicate_groups:
-        part.duplicates = read_places(job.place, duplicates.NAME, number, job.duplicate_groups)
+        part.duplicates = read_places(job.folder, duplicates.NAME, number, job.duplicate_groups)
         recorded["left_out"] = digest_of_places(part.duplicates)
     if job.near_groups:
-        part.near_duplicates = read_places(job.place, near_duplicates.NAME, number, job.near_groups)
+        part.near_duplicates = read_places(job.folder, near_duplicates.NAME, number, job.near_groups)
         recorded["left_out_near"] = digest_of_places(part.near_duplicates)
     return recorded
 
@@ -105,50 +105,50 @@ class WriteTexts:
     def __call__(self, numbered: tuple[int, Source]) -> None:
         number, part = numbered
         mark_duplicates(self.job, number, part)
-        write_texts(self.job.place, number, part, self.parts)
+        write_texts(self.job.folder, number, part, self.parts)
 
 
 def _is_kept(names: PartNames, manifest: dict[str, Any], job: PartJob, arguments: dict[str, Any], part: Source) -> bool:
     """Whether an earlier call has made this part, and all of its files exist."""
-    path = storage.join(job.place, names.manifest)
+    path = storage.join(job.folder, names.manifest)
     if not corpus_files.is_made_with(path, manifest, arguments, job.overwrite):
         return False
     if not corpus_files.is_of_source(path, manifest, part, job.overwrite):
         return False
     files = [names.statistics, *(shard["name"] for shard in manifests.shards_of(manifest))]
-    return all(storage.exists(storage.join(job.place, name)) for name in files)
+    return all(storage.exists(storage.join(job.folder, name)) for name in files)
 
 
-def has_parts_of(place: str, arguments: dict[str, Any], source: Source) -> bool:
+def has_parts_of(folder: str, arguments: dict[str, Any], source: Source) -> bool:
     """Whether an earlier call has begun this corpus: some part was made with these arguments, of these files."""
     if source.parts == 1:
         return False
-    existing = directory.file_names(place)
+    existing = directory.file_names(folder)
     for number in range(source.parts):
         name = PartNames(number).manifest
         if name in existing:
             expected = arguments | {"source_files": source.part(number).fingerprint}
-            manifest = manifests.load_file(storage.join(place, name))
+            manifest = manifests.load_file(storage.join(folder, name))
             return all(manifest.get(key) == value for key, value in expected.items())
     return False
 
 
 def write_parts(source: Source, job: PartJob, engine: Engine, bar: tqdm) -> None:
     """Prepares all parts that are missing, and compares the others with their source."""
-    existing = directory.file_names(job.place)
+    existing = directory.file_names(job.folder)
     made = [number for number in range(source.parts) if PartNames(number).manifest in existing]
     missing = [number for number in range(source.parts) if PartNames(number).manifest not in existing]
     # Each part in a process by itself; the last ones, which are too few for all processes, one by one in all of them.
     count = len(missing) - engine.remainder(len(missing))
     alone = [*made, *missing[:count]]
-    for number in run_tasks(engine, job, source, alone, job.place):
+    for number in run_tasks(engine, job, source, alone, job.folder):
         bar.update(source.part(number).size)
     for number in missing[count:]:
         prepare_part(job, number, source.part(number), engine.workers, bar)
 
 
-def run_tasks(engine: Engine, work: Work, source: Source, numbers: Sequence[int], place: str) -> Iterator[int]:
+def run_tasks(engine: Engine, work: Work, source: Source, numbers: Sequence[int], folder: str) -> Iterator[int]:
     """Calls `work` with the number and the source of each of these parts; yields the numbers as the parts are done."""
-    for task in engine.run(work, part_tasks(source, numbers), place):
+    for task in engine.run(work, part_tasks(source, numbers), folder):
         number, _ = task.argument
         yield number

@@ -29,12 +29,12 @@ def peek(index: str, rows: int, tokenizer: Tokenizer | None = None) -> Iterator[
     if rows < 1:
         raise UserError(f"--peek {rows}: expected at least one row")
     shards = read_index(index)
-    place = storage.parent(shards[0].path)
+    folder = storage.parent(shards[0].path)
     if tokenizer is None:
-        is_bytes = manifest.load(place)["tokenizer"] == "bytes"
-        tokenizer = load_tokenizer("bytes" if is_bytes else storage.join(place, manifest.TOKENIZER))
-    manifest.check_tokenizer(place, tokenizer)
-    recorded = manifest.load(place) if storage.exists(storage.join(place, manifest.MANIFEST)) else {}
+        is_bytes = manifest.load(folder)["tokenizer"] == "bytes"
+        tokenizer = load_tokenizer("bytes" if is_bytes else storage.join(folder, manifest.TOKENIZER))
+    manifest.check_tokenizer(folder, tokenizer)
+    recorded = manifest.load(folder) if storage.exists(storage.join(folder, manifest.MANIFEST)) else {}
     is_packed = recorded.get("pack") is not None
     names = ANSWERS if recorded.get("preferences") else ("",)
     total = sum(shard.rows for shard in shards)

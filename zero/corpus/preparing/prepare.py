@@ -161,23 +161,23 @@ def prepare(
     }
     if opened.parts > 1:
         arguments[corpus_files.PART_BYTES_KEY] = part_bytes
-    place = storage.join(directory, name)
+    folder = storage.join(directory, name)
     indices = {split: storage.join(index_directory, f"{name}_{split}.index") for split in ALL_SPLITS}
-    if storage.is_remote(indices["train"]) and not storage.is_remote(place):
-        raise UserError(f"index_directory {index_directory}: an index in a bucket cannot list shards in {place}")
+    if storage.is_remote(indices["train"]) and not storage.is_remote(folder):
+        raise UserError(f"index_directory {index_directory}: an index in a bucket cannot list shards in {folder}")
     engine = local_engine(workers) if runner is None else BeamEngine(tuple(runner))
     if isinstance(engine, BeamEngine) and opened.parts == 1:
         raise UserError(
             f"{source} is one part, which needs no --runner; a smaller --part-bytes makes more of a file of lines"
         )
     hidden = None if progress else True  # None: hidden unless there is a terminal
-    with directories.locked(place), tqdm(desc=name, unit="B", unit_scale=True, disable=hidden, leave=False) as bar:
+    with directories.locked(folder), tqdm(desc=name, unit="B", unit_scale=True, disable=hidden, leave=False) as bar:
         manifest = _prepare_locked(
-            opened, place, indices, arguments, options, workers, engine, overwrite, announce, bar
+            opened, folder, indices, arguments, options, workers, engine, overwrite, announce, bar
         )
     sizes = {split: _summary(manifest[split]) for split in manifests.splits_of(manifest)}
     return Corpus(
-        directory=place,
+        directory=folder,
         train_index=indices["train"],
         validation_index=indices["validation"] if sizes["validation"].rows else None,
         train=sizes["train"],
@@ -202,7 +202,7 @@ def _summary(split: dict[str, Any]) -> SplitSummary:
 
 def _prepare_locked(
     source: Source,
-    place: str,
+    folder: str,
     indices: dict[str, str],
     arguments: dict[str, Any],
     options: CorpusOptions,
@@ -214,38 +214,38 @@ def _prepare_locked(
 ) -> dict[str, Any]:
     """Begins a corpus, writes the missing parts, and returns its manifest."""
     tokenizer = options.tokenizer
-    manifest = corpus_files.find_usable(place, arguments, overwrite)
-    if manifest is not None and not corpus_files.is_of_source(place, manifest, source, overwrite):
+    manifest = corpus_files.find_usable(folder, arguments, overwrite)
+    if manifest is not None and not corpus_files.is_of_source(folder, manifest, source, overwrite):
         manifest = None
     if isinstance(tokenizer, int):
-        tokenizer = _load_or_train_tokenizer(place, manifest is not None, arguments, source, tokenizer, bar)
+        tokenizer = _load_or_train_tokenizer(folder, manifest is not None, arguments, source, tokenizer, bar)
     arguments |= {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size}
     arguments |= {manifests.SPECIAL_TOKENS: manifests.described(tokenizer)}
     if manifest is not None:
-        manifest = corpus_files.find_usable(place, arguments, overwrite)
+        manifest = corpus_files.find_usable(folder, arguments, overwrite)
     if manifest is None:
-        job = PartJob(place, arguments, tokenizer, overwrite, options.skip_broken)
-        for line in describe_needs(source, arguments, place, engine):
+        job = PartJob(folder, arguments, tokenizer, overwrite, options.skip_broken)
+        for line in describe_needs(source, arguments, folder, engine):
             announce(line)
-        corpus_files.begin(place, indices, tokenizer)
-        storage.remove_unfinished(place)
+        corpus_files.begin(folder, indices, tokenizer)
+        storage.remove_unfinished(folder)
         if source.parts == 1:
             manifest = _write_only_part(source, job, indices, workers, bar)
         else:
             manifest = _write_parts(source, job, engine, bar)
     elif manifest.get("skipped", 0) > options.skip_broken:
-        raise too_many_broken(manifest["skipped"], options.skip_broken, f"{storage.join(place, REPORT)} shows them")
+        raise too_many_broken(manifest["skipped"], options.skip_broken, f"{storage.join(folder, REPORT)} shows them")
     for split, index in indices.items():
         storage.remove_unfinished(storage.parent(index), os.path.basename(index))
         if split in manifest and manifest[split]["rows"] and not storage.exists(index):
-            directories.write(index, corpus_files.index_text(index, place, split, manifest[split]))
-    if not storage.exists(storage.join(place, REPORT)):
-        storage.remove_unfinished(place, REPORT)
-        write_report(place, manifest)
+            directories.write(index, corpus_files.index_text(index, folder, split, manifest[split]))
+    if not storage.exists(storage.join(folder, REPORT)):
+        storage.remove_unfinished(folder, REPORT)
+        write_report(folder, manifest)
     return manifest
 
 
-def describe_needs(source: Source, arguments: Mapping[str, Any], place: str, engine: Engine) -> list[str]:
+def describe_needs(source: Source, arguments: Mapping[str, Any], folder: str, engine: Engine) -> list[str]:
     """What each option that looks at all documents needs, a line each."""
     nearness = Nearness.of_manifest(arguments)
     chosen: dict[str, Callable[[SourceSize], Needs]] = {}
@@ -261,33 +261,33 @@ def describe_needs(source: Source, arguments: Mapping[str, Any], place: str, eng
     if size is None:
         return [f"--{option} needs memory and disk for each document of {source}, of unknown size" for option in chosen]
     processes = min(engine.workers, source.parts) if isinstance(engine, LocalEngine) else None
-    return [needs(size).described(option, size, place, processes) for option, needs in chosen.items()]
+    return [needs(size).described(option, size, folder, processes) for option, needs in chosen.items()]
 
 
 def _write_only_part(
     source: Source, job: PartJob, indices: dict[str, str], workers: int | None, bar: tqdm
 ) -> dict[str, Any]:
     """Writes a corpus of one part, and returns its manifest."""
-    corpus_files.remove_other_parts(job.place, ())
+    corpus_files.remove_other_parts(job.folder, ())
     if job.arguments["deduplicate"]:
         _leave_out_duplicates(source, workers, bar)
     nearness = Nearness.of_manifest(job.arguments)
     if nearness is not None:
-        remove_passes(job.place)
-        find_near_duplicates(LocalEngine(1), source, job.place, nearness)
-        source.near_duplicates = read_places(job.place, near_duplicates.NAME, 0, source.parts)
-        remove_passes(job.place)
+        remove_passes(job.folder)
+        find_near_duplicates(LocalEngine(1), source, job.folder, nearness)
+        source.near_duplicates = read_places(job.folder, near_duplicates.NAME, 0, source.parts)
+        remove_passes(job.folder)
     if job.arguments.get("shuffle"):
-        write_texts(job.place, 0, source, 1)
-        source.shuffled = read_shuffled(job.place, 0, 1).units
-        remove_passes(job.place)
+        write_texts(job.folder, 0, source, 1)
+        source.shuffled = read_shuffled(job.folder, 0, 1).units
+        remove_passes(job.folder)
     threshold = job.threshold
     while True:
-        bar.set_description(os.path.basename(job.place))
+        bar.set_description(os.path.basename(job.folder))
         bar.reset(source.size)
         written = write_shards(
             source,
-            job.place,
+            job.folder,
             PartNames(None),
             job.arguments,
             threshold,
@@ -298,15 +298,15 @@ def _write_only_part(
         )
         if all(count.documents for count in written.counts) or (threshold == 0 and written.counts[0].documents):
             manifest = corpus_files.finished(job.arguments, source, written.shards, written.counts)
-            corpus_statistics.save(job.place, PartNames(None), written.statistics, written.removed)
-            corpus_files.save(storage.join(job.place, MANIFEST), manifest)
+            corpus_statistics.save(job.folder, PartNames(None), written.statistics, written.removed)
+            corpus_files.save(storage.join(job.folder, MANIFEST), manifest)
             return manifest
         # With few documents one split may get none: then the document with the lowest hash is for validation.
-        corpus_files.begin(job.place, indices, job.tokenizer)
+        corpus_files.begin(job.folder, indices, job.tokenizer)
         train, validation = written.counts[: len(SPLITS)]
         lowest = min(train.lowest, validation.lowest) + 1
         if source.is_one_text or lowest in (NO_HASH + 1, threshold):
-            corpus_files.remove_corpus(job.place, indices)
+            corpus_files.remove_corpus(job.folder, indices)
             raise _too_little(job.arguments, written.counts)
         threshold = lowest
 
@@ -315,32 +315,32 @@ def _write_parts(source: Source, job: PartJob, engine: Engine, bar: tqdm) -> dic
     """Writes the missing parts of a corpus, and returns its manifest."""
     of_parts = [PartNames(number) for number in range(source.parts)]
     names = [of_part.manifest for of_part in of_parts]
-    bar.set_description(os.path.basename(job.place))
+    bar.set_description(os.path.basename(job.folder))
     bar.reset(source.size)
-    remove_passes(job.place)
+    remove_passes(job.folder)
     if job.arguments["deduplicate"]:
-        job = replace(job, duplicate_groups=find_duplicates(engine, source, job.place))
+        job = replace(job, duplicate_groups=find_duplicates(engine, source, job.folder))
     nearness = Nearness.of_manifest(job.arguments)
     if nearness is not None:
-        find_near_duplicates(engine, source, job.place, nearness)
+        find_near_duplicates(engine, source, job.folder, nearness)
         job = replace(job, near_groups=source.parts)
     if job.arguments.get("shuffle"):
-        for _ in run_tasks(engine, WriteTexts(job, source.parts), source, range(source.parts), job.place):
+        for _ in run_tasks(engine, WriteTexts(job, source.parts), source, range(source.parts), job.folder):
             pass
         job = replace(job, shuffled_parts=source.parts)
     write_parts(source, job, engine, bar)
-    parts = manifests.load_parts(job.place, names)
+    parts = manifests.load_parts(job.folder, names)
     splits = ALL_SPLITS[: source.splits]
     used = [*names]
     for of_part in of_parts:
         used += [of_part.statistics, of_part.removed]
     for part in parts:
         used += [shard["name"] for shard in manifests.shards_of(part)]
-    corpus_files.remove_other_parts(job.place, used)
-    remove_passes(job.place)
+    corpus_files.remove_other_parts(job.folder, used)
+    remove_passes(job.folder)
     skipped = sum(part["skipped"] for part in parts)
     if skipped > job.skip_broken:
-        lists = storage.join(job.place, PartNames(0).removed)
+        lists = storage.join(job.folder, PartNames(0).removed)
         raise too_many_broken(skipped, job.skip_broken, f"{lists}, and those of other parts, list them")
     contents = digest_of_parts(part["source_contents"] for part in parts)
     manifest = corpus_files.joined(job.arguments, contents, names, parts)
@@ -350,8 +350,8 @@ def _write_parts(source: Source, job: PartJob, engine: Engine, bar: tqdm) -> dic
             f"{job.arguments['source']} holds too little text to set documents aside for validation; choose a larger "
             "--validation-fraction"
         )
-    corpus_files.save(storage.join(job.place, MANIFEST), manifest)
-    return manifests.load(job.place)
+    corpus_files.save(storage.join(job.folder, MANIFEST), manifest)
+    return manifests.load(job.folder)
 
 
 def _too_little(arguments: dict[str, Any], counts: Sequence[Counts]) -> UserError:
@@ -387,11 +387,11 @@ def _leave_out_duplicates(source: Source, workers: int | None, bar: tqdm) -> Non
 
 
 def _load_or_train_tokenizer(
-    place: str, is_finished: bool, arguments: dict[str, Any], source: Source, vocab_size: int, bar: tqdm
+    folder: str, is_finished: bool, arguments: dict[str, Any], source: Source, vocab_size: int, bar: tqdm
 ) -> FileTokenizer:
     """The tokenizer that an earlier call has trained, or one that is trained on the beginning of the source."""
-    path = storage.join(place, TOKENIZER)
-    if storage.exists(path) and (is_finished or has_parts_of(place, arguments, source)):
+    path = storage.join(folder, TOKENIZER)
+    if storage.exists(path) and (is_finished or has_parts_of(folder, arguments, source)):
         return FileTokenizer(path, storage.read_bytes(path))
     if source.has_ids:
         raise UserError("train_tokenizer expects text, and the source holds tokens")

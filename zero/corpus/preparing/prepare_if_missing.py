@@ -39,10 +39,10 @@ def prepare_if_missing(
                 f"{' and '.join(_index_files(corpus))}"
             )
     names = {corpus if absolute[path] in of_corpus else beside for path in missing}
-    place = f"{DIRECTORY}/{corpus}"
-    is_prepared = not missing and set(absolute.values()) == set(of_corpus) and storage.exists(f"{place}/{MANIFEST}")
+    folder = f"{DIRECTORY}/{corpus}"
+    is_prepared = not missing and set(absolute.values()) == set(of_corpus) and storage.exists(f"{folder}/{MANIFEST}")
     used = {}
-    if is_prepared and load(place).get("row_tokens", row_tokens) < row_tokens:
+    if is_prepared and load(folder).get("row_tokens", row_tokens) < row_tokens:
         used = {path: _index_files(beside)[of_corpus.index(absolute[path])] for path in absolute}
         if not all(map(storage.exists, used.values())):
             names = {beside}

@@ -27,7 +27,7 @@ BYTES_OF_LINE = 120  # of objects in memory, for each line
 _KEY = 32  # characters of a hash, which begin each line
 
 
-def write_texts(place: str, number: int, part: Source, parts: int) -> None:
+def write_texts(folder: str, number: int, part: Source, parts: int) -> None:
     """Writes the documents of a part for the parts that they go to; those that are left out stay, to be counted."""
     for_parts: list[list[bytes]] = [[] for _ in range(parts)]
     for unit in part.units():
@@ -37,7 +37,7 @@ def write_texts(place: str, number: int, part: Source, parts: int) -> None:
             target = int(key[:16], 16) % parts if is_kept else number
             for_parts[target].append(_line(key, document))
     for target in range(parts):
-        directory.write(_file(place, number, target), b"".join(for_parts[target]))
+        directory.write(_file(folder, number, target), b"".join(for_parts[target]))
         for_parts[target] = []
 
 
@@ -62,11 +62,11 @@ class Shuffled:
             yield Unit(size, partial(_documents, b"\n".join(group)))
 
 
-def read_shuffled(place: str, number: int, parts: int) -> Shuffled:
+def read_shuffled(folder: str, number: int, parts: int) -> Shuffled:
     """What all parts have written for one, by hash; equal texts in the order of the source."""
     lines: list[bytes] = []
     for source in range(parts):
-        lines += directory.read(_file(place, source, number)).splitlines()
+        lines += directory.read(_file(folder, source, number)).splitlines()
     lines.sort(key=lambda line: line[:_KEY])
     digest = hashlib.sha256()
     for line in lines:
@@ -113,5 +113,5 @@ def _documents(lines: bytes) -> Iterator[Document]:
         yield Document(entry.pop("text"), **entry)
 
 
-def _file(place: str, source: int, target: int) -> str:
-    return storage.join(place, f"{PASSES}/texts-{source:05d}-{target:05d}.jsonl")
+def _file(folder: str, source: int, target: int) -> str:
+    return storage.join(folder, f"{PASSES}/texts-{source:05d}-{target:05d}.jsonl")

@@ -48,7 +48,7 @@ class Written(NamedTuple):
 
 def write_shards(
     source: Source,
-    place: str,
+    folder: str,
     names: PartNames,
     arguments: dict[str, Any],
     threshold: int,
@@ -84,7 +84,7 @@ def write_shards(
     is_cheap = source.has_ids or isinstance(tokenizer, ByteTokenizer)
     workers = workers or (1 if is_cheap else useful_workers(source))
     with ThreadPoolExecutor(1) as thread:
-        publisher = _ShardPublisher(place, names, splits, thread)
+        publisher = _ShardPublisher(folder, names, splits, thread)
         sample = RowSample(names.part, tokenizer)
         writers = [_SplitWriter(split, arguments, tokenizer, publisher, sample) for split in splits]
         statistics = CorpusStatistics()
@@ -114,8 +114,8 @@ def useful_workers(source: Source) -> int:
 class _ShardPublisher:
     """Names shards, writes them in a thread, and describes them."""
 
-    def __init__(self, place: str, names: PartNames, splits: Sequence[str], thread: ThreadPoolExecutor):
-        self._place = place
+    def __init__(self, folder: str, names: PartNames, splits: Sequence[str], thread: ThreadPoolExecutor):
+        self._place = folder
         self._names = names
         self._thread = thread
         self._pending: deque[Future[None]] = deque()

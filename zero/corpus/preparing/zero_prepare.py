@@ -362,13 +362,13 @@ def _quoted(path: str) -> str:
     return path if is_plain else f"'{escaped}'"
 
 
-def _hub_tokenizer(place: str) -> tuple[FileTokenizer, str]:
+def _hub_tokenizer(model: str) -> tuple[FileTokenizer, str]:
     """The tokenizer of a model of the hub, and its name as `hf:NAME@COMMIT`, which is the same for ever."""
-    folder = download(place, (TOKENIZER, *COMPANIONS, MODEL_CONFIG))
+    folder = download(model, (TOKENIZER, *COMPANIONS, MODEL_CONFIG))
     path = folder / TOKENIZER
     if not path.is_file():
-        raise UserError(f"{place} has no {TOKENIZER}; expected a model with a file of the tokenizers library")
-    return FileTokenizer(str(path), path.read_bytes()), f"{place.partition('@')[0]}@{folder.name}"
+        raise UserError(f"{model} has no {TOKENIZER}; expected a model with a file of the tokenizers library")
+    return FileTokenizer(str(path), path.read_bytes()), f"{model.partition('@')[0]}@{folder.name}"
 
 
 def _peek(given: argparse.Namespace) -> None:

@@ -71,16 +71,16 @@ class FsspecStore(ABC):
 
     def list_stats(self, directory: str | Path) -> dict[str, ObjectStat]:
         """All objects below a directory, by URL; without checksums, because a list does not tell of encryption."""
-        place = str(directory).rstrip("/")
-        files, path = self._open(place)
+        root = str(directory).rstrip("/")
+        files, path = self._open(root)
 
         def request() -> dict[str, dict[str, Any]]:
             files.invalidate_cache()
             return files.find(path, detail=True)
 
         return {
-            place + name.removeprefix(path): self.object_stat(info)._replace(checksum=None)
-            for name, info in self._repeated(place, request).items()
+            root + name.removeprefix(path): self.object_stat(info)._replace(checksum=None)
+            for name, info in self._repeated(root, request).items()
             if name.startswith(f"{path}/") and info["type"] == "file"
         }
 

@@ -44,8 +44,8 @@ def without(
 
 
 def _marked(documents: Documents, places: frozenset[int], mark: Callable[[Document], Document]) -> Iterator[Document]:
-    for place, document in enumerate(documents()):
-        yield mark(document) if place in places else document
+    for index, document in enumerate(documents()):
+        yield mark(document) if index in places else document
 
 
 def as_duplicate(document: Document) -> Document:
@@ -87,9 +87,9 @@ def repeated(found: Iterable[list[bytes | None]]) -> dict[int, frozenset[int]]:
     duplicates: dict[int, frozenset[int]] = {}
     for number, unit in enumerate(found):
         places = set()
-        for place, digest in enumerate(unit):
+        for index, digest in enumerate(unit):
             if digest in seen:
-                places.add(place)
+                places.add(index)
             elif digest is not None:
                 seen.add(digest)
         if places:

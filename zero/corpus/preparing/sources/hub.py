@@ -40,18 +40,18 @@ class HubDataset:
         parts = name.split(":")
         if not parts[0] or len(parts) > 3:
             raise UserError(f"hf:{name}: expected hf:name, hf:name:config or hf:name:config:split")
-        place = _Place(*parts)
+        address = _Place(*parts)
         try:
-            builder = datasets.load_dataset_builder(place.path, place.config or None)
+            builder = datasets.load_dataset_builder(address.path, address.config or None)
             if is_official:
                 rows: dict[str, Any] = builder.as_streaming_dataset()
             else:
-                rows = {"": builder.as_streaming_dataset(split=place.split or "train")}
+                rows = {"": builder.as_streaming_dataset(split=address.split or "train")}
         except (FileNotFoundError, ValueError) as error:  # no such dataset, configuration or split
             raise UserError(f"hf:{name}: {_one_line(error)}") from error
         except OSError as error:  # the hub cannot be reached
             raise Unavailable(f"hf:{name}: {_one_line(error)}") from error
-        if is_official and place.split:
+        if is_official and address.split:
             raise UserError(f"hf:{name}: names a split, and --splits official reads all of them")
         self.splits = official_splits(f"hf:{name}", rows) if is_official else []
         # Without validation a fraction of the training split is set aside, as of a source without splits.
@@ -59,11 +59,11 @@ class HubDataset:
         if VALIDATION not in self.splits:
             splits = [None if split == TRAIN else split for split in splits]
         names = list(map(str, builder.info.splits or builder.config.data_files or ()))
-        self.left_alone = [] if is_official or place.split else [name for name in names if name != "train"]
+        self.left_alone = [] if is_official or address.split else [name for name in names if name != "train"]
         self._parts = list(zip(rows, splits, rows.values(), strict=True))
         self.fingerprint = str(builder.hash)  # of the configuration and the revision, or the files
         # In bytes, of each file of the parts above, in their order; of all together, 0, where a file is no shard.
-        of_splits = {name or place.split or "train": of_split for name, of_split in rows.items()}
+        of_splits = {name or address.split or "train": of_split for name, of_split in rows.items()}
         self.sizes = _file_sizes(builder.config.data_files, of_splits)
 
     def files(self, first: int, last: int) -> HubDataset:
@@ -95,9 +95,9 @@ class HubDataset:
         """The units of all rows, in the dataset's order."""
         try:
             for part, split, rows in self._parts:
-                place = f"hf:{self._name}, {part} row" if part else f"hf:{self._name}, row"
+                address = f"hf:{self._name}, {part} row" if part else f"hf:{self._name}, row"
                 for number, row in enumerate(rows):
-                    yield read_entry(self._reader, row, f"{place} {number}")._replace(split=split)
+                    yield read_entry(self._reader, row, f"{address} {number}")._replace(split=split)
         except (FileNotFoundError, ValueError) as error:
             raise UserError(f"hf:{self._name} cannot be read: {_one_line(error)}") from error
         except OSError as error:
