@@ -90,7 +90,9 @@ def listed_shards(index: str | Path) -> list[Listed]:
             rows = int(counted[1]) if counted and len(counted[1]) <= 10 else None
             for path in expand_braces(path_of(name)):
                 if counted and rows is not None and rows < 1:
-                    raise UserError(f"{place}: {counted[1]} rows: expected at least 1, or no line for an empty shard")
+                    raise UserError(
+                        f"{line_name}: {counted[1]} rows: expected at least 1, or no line for an empty shard"
+                    )
                 if counted and (rows is None or not _can_hold(path, rows)):
                     raise UserError(f"{line_name}: the shard cannot hold {counted[1][:30]} rows")
                 if path in paths:
