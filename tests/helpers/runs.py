@@ -9,7 +9,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from zero.corpus.reading.batch_schedule import BatchSchedule
 from zero.partition.collectives.axis import Axis
+from zero.run.position import Position
 from zero.run.requests import Requests
 from zero.run.restore import TrainingPosition
 from zero.run.run import Run
@@ -48,11 +50,13 @@ def make_run(directory: Path, **metrics: float) -> Any:
     """A run at step 3 with the metrics of one step that are not read yet."""
     model = SimpleNamespace(axis=Axis("zero", (1, 8)), weights=lambda params, averages, frozen: params)
     clock = in_steps()
-    step_metrics = StepMetrics(128, 8, peak_flops=1e6, goodput=clock)
+    step_metrics = StepMetrics(8, peak_flops=1e6, goodput=clock)
     loader = SimpleNamespace(rows_seen=lambda batches: {}, epochs_seen=lambda batches: {})
     stand_ins: dict[str, Any] = {
         "job": SimpleNamespace(model=model, objective=LIKELIHOOD),
-        "data": SimpleNamespace(tokenizer=None, training=loader, validation={}, context=SequenceLengths(CONTEXT)),
+        "data": SimpleNamespace(
+            tokenizer=None, training=loader, validation={}, context=SequenceLengths(CONTEXT), columns={}
+        ),
         "directory": SimpleNamespace(path=directory, checkpoints=NoCheckpoints(), emergency=None, mirror=lambda: None),
         "state": SimpleNamespace(params=0.0, averages={}),
     }
@@ -63,9 +67,10 @@ def make_run(directory: Path, **metrics: float) -> Any:
         metrics=step_metrics,
         frozen=None,
         position=TrainingPosition(8, step=3, cursor={"batches": 3}),
+        start=Position(0, BatchSchedule(8), CONTEXT),
         last_step=10,
         evaluation_frequency=20,
         config={"resume": None},
     )
-    step_metrics.add(values(**metrics), leave=1, flops=500)
+    step_metrics.add(values(**metrics), leave=1, tokens=128, flops=500)
     return run

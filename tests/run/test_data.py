@@ -9,6 +9,7 @@ from tests.helpers import bucket, cli
 from zero.base.errors import UserError
 from zero.config.check import check
 from zero.config.files import load_sizes
+from zero.corpus.reading.batch_schedule import BatchSchedule
 from zero.corpus.text.tokenizers import ByteTokenizer
 from zero.files import storage
 from zero.job import make_job
@@ -36,12 +37,12 @@ def test_global_batch_of_first_checkpoint(
 ) -> None:
     """The global batch of the first checkpoint is the one in the configuration."""
     config = check(compose("training.batch_size=8"), load_sizes())  # of a run on two hosts
-    kept = with_global_batch(config, 16)  # on one host now
+    kept = with_global_batch(config, BatchSchedule(16))  # on one host now
     assert (kept.training.batch_size, config.training.batch_size) == (16, 8)
     assert "training.batch_size=16 instead of 8 on 1 hosts: the global batch keeps the 16 sequences" in caplog.text
-    assert with_global_batch(config, 8) is config
+    assert with_global_batch(config, BatchSchedule(8)) is config
     with pytest.raises(UserError, match=r"global batch of 12 sequences does not divide into 8 devices"):
-        with_global_batch(config, 12)
+        with_global_batch(config, BatchSchedule(12))
 
 
 def test_a_cache_for_nothing(workplace: Path, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +56,7 @@ def test_a_cache_for_nothing(workplace: Path, server: str, tmp_path: Path, monke
     def open_(*overrides: str) -> None:
         config = check(compose(*cli.TINY, *overrides), load_sizes())
         job = make_job(config, load_sizes().chosen(config.model))
-        open_data(config, job, ByteTokenizer(), TrainingPosition(global_rows=16))
+        open_data(config, job, ByteTokenizer(), TrainingPosition(global_rows=16), BatchSchedule(16))
 
     open_()
     cached = f"data.cache_directory={tmp_path / 'cache'}"

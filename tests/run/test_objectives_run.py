@@ -11,7 +11,7 @@ from tests.helpers.pair_runs import JOB, STEPS, make_pairs
 # The overrides of each objective.
 JOBS: dict[str, tuple[str, ...]] = {
     "ipo": ("objective.loss=ipo",),
-    "orpo": ("objective=orpo", "model.warm_start=false", "model.model_path=null"),
+    "orpo": ("objective=orpo",),
     "simpo": ("objective=simpo", "objective.beta=1"),
 }
 

@@ -10,8 +10,8 @@ import pytest
 from tests.helpers import cli, hosts
 from tests.helpers.checkpoints import leaves
 from zero.commands.cli import compose
-from zero.job import steps_per_row
-from zero.run.data import last_step
+from zero.run.data import start_of
+from zero.run.restore import TrainingPosition
 
 LAST = 12
 PARTS = (
@@ -71,10 +71,8 @@ def test_two_hosts(forks: cli.Forks) -> None:
     np.testing.assert_allclose(cli.losses(forks.workplace / "hosts"), cli.losses(forks.workplace / "whole"), rtol=1e-5)
 
 
-def test_data_that_end_early() -> None:
-    """Steps are counted, not batches."""
-    config, size = compose([*PARTS, "training.max_epochs=1"])
-    assert steps_per_row(config, size) == STEPS_PER_ROW
-    loader = type("Loader", (), {"total_batches": 2})()
-    assert last_step(config, loader, STEPS_PER_ROW) == 8
-    assert steps_per_row(config, dataclasses.replace(size, update_tokens=None)) == 1
+def test_steps_that_share_a_row() -> None:
+    config, size = compose(list(PARTS))
+    assert start_of(config, size, TrainingPosition(16)).schedule.steps_per_batch == STEPS_PER_ROW
+    other = dataclasses.replace(size, update_tokens=None)
+    assert start_of(config, other, TrainingPosition(16)).schedule.steps_per_batch == 1

@@ -41,7 +41,7 @@ def test_predicted_time_in_metrics(tmp_path: Path) -> None:
 
 def test_slow_run_is_explained_once(caplog: pytest.LogCaptureFixture) -> None:
     """A slow run logs once where its time goes."""
-    metrics = StepMetrics(128, 8, None, Goodput())
+    metrics = StepMetrics(8, None, Goodput())
     for predicted, warnings in ((1e3, 0), (1e-9, 1), (1e-9, 1)):
         for _ in metrics.timed(iter([None])):
             time.sleep(0.01)
@@ -52,17 +52,17 @@ def test_slow_run_is_explained_once(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_planned_time_of_planned_length(tmp_path: Path) -> None:
-    """The planned time is used only for the planned length."""
+    """The planned time is used only for the planned rows."""
     run = make_run(tmp_path)
     profile: Any = SimpleNamespace(step_time=0.25)
     programs = StepPrograms(profile, in_flight=0)
-    assert programs.predicted_seconds(run, None, 16) == 0.25
-    assert programs.predicted_seconds(run, None, 8) is None
+    assert programs.predicted_seconds(run, None, True) == 0.25
+    assert programs.predicted_seconds(run, None, False) is None
 
 
 def test_one_transfer_per_step(transfers: list[Any]) -> None:
     """Metrics of a step are one transfer."""
-    metrics = StepMetrics(128, 8, peak_flops=None, goodput=in_steps())
+    metrics = StepMetrics(8, peak_flops=None, goodput=in_steps())
     for count in range(1, 4):
         metrics.add(values(), leave=0)
         assert len(transfers) == count
@@ -80,7 +80,7 @@ def test_memory_in_the_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_metrics_of_experts() -> None:
     """Metrics of experts are logged where there are experts."""
-    metrics = StepMetrics(128, 8, peak_flops=None, goodput=in_steps())
+    metrics = StepMetrics(8, peak_flops=None, goodput=in_steps())
     metrics.add(values(), leave=0)
     assert not set(METRICS) & set(metrics.read())
     metrics.add(values() | {name: jnp.float32(i) for i, name in enumerate(METRICS)}, leave=0)
@@ -90,7 +90,7 @@ def test_metrics_of_experts() -> None:
 
 def test_unread_steps_are_read_in_order() -> None:
     """Steps that are still in flight when a line is read keep their order: the newest values are the last step's."""
-    metrics = StepMetrics(128, 8, peak_flops=None, goodput=in_steps())
+    metrics = StepMetrics(8, peak_flops=None, goodput=in_steps())
     for step in range(1, 4):
         metrics.add(values(learning_rate=float(step), loss=float(step)), leave=8)
     line = metrics.read()
@@ -100,7 +100,7 @@ def test_unread_steps_are_read_in_order() -> None:
 def test_wait_is_for_all_dispatched_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[Any] = []
     monkeypatch.setattr(jax, "block_until_ready", lambda tree: waited.extend(jax.tree.leaves(tree)))
-    metrics = StepMetrics(128, 8, peak_flops=None, goodput=in_steps())
+    metrics = StepMetrics(8, peak_flops=None, goodput=in_steps())
     for _ in range(2):
         metrics.add({"loss": jnp.float32(1)}, leave=8)
     metrics.wait()
@@ -109,7 +109,7 @@ def test_wait_is_for_all_dispatched_steps(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_no_mfu_without_peak() -> None:
     """MFU is not shown where the peak is unknown; the wait for devices is."""
-    metrics = StepMetrics(128, 8, peak_flops=None, goodput=in_steps())
+    metrics = StepMetrics(8, peak_flops=None, goodput=in_steps())
     metrics.add(values(), leave=0, flops=0, predicted=0.25)
     line = metrics.read()
     assert "mfu" not in line and 0 < line["device_wait"] < 1

@@ -166,8 +166,9 @@ class Rows:
                 self.skipped += int(batch.is_skipped.sum())
                 if self.skipped > self._skip:
                     raise UserError(f"{self.skipped} rows could not be read, more than skip={self._skip}: see the log")
-                first = number * self._batching.global_rows
-                for place, row in zip((first + self._batching.rows).tolist(), batch.tokens, strict=True):
+                rows = self._batching.schedule.rows
+                places = number * rows + self._batching.numbers(rows)
+                for place, row in zip(places.tolist(), batch.tokens, strict=True):
                     self.checksum = (self.checksum + zlib.crc32(row, zlib.crc32(place.to_bytes(8)))) % 2**32
                 yield self._cut(batch.tokens, number)
 

@@ -17,15 +17,17 @@ from zero.config.schema import Config
 from zero.corpus.format.index_files import index_paths, named_sets, paths_of, row_tokens
 from zero.corpus.format.shards import BadData, RowFormat
 from zero.corpus.preparing.prepare_if_missing import prepare_if_missing
+from zero.corpus.reading.batch_schedule import BatchSchedule
 from zero.corpus.reading.cache import ShardCache
 from zero.corpus.reading.loader import ONCE, Batching, Loader, RowOrder
 from zero.corpus.reading.synthetic import SYNTHETIC, AnyLoader, SyntheticLoader
 from zero.corpus.text.tokenizers import Tokenizer, load_tokenizer
 from zero.hosts import agreement
-from zero.job import Job
+from zero.job import Job, steps_per_row
 from zero.models.config import GPTConfig
 from zero.run.column import Column
 from zero.run.columns import open_columns, stored_columns
+from zero.run.position import Position
 from zero.run.restore import TrainingPosition
 from zero.training.host_rows import HostRows
 from zero.training.schedules import SequenceLengths
@@ -50,14 +52,16 @@ class Data:
     columns: dict[str, Column]
 
 
-def open_data(config: Config, job: Job, tokenizer: Tokenizer, position: TrainingPosition) -> Data:
+def open_data(
+    config: Config, job: Job, tokenizer: Tokenizer, position: TrainingPosition, schedule: BatchSchedule
+) -> Data:
     """The loaders of a run whose corpus is prepared; all hosts call it.
 
     Raises:
       UserError: the data does not fit the configuration.
     """
     columns = open_columns(config, job, position)
-    training, validation = _loaders(config, job, position.global_rows, stored_columns(columns))
+    training, validation = _loaders(config, job, schedule, stored_columns(columns))
     return Data(tokenizer, training, validation, staged_context(config), columns)
 
 
@@ -133,7 +137,15 @@ def _row_tokens(config: Config) -> set[int]:
     return lengths
 
 
-def with_global_batch(config: Config, global_rows: int) -> Config:
+def start_of(config: Config, size: GPTConfig, position: TrainingPosition) -> Position:
+    """The position before the first step of a run, with the batches that its first checkpoint has fixed."""
+    updates = steps_per_row(config, size)
+    stages = tuple((steps, rows) for steps, rows in position.batch_stages)
+    row_tokens = config.objective.make().example.texts * config.data.max_context
+    return Position(0, BatchSchedule(position.global_rows, stages, updates), row_tokens)
+
+
+def with_global_batch(config: Config, schedule: BatchSchedule) -> Config:
     """The configuration with this host's share of the global batch, which the first checkpoint of a run fixes.
 
     Raises:
@@ -145,13 +157,14 @@ def with_global_batch(config: Config, global_rows: int) -> Config:
     groups = jax.device_count() // group
     unit = "devices" if group == 1 else f"groups of {group} devices"
     parts = groups * training.gradient_accumulation_steps
-    if global_rows % parts or global_rows % hosts:
-        raise UserError(
-            f"training.batch_size: a global batch of {global_rows} sequences does not divide into {groups} {unit} x "
-            f"training.gradient_accumulation_steps={training.gradient_accumulation_steps} = {parts} parts, "
-            f"and over {hosts} hosts"
-        )
-    share = global_rows // hosts
+    for rows in schedule.sizes:
+        if rows % parts or rows % hosts:
+            raise UserError(
+                f"training.batch_size: a global batch of {rows} sequences does not divide into {groups} {unit} x "
+                f"training.gradient_accumulation_steps={training.gradient_accumulation_steps} = {parts} parts, "
+                f"and over {hosts} hosts"
+            )
+    share = schedule.rows // hosts
     if share == training.batch_size:
         return config
     log.warning(
@@ -160,7 +173,7 @@ def with_global_batch(config: Config, global_rows: int) -> Config:
         share,
         training.batch_size,
         hosts,
-        global_rows,
+        schedule.rows,
     )
     return replace(config, training=replace(training, batch_size=share))
 
@@ -177,7 +190,7 @@ def staged_context(config: Config) -> SequenceLengths:
 
 
 def _loaders(
-    config: Config, job: Job, global_rows: int, columns: dict[str, dict[str, np.ndarray]]
+    config: Config, job: Job, schedule: BatchSchedule, columns: dict[str, dict[str, np.ndarray]]
 ) -> tuple[AnyLoader, dict[str, Loader]]:
     """The loaders of the training set and of each validation set; with the stored columns of their index files.
 
@@ -187,7 +200,8 @@ def _loaders(
     data = config.data
     vocab_size = job.model.config.vocab_size
     host_rows = HostRows.here(job.model.axis)
-    batching = Batching(global_rows, host_rows.groups, host_rows.count)
+    batching = Batching(schedule, host_rows.groups, host_rows.count)
+    unstaged = replace(batching, global_rows=schedule.rows)
     if data.corpus is not None and data.corpus in SYNTHETIC:
         length = data.max_context + bool(data.last_target)
         return SyntheticLoader(data.corpus, batching, length, vocab_size, config.seed), {}
@@ -221,11 +235,11 @@ def _loaders(
     if form.crop == "random":  # not at random: evaluations are compared
         form = replace(form, crop="all")
     validation = {
-        name: Loader(index, batching, form, ONCE, cache=cache, columns=columns or None) for name, index in sets.items()
+        name: Loader(index, unstaged, form, ONCE, cache=cache, columns=columns or None) for name, index in sets.items()
     }
     if data.cache_directory and not any(loader.is_remote for loader in (training, *validation.values())):
         raise UserError(f"data.cache_directory={data.cache_directory}: it has no effect, as no shard is in a bucket")
-    if names := _uncovered(validation, config.training.maximum_evaluation_steps, global_rows):
+    if names := _uncovered(validation, config.training.maximum_evaluation_steps, schedule.rows):
         log.warning(
             "training.maximum_evaluation_steps=%d, counted over all sets one after the other, ends before %s: "
             "validation/loss is without them, and so is the choice of the best checkpoint",
@@ -246,16 +260,15 @@ def _uncovered(loaders: Mapping[str, Loader], batches: int, global_rows: int) ->
     return names
 
 
-def last_step(config: Config, loader: AnyLoader, steps_per_row: int = 1) -> int:
+def last_step(config: Config, loader: AnyLoader, start: Position) -> int:
     """The last step of the schedule, or of the data if that ends earlier."""
     training = config.training
-    if loader.total_batches is None or loader.total_batches * steps_per_row >= training.total_steps:
-        return training.total_steps
-    last = loader.total_batches * steps_per_row
-    log.warning(
-        "training.max_epochs=%s ends the data at step %d, before training.total_steps=%d",
-        training.max_epochs,
-        last,
-        training.total_steps,
-    )
+    last = start.last_step(training.total_steps, loader.total_batches)
+    if last < training.total_steps:
+        log.warning(
+            "training.max_epochs=%s ends the data at step %d, before training.total_steps=%d",
+            training.max_epochs,
+            last,
+            training.total_steps,
+        )
     return last

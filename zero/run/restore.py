@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import Any, TypedDict
 
@@ -37,7 +37,8 @@ class Pending(TypedDict):
 class TrainingPosition:
     """The position in the data and the counters, between two steps; part of a checkpoint."""
 
-    global_rows: int  # of a batch over all hosts; fixed by the first checkpoint
+    global_rows: int  # of a batch over all hosts, after all stages; fixed by the first checkpoint
+    batch_stages: list[list[int]] = field(default_factory=list)  # [[steps, rows over all hosts], ...]; fixed as well
     step: int = 0
     cursor: Cursor | None = None  # with what identifies the data
     skipped_rows: int = 0

@@ -20,6 +20,7 @@ from zero.partition.collectives.axis import Axis
 from zero.partition.layout import PyTree
 from zero.run.data import Data
 from zero.run.directory import RunDirectory
+from zero.run.position import Position
 from zero.run.requests import Requests
 from zero.run.restore import TrainingPosition
 from zero.run.step_metrics import StepMetrics, peak_memory
@@ -48,7 +49,8 @@ class Run:
     Attributes:
       frozen: parameters that are not trained.
       last_step: of the schedule, or of the data if that ends earlier.
-      steps_per_row: steps that share a batch of rows; the run pauses after the last of them only.
+      start: the position before the first step, of which all others are made. Steps that share a batch of rows are made
+        without a pause.
       evaluation_frequency: steps between two evaluations; the last step is evaluated as well.
       config: the whole configuration, for records of it: no feature reads its keys there.
     """
@@ -62,10 +64,10 @@ class Run:
     state: TrainState
     frozen: PyTree
     position: TrainingPosition
+    start: Position
     last_step: int
     evaluation_frequency: int
     config: dict[str, Any]
-    steps_per_row: int = 1
     _uncounted: tuple[int, int] = (0, 0)  # rows skipped and checksum of this host since the last line of metrics
 
     @property
@@ -101,7 +103,7 @@ class Run:
         watchdog.progress()
         stop = self.requests.signals if jax.process_count() == 1 else ()  # several hosts have to agree first
         with closing(prefetch(self.data.training.batches(self.position.cursor), stop=stop)) as batches:
-            steps = range(self.position.step + self.steps_per_row, self.last_step + 1, self.steps_per_row)
+            steps = self.start.at(self.position.step).steps_to(self.last_step)
             yield from zip(steps, self.metrics.timed(batches), strict=False)
 
     def extra(self, tokens: Rows, loaded: Mapping[str, np.ndarray]) -> dict[str, Any]:
@@ -115,8 +117,9 @@ class Run:
         for entry in self.job.objective.reads:
             if entry.name in loaded:
                 values = loaded[entry.name]
-                of_texts = values if entry.of == "example" else values.reshape(-1, *values.shape[2:])
-                extra[entry.name] = self.host_rows.split(of_texts)
+                texts = 1 if entry.of == "example" else self.job.objective.example.texts
+                shape = (-1, *entry.shape) if entry.of == "token" else entry.shape
+                extra[entry.name] = self.host_rows.split(values.reshape(texts * len(values), *shape))
         for column in self.data.columns.values():
             if column.compute is not None:
                 extra |= column.compute(self.frozen, tokens)
@@ -130,7 +133,7 @@ class Run:
         position.pending = None
         rows = len(batch.tokens)
         is_counted = self.host_rows.is_counted(rows)
-        numbers = step * position.global_rows + self.host_rows.numbers(rows)
+        numbers = self.start.at(step).first_row + self.host_rows.numbers(rows)
         skipped, checksum = self._uncounted
         for number, row in zip(numbers[is_counted].tolist(), batch.tokens[is_counted], strict=True):
             checksum += zlib.crc32(row, zlib.crc32(number.to_bytes(8)))
@@ -149,18 +152,17 @@ class Run:
         position = self.position
         context = self.data.context
         assert position.cursor is not None
-        row_tokens = self.job.objective.example.texts * context.full
         batches = position.cursor["batches"]
         line: dict[str, Any] = {
             "step": position.step,
             **self.metrics.read(),
             "sequence_length": context.at(position.step - 1),
-            "tokens_seen": position.step // self.steps_per_row * position.global_rows * row_tokens,
+            "tokens_seen": self.start.at(position.step).tokens,
             "samples_checksum": position.samples_checksum,
             **peak_memory(),
         }
         for corpus, rows_seen in self.data.training.rows_seen(batches).items():
-            line[f"tokens_seen/{corpus}"] = rows_seen * row_tokens
+            line[f"tokens_seen/{corpus}"] = rows_seen * self.start.row_tokens
         for corpus, epochs in self.data.training.epochs_seen(batches).items():
             line[f"epochs/{corpus}"] = epochs
         return line

@@ -70,7 +70,6 @@ class StepMetrics:
 
     def __init__(
         self,
-        tokens_per_step: int,
         devices: int,
         peak_flops: float | None,
         goodput: Goodput,
@@ -78,7 +77,6 @@ class StepMetrics:
         of_objective: tuple[str, ...] = (),
     ) -> None:
         self._names_of_objective = of_objective
-        self._tokens_per_step = tokens_per_step
         self._steps_per_call = steps_per_call
         self._devices = devices
         self._peak_flops = peak_flops
@@ -95,6 +93,7 @@ class StepMetrics:
         self._of_objective: list[dict[str, float]] = []
         self._untimed = 0
         self._flops = 0
+        self._tokens = 0
         self._before = self._goodput.seconds_so_far()
         self._predicted = 0.0
         self._waited_for_devices = 0.0
@@ -129,15 +128,22 @@ class StepMetrics:
             yield batch
 
     def add(
-        self, metrics: dict[str, jax.Array], leave: int, flops: int | None = None, predicted: float | None = None
+        self,
+        metrics: dict[str, jax.Array],
+        leave: int,
+        tokens: int = 0,
+        flops: int | None = None,
+        predicted: float | None = None,
     ) -> None:
         """Adds the metrics of a dispatched call; waits for all but the newest `leave`.
 
         Args:
+          tokens: of the rows of this call, for the throughput; 0 if the call is not timed.
           flops: operations of the model in this call per device, for the utilization; None if the call is not timed.
           predicted: seconds of this call, None if unknown or not timed.
         """
         self._unread.append(metrics)
+        self._tokens += tokens
         self._flops += flops or 0
         self._predicted += predicted or 0.0
         began = time.monotonic()
@@ -175,7 +181,7 @@ class StepMetrics:
             spent = self._goodput.seconds_so_far()
             seconds = {phase: spent[phase] - self._before[phase] for phase in spent}
             step_time = (seconds["steps"] + seconds["data_wait"]) / steps
-            tokens_per_second = self._tokens_per_step / step_time
+            tokens_per_second = self._tokens / (step_time * steps)
             line |= {
                 "step_time": step_time,
                 "tokens_per_second": tokens_per_second,

@@ -39,7 +39,7 @@ class CompiledStep(NamedTuple):
 
 
 class StepPrograms:
-    """The compiled steps of a run, by the length of a sequence.
+    """The compiled steps of a run, by the shape of its rows on a device.
 
     Args:
       profile: its section of the configuration, with the planned time of a step.
@@ -49,7 +49,7 @@ class StepPrograms:
     def __init__(self, profile: Profile, in_flight: int) -> None:
         self._planned_seconds = profile.step_time
         self._in_flight = in_flight
-        self._by_length: dict[int, CompiledStep] = {}
+        self._by_shape: dict[tuple[int, ...], CompiledStep] = {}
 
     def run(self, run: Run, step: int, batch: HostBatch) -> Batch | None:
         """Starts one update on the devices, and reads the metrics of the one before.
@@ -61,16 +61,18 @@ class StepPrograms:
         length = run.data.context.at(step - 1)
         per_device = split_batch(sequences, run.host_rows)
         per_device = per_device._replace(extra=run.extra(per_device.tokens, batch.extra))
-        compiled = self._by_length.get(length)
+        compiled = self._by_shape.get(per_device.tokens.shape)
         if compiled is not None:
             run.state, metrics = compiled.program(run.state, per_device, run.frozen)
-            run.metrics.add(metrics, self._in_flight, compiled.flops, compiled.predicted)
+            position = run.start.at(step)
+            tokens = position.tokens_of_step * position.schedule.steps_per_batch
+            run.metrics.add(metrics, self._in_flight, tokens, compiled.flops, compiled.predicted)
         else:
             with run.clock.phase("compilation"):
                 compiled = self._first_step(run, length, per_device)
             if compiled is None:
                 return None
-            self._by_length[length] = compiled
+            self._by_shape[per_device.tokens.shape] = compiled
         run.count(step, batch)
         return per_device
 
@@ -79,7 +81,8 @@ class StepPrograms:
         began = time.monotonic()
         arguments = (run.state, per_device, run.frozen)
         program: Callable[..., Any] | None = run.job.programs.step
-        size = f"the training step with sequences of {length:,} tokens"
+        count = per_device.tokens.shape[1]
+        size = f"the training step with {count} sequences of {length:,} tokens per device"
         with recorded_events() as events, named_out_of_memory(size, run.job.held):
             if jax.process_count() == 1:
                 program = compile_unless_stopped(run.requests.signals, program, *arguments)
@@ -89,18 +92,21 @@ class StepPrograms:
             run.metrics.add(metrics, leave=0)
         seconds = time.monotonic() - began
         age = process_age()
-        if self._by_length:
+        if self._by_shape:
             run.metrics.leave_untimed()
         else:
             run.metrics.leave_untimed(seconds_to_first_step=age)
         log.info(
-            "first step with sequences of %d tokens: %.1f s after the start; it took %.1f s and was %s",
+            "first step with %d sequences of %d tokens per device: %.1f s after the start; it took %.1f s and was %s",
+            count,
             length,
             age,
             seconds,
             "read from the cache" if CACHE_HIT in events else "compiled",
         )
-        return CompiledStep(program, self._flops(run, per_device), self.predicted_seconds(run, program, length))
+        rows = run.start.schedule.rows_at(run.position.step)
+        is_planned = length == run.data.context.full and rows == run.start.schedule.rows
+        return CompiledStep(program, self._flops(run, per_device), self.predicted_seconds(run, program, is_planned))
 
     def _flops(self, run: Run, per_device: Batch) -> int:
         """Operations of the model per step and device; 0 where no metric needs them, since a trace takes 0.1 s."""
@@ -111,9 +117,9 @@ class StepPrograms:
         is_frozen = run.job.model.tuning is not None
         return model_flops(run.job.model.config, rows, length, frozen=is_frozen) // run.axis.row_group
 
-    def predicted_seconds(self, run: Run, program: Any, length: int) -> float | None:
-        """Seconds per step by the plan or by the compiler's cycles; None if neither knows this length."""
-        if length == run.data.context.full and self._planned_seconds is not None:
+    def predicted_seconds(self, run: Run, program: Any, is_planned: bool) -> float | None:
+        """Seconds per step by the plan, if that has such rows, or by the compiler's cycles; None if neither knows."""
+        if is_planned and self._planned_seconds is not None:
             return self._planned_seconds
         if jax.process_count() > 1 or jax.default_backend() != "tpu":
             return None

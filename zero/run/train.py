@@ -16,13 +16,14 @@ from zero.config.schema import Config
 from zero.hosts import signals, startup
 from zero.hosts.speeds import peak_flops
 from zero.hosts.watchdog import ending_together
-from zero.job import make_job, steps_per_row
+from zero.job import make_job
 from zero.models.config import GPTConfig
 from zero.run.data import (
     fitting_tokenizer,
     last_step,
     open_data,
     prepare_corpus,
+    start_of,
     with_global_batch,
     with_last_target,
 )
@@ -63,7 +64,7 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
     job = make_job(config, size)  # what devices or batches refuse is known before a corpus is prepared
     position = TrainingPosition(global_rows=config.training.batch_size * hosts)
     if config.resume is None:
-        with_global_batch(config, position.global_rows)
+        with_global_batch(config, start_of(config, size, position).schedule)
     tokenizer = fitting_tokenizer(config, size)
     config = with_last_target(prepare_corpus(config, tokenizer), size)
     if config.data.last_target:
@@ -75,10 +76,10 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
             position, state = resume_state(
                 config, job, run_directory, is_fork, directory.checkpoints, directory.emergency
             )
-        config = with_global_batch(config, position.global_rows)
-        data = open_data(config, job, tokenizer, position)
-        updates = steps_per_row(config, size)
-        last = last_step(config, data.training, updates)
+        start = start_of(config, size, position)
+        config = with_global_batch(config, start.schedule)
+        data = open_data(config, job, tokenizer, position, start.schedule)
+        last = last_step(config, data.training, start)
         origin = Path(str(config.resume)) if is_fork else run_directory
         position.pending = still_pending(position, origin, last, is_durable(directory.emergency))
         if position.step >= last and position.pending is None:
@@ -91,13 +92,11 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
         clock = resumed_clock(run_directory, position.step, is_new=config.resume is None or is_fork)
         directory.write_start(config, job, position.step)
         in_flight = 0 if backend == "cpu" else 1  # on CPU the host's cores are the devices
-        tokens_per_step = position.global_rows * job.objective.example.texts * config.data.max_context // updates
         metrics = StepMetrics(
-            tokens_per_step,
             count,
             config.profile.peak_flops or peak_flops(jax.local_devices()[0]),
             clock,
-            updates,
+            start.schedule.steps_per_batch,
             job.objective.names,
         )
         requests = Requests(lag=in_flight)
@@ -112,10 +111,10 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
             state,
             frozen,
             position,
+            start,
             last,
             frequency,
             asdict(config),
-            updates,
         )
         features = stack.enter_context(open_features(config, run))
         directory.begin_lineage()

@@ -14,6 +14,7 @@ from tests.helpers.runs import make_run
 from zero import make_layout
 from zero.base.errors import Unavailable, UserError
 from zero.config.declared import Keys
+from zero.corpus.reading.batch_schedule import BatchSchedule
 from zero.corpus.reading.loader import HostBatch
 from zero.partition.collectives.axis import Axis
 from zero.record.metrics_file import read_metrics
@@ -30,6 +31,7 @@ from zero.run.features.save import Save
 from zero.run.features.statistics import Statistics
 from zero.run.features.track import Track
 from zero.run.features.validate import Validate
+from zero.run.position import Position
 from zero.training.batch import Batch
 from zero.training.state_storage import OnDevices
 
@@ -105,7 +107,7 @@ def test_the_end_of_the_data_is_marked(tmp_path: Path) -> None:
 def test_steps_that_share_rows_are_traced_together(steps: list[int], traced: list[int], tmp_path: Path) -> None:
     """A step of the range is traced with those of its rows, of which the features see the last one."""
     run = make_run(tmp_path)
-    run.steps_per_row = 4
+    run.start = Position(0, BatchSchedule(8, steps_per_batch=4), 16)
     feature = Profile(Profile.Config(steps=steps), run)
     seen = []
     for step in (4, 8, 12):

@@ -27,6 +27,7 @@ from zero.base.errors import UserError
 from zero.corpus.format.crop import CROPS, Crop
 from zero.corpus.format.index_files import Shard, Weight, paths_of, read_index
 from zero.corpus.format.shards import BadData, RowArrays, RowFormat, row_tokens
+from zero.corpus.reading.batch_schedule import BatchSchedule
 from zero.corpus.reading.cache import ShardCache
 from zero.corpus.reading.contents import REMEDY, IndexContents, check_contents, contents_of
 from zero.corpus.reading.corpus_reader import SKIPPED, CorpusReader
@@ -57,22 +58,26 @@ class Batching:
     """Which rows of each global batch a loader gives.
 
     Attributes:
-      global_rows: rows of a batch over all hosts.
+      global_rows: rows of a batch over all hosts, or a schedule of them.
       parts: those that a loader gives, in ascending order, of the `count` equal parts that a batch is cut into.
     """
 
-    global_rows: int
+    global_rows: int | BatchSchedule
     parts: tuple[int, ...] = (0,)
     count: int = 1
 
     @property
-    def rows(self) -> np.ndarray:
-        """The number in the global batch of each row that a loader gives.
+    def schedule(self) -> BatchSchedule:
+        """The rows of each batch over all hosts."""
+        return BatchSchedule(self.global_rows) if isinstance(self.global_rows, int) else self.global_rows
 
-        >>> Batching(8, parts=(1, 3), count=4).rows.tolist()
+    def numbers(self, global_rows: int) -> np.ndarray:
+        """The number in a global batch of so many rows of each row that a loader gives.
+
+        >>> Batching(8, parts=(1, 3), count=4).numbers(8).tolist()
         [2, 3, 6, 7]
         """
-        size = self.global_rows // self.count
+        size = global_rows // self.count
         return (np.asarray(self.parts)[:, None] * size + np.arange(size)).ravel()
 
 
@@ -129,9 +134,10 @@ class Loader:
         cache: ShardCache | None = None,
         columns: Mapping[str, Mapping[str, np.ndarray]] | None = None,
     ):
-        global_rows = batching.global_rows
-        if global_rows % batching.count:
-            raise UserError(f"a global batch of {global_rows} rows does not divide into {batching.count} parts")
+        schedule = batching.schedule
+        for global_rows in schedule.sizes:
+            if global_rows % batching.count:
+                raise UserError(f"a global batch of {global_rows} rows does not divide into {batching.count} parts")
         mixture: Mapping[str, Weight] = index if isinstance(index, Mapping) else {}
         if mixture and not (order.shuffle and order.train_samples is None):
             raise UserError("a mixture of index files is shuffled, and takes no train_samples")
@@ -151,7 +157,7 @@ class Loader:
         most_streams = 1
         if order.shuffle:
             most_streams = min(order.shuffle_shards, max(map(len, sequences)))
-        streams = max(count for count in range(1, most_streams + 1) if global_rows % count == 0)
+        streams = max(count for count in range(1, most_streams + 1) if schedule.divisor % count == 0)
         buffer_shards = max(1, order.shuffle_shards // streams) if order.shuffle else 1
         order_seed = order.seed if order.shuffle else None
         self.corpora = []
@@ -163,24 +169,26 @@ class Loader:
         self.rows = sum(corpus.rows for corpus in self.corpora)
         self._names = [Path(name).stem for name in mixture]
         self._batching = batching
+        self._schedule = schedule
         self._width = self.corpora[0].width
         self._streams = streams
-        self._stream_rows = global_rows // streams  # rows of each stream per batch
         stages = []
         for step, weights in weight_stages(list(mixture.values()) if mixture else [1]):
-            stages.append((step * self._stream_rows, Mixture(exact_weights(weights), streams)))
+            stages.append((self._rows_of_stream(step), Mixture(exact_weights(weights), streams)))
         self._mixture = StagedMixture(tuple(stages))
         self.total_batches = None
         self._dropped = 0
         if order.max_epochs is not None:
             self.total_batches = self._batches_of(order.max_epochs, fill_up=not order.shuffle)
             if order.shuffle and not mixture:
-                self._dropped = order.max_epochs * self.rows % global_rows
+                self._dropped = order.max_epochs * self.rows - self._rows_before(self.total_batches)
         if self.total_batches == 0:
-            raise UserError(f"{order.max_epochs} epochs of {self.rows} rows do not fill one batch of {global_rows}")
+            first = schedule.rows_at(0)
+            raise UserError(f"{order.max_epochs} epochs of {self.rows} rows do not fill one batch of {first}")
         self._skip_bad = skip_bad
         self._order = {
-            "global_rows": global_rows,
+            "global_rows": schedule.rows,
+            "batch_stages": [list(stage) for stage in schedule.stages],
             "seed": order.seed,
             "shuffle": int(order.shuffle),
             "shuffle_shards": order.shuffle_shards,
@@ -216,25 +224,33 @@ class Loader:
             "composition": self._composition,
         }
 
+    def _rows_before(self, batch: int) -> int:
+        """The rows of all batches before this one."""
+        return self._schedule.rows_before(batch * self._schedule.steps_per_batch)
+
+    def _rows_of_stream(self, step: int) -> int:
+        """The rows of each stream before the batch of a step."""
+        return self._schedule.rows_before(step) // self._streams
+
     def _batches_of(self, epochs: int, fill_up: bool) -> int:
         """Batches until a stream has given `epochs` times its part of a corpus, or, filled up, all of the corpus."""
         if fill_up:
-            return -(-epochs * self.rows // self._batching.global_rows)
+            return self._schedule.step_of(epochs * self.rows - 1) // self._schedule.steps_per_batch + 1
 
         def fits(batches: int) -> bool:
             for stream in range(self._streams):
-                counts = self._mixture.counts(stream, batches * self._stream_rows)[:, 0]
+                counts = self._mixture.counts(stream, self._rows_before(batches) // self._streams)[:, 0]
                 for corpus, count in zip(self.corpora, counts.tolist(), strict=True):
                     if count > (epochs * corpus.rows + stream) // self._streams:
                         return False
             return True
 
-        most = epochs * self.rows // self._batching.global_rows
+        most = self._schedule.step_of(epochs * self.rows) // self._schedule.steps_per_batch
         return bisect.bisect_left(range(1, most + 1), True, key=lambda batches: not fits(batches))
 
     def rows_seen(self, batches: int) -> dict[str, int]:
         """Rows of each corpus of a mixture in that many batches, by the name of its index file."""
-        rows = batches * self._stream_rows
+        rows = self._rows_before(batches) // self._streams
         counts = sum(self._mixture.counts(stream, rows)[:, 0] for stream in range(self._streams))
         return dict(zip(self._names, np.asarray(counts).tolist(), strict=bool(self._names)))
 
@@ -263,21 +279,21 @@ class Loader:
         """
         self.check(cursor)
         done = 0 if cursor is None else cursor["batches"]
-        part = self._stream_rows
-        rows = self._batching.rows
-        own_streams = sorted(set((rows // part).tolist()))
-        # The places of these rows among those of the streams that hold them.
-        places = np.searchsorted(own_streams, rows // part) * part + rows % part
+        own_streams = sorted({*self._places(done)[0].tolist()})  # the same in every batch
         # More threads than cores only compete for Python's lock, unless they wait for a network.
         most = _REMOTE_THREADS if self.is_remote else os.cpu_count() or 1
         threads = min(len(own_streams) * len(self.corpora), most)
         pool = ThreadPoolExecutor(threads, thread_name_prefix="shards")
         try:
-            streams = [self._open_stream(number, done * part, pool) for number in own_streams]
+            first = self._rows_before(done) // self._streams
+            streams = [self._open_stream(number, first, pool) for number in own_streams]
             while self.total_batches is None or done < self.total_batches:
+                first = self._rows_before(done) // self._streams
+                numbers, places, part = self._places(done)
+                # The places of these rows among those of the streams that hold them.
+                places = np.searchsorted(own_streams, numbers) * part + places
                 taken = [
-                    self._take(number, done * part, part, stream)
-                    for number, stream in zip(own_streams, streams, strict=True)
+                    self._take(number, first, part, stream) for number, stream in zip(own_streams, streams, strict=True)
                 ]
                 rows_of_streams = RowArrays.concatenated(taken)
                 tokens = rows_of_streams.tokens[places].astype(np.int32)
@@ -292,6 +308,13 @@ class Loader:
             pool.shutdown(cancel_futures=True)
         if self._dropped:
             _log.info("end of the data: the last %d rows do not fill a batch and were not used", self._dropped)
+
+    def _places(self, batch: int) -> tuple[np.ndarray, np.ndarray, int]:
+        """For each row of a batch that is given: its stream, and its place in it; and the rows of each stream."""
+        global_rows = self._schedule.rows_at(batch * self._schedule.steps_per_batch)
+        part = global_rows // self._streams
+        streams, places = np.divmod(self._batching.numbers(global_rows), part)
+        return streams, places, part
 
     def _open_stream(self, number: int, row: int, pool: ThreadPoolExecutor) -> list[RowStream]:
         """One stream from its `row` on: a `RowStream` for each corpus."""

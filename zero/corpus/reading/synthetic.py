@@ -80,7 +80,9 @@ class SyntheticLoader:
     def identity(self) -> Cursor:
         """What the rows depend on, as every cursor has it."""
         kind = list(SYNTHETIC).index(self.kind)
-        return {"synthetic": kind, "seed": self.seed, "global_rows": self.batching.global_rows}
+        schedule = self.batching.schedule
+        stages = [list(stage) for stage in schedule.stages]
+        return {"synthetic": kind, "seed": self.seed, "global_rows": schedule.rows, "batch_stages": stages}
 
     def check(self, cursor: Cursor | None) -> None:
         """Raises UserError for a cursor of other data, and names the difference."""
@@ -95,8 +97,10 @@ class SyntheticLoader:
         self.check(cursor)
         done = 0 if cursor is None else cursor["batches"]
         row_of = SYNTHETIC[self.kind]
+        schedule = self.batching.schedule
         while True:
-            numbers = done * self.batching.global_rows + self.batching.rows
+            step = done * schedule.steps_per_batch
+            numbers = schedule.rows_before(step) + self.batching.numbers(schedule.rows_at(step))
             rows = [row_of(self.seed, row, self.context, self.vocab_size) for row in numbers.tolist()]
             done += 1
             is_skipped = np.zeros(len(rows), bool)

@@ -52,7 +52,7 @@ class Profile(Feature):
         if self._steps is None or self._is_tracing:
             return
         first, last = self._steps
-        if step < first or step - run.steps_per_row >= last:
+        if step < first or step - run.start.schedule.steps_per_batch >= last:
             return
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # calls of Python functions would hide the events of the devices
