@@ -93,7 +93,7 @@ def steps_of_zero(
     options = StepOptions(lambda step: jnp.float32(RATE), objective=objective)
     programs = make_programs(model, adamw(0.0, b2=0.999), options, used)
     split = split_rows(rows, model.axis)
-    extra = {name: split_rows(x, model.axis) for name, x in of_examples.items()}
+    extra: dict[str, Any] = {name: split_rows(x, model.axis) for name, x in of_examples.items()}
     if objective.has_reference:
         extra["reference"] = programs.reference(params, split)
     state = programs.start(params)

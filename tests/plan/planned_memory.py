@@ -74,7 +74,8 @@ def extend(params: Any, state: Any, keys: Any, count: int) -> Any:
     return state, np.zeros((8, 1 + count), np.int32)
 
 
-not_compiled = inference._replace(prefill=lambda *args: inference.prefill.lower(*args).out_info, extend=extend)
+shapes_only: Any = {"prefill": lambda *args: inference.prefill.lower(*args).out_info, "extend": extend}
+not_compiled = inference._replace(**shapes_only)
 for _ in generate(not_compiled, state.params, [np.zeros(1, np.int32)], 16, seed=1, chunk=16):  # as at an evaluation
     pass
 is_same &= recorded == [shapes(sampling_arguments(job, inference, 16))]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,9 @@ from zero.partition import pmapped
 from zero.partition.collectives.axis import Axis
 from zero.partition.layout import PyTree
 from zero.partition.sharded_optimizer import on_shards
+from zero.training.batch import Rows
 from zero.training.host_rows import HostRows
-from zero.training.inference import Sampling, evaluate_step, extend, prefill, score, score_on
+from zero.training.inference import DecodeState, Sampling, evaluate_step, extend, prefill, score, score_on
 from zero.training.parts import StepOptions, TrainState
 from zero.training.reference_step import reference_step
 from zero.training.sharded_gpt import ShardedGPT
@@ -28,6 +29,20 @@ from zero.training.step import make_step, new_state
 from zero.training.streamed_update import streamed_start, streamed_step
 from zero.training.updates_by_part import updates_by_part
 from zero.training.verification import verify
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result", covariant=True)
+Shared = Mapping[str, jax.Array]  # the same on every device, and without the leading dimension
+
+
+class Program(Protocol[Arguments, Result]):
+    """A pmapped function; every argument and result has a leading dimension of local devices, unless it is shared."""
+
+    def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result: ...
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """The program for arguments of these shapes, as `jax.stages.Lowered`."""
+        ...
 
 
 class Programs(NamedTuple):
@@ -49,15 +64,15 @@ class Programs(NamedTuple):
       reference: `(weights, tokens)`, frozen parameters if there are any, to log-probabilities `(rows,)`.
     """
 
-    init: Any
-    start: Any
-    fresh: Any
-    step: Any
-    evaluate: Any
-    verify: Any
-    hold: Any
-    statistics: Any
-    reference: Any
+    init: Program[[Rows], PyTree]
+    start: Callable[[PyTree], TrainState]
+    fresh: Callable[[Rows], TrainState]
+    step: Program[..., tuple[TrainState, Shared]]
+    evaluate: Program[..., tuple[Any, ...]]
+    verify: Program[[PyTree, Rows, Rows], jax.Array]
+    hold: Program[[PyTree], PyTree]
+    statistics: Program[..., Shared]
+    reference: Program[..., jax.Array]
 
 
 def make_programs(
@@ -128,11 +143,11 @@ class Inference(NamedTuple):
       grows: whether they then change with every position, and not only once.
     """
 
-    score: Any
-    new_cache: Any
-    score_on: Any
-    prefill: Any
-    extend: Any
+    score: Program[[PyTree, Rows], tuple[jax.Array, jax.Array]]
+    new_cache: Program[[Rows], PyTree]
+    score_on: Program[[PyTree, Rows, PyTree, Rows], tuple[jax.Array, jax.Array, PyTree]]
+    prefill: Program[[PyTree, Rows, Rows, int], DecodeState]
+    extend: Program[[PyTree, DecodeState, Rows, int], tuple[DecodeState, jax.Array]]
     host_rows: HostRows
     switch: int | None = None
     grows: bool = False
