@@ -250,11 +250,12 @@ def _unflatten(origin: Origin | None, children: Iterable[Any]) -> ShardedState:
     slices, shard = children
     state = ShardedState(slices, shard, origin)
     # Outside a trace the state has the number of every device, so a single number means a single slice; the check
-    # needs no values. State of shard_map over one device has a single number too, with a sharding.
+    # needs no values. State of shard_map over one device has a single number too, with a sharding on its mesh.
     numbers = numbers_of(state)
     if _is_concrete(numbers) and np.size(numbers) == 1 and np.ndim(numbers) < 2:
         sharding = getattr(numbers, "sharding", None)
-        if not (np.ndim(numbers) and isinstance(sharding, NamedSharding) and any(sharding.spec)):
+        is_on_mesh = isinstance(sharding, NamedSharding) and (any(sharding.spec) or sharding.mesh.size == 1)
+        if not (np.ndim(numbers) and is_on_mesh):
             raise ValueError(f"this takes one device's slice of a sharded optimizer state and loses the rest. {REMEDY}")
     return state
 
