@@ -13,6 +13,7 @@ import pytest
 
 import zero
 from docs import draw_rooms
+from tests.helpers.public_names import FUNCTIONS, MODULES, TYPES
 from tests.helpers.rooms import REPOSITORY, ROOMS, SOURCES, WITHOUT_JAX, arrows, imports, nodes, room
 
 pytestmark = pytest.mark.quick
@@ -229,7 +230,7 @@ def test_import_zero_loads_no_heavy_library() -> None:
     assert done.stdout.split() == []
 
 
-@pytest.mark.parametrize("name", [name for name in zero.__all__ if inspect.isfunction(getattr(zero, name))])
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if inspect.isfunction(getattr(zero, name))])
 def test_public_functions_have_examples(name: str) -> None:
     """Each public function has an example that runs."""
     function = getattr(zero, name)
@@ -246,7 +247,7 @@ def test_public_names_are_loaded_when_used() -> None:
         assert zero.local and "jax" in sys.modules
     """
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    assert {*zero.__all__, *zero.TYPES, *zero.MODULES} <= {*done.stdout.split()}
+    assert {*FUNCTIONS, *TYPES, *MODULES, "__version__"} == {*done.stdout.split()}
 
 
 def test_static_types_are_those_of_the_public_names() -> None:
@@ -254,9 +255,9 @@ def test_static_types_are_those_of_the_public_names() -> None:
     nodes_of_zero = nodes(SOURCES["zero"].read_text())
     imported = {alias: node for node in nodes_of_zero if isinstance(node, ast.ImportFrom) for alias in node.names}
     static = {alias.asname: node.module for alias, node in imported.items() if alias.asname is not None}
-    modules = {name: module.rpartition(".")[0] for name, module in zero.MODULES.items()}
-    assert static == zero.HOMES | modules
-    assert sorted(zero.HOMES) == sorted([*zero.__all__, *zero.TYPES])
+    assert sorted(static) == sorted([*FUNCTIONS, *TYPES, *MODULES])
+    for name, module in static.items():
+        assert getattr(zero, name) is getattr(sys.modules[module], name)
 
 
 def test_unknown_name() -> None:

@@ -14,10 +14,19 @@
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-On the host `zero.to_devices(state)` and `zero.to_host(state)` stand where a program has `replicate` and `unreplicate`.
+Every name, with an example in its own help, such as help(zero.to_host):
 
-It is built on two operations, `gather` and `scatter_mean`, on a `Layout`: which leaf is split along which dimension.
-The stages of ZeRO are placements of these two:
+    a sharded optimizer    shard_optimizer, local, across_shards, NotElementwiseError, global_norm
+    host and devices       to_devices, to_host, check_replicated, checksums, memory
+    slices, inside pmap    shard, gather, scatter_mean, scatter_sum; on_shards, fully_shard: stages 2 and 3
+    layouts                make_layout, derive_layout: which leaf is split along which dimension; print shows it
+    Orbax on all hosts     to_global, from_global, global_shapes
+    shard_map              specs
+    axes and CPU devices   Axis, use_cpu_devices, in_order
+    types of results       ShardedOptimizer, ShardedState, Layout
+    modules                groups: what the trainer needs beside these; quantized: state of one byte per element
+
+Stages 2 and 3 of ZeRO are placements of `gather` and `scatter_mean`:
 
     layout = zero.make_layout(jax.eval_shape(model.init, key, x), shards=8)
     params = zero.gather(shards, layout, "batch")        # whole, for this step
@@ -27,14 +36,14 @@ The stages of ZeRO are placements of these two:
 Without an accelerator call `zero.use_cpu_devices(8)` before the first jax operation, and wrap a function with
 collectives in loops as `jax.pmap(zero.in_order(train_step), ...)`, because XLA's CPU backend reorders them.
 
-Nothing here reads a configuration or a file. `print(layout)` and `print(zero.memory(...))` show shards and bytes.
-The first use of a name imports jax, so that `zero.corpus` and `zero.files` do without it.
+Nothing here reads a configuration or a file. The first use of a name imports jax, so that `zero.corpus` and
+`zero.files` do without it.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # for type checkers; a test compares it with `HOMES`
+if TYPE_CHECKING:  # for type checkers; a test compares it with the tables below
     from zero.partition import groups as groups
     from zero.partition import quantized as quantized
     from zero.partition.checksums import check_replicated as check_replicated
@@ -65,7 +74,10 @@ if TYPE_CHECKING:  # for type checkers; a test compares it with `HOMES`
     from zero.partition.train_state import to_devices as to_devices
     from zero.partition.train_state import to_host as to_host
     from zero.partition.virtual_devices import use_cpu_devices as use_cpu_devices
-HOMES = {  # the module of each public name
+
+    __version__: str
+
+_HOMES = {  # the module of each public name
     "Axis": "zero.partition.collectives.axis",
     "Layout": "zero.partition.layout",
     "NotElementwiseError": "zero.partition.rewrite.interpreter",
@@ -95,48 +107,24 @@ HOMES = {  # the module of each public name
     "to_host": "zero.partition.train_state",
     "use_cpu_devices": "zero.partition.virtual_devices",
 }
-TYPES = ["Layout", "ShardedOptimizer", "ShardedState"]  # of results, for annotations
-MODULES = {"groups": "zero.partition.groups", "quantized": "zero.partition.quantized"}
-__all__ = [
-    "Axis",
-    "NotElementwiseError",
-    "across_shards",
-    "check_replicated",
-    "checksums",
-    "derive_layout",
-    "from_global",
-    "fully_shard",
-    "gather",
-    "global_norm",
-    "global_shapes",
-    "in_order",
-    "local",
-    "make_layout",
-    "memory",
-    "on_shards",
-    "scatter_mean",
-    "scatter_sum",
-    "shard",
-    "shard_optimizer",
-    "specs",
-    "to_devices",
-    "to_global",
-    "to_host",
-    "use_cpu_devices",
-]
+_MODULES = {"groups": "zero.partition.groups", "quantized": "zero.partition.quantized"}
 
 
-def __getattr__(name: str) -> Any:
-    """A public name, imported when it is first used; later uses find it in the module itself."""
-    if name in MODULES:
-        value = import_module(MODULES[name])
-    elif name in HOMES:
-        value = getattr(import_module(HOMES[name]), name)
-    else:
-        raise AttributeError(f"module 'zero' has no attribute {name!r}")
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # type checkers refuse a name that is not imported above
+
+    def __getattr__(name: str) -> Any:
+        """A public name, imported when it is first used; later uses find it in the module itself."""
+        if name == "__version__":
+            value = import_module("zero.base.versions").version_of("zero-pmap")
+        elif name in _MODULES:
+            value = import_module(_MODULES[name])
+        elif name in _HOMES:
+            value = getattr(import_module(_HOMES[name]), name)
+        else:
+            raise AttributeError(f"module 'zero' has no attribute {name!r}")
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *HOMES, *MODULES})
+    return sorted({*_HOMES, *_MODULES, "__version__"})

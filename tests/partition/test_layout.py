@@ -90,7 +90,7 @@ def test_layout_table_of_groups() -> None:
     """The printed layout shows the moves of groups and the shape that they lead to."""
     tree = {"layers": {"experts": of((2, 8, 5, 3)), "few": of((2, 4)), "query": of((2, 16, 24))}}
     experts: Any = {"expert": 2, "is_expert": lambda name: "query" not in name}
-    layout = zero.make_layout(tree, 8, stacked=["layers"], **experts)
+    layout = zero.groups.make_grouped_layout(tree, 8, stacked=["layers"], **experts)
     exchanged = "AllToAll(split=1, concat=2, over=2) AllGather(dim=2, over=4, apart=2)"
     query = "layers/query float32 2x16x24 {} AllGather(dim={}, over={}, apart=1)"
     assert table(layout) == [
@@ -105,7 +105,8 @@ def test_layout_table_of_groups() -> None:
         "layers/experts float32 2x8x5x3 - 2x8x5x3 - 2x4x5x3 Slice(dim=1, over=2)",
         "layers/few float32 2x4 - 2x4 - 2x2 Slice(dim=1, over=2)",
     ]
-    tensor = zero.make_layout(tree, 8, stacked=["layers"], tensor=2, tensor_dim={"layers/query": -1}.get)
+    dim_of: Any = {"layers/query": -1}.get
+    tensor = zero.groups.make_grouped_layout(tree, 8, stacked=["layers"], tensor=2, tensor_dim=dim_of)
     assert table(tensor)[2] == query.format("dim 2 2x16x3 0 2x16x12", 2, 4)
     assert table(tensor.whole())[2] == table(tensor)[2]  # each part is where it is computed
     assert tensor.without_parts().leaves[2].gathered_shape == (2, 16, 24)

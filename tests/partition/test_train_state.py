@@ -3,9 +3,11 @@
 import copy
 import dataclasses
 import doctest
+import pydoc
 import re
 from collections.abc import Callable
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from flax import serialization
 from flax.training.train_state import TrainState
 
 import zero
+from tests.helpers.public_names import FUNCTIONS, MODULES, TYPES
 from tests.partition.exact_training import local_grads, make_params, replicate
 from zero.partition.sharded_state import WholeState
 
@@ -264,10 +267,18 @@ def test_keys_among_parameters_are_named() -> None:
 def test_public_names() -> None:
     """At most 25, each with one use on the page of the interface."""
     rows = re.findall(r"^\| `zero\.(\w+)` \|", API, re.MULTILINE)
-    assert sorted(rows) == sorted(zero.__all__) and len(rows) <= 25
+    assert sorted(rows) == sorted(FUNCTIONS) and len(rows) <= 25
+    assert zero.__version__ == version("zero-pmap")
 
 
-@pytest.mark.parametrize("name", [*zero.__all__, *zero.TYPES])
+def test_help_fits_two_screens() -> None:
+    lines = pydoc.render_doc(zero, renderer=pydoc.plaintext).splitlines()
+    assert len(lines) <= 96 and max(map(len, lines)) <= 124
+    for name in (*FUNCTIONS, *TYPES, *MODULES):
+        assert any(re.search(rf"\b{name}\b", line) for line in lines), name
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, *TYPES])
 def test_public_name_has_an_example(name: str) -> None:
     """Its docstring shows one use, which runs with the doctests of its module."""
     found = doctest.DocTestFinder(recurse=False).find(getattr(zero, name), name)

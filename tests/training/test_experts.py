@@ -240,9 +240,9 @@ def test_misfits_are_refused() -> None:
     """Layouts and axes that do not fit are refused."""
     tree = {"w": jax.ShapeDtypeStruct((6, 16), np.float32)}
     with pytest.raises(ValueError, match="leaf w: 6 experts do not divide into 4 parts"):
-        zero.make_layout(tree, 8, expert=4, is_expert=lambda name: True)
+        zero.groups.make_grouped_layout(tree, 8, expert=4, is_expert=lambda name: True)
     with pytest.raises(ValueError, match="do not divide into expert groups of 3"):
-        zero.make_layout(tree, 8, expert=3)
+        zero.groups.make_grouped_layout(tree, 8, expert=3)
     with pytest.raises(ValueError, match="8 devices do not make 1 copies of groups of 3"):
         zero.Axis.with_expert_groups("zero", 8, 3)
     with pytest.raises(ValueError, match="the last phase"):

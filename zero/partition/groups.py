@@ -3,6 +3,6 @@
 from zero.partition.collectives.axis import Axis
 from zero.partition.collectives.expert_group import ExpertGroup
 from zero.partition.collectives.tensor_group import TensorGroup
-from zero.partition.layout import LeafLayout, Split
+from zero.partition.layout import LeafLayout, Split, make_grouped_layout
 
-__all__ = ["Axis", "ExpertGroup", "LeafLayout", "Split", "TensorGroup"]
+__all__ = ["Axis", "ExpertGroup", "LeafLayout", "Split", "TensorGroup", "make_grouped_layout"]

@@ -269,7 +269,32 @@ class Layout:
         return "\n".join([*lines, *in_columns(rows, str.ljust)])
 
 
-def make_layout(
+def make_layout(tree: PyTree, shards: int, *, stacked: Iterable[str] = ()) -> Layout:
+    """Decides, from shapes only, along which dimension each leaf is split over `shards` devices.
+
+    Chooses the first of the dimensions with the least padding; the first, because a shard is then contiguous in memory
+    (docs/decisions/split-dimension.md). A leaf with fewer elements than there are shards stays whole on every device;
+    `print(layout)` names it. Splitting a leaf along one of its own dimensions, instead of flattening it, keeps `ndim`
+    masks and factored optimizers meaningful and spares the TPU a change of tiling.
+
+    Args:
+      tree: arrays or `jax.ShapeDtypeStruct`s with whole shapes, such as `jax.eval_shape(model.init, ...)`.
+      shards: the number of devices that one copy is spread over.
+      stacked: top-level subtrees whose leaves carry a leading layer dimension (`nn.scan`), which is never split.
+
+    Raises:
+      TypeError: a leaf is no array, but a function or a string.
+      ValueError: `shards` is not positive, or a stacked name fits no leaf.
+
+    >>> import jax, jax.numpy as jnp
+    >>> layout = make_layout({"w": jax.ShapeDtypeStruct((5, 12), jnp.float32), "b": jnp.zeros(3)}, shards=4)
+    >>> layout.shard_shapes()["w"].shape, layout.shard_shapes()["b"].shape
+    ((5, 3), (3,))
+    """
+    return make_grouped_layout(tree, shards, stacked=stacked)
+
+
+def make_grouped_layout(
     tree: PyTree,
     shards: int,
     *,
@@ -279,17 +304,10 @@ def make_layout(
     expert: int = 1,
     is_expert: Callable[[str], bool] = lambda name: False,
 ) -> Layout:
-    """Decides, from shapes only, along which dimension each leaf is split over `shards` devices.
-
-    Chooses the first of the dimensions with the least padding; the first, because a shard is then contiguous in memory
-    (docs/decisions/collectives.md). A leaf with fewer elements than there are shards stays whole on every device;
-    `print(layout)` names it. Splitting a leaf along one of its own dimensions, instead of flattening it, keeps `ndim`
-    masks and factored optimizers meaningful and spares the TPU a change of tiling.
+    """`make_layout` for devices in groups, which compute with parts of some leaves.
 
     Args:
-      tree: arrays or `jax.ShapeDtypeStruct`s with whole shapes, such as `jax.eval_shape(model.init, ...)`.
-      shards: the number of devices that one copy is spread over.
-      stacked: top-level subtrees whose leaves carry a leading layer dimension (`nn.scan`), which is never split.
+      tree, shards, stacked: as for `make_layout`.
       tensor: size of a tensor group; divides `shards`.
       tensor_dim: from the name of a leaf ("blocks/query/kernel") to the dimension that tensor groups cut, counted from
         the last one; None for none. That dimension is split, and a device gathers one of `tensor` parts.
@@ -298,14 +316,9 @@ def make_layout(
         expert groups divide among their devices. Another dimension is split.
 
     Raises:
-      TypeError: a leaf is no array, but a function or a string.
-      ValueError: `shards` is not positive or does not divide into groups, `expert` does not divide a leaf's experts, or
-        a stacked name fits no leaf.
-
-    >>> import jax, jax.numpy as jnp
-    >>> layout = make_layout({"w": jax.ShapeDtypeStruct((5, 12), jnp.float32), "b": jnp.zeros(3)}, shards=4)
-    >>> layout.shard_shapes()["w"].shape, layout.shard_shapes()["b"].shape
-    ((5, 3), (3,))
+      TypeError: as `make_layout`.
+      ValueError: as `make_layout`; or `shards` does not divide into groups, or `expert` does not divide a leaf's
+        experts.
     """
     if shards < 1:
         raise ValueError(f"shards must be at least 1, got {shards}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -61,8 +61,8 @@ def memory(
     tx: optax.GradientTransformation,
     shards: int,
     *,
+    stacked: Iterable[str] = (),
     compute_dtypes: Sequence[DTypeLike] = (jnp.float32, jnp.bfloat16),
-    **placement: Any,
 ) -> Memory:
     """Bytes per device of parameters, optimizer state and gradients at stages 0 to 3, without building anything.
 
@@ -72,8 +72,8 @@ def memory(
       tree: master weights: arrays or `jax.ShapeDtypeStruct`s with whole shapes.
       tx: the optimizer, not wrapped.
       shards: the number of devices that one copy is spread over.
+      stacked: as for `make_layout`.
       compute_dtypes: each has four rows.
-      placement: further arguments of `make_layout`.
 
     >>> import jax
     >>> params = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.float32)}
@@ -84,7 +84,11 @@ def memory(
         2  float32     524,288  1,048,580  4,194,304    524,288   6,291,460
         3  float32     524,288  1,048,580  4,194,304    524,288   6,291,460
     """
-    sharded = make_layout(tree, shards, **placement)
+    return memory_of(make_layout(tree, shards, stacked=stacked), tx, compute_dtypes)
+
+
+def memory_of(sharded: Layout, tx: optax.GradientTransformation, compute_dtypes: Sequence[DTypeLike]) -> Memory:
+    """`memory` of parameters with this layout, which may be that of groups."""
     rows = []
     for dtype in [np.dtype(dtype) for dtype in compute_dtypes]:
         whole = sum(math.prod(leaf.gathered_shape) * _compute_itemsize(leaf, dtype) for leaf in sharded.leaves)

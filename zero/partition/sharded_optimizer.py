@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, ParamSpec
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import optax.contrib
 from jax import lax
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from zero.partition.collectives.arrays import fill_padding
 from zero.partition.collectives.axis import Axis, AxisLike, as_axis, check_untracked
@@ -32,8 +32,6 @@ from zero.partition.sharded_state import (
     require_sharded,
 )
 from zero.partition.stages import as_own, checked_axis, gather, nan_unless, scatter_mean, scatter_sum, shard
-
-P = ParamSpec("P")
 
 
 def global_norm(shards: PyTree, layout: Layout, axis: AxisLike) -> jax.Array:
@@ -178,10 +176,26 @@ def _update(
     return run_on_shards(update, axis, inputs, layout_of)
 
 
+class Init(Protocol):
+    """`init` of a sharded optimizer, for type checkers."""
+
+    def __call__(self, params: PyTree) -> Any: ...
+
+
+class Update(Protocol):
+    """`update` of a sharded optimizer, for type checkers. Extra arguments are arrays and numbers, never functions."""
+
+    def __call__(
+        self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: ArrayLike
+    ) -> tuple[Any, Any]: ...
+
+
 class ShardedOptimizer(optax.GradientTransformationExtraArgs):
     """The result of `shard_optimizer`: `init` and `update`, and what they were made of.
 
     Attributes:
+      init: whole parameters to a state: slices inside pmap, whole outside.
+      update: gradients of a device, its state and whole parameters to whole updates and the new state.
       unsharded: the wrapped transform.
       axis: the `axis_name` of `shard_optimizer`.
 
@@ -191,6 +205,8 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):
     (True, True, 'batch')
     """
 
+    init: Init
+    update: Update
     unsharded: optax.GradientTransformationExtraArgs
     axis: AxisLike
 

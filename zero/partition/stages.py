@@ -62,10 +62,11 @@ def gather(
     *,
     wire_dtype: DTypeLike | None = None,
 ) -> PyTree:
-    """The whole tree from its shards: one `all_gather` per split leaf, small ones together, in `dtype` on the wire.
+    """The whole tree from slices with a layout, or the whole state from that of a sharded optimizer.
 
-    The state of a sharded optimizer, alone or in a tree with others, knows its layout and axis: it becomes that of
-    optax, with NaN in place of slices that are not the device's own.
+    One `all_gather` per split leaf, small ones together, in `dtype` on the wire. The state of a sharded optimizer,
+    alone or in a tree with others, knows its layout and axis, and becomes that of optax, with NaN in place of slices
+    that are not the device's own.
 
     Per device: shards in, whole leaves out. `dtype=None` keeps each leaf's own. With `wire_dtype=jnp.int8` blocks
     of 256 floats travel as int8 with a scale, each element off by at most its block's largest / 254. Call inside pmap.

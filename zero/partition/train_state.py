@@ -44,10 +44,11 @@ def to_host(
     like: PyTree = None,
     timeout: float = 300,
 ) -> PyTree:
-    """A train state as the unsharded program holds it on the host: numpy arrays, whole and without padding.
+    """A train state, or with a layout a tree of slices, as the unsharded program holds it on the host.
 
-    It takes any tree that pmap returned: the state of a sharded optimizer becomes that of optax, wherever it is in the
-    tree, and of everything else the first device's copy is taken. It stands where a program has `unreplicate(state)`.
+    Numpy arrays, whole and without padding. It takes any tree that pmap returned: the state of a sharded optimizer
+    becomes that of optax, wherever it is in the tree, and of everything else the first device's copy is taken. It
+    stands where a program has `unreplicate(state)`.
 
     All processes call it and all get the result. No device holds more of a leaf than its share among the devices of one
     process. Leaves keep the dtype in which they are held. With a layout the whole tree consists of slices, such as
@@ -94,7 +95,8 @@ def to_host(
             )
     models = _aligned(treedef, like, len(leaves))
     # Copies first, because they do not wait for other processes.
-    wholes = [x if isinstance(x, ShardedState) else _copy_of(name, x) for name, x in leaves]
+    is_global = any(isinstance(x, ShardedState) and is_of_mesh(x) for _, x in leaves)
+    wholes = [x if isinstance(x, ShardedState) else _copy_of(name, x, is_global) for name, x in leaves]
     for i, (state, model) in enumerate(zip(wholes, models, strict=True)):
         if isinstance(state, ShardedState):
             origin = model.known_origin if is_marked(model) else state.known_origin
@@ -110,11 +112,11 @@ def to_devices(
     *,
     like: PyTree = None,
 ) -> PyTree:
-    """The inverse of `to_host`: a train state of the unsharded program for pmap, on any number of devices.
+    """A train state, or with a layout a tree, of the unsharded program for pmap: the inverse of `to_host`.
 
-    It stands where a program has `replicate(state)`. What `tx.init` of a sharded optimizer made outside pmap, and files
-    that were read into it, are cut; everything else is copied to each device. No device holds more of a sharded state
-    than its slice. Every process calls it with the same tree; no communication.
+    On any number of devices. It stands where a program has `replicate(state)`. What `tx.init` of a sharded optimizer
+    made outside pmap, and files that were read into it, are cut; everything else is copied to each device. No device
+    holds more of a sharded state than its slice. Every process calls it with the same tree; no communication.
 
     Args:
       tree: a tree of arrays and numbers, and of states that `tx.init` made outside pmap.
@@ -171,7 +173,7 @@ def to_devices(
     return treedef.unflatten(placed)
 
 
-def specs(state: PyTree, mesh: Mesh, *old: Any) -> PyTree:
+def specs(state: PyTree, mesh: Mesh) -> PyTree:
     """The `PartitionSpec` of every leaf of a train state, for `in_specs` and `out_specs` of `jax.shard_map`.
 
     The resulting global arrays are the whole state of the optimizer, with padding; `to_host` and `to_devices` convert
@@ -191,9 +193,6 @@ def specs(state: PyTree, mesh: Mesh, *old: Any) -> PyTree:
     >>> tuple(zero.specs(tx.init({"w": jnp.ones((3, 64))}), mesh).slices[0].mu["w"])
     (None, 'data')
     """
-
-    if old:
-        raise TypeError("zero.specs takes a state now: write zero.specs(tx.init(params), mesh)")
 
     def one(x: Any) -> Any:
         if not is_marked(x):
@@ -228,14 +227,14 @@ def _aligned(treedef: Any, like: PyTree, count: int) -> list[Any]:
     return leaves
 
 
-def _copy_of(name: str, x: Any) -> Any:
-    """The first device's copy of a replicated leaf."""
+def _copy_of(name: str, x: Any, is_global: bool) -> Any:
+    """The first device's copy of a replicated leaf, of a tree that shard_map returned (`is_global`) or pmap."""
     if isinstance(x, WholeState):
         return jax.tree.map(_on_host, x.state)
     if not isinstance(x, jax.Array | np.ndarray):
         return x
     parts = x.addressable_shards if isinstance(x, jax.Array) else []
-    if isinstance(x, jax.Array) and len(parts) > 1 and x.sharding.is_fully_replicated:
+    if isinstance(x, jax.Array) and (is_global or len(parts) > 1) and x.sharding.is_fully_replicated:
         return _on_host(parts[0].data)
     if not parts or any(part.data.shape[:1] != (1,) for part in parts) or x.shape[:1] != (len(parts),):
         where = counted_devices(len(parts))

@@ -23,7 +23,8 @@ from zero.hosts.speeds import SPEEDS, Speed
 from zero.inference.generate import bucket
 from zero.job import Job, make_job, slices_of
 from zero.models.config import GPTConfig
-from zero.partition.memory import memory
+from zero.partition.layout import make_grouped_layout
+from zero.partition.memory import memory_of
 from zero.plan import formula
 from zero.plan.topology import available_bytes, find_devices, out_of_memory
 from zero.training.activations import activation_bytes, host_bytes, kinds_on_host
@@ -107,8 +108,8 @@ def compile_step(request: Request) -> Row:
     predicted: Prediction | None = None
     on_host: int | None = None  # bytes of one device
     peaks: dict[str, int | None] = dict.fromkeys(PAUSES)
-    options: Any = {**model.base.layout_options, "compute_dtypes": [model.compute_dtype]}
-    by_stage = memory(sharded.shapes(), job.tx, sharded.shards, **options).rows[zero.stage]
+    in_groups = make_grouped_layout(sharded.shapes(), sharded.shards, **model.base.layout_options)
+    by_stage = memory_of(in_groups, job.tx, [model.compute_dtype]).rows[zero.stage]
     gradients = by_stage.gradients
     if model.tuning is not None or zero.stage >= 2:
         trained = sum(math.prod(leaf.shard_shape) for leaf in model.sharded_layout.leaves)

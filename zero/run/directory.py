@@ -21,7 +21,8 @@ from zero.files import storage
 from zero.hosts import agreement
 from zero.job import Job
 from zero.models.config import GPTConfig
-from zero.partition.memory import memory
+from zero.partition.layout import make_grouped_layout
+from zero.partition.memory import memory_of
 from zero.record import run_files
 from zero.record.metrics_file import read_metrics
 from zero.record.ownership import locked, owned
@@ -129,7 +130,8 @@ def _layout_summary(job: Job, has_average: bool) -> str:
     if has_average:  # counted as optimizer state
         tx = optax.GradientTransformation(lambda params: (job.tx.init(params), params), job.tx.update)
     shapes = model.sharded_layout.shapes()
-    table = memory(shapes, tx, model.axis.shards, compute_dtypes=[model.compute_dtype], **model.layout_options)
+    in_groups = make_grouped_layout(shapes, model.axis.shards, **model.layout_options)
+    table = memory_of(in_groups, tx, [model.compute_dtype])
     frozen = "" if model.tuning is None else f"frozen: {model.frozen_layout}\n\n"
     return (
         f"{model.layout}\n\n{frozen}bytes per device without activations, of parameters that are trained; this run is "

@@ -25,7 +25,7 @@ from zero.partition.collectives.axis import Axis
 from zero.partition.collectives.context_group import ContextGroup
 from zero.partition.collectives.expert_group import ExpertGroup
 from zero.partition.collectives.tensor_group import TensorGroup
-from zero.partition.layout import Layout, LeafLayout, PyTree, make_layout
+from zero.partition.layout import Layout, LeafLayout, PyTree, make_grouped_layout, make_layout
 from zero.partition.model_parallel import ALONE, WHOLE, ExpertParallel, ModelParallel, Rounding
 from zero.partition.sharded_optimizer import global_norm
 from zero.partition.stages import fully_shard, gather, pinned, scatter_wide_sum, shard, sum_copies
@@ -140,7 +140,7 @@ class ShardedGPT:
             return self.base.layout_by_parts
         shapes = self.base.layout_by_parts.shapes()
         quantized = jax.eval_shape(partial(quantize, codec=self.tuning.base_dtype), shapes[STACK])
-        layout = make_layout({**shapes, STACK: quantized}, self.axis.shards, **self.base.layout_options)
+        layout = make_grouped_layout({**shapes, STACK: quantized}, self.axis.shards, **self.base.layout_options)
         return layout if self.stage else layout.whole()
 
     @property
@@ -159,11 +159,11 @@ class ShardedGPT:
             return jax.ShapeDtypeStruct(p.shape, self.master_dtype if is_matrix else p.dtype)
 
         shapes = jax.tree.map(held, self._trained_shapes, decayed(self._trained_shapes))
-        return make_layout(shapes, self.axis.shards, **self.layout_options)
+        return make_grouped_layout(shapes, self.axis.shards, **self.layout_options)
 
     @property
     def layout_options(self) -> dict[str, Any]:
-        """Arguments of `zero.make_layout` and `zero.memory` for this model."""
+        """Arguments of `make_grouped_layout` for this model."""
         tensor = {"tensor": self.axis.tensor, "tensor_dim": tensor_dim}
         stacked = [name for name in self.config.stacked if name in self._trained_shapes]
         return {"stacked": stacked, **tensor, "expert": self.axis.expert, "is_expert": is_expert_leaf}

@@ -284,7 +284,7 @@ def test_gather_and_sum_of_parts(tensor: int, replicas: int, wire_dtype: Any) ->
     axis = zero.Axis.with_tensor_groups("batch", 8, tensor, replicas)
     rng = np.random.default_rng(0)
     full = {name: rng.integers(-8, 9, shape).astype(np.float32) for name, shape in PARTS.items()}
-    layout = zero.make_layout(full, axis.shards, tensor=tensor, tensor_dim=CUT.get)
+    layout = zero.groups.make_grouped_layout(full, axis.shards, tensor=tensor, tensor_dim=CUT.get)
     ranks = np.arange(8) % tensor
 
     @partial(jax.pmap, axis_name="batch")
@@ -312,7 +312,7 @@ def test_optimizer_sees_whole_leaves() -> None:
     """An optimizer sees whole leaves of a layout with parts."""
     axis = zero.Axis.with_tensor_groups("batch", 8, 2)
     params = {"w": np.random.default_rng(0).normal(size=(16, 24)).astype(np.float32)}
-    layout = zero.make_layout(params, 8, tensor=2, tensor_dim=lambda name: -1)
+    layout = zero.groups.make_grouped_layout(params, 8, tensor=2, tensor_dim=lambda name: -1)
     tx = zero.on_shards(zero.across_shards(optax.contrib.muon(0.1)), layout, axis)
 
     def update(_: jax.Array) -> Any:
@@ -336,7 +336,7 @@ def test_axis_errors() -> None:
     with pytest.raises(ValueError, match="8 devices do not make context groups of 3"):
         zero.Axis("batch", (1, 8), context=3)
     with pytest.raises(ValueError, match="shards 8 do not divide into tensor groups of 3"):
-        zero.make_layout(jnp.zeros(16), 8, tensor=3)
+        zero.groups.make_grouped_layout(jnp.zeros(16), 8, tensor=3)
     with pytest.raises(ValueError, match=r"axis 'batch': shape is \(replicas, phase"):
         zero.Axis("batch", (8,))
     with pytest.raises(ValueError, match=r"devices must be a permutation of 0\.\.3"):

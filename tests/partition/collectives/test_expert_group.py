@@ -17,7 +17,7 @@ def made(experts: int, replicas: int = 1) -> tuple[zero.Axis, zero.Layout, dict[
     rng = np.random.default_rng(0)
     whole = {name: rng.integers(-8, 8, shape).astype(np.float32) for name, shape in SHAPES.items()}  # exact in bfloat16
     axis = zero.Axis.with_expert_groups("zero", N, experts, replicas)
-    return axis, zero.make_layout(whole, axis.shards, expert=experts, is_expert=lambda name: True), whole
+    return axis, zero.groups.make_grouped_layout(whole, axis.shards, expert=experts, is_expert=lambda name: True), whole
 
 
 @pytest.mark.parametrize(("experts", "replicas"), [(2, 1), (4, 1), (8, 1), (2, 2), (4, 2)])

@@ -29,7 +29,7 @@ class ExpertGroup(ExpertParallel):
     >>> axis = Axis.with_expert_groups("batch", n, 2)
     >>> group = ExpertGroup(axis)
     >>> params = {"w": np.ones((4, n, 3), np.float32) * np.arange(4).reshape(4, 1, 1)}  # 4 experts
-    >>> layout = zero.make_layout(params, n, expert=2, is_expert=lambda name: True)
+    >>> layout = zero.groups.make_grouped_layout(params, n, expert=2, is_expert=lambda name: True)
     >>> def experts(x):  # (rows, experts, places, n), the rows of this device
     ...     own = zero.gather(zero.shard(params, layout, axis), layout, axis)
     ...     return group.from_experts(jnp.einsum("becd,edf->becf", group.to_experts(x), own["w"]))

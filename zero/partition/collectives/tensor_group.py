@@ -31,7 +31,7 @@ class TensorGroup(ModelParallel):
     >>> axis = Axis.with_tensor_groups("batch", n, 2)
     >>> group = TensorGroup(axis)
     >>> params = {"in": np.ones((3, 4 * n), np.float32), "out": np.ones((4 * n, 3), np.float32)}
-    >>> layout = zero.make_layout(params, n, tensor=2, tensor_dim={"in": -1, "out": -2}.get)
+    >>> layout = zero.groups.make_grouped_layout(params, n, tensor=2, tensor_dim={"in": -1, "out": -2}.get)
     >>> def mlp(x):  # (rows, positions, 3), the positions of this device
     ...     part = zero.gather(zero.shard(params, layout, axis), layout, axis)
     ...     return group.sum_positions(jax.nn.relu(group.gather_positions(x) @ part["in"]) @ part["out"])

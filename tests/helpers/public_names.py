@@ -1,0 +1,7 @@
+"""The names of `import zero`: `FUNCTIONS` (and two classes), `TYPES` of their results, `MODULES`."""
+
+import zero
+
+MODULES = ("groups", "quantized")
+TYPES = ("Layout", "ShardedOptimizer", "ShardedState")
+FUNCTIONS = [name for name in dir(zero) if name not in (*MODULES, *TYPES, "__version__")]
