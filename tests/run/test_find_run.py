@@ -31,6 +31,7 @@ from zero.run.find_run import (
     DEFAULT_ROOT,
     SWEEPS,
     newest_run,
+    results_in_run,
     resume_overrides,
     runs_in,
     saved_command,
@@ -218,6 +219,25 @@ def test_sweep_of_the_same_command(in_tmp_path: Path, caplog: pytest.LogCaptureF
     for command in ("seed=5,6", "seed=1,2,3"):
         with pytest.raises(UserError, match="--resume: runs/multirun: a sweep of this command has no checkpoint"):
             resume_overrides(["-m", command, "--resume"])
+
+
+def test_results_lie_in_their_run(in_tmp_path: Path) -> None:
+    """An evaluation or a sampling makes no directory beside runs, unless it names one."""
+    run = make_run(DEFAULT_ROOT / "it's", [5])
+    (run / CONFIG_FILE).touch()
+
+    def directory(*arguments: str) -> str | None:
+        found = [text for text in results_in_run(arguments) if text.startswith("hydra.run.dir=")]
+        return found[0] if found else None
+
+    stamp = "${now:%Y-%m-%d_%H-%M-%S}'"
+    assert directory("mode=evaluate") == f"hydra.run.dir='runs/it\\'s/evaluate/{stamp}"
+    assert directory("mode=sample", f"model.model_path='{run}@5'".replace("it's", "it\\'s")) == (
+        f"hydra.run.dir='runs/it\\'s/sample/{stamp}"
+    )
+    assert directory("mode=sample", "model.model_path=hf:a/b") == f"hydra.run.dir='sample/{stamp}"
+    assert directory("mode=evaluate", "hydra.run.dir=mine") == "hydra.run.dir=mine"
+    assert directory("mode=plan") is None and directory() is None
 
 
 def test_finished_run_of_another_job(in_tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -36,7 +36,7 @@ from zero.hosts.signals import SIGNALS, IgnoreBrokenPipe, exit_immediately, unan
 from zero.models.config import GPTConfig
 from zero.record.ownership import discarding_unused, new_directory
 from zero.record.run_files import describe_full_disk, saved_config, split_step
-from zero.run.find_run import parsed_overrides, resume_overrides, trained_run
+from zero.run.find_run import parsed_overrides, results_in_run, resume_overrides, trained_run
 from zero.run.sweeps import check_places, continue_job, swept_keys, write_table
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def main() -> None:
             check_form(sys.argv[1:])
             sys.argv[1:] = take_text_literally(sys.argv[1:])
             check_names(sys.argv[1:])
-            sys.argv[1:] = with_groups_of_run(resume_overrides(sys.argv[1:]))
+            sys.argv[1:] = results_in_run(with_groups_of_run(resume_overrides(sys.argv[1:])))
             run()
         except (HydraException, OmegaConfBaseException) as error:  # the latter: an interpolation in a key of Hydra's
             raise UserError("\n".join(all_mistakes(sys.argv[1:], error))) from error

@@ -33,6 +33,7 @@ from zero.record.run_files import (
     saved_checkpoint_directory,
     saved_config,
     saved_steps,
+    split_step,
 )
 from zero.record.starts import number_of
 
@@ -115,6 +116,27 @@ def trained_run(path_or_url: str | None, wait: bool = False) -> Path:
         time.sleep(WAIT_SECONDS)
 
 
+def results_in_run(arguments: Sequence[str]) -> list[str]:
+    """The arguments with the directory of what an evaluation or a sampling writes, unless they name one.
+
+    It is inside the run that is used, RUN/evaluate/DATE_TIME. Of a bucket, a folder of Hugging Face or a model of the
+    hub it is evaluate/DATE_TIME in the current directory.
+    """
+    values = {override.key_or_group: override.value() for override in parsed_overrides(arguments)}
+    mode = values.get("mode")
+    if mode not in ("evaluate", "sample") or "hydra.run.dir" in values or _is_sweep(arguments):
+        return list(arguments)
+    place = values.get("model.model_path")
+    run = newest_run(DEFAULT_ROOT) if place is None else Path(split_step(str(place))[0])
+    root = run if run is not None and (run / CONFIG_FILE).is_file() else Path()
+    text = str(root / mode).replace("'", "\\'")
+    return [*arguments, f"hydra.run.dir='{text}/${{now:%Y-%m-%d_%H-%M-%S}}'"]
+
+
+def _is_sweep(arguments: Sequence[str]) -> bool:
+    return any(argument == "-m" or ("--multirun".startswith(argument) and len(argument) > 2) for argument in arguments)
+
+
 def _copied(url: str) -> Path | None:
     """A directory with the configuration of the run whose checkpoints are at this URL; None if there is none.
 
@@ -155,7 +177,7 @@ def resume_overrides(arguments: Sequence[str]) -> list[str]:
             "data.resume_step: expected --resume, once; a launcher that repeats --resume=auto would go back "
             "to that step at every start"
         )
-    is_sweep = any(argument == "-m" or ("--multirun".startswith(argument) and len(argument) > 2) for argument in rest)
+    is_sweep = _is_sweep(rest)
     resumes_sweep = is_sweep and not values.keys() & {"hydra.run.dir", "data.resume_step"}
     if resumes_sweep:
         run, searched = _sweep_to_resume(values, command(rest), is_auto)
