@@ -1,4 +1,4 @@
-// Draws the histogram of lengths with uPlot: bars over a logarithmic axis, which the arrow keys read.
+// Draws the histogram of lengths with uPlot: bars over logarithmic axes, which the arrow keys read.
 "use strict";
 (() => {
   const holder = document.getElementById("lengths");
@@ -11,6 +11,8 @@
   const found = new Map(counts);
   const numbers = Array.from({length: last - first + 1}, (_, place) => first + place);
   const documents = numbers.map((number) => found.get(number) || 0);
+  const lowest = 0.5; // of the axis: a bar of one document is seen
+  const heights = documents.map((count) => count || null);
   const tokens = (number) => Math.round(2 ** (number / bins));
 
   function say(place) {
@@ -27,16 +29,15 @@
       height: plot.clientHeight,
       padding: [8, 12, 0, 0],
       legend: {show: false},
-      scales: {x: {time: false, range: () => [first - 1, last + 2]}, y: {range: (u, low, high) => [0, (high || 1) * 1.05]}},
+      scales: {x: {time: false, range: () => [first - 1, last + 2]}, y: {distr: 3, range: (u, low, high) => [lowest, (high || 1) * 1.5]}},
       axes: [
         {...axis, grid: {show: false}, label: "tokens", labelSize: 18, labelFont: axis.font, size: 34, incrs: [1, 2, 3, 4, 5].map((n) => bins * n),
           values: (u, ticks) => ticks.map((tick) => readable(tokens(tick)))},
-        {...axis, size: 58, incrs: [1, 2, 5].flatMap((n) => Array.from({length: 15}, (_, power) => n * 10 ** power)).sort((a, b) => a - b),
-          values: (u, ticks) => ticks.map(readable)},
+        {...axis, size: 58, values: (u, ticks) => ticks.map((tick) => Number.isInteger(Math.log10(tick)) ? readable(tick) : "")},
       ],
-      series: [{}, {label: "documents", stroke: color("--c0"), fill: color("--c0"), paths: uPlot.paths.bars({size: [0.9], align: 1}), points: {show: false}}],
+      series: [{}, {label: "documents", stroke: color("--c0"), fill: color("--c0"), fillTo: lowest, paths: uPlot.paths.bars({size: [0.9], align: 1}), points: {show: false}}],
       hooks: {setCursor: [(u) => say(u.cursor.idx)]},
-    }, [numbers, documents], plot);
+    }, [numbers, heights], plot);
   }
 
   let chart = build();
