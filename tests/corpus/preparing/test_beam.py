@@ -120,7 +120,7 @@ def test_options_that_look_at_all_parts(lines: Path, tmp_path: Path):
     printed, said = process.communicate()
     assert process.returncode == 0, said
     assert digest(tmp_path / "far") == digest(tmp_path / "near")
-    assert printed.count("needs about") == 3 and "documents were left out because they equal an earlier one" in printed
+    assert printed.count("needs about") == 3 and "documents equal to an earlier one" in printed
 
 
 @pytest.mark.slow

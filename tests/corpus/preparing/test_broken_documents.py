@@ -106,5 +106,5 @@ def test_shuffled_and_on_the_command_line(tmp_path: Path):
     done = call(tmp_path / "source", "--shuffle", "--deduplicate", *folders)
     assert done.returncode == 2 and "a.jsonl, line 8: expected a string" in done.stderr
     done = call(tmp_path / "source", "--shuffle", "--deduplicate", "--skip-broken", "3", *folders)
-    assert "3 documents were left out because they cannot be read (--skip-broken)" in done.stdout, done.stderr
+    assert "left out 3 documents that cannot be read (--skip-broken)" in done.stdout, done.stderr
     assert call(tmp_path / "source", "--skip-broken", "-1", *folders).returncode == 2

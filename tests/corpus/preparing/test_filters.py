@@ -80,8 +80,8 @@ def test_the_command_counts(source: Path, tmp_path: Path):
     places = ["--directory", str(tmp_path / "corpus"), "--index-directory", str(tmp_path / "index"), "--workers", "1"]
     done = call(source, "--words", "3,50", "--where", "language=en", *places)
     assert done.returncode == 0, done.stderr
-    assert "1 documents were left out by --where" in done.stdout
-    assert "2 documents were left out by --words" in done.stdout
+    assert "left out 1 document by --where" in done.stdout
+    assert "left out 2 documents by --words" in done.stdout
     assert call(source, "--peek", "1").returncode != 0
 
 

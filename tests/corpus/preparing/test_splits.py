@@ -8,6 +8,7 @@ import pyarrow
 import pytest
 
 from tests.helpers.corpora import both, call, documents_of, make, tokens_of
+from zero.corpus.preparing.sources.source import Source
 
 TEXTS = {split: [f"{split} {number}" for number in range(30)] for split in ("train", "validation", "test")}
 
@@ -87,6 +88,17 @@ def test_arrays_with_a_test_set(tmp_path: Path):
     found = [tokens_of(index, 16).ravel() for index in (corpus.train_index, corpus.validation_index, corpus.test_index)]
     for rows, expected in zip(found, (arrays["train"][:3600], arrays["train"][3600:], arrays["test"]), strict=True):
         assert rows[: len(expected)].tolist() == expected.tolist() and len(rows) - len(expected) <= 16
+
+
+def test_files_that_are_left_out_are_named(tmp_path: Path) -> None:
+    """By their suffix, before anything is written; those of hidden and skipped folders are not counted."""
+    for name in ("a.txt", "b.pdf", "c.zip", "d/e.exe", ".git/f.bin"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text")
+    (remark,) = Source(str(tmp_path), "text", 0.2).remarks
+    head, _, names = remark.partition(": ")
+    assert head == "left out 3 files that are not text by the suffix" and "; name a file, or a glob" in names
+    assert {*names.partition(";")[0].split(", ")} == {"b.pdf", "c.zip", "d/e.exe"}
 
 
 def test_remarks(tmp_path: Path):

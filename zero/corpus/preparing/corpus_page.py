@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zero.base.plural import counted
 from zero.corpus.format import directory
 from zero.corpus.format.manifest import PARTS, splits_of
 from zero.corpus.preparing import corpus_statistics
@@ -79,9 +80,10 @@ def _contents(manifest: Mapping[str, Any]) -> list[Fact]:
     lines = []
     for split in splits_of(dict(manifest)):
         summary = manifest[split]
-        shards = len(summary["shards"])
-        rows = f"{summary['rows']:,} rows of {manifest['row_tokens']:,} in {shards:,} shards"
-        lines.append(Fact(split, f"{summary['tokens']:,} tokens", f"{summary['documents']:,} documents, {rows}"))
+        shards = counted(len(summary["shards"]), "shard")
+        rows = f"{counted(summary['rows'], 'row')} of {manifest['row_tokens']:,} in {shards}"
+        documents = counted(summary["documents"], "document")
+        lines.append(Fact(split, counted(summary["tokens"], "token"), f"{documents}, {rows}"))
     if PARTS in manifest:
         lines.append(Fact("parts", f"{len(manifest[PARTS]):,}"))
     return lines

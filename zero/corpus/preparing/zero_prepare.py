@@ -33,6 +33,7 @@ from typing import NoReturn
 from tqdm import tqdm
 
 from zero.base.errors import UserError, exit_on_error, trainer
+from zero.base.plural import counted
 from zero.corpus.format.manifest import TOKENIZER
 from zero.corpus.preparing.filters.table import FILTERS
 from zero.corpus.preparing.options import CorpusOptions
@@ -254,26 +255,29 @@ def _prepare(given: argparse.Namespace, runner: list[str] | None) -> None:
     ):
         if split is None or index is None:
             continue
-        size = f"{split.documents} documents, {split.tokens} tokens, {split.rows} rows of {row_tokens}"
-        print(f"{index}: {size}, {split.shards} shards, documents cut {split.truncations} times")
+        documents = counted(split.documents, "document")
+        size = f"{documents}, {counted(split.tokens, 'token')}, {counted(split.rows, 'row')} of {row_tokens}"
+        print(f"{index}: {size}, {counted(split.shards, 'shard')}, documents cut {counted(split.truncations, 'time')}")
     if corpus.skipped:
-        print(f"{corpus.skipped} documents were left out because they cannot be read (--skip-broken)")
+        print(f"left out {counted(corpus.skipped, 'document')} that cannot be read (--skip-broken)")
     if corpus.short:
-        print(f"{corpus.short} documents were left out because they have fewer tokens than --minimum-tokens")
+        print(f"left out {counted(corpus.short, 'document')} with fewer tokens than --minimum-tokens")
     if corpus.long and options.preferences:
         print(f"{corpus.long} pairs were left out because a text has more tokens than --row-tokens {row_tokens}")
     elif corpus.long:
-        print(f"{corpus.long} documents were left out because no completion ends within --row-tokens {row_tokens}")
+        print(
+            f"left out {counted(corpus.long, 'document')} because no completion ends within --row-tokens {row_tokens}"
+        )
     if corpus.cut:
         print(f"{corpus.cut} documents were cut to a row of {row_tokens} tokens")
     if corpus.dropped_calls:
         print(f"{corpus.dropped_calls} messages have tool calls that the chat template does not write")
     if corpus.duplicates:
-        print(f"{corpus.duplicates} documents were left out because they equal an earlier one")
+        print(f"left out {counted(corpus.duplicates, 'document')} equal to an earlier one")
     if corpus.near:
-        print(f"{corpus.near} documents were left out because they are near an earlier one")
+        print(f"left out {counted(corpus.near, 'document')} near an earlier one")
     for name, count in corpus.filtered.items():
-        print(f"{count} documents were left out by --{name}")
+        print(f"left out {counted(count, 'document')} by --{name}")
     if corpus.validation.tokens > corpus.train.tokens:
         print(
             "validation has more tokens than training: a hash of the text chooses documents, and these are few or of "

@@ -12,6 +12,7 @@
   const numbers = Array.from({length: last - first + 1}, (_, place) => first + place);
   const documents = numbers.map((number) => found.get(number) || 0);
   const lowest = 0.5; // of the axis: a bar of one document is seen
+  const whole = (u, ticks) => ticks.map((tick) => tick >= 1 ? tick : null);
   const heights = documents.map((count) => count || null);
   const tokens = (number) => Math.round(2 ** (number / bins));
 
@@ -33,7 +34,8 @@
       axes: [
         {...axis, grid: {show: false}, label: "tokens", labelSize: 18, labelFont: axis.font, size: 34, incrs: [1, 2, 3, 4, 5].map((n) => bins * n),
           values: (u, ticks) => ticks.map((tick) => readable(tokens(tick)))},
-        {...axis, size: 58, values: (u, ticks) => ticks.map((tick) => Number.isInteger(Math.log10(tick)) ? readable(tick) : "")},
+        {...axis, size: 58, grid: {...grid, filter: whole}, ticks: {...grid, filter: whole}, filter: whole,
+          values: (u, ticks) => ticks.map((tick) => tick && [1, 2, 5].includes(tick / 10 ** Math.floor(Math.log10(tick))) ? readable(tick) : "")},
       ],
       series: [{}, {label: "documents", stroke: color("--c0"), fill: color("--c0"), fillTo: lowest, paths: uPlot.paths.bars({size: [0.9], align: 1}), points: {show: false}}],
       hooks: {setCursor: [(u) => say(u.cursor.idx)]},

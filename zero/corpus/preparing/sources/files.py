@@ -26,6 +26,8 @@ from zero.corpus.format.own_formats import MANIFEST, is_index, kind_of_file, kin
 from zero.files import storage
 from zero.files.storage.objects import ObjectStat
 
+_OF_DATASETS = ("dataset_info.json", "state.json", "dataset_dict.json")  # beside the tables that its library saves
+_OF_DATASETS = ("dataset_info.json", "state.json", "dataset_dict.json")  # beside the tables that its library saves
 # Suffixes of text in a folder. A file with any other suffix can still be given as the source itself.
 _SUFFIXES = """
     .txt .md .rst .tex .org .py .pyi .ipynb .c .h .cc .cpp .hpp .cu .cuh .m .rs .go .java .kt .scala .swift .cs
@@ -58,11 +60,11 @@ class SourceFile(NamedTuple):
         return self.relative.split("/")[:-1]
 
 
-def find_files(source: str, has_format: Callable[[str], bool]) -> list[SourceFile]:
+def find_files(source: str, has_format: Callable[[str], bool], left_out: list[str] | None = None) -> list[SourceFile]:
     """The files of a file, folder, glob or "stdlib", in an order that does not depend on the file system.
 
     Of a folder these are files of text, and those that `has_format`; of a glob all that match. Braces name several of
-    them. An index file stands for the shards that it lists.
+    them. An index file stands for the shards that it lists. The other files of a folder are named in `left_out`.
 
     Raises:
       UserError: there are none, or zero wrote them for another use: a manifest, a run, checkpoints.
@@ -84,7 +86,11 @@ def find_files(source: str, has_format: Callable[[str], bool]) -> list[SourceFil
         files, is_folder = find(root, root if len(roots) == 1 else _base(source))
         if is_folder:
             _refuse_folder(root, files)
-            files = [file for file in files if is_readable(file.path) and not any(map(is_skipped, file.folders))]
+            files = [file for file in files if not any(map(is_skipped, file.folders))]
+            if left_out is not None:
+                others = [file.relative for file in files if not is_readable(file.path)]
+                left_out += [name for name in others if name.rpartition("/")[2] not in _OF_DATASETS]
+            files = [file for file in files if is_readable(file.path)]
             if not files:
                 raise UserError(f"{root} holds no text files; expected some of {' '.join(sorted(suffixes))}")
         else:

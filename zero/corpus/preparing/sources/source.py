@@ -12,6 +12,7 @@ from functools import cached_property, partial
 from operator import methodcaller
 
 from zero.base.errors import UserError
+from zero.base.plural import counted
 from zero.corpus.preparing import documents
 from zero.corpus.preparing.documents import TEST, TRAIN, VALIDATION, Reader, TextReader, Unit
 from zero.corpus.preparing.filters.table import NO_FILTERS, Filters
@@ -88,7 +89,14 @@ class Source:
         is_hub = name.startswith("hf:") and not name.startswith("hf://")
         opened = HubDataset(name.removeprefix("hf:"), entry_reader, is_official) if is_hub else None
         self._hub = opened
-        whole_files = [] if is_hub else find_files(name, lambda path: format_of(path, has_lines) is not None)
+        left_out: list[str] = []
+        whole_files = [] if is_hub else find_files(name, lambda path: format_of(path, has_lines) is not None, left_out)
+        if left_out and name != "stdlib":
+            named = ", ".join([*left_out[:5], *(["..."] if len(left_out) > 5 else [])])
+            self.remarks.append(
+                f"left out {counted(len(left_out), 'file')} that {'is' if len(left_out) == 1 else 'are'} not text by "
+                f"the suffix: {named}; name a file, or a glob, to read it anyway"
+            )
         if opened is not None and opened.left_alone:
             self.remarks.append(
                 f"{name}: its split train is read, and {', '.join(opened.left_alone)} left alone; --splits official "
