@@ -208,7 +208,7 @@ def test_misfit_is_refused(change: dict[str, Any], line: str, tmp_path: Path, hf
     [
         ("model_type", "mamba", "model_type 'mamba': expected one of 'gpt2', 'bloom'"),
         ("model_type", "llama4_text", "'llama4_text' has shared experts, gates before experts"),
-        ("model_type", "gemma3", "'gemma3' has images"),
+        ("model_type", "gemma3", "'text_config' is missing"),
         ("model_type", "deepseek_v3", "'deepseek_v3' has latent attention"),
         ("activation_function", "relu", "activation_function is 'relu', a GPT of zero has 'gelu_new'"),
         ("tie_word_embeddings", False, "tie_word_embeddings is False"),

@@ -492,7 +492,9 @@ ARCHITECTURES = {architecture.model_type: architecture for architecture in _ALL}
 MISSING = {
     "deepseek_v2": "latent attention (compressed keys and values) and shared experts",
     "deepseek_v3": "latent attention (compressed keys and values), shared experts and routing by groups with biases",
-    "gemma3": "images; a folder of the text alone (gemma3_text) is read",
+    "qwen3_5": "gated delta networks (linear attention) in most layers",
+    "qwen3_5_moe": "gated delta networks (linear attention) in most layers, and shared experts",
+    "qwen3_next": "gated delta networks (linear attention) in most layers, and shared experts",
     "llama4": "images; llama4_text has what is missing for text",
     "llama4_text": "shared experts, gates before experts, chunked attention and scaling of queries by position",
 }

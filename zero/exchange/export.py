@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -14,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from zero.base.errors import Unavailable, UserError, first_line
@@ -37,9 +39,12 @@ from zero.exchange.checkpoint_weights import (
 )
 from zero.exchange.hf_config import write_config
 from zero.exchange.hf_folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
+from zero.exchange.hub_folder import hub_folder
 from zero.exchange.peft_folder import write_peft
+from zero.exchange.text_part import check_has_images, text_name
 from zero.exchange.warm_start import weights_of_step
 from zero.exchange.with_code import CODE, ZERO, computed_keys
+from zero.files.parsing import json_object
 from zero.models.config import STACK, GPTConfig
 from zero.partition.collectives.axis import Axis
 from zero.partition.train_state import to_host
@@ -68,6 +73,7 @@ def export(
     merges: bool = False,
     with_code: bool = False,
     dtype: str | None = None,
+    into: str | None = None,
 ) -> int:
     """Writes one checkpoint as a new Hugging Face folder, with the tokenizer and all files that belong to it.
 
@@ -78,6 +84,9 @@ def export(
     None. Of a run that trained adapters the folder is one of PEFT, or with `merges` one of its base with the adapters
     merged, for which the host holds the whole model.
 
+    `into` is a folder, or a model of the hub, whose model also reads images, and whose text the run has tuned: the new
+    folder is a copy of it with this text. All other tensors and files are the same, byte for byte.
+
     Raises:
       UserError: no architecture equals the model, there is no such step or no average, the folder exists, or there are
         no adapters to merge.
@@ -85,12 +94,21 @@ def export(
     run, named = split_step(place)
     if None not in (step, named):
         raise UserError(f"{place}: expected a run without a step, as --step {step} is given")
-    write = partial(_write, folder=folder, ema=ema, merges=merges, with_code=with_code, dtype=dtype)
+    write = partial(_write, folder=folder, ema=ema, merges=merges, with_code=with_code, dtype=dtype, into=into)
     with open_checkpoints(run) as checkpoints:
         return read_step(checkpoints, named if step is None else step, write)
 
 
-def _write(saved: SavedStep, folder: Path, *, ema: bool, merges: bool, with_code: bool, dtype: str | None) -> int:
+def _write(
+    saved: SavedStep,
+    folder: Path,
+    *,
+    ema: bool,
+    merges: bool,
+    with_code: bool,
+    dtype: str | None,
+    into: str | None,
+) -> int:
     """Writes a checkpoint as `export` does; returns its step."""
     size = saved.size()
     brought = saved.meta.get("brought") or {"dtype": None, "model_type": None}
@@ -109,6 +127,14 @@ def _write(saved: SavedStep, folder: Path, *, ema: bool, merges: bool, with_code
     if with_code and tuning is not None and not merges:
         raise UserError(f"{saved.origin}: holds adapters; zero-weights merge --with-code writes their base with them")
 
+    if tuning is not None and not merges and (brought.get("has_images") or into is not None):
+        raise UserError(
+            f"{saved.origin}: holds adapters for the text of a model with images, whose modules have other names in "
+            "PEFT; zero-weights merge writes their base with them"
+        )
+    if into is not None and (with_code or dtype is not None):
+        raise UserError("--into keeps the architecture and the dtypes of its folder; expected no --with-code, --dtype")
+
     read: Callable[[str], np.ndarray] = lambda leaf: saved.checkpoints.read(saved.step, prefix + leaf)  # noqa: E731
     with new_directory(folder) as unfinished:
         if tuning is not None and not merges:
@@ -120,6 +146,10 @@ def _write(saved: SavedStep, folder: Path, *, ema: bool, merges: bool, with_code
             whole = _merged(saved, form.size, within)
             leaves = list(whole)
             read = whole.__getitem__
+        if into is not None:
+            tensors = _tensors(read, leaves, form, DTYPES[0])
+            write_into(Path(hub_folder(into) if into.startswith(PREFIX) else into), unfinished, tensors)
+            return saved.step
         dtype = dtype or (brought["dtype"] if brought["dtype"] in DTYPES else DTYPES[0])
         _save_tensors(_tensors(read, leaves, form, dtype), unfinished)
         _save_tokenizer(tokenizer, unfinished)
@@ -201,6 +231,46 @@ def _save_tensors(tensors: Iterable[tuple[str, np.ndarray]], folder: Path) -> No
         _write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
     for i, file in enumerate(files):
         (folder / f"{i}.part").rename(folder / file)
+
+
+def write_into(base: Path, folder: Path, tensors: Iterable[tuple[str, np.ndarray]]) -> None:
+    """Fills a folder with a copy of `base`, whose model also reads images, with these tensors as its text.
+
+    They are written to disk first: the host holds one file of `base` at a time.
+
+    Raises:
+      UserError: `base` is no such folder, or its text has other tensors.
+    """
+    check_has_images(str(base / CONFIG_FILE), json_object((base / CONFIG_FILE).read_bytes(), str(base / CONFIG_FILE)))
+    text = folder / "text"
+    text.mkdir()
+    _save_tensors(tensors, text)
+    with ExitStack() as stack:
+        files = [stack.enter_context(safe_open(path, "numpy")) for path in sorted(text.glob("*.safetensors"))]
+        own = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+        for path in sorted(base.iterdir()):
+            if path.suffix != ".safetensors":
+                if path.is_file():
+                    (folder / path.name).write_bytes(path.read_bytes())
+                continue
+            written = {}
+            with safe_open(path, "numpy") as of_base:
+                for name in of_base.keys():  # noqa: SIM118
+                    x = of_base.get_tensor(name)
+                    alone = text_name(name)
+                    if alone is not None:
+                        if alone not in own:
+                            raise UserError(f"{path}, tensor {name}: the model of the run has nothing for it")
+                        new = own.pop(alone).get_tensor(alone)
+                        if new.shape != x.shape:
+                            raise UserError(f"{path}, tensor {name}: is {x.shape}, and that of the run {new.shape}")
+                        x = new.astype(x.dtype)
+                    written[name] = np.ascontiguousarray(x)
+                metadata = of_base.metadata()
+            save_file(written, folder / path.name, metadata)
+    if own:
+        raise UserError(f"{base}: its text lacks {min(own)}, which the model of the run has")
+    shutil.rmtree(text)
 
 
 def _save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from zero.base.errors import UserError
 from zero.exchange.hf_config import read_architecture, read_choices, read_size
 from zero.exchange.mxfp4 import decoded
+from zero.exchange.text_part import has_images, text_config, text_name
 from zero.files.parsing import json_object, reading
 from zero.models.config import HEAD, VOCABULARY, GPTConfig
 from zero.partition.global_arrays import from_global, global_shapes
@@ -37,7 +38,9 @@ class HuggingFaceFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        config = json_object((path / CONFIG_FILE).read_bytes(), str(path / CONFIG_FILE))
+        whole = json_object((path / CONFIG_FILE).read_bytes(), str(path / CONFIG_FILE))
+        self._has_images = has_images(whole)
+        config = text_config(str(path / CONFIG_FILE), whole)
         self.architecture = read_architecture(str(path / CONFIG_FILE), config)
         self._is_tied = config.get("tie_word_embeddings", self.architecture.choices()["tied"])
         with ExitStack() as stack:
@@ -67,7 +70,10 @@ class HuggingFaceFolder:
             with reading(f"{path}: not a safetensors file", SafetensorError):
                 file = stack.enter_context(safe_open(path, "numpy"))
             prefix = self.architecture.prefix
-            tensors |= {key.removeprefix(prefix): file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+            names = {key: text_name(key) if self._has_images else key for key in file.keys()}  # noqa: SIM118
+            tensors |= {
+                name.removeprefix(prefix): file.get_slice(key) for key, name in names.items() if name is not None
+            }
         tensors = decoded(tensors)
         head = self.architecture.modules.get(HEAD)
         if head is None or self._is_tied:

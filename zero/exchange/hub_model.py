@@ -13,6 +13,7 @@ from zero.corpus.text.hub import PREFIX, download
 from zero.exchange.hf_config import read_architecture, read_size
 from zero.exchange.hf_folder import CONFIG_FILE, HuggingFaceFolder
 from zero.exchange.hub_folder import FILES, FILES_BUT_WEIGHTS
+from zero.exchange.text_part import text_config
 from zero.files.parsing import json_object
 from zero.models.config import GPTConfig
 
@@ -69,7 +70,7 @@ def open_hf_config(path: str) -> HubModel | None:
     elif not is_folder(folder):
         return None
     origin = str(folder / CONFIG_FILE)
-    config = json_object((folder / CONFIG_FILE).read_bytes(), origin)
+    config = text_config(origin, json_object((folder / CONFIG_FILE).read_bytes(), origin))
     architecture = read_architecture(origin, config)
     layers = config.get(architecture.layers_key, config.get(architecture.aliases.get(architecture.layers_key, "")))
     if type(layers) is not int or layers < 1:

@@ -20,6 +20,7 @@ from zero.corpus.text.hub import PREFIX
 from zero.exchange.checkpoint_weights import SavedStep, check_unseen, read_place
 from zero.exchange.hf_folder import CONFIG_FILE, HuggingFaceFolder
 from zero.exchange.hub_folder import hub_folder
+from zero.exchange.text_part import has_images, text_config
 from zero.files.parsing import json_object
 from zero.partition.checksums import checksums
 from zero.partition.layout import PyTree
@@ -82,14 +83,22 @@ def _grown(origin: str, size: Mapping[str, Any], read: Callable[[ShardedGPT], Py
 
 
 def described_folder(source: str) -> dict[str, Any] | None:
-    """The dtype and the model_type that the config.json of a Hugging Face folder names; None for another place."""
+    """What the config.json of a Hugging Face folder says of its weights; None for another source.
+
+    Their dtype, the model_type of the text model, and whether the folder's model also reads images.
+    """
     if source.startswith(PREFIX):
         source = str(hub_folder(source))
     path = Path(source) / CONFIG_FILE
     if not path.is_file():
         return None
     config = json_object(path.read_bytes(), str(path))
-    return {"dtype": config.get("dtype") or config.get("torch_dtype"), "model_type": config.get("model_type")}
+    text = text_config(str(path), config)
+    return {
+        "dtype": config.get("dtype") or config.get("torch_dtype"),
+        "model_type": text.get("model_type"),
+        "has_images": has_images(config),
+    }
 
 
 def weights_of_step(saved: SavedStep, model: ShardedGPT, within: str) -> PyTree:

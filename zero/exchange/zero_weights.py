@@ -37,6 +37,11 @@ def main() -> None:
         exporting.add_argument(
             "--with-code", action="store_true", help="with its own code for PyTorch, for models that transformers lacks"
         )
+        exporting.add_argument(
+            "--into",
+            metavar="FOLDER",
+            help="a folder, or hf:NAME, whose model also reads images: write a copy of it with this text",
+        )
         of_folder = "default: that of the Hugging Face folder that the run began with, or float32"
         exporting.add_argument("--dtype", choices=DTYPES, help=of_folder)
     averaging = commands.add_parser("average", help="write a run directory with the mean of several checkpoints")
@@ -52,7 +57,7 @@ def main() -> None:
         if arguments.command in ("export", "merge"):
             merges = arguments.command == "merge"
             options: dict[str, Any] = {"ema": arguments.ema, "merges": merges, "with_code": arguments.with_code}
-            options["dtype"] = arguments.dtype
+            options |= {"dtype": arguments.dtype, "into": arguments.into}
             step = export(arguments.run, arguments.folder, arguments.step, **options)
             print(f"step {step} is in {arguments.folder}")
         else:

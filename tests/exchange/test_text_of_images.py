@@ -1,0 +1,161 @@
+"""The text of models that also read images: read, and written alone or back into the folder, as transformers has it."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import zero
+from tests.exchange.random_weights import model_of, whole
+from tests.helpers.brought import save_tokenizer
+from zero.base.errors import UserError
+from zero.checkpoints.manager import Checkpoints
+from zero.exchange.export import export
+from zero.exchange.hf_folder import HuggingFaceFolder
+from zero.exchange.hub_model import open_hf_config, open_hf_model
+from zero.exchange.warm_start import described_folder, warm_start
+from zero.models.gpt import GPT
+from zero.partition.layout import derive_layout
+from zero.training.sharded_gpt import ShardedGPT
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
+
+TEXT: dict[str, Any] = {
+    "vocab_size": 337,
+    "hidden_size": 40,
+    "intermediate_size": 52,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "initializer_range": 0.3,
+    "max_position_embeddings": 64,
+}
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+VISION |= {"image_size": 28, "patch_size": 14}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 48}
+YARN |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+# The class of the configuration, the tokenizer, the keys of the text, and those of the whole.
+MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "gemma3": ("Gemma3Config", "gemma3", {"sliding_window": 7}, {"mm_tokens_per_image": 4, "image_token_index": 336}),
+    "mistral3": ("Mistral3Config", "mistral", {"model_type": "mistral"}, {"tie_word_embeddings": False}),
+    "ministral3": (
+        "Mistral3Config",
+        "mistral",
+        {"model_type": "ministral3", "rope_parameters": YARN},
+        {"tie_word_embeddings": True},
+    ),
+}
+TOKENS = np.arange(40)[None] * 7 % 320
+
+
+def save_with_images(folder: Path, name: str) -> None:
+    """A small model with images, with random weights in bfloat16, as transformers writes it."""
+    import torch
+    import transformers
+
+    kind, home, text, others = MODELS[name]
+    vision = {**VISION, "model_type": "siglip_vision_model" if name == "gemma3" else "pixtral"}
+    transformers.set_seed(0)
+    config = getattr(transformers, kind)(text_config={**TEXT, **text}, vision_config=vision, **others)
+    auto: Any = transformers.AutoModelForImageTextToText
+    auto.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    written = json.loads((folder / "config.json").read_text())
+    save_tokenizer(folder, home)
+    (folder / "config.json").write_text(json.dumps(written))
+
+
+def logits_of(folder: Path, auto: str) -> np.ndarray:
+    """After the last token."""
+    import torch
+    import transformers
+
+    model = getattr(transformers, auto).from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        return model.eval()(input_ids=torch.tensor(TOKENS)).logits[:, -1].numpy()
+
+
+def logits_of_zero(folder: Path) -> np.ndarray:
+    found = open_hf_model(str(folder))
+    assert found is not None
+    assert found == open_hf_config(str(folder))
+    model = model_of(found.size)
+    with HuggingFaceFolder(folder) as opened:
+        params = whole(opened.params(model), model)
+    apply: Any = jax.jit(lambda tokens: GPT(found.size).apply({"params": params}, tokens, method="logits"))
+    return np.asarray(apply(TOKENS)[0])
+
+
+def tensors_of(folder: Path) -> dict[str, bytes]:
+    from safetensors.torch import load_file
+
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        found |= {name: x.view(-1).float().numpy().tobytes() for name, x in load_file(path).items()}
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", ["gemma3", *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS if name != "gemma3")]
+)
+def test_text_of_a_model_with_images(name: str, tmp_path: Path) -> None:
+    """Its logits are those of transformers, read from the folder, tuned and alone, and tuned within the folder."""
+    folder = tmp_path / "folder"
+    save_with_images(folder, name)
+    expected = logits_of(folder, "AutoModelForImageTextToText")
+    np.testing.assert_allclose(logits_of_zero(folder), expected, atol=2e-4, rtol=1e-4)
+    found = open_hf_model(str(folder))
+    assert found is not None
+    assert found.size.block_size == (48 if name == "ministral3" else 64)  # from where queries are scaled
+
+    # A run that has moved its weights a little.
+    model = ShardedGPT(found.size, zero.Axis("zero", (1, jax.device_count())), 3)
+    params = zero.to_host(warm_start(str(folder), model), model.layout, model.axis)
+    params = jax.tree.map(lambda x: x * np.float32(1.25), params)
+    alone = ShardedGPT(found.size, zero.Axis("zero", (1, 1)), 0)
+    config = {"data": {"tokenizer": found.tokenizer()}, "tuning": {"name": "none"}}
+    meta = {"config": config, "size": dataclasses.asdict(found.size), "brought": described_folder(str(folder))}
+    with Checkpoints(tmp_path / "run", keep=1) as checkpoints:
+        checkpoints.save(1, {"params": params}, derive_layout(lambda p: {"params": p}, alone.layout), meta)
+    export(str(tmp_path / "run"), tmp_path / "text")
+    tuned = logits_of(tmp_path / "text", "AutoModelForCausalLM")
+    assert np.abs(tuned - expected).max() > 0.01
+    np.testing.assert_allclose(logits_of_zero(tmp_path / "text"), tuned, atol=2e-4, rtol=1e-4)
+    export(str(tmp_path / "run"), tmp_path / "again", into=str(folder))
+    np.testing.assert_array_equal(logits_of(tmp_path / "again", "AutoModelForImageTextToText"), tuned)
+
+    # What is not of the text is the same, byte for byte.
+    before, after = tensors_of(folder), tensors_of(tmp_path / "again")
+    assert before.keys() == after.keys()
+    of_text = {tensor for tensor in before if "language_model" in tensor or "lm_head" in tensor}
+    changed = {tensor for tensor in before if before[tensor] != after[tensor]}
+    assert changed <= of_text < set(before) and len(changed) > 10
+    names = {path.name for path in folder.iterdir()}
+    assert names == {path.name for path in (tmp_path / "again").iterdir()}
+    for file in names - {"model.safetensors"}:
+        assert (folder / file).read_bytes() == (tmp_path / "again" / file).read_bytes()
+    with pytest.raises(UserError, match="has no images to keep beside its text"):
+        export(str(tmp_path / "run"), tmp_path / "third", into=str(tmp_path / "text"))
+    with pytest.raises(UserError, match="--into keeps the architecture and the dtypes of its folder"):
+        export(str(tmp_path / "run"), tmp_path / "third", into=str(folder), dtype="float32")
+
+
+def test_text_that_no_model_computes(tmp_path: Path) -> None:
+    """Qwen 3.5 is refused by what it has; a published Gemma 3 says only what its class does not."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": {}}))
+    with pytest.raises(UserError, match=r"model_type 'qwen3_5' has gated delta networks \(linear attention\)"):
+        open_hf_config(str(tmp_path))
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34}
+    text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    found = open_hf_config(str(tmp_path))
+    assert found is not None
+    size = found.size
+    assert (size.vocab_size, size.block_size, size.num_head, size.head_width) == (262_208, 131_072, 8, 256)
+    assert (size.kv_heads, size.windows, size.rotary_scaling) == (4, (1024,) * 5 + (0,), ("linear", 8.0)) or size.N % 6
