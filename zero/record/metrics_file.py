@@ -13,7 +13,8 @@ from zero.files.appending import HoldingLog, append
 from zero.files.json_lines import read_lines, split_lines
 from zero.record.run_files import METRICS_FILE
 
-Log: TypeAlias = Callable[[dict[str, float | int]], None]  # takes the metrics of one step, by increasing `step`
+Line: TypeAlias = dict[str, float]  # the metrics of a step by name; `step` and counts are integers
+Log: TypeAlias = Callable[[Line], None]  # takes the line of one step, by increasing `step`
 TextLog: TypeAlias = Callable[[int, str], None]  # takes a text that the model has written, and its step
 
 EVALUATED = ("validation/", "harness/", "evaluation/")  # names of metrics of an evaluation begin so

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from zero.config.declared import Keys
-from zero.run.run import Line, Run
+from zero.record.metrics_file import Line
+from zero.run.run import Run
 from zero.tracking.metrics import Metric
 from zero.training.batch import Batch
 

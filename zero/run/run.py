@@ -7,7 +7,7 @@ from collections.abc import Generator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,6 +18,7 @@ from zero.hosts import agreement, watchdog
 from zero.job import Job
 from zero.partition.collectives.axis import Axis
 from zero.partition.layout import PyTree
+from zero.record.metrics_file import Line
 from zero.run.data import Data
 from zero.run.directory import RunDirectory
 from zero.run.position import Position
@@ -30,7 +31,6 @@ from zero.training.batch import Rows
 from zero.training.host_rows import HostRows
 from zero.training.parts import TrainState
 
-Line: TypeAlias = dict[str, Any]  # metrics by name, of the steps since the line before
 METRICS = (
     Metric(("step",), "steps so far, those whose update was skipped included"),
     Metric(

@@ -82,7 +82,7 @@ class StepMetrics:
         self._peak_flops = peak_flops
         self._goodput = goodput
         self._unread: deque[dict[str, jax.Array]] = deque()  # metrics of dispatched steps, oldest first
-        self._newest: dict[str, float | int] = {}
+        self._newest: dict[str, float] = {}
         self._next_line: dict[str, float] = {}
         self._has_warned = False
         self.restart()
@@ -164,7 +164,7 @@ class StepMetrics:
                 self._losses.append(self._newest["loss"])
                 self._of_objective.append({name: self._newest[name] for name in self._names_of_objective})
 
-    def read(self) -> dict[str, float | int]:
+    def read(self) -> dict[str, float]:
         """One line of metrics: means of the objective and its metrics, and the newest value of the others.
 
         Waits for all steps.
@@ -196,7 +196,7 @@ class StepMetrics:
                 line["mfu"] = self._flops / (step_time * steps * self._peak_flops)
         return line
 
-    def _warn_if_slow(self, line: dict[str, float | int]) -> None:
+    def _warn_if_slow(self, line: dict[str, float]) -> None:
         """Warns once, with the shares of the time."""
         if line["predicted_speed"] < SLOW and not self._has_warned:
             self._has_warned = True

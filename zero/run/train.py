@@ -18,6 +18,7 @@ from zero.hosts.speeds import peak_flops
 from zero.hosts.watchdog import ending_together
 from zero.job import make_job
 from zero.models.config import GPTConfig
+from zero.record.metrics_file import Line
 from zero.run.data import (
     fitting_tokenizer,
     last_step,
@@ -37,7 +38,7 @@ from zero.run.pending import pending_actions, still_pending
 from zero.run.requests import STOP, Requests
 from zero.run.restore import TrainingPosition
 from zero.run.resume import is_durable, join_run_directory, resume_state, resumed_clock
-from zero.run.run import Line, Run
+from zero.run.run import Run
 from zero.run.step_metrics import StepMetrics
 from zero.run.step_programs import StepPrograms
 

@@ -17,7 +17,7 @@ HIDDEN = ("samples_checksum", "time")  # no curves
 _PANEL = {name: panel for panel, names in PANELS.items() for name in names}
 
 
-def shown(metrics: Mapping[str, float | int]) -> dict[str, float | int]:
+def shown(metrics: Mapping[str, float]) -> dict[str, float]:
     """The metrics of a line under the names of a dashboard, without those that are no curves; `step` is the axis.
 
     >>> shown({"step": 3, "train/loss": 2.5, "mfu": 0.4, "samples_checksum": 7, "goodput/steps": 0.9})

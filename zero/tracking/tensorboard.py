@@ -46,7 +46,7 @@ def tensorboard_events(run_directory: Path, resumed_from: int | None) -> Iterato
             event = Event(wall_time=time.time(), step=step, summary=text("samples", as_code(written)))
             records.append(_record(event.SerializeToString()))
 
-        def log(metrics: dict[str, float | int]) -> None:
+        def log(metrics: dict[str, float]) -> None:
             summary = Summary()
             for key, value in shown(metrics).items():
                 if key != "step" and math.isfinite(value):  # TensorBoard draws no other point

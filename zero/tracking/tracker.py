@@ -21,7 +21,7 @@ class Tracker:
         self._text_logs = text_logs
         self._last_step = -math.inf
 
-    def __call__(self, metrics: dict[str, float | int]) -> None:
+    def __call__(self, metrics: dict[str, float]) -> None:
         if metrics["step"] <= self._last_step:
             raise ValueError(f"step {metrics['step']} is logged after step {self._last_step:.0f}")
         self._last_step = metrics["step"]

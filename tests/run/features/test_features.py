@@ -17,7 +17,7 @@ from zero.config.declared import Keys
 from zero.corpus.reading.batch_schedule import BatchSchedule
 from zero.corpus.reading.loader import HostBatch
 from zero.partition.collectives.axis import Axis
-from zero.record.metrics_file import read_metrics
+from zero.record.metrics_file import Line, read_metrics
 from zero.run.feature import Moment, Stopped
 from zero.run.features import harness, report
 from zero.run.features.examination import checked_sums
@@ -138,7 +138,7 @@ def with_validation(run: Any) -> Any:
 def test_transfers_of_a_validation(tmp_path: Path, transfers: list[Any]) -> None:
     """A validation adds the loss to the line by one transfer per batch."""
     run = with_validation(make_run(tmp_path))
-    line = {"step": 3}
+    line: Line = {"step": 3}
     Validate(VALIDATION, run).do(run, at(3, is_evaluation=True), line)
     assert line == {"step": 3, "validation/loss": 1.5}
     assert len(transfers) == 3
@@ -148,7 +148,7 @@ def test_stop_within_a_validation(tmp_path: Path) -> None:
     """A stop request ends a validation, which adds nothing to the line."""
     run = with_validation(make_run(tmp_path))
     run.requests.signals.append(15)
-    line = {"step": 3}
+    line: Line = {"step": 3}
     with pytest.raises(Stopped):
         Validate(VALIDATION, run).do(run, at(3, is_evaluation=True), line)
     assert line == {"step": 3}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from zero.config.declared import Keys
 from zero.hosts import agreement
+from zero.record.metrics_file import Line
 from zero.run.feature import Feature, Moment
-from zero.run.run import Line, Run
+from zero.run.run import Run
 from zero.tracking.progress import Progress
 from zero.training.batch import Batch
 

@@ -12,9 +12,9 @@ from zero.config.keys import key
 from zero.inference.harness_tasks import numbers_of, run_tasks
 from zero.inference.scoring import Scorer
 from zero.inference.trained_model import TrainedModel
-from zero.record.metrics_file import line_of
+from zero.record.metrics_file import Line, line_of
 from zero.run.feature import Feature, Moment
-from zero.run.run import Line, Run
+from zero.run.run import Run
 from zero.tracking.metrics import Metric
 
 

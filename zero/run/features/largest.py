@@ -7,8 +7,9 @@ from collections.abc import Mapping
 
 from zero.config.declared import Keys
 from zero.hosts import agreement
+from zero.record.metrics_file import Line
 from zero.run.feature import Feature, Moment
-from zero.run.run import Line, Run
+from zero.run.run import Run
 
 log = logging.getLogger(__name__)
 GRADIENT = "gradient_norm/"
@@ -35,7 +36,7 @@ class Largest(Feature):
             log.info("step %d: of the squared norm of the gradient: %s", now.step, named)
 
 
-def largest_shares(line: Mapping[str, float | int]) -> dict[str, float]:
+def largest_shares(line: Mapping[str, float]) -> dict[str, float]:
     """The tensors with the largest shares of the squared norm of the gradient, the largest first; {} without any.
 
     >>> largest_shares({"gradient_norm": 5.0, "gradient_norm/a": 3.0, "gradient_norm/b": 4.0})

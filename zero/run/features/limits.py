@@ -11,8 +11,9 @@ from zero.config.declared import Keys
 from zero.config.keys import shared
 from zero.config.schema import Config as WholeConfig
 from zero.models.config import GPTConfig
+from zero.record.metrics_file import Line
 from zero.run.feature import Feature, Moment
-from zero.run.run import Line, Run
+from zero.run.run import Run
 from zero.tracking.metrics import Metric
 
 

@@ -6,9 +6,10 @@ from dataclasses import asdict, dataclass
 
 from zero.config.declared import Keys
 from zero.config.keys import shared
+from zero.record.metrics_file import Line
 from zero.run.feature import Feature, Moment
 from zero.run.features.examination import checked_sums
-from zero.run.run import Line, Run
+from zero.run.run import Run
 
 
 class Protect(Feature):

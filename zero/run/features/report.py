@@ -9,9 +9,10 @@ from pathlib import Path
 from zero.base.errors import UserError
 from zero.config.declared import Keys
 from zero.hosts import agreement
+from zero.record.metrics_file import Line
 from zero.record.run_files import METRICS_FILE
 from zero.run.feature import Feature, Moment
-from zero.run.run import Line, Run
+from zero.run.run import Run
 
 log = logging.getLogger(__name__)
 

@@ -18,9 +18,10 @@ from zero.files.appending import append
 from zero.hosts import agreement
 from zero.inference.generate import generate, until_end
 from zero.models.config import GPTConfig
+from zero.record.metrics_file import Line
 from zero.record.run_files import SAMPLES_FILE
 from zero.run.feature import Feature, Moment
-from zero.run.run import Line, Run
+from zero.run.run import Run
 from zero.training.programs import make_inference
 
 log = logging.getLogger(__name__)

@@ -9,9 +9,10 @@ from zero.config.constraints import at_least, positive
 from zero.config.declared import Keys
 from zero.config.keys import key, shared
 from zero.hosts import agreement
+from zero.record.metrics_file import Line
 from zero.run.feature import Feature, Moment
 from zero.run.features.examination import checked_sums
-from zero.run.run import Line, Run
+from zero.run.run import Run
 
 
 class Save(Feature):

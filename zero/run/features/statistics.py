@@ -12,8 +12,9 @@ from zero.config.constraints import at_least
 from zero.config.declared import Keys
 from zero.config.keys import key
 from zero.partition.layout import PyTree
+from zero.record.metrics_file import Line
 from zero.run.feature import Feature, Moment
-from zero.run.run import Line, Run
+from zero.run.run import Run
 from zero.tracking.metrics import Metric
 from zero.training.batch import Batch
 from zero.training.leaf_statistics import OF_LEAVES

@@ -9,10 +9,11 @@ from zero.config.constraints import at_least
 from zero.config.declared import Keys
 from zero.config.keys import key, shared
 from zero.hosts import agreement
+from zero.record.metrics_file import Line
 from zero.record.run_files import SAMPLES_FILE
 from zero.run.feature import Feature, Moment
 from zero.run.features.sample import samples_after
-from zero.run.run import Line, Run
+from zero.run.run import Run
 from zero.tracking.metrics import Metric
 from zero.tracking.tracker import Tracker, open_tracker
 

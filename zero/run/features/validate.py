@@ -19,9 +19,9 @@ from zero.corpus.reading.loader import HostBatch, Loader
 from zero.corpus.reading.prefetch import prefetch
 from zero.hosts import agreement
 from zero.partition.layout import PyTree
-from zero.record.metrics_file import line_of
+from zero.record.metrics_file import Line, line_of
 from zero.run.feature import Feature, Moment, Stopped
-from zero.run.run import Line, Run
+from zero.run.run import Run
 from zero.tracking.metrics import Metric
 from zero.training.ema import EMA
 from zero.training.host_rows import HostRows
