@@ -165,8 +165,8 @@ def plan(
     topology: str, size: str, context: int, documents: int, forms: Sequence[str], context_shards: int, rotary: bool
 ) -> Iterator[str]:
     """Peak memory of a training step, which would take minutes on a TPU to find out."""
-    from zero.config.files import load_sizes
-    from zero.job import Job
+    from zero.job.job import Job
+    from zero.job.sizes import load_sizes
     from zero.plan.compile import step_arguments
     from zero.plan.topology import find_devices, out_of_memory
     from zero.training.objectives.objective import LIKELIHOOD

@@ -84,7 +84,7 @@ def tell(hosts: int) -> None:
 
 def arrange(devices: int) -> None:
     """Shapes, layout, axis and rows of the largest published model."""
-    from zero.config.files import load_sizes
+    from zero.job.sizes import load_sizes
     from zero.partition.collectives.axis import Axis
     from zero.training.host_rows import HostRows
     from zero.training.sharded_gpt import ShardedGPT
@@ -105,7 +105,8 @@ def arrange(devices: int) -> None:
 def compile_on(topology: str) -> None:
     """Compiles a small step for slices that are not there."""
     from zero.commands.cli import compose
-    from zero.plan.compile import Request, compile_step
+    from zero.plan.compile import compile_step
+    from zero.plan.config import Request
     from zero.plan.topology import prepare_environment
 
     overrides = ("mode=plan", f"plan.topology={topology}", "model.size=bytes", "training.sample_tokens=0")

@@ -127,9 +127,9 @@ def peer(row: Row, steps: int) -> Measured:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from zero.config.files import load_sizes
     from zero.exchange.architecture_table import architecture_of
     from zero.exchange.hf_config import write_config
+    from zero.job.sizes import load_sizes
 
     size = load_sizes()[row.size]
     config = write_config(architecture_of(size), size)

@@ -20,14 +20,15 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from zero.commands.cli import composed
-from zero.config.check import typed
-from zero.config.files import load_sizes
+from zero.commands.modes import typed
 from zero.costs.predict import predict
 from zero.hosts.speeds import SPEEDS
-from zero.job import make_job
+from zero.job.job import make_job, place_model
+from zero.job.sizes import load_sizes
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
-from zero.plan.compile import Request, compiler_options, step_arguments
+from zero.plan.compile import compiler_options, step_arguments
+from zero.plan.config import Request
 from zero.plan.topology import find_devices, prepare_environment
 from zero.training.flops import model_flops
 
@@ -206,9 +207,9 @@ def text_of(request: Request, file: Path | None) -> str:
     if file is not None and file.exists():
         return file.read_text()
     devices = find_devices(request.config.plan.topology)
-    job = make_job(request.config, request.size, devices, request.rows)
+    job = make_job(request.config, place_model(request.config, request.size, devices, request.rows))
     lowered = job.programs.step.lower(*step_arguments(job, request.rows, request.config.data.max_context))
-    text: str = lowered.compile(compiler_options(request.config, devices)).as_text()
+    text: str = lowered.compile(compiler_options(devices, request.config.zero.overlap_gathers)).as_text()
     if file is not None:
         file.write_text(text)
     return text

@@ -23,16 +23,17 @@ import jax
 from benchmarks.recipe_sources import REPOSITORY, with_part
 from benchmarks.recipes import Digests, digest, prediction, what_changed
 from zero.commands.cli import composed
-from zero.config.check import typed
-from zero.config.files import load_sizes
+from zero.commands.modes import typed
 from zero.costs.predict import predict
 from zero.costs.step_costs import device_peak
 from zero.hosts.speeds import SPEEDS
-from zero.job import make_job
+from zero.job.job import make_job, place_model
+from zero.job.sizes import load_sizes
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
 from zero.models.stack import kinds_of
-from zero.plan.compile import Request, compiler_options, step_arguments
+from zero.plan.compile import compiler_options, step_arguments
+from zero.plan.config import Request
 from zero.plan.topology import available_bytes, find_devices, out_of_memory, prepare_environment
 from zero.training.activations import kinds_on_host
 from zero.training.flops import model_flops
@@ -204,9 +205,9 @@ def row_of(name: str) -> Row | None:
     request = request_of(recipe)
     devices = find_devices(recipe.topology)
     speed = SPEEDS[devices[0].device_kind]
-    job = make_job(request.config, request.size, devices, request.rows)
+    job = make_job(request.config, place_model(request.config, request.size, devices, request.rows))
     lowered = job.programs.step.lower(*step_arguments(job, request.rows, recipe.context))
-    options = compiler_options(request.config, devices)
+    options = compiler_options(devices, request.config.zero.overlap_gathers)
     programs = digest([lowered.as_text(), json.dumps(options, sort_keys=True)])
     digests = Digests(programs, f"libtpu {version('libtpu')}", prediction())
     before = load_rows().get(name)

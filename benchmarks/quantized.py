@@ -34,11 +34,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from zero.config.files import load_sizes
 from zero.corpus.format.shards import RowFormat
 from zero.corpus.preparing.prepare_if_missing import prepare_if_missing
 from zero.corpus.reading.loader import Batching, Loader, RowOrder
 from zero.corpus.text.tokenizers import load_tokenizer
+from zero.job.sizes import load_sizes
 from zero.models.config import GPTConfig
 from zero.partition import quantized
 from zero.partition.collectives.axis import Axis

@@ -36,7 +36,7 @@ from jax import lax
 
 import zero
 from zero.commands.cli import compose
-from zero.job import Job, make_job, steps_per_row
+from zero.job.job import Job, make_job, place_model, steps_per_row
 from zero.models import codebook
 from zero.models.config import GPTConfig
 from zero.run.step_programs import split_batch
@@ -436,7 +436,15 @@ def training(comparison: Comparison) -> Training:
     config, size = compose([f"+recipe={comparison.recipe}", *COMMON, *comparison.keys])
     rows, length = config.training.batch_size, config.data.max_context
     schedule = Schedule(config.training.total_steps, config.training.warmup_steps)
-    return Training(make_job(config, size), size, config.seed, rows, length, steps_per_row(config, size), schedule)
+    return Training(
+        make_job(config, place_model(config, size)),
+        size,
+        config.seed,
+        rows,
+        length,
+        steps_per_row(config.data, size),
+        schedule,
+    )
 
 
 class Trainer(NamedTuple):

@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 import yaml
 
 from zero.commands.cli import compose
-from zero.config.files import load_sizes
-from zero.config.schema import PlanConfig
-from zero.job import learning_rate
+from zero.job.sizes import load_sizes
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
+from zero.plan.config import PlanConfig
 from zero.training.optimizers.optimizer import hyperparameters
+from zero.training.schedules import learning_rate
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TABLE = REPOSITORY / "docs" / "sources" / "recipes.yaml"
@@ -140,7 +140,7 @@ def resolved(config: PlanConfig, size: GPTConfig) -> dict[str, Any]:
         "seed": config.seed,
         "optimizer": config.optimizer.name,
         "schedule": config.schedule.name,
-        "schedule.last": learning_rate(config).last,
+        "schedule.last": learning_rate(config.training, config.schedule).last,
         "step.rows": rows,
         "step.tokens": rows * (size.update_tokens or config.data.max_context),
     }

@@ -31,11 +31,9 @@ import zero.hosts.speeds
 import zero.hosts.torus
 from benchmarks.recipe_sources import PAGE, REPOSITORY, load_runs, with_part
 from zero.commands.cli import compose
-from zero.config.schema import PlanConfig
-from zero.job import make_job, steps_per_row
+from zero.job.job import make_job, place_model, steps_per_row
 from zero.models.config import GPTConfig
 from zero.plan.compile import (
-    Request,
     compile_step,
     compiler_options,
     evaluation_arguments,
@@ -43,6 +41,7 @@ from zero.plan.compile import (
     row_tokens,
     step_arguments,
 )
+from zero.plan.config import PlanConfig, Request
 from zero.plan.topology import find_devices, prepare_environment
 
 TABLE = REPOSITORY / "docs" / "sources" / "recipe_plans.json"
@@ -126,10 +125,10 @@ def digests(request: Request) -> Digests:
     """Lowers the programs, and compiles nothing."""
     config = request.config
     devices = find_devices(config.plan.topology)
-    job = make_job(config, request.size, devices, request.rows)
-    step = job.programs.step.lower(*step_arguments(job, request.rows, row_tokens(config)))
+    job = make_job(config, place_model(config, request.size, devices, request.rows))
+    step = job.programs.step.lower(*step_arguments(job, request.rows, row_tokens(request)))
     evaluation = job.programs.evaluate.lower(*evaluation_arguments(job, request))
-    options = json.dumps(compiler_options(config, devices), sort_keys=True)
+    options = json.dumps(compiler_options(devices, config.zero.overlap_gathers), sort_keys=True)
     programs = digest([step.as_text(), evaluation.as_text(), options])
     return Digests(programs, f"libtpu {version('libtpu')}", prediction())
 
@@ -180,7 +179,7 @@ def published_speed(published: str) -> str:
 
 def days(config: PlanConfig, size: GPTConfig, seconds: float) -> float:
     """Of all steps of a run; a call of the program makes all steps of a batch of rows."""
-    return seconds * (config.training.total_steps // steps_per_row(config, size)) / 86_400
+    return seconds * (config.training.total_steps // steps_per_row(config.data, size)) / 86_400
 
 
 def short(number: float) -> str:

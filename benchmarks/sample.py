@@ -28,9 +28,9 @@ import numpy as np
 import torch as PyTorch
 import transformers
 
-from zero.config.files import load_sizes
 from zero.exchange.warm_start import warm_start
 from zero.inference.generate import generate
+from zero.job.sizes import load_sizes
 from zero.models.config import GPTConfig
 from zero.models.gpt import GPT
 from zero.partition.collectives.axis import Axis

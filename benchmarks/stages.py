@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 
 from benchmarks.collectives import DEVICES
-from zero.config.files import load_sizes
 from zero.costs.hlo import collectives
+from zero.job.sizes import load_sizes
 from zero.partition.collectives.axis import Axis
 from zero.partition.memory import memory
 from zero.partition.virtual_devices import use_cpu_devices

@@ -30,12 +30,12 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero.commands.cli import composed
-from zero.config.check import typed
-from zero.config.files import load_sizes
+from zero.commands.modes import typed
 from zero.costs.predict import Prediction, predict
 from zero.hosts.speeds import SPEEDS
 from zero.hosts.xla_options import VMEM
-from zero.job import Job, make_job
+from zero.job.job import Job, make_job, place_model
+from zero.job.sizes import load_sizes
 from zero.models import transformer_layer
 from zero.models.attention.kernel import fused_rotation, kernel_attention
 from zero.models.config import GPTConfig
@@ -221,8 +221,8 @@ def measure(name: str, row: Row, texts: Path | None) -> str:
         *row.keys,
     ]
     config: Any = typed(composed(["mode=plan", *keys]))
-    job = make_job(config, size, devices, row.rows)
-    options: dict[str, Any] = dict(compiler_options(config, devices) or {})
+    job = make_job(config, place_model(config, size, devices, row.rows))
+    options: dict[str, Any] = dict(compiler_options(devices, config.zero.overlap_gathers) or {})
     of_twin = options | {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000}
     without_vmem = {name: value for name, value in of_twin.items() if name != VMEM}
     options_of_twin = [of_twin] if of_twin == without_vmem else [of_twin, without_vmem]

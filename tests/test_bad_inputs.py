@@ -12,7 +12,7 @@ from tests.helpers.readers import READERS, outcome
 from zero.base.errors import UserError
 from zero.commands.cli import all_mistakes, check_names, resolve
 from zero.commands.cli import compose as cli_compose
-from zero.config.saved_config import default_config
+from zero.commands.modes import default_config
 from zero.record.run_files import save_config
 from zero.run.find_run import resume_overrides
 

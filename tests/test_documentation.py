@@ -15,10 +15,10 @@ import pytest
 
 from tests.config.composing import compose
 from zero.base.errors import UserError
-from zero.config.check import check as check_configuration
-from zero.config.command_line import take_text_literally
-from zero.config.files import load_sizes
-from zero.config.help import help_text
+from zero.commands.arguments import take_text_literally
+from zero.commands.help import help_text
+from zero.commands.modes import check as check_configuration
+from zero.job.sizes import load_sizes
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = [

@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers import effects
 from tests.helpers.effects import Effect, Run
-from zero.run.features import FEATURES
+from zero.run.feature_table import FEATURES
 
 pytestmark = pytest.mark.timeout(4 * 3600)  # on a busy machine
 

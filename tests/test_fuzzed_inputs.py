@@ -19,9 +19,8 @@ from tests.config.composing import compose
 from tests.helpers.readers import READERS, outcome, valid_files
 from zero.base.errors import UserError
 from zero.commands.cli import all_mistakes, resolve
-from zero.config.check import describe
-from zero.config.saved_config import default_config, flat_config
-from zero.run.data import staged_context
+from zero.commands.modes import default_config, describe
+from zero.config.saved_config import flat_config
 
 COMPOSED = compose()
 KEYS = sorted(flat_config(default_config()))
@@ -96,7 +95,8 @@ def configure(changed: dict[str, Any]) -> None:
             OmegaConf.update(config, key, value, merge=False, force_add=True)
     except OmegaConfBaseException as error:
         raise UserError(describe(error)) from error
-    staged_context(resolve(config, [*changed])[0])
+    resolved = resolve(config, [*changed])[0]
+    resolved.training.lengths(resolved.data.max_context, bool(resolved.data.last_target))
 
 
 def assert_lines(status: int, message: str) -> None:

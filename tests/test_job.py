@@ -11,19 +11,23 @@ import pytest
 
 from tests.config.composing import compose
 from zero.base.errors import UserError
-from zero.config.check import check
-from zero.config.files import load_sizes
+from zero.commands.modes import check
 from zero.hosts.speeds import SPEEDS
-from zero.job import exchanges_gradients, learning_rate, make_axis, make_job, make_model, rates_of
+from zero.job.devices import exchanges_gradients, make_axis
+from zero.job.job import make_job, place_model
+from zero.job.memory import rates_of
+from zero.job.sizes import load_sizes
 from zero.plan.topology import find_devices
 from zero.training.activations import kinds_on_host
+from zero.training.schedules import learning_rate
 
 
 @pytest.mark.parametrize(("warmup", "total"), [(2, 5), (0, 1), (19, 20), (20, 100)])
 def test_linear_end_of_short_runs(warmup: int, total: int) -> None:
     """A constant rate with a linear end reaches the end also in short runs."""
     keys = ("schedule=wsd", f"training.warmup_steps={warmup}", f"training.total_steps={total}")
-    rate = learning_rate(check(compose(*keys, "training.end_learning_rate=0"), load_sizes()))
+    config = check(compose(*keys, "training.end_learning_rate=0"), load_sizes())
+    rate = learning_rate(config.training, config.schedule)
     assert float(rate(total - 1)) == 0
     if total - warmup > 1:
         assert float(rate(total - 1 - max(1, total // 10))) == pytest.approx(3e-3)
@@ -33,7 +37,7 @@ def test_linear_end_of_short_runs(warmup: int, total: int) -> None:
 def test_rates_of_mup_matrices(size: str, share: float) -> None:
     """Matrices of a model in mup learn at their share of the rate."""
     config = check(compose(f"model.size={size}"), load_sizes())
-    tx = make_job(config, load_sizes()[size]).tx
+    tx = make_job(config, place_model(config, load_sizes()[size])).tx
     params = {
         "blocks": {"query": {"kernel": jnp.zeros(3), "bias": jnp.zeros(3)}},
         "vocabulary": {"table": jnp.zeros(3)},
@@ -50,7 +54,7 @@ def test_rates_of_mup_matrices(size: str, share: float) -> None:
 def test_kernel_falls_back_to_auto(attention: str, lacks: list[str], caplog: pytest.LogCaptureFixture) -> None:
     """Where a kernel does not support the attention, this is logged once, and attention falls back to auto."""
     config = check(compose(f"model.attention={attention}"), load_sizes())
-    model = make_model(config, load_sizes()["bytes"])
+    model = place_model(config, load_sizes()["bytes"]).model
     said = [record.message for record in caplog.records if "kernel" in record.message]
     assert (model.kernel, model.blockwise_from, model.query_block) == (None, 512, 64)
     assert said == [
@@ -72,7 +76,7 @@ def test_kernel_falls_back_to_auto(attention: str, lacks: list[str], caplog: pyt
 def test_kernels_of_tpus(topology: str, size: str, context: int, kernel: str | None) -> None:
     """A model has a kernel only where it computes the attention of training: estimates of memory count on it."""
     config = check(compose(f"model.size={size}", f"data.max_context={context}", "zero.stage=3"), load_sizes())
-    model = make_model(config, load_sizes()[size], find_devices(topology))
+    model = place_model(config, load_sizes()[size], find_devices(topology)).model
     assert (model.kernel, model.query_block) == (kernel, None)
 
 
@@ -104,7 +108,7 @@ def test_slices_that_exchange_gradients(kind: str, sides: tuple[int, ...], expec
 
 def on_v5e(*overrides: str) -> Any:
     config = check(compose("model.size=bytes", "zero.stage=3", "data.max_context=256", *overrides), load_sizes())
-    return make_model(config, load_sizes()["bytes"], find_devices("v5e-4"))
+    return place_model(config, load_sizes()["bytes"], find_devices("v5e-4")).model
 
 
 def test_wire_of_a_slice() -> None:
@@ -119,7 +123,7 @@ def test_wire_of_a_slice() -> None:
         model = on_v5e(*overrides)
         phases = (4,) if exchanges else (2, 2)  # without overlap one along each dimension of the slice
         assert (model.wire_dtype, model.axis.exchanges, model.axis.shape) == (wire, exchanges, (1, *phases))
-    here = make_model(check(compose(), load_sizes()), load_sizes()["bytes"])
+    here = place_model(check(compose(), load_sizes()), load_sizes()["bytes"]).model
     assert here.wire_dtype == "float32" and not here.axis.exchanges
 
 
@@ -129,12 +133,13 @@ def test_automatic_remat(rows: int, expected: str, caplog: pytest.LogCaptureFixt
     caplog.set_level("INFO")
     size, devices = load_sizes()["1_1b"], find_devices("v5e-16")
     keys = ("model.size=1_1b", "zero.stage=3", "data.max_context=1024")
-    assert make_job(check(compose(*keys), load_sizes()), size, devices, rows).model.remat == expected
+    config = check(compose(*keys), load_sizes())
+    assert make_job(config, place_model(config, size, devices, rows)).model.remat == expected
     assert f"zero.remat=auto: {expected}" in caplog.messages
     config = check(compose(*keys, "training.gradient_accumulation_steps=4"), load_sizes())
-    assert make_job(config, size, devices, rows).model.remat == "mlp"
+    assert make_job(config, place_model(config, size, devices, rows)).model.remat == "mlp"
     config = check(compose(*keys, "zero.remat=dots"), load_sizes())
-    assert make_job(config, size, devices, rows).model.remat == "dots"
+    assert make_job(config, place_model(config, size, devices, rows)).model.remat == "dots"
 
 
 def test_automatic_remat_with_the_host(caplog: pytest.LogCaptureFixture) -> None:
@@ -145,7 +150,8 @@ def test_automatic_remat_with_the_host(caplog: pytest.LogCaptureFixture) -> None
 
     def choice(*overrides: str, rows: int = 2) -> tuple[str, tuple[str, ...], str]:
         caplog.clear()
-        model = make_job(check(compose(*keys, *overrides), load_sizes()), size, devices, rows).model
+        config = check(compose(*keys, *overrides), load_sizes())
+        model = make_job(config, place_model(config, size, devices, rows)).model
         logged = [line for line in caplog.messages if line.startswith("zero.remat=auto")]
         return model.remat, kinds_on_host(model), "".join(logged)
 
@@ -194,7 +200,7 @@ def test_automatic_placement(rows: int, expected: str, caplog: pytest.LogCapture
     name, devices = "dense_lm_137b", find_devices("v3-128")
     keys = (f"model.size={name}", "zero.stage=3", "zero.tensor_shards=16", "data.max_context=1024")
     config = check(compose(*keys, "optimizer=adafactor"), load_sizes())
-    job = make_job(config, load_sizes()[name], devices, rows)
+    job = make_job(config, place_model(config, load_sizes()[name], devices, rows))
     assert [*job.placements] == ["flat", "torus"] and min(job.placements, key=job.placements.__getitem__) == expected
     assert job.model.axis == make_axis(replace(config.zero, phases=expected), devices)
     assert any(line.startswith(f"zero.phases=auto: {expected}, by the time of") for line in caplog.messages)
@@ -205,7 +211,9 @@ def test_only_placement() -> None:
     for topology, phases in (("v3-32", "auto"), ("v3-128", "flat")):
         keys = ("model.size=dense_lm_137b", "zero.stage=3", "zero.tensor_shards=16", f"zero.phases={phases}")
         config = check(compose(*keys, "data.max_context=1024", "optimizer=adafactor"), load_sizes())
-        assert not make_job(config, load_sizes()["dense_lm_137b"], find_devices(topology), 2).placements
+        assert not make_job(
+            config, place_model(config, load_sizes()["dense_lm_137b"], find_devices(topology), 2)
+        ).placements
 
 
 def test_tensor_groups_that_make_no_lines() -> None:

@@ -22,11 +22,13 @@ from tests.helpers.events import scalars
 from zero.base.errors import Unavailable, UserError
 from zero.checkpoints.manager import META_CHECKSUM, meta_checksum
 from zero.commands.cli import errors_in_lines
+from zero.config.saved_config import flat_config
 from zero.hosts import hardware
 from zero.record.metrics_file import read_metrics
 from zero.record.ownership import locked, owned
 from zero.record.run_files import saved_steps
 from zero.report.html_report import write_report
+from zero.run.config import default_config
 
 
 @pytest.fixture(scope="module")
@@ -474,7 +476,9 @@ def test_end_of_data_finishes_the_run(lasting: cli.Lasting, workplace: Path) -> 
     done = lasting.check(*cli.TINY, *epochs, "hydra.run.dir=epochs")
     assert "ends the data at step 5, before training.total_steps=12" in done.stderr
     assert saved_steps(workplace / "epochs") == [3, 5]
-    page = write_report([workplace / "epochs"], workplace / "epochs.html")  # runs of tests draw none
+    page = write_report(
+        [workplace / "epochs"], workplace / "epochs.html", flat_config(default_config())
+    )  # runs of tests draw none
     assert "where training.max_epochs=2 ends the data" in page.read_text()
     done = lasting.check("--resume", "hydra.run.dir=epochs")
     assert "nothing left to do: the run is at step 5 of 5" in done.stderr

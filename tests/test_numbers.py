@@ -12,11 +12,11 @@ import pytest
 
 from docs.draw_first_run import RUN
 from zero.config.files import conf_directory
-from zero.config.schema import GROUPS
 from zero.hosts.watchdog import SILENCE_SECONDS
 from zero.models.families import FAMILIES
 from zero.plan.formula import KINDS
 from zero.report.html_report import RELOAD_SECONDS
+from zero.run.config import GROUPS
 from zero.run.features.report import REPORT_SECONDS
 
 pytestmark = pytest.mark.quick

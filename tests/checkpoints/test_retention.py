@@ -11,11 +11,10 @@ import pytest
 from tests.config.composing import compose
 from tests.helpers import cli
 from zero.checkpoints.retention import Retention, Saved
-from zero.config.check import check
-from zero.config.files import load_sizes
+from zero.commands.modes import check
+from zero.job.sizes import load_sizes
 from zero.record.metrics_file import read_metrics
 from zero.record.run_files import saved_steps
-from zero.run.directory import retention_of
 
 HOUR = 3600
 
@@ -67,7 +66,7 @@ def test_a_clock_that_was_wrong(wrong: float) -> None:
 )
 def test_one_key_for_steps_and_hours(value: str, rules: dict[str, Any]) -> None:
     config = check(compose(f"data.keep_every={value}", "data.keep_checkpoints=5"), load_sizes())
-    assert retention_of(config.data) == Retention(5, **rules)
+    assert config.data.retention() == Retention(5, **rules)
 
 
 def test_run_keeps_what_it_is_told(lasting: cli.Lasting) -> None:

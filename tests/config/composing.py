@@ -5,7 +5,7 @@
 
 import copy
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -13,10 +13,10 @@ from hydra.core.override_parser.types import OverrideType
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-import zero.config.schema  # noqa: F401  declares the keys
+import zero.commands.modes  # noqa: F401  tells Hydra the keys
 from zero.config.files import conf_directory
-from zero.config.schema import GROUPS, Model
 from zero.models.config import GPTConfig
+from zero.run.config import GROUPS
 
 CONF = conf_directory()
 ABSENT = object()  # of a key that no file has; one that is null is there
@@ -55,5 +55,5 @@ class Only(NamedTuple):
 
     size: GPTConfig
 
-    def chosen(self, model: Model) -> GPTConfig:
+    def chosen(self, model: Any) -> GPTConfig:
         return self.size

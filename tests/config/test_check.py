@@ -7,15 +7,14 @@ import yaml
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from docs.print_reference import metrics_page
+from docs.print_reference import config_yaml, keys_page, metrics_page, models_head, yaml_text
 from tests.config.composing import CONF, compose
 from zero.base.errors import UserError
-from zero.config.check import check, describe
-from zero.config.declared import value_of, whole_kind
-from zero.config.files import load_sizes
+from zero.commands.modes import MODES, check, describe
 from zero.config.keys import all_keys
-from zero.config.printed import config_yaml, keys_page, models_head, yaml_text
-from zero.config.schema import GROUPS, Config, PlanConfig
+from zero.job.sizes import load_sizes
+from zero.plan.config import PlanConfig
+from zero.run.config import GROUPS, TrainConfig
 
 pytestmark = pytest.mark.quick
 
@@ -37,12 +36,12 @@ def refusal(*overrides: str) -> str:
 def test_default_job() -> None:
     """The default job is accepted, and its values are typed."""
     checked = check(compose(), SIZES)
-    assert isinstance(checked, Config)
+    assert isinstance(checked, TrainConfig)
     assert checked.model.size == "bytes" and checked.zero.stage == 3
 
 
 def test_an_integer_may_have_an_exponent() -> None:
-    tokens = value_of(check(compose("mode=plan", "plan.tokens=30e9"), SIZES), "plan.tokens")
+    tokens = check(compose("mode=plan", "plan.tokens=30e9"), SIZES).plan.tokens
     assert tokens == 30_000_000_000 and type(tokens) is int
 
 
@@ -241,7 +240,6 @@ def test_every_size_can_be_trained(size: str) -> None:
             "mode=evaluate; evaluate.adapters=[a]; evaluate.weight_dtype=int8",
             ["evaluate.weight_dtype=int8", "auto, as evaluate.adapters are merged"],
         ),
-        ("mode=sample; zero.weight_dtype=int8", ["zero.weight_dtype", "sample.weight_dtype with mode=sample"]),
         ("zero.gather_dtype=int8; zero.stage=0", ["zero.gather_dtype=int8", "auto, as zero.stage=0"]),
         ("zero.tensor_shards=4", ["zero.tensor_shards=4", "a divisor of num_head=6 of model.size=bytes"]),
         ("zero.context_shards=2; zero.tensor_shards=2", ["zero.context_shards=2", "1, as zero.tensor_shards=2"]),
@@ -410,13 +408,14 @@ def test_every_mistake_has_a_line() -> None:
     rules = ("mode=evaluate", "training.warmup_steps=9999", "evaluate.stride=999")
     lines = refusal("seed=-1", "zero.stage=7", "++data.foo=1", *rules)
     assert [line.partition("=")[0].partition(":")[0] for line in lines.splitlines()] == [
-        "seed",
         "data.foo",
         "zero.stage",
+        "seed",
+        "training.warmup_steps",
     ]
     assert [line.partition("=")[0] for line in refusal(*rules).splitlines()] == [
-        "training.warmup_steps",
         "evaluate.stride",
+        "training.warmup_steps",
     ]
 
 
@@ -463,15 +462,15 @@ def test_configuration_file() -> None:
     assert (CONF / "model_config.yaml").read_text().startswith(models_head() + "\ntest:")
     assert (reference / "keys.md").read_text() == keys_page()
     assert (reference / "metrics.md").read_text() == metrics_page()
-    assert {key.name: yaml.safe_load(yaml_text(key.default)) for key in all_keys(whole_kind())} == {
-        key.name: key.default for key in all_keys(whole_kind())
+    assert {key.name: yaml.safe_load(yaml_text(key.default)) for key in all_keys(MODES.first)} == {
+        key.name: key.default for key in all_keys(MODES.first)
     }
 
 
 def test_every_key_is_explained() -> None:
     """Each key has a sentence, and lacks none of those that are needed."""
-    assert [key.name for key in all_keys(whole_kind()) if not key.lines[0]] == []
+    assert [key.name for key in all_keys(MODES.first) if not key.lines[0]] == []
     with pytest.raises(UserError) as caught:
         check(OmegaConf.create({}), SIZES)
     missing = {line.partition(":")[0] for line in str(caught.value).splitlines()}
-    assert missing == {key.name for key in all_keys(whole_kind())} | {f"{group}.name" for group in GROUPS}
+    assert missing == {key.name for key in all_keys(MODES.first)} | {f"{group}.name" for group in GROUPS}

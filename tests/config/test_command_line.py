@@ -5,9 +5,9 @@ import shlex
 import pytest
 
 from zero.base.errors import UserError
+from zero.commands.arguments import check_form, take_text_literally
 from zero.commands.cli import composed
-from zero.config.command_line import check_form, take_text_literally
-from zero.config.help import COMMANDS
+from zero.commands.help import COMMANDS
 
 pytestmark = pytest.mark.quick
 

@@ -22,20 +22,19 @@ from tests.helpers.key_values import ELSEWHERE, NEUTRAL, OF_THE_STEP
 from tests.helpers.shared_jobs import SharedJobs
 from zero.base.errors import UserError
 from zero.commands.cli import compose as cli_compose
-from zero.config.check import check, typed
-from zero.config.declared import whole_kind
-from zero.config.files import load_sizes
-from zero.config.groups import Grid
+from zero.commands.modes import MODES, check, typed
 from zero.config.keys import all_keys
-from zero.config.no_effect import OF_GRID, without_effect
-from zero.config.schema import Config
 from zero.hosts import startup, watchdog, xla_options
-from zero.job import make_axis, make_job
+from zero.job.devices import make_axis
+from zero.job.job import make_job, place_model
+from zero.job.sizes import load_sizes
 from zero.models.config import GPTConfig
 from zero.plan.compile import step_arguments
+from zero.plan.config import OF_GRID, Grid
 from zero.record.metrics_file import read_metrics
 from zero.record.run_files import checkpoint_directory
 from zero.run import train as run_train
+from zero.run.config import TrainConfig
 from zero.tracking import weights_and_biases
 
 SIZES = load_sizes()
@@ -63,24 +62,24 @@ REFUSED = {
 SOME = ("training.end_learning_rate", "zero.remat")  # of the step: the others are slow
 
 
-def checked(*overrides: str) -> Config:
+def checked(*overrides: str) -> TrainConfig:
     return check(compose(*JOB, *overrides), SIZES, [override.partition("=")[0] for override in overrides])
 
 
 def test_every_key_is_tried() -> None:
     """The tables above hold every key of a training run once."""
-    keys = [key.name for key in all_keys(whole_kind()) if key.name != "mode"]
+    keys = [key.name for key in all_keys(MODES.first) if key.name != "mode"]
     assert sorted([*OF_THE_STEP, *ELSEWHERE, *REFUSED]) == sorted(keys)
 
 
 def test_number_of_keys() -> None:
     """conf/config.yaml shows few keys; the names of groups and of the mode are chosen, not set."""
-    assert len([key for key in all_keys(whole_kind()) if key.name != "mode"]) <= 90
+    assert len([key for key in all_keys(MODES.first) if key.name != "mode"]) <= 90
 
 
 def test_keys_in_steps_say_so() -> None:
     """A feature that acts every so many steps declares its key so: steps of parts of rows need a multiple of them."""
-    keys = {key.name: key for key in all_keys(whole_kind())}
+    keys = {key.name: key for key in all_keys(MODES.first)}
     in_steps = {name for name, key in keys.items() if key.in_steps}
     every = {name for name in keys if name.endswith((".every", "_frequency", "save_every", "_steps"))}
     refused = {"statistics.every"}
@@ -98,7 +97,7 @@ def test_keys_in_steps_say_so() -> None:
 def step_of(*overrides: str) -> str:
     """The lowered step, on rows of the same shape."""
     config = checked(*overrides)
-    job = make_job(config, SIZES.chosen(config.model))
+    job = make_job(config, place_model(config, SIZES.chosen(config.model)))
     return str(job.programs.step.lower(*step_arguments(job, 4, config.data.max_context)).as_text())
 
 
@@ -146,7 +145,7 @@ VALUE = {  # in place of that of `ELSEWHERE`, where a run of 6 steps needs anoth
 }
 
 
-def settings(config: Config) -> list[Any]:
+def settings(config: TrainConfig) -> list[Any]:
     """What a start sets for the whole process."""
     with (
         patch.object(startup, "use_cpu_devices") as devices,
@@ -159,7 +158,7 @@ def settings(config: Config) -> list[Any]:
     return [devices.mock_calls, watching.mock_calls, updated.mock_calls]
 
 
-def on_tpu(config: Config) -> list[Any]:
+def on_tpu(config: TrainConfig) -> list[Any]:
     """The axis and the options of the compiler on a TPU slice, which is not there."""
     places = [(x, y, z) for x in range(2) for y in range(2) for z in range(2)]
     kind = {"platform": "tpu", "device_kind": "TPU v4", "core_on_chip": 0, "process_index": 0}
@@ -167,7 +166,7 @@ def on_tpu(config: Config) -> list[Any]:
     return [make_axis(config.zero, devices), xla_options.for_tpu("TPU v4", 8, config.zero.overlap_gathers)]
 
 
-def on_two_slices(config: Config) -> Any:
+def on_two_slices(config: TrainConfig) -> Any:
     """The axis over two slices of four TPUs."""
     kind = {"platform": "tpu", "device_kind": "TPU v5 lite", "core_on_chip": 0, "process_index": 0}
     devices = [
@@ -177,15 +176,15 @@ def on_two_slices(config: Config) -> Any:
     return make_axis(config.zero, devices)
 
 
-def size_of(config: Config) -> GPTConfig:
+def size_of(config: TrainConfig) -> GPTConfig:
     return SIZES.chosen(config.model)
 
 
-def place_of_checkpoints(config: Config) -> str:
+def place_of_checkpoints(config: TrainConfig) -> str:
     return str(checkpoint_directory(Path("run"), config.data.bucket_path, config.data.checkpoint_directory))
 
 
-WITHOUT_A_RUN: dict[str, Callable[[Config], Any]] = {
+WITHOUT_A_RUN: dict[str, Callable[[TrainConfig], Any]] = {
     "model.size": size_of,
     "data.bucket_path": place_of_checkpoints,
     "zero.phases": on_tpu,
@@ -246,7 +245,7 @@ def observed(workplace: Path) -> Callable[..., Observed]:
     return run
 
 
-def checked_run(values: dict[str, str]) -> Config:
+def checked_run(values: dict[str, str]) -> TrainConfig:
     return check(compose(*(f"{key}={value}" for key, value in values.items())), SIZES, [*values])
 
 
@@ -309,10 +308,6 @@ def test_keys_that_need_others(key: str) -> None:
         (("evaluate.follow=true",), "evaluate.follow: only applies to mode=evaluate"),
         (("evaluate.harness=[a]",), "evaluate.harness: only applies to mode=evaluate"),
         (
-            ("zero.replicate=true",),
-            "zero.replicate: it is evaluate.replicate with mode=evaluate, sample.replicate with ",
-        ),
-        (
             ("schedule=constant", "training.end_learning_rate=1e-4"),
             "training.end_learning_rate=0.0001: it has no",
         ),
@@ -323,8 +318,6 @@ def test_keys_that_need_others(key: str) -> None:
         ),
         (("optimizer.name=lion",), "optimizer.name: use optimizer=lion"),
         (("schedule.name=wsd",), "schedule.name: use schedule=wsd"),
-        (("training.objective=dpo",), "training.objective: use objective=dpo"),
-        (("tuning.method=all",), "tuning.method: use tuning=none"),
         (("+preset=v3-8", "plan.topology=v3-8"), "plan.topology: only applies to mode=plan"),
         (("model.model_path=nowhere",), "model.model_path=nowhere: it has no effect, as model.warm_start=false"),
     ],
@@ -387,7 +380,7 @@ def test_keys_that_a_search_replaces() -> None:
     def replaced(search: str, *overrides: str) -> set[str]:
         config = typed(compose("mode=plan", f"plan.search={search}", *overrides))
         planned = {*OF_GRID.values(), "model.size", "model.override"}
-        return {key for key, _ in without_effect(config)} & planned
+        return {key for key, _ in config.without_effect()} & planned
 
     grid = [f"plan.grid.{name}={values}" for name, values in lists.items()]
     by_default = {"zero.stage", "plan.micro_batch", "training.gradient_accumulation_steps", "zero.remat"}

@@ -14,9 +14,9 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from zero.base.errors import UserError
-from zero.config import files
-from zero.config.files import Sizes, _content, conf_directory, load_sizes
-from zero.config.schema import Model
+from zero.config.files import _content, conf_directory
+from zero.job import sizes as sizes_of_models
+from zero.job.sizes import Keys, Sizes, load_sizes
 from zero.models.config import GPTConfig
 
 CONF = conf_directory()
@@ -64,7 +64,7 @@ def test_missing_sizes_are_named(tmp_path: Path) -> None:
 
 
 def chosen(size: str, **override: Any) -> GPTConfig:
-    return load_sizes().chosen(Model(size, override=override))
+    return load_sizes().chosen(Keys(size, override=override))
 
 
 def test_override_of_an_entry() -> None:
@@ -164,11 +164,11 @@ def test_files_of_published_models(monkeypatch: pytest.MonkeyPatch) -> None:
         read.append(path.name)
         return yaml.safe_load(path.read_text())
 
-    monkeypatch.setattr(files, "read_yaml", recorded)
+    monkeypatch.setattr(sizes_of_models, "read_yaml", recorded)
     sizes = Sizes(CONF / "model_config.yaml", CONF / "models")
-    assert sizes.chosen(Model("llama3_8b")).N == 32 and sizes.chosen(Model("gpt_neo_125m")).N == 12
+    assert sizes.chosen(Keys("llama3_8b")).N == 32 and sizes.chosen(Keys("gpt_neo_125m")).N == 12
     assert read == ["model_config.yaml", "llama.yaml", "gpt_neo.yaml"]
-    assert sizes.chosen(Model("mistral_7b", override={"N": 3})).N == 3
+    assert sizes.chosen(Keys("mistral_7b", override={"N": 3})).N == 3
     assert "llama4" not in sizes and "llama4" not in load_sizes() and len(sizes) == len(list(sizes)) == len(set(sizes))
 
 
@@ -182,10 +182,10 @@ def test_own_entry_in_place_of_a_published_one(tmp_path: Path) -> None:
         .replace("\nbytes:", "\nllama3_8b:")
     )
     sizes = Sizes(path, CONF / "models")
-    assert sizes.chosen(Model("llama3_mine")) == load_sizes()["test"]
-    assert sizes.chosen(Model("llama3_8b")) == load_sizes()["bytes"]
+    assert sizes.chosen(Keys("llama3_mine")) == load_sizes()["test"]
+    assert sizes.chosen(Keys("llama3_8b")) == load_sizes()["bytes"]
     with pytest.raises(UserError, match=r"model.size=llama9: expected one of llama3_mine, .*qwen3_8b"):
-        sizes.chosen(Model("llama9"))
+        sizes.chosen(Keys("llama9"))
 
 
 TEXTS = {

@@ -4,9 +4,10 @@ import pytest
 
 from zero.base.errors import UserError
 from zero.commands.cli import compose
-from zero.config.files import load_sizes
-from zero.config.help import WIDTH, help_text
-from zero.config.schema import GROUPS, MODES
+from zero.commands.help import WIDTH, help_text
+from zero.commands.modes import MODES
+from zero.job.sizes import load_sizes
+from zero.run.config import GROUPS
 
 
 def test_one_screen() -> None:
@@ -23,7 +24,7 @@ def test_one_screen() -> None:
         "+recipe",
         "FILE:ENTRY: --help sizes",
         *GROUPS,
-        *MODES,
+        *MODES.kinds,
     ):
         assert part in text
     assert "statistics   1 key\n" in text and " 1 keys" not in text

@@ -10,15 +10,15 @@ import pytest
 
 from tests.config.composing import CONF, compose
 from tests.helpers import cli
-from zero.config.check import check
-from zero.config.files import load_sizes
-from zero.config.schema import PlanConfig
+from zero.commands.modes import check
 from zero.corpus.preparing.options import CorpusOptions
 from zero.corpus.preparing.prepare import prepare
 from zero.corpus.text.tokenizers import ByteTokenizer
 from zero.exchange import zero_weights
 from zero.exchange.checkpoint_weights import choose_steps, open_checkpoints
 from zero.exchange.export import export
+from zero.job.sizes import load_sizes
+from zero.plan.config import PlanConfig
 
 SIZES = load_sizes()
 RECIPES = sorted(path.stem for path in (CONF / "recipe").glob("*.yaml") if path.stem != "common")

@@ -1,6 +1,5 @@
 """Configurations of saved runs: merged with the overrides given now."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,11 +7,11 @@ from omegaconf import OmegaConf
 
 from tests.config.composing import compose
 from zero.base.errors import UserError
-from zero.config.check import check
-from zero.config.files import load_sizes
+from zero.commands.modes import check, merge_resumed
 from zero.config.keys import all_keys
-from zero.config.saved_config import CONVERTED, FIXED_GROUPS, FIXED_KEYS, merge_resumed, with_groups
-from zero.config.schema import GROUPS
+from zero.config.saved_config import fixed_keys, with_groups
+from zero.job.sizes import load_sizes
+from zero.run.config import GROUPS, TrainConfig
 
 RESUMED = ["resume=runs/a"]
 CHANGES = {  # from the start of the run, to what a resume may not change in it
@@ -115,15 +114,15 @@ def test_configuration_without_a_new_key() -> None:
 
 
 def test_every_fixed_key_is_tried() -> None:
-    """The tables above hold every key that a resume may not change."""
-    tried = {change.partition("=")[0] for change in CHANGES}
-    assert {key.removesuffix(".name") for key in FIXED_KEYS} | {*FIXED_GROUPS} == tried
-    for choice, keys in OF_CHOICES.items():
-        group, _, name = choice.partition("=")
-        own = {key.name for key in all_keys(GROUPS[group].choices[name])}
-        assert own - {key.partition("=")[0] for key in keys} == {*CONVERTED.get(name, ())}
-    choices = {f"{group}={name}" for group in FIXED_GROUPS for name in GROUPS[group].choices}
-    assert {*OF_CHOICES} == choices - {"tuning=none"}  # which has no keys
+    """The tables above hold every key that a resume may not change: a new one has to answer."""
+    fixed = {key.name for key in all_keys(TrainConfig) if key.fixed and key.name.partition(".")[0] not in GROUPS}
+    fixed |= {group.name for group in GROUPS.values() if group.fixed}
+    assert fixed == {change.partition("=")[0] for change in CHANGES}
+    tried = {choice: {key.partition("=")[0] for key in keys} for choice, keys in OF_CHOICES.items()}
+    for group in GROUPS.values():
+        for name in group.choices:
+            names = {key.name.partition(".")[2] for key in fixed_keys(group, name)}
+            assert names == tried.get(f"{group.name}={name}", set()), name
 
 
 @pytest.mark.parametrize("override", CHANGES)
@@ -174,104 +173,6 @@ def test_moments_in_another_dtype() -> None:
     """Only AdamW continues with moments in another dtype."""
     override = "optimizer.state_dtype=int8"
     merge_resumed(compose(), compose(*RESUMED, override), [override])
-
-
-# What runs saved before groups existed, in part: keys of all choices in one section, and sections of modes.
-EARLIER: dict[str, Any] = {
-    "mode": "train",
-    "seed": 3,
-    "training": {"total_steps": 70, "objective": "dpo", "dpo_beta": 0.2, "harness_frequency": 2},
-    "data": {"corpus": None},
-    "optimizer": {
-        "name": "lion",
-        "state_dtype": "int8",
-        "b1": 0.8,
-        "b2": None,
-        "eps": None,
-        "nesterov": None,
-        "decay_rate": None,
-        "decay": None,
-        "scaled_eps": None,
-        "adam_b1": None,
-    },
-    "tuning": {
-        "method": "dora",
-        "rank": 4,
-        "alpha": 8.0,
-        "dropout": 0.0,
-        "targets": None,
-        "base_dtype": "nf4",
-        "adapter": None,
-    },
-    "schedule": {"name": "wsd", "decay_steps": None, "decay_end": None},
-    "zero": {"stage": 2, "replicate": None},
-    "evaluate": {"harness": ["lambada_openai"], "follow": False},
-    "sample": {"prompt": None},
-    "plan": {"micro_batch": 8, "mfu": 0.4},
-}
-
-
-def test_runs_from_before_groups() -> None:
-    """A run whose configuration was saved before groups existed is resumed with the same values."""
-    given = with_groups([*RESUMED, "optimizer.state_dtype=int8"], EARLIER)
-    assert given == [
-        *RESUMED,
-        "optimizer.state_dtype=int8",
-        "optimizer=lion",
-        "objective=dpo",
-        "tuning=dora",
-        "schedule=wsd",
-    ]
-    merged = merge_resumed(OmegaConf.create(EARLIER), compose(*given), given)
-    assert merged.optimizer == {"name": "lion", "state_dtype": "int8", "b1": 0.8, "b2": 0.99, "decay": "rate"}
-    assert merged.objective == {"name": "dpo", "beta": 0.2, "label_smoothing": 0.0, "smoothing": "conservative"}
-    assert merged.tuning == {
-        "name": "dora",
-        "rank": 4,
-        "alpha": 8.0,
-        "targets": None,
-        "rank_pattern": None,
-        "alpha_pattern": None,
-        "modules_to_save": None,
-        "base_dtype": "nf4",
-        "adapter": None,
-    }
-    assert merged.schedule == {"name": "wsd", "decay_steps": None}
-    assert merged.harness == {"tasks": ["lambada_openai"]}
-    assert (merged.seed, merged.zero.stage, merged.training.total_steps) == (3, 2, 70)
-    assert merged.keys().isdisjoint({"evaluate", "sample", "plan"})
-    plain = {"training": {"objective": "likelihood", "dpo_beta": 0.1}, "tuning": {"method": "all", "rank": 16}}
-    merged = merge_resumed(OmegaConf.create(plain), compose(*RESUMED), [])
-    assert (merged.objective, merged.tuning) == ({"name": "likelihood"}, {"name": "none"})
-
-
-def test_run_with_a_file_of_sizes(tmp_path: Path) -> None:
-    """Runs that named a file beside an entry resume with both in one name, where the file has the entry."""
-    path = tmp_path / "my.yaml"
-    path.write_text("test: {}\nmine: {}\n")
-
-    def resumed(size: str, file: Path | None) -> str:
-        saved = OmegaConf.create({"model": {"size": size, "sizes": None if file is None else str(file)}})
-        return str(merge_resumed(saved, compose(*RESUMED), []).model.size)
-
-    assert resumed("mine", path) == f"{path}:mine" and resumed("test", path) == f"{path}:test"
-    assert resumed("bytes", path) == "bytes" == resumed("bytes", None)
-    assert resumed("none", path) == f"{path}:none"  # which says what the file has
-    gone = tmp_path / "gone.yaml"
-    assert resumed("bytes", gone) == f"{gone}:bytes"  # which says that it is gone
-
-
-def test_run_that_keeps_by_two_rules() -> None:
-    """A run that kept checkpoints by steps and by hours loses none at a resume: the command names one of the rules."""
-    saved = OmegaConf.create({"data": {"keep_every": 7, "keep_every_hours": 0.5}})
-    with pytest.raises(UserError, match=r"^data\.keep_every=7: expected .*=7 or data\.keep_every=0\.5h at this resume"):
-        merge_resumed(saved, compose(*RESUMED), [])
-    given = "data.keep_every=0.5h"
-    assert merge_resumed(saved, compose(*RESUMED, given), [given]).data.keep_every == "0.5h"
-    assert merge_resumed(saved, compose("mode=evaluate"), ["mode=evaluate"]).data.keep_every == 7
-    for steps, hours, expected in ((7, None, 7), (None, 0.5, "0.5h"), (None, None, None)):
-        saved = OmegaConf.create({"data": {"keep_every": steps, "keep_every_hours": hours}})
-        assert merge_resumed(saved, compose(*RESUMED), []).data.keep_every == expected
 
 
 def test_unknown_key_in_saved_file() -> None:

@@ -14,7 +14,7 @@ import pytest
 from tests.config.composing import Only, compose
 from tests.exchange.random_weights import SIZES, contents, model_of, params, save, whole
 from zero.base.errors import UserError
-from zero.config.check import check
+from zero.commands.modes import check
 from zero.exchange.export import export
 from zero.exchange.warm_start import warm_start
 from zero.inference.generate import generate

@@ -10,13 +10,13 @@ import pytest
 from tests.config.composing import Only, compose
 from tests.helpers import cli
 from tests.helpers.loaders import open_loader
-from zero.config.check import check
+from zero.commands.modes import check
 from zero.corpus.text.tokenizers import load_tokenizer
 from zero.exchange.warm_start import warm_start
 from zero.inference.evaluate import evaluate
 from zero.inference.scoring import Scorer, score_validation_set
 from zero.inference.trained_model import TrainedModel
-from zero.job import make_model
+from zero.job.job import place_model
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
 from zero.record.metrics_file import read_metrics
@@ -66,7 +66,7 @@ def test_imported_and_trained_further(tmp_path: Path, monkeypatch: pytest.Monkey
     job = (*(option for option in cli.TINY if not option.startswith("model.")), "model.size=mine")
     start = ("model.warm_start=true", "model.model_path=folder", "training.peak_learning_rate=2e-3")
     config = check(compose(*job, *start, "training.total_steps=60", "training.maximum_evaluation_steps=99"), Only(SIZE))
-    model = make_model(config, SIZE)
+    model = place_model(config, SIZE).model
     trained = TrainedModel(model, warm_start("folder", model), load_tokenizer(config.data.tokenizer), 0)
     got = score_validation_set(Scorer(trained, cli.CONTEXT, 8), cli.INDICES[1], 1).means()
     assert got["loss"] == pytest.approx(expected, rel=1e-5)

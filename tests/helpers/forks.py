@@ -19,7 +19,7 @@ import zero.checkpoints.orbax_commit
 import zero.commands.cli
 import zero.run.train  # noqa: F401
 from tests.helpers.blank_pages import leave_blank
-from zero.config.saved_config import default_config
+from zero.commands.modes import default_config
 from zero.record.run_files import save_config
 from zero.run.features import report
 from zero.tracking.tracker import open_tracker

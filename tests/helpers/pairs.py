@@ -33,11 +33,11 @@ from tests.helpers import cli, key_values
 from tests.helpers.shared_jobs import SharedJobs
 from zero.base.errors import UserError
 from zero.commands.cli import compose as compose_of_command_line
-from zero.config.check import check
-from zero.config.files import load_sizes
-from zero.config.schema import Config
+from zero.commands.modes import check
+from zero.job.sizes import load_sizes
 from zero.models.config import GPTConfig
 from zero.run import train as run_train
+from zero.run.config import TrainConfig
 
 JOB = dict(override.split("=", 1) for override in cli.TINY) | {
     "training.total_steps": "3",
@@ -188,7 +188,7 @@ class Tried:
         return outcome
 
 
-def _composed(overrides: list[str]) -> tuple[Config, GPTConfig]:
+def _composed(overrides: list[str]) -> tuple[TrainConfig, GPTConfig]:
     try:
         config = check(composing.compose(*overrides), SIZES, [key_of(override) for override in overrides])
     except HydraException:

@@ -23,9 +23,7 @@ from safetensors.numpy import save, save_file
 from tests.config.composing import CONF, compose
 from tests.helpers.shards import loader, npy, write_tar
 from zero.base.errors import UserError, file_error
-from zero.config.check import check
-from zero.config.files import load_sizes
-from zero.config.saved_config import default_config, merge_resumed
+from zero.commands.modes import check, default_config, merge_resumed
 from zero.corpus.format import manifest
 from zero.corpus.preparing import corpus_files
 from zero.corpus.preparing.sources.completions import CompletionReader
@@ -34,6 +32,7 @@ from zero.corpus.text.chat_template import load_chat_template
 from zero.corpus.text.tokenizers import load_tokenizer, train_tokenizer
 from zero.exchange.hf_folder import HuggingFaceFolder
 from zero.inference.sample import _prompts
+from zero.job.sizes import load_sizes
 from zero.record.metrics_file import read_metrics, read_resumes
 from zero.record.run_files import METRICS_FILE, saved_config, saved_steps
 

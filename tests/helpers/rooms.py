@@ -17,8 +17,7 @@ REPOSITORY = Path(__file__).parents[2]
 ROOMS = [
     "zero.base",
     "zero.files",
-    "zero.config.keys",  # how keys are declared, below all that declare some
-    "zero.config.constraints",
+    "zero.config",  # how keys are declared, checked and composed; it has no key of anybody
     "zero.pages",
     "zero.corpus",
     "zero.partition",
@@ -26,7 +25,6 @@ ROOMS = [
     "zero",  # its __init__.py, the public names
     "zero.training",
     "zero.hosts",
-    "zero.config",
     "zero.job",
     "zero.record",
     "zero.checkpoints",
@@ -40,7 +38,7 @@ ROOMS = [
     "zero.commands",
     "scripts",  # main_zero.py, data/prepare.py
 ]
-WITHOUT_JAX = {"zero.base", "zero.files", "zero.pages", "zero.corpus"}  # these import no jax
+WITHOUT_JAX = {"zero.base", "zero.files", "zero.config", "zero.pages", "zero.corpus"}  # these import no jax
 
 SOURCES = {
     ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__"): path
@@ -51,12 +49,12 @@ SOURCES = {
 def room(module: str) -> str:
     """The room that a module of this repository is in.
 
-    >>> room("zero.corpus.reading.loader"), room("zero"), room("main_zero"), room("zero.config.keys")
-    ('zero.corpus', 'zero', 'scripts', 'zero.config.keys')
+    >>> room("zero.corpus.reading.loader"), room("zero"), room("main_zero")
+    ('zero.corpus', 'zero', 'scripts')
     """
     if module.partition(".")[0] != "zero":
         return "scripts"
-    return module if module in ROOMS else ".".join(module.split(".")[:2])
+    return ".".join(module.split(".")[:2])
 
 
 @cache
@@ -92,16 +90,9 @@ def arrows(imported: Iterable[tuple[str, Iterable[str]]]) -> dict[str, dict[str,
     for module, names in imported:
         for name in names:
             if name in SOURCES and name != module:
-                importing = _parts(module)
-                used = _parts(name)
+                importing = [*module.split("."), "__init__"]
+                used = [*name.split("."), "__init__"]
                 depth = next(i for i, (a, b) in enumerate(zip(importing, used, strict=False)) if a != b)
                 folder = graphs.setdefault(".".join(importing[:depth]), {})
                 folder.setdefault(importing[depth], set()).add(used[depth])
     return graphs
-
-
-def _parts(module: str) -> list[str]:
-    """The folders of a module and its file; a file that is a room by itself is in no other."""
-    if module in ROOMS:
-        return ["zero", module.removeprefix("zero."), "__init__"]
-    return [*module.split("."), "__init__"]

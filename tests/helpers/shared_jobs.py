@@ -18,11 +18,11 @@ from unittest.mock import patch
 import jax
 
 from tests.helpers.blank_pages import leave_blank
-from zero.config.schema import Config
-from zero.job import Job, make_job
+from zero.job.job import Job, PlacedModel, make_job, place_model
 from zero.models.config import GPTConfig
 from zero.run import step_programs
 from zero.run import train as run_train
+from zero.run.config import TrainConfig
 from zero.run.features import report
 
 MOST_JOBS = 12  # what is compiled uses up the memory mappings of a process
@@ -54,13 +54,15 @@ class SharedJobs:
             self.drop()
         compiled: dict[str, Compiled] = {}
 
-        def make_shared_job(config: Config, size: GPTConfig) -> Job:
+        def place_blind_model(config: TrainConfig, size: GPTConfig) -> PlacedModel:
+            return place_model(without(self._keys, config), size)
+
+        def make_shared_job(config: TrainConfig, placed: PlacedModel) -> Job:
             nonlocal compiled
             blind = without(self._keys, config)
-            blind.data.last_target = bool(blind.data.last_target)  # null until the rows are known, and false after it
-            key = f"{_shown(blind)} {size}"
+            key = f"{_shown(blind)} {placed.model.config}"
             if key not in self._jobs:
-                self._jobs[key] = make_job(blind, size), {}
+                self._jobs[key] = make_job(blind, placed), {}
             made, compiled = self._jobs[key]
             return made
 
@@ -74,6 +76,7 @@ class SharedJobs:
             return compiled[shapes].program
 
         with (
+            patch.object(run_train, "place_model", place_blind_model),
             patch.object(run_train, "make_job", make_shared_job),
             patch.object(step_programs, "compile_unless_stopped", compile_once),
             patch.object(report, "draw", leave_blank),
@@ -81,7 +84,7 @@ class SharedJobs:
             yield
 
 
-def without(keys: Iterable[str], config: Config) -> Config:
+def without(keys: Iterable[str], config: TrainConfig) -> TrainConfig:
     """A copy in which these keys are missing: to read one raises AttributeError."""
     blind = copy.deepcopy(config)
     for key in keys:

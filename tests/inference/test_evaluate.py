@@ -14,14 +14,16 @@ import pytest
 
 from tests.helpers import cli
 from tests.helpers.loaders import open_loader
-from zero.config.files import load_sizes
+from zero.config.saved_config import flat_config
 from zero.corpus.format.index_files import read_index
 from zero.corpus.text.tokenizers import ByteTokenizer
 from zero.inference.scoring import windows
 from zero.inference.trained_model import load_weights
+from zero.job.sizes import load_sizes
 from zero.models.gpt import GPT
 from zero.partition.collectives.axis import Axis
 from zero.report.html_report import write_report
+from zero.run.config import default_config
 from zero.training.sharded_gpt import ShardedGPT
 
 SIZE = load_sizes()["test"]
@@ -252,7 +254,9 @@ def test_follower_scores_each_checkpoint_once(lasting: cli.Lasting) -> None:
         **{f"evaluation/{key}": newest[key] for key in ("loss", "perplexity", "bits_per_byte")},
     }
     assert steps_of(lasting.check(*own, f"evaluate.index={cli.INDICES[0]}", "hydra.run.dir=other").stdout) == [6, 12]
-    page = write_report([lasting.workplace / RUN], lasting.workplace / "report.html").read_text()
+    page = write_report(
+        [lasting.workplace / RUN], lasting.workplace / "report.html", flat_config(default_config())
+    ).read_text()
     assert '"evaluation/loss":[[' in page
 
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from zero.checkpoints.manager import Checkpoints
 from zero.commands.cli import compose
 from zero.corpus.text.tokenizers import ByteTokenizer
 from zero.inference import follow as module
-from zero.inference.follow import follow
+from zero.inference.follow import follow, follower_tracker
 from zero.inference.trained_model import TrainedModel
 from zero.record.evaluations_file import read_evaluations
 from zero.record.run_files import save_config
@@ -51,7 +52,8 @@ def followed(run: Path, evaluate: Callable[[], object], loss: float = 2.0, **ide
 
     (run / "follower").mkdir(exist_ok=True)
     with patch.object(module, "WAIT_SECONDS", 0):
-        follow(config, scorer, result, identity, run / "follower")
+        tracker = partial(follower_tracker, run, run / "follower", config.data, {})
+        follow(run, scorer, config.evaluate.ema, result, identity, tracker)
     return scored
 
 

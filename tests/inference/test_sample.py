@@ -11,8 +11,8 @@ import pytest
 
 from tests.helpers import cli
 from zero.base.errors import UserError
-from zero.config.help import COMMANDS
-from zero.config.schema import Sample
+from zero.commands.help import COMMANDS
+from zero.inference.config import Sample
 from zero.inference.interactive import _changed
 
 

@@ -11,12 +11,13 @@ import pytest
 from tests.config.composing import compose
 from tests.helpers.key_values import ELSEWHERE, OF_THE_STEP
 from zero.base.errors import UserError
-from zero.config.check import check
-from zero.config.declared import whole_kind
-from zero.config.files import load_sizes
-from zero.config.keys import all_keys
+from zero.commands.modes import MODES, check
+from zero.config.keys import all_keys, values_in_scores
 from zero.inference.score_identity import score_identity
-from zero.job import make_job
+from zero.job.devices import make_axis
+from zero.job.job import make_job, place_model
+from zero.job.model import make_model
+from zero.job.sizes import load_sizes
 from zero.training.programs import make_inference
 from zero.training.sharded_gpt import ShardedGPT
 
@@ -47,8 +48,13 @@ BY_CONTENTS = {  # keys that name what is compared by its contents
 def identity(*overrides: str) -> tuple[str, ShardedGPT]:
     keys = [override.partition("=")[0] for override in overrides]
     config = check(compose(*JOB, *overrides), SIZES, keys)
-    model = make_job(config, SIZES.chosen(config.model)).model
-    return json.dumps(score_identity(config, model), sort_keys=True), model
+    size = SIZES.chosen(config.model)
+    if config.mode == "evaluate":
+        alone = config.zero.alone()
+        model = make_model(size, make_axis(alone), alone, config.model, config.data)
+    else:
+        model = make_job(config, place_model(config, size)).model
+    return json.dumps(score_identity(values_in_scores(config), model), sort_keys=True), model
 
 
 @cache
@@ -96,7 +102,7 @@ def test_keys_of_the_backward_pass(plain: tuple[str, ShardedGPT]) -> None:
 
 
 def is_declared(key: str) -> bool:
-    return key in {each.name for each in all_keys(whole_kind("evaluate")) if each.in_scores}
+    return MODES.keys[key].in_scores if key in MODES.keys else False
 
 
 @pytest.mark.parametrize("key", sorted(OF_THE_MODE))
@@ -110,7 +116,7 @@ def test_keys_of_evaluation(key: str) -> None:
 
 def test_every_key_of_evaluation_is_tried() -> None:
     """A new key has to answer: its value is part of what scores are known by, or it names contents, or changes none."""
-    keys = {key.name for key in all_keys(whole_kind("evaluate")) if key.name.startswith("evaluate.")}
+    keys = {key.name for key in all_keys(MODES.own_sections["evaluate"], "evaluate.")}
     assert keys == OF_THE_MODE.keys() | {key for key in BY_CONTENTS if key.startswith("evaluate.")} | {
         "evaluate.follow"
     }

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zero.config.files import conf_directory, load_sizes
+from zero.config.files import conf_directory
+from zero.job.sizes import load_sizes
 from zero.models.attention.scores import alibi_slopes
 from zero.models.config import GPTConfig
 from zero.models.elements import dropout

@@ -10,18 +10,13 @@ import numpy as np
 
 import zero
 from tests.config.composing import compose
-from zero.config.check import check
-from zero.config.files import load_sizes
+from zero.commands.modes import check
 from zero.inference.generate import generate
-from zero.job import make_job
+from zero.job.job import make_job, place_model
+from zero.job.sizes import load_sizes
 from zero.models.config import GPTConfig
-from zero.plan.compile import (
-    Request,
-    compile_step,
-    evaluation_arguments,
-    sampling_arguments,
-    step_arguments,
-)
+from zero.plan.compile import compile_step, evaluation_arguments, sampling_arguments, step_arguments
+from zero.plan.config import Request
 from zero.run.step_programs import split_batch
 from zero.training.host_rows import HostRows
 from zero.training.programs import make_inference
@@ -42,7 +37,7 @@ config: Any = check(compose(*overrides), load_sizes())
 request = Request(config, SIZE, micro_batch=1)
 row = compile_step(request)
 
-job = make_job(config, SIZE)  # as training does
+job = make_job(config, place_model(config, SIZE))  # as training does
 key = np.asarray(jax.random.key_data(jax.random.key(0)))
 state = job.programs.start(job.programs.init(np.stack([key] * 8)))
 batch = split_batch(np.ones((8, 64), np.int32), HostRows.here(job.model.axis))

@@ -9,7 +9,8 @@ from jax import lax
 
 from zero.commands.cli import compose
 from zero.hosts.xla_options import for_tpu
-from zero.plan.compile import Request, compile_step
+from zero.plan.compile import compile_step
+from zero.plan.config import Request
 from zero.plan.topology import find_devices, prepare_environment
 
 SLICES = ("v3-32", "v4-64", "v5e-64", "v5e-256", "v5p-64", "v6e-16", "v6e-256", "tpu7x:4x4x4")

@@ -13,7 +13,8 @@ from zero.commands.cli import compose
 from zero.costs.hlo import bytes_by_kind, collectives
 from zero.hosts.speeds import SPEEDS
 from zero.plan import formula
-from zero.plan.compile import Request, Row, compile_step
+from zero.plan.compile import Row, compile_step
+from zero.plan.config import Request
 
 DEVICES = 8
 

@@ -19,16 +19,16 @@ import pytest
 
 from tests.config.composing import compose
 from tests.helpers import browser, cli
-from zero.config.check import check
-from zero.config.files import load_sizes
-from zero.config.schema import PlanConfig
+from zero.commands.modes import check
 from zero.costs.predict import Prediction
 from zero.costs.step_costs import device_peak
 from zero.hosts.host_memory import host_memory
 from zero.hosts.speeds import SPEEDS
-from zero.job import make_job
+from zero.job.job import make_job, place_model
+from zero.job.sizes import load_sizes
 from zero.models.config import GPTConfig
 from zero.plan.compile import PAUSES, highest_peak, step_arguments, time_and_cost
+from zero.plan.config import PlanConfig, Request
 from zero.plan.page import memory_segments, page, time_segments
 from zero.plan.table import COLUMNS, DETAILS, RESULTS, SETTINGS, WIDTH, breakdown_table, table, training_command
 from zero.run.step_programs import split_batch
@@ -120,7 +120,7 @@ def test_plan_lowers_the_step_of_training() -> None:
     """Shapes that a plan compiles for and arrays of a run lower to the same program, to the letter."""
     config = check(compose("mode=plan", "plan.topology=cpu", "data.max_context=64"), load_sizes())
     size = GPTConfig(embedding_dim=16, vocab_size=64, num_head=2, block_size=64, dropout=0.0, N=2, vocab_chunks=2)
-    job = make_job(config, size)
+    job = make_job(config, place_model(config, size))
     key = np.asarray(jax.random.key_data(jax.random.key(0)))
     state = job.programs.start(job.programs.init(np.stack([key] * 8)))
     lowered = job.programs.step.lower(state, split_batch(np.ones((32, 64), np.int32), HostRows.here(job.model.axis)))
@@ -210,17 +210,21 @@ def planned_rows(**changes: Any) -> dict[str, Any]:
     return {"topology": "v3-8", "devices": 8, "parameters": 10**9, "best": 0, "rows": rows}
 
 
+def request_of(config: Any) -> Request:
+    return Request(config, load_sizes()["bytes"], config.plan.micro_batch)
+
+
 def test_plan_table() -> None:
     """The table shows the columns that differ and those that decide."""
     config = PlanConfig()
-    text = table(planned_rows(), config)
+    text = table(planned_rows(), config.plan)
     assert max(map(len, text.splitlines())) <= WIDTH
     _, same, _, header, *rows = text.splitlines()
     assert "context 64" in same and "stage" not in same
     assert header.split() == ["stage", "peak", "seconds", "tokens/s", "MFU", "exposed"]
     assert rows[0].split()[:6] == ["3", "4.00", "0.5120", "2,000", "45.6%", "5.8"]
     assert rows[0].endswith("fits, 3.00 GiB to spare <- best")  # sampling needs the most
-    text = table(planned_rows(micro_batch=4, seconds=None, tokens_per_second=None), config)
+    text = table(planned_rows(micro_batch=4, seconds=None, tokens_per_second=None), config.plan)
     _, _, _, header, _, second, *_ = text.splitlines()
     assert "sequences x micro-batches" in header and "> 0.2500" in second  # no prediction: the lower bound
 
@@ -233,13 +237,13 @@ def test_memory_of_the_hosts() -> None:
     moved |= {"host_available_bytes": 536 * 2**30, "host_link_bytes": 25.8e9, "host_link_seconds": 0.403}
     moved |= {"host_exposed_seconds": 0.0125}
     plan = planned_rows(**moved)
-    text = table(plan, config, 300)
+    text = table(plan, config.plan, 300)
     assert "full, on the host" in text and "96.0 GiB per host of 536" in text
     assert "25.8 GB per step and device over the link, which takes 0.403 s, of which 0.0125 s are not hidden" in text
-    assert "12.00 GiB per device" in page(plan, config)
+    assert "12.00 GiB per device" in page(plan, request_of(config))
     full = moved | {"fits": False, "bytes_of_one_host": 600 * 2**30}
-    assert "does not fit in the memory of a host by 64.00 GiB" in table(planned_rows(**full), config)
-    assert "host" not in table(planned_rows(), config)
+    assert "does not fit in the memory of a host by 64.00 GiB" in table(planned_rows(**full), config.plan)
+    assert "host" not in table(planned_rows(), config.plan)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +259,7 @@ def test_kinds_on_the_host(on_host: list[str], shown: str, named: str) -> None:
     (_, row) = planned_rows(remat="attention", offload="activations", on_host=on_host)["rows"]
     assert COLUMNS["remat"](row) == shown
     config: Any = check(compose("mode=plan", "plan.topology=v3-8", "zero.offload=activations"), load_sizes())
-    assert f"zero.remat={named}" in shlex.split(training_command(row, config))
+    assert f"zero.remat={named}" in shlex.split(training_command(row, request_of(config)))
 
 
 @pytest.mark.parametrize(("on_host", "reported", "expected"), [(0, 430, 430), (64, 324, 324), (513, 672, 410)])
@@ -282,8 +286,8 @@ def test_memory_of_a_host(kind: str, count: int, hosts: int, expected: float) ->
 def test_the_legend_is_as_wide_as_the_terminal() -> None:
     config = PlanConfig()
     for width in (60, 80, 200):
-        first, *_, last = table(planned_rows(), config, width).splitlines()
-        legend = table(planned_rows(), config, width).partition("to spare\n")[2].splitlines()
+        first, *_, last = table(planned_rows(), config.plan, width).splitlines()
+        legend = table(planned_rows(), config.plan, width).partition("to spare\n")[2].splitlines()
         assert max(map(len, legend)) <= width and max(map(len, legend)) > width - 20, first
         assert last.endswith("nothing")
 
@@ -291,17 +295,17 @@ def test_the_legend_is_as_wide_as_the_terminal() -> None:
 def test_days_and_dollars() -> None:
     """Days are shown for the tokens of the run, dollars where there is a price."""
     config = PlanConfig()
-    assert "dollars" not in table(planned_rows(), config) and "days" not in table(planned_rows(), config)
+    assert "dollars" not in table(planned_rows(), config.plan) and "days" not in table(planned_rows(), config.plan)
     config.plan.dollars_per_hour = 8.8
-    priced = table(planned_rows(days=1234.5, dollars=98765.4), config)
+    priced = table(planned_rows(days=1234.5, dollars=98765.4), config.plan)
     assert "1,234.50" in priced and "98,765" in priced and "> 1,234.50" not in priced
-    assert "> 1,234.50" in table(planned_rows(days=1234.5, seconds=None), config)  # from a lower bound
+    assert "> 1,234.50" in table(planned_rows(days=1234.5, seconds=None), config.plan)  # from a lower bound
     assert "dollars of these days, at 8.8 per hour" in priced.replace("\n  ", " ")
     rows = planned_rows()
     rows["rows"][0]["days"] = 3.0
-    assert "days of 20,000,000,000 tokens (20 per parameter)" in table(rows, config).replace("\n  ", " ")
+    assert "days of 20,000,000,000 tokens (20 per parameter)" in table(rows, config.plan).replace("\n  ", " ")
     config.plan.tokens = 10**12
-    assert "days of 1,000,000,000,000 tokens (plan.tokens)" in table(rows, config).replace("\n  ", " ")
+    assert "days of 1,000,000,000,000 tokens (plan.tokens)" in table(rows, config.plan).replace("\n  ", " ")
 
 
 @pytest.mark.parametrize(("seconds", "bound"), [(0.5, 0.25), (None, 0.5)])
@@ -310,11 +314,11 @@ def test_the_cost_is_that_of_all_tokens(seconds: float | None, bound: float) -> 
     config = PlanConfig()
     row: dict[str, Any] = {"tokens": 1_000_000, "parameters": 10**9, "seconds_lower_bound": bound, "model_flops": 1}
     predicted = None if seconds is None else Prediction(seconds, {}, 0.0, 0.0)
-    cost = time_and_cost(config, row, predicted, None)
+    cost = time_and_cost(config.plan, row, predicted, None)
     assert cost["run_tokens"] == 20 * 10**9 and "dollars" not in cost
     assert cost["days"] == pytest.approx(20_000 * 0.5 / 86400)
     config.plan.tokens, config.plan.dollars_per_hour = 86_400_000_000, 10.0
-    cost = time_and_cost(config, row, predicted, None)
+    cost = time_and_cost(config.plan, row, predicted, None)
     assert cost["days"] == pytest.approx(0.5) and cost["dollars"] == pytest.approx(120)
 
 
@@ -330,17 +334,17 @@ def test_plan_page() -> None:
     """The page shows what was chosen, its command, a bar of time and of memory per setting, and every column."""
     config = PlanConfig()
     result = planned_rows(fits=False, peak_bytes=9 * 2**30)
-    text = page(result, config)
+    text = page(result, request_of(config))
     assert all(f'<th class="number">{name}</th>' in text for name in (*SETTINGS, *RESULTS, *DETAILS))
     assert "Fastest that fits: stage 3" in text and text.count('class="setting chosen"') == 1
-    assert training_command(result["rows"][0], config) in text.replace("&#39;", "'")
+    assert training_command(result["rows"][0], request_of(config)) in text.replace("&#39;", "'")
     assert "&lt;softmax&gt;" in text and "<softmax>" not in text
     assert "forward and backward <b>0.412 s</b>" in text and "exposed communication <b>0.1 s</b>" in text
     assert text.count('<b class="limit" style="left:88.889%">') == 2  # 8 of the 9 GiB of the longest bar
     assert "more in the sampling <b>1.00 GiB</b>" in text and "does not fit by 1.00 GiB" in text
     unknown = dict.fromkeys(("seconds", "breakdown", "tokens_per_second", "mfu", "exposed_bytes", "exposed_seconds"))
     result = planned_rows(**unknown, fits=False)
-    text = page(result | {"rows": result["rows"][1:], "best": None}, config)
+    text = page(result | {"rows": result["rows"][1:], "best": None}, request_of(config))
     assert "Nothing fits" in text and "at least <b>0.25 s</b>" in text and "main_zero.py" not in text
 
 
@@ -362,7 +366,7 @@ def test_plan_page_in_a_browser(tmp_path: Path) -> None:
     config.plan.dollars_per_hour = 8.8
     result = planned_rows(fits=False, peak_bytes=9 * 2**30, days=1234.5, dollars=98765.4, remat="nested")
     path = tmp_path / "plan.html"
-    path.write_text(page(result, config))
+    path.write_text(page(result, request_of(config)))
     assert path.stat().st_size < 100_000
     with browser.Browser(tmp_path / "profile") as opened:
         for width in browser.WIDTHS:
@@ -408,7 +412,7 @@ def test_training_command_equals_plan(overrides: list[str]) -> None:
     )
     row |= {"master_dtype": planned.zero.master_dtype, "tensor_shards": 1, "context_shards": 2, "replicas": 2}
     row |= {"expert_shards": 1, "phases": "auto", "overlap_gathers": False, "seconds": 0.5}
-    python, program, *command = shlex.split(training_command(row, planned))
+    python, program, *command = shlex.split(training_command(row, request_of(planned)))
     assert (python, program) == ("python", "main_zero.py")
     trained = check(compose(*command), load_sizes())
     assert (trained.mode, trained.training.batch_size) == ("train", 8 * row["accumulation"])
@@ -429,8 +433,10 @@ def test_no_command_for_parts_of_sequences() -> None:
     row = {"micro_batch": 1, "devices": 32, "hosts": 4, "context": 128, "state_dtype": "float32", "stage": 3}
     row |= {"remat": "full", "accumulation": 1, "master_dtype": "float32", "tensor_shards": 16, "context_shards": 1}
     row |= {"replicas": 1, "expert_shards": 1, "phases": "auto", "overlap_gathers": True, "seconds": 0.5}
-    assert training_command(row, planned).startswith("# no command: 2 sequences per step do not divide over 4 hosts")
-    assert "training.batch_size=1" in training_command(row | {"accumulation": 2}, planned)
+    assert training_command(row, request_of(planned)).startswith(
+        "# no command: 2 sequences per step do not divide over 4 hosts"
+    )
+    assert "training.batch_size=1" in training_command(row | {"accumulation": 2}, request_of(planned))
 
 
 @pytest.mark.slow

@@ -12,8 +12,7 @@ from benchmarks import published
 from benchmarks.published import PAGE, RECIPES, START, Row
 from benchmarks.recipe_sources import with_part
 from benchmarks.recipes import Digests
-from zero.config.rules_between_keys import zero_rules
-from zero.job import make_job
+from zero.job.job import make_job, place_model
 from zero.models.config import GPTConfig
 from zero.models.gpt import GPT
 from zero.plan.topology import find_devices, slice_shape, slices_in
@@ -48,7 +47,7 @@ def test_requests(name: str) -> None:
     assert parameters_of(size) / 1e9 == pytest.approx(billions, rel=2e-3)
     assert recipe.context <= size.block_size
     request = published.request_of(recipe)
-    assert next(zero_rules(request.config, size), None) is None
+    assert [*request.config.zero.mistakes_beside(request.config, request.size, str(request.config.model))] == []
 
 
 BOTH = ("layer_input", "attention")
@@ -73,7 +72,9 @@ def test_what_is_stored(name: str) -> None:
     """`zero.remat=auto` takes what the row records, and with the host's memory what has the fewest seconds."""
     pytest.importorskip("libtpu")
     recipe, request = RECIPES[name], published.request_of(RECIPES[name])
-    model = make_job(request.config, request.size, find_devices(recipe.topology), request.rows).model
+    model = make_job(
+        request.config, place_model(request.config, request.size, find_devices(recipe.topology), request.rows)
+    ).model
     recorded = published.load_rows()[name].remat, ()
     assert (model.remat, kinds_on_host(model)) == (WITH_HOST[name] if published.OFFLOAD[0] in recipe.keys else recorded)
 

@@ -8,12 +8,10 @@ import pytest
 
 from tests.config.composing import compose
 from zero.base.errors import UserError
-from zero.config.check import typed
-from zero.config.groups import Grid
-from zero.config.schema import PlanConfig
+from zero.commands.modes import typed
 from zero.models.config import GPTConfig
 from zero.plan import search
-from zero.plan.compile import Request
+from zero.plan.config import Grid, PlanConfig, Request
 
 # What is known of a step before it is compiled, and after.
 SAME = {"tokens": 100, "seconds": None, "seconds_lower_bound": 1.0}
@@ -244,5 +242,5 @@ def test_search_over_state_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "WIDTHS", (512,))
     size = GPTConfig(512, 50304, 2, 64, 0.0, 4)
     with ThreadPoolExecutor(1) as pool:
-        for rows in (search.fastest(pool, Request(config, size, 1), 1), search.largest(pool, config)):
+        for rows in (search.fastest(pool, Request(config, size, 1), 1), search.largest(pool, Request(config, size, 1))):
             assert [row["dtypes"] for row in rows] == [("float32", "int8"), ("bfloat16", "int8")]

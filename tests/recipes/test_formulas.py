@@ -19,14 +19,14 @@ import pytest
 
 from benchmarks.recipe_sources import PAGE
 from zero.commands.cli import compose
-from zero.config.files import load_sizes
-from zero.job import learning_rate
+from zero.job.sizes import load_sizes
 from zero.models.codebook import with_commitment
 from zero.models.config import GPTConfig
 from zero.models.gated_unit import empty_memory
 from zero.models.gpt import GPT
 from zero.models.parametrization import kernel_init, multipliers_of
 from zero.training.optimizers.optimizer import clip_values, make_optimizer, scaled
+from zero.training.schedules import learning_rate
 
 T = 12
 GATED = {
@@ -581,7 +581,7 @@ def test_ten_steps_of_the_optimizer(recipe: str, first_step: int) -> None:
         multipliers=multipliers_of(size),
         **config.optimizer.hyperparameters(),
     )
-    rates = learning_rate(config)
+    rates = learning_rate(config.training, config.schedule)
     rng = np.random.default_rng(7)
     names = ("kernel", "bias", "vocabulary", "head", "positions", "last norm")
     params = {name: rng.normal(size=(3, 4)) for name in names}
@@ -667,7 +667,7 @@ def test_ten_steps_of_adafactor(recipe: str, first_step: int) -> None:
     config, _ = compose([f"+recipe={recipe}"])
     assert config.training.max_gradient_norm is None and config.training.weight_decay == 0
     tx = make_optimizer("adafactor", 0.0, **config.optimizer.hyperparameters())
-    rates = learning_rate(config)
+    rates = learning_rate(config.training, config.schedule)
     rng = np.random.default_rng(7)
     shapes: dict[str, tuple[int, ...]] = {"kernel": (128, 144), "scale": (6,), "norm": (6,)}
     params = {(name, place): 0.02 * rng.normal(size=shape) for name, shape in shapes.items() for place in range(2)}
@@ -694,7 +694,7 @@ def test_rate_and_optimizer_of_the_one_billion_word_task() -> None:
     """The command of the page has TransformerSchedule times 0.5, and Adam's ParamsA (lingvo/core)."""
     (command,) = re.findall(r"`python main_zero.py (schedule=inverse_sqrt [^`]*40000[^`]*)`", PAGE.read_text())
     config, _ = compose(command.split())
-    rates = learning_rate(config)
+    rates = learning_rate(config.training, config.schedule)
     for step in (999, 9_999, 39_999, 40_000, 1_000_000):
         expected = 0.5 * 2_048**-0.5 * min((step + 1) * 40_000**-1.5, (step + 1) ** -0.5)
         np.testing.assert_allclose(float(rates(step)), expected, rtol=1e-4)

@@ -7,8 +7,8 @@ import pytest
 from benchmarks import recipe_sources as sources
 from benchmarks.recipe_sources import PAGE, RECIPES, disagreements, load_runs, values_of
 from zero.commands.cli import compose
-from zero.config.files import load_sizes
 from zero.exchange.warm_start import repeated_layers
+from zero.job.sizes import load_sizes
 from zero.models.parametrization import kernel_init
 
 RUNS = load_runs()

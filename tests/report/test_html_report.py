@@ -16,13 +16,14 @@ from omegaconf import OmegaConf
 from tests.helpers import browser
 from tests.helpers.browser import LAYOUT, WIDTHS, Browser
 from tests.helpers.pages import facts, plain, table
-from zero.config.saved_config import default_config
+from zero.config.saved_config import flat_config
 from zero.models.codebook import METRICS as OF_CODEBOOKS
 from zero.models.experts import METRICS
 from zero.record import run_files as run_directory
 from zero.record.metrics_file import read_metrics
 from zero.report.curves import MOST_POINTS, MOST_POINTS_OF_A_CURVE, PANELS
 from zero.report.html_report import write_report
+from zero.run.config import default_config
 from zero.tracking.goodput import PHASES
 from zero.tracking.tracker import open_tracker
 
@@ -32,6 +33,8 @@ TOKENS_PER_STEP = 4096
 needs_browser = pytest.mark.skipif(
     browser.PROGRAM is None, reason="no browser on this machine: apt-get install chromium"
 )
+
+DEFAULTS = flat_config(default_config())
 
 
 def make_run(directory: Path, rate: float, resumed_from: int | None = None, with_device: bool = True) -> Path:
@@ -73,7 +76,7 @@ def run(tmp_path: Path) -> Path:
 @pytest.fixture
 def page(run: Path, tmp_path: Path) -> Path:
     """Of two runs."""
-    return write_report([run, make_run(tmp_path / "second", 0.125)], tmp_path / "page.html")
+    return write_report([run, make_run(tmp_path / "second", 0.125)], tmp_path / "page.html", DEFAULTS)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +94,7 @@ def drawn(page: Path) -> dict[str, Any]:
 
 def test_curves_are_those_of_the_metrics(run: Path, tmp_path: Path) -> None:
     """Each logged value of each panel is on the page, to the last digit."""
-    data = drawn(write_report([run], tmp_path / "page.html"))
+    data = drawn(write_report([run], tmp_path / "page.html", DEFAULTS))
     lines = read_metrics(run / "metrics.jsonl")
     (shown,) = data["runs"]
     metrics = {metric for panel in data["panels"] for metric, _ in panel["curves"]}
@@ -110,7 +113,7 @@ def test_curves_are_those_of_the_metrics(run: Path, tmp_path: Path) -> None:
 def test_first_screen_of_a_run(run: Path, tmp_path: Path) -> None:
     """It answers whether it went well, what it cost, what it wrote and what next, with the numbers of metrics.jsonl."""
     (run / "checkpoints" / "20").mkdir(parents=True)
-    page = write_report([run], tmp_path / "page.html")
+    page = write_report([run], tmp_path / "page.html", DEFAULTS)
     lines = read_metrics(run / "metrics.jsonl")
     shown, last = facts(page), lines[-1]
     best = min((line["validation/loss"], line["step"]) for line in lines if "validation/loss" in line)
@@ -138,10 +141,10 @@ def test_a_run_that_its_data_have_ended(run: Path, tmp_path: Path) -> None:
     config = OmegaConf.load(run / run_directory.CONFIG_FILE)
     config.training.max_epochs = 3
     OmegaConf.save(config, run / run_directory.CONFIG_FILE)
-    assert facts(write_report([run], tmp_path / "page.html"))["state"] == ("step 40 of at most 960", "4%")
+    assert facts(write_report([run], tmp_path / "page.html", DEFAULTS))["state"] == ("step 40 of at most 960", "4%")
     with open_tracker(run, project=None, config={}, resumed_from=40) as tracker:
         tracker({"step": 41, "train/loss": 1.0, "end_of_data": 1})
-    page = write_report([run], tmp_path / "page.html")
+    page = write_report([run], tmp_path / "page.html", DEFAULTS)
     assert facts(page)["state"] == ("finished", "at step 41, where training.max_epochs=3 ends the data")
     text = page.read_text(encoding="utf-8")
     assert 'id="reload"' not in text and "training.max_epochs=6" in text and "training.total_steps=1920" not in text
@@ -152,7 +155,7 @@ def test_losses_that_went_wrong(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", 0.5)
     with open_tracker(run, project=None, config={}, resumed_from=20) as tracker:
         tracker({"step": 21, "train/loss": math.inf, "skipped_steps": 3, "skipped_spikes": 1, "validation/loss": 9.0})
-    shown = facts(write_report([run], tmp_path / "page.html"))
+    shown = facts(write_report([run], tmp_path / "page.html", DEFAULTS))
     assert shown["best validation loss"] == ("0.1500", "at step 20; the last one is 8.8500 higher")
     assert shown["skipped steps"] == ("3", "1 of them spikes") and shown["losses not finite"][0] == "1"
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
@@ -174,7 +177,7 @@ def test_several_runs(page: Path) -> None:
 def test_statistics_of_tensors(tmp_path: Path) -> None:
     """A page has heat maps of activations and curves of leaves."""
     run = make_run(tmp_path / "run", 0.5)
-    before = write_report([run], tmp_path / "page.html")
+    before = write_report([run], tmp_path / "page.html", DEFAULTS)
     assert drawn(before)["heat"] is None and "Statistics of tensors" not in before.read_text(encoding="utf-8")
     with open_tracker(run, project=None, config={}, resumed_from=20) as tracker:
         for step in (25, 30):
@@ -182,7 +185,7 @@ def test_statistics_of_tensors(tmp_path: Path) -> None:
             sizes = {f"activation/{name}/{layer}": step * 10.0**-layer for name, layer in places}
             leaves = {f"{kind}/norm/scale": 2.0 for kind in ("change", "gradient_norm", "weight_norm")}
             tracker({"step": step, "train/loss": 1.0, **sizes, **leaves})
-    data = drawn(write_report([run], tmp_path / "page.html"))
+    data = drawn(write_report([run], tmp_path / "page.html", DEFAULTS))
     maps = data["heat"]["maps"]
     assert [(drawn_map["name"], drawn_map["steps"]) for drawn_map in maps] == [
         ("query", [25, 30]),
@@ -199,7 +202,7 @@ def test_statistics_of_tensors(tmp_path: Path) -> None:
 @needs_browser
 def test_layout(page: Path, run: Path, tmp_path: Path, opened: Browser) -> None:
     """Nothing leaves the page, overlaps or is hard to read, at any width, in light and dark; nothing is asked for."""
-    single = write_report([run], tmp_path / "single.html")
+    single = write_report([run], tmp_path / "single.html", DEFAULTS)
     for path in (single, page):
         assert path.stat().st_size < 1.5e6
         for width in WIDTHS:
@@ -215,7 +218,7 @@ def test_layout(page: Path, run: Path, tmp_path: Path, opened: Browser) -> None:
 
 @needs_browser
 def test_the_first_screen_has_the_answers(run: Path, tmp_path: Path, opened: Browser) -> None:
-    opened.open(write_report([run], tmp_path / "page.html"), 1300, 900)
+    opened.open(write_report([run], tmp_path / "page.html", DEFAULTS), 1300, 900)
     bottoms = opened.evaluate("[...document.querySelectorAll('.card')].map(c => c.getBoundingClientRect().bottom)")
     assert len(bottoms) == 4 and max(bottoms) < 900
 
@@ -252,7 +255,7 @@ def test_curves_in_a_browser(page: Path, tmp_path: Path, opened: Browser) -> Non
 @needs_browser
 def test_the_page_of_a_run_in_progress_reloads(run: Path, tmp_path: Path, opened: Browser) -> None:
     """It shows what was written since, keeps what was chosen, and stops where that is asked for."""
-    page = write_report([run], tmp_path / "page.html")
+    page = write_report([run], tmp_path / "page.html", DEFAULTS)
     page.write_text(page.read_text().replace('data-seconds="30"', 'data-seconds="4"'))
     opened.open(f"{page.as_uri()}#x=tokens")
     opened.wait_for_load(opened.loads)
@@ -266,7 +269,7 @@ def test_the_page_of_a_run_in_progress_reloads(run: Path, tmp_path: Path, opened
     config = OmegaConf.load(run / run_directory.CONFIG_FILE)
     config.training.total_steps = 40
     OmegaConf.save(config, run / run_directory.CONFIG_FILE)
-    assert 'id="reload"' not in write_report([run], page).read_text()  # it is finished
+    assert 'id="reload"' not in write_report([run], page, DEFAULTS).read_text()  # it is finished
     assert facts(page)["state"] == ("finished", "at step 40")
 
 
@@ -297,7 +300,7 @@ def test_losses_of_a_sweep(tmp_path: Path) -> None:
         config.seed = seed
         OmegaConf.save(config, run / run_directory.CONFIG_FILE)
         runs.append(run)
-    page = write_report(runs, tmp_path / "page.html")
+    page = write_report(runs, tmp_path / "page.html", DEFAULTS)
     points = [[0.25, 6 * 0.25 / 20], [0.5, 6 * 0.5 / 20]]
     assert drawn(page)["sweep"] == {
         "key": "training.peak_learning_rate",
@@ -307,13 +310,13 @@ def test_losses_of_a_sweep(tmp_path: Path) -> None:
     config = OmegaConf.load(runs[0] / run_directory.CONFIG_FILE)
     config.training.total_steps = 7
     OmegaConf.save(config, runs[0] / run_directory.CONFIG_FILE)
-    assert drawn(write_report(runs, tmp_path / "page.html"))["sweep"] is None
+    assert drawn(write_report(runs, tmp_path / "page.html", DEFAULTS))["sweep"] is None
 
 
 def test_no_empty_panels(tmp_path: Path) -> None:
     """Quantities that no run has logged have no panel."""
     run = make_run(tmp_path / "run", 0.5, with_device=False)
-    titles = [panel["title"] for panel in drawn(write_report([run], tmp_path / "page.html"))["panels"]]
+    titles = [panel["title"] for panel in drawn(write_report([run], tmp_path / "page.html", DEFAULTS))["panels"]]
     assert "Throughput" in titles
     assert not {"Model FLOPs utilization", "Peak memory", "Tasks", "Experts"} & set(titles)
 
@@ -334,7 +337,7 @@ def test_long_run(tmp_path: Path) -> None:
     with (run / "metrics.jsonl").open("a") as file:
         file.writelines(f"{json.dumps(line)}\n" for line in lines)
     started = time.process_time()
-    page = write_report([run], tmp_path / "page.html")
+    page = write_report([run], tmp_path / "page.html", DEFAULTS)
     assert time.process_time() - started < 20  # seconds; lines of resumes that were added one by one took minutes
     assert page.stat().st_size < 1.5e6
     (shown,) = drawn(page)["runs"]

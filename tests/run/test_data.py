@@ -7,14 +7,13 @@ import pytest
 from tests.config.composing import compose
 from tests.helpers import bucket, cli
 from zero.base.errors import UserError
-from zero.config.check import check
-from zero.config.files import load_sizes
+from zero.commands.modes import check
 from zero.corpus.reading.batch_schedule import BatchSchedule
 from zero.corpus.text.tokenizers import ByteTokenizer
 from zero.files import storage
-from zero.job import make_job
-from zero.run.data import open_data, staged_context, with_global_batch
-from zero.run.restore import TrainingPosition
+from zero.job.job import make_job, place_model
+from zero.job.sizes import load_sizes
+from zero.run.data import open_data, share_of_batch
 
 
 @pytest.mark.parametrize(
@@ -28,7 +27,7 @@ from zero.run.restore import TrainingPosition
 )
 def test_contexts_of_the_warmup(stages: str, lengths: list[int]) -> None:
     config = check(compose("training.staged_warmup_steps=7", f"training.context_stages={stages}"), load_sizes())
-    context = staged_context(config)
+    context = config.training.lengths(config.data.max_context, has_last_target=False)
     assert [context.at(step) for step in range(8)] == lengths
 
 
@@ -36,13 +35,13 @@ def test_global_batch_of_first_checkpoint(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The global batch of the first checkpoint is the one in the configuration."""
-    config = check(compose("training.batch_size=8"), load_sizes())  # of a run on two hosts
-    kept = with_global_batch(config, BatchSchedule(16))  # on one host now
-    assert (kept.training.batch_size, config.training.batch_size) == (16, 8)
+    zero = check(compose(), load_sizes()).zero
+    assert share_of_batch(BatchSchedule(16), 8, 1, zero) == 16  # 8 of a run on two hosts, on one now
     assert "training.batch_size=16 instead of 8 on 1 hosts: the global batch keeps the 16 sequences" in caplog.text
-    assert with_global_batch(config, BatchSchedule(8)) is config
+    caplog.clear()
+    assert share_of_batch(BatchSchedule(8), 8, 1, zero) == 8 and caplog.messages == []
     with pytest.raises(UserError, match=r"global batch of 12 sequences does not divide into 8 devices"):
-        with_global_batch(config, BatchSchedule(12))
+        share_of_batch(BatchSchedule(12), 8, 1, zero)
 
 
 def test_a_cache_for_nothing(workplace: Path, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,8 +54,9 @@ def test_a_cache_for_nothing(workplace: Path, server: str, tmp_path: Path, monke
 
     def open_(*overrides: str) -> None:
         config = check(compose(*cli.TINY, *overrides), load_sizes())
-        job = make_job(config, load_sizes().chosen(config.model))
-        open_data(config, job, ByteTokenizer(), TrainingPosition(global_rows=16), BatchSchedule(16))
+        job = make_job(config, place_model(config, load_sizes().chosen(config.model)))
+        schedule = BatchSchedule(16)
+        open_data(job, ByteTokenizer(), schedule, {}, config.data, config.training, seed=0, evaluation_batches=2)
 
     open_()
     cached = f"data.cache_directory={tmp_path / 'cache'}"

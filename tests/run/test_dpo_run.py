@@ -17,12 +17,15 @@ from tests.helpers.corpora import call
 from tests.helpers.loaders import open_loader
 from tests.helpers.pair_runs import CONTEXT, JOB, LORA, SIZE, STEPS, TRAIN, VALIDATION, make_pairs
 from zero.base.errors import UserError
-from zero.config.check import check
+from zero.commands.modes import check
+from zero.config.keys import values_in_scores
 from zero.corpus.format.example import PAIR
 from zero.corpus.format.index_files import read_index
-from zero.job import make_job
-from zero.plan.compile import Request, evaluation_arguments, step_arguments
-from zero.run.column import Column
+from zero.job.job import make_job, place_model
+from zero.plan.compile import evaluation_arguments, step_arguments
+from zero.plan.config import Request
+from zero.run.column import Column, ColumnInputs
+from zero.run.data import column_inputs
 from zero.run.reference import reference_column
 from zero.run.restore import TrainingPosition
 from zero.training.objectives.dpo import METRICS
@@ -149,22 +152,22 @@ def test_replaced_reference(root: Path, tmp_path: Path, monkeypatch: pytest.Monk
         shutil.copytree(name, tmp_path / name)
     monkeypatch.chdir(tmp_path)
     config: Any = configured()
-    job = make_job(config, SIZE)
+    job = make_job(config, place_model(config, SIZE))
     first = TrainingPosition(global_rows=config.training.batch_size)
-    old = reference_column(config, job, first)
+    old = reference_column(inputs_of(config), job, first)
     assert len(reference_files(tmp_path)) == 2
     weights = Path("folder", "model.safetensors")
     arrays = safetensors.numpy.load_file(weights)
     arrays["model.norm.weight"][0] += 1
     safetensors.numpy.save_file(arrays, weights, {"format": "pt"})
-    kept = reference_column(config, job, first)  # of the run that began with the old ones, which are stored
-    new = reference_column(config, job, TrainingPosition(global_rows=config.training.batch_size))
+    kept = reference_column(inputs_of(config), job, first)  # of the run that began with the old ones, which are stored
+    new = reference_column(inputs_of(config), job, TrainingPosition(global_rows=config.training.batch_size))
     np.testing.assert_array_equal(values_of(kept), values_of(old))
     assert np.abs(values_of(new) - values_of(old)).max() > 1e-3 and len(reference_files(tmp_path)) == 4
     for name in reference_files(tmp_path):
         Path(name).unlink()
     with pytest.raises(UserError, match=r"^model.model_path=folder: the run has other weights as its reference, th"):
-        reference_column(config, job, first)
+        reference_column(inputs_of(config), job, first)
 
 
 def values_of(column: Column) -> np.ndarray:
@@ -180,7 +183,8 @@ def test_reference_in_other_arithmetic(root: Path, tmp_path: Path, monkeypatch: 
     stored = []
     for overrides in ((), (key,)):
         config: Any = configured(*overrides)
-        column = reference_column(config, make_job(config, SIZE), TrainingPosition(config.training.batch_size))
+        made = make_job(config, place_model(config, SIZE))
+        column = reference_column(inputs_of(config), made, TrainingPosition(config.training.batch_size))
         stored.append(values_of(column))
     assert len(reference_files(tmp_path)) == 4 and np.abs(stored[1] - stored[0]).max() > 1e-6
 
@@ -200,6 +204,10 @@ def test_damaged_reference_is_named(place: Place, tmp_path: Path) -> None:
         path.write_bytes(data)
 
 
+def inputs_of(config: Any) -> ColumnInputs:
+    return column_inputs(config.data, config.model, values_in_scores(config), has_sets=True)
+
+
 def configured(*overrides: str) -> Any:
     return check(compose(*(o for o in JOB if "model.size" not in o), "model.size=mine", *overrides), Only(SIZE))
 
@@ -207,7 +215,7 @@ def configured(*overrides: str) -> Any:
 def test_plan_has_the_texts_of_pairs() -> None:
     """A planned step and evaluation take two texts per pair of a micro-batch, and the values of the reference."""
     config = configured("mode=plan", "plan.micro_batch=3")
-    request, job = Request(config, SIZE, 3), make_job(config, SIZE)
+    request, job = Request(config, SIZE, 3), make_job(config, place_model(config, SIZE))
     arguments = step_arguments(job, request.rows, CONTEXT)
     assert arguments[1].tokens.shape == (8, 3 * 2 * 2, CONTEXT) and arguments[1].extra["reference"].shape == (
         8,

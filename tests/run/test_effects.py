@@ -12,7 +12,7 @@ from tests.helpers import cli, effects, kills
 from zero.checkpoints.manager import Checkpoints
 from zero.record.metrics_file import read_resumes
 from zero.record.run_files import saved_steps
-from zero.run.features import FEATURES
+from zero.run.feature_table import FEATURES
 
 JOB = (
     *cli.TINY,

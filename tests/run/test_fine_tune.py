@@ -19,15 +19,14 @@ from tests.helpers.loaders import open_loader
 from tests.helpers.shared_jobs import SharedJobs
 from zero.base.errors import UserError
 from zero.checkpoints.manager import Checkpoints
-from zero.config.check import check
-from zero.config.saved_config import merge_resumed
+from zero.commands.modes import check, merge_resumed
 from zero.corpus.text.tokenizers import load_tokenizer, train_tokenizer
 from zero.exchange.warm_start import warm_start
 from zero.inference.evaluate import evaluate
 from zero.inference.sample import sample
 from zero.inference.scoring import Scorer, score_validation_set
 from zero.inference.trained_model import TrainedModel
-from zero.job import make_model
+from zero.job.job import place_model
 from zero.record.metrics_file import read_metrics
 from zero.record.run_files import saved_config
 from zero.run.train import train
@@ -126,7 +125,7 @@ def test_losses_equal_pytorch(place: Place) -> None:
     import transformers
 
     config = configured()
-    model = make_model(config, SIZE)
+    model = place_model(config, SIZE).model
     tokenizer = load_tokenizer(config.data.tokenizer)
     trained = TrainedModel(model, warm_start("folder", model), tokenizer, 0)
     index = str(config.data.index_path_validation)

@@ -1,7 +1,5 @@
 """A corpus of rows with max_context + 1 tokens trains each position; one of max_context says what it leaves out."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 import yaml
@@ -11,7 +9,7 @@ from zero.commands.cli import compose
 from zero.corpus.preparing.options import CorpusOptions
 from zero.corpus.preparing.prepare import prepare
 from zero.corpus.text.tokenizers import ByteTokenizer
-from zero.run.data import with_last_target
+from zero.run.data import resolve_data
 
 LEARNED = ("model.override.alibi_attn=false", f"model.override.block_size={cli.CONTEXT}", "training.total_steps=6")
 LONGER = (
@@ -83,7 +81,8 @@ def test_rows_decide(forks: cli.Forks, monkeypatch: pytest.MonkeyPatch) -> None:
         ((*LONGER, "data.last_target=false"), False),
     ):
         config, size = compose([*cli.TINY, *LEARNED, *overrides])
-        assert with_last_target(config, size).data.last_target is expected, overrides
+        resolved = resolve_data(config.data, ByteTokenizer(), size, "", has_rows=True)
+        assert resolved.last_target is expected, overrides
     config, size = compose([*cli.TINY, *LEARNED, *LONGER])
-    resumed = dataclasses.replace(config, resume="RUN")  # of a run that was saved without the key
-    assert with_last_target(resumed, size).data.last_target is False
+    resumed = resolve_data(config.data, ByteTokenizer(), size, "", has_rows=False)  # saved without the key
+    assert resumed.last_target is False

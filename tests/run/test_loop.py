@@ -6,7 +6,7 @@ from typing import Any
 from tests.helpers.runs import make_run
 from zero.record.metrics_file import Line
 from zero.run.feature import Feature, Moment, Stopped
-from zero.run.features import FEATURES
+from zero.run.feature_table import FEATURES
 from zero.run.pending import still_pending
 from zero.run.requests import STOP
 from zero.run.train import act, catch_up, loop

@@ -16,13 +16,12 @@ from tests.helpers.lasting import KEYS
 from tests.helpers.shared_jobs import SharedJobs
 from zero.base.errors import UserError
 from zero.checkpoints.manager import Checkpoints
-from zero.config.check import check
-from zero.config.saved_config import merge_resumed
+from zero.commands.modes import check, merge_resumed
 from zero.exchange.export import export
 from zero.exchange.hf_folder import HuggingFaceFolder
 from zero.exchange.peft_folder import read_peft
 from zero.inference.evaluate import evaluate
-from zero.job import make_model
+from zero.job.job import place_model
 from zero.record.metrics_file import read_metrics, read_resumes
 from zero.record.run_files import saved_config
 from zero.run.train import train
@@ -235,7 +234,7 @@ def test_run_with_magnitudes(place: Place, tmp_path: Path) -> None:
 def test_peft_folder_starts_run(place: Place, tmp_path: Path) -> None:
     """A run may start from the adapters of a folder; keys that differ are refused by name."""
     export("run", tmp_path / "adapters")
-    model = make_model(configured(f"tuning.adapter={tmp_path / 'adapters'}"), SIZE)
+    model = place_model(configured(f"tuning.adapter={tmp_path / 'adapters'}"), SIZE).model
     got = read_peft(tmp_path / "adapters", model)
     with Checkpoints(place.run / "checkpoints", None) as checkpoints:
         for leaf, x in zip(model.layout.leaves, model.layout.leaves_of(got), strict=True):
@@ -251,9 +250,9 @@ def test_peft_folder_starts_run(place: Place, tmp_path: Path) -> None:
         ),
     ):
         with pytest.raises(UserError, match=line):
-            read_peft(tmp_path / "adapters", make_model(configured(override), SIZE))
+            read_peft(tmp_path / "adapters", place_model(configured(override), SIZE).model)
     with pytest.raises(UserError, match=r"use_dora is False, expected with tuning=lora"):
-        read_peft(tmp_path / "adapters", make_model(configured("tuning=dora"), SIZE))
+        read_peft(tmp_path / "adapters", place_model(configured("tuning=dora"), SIZE).model)
     (tmp_path / "adapters" / "adapter_config.json").write_text('{"peft_type": "LORA", "use_qalora": true}')
     with pytest.raises(UserError, match="use_qalora is True, expected False"):
         read_peft(tmp_path / "adapters", model)

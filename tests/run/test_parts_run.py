@@ -73,6 +73,6 @@ def test_two_hosts(forks: cli.Forks) -> None:
 
 def test_steps_that_share_a_row() -> None:
     config, size = compose(list(PARTS))
-    assert start_of(config, size, TrainingPosition(16)).schedule.steps_per_batch == STEPS_PER_ROW
+    assert start_of(TrainingPosition(16), config.data, size, texts=1).schedule.steps_per_batch == STEPS_PER_ROW
     other = dataclasses.replace(size, update_tokens=None)
-    assert start_of(config, other, TrainingPosition(16)).schedule.steps_per_batch == 1
+    assert start_of(TrainingPosition(16), config.data, other, texts=1).schedule.steps_per_batch == 1

@@ -13,11 +13,11 @@ from tests.config.composing import compose
 from tests.helpers import cli
 from tests.helpers.checkpoints import leaves
 from zero.checkpoints.manager import Checkpoints
-from zero.config.check import check
-from zero.config.files import load_sizes
+from zero.commands.modes import check
 from zero.exchange.average import average
 from zero.inference.trained_model import load_weights
-from zero.job import make_job
+from zero.job.job import make_job, place_model
+from zero.job.sizes import load_sizes
 from zero.record.metrics_file import read_metrics
 from zero.record.run_files import saved_steps
 from zero.run.restore import restore
@@ -105,7 +105,7 @@ def test_restored_in_float32(whole: Whole, caplog: pytest.LogCaptureFixture) -> 
     """The state of bytes is restored in float32, as a run finds it that continues so."""
     sizes = load_sizes()
     config = check(compose(*JOB, *ALL, *FLOAT32), sizes)
-    job = make_job(config, sizes.chosen(config.model))
+    job = make_job(config, place_model(config, sizes.chosen(config.model)))
     with Checkpoints(whole.run / "checkpoints", None) as checkpoints, caplog.at_level("INFO"):
         _, state = restore(checkpoints, LAST, job.model.config, job.storage, is_own=False)
     assert "opt_state from int8 to float32" in caplog.text and "params from bfloat16 to float32" in caplog.text

@@ -11,9 +11,9 @@ from tests.config.composing import compose
 from tests.helpers import cli, kills
 from tests.helpers.checkpoints import leaves
 from zero.base.errors import UserError
-from zero.config.check import check
-from zero.config.files import load_sizes
-from zero.job import make_job
+from zero.commands.modes import check
+from zero.job.job import make_job, place_model
+from zero.job.sizes import load_sizes
 from zero.record.metrics_file import read_resumes
 
 JOB = (*cli.TINY, "training.gradient_accumulation_steps=1", "zero.fused_update=true", "zero.remat=full")
@@ -105,7 +105,7 @@ def test_other_dtypes_are_refused() -> None:
     """They are converted on the devices, where the whole state need not fit."""
     sizes = load_sizes()
     held, other = (check(compose(*STREAMED, f"optimizer.state_dtype={dtype}"), sizes) for dtype in ("float32", "int8"))
-    storages = [make_job(config, sizes.chosen(config.model)).storage for config in (held, other)]
+    storages = [make_job(config, place_model(config, sizes.chosen(config.model))).storage for config in (held, other)]
     storages[0].check_conversion(storages[0].layout, "a checkpoint")
     with pytest.raises(
         UserError, match=r"^a checkpoint: holds the state in other dtypes, .*: resume once with zero.offload=none"

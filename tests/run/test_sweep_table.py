@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.disks import fill
-from zero.config.saved_config import default_config
+from zero.commands.modes import default_config
 from zero.record.run_files import save_config
 from zero.run.sweeps import write_table
 

@@ -18,8 +18,8 @@ import pytest
 import zero
 from tests.helpers import cli
 from zero.checkpoints.manager import Checkpoints
-from zero.config.files import load_sizes
 from zero.hosts.signals import stop_requests, unanswered
+from zero.job.sizes import load_sizes
 from zero.record.metrics_file import read_metrics, read_resumes
 from zero.record.run_files import saved_steps
 from zero.training.optimizers.optimizer import adamw

@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from tests.helpers.disks import fill
 from tests.helpers.events import scalars
 from zero.base.errors import UserError
-from zero.config.saved_config import default_config
+from zero.config.saved_config import flat_config
 from zero.record.metrics_file import read_metrics, read_resumes
 from zero.record.run_files import save_config
 from zero.report.html_report import write_report
+from zero.run.config import default_config
 from zero.tracking.tracker import open_tracker
 from zero.tracking.weights_and_biases import _has_login, _run_id
 
@@ -163,7 +164,7 @@ def test_reports_leave_no_parts_on_a_full_disk(small_disk: Path) -> None:
     with pytest.raises(OSError, match=r"No space left on device: '.*run\.png'"):
         draw_run(small_disk)
     with pytest.raises(OSError, match=r"No space left on device: '.*report\.html'"):
-        write_report([small_disk], small_disk / "report.html")
+        write_report([small_disk], small_disk / "report.html", flat_config(default_config()))
     assert sorted(small_disk.iterdir()) == before
 
 

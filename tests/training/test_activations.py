@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero.config.files import load_sizes
+from zero.job.sizes import load_sizes
 from zero.models.config import STACK, GPTConfig
 from zero.models.gpt import GPT, variable_shapes
 from zero.models.stack import KINDS, LAYER_INPUT, STORED, kinds_of

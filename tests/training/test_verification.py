@@ -35,7 +35,7 @@ GROUPS = dataclasses.replace(CONFIG, embedding_dim=48, num_head=8, block_size=16
 def verifier(program: Any, axis: zero.Axis, every: int | None = 5) -> Verify:
     """The feature on a run with this program."""
     run: Any = SimpleNamespace(axis=axis, job=SimpleNamespace(programs=SimpleNamespace(verify=program)))
-    return Verify(Verify.Config(every), run)
+    return Verify(Verify.Keys(every), run)
 
 
 def program_of(on: Setup) -> Any:

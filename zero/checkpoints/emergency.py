@@ -18,6 +18,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -25,6 +26,8 @@ import jax
 import numpy as np
 
 from zero.base.errors import UserError
+from zero.config.constraints import at_least, not_empty
+from zero.config.keys import key
 from zero.hosts import agreement
 from zero.hosts.peers import FAILURES, Peers
 from zero.partition.checksums import examine
@@ -50,6 +53,26 @@ class Emergency(NamedTuple):
     def file(self, host: int) -> str:
         """The name of the file with the shards of a host."""
         return f"{self.lineage}-{self.step}-{host}.shards"
+
+
+@dataclass
+class Keys:
+    """When and where they are kept, in section `zero`."""
+
+    emergency_steps: int | None = key(
+        None,
+        at_least(1),
+        "Every n steps each host keeps its shards in emergency_directory, and the next host keeps a copy; null: never.",
+        "A run that lost a host resumes from them instead of the last durable checkpoint; each time a line of "
+        "metrics is logged.",
+        in_steps=True,
+    )
+    emergency_directory: str = key(
+        "/dev/shm/zero",
+        not_empty(),
+        "Memory or a local disk of each host, for six times its share of the state.",
+        of_host=True,
+    )
 
 
 class EmergencyCheckpoints:

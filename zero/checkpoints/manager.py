@@ -35,6 +35,7 @@ from zero.checkpoints.damage import (
 )
 from zero.checkpoints.quiet_orbax import drain_loops_of_orbax, quiet_loggers
 from zero.checkpoints.retention import Retention, Saved
+from zero.config.keys import key
 from zero.files import storage
 from zero.files.parsing import reading
 from zero.hosts import agreement
@@ -53,6 +54,15 @@ COPIED_GB = 8  # of a state that fills the host's memory, at a time
 DELETION_SECONDS = 10  # within which a deletion that another process has begun ends
 _Result = TypeVar("_Result")
 log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class Keys:
+    """Which checkpoint is read, in section `data`."""
+
+    resume_step: int | None = key(
+        None, None, "The step whose checkpoint is resumed or used; null: the newest.", anew=True
+    )
 
 
 class _PendingSave(NamedTuple):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from zero.config.constraints import LARGEST, SMALLEST, at_least
+from zero.config.keys import Check, key
 
 
 class Saved(NamedTuple):
@@ -12,6 +16,53 @@ class Saved(NamedTuple):
 
     loss: float | None
     time: float | None
+
+
+def hours_of(value: Any) -> float | None:
+    """The hours of a text such as 2h; None of anything else.
+
+    >>> hours_of("2h"), hours_of("0.5h"), hours_of("2"), hours_of("0h"), hours_of("2d"), hours_of(2)
+    (2.0, 0.5, None, None, None, None)
+    """
+    if not isinstance(value, str) or not re.fullmatch(r"[0-9]*\.?[0-9]+(e[+-]?[0-9]+)?h", value):
+        return None
+    hours = float(value.removesuffix("h"))
+    return hours if SMALLEST <= hours <= LARGEST else None
+
+
+def steps_or_hours() -> Check:
+    """A number of steps, hours such as 2h, or null."""
+    steps = at_least(1)
+
+    def holds(value: Any) -> bool:
+        return value is None or hours_of(value) is not None or (type(value) is int and steps.holds(value))
+
+    return Check(holds, f"a number of steps, {steps.expected}, or hours such as 2h or 0.5h, or null")
+
+
+@dataclass
+class Keys:
+    """Which checkpoints are kept, in section `data`."""
+
+    keep_checkpoints: int = key(
+        3,
+        at_least(1),
+        "The newest checkpoints that are kept; the best one by validation/loss is kept as well.",
+    )
+    keep_every: Any = key(
+        None,
+        steps_or_hours(),
+        "1000: checkpoints of steps that are a multiple of this are kept as well; null: none.",
+        "2h: a checkpoint is kept as well if it is the first one or was saved this many hours after the last that is "
+        "kept so.",
+    )
+
+    def retention(self) -> Retention:
+        """The rules of these keys."""
+        hours = hours_of(self.keep_every)
+        if hours is None:
+            return Retention(self.keep_checkpoints, every=self.keep_every)
+        return Retention(self.keep_checkpoints, hours=hours)
 
 
 @dataclass(frozen=True)

@@ -21,18 +21,16 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-import zero.run.features  # noqa: F401  declares the keys of features
 from zero.base.errors import FULL_DISK, WRONG_PATH, UserError, file_error
-from zero.config.check import Sizes, check, describe
-from zero.config.command_line import check_form, take_text_literally
-from zero.config.files import conf_directory, load_sizes
-from zero.config.help import help_text, version_text
-from zero.config.names import moved
-from zero.config.printed import choices_of_groups
-from zero.config.saved_config import merge_resumed, with_groups
-from zero.config.schema import Config
+from zero.commands.arguments import check_form, take_text_literally
+from zero.commands.help import help_text, version_text
+from zero.commands.modes import MODES, check, describe, merge_resumed
+from zero.config.check import Sizes
+from zero.config.files import conf_directory
+from zero.config.saved_config import with_groups
 from zero.hosts.hardware import check_slice
 from zero.hosts.signals import SIGNALS, IgnoreBrokenPipe, exit_immediately, unanswered
+from zero.job.sizes import load_sizes
 from zero.models.config import GPTConfig
 from zero.record.ownership import discarding_unused, new_directory
 from zero.record.run_files import describe_full_disk, saved_config, split_step
@@ -88,7 +86,7 @@ def run(config: DictConfig) -> None:
         if is_job:
             keys = swept_keys(sys.argv[1:], overrides)
             check_places(config, run_directory, keys)
-            continue_job(config, run_directory, keys)
+            continue_job(config, run_directory, keys, lambda job: check(job, sizes_of(job)))
         checked, size = resolve(config, overrides)
         if checked.mode != "plan":
             runs_on_cpu = any(override.startswith("distributed.cpu_devices=") for override in overrides)
@@ -105,7 +103,7 @@ def run(config: DictConfig) -> None:
         exit_immediately(status)  # a status of 0 returns, so that --multirun continues
 
 
-def resolve(config: DictConfig, overrides: list[str]) -> tuple[Config, GPTConfig]:
+def resolve(config: DictConfig, overrides: list[str]) -> tuple[Any, GPTConfig]:
     """The checked configuration, merged with that of the run that it resumes or uses, and the size of its model.
 
     Raises:
@@ -198,7 +196,7 @@ def use_folder(config: DictConfig, folder: HubModel, given: Sequence[str]) -> Si
     Raises:
       UserError: a key names what only a run has.
     """
-    for key, value in (("data.resume_step", None), ("model.ema", False), ("evaluate.follow", False)):
+    for key, value in (("data.resume_step", None), ("evaluate.follow", False)):
         if OmegaConf.select(config, key) not in (value, None):
             raise UserError(f"{key}={OmegaConf.select(config, key)}: {folder.path} is no run, and has no checkpoints")
     config.model.model_path = str(folder.path)
@@ -218,12 +216,12 @@ def check_paths_of_runs(config: DictConfig) -> None:
 
 
 def check_names(overrides: Sequence[str]) -> None:
-    """Raises UserError for keys that are chosen as groups or were renamed, and for groups without a choice."""
+    """Raises UserError for keys that are chosen as groups, and for groups without a choice."""
     lines = []
     for override in overrides:
         name, _, value = override.lstrip("+~").partition("=")
-        instead = moved(name, value)
-        choices = choices_of_groups().get(name)
+        instead = MODES.chosen(name, value)
+        choices = MODES.choices().get(name)
         if instead is not None:
             lines.append(instead)
         elif choices is not None and value.strip(QUOTE) in ("", "null", "???"):

@@ -29,8 +29,8 @@ from zero.partition.global_arrays import pmap_devices
 from zero.partition.pmapped import pmap
 
 if TYPE_CHECKING:
-    from zero.config.schema import Config
     from zero.models.config import GPTConfig
+    from zero.run.config import TrainConfig
 
 GIB = 2**30
 SHOWN = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax", "optax", "orbax-checkpoint")
@@ -50,7 +50,7 @@ class Fault(Exception):
 class Settings(NamedTuple):
     """The run that the arguments describe."""
 
-    config: Config
+    config: TrainConfig
     size: GPTConfig
     slice_of_tpus: str | None = None  # as it was chosen, such as +preset=v3-32
 

@@ -1,26 +1,20 @@
-"""Checks a configuration before anything starts, and lists every mistake in it (hydra, omegaconf)."""
+"""Checks a configuration before anything starts, and lists every mistake in it (omegaconf)."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Iterator
-from itertools import chain
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Protocol, TypeVar, get_args, get_origin
 
-from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
 from zero.base.errors import UserError
-from zero.config import rules_between_keys
 from zero.config.constraints import shown
-from zero.config.declared import keys_of_features, value_of, whole_kind
-from zero.config.keys import Group, Key, Section, members_of
-from zero.config.names import did_you_mean, in_order, unknown, unknown_field
-from zero.config.no_effect import without_effect
-from zero.config.schema import GROUPS, MODE_SECTIONS, MODES, Config, Model
-from zero.models.config import GPTConfig
+from zero.config.keys import Group, Key, Section, all_keys, members_of
+from zero.config.messages import did_you_mean
+from zero.config.modes import Configuration, Modes
 
 AnySection = TypeVar("AnySection")
 TYPES = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
@@ -28,83 +22,139 @@ WRONG = object()  # in place of a value that has not the type of its key
 
 
 class Sizes(Protocol):
-    """The entries of model_config.yaml."""
+    """The sizes of models."""
 
-    def chosen(self, model: Model) -> GPTConfig:
-        """The entry that the section `model` names, with its overrides; raises UserError where there is none."""
+    def chosen(self, model: Any) -> Any:
+        """The size that the section `model` names, with its overrides; raises UserError where there is none."""
 
 
-def check(config: DictConfig, sizes: Sizes, given: Collection[str] = ()) -> Config:
-    """The configuration as plain typed values, if it can be run at all.
+def check(config: DictConfig, modes: Modes, sizes: Sizes, given: Collection[str] = ()) -> Any:
+    """The configuration of its mode as plain typed values, if it can be run at all.
 
     Args:
-      given: the keys that were set for this start. Those that it has no use for are refused, while a preset or a
-        saved configuration may have them.
+      given: the keys that were set for this start. Those that it has no use for are refused unless they have their
+        defaults, while a preset or a saved configuration may have them.
 
     Raises:
       UserError: a line for each key that is unknown or missing, or whose value is wrong by itself or beside others:
         the key, its value and the expected one.
     """
     mistakes: list[str] = []
-    checked = _read(config, given, mistakes)
-    size: GPTConfig | None = None
+    checked, unread = _read(config, modes, given, mistakes)
+    size: Any = None
     if not any(line.startswith("model.") for line in mistakes):
         try:
             size = sizes.chosen(checked.model)
         except UserError as error:
             mistakes += str(error).splitlines()
     if size is not None and not mistakes:  # each key is right by itself, so that a rule may use any
-        if checked.data.max_context is None:
-            checked.data.max_context = size.block_size
+        checked = checked.fitted(size)
         mistakes += _contradictions(checked, size, given)
+    mistakes += unread
     if mistakes:
         raise UserError("\n".join(mistakes))
     return checked
 
 
-def typed(config: DictConfig) -> Config:
-    """The configuration as plain typed values; rules between its keys are not checked.
+def typed(config: DictConfig, modes: Modes) -> Any:
+    """The configuration of its mode as plain typed values; rules between its keys are not checked.
 
     Raises:
       UserError: a line for each key that is unknown or missing, or whose value is wrong by itself.
     """
     mistakes: list[str] = []
-    read = _read(config, (), mistakes)
+    read, _ = _read(config, modes, (), mistakes)
     if mistakes:
         raise UserError("\n".join(mistakes))
     return read
 
 
-def _read(config: DictConfig, given: Collection[str], mistakes: list[str]) -> Config:
-    """The configuration of its mode, with defaults in place of what `mistakes` then has a line for."""
+def _read(config: DictConfig, modes: Modes, given: Collection[str], mistakes: list[str]) -> tuple[Any, list[str]]:
+    """The configuration of its mode, with defaults in place of what `mistakes` then has a line for.
+
+    Returns also a line for each key that is given and that the mode does not read.
+    """
     values, wrong = _resolved(config)
     mistakes += wrong.values()
     mode = values.get("mode")
-    kind = whole_kind(mode if mode in MODES else "train")
-    for section in MODE_SECTIONS.keys() - {mode}:  # a slice has keys of mode=plan
-        if values.pop(section, None) is not None:
-            mistakes += [unknown(key) for key in given if key.startswith(f"{section}.")]
+    kind = modes.kinds.get(str(mode), modes.first)
+    if "mode" in values and mode not in modes.kinds:
+        mistakes.append(f"mode={mode}: expected one of {', '.join(modes.kinds)}")
+    for name in modes.own_sections.keys() - {mode}:  # a slice has keys of mode=plan
+        if values.pop(name, None) is not None:
+            mistakes += [modes.unknown(key) for key in given if key.startswith(f"{name}.")]
+    unread = [] if kind is modes.first else [*_take_unread(values, kind, modes, str(mode), given)]
     lines: list[str] = []
-    read = read_section(kind, values, "", lines)
+    read = read_section(kind, values, "", lines, modes.unknown)
     mistakes += [line for line in lines if re.split("[=:]", line, maxsplit=1)[0] not in wrong]
-    return read
+    return read, unread
 
 
-def _contradictions(config: Config, size: GPTConfig, given: Collection[str]) -> Iterator[str]:
+def _take_unread(
+    values: dict[str, Any], kind: type[Configuration], modes: Modes, mode: str, given: Collection[str]
+) -> Iterator[str]:
+    """Takes out what a run is saved with and this mode does not read; a line for each key of it that is given."""
+    read = {member.name: member for member in members_of(kind)}
+    defaults = flat(vars(modes.first())) | {name: next(iter(group.choices)) for name, group in modes.groups.items()}
+    for member in members_of(modes.first):
+        unread: dict[str, Any] = {}
+        if member.name in values and member.name not in read:
+            taken = values.pop(member.name)
+            unread = (
+                {f"{member.name}.{name}": x for name, x in taken.items()}
+                if isinstance(taken, dict)
+                else {member.name: taken}
+            )
+            if isinstance(member, Group):
+                unread[member.name] = unread.pop(f"{member.name}.name", None)
+        elif isinstance(member, Section) and isinstance(values.get(member.name), dict):
+            section = values[member.name]
+            names = _names(member) - _names(read[member.name])
+            unread = {f"{member.name}.{name}": section.pop(name) for name in names & section.keys()}
+        for key, value in unread.items():
+            if key in given and not (key in defaults and defaults[key] == value):
+                yield f"{key}={shown(value)}: it has no effect, as mode={mode} does not read it"
+
+
+def _names(member: Any) -> set[str]:
+    """The names of the keys of a section, without that of the section."""
+    return {each.name for each in members_of(member.kind)}
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by the whole names of their keys, from those of a configuration by section."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if dataclasses.is_dataclass(value):
+            found |= flat(vars(value), f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+def _contradictions(config: Configuration, size: Any, given: Collection[str]) -> Iterator[str]:
+    values = flat(vars(config))
+    groups = {member.name for member in members_of(type(config)) if isinstance(member, Group)}
+    values |= {name: values[f"{name}.name"] for name in groups}
     expected_values: dict[str, str] = {}
-    of_features = chain.from_iterable(keys.mistakes(config, size) for keys in keys_of_features(config))
-    for key, expected in chain(rules_between_keys.mistakes(config, size), of_features):
+    for key, expected in config.mistakes(size):
         expected_values.setdefault(key, expected)
     for key, expected in expected_values.items():
-        if key in GROUPS:
-            yield f"{key}={getattr(config, key).name}: expected {expected}"
-        else:
-            yield f"{key}={shown(value_of(config, key))}: expected {expected}"
-    for key, reason in without_effect(config):
-        if key in expected_values or not any(name == key or name.startswith(f"{key}.") for name in given):
-            continue
-        value = getattr(config, key).name if key in GROUPS else shown(value_of(config, key))
-        yield f"{key}={value}: it has no effect, as {reason}"
+        yield f"{key}={shown(values[key])}: expected {expected}"
+    defaults = _defaults(config, size)
+    for key, reason in config.without_effect():
+        is_given = any(name == key or name.startswith(f"{key}.") for name in given)
+        if key not in expected_values and is_given and values[key] != defaults[key]:
+            yield f"{key}={shown(values[key])}: it has no effect, as {reason}"
+
+
+def _defaults(config: Configuration, size: Any) -> dict[str, Any]:
+    """The defaults of all keys beside these choices of groups, and of the groups."""
+    of_mode = type(config)()
+    groups = [member for member in members_of(type(config)) if isinstance(member, Group)]
+    for group in groups:
+        setattr(of_mode, group.name, type(getattr(config, group.name))())
+    return flat(vars(of_mode.fitted(size))) | {group.name: next(iter(group.choices)) for group in groups}
 
 
 def _resolved(config: DictConfig) -> tuple[dict[str, Any], dict[str, str]]:
@@ -131,15 +181,22 @@ def _wrong_interpolations(section: DictConfig, prefix: str) -> Iterator[tuple[st
             yield key, f"{key}={shown(text)}: {str(error).splitlines()[0]}"
 
 
-def read_section(kind: type[AnySection], values: dict[str, Any], prefix: str, mistakes: list[str]) -> AnySection:
+def read_section(
+    kind: type[AnySection],
+    values: dict[str, Any],
+    prefix: str,
+    mistakes: list[str],
+    unknown: Callable[[str], str],
+) -> AnySection:
     """The section with these values, and with its defaults for keys that are missing or wrong.
 
     Args:
       prefix: of the names of its keys, such as "training.".
       mistakes: takes a line for each unknown, missing or wrong key.
+      unknown: a line for an unknown key.
     """
     members = members_of(kind, prefix)
-    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]  # a dataclass
+    names = [member.name.rpartition(".")[2] for member in members]
     mistakes += [unknown(f"{prefix}{name}") for name in values if name not in names]
     read: dict[str, Any] = {}
     for name, member in zip(names, members, strict=True):
@@ -153,7 +210,7 @@ def read_section(kind: type[AnySection], values: dict[str, Any], prefix: str, mi
             else:
                 assert isinstance(member, Section)
                 chosen = member.kind
-            read[name] = read_section(chosen, inner, f"{member.name}.", mistakes)
+            read[name] = read_section(chosen, inner, f"{member.name}.", mistakes, unknown)
         elif name not in values or values[name] == "???":
             mistakes.append(f"{member.name}: missing")
         else:
@@ -212,25 +269,7 @@ def mistake_in(value: Any, key: Key) -> str | None:
     return ", ".join([*parts, *(["or null"] if key.is_optional else [])])
 
 
-def describe(error: Exception) -> str:
-    """One line for a mistake that Hydra or OmegaConf found: the key, why, and the possible keys."""
-    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
-    lines = str(error).splitlines()
-    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.full_key and cause.object_type is dict:
-        override = re.match(r"Could not override '([^']+)'", lines[0])
-        return unknown(str(cause.full_key) if override is None else override[1])
-    parts = [line for line in lines[:2] if line.strip(" ^")]  # not the mark below the place of an error
-    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and dataclasses.is_dataclass(cause.object_type):
-        return unknown_field(str(cause.full_key), [field.name for field in dataclasses.fields(cause.object_type)])
-    if isinstance(cause, OmegaConfBaseException):
-        subject = str(cause.full_key) if cause is error else lines[0]
-        parts = [part for part in (subject, str(cause).splitlines()[0]) if part]
-    if isinstance(error, MissingConfigException) and error.options:
-        group, _, name = str(error.missing_cfg_file).partition("/")
-        if group in GROUPS:
-            options = list(GROUPS[group].choices)
-        else:
-            options = list(MODES) if group == "mode" else in_order(set(error.options) - {"common"})
-        expected = f"expected one of {', '.join(options)}"
-        return f"{group}={name}: {' '.join(filter(None, (did_you_mean(name, options), expected)))}"
-    return ": ".join(part.rstrip(".") for part in parts)
+def values_on_all_hosts(config: Configuration) -> dict[str, Any]:
+    """The values of the keys that do not name something of one host."""
+    of_a_host = {key.name for key in all_keys(type(config)) if key.of_host}
+    return {name: value for name, value in flat(vars(config)).items() if name not in of_a_host}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,6 @@ LARGEST = float(np.finfo(np.float32).max)
 ONE = 1 - 2.0**-25
 
 DTYPES = ("float32", "bfloat16")
-PATHS = "the path of an index file, or a list of them"
-SETS = "{name: one of these, ...} with letters, digits, and . - _ between them in names"
 INT32 = 2**31 - 1  # the largest number of a step, a row of a batch or a token on a device
 INT64 = 2**63 - 1
 
@@ -43,13 +40,6 @@ def fraction_below_one() -> Check:
 
 def not_empty() -> Check:
     return Check(lambda value: bool(value.strip()), "a text that is not empty")
-
-
-def project_name() -> Check:
-    """What W&B takes."""
-    forbidden = "/\\#?%:"
-    expected = f"a text that is not empty, of at most 128 characters, without any of {' '.join(forbidden)}"
-    return Check(lambda value: bool(value.strip()) and len(value) <= 128 and not set(value) & set(forbidden), expected)
 
 
 def random_seed() -> Check:
@@ -82,28 +72,6 @@ def whole_number(check: Check) -> Check:
     return Check(lambda value: type(value) is int and check.holds(value), f"a whole number, {check.expected}")
 
 
-def hours_of(value: Any) -> float | None:
-    """The hours of a text such as 2h; None of anything else.
-
-    >>> hours_of("2h"), hours_of("0.5h"), hours_of("2"), hours_of("0h"), hours_of("2d"), hours_of(2)
-    (2.0, 0.5, None, None, None, None)
-    """
-    if not isinstance(value, str) or not re.fullmatch(r"[0-9]*\.?[0-9]+(e[+-]?[0-9]+)?h", value):
-        return None
-    hours = float(value.removesuffix("h"))
-    return hours if SMALLEST <= hours <= LARGEST else None
-
-
-def steps_or_hours() -> Check:
-    """A number of steps, hours such as 2h, or null."""
-    steps = at_least(1)
-
-    def holds(value: Any) -> bool:
-        return value is None or hours_of(value) is not None or (type(value) is int and steps.holds(value))
-
-    return Check(holds, f"a number of steps, {steps.expected}, or hours such as 2h or 0.5h, or null")
-
-
 def shown(value: Any) -> str:
     """A value as the command line takes it.
 
@@ -113,32 +81,3 @@ def shown(value: Any) -> str:
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def is_prompts(value: Any) -> bool:
-    """Whether a value is a text or a list of texts. The command line makes a number of a text that looks like one."""
-    texts = value if isinstance(value, list) else [value]
-    return bool(texts) and all(isinstance(text, str) for text in texts)
-
-
-def is_paths(value: Any) -> bool:
-    """Whether a value is the path of an index file or a list of them, and not a mixture."""
-    paths = value if isinstance(value, list) else [value]
-    return bool(paths) and all(isinstance(path, str) and path for path in paths)
-
-
-def is_sets(value: Any) -> bool:
-    """Whether a value is names of validation sets, each with the path of an index file or a list of them."""
-    return (
-        isinstance(value, dict)
-        and bool(value)
-        and all(isinstance(name, str) and re.fullmatch(r"\w[\w.-]*", name) for name in value)
-        and all(map(is_paths, value.values()))
-    )
-
-
-def is_stages(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(stage, list) and len(stage) == 2 and all(type(x) is int and 1 <= x <= INT32 for x in stage)
-        for stage in value
-    )

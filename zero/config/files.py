@@ -1,9 +1,8 @@
-"""The files of conf/: where they are, in the repository and in an installed wheel, and the model sizes (omegaconf)."""
+"""The files of conf/: where they are, in the repository and in an installed wheel, and how YAML is read (omegaconf)."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -15,19 +14,13 @@ from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-import zero
 from zero.base.errors import UserError
-from zero.config.check import describe
-from zero.config.names import did_you_mean
-from zero.config.schema import Model
 from zero.files.parsing import reading
-from zero.models.config import GPTConfig
-from zero.models.families import FAMILIES
 
 
 def conf_directory() -> Path:
     """The directory of config.yaml: in an installed wheel `zero/conf`, which in the repository is a link to `conf`."""
-    return Path(zero.__file__).resolve().parent / "conf"
+    return Path(__file__).resolve().parents[1] / "conf"
 
 
 def read_yaml(path: Path, message: str, kind: type[UserError] = UserError) -> dict[str, Any]:
@@ -87,160 +80,3 @@ def _quick_loader() -> Any:
             yaml.resolver.Resolver.__init__(self)
 
     return QuickLoader
-
-
-class Sizes(Mapping[str, GPTConfig]):
-    """Model sizes by name, each made when it is asked for, as there are many and a run needs one.
-
-    Args:
-      path: the file of their entries.
-      families: a directory of further files. Each has the entries whose names begin as its own does, and is read when
-        such a name is asked for, or all names are.
-    """
-
-    def __init__(self, path: Path, families: Path | None = None) -> None:
-        """Raises UserError where there is no such file, or not one of names with values."""
-        if not path.is_file():
-            raise UserError(f"{path}: not found; expected the model sizes")
-        self.path = path
-        self._families = {} if families is None else {file.stem: file for file in sorted(families.glob("*.yaml"))}
-        self._read: dict[Path, dict[str, Any]] = {}
-        self._chosen: dict[str, GPTConfig] = {}  # by the keys as they are written
-        self._entries(path)
-
-    def _entries(self, path: Path) -> dict[str, Any]:
-        """The entries of a file, which is read once."""
-        if path not in self._read:
-            self._read[path] = read_yaml(path, f"{path}: expected the model sizes")
-        return self._read[path]
-
-    def _file(self, name: str) -> Path:
-        """The file that has this size, if there is such a size: of those that its name begins with, the longest."""
-        stems = [stem for stem in self._families if name.startswith(stem)]
-        if name in self._entries(self.path) or not stems:
-            return self.path
-        return self._families[max(stems, key=len)]
-
-    def entry(self, name: str) -> Any:
-        """The keys of a size as they are written, without those of its family; raises KeyError where there is none."""
-        return self._entries(self._file(name))[name]
-
-    def __getitem__(self, name: str) -> GPTConfig:
-        """Raises UserError where the entry is wrong, and KeyError where there is none."""
-        entry = self.entry(name)
-        try:
-            return _make_size(entry or {})
-        except ValueError as error:
-            raise UserError(f"{self._file(name)}: size {name!r}: {error}") from error
-
-    def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and name in self._entries(self._file(name))
-
-    def __iter__(self) -> Iterator[str]:
-        for path in (self.path, *self._families.values()):
-            yield from self._entries(path)
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
-
-    def chosen(self, model: Model) -> GPTConfig:
-        """The size that these keys name: an entry of these sizes or of a file, and `model.override` over it.
-
-        Raises:
-          UserError: there is no such size, a file is wrong, or the model is impossible with these overrides.
-        """
-        path, _, name = model.size.rpartition(":")
-        if path:
-            entry = _entry_of_file(model.size, path, name)
-        elif model.size in self:
-            entry = self.entry(model.size)
-        else:
-            known = f"{', '.join(self)} (conf/model_config.yaml and conf/models)"
-            meant = did_you_mean(model.size, list(self))
-            expected = f"{meant} --help sizes lists all" if meant else f"expected one of {known}"
-            raise UserError(f"model.size={model.size}: {expected}, or FILE:ENTRY, such as my.yaml:mine")
-        keys = {**entry, **model.override}
-        written = repr(keys)  # 2 and 2.0 are equal, and written differently
-        try:
-            if written not in self._chosen:
-                self._chosen[written] = _make_size(keys)
-            return self._chosen[written]
-        except ValueError as error:
-            raise UserError(f"model.size={model.size} with model.override={model.override}: {error}") from error
-
-
-def _entry_of_file(size: str, path: str, name: str) -> Any:
-    """The entry of this name in a file, as it is written; `size` is both, as the user named them.
-
-    Raises:
-      UserError: there is no such file, it has no such entry, or is wrong.
-    """
-    if not Path(path).is_file():
-        raise UserError(f"model.size={size}: {path} not found; where it has moved, name model.size=FILE:{name}")
-    sizes = load_sizes(Path(path))
-    if name not in sizes:
-        raise UserError(f"model.size={size}: expected an entry of {path}: {', '.join(sizes)}")
-    return sizes.entry(name)
-
-
-def load_sizes(path: Path | None = None) -> Sizes:
-    """The model sizes of `conf/model_config.yaml` and `conf/models`, which tests check, or of a file, checked here.
-
-    Raises:
-      UserError: the file or a key of a size is missing, unknown, of another type, or impossible; every size that is
-        wrong has a line.
-    """
-    if path is None:
-        return _packaged_sizes()
-    sizes = Sizes(path)
-    mistakes = []
-    for name in sizes:
-        try:
-            sizes[name]
-        except UserError as error:
-            mistakes.append(str(error))
-    if mistakes:
-        raise UserError("\n".join(mistakes))
-    return sizes
-
-
-@cache
-def _packaged_sizes() -> Sizes:
-    return Sizes(conf_directory() / "model_config.yaml", conf_directory() / "models")
-
-
-def _make_size(entry: Any) -> GPTConfig:
-    """The model of an entry.
-
-    Raises:
-      ValueError: a key is missing, unknown, of another type, or impossible.
-    """
-    keys = _with_family(entry)
-    if keys.get("num_head", 0) is None and isinstance(keys.get("head_dim"), int) and keys["head_dim"] > 0:
-        keys["num_head"], rest = divmod(keys["embedding_dim"], keys["head_dim"])
-        if rest:
-            raise ValueError(f"embedding_dim {keys['embedding_dim']} is no multiple of head_dim {keys['head_dim']}")
-    schema = OmegaConf.structured(GPTConfig)
-    OmegaConf.set_readonly(schema, False)  # GPTConfig is frozen, and the entry is merged into its schema
-    try:
-        checked = OmegaConf.to_container(OmegaConf.merge(schema, keys), throw_on_missing=True)
-    except OmegaConfBaseException as error:
-        raise ValueError(describe(error)) from error
-    return GPTConfig(**checked)  # type: ignore[arg-type]  # the mapping that was merged
-
-
-def _with_family(entry: Any) -> dict[str, Any]:
-    """The keys of an entry, over those of its family.
-
-    Raises:
-      ValueError: there is no such family, or the entry has no keys.
-    """
-    if not isinstance(entry, dict):
-        raise ValueError(f"expected the keys of a model, got {entry!r}")
-    own = {key: value for key, value in entry.items() if key != "family"}
-    family = entry.get("family")
-    if family is None:
-        return own
-    if not isinstance(family, str) or family not in FAMILIES:
-        raise ValueError(f"family must be one of {', '.join(FAMILIES)}, got {family!r}")
-    return {**FAMILIES[family], **own}

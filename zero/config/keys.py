@@ -1,6 +1,8 @@
 """`key` declares a key of the configuration: its default, its check and its meaning, each written once.
 
-Checks (check.py), conf/config.yaml, `--help` and the page of all keys (printed.py) come from these declarations.
+An owner declares its keys in a dataclass beside its code. A section of the configuration is a class that inherits the
+keys of its owners, and is so an instance of each of them. Checks, conf/config.yaml, `--help` and the page of all keys
+come from these declarations.
 """
 
 from __future__ import annotations
@@ -29,6 +31,9 @@ class Key(NamedTuple):
       lines: what it means: a sentence, and lines that explain its values.
       in_steps: whether it says at which steps something happens.
       in_scores: whether scores of a text under given weights depend on it.
+      fixed: whether a resume must not change it; or which two values are the same one.
+      anew: whether each start says it anew.
+      of_host: whether it names something of one host.
     """
 
     name: str
@@ -39,16 +44,9 @@ class Key(NamedTuple):
     lines: tuple[str, ...]
     in_steps: bool = False
     in_scores: bool = False
-
-
-class Shared(NamedTuple):
-    """A key that another owner declares, and that this one reads.
-
-    Attributes:
-      name: with its sections, such as training.loss_on.
-    """
-
-    name: str
+    fixed: bool | Callable[[Any, Any], bool] = False
+    anew: bool = False
+    of_host: bool = False
 
 
 class Section(NamedTuple):
@@ -60,17 +58,23 @@ class Section(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Sections of which one is chosen, by name."""
+    """Sections of which one is chosen, by name.
+
+    Attributes:
+      fixed: whether a resume must not choose another one.
+    """
 
     name: str
     comment: str
     choices: dict[str, type]
+    fixed: bool
 
     @property
     def default(self) -> type:
         return next(iter(self.choices.values()))
 
 
+Mistakes = Iterator[tuple[str, str]]  # from rules between keys: the name of a key, and what was expected or why
 NAME = "The choice."  # the sentence of the key `name` of a choice
 
 
@@ -79,19 +83,25 @@ def key(
     check: Check | None,
     sentence: str,
     *more: str,
-    at: str | None = None,
     in_steps: bool = False,
     in_scores: bool = False,
+    fixed: bool | Callable[[Any, Any], bool] = False,
+    anew: bool = False,
+    of_host: bool = False,
 ) -> Any:
     """A field of a section: a key with its default, its check (None: the type says all) and its meaning.
 
     The type of the field determines whether the key may be null; null is not checked.
 
     Args:
-      at: the section of the key, such as training, where it is not that of its owner.
       in_steps: whether it says at which steps something happens; with steps of parts of rows a multiple of them.
       in_scores: whether the scores of a text under given weights depend on it. Stored scores are known by these keys
         (`values_in_scores`), and by the contents that other keys name: weights, model, tokenizer and shards.
+      fixed: whether a resume must not change it: the model, the seed, the order of the data, what is trained by what.
+        Paths may move, as a resume compares what they name (docs/decisions/identity.md). A function of both values
+        says whether they are the same one.
+      anew: whether a resume does not take it from its run, as it belongs to one start.
+      of_host: whether it names something of one host, so that hosts may have different values.
     """
     return dataclasses.field(
         default_factory=lambda: copy.deepcopy(default),  # a list or a dictionary is not shared
@@ -99,16 +109,13 @@ def key(
             "default": default,
             "check": check,
             "lines": (sentence, *more),
-            "at": at,
             "in_steps": in_steps,
             "in_scores": in_scores,
+            "fixed": fixed,
+            "anew": anew,
+            "of_host": of_host,
         },
     )
-
-
-def shared(name: str) -> Any:
-    """A field of a feature's section: the value of a key that is declared elsewhere, by its whole name."""
-    return dataclasses.field(metadata={"shared": name})
 
 
 def named(name: str) -> Any:
@@ -126,27 +133,38 @@ def choice_name(kind: type) -> str:
     return str(next(field.metadata["default"] for field in dataclasses.fields(kind) if field.name == "name"))
 
 
-def choice(kinds: tuple[type, ...], comment: str) -> Any:
-    """A field that is one of these sections, by the default of its key `name`; the first is the default."""
+def choice(kinds: tuple[type, ...], comment: str, *, fixed: bool = False) -> Any:
+    """A field that is one of these sections, by the default of its key `name`; the first is the default.
+
+    Args:
+      fixed: whether a resume must not choose another one.
+    """
     choices = {choice_name(kind): kind for kind in kinds}
-    return dataclasses.field(default_factory=kinds[0], metadata={"choice": (comment, choices)})
+    return dataclasses.field(default_factory=kinds[0], metadata={"choice": (comment, choices, fixed)})
 
 
-def members_of(kind: type, prefix: str = "") -> tuple[Key | Shared | Section | Group, ...]:
-    """What a section declares, in order."""
+def members_of(kind: type, prefix: str = "") -> tuple[Key | Section | Group, ...]:
+    """What a section declares, in the order of its owners, and then its own."""
     return _members_of(kind, prefix)
 
 
 @cache
-def _members_of(kind: type, prefix: str) -> tuple[Key | Shared | Section | Group, ...]:
+def _members_of(kind: type, prefix: str) -> tuple[Key | Section | Group, ...]:
     types = get_type_hints(kind)
-    return tuple(_member(field, prefix + field.name, types[field.name]) for field in dataclasses.fields(kind))
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    names = [name for name in dict.fromkeys(_in_order(kind)) if name in fields]
+    return tuple(_member(fields[name], prefix + name, types[name]) for name in names)
 
 
-def _member(field: dataclasses.Field[Any], name: str, annotated: Any) -> Key | Shared | Section | Group:
+def _in_order(kind: type) -> Iterator[str]:
+    """The names that a class and its bases annotate; those of bases, from left to right, are first."""
+    for base in kind.__bases__:
+        yield from _in_order(base)
+    yield from vars(kind).get("__annotations__", {})
+
+
+def _member(field: dataclasses.Field[Any], name: str, annotated: Any) -> Key | Section | Group:
     meta = field.metadata
-    if "shared" in meta:
-        return Shared(meta["shared"])
     if "section" in meta:
         return Section(name, *meta["section"])
     if "choice" in meta:
@@ -154,10 +172,8 @@ def _member(field: dataclasses.Field[Any], name: str, annotated: Any) -> Key | S
     choices = get_args(annotated)
     is_optional = NoneType in choices
     value_type = next(kind for kind in choices if kind is not NoneType) if is_optional else annotated
-    if meta["at"] is not None:
-        name = f"{meta['at']}.{field.name}"
-    attributes = (meta["default"], meta["check"], meta["lines"], meta["in_steps"], meta["in_scores"])
-    return Key(name, value_type, is_optional, *attributes)
+    facts = {fact: meta[fact] for fact in Key._fields if fact in meta}
+    return Key(name, value_type, is_optional, **facts)
 
 
 def all_keys(kind: type, prefix: str = "") -> Iterator[Key]:
@@ -181,4 +197,15 @@ def values_in_scores(section: Any, prefix: str = "") -> dict[str, Any]:
             values |= values_in_scores(value, f"{member.name}.")
         elif isinstance(member, Key) and member.in_scores:
             values[member.name] = value
+    return values
+
+
+def defaults_of(kind: type) -> dict[str, Any]:
+    """The defaults of the keys of a section, and of the sections and groups in it."""
+    values: dict[str, Any] = {}
+    for member in members_of(kind):
+        if isinstance(member, Key):
+            values[member.name] = copy.deepcopy(member.default)
+        else:
+            values[member.name] = defaults_of(member.kind if isinstance(member, Section) else member.default)
     return values

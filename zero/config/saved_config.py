@@ -4,190 +4,81 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
-from pathlib import Path
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from zero.base.errors import UserError
-from zero.config.check import describe
 from zero.config.constraints import shown
-from zero.config.files import Sizes, conf_directory, load_sizes
-from zero.config.keys import members_of
-from zero.config.names import MOVED, unknown
-from zero.config.schema import EMA, GROUPS, MODE_SECTIONS, default_section
+from zero.config.files import conf_directory
+from zero.config.keys import Group, Key, all_keys, defaults_of
+from zero.config.messages import describe
+from zero.config.modes import Modes
 
 log = logging.getLogger(__name__)
 
-# Keys that a resume may not change: the model, the seed, the order of the data, what is trained and by what.
-# Not the paths of data and tokenizer, nor of a file of model sizes, which may move: a resume compares their contents
-# (docs/decisions/data-order.md).
-FIXED_KEYS = (
-    "seed",
-    "model.size",
-    "model.override",
-    "training.ema",
-    "objective.name",
-    "data.max_context",
-    "data.last_target",
-    "data.shuffle_shards",
-    "data.crop",
-)
-FIXED_GROUPS = ("optimizer", "tuning")
-CONVERTED = {"adamw": ("state_dtype",)}  # keys of an optimizer that a resume may change
 
-
-@cache
-def _defaults_of_file() -> DictConfig:
-    config = OmegaConf.load(conf_directory() / "config.yaml")
-    assert isinstance(config, DictConfig)
-    del config["defaults"], config["hydra"]
-    return config
-
-
-def default_config(**choices: str) -> DictConfig:
-    """The configuration of a training run without overrides, as the run saves it: checked and typed.
+def defaults(modes: Modes, choices: Mapping[str, str]) -> DictConfig:
+    """The configuration of a training run without overrides.
 
     Args:
       choices: of groups, such as optimizer="lion".
     """
-    config = _defaults(choices)
-    size = load_sizes()[config.model.size]
-    config.data.max_context = size.block_size  # as `check` makes it
-    return config
-
-
-def _defaults(choices: Mapping[str, str]) -> DictConfig:
-    config = copy.deepcopy(_defaults_of_file())
-    config.mode = "train"
-    for group in GROUPS.values():
-        kind = group.choices.get(choices.get(group.name, ""), group.default)
-        config[group.name] = default_section(kind)
-    return config
-
-
-def upgraded(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The saved configuration of a run in today's keys.
-
-    Runs that were started before groups existed have the keys of all choices in one section, null where they do not
-    apply, and sections of modes.
-    """
-    new = copy.deepcopy(dict(saved))
-    training = new.get("training", {})
-    tuning = new.get("tuning", {})
-    if training.pop("harness_frequency", None) is not None:
-        new["harness"] = {"tasks": new.get("evaluate", {}).get("harness", [])}
-    new.get("harness", {}).pop("every", None)
-    for mode in MODE_SECTIONS:
-        new.pop(mode, None)
-    for old_name, new_name in MOVED.items():
-        place, _, last = old_name.partition(".")
-        if last in new.get(place, {}):
-            new_place, _, new_last = new_name.partition(".")
-            new.setdefault(new_place, {})[new_last] = new[place].pop(last)
-    if training.pop("skip_bad_steps", True) is False:
-        training["max_skipped_in_a_row"] = 0
-    model = new.get("model", {})
-    sizes = model.pop("sizes", None)
-    if sizes is not None:
-        model["size"] = _with_its_file(model["size"], sizes)
-    if model.pop("ema", False) is True and model.get("warm_start") is True:
-        model["warm_start"] = EMA
-    data = new.get("data", {})
-    data.pop("cache_bytes", None)
-    hours = data.pop("keep_every_hours", None)
-    if hours is not None and data.get("keep_every") is None:
-        data["keep_every"] = _in_hours(hours)
-    beta = training.pop("dpo_beta", None)
-    if "objective" in training:
-        name = training.pop("objective")
-        new["objective"] = {"name": name} | ({"beta": beta} if name == "dpo" else {})
-    if "method" in tuning:
-        method = tuning.pop("method")
-        tuning["name"] = "none" if method == "all" else method
-    new.get("zero", {}).pop("replicate", None)
-    for group in GROUPS.values():
-        section = new.get(group.name)
-        if isinstance(section, dict) and section.get("name") in group.choices:
-            new[group.name] = _of_choice(section, group.choices[section["name"]])
-    return new
-
-
-def _with_its_file(size: str, path: str) -> str:
-    """An entry of a file by both names; as it is if it was one of conf, which the file does not have."""
-    file = Path(path)
-    is_of_conf = size in load_sizes() and file.is_file() and size not in Sizes(file)
-    return size if is_of_conf else f"{path}:{size}"
-
-
-def _in_hours(hours: float) -> str:
-    """The text of a number of hours.
-
-    >>> _in_hours(2.0), _in_hours(0.5), _in_hours(1e-9)
-    ('2h', '0.5h', '1e-09h')
-    """
-    return f"{str(hours).removesuffix('.0')}h"
-
-
-def _of_choice(section: Mapping[str, Any], kind: type) -> dict[str, Any]:
-    """The keys that this choice has. A null that it does not allow stood for its default."""
-    members = {member.name: member for member in members_of(kind)}
-    return {
-        name: value
-        for name, value in section.items()
-        if name in members and not (value is None and not getattr(members[name], "is_optional", False))
-    }
+    values = defaults_of(modes.first)
+    for group in modes.groups.values():
+        values[group.name] = defaults_of(group.choices.get(choices.get(group.name, ""), group.default))
+    return OmegaConf.create(values)
 
 
 def groups_of(saved: Mapping[str, Any]) -> dict[str, str]:
-    """The choice of each group in a saved configuration; an earlier version had its default only."""
-    new = upgraded(saved)
-    return {name: new[name]["name"] for name in GROUPS if "name" in (new.get(name) or {})}
+    """The choice of each group in a saved configuration, in which only the section of a choice has a name.
+
+    >>> groups_of({"seed": 0, "training": {"ema": None}, "optimizer": {"name": "lion", "b1": 0.9}})
+    {'optimizer': 'lion'}
+    """
+    return {
+        group: section["name"] for group, section in saved.items() if isinstance(section, dict) and "name" in section
+    }
 
 
 def with_groups(overrides: Sequence[str], saved: Mapping[str, Any]) -> list[str]:
     """The overrides of a resume with the choices of its run, whose keys they may set."""
     named = {override.lstrip("+~").partition("=")[0] for override in overrides}
-    return [*overrides, *(f"{name}={choice}" for name, choice in groups_of(saved).items() if name not in named)]
+    choices = groups_of(saved)
+    return [*overrides, *(f"{name}={choice}" for name, choice in choices.items() if name not in named)]
 
 
-def merge_resumed(saved: DictConfig, config: DictConfig, overrides: list[str]) -> DictConfig:
+def merge_resumed(saved: DictConfig, config: DictConfig, overrides: list[str], modes: Modes) -> DictConfig:
     """The saved configuration of a run to resume or to use, with the current overrides.
 
     A preset among them changes nothing, because it is for a fresh start; a warning names the values that differ.
 
     Raises:
-      UserError: overrides that would change one of `FIXED_KEYS`, a line for each; or a resume that would delete
-        checkpoints, as the run keeps some by two rules.
+      UserError: overrides that would change what is fixed for a run, a line for each.
     """
     given = [override.lstrip("+~").split("=", 1)[0] for override in overrides]
     try:
         values: dict[str, Any] = OmegaConf.to_container(saved)  # type: ignore[assignment]  # a mapping, as saved is
-        earlier = _with_saved(values)
+        earlier = _with_saved(values, modes)
         merged = copy.deepcopy(earlier)
         merged.mode = config.mode
-        for mode in MODE_SECTIONS:
-            if mode == config.mode:
-                merged[mode] = config[mode]
-        merged.data.resume_step = None  # it was meant for that start
-        for key in ("coordinator_address", "num_processes", "process_id"):  # they belong to the machines of that start
-            merged.distributed[key] = config.distributed[key]
-        for key in given:
-            if key in GROUPS and merged[key].name != config[key].name:
-                merged[key] = config[key]
-            elif key not in GROUPS and key.partition(".")[0] in config:  # others are Hydra's own, or name a preset
-                OmegaConf.update(merged, key, OmegaConf.select(config, key), merge=False, force_add=True)
+        if config.mode in modes.own_sections:
+            merged[config.mode] = config[config.mode]
+        for key in all_keys(modes.first):
+            if key.anew:
+                OmegaConf.update(merged, key.name, OmegaConf.select(config, key.name))
+        for name in given:
+            if name in modes.groups and merged[name].name != config[name].name:
+                merged[name] = config[name]
+            elif name not in modes.groups and name.partition(".")[0] in config:  # others are Hydra's, or name a preset
+                OmegaConf.update(merged, name, OmegaConf.select(config, name), merge=False, force_add=True)
     except OmegaConfBaseException as error:
-        raise UserError(f"configuration of the run: {describe(error)}") from error
-    changed = list(_changes(earlier, merged))
-    if config.mode == "train" and "data.keep_every" not in given:
-        changed += _kept_by_two_rules(values.get("data", {}))
-    if changed:
+        raise UserError(f"configuration of the run: {describe(error, modes.unknown)}") from error
+    if changed := list(_changes(earlier, merged, modes)):
         raise UserError("\n".join(changed))
-    kept = [key for key in preset_keys(overrides) if _differs(key, merged, config)]
+    kept = [key for key in preset_keys(overrides, modes.groups) if _differs(key, merged, config, modes)]
     if kept:
         values_kept = ", ".join(f"{key}={shown(OmegaConf.select(merged, key))}" for key in kept)
         log.warning("a preset is for a fresh start; the run keeps its own values: %s", values_kept)
@@ -195,23 +86,25 @@ def merge_resumed(saved: DictConfig, config: DictConfig, overrides: list[str]) -
     return merged
 
 
-def _differs(key: str, merged: DictConfig, config: DictConfig) -> bool:
-    if key.partition(".")[0] in MODE_SECTIONS:
+def _differs(key: str, merged: DictConfig, config: DictConfig, modes: Modes) -> bool:
+    if key.partition(".")[0] in modes.own_sections:
         return False
     return bool(OmegaConf.select(merged, key) != OmegaConf.select(config, key))
 
 
-def _with_saved(saved: Mapping[str, Any]) -> DictConfig:
-    """The configuration of a run, with the defaults of keys that came after its version.
+def _with_saved(saved: Mapping[str, Any], modes: Modes) -> DictConfig:
+    """The configuration of a run, with the defaults of keys that it lacks.
 
     Raises:
       UserError: it has a key that does not exist.
     """
-    merged = _defaults(groups_of(saved))
+    merged = defaults(modes, groups_of(saved))
     mistakes = []
-    for section, values in upgraded(saved).items():
+    for section, values in saved.items():
+        if section in modes.own_sections:
+            continue
         if section not in merged:
-            mistakes.append(unknown(section))
+            mistakes.append(modes.unknown(section))
         elif not isinstance(merged[section], DictConfig):
             merged[section] = values
         elif not isinstance(values, dict):
@@ -221,64 +114,48 @@ def _with_saved(saved: Mapping[str, Any]) -> DictConfig:
                 if name in merged[section]:
                     merged[section][name] = value
                 else:
-                    mistakes.append(unknown(f"{section}.{name}"))
+                    mistakes.append(modes.unknown(f"{section}.{name}"))
     if mistakes:
         raise UserError("\n".join(f"configuration of the run: {mistake}" for mistake in mistakes))
     return merged
 
 
-def _changes(earlier: DictConfig, merged: DictConfig) -> Iterator[str]:
-    """A line for each key whose value may not change at a resume."""
-    for group in FIXED_GROUPS:
-        before = earlier[group]
-        now = merged[group]
-        if before.name != now.name:
-            yield f"{group}={now.name}: expected {before.name}, the value of the run"
-            continue
-        for name in before:
-            if before[name] != now[name] and name not in CONVERTED.get(before.name, ()):
-                yield f"{group}.{name}={shown(now[name])}: expected {shown(before[name])}, the value of the run"
-    for key in FIXED_KEYS:
-        before = OmegaConf.select(earlier, key)
-        now = OmegaConf.select(merged, key)
-        is_moved = key == "model.size" and _entry(before) == _entry(now)
-        if before != now and not is_moved:
-            yield f"{key.removesuffix('.name')}={shown(now)}: expected {shown(before)}, the value of the run"
+def _changes(earlier: DictConfig, merged: DictConfig, modes: Modes) -> Iterator[str]:
+    """A line for each key or choice whose value may not change at a resume."""
+    fixed = [key for key in all_keys(modes.first) if key.fixed and key.name.partition(".")[0] not in modes.groups]
+    for group in modes.groups.values():
+        before = earlier[group.name].name
+        now = merged[group.name].name
+        if before == now:
+            fixed += fixed_keys(group, now)
+        elif group.fixed:
+            yield f"{group.name}={now}: expected {before}, the value of the run"
+    for key in fixed:
+        before = OmegaConf.select(earlier, key.name)
+        now = OmegaConf.select(merged, key.name)
+        is_same = before == now or (callable(key.fixed) and key.fixed(before, now))
+        if not is_same:
+            yield f"{key.name}={shown(now)}: expected {shown(before)}, the value of the run"
 
 
-def _entry(size: str) -> tuple[bool, str]:
-    """Whether a model is of a file, wherever it lies, and the name of its entry.
-
-    >>> _entry("my.yaml:mine"), _entry("bytes"), _entry("hf:a/b@c")
-    ((True, 'mine'), (False, 'bytes'), (False, 'hf:a/b@c'))
-    """
-    path, _, name = size.rpartition(":")
-    return (False, size) if path == "hf" else (bool(path), name)
+def fixed_keys(group: Group, choice: str) -> list[Key]:
+    """The keys of a choice that a resume must not change."""
+    kind = group.choices.get(choice)
+    return [] if kind is None else [key for key in all_keys(kind, f"{group.name}.") if key.fixed]
 
 
-def _kept_by_two_rules(data: Mapping[str, Any]) -> Iterator[str]:
-    """A line for a run of an earlier version that keeps checkpoints by steps and by hours: a resume names one rule."""
-    steps = data.get("keep_every")
-    hours = data.get("keep_every_hours")
-    if steps is not None and hours is not None:
-        yield (
-            f"data.keep_every={steps}: expected data.keep_every={steps} or data.keep_every={_in_hours(hours)} at this "
-            f"resume, as the run has data.keep_every_hours={hours} too, and checkpoints are kept by one of them now"
-        )
-
-
-def preset_keys(overrides: list[str]) -> list[str]:
+def preset_keys(overrides: list[str], groups: Collection[str]) -> list[str]:
     """The keys that the presets, slices and memory recipes among the overrides set."""
     pairs = [override.lstrip("+").split("=", 1) for override in overrides if "=" in override]
-    groups = {path.name for path in conf_directory().iterdir() if path.is_dir()}
+    folders = {path.name for path in conf_directory().iterdir() if path.is_dir()}
     keys: list[str] = []
     for group, name in pairs:
-        if group in groups:
-            keys += _file_keys(group, name)
+        if group in folders:
+            keys += _file_keys(group, name, groups)
     return list(dict.fromkeys(keys))
 
 
-def _file_keys(group: str, name: str) -> Iterator[str]:
+def _file_keys(group: str, name: str, groups: Collection[str]) -> Iterator[str]:
     """The keys of a file of a config group, and those of the files in its defaults list."""
     config = OmegaConf.load(conf_directory() / group / f"{name}.yaml")
     assert isinstance(config, DictConfig)
@@ -286,12 +163,12 @@ def _file_keys(group: str, name: str) -> Iterator[str]:
         if isinstance(default, DictConfig):  # /group: name, or override /group: name
             for entry, included in default.items():
                 included_group = str(entry).removeprefix("override ").lstrip("/")
-                if included_group in GROUPS:
+                if included_group in groups:
                     yield f"{included_group}.name"
                 else:
-                    yield from _file_keys(included_group, included)
+                    yield from _file_keys(included_group, included, groups)
         elif default != "_self_":
-            yield from _file_keys(group, default)
+            yield from _file_keys(group, default, groups)
     yield from flat_config(config)
 
 

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero.base.errors import UserError
-from zero.config.files import Sizes, load_sizes
-from zero.config.schema import Model
 from zero.corpus.text.hub import PREFIX, download
 from zero.exchange.hf_config import read_architecture, read_size
 from zero.exchange.hf_folder import CONFIG_FILE, HuggingFaceFolder
 from zero.exchange.hub_folder import FILES, FILES_BUT_WEIGHTS
 from zero.exchange.text_part import text_config
 from zero.files.parsing import json_object
+from zero.job.sizes import Keys, Sizes, load_sizes
 from zero.models.config import GPTConfig
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # the first that a folder has is used
@@ -32,7 +31,7 @@ class HubModel:
     path: Path
     size: GPTConfig
 
-    def chosen(self, model: Model) -> GPTConfig:
+    def chosen(self, model: Keys) -> GPTConfig:
         """Its size with `model.override`; raises UserError where that is impossible."""
         try:
             return dataclasses.replace(self.size, **model.override)

@@ -16,6 +16,8 @@ from typing import Any
 
 from zero.base.errors import UserError
 from zero.checkpoints.damage import MissingCheckpoint
+from zero.config.constraints import not_empty
+from zero.config.keys import Check, Mistakes, key
 from zero.corpus.text.hub import PREFIX
 from zero.exchange.checkpoint_weights import SavedStep, check_unseen, read_place
 from zero.exchange.hf_folder import CONFIG_FILE, HuggingFaceFolder
@@ -26,12 +28,52 @@ from zero.partition.checksums import checksums
 from zero.partition.layout import PyTree
 from zero.partition.pmapped import pmap
 from zero.record.run_files import split_step
+from zero.training.ema import EMA
 from zero.training.programs import repeat_layers
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.tuning import merge_shards
 
 OTHER_BASE = "the adapters were trained for other weights"
 log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class PathKeys:
+    """Which weights are read, in section `model`."""
+
+    model_path: str | None = key(
+        None,
+        not_empty(),
+        "Source of weights; null: in mode=evaluate and mode=sample the newest run.",
+        "A run directory, RUN@STEP for one of its steps, a local Hugging Face folder, or a model of the hub, "
+        "hf:NAME@REVISION; warm_start: also a directory of checkpoints.",
+    )
+
+
+@dataclasses.dataclass
+class Keys(PathKeys):
+    """Which weights training starts from, in section `model`."""
+
+    warm_start: Any = key(
+        False,
+        Check(lambda value: value is True or value is False or value == EMA, "true, false or ema"),
+        "Start with the weights of model_path and a fresh optimizer; ema: with the moving average of the weights that "
+        "training.ema has kept there.",
+    )
+
+    @property
+    def starts_from_average(self) -> bool:
+        """Whether a warm start takes the moving average of the weights of its source."""
+        return bool(self.warm_start == EMA)
+
+    def mistakes(self) -> Mistakes:
+        if self.warm_start and not self.model_path:
+            places = "a run, a directory of checkpoints or a Hugging Face folder"
+            yield "model.model_path", f"{places}, as model.warm_start=true"
+
+    def without_effect(self) -> Mistakes:
+        if not self.warm_start:
+            yield "model.model_path", "model.warm_start=false"
 
 
 def warm_start(source: str, model: ShardedGPT, *, ema: bool = False) -> PyTree:

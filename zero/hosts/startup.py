@@ -8,9 +8,11 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import re
 import signal
 import sys
 import time
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 
@@ -18,6 +20,8 @@ import jax
 import psutil
 
 from zero.base.errors import Unavailable, UserError
+from zero.config.constraints import at_least, positive
+from zero.config.keys import Check, Mistakes, key
 from zero.hosts import watchdog, xla_options
 from zero.hosts.agreement import JOIN_SECONDS
 from zero.hosts.hardware import DEVICES, accelerator, missing_driver
@@ -34,6 +38,56 @@ _M_MMAP_MAX = -4
 _M_ARENA_MAX = -8
 _COMPILED = "/jax/core/compile/backend_compile_duration"  # an event of jax.monitoring
 _LONG_COMPILATION = 1.0  # seconds, from which the compiler's memory is worth a pass over the heap
+
+
+@dataclass
+class Keys:
+    """The section `distributed`."""
+
+    cpu_devices: int = key(2, at_least(1), "Virtual devices on a machine without an accelerator.")
+    coordinator_address: str | None = key(
+        None,
+        Check(lambda value: re.fullmatch(r".+:\d+", value) is not None, "host:port of the first process"),
+        "host:port of process 0, for clusters that jax does not recognize; null: TPU pods, Slurm, Open MPI or one "
+        "process.",
+        of_host=True,
+        anew=True,
+    )
+    num_processes: int | None = key(
+        None, at_least(1), "Number of processes, where coordinator_address is given; else null.", anew=True
+    )
+    process_id: int | None = key(
+        None,
+        at_least(0),
+        "Number of this process, counted from 0, where coordinator_address is given; else null.",
+        of_host=True,
+        anew=True,
+    )
+    compilation_cache: str | None = key(
+        "~/.cache/zero",
+        None,
+        "Directory of compiled programs for later starts; null: no cache.",
+        "JAX_COMPILATION_CACHE_DIR takes precedence. Several hosts without accelerators use no cache.",
+        of_host=True,
+    )
+    stall_minutes: float | None = key(
+        60.0,
+        positive(),
+        "After this many minutes without a step, each host logs the stacks of its threads and ends with status 1; "
+        "null: wait for ever.",
+    )
+
+    def mistakes(self) -> Mistakes:
+        number = self.process_id
+        count = self.num_processes
+        if self.coordinator_address is None:
+            for name, value in (("num_processes", count), ("process_id", number)):
+                if value is not None:
+                    yield f"distributed.{name}", "null, as there is no distributed.coordinator_address"
+        elif count is None:
+            yield "distributed.num_processes", "the number of processes, as there is a distributed.coordinator_address"
+        elif number is None or number >= count:
+            yield "distributed.process_id", f"0 to {count - 1}, another one for each process"
 
 
 @cache

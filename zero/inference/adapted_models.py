@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from zero.base.errors import UserError
-from zero.config.schema import EvaluateConfig
 from zero.corpus.text.tokenizers import Tokenizer, load_tokenizer
 from zero.exchange.checkpoint_weights import SavedStep, open_checkpoints, read_place, read_step
 from zero.exchange.hub_model import is_folder
 from zero.exchange.peft_folder import CONFIG_FILE, peft_adapters, read_peft
-from zero.exchange.warm_start import base_checksum, base_of, check_base, merged_weights, warm_start
+from zero.exchange.warm_start import PathKeys, base_checksum, base_of, check_base, merged_weights, warm_start
+from zero.inference.config import Evaluate, EvaluateData
 from zero.inference.trained_model import TrainedModel
 from zero.partition.layout import PyTree
 from zero.partition.pmapped import pmap
@@ -21,7 +21,9 @@ from zero.training.sharded_gpt import ShardedGPT
 from zero.training.tuning import Tuning
 
 
-def adapted_models(config: EvaluateConfig, model: ShardedGPT) -> Iterator[tuple[str, TrainedModel]]:
+def adapted_models(
+    evaluate: Evaluate, path: PathKeys, data: EvaluateData, model: ShardedGPT
+) -> Iterator[tuple[str, TrainedModel]]:
     """Each place of `evaluate.adapters`, and the model with its adapters merged.
 
     The base is that of the run `model.model_path`, or the weights of that run where it trained all. The devices hold
@@ -30,31 +32,31 @@ def adapted_models(config: EvaluateConfig, model: ShardedGPT) -> Iterator[tuple[
     Raises:
       UserError: a place holds no adapters, or those for another base, or the tokenizer is not that of the run.
     """
-    tokenizer = load_tokenizer(config.data.tokenizer)
-    base = _base(config, replace(model, master_dtype="float32"), tokenizer)
-    for source in config.evaluate.adapters or []:
+    tokenizer = load_tokenizer(data.tokenizer)
+    base = _base(str(path.model_path), data, evaluate.ema, replace(model, master_dtype="float32"), tokenizer)
+    for source in evaluate.adapters or []:
         read = _of_folder if (Path(source) / CONFIG_FILE).is_file() else _of_run
         params, step = read(source, base, model)
         yield source, TrainedModel(model, params, tokenizer, step)
         del params  # before the next ones are merged
 
 
-def _base(config: EvaluateConfig, model: ShardedGPT, tokenizer: Tokenizer) -> PyTree:
+def _base(source: str, data: EvaluateData, ema: bool, model: ShardedGPT, tokenizer: Tokenizer) -> PyTree:
     """The weights under all adapters, in float32."""
-    if is_folder(Path(str(config.model.model_path))):
-        return warm_start(str(config.model.model_path), model)
+    if is_folder(Path(source)):
+        return warm_start(source, model)
 
     def read(saved: SavedStep) -> PyTree:
         saved.tokenizer().check(saved.origin, tokenizer)
         saved.check_size(model.config)
         if saved.tuning() is None:
-            return saved.restore(model, saved.subtree(config.evaluate.ema))
+            return saved.restore(model, saved.subtree(ema))
         return base_of(saved, model)
 
-    with open_checkpoints(str(config.model.model_path)) as checkpoints:
-        if config.data.resume_step is not None:
-            checkpoints.choose(config.data.resume_step)
-        return read_step(checkpoints, config.data.resume_step, read)
+    with open_checkpoints(source) as checkpoints:
+        if data.resume_step is not None:
+            checkpoints.choose(data.resume_step)
+        return read_step(checkpoints, data.resume_step, read)
 
 
 def _in_dtypes_of_run(base: PyTree, tuned: ShardedGPT) -> PyTree:

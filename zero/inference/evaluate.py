@@ -8,20 +8,25 @@ import json
 import logging
 import time
 from collections.abc import Iterable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from zero.base.errors import UserError
-from zero.config.schema import EvaluateConfig
+from zero.config.check import values_on_all_hosts
+from zero.config.keys import values_in_scores
 from zero.corpus.format.index_files import Shard, named_sets, paths_of, read_index
 from zero.corpus.format.manifest import check_tokenizers
 from zero.corpus.reading.contents import contents_of
 from zero.corpus.text.chat_template import load_chat_template
+from zero.hosts import startup
 from zero.hosts.agreement import is_host_0
+from zero.hosts.same_configuration import check_same_configuration
 from zero.hosts.watchdog import ending_together
 from zero.inference.adapted_models import adapted_models
-from zero.inference.follow import follow, wait_for_checkpoint
+from zero.inference.config import EvaluateConfig
+from zero.inference.follow import follow, follower_tracker, wait_for_checkpoint
 from zero.inference.harness_tasks import run_tasks
 from zero.inference.manner import Manner
 from zero.inference.score_identity import score_identity
@@ -55,16 +60,23 @@ def evaluate(config: EvaluateConfig, size: GPTConfig, run_directory: Path) -> in
     rows = config.training.batch_size
     if config.evaluate.follow:
         wait_for_checkpoint(Path(str(config.model.model_path)))
+    startup.start(**asdict(config.distributed), overlap_gathers=config.zero.overlap_gathers)
+    check_same_configuration(values_on_all_hosts(config), asdict(size))
+    model = place_model(size, rows, config.model, config.data, config.zero, config.evaluate)
     if config.evaluate.adapters is None:
-        scorer = Scorer(open_model(config, size, rows), context, rows)
+        scorer = Scorer(open_model(model, config.model, config.data, config.evaluate.ema), context, rows)
         if config.evaluate.follow:
-            follow(config, scorer, partial(_result, config, scorer), _identity(config, scorer), run_directory)
+            run = Path(str(config.model.model_path))
+            tracker = partial(follower_tracker, run, run_directory, config.data, asdict(config))
+            follow(
+                run, scorer, config.evaluate.ema, partial(_result, config, scorer), _identity(config, scorer), tracker
+            )
             return 0
         result = _result(config, scorer)
     else:
         result = {"run": str(config.model.model_path), "context": context, "adapters": {}}
         scorer = None
-        for place, trained in adapted_models(config, place_model(config, size, rows)):
+        for place, trained in adapted_models(config.evaluate, config.model, config.data, model):
             scorer = scorer or Scorer(trained, context, rows)
             scorer.trained = trained
             result["adapters"][place] = {"step": trained.step, **_scores(config, scorer)}
@@ -85,7 +97,7 @@ def _result(config: EvaluateConfig, scorer: Scorer) -> dict[str, Any]:
 
 def _identity(config: EvaluateConfig, scorer: Scorer) -> dict[str, Any]:
     """What the scores of a step of the run depend on but for its weights, as JSON."""
-    identity = score_identity(config, scorer.trained.model)
+    identity = score_identity(values_in_scores(config), scorer.trained.model)
     del identity["model"]  # a run has one
     if config.evaluate.validation:
         for name, index in _sets(config).items():

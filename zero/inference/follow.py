@@ -12,14 +12,12 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from zero.checkpoints.damage import DamagedCheckpoint, MissingCheckpoint
 from zero.checkpoints.manager import Checkpoints
-from zero.config.schema import EvaluateConfig
 from zero.files import storage
 from zero.files.parsing import MALFORMED
 from zero.hosts import agreement, watchdog
@@ -29,7 +27,7 @@ from zero.inference.trained_model import load_weights
 from zero.record.evaluations_file import PREFIX, append_evaluation, identity_of, read_lines_of
 from zero.record.metrics_file import Log
 from zero.record.run_files import WAIT_SECONDS, WANDB_ID_FILE, saved_checkpoint_directory, saved_steps, shared_file
-from zero.tracking.tracker import open_tracker
+from zero.tracking import tracker
 
 log = logging.getLogger(__name__)
 
@@ -42,30 +40,30 @@ def wait_for_checkpoint(run: Path) -> None:
 
 
 def follow(
-    config: EvaluateConfig,
+    run: Path,
     scorer: Scorer,
+    ema: bool,
     evaluate: Callable[[], dict[str, Any]],
     identity: Mapping[str, Any],
-    run_directory: Path,
+    open_tracker: Callable[[str], AbstractContextManager[Log]],
 ) -> None:
-    """Scores the checkpoints of the run `model.model_path` in their order, each once, up to the last step of the run.
+    """Scores the checkpoints of a run in their order, each once, up to the last step of the run.
 
     Args:
       scorer: of `evaluate`, which scores its weights; they are replaced by those of each checkpoint.
       identity: what the scores depend on but for the weights, as JSON. A line of the same step and another identity,
         or of other weights, is one of another evaluation.
-      run_directory: of this evaluation.
+      open_tracker: `follower_tracker` of a digest of the identity.
 
     Raises:
       UserError: the newest checkpoint cannot be read.
     """
-    run = Path(str(config.model.model_path))
     identity = json.loads(json.dumps(identity))  # as lines have it
     done: set[int] = set()
     with ExitStack() as stack:
-        tracker = None
+        send = None
         if agreement.is_host_0():
-            tracker = stack.enter_context(_tracker(config, run, run_directory, _digest(identity)))
+            send = stack.enter_context(open_tracker(_digest(identity)))
         for number in count():
             watchdog.progress()
             # The list is read again before each: others of the last list may have been deleted meanwhile.
@@ -79,9 +77,9 @@ def follow(
                 continue
             done.add(step)
             scorer.trained = scorer.trained._replace(params=None)  # two copies may not fit
-            weights = _weights(run, step) if tracker is not None else None
+            weights = _weights(run, step) if send is not None else None
             try:
-                params, _ = load_weights(run, scorer.trained.model, step, config.evaluate.ema)
+                params, _ = load_weights(run, scorer.trained.model, step, ema)
             except DamagedCheckpoint as error:
                 if _on_host_0(f"newest {number}", lambda: saved_steps(run)[-1]) == step:
                     raise
@@ -89,10 +87,10 @@ def follow(
                 continue
             scorer.trained = scorer.trained._replace(params=params, step=step)
             line = metrics_of(evaluate())
-            if tracker is not None:
+            if send is not None:
                 # First: after a kill here it is not evaluated again.
                 append_evaluation(run, line | {"scored": {**identity, "weights": weights}})
-                tracker(line)
+                send(line)
                 print(json.dumps(line), flush=True)
 
 
@@ -154,15 +152,17 @@ def _is_last(run: Path, step: int) -> bool:
             return False
 
 
-def _tracker(config: EvaluateConfig, run: Path, run_directory: Path, digest: str) -> AbstractContextManager[Log]:
+def follower_tracker(
+    run: Path, run_directory: Path, destinations: tracker.Keys, record: dict[str, Any], digest: str
+) -> AbstractContextManager[Log]:
     """A tracker of its own; a restart continues its run of W&B, named after that of the training and what is scored."""
     trained = shared_file(run, saved_checkpoint_directory(run), WANDB_ID_FILE)
     if storage.exists(trained):
         storage.write(run_directory / WANDB_ID_FILE, storage.read_bytes(trained) + f"-evaluation-{digest}".encode())
-    return open_tracker(
+    return tracker.open_tracker(
         run_directory,
-        project=config.data.wandb_project,
-        tensorboard=config.data.tensorboard,
-        config=asdict(config),
+        project=destinations.wandb_project,
+        tensorboard=destinations.tensorboard,
+        config=record,
         resumed_from=None,
     )

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from zero.base.errors import UserError
-from zero.config.schema import Sample
+from zero.inference.config import Sample
 from zero.inference.generate import generate, until_end
 from zero.inference.trained_model import TrainedModel
 from zero.training.inference import Sampling

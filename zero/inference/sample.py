@@ -8,6 +8,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -16,16 +17,19 @@ from typing import Any
 import numpy as np
 
 from zero.base.errors import UserError
-from zero.config.schema import SampleConfig
+from zero.config.check import values_on_all_hosts
 from zero.corpus.text.chat_template import load_chat_template
 from zero.corpus.text.tokenizers import FileTokenizer, Tokenizer, encode_prompt
 from zero.files.parsing import reading
+from zero.hosts import startup
 from zero.hosts.agreement import is_host_0
+from zero.hosts.same_configuration import check_same_configuration
 from zero.hosts.watchdog import ending_together
+from zero.inference.config import Sample, SampleConfig
 from zero.inference.generate import generate, until_end
 from zero.inference.interactive import STREAM_CHUNK, converse, sampling_of, stream
 from zero.inference.scoring import Passage, Scorer
-from zero.inference.trained_model import open_model
+from zero.inference.trained_model import open_model, place_model
 from zero.models.config import GPTConfig
 from zero.tracking.progress import Stage
 from zero.training.programs import make_inference
@@ -46,10 +50,18 @@ def sample(config: SampleConfig, size: GPTConfig, run_directory: Path) -> int:
       UserError: there is no such run or prompt, or the text is longer than the model's positions.
     """
     options = config.sample
-    prompts = [] if options.interactive else repeated(_prompts(config), options.copies)
-    trained = open_model(config, size, rows=1 if options.interactive else len(prompts))
+    prompts = [] if options.interactive else repeated(_prompts(options), options.copies)
+    startup.start(**asdict(config.distributed), overlap_gathers=config.zero.overlap_gathers)
+    check_same_configuration(values_on_all_hosts(config), asdict(size))
+    rows = 1 if options.interactive else len(prompts)
+    model = place_model(size, rows, config.model, config.data, config.zero, options)
+    trained = open_model(model, config.model, config.data, options.ema)
     tokenizer = trained.tokenizer
-    encode = _chat_encoder(config, tokenizer) if options.chat else partial(encode_prompt, tokenizer)
+    encode = (
+        _chat_encoder(config.data.tokenizer, tokenizer, options.template_variables)
+        if options.chat
+        else partial(encode_prompt, tokenizer)
+    )
     if options.interactive:
         converse(trained, options, encode)
         return 0
@@ -106,13 +118,13 @@ def sample(config: SampleConfig, size: GPTConfig, run_directory: Path) -> int:
     return 0
 
 
-def _chat_encoder(config: SampleConfig, tokenizer: Tokenizer) -> Callable[[str], np.ndarray]:
+def _chat_encoder(path: str, tokenizer: Tokenizer, variables: dict[str, Any]) -> Callable[[str], np.ndarray]:
     """Encodes a user's message, up to the beginning of the answer; the template writes the beginning of the text."""
     is_file = isinstance(tokenizer, FileTokenizer)
-    template = load_chat_template(config.data.tokenizer, time.time()) if is_file else None
+    template = load_chat_template(path, time.time()) if is_file else None
     if template is None:
-        raise UserError(f"sample.chat=true: data.tokenizer={config.data.tokenizer} has no chat template beside it")
-    chats = template.with_variables(config.sample.template_variables)
+        raise UserError(f"sample.chat=true: data.tokenizer={path} has no chat template beside it")
+    chats = template.with_variables(variables)
 
     def encode(prompt: str) -> np.ndarray:
         text = chats.render([{"role": "user", "content": prompt}], add_generation_prompt=True)
@@ -134,26 +146,26 @@ def _prompt_of(line: Any) -> str:
     return str(line["prompt"]) if isinstance(line, dict) else str(line)
 
 
-def _prompts(config: SampleConfig) -> list[str]:
-    prompt = config.sample.prompt
+def _prompts(options: Sample) -> list[str]:
+    prompt = options.prompt
     if prompt is not None:
         return [prompt] if isinstance(prompt, str) else prompt
-    if config.sample.prompt_file is None:
+    if options.prompt_file is None:
         return [""]
-    if config.sample.prompt_file == "-":
+    if options.prompt_file == "-":
         data = sys.stdin.buffer.read()
     else:
-        path = Path(config.sample.prompt_file)
+        path = Path(options.prompt_file)
         if not path.is_file():
             raise UserError(
                 f"sample.prompt_file={path}: no such file; expected one prompt per line, or - for standard input"
             )
         data = path.read_bytes()
-    with reading(f"sample.prompt_file={config.sample.prompt_file} is not UTF-8 text"):
+    with reading(f"sample.prompt_file={options.prompt_file} is not UTF-8 text"):
         lines = io.StringIO(data.decode("utf-8"), newline=None).readlines()  # splitlines() also cuts at U+2028
     if not lines:
-        raise UserError(f"sample.prompt_file={config.sample.prompt_file}: it has no prompt; expected one per line")
-    if config.sample.prompt_file.endswith(".jsonl"):
-        with reading(f"sample.prompt_file={config.sample.prompt_file}: expected JSON strings or objects with a prompt"):
+        raise UserError(f"sample.prompt_file={options.prompt_file}: it has no prompt; expected one per line")
+    if options.prompt_file.endswith(".jsonl"):
+        with reading(f"sample.prompt_file={options.prompt_file}: expected JSON strings or objects with a prompt"):
             return [_prompt_of(json.loads(line)) for line in lines]
     return [line.rstrip("\n") for line in lines]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from zero.config.keys import values_in_scores
-from zero.config.schema import Config
 from zero.training.sharded_gpt import ShardedGPT
 
 
-def score_identity(config: Config, model: ShardedGPT) -> dict[str, Any]:
-    """All that the scores of a text under given weights depend on, as JSON; its caller adds weights and texts."""
-    return {"model": asdict(model.config), "keys": values_in_scores(config), "arithmetic": model.arithmetic}
+def score_identity(keys: Mapping[str, Any], model: ShardedGPT) -> dict[str, Any]:
+    """All that the scores of a text under given weights depend on, as JSON; its caller adds weights and texts.
+
+    Args:
+      keys: the values of the keys that change scores (`zero.config.keys.values_in_scores`).
+    """
+    return {"model": asdict(model.config), "keys": {**keys}, "arithmetic": model.arithmetic}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -13,14 +13,15 @@ import jax
 
 from zero.base.errors import UserError
 from zero.checkpoints.manager import Checkpoints
-from zero.config.same_configuration import check_same_configuration
-from zero.config.schema import EvaluateConfig, SampleConfig
 from zero.corpus.text.tokenizers import Tokenizer, load_tokenizer
 from zero.exchange.checkpoint_weights import SavedStep, read_step
 from zero.exchange.hub_model import is_folder
-from zero.exchange.warm_start import warm_start, weights_of_step
+from zero.exchange.warm_start import PathKeys, warm_start, weights_of_step
 from zero.hosts import startup
-from zero.job import make_model
+from zero.inference.config import HeldWeights, SampleData
+from zero.job.devices import make_axis
+from zero.job.model import AttentionKeys, RowKeys, make_model
+from zero.job.sharding import WeightKeys
 from zero.models.adapters import Adapters
 from zero.models.config import GPTConfig
 from zero.partition.collectives.axis import Axis
@@ -46,21 +47,18 @@ class TrainedModel(NamedTuple):
     step: int | None
 
 
-def open_model(config: EvaluateConfig | SampleConfig, size: GPTConfig, rows: int) -> TrainedModel:
-    """The weights of a checkpoint of the run `model.model_path`, or of that folder, for `rows` rows at a time.
+def open_model(model: ShardedGPT, path: PathKeys, data: SampleData, ema: bool) -> TrainedModel:
+    """A placed model with the weights of a checkpoint of the run `model.model_path`, or of that folder.
 
-    Sharded by `zero.stage`; or whole on every device that has a row, if `replicate` of the mode is true, or null and
-    two copies fit.
+    Args:
+      ema: whether they are the moving average of the weights.
     """
-    model = place_model(config, size, rows)
-    tokenizer = load_tokenizer(config.data.tokenizer)
-    if is_folder(Path(str(config.model.model_path))):
-        check_vocabulary(config.data.tokenizer, tokenizer, size)
-        read = partial(warm_start, str(config.model.model_path))
-        return TrainedModel(model, placed_weights(read, model), tokenizer, None)
-    run = Path(str(config.model.model_path))
-    ema = config.evaluate.ema if isinstance(config, EvaluateConfig) else config.sample.ema
-    params, step = load_weights(run, model, config.data.resume_step, ema, tokenizer)
+    tokenizer = load_tokenizer(data.tokenizer)
+    place = Path(str(path.model_path))
+    if is_folder(place):
+        check_vocabulary(data.tokenizer, tokenizer, model.config)
+        return TrainedModel(model, placed_weights(partial(warm_start, str(place)), model), tokenizer, None)
+    params, step = load_weights(place, model, data.resume_step, ema, tokenizer)
     return TrainedModel(model, params, tokenizer, step)
 
 
@@ -94,19 +92,21 @@ def check_vocabulary(name: str, tokenizer: Tokenizer, size: GPTConfig) -> None:
         )
 
 
-def place_model(config: EvaluateConfig | SampleConfig, size: GPTConfig, rows: int) -> ShardedGPT:
-    """The model of `open_model` as it is placed on the devices."""
-    _, hosts = startup.start(**asdict(config.distributed), overlap_gathers=config.zero.overlap_gathers)
-    check_same_configuration(config, size)
-    # One copy, over however many devices there are now, and whole rows.
-    alone = replace(config.zero, replicas=1, replica_wire_dtype="auto", context_shards=1)
-    model = make_model(replace(config, zero=alone), size)
-    section = config.evaluate if isinstance(config, EvaluateConfig) else config.sample
-    model = replace(model, tuning=None if section.weight_dtype == "auto" else IN_INT8)  # adapters are merged
+def place_model(
+    size: GPTConfig, rows: int, attention: AttentionKeys, data: RowKeys, zero: WeightKeys, held: HeldWeights
+) -> ShardedGPT:
+    """The model of `open_model` as it is placed on the devices, for `rows` rows at a time.
+
+    Sharded by `zero.stage`; or whole on every device that has a row, if `replicate` of the mode is true, or null and
+    two copies fit.
+    """
+    alone = zero.alone()  # over however many devices there are now
+    model = make_model(size, make_axis(alone), alone, attention, data)
+    if held.weight_dtype != "auto":
+        model = replace(model, tuning=IN_INT8)
     whole = _layout(model).whole().bytes_per_device()
-    replicate = section.replicate
-    if replicate or (replicate is None and 2 * whole <= startup.device_memory()):
-        devices = min(rows, jax.device_count()) if hosts == 1 else jax.device_count()
+    if held.replicate or (held.replicate is None and 2 * whole <= startup.device_memory()):
+        devices = min(rows, jax.device_count()) if jax.process_count() == 1 else jax.device_count()
         model = replace(model, axis=Axis("zero", (1, devices)), stage=0)
     log.info(
         "%s bytes of weights, %s %d %s",

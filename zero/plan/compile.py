@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from zero.config.declared import value_of
-from zero.config.schema import PlanConfig
 from zero.costs.hlo import Collective, across_hosts, bytes_by_kind, hidden_share
 from zero.costs.predict import Prediction
 from zero.costs.step_costs import costs_of, device_peak, traced
@@ -21,11 +18,12 @@ from zero.hosts import xla_options
 from zero.hosts.host_memory import host_memory
 from zero.hosts.speeds import SPEEDS, Speed
 from zero.inference.generate import bucket
-from zero.job import Job, make_job, slices_of
-from zero.models.config import GPTConfig
+from zero.job.devices import slices_of
+from zero.job.job import Job, make_job, place_model
 from zero.partition.layout import make_grouped_layout
 from zero.partition.memory import memory_of
 from zero.plan import formula
+from zero.plan.config import Plan, Request
 from zero.plan.topology import available_bytes, find_devices, out_of_memory
 from zero.training.activations import activation_bytes, host_bytes, kinds_on_host
 from zero.training.batch import Batch
@@ -35,54 +33,21 @@ from zero.training.programs import Inference, make_inference
 Row = dict[str, Any]  # of plan.json
 # Keys of the section `zero` that are also keys of a row: how state and sequences are placed on the devices.
 PLACEMENT_KEYS = ("tensor_shards", "context_shards", "expert_shards", "replicas", "phases", "overlap_gathers")
-# Keys of a row that have another name or section in the configuration than in `zero`.
-_ELSEWHERE = {
-    "accumulation": ("training", "gradient_accumulation_steps"),
-    "context": ("data", "max_context"),
-    "state_dtype": ("optimizer", "state_dtype"),
-}
-
 # Of the link between a device and its host, per step: bytes and seconds, under the names of `Prediction`.
 LINK_KEYS = ("host_link_bytes", "host_link_seconds", "host_exposed_seconds")
 PAUSES = ("evaluation", "sampling", "statistics")  # programs that run between two steps
 
 
-@dataclass(frozen=True)
-class Request:
-    """A step to compile: a checked configuration on a slice."""
-
-    config: PlanConfig
-    size: GPTConfig
-    micro_batch: int  # sequences per micro-batch and device, or group of devices that take the same sequences
-
-    @property
-    def rows(self) -> int:
-        """Sequences per step and device, or group of devices that take the same sequences.
-
-        For an objective on pairs, `micro_batch` counts these.
-        """
-        texts = self.config.objective.make().example.texts
-        return texts * self.micro_batch * self.config.training.gradient_accumulation_steps
-
-    def with_changes(self, micro_batch: int | None = None, **keys: Any) -> Request:
-        """The same with other values of some keys of a row."""
-        return replace(self, config=with_keys(self.config, keys), micro_batch=micro_batch or self.micro_batch)
-
-
-def with_keys(config: PlanConfig, keys: Row) -> PlanConfig:
-    """A copy with other values of `accumulation`, `context`, `state_dtype`, or keys of the section `zero`."""
-    config = copy.deepcopy(config)
-    for key, value in keys.items():
-        section, name = _ELSEWHERE.get(key, ("zero", key))
-        setattr(getattr(config, section), name, value)
-    return config
+def job_of(request: Request, devices: list[Any]) -> Job:
+    """The job of a request on these devices. Nothing is compiled yet."""
+    return make_job(request.config, place_model(request.config, request.size, devices, request.rows))
 
 
 def outline(request: Request) -> Row:
     """The columns of a row before compilation: tokens per step, and a lower bound on the seconds."""
     devices = find_devices(request.config.plan.topology)
-    job = make_job(request.config, request.size, devices, request.rows)
-    arguments = step_arguments(job, request.rows, row_tokens(request.config))
+    job = job_of(request, devices)
+    arguments = step_arguments(job, request.rows, row_tokens(request))
     bound = _operations(request, job, arguments, [], devices)["seconds_lower_bound"]
     return {"tokens": _tokens(request, job), "seconds": None, "seconds_lower_bound": bound}
 
@@ -96,12 +61,12 @@ def compile_step(request: Request) -> Row:
     training = request.config.training
     zero = request.config.zero
     devices = find_devices(config.plan.topology)
-    job = make_job(config, request.size, devices, request.rows)
+    job = job_of(request, devices)
     model = job.model
     sharded = job.model.base.sharded_layout
     held = job.held
     available = available_bytes(devices)
-    arguments = step_arguments(job, request.rows, row_tokens(config))
+    arguments = step_arguments(job, request.rows, row_tokens(request))
     started = time.monotonic()
     sent: list[Collective] | None = None  # of a step that fits
     sent_between: float | None = None  # bytes from a device to other slices
@@ -127,7 +92,9 @@ def compile_step(request: Request) -> Row:
         peak = held
     else:
         try:
-            compiled = job.programs.step.lower(*arguments).compile(compiler_options(config, devices))
+            compiled = job.programs.step.lower(*arguments).compile(
+                compiler_options(devices, config.zero.overlap_gathers)
+            )
         except jax.errors.JaxRuntimeError as error:
             peak, available = out_of_memory(error)
         else:
@@ -193,7 +160,7 @@ def compile_step(request: Request) -> Row:
     }
     if is_estimate:
         row["gathers_hidden"] = None
-    return row | time_and_cost(config, row, predicted, SPEEDS.get(devices[0].device_kind))
+    return row | time_and_cost(config.plan, row, predicted, SPEEDS.get(devices[0].device_kind))
 
 
 def _tokens(request: Request, job: Job) -> int:
@@ -215,9 +182,10 @@ def highest_peak(row: Row) -> int:
     return max(peaks)
 
 
-def row_tokens(config: PlanConfig) -> int:
+def row_tokens(request: Request) -> int:
     """Tokens of a row: one more than positions where it holds the target of the last one."""
-    return config.data.max_context + bool(config.data.last_target)
+    data = request.config.data
+    return data.max_context + bool(data.last_target)
 
 
 def step_arguments(job: Job, rows: int, context: int) -> Any:
@@ -230,7 +198,7 @@ def step_arguments(job: Job, rows: int, context: int) -> Any:
 
 def evaluation_arguments(job: Job, request: Request) -> Any:
     """Shapes of the arguments of an evaluation during training on all devices, in one call."""
-    context = row_tokens(request.config)
+    context = row_tokens(request)
     tokens = jax.ShapeDtypeStruct((request.rows, context), jnp.int32)
     return _on_devices((job.model.weight_shapes(), tokens, job.objective.extra(request.rows, context)), job)
 
@@ -259,7 +227,7 @@ def _pause_peaks(request: Request, job: Job, devices: list[Any], of_step: Any, s
     def peak(program: Any, *arguments: Any, taken: int) -> int:
         rest = held - taken
         try:
-            compiled = program.lower(*arguments).compile(compiler_options(request.config, devices))
+            compiled = program.lower(*arguments).compile(compiler_options(devices, request.config.zero.overlap_gathers))
             return rest + device_peak(compiled.memory_analysis(), devices[0].platform)
         except jax.errors.JaxRuntimeError as error:
             return rest + out_of_memory(error)[0]
@@ -268,12 +236,12 @@ def _pause_peaks(request: Request, job: Job, devices: list[Any], of_step: Any, s
     peaks: dict[str, int | None] = {
         "evaluation": peak(job.programs.evaluate, *evaluation_arguments(job, request), taken=of_weights)
     }
-    sample_tokens = value_of(request.config, "training.sample_tokens")
+    sample_tokens = request.config.training.sample_tokens
     if sample_tokens:
         inference = make_inference(job.model, devices=devices)
         arguments = sampling_arguments(job, inference, sample_tokens)
         peaks["sampling"] = peak(inference.extend, *arguments, taken=of_weights)
-    if value_of(request.config, "statistics.every") is not None:
+    if request.config.statistics.every is not None:
         state = job.storage.shapes()._replace(opt_state=())  # of which nothing is read
         before = job.model.weights(state.params, state.averages)
         arguments = (_on_devices(before, job), _on_devices(state, job), *of_step[1:])
@@ -282,13 +250,13 @@ def _pause_peaks(request: Request, job: Job, devices: list[Any], of_step: Any, s
     return peaks
 
 
-def compiler_options(config: PlanConfig, devices: list[Any]) -> dict[str, bool | int] | None:
+def compiler_options(devices: list[Any], overlap_gathers: bool) -> dict[str, bool | int] | None:
     """Options of the compiler that a run sets for its process."""
     if devices[0].platform != "tpu":
         return None
     kind = devices[0].device_kind
     chips = len(devices) // slices_of(devices) // (SPEEDS[kind].devices if kind in SPEEDS else 1)
-    return xla_options.for_tpu(kind, chips, config.zero.overlap_gathers)
+    return xla_options.for_tpu(kind, chips, overlap_gathers)
 
 
 def _traffic(sent: list[Collective] | None, devices: list[Any]) -> Row:
@@ -323,7 +291,7 @@ def _operations(request: Request, job: Job, arguments: Any, sent: list[Collectiv
     return {"flops": flops.total(), "model_flops": of_group // job.model.axis.row_group, "seconds_lower_bound": bound}
 
 
-def time_and_cost(config: PlanConfig, row: Row, predicted: Prediction | None, speed: Speed | None) -> Row:
+def time_and_cost(plan: Plan, row: Row, predicted: Prediction | None, speed: Speed | None) -> Row:
     """Speed, days and price from the predicted time of a step or, without one, from the lower bound on it."""
     names = ("seconds", "tokens_per_second", "mfu", "exposed_bytes", "exposed_seconds", "breakdown")
     costs: Row = dict.fromkeys((*names, *LINK_KEYS))
@@ -339,18 +307,18 @@ def time_and_cost(config: PlanConfig, row: Row, predicted: Prediction | None, sp
         costs |= {key: getattr(predicted, key) for key in LINK_KEYS}
         costs["breakdown"] = [[*part, seconds] for part, seconds in predicted.by_part.items()]
     if step_seconds is not None:
-        costs["run_tokens"] = run_tokens(config, row["parameters"])
+        costs["run_tokens"] = run_tokens(plan, row["parameters"])
         hours = step_seconds * costs["run_tokens"] / row["tokens"] / 3600
         costs["days"] = hours / 24
-        if config.plan.dollars_per_hour is not None:
-            costs["dollars"] = hours * config.plan.dollars_per_hour
+        if plan.dollars_per_hour is not None:
+            costs["dollars"] = hours * plan.dollars_per_hour
     return costs
 
 
-def run_tokens(config: PlanConfig, parameters: int) -> int:
+def run_tokens(plan: Plan, parameters: int) -> int:
     """Tokens of the run whose days and dollars are shown.
 
     Without `plan.tokens` they are 20 per parameter (Hoffmann et al., Training Compute-Optimal Large Language Models,
     arXiv 2203.15556, table 3).
     """
-    return config.plan.tokens if config.plan.tokens is not None else 20 * parameters
+    return plan.tokens if plan.tokens is not None else 20 * parameters

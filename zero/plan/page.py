@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zero.config.schema import PlanConfig
 from zero.costs.predict import UPDATE
 from zero.hosts.speeds import GIB
 from zero.pages.render import part, render
 from zero.plan import search
 from zero.plan.compile import PAUSES, Row, highest_peak
+from zero.plan.config import Request
 from zero.plan.table import (
     COLUMNS,
     COSTS,
@@ -59,32 +59,33 @@ class Setting(NamedTuple):
     limit: float  # the share of the width of the memory bar at which the memory ends
 
 
-def page(result: dict[str, Any], config: PlanConfig) -> str:
+def page(result: dict[str, Any], request: Request) -> str:
     """The page for a plan.json."""
+    plan = request.config.plan
     rows = result["rows"]
     chosen = chosen_row(result)
     decision: dict[str, Any] = {"chosen": None, "best": None, "command": None, "model": None, "breakdown": []}
     if chosen is not None:
         decision["chosen"] = setting_name(chosen, rows)
         decision["best"] = rows.index(chosen)
-        if config.plan.search == "largest":
+        if plan.search == "largest":
             decision["model"] = chosen["model"]
         else:
-            decision["command"] = training_command(chosen, config)
+            decision["command"] = training_command(chosen, request)
         if chosen["breakdown"]:
             decision["breakdown"] = breakdown(chosen)
     values = decision | {
-        "title": f"Plan of {config.model.size} on {result['topology']}",
+        "title": f"Plan of {request.config.model.size} on {result['topology']}",
         "facts": (
             f"{result['devices']:,} devices of {rows[0]['available_bytes'] / GIB:.2f} GiB",
             f"{result['parameters']:,} parameters",
-            f"a run of {tokens_text(config, result['parameters'])}",
+            f"a run of {tokens_text(plan, result['parameters'])}",
         ),
         "is_estimate": rows[0]["is_estimate"],
         "same": same_settings(rows),
         "settings": settings(rows, chosen),
-        "is_search": config.plan.search != "none",
-        "price": config.plan.dollars_per_hour,
+        "is_search": plan.search != "none",
+        "price": plan.dollars_per_hour,
         "phases": PHASES,
         "columns": list(COLUMNS),
         "cells": list(zip(*(shown(rows, name) for name in COLUMNS), strict=True)),

@@ -13,12 +13,10 @@ from pathlib import Path
 
 from zero.base.child_process import end_with_parent
 from zero.base.errors import UserError
-from zero.config.declared import Keys, declare, declared_by_features
-from zero.config.schema import PlanConfig
 from zero.models.config import GPTConfig
 from zero.partition.virtual_devices import use_cpu_devices
 from zero.plan import search
-from zero.plan.compile import Request
+from zero.plan.config import PlanConfig, Request
 from zero.plan.page import PAGE_FILE, page
 from zero.plan.table import WIDTH, breakdown_table, table, training_command
 from zero.plan.topology import prepare_environment
@@ -40,10 +38,10 @@ def plan(config: PlanConfig, size: GPTConfig, run_directory: Path) -> int:
     request = Request(config, size, config.plan.micro_batch)
     prepare_environment(settings.topology)
     processes = settings.processes or min(os.cpu_count() or 1, 4)
-    with _compilers(config, processes, run_directory / COMPILER_LOG) as pool:
+    with _compilers(settings.topology, config.distributed.cpu_devices, processes, run_directory / COMPILER_LOG) as pool:
         match settings.search:
             case "largest":
-                rows = search.largest(pool, config)
+                rows = search.largest(pool, request)
             case "fastest":
                 rows = search.fastest(pool, request, processes)
             case _:
@@ -61,24 +59,24 @@ def plan(config: PlanConfig, size: GPTConfig, run_directory: Path) -> int:
         "best": None if best is None else rows.index(best),
         "rows": rows,
     }
-    summary = table(result, config, shutil.get_terminal_size((WIDTH, 24)).columns)
+    summary = table(result, settings, shutil.get_terminal_size((WIDTH, 24)).columns)
     predicted = [row for row in rows if row["breakdown"]]
     if settings.breakdown and predicted:
         summary += "\n\n" + breakdown_table(best if best in predicted else predicted[-1])
     (run_directory / PLAN_FILE).write_text(json.dumps(result, indent=1) + "\n")
-    (run_directory / PAGE_FILE).write_text(page(result, config), encoding="utf-8")
+    (run_directory / PAGE_FILE).write_text(page(result, request), encoding="utf-8")
     print(summary)
     if best is not None and settings.search == "largest":
         print(f"\nThe largest model that fits, as an entry of conf/model_config.yaml: {best['model']}")
     elif best is not None:
         print(f"\nThe fastest that fits, with {search.HEADROOM:.0%} of the memory to spare:")
-        print(training_command(best, config))
+        print(training_command(best, request))
     print(f"\n{run_directory / PLAN_FILE}, {run_directory / PAGE_FILE}")
     return 0
 
 
 @contextmanager
-def _compilers(config: PlanConfig, processes: int, log: Path) -> Iterator[ProcessPoolExecutor]:
+def _compilers(topology: str, cpu_devices: int, processes: int, log: Path) -> Iterator[ProcessPoolExecutor]:
     """Fresh processes: each starts jax for the topology, and a compiler that dies takes no other plan with it.
 
     They are killed where this process is interrupted, and end by themselves where it is killed.
@@ -87,7 +85,7 @@ def _compilers(config: PlanConfig, processes: int, log: Path) -> Iterator[Proces
         processes,
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_start_compiler,
-        initargs=(str(log), config.plan.topology, config.distributed.cpu_devices, declared_by_features()),
+        initargs=(str(log), topology, cpu_devices),
     )
     try:
         yield pool
@@ -99,11 +97,9 @@ def _compilers(config: PlanConfig, processes: int, log: Path) -> Iterator[Proces
         pool.shutdown(cancel_futures=True)
 
 
-def _start_compiler(log: str, topology: str, cpu_devices: int, features: dict[str, type[Keys]]) -> None:
+def _start_compiler(log: str, topology: str, cpu_devices: int) -> None:
     """Starts a process that compiles; libtpu's stderr goes to a file."""
     end_with_parent()
-    for name, keys in features.items():  # without which the process cannot read a configuration
-        declare(name, keys)
     with Path(log).open("ab") as file:
         os.dup2(file.fileno(), 2)
     if topology in ("local", "cpu"):

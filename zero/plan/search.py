@@ -10,10 +10,9 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from zero.base.errors import UserError
-from zero.config.rules_between_keys import mistakes
-from zero.config.schema import PlanConfig
 from zero.models.config import GPTConfig
-from zero.plan.compile import Request, Row, compile_step, highest_peak, outline
+from zero.plan.compile import Row, compile_step, highest_peak, outline
+from zero.plan.config import Request
 from zero.tracking.progress import Stage
 
 log = logging.getLogger(__name__)
@@ -26,7 +25,7 @@ WIDTHS = (2048, 3072, 4096, 6144, 8192)  # of the models that a search for the l
 def every_stage(pool: Executor, request: Request) -> list[Row]:
     """A row for each stage that goes with the other keys; a fused update has stage 3 only."""
     settings = [request.with_changes(stage=stage) for stage in (0, 1, 2, 3)]
-    possible = [setting for setting in settings if not any(mistakes(setting.config, setting.size))]
+    possible = [setting for setting in settings if not any(setting.config.mistakes(setting.size))]
     return list(gather([pool.submit(compile_step, setting) for setting in possible], "plans compiled").values())
 
 
@@ -100,7 +99,7 @@ def _combinations(request: Request) -> list[Request]:
         for setting in _state_dtypes(request.with_changes(**dict(zip(keys, values, strict=True)))):
             for context in grid.context or [request.config.data.max_context]:
                 requests = [setting.with_changes(rows, context=context) for rows in sorted(grid.micro_batch)]
-                mistake = next(mistakes(requests[0].config, requests[0].size), None)
+                mistake = next(requests[0].config.mistakes(requests[0].size), None)
                 if mistake is None:
                     possible += requests
                 else:
@@ -115,13 +114,13 @@ def _speed(row: Row) -> float:
     return float(row["tokens"] / (row["seconds"] or row["seconds_lower_bound"] or 1.0))
 
 
-def largest(pool: Executor, config: PlanConfig) -> list[Row]:
+def largest(pool: Executor, request: Request) -> list[Row]:
     """A row for the deepest model of each width and each dtype of the state in the grid, where one fits."""
-    context = max(config.plan.grid.context or [1024])
+    context = max(request.config.plan.grid.context or [1024])
     requests: list[Request] = []
     for width in WIDTHS:
         size = GPTConfig(width, 50304, width // 256, context, 0.0, 4, vocab_chunks=12)
-        requests += _state_dtypes(Request(config, size, config.plan.micro_batch).with_changes(context=context))
+        requests += _state_dtypes(replace(request, size=size).with_changes(context=context))
     rows = gather([pool.submit(deepest, request) for request in requests], "models searched")
     return [row for row in rows.values() if row is not None]
 

@@ -13,18 +13,17 @@ from omegaconf import DictConfig, OmegaConf
 
 from zero.base.text_table import in_columns
 from zero.config.command_line import override_value
-from zero.config.no_effect import without_effect_in_training
-from zero.config.saved_config import default_config
-from zero.config.schema import GROUPS, PlanConfig
 from zero.costs.predict import PHASES
 from zero.hosts.speeds import GIB
 from zero.models.stack import OFFLOADED, kinds_of
-from zero.plan.compile import PLACEMENT_KEYS, Row, highest_peak, run_tokens, with_keys
+from zero.plan.compile import PLACEMENT_KEYS, Row, highest_peak, run_tokens
+from zero.plan.config import Plan, Request, with_keys
+from zero.run.config import GROUPS, TrainConfig, default_config
 
 WIDTH = 120  # characters of a line where there is no terminal
 
 
-def table(result: dict[str, Any], config: PlanConfig, width: int = WIDTH) -> str:
+def table(result: dict[str, Any], plan: Plan, width: int = WIDTH) -> str:
     """One line per row: the settings that differ between rows, memory and predicted time.
 
     Args:
@@ -55,9 +54,9 @@ def table(result: dict[str, Any], config: PlanConfig, width: int = WIDTH) -> str
     if held:
         lines += _wrapped("; ".join(host_text(row, rows) for row in held), width)
     if rows[0].get("days") is not None:
-        legend += f"; days of {tokens_text(config, result['parameters'])}"
-    if config.plan.dollars_per_hour is not None:
-        legend += f"; dollars of these days, at {config.plan.dollars_per_hour:g} per hour"
+        legend += f"; days of {tokens_text(plan, result['parameters'])}"
+    if plan.dollars_per_hour is not None:
+        legend += f"; dollars of these days, at {plan.dollars_per_hour:g} per hour"
     if rows[0]["is_estimate"]:
         legend += (
             "; nothing was compiled: memory is estimated by a formula, and seconds are a lower bound "
@@ -111,10 +110,10 @@ def breakdown_table(row: Row) -> str:
     return "\n".join(lines)
 
 
-def tokens_text(config: PlanConfig, parameters: int) -> str:
+def tokens_text(plan: Plan, parameters: int) -> str:
     """The tokens of the run whose days are shown, and where they come from."""
-    source = "20 per parameter" if config.plan.tokens is None else "plan.tokens"
-    return f"{run_tokens(config, parameters):,} tokens ({source})"
+    source = "20 per parameter" if plan.tokens is None else "plan.tokens"
+    return f"{run_tokens(plan, parameters):,} tokens ({source})"
 
 
 def _wrapped(text: str, width: int) -> list[str]:
@@ -142,13 +141,13 @@ _CHOSEN = (
 )
 
 
-def training_command(row: Row, config: PlanConfig) -> str:
+def training_command(row: Row, request: Request) -> str:
     """The command line that trains with the settings of a row: it names every key whose value is not the default.
 
     A comment where there is none, since each host would have a part of a sequence.
     """
     keys = ("context", "accumulation", "stage", "remat", "master_dtype", "state_dtype", *PLACEMENT_KEYS)
-    config = with_keys(config, {key: row[key] for key in keys})
+    config = with_keys(request.config, {key: row[key] for key in keys})
     if _is_partly_on_host(row):  # which only auto chooses, in training as in the plan
         config.zero.remat = "auto"
     groups = row["devices"] // (row["tensor_shards"] * row["context_shards"])
@@ -165,7 +164,7 @@ def training_command(row: Row, config: PlanConfig) -> str:
     choices = {name: getattr(config, name).name for name in GROUPS}
     default = _by_key(default_config(**choices))
     planned = _by_key(OmegaConf.create(asdict(config)))
-    idle = {key for key, _ in without_effect_in_training(config)}
+    idle = {key for key, _ in TrainConfig.without_effect(config)}
     changed = [key for key in planned if planned[key] != default[key] and key not in _CHOSEN and key not in idle]
     overrides = [f"{name}={choice}" for name, choice in choices.items() if choice != default_config()[name].name]
     overrides += [f"{key}={override_value(planned[key])}" for key in (*_CHOSEN, *changed)]

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from zero.base.errors import UserError
+from zero.config.constraints import not_empty
 from zero.config.files import read_yaml
+from zero.config.keys import key
 from zero.files import storage
 from zero.files.parsing import reading
 
@@ -39,6 +42,18 @@ _PURPOSES = {
     WANDB_ID_FILE: "the id of the run in W&B",
     LINEAGE_FILE: "the name of the emergency checkpoints",
 }
+
+
+@dataclass
+class Keys:
+    """Where checkpoints are, in section `data`."""
+
+    checkpoint_directory: str = key(
+        "checkpoints",
+        not_empty(),
+        "A relative path is inside the run directory, or inside the bucket if there is one.",
+        of_host=True,
+    )
 
 
 class DamagedRun(UserError):

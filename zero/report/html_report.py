@@ -7,7 +7,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zero.config.saved_config import default_config, flat_config
 from zero.files import storage
 from zero.pages.render import data_island, part, render
 from zero.record.metrics_file import read_metrics
@@ -43,18 +42,21 @@ class RunRow(NamedTuple):
     cells: tuple[str, ...]
 
 
-def write_report(directories: Sequence[Path], page: Path) -> Path:
+def write_report(directories: Sequence[Path], page: Path, defaults: Mapping[str, str]) -> Path:
     """Writes a page that shows a run, or several beside each other; it is replaced whole, and reloads itself.
+
+    Args:
+      defaults: of all keys, as texts, with which the values of the runs are compared.
 
     Raises:
       UserError: a directory is not a run directory, or no step of it is logged.
     """
     runs = [read_run(directory) for directory in directories]
-    storage.write(page, render(PAGE / "report.html.jinja", _values(runs)).encode())
+    storage.write(page, render(PAGE / "report.html.jinja", _values(runs, defaults)).encode())
     return page
 
 
-def _values(runs: Sequence[RunRecord]) -> dict[str, Any]:
+def _values(runs: Sequence[RunRecord], defaults: Mapping[str, str]) -> dict[str, Any]:
     """What the template shows."""
     panels = panels_of(runs)
     leaves = panels_of_leaves(runs)
@@ -79,7 +81,7 @@ def _values(runs: Sequence[RunRecord]) -> dict[str, Any]:
         "heat": curves["heat"],
         "sweep": curves["sweep"],
         "has_resumes": any(each.resumes for each in runs),
-        "differences": _differences(runs),
+        "differences": _differences(runs, defaults),
         "number_columns": NUMBERS,
         "numbers": [_numbers(each) for each in runs],
         "curves": data_island(curves),
@@ -115,9 +117,8 @@ def _table(runs: Sequence[RunRecord]) -> list[RunRow]:
     return rows
 
 
-def _differences(runs: Sequence[RunRecord]) -> list[list[str]]:
+def _differences(runs: Sequence[RunRecord], default: Mapping[str, str]) -> list[list[str]]:
     """The keys in which the runs differ from the default configuration or from each other, with all values."""
-    default = flat_config(default_config())
     configs = [default, *(run.config for run in runs)]
     keys = dict.fromkeys([*chain.from_iterable(run.config for run in runs), *default])
     rows = []

@@ -22,3 +22,22 @@ class Column:
 
     stored: Mapping[str, Mapping[str, np.ndarray]] = field(default_factory=dict)
     compute: Callable[[PyTree, Any], dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True)
+class ColumnInputs:
+    """What columns are made from, beside the job and the position of a run.
+
+    Attributes:
+      indices: the index files that the run trains on and is evaluated on.
+      context: tokens of a text.
+      weights: `model.model_path`, where reference and base are.
+      ema: whether the moving average of its weights is meant.
+      scores: the values of the keys on which scores depend.
+    """
+
+    indices: tuple[str, ...]
+    context: int
+    weights: str
+    ema: bool
+    scores: Mapping[str, Any]

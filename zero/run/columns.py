@@ -7,26 +7,25 @@ from types import MappingProxyType
 
 import numpy as np
 
-from zero.config.schema import Config
-from zero.job import Job
-from zero.run.column import Column
+from zero.job.job import Job
+from zero.run.column import Column, ColumnInputs
 from zero.run.reference import reference_column
 from zero.run.restore import TrainingPosition
 
-# From a run's configuration, its job and its position to a column; all hosts call it.
-COLUMNS: Mapping[str, Callable[[Config, Job, TrainingPosition], Column]] = MappingProxyType(
+# From what a column is made from, a run's job and its position to a column; all hosts call it.
+COLUMNS: Mapping[str, Callable[[ColumnInputs, Job, TrainingPosition], Column]] = MappingProxyType(
     {"reference": reference_column}
 )
 
 
-def open_columns(config: Config, job: Job, position: TrainingPosition) -> dict[str, Column]:
+def open_columns(inputs: ColumnInputs, job: Job, position: TrainingPosition) -> dict[str, Column]:
     """The columns that the objective of a run reads, by their source.
 
     Raises:
       UserError: a column cannot be made.
     """
     sources = dict.fromkeys(entry.source for entry in job.objective.reads if entry.source)
-    return {source: COLUMNS[source](config, job, position) for source in sources}
+    return {source: COLUMNS[source](inputs, job, position) for source in sources}
 
 
 def stored_columns(columns: Mapping[str, Column]) -> dict[str, dict[str, np.ndarray]]:

@@ -8,19 +8,18 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import optax
 
+from zero.checkpoints import emergency, manager, retention
 from zero.checkpoints.emergency import EmergencyCheckpoints
 from zero.checkpoints.manager import Checkpoints
-from zero.checkpoints.retention import Retention
-from zero.config.constraints import hours_of
-from zero.config.schema import Config, Data
+from zero.corpus.reading.keys import SetKeys
 from zero.files import storage
 from zero.hosts import agreement
-from zero.job import Job
-from zero.models.config import GPTConfig
+from zero.job.job import Job
 from zero.partition.layout import make_grouped_layout
 from zero.partition.memory import memory_of
 from zero.record import run_files
@@ -56,21 +55,24 @@ class RunDirectory:
         if jax.process_index() == 0:
             run_files.mirror(self.path, self.checkpoints.directory)
 
-    def write_start(self, config: Config, job: Job, step: int) -> None:
+    def write_start(self, record: dict[str, Any], job: Job, step: int) -> None:
         """Writes what describes this start, on host 0: the configuration, the layout with its memory table.
 
         A fork begins with the metrics of its origin up to `step`.
+
+        Args:
+          record: the whole configuration, as dictionaries.
         """
         if jax.process_index() != 0:
             return
         if self.is_fork:
-            lines = read_metrics(Path(str(config.resume)) / run_files.METRICS_FILE)
+            lines = read_metrics(Path(str(record["resume"])) / run_files.METRICS_FILE)
             inherited = [json.dumps(line) + "\n" for line in lines if line["step"] <= step]
             storage.write(self.path / run_files.METRICS_FILE, "".join(inherited).encode())
-        write_command(self.path, config.resume)
+        write_command(self.path, record["resume"])
         write_start(self.path, step)
-        run_files.save_config(self.path, config)
-        summary = _layout_summary(job, has_average=config.training.ema is not None)
+        run_files.save_config(self.path, record)
+        summary = _layout_summary(job, has_average=record["training"]["ema"] is not None)
         storage.write(self.path / run_files.LAYOUT_FILE, summary.encode())
 
     def begin_lineage(self) -> None:
@@ -82,45 +84,47 @@ class RunDirectory:
             self.emergency.remove_earlier()
 
 
+@dataclass
+class Keys(SetKeys, run_files.Keys, manager.Keys, retention.Keys):
+    """What is read of section `data` to open the directory of a run: where its checkpoints are, and which are kept."""
+
+
 @contextmanager
-def open_directory(config: Config, size: GPTConfig, job: Job, path: Path, is_fork: bool) -> Iterator[RunDirectory]:
+def open_directory(
+    path: Path, data: Keys, protecting: emergency.Keys, job: Job, *, resume: str | None, is_fork: bool
+) -> Iterator[RunDirectory]:
     """Locks the directory of a run and opens its checkpoints; all hosts call it.
+
+    Args:
+      resume: the run that is resumed, if any.
 
     Raises:
       UserError: another process trains here, hosts do not share the checkpoints, or a fresh start would write over
         another run.
     """
     with ExitStack() as stack:
-        data = config.data
         checkpoint_path = run_files.checkpoint_directory(path, data.bucket_path, data.checkpoint_directory)
-        if config.resume is None or is_fork:
-            check_new(config, path, checkpoint_path)
+        if resume is None or is_fork:
+            check_new(resume, data.resume_step, path, checkpoint_path)
         check_owner = None
         if jax.process_index() == 0:
             stack.enter_context(locked(path, "name another hydra.run.dir"))
             check_owner = stack.enter_context(owned(checkpoint_path, str(path)))
             run_files.remove_unfinished(path, checkpoint_path)
         agreement.check_shared("data.checkpoint_directory", checkpoint_path)
-        emergency = None  # opened before the durable checkpoints, so that it is closed after their last save
-        if config.zero.emergency_steps is not None:
-            directory = Path(config.zero.emergency_directory)
+        in_memory = None  # opened before the durable checkpoints, so that it is closed after their last save
+        if protecting.emergency_steps is not None:
+            directory = Path(protecting.emergency_directory)
             durable_steps = partial(run_files.committed_steps, checkpoint_path)
-            emergency = EmergencyCheckpoints(
-                directory, checkpoint_path, durable_steps, asdict(size), job.layout, job.model.axis
+            size = asdict(job.model.config)
+            in_memory = EmergencyCheckpoints(
+                directory, checkpoint_path, durable_steps, size, job.layout, job.model.axis
             )
-            stack.enter_context(emergency)
+            stack.enter_context(in_memory)
         from_host = job.storage.host_bytes > 0
-        checkpoints = Checkpoints(checkpoint_path, retention_of(data), from_host=from_host, check_owner=check_owner)
+        checkpoints = Checkpoints(checkpoint_path, data.retention(), from_host=from_host, check_owner=check_owner)
         stack.enter_context(checkpoints)
-        yield RunDirectory(path, is_fork, checkpoints, emergency, check_owner)
-
-
-def retention_of(data: Data) -> Retention:
-    """The rules of `data.keep_checkpoints` and of `data.keep_every`, a number of steps or hours."""
-    hours = hours_of(data.keep_every)
-    if hours is None:
-        return Retention(data.keep_checkpoints, every=data.keep_every)
-    return Retention(data.keep_checkpoints, hours=hours)
+        yield RunDirectory(path, is_fork, checkpoints, in_memory, check_owner)
 
 
 def _layout_summary(job: Job, has_average: bool) -> str:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
-from zero.config.declared import Keys
 from zero.record.metrics_file import Line
 from zero.run.run import Run
 from zero.tracking.metrics import Metric
@@ -38,13 +37,15 @@ class Moment(NamedTuple):
 
 
 class Feature:
-    """One thing that a run does besides training; `zero.run.features.FEATURES` is their table.
+    """One thing that a run does besides training; `zero.run.feature_table.FEATURES` is their table.
+
+    A feature is made of sections of the configuration and of the run. It opens what it needs, and raises UserError
+    where it cannot work. Its own keys are a dataclass `Keys` in it, which its section inherits.
 
     All hosts call each method at the same steps, feature by feature in the order of the table.
 
     Attributes:
       name: of the feature in `Moment.asked`, in the metadata of checkpoints, and of its section of the configuration.
-      Config: the keys that it reads: its own with default, check and meaning, and those of others.
       adds: the metrics that it adds to lines.
       phase: in which the time of `do` counts (`zero.tracking.goodput.PHASES`).
       takes_every_line: `do` is called for each line of metrics, also where the feature is not due.
@@ -55,19 +56,11 @@ class Feature:
     """
 
     name: ClassVar[str]
-    Config: ClassVar[type[Keys]] = Keys
     adds: ClassVar[tuple[Metric, ...]] = ()
     phase: ClassVar[str] = "steps"
     takes_every_line: ClassVar[bool] = False
     only_looks: ClassVar[bool] = False
     may_wait: ClassVar[bool] = False
-
-    def __init__(self, config: Any, run: Run) -> None:
-        """Opens what the feature needs; raises UserError where it cannot work.
-
-        Args:
-          config: the values of its keys, a `Config`.
-        """
 
     @classmethod
     def is_done(cls, run_directory: Path, now: Moment) -> bool:

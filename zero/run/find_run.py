@@ -17,7 +17,8 @@ from omegaconf import OmegaConf
 from yaml import YAMLError
 
 from zero.base.errors import UserError
-from zero.config.saved_config import default_config, groups_of
+from zero.config.saved_config import groups_of
+from zero.corpus.reading.keys import SetKeys
 from zero.files import storage
 from zero.files.parsing import MALFORMED, reading
 from zero.record.run_files import (
@@ -26,6 +27,7 @@ from zero.record.run_files import (
     LAYOUT_FILE,
     WAIT_SECONDS,
     DamagedRun,
+    Keys,
     checkpoint_directory,
     fetch_config,
     mirror_path,
@@ -345,9 +347,8 @@ def _run_to_resume(given: dict[str, Any], job: dict[str, str] | None) -> tuple[P
 
 def _shared_place(given: dict[str, Any]) -> Path | str | None:
     """The directory of checkpoints by the arguments, if it is outside any run directory."""
-    data = default_config().data
-    bucket_path = given.get("data.bucket_path", data.bucket_path)
-    directory = str(given.get("data.checkpoint_directory", data.checkpoint_directory))
+    bucket_path = given.get("data.bucket_path", SetKeys().bucket_path)
+    directory = str(given.get("data.checkpoint_directory", Keys().checkpoint_directory))
     checkpoint_path = checkpoint_directory(Path(), bucket_path, directory)
     return checkpoint_path if not isinstance(checkpoint_path, Path) or checkpoint_path.is_absolute() else None
 

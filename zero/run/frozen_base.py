@@ -9,8 +9,8 @@ from typing import Any
 
 from zero.base.errors import UserError
 from zero.checkpoints.damage import MissingCheckpoint
-from zero.config.schema import Config
 from zero.corpus.text.hub import PREFIX
+from zero.exchange import warm_start
 from zero.exchange.hub_model import is_folder
 from zero.exchange.warm_start import OTHER_BASE, base_checksum, check_base, read_weights
 from zero.partition.layout import PyTree
@@ -22,20 +22,22 @@ from zero.training.tuning import neutral_shards, quantize_shards
 
 
 def load_unchanged(
-    config: Config, model: ShardedGPT, position: TrainingPosition, otherwise: str = OTHER_BASE
+    named: str, from_average: bool, model: ShardedGPT, position: TrainingPosition, otherwise: str = OTHER_BASE
 ) -> PyTree:
-    """The weights `model.model_path`, in shards for a pmap of the model without adapters.
+    """The weights at a `model.model_path`, in shards for a pmap of the model without adapters.
 
     Their place, with the step or commit that was read, and their checksum are noted in the position, which enters
     every checkpoint. A run that continues reads that one, though its source may have trained on.
 
+    Args:
+      from_average: whether a run that begins takes the moving average of the weights there.
+
     Raises:
       UserError: they are not those of the run before, or not there any more; the message has `otherwise`.
     """
-    named = str(config.model.model_path)
     known = position.base
     source = named if known is None else _known_place(named, known)
-    ema = config.model.starts_from_average if known is None else known["ema"]
+    ema = from_average if known is None else known["ema"]
     try:
         weights, source = read_weights(source, model.base, ema=ema)
     except MissingCheckpoint as error:
@@ -60,14 +62,14 @@ def _known_place(named: str, known: Mapping[str, Any]) -> str:
     return f"{named}@{step}" if is_of_steps and step is not None and split_step(named)[1] is None else named
 
 
-def load_base(config: Config, model: ShardedGPT, position: TrainingPosition) -> PyTree:
+def load_base(weights: warm_start.Keys, model: ShardedGPT, position: TrainingPosition) -> PyTree:
     """Shards of the weights that a run does not train, as they are held; empty where it trains all.
 
     Per device, with the leading dimension of local devices; raises as `load_unchanged`.
     """
     if model.tuning is None:
         return {}
-    base = load_unchanged(config, model, position)
+    base = load_unchanged(str(weights.model_path), weights.starts_from_average, model, position)
     if not model.tuning.is_quantized:
         return base
     layouts: Any = {"layout": model.base.layout, "quantized": model.frozen_layout}

@@ -8,7 +8,7 @@ from pathlib import Path
 from zero.hosts import agreement
 from zero.record.metrics_file import Line, line_of
 from zero.run.feature import Moment
-from zero.run.features import FEATURES
+from zero.run.feature_table import FEATURES
 from zero.run.features.report import Report
 from zero.run.features.save import Save
 from zero.run.restore import Pending, TrainingPosition

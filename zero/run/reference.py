@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import itertools
 import json
 import logging
 import os
@@ -22,9 +21,8 @@ import numpy as np
 from jax import lax
 
 from zero.base.errors import UserError
-from zero.config.schema import Config
 from zero.corpus.format import directory
-from zero.corpus.format.index_files import Shard, index_paths, named_sets, paths_of, read_index
+from zero.corpus.format.index_files import Shard, read_index
 from zero.corpus.format.shards import RowFormat
 from zero.corpus.reading.contents import contents_of
 from zero.corpus.reading.loader import ONCE, Batching, Loader
@@ -33,10 +31,10 @@ from zero.files import storage
 from zero.files.parsing import reading
 from zero.hosts import agreement, watchdog
 from zero.inference.score_identity import score_identity
-from zero.job import Job
+from zero.job.job import Job
 from zero.partition.layout import PyTree
 from zero.partition.pmapped import pmap
-from zero.run.column import Column
+from zero.run.column import Column, ColumnInputs
 from zero.run.frozen_base import load_unchanged
 from zero.run.restore import TrainingPosition
 from zero.training.host_rows import HostRows
@@ -45,7 +43,7 @@ from zero.training.objectives.objective import REFERENCE
 log = logging.getLogger(__name__)
 
 
-def reference_column(config: Config, job: Job, position: TrainingPosition) -> Column:
+def reference_column(inputs: ColumnInputs, job: Job, position: TrainingPosition) -> Column:
     """The log-probabilities of each index file of the run; what is missing is computed and stored. All hosts call it.
 
     They are computed for each batch where the reference is the frozen base of adapters, which is on the devices in any
@@ -59,34 +57,27 @@ def reference_column(config: Config, job: Job, position: TrainingPosition) -> Co
 
     @cache  # read where it is needed
     def reference() -> PyTree:
-        return load_unchanged(config, job.model, position, "the run has other weights as its reference")
+        return load_unchanged(
+            inputs.weights, inputs.ema, job.model, position, "the run has other weights as its reference"
+        )
 
     if position.base is None:
         reference()
     assert position.base is not None
-    of_index = {index: _of_index(index, config, job, position, reference) for index in indices_of(config)}
+    of_index = {index: _of_index(index, inputs, job, position, reference) for index in inputs.indices}
     return Column({index: {REFERENCE.name: values} for index, values in of_index.items()})
 
 
-def indices_of(config: Config) -> list[str]:
-    """The index files that a run trains on and is evaluated on."""
-    data = config.data
-    sets = [index_paths(data.index_path_train, data.bucket_path)]
-    if config.training.maximum_evaluation_steps:
-        sets += named_sets(data.index_path_validation, data.bucket_path).values()
-    return list(dict.fromkeys(itertools.chain.from_iterable(map(paths_of, sets))))
-
-
-def _of_index(index: str, config: Config, job: Job, position: TrainingPosition, reference: Any) -> np.ndarray:
+def _of_index(index: str, inputs: ColumnInputs, job: Job, position: TrainingPosition, reference: Any) -> np.ndarray:
     """The values of one index file, float32 `(rows, texts)`."""
     texts = job.objective.example.texts
     shards = read_index(index)
     rows = sum(shard.rows for shard in shards)
-    path = _place(index, shards, config, job, position)
+    path = _place(index, shards, inputs, job, position)
     (absent,) = agreement.sum_over_hosts(int(not storage.exists(path)))
     if absent:
         log.info("log-probabilities of %d rows of %s by the reference", rows, index)
-        values = _computed(index, rows, config, job, reference(), position.global_rows)
+        values = _computed(index, rows, inputs, job, reference(), position.global_rows)
         with agreement.host_0_first():
             if not storage.exists(path):
                 storage.remove_unfinished(storage.parent(path), os.path.basename(path))
@@ -102,16 +93,16 @@ def _of_index(index: str, config: Config, job: Job, position: TrainingPosition, 
     return stored.astype(np.float32)
 
 
-def _place(index: str, shards: Sequence[Shard], config: Config, job: Job, position: TrainingPosition) -> str:
+def _place(index: str, shards: Sequence[Shard], inputs: ColumnInputs, job: Job, position: TrainingPosition) -> str:
     """The path of the values, with a digest of all that they depend on."""
     assert position.base is not None
     pairs = contents_of([(shard, shard.rows) for shard in shards])
-    facts = {"weights": position.base["checksum"], "pairs": pairs, **score_identity(config, job.model)}
+    facts = {"weights": position.base["checksum"], "pairs": pairs, **score_identity(inputs.scores, job.model)}
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
     return f"{index.removesuffix('.index')}.reference-{digest}.npy"
 
 
-def _computed(index: str, rows: int, config: Config, job: Job, weights: PyTree, global_rows: int) -> np.ndarray:
+def _computed(index: str, rows: int, inputs: ColumnInputs, job: Job, weights: PyTree, global_rows: int) -> np.ndarray:
     model = job.model
     host_rows = HostRows.here(model.axis)
     example = job.objective.example
@@ -119,7 +110,7 @@ def _computed(index: str, rows: int, config: Config, job: Job, weights: PyTree, 
     loader = Loader(
         index,
         Batching(global_rows, host_rows.groups, host_rows.count),
-        RowFormat(config.data.max_context, model.config.vocab_size, only_completions=True, example=example),
+        RowFormat(inputs.context, model.config.vocab_size, only_completions=True, example=example),
         ONCE,
     )
     name = model.axis.name
@@ -127,7 +118,7 @@ def _computed(index: str, rows: int, config: Config, job: Job, weights: PyTree, 
     gather = pmap(lambda x: lax.all_gather(x, name)[firsts].reshape(-1), name, out_axes=None)
     with closing(prefetch(loader.batches())) as batches:
         for batch in batches:
-            texts = batch.tokens.reshape(-1, config.data.max_context)
+            texts = batch.tokens.reshape(-1, inputs.context)
             values = gather(job.programs.reference(weights, host_rows.split(texts)))
             computed.append(np.asarray(values).reshape(-1, example.texts))
             watchdog.progress()

@@ -13,16 +13,16 @@ from hydra.core.hydra_config import HydraConfig
 from zero.base.errors import UserError
 from zero.checkpoints.emergency import EmergencyCheckpoints
 from zero.checkpoints.manager import Checkpoints
-from zero.config.schema import Config
 from zero.files import storage
 from zero.hosts import agreement, startup
-from zero.job import Job
+from zero.job.job import Job
 from zero.record import run_files
 from zero.record.metrics_file import line_of
 from zero.record.starts import last_start, note_start, start_now, time_of
 from zero.run import find_run
 from zero.run.restore import TrainingPosition, restore
 from zero.tracking.goodput import Goodput
+from zero.training.optimizers.optimizer_keys import Optimizer
 from zero.training.parts import TrainState
 
 
@@ -43,13 +43,17 @@ def join_run_directory(run_directory: Path, resume: str | None) -> tuple[Path, b
     return Path(shared), is_fork
 
 
-def check_new(config: Config, run_directory: Path, checkpoint_path: Path | str) -> None:
-    """Raises UserError if a run that starts or forks here would write over another one; all hosts call it."""
-    if config.resume is not None and run_files.saved_checkpoint_directory(Path(config.resume)) == checkpoint_path:
+def check_new(resume: str | None, step: int | None, run_directory: Path, checkpoint_path: Path | str) -> None:
+    """Raises UserError if a run that starts or forks here would write over another one; all hosts call it.
+
+    Args:
+      resume: the run that it forks from, at this step; None: it starts.
+    """
+    if resume is not None and run_files.saved_checkpoint_directory(Path(resume)) == checkpoint_path:
         raise UserError(
-            f"data.resume_step={config.data.resume_step} forks the run into {run_directory}, but {checkpoint_path} "
+            f"data.resume_step={step} forks the run into {run_directory}, but {checkpoint_path} "
             "holds the checkpoints of the run itself; name another data.checkpoint_directory, and "
-            f"hydra.run.dir={config.resume}"
+            f"hydra.run.dir={resume}"
         )
     used: Path | str = ""
     if agreement.is_host_0():
@@ -63,19 +67,25 @@ def check_new(config: Config, run_directory: Path, checkpoint_path: Path | str) 
 
 
 def resume_state(
-    config: Config,
+    resume: str,
+    step: int | None,
+    optimizer: Optimizer,
     job: Job,
     run_directory: Path,
     is_fork: bool,
     checkpoints: Checkpoints,
     emergency: EmergencyCheckpoints | None,
 ) -> tuple[TrainingPosition, TrainState]:
-    """The training position and state of an emergency checkpoint if it is the newest, else of a durable one."""
-    step = config.data.resume_step
-    hyperparameters = config.optimizer.hyperparameters()
+    """The training position and state of an emergency checkpoint if it is the newest, else of a durable one.
+
+    Args:
+      resume: the run directory that is resumed.
+      step: of the checkpoint; None: the newest.
+    """
+    hyperparameters = optimizer.hyperparameters()
     adam = {key: hyperparameters[key] for key in ("b1", "b2", "eps") if key in hyperparameters}
     if is_fork:
-        with Checkpoints(run_files.saved_checkpoint_directory(Path(str(config.resume))), keep=None) as origin:
+        with Checkpoints(run_files.saved_checkpoint_directory(Path(resume)), keep=None) as origin:
             return restore(origin, step, job.model.config, job.storage, is_own=False, **adam)
     durable = checkpoints.steps()
     if emergency is not None and step is None and durable:

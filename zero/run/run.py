@@ -15,7 +15,7 @@ import numpy as np
 from zero.corpus.reading.loader import HostBatch
 from zero.corpus.reading.prefetch import prefetch
 from zero.hosts import agreement, watchdog
-from zero.job import Job
+from zero.job.job import Job
 from zero.partition.collectives.axis import Axis
 from zero.partition.layout import PyTree
 from zero.record.metrics_file import Line

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from zero.config.schema import Profile
+from zero.config.constraints import positive
+from zero.config.keys import key
 from zero.corpus.reading.loader import HostBatch
 from zero.costs.step_costs import predicted_time
 from zero.hosts.interruptible_compilation import CACHE_HIT, compile_unless_stopped, recorded_events
@@ -23,6 +25,23 @@ from zero.training.flops import model_flops
 from zero.training.host_rows import HostRows
 
 log = logging.getLogger(__name__)
+
+
+@dataclass
+class Keys:
+    """What is known of the speed of a step, in section `profile`."""
+
+    step_time: float | None = key(
+        None,
+        positive(),
+        "Seconds per step that mode=plan predicts, for predicted_speed; null: predicted from the program, on one "
+        "host with TPUs.",
+    )
+    peak_flops: float | None = key(
+        None,
+        positive(),
+        "Peak operations per second of one device, for MFU; null: the published bfloat16 peak, where it is known.",
+    )
 
 
 class CompiledStep(NamedTuple):
@@ -42,12 +61,12 @@ class StepPrograms:
     """The compiled steps of a run, by the shape of its rows on a device.
 
     Args:
-      profile: its section of the configuration, with the planned time of a step.
+      keys: with the planned time of a step.
       in_flight: steps that may be dispatched before the host waits for the metrics of the oldest.
     """
 
-    def __init__(self, profile: Profile, in_flight: int) -> None:
-        self._planned_seconds = profile.step_time
+    def __init__(self, keys: Keys, in_flight: int) -> None:
+        self._planned_seconds = keys.step_time
         self._in_flight = in_flight
         self._by_shape: dict[tuple[int, ...], CompiledStep] = {}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,7 +14,6 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from zero.base.errors import UserError
-from zero.config.check import check
 from zero.config.constraints import shown
 from zero.config.saved_config import flat_config, preset_keys
 from zero.files import storage
@@ -29,6 +28,7 @@ from zero.record.run_files import (
     saved_config,
     saved_steps,
 )
+from zero.run.config import GROUPS
 from zero.run.find_run import parsed_overrides
 
 SWEEP_FILE = "sweep.csv"
@@ -42,7 +42,7 @@ def swept_keys(arguments: Iterable[str], task_overrides: Sequence[str]) -> set[s
     """The keys that differ between the jobs of a sweep with these arguments, those of swept presets included."""
     swept = {override.key_or_group for override in parsed_overrides(arguments) if override.is_sweep_override()}
     of_this_job = [override for override in task_overrides if override.lstrip("+").split("=", 1)[0] in swept]
-    return swept | set(preset_keys(of_this_job))
+    return swept | set(preset_keys(of_this_job, GROUPS))
 
 
 def check_places(config: DictConfig, run_directory: Path, keys: set[str]) -> None:
@@ -57,11 +57,14 @@ def check_places(config: DictConfig, run_directory: Path, keys: set[str]) -> Non
         )
 
 
-def continue_job(config: DictConfig, run_directory: Path, keys: set[str]) -> None:
+def continue_job(config: DictConfig, run_directory: Path, keys: set[str], check: Callable[[DictConfig], Any]) -> None:
     """Sets `resume` of a job whose own directory has checkpoints, replacing the run that the sweep forks from.
 
     A lost directory is rebuilt from the mirror beside checkpoints that are elsewhere. The job's values of `keys` must
     be those of the run in the directory.
+
+    Args:
+      check: makes the checked configuration of a job.
 
     Raises:
       UserError: the directory holds the run of another job or of another sweep.
@@ -70,10 +73,10 @@ def continue_job(config: DictConfig, run_directory: Path, keys: set[str]) -> Non
     if not (run_directory / CONFIG_FILE).is_file():
         with TemporaryDirectory() as copy:  # nothing of another job may get into the directory
             if rebuild(Path(copy), checkpoint_path):
-                _check_job(config, saved_config(Path(copy)), keys, str(checkpoint_path))
+                _check_job(check(config), saved_config(Path(copy)), keys, str(checkpoint_path))
                 rebuild(run_directory, checkpoint_path)
     if (run_directory / CONFIG_FILE).is_file() and saved_steps(run_directory):
-        _check_job(config, saved_config(run_directory), keys, str(run_directory))
+        _check_job(check(config), saved_config(run_directory), keys, str(run_directory))
         config.resume = str(run_directory)
         config.data.resume_step = None
 
@@ -112,11 +115,9 @@ def _row(run: Path, keys: Sequence[str]) -> dict[str, Any]:
     return {"job": run.name, **values, **last_values}
 
 
-def _check_job(config: DictConfig, saved: DictConfig, keys: set[str], checkpoint_path: str) -> None:
-    from zero.exchange.hub_model import sizes_named  # the import takes a second
-
-    checked = OmegaConf.create(asdict(check(config, sizes_named(config.model.size))))  # as a run saves it
-    pairs = {key: (OmegaConf.select(checked, key), OmegaConf.select(saved, key)) for key in sorted(keys)}
+def _check_job(checked: Any, saved: DictConfig, keys: set[str], checkpoint_path: str) -> None:
+    config = OmegaConf.create(asdict(checked))  # as a run saves it
+    pairs = {key: (OmegaConf.select(config, key), OmegaConf.select(saved, key)) for key in sorted(keys)}
     changed = [
         f"{key}={shown(now)}: expected {shown(before)}, the value of the run in {checkpoint_path}; "
         "repeat the sweep with the same values, or name another hydra.sweep.dir"

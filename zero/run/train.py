@@ -3,38 +3,42 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import jax
 
-from zero.config.declared import keys_of
-from zero.config.same_configuration import check_same_configuration
-from zero.config.schema import Config
+from zero.config.check import values_on_all_hosts
+from zero.config.keys import values_in_scores
 from zero.hosts import signals, startup
+from zero.hosts.same_configuration import check_same_configuration
 from zero.hosts.speeds import peak_flops
 from zero.hosts.watchdog import ending_together
-from zero.job import make_job
+from zero.job.job import Training, make_job, place_model
+from zero.job.sharding import Sharding
 from zero.models.config import GPTConfig
 from zero.record.metrics_file import Line
+from zero.run.columns import open_columns
+from zero.run.config import TrainConfig
 from zero.run.data import (
+    column_inputs,
     fitting_tokenizer,
     last_step,
     open_data,
-    prepare_corpus,
+    resolve_data,
+    share_of_batch,
     start_of,
-    with_global_batch,
-    with_last_target,
 )
 from zero.run.directory import open_directory
 from zero.run.feature import Feature, Moment, Stopped
-from zero.run.features import FEATURES
+from zero.run.feature_table import open_features
 from zero.run.fresh import new_state
 from zero.run.frozen_base import load_base
 from zero.run.identity import check_identity
 from zero.run.pending import pending_actions, still_pending
+from zero.run.position import Position
 from zero.run.requests import STOP, Requests
 from zero.run.restore import TrainingPosition
 from zero.run.resume import is_durable, join_run_directory, resume_state, resumed_clock
@@ -46,7 +50,7 @@ log = logging.getLogger(__name__)
 
 
 @ending_together()
-def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
+def train(config: TrainConfig, size: GPTConfig, run_directory: Path) -> int:
     """Trains until the schedule or the data ends, or until a signal arrives.
 
     Returns:
@@ -58,50 +62,75 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
     """
     _, hosts = startup.start(**asdict(config.distributed), overlap_gathers=config.zero.overlap_gathers)
     run_directory, is_fork = join_run_directory(run_directory, config.resume)
-    check_same_configuration(config, size)
-    count = jax.device_count()
+    check_same_configuration(values_on_all_hosts(config), asdict(size))
     backend = jax.default_backend()
-    log.info("%d %s devices, %d of this host; %s", count, backend, jax.local_device_count(), run_directory)
-    job = make_job(config, size)  # what devices or batches refuse is known before a corpus is prepared
-    position = TrainingPosition(global_rows=config.training.batch_size * hosts)
+    log.info("%d %s devices, %d of this host; %s", jax.device_count(), backend, jax.local_device_count(), run_directory)
+    placed = place_model(config, size)  # what devices or batches refuse is known before a corpus is prepared
+    example = config.objective.make().example
+    started = TrainingPosition(global_rows=config.training.batch_size * hosts)
     if config.resume is None:
-        with_global_batch(config, start_of(config, size, position).schedule)
-    tokenizer = fitting_tokenizer(config, size)
-    config = with_last_target(prepare_corpus(config, tokenizer), size)
-    if config.data.last_target:
-        job = make_job(config, size)
+        _share(config.training, config.zero, start_of(started, config.data, size, example.texts))
+    of_model = str(config.model)
+    tokenizer = fitting_tokenizer(config.data.tokenizer, of_model, size)
+    has_rows = config.resume is None and not example.is_whole
+    resolved = replace(config, data=resolve_data(config.data, tokenizer, size, of_model, has_rows=has_rows))
+    training = resolved.training
+    weights = resolved.model
+    rows = resolved.data
+    job = make_job(resolved, placed.with_last_target(bool(rows.last_target)))
     with ExitStack() as stack:
-        directory = stack.enter_context(open_directory(config, size, job, run_directory, is_fork))
-        state = None
-        if config.resume is not None:
+        directory = stack.enter_context(
+            open_directory(run_directory, rows, resolved.zero, job, resume=resolved.resume, is_fork=is_fork)
+        )
+        position, state = started, None
+        if resolved.resume is not None:
             position, state = resume_state(
-                config, job, run_directory, is_fork, directory.checkpoints, directory.emergency
+                resolved.resume,
+                rows.resume_step,
+                resolved.optimizer,
+                job,
+                run_directory,
+                is_fork,
+                directory.checkpoints,
+                directory.emergency,
             )
-        start = start_of(config, size, position)
-        config = with_global_batch(config, start.schedule)
-        data = open_data(config, job, tokenizer, position, start.schedule)
-        last = last_step(config, data.training, start)
-        origin = Path(str(config.resume)) if is_fork else run_directory
+        start = start_of(position, rows, size, example.texts)
+        share = _share(training, resolved.zero, start)
+        inputs = column_inputs(rows, weights, values_in_scores(resolved), training.maximum_evaluation_steps > 0)
+        columns = open_columns(inputs, job, position)
+        data = open_data(
+            job,
+            tokenizer,
+            start.schedule,
+            columns,
+            rows,
+            training,
+            seed=resolved.seed,
+            evaluation_batches=training.maximum_evaluation_steps,
+        )
+        last = last_step(training.total_steps, training, data.training, start)
+        origin = Path(str(resolved.resume)) if is_fork else run_directory
         position.pending = still_pending(position, origin, last, is_durable(directory.emergency))
         if position.step >= last and position.pending is None:
             log.info("nothing left to do: the run is at step %d of %d", position.step, last)
             return 0
         check_identity(position, data.tokenizer, data.training, data.validation)
-        frozen = load_base(config, job.model, position)
+        frozen = load_base(weights, job.model, position)
         if state is None:
-            state = new_state(config, job, frozen, position)
-        clock = resumed_clock(run_directory, position.step, is_new=config.resume is None or is_fork)
-        directory.write_start(config, job, position.step)
+            state = new_state(resolved.seed, weights, resolved.tuning, job, frozen, position)
+        clock = resumed_clock(run_directory, position.step, is_new=resolved.resume is None or is_fork)
+        record = asdict(resolved)
+        record["training"]["batch_size"] = share
+        directory.write_start(record, job, position.step)
         in_flight = 0 if backend == "cpu" else 1  # on CPU the host's cores are the devices
         metrics = StepMetrics(
-            count,
-            config.profile.peak_flops or peak_flops(jax.local_devices()[0]),
+            jax.device_count(),
+            resolved.profile.peak_flops or peak_flops(jax.local_devices()[0]),
             clock,
             start.schedule.steps_per_batch,
             job.objective.names,
         )
         requests = Requests(lag=in_flight)
-        frequency = config.training.evaluation_frequency
         run = Run(
             job,
             data,
@@ -114,14 +143,14 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
             position,
             start,
             last,
-            frequency,
-            asdict(config),
+            training.evaluation_frequency,
+            record,
         )
-        features = stack.enter_context(open_features(config, run))
+        features = stack.enter_context(open_features(resolved, run))
         directory.begin_lineage()
         requests.signals = stack.enter_context(signals.stop_requests())  # until here a signal interrupts
         with clock.phase("steps"):
-            is_finished = loop(run, StepPrograms(config.profile, in_flight), features)
+            is_finished = loop(run, StepPrograms(resolved.profile, in_flight), features)
         directory.checkpoints.wait()
         if not is_finished:
             reason = f"signal {requests.signals[0]}" if requests.signals else "another host"
@@ -132,16 +161,9 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
         return 0
 
 
-@contextmanager
-def open_features(config: Config, run: Run) -> Iterator[list[Feature]]:
-    """The features of a run in the order of their table; closed in reverse order."""
-    with ExitStack() as stack:
-        features: list[Feature] = []
-        for kind in FEATURES:
-            feature = kind(keys_of(config, kind.name, kind.Config), run)
-            stack.callback(feature.close)
-            features.append(feature)
-        yield features
+def _share(training: Training, zero: Sharding, start: Position) -> int:
+    """This host's rows of a batch; raises UserError where the global batch does not divide."""
+    return share_of_batch(start.schedule, training.batch_size, training.gradient_accumulation_steps, zero)
 
 
 def loop(run: Run, steps: StepPrograms, features: Sequence[Feature]) -> bool:

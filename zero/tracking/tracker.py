@@ -5,12 +5,33 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zero.config.keys import Check, key
 from zero.record.metrics_file import Log, TextLog, metrics_file
 from zero.tracking.tensorboard import tensorboard_events
 from zero.tracking.weights_and_biases import weights_and_biases
+
+
+def project_name() -> Check:
+    """What W&B takes."""
+    forbidden = "/\\#?%:"
+    expected = f"a text that is not empty, of at most 128 characters, without any of {' '.join(forbidden)}"
+    return Check(lambda value: bool(value.strip()) and len(value) <= 128 and not set(value) & set(forbidden), expected)
+
+
+@dataclass
+class Keys:
+    """Where metrics go besides metrics.jsonl, in section `data`."""
+
+    wandb_project: str | None = key(
+        "zero",
+        project_name(),
+        "Weights & Biases project, offline unless WANDB_API_KEY is set; null: no Weights & Biases.",
+    )
+    tensorboard: bool = key(False, None, "Write TensorBoard event files as well; needs the extra tensorboard.")
 
 
 class Tracker:

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from zero.config.constraints import ONE
+from zero.config.keys import Check, key
 from zero.partition.layout import PyTree
 from zero.training.parts import Average
 
 EMA = "ema"  # its name among the averages of a state
+
+
+@dataclass
+class Keys:
+    """The key of the average, in section `training`."""
+
+    ema: float | None = key(
+        None,
+        Check(lambda value: 0 < value < ONE, "more than 0, less than 1 in float32"),
+        "Decay per update of a moving average of the weights, such as 0.999, whose loss is validation/ema_loss; "
+        "null: none.",
+        fixed=True,
+    )
 
 
 def make_ema(decay: float) -> Average:

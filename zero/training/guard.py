@@ -2,14 +2,45 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 
+from zero.config.constraints import at_least, positive
+from zero.config.keys import Mistakes, key
 from zero.training.parts import Guard, GuardState, StepOptions, Tried
 
 # As in OLMo-core's SkipStepOptimizer: statistics of about 128 updates, used from the 64th on.
 _DECAY = 1 - 1 / 128
 _JUDGED_BY = 64
+
+
+@dataclass
+class Keys:
+    """Which updates are skipped, in section `training`."""
+
+    max_skipped_in_a_row: int = key(
+        20,
+        at_least(0),
+        "A step whose gradient is not finite leaves weights and optimizer unchanged, and more such steps in a row than "
+        "this end the run with an error; 0: none is skipped, the first one ends the run.",
+    )
+    skip_spikes: float | None = key(
+        None,
+        positive(),
+        "Skip updates whose loss or gradient norm is this many standard deviations above its running mean, such as "
+        "6; null: none.",
+    )
+
+    @property
+    def skips_bad_steps(self) -> bool:
+        """Whether a step whose gradient is not finite leaves the state as it was."""
+        return self.max_skipped_in_a_row > 0
+
+    def mistakes(self) -> Mistakes:
+        if self.skip_spikes is not None and not self.max_skipped_in_a_row:
+            yield "training.max_skipped_in_a_row", f"at least 1, as training.skip_spikes={self.skip_spikes}"
 
 
 def init_guard() -> GuardState:

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from zero.config.constraints import SMALLEST, at_least
+from zero.config.keys import Check, key
 from zero.partition.layout import PyTree
 from zero.training.batch import Batch
 from zero.training.objectives.objective import LIKELIHOOD, Objective
@@ -56,6 +58,27 @@ class TrainState(NamedTuple):
     opt_state: PyTree
     averages: dict[str, PyTree]
     guard: GuardState
+
+
+@dataclasses.dataclass
+class Keys:
+    """The keys of a step's gradient, in section `training`."""
+
+    gradient_accumulation_steps: int = key(
+        1,
+        at_least(1),
+        "Micro-batches per optimizer step; more need less memory for activations.",
+    )
+    max_gradient_norm: float | None = key(
+        1.0,
+        Check(lambda value: value >= SMALLEST, "more than 0 in float32"),
+        "Gradients are clipped to this global norm; null: no clipping.",
+    )
+    max_gradient_value: float | None = key(
+        None,
+        Check(lambda value: value >= SMALLEST, "more than 0 in float32"),
+        "Each element of the gradient is clipped to this absolute value, after the norm; null: none is.",
+    )
 
 
 @dataclasses.dataclass(frozen=True)

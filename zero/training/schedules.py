@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,31 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from zero.config.constraints import at_least
-from zero.config.keys import choice_name, key, named
+from zero.config.constraints import INT32, at_least, shown, zero_or_more
+from zero.config.keys import Check, Mistakes, choice_name, key, named
+
+
+@dataclasses.dataclass
+class Keys:
+    """The keys of the learning rate, in section `training`."""
+
+    peak_learning_rate: float = key(3.0e-3, zero_or_more(), "Learning rate at the end of the warmup.")
+    end_learning_rate: float = key(
+        3.0e-4,
+        zero_or_more(),
+        "Learning rate at total_steps, where cosine, linear and wsd schedules end.",
+    )
+    warmup_steps: int = key(20, at_least(0), "Steps in which the learning rate rises linearly from 0 to its peak.")
+    total_steps: int = key(
+        960,
+        at_least(1),
+        "Optimizer steps of the run; here 8 sequences x 256 tokens x 960 steps = 1,966,080 tokens.",
+        in_steps=True,
+    )
+
+    def mistakes(self) -> Mistakes:
+        if self.warmup_steps >= self.total_steps:
+            yield "training.warmup_steps", f"fewer than training.total_steps={self.total_steps}"
 
 
 @dataclasses.dataclass
@@ -26,6 +49,13 @@ class Schedule:
     decay_steps: ClassVar[int | None] = None
     decay_end: ClassVar[int | None] = None
     has_end: ClassVar[bool] = True  # training.end_learning_rate
+
+    def mistakes(self, rate: Keys) -> Mistakes:
+        left = rate.total_steps - rate.warmup_steps
+        if self.decay_steps is not None and self.decay_steps > left:
+            yield "schedule.decay_steps", f"at most {left}, the steps after the warmup"
+        if self.decay_end is not None and self.decay_end <= rate.warmup_steps:
+            yield "schedule.decay_end", f"more than training.warmup_steps={rate.warmup_steps}"
 
 
 @dataclasses.dataclass
@@ -183,6 +213,81 @@ _CURVES: Mapping[type[Schedule], Callable[[LearningRate], optax.Schedule]] = Map
 )
 SCHEDULES = tuple(_CURVES)  # the choices of the group `schedule`, the default first
 CURVES = MappingProxyType({choice_name(kind): curve for kind, curve in _CURVES.items()})
+
+
+def learning_rate(keys: Keys, schedule: Schedule) -> LearningRate:
+    """The learning rate of a configuration, as a function of the step."""
+    after_warmup = keys.total_steps - keys.warmup_steps
+    return LearningRate(
+        keys.peak_learning_rate,
+        keys.end_learning_rate,
+        keys.warmup_steps,
+        keys.total_steps,
+        schedule.name,
+        schedule.decay_steps or min(max(1, keys.total_steps // 10), after_warmup),
+        schedule.decay_end,
+    )
+
+
+STAGES = "[[steps, tokens per sequence], ...]"
+
+
+def _is_stages(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(stage, list) and len(stage) == 2 and all(type(x) is int and 1 <= x <= INT32 for x in stage)
+        for stage in value
+    )
+
+
+@dataclasses.dataclass
+class LengthKeys:
+    """The keys of the length of sequences, in section `training`."""
+
+    staged_warmup_steps: int = key(
+        280,
+        at_least(0),
+        "Steps at the beginning with short sequences, at an unchanged number of tokens per step; 0: none.",
+    )
+    warmup_train_context: int = key(64, None, "Tokens per sequence during these steps.")
+    context_stages: Any = key(
+        None,
+        Check(lambda value: value in (None, "linear") or _is_stages(value), f"linear, {STAGES}, or null"),
+        "How the length of sequences grows; null: in one jump, after the steps above.",
+        "linear: during the steps above, from warmup_train_context to max_context.",
+        "[[200, 64], [80, 128]]: 200 steps of 64 tokens, then 80 of 128, then max_context; both keys above are not "
+        "used.",
+    )
+
+    def stages(self) -> tuple[tuple[int, int], ...]:
+        """Steps and tokens per sequence of each stage of the warmup; linear growth counts as one."""
+        if isinstance(self.context_stages, list):
+            return tuple((steps, length) for steps, length in self.context_stages)
+        return ((self.staged_warmup_steps, self.warmup_train_context),) if self.staged_warmup_steps else ()
+
+    def lengths(self, full: int, has_last_target: bool) -> SequenceLengths:
+        """The tokens of a sequence at each step, up to `full`."""
+        if self.context_stages == "linear":
+            shortest = self.warmup_train_context
+            steps = self.staged_warmup_steps
+            return SequenceLengths.linear(full, shortest, steps, has_last_target=has_last_target)
+        return SequenceLengths(full, self.stages(), has_last_target)
+
+    def mistakes(self, max_context: int) -> Mistakes:
+        key = "context_stages" if isinstance(self.context_stages, list) else "warmup_train_context"
+        if any(length < 2 or max_context % length for _, length in self.stages()):
+            yield f"training.{key}", f"a divisor of data.max_context={max_context}, at least 2"
+
+    def without_effect(self) -> Mistakes:
+        """Keys that others replace, each with the reason."""
+        if isinstance(self.context_stages, list):
+            reason = f"training.context_stages={shown(self.context_stages)}"
+            yield "training.warmup_train_context", reason
+            if self.staged_warmup_steps:
+                yield "training.staged_warmup_steps", reason
+        elif self.staged_warmup_steps == 0:
+            yield "training.warmup_train_context", "training.staged_warmup_steps=0"
+            if self.context_stages is not None:
+                yield "training.context_stages", "training.staged_warmup_steps=0"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,11 +25,12 @@ from zero.config.constraints import (
     not_empty,
     one_of,
     positive,
+    shown,
     whole_number,
 )
-from zero.config.keys import key, named
+from zero.config.keys import Mistakes, key, named
 from zero.models.adapters import PRODUCTS, TABLES, Adapters, combine, measured, merged, resolved, with_copies
-from zero.models.config import STACK
+from zero.models.config import HEAD, STACK, VOCABULARY, GPTConfig
 from zero.partition.collectives.axis import Axis
 from zero.partition.layout import Layout, PyTree
 from zero.partition.stages import gather, shard
@@ -45,6 +46,10 @@ class Keys:
 
     name: str
 
+    def mistakes(self, size: GPTConfig, of_model: str, tensor_shards: int, context_shards: int) -> Mistakes:
+        """The contradictions between these keys, a model, and the groups of devices that divide it."""
+        yield from ()
+
 
 @dataclasses.dataclass
 class Whole(Keys):
@@ -58,27 +63,30 @@ class Adapted(Keys):
     """The keys of all kinds of adapters."""
 
     dropout: ClassVar[float] = 0.0
-    rank: int = key(16, at_least(1), "Inner dimension of an adapter.")
-    alpha: float = key(32.0, positive(), "The products of adapters are multiplied by alpha / rank.")
+    rank: int = key(16, at_least(1), "Inner dimension of an adapter.", fixed=True)
+    alpha: float = key(32.0, positive(), "The products of adapters are multiplied by alpha / rank.", fixed=True)
     targets: list[str] | None = key(
         None,
         list_of(one_of(*PRODUCTS)),
         "Products of a layer that have adapters, of query, key, value, attention_out, mlp_in, mlp_gate, mlp_out; "
         "null: all that the model has.",
+        fixed=True,
     )
     rank_pattern: dict[str, Any] | None = key(
         None,
         map_of(whole_number(at_least(1)), *PRODUCTS),
         "Products with another rank, such as {query: 8, mlp_in: 64}.",
+        fixed=True,
     )
     alpha_pattern: dict[str, Any] | None = key(
-        None, map_of(positive(), *PRODUCTS), "Products with another alpha; each is divided by its own rank."
+        None, map_of(positive(), *PRODUCTS), "Products with another alpha; each is divided by its own rank.", fixed=True
     )
     modules_to_save: list[str] | None = key(
         None,
         list_of(one_of(*TABLES)),
         "Tables that are trained whole beside the adapters: vocabulary, the embeddings (and logits where these are "
         "tied to them), and head, the logits.",
+        fixed=True,
     )
     base_dtype: str = key(
         "float32",
@@ -87,12 +95,40 @@ class Adapted(Keys):
         "float32.",
         "int8 or nf4 (QLoRA, arXiv 2305.14314, with double quantization): products of layers in blocks of 64 with a "
         "scale, 1.06 or 0.52 bytes per weight; the vocabulary in bfloat16.",
+        fixed=True,
     )
     adapter: str | None = key(
         None,
         not_empty(),
         "A folder of PEFT whose adapters the run starts from; null: new ones, which change nothing at first.",
+        fixed=True,
     )
+
+    def mistakes(self, size: GPTConfig, of_model: str, tensor_shards: int, context_shards: int) -> Mistakes:
+        if size.layer == "gated_units":
+            yield "tuning", f"none, as {of_model} has gated units"
+        if size.parametrization != "standard":
+            yield "tuning", f"none, as {of_model} is in {size.parametrization}, with learning rates for whole matrices"
+        lacking = {"mlp_gate"} if not size.gated else set[str]()
+        if size.experts is not None and size.experts_every == 1:
+            lacking |= {"mlp_in", "mlp_gate", "mlp_out"}
+        patterns = {"rank_pattern": self.rank_pattern or {}, "alpha_pattern": self.alpha_pattern or {}}
+        for name, products in {"targets": self.targets or (), **patterns}.items():
+            for product in sorted(lacking & {*products}):
+                why = "its MLP has no gate" if size.experts is None else "adapters are not for experts"
+                yield f"tuning.{name}", f"products without {product}, as {why} in {of_model}"
+        for name, pattern in patterns.items():
+            if self.targets is not None and not set(pattern) <= set(self.targets):
+                yield f"tuning.{name}", f"products of tuning.targets={shown(self.targets)} only"
+        if size.tied and HEAD in (self.modules_to_save or ()):
+            why = f"the logits of {of_model} are tied to its vocabulary"
+            yield "tuning.modules_to_save", f"[{VOCABULARY}] or null, as {why}"
+        if self.base_dtype in CODECS and tensor_shards > 1:
+            why = f"zero.tensor_shards={tensor_shards} cuts blocks of codes"
+            yield "tuning.base_dtype", f"float32 or bfloat16, as {why}"
+        for name, shards in (("tensor_shards", tensor_shards), ("context_shards", context_shards)):
+            if self.dropout and shards > 1:
+                yield "tuning.dropout", f"0, as zero.{name}={shards} divides the inputs of adapters"
 
 
 @dataclasses.dataclass
@@ -101,7 +137,7 @@ class Lora(Adapted):
 
     name: str = named("lora")
     dropout: float = key(  # type: ignore[misc]
-        0.0, fraction_below_one(), "Dropout rate of the inputs of adapters."
+        0.0, fraction_below_one(), "Dropout rate of the inputs of adapters.", fixed=True
     )
 
 

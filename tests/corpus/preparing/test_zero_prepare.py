@@ -9,10 +9,10 @@ import pytest
 from tests.config.composing import compose
 from tests.helpers import bucket
 from tests.helpers.corpora import call, documents_of, run
-from zero.config.check import check
-from zero.config.files import load_sizes
+from zero.commands.modes import check
 from zero.corpus.format.index_files import read_index
 from zero.files import storage
+from zero.job.sizes import load_sizes
 
 
 def test_the_command(folder: Path, tmp_path: Path):

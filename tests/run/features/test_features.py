@@ -1,6 +1,7 @@
 """Each feature by itself, on a run without devices."""
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +14,9 @@ import pytest
 from tests.helpers.runs import make_run
 from zero import make_layout
 from zero.base.errors import Unavailable, UserError
-from zero.config.declared import Keys
+from zero.checkpoints import emergency
 from zero.corpus.reading.batch_schedule import BatchSchedule
+from zero.corpus.reading.keys import ScoredKeys
 from zero.corpus.reading.loader import HostBatch
 from zero.partition.collectives.axis import Axis
 from zero.record.metrics_file import Line, read_metrics
@@ -32,6 +34,7 @@ from zero.run.features.statistics import Statistics
 from zero.run.features.track import Track
 from zero.run.features.validate import Validate
 from zero.run.position import Position
+from zero.tracking import tracker
 from zero.training.batch import Batch
 from zero.training.state_storage import OnDevices
 
@@ -44,15 +47,16 @@ def at(step: int, *asked: str, is_evaluation: bool = False, is_last: bool = Fals
 
 
 def limits(run: Any, **keys: Any) -> Limits:
-    usual = {"max_skipped_rows": 0, "max_skipped_in_a_row": 20, "skip_spikes": None, "total_steps": 100}
-    return Limits(Limits.Config(**usual | keys), run)
+    config: Any = SimpleNamespace(max_skipped_rows=0, max_skipped_in_a_row=20, skip_spikes=None, total_steps=100)
+    vars(config).update(keys)
+    return Limits(config, config, config)
 
 
 def test_statistics_of_their_steps_alone() -> None:
     """Statistics make a line of their steps, and None is no step at all."""
-    feature = Statistics(Statistics.Config(every=4), SimpleNamespace())  # type: ignore[arg-type]
+    feature = Statistics(Statistics.Keys(every=4), SimpleNamespace())  # type: ignore[arg-type]
     assert [feature.due(at(step)) for step in (3, 4, 8)] == [False, True, True]
-    never = Statistics(Statistics.Config(every=None), SimpleNamespace())  # type: ignore[arg-type]
+    never = Statistics(Statistics.Keys(every=None), SimpleNamespace())  # type: ignore[arg-type]
     assert not never.due(at(4))
 
 
@@ -108,7 +112,7 @@ def test_steps_that_share_rows_are_traced_together(steps: list[int], traced: lis
     """A step of the range is traced with those of its rows, of which the features see the last one."""
     run = make_run(tmp_path)
     run.start = Position(0, BatchSchedule(8, steps_per_batch=4), 16)
-    feature = Profile(Profile.Config(steps=steps), run)
+    feature = Profile(Profile.Keys(steps=steps), run)
     seen = []
     for step in (4, 8, 12):
         feature.before_step(run, step)
@@ -123,8 +127,8 @@ def test_steps_that_share_rows_are_traced_together(steps: list[int], traced: lis
 # Validate, harness
 
 
-VALIDATION = Validate.Config(maximum_evaluation_steps=3, loss_on="all")
-TASKS = Harness.Config(tasks=["a.yaml"])
+VALIDATION = Validate.Keys(maximum_evaluation_steps=3), ScoredKeys()
+TASKS = Harness.Keys(tasks=["a.yaml"])
 
 
 def with_validation(run: Any) -> Any:
@@ -139,7 +143,7 @@ def test_transfers_of_a_validation(tmp_path: Path, transfers: list[Any]) -> None
     """A validation adds the loss to the line by one transfer per batch."""
     run = with_validation(make_run(tmp_path))
     line: Line = {"step": 3}
-    Validate(VALIDATION, run).do(run, at(3, is_evaluation=True), line)
+    Validate(*VALIDATION, run).do(run, at(3, is_evaluation=True), line)
     assert line == {"step": 3, "validation/loss": 1.5}
     assert len(transfers) == 3
 
@@ -150,7 +154,7 @@ def test_stop_within_a_validation(tmp_path: Path) -> None:
     run.requests.signals.append(15)
     line: Line = {"step": 3}
     with pytest.raises(Stopped):
-        Validate(VALIDATION, run).do(run, at(3, is_evaluation=True), line)
+        Validate(*VALIDATION, run).do(run, at(3, is_evaluation=True), line)
     assert line == {"step": 3}
 
 
@@ -159,7 +163,7 @@ def test_checkpoint_learns_its_validation_loss(tmp_path: Path) -> None:
     run = with_validation(make_run(tmp_path))
     losses: dict[int, float] = {}
     run.directory.checkpoints = SimpleNamespace(steps=lambda: [3], set_validation_loss=losses.__setitem__)
-    Validate(VALIDATION, run).do(run, at(3, "validate"), {"step": 3})
+    Validate(*VALIDATION, run).do(run, at(3, "validate"), {"step": 3})
     assert losses == {3: 1.5}
 
 
@@ -170,7 +174,7 @@ def test_harness_at_evaluations(step: int, is_last: bool, tmp_path: Path) -> Non
     feature = Harness(TASKS, run)
     assert feature.due(at(step, is_evaluation=True, is_last=is_last))
     assert not feature.due(at(step))
-    assert not Harness(Harness.Config(tasks=[]), run).due(at(step, is_evaluation=True, is_last=is_last))
+    assert not Harness(Harness.Keys(tasks=[]), run).due(at(step, is_evaluation=True, is_last=is_last))
 
 
 def test_harness_results_in_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +200,7 @@ def test_no_checkpoint_of_nan(tmp_path: Path) -> None:
     run.job.storage = OnDevices(layout, Axis("zero", (1, 8)))
     run.state = {"w": jax.pmap(lambda x: x, "zero")(np.asarray([[np.nan], *7 * [[1]]], np.float32))}
     with pytest.raises(UserError, match=r"step 3: w not finite; this state is not saved"):
-        Protect(Protect.Config(emergency_steps=3), run).do(run, at(3), {})
+        Protect(emergency.Keys(emergency_steps=3), run).do(run, at(3), {})
     with pytest.raises(UserError, match=r"step 3: w not finite; this state is not saved"):
         checked_sums(run)
     run.state = {"w": jax.pmap(lambda x: x, "zero")(np.ones((8, 1), np.float32))}
@@ -213,8 +217,8 @@ def test_no_checkpoint_of_differing_replicas(tmp_path: Path) -> None:
         checked_sums(run)
 
 
-def saving(run: Any, **keys: Any) -> Save:
-    return Save(Save.Config(**{"emergency_steps": None, "checkpoint_minutes": None} | keys), run)
+def saving(run: Any, emergency_steps: int | None = None, **keys: Any) -> Save:
+    return Save(Save.Keys(**{"checkpoint_minutes": None} | keys), emergency.Keys(emergency_steps), run)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +278,7 @@ def test_checkpoint_by_the_clock_is_asked_for_until_it_is_made(tmp_path: Path) -
 def test_lines_at_their_steps(tmp_path: Path) -> None:
     """A line every ten steps and at each evaluation, with the clock of the run."""
     run = make_run(tmp_path)
-    track = Track(Track.Config(wandb_project=None, tensorboard=False), run)
+    track = Track(Track.Keys(), tracker.Keys(wandb_project=None), run)
     assert [track.due(at(step)) for step in (3, 10)] == [False, True] and track.due(at(3, is_evaluation=True))
     track.do(run, at(3), {"step": 3, "train/loss": 2.0})
     track.close()
@@ -288,10 +292,10 @@ def test_samples_of_steps_that_are_trained_again(tmp_path: Path, monkeypatch: py
     path = tmp_path / "samples.txt"
     kept = f"{heading(3)}\n--- step by step\n"
     path.write_text(f"{kept}{heading(6)}\ntext\n")
-    sample = Sample(Sample.Config(), make_run(tmp_path))
+    sample = Sample(Sample.Keys(), make_run(tmp_path))
     assert path.read_text() == kept and sample.is_done(tmp_path, at(3)) and not sample.is_done(tmp_path, at(6))
     path.unlink()
-    Sample(Sample.Config(), make_run(tmp_path))
+    Sample(Sample.Keys(), make_run(tmp_path))
     assert not path.exists()
 
 
@@ -329,12 +333,12 @@ def test_failed_report_ends_no_training(
 ) -> None:
     """A report that cannot be written does not end training."""
 
-    def fail(directory: Path) -> None:
+    def fail(directory: Path, defaults: Mapping[str, str]) -> None:
         raise error
 
     monkeypatch.setattr(report, "draw", fail)
     run = make_run(tmp_path)
-    Report(Keys(), run).do(run, at(10, is_evaluation=True, is_last=True), {"step": 10})
+    Report({}).do(run, at(10, is_evaluation=True, is_last=True), {"step": 10})
     assert f"step 10: the report of the run could not be written: {error}" in caplog.text
 
 
@@ -346,9 +350,9 @@ def test_reports_are_seldom(
 ) -> None:
     """A report is drawn every ten seconds at most, and at the last step."""
     drawn: list[Path] = []
-    monkeypatch.setattr(report, "draw", drawn.append)
+    monkeypatch.setattr(report, "draw", lambda directory, defaults: drawn.append(directory))
     run = make_run(tmp_path)
-    feature = Report(Keys(), run)
+    feature = Report({})
     feature._drawn_at = before = time.monotonic() - seconds_ago
     feature.do(run, at(3, is_evaluation=True, is_last=is_last), {"step": 3})
     assert (drawn, feature._drawn_at > before) == ([tmp_path] if is_drawn else [], is_drawn)

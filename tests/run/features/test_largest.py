@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from zero.config.declared import Keys
 from zero.run.feature import Moment
 from zero.run.features.largest import Largest, largest_shares
 
@@ -14,7 +13,7 @@ from zero.run.features.largest import Largest, largest_shares
 def test_names_the_largest_gradients(caplog: pytest.LogCaptureFixture) -> None:
     """Only in lines with statistics; three at most, by their share of the squared norm."""
     run: Any = SimpleNamespace()
-    feature = Largest(Keys(), run)
+    feature = Largest()
     line = {
         "gradient_norm": 10.0,
         **{f"gradient_norm/{name}": float(x) for name, x in zip("abcd", (1, 5, 3, 1), strict=True)},

@@ -25,6 +25,9 @@ Weight = float | Sequence[Sequence[float]]  # of a corpus: a number, or [[step, 
 _BRACES = re.compile(r"\{[^{}]*(,|\.\.)[^{}]*\}")  # of a shell; others are characters of a name
 _log = logging.getLogger(__name__)
 
+PATHS = "the path of an index file, or a list of them"
+SETS = "{name: one of these, ...} with letters, digits, and . - _ between them in names"
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -231,3 +234,19 @@ def row_tokens(index: str | Path | Sequence[str | Path]) -> int:
     """The number of tokens per row in the shards, according to the first row."""
     first = read_index(paths_of(index)[0])[0]
     return shards.row_tokens(first.path)
+
+
+def is_paths(value: Any) -> bool:
+    """Whether a value is the path of an index file or a list of them, and not a mixture."""
+    paths = value if isinstance(value, list) else [value]
+    return bool(paths) and all(isinstance(path, str) and path for path in paths)
+
+
+def is_sets(value: Any) -> bool:
+    """Whether a value is names of validation sets, each with the path of an index file or a list of them."""
+    return (
+        isinstance(value, dict)
+        and bool(value)
+        and all(isinstance(name, str) and re.fullmatch(r"\w[\w.-]*", name) for name in value)
+        and all(map(is_paths, value.values()))
+    )

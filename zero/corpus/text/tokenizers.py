@@ -7,7 +7,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from zero.base.errors import UserError
+from zero.config.constraints import not_empty
+from zero.config.keys import key
 from zero.corpus.text import sentencepiece_model, tiktoken_file
 from zero.corpus.text.chat_template import template_text
 from zero.corpus.text.pieces import byte_spellings
@@ -38,6 +40,18 @@ MOST_TOKENS = 1 << 24  # of a vocabulary: tables of a number for each token fit 
 BYTES_END_OF_TEXT = "<|endoftext|>"  # of bytes, in a file
 # Spellings of an end of text, for a tokenizer without files that name its own.
 _END_OF_TEXT = (BYTES_END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<｜end▁of▁sentence｜>", "[SEP]")
+
+
+@dataclass
+class Keys:
+    """The key of the tokenizer, in section `data`."""
+
+    tokenizer: str = key(
+        "bytes",
+        not_empty(),
+        "bytes, or the path of a tokenizer.json (Hugging Face), a SentencePiece .model or a .tiktoken file.",
+    )
+
 
 OF_GENERATION = (
     "ends",

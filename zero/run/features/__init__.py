@@ -18,31 +18,5 @@ features after it act.
 
 A checkpoint says which later actions were due (`TrainingPosition.pending`), a stop adds those that it prevented, and
 the next start does what the files of the run do not show to be done (`zero/run/pending.py`).
+The table is `zero/run/feature_table.py`.
 """
-
-from __future__ import annotations
-
-from zero.config.declared import declare
-from zero.run.feature import Feature
-from zero.run.features.bar import Bar
-from zero.run.features.harness import Harness
-from zero.run.features.largest import Largest
-from zero.run.features.limits import Limits
-from zero.run.features.profile import Profile
-from zero.run.features.protect import Protect
-from zero.run.features.report import Report
-from zero.run.features.sample import Sample
-from zero.run.features.save import Save
-from zero.run.features.statistics import Statistics
-from zero.run.features.track import Track
-from zero.run.features.validate import Validate
-from zero.run.features.verify import Verify
-
-FEATURES: tuple[type[Feature], ...] = (
-    *(Profile, Statistics, Verify, Limits, Validate, Harness),  # measure
-    *(Track, Bar, Largest),  # show the line
-    *(Save, Protect, Sample, Report),  # act on it
-)
-
-for kind in FEATURES:
-    declare(kind.name, kind.Config)

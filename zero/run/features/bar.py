@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from zero.config.declared import Keys
 from zero.hosts import agreement
 from zero.record.metrics_file import Line
 from zero.run.feature import Feature, Moment
@@ -18,7 +17,7 @@ class Bar(Feature):
     only_looks = True
     takes_every_line = True
 
-    def __init__(self, config: Keys, run: Run) -> None:
+    def __init__(self, run: Run) -> None:
         self._lengths: set[int] = set()  # of sequences, for which the step is compiled
         self._progress = Progress(run.position.step, run.last_step, run.clock, is_shown=agreement.is_host_0())
         self._progress.open()

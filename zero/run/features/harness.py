@@ -7,7 +7,6 @@ from pathlib import Path
 
 import jax
 
-from zero.config.declared import Keys
 from zero.config.keys import key
 from zero.inference.harness_tasks import numbers_of, run_tasks
 from zero.inference.scoring import Scorer
@@ -22,7 +21,7 @@ class Harness(Feature):
     """Adds the results of `harness.tasks` to the line of each evaluation, as `harness/TASK/METRIC`."""
 
     @dataclass
-    class Config(Keys):
+    class Keys:
         tasks: list[str] = key(
             [],
             None,
@@ -36,8 +35,8 @@ class Harness(Feature):
     phase = "evaluation"
     may_wait = True
 
-    def __init__(self, config: Config, run: Run) -> None:
-        self._tasks = config.tasks
+    def __init__(self, keys: Keys, run: Run) -> None:
+        self._tasks = keys.tasks
         self._batch_size = run.position.global_rows // jax.process_count()
 
     @classmethod

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from zero.config.declared import Keys
 from zero.hosts import agreement
 from zero.record.metrics_file import Line
 from zero.run.feature import Feature, Moment
@@ -25,9 +24,6 @@ class Largest(Feature):
     name = "largest"
     only_looks = True
     takes_every_line = True
-
-    def __init__(self, config: Keys, run: Run) -> None:
-        pass
 
     def do(self, run: Run, now: Moment, line: Line) -> None:
         shares = largest_shares(line)

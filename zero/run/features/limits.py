@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 from zero.base.errors import UserError
-from zero.config.declared import Keys
-from zero.config.keys import shared
-from zero.config.schema import Config as WholeConfig
-from zero.models.config import GPTConfig
+from zero.corpus.reading import keys
 from zero.record.metrics_file import Line
 from zero.run.feature import Feature, Moment
 from zero.run.run import Run
 from zero.tracking.metrics import Metric
+from zero.training import guard, schedules
 
 
 class Limits(Feature):
@@ -25,17 +21,6 @@ class Limits(Feature):
     Its place in the table is before everything that is written, so that a state beyond a limit is never saved.
     """
 
-    @dataclass
-    class Config(Keys):
-        max_skipped_rows: int = shared("data.max_skipped_rows")
-        max_skipped_in_a_row: int = shared("training.max_skipped_in_a_row")
-        skip_spikes: float | None = shared("training.skip_spikes")
-        total_steps: int = shared("training.total_steps")
-
-        def mistakes(self, config: WholeConfig, size: GPTConfig) -> Iterator[tuple[str, str]]:
-            if self.skip_spikes is not None and not self.max_skipped_in_a_row:
-                yield "training.max_skipped_in_a_row", f"at least 1, as training.skip_spikes={self.skip_spikes}"
-
     name = "limits"
     only_looks = True
     adds = (
@@ -44,11 +29,11 @@ class Limits(Feature):
     )
     takes_every_line = True
 
-    def __init__(self, config: Config, run: Run) -> None:
-        self._max_skipped_rows = config.max_skipped_rows
-        self._max_skipped_in_a_row = config.max_skipped_in_a_row
-        self._spikes = config.skip_spikes
-        self._total_steps = config.total_steps
+    def __init__(self, guarding: guard.Keys, rate: schedules.Keys, reading: keys.Keys) -> None:
+        self._max_skipped_rows = reading.max_skipped_rows
+        self._max_skipped_in_a_row = guarding.max_skipped_in_a_row
+        self._spikes = guarding.skip_spikes
+        self._total_steps = rate.total_steps
 
     def do(self, run: Run, now: Moment, line: Line) -> None:
         """Checks a line of metrics.

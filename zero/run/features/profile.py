@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import jax
 
-from zero.config.declared import Keys
 from zero.config.keys import Check, key
 from zero.run.feature import Feature
 from zero.run.run import Run
@@ -29,7 +28,7 @@ class Profile(Feature):
     """
 
     @dataclass
-    class Config(Keys):
+    class Keys:
         steps: list[int] | None = key(
             None,
             Check(_is_range, "the first and the last step, such as [20,25]"),
@@ -40,8 +39,8 @@ class Profile(Feature):
     name = "profile"
     only_looks = True
 
-    def __init__(self, config: Config, run: Run) -> None:
-        self._steps = config.steps  # None: no trace, or no other one
+    def __init__(self, keys: Keys, run: Run) -> None:
+        self._steps = keys.steps  # None: no trace, or no other one
         self._directory = run.directory.path / PROFILE_DIRECTORY
         if jax.process_count() > 1:  # jax writes files of one name, also where hosts share a disk
             self._directory /= f"host-{jax.process_index()}"

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
-from zero.config.declared import Keys
-from zero.config.keys import shared
+from zero.checkpoints.emergency import Keys
 from zero.record.metrics_file import Line
 from zero.run.feature import Feature, Moment
 from zero.run.features.examination import checked_sums
@@ -15,15 +14,11 @@ from zero.run.run import Run
 class Protect(Feature):
     """Begins an emergency checkpoint; it exists when a thread has written it, on this host and on its neighbor."""
 
-    @dataclass
-    class Config(Keys):
-        emergency_steps: int | None = shared("zero.emergency_steps")
-
     name = "protect"
     phase = "checkpoint"
 
-    def __init__(self, config: Config, run: Run) -> None:
-        self._every = config.emergency_steps
+    def __init__(self, keys: Keys, run: Run) -> None:
+        self._every = keys.emergency_steps
         self._emergency = run.directory.emergency
 
     def due(self, now: Moment) -> bool:

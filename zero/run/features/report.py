@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from zero.base.errors import UserError
-from zero.config.declared import Keys
 from zero.hosts import agreement
 from zero.record.metrics_file import Line
 from zero.record.run_files import METRICS_FILE
@@ -29,7 +29,9 @@ class Report(Feature):
     phase = "evaluation"
     may_wait = True
 
-    def __init__(self, config: Keys, run: Run) -> None:
+    def __init__(self, defaults: Mapping[str, str]) -> None:
+        """Takes the default values of all keys, as texts, with which those of the run are compared."""
+        self._defaults = defaults
         self._drawn_at = time.monotonic()
 
     @classmethod
@@ -50,16 +52,16 @@ class Report(Feature):
         if not agreement.is_host_0() or not (now.is_last or time.monotonic() > self._drawn_at + REPORT_SECONDS):
             return
         try:
-            draw(run.directory.path)
+            draw(run.directory.path, self._defaults)
         except (OSError, ValueError, RuntimeError, UserError) as error:  # matplotlib raises RuntimeErrors of fonts
             log.warning("step %d: the report of the run could not be written: %s", now.step, error)
         self._drawn_at = time.monotonic()
 
 
-def draw(run_directory: Path) -> None:
+def draw(run_directory: Path, defaults: Mapping[str, str]) -> None:
     """Writes run.png, and report.html last; a second of imports, for which the first step does not wait."""
     from zero.report.html_report import REPORT_FILE, write_report
     from zero.report.plot import draw_run
 
     draw_run(run_directory)
-    write_report([run_directory], run_directory / REPORT_FILE)
+    write_report([run_directory], run_directory / REPORT_FILE, defaults)

@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero.config.constraints import at_least
-from zero.config.declared import Keys
-from zero.config.keys import key
-from zero.config.schema import Config as WholeConfig
+from zero.config.keys import Mistakes, key
 from zero.corpus.text.tokenizers import encode_prompt
 from zero.files import storage
 from zero.files.appending import append
@@ -37,29 +35,28 @@ class Sample(Feature):
     """
 
     @dataclass
-    class Config(Keys):
+    class Keys:
         sample_tokens: int = key(
             300,
             at_least(0),
             "Tokens of text sampled from the model at each evaluation; 0: none.",
-            at="training",
         )
 
-        def mistakes(self, config: WholeConfig, size: GPTConfig) -> Iterator[tuple[str, str]]:
-            key = "training.sample_tokens"
+        def mistakes(self, size: GPTConfig, of_model: str) -> Mistakes:
+            name = "training.sample_tokens"
             if size.has_learned_positions and self.sample_tokens >= size.block_size:
-                learned = f"the learned positions of model.size={config.model.size} less one"
-                yield key, f"at most {size.block_size - 1}, {learned}"
+                learned = f"the learned positions of {of_model} less one"
+                yield name, f"at most {size.block_size - 1}, {learned}"
             switch = size.rotary_switch
             if switch is not None and self.sample_tokens >= switch:
-                yield key, f"less than {switch}, beyond which rotary frequencies depend on the length"
+                yield name, f"less than {switch}, beyond which rotary frequencies depend on the length"
 
     name = "sample"
     phase = "evaluation"
     may_wait = True
 
-    def __init__(self, config: Config, run: Run) -> None:
-        self._count = config.sample_tokens
+    def __init__(self, keys: Keys, run: Run) -> None:
+        self._count = keys.sample_tokens
         self._inference = make_inference(run.job.model)
         if agreement.is_host_0():
             drop_later(run.directory.path / SAMPLES_FILE, run.position.step)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from dataclasses import asdict, dataclass
 
+from zero.checkpoints import emergency
 from zero.config.constraints import at_least, positive
-from zero.config.declared import Keys
-from zero.config.keys import key, shared
+from zero.config.keys import key
 from zero.hosts import agreement
 from zero.record.metrics_file import Line
 from zero.run.feature import Feature, Moment
@@ -22,30 +22,27 @@ class Save(Feature):
     """
 
     @dataclass
-    class Config(Keys):
-        emergency_steps: int | None = shared("zero.emergency_steps")
+    class Keys:
         save_every: int | None = key(
             None,
             at_least(1),
             "Steps between checkpoints, whatever the evaluations; null: at every evaluation. The last step is always "
             "saved.",
-            at="data",
             in_steps=True,
         )
         checkpoint_minutes: float | None = key(
             30.0,
             positive(),
             "Minutes between checkpoints if evaluations or save_every are further apart; null: only at these.",
-            at="data",
         )
 
     name = "save"
     phase = "checkpoint"
 
-    def __init__(self, config: Config, run: Run) -> None:
-        self._every = config.save_every
-        self._minutes = config.checkpoint_minutes
-        self._emergency_every = config.emergency_steps
+    def __init__(self, keys: Keys, protecting: emergency.Keys, run: Run) -> None:
+        self._every = keys.save_every
+        self._minutes = keys.checkpoint_minutes
+        self._emergency_every = protecting.emergency_steps
         self._checkpoints = run.directory.checkpoints
         self._begun_at = time.monotonic()
         run.requests.add(self.name, self._is_time)

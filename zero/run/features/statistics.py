@@ -9,7 +9,6 @@ import jax
 import numpy as np
 
 from zero.config.constraints import at_least
-from zero.config.declared import Keys
 from zero.config.keys import key
 from zero.partition.layout import PyTree
 from zero.record.metrics_file import Line
@@ -24,7 +23,7 @@ class Statistics(Feature):
     """Computes statistics per tensor of every so many steps, by programs compiled at the first; free in the others."""
 
     @dataclass
-    class Config(Keys):
+    class Keys:
         every: int | None = key(
             None,
             at_least(1),
@@ -43,8 +42,8 @@ class Statistics(Feature):
         ),
     )
 
-    def __init__(self, config: Config, run: Run) -> None:
-        self._every = config.every
+    def __init__(self, keys: Keys, run: Run) -> None:
+        self._every = keys.every
         self._weights_before: PyTree = None
         self._values: dict[str, float] = {}
 

@@ -6,14 +6,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from zero.config.constraints import at_least
-from zero.config.declared import Keys
-from zero.config.keys import key, shared
+from zero.config.keys import key
 from zero.hosts import agreement
 from zero.record.metrics_file import Line
 from zero.record.run_files import SAMPLES_FILE
 from zero.run.feature import Feature, Moment
 from zero.run.features.sample import samples_after
 from zero.run.run import Run
+from zero.tracking import tracker
 from zero.tracking.metrics import Metric
 from zero.tracking.tracker import Tracker, open_tracker
 
@@ -22,10 +22,8 @@ class Track(Feature):
     """Records each line on host 0, with the clock of the run; a line every `training.log_frequency` steps at least."""
 
     @dataclass
-    class Config(Keys):
-        wandb_project: str | None = shared("data.wandb_project")
-        tensorboard: bool = shared("data.tensorboard")
-        log_frequency: int = key(10, at_least(1), "Log a line of metrics every 10 steps.", at="training", in_steps=True)
+    class Keys:
+        log_frequency: int = key(10, at_least(1), "Log a line of metrics every 10 steps.", in_steps=True)
 
     name = "track"
     adds = (
@@ -36,21 +34,21 @@ class Track(Feature):
     )
     takes_every_line = True
 
-    def __init__(self, config: Config, run: Run) -> None:
-        self._every = config.log_frequency
+    def __init__(self, keys: Keys, destinations: tracker.Keys, run: Run) -> None:
+        self._every = keys.log_frequency
         self._stack = ExitStack()
         self._tracker: Tracker | None = None
         self._samples = run.directory.path / SAMPLES_FILE
         self._sampled = run.position.step  # the step of the newest sample that was sent
         if agreement.is_host_0():
-            tracker = open_tracker(
+            opened = open_tracker(
                 run.directory.path,
-                project=config.wandb_project,
-                tensorboard=config.tensorboard,
+                project=destinations.wandb_project,
+                tensorboard=destinations.tensorboard,
                 config=run.config,
                 resumed_from=None if run.config["resume"] is None else run.position.step,
             )
-            self._tracker = self._stack.enter_context(tracker)
+            self._tracker = self._stack.enter_context(opened)
 
     def due(self, now: Moment) -> bool:
         return now.is_evaluation or now.step % self._every == 0

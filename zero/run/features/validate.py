@@ -13,8 +13,9 @@ import jax
 import numpy as np
 
 from zero.base.errors import UserError
-from zero.config.declared import Keys
-from zero.config.keys import shared
+from zero.config.constraints import at_least
+from zero.config.keys import key
+from zero.corpus.reading.keys import ScoredKeys
 from zero.corpus.reading.loader import HostBatch, Loader
 from zero.corpus.reading.prefetch import prefetch
 from zero.hosts import agreement
@@ -42,9 +43,19 @@ class Validate(Feature):
     """
 
     @dataclass
-    class Config(Keys):
-        maximum_evaluation_steps: int = shared("training.maximum_evaluation_steps")
-        loss_on: str = shared("training.loss_on")
+    class Keys:
+        evaluation_frequency: int = key(
+            240,
+            at_least(1),
+            "Evaluate every 240 steps and after the last; each time also save, draw the curves and sample text.",
+            in_steps=True,
+        )
+        maximum_evaluation_steps: int = key(
+            16,
+            at_least(0),
+            "Validation batches per evaluation at most, of all sets one after the other and of each set with a name; "
+            "0: none, so that an evaluation only saves and samples.",
+        )
 
     name = "validate"
     adds = (
@@ -61,10 +72,10 @@ class Validate(Feature):
     phase = "evaluation"
     may_wait = True
 
-    def __init__(self, config: Config, run: Run) -> None:
+    def __init__(self, keys: Keys, scored: ScoredKeys, run: Run) -> None:
         self._sets = run.data.validation
-        self._most_batches = config.maximum_evaluation_steps
-        self._loss_on = config.loss_on
+        self._most_batches = keys.maximum_evaluation_steps
+        self._loss_on = scored.loss_on
         self._is_named = "" not in self._sets
         self._token_bytes: np.ndarray | None = None  # (vocabulary,), where bits per byte are counted
 

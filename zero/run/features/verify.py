@@ -10,7 +10,6 @@ import numpy as np
 
 from zero.base.errors import Unavailable, UserError
 from zero.config.constraints import at_least
-from zero.config.declared import Keys
 from zero.config.keys import key
 from zero.partition.global_arrays import pmap_devices
 from zero.partition.layout import PyTree
@@ -30,7 +29,7 @@ class Verify(Feature):
     """
 
     @dataclass
-    class Config(Keys):
+    class Keys:
         every: int | None = key(
             None,
             at_least(1),
@@ -44,8 +43,8 @@ class Verify(Feature):
     name = "verify"
     only_looks = True
 
-    def __init__(self, config: Config, run: Run) -> None:
-        self._every = config.every
+    def __init__(self, keys: Keys, run: Run) -> None:
+        self._every = keys.every
         self._program = run.job.programs.verify
         self._axis = run.axis
         is_gpu = jax.default_backend() == "gpu"

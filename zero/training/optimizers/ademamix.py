@@ -12,8 +12,8 @@ import optax.contrib
 
 from zero.config.constraints import at_least, fraction_below_one, zero_or_more
 from zero.config.keys import key, named
-from zero.training import optimizer_keys as keys
-from zero.training.optimizer_keys import Optimizer
+from zero.training.optimizers import optimizer_keys as keys
+from zero.training.optimizers.optimizer_keys import Optimizer
 from zero.training.optimizers.weight_decay import decoupled
 
 
@@ -24,14 +24,15 @@ class AdEMAMix(Optimizer):
     name: str = named("ademamix")
     b1: float = keys.b1(0.9)
     b2: float = keys.b2(0.999)
-    b3: float = key(0.9999, fraction_below_one(), "Decay of the slow mean.")
-    alpha: float = key(5.0, zero_or_more(), "The slow mean counts this many times.")
+    b3: float = key(0.9999, fraction_below_one(), "Decay of the slow mean.", fixed=True)
+    alpha: float = key(5.0, zero_or_more(), "The slow mean counts this many times.", fixed=True)
     eps: float = keys.eps(1e-8)
     slow_warmup: int | None = key(
         None,
         at_least(1),
         "Steps until alpha and the half-life of the slow mean have grown to their values; null: they are constant.",
         "The paper takes all steps of the run.",
+        fixed=True,
     )
 
 

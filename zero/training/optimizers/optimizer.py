@@ -26,9 +26,9 @@ from zero.models.config import HEAD, STACK, VOCABULARY
 from zero.partition.layout import Layout, PyTree
 from zero.partition.quantized import convert_adam, rounded_updates, scale_by_adam, scale_by_lion
 from zero.partition.rewrite.entry_points import across_shards
-from zero.training import optimizer_keys as keys
-from zero.training.optimizer_keys import Optimizer
+from zero.training.optimizers import optimizer_keys as keys
 from zero.training.optimizers.ademamix import AdEMAMix, ademamix
+from zero.training.optimizers.optimizer_keys import Optimizer
 from zero.training.optimizers.weight_decay import DECAYED, Multipliers, by_leaf, decayed, decoupled
 
 B1, B2, EPS = 0.9, 0.95, 1e-8  # AdamW; b2 as in GPT-3, arXiv 2005.14165, appendix B
@@ -39,7 +39,7 @@ class AdamW(Optimizer):
     """AdamW (arXiv 1711.05101)."""
 
     name: str = named("adamw")
-    state_dtype: str = keys.state_dtype("The two moments, 8, 4 or 2 bytes per parameter,")  # type: ignore[misc]
+    state_dtype: str = keys.state_dtype("The two moments, 8, 4 or 2 bytes per parameter,", fixed=False)  # type: ignore[misc]
     b1: float = keys.b1(0.9)
     b2: float = keys.b2(0.95)
     eps: float = keys.eps(1e-8)
@@ -48,9 +48,10 @@ class AdamW(Optimizer):
         "matrices",
         one_of(*DECAYED),
         "Leaves that decay: matrices, those of layers, vocabulary and head; gpt_neo, also positions and the last norm.",
+        fixed=True,
     )
-    bias_correction: bool = key(True, None, "false leaves out the division of the moments by 1 - b^step.")
-    scaled_eps: bool = key(False, None, "In muP: eps is multiplied as the learning rate of each array is.")
+    bias_correction: bool = key(True, None, "false leaves out the division of the moments by 1 - b^step.", fixed=True)
+    scaled_eps: bool = key(False, None, "In muP: eps is multiplied as the learning rate of each array is.", fixed=True)
 
 
 def adamw(
@@ -85,7 +86,7 @@ class Lion(Optimizer):
     name: str = named("lion")
     state_dtype: str = keys.state_dtype("The moment, 4, 2 or 1 bytes per parameter,")  # type: ignore[misc]
     b1: float = keys.b1(0.9)
-    b2: float = key(0.99, fraction_below_one(), "Decay of the momentum.")
+    b2: float = key(0.99, fraction_below_one(), "Decay of the momentum.", fixed=True)
     decay: str = keys.decay()  # type: ignore[misc]
 
 
@@ -108,7 +109,7 @@ class Sgd(Optimizer):
 
     name: str = named("sgd")
     b1: float = keys.b1(0.9, "Momentum.")
-    nesterov: bool = key(False, None, "Nesterov momentum.")
+    nesterov: bool = key(False, None, "Nesterov momentum.", fixed=True)
 
 
 def _sgd(weight_decay: float, b1: float = 0.9, nesterov: bool = False) -> Any:
@@ -136,13 +137,18 @@ class Adafactor(Optimizer):
     name: str = named("adafactor")
     b1: float | None = keys.b1(None, "Decay of the mean of updates; null: no mean.")
     eps: float = keys.eps(1e-30, "Added to the square of the gradient.")
-    decay_rate: float = key(0.8, positive(), "The mean square of step t decays by 1 - t^-decay_rate.")
+    decay_rate: float = key(0.8, positive(), "The mean square of step t decays by 1 - t^-decay_rate.", fixed=True)
     factored_from: int = key(
-        128, at_least(2), "Matrices with both dimensions at least this long keep only means of rows and columns."
+        128,
+        at_least(2),
+        "Matrices with both dimensions at least this long keep only means of rows and columns.",
+        fixed=True,
     )
-    max_update_rms: float = key(1.0, positive(), "Updates are scaled down to this root mean square.")
-    scale_by_parameter: bool = key(True, None, "Updates are multiplied by the root mean square of their array.")
-    min_scale: float = key(1e-3, positive(), "They are multiplied at least by this.")
+    max_update_rms: float = key(1.0, positive(), "Updates are scaled down to this root mean square.", fixed=True)
+    scale_by_parameter: bool = key(
+        True, None, "Updates are multiplied by the root mean square of their array.", fixed=True
+    )
+    min_scale: float = key(1e-3, positive(), "They are multiplied at least by this.", fixed=True)
 
 
 def _adafactor(
@@ -173,14 +179,15 @@ class Muon(Optimizer):
 
     name: str = named("muon")
     b1: float = keys.b1(0.95)
-    newton_schulz_steps: int = key(5, at_least(1), "Iterations that orthogonalize an update.")
+    newton_schulz_steps: int = key(5, at_least(1), "Iterations that orthogonalize an update.", fixed=True)
     update_rms: float = key(
         0.2,
         positive(),
         "Root mean square of an update before the learning rate, for rates like AdamW's (arXiv 2502.16982).",
+        fixed=True,
     )
     adam_b1: float = keys.b1(0.9, "b1 for vectors and the vocabulary.")
-    adam_b2: float = key(0.95, fraction_below_one(), "b2 for vectors and the vocabulary.")
+    adam_b2: float = key(0.95, fraction_below_one(), "b2 for vectors and the vocabulary.", fixed=True)
     eps: float = keys.eps(1e-8)
 
 

@@ -4,39 +4,28 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from dataclasses import asdict
+from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
 from zero.base.errors import UserError
-from zero.config.schema import Config
 from zero.hosts import agreement
-from zero.models.config import GPTConfig
-
-# Keys that name something of one host. `agreement.check_shared` compares what is in data.checkpoint_directory.
-OF_A_HOST = {
-    "resume",
-    "data.cache_directory",
-    "data.checkpoint_directory",
-    "zero.emergency_directory",
-    "distributed.coordinator_address",
-    "distributed.process_id",
-    "distributed.compilation_cache",
-}
 
 
-def check_same_configuration(config: Config, size: GPTConfig) -> None:
-    """Compares the checked configuration, the model and the version of jax with those of all other hosts.
+def check_same_configuration(values: Mapping[str, Any], model: Mapping[str, Any]) -> None:
+    """Compares values, the model and the version of jax with those of all other hosts.
+
+    Args:
+      values: of the checked configuration by the names of keys, without those that name something of one host.
+      model: the keys of its size.
 
     Raises:
       UserError: on all hosts, a line for each key that differs, with its values and the hosts that have them.
     """
-    values = {f"{key} of the model (model_config.yaml)": value for key, value in asdict(size).items()}
-    for section, value in asdict(config).items():
-        keys = value if isinstance(value, dict) else {"": value}
-        values |= {f"{section}.{key}".rstrip("."): of_key for key, of_key in keys.items()}
-    values |= {f"the version of {package}": version(package) for package in ("jax", "jaxlib")}
-    texts = {key: json.dumps(value, default=str) for key, value in values.items() if key not in OF_A_HOST}
+    facts = {f"{key} of the model (model_config.yaml)": value for key, value in model.items()}
+    facts |= values
+    facts |= {f"the version of {package}": version(package) for package in ("jax", "jaxlib")}
+    texts = {key: json.dumps(value, default=str) for key, value in facts.items()}
     if mistakes := _differences(texts):
         raise UserError("\n".join(f"{mistake}; all hosts need the same" for mistake in mistakes))
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from zero.base.errors import UserError
 from zero.base.versions import version_of
-from zero.config.declared import whole_kind
-from zero.config.files import conf_directory, load_sizes
+from zero.commands.modes import MODES
+from zero.config.constraints import shown
+from zero.config.files import conf_directory
 from zero.config.keys import Group, Key, Section, all_keys, members_of
-from zero.config.names import unknown
-from zero.config.printed import choices_of_groups, yaml_text
-from zero.config.schema import GROUPS, MODE_SECTIONS, MODES
+from zero.job.sizes import load_sizes
 
 WIDTH = 100  # columns of a terminal
 COMMANDS = {
@@ -46,7 +46,7 @@ def help_text(names: Sequence[str]) -> str:
         if lines:
             pages.append("\n".join(lines))
         else:
-            mistakes.append(unknown(name))
+            mistakes.append(MODES.unknown(name))
     if mistakes:
         raise UserError("\n".join(mistakes))
     return "\n\n".join(pages)
@@ -66,7 +66,7 @@ def _screen() -> Iterator[str]:
         yield f"  python main_zero.py {arguments:<38} {meaning}"
     yield ""
     yield "Groups, such as optimizer=lion; the first is the default:"
-    for group, choices in choices_of_groups().items():
+    for group, choices in MODES.choices().items():
         yield f"  {group:<12} {', '.join(choices)}"
     yield ""
     yield "Files of settings, such as +preset=v3-8:"
@@ -74,9 +74,9 @@ def _screen() -> Iterator[str]:
         yield from _list(f"+{group}", meaning, _files(group))
     yield ""
     yield "Keys, by section:"
-    plain = [member.name for member in members_of(whole_kind()) if isinstance(member, Key) and member.name != "mode"]
+    plain = [member.name for member in members_of(MODES.first) if isinstance(member, Key) and member.name != "mode"]
     yield f"  {'':<12} {', '.join(plain)}"
-    for member in members_of(whole_kind()):
+    for member in members_of(MODES.first):
         if isinstance(member, Section):
             count = len(list(all_keys(member.kind)))
             noun = "key" if count == 1 else "keys"
@@ -104,30 +104,33 @@ def _page(name: str) -> Iterator[str]:
         yield from _list("model.size", "FILE:ENTRY, or an entry of conf/model_config.yaml or conf/models", load_sizes())
     elif name in ADDED:
         yield from _list(f"+{name}", ADDED[name], _files(name))
-    elif name in GROUPS:
-        yield f"{name}: {GROUPS[name].comment} One of:"
-        for choice, kind in GROUPS[name].choices.items():
+    elif name in MODES.groups:
+        yield f"{name}: {MODES.groups[name].comment} One of:"
+        for choice, kind in MODES.groups[name].choices.items():
             yield ""
-            yield from _choice(GROUPS[name], choice, kind)
+            yield from _choice(MODES.groups[name], choice, kind)
     elif name == "mode":
-        for mode, kind in MODES.items():
+        for mode, kind in MODES.kinds.items():
             yield from textwrap.wrap(f"mode={mode}: {_first_line(kind)}", WIDTH)
-    elif name in MODE_SECTIONS:
-        yield from _section(f"{name}.", MODE_SECTIONS[name])
-    elif name.startswith("mode=") and name.partition("=")[2] in MODES:
+    elif name in MODES.own_sections:
+        yield from _section(f"{name}.", MODES.own_sections[name])
+    elif name.startswith("mode=") and name.partition("=")[2] in MODES.kinds:
         mode = name.partition("=")[2]
-        yield from textwrap.wrap(f"mode={mode}: {_first_line(MODES[mode])}", WIDTH)
-        if mode in MODE_SECTIONS:
-            yield from _section(f"{mode}.", MODE_SECTIONS[mode])
-    elif name.partition("=")[0] in GROUPS and name.partition("=")[2] in GROUPS[name.partition("=")[0]].choices:
+        yield from textwrap.wrap(f"mode={mode}: {_first_line(MODES.kinds[mode])}", WIDTH)
+        if mode in MODES.own_sections:
+            yield from _section(f"{mode}.", MODES.own_sections[mode])
+    elif (
+        name.partition("=")[0] in MODES.groups
+        and name.partition("=")[2] in MODES.groups[name.partition("=")[0]].choices
+    ):
         group, _, choice = name.partition("=")
-        yield from _choice(GROUPS[group], choice, GROUPS[group].choices[choice])
+        yield from _choice(MODES.groups[group], choice, MODES.groups[group].choices[choice])
     else:
         yield from _key_or_section(name)
 
 
 def _key_or_section(name: str) -> Iterator[str]:
-    for member in members_of(whole_kind()):
+    for member in members_of(MODES.first):
         if isinstance(member, Section) and member.name == name:
             yield from _section(f"{name}.", member.kind)
     for key, owner in _every_key():
@@ -137,14 +140,14 @@ def _key_or_section(name: str) -> Iterator[str]:
 
 def _every_key() -> Iterator[tuple[Key, str]]:
     """Each key with what has it: nothing if every run has it."""
-    for key in all_keys(whole_kind()):
-        if key.name.partition(".")[0] not in GROUPS:
+    for key in all_keys(MODES.first):
+        if key.name.partition(".")[0] not in MODES.groups:
             yield key, ""
-    for group in GROUPS.values():
+    for group in MODES.groups.values():
         for choice, kind in group.choices.items():
             for key in all_keys(kind, f"{group.name}."):
                 yield key, f"{group.name}={choice}"
-    for mode, kind in MODE_SECTIONS.items():
+    for mode, kind in MODES.own_sections.items():
         for key in all_keys(kind, f"{mode}."):
             yield key, f"mode={mode}"
 
@@ -173,3 +176,19 @@ def explained(key: Key, owner: str = "") -> Iterator[str]:
         if key.is_optional:
             expects += ", or null"
         yield from textwrap.wrap(expects, WIDTH, initial_indent="    ", subsequent_indent="      ")
+
+
+def yaml_text(value: Any) -> str:
+    """A value as a person would write it in YAML.
+
+    >>> yaml_text(0.003), yaml_text(10**11), yaml_text([2, 3]), yaml_text(0.1), yaml_text({})
+    ('3.0e-3', '100_000_000_000', '[2, 3]', '0.1', '{}')
+    """
+    if isinstance(value, float) and 0 < value < 0.01:
+        mantissa, _, exponent = f"{value:.1e}".partition("e")
+        return f"{mantissa}e{int(exponent)}"
+    if isinstance(value, int) and value >= 10_000:
+        return f"{value:_}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(yaml_text, value))}]"
+    return shown(value)

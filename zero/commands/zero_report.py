@@ -5,7 +5,9 @@ import sys
 from pathlib import Path
 
 from zero.base.errors import exit_on_error
+from zero.config.saved_config import flat_config
 from zero.report.html_report import REPORT_FILE, summary, write_report
+from zero.run.config import default_config
 
 
 def main() -> None:
@@ -18,7 +20,7 @@ def main() -> None:
     parser.add_argument("--to", type=Path, help="the file to write; default: report.html in the first run")
     options = parser.parse_args()
     with exit_on_error():
-        page = write_report(options.runs, options.to or options.runs[0] / REPORT_FILE)
+        page = write_report(options.runs, options.to or options.runs[0] / REPORT_FILE, flat_config(default_config()))
         print("\n".join(summary(options.runs)), file=sys.stderr)
         print(page)
 

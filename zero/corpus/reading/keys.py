@@ -1,0 +1,173 @@
+"""The keys that say which rows are read: of the training set, of validation sets, and in batches of which size."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zero.config.constraints import INT32, INT64, SMALLEST, at_least, not_empty, one_of, zero_or_more
+from zero.config.keys import Check, Mistakes, key
+from zero.corpus.format.crop import CROPS
+from zero.corpus.format.index_files import PATHS, SETS, is_paths, is_sets
+from zero.corpus.reading.order import weight_stages
+from zero.corpus.reading.synthetic import SYNTHETIC
+
+_MIXTURE = (
+    "[{index: path, weight: 0.7}, ...] of files of different names, with weights or [[0, weight], [step, weight], ...]"
+)
+
+
+def is_validation(value: Any) -> bool:
+    """Whether a value names validation sets, or none."""
+    return value is None or is_paths(value) or is_sets(value)
+
+
+def _is_weight(value: Any, lowest: float = 0) -> bool:
+    return type(value) in (int, float) and lowest <= value < math.inf
+
+
+def _is_curve(value: Any) -> bool:
+    """Whether a value is [[step, weight], ...] with rising steps from 0 on, and a weight above 0 among them."""
+    if not isinstance(value, list) or not value:
+        return False
+    pairs = [pair for pair in value if isinstance(pair, list) and len(pair) == 2]
+    if len(pairs) < len(value) or not all(type(step) is int and _is_weight(weight) for step, weight in pairs):
+        return False
+    steps, weights = zip(*pairs, strict=True)
+    return steps[0] == 0 and all(a < b <= INT32 for a, b in itertools.pairwise(steps)) and max(weights) > 0
+
+
+def is_mixture(value: Any) -> bool:
+    if not isinstance(value, list) or not value or not all(isinstance(entry, dict) for entry in value):
+        return False
+    is_whole = all(
+        entry.keys() == {"index", "weight"}
+        and isinstance(entry["index"], str)
+        and (_is_weight(entry["weight"], lowest=SMALLEST) or _is_curve(entry["weight"]))
+        for entry in value
+    )
+    if not is_whole or not all(sum(weights) > 0 for _, weights in weight_stages(entry["weight"] for entry in value)):
+        return False
+    # The metrics name a corpus by the stem of its index file.
+    return len({Path(entry["index"]).stem for entry in value}) == len(value)
+
+
+@dataclass
+class SetKeys:
+    """Where the validation sets are, in section `data`."""
+
+    corpus: str | None = key(
+        "stdlib",
+        not_empty(),
+        "The source that is tokenized on this machine if the index files are missing; null: index files must exist.",
+        "synthetic: random rows and synthetic:ones: rows of ones, computed without any files; no index file is "
+        "read, and nothing is validated.",
+    )
+    index_path_validation: Any = key(
+        "data/index/stdlib_validation.index",
+        Check(is_validation, f"{PATHS}, {SETS}, or null"),
+        "An index file, or a list of them; null: no validation.",
+        "{web: web.index, code: [a.index, b.index]}: also validation/web/loss and validation/web/bits_per_byte; the "
+        "total is the mean over the tokens of all sets.",
+    )
+    bucket_path: str | None = key(
+        None,
+        not_empty(),
+        "Google Cloud Storage, bucket or bucket/folder, or a URL such as s3://bucket/folder, for relative index "
+        "files and checkpoint_directory; null: local disk.",
+    )
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether rows are computed, and no file is read."""
+        return self.corpus in SYNTHETIC
+
+    @property
+    def has_validation_set(self) -> bool:
+        return self.index_path_validation is not None and not self.is_synthetic
+
+
+@dataclass
+class Keys(SetKeys):
+    """All keys of the rows that are read, in section `data`."""
+
+    index_path_train: Any = key(
+        "data/index/stdlib_train.index",
+        Check(lambda value: is_paths(value) or is_mixture(value), f"{PATHS}, or {_MIXTURE}"),
+        "An index file; a list of them; or a weighted mixture, [{index: a.index, weight: 0.7}, ...].",
+        "A weight that changes over training: {index: a.index, weight: [[0, 0.7], [9000, 0.1]]}, 0.7 in the first "
+        "9,000 steps, then 0.1.",
+    )
+    crop: str = key(
+        "first",
+        one_of(*CROPS),
+        "What is read of rows longer than max_context: first, their first max_context tokens; all, floor(row / "
+        "max_context) sequences of each.",
+        "random: one sequence per row and epoch, at an offset drawn from the seed, the epoch and the row; "
+        "validation then reads all.",
+        fixed=True,
+    )
+    train_samples: int | None = key(None, at_least(1, INT64), "Rows of the training set per epoch; null: all.")
+    shuffle_shards: int = key(
+        16,
+        at_least(1),
+        "Shards of a corpus whose rows are shuffled together; preferably a multiple of the number of hosts.",
+        fixed=True,
+    )
+    max_skipped_rows: int = key(
+        0,
+        zero_or_more(),
+        "Missing, damaged or corrupt training rows that are skipped before training stops with an error; 0: the "
+        "first one stops it.",
+    )
+    cache_directory: str | None = key(
+        None,
+        not_empty(),
+        "A local directory that caches shards read from a bucket, in at most 90 % of its disk's free space; "
+        "refused where all shards are local; null: no cache.",
+        of_host=True,
+    )
+
+    def mistakes(self) -> Mistakes:
+        if not is_paths(self.index_path_train) and self.train_samples is not None:
+            yield "data.train_samples", "null, as data.index_path_train is a mixture"
+
+    def without_effect(self) -> Mistakes:
+        """Keys of files where rows are computed, each with the reason."""
+        names = ("index_path_train", "index_path_validation", "shuffle_shards", "max_skipped_rows", "cache_directory")
+        if self.is_synthetic:
+            for name in names:
+                yield f"data.{name}", f"data.corpus={self.corpus} reads no files"
+
+
+@dataclass
+class ScoredKeys:
+    """How many rows are computed at once, and which of their tokens count, in section `training`."""
+
+    batch_size: int = key(
+        8,
+        at_least(1),
+        "Sequences of max_context tokens per host and optimizer step, split into gradient_accumulation_steps "
+        "micro-batches; in mode=evaluate, rows per host that are scored at once.",
+        "A resume keeps the total over all hosts, and divides it among the hosts that it has.",
+    )
+    loss_on: str = key(
+        "all",
+        one_of("all", "completion"),
+        "Tokens that the model learns to predict: all, or completion, in a corpus of zero-prepare --completions.",
+        in_scores=True,
+    )
+
+
+@dataclass
+class EpochKeys:
+    """How often the training set is read, in section `training`."""
+
+    max_epochs: int | None = key(
+        None,
+        at_least(1),
+        "Passes over the training set at most; null: as many as total_steps needs.",
+    )

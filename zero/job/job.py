@@ -1,0 +1,197 @@
+"""Makes the model, the optimizer and the programs of a checked configuration, for training and `mode=plan`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from zero.config.constraints import random_seed
+from zero.config.keys import choice, key, section
+from zero.config.modes import Configuration
+from zero.corpus.reading import keys as reading
+from zero.hosts.speeds import SPEEDS, Speed
+from zero.job import sizes
+from zero.job.devices import faster_placement, make_axis
+from zero.job.memory import store_state, with_automatic_remat
+from zero.job.model import AttentionKeys, RowKeys, make_model
+from zero.job.sharding import Sharding
+from zero.models.config import GPTConfig
+from zero.models.parametrization import multipliers_of
+from zero.models.stack import OFFLOADED
+from zero.partition.collectives.axis import Axis
+from zero.partition.layout import Layout
+from zero.training import ema, guard, parts, schedules, tuning
+from zero.training.objectives import objective
+from zero.training.objectives.objective import Objective
+from zero.training.objectives.table import OBJECTIVES
+from zero.training.optimizers import optimizer_keys
+from zero.training.optimizers.optimizer import OPTIMIZERS, make_optimizer
+from zero.training.parts import StepOptions
+from zero.training.programs import Programs, make_programs
+from zero.training.schedules import SCHEDULES, Schedule, learning_rate
+from zero.training.sharded_gpt import ShardedGPT
+from zero.training.state_storage import OnDevices
+from zero.training.tuning import TUNINGS, make_tuning
+
+
+@dataclass
+class Training(
+    schedules.Keys,
+    optimizer_keys.Keys,
+    parts.Keys,
+    guard.Keys,
+    ema.Keys,
+    reading.ScoredKeys,
+):
+    """What a job reads of section `training`."""
+
+
+@dataclass
+class Model(sizes.Keys, AttentionKeys):
+    """What a job reads of section `model`."""
+
+
+@dataclass
+class JobConfig(Configuration):
+    """What a job is made of."""
+
+    seed: int = key(0, random_seed(), "Seed of weight initialization, data order and dropout.", fixed=True)
+    training: Training = section(Training)
+    model: Model = section(Model)
+    data: RowKeys = section(RowKeys)
+    optimizer: optimizer_keys.Optimizer = choice(OPTIMIZERS, "What makes an update of a gradient.", fixed=True)
+    objective: objective.Keys = choice(OBJECTIVES, "What is minimized.", fixed=True)
+    tuning: tuning.Keys = choice(TUNINGS, "Which parameters are trained; docs/how-to/fine-tuning.md", fixed=True)
+    schedule: Schedule = choice(SCHEDULES, "The learning rate after a linear warmup from 0.")
+    zero: Sharding = section(Sharding)
+
+
+class PlacedModel(NamedTuple):
+    """A model on an axis of devices.
+
+    Attributes:
+      devices: those of the axis; None: all that jax has.
+      rows: per step and device, or group of devices that take the same rows; None: nothing depends on them.
+      placements: seconds of the placements of tensor groups between which `zero.phases=auto` has chosen.
+    """
+
+    model: ShardedGPT
+    devices: Sequence[Any] | None
+    rows: int | None
+    placements: dict[str, float]
+
+    @property
+    def speed(self) -> Speed | None:
+        """Of its TPUs; None of other devices."""
+        device = self.device
+        return SPEEDS.get(device.device_kind) if device.platform == "tpu" else None
+
+    def with_last_target(self, has_last_target: bool) -> PlacedModel:
+        """The same for rows that hold the target of their last position, or not."""
+        return self._replace(model=dataclasses.replace(self.model, last_target=has_last_target))
+
+    @property
+    def device(self) -> Any:
+        return (self.devices or jax.devices())[0]
+
+
+class Job(NamedTuple):
+    """A model on an axis of devices, its optimizer, the programs made of them, and the layout of the whole state.
+
+    The objective is what the programs minimize; `held` counts the bytes of state and frozen parameters per device;
+    `storage` knows where the state lies between steps; `placements` are those of tensor groups between which
+    `zero.phases=auto` has chosen (`placement_seconds`).
+    """
+
+    model: ShardedGPT
+    tx: optax.GradientTransformation
+    programs: Programs
+    layout: Layout
+    objective: Objective
+    held: int
+    storage: OnDevices
+    placements: dict[str, float]
+
+
+def place_model(
+    config: JobConfig, size: GPTConfig, devices: Sequence[Any] | None = None, rows: int | None = None
+) -> PlacedModel:
+    """The model of a checked configuration on these devices, by default all. What they refuse is refused here.
+
+    `rows` are those per step and device, or group of devices that take the same rows; None: as training.batch_size.
+    """
+
+    def on(axis: Axis) -> ShardedGPT:
+        tuned = make_tuning(dataclasses.asdict(config.tuning))
+        device = None if devices is None else devices[0]
+        return make_model(size, axis, config.zero, config.model, config.data, tuned, device=device)
+
+    model = on(make_axis(config.zero, devices))
+    placed = PlacedModel(model, devices, rows, {})
+    if rows is None and placed.speed is not None:  # else nothing depends on them, and jobs of other rows are the same
+        global_rows = config.objective.make().example.texts * config.training.batch_size * jax.process_count()
+        placed = placed._replace(rows=global_rows * model.axis.row_group // model.axis.size)
+    if config.zero.phases != "auto" or placed.speed is None or placed.rows is None:
+        return placed
+    micro_batches = config.training.gradient_accumulation_steps
+    found = faster_placement(
+        model, config.zero, devices, placed.rows // micro_batches, micro_batches, config.data.max_context
+    )
+    return placed if found is None else placed._replace(model=on(found.axis), placements=found.seconds)
+
+
+def make_job(config: JobConfig, placed: PlacedModel) -> Job:
+    """A placed model with its optimizer, its programs and the place of its state. Nothing is compiled yet."""
+    model = placed.model
+    objective = config.objective.make()
+    options = step_options(config, objective, steps_per_row(config.data, model.config))
+    tx = trained_by(config.optimizer, config.training, model.config)
+    stored = store_state(model, tx, options)
+    chooses_remat = config.zero.remat == "auto" and model.stage == 3 and not options.fused_update
+    if chooses_remat and placed.speed is not None and placed.rows is not None:
+        rows = placed.rows // options.micro_batches
+        model = with_automatic_remat(model, stored.held, placed.device, rows, config.data.max_context)
+    programs = make_programs(model, tx, options, placed.devices)
+    return Job(model, tx, programs, stored.layout, objective, stored.held, stored.storage, placed.placements)
+
+
+def step_options(config: JobConfig, objective: Objective, updates_per_row: int) -> StepOptions:
+    training = config.training
+    return StepOptions(
+        learning_rate(training, config.schedule),
+        seed=config.seed,
+        micro_batches=training.gradient_accumulation_steps,
+        max_gradient_norm=training.max_gradient_norm,
+        max_gradient_value=training.max_gradient_value,
+        skip_bad_steps=training.skips_bad_steps,
+        skip_spikes=training.skip_spikes,
+        fused_update=config.zero.fused_update,
+        streams_state="optimizer" in OFFLOADED[config.zero.offload],
+        ema_decay=training.ema,
+        objective=objective,
+        parts=updates_per_row,
+    )
+
+
+def trained_by(
+    optimizer: optimizer_keys.Optimizer, training: Training, size: GPTConfig
+) -> optax.GradientTransformation:
+    """The optimizer of a model."""
+    return make_optimizer(
+        optimizer.name,
+        optimizer.weight_decay(training, training.peak_learning_rate),
+        state_dtype=optimizer.state_dtype,
+        multipliers=multipliers_of(size),
+        vocab_size=size.vocab_size,
+        **optimizer.hyperparameters(),
+    )
+
+
+def steps_per_row(rows: RowKeys, size: GPTConfig) -> int:
+    """Training steps that share a batch of rows, each with the next part of every row."""
+    return 1 if size.update_tokens is None else int(rows.max_context) // size.update_tokens

@@ -1,0 +1,161 @@
+"""What is trained: the model on an axis of devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+
+from zero.base.errors import UserError
+from zero.config.constraints import INT32, one_of
+from zero.config.keys import Check, Mistakes, key
+from zero.corpus.text import tokenizers
+from zero.corpus.text.tokenizers import load_tokenizer
+from zero.job.sharding import Sharding
+from zero.models.attention.blockwise import CHOICES as ATTENTION
+from zero.models.attention.blockwise import blockwise_from
+from zero.models.attention.dense import query_block
+from zero.models.attention.kernel import chosen_kernel
+from zero.models.attention_keys import missing_in_kernel
+from zero.models.config import STACK, GPTConfig
+from zero.models.stack import KINDS, OFFLOADED
+from zero.partition.collectives.axis import Axis
+from zero.training.batch import UNDIVIDED, Separators
+from zero.training.sharded_gpt import ShardedGPT
+from zero.training.tuning import Tuning
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+@dataclass
+class AttentionKeys:
+    """How attention is computed, in section `model`."""
+
+    attention: str = key(
+        "auto",
+        one_of(*ATTENTION),
+        "dense holds a score per pair of positions, blockwise needs memory linear in the context.",
+        "kernel: on TPU a kernel of zero's own or jax's splash attention, cuDNN's on GPU; falls back to auto where "
+        "unsupported.",
+        "auto: on TPU and GPU the kernel from 512 positions on; elsewhere, or without it, blockwise in long contexts.",
+        in_scores=True,
+    )
+
+
+@dataclass
+class RowKeys(tokenizers.Keys):
+    """What a row of tokens is, in section `data`."""
+
+    max_context: Any = key(
+        None,
+        Check(  # an integer, once it is checked
+            lambda value: value is None or (isinstance(value, int) and 2 <= value <= INT32), "at least 2, or null"
+        ),
+        "Sequence length in training, of which all tokens but the first are predicted; null: block_size of the model.",
+        in_scores=True,
+        fixed=True,
+    )
+    last_target: bool | None = key(
+        None,
+        None,
+        "true: rows have one token more than max_context, the target of the last position; null: where those of all "
+        "index files have exactly that one more, as zero-prepare --row-tokens makes them.",
+        "false: the last position of a row has no target, and is not trained.",
+        in_scores=True,
+        fixed=True,
+    )
+    isolate_documents: bool = key(
+        False,
+        None,
+        "Masks attention and restarts positions where the end-of-text token of data.tokenizer joins documents in a "
+        "row.",
+        in_scores=True,
+    )
+
+    def mistakes(self, size: GPTConfig, of_model: str) -> Mistakes:
+        if self.max_context > size.block_size:
+            yield "data.max_context", f"2 to {size.block_size}, the block_size of {of_model}, or null"
+        if self.isolate_documents and size.layer == "gated_units":
+            yield "data.isolate_documents", f"false, as {of_model} has gated units"
+        switch = size.rotary_switch
+        if switch is not None and self.isolate_documents and self.max_context > switch:
+            yield "data.isolate_documents", f"false, as rotary frequencies depend on the length of rows beyond {switch}"
+
+
+def make_model(
+    size: GPTConfig,
+    axis: Axis,
+    zero: Sharding,
+    attention: AttentionKeys,
+    rows: RowKeys,
+    tuning: Tuning | None = None,
+    *,
+    device: Any = None,
+) -> ShardedGPT:
+    """The model of a checked configuration on an axis of devices.
+
+    Args:
+      tuning: what is trained of it; None: all.
+      device: one of those of the axis; None: one that jax has.
+
+    Raises:
+      UserError: a size does not divide over a tensor group.
+    """
+    device = device or jax.devices()[0]
+    platform = device.platform
+    has_activations = "activations" in OFFLOADED[zero.offload]
+    stores_all = platform == "cpu" and not zero.fused_update and not has_activations
+    compute_dtype = if_auto(zero.compute_dtype, "float32" if platform == "cpu" else "bfloat16")
+    is_divided = rows.isolate_documents
+    separators = Separators(*load_tokenizer(rows.tokenizer).special.separators) if is_divided else UNDIVIDED
+    context = rows.max_context
+    kernel = chosen_kernel(attention.attention, platform, device.device_kind, positions=context, dtype=compute_dtype)
+    if axis.replicas == 1 and axis.copies_dtype is not None:  # as after the loss of a slice
+        log.warning("zero.replica_wire_dtype=%s: without effect, as there is one copy of the state", axis.copies_dtype)
+    model = ShardedGPT(
+        size,
+        axis,
+        zero.stage,
+        compute_dtype,
+        wire_dtype=if_auto(zero.wire_dtype, compute_dtype if axis.exchanges and zero.stage >= 2 else "float32"),
+        reduce_dtype=zero.reduce_dtype,
+        gradient_dtype=zero.gradient_dtype,
+        remat=if_auto(zero.remat, "none" if stores_all else "full"),
+        offload=KINDS if has_activations else (),
+        blockwise_from=blockwise_from(attention.attention, platform),
+        query_block=query_block(attention.attention, platform),
+        master_dtype=zero.master_dtype,
+        separators=separators,
+        gather_dtype=zero.gather_dtype if zero.gather_dtype == "int8" else None,
+        kernel=kernel,
+        tuning=tuning,
+        product_dtype=zero.product_dtype,
+        gathers_rounded=zero.gather_dtype == "products",
+        last_target=bool(rows.last_target),
+    )
+    missing = missing_in_kernel(kernel, size, model.cut, context, has_segments=is_divided)
+    if missing is not None and attention.attention == "kernel":
+        log.warning("model.attention=kernel lacks %s: attention is computed as with model.attention=auto", missing)
+    if missing is not None:  # so that nothing counts on it, as `zero.remat=auto` does
+        model = dataclasses.replace(model, kernel=None)
+    for leaf in (*model.base.layout_by_parts.leaves, *model.layout_by_parts.leaves):
+        if leaf.is_cut and leaf.path[0] == STACK and leaf.splits[0].padding:
+            raise UserError(
+                f"zero.tensor_shards={zero.tensor_shards}: {leaf.splits[0].size}, the size of {leaf.name} along which "
+                f"it is cut, does not divide over {leaf.splits[0].shards} devices"
+            )
+    return model
+
+
+def if_auto(value: T, automatic: U) -> T | U:
+    """The value of a key, and where it is auto what that means here.
+
+    >>> if_auto("int8", "bfloat16"), if_auto("auto", "bfloat16")
+    ('int8', 'bfloat16')
+    """
+    return automatic if value == "auto" else value

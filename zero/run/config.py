@@ -1,0 +1,269 @@
+"""What a training run can be told, on one page: each section has the keys of its owners, and rules between them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Self
+
+from omegaconf import DictConfig
+
+from zero.checkpoints import emergency
+from zero.config import saved_config
+from zero.config.check import flat
+from zero.config.constraints import shown
+from zero.config.keys import Mistakes, all_keys, section
+from zero.config.modes import Modes
+from zero.corpus.reading import keys as reading
+from zero.exchange import warm_start
+from zero.files import storage
+from zero.hosts import startup
+from zero.job import job
+from zero.job.model import RowKeys
+from zero.job.sharding import Sharding
+from zero.job.sizes import load_sizes
+from zero.models.config import GPTConfig
+from zero.models.stack import OFFLOADED
+from zero.run import data, directory, step_programs
+from zero.run.features.harness import Harness
+from zero.run.features.profile import Profile
+from zero.run.features.sample import Sample
+from zero.run.features.save import Save
+from zero.run.features.statistics import Statistics
+from zero.run.features.track import Track
+from zero.run.features.validate import Validate
+from zero.run.features.verify import Verify
+from zero.tracking import tracker
+from zero.training import guard, schedules
+from zero.training.objectives.objective import REFERENCE
+from zero.training.optimizers.optimizer import ELEMENTWISE, MULTIPLIABLE
+from zero.training.schedules import LengthKeys
+from zero.training.tuning import Adapted
+
+
+@dataclass
+class TrainingSection(
+    data.TrainingKeys,
+    job.Training,
+    Validate.Keys,
+    Track.Keys,
+    Sample.Keys,
+):
+    """Section `training`."""
+
+    def mistakes_beside(self, data: RowKeys, size: GPTConfig) -> Mistakes:
+        yield from schedules.Keys.mistakes(self)
+        yield from guard.Keys.mistakes(self)
+        if data.max_context <= size.block_size:
+            yield from LengthKeys.mistakes(self, data.max_context)
+
+
+@dataclass
+class ModelSection(job.Model, warm_start.Keys):
+    """Section `model`."""
+
+
+@dataclass
+class DataSection(
+    data.DataKeys,
+    directory.Keys,
+    Save.Keys,
+    tracker.Keys,
+):
+    """Section `data`."""
+
+    def mistakes_beside(self, run: TrainConfig, size: GPTConfig, of_model: str) -> Mistakes:
+        yield from RowKeys.mistakes(self, size, of_model)
+        yield from reading.Keys.mistakes(self)
+        if self.is_synthetic:
+            has_rows = f"as data.corpus={self.corpus} has no end, no documents and no completions"
+            for name, value, expected in (
+                ("training.max_epochs", run.training.max_epochs, None),
+                ("data.train_samples", self.train_samples, None),
+                ("data.crop", self.crop, "first"),
+                ("data.isolate_documents", self.isolate_documents, False),
+                ("training.loss_on", run.training.loss_on, "all"),
+            ):
+                if value != expected:
+                    yield name, f"{shown(expected)}, {has_rows}"
+        if not run.trains:
+            return
+        place = storage.join(storage.bucket(self.bucket_path) if self.bucket_path else "", self.checkpoint_directory)
+        if "://" in place and storage.scheme(place) != "gs":
+            why = f"orbax cannot save to {place} (docs/decisions/stores.md)"
+            yield "data.checkpoint_directory", f"an absolute path or a gs:// URL, as {why}"
+        if self.resume_step is not None and run.resume is None:
+            yield "data.resume_step", "null without --resume"
+
+
+@dataclass
+class ZeroSection(Sharding, emergency.Keys):
+    """Section `zero`."""
+
+    def mistakes_beside(self, run: TrainConfig, size: GPTConfig, of_model: str) -> Mistakes:
+        context = run.data.max_context
+        stages = [(f"a stage of {length} tokens", length) for _, length in run.training.stages()]
+        yield from Sharding.mistakes(self, size, of_model, [(f"data.max_context={context}", context), *stages])
+        if self.context_shards > 1 and run.model.attention == "dense":
+            yield "model.attention", f"auto or blockwise, as zero.context_shards={self.context_shards}"
+        if "optimizer" in OFFLOADED[self.offload] and self.emergency_steps is not None:
+            why = f"zero.offload={self.offload} needs the host's memory that emergency checkpoints would take"
+            yield "zero.emergency_steps", f"null, as {why}"
+        if not self.fused_update:
+            return
+        training = run.training
+        for name, value, expected in (
+            ("skip_spikes", training.skip_spikes, None),
+            ("gradient_accumulation_steps", training.gradient_accumulation_steps, 1),
+        ):
+            if value != expected:
+                why = "zero.fused_update=true never holds the whole gradient"
+                yield f"training.{name}", f"{shown(expected)}, as {why}"
+
+
+@dataclass
+class ProfileSection(Profile.Keys, step_programs.Keys):
+    """Section `profile`."""
+
+
+@dataclass
+class TrainConfig(job.JobConfig):
+    """The keys of a training run; conf/config.yaml is printed from them."""
+
+    training: TrainingSection = section(TrainingSection)
+    model: ModelSection = section(ModelSection)
+    data: DataSection = section(DataSection)
+    zero: ZeroSection = section(ZeroSection)
+    profile: ProfileSection = section(ProfileSection)
+    distributed: startup.Keys = section(startup.Keys)
+    statistics: Statistics.Keys = section(Statistics.Keys)
+    verify: Verify.Keys = section(Verify.Keys)
+    harness: Harness.Keys = section(Harness.Keys)
+
+    @property
+    def trains(self) -> bool:
+        """Whether a run follows, and not only a plan."""
+        return True
+
+    def fitted(self, size: GPTConfig) -> Self:
+        if self.data.max_context is not None:
+            return self
+        return dataclasses.replace(self, data=dataclasses.replace(self.data, max_context=size.block_size))
+
+    def mistakes(self, size: GPTConfig) -> Mistakes:
+        """The contradictions between keys, section by section."""
+        of_model = str(self.model)
+        yield from self.training.mistakes_beside(self.data, size)
+        yield from Sample.Keys.mistakes(self.training, size, of_model)
+        yield from self._updates_by_part(size)
+        yield from self._of_objective(size, of_model)
+        if self.trains:
+            yield from self.model.mistakes()
+        yield from self.data.mistakes_beside(self, size, of_model)
+        yield from self.optimizer.mistakes(size, of_model, self.training.peak_learning_rate)
+        yield from self._of_optimizer(size, of_model)
+        yield from self._of_tuning(size, of_model)
+        yield from self.schedule.mistakes(self.training)
+        yield from self.zero.mistakes_beside(self, size, of_model)
+        yield from self.distributed.mistakes()
+
+    def without_effect(self) -> Mistakes:
+        yield from self.model.without_effect()
+        if not self.schedule.has_end:
+            yield "training.end_learning_rate", f"schedule={self.schedule.name} has no end"
+        yield from self.training.without_effect()
+        if self.zero.emergency_steps is None:
+            yield "zero.emergency_directory", "zero.emergency_steps=null"
+        yield from self.data.without_effect()
+
+    def _updates_by_part(self, size: GPTConfig) -> Mistakes:
+        """What a model whose steps take parts of rows leaves to the end of a row, or cannot do."""
+        if size.update_tokens is None:
+            return
+        training = self.training
+        context = self.data.max_context
+        setting = f"update_tokens={size.update_tokens} of {self.model}"
+        if context % size.update_tokens:
+            yield "data.max_context", f"a multiple of {setting}"
+            return
+        if training.stages() or training.context_stages is not None:
+            yield "training.staged_warmup_steps", f"0, with training.context_stages=null, as {setting}"
+        if self.statistics.every is not None:
+            yield "statistics.every", f"null, as {setting} and it repeats steps on whole rows"
+        if self.zero.remat == "nested":
+            yield "zero.remat", f"auto, full, dots or none, as {setting}"
+        if self.zero.fused_update:
+            yield "zero.fused_update", f"false, as {setting}"
+        if self.objective.make().example.is_whole:
+            yield "objective", f"likelihood, or another on running text, as {setting}"
+        steps = context // size.update_tokens
+        values = flat(vars(self))
+        for name in (key.name for key in all_keys(type(self)) if key.in_steps):
+            if values[name] is not None and values[name] % steps:
+                yield name, f"a multiple of {steps}, the steps per row with {setting}"
+
+    def _of_objective(self, size: GPTConfig, of_model: str) -> Mistakes:
+        """An objective needs what it reads; one on whole examples has no terms per token and no rows that are cut."""
+        training = self.training
+        rows = self.data
+        objective = self.objective.make()
+        example = objective.example
+        setting = f"objective={self.objective.name}"
+        if self.trains and objective.has_reference and not self.model.warm_start:
+            yield "model.warm_start", f"true, as the reference of {setting} is the model at model.model_path"
+        stored = [entry.name for entry in objective.reads if entry.source]
+        if isinstance(self.tuning, Adapted) and objective.has_reference:
+            stored.remove(REFERENCE.name)  # computed for each batch
+        if stored and rows.max_skipped_rows:
+            yield "data.max_skipped_rows", f"0, as {setting} reads {stored[0]} of rows by their number"
+        if not example.is_whole:
+            return
+        lacks = {"experts": size.experts is not None, "a codebook": size.has_codebook, "z_loss": size.z_loss != 0}
+        for feature in (name for name, has_it in lacks.items() if has_it):
+            yield "objective", f"likelihood, or another on running text, as {of_model} has {feature}, a loss per token"
+        if rows.last_target:
+            yield "data.last_target", f"false or null, as rows are whole examples with {setting}"
+        if training.context_stages is not None:
+            yield "training.context_stages", f"null, as {setting} compares whole texts"
+        elif training.stages():
+            yield "training.staged_warmup_steps", f"0, as {setting} compares whole texts"
+        if self.trains and rows.corpus is not None:
+            yield "data.corpus", f"null, as zero-prepare {example.option} makes the corpus of {setting}"
+        if rows.crop != "first":
+            yield "data.crop", f"first, as a row is one text with {setting}"
+        if rows.isolate_documents:
+            yield "data.isolate_documents", f"false, as a row is one text with {setting}"
+
+    def _of_optimizer(self, size: GPTConfig, of_model: str) -> Mistakes:
+        name = self.optimizer.name
+        if name not in MULTIPLIABLE and size.parametrization != "standard":
+            yield "optimizer", f"{' or '.join(MULTIPLIABLE)}, as {of_model} is in mup"
+        if name not in ELEMENTWISE and self.zero.fused_update:
+            yield "optimizer", f"{', '.join(ELEMENTWISE)}, as zero.fused_update=true updates one layer at a time"
+
+    def _of_tuning(self, size: GPTConfig, of_model: str) -> Mistakes:
+        if not isinstance(self.tuning, Adapted):
+            return
+        setting = f"tuning={self.tuning.name}"
+        if self.trains and not self.model.warm_start:
+            yield "model.warm_start", f"true, as {setting} adapts the weights of model.model_path"
+        if self.zero.fused_update:
+            yield "zero.fused_update", f"false, as {setting} has only small gradients"
+        if self.zero.product_dtype != "auto":
+            yield "zero.product_dtype", f"auto, as {setting} multiplies with frozen weights"
+        yield from self.tuning.mistakes(size, of_model, self.zero.tensor_shards, self.zero.context_shards)
+
+
+TRAINING = Modes({"train": TrainConfig})
+GROUPS = TRAINING.groups
+
+
+def default_config(**choices: str) -> DictConfig:
+    """The configuration of a training run without overrides, as the run saves it: checked and typed.
+
+    Args:
+      choices: of groups, such as optimizer="lion".
+    """
+    config = saved_config.defaults(TRAINING, choices)
+    config.data.max_context = load_sizes()[config.model.size].block_size  # as `check` makes it
+    return config
