@@ -10,9 +10,9 @@ from typing import Any
 
 import hydra
 import pytest
-import zero.config.schema  # noqa: F401  declares the keys
 from omegaconf import OmegaConf
 
+import zero.commands.modes  # noqa: F401  tells Hydra the keys
 from tests.helpers import bucket, hosts
 from zero.base.errors import UserError
 from zero.commands.cli import errors_in_lines
