@@ -3,9 +3,9 @@
     python -m benchmarks.published [--rows llama3-8b-v6e-16 ...]
 
 Compiles zero's step for the slice, the sequences and the context of a recipe of AI-Hypercomputer/tpu-recipes, without
-a TPU, and writes docs/sources/published.json and the table of benchmarks/measured/beside-maxtext.md. A row takes 3 to 10
-minutes on two idle cores and is written once it is there; one whose program, compiler and code of predictions are those
-of its digests is not compiled again. Where the time of a step goes is printed beside its row.
+a TPU, and writes docs/sources/published.json and the table of benchmarks/measured/beside-maxtext.md. A row takes 3 to
+10 minutes on two idle cores and is written once it is there; one whose program, compiler and code of predictions are
+those of its digests is not compiled again. Where the time of a step goes is printed beside its row.
 """
 
 from __future__ import annotations
