@@ -39,7 +39,8 @@ def themed(svg: str) -> str:
     pattern = "|".join(VARIABLES)
     svg = re.sub(rf"({pattern})\b", lambda match: f"var({VARIABLES[match[1]]})", svg)
     svg = re.sub(r" (?:width|height)=\"[\d.]+pt\"", "", svg, count=2)  # else it would not shrink with a narrow page
-    return re.sub(r"(<svg[^>]*>)", rf"\1\n<style>{colors()}\ntext,g[id^=text_]{{fill:var(--ink)}}</style>", svg, count=1)
+    style = f"{colors()}\ntext,g[id^=text_]{{fill:var(--ink)}}"
+    return re.sub(r"(<svg[^>]*>)", rf"\1\n<style>{style}</style>", svg, count=1)
 
 
 def shows(picture: Path, numbers: str) -> bool:
