@@ -58,7 +58,7 @@ from zero.checkpoints.manager import Checkpoints
 from zero.files.appending import append
 from zero.files.storage import gcs
 from zero.record.metrics_file import read_metrics, read_resumes
-from zero.record.run_files import CONFIG_FILE, checkpoint_directory, saved_config, saved_steps
+from zero.record.run_files import CONFIG_FILE, checkpoint_directory, committed_steps, saved_config, saved_steps
 
 SHAPES = ((1, 8), (2, 4), (1, 4))  # processes, devices of each
 
@@ -82,6 +82,7 @@ HOSTS_SHAPES = ((1, 2), (2, 1), (3, 1))  # few devices: most of the time goes in
 STAGES: tuple[int, ...] = (1, 2, 3)
 Kills: TypeAlias = Counter[tuple[str, str, str]]
 PLACES = (("disk", effects.on_disk), ("bucket", effects.in_bucket))
+TAKEN = "another process trains here"
 MOST_KILLS = 12  # of one run, which then ends by itself
 GLOBAL_ROWS, HOSTS_ROWS = 16, 12
 MOST_SECONDS = 180  # in which all processes have to end after a signal, on a machine that may be busy
@@ -279,12 +280,24 @@ def storm_of_effects(place: Path, kills: int, record: Path, *, seed: int = 0, co
         struck.update(tuple(kill) for kill in run_of["kills"])
     with effects.on_disk(place / "calm", count) as calm:
         calm.finish()
+        if count == 1:
+            followed = cli.finish(calm.follow(), effects.MOST_SECONDS)
+            assert followed.returncode == 0, followed.stderr
         while struck.total() < kills:
             number += 1
             where, open_run = PLACES[number % 2]
-            with open_run(place / str(number), count) as run:
-                features = killed_at_random(run, random.Random(f"{seed}-{count}-{number}"))
+            with open_run(place / str(number), count) as run, ExitStack() as stack:
+                rng = random.Random(f"{seed}-{count}-{number}")
+                beside = Beside(run, rng) if count == 1 else None
+                if beside is not None:
+                    stack.callback(beside.close)
+                features = killed_at_random(run, rng, beside)
+                if beside is not None:
+                    beside.end_other_trainer()
                 run.finish()  # which has nothing left to do where it was finished
+                if beside is not None:
+                    features += beside.finish()
+                    run.check_beside(calm)
                 run.check(calm)
             shutil.rmtree(place / str(number))
             kills_of_run = [(feature, moment, where) for feature, moment in features]
@@ -295,16 +308,83 @@ def storm_of_effects(place: Path, kills: int, record: Path, *, seed: int = 0, co
     return struck
 
 
-def killed_at_random(run: effects.Run, rng: random.Random) -> list[tuple[str, str]]:
+class Beside:
+    """What others do beside a run: they read its checkpoints, or would write some, while it trains and is killed."""
+
+    def __init__(self, run: effects.Run, rng: random.Random) -> None:
+        self._run = run
+        self._rng = rng
+        self._struck: list[tuple[str, str]] = []
+        self._other: cli.Fork | None = None
+        self._follow()
+
+    def _follow(self) -> None:
+        """Starts a follower that is killed at its next line, or, one of three, that is not."""
+        of_follower = [effect for effect in effects.BESIDE if effect.feature == "follow"]
+        in_bucket = self._run.proxy is not None  # where requests are struck, and those of the run already are
+        self._effect = None if in_bucket else self._rng.choice([*of_follower, None])
+        self._follower = self._run.follow(self._effect)
+
+    def act(self) -> None:
+        """Between two starts of the run: follows again, averages, or has another trainer begin."""
+        self.end_other_trainer()
+        if self._follower.poll() is not None:
+            self._after_kill()
+            self._follow()
+        if committed_steps(self._run.place) and self._rng.random() < 0.3:
+            effect = self._rng.choice([effect for effect in effects.BESIDE if effect.feature == "average"])
+            done = self._run.average(effect)
+            assert done.returncode == -signal.SIGKILL, done.stderr
+            self._struck.append((effect.feature, effect.moment))
+        if self._run.proxy is None and self._rng.random() < 0.3:
+            self._other = self._run.other_trainer()
+
+    def end_other_trainer(self) -> None:
+        """Waits until the other trainer was refused or, if the run did not live meanwhile, was killed."""
+        if self._other is None:
+            return
+        done = cli.finish(self._other, effects.MOST_SECONDS)
+        self._other = None
+        if done.returncode == -signal.SIGKILL:
+            self._struck.append((effects.OTHER_TRAINER.feature, effects.OTHER_TRAINER.moment))
+        else:
+            assert done.returncode == 2 and TAKEN in done.stderr, done.stderr
+
+    def close(self) -> None:
+        """Ends what still lives, where the storm has found something."""
+        for process in (self._follower, self._other):
+            if process is not None:
+                process.kill()
+                process.finish()
+
+    def _after_kill(self) -> None:
+        done = self._follower.finish()
+        assert self._effect is not None and done.returncode == -signal.SIGKILL, done.stderr
+        self._struck.append((self._effect.feature, self._effect.moment))
+
+    def finish(self) -> list[tuple[str, str]]:
+        """Has a follower score what is left, once the run has ended; what was killed beside the run."""
+        while cli.finish(self._follower, effects.MOST_SECONDS).returncode != 0:
+            self._after_kill()
+            self._effect = None
+            self._follower = self._run.follow()
+        return self._struck
+
+
+def killed_at_random(run: effects.Run, rng: random.Random, beside: Beside | None = None) -> list[tuple[str, str]]:
     """Kills a run until it has finished, or `MOST_KILLS` times; the feature and moment of each."""
     struck: list[tuple[str, str]] = []
     while len(struck) < MOST_KILLS:
+        if beside is not None:
+            beside.act()
         effect = rng.choice(effects.EFFECTS)
         nth = rng.choice((1, 1, 2, 3))
         victims = run.count if effect.feature == "protect" else 1  # host 0 writes all else
         done = run.attempt(effect, nth, rng.randrange(victims))
         if done.returncode == 0:
             break
+        if beside is not None and done.returncode == 2 and TAKEN in done.stderr:
+            continue  # the other trainer came first
         assert done.returncode == -signal.SIGKILL, (effect, nth, done.stderr)
         struck.append((effect.feature, effect.moment))
     return struck
@@ -342,10 +422,10 @@ def start(
     place: Path, job: list[str], count: int, devices: int, stage: int, batch_size: int, fault: str
 ) -> list[subprocess.Popen[str]]:
     """The processes of one start, as a launcher makes them: the same line every time."""
-    arguments = [
+    arguments = cli.later_values(
         "--resume=auto", *job, f"zero.stage={stage}",
         f"distributed.cpu_devices={devices}", f"training.batch_size={batch_size}",
-    ]  # fmt: skip
+    )  # fmt: skip
     own: dict[int, list[str]] = {host: [] for host in range(count)}
     if any(argument.startswith("zero.emergency_steps=") for argument in job):
         own = {host: [f"zero.emergency_directory={place}/memory-{host}"] for host in range(count)}
@@ -353,7 +433,7 @@ def start(
         own[count - 1].append(WRONG)
     with cli.customized(JUMPING_CLOCK if fault == "clock" else ""):
         if count == 1:
-            return [cli.start(place, *arguments, *own[0])]
+            return [cli.start(place, *cli.later_values(*arguments, *own[0]))]
         return hosts.start([place] * count, *arguments, own=own)
 
 

@@ -138,6 +138,11 @@ def customized(code: str) -> Iterator[None]:
         yield
 
 
+def later_values(*arguments: str) -> list[str]:
+    """The arguments, each key once with its last value: a command line that sets a path twice is refused."""
+    return list({argument.partition("=")[0]: argument for argument in arguments}.values())
+
+
 def start(workplace: Path, *arguments: str) -> subprocess.Popen[str]:
     """`python main_zero.py arguments` in the workplace, as it is: without the overrides of `TINY`."""
     return subprocess.Popen(

@@ -10,8 +10,10 @@ tests/test_exact_kills.py goes through the table, benchmarks/storm.py draws from
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +29,7 @@ from zero.checkpoints.manager import Checkpoints
 from zero.corpus.preparing.options import CorpusOptions
 from zero.corpus.preparing.prepare import prepare
 from zero.corpus.text.tokenizers import ByteTokenizer
+from zero.files import storage
 from zero.files.storage import gcs
 from zero.record.run_files import committed_steps
 
@@ -102,6 +105,20 @@ PAIRS = (
 )
 
 
+# What others write beside a run that trains: a follower, and an average of its checkpoints.
+BESIDE = (
+    Effect("follow", "before", "os.rename", r"/evaluations\.jsonl$", "kill before",
+           InBucket(r"place-run/evaluations\.jsonl", "before")),
+    Effect("follow", "after", "os.rename", r"/evaluations\.jsonl$", "kill after",
+           InBucket(r"place-run/evaluations\.jsonl", "after")),
+    Effect("average", "before", "os.mkdir", r"/\.mean\.[0-9a-f]{8}$", "kill after"),
+    Effect("average", "within", "os.rename", r"/\.mean\.[0-9a-f]{8}/checkpoints/\d+$", "kill before"),
+    Effect("average", "after", "os.rename", r"/mean$", "kill before"),
+)  # fmt: skip
+# Another trainer on the checkpoints of the run, in a run directory of its own; it makes at most one step.
+OTHER_TRAINER = Effect("other trainer", "before", "append", r"/other/metrics\.jsonl$", "kill before")
+
+
 @dataclass
 class Run:
     """A run on one host or more, which the same command starts each time; each host is a fork.
@@ -125,11 +142,13 @@ class Run:
 
     def _start(self) -> list[cli.Fork]:
         own = (f"distributed.cpu_devices={2 // self.count}", f"training.batch_size={16 // self.count}")
-        arguments = ("--resume=auto", *JOB, *self.arguments, *own)
+        arguments = cli.later_values("--resume=auto", *JOB, *self.arguments, *own)
         if self.count == 1:
             return [cli.Forks(self.workplace).start(*arguments)]
         return [
-            cli.Forks(self.workplace, host).start(*arguments, *together, f"zero.emergency_directory=memory-{host}")
+            cli.Forks(self.workplace, host).start(
+                *cli.later_values(*arguments, *together, f"zero.emergency_directory=memory-{host}")
+            )
             for host, together in enumerate(hosts.joining(self.count))
         ]
 
@@ -151,6 +170,48 @@ class Run:
                     process.kill()
                 cli.finish(process)
         return done
+
+    def follow(self, effect: Effect | None = None) -> cli.Fork:
+        """Starts a follower, which lives as long as the run, or until the moment of an effect."""
+        with cli.customized("" if effect is None else kills.at(effect.rule())):
+            return cli.Forks(self.workplace, 1).start(
+                *("mode=evaluate", "evaluate.follow=true", "distributed.cpu_devices=2", "hydra.run.dir=follower"),
+                f"model.model_path={self.place if self.proxy is not None else RUN}",
+            )
+
+    def average(self, effect: Effect | None = None, *steps: int) -> subprocess.CompletedProcess[str]:
+        """`zero-weights average` of these checkpoints, or of all, to `mean`, killed at the moment of an effect."""
+        chosen = ["--steps", *map(str, steps)] if steps else []
+        command = [sys.executable, "-m", "zero.exchange.zero_weights", "average", str(self.place), "mean", *chosen]
+        with cli.customized("" if effect is None else kills.at(effect.rule())):
+            environment = cli.environment()
+        environment["PYTHONPATH"] += f":{cli.MAIN.parent}"
+        return subprocess.run(command, cwd=self.workplace, env=environment, capture_output=True, text=True)
+
+    def other_trainer(self) -> cli.Fork:
+        """Starts the run once more, in another directory, killed at its first step if it is not refused before."""
+        with cli.customized(kills.at(OTHER_TRAINER.rule())):
+            own = ("distributed.cpu_devices=2", "training.batch_size=16", "hydra.run.dir=other")
+            arguments = cli.later_values("--resume=auto", *JOB, *self.arguments, *own)
+            return cli.Forks(self.workplace, 2).start(*arguments)
+
+    def evaluations(self) -> dict[int, float]:
+        """The losses of a follower, by step."""
+        file = f"{self.place}-run/evaluations.jsonl"
+        lines = map(json.loads, storage.read_bytes(file).splitlines()) if storage.exists(file) else ()
+        return {line["step"]: line["evaluation/loss"] for line in lines}
+
+    def check_beside(self, undisturbed: "Run") -> None:
+        """Compares evaluations and the mean of the checkpoints with those of a run that was left alone."""
+        found, expected = self.evaluations(), undisturbed.evaluations()
+        steps = committed_steps(self.place)
+        assert set(steps) - {9} <= found.keys() and max(found) == max(expected)
+        for step in found.keys() & expected.keys():
+            assert found[step] == expected[step], step
+        shutil.rmtree(self.workplace / "mean", ignore_errors=True)
+        done = self.average(None, *steps)
+        assert done.returncode == 0, done.stderr
+        assert [path.name for path in self.workplace.glob(".mean.*")] == []
 
     def killed(self, effect: Effect, nth: int = 1, host: int = 0) -> None:
         """Starts the run and asserts that it was killed at the moment."""
