@@ -2,7 +2,6 @@
 
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -31,9 +30,7 @@ def make_run(run: Path, *steps: int) -> Path:
 
 def begun(run: Path | str, position: TrainingPosition) -> Any:
     """The weights that a run of adapters, or of pairs, has as its base or reference."""
-    model = SimpleNamespace(model_path=str(run), starts_from_average=False)
-    config: Any = SimpleNamespace(model=model)
-    return whole(load_unchanged(config, MODEL, position), MODEL)
+    return whole(load_unchanged(str(run), False, MODEL, position), MODEL)
 
 
 def test_base_that_trains_on(tmp_path: Path) -> None:

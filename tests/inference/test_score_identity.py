@@ -28,8 +28,12 @@ JOB = (
 )
 OF_GROUPS = {"zero.tensor_shards": "2", "zero.expert_shards": "2"}  # refused in training jobs as small as this one
 OF_THE_MODE = {
-    "evaluate.validation": "false evaluate.harness=[a.yaml]",
+    "evaluate.validation": "false",  # refused without tasks
     "evaluate.harness": "[a.yaml]",
+    "evaluate.chat": "true",
+    "evaluate.system": "brief",
+    "evaluate.few_shots": "2",
+    "evaluate.limit": "3",
     "evaluate.context": "16",
     "evaluate.stride": "4",
     "evaluate.carry": "true",
@@ -109,7 +113,7 @@ def is_declared(key: str) -> bool:
 def test_keys_of_evaluation(key: str) -> None:
     """So does another value of each key of the mode that does not name contents."""
     try:
-        assert identity("mode=evaluate", *f"{key}={OF_THE_MODE[key]}".split())[0] != identity("mode=evaluate")[0]
+        assert identity("mode=evaluate", f"{key}={OF_THE_MODE[key]}")[0] != identity("mode=evaluate")[0]
     except UserError as error:
         assert key in str(error) and is_declared(key)
 
@@ -117,6 +121,6 @@ def test_keys_of_evaluation(key: str) -> None:
 def test_every_key_of_evaluation_is_tried() -> None:
     """A new key has to answer: its value is part of what scores are known by, or it names contents, or changes none."""
     keys = {key.name for key in all_keys(MODES.own_sections["evaluate"], "evaluate.")}
-    assert keys == OF_THE_MODE.keys() | {key for key in BY_CONTENTS if key.startswith("evaluate.")} | {
-        "evaluate.follow"
-    }
+    tried = OF_THE_MODE.keys() | {"evaluate.template_variables"}
+    assert keys - BY_CONTENTS == tried | {"evaluate.follow"}
+    assert all(map(is_declared, tried))

@@ -108,6 +108,8 @@ def _identity(config: EvaluateConfig, scorer: Scorer) -> dict[str, Any]:
         task: hashlib.sha256(Path(task).read_bytes()).hexdigest()[:16] if Path(task).is_file() else None
         for task in config.evaluate.harness
     }
+    template = _manner(config).template
+    identity["template"] = None if template is None else template.digest
     return identity
 
 

@@ -51,6 +51,7 @@ def identity_of(line: Mapping[str, Any]) -> dict[str, Any]:
 def append_evaluation(run: Path, line: dict[str, Any]) -> None:
     """Adds a line; a number that is not finite becomes null. A full disk costs the line, and ends no evaluation."""
     path = _path(run)
+    storage.remove_unfinished(storage.parent(path), EVALUATIONS_FILE)  # of a follower that was killed here
     before = storage.read_bytes(path) if storage.exists(path) else b""
     if before and not before.endswith(b"\n"):
         before += b"\n"
