@@ -270,6 +270,10 @@ def test_fresh_start_overwrites_nothing(forks: cli.Forks, finished: Path) -> Non
         (["seed=1"], ["seed=1: expected 0, the value of the run"]),
         (["data.max_context=16"], ["data.max_context=16: expected 32, the value of the run"]),
         (["data.resume_step=7"], ["data.resume_step=7", "holds steps 6, 12"]),
+        (
+            ["data.checkpoint_directory=elsewhere"],
+            ["/elsewhere holds no checkpoint; those of the run are in ", "/checkpoints"],
+        ),
         (["training.gradient_accumulation_steps=3"], ["global batch of 16", "gradient_accumulation_steps=3"]),
         pytest.param(  # tests/run/test_data.py has it without a run
             ["distributed.cpu_devices=3"], ["global batch of 16", "3 devices"], marks=pytest.mark.wide

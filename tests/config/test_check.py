@@ -474,3 +474,13 @@ def test_every_key_is_explained() -> None:
         check(OmegaConf.create({}), SIZES)
     missing = {line.partition(":")[0] for line in str(caught.value).splitlines()}
     assert missing == {key.name for key in all_keys(MODES.first)} | {f"{group}.name" for group in GROUPS}
+
+
+@pytest.mark.parametrize(
+    "given", ["statistics.every=60", "verify.every=60", "zero.emergency_steps=60", "profile.steps=[60, 70]"]
+)
+def test_steps_after_the_last(given: str) -> None:
+    """A key of steps that the run does not make is refused; at the last step it acts."""
+    steps = ["training.total_steps=50", "training.staged_warmup_steps=0"]
+    assert refusal(*steps, given) == f"{given}: it has no effect, as training.total_steps=50 ends the run before"
+    check(compose(*steps, given.replace("60", "50")), SIZES, [given.partition("=")[0]])

@@ -67,7 +67,7 @@ ELSEWHERE = {
     "data.train_samples": "9",
     "data.checkpoint_directory": "elsewhere",
     "data.keep_checkpoints": "5",
-    "data.keep_every": "6",
+    "data.keep_every": "3",
     "data.save_every": "6",
     "data.checkpoint_minutes": "5",
     "data.bucket_path": "my-bucket",

@@ -452,5 +452,11 @@ def test_resume_from_named_checkpoints(in_tmp_path: Path) -> None:
     make_run(DEFAULT_ROOT / "newer", [9])
     resumed, _ = hydra_reads(resume_overrides(["--resume", f"data.checkpoint_directory={in_tmp_path}/one"])[1:])
     assert resumed == str(in_tmp_path / run)
-    with pytest.raises(UserError, match=f"{in_tmp_path}/two has no checkpoint"):
-        resume_overrides(["--resume", f"data.checkpoint_directory={in_tmp_path}/two"])
+    elsewhere = f"data.checkpoint_directory={in_tmp_path}/two"
+    with pytest.raises(UserError, match="two has no checkpoint; those of runs/newer are in runs/newer/check"):
+        resume_overrides(["--resume", elsewhere])
+    with pytest.raises(UserError, match=f"two has no checkpoint; those of runs/a are in {in_tmp_path}/one"):
+        resume_overrides(["--resume", "hydra.run.dir=runs/a", elsewhere])
+    (in_tmp_path / "one").rename(in_tmp_path / "two")
+    resumed, _ = hydra_reads(resume_overrides(["--resume", "hydra.run.dir=runs/a", elsewhere])[1:])
+    assert resumed == str(in_tmp_path / run)

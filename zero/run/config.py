@@ -175,6 +175,21 @@ class TrainConfig(job.JobConfig):
         if self.zero.emergency_steps is None:
             yield "zero.emergency_directory", "zero.emergency_steps=null"
         yield from self.data.without_effect()
+        yield from self._after_the_last_step()
+
+    def _after_the_last_step(self) -> Mistakes:
+        """Keys of steps that the run does not make; the others act at its last step as well."""
+        traced = self.profile.steps
+        first_steps = {
+            "statistics.every": self.statistics.every,
+            "verify.every": self.verify.every,
+            "zero.emergency_steps": self.zero.emergency_steps,
+            "data.keep_every": self.data.keep_every,
+            "profile.steps": None if traced is None else traced[0],
+        }
+        for name, first in first_steps.items():
+            if isinstance(first, int) and first > self.training.total_steps:
+                yield name, f"training.total_steps={self.training.total_steps} ends the run before"
 
     def _updates_by_part(self, size: GPTConfig) -> Mistakes:
         """What a model whose steps take parts of rows leaves to the end of a row, or cannot do."""

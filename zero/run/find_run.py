@@ -29,6 +29,7 @@ from zero.record.run_files import (
     DamagedRun,
     Keys,
     checkpoint_directory,
+    committed_steps,
     fetch_config,
     mirror_path,
     rebuild,
@@ -188,7 +189,8 @@ def resume_overrides(arguments: Sequence[str]) -> list[str]:
     if run is None:
         if is_auto:
             return rest
-        raise UserError(f"--resume: {searched} has no checkpoint; start without it, or name a run in hydra.run.dir")
+        remedy = "start without it, or name a run in hydra.run.dir"
+        raise UserError(f"--resume: {searched} has no checkpoint{_elsewhere(values)}; {remedy}")
     run_path = QuotedString(os.path.abspath(run), Quote.single).with_quotes()
     if resumes_sweep:
         return [
@@ -197,7 +199,7 @@ def resume_overrides(arguments: Sequence[str]) -> list[str]:
         ]
     rest = [argument for argument in rest if not argument.startswith("hydra.run.dir=")]
     step = values.get("data.resume_step")
-    is_fork = step is not None and step != saved_steps(run)[-1]
+    is_fork = step is not None and step != _steps_of(run, values)[-1]
     return [*rest, f"resume={run_path}", *([] if is_fork or is_sweep else [f"hydra.run.dir={run_path}"])]
 
 
@@ -342,7 +344,24 @@ def _run_to_resume(given: dict[str, Any], job: dict[str, str] | None) -> tuple[P
     checkpoints = saved_checkpoint_directory(run) if is_known else shared
     if checkpoints is not None and shared in (None, checkpoints):  # another host may have taken the run further
         is_known = rebuild(run, checkpoints) or is_known
-    return (run if is_known and saved_steps(run) else None), looked_in
+    return (run if is_known and _steps_of(run, given) else None), looked_in
+
+
+def _steps_of(run: Path, given: dict[str, Any]) -> list[int]:
+    """The steps of a run, in the place that the arguments name: its checkpoints may have been moved there."""
+    place = _shared_place(given)
+    return saved_steps(run) if place is None else committed_steps(place)
+
+
+def _elsewhere(given: dict[str, Any]) -> str:
+    """Where a named run, or else the newest, has its checkpoints, if the arguments name another place."""
+    if not given.keys() & {"data.checkpoint_directory", "data.bucket_path"}:
+        return ""
+    named = given.get("hydra.run.dir")
+    run = newest_run(DEFAULT_ROOT) if named is None else Path(str(named))
+    if run is None or not (run / CONFIG_FILE).is_file() or not saved_steps(run):
+        return ""
+    return f"; those of {run} are in {saved_checkpoint_directory(run)}"
 
 
 def _shared_place(given: dict[str, Any]) -> Path | str | None:

@@ -88,6 +88,13 @@ def resume_state(
         with Checkpoints(run_files.saved_checkpoint_directory(Path(resume)), keep=None) as origin:
             return restore(origin, step, job.model.config, job.storage, is_own=False, **adam)
     durable = checkpoints.steps()
+    if not durable:
+        before = run_files.saved_checkpoint_directory(Path(resume))
+        if before != checkpoints.directory:
+            raise UserError(
+                f"data.checkpoint_directory: {checkpoints.directory} holds no checkpoint; those of the run are in "
+                f"{before}"
+            )
     if emergency is not None and step is None and durable:
         restored = emergency.restore(last_lineages(run_directory), after=durable[-1])
         if restored is not None:
