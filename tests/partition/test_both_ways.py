@@ -1,0 +1,186 @@
+"""One table of programs, each run under `jax.pmap` and under `jax.shard_map`: as the unsharded program, both ways.
+
+A row is the step of one device, `(state, batch) -> (state, value)`, on a train state whose whole form is that of the
+unsharded program. It also goes to the host and back between two steps.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import zero
+
+DEVICES = 8
+
+
+class Row(NamedTuple):
+    """A program.
+
+    Attributes:
+      plain: the optimizer of the unsharded program.
+      sharded: the same, sharded.
+      step: the step of one device, from an optimizer and whether it is sharded.
+    """
+
+    plain: Any
+    sharded: Any
+    step: Callable[[Any, bool], Callable[[Any, Any], Any]]
+
+
+def make_params() -> Any:
+    rng = np.random.default_rng(0)
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in {"w": (13, 8), "b": (8,)}.items()}
+
+
+def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+    return jnp.square(jnp.tanh(x @ params["w"] + params["b"][None]) - x[:, :8]).mean()
+
+
+def reduced(grads: Any, is_sharded: bool) -> Any:
+    return zero.local(grads) if is_sharded else lax.pmean(grads, "batch")
+
+
+def simple(tx: Any, is_sharded: bool) -> Any:
+    def step(state: Any, x: jax.Array) -> Any:
+        params, opt_state = state
+        loss, grads = jax.value_and_grad(loss_fn)(params, x)
+        updates, opt_state = tx.update(reduced(grads, is_sharded), opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), lax.pmean(loss, "batch")
+
+    return step
+
+
+def clipped_by_hand(tx: Any, is_sharded: bool) -> Any:
+    def step(state: Any, x: jax.Array) -> Any:
+        params, opt_state = state
+        grads = jax.grad(loss_fn)(params, x)
+        if is_sharded:
+            layout = zero.make_layout(params, DEVICES)
+            grads = zero.scatter_mean(grads, layout, "batch")
+            norm = zero.global_norm(grads, layout, "batch")
+        else:
+            grads = lax.pmean(grads, "batch")
+            norm = optax.tree.norm(grads)
+        grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, 0.1 / norm), grads)
+        updates, opt_state = tx.update(zero.local(grads) if is_sharded else grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), norm
+
+    return step
+
+
+def reduced_before(tx: Any, is_sharded: bool) -> Any:
+    def step(state: Any, x: jax.Array) -> Any:
+        params, opt_state = state
+        updates, opt_state = tx.update(lax.pmean(jax.grad(loss_fn)(params, x), "batch"), opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), jnp.float32(0)
+
+    return step
+
+
+def evaluated(tx: Any, is_sharded: bool) -> Any:
+    def step(state: Any, x: jax.Array) -> Any:
+        (params, opt_state), _ = simple(tx, is_sharded)(state, x)
+        whole = zero.gather(opt_state) if is_sharded else opt_state
+        return (params, opt_state), lax.pmean(
+            loss_fn(optax.contrib.schedule_free_eval_params(whole, params), x), "batch"
+        )
+
+    return step
+
+
+def in_a_scan(tx: Any, is_sharded: bool) -> Any:
+    def step(state: Any, x: jax.Array) -> Any:
+        state, losses = lax.scan(simple(tx, is_sharded), state, jnp.stack([x, x[::-1]]))
+        return state, losses.mean()
+
+    return zero.in_order(step) if is_sharded else step
+
+
+def row(make: Callable[[Callable[[Any], Any]], Any], step: Any = simple, reduction: Any = "mean") -> Row:
+    """The row of an optimizer that is made of a function which wraps what is not element-wise."""
+    return Row(make(lambda tx: tx), zero.shard_optimizer(make(zero.across_shards), "batch", reduction=reduction), step)
+
+
+ROWS = {
+    "adamw, clipped": row(lambda across: optax.chain(across(optax.clip_by_global_norm(0.1)), optax.adamw(0.1))),
+    "adafactor": row(lambda across: across(optax.adafactor(0.1, min_dim_size_to_factor=3))),
+    "muon": row(lambda across: across(optax.contrib.muon(0.1))),
+    "MultiSteps": row(lambda across: optax.MultiSteps(optax.adam(0.1), 2)),
+    "hyperparameters": row(lambda across: optax.inject_hyperparams(optax.lion)(0.1)),
+    "a Python value in the state": row(lambda across: optax.optimistic_gradient_descent(0.1)),
+    "clipped by hand": row(lambda across: optax.adam(0.1), clipped_by_hand, "scattered"),
+    "reduced before": row(lambda across: optax.adam(0.1), reduced_before, None),
+    "schedule-free, evaluated": row(lambda across: optax.contrib.schedule_free_adamw(0.1), evaluated),
+    "steps in a scan": row(lambda across: optax.adam(0.1), in_a_scan),
+}
+
+
+class Way(NamedTuple):
+    """How programs are mapped over devices: a state to them, and a step from the step of one device."""
+
+    to_devices: Callable[..., Any]
+    program: Callable[[Callable[[Any, Any], Any], Any], Callable[[Any, Any], Any]]
+
+
+def by_pmap() -> Way:
+    def program(step: Callable[[Any, Any], Any], _: Any) -> Any:
+        mapped = jax.pmap(step, "batch")
+
+        def run(state: Any, x: Any) -> Any:
+            state, value = mapped(state, x)
+            return state, value[0]
+
+        return run
+
+    return Way(zero.to_devices, program)
+
+
+def by_shard_map() -> Way:
+    mesh = Mesh(np.asarray(jax.devices()), "batch")
+
+    def program(step: Callable[[Any, Any], Any], whole: Any) -> Any:
+        specs = zero.specs(whole, mesh)
+        on_each = partial(jax.shard_map, mesh=mesh, check_vma=False)
+        mapped = on_each(lambda s, x: step(s, x[0]), in_specs=(specs, P("batch")), out_specs=(specs, P()))
+        compiled = jax.jit(mapped)
+        return lambda state, x: compiled(state, jax.device_put(x, NamedSharding(mesh, P("batch"))))
+
+    return Way(partial(zero.to_devices, devices=mesh), program)
+
+
+WAYS = {"pmap": by_pmap, "shard_map": by_shard_map}
+QUICK = ("a Python value in the state", "clipped by hand")  # the others are compared elsewhere under one of the two
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.wide) for n in ROWS])
+def test_program(name: str, way: str) -> None:
+    plain, sharded, step = ROWS[name]
+    to_devices, program = WAYS[way]()
+    params, rng = make_params(), np.random.default_rng(1)
+    whole = (params, sharded.init(params))
+    state, run = to_devices(whole), program(step(sharded, True), whole)
+    right = jax.tree.map(lambda x: jnp.stack([x] * DEVICES), (params, plain.init(params)))
+    run_plain = jax.pmap(step(plain, False), "batch")
+    for _ in range(3):
+        x = rng.normal(size=(DEVICES, 4, 13)).astype(np.float32)
+        state, value = run(state, x)
+        right, expected = run_plain(right, x)
+        np.testing.assert_allclose(value, expected[0], rtol=1e-5)
+        saved = zero.to_host(state)
+        pairs = zip(jax.tree.leaves(saved), jax.tree.leaves(right), strict=True)
+        assert jax.tree.structure(saved) == jax.tree.structure(right)
+        for found, wanted in pairs:
+            assert found.dtype == wanted.dtype
+            np.testing.assert_allclose(found, wanted[0], rtol=1e-4, atol=1e-5)
+        state = to_devices(saved, like=whole)
