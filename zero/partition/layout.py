@@ -273,7 +273,7 @@ def make_layout(tree: PyTree, shards: int, *, stacked: Iterable[str] = ()) -> La
     """Decides, from shapes only, along which dimension each leaf is split over `shards` devices.
 
     Chooses the first of the dimensions with the least padding; the first, because a shard is then contiguous in memory
-    (docs/decisions/split-dimension.md). A leaf with fewer elements than there are shards stays whole on every device;
+    (docs/decisions/collectives.md). A leaf with fewer elements than there are shards stays whole on every device;
     `print(layout)` names it. Splitting a leaf along one of its own dimensions, instead of flattening it, keeps `ndim`
     masks and factored optimizers meaningful and spares the TPU a change of tiling.
 
