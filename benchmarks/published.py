@@ -3,9 +3,9 @@
     python -m benchmarks.published [--rows llama3-8b-v6e-16 ...]
 
 Compiles zero's step for the slice, the sequences and the context of a recipe of AI-Hypercomputer/tpu-recipes, without
-a TPU, and writes docs/sources/published.json and the table of docs/reference/performance.md. A row takes 3 to 10
-minutes on two idle cores and is written once it is there; one whose program, compiler and code of predictions are those
-of its digests is not compiled again. Where the time of a step goes is printed beside its row.
+a TPU, and writes docs/sources/published.json and the table of benchmarks/measured/beside-maxtext.md. A row takes 3 to
+10 minutes on two idle cores and is written once it is there; one whose program, compiler and code of predictions are
+those of its digests is not compiled again. Where the time of a step goes is printed beside its row.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from zero.training.activations import kinds_on_host
 from zero.training.flops import model_flops
 
 TABLE = REPOSITORY / "docs" / "sources" / "published.json"
-PAGE = REPOSITORY / "docs" / "reference" / "performance.md"
+PAGE = REPOSITORY / "benchmarks" / "measured" / "beside-maxtext.md"
 START = "<!-- printed by benchmarks/published.py -->\n"
 COLUMNS = (
     "recipe",
@@ -273,7 +273,7 @@ def table_row(name: str, row: Row) -> str:
 
 
 def page_part(rows: Mapping[str, Row]) -> str:
-    """The table of docs/reference/performance.md."""
+    """The table of benchmarks/measured/beside-maxtext.md."""
     lines = [table_row(name, rows[name]) for name in RECIPES if name in rows]
     return f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|\n{''.join(lines)}"
 

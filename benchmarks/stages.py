@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 
 from benchmarks.collectives import DEVICES
+from docs.picture_of_numbers import themed
 from zero.costs.hlo import collectives
 from zero.job.sizes import load_sizes
 from zero.partition.collectives.axis import Axis
@@ -74,6 +75,7 @@ def draw(parts: dict[str, list[float]], path: Path) -> None:
     axes.invert_yaxis()
     axes.legend(loc="center", bbox_to_anchor=(0.6, 0.42))
     figure.savefig(path, metadata={"Date": None})
+    path.write_text(themed(path.read_text()))
 
 
 def megabytes_sent(stage: int, micro_batches: int) -> float:

@@ -1,4 +1,4 @@
-"""Draws docs/pictures/coordinate-check.png from what the benchmark has kept: `python -m docs.draw_coordinate_check`."""
+"""Draws docs/pictures/coordinate-check.svg from what the benchmark has kept: `python -m docs.draw_coordinate_check`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from docs.picture_of_numbers import save
 from zero.report.picture_style import STYLE
 
 KEPT = Path(__file__).with_name("sources") / "coordinate-check.jsonl"
-PICTURE = Path(__file__).with_name("pictures") / "coordinate-check.png"
+PICTURE = Path(__file__).with_name("pictures") / "coordinate-check.svg"
 PARAMETRIZATIONS = ("standard", "mup")
 KINDS = ("activation", "change")
 
@@ -32,7 +32,9 @@ def draw(path: Path) -> None:
         for line in lines:
             row, column = KINDS.index(line["kind"]), PARAMETRIZATIONS.index(line["parametrization"])
             is_logits = line["tensor"] == "logits"
-            color = "black" if is_logits else colormaps["turbo"](tensors.index(line["tensor"]) / len(tensors))
+            color = (
+                "black" if is_logits else colormaps["turbo"](0.15 + 0.75 * tensors.index(line["tensor"]) / len(tensors))
+            )
             width = 2.5 if is_logits else 1
             label = line["tensor"] if row == column == 0 else None
             panels[row][column].plot(line["widths"], line["values"], "o-", ms=3, lw=width, color=color, label=label)

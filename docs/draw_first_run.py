@@ -1,7 +1,7 @@
-"""Draws docs/pictures/loss.png, the losses of a first run: `python -m docs.draw_first_run`.
+"""Draws docs/pictures/loss.svg, the losses of a first run: `python -m docs.draw_first_run`.
 
 docs/sources/first-run/ holds what the README's first command logged and wrote on two busy CPU cores: the losses, the
-text of `mode=sample 'sample.prompt="def main("'`, and the losses of its last weights, by
+text of `mode=sample sample.prompt='def main('`, and the losses of its last weights, by
 `mode=evaluate evaluate.stride=255 evaluate.index=...` of a training shard and of the whole validation set.
 """
 
@@ -14,7 +14,7 @@ from docs.picture_of_numbers import save
 from zero.report.picture_style import COLORS, GRAY, STYLE
 
 RUN = Path(__file__).with_name("sources") / "first-run"
-PICTURE = Path(__file__).with_name("pictures") / "loss.png"
+PICTURE = Path(__file__).with_name("pictures") / "loss.svg"
 
 
 def numbers() -> str:
@@ -35,9 +35,11 @@ def draw(path: Path) -> None:
         axes = figure.subplots()
         axes.plot(*_points(lines, "train/loss"), color=COLORS[0], label="training")
         axes.plot(*_points(lines, "validation/loss"), "o-", color=COLORS[1], label="validation, the first 128 rows")
-        for evaluation, marker, color in zip(evaluations, "^D", COLORS, strict=False):
+        beside = iter((last_step + 15, last_step + 35))  # of the last step, else the marks would hide each other
+        for evaluation, marker, color in zip(evaluations, "^D", COLORS[3:], strict=False):
             label = f"at the end: {evaluation['loss']:.3f} on {evaluation['set']}"
-            axes.plot(last_step, evaluation["loss"], marker, color=color, markerfacecolor="none", label=label)
+            step = next(beside)
+            axes.plot(step, evaluation["loss"], marker, color=color, label=label)
         longer = next(line["step"] for line in lines if line["sequence_length"] == 256)
         axes.axvline(longer - 5, color=GRAY, linestyle=":", label="from here on sequences of 256 bytes, not 64")
         axes.set(xlabel="step", ylabel="loss, nats per byte", title="The default job", xlim=(0, None))

@@ -1,4 +1,4 @@
-"""Draws docs/pictures/quantized.png from what the benchmark has kept: `python -m docs.draw_quantized`."""
+"""Draws docs/pictures/quantized.svg from what the benchmark has kept: `python -m docs.draw_quantized`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from docs.picture_of_numbers import save
 from zero.report.picture_style import COLORS, STYLE
 
 KEPT = Path(__file__).with_name("sources") / "quantized.jsonl"
-PICTURE = Path(__file__).with_name("pictures") / "quantized.png"
+PICTURE = Path(__file__).with_name("pictures") / "quantized.svg"
 REFERENCE = "float32"
 
 

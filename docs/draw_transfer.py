@@ -1,4 +1,4 @@
-"""Draws docs/pictures/transfer.png from what the benchmark has kept: `python -m docs.draw_transfer`."""
+"""Draws docs/pictures/transfer.svg from what the benchmark has kept: `python -m docs.draw_transfer`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 from docs.picture_of_numbers import save
-from zero.report.picture_style import STYLE
+from zero.report.picture_style import COLORS, STYLE
 
 KEPT = Path(__file__).with_name("sources") / "transfer.jsonl"
-PICTURE = Path(__file__).with_name("pictures") / "transfer.png"
+PICTURE = Path(__file__).with_name("pictures") / "transfer.svg"
 PARAMETRIZATIONS = ("standard", "mup")
 
 
@@ -18,7 +18,7 @@ def numbers() -> str:
 
 
 def draw(path: Path) -> None:
-    from matplotlib import colormaps, rc_context  # here, as tests import `numbers`
+    from matplotlib import rc_context  # here, as tests import `numbers`
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -31,7 +31,7 @@ def draw(path: Path) -> None:
         panels = figure.subplots(1, 2, sharey=True)
         for line in lines:
             panel = panels[PARAMETRIZATIONS.index(line["parametrization"])]
-            color = colormaps["viridis"](widths.index(line["width"]) / len(widths))
+            color = COLORS[widths.index(line["width"])]
             rates = [2.0**exponent for exponent in line["exponents"]]
             panel.plot(rates, line["losses"], "o-", ms=3, color=color, label=f"width {line['width']}")
             best_loss, best_rate = min(zip(line["losses"], rates, strict=True))

@@ -1,4 +1,4 @@
-"""Draws docs/pictures/vq.png from the table of losses in benchmarks/measured/vq.md: `python -m docs.draw_vq`."""
+"""Draws docs/pictures/vq.svg from the table of losses in benchmarks/measured/vq.md: `python -m docs.draw_vq`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from docs.picture_of_numbers import save
 from zero.report.picture_style import COLORS, STYLE
 
 PAGE = Path(__file__).parents[1] / "benchmarks" / "measured" / "vq.md"
-PICTURE = Path(__file__).with_name("pictures") / "vq.png"
+PICTURE = Path(__file__).with_name("pictures") / "vq.svg"
 ROWS_OF_A_STEP = 2
 ROW_TOKENS = 1024
 LINES = (

@@ -25,8 +25,8 @@ def test_picture_is_that_of_the_numbers(script: ModuleType) -> None:
 @pytest.mark.wide
 def test_scripts_draw(tmp_path: Path) -> None:
     for script in DRAWN:
-        script.draw(tmp_path / "drawn.png")
-        assert shows(tmp_path / "drawn.png", script.numbers())
+        script.draw(tmp_path / "drawn.svg")
+        assert shows(tmp_path / "drawn.svg", script.numbers())
 
 
 def test_kept_numbers_are_small() -> None:

@@ -43,7 +43,7 @@ def prepare() -> None:
 
 def report() -> None:
     """`zero-report`: draws finished runs."""
-    _main_of("zero.report.zero_report", "train")()
+    _main_of("zero.commands.zero_report", "train")()
 
 
 def weights() -> None:

@@ -98,7 +98,7 @@ def key(
       in_scores: whether the scores of a text under given weights depend on it. Stored scores are known by these keys
         (`values_in_scores`), and by the contents that other keys name: weights, model, tokenizer and shards.
       fixed: whether a resume must not change it: the model, the seed, the order of the data, what is trained by what.
-        Paths may move, as a resume compares what they name (docs/decisions/identity.md). A function of both values
+        Paths may move, as a resume compares what they name (docs/decisions/data-order.md). A function of both values
         says whether they are the same one.
       anew: whether a resume does not take it from its run, as it belongs to one start.
       of_host: whether it names something of one host, so that hosts may have different values.

@@ -128,7 +128,7 @@ def _gathers_in_rings(axis: Axis, devices: Sequence[Any]) -> bool:
     """Whether the devices that gather a part of a layer lie along one dimension of the slice.
 
     Then they scatter gradients by an all-to-all, which XLA runs beside matrix products. Over two dimensions it takes
-    longer than the reduce-scatter that XLA does not hide (docs/decisions/tensor-groups.md).
+    longer than the reduce-scatter that XLA does not hide (docs/decisions/groups.md).
     """
     speed = SPEEDS.get(devices[0].device_kind)
     if speed is None or speed.offloads:
@@ -182,7 +182,7 @@ def placement_seconds(
 
 
 def exchanges_gradients(devices: Sequence[Any]) -> bool:
-    """Whether devices of a TPU slice scatter gradients by an all-to-all (docs/decisions/hidden-gathers.md).
+    """Whether devices of a TPU slice scatter gradients by an all-to-all (docs/decisions/collectives.md).
 
     XLA runs it beside matrix products, as SparseCores do a reduce-scatter, but not over the chips of a square such as
     4x4: there the compiler makes an all-reduce of it, which nothing hides. An all-to-all must take at most twice as

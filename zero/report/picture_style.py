@@ -15,4 +15,6 @@ STYLE: Any = {  # for matplotlib.rc_context
     "legend.fontsize": 8,
     "legend.frameon": False,
     "savefig.dpi": 110,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "zero",
 }
