@@ -52,7 +52,7 @@ class Keys:
     keep_every: Any = key(
         None,
         steps_or_hours(),
-        "1000: checkpoints of steps that are a multiple of this are kept as well; null: none.",
+        "1000: checkpoints of steps that are a multiple of this are kept as well; null: off.",
         "2h: a checkpoint is kept as well if it is the first one or was saved this many hours after the last that is "
         "kept so.",
     )

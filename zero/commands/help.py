@@ -16,17 +16,17 @@ from zero.job.sizes import load_sizes
 
 WIDTH = 100  # columns of a terminal
 COMMANDS = {
-    "": "trains the default job: a small model",
-    "training.total_steps=50 zero.stage=1": "trains with other values of keys",
-    "--resume": "continues the newest run",
-    "mode=sample sample.prompt='def main('": "continues a text with the newest run",
-    "mode=plan +preset=v3-32": "predicts memory and time, without a TPU",
-    "--doctor": "examines this machine",
+    "": "train the default job, a small model",
+    "training.total_steps=50 zero.stage=1": "train with other values of keys",
+    "--resume": "continue the newest run",
+    "mode=sample sample.prompt='def main('": "sample from the newest run",
+    "mode=plan +preset=v3-32": "predict memory and time, without a TPU",
+    "--doctor": "examine this machine",
 }
 ADDED = {
     "preset": "a model on a slice",
     "slice": "a TPU slice",
-    "memory": "what makes larger models fit",
+    "memory": "settings that fit larger models",
     "recipe": "a published run",
 }
 
@@ -58,7 +58,7 @@ def version_text() -> str:
 
 
 def _screen() -> Iterator[str]:
-    yield "Trains GPTs whose state is sharded over all devices (ZeRO), with nothing but jax.pmap."
+    yield "Trains transformers with ZeRO on jax.pmap: the training state is sharded over all devices."
     yield ""
     yield "  python main_zero.py [key=value ...] [--resume]"
     yield ""
@@ -69,7 +69,7 @@ def _screen() -> Iterator[str]:
     for group, choices in MODES.choices().items():
         yield f"  {group:<12} {', '.join(choices)}"
     yield ""
-    yield "Files of settings, such as +preset=v3-8:"
+    yield "Presets and other files of settings, such as +preset=v3-8:"
     for group, meaning in ADDED.items():
         yield from _list(f"+{group}", meaning, _files(group))
     yield ""

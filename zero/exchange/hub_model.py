@@ -24,7 +24,7 @@ class HubModel:
     """A folder and the model in it, in place of the entries of conf/model_config.yaml.
 
     Attributes:
-      name: of the model, `hf:NAME@COMMIT` or the path of the folder: a value of model.size, the same for ever.
+      name: of the model, `hf:NAME@COMMIT` or the path of the folder: a value of model.size that never changes.
     """
 
     name: str

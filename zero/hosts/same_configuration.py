@@ -1,4 +1,4 @@
-"""Checks that all hosts have the same configuration; with different ones they would wait for ever or diverge."""
+"""Checks that all hosts have the same configuration; with different ones they would wait forever or diverge."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Keys:
         60.0,
         positive(),
         "After this many minutes without a step, each host logs the stacks of its threads and ends with status 1; "
-        "null: wait for ever.",
+        "null: no limit.",
     )
 
     def mistakes(self) -> Mistakes:

@@ -25,7 +25,7 @@ class Keys:
         None,
         Check(lambda value: 0 < value < ONE, "more than 0, less than 1 in float32"),
         "Decay per update of a moving average of the weights, such as 0.999, whose loss is validation/ema_loss; "
-        "null: none.",
+        "null: off.",
         fixed=True,
     )
 

@@ -30,7 +30,7 @@ class Keys:
         None,
         positive(),
         "Skip updates whose loss or gradient norm is this many standard deviations above its running mean, such as "
-        "6; null: none.",
+        "6; null: off.",
     )
 
     @property

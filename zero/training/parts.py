@@ -77,7 +77,7 @@ class Keys:
     max_gradient_value: float | None = key(
         None,
         Check(lambda value: value >= SMALLEST, "more than 0 in float32"),
-        "Each element of the gradient is clipped to this absolute value, after the norm; null: none is.",
+        "Each element of the gradient is clipped to this absolute value, after the norm; null: off.",
     )
 
 

@@ -367,7 +367,7 @@ def _quoted(path: str) -> str:
 
 
 def _hub_tokenizer(model: str) -> tuple[FileTokenizer, str]:
-    """The tokenizer of a model of the hub, and its name as `hf:NAME@COMMIT`, which is the same for ever."""
+    """The tokenizer of a model of the hub, and its name as `hf:NAME@COMMIT`, which never changes."""
     folder = download(model, (TOKENIZER, *COMPANIONS, MODEL_CONFIG))
     path = folder / TOKENIZER
     if not path.is_file():
