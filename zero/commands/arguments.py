@@ -18,10 +18,14 @@ FREE_TEXT = {"sample.prompt"}  # keys whose text may hold what Hydra would read 
 
 
 # Hydra's, and with the word after it; the rest is the trainer's.
-OPTIONS = ("--cfg", "--config-dir", "--config-name", "--config-path", "--experimental-rerun", "--info", "--package")
-OPTIONS += ("-c", "-cd", "-cn", "-cp", "-i", "-p")
-FLAGS = ("--hydra-help", "--multirun", "--resolve", "--run", "--shell-completion", "--version", "-m", "-r", "-sc")
-FLAGS += ("--doctor", "--help", "-h", "--resume", "--resume=auto")
+OPTIONS = (
+    *("--cfg", "--config-dir", "--config-name", "--config-path", "--experimental-rerun", "--info", "--package"),
+    *("-c", "-cd", "-cn", "-cp", "-i", "-p"),
+)
+FLAGS = (
+    *("--hydra-help", "--multirun", "--resolve", "--run", "--shell-completion", "--version", "-m", "-r", "-sc"),
+    *("--doctor", "--help", "-h", "--resume", "--resume=auto"),
+)
 
 
 def check_form(arguments: Sequence[str]) -> None:
