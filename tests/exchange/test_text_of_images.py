@@ -95,7 +95,7 @@ def logits_of_zero(folder: Path) -> np.ndarray:
 def tensors_of(folder: Path) -> dict[str, bytes]:
     from safetensors.torch import load_file
 
-    found = {}
+    found: dict[str, bytes] = {}
     for path in folder.glob("*.safetensors"):
         found |= {name: x.view(-1).float().numpy().tobytes() for name, x in load_file(path).items()}
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -19,6 +20,8 @@ from zero.models.config import HEAD, VOCABULARY, GPTConfig
 from zero.partition.global_arrays import from_global, global_shapes
 from zero.partition.layout import LeafLayout, PyTree
 from zero.training.sharded_gpt import ShardedGPT
+
+log = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -106,6 +109,8 @@ class HuggingFaceFolder:
     def params(self, model: ShardedGPT) -> PyTree:
         """Shards for a pmap; the host holds one leaf at a time.
 
+        A model with more tokens than the folder has new rows in its tables, at the mean of the others.
+
         Raises:
           UserError: a tensor is missing, left over, of integers, or of another shape than the model's.
         """
@@ -116,7 +121,7 @@ class HuggingFaceFolder:
             for name in self._tensor_names(leaf).values():
                 expected = architecture.tensor_shape(leaf, size)
                 found = tuple(self._tensors[name].get_shape()) if name in self._tensors else "nothing"
-                if found != expected:
+                if found != expected and not _grows(leaf, found, expected):
                     raise UserError(f"{self.path}, tensor {name}: holds {found}, leaf {leaf.name} expects {expected}")
                 if (dtype := self._tensors[name].get_dtype()) not in _FLOATS:
                     raise UserError(f"{self.path}, tensor {name}: holds {dtype}, expected F64, F32, F16 or BF16")
@@ -131,6 +136,11 @@ class HuggingFaceFolder:
                 tensor = self._tensors[name][:]
                 if not np.isfinite(tensor.astype(np.float32, copy=False)).all():
                     raise UserError(f"{self.path}, tensor {name}: holds values that are not finite")
+                if _grows(leaf, tensor.shape, architecture.tensor_shape(leaf, size)):
+                    count = size.vocab_size - len(tensor)
+                    log.info("%s: rows of %d new tokens begin at the mean of the other %d", name, count, len(tensor))
+                    mean = tensor.astype(np.float32).mean(axis=0, keepdims=True)
+                    tensor = np.concatenate([tensor.astype(np.float32), np.repeat(mean, count, axis=0)])
                 logical[index] = architecture.unpack(leaf, tensor, size)
             return jax.make_array_from_callback(padded.shape, target.sharding, lambda index: padded[index])
 
@@ -149,6 +159,12 @@ class HuggingFaceFolder:
 
     def __exit__(self, *error: object) -> None:
         self._files.close()
+
+
+def _grows(leaf: LeafLayout, found: tuple[int, ...] | str, expected: tuple[int, ...]) -> bool:
+    """Whether a table of tokens has fewer rows than expected."""
+    is_table = leaf.path[0] in (VOCABULARY, HEAD) and not isinstance(found, str) and len(found) == 2
+    return is_table and int(found[0]) < expected[0] and found[1:] == expected[1:]
 
 
 def _are_equal(one: Any, other: Any) -> bool:

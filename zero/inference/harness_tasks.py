@@ -11,7 +11,7 @@ import numpy as np
 from zero.base.errors import UserError, install_command
 from zero.corpus.text.chat_template import ChatTemplate
 from zero.inference.generate import generate
-from zero.inference.manner import Manner
+from zero.inference.manner import PLAIN, Manner
 from zero.inference.scoring import Scorer
 from zero.training.inference import Sampling
 from zero.training.programs import make_inference
@@ -19,7 +19,7 @@ from zero.training.programs import make_inference
 CHUNK = 16  # tokens between two checks whether all texts have ended
 
 
-def run_tasks(scorer: Scorer, tasks: list[Any], manner: Manner) -> dict[str, dict[str, Any]]:
+def run_tasks(scorer: Scorer, tasks: list[Any], manner: Manner = PLAIN) -> dict[str, dict[str, Any]]:
     """The harness's own results, by task: a name of the harness, or the path of a .yaml file.
 
     Raises UserError where lm-eval is not installed, or a task or its data cannot be found.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,9 @@ from zero.base.errors import UserError
 from zero.checkpoints.damage import MissingCheckpoint
 from zero.corpus.text.hub import PREFIX
 from zero.exchange import warm_start
-from zero.exchange.hub_model import is_folder
+from zero.exchange.hub_model import is_folder, open_hf_config
 from zero.exchange.warm_start import OTHER_BASE, base_checksum, check_base, read_weights
+from zero.models.config import HEAD, VOCABULARY
 from zero.partition.layout import PyTree
 from zero.partition.pmapped import pmap
 from zero.record.run_files import split_step
@@ -69,12 +70,25 @@ def load_base(weights: warm_start.Keys, model: ShardedGPT, position: TrainingPos
     """
     if model.tuning is None:
         return {}
+    _check_new_tokens(str(weights.model_path), model, model.tuning.adapters.tables)
     base = load_unchanged(str(weights.model_path), weights.starts_from_average, model, position)
     if not model.tuning.is_quantized:
         return base
     layouts: Any = {"layout": model.base.layout, "quantized": model.frozen_layout}
     quantize = partial(quantize_shards, **layouts, axis=model.axis, codec=model.tuning.base_dtype)
     return pmap(quantize, model.axis.name)(base)
+
+
+def _check_new_tokens(source: str, model: ShardedGPT, tables: Sequence[str]) -> None:
+    """Raises UserError if the model has tokens that its base lacks, and their rows would not be trained."""
+    folder = open_hf_config(source)
+    missing = {VOCABULARY} if model.config.tied else {VOCABULARY, HEAD}
+    if folder is None or model.config.vocab_size <= folder.size.vocab_size or missing <= {*tables}:
+        return
+    raise UserError(
+        f"tuning.modules_to_save: expected [{', '.join(sorted(missing, reverse=True))}], as the model has "
+        f"{model.config.vocab_size - folder.size.vocab_size} tokens that its base lacks, and adapters train none"
+    )
 
 
 def fit_to_base(adapters: PyTree, frozen: PyTree, model: ShardedGPT) -> PyTree:

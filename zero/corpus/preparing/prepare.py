@@ -69,7 +69,7 @@ class Corpus:
 
     directory: str
     train_index: str
-    validation_index: str | None  # None: no document was set aside
+    validation_index: str  # there is no such file if no document was set aside
     train: SplitSummary
     validation: SplitSummary
     skipped: int  # documents that cannot be read, as --skip-broken allows
@@ -179,7 +179,7 @@ def prepare(
     return Corpus(
         directory=folder,
         train_index=indices["train"],
-        validation_index=indices["validation"] if sizes["validation"].rows else None,
+        validation_index=indices["validation"],
         train=sizes["train"],
         validation=sizes["validation"],
         skipped=manifest.get("skipped", 0),

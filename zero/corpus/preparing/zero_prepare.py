@@ -253,7 +253,7 @@ def _prepare(given: argparse.Namespace, runner: list[str] | None) -> None:
         (corpus.validation_index, corpus.validation),
         (corpus.test_index, corpus.test),
     ):
-        if split is None or index is None:
+        if split is None or not split.rows:
             continue
         documents = counted(split.documents, "document")
         size = f"{documents}, {counted(split.tokens, 'token')}, {counted(split.rows, 'row')} of {row_tokens}"
@@ -318,8 +318,8 @@ def _name_of(source: str) -> str:
 def training_overrides(corpus: Corpus, options: CorpusOptions) -> list[str]:
     """What the default job needs to train on a corpus: its files, and a model for its rows and tokens."""
     overrides = ["data.corpus=null", f"data.index_path_train={_quoted(corpus.train_index)}"]
-    validation = corpus.validation_index
-    overrides.append(f"data.index_path_validation={'null' if validation is None else _quoted(validation)}")
+    validation = _quoted(corpus.validation_index) if corpus.validation.rows else "null"
+    overrides.append(f"data.index_path_validation={validation}")
     path = storage.join(corpus.directory, TOKENIZER)
     context = options.row_tokens - options.begin_rows
     base = _base(options)
