@@ -161,11 +161,7 @@ def use_base(config: DictConfig, given: Sequence[str]) -> None:
     if "data.tokenizer" not in given:
         config.data.tokenizer = folder.tokenizer()
     elif "model.override.vocab_size" not in given and "model.override" not in given:
-        from zero.corpus.text.tokenizers import load_tokenizer
-
-        tokens = load_tokenizer(config.data.tokenizer).vocab_size
-        if tokens > folder.size.vocab_size:  # new rows, of which the log says where they begin
-            config.model.override = {"vocab_size": tokens}
+        config.model.override = folder.override_for(config.data.tokenizer)
 
 
 def folder_in_place_of_run(config: DictConfig) -> HubModel | None:

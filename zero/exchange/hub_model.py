@@ -8,6 +8,7 @@ from pathlib import Path
 
 from zero.base.errors import UserError
 from zero.corpus.text.hub import PREFIX, download
+from zero.corpus.text.tokenizers import load_tokenizer
 from zero.exchange.hf_config import read_architecture, read_size
 from zero.exchange.hf_folder import CONFIG_FILE, HuggingFaceFolder
 from zero.exchange.hub_folder import FILES, FILES_BUT_WEIGHTS
@@ -37,6 +38,11 @@ class HubModel:
             return dataclasses.replace(self.size, **model.override)
         except (TypeError, ValueError) as error:
             raise UserError(f"model.override={model.override} of {self.path}: {error}") from error
+
+    def override_for(self, tokenizer: str) -> dict[str, int]:
+        """What `model.override` needs for another tokenizer, whose tokens the model may lack."""
+        tokens = load_tokenizer(tokenizer).vocab_size
+        return {"vocab_size": tokens} if tokens > self.size.vocab_size else {}
 
     def tokenizer(self) -> str:
         """The path of its tokenizer; raises UserError if it has none that is read."""
