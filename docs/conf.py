@@ -15,7 +15,7 @@ MEASURED = DOCS.parent / "benchmarks" / "measured"
 NAVIGATION = {
     "Tutorial": [f"docs/tutorial/{name}" for name in ("first-run", "own-text", "slice")],
     "How to": [
-        *("docs/how-to/pmap-programs", "docs/how-to/shard-map", "examples/README"),
+        *("docs/how-to/pmap-programs", "docs/how-to/shard-map", "docs/how-to/when-pmap-goes", "examples/README"),
         *("data/README", "docs/how-to/prepare-at-size"),
         *("docs/how-to/read-from-buckets", "docs/how-to/mix-corpora", "docs/how-to/use-the-loader"),
         *("docs/how-to/change-the-model", "docs/how-to/choose-an-optimizer", "docs/how-to/find-a-learning-rate"),
