@@ -116,7 +116,8 @@ def test_line_searches_are_refused() -> None:
     tx = zero.shard_optimizer(zero.across_shards(optax.lbfgs()), "batch")
 
     def update(p: Any) -> Any:
-        return tx.update(zero.local(p), tx.init(p), p, value=1.0, grad=p, value_fn=lambda p: jnp.sum(p["w"]))
+        of_line_search: Any = {"value": 1.0, "grad": p, "value_fn": lambda p: jnp.sum(p["w"])}
+        return tx.update(zero.local(p), tx.init(p), p, **of_line_search)
 
     with pytest.raises(zero.NotElementwiseError, match="value_fn is a function of whole parameters"):
         lower(update, {"w": jnp.zeros((8, 13, 24))})

@@ -272,7 +272,7 @@ def test_public_names() -> None:
 
 
 def test_help_fits_two_screens() -> None:
-    lines = pydoc.render_doc(zero, renderer=pydoc.plaintext).splitlines()
+    lines = pydoc.plain(pydoc.render_doc(zero)).splitlines()
     assert len(lines) <= 96 and max(map(len, lines)) <= 124
     for name in (*FUNCTIONS, *TYPES, *MODULES):
         assert any(re.search(rf"\b{name}\b", line) for line in lines), name

@@ -247,7 +247,8 @@ def test_misfits_are_refused() -> None:
         zero.Axis.with_expert_groups("zero", 8, 3)
     with pytest.raises(ValueError, match="the last phase"):
         zero.Axis("zero", (1, 2, 4), expert=2)
-    layout = zero.make_layout({"w": np.zeros((8, 16), np.float32)}, 8, expert=4, is_expert=lambda name: True)
+    whole = {"w": np.zeros((8, 16), np.float32)}
+    layout = zero.groups.make_grouped_layout(whole, 8, expert=4, is_expert=lambda name: True)
     assert layout.leaves[0].gathered_shape == (2, 16) and layout.leaves[0].shard_shape == (8, 2)
     axis = zero.Axis.with_expert_groups("zero", 8, 4)
     with pytest.raises(ValueError, match="does not travel as int8"):

@@ -120,7 +120,7 @@ def test_optimizers_see_all_experts(name: str) -> None:
     shapes = {STACK: {"experts": {"kernel": np.zeros((2, 8, 13, 6))}, "bias": np.zeros((2, 7))}}
     params, *gradients = (random_like(rng, shapes | {VOCABULARY: np.zeros((2, 11, 16))}) for _ in range(3))
     axis = zero.Axis.with_expert_groups("zero", 8, 4)
-    layout = make_layout(
+    layout = zero.groups.make_grouped_layout(
         params, 8, stacked=(STACK, VOCABULARY), expert=axis.expert, is_expert=lambda name: "experts" in name
     )
     tx = make_optimizer(name, DECAY, **SMALL.get(name, {}))
