@@ -74,7 +74,8 @@ def test_every_key_is_tried() -> None:
 
 def test_number_of_keys() -> None:
     """conf/config.yaml shows few keys; the names of groups and of the mode are chosen, not set."""
-    assert len([key for key in all_keys(MODES.first) if key.name != "mode"]) <= 90
+    keys = [key for key in all_keys(MODES.first) if key.name != "mode"]
+    assert len(keys) <= 91  # one of them grows the batch, as large runs do
 
 
 def test_keys_in_steps_say_so() -> None:

@@ -48,6 +48,7 @@ OF_THE_STEP = {
 ELSEWHERE = {
     "training.max_epochs": "2",
     "training.batch_size": "8",
+    "training.batch_stages": "[[3,8]]",
     "training.evaluation_frequency": "6",
     "training.maximum_evaluation_steps": "2",
     "training.staged_warmup_steps": "6",

@@ -24,7 +24,7 @@ from zero.job.sharding import Sharding
 from zero.job.sizes import load_sizes
 from zero.models.config import GPTConfig
 from zero.models.stack import OFFLOADED
-from zero.run import data, directory, step_programs
+from zero.run import batch_stages, data, directory, step_programs
 from zero.run.features.harness import Harness
 from zero.run.features.profile import Profile
 from zero.run.features.sample import Sample
@@ -45,6 +45,7 @@ from zero.training.tuning import Adapted
 class TrainingSection(
     data.TrainingKeys,
     job.Training,
+    batch_stages.Keys,
     Validate.Keys,
     Track.Keys,
     Sample.Keys,
@@ -212,6 +213,7 @@ class TrainConfig(job.JobConfig):
         if self.objective.make().example.is_whole:
             yield "objective", f"likelihood, or another on running text, as {setting}"
         steps = context // size.update_tokens
+        yield from training.stage_mistakes(steps, setting)
         values = flat(vars(self))
         for name in (key.name for key in all_keys(type(self)) if key.in_steps):
             if values[name] is not None and values[name] % steps:

@@ -67,7 +67,7 @@ def train(config: TrainConfig, size: GPTConfig, run_directory: Path) -> int:
     log.info("%d %s devices, %d of this host; %s", jax.device_count(), backend, jax.local_device_count(), run_directory)
     placed = place_model(config, size)  # what devices or batches refuse is known before a corpus is prepared
     example = config.objective.make().example
-    started = TrainingPosition(global_rows=config.training.batch_size * hosts)
+    started = TrainingPosition(config.training.batch_size * hosts, config.training.global_stages(hosts))
     if config.resume is None:
         _share(config.training, config.zero, start_of(started, config.data, size, example.texts))
     of_model = str(config.model)

@@ -232,7 +232,8 @@ def learning_rate(keys: Keys, schedule: Schedule) -> LearningRate:
 STAGES = "[[steps, tokens per sequence], ...]"
 
 
-def _is_stages(value: Any) -> bool:
+def is_stages(value: Any) -> bool:
+    """Whether a value is a list of pairs of whole numbers above 0, steps and a size."""
     return isinstance(value, list) and all(
         isinstance(stage, list) and len(stage) == 2 and all(type(x) is int and 1 <= x <= INT32 for x in stage)
         for stage in value
@@ -251,7 +252,7 @@ class LengthKeys:
     warmup_train_context: int = key(64, None, "Tokens per sequence during these steps.")
     context_stages: Any = key(
         None,
-        Check(lambda value: value in (None, "linear") or _is_stages(value), f"linear, {STAGES}, or null"),
+        Check(lambda value: value in (None, "linear") or is_stages(value), f"linear, {STAGES}, or null"),
         "How the length of sequences grows; null: in one jump, after the steps above.",
         "linear: during the steps above, from warmup_train_context to max_context.",
         "[[200, 64], [80, 128]]: 200 steps of 64 tokens, then 80 of 128, then max_context; both keys above are not "
