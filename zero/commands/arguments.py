@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
@@ -34,7 +35,7 @@ def check_form(arguments: Sequence[str]) -> None:
     takes_next = False
     names = [argument.partition("=")[0] for argument in arguments]
     for name in INDEX_FILES:
-        if names.count(name) > 1:
+        if (name, name) in pairwise(names):  # apart from each other the later one counts, as for any key
             lines.append(
                 f"{name}: is there {names.count(name)} times, as a shell makes of braces: '{name}=a-{{1,2}}.index'"
             )
