@@ -2,7 +2,6 @@
 
 import os
 import re
-import resource
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -143,20 +142,14 @@ def test_joined_shards_may_repeat_a_key(tmp_path: Path):
 
 
 def test_size_beyond_memory_is_damage(tmp_path: Path):
-    """A header that states 8 GiB is damage where that much cannot be allocated: a MemoryError has no message."""
+    """A header that states 8 GiB, more than the shard has, is damage, and nothing of that size is allocated."""
     index = write_corpus(tmp_path, [9] * 2)
     data = bytearray((tmp_path / "shard-1.tar").read_bytes())
     data[124:136] = b"77777777777\0"
     data[148:156] = b"%06o\0 " % (sum(data[:148]) + 8 * 32 + sum(data[156:512]))
     (tmp_path / "shard-1.tar").write_bytes(data)
-    used = resource.getrlimit(resource.RLIMIT_AS)
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**32, used[1]))
-    try:
-        with pytest.raises(BadData, match=r"shard-1\.tar is truncated or damaged: MemoryError; copy it again"):
-            list(loader(index, max_epochs=1, shuffle=False).batches())
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, used)
+    with pytest.raises(BadData, match=r"shard-1\.tar is truncated or damaged: unexpected end of file; copy it again"):
+        list(loader(index, max_epochs=1, shuffle=False).batches())
 
 
 def test_first_sample_without_rows_discards_nothing(tmp_path: Path, caplog):

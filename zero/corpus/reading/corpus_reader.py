@@ -12,20 +12,25 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from zero.base.errors import UserError
-from zero.corpus.format.crop import Crop
+from zero.corpus.format.crop import Crop, Draw
 from zero.corpus.format.index_files import Shard
 from zero.corpus.format.shards import (
     BadData,
     Decoded,
+    Memory,
+    NpyHeader,
     RowArrays,
     RowFormat,
     decode,
+    header_of_row,
+    joined_rows,
     open_shard,
     read_samples,
     with_neighbors,
@@ -34,6 +39,7 @@ from zero.corpus.reading.cache import ShardCache
 from zero.corpus.reading.order import Order, RowRange, ShuffleBuffer, permutation
 from zero.files import storage
 
+MOST_ROWS = 512  # of one each, decoded together
 SKIPPED = -1  # the length of a row that could not be read
 DISCARDED = 0.01  # share of the tokens that a crop may leave out without a warning
 _OFFSETS = 1  # last number of the key of random offsets: keys of permutations have fewer numbers
@@ -71,19 +77,17 @@ class CorpusReader:
         count = sum(part.stop - part.start for part in buffer.ranges)
         slots = np.arange(count) if self.order.seed is None else permutation(count, *buffer.key)
         dtype = np.dtype(np.int32) if self.form.only_completions else np.min_scalar_type(self.form.vocab_size - 1)
-        tokens = np.empty((count, self.width), dtype)
-        lengths = np.empty(count, np.int32)
         extra = {member: np.zeros(count, np.int32) for member in self.form.example.members}
         extra |= {name: np.empty((count, *x.shape[1:]), x.dtype) for name, x in self.columns.items()}
-        rows = RowArrays(tokens, lengths, extra)
+        rows = RowArrays(np.empty((count, self.width), dtype), np.empty(count, np.int32), extra)
         for part in buffer.ranges:
             slots_of_part, slots = np.split(slots, [part.stop - part.start])
             for problem in self._fill(part, buffer.key, slots_of_part, rows):
                 _log.warning("skipped: %s", problem)
             before = sum(self.order.rows[: part.shard])
             for name, column in self.columns.items():
-                extra[name][slots_of_part] = column[before + part.start : before + part.stop]
-        return rows.after(buffer.skip)
+                rows.extra[name][slots_of_part] = column[before + part.start : before + part.stop]
+        return rows.at(slice(buffer.skip, None))
 
     def _fill(self, part: RowRange, key: tuple[int, ...], slots: np.ndarray, buffer: RowArrays) -> list[str]:
         """Puts the rows of a range into these slots of the buffer; returns the skipped problems."""
@@ -93,11 +97,7 @@ class CorpusReader:
         try:
             with open_shard(shard.path, (self.cache or storage).open_reader) as stream:
                 for rows in self._read(part, key, stream, problems):
-                    into = slots[filled : filled + len(rows.tokens)]
-                    buffer.tokens[into] = rows.tokens
-                    buffer.lengths[into] = rows.lengths
-                    for name, x in rows.extra.items():
-                        buffer.extra[name][into] = x
+                    buffer.put(slots[filled : filled + len(rows.tokens)], rows)
                     filled += len(rows.tokens)
         except BadData as error:
             if not self.skip_bad:
@@ -122,18 +122,12 @@ class CorpusReader:
             generator = np.random.PCG64((seed, epoch, part.shard, 0, _OFFSETS))
             return generator.advance(seen // self.crop.sequences).random_raw(count)
 
-        samples = with_neighbors(shard.path, read_samples(shard.path, stream))
-        while True:
-            try:
-                sample = next(samples, None)
-                if sample is None:
-                    break
-                name = f"shard {shard.path}, sample {sample['__key__']}"
-                decoded = decode(sample, name, self.form, self.crop, draw)
-            except BadData as error:
+        samples = with_neighbors(shard.path, read_samples(shard.path, Memory(stream)))
+        for decoded in self._decoded(shard.path, samples, draw):
+            if isinstance(decoded, BadData):
                 if not self.skip_bad:
-                    raise
-                problems.append(str(error))
+                    raise decoded
+                problems.append(str(decoded))
                 continue
             self._warn_of_discarded(shard, decoded)
             of_part = slice(max(0, part.start - seen), max(0, part.stop - seen))
@@ -149,6 +143,42 @@ class CorpusReader:
             if seen < total:  # zeros, which a failed disk leaves of the rest, read like the end of a tar
                 raise BadData(message)
             raise UserError(message)
+
+    def _decoded(self, path: str, samples: Iterator[dict[str, Any]], draw: Draw) -> Iterator[Decoded | BadData]:
+        """The samples of a shard decoded, many rows at once if each has one, or the errors in their places."""
+        group: list[dict[str, Any]] = []
+        header: NpyHeader | None = None  # of each sample of the group, where it is one row
+        while True:
+            error = None
+            try:
+                sample = next(samples, None)
+            except BadData as caught:  # after which there is no sample
+                error = caught
+                sample = None
+            of_sample = None if sample is None else header_of_row(sample)
+            if group and (of_sample is None or of_sample != header or len(group) == MOST_ROWS):
+                yield from self._decoded_group(path, group, header, draw)
+                group = []
+            if error is not None:
+                yield error
+            if sample is None:
+                return
+            group.append(sample)
+            header = of_sample
+
+    def _decoded_group(
+        self, path: str, group: list[dict[str, Any]], header: NpyHeader | None, draw: Draw
+    ) -> Iterator[Decoded | BadData]:
+        """The samples of a group as one, or each by itself where one of them is bad, so that it is named."""
+        if header is not None and len(group) > 1:
+            with suppress(BadData):
+                yield decode(joined_rows(group, header), path, self.form, self.crop, draw)
+                return
+        for sample in group:
+            try:
+                yield decode(sample, f"shard {path}, sample {sample['__key__']}", self.form, self.crop, draw)
+            except BadData as error:
+                yield error
 
     def _warn_of_discarded(self, shard: Shard, decoded: Decoded) -> None:
         """Warns once, at the first sample with tokens, where sequences leave out much of their rows."""

@@ -35,6 +35,7 @@ from zero.corpus.reading.order import Mixture, Order, StagedMixture, exact_weigh
 from zero.corpus.reading.prefetch import RowStream
 
 _REMOTE_THREADS = 16  # at most; they wait for the network, not for Python
+_BLOCK = 1 << 18  # tokens that are cut into batches at once: 1 MiB, which stays in a core's cache
 _OTHER_SHARDS = "the saved data cursor belongs to other shards"
 _log = logging.getLogger(__name__)
 
@@ -290,20 +291,25 @@ class Loader:
             while self.total_batches is None or done < self.total_batches:
                 first = self._rows_before(done) // self._streams
                 numbers, places, part = self._places(done)
+                count = 1
+                if len(self.corpora) == 1:  # small batches are cut several at once, as many as are read already
+                    left = min(stream.left for (stream,) in streams) // part
+                    count = self._alike(done, min(left, _BLOCK // (len(numbers) * self._width)))
                 # The places of these rows among those of the streams that hold them.
                 places = np.searchsorted(own_streams, numbers) * part + places
+                is_whole = np.array_equal(places, np.arange(len(own_streams) * part))
                 taken = [
-                    self._take(number, first, part, stream) for number, stream in zip(own_streams, streams, strict=True)
+                    self._take(number, first, count * part, stream)
+                    for number, stream in zip(own_streams, streams, strict=True)
                 ]
-                rows_of_streams = RowArrays.concatenated(taken)
-                tokens = rows_of_streams.tokens[places].astype(np.int32)
-                lengths = rows_of_streams.lengths[places]
-                if lengths.min() < self._width:
-                    tokens[np.arange(self._width) >= lengths[:, None]] = -1
-                done += 1
-                cursor = {**self.identity, "batches": done}
-                extra = {name: x[places] for name, x in rows_of_streams.extra.items()}
-                yield HostBatch(tokens, cursor, lengths == SKIPPED, extra)
+                block = _by_batch(taken, count)
+                if block.lengths.min() < self._width:
+                    block.tokens[np.arange(self._width) >= block.lengths[..., None]] = -1
+                for batch in map(block.at, range(count)):
+                    batch = batch if is_whole else batch.at(places)
+                    done += 1
+                    cursor = {**self.identity, "batches": done}
+                    yield HostBatch(batch.tokens, cursor, batch.lengths == SKIPPED, batch.extra)
         finally:
             pool.shutdown(cancel_futures=True)
         if self._dropped:
@@ -315,6 +321,15 @@ class Loader:
         part = global_rows // self._streams
         streams, places = np.divmod(self._batching.numbers(global_rows), part)
         return streams, places, part
+
+    def _alike(self, batch: int, most: int) -> int:
+        """How many batches from this one on, at most so many and at least one, have as many rows, and are there."""
+        if self.total_batches is not None:
+            most = min(most, self.total_batches - batch)
+        steps = self._schedule.steps_per_batch
+        rows = self._schedule.rows_at(batch * steps)
+        others = (number for number in range(1, most) if self._schedule.rows_at((batch + number) * steps) != rows)
+        return next(others, max(1, most))
 
     def _open_stream(self, number: int, row: int, pool: ThreadPoolExecutor) -> list[RowStream]:
         """One stream from its `row` on: a `RowStream` for each corpus."""
@@ -332,7 +347,24 @@ class Loader:
         corpora = [(stream, places) for stream, places in zip(group, is_of_corpus, strict=True) if places.any()]
         rows = RowArrays.concatenated([stream.take(int(places.sum())) for stream, places in corpora])
         order = np.concatenate([np.flatnonzero(places) for _, places in corpora])
-        return rows.map(lambda x: x[np.argsort(order)])
+        return rows.at(np.argsort(order))
+
+
+def _by_batch(of_streams: Sequence[RowArrays], batches: int) -> RowArrays:
+    """The next rows of each stream as those of several batches: arrays `(batches, rows of a batch, ...)`.
+
+    Tokens become int32.
+    """
+
+    def joined(arrays: Sequence[np.ndarray], dtype: np.dtype | type) -> np.ndarray:
+        per_batch = [x.reshape(batches, -1, *x.shape[1:]) for x in arrays]
+        return np.concatenate(per_batch, axis=1, dtype=dtype, casting="unsafe")
+
+    first = of_streams[0]
+    tokens = joined([rows.tokens for rows in of_streams], np.int32)
+    lengths = joined([rows.lengths for rows in of_streams], np.int32)
+    extra = {name: joined([rows.extra[name] for rows in of_streams], x.dtype) for name, x in first.extra.items()}
+    return RowArrays(tokens, lengths, extra)
 
 
 def check_order(cursor: Cursor, order: Cursor) -> None:

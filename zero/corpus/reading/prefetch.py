@@ -25,26 +25,35 @@ class RowStream:
         self._read = read
         self._pool = pool
         self._next = self._read_ahead()
-        self._rows = RowArrays(np.empty((0, 0)), np.empty(0), {})
+        self._rows = RowArrays(np.empty((0, 0)), np.empty(0), {})  # the shuffle buffer in use
+        self._used = 0  # rows of it
 
     def _read_ahead(self) -> Future[RowArrays] | None:
         buffer = next(self._buffers, None)
         return None if buffer is None else self._pool.submit(self._read, buffer)
 
+    @property
+    def left(self) -> int:
+        """Rows of the shuffle buffer in use that are still to be taken."""
+        return len(self._rows.lengths) - self._used
+
     def take(self, count: int) -> RowArrays:
-        """The next rows; after the end of the data, rows without tokens."""
+        """The next rows, views of the shuffle buffer where it has all of them; after the end, rows without tokens."""
         parts: list[RowArrays] = []
         while count:
-            if not len(self._rows.tokens):
+            if not self.left:
                 if self._next is None:
-                    parts.append(self._rows.padding(count))
+                    parts.append(self._rows.empty(count))
                     break
                 self._rows = self._next.result()
+                self._used = 0
                 self._next = self._read_ahead()
-            parts.append(self._rows.first(count))
-            self._rows = self._rows.after(count)
-            count -= len(parts[-1].tokens)
-        return RowArrays.concatenated(parts) if len(parts) > 1 else parts[0]
+                continue
+            taken = min(count, self.left)
+            parts.append(self._rows.at(slice(self._used, self._used + taken)))
+            self._used += taken
+            count -= taken
+        return RowArrays.concatenated(parts)
 
 
 def prefetch(iterator: Iterator[_Item], depth: int = 2, stop: Sequence[Any] = ()) -> Generator[_Item, None, None]:
