@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-PANELS = {
-    "train": ("learning_rate", "sequence_length", "gradient_norm", "skipped_steps", "skipped_spikes"),
+PANELS = {  # a name without a panel, such as a metric of an objective, belongs to train
     "data": ("tokens_seen", "epochs", "skipped_rows", "end_of_data"),
     "perf": (
         *("step_time", "tokens_per_second", "tokens_per_second_per_device", "mfu", "predicted_speed", "data_wait"),
@@ -27,6 +26,8 @@ def shown(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def panel_name(name: str) -> str:
-    """A metric's name behind its panel, unless the name begins with one already."""
+    """A metric's name behind its panel, unless the name begins with one already; `step` is the axis."""
     panel = _PANEL.get(name.partition("/")[0])
-    return name if panel is None or name.startswith(("gradient_norm/", f"{panel}/")) else f"{panel}/{name}"
+    if panel is not None:
+        return f"{panel}/{name}"
+    return name if "/" in name or name == "step" else f"train/{name}"
