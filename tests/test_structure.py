@@ -148,6 +148,27 @@ def test_checker_sees_a_circle(one: tuple[str, str], other: tuple[str, str]) -> 
             TopologicalSorter(graph).prepare()
 
 
+WHOLE = {"JobConfig", "TrainConfig", "TrainedModelConfig", "EvaluateConfig", "SampleConfig", "PlanConfig"}
+PAGES = {"zero.run.config", "zero.inference.config", "zero.plan.config", "zero.commands.modes"}  # which make them
+TAKE_A_WHOLE = 6  # files: the modes, what a run's features and its job are made from. It only falls
+
+
+def takes_a_whole(source: str) -> bool:
+    """Whether a function or a field of this source has the type of a whole configuration."""
+    annotations = [node.annotation for node in nodes(source) if isinstance(node, ast.arg | ast.AnnAssign)]
+    names = {
+        node.id for each in annotations if each is not None for node in ast.walk(each) if isinstance(node, ast.Name)
+    }
+    return bool(names & WHOLE)
+
+
+def test_few_files_take_a_whole_configuration() -> None:
+    """Functions take the sections that they read."""
+    taking = [module for module, path in SOURCES.items() if takes_a_whole(path.read_text()) and module not in PAGES]
+    assert len(taking) <= TAKE_A_WHOLE, f"{taking}: pass the sections that a function reads"
+    assert takes_a_whole("def f(config: TrainConfig): pass") and not takes_a_whole("def f(config: Keys): pass")
+
+
 def pmap_uses(source: str) -> int:
     """How often a source takes `pmap` from jax."""
     used = [node for node in nodes(source) if isinstance(node, ast.Attribute) and node.attr == "pmap"]

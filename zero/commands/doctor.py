@@ -29,8 +29,10 @@ from zero.partition.global_arrays import pmap_devices
 from zero.partition.pmapped import pmap
 
 if TYPE_CHECKING:
+    from zero.hosts import startup
+    from zero.job.sharding import Sharding
     from zero.models.config import GPTConfig
-    from zero.run.config import TrainConfig
+    from zero.run import directory, step_programs
 
 GIB = 2**30
 SHOWN = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax", "optax", "orbax-checkpoint")
@@ -50,7 +52,10 @@ class Fault(Exception):
 class Settings(NamedTuple):
     """The run that the arguments describe."""
 
-    config: TrainConfig
+    distributed: startup.Keys
+    zero: Sharding
+    profile: step_programs.Keys
+    data: directory.Keys
     size: GPTConfig
     slice_of_tpus: str | None = None  # as it was chosen, such as +preset=v3-32
 
@@ -78,11 +83,16 @@ def _settings(arguments: Sequence[str]) -> tuple[Settings, list[str]]:
     from zero.commands.cli import compose
 
     overrides = [argument for argument in arguments if not argument.startswith("--resume")]
-    chosen = (argument for argument in overrides if argument.startswith(("+slice=", "+preset=")))
+    chosen: Iterator[str] = (argument for argument in overrides if argument.startswith(("+slice=", "+preset=")))
     try:
-        return Settings(*compose(overrides), next(chosen, None)), []
+        config, size = compose(overrides)
+        mistakes = []
     except UserError as error:
-        return Settings(*compose([])), str(error).splitlines()
+        config, size = compose([])
+        chosen = iter(())
+        mistakes = str(error).splitlines()
+    sections = (config.distributed, config.zero, config.profile, config.data)
+    return Settings(*sections, size, next(chosen, None)), mistakes
 
 
 # ---- the checks: each returns what it found, or raises a Fault or an error of a library -----------------------------
@@ -129,8 +139,8 @@ def hosts(settings: Settings) -> str:
     """Joins the other hosts and starts the devices, exactly as training does."""
     from zero.hosts import startup
 
-    options = asdict(settings.config.distributed) | {"stall_minutes": STALL_MINUTES}
-    index, count = startup.start(**options, overlap_gathers=settings.config.zero.overlap_gathers)
+    options = asdict(settings.distributed) | {"stall_minutes": STALL_MINUTES}
+    index, count = startup.start(**options, overlap_gathers=settings.zero.overlap_gathers)
     return f"host {index} of {count}" if count > 1 else "one host"
 
 
@@ -205,7 +215,7 @@ def matrix_products(settings: Settings) -> str:
             seconds.append(time.perf_counter() - started)
         rates.append(2 * size**3 * times / min(seconds[1:]))
     slowest = min(rates)
-    peak = settings.config.profile.peak_flops or peak_flops(local[0])
+    peak = settings.profile.peak_flops or peak_flops(local[0])
     share = "" if peak is None else f", {slowest / peak:.0%} of the published peak"
     text = f"{slowest / 1e12:.3g} TFLOP/s on the slowest device of this host{share} ({dtype.__name__})"
     expected = max(peak or 0.0, 0.0 if is_cpu else statistics.median(rates))  # virtual devices share the cores
@@ -219,7 +229,7 @@ def disk(settings: Settings) -> str:
     from zero.models.gpt import variable_shapes
     from zero.record.run_files import checkpoint_directory
 
-    data = settings.config.data
+    data = settings.data
     place = checkpoint_directory(Path.cwd(), data.bucket_path, data.checkpoint_directory)
     is_local = isinstance(place, Path)
     parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(variable_shapes(settings.size)))
@@ -239,7 +249,7 @@ def bucket(settings: Settings) -> str:
     """Writes, reads, lists and deletes a small object where the checkpoints would be."""
     from zero.files import storage
 
-    data = settings.config.data
+    data = settings.data
     if not data.bucket_path:
         return "none (data.bucket_path)"
     folder = storage.join(storage.bucket(data.bucket_path), data.checkpoint_directory) + "-doctor"
