@@ -18,7 +18,9 @@ import pytest
 
 from tests.config.composing import compose
 from tests.helpers import cli
-from tests.helpers.key_values import ELSEWHERE, NEUTRAL, OF_THE_STEP
+from tests.helpers.key_table import ALONE_REFUSED, NEUTRAL, OF_THE_STEP, ROWS, STEP
+from tests.helpers.key_table import REFUSED as ALONE
+from tests.helpers.key_table import RUN as RUN_OF_SIX
 from tests.helpers.shared_jobs import SharedJobs
 from zero.base.errors import UserError
 from zero.commands.cli import compose as cli_compose
@@ -43,22 +45,6 @@ JOB = (
     *("model.size=test", "data.max_context=32", "training.batch_size=16", "training.total_steps=12"),
     *("training.warmup_steps=3", "training.staged_warmup_steps=4", "training.warmup_train_context=8"),
 )
-# Keys that are refused alone, and what they need.
-REFUSED = {
-    "resume": "set by --resume",
-    "model.warm_start": "true",
-    "model.model_path": "run",
-    "data.resume_step": "6",
-    "optimizer.scaled_eps": "true",
-    "zero.tensor_shards": "2",
-    "zero.expert_shards": "2",
-    "zero.emergency_directory": "elsewhere",
-    "distributed.coordinator_address": "host:1234",
-    "distributed.num_processes": "2",
-    "distributed.process_id": "1",
-}
-
-
 SOME = ("training.end_learning_rate", "zero.remat")  # of the step: the others are slow
 
 
@@ -66,10 +52,24 @@ def checked(*overrides: str) -> TrainConfig:
     return check(compose(*JOB, *overrides), SIZES, [override.partition("=")[0] for override in overrides])
 
 
-def test_every_key_is_tried() -> None:
-    """The tables above hold every key of a training run once."""
-    keys = [key.name for key in all_keys(MODES.first) if key.name != "mode"]
-    assert sorted([*OF_THE_STEP, *ELSEWHERE, *REFUSED]) == sorted(keys)
+def test_every_key_has_a_row() -> None:
+    """The table says of each key of a training run what shows that it is obeyed."""
+    keys = {key.name for key in all_keys(MODES.first)} - {"mode"}
+    for key in keys - ROWS.keys():
+        raise AssertionError(f"{key}: give it a row in tests/helpers/key_table.py: another value, and what shows it")
+    for key in ROWS.keys() - keys:
+        raise AssertionError(f"{key}: there is no such key; remove its row of tests/helpers/key_table.py")
+    for key, row in ROWS.items():
+        path = row.shown_by.split(".py")[0] + ".py"
+        is_known = row.shown_by in (STEP, RUN_OF_SIX, ALONE) or row.shown_by in WITHOUT_A_RUN or Path(path).is_file()
+        assert is_known, f"{key}: {row.shown_by!r} is neither a kind, nor a function of this file, nor a test"
+
+
+def test_each_key_says_whether_a_resume_may_change_it() -> None:
+    fixed = {key.name: bool(key.fixed) for key in all_keys(MODES.first)}
+    for key, row in ROWS.items():
+        says = "fixed=True at the key" if row.is_fixed else "is_fixed=True in its row of tests/helpers/key_table.py"
+        assert fixed[key] == row.is_fixed, f"{key}: may a resume change it? If not, it lacks {says}"
 
 
 def test_number_of_keys() -> None:
@@ -122,28 +122,6 @@ RUN = dict(override.split("=", 1) for override in cli.TINY) | {
     "training.maximum_evaluation_steps": "1",
     "distributed.compilation_cache": "null",  # it is of the whole process, which compiles for TPU too
 }
-BESIDE = {  # what both runs need so that the key can matter
-    "training.max_epochs": ("data.train_samples=32",),
-    "data.crop": ("data.max_context=16", "training.max_epochs=1", "data.train_samples=64"),
-    "data.keep_checkpoints": ("data.save_every=1",),
-    "data.keep_every": ("data.save_every=1", "data.keep_checkpoints=1"),
-    "data.max_skipped_rows": ("data.index_path_train=holes.index",),
-    "zero.emergency_steps": ("zero.emergency_directory=emergency",),
-}
-VALUE = {  # in place of that of `ELSEWHERE`, where a run of 6 steps needs another one
-    "training.max_epochs": "1",
-    "training.batch_size": "32",
-    "training.evaluation_frequency": "2",
-    "data.max_context": "16",
-    "data.keep_checkpoints": "1",
-    "data.keep_every": "2",
-    "data.save_every": "2",
-    "data.checkpoint_minutes": "1e-9",
-    "data.max_skipped_rows": "900",
-    "data.shuffle_shards": "1",
-    "profile.steps": "[2,2]",
-    "zero.phases": "torus",
-}
 
 
 def settings(config: TrainConfig) -> list[Any]:
@@ -185,23 +163,9 @@ def place_of_checkpoints(config: TrainConfig) -> str:
     return str(checkpoint_directory(Path("run"), config.data.bucket_path, config.data.checkpoint_directory))
 
 
+# Those that see a key without a run, by the names that the table has for them.
 WITHOUT_A_RUN: dict[str, Callable[[TrainConfig], Any]] = {
-    "model.size": size_of,
-    "data.bucket_path": place_of_checkpoints,
-    "zero.phases": on_tpu,
-    "zero.overlap_gathers": on_tpu,
-    "zero.replica_wire_dtype": on_two_slices,
-    "distributed.cpu_devices": settings,
-    "distributed.compilation_cache": settings,
-    "distributed.stall_minutes": settings,
-}
-ELSEWHERE_TESTED = {  # what a short run on whole devices, a local corpus and one host cannot show
-    "data.corpus": "tests/corpus/preparing/test_prepare_if_missing.py: the index files of the tests exist",
-    "data.last_target": "tests/run/test_last_target_run.py has the longer rows that it needs",
-    "data.shuffle_shards": "tests/corpus/reading/test_loader.py has more than two shards to mix",
-    "verify.every": "tests/run/test_verified_run.py has a device that fails; others leave no trace",
-    "harness.tasks": "tests/run/features/test_features.py; its tasks need lm-eval, and minutes",
-    "zero.emergency_steps": "tests/run/test_durable_run.py; without it the directory of these runs is refused",
+    function.__name__: function for function in (settings, on_tpu, on_two_slices, size_of, place_of_checkpoints)
 }
 WIDE_RUNS = ("data.save_every", "profile.peak_flops")
 
@@ -261,38 +225,38 @@ def quiet(*_: Any) -> Iterator[Callable[..., None]]:
     yield lambda metrics: None
 
 
-def marks(key: str) -> Any:
-    """Tests of their features show what keys do that need a run."""
-    if key in WITHOUT_A_RUN:
-        return ()
-    return pytest.mark.wide if key in WIDE_RUNS else pytest.mark.slow
+WITHOUT = [key for key, row in ROWS.items() if row.shown_by in WITHOUT_A_RUN]
+IN_A_RUN = [key for key, row in ROWS.items() if row.shown_by == RUN_OF_SIX]
+
+
+@pytest.mark.parametrize("key", WITHOUT)
+def test_keys_without_a_run(key: str) -> None:
+    """Another value changes what a start sets, or what a function makes of it."""
+    look = WITHOUT_A_RUN[ROWS[key].shown_by]
+    assert look(checked(f"{key}={ROWS[key].in_run or ROWS[key].value}")) != look(checked())
 
 
 @pytest.mark.parametrize(
-    "key", [pytest.param(key, marks=marks(key)) for key in ELSEWHERE if key not in ELSEWHERE_TESTED]
+    "key", [pytest.param(key, marks=pytest.mark.wide if key in WIDE_RUNS else pytest.mark.slow) for key in IN_A_RUN]
 )
-def test_keys_elsewhere(key: str, observed: Callable[..., Observed]) -> None:
-    """Another value changes the files or the metrics of a run, what its start sets, or is refused by name."""
-    value = (ELSEWHERE | VALUE)[key]
-    if key in WITHOUT_A_RUN:
-        look = WITHOUT_A_RUN[key]
-        assert look(checked(f"{key}={value}")) != look(checked())
-        return
-    beside = BESIDE.get(key, ())
+def test_keys_in_a_run(key: str, observed: Callable[..., Observed]) -> None:
+    """Another value changes the files or the metrics of a run, or is refused by name."""
+    row = ROWS[key]
+    value = row.in_run or row.value
     try:
-        other = observed(*beside, f"{key}={value}")
+        other = observed(*row.beside, f"{key}={value}")
     except UserError as error:
         other = Observed(error=str(error))
-    if other.error and not observed(*beside).error:
+    if other.error and not observed(*row.beside).error:
         assert value in other.error or key.rpartition(".")[2] in other.error, other.error
-    assert other != observed(*beside)
+    assert other != observed(*row.beside)
 
 
-@pytest.mark.parametrize("key", [key for key in REFUSED if key != "resume"])
+@pytest.mark.parametrize("key", [key for key in ALONE_REFUSED if key != "resume"])
 def test_keys_that_need_others(key: str) -> None:
     """A key that does nothing alone is refused, by its name or by that of the key that it needs."""
     with pytest.raises(UserError) as caught:
-        checked(f"{key}={REFUSED[key]}")
+        checked(f"{key}={ALONE_REFUSED[key]}")
     assert key.partition(".")[0] in str(caught.value)
 
 

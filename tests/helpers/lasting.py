@@ -23,7 +23,7 @@ from unittest.mock import patch
 import psutil
 
 import zero.commands.cli
-from tests.helpers import key_values
+from tests.helpers import key_table
 from tests.helpers.shared_jobs import SharedJobs
 from zero.corpus.text import tokenizers
 from zero.files import json_lines
@@ -32,7 +32,7 @@ from zero.hosts.signals import SIGNALS, unanswered
 
 # Keys that no job depends on: those that change no loss, those of resumes, and those of the rows of a batch.
 KEYS = (
-    *key_values.NEUTRAL,
+    *key_table.NEUTRAL,
     *("resume", "data.resume_step"),
     *("data.corpus", "data.index_path_train", "data.index_path_validation", "data.shuffle_shards"),
     *("data.bucket_path", "data.train_samples", "training.max_epochs", "model.model_path", "model.warm_start"),

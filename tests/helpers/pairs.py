@@ -29,7 +29,7 @@ import jax
 from hydra.errors import HydraException
 
 from tests.config import composing
-from tests.helpers import cli, key_values
+from tests.helpers import cli, key_table
 from tests.helpers.shared_jobs import SharedJobs
 from zero.base.errors import UserError
 from zero.commands.cli import compose as compose_of_command_line
@@ -55,14 +55,14 @@ def _overrides(values: dict[str, str]) -> tuple[str, ...]:
     return tuple(f"{key}={value}" for key, value in values.items())
 
 
-NEUTRAL = _overrides({key: key_values.ELSEWHERE[key] for key in key_values.NEUTRAL})
+NEUTRAL = _overrides({key: key_table.ELSEWHERE[key] for key in key_table.NEUTRAL})
 NEUTRAL += ("data.shuffle_shards=17", "data.tensorboard=true", "training.max_epochs=9", "zero.phases=flat")
-PLACED = _overrides({key: key_values.OF_THE_STEP[key] for key in key_values.PLACED})
+PLACED = _overrides({key: key_table.OF_THE_STEP[key] for key in key_table.PLACED})
 PLACED += ("zero.stage=0", "zero.stage=2", "zero.remat=dots", "training.gradient_accumulation_steps=4")
 # Of the step, but neither the seed, whose value only the data and the initial weights hold, nor other steps' values.
 VALUES = tuple(
     override
-    for override in _overrides(key_values.OF_THE_STEP)
+    for override in _overrides(key_table.OF_THE_STEP)
     if override not in PLACED and override.partition("=")[0] not in ("seed", "schedule.decay_end")
 )
 VALUES = tuple(override.replace("total_steps=13", "total_steps=4") for override in VALUES) + (

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.config.composing import compose
-from tests.helpers.key_values import ELSEWHERE, OF_THE_STEP
+from tests.helpers.key_table import ELSEWHERE, OF_THE_STEP
 from zero.base.errors import UserError
 from zero.commands.modes import MODES, check
 from zero.config.keys import all_keys, values_in_scores

@@ -355,7 +355,7 @@ def test_long_run(tmp_path: Path) -> None:
 def test_report_command(tmp_path: Path) -> None:
     """The command writes into the first run and names directories that are not runs."""
     run = make_run(tmp_path / "run", 0.5)
-    command = [sys.executable, "-m", "zero.report.zero_report"]
+    command = [sys.executable, "-m", "zero.commands.zero_report"]
     done = subprocess.run([*command, str(run)], capture_output=True, text=True)
     assert done.stdout == f"{run / 'report.html'}\n", done.stderr
     assert re.match(rf"{run}: step \d+; .*in steps.*\n", done.stderr)
