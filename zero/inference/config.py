@@ -230,7 +230,7 @@ class TrainedModelConfig(Configuration):
 
     def mistakes(self, size: GPTConfig) -> Mistakes:
         of_model = str(self.model)
-        yield from self.data.mistakes(size, of_model)
+        yield from self.data.row_mistakes(size, of_model)
         yield from self.zero.mistakes(size, of_model)
         yield from self.distributed.mistakes()
 

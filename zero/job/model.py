@@ -77,7 +77,7 @@ class RowKeys(tokenizers.Keys):
         in_scores=True,
     )
 
-    def mistakes(self, size: GPTConfig, of_model: str) -> Mistakes:
+    def row_mistakes(self, size: GPTConfig, of_model: str) -> Mistakes:
         if self.max_context > size.block_size:
             yield "data.max_context", f"2 to {size.block_size}, the block_size of {of_model}, or null"
         if self.isolate_documents and size.layer == "gated_units":

@@ -14,7 +14,6 @@ from zero.config.check import flat
 from zero.config.constraints import shown
 from zero.config.keys import Mistakes, all_keys, section
 from zero.config.modes import Modes
-from zero.corpus.reading import keys as reading
 from zero.exchange import warm_start
 from zero.files import storage
 from zero.hosts import startup
@@ -34,10 +33,8 @@ from zero.run.features.track import Track
 from zero.run.features.validate import Validate
 from zero.run.features.verify import Verify
 from zero.tracking import tracker
-from zero.training import guard, schedules
 from zero.training.objectives.objective import REFERENCE
 from zero.training.optimizers.optimizer import ELEMENTWISE, MULTIPLIABLE
-from zero.training.schedules import LengthKeys
 from zero.training.tuning import Adapted
 
 
@@ -53,10 +50,10 @@ class TrainingSection(
     """Section `training`."""
 
     def mistakes_beside(self, data: RowKeys, size: GPTConfig) -> Mistakes:
-        yield from schedules.Keys.mistakes(self)
-        yield from guard.Keys.mistakes(self)
+        yield from self.rate_mistakes()
+        yield from self.skip_mistakes()
         if data.max_context <= size.block_size:
-            yield from LengthKeys.mistakes(self, data.max_context)
+            yield from self.length_mistakes(data.max_context)
 
 
 @dataclass
@@ -74,8 +71,8 @@ class DataSection(
     """Section `data`."""
 
     def mistakes_beside(self, run: TrainConfig, size: GPTConfig, of_model: str) -> Mistakes:
-        yield from RowKeys.mistakes(self, size, of_model)
-        yield from reading.Keys.mistakes(self)
+        yield from self.row_mistakes(size, of_model)
+        yield from self.order_mistakes()
         if self.is_synthetic:
             has_rows = f"as data.corpus={self.corpus} has no end, no documents and no completions"
             for name, value, expected in (
@@ -155,7 +152,7 @@ class TrainConfig(job.JobConfig):
         """The contradictions between keys, section by section."""
         of_model = str(self.model)
         yield from self.training.mistakes_beside(self.data, size)
-        yield from Sample.Keys.mistakes(self.training, size, of_model)
+        yield from self.training.sample_mistakes(size, of_model)
         yield from self._updates_by_part(size)
         yield from self._of_objective(size, of_model)
         if self.trains:

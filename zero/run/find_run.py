@@ -132,7 +132,7 @@ def results_in_run(arguments: Sequence[str]) -> list[str]:
     place = values.get("model.model_path")
     run = newest_run(DEFAULT_ROOT) if place is None else Path(split_step(str(place))[0])
     root = run if run is not None and (run / CONFIG_FILE).is_file() else Path()
-    text = str(root / mode).replace("'", "\\'")
+    text = str(root / str(mode)).replace("'", "\\'")
     return [*arguments, f"hydra.run.dir='{text}/${{now:%Y-%m-%d_%H-%M-%S}}'"]
 
 

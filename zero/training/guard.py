@@ -38,7 +38,7 @@ class Keys:
         """Whether a step whose gradient is not finite leaves the state as it was."""
         return self.max_skipped_in_a_row > 0
 
-    def mistakes(self) -> Mistakes:
+    def skip_mistakes(self) -> Mistakes:
         if self.skip_spikes is not None and not self.max_skipped_in_a_row:
             yield "training.max_skipped_in_a_row", f"at least 1, as training.skip_spikes={self.skip_spikes}"
 

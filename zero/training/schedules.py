@@ -36,7 +36,7 @@ class Keys:
         in_steps=True,
     )
 
-    def mistakes(self) -> Mistakes:
+    def rate_mistakes(self) -> Mistakes:
         if self.warmup_steps >= self.total_steps:
             yield "training.warmup_steps", f"fewer than training.total_steps={self.total_steps}"
 
@@ -273,7 +273,7 @@ class LengthKeys:
             return SequenceLengths.linear(full, shortest, steps, has_last_target=has_last_target)
         return SequenceLengths(full, self.stages(), has_last_target)
 
-    def mistakes(self, max_context: int) -> Mistakes:
+    def length_mistakes(self, max_context: int) -> Mistakes:
         key = "context_stages" if isinstance(self.context_stages, list) else "warmup_train_context"
         if any(length < 2 or max_context % length for _, length in self.stages()):
             yield f"training.{key}", f"a divisor of data.max_context={max_context}, at least 2"

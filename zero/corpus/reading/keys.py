@@ -131,7 +131,7 @@ class Keys(SetKeys):
         of_host=True,
     )
 
-    def mistakes(self) -> Mistakes:
+    def order_mistakes(self) -> Mistakes:
         if not is_paths(self.index_path_train) and self.train_samples is not None:
             yield "data.train_samples", "null, as data.index_path_train is a mixture"
 

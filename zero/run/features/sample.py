@@ -42,7 +42,7 @@ class Sample(Feature):
             "Tokens of text sampled from the model at each evaluation; 0: none.",
         )
 
-        def mistakes(self, size: GPTConfig, of_model: str) -> Mistakes:
+        def sample_mistakes(self, size: GPTConfig, of_model: str) -> Mistakes:
             name = "training.sample_tokens"
             if size.has_learned_positions and self.sample_tokens >= size.block_size:
                 learned = f"the learned positions of {of_model} less one"
