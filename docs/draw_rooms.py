@@ -1,38 +1,38 @@
-"""Draws docs/pictures/rooms.svg, who imports whom, from the sources: `python -m docs.draw_rooms`."""
+"""Draws docs/pictures/rooms.svg, the rooms in floors, from the imports: `python -m docs.draw_rooms`.
+
+The rooms of a floor do not import each other, and each imports only from floors below. The picture is as wide as a
+telephone, and its colors are those of report.html, light and dark.
+"""
 
 from __future__ import annotations
 
-import ast
 import textwrap
 from collections import Counter
+from graphlib import TopologicalSorter
 from html import escape
 from pathlib import Path
 
 from docs.draw_idea import colors
-from tests.helpers.rooms import ROOMS, SOURCES, imports, room
+from tests.helpers.rooms import LIBRARY, ROOMS, SOURCES, WITHOUT_JAX, imports, room
 
 PICTURE = Path(__file__).with_name("pictures") / "rooms.svg"
-WIDTH = 860  # of the picture
-BOX = (200, 62)  # width and height of a room
-GAP = 12
+WIDTH = 344  # of the picture, in its own units: pixels on a telephone
+SHOWN = 560  # pixels, where there is room
+MARGIN = 8
+GAP = 6  # between rooms of a floor
+BOX = 58  # height of a room
+FLOOR = 66  # from one floor to the next
+KINDS = (  # rooms, the color of their mark, its meaning
+    (LIBRARY, "var(--c0)", "touches no file, network or process"),
+    (WITHOUT_JAX, "var(--c2)", "works where jax is not installed"),
+)
 STYLE = """\
-text{font-family:system-ui,sans-serif;font-size:11px;fill:var(--quiet)}
-.name{font-weight:600;font-size:13px;fill:var(--ink)}
+text{font-family:system-ui,sans-serif;font-size:12px;fill:var(--ink);text-anchor:middle}
+.name{font-weight:600;font-size:13px}
+.inside{font-size:10px;fill:var(--quiet)}
+.legend{text-anchor:start}
 .paper{fill:var(--paper)}
-.layer{fill:none;stroke:var(--line);stroke-dasharray:3 3}
 .room{fill:var(--panel);stroke:var(--line)}"""
-SENTENCES = {
-    "zero": "The public names: the primitives, which need no configuration and no file.",
-    "scripts": "main_zero.py and data/prepare.py: thin commands.",
-}
-
-
-def sentence(name: str) -> str:
-    """What a room is for: the first sentence of its docstring."""
-    if name in SENTENCES:
-        return SENTENCES[name]
-    docstring = ast.get_docstring(ast.parse(SOURCES[name].read_text())) if name in SOURCES else None
-    return (docstring or "").split("\n", 1)[0].replace("`", "")
 
 
 def uses() -> Counter[tuple[str, str]]:
@@ -44,46 +44,62 @@ def uses() -> Counter[tuple[str, str]]:
     return pairs
 
 
-def layers() -> list[list[str]]:
-    """The rooms by how many rooms lie below them on the longest way of imports, the highest layer first."""
-    below: dict[str, set[str]] = {name: set() for name in ROOMS}
+def floors() -> list[list[str]]:
+    """The rooms of each floor, the lowest first: each room is as low as what it imports allows."""
+    used: dict[str, set[str]] = {name: set() for name in ROOMS}
     for upper, lower in uses():
-        below[upper].add(lower)
-    level: dict[str, int] = {}
-    for name in ROOMS:  # from the lowest to the highest
-        level[name] = 1 + max((level[lower] for lower in below[name]), default=-1)
-    return [[name for name in ROOMS if level[name] == number] for number in range(max(level.values()), -1, -1)]
+        used[upper].add(lower)
+    height: dict[str, int] = {}
+    for name in TopologicalSorter(used).static_order():
+        height[name] = 1 + max((height[lower] for lower in used[name]), default=-1)
+    return [[name for name in ROOMS if height[name] == floor] for floor in range(max(height.values()) + 1)]
+
+
+def subrooms(name: str, width: float) -> list[str]:
+    """The folders inside a room, in lines that a box of this width holds."""
+    if name not in SOURCES or name == "zero":
+        return []
+    folders = sorted(path.parent.name for path in SOURCES[name].parent.glob("*/__init__.py"))
+    return textwrap.wrap(", ".join(folders), int(width / 5.6))
+
+
+def box(name: str, left: float, top: float, width: float) -> list[str]:
+    """A room: its name, and the folders inside it."""
+    center = left + width / 2
+    inside = subrooms(name, width)
+    parts = [f'<rect class="room" x="{left:.1f}" y="{top}" width="{width:.1f}" height="{BOX}" rx="4"/>']
+    for members, color, _ in KINDS:
+        if name in members:
+            parts.append(f'<rect x="{left:.1f}" y="{top}" width="4" height="{BOX}" rx="2" fill="{color}"/>')
+    first = top + BOX // 2 + 5 - 6 * len(inside)
+    parts.append(f'<text class="name" x="{center:.1f}" y="{first}">{escape(name.removeprefix("zero."))}</text>')
+    for number, line in enumerate(inside):
+        y = first + 13 + 11 * number
+        parts.append(f'<text class="inside" x="{center:.1f}" y="{y}">{escape(line)}</text>')
+    return parts
 
 
 def picture() -> str:
-    """A row of boxes for each layer, the highest on top. A room imports only from layers below its own."""
-    imported = uses()
-    parts: list[str] = []
-    top = GAP
-    for names in layers():
-        for first in range(0, len(names), 4):
-            for column, name in enumerate(names[first : first + 4]):
-                parts += _box(name, GAP + column * (BOX[0] + GAP), top, imported)
-            top += BOX[1] + GAP
-        parts.append(f'<path class="layer" d="M{GAP} {top - GAP / 2}H{WIDTH - GAP}"/>')
-    parts.pop()  # below the lowest layer is nothing
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top}" role="img" aria-labelledby="name">'
-    title = '<title id="name">The packages in layers: each imports only from layers below its own</title>'
-    paper = f'<rect class="paper" width="{WIDTH}" height="{top}"/>'
-    return "\n".join([head, title, f"<style>{colors()}\n{STYLE}</style>", paper, *parts, "</svg>"]) + "\n"
-
-
-def _box(name: str, left: float, top: float, imported: Counter[tuple[str, str]]) -> list[str]:
-    """A room: its name, its sentence in three short lines, and on hovering what it imports."""
-    lower = [other for other in ROOMS if (name, other) in imported]
-    lines = textwrap.wrap(sentence(name), 32, max_lines=3, placeholder=" ...")
-    return [
-        f"<g><title>{escape(name)} imports {escape(', '.join(lower)) or 'nothing'}</title>",
-        f'<rect class="room" x="{left}" y="{top}" width="{BOX[0]}" height="{BOX[1]}" rx="5"/>',
-        f'<text class="name" x="{left + 9}" y="{top + 17}">{escape(name.removeprefix("zero."))}</text>',
-        *(f'<text x="{left + 9}" y="{top + 31 + 12 * row}">{escape(line)}</text>' for row, line in enumerate(lines)),
-        "</g>",
+    """The highest floor on top, and a legend."""
+    rows = floors()[::-1]
+    legend = MARGIN + FLOOR * len(rows)
+    height = legend + 18 * len(KINDS) + MARGIN
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{SHOWN}" '
+        f'height="{SHOWN * height // WIDTH}" role="img" aria-labelledby="name">',
+        '<title id="name">The rooms in floors: each imports only from floors below it</title>',
+        f"<style>{colors()}\n{STYLE}</style>",
+        f'<rect class="paper" width="{WIDTH}" height="{height}" rx="6"/>',
     ]
+    for number, names in enumerate(rows):
+        width = (WIDTH - 2 * MARGIN - GAP * (len(names) - 1)) / len(names)
+        for index, name in enumerate(names):
+            parts += box(name, MARGIN + index * (width + GAP), MARGIN + number * FLOOR, width)
+    for number, (_, color, meaning) in enumerate(KINDS):
+        y = legend + 18 * number
+        parts.append(f'<rect x="{MARGIN}" y="{y}" width="4" height="14" rx="2" fill="{color}"/>')
+        parts.append(f'<text class="legend" x="{MARGIN + 10}" y="{y + 11}">{meaning}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 if __name__ == "__main__":

@@ -14,11 +14,10 @@ import pytest
 import zero
 from docs import draw_rooms
 from tests.helpers.public_names import FUNCTIONS, MODULES, TYPES
-from tests.helpers.rooms import REPOSITORY, ROOMS, SOURCES, WITHOUT_JAX, arrows, imports, nodes, room
+from tests.helpers.rooms import LIBRARY, REPOSITORY, ROOMS, SOURCES, WITHOUT_JAX, arrows, imports, nodes, room
 
 pytestmark = pytest.mark.quick
 
-LIBRARY = {"zero.partition", "zero.models", "zero.training", "zero"}
 DECLARING = {"zero.config.keys", "zero.config.constraints"}  # with these the rooms of LIBRARY declare their keys
 ARRAYS = {"jax", "flax", "optax", "numpy"}
 # What a file of LIBRARY may take from the standard library: nothing that touches files, networks or processes.

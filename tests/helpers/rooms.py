@@ -1,6 +1,7 @@
 """The rooms of the house and who imports whom, read from the sources.
 
-- `ROOMS`: from the lowest to the highest; `WITHOUT_JAX`: those that work where jax is not installed.
+- `ROOMS`: from the lowest to the highest; `WITHOUT_JAX`: those that work where jax is not installed; `LIBRARY`: those
+  that touch no file, network or process.
 - `SOURCES`: the path of each module. `room`: of a module.
 - `arrows`: what the files and folders of each folder import from each other.
 - `imports`: the modules that a source imports. `nodes`: the nodes of its syntax tree, parsed once for all tests.
@@ -38,6 +39,7 @@ ROOMS = [
     "zero.commands",
     "scripts",  # main_zero.py, data/prepare.py
 ]
+LIBRARY = {"zero.partition", "zero.models", "zero.training", "zero"}  # these touch no file, network or process
 WITHOUT_JAX = {"zero.base", "zero.files", "zero.config", "zero.pages", "zero.corpus"}  # these import no jax
 
 SOURCES = {
