@@ -17,6 +17,7 @@ RESUMED = ["resume=runs/a"]
 CHANGES = {  # from the start of the run, to what a resume may not change in it
     "seed=1": "seed=1",
     "training.ema=0.9": "training.ema=0.9",
+    "training.batch_stages=[[3,8]]": "training.batch_stages=[[3, 8]]",
     "model.size=test": "model.size=test",
     "model.size=my.yaml:bytes": "model.size=my.yaml:bytes",
     "model.override={N: 3}": "model.override={'N': 3}",
