@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
-        keys = ["data.wandb_project=null", f"training.total_steps={given.steps}"]
+        keys = ["data.wandb_project=null", "training.log_frequency=1", f"training.total_steps={given.steps}"]
         alone, disturbed = Path(place, "alone"), Path(place, "disturbed")
         begun = time.monotonic()
         status = started(alone, keys).wait()
