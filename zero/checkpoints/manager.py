@@ -116,7 +116,10 @@ class Checkpoints:
         """Whether there is nothing to open yet in a local directory. Several hosts open it together, so at once."""
         if jax.process_count() > 1 or not isinstance(self.directory, Path):
             return False
-        return not (self.directory.exists() and any(self.directory.iterdir()))
+        try:
+            return not (self.directory.exists() and any(self.directory.iterdir()))
+        except PermissionError:
+            return False  # it is there; opening it says what cannot be read
 
     @property
     def _is_open(self) -> bool:
