@@ -40,7 +40,7 @@ ROOMS = [
     "scripts",  # main_zero.py, data/prepare.py
 ]
 LIBRARY = {"zero.partition", "zero.models", "zero.training", "zero"}  # these touch no file, network or process
-WITHOUT_JAX = {"zero.base", "zero.files", "zero.config", "zero.pages", "zero.corpus"}  # these import no jax
+WITHOUT_JAX = {"zero.base", "zero.files", "zero.pages", "zero.corpus"}  # these import no jax
 
 SOURCES = {
     ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__"): path
