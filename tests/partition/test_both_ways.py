@@ -179,7 +179,8 @@ def test_program(name: str, way: str) -> None:
         np.testing.assert_allclose(value, expected[0], rtol=1e-5)
         saved = zero.to_host(state)
         pairs = zip(jax.tree.leaves(saved), jax.tree.leaves(right), strict=True)
-        assert jax.tree.structure(saved) == jax.tree.structure(right)
+        structure: Any = jax.tree.structure(saved)
+        assert structure == jax.tree.structure(right)
         for found, wanted in pairs:
             assert found.dtype == wanted.dtype
             np.testing.assert_allclose(found, wanted[0], rtol=1e-4, atol=1e-5)

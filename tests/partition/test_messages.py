@@ -83,8 +83,8 @@ def test_state_that_orbax_restores(tmp_path: Path) -> None:
         zero.to_devices(plain, like=state)
     again = zero.to_devices(restored)
     jax.tree.map(np.testing.assert_array_equal, zero.to_host(again), zero.to_host(state))
-    found, wanted = map(jax.tree.structure, (again, state))
-    assert found == wanted
+    structure: Any = jax.tree.structure(again)
+    assert structure == jax.tree.structure(state)
 
 
 @pytest.mark.parametrize("rate", [jnp.full(8, 0.25), np.full(8, 0.25)])
