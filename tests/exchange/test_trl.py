@@ -7,6 +7,7 @@ import json
 import os
 import re
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -299,9 +300,17 @@ def test_preferences_of_strings_equal_trl(home: Home) -> None:
     assert home.gradients(Dpo(beta=BETA).make(), ours)[0] == pytest.approx(theirs.loss, rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", LINES)
+# Gemma 3's template has no system message, OLMo 2's chats are longer than a row, and its packed answers are refused.
+PACKED = [
+    case
+    for case in product(MODELS, LINES)
+    if case not in {("gemma3", "chats"), ("olmo2", "chats"), ("olmo2", "answers")}
+]
+
+
 @pytest.mark.parametrize(
-    "family", [name if name == "qwen2" else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+    ("family", "kind"),
+    [case if case[0] == "qwen2" else pytest.param(*case, marks=pytest.mark.slow) for case in PACKED],
 )
 def test_packed_texts_equal_trl(family: str, kind: str, tmp_path: Path) -> None:
     """Loss and gradient of all weights are those of TRL, where each text has a row of its own and where rows are full.
