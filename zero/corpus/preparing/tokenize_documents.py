@@ -177,8 +177,8 @@ class UnitTokenizer:
 
     def _check_undivided(self, document: Document, ids: np.ndarray) -> None:
         """Raises UserError if another document would seem to begin within this one."""
-        separators = np.concatenate(self.tokenizer.special.separators)
-        found = ids[1:-1][np.isin(ids[1:-1], separators)]
+        starts, ends = self.tokenizer.special.separators
+        found = np.append(ids[1:-1][np.isin(ids[1:-1], starts)], ids[:-1][np.isin(ids[:-1], ends)])
         if len(found):
             raise UserError(
                 f"{document.name}: its text contains token {found[0]}, at which documents of a row are divided; "

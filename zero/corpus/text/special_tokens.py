@@ -247,11 +247,11 @@ def _separators_of_chats(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """`SpecialTokens.separators` where every text begins with `first`, or with nothing of its own.
 
-    An end of text after each turn does not separate; one that also begins the text does so as its beginning.
+    An end of text after each turn does not separate, if there is a beginning of text.
     """
-    if first is None:
+    if first is None or first == end_of_text:
         return (), (end_of_text,)
-    return (first,), () if ends_turns or first == end_of_text else (end_of_text,)
+    return (first,), () if ends_turns else (end_of_text,)
 
 
 def _is_written(token: int | None, name: str | None, template: str | None, named: int | None, variable: str) -> bool:
