@@ -211,7 +211,8 @@ def test_every_imported_library_is_declared() -> None:
 
 
 def test_corpus_imports_what_its_extras_bring() -> None:
-    modules = [name for name in SOURCES if room(name) in WITHOUT_JAX]
+    adapters = "zero.corpus.adapters."  # each stands on a library that whoever imports it has
+    modules = [name for name in SOURCES if room(name) in WITHOUT_JAX and not name.startswith(adapters)]
     extras = ("corpus", "hub", "s3", "azure", "parquet", "sentencepiece", "beam", "near-duplicates")
     assert len(modules) > 50
     assert undeclared(modules, ["numpy", *(requirement for name in extras for requirement in EXTRAS[name])]) == []
