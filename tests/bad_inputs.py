@@ -135,7 +135,11 @@ FILES: tuple[tuple[str, Any, str], ...] = (
     ("config.json", {"model_type": []}, "model_type []: expected one of 'gpt2'"),
     ("config.json", {"model_type": {"a": 1}}, "model_type {'a': 1}: expected one of 'gpt2'"),
     ("config.json", {"model_type": "gpt2"}, "n_head is missing"),
-    ("config.json", {**LLAMA, "rope_scaling": 5}, "the keys of rotary positions hold something else: 'int' object"),
+    (
+        "config.json",
+        {**LLAMA, "rope_scaling": 5},
+        "the keys of rotary positions hold something else: argument of type 'int'",
+    ),
     (
         "config.json",
         {**LLAMA, "rope_parameters": [1]},
@@ -181,12 +185,16 @@ FILES: tuple[tuple[str, Any, str], ...] = (
     ),
     ("documents.jsonl", b'{"text": "a"}\n\xff', "documents.jsonl, line 2: expected a JSON object: 'utf-8' codec"),
     ("documents.jsonl", b"5", 'documents.jsonl, line 1: expected a string under "text"; found no object'),
-    ("documents.jsonl", b'{"text": [1]}', 'documents.jsonl, line 1: expected a string under "text"; found text'),
+    ("documents.jsonl", b'{"text": [1]}', 'documents.jsonl, line 1: expected a string under "text"; it is a list'),
     ("documents.jsonl", b'{"text": ' + b"9" * 5000 + b"}", "line 1: expected a JSON object: Exceeds the limit"),
     ("documents.jsonl.gz", b"x", "is truncated or damaged: Not a gzipped file"),
     ("documents.jsonl.zst", b"x", "is truncated or damaged: zstd decompressor error"),
     ("completions.jsonl", DEEP, "completions.jsonl, line 1: expected a JSON object: maximum recursion depth exceeded"),
-    ("completions.jsonl", b'{"prompt": 1, "completion": "a"}', "completions.jsonl, line 1: expected strings under"),
+    (
+        "completions.jsonl",
+        b'{"prompt": 1, "completion": "a"}',
+        'completions.jsonl, line 1: expected "prompt" and "completion"',
+    ),
     ("completions.jsonl", b'{"messages": [5]}', "completions.jsonl, line 1: messages need a chat template"),
     (
         "it.index",

@@ -31,7 +31,7 @@ TWO = (
 STOP_ONE = """
 import os, signal, sys
 import jax
-import zero.run.train as training
+import zero.run.feature_table as table
 from zero.run.feature import Feature
 from zero.run.features import verify
 
@@ -46,7 +46,7 @@ class Stop(Feature):
         if jax.process_index() == 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
-training.FEATURES = (Stop, *training.FEATURES)
+table.FEATURES = {Stop: lambda config, run: Stop(), **table.FEATURES}
 """
 
 

@@ -26,6 +26,7 @@ from zero.base.errors import UserError, file_error
 from zero.commands.modes import check, default_config, merge_resumed
 from zero.corpus.format import manifest
 from zero.corpus.preparing import corpus_files
+from zero.corpus.preparing.documents import too_many_broken
 from zero.corpus.preparing.sources.completions import CompletionReader
 from zero.corpus.preparing.sources.source import Source
 from zero.corpus.text.chat_template import load_chat_template
@@ -95,7 +96,9 @@ def _json_lines(name: str, completions: bool = False) -> Callable[[Path, bytes],
         (place / name).write_bytes(data)
         reader = CompletionReader(None) if completions else None
         for unit in Source(str(place / name), "text", 0.1, reader).units():
-            list(unit.documents())
+            for document in unit.documents():
+                if document.problem:
+                    raise too_many_broken(1, 0, document.problem)
 
     return read
 
@@ -152,7 +155,7 @@ def _prompt_file(place: Path, data: bytes) -> None:
     (place / "prompts.txt").write_bytes(data)
     config: Any = compose("mode=sample")
     config.sample.prompt_file = str(place / "prompts.txt")
-    _prompts(config)
+    _prompts(config.sample)
 
 
 READERS: dict[str, Callable[[Path, bytes], None]] = {

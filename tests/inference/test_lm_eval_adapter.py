@@ -411,3 +411,11 @@ def test_model_errors_are_no_task_errors(ours: Any, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(ours, "_score", fail)
     with pytest.raises(ValueError, match="of the model"):
         harness_tasks._adapter_module().run(ours, [str(tmp_path / "task.yaml")])
+
+
+@pytest.mark.parametrize("answer", ["It is", "It is "])
+def test_text_up_to_an_answer(answer: str) -> None:
+    """What a template writes after the last answer is left out, also if the template strips the answer."""
+    from zero.inference.lm_eval_adapter import _up_to
+
+    assert _up_to("<a>\nIt is<end>", answer) == "<a>\nIt is"

@@ -23,7 +23,7 @@ JOB = (
 )
 KILL = """
 import os, signal
-import zero.run.train as training
+import zero.run.feature_table as table
 from zero.run.feature import Feature
 
 class Kill(Feature):
@@ -37,12 +37,13 @@ class Kill(Feature):
             run.directory.checkpoints.wait()
         os.kill(os.getpid(), signal.SIGKILL)
 
-place = [kind.name for kind in training.FEATURES].index("{after}") + 1
-training.FEATURES = (*training.FEATURES[:place], Kill, *training.FEATURES[place:])
+rows = list(table.FEATURES.items())
+place = [kind.name for kind, make in rows].index("{after}") + 1
+table.FEATURES = dict([*rows[:place], (Kill, lambda config, run: Kill()), *rows[place:]])
 """
 STOP = """
 import signal
-import zero.run.train as training
+import zero.run.feature_table as table
 from zero.run.feature import Feature
 
 class Stop(Feature):
@@ -54,7 +55,7 @@ class Stop(Feature):
     def do(self, run, now, line):
         run.requests.signals.append(signal.SIGTERM)
 
-training.FEATURES = (Stop, *training.FEATURES)
+table.FEATURES = {Stop: lambda config, run: Stop(), **table.FEATURES}
 """
 
 

@@ -135,7 +135,7 @@ def resolve(config: DictConfig, overrides: list[str]) -> tuple[Any, GPTConfig]:
 
 def sizes_of(config: DictConfig) -> Sizes:
     """Where the size of the model is found: in files, or in a Hugging Face folder that it names."""
-    size = config.model.size
+    size = OmegaConf.select(config, "model.size")  # None where it is missing, which the check says
     if isinstance(size, str) and (size.startswith("hf:") or (Path(size) / "config.json").is_file()):
         from zero.exchange.hub_model import sizes_named  # as below
 

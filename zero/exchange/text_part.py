@@ -33,7 +33,8 @@ _PREFIXES = {
 
 def has_images(config: Mapping[str, Any]) -> bool:
     """Whether a config.json is of a model with images whose text is read."""
-    return config.get("model_type") in _WITH_IMAGES
+    model_type = config.get("model_type")
+    return isinstance(model_type, str) and model_type in _WITH_IMAGES
 
 
 def text_config(origin: str, config: Mapping[str, Any]) -> dict[str, Any]:

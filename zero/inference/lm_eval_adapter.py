@@ -61,6 +61,7 @@ class HarnessModel(TemplateLM):
         self._write = write
         self._rows = rows
         self._template = template
+        self._asks_without_system = False
         self.is_computing = False  # stays true where an error leaves the model
 
     @property
@@ -197,25 +198,18 @@ class HarnessModel(TemplateLM):
             others = [message for message in chat_history if message["role"] != "system"]
             if len(others) == len(chat_history):
                 raise
-            _warn_once(f"{error}; asked without the system text")
+            if not self._asks_without_system:
+                log.warning("%s; asked without the system text", error)
+            self._asks_without_system = True
             text = self._template.render(others, add_generation_prompt)
         return text if add_generation_prompt else _up_to(text, chat_history[-1]["content"])
 
 
 def _up_to(text: str, answer: str) -> str:
-    """The text of a conversation without what its template writes after the last answer, which may strip it.
-
-    >>> _up_to("<a>\\nIt is<end>", "It is"), _up_to("<a>\\nIt is<end>", "It is ")
-    ('<a>\\nIt is', '<a>\\nIt is')
-    """
+    """The text of a conversation without what its template writes after the last answer, which may strip it."""
     start = text.rindex(answer.strip())
     whole = start + len(answer.lstrip())
     return text[:whole] if text[start:whole] == answer.lstrip() else text[: start + len(answer.strip())]
-
-
-@cache
-def _warn_once(message: str) -> None:
-    log.warning("%s", message)
 
 
 @cache

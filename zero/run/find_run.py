@@ -350,7 +350,11 @@ def _run_to_resume(given: dict[str, Any], job: dict[str, str] | None) -> tuple[P
 def _steps_of(run: Path, given: dict[str, Any]) -> list[int]:
     """The steps of a run, in the place that the arguments name: its checkpoints may have been moved there."""
     place = _shared_place(given)
-    return saved_steps(run) if place is None else committed_steps(place)
+    if place is None:
+        return saved_steps(run)
+    steps = committed_steps(place)
+    is_fork = given.get("data.resume_step") is not None  # which may save to another place than it comes from
+    return saved_steps(run) if is_fork and not steps else steps
 
 
 def _elsewhere(given: dict[str, Any]) -> str:

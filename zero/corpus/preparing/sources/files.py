@@ -15,7 +15,7 @@ import os
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import BinaryIO, NamedTuple
@@ -88,7 +88,10 @@ def find_files(source: str, has_format: Callable[[str], bool], left_out: list[st
             _refuse_folder(root, files)
             files = [file for file in files if not any(map(is_skipped, file.folders))]
             if left_out is not None:
-                others = [file.relative for file in files if not is_readable(file.path)]
+                paths = {file.path for file in files}
+                others = [
+                    file.relative for file in files if not (is_readable(file.path) or _is_read_beside(file.path, paths))
+                ]
                 left_out += [name for name in others if name.rpartition("/")[2] not in _OF_DATASETS]
             files = [file for file in files if is_readable(file.path)]
             if not files:
@@ -105,6 +108,15 @@ def find_files(source: str, has_format: Callable[[str], bool], left_out: list[st
     if count > 1:
         raise UserError(f"{source}: {name} is there {count} times; a source lists each file once")
     return sorted(found, key=lambda file: file.relative.split("/"))
+
+
+def _is_read_beside(path: str, paths: Container[str]) -> bool:
+    """Whether a file is the index of Megatron's tokens, which is read with its .bin.
+
+    >>> _is_read_beside("a.idx", {"a.idx", "a.bin"}), _is_read_beside("b.idx", {"b.idx"})
+    (True, False)
+    """
+    return path.endswith(".idx") and f"{path.removesuffix('.idx')}.bin" in paths
 
 
 def _refuse_folder(root: str, files: list[SourceFile]) -> None:
