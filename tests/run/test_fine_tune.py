@@ -137,7 +137,11 @@ def test_losses_equal_pytorch(place: Place) -> None:
     for row in rows(index):
         ids = np.maximum(row, ~row)[: len(np.trim_zeros(row + 1, "b"))]
         ends = np.flatnonzero(ids == tokenizer.end_of_text).tolist()
-        for start, stop in zip([0, *ends], [*ends, len(ids) - 1], strict=True):
+        starts = [
+            0,
+            *(end + 1 for end in ends),
+        ]  # a document begins after the divider, and its first token is no target
+        for start, stop in zip(starts, [*ends, len(ids) - 1], strict=True):
             own = slice(start, stop + 1)
             labels = np.where(row[own] >= 0, ids[own], -100)
             scored = int((labels[1:] >= 0).sum())
@@ -184,8 +188,10 @@ def test_evaluated_and_sampled(place: Place, tmp_path: Path, capsys: pytest.Capt
     last = read_metrics(place.run / "metrics.jsonl")[-1]
     assert result["loss"] == pytest.approx(last["validation/loss"], rel=1e-5)
     lengths = load_tokenizer("folder/tokenizer.json").byte_lengths()
-    scored = rows("data/index/questions_validation.index")[:, 1:]
-    assert result["bytes"] == lengths[scored[scored >= 0]].sum()
+    whole = rows("data/index/questions_validation.index")
+    scored = whole[:, 1:]
+    is_first = np.maximum(whole, ~whole)[:, :-1] == 0  # of a document, after the divider
+    assert result["bytes"] == lengths[scored[(scored >= 0) & ~is_first]].sum()
     sampled = configured("mode=sample", "model.model_path=run", "sample.prompt='What is 1 plus 1?'", "sample.tokens=8")
     assert sample(sampled, SIZE, tmp_path) == 0
     assert capsys.readouterr().out.count("What is 1 plus 1?") == 1
