@@ -169,6 +169,7 @@ def test_dependencies(wheel: Path) -> None:
         "s3",
         "azure",
         "parquet",
+        "grain",
         "beam",
         "near-duplicates",
         "sentencepiece",
@@ -180,7 +181,7 @@ def test_dependencies(wheel: Path) -> None:
     }
     assert {*metadata.get_all("Provides-Extra", [])} == extras
     prepare = (REPOSITORY / "prepareTPUVM.sh").read_text()
-    assert {*re.findall(r"extras\+?=\((\w+)\)", prepare)} == {"train", "plan", "tpu", "cuda12", "test"}
+    assert {*re.findall(r"extras\+?=\((\w+)\)", prepare)} == {"train", "plan", "parquet", "tpu", "cuda12", "test"}
 
 
 def test_requirements_without_jax() -> None:
