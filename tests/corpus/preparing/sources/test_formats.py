@@ -84,7 +84,7 @@ def make_and_die(method: str, *args: Any, **options: Any) -> None:
     assert process.exitcode == -signal.SIGKILL
 
 
-def _make_and_die(source: Path, folder: Path, **options: Any) -> None:
+def _make_and_die(source: Path | str, folder: Path, *args: Any, **options: Any) -> None:
     documents.UNIT_BYTES = 300
     renames = itertools.count()
 
@@ -95,7 +95,7 @@ def _make_and_die(source: Path, folder: Path, **options: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(count)
-    make(source, folder, **options)
+    make(source, folder, *args, **options)
 
 
 @pytest.mark.parametrize("kind", WRITERS)
