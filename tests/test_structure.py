@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
 
 import pytest
 
@@ -166,6 +167,47 @@ def test_few_files_take_a_whole_configuration() -> None:
     taking = [module for module, path in SOURCES.items() if takes_a_whole(path.read_text()) and module not in PAGES]
     assert len(taking) <= TAKE_A_WHOLE, f"{taking}: pass the sections that a function reads"
     assert takes_a_whole("def f(config: TrainConfig): pass") and not takes_a_whole("def f(config: Keys): pass")
+
+
+WITHOUT_A_SOURCE = 21  # files of tests. It only falls
+
+
+def source_of(test: Path) -> Path | None:
+    """The module or folder that tests/ROOM/test_NAME.py or tests/ROOM/test_NAME_and_more.py is named after."""
+    words = test.stem.split("_")[1:]
+    folder = test.parent.relative_to(REPOSITORY / "tests")
+    places = [REPOSITORY / "zero" / folder, REPOSITORY / folder]  # zero/ROOM; examples, benchmarks, docs
+    if folder == Path("helpers"):
+        places = [test.parent]
+    for count in range(len(words), 0, -1):
+        name = "_".join(words[:count])
+        for place in places:
+            for path in (place / f"{name}.py", place / name):
+                if path.exists():
+                    return path
+    return None
+
+
+def test_tests_mirror_the_sources() -> None:
+    """Whoever changes a module finds its tests by its name; some tests are of the whole, and of no module."""
+    without = [path.name for path in REPOSITORY.glob("tests/**/test_*.py") if source_of(path) is None]
+    assert len(without) <= WITHOUT_A_SOURCE, f"{sorted(without)}: name a file of tests after the module that it tests"
+
+
+@pytest.mark.parametrize(
+    ("test", "source"),
+    [
+        ("partition/test_layout.py", "zero/partition/layout.py"),
+        ("partition/test_sharded_optimizer_of_optax.py", "zero/partition/sharded_optimizer.py"),
+        ("run/test_features.py", "zero/run/features"),
+        ("benchmarks/test_storm.py", "benchmarks/storm.py"),
+        ("test_main_zero.py", "main_zero.py"),
+        ("models/test_layout.py", None),
+        ("partition/test_lay.py", None),
+    ],
+)
+def test_source_of_a_test(test: str, source: str | None) -> None:
+    assert source_of(REPOSITORY / "tests" / test) == (source and REPOSITORY / source)
 
 
 def pmap_uses(source: str) -> int:

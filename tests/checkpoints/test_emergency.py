@@ -1,4 +1,7 @@
-"""Emergency checkpoints of one host and of three, of which one is replaced (a whole run: tests/test_lost_hosts.py)."""
+"""Emergency checkpoints of one host and of three, of which one is replaced.
+
+test_emergency_of_lost_hosts.py has whole runs.
+"""
 
 import json
 import os

@@ -168,7 +168,7 @@ AFTER = {  # what a row needs besides
     ),
 }
 ELSEWHERE = {  # rows that need a bucket or several hosts, and the tests that have them
-    "data.bucket_path=my-bucket": "tests/test_bucket_run.py",
+    "data.bucket_path=my-bucket": "tests/test_main_zero_in_a_bucket.py",
     "distributed.coordinator_address=host:1234": "tests/test_hosts.py",
     "+recipe=": "test_recipe_trains_tiny",
 }

@@ -143,7 +143,7 @@ THEIRS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-# test_every_config_key.py reads each key of Mistral, test_export.py writes Qwen3 and OLMo 2.
+# test_hf_config_every_key.py reads each key of Mistral, test_export.py writes Qwen3 and OLMo 2.
 WIDE = ("mistral", "qwen3", "olmo3")
 
 

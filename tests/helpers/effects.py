@@ -4,7 +4,7 @@
 - `Run`: the same command starts it each time, it is killed at a moment, and compared at its end.
 - `on_disk`, `in_bucket`, `on_pairs`: make one.
 
-tests/test_exact_kills.py goes through the table, benchmarks/storm.py draws from it.
+tests/run/test_train_killed_at_each_effect.py goes through the table, benchmarks/storm.py draws from it.
 """
 
 import json

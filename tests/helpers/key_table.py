@@ -1,6 +1,6 @@
 """What shows that a key of a training run is obeyed: one row per key, with another valid value of it.
 
-A new key needs a row. tests/config/test_every_key.py tries each, tests/helpers/pairs.py tries pairs of them.
+A new key needs a row. tests/run/test_config_every_key.py tries each, tests/helpers/pairs.py tries pairs of them.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,7 @@ class Row(NamedTuple):
 
     Attributes:
       value: another valid value, as the command line takes it.
-      shown_by: `STEP`, `RUN` or `REFUSED`; the name of a function of tests/config/test_every_key.py that sees it
+      shown_by: `STEP`, `RUN` or `REFUSED`; the name of a function of tests/run/test_config_every_key.py that sees it
         without a run; or the path of the test that has what it needs, and why.
       in_run: in place of `value`, for a run of 6 steps.
       beside: what both runs need so that the key can matter.
@@ -81,7 +81,7 @@ ROWS = {
     "data.tokenizer": Row("other.json", RUN),
     "data.max_context": Row("64", RUN, in_run="16", is_fixed=True),
     "data.last_target": Row(
-        "true", "tests/run/test_last_target_run.py has the longer rows that it needs", is_fixed=True
+        "true", "tests/run/test_train_last_target.py has the longer rows that it needs", is_fixed=True
     ),
     "data.isolate_documents": Row("true", STEP),
     "data.checkpoint_directory": Row("elsewhere", RUN, is_neutral=True),
@@ -123,7 +123,7 @@ ROWS = {
     "zero.context_shards": Row("2", STEP, is_placed=True),
     "zero.emergency_steps": Row(
         "3",
-        "tests/run/test_durable_run.py; without it the directory of these runs is refused",
+        "tests/run/test_train_until_durable.py; without it the directory of these runs is refused",
         beside=("zero.emergency_directory=emergency",),
         is_neutral=True,
     ),
@@ -139,9 +139,9 @@ ROWS = {
     "distributed.stall_minutes": Row("5", "settings", is_neutral=True),
     "statistics.every": Row("3", RUN, is_neutral=True),
     "verify.every": Row(
-        "3", "tests/run/test_verified_run.py has a device that fails; others leave no trace", is_neutral=True
+        "3", "tests/run/features/test_verify.py has a device that fails; others leave no trace", is_neutral=True
     ),
-    "harness.tasks": Row("[a.yaml]", "tests/run/features/test_features.py; its tasks need lm-eval, and minutes"),
+    "harness.tasks": Row("[a.yaml]", "tests/run/test_features.py; its tasks need lm-eval, and minutes"),
 }
 
 OF_THE_STEP = {key: row.value for key, row in ROWS.items() if row.shown_by == STEP}

@@ -31,8 +31,8 @@ def held(file: str) -> str | None:
 def scope_of(test: str) -> str:
     """What one worker runs as a whole: a file, or all files that need one of `HELD`.
 
-    >>> scope_of("tests/exchange/test_peft.py::test_one"), scope_of("tests/test_workers.py::test_one")
-    ('with PyTorch', 'tests/test_workers.py')
+    >>> scope_of("tests/exchange/test_peft_folder.py::test_one"), scope_of("tests/helpers/test_workers.py::test_one")
+    ('with PyTorch', 'tests/helpers/test_workers.py')
     """
     file = test.partition("::")[0]
     return f"with {name}" if (name := held(file)) is not None else file

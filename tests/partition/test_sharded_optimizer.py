@@ -1,4 +1,7 @@
-"""The drop-in wrapper: what goes in and out, and what is held. `test_optax.py` compares all of optax."""
+"""The drop-in wrapper: what goes in and out, and what is held.
+
+`test_sharded_optimizer_of_optax.py` compares all of optax.
+"""
 
 import re
 from collections.abc import Callable

@@ -110,7 +110,7 @@ def test_fused_update_moves_the_average_too() -> None:
     assert_average(on.whole(state.averages[EMA], on.model.layout), params)
 
 
-@pytest.mark.wide  # tests/run/test_resumed.py continues with an average
+@pytest.mark.wide  # tests/run/test_resume.py continues with an average
 def test_average_on_other_devices() -> None:
     """The average continues on other devices and at another stage."""
     first, then = averaging(8, 3, 1), averaging(3, 1, 2)

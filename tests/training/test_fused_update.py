@@ -191,7 +191,7 @@ def test_reference_clips_some_parts() -> None:
     assert len({loss[-1] for loss in losses}) == 3
 
 
-@pytest.mark.slow  # test_documents.py trains nested layers beside one device
+@pytest.mark.slow  # test_step_documents.py trains nested layers beside one device
 @pytest.mark.parametrize("stage", range(4))
 def test_nested_layers_train_alike(stage: int) -> None:
     """Nested layers train as layers one by one."""

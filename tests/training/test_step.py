@@ -55,7 +55,7 @@ def test_stages_agree() -> None:
     assert_close(runs[2], runs[1], rtol=1e-6)
 
 
-SOME = [(8, 0, 1), (8, 3, 1), (3, 2, 4)]  # and micro-batches at stage 1 in test_documents.py
+SOME = [(8, 0, 1), (8, 3, 1), (3, 2, 4)]  # and micro-batches at stage 1 in test_step_documents.py
 PARTS = {1: (1, 24), 2: (1, 3), 3: (1, 2, 4), 6: (2,), 8: (1, 3)}
 ALL = [(n, stage, m) for n, micro_batches in PARTS.items() for stage in range(4) for m in micro_batches]
 
@@ -155,7 +155,7 @@ def test_micro_batches_are_summed_in_float32() -> None:
     assert grads["w"].dtype == jnp.float32 and grads["w"].tolist() == [259.0]
 
 
-@pytest.mark.slow  # the test below has "dots", and test_families.py "none"
+@pytest.mark.slow  # the test below has "dots", and test_step_families.py "none"
 @pytest.mark.parametrize("remat", ["dots", "none"])
 def test_rematerialization(remat: str) -> None:
     """Training does not depend on what the backward pass recomputes."""

@@ -225,7 +225,7 @@ def test_hyperparameters_reach_their_optimizer(name: str) -> None:
     others: dict[str, Any] = {"factored_from": 1000, "newton_schulz_steps": 2, "nesterov": True, "min_scale": 5.0}
     others |= {"scale_by_parameter": False, "bias_correction": False, "decay_on": "gpt_neo"}
     for key, value in hyperparameters(name).items():
-        if key in ("decay", "scaled_eps"):  # of models in mup (test_mup.py)
+        if key in ("decay", "scaled_eps"):  # of models in mup (test_step_mup.py)
             continue
         if key not in others:
             others[key] = 0.5 if value is None else value * 0.9 + 0.01
