@@ -112,7 +112,8 @@ def read_weights(source: str, model: ShardedGPT, *, ema: bool = False) -> tuple[
 def _grown(origin: str, size: Mapping[str, Any], read: Callable[[ShardedGPT], PyTree], model: ShardedGPT) -> PyTree:
     """What `read` gives for the model at the depth of this size, with layers repeated where the model is deeper."""
     check_unseen(origin, size, model.config)
-    differ = len(model.config.windows) > 1 or model.config.experts_every > 1 or model.config.unrotated_every
+    config = model.config
+    differ = len(config.windows) > 1 or config.experts_every > 1 or config.first_dense or config.unrotated_every
     if size["N"] != model.config.N and differ:
         raise UserError(f"{origin}: N={size['N']} different layers do not grow to N={model.config.N}")
     order = repeated_layers(size["N"], model.config.N, origin)

@@ -8,6 +8,7 @@ from typing import Any
 
 from zero.config.constraints import DTYPES, at_least, one_of, shown
 from zero.config.keys import Mistakes, key
+from zero.models.collections import collections_of
 from zero.models.config import GPTConfig
 from zero.models.products import EIGHT_BITS, PRODUCTS
 from zero.models.stack import OFFLOADED, REMAT, STORED, span_size
@@ -125,6 +126,8 @@ class WeightKeys:
             (f"kv_heads={size.key_heads} of {of_model}", size.key_heads),
             (f"mlp_dim={size.mlp_width} of {of_model}", size.mlp_width),
         ]
+        widths = {"dense_dim": size.dense_dim, "shared_dim": size.shared_dim}
+        cut += [(f"{name}={width} of {of_model}", width) for name, width in widths.items() if width is not None]
         if size.layer == "gated_units":
             cut = [(f"twice embedding_dim={size.embedding_dim} of {of_model}", 2 * size.embedding_dim)]
         for description, count in (*cut, *lengths):
@@ -287,11 +290,9 @@ class Sharding(WeightKeys):
                 yield "zero.context_shards", f"a divisor of half of the {length} tokens of a sequence"
 
     def _fused(self, size: GPTConfig, of_model: str) -> Mistakes:
-        if size.has_codebook:
-            yield (
-                "zero.fused_update",
-                f"false, as {of_model} has a codebook, which an update of single layers cannot move",
-            )
+        for collection in collections_of(size).values():
+            why = f"{of_model} has {collection.words}, which an update of single layers cannot move"
+            yield "zero.fused_update", f"false, as {why}"
         needed: dict[str, tuple[Any, list[Any]]] = {
             "stage": (self.stage, [3]),
             "remat": (self.remat, ["auto", "full", "nested"]),

@@ -10,6 +10,7 @@ Each key is declared by the part whose code reads it (`zero.models.part`):
   Positions        positions/__init__.py      with Rotary and Sinusoidal, each in the file of its kind
   Attention        attention_keys.py
   MLP, Mixture     mlp.py, experts.py         the second of experts
+  Router           router.py
   Transformer      transformer_layer.py       these together
   GatedUnits       gated_unit.py
 """
@@ -23,10 +24,10 @@ from typing import Any
 
 from zero.models.gated_unit import GatedUnits
 from zero.models.layers import LAYERS, LayerKind
-from zero.models.part import BOTH, GATED_UNITS, HEAD, STACK, TRANSFORMER, VOCABULARY, key, one_of
+from zero.models.part import BOTH, FIRST, GATED_UNITS, HEAD, STACK, STACKS, TRANSFORMER, VOCABULARY, key, one_of
 from zero.models.transformer_layer import Transformer
 
-__all__ = ["HEAD", "STACK", "VOCABULARY", "GPTConfig", "default_values"]
+__all__ = ["FIRST", "HEAD", "STACK", "STACKS", "VOCABULARY", "GPTConfig", "default_values"]
 
 
 @dataclass(frozen=True)

@@ -26,27 +26,21 @@ from jax.typing import DTypeLike
 from zero.models.mlp import MLP, hidden_values
 from zero.models.parametrization import Initial, kernel_init
 from zero.models.part import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, key, one_of, own_keys
+from zero.models.router import ROUTER_BIAS, ROUTERS, Router, chosen_experts, with_counts
 from zero.partition.model_parallel import ALONE, WHOLE, ExpertParallel, ModelParallel
 
 
 @dataclass(frozen=True)
-class Mixture(MLP, Initial):
+class Mixture(MLP, Router, Initial):
     """The keys of experts."""
 
-    # E; GShard, arXiv 2006.16668
-    experts: int | None = key(
-        None,
-        AT_LEAST_ONE,
-        "number of MLPs per layer among which a router sends each token to a few; null: one MLP for all "
-        "tokens. mlp_dim is the width of each",
-    )
-    experts_per_token: int = key(
-        1,
-        AT_LEAST_ONE,
-        "the experts with the highest probabilities, whose outputs are added, times these probabilities",
-    )
     experts_every: int = key(
         1, AT_LEAST_ONE, "the last of every so many layers has experts, the other layers have one MLP"
+    )
+    # DeepSeekMoE, arXiv 2401.06066
+    first_dense: int = key(0, NOT_NEGATIVE, "the first layers that have one MLP instead of experts")
+    dense_dim: int | None = key(
+        None, AT_LEAST_ONE, "width of the MLP of layers without experts, where others have them", none="mlp_dim"
     )
     expert_capacity: float | None = key(
         None,
@@ -60,8 +54,6 @@ class Mixture(MLP, Initial):
         "who gets the places of an expert: first choices before second ones (choice), or earlier positions "
         "before later ones (position), with which no token depends on later ones",
     )
-    # Mixtral
-    normalize_router: bool = key(False, None, "the probabilities of the chosen experts are divided by their sum")
     # E times the sum over experts of choices per token times mean probability (Switch, arXiv 2101.03961, eq. 4). It is
     # `experts_per_token` where all experts are chosen equally.
     balance_loss: float = key(
@@ -76,6 +68,10 @@ class Mixture(MLP, Initial):
         one_of("all", "first"),
         "choices whose frequency balance_loss counts: all, or first, those of the most likely expert",
     )
+    # DeepSeekMoE, arXiv 2401.06066
+    shared_dim: int | None = key(
+        None, AT_LEAST_ONE, "width of an MLP beside the experts, which all tokens take; null: none"
+    )
     # ST-MoE, arXiv 2202.08906, eq. 5
     router_z_loss: float = key(
         0.0, NOT_NEGATIVE, "weight of the mean squared log-sum-exp of the router's logits of each layer"
@@ -88,22 +84,27 @@ class Mixture(MLP, Initial):
                 if getattr(self, field.name) != field.default:
                     yield f"{field.name} {getattr(self, field.name)} needs experts"
             return
-        if self.experts_per_token > self.experts:
-            yield f"experts_per_token {self.experts_per_token} must be at most experts {self.experts}"
-        if self.experts_per_token == 1 and self.normalize_router:
-            yield "normalize_router: true with experts_per_token 1 leaves the router without a gradient"
-        if self.N % self.experts_every:
-            yield f"N {self.N} must be a multiple of experts_every {self.experts_every}"
-        if self.experts_every > 1 and len(self.windows) > 1:
-            yield f"experts_every {self.experts_every} needs one window, got {list(self.windows)}"
+        if self.first_dense >= self.N:
+            yield f"first_dense {self.first_dense} must be less than N {self.N}"
+        if (self.N - self.first_dense) % self.experts_every:
+            less = f" less first_dense {self.first_dense}" if self.first_dense else ""
+            yield f"N {self.N}{less} must be a multiple of experts_every {self.experts_every}"
+        for name in ("experts_every", "first_dense"):
+            if len(self.windows) > 1 and getattr(self, name) > getattr(Mixture, name):
+                yield f"{name} {getattr(self, name)} needs one window, got {list(self.windows)}"
         for name, needed in (("parametrization", "standard"), ("init", "gpt2")):
             if getattr(self, name) != needed:
                 yield f"experts need {name}: {needed}, got {getattr(self, name)}"
 
     @property
     def scanned_layers(self) -> int:
-        """Entries of the stack of layers: each has `experts_every` of them."""
-        return self.N // self.experts_every
+        """Entries of the stack of layers after `first_dense`: each has `experts_every` of them."""
+        return (self.N - self.first_dense) // self.experts_every
+
+    @property
+    def dense_width(self) -> int:
+        """Width of the MLP of layers without experts."""
+        return self.dense_dim or self.mlp_width
 
 
 class Routing(NamedTuple):
@@ -207,11 +208,15 @@ class Experts(nn.Module):
         """
         config = self.config
         assert config.experts is not None
+        kind = ROUTERS[config.router]
         logits_BTE = self._router_logits(h_BTD)
-        probabilities_BTE = jax.nn.softmax(logits_BTE)
-        gates_BTK, chosen_BTK = lax.top_k(probabilities_BTE, config.experts_per_token)
-        if config.normalize_router:
-            gates_BTK = gates_BTK / gates_BTK.sum(-1, keepdims=True)
+        scores_BTE = kind.of_logits(logits_BTE)
+        bias_E = None
+        if config.has_router_bias:
+            bias_E = self.variable(ROUTER_BIAS, "bias", jnp.zeros, (config.experts,)).value
+        chosen_BTK, gates_BTK = chosen_experts(config, scores_BTE, bias_E)
+        if bias_E is not None:
+            gates_BTK = with_counts(gates_BTK, bias_E, self._counted(chosen_BTK))
 
         width = config.mlp_width // self.cut.size
         local_experts = config.experts // self.group.size
@@ -231,7 +236,13 @@ class Experts(nn.Module):
         else:
             y_BTKD = self._in_rounds(h_BTD, chosen_BTK, weights)
         y_BTD = jnp.einsum("BTKD,BTK->BTD", y_BTKD, gates_BTK.astype(self.dtype))
-        return y_BTD, self._decided(logits_BTE, probabilities_BTE, chosen_BTK, dropped, layer)
+        return y_BTD, self._decided(logits_BTE, kind.shares(scores_BTE), chosen_BTK, dropped, layer)
+
+    def _counted(self, chosen_BTK: jax.Array) -> jax.Array:
+        """How many tokens have each expert, `(E,)`; each device of a group counts its share of their common tokens."""
+        counted_BT = self.cut.counted_once(jnp.ones(chosen_BTK.shape[:2]))
+        is_chosen_BTKE = jax.nn.one_hot(chosen_BTK, self.config.experts or 1)
+        return jnp.einsum("BTKE,BT->E", is_chosen_BTKE, counted_BT, precision=lax.Precision.HIGHEST)
 
     def _router_logits(self, h_BTD: jax.Array) -> jax.Array:
         config = self.config
@@ -260,7 +271,7 @@ class Experts(nn.Module):
         balance_B = experts * jnp.sum(balanced_BE / positions * probabilities_BTE.mean(1), axis=-1)
         balance_B = balance_B / config.scanned_layers  # the sum over layers becomes their mean
         penalty_B = config.balance_loss * balance_B + config.router_z_loss * jnp.mean(lse_BT**2, axis=-1)
-        entropy = jnp.sum(lse_BT) - jnp.sum(probabilities_BTE * logits_BTE)
+        entropy = jnp.sum(jax.scipy.special.entr(probabilities_BTE))
         choices_LE = jnp.zeros((config.scanned_layers, experts)).at[layer].set(choices_BE.sum(0))
         return Routing(penalty_B, choices_LE, dropped, lax.stop_gradient(entropy))
 

@@ -22,7 +22,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from zero.models.adapters import Adapters
-from zero.models.config import HEAD, STACK, VOCABULARY, GPTConfig
+from zero.models.config import FIRST, HEAD, STACK, VOCABULARY, GPTConfig
 from zero.models.elements import Lift, Product, contraction, dropout, fold_keys, keys_from
 from zero.models.experts import ResidualStream, Routing, no_routing
 from zero.models.gated_layer import RecurrentState
@@ -84,17 +84,23 @@ class GPT(nn.Module):
             self.positions = self.lift(config.kind_of_positions.added, "positions")(config)
         if config.embedding_norm:
             self.embedding_norm = make_norm(config, self.dtype, "embedding_norm", self.lift)
-        # Makes the parameters; layers differ only in their windows.
-        self.blocks = nn.scan(
-            self.lift(config.kind_of_layers.module(config), STACK),
-            variable_axes={True: 0},
-            split_rngs={"params": True},
-            in_axes=(0, nn.broadcast, nn.broadcast),
-            length=config.scanned_layers,
-        )(config, self.dtype, self.blockwise_from)
+        self.blocks = self._stack(STACK)
+        if config.first_dense:
+            self.first_blocks = self._stack(FIRST)
         self.norm = make_norm(config, self.dtype, "norm", self.lift) if config.final_norm else lambda x: x
         if config.head_bias:
             self.head_bias = self.lift(HeadBias, HEAD_BIAS)(config)
+
+    def _stack(self, name: str) -> Any:
+        """A stack of layers, which makes their parameters; layers differ only in their windows."""
+        config = self.config
+        return nn.scan(
+            self.lift(config.kind_of_layers.of_stack(name, config), name),
+            variable_axes={True: 0},
+            split_rngs={"params": True},
+            in_axes=(0, nn.broadcast, nn.broadcast),
+            length=config.scanned_layers if name == STACK else config.first_dense,
+        )(config, self.dtype, self.blockwise_from)
 
     def _chunks(self, name: str) -> Any:
         stored = jax.checkpoint_policies.save_only_these_names(LOG_SUM_EXP)
@@ -136,8 +142,8 @@ class GPT(nn.Module):
           position: position of the first column.
         """
         cut = self._cut.for_positions(tokens_BT.shape[1]) if cache is None else self._cut.with_all_positions()
-        stream = self.embed(tokens_BT, keys_B, starts_BT, position, cut)
-        stream, cache = self._layers(stream, cache, keys_B, position, starts_BT, cut)
+        stream, cache = self._entered(tokens_BT, keys_B, starts_BT, cache, position, cut)
+        stream, cache = self._layers(STACK, stream, cache, keys_B, position, starts_BT, cut)
         return self.score(stream, targets_BT), cache
 
     def scores_in_part(
@@ -215,8 +221,8 @@ class GPT(nn.Module):
     ) -> tuple[jax.Array, AnyCache | None]:
         """The normalized residual stream after the last layer, `(B, T, D)`, and the cache with these positions."""
         cut = self._cut.with_all_positions()
-        stream = self.embed(tokens_BT, keys_B, None, position, cut)
-        (x_BTD, _), cache = self._layers(stream, cache, keys_B, position, None, cut)
+        stream, cache = self._entered(tokens_BT, keys_B, None, cache, position, cut)
+        (x_BTD, _), cache = self._layers(STACK, stream, cache, keys_B, position, None, cut)
         x_BTD = self.norm(x_BTD)
         if self.is_initializing():  # makes the parameters of the head
             chunks = self._head_chunks()
@@ -224,8 +230,24 @@ class GPT(nn.Module):
                 self.head(None, chunks, None, x_BTD)
         return x_BTD, cache
 
+    def _entered(
+        self,
+        tokens_BT: jax.Array,
+        keys_B: jax.Array | None,
+        starts_BT: jax.Array | None,
+        cache: AnyCache | None,
+        position: jax.Array | int,
+        cut: ModelParallel,
+    ) -> tuple[ResidualStream, AnyCache | None]:
+        """The input of the first entry of the stack, and the cache with the layers before it."""
+        stream = self._embedded(tokens_BT, keys_B, starts_BT, position, cut)
+        if not self.config.first_dense:
+            return stream, cache
+        return self._layers(FIRST, stream, cache, keys_B, position, starts_BT, cut)
+
     def _layers(
         self,
+        name: str,
         stream: ResidualStream,
         cache: AnyCache | None,
         keys_B: jax.Array | None,
@@ -233,27 +255,30 @@ class GPT(nn.Module):
         starts_BT: jax.Array | None,
         cut: ModelParallel,
     ) -> tuple[ResidualStream, AnyCache | None]:
-        """Runs all layers with the policy `remat`; a cache needs no backward pass, so `Nested` becomes one loop."""
+        """Runs a stack with the policy `remat`; a cache needs no backward pass, so `Nested` becomes one loop."""
+        stack = self.blocks if name == STACK else self.first_blocks
+        count = self.config.scanned_layers if name == STACK else self.config.first_dense
         if self.is_initializing():
-            return self.blocks((stream, cache), jnp.arange(self.config.scanned_layers), keys_B, position)[0]
-        policy = policy_of(self.remat, self.config.scanned_layers, self.offload if cache is None else ())
+            return stack((stream, cache), jnp.arange(count), keys_B, position)[0]
+        policy = policy_of(self.remat, count, self.offload if cache is None else ())
         if cache is not None and isinstance(policy, Nested):
             policy = Scanned()
 
         def layer_of(window: int | None) -> Callable[..., Any]:
-            layer = self.layer(cut, window)
+            layer = self.layer(cut, window, name)
             return lambda own, carry, number: layer.apply(own, carry, number, keys_B, position, starts_BT)[0]
 
         pattern = [None] if isinstance(policy, Nested) else self.config.window_pattern
         layers = [layer_of(window) for window in pattern]
-        return run_layers(layers, self.blocks.variables, (stream, cache), policy)
+        return run_layers(layers, stack.variables, (stream, cache), policy)
 
     @nn.nowrap
-    def layer(self, cut: ModelParallel, window: int | None = None) -> Layer:
-        """The module of one entry of the stack of layers, to apply to its own variables."""
-        lifted: Any = self.lift(self.config.kind_of_layers.module(self.config), STACK)
+    def layer(self, cut: ModelParallel, window: int | None = None, stack: str = STACK) -> Layer:
+        """The module of one entry of a stack of layers, to apply to its own variables."""
+        lifted: Any = self.lift(self.config.kind_of_layers.of_stack(stack, self.config), stack)
         names = ("group", "kernel", "drops", "adapters", "product", "query_block")
         options: Any = {name: getattr(self, name) for name in names}
+        options["first"] = self.config.first_dense if stack == STACK else 0
         return lifted(self.config, self.dtype, self.blockwise_from, window, cut, **options, parent=None)
 
     def embed(
@@ -264,8 +289,19 @@ class GPT(nn.Module):
         position: jax.Array | int = 0,
         cut: ModelParallel | None = None,
     ) -> ResidualStream:
-        """The input of the first layer: `(B, T, D)`, this device's positions of it, and zero routing."""
+        """The input of the stack of layers: `(B, T, D)`, this device's positions of it, and zero routing."""
         cut = self._cut.for_positions(tokens_BT.shape[1]) if cut is None else cut
+        return self._entered(tokens_BT, keys_B, starts_BT, None, position, cut)[0]
+
+    def _embedded(
+        self,
+        tokens_BT: jax.Array,
+        keys_B: jax.Array | None,
+        starts_BT: jax.Array | None,
+        position: jax.Array | int,
+        cut: ModelParallel,
+    ) -> ResidualStream:
+        """The embeddings."""
         x_BTD = jnp.zeros((*tokens_BT.shape, self.config.embedding_dim), jnp.float32)
         x_BTD, _ = self.vocabulary(x_BTD, self._chunks_of_table(), tokens_BT, None)
         x_BTD = cut.sum_positions(x_BTD)

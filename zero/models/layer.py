@@ -27,6 +27,7 @@ class Layer(nn.Module):
       adapters: of the products of a layer; None for none.
       product: of inputs and weights, as for `Dense`; of a transformer's attention and MLP.
       query_block: queries that dense attention takes at a time; None for all.
+      first: layers before the stack of which this is an entry.
     """
 
     config: Sizes
@@ -40,3 +41,4 @@ class Layer(nn.Module):
     adapters: Adapters | None = None
     product: Product = contraction
     query_block: int | None = None
+    first: int = 0

@@ -11,8 +11,8 @@ from jax.typing import DTypeLike
 from zero.models.gated_layer import GatedLayer, RecurrentState, init_recurrent
 from zero.models.gated_unit import GatedUnits
 from zero.models.layer import Layer
-from zero.models.part import GATED_UNITS, TRANSFORMER
-from zero.models.transformer_layer import Cache, Period, Transformer, TransformerLayer, empty_cache
+from zero.models.part import GATED_UNITS, STACK, TRANSFORMER
+from zero.models.transformer_layer import Cache, DenseLayer, Period, Transformer, TransformerLayer, empty_cache
 from zero.partition.model_parallel import ModelParallel
 
 AnyCache = Cache | RecurrentState
@@ -24,10 +24,19 @@ class LayerKind(NamedTuple):
     Attributes:
       module: from a configuration to the class of an entry of the stack of layers.
       cache: an empty cache; arguments as of `zero.models.gpt.init_cache`.
+      dense: the class of the layers before the stack (`first_dense`); None where there are never any.
     """
 
     module: Callable[[Any], type[Layer]]
     cache: Callable[[Any, int, int, DTypeLike, ModelParallel, jax.Array | int], AnyCache]
+    dense: type[Layer] | None = None
+
+    def of_stack(self, name: str, config: Any) -> type[Layer]:
+        """The class of an entry of a stack of layers, of `zero.models.part.STACKS`."""
+        if name == STACK:
+            return self.module(config)
+        assert self.dense is not None  # a rule of the keys
+        return self.dense
 
 
 def _transformer_layer(config: Transformer) -> type[Layer]:
@@ -52,6 +61,6 @@ def _memory(
 
 # By the key `layer`.
 LAYERS = {
-    TRANSFORMER: LayerKind(_transformer_layer, _keys_and_values),
+    TRANSFORMER: LayerKind(_transformer_layer, _keys_and_values, DenseLayer),
     GATED_UNITS: LayerKind(_gated_layer, _memory),
 }

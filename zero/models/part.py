@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 # Top-level subtrees of the parameters whose leaves have a leading dimension (layers, or chunks of the vocabulary). HEAD
-# exists where the vocabulary is not tied.
-STACK, VOCABULARY, HEAD = "blocks", "vocabulary", "head"
+# exists where the vocabulary is not tied, FIRST where the first layers have no experts.
+STACK, FIRST, VOCABULARY, HEAD = "blocks", "first_blocks", "vocabulary", "head"
+STACKS = (STACK, FIRST)  # those of layers
 
 # The kinds of layers whose models have a key.
 TRANSFORMER, GATED_UNITS = "transformer", "gated_units"

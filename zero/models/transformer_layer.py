@@ -89,6 +89,8 @@ class TransformerLayer(Layer):
         config = self.config
         (x_BTD, routing), cache = carry
         x_BTD = self._laid_out(x_BTD)
+        entry = layer // config.experts_every
+        layer = layer + self.first
         keys_B = fold_keys(keys_B, layer)
         site_keys = [fold_keys(keys_B, i) for i in range(4)]
 
@@ -99,10 +101,13 @@ class TransformerLayer(Layer):
         h_BTD = self._norm("norm_mlp", x_BTD if config.parallel_residual else sum_BTD)
         h_BTD = self.cut.gather_positions(h_BTD)
         if config.experts is None or self.is_dense:
-            h_BTD = self._mlp(h_BTD, site_keys[3])
+            h_BTD = self._mlp(h_BTD, config.dense_width, site_keys[3])
         else:
-            h_BTD, decided = self._experts(h_BTD, layer)
+            of_experts_BTD, decided = self._experts(h_BTD, entry)
             routing = jax.tree.map(jnp.add, routing, decided)
+            if config.shared_dim is not None:
+                of_experts_BTD = of_experts_BTD + self._mlp(h_BTD, config.shared_dim, site_keys[3])
+            h_BTD = of_experts_BTD
         h_BTD = self._norm("norm_mlp", h_BTD, is_after=True) * config.residual_multiplier
         sum_BTD = sum_BTD + dropout(h_BTD, config.residual_drop_rate, site_keys[2], self.cut.of_positions)
         return ((sum_BTD, routing), cache), None
@@ -258,9 +263,10 @@ class TransformerLayer(Layer):
             earliest = min(earliest, max(2, 2 * window))
         return queries >= earliest
 
-    def _mlp(self, h_BTD: jax.Array, adapter_keys_B: jax.Array | None) -> jax.Array:
+    def _mlp(self, h_BTD: jax.Array, whole_width: int, adapter_keys_B: jax.Array | None) -> jax.Array:
+        """The MLP of a layer, or the one beside its experts."""
         config = self.config
-        width = (config.mlp_width // self.cut.size,)
+        width = (whole_width // self.cut.size,)
         h_BTF = self._laid_out(self._dense(h_BTD, width, "mlp_in", adapter_keys_B, config.mlp_bias))
         h_BTF = checkpoint_name(h_BTF, MLP_IN)
         gate_BTF = None
@@ -270,10 +276,16 @@ class TransformerLayer(Layer):
         h_BTF = hidden_values(config, h_BTF, gate_BTF)
         return self._residual_dense(h_BTF, "mlp_out", adapter_keys_B, config.mlp_bias)
 
-    def _experts(self, h_BTD: jax.Array, layer: jax.Array) -> tuple[jax.Array, Routing]:
+    def _experts(self, h_BTD: jax.Array, entry: jax.Array) -> tuple[jax.Array, Routing]:
         experts = Experts(self.config, self.dtype, self.cut, self.group, name="experts")
-        y_BTD, decided = experts(h_BTD, layer // self.config.experts_every, drops=self.drops)
+        y_BTD, decided = experts(h_BTD, entry, drops=self.drops)
         return self.cut.sum_positions(y_BTD), decided
+
+
+class DenseLayer(TransformerLayer):
+    """One of the layers before those with experts."""
+
+    is_dense: bool = True
 
 
 class Period(Layer):
@@ -287,7 +299,7 @@ class Period(Layer):
     ) -> tuple[tuple[ResidualStream, Cache | None], None]:
         """As `TransformerLayer`; `number` is that of the period."""
         every = self.config.experts_every
-        fields = ("window", "cut", "group", "kernel", "drops", "adapters", "product", "query_block")
+        fields = ("window", "cut", "group", "kernel", "drops", "adapters", "product", "query_block", "first")
         options: dict[str, Any] = {field: getattr(self, field) for field in fields}
         for i in range(every):
             name = f"layer_{i}"

@@ -25,7 +25,7 @@ from zero.models.part import (
     HEAD,
     NOT_NEGATIVE,
     POSITIVE,
-    STACK,
+    STACKS,
     VOCABULARY,
     Sizes,
     key,
@@ -86,8 +86,8 @@ class Vocabulary(Sizes):
 
     @property
     def stacked(self) -> tuple[str, ...]:
-        """Top-level subtrees of the parameters whose leaves have a leading dimension, of layers or chunks."""
-        return (STACK, VOCABULARY) if self.tied else (STACK, VOCABULARY, HEAD)
+        """Top-level subtrees whose leaves have a leading dimension, of layers or chunks; of STACKS not all may exist."""
+        return (*STACKS, VOCABULARY) if self.tied else (*STACKS, VOCABULARY, HEAD)
 
 
 class Chunk(NamedTuple):

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from zero.models.adapters import combine, split_adapters
 from zero.models.collections import Collection, collections_of
-from zero.models.config import STACK, GPTConfig
+from zero.models.config import STACKS, GPTConfig
 from zero.models.experts import Routing, routing_metrics
 from zero.models.gated_unit import UNITS, Memory, empty_memory
 from zero.models.gpt import GPT, Scores, variable_shapes
@@ -139,8 +139,9 @@ class ShardedGPT:
         if self.tuning is None or not self.tuning.is_quantized:
             return self.base.layout_by_parts
         shapes = self.base.layout_by_parts.shapes()
-        quantized = jax.eval_shape(partial(quantize, codec=self.tuning.base_dtype), shapes[STACK])
-        layout = make_grouped_layout({**shapes, STACK: quantized}, self.axis.shards, **self.base.layout_options)
+        stacks = {name: shapes[name] for name in STACKS if name in shapes}
+        quantized = jax.eval_shape(partial(quantize, codec=self.tuning.base_dtype), stacks)
+        layout = make_grouped_layout({**shapes, **quantized}, self.axis.shards, **self.base.layout_options)
         return layout if self.stage else layout.whole()
 
     @property
@@ -186,7 +187,7 @@ class ShardedGPT:
     def _lift_shards(self, module_class: type[nn.Module], name: str) -> type[nn.Module]:
         dtypes: Any = {"dtype": self.compute_dtype, "wire_dtype": self.wire_dtype, "reduce_dtype": self.reduce_dtype}
         axis = dataclasses.replace(self.axis, sums_copies=self.sums_copies)
-        rounding = self._rounding if self.gathers_rounded and name == STACK else None
+        rounding = self._rounding if self.gathers_rounded and name in STACKS else None
         layout = self.layout_by_parts.at(name)
         return fully_shard(module_class, layout, axis, gather_dtype=self.gather_dtype, rounding=rounding, **dtypes)
 

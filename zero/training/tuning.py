@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -30,7 +31,7 @@ from zero.config.constraints import (
 )
 from zero.config.keys import Mistakes, key, named
 from zero.models.adapters import PRODUCTS, TABLES, Adapters, combine, measured, merged, resolved, with_copies
-from zero.models.config import HEAD, STACK, VOCABULARY, GPTConfig
+from zero.models.config import HEAD, STACKS, VOCABULARY, GPTConfig
 from zero.partition.collectives.axis import Axis
 from zero.partition.layout import Layout, PyTree
 from zero.partition.stages import gather, shard
@@ -110,7 +111,7 @@ class Adapted(Keys):
         if size.parametrization != "standard":
             yield "tuning", f"none, as {of_model} is in {size.parametrization}, with learning rates for whole matrices"
         lacking = {"mlp_gate"} if not size.gated else set[str]()
-        if size.experts is not None and size.experts_every == 1:
+        if size.experts is not None and size.experts_every == 1 and size.shared_dim is None:
             lacking |= {"mlp_in", "mlp_gate", "mlp_out"}
         patterns = {"rank_pattern": self.rank_pattern or {}, "alpha_pattern": self.alpha_pattern or {}}
         for name, products in {"targets": self.targets or (), **patterns}.items():
@@ -201,13 +202,12 @@ def with_frozen(module_class: type[nn.Module], unfreeze: Callable[[PyTree], PyTr
 
 def quantize_shards(base: PyTree, *, layout: Layout, quantized: Layout, axis: Axis, codec: str) -> PyTree:
     """Shards of the quantized base, from float shards; one layer is whole at a time. Call inside pmap."""
-    layout = layout.at(STACK)
-    quantized = quantized.at(STACK)
 
-    def quantize_layer(layer: PyTree) -> PyTree:
-        return shard(quantize(gather(layer, layout, axis), codec), quantized, axis)
+    def quantize_layer(layer: PyTree, name: str) -> PyTree:
+        return shard(quantize(gather(layer, layout.at(name), axis), codec), quantized.at(name), axis)
 
-    return {**base, STACK: lax.map(quantize_layer, base[STACK])}
+    stacks = {name: base[name] for name in STACKS if name in base}
+    return {**base, **{name: lax.map(partial(quantize_layer, name=name), stack) for name, stack in stacks.items()}}
 
 
 def neutral_shards(
@@ -232,19 +232,18 @@ def measure_shards(
     Per device: shards of the quantized base and of the adapters, with the layouts of the base before it is
     quantized, of the quantized base, and of the adapters; one layer is whole at a time. Call inside pmap.
     """
-    layout = layout.at(STACK)
-    quantized = quantized.at(STACK)
-    low = low.at(STACK)
     codec = tuning.base_dtype
 
-    def measure_layer(xs: tuple[PyTree, PyTree]) -> PyTree:
+    def measure_layer(xs: tuple[PyTree, PyTree], name: str) -> PyTree:
         layer, adapters = xs
-        whole = layout.map(
-            lambda leaf, x: dequantize(leaf.shape, x, codec, jnp.float32), gather(layer, quantized, axis)
+        own_low = low.at(name)
+        whole = layout.at(name).map(
+            lambda leaf, x: dequantize(leaf.shape, x, codec, jnp.float32), gather(layer, quantized.at(name), axis)
         )
-        return shard(measured(whole, gather(adapters, low, axis), tuning.adapters), low, axis)
+        return shard(measured(whole, gather(adapters, own_low, axis), tuning.adapters), own_low, axis)
 
-    return {**adapters, STACK: lax.map(measure_layer, (frozen[STACK], adapters[STACK]))}
+    stacks = {name: (frozen[name], adapters[name]) for name in STACKS if name in adapters}
+    return {**adapters, **{name: lax.map(partial(measure_layer, name=name), stack) for name, stack in stacks.items()}}
 
 
 def merge_shards(base: PyTree, adapters: PyTree, *, layout: Layout, low: Layout, axis: Axis, tuning: Tuning) -> PyTree:
@@ -253,16 +252,16 @@ def merge_shards(base: PyTree, adapters: PyTree, *, layout: Layout, low: Layout,
     Per device: float shards of the base, before it is quantized, and of the adapters in, with their layouts; one layer
     is whole at a time. Call inside pmap.
     """
-    layout = layout.at(STACK)
-    low = low.at(STACK)
     codec = tuning.base_dtype
 
-    def merge_layer(xs: tuple[PyTree, PyTree]) -> PyTree:
+    def merge_layer(xs: tuple[PyTree, PyTree], name: str) -> PyTree:
         layer, adapters = xs
-        coded = quantize(gather(layer, layout, axis), codec)
-        whole = layout.map(lambda leaf, x: dequantize(leaf.shape, x, codec, jnp.float32), coded)
-        return shard(merged(whole, gather(adapters, low, axis), tuning.adapters), layout, axis)
+        own_layout = layout.at(name)
+        coded = quantize(gather(layer, own_layout, axis), codec)
+        whole = own_layout.map(lambda leaf, x: dequantize(leaf.shape, x, codec, jnp.float32), coded)
+        return shard(merged(whole, gather(adapters, low.at(name), axis), tuning.adapters), own_layout, axis)
 
-    tables = {name: x for name, x in adapters.items() if name != STACK}
+    tables = {name: x for name, x in adapters.items() if name not in STACKS}
     rest = resolved(combine(jax.tree.map(lambda x: x.astype(jnp.float32), base), tables))
-    return {**rest, STACK: lax.map(merge_layer, (base[STACK], adapters[STACK]))}
+    stacks = {name: (base[name], adapters[name]) for name in STACKS if name in adapters}
+    return {**rest, **{name: lax.map(partial(merge_layer, name=name), stack) for name, stack in stacks.items()}}

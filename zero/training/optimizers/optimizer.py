@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from zero.config.constraints import at_least, fraction_below_one, one_of, positive
 from zero.config.keys import choice_name, key, named
 from zero.models.adapters import MATRICES
-from zero.models.config import HEAD, STACK, VOCABULARY
+from zero.models.config import FIRST, HEAD, STACK, STACKS, VOCABULARY
 from zero.partition.layout import Layout, PyTree
 from zero.partition.quantized import convert_adam, rounded_updates, scale_by_adam, scale_by_lion
 from zero.partition.rewrite.entry_points import across_shards
@@ -220,7 +220,7 @@ def _matrices(params: PyTree) -> PyTree:
     """Muon's dimension numbers for matrices of layers and experts; None leaves the vocabulary and vectors to Adam."""
     numbers = {2: optax.contrib.MuonDimensionNumbers(), 3: optax.contrib.MuonDimensionNumbers(1, 2)}
     return jax.tree_util.tree_map_with_path(
-        lambda path, x: numbers.get(x.ndim) if path[0].key == STACK and path[-1].key in MATRICES else None, params
+        lambda path, x: numbers.get(x.ndim) if path[0].key in STACKS and path[-1].key in MATRICES else None, params
     )
 
 
@@ -303,8 +303,11 @@ def hyperparameters(name: str) -> dict[str, Any]:
     return {a.name: a.default for a in arguments if a.name not in ("weight_decay", "state_dtype", "multipliers")}
 
 
+_OF_STACK = {STACK: "layers", FIRST: "first_layers"}  # names in the state of `per_layer`
+
+
 def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """`tx` applied to each layer of the stacks in `params[STACK]` separately, and to the other leaves.
+    """`tx` applied to each layer of the stacks in `params` (STACKS) separately, and to the other leaves.
 
     >>> lamb = per_layer(optax.scale_by_trust_ratio())
     >>> params = {STACK: {"w": jnp.array([[3.0, 4.0], [30.0, 40.0]])}}  # two layers, with norms 5 and 50
@@ -313,17 +316,26 @@ def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
     """
     inner = optax.with_extra_args_support(tx)
 
+    def parts_of(tree: PyTree) -> dict[str, PyTree]:
+        """Each stack, by its name in the state, and the rest."""
+        rest = {name: subtree for name, subtree in tree.items() if name not in STACKS}
+        stacks = {_OF_STACK[name]: {name: tree[name]} for name in STACKS if name in tree}
+        return {**stacks, "rest": rest}
+
     def init(params: PyTree) -> dict[str, PyTree]:
-        layers, rest = stack_and_rest(params)
-        return {"layers": jax.vmap(inner.init)(layers), "rest": inner.init(rest)}
+        parts = parts_of(params)
+        return {name: (inner.init if name == "rest" else jax.vmap(inner.init))(part) for name, part in parts.items()}
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
         update_part = partial(inner.update, **extra)
-        layers, rest = stack_and_rest(updates)
-        layer_params, rest_params = stack_and_rest(params)
-        layers, layers_state = jax.vmap(update_part)(layers, state["layers"], layer_params)
-        rest, rest_state = update_part(rest, state["rest"], rest_params)
-        return {**rest, **layers}, {"layers": layers_state, "rest": rest_state}
+        parts = parts_of(updates)
+        of_params = dict.fromkeys(parts) if params is None else parts_of(params)
+        updates, new_state = {}, {}
+        for name, part in parts.items():
+            apply = update_part if name == "rest" else jax.vmap(update_part)
+            updated, new_state[name] = apply(part, state[name], of_params[name])
+            updates |= updated
+        return updates, new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -380,7 +392,7 @@ def one_table(tx: optax.GradientTransformation, vocab_size: int | None) -> optax
 
 
 def stack_and_rest(tree: PyTree) -> tuple[PyTree, PyTree]:
-    """The stacks of layers, and the other subtrees."""
+    """The stack of layers that a fused update takes one by one, and the other subtrees."""
     if tree is None:
         return None, None
     return {STACK: tree[STACK]}, {name: subtree for name, subtree in tree.items() if name != STACK}

@@ -1,0 +1,129 @@
+"""Whole steps with a bias of the router, layers before those with experts, and an MLP beside experts."""
+
+import dataclasses
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zero
+from tests.training.small_gpt import (
+    CONFIG,
+    ROWS,
+    STEPS,
+    Run,
+    advance,
+    assert_close,
+    first_collections,
+    first_params,
+    run_on,
+    setup,
+    tokens,
+)
+from zero.models.gpt import GPT
+from zero.models.router import ROUTER_BIAS
+
+RATE = 0.01
+BALANCED = dataclasses.replace(
+    CONFIG, dropout=0.0, N=3, mlp_dim=13, mlp_bias=False, experts=8, experts_per_token=2, normalize_router=True,
+    router="sigmoid", router_scale=2.5, router_groups=4, router_groups_per_token=2, router_bias_rate=RATE,
+    first_dense=1, dense_dim=61, shared_dim=21, expert_capacity=1.5,
+)  # fmt: skip
+
+
+def bias_of(state: Any) -> np.ndarray:
+    """Of the first device; all must have the same."""
+    held = state.averages[ROUTER_BIAS]
+    zero.check_replicated(held, "zero", devices=jax.devices()[: len(jax.tree.leaves(held)[0])])
+    return np.asarray(held["blocks"]["experts"]["bias"])[0]
+
+
+@cache
+def on_one_device() -> Run:
+    return run_on(setup(1, 0, config=BALANCED))
+
+
+def test_bias_moves_by_the_load_of_all_rows() -> None:
+    """By hand from the choices of the first step: a constant step up where an expert has fewer tokens than the mean."""
+    variables = {"params": first_params(BALANCED), **first_collections(BALANCED)}
+    rows = tokens(0)
+    inputs = np.where(rows < 0, ~rows, rows)
+    apply: Any = jax.jit(partial(GPT(BALANCED).apply, method="scores"))
+    counts = np.asarray(apply(variables, inputs, inputs)[0].routing.choices_LE)
+    assert counts.sum() == (BALANCED.N - 1) * 2 * ROWS * inputs.shape[1]
+    on = setup(1, 0, config=BALANCED)
+    state, _ = advance(on, on.start(), range(1))
+    expected = RATE * np.sign(counts.mean(-1, keepdims=True) - counts)
+    np.testing.assert_array_equal(bias_of(state), expected.astype(np.float32))
+    assert len(np.unique(expected)) > 1
+
+
+ALL: list[tuple[int, int, int]] = [
+    *((devices, stage, 1) for devices in (1, 3, 8) for stage in range(4)),
+    *((8, stage, 3) for stage in range(4)),
+]
+QUICK, WIDE = [(8, 3, 1)], [(3, 2, 4)]
+
+
+@pytest.mark.parametrize(
+    ("devices", "stage", "micro_batches"),
+    [
+        *QUICK,
+        *(pytest.param(*case, marks=pytest.mark.wide) for case in WIDE),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in QUICK),
+    ],
+)
+def test_every_stage_trains_as_one_device(devices: int, stage: int, micro_batches: int) -> None:
+    got = run_on(setup(devices, stage, micro_batches, config=BALANCED))
+    assert_close(got, on_one_device(), rtol=1e-5, config=BALANCED)
+    np.testing.assert_array_equal(bias_of(got.state), bias_of(on_one_device().state))
+    assert np.abs(bias_of(got.state)).max() <= np.float32(STEPS * RATE) * 1.001
+
+
+AXES = {
+    "copies": zero.Axis("zero", (2, 4)),
+    "expert groups": zero.Axis.with_expert_groups("zero", 8, 4),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in AXES])
+def test_groups_train_as_one_device(name: str) -> None:
+    got = run_on(setup(8, 3, config=BALANCED, axis=AXES[name]))
+    assert_close(got, on_one_device(), rtol=1e-5, config=BALANCED)
+    np.testing.assert_array_equal(bias_of(got.state), bias_of(on_one_device().state))
+
+
+@pytest.mark.wide
+def test_tensor_groups_count_each_token_once() -> None:
+    cut = dataclasses.replace(
+        BALANCED, embedding_dim=48, num_head=8, mlp_dim=16, dense_dim=64, shared_dim=24
+    )
+    axis = zero.Axis.with_tensor_groups("zero", 8, 2)
+    got, expected = run_on(setup(8, 3, config=cut, axis=axis)), run_on(setup(8, 3, config=cut))
+    np.testing.assert_allclose(got.metrics["loss"], expected.metrics["loss"], rtol=1e-5)
+    np.testing.assert_array_equal(bias_of(got.state), bias_of(expected.state))
+
+
+def test_skipped_updates_leave_the_bias() -> None:
+    on = setup(8, 3, config=BALANCED)
+    state = on.start()
+    poisoned = jax.tree.map(lambda x: x * jnp.nan, state.params["norm"])
+    skipped, _ = advance(on, state._replace(params={**state.params, "norm": poisoned}), range(1))
+    np.testing.assert_array_equal(bias_of(skipped), 0)
+
+
+def test_fused_update_is_refused() -> None:
+    with pytest.raises(ValueError, match="fused_update does not sum what router_bias needs"):
+        setup(8, 3, config=BALANCED, fused_update=True, max_norm=None).start()
+
+
+@pytest.mark.wide
+def test_fused_update_with_first_layers() -> None:
+    """Layers before the stack are updated with what is outside it."""
+    config = dataclasses.replace(BALANCED, router_bias_rate=None)
+    options: dict[str, Any] = {"max_norm": None, "skip_bad_steps": False}
+    fused = run_on(setup(8, 3, config=config, fused_update=True, **options))
+    assert_close(fused, run_on(setup(8, 3, config=config, **options)), rtol=1e-5, config=config)
