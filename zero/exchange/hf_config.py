@@ -21,7 +21,8 @@ UNSEEN = (
     *("num_head", "norm_epsilon", "positions"),
     *("rotary_base", "rotary_fraction", "rotary_scaling", "local_rotary_base", "unrotated_every"),
     *("norm", "windows", "attention_scale", "attention_cap", "extra_logit", "parallel_residual", "activation"),
-    *("experts_per_token", "experts_every", "normalize_router", "tied"),
+    *("experts_per_token", "experts_every", "first_dense", "normalize_router", "tied"),
+    *("router", "router_scale", "router_groups", "router_groups_per_token"),
     *("scale_embedding", "scale_output", "embedding_multiplier", "residual_multiplier", "output_scale", "logit_cap"),
     *("layer", "vq_block"),
 )
