@@ -48,7 +48,12 @@ BALANCED = (
     "model.override={N: 3, first_dense: 1, shared_dim: 16, experts: 8, experts_per_token: 2, router: sigmoid, mlp_bias: "
     "false, router_groups: 2, router_groups_per_token: 1, router_bias_rate: 0.01}",
 )
-SINGLE = {"bias of a router": BALANCED, "average": AVERAGE, "bytes": BYTES, "codebook of a staged warmup": (*CODEBOOK, *STAGED)}
+SINGLE = {
+    "bias of a router": BALANCED,
+    "average": AVERAGE,
+    "bytes": BYTES,
+    "codebook of a staged warmup": (*CODEBOOK, *STAGED),
+}
 
 
 class Whole(NamedTuple):
