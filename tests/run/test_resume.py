@@ -45,8 +45,8 @@ SIZE = load_sizes()["test_vq"]
 ALL = (*AVERAGE, *BYTES, *CODEBOOK, *PARTS)
 BALANCED = (
     "model.size=test",
-    "model.override={N: 3, first_dense: 1, shared_dim: 16, experts: 8, experts_per_token: 2, router: sigmoid, mlp_bias: "
-    "false, router_groups: 2, router_groups_per_token: 1, router_bias_rate: 0.01}",
+    "model.override={N: 3, first_dense: 1, shared_dim: 16, experts: 8, experts_per_token: 2, router: sigmoid, "
+    "mlp_bias: false, router_groups: 2, router_groups_per_token: 1, router_bias_rate: 0.01}",
 )
 SINGLE = {
     "bias of a router": BALANCED,

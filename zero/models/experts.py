@@ -102,6 +102,11 @@ class Mixture(MLP, Router, Initial):
         return (self.N - self.first_dense) // self.experts_every
 
     @property
+    def shared_experts(self) -> float:
+        """Width of the MLP beside the experts, in widths of an expert."""
+        return (self.shared_dim or 0) / self.mlp_width
+
+    @property
     def dense_width(self) -> int:
         """Width of the MLP of layers without experts."""
         return self.dense_dim or self.mlp_width
