@@ -205,9 +205,9 @@ def finished(
     manifest["skipped"] = counts[0].skipped
     manifest["short"] = sum(count.short for count in counts)
     manifest["duplicates"] = counts[0].duplicates
-    if manifest.get("filters"):
+    if manifest["filters"]:
         manifest["filtered"] = {name: counts[0].filtered[name] for name in manifest["filters"]}
-    if manifest.get("near_duplicates"):
+    if manifest["near_duplicates"]:
         manifest["near"] = counts[0].filtered[NEAR]
     if manifest.get("preferences") or (manifest.get("cut_documents") and manifest.get("completions")):
         manifest["long"] = sum(count.long for count in counts)
@@ -231,7 +231,7 @@ def joined(
     for split in splits:
         manifest[split] = _sums([part[split] for part in parts], of_split)
     manifest |= _sums(parts, ("skipped", "short", "duplicates", "near", "long", "cut", "dropped_calls"))
-    if "filters" in arguments:
+    if arguments["filters"]:
         manifest["filtered"] = _sums([part["filtered"] for part in parts], arguments["filters"])
     manifest[PARTS] = [
         {

@@ -106,15 +106,7 @@ class CorpusOptions:
 
     def recorded(self, chat_template: str | None) -> dict[str, Any]:
         """What the manifest records, with the digest of the chat template: null where an option is not used."""
-        others: dict[str, Any] = {}  # which corpora without them do not name
-        if self.shuffle:
-            others["shuffle"] = True
-        if self.near_duplicates is not None:
-            others["near_duplicates"] = Nearness(self.near_duplicates).recorded()
-        if self.template_variables != "{}":
-            others["template_variables"] = self.template_variables
-        if self.filters:
-            others["filters"] = recorded_filters(dict(self.filters))
+        near = None if self.near_duplicates is None else Nearness(self.near_duplicates).recorded()
         return {
             "key": self.key,
             "train_tokenizer": self.tokenizer if isinstance(self.tokenizer, int) else None,
@@ -136,5 +128,8 @@ class CorpusOptions:
             "normalize": self.normalize,
             "deduplicate": self.deduplicate or None,
             "tokenizer_source": self.tokenizer_source,
-            **others,
+            "shuffle": self.shuffle or None,
+            "near_duplicates": near,
+            "template_variables": None if self.template_variables == "{}" else self.template_variables,
+            "filters": recorded_filters(dict(self.filters)) or None,
         }

@@ -253,7 +253,7 @@ def describe_needs(source: Source, arguments: Mapping[str, Any], folder: str, en
         chosen["deduplicate"] = duplicates.needs
     if nearness is not None:
         chosen["near-duplicates"] = partial(near_duplicates.needs, nearness=nearness)
-    if arguments.get("shuffle"):
+    if arguments["shuffle"]:
         chosen["shuffle"] = shuffle.needs
     if not chosen:
         return []
@@ -277,7 +277,7 @@ def _write_only_part(
         find_near_duplicates(LocalEngine(1), source, job.folder, nearness)
         source.near_duplicates = read_places(job.folder, near_duplicates.NAME, 0, source.parts)
         remove_passes(job.folder)
-    if job.arguments.get("shuffle"):
+    if job.arguments["shuffle"]:
         write_texts(job.folder, 0, source, 1)
         source.shuffled = read_shuffled(job.folder, 0, 1).units
         remove_passes(job.folder)
@@ -324,7 +324,7 @@ def _write_parts(source: Source, job: PartJob, engine: Engine, bar: tqdm) -> dic
     if nearness is not None:
         find_near_duplicates(engine, source, job.folder, nearness)
         job = replace(job, near_groups=source.parts)
-    if job.arguments.get("shuffle"):
+    if job.arguments["shuffle"]:
         for _ in run_tasks(engine, WriteTexts(job, source.parts), source, range(source.parts), job.folder):
             pass
         job = replace(job, shuffled_parts=source.parts)
