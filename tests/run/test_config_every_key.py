@@ -8,13 +8,17 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax._src import cache_key, compiler
 
 from tests.config.composing import compose
 from tests.helpers import cli
@@ -31,7 +35,7 @@ from zero.job.devices import make_axis
 from zero.job.job import make_job, place_model
 from zero.job.sizes import load_sizes
 from zero.models.config import GPTConfig
-from zero.plan.compile import step_arguments
+from zero.plan.compile import compiler_options, step_arguments
 from zero.plan.config import OF_GRID, Grid
 from zero.record.metrics_file import read_metrics
 from zero.record.run_files import checkpoint_directory
@@ -45,6 +49,12 @@ JOB = (
     *("model.size=test", "data.max_context=32", "training.batch_size=16", "training.total_steps=12"),
     *("training.warmup_steps=3", "training.staged_warmup_steps=4", "training.warmup_train_context=8"),
 )
+TPUS: list[Any] = [
+    SimpleNamespace(
+        id=number, coords=coords, platform="tpu", device_kind="TPU v4", core_on_chip=0, process_index=0, slice_index=0
+    )
+    for number, coords in enumerate(product(range(2), repeat=3))
+]
 SOME = ("training.end_learning_rate", "zero.remat")  # of the step: the others are slow
 
 
@@ -94,20 +104,42 @@ def test_keys_in_steps_say_so() -> None:
     assert in_steps == every - refused - lengths
 
 
+def cached_as(lowered: Any, options: dict[str, Any] | None = None) -> str:
+    """The name of a compiled program in jax's cache, of which the plans and runs of a machine share one."""
+    compiled = compiler.get_compile_options(jax.device_count(), 1, env_options_overrides=options)
+    devices = np.asarray(jax.devices())
+    return str(cache_key.get(lowered.compiler_ir("stablehlo"), devices, compiled, devices[0].client))
+
+
 @cache
 def step_of(*overrides: str) -> str:
-    """The lowered step, on rows of the same shape."""
+    """The lowered step, on rows of the same shape, as jax's cache knows it."""
     config = checked(*overrides)
     job = make_job(config, place_model(config, SIZES.chosen(config.model)))
-    return str(job.programs.step.lower(*step_arguments(job, 4, config.data.max_context)).as_text())
+    return cached_as(job.programs.step.lower(*step_arguments(job, 4, config.data.max_context)))
 
 
 @pytest.mark.parametrize(
     "key", [key if key in SOME else pytest.param(key, marks=pytest.mark.slow) for key in OF_THE_STEP]
 )
 def test_keys_of_the_step(key: str) -> None:
-    """Another value of a key lowers to another step."""
+    """Another value of a key lowers to another step, and no program in the cache is taken for it."""
     assert step_of(f"{key}={OF_THE_STEP[key]}") != step_of()
+
+
+def test_keys_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key that only sets options of the compiler gives a program another name in the cache, in runs and in plans."""
+    lowered = jax.pmap(jnp.sin, "batch").lower(jnp.ones(jax.device_count()))
+    names = set()
+    for value in (False, True):
+        for extra in ("tpu", "cuda12"):
+            monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
+            monkeypatch.setenv("XLA_FLAGS", "")
+            xla_options.set_before_start(value, extra)
+            names.add(cached_as(lowered))
+        monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
+        names.add(cached_as(lowered, compiler_options(TPUS, value)))
+    assert len(names) == 6
 
 
 # What another value of a key that is read outside the step changes: in a run of 6 steps, or in what a function sees.
@@ -139,10 +171,7 @@ def settings(config: TrainConfig) -> list[Any]:
 
 def on_tpu(config: TrainConfig) -> list[Any]:
     """The axis and the options of the compiler on a TPU slice, which is not there."""
-    places = [(x, y, z) for x in range(2) for y in range(2) for z in range(2)]
-    kind = {"platform": "tpu", "device_kind": "TPU v4", "core_on_chip": 0, "process_index": 0}
-    devices = [SimpleNamespace(id=number, coords=coords, **kind) for number, coords in enumerate(places)]
-    return [make_axis(config.zero, devices), xla_options.for_tpu("TPU v4", 8, config.zero.overlap_gathers)]
+    return [make_axis(config.zero, TPUS), compiler_options(TPUS, config.zero.overlap_gathers)]
 
 
 def on_two_slices(config: TrainConfig) -> Any:
