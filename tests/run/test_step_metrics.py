@@ -11,10 +11,12 @@ import pytest
 
 from tests.helpers.runs import in_steps, make_run, values
 from zero.models.experts import METRICS
+from zero.run.features.validate import means
 from zero.run.step_metrics import StepMetrics
 from zero.run.step_programs import StepPrograms
 from zero.tracking.goodput import Goodput
 from zero.tracking.progress import figures
+from zero.training.objectives.objective import Mean
 
 
 def test_utilization_in_metrics(tmp_path: Path) -> None:
@@ -113,3 +115,21 @@ def test_no_mfu_without_peak() -> None:
     metrics.add(values(), leave=0, flops=0, predicted=0.25)
     line = metrics.read()
     assert "mfu" not in line and 0 < line["device_wait"] < 1
+
+
+def test_means_over_some_terms() -> None:
+    """A metric of some terms counts each step by its share of them, and is left out where there are none."""
+    of_objective = (Mean("share", "", ""), Mean("chosen", "", "", over="share"))
+    metrics = StepMetrics(8, None, in_steps(), of_objective=of_objective)
+    step = values()
+    for share, chosen in ((0.25, 4.0), (0.75, 8.0), (0.0, 0.0)):
+        metrics.add(step | {"share": jnp.float32(share), "chosen": jnp.float32(chosen)}, leave=0)
+    line = metrics.read()
+    assert (line["share"], line["chosen"]) == pytest.approx((1 / 3, 7.0))
+    metrics.restart()
+    metrics.add(step | {"share": jnp.float32(0), "chosen": jnp.float32(0)}, leave=0)
+    assert "chosen" not in metrics.read()
+    assert means("", {"loss": 2.0, "tokens": 2.0, "bytes": 0.0, "share": 0.0, "chosen": 0.0}, of_objective) == {
+        "loss": 1.0,
+        "share": 0.0,
+    }

@@ -65,7 +65,7 @@ class StepMetrics:
       peak_flops: published peak of one device in operations per second, or None if unknown.
       goodput: its phases "steps" and "data_wait" are the time of the steps.
       steps_per_call: steps of each call of the program, whose metrics are then arrays `(steps_per_call,)`.
-      of_objective: the names of the metrics of the objective.
+      of_objective: the metrics of the objective.
     """
 
     def __init__(
@@ -74,9 +74,9 @@ class StepMetrics:
         peak_flops: float | None,
         goodput: Goodput,
         steps_per_call: int = 1,
-        of_objective: tuple[str, ...] = (),
+        of_objective: tuple[Mean, ...] = (),
     ) -> None:
-        self._names_of_objective = of_objective
+        self._metrics_of_objective = of_objective
         self._steps_per_call = steps_per_call
         self._devices = devices
         self._peak_flops = peak_flops
@@ -162,7 +162,7 @@ class StepMetrics:
             for number in range(self._steps_per_call):
                 self._newest = {name: x.reshape(-1)[number].item() for name, x in metrics.items()}
                 self._losses.append(self._newest["loss"])
-                self._of_objective.append({name: self._newest[name] for name in self._names_of_objective})
+                self._of_objective.append({one.name: self._newest[one.name] for one in self._metrics_of_objective})
 
     def read(self) -> dict[str, float]:
         """One line of metrics: means of the objective and its metrics, and the newest value of the others.
@@ -174,8 +174,7 @@ class StepMetrics:
         of_model = [name for name in (*OF_EXPERTS, *OF_CODEBOOKS) if name in self._newest]
         newest = ("learning_rate", "gradient_norm", "skipped_steps", "skipped_spikes", *of_model)
         line = {"train/loss": fmean(losses), **{name: self._newest[name] for name in newest}, **self._next_line}
-        for name in self._of_objective[-1]:
-            line[name] = fmean(step[name] for step in self._of_objective)
+        line |= self._means_of_objective()
         self._next_line = {}
         if steps := len(losses) - self._untimed:
             spent = self._goodput.seconds_so_far()
@@ -195,6 +194,19 @@ class StepMetrics:
             if self._peak_flops is not None:
                 line["mfu"] = self._flops / (step_time * steps * self._peak_flops)
         return line
+
+    def _means_of_objective(self) -> dict[str, float]:
+        """Its metrics over the steps of a line; a mean over some terms counts each step by its share of them."""
+        found = {}
+        for metric in self._metrics_of_objective:
+            values = [step[metric.name] for step in self._of_objective]
+            if not metric.over:
+                found[metric.name] = fmean(values)
+                continue
+            shares = [step[metric.over] for step in self._of_objective]
+            if any(shares):
+                found[metric.name] = fmean(values, weights=shares)
+        return found
 
     def _warn_if_slow(self, line: dict[str, float]) -> None:
         """Warns once, with the shares of the time."""

@@ -128,7 +128,7 @@ def train(config: TrainConfig, size: GPTConfig, run_directory: Path) -> int:
             resolved.profile.peak_flops or peak_flops(jax.local_devices()[0]),
             clock,
             start.schedule.steps_per_batch,
-            job.objective.names,
+            job.objective.metrics,
         )
         requests = Requests(lag=in_flight)
         run = Run(

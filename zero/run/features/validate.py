@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
@@ -26,6 +27,7 @@ from zero.run.run import Run
 from zero.tracking.metrics import Metric
 from zero.training.ema import EMA
 from zero.training.host_rows import HostRows
+from zero.training.objectives.objective import Mean, divided, without_terms
 
 Sums: TypeAlias = dict[str, float]  # of losses by the names of weights, of an objective's metrics, "tokens" and "bytes"
 
@@ -109,9 +111,9 @@ class Validate(Feature):
             total = plus(total, sums_of_sample)
             rows_left -= loader.rows
             if self._is_named:
-                metrics |= means(f"validation/{name}/", sums_of_set)
+                metrics |= means(f"validation/{name}/", sums_of_set, run.job.objective.metrics)
         self._check_tokens(total, "")
-        return means("validation/", total) | metrics
+        return means("validation/", total, run.job.objective.metrics) | metrics
 
     def _sums(self, run: Run, loader: Loader, weights: dict[str, PyTree], rows_of_sample: int) -> tuple[Sums, Sums]:
         """The sums of a set, and those of its first rows, which belong to the sample over all sets.
@@ -196,14 +198,17 @@ def plus(left: Sums, right: Sums) -> Sums:
     return {key: value + right[key] for key, value in left.items()}
 
 
-def means(prefix: str, sums: Sums) -> dict[str, float]:
-    """The losses per token, and bits per byte where bytes are counted.
+def means(prefix: str, sums: Sums, of_objective: Sequence[Mean] = ()) -> dict[str, float]:
+    """The losses per token, bits per byte where bytes are counted, and the metrics of an objective.
 
     >>> means("validation/", {"loss": 6.0, "tokens": 4.0, "bytes": 0.0})
     {'validation/loss': 1.5}
     """
-    losses = {key: value for key, value in sums.items() if key not in ("tokens", "bytes")}
-    metrics = {f"{prefix}{key}": value / sums["tokens"] for key, value in losses.items()}
+    names = {metric.name for metric in of_objective}
+    losses = {key: value for key, value in sums.items() if key not in {"tokens", "bytes", *names}}
+    found = {key: value / sums["tokens"] for key, value in losses.items()} | divided(of_objective, sums, sums["tokens"])
+    left_out = without_terms(of_objective, sums)
+    metrics = {f"{prefix}{key}": value for key, value in found.items() if key not in left_out}
     if sums["bytes"]:
         metrics[f"{prefix}bits_per_byte"] = losses["loss"] / math.log(2) / sums["bytes"]
     return metrics

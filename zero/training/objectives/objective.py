@@ -6,8 +6,8 @@ A new objective is a file with its keys, a `Keys` that makes an `Objective`, and
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from zero.corpus.format.example import TEXT, Example
 from zero.training.batch import Batch, Entry, Rows
 from zero.training.sharded_gpt import ShardedGPT
 
+Value = TypeVar("Value", float, jax.Array)
 # The log-probability in nats of each row's scored tokens by a reference model.
 REFERENCE = Entry("reference", source="reference")
 
@@ -29,12 +30,40 @@ class Mean(NamedTuple):
       name: in the lines.
       sentence: what it means, with its unit.
       title, unit: of its panel in report.html; metrics of one title share a panel.
+      over: another metric of the objective, a share of the terms. This one is a mean over those terms alone; a line
+        whose rows have none of them leaves it out.
     """
 
     name: str
     sentence: str
     title: str
     unit: str = ""
+    over: str = ""
+
+
+def divided(metrics: Iterable[Mean], sums: Mapping[str, Value], terms: Value) -> dict[str, Value]:
+    """Metrics from their sums, which are over `terms` or over those that `Mean.over` counts.
+
+    >>> metrics = Mean("share", "", ""), Mean("chosen", "", "", over="share")
+    >>> divided(metrics, {"share": 2.0, "chosen": 6.0}, 4.0), divided(metrics, {"share": 0.0, "chosen": 0.0}, 4.0)
+    ({'share': 0.5, 'chosen': 3.0}, {'share': 0.0, 'chosen': 0.0})
+    """
+    found = {}
+    for metric in metrics:
+        count = terms
+        if metric.over:
+            count = sums[metric.over] + (sums[metric.over] == 0)
+        found[metric.name] = sums[metric.name] / count
+    return found
+
+
+def without_terms(metrics: Iterable[Mean], values: Mapping[str, float]) -> set[str]:
+    """The names of the metrics that are means over no terms at all.
+
+    >>> without_terms([Mean("chosen", "", "", over="share")], {"share": 0.0, "chosen": 0.0})
+    {'chosen'}
+    """
+    return {metric.name for metric in metrics if metric.over and not values[metric.over]}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +112,7 @@ class Objective:
 
     def means(self, model: ShardedGPT, sums: dict[str, jax.Array], terms: jax.Array) -> dict[str, jax.Array]:
         """`metrics` over all devices, from the sums of each."""
-        return {name: lax.psum(x, model.axis.name) / terms for name, x in sums.items()}
+        return divided(self.metrics, {name: lax.psum(x, model.axis.name) for name, x in sums.items()}, terms)
 
 
 # The mean negative log-likelihood of the scored tokens, in nats.
