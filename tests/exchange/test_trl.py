@@ -228,12 +228,12 @@ def home(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def prepared(home: Home, entries: list[dict[str, Any]], **options: Any) -> np.ndarray:
     """The rows that zero-prepare makes of these lines, in the order of the lines: ~t where t is not learned."""
-    name = "pairs" if "preferences" in options else "chats"
+    name = "pairs" if "examples" in options else "chats"
     source = home.place / f"{name}.jsonl"
     source.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     tokenizer = load_tokenizer(str(home.folder / "tokenizer.json"))
     corpus = make(source, home.place, name, tokenizer=tokenizer, row_tokens=CONTEXT, overwrite=True, **options)
-    keys: dict[str, Any] = {"only_completions": True, "example": PAIR if "preferences" in options else TEXT}
+    keys: dict[str, Any] = {"only_completions": True, "example": PAIR if "examples" in options else TEXT}
     return rows_of(corpus, vocab_size=home.size.vocab_size, **keys)
 
 
@@ -282,7 +282,7 @@ def test_preferences_equal_trl(home: Home, theirs: str, smoothing: str, label_sm
     batch, loss, gradients = home.preferences[theirs, smoothing, label_smoothing]
     rows = as_rows(batch["input_ids"], batch["completion_mask"] == 1, batch["attention_mask"], CONTEXT)
     theirs_by_pair = np.stack(np.split(rows, 2), axis=1).reshape(-1, CONTEXT)  # of [chosen, rejected]
-    ours = prepared(home, PAIRS, preferences=True)
+    ours = prepared(home, PAIRS, examples="preferences")
     by_pair = [x.reshape(-1, 2 * CONTEXT).tolist() for x in (ours, theirs_by_pair)]
     assert sorted(by_pair[0]) == sorted(by_pair[1])
     keys = Dpo(beta=BETA, label_smoothing=label_smoothing, smoothing=smoothing)
@@ -294,7 +294,7 @@ def test_preferences_equal_trl(home: Home, theirs: str, smoothing: str, label_sm
 def test_preferences_of_strings_equal_trl(home: Home) -> None:
     """An answer ends with the tokenizer's eos, which is learned, as in TRL."""
     theirs = trl_losses.of_pairs(home.folder, home.adapters, STRINGS, home.place / "strings", CONTEXT, BETA)
-    ours = prepared(home, STRINGS, preferences=True)
+    ours = prepared(home, STRINGS, examples="preferences")
     by_pair = [sorted(x.reshape(-1, 2 * CONTEXT).tolist()) for x in (ours, theirs.rows)]
     assert by_pair[0] == by_pair[1]
     assert home.gradients(Dpo(beta=BETA).make(), ours)[0] == pytest.approx(theirs.loss, rel=1e-5)

@@ -295,7 +295,7 @@ def on_pairs(workplace: Path, count: int = 1) -> Iterator[Run]:
         prepare(
             source,
             "pairs",
-            CorpusOptions(ByteTokenizer(), cli.CONTEXT, validation_fraction=0.2, preferences=True),
+            CorpusOptions(ByteTokenizer(), cli.CONTEXT, validation_fraction=0.2, examples="preferences"),
             directory=workplace / "data",
             index_directory=workplace / "data" / "index",
             progress=False,

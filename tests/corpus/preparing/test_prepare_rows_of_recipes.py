@@ -85,8 +85,11 @@ def test_rows_that_begin_with_the_end_of_text(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"cut_documents": True}, "--cut-documents expects --one-document-per-row"),
-        ({"cut_documents": True, "one_document_per_row": True, "preferences": True}, "and no --preferences"),
-        ({"begin_rows": True, "preferences": True}, "--begin-rows and --preferences cannot be combined"),
+        (
+            {"cut_documents": True, "one_document_per_row": True, "examples": "preferences"},
+            "--cut-documents and --pref",
+        ),
+        ({"begin_rows": True, "examples": "preferences"}, "--begin-rows and --preferences cannot be combined"),
     ],
 )
 def test_refused(options: dict[str, bool], message: str, tmp_path: Path) -> None:

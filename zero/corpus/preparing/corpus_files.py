@@ -209,7 +209,7 @@ def finished(
         manifest["filtered"] = {name: counts[0].filtered[name] for name in manifest["filters"]}
     if manifest["near_duplicates"]:
         manifest["near"] = counts[0].filtered[NEAR]
-    if manifest.get("preferences") or (manifest.get("cut_documents") and manifest.get("completions")):
+    if manifest.get("examples") or (manifest.get("cut_documents") and manifest.get("completions")):
         manifest["long"] = sum(count.long for count in counts)
     if manifest.get("chat_template"):
         manifest["dropped_calls"] = sum(count.dropped_calls for count in counts)

@@ -103,7 +103,7 @@ def _kept(manifest: Mapping[str, Any], statistics: CorpusStatistics) -> list[Fac
         lines.append(Fact("text", f"{size:,} bytes"))
         of_token = f"{size / max(tokens, 1):.2f} bytes per token"
         lines.append(Fact("tokens per byte", f"{tokens / max(size, 1):.4f}", of_token))
-    if not manifest.get("preferences"):  # pairs have two texts in a row
+    if not manifest.get("examples"):  # they have several texts in a row
         of_rows = sum(split["rows"] for split in splits) * (manifest["row_tokens"] - bool(manifest.get("begin_rows")))
         lines.append(Fact("padding", f"{1 - tokens / max(of_rows, 1):.2%}", "of the tokens of rows"))
     return lines

@@ -168,13 +168,14 @@ def bin_of(tokens: int) -> int:
 class RowSample:
     """A hundred rows of a part, chosen by a hash of their numbers."""
 
-    def __init__(self, part: int | None, tokenizer: Tokenizer):
+    def __init__(self, part: int | None, tokenizer: Tokenizer, texts: Sequence[str] = ("",)):
         self._part = part or 0
+        self._names = texts  # of an example
         self._tokenizer = tokenizer
         self._rows: dict[int, tuple[str, list[np.ndarray]]] = {}
 
     def add(self, split: str, first: int, rows: np.ndarray, lengths: np.ndarray) -> None:
-        """Rows (n, T) or (n, 2, T) of a shard, and the number of tokens in each; `first` is the number of the first."""
+        """Rows (n, T) or (n, k, T) of a shard, and the number of tokens in each; `first` is the number of the first."""
         numbers = np.arange(first, first + len(rows), dtype=np.uint64)
         keys = _mixed(numbers, f"{split} {self._part}")
         for index in np.argsort(keys, kind="stable")[:ROWS].tolist():
@@ -191,7 +192,9 @@ class RowSample:
         """The rows as texts."""
         sample = HashSample(ROWS)
         for key, (origin, texts) in self._rows.items():
-            text = "\n―――― rejected ――――\n".join(_row_text(ids, self._tokenizer) for ids in texts)
+            text = _row_text(texts[0], self._tokenizer)
+            for name, ids in zip(self._names[1:], texts[1:], strict=True):
+                text += f"\n―――― {name} ――――\n{_row_text(ids, self._tokenizer)}"
             of_part = f"part {self._part}, {origin}"
             sample.add(key, Example(of_part, _cut(text, _ROW_BYTES)))
         return sample

@@ -29,7 +29,8 @@ class Document(NamedTuple):
     dropped_calls: int = 0  # messages whose tool calls the chat template leaves out
     is_complete: bool = False  # rows of another program, that are joined without an end of text between them
     is_duplicate: bool = False  # of an earlier one; then its content is empty
-    rejected: Document | None = None  # the other text of a pair, of which this one is preferred
+    other_texts: tuple[Document, ...] = ()  # of an example, of which this is the first
+    members: tuple[int, ...] = ()  # of an example, in the order of `Example.members`
     begins: bool = True  # False: it continues the text of the unit before
     fields: Mapping[str, str] | None = None  # beside the text, those that filters ask for
     left_out_by: str | None = None  # a key of `FILTERS`, or `BROKEN`; then its content is empty

@@ -36,7 +36,7 @@ class CorpusOptions:
     key: str = "text"
     lines: bool = False  # each line of a text is a document
     completions: bool = False
-    preferences: bool = False
+    examples: str | None = None  # a key of `EXAMPLE_KINDS`
     loss_on: tuple[str, ...] = LEARNED
     template_variables: str = "{}"  # of the chat template, a JSON object
     splits: str | None = None
@@ -63,26 +63,29 @@ class CorpusOptions:
             )
         if self.skip_broken < 0:
             raise UserError(f"--skip-broken {self.skip_broken}: expected a number of documents")
-        if self.near_duplicates is not None and (self.completions or self.preferences):
+        has_prompts = self.completions or self.examples is not None
+        if self.near_duplicates is not None and has_prompts:
             raise UserError("--near-duplicates expects documents of text, not prompts or chats")
-        if self.shuffle and (self.completions or self.preferences):
+        if self.shuffle and has_prompts:
             raise UserError("--shuffle expects documents of text, not prompts or chats")
-        if self.completions and self.preferences:
-            raise UserError("--completions and --preferences cannot be combined")
+        if self.completions and self.examples is not None:
+            raise UserError(f"--completions and --{self.examples} cannot be combined")
         if not self.completions and self.loss_on != LEARNED:
             raise UserError(f"--loss-on {' '.join(self.loss_on)} expects --completions, whose roles it names")
-        if self.cut_documents and (self.preferences or not self.one_document_per_row):
-            raise UserError("--cut-documents expects --one-document-per-row, and no --preferences")
-        if self.begin_rows and self.preferences:
-            raise UserError("--begin-rows and --preferences cannot be combined")
+        if self.cut_documents and self.examples is not None:
+            raise UserError(f"--cut-documents and --{self.examples} cannot be combined")
+        if self.cut_documents and not self.one_document_per_row:
+            raise UserError("--cut-documents expects --one-document-per-row")
+        if self.begin_rows and self.examples is not None:
+            raise UserError(f"--begin-rows and --{self.examples} cannot be combined")
         if self.pack not in (None, JOINED) and self.is_unjoined:
-            option = "preferences" if self.preferences else "one_document_per_row"
+            option = self.examples or "one_document_per_row"
             raise UserError(f"pack={self.pack} joins documents in a row, and {option} does not: choose one of them")
 
     @property
     def is_unjoined(self) -> bool:
-        """Whether a row holds a single document, or a pair of texts."""
-        return self.one_document_per_row or self.preferences
+        """Whether a row holds a single document, or an example."""
+        return self.one_document_per_row or self.examples is not None
 
     @property
     def packing(self) -> str | None:
@@ -119,7 +122,7 @@ class CorpusOptions:
             "begin_rows": self.begin_rows or None,
             "pack": self.packing,
             "completions": self.completions or None,
-            "preferences": self.preferences or None,
+            "examples": self.examples,
             "loss_on": None if self.loss_on == LEARNED else list(self.loss_on),
             "chat_template": chat_template,
             "splits": self.splits,

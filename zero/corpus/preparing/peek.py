@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,10 +10,9 @@ import numpy as np
 from zero.base.errors import UserError
 from zero.corpus.format import manifest
 from zero.corpus.format.crop import Crop
-from zero.corpus.format.example import PAIR, TEXT
 from zero.corpus.format.index_files import Shard, read_index
 from zero.corpus.format.shards import RowFormat, decode, open_shard, read_samples, row_tokens
-from zero.corpus.preparing.sources.preferences import ANSWERS
+from zero.corpus.preparing.example_kinds import ExampleKind, example_of, kind_of
 from zero.corpus.text.tokenizers import MOST_TOKENS, Tokenizer, load_tokenizer
 from zero.files import storage
 
@@ -36,7 +35,8 @@ def peek(index: str, rows: int, tokenizer: Tokenizer | None = None) -> Iterator[
     manifest.check_tokenizer(folder, tokenizer)
     recorded = manifest.load(folder) if storage.exists(storage.join(folder, manifest.MANIFEST)) else {}
     is_packed = recorded.get("pack") is not None
-    names = ANSWERS if recorded.get("preferences") else ("",)
+    kind = kind_of(recorded)
+    names = ("",) if kind is None else kind.texts
     total = sum(shard.rows for shard in shards)
     shown = min(rows, total)
     rows_shown = {number * total // shown for number in range(shown)}
@@ -48,7 +48,7 @@ def peek(index: str, rows: int, tokenizer: Tokenizer | None = None) -> Iterator[
         if shown_of_shard:
             seen.shards += 1
             begins = None if is_packed or first else True  # whether a document begins in the first column
-            for i, (name, ids) in enumerate(_texts(shard, length, names)):
+            for i, (name, ids) in enumerate(_texts(shard, length, kind)):
                 number = i // len(names)
                 seen.add(ids, length, tokenizer)
                 if number in shown_of_shard:
@@ -64,17 +64,18 @@ def peek(index: str, rows: int, tokenizer: Tokenizer | None = None) -> Iterator[
         yield f"{index} has {total} rows"
 
 
-def _texts(shard: Shard, length: int, names: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
-    """The tokens of each row without padding; of a pair, those of both texts with their names."""
-    pairs = len(names) > 1
-    form = RowFormat(length, MOST_TOKENS, only_completions=pairs, example=PAIR if pairs else TEXT)
+def _texts(shard: Shard, length: int, kind: ExampleKind | None) -> Iterator[tuple[str, np.ndarray]]:
+    """The tokens of each row without padding; of an example, those of its texts with their names."""
+    is_example = kind is not None
+    names = ("",) if kind is None else kind.texts
+    form = RowFormat(length, MOST_TOKENS, only_completions=is_example, example=example_of(kind))
     with open_shard(shard.path) as stream:
         for sample in read_samples(shard.path, stream):
             of_sample = f"shard {shard.path}, sample {sample['__key__']}"
             rows = decode(sample, of_sample, form, Crop(), np.zeros)
             for row, size in zip(rows.tokens, rows.lengths, strict=True):
                 for name, text in zip(names, row.reshape(len(names), -1), strict=True):
-                    yield name, np.maximum(text, ~text)[text != -1] if pairs else text[:size]
+                    yield name, np.maximum(text, ~text)[text != -1] if is_example else text[:size]
 
 
 @dataclass

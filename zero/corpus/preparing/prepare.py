@@ -30,6 +30,7 @@ from zero.corpus.preparing.corpus_page import write_report
 from zero.corpus.preparing.documents import Reader, too_many_broken
 from zero.corpus.preparing.duplicates import find_duplicates, read_places, remove_passes
 from zero.corpus.preparing.engines import BeamEngine, Engine, LocalEngine, local_engine
+from zero.corpus.preparing.example_kinds import EXAMPLE_KINDS
 from zero.corpus.preparing.filters.table import open_filters
 from zero.corpus.preparing.near_duplicates import Nearness, find_near_duplicates
 from zero.corpus.preparing.needs import Needs, SourceSize, measure
@@ -39,7 +40,6 @@ from zero.corpus.preparing.shuffle import read_shuffled, write_texts
 from zero.corpus.preparing.sources.changes import digests, repeated
 from zero.corpus.preparing.sources.completions import CompletionReader
 from zero.corpus.preparing.sources.parts import PART_BYTES
-from zero.corpus.preparing.sources.preferences import PreferenceReader
 from zero.corpus.preparing.sources.source import Source, digest_of_parts
 from zero.corpus.preparing.workers import map_in_order
 from zero.corpus.preparing.writer import useful_workers, write_shards
@@ -76,7 +76,7 @@ class Corpus:
     short: int = 0  # documents that --minimum-tokens has left out
     duplicates: int = 0  # documents that --deduplicate has left out
     near: int = 0  # documents that --near-duplicates has left out
-    long: int = 0  # pairs that are longer than a row, and documents of which no completion ends within one
+    long: int = 0  # examples with a text longer than a row, and documents of which no completion ends within one
     dropped_calls: int = 0  # messages whose tool calls the chat template leaves out
     cut: int = 0  # documents of which --cut-documents has kept the first row only
     test_index: str | None = None
@@ -127,15 +127,16 @@ def prepare(
     if workers is not None and workers < 1:
         raise UserError(f"workers must be at least 1, not {workers}")
     template = None
-    if (options.completions or options.preferences) and isinstance(options.tokenizer, FileTokenizer):
+    has_prompts = options.completions or options.examples is not None
+    if has_prompts and isinstance(options.tokenizer, FileTokenizer):
         template = load_chat_template(options.tokenizer.path)
         if template is not None:
             template = template.with_variables(json.loads(options.template_variables))
     reader: Reader | None = None
     if options.completions:
         reader = CompletionReader(template, options.loss_on)
-    elif options.preferences:
-        reader = PreferenceReader(template)
+    elif options.examples is not None:
+        reader = EXAMPLE_KINDS[options.examples].reader(template)
     if part_bytes < 1:
         raise UserError(f"part_bytes must be at least 1, not {part_bytes}")
     filters = open_filters(dict(options.filters))
@@ -357,7 +358,7 @@ def _write_parts(source: Source, job: PartJob, engine: Engine, bar: tqdm) -> dic
 def _too_little(arguments: dict[str, Any], counts: Sequence[Counts]) -> UserError:
     """The error for a source that leaves a split empty."""
     if long := sum(count.long for count in counts):
-        which = "pairs have a text" if arguments["preferences"] else "documents have a first completion"
+        which = "examples have a text" if arguments["examples"] else "documents have a first completion"
         return UserError(
             f"{arguments['source']}: {long} {which} of more tokens than --row-tokens "
             f"{arguments['row_tokens']}, and too few are left"

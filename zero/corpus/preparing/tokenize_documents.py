@@ -27,11 +27,12 @@ _PIECE = 1 << 20  # characters of a document that are tokenized at once
 class SplitTokens(NamedTuple):
     """The tokens of a unit for one split."""
 
-    rows: np.ndarray  # tokens (n,), or rows (n, T) if each document has its own, (n, 2, T) for pairs
-    lengths: np.ndarray | None  # of those rows, int32 (n,), (n, 2) for pairs
+    rows: np.ndarray  # tokens (n,), or rows (n, T) if each document has its own, (n, k, T) of k texts of an example
+    lengths: np.ndarray | None  # of those rows, int32 (n,) or (n, k)
     completions: np.ndarray | None  # 1 for each token of `rows` that is to be learned, uint8; None: not recorded
     counts: Counts
     starts: np.ndarray | None = None  # 1 for the first token of each document, uint8; None: each has its own rows
+    members: np.ndarray | None = None  # int32 (n, m), of examples
 
 
 class UnitTokens(NamedTuple):
@@ -65,7 +66,7 @@ class UnitTokenizer:
     threshold: int  # documents with a hash below it are for validation
     splits: int = 2
     minimum_tokens: int = 0  # of a document, its end of text included; shorter ones are left out
-    has_pairs: bool = False  # each document is a pair of texts, and a row
+    texts: int = 0  # of an example, which a document then is, and a row; 0: documents are running text
     cuts_documents: bool = False  # to their first row, which then ends with the end of text
 
     def __call__(self, unit: Unit) -> UnitTokens:
@@ -79,6 +80,7 @@ class UnitTokenizer:
             removed.append((document.name, reason))
 
         documents: list[list[list[Tokens]]] = [[] for _ in range(self.splits)]
+        members: list[list[tuple[int, ...]]] = [[] for _ in range(self.splits)]
         for document in unit.documents():
             text = document.content
             split = document.split
@@ -99,14 +101,14 @@ class UnitTokenizer:
                 # A hash of the text, not of the name, so that copies of a document are in one split.
                 value = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest())
                 split = value < self.threshold
-            versions = [version for version in (document, document.rejected) if version is not None]
+            versions = [document, *document.other_texts]
             texts = [self._tokens(version) for version in versions]
             sizes = [len(text.ids) for text in texts]
             if min(sizes) < self.minimum_tokens:
                 counts[split] = counts[split].plus(Counts(short=1))
                 leave_out(document, MINIMUM_TOKENS, text)
                 continue
-            if self.has_pairs and max(sizes) > self.row_tokens:
+            if self.texts and max(sizes) > self.row_tokens:
                 counts[split] = counts[split].plus(Counts(long=1))
                 leave_out(document, ROW_TOKENS, text)
                 continue
@@ -120,6 +122,7 @@ class UnitTokenizer:
                 texts = [beginning]
                 sizes = [len(texts[0].ids)]
             documents[split].append(texts)
+            members[split].append(document.members)
             dropped_calls = sum(version.dropped_calls for version in versions)
             statistics.count(document.source, int(ends), sum(sizes), len(data), document.begins and ends)
             truncations = 0
@@ -135,7 +138,7 @@ class UnitTokenizer:
                     dropped_calls=dropped_calls,
                 )
             )
-        splits = [self._join(*of_split) for of_split in zip(documents, counts, strict=True)]
+        splits = [self._join(*of_split) for of_split in zip(documents, members, counts, strict=True)]
         return UnitTokens(splits, statistics, removed, broken)
 
     def _cut(self, document: Tokens) -> Tokens | None:
@@ -158,8 +161,8 @@ class UnitTokenizer:
         special = self.tokenizer.special
         ids, spans = self.tokenizer.encode_with_spans(document.content, document.has_special)
         is_learned, is_ended = learned_tokens(ids, spans, document.completions, special.turn_ends)
-        # The log-probability of an answer of a pair is that of all that the template writes, as in TRL.
-        if self.has_pairs or document.is_exact:
+        # The log-probability of an answer of an example is that of all that the template writes, as in TRL.
+        if self.texts or document.is_exact:
             is_learned, _ = learned_tokens(ids, spans, document.completions, ())
         if not document.has_special:  # a chat template writes the beginning itself
             ids = np.concatenate([np.asarray(special.before, ids.dtype), ids])
@@ -208,7 +211,7 @@ class UnitTokenizer:
         after = (special.end_of_text,) if ends else ()
         return np.concatenate([np.asarray(before, dtype), *ids, np.asarray(after, dtype)])
 
-    def _join(self, documents: list[list[Tokens]], counts: Counts) -> SplitTokens:
+    def _join(self, documents: list[list[Tokens]], members: list[tuple[int, ...]], counts: Counts) -> SplitTokens:
         texts = list(itertools.chain.from_iterable(documents))
         rows, lengths = self._joined([text.ids for text in texts], self.tokenizer.end_of_text)
         dtype = np.min_scalar_type(self.tokenizer.vocab_size - 1)
@@ -221,17 +224,18 @@ class UnitTokenizer:
             starts = np.zeros(len(rows), np.uint8)
             firsts = np.cumsum([0, *(len(text.ids) for text in texts)])[:-1]
             starts[firsts[[text.begins for text in texts]]] = 1
-        return SplitTokens(rows.astype(dtype, copy=False), lengths, completions, counts, starts)
+        of_examples = np.asarray(members, np.int32).reshape(len(members), -1) if self.texts and members else None
+        return SplitTokens(rows.astype(dtype, copy=False), lengths, completions, counts, starts, of_examples)
 
     def _joined(self, arrays: list[np.ndarray], filler: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """All texts as one array; or as separate rows for each text, and their lengths; two by two for pairs."""
+        """All texts as one array; or as separate rows for each text, and their lengths, by example."""
         if not self.one_document_per_row:
             return np.concatenate([np.zeros(0, np.uint8), *arrays]), None
         none = np.zeros((0, self.row_tokens), np.uint8), np.zeros(0, np.int32)
         padded = [none, *(padded_rows(array, self.row_tokens, filler) for array in arrays)]
         rows, lengths = map(np.concatenate, zip(*padded, strict=True))
-        if self.has_pairs:
-            return rows.reshape(-1, 2, self.row_tokens), lengths.reshape(-1, 2)
+        if self.texts:
+            return rows.reshape(-1, self.texts, self.row_tokens), lengths.reshape(-1, self.texts)
         return rows, lengths
 
 

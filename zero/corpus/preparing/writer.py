@@ -10,7 +10,7 @@ import io
 import os
 import tarfile
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from zero.corpus.format.manifest import ALL_SPLITS
 from zero.corpus.preparing.corpus_files import Counts, PartNames
 from zero.corpus.preparing.corpus_statistics import CorpusStatistics, RemovedList, RowSample
 from zero.corpus.preparing.documents import too_many_broken
+from zero.corpus.preparing.example_kinds import ExampleTexts, kind_of
 from zero.corpus.preparing.packing import PACKINGS
 from zero.corpus.preparing.sources.source import Source
 from zero.corpus.preparing.tokenize_documents import SplitTokens, UnitTokenizer, padded_rows
@@ -69,15 +70,16 @@ def write_shards(
       UserError: more are broken.
     """
     splits = ALL_SPLITS[: source.splits]
+    kind = kind_of(arguments)
     tokenize = UnitTokenizer(
         tokenizer,
         arguments["row_tokens"] - bool(arguments["begin_rows"]),
         arguments["one_document_per_row"],
-        bool(arguments["completions"] or arguments["preferences"]),
+        bool(arguments["completions"] or kind),
         threshold,
         len(splits),
         arguments["minimum_tokens"] or 0,
-        bool(arguments["preferences"]),
+        0 if kind is None else kind.texts_read,
         bool(arguments["cut_documents"]),
     )
     # Bytes and ids need less time than it takes to send them to another process.
@@ -85,7 +87,7 @@ def write_shards(
     workers = workers or (1 if is_cheap else useful_workers(source))
     with ThreadPoolExecutor(1) as thread:
         publisher = _ShardPublisher(folder, names, splits, thread)
-        sample = RowSample(names.part, tokenizer)
+        sample = RowSample(names.part, tokenizer, ("",) if kind is None else kind.texts)
         writers = [_SplitWriter(split, arguments, tokenizer, publisher, sample) for split in splits]
         statistics = CorpusStatistics()
         removed = RemovedList()
@@ -159,7 +161,9 @@ class _SplitWriter:
         self._rows_per_member = arguments["rows_per_member"]
         self._size = arguments["rows_per_shard"] * (1 if arguments["one_document_per_row"] else self._row_tokens)
         self._pack = PACKINGS[arguments["pack"]] if arguments["pack"] else None
-        self._waiting: list[tuple[np.ndarray | None, ...]] = []  # rows, lengths, completions, starts; less than a shard
+        self._kind = kind_of(arguments)
+        # Rows, lengths, completions, starts, members; less than a shard.
+        self._waiting: list[tuple[np.ndarray | None, ...]] = []
         self._held = 0
         self._row = 0
 
@@ -170,7 +174,7 @@ class _SplitWriter:
             stop = at + self._size - self._held
             if self._pack is not None and part.starts is not None:  # a shard that is packed holds whole documents
                 stop += int(np.append(part.starts[stop:], 1).argmax())
-            arrays = (part.rows, part.lengths, part.completions, part.starts)
+            arrays = (part.rows, part.lengths, part.completions, part.starts, part.members)
             self._waiting.append(tuple(None if array is None else array[at:stop] for array in arrays))
             count = min(stop, len(part.rows)) - at
             self._held += count
@@ -185,7 +189,8 @@ class _SplitWriter:
             self._publish()
 
     def _publish(self) -> None:
-        rows, lengths, completions, starts = (_concatenated(arrays) for arrays in zip(*self._waiting, strict=True))
+        of_all = (_concatenated(arrays) for arrays in zip(*self._waiting, strict=True))
+        rows, lengths, completions, starts, members = of_all
         assert rows is not None
         counts = {}
         if self._pack is not None and starts is not None:
@@ -199,6 +204,9 @@ class _SplitWriter:
             rows, lengths = padded_rows(rows, self._row_tokens, self._filler)
             completions = None if completions is None else padded_rows(completions, self._row_tokens, 0)[0]
         assert lengths is not None
+        if self._kind is not None:
+            assert completions is not None
+            rows, lengths, completions = self._kind.all_texts(ExampleTexts(rows, lengths, completions))
         if self._begins_rows:
             rows = np.insert(rows, 0, self._filler, axis=1)
             lengths = lengths + 1
@@ -206,7 +214,12 @@ class _SplitWriter:
         self._waiting = []
         self._held = 0
         self._sample.add(self._split, self._row, rows, lengths)
-        data = _tar(rows, lengths, completions, self._row, self._rows_per_member)
+        arrays = {"input_id": rows, "length": lengths}
+        if completions is not None:
+            arrays["completion"] = completions
+        if self._kind is not None and members is not None:
+            arrays |= zip(self._kind.example.members, members.T, strict=True)
+        data = _tar(arrays, self._row, self._rows_per_member)
         self._publisher.add(self._split, data, {"rows": len(rows), **counts})
         self._row += len(rows)
 
@@ -216,22 +229,21 @@ def _concatenated(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
     return np.concatenate(present) if present else None
 
 
-def _tar(
-    rows: np.ndarray, lengths: np.ndarray, completions: np.ndarray | None, first: int, rows_per_member: int
-) -> bytes:
-    """Rows (n, T), or (n, 2, T), as a shard; the key of a member is the number of its first row in the split."""
+def _tar(arrays: Mapping[str, np.ndarray], first: int, rows_per_member: int) -> bytes:
+    """Arrays of rows (n, ...) as a shard; the key of a member is the number of its first row in the split.
+
+    Lengths are left out where all rows are full.
+    """
+    rows = arrays["input_id"]
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as archive:
         for start in range(0, len(rows), rows_per_member):
             of_member = slice(start, start + rows_per_member)
-            arrays = {"input_id": rows[of_member]}
-            if (lengths[of_member] < rows.shape[-1]).any():
-                arrays["length"] = lengths[of_member]
-            if completions is not None:
-                arrays["completion"] = completions[of_member]
             for name, array in arrays.items():
+                if name == "length" and (array[of_member] == rows.shape[-1]).all():
+                    continue
                 data = io.BytesIO()
-                np.save(data, array, allow_pickle=False)
+                np.save(data, array[of_member], allow_pickle=False)
                 # Time, owner and mode stay at their defaults, so that the bytes are reproducible.
                 member = tarfile.TarInfo(f"{first + start:09d}.{name}.npy")
                 member.size = data.tell()

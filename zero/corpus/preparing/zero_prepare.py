@@ -3,8 +3,7 @@
 A source is
   a folder or glob    of text and source files, or of the formats below; the suffixes decide; here or gs://
   .jsonl, .json.gz    JSON lines: objects with a "text" (--key for another one), also as .gz, .xz or .zst;
-                      with --completions of "prompt" and "completion", or of chat "messages";
-                      with --preferences of "prompt", "chosen" and "rejected"
+                      options such as --completions and --preferences read other keys
   .parquet, .arrow    tables, whose rows are such objects; .csv and .tsv with names of columns too
   .tar, .tar.gz       samples of webdataset: .txt, .json, or token ids in .npy or a .pth of torch.save
   .index              the shards that it lists
@@ -35,6 +34,7 @@ from tqdm import tqdm
 from zero.base.errors import UserError, exit_on_error, trainer
 from zero.base.plural import counted
 from zero.corpus.format.manifest import TOKENIZER
+from zero.corpus.preparing.example_kinds import EXAMPLE_KINDS
 from zero.corpus.preparing.filters.table import FILTERS
 from zero.corpus.preparing.options import CorpusOptions
 from zero.corpus.preparing.packing import JOINED, PACKINGS
@@ -173,11 +173,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="JSON",
         help="of the chat template, such as '{\"enable_thinking\": false}'; a line's chat_template_kwargs come before",
     )
-    parser.add_argument(
-        "--preferences",
-        action="store_true",
-        help='read pairs, "prompt", "chosen" and "rejected", texts or messages, for objective=dpo',
-    )
+    for name, example_kind in EXAMPLE_KINDS.items():
+        flag = example_kind.example.option
+        parser.add_argument(flag, action="store_const", dest="examples", const=name, help=example_kind.help)
     parser.add_argument(
         "--directory",
         default=DIRECTORY,
@@ -262,8 +260,8 @@ def _prepare(given: argparse.Namespace, runner: list[str] | None) -> None:
         print(f"left out {counted(corpus.skipped, 'document')} that cannot be read (--skip-broken)")
     if corpus.short:
         print(f"left out {counted(corpus.short, 'document')} with fewer tokens than --minimum-tokens")
-    if corpus.long and options.preferences:
-        print(f"{corpus.long} pairs were left out because a text has more tokens than --row-tokens {row_tokens}")
+    if corpus.long and options.examples is not None:
+        print(f"left out {counted(corpus.long, 'example')} because a text has more than --row-tokens {row_tokens}")
     elif corpus.long:
         print(
             f"left out {counted(corpus.long, 'document')} because no completion ends within --row-tokens {row_tokens}"
@@ -337,10 +335,10 @@ def training_overrides(corpus: Corpus, options: CorpusOptions) -> list[str]:
         overrides.append("training.staged_warmup_steps=0")
     if options.completions:
         overrides.append("training.loss_on=completion")
-    if options.preferences:
-        overrides.append("objective=dpo")
-    if options.preferences and base is None:  # the reference is a model that the user has
-        overrides += ["model.warm_start=true", "model.model_path=MODEL"]
+    if options.examples is not None:
+        overrides.append(f"objective={EXAMPLE_KINDS[options.examples].objective}")
+        if base is None:  # the reference is a model that the user has
+            overrides += ["model.warm_start=true", "model.model_path=MODEL"]
     return overrides
 
 

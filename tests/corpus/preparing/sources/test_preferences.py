@@ -50,7 +50,7 @@ def both(corpus: Corpus, **options: Any) -> list[Any]:
 
 def test_both_texts_are_one_row(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """What follows the prompt is learned, the end of text too; a shorter context cuts each text, and says so."""
-    corpus = make(write(tmp_path / "a.jsonl", LINES), tmp_path, preferences=True)
+    corpus = make(write(tmp_path / "a.jsonl", LINES), tmp_path, examples="preferences")
     assert both(corpus) == sorted(expected(line) for line in LINES)
     assert corpus.train.rows + corpus.validation.rows == corpus.train.documents + corpus.validation.documents == 40
     assert "leaves out" not in caplog.text
@@ -60,7 +60,7 @@ def test_both_texts_are_one_row(tmp_path: Path, caplog: pytest.LogCaptureFixture
 
 def test_order_is_that_of_other_rows(tmp_path: Path) -> None:
     """Shuffled, in parts of hosts and continued from a cursor, each row is once in an epoch with its values."""
-    corpus = make(write(tmp_path / "a.jsonl", LINES), tmp_path, preferences=True)
+    corpus = make(write(tmp_path / "a.jsonl", LINES), tmp_path, examples="preferences")
     inputs = read(corpus.train_index).reshape(-1, 32)
     values = np.arange(2 * len(inputs), dtype=np.float32).reshape(-1, 2)
     options: dict[str, Any] = {"global_rows": 4, "context": 16, "vocab_size": 256, "only_completions": True}
@@ -88,11 +88,11 @@ def test_long_and_repeated_pairs_are_left_out(tmp_path: Path) -> None:
     other = {**LINES[0], "rejected": " never"}
     long = {**LINES[1], "rejected": "x" * 20}
     source = write(tmp_path / "a.jsonl", [*LINES, other, long, LINES[0]])
-    corpus = make(source, tmp_path, preferences=True, deduplicate=True)
+    corpus = make(source, tmp_path, examples="preferences", deduplicate=True)
     assert both(corpus) == sorted(expected(line) for line in [*LINES, other])
     assert (corpus.long, corpus.duplicates) == (1, 1)
-    with pytest.raises(UserError, match=r"b\.jsonl: 40 pairs have a text of more tokens than --row-tokens 4"):
-        make(write(tmp_path / "b.jsonl", LINES), tmp_path, name="d", preferences=True, row_tokens=4)
+    with pytest.raises(UserError, match=r"b\.jsonl: 40 examples have a text of more tokens than --row-tokens 4"):
+        make(write(tmp_path / "b.jsonl", LINES), tmp_path, name="d", examples="preferences", row_tokens=4)
 
 
 def test_command(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_command(tmp_path: Path) -> None:
     places = ("--directory", tmp_path / "corpus", "--index-directory", tmp_path / "index")
     done = call(source, "--preferences", "--row-tokens", "16", *places)
     assert done.returncode == 0, done.stderr
-    assert "1 pairs were left out because a text has more tokens than --row-tokens 16" in done.stdout
+    assert "left out 1 example because a text has more than --row-tokens 16" in done.stdout
     assert read(str(tmp_path / "index" / "a_train.index")).shape[1:] == (2, 16)
     assert call(source, "--preferences", "--completions", *places).returncode == 2
     shown = call(tmp_path / "index" / "a_train.index", "--peek", "2").stdout
@@ -112,9 +112,10 @@ def test_messages() -> None:
     reader = PreferenceReader(TEMPLATE)
     apart = reader({"prompt": [USER], "chosen": [YES], "rejected": [NO, OTHER, YES]}, "here")
     within = reader({"chosen": [USER, YES], "rejected": [USER, NO, OTHER, YES]}, "here")
-    assert apart == within and apart.rejected is not None
+    assert apart == within
     assert apart.content == "u:What?|a:yes|" and apart.completions == ((10, 14),) and apart.has_special
-    assert apart.rejected.content == "u:What?|a:no|u:So?|a:yes|" and apart.rejected.completions == ((10, 25),)
+    (rejected,) = apart.other_texts
+    assert rejected.content == "u:What?|a:no|u:So?|a:yes|" and rejected.completions == ((10, 25),)
 
 
 @pytest.mark.parametrize(
@@ -142,12 +143,12 @@ def test_mistakes_are_named(tmp_path: Path, entry: Any, message: str) -> None:
 def test_line_is_named(tmp_path: Path) -> None:
     source = write(tmp_path / "a.jsonl", [LINES[0], {"prompt": "a", "chosen": [YES], "rejected": [NO]}])
     with pytest.raises(UserError, match=r"a\.jsonl, line 2: messages need a chat template"):
-        make(source, tmp_path, preferences=True)
+        make(source, tmp_path, examples="preferences")
 
 
 def test_other_corpora_are_refused(tmp_path: Path) -> None:
     """Pairs where texts are expected, and the other way round."""
-    corpus = make(write(tmp_path / "a.jsonl", LINES), tmp_path, preferences=True)
+    corpus = make(write(tmp_path / "a.jsonl", LINES), tmp_path, examples="preferences")
     with pytest.raises(UserError, match=r"holds 2 texts per row, and the objective reads rows of one text"):
         read(corpus.train_index, example=TEXT)
     texts = [{"prompt": line["prompt"], "completion": line["chosen"]} for line in LINES]

@@ -69,12 +69,10 @@ def _digest(document: Document) -> bytes:
 
 
 def content_bytes(document: Document) -> bytes:
-    """The bytes of a document, for hashes; of both texts of a pair."""
-    if document.rejected is not None:
-        return content_bytes(document._replace(rejected=None)) + b"\0" + content_bytes(document.rejected)
-    content = document.content
+    """The bytes of a document, for hashes; of all texts of an example."""
     # JSON can hold lone surrogates, which strict UTF-8 refuses; nothing of a document should be lost.
-    return content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content.tobytes()
+    contents = [text.content for text in (document, *document.other_texts)]
+    return b"\0".join(x.encode("utf-8", "surrogatepass") if isinstance(x, str) else x.tobytes() for x in contents)
 
 
 def repeated(found: Iterable[list[bytes | None]]) -> dict[int, frozenset[int]]:

@@ -41,7 +41,7 @@ class PreferenceReader:
             chosen, rejected = read(fields, name)
         except UserError as error:
             raise UserError(f"{name}: {error}") from error
-        return chosen._replace(rejected=rejected)
+        return chosen._replace(other_texts=(rejected,))
 
     def _strings(self, entry: dict[str, Any], name: str) -> list[Document]:
         for key in ("prompt", REJECTED):

@@ -116,7 +116,7 @@ class Source:
             for file, file_format in zip(self._files, formats, strict=True):
                 if file_format is None or not file_format.has_objects:
                     raise UserError(
-                        f"{file.path}: expected JSON lines, as --completions and --preferences read their objects"
+                        f"{file.path}: expected JSON lines, as --completions and options of examples read their objects"
                     )
         holds_ids = [_holds_ids(file) for file in self._files]
         if any(holds_ids) and not all(holds_ids):

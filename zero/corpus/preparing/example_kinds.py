@@ -1,0 +1,83 @@
+"""The kinds of examples that zero-prepare makes of the objects of a source, a row each, for objectives that read them.
+
+A new kind is an entry of `EXAMPLE_KINDS`: the option of zero-prepare, what manifests record, the corpus page and
+`--peek` follow from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from zero.corpus.format.example import PAIR, TEXT, Example
+from zero.corpus.preparing.documents import Reader
+from zero.corpus.preparing.sources.preferences import ANSWERS, PreferenceReader
+from zero.corpus.text.chat_template import ChatTemplate
+
+
+class ExampleTexts(NamedTuple):
+    """The texts of some examples: tokens `(n, k, T)`, their numbers `(n, k)`, and which are learned `(n, k, T)`."""
+
+    rows: np.ndarray
+    lengths: np.ndarray
+    completions: np.ndarray
+
+
+@dataclass(frozen=True)
+class ExampleKind:
+    """A kind of examples.
+
+    Attributes:
+      example: what a row of the corpus holds; its `option` without dashes is the key of the table.
+      texts: the names of the texts of a row, in order.
+      reader: of the template to what reads an example of an object, with its first texts and its members.
+      help: of the option.
+      objective: the one that a run on such a corpus chooses first.
+      with_others: from the texts that were read, of the examples of a shard, to all texts; None: all were read.
+    """
+
+    example: Example
+    texts: tuple[str, ...]
+    reader: Callable[[ChatTemplate | None], Reader]
+    help: str
+    objective: str
+    with_others: Callable[[ExampleTexts], ExampleTexts] | None = None
+
+    @property
+    def texts_read(self) -> int:
+        """The texts that a reader gives for each example."""
+        return self.example.texts if self.with_others is None else 1
+
+    def all_texts(self, read: ExampleTexts) -> ExampleTexts:
+        """All texts of the examples of a shard."""
+        return read if self.with_others is None else self.with_others(read)
+
+
+def _named(*kinds: ExampleKind) -> Mapping[str, ExampleKind]:
+    return MappingProxyType({kind.example.option.removeprefix("--"): kind for kind in kinds})
+
+
+EXAMPLE_KINDS = _named(
+    ExampleKind(
+        PAIR,
+        ANSWERS,
+        PreferenceReader,
+        'read pairs, "prompt", "chosen" and "rejected", texts or messages, for objective=dpo and others',
+        "dpo",
+    ),
+)
+
+
+def kind_of(manifest: Mapping[str, Any]) -> ExampleKind | None:
+    """The kind of examples of a corpus, by its manifest or its arguments; None: rows of running text."""
+    name = manifest.get("examples")
+    return None if name is None else EXAMPLE_KINDS[name]
+
+
+def example_of(kind: ExampleKind | None) -> Example:
+    """What a row holds."""
+    return TEXT if kind is None else kind.example
