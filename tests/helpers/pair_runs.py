@@ -1,10 +1,12 @@
 """Runs on pairs of texts: a folder of transformers, a corpus of pairs, and the overrides of a short job.
 
 - `make_pairs`: makes both in a directory. `JOB`: the overrides of a run; `LORA`: those of adapters.
+- `make_labels`: makes a corpus of labelled answers; `LABELLED`: the overrides of a run on it.
 """
 
 import json
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -33,6 +35,7 @@ JOB = (
     f"training.evaluation_frequency={STEPS // 2}",
     "training.maximum_evaluation_steps=100",
 )
+LABELLED = tuple(f"data.index_path_{split}=data/index/labels_{split}.index" for split in ("train", "validation"))
 LORA = ("tuning=lora", "tuning.rank=4", "tuning.alpha=8", "training.peak_learning_rate=2e-2")
 
 
@@ -46,6 +49,22 @@ def make_pairs(root: Path) -> None:
         for i in range(12)
         for j in range(12)
     ]
-    (root / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    done = call("pairs.jsonl", "--preferences", "--row-tokens", str(CONTEXT), "--validation-fraction", "0.2")
+    prepare(root, "pairs", "--preferences", lines)
+
+
+def make_labels(root: Path) -> None:
+    """A corpus of the same texts with labels in the directory, which is the current one."""
+    lines = [
+        {"prompt": f"{i} and {j}? ", "completion": "yes" if is_wanted else "no" + "?" * (j % 5), "label": is_wanted}
+        for i in range(8)
+        for j in range(12)
+        for is_wanted in (i % 3 > 0, False)
+    ]
+    prepare(root, "labels", "--labels", lines)
+
+
+def prepare(root: Path, name: str, option: str, lines: list[dict[str, Any]]) -> None:
+    """A corpus of these lines."""
+    (root / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = call(f"{name}.jsonl", option, "--row-tokens", str(CONTEXT), "--validation-fraction", "0.2")
     assert done.returncode == 0, done.stderr

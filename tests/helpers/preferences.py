@@ -35,6 +35,7 @@ SIZE = GPTConfig(embedding_dim=32, vocab_size=101, num_head=4, block_size=CONTEX
 REFERENCE_SEED = 3
 NOT_READ = [1, 2]
 READ = np.setdiff1d(np.arange(PAIRS), NOT_READ)
+LABELS = (np.random.default_rng(9).random(PAIRS) < 0.5).astype(np.int32)  # of objectives that read one of each pair
 TENSOR, CONTEXTS = zero.Axis.with_tensor_groups("zero", 8, 2, 1), zero.Axis("zero", (2, 4), context=2)
 _WIDE = pytest.mark.wide
 DEVICES = [
@@ -147,7 +148,8 @@ class On(NamedTuple):
         return self.programs.start(self.place(first_params(SIZE), self.model))
 
     def extra(self, step: int, references: Any) -> dict[str, Any]:
-        return {"reference": references(step % 2)} if self.objective.has_reference else {}
+        extra = {"reference": references(step % 2)} if self.objective.has_reference else {}
+        return extra | {name: self.rows(LABELS) for name in self.objective.example.members}
 
     def steps(self, state: Any, references: Any, frozen: Any = None, count: int = 6) -> list[dict[str, float]]:
         found = []

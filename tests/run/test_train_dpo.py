@@ -212,19 +212,19 @@ def configured(*overrides: str) -> Any:
     return check(compose(*(o for o in JOB if "model.size" not in o), "model.size=mine", *overrides), Only(SIZE))
 
 
-def test_plan_has_the_texts_of_pairs() -> None:
-    """A planned step and evaluation take two texts per pair of a micro-batch, and the values of the reference."""
-    config = configured("mode=plan", "plan.micro_batch=3")
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+def test_plan_has_the_texts_of_examples(objective: str) -> None:
+    """A planned step and evaluation take two texts per example of a micro-batch, and what the objective reads."""
+    config = configured("mode=plan", "plan.micro_batch=3", f"objective={objective}")
     request, job = Request(config, SIZE, 3), make_job(config, place_model(config, SIZE))
     arguments = step_arguments(job, request.rows, CONTEXT)
-    assert arguments[1].tokens.shape == (8, 3 * 2 * 2, CONTEXT) and arguments[1].extra["reference"].shape == (
-        8,
-        3 * 2 * 2,
-    )
+    assert arguments[1].tokens.shape == (8, 3 * 2 * 2, CONTEXT)
+    extra = {"reference": (8, 3 * 2 * 2)} | dict.fromkeys(job.objective.example.members, (8, 3 * 2))
+    assert {name: x.shape for name, x in arguments[1].extra.items()} == extra
     _, metrics = jax.eval_shape(job.programs.step, *arguments)
-    assert set(NAMES) < set(metrics)
+    assert set(job.objective.names) < set(metrics)
     _, _, sums = jax.eval_shape(job.programs.evaluate, *evaluation_arguments(job, request))
-    assert set(sums) == set(NAMES)
+    assert set(sums) == set(job.objective.names)
 
 
 def test_contradictions_are_refused() -> None:

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import cli
-from tests.helpers.pair_runs import JOB, STEPS, make_pairs
+from tests.helpers.pair_runs import JOB, LABELLED, STEPS, make_labels, make_pairs
 
-# The overrides of each objective.
+# The overrides of each objective; the others than the first are as good as it is, and wide.
 JOBS: dict[str, tuple[str, ...]] = {
+    "kto": ("objective=kto", *LABELLED),
     "ipo": ("objective.loss=ipo",),
     "orpo": ("objective=orpo",),
     "simpo": ("objective=simpo", "objective.beta=1"),
@@ -18,19 +19,21 @@ JOBS: dict[str, tuple[str, ...]] = {
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder of transformers and a corpus of pairs."""
+    """A folder of transformers, a corpus of pairs and one of labelled answers."""
     root = tmp_path_factory.mktemp("pairs")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
         make_pairs(root)
+        make_labels(root)
         yield root
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize(
+    "name", [name if name == "kto" else pytest.param(name, marks=pytest.mark.wide) for name in JOBS]
+)
 def test_killed_and_resumed(root: Path, name: str) -> None:
     runs = cli.Forks(root)
-    job = (*JOB, *JOBS[name])
+    job = cli.later_values(*JOB, *JOBS[name])
     whole = cli.metrics(runs.train(f"{name}-whole", *job))
     assert whole[-1]["train/loss"] < whole[0]["train/loss"] and "validation/loss" in whole[-1]
     assert {key for key in whole[-1] if key.startswith(("rewards/", "logps/"))}

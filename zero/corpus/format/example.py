@@ -27,3 +27,4 @@ class Example:
 
 TEXT = Example()
 PAIR = Example(texts=2, option="--preferences")
+LABELLED = Example(texts=2, option="--labels", members=("label",))

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zero.corpus.format.example import PAIR, TEXT, Example
+from zero.corpus.format.example import LABELLED, PAIR, TEXT, Example
 from zero.corpus.preparing.documents import Reader
+from zero.corpus.preparing.sources.labels import ANSWER, MISMATCHED, LabelReader
 from zero.corpus.preparing.sources.preferences import ANSWERS, PreferenceReader
 from zero.corpus.text.chat_template import ChatTemplate
 
@@ -57,6 +58,29 @@ class ExampleKind:
         return read if self.with_others is None else self.with_others(read)
 
 
+def with_mismatched(read: ExampleTexts) -> ExampleTexts:
+    """Beside each text `(n, 1, T)`, its prompt with the answer of the example before it, cut to a row.
+
+    The first example takes the answer of the last one, as TRL's KTOTrainer rotates the answers of a batch.
+
+    >>> rows, learned = np.array([[[5, 6, 7, 0]], [[1, 2, 0, 0]]]), np.array([[[0, 0, 1, 0]], [[0, 1, 0, 0]]])
+    >>> with_mismatched(ExampleTexts(rows, np.array([[3], [2]]), learned)).rows[:, 1].tolist()
+    [[5, 6, 2, 0], [1, 7, 0, 0]]
+    """
+    rows, lengths, completions = (np.concatenate([x, np.zeros_like(x)], axis=1) for x in read)
+    is_learned = read.completions[:, 0] != 0
+    answers = [row[learned] for row, learned in zip(read.rows[:, 0], is_learned, strict=True)]
+    prompts = read.lengths[:, 0] - is_learned.sum(axis=1)
+    for number, prompt in enumerate(prompts.tolist()):
+        answer = answers[number - 1][: rows.shape[2] - prompt]
+        end = prompt + len(answer)
+        rows[number, 1, :prompt] = rows[number, 0, :prompt]
+        rows[number, 1, prompt:end] = answer
+        completions[number, 1, prompt:end] = 1
+        lengths[number, 1] = end
+    return ExampleTexts(rows, lengths, completions)
+
+
 def _named(*kinds: ExampleKind) -> Mapping[str, ExampleKind]:
     return MappingProxyType({kind.example.option.removeprefix("--"): kind for kind in kinds})
 
@@ -68,6 +92,14 @@ EXAMPLE_KINDS = _named(
         PreferenceReader,
         'read pairs, "prompt", "chosen" and "rejected", texts or messages, for objective=dpo and others',
         "dpo",
+    ),
+    ExampleKind(
+        LABELLED,
+        (ANSWER, MISMATCHED),
+        LabelReader,
+        'read "prompt", "completion" and "label", whether the completion is wanted, for objective=kto',
+        "kto",
+        with_mismatched,
     ),
 )
 

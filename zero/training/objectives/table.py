@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from zero.training.objectives.dpo import Dpo
+from zero.training.objectives.kto import Kto
 from zero.training.objectives.objective import Keys, Likelihood, Objective
 from zero.training.objectives.orpo import Orpo
 from zero.training.objectives.simpo import Simpo
 
-OBJECTIVES: tuple[type[Keys], ...] = (Likelihood, Dpo, Orpo, Simpo)
+OBJECTIVES: tuple[type[Keys], ...] = (Likelihood, Dpo, Orpo, Simpo, Kto)
 
 
 def with_defaults() -> dict[str, Objective]:

@@ -1,0 +1,66 @@
+"""Kahneman-Tversky optimization: answers that are wanted become more likely, others less, each by itself.
+
+Source: Ethayarajh et al., arXiv 2402.01306, equation 8; metrics have the names of TRL's KTOTrainer. An example has two
+texts: the prompt with its answer, and with the answer of another example. The mean log-ratio of the second texts to a
+reference estimates the divergence from it, at least 0, which rewards are compared with. It is a mean over the examples
+of all devices in a micro-batch, as TRL gathers it over processes, and a constant to the gradient.
+
+Shapes: E examples of one device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from zero.config.constraints import positive, zero_or_more
+from zero.config.keys import key, named
+from zero.corpus.format.example import LABELLED
+from zero.training.batch import Entry
+from zero.training.objectives.objective import REFERENCE, Keys, Mean, Objective
+from zero.training.objectives.whole_texts import Texts, whole_texts
+
+LABEL = Entry("label", of="example", dtype="int32")
+_REWARD = "`objective.beta` times the log-ratio to the reference of"
+METRICS = (
+    Mean("kl", "estimate of the divergence from the reference, nats", "Divergence from the reference", "nats"),
+    Mean("share/chosen", "share of the examples whose answer is wanted", "Wanted examples", "share"),
+    Mean("share/rejected", "share of the others", "Wanted examples", "share"),
+    Mean("rewards/chosen", f"{_REWARD} wanted answers", "Rewards", over="share/chosen"),
+    Mean("rewards/rejected", f"{_REWARD} others", "Rewards", over="share/rejected"),
+    Mean("logps/chosen", "log-probability of wanted answers, nats", "Log-probabilities", "nats", "share/chosen"),
+    Mean("logps/rejected", "log-probability of others, nats", "Log-probabilities", "nats", "share/rejected"),
+)
+
+
+@dataclass
+class Kto(Keys):
+    """Kahneman-Tversky optimization of answers with labels, of zero-prepare --labels (arXiv 2402.01306).
+
+    Answers are compared with the model at model.model_path. docs/how-to/learn-preferences.md
+    """
+
+    name: str = named("kto")
+    beta: float = key(0.1, positive(), "Inverse temperature: the larger, the closer the model stays to the reference.")
+    desirable_weight: float = key(1.0, zero_or_more(), "Weight of the losses of wanted answers.")
+    undesirable_weight: float = key(1.0, zero_or_more(), "Weight of the losses of the others.")
+
+    def make(self) -> Objective:
+        return whole_texts(self.losses, METRICS, (REFERENCE, LABEL), LABELLED)
+
+    def losses(self, texts: Texts) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The loss of each example `(E,)` and its metrics."""
+        ratios, mismatched = (texts.logps - texts.extra[REFERENCE.name]).T
+        divergence = jnp.maximum(texts.mean(mismatched), 0)
+        is_wanted = texts.extra[LABEL.name] > 0
+        sign = jnp.where(is_wanted, 1, -1)
+        weight = jnp.where(is_wanted, self.desirable_weight, self.undesirable_weight)
+        losses = weight * (1 - jax.nn.sigmoid(self.beta * sign * (ratios - divergence)))
+        metrics = {"kl": jnp.full_like(ratios, divergence)}
+        for name, share in (("chosen", is_wanted), ("rejected", ~is_wanted)):
+            metrics[f"share/{name}"] = share.astype(jnp.float32)
+            metrics[f"rewards/{name}"] = jnp.where(share, self.beta * ratios, 0)
+            metrics[f"logps/{name}"] = jnp.where(share, texts.logps[:, 0], 0)
+        return losses, metrics
