@@ -5,12 +5,14 @@ unmarked one what TRL learns, less what the generation prompt has written alread
 """
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trl
 
+from tests.helpers.brought import save_tokenizer
 from zero.base.errors import UserError
 from zero.corpus.preparing.sources.completions import CompletionReader
 from zero.corpus.preparing.sources.conversations import dropped_calls, learned_spans
@@ -121,3 +123,114 @@ def test_calls_that_a_template_leaves_out() -> None:
         of_name = template(name)
         text = of_name.render(CHATS["tools"], add_generation_prompt=False)
         assert dropped_calls(text, CHATS["tools"], None, of_name) == count
+
+
+# With the constructs of SmolLM 3's: a mode of reasoning by a variable or by the system message, a system block that
+# is always written, with the date, tools by a variable of the template's own, and what a tool says as a user's turn.
+BY_MODE = r"""
+{%- set mode = "quick" if enable_thinking is defined and not enable_thinking else "slow" %}
+{{- "<|im_start|>system\n" }}
+{%- if messages[0].role == "system" %}
+    {%- set rules = messages[0].content %}
+    {%- if "/quick" in rules %}{% set mode = "quick" %}{% endif %}
+    {%- set rules = rules.replace("/quick", "").rstrip() %}
+{%- endif %}
+{{- "Date: " + strftime_now("%d %B %Y") + "\nMode: " + mode + "\n\n" }}
+{{- (rules if rules else "Think first." if mode == "slow" else "Answer.") + "\n" }}
+{%- if xml_tools is defined %}
+    {%- set listed = namespace(text="<tools>\n") %}
+    {%- for tool in xml_tools %}{% set listed.text = listed.text + (tool | string) + "\n" %}{% endfor %}
+    {{- listed.text + "</tools>\n" }}
+{%- endif %}
+{{- "<|im_end|>\n" }}
+{%- for message in messages %}
+    {%- set content = message.content if message.content is string else "" %}
+    {%- if message.role in ("user", "tool") %}
+        {{- "<|im_start|>user\n" + content + "<|im_end|>\n" }}
+    {%- elif message.role == "assistant" %}
+        BEGIN
+        {%- if mode == "slow" %}
+            {{- "<|im_start|>assistant\n" + content.lstrip("\n") + "<|im_end|>\n" }}
+        {%- else %}
+            {{- "<|im_start|>assistant\n<think>\n\n</think>\n" + content.lstrip("\n") + "<|im_end|>\n" }}
+        {%- endif %}
+        END
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- "<|im_start|>assistant\n" + ("" if mode == "slow" else "<think>\n\n</think>\n") }}
+{%- endif %}"""
+MARKED = BY_MODE.replace("BEGIN", "{%- generation %}").replace("END", "{%- endgeneration %}")
+PLAIN = BY_MODE.replace("        BEGIN\n", "").replace("        END\n", "")
+TOOLS = [{"type": "function", "function": {"name": "weather", "description": "", "parameters": {"type": "object"}}}]
+
+
+def system(text: str) -> dict[str, Any]:
+    return {"role": "system", "content": text}
+
+
+BY_TURN: dict[str, dict[str, Any]] = {
+    "several": {"messages": CHATS["several"]},
+    "system": {"messages": [system("R"), *CHATS["several"]]},
+    "quick": {"messages": [system("R /quick"), *CHATS["several"]]},
+    "calls": {"messages": CHATS["tools"]},
+    "tools": {"messages": [system("R"), *CHATS["tools"]], "tools": TOOLS},
+    "reasoning": {"messages": CHATS["reasoning"], "chat_template_kwargs": {"enable_thinking": False}},
+    "own tools": {"messages": CHATS["several"], "chat_template_kwargs": {"xml_tools": TOOLS}},
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Of transformers, with the special tokens of SmolLM 3."""
+    import transformers
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(folder, "smollm3")
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("kind", BY_TURN)
+@pytest.mark.parametrize("name", ["llama4", "by mode"])
+def test_answers_are_completions_of_trl(name: str, kind: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each answer of a conversation is what TRL learns of it as the completion of all messages before it."""
+    from transformers.models.llama4 import processing_llama4
+
+    text = processing_llama4.chat_template if name == "llama4" else PLAIN
+    line = BY_TURN[kind]
+    chat = line["messages"]
+    variables = line.get("chat_template_kwargs", {})
+    monkeypatch.setattr(tokenizer, "chat_template", text)
+    expected = []
+    for i, message in enumerate(chat):
+        if message["role"] == "assistant":
+            example = {**line, "prompt": chat[:i], "completion": [message]}
+            del example["messages"]
+            expected.append(trl.apply_chat_template(example, tokenizer)["completion"])
+    special = tuple(tokenizer.special_tokens_map.items())
+    document = CompletionReader(ChatTemplate(name, text, special, None, time.time()))(line, "here")
+    assert isinstance(document.content, str)
+    assert document.content == tokenizer.apply_chat_template(chat, tools=line.get("tools"), tokenize=False, **variables)
+    assert [document.content[slice(*span)] for span in document.completions or ()] == expected
+
+
+@pytest.mark.parametrize("kind", BY_TURN)
+def test_marks_with_headers(kind: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A template that marks its answers together with their headers: the tokens that TRL learns by its mask."""
+    monkeypatch.setattr(tokenizer, "chat_template", MARKED)
+    line = BY_TURN[kind]
+    encoded = tokenizer.apply_chat_template(
+        line["messages"],
+        tools=line.get("tools"),
+        return_assistant_tokens_mask=True,
+        return_dict=True,
+        **line.get("chat_template_kwargs", {}),
+    )
+    document = CompletionReader(ChatTemplate("marked", MARKED, SPECIAL, None, time.time()))(line, "here")
+    assert document.is_exact and isinstance(document.content, str)
+    learned = "".join(document.content[slice(*span)] for span in document.completions or ())
+    pairs = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
+    assert learned == tokenizer.decode([token for token, is_learned in pairs if is_learned])
+    assert learned.count("<|im_start|>assistant\n") == sum(
+        message["role"] == "assistant" for message in line["messages"]
+    )

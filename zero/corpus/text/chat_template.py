@@ -56,7 +56,9 @@ class ChatTemplate:
         if reserved:
             raise UserError(f"template variables: {reserved[0]} comes from the messages or the tokenizer")
         known = json.loads(self.variables) if self.variables else {}
-        return replace(self, variables=json.dumps(known | dict(variables), sort_keys=True))
+        # Only their own names are sorted: a template may write an object, such as a tool, as it is.
+        ordered = dict(sorted((known | dict(variables)).items()))
+        return replace(self, variables=json.dumps(ordered))
 
     @property
     def digest(self) -> str:
