@@ -26,6 +26,18 @@ _NO_LOGIT = frozenset(
         *("hidden_size", "intermediate_size", "max_position_embeddings", "do_sample", "temperature", "top_p", "top_k"),
     )
 )
+# What EasyDeL adds to config.json: how it computed and stored, none of which its export depends on.
+_OF_EASYDEL = frozenset(
+    (
+        *("attn_dtype", "attn_mechanism", "attn_softmax_dtype", "backend", "platform", "kvdtype", "easy_method"),
+        *("mla_attn_dtype", "mla_attn_mechanism", "mla_attn_softmax_dtype", "moe_method", "precompute_masks"),
+        *("moe_tiling_size_batch", "moe_tiling_size_dim", "moe_tiling_size_seqlen", "number_rep_kv"),
+        *("blocksize_b", "blocksize_k", "blocksize_q", "pallas_k_block_size", "pallas_m_block_size"),
+        *("pallas_n_block_size", "flash_attention_backward_pass_impl", "scan_mlp_chunk_size", "scan_ring_attention"),
+        *("fcm_max_ratio", "fcm_min_ratio", "fsdp_is_ep_bound", "sp_is_ep_bound", "partition_axis"),
+        *("kv_cache_sharding_sequence_axis_name", "sequence_axis_name", "sharding_axis_dims", "sharding_axis_names"),
+    )
+)
 _PREFIXES = ("_", "output_", "summary_", "transformers.js")
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings")
 _OF_WINDOWS = ("layer_types", "sliding_window_pattern", "attention_types", "window_size")
@@ -55,7 +67,7 @@ def check_keys(origin: str, config: Mapping[str, Any], architecture: Architectur
     if architecture.windows:
         known |= {*_OF_WINDOWS}
     for key, value in config.items():
-        is_read = key in known or key in _NO_LOGIT or key.startswith(_PREFIXES)
+        is_read = key in known or key in _NO_LOGIT | _OF_EASYDEL or key.startswith(_PREFIXES)
         if is_read or value in (None, False, "", [], {}) or _is_implied(key, config, architecture, layers):
             continue
         raise UserError(
