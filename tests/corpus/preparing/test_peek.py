@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.brought import save_tokenizer
 from tests.helpers.corpora import call, make
 from zero.corpus.preparing.prepare import Corpus
 
@@ -41,6 +42,23 @@ def test_what_was_cut(corpus: Corpus) -> None:
     assert 5 < sum(cut) < len(rows) and not cut[-1]
     padding = corpus.train.rows * 16 - corpus.train.tokens
     assert f"; {sum(cut)} rows end within a document; {padding} of {corpus.train.rows * 16} tokens" in summary
+
+
+@pytest.mark.parametrize(("home", "end"), [("llama2", "</s>"), ("qwen2", "<|im_end|>")])
+def test_ends_of_turns_begin_no_document(home: str, end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a row of conversations of two turns, with the special tokens spelled."""
+    monkeypatch.chdir(tmp_path)
+    save_tokenizer(tmp_path / "folder", home)
+    turns = [{"role": role, "content": "a shard"} for role in ("user", "assistant") * 2]
+    Path("a.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 8)
+    options = ("--completions", "--tokenizer", "folder/tokenizer.json", "--row-tokens", "128")
+    assert call("a.jsonl", *options, "--validation-fraction", "0").returncode == 0
+    row, text, *_ = call("data/index/a_train.index", "--peek", "1").stdout.splitlines()
+    begun = row.partition("documents begin at ")[2].partition(";")[0]
+    starts = sorted({0, *map(int, begun.split(", "))})
+    assert text.count(end) == (2 if home == "llama2" else 4) * len(starts) and len(starts) > 1
+    tokens = int(row.partition(": ")[2].partition(" of")[0])
+    assert {stop - start for start, stop in zip(starts, [*starts[1:], tokens], strict=True)} == {tokens // len(starts)}
 
 
 def test_mistakes_are_one_line(corpus: Corpus, tmp_path: Path) -> None:

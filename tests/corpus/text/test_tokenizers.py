@@ -60,7 +60,8 @@ def test_file_tokenizer(bpe_file: Path):
     assert tokenizer.end_of_text == 1 and 1 not in ids  # the text only talks about it
     assert len(ids) < len(text.encode())
     assert tokenizer.decode(ids) == text
-    assert tokenizer.decode([*ids, 1, -1, 10**6]) == text
+    assert tokenizer.decode([*ids, 1, -1, 10**6]) == text + "<|endoftext|>"
+    assert tokenizer.decode([*ids, 1, -1, 10**6], skip_special=True) == text
     assert "\ufffd" in tokenizer.decode(tokenizer.encode("é")[:1])
 
 

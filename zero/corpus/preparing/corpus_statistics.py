@@ -212,8 +212,8 @@ def _mixed(numbers: np.ndarray, salt: str) -> np.ndarray:
 
 def _row_text(ids: np.ndarray, tokenizer: Tokenizer) -> str:
     """The documents of a row, with a line between them."""
-    ends = np.flatnonzero(ids == tokenizer.end_of_text)
-    documents = np.split(ids, ends)
+    is_end = ids == tokenizer.end_of_text
+    documents = np.split(ids[~is_end], np.cumsum(~is_end)[is_end])
     texts = [tokenizer.decode(document.tolist()) for document in documents]
     return "\n―――― end of text ――――\n".join(texts)
 

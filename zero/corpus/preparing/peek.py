@@ -109,7 +109,9 @@ class _Seen:
 
 def _described(name: str, ids: np.ndarray, length: int, tokenizer: Tokenizer, begins: bool | None) -> str:
     ends = np.flatnonzero(ids == tokenizer.end_of_text)
-    starts = [0] * bool(begins) + [int(end) + 1 for end in ends if end + 1 < len(ids)]
+    starts = _starts(ids, tokenizer)
+    if begins:
+        starts = sorted({0, *starts})
     sentences = [f"documents begin at {', '.join(map(str, starts))}" if starts else "no document begins"]
     if begins is False:
         sentences.append("the first one is the rest of a document")
@@ -119,6 +121,21 @@ def _described(name: str, ids: np.ndarray, length: int, tokenizer: Tokenizer, be
         sentences.append("the last document is cut")
     span = [int(ids.min()), int(ids.max())] if len(ids) else []
     return f"{name}: {len(ids)} of {length} tokens, ids {_span(span)} of {tokenizer.vocab_size}; {'; '.join(sentences)}"
+
+
+def _starts(ids: np.ndarray, tokenizer: Tokenizer) -> list[int]:
+    """Where documents begin by their tokens: at one that begins each of them, or after the end of text.
+
+    An end of text that also ends the turns of a conversation begins nothing.
+    """
+    special = tokenizer.special
+    first, ends = special.separators
+    begins = [token for token in first if token != special.end_of_text]
+    if special.end_of_text in first:
+        ends = (*ends, special.end_of_text)
+    is_start = np.isin(ids, begins)
+    is_start[1:] |= np.isin(ids[:-1], ends)
+    return [int(start) for start in np.flatnonzero(is_start)]
 
 
 def _span(ids: list[int]) -> str:

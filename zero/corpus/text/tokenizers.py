@@ -96,9 +96,9 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
-        """Text for any ids: invalid UTF-8 becomes U+FFFD, `end_of_text` and unknown ids are left out.
+        """Text for any ids: invalid UTF-8 becomes U+FFFD, unknown ids are left out.
 
-        With `skip_special`, all special tokens are left out.
+        Special tokens are spelled, as far as they have a spelling; with `skip_special` they are left out.
         """
         ...
 
@@ -335,7 +335,7 @@ class FileTokenizer:
         return np.asarray(encoding.ids, np.uint32), np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
 
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
-        known = [i for i in map(int, ids) if 0 <= i < self.vocab_size and i != self.end_of_text]
+        known = [i for i in map(int, ids) if 0 <= i < self.vocab_size]
         return self._tokenizer.decode(known, skip_special_tokens=skip_special)
 
     def byte_lengths(self) -> np.ndarray:
