@@ -36,7 +36,7 @@ from zero.hosts.speeds import SPEEDS
 from zero.hosts.xla_options import VMEM
 from zero.job.job import Job, make_job, place_model
 from zero.job.sizes import load_sizes
-from zero.models import transformer_layer
+from zero.models import mixer, self_attention
 from zero.models.attention.kernel import fused_rotation, kernel_attention
 from zero.models.config import GPTConfig
 from zero.models.elements import row_major
@@ -193,16 +193,16 @@ def gspmd_step(job: Job, row: Row, size: GPTConfig, devices: list[Any], has_layo
     by_shape = {leaf.shape: sharded(leaf) for leaf in job.model.layout.leaves}
     state = params, jax.eval_shape(tx.init, params)
     shardings = jax.tree.map(lambda x: by_shape.get(x.shape, whole), state)
-    transformer_layer.kernel_attention = attend  # type: ignore[assignment]
+    self_attention.kernel_attention = attend  # type: ignore[assignment]
     rotary.fused_rotation = turn if has_layouts else rotary.rotate  # type: ignore[assignment]
-    transformer_layer.row_major = row_major if has_layouts else lambda x: x
+    mixer.row_major = row_major if has_layouts else lambda x: x
     try:
         compiled = jax.jit(
             step, in_shardings=(shardings, by_row), out_shardings=(shardings, whole), donate_argnums=0
         ).lower(state, jax.ShapeDtypeStruct((batch, row.context), jnp.int32))
     finally:
-        transformer_layer.kernel_attention = kernel_attention
-        transformer_layer.row_major = row_major
+        self_attention.kernel_attention = kernel_attention
+        mixer.row_major = row_major
         rotary.fused_rotation = fused_rotation
     return compiled
 

@@ -13,6 +13,7 @@ from zero.models.config import GPTConfig, default_values
 from zero.models.experts import Experts, Mixture
 from zero.models.families import FAMILIES
 from zero.models.gated_unit import GatedUnit, GatedUnits
+from zero.models.mixer import Transformer
 from zero.models.mlp import MLP
 from zero.models.norms import Norms, make_norm
 from zero.models.parametrization import Initial
@@ -20,7 +21,7 @@ from zero.models.part import BOTH, ConfigPart, Sizes, own_keys
 from zero.models.positions import Positions
 from zero.models.positions.learned import LearnedPositions
 from zero.models.positions.sinusoidal import Sinusoidal, Sinusoids
-from zero.models.transformer_layer import Transformer, TransformerLayer
+from zero.models.transformer_layer import TransformerLayer
 from zero.models.vocabulary import Chunk, HeadBias, Vocabulary, VocabularyChunk
 
 SIZE: dict[str, Any] = {"embedding_dim": 12, "vocab_size": 31, "num_head": 2, "block_size": 8, "dropout": 0.0, "N": 2}

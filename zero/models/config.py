@@ -24,8 +24,8 @@ from typing import Any
 
 from zero.models.gated_unit import GatedUnits
 from zero.models.layers import LAYERS, LayerKind
+from zero.models.mixer import Transformer
 from zero.models.part import BOTH, FIRST, GATED_UNITS, HEAD, STACK, STACKS, TRANSFORMER, VOCABULARY, key, one_of
-from zero.models.transformer_layer import Transformer
 
 __all__ = ["FIRST", "HEAD", "STACK", "STACKS", "VOCABULARY", "GPTConfig", "default_values"]
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import flax.linen as nn
 from jax.typing import DTypeLike
 
@@ -42,3 +45,12 @@ class Layer(nn.Module):
     product: Product = contraction
     query_block: int | None = None
     first: int = 0
+
+
+_OF_FLAX = ("parent", "name")
+_OPTIONS = tuple(field.name for field in dataclasses.fields(Layer) if field.name not in _OF_FLAX)
+
+
+def options_of(layer: Layer) -> dict[str, Any]:
+    """The attributes of `Layer`, by name, for a part of this layer."""
+    return {name: getattr(layer, name) for name in _OPTIONS}

@@ -11,11 +11,13 @@ from jax.typing import DTypeLike
 from zero.models.gated_layer import GatedLayer, RecurrentState, init_recurrent
 from zero.models.gated_unit import GatedUnits
 from zero.models.layer import Layer
+from zero.models.mixer import Transformer
+from zero.models.mixers import ATTENTION, MIXERS, Caches
 from zero.models.part import GATED_UNITS, STACK, TRANSFORMER
-from zero.models.transformer_layer import Cache, DenseLayer, Period, Transformer, TransformerLayer, empty_cache
+from zero.models.transformer_layer import DenseLayer, Period, TransformerLayer
 from zero.partition.model_parallel import ModelParallel
 
-AnyCache = Cache | RecurrentState
+AnyCache = Caches | RecurrentState
 
 
 class LayerKind(NamedTuple):
@@ -43,10 +45,10 @@ def _transformer_layer(config: Transformer) -> type[Layer]:
     return TransformerLayer if config.experts_every == 1 else Period
 
 
-def _keys_and_values(
+def _caches(
     config: Transformer, rows: int, positions: int, dtype: DTypeLike, cut: ModelParallel, known: jax.Array | int
-) -> Cache:
-    return empty_cache(config, rows, positions, dtype, cut)
+) -> Caches:
+    return {ATTENTION: MIXERS[ATTENTION].cache(config, config.N, rows, positions, dtype, cut, known)}
 
 
 def _gated_layer(config: GatedUnits) -> type[Layer]:
@@ -61,6 +63,6 @@ def _memory(
 
 # By the key `layer`.
 LAYERS = {
-    TRANSFORMER: LayerKind(_transformer_layer, _keys_and_values, DenseLayer),
+    TRANSFORMER: LayerKind(_transformer_layer, _caches, DenseLayer),
     GATED_UNITS: LayerKind(_gated_layer, _memory),
 }

@@ -1,0 +1,179 @@
+"""Softmax attention of a transformer layer, by the best form that a device and a length have.
+
+Shapes are named by suffix:
+  B rows, T query positions, S key positions, D embedding, H heads of queries, G heads of keys,
+  K head dimension, L layers, C buckets of distance
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
+
+from zero.models.attention.blockwise import blockwise_attention
+from zero.models.attention.dense import attention_by_queries, dense_attention
+from zero.models.attention.kernel import kernel_attention, missing_in, splits_heads
+from zero.models.attention.scores import Terms
+from zero.models.attention_keys import attention_form
+from zero.models.mixer import Mixer, Site
+from zero.models.norms import make_head_norm
+from zero.models.part import Sizes
+from zero.models.positions.kind import Place
+from zero.models.stack import PROJECTIONS
+from zero.partition.model_parallel import ModelParallel
+
+
+class Cache(NamedTuple):
+    """Keys and values of the positions so far, one entry per layer: float `(L, B, S, G, K)`."""
+
+    k_LBSGK: jax.Array
+    v_LBSGK: jax.Array
+
+
+def empty_cache(
+    config: Sizes,
+    layers: int,
+    rows: int,
+    positions: int,
+    dtype: DTypeLike,
+    cut: ModelParallel,
+    known: jax.Array | int,
+) -> Cache:
+    """The cache before the first position, of this device's heads."""
+    k = jnp.zeros((layers, rows, positions, config.key_heads // cut.size, config.head_width), dtype)
+    return Cache(k, k)
+
+
+class Sinks(nn.Module):
+    """A learned logit for each head, beside those of the keys."""
+
+    heads: int
+
+    @nn.compact
+    def __call__(self) -> jax.Array:
+        return self.param("logits", nn.initializers.normal(0.02), (self.heads,))
+
+
+class SelfAttention(Mixer):
+    """Each position sees the earlier ones of its window, by a softmax of scores."""
+
+    @nn.compact
+    def __call__(self, h_BTD: jax.Array, cache: Cache | None, site: Site) -> tuple[jax.Array, Cache | None]:
+        """As `Mixer` says."""
+        config = self.config
+        layer, entry, position, starts_BT, keys_B, adapter_keys_B = site
+
+        form = attention_form(config, max(config.windows), self.cut)
+        shared = config.num_head // config.key_heads
+        positions = h_BTD.shape[1] * self.cut.ring  # of a whole row
+        are_split = splits_heads(self.kernel, form, positions=positions, shared=shared, width=config.head_width)
+
+        def heads(name: str, count: int) -> jax.Array:
+            shape = (count // self.cut.size, config.head_width)
+            features = shape if are_split else (math.prod(shape),)
+            x_BTX = self.dense(h_BTD, features, name, adapter_keys_B, config.qkv_bias)
+            return x_BTX.reshape(*x_BTX.shape[:2], *shape)
+
+        q_BTHK = heads("query", config.num_head)
+        k_BSGK = heads("key", config.key_heads)
+        v_BSGK = heads("value", config.key_heads)
+        if config.qk_norm:
+            q_BTHK = make_head_norm(config, self.dtype, "query_norm", self.cut)(q_BTHK)
+            k_BSGK = make_head_norm(config, self.dtype, "key_norm", self.cut)(k_BSGK)
+        kind = config.kind_of_positions
+        if kind.turned is not None:
+            row = positions if cache is None else cache.k_LBSGK.shape[2]
+            numbers = self.cut.attended_numbers(position, h_BTD.shape[1])
+            place = Place(layer, numbers, row, starts_BT, None if are_split else self.kernel)
+            q_BTHK, k_BSGK = kind.turned(config, q_BTHK, k_BSGK, place)
+        q_BTHK, k_BSGK, v_BSGK = (checkpoint_name(x, PROJECTIONS) for x in (q_BTHK, k_BSGK, v_BSGK))
+        bias_CH = None if kind.bias is None else kind.bias(config, self, self.cut)
+        sinks_H = None
+        if config.extra_logit == "learned":
+            sinks_H = self.cut.part(Sinks(config.num_head, name="sinks")(), 0)
+        if cache is not None:
+            # The whole cache is carried from layer to layer, so that only the new positions are written.
+            start = (entry, 0, position, 0, 0)
+            k_LBSGK = lax.dynamic_update_slice(cache.k_LBSGK, k_BSGK[None], start)
+            v_LBSGK = lax.dynamic_update_slice(cache.v_LBSGK, v_BSGK[None], start)
+            cache = Cache(k_LBSGK, v_LBSGK)
+            k_BSGK, v_BSGK = (lax.dynamic_index_in_dim(c, entry, keepdims=False) for c in cache)
+        cut = self.cut
+        swap = self.cut.head_swap(config.num_head, config.key_heads)
+        if swap is not None:
+            cut = swap.cut
+            bias_CH = None if bias_CH is None else swap.cut.part(bias_CH, 1)
+            sinks_H = None if sinks_H is None else swap.cut.part(sinks_H, 0)
+            q_BTHK, k_BSGK, v_BSGK = (swap.to_heads(x) for x in (q_BTHK, k_BSGK, v_BSGK))
+            starts_BT = None if starts_BT is None else swap.whole_rows(starts_BT)
+        terms = Terms(bias_CH, sinks_H, keys_B, starts_BT)
+        attended_BTHK = self._by_window(cut, layer, q_BTHK, k_BSGK, v_BSGK, position, terms)
+        if swap is not None:
+            attended_BTHK = swap.to_positions(attended_BTHK)
+        attended_BTX = attended_BTHK if are_split else lax.collapse(attended_BTHK, 2)
+        out_BTD = self.residual_dense(attended_BTX, "attention_out", adapter_keys_B, config.out_bias)
+        return checkpoint_name(out_BTD, PROJECTIONS), cache
+
+    def _by_window(self, cut: ModelParallel, layer: jax.Array | int, *arguments: Any) -> jax.Array:
+        """`_attend` with the window of this layer."""
+        windows = self.config.window_pattern if self.window is None else (self.window,)
+        if len(windows) == 1:
+            return self._attend(cut, windows[0], *arguments)
+        # Without the checkpoint `lax.switch` would store the residuals of every branch.
+        branches = [jax.checkpoint(partial(self._attend, cut, window)) for window in windows]
+        return lax.switch(layer % len(windows), branches, *arguments)
+
+    def _attend(
+        self,
+        cut: ModelParallel,
+        window: int,
+        q_BTHK: jax.Array,
+        k_BSGK: jax.Array,
+        v_BSGK: jax.Array,
+        position: jax.Array | int,
+        terms: Terms,
+    ) -> jax.Array:
+        queries = q_BTHK.shape[1]
+        if window and queries == 1 and window < k_BSGK.shape[1]:  # in decoding: reads only the window of the cache
+            first = jnp.clip(position - window + 1, 0, k_BSGK.shape[1] - window)
+            k_BSGK, v_BSGK = (lax.dynamic_slice_in_dim(x, first, window, axis=1) for x in (k_BSGK, v_BSGK))
+            position = position - first
+        form = attention_form(self.config, window, cut)
+        is_whole = queries == k_BSGK.shape[1] > 1  # with a cache there are more keys than queries
+        drops = terms.keys_B is not None and form.dropout_rate > 0
+        if self.kernel is not None and is_whole:
+            missing = missing_in(
+                self.kernel,
+                form,
+                positions=queries,
+                shared=q_BTHK.shape[2] // k_BSGK.shape[2],
+                width=q_BTHK.shape[3],
+                drops=drops,
+                has_bias=terms.bias_CH is not None,
+                has_segments=terms.starts_BT is not None,
+            )
+            if missing is None:
+                return kernel_attention(self.kernel, q_BTHK, k_BSGK, v_BSGK, form=form, starts_BT=terms.starts_BT)
+        if cut.ring > 1 or self._is_blockwise(queries, window):
+            return blockwise_attention(q_BTHK, k_BSGK, v_BSGK, position, form=form, terms=terms)
+        block = self.query_block
+        if block is not None and is_whole and queries >= 2 * block and not drops:
+            return attention_by_queries(q_BTHK, k_BSGK, v_BSGK, block, form=form, terms=terms)
+        return dense_attention(q_BTHK, k_BSGK, v_BSGK, position, form=form, terms=terms)
+
+    def _is_blockwise(self, queries: int, window: int) -> bool:
+        """Whether rows are long enough for blocks; those outside a window are skipped, so it pays off earlier there."""
+        if self.blockwise_from is None:
+            return False
+        earliest = self.blockwise_from
+        if window:
+            earliest = min(earliest, max(2, 2 * window))
+        return queries >= earliest
