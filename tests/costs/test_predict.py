@@ -325,11 +325,15 @@ def test_time_of_attention_kernels() -> None:
     [
         (
             "fusion",
-            "jvp(GPT)/GPT._layers/TransformerLayer._attention/TransformerLayer._attend/BGXK,BSGK->BGXS/dot_general",
+            "jvp(GPT)/GPT._layers/TransformerLayer._attention/SelfAttention_0/SelfAttention_0._attend/BGXK,BSGK->BGXS/dot_general",
             "attention scores",
         ),
-        ("fusion", "jvp(GPT)/GPT._layers/TransformerLayer._attention/TransformerLayer._attend/sub", "softmax"),
-        ("custom-call", "jvp(GPT)/TransformerLayer._attend/zero_attention_fwd/pallas_call", "attention scores"),
+        (
+            "fusion",
+            "jvp(GPT)/GPT._layers/TransformerLayer._attention/SelfAttention_0/SelfAttention_0._attend/sub",
+            "softmax",
+        ),
+        ("custom-call", "jvp(GPT)/SelfAttention_0._attend/zero_attention_fwd/pallas_call", "attention scores"),
         ("custom-call", "jvp(GPT)/TransformerLayer._attention/zero_rotary/pallas_call", "projections"),
         ("fusion", "jvp(GPT)/GPT._layers/TransformerLayer._attention/query/dot_general", "projections"),
         ("fusion", "jvp(GPT)/GPT.score/head/dot_general", "vocabulary"),

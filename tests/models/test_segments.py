@@ -62,7 +62,7 @@ CASES = [("rotary", "dense"), ("t5", "dense"), ("alibi", "blockwise"), ("windows
 )
 def test_packed_losses(kind: str, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses of packed documents equal those of each document by itself."""
-    monkeypatch.setattr("zero.models.transformer_layer.blockwise_attention", partial(blockwise_attention, block=5))
+    monkeypatch.setattr("zero.models.self_attention.blockwise_attention", partial(blockwise_attention, block=5))
     model, params = model_and_params(kind, 5 if attention == "blockwise" else None)
     tokens, targets, starts = packed()
     apply = jax.jit(lambda *args: model.apply(params, *args))

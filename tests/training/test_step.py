@@ -174,7 +174,7 @@ def test_blockwise_attention(stage: int, remat: str, monkeypatch: pytest.MonkeyP
 
     With the same dropout masks, in blocks of 5 positions of 12.
     """
-    monkeypatch.setattr("zero.models.transformer_layer.blockwise_attention", partial(blockwise_attention, block=5))
+    monkeypatch.setattr("zero.models.self_attention.blockwise_attention", partial(blockwise_attention, block=5))
     assert_close(run_on(setup(8, stage, blockwise_from=2, remat=remat)), run(8, 3), rtol=1e-6)
 
 

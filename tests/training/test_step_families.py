@@ -140,7 +140,7 @@ def test_norm_over_a_cut_projection(stage: int) -> None:
 
 @pytest.mark.slow
 def test_blocks_of_positions_train_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zero.models.transformer_layer.blockwise_attention", partial(blockwise_attention, block=3))
+    monkeypatch.setattr("zero.models.self_attention.blockwise_attention", partial(blockwise_attention, block=3))
     for family in ("gemma2", "dense_lm"):
         got = trained(family, 8, 3, blockwise_from=2)
         np.testing.assert_allclose(got.metrics["loss"], trained(family, 1, 0).metrics["loss"], rtol=1e-6)

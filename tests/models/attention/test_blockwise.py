@@ -366,7 +366,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         contexts.append(q.shape[1])
         return blockwise_attention(q, *args, block=5, **kwargs)
 
-    monkeypatch.setattr("zero.models.transformer_layer.blockwise_attention", attend)
+    monkeypatch.setattr("zero.models.self_attention.blockwise_attention", attend)
     yield contexts
 
 
