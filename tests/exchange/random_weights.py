@@ -2,6 +2,7 @@
 
 - `SIZES`: a model of each family; `SOME` are names of them; `BOTH` parametrizes a test over two.
 - `params`, `model_of`, `save`: random weights, the sharded model, and a run directory with a checkpoint of them.
+- `variables`: what a model is applied to.
 - `whole`, `without_padding`, `assert_same`, `contents`: whole arrays, their comparison, and the files of a folder.
 """
 
@@ -18,7 +19,7 @@ import pytest
 
 import zero
 from zero.checkpoints.manager import Checkpoints
-from zero.models.config import STACK, GPTConfig
+from zero.models.config import HEAD, VOCABULARY, GPTConfig
 from zero.models.families import FAMILIES
 from zero.partition.layout import derive_layout
 from zero.training.sharded_gpt import ShardedGPT
@@ -75,6 +76,22 @@ SIZES = {
     "qwen3_moe": _of(
         "qwen3_moe", N=2, embedding_dim=44, mlp_dim=12, experts=7, experts_per_token=3, normalize_router=False
     ),
+    "glm4_moe": _of(
+        "glm4_moe",
+        embedding_dim=44,
+        mlp_dim=12,
+        experts=8,
+        experts_per_token=3,
+        shared_dim=24,
+        dense_dim=61,
+        router_groups=4,
+        router_groups_per_token=2,
+        router_scale=2.5,
+        rotary_base=1e4,
+        qk_norm=True,
+        qkv_bias=True,
+        head_dim=12,
+    ),
     "gpt_oss": _of(
         "gpt_oss",
         N=2,
@@ -109,7 +126,14 @@ def params(size: GPTConfig, seed: int = 0) -> Any:
     def one(leaf: zero.groups.LeafLayout) -> np.ndarray:
         return rng.normal(0, spread[leaf.path[-1]], leaf.shape).astype(leaf.dtype)
 
-    return model_of(size).layout.map(one)
+    model = model_of(size)
+    return {**model.layout.map(one), **{name: layout.map(one) for name, layout in model.collection_layouts.items()}}
+
+
+def variables(size: GPTConfig, tree: Any) -> dict[str, Any]:
+    """What the model is applied to, of weights as `params` and `whole` return them."""
+    own, collections = model_of(size).split(tree)
+    return {"params": own, **collections}
 
 
 def save(
@@ -137,11 +161,23 @@ def save(
     def padded(tree: Any) -> Any:
         return model.layout.map(one, zero.global_shapes(model.layout, model.axis), tree)
 
-    averages = {} if ema is None else {"ema": padded(params(size, ema))}
-    layout = derive_layout(lambda tree: {"params": tree, "averages": dict.fromkeys(averages, tree)}, model.layout)
+    averages = {} if ema is None else {"ema": padded(model.split(params(size, ema))[0])}
+
+    def state_of(tree: Any) -> Any:
+        return {
+            "params": tree,
+            "averages": {**dict.fromkeys(averages, tree), **model.new_collections(jax.random.key(0))},
+        }
+
+    layout = derive_layout(state_of, model.layout)
     with Checkpoints(place, keep=9) as checkpoints:
         for seed in seeds:
-            state = {"params": padded(values or params(size, seed)), "averages": averages}
+            own, collections = model.split(values or params(size, seed))
+            beside = {
+                name: own_layout.map(one, zero.global_shapes(own_layout, model.axis), collections[name])
+                for name, own_layout in model.collection_layouts.items()
+            }
+            state = {"params": padded(own), "averages": {**averages, **beside}}
             config = {"tuning": {"name": "all"}} | meta
             facts = {"config": config, "size": dataclasses.asdict(size), "last_step": last_step}
             facts["checksums"] = dict(checksums)
@@ -150,10 +186,15 @@ def save(
 
 def whole(shards: Any, model: ShardedGPT) -> Any:
     """Logical arrays on this host, of what `warm_start` returned."""
-    return model.layout.map(
-        lambda leaf, x: np.asarray(x)[tuple(slice(n) for n in leaf.shape)],
-        zero.to_global(shards, model.layout, model.axis),
-    )
+
+    def of(layout: zero.Layout, tree: Any) -> Any:
+        return layout.map(
+            lambda leaf, x: np.asarray(x)[tuple(slice(n) for n in leaf.shape)], zero.to_global(tree, layout, model.axis)
+        )
+
+    own, collections = model.split(shards)
+    beside = {name: of(layout, collections[name]) for name, layout in model.collection_layouts.items()}
+    return {**of(model.layout, own), **beside}
 
 
 def assert_same(got: Any, expected: Any) -> None:
@@ -162,7 +203,7 @@ def assert_same(got: Any, expected: Any) -> None:
 
 
 def without_padding(tree: Any, size: GPTConfig) -> Any:
-    names = [name for name in size.stacked if name != STACK]
+    names = [name for name in size.stacked if name in (VOCABULARY, HEAD)]
     tables = {name: tree[name]["table"].reshape(-1, size.embedding_dim)[: size.vocab_size] for name in names}
     return {**tree, **{name: {"table": table} for name, table in tables.items()}}
 

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.exchange.random_weights import model_of, whole
+from tests.exchange.random_weights import model_of, variables, whole
 from tests.exchange.small_models import LAYERS, small, theirs
 from zero.base.errors import UserError
 from zero.exchange.architecture_table import ARCHITECTURES
@@ -92,7 +92,7 @@ def own_logits(folder: Path, size: GPTConfig) -> np.ndarray:
     with HuggingFaceFolder(folder) as opened:
         params = whole(opened.params(model), model)
     with jax.disable_jit():  # a compilation for each of these models would cost more than all of their products
-        return np.asarray(GPT(size, drops=False).apply({"params": params}, TOKENS, method="logits")[0])
+        return np.asarray(GPT(size, drops=False).apply(variables(size, params), TOKENS, method="logits")[0])
 
 
 SOME = ("mistral",)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tests.exchange.random_weights import ALIBI, LEARNED, SIZES, contents, model_of, save, whole
+from tests.exchange.random_weights import ALIBI, LEARNED, SIZES, contents, model_of, save, variables, whole
 from zero.base.errors import UserError
 from zero.exchange.architecture_table import ARCHITECTURES
 from zero.exchange.export import export
@@ -93,6 +93,14 @@ THEIRS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         | {"num_experts": 7, "num_experts_per_tok": 3, "norm_topk_prob": True},
         {"N": 4, "normalize_router": True, "rotary_base": 1e4},
     ),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        _LLAMA_SIZES
+        | {"hidden_size": 44, "moe_intermediate_size": 12, "n_routed_experts": 8, "num_experts_per_tok": 3}
+        | {"n_shared_experts": 2, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "use_qk_norm": True}
+        | {"attention_bias": True, "head_dim": 12},
+        {"N": 4},
+    ),
     "gpt_oss": (
         "GptOssConfig",
         _LLAMA_SIZES
@@ -160,7 +168,8 @@ def test_models_of_transformers(family: str, tmp_path: Path) -> None:
     config = getattr(transformers, name)(**{"vocab_size": 101, "max_position_embeddings": 128, **keys})
     theirs: Any = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
-        for weight in theirs.parameters():
+        biases = [x for name, x in theirs.named_buffers() if name.endswith("e_score_correction_bias")]
+        for weight in (*theirs.parameters(), *biases):
             weight.add_(0.2 * torch.randn_like(weight))  # far from how it starts
     theirs.save_pretrained(tmp_path, max_shard_size="60KB")
     assert (tmp_path / "model.safetensors.index.json").exists()
@@ -170,7 +179,7 @@ def test_models_of_transformers(family: str, tmp_path: Path) -> None:
     tokens = np.random.default_rng(0).integers(0, 101, (2, 40))
     with torch.no_grad():
         expected = theirs(torch.tensor(tokens)).logits.numpy()
-    apply: Any = jax.jit(partial(GPT(size).apply, {"params": params}, method="logits"))
+    apply: Any = jax.jit(partial(GPT(size).apply, variables(size, params), method="logits"))
     logits = [apply(tokens, last=last) for last in (0, 20, 39)]
     for (got, _), last in zip(logits, (0, 20, 39), strict=True):
         np.testing.assert_allclose(got, expected[:, last], atol=1e-4, rtol=0)

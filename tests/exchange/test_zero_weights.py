@@ -41,6 +41,9 @@ def save_as_on_the_hub(folder: Path, model_type: str) -> None:
     with torch.no_grad():
         for x in model.parameters():
             x.view(-1)[:2] = torch.tensor([1e-30, -1e5])  # which float16 does not have
+    for name, x in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            x.data = x.data.float() + 1e-6  # transformers keeps it in float32
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     home = OTHER_HOMES.get(model_type, model_type)
@@ -52,12 +55,19 @@ def save_checkpoint(place: Path, folder: Path) -> None:
     found = open_hf_model(str(folder))
     assert found is not None
     model = ShardedGPT(found.size, zero.Axis("zero", (1, jax.device_count())), 3)
-    whole = zero.to_host(warm_start(str(folder), model), model.layout, model.axis)
+    weights, collections = model.split(warm_start(str(folder), model))
+    whole = zero.to_host(weights, model.layout, model.axis)
+    layouts = model.collection_layouts
+    averages = {name: zero.to_host(collections[name], layout, model.axis) for name, layout in layouts.items()}
     config = {"data": {"tokenizer": found.tokenizer()}, "tuning": {"name": "none"}}
     meta = {"config": config, "size": dataclasses.asdict(found.size), "brought": described_folder(str(folder))}
     alone = ShardedGPT(found.size, zero.Axis("zero", (1, 1)), 0)
+
+    def state_of(params: Any) -> Any:
+        return {"params": params, "averages": alone.new_collections(jax.random.key(0))}
+
     with Checkpoints(place, keep=1) as checkpoints:
-        checkpoints.save(1, {"params": whole}, derive_layout(lambda p: {"params": p}, alone.layout), meta)
+        checkpoints.save(1, {"params": whole, "averages": averages}, derive_layout(state_of, alone.layout), meta)
 
 
 def size_of(folder: Path) -> GPTConfig:
@@ -65,7 +75,8 @@ def size_of(folder: Path) -> GPTConfig:
     found = open_hf_model(str(folder))
     assert found is not None
     size = found.size
-    return dataclasses.replace(size, head_dim=size.head_width, kv_heads=size.key_heads, mlp_dim=size.mlp_width)
+    widths = {"head_dim": size.head_width, "kv_heads": size.key_heads, "mlp_dim": size.mlp_width}
+    return dataclasses.replace(size, **widths)  # type: ignore[arg-type]
 
 
 def tensors(folder: Path) -> dict[str, tuple[Any, bytes]]:

@@ -17,14 +17,24 @@ from tests.training.small_gpt import (
     Run,
     advance,
     assert_close,
+    batch,
     first_collections,
     first_params,
+    named,
     run_on,
     setup,
     tokens,
 )
+from zero.exchange.warm_start import merged_weights
+from zero.models.adapters import Adapters, merged
 from zero.models.gpt import GPT
 from zero.models.router import ROUTER_BIAS
+from zero.training.optimizers.optimizer import adamw
+from zero.training.parts import StepOptions
+from zero.training.programs import make_programs
+from zero.training.schedules import LearningRate
+from zero.training.sharded_gpt import ShardedGPT
+from zero.training.tuning import Tuning
 
 RATE = 0.01
 BALANCED = dataclasses.replace(
@@ -125,3 +135,34 @@ def test_fused_update_with_first_layers() -> None:
     options: dict[str, Any] = {"max_norm": None, "skip_bad_steps": False}
     fused = run_on(setup(8, 3, config=config, fused_update=True, **options))
     assert_close(fused, run_on(setup(8, 3, config=config, **options)), rtol=1e-5, config=config)
+
+
+def test_adapters_beside_a_frozen_bias() -> None:
+    """The loss of a model with adapters is that of the merged one with this bias, on 8 devices and on one."""
+    adapters = Adapters(rank=2, alpha=4.0)
+    axis = zero.Axis("zero", (1, 8))
+    model = ShardedGPT(BALANCED, axis, 3, jnp.float32, tuning=Tuning(adapters))
+    rng = np.random.default_rng(0)
+    params = first_params(BALANCED)
+    own = jax.tree.map(lambda leaf: rng.normal(0, 0.1, leaf.shape).astype(np.float32), adapters.shapes(params))
+    assert {"mlp_in", "mlp_gate"} & {*own["blocks"]} and "mlp_in" in own["first_blocks"]
+    bias = jax.tree.map(lambda x: rng.normal(0, 0.2, x.shape).astype(np.float32), first_collections(BALANCED))
+    layouts = model.base.collection_layouts
+    frozen = {
+        **zero.to_devices(params, model.base.layout, axis),
+        **{name: zero.to_devices(bias[name], layout, axis) for name, layout in layouts.items()},
+    }
+    programs = make_programs(model, adamw(0.1), StepOptions(LearningRate(0.1, 0.1, 1, 2)))
+    state = programs.start(zero.to_devices(own, model.layout, axis))
+    rows = batch(setup(8, 3, config=BALANCED), 0)
+    state, metrics = programs.step(state, rows, frozen)  # type: ignore[arg-type]
+    assert state.averages == {}
+    tokens_BT = tokens(0)
+    targets = np.concatenate([tokens_BT[:, 1:], np.full((ROWS, 1), -1)], axis=1)
+    apply: Any = jax.jit(GPT(BALANCED).apply)
+    whole = {"params": merged(params, own, adapters), **bias}
+    losses = np.asarray(apply(whole, np.where(tokens_BT < 0, ~tokens_BT, tokens_BT), targets))
+    np.testing.assert_allclose(metrics["loss"], losses[targets >= 0].mean(), rtol=1e-5)
+    shards = merged_weights(frozen, zero.to_devices(own, model.layout, axis), model, model.base)
+    for name, x in named(bias).items():
+        np.testing.assert_array_equal(np.asarray(named(shards)[name])[0], x)

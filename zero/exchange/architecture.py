@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from zero.models.config import HEAD, VOCABULARY, GPTConfig, default_values
+from zero.models.config import FIRST, HEAD, VOCABULARY, GPTConfig, default_values
 from zero.models.families import FAMILIES
 from zero.partition.layout import LeafLayout
 
@@ -23,7 +23,7 @@ _SIZES |= {"norm_epsilon", "dropout", "vocab_chunks", "z_loss", "parametrization
 _SIZES |= {"init", "head_init", "zero_init"}
 _SIZES |= {"embedding_dropout", "attention_dropout", "residual_dropout"}
 # Of training alone:
-_SIZES |= {"expert_capacity", "expert_priority", "balance_loss", "balance_choices", "router_z_loss"}
+_SIZES |= {"expert_capacity", "expert_priority", "balance_loss", "balance_choices", "router_z_loss", "router_bias_rate"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +48,7 @@ class Architecture:
     unrotated: int | None = None  # the default of no_rope_layer_interval
     window_period: int = 2  # where layer_types are absent, the last of so many layers has no window
     legacy: Mapping[str, Any] = field(default_factory=dict)  # values of old folders that mean those of `fixed`
+    predictors: str | None = None  # key of the number of layers after the last one that only training reads
     windows: str = ""  # their key: "sliding_window", "layer_types", "attention_types", or "" for no windows
     is_transposed: bool = True  # kernels are stored `(out, in)`
     # Modules with one name share a tensor: query, key and value head by head ("head"), or one after another ("rows"),
@@ -71,6 +72,8 @@ class Architecture:
         if free & {"score_width", "score_multiplier"} and not isinstance(size.attention_scale, str):
             free.add("attention_scale")
         free |= {"output_scale"} if "logit_divisor" in free else set()
+        free |= {"shared_dim"} if "shared_experts" in free else set()
+        free |= {"dense_dim"} if "dense_width" in free else set()
         expected = {name: value for name, value in self.choices().items() if name not in _SIZES}
         widths = {"key_heads": size.num_head, "mlp_width": 4 * size.embedding_dim}
         widths["head_width"] = size.embedding_dim / size.num_head  # type: ignore[assignment]
@@ -79,6 +82,10 @@ class Architecture:
             for name, value in {**expected, **widths}.items()
             if name not in free and getattr(size, name) != value
         ]
+        if size.has_router_bias != (expected_bias := self.choices()["router_bias_rate"] is not None):
+            differing.append("a bias of its router, this model has none" if expected_bias else "no bias of its router")
+        if "shared_experts" in free and not float(size.shared_experts).is_integer():
+            differing.append(f"a shared_dim that is a multiple of mlp_dim, this model {size.shared_dim}")
         if ("experts" in free) != (size.experts is not None):
             differing.append("experts, this model has none" if size.experts is None else "no experts, this model has")
         if self.windows and len({*size.windows} - {0}) > 1:
@@ -119,6 +126,13 @@ class Architecture:
     def full_name(self, leaf: str) -> str:
         """`tensor_name` as it is in the files."""
         return ("" if leaf.startswith(f"{HEAD}/") else self.prefix) + self.tensor_name(leaf)
+
+    def numbered(self, name: str, leaf: str, index: tuple[int, ...], size: GPTConfig) -> str:
+        """The name of the tensor of one layer and expert: of this entry of the leaf's stack."""
+        if "{}" not in name:
+            return name
+        first = 0 if leaf.startswith(f"{FIRST}/") else size.first_dense
+        return name.format(index[0] + first, *index[1:])
 
     def tensor_shape(self, leaf: LeafLayout, size: GPTConfig) -> tuple[int, ...]:
         """The shape of the tensor that holds this leaf, of one layer and expert."""
@@ -164,7 +178,8 @@ class Architecture:
     def _parts(self, leaf: LeafLayout) -> list[str]:
         """The modules in the tensor of this leaf, in order; empty if it has one of its own."""
         name = self.modules["/".join(leaf.path[:-1])]
-        parts = [module.rpartition("/")[2] for module, tensor in self.modules.items() if tensor == name]
+        beside = [module.split("/") for module, tensor in self.modules.items() if tensor == name]
+        parts = [module[-1] for module in beside if module[0] == leaf.path[0]]
         return parts if self.fused and len(parts) > 1 else []
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from zero.base.errors import UserError
 from zero.exchange.architecture import FUSED_QKV, Architecture
-from zero.models.config import HEAD, STACK, VOCABULARY, GPTConfig
+from zero.models.config import FIRST, HEAD, STACK, VOCABULARY, GPTConfig
+from zero.models.router import ROUTER_BIAS
 
 
 def _layers(names: Mapping[str, str], prefix: str = "layers") -> dict[str, str]:
@@ -416,6 +417,74 @@ GPT_OSS = _like_llama(
     fused="columns",
     bare=("layers.{}.self_attn.sinks", "layers.{}.mlp.experts.gate_up_proj", "layers.{}.mlp.experts.down_proj"),
 )
+# The keys and modules of GLM-4.5 and of DeepSeek-V3 that are those of neither Llama nor its attention.
+_BALANCED_KEYS = {
+    "intermediate_size": "dense_width",
+    "moe_intermediate_size": "mlp_width",
+    "n_routed_experts": "experts",
+    "num_experts_per_tok": "experts_per_token",
+    "n_shared_experts": "shared_experts",
+    "first_k_dense_replace": "first_dense",
+    "norm_topk_prob": "normalize_router",
+    "routed_scaling_factor": "router_scale",
+    "n_group": "router_groups",
+    "topk_group": "router_groups_per_token",
+}
+_BALANCED: dict[str, Any] = {
+    "aliases": {"n_routed_experts": "num_local_experts", "num_nextn_predict_layers": "num_mtp_layers"},
+    "predictors": "num_nextn_predict_layers",
+    "written": {"num_nextn_predict_layers": 0},
+    "bare": ("layers.{}.mlp.gate.e_score_correction",),
+}
+
+
+def _balanced_modules(attention: Mapping[str, str]) -> dict[str, str]:
+    """The modules of a model whose first layers have an MLP, and whose others have experts and an MLP beside them.
+
+    `attention` are those of attention, norms, and what is outside layers.
+    """
+    names = {"mlp_gate": "gate_proj", "mlp_in": "up_proj", "mlp_out": "down_proj"}
+    first = {name.removeprefix(f"{STACK}/"): hf_name for name, hf_name in attention.items() if STACK in name}
+    mlp = {name: f"layers.{{}}.mlp.{hf_name}" for name, hf_name in names.items()}
+    return {
+        **attention,
+        **{f"{FIRST}/{name}": hf_name for name, hf_name in {**first, **mlp}.items()},
+        **_layers(
+            {
+                "experts/router": "mlp.gate",
+                **{f"experts/{name}": f"mlp.experts.{{}}.{hf_name}" for name, hf_name in names.items()},
+                **{name: f"mlp.shared_experts.{hf_name}" for name, hf_name in names.items()},
+            }
+        ),
+        f"{ROUTER_BIAS}/{STACK}/experts": "layers.{}.mlp.gate.e_score_correction",
+    }
+
+
+GLM4_MOE = _like_llama(
+    "glm4_moe",
+    "Glm4MoeForCausalLM",
+    without=("intermediate_size",),
+    keys={**_BALANCED_KEYS, "attention_bias": "qkv_bias", "use_qk_norm": "qk_norm"},
+    absent={
+        "rms_norm_eps": 1e-5,
+        "num_key_value_heads": 8,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+        "attention_bias": False,
+        "use_qk_norm": False,
+        "partial_rotary_factor": 0.5,
+        "num_nextn_predict_layers": 1,
+    },
+    fixed={"hidden_act": "silu"},
+    modules=_balanced_modules(_ATTENTION_MODULES),
+    rotary=("rope_theta", "partial_rotary_factor"),
+    **_BALANCED,
+)
 GEMMA = _like_llama(
     "gemma",
     "GemmaForCausalLM",
@@ -486,7 +555,7 @@ GEMMA3 = _like_llama(
 )
 # If several equal a model, the first is exported.
 _LLAMAS = (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, STABLELM, STARCODER2, OLMO2, OLMO3, GRANITE, PHI3)
-_ALL = (GPT2, BLOOM, GPT_NEO, GPT_NEOX, *_LLAMAS, GEMMA, GEMMA2, GEMMA3, MIXTRAL, QWEN3_MOE, GPT_OSS)
+_ALL = (GPT2, BLOOM, GPT_NEO, GPT_NEOX, *_LLAMAS, GEMMA, GEMMA2, GEMMA3, MIXTRAL, QWEN3_MOE, GPT_OSS, GLM4_MOE)
 ARCHITECTURES = {architecture.model_type: architecture for architecture in _ALL}
 # What models that are asked for have and no model of zero has.
 MISSING = {

@@ -45,7 +45,9 @@ from zero.exchange.text_part import check_has_images, text_name
 from zero.exchange.warm_start import weights_of_step
 from zero.exchange.with_code import CODE, ZERO, computed_keys
 from zero.files.parsing import json_object
+from zero.models.collections import collections_of
 from zero.models.config import STACK, GPTConfig
+from zero.models.router import ROUTER_BIAS
 from zero.partition.collectives.axis import Axis
 from zero.partition.train_state import to_host
 from zero.record.run_files import split_step
@@ -121,7 +123,11 @@ def _write(
     within = saved.subtree(ema)
     tuning = saved.tuning()
     prefix = f"{within}/"
-    leaves = [name.removeprefix(prefix) for name in saved.meta["shapes"] if name.startswith(prefix)]
+    # The bias of a router and the like are averages, whose leaves begin with the name of their collection.
+    collections = tuple(f"averages/{name}/" for name in collections_of(size))
+    places = {name.removeprefix(prefix): name for name in saved.meta["shapes"] if name.startswith(prefix)}
+    places |= {name.removeprefix("averages/"): name for name in saved.meta["shapes"] if name.startswith(collections)}
+    leaves = list(places)
     if merges and tuning is None:
         raise UserError(f"{saved.origin}: holds no adapters to merge; zero-weights export writes its weights")
     if with_code and tuning is not None and not merges:
@@ -135,7 +141,7 @@ def _write(
     if into is not None and (with_code or dtype is not None):
         raise UserError("--into keeps the architecture and the dtypes of its folder; expected no --with-code, --dtype")
 
-    read: Callable[[str], np.ndarray] = lambda leaf: saved.checkpoints.read(saved.step, prefix + leaf)  # noqa: E731
+    read: Callable[[str], np.ndarray] = lambda leaf: saved.checkpoints.read(saved.step, places[leaf])  # noqa: E731
     with new_directory(folder) as unfinished:
         if tuning is not None and not merges:
             base = saved.base()["named"].removeprefix(PREFIX)
@@ -179,8 +185,13 @@ def _form_of_transformers(size: GPTConfig, model_type: str | None) -> Form:
 def _merged(saved: SavedStep, size: GPTConfig, within: str) -> dict[str, np.ndarray]:
     """The whole weights of a run that trained adapters, by leaf."""
     model = ShardedGPT(size, Axis("zero", (1, jax.device_count())), 3)
-    whole = to_host(weights_of_step(saved, model, within), model.layout, model.axis)
-    return {leaf.name: x for leaf, x in zip(model.layout.leaves, model.layout.leaves_of(whole), strict=True)}
+    params, collections = model.split(weights_of_step(saved, model, within))
+    whole = dict[str, np.ndarray]()
+    for name, layout in {"": model.layout, **model.collection_layouts}.items():
+        tree = to_host(collections[name] if name else params, layout, model.axis)
+        prefix = f"{name}/" if name else ""
+        whole |= {prefix + leaf.name: x for leaf, x in zip(layout.leaves, layout.leaves_of(tree), strict=True)}
+    return whole
 
 
 def _tensors(
@@ -190,18 +201,23 @@ def _tensors(
     architecture = form.architecture
     size = form.size
     order = list(architecture.modules)  # query, key, value
-    parts: dict[str, list[str]] = {}
+    parts: dict[tuple[str, str], list[str]] = {}  # by stack and tensor
     for leaf in sorted(leaves, key=lambda leaf: order.index(leaf.rpartition("/")[0])):
-        parts.setdefault(architecture.full_name(leaf), []).append(leaf)
+        parts.setdefault((leaf.partition("/")[0], architecture.full_name(leaf)), []).append(leaf)
     makes_queries = f"{STACK}/query_norm/" if size.qk_norm else f"{STACK}/query/"
-    for name, parts_of_tensor in parts.items():
+    for (_, name), parts_of_tensor in parts.items():
         arrays = [
             read(leaf).astype(np.float32) * np.float32(form.query_factor if leaf.startswith(makes_queries) else 1)
             for leaf in parts_of_tensor
         ]
         tensor = architecture.pack(parts_of_tensor[0], arrays, size)
+        is_bias_of_router = parts_of_tensor[0].startswith(f"{ROUTER_BIAS}/")
+        own_dtype = DTYPES[0] if is_bias_of_router else dtype  # transformers keeps it in float32 as well
         for index in np.ndindex(tensor.shape[: name.count("{}")]):  # of layers and experts
-            yield name.format(*index), tensor[index].astype(jnp.dtype(dtype))
+            yield (
+                architecture.numbered(name, parts_of_tensor[0], index, size),
+                tensor[index].astype(jnp.dtype(own_dtype)),
+            )
 
 
 def _save_tensors(tensors: Iterable[tuple[str, np.ndarray]], folder: Path) -> None:

@@ -91,10 +91,16 @@ _FIELDS = {
     "key_heads": "kv_heads",
     "head_width": "head_dim",
     "mlp_width": "mlp_dim",
+    "dense_width": "dense_dim",
     "attention_drop_rate": "attention_dropout",
     "residual_drop_rate": "residual_dropout",
 }
-_DERIVED = ("score_width", "score_multiplier", "logit_divisor")  # which `read_choices` turns into attributes
+_DERIVED = (
+    "score_width",
+    "score_multiplier",
+    "logit_divisor",
+    "shared_experts",
+)  # which `read_choices` turns into attributes
 
 
 def read_size(origin: str, config: Mapping[str, Any], architecture: Architecture, layers: int) -> GPTConfig:
@@ -108,6 +114,8 @@ def read_size(origin: str, config: Mapping[str, Any], architecture: Architecture
         value = config.get(key, config.get(architecture.aliases.get(key, ""), architecture.absent.get(key)))
         if name not in _DERIVED and value is not None:
             attributes[_FIELDS.get(name, name)] = value
+    if "shared_experts" in architecture.keys.values():
+        attributes["shared_dim"] = _read_shared(origin, config, architecture, attributes)
     choices = architecture.choices()
     defaults = {name: value for name, value in choices.items() if value is not dataclasses.MISSING}
     attributes = {
@@ -127,6 +135,16 @@ def read_size(origin: str, config: Mapping[str, Any], architecture: Architecture
 
 
 _SIZES = ("embedding_dim", "vocab_size", "num_head", "block_size")
+
+
+def _read_shared(
+    origin: str, config: Mapping[str, Any], architecture: Architecture, attributes: Mapping[str, Any]
+) -> int | None:
+    """The width of the MLP beside experts, from the number of its widths of an expert."""
+    key = next(key for key, name in architecture.keys.items() if name == "shared_experts")
+    count = config.get(key, architecture.absent.get(key))
+    with reading(f"{origin}: {key} is no number of experts"):
+        return int(count) * int(attributes["mlp_dim"]) or None
 
 
 def write_config(architecture: Architecture, size: GPTConfig) -> dict[str, Any]:

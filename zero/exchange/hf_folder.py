@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -18,7 +20,7 @@ from zero.exchange.text_part import has_images, text_config, text_name
 from zero.files.parsing import json_object, reading
 from zero.models.config import HEAD, VOCABULARY, GPTConfig
 from zero.partition.global_arrays import from_global, global_shapes
-from zero.partition.layout import LeafLayout, PyTree
+from zero.partition.layout import Layout, LeafLayout, PyTree
 from zero.training.sharded_gpt import ShardedGPT
 
 log = logging.getLogger(__name__)
@@ -50,7 +52,15 @@ class HuggingFaceFolder:
             self._tensors = self._open_tensors(stack)
             self._files = stack.pop_all()
         first = self.architecture.layers
-        layers = len({name.removeprefix(first).split(".")[0] for name in self._tensors if name.startswith(first)})
+        numbers = {name: name.removeprefix(first).split(".")[0] for name in self._tensors if name.startswith(first)}
+        layers = len({*numbers.values()})
+        if predictors := self._predictors(config):
+            layers -= predictors
+            self._tensors = {
+                name: x
+                for name, x in self._tensors.items()
+                if not numbers.get(name, "").isdigit() or int(numbers[name]) < layers
+            }
         if not layers:
             raise UserError(
                 f"{path}: holds no tensor of a layer; expected {self.architecture.prefix}{first}0 and so on"
@@ -62,6 +72,21 @@ class HuggingFaceFolder:
     def whole_size(self) -> GPTConfig:
         """The model of the folder. Raises UserError where its config.json describes none."""
         return read_size(str(self.path / CONFIG_FILE), self._config, self.architecture, self.layers)
+
+    def _predictors(self, config: Mapping[str, Any]) -> int:
+        """Layers at the end of the files that predict further tokens, which transformers does not read either."""
+        key = self.architecture.predictors
+        first = self.architecture.layers
+        stated = config.get(self.architecture.layers_key)
+        if key is None or not isinstance(stated, int):
+            return 0
+        found = {name.removeprefix(first).split(".")[0] for name in self._tensors if name.startswith(first)}
+        beyond = {number for number in found if number.isdigit() and int(number) >= stated}
+        if len(beyond) > (config.get(key) or 0):
+            return 0  # the number of layers is then refused
+        if beyond:
+            log.info("%s: %d layers that predict further tokens are not read", self.path, len(beyond))
+        return len(beyond)
 
     def _open_tensors(self, stack: ExitStack) -> dict[str, Any]:
         """Unread slices of the tensors that are weights, by name without the architecture's prefix."""
@@ -114,25 +139,38 @@ class HuggingFaceFolder:
         Raises:
           UserError: a tensor is missing, left over, of integers, or of another shape than the model's.
         """
-        architecture = self.architecture
-        size = model.config
+        parts = {"": model.layout, **model.collection_layouts}
         left_over = set(self._tensors)
-        for leaf in model.layout.leaves:
-            for name in self._tensor_names(leaf).values():
-                expected = architecture.tensor_shape(leaf, size)
-                found = tuple(self._tensors[name].get_shape()) if name in self._tensors else "nothing"
-                if found != expected and not _grows(leaf, found, expected):
-                    raise UserError(f"{self.path}, tensor {name}: holds {found}, leaf {leaf.name} expects {expected}")
-                if (dtype := self._tensors[name].get_dtype()) not in _FLOATS:
-                    raise UserError(f"{self.path}, tensor {name}: holds {dtype}, expected F64, F32, F16 or BF16")
-                left_over.discard(name)
+        for collection, layout in parts.items():
+            for leaf in layout.leaves:
+                left_over -= self._check(_within(collection, leaf), model.config)
         if left_over:
             raise UserError(f"{self.path}, tensor {min(left_over)}: this model has no leaf for it")
+        read = {collection: self._read(collection, layout, model) for collection, layout in parts.items()}
+        return {**read.pop(""), **read}
+
+    def _check(self, leaf: LeafLayout, size: GPTConfig) -> set[str]:
+        """The names of the tensors of a leaf; raises UserError if one of them does not fit it."""
+        names = set(self._tensor_names(leaf, size).values())
+        expected = self.architecture.tensor_shape(leaf, size)
+        for name in names:
+            found = tuple(self._tensors[name].get_shape()) if name in self._tensors else "nothing"
+            if found != expected and not _grows(leaf, found, expected):
+                raise UserError(f"{self.path}, tensor {name}: holds {found}, leaf {leaf.name} expects {expected}")
+            if (dtype := self._tensors[name].get_dtype()) not in _FLOATS:
+                raise UserError(f"{self.path}, tensor {name}: holds {dtype}, expected F64, F32, F16 or BF16")
+        return names
+
+    def _read(self, collection: str, layout: Layout, model: ShardedGPT) -> PyTree:
+        """Shards of the parameters, whose collection is "", or of another collection."""
+        architecture = self.architecture
+        size = model.config
 
         def read(leaf: LeafLayout, target: jax.ShapeDtypeStruct) -> jax.Array:
             padded = np.zeros(leaf.padded_shape, leaf.dtype)
             logical = padded[tuple(slice(length) for length in leaf.shape)]
-            for index, name in self._tensor_names(leaf).items():
+            leaf = _within(collection, leaf)
+            for index, name in self._tensor_names(leaf, size).items():
                 tensor = self._tensors[name][:]
                 if not np.isfinite(tensor.astype(np.float32, copy=False)).all():
                     raise UserError(f"{self.path}, tensor {name}: holds values that are not finite")
@@ -144,21 +182,27 @@ class HuggingFaceFolder:
                 logical[index] = architecture.unpack(leaf, tensor, size)
             return jax.make_array_from_callback(padded.shape, target.sharding, lambda index: padded[index])
 
-        whole = model.layout.map(read, global_shapes(model.layout, model.axis))
-        return from_global(whole, model.layout, model.axis, donate=True)
+        whole = layout.map(read, global_shapes(layout, model.axis))
+        return from_global(whole, layout, model.axis, donate=True)
 
-    def _tensor_names(self, leaf: LeafLayout) -> dict[tuple[int, ...], str]:
+    def _tensor_names(self, leaf: LeafLayout, size: GPTConfig) -> dict[tuple[int, ...], str]:
         """The tensors that hold this leaf, one per layer and expert, by their place in it."""
         if leaf.name.rpartition("/")[0] not in self.architecture.modules:
             raise UserError(f"{self.path}: {self.architecture.model_type} has nothing for leaf {leaf.name}")
         name = self.architecture.tensor_name(leaf.name)
-        return {index: name.format(*index) for index in np.ndindex(leaf.shape[: name.count("{}")])}
+        places = np.ndindex(leaf.shape[: name.count("{}")])
+        return {index: self.architecture.numbered(name, leaf.name, index, size) for index in places}
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         self._files.close()
+
+
+def _within(collection: str, leaf: LeafLayout) -> LeafLayout:
+    """The leaf by its name in an architecture, which begins with that of its collection."""
+    return dataclasses.replace(leaf, path=(collection, *leaf.path)) if collection else leaf
 
 
 def _grows(leaf: LeafLayout, found: tuple[int, ...] | str, expected: tuple[int, ...]) -> bool:

@@ -180,14 +180,16 @@ def merged_weights(base: PyTree, adapters: PyTree, tuned: ShardedGPT, model: Sha
     merge = partial(merge_shards, layout=layout, low=tuned.layout, axis=model.axis, tuning=tuned.tuning)
 
     def merged(base: PyTree, adapters: PyTree) -> PyTree:
-        return model.layout.map(lambda leaf, x: x.astype(leaf.dtype), merge(base, adapters))
+        params, collections = model.split(merge(base, adapters))
+        return {**model.layout.map(lambda leaf, x: x.astype(leaf.dtype), params), **collections}
 
     return pmap(merged, model.axis.name)(base, adapters)
 
 
 def base_checksum(base: PyTree, model: ShardedGPT) -> int:
     """A checksum of the weights under adapters, before they are coded; the same for any number of devices."""
-    sums = checksums(base, model.base.layout, model.axis)
+    params, _ = model.base.split(base)
+    sums = checksums(params, model.base.layout, model.axis)
     return zlib.crc32(json.dumps(sums, sort_keys=True).encode())
 
 

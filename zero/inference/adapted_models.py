@@ -61,9 +61,10 @@ def _base(source: str, data: EvaluateData, ema: bool, model: ShardedGPT, tokeniz
 
 def _in_dtypes_of_run(base: PyTree, tuned: ShardedGPT) -> PyTree:
     """The base in the dtypes in which this run held it."""
+    params, collections = tuned.base.split(base)
     layout = tuned.base.layout
-    cast: Any = pmap(lambda base: layout.map(lambda leaf, x: x.astype(leaf.dtype), base), tuned.axis.name)
-    return cast(base)
+    cast: Any = pmap(lambda params: layout.map(lambda leaf, x: x.astype(leaf.dtype), params), tuned.axis.name)
+    return {**cast(params), **collections}
 
 
 def _of_run(source: str, base: PyTree, model: ShardedGPT) -> tuple[PyTree, int | None]:

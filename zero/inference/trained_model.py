@@ -73,8 +73,9 @@ def placed_weights(read: Callable[[ShardedGPT], PyTree], model: ShardedGPT) -> P
     layout = sharded.frozen_layout
 
     def hold(weights: PyTree) -> PyTree:
-        coded = quantize_shards(weights, layout=sharded.base.layout, quantized=layout, axis=model.axis, codec="int8")
-        return coded if model.stage else gather(coded, layout, model.axis)
+        params, collections = sharded.base.split(weights)
+        coded = quantize_shards(params, layout=sharded.base.layout, quantized=layout, axis=model.axis, codec="int8")
+        return {**(coded if model.stage else gather(coded, layout, model.axis)), **collections}
 
     return pmap(hold, model.axis.name)(read(sharded.base))
 

@@ -102,9 +102,10 @@ class Mixture(MLP, Router, Initial):
         return (self.N - self.first_dense) // self.experts_every
 
     @property
-    def shared_experts(self) -> float:
-        """Width of the MLP beside the experts, in widths of an expert."""
-        return (self.shared_dim or 0) / self.mlp_width
+    def shared_experts(self) -> int | float:
+        """Width of the MLP beside the experts, in widths of an expert; a float if it is no multiple."""
+        count, rest = divmod(self.shared_dim or 0, self.mlp_width)
+        return count + rest / self.mlp_width if rest else count
 
     @property
     def dense_width(self) -> int:

@@ -32,6 +32,13 @@ _GEMMA: dict[str, Any] = {
     "gated": True,
     "scale_embedding": True,
 }
+# Experts of DeepSeek-V3, arXiv 2412.19437, section 4.2.
+_BALANCED: dict[str, Any] = {
+    "router": "sigmoid",
+    "normalize_router": True,
+    "router_bias_rate": 0.001,
+    "experts_per_token": 8,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {"alibi_attn": False, "norm_epsilon": 1e-5},
     "bloom": {"embedding_norm": True, "norm_epsilon": 1e-5},
@@ -78,6 +85,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "experts_per_token": 8,
         "normalize_router": True,
         "balance_loss": 0.001,
+    },
+    "glm4_moe": {
+        **_LLAMA,
+        **_BALANCED,
+        "rotary_fraction": 0.5,
+        "rotary_base": 1e6,
+        "experts": 128,
+        "first_dense": 1,
     },
     "gpt_oss": {
         **_LLAMA,

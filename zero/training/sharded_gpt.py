@@ -245,8 +245,8 @@ class ShardedGPT:
 
     @cached_property
     def collections(self) -> dict[str, Collection]:
-        """The model's variables beside its parameters, which no stage splits."""
-        return collections_of(self.config)
+        """The model's variables beside its parameters, which no stage splits; beside adapters they are frozen too."""
+        return collections_of(self.config) if self.tuning is None else {}
 
     def new_collections(self, key: jax.Array) -> dict[str, PyTree]:
         """The collections of a new model, whole on every device."""
@@ -265,7 +265,10 @@ class ShardedGPT:
 
     def frozen_shapes(self) -> PyTree:
         """Shapes of the frozen parameters on one device; empty where all parameters are trained."""
-        return {} if self.tuning is None else self.frozen_layout.shard_shapes()
+        if self.tuning is None:
+            return {}
+        collections = {name: layout.shard_shapes() for name, layout in self.base.collection_layouts.items()}
+        return {**self.frozen_layout.shard_shapes(), **collections}
 
     def weights(self, params: PyTree, averages: Mapping[str, PyTree], frozen: PyTree | None = None) -> PyTree:
         """The input of inference: shards of trained and frozen parameters, and the model's collections."""
@@ -290,7 +293,8 @@ class ShardedGPT:
         """Flax variables for a step, from `weights`: shards of the parameters and the model's collections."""
         params, variables = self.split(weights)
         if self.tuning is not None:
-            params, frozen = split_adapters(params)
+            params, base = split_adapters(params)
+            frozen, variables = self.base.split(base)
             variables[FROZEN] = frozen if self.stage == 3 else self.gather_frozen(frozen)
         variables["params"] = params
         if self.stage < 3:
