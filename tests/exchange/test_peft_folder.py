@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,12 +15,15 @@ import pytest
 from safetensors.numpy import load_file
 
 import zero
+from tests.exchange.random_weights import SIZES, params, save, variables
 from tests.helpers import llama
 from zero.base.errors import UserError
 from zero.exchange.architecture_table import ARCHITECTURES
+from zero.exchange.export import export
 from zero.exchange.peft_folder import alpha_of, check_adapter_keys, peft_adapters, read_peft, write_peft
 from zero.exchange.warm_start import warm_start
-from zero.models.adapters import PRODUCTS, Adapters
+from zero.models.adapters import PRODUCTS, Adapters, merged
+from zero.models.gpt import GPT
 from zero.training.batch import Batch
 from zero.training.optimizers.optimizer import adamw
 from zero.training.parts import StepOptions
@@ -150,3 +154,60 @@ def test_rank_stabilised_scale() -> None:
     model: Any = peft.get_peft_model(layer, config)
     (scale,) = model.base_model.model[0].scaling.values()
     assert alpha_of({"r": 9, "lora_alpha": 7, "use_rslora": True}) / 9 == pytest.approx(scale)
+
+
+ROUTED = ("glm4_moe",)  # whose first layers have an MLP where others have experts and one beside them
+
+
+@pytest.mark.parametrize("family", ROUTED)
+def test_two_stacks_of_layers(family: str, tmp_path: Path) -> None:
+    """Adapters of both stacks: peft computes with the folder what zero computes with the weights merged."""
+    import peft
+    import torch
+    import transformers
+
+    size = SIZES[family]
+    save(tmp_path / "run", size, 0)
+    export(str(tmp_path / "run"), tmp_path / "base")
+    weights = params(size)
+    adapters = Adapters(
+        3, 6.0, targets=("query", "query_latent", "latent", "key_value", "key", "value", "attention_out")
+    )
+    rng = np.random.default_rng(0)
+    own = jax.tree.map(lambda leaf: rng.normal(0, 0.3, leaf.shape).astype(np.float32), adapters.shapes(weights))
+    leaves = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): x
+        for path, x in jax.tree_util.tree_leaves_with_path(own)
+    }
+    (tmp_path / "adapters").mkdir()
+    architecture = ARCHITECTURES[family]
+    with pytest.raises(UserError, match=r"mlp_in of \S+ beside its experts, and PEFT would take it for"):
+        write_peft(
+            tmp_path,
+            lambda leaf: np.ones((1, 2, 2)),
+            ["first_blocks/mlp_in/lora_a"],
+            adapters,
+            architecture,
+            "base",
+            size,
+        )
+    write_peft(tmp_path / "adapters", leaves.__getitem__, list(leaves), adapters, architecture, "base", size)
+    read = peft_adapters(tmp_path / "adapters", size)
+    assert ({*read.targets}, read.rank, read.alpha) == ({*own["blocks"], *own["first_blocks"]}, 3, 6.0)
+    auto: Any = transformers.AutoModelForCausalLM
+    base = auto.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    theirs = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapters"))
+    tokens = np.random.default_rng(1).integers(0, 101, (2, 24))
+    with torch.no_grad():
+        expected = theirs(torch.tensor(tokens)).logits[:, -1].numpy()
+    apply: Any = jax.jit(partial(GPT(size).apply, method="logits"))
+    logits, _ = apply(variables(size, merged(weights, own, adapters)), tokens)
+    plain, _ = apply(variables(size, weights), tokens)
+    np.testing.assert_allclose(logits, expected, atol=1e-4, rtol=0)
+    assert np.abs(plain - logits).max() > 0.1
+    tuned = ShardedGPT(size, zero.Axis("zero", (1, 8)), 3, tuning=Tuning(read))
+    shards = read_peft(tmp_path / "adapters", tuned)
+    again = zero.to_host(shards, tuned.layout, tuned.axis)
+    for name, x in leaves.items():
+        stack, product, part = name.split("/")
+        np.testing.assert_array_equal(again[stack][product][part], x)

@@ -39,6 +39,10 @@ TRAINED = {
         "granite", **_GROUPED, embedding_multiplier=3.0, residual_multiplier=0.5, attention_scale=0.25,
         output_scale=0.5,
     ),
+    "glm4_moe": _of(
+        "glm4_moe", **{**_GROUPED, "head_dim": 12}, N=3, experts=5, experts_per_token=2, shared_dim=13, dense_dim=21,
+        router_bias_rate=None,
+    ),
     "gemma": _of("gemma", **_GROUPED),
     "gemma3": _of("gemma3", **_GROUPED, N=4, windows=(5, 0), logit_cap=0.5, attention_scale=0.25),
     "gemma2": _of("gemma2", **_GROUPED, N=4, windows=(5, 0), attention_cap=0.5, logit_cap=0.5),

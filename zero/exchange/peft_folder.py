@@ -18,7 +18,7 @@ from zero.exchange.architecture import Architecture
 from zero.exchange.architecture_table import architecture_of
 from zero.files.parsing import json_object, reading
 from zero.models.adapters import COPY, LORA_A, LORA_B, MAGNITUDE, PRODUCTS, TABLES, Adapters
-from zero.models.config import STACK, VOCABULARY, GPTConfig
+from zero.models.config import FIRST, STACK, VOCABULARY, GPTConfig
 from zero.partition.layout import LeafLayout, PyTree
 from zero.partition.train_state import to_devices
 from zero.training.sharded_gpt import ShardedGPT
@@ -123,7 +123,7 @@ def write_peft(
             continue
         products[architecture.modules[module].partition("{}.")[2]] = module.rpartition("/")[2]
         for layer in range(len(whole)):
-            tensors[name.format(layer)] = np.ascontiguousarray(whole[layer].T)
+            tensors[architecture.numbered(name, leaf, (layer,), size)] = np.ascontiguousarray(whole[layer].T)
     ranks = {module: adapters.rank_of(product) for module, product in products.items()}
     alphas = {module: adapters.alpha_of(product) for module, product in products.items()}
     config = {
@@ -160,9 +160,17 @@ def tensor_name(leaf: str, architecture: Architecture) -> str:
     if part.startswith(COPY):
         return _PREFIX + architecture.full_name(f"{module}/{part.removeprefix(COPY)}")
     name = architecture.modules[module]
-    if list(architecture.modules.values()).count(name) > 1:
+    product = module.rpartition("/")[2]
+    if f"{STACK}/experts/{product}" in architecture.modules:
         raise UserError(
-            f"tuning.targets: {module.rpartition('/')[2]} shares the tensor {name} with other products in "
+            f"tuning.targets: {product} of {architecture.model_type} beside its experts, and PEFT would take it for "
+            "that of the experts; zero-weights merge writes whole weights"
+        )
+    stack = module.partition("/")[0]
+    of_stack = [other for key, other in architecture.modules.items() if key.startswith(f"{stack}/")]
+    if of_stack.count(name) > 1:
+        raise UserError(
+            f"tuning.targets: {product} shares the tensor {name} with other products in "
             f"{architecture.model_type}, where PEFT has one adapter for all; zero-weights merge writes whole weights"
         )
     return f"{_PREFIX}{architecture.prefix}{name}.{_PARTS[part]}"
@@ -183,16 +191,25 @@ def peft_adapters(folder: Path, size: GPTConfig) -> Adapters:
     check_adapter_keys(path, config)
     with _opened(folder) as file:
         names = set(file.keys())
-    targets = [name for name in PRODUCTS if f"{STACK}/{name}" in architecture.modules]
-    products = [name for name in targets if tensor_name(f"{STACK}/{name}/{LORA_A}", architecture).format(0) in names]
+    stacks = {STACK: size.scanned_layers, **({FIRST: size.first_dense} if size.first_dense else {})}
+
+    def modules_of(product: str) -> list[str]:
+        """The modules of a product in all layers."""
+        leaves = [f"{stack}/{product}/kernel" for stack in stacks if f"{stack}/{product}" in architecture.modules]
+        return [
+            architecture.numbered(architecture.full_name(leaf), leaf, (layer,), size).removesuffix(".weight")
+            for leaf in leaves
+            for layer in range(stacks[leaf.partition("/")[0]])
+        ]
+
+    products = [name for name in PRODUCTS if any(f"{_PREFIX}{x}.{_PARTS[LORA_A]}" in names for x in modules_of(name))]
     if not products:
         raise UserError(f"{folder}: holds no adapter of a product of {architecture.model_type}")
     ranks: list[tuple[str, int]] = []
     alphas: list[tuple[str, float]] = []
     with reading(f"{path}: expected modules and numbers under rank_pattern and alpha_pattern", re.error):
         for name in products:
-            modules = [architecture.full_name(f"{STACK}/{name}/kernel").removesuffix(".weight")]
-            modules = [modules[0].format(layer) for layer in range(size.N)]
+            modules = modules_of(name)
             own_rank = int(_of_modules(path, config, "rank_pattern", modules) or rank)
             own_alpha = alpha_of(config, own_rank, _of_modules(path, config, "alpha_pattern", modules))
             if own_rank != rank:
@@ -305,7 +322,9 @@ def read_peft(folder: Path, model: ShardedGPT) -> PyTree:
                     tensor_name(leaf.name, architecture), leaf, architecture.tensor_shape(leaf, model.config)
                 )
                 return architecture.unpack(leaf, whole, model.config).astype(leaf.dtype)
-            names = [tensor_name(leaf.name, architecture).format(layer) for layer in range(leaf.shape[0])]
+            named = tensor_name(leaf.name, architecture)
+            layers = range(leaf.shape[0])
+            names = [architecture.numbered(named, leaf.name, (layer,), model.config) for layer in layers]
             return np.stack([tensor(name, leaf, leaf.shape[:0:-1]).T for name in names]).astype(leaf.dtype)
 
         whole = model.layout.map(read)
