@@ -4,12 +4,17 @@ import itertools
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
 from tests.helpers.shards import loader
 from zero.base.errors import UserError
-from zero.corpus.reading.prefetch import prefetch
+from zero.corpus.format.memory import reused
+from zero.corpus.format.shards import RowArrays
+from zero.corpus.reading.order import ShuffleBuffer
+from zero.corpus.reading.prefetch import RowStream, prefetch
 
 
 def test_prefetch_works_ahead_and_stops():
@@ -76,3 +81,28 @@ def test_prefetch_stops_at_once() -> None:
     for thread in threading.enumerate():
         if thread.name.startswith("prefetch"):
             thread.join()
+
+
+def test_rows_across_two_buffers_outlive_the_first():
+    """Rows of a buffer that ends are taken together with those of the next, while others are read into its memory."""
+    memories: list[np.ndarray] = []
+
+    def read(buffer: ShuffleBuffer, used: RowArrays) -> RowArrays:
+        tokens = reused(used.tokens, (3, 2), np.dtype(np.int32))
+        tokens[:] = buffer.skip
+        memories.append(tokens)
+        return RowArrays(tokens, np.full(3, 2, np.int32), {})
+
+    class AtOnce(ThreadPoolExecutor):
+        """Reads ahead before the rows are used: the worst case of a race."""
+
+        def submit(self, *call):  # type: ignore[override]
+            future = super().submit(*call)
+            future.result()
+            return future
+
+    with AtOnce(1) as pool:
+        stream = RowStream((ShuffleBuffer((), (), number) for number in range(5)), read, pool)
+        taken = [stream.take(2).tokens[:, 0].tolist() for _ in range(7)]
+    assert taken == [[0, 0], [0, 1], [1, 1], [2, 2], [2, 3], [3, 3], [4, 4]]
+    assert len({tokens.ctypes.data for tokens in memories}) == 2  # and no other memory is taken

@@ -14,26 +14,26 @@ import math
 import os
 import re
 import tokenize
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from zero.base.errors import UserError, file_error, first_line
+from zero.corpus.format.alike import rows_alike
 from zero.corpus.format.crop import Crop, Draw, cut, lengths_after
 from zero.corpus.format.example import TEXT, Example
-from zero.corpus.format.own_formats import compression_of
+from zero.corpus.format.memory import Memory, Stream
+from zero.corpus.format.tar import REMEDY, short_name, tar_files
 from zero.files import storage
 from zero.files.parsing import MALFORMED, reading
 
 _NO_SUCH_PATH = {errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR}
 ROWS, LENGTHS, COMPLETIONS = "input_id.npy", "length.npy", "completion.npy"  # members of a sample
 NPY_HEADER = 1024  # bytes to read for it; numpy writes 128
-_REMEDY = "zero-prepare {} --tokenizer tokenizer.json, or an index file of such shards, makes shards to train on"
 _MEMBER = re.compile(r"((?:.*/|)[^.]+)\.([^/]*)")  # the key and the suffix of a file
 
 
@@ -48,6 +48,10 @@ class RowArrays(NamedTuple):
         """Some of the rows, or those of one batch of several: a view unless `places` is an array."""
         extra = {name: x[places] for name, x in self.extra.items()}
         return RowArrays(self.tokens[places], self.lengths[places], extra)
+
+    def copy(self) -> RowArrays:
+        """The same rows in memory of their own."""
+        return RowArrays(self.tokens.copy(), self.lengths.copy(), {name: x.copy() for name, x in self.extra.items()})
 
     def put(self, places: slice | np.ndarray, rows: RowArrays) -> None:
         """Copies rows into these places."""
@@ -69,35 +73,6 @@ class RowArrays(NamedTuple):
         extra = {name: np.concatenate([part.extra[name] for part in parts]) for name in parts[0].extra}
         tokens = np.concatenate([part.tokens for part in parts])
         return RowArrays(tokens, np.concatenate([part.lengths for part in parts]), extra)
-
-
-class Stream(Protocol):
-    """What a tar is read from: a file, or `Memory`."""
-
-    def read(self, size: int, /) -> bytes | memoryview: ...
-    def seek(self, offset: int, whence: int, /) -> int: ...
-
-
-class Memory:
-    """A shard that is read whole, at once; its members are views, which copy nothing.
-
-    >>> memory = Memory(io.BytesIO(b"header and rows"))
-    >>> memory.seek(11, os.SEEK_CUR), bytes(memory.read(9))
-    (11, b'rows')
-    """
-
-    def __init__(self, stream: BinaryIO):
-        self._data = memoryview(stream.getvalue() if isinstance(stream, io.BytesIO) else stream.read())
-        self._at = 0
-
-    def read(self, size: int) -> memoryview:
-        part = self._data[self._at : self._at + size]
-        self._at += len(part)
-        return part
-
-    def seek(self, offset: int, whence: int) -> int:
-        self._at += offset
-        return self._at
 
 
 class BadData(UserError):
@@ -133,7 +108,7 @@ def count_rows(path: str | Path) -> int:
     is_empty = True
     with reading(f"shard {path} is truncated or damaged", kind=BadData), open_shard(path, missing=missing) as stream:
         others = set()
-        for name, data, size in _tar_files(path, stream, most=NPY_HEADER):
+        for name, data, size in tar_files(path, stream, most=NPY_HEADER):
             is_empty = False
             others.add(name.rpartition(".")[2])
             if name.lower().endswith(".input_id.npy"):
@@ -144,7 +119,7 @@ def count_rows(path: str | Path) -> int:
         if is_empty:  # of zeros, which mark the end of an archive, and which a lost disk leaves of a file
             raise ValueError("it holds no files")
     if not rows and not is_empty and "npy" not in others:
-        raise UserError(f"shard {path} holds no {ROWS}, only .{', .'.join(sorted(others))}; {_REMEDY.format(path)}")
+        raise UserError(f"shard {path} holds no {ROWS}, only .{', .'.join(sorted(others))}; {REMEDY.format(path)}")
     return rows
 
 
@@ -168,10 +143,13 @@ def read_samples(path: str, stream: Stream) -> Iterator[dict[str, Any]]:
 
     As in webdataset, neighboring files are members of one sample if their paths agree up to the first dot of the file
     name, and files without a suffix are left out.
+
+    Of a shard in memory, neighboring samples that are one row each, alike in shape, come as one with all their rows,
+    and with their keys as `__keys__`; `one_by_one` takes them apart.
     """
     sample: dict[str, Any] = {}
     try:
-        for name, data, _ in _tar_files(path, stream):
+        for name, data, _ in tar_files(path, stream):
             match = _MEMBER.fullmatch(name)
             if match is None:
                 continue
@@ -183,31 +161,51 @@ def read_samples(path: str, stream: Stream) -> Iterator[dict[str, Any]]:
             if suffix in sample:
                 raise ValueError(f"{name} is there twice")
             sample |= {"__key__": key, suffix: data}
+            if isinstance(stream, Memory) and match[2] == ROWS and len(sample) == 2:
+                rows = _rows_alike(stream, name, key, data)
+                if rows is not None:
+                    yield rows
+                    sample = {}
         if sample:
             yield sample
     except MALFORMED as error:
         raise BadData(f"shard {path} is truncated or damaged: {first_line(error)}; copy it again") from error
 
 
-def header_of_row(sample: dict[str, Any]) -> NpyHeader | None:
-    """The header of a sample that is one row of integers and nothing else; None for any other.
+def _rows_alike(memory: Memory, name: str, key: str, data: bytes | memoryview) -> dict[str, Any] | None:
+    """The sample that begins with this file and those after it, as one, if each is one row; the memory is after them.
 
-    Neighbors with the same header are decoded together.
+    None where there is no other: the last file that is like the first may have more members after it.
     """
-    if sample.keys() != {"__key__", ROWS}:
-        return None
     try:
-        header = npy_header(sample[ROWS])
+        header = npy_header(data)
     except MALFORMED:
         return None
-    is_whole = len(sample[ROWS]) == header.offset + math.prod(header.shape) * header.dtype.itemsize
-    return header if is_whole and len(header.shape) == 1 and header.dtype.kind in "ui" else None
+    is_whole = len(data) == header.offset + math.prod(header.shape) * header.dtype.itemsize
+    if not is_whole or len(header.shape) != 1 or header.dtype.kind not in "ui" or "\n" in name:
+        return None
+    padding = -len(data) % 512
+    begin = memory.at - padding - len(data) - 512
+    if name != short_name(bytes(memory.data[begin : begin + 512])).decode("utf-8", "backslashreplace"):
+        return None  # it is a long name, of a file before
+    suffix = f".{ROWS}".encode()
+    names, rows = rows_alike(memory.data, begin, suffix, header.offset, header.dtype, header.shape[0])
+    if len(names) < 3:
+        return None
+    folder = name.removesuffix(names[0])
+    keys = [folder + other.removesuffix(f".{ROWS}") for other in names[:-1]]
+    memory.at = begin + len(keys) * (512 + len(data) + padding)
+    return {"__key__": key, "__keys__": keys, ROWS: rows[:-1]}
 
 
-def joined_rows(samples: Sequence[dict[str, Any]], header: NpyHeader) -> dict[str, Any]:
-    """Samples of one row each, which have this header, as one."""
-    rows = b"".join([sample[ROWS][header.offset :] for sample in samples])
-    return {"__key__": samples[0]["__key__"], ROWS: np.frombuffer(rows, header.dtype).reshape(len(samples), -1)}
+def one_by_one(sample: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The samples that `read_samples` gives as one."""
+    keys = sample.get("__keys__")
+    if keys is None:
+        yield sample
+        return
+    for key, row in zip(keys, sample[ROWS], strict=True):
+        yield {"__key__": key, ROWS: row}
 
 
 def with_neighbors(path: str, samples: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -220,15 +218,15 @@ def with_neighbors(path: str, samples: Iterator[dict[str, Any]]) -> Iterator[dic
     """
     members: dict[str, set[str]] = {}
     for sample in samples:
-        key = sample["__key__"]
-        suffixes = sample.keys() - {"__key__"}
-        earlier = members.setdefault(key, suffixes)
-        if earlier is not suffixes and not earlier & suffixes:
-            first, second = (", ".join(sorted(names)) for names in (earlier, suffixes))
-            raise UserError(
-                f"shard {path}, sample {key}: its members are not neighbors, {first} and {second} stand apart; write "
-                "all members of a sample one after the other, as webdataset does"
-            )
+        suffixes = sample.keys() - {"__key__", "__keys__"}
+        for key in sample.get("__keys__", [sample["__key__"]]):
+            earlier = members.setdefault(key, suffixes)
+            if earlier is not suffixes and not earlier & suffixes:
+                first, second = (", ".join(sorted(names)) for names in (earlier, suffixes))
+                raise UserError(
+                    f"shard {path}, sample {key}: its members are not neighbors, {first} and {second} stand apart; "
+                    "write all members of a sample one after the other, as webdataset does"
+                )
         yield sample
 
 
@@ -362,88 +360,6 @@ def _completions(sample: dict[str, Any], name: str, shape: tuple[int, ...]) -> n
     return marks.reshape(shape) != 0
 
 
-# ---- tar -------------------------------------------------------------------------------------------------------------
-
-
-def _tar_files(
-    path: str | Path, stream: Stream, most: int | None = None
-) -> Iterator[tuple[str, bytes | memoryview, int]]:
-    """Names, contents and sizes of the files in a tar; with `most`, only so many first bytes of each.
-
-    Unlike tarfile this does not take a damaged header for the end of the archive, and it is ten times as fast.
-    """
-    long_name = b""  # of the next file
-    while True:
-        header = bytes(_read_exactly(stream, 512))
-        compression = compression_of(header)
-        if compression is not None:
-            raise UserError(
-                f"shard {path} is compressed ({compression}), so that no row is found in it without reading "
-                f"all before it; {_REMEDY.format(path)}"
-            )
-        size = tar_header(header)
-        if size is None:
-            return
-        kind = header[156:157]
-        count = size if most is None or kind not in b"0\0" else min(size, most)
-        data = _read_exactly(stream, count)
-        if count < size:
-            stream.seek(size - count, os.SEEK_CUR)
-        _read_exactly(stream, -size % 512)
-        if kind == b"L":  # GNU tar
-            long_name = bytes(data).rstrip(b"\0")
-        elif kind == b"x":  # POSIX: lines of "<length> <key>=<value>"
-            named = re.search(rb"^\d+ path=(.*)$", data, re.MULTILINE)
-            long_name = b"" if named is None else named[1]
-        elif kind in b"0\0":
-            name = (long_name or _short_name(header)).decode("utf-8", "backslashreplace")
-            long_name = b""
-            if not re.match(r"__[^/]*__(/|$)", name):  # webdataset's mark of metadata
-                yield name, data, size
-
-
-def tar_header(header: bytes) -> int | None:
-    """The size of the file after a header of 512 bytes; None where the archive ends.
-
-    Raises:
-      ValueError: it is damaged, or no header.
-    """
-    if header == bytes(512):
-        return None
-    # The checksum is the sum of the header's bytes, with its own eight counted as blanks. The low half of an Adler-32
-    # is one more than the sum of bytes, as long as that is below 65,521; Python's `sum` takes ten times as long.
-    total = sum(zlib.adler32(part) % 2**16 - 1 for part in (header[:148], header[156:356], header[356:]))
-    if _octal(header[148:156]) != total + 8 * 32:
-        raise ValueError("a header does not match its checksum")
-    return _octal(header[124:136])
-
-
-def _short_name(header: bytes) -> bytes:
-    """The name of a file within its header: of POSIX with the directories before it, if it is long.
-
-    >>> _short_name(b"a.npy".ljust(257, b"\\0") + b"ustar\\0".ljust(88, b"\\0") + b"some/folder\\0")
-    b'some/folder/a.npy'
-    """
-    name = header[:100].partition(b"\0")[0]
-    is_posix = header[257:263] == b"ustar\0"
-    folder = header[345:500].partition(b"\0")[0] if is_posix else b""
-    return folder + b"/" + name if folder else name
-
-
-def _octal(field: bytes) -> int:
-    digits = field.strip(b" \0")
-    if not digits.isdigit():
-        raise ValueError("this is no tar header")
-    return int(digits, 8)
-
-
-def _read_exactly(stream: Stream, size: int) -> bytes | memoryview:
-    data = stream.read(size)
-    if len(data) < size:
-        raise EOFError("unexpected end of file")
-    return data
-
-
 # ---- npy -------------------------------------------------------------------------------------------------------------
 
 
@@ -479,7 +395,7 @@ def _array(sample: dict[str, Any], member: str, name: str) -> np.ndarray:
     if member not in sample:
         others = ", ".join(key for key in sample if not key.startswith("__"))
         raise BadData(f"{name} has no member {member}, only {others}; zero-prepare makes shards of text and other ids")
-    if isinstance(sample[member], np.ndarray):  # of `joined_rows`
+    if isinstance(sample[member], np.ndarray):  # of samples that come as one
         return sample[member]
     with reading(f"{name}: member {member} is not a complete .npy array", kind=BadData):
         header = npy_header(sample[member])

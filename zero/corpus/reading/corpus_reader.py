@@ -21,16 +21,14 @@ import numpy as np
 from zero.base.errors import UserError
 from zero.corpus.format.crop import Crop, Draw
 from zero.corpus.format.index_files import Shard
+from zero.corpus.format.memory import Memory, ReadBuffer, reused
 from zero.corpus.format.shards import (
     BadData,
     Decoded,
-    Memory,
-    NpyHeader,
     RowArrays,
     RowFormat,
     decode,
-    header_of_row,
-    joined_rows,
+    one_by_one,
     open_shard,
     read_samples,
     with_neighbors,
@@ -39,7 +37,6 @@ from zero.corpus.reading.cache import ShardCache
 from zero.corpus.reading.order import Order, RowRange, ShuffleBuffer, permutation
 from zero.files import storage
 
-MOST_ROWS = 512  # of one each, decoded together
 SKIPPED = -1  # the length of a row that could not be read
 DISCARDED = 0.01  # share of the tokens that a crop may leave out without a warning
 _OFFSETS = 1  # last number of the key of random offsets: keys of permutations have fewer numbers
@@ -56,6 +53,7 @@ class CorpusReader:
     crop: Crop
     skip_bad: bool
     cache: ShardCache | None
+    read_buffer: ReadBuffer
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)  # (rows, ...), of the shards' rows in order
     _unchecked: threading.Lock = field(default_factory=threading.Lock)  # taken by the first sample with tokens
 
@@ -72,14 +70,14 @@ class CorpusReader:
         """Tokens of a row."""
         return self.form.example.texts * self.form.context
 
-    def read_buffer(self, buffer: ShuffleBuffer) -> RowArrays:
-        """Permuted rows (n, T), tokens in the smallest dtype that holds them."""
+    def read(self, buffer: ShuffleBuffer, used: RowArrays) -> RowArrays:
+        """Permuted rows (n, T), tokens in the smallest dtype that holds them, in the memory of rows that were used."""
         count = sum(part.stop - part.start for part in buffer.ranges)
         slots = np.arange(count) if self.order.seed is None else permutation(count, *buffer.key)
         dtype = np.dtype(np.int32) if self.form.only_completions else np.min_scalar_type(self.form.vocab_size - 1)
         extra = {member: np.zeros(count, np.int32) for member in self.form.example.members}
         extra |= {name: np.empty((count, *x.shape[1:]), x.dtype) for name, x in self.columns.items()}
-        rows = RowArrays(np.empty((count, self.width), dtype), np.empty(count, np.int32), extra)
+        rows = RowArrays(reused(used.tokens, (count, self.width), dtype), np.empty(count, np.int32), extra)
         for part in buffer.ranges:
             slots_of_part, slots = np.split(slots, [part.stop - part.start])
             for problem in self._fill(part, buffer.key, slots_of_part, rows):
@@ -122,7 +120,7 @@ class CorpusReader:
             generator = np.random.PCG64((seed, epoch, part.shard, 0, _OFFSETS))
             return generator.advance(seen // self.crop.sequences).random_raw(count)
 
-        samples = with_neighbors(shard.path, read_samples(shard.path, Memory(stream)))
+        samples = with_neighbors(shard.path, read_samples(shard.path, Memory(self.read_buffer.read(stream))))
         for decoded in self._decoded(shard.path, samples, draw):
             if isinstance(decoded, BadData):
                 if not self.skip_bad:
@@ -146,39 +144,22 @@ class CorpusReader:
 
     def _decoded(self, path: str, samples: Iterator[dict[str, Any]], draw: Draw) -> Iterator[Decoded | BadData]:
         """The samples of a shard decoded, many rows at once if each has one, or the errors in their places."""
-        group: list[dict[str, Any]] = []
-        header: NpyHeader | None = None  # of each sample of the group, where it is one row
-        while True:
-            error = None
-            try:
-                sample = next(samples, None)
-            except BadData as caught:  # after which there is no sample
-                error = caught
-                sample = None
-            of_sample = None if sample is None else header_of_row(sample)
-            if group and (of_sample is None or of_sample != header or len(group) == MOST_ROWS):
-                yield from self._decoded_group(path, group, header, draw)
-                group = []
-            if error is not None:
-                yield error
-            if sample is None:
-                return
-            group.append(sample)
-            header = of_sample
+        try:
+            for sample in samples:
+                if "__keys__" in sample:
+                    with suppress(BadData):
+                        yield decode(sample, path, self.form, self.crop, draw)
+                        continue
+                for one in one_by_one(sample):  # so that the bad one of many is named
+                    yield self._decoded_sample(path, one, draw)
+        except BadData as error:  # after which there is no sample
+            yield error
 
-    def _decoded_group(
-        self, path: str, group: list[dict[str, Any]], header: NpyHeader | None, draw: Draw
-    ) -> Iterator[Decoded | BadData]:
-        """The samples of a group as one, or each by itself where one of them is bad, so that it is named."""
-        if header is not None and len(group) > 1:
-            with suppress(BadData):
-                yield decode(joined_rows(group, header), path, self.form, self.crop, draw)
-                return
-        for sample in group:
-            try:
-                yield decode(sample, f"shard {path}, sample {sample['__key__']}", self.form, self.crop, draw)
-            except BadData as error:
-                yield error
+    def _decoded_sample(self, path: str, sample: dict[str, Any], draw: Draw) -> Decoded | BadData:
+        try:
+            return decode(sample, f"shard {path}, sample {sample['__key__']}", self.form, self.crop, draw)
+        except BadData as error:
+            return error
 
     def _warn_of_discarded(self, shard: Shard, decoded: Decoded) -> None:
         """Warns once, at the first sample with tokens, where sequences leave out much of their rows."""

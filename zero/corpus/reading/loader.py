@@ -26,6 +26,7 @@ import numpy as np
 from zero.base.errors import UserError
 from zero.corpus.format.crop import CROPS, Crop
 from zero.corpus.format.index_files import Shard, Weight, paths_of, read_index
+from zero.corpus.format.memory import ReadBuffer
 from zero.corpus.format.shards import BadData, RowArrays, RowFormat, row_tokens
 from zero.corpus.reading.batch_schedule import BatchSchedule
 from zero.corpus.reading.cache import ShardCache
@@ -162,11 +163,12 @@ class Loader:
         buffer_shards = max(1, order.shuffle_shards // streams) if order.shuffle else 1
         order_seed = order.seed if order.shuffle else None
         self.corpora = []
+        memory = ReadBuffer()
         for group, shards, crop in zip(groups, sequences, crops, strict=True):
             sizes = tuple(rows for _, rows in shards)
             corpus_order = Order(sizes, streams, buffer_shards, order_seed, order.max_epochs)
             joined = _joined([] if columns is None else [columns[name] for name in group])
-            self.corpora.append(CorpusReader(shards, corpus_order, form, crop, skip_bad, cache, joined))
+            self.corpora.append(CorpusReader(shards, corpus_order, form, crop, skip_bad, cache, memory, joined))
         self.rows = sum(corpus.rows for corpus in self.corpora)
         self._names = [Path(name).stem for name in mixture]
         self._batching = batching
@@ -335,7 +337,7 @@ class Loader:
         """One stream from its `row` on: a `RowStream` for each corpus."""
         counts = self._mixture.counts(number, row)[:, 0].tolist()
         return [
-            RowStream(corpus.order.buffers(number, count), corpus.read_buffer, pool)
+            RowStream(corpus.order.buffers(number, count), corpus.read, pool)
             for corpus, count in zip(self.corpora, counts, strict=True)
         ]
 

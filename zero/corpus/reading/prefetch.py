@@ -16,21 +16,28 @@ _Item = TypeVar("_Item")
 
 
 class RowStream:
-    """The rows of one stream in order. The next shuffle buffer is read while one is in use."""
+    """The rows of one stream in order. The next shuffle buffer is read while one is in use.
+
+    Args:
+      read: from a shuffle buffer and rows that were used, whose memory it may take, to its rows.
+    """
 
     def __init__(
-        self, buffers: Iterator[ShuffleBuffer], read: Callable[[ShuffleBuffer], RowArrays], pool: ThreadPoolExecutor
+        self,
+        buffers: Iterator[ShuffleBuffer],
+        read: Callable[[ShuffleBuffer, RowArrays], RowArrays],
+        pool: ThreadPoolExecutor,
     ):
         self._buffers = buffers
         self._read = read
         self._pool = pool
-        self._next = self._read_ahead()
         self._rows = RowArrays(np.empty((0, 0)), np.empty(0), {})  # the shuffle buffer in use
         self._used = 0  # rows of it
+        self._next = self._read_ahead(self._rows)
 
-    def _read_ahead(self) -> Future[RowArrays] | None:
+    def _read_ahead(self, used: RowArrays) -> Future[RowArrays] | None:
         buffer = next(self._buffers, None)
-        return None if buffer is None else self._pool.submit(self._read, buffer)
+        return None if buffer is None else self._pool.submit(self._read, buffer, used)
 
     @property
     def left(self) -> int:
@@ -38,16 +45,21 @@ class RowStream:
         return len(self._rows.lengths) - self._used
 
     def take(self, count: int) -> RowArrays:
-        """The next rows, views of the shuffle buffer where it has all of them; after the end, rows without tokens."""
+        """The next rows; after the end, rows without tokens.
+
+        They are views of the shuffle buffer where it has all of them, and hold until the next call.
+        """
         parts: list[RowArrays] = []
         while count:
             if not self.left:
                 if self._next is None:
                     parts.append(self._rows.empty(count))
                     break
+                parts = [part.copy() for part in parts]  # because others are read into their memory
+                used = self._rows
                 self._rows = self._next.result()
                 self._used = 0
-                self._next = self._read_ahead()
+                self._next = self._read_ahead(used)
                 continue
             taken = min(count, self.left)
             parts.append(self._rows.at(slice(self._used, self._used + taken)))

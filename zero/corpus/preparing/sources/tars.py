@@ -17,7 +17,8 @@ import numpy as np
 
 from zero.base.errors import UserError
 from zero.corpus.format.example import TEXT
-from zero.corpus.format.shards import COMPLETIONS, LENGTHS, ROWS, lengths_of, rows_of, tar_header
+from zero.corpus.format.shards import COMPLETIONS, LENGTHS, ROWS, lengths_of, rows_of
+from zero.corpus.format.tar import tar_header
 from zero.corpus.preparing import documents
 from zero.corpus.preparing.documents import Document, Reader, TextReader, Unit, broken, decoded, read_entry
 from zero.corpus.preparing.sources.compression import damage_named, decompressed

@@ -1,0 +1,94 @@
+"""Tar files, read as they are: every header is checked, and nothing is unpacked."""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from zero.base.errors import UserError
+from zero.corpus.format.memory import Stream
+from zero.corpus.format.own_formats import compression_of
+
+REMEDY = "zero-prepare {} --tokenizer tokenizer.json, or an index file of such shards, makes shards to train on"
+
+
+def tar_files(
+    path: str | Path, stream: Stream, most: int | None = None
+) -> Iterator[tuple[str, bytes | memoryview, int]]:
+    """Names, contents and sizes of the files in a tar; with `most`, only so many first bytes of each.
+
+    Unlike tarfile this does not take a damaged header for the end of the archive, and it is ten times as fast.
+    """
+    long_name = b""  # of the next file
+    while True:
+        header = bytes(_read_exactly(stream, 512))
+        compression = compression_of(header)
+        if compression is not None:
+            raise UserError(
+                f"shard {path} is compressed ({compression}), so that no row is found in it without reading "
+                f"all before it; {REMEDY.format(path)}"
+            )
+        size = tar_header(header)
+        if size is None:
+            return
+        kind = header[156:157]
+        count = size if most is None or kind not in b"0\0" else min(size, most)
+        data = _read_exactly(stream, count)
+        if count < size:
+            stream.seek(size - count, os.SEEK_CUR)
+        _read_exactly(stream, -size % 512)
+        if kind == b"L":  # GNU tar
+            long_name = bytes(data).rstrip(b"\0")
+        elif kind == b"x":  # POSIX: lines of "<length> <key>=<value>"
+            named = re.search(rb"^\d+ path=(.*)$", data, re.MULTILINE)
+            long_name = b"" if named is None else named[1]
+        elif kind in b"0\0":
+            name = (long_name or short_name(header)).decode("utf-8", "backslashreplace")
+            long_name = b""
+            if not re.match(r"__[^/]*__(/|$)", name):  # webdataset's mark of metadata
+                yield name, data, size
+
+
+def tar_header(header: bytes) -> int | None:
+    """The size of the file after a header of 512 bytes; None where the archive ends.
+
+    Raises:
+      ValueError: it is damaged, or no header.
+    """
+    if header == bytes(512):
+        return None
+    # The checksum is the sum of the header's bytes, with its own eight counted as blanks. The low half of an Adler-32
+    # is one more than the sum of bytes, as long as that is below 65,521; Python's `sum` takes ten times as long.
+    total = sum(zlib.adler32(part) % 2**16 - 1 for part in (header[:148], header[156:356], header[356:]))
+    if _octal(header[148:156]) != total + 8 * 32:
+        raise ValueError("a header does not match its checksum")
+    return _octal(header[124:136])
+
+
+def short_name(header: bytes) -> bytes:
+    """The name of a file within its header: of POSIX with the directories before it, if it is long.
+
+    >>> short_name(b"a.npy".ljust(257, b"\\0") + b"ustar\\0".ljust(88, b"\\0") + b"some/folder\\0")
+    b'some/folder/a.npy'
+    """
+    name = header[:100].partition(b"\0")[0]
+    is_posix = header[257:263] == b"ustar\0"
+    folder = header[345:500].partition(b"\0")[0] if is_posix else b""
+    return folder + b"/" + name if folder else name
+
+
+def _octal(field: bytes) -> int:
+    digits = field.strip(b" \0")
+    if not digits.isdigit():
+        raise ValueError("this is no tar header")
+    return int(digits, 8)
+
+
+def _read_exactly(stream: Stream, size: int) -> bytes | memoryview:
+    data = stream.read(size)
+    if len(data) < size:
+        raise EOFError("unexpected end of file")
+    return data
