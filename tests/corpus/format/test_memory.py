@@ -3,6 +3,7 @@
 import os
 import threading
 from pathlib import Path
+from typing import BinaryIO, cast
 
 import pytest
 
@@ -26,18 +27,18 @@ def test_a_file_that_grows_is_read_to_its_end(tmp_path: Path):
     class Growing:
         """A file to which another process appends after its size was asked for."""
 
-        def __init__(self, file):
+        def __init__(self, file: BinaryIO):
             self.fileno = file.fileno
             self.read = file.read
             self._file = file
 
-        def readinto(self, memory):
+        def readinto(self, memory: memoryview) -> int:
             with open(tmp_path / "x", "ab") as other:
                 other.write(b"b" * 9000)
-            return self._file.readinto(memory)
+            return self._file.readinto(memory)  # type: ignore[attr-defined]
 
     with open(tmp_path / "x", "rb") as file:
-        assert bytes(ReadBuffer().read(Growing(file))) == b"a" * 5000 + b"b" * 9000
+        assert bytes(ReadBuffer().read(cast(BinaryIO, Growing(file)))) == b"a" * 5000 + b"b" * 9000
 
 
 def test_the_memory_is_used_again_by_its_thread_alone(tmp_path: Path):

@@ -17,16 +17,6 @@ def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    root = tmp_path / "text"
-    for i in range(40):
-        path = root / f"part{i % 3}" / f"{i:02}.txt"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"document {i}: " + "é" * (7 * i))
-    return root
-
-
 @pytest.fixture(scope="session")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Five mebibytes: several units, of files and of lines, plain and packed."""

@@ -32,7 +32,7 @@ class ReadBuffer(threading.local):
             return memoryview(file.getvalue())
         size = os.fstat(file.fileno()).st_size
         if size > len(self._memory):
-            self._memory = memoryview(np.empty(size, np.uint8))
+            self._memory = np.empty(size, np.uint8).data
         data = self._memory[: file.readinto(self._memory[:size])]  # type: ignore[attr-defined]
         more = file.read()  # of a file that has grown, or whose size is not known
         return memoryview(bytes(data) + more) if more else data
