@@ -94,7 +94,7 @@ JOB = (
     "training.evaluation_frequency=10",
     "training.total_steps={steps}",
 )
-SILENT = "has (not answered|sent no heartbeat) for"  # of a host that got no turn on a machine with 30 times its load
+SILENT = "has (not responded|sent no heartbeat) for"  # of a host that got no turn on a machine with 30 times its load
 WRONG = "training.peak_learning_rate=9"  # of one host
 JUMPING_CLOCK = """
 import time
@@ -478,7 +478,7 @@ def check_end(done: subprocess.CompletedProcess[str], fault: str | None, hit: st
     end = f"status {done.returncode}\n" + "\n".join(done.stderr.splitlines()[-30:])
     assert done.returncode in expected, end
     if done.returncode == 1:
-        assert "this one ends as well" in done.stderr or "File too large" in done.stderr, end
+        assert "this host exits too" in done.stderr or "File too large" in done.stderr, end
 
 
 def phase(errors: str) -> str:

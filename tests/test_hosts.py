@@ -285,7 +285,7 @@ def test_hosts_without_progress_end(tmp_path: Path) -> None:
     assert [one.returncode for one in done] == [1, 1], [one.stderr for one in done]
     for host, one in enumerate(done):
         assert "has made no progress for distributed.stall_minutes=1" in one.stderr, one.stderr
-        assert f"where the threads of host {host} are" in one.stderr and "in _loop" in one.stderr, one.stderr
+        assert f"stacks of the threads of host {host}:" in one.stderr and "in _loop" in one.stderr, one.stderr
     assert "in _loop" in (tmp_path / "run" / "main_zero.1.log").read_text()
 
 

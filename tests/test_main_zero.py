@@ -82,7 +82,7 @@ def test_mistake_in_an_empty_directory(arguments: list[str], named: list[str], t
     ("arguments", "named"),
     [
         (["train"], ["train: expected key=value, such as mode=train"]),
-        (["-x"], ["-x: there is no such option", "key=value"]),
+        (["-x"], ["-x: no such option", "key=value"]),
         (["runs/a"], ["runs/a: expected key=value"]),
     ],
 )

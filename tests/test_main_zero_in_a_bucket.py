@@ -156,7 +156,7 @@ def lose_machine(kept: str, run: Path) -> None:
 def check_replaced(said: str, kept: str, run: Path) -> None:
     """A run on another machine has continued from what `lose_machine` left."""
     assert "resumed from step 4" in said, said
-    assert f"checkpoint 8 set aside as {kept}/8.damaged" in said
+    assert f"moved checkpoint 8 aside to {kept}/8.damaged" in said
     standing = {url.removeprefix(f"{kept}/").split("/")[0] for url in storage.list_files(kept)}
     assert standing == {"4", "8", "8.damaged", "12"}
 

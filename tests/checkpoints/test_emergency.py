@@ -139,7 +139,7 @@ def test_broken_state_is_not_restored(
     emergency.save(5, state(5) | {name: jax.pmap(lambda x: x, "zero")(broken)}, POSITION)
     emergency._pool.shutdown()
     assert opened(tmp_path).restore([emergency.lineage], after=0) is None
-    assert fault in caplog.text and "the durable one is used" in caplog.text
+    assert fault in caplog.text and "using the durable checkpoint" in caplog.text
 
 
 def test_full_disk_does_not_end_training(
@@ -170,7 +170,7 @@ def test_small_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for missing in (0, 1):
         room = SimpleNamespace(free=needed - held - missing)
         monkeypatch.setattr(shutil, "disk_usage", lambda _, room=room: room)
-        with pytest.raises(UserError, match="name a directory on a local disk") if missing else nullcontext():
+        with pytest.raises(UserError, match="use a directory on a local disk") if missing else nullcontext():
             opened(tmp_path)
 
 
@@ -205,7 +205,11 @@ def test_deleted_once_durable(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
 
     with opened(tmp_path / "run") as emergency:
         emergency._durable_steps = unavailable
-    assert steps_in(place) == [2] and "stay in" in caplog.text and "the bucket does not answer" in caplog.text
+    assert (
+        steps_in(place) == [2]
+        and "could not delete the emergency checkpoints in" in caplog.text
+        and "the bucket does not answer" in caplog.text
+    )
 
 
 def test_earlier_lineages_are_removed(tmp_path: Path) -> None:

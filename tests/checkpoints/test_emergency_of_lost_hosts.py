@@ -50,8 +50,8 @@ def test_all_others_name_the_lost_host(workplace: Path, count: int, victim: int,
         cli.finish(processes[victim])
     for one in done:
         assert one.returncode == 1, one.stderr
-        name = rf"host {victim} of {count} \({socket.gethostname()}\) (has sent no heartbeat|which coordinates, )"
-        assert re.search(f"{name}.*; this one ends as well", one.stderr), one.stderr
+        name = rf"host {victim} of {count} \({socket.gethostname()}\) (has sent no heartbeat|the coordinator, )"
+        assert re.search(f"{name}.*; this host exits too", one.stderr), one.stderr
         assert "Error executing job" not in one.stderr and "Traceback" not in one.stderr, one.stderr
 
 

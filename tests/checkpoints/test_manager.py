@@ -199,7 +199,11 @@ def test_lower_and_existing_steps(tmp_path: Path) -> None:
     with Checkpoints(tmp_path, keep=3) as checkpoints:
         for step in (10, 20, 15):
             save_small(checkpoints, step)
-        with pytest.raises(UserError, match=rf"{tmp_path}: step 20 is saved already, and nothing is overwritten"):
+        with pytest.raises(
+            UserError,
+            match=rf"{tmp_path}: step 20 is already saved, and checkpoints are never "
+            rf"overwritten",
+        ):
             save_small(checkpoints, 20)
         save_small(checkpoints, 5)
         checkpoints.wait()

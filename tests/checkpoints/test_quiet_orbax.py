@@ -78,8 +78,8 @@ def test_errors_of_a_full_disk_are_one_line(
             checkpoints.save(1, state, layout, META)
             checkpoints.wait()
         assert str(caught.value) == (
-            f"{place}: the checkpoint could not be written: No space left on device. Those that were saved before are "
-            "intact: --resume continues from the newest of them"
+            f"{place}: the checkpoint could not be written: No space left on device. Earlier checkpoints are intact: "
+            "--resume continues from the newest of them"
         )
         while place.exists():  # a thread of orbax may still write there
             shutil.rmtree(place, ignore_errors=True)

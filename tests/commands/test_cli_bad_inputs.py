@@ -19,7 +19,7 @@ from zero.run.find_run import resume_overrides
 
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """With directories that are no runs: a configuration of `5`, a step of `²`, a directory as log, a loop of links."""
+    """Directories that are not runs: a configuration of `5`, a step of `²`, a directory as log, a loop of links."""
     monkeypatch.chdir(tmp_path)
     for name in ("number", "superscript"):
         (tmp_path / name / "checkpoints" / "²").mkdir(parents=True)
@@ -52,7 +52,7 @@ def test_keys_of_a_choice_beside_a_misspelled_one() -> None:
     for arguments in (["mode=plan", "plan.search=fastest", "plan.topologi=v3-8"], ["plan.topologi=v3-8", "mode=plan"]):
         with pytest.raises(UserError) as caught:
             cli_compose(arguments)
-        assert str(caught.value) == "plan.topologi: there is no such key; did you mean plan.topology?"
+        assert str(caught.value) == "plan.topologi: no such key; did you mean plan.topology?"
 
 
 @pytest.mark.parametrize("number", range(len(FILES)), ids=lambda number: f"{number}-{FILES[number][0]}")
@@ -69,7 +69,7 @@ def test_damaged_lines_of_metrics(tmp_path: Path, number: int, caplog: pytest.Lo
     """A damaged line blocks no resume: it is named and passed over."""
     data, line = DAMAGED_LINES[number]
     assert outcome(lambda: READERS["metrics.jsonl"](tmp_path, data))[0] == 0
-    assert f"metrics.jsonl, line {line}: damaged and passed over: expected a JSON object of a step" in caplog.text
+    assert f"metrics.jsonl, line {line}: damaged and skipped: expected a JSON object of a step" in caplog.text
 
 
 @pytest.mark.parametrize("arguments", PROGRAMS)

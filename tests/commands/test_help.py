@@ -50,7 +50,7 @@ def test_a_name_is_explained(name: str, parts: tuple[str, ...]) -> None:
 
 
 def test_unknown_names() -> None:
-    with pytest.raises(UserError, match=r"^optimiser: there is no such key; did you mean optimizer\?$"):
+    with pytest.raises(UserError, match=r"^optimiser: no such key; did you mean optimizer\?$"):
         help_text(["optimiser"])
 
 

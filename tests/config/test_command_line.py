@@ -51,7 +51,7 @@ def test_mixtures_and_sets_of_index_files_stay() -> None:
 
 
 def test_braces_that_a_shell_has_expanded() -> None:
-    with pytest.raises(UserError, match=r"^data\.index_path_train: is there 2 times, as a shell makes of braces"):
+    with pytest.raises(UserError, match=r"^data\.index_path_train: given 2 times; if a shell expanded the braces"):
         check_form(["data.index_path_train=a.index", "data.index_path_train=b.index"])
     check_form(["data.index_path_train=a.index", "seed=1", "data.index_path_train=b.index"])  # the later one counts
 

@@ -86,7 +86,7 @@ def test_heads_by_their_width() -> None:
     [
         ({"N": 0}, "model.size=test with model.override={'N': 0}: N must be at least 1"),
         ({"layers": 3}, r"model.override={'layers': 3}: layers: .*did you mean layer\?"),
-        ({"zzz": 3}, "zzz: there is no such key; expected one of embedding_dim"),
+        ({"zzz": 3}, "zzz: no such key; expected one of embedding_dim"),
         ({"N": "many"}, "model.override={'N': 'many'}: N: "),
         ({"family": "gpt9"}, "family must be one of gpt2"),
         ({"num_head": None}, "num_head"),

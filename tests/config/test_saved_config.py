@@ -76,7 +76,9 @@ def _check_that_a_preset_changes_nothing(keys: list[str], caplog: pytest.LogCapt
     saved = compose(*keys, "training.batch_size=16")
     merged = merge_resumed(saved, compose(*RESUMED, *keys), keys)
     assert (merged.training.batch_size, merged.training.total_steps) == (16, 900)
-    assert caplog.messages == ["a preset is for a fresh start; the run keeps its own values: training.batch_size=16"]
+    assert caplog.messages == [
+        "a preset only applies to a fresh start; the run keeps its own values: training.batch_size=16"
+    ]
     merged = merge_resumed(saved, compose("mode=evaluate", *keys), ["mode=evaluate", *keys])
     assert (merged.mode, merged.training.batch_size) == ("evaluate", 16)
 

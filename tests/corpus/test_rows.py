@@ -89,7 +89,7 @@ def test_states_of_something_else_are_refused(index: Path, tmp_path: Path):
         ({"host": 2, "hosts": 2}, "host=2: expected a number from 0 to 1"),
         ({"hosts": 4}, "does not divide into 4 parts"),
         ({"crop": "last"}, "crop=last: expected one of first, all, random"),
-        ({"stages": [(2, 3)]}, "sequences of 3 tokens do not divide rows of 4"),
+        ({"stages": [(2, 3)]}, "sequences of 3 tokens do not evenly divide rows of 4"),
     ):
         with pytest.raises(UserError, match=message):
             Rows(index, **(LIKE | wrong))

@@ -38,7 +38,7 @@ def test_average_that_fails_leaves_nothing(tmp_path: Path) -> None:
         average(str(tmp_path / "run"), tmp_path / "mean", [2, 7])
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     (tmp_path / "mean").mkdir()
-    with pytest.raises(UserError, match="mean exists already; nothing is overwritten"):
+    with pytest.raises(UserError, match="mean already exists and is never overwritten"):
         average(str(tmp_path / "run"), tmp_path / "mean")
 
 

@@ -163,7 +163,7 @@ def test_export_refuses_in_a_line(tmp_path: Path) -> None:
         export(str(tmp_path / "run"), tmp_path / "hf", 5)
     assert not (tmp_path / "hf").exists()
     (tmp_path / "hf").mkdir()
-    with pytest.raises(UserError, match="hf exists already; nothing is overwritten"):
+    with pytest.raises(UserError, match="hf already exists and is never overwritten"):
         export(str(tmp_path / "run"), tmp_path / "hf")
     assert contents(tmp_path / "hf") == {}
 
@@ -202,9 +202,9 @@ def test_export_of_the_average(tmp_path: Path) -> None:
         lambda: export(str(tmp_path / "average"), tmp_path / "x", ema=True),
         lambda: warm_start(str(tmp_path / "average"), model, ema=True),
     ):
-        with pytest.raises(UserError, match=r"average, step 9: holds no moving average of the weights; training.ema"):
+        with pytest.raises(UserError, match=r"average, step 9: has no moving average of the weights; training.ema"):
             refused()
-    with pytest.raises(UserError, match=r"weights: a Hugging Face folder holds no moving average"):
+    with pytest.raises(UserError, match=r"weights: a Hugging Face folder has no moving average"):
         warm_start(str(tmp_path / "weights"), model, ema=True)
 
 

@@ -200,8 +200,8 @@ def test_models_of_transformers(family: str, tmp_path: Path) -> None:
         ({"block_size": 256}, r"tensor wpe.weight: holds \(128, 42\), leaf positions/table expects \(256, 42\)"),
         ({"embedding_dim": 45}, r"tensor h.0.attn.c_proj.bias: holds \(42,\), leaf \S+ expects \(45,\)"),
         ({"num_head": 6}, "num_head is 3, this run expects 6"),
-        ({"alibi_attn": True}, "tensor wpe.weight: this model has no leaf for it"),
-        ({"embedding_norm": True}, "gpt2 has nothing for leaf embedding_norm/"),
+        ({"alibi_attn": True}, "tensor wpe.weight: this model has no such leaf"),
+        ({"embedding_norm": True}, "gpt2 has no tensor for leaf embedding_norm/"),
     ],
     ids=str,
 )
@@ -219,7 +219,7 @@ def test_misfit_is_refused(change: dict[str, Any], line: str, tmp_path: Path, hf
         ("model_type", "llama4_text", "'llama4_text' has shared experts, gates before experts"),
         ("model_type", "gemma3", "'text_config' is missing"),
         ("model_type", "deepseek_v3", "'deepseek_v3' has latent attention"),
-        ("activation_function", "relu", "activation_function is 'relu', a GPT of zero has 'gelu_new'"),
+        ("activation_function", "relu", "activation_function is 'relu'; zero supports only 'gelu_new'"),
         ("tie_word_embeddings", False, "tie_word_embeddings is False"),
     ],
 )

@@ -103,7 +103,7 @@ def test_from_hub_name_to_shards(hub: Hub, monkeypatch: pytest.MonkeyPatch, capl
     hub.requests.clear()
     assert_same(read(f"hf:{NAME}@v1"), expected(1))
     assert not hub.requests
-    with pytest.raises(Unavailable, match=r"@v2: the hub cannot be reached, and the cache has no such revision$"):
+    with pytest.raises(Unavailable, match=r"@v2: the hub cannot be reached, and this revision is not in the cache$"):
         read(f"hf:{NAME}@v2")
 
 

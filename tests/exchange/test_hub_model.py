@@ -102,7 +102,7 @@ def test_modes_take_a_folder(tmp_path: Path) -> None:
         assert (size.embedding_dim, size.N, size.tied, size.qkv_bias) == (36, 2, True, True)
         assert config.data.tokenizer == str(tmp_path / "tokenizer.json")
         assert config.data.max_context == 64
-        with pytest.raises(UserError, match=r"data\.resume_step=3: .* is no run, and has no checkpoints"):
+        with pytest.raises(UserError, match=r"data\.resume_step=3: .* is not a run and has no checkpoints"):
             compose([f"mode={mode}", f"model.model_path={tmp_path}", "data.resume_step=3"])
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(UserError, match=r"holds no tokenizer; expected tokenizer\.json or tokenizer\.model"):

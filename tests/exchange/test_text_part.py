@@ -140,7 +140,7 @@ def test_text_of_a_model_with_images(name: str, tmp_path: Path) -> None:
     assert names == {path.name for path in (tmp_path / "again").iterdir()}
     for file in names - {"model.safetensors"}:
         assert (folder / file).read_bytes() == (tmp_path / "again" / file).read_bytes()
-    with pytest.raises(UserError, match="has no images to keep beside its text"):
+    with pytest.raises(UserError, match="has no image part to keep beside its text"):
         export(str(tmp_path / "run"), tmp_path / "third", into=str(tmp_path / "text"))
     with pytest.raises(UserError, match="--into keeps the architecture and the dtypes of its folder"):
         export(str(tmp_path / "run"), tmp_path / "third", into=str(folder), dtype="float32")

@@ -40,7 +40,7 @@ def test_a_part_is_taken_back(tmp_path: Path, limit: Limit) -> None:
 
 
 def test_entries_are_held_until_there_is_room(tmp_path: Path, limit: Limit, caplog: pytest.LogCaptureFixture) -> None:
-    """Nothing is lost where the disk has room again, and one warning tells of the time without."""
+    """Nothing is lost where the disk has space again, and one warning tells of the time without."""
     caplog.set_level(logging.INFO)
     path = tmp_path / "log"
     with HoldingLog(path, "a line") as log:
@@ -57,7 +57,7 @@ def test_entries_are_held_until_there_is_room(tmp_path: Path, limit: Limit, capl
     assert path.read_bytes() == b"0\n1\n2\n3\n4\n5\n"
     failed, again, refused, lost = caplog.messages
     assert failed.startswith(f"{path}: a line could not be written (File too large)") and "intact" in failed
-    assert "has room again" in again and refused == failed
+    assert "has space again" in again and refused == failed
     assert lost == f"{path}: the last 1 entries are lost: File too large"
 
 

@@ -69,7 +69,7 @@ def test_a_bucket_itself_is_a_folder(place: str):
     assert storage.read_bytes(url) == DATA
     for spelling in (root, f"{root}/"):
         assert url in storage.list_files(spelling) and not storage.exists(spelling)
-        with pytest.raises(UserError, match="a bucket is a folder"):
+        with pytest.raises(UserError, match="this is a bucket"):
             storage.write(spelling, DATA)
     storage.remove(url)
     assert url not in storage.list_files(root)
@@ -332,9 +332,7 @@ def test_a_bucket_that_bills_its_readers(server: str, monkeypatch: pytest.Monkey
     with bucket.disturbed(proxy) as address:
         bucket.use(monkeypatch, address)
         for read in (storage.read_bytes, storage.list_files, storage.stat):
-            with pytest.raises(
-                UserError, match=r"bills those who read it; GS_USER_PROJECT=PROJECT in the env"
-            ) as caught:
+            with pytest.raises(UserError, match=r"bills its readers; set GS_USER_PROJECT=PROJECT in the env") as caught:
                 read(url)
             assert caught.value.status == 2 and "\n" not in str(caught.value)
         monkeypatch.setenv("GS_USER_PROJECT", "mine")

@@ -53,7 +53,7 @@ def test_missing_host_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     store = Missing()
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(agreement, "coordination_client", lambda: store)
-    with pytest.raises(Unavailable, match=r"contents: host 1 said nothing for 300 s \(DEADLINE_EXCEEDED"):
+    with pytest.raises(Unavailable, match=r"contents: host 1 did not respond for 300 s \(DEADLINE_EXCEEDED"):
         agreement.gather("contents", "mine")
 
 

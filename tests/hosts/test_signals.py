@@ -31,5 +31,5 @@ def test_a_stop_request_is_acknowledged_at_once(capfd: pytest.CaptureFixture[str
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGUSR1)
         assert received == [signal.SIGINT, signal.SIGUSR1]
-    expected = "\nSIGINT: saving a checkpoint, then stopping; a second Ctrl-C ends without one\n"
+    expected = "\nSIGINT: saving a checkpoint and stopping; press Ctrl-C again to stop without saving\n"
     assert capfd.readouterr().err == expected

@@ -95,7 +95,7 @@ def test_silent_store_ends_the_process(watched: Any, caplog: pytest.LogCaptureFi
     store.is_failing.set()
     wait_until(lambda: ended)
     assert ended[0] == 1
-    assert "host 0 of 2 (name) which coordinates, has not answered for 0.5 s (UNAVAILABLE" in caplog.text
+    assert "host 0 of 2 (name) the coordinator, has not responded for 0.5 s (UNAVAILABLE" in caplog.text
 
 
 def test_store_that_never_answers(watched: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -107,7 +107,7 @@ def test_store_that_never_answers(watched: Any, caplog: pytest.LogCaptureFixture
     store.is_stopped.set()
     wait_until(lambda: ended)
     assert ended == [1]
-    assert "host 0 of 2 (name) which coordinates, has not answered for 0.5 s (no answer)" in caplog.text
+    assert "host 0 of 2 (name) the coordinator, has not responded for 0.5 s (no answer)" in caplog.text
 
 
 def test_reason_of_a_leaving_host(watched: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -116,7 +116,7 @@ def test_reason_of_a_leaving_host(watched: Any, caplog: pytest.LogCaptureFixture
     store.of_the_other = "leaving 2 0 ended: error: shard 1.tar is damaged"
     wait_until(lambda: ended)
     assert ended == [2]
-    assert "host 0 of 2 (name) ended: error: shard 1.tar is damaged; this one ends as well" in caplog.text
+    assert "host 0 of 2 (name) ended: error: shard 1.tar is damaged; this host exits too" in caplog.text
     assert store.reports[-1] == store.of_the_other  # for host 0, which waits until all have read it
 
 
@@ -126,7 +126,7 @@ def test_host_0_tells_who_is_silent(watched: Any, caplog: pytest.LogCaptureFixtu
     store, ended = watched
     store.is_silent.set()
     wait_until(lambda: ended)
-    assert "host 1 of 2 (name) has sent no heartbeat for 0.5 s; this one ends as well" in caplog.text
+    assert "host 1 of 2 (name) has sent no heartbeat for 0.5 s; this host exits too" in caplog.text
     assert store.reports[-1] == "leaving 1 1 has sent no heartbeat for 0.5 s"
 
 
@@ -194,7 +194,7 @@ def test_lost_connection_is_said_once(watched: Any) -> None:
     store, ended = watched
     store.is_failing.set()
     watching = store.watching
-    naming = threading.Thread(target=watching._end, args=(0, "which coordinates, is gone"))
+    naming = threading.Thread(target=watching._end, args=(0, "the coordinator, is gone"))
     naming.start()
     wait_until(watching._stopped.is_set)  # the watching thread ends, and no heartbeat is sent any more
     watching.leave("ended: error: Gloo all-reduce failed", 1)
@@ -233,7 +233,7 @@ def test_host_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "process_count", lambda: 3)
     store = Store(other=2)
     monkeypatch.setattr(jax, "process_index", lambda: 0)
-    message = "host 1 of 3 joined, and said nothing for 0.3 s"
+    message = "host 1 of 3 joined, then did not respond for 0.3 s"
     with pytest.raises(Unavailable, match=message):
         watchdog._Watchdog(store, stall_minutes=None)
     monkeypatch.setattr(jax, "process_index", lambda: 2)
@@ -248,7 +248,9 @@ def test_host_0_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(Unavailable, match=r"host 0 of 2, which coordinates, .* named no hosts \(DEADLINE_EXCEEDED"):
+    with pytest.raises(
+        Unavailable, match=r"host 0 of 2, the coordinator, .* did not list the hosts \(DEADLINE_EXCEEDED"
+    ):
         watchdog._Watchdog(Gone(other=0), stall_minutes=None)
 
 

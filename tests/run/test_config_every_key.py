@@ -68,7 +68,7 @@ def test_every_key_has_a_row() -> None:
     for key in keys - ROWS.keys():
         raise AssertionError(f"{key}: give it a row in tests/helpers/key_table.py: another value, and what shows it")
     for key in ROWS.keys() - keys:
-        raise AssertionError(f"{key}: there is no such key; remove its row of tests/helpers/key_table.py")
+        raise AssertionError(f"{key}: no such key; remove its row of tests/helpers/key_table.py")
     for key, row in ROWS.items():
         path = row.shown_by.split(".py")[0] + ".py"
         is_known = row.shown_by in (STEP, RUN_OF_SIX, ALONE) or row.shown_by in WITHOUT_A_RUN or Path(path).is_file()

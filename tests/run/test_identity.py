@@ -59,7 +59,7 @@ def test_replaced_corpus(copied: Path) -> None:
     prepare_text(copied, seed=1)
     runs = cli.Lasting(copied)
     done = runs.run(*RESUME)
-    cli.check_refusal(done, f"{cli.INDICES[0]} has as many rows as before, and other contents (by manifest)")
+    cli.check_refusal(done, f"{cli.INDICES[0]} has as many rows as before, but other contents (by manifest)")
     assert "model.warm_start=true model.model_path=RUN" in done.stderr
     assert "nothing left to do" in runs.check("--resume", "hydra.run.dir=run").stderr  # it needs no data
     assert cli.contents(copied / "run") == before

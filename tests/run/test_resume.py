@@ -209,7 +209,7 @@ def test_evaluate_uses_the_average(whole: Whole, at_once: dict[str, Any]) -> Non
     assert loss != at_once["loss"] and abs(loss - at_once["loss"]) < 0.5
     average(str(run), place / "mean")
     done = whole.runs.run("mode=evaluate", "model.model_path=mean", "evaluate.ema=true", "hydra.run.dir=refused")
-    assert done.returncode and "holds no moving average of the weights; training.ema keeps one" in done.stderr
+    assert done.returncode and "has no moving average of the weights; training.ema keeps one" in done.stderr
     done = whole.runs.run("--resume", f"hydra.run.dir={run.name}", "training.ema=null")
     assert done.returncode and "training.ema=null: expected 0.6, the value of the run" in done.stderr
 

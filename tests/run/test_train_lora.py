@@ -243,7 +243,7 @@ def test_peft_folder_starts_run(place: Place, tmp_path: Path) -> None:
     for override, line in (
         ("tuning.rank=2", "r is 4, expected tuning.rank=2"),
         ("tuning.alpha=1", "lora_alpha is 8.0, expected tuning.alpha=1"),
-        ("tuning.targets=[query]", "tuning.targets names no product for it"),
+        ("tuning.targets=[query]", "tuning.targets has no product for it"),
         (
             "tuning.targets=[query,key]",
             r"k_proj.lora_A.weight: holds nothing, leaf blocks/key/lora_a expects \(4, 48\)",

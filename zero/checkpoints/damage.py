@@ -77,8 +77,8 @@ def write_errors(directory: Path | str) -> Iterator[None]:
             raise
         reason = full_disk(error) or without_brackets(error)
         raise Unavailable(
-            f"{directory}: the checkpoint could not be written: {reason}. Those that were saved before are intact: "
-            "--resume continues from the newest of them"
+            f"{directory}: the checkpoint could not be written: {reason}. Earlier checkpoints are intact: --resume "
+            "continues from the newest of them"
         ) from error
 
 

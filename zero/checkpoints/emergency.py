@@ -62,15 +62,15 @@ class Keys:
     emergency_steps: int | None = key(
         None,
         at_least(1),
-        "Every n steps each host keeps its shards in emergency_directory, and the next host keeps a copy; null: never.",
-        "A run that lost a host resumes from them instead of the last durable checkpoint; each time a line of "
-        "metrics is logged.",
+        "Every n steps each host saves its shards in emergency_directory, and the next host keeps a copy; null: off.",
+        "After losing a host, a run resumes from these shards instead of from the last durable checkpoint. Each save "
+        "also logs a line of metrics.",
         in_steps=True,
     )
     emergency_directory: str = key(
         "/dev/shm/zero",
         not_empty(),
-        "Memory or a local disk of each host, for six times its share of the state.",
+        "A directory in memory or on a local disk of each host, with room for six times the host's share of the state.",
         of_host=True,
     )
 
@@ -239,7 +239,7 @@ class EmergencyCheckpoints:
         except (DamagedShards, *FAILURES) as error:
             log.warning("emergency checkpoint %d, shards of host %d: %s", step, self._host, error)
         if agreement.sum_over_hosts(position_and_state is None)[0]:
-            log.warning("emergency checkpoint %d cannot be read on all hosts; the durable one is used", step)
+            log.warning("emergency checkpoint %d cannot be read on all hosts; using the durable checkpoint", step)
             return None
         assert position_and_state is not None
         try:
@@ -248,7 +248,7 @@ class EmergencyCheckpoints:
         except ValueError as error:
             fault = str(error)
         if fault:
-            log.warning("emergency checkpoint %d: %s; the durable one is used", step, fault)
+            log.warning("emergency checkpoint %d: %s; using the durable checkpoint", step, fault)
             return None
         source = "its own files" if holder == self._host else f"the copy of host {holder}"
         log.info("resumed from the emergency checkpoint of step %d, from %s", step, source)
@@ -309,7 +309,7 @@ class EmergencyCheckpoints:
         try:
             durable = max(self._durable_steps(), default=-1)
         except UserError as failure:
-            log.warning("emergency checkpoints stay in %s: %s", self._directory, failure)
+            log.warning("could not delete the emergency checkpoints in %s: %s", self._directory, failure)
             return
         for _, checkpoint in list(self._files()):
             if checkpoint.step <= durable:
@@ -324,6 +324,6 @@ def _check_room(directory: Path, own: Path, layout: Layout) -> None:
     if free < needed:
         raise UserError(
             f"zero.emergency_directory={directory}: expected {needed / 2**20:,.1f} MiB for the shards of this host and "
-            f"its neighbor, {free / 2**20:,.1f} are free; name a directory on a local disk, or give the container "
-            "more shared memory (docker run --shm-size)"
+            f"its neighbor, {free / 2**20:,.1f} are free; use a directory on a local disk, or give the container more "
+            "shared memory (docker run --shm-size)"
         )

@@ -226,7 +226,7 @@ class Checkpoints:
         """
         self.wait()
         if step in self.steps():
-            raise UserError(f"{self.directory}: step {step} is saved already, and nothing is overwritten")
+            raise UserError(f"{self.directory}: step {step} is already saved, and checkpoints are never overwritten")
         arrays = {leaf.name: x for leaf, x in zip(layout.leaves, layout.treedef.flatten_up_to(state), strict=True)}
         meta = meta | {
             "shapes": {leaf.name: list(leaf.shape) for leaf in layout.leaves},
@@ -358,11 +358,11 @@ class Checkpoints:
           UserError: it could not be renamed.
         """
         if self._keep is None:
-            raise ValueError(f"{self.directory} was opened for reading only")
+            raise ValueError(f"{self.directory} is open for reading only")
 
         def rename() -> None:
             if jax.process_index() == 0:
-                log.warning("checkpoint %d set aside as %s", step, move_aside(self.directory, step))
+                log.warning("moved checkpoint %d aside to %s", step, move_aside(self.directory, step))
 
         self._on_all_hosts(step, rename)
         self._manager.reload()
@@ -390,7 +390,7 @@ class Checkpoints:
             seconds = self._commit_times[saved.step] - saved.started
             log.info("checkpoint %d saved: %.2f GB in %.1f s", saved.step, saved.size / 1e9, seconds)
             if failure is not None:
-                log.warning("older checkpoints than %d could not be deleted: %s", saved.step, failure.__cause__)
+                log.warning("checkpoints older than %d could not be deleted: %s", saved.step, failure.__cause__)
 
     def _known(self) -> dict[int, Saved]:
         """What retention depends on of existing checkpoints whose metadata can be read, by step."""
@@ -412,8 +412,8 @@ class Checkpoints:
             _check_meta(meta)
         if meta["format"] != FORMAT:
             raise UserError(
-                f"{self._name(step)} is of format {meta['format']}, and this version of zero reads format {FORMAT}; "
-                f"versions that wrote it: {meta['versions']}"
+                f"{self._name(step)} is of format {meta['format']}, but this version of zero reads format {FORMAT}; it "
+                f"was written by {meta['versions']}"
             )
         return meta
 
@@ -443,8 +443,8 @@ class Checkpoints:
             if self._keep is not None or not self._is_deleted(step):
                 raise
             raise MissingCheckpoint(
-                f"{self._name(step)} was deleted while it was read, by the run that trains there; "
-                "data.keep_checkpoints and data.keep_every keep more"
+                f"{self._name(step)} was deleted while it was being read, by the run that trains there; to keep more "
+                "checkpoints, set data.keep_checkpoints or data.keep_every"
             ) from error
 
     def _is_deleted(self, step: int) -> bool:
@@ -530,13 +530,13 @@ def _check_meta(meta: Any) -> None:
     if not isinstance(meta, dict):
         raise ValueError("not a JSON object")
     if meta.get(META_CHECKSUM) != meta_checksum(meta):
-        raise ValueError(f"its content is not what was saved, by its {META_CHECKSUM}")
+        raise ValueError(f"its content does not match its checksum, {META_CHECKSUM}")
 
 
 def _check_path(directory: Path | str) -> None:
     """Orbax lists directories by patterns, which it makes of their paths; tensorstore takes only UTF-8."""
     if re.search(r"[*?\[\\\ud800-\udfff]", str(directory)):
-        raise UserError(f"{str(directory)!r}: expected a path in UTF-8 without * ? [ and backslashes; name another one")
+        raise UserError(f"{str(directory)!r}: expected a path in UTF-8 without *, ?, [ or a backslash")
 
 
 def _patient_buckets() -> AbstractContextManager[None]:

@@ -30,7 +30,7 @@ class PatientBucket(fsspec.get_filesystem_class("gs")):  # type: ignore[misc]
             except Exception as error:
                 if not is_retriable(error) or time.monotonic() > ends:
                     raise
-                log.warning("a bucket does not answer, trying again: %s", str(error).partition("\n")[0])
+                log.warning("a bucket does not respond; trying again: %s", str(error).partition("\n")[0])
 
 
 @contextmanager

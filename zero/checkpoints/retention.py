@@ -47,14 +47,14 @@ class Keys:
     keep_checkpoints: int = key(
         3,
         at_least(1),
-        "The newest checkpoints that are kept; the best one by validation/loss is kept as well.",
+        "How many of the newest checkpoints to keep; the best one by validation/loss is always kept as well.",
     )
     keep_every: Any = key(
         None,
         steps_or_hours(),
-        "1000: checkpoints of steps that are a multiple of this are kept as well; null: off.",
-        "2h: a checkpoint is kept as well if it is the first one or was saved this many hours after the last that is "
-        "kept so.",
+        "1000: also keep checkpoints whose step is a multiple of 1000; null: off.",
+        "2h: also keep the first checkpoint, and each that was saved at least 2 hours after the last one kept this "
+        "way.",
     )
 
     def retention(self) -> Retention:

@@ -37,7 +37,8 @@ def check_form(arguments: Sequence[str]) -> None:
     for name in INDEX_FILES:
         if (name, name) in pairwise(names):  # apart from each other the later one counts, as for any key
             lines.append(
-                f"{name}: is there {names.count(name)} times, as a shell makes of braces: '{name}=a-{{1,2}}.index'"
+                f"{name}: given {names.count(name)} times; if a shell expanded the braces, quote them: "
+                f"'{name}=a-{{1,2}}.index'"
             )
     for argument in arguments:
         is_value = takes_next
@@ -45,7 +46,7 @@ def check_form(arguments: Sequence[str]) -> None:
         name = argument.partition("=")[0]
         if argument.startswith("-"):
             if not is_value and not any(option.startswith(name) for option in (*OPTIONS, *FLAGS)):
-                lines.append(f"{argument}: there is no such option; settings are written key=value, see --help")
+                lines.append(f"{argument}: no such option; settings are written key=value (see --help)")
         elif not is_value and "=" not in argument and not argument.startswith("~"):
             hint = f"mode={argument}" if argument in MODES.kinds else "training.total_steps=50"
             lines.append(f"{argument}: expected key=value, such as {hint}; see --help")

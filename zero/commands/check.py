@@ -38,7 +38,7 @@ def examine(optimizer: optax.GradientTransformation, params: Any, devices: int) 
     optimizer state per device: 32,772 bytes replicated, 4,100 over 8 devices
     whole on every device: nothing
     gradients: one reduce-scatter and one gather of updates, in place of one all-reduce
-    the optimizer is right on slices as it is
+    the optimizer works on slices unchanged
     """
     layout = zero.make_layout(params, devices)
     refusal = None
@@ -51,7 +51,7 @@ def examine(optimizer: optax.GradientTransformation, params: Any, devices: int) 
     except (ValueError, TypeError) as error:
         refusal = str(error).partition("\n--------")[0]
     wholes = [f"{leaf.name or '(root)'} {list(leaf.shape)}" for leaf in layout.leaves if not leaf.splits]
-    verdict = "the optimizer is right on slices as it is" if refusal is None else f"refused: {refusal}"
+    verdict = "the optimizer works on slices unchanged" if refusal is None else f"refused: {refusal}"
     lines = [
         state,
         f"whole on every device: {', '.join(wholes) if wholes else 'nothing'}",
@@ -94,14 +94,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("program", type=Path, help="the Python file")
     parser.add_argument("optimizer", help="the name of its optax transform")
-    parser.add_argument("params", help="the name of its parameters, or of a function that makes them or a train state")
+    parser.add_argument(
+        "params", help="the name of its parameters, or of a function that returns them or a train state"
+    )
     parser.add_argument("--devices", type=int, default=8, help="the number of devices to plan for")
     options = parser.parse_args(arguments)
     module = _load(options.program)
     for name in (options.optimizer, options.params):
         if not hasattr(module, name):
             raise SystemExit(
-                f"{options.program} has no {name!r} at its top level. Where it is made inside a function, write there: "
+                f"{options.program} has no {name!r} at its top level. If it is created inside a function, write there: "
                 f"from zero.commands import check; print(check.examine(optimizer, params, {options.devices}).text)"
             )
     report = examine(getattr(module, options.optimizer), _shapes(getattr(module, options.params)), options.devices)

@@ -200,7 +200,7 @@ def use_folder(config: DictConfig, folder: HubModel, given: Sequence[str]) -> Si
     """
     for key, value in (("data.resume_step", None), ("evaluate.follow", False)):
         if OmegaConf.select(config, key) not in (value, None):
-            raise UserError(f"{key}={OmegaConf.select(config, key)}: {folder.path} is no run, and has no checkpoints")
+            raise UserError(f"{key}={OmegaConf.select(config, key)}: {folder.path} is not a run and has no checkpoints")
     config.model.model_path = str(folder.path)
     if "data.tokenizer" not in given:
         config.data.tokenizer = folder.tokenizer()

@@ -72,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
     except ImportError as error:  # nothing else can be examined without them
         return _verdict(faults + _line("settings", Fault(first_line(error), install_command("train"))))
     for mistake in mistakes:
-        faults += _line("settings", Fault(mistake, "correct it; the other checks use the defaults"))
+        faults += _line("settings", Fault(mistake, "fix it; the other checks use the defaults"))
     for name, (check, remedy) in CHECKS.items():
         faults += _show(name, partial(check, settings), remedy)
     return _verdict(faults)
@@ -125,7 +125,10 @@ def _unmet(distribution: str, extras: Sequence[str], *, optional: bool) -> Itera
         if installed is None and not optional:
             yield f"{name} is missing", f"{name}{specifier}"
         elif installed is not None and not specifier.contains(installed, prereleases=True):
-            yield f"{name} {installed} is not {specifier}, which {distribution} asks for", f"{name}{specifier}"
+            yield (
+                f"{name} {installed} does not satisfy {specifier}, which {distribution} requires",
+                f"{name}{specifier}",
+            )
 
 
 def _version(name: str) -> str | None:
@@ -194,7 +197,9 @@ def collectives(settings: Settings) -> str:
         wrong += [f"{name} on device {first + i}" for i in np.flatnonzero(~flags)]
     if wrong:
         raise Fault(f"wrong results: {', '.join(wrong)}", CHECKS["collectives"][1])
-    return f"{len(right)} kinds over {count} devices are exact; {time.monotonic() - started:.1f} s with compilation"
+    return (
+        f"{len(right)} kinds over {count} devices are exact; {time.monotonic() - started:.1f} s including compilation"
+    )
 
 
 def matrix_products(settings: Settings) -> str:
@@ -239,9 +244,9 @@ def disk(settings: Settings) -> str:
     free = shutil.disk_usage(where).free
     text = f"{free / GIB:.1f} GiB free in {where}, this run needs about {needed / GIB:.1f}"
     if not os.access(where, os.W_OK):
-        raise Fault(f"{where} is not writable", "start in another directory, or name data.checkpoint_directory")
+        raise Fault(f"{where} is not writable", "start in another directory, or set data.checkpoint_directory")
     if free < needed:
-        raise Fault(text, "free some space, lower data.keep_checkpoints, or name data.bucket_path")
+        raise Fault(text, "free some space, lower data.keep_checkpoints, or set data.bucket_path")
     return text
 
 
@@ -260,7 +265,7 @@ def bucket(settings: Settings) -> str:
     is_kept = storage.read_bytes(url) == content and url in storage.list_files(folder)
     storage.remove(url)
     if not is_kept:
-        raise Fault(f"{url} was written, and is not what is read", "check the bucket with gcloud storage ls")
+        raise Fault(f"{url} was written, but reads back differently", "check the bucket with gcloud storage ls")
     return f"{storage.bucket(data.bucket_path)} can be written, read, listed; {time.monotonic() - started:.1f} s"
 
 
@@ -270,7 +275,7 @@ CHECKS: dict[str, tuple[Callable[[Settings], str], str]] = {
     "devices": (devices, "end other programs that use the accelerators, or restart this machine"),
     "collectives": (collectives, "restart all hosts; if it happens again, delete the slice and create another one"),
     "matrix products": (matrix_products, "end other programs that use this device; if there are none, replace it"),
-    "disk": (disk, "name a data.checkpoint_directory that exists"),
+    "disk": (disk, "set data.checkpoint_directory to one that exists"),
     "bucket": (
         bucket,
         "gcloud auth application-default login, or give the account of this machine roles/storage.objectAdmin and "

@@ -39,7 +39,7 @@ def fraction_below_one() -> Check:
 
 
 def not_empty() -> Check:
-    return Check(lambda value: bool(value.strip()), "a text that is not empty")
+    return Check(lambda value: bool(value.strip()), "a non-empty string")
 
 
 def random_seed() -> Check:

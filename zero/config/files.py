@@ -33,7 +33,7 @@ def read_yaml(path: Path, message: str, kind: type[UserError] = UserError) -> di
     with reading(message, YAMLError, OmegaConfBaseException, OSError, kind=kind):  # OSError: the YAML is a number
         content = _content(data.decode("utf-8"))
         if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-            raise TypeError("found something else than names with values")
+            raise TypeError("expected names with values")
     return content
 
 

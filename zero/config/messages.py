@@ -18,14 +18,14 @@ def unknown_field(name: str, names: Sequence[str]) -> str:
     """A line for a key of a record, such as a model, that has no such key.
 
     >>> unknown_field("num_kv_head", ["num_head", "kv_heads", "windows"])
-    'num_kv_head: there is no such key; did you mean num_head or kv_heads?'
+    'num_kv_head: no such key; did you mean num_head or kv_heads?'
     >>> unknown_field("x", ["num_head", "windows"])
-    'x: there is no such key; expected one of num_head, windows'
+    'x: no such key; expected one of num_head, windows'
     """
     similar = difflib.get_close_matches(name, names, n=2)
     if similar:
-        return f"{name}: there is no such key; did you mean {' or '.join(similar)}?"
-    return f"{name}: there is no such key; expected one of {', '.join(names)}"
+        return f"{name}: no such key; did you mean {' or '.join(similar)}?"
+    return f"{name}: no such key; expected one of {', '.join(names)}"
 
 
 def did_you_mean(value: object, options: Sequence[str]) -> str:
@@ -53,15 +53,15 @@ def similar_key(name: str, names: Iterable[str]) -> str:
     sections = {key.partition(".")[0] for key in known}
     similar = difflib.get_close_matches(name, [*known, *sections], n=1, cutoff=0.75)
     if similar:
-        return f"{name}: there is no such key; did you mean {similar[0]}?"
+        return f"{name}: no such key; did you mean {similar[0]}?"
     prefix = name.rpartition(".")[0]
     siblings = [key.removeprefix(f"{prefix}.") for key in known if prefix and key.startswith(f"{prefix}.")]
     shown = dict.fromkeys(key.partition(".")[0] for key in siblings or known)
-    return f"{name}: there is no such key; expected one of {', '.join(shown)}"
+    return f"{name}: no such key; expected one of {', '.join(shown)}"
 
 
 def no_such_key(name: str) -> str:
-    return f"{name}: there is no such key"
+    return f"{name}: no such key"
 
 
 def describe(

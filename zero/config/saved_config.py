@@ -81,7 +81,7 @@ def merge_resumed(saved: DictConfig, config: DictConfig, overrides: list[str], m
     kept = [key for key in preset_keys(overrides, modes.groups) if _differs(key, merged, config, modes)]
     if kept:
         values_kept = ", ".join(f"{key}={shown(OmegaConf.select(merged, key))}" for key in kept)
-        log.warning("a preset is for a fresh start; the run keeps its own values: %s", values_kept)
+        log.warning("a preset only applies to a fresh start; the run keeps its own values: %s", values_kept)
     merged.resume = config.resume
     return merged
 

@@ -92,7 +92,7 @@ class Rows:
             raise UserError(f"host={host}: expected a number from 0 to {hosts - 1}, as hosts={hosts}")
         for _, length in stages:
             if length < 1 or context % length:
-                raise UserError(f"stages: sequences of {length} tokens do not divide rows of {context}")
+                raise UserError(f"stages: sequences of {length} tokens do not evenly divide rows of {context}")
         self._arguments: dict[str, Any] = {
             "batch": batch,
             "context": context,
@@ -165,7 +165,7 @@ class Rows:
                 self._cursor = batch.cursor
                 self.skipped += int(batch.is_skipped.sum())
                 if self.skipped > self._skip:
-                    raise UserError(f"{self.skipped} rows could not be read, more than skip={self._skip}: see the log")
+                    raise UserError(f"{self.skipped} rows could not be read, more than skip={self._skip}; see the log")
                 rows = self._batching.schedule.rows
                 places = number * rows + self._batching.numbers(rows)
                 for place, row in zip(places.tolist(), batch.tokens, strict=True):

@@ -84,7 +84,7 @@ class SavedStep(NamedTuple):
         try:
             return GPTConfig(**self.meta["size"])
         except (KeyError, TypeError, ValueError) as error:
-            raise DamagedCheckpoint(f"{self.origin}: its metadata hold no size of a model: {error!r}") from error
+            raise DamagedCheckpoint(f"{self.origin}: its metadata has no model size: {error!r}") from error
 
     def check_size(self, expected: GPTConfig) -> None:
         """Raises UserError where an attribute that no leaf shows differs from the expected one."""
@@ -101,7 +101,7 @@ class SavedStep(NamedTuple):
         """
         base = self.meta.get("base")
         if not isinstance(base, dict) or base.keys() != {"named", "place", "ema", "checksum"}:
-            raise DamagedCheckpoint(f"{self.origin}: its metadata name no base for its adapters")
+            raise DamagedCheckpoint(f"{self.origin}: its metadata does not name the base of its adapters")
         return base
 
     def tokenizer(self) -> TokenizerIdentity:
@@ -116,7 +116,7 @@ class SavedStep(NamedTuple):
         name = f"averages/{EMA}" if ema else "params"
         if not any(leaf.startswith(f"{name}/") for leaf in self.meta["shapes"]):
             raise UserError(
-                f"{self.origin}: holds no moving average of the weights; training.ema keeps one from the first step"
+                f"{self.origin}: has no moving average of the weights; training.ema keeps one from the first step"
             )
         return name
 
@@ -174,7 +174,7 @@ def new_directory(path: Path) -> Iterator[Path]:
       UserError: `path` exists.
     """
     if os.path.lexists(path):
-        raise UserError(f"{path} exists already; nothing is overwritten, name another")
+        raise UserError(f"{path} already exists and is never overwritten; choose another name")
     path.parent.mkdir(parents=True, exist_ok=True)
     with storage.unfinished_directory(path) as unfinished:
         yield unfinished

@@ -71,12 +71,14 @@ def check_keys(origin: str, config: Mapping[str, Any], architecture: Architectur
         if is_read or value in (None, False, "", [], {}) or _is_implied(key, config, architecture, layers):
             continue
         raise UserError(
-            f"{origin}: {key} is {value!r}, and zero reads no such key of model_type {architecture.model_type!r}; "
+            f"{origin}: {key} is {value!r}, which zero does not know for model_type {architecture.model_type!r}; "
             "delete it only if the weights were trained without it"
         )
     for key, alias in architecture.aliases.items():
         if key in config and alias in config and config[key] != config[alias]:
-            raise UserError(f"{origin}: {key} is {config[key]!r} and {alias} {config[alias]!r}, which mean the same")
+            raise UserError(
+                f"{origin}: {key} is {config[key]!r} and {alias} {config[alias]!r}, two names for the same setting"
+            )
     _check_rope(origin, config, architecture)
 
 
@@ -111,8 +113,8 @@ def _check_rope(origin: str, config: Mapping[str, Any], architecture: Architectu
             has_fraction = architecture.rotary is not None and architecture.rotary[1] is not None
             if not has_fraction and part.get("partial_rotary_factor", 1.0) != 1.0:
                 raise UserError(
-                    f"{origin}: partial_rotary_factor of {section} is {part['partial_rotary_factor']!r}, and a GPT of "
-                    "zero like this one rotates whole heads"
+                    f"{origin}: partial_rotary_factor of {section} is {part['partial_rotary_factor']!r}, but for this "
+                    "model_type zero rotates whole heads"
                 )
             key = "original_max_position_embeddings"
             beside = config.get(key)

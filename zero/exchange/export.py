@@ -129,17 +129,20 @@ def _write(
     places |= {name.removeprefix("averages/"): name for name in saved.meta["shapes"] if name.startswith(collections)}
     leaves = list(places)
     if merges and tuning is None:
-        raise UserError(f"{saved.origin}: holds no adapters to merge; zero-weights export writes its weights")
+        raise UserError(f"{saved.origin}: has no adapters to merge; zero-weights export writes its weights")
     if with_code and tuning is not None and not merges:
-        raise UserError(f"{saved.origin}: holds adapters; zero-weights merge --with-code writes their base with them")
+        raise UserError(f"{saved.origin}: has adapters; zero-weights merge --with-code writes their base with them")
 
     if tuning is not None and not merges and (brought.get("has_images") or into is not None):
         raise UserError(
-            f"{saved.origin}: holds adapters for the text of a model with images, whose modules have other names in "
-            "PEFT; zero-weights merge writes their base with them"
+            f"{saved.origin}: holds adapters for the text part of a model with images, whose modules have other names "
+            "in PEFT; zero-weights merge writes their base with them"
         )
     if into is not None and (with_code or dtype is not None):
-        raise UserError("--into keeps the architecture and the dtypes of its folder; expected no --with-code, --dtype")
+        raise UserError(
+            "--into keeps the architecture and the dtypes of its folder and cannot be combined with --with-code or "
+            "--dtype"
+        )
 
     read: Callable[[str], np.ndarray] = lambda leaf: saved.checkpoints.read(saved.step, places[leaf])  # noqa: E731
     with new_directory(folder) as unfinished:
@@ -276,7 +279,7 @@ def write_into(base: Path, folder: Path, tensors: Iterable[tuple[str, np.ndarray
                     alone = text_name(name)
                     if alone is not None:
                         if alone not in own:
-                            raise UserError(f"{path}, tensor {name}: the model of the run has nothing for it")
+                            raise UserError(f"{path}, tensor {name}: the model of the run has no such tensor")
                         new = own.pop(alone).get_tensor(alone)
                         if new.shape != x.shape:
                             raise UserError(f"{path}, tensor {name}: is {x.shape}, and that of the run {new.shape}")
@@ -285,7 +288,7 @@ def write_into(base: Path, folder: Path, tensors: Iterable[tuple[str, np.ndarray
                 metadata = of_base.metadata()
             save_file(written, folder / path.name, metadata)
     if own:
-        raise UserError(f"{base}: its text lacks {min(own)}, which the model of the run has")
+        raise UserError(f"{base}: its text part lacks {min(own)}, which the model of the run has")
     shutil.rmtree(text)
 
 

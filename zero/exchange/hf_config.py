@@ -36,13 +36,13 @@ def read_architecture(origin: str, config: Mapping[str, Any]) -> Architecture:
     """
     model_type = config.get("model_type")
     if isinstance(model_type, str) and model_type in MISSING:
-        raise UserError(f"{origin}: model_type {model_type!r} has {MISSING[model_type]}, no model of zero has these")
+        raise UserError(f"{origin}: model_type {model_type!r} has {MISSING[model_type]}, which zero does not support")
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         raise UserError(f"{origin}: model_type {model_type!r}: expected one of {', '.join(map(repr, ARCHITECTURES))}")
     architecture = ARCHITECTURES[model_type]
     for key, value in architecture.fixed.items():
         if config.get(key, value) not in (value, architecture.legacy.get(key, value)):
-            raise UserError(f"{origin}: {key} is {config[key]!r}, a GPT of zero has {value!r}")
+            raise UserError(f"{origin}: {key} is {config[key]!r}; zero supports only {value!r}")
     return architecture
 
 
@@ -69,15 +69,15 @@ def read_choices(origin: str, config: Mapping[str, Any], architecture: Architect
         with reading(f"{origin}: the keys of windows hold something else"):
             choices["windows"] = _read_windows(origin, {**architecture.absent, **config}, architecture, layers)
     if architecture.unrotated:
-        with reading(f"{origin}: no_rope_layers holds something else"):
+        with reading(f"{origin}: no_rope_layers has an unexpected form"):
             choices["unrotated_every"] = _read_unrotated(origin, config, architecture.unrotated, layers)
     if "score_width" in choices or "score_multiplier" in choices:
-        with reading(f"{origin}: the scale of scores is something else"):
+        with reading(f"{origin}: the scale of scores has an unexpected form"):
             width = choices.get("head_width") or choices["embedding_dim"] // choices["num_head"]
             multiplier = float(choices.get("score_multiplier") or choices["score_width"] ** -0.5)
             choices["attention_scale"] = "sqrt" if multiplier == width**-0.5 else multiplier
     if "logit_divisor" in choices:
-        with reading(f"{origin}: logits_scaling is no number"):
+        with reading(f"{origin}: logits_scaling is not a number"):
             choices["output_scale"] = 1 / float(choices["logit_divisor"])
     stated = config.get(architecture.layers_key, config.get(architecture.aliases.get(architecture.layers_key, "")))
     if stated != layers:
@@ -176,15 +176,15 @@ def _read_rotary(origin: str, config: Mapping[str, Any], architecture: Architect
         local = by_type.get("sliding_attention") or {}
         key, default = architecture.local_rotary
         if (kind := _rope_type(f"{origin}: rope_parameters", local)) != "default":
-            raise UserError(f"{origin}: rope_type of sliding_attention is {kind!r}, a GPT of zero has 'default'")
+            raise UserError(f"{origin}: rope_type of sliding_attention is {kind!r}; zero supports only 'default'")
         attributes["local_rotary_base"] = float(local.get("rope_theta", config.get(key, default)))
     kind = _rope_type(f"{origin}: {name}", parameters)
     kind = architecture.scaling_aliases.get(kind, kind)
     known = ("default", *architecture.scalings)
     if kind not in known:
         raise UserError(
-            f"{origin}: {name} has rope_type {kind!r}, with which these weights were trained; "
-            f"zero computes {', '.join(map(repr, known))}"
+            f"{origin}: {name} has rope_type {kind!r}, which these weights were trained with; zero supports "
+            f"{', '.join(map(repr, known))}"
         )
     attributes["rotary_base"] = float(parameters.get("rope_theta", config.get(base, architecture.absent[base])))
     attributes["rotary_scaling"] = _read_scaling(origin, kind, parameters, config)
@@ -198,7 +198,7 @@ def _rope_type(place: str, parameters: Mapping[str, Any]) -> Any:
     """The kind of rotary positions, under either of its names; raises UserError if both are there and differ."""
     kinds = [parameters[key] for key in ("rope_type", "type") if key in parameters]
     if len(kinds) == 2 and kinds[0] != kinds[1]:
-        raise UserError(f"{place} has rope_type {kinds[0]!r} and type {kinds[1]!r}, which mean the same")
+        raise UserError(f"{place} has rope_type {kinds[0]!r} and type {kinds[1]!r}, two names for the same setting")
     return kinds[0] if kinds else "default"
 
 
@@ -316,7 +316,8 @@ def _read_unrotated(origin: str, config: Mapping[str, Any], default: int, layers
             return every
     if listed != [1] * layers:
         raise UserError(
-            f"{origin}: no_rope_layers is {listed}, a GPT of zero has none in the last of every so many layers"
+            f"{origin}: no_rope_layers is {listed}; zero supports only a regular pattern, in which the last of every n "
+            "layers has none"
         )
     return None
 
@@ -328,7 +329,7 @@ def _read_windows(origin: str, config: Mapping[str, Any], architecture: Architec
     if kind == "sliding_window":
         expected = ["sliding_attention" if window else "full_attention"] * layers
         if config.get("layer_types") not in (None, expected):
-            raise UserError(f"{origin}: layer_types is {config['layer_types']}, a GPT of zero has {expected}")
+            raise UserError(f"{origin}: layer_types is {config['layer_types']}; zero supports only {expected}")
         return (window,)
     if kind == "attention_types":
         parts = config.get("attention_types") or []

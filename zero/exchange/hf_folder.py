@@ -62,9 +62,7 @@ class HuggingFaceFolder:
                 if not numbers.get(name, "").isdigit() or int(numbers[name]) < layers
             }
         if not layers:
-            raise UserError(
-                f"{path}: holds no tensor of a layer; expected {self.architecture.prefix}{first}0 and so on"
-            )
+            raise UserError(f"{path}: has no tensor of a layer; expected {self.architecture.prefix}{first}0 and so on")
         self._config = config
         self.layers = layers
         self.size = {"N": layers, **read_choices(str(path / CONFIG_FILE), config, self.architecture, layers)}
@@ -176,7 +174,9 @@ class HuggingFaceFolder:
                     raise UserError(f"{self.path}, tensor {name}: holds values that are not finite")
                 if _grows(leaf, tensor.shape, architecture.tensor_shape(leaf, size)):
                     count = size.vocab_size - len(tensor)
-                    log.info("%s: rows of %d new tokens begin at the mean of the other %d", name, count, len(tensor))
+                    log.info(
+                        "%s: the rows of %d new tokens start at the mean of the other %d", name, count, len(tensor)
+                    )
                     mean = tensor.astype(np.float32).mean(axis=0, keepdims=True)
                     tensor = np.concatenate([tensor.astype(np.float32), np.repeat(mean, count, axis=0)])
                 logical[index] = architecture.unpack(leaf, tensor, size)
@@ -188,7 +188,7 @@ class HuggingFaceFolder:
     def _tensor_names(self, leaf: LeafLayout, size: GPTConfig) -> dict[tuple[int, ...], str]:
         """The tensors that hold this leaf, one per layer and expert, by their place in it."""
         if leaf.name.rpartition("/")[0] not in self.architecture.modules:
-            raise UserError(f"{self.path}: {self.architecture.model_type} has nothing for leaf {leaf.name}")
+            raise UserError(f"{self.path}: {self.architecture.model_type} has no tensor for leaf {leaf.name}")
         name = self.architecture.tensor_name(leaf.name)
         places = np.ndindex(leaf.shape[: name.count("{}")])
         return {index: self.architecture.numbered(name, leaf.name, index, size) for index in places}

@@ -257,7 +257,7 @@ def _saved_tables(
     if tables and size.tied and not config.get("ensure_weight_tying"):
         raise UserError(
             f"{path}: modules_to_save without ensure_weight_tying unties {' and '.join(config['modules_to_save'])} "
-            "from the other table, expected ensure_weight_tying=true, as they are one in this model"
+            "from the other table; expected ensure_weight_tying=true, because this model ties them"
         )
     return tuple(table for table in TABLES if table in tables)
 
@@ -332,7 +332,7 @@ def read_peft(folder: Path, model: ShardedGPT) -> PyTree:
             left_over.discard(_TIED_HEAD)
             embeddings = tensor_name(f"{VOCABULARY}/{COPY}table", architecture)
             if not np.array_equal(file.get_tensor(_TIED_HEAD), file.get_tensor(embeddings)):
-                raise UserError(f"{folder}, tensor {_TIED_HEAD}: is not {embeddings}, and they are one in this model")
+                raise UserError(f"{folder}, tensor {_TIED_HEAD}: differs from {embeddings}, but this model ties them")
     if left_over:
-        raise UserError(f"{folder}, tensor {min(left_over)}: tuning.targets names no product for it")
+        raise UserError(f"{folder}, tensor {min(left_over)}: tuning.targets has no product for it")
     return to_devices(whole, model.layout, model.axis)

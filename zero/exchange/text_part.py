@@ -44,9 +44,9 @@ def text_config(origin: str, config: Mapping[str, Any]) -> dict[str, Any]:
     the longest context.
 
     Raises:
-      UserError: `text_config` holds something else; `origin` begins the message.
+      UserError: `text_config` has an unexpected form; `origin` begins the message.
     """
-    with reading(f"{origin}: text_config holds something else"):
+    with reading(f"{origin}: text_config has an unexpected form"):
         text = dict(config)
         if has_images(config):
             text = {**_WITH_IMAGES[config["model_type"]], **dict(config["text_config"])}
@@ -77,4 +77,4 @@ def text_name(name: str) -> str | None:
 def check_has_images(origin: str, config: Mapping[str, Any]) -> None:
     """Raises UserError for a config.json of a model without images; `origin` begins the message."""
     if not has_images(config):
-        raise UserError(f"{origin}: model_type {config.get('model_type')!r} has no images to keep beside its text")
+        raise UserError(f"{origin}: model_type {config.get('model_type')!r} has no image part to keep beside its text")

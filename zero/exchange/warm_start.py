@@ -44,9 +44,9 @@ class PathKeys:
     model_path: str | None = key(
         None,
         not_empty(),
-        "Source of weights; null: in mode=evaluate and mode=sample the newest run.",
-        "A run directory, RUN@STEP for one of its steps, a local Hugging Face folder, or a model of the hub, "
-        "hf:NAME@REVISION; warm_start: also a directory of checkpoints.",
+        "Where to load weights from; null: in mode=evaluate and mode=sample, the newest run.",
+        "A run directory, RUN@STEP for one of its steps, a local Hugging Face folder, or a model on the hub, "
+        "hf:NAME@REVISION; with warm_start also a directory of checkpoints.",
     )
 
 
@@ -57,8 +57,8 @@ class Keys(PathKeys):
     warm_start: Any = key(
         False,
         Check(lambda value: value is True or value is False or value == EMA, "true, false or ema"),
-        "Start with the weights of model_path and a fresh optimizer; ema: with the moving average of the weights that "
-        "training.ema has kept there.",
+        "Start from the weights of model_path with a fresh optimizer; ema: from the moving average of the weights "
+        "that training.ema kept there.",
     )
 
     @property
@@ -97,7 +97,7 @@ def read_weights(source: str, model: ShardedGPT, *, ema: bool = False) -> tuple[
         known_as = f"{source.partition('@')[0]}@{Path(path).name}"
     if (Path(path) / CONFIG_FILE).is_file():
         if ema:
-            raise UserError(f"{source}: a Hugging Face folder holds no moving average of the weights")
+            raise UserError(f"{source}: a Hugging Face folder has no moving average of the weights")
         with HuggingFaceFolder(Path(path)) as folder:
             return _grown(path, folder.size, folder.params, model), known_as
 
@@ -115,12 +115,12 @@ def _grown(origin: str, size: Mapping[str, Any], read: Callable[[ShardedGPT], Py
     config = model.config
     differ = len(config.windows) > 1 or config.experts_every > 1 or config.first_dense or config.unrotated_every
     if size["N"] != model.config.N and differ:
-        raise UserError(f"{origin}: N={size['N']} different layers do not grow to N={model.config.N}")
+        raise UserError(f"{origin}: N={size['N']} different layers cannot be grown to N={model.config.N}")
     order = repeated_layers(size["N"], model.config.N, origin)
     params = read(dataclasses.replace(model, config=dataclasses.replace(model.config, N=size["N"])))
     log.info("weights from %s", origin)
     if size["N"] < model.config.N:
-        log.info("grown from %d layers to %d, which repeat layers %s", size["N"], model.config.N, order)
+        log.info("grew from %d layers to %d, which repeat layers %s", size["N"], model.config.N, order)
         params = repeat_layers(params, order, model.axis)
     return params
 
@@ -216,6 +216,6 @@ def repeated_layers(layers: int, deeper: int, origin: str) -> list[int]:
     """
     if deeper % layers and 3 * deeper != 4 * layers:
         raise UserError(
-            f"{origin}: N={layers} layers do not grow to N={deeper}, only to a multiple or to 4/3 of {layers}"
+            f"{origin}: N={layers} layers cannot be grown to N={deeper}, only to a multiple or to 4/3 of {layers}"
         )
     return [i * layers // deeper for i in range(deeper)]

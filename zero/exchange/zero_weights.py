@@ -26,7 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="zero-weights", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, help_text in (
-        ("export", "write a checkpoint as a Hugging Face folder; adapters as one of PEFT"),
+        ("export", "write a checkpoint as a Hugging Face folder, or adapters as a PEFT folder"),
         ("merge", "write the base of a run that trained adapters, with the adapters merged, as a Hugging Face folder"),
     ):
         exporting = commands.add_parser(name, help=help_text)
@@ -35,14 +35,15 @@ def main() -> None:
         exporting.add_argument("--step", type=int, help="default: the newest")
         exporting.add_argument("--ema", action="store_true", help="the moving average of the weights (training.ema)")
         exporting.add_argument(
-            "--with-code", action="store_true", help="with its own code for PyTorch, for models that transformers lacks"
+            "--with-code", action="store_true", help="include PyTorch code, for models that transformers does not have"
         )
         exporting.add_argument(
             "--into",
             metavar="FOLDER",
-            help="a folder, or hf:NAME, whose model also reads images: write a copy of it with this text",
+            help="a folder, or hf:NAME, of a model that also reads images: write a copy of it with these weights as "
+            "its text part",
         )
-        of_folder = "default: that of the Hugging Face folder that the run began with, or float32"
+        of_folder = "default: the dtype of the Hugging Face folder that the run started from, or float32"
         exporting.add_argument("--dtype", choices=DTYPES, help=of_folder)
     averaging = commands.add_parser("average", help="write a run directory with the mean of several checkpoints")
     averaging.add_argument("run", help="a run directory, or a directory of checkpoints")

@@ -68,10 +68,10 @@ class HoldingLog:
         self._held.append(entry)
         failure = self._write_held()
         if failure is None and was_failing:
-            _log.info("%s: has room again, and all that was held in memory is written", self._path)
+            _log.info("%s: has space again; everything held in memory is written", self._path)
         if failure is not None and not was_failing:
             _log.warning(
-                "%s: %s could not be written (%s); it is held in memory until the disk has room. Training continues, "
+                "%s: %s could not be written (%s); holding it in memory until the disk has space. Training continues, "
                 "and saved checkpoints are intact",
                 self._path,
                 self._purpose,

@@ -57,7 +57,9 @@ def gather(name: str, text: str) -> list[str]:
     try:
         client.wait_at_barrier(key, 1000 * JOIN_SECONDS)
     except jax.errors.JaxRuntimeError as error:
-        raise Unavailable(f"{name}: {_missing(key)} said nothing for {JOIN_SECONDS} s ({first_line(error)})") from error
+        raise Unavailable(
+            f"{name}: {_missing(key)} did not respond for {JOIN_SECONDS} s ({first_line(error)})"
+        ) from error
     texts = dict(client.key_value_dir_get(f"{key}/"))
     return [str(texts[f"{key}/{host}"]) for host in range(jax.process_count())]
 
@@ -67,9 +69,9 @@ def _missing(key: str) -> str:
     try:
         texts = dict(coordination_client().key_value_dir_get(f"{key}/"))
     except jax.errors.JaxRuntimeError:
-        return "host 0, which coordinates,"
+        return "host 0, the coordinator,"
     hosts = [str(host) for host in range(jax.process_count()) if f"{key}/{host}" not in texts]
-    return f"host {', '.join(hosts)}" if hosts else "a host that came too late"
+    return f"host {', '.join(hosts)}" if hosts else "a host that joined too late"
 
 
 def _next_key(name: str) -> str:
@@ -104,7 +106,7 @@ def check_shared(key: str, path: Path | str) -> None:
         return
     if not isinstance(path, Path):
         if len(places := sorted(set(gather(key, path)))) > 1:
-            raise UserError(f"{key}: expected one place for all hosts, got {', '.join(places)}")
+            raise UserError(f"{key}: expected the same on all hosts, got {', '.join(places)}")
         return
     probe = path / f".visible-to-all.{broadcast(key, secrets.token_hex(4))}"  # as `storage.remove_unfinished` expects
     if jax.process_index() == 0:
@@ -117,7 +119,7 @@ def check_shared(key: str, path: Path | str) -> None:
     if missing:
         raise UserError(
             f"{key}: {missing} of {jax.process_count()} hosts do not see {path} of host 0; several hosts need "
-            "data.bucket_path, or a disk that they share"
+            "data.bucket_path, or a shared disk"
         )
 
 

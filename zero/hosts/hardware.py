@@ -57,8 +57,8 @@ def check_slice(name: str | None, runs_on_cpu: bool) -> None:
     if name is None or runs_on_cpu or wants_cpu() or accelerator() is not None or missing_driver() is not None:
         return
     raise UserError(
-        f"slice={name}: this machine has no TPU (no /dev/accel*, no /dev/vfio/*); distributed.cpu_devices=8 trains on "
-        "virtual CPU devices, and mode=plan needs no TPU"
+        f"slice={name}: this machine has no TPU (no /dev/accel*, no /dev/vfio/*); to use virtual CPU devices, set "
+        "distributed.cpu_devices=8; mode=plan needs no TPU"
     )
 
 

@@ -27,7 +27,7 @@ def check_same_configuration(values: Mapping[str, Any], model: Mapping[str, Any]
     facts |= {f"the version of {package}": version(package) for package in ("jax", "jaxlib")}
     texts = {key: json.dumps(value, default=str) for key, value in facts.items()}
     if mistakes := _differences(texts):
-        raise UserError("\n".join(f"{mistake}; all hosts need the same" for mistake in mistakes))
+        raise UserError("\n".join(f"{mistake}; all hosts need the same value" for mistake in mistakes))
 
 
 def _differences(texts: dict[str, str]) -> list[str]:

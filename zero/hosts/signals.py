@@ -25,7 +25,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # trainLoop.sh, which forwards what it receives.
 COMPANIONS = (signal.SIGHUP, signal.SIGUSR1)
 
-NOTICE = "\n{}: saving a checkpoint, then stopping; a second Ctrl-C ends without one\n"
+NOTICE = "\n{}: saving a checkpoint and stopping; press Ctrl-C again to stop without saving\n"
 
 # Signals answered by an exception, each with the timer that ends the process if the exception was lost.
 unanswered: list[tuple[int, threading.Timer]] = []

@@ -44,7 +44,7 @@ _LONG_COMPILATION = 1.0  # seconds, from which the compiler's memory is worth a 
 class Keys:
     """The section `distributed`."""
 
-    cpu_devices: int = key(2, at_least(1), "Virtual devices on a machine without an accelerator.")
+    cpu_devices: int = key(2, at_least(1), "Number of virtual devices on a machine without an accelerator.")
     coordinator_address: str | None = key(
         None,
         Check(lambda value: re.fullmatch(r".+:\d+", value) is not None, "host:port of the first process"),
@@ -54,26 +54,26 @@ class Keys:
         anew=True,
     )
     num_processes: int | None = key(
-        None, at_least(1), "Number of processes, where coordinator_address is given; else null.", anew=True
+        None, at_least(1), "Number of processes if coordinator_address is given, else null.", anew=True
     )
     process_id: int | None = key(
         None,
         at_least(0),
-        "Number of this process, counted from 0, where coordinator_address is given; else null.",
+        "Index of this process, from 0, if coordinator_address is given, else null.",
         of_host=True,
         anew=True,
     )
     compilation_cache: str | None = key(
         "~/.cache/zero",
         None,
-        "Directory of compiled programs for later starts; null: no cache.",
-        "JAX_COMPILATION_CACHE_DIR takes precedence. Several hosts without accelerators use no cache.",
+        "Directory that caches compiled programs for later starts; null: no cache.",
+        "JAX_COMPILATION_CACHE_DIR takes precedence. The cache is off on several hosts without accelerators.",
         of_host=True,
     )
     stall_minutes: float | None = key(
         60.0,
         positive(),
-        "After this many minutes without a step, each host logs the stacks of its threads and ends with status 1; "
+        "After this many minutes without a step, each host logs the stack of each thread and exits with status 1; "
         "null: no limit.",
     )
 
@@ -83,11 +83,11 @@ class Keys:
         if self.coordinator_address is None:
             for name, value in (("num_processes", count), ("process_id", number)):
                 if value is not None:
-                    yield f"distributed.{name}", "null, as there is no distributed.coordinator_address"
+                    yield f"distributed.{name}", "null without distributed.coordinator_address"
         elif count is None:
-            yield "distributed.num_processes", "the number of processes, as there is a distributed.coordinator_address"
+            yield "distributed.num_processes", "the number of processes, with distributed.coordinator_address"
         elif number is None or number >= count:
-            yield "distributed.process_id", f"0 to {count - 1}, another one for each process"
+            yield "distributed.process_id", f"0 to {count - 1}, different on each process"
 
 
 @cache
@@ -146,7 +146,7 @@ def start(
     if not jax.distributed.is_initialized() and (coordinator_address is not None or _jax_finds_hosts()):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         log.info(
-            "waiting for the other hosts; after %d s jax ends this process with: Terminating process because ...",
+            "waiting for the other hosts; after %d s jax will end this process with: Terminating process because ...",
             JOIN_SECONDS,
         )
         try:

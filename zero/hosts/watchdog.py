@@ -92,12 +92,12 @@ class _Watchdog:
             names = json.loads(self._client.blocking_key_value_get("zero/names", 3000 * SILENCE_SECONDS))
         except jax.errors.JaxRuntimeError as error:
             raise Unavailable(
-                f"host 0 of {self._hosts}, which coordinates, has joined, and named no hosts ({first_line(error)})"
+                f"host 0 of {self._hosts}, the coordinator, joined but did not list the hosts ({first_line(error)})"
             ) from error
         silent = [str(host) for host, name in enumerate(names) if name is None]
         if silent:
             who = f"host {silent[0]}" if len(silent) == 1 else f"hosts {', '.join(silent)}"
-            raise Unavailable(f"{who} of {self._hosts} joined, and said nothing for {SILENCE_SECONDS} s")
+            raise Unavailable(f"{who} of {self._hosts} joined, then did not respond for {SILENCE_SECONDS} s")
         return [str(name) for name in names]
 
     def _collect_names(self) -> list[str | None]:
@@ -158,7 +158,7 @@ class _Watchdog:
                     elif report != _FINISHED and silent[host] > SILENCE_SECONDS:
                         self._end(host, f"has sent no heartbeat for {SILENCE_SECONDS} s")
             elif unanswered_for > SILENCE_SECONDS and self._host:
-                self._end(0, f"which coordinates, has not answered for {SILENCE_SECONDS} s ({self._failure})")
+                self._end(0, f"the coordinator, has not responded for {SILENCE_SECONDS} s ({self._failure})")
             idle += turn
             if self.has_progress.is_set():
                 self.has_progress.clear()
@@ -173,7 +173,7 @@ class _Watchdog:
         try:
             socket.create_connection(coordinator_address(), timeout=HEARTBEAT_SECONDS).close()
         except OSError as error:
-            self._end(0, f"which coordinates, is gone ({error})")
+            self._end(0, f"the coordinator, is gone ({error})")
 
     def _publish(self, report: str) -> None:
         self._client.key_value_set(f"zero/heartbeat/{self._host}", report, True)
@@ -199,9 +199,9 @@ class _Watchdog:
         if not self._leaving.acquire(blocking=False):
             return
         who = f"host {cause} of {self._hosts} ({self._names[cause]})"
-        log.error("%s %s%s", who, reason, "; this one ends as well" if cause != self._host else "")
+        log.error("%s %s%s", who, reason, "; this host exits too" if cause != self._host else "")
         if reason.startswith(_STALLED):
-            log.error("where the threads of host %d are:\n%s", self._host, _stacks())
+            log.error("stacks of the threads of host %d:\n%s", self._host, _stacks())
         # In a thread: where host 0 is stopped the request never returns.
         leave = threading.Thread(target=self._leave, args=(cause, reason, status), daemon=True)
         leave.start()

@@ -94,7 +94,7 @@ def _slices_of_the_job() -> int:
     try:
         return int(get_tpu_env_value("MEGASCALE_NUM_SLICES") or 1)
     except OSError as error:
-        log.warning("one slice is assumed: MEGASCALE_NUM_SLICES is not set, and there are no metadata (%s)", error)
+        log.warning("assuming one slice: MEGASCALE_NUM_SLICES is not set, and there is no metadata (%s)", error)
         return 1
 
 

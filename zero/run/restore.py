@@ -120,4 +120,4 @@ def _position(origin: str, meta: dict[str, Any]) -> TrainingPosition:
     try:
         return TrainingPosition(**{key: value for key, value in meta.items() if key in known})
     except TypeError as error:
-        raise DamagedCheckpoint(f"checkpoint {origin}: its metadata hold no position: {error}") from error
+        raise DamagedCheckpoint(f"checkpoint {origin}: its metadata has no position: {error}") from error

@@ -35,8 +35,8 @@ def join_run_directory(run_directory: Path, resume: str | None) -> tuple[Path, b
     if is_resume != (resume is not None):
         does = "resumes" if is_resume else "starts afresh"
         raise UserError(
-            f"host 0 {does} and host {host} does not: all hosts must see the "
-            "same runs; name data.bucket_path, or a hydra.run.dir on a disk that they share"
+            f"host 0 {does} and host {host} does not: all hosts must see the same runs; set data.bucket_path, or put "
+            "hydra.run.dir on a shared disk"
         )
     if host:
         _move_log(run_directory, Path(shared), host)

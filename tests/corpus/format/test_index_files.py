@@ -98,9 +98,9 @@ def test_bad_index_files(tmp_path: Path, corpus):
         with pytest.raises(UserError, match=rf"it\.index, line 2: {rows} rows: expected at least 1"):
             loader(tmp_path / "it.index")
     (tmp_path / "it.index").write_text("good.tar # 4 rows\nother.tar # 4 rows\ngood.tar # 4 rows\n")
-    with pytest.raises(UserError, match=r"it\.index, line 3: lists .*good\.tar again; a row is read once per epoch"):
+    with pytest.raises(UserError, match=r"it\.index, line 3: lists .*good\.tar twice; each row is read once per epoch"):
         loader(tmp_path / "it.index")
-    with pytest.raises(UserError, match="7 rows does not divide into 2 parts"):
+    with pytest.raises(UserError, match="7 rows cannot be split into 2 parts"):
         loader(corpus([4]), global_rows=7, hosts=2)
     with pytest.raises(UserError, match="2 epochs of 4 rows do not fill one batch of 9"):
         loader(corpus([4]), global_rows=9, max_epochs=2)

@@ -141,7 +141,7 @@ def test_truncated_and_damaged_shards_are_named(tmp_path: Path, counted: bool):
     damaged = bytearray(data)
     damaged[1024:1060] = b"?" * 36
     cuts = [data[:size] for size in (0, 1, 512, 600, 1024, 1500, 2048, 2100)]
-    causes = ["unexpected end of file"] * len(cuts) + ["header does not match its checksum", "this is no tar header"]
+    causes = ["unexpected end of file"] * len(cuts) + ["header does not match its checksum", "not a tar header"]
     for wrong, cause in zip([*cuts, bytes(damaged), b"plain text " * 200], causes, strict=True):
         path.write_bytes(wrong)
         with pytest.raises(UserError, match=rf"^shard .*shard-0\.tar is truncated or damaged: .*{cause}") as caught:

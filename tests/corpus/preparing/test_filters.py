@@ -103,7 +103,7 @@ def test_what_is_wrong_is_named(source: Path, tmp_path: Path, name: str, value: 
 
 def test_one_text_and_tokens_have_no_documents(tmp_path: Path):
     (tmp_path / "book.txt").write_text("one\n" * 99)
-    with pytest.raises(UserError, match="is one long text, and words expects documents"):
+    with pytest.raises(UserError, match="is one long text, but words expects documents"):
         make(tmp_path / "book.txt", tmp_path, filters=(("words", "3,50"),))
 
 

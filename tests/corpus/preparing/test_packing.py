@@ -111,7 +111,7 @@ def test_the_option(tmp_path: Path) -> None:
     assert "was prepared with pack=best-fit, not pack=None" in call(source, *options).stderr
     assert "choose one of them" in call(source, *options, "--pack", "best-fit", "--one-document-per-row").stderr
     (tmp_path / "book.txt").write_text("one text\n" * 99)
-    with pytest.raises(UserError, match="is one long text, and pack expects documents"):
+    with pytest.raises(UserError, match="is one long text, but pack expects documents"):
         make(tmp_path / "book.txt", tmp_path, pack="best-fit")
     assert both(make(lines(tmp_path / "b.jsonl", [16] * 20), tmp_path, "b", pack="best-fit")) == sorted(
         chr(ord("A") + i) * 15 for i in range(20)

@@ -148,7 +148,7 @@ def test_parts_of_another_call(lines: Path, tmp_path: Path, bpe: Path):
         make(lines, tmp_path, workers=1)
     times = {path: path.stat().st_mtime_ns for path in place.glob("part-*")}
     shutil.copy(lines / "0.jsonl", lines / "4.jsonl")
-    with pytest.raises(UserError, match="held other files"):
+    with pytest.raises(UserError, match="had other files"):
         make(lines, tmp_path, **options)
     longer = make(lines, tmp_path, **options, overwrite=True)
     assert longer.train.documents + longer.validation.documents == 300

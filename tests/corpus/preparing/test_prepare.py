@@ -199,7 +199,7 @@ def test_existing_corpus_is_kept(folder: Path, tmp_path: Path):
     with pytest.raises(UserError, match=r"prepared with row_tokens=16, not row_tokens=32.*--overwrite"):
         make(folder, tmp_path, row_tokens=32)
     (folder / "part0" / "00.txt").write_text("something longer")
-    with pytest.raises(UserError, match=r"prepared when .*text held other files"):
+    with pytest.raises(UserError, match=r"prepared when .*text had other files"):
         make(folder, tmp_path)
     assert documents_of(make(folder, tmp_path, row_tokens=32, overwrite=True).train_index, 32)
     others = {path.name for path in Path(corpus.directory).iterdir() if path.suffix != ".tar"}

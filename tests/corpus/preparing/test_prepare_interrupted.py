@@ -329,7 +329,7 @@ def test_ctrl_c_is_one_line(mixed: Path, tmp_path: Path, bpe: Path):
     time.sleep(0.05)  # they import
     os.killpg(process.pid, signal.SIGINT)
     _, said = process.communicate(timeout=900)
-    assert process.returncode == 1 and said == "stopped; the same call continues\n"
+    assert process.returncode == 1 and said == "stopped; the same command continues\n"
 
 
 def is_running(process: str) -> bool:

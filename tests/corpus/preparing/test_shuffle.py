@@ -71,5 +71,5 @@ def test_what_cannot_be_shuffled(sites: Path, tmp_path: Path):
     with pytest.raises(UserError, match="--shuffle expects documents of text, not prompts or chats"):
         make(sites, tmp_path, shuffle=True, completions=True)
     (tmp_path / "book.txt").write_text("one\n" * 99)
-    with pytest.raises(UserError, match="is one long text, and shuffle expects documents"):
+    with pytest.raises(UserError, match="is one long text, but shuffle expects documents"):
         make(tmp_path / "book.txt", tmp_path, shuffle=True)

@@ -69,5 +69,5 @@ def test_other_stages_are_refused(tmp_path: Path) -> None:
     cursor = next(itertools.islice(loader(index, global_rows=STAGED).batches(), 2, None)).cursor
     with pytest.raises(UserError, match=r"belongs to batch_stages=\[\[2, 4\], \[3, 12\]\], not to batch_stages=\[\]"):
         next(loader(index, global_rows=8).batches(cursor))
-    with pytest.raises(UserError, match="a global batch of 4 rows does not divide into 8 parts"):
+    with pytest.raises(UserError, match="a global batch of 4 rows cannot be split into 8 parts"):
         loader(index, global_rows=STAGED, hosts=8)

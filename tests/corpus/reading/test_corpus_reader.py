@@ -121,7 +121,7 @@ def test_members_that_are_no_neighbors_are_refused(tmp_path: Path, skip_bad: boo
     (tmp_path / "it.index").write_text("s.tar # 6 rows\n")
     data = loader(tmp_path / "it.index", max_epochs=1, global_rows=2, skip_bad=skip_bad)
     is_noticed_before = lengths_first and not skip_bad
-    message = " has no member input_id" if is_noticed_before else ": its members are not neighbors"
+    message = " has no member input_id" if is_noticed_before else ": its members are not adjacent"
     with pytest.raises(UserError, match=rf"s\.tar, sample 0{message}") as caught:
         next(data.batches())
     assert isinstance(caught.value, BadData) == is_noticed_before

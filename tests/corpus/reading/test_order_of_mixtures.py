@@ -108,7 +108,7 @@ def test_bad_mixtures(three: list[str]):
     next(loader({three[0]: 5, three[1]: 5}).batches(cursor))
     with pytest.raises(UserError, match="weights of a mixture must be positive, not 0"):
         loader({three[0]: 0, three[1]: 1})
-    with pytest.raises(UserError, match="takes no train_samples"):
+    with pytest.raises(UserError, match="cannot be combined with train_samples"):
         loader({three[0]: 1}, train_samples=3)
 
 

@@ -50,7 +50,7 @@ def test_tokenizer_by_name(hub: Hub, folder: Path, tmp_path: Path, monkeypatch: 
     assert call(folder, "--tokenizer", f"hf:{NAME}@v1", *options).returncode == 0 and not hub.requests
     gone = call(folder, "--tokenizer", f"hf:{NAME}@v2", *options)
     assert gone.returncode == 1
-    assert gone.stderr == f"error: hf:{NAME}@v2: the hub cannot be reached, and the cache has no such revision\n"
+    assert gone.stderr == f"error: hf:{NAME}@v2: the hub cannot be reached, and this revision is not in the cache\n"
 
 
 @pytest.mark.parametrize(

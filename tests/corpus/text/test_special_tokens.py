@@ -175,7 +175,7 @@ def test_contradictions_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.WARNING):
         ours = load_tokenizer(str(tmp_path / "tokenizer.json"))
     assert ours.special.ends == (0,)
-    assert "eos_token_id is [5] in config.json and [0] in generation_config.json; the latter counts" in caplog.text
+    assert "eos_token_id is [5] in config.json and [0] in generation_config.json; the latter is used" in caplog.text
     assert f"eos_token is {ours.special.eos}, and eos_token_id [0]" in caplog.text
 
 

@@ -74,8 +74,8 @@ def listed_shards(index: str | Path) -> list[Listed]:
     compression = compression_of(content)
     if compression is not None:
         raise UserError(
-            f"index file {index} is compressed ({compression}); expected an index file. Shards of other programs are a "
-            f"source: zero-prepare {index} --tokenizer tokenizer.json"
+            f"index file {index} is compressed ({compression}); expected an index file. Shards of other programs can "
+            f"be converted: zero-prepare {index} --tokenizer tokenizer.json"
         )
     with reading(f"index file {index} is not UTF-8 text"):
         # Not splitlines(), which also cuts at characters that a file name may hold, as U+2028.
@@ -93,13 +93,11 @@ def listed_shards(index: str | Path) -> list[Listed]:
             rows = int(counted[1]) if counted and len(counted[1]) <= 10 else None
             for path in expand_braces(path_of(name)):
                 if counted and rows is not None and rows < 1:
-                    raise UserError(
-                        f"{line_name}: {counted[1]} rows: expected at least 1, or no line for an empty shard"
-                    )
+                    raise UserError(f"{line_name}: {counted[1]} rows: expected at least 1; leave out empty shards")
                 if counted and (rows is None or not _can_hold(path, rows)):
                     raise UserError(f"{line_name}: the shard cannot hold {counted[1][:30]} rows")
                 if path in paths:
-                    raise UserError(f"{line_name}: lists {path} again; a row is read once per epoch")
+                    raise UserError(f"{line_name}: lists {path} twice; each row is read once per epoch")
                 paths.add(path)
                 listed.append(Listed(path, rows))
     if not listed:
@@ -145,7 +143,7 @@ def expand_braces(name: str) -> list[str]:
         return [name]
     import braceexpand  # imported here because most programs need it for no path
 
-    with reading(f"{name}: the braces are not those of a shell"):
+    with reading(f"{name}: its braces do not follow the syntax of a shell"):
         return list(braceexpand.braceexpand(name))
 
 

@@ -52,7 +52,7 @@ def load(folder: str, has_parts: bool = True) -> dict[str, Any]:
 
 def load_file(path: str) -> dict[str, Any]:
     """The manifest of a corpus or of a part, as it is stored."""
-    with reading(f"{path} is not a manifest that this version can read, choose another name, or remove it"):
+    with reading(f"{path} is not a manifest that this version can read; choose another name, or remove it"):
         manifest: dict[str, Any] = json.loads(directory.read(path))
         _check_form(manifest)
     return manifest
@@ -124,7 +124,7 @@ def check_tokenizer(folder: str, tokenizer: Tokenizer) -> None:
     if manifest is not None and not is_same_tokenizer(manifest["tokenizer"], tokenizer.name):
         name_or_file = manifest["tokenizer"] if manifest["tokenizer"] == "bytes" else storage.join(folder, TOKENIZER)
         raise UserError(
-            f"corpus {folder} was prepared with tokenizer {manifest['tokenizer']}, not {tokenizer.name}: name its own, "
+            f"corpus {folder} was prepared with tokenizer {manifest['tokenizer']}, not {tokenizer.name}: use its own, "
             f"{name_or_file}"
         )
     recorded = None if manifest is None else manifest.get(SPECIAL_TOKENS)

@@ -159,7 +159,7 @@ def read_samples(path: str, stream: Stream) -> Iterator[dict[str, Any]]:
                 yield sample
                 sample = {}
             if suffix in sample:
-                raise ValueError(f"{name} is there twice")
+                raise ValueError(f"{name} appears twice")
             sample |= {"__key__": key, suffix: data}
             if isinstance(stream, Memory) and match[2] == ROWS and len(sample) == 2:
                 rows = _rows_alike(stream, name, key, data)
@@ -246,7 +246,7 @@ def rows_of(sample: dict[str, Any], name: str, example: Example) -> np.ndarray:
             f"(rows, {example.texts}, tokens){arrays}, which zero-prepare {example.option} writes"
         )
     if has_texts and example.texts == 1:
-        raise UserError(f"{name} holds {rows.shape[1]} texts per row, and the objective reads rows of one text")
+        raise UserError(f"{name} holds {rows.shape[1]} texts per row, but the objective reads rows of one text")
     if rows.ndim not in (1, 2) and example.texts == 1:
         raise BadData(f"{name}: input_id.npy must have 1 or 2 dimensions, not {rows.ndim}")
     return rows.reshape(-1, rows.shape[2]) if example.texts > 1 else np.atleast_2d(rows)
@@ -309,8 +309,8 @@ def decode(
     rows = rows_of(sample, name, form.example)
     if rows.shape[1] < context:
         raise BadData(
-            f"{name} has rows of {rows.shape[1]} tokens, and the model reads {context}: "
-            f"prepare the corpus again: zero-prepare <source> --row-tokens {context} --overwrite"
+            f"{name} has rows of {rows.shape[1]} tokens, but the model reads {context}; prepare the corpus again: "
+            f"zero-prepare <source> --row-tokens {context} --overwrite"
         )
     is_learned = _completions(sample, name, rows.shape) if form.only_completions else None
     lengths = lengths_of(sample, name, rows)

@@ -126,7 +126,7 @@ def is_made_with(made: str, manifest: dict[str, Any], arguments: dict[str, Any],
             return False
         difference = f"with {key}={recorded}, not {key}={value}"
         if key == "source_files":
-            difference = f"when {arguments['source']} held other files, or files of other sizes"
+            difference = f"when {arguments['source']} had other files, or files of other sizes"
         raise UserError(f"corpus {made} was prepared {difference}: choose another name, or --overwrite to replace it")
     return True
 

@@ -85,11 +85,11 @@ def decoded(data: bytes, name: str, source: str = "") -> Document:
     """The document of a whole file or line, broken where that is not UTF-8.
 
     >>> decoded(bytes([0xE9]), "a.txt").problem
-    'a.txt is not UTF-8, convert it with iconv'
+    'a.txt is not UTF-8; convert it with iconv'
     >>> decoded("text".encode("utf-16"), "a.txt").problem
     'a.txt is UTF-16: iconv -f UTF-16 -t UTF-8 a.txt converts it'
     >>> decoded(b"PK\\x03\\x04\\xe9", "a.zip").problem
-    'a.zip is a zip archive: unpack it, and name the folder'
+    'a.zip is a zip archive; unpack it and pass the folder'
     """
     try:
         return Document(data.decode("utf-8-sig"), name=name, source=source)
@@ -101,12 +101,12 @@ def decoded(data: bytes, name: str, source: str = "") -> Document:
 def _what_it_is(data: bytes, name: str) -> str:
     """What a file that is not UTF-8 is by its first bytes, with the remedy."""
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
-        return f"is UTF-16: iconv -f UTF-16 -t UTF-8 {name} converts it"
+        return f"is UTF-16; convert it: iconv -f UTF-16 -t UTF-8 {name}"
     if data.startswith(b"PK\x03\x04"):
-        return "is a zip archive: unpack it, and name the folder"
+        return "is a zip archive; unpack it and pass the folder"
     if data.startswith(b"%PDF"):
-        return "is a PDF: extract its text first, with pdftotext for example"
-    return "is not UTF-8, convert it with iconv"
+        return "is a PDF; extract its text first, for example with pdftotext"
+    return "is not UTF-8; convert it with iconv"
 
 
 def too_many_broken(count: int, most: int, problem: str) -> UserError:

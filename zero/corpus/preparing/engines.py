@@ -90,7 +90,7 @@ class BeamEngine:
             failure = error
         _raise_errors(folder)
         if failure is not None:
-            raise Unavailable(f"the runner has given up: {first_line(failure)}") from failure
+            raise Unavailable(f"the runner failed: {first_line(failure)}") from failure
         yield from tasks
 
 

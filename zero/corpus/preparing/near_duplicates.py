@@ -82,7 +82,7 @@ class Nearness:
 
 
 def find_near_duplicates(engine: Engine, source: Source, folder: str, nearness: Nearness) -> None:
-    """Writes the places of documents that are near an earlier one, for `duplicates.read_places`."""
+    """Writes the places of documents that are similar to an earlier one, for `duplicates.read_places`."""
     groups = source.parts
     for _ in engine.run(_WriteBands(folder, groups, nearness), part_tasks(source), folder):
         pass

@@ -43,7 +43,7 @@ class CorpusOptions:
     minimum_tokens: int = 0
     normalize: str | None = None
     deduplicate: bool = False
-    shuffle: bool = False  # documents over all parts, by a hash of their text
+    shuffle: bool = False  # shuffle documents across all parts, by a hash of their text
     near_duplicates: float | None = None  # the Jaccard index from which documents are near
     filters: tuple[tuple[str, str], ...] = ()  # keys of `FILTERS`, with their values
     skip_broken: int = 0  # documents that may be left out because they cannot be read; not recorded, but their number

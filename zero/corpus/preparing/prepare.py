@@ -151,10 +151,10 @@ def prepare(
         announce(remark)
     if not opened.has_documents:
         for option in options.expects_documents():
-            raise UserError(f"{source} is one long text, and {option} expects documents: a folder or JSON lines")
+            raise UserError(f"{source} is one long text, but {option} expects documents: a folder or JSON lines")
     if opened.has_ids and (options.near_duplicates is not None or options.shuffle):
         option = "--shuffle" if options.shuffle else "--near-duplicates"
-        raise UserError(f"{source} holds tokens, and {option} expects documents of text")
+        raise UserError(f"{source} holds tokens, but {option} expects documents of text")
     arguments: dict[str, Any] = {
         "source": str(source),
         "source_files": opened.fingerprint,
@@ -169,7 +169,7 @@ def prepare(
     engine = local_engine(workers) if runner is None else BeamEngine(tuple(runner))
     if isinstance(engine, BeamEngine) and opened.parts == 1:
         raise UserError(
-            f"{source} is one part, which needs no --runner; a smaller --part-bytes makes more of a file of lines"
+            f"{source} is one part, which needs no --runner; a smaller --part-bytes splits a file of lines into more"
         )
     hidden = None if progress else True  # None: hidden unless there is a terminal
     with directories.locked(folder), tqdm(desc=name, unit="B", unit_scale=True, disable=hidden, leave=False) as bar:
@@ -260,7 +260,10 @@ def describe_needs(source: Source, arguments: Mapping[str, Any], folder: str, en
         return []
     size = measure(source, shuffle.bytes_of_lines, is_near=not storage.is_remote(arguments["source"]))
     if size is None:
-        return [f"--{option} needs memory and disk for each document of {source}, of unknown size" for option in chosen]
+        return [
+            f"--{option} needs memory and disk for each document of {source}, whose size is unknown"
+            for option in chosen
+        ]
     processes = min(engine.workers, source.parts) if isinstance(engine, LocalEngine) else None
     return [needs(size).described(option, size, folder, processes) for option, needs in chosen.items()]
 
@@ -365,11 +368,11 @@ def _too_little(arguments: dict[str, Any], counts: Sequence[Counts]) -> UserErro
         )
     lack = "no text"
     if filtered := counts[0].filtered.total():
-        lack = f"no text but {filtered} documents that filters leave out"
+        lack = f"only {filtered} documents, which the filters leave out"
     if any(count.documents for count in counts[: len(SPLITS)]):
         lack = "too little text to set documents aside for validation"
         if counts[0].documents + counts[1].documents > 1:
-            lack = "equal documents only, and validation needs other ones than training"
+            lack = "only equal documents, but validation needs different ones from training"
         lack += "; --validation-fraction 0 sets none aside"
     return UserError(f"{arguments['source']} holds {lack}")
 

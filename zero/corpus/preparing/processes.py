@@ -55,8 +55,8 @@ def run_in_processes(work: Callable[[Any], None], tasks: Iterable[Task], workers
                     continue
                 died = f"{entry.task.name}: its process was killed by signal {-entry.process.exitcode}"
                 if entry.attempt == ATTEMPTS:
-                    raise Unavailable(f"{died}, {ATTEMPTS} times; memory ran out most likely; try fewer --workers")
-                _log.warning("%s; started again", died)
+                    raise Unavailable(f"{died}, {ATTEMPTS} times; probably out of memory; try fewer --workers")
+                _log.warning("%s; restarting it", died)
                 waiting.appendleft((entry.task, entry.attempt + 1))
     finally:
         for entry in running:

@@ -184,7 +184,7 @@ class UnitTokenizer:
         found = np.append(ids[1:-1][np.isin(ids[1:-1], starts)], ids[:-1][np.isin(ids[:-1], ends)])
         if len(found):
             raise UserError(
-                f"{document.name}: its text contains token {found[0]}, at which documents of a row are divided; "
+                f"{document.name}: its text contains token {found[0]}, which separates the documents of a row; "
                 "--one-document-per-row accepts it"
             )
 
@@ -202,8 +202,8 @@ class UnitTokenizer:
         elif text.min() < 0 or text.max() >= size:
             bad = text.min() if text.min() < 0 else text.max()
             raise UserError(
-                f"{document.name} holds token {bad}, outside the vocabulary of {size} of "
-                f"{self.tokenizer.name}; --tokenizer names the one that made them"
+                f"{document.name} holds token {bad}, outside the vocabulary of {size} of {self.tokenizer.name}; pass "
+                "the tokenizer that made them as --tokenizer"
             )
         else:
             ids = [text.astype(dtype)]

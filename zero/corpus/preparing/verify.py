@@ -78,7 +78,7 @@ def _remedy(folder: str, shard: str) -> str:
     part = re.match(r"part-\d+", shard)
     if part is None:
         return ""
-    return f"; remove {storage.join(folder, part[0])}.json, and the call that made the corpus makes this part again"
+    return f"; remove {storage.join(folder, part[0])}.json, and repeat the command that made the corpus"
 
 
 def _tokenizer_differences(folder: str, recorded: str, tokenizer: Tokenizer | None) -> Iterator[str]:

@@ -41,7 +41,7 @@ def map_in_order(
         for done, future in ahead:
             yield done, future.result()
     except BrokenProcessPool as error:
-        raise Unavailable("a worker process was killed, memory ran out most likely; try fewer --workers") from error
+        raise Unavailable("a worker process was killed, probably out of memory; try fewer --workers") from error
     finally:
         pool.shutdown(cancel_futures=True)
 

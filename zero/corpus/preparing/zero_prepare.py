@@ -6,15 +6,15 @@ A source is
                       options such as --completions and --preferences read other keys
   .parquet, .arrow    tables, whose rows are such objects; .csv and .tsv with names of columns too
   .tar, .tar.gz       samples of webdataset: .txt, .json, or token ids in .npy or a .pth of torch.save
-  .index              the shards that it lists
+  .index              the shards it lists
   .tfrecord           token ids that --tokenizer made, as in the next two
   .bin, .npy          an array of token ids, nanoGPT's and llm.c's too: its last part is for validation
   .bin with .idx      documents of Megatron-LM
   any other file      one text: its last part is for validation
-  hf:name             a dataset of the Hugging Face hub, streamed: hf:name, hf:name:config, hf:name:config:split
+  hf:name             a dataset on the Hugging Face hub, streamed: hf:name, hf:name:config, hf:name:config:split
   stdlib              the standard library of the running Python
 
-The same call again continues after an interruption, and does nothing if the corpus is finished.
+After an interruption, the same command continues; it does nothing if the corpus is complete.
 """
 
 from __future__ import annotations
@@ -79,81 +79,91 @@ def main(arguments: Sequence[str] | None = None) -> None:
             else:
                 _prepare(options, runner)
     except KeyboardInterrupt:
-        sys.exit("stopped; the same call continues")
+        sys.exit("stopped; the same command continues")
 
 
 def _parser() -> argparse.ArgumentParser:
     description, _, sources = (__doc__ or "").partition("\n")
     raw = argparse.RawDescriptionHelpFormatter
     parser = _Parser(description=description, epilog=sources, formatter_class=raw, allow_abbrev=False)
-    parser.add_argument("source", help="what to prepare, or with --verify, what to check")
-    parser.add_argument("--name", help="of the corpus; default: the last part of the source")
+    parser.add_argument("source", help="the source to prepare; with --verify, the corpus to check")
+    parser.add_argument("--name", help="name of the corpus; default: the last part of the source")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument(
         "--tokenizer",
         help='"bytes" (the default), a file of the tokenizers library (.json), SentencePiece (.model) or tiktoken '
         "(cl100k_base.tiktoken), or hf:NAME@REVISION",
     )
-    kind.add_argument("--train-tokenizer", type=int, metavar="TOKENS", help="train one of that size on the source")
+    kind.add_argument(
+        "--train-tokenizer", type=int, metavar="TOKENS", help="train a tokenizer with this many tokens on the source"
+    )
     parser.add_argument(
         "--row-tokens", type=int, default=1024, help="tokens per row, the longest context to train with (1024)"
     )
     parser.add_argument(
         "--one-document-per-row",
         action="store_true",
-        help="pad the rows of each document, instead of joining documents",
+        help="start each document in a new row and pad, instead of joining documents",
     )
     parser.add_argument(
         "--cut-documents",
         action="store_true",
-        help="keep only the first of these rows, which then ends with the end of text; with --completions it ends "
-        "behind the last completion that fits, so that no turn is cut",
+        help="keep only the first of these rows, and end it with the end of text; with --completions, end it after the "
+        "last completion that fits, so that no turn is cut",
     )
     parser.add_argument(
         "--begin-rows",
         action="store_true",
-        help="begin each row with the end of text: all of its other tokens, one less than --row-tokens, are predicted",
+        help="begin each row with the end of text, so that all of its other tokens, one less than --row-tokens, are "
+        "predicted",
     )
     parser.add_argument(
         "--pack",
         choices=(*PACKINGS, JOINED),
-        help="best-fit (the default with --completions): choose documents that fill a row together, so that only those "
-        "longer than a row are cut; joined (the default without): one after the other, cut at the end of each row",
+        help="best-fit (the default with --completions): choose documents that fill a row together, so that only "
+        "documents longer than a row are cut; joined (the default otherwise): one after the other, cut at the end of "
+        "each row",
     )
-    parser.add_argument("--validation-fraction", type=float, default=0.05, help="of the documents (0.05); 0: none")
+    parser.add_argument(
+        "--validation-fraction", type=float, default=0.05, help="share of the documents for validation (0.05); 0: none"
+    )
     parser.add_argument(
         "--splits",
-        help="official: files or splits of a dataset named train, validation and test; all: files whatever their names "
-        "(by default those of validation and test are left alone); or the bytes of the parts of one text, such as "
+        help="official: use the files or splits named train, validation and test; all: read all files, whatever their "
+        "names (by default validation and test files are skipped); or the bytes of each split of one text, such as "
         "90000000,5000000,5000000",
     )
     parser.add_argument(
-        "--minimum-tokens", type=int, default=0, help="of a document, its end of text included; others are left out"
+        "--minimum-tokens", type=int, default=0, help="leave out shorter documents; the end of text counts"
     )
     parser.add_argument(
         "--skip-broken",
         type=int,
         default=0,
         metavar="N",
-        help="leave out up to N documents that cannot be read: lines that are no JSON, null texts, files that are not "
+        help="leave out up to N documents that cannot be read: lines that are not JSON, null texts, files that are not "
         "UTF-8; each is counted and listed (0)",
     )
     parser.add_argument("--normalize", choices=sorted(FORMS), help="Unicode normalization of all text")
     parser.add_argument("--deduplicate", action="store_true", help="leave out documents equal to an earlier one")
-    parser.add_argument("--shuffle", action="store_true", help="documents over all parts, by a hash of their text")
+    parser.add_argument(
+        "--shuffle", action="store_true", help="shuffle documents across all parts, by a hash of their text"
+    )
     parser.add_argument(
         "--near-duplicates",
         type=float,
         metavar="SHARE",
-        help="leave out documents that share so much of their 5-grams with an earlier one, such as 0.8",
+        help="leave out documents that share this much of their 5-grams with an earlier one, such as 0.8",
     )
     for name, option in FILTERS.items():
         parser.add_argument(f"--{name}", dest=FILTER + name, metavar=option.metavar, help=option.help)
     parser.add_argument("--rows-per-member", type=int, default=256, help="rows in one array of a shard (256)")
     parser.add_argument("--rows-per-shard", type=int, default=8192, help="rows in a shard (8192)")
-    parser.add_argument("--key", default="text", help='of the text in an object or of the ids in a TFRecord ("text")')
     parser.add_argument(
-        "--lines", action="store_true", help="each line of a text is a document; of a folder all files are read"
+        "--key", default="text", help='key of the text in a JSON object, or of the ids in a TFRecord ("text")'
+    )
+    parser.add_argument(
+        "--lines", action="store_true", help="treat each line of a text as a document; reads all files of a folder"
     )
     parser.add_argument(
         "--completions",
@@ -165,13 +175,13 @@ def _parser() -> argparse.ArgumentParser:
         default=LEARNED,
         type=lambda roles: tuple(roles.split(",")),
         metavar="ROLE,...",
-        help=f"of the messages that --completions marks as learned ({','.join(LEARNED)})",
+        help=f"roles whose messages --completions marks as learned ({','.join(LEARNED)})",
     )
     parser.add_argument(
         "--template-variables",
         default="{}",
         metavar="JSON",
-        help="of the chat template, such as '{\"enable_thinking\": false}'; a line's chat_template_kwargs come before",
+        help="template variables, such as '{\"enable_thinking\": false}'; a line's chat_template_kwargs win",
     )
     for name, example_kind in EXAMPLE_KINDS.items():
         flag = example_kind.example.option
@@ -180,35 +190,39 @@ def _parser() -> argparse.ArgumentParser:
         "--directory",
         default=DIRECTORY,
         type=os.path.expanduser,
-        help=f"of all corpora, a path or gs:// URL ({DIRECTORY})",
+        help=f"directory of all corpora, a path or gs:// URL ({DIRECTORY})",
     )
     parser.add_argument(
         "--index-directory",
         default=INDEX_DIRECTORY,
         type=os.path.expanduser,
-        help=f"of the index files, path or URL ({INDEX_DIRECTORY})",
+        help=f"directory of the index files, a path or URL ({INDEX_DIRECTORY})",
     )
-    parser.add_argument("--workers", type=int, help="processes; default: one per core; the result is the same")
+    parser.add_argument(
+        "--workers", type=int, help="worker processes; default: one per core; the result does not depend on it"
+    )
     parser.add_argument(
         "--part-bytes",
         type=int,
         default=PART_BYTES,
-        help=f"of a source per part, which is prepared by itself, and made again after a kill ({PART_BYTES})",
+        help=f"bytes of a source per part; parts are prepared independently, and a killed one is repeated "
+        f"({PART_BYTES})",
     )
     parser.add_argument(
         "--runner",
         metavar="RUNNER BEAM-OPTIONS",
-        help="prepare the parts by Apache Beam (the extra beam): DirectRunner, PrismRunner, FlinkRunner, SparkRunner, "
-        "DataflowRunner; comes last, because all that follows are Beam's own options",
+        help="prepare the parts with Apache Beam (the extra beam): DirectRunner, PrismRunner, FlinkRunner, "
+        "SparkRunner, DataflowRunner; must come last, because everything after it is passed to Beam",
     )
     parser.add_argument(
-        "--overwrite", action="store_true", help="replace a corpus that was made with other options or of other text"
+        "--overwrite", action="store_true", help="replace a corpus that was made with other options or from other text"
     )
     parser.add_argument(
         "--peek",
         type=int,
         metavar="ROWS",
-        help="print so many rows, spread over an index file, as text: their ids, where documents begin, what was cut",
+        help="print this many rows of an index file as text, evenly spaced, with their ids, where documents begin and "
+        "what was cut",
     )
     parser.add_argument(
         "--verify", action="store_true", help="compare a corpus, or one of its index files, with its manifest"
@@ -273,13 +287,13 @@ def _prepare(given: argparse.Namespace, runner: list[str] | None) -> None:
     if corpus.duplicates:
         print(f"left out {counted(corpus.duplicates, 'document')} equal to an earlier one")
     if corpus.near:
-        print(f"left out {counted(corpus.near, 'document')} near an earlier one")
+        print(f"left out {counted(corpus.near, 'document')} similar to an earlier one")
     for name, count in corpus.filtered.items():
         print(f"left out {counted(count, 'document')} by --{name}")
     if corpus.validation.tokens > corpus.train.tokens:
         print(
-            "validation has more tokens than training: a hash of the text chooses documents, and these are few or of "
-            "very different sizes; --splits, or one file for each split, decides otherwise"
+            "validation has more tokens than training: documents are chosen by a hash of their text, and here they "
+            "are few or very different in size; use --splits, or one file for each split"
         )
     print("Train on it:")
     print(shlex.join([*trainer(), *training_overrides(corpus, options)]))

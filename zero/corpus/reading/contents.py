@@ -27,7 +27,7 @@ from zero.files.storage.objects import ObjectStat
 BLOCKS = 4  # that are read of a file without a manifest, at equal distances from its beginning on
 BLOCK_BYTES = 4096
 REMEDY = (
-    "a run continues only on the data that it began with: bring them back, or start a new run from its weights, "
+    "a run only continues on the data it started with: restore the data, or start a new run from its weights, "
     "model.warm_start=true model.model_path=RUN"
 )
 _THREADS = 16  # which wait for a disk of the network
@@ -88,22 +88,22 @@ def check_contents(
     if len(before) != len(now):
         old_paths = ", ".join(index.path for index in before)
         new_paths = ", ".join(index.path for index in now)
-        raise UserError(f"{message}: to those of {old_paths}, not of {new_paths}; {REMEDY}")
+        raise UserError(f"{message}: to {old_paths}, not to {new_paths}; {REMEDY}")
     not_compared = []
     for old, new in zip(before, now, strict=True):
         if old.rows != new.rows:
-            more = "" if new.rows < old.rows else f"; data.train_samples={old.rows} reads the first ones"
+            more = "" if new.rows < old.rows else f"; data.train_samples={old.rows} reads only the first {old.rows}"
             raise UserError(f"{message}: {new.path} had {old.rows} rows and has {new.rows} now{more}; {REMEDY}")
         if old.known_by != new.known_by or _UNKNOWN in new.known_by:
             not_compared.append(f"{new.path} (known by {old.known_by}, now by {new.known_by})")
         elif old.digest != new.digest:
-            problem = f"{new.path} has as many rows as before, and other contents (by {new.known_by})"
+            problem = f"{new.path} has as many rows as before, but other contents (by {new.known_by})"
             if not is_warning or new.known_by == _MANIFEST:
                 raise UserError(f"{message}: {problem}; {REMEDY}")
             _log.warning("%s; data.max_skipped_rows allows for damage", problem)
     if not_compared:
         _log.warning(
-            "compared by the names and rows of shards, not by their contents, which need the same manifest.json beside "
+            "compared by the names and rows of shards only; comparing contents needs the same manifest.json beside "
             "them: %s",
             ", ".join(not_compared),
         )
@@ -158,7 +158,7 @@ def _facts_of_objects(directory: str, paths: list[str]) -> dict[str, Facts]:
     try:
         stats = storage.list_stats(directory)
     except storage.AccessDenied as error:
-        _log.warning("the contents of the shards are not compared with those that a run was started with: %s", error)
+        _log.warning("the contents of the shards are not compared with the contents at the start of the run: %s", error)
         stats = {}
     return {path: _facts_of_object(path, stats.get(path)) for path in paths}
 

@@ -62,22 +62,22 @@ class SetKeys:
     corpus: str | None = key(
         "stdlib",
         not_empty(),
-        "The source that is tokenized on this machine if the index files are missing; null: index files must exist.",
-        "synthetic: random rows and synthetic:ones: rows of ones, computed without any files; no index file is "
-        "read, and nothing is validated.",
+        "The source to tokenize on this machine if the index files are missing; null: index files must exist.",
+        "synthetic: random rows; synthetic:ones: rows of ones. Both are computed: no index file is read, and there is "
+        "no validation.",
     )
     index_path_validation: Any = key(
         "data/index/stdlib_validation.index",
         Check(is_validation, f"{PATHS}, {SETS}, or null"),
         "An index file, or a list of them; null: no validation.",
-        "{web: web.index, code: [a.index, b.index]}: also validation/web/loss and validation/web/bits_per_byte; the "
-        "total is the mean over the tokens of all sets.",
+        "{web: web.index, code: [a.index, b.index]}: named sets, which add validation/web/loss and "
+        "validation/web/bits_per_byte; the total is the mean over the tokens of all sets.",
     )
     bucket_path: str | None = key(
         None,
         not_empty(),
-        "Google Cloud Storage, bucket or bucket/folder, or a URL such as s3://bucket/folder, for relative index "
-        "files and checkpoint_directory; null: local disk.",
+        "A bucket of Google Cloud Storage, as bucket or bucket/folder, or a URL such as s3://bucket/folder: relative "
+        "index files and checkpoint_directory are in it; null: local disk.",
     )
 
     @property
@@ -104,7 +104,7 @@ class Keys(SetKeys):
     crop: str = key(
         "first",
         one_of(*CROPS),
-        "What is read of rows longer than max_context: first, their first max_context tokens; all, floor(row / "
+        "How rows longer than max_context are read: first, their first max_context tokens; all, floor(row / "
         "max_context) sequences of each.",
         "random: one sequence per row and epoch, at an offset drawn from the seed, the epoch and the row; "
         "validation then reads all.",
@@ -114,20 +114,20 @@ class Keys(SetKeys):
     shuffle_shards: int = key(
         16,
         at_least(1),
-        "Shards of a corpus whose rows are shuffled together; preferably a multiple of the number of hosts.",
+        "Number of shards whose rows are shuffled together; preferably a multiple of the number of hosts.",
         fixed=True,
     )
     max_skipped_rows: int = key(
         0,
         zero_or_more(),
-        "Missing, damaged or corrupt training rows that are skipped before training stops with an error; 0: the "
-        "first one stops it.",
+        "How many missing or damaged training rows to skip before training stops with an error; 0: the first one "
+        "stops it.",
     )
     cache_directory: str | None = key(
         None,
         not_empty(),
-        "A local directory that caches shards read from a bucket, in at most 90 % of its disk's free space; "
-        "refused where all shards are local; null: no cache.",
+        "A local directory that caches shards read from a bucket, in at most 90 % of the disk's free space; raises an "
+        "error if all shards are local; null: no cache.",
         of_host=True,
     )
 
@@ -151,13 +151,13 @@ class ScoredKeys:
         8,
         at_least(1),
         "Sequences of max_context tokens per host and optimizer step, split into gradient_accumulation_steps "
-        "micro-batches; in mode=evaluate, rows per host that are scored at once.",
-        "A resume keeps the total over all hosts, and divides it among the hosts that it has.",
+        "micro-batches; in mode=evaluate, rows per host and forward pass.",
+        "A resume keeps the total over all hosts, and divides it among the current hosts.",
     )
     loss_on: str = key(
         "all",
         one_of("all", "completion"),
-        "Tokens that the model learns to predict: all, or completion, in a corpus of zero-prepare --completions.",
+        "Which tokens the loss covers: all, or completion, in a corpus of zero-prepare --completions.",
         in_scores=True,
     )
 
@@ -169,5 +169,5 @@ class EpochKeys:
     max_epochs: int | None = key(
         None,
         at_least(1),
-        "Passes over the training set at most; null: as many as total_steps needs.",
+        "Maximum number of passes over the training set; null: as many as total_steps needs.",
     )

@@ -139,10 +139,10 @@ class Loader:
         schedule = batching.schedule
         for global_rows in schedule.sizes:
             if global_rows % batching.count:
-                raise UserError(f"a global batch of {global_rows} rows does not divide into {batching.count} parts")
+                raise UserError(f"a global batch of {global_rows} rows cannot be split into {batching.count} parts")
         mixture: Mapping[str, Weight] = index if isinstance(index, Mapping) else {}
         if mixture and not (order.shuffle and order.train_samples is None):
-            raise UserError("a mixture of index files is shuffled, and takes no train_samples")
+            raise UserError("a mixture of index files is shuffled and cannot be combined with train_samples")
         # In a mixture each index file is its own corpus; otherwise all files form one.
         groups = [paths_of(name) for name in mixture] if mixture else [paths_of(index)]
         self._by_index: list[tuple[str, UsedShards]] = []
@@ -273,7 +273,7 @@ class Loader:
             changes = f"{cursor['composition']}, not {self._composition}"
             raise UserError(f"the saved data cursor belongs to other weights or crops of its index files: {changes}")
         if not is_compared and cursor["shards"] != self._shards:
-            raise UserError(f"{_OTHER_SHARDS} than the index file lists now, by their names and rows; {REMEDY}")
+            raise UserError(f"{_OTHER_SHARDS} than the index file lists now (compared by names and rows); {REMEDY}")
 
     def batches(self, cursor: Cursor | None = None) -> Generator[HostBatch, None, None]:
         """Batches from the beginning, or from just after the one that `cursor` came with.
@@ -315,7 +315,7 @@ class Loader:
         finally:
             pool.shutdown(cancel_futures=True)
         if self._dropped:
-            _log.info("end of the data: the last %d rows do not fill a batch and were not used", self._dropped)
+            _log.info("end of the data: the last %d rows do not fill a batch and are not used", self._dropped)
 
     def _places(self, batch: int) -> tuple[np.ndarray, np.ndarray, int]:
         """For each row of a batch that is given: its stream, and its place in it; and the rows of each stream."""

@@ -33,7 +33,7 @@ def download(source: str, files: Sequence[str], revision: str | None = None) -> 
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(files), **options))
     except errors.LocalEntryNotFoundError as error:
-        raise Unavailable(f"{source}: the hub cannot be reached, and the cache has no such revision") from error
+        raise Unavailable(f"{source}: the hub cannot be reached, and this revision is not in the cache") from error
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, ValueError) as error:
         raise UserError(f"{source}: {first_line(error)}") from error
     except OSError as error:

@@ -78,7 +78,7 @@ def _check(path: str, proto: Any) -> None:
     if objection is not None:
         raise UserError(
             f"tokenizer {path} cannot be converted to a file of the tokenizers library: {objection}; use the "
-            "tokenizer.json of the same model if its authors give one"
+            "tokenizer.json of the same model if its authors provide one"
         )
 
 
@@ -88,7 +88,7 @@ def _objection(proto: Any) -> str | None:
     if spec.model_type not in (_UNIGRAM, _BPE):
         return f"its type is {_TYPES.get(spec.model_type, spec.model_type)}; expected UNIGRAM or BPE"
     if spec.treat_whitespace_as_suffix or not proto.normalizer_spec.escape_whitespaces:
-        return "it marks blanks in another way than by ▁ before a word"
+        return "it marks spaces differently from ▁ before a word"
     types = {piece.piece: piece.type for piece in proto.pieces}
     unused = [name for name, kind in types.items() if kind == _UNUSED]
     if unused:
@@ -97,7 +97,7 @@ def _objection(proto: Any) -> str | None:
     characters = set("".join(piece.piece for piece in normal))
     missing = sorted(character for character in characters if types.get(character) != _NORMAL)
     if missing:
-        return f"{missing[0]!r} is a character of some pieces, and no piece"
+        return f"{missing[0]!r} is a character of some pieces, but not a piece"
     if spec.model_type != _BPE:
         return None
     tied: dict[float, list[str]] = {}  # joined pieces, by their score

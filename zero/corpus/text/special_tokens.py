@@ -101,9 +101,9 @@ class TokenizerFiles:
         """The tokens that are added to those of the tokenizer's file, by id, in their order: spelling and options.
 
         Raises:
-          UserError: a file holds something else.
+          UserError: a file has an unexpected form.
         """
-        with reading(f"{self.folder}: added_tokens_decoder or {ADDED_TOKENS} holds something else"):
+        with reading(f"{self.folder}: added_tokens_decoder or {ADDED_TOKENS} has an unexpected form"):
             if "added_tokens_decoder" in self.tokenizer:
                 listed = self.tokenizer["added_tokens_decoder"]
                 return {int(number): dict(listed[number]) for number in sorted(listed, key=int)}
@@ -181,7 +181,7 @@ def read_special_tokens(vocabulary: Vocabulary, files: TokenizerFiles, template:
         if of_generation and set(of_model) - set(of_generation):
             lines.append(
                 f"{key} is {list(of_model)} in {MODEL_CONFIG} and {list(of_generation)} in {GENERATION_CONFIG}; the "
-                "latter counts"
+                "latter is used"
             )
         return of_generation or of_model
 
@@ -189,7 +189,7 @@ def read_special_tokens(vocabulary: Vocabulary, files: TokenizerFiles, template:
         name = files.names.get(key)
         token = None if name is None else vocabulary.id_of(name)
         if name is not None and token is None:
-            lines.append(f"{key} is {name!r}, which is no token of the tokenizer, and is not used")
+            lines.append(f"{key} is {name!r}, which is not a token of the tokenizer; it is ignored")
         return token
 
     ends = listed("eos_token_id")
@@ -204,12 +204,12 @@ def read_special_tokens(vocabulary: Vocabulary, files: TokenizerFiles, template:
             "beside it"
         )
     if ends and end not in ends:
-        lines.append(f"eos_token is {end}, and eos_token_id {list(ends)}; a generated text stops at the latter only")
+        lines.append(f"eos_token is {end}, and eos_token_id {list(ends)}; generation only stops at the latter")
     before = vocabulary.before
     begin = named("bos_token")
     begins_generation = listed("bos_token_id")
     if before and begin is not None and before[0] != begin:
-        lines.append(f"bos_token is {begin}, and every text begins with {before[0]}; the latter counts")
+        lines.append(f"bos_token is {begin}, but every text begins with {before[0]}; the latter is used")
     padding = named("pad_token")
     if padding is None:
         padding = next(iter(listed("pad_token_id")), None)

@@ -64,8 +64,8 @@ def converted(path: str, data: bytes) -> bytes:
     name = Path(path).stem
     if name not in ENCODINGS:
         raise UserError(
-            f"tokenizer {path}: its name gives the encoding, with its pattern and special tokens; expected one of "
-            f"{', '.join(ENCODINGS)}, as in cl100k_base.tiktoken"
+            f"tokenizer {path}: the name of the file determines the encoding; expected one of {', '.join(ENCODINGS)}, "
+            "as in cl100k_base.tiktoken"
         )
     encoding = ENCODINGS[name]
     ranks = _ranks(path, data, encoding.special)

@@ -154,7 +154,7 @@ class TokenizerIdentity(NamedTuple):
         """
         if self.name is not None and not is_same_tokenizer(self.name, tokenizer.name):
             raise UserError(
-                f"data.tokenizer: {origin} was trained with tokenizer {self.name}, and this is {tokenizer.name}; "
+                f"data.tokenizer: {origin} was trained with tokenizer {self.name}, but this is {tokenizer.name}; "
                 "expected a copy of that file, at any path"
             )
         now = TokenizerIdentity.of(tokenizer).beside
@@ -167,8 +167,7 @@ class TokenizerIdentity(NamedTuple):
             after = ", ".join(f"{key}={now[key]}" for key in changed)
             raise UserError(
                 f"data.tokenizer: {origin} was trained with {before}, and the files beside {tokenizer.name} say "
-                f"{after}; expected those that the run began with: {', '.join((*COMPANIONS, MODEL_CONFIG))}, as far "
-                "as there were any"
+                f"{after}; expected the files from the start of the run, of {', '.join((*COMPANIONS, MODEL_CONFIG))}"
             )
 
 
@@ -273,7 +272,7 @@ class FileTokenizer:
 
         added = {}
         for number, options in self.files.added_tokens.items():
-            with reading(f"{self.files.folder}: token {number} of added_tokens_decoder holds something else"):
+            with reading(f"{self.files.folder}: token {number} of added_tokens_decoder has an unexpected form"):
                 token = tokenizers.AddedToken(**options)
             if self._tokenizer.token_to_id(token.content) is None:
                 self._tokenizer.add_tokens([token])

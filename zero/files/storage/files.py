@@ -35,7 +35,7 @@ def _store(url: str | Path) -> Store:
 def stat(url: str | Path) -> ObjectStat:
     """Size, version and checksum of an object in a bucket."""
     if is_root(url):
-        raise FileNotFoundError(f"{url}: a bucket is a folder, not a file")
+        raise FileNotFoundError(f"{url}: this is a bucket, not a file")
     return _store(url).stat(url)
 
 
@@ -104,7 +104,7 @@ class RangeReader(io.RawIOBase):
             return 0
         data = _store(self._url).read_range(self._url, self._known, self._position, stop)
         if len(data) != stop - self._position:
-            raise Unavailable(f"{self._url}: {len(data)} bytes came of {stop - self._position}")
+            raise Unavailable(f"{self._url}: {len(data)} of {stop - self._position} bytes arrived")
         buffer[: len(data)] = data
         self._position = stop
         return len(data)
@@ -167,7 +167,7 @@ def write(url: str | Path, data: bytes) -> None:
     """
     if is_remote(url):
         if is_root(url):
-            raise UserError(f"{url}: a bucket is a folder; expected the name of a file in it")
+            raise UserError(f"{url}: this is a bucket; expected the name of a file in it")
         _store(url).write(url, data)
         return
     path = Path(url)

@@ -98,7 +98,7 @@ class FsspecStore(ABC):
         self._repeated(url, lambda: files.pipe_file(path, data, **limit))
         stat = self.stat(url)
         if stat.size != len(data) or (stat.checksum is not None and stat.checksum.of(data) != stat.checksum):
-            raise Unavailable(f"{url}: {stat} was stored in place of the {len(data)} bytes that were sent")
+            raise Unavailable(f"{url}: {stat} was stored instead of the {len(data)} bytes sent")
 
     def copy(self, url: str | Path, target: str | Path) -> None:
         files, path = self._open(url)
@@ -117,7 +117,7 @@ class FsspecStore(ABC):
         def request() -> bytes:
             data = files.cat_file(path, start=start, end=stop, **self.range_options())
             if len(data) != stop - start:
-                raise ConnectionError(f"{len(data)} bytes came of {stop - start}")
+                raise ConnectionError(f"{len(data)} of {stop - start} bytes arrived")
             return data
 
         return self._repeated(url, request)
@@ -144,7 +144,7 @@ class FsspecStore(ABC):
             except FileNotFoundError:
                 raise FileNotFoundError(f"{url}: no such object") from None
             except ValueError as error:  # of the name, before anything is sent
-                raise UserError(f"{url}: the name is refused: {first_line(error)}") from error
+                raise UserError(f"{url}: the name is invalid: {first_line(error)}") from error
             except outages() as error:
                 if (status := _status(error)) == 404:
                     raise FileNotFoundError(f"{url}: no such object") from None
@@ -158,7 +158,7 @@ class FsspecStore(ABC):
                 if time.monotonic() + pause > ends:
                     raise Unavailable(f"{url}: no answer within {DEADLINE:.0f} s: {first_line(error)}") from error
                 if attempts == TOLD_AFTER:
-                    _log.warning("%s: %s; asked again for up to %.0f s", url, first_line(error), DEADLINE)
+                    _log.warning("%s: %s; retrying for up to %.0f s", url, first_line(error), DEADLINE)
             time.sleep(pause * random.uniform(0.5, 1))
             pause = min(2 * pause, longest)
 

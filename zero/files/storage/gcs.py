@@ -129,7 +129,7 @@ def _translated_errors(url: str | Path) -> Iterator[None]:
         if "requester pays" not in str(error):
             raise Unavailable(f"{url}: request failed: {first_line(error)}") from error
         raise AccessDenied(
-            f"{url}: the bucket bills those who read it; {PAYER}=PROJECT in the environment names the project that pays"
+            f"{url}: the bucket bills its readers; set {PAYER}=PROJECT in the environment to the project that pays"
         ) from error
     except (exceptions.Unauthorized, exceptions.Forbidden, GoogleAuthError) as error:
         raise AccessDenied(

@@ -30,7 +30,7 @@ class S3(FsspecStore):
     package, extra = "s3fs", "s3"
     access = (
         "the credentials of an account with access to it (AWS_PROFILE, or AWS_ACCESS_KEY_ID and its secret), and "
-        "AWS_REQUEST_PAYER=requester if it bills those who read it"
+        "AWS_REQUEST_PAYER=requester if it bills its readers"
     )
 
     def options(self) -> dict[str, Any]:
@@ -96,7 +96,10 @@ class Hub(FsspecStore):
         return ObjectStat(info["size"], info["blob_id"], Checksum("sha1 of the git blob", info["blob_id"]))
 
     def write(self, url: str | Path, data: bytes) -> NoReturn:
-        raise UserError(f"{url}: the hub is read, not written: each file would be a commit; use `hf upload` at the end")
+        raise UserError(
+            f"{url}: zero reads the hub but does not write to it, because each file would be a commit; use `hf upload` "
+            "at the end"
+        )
 
     def copy(self, url: str | Path, target: str | Path) -> NoReturn:
         self.write(target, b"")

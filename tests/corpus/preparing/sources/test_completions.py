@@ -314,7 +314,7 @@ def test_mistakes_in_messages_are_named(tmp_path: Path, chat_tokenizer: Path) ->
             make(
                 source, tmp_path, tokenizer=tokenizer, completions=True, pack="joined", loss_on=tuple(roles.split(","))
             )
-    with pytest.raises(UserError, match="--loss-on tool expects --completions"):
+    with pytest.raises(UserError, match="--loss-on tool requires --completions"):
         make(source, tmp_path, tokenizer=tokenizer, loss_on=("tool",))
 
 
@@ -330,7 +330,7 @@ def test_what_cannot_be_learned_is_named(tmp_path: Path, chat_tokenizer: Path):
         ({"prompt": "a"}, tokenizer, 'line 2: expected "prompt" and "completion", both strings .*; found prompt'),
         ([1], tokenizer, 'line 2: expected "prompt" and .*; found no object'),
         ({**PAIRS[0], "label": True}, tokenizer, 'line 2: "label" says which completions are wanted'),
-        ({"instruction": "a", "input": "", "output": "b"}, tokenizer, "line 2: lines of Alpaca do not say how"),
+        ({"instruction": "a", "input": "", "output": "b"}, tokenizer, "line 2: Alpaca lines do not say how"),
         (
             {"conversations": [{"from": "observation", "value": "a"}]},
             tokenizer,
@@ -340,7 +340,7 @@ def test_what_cannot_be_learned_is_named(tmp_path: Path, chat_tokenizer: Path):
         (chat, ByteTokenizer(), "line 2: messages need a chat template"),
         (system, tokenizer, "line 2: .*cannot render these messages: only users and assistants"),
         ({"messages": CHATS[0][:1]}, tokenizer, 'line 2: no message has the role "assistant"'),
-        ({"messages": CHATS[-1]}, other, "line 2: .*renders message 1 in another way .*, and message 0 outside of"),
+        ({"messages": CHATS[-1]}, other, "line 2: .*renders message 1 differently .*, and message 0 outside of"),
         (chat, ended, r"line 2: its text contains token 287, .*--one-document-per-row accepts it"),
     ]:
         json_lines(path, [PAIRS[0], entry])
@@ -408,7 +408,7 @@ def test_no_documents_for_validation(tmp_path: Path, capsys: pytest.CaptureFixtu
     places = ("--directory", tmp_path / "corpus", "--index-directory", tmp_path / "index", "--row-tokens", "16")
     source = json_lines(tmp_path / "a.jsonl", PAIRS[:1] * 9)
     done = call(source, "--completions", *places)
-    assert done.returncode == 2 and "holds equal documents only" in done.stderr
+    assert done.returncode == 2 and "holds only equal documents" in done.stderr
     done = call(source, "--completions", "--validation-fraction", "0", *places)
     assert done.returncode == 0 and "data.index_path_validation=null" in done.stdout, done.stderr
     assert not (tmp_path / "index" / "a_validation.index").exists()

@@ -158,7 +158,7 @@ def test_arrays_have_no_documents(kind: str, tmp_path: Path) -> None:
     source = write(tmp_path / "source", kind)
     options: list[dict[str, Any]] = [{"deduplicate": True}, {"minimum_tokens": 9}, {"one_document_per_row": True}]
     for option in options:
-        with pytest.raises(UserError, match=f"is one long text, and {next(iter(option))} expects documents"):
+        with pytest.raises(UserError, match=f"is one long text, but {next(iter(option))} expects documents"):
             make(source, tmp_path, **option)
 
 
@@ -187,7 +187,7 @@ def test_bucket_folders_and_globs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             remote, local = f"gs://{bucket.BUCKET}/files{place}", f"{root}{place}"
             name = f"n{number}"
             if "train.*" in place:
-                with pytest.raises(UserError, match="both files of tokens and text"):
+                with pytest.raises(UserError, match="both token files and text files"):
                     make(remote, tmp_path, name)
                 continue
             far, near = make(remote, tmp_path / "far", name), make(local, tmp_path / "near", name)

@@ -118,7 +118,7 @@ def test_official_splits_of_a_dataset(dataset: Path, tmp_path: Path):
     assert documents_of(cut.test_index, 16) == [f"test {i}" for i in range(3)]
     said: list[str] = []
     make(f"hf:{dataset}", tmp_path, "train", announce=said.append)
-    assert said == [f"hf:{dataset}: its split train is read, and test left alone; --splits official reads all"]
+    assert said == [f"hf:{dataset}: only its split train is read, not test; --splits official reads all"]
     table = pyarrow.table({"text": [f"validation {i}" for i in range(4)], "number": list(range(4))})
     parquet.write_table(table, dataset / "validation-00000-of-00001.parquet")
     corpus = make(f"hf:{dataset}", tmp_path, splits="official")
@@ -126,7 +126,7 @@ def test_official_splits_of_a_dataset(dataset: Path, tmp_path: Path):
     counts = {"train": 50, "validation": 4, "test": 3}
     for split, index in zip(counts, (corpus.train_index, corpus.validation_index, corpus.test_index), strict=True):
         assert documents_of(index, 16) == [f"{split} {i}" for i in range(counts[split])]
-    with pytest.raises(UserError, match="names a split, and --splits official reads all of them"):
+    with pytest.raises(UserError, match="names a split, but --splits official reads all of them"):
         make(f"hf:{dataset}::train", tmp_path, splits="official")
 
 

@@ -93,7 +93,7 @@ def test_records(tmp_path: Path):
         (tmp_path / f"train.tfrecord-0000{part}-of-00002").write_bytes(data)
     assert contents(tmp_path, "ids") == [[1, 2], [3], [4]]
     (tmp_path / "note.txt").write_text("about them")
-    with pytest.raises(UserError, match="holds both files of tokens and text"):
+    with pytest.raises(UserError, match="holds both token files and text files"):
         contents(tmp_path)
 
 

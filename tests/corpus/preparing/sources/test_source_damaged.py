@@ -68,13 +68,13 @@ WRONG: tuple[tuple[str, bytes | str, str], ...] = (
     (
         "a.bin",
         "Megatron",
-        r"a\.idx is not an index of Megatron-LM for .*, copy or write both again: it lists \d+ tokens",
+        r"a\.idx is not an index of Megatron-LM for .*; copy or write both again: it lists \d+ tokens",
     ),
-    ("a.idx", "Megatron", r"a\.idx is not an index of Megatron-LM for .*, copy or write both again: it is truncated"),
+    ("a.idx", "Megatron", r"a\.idx is not an index of Megatron-LM for .*; copy or write both again: it is truncated"),
     (
         "a.idx",
         b"TNTIDX\0\0" + bytes(40),
-        r"a\.idx is not an index of Megatron-LM for .*, copy or write both again: expected MMIDIDX",
+        r"a\.idx is not an index of Megatron-LM for .*; copy or write both again: expected MMIDIDX",
     ),
     (
         "a.tar",

@@ -46,7 +46,7 @@ def test_held_out_files_are_left_alone(layout: str, splits: tuple[str, ...], tmp
     corpus = make(source, tmp_path, announce=said.append)
     assert both(corpus) == sorted(TEXTS["train"])
     (line,) = said
-    assert line.startswith(f"{source} has files of train (1 files)") and "left alone; --splits official" in line
+    assert line.startswith(f"{source} has files of train (1 files)") and "are skipped; --splits official" in line
     everything = make(source, tmp_path, "all", splits="all", announce=said.append)
     assert both(everything) == sorted(text for split in splits for text in TEXTS[split]) and len(said) == 1
     official = make(source, tmp_path, "official", splits="official")
@@ -97,7 +97,7 @@ def test_files_that_are_left_out_are_named(tmp_path: Path) -> None:
         (tmp_path / name).write_text("text")
     (remark,) = Source(str(tmp_path), "text", 0.2).remarks
     head, _, names = remark.partition(": ")
-    assert head == "left out 3 files that are not text by the suffix" and "; name a file, or a glob" in names
+    assert head == "left out 3 files that are not text, judging by the suffix" and "; to read one anyway" in names
     assert {*names.partition(";")[0].split(", ")} == {"b.pdf", "c.zip", "d/e.exe"}
 
 

@@ -92,5 +92,5 @@ def repeated_characters(words: Sequence[str], n: int) -> int:
 
 def repetition(value: str) -> Repetition:
     if value != "gopher":
-        raise UserError("expected gopher, whose thresholds are taken")
+        raise UserError("expected gopher")
     return Repetition()

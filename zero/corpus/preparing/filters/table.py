@@ -49,8 +49,8 @@ FILTERS: Mapping[str, Filter] = MappingProxyType(
         "words": Filter("LEAST,MOST", "leave out documents with fewer or more words, such as 50,100000", words),
         "symbols": Filter(
             "SHARE",
-            "leave out texts of which less than this share are words with a letter, such as 0.8, and those with many "
-            "symbols, bullets or ellipses, by Gopher's rules",
+            "leave out texts in which less than this share of the words contain a letter, such as 0.8, and texts with "
+            "many symbols, bullets or ellipses, by Gopher's rules",
             symbols,
         ),
         "repetition": Filter("gopher", "leave out texts that repeat lines, paragraphs or n-grams", repetition),

@@ -55,7 +55,7 @@ def _npy(path: str) -> _Array:
     with open_file(path) as file:
         size = file.seek(0, 2)
         file.seek(0)
-        with reading(f"{path} is not a complete .npy file, copy or write it again"):
+        with reading(f"{path} is not a complete .npy file; copy or write it again"):
             header = npy_header(file.read(NPY_HEADER))
             count = math.prod(header.shape)
             if header.dtype.kind not in "ui" or header.is_fortran:
@@ -127,7 +127,7 @@ def _megatron_units(path: str, index: str) -> Iterator[Unit]:
         rest = file.read()
     with open_file(path) as file:
         size = file.seek(0, 2)
-    with reading(f"{index} is not an index of Megatron-LM for {path}, copy or write both again", struct.error):
+    with reading(f"{index} is not an index of Megatron-LM for {path}; copy or write both again", struct.error):
         if head[:9] != _MEGATRON:
             raise ValueError("expected MMIDIDX at its beginning; indices before Megatron-LM 2.0 are not read")
         version, code, sequences, count = struct.unpack("<QBQQ", head[9:])

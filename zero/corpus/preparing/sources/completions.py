@@ -43,7 +43,7 @@ class CompletionReader:
     def _document(self, entry: dict[str, Any], name: str) -> Document:
         if "label" in entry:
             raise UserError(
-                '"label" says which completions are wanted, and --completions would learn all of them: leave out the '
+                '"label" says which completions are wanted, and --completions would learn all of them: remove the '
                 "lines whose label is false, and the key"
             )
         prompt, completion, messages = (entry.get(key) for key in ("prompt", "completion", "messages"))
@@ -58,7 +58,7 @@ class CompletionReader:
             return self._conversation(entry, of_sharegpt(entry["conversations"]), name)
         if isinstance(entry.get("instruction"), str):
             raise UserError(
-                'lines of Alpaca do not say how a prompt is spelled: write "messages", a user\'s with the instruction '
+                'Alpaca lines do not say how to format a prompt: write "messages", a user\'s with the instruction '
                 'and its input and the assistant\'s with the output, or "prompt" and "completion"'
             )
         raise UserError(
@@ -75,7 +75,7 @@ class CompletionReader:
         text = template.render([*prompt, *completion], add_generation_prompt=False, tools=tools)
         if not text.startswith(before):
             raise UserError(
-                f'{template.path} renders "prompt" in another way if "completion" follows: give both as "messages"'
+                f'{template.path} renders "prompt" differently when "completion" follows: give both as "messages"'
             )
         dropped = dropped_calls(text, [*prompt, *completion], tools, template)
         spans = ((len(before), len(text)),)

@@ -125,8 +125,8 @@ def learned_spans(
         missing = [i for i, message in enumerate(messages) if i not in of_messages and message["role"] not in _SYSTEM]
         if missing:  # another turn may hold its text
             raise UserError(
-                f"{template.path} renders message {first} in another way when it is the last one, and message "
-                f"{missing[0]} outside of its loop over messages: give each answer a line of its own, with the "
+                f"{template.path} renders message {first} differently when it is the last one, and message "
+                f"{missing[0]} outside of its loop over messages: put each answer on its own line, with the "
                 "conversation up to it, or mark answers in the template with {% generation %}"
             )
         start = of_messages[first][0]

@@ -69,6 +69,6 @@ def _documents(path: str, columns: list[str], rows: list[Row], reader: Reader) -
             problem = f"expected {len(columns)} fields in this row, as many as columns; found {len(fields)}"
             yield broken(name, f"{name}: {problem}", shown)
         elif _ESCAPED.search(shown):
-            yield broken(name, f"{name}: not UTF-8, convert it with iconv", _ESCAPED.sub("\ufffd", shown))
+            yield broken(name, f"{name}: not UTF-8; convert it with iconv", _ESCAPED.sub("\ufffd", shown))
         else:
             yield read_entry(reader, dict(zip(columns, fields, strict=True)), name)

@@ -64,7 +64,7 @@ def find_files(source: str, has_format: Callable[[str], bool], left_out: list[st
     """The files of a file, folder, glob or "stdlib", in an order that does not depend on the file system.
 
     Of a folder these are files of text, and those that `has_format`; of a glob all that match. Braces name several of
-    them. An index file stands for the shards that it lists. The other files of a folder are named in `left_out`.
+    them. An index file stands for the shards it lists. The other files of a folder are named in `left_out`.
 
     Raises:
       UserError: there are none, or zero wrote them for another use: a manifest, a run, checkpoints.
@@ -106,7 +106,7 @@ def find_files(source: str, has_format: Callable[[str], bool], left_out: list[st
     names = Counter(file.relative for file in found)
     name, count = names.most_common(1)[0]
     if count > 1:
-        raise UserError(f"{source}: {name} is there {count} times; a source lists each file once")
+        raise UserError(f"{source}: {name} appears {count} times; a source lists each file once")
     return sorted(found, key=lambda file: file.relative.split("/"))
 
 
@@ -138,7 +138,7 @@ def _kind_of(path: str) -> str | None:
 
 
 def _with_shards(file: SourceFile) -> list[SourceFile]:
-    """The file itself; of an index file, the shards that it lists; a manifest is refused."""
+    """The file itself; of an index file, the shards it lists; a manifest is refused."""
     if is_index(file.path):
         return _shards_of(file)
     if file.path.endswith(".json") and (kind := _kind_of(file.path)) is not None:

@@ -52,7 +52,7 @@ class HubDataset:
         except OSError as error:  # the hub cannot be reached
             raise Unavailable(f"hf:{name}: {_one_line(error)}") from error
         if is_official and address.split:
-            raise UserError(f"hf:{name}: names a split, and --splits official reads all of them")
+            raise UserError(f"hf:{name}: names a split, but --splits official reads all of them")
         self.splits = official_splits(f"hf:{name}", rows) if is_official else []
         # Without validation a fraction of the training split is set aside, as of a source without splits.
         splits: Sequence[int | None] = self.splits or [None]
@@ -122,7 +122,7 @@ def _file_size(path: str) -> int:
     try:
         return int(files.info(name)["size"])
     except OSError as error:
-        raise Unavailable(f"{path}: its size cannot be asked for: {_one_line(error)}") from error
+        raise Unavailable(f"{path}: its size could not be determined: {_one_line(error)}") from error
 
 
 def _one_line(error: Exception) -> str:

@@ -73,7 +73,7 @@ class PreferenceReader:
                 raise UserError(f'expected a message of the role "{ASSISTANT}" after the prompt under "{key}"')
             text = template.render([*prompt, *answer], add_generation_prompt=False, tools=tools)
             if not text.startswith(before):
-                raise UserError(f'{template.path} renders the prompt in another way with the answer under "{key}"')
+                raise UserError(f'{template.path} renders the prompt differently with the answer under "{key}"')
             spans = ((len(before), len(text)),)
             dropped = dropped_calls(text, [*prompt, *answer], tools, template)
             documents.append(Document(text, name=name, completions=spans, has_special=True, dropped_calls=dropped))

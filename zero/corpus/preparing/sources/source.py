@@ -94,13 +94,12 @@ class Source:
         if left_out and name != "stdlib":
             named = ", ".join([*left_out[:5], *(["..."] if len(left_out) > 5 else [])])
             self.remarks.append(
-                f"left out {counted(len(left_out), 'file')} that {'is' if len(left_out) == 1 else 'are'} not text by "
-                f"the suffix: {named}; name a file, or a glob, to read it anyway"
+                f"left out {counted(len(left_out), 'file')} that {'is' if len(left_out) == 1 else 'are'} not text, "
+                f"judging by the suffix: {named}; to read one anyway, pass it as the source, or a glob"
             )
         if opened is not None and opened.left_alone:
             self.remarks.append(
-                f"{name}: its split train is read, and {', '.join(opened.left_alone)} left alone; --splits official "
-                "reads all"
+                f"{name}: only its split train is read, not {', '.join(opened.left_alone)}; --splits official reads all"
             )
         if splits is None:
             whole_files = self._without_held_out(whole_files)
@@ -120,7 +119,7 @@ class Source:
                     )
         holds_ids = [_holds_ids(file) for file in self._files]
         if any(holds_ids) and not all(holds_ids):
-            raise UserError(f"{name} holds both files of tokens and text; expected one or the other")
+            raise UserError(f"{name} holds both token files and text files; expected one or the other")
         self.has_ids = any(holds_ids)
         self.is_one_text = formats == [None]
         self.has_documents = not self.is_one_text and all(map(_holds_documents, self._files))
@@ -202,8 +201,8 @@ class Source:
             return files
         counts = {split: len(of_this) for split, of_this in of_split.items()}
         self.remarks.append(
-            f"{self._name} has files of {described_splits(counts, 'files')}: those of validation and test are left "
-            "alone; --splits official makes splits of them, --splits all reads them as the others"
+            f"{self._name} has files of {described_splits(counts, 'files')}: files of validation and test splits are "
+            "skipped; --splits official uses them as splits, --splits all reads them like the others"
         )
         return [file for split, of_this in of_split.items() if split not in held_out for file in of_this]
 

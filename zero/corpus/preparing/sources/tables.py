@@ -27,7 +27,7 @@ def table_units(path: str, reader: Reader) -> Iterator[Unit]:
     with open_file(path) as file:
         whole = file.seek(0, 2)
         file.seek(0)
-        with reading(f"{path} is not a complete Parquet or Arrow file, copy or write it again", pyarrow.ArrowException):
+        with reading(f"{path} is not a complete Parquet or Arrow file; copy or write it again", pyarrow.ArrowException):
             for batch, share in batches(file, reader):
                 group.append(batch)
                 size += batch.nbytes

@@ -60,7 +60,7 @@ def read_tensor(data: bytes, name: str) -> np.ndarray:
     """
     if not data.startswith(b"PK"):
         raise UserError(f"{name}: expected a zip of torch.save (torch 1.6 or later); write it again with torch.save")
-    with reading(f"{name}: not a complete file of torch.save, write it again", zipfile.BadZipFile, NotImplementedError):
+    with reading(f"{name}: not a complete file of torch.save; write it again", zipfile.BadZipFile, NotImplementedError):
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             (description,) = [entry for entry in archive.namelist() if entry.endswith("/data.pkl")]
             root = description.removesuffix("data.pkl")

@@ -28,7 +28,7 @@ def _text_part(path: str, text: bytes, split: int, begins: bool, ends: bool) -> 
     try:
         yield Document(text.decode("utf-8"), split, ends, begins=begins)
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8, convert it with iconv: {error}") from error
+        raise UserError(f"{path} is not UTF-8; convert it with iconv: {error}") from error
 
 
 def text_parts(path: str, validation_fraction: float, sizes: Sequence[int] | None = None) -> Iterator[Unit]:

@@ -74,7 +74,7 @@ def _check(data: bytes, checksum: bytes, name: str) -> None:
     # TFRecord masks its checksums, so that no crc is taken of a crc.
     masked = ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
     if checksum != struct.pack("<I", masked):
-        raise UserError(f"{name} does not match its checksum: not a TFRecord file, or a damaged one, to copy again")
+        raise UserError(f"{name} does not match its checksum: not a TFRecord file, or damaged; copy it again")
 
 
 def _integers(data: bytes, key: str, name: str) -> np.ndarray:
