@@ -57,9 +57,7 @@ def test_kernel_falls_back_to_auto(attention: str, lacks: list[str], caplog: pyt
     model = place_model(config, load_sizes()["bytes"]).model
     said = [record.message for record in caplog.records if "kernel" in record.message]
     assert (model.kernel, model.blockwise_from, model.query_block) == (None, 512, 64)
-    assert said == [
-        f"model.attention=kernel lacks {x}: attention is computed as with model.attention=auto" for x in lacks
-    ]
+    assert said == [f"model.attention=kernel does not support {x}; using model.attention=auto" for x in lacks]
 
 
 @pytest.mark.parametrize(
@@ -203,7 +201,7 @@ def test_automatic_placement(rows: int, expected: str, caplog: pytest.LogCapture
     job = make_job(config, place_model(config, load_sizes()[name], devices, rows))
     assert [*job.placements] == ["flat", "torus"] and min(job.placements, key=job.placements.__getitem__) == expected
     assert job.model.axis == make_axis(replace(config.zero, phases=expected), devices)
-    assert any(line.startswith(f"zero.phases=auto: {expected}, by the time of") for line in caplog.messages)
+    assert any(line.startswith(f"zero.phases=auto chose {expected} by the time") for line in caplog.messages)
 
 
 def test_only_placement() -> None:
@@ -220,7 +218,7 @@ def test_tensor_groups_that_make_no_lines() -> None:
     """Groups larger than a line, and devices without a torus, are refused by their key."""
     with pytest.raises(UserError, match=r"zero\.tensor_shards=16 with zero\.phases=torus: .* no dimension of"):
         make_axis(on_torus(16), find_devices("v3-32"))
-    with pytest.raises(UserError, match=r"zero\.phases=torus: .* these devices are no TPU slice"):
+    with pytest.raises(UserError, match=r"zero\.phases=torus: .* these devices are not a TPU slice"):
         make_axis(on_torus(2))
 
 
@@ -267,5 +265,5 @@ def test_slices_that_make_no_copies() -> None:
         make_axis(by_default, on_slices(0, 0, 1))
     with pytest.raises(UserError, match="the devices of a slice next to each other"):
         make_axis(by_default, on_slices(0, 1, 0, 1))
-    with pytest.raises(UserError, match=r"zero\.phases=torus: expected auto or flat with 2 slices"):
+    with pytest.raises(UserError, match=r"zero\.phases=torus: expected auto or flat, because 2 slices"):
         make_axis(on_a_torus, on_slices(0, 0, 1, 1))

@@ -275,7 +275,7 @@ FILES: tuple[tuple[str, Any, str], ...] = (
     ("manifest.json", {"tokenizer": "bytes", "parts": 5, "train": {}, "validation": {}}, "is not a manifest"),
     ("manifest.json", {"tokenizer": "bytes", "train": {"shards": [5]}, "validation": SHARDS}, "is not a manifest"),
     ("prompts.txt", b"a\n\xff", "is not UTF-8 text: 'utf-8' codec can't decode byte 0xff in position 2"),
-    ("prompts.txt", b"", "it has no prompt; expected one per line"),
+    ("prompts.txt", b"", "no prompts; expected one per line"),
 )
 
 

@@ -90,7 +90,7 @@ def test_heads_by_their_width() -> None:
         ({"N": "many"}, "model.override={'N': 'many'}: N: "),
         ({"family": "gpt9"}, "family must be one of gpt2"),
         ({"num_head": None}, "num_head"),
-        ({"num_head": None, "head_dim": 20}, "embedding_dim 48 is no multiple of head_dim 20"),
+        ({"num_head": None, "head_dim": 20}, "embedding_dim 48 is not a multiple of head_dim 20"),
     ],
     ids=["impossible", "unknown", "nothing similar", "type", "family", "no heads", "heads of another width"],
 )
@@ -118,7 +118,7 @@ def test_entry_of_another_file(tmp_path: Path) -> None:
         ("my.yaml:test", "model.size=my.yaml:test: expected an entry of my.yaml: mine, other"),
         (
             "gone.yaml:mine",
-            "model.size=gone.yaml:mine: gone.yaml not found; where it has moved, name model.size=FILE:mine",
+            "model.size=gone.yaml:mine: gone.yaml not found; if it has moved, set model.size=FILE:mine",
         ),
         ("wrong.yaml:right", "wrong.yaml: size 'wrong': expected the keys of a model, got 5"),
     ],

@@ -87,7 +87,7 @@ def test_states_of_something_else_are_refused(index: Path, tmp_path: Path):
         Rows(other, state=state, **LIKE)
     for wrong, message in (
         ({"host": 2, "hosts": 2}, "host=2: expected a number from 0 to 1"),
-        ({"hosts": 4}, "does not divide into 4 parts"),
+        ({"hosts": 4}, "cannot be split into 4 parts"),
         ({"crop": "last"}, "crop=last: expected one of first, all, random"),
         ({"stages": [(2, 3)]}, "sequences of 3 tokens do not evenly divide rows of 4"),
     ):

@@ -336,7 +336,7 @@ def test_keys_that_do_nothing(overrides: tuple[str, ...], line: str) -> None:
         ("sample", "training.batch_size=7", "mode=sample does not read it"),
         ("sample", "data.index_path_validation=x.index", "mode=sample does not read it"),
         ("sample", "schedule=wsd", "mode=sample does not read it"),
-        ("plan", "training.batch_size=7", "plan.micro_batch takes its place"),
+        ("plan", "training.batch_size=7", "plan.micro_batch replaces it"),
         (
             "plan",
             "zero.stage=1",
@@ -385,5 +385,5 @@ def test_keys_that_a_search_replaces() -> None:
     assert replaced("largest") == of_models
     assert replaced("largest", *grid) == of_models | {"zero.master_dtype", "optimizer.state_dtype"}
     given = compose("mode=plan", "plan.search=fastest", "zero.remat=full")
-    with pytest.raises(UserError, match=r"^zero\.remat=full: it has no effect, as plan\.grid\.remat takes its place$"):
+    with pytest.raises(UserError, match=r"^zero\.remat=full: it has no effect, as plan\.grid\.remat replaces it$"):
         check(given, SIZES, ["zero.remat"])

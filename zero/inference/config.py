@@ -32,7 +32,7 @@ from zero.tracking import tracker
 from zero.training.objectives import objective
 from zero.training.objectives.table import OBJECTIVES
 
-_PROMPTS = "a text, quoted as '\"2024\"' if it looks like a number, or a list of texts"
+_PROMPTS = "a string, quoted as '\"2024\"' if it looks like a number, or a list of strings"
 
 
 def is_prompts(value: Any) -> bool:
@@ -49,14 +49,14 @@ class HeldWeights:
     replicate: bool | None = key(
         None,
         None,
-        "true holds whole weights on each device, false shards them; null: true where two copies fit.",
+        "true: whole weights on each device; false: sharded; null: true if two copies fit.",
         in_scores=True,
     )
     weight_dtype: str = key(
         "auto",
         one_of("auto", "int8"),
-        "Weights of layers on the devices: auto, zero.master_dtype; or int8 in blocks of 64 with a scale, beside a "
-        "vocabulary in bfloat16.",
+        "Dtype of the layers' weights on the devices: auto, zero.master_dtype; or int8 in blocks of 64 with a scale, "
+        "with the vocabulary in bfloat16.",
         in_scores=True,
     )
 
@@ -76,7 +76,8 @@ class Evaluate(HeldWeights):
     index: Any = key(
         None,
         Check(is_validation, f"{PATHS}, {SETS}, or null"),
-        "The index files to score, as in data.index_path_validation, such as a test set; null: those.",
+        "The index files to score, such as a test set, in the form of data.index_path_validation; null: that key's "
+        "files.",
     )
     harness: list[str] = key(
         [],
@@ -88,28 +89,29 @@ class Evaluate(HeldWeights):
     chat: bool = key(
         False,
         None,
-        "Render prompts of harness tasks in the chat template beside data.tokenizer, as instruct models are scored.",
+        "Render prompts of harness tasks with the chat template beside data.tokenizer, as for instruct models.",
         in_scores=True,
     )
     template_variables: dict[str, Any] = key(
         {}, None, "Variables of the chat template, such as {enable_thinking: false}.", in_scores=True
     )
-    system: str | None = key(None, None, "A system text before the prompts of harness tasks.", in_scores=True)
+    system: str | None = key(None, None, "A system prompt for harness tasks.", in_scores=True)
     few_shots: int | None = key(
-        None, at_least(0), "Examples in the prompts of harness tasks; null: as each task says.", in_scores=True
+        None,
+        at_least(0),
+        "Number of few-shot examples in the prompts of harness tasks; null: each task's own default.",
+        in_scores=True,
     )
     limit: int | None = key(
-        None, at_least(1), "Score only so many documents of each harness task; null: all.", in_scores=True
+        None, at_least(1), "Score at most this many documents of each harness task; null: all.", in_scores=True
     )
     adapters: list[str] | None = key(
         None,
         list_of(not_empty()),
-        "Runs that trained adapters, or folders of PEFT, for the base of model.model_path, which is read once: each "
-        "is scored, merged; null: that run.",
+        "Runs that trained adapters, or PEFT folders, for the base of model.model_path. The base is read once, and "
+        "each adapter is merged and scored; null: only model.model_path.",
     )
-    context: int | None = key(
-        None, at_least(2), "Tokens that the model sees at once; null: data.max_context.", in_scores=True
-    )
+    context: int | None = key(None, at_least(2), "Context length in tokens; null: data.max_context.", in_scores=True)
     stride: int | None = key(
         None,
         at_least(1),
@@ -120,7 +122,7 @@ class Evaluate(HeldWeights):
         False,
         None,
         "Gated units only: carry the recurrent state from one context to the next, so that rows of any length are "
-        "scored as if seen at once.",
+        "scored as one context.",
         in_scores=True,
     )
     follow: bool = key(
@@ -136,7 +138,7 @@ class Sample(HeldWeights):
     prompt: Any = key(
         None,
         Check(lambda value: value is None or is_prompts(value), f"{_PROMPTS}, or null"),
-        "A text or a list of texts to continue; null: those in prompt_file.",
+        "A text or a list of texts to continue; null: the prompts in prompt_file.",
     )
     prompt_file: str | None = key(
         None,
@@ -148,14 +150,14 @@ class Sample(HeldWeights):
     interactive: bool = key(
         False,
         None,
-        "Read prompts from the terminal, a line each, and stream the texts; /temperature 0.7 changes a key of this "
+        "Read prompts from the terminal, one per line, and stream the texts; /temperature 0.7 changes a key of this "
         "section.",
     )
     chat: bool = key(
         False,
         None,
-        "A prompt is a user's turn, rendered in the chat template beside data.tokenizer; false: it is a text to "
-        "continue.",
+        "true: a prompt is a user's turn, rendered with the chat template beside data.tokenizer; false: it is a text "
+        "to continue.",
     )
     template_variables: dict[str, Any] = key(
         {}, None, "Variables of the chat template, such as {enable_thinking: false}."
@@ -168,7 +170,7 @@ class Sample(HeldWeights):
         zero_or_more(),
         "Divides the logits: below 1 is less random, 0 always takes the most likely token.",
     )
-    top_k: int | None = key(None, at_least(1), "Sample from this many most likely tokens; null: from all.")
+    top_k: int | None = key(None, at_least(1), "Sample from the k most likely tokens; null: from all.")
     top_p: float | None = key(
         None,
         fraction(),
@@ -189,13 +191,13 @@ class Sample(HeldWeights):
     log_probabilities: bool = key(
         False,
         None,
-        "Also write the log-probability in nats of each sampled token, by the model as it is, without temperature "
+        "Also write the log-probability, in nats, of each sampled token under the model itself, without temperature "
         "and filters.",
     )
     repetition_penalty: float = key(
         1.0,
         positive(),
-        "Above 1 makes tokens that already occur in the text less likely; 1: off.",
+        "Above 1, tokens that already occur in the text become less likely; 1: off.",
     )
 
 

@@ -83,7 +83,7 @@ def follow(
             except DamagedCheckpoint as error:
                 if _on_host_0(f"newest {number}", lambda: saved_steps(run)[-1]) == step:
                     raise
-                log.warning("left out: %s", error)
+                log.warning("skipped: %s", error)
                 continue
             scorer.trained = scorer.trained._replace(params=params, step=step)
             line = metrics_of(evaluate())

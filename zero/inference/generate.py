@@ -79,7 +79,7 @@ def _width(programs: Inference, shortest: int, end: int) -> int:
     if switch is not None and (shortest <= switch or programs.grows):
         longer = "" if programs.grows else f", or that all prompts are longer than {switch}"
         raise UserError(
-            f"texts of up to {end} tokens: the model's rotary frequencies change beyond {switch} positions, where keys "
-            f"in the cache would have others; expected at most {switch} tokens with the prompt{longer}"
+            f"texts of up to {end} tokens: the model's rotary frequencies change beyond {switch} positions, but keys "
+            f"in the cache have the old ones; expected at most {switch} tokens with the prompt{longer}"
         )
     return bucket(end)

@@ -37,13 +37,13 @@ def converse(trained: TrainedModel, options: Sample, encode: Callable[[str], np.
       UserError: there are several hosts, which have no terminal in common.
     """
     if jax.process_count() > 1:
-        raise UserError(f"sample.interactive=true: expected one host, there are {jax.process_count()}")
+        raise UserError(f"sample.interactive=true: expected one host, got {jax.process_count()}")
 
     @lru_cache(maxsize=8)  # each sampling is a program of its own
     def programs_of(sampling: Sampling) -> Inference:
         return make_inference(trained.model, sampling)
 
-    print(f"a prompt per line; /NAME VALUE sets one of {', '.join(SETTINGS)}; Ctrl-D ends", file=sys.stderr)
+    print(f"one prompt per line; /NAME VALUE sets one of {', '.join(SETTINGS)}; Ctrl-D ends", file=sys.stderr)
     for line in sys.stdin:
         if line.startswith("/"):
             try:
@@ -56,7 +56,7 @@ def converse(trained: TrainedModel, options: Sample, encode: Callable[[str], np.
         longest = len(encoded) + options.tokens
         size = trained.model.config
         if size.has_learned_positions and longest > size.block_size:
-            print(f"error: {longest} tokens, and the model has {size.block_size} positions", file=sys.stderr)
+            print(f"error: {longest} tokens, but the model has only {size.block_size} positions", file=sys.stderr)
             continue
         shown = ""
         step = partial(generate, programs_of(sampling_of(options)), trained.params, [encoded], options.tokens)

@@ -151,10 +151,12 @@ class HarnessModel(TemplateLM):
         until = [stop for stop in known.pop("until") if stop]
         others = [key for key in known if key not in _OF_SAMPLING]
         if others:
-            raise UserError(f"evaluate.harness: a task sets {others[0]}={known[others[0]]}, which zero does not obey")
+            raise UserError(
+                f"evaluate.harness: a task sets {others[0]}={known[others[0]]}, which zero does not support"
+            )
         if count >= self._context:
             raise UserError(
-                f"evaluate.context={self._context}: a task writes up to {count} tokens, which leaves none for its "
+                f"evaluate.context={self._context}: a task writes up to {count} tokens, which leaves no room for its "
                 "prompt; expected a longer context, or a smaller max_gen_toks in generation_kwargs of the task"
             )
         eos = self._encoding.decode([self._encoding.special.eos])
@@ -199,7 +201,7 @@ class HarnessModel(TemplateLM):
             if len(others) == len(chat_history):
                 raise
             if not self._asks_without_system:
-                log.warning("%s; asked without the system text", error)
+                log.warning("%s; retrying without the system prompt", error)
             self._asks_without_system = True
             text = self._template.render(others, add_generation_prompt)
         return text if add_generation_prompt else _up_to(text, chat_history[-1]["content"])

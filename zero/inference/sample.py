@@ -70,8 +70,8 @@ def sample(config: SampleConfig, size: GPTConfig, run_directory: Path) -> int:
     longest = max(map(len, encoded)) + options.tokens
     if size.has_learned_positions and longest > size.block_size:
         raise UserError(
-            f"sample.tokens={options.tokens}: prompt and text are {longest} tokens, and the model has learned "
-            f"{size.block_size} positions"
+            f"sample.tokens={options.tokens}: prompt and text are {longest} tokens, but the model has only "
+            f"{size.block_size} learned positions"
         )
     line_break = "\n" if options.chat else ""
     screen = sys.stdout if is_host_0() and len(prompts) == 1 else None
@@ -164,7 +164,7 @@ def _prompts(options: Sample) -> list[str]:
     with reading(f"sample.prompt_file={options.prompt_file} is not UTF-8 text"):
         lines = io.StringIO(data.decode("utf-8"), newline=None).readlines()  # splitlines() also cuts at U+2028
     if not lines:
-        raise UserError(f"sample.prompt_file={options.prompt_file}: it has no prompt; expected one per line")
+        raise UserError(f"sample.prompt_file={options.prompt_file}: no prompts; expected one per line")
     if options.prompt_file.endswith(".jsonl"):
         with reading(f"sample.prompt_file={options.prompt_file}: expected JSON strings or objects with a prompt"):
             return [_prompt_of(json.loads(line)) for line in lines]

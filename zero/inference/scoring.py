@@ -189,5 +189,5 @@ def score_validation_set(
         size = int(lengths[score.tokens[is_scored]].sum())
         sums = sums.plus(Sums(score.losses[is_scored].sum(), count, size))
     if not sums.tokens:
-        raise UserError(f"{index}: its rows hold no token to score")
+        raise UserError(f"{index}: its rows have no token to score")
     return sums

@@ -89,7 +89,8 @@ def check_vocabulary(name: str, tokenizer: Tokenizer, size: GPTConfig) -> None:
     """Raises UserError if a folder's tokenizer has more tokens than its model."""
     if tokenizer.vocab_size > size.vocab_size:
         raise UserError(
-            f"data.tokenizer={name}: has {tokenizer.vocab_size} tokens, and the model {size.vocab_size}; name its own"
+            f"data.tokenizer={name}: has {tokenizer.vocab_size} tokens, but the model has {size.vocab_size}; use its "
+            "own tokenizer"
         )
 
 

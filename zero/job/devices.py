@@ -47,7 +47,7 @@ def make_axis(zero: Sharding, devices: Sequence[Any] | None = None) -> Axis:
         axis = Axis.with_expert_groups("zero", len(devices), zero.expert_shards, replicas)
         return dataclasses.replace(axis, exchanges=exchanges, copies_dtype=copies_dtype)
     if zero.phases == "torus" and slices > 1:
-        raise UserError(f"zero.phases=torus: expected auto or flat with {slices} slices, which form no torus")
+        raise UserError(f"zero.phases=torus: expected auto or flat, because {slices} slices do not form a torus")
     if zero.phases == "torus" and zero.tensor_shards > 1:
         axis = _tensor_lines(zero, devices)
         exchanges = is_tpu and zero.overlap_gathers and _gathers_in_rings(axis, devices)
@@ -85,7 +85,7 @@ def faster_placement(
         return None
     phases = min(seconds, key=seconds.__getitem__)
     shown = ", ".join(f"{name} {of_links:.3f} s" for name, of_links in seconds.items())
-    log.info("zero.phases=auto: %s, by the time of the links per step: %s", phases, shown)
+    log.info("zero.phases=auto chose %s by the time per step on the links: %s", phases, shown)
     return Placement(make_axis(dataclasses.replace(zero, phases=phases), devices), seconds)
 
 
@@ -117,7 +117,7 @@ def slices_of(devices: Sequence[Any]) -> int:
 
 def _tensor_lines(zero: Sharding, devices: Sequence[Any]) -> Axis:
     if not hasattr(devices[0], "coords"):
-        raise UserError("zero.phases=torus: expected auto or flat, as these devices are no TPU slice")
+        raise UserError("zero.phases=torus: expected auto or flat, because these devices are not a TPU slice")
     try:
         return Axis.with_tensor_lines("zero", devices, zero.tensor_shards)
     except ValueError as error:

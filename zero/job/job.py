@@ -64,9 +64,9 @@ class JobConfig(Configuration):
     training: Training = section(Training)
     model: Model = section(Model)
     data: RowKeys = section(RowKeys)
-    optimizer: optimizer_keys.Optimizer = choice(OPTIMIZERS, "What makes an update of a gradient.", fixed=True)
-    objective: objective.Keys = choice(OBJECTIVES, "What is minimized.", fixed=True)
-    tuning: tuning.Keys = choice(TUNINGS, "Which parameters are trained; docs/how-to/fine-tuning.md", fixed=True)
+    optimizer: optimizer_keys.Optimizer = choice(OPTIMIZERS, "The optimizer.", fixed=True)
+    objective: objective.Keys = choice(OBJECTIVES, "The loss.", fixed=True)
+    tuning: tuning.Keys = choice(TUNINGS, "Which parameters are trained (docs/how-to/fine-tuning.md).", fixed=True)
     schedule: Schedule = choice(SCHEDULES, "The learning rate after a linear warmup from 0.")
     zero: Sharding = section(Sharding)
 

@@ -39,7 +39,7 @@ class AttentionKeys:
     attention: str = key(
         "auto",
         one_of(*ATTENTION),
-        "dense holds a score per pair of positions, blockwise needs memory linear in the context.",
+        "dense stores a score per pair of positions; blockwise needs memory linear in the context.",
         "kernel: on TPU a kernel of zero's own or jax's splash attention, cuDNN's on GPU; falls back to auto where "
         "unsupported.",
         "auto: on TPU and GPU the kernel from 512 positions on; elsewhere, or without it, blockwise in long contexts.",
@@ -56,24 +56,24 @@ class RowKeys(tokenizers.Keys):
         Check(  # an integer, once it is checked
             lambda value: value is None or (isinstance(value, int) and 2 <= value <= INT32), "at least 2, or null"
         ),
-        "Sequence length in training, of which all tokens but the first are predicted; null: block_size of the model.",
+        "Sequence length in training; all tokens but the first are predicted. null: block_size of the model.",
         in_scores=True,
         fixed=True,
     )
     last_target: bool | None = key(
         None,
         None,
-        "true: rows have one token more than max_context, the target of the last position; null: where those of all "
-        "index files have exactly that one more, as zero-prepare --row-tokens makes them.",
-        "false: the last position of a row has no target, and is not trained.",
+        "true: rows have one more token than max_context, the target of the last position; null: true if the rows of "
+        "all index files have exactly one more, as zero-prepare --row-tokens makes them.",
+        "false: the last position of a row has no target and is not trained.",
         in_scores=True,
         fixed=True,
     )
     isolate_documents: bool = key(
         False,
         None,
-        "Masks attention and restarts positions where the end-of-text token of data.tokenizer joins documents in a "
-        "row.",
+        "Masks attention and restarts positions at the end-of-text tokens of data.tokenizer that separate documents "
+        "in a row.",
         in_scores=True,
     )
 
@@ -116,7 +116,7 @@ def make_model(
     context = rows.max_context
     kernel = chosen_kernel(attention.attention, platform, device.device_kind, positions=context, dtype=compute_dtype)
     if axis.replicas == 1 and axis.copies_dtype is not None:  # as after the loss of a slice
-        log.warning("zero.replica_wire_dtype=%s: without effect, as there is one copy of the state", axis.copies_dtype)
+        log.warning("zero.replica_wire_dtype=%s: no effect, because there is one copy of the state", axis.copies_dtype)
     model = ShardedGPT(
         size,
         axis,
@@ -140,7 +140,7 @@ def make_model(
     )
     missing = missing_in_kernel(kernel, size, model.cut, context, has_segments=is_divided)
     if missing is not None and attention.attention == "kernel":
-        log.warning("model.attention=kernel lacks %s: attention is computed as with model.attention=auto", missing)
+        log.warning("model.attention=kernel does not support %s; using model.attention=auto", missing)
     if missing is not None:  # so that nothing counts on it, as `zero.remat=auto` does
         model = dataclasses.replace(model, kernel=None)
     for leaf in (*model.base.layout_by_parts.leaves, *model.layout_by_parts.leaves):

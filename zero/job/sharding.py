@@ -33,44 +33,44 @@ class WeightKeys:
     compute_dtype: str = key(
         "auto",
         one_of("auto", *DTYPES),
-        "Gathered parameters and matrix products: float32, bfloat16, or auto: float32 on CPU, else bfloat16.",
+        "Dtype of gathered parameters and matrix products: float32, bfloat16, or auto: float32 on CPU, else bfloat16.",
         in_scores=True,
     )
     product_dtype: str = key(
         "auto",
         one_of(*PRODUCTS),
-        "Products with weights of attention and MLP: auto, compute_dtype; bfloat16; or int8, int8_all or float8, whose "
-        "operands are rounded with a scale per row and per column.",
-        "With int8 the gradient of weights is still computed in compute_dtype; with int8_all in int8 as well, with a "
+        "Matrix products with the weights of attention and MLP: auto, compute_dtype; bfloat16; or int8, int8_all or "
+        "float8, with operands rounded with a scale per row and per column.",
+        "With int8 the gradient of the weights is still computed in compute_dtype; with int8_all also in int8, with a "
         "scale per channel over the positions of a device.",
         in_scores=True,
     )
     gather_dtype: str = key(
         "auto",
         one_of("auto", "int8", "products"),
-        "Parameters on their way between devices: auto, the narrower of compute_dtype and master_dtype; int8 in blocks "
-        "of 256; or products, at stage 3 with product_dtype in 8 bits: weights as their products round them, so no "
-        "result changes.",
+        "Dtype in which parameters are gathered: auto, the narrower of compute_dtype and master_dtype; int8 in blocks "
+        "of 256; or, at stage 3 with product_dtype in 8 bits, products: already rounded as their products round them, "
+        "so no result changes.",
         in_scores=True,
     )
     master_dtype: str = key(
         "float32",
         one_of(*DTYPES),
-        "Weights between steps: float32, or bfloat16 with stochastic rounding for half the memory; norms and biases "
-        "stay float32.",
+        "Dtype of the weights between steps: float32, or bfloat16 with stochastic rounding for half the memory; norms "
+        "and biases stay float32.",
         in_scores=True,
     )
     tensor_shards: int = key(
         1,
         at_least(1),
-        "Tensor parallelism: neighboring devices compute the same sequences, each with a part of the heads, of the "
-        "MLP and of the vocabulary.",
+        "Tensor parallelism: neighboring devices compute the same sequences, each with its share of the heads, the "
+        "MLP and the vocabulary.",
         in_scores=True,
     )
     expert_shards: int = key(
         1,
         at_least(1),
-        "Expert parallelism: neighboring devices divide the experts of a layer, and exchange tokens; for a model "
+        "Expert parallelism: neighboring devices divide the experts of a layer and exchange tokens; needs a model "
         "with experts and expert_capacity.",
         in_scores=True,
     )
@@ -78,17 +78,18 @@ class WeightKeys:
         "auto",
         one_of("auto", "flat", "torus"),
         "Collectives of gathers and scatters: flat, one over all devices; torus, one along each dimension of a TPU "
-        "slice; auto: flat, the faster one by the TPU compiler; for a copy of the state over several slices one within "
-        "a slice and one between slices; without overlap_gathers torus where it is possible, with the least bytes.",
-        "With tensor_shards torus places each group along one dimension, and gathers along the other; auto takes the "
-        "placement whose links need less time for both.",
+        "slice; auto: flat, which the TPU compiler predicts to be faster; for a copy of the state across several "
+        "slices, one within each slice and one between slices; without overlap_gathers, torus where possible, which "
+        "sends the fewest bytes.",
+        "With tensor_shards, torus places each group along one dimension and gathers along the other; auto chooses "
+        "the placement whose links need less time.",
         in_scores=True,
     )
     overlap_gathers: bool = key(
         True,
         None,
-        "On TPU and GPU, send parameters and gradients while matrix products run; false: before and after them, "
-        "which needs slightly less memory.",
+        "On TPU and GPU, overlap sending parameters and gradients with matrix products; false: send before and after "
+        "them, which needs slightly less memory.",
     )
 
     def alone(self) -> Sharding:
@@ -179,69 +180,72 @@ class Sharding(WeightKeys):
     wire_dtype: str = key(
         "auto",
         one_of("auto", *DTYPES, "int8"),
-        "Gradients on their way between devices: float32, bfloat16, or int8 in blocks of 256 with a scale; they are "
-        "summed in reduce_dtype.",
-        "auto: float32; on TPU before v6e, in slices where an all-to-all is fast and at stages 2 and 3, "
-        "compute_dtype, in which gradients are computed.",
+        "Dtype in which gradients are sent: float32, bfloat16, or int8 in blocks of 256 with a scale; they are summed "
+        "in reduce_dtype.",
+        "auto: float32; on TPUs before v6e, at stages 2 and 3 in slices where an all-to-all is fast, compute_dtype, "
+        "in which gradients are computed.",
     )
-    reduce_dtype: str = key("float32", one_of(*DTYPES), "Sums of gradients over devices: float32 or bfloat16.")
+    reduce_dtype: str = key(
+        "float32", one_of(*DTYPES), "Dtype in which gradients are summed over devices: float32 or bfloat16."
+    )
     gradient_dtype: str = key(
         "float32",
         one_of(*DTYPES),
-        "Gradients held until the update: float32, or bfloat16 for half the memory.",
+        "Dtype of gradients held until the update: float32, or bfloat16 for half the memory.",
     )
     remat: str = key(
         "auto",
         one_of("auto", *REMAT),
-        "What the forward pass stores, so that the backward pass need not recompute it; auto: on CPU all (none), on "
-        "GPU full;",
-        "on TPU at stage 3 the first that fits of mlp+attention (without a kernel), mlp, mlp_in and full, logged at "
+        "What the forward pass stores so that the backward pass does not recompute it. auto: on CPU everything "
+        "(none), on GPU full;",
+        "on TPU at stage 3, the first that fits of mlp+attention (without a kernel), mlp, mlp_in and full, logged at "
         "the start;",
-        "in rows of 4,096 positions and more of mlp+attention, mlp_in+attention, attention and full.",
-        "none: everything; at stage 3 each layer is gathered once, and kept for the backward pass.",
+        "for rows of 4,096 or more positions, the first that fits of mlp+attention, mlp_in+attention, attention and "
+        "full.",
+        "none: everything; at stage 3 each layer is gathered once and kept for the backward pass.",
         "dots: the products with weights, and the output of attention.",
-        "mlp: the products that begin an MLP; mlp_in: without that of its gate.",
+        "mlp: the input products of an MLP; mlp_in: the same without the gate's.",
         "projections: queries, keys, values and the output of attention; attention: only the output of its scores "
         "and values.",
         "mlp+attention, mlp_in+attention, mlp+projections, mlp_in+projections: both.",
-        "full: the inputs of layers, as all of the above do.",
-        "nested: the inputs of spans of layers, at the cost of one more forward pass.",
+        "full: only the inputs of layers, which all of the above store too.",
+        "nested: only the inputs of spans of layers, at the cost of one more forward pass.",
     )
     offload: str = key(
         "none",
         one_of(*OFFLOADED),
-        "What lies in the host's memory: none.",
-        "activations: all that remat stores, from the forward to the backward pass, so that a device holds that of "
-        "about two layers; the same results to the bit.",
-        "The automatic choice of remat, on TPU at stage 3 without fused_update, is one for each kind of activation: "
-        "the device, the host, or computing it again, by predicted seconds; logged at the start.",
-        "optimizer: the optimizer's state of layers, between their updates, so that a device holds that of three spans "
-        "of layers; with zero.fused_update. both: both.",
+        "What is kept in the host's memory: none, nothing.",
+        "activations: everything that remat stores, between the forward and the backward pass, so that a device holds "
+        "only about two layers of it; results are bit for bit the same.",
+        "With remat=auto, on TPU at stage 3 without fused_update, each kind of activation is kept on the device, "
+        "moved to the host or recomputed, by predicted seconds; logged at the start.",
+        "optimizer: the optimizer state of layers, between their updates, so that a device holds only three spans of "
+        "layers of it; requires zero.fused_update. both: activations and optimizer.",
     )
     fused_update: bool = key(
         False,
         None,
-        "At stage 3, update each layer inside the backward pass: least memory, no accumulation; clips and skips "
-        "layer by layer.",
+        "At stage 3, update each layer inside the backward pass: needs the least memory, cannot accumulate gradients, "
+        "and clips and skips layer by layer.",
     )
     replicas: int | None = key(
         None,
         at_least(1),
         "Copies of the whole state, each sharded over a group of neighboring devices: gathers stay inside a group, "
-        "gradients are summed over all devices; null: one in each slice of TPUs, so only these sums leave a slice.",
+        "and gradients are summed over all devices; null: one per TPU slice, so that only these sums leave a slice.",
         in_scores=True,
     )
     replica_wire_dtype: str = key(
         "auto",
         one_of("auto", "bfloat16", "int8"),
-        "Gradients on their way between copies of the state, once per update: auto, as they are summed; bfloat16; or "
-        "int8 in blocks of 256 with a scale, for slices with a slow network between them.",
+        "Dtype in which gradients are sent between copies of the state, once per update: auto, as they are summed; "
+        "bfloat16; or int8 in blocks of 256 with a scale, for slices with a slow network between them.",
     )
     context_shards: int = key(
         1,
         at_least(1),
-        "Context parallelism: neighboring devices share sequences, each with 1/context_shards of the positions and "
-        "their activations.",
+        "Context parallelism: neighboring devices share sequences, and each holds 1/context_shards of the positions "
+        "and their activations.",
         in_scores=True,
     )
 

@@ -40,14 +40,15 @@ class Keys:
         "bytes",
         None,
         "An entry of conf/model_config.yaml or of a file in conf/models.",
-        "my.yaml:mine: the entry mine of my.yaml, a file of your own that is written like conf/model_config.yaml.",
-        "hf:NAME@REVISION or a Hugging Face folder: the model of its config.json; with warm_start that of model_path.",
+        "my.yaml:mine: the entry mine of my.yaml, your own file in the format of conf/model_config.yaml.",
+        "hf:NAME@REVISION or a Hugging Face folder: the model of its config.json; with warm_start, by default the "
+        "model of model_path.",
         fixed=_is_same_entry,
     )
     override: dict[str, Any] = key(
         {},
         None,
-        "Keys of the entry with other values, such as model.override.N=24 model.override.embedding_dim=512.",
+        "Overrides keys of the entry, such as model.override.N=24 model.override.embedding_dim=512.",
         fixed=True,
     )
 
@@ -143,7 +144,7 @@ def _entry_of_file(size: str, path: str, name: str) -> Any:
       UserError: there is no such file, it has no such entry, or is wrong.
     """
     if not Path(path).is_file():
-        raise UserError(f"model.size={size}: {path} not found; where it has moved, name model.size=FILE:{name}")
+        raise UserError(f"model.size={size}: {path} not found; if it has moved, set model.size=FILE:{name}")
     sizes = load_sizes(Path(path))
     if name not in sizes:
         raise UserError(f"model.size={size}: expected an entry of {path}: {', '.join(sizes)}")
@@ -186,7 +187,7 @@ def _make_size(entry: Any) -> GPTConfig:
     if keys.get("num_head", 0) is None and isinstance(keys.get("head_dim"), int) and keys["head_dim"] > 0:
         keys["num_head"], rest = divmod(keys["embedding_dim"], keys["head_dim"])
         if rest:
-            raise ValueError(f"embedding_dim {keys['embedding_dim']} is no multiple of head_dim {keys['head_dim']}")
+            raise ValueError(f"embedding_dim {keys['embedding_dim']} is not a multiple of head_dim {keys['head_dim']}")
     schema = OmegaConf.structured(GPTConfig)
     OmegaConf.set_readonly(schema, False)  # GPTConfig is frozen, and the entry is merged into its schema
     try:

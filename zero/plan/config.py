@@ -75,7 +75,7 @@ class Grid:
     tensor: list[int] | None = key(
         None,
         list_of(at_least(1)),
-        "Values of zero.tensor_shards; null, here and below: only the value that section zero has.",
+        "Values of zero.tensor_shards; null, here and below: only the value in section zero.",
     )
     context_shards: list[int] | None = key(None, list_of(at_least(1)), "Values of zero.context_shards.")
     expert: list[int] | None = key(None, list_of(at_least(1)), "Values of zero.expert_shards.")
@@ -98,8 +98,8 @@ class Plan:
     search: str = key(
         "none",
         one_of("none", "fastest", "largest"),
-        "none: stages 0 to 3; fastest: the setting of the grid that fits and is predicted to be the fastest; "
-        "largest: the largest model that fits.",
+        "none: stages 0 to 3; fastest: the setting of plan.grid that fits and is predicted to be fastest; largest: "
+        "the largest model that fits.",
     )
     grid: Grid = section(
         Grid,
@@ -109,17 +109,17 @@ class Plan:
     tokens: int | None = key(
         None,
         at_least(1, INT64),
-        "Tokens of the run whose days and dollars are shown; null: 20 per parameter (arXiv 2203.15556).",
+        "Tokens of the run for which days and dollars are shown; null: 20 per parameter (arXiv 2203.15556).",
     )
     dollars_per_hour: float | None = key(
         None,
         positive(),
-        "Price of the whole slice in US dollars per hour; adds the dollars of the run; null: not shown.",
+        "Price of the whole slice in US dollars per hour, to show the cost of the run; null: not shown.",
     )
     breakdown: bool = key(
         False,
         None,
-        "true: also print the predicted time by part of the model, of the best row, or of the last one that fits.",
+        "Also print the predicted time by part of the model, for the best row or the last one that fits.",
     )
     processes: int | None = key(
         None,
@@ -130,14 +130,14 @@ class Plan:
     def without_effect(self) -> Mistakes:
         """Keys of the run and of the grid that this search does not read, each with the reason."""
         if self.tokens is not None:
-            yield "training.total_steps", "plan.tokens takes its place"
+            yield "training.total_steps", "plan.tokens replaces it"
         yield from REPLACED[self.search].items()
         for name, replaced in OF_GRID.items():
             if name not in OF_SEARCHES[self.search]:
                 reading = " or ".join(f"plan.search={other}" for other, names in OF_SEARCHES.items() if name in names)
                 yield f"plan.grid.{name}", f"plan.search={self.search}; {reading} reads it"
             elif getattr(self.grid, name) is not None and replaced not in REPLACED[self.search]:
-                yield replaced, f"plan.grid.{name} takes its place"
+                yield replaced, f"plan.grid.{name} replaces it"
 
 
 @dataclass
@@ -165,7 +165,7 @@ class PlanConfig(TrainConfig):
     def without_effect(self) -> Mistakes:
         """Other keys of training are part of the printed command, if not of the compiled step."""
         yield "data.resume_step", "mode=plan plans a fresh start"
-        yield "training.batch_size", "plan.micro_batch takes its place"
+        yield "training.batch_size", "plan.micro_batch replaces it"
         yield "training.batch_stages", "mode=plan plans the steps after the last stage"
         yield "profile.step_time", "mode=plan predicts it"
         yield from self.plan.without_effect()

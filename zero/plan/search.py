@@ -70,7 +70,7 @@ def fastest(pool: Executor, request: Request, processes: int) -> list[Row]:
                 rows[running.pop(job)] = job.result()
                 stage.advance()
     left_out = len(outlines) - len(rows)
-    log.info("%d settings compiled; %d left out, which are slower or do not fit", len(rows), left_out)
+    log.info("%d settings compiled; %d skipped because they are slower or do not fit", len(rows), left_out)
     return [rows[number] for number in sorted(rows)]
 
 
@@ -205,5 +205,5 @@ def gather(jobs: Sequence[Future[T]], stage_name: str) -> dict[int, T]:
     if errors and not results:
         raise next(iter(errors.values()))
     for message in errors:
-        log.warning("left out: %s", message)
+        log.warning("skipped: %s", message)
     return results

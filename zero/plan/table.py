@@ -46,9 +46,9 @@ def table(result: dict[str, Any], plan: Plan, width: int = WIDTH) -> str:
         ends[1 + result["best"]] += " <- best"
     lines += [f"{line}  {end}".rstrip() for line, end in zip(in_columns(cells), ends, strict=True)]
     legend = (
-        "peak: GiB per device. Per step: seconds as predicted from the compiler's cycles (>: at least, by published "
-        "peaks), tokens per second of all devices, model FLOPs utilization, GB that a device sends while it computes "
-        "nothing"
+        "peak: GiB per device. Per step: seconds predicted from the compiler's cycles (>: a lower bound from "
+        "published peaks), tokens per second over all devices, model FLOPs utilization, GB that a device sends while "
+        "it computes nothing"
     )
     held = [row for row in rows if row.get("host_bytes")]
     if held:

@@ -18,8 +18,8 @@ class Keys:
     batch_stages: Any = key(
         None,
         Check(lambda value: value is None or is_stages(value), f"{_STAGES}, or null"),
-        "How the batch grows: [[500, 4], [500, 8]], 500 steps of 4 sequences per host, then 500 of 8, then batch_size; "
-        "null: batch_size from the beginning.",
+        "Batch size by stage: [[500, 4], [500, 8]] takes 500 steps of 4 sequences per host, then 500 of 8, then "
+        "batch_size; null: batch_size from the start.",
         "A resume keeps the stages of the run.",
         fixed=True,
     )

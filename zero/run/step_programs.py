@@ -40,7 +40,7 @@ class Keys:
     peak_flops: float | None = key(
         None,
         positive(),
-        "Peak operations per second of one device, for MFU; null: the published bfloat16 peak, where it is known.",
+        "Peak operations per second of one device, for MFU; null: the published bfloat16 peak, if known.",
     )
 
 

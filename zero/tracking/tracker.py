@@ -29,9 +29,9 @@ class Keys:
     wandb_project: str | None = key(
         "zero",
         project_name(),
-        "Weights & Biases project, offline unless WANDB_API_KEY is set; null: no Weights & Biases.",
+        "Weights & Biases project, offline unless WANDB_API_KEY is set; null: off.",
     )
-    tensorboard: bool = key(False, None, "Write TensorBoard event files as well; needs the extra tensorboard.")
+    tensorboard: bool = key(False, None, "Also write TensorBoard event files; needs the extra tensorboard.")
 
 
 class Tracker:

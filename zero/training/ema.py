@@ -24,8 +24,8 @@ class Keys:
     ema: float | None = key(
         None,
         Check(lambda value: 0 < value < ONE, "more than 0, less than 1 in float32"),
-        "Decay per update of a moving average of the weights, such as 0.999, whose loss is validation/ema_loss; "
-        "null: off.",
+        "Decay per update of a moving average of the weights, such as 0.999; its loss is logged as "
+        "validation/ema_loss; null: off.",
         fixed=True,
     )
 

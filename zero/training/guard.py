@@ -23,14 +23,14 @@ class Keys:
     max_skipped_in_a_row: int = key(
         20,
         at_least(0),
-        "A step whose gradient is not finite leaves weights and optimizer unchanged, and more such steps in a row than "
-        "this end the run with an error; 0: none is skipped, the first one ends the run.",
+        "A step whose gradient is not finite is skipped: weights and optimizer stay unchanged. More skipped steps in "
+        "a row than this end the run with an error; 0: no step is skipped, and the first such step ends the run.",
     )
     skip_spikes: float | None = key(
         None,
         positive(),
-        "Skip updates whose loss or gradient norm is this many standard deviations above its running mean, such as "
-        "6; null: off.",
+        "Skip updates whose loss or gradient norm is more than this many standard deviations above its running mean, "
+        "such as 6; null: off.",
     )
 
     @property

@@ -67,12 +67,12 @@ class Keys:
     gradient_accumulation_steps: int = key(
         1,
         at_least(1),
-        "Micro-batches per optimizer step; more need less memory for activations.",
+        "Micro-batches per optimizer step; more of them need less memory for activations.",
     )
     max_gradient_norm: float | None = key(
         1.0,
         Check(lambda value: value >= SMALLEST, "more than 0 in float32"),
-        "Gradients are clipped to this global norm; null: no clipping.",
+        "Gradients are clipped to this global norm; null: off.",
     )
     max_gradient_value: float | None = key(
         None,

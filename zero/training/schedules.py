@@ -28,7 +28,7 @@ class Keys:
         zero_or_more(),
         "Learning rate at total_steps, where cosine, linear and wsd schedules end.",
     )
-    warmup_steps: int = key(20, at_least(0), "Steps in which the learning rate rises linearly from 0 to its peak.")
+    warmup_steps: int = key(20, at_least(0), "Steps over which the learning rate rises linearly from 0 to its peak.")
     total_steps: int = key(
         960,
         at_least(1),
@@ -61,7 +61,7 @@ class Schedule:
 @dataclasses.dataclass
 class _Ending(Schedule):
     decay_end: int | None = key(  # type: ignore[misc]
-        None, at_least(1), "The step from which on the rate is training.end_learning_rate; null: total_steps."
+        None, at_least(1), "The step at which the rate reaches training.end_learning_rate; null: total_steps."
     )
 
 
@@ -108,7 +108,7 @@ class Wsd(Schedule):
 
     name: str = named("wsd")
     decay_steps: int | None = key(  # type: ignore[misc]
-        None, at_least(1), "Steps of the linear end; null: a tenth of total_steps, at least 1."
+        None, at_least(1), "Steps of the linear decay at the end; null: a tenth of total_steps, at least 1."
     )
 
 
@@ -247,16 +247,16 @@ class LengthKeys:
     staged_warmup_steps: int = key(
         280,
         at_least(0),
-        "Steps at the beginning with short sequences, at an unchanged number of tokens per step; 0: none.",
+        "Steps at the start with short sequences, with the number of tokens per step unchanged; 0: off.",
     )
     warmup_train_context: int = key(64, None, "Tokens per sequence during these steps.")
     context_stages: Any = key(
         None,
         Check(lambda value: value in (None, "linear") or is_stages(value), f"linear, {STAGES}, or null"),
-        "How the length of sequences grows; null: in one jump, after the steps above.",
+        "Sequence length by stage; null: one jump, after the steps above.",
         "linear: during the steps above, from warmup_train_context to max_context.",
-        "[[200, 64], [80, 128]]: 200 steps of 64 tokens, then 80 of 128, then max_context; both keys above are not "
-        "used.",
+        "[[200, 64], [80, 128]]: 200 steps of 64 tokens, then 80 of 128, then max_context; the two keys above are "
+        "ignored.",
     )
 
     def stages(self) -> tuple[tuple[int, int], ...]:

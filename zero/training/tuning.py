@@ -69,7 +69,7 @@ class Adapted(Keys):
     targets: list[str] | None = key(
         None,
         list_of(one_of(*PRODUCTS)),
-        "Products of a layer that have adapters, of query, key, value, attention_out, mlp_in, mlp_gate, mlp_out; "
+        "Which products of a layer have adapters, of query, key, value, attention_out, mlp_in, mlp_gate and mlp_out; "
         "null: all that the model has.",
         fixed=True,
     )
@@ -85,23 +85,23 @@ class Adapted(Keys):
     modules_to_save: list[str] | None = key(
         None,
         list_of(one_of(*TABLES)),
-        "Tables that are trained whole beside the adapters: vocabulary, the embeddings (and logits where these are "
-        "tied to them), and head, the logits.",
+        "Tables that are trained in full beside the adapters: vocabulary, the embeddings (and logits if tied to "
+        "them), and head, the logits.",
         fixed=True,
     )
     base_dtype: str = key(
         "float32",
         one_of(*BASE_DTYPES),
-        "Matrices of the frozen weights, as they are held and gathered: float32 or bfloat16; norms and biases stay "
-        "float32.",
-        "int8 or nf4 (QLoRA, arXiv 2305.14314, with double quantization): products of layers in blocks of 64 with a "
-        "scale, 1.06 or 0.52 bytes per weight; the vocabulary in bfloat16.",
+        "Dtype in which matrices of the frozen weights are held and gathered: float32 or bfloat16; norms and biases "
+        "stay float32.",
+        "int8 or nf4 (QLoRA, arXiv 2305.14314, with double quantization): the weights of layers in blocks of 64 with "
+        "a scale, 1.06 or 0.52 bytes per weight; the vocabulary in bfloat16.",
         fixed=True,
     )
     adapter: str | None = key(
         None,
         not_empty(),
-        "A folder of PEFT whose adapters the run starts from; null: new ones, which change nothing at first.",
+        "A PEFT folder whose adapters the run starts from; null: new adapters, which do not change the model at first.",
         fixed=True,
     )
 

@@ -95,8 +95,8 @@ def npz() -> bytes:
         ({"x.input_id.npy": npy(np.ones(4))}, r"sample x: member input_id\.npy must hold integers, not float64"),
         ({"x.input_id.npy": npy(np.ones((1, 1, 4), int))}, r"sample x: input_id\.npy must have 1 or 2 dimensions"),
         ({"x.input_id.npy": npy(np.array(7))}, r"sample x: input_id\.npy must have 1 or 2 dimensions, not 0"),
-        ({"x.input_id.npy": npy(np.arange(3))}, r"sample x has rows of 3 tokens, and the model reads 4: prepare"),
-        ({"x.input_id.npy": npy(np.zeros(0, int))}, r"sample x has rows of 0 tokens, and the model reads 4"),
+        ({"x.input_id.npy": npy(np.arange(3))}, r"sample x has rows of 3 tokens, but the model reads 4; prepare"),
+        ({"x.input_id.npy": npy(np.zeros(0, int))}, r"sample x has rows of 0 tokens, but the model reads 4"),
         ({"x.input_id.npy": npy(np.zeros((3, 0), int))}, r"sample x has rows of 0 tokens"),
         ({"x.input_id.npy": npy(np.zeros((0, 0), int))}, r"sample x has rows of 0 tokens"),
         (

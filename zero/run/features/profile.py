@@ -32,8 +32,8 @@ class Profile(Feature):
         steps: list[int] | None = key(
             None,
             Check(_is_range, "the first and the last step, such as [20,25]"),
-            "First and last step of a trace in profile/ of the run directory, such as [20,25], with the steps that "
-            "share their rows; null: no trace.",
+            "First and last step of a profiler trace, written to profile/ in the run directory, such as [20,25]; "
+            "steps that share their rows are included; null: off.",
         )
 
     name = "profile"

@@ -39,7 +39,7 @@ class Sample(Feature):
         sample_tokens: int = key(
             300,
             at_least(0),
-            "Tokens of text sampled from the model at each evaluation; 0: none.",
+            "Tokens to sample from the model at each evaluation; 0: off.",
         )
 
         def sample_mistakes(self, size: GPTConfig, of_model: str) -> Mistakes:

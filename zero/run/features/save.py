@@ -26,14 +26,14 @@ class Save(Feature):
         save_every: int | None = key(
             None,
             at_least(1),
-            "Steps between checkpoints, whatever the evaluations; null: at every evaluation. The last step is always "
-            "saved.",
+            "Steps between checkpoints, independent of evaluations; null: at every evaluation. The last step is "
+            "always saved.",
             in_steps=True,
         )
         checkpoint_minutes: float | None = key(
             30.0,
             positive(),
-            "Minutes between checkpoints if evaluations or save_every are further apart; null: only at these.",
+            "Minutes between checkpoints if evaluations or save_every are further apart; null: off.",
         )
 
     name = "save"

@@ -27,10 +27,10 @@ class Statistics(Feature):
         every: int | None = key(
             None,
             at_least(1),
-            "Every so many steps log statistics per tensor: mean sizes of activations per layer; of each leaf its "
-            "change per learning rate, and the norms of gradient and weights. null: never.",
-            "Each time costs the forward pass and the gradient of a step once more, and memory for a copy of the "
-            "weights' shards and their whole gradient's.",
+            "Every n steps, log statistics per tensor: the mean magnitude of activations per layer, and for each leaf "
+            "its change per learning rate and the norms of its gradient and weights. null: off.",
+            "Each time costs another forward and backward pass, and memory for a copy of the weight shards and of the "
+            "whole gradient's.",
         )
 
     name = "statistics"

@@ -23,7 +23,7 @@ class Track(Feature):
 
     @dataclass
     class Keys:
-        log_frequency: int = key(10, at_least(1), "Log a line of metrics every 10 steps.", in_steps=True)
+        log_frequency: int = key(10, at_least(1), "Log metrics every n steps.", in_steps=True)
 
     name = "track"
     adds = (

@@ -49,14 +49,15 @@ class Validate(Feature):
         evaluation_frequency: int = key(
             240,
             at_least(1),
-            "Evaluate every 240 steps and after the last; each time also save, draw the curves and sample text.",
+            "Evaluate every n steps and after the last; each evaluation also saves a checkpoint, draws the curves and "
+            "samples text.",
             in_steps=True,
         )
         maximum_evaluation_steps: int = key(
             16,
             at_least(0),
-            "Validation batches per evaluation at most, of all sets one after the other and of each set with a name; "
-            "0: none, so that an evaluation only saves and samples.",
+            "Maximum number of validation batches per evaluation, over all sets in order and for each named set; 0: "
+            "no validation, so that an evaluation only saves and samples.",
         )
 
     name = "validate"

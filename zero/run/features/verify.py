@@ -33,8 +33,8 @@ class Verify(Feature):
         every: int | None = key(
             None,
             at_least(1),
-            "Every so many steps neighboring devices repeat each other's first micro-batch; results that differ end "
-            "the run with status 1 and the faulty device. null: never.",
+            "Every n steps, neighboring devices repeat each other's first micro-batch; if results differ, the run "
+            "ends with status 1 and names the faulty device. null: off.",
             "Each time costs the gradients of two micro-batches: at 100 about 2 % with one micro-batch per step, 0.1 % "
             "with 16.",
             in_steps=True,

@@ -70,22 +70,23 @@ class Dpo(Keys):
     """
 
     name: str = named("dpo")
-    beta: float = key(0.1, positive(), "Inverse temperature: the larger, the closer the model stays to the reference.")
+    beta: float = key(0.1, positive(), "Inverse temperature: a larger value keeps the model closer to the reference.")
     loss: str = key(
         "sigmoid",
         one_of(*LOSSES),
-        "Of the margin of a pair: sigmoid, its negative log-sigmoid; or ipo, a square (arXiv 2310.12036), as TRL's "
+        "Loss of a pair's margin: sigmoid, its negative log-sigmoid; or ipo, a square (arXiv 2310.12036), as TRL's "
         "loss_type=ipo.",
     )
     label_smoothing: float = key(
         0.0,
         Check(lambda value: 0 <= value < 0.5, "at least 0, less than 0.5"),
-        "The share of the pairs whose preference is wrong, as TRL's label_smoothing.",
+        "Share of the pairs whose preference is assumed to be wrong, as TRL's label_smoothing.",
     )
     smoothing: str = key(
         "conservative",
         one_of(*SMOOTHINGS),
-        "What follows from it: conservative, the expected loss; or robust (arXiv 2403.00409), TRL's loss_type=robust.",
+        "How label_smoothing changes the loss: conservative, the expected loss; or robust (arXiv 2403.00409), TRL's "
+        "loss_type=robust.",
     )
 
     def make(self) -> Objective:

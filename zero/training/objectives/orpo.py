@@ -34,7 +34,7 @@ class Orpo(Keys):
     """
 
     name: str = named("orpo")
-    beta: float = key(0.1, positive(), "Weight of the odds ratio beside the likelihood of chosen texts.")
+    beta: float = key(0.1, positive(), "Weight of the odds ratio, relative to the likelihood of chosen texts.")
 
     def make(self) -> Objective:
         return whole_texts(self.losses, METRICS)

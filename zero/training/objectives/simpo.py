@@ -27,8 +27,8 @@ class Simpo(Keys):
     """
 
     name: str = named("simpo")
-    beta: float = key(2.0, positive(), "Factor of log-probabilities per token, which makes them rewards.")
-    gamma: float = key(0.5, zero_or_more(), "The margin that the difference of rewards aims for, TRL's simpo_gamma.")
+    beta: float = key(2.0, positive(), "Multiplies log-probabilities per token to make rewards.")
+    gamma: float = key(0.5, zero_or_more(), "Target margin between the rewards, TRL's simpo_gamma.")
 
     def make(self) -> Objective:
         return whole_texts(self.losses, METRICS)

@@ -25,13 +25,13 @@ class AdEMAMix(Optimizer):
     b1: float = keys.b1(0.9)
     b2: float = keys.b2(0.999)
     b3: float = key(0.9999, fraction_below_one(), "Decay of the slow mean.", fixed=True)
-    alpha: float = key(5.0, zero_or_more(), "The slow mean counts this many times.", fixed=True)
+    alpha: float = key(5.0, zero_or_more(), "Weight of the slow mean.", fixed=True)
     eps: float = keys.eps(1e-8)
     slow_warmup: int | None = key(
         None,
         at_least(1),
-        "Steps until alpha and the half-life of the slow mean have grown to their values; null: they are constant.",
-        "The paper takes all steps of the run.",
+        "Steps over which alpha and the half-life of the slow mean grow to their values; null: constant.",
+        "The paper uses all steps of the run.",
         fixed=True,
     )
 

@@ -47,10 +47,11 @@ class AdamW(Optimizer):
     decay_on: str = key(
         "matrices",
         one_of(*DECAYED),
-        "Leaves that decay: matrices, those of layers, vocabulary and head; gpt_neo, also positions and the last norm.",
+        "Which leaves decay: matrices, the matrices of layers, vocabulary and head; gpt_neo, also positions and the "
+        "last norm.",
         fixed=True,
     )
-    bias_correction: bool = key(True, None, "false leaves out the division of the moments by 1 - b^step.", fixed=True)
+    bias_correction: bool = key(True, None, "Divide the moments by 1 - b^step.", fixed=True)
     scaled_eps: bool = key(False, None, "In muP: eps is multiplied as the learning rate of each array is.", fixed=True)
 
 
@@ -148,7 +149,7 @@ class Adafactor(Optimizer):
     scale_by_parameter: bool = key(
         True, None, "Updates are multiplied by the root mean square of their array.", fixed=True
     )
-    min_scale: float = key(1e-3, positive(), "They are multiplied at least by this.", fixed=True)
+    min_scale: float = key(1e-3, positive(), "Lower bound of this factor.", fixed=True)
 
 
 def _adafactor(

@@ -59,8 +59,8 @@ def decay() -> Any:
     return key(
         "rate",
         one_of("rate", "coupled", "independent", "constant"),
-        "Factor of weight decay: rate, the learning rate; coupled, that of the array, in muP; independent, the rate "
-        "over its peak; constant, 1 at every step.",
+        "What multiplies weight decay: rate, the learning rate; coupled, the learning rate of the array, in muP; "
+        "independent, the learning rate over its peak; constant, 1 at every step.",
         fixed=True,
     )
 
