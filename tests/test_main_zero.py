@@ -201,8 +201,8 @@ def test_exit_status(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
         assert ended.value.code == status
     printed = capsys.readouterr().err
     assert printed.startswith(
-        "error: runs/new/config.yaml (the configuration, which a resume needs): No space left on device. Checkpoints "
-        "that were saved before are intact: make room and repeat the command with --resume=auto\n"
+        "error: runs/new/config.yaml (the configuration, which a resume needs): No space left on device. Earlier "
+        "checkpoints are intact: free some space and repeat the command with --resume=auto\n"
     )
     assert printed.endswith("error: the bucket does not answer\nerror: one\nerror: two\n")
 

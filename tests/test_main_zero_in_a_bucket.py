@@ -118,7 +118,7 @@ def test_counts_of_a_mixture(run: Run, tmp_path: Path) -> None:
     over = run(mixture, f"data.max_skipped_rows={skipped - 1}", "--resume")
     assert over.returncode == 2
     assert over.stderr.splitlines()[-1].startswith("error: step ") and "Traceback" not in over.stderr
-    assert f"rows of the data had to be skipped, and data.max_skipped_rows={skipped - 1}" in over.stderr
+    assert f"rows of the data were skipped, but data.max_skipped_rows={skipped - 1}" in over.stderr
 
 
 def test_errors_are_one_line(run: Run) -> None:

@@ -249,11 +249,11 @@ FILES: tuple[tuple[str, Any, str], ...] = (
     ),
     ("config.yaml", b"data: 5", "is damaged: expected the configuration of a run"),
     ("config.yaml", b"data: '${nope}'", "is damaged: expected the configuration of a run: Interpolation key 'nope'"),
-    ("config.yaml", DATA.replace(b"null", b"[1]"), "data.bucket_path or data.checkpoint_directory is no path"),
+    ("config.yaml", DATA.replace(b"null", b"[1]"), "data.bucket_path or data.checkpoint_directory is not a path"),
     (
         "config.yaml",
         DATA.replace(b": checkpoints", b": null"),
-        "data.bucket_path or data.checkpoint_directory is no path",
+        "data.bucket_path or data.checkpoint_directory is not a path",
     ),
     ("config.yaml", DATA + b"model: 5", "is damaged: expected the configuration of a run"),
     ("config.yaml", DATA + b"model: [1]", "is damaged: expected the configuration of a run"),

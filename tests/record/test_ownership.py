@@ -29,7 +29,7 @@ def test_one_process_a_directory_of_checkpoints(tmp_path: Path) -> None:
     """The directory is locked, whatever run saves there; one that nothing was saved to is removed."""
     place = tmp_path / "shared" / "checkpoints"
     with owned(place, "runs/one"):
-        with pytest.raises(UserError, match=r"trains here; name another data\.checkpoint_directory"):
+        with pytest.raises(UserError, match=r"trains here; choose another data\.checkpoint_directory"):
             with owned(place, "runs/two"):
                 raise AssertionError("both are in")
     assert not place.exists()
@@ -49,7 +49,7 @@ def test_bucket_is_taken_over(server: str, monkeypatch: pytest.MonkeyPatch) -> N
             with owned(place, "runs/two") as check_two:
                 check_two()
                 save_small(one, 4)
-                with pytest.raises(UserError, match=r"another process has taken the run over since, on .* in runs/two"):
+                with pytest.raises(UserError, match=r"another process has since taken over the run, on .* in runs/two"):
                     one.wait()
                 with Checkpoints(place, keep=1, check_owner=check_two) as two:
                     assert two.steps() == [2]

@@ -363,7 +363,7 @@ def test_report_command(tmp_path: Path) -> None:
     done = subprocess.run([*command, str(run)], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (
         2,
-        f"error: {run}: metrics.jsonl is missing; expected a run that has made a step\n",
+        f"error: {run}: metrics.jsonl is missing; expected a run that has taken a step\n",
     )
     done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 2

@@ -60,6 +60,6 @@ def test_a_cache_for_nothing(workplace: Path, server: str, tmp_path: Path, monke
 
     open_()
     cached = f"data.cache_directory={tmp_path / 'cache'}"
-    with pytest.raises(UserError, match=rf"^{cached}: it has no effect, as no shard is in a bucket$"):
+    with pytest.raises(UserError, match=rf"^{cached}: it has no effect, because no shard is in a bucket$"):
         open_(cached)
     open_(cached, f"data.index_path_validation={tmp_path / 'remote.index'}")

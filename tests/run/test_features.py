@@ -87,7 +87,7 @@ def test_limit_of_skipped_rows(tmp_path: Path) -> None:
     feature.do(run, at(3), line)
     assert line["skipped_rows"] == 2
     run.position.skipped_rows = 3
-    with pytest.raises(UserError, match=r"step 3: 3 rows of the data had to be skipped, and data.max_skipped_rows=2"):
+    with pytest.raises(UserError, match=r"step 3: 3 rows of the data were skipped, but data.max_skipped_rows=2"):
         feature.do(run, at(3), line)
 
 

@@ -140,7 +140,7 @@ def test_fork_of_a_run(lasting: cli.Lasting, calm: Path) -> None:
     # Checkpoints that lie outside the run directory would be those of the run itself.
     kept = f"data.checkpoint_directory={calm / 'checkpoints'}"
     done = lasting.run("--resume", "hydra.run.dir=calm", "data.resume_step=6", kept)
-    assert done.returncode == 2 and "name another data.checkpoint_directory" in done.stderr.splitlines()[-1]
+    assert done.returncode == 2 and "choose another data.checkpoint_directory" in done.stderr.splitlines()[-1]
     # The fork is resumed at its own newest step.
     done = lasting.run("--resume")
     assert done.returncode == 0 and "nothing left to do: the run is at step 12 of 12" in done.stderr, done.stderr

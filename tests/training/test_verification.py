@@ -130,7 +130,11 @@ def test_failing_device_is_named(stage: int, faulty_device: Callable[[int], None
     on = setup(3, stage)
     weights = on.weights(on.start())
     faulty_device(2)
-    with pytest.raises(Unavailable, match=r"^step 5: cpu:2 of host 0 computed what other devices did not\. "):
+    with pytest.raises(
+        Unavailable,
+        match=r"^step 5: cpu:2 of host 0 computed a different result from other devices\. "
+        r"",
+    ):
         check(on, program_of(on), weights)
 
 
@@ -154,7 +158,7 @@ def test_group_of_failing_device(faulty_device: Callable[[int], None]) -> None:
     weights = on.weights(on.start())
     faulty_device(3)
     names = "cpu:2 of host 0 and cpu:3 of host 0"
-    with pytest.raises(Unavailable, match=f"^step 5: {names} computed what other devices did not"):
+    with pytest.raises(Unavailable, match=f"^step 5: {names} computed a different result from other devices"):
         check(on, program_of(on), weights)
 
 

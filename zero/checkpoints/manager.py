@@ -206,7 +206,7 @@ class Checkpoints:
         """
         steps = self.steps()
         if not steps:
-            raise MissingCheckpoint(f"{self.directory} holds no checkpoint")
+            raise MissingCheckpoint(f"{self.directory} has no checkpoint")
         if step is not None and step not in steps:
             raise MissingCheckpoint(
                 f"data.resume_step={step}: {self.directory} holds steps {', '.join(map(str, steps))}"

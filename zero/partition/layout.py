@@ -163,7 +163,7 @@ class Layout:
             return self.treedef.flatten_up_to(tree)
         except ValueError as error:
             differences = self.differences(tree) or f"its containers differ: {error}"
-            raise ValueError(f"the layout was made for another tree than this one: {differences}") from error
+            raise ValueError(f"the layout was made for a different tree: {differences}") from error
 
     def differences(self, tree: PyTree, *, may_lack: bool = False) -> str:
         """Which leaves this tree lacks, and which it has that the layout has not; empty if the names are the same."""
@@ -199,8 +199,8 @@ class Layout:
                 hint = ""
                 if np.shape(x) == leaf.shape:
                     hint = (
-                        "; that is the whole array: zero.shard slices one that is the same on all devices, "
-                        "zero.scatter_mean gradients"
+                        "; this is the whole array: use zero.shard if it is the same on all devices, "
+                        "zero.scatter_mean for gradients"
                     )
                 raise ValueError(f"leaf {leaf.name}: expected a shard of {leaf.shard_shape}, got {np.shape(x)}{hint}")
         return leaves
@@ -209,9 +209,7 @@ class Layout:
         """Raises a TypeError if a leaf has no sum and no norm."""
         for leaf in self.leaves:
             if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-                raise TypeError(
-                    f"leaf {leaf.name}: a typed key of jax.random is no number, which could be summed: leave it out"
-                )
+                raise TypeError(f"leaf {leaf.name}: a typed key of jax.random cannot be summed: leave it out")
 
     def shapes(self) -> PyTree:
         """Whole shapes, as `jax.ShapeDtypeStruct`."""
@@ -337,12 +335,12 @@ def make_grouped_layout(
         if not hasattr(leaf, "shape") and not isinstance(leaf, bool | int | float | complex):
             kind = "a function" if callable(leaf) else f"a {type(leaf).__name__}"
             raise TypeError(
-                f"leaf {'/'.join(path)}: expected an array or its shape, got {kind}, {leaf!r}: hold what is no array "
-                "outside of the tree"
+                f"leaf {'/'.join(path)}: expected an array or its shape, got {kind}, {leaf!r}: keep it outside of the "
+                "tree"
             )
         if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             raise TypeError(
-                f"leaf {'/'.join(path)}: a typed key of jax.random cannot be cut: hold it outside of the tree, or as "
+                f"leaf {'/'.join(path)}: a typed key of jax.random cannot be cut: keep it outside of the tree, or as "
                 "jax.random.key_data(key)"
             )
         name = "/".join(path)

@@ -15,10 +15,10 @@ import numpy as np
 from zero.partition.layout import PyTree, named_leaves
 
 _READ = (
-    "this computes with gradients that zero.local has marked, which differ between devices until zero.shard_optimizer "
-    "has read them. Put a transform that reads gradients inside: zero.shard_optimizer(optax.chain(...), axis_name); or "
-    "reduce them first, by lax.pmean(grads, axis_name), and pass reduction=None to zero.shard_optimizer. What takes "
-    "arrays only, such as jax.jit and lax.cond, is given unmarked gradients, and calls zero.local inside"
+    "this computes with gradients that zero.local marked, which differ between devices until zero.shard_optimizer "
+    "reduces them. Put a transform that reads gradients inside: zero.shard_optimizer(optax.chain(...), axis_name); or "
+    "reduce them first, by lax.pmean(grads, axis_name), and pass reduction=None to zero.shard_optimizer. Functions "
+    "that only take arrays, such as jax.jit and lax.cond, need unmarked gradients: call zero.local inside them"
 )
 
 
@@ -63,11 +63,11 @@ class LocalGradient:
         raise ValueError(_READ)
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise NoArrayError(f"a gradient that zero.local has marked has no {name!r}: {_READ}")
+        raise NoArrayError(f"a gradient that zero.local marked has no {name!r}: {_READ}")
 
     def __repr__(self) -> str:
         # Functions that check for arrays by themselves, as optax's abs_sq, quote it in their own errors.
-        return f"LocalGradient({self.dtype}{list(self.shape)}; what reads it belongs inside zero.shard_optimizer)"
+        return f"LocalGradient({self.dtype}{list(self.shape)}; read it inside zero.shard_optimizer)"
 
 
 def _refused(*_: Any) -> NoReturn:
@@ -99,7 +99,7 @@ def local(grads: PyTree) -> PyTree:
     >>> import jax.numpy as jnp
     >>> grads = local({"w": jnp.ones((2, 3))})
     >>> grads
-    {'w': LocalGradient(float32[2, 3]; what reads it belongs inside zero.shard_optimizer)}
+    {'w': LocalGradient(float32[2, 3]; read it inside zero.shard_optimizer)}
     >>> grads["w"] / jnp.float32(2)
     Traceback (most recent call last):
     ValueError: this computes with gradients that zero.local has marked, which differ between devices until ...

@@ -155,8 +155,8 @@ def _update(
     def layout_of(result: tuple[PyTree, PyTree]) -> tuple[LeafLayout, ...]:
         if differences := state_layout.differences(result[1], may_lack=True):
             raise ValueError(
-                f"update of the optimizer returns another state than its init: {differences}. What only measures, as "
-                "optax.monitor, belongs behind the sharded optimizer, where updates are whole: "
+                f"the optimizer's update returns a different state from its init: {differences}. Put transforms that "
+                "only measure, such as optax.monitor, after the sharded optimizer, where updates are whole: "
                 "optax.chain(zero.shard_optimizer(...), optax.monitor(...))"
             )
         layouts = match_layout(result[0], params[1], updates[1]), match_layout(result[1], state_layout)
@@ -164,8 +164,8 @@ def _update(
             for leaf, x in zip(layout.leaves, jax.tree.leaves(tree), strict=True):
                 if x.shape != leaf.shape:
                     raise ValueError(
-                        f"leaf {leaf.name}: the optimizer turned its {kind} of {leaf.shape} into one of {x.shape}; on "
-                        "shards a shape has to stay"
+                        f"leaf {leaf.name}: the optimizer changed the shape of its {kind} from {leaf.shape} to "
+                        f"{x.shape}; on shards shapes must not change"
                     )
         return layouts[0].leaves + layouts[1].leaves
 

@@ -146,9 +146,9 @@ class ShardedState:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
-            f"the state of a sharded optimizer has no {name!r}: what reads the state of optax takes "
-            "zero.gather(opt_state) inside pmap and zero.to_host(opt_state) outside. In .slices it is cut: a scalar is "
-            "whole there, and every other leaf is this device's 1/N, which beside a whole array is wrong"
+            f"the state of a sharded optimizer has no {name!r}: to read the state of optax, use zero.gather(opt_state) "
+            "inside pmap and zero.to_host(opt_state) outside. In .slices it is cut: a scalar is whole there, and "
+            "every other leaf is this device's 1/N, which beside a whole array is wrong"
         )
 
     @property
@@ -321,8 +321,8 @@ def require_sharded(state: Any) -> ShardedState:
     """Raises if the state is not one device's slice of a sharded optimizer."""
     if isinstance(state, WholeState):
         raise TypeError(
-            "this state of a sharded optimizer is whole: tx.init made it outside pmap, and zero.to_devices(state), in "
-            "place of jax_utils.replicate(state), spreads it over the devices"
+            "this state of a sharded optimizer is whole, because tx.init ran outside pmap: spread it over the devices "
+            "by zero.to_devices(state), in place of jax_utils.replicate(state)"
         )
     if not isinstance(state, ShardedState):
         raise TypeError(

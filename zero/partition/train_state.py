@@ -155,9 +155,9 @@ def to_devices(
         if path not in paths:
             name = jax.tree_util.keystr(path, simple=True, separator="/") or "(root)"
             raise ValueError(
-                f"like= has another structure than the tree: the state of a sharded optimizer is at {name}, where the "
-                "tree has nothing, or has other containers, such as the dicts that Orbax restores without a target: "
-                "restore into like=, checkpointer.restore(path, like)"
+                f"like= has a different structure from the tree: the state of a sharded optimizer is at {name}, where "
+                "the tree has nothing, or has other containers, such as the dicts that Orbax restores without a "
+                "target: restore into like=, checkpointer.restore(path, like)"
             )
     names = names_of([path_of(path) for path, _ in flat])
     axes = [mark.origin.axis for mark in marks.values() if mark.origin is not None]
@@ -223,7 +223,7 @@ def _aligned(treedef: Any, like: PyTree, count: int) -> list[Any]:
         return [None] * count
     leaves, structure = jax.tree.flatten(like, is_leaf=is_marked)
     if structure != treedef:
-        raise ValueError(f"like= has another structure than the tree: {structure}, expected {treedef}")
+        raise ValueError(f"like= has a different structure from the tree: {structure}, expected {treedef}")
     return leaves
 
 
@@ -254,8 +254,7 @@ def _on_host(x: Any) -> Any:
 def _replicated(name: str, x: Any, axis: AxisLike, devices: Devices) -> jax.Array:
     if not isinstance(x, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
         raise TypeError(
-            f"leaf {name}: expected an array or a number, got a {type(x).__name__}: hold what is no array outside of "
-            "the tree"
+            f"leaf {name}: expected an array or a number, got a {type(x).__name__}: keep it outside of the tree"
         )
     if isinstance(x, jax.Array) and len(x.sharding.device_set) > 1:
         if isinstance(devices, Mesh) and isinstance(x.sharding, NamedSharding) and x.sharding.mesh == devices:

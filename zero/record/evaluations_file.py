@@ -59,9 +59,7 @@ def append_evaluation(run: Path, line: dict[str, Any]) -> None:
     try:
         storage.write(path, before + json.dumps(finite, allow_nan=False).encode() + b"\n")
     except OSError as error:
-        _log.warning(
-            "%s; the evaluation of step %d is not recorded, and the next start repeats it", error, line["step"]
-        )
+        _log.warning("%s; the evaluation of step %d is not recorded, so the next start repeats it", error, line["step"])
 
 
 def _path(run: Path) -> str:

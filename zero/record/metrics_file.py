@@ -82,6 +82,6 @@ def set_damaged_aside(path: Path) -> None:
         append(aside, b"".join(line + b"\n" for line in lines.damaged))
         storage.write(path, b"".join(line + b"\n" for line in lines.whole))
     except OSError as error:
-        _log.warning("%s: %d damaged lines could not be set aside: %s", path, len(lines.damaged), error)
+        _log.warning("%s: %d damaged lines could not be moved aside: %s", path, len(lines.damaged), error)
         return
-    _log.warning("%s: %d damaged lines are set aside in %s", path, len(lines.damaged), aside.name)
+    _log.warning("%s: moved %d damaged lines to %s", path, len(lines.damaged), aside.name)

@@ -129,7 +129,7 @@ def owned(checkpoints: Path | str, directory: str) -> Iterator[Callable[[], None
       UserError: another process has locked the place.
     """
     if isinstance(checkpoints, Path):
-        with locked(checkpoints, "name another data.checkpoint_directory"):
+        with locked(checkpoints, "choose another data.checkpoint_directory"):
             try:
                 yield lambda: None
             finally:
@@ -144,8 +144,8 @@ def owned(checkpoints: Path | str, directory: str) -> Iterator[Callable[[], None
         now = json.loads(storage.read_bytes(file))
         if now != owner:
             raise UserError(
-                f"{checkpoints}: another process has taken the run over since, on {now['host']} in {now['directory']}; "
-                "this one ends without a save, and checkpoints that were saved before are intact"
+                f"{checkpoints}: another process has since taken over the run, on {now['host']} in {now['directory']}; "
+                "this process exits without saving, and earlier checkpoints are intact"
             )
 
     yield check

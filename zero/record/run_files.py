@@ -70,8 +70,8 @@ saved before are intact: make room and repeat the command with --resume=auto'
     path = str(error.filename or "the run directory")
     purpose = _PURPOSES.get(Path(path).name, "a file of the run")
     return (
-        f"{path} ({purpose}): {error.strerror}. Checkpoints that were saved before are intact: "
-        "make room and repeat the command with --resume=auto"
+        f"{path} ({purpose}): {error.strerror}. Earlier checkpoints are intact: free some space and repeat the command "
+        "with --resume=auto"
     )
 
 
@@ -94,10 +94,10 @@ def saved_config(run_directory: Path) -> DictConfig:
     with reading(message, kind=DamagedRun):
         data = config["data"]
         if not (isinstance(data["bucket_path"], str | None) and isinstance(data["checkpoint_directory"], str)):
-            raise TypeError("data.bucket_path or data.checkpoint_directory is no path")
+            raise TypeError("data.bucket_path or data.checkpoint_directory is not a path")
         for name in ("model", "optimizer"):
             if not isinstance(config.get(name, {}), dict):
-                raise TypeError(f"{name} is no section")
+                raise TypeError(f"{name} is not a section")
         return OmegaConf.create(config)
 
 

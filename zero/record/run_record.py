@@ -94,10 +94,10 @@ def read_run(directory: Path) -> RunRecord:
     config = saved_config(directory)
     metrics = directory / METRICS_FILE
     if not metrics.is_file():
-        raise UserError(f"{directory}: {METRICS_FILE} is missing; expected a run that has made a step")
+        raise UserError(f"{directory}: {METRICS_FILE} is missing; expected a run that has taken a step")
     lines = read_metrics(metrics)
     if not lines:
-        raise UserError(f"{metrics}: holds no line of metrics; expected a run that has made a step")
+        raise UserError(f"{metrics}: has no metrics; expected a run that has taken a step")
     layout = directory / LAYOUT_FILE
     samples = directory / SAMPLES_FILE
     place = checkpoint_directory(directory, config.data.bucket_path, config.data.checkpoint_directory)

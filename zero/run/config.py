@@ -74,7 +74,7 @@ class DataSection(
         yield from self.row_mistakes(size, of_model)
         yield from self.order_mistakes()
         if self.is_synthetic:
-            has_rows = f"as data.corpus={self.corpus} has no end, no documents and no completions"
+            has_rows = f"because data.corpus={self.corpus} has no end, no documents and no completions"
             for name, value, expected in (
                 ("training.max_epochs", run.training.max_epochs, None),
                 ("data.train_samples", self.train_samples, None),
@@ -105,7 +105,7 @@ class ZeroSection(Sharding, emergency.Keys):
         if self.context_shards > 1 and run.model.attention == "dense":
             yield "model.attention", f"auto or blockwise, as zero.context_shards={self.context_shards}"
         if "optimizer" in OFFLOADED[self.offload] and self.emergency_steps is not None:
-            why = f"zero.offload={self.offload} needs the host's memory that emergency checkpoints would take"
+            why = f"zero.offload={self.offload} needs the host's memory that emergency checkpoints would use"
             yield "zero.emergency_steps", f"null, as {why}"
         if not self.fused_update:
             return

@@ -135,7 +135,7 @@ def resolve_data(
     has_last_target = agreement.broadcast("data.last_target", str(lengths == {context + 1})) == "True"
     if size.has_learned_positions and lengths == {size.block_size} == {context}:
         log.warning(
-            "rows of %d tokens train %d positions: the last of the %d learned positions of %s stays as it starts; rows "
+            "rows of %d tokens train %d positions: the last of the %d learned positions of %s is never trained; rows "
             "of %d tokens train it (zero-prepare --row-tokens)",
             context,
             context - 1,
@@ -163,7 +163,7 @@ def _prepared(data: DataKeys, tokenizer: Tokenizer) -> dict[str, Any]:
             used = prepare_if_missing(data.corpus, paths, tokenizer, data.max_context)
     if not used:
         return {}
-    log.info("data.corpus=%s has shorter rows: %s in place of it", data.corpus, ", ".join(used.values()))
+    log.info("data.corpus=%s has shorter rows; using %s", data.corpus, ", ".join(used.values()))
     single = {"index_path_train": train, "index_path_validation": sets.get("")}
     return {name: used[path] for name, path in single.items() if isinstance(path, str)}
 
@@ -212,14 +212,14 @@ def share_of_batch(schedule: BatchSchedule, batch_size: int, micro_batches: int,
     for rows in schedule.sizes:
         if rows % parts or rows % hosts:
             raise UserError(
-                f"training.batch_size: a global batch of {rows} sequences does not divide into {groups} {unit} x "
+                f"training.batch_size: a global batch of {rows} sequences cannot be divided into {groups} {unit} x "
                 f"training.gradient_accumulation_steps={micro_batches} = {parts} parts, and over {hosts} hosts"
             )
     share = schedule.rows // hosts
     if share != batch_size:
         log.warning(
-            "training.batch_size=%d instead of %d on %d hosts: the global batch keeps the %d sequences of the first "
-            "checkpoint of the run",
+            "training.batch_size=%d instead of %d on %d hosts: the global batch stays at %d sequences, as in the "
+            "first checkpoint of the run",
             share,
             batch_size,
             hosts,
@@ -282,11 +282,13 @@ def _loaders(
         name: Loader(index, unstaged, form, ONCE, cache=cache, columns=columns or None) for name, index in sets.items()
     }
     if data.cache_directory and not any(loader.is_remote for loader in (of_training, *validation.values())):
-        raise UserError(f"data.cache_directory={data.cache_directory}: it has no effect, as no shard is in a bucket")
+        raise UserError(
+            f"data.cache_directory={data.cache_directory}: it has no effect, because no shard is in a bucket"
+        )
     if names := _uncovered(validation, evaluation_batches, schedule.rows):
         log.warning(
-            "training.maximum_evaluation_steps=%d, counted over all sets one after the other, ends before %s: "
-            "validation/loss is without them, and so is the choice of the best checkpoint",
+            "training.maximum_evaluation_steps=%d, counted over all sets in order, ends before %s: validation/loss "
+            "and the choice of the best checkpoint leave these out",
             evaluation_batches,
             ", ".join(names),
         )

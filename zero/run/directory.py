@@ -108,7 +108,7 @@ def open_directory(
             check_new(resume, data.resume_step, path, checkpoint_path)
         check_owner = None
         if jax.process_index() == 0:
-            stack.enter_context(locked(path, "name another hydra.run.dir"))
+            stack.enter_context(locked(path, "choose another hydra.run.dir"))
             check_owner = stack.enter_context(owned(checkpoint_path, str(path)))
             run_files.remove_unfinished(path, checkpoint_path)
         agreement.check_shared("data.checkpoint_directory", checkpoint_path)

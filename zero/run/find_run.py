@@ -90,9 +90,9 @@ def _say_which(run: Path, flag: str) -> None:
     copies = [str(other) for other, number in numbers.items() if number == numbers.get(run) and other != run]
     if copies:
         names = ", ".join(copies)
-        log.warning("%s continues %s: its files are newer than those of its copies, %s", flag, run, names)
+        log.warning("%s continues %s: its files are newer than in its copies, %s", flag, run, names)
     elif len(numbers) > 1 and flag == "--resume":
-        log.warning("%s continues %s, of %d runs the one that was started last", flag, run, len(numbers))
+        log.warning("%s continues %s, the most recently started of %d runs", flag, run, len(numbers))
 
 
 def trained_run(path_or_url: str | None, wait: bool = False) -> Path:
@@ -106,7 +106,7 @@ def trained_run(path_or_url: str | None, wait: bool = False) -> Path:
     if path_or_url is None:
         run = newest_run(DEFAULT_ROOT)
         if run is None:
-            raise UserError(f"{DEFAULT_ROOT} has no run with a checkpoint; name one in model.model_path")
+            raise UserError(f"{DEFAULT_ROOT} has no run with a checkpoint; set model.model_path to one")
         return run
     while True:
         run = _copied(path_or_url.rstrip("/")) if "://" in path_or_url else Path(path_or_url)
@@ -114,7 +114,7 @@ def trained_run(path_or_url: str | None, wait: bool = False) -> Path:
             return run
         if not wait:
             missing = mirror_path(path_or_url.rstrip("/"), CONFIG_FILE)
-            raise UserError(f"model.model_path={path_or_url}: no run has its checkpoints here, {missing} is missing")
+            raise UserError(f"model.model_path={path_or_url}: no run has its checkpoints here; {missing} is missing")
         log.info("%s: waiting for a run to start here", path_or_url)
         time.sleep(WAIT_SECONDS)
 
@@ -171,14 +171,14 @@ def resume_overrides(arguments: Sequence[str]) -> list[str]:
         return rest
     if flags[-1] not in ("--resume", "--resume=auto"):
         directory = flags[-1].partition("=")[2]
-        way = f"; to resume the run in a directory: --resume hydra.run.dir={directory}" if directory else ""
+        way = f"; to resume the run in a directory, use --resume hydra.run.dir={directory}" if directory else ""
         raise UserError(f"{flags[-1]}: expected --resume or --resume=auto{way}")
     values = {override.key_or_group: override.value() for override in parsed_overrides(rest)}
     is_auto = flags[-1] == "--resume=auto"
     if is_auto and "data.resume_step" in values:
         raise UserError(
-            "data.resume_step: expected --resume, once; a launcher that repeats --resume=auto would go back "
-            "to that step at every start"
+            "data.resume_step: expected --resume, used once; a launcher that repeats --resume=auto would go back to "
+            "that step at every start"
         )
     is_sweep = _is_sweep(rest)
     resumes_sweep = is_sweep and not values.keys() & {"hydra.run.dir", "data.resume_step"}
@@ -189,7 +189,7 @@ def resume_overrides(arguments: Sequence[str]) -> list[str]:
     if run is None:
         if is_auto:
             return rest
-        remedy = "start without it, or name a run in hydra.run.dir"
+        remedy = "start without it, or set hydra.run.dir to a run"
         raise UserError(f"--resume: {searched} has no checkpoint{_elsewhere(values)}; {remedy}")
     run_path = QuotedString(os.path.abspath(run), Quote.single).with_quotes()
     if resumes_sweep:
@@ -232,7 +232,7 @@ def saved_command(run: Path) -> dict[str, str]:
     path = run / COMMAND_FILE
     if not path.exists():
         return {}
-    with reading(f"{path} is damaged: expected keys and values; delete it, or name a run in hydra.run.dir"):
+    with reading(f"{path} is damaged: expected keys and values; delete it, or set hydra.run.dir to a run"):
         return {str(key): str(value) for key, value in json.loads(path.read_bytes()).items()}
 
 
@@ -275,7 +275,9 @@ def _sweep_to_resume(given: dict[str, Any], job: dict[str, str], is_auto: bool) 
         if is_same and (is_auto or newest_run(path.parent) is not None):
             return path.parent, SWEEPS
     if sweeps and is_auto:
-        log.warning("--resume=auto starts a new sweep: none in %s has this command; hydra.sweep.dir names one", SWEEPS)
+        log.warning(
+            "--resume=auto starts a new sweep: no sweep in %s has this command; hydra.sweep.dir selects one", SWEEPS
+        )
     return None, f"{SWEEPS}: a sweep of this command"
 
 
@@ -301,7 +303,7 @@ def _run_of_job(job: dict[str, str]) -> Path | None:
     for run, steps in _runs(DEFAULT_ROOT):
         known = saved_command(run)
         if not steps and known == job:
-            log.warning("--resume=auto starts a new run: %s, of the same command, has no checkpoint", run)
+            log.warning("--resume=auto starts a new run: %s has the same command but no checkpoint", run)
             return None
         if not steps:
             without_checkpoint.append(str(run))
@@ -365,7 +367,7 @@ def _elsewhere(given: dict[str, Any]) -> str:
     run = newest_run(DEFAULT_ROOT) if named is None else Path(str(named))
     if run is None or not (run / CONFIG_FILE).is_file() or not saved_steps(run):
         return ""
-    return f"; those of {run} are in {saved_checkpoint_directory(run)}"
+    return f"; the checkpoints of {run} are in {saved_checkpoint_directory(run)}"
 
 
 def _shared_place(given: dict[str, Any]) -> Path | str | None:

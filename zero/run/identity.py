@@ -42,8 +42,8 @@ def check_identity(
     before.check(f"step {position.step}", tokenizer, is_resumed=True)
     if position.validation is not None and (names := _changed(position.validation, sets)):
         log.warning(
-            "other contents than at step %d: the validation set %s. validation/loss before and after are losses of "
-            "different texts, and so are those by which the best checkpoint is kept",
+            "the validation set %s has changed since step %d: validation/loss before and after it covers different "
+            "texts, and so does the choice of the best checkpoint",
             position.step,
             ", ".join(names),
         )

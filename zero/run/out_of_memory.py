@@ -31,7 +31,7 @@ def named_out_of_memory(program: str, held: int) -> Iterator[None]:
             raise
         raise UserError(
             f"out of memory: {program} does not fit in the {device_memory() / GIB:.2f} GiB of a device, of which the "
-            f"state takes {held / GIB:.2f} ({first_line(error)}). Less is needed with zero.remat=nested, with "
-            "zero.offload=activations, with more training.gradient_accumulation_steps, with +memory=4-bytes or "
-            "+memory=host, or on more devices; mode=plan plan.topology=local compares them"
+            f"state takes {held / GIB:.2f} ({first_line(error)}). To need less, set zero.remat=nested, "
+            "zero.offload=activations, more training.gradient_accumulation_steps, +memory=4-bytes or +memory=host, or "
+            "use more devices; mode=plan plan.topology=local compares them"
         ) from error

@@ -84,11 +84,11 @@ def _of_index(index: str, inputs: ColumnInputs, job: Job, position: TrainingPosi
                 data = io.BytesIO()
                 np.save(data, values, allow_pickle=False)
                 directory.write(path, data.getvalue())
-    with reading(f"{path} is not a complete .npy array: remove it, and it is computed again"):
+    with reading(f"{path} is not a complete .npy array; remove it to have it computed again"):
         stored: np.ndarray = np.load(io.BytesIO(storage.read_bytes(path)), allow_pickle=False)
     if stored.shape != (rows, texts) or not np.isfinite(stored).all():
         raise UserError(
-            f"{path}: expected finite numbers of the shape {(rows, texts)}: remove it, and it is computed again"
+            f"{path}: expected finite numbers of the shape {(rows, texts)}; remove it to have it computed again"
         )
     return stored.astype(np.float32)
 

@@ -90,11 +90,11 @@ def restore(
             bad = [name for name, saved in meta["checksums"].items() if sums[name] != saved]
             if bad:
                 del state  # before the next one takes its place
-                raise DamagedCheckpoint(f"checkpoint {origin}: {', '.join(bad)} is not what was saved")
+                raise DamagedCheckpoint(f"checkpoint {origin}: {', '.join(bad)} differs from what was saved")
         except DamagedCheckpoint as error:
             if step is not None:
                 raise
-            log.error("%s; trying the one before", error)
+            log.error("%s; trying the previous one", error)
             damaged.append(candidate)
             continue
         for number in damaged if is_own else []:
@@ -109,10 +109,10 @@ def restore(
                 for old, new in zip(saved.leaves, layout.leaves, strict=True)
                 if old.dtype != new.dtype
             }
-            log.info("the state is held in other dtypes from here on: %s", ", ".join(sorted(changes)))
+            log.info("the state is held in other dtypes from now on: %s", ", ".join(sorted(changes)))
             state = pmap(partial(convert_state, layout=layout, **adam), storage.axis.name, donate_argnums=0)(state)
         return position, state
-    raise UserError(f"{source.directory}: none of its checkpoints can be read; see the lines above")
+    raise UserError(f"{source.directory}: no checkpoint can be read; see the lines above")
 
 
 def _position(origin: str, meta: dict[str, Any]) -> TrainingPosition:

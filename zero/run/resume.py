@@ -51,9 +51,8 @@ def check_new(resume: str | None, step: int | None, run_directory: Path, checkpo
     """
     if resume is not None and run_files.saved_checkpoint_directory(Path(resume)) == checkpoint_path:
         raise UserError(
-            f"data.resume_step={step} forks the run into {run_directory}, but {checkpoint_path} "
-            "holds the checkpoints of the run itself; name another data.checkpoint_directory, and "
-            f"hydra.run.dir={resume}"
+            f"data.resume_step={step} forks the run into {run_directory}, but {checkpoint_path} has the checkpoints of "
+            f"the run itself; choose another data.checkpoint_directory, and hydra.run.dir={resume}"
         )
     used: Path | str = ""
     if agreement.is_host_0():
@@ -63,7 +62,9 @@ def check_new(resume: str | None, step: int | None, run_directory: Path, checkpo
             used = run_directory
     used = agreement.broadcast("used", str(used))
     if used:
-        raise UserError(f"{used} has checkpoints: --resume continues, another hydra.run.dir starts a new run")
+        raise UserError(
+            f"{used} has checkpoints: --resume continues that run, and another hydra.run.dir starts a new one"
+        )
 
 
 def resume_state(
@@ -92,8 +93,8 @@ def resume_state(
         before = run_files.saved_checkpoint_directory(Path(resume))
         if before != checkpoints.directory:
             raise UserError(
-                f"data.checkpoint_directory: {checkpoints.directory} holds no checkpoint; those of the run are in "
-                f"{before}"
+                f"data.checkpoint_directory: {checkpoints.directory} has no checkpoint; the checkpoints of the run are "
+                f"in {before}"
             )
     if emergency is not None and step is None and durable:
         restored = emergency.restore(last_lineages(run_directory), after=durable[-1])

@@ -32,13 +32,12 @@ from zero.training.host_rows import HostRows
 from zero.training.parts import TrainState
 
 METRICS = (
-    Metric(("step",), "steps so far, those whose update was skipped included"),
+    Metric(("step",), "steps so far, including skipped ones"),
     Metric(
         ("tokens_seen", "tokens_seen/NAME", "epochs/NAME"),
-        "tokens of the rows so far at their full length, padding included; tokens and epochs of each corpus of a "
-        "mixture",
+        "tokens of all rows so far at full length, including padding; tokens and epochs of each corpus of a mixture",
     ),
-    Metric(("samples_checksum",), "over all rows so far in their order"),
+    Metric(("samples_checksum",), "checksum of all rows so far, in order"),
 )
 
 

@@ -21,25 +21,25 @@ from zero.training.objectives.table import with_defaults
 log = logging.getLogger(__name__)
 
 METRICS = (
-    Metric(("train/loss",), "mean over the steps since the line before; nats per token"),
+    Metric(("train/loss",), "mean over the steps since the previous line; nats per token"),
     Metric(("learning_rate", "sequence_length"), "of the newest step; the length in tokens"),
     Metric(("gradient_norm",), "of the newest step, before clipping"),
-    Metric(("skipped_steps", "skipped_spikes"), "updates skipped so far, and those of them that were spikes"),
+    Metric(("skipped_steps", "skipped_spikes"), "updates skipped so far, and how many of these were spikes"),
     Metric(("step_time",), "seconds per step, including the wait for data"),
     Metric(
         ("tokens_per_second", "tokens_per_second_per_device"),
-        "tokens of the rows of a step at their full length, by `step_time`; the same by the number of devices",
+        "tokens of a step's rows at full length, divided by `step_time`; the same per device",
     ),
-    Metric(("mfu",), "model FLOPs utilization: the share of the published peak of the devices"),
-    Metric(("data_wait", "device_wait"), "share of `step_time` in which the host waits for data, and for the devices"),
-    Metric(("predicted_speed",), "predicted by measured time of a step"),
+    Metric(("mfu",), "model FLOPs utilization: share of the devices' published peak"),
+    Metric(("data_wait", "device_wait"), "share of `step_time` that the host waits for data, and for the devices"),
+    Metric(("predicted_speed",), "predicted time of a step divided by its measured time"),
     Metric(("seconds_to_first_step",), "from the start of the process; in the first line after a start"),
-    Metric(("peak_memory",), "bytes of the first device of host 0, where its allocator reports them"),
+    Metric(("peak_memory",), "bytes on the first device of host 0, if its allocator reports them"),
     Metric(OF_EXPERTS, "share of tokens of the most and the least chosen expert, share of choices dropped, nats"),
     Metric(
         OF_CODEBOOKS,
-        "of the codes of vector-quantized keys: nats, its exponential, share of codes hardly used, relative error of "
-        "rounded keys",
+        "codes of vector-quantized keys: entropy in nats, its exponential, share of rarely used codes, relative error "
+        "of rounded keys",
     ),
 )
 SLOW = 0.7  # share of the predicted speed below which a warning shows where the time goes

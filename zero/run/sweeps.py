@@ -102,7 +102,7 @@ def write_table(sweep: Path, keys: Iterable[str]) -> None:
     try:
         storage.write(sweep / SWEEP_FILE, table.getvalue().encode())
     except OSError as error:
-        log.warning("%s; the table of the sweep lacks the newest job until the next one has ended", error)
+        log.warning("%s; the table of the sweep lacks the newest job until the next one ends", error)
 
 
 def _row(run: Path, keys: Sequence[str]) -> dict[str, Any]:
@@ -119,8 +119,8 @@ def _check_job(checked: Any, saved: DictConfig, keys: set[str], checkpoint_path:
     config = OmegaConf.create(asdict(checked))  # as a run saves it
     pairs = {key: (OmegaConf.select(config, key), OmegaConf.select(saved, key)) for key in sorted(keys)}
     changed = [
-        f"{key}={shown(now)}: expected {shown(before)}, the value of the run in {checkpoint_path}; "
-        "repeat the sweep with the same values, or name another hydra.sweep.dir"
+        f"{key}={shown(now)}: expected {shown(before)}, the value of the run in {checkpoint_path}; repeat the sweep "
+        "with the same values, or set another hydra.sweep.dir"
         for key, (now, before) in pairs.items()
         if now != before
     ]

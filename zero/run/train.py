@@ -112,7 +112,7 @@ def train(config: TrainConfig, size: GPTConfig, run_directory: Path) -> int:
         origin = Path(str(resolved.resume)) if is_fork else run_directory
         position.pending = still_pending(position, origin, last, is_durable(directory.emergency))
         if position.step >= last and position.pending is None:
-            log.info("nothing left to do: the run is at step %d of %d", position.step, last)
+            log.info("nothing to do: the run is at step %d of %d", position.step, last)
             return 0
         check_identity(position, data.tokenizer, data.training, data.validation)
         frozen = load_base(weights, job.model, position)
@@ -154,7 +154,7 @@ def train(config: TrainConfig, size: GPTConfig, run_directory: Path) -> int:
         directory.checkpoints.wait()
         if not is_finished:
             reason = f"signal {requests.signals[0]}" if requests.signals else "another host"
-            log.info("stopped by %s; step %d is saved, --resume continues", reason, position.step)
+            log.info("stopped by %s; step %d is saved; continue with --resume", reason, position.step)
             return signals.PREEMPTED
         directory.mirror()
         log.info("finished at step %d; run directory: %s", position.step, run_directory)

@@ -18,7 +18,7 @@ from zero.tracking.weights_and_biases import weights_and_biases
 def project_name() -> Check:
     """What W&B takes."""
     forbidden = "/\\#?%:"
-    expected = f"a non-empty string, of at most 128 characters, without any of {' '.join(forbidden)}"
+    expected = f"a non-empty stringof at most 128 characters, without any of {' '.join(forbidden)}"
     return Check(lambda value: bool(value.strip()) and len(value) <= 128 and not set(value) & set(forbidden), expected)
 
 

@@ -63,12 +63,12 @@ def _run_id(path: Path) -> str:
         content = path.read_bytes().strip()
         if _ID.fullmatch(content):
             return content.decode()
-        log.warning("%s is damaged: expected the id of a run, got %r; W&B shows a new run from here on", path, content)
+        log.warning("%s is damaged: expected the id of a run, got %r; W&B shows a new run from now on", path, content)
     new_id = secrets.token_hex(4)
     try:
         storage.write(path, new_id.encode())
     except OSError as error:
-        log.warning("%s; W&B will show what follows the next start as another run than %s", error, new_id)
+        log.warning("%s; W&B will show the next start as a new run, not as %s", error, new_id)
     return new_id
 
 
@@ -100,7 +100,7 @@ def _started(run_directory: Path, project: str, config: dict[str, Any], run_id: 
             ),
         )
     except (wandb.errors.Error, netrc.NetrcParseError, OSError) as error:
-        raise UserError(f"W&B could not start ({error}); data.wandb_project=null leaves it out") from error
+        raise UserError(f"W&B could not start ({error}); data.wandb_project=null disables it") from error
     # W&B's own step only increases and would drop what a resumed run logs again; `step` is an axis like any other.
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
@@ -138,7 +138,7 @@ class _Connection:
         except (wandb.errors.Error, OSError) as error:
             self._is_lost = True
             log.warning(
-                "W&B has failed (%s): the run continues without it; `wandb sync` sends what is in %s",
+                "W&B failed (%s): the run continues without it; `wandb sync` uploads %s",
                 first_line(error),
                 self._run_directory / "wandb",
             )
@@ -169,7 +169,9 @@ def _is_reachable(base_url: str) -> bool:
         error.close()
     except OSError as error:
         log.warning(
-            "W&B is offline for this run, %s cannot be reached (%s); `wandb sync` sends it later", base_url, error
+            "W&B is offline for this run because %s cannot be reached (%s); `wandb sync` uploads it later",
+            base_url,
+            error,
         )
         return False
     return True

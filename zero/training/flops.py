@@ -60,7 +60,7 @@ def flops_by_operands(jaxpr: Any) -> Counter[str]:
             continue
         inner = [flops_by_operands(sub) for sub in jaxprs_in_params(eqn.params)]
         if eqn.primitive.name == "while" and any(flops.total() for flops in inner):
-            raise ValueError("a matrix product in a while loop, whose length is not known")
+            raise ValueError("a matrix product in a while loop of unknown length")
         if eqn.primitive.name == "cond":
             inner = [max(inner, key=Counter.total)]
         for flops in inner:

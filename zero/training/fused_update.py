@@ -76,7 +76,7 @@ def span_of(model: ShardedGPT, options: StepOptions) -> int:
     if model.collections:
         raise ValueError(f"fused_update does not sum what {' and '.join(model.collections)} needs")
     if model.tuning is not None:
-        raise ValueError("fused_update is for gradients as large as the model, those of adapters are small")
+        raise ValueError("fused_update is for gradients as large as the model; gradients of adapters are small")
     policy = policy_of(model.remat, model.config.scanned_layers, model.offload)
     keeps_inputs = policy.kinds == (LAYER_INPUT,)
     if model.stage != 3 or not keeps_inputs or options.micro_batches > 1 or options.skip_spikes is not None:

@@ -140,7 +140,7 @@ class LayersOnHost(OnDevices):
     def check_conversion(self, layout: Layout, origin: str) -> None:
         if self.layout != layout:
             raise UserError(
-                f"{origin}: holds the state in other dtypes, which are converted on the devices: resume once with "
+                f"{origin}: the state has other dtypes, and the devices convert them; resume once with "
                 "zero.offload=none, or with the dtypes of the checkpoint"
             )
 

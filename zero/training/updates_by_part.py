@@ -33,7 +33,7 @@ def updates_by_part(model: ShardedGPT, tx: optax.GradientTransformation, options
       ValueError: the model remembers nothing, or an option needs whole rows.
     """
     if not model.config.has_memory or options.fused_update:
-        raise ValueError("updates on parts of rows need a model with memory, and no fused_update")
+        raise ValueError("updates on parts of rows need a model with memory, without fused_update")
     # Every part has one token more than positions: the first of the next part is the target of its last position.
     of_parts = dataclasses.replace(model, last_target=True)
     update = make_update(of_parts, tx, options)

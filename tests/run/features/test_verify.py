@@ -48,6 +48,6 @@ def test_hosts_name_the_failing_device(forks: cli.Forks) -> None:
 def check_end(done: subprocess.CompletedProcess[str], host: int = 0) -> None:
     assert done.returncode == 1, done.stderr
     assert "error: step 6: " in done.stderr
-    assert f" of host {host} computed what other devices did not. " in done.stderr
+    assert f" of host {host} computed a different result from other devices. " in done.stderr
     if host == 0:
         assert f"step 6: {jax.devices()[FAILING]} of host 0" in done.stderr

@@ -182,7 +182,7 @@ class Interpreter:
         if name in INLINED:
             return self.call(eqn, args)
         if name in RANDOM and not self.may_communicate:
-            self.refuse(eqn, "draws random numbers, of the whole array on every device")
+            self.refuse(eqn, "draws random numbers for the whole array on every device")
         if all(arg.split is None for arg in args):
             shard = self.shard_of_made(eqn, args)
             xs = bind(eqn, arrays(args))

@@ -20,16 +20,16 @@ def checked_sums(run: Run, validation_loss: float | None = None) -> dict[str, in
         sums, not_finite = run.job.storage.examine(run.state)
     except ValueError as error:
         raise Unavailable(
-            f"step {step}: {error}; a device, its memory or a link is faulty, or a program is not "
-            "the same everywhere. This state is not saved: --resume continues from the checkpoint before"
+            f"step {step}: {error}; a device, its memory or a link is faulty, or hosts run different programs. This "
+            "state is not saved; --resume continues from the previous checkpoint"
         ) from error
     problem = first_few(not_finite, most=3)
     if not problem and validation_loss is not None and not math.isfinite(validation_loss):
         problem = f"validation/loss={validation_loss}"
     if problem:
         raise UserError(
-            f"step {step}: {problem} not finite; this state is not saved. Lower "
-            "training.peak_learning_rate and --resume from a checkpoint before (data.resume_step), or start again"
+            f"step {step}: {problem} not finite; this state is not saved. Lower training.peak_learning_rate and "
+            "--resume from an earlier checkpoint (data.resume_step), or start again"
         )
     return sums
 

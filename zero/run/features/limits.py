@@ -24,7 +24,7 @@ class Limits(Feature):
     name = "limits"
     only_looks = True
     adds = (
-        Metric(("skipped_rows",), "rows so far that could not be read, where `data.max_skipped_rows` allows some"),
+        Metric(("skipped_rows",), "rows so far that could not be read, if `data.max_skipped_rows` allows any"),
         Metric(("end_of_data",), "1 in the last line of a run that `training.max_epochs` ends before its last step"),
     )
     takes_every_line = True
@@ -45,7 +45,7 @@ class Limits(Feature):
             line["skipped_rows"] = run.position.skipped_rows
             if run.position.skipped_rows > self._max_skipped_rows:
                 raise UserError(
-                    f"step {now.step}: {run.position.skipped_rows} rows of the data had to be skipped, and "
+                    f"step {now.step}: {run.position.skipped_rows} rows of the data were skipped, but "
                     f"data.max_skipped_rows={self._max_skipped_rows}; the log names their shards and samples"
                 )
         if now.is_last and now.step < self._total_steps:
@@ -54,7 +54,7 @@ class Limits(Feature):
             spikes = f" or were spikes by training.skip_spikes={self._spikes}" if self._spikes else ""
             raise UserError(
                 f"step {now.step}: {run.metrics.skipped_in_a_row} steps in a row had no finite gradient{spikes}; lower "
-                "training.peak_learning_rate and --resume from a step before that (data.resume_step)"
+                "training.peak_learning_rate and --resume from an earlier step (data.resume_step)"
             )
         if not self._max_skipped_in_a_row and not math.isfinite(line["gradient_norm"]):
             raise UserError(

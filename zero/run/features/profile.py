@@ -70,4 +70,4 @@ class Profile(Feature):
             self._is_tracing = False
             self._steps = None
             jax.profiler.stop_trace()
-            log.info("trace of the steps for ui.perfetto.dev and XProf: %s", self._directory)
+            log.info("profiler trace, for ui.perfetto.dev or XProf: %s", self._directory)

@@ -45,7 +45,7 @@ class Sample(Feature):
         def sample_mistakes(self, size: GPTConfig, of_model: str) -> Mistakes:
             name = "training.sample_tokens"
             if size.has_learned_positions and self.sample_tokens >= size.block_size:
-                learned = f"the learned positions of {of_model} less one"
+                learned = f"one less than the learned positions of {of_model}"
                 yield name, f"at most {size.block_size - 1}, {learned}"
             switch = size.rotary_switch
             if switch is not None and self.sample_tokens >= switch:
@@ -81,7 +81,7 @@ class Sample(Feature):
         except OSError as error:
             log.warning("step %d: its sample could not be written: %s", now.step, error)
         if now.is_last:
-            log.info("the model writes:\n%s", text)
+            log.info("sample:\n%s", text)
 
 
 def heading(step: int) -> str:
@@ -114,7 +114,7 @@ def drop_later(path: Path, step: int) -> None:
         try:
             storage.write(path, kept)
         except OSError as error:
-            log.warning("%s: samples of steps after %d could not be dropped: %s", path, step, error)
+            log.warning("%s: samples of steps after %d could not be removed: %s", path, step, error)
 
 
 def until(samples: bytes, step: int) -> bytes:

@@ -75,15 +75,15 @@ class Verify(Feature):
         groups, is_certain = suspects(results, self._axis)
         names = [" and ".join(map(_name, group)) for group in groups]
         if not is_certain:
-            fault = f"{' or '.join(names)} is wrong, and which one could not be told: both repeat their results"
+            fault = f"{' or '.join(names)} is faulty, and it cannot be determined which: both repeat their results"
         elif len(compared_groups(self._axis)) == 1:
             fault = f"{names[0]} did not repeat its own result"
         else:
-            fault = f"{', '.join(names)} computed what other devices did not"
+            fault = f"{', '.join(names)} computed a different result from other devices"
         raise Unavailable(
-            f"step {step}: {fault}. verify.every={self._every} compares losses and gradients of the same rows "
-            "bit for bit: the device, its memory or a link is faulty. This state is not saved: replace the device, and "
-            "--resume from the checkpoint before"
+            f"step {step}: {fault}. verify.every={self._every} compares losses and gradients of the same rows bit for "
+            "bit: the device, its memory or a link is faulty. This state is not saved: replace the device and "
+            "--resume from the previous checkpoint"
         )
 
     def _results(self, weights: PyTree, tokens: jax.Array | np.ndarray, first: int) -> np.ndarray:

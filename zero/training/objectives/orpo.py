@@ -21,7 +21,7 @@ from zero.training.objectives.whole_texts import Texts, whole_texts
 METRICS = (
     *metrics_of_pairs("`objective.beta` times the log-probability per token of", "log-probability per token of"),
     Mean("nll_loss", "negative log-likelihood per token of the chosen text, nats", "Log-probabilities", "nats"),
-    Mean("log_odds_chosen", "log-odds of the chosen text less those of the rejected one", "Log-odds"),
+    Mean("log_odds_chosen", "log-odds of the chosen text minus the log-odds of the rejected one", "Log-odds"),
     Mean("log_odds_ratio", "their log-sigmoid", "Log-odds"),
 )
 

@@ -21,7 +21,7 @@ def metrics_of_pairs(reward: str, logps: str = "log-probability of") -> tuple[Me
         Mean("rewards/chosen", f"{reward} the chosen text", "Rewards"),
         Mean("rewards/rejected", "the same of the rejected text", "Rewards"),
         Mean("rewards/accuracies", "share of the pairs whose chosen text has the higher reward", "Accuracy", "share"),
-        Mean("rewards/margins", "reward of the chosen text less that of the rejected one", "Rewards"),
+        Mean("rewards/margins", "reward of the chosen text minus the reward of the rejected one", "Rewards"),
         Mean("logps/chosen", f"{logps} the chosen text, nats", "Log-probabilities", "nats"),
         Mean("logps/rejected", f"{logps} the rejected text, nats", "Log-probabilities", "nats"),
     )
