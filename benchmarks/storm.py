@@ -294,7 +294,7 @@ def storm_of_effects(place: Path, kills: int, record: Path, *, seed: int = 0, co
                 features = killed_at_random(run, rng, beside)
                 if beside is not None:
                     beside.end_other_trainer()
-                run.finish()  # which has nothing left to do where it was finished
+                run.finish()  # which has nothing to do where it was finished
                 if beside is not None:
                     features += beside.finish()
                     run.check_beside(calm)

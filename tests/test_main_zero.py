@@ -272,7 +272,7 @@ def test_fresh_start_overwrites_nothing(forks: cli.Forks, finished: Path) -> Non
         (["data.resume_step=7"], ["data.resume_step=7", "holds steps 6, 12"]),
         (
             ["data.checkpoint_directory=elsewhere"],
-            ["/elsewhere holds no checkpoint; those of the run are in ", "/checkpoints"],
+            ["/elsewhere has no checkpoint; the checkpoints of the run are in ", "/checkpoints"],
         ),
         (["training.gradient_accumulation_steps=3"], ["global batch of 16", "gradient_accumulation_steps=3"]),
         pytest.param(  # tests/run/test_data.py has it without a run
@@ -347,7 +347,7 @@ def test_resume_of_a_finished_run(lasting: cli.Lasting, finished: Path) -> None:
     named = ["--resume", hydra_quoted(finished)]
     again = ["--resume=auto", *named[1:]]
     for arguments in (["--resume=auto"], [*again, "+preset=v3-8"]):  # the newest is the only one here
-        assert "nothing left to do" in lasting.check(*arguments).stderr
+        assert "nothing to do" in lasting.check(*arguments).stderr
         assert cli.contents(finished) == before
 
 
@@ -485,4 +485,4 @@ def test_end_of_data_finishes_the_run(lasting: cli.Lasting, workplace: Path) -> 
     )  # runs of tests draw none
     assert "where training.max_epochs=2 ends the data" in page.read_text()
     done = lasting.check("--resume", "hydra.run.dir=epochs")
-    assert "nothing left to do: the run is at step 5 of 5" in done.stderr
+    assert "nothing to do: the run is at step 5 of 5" in done.stderr

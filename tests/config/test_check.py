@@ -137,7 +137,7 @@ def test_every_size_can_be_trained(size: str) -> None:
         ("data.index_path_train=[{index: a, weight: true}]", ["data.index_path_train", "weight"]),
         ("model.warm_start=2", ["model.warm_start=2", "true, false or ema"]),
         ("zero.fused_update=null", ["zero.fused_update=null", "true or false"]),
-        ("mode=sample; sample.prompt=2024", ["sample.prompt=2024: expected a text, quoted as", "if it looks"]),
+        ("mode=sample; sample.prompt=2024", ["sample.prompt=2024: expected a string, quoted as", "if it looks"]),
         ("mode=sample; sample.prompt=[]", ["sample.prompt=[]: expected a text"]),
         ("mode=sample; sample.prompt=[1,2]", ["sample.prompt=[1, 2]: expected a text"]),
         ("mode=sample; sample.prompt=[[a]]", ["sample.prompt=[['a']]: expected a text"]),

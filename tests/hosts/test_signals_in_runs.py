@@ -165,7 +165,7 @@ def test_stop_during_an_evaluation(forks: cli.Forks, lasting: cli.Lasting) -> No
     assert "validation/loss" not in metrics(run)[-1]
     lasting.check("--resume", "hydra.run.dir=evaluating")
     assert metrics(run) == metrics(long) and "validation/loss" in metrics(run)[-1]
-    assert "nothing left to do" in lasting.check("--resume", "hydra.run.dir=evaluating").stderr
+    assert "nothing to do" in lasting.check("--resume", "hydra.run.dir=evaluating").stderr
 
 
 @pytest.mark.slow  # the spinning processes take most of it
@@ -244,7 +244,7 @@ def test_differing_replicas_stop_the_run(forks: cli.Forks) -> None:
     assert done.returncode == 1, done.stderr  # which launchers repeat
     error = done.stderr.splitlines()[-1]
     assert error.startswith("error: step 12: leaves differ") and "params/vocabulary/table" in error
-    assert "--resume continues from the checkpoint before" in error
+    assert "--resume continues from the previous checkpoint" in error
     assert saved_steps(forks.workplace / "diverged") == [6]
 
 
@@ -258,7 +258,7 @@ def test_damaged_checkpoint_is_passed_over(lasting: cli.Lasting, undisturbed: Pa
     assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith("error: checkpoint "), done.stderr
     assert "seconds_to_first_step" in read_metrics(run / "metrics.jsonl")[0]
     done = lasting.check("--resume", "hydra.run.dir=damaged")
-    assert f"{run}/checkpoints, step 12" in done.stderr and "trying the one before" in done.stderr
+    assert f"{run}/checkpoints, step 12" in done.stderr and "trying the previous one" in done.stderr
     assert "resumed from step 6" in done.stderr
     assert metrics(run) == metrics(undisturbed) and saved_steps(run) == [6, 12]
     assert (run / "checkpoints" / "12.damaged").is_dir()

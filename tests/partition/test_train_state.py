@@ -166,7 +166,7 @@ def test_mistakes_with_a_train_state() -> None:
         zero.to_devices({"params": state["params"]})
     with pytest.raises(TypeError, match=r"leaf name: expected an array or a number, got a str"):
         zero.to_devices({"name": "run"})
-    with pytest.raises(ValueError, match="like= has another structure than the tree"):
+    with pytest.raises(ValueError, match="like= has a different structure from the tree"):
         zero.to_devices({"params": params}, like=state)
     with pytest.raises(RuntimeError, match=r"leaf opt_state: zero.to_host runs outside pmap; inside, zero.gather"):
         jax.pmap(zero.to_host, "batch")(state)
@@ -226,7 +226,7 @@ def test_monitor_belongs_behind() -> None:
     """A transform whose state changes its structure is refused inside, and measures whole updates behind."""
     params, monitor = make_params(), optax.monitor({"norm": optax.tree.norm})
     inside = zero.shard_optimizer(optax.chain(optax.sgd(0.5), monitor), "batch")
-    with pytest.raises(ValueError, match=r"another state than its init: .*behind the sharded optimizer"):
+    with pytest.raises(ValueError, match=r"a different state from its init: .*after the sharded optimizer"):
         jax.pmap(lambda g, p: inside.update(zero.local(g), inside.init(p), p), "batch").lower(
             local_grads(0), replicate(params)
         )

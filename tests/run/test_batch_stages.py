@@ -64,4 +64,4 @@ def test_other_stages_are_refused(forks: cli.Forks) -> None:
     done = forks.run("--resume", "hydra.run.dir=whole", "training.batch_stages=[[2,16]]", "training.total_steps=14")
     cli.check_refusal(done, "training.batch_stages")
     done = forks.run(*cli.TINY, "training.batch_stages=[[2,12]]", "hydra.run.dir=odd")
-    cli.check_refusal(done, "a global batch of 12 sequences does not divide into 8 devices")
+    cli.check_refusal(done, "a global batch of 12 sequences cannot be divided into 8 devices")

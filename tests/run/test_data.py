@@ -37,10 +37,10 @@ def test_global_batch_of_first_checkpoint(
     """The global batch of the first checkpoint is the one in the configuration."""
     zero = check(compose(), load_sizes()).zero
     assert share_of_batch(BatchSchedule(16), 8, 1, zero) == 16  # 8 of a run on two hosts, on one now
-    assert "training.batch_size=16 instead of 8 on 1 hosts: the global batch keeps the 16 sequences" in caplog.text
+    assert "training.batch_size=16 instead of 8 on 1 hosts: the global batch stays at 16 sequences" in caplog.text
     caplog.clear()
     assert share_of_batch(BatchSchedule(8), 8, 1, zero) == 8 and caplog.messages == []
-    with pytest.raises(UserError, match=r"global batch of 12 sequences does not divide into 8 devices"):
+    with pytest.raises(UserError, match=r"global batch of 12 sequences cannot be divided into 8 devices"):
         share_of_batch(BatchSchedule(12), 8, 1, zero)
 
 

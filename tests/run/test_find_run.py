@@ -113,12 +113,12 @@ def test_runs_are_ordered_by_their_starts(in_tmp_path: Path, caplog: pytest.LogC
         note_start(run, start_now(step), runs_in(DEFAULT_ROOT))
     os.utime(runs[0] / CONFIG_FILE, (4e9, 4e9))
     assert hydra_reads(resume_overrides(["--resume"]))[0] == str(in_tmp_path / runs[1])
-    assert f"--resume continues {runs[1]}, of 3 runs the one that was started last" in caplog.text
+    assert f"--resume continues {runs[1]}, the most recently started of 3 runs" in caplog.text
     shutil.copytree(runs[1], DEFAULT_ROOT / "copy")
     os.utime(DEFAULT_ROOT / "copy" / CONFIG_FILE, (3e9, 3e9))
     for flag in ("--resume", "--resume=auto"):
         assert hydra_reads(resume_overrides([flag]))[0] == str(in_tmp_path / DEFAULT_ROOT / "copy")
-        assert f"{flag} continues runs/copy: its files are newer than those of its copies, runs/two" in caplog.text
+        assert f"{flag} continues runs/copy: its files are newer than in its copies,  runs/two" in caplog.text
 
 
 def test_other_config_files() -> None:
@@ -215,7 +215,7 @@ def test_sweep_of_the_same_command(in_tmp_path: Path, caplog: pytest.LogCaptureF
     assert killed[-1] == f"hydra.sweep.dir='{in_tmp_path}/runs/multirun/killed before its first job'"
     assert "starts a new sweep" not in caplog.text
     assert resume_overrides(["-m", "seed=1,2,3", "--resume=auto"]) == ["-m", "seed=1,2,3"]
-    assert "--resume=auto starts a new sweep: none in runs/multirun has this command" in caplog.text
+    assert "--resume=auto starts a new sweep: no sweep in runs/multirun has this command" in caplog.text
     for command in ("seed=5,6", "seed=1,2,3"):
         with pytest.raises(UserError, match="--resume: runs/multirun: a sweep of this command has no checkpoint"):
             resume_overrides(["-m", command, "--resume"])
@@ -269,7 +269,7 @@ def test_killed_before_its_first_checkpoint(in_tmp_path: Path, caplog: pytest.Lo
     killed = make_run(DEFAULT_ROOT / "killed", [])
     write_command(killed, None, ["seed=2"])
     assert resume_overrides(["seed=2", "--resume=auto"]) == ["seed=2"]
-    assert f"starts a new run: {killed}, of the same command, has no checkpoint" in caplog.text
+    assert f"starts a new run: {killed} has the same command but no checkpoint" in caplog.text
     caplog.clear()
     assert f"resume='{in_tmp_path / older}'" in resume_overrides(["seed=1", "--resume=auto"])
     assert f"--resume=auto continues {older}: newer runs have no checkpoint: {killed}" in caplog.text
@@ -297,7 +297,7 @@ def test_misspelled_flag_is_refused(flag: str) -> None:
 
 
 def test_a_directory_to_resume_in_is_named_otherwise() -> None:
-    with pytest.raises(UserError, match=r"to resume the run in a directory: --resume hydra\.run\.dir=runs/a"):
+    with pytest.raises(UserError, match=r"to resume the run in a directory, use --resume hydra\.run\.dir=runs/a"):
         resume_overrides(["--resume=runs/a"])
 
 
@@ -355,7 +355,7 @@ def test_older_runs_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_launcher_with_a_fixed_step() -> None:
     """A launcher that would go back at every start is refused."""
     make_run(DEFAULT_ROOT / "a", [5, 10])
-    with pytest.raises(UserError, match=r"data\.resume_step: expected --resume, once"):
+    with pytest.raises(UserError, match=r"data\.resume_step: expected --resume, used once"):
         resume_overrides(["--resume=auto", "data.resume_step=5"])
 
 
@@ -453,9 +453,9 @@ def test_resume_from_named_checkpoints(in_tmp_path: Path) -> None:
     resumed, _ = hydra_reads(resume_overrides(["--resume", f"data.checkpoint_directory={in_tmp_path}/one"])[1:])
     assert resumed == str(in_tmp_path / run)
     elsewhere = f"data.checkpoint_directory={in_tmp_path}/two"
-    with pytest.raises(UserError, match="two has no checkpoint; those of runs/newer are in runs/newer/check"):
+    with pytest.raises(UserError, match="two has no checkpoint; the checkpoints of runs/newer are in runs/newer/check"):
         resume_overrides(["--resume", elsewhere])
-    with pytest.raises(UserError, match=f"two has no checkpoint; those of runs/a are in {in_tmp_path}/one"):
+    with pytest.raises(UserError, match=f"two has no checkpoint; the checkpoints of runs/a are in {in_tmp_path}/one"):
         resume_overrides(["--resume", "hydra.run.dir=runs/a", elsewhere])
     (in_tmp_path / "one").rename(in_tmp_path / "two")
     resumed, _ = hydra_reads(resume_overrides(["--resume", "hydra.run.dir=runs/a", elsewhere])[1:])

@@ -58,7 +58,7 @@ def test_repeated_sweep(arguments: tuple[str, ...], then: tuple[str, ...], kille
     try:
         finished = cli.contents(killed / "0")
         done = lasting.check(*arguments)
-        assert "nothing left to do: the run is at step 12 of 12" in done.stderr
+        assert "nothing to do: the run is at step 12 of 12" in done.stderr
         assert cli.contents(killed / "0") == finished
         for job in "12":
             assert [line["step"] for line in read_metrics(killed / job / "metrics.jsonl")] == list(range(1, 13))
@@ -71,7 +71,7 @@ def test_repeated_sweep(arguments: tuple[str, ...], then: tuple[str, ...], kille
         for row in table:
             assert float(row["validation/loss"]) == cli.losses(killed / row["job"], "validation/loss")[-1]
         everything = of_jobs(killed)
-        assert lasting.check(*then).stderr.count("nothing left to do") == 3
+        assert lasting.check(*then).stderr.count("nothing to do") == 3
         assert of_jobs(killed) == everything
     finally:
         shutil.rmtree(killed)

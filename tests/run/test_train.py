@@ -116,7 +116,7 @@ def test_stopped_run(lasting: cli.Lasting, calm: Path) -> None:
     job = (*cli.TINY, "data.save_every=3", "hydra.run.dir=stopped")  # the second save waits for the first one
     stopped = interrupt(lasting.start(*job), run, 3, signal.SIGTERM)
     assert stopped.returncode == 75, stopped.stderr
-    said = re.search(r"stopped by signal 15; step (\d+) is saved, --resume continues", stopped.stderr)
+    said = re.search(r"stopped by signal 15; step (\d+) is saved; continue with --resume", stopped.stderr)
     assert said is not None and 3 <= int(said[1]) < 12
     assert saved_steps(run)[-1] == int(said[1]) == cli.metrics(run)[-1]["step"]
 
@@ -143,7 +143,7 @@ def test_fork_of_a_run(lasting: cli.Lasting, calm: Path) -> None:
     assert done.returncode == 2 and "choose another data.checkpoint_directory" in done.stderr.splitlines()[-1]
     # The fork is resumed at its own newest step.
     done = lasting.run("--resume")
-    assert done.returncode == 0 and "nothing left to do: the run is at step 12 of 12" in done.stderr, done.stderr
+    assert done.returncode == 0 and "nothing to do: the run is at step 12 of 12" in done.stderr, done.stderr
     assert f"of this host; {fork}\n" in done.stderr
 
 

@@ -58,7 +58,7 @@ def test_lost_steps_are_repeated(lasting: cli.Lasting) -> None:
     assert not any(name.startswith("validation/") for line in cli.metrics(run) for name in line)
     assert "--- step 12" in (run / "samples.txt").read_text()
     before = cli.contents(run)
-    assert "nothing left to do" in lasting.check("--resume", "hydra.run.dir=killed").stderr
+    assert "nothing to do" in lasting.check("--resume", "hydra.run.dir=killed").stderr
     assert cli.contents(run) == before
 
 

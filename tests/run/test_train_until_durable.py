@@ -50,7 +50,7 @@ def test_finished_run_has_nothing_left_to_do(lasting: cli.Lasting, undisturbed: 
     """Nothing is written where an earlier process has done all, although its last checkpoint cannot know that."""
     before = cli.contents(undisturbed)
     done = lasting.check("--resume", "hydra.run.dir=runs/undisturbed")
-    assert "nothing left to do: the run is at step 12 of 12" in done.stderr
+    assert "nothing to do: the run is at step 12 of 12" in done.stderr
     assert cli.contents(undisturbed) == before
 
 
@@ -92,6 +92,6 @@ def test_job_beside_a_finished_one(forks: cli.Forks, undisturbed: Path) -> None:
         first = forks.run(*job)
     assert first.returncode == -signal.SIGKILL and "runs/undisturbed, is finished" in first.stderr
     second = forks.check(*job)
-    assert "of the same command, has no checkpoint" in second.stderr and "finished at step 12" in second.stderr
-    assert "nothing left to do" in forks.check(*job).stderr
+    assert "has the same command but no checkpoint" in second.stderr and "finished at step 12" in second.stderr
+    assert "nothing to do" in forks.check(*job).stderr
     assert cli.contents(undisturbed) == before

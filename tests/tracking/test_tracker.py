@@ -131,7 +131,7 @@ def test_damaged_line_is_set_aside(tmp_path: Path, middle: bytes, caplog: pytest
     assert steps_of(tmp_path) == [1, 4, 5, 6]
     assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == middle + b"\n"
     assert [json.loads(line)["step"] for line in path.read_bytes().splitlines()] == [1, 4, 4, 5, 6]
-    assert caplog.messages[1:] == [f"{path}: 1 damaged lines are set aside in metrics.jsonl.damaged"]
+    assert caplog.messages[1:] == [f"{path}: moved 1 damaged lines to metrics.jsonl.damaged"]
 
 
 def test_full_disk_costs_no_line(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -178,7 +178,7 @@ def test_damaged_line_on_a_full_disk(small_disk: Path, caplog: pytest.LogCapture
         tracker({"step": 2})
     assert steps_of(small_disk) == [1, 2] and read_resumes(path) == [1]
     assert path.read_bytes().count(b"\n") == 4
-    assert "damaged lines could not be set aside: [Errno 28] No space left on device: " in caplog.text
+    assert "damaged lines could not be moved aside:  [Errno 28] No space left on device: " in caplog.text
 
 
 @pytest.fixture
@@ -278,7 +278,7 @@ def test_wandb_that_is_killed_ends_no_run(tmp_path: Path, no_login: None, caplog
             tracker({"step": step})
             time.sleep(0.1)
     assert steps_of(tmp_path) == [1, 2, 3, 4]
-    assert caplog.text.count("W&B has failed") == 1
+    assert caplog.text.count("W&B failed") == 1
 
 
 @pytest.mark.parametrize("content", [b"", b"\0\0\xff", b"two words"])
@@ -296,7 +296,7 @@ def test_id_of_wandb_on_a_full_disk(small_disk: Path, caplog: pytest.LogCaptureF
     """A full disk does not stop a run at W&B's id."""
     fill(small_disk)
     assert re.fullmatch("[0-9a-f]{8}", _run_id(small_disk / "wandb_run_id"))
-    assert "No space left on device: " in caplog.text and "another run" in caplog.text
+    assert "No space left on device: " in caplog.text and "as a new run" in caplog.text
 
 
 def test_wandb_cannot_start(

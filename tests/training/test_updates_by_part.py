@@ -123,5 +123,5 @@ def test_parts_of_a_row_are_the_row() -> None:
 def test_whole_rows_are_needed() -> None:
     choices: list[dict[str, Any]] = [{"config": dataclasses.replace(LOCAL, dropout=0.0), "fused_update": True}, {}]
     for options in choices:
-        with pytest.raises(ValueError, match="parts of rows need a model with memory, and no fused_update"):
+        with pytest.raises(ValueError, match="parts of rows need a model with memory, without fused_update"):
             setup(1, 3, parts=PARTS, **options)

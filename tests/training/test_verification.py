@@ -206,7 +206,7 @@ def test_messages_say_what_could_be_told() -> None:
         return str(caught.value)
 
     assert "cpu:0 of host 0 did not repeat its own result." in raised([[5], [0]], [[5], [5]])
-    either = "cpu:0 of host 0 or cpu:1 of host 0 is wrong, and which one could not be told"
+    either = "cpu:0 of host 0 or cpu:1 of host 0 is faulty, and it cannot be determined which"
     assert either in raised([[5, 6], [0, 5]], [[0, 5], [5, 6]])
 
 

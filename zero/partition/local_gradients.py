@@ -102,7 +102,7 @@ def local(grads: PyTree) -> PyTree:
     {'w': LocalGradient(float32[2, 3]; read it inside zero.shard_optimizer)}
     >>> grads["w"] / jnp.float32(2)
     Traceback (most recent call last):
-    ValueError: this computes with gradients that zero.local has marked, which differ between devices until ...
+    ValueError: this computes with gradients that zero.local marked, which differ between devices until ...
     """
     return jax.tree.map(lambda x: x if isinstance(x, LocalGradient) else LocalGradient(x), grads)
 

@@ -116,7 +116,7 @@ class StepPrograms:
         else:
             run.metrics.leave_untimed(seconds_to_first_step=age)
         log.info(
-            "first step (%d sequences of %d tokens per device) done %.1f s after the start; it took %.1f s and was %s",
+            "first step with %d sequences of %d tokens per device: %.1f s after the start; it took %.1f s and was %s",
             count,
             length,
             age,
