@@ -87,7 +87,7 @@ def test_default_configuration_in_a_plain_script() -> None:
 
 def test_rules_of_owners() -> None:
     """What an owner expects of its keys is refused by name."""
-    spikes = "training.max_skipped_in_a_row=0: expected at least 1, because training.skip_spikes=6.0"
+    spikes = "training.max_skipped_in_a_row=0: expected at least 1, as training.skip_spikes=6.0"
     with pytest.raises(UserError, match=spikes):
         check(compose("training.max_skipped_in_a_row=0", "training.skip_spikes=6"), load_sizes())
     with pytest.raises(UserError) as caught:

@@ -40,7 +40,7 @@ class Keys:
 
     def skip_mistakes(self) -> Mistakes:
         if self.skip_spikes is not None and not self.max_skipped_in_a_row:
-            yield "training.max_skipped_in_a_row", f"at least 1, because training.skip_spikes={self.skip_spikes}"
+            yield "training.max_skipped_in_a_row", f"at least 1, as training.skip_spikes={self.skip_spikes}"
 
 
 def init_guard() -> GuardState:

@@ -109,8 +109,8 @@ class Adapted(Keys):
         if size.layer == "gated_units":
             yield "tuning", f"none, as {of_model} has gated units"
         if size.parametrization != "standard":
-            yield "tuning", f"none, as {of_model} is in {size.parametrization}, which sets learning rates for whole "
-            f"matrices"
+            why = f"{of_model} is in {size.parametrization}, which sets learning rates for whole matrices"
+            yield "tuning", f"none, as {why}"
         lacking = {"mlp_gate"} if not size.gated else set[str]()
         if size.experts is not None and size.experts_every == 1 and size.shared_dim is None:
             lacking |= {"mlp_in", "mlp_gate", "mlp_out"}
