@@ -1,13 +1,17 @@
 #!/usr/bin/env bash
-# Sets up a fresh TPU VM, NVIDIA host or laptop: ./prepareTPUVM.sh [--plan] [--parquet] [--test]
+# Sets up a machine: ./prepareTPUVM.sh [--plan] [--parquet] [--test]
 #
-# Makes .venv next to this file with the trainer, the jax for this machine, and the tested versions of constraints.txt.
-#   --plan     adds the TPU compiler, for mode=plan on a machine without a TPU (x86-64 Linux only)
-#   --parquet  adds pyarrow, with which zero-prepare reads Parquet and Arrow files
-#   --test     adds the packages of the tests, the TPU compiler and pyarrow included
+# The machine is a TPU VM, a host with NVIDIA GPUs or a laptop. Creates .venv
+# next to this file, with the trainer, the jax for this machine, and the tested
+# versions in constraints.txt.
+#   --plan     adds the TPU compiler, for mode=plan on a machine without a TPU
+#              (x86-64 Linux only)
+#   --parquet  adds pyarrow, so that zero-prepare can read Parquet and Arrow
+#   --test     adds the test dependencies, including the TPU compiler and pyarrow
 #   --help     prints this text
-# Later calls keep what earlier ones added. A call that has nothing to do takes less than a second.
-# uv installs the packages (pip fetches it temporarily if it is missing); if uv fails, pip installs them.
+# Later calls keep what earlier ones added. If there is nothing to do, a call
+# takes less than a second. uv installs the packages (pip fetches it temporarily
+# if it is missing); if uv fails, pip installs them.
 set -euo pipefail
 
 usage() { # the comment at the head of this file

@@ -1,24 +1,38 @@
 #!/usr/bin/env bash
-# A TPU slice from a laptop that has gcloud: ./slice.sh COMMAND NAME ZONE [...]
+# A TPU slice from a laptop with gcloud: ./slice.sh COMMAND NAME ZONE [...]
 #
-#   create NAME ZONE TYPE [--spot]       requests a slice (v3-32, v4-32, v5e-16, v5p-8, v6e-8, tpu7x-8: as in presets and
-#                                        plans), or several of one type (2xv5e-256), and waits until it is active; a
-#                                        second call only waits
-#   setup  NAME ZONE                     copies the last commit to all workers and runs prepareTPUVM.sh on each
-#   check  NAME ZONE [key=value ...]     examines every worker (zero-train --doctor), with the arguments of the launch
-#   launch NAME ZONE [key=value ...]     trains in tmux on all workers, from the newest checkpoint if any (trainLoop.sh);
-#                                        hands over WANDB_API_KEY, if it is set here, in a file that only the user reads
-#   watch  NAME ZONE                     shows the log of worker 0; Ctrl-C ends only the watching
-#   view   NAME ZONE [PORT]              serves the run directories of worker 0, reports included, on localhost:PORT (8000)
-#   stop   NAME ZONE                     asks all workers to save a checkpoint together and to end
-#   kill   NAME ZONE                     ends training on all workers at once, without a checkpoint
-#   delete NAME ZONE                     deletes the slice and stops billing
+#   create NAME ZONE TYPE [--spot]    requests a slice and waits until it is
+#                                     active; TYPE is v3-32, v4-32, v5e-16,
+#                                     v5p-8, v6e-8, tpu7x-8, ..., or several
+#                                     slices of one type, such as 2xv5e-256;
+#                                     a second call only waits
+#   setup  NAME ZONE                  copies the last commit to all workers and
+#                                     runs prepareTPUVM.sh on each
+#   check  NAME ZONE [key=value ...]  checks every worker (zero-train --doctor)
+#                                     with the arguments of the launch
+#   launch NAME ZONE [key=value ...]  trains in tmux on all workers, from the
+#                                     newest checkpoint if any (trainLoop.sh);
+#                                     passes on WANDB_API_KEY, if set here, in a
+#                                     file that only the user can read
+#   watch  NAME ZONE                  shows the log of worker 0; Ctrl-C only ends
+#                                     watching
+#   view   NAME ZONE [PORT]           serves the run directories of worker 0,
+#                                     with reports, on localhost:PORT (8000)
+#   stop   NAME ZONE                  makes all workers save a checkpoint
+#                                     together and exit
+#   kill   NAME ZONE                  kills training on all workers at once,
+#                                     without a checkpoint
+#   delete NAME ZONE                  deletes the slice and stops billing
 #   keep   NAME ZONE TYPE [--spot] [key=value ...]
-#                                        all of these until training has finished: a slice that is refused, fails or is
-#                                        preempted is requested again
-#   bucket NAME LOCATION                 makes a bucket for checkpoints and data, such as in us-central1
+#                                     all of these until training is finished;
+#                                     requests the slice again when a request
+#                                     fails or the slice is preempted
+#   bucket NAME LOCATION              creates a bucket for checkpoints and data,
+#                                     in a location such as us-central1
 #
-# create and keep pass options to `gcloud compute tpus queued-resources create`; keep takes them as --option=value.
+# create and keep pass options to
+# `gcloud compute tpus queued-resources create`; keep takes them as
+# --option=value.
 set -euo pipefail
 
 usage() { # the comment at the head of this file

@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # Trains until finished or stopped by a signal: ./trainLoop.sh [key=value ...]
 #
-# Every start is main_zero.py --resume=auto: it resumes from the newest checkpoint, or starts if there is none. A start
-# that fails is repeated after a pause, until ten in a row have failed within ten minutes each. Starts are not repeated
-# if training is finished, was stopped by a signal, or would be refused again: launch/exit-statuses.sh lists the statuses.
-# train.status holds the last one.
+# Each start is main_zero.py --resume=auto: it resumes from the newest
+# checkpoint, or starts if there is none. A failed start is repeated after a
+# pause, until ten in a row have failed within ten minutes each. It is not
+# repeated if training is finished, was stopped by a signal, or would fail again
+# with the same error (launch/exit-statuses.sh lists the statuses). train.status
+# holds the last status.
 set -uo pipefail
 
 usage() { # the comment at the head of this file

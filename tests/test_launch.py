@@ -315,10 +315,11 @@ def test_names_of_presets_and_plans(tpus: Slice, name: str, accelerator: str, ve
 @pytest.mark.parametrize("script", ["slice.sh", "prepareTPUVM.sh", "trainLoop.sh"])
 @pytest.mark.parametrize("option", ["--help", "-h"])
 def test_scripts_print_help(script: str, option: str) -> None:
-    """The comment at their head, and they do nothing else."""
+    """The comment at their head, in lines that a terminal of 80 columns shows whole, and they do nothing else."""
     done = subprocess.run([REPOSITORY / script, option], capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr == ""
-    assert f"./{script} " in done.stdout.splitlines()[0] and 6 <= len(done.stdout.splitlines()) < 40
+    lines = done.stdout.splitlines()
+    assert f"./{script} " in lines[0] and 6 <= len(lines) < 45 and max(map(len, lines)) < 80
     assert "#" not in done.stdout
 
 
