@@ -330,7 +330,7 @@ def test_packed_texts_equal_trl(family: str, kind: str, tmp_path: Path) -> None:
         source.write_text("".join(json.dumps(line) + "\n" for line in lines))
         options: dict[str, Any] = {"tokenizer": tokenizer, "row_tokens": context, "completions": True}
         if is_packed and (family, kind) in UNDIVIDABLE:
-            with pytest.raises(UserError, match="documents of a row are divided; --one-document-per-row accepts it"):
+            with pytest.raises(UserError, match="separates the documents of a row; --one-document-per-row accepts it"):
                 make(source, tmp_path, "packed", **options)
             continue
         corpus = make(source, tmp_path, str(is_packed), one_document_per_row=not is_packed, **options)

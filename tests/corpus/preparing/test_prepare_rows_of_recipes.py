@@ -84,7 +84,7 @@ def test_rows_that_begin_with_the_end_of_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"cut_documents": True}, "--cut-documents expects --one-document-per-row"),
+        ({"cut_documents": True}, "--cut-documents requires --one-document-per-row"),
         (
             {"cut_documents": True, "one_document_per_row": True, "examples": "preferences"},
             "--cut-documents and --pref",

@@ -71,16 +71,16 @@ class CorpusOptions:
         if self.completions and self.examples is not None:
             raise UserError(f"--completions and --{self.examples} cannot be combined")
         if not self.completions and self.loss_on != LEARNED:
-            raise UserError(f"--loss-on {' '.join(self.loss_on)} expects --completions, whose roles it names")
+            raise UserError(f"--loss-on {' '.join(self.loss_on)} requires --completions")
         if self.cut_documents and self.examples is not None:
             raise UserError(f"--cut-documents and --{self.examples} cannot be combined")
         if self.cut_documents and not self.one_document_per_row:
-            raise UserError("--cut-documents expects --one-document-per-row")
+            raise UserError("--cut-documents requires --one-document-per-row")
         if self.begin_rows and self.examples is not None:
             raise UserError(f"--begin-rows and --{self.examples} cannot be combined")
         if self.pack not in (None, JOINED) and self.is_unjoined:
             option = self.examples or "one_document_per_row"
-            raise UserError(f"pack={self.pack} joins documents in a row, and {option} does not: choose one of them")
+            raise UserError(f"pack={self.pack} joins documents in a row, but {option} does not: choose one of them")
 
     @property
     def is_unjoined(self) -> bool:

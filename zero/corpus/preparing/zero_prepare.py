@@ -2,9 +2,9 @@
 
 A source is
   a folder or glob    of text and source files, or of the formats below; the suffixes decide; here or gs://
-  .jsonl, .json.gz    JSON lines: objects with a "text" (--key for another one), also as .gz, .xz or .zst;
+  .jsonl, .json.gz    JSON lines: objects with a "text" (or another --key), also as .gz, .xz or .zst;
                       options such as --completions and --preferences read other keys
-  .parquet, .arrow    tables, whose rows are such objects; .csv and .tsv with names of columns too
+  .parquet, .arrow    tables whose rows are such objects; also .csv and .tsv with a header
   .tar, .tar.gz       samples of webdataset: .txt, .json, or token ids in .npy or a .pth of torch.save
   .index              the shards it lists
   .tfrecord           token ids that --tokenizer made, as in the next two

@@ -43,7 +43,7 @@ class Kto(Keys):
     """
 
     name: str = named("kto")
-    beta: float = key(0.1, positive(), "Inverse temperature: the larger, the closer the model stays to the reference.")
+    beta: float = key(0.1, positive(), "Inverse temperature: a larger value keeps the model closer to the reference.")
     desirable_weight: float = key(1.0, zero_or_more(), "Weight of the losses of wanted answers.")
     undesirable_weight: float = key(1.0, zero_or_more(), "Weight of the losses of the others.")
 

@@ -149,7 +149,7 @@ def test_line_is_named(tmp_path: Path) -> None:
 def test_other_corpora_are_refused(tmp_path: Path) -> None:
     """Pairs where texts are expected, and the other way round."""
     corpus = make(write(tmp_path / "a.jsonl", LINES), tmp_path, examples="preferences")
-    with pytest.raises(UserError, match=r"holds 2 texts per row, and the objective reads rows of one text"):
+    with pytest.raises(UserError, match=r"holds 2 texts per row, but the objective reads rows of one text"):
         read(corpus.train_index, example=TEXT)
     texts = [{"prompt": line["prompt"], "completion": line["chosen"]} for line in LINES]
     other = make(write(tmp_path / "b.jsonl", texts), tmp_path, name="b", completions=True)
