@@ -90,7 +90,7 @@ def test_every_size_can_be_trained(size: str) -> None:
         ("profile.peak_flops=0", ["profile.peak_flops=0", "null"]),
         ("mode=plan; plan.search=true", ["plan.search=true: expected one of none, fastest, largest"]),
         ("mode=plan; plan.dollars_per_hour=0", ["plan.dollars_per_hour=0", "null"]),
-        ("distributed.process_id=1", ["distributed.process_id=1", "no distributed.coordinator_address"]),
+        ("distributed.process_id=1", ["distributed.process_id=1", "without distributed.coordinator_address"]),
         (
             "distributed.coordinator_address=host; distributed.num_processes=1; distributed.process_id=0",
             ["distributed.coordinator_address=host", "host:port"],
@@ -138,10 +138,10 @@ def test_every_size_can_be_trained(size: str) -> None:
         ("model.warm_start=2", ["model.warm_start=2", "true, false or ema"]),
         ("zero.fused_update=null", ["zero.fused_update=null", "true or false"]),
         ("mode=sample; sample.prompt=2024", ["sample.prompt=2024: expected a string, quoted as", "if it looks"]),
-        ("mode=sample; sample.prompt=[]", ["sample.prompt=[]: expected a text"]),
-        ("mode=sample; sample.prompt=[1,2]", ["sample.prompt=[1, 2]: expected a text"]),
-        ("mode=sample; sample.prompt=[[a]]", ["sample.prompt=[['a']]: expected a text"]),
-        ("mode=sample; sample.prompt=true", ["sample.prompt=true: expected a text"]),
+        ("mode=sample; sample.prompt=[]", ["sample.prompt=[]: expected a string"]),
+        ("mode=sample; sample.prompt=[1,2]", ["sample.prompt=[1, 2]: expected a string"]),
+        ("mode=sample; sample.prompt=[[a]]", ["sample.prompt=[['a']]: expected a string"]),
+        ("mode=sample; sample.prompt=true", ["sample.prompt=true: expected a string"]),
         ("mode=sample; sample.replicate=2", ["sample.replicate=2", "true or false, or null"]),
         (
             "mode=plan; plan.grid.overlap_gathers=[1]",

@@ -64,7 +64,7 @@ def test_average_beside_a_trainer(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     read = Checkpoints.read
     with patch.object(Checkpoints, "read", deleting):
         assert average(str(place), tmp_path / "mean") == [5, 6] == expected
-        assert f"{place}, step 2 was deleted while it was read" in caplog.text
+        assert f"{place}, step 2 was deleted while it was being read" in caplog.text
         with pytest.raises(MissingCheckpoint, match="no step 2; there are 5, 6"):
             average(str(place), tmp_path / "named", [2, 6])
     model = model_of(ALIBI)

@@ -351,9 +351,9 @@ def test_an_object_that_was_replaced(server: str, monkeypatch: pytest.MonkeyPatc
         raise FileNotFoundError(url)
 
     monkeypatch.setattr(gcs, "read", gone)
-    with pytest.raises(Unavailable, match=r"replaced: was replaced while it was read: version \d+, not \d+"):
+    with pytest.raises(Unavailable, match=r"replaced: was replaced while it was being read: version \d+, not \d+"):
         storage.read_object(url, known)
     with bucket.disturbed(bucket.Proxy(server, budget=9, faults=("412",))) as address:
         bucket.use(monkeypatch, address)
-        with pytest.raises(Unavailable, match=r"^gs://bucket/replaced: was replaced while it was read$"):
+        with pytest.raises(Unavailable, match=r"^gs://bucket/replaced: was replaced while it was being read$"):
             storage.stat(url)

@@ -19,7 +19,7 @@ def test_outside_pmap_names_the_remedy() -> None:
         tx.update(make_params(), None, make_params())
     whole = tx.init(make_params())
     with pytest.raises(
-        TypeError, match=r"is whole: .* zero.to_devices\(state\), in place of jax_utils.replicate\(state\)"
+        TypeError, match=r"is whole, .* zero.to_devices\(state\), in place of jax_utils.replicate\(state\)"
     ):
         lower(
             lambda g, s, p: tx.update(zero.local(g), s, p), local_grads(0), replicate(whole), replicate(make_params())

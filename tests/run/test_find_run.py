@@ -118,7 +118,7 @@ def test_runs_are_ordered_by_their_starts(in_tmp_path: Path, caplog: pytest.LogC
     os.utime(DEFAULT_ROOT / "copy" / CONFIG_FILE, (3e9, 3e9))
     for flag in ("--resume", "--resume=auto"):
         assert hydra_reads(resume_overrides([flag]))[0] == str(in_tmp_path / DEFAULT_ROOT / "copy")
-        assert f"{flag} continues runs/copy: its files are newer than in its copies,  runs/two" in caplog.text
+        assert f"{flag} continues runs/copy: its files are newer than in its copies, runs/two" in caplog.text
 
 
 def test_other_config_files() -> None:

@@ -178,7 +178,7 @@ def test_damaged_line_on_a_full_disk(small_disk: Path, caplog: pytest.LogCapture
         tracker({"step": 2})
     assert steps_of(small_disk) == [1, 2] and read_resumes(path) == [1]
     assert path.read_bytes().count(b"\n") == 4
-    assert "damaged lines could not be moved aside:  [Errno 28] No space left on device: " in caplog.text
+    assert "damaged lines could not be moved aside: [Errno 28] No space left on device: " in caplog.text
 
 
 @pytest.fixture

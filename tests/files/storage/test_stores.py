@@ -74,7 +74,7 @@ def test_replaced_object_is_an_error(stored: str, monkeypatch: pytest.MonkeyPatc
         assert storage.read_object(URL, known) == DATA
         with monkeypatch.context() as patch:
             patch.setattr(fsspec_store.FsspecStore, "_range", replace)
-            with pytest.raises(Unavailable, match=r"^s3://bucket/stores/data: was replaced while it was read: version"):
+            with pytest.raises(Unavailable, match=r"^s3://bucket/stores/data: was replaced while it was being read: version"):
                 storage.read_object(URL, known)
 
 
@@ -155,7 +155,7 @@ def test_replaced_in_azure(monkeypatch: pytest.MonkeyPatch):
     storage.write("az://bucket/a", b"first")
     known = storage.stat("az://bucket/a")
     storage.write("az://bucket/a", b"other")
-    with pytest.raises(Unavailable, match="was replaced while it was read"):
+    with pytest.raises(Unavailable, match="was replaced while it was being read"):
         storage.read_object("az://bucket/a", known)
 
 
@@ -206,5 +206,5 @@ def test_a_bucket_that_bills_its_readers(stored: str, monkeypatch: pytest.Monkey
 def test_an_answer_that_an_object_was_replaced(stored: str, monkeypatch: pytest.MonkeyPatch):
     with bucket.disturbed(bucket.Proxy(stored, budget=9, faults=("412",))) as address:
         s3.use(monkeypatch, address)
-        with pytest.raises(Unavailable, match=r"stores/data: was replaced while it was read$"):
+        with pytest.raises(Unavailable, match=r"stores/data: was replaced while it was being read$"):
             storage.stat(URL)

@@ -110,7 +110,7 @@ class RangeReader(io.RawIOBase):
         return len(data)
 
     def close(self) -> None:
-        """Raises Unavailable if the object was replaced while it was read."""
+        """Raises Unavailable if the object was replaced while it was being read."""
         if not self.closed and (now := stat(self._url)).version != self._known.version:
             super().close()
             raise replaced(self._url, now.version)
