@@ -92,7 +92,9 @@ def test_rules_of_owners() -> None:
         check(compose("training.max_skipped_in_a_row=0", "training.skip_spikes=6"), load_sizes())
     with pytest.raises(UserError) as caught:
         check(compose("model.size=gpt_neo_125m", "training.sample_tokens=9000"), load_sizes())
-    assert "training.sample_tokens=9000: expected at most 2047, one less than the learned positions" in str(caught.value)
+    assert "training.sample_tokens=9000: expected at most 2047, one less than the learned positions" in str(
+        caught.value
+    )
 
 
 def test_default_configuration_is_the_checked_one() -> None:

@@ -143,7 +143,7 @@ class HuggingFaceFolder:
             for leaf in layout.leaves:
                 left_over -= self._check(_within(collection, leaf), model.config)
         if left_over:
-            raise UserError(f"{self.path}, tensor {min(left_over)}: this model has no leaf for it")
+            raise UserError(f"{self.path}, tensor {min(left_over)}: this model has no such leaf")
         read = {collection: self._read(collection, layout, model) for collection, layout in parts.items()}
         return {**read.pop(""), **read}
 

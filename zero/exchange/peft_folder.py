@@ -170,8 +170,8 @@ def tensor_name(leaf: str, architecture: Architecture) -> str:
     of_stack = [other for key, other in architecture.modules.items() if key.startswith(f"{stack}/")]
     if of_stack.count(name) > 1:
         raise UserError(
-            f"tuning.targets: {product} shares the tensor {name} with other products in "
-            f"{architecture.model_type}, where PEFT has one adapter for all; zero-weights merge writes whole weights"
+            f"tuning.targets: {product} shares the tensor {name} with other products in {architecture.model_type}, but "
+            "PEFT has one adapter for all of them; zero-weights merge writes whole weights"
         )
     return f"{_PREFIX}{architecture.prefix}{name}.{_PARTS[part]}"
 

@@ -74,7 +74,9 @@ def test_replaced_object_is_an_error(stored: str, monkeypatch: pytest.MonkeyPatc
         assert storage.read_object(URL, known) == DATA
         with monkeypatch.context() as patch:
             patch.setattr(fsspec_store.FsspecStore, "_range", replace)
-            with pytest.raises(Unavailable, match=r"^s3://bucket/stores/data: was replaced while it was being read: version"):
+            with pytest.raises(
+                Unavailable, match=r"^s3://bucket/stores/data: was replaced while it was being read: version"
+            ):
                 storage.read_object(URL, known)
 
 

@@ -169,8 +169,8 @@ class CorpusReader:
         left_out = 1 - int(decoded.lengths.sum()) / decoded.total
         if left_out > DISCARDED:
             _log.warning(
-                "data.crop=%s with data.max_context=%d does not read %.1f%% of the tokens of %s, whose rows are "
-                "longer; %s",
+                "data.crop=%s with data.max_context=%d leaves out %.1f%% of the tokens of %s, whose rows are longer; "
+                "%s",
                 self.crop.name,
                 self.form.context,
                 100 * left_out,
