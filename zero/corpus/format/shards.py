@@ -224,8 +224,8 @@ def with_neighbors(path: str, samples: Iterator[dict[str, Any]]) -> Iterator[dic
             if earlier is not suffixes and not earlier & suffixes:
                 first, second = (", ".join(sorted(names)) for names in (earlier, suffixes))
                 raise UserError(
-                    f"shard {path}, sample {key}: its members are not neighbors, {first} and {second} stand apart; "
-                    "write all members of a sample one after the other, as webdataset does"
+                    f"shard {path}, sample {key}: its members are not adjacent ({first} and {second} are apart); write "
+                    "all members of a sample one after the other, as webdataset does"
                 )
         yield sample
 
@@ -394,7 +394,9 @@ def _array(sample: dict[str, Any], member: str, name: str) -> np.ndarray:
     """An integer array. Nothing is unpickled: object arrays are refused by their dtype."""
     if member not in sample:
         others = ", ".join(key for key in sample if not key.startswith("__"))
-        raise BadData(f"{name} has no member {member}, only {others}; zero-prepare makes shards of text and other ids")
+        raise BadData(
+            f"{name} has no member {member}, only {others}; zero-prepare converts text and other token files to shards"
+        )
     if isinstance(sample[member], np.ndarray):  # of samples that come as one
         return sample[member]
     with reading(f"{name}: member {member} is not a complete .npy array", kind=BadData):

@@ -12,7 +12,7 @@ from zero.base.errors import UserError
 from zero.corpus.format.memory import Stream
 from zero.corpus.format.own_formats import compression_of
 
-REMEDY = "zero-prepare {} --tokenizer tokenizer.json, or an index file of such shards, makes shards to train on"
+REMEDY = "convert it, or an index file of such shards: zero-prepare {} --tokenizer tokenizer.json"
 
 
 def tar_files(
@@ -28,8 +28,8 @@ def tar_files(
         compression = compression_of(header)
         if compression is not None:
             raise UserError(
-                f"shard {path} is compressed ({compression}), so that no row is found in it without reading "
-                f"all before it; {REMEDY.format(path)}"
+                f"shard {path} is compressed ({compression}), so a row cannot be read without all data before it; "
+                f"{REMEDY.format(path)}"
             )
         size = tar_header(header)
         if size is None:
@@ -83,7 +83,7 @@ def short_name(header: bytes) -> bytes:
 def _octal(field: bytes) -> int:
     digits = field.strip(b" \0")
     if not digits.isdigit():
-        raise ValueError("this is no tar header")
+        raise ValueError("not a tar header")
     return int(digits, 8)
 
 
