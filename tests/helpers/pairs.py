@@ -1,6 +1,7 @@
-"""Trains short jobs with one or two keys at other values, and compares what they did with what the keys promise.
+"""Trains short jobs with some keys at other values, and compares what they did with what the keys promise.
 
-- `random_pairs`: pairs of overrides. `Tried`: runs them in this process, and says how each ended.
+- `random_pairs`: pairs of overrides. `random_groups`: three to six. `Tried`: runs them in this process, and says how
+  each ended.
 - `NEUTRAL`: overrides that change neither the program of the step nor a loss. `PLACED`: they change the program, and
   losses only by rounding. `VALUES`: they change the program. `OF_DATA`: they change the losses.
 - `compile_quickly`: for a process of its own, before its first program.
@@ -12,6 +13,7 @@ cache), and runs that differ in neutral keys share their job (tests/helpers/shar
 from __future__ import annotations
 
 import gc
+import hashlib
 import json
 import math
 import os
@@ -19,6 +21,7 @@ import random
 import re
 import shutil
 import traceback
+from collections.abc import Sequence
 from contextlib import chdir
 from dataclasses import asdict, dataclass, field
 from itertools import combinations, product
@@ -34,8 +37,10 @@ from tests.helpers.shared_jobs import SharedJobs
 from zero.base.errors import UserError
 from zero.commands.cli import compose as compose_of_command_line
 from zero.commands.modes import check
+from zero.job.job import make_job, place_model
 from zero.job.sizes import load_sizes
 from zero.models.config import GPTConfig
+from zero.plan.compile import step_arguments
 from zero.run import train as run_train
 from zero.run.config import TrainConfig
 
@@ -76,6 +81,7 @@ OF_DATA = (
 )
 # Values that round: what another key computes in another order differs by more.
 ROUNDING = ("int8", "bfloat16", "optimizer=muon")
+ROWS = 4  # per device, of the steps that are compared by their text
 SETTLED = {("model.attention=blockwise", "zero.context_shards=2")}  # around a ring attention is in blocks anyway
 SIZES = load_sizes()
 EQUAL = "as promised"
@@ -124,6 +130,16 @@ def random_pairs(count: int, seed: int) -> list[Pair]:
     return sorted(beside, key=lambda pair: others.index(pair[1])) + both  # runs of one job are neighbors
 
 
+def random_groups(count: int, seed: int) -> list[tuple[str, ...]]:
+    """Three to six overrides of different keys each."""
+    draw = random.Random(seed)
+    values: dict[str, list[str]] = {}
+    for override in (*NEUTRAL, *PLACED, *VALUES, *OF_DATA):
+        values.setdefault(key_of(override), []).append(override)
+    drawn = [draw.sample(sorted(values), draw.randint(3, 6)) for _ in range(count)]
+    return [tuple(draw.choice(values[key]) for key in keys) for keys in drawn]
+
+
 def key_of(override: str) -> str:
     return override.partition("=")[0]
 
@@ -135,28 +151,57 @@ class Tried:
         self._workplace = workplace
         self._results = results
         self._outcomes: dict[frozenset[str], Outcome] = {}
+        self._steps: dict[frozenset[str], str] = {}
         self._jobs = SharedJobs(map(key_of, NEUTRAL))
         if results is not None and results.exists():
             for line in map(json.loads, results.read_text().splitlines()):
                 overrides = frozenset(line.pop("overrides"))
                 self._outcomes[overrides] = Outcome(**line)
 
-    def verdict(self, one: str, other: str) -> Verdict:
-        """How the pair of overrides ended, compared with each of them alone."""
-        both = self.outcome(one, other)
-        if both.traceback:
-            return Verdict(WRONG, both.traceback)
-        if both.refusal:
-            return of_refusal(both.refusal, one, other)
-        if not both.losses or not all(map(math.isfinite, both.losses)):
-            return Verdict(WRONG, f"losses {both.losses}")
-        for own, beside in ((one, other), (other, one)):
-            if (own, beside) in SETTLED:
-                continue
-            broken = broken_promise(own, self.outcome(beside), both, is_rounding=_rounds(one, other))
+    def verdict(self, *overrides: str) -> Verdict:
+        """How a run with these overrides ended, compared with runs and programs that lack some of them.
+
+        Those that promise the same losses are left out together, each of the others by itself.
+        """
+        made = self.outcome(*overrides)
+        if made.traceback:
+            return Verdict(WRONG, made.traceback)
+        if made.refusal:
+            return of_refusal(made.refusal, *overrides)
+        if not made.losses or not all(map(math.isfinite, made.losses)):
+            return Verdict(WRONG, f"losses {made.losses}")
+        same = [own for own in overrides if own in NEUTRAL or own in PLACED]
+        if same:
+            beside = self.outcome(*(one for one in overrides if one not in same))
+            broken = broken_promise(same, beside, made, is_rounding=_rounds(*overrides))
             if broken:
-                return Verdict(WRONG, f"{own} beside {beside}: {broken}")
+                return Verdict(WRONG, f"{' '.join(same)}: {broken}")
+        for own in overrides:
+            rest = [one for one in overrides if one != own]
+            if own in OF_DATA:
+                is_without_effect = self.outcome(*rest).losses == made.losses
+            else:
+                settled = any(own == one and other in rest for one, other in SETTLED)
+                is_without_effect = (
+                    own not in NEUTRAL and not settled and self.step_of(*rest) == self.step_of(*overrides)
+                )
+            if is_without_effect:
+                return Verdict(WRONG, f"{own}: it has no effect")
         return Verdict(EQUAL)
+
+    def step_of(self, *overrides: str) -> str:
+        """The checksum of the lowered step, on rows of one shape; of refused overrides the line."""
+        key = frozenset(overrides)
+        if key not in self._steps:
+            try:
+                with chdir(self._workplace):
+                    config, size = _composed(job(overrides))
+                    made = make_job(config, place_model(config, size))
+                    lowered = made.programs.step.lower(*step_arguments(made, ROWS, config.data.max_context))
+                self._steps[key] = hashlib.sha256(lowered.as_text().encode()).hexdigest()
+            except UserError as error:  # another one is possible only with the one that is left out
+                self._steps[key] = str(error)
+        return self._steps[key]
 
     def outcome(self, *overrides: str) -> Outcome:
         key = frozenset(overrides)
@@ -207,34 +252,33 @@ def job(overrides: tuple[str, ...]) -> list[str]:
     return [f"{key}={value}" for key, value in values.items()]
 
 
-def of_refusal(refusal: str, one: str, other: str) -> Verdict:
+def of_refusal(refusal: str, *overrides: str) -> Verdict:
     """A refusal names one of the keys, or the last word of a key."""
-    names = [key_of(override).rpartition(".")[2] for override in (one, other)]
+    names = [key_of(override).rpartition(".")[2] for override in overrides]
     if any(re.search(rf"\b{name}\b", line) for line in refusal.splitlines() for name in names):
         return Verdict(REFUSED, refusal)
-    return Verdict(WRONG, f"the refusal names neither key: {refusal}")
+    return Verdict(WRONG, f"the refusal names none of the keys: {refusal}")
 
 
-def broken_promise(own: str, beside: Outcome, both: Outcome, is_rounding: bool) -> str:
-    """What an override does not keep of its promises beside another one, whose outcome alone is given; or nothing."""
+def broken_promise(same: Sequence[str], beside: Outcome, made: Outcome, is_rounding: bool) -> str:
+    """What a run does not keep of the promise of overrides to have the losses of a run beside it; or nothing.
+
+    Args:
+      same: the overrides that the run beside it lacks, each `NEUTRAL` or `PLACED`.
+    """
     if not beside.losses:
-        return ""  # the other one is possible only with this one
-    is_mean = "training.log_frequency" in own  # its lines are means of steps
-    are_equal = both.losses == beside.losses or is_mean
-    if own in NEUTRAL:
-        if both.programs != beside.programs:
-            return "the program differs"
-        return "" if are_equal else f"losses {both.losses} in place of {beside.losses}"
-    if own in OF_DATA:
-        return "" if both.losses != beside.losses else "the losses are the same"
-    if both.programs == beside.programs and len(both.losses) == len(beside.losses):
-        return "the program is the same"
-    if own in PLACED:
-        tolerance = 2e-2 if is_rounding else 2e-5
-        pairs = zip(both.losses, beside.losses, strict=True)
-        if not all(math.isclose(ours, theirs, rel_tol=tolerance) for ours, theirs in pairs):
-            return f"losses {both.losses} in place of {beside.losses}"
-    return ""
+        return ""  # the others are possible only with these
+    is_neutral = all(override in NEUTRAL for override in same)
+    if is_neutral and made.programs != beside.programs:
+        return "the program differs"
+    if any(override.startswith("training.log_frequency") for override in same):
+        return ""  # its lines are means of steps
+    differs = f"losses {made.losses} in place of {beside.losses}"
+    if is_neutral:
+        return "" if made.losses == beside.losses else differs
+    tolerance = 2e-2 if is_rounding else 2e-5
+    pairs = zip(made.losses, beside.losses, strict=True)
+    return "" if all(math.isclose(ours, theirs, rel_tol=tolerance) for ours, theirs in pairs) else differs
 
 
 def _rounds(*overrides: str) -> bool:
