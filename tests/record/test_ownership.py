@@ -39,7 +39,7 @@ def test_one_process_a_directory_of_checkpoints(tmp_path: Path) -> None:
 
 
 def test_bucket_is_taken_over(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process that was started last has a bucket: a save of an earlier one is not committed and deletes nothing."""
+    """The process that was started last has a bucket: an earlier one commits, changes and deletes nothing."""
     bucket.use(monkeypatch, server)
     place = f"gs://{bucket.BUCKET}/owned"
     with owned(place, "runs/one") as check_one:
@@ -49,10 +49,15 @@ def test_bucket_is_taken_over(server: str, monkeypatch: pytest.MonkeyPatch) -> N
             with owned(place, "runs/two") as check_two:
                 check_two()
                 save_small(one, 4)
-                with pytest.raises(UserError, match=r"another process has since taken over the run, on .* in runs/two"):
+                message = r"another process has since taken over the run, on .* in runs/two"
+                with pytest.raises(UserError, match=message):
                     one.wait()
+                changes = (lambda: one.set_validation_loss(2, 1.0)), (lambda: one.set_aside(2))
+                for change in changes:
+                    with pytest.raises(UserError, match=message):
+                        change()
                 with Checkpoints(place, keep=1, check_owner=check_two) as two:
-                    assert two.steps() == [2]
+                    assert two.steps() == [2] and two.meta(2)["validation_loss"] is None
                     save_small(two, 6)
                     two.wait()
                     assert two.steps() == [6]

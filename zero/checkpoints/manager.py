@@ -83,7 +83,7 @@ class Checkpoints:
       from_host: whether what is saved fills the host's memory. Then `save` copies a few GB at a time, and returns when
         all are written.
       check_owner: raises UserError if another process has taken the directory over. Then a save under way is not
-        committed, and nothing is deleted after it.
+        committed, nothing is deleted after it, and no checkpoint is changed.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Checkpoints:
         self.directory = str(directory) if str(directory).startswith("gs://") else Path(directory).absolute()
         self._keep = Retention(keep) if isinstance(keep, int) else keep
         self._from_host = from_host
-        self._check_owner = check_owner
+        self._check_owner = check_owner or (lambda: None)
         self._saved: dict[int, Saved] | None = None
         self._pending: _PendingSave | None = None
         self._is_stale = False  # after a failed save orbax's list of steps may lack some that still exist
@@ -157,9 +157,7 @@ class Checkpoints:
                 # Else threads wait minutes for a directory that could not be made, and the process for them at its end.
                 create_directories_asynchronously=False,
             ),
-            temporary_path_class=temporary_path_class(
-                is_remote, self._commit_times, self._leaves, self._check_owner or (lambda: None)
-            ),
+            temporary_path_class=temporary_path_class(is_remote, self._commit_times, self._leaves, self._check_owner),
             lightweight_initialize=True,  # else it reads a file of each checkpoint, which may be damaged
         )
 
@@ -259,7 +257,7 @@ class Checkpoints:
 
         Raises:
           DamagedCheckpoint: the metadata cannot be read.
-          UserError: storage fails.
+          UserError: storage fails, or another process has taken the directory over.
         """
         meta = self.meta(step) | {"validation_loss": loss}
         meta[META_CHECKSUM] = meta_checksum(meta)
@@ -267,6 +265,7 @@ class Checkpoints:
 
         def replace() -> None:
             if jax.process_index() == 0:
+                self._check_owner()
                 file = self._meta_file(step)
                 storage.remove_unfinished(storage.parent(file))  # of a process that was killed here
                 with write_errors(self.directory):
@@ -355,13 +354,14 @@ class Checkpoints:
         """Renames a damaged checkpoint to STEP.damaged; nothing of it is deleted, and its step may be saved again.
 
         Raises:
-          UserError: it could not be renamed.
+          UserError: it could not be renamed, or another process has taken the directory over.
         """
         if self._keep is None:
             raise ValueError(f"{self.directory} is open for reading only")
 
         def rename() -> None:
             if jax.process_index() == 0:
+                self._check_owner()
                 log.warning("moved checkpoint %d aside to %s", step, move_aside(self.directory, step))
 
         self._on_all_hosts(step, rename)
