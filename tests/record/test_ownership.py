@@ -71,6 +71,18 @@ def test_names_by_the_clock(tmp_path: Path) -> None:
     assert sorted(str(path) for path in (tmp_path / "runs").iterdir()) == sorted(names)
 
 
+def test_folder_of_a_refused_start(tmp_path: Path) -> None:
+    """Removed with its last directory, but not one that somebody else has made."""
+    results, own = tmp_path / "run" / "evaluate", tmp_path / "own"
+    names = [Path(new_directory(f"{results}/12-00-00")) for _ in range(2)]
+    (own / "named").mkdir(parents=True)
+    for directory, is_left in ((names[0], True), (names[1], False), (own / "named", False)):
+        with discarding_unused(directory):
+            pass
+        assert not directory.exists() and results.exists() == is_left
+    assert own.exists() and results.parent.exists()
+
+
 @pytest.fixture
 def logs(tmp_path: Path) -> Iterator[Callable[[], logging.FileHandler]]:
     """Opens the log of one directory, as Hydra does in each process that is started there."""

@@ -22,6 +22,7 @@ from zero.files import storage
 from zero.record.run_files import mirror_path
 
 OWNER_FILE = "owner.json"  # beside the mirrored files of a run
+_made_here: set[Path] = set()  # by `new_directory`
 
 
 @contextmanager
@@ -51,21 +52,27 @@ def locked(directory: Path, remedy: str) -> Iterator[None]:
 
 def new_directory(path: str) -> str:
     """Makes a directory that no other start has: one of this name, or with -2, -3 and so on. Returns its path."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
     number = 1
     name = path
     while True:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         try:
             Path(name).mkdir()
-            return name
         except FileExistsError:
             number += 1
             name = f"{path}-{number}"
+        except FileNotFoundError:
+            continue  # another start, which was refused, has just removed the folder
+        else:
+            _made_here.add(Path(name).absolute())
+            return name
 
 
 @contextmanager
 def discarding_unused(run_directory: Path) -> Iterator[None]:
     """A start that ends before it has written or logged anything leaves no run directory, which Hydra has made.
+
+    Neither does it leave the folder around one that `new_directory` has made, if it holds no other.
 
     Another process may have been started there: each shares a lock on the log, and the last one removes the directory.
     """
@@ -105,6 +112,8 @@ def _discard_unused(run_directory: Path) -> None:
             file.unlink()
         with suppress(OSError):  # it was not here, or is a mount
             run_directory.rmdir()
+            if run_directory.absolute() in _made_here:
+                run_directory.parent.rmdir()
 
 
 def _is_open(path: Path, descriptor: int) -> bool:
