@@ -2,15 +2,17 @@
 
 import json
 import os
+import re
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import hydra
 import pytest
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 import zero.commands.modes  # noqa: F401  tells Hydra the keys
 from tests.helpers import bucket, hosts
@@ -221,23 +223,41 @@ def test_sweep_of_the_same_command(in_tmp_path: Path, caplog: pytest.LogCaptureF
             resume_overrides(["-m", command, "--resume"])
 
 
+def compose_for_hydra(arguments: Sequence[str]) -> DictConfig:
+    """The configuration of these arguments, with that of Hydra itself."""
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        return hydra.compose("config", list(arguments), return_hydra_config=True)
+
+
 def test_results_lie_in_their_run(in_tmp_path: Path) -> None:
     """An evaluation or a sampling makes no directory beside runs, unless it names one."""
     run = make_run(DEFAULT_ROOT / "it's", [5])
     (run / CONFIG_FILE).touch()
 
-    def directory(*arguments: str) -> str | None:
-        found = [text for text in results_in_run(arguments) if text.startswith("hydra.run.dir=")]
-        return found[0] if found else None
+    def directory(*arguments: str) -> str:
+        """As Hydra makes it of the arguments."""
+        return str(compose_for_hydra(results_in_run(arguments)).hydra.run.dir)
 
-    stamp = "${now:%Y-%m-%d_%H-%M-%S}'"
-    assert directory("mode=evaluate") == f"hydra.run.dir='runs/it\\'s/evaluate/{stamp}"
-    assert directory("mode=sample", f"model.model_path='{run}@5'".replace("it's", "it\\'s")) == (
-        f"hydra.run.dir='runs/it\\'s/sample/{stamp}"
-    )
-    assert directory("mode=sample", "model.model_path=hf:a/b") == f"hydra.run.dir='sample/{stamp}"
-    assert directory("mode=evaluate", "hydra.run.dir=mine") == "hydra.run.dir=mine"
-    assert directory("mode=plan") is None and directory() is None
+    stamp = r"/\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d"
+    assert re.fullmatch(f"runs/it's/evaluate{stamp}", directory("mode=evaluate"))
+    named = f"model.model_path='{run}@5'".replace("it's", "it\\'s")
+    assert re.fullmatch(f"runs/it's/sample{stamp}", directory("mode=sample", named))
+    assert re.fullmatch(f"sample{stamp}", directory("mode=sample", "model.model_path=hf:a/b"))
+    assert directory("mode=evaluate", "hydra.run.dir=mine") == "mine"
+    for others in (["mode=plan"], []):
+        assert results_in_run(others) == others
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_results_of_one_second(name: str, in_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two evaluations that start in the same second have directories of their own, whatever the name of the run is."""
+    monkeypatch.setattr("zero.run.find_run.newest_run", lambda _: run)
+    run = make_run(DEFAULT_ROOT / name, [5])
+    (run / CONFIG_FILE).touch()
+    arguments = [text.replace("${now:%Y-%m-%d_%H-%M-%S}", "now") for text in results_in_run(["mode=evaluate"])]
+    found = [str(compose_for_hydra(arguments).hydra.run.dir) for _ in range(2)]
+    assert found == [f"runs/{name}/evaluate/{directory}" for directory in ("now", "now-2")]
+    assert all(Path(directory).is_dir() for directory in found)
 
 
 def test_finished_run_of_another_job(in_tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -123,7 +123,7 @@ def results_in_run(arguments: Sequence[str]) -> list[str]:
     """The arguments with the directory of what an evaluation or a sampling writes, unless they name one.
 
     It is inside the run that is used, RUN/evaluate/DATE_TIME. Of a bucket, a folder of Hugging Face or a model of the
-    hub it is evaluate/DATE_TIME in the current directory.
+    hub it is evaluate/DATE_TIME in the current directory. Starts in the same second have one each.
     """
     values = {override.key_or_group: override.value() for override in parsed_overrides(arguments)}
     mode = values.get("mode")
@@ -132,8 +132,9 @@ def results_in_run(arguments: Sequence[str]) -> list[str]:
     place = values.get("model.model_path")
     run = newest_run(DEFAULT_ROOT) if place is None else Path(split_step(str(place))[0])
     root = run if run is not None and (run / CONFIG_FILE).is_file() else Path()
-    text = str(root / str(mode)).replace("'", "\\'")
-    return [*arguments, f"hydra.run.dir='{text}/${{now:%Y-%m-%d_%H-%M-%S}}'"]
+    quoted = str(root / str(mode)).replace('"', '\\"')  # for OmegaConf, and then for Hydra
+    directory = f'${{new_directory:"{quoted}/${{now:%Y-%m-%d_%H-%M-%S}}"}}'.replace("'", "\\'")
+    return [*arguments, f"hydra.run.dir='{directory}'"]
 
 
 def _is_sweep(arguments: Sequence[str]) -> bool:
