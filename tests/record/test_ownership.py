@@ -18,7 +18,7 @@ from zero.record.ownership import discarding_unused, locked, new_directory, owne
 
 def test_one_process_a_run(tmp_path: Path) -> None:
     with locked(tmp_path, "choose another"):
-        with pytest.raises(UserError, match="another process trains here; name another"):
+        with pytest.raises(UserError, match="another process trains here; choose another"):
             with locked(tmp_path, "choose another"):
                 raise AssertionError("both are in")
     with locked(tmp_path, ""):
