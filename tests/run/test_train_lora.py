@@ -23,7 +23,7 @@ from zero.exchange.peft_folder import read_peft
 from zero.inference.evaluate import evaluate
 from zero.job.job import place_model
 from zero.record.metrics_file import read_metrics, read_resumes
-from zero.record.run_files import saved_config
+from zero.record.run_files import saved_config, saved_steps
 from zero.run.train import train
 from zero.training.sharded_gpt import ShardedGPT
 
@@ -371,10 +371,10 @@ def test_base_that_trained_on(tmp_path: Path) -> None:
     run = runs.train("adapters", *cli.TINY, *schedule, *adapted, "training.total_steps=8")
 
     def results(name: str) -> tuple[Any, ...]:
-        export(str(run), tmp_path / name, full=True)
+        export(str(run), tmp_path / name, merges=True)
         evaluated = runs.evaluate(f"evaluated {name}", "model.model_path=adapters")
         sampled = runs.train(f"sampled {name}", "mode=sample", "model.model_path=adapters", "sample.tokens=8")
-        return evaluated["loss"], (sampled / "samples.txt").read_text(), cli.contents(tmp_path / name)
+        return evaluated["loss"], (sampled / "samples.jsonl").read_text(), cli.contents(tmp_path / name)
 
     before = results("before")
     runs.check("--resume", "hydra.run.dir=base", "training.total_steps=8")
