@@ -22,7 +22,7 @@ from zero.partition.layout import Layout, PyTree
 from zero.record.run_files import CONFIG_FILE, saved_checkpoint_directory, split_step
 from zero.training.ema import EMA
 from zero.training.sharded_gpt import ShardedGPT
-from zero.training.tuning import Tuning, make_tuning
+from zero.training.tuning import Tuning, saved_tuning
 
 # As `UNSEEN`, of checkpoints: what a Hugging Face folder is compared by in other ways.
 UNSEEN_IN_CHECKPOINTS = ("alibi_attn", "norm_place", "expert_capacity", "expert_priority", "distance_base")
@@ -92,7 +92,7 @@ class SavedStep(NamedTuple):
 
     def tuning(self) -> Tuning | None:
         """What the run trained; None for all parameters."""
-        return make_tuning(self.meta["config"]["tuning"])
+        return saved_tuning(self.meta["config"]["tuning"])
 
     def base(self) -> dict[str, Any]:
         """The base of its adapters: as it was `named`, the `source` with the step or commit, its `ema` and `checksum`.

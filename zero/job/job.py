@@ -36,7 +36,7 @@ from zero.training.programs import Programs, make_programs
 from zero.training.schedules import SCHEDULES, Schedule, learning_rate
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.state_storage import OnDevices
-from zero.training.tuning import TUNINGS, make_tuning
+from zero.training.tuning import TUNINGS
 
 
 @dataclass
@@ -105,7 +105,7 @@ class Job(NamedTuple):
 
     The objective is what the programs minimize; `held` counts the bytes of state and frozen parameters per device;
     `storage` knows where the state lies between steps; `placements` are those of tensor groups between which
-    `zero.phases=auto` has chosen (`placement_seconds`).
+    `zero.phases=auto` has chosen (`link_seconds`).
     """
 
     model: ShardedGPT
@@ -127,9 +127,8 @@ def place_model(
     """
 
     def on(axis: Axis) -> ShardedGPT:
-        tuned = make_tuning(dataclasses.asdict(config.tuning))
         device = None if devices is None else devices[0]
-        return make_model(size, axis, config.zero, config.model, config.data, tuned, device=device)
+        return make_model(size, axis, config.zero, config.model, config.data, config.tuning.make(), device=device)
 
     model = on(make_axis(config.zero, devices))
     placed = PlacedModel(model, devices, rows, {})

@@ -29,7 +29,7 @@ from zero.config.constraints import (
     shown,
     whole_number,
 )
-from zero.config.keys import Mistakes, key, named
+from zero.config.keys import Mistakes, choice_name, key, named
 from zero.models.adapters import PRODUCTS, TABLES, Adapters, combine, measured, merged, resolved, with_copies
 from zero.models.config import HEAD, STACKS, VOCABULARY, GPTConfig
 from zero.partition.collectives.axis import Axis
@@ -51,6 +51,10 @@ class Keys:
         """The contradictions between these keys, a model, and the groups of devices that divide it."""
         yield from ()
 
+    def make(self) -> Tuning | None:
+        """What is trained; None: all parameters."""
+        raise NotImplementedError
+
 
 @dataclasses.dataclass
 class Whole(Keys):
@@ -58,12 +62,16 @@ class Whole(Keys):
 
     name: str = named("none")
 
+    def make(self) -> None:
+        return None
+
 
 @dataclasses.dataclass
 class Adapted(Keys):
     """The keys of all kinds of adapters."""
 
     dropout: ClassVar[float] = 0.0
+    has_magnitudes: ClassVar[bool] = False  # whether columns have trained norms
     rank: int = key(16, at_least(1), "Inner dimension of an adapter.", fixed=True)
     alpha: float = key(32.0, positive(), "The products of adapters are multiplied by alpha / rank.", fixed=True)
     targets: list[str] | None = key(
@@ -132,6 +140,19 @@ class Adapted(Keys):
             if self.dropout and shards > 1:
                 yield "tuning.dropout", f"0, as zero.{name}={shards} divides the inputs of adapters"
 
+    def make(self) -> Tuning:
+        adapters = Adapters(
+            self.rank,
+            self.alpha,
+            self.dropout,
+            PRODUCTS if self.targets is None else tuple(self.targets),
+            has_magnitudes=self.has_magnitudes,
+            ranks=tuple(sorted((self.rank_pattern or {}).items())),
+            alphas=tuple(sorted((self.alpha_pattern or {}).items())),
+            tables=tuple(self.modules_to_save or ()),
+        )
+        return Tuning(adapters, self.base_dtype)
+
 
 @dataclasses.dataclass
 class Lora(Adapted):
@@ -147,10 +168,17 @@ class Lora(Adapted):
 class Dora(Adapted):
     """LoRA, and the norm of the column of each output (arXiv 2402.09353)."""
 
+    has_magnitudes = True
     name: str = named("dora")
 
 
 TUNINGS = (Whole, Lora, Dora)  # the choices of the group `tuning`, the default first
+
+
+def saved_tuning(values: Mapping[str, Any]) -> Tuning | None:
+    """What a saved configuration trains, from the values of its section `tuning`; None: all parameters."""
+    kinds = {choice_name(kind): kind for kind in TUNINGS}
+    return kinds[values["name"]](**values).make()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,25 +197,6 @@ class Tuning:
     @property
     def is_quantized(self) -> bool:
         return self.base_dtype in CODECS
-
-
-def make_tuning(keys: Mapping[str, Any]) -> Tuning | None:
-    """What the keys of the section `tuning` describe; None where all parameters are trained."""
-    name = keys["name"]
-    if name in ("none", "all"):
-        return None
-    targets = PRODUCTS if keys["targets"] is None else tuple(keys["targets"])
-    adapters = Adapters(
-        keys["rank"],
-        keys["alpha"],
-        keys.get("dropout", 0.0),
-        targets,
-        has_magnitudes=name == "dora",
-        ranks=tuple(sorted((keys.get("rank_pattern") or {}).items())),
-        alphas=tuple(sorted((keys.get("alpha_pattern") or {}).items())),
-        tables=tuple(keys.get("modules_to_save") or ()),
-    )
-    return Tuning(adapters, keys["base_dtype"])
 
 
 def with_frozen(module_class: type[nn.Module], unfreeze: Callable[[PyTree], PyTree]) -> type[nn.Module]:
