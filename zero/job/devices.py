@@ -5,18 +5,20 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from zero.base.errors import UserError
+from zero.config.constraints import at_least, one_of
+from zero.config.keys import Mistakes, key
 from zero.hosts.speeds import SPEEDS
 from zero.hosts.torus import collective_seconds, places_of
 from zero.hosts.xla_options import overlaps_exchanges
-from zero.job.sharding import Sharding
-from zero.models.config import STACK
+from zero.models.config import STACK, GPTConfig
 from zero.partition.collectives.axis import Axis
 from zero.partition.global_arrays import pmap_devices
 from zero.training.sharded_gpt import ShardedGPT
@@ -24,7 +26,141 @@ from zero.training.sharded_gpt import ShardedGPT
 log = logging.getLogger(__name__)
 
 
-def make_axis(zero: Sharding, devices: Sequence[Any] | None = None) -> Axis:
+@dataclass
+class GroupKeys:
+    """How weights are split over devices and groups of them, in section `zero`: all that inference reads."""
+
+    stage: int = key(
+        3,
+        one_of(0, 1, 2, 3),
+        "ZeRO's stage; weights and optimizer state are sharded at 1 to 3. From most to least memory:",
+        "0: everything is replicated, plain data parallelism.",
+        "1: parameters are gathered at the start of a step, gradients reduce-scattered at its end.",
+        "2: gradients are reduce-scattered layer by layer.",
+        "3: parameters are gathered layer by layer as well.",
+        in_scores=True,
+    )
+    tensor_shards: int = key(
+        1,
+        at_least(1),
+        "Tensor parallelism: neighboring devices compute the same sequences, each with its share of the heads, the "
+        "MLP and the vocabulary.",
+        in_scores=True,
+    )
+    expert_shards: int = key(
+        1,
+        at_least(1),
+        "Expert parallelism: neighboring devices divide the experts of a layer and exchange tokens; needs a model "
+        "with experts and expert_capacity.",
+        in_scores=True,
+    )
+    phases: str = key(
+        "auto",
+        one_of("auto", "flat", "torus"),
+        "Collectives of gathers and scatters: flat, one over all devices; torus, one along each dimension of a TPU "
+        "slice; auto: flat, which the TPU compiler predicts to be faster; for a copy of the state across several "
+        "slices, one within each slice and one between slices; without overlap_gathers, torus where possible, which "
+        "sends the fewest bytes.",
+        "With tensor_shards, torus places each group along one dimension and gathers along the other; auto chooses "
+        "the placement whose links need less time.",
+        in_scores=True,
+    )
+    overlap_gathers: bool = key(
+        True,
+        None,
+        "On TPU and GPU, overlap sending parameters and gradients with matrix products; false: send before and after "
+        "them, which needs slightly less memory.",
+    )
+
+    def group_mistakes(self, size: GPTConfig, of_model: str, lengths: Iterable[tuple[str, int]]) -> Mistakes:
+        """The groups that cannot be formed, or that cannot divide a model and sequences of these lengths."""
+        if self.phases == "torus" and self.expert_shards > 1:
+            yield "zero.phases", f"auto or flat, as zero.expert_shards={self.expert_shards}"
+        yield from self._uncut(size, of_model, lengths)
+        yield from self._undivided(size, of_model)
+
+    def _uncut(self, size: GPTConfig, of_model: str, lengths: Iterable[tuple[str, int]]) -> Mistakes:
+        """The sizes that tensor groups cannot cut into equal parts."""
+        cut = [
+            (f"num_head={size.num_head} of {of_model}", size.num_head),
+            (f"kv_heads={size.key_heads} of {of_model}", size.key_heads),
+            (f"mlp_dim={size.mlp_width} of {of_model}", size.mlp_width),
+        ]
+        widths = {"dense_dim": size.dense_dim, "shared_dim": size.shared_dim}
+        cut += [(f"{name}={width} of {of_model}", width) for name, width in widths.items() if width is not None]
+        if size.layer == "gated_units":
+            cut = [(f"twice embedding_dim={size.embedding_dim} of {of_model}", 2 * size.embedding_dim)]
+        for description, count in (*cut, *lengths):
+            if count % self.tensor_shards:
+                yield "zero.tensor_shards", f"a divisor of {description}"
+
+    def _undivided(self, size: GPTConfig, of_model: str) -> Mistakes:
+        """The keys that do not fit expert groups."""
+        if self.expert_shards == 1:
+            return
+        if size.experts is None:
+            yield "zero.expert_shards", f"1, as {of_model} has no experts"
+        elif size.experts % self.expert_shards:
+            yield "zero.expert_shards", f"a divisor of experts={size.experts} of {of_model}"
+        elif size.expert_capacity is None:
+            why = "as devices exchange a fixed number of tokens"
+            yield "zero.expert_shards", f"1, or a number as expert_capacity of {of_model}, {why}"
+        if self.tensor_shards > 1:
+            yield "zero.tensor_shards", f"1, as zero.expert_shards={self.expert_shards}"
+
+
+@dataclass
+class DeviceKeys(GroupKeys):
+    """The same with what training reads: copies of the state, and groups that share sequences."""
+
+    replicas: int | None = key(
+        None,
+        at_least(1),
+        "Copies of the whole state, each sharded over a group of neighboring devices: gathers stay inside a group, "
+        "and gradients are summed over all devices; null: one per TPU slice, so that only these sums leave a slice.",
+        in_scores=True,
+    )
+    replica_wire_dtype: str = key(
+        "auto",
+        one_of("auto", "bfloat16", "int8"),
+        "Dtype in which gradients are sent between copies of the state, once per update: auto, as they are summed; "
+        "bfloat16; or int8 in blocks of 256 with a scale, for slices with a slow network between them.",
+    )
+    context_shards: int = key(
+        1,
+        at_least(1),
+        "Context parallelism: neighboring devices share sequences, and each holds 1/context_shards of the positions "
+        "and their activations.",
+        in_scores=True,
+    )
+
+    def copy_mistakes(self) -> Mistakes:
+        """The contradictions between copies of the state and other keys."""
+        if self.phases == "torus" and (self.replicas or 1) > 1:
+            yield "zero.phases", f"auto or flat, as zero.replicas={self.replicas}"
+        if self.replica_wire_dtype == "auto":
+            return
+        if self.stage == 0:
+            yield "zero.replica_wire_dtype", "auto, as zero.stage=0 sums whole gradients over all devices"
+        if self.replicas == 1:
+            yield "zero.replica_wire_dtype", "auto, as zero.replicas=1 is one copy of the state"
+
+    def context_mistakes(self, size: GPTConfig, of_model: str, lengths: Iterable[int]) -> Mistakes:
+        """The models and lengths of sequences that context groups do not divide."""
+        if self.context_shards == 1:
+            return
+        if size.layer == "gated_units":
+            yield "zero.context_shards", f"1, as {of_model} has gated units (docs/decisions/vq.md)"
+        if self.tensor_shards > 1:
+            yield "zero.context_shards", f"1, as zero.tensor_shards={self.tensor_shards}"
+        if size.experts is not None:
+            yield "zero.context_shards", f"1, as tokens are routed row by row in {of_model}"
+        for length in lengths:
+            if length % (2 * self.context_shards):
+                yield "zero.context_shards", f"a divisor of half of the {length} tokens of a sequence"
+
+
+def make_axis(zero: DeviceKeys, devices: Sequence[Any] | None = None) -> Axis:
     """The pmap axis of a checked configuration: copies of the state, groups of devices, the phases of collectives.
 
     Raises:
@@ -43,25 +179,45 @@ def make_axis(zero: Sharding, devices: Sequence[Any] | None = None) -> Axis:
     times = f" times zero.replicas={replicas}" if replicas > 1 else ""
     _check_divisor(f"zero.tensor_shards={zero.tensor_shards}{times}", replicas * zero.tensor_shards, devices)
     _check_divisor(f"zero.expert_shards={zero.expert_shards}{times}", replicas * zero.expert_shards, devices)
-    if zero.expert_shards > 1:
-        axis = Axis.with_expert_groups("zero", len(devices), zero.expert_shards, replicas)
-        return dataclasses.replace(axis, exchanges=exchanges, copies_dtype=copies_dtype)
     if zero.phases == "torus" and slices > 1:
         raise UserError(f"zero.phases=torus: expected auto or flat, because {slices} slices do not form a torus")
     if zero.phases == "torus" and zero.tensor_shards > 1:
         axis = _tensor_lines(zero, devices)
-        exchanges = is_tpu and zero.overlap_gathers and _gathers_in_rings(axis, devices)
-    elif zero.phases == "torus" or (zero.phases == "auto" and has_torus):
-        axis = Axis.from_devices("zero", devices)
-    elif zero.tensor_shards == 1 and zero.phases == "auto" and replicas < slices and slices % replicas == 0:
-        axis = Axis.across_slices("zero", len(devices), slices, replicas)
-    elif zero.tensor_shards == 1:
-        axis = Axis("zero", (replicas, len(devices) // replicas))
-    else:
+        exchanges = axis.exchanges
+    elif zero.expert_shards > 1:
+        axis = Axis.with_expert_groups("zero", len(devices), zero.expert_shards, replicas)
+    elif zero.tensor_shards > 1:
         if not zero.stage:
             replicas = len(devices) // zero.tensor_shards  # one per tensor group
         axis = Axis.with_tensor_groups("zero", len(devices), zero.tensor_shards, replicas)
+    elif zero.phases == "torus" or (zero.phases == "auto" and has_torus):
+        axis = Axis.from_devices("zero", devices)
+    elif zero.phases == "auto" and replicas < slices and slices % replicas == 0:
+        axis = Axis.across_slices("zero", len(devices), slices, replicas)
+    else:
+        axis = Axis("zero", (replicas, len(devices) // replicas))
     return dataclasses.replace(axis, context=zero.context_shards, exchanges=exchanges, copies_dtype=copies_dtype)
+
+
+def _tensor_lines(zero: GroupKeys, devices: Sequence[Any]) -> Axis:
+    """Tensor groups along one dimension of a slice.
+
+    Where the devices that gather a part of a layer lie along one dimension too, they scatter gradients by an
+    all-to-all, which XLA runs beside matrix products. Over two dimensions it takes longer than the reduce-scatter that
+    XLA does not hide (docs/decisions/groups.md).
+    """
+    if not hasattr(devices[0], "coords"):
+        raise UserError("zero.phases=torus: expected auto or flat, because these devices are not a TPU slice")
+    try:
+        axis = Axis.with_tensor_lines("zero", devices, zero.tensor_shards)
+    except ValueError as error:
+        raise UserError(f"zero.tensor_shards={zero.tensor_shards} with zero.phases=torus: {error}") from error
+    gathering = axis.groups(axis.shards // axis.tensor) or [list(range(axis.size))]
+    places = np.asarray([(*devices[i].coords, devices[i].core_on_chip) for i in gathering[0]])
+    is_one_line = int((places != places[0]).any(axis=0).sum()) <= 1
+    speed = SPEEDS.get(devices[0].device_kind)
+    has_free_links = speed is not None and not speed.offloads  # else SparseCores run the reduce-scatter
+    return dataclasses.replace(axis, exchanges=zero.overlap_gathers and has_free_links and is_one_line)
 
 
 class Placement(NamedTuple):
@@ -72,21 +228,26 @@ class Placement(NamedTuple):
 
 
 def faster_placement(
-    model: ShardedGPT, zero: Sharding, devices: Sequence[Any] | None, rows: int, micro_batches: int, context: int
+    model: ShardedGPT, zero: DeviceKeys, devices: Sequence[Any] | None, rows: int, micro_batches: int, context: int
 ) -> Placement | None:
     """The placement of tensor groups on one TPU slice whose links need the least time; None without a choice.
 
-    The arguments are those of `placement_seconds`.
+    "flat" has groups of neighbors, "torus" groups along lines: there, gathers have the other dimensions to themselves,
+    and exchanges one. The arguments are those of `link_seconds`.
     """
     if model.axis.tensor == 1 or model.axis.replicas > 1:
         return None
-    seconds = placement_seconds(model, pmap_devices() if devices is None else devices, rows, micro_batches, context)
-    if not seconds:
+    devices = pmap_devices() if devices is None else devices
+    axes = {"flat": make_axis(dataclasses.replace(zero, phases="flat"), devices)}
+    try:
+        axes["torus"] = make_axis(dataclasses.replace(zero, phases="torus"), devices)
+    except UserError:  # no dimension of the slice divides into such lines
         return None
+    seconds = {name: link_seconds(model, axis, devices, rows, micro_batches, context) for name, axis in axes.items()}
     phases = min(seconds, key=seconds.__getitem__)
     shown = ", ".join(f"{name} {of_links:.3f} s" for name, of_links in seconds.items())
     log.info("zero.phases=auto chose %s by the time per step on the links: %s", phases, shown)
-    return Placement(make_axis(dataclasses.replace(zero, phases=phases), devices), seconds)
+    return Placement(axes[phases], seconds)
 
 
 def _check_divisor(setting: str, groups: int, devices: Sequence[Any]) -> None:
@@ -115,70 +276,34 @@ def slices_of(devices: Sequence[Any]) -> int:
     return len(sizes)
 
 
-def _tensor_lines(zero: Sharding, devices: Sequence[Any]) -> Axis:
-    if not hasattr(devices[0], "coords"):
-        raise UserError("zero.phases=torus: expected auto or flat, because these devices are not a TPU slice")
-    try:
-        return Axis.with_tensor_lines("zero", devices, zero.tensor_shards)
-    except ValueError as error:
-        raise UserError(f"zero.tensor_shards={zero.tensor_shards} with zero.phases=torus: {error}") from error
+def link_seconds(
+    model: ShardedGPT, axis: Axis, devices: Sequence[Any], rows: int, micro_batches: int, context: int
+) -> float:
+    """Seconds per step in which links carry what tensor groups exchange and what is gathered.
 
-
-def _gathers_in_rings(axis: Axis, devices: Sequence[Any]) -> bool:
-    """Whether the devices that gather a part of a layer lie along one dimension of the slice.
-
-    Then they scatter gradients by an all-to-all, which XLA runs beside matrix products. Over two dimensions it takes
-    longer than the reduce-scatter that XLA does not hide (docs/decisions/groups.md).
-    """
-    speed = SPEEDS.get(devices[0].device_kind)
-    if speed is None or speed.offloads:
-        return False
-    first = (axis.groups(axis.shards // axis.tensor) or [list(range(axis.size))])[0]
-    places = np.asarray([(*devices[i].coords, devices[i].core_on_chip) for i in first])
-    return int((places != places[0]).any(axis=0).sum()) <= 1
-
-
-def placement_seconds(
-    model: ShardedGPT, devices: Sequence[Any], rows: int, micro_batches: int, context: int
-) -> dict[str, float]:
-    """Seconds per step in which links carry what tensor groups exchange and what is gathered, by `zero.phases`.
-
-    "flat" has groups of neighbors, "torus" groups along lines: there, gathers have the other dimensions to themselves,
-    and exchanges one. Nothing is hidden, and each placement has the links to itself.
+    Nothing is hidden.
 
     Args:
       model: with tensor groups.
+      axis: how they are placed.
       devices: of one TPU slice.
       rows: sequences per group and micro-batch.
       micro_batches: per step.
       context: tokens per sequence.
-
-    Returns:
-      One number for each placement that the slice has.
     """
     speed = SPEEDS[devices[0].device_kind]
     places = places_of(devices)
-    tensor = model.axis.tensor
-    placements = {"flat": Axis.with_tensor_groups(model.axis.name, len(devices), tensor)}
-    try:
-        placements["torus"] = Axis.with_tensor_lines(model.axis.name, devices, tensor)
-    except ValueError:
-        return {}
     itemsize = jnp.dtype(model.compute_dtype).itemsize
     layer = itemsize * sum(math.prod(leaf.gathered_shape) for leaf in model.base.layout_by_parts.at(STACK).leaves)
     activations = itemsize * rows * context * model.config.embedding_dim
     passes = 3 * micro_batches if model.stage == 3 else 2  # of each layer: gathers, forward and backward, and a scatter
     sums = 6 * micro_batches  # of each layer: after attention and after the MLP; forward, recomputed, backward
-
-    def seconds(axis: Axis) -> float:
-        gathering = axis.groups(axis.shards // tensor) or [list(range(axis.size))]
-        others = len(gathering[0])
-        gather = collective_seconds("all-gather", layer * (others - 1) / others, gathering[0], places, speed)
-        sent = 2 * activations * (tensor - 1) / tensor
-        exchange = collective_seconds("all-reduce", sent, axis.row_groups()[0], places, speed)
-        return model.config.N * (passes * gather + sums * exchange)
-
-    return {phases: seconds(axis) for phases, axis in placements.items()}
+    gathering = axis.groups(axis.shards // axis.tensor) or [list(range(axis.size))]
+    others = len(gathering[0])
+    gather = collective_seconds("all-gather", layer * (others - 1) / others, gathering[0], places, speed)
+    sent = 2 * activations * (axis.tensor - 1) / axis.tensor
+    exchange = collective_seconds("all-reduce", sent, axis.row_groups()[0], places, speed)
+    return model.config.N * (passes * gather + sums * exchange)
 
 
 def exchanges_gradients(devices: Sequence[Any]) -> bool:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import optax
 
+from zero.config.constraints import one_of, shown
+from zero.config.keys import Mistakes, key
 from zero.hosts.host_memory import share_of_host
 from zero.hosts.speeds import SPEEDS, Speed
+from zero.models.collections import collections_of
+from zero.models.config import GPTConfig
+from zero.models.stack import OFFLOADED, REMAT, STORED, span_size
 from zero.partition.layout import Layout
 from zero.training.activations import DENSE_SHARE, PRODUCTS_SHARE, Rates, kinds_on_host, with_fitting_storage
 from zero.training.fused_update import span_of
@@ -18,6 +24,70 @@ from zero.training.state_storage import LayersOnHost, OnDevices
 from zero.training.step import state_layout
 
 log = logging.getLogger(__name__)
+
+
+@dataclass
+class Keys:
+    """What is stored of a step, and where, in section `zero`."""
+
+    remat: str = key(
+        "auto",
+        one_of("auto", *REMAT),
+        "What the forward pass stores so that the backward pass does not recompute it. auto: on CPU everything "
+        "(none), on GPU full;",
+        "on TPU at stage 3, the first that fits of mlp+attention (without a kernel), mlp, mlp_in and full, logged at "
+        "the start;",
+        "for rows of 4,096 or more positions, the first that fits of mlp+attention, mlp_in+attention, attention and "
+        "full.",
+        "none: everything; at stage 3 each layer is gathered once and kept for the backward pass.",
+        "dots: the products with weights, and the output of attention.",
+        "mlp: the input products of an MLP; mlp_in: the same without the gate's.",
+        "projections: queries, keys, values and the output of attention; attention: only the output of its scores "
+        "and values.",
+        "mlp+attention, mlp_in+attention, mlp+projections, mlp_in+projections: both.",
+        "full: only the inputs of layers, which all of the above store too.",
+        "nested: only the inputs of spans of layers, at the cost of one more forward pass.",
+    )
+    offload: str = key(
+        "none",
+        one_of(*OFFLOADED),
+        "What is kept in the host's memory: none, nothing.",
+        "activations: everything that remat stores, between the forward and the backward pass, so that a device holds "
+        "only about two layers of it; results are bit for bit the same.",
+        "With remat=auto, on TPU at stage 3 without fused_update, each kind of activation is kept on the device, "
+        "moved to the host or recomputed, by predicted seconds; logged at the start.",
+        "optimizer: the optimizer state of layers, between their updates, so that a device holds only three spans of "
+        "layers of it; requires zero.fused_update. both: activations and optimizer.",
+    )
+    fused_update: bool = key(
+        False,
+        None,
+        "At stage 3, update each layer inside the backward pass: needs the least memory, cannot accumulate gradients, "
+        "and clips and skips layer by layer.",
+    )
+
+    def memory_mistakes(self, size: GPTConfig, of_model: str) -> Mistakes:
+        """The contradictions between these keys, and beside a model."""
+        offloaded = OFFLOADED[self.offload]
+        if self.remat in STORED and size.layer == "gated_units":
+            yield "zero.remat", f"dots, full or none, as {of_model} has gated units"
+        if self.remat == "nested" and span_size(size.scanned_layers) == 1:
+            yield "zero.remat", f"full, as the {size.scanned_layers} layers of {of_model} make no equal spans"
+        if self.remat == "none" and "activations" in offloaded:
+            why = f"zero.offload={self.offload} finds no names in what none stores"
+            yield "zero.remat", f"full or another value, as {why}"
+        if "optimizer" in offloaded and not self.fused_update:
+            why = f"zero.offload={self.offload} moves the state of a span of layers at a time"
+            yield "zero.fused_update", f"true, as {why}"
+        if not self.fused_update:
+            return
+        for collection in collections_of(size).values():
+            why = f"{of_model} has {collection.words}, which an update of single layers cannot move"
+            yield "zero.fused_update", f"false, as {why}"
+        with_fused = ["auto", "full", "nested"]
+        if self.remat not in with_fused:
+            possible = " or ".join(map(shown, with_fused))
+            yield "zero.remat", f"{possible}, as zero.fused_update=true never holds the whole gradient"
 
 
 class StoredState(NamedTuple):
@@ -54,15 +124,11 @@ def with_automatic_remat(model: ShardedGPT, held: int, device: Any, rows: int, c
       context: tokens of a sequence.
     """
     speed = SPEEDS[device.device_kind]
+    rates = rates_of(model, speed)
     may_use_host = bool(model.offload)
+    of_host = share_of_host(device.device_kind)
     model = with_fitting_storage(
-        model,
-        rows,
-        context,
-        held=held,
-        capacity=speed.capacity,
-        rates=rates_of(model, speed),
-        host_capacity=share_of_host(device.device_kind),
+        model, rows, context, held=held, capacity=speed.capacity, rates=rates, host_capacity=of_host
     )
     where = f", on the host: {', '.join(kinds_on_host(model)) or 'nothing'}" if may_use_host else ""
     log.info("zero.remat=auto: %s%s", model.remat, where)

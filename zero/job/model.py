@@ -111,6 +111,8 @@ def make_model(
     has_activations = "activations" in OFFLOADED[zero.offload]
     stores_all = platform == "cpu" and not zero.fused_update and not has_activations
     compute_dtype = if_auto(zero.compute_dtype, "float32" if platform == "cpu" else "bfloat16")
+    wire_dtype = if_auto(zero.wire_dtype, compute_dtype if axis.exchanges and zero.stage >= 2 else "float32")
+    remat = if_auto(zero.remat, "none" if stores_all else "full")
     is_divided = rows.isolate_documents
     separators = Separators(*load_tokenizer(rows.tokenizer).special.separators) if is_divided else UNDIVIDED
     context = rows.max_context
@@ -122,10 +124,10 @@ def make_model(
         axis,
         zero.stage,
         compute_dtype,
-        wire_dtype=if_auto(zero.wire_dtype, compute_dtype if axis.exchanges and zero.stage >= 2 else "float32"),
+        wire_dtype=wire_dtype,
         reduce_dtype=zero.reduce_dtype,
         gradient_dtype=zero.gradient_dtype,
-        remat=if_auto(zero.remat, "none" if stores_all else "full"),
+        remat=remat,
         offload=KINDS if has_activations else (),
         blockwise_from=blockwise_from(attention.attention, platform),
         query_block=query_block(attention.attention, platform),

@@ -85,12 +85,16 @@ def make_programs(
     Raises:
       ValueError: options that cannot be combined.
     """
+
+    def init(key_data: jax.Array) -> PyTree:
+        return model.init(jax.random.wrap_key_data(key_data))
+
     pmap = partial(pmapped.pmap, axis_name=model.axis.name, devices=devices)
     make_training = _streamed_training if options.streams_state else _training
     start, fresh, step = make_training(model, tx, options, devices)
     scoring: Any = {"model": dataclasses.replace(model, drops=False), "micro_batches": options.micro_batches}
     return Programs(
-        init=pmap(lambda key_data: model.init(jax.random.wrap_key_data(key_data))),
+        init=pmap(init),
         start=start,
         fresh=fresh,
         step=step,

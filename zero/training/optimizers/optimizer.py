@@ -274,8 +274,9 @@ def make_optimizer(
         return ELEMENTWISE[name](weight_decay, state_dtype=state_dtype, multipliers=multipliers, **hyperparameters)
     if name in ELEMENTWISE:
         return _in_float32(ELEMENTWISE[name](weight_decay, **hyperparameters))
-    tx = _in_float32(PER_LAYER[name](weight_decay, **hyperparameters))
-    return across_shards(per_layer(one_table(tx, vocab_size)))
+    of_table = one_table(_in_float32(PER_LAYER[name](weight_decay, **hyperparameters)), vocab_size)
+    of_layer = per_layer(of_table)
+    return across_shards(of_layer)
 
 
 def _in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation:
