@@ -14,6 +14,7 @@ from zero.files import storage
 from zero.job.job import make_job, place_model
 from zero.job.sizes import load_sizes
 from zero.run.data import open_data, share_of_batch
+from zero.run.position import Position
 
 
 @pytest.mark.parametrize(
@@ -35,13 +36,17 @@ def test_global_batch_of_first_checkpoint(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The global batch of the first checkpoint is the one in the configuration."""
-    zero = check(compose(), load_sizes()).zero
-    assert share_of_batch(BatchSchedule(16), 8, 1, zero) == 16  # 8 of a run on two hosts, on one now
+    config = check(compose("training.batch_size=8"), load_sizes())
+
+    def share(rows: int) -> int:
+        return share_of_batch(Position(0, BatchSchedule(rows), 1), config.training, config.zero)
+
+    assert share(16) == 16  # 8 of a run on two hosts, on one now
     assert "training.batch_size=16 instead of 8 on 1 hosts: the global batch stays at 16 sequences" in caplog.text
     caplog.clear()
-    assert share_of_batch(BatchSchedule(8), 8, 1, zero) == 8 and caplog.messages == []
+    assert share(8) == 8 and caplog.messages == []
     with pytest.raises(UserError, match=r"global batch of 12 sequences cannot be divided into 8 devices"):
-        share_of_batch(BatchSchedule(12), 8, 1, zero)
+        share(12)
 
 
 def test_a_cache_for_nothing(workplace: Path, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

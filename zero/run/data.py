@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,20 +12,20 @@ import jax
 import numpy as np
 
 from zero.base.errors import UserError
-from zero.corpus.format.index_files import index_paths, named_sets, paths_of, row_tokens
-from zero.corpus.format.shards import BadData, RowFormat
+from zero.corpus.format.index_files import row_lengths
+from zero.corpus.format.shards import RowFormat
 from zero.corpus.preparing.prepare_if_missing import prepare_if_missing
 from zero.corpus.reading import keys as reading
 from zero.corpus.reading.batch_schedule import BatchSchedule
 from zero.corpus.reading.cache import ShardCache
 from zero.corpus.reading.loader import ONCE, Batching, Loader, RowOrder
 from zero.corpus.reading.synthetic import AnyLoader, SyntheticLoader
-from zero.corpus.text.tokenizers import Tokenizer, load_tokenizer
+from zero.corpus.text.tokenizers import Tokenizer
 from zero.exchange import warm_start
 from zero.hosts import agreement
-from zero.job.job import Job, steps_per_row
+from zero.job.devices import DeviceKeys
+from zero.job.job import Job, Training, steps_per_row
 from zero.job.model import RowKeys
-from zero.job.sharding import Sharding
 from zero.models.config import GPTConfig
 from zero.run.column import Column, ColumnInputs
 from zero.run.columns import stored_columns
@@ -101,22 +100,8 @@ def column_inputs(data: DataKeys, weights: warm_start.Keys, scores: Mapping[str,
       scores: the values of the keys on which scores depend.
       has_sets: whether the run is evaluated on its validation sets.
     """
-    sets = [index_paths(data.index_path_train, data.bucket_path)]
-    if has_sets:
-        sets += named_sets(data.index_path_validation, data.bucket_path).values()
-    indices = tuple(dict.fromkeys(itertools.chain.from_iterable(map(paths_of, sets))))
+    indices = tuple(dict.fromkeys(data.index_files(with_sets=has_sets)))
     return ColumnInputs(indices, data.max_context, str(weights.model_path), weights.starts_from_average, scores)
-
-
-def fitting_tokenizer(path: str, of_model: str, size: GPTConfig) -> Tokenizer:
-    """The tokenizer `data.tokenizer`; raises UserError where the model has fewer tokens than it."""
-    tokenizer = load_tokenizer(path)
-    if tokenizer.vocab_size > size.vocab_size:
-        raise UserError(
-            f"{of_model}: its vocab_size {size.vocab_size} is smaller than the {tokenizer.vocab_size} tokens of "
-            f"data.tokenizer={path}"
-        )
-    return tokenizer
 
 
 def resolve_data(
@@ -126,11 +111,22 @@ def resolve_data(
 
     Args:
       has_rows: whether rows of running text say if they hold the target of their last position.
+
+    Raises:
+      UserError: the model has fewer tokens than the tokenizer.
     """
-    prepared = replace(data, **_prepared(data, tokenizer))
+    if tokenizer.vocab_size > size.vocab_size:
+        raise UserError(
+            f"{of_model}: its vocab_size {size.vocab_size} is smaller than the {tokenizer.vocab_size} tokens of "
+            f"data.tokenizer={data.tokenizer}"
+        )
+    prepared = _prepared(data, tokenizer)
     if prepared.last_target is not None:
         return prepared
-    lengths = _row_tokens(prepared) if has_rows and not prepared.is_synthetic else set[int]()
+    lengths = set[int]()
+    if has_rows and not prepared.is_synthetic:
+        paths = prepared.index_files(with_sets=prepared.has_validation_set)
+        lengths = row_lengths(paths, skip_bad=prepared.max_skipped_rows > 0)
     context = prepared.max_context
     has_last_target = agreement.broadcast("data.last_target", str(lengths == {context + 1})) == "True"
     if size.has_learned_positions and lengths == {size.block_size} == {context}:
@@ -146,41 +142,22 @@ def resolve_data(
     return replace(prepared, last_target=has_last_target)
 
 
-def _prepared(data: DataKeys, tokenizer: Tokenizer) -> dict[str, Any]:
+def _prepared(data: AnyDataKeys, tokenizer: Tokenizer) -> AnyDataKeys:
     """Prepares the corpus if its index files are missing: the default job needs nothing but this machine.
 
     Returns:
-      The keys of index files whose corpus has shorter rows than they name, with those that fit.
+      The section, with other index files where those of the corpus have shorter rows.
     """
-    if data.is_synthetic:
-        return {}
-    train = index_paths(data.index_path_train, data.bucket_path)
-    sets = named_sets(data.index_path_validation, data.bucket_path)
-    paths = list(itertools.chain.from_iterable(map(paths_of, (train, *sets.values()))))
-    used: dict[str, str] = {}
+    if data.corpus is None or data.is_synthetic:
+        return data
     with agreement.host_0_first():  # hosts that share a disk find its corpus
-        if data.corpus:
-            used = prepare_if_missing(data.corpus, paths, tokenizer, data.max_context)
+        used = prepare_if_missing(data.corpus, data.index_files(with_sets=True), tokenizer, data.max_context)
     if not used:
-        return {}
+        return data
     log.info("data.corpus=%s has shorter rows; using %s", data.corpus, ", ".join(used.values()))
-    single = {"index_path_train": train, "index_path_validation": sets.get("")}
-    return {name: used[path] for name, path in single.items() if isinstance(path, str)}
-
-
-def _row_tokens(data: DataKeys) -> set[int]:
-    """The tokens per row of all index files, by the first row of each; those that cannot be read are left out."""
-    train = index_paths(data.index_path_train, data.bucket_path)
-    sets = named_sets(data.index_path_validation, data.bucket_path) if data.has_validation_set else {}
-    paths = list(itertools.chain.from_iterable(map(paths_of, (train, *sets.values()))))
-    lengths = set()
-    for path in paths:
-        try:
-            lengths.add(row_tokens(path))
-        except BadData:
-            if data.max_skipped_rows == 0:
-                raise
-    return lengths
+    single = {"index_path_train": data.training_index(), "index_path_validation": data.validation_sets().get("")}
+    other: dict[str, Any] = {name: used[path] for name, path in single.items() if isinstance(path, str)}
+    return replace(data, **other)
 
 
 def start_of(position: TrainingPosition, rows: RowKeys, size: GPTConfig, texts: int) -> Position:
@@ -194,16 +171,16 @@ def start_of(position: TrainingPosition, rows: RowKeys, size: GPTConfig, texts: 
     return Position(0, schedule, texts * rows.max_context)
 
 
-def share_of_batch(schedule: BatchSchedule, batch_size: int, micro_batches: int, zero: Sharding) -> int:
+def share_of_batch(start: Position, training: Training, zero: DeviceKeys) -> int:
     """This host's rows of the global batch, which the first checkpoint of a run fixes.
 
-    Args:
-      batch_size: the value of `training.batch_size`; a warning says so if the share is another one.
-      micro_batches: per step.
+    A warning says so if it is not `training.batch_size`.
 
     Raises:
       UserError: the global batch does not divide into the micro-batches of all devices.
     """
+    schedule = start.schedule
+    micro_batches = training.gradient_accumulation_steps
     hosts = jax.process_count()
     group = zero.tensor_shards * zero.context_shards
     groups = jax.device_count() // group
@@ -216,12 +193,12 @@ def share_of_batch(schedule: BatchSchedule, batch_size: int, micro_batches: int,
                 f"training.gradient_accumulation_steps={micro_batches} = {parts} parts, and over {hosts} hosts"
             )
     share = schedule.rows // hosts
-    if share != batch_size:
+    if share != training.batch_size:
         log.warning(
             "training.batch_size=%d instead of %d on %d hosts: the global batch stays at %d sequences, as in the "
             "first checkpoint of the run",
             share,
-            batch_size,
+            training.batch_size,
             hosts,
             schedule.rows,
         )
@@ -265,7 +242,7 @@ def _loaders(
         shuffle_shards=data.shuffle_shards,
     )
     of_training = Loader(
-        index_paths(data.index_path_train, data.bucket_path),
+        data.training_index(),
         batching,
         form,
         order,
@@ -273,9 +250,7 @@ def _loaders(
         cache=cache,
         columns=columns or None,
     )
-    sets = {}
-    if data.has_validation_set and evaluation_batches > 0:
-        sets = named_sets(data.index_path_validation, data.bucket_path)
+    sets = data.validation_sets() if data.has_validation_set and evaluation_batches > 0 else {}
     if form.crop == "random":  # not at random: evaluations are compared
         form = replace(form, crop="all")
     validation = {

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 from hydra.core.hydra_config import HydraConfig
@@ -26,8 +27,19 @@ from zero.training.optimizers.optimizer_keys import Optimizer
 from zero.training.parts import TrainState
 
 
-def join_run_directory(run_directory: Path, resume: str | None) -> tuple[Path, bool]:
-    """The run directory of host 0, and whether this run forks. Other hosts write nothing but their logs there."""
+class Joined(NamedTuple):
+    """The run directory of all hosts.
+
+    Attributes:
+      is_fork: whether the run continues another one's checkpoint there.
+    """
+
+    path: Path
+    is_fork: bool
+
+
+def join_run_directory(run_directory: Path, resume: str | None) -> Joined:
+    """The run directory of host 0. Other hosts write nothing but their logs there."""
     host = jax.process_index()
     is_fork = resume is not None and Path(resume) != run_directory
     message = agreement.broadcast("run", json.dumps([str(run_directory), resume is not None, is_fork]))
@@ -40,7 +52,7 @@ def join_run_directory(run_directory: Path, resume: str | None) -> tuple[Path, b
         )
     if host:
         _move_log(run_directory, Path(shared), host)
-    return Path(shared), is_fork
+    return Joined(Path(shared), is_fork)
 
 
 def check_new(resume: str | None, step: int | None, run_directory: Path, checkpoint_path: Path | str) -> None:
@@ -67,17 +79,24 @@ def check_new(resume: str | None, step: int | None, run_directory: Path, checkpo
         )
 
 
+class Restored(NamedTuple):
+    """What a run continues with."""
+
+    position: TrainingPosition
+    state: TrainState
+
+
 def resume_state(
     resume: str,
     step: int | None,
     optimizer: Optimizer,
     job: Job,
-    run_directory: Path,
-    is_fork: bool,
+    joined: Joined,
+    *,
     checkpoints: Checkpoints,
     emergency: EmergencyCheckpoints | None,
-) -> tuple[TrainingPosition, TrainState]:
-    """The training position and state of an emergency checkpoint if it is the newest, else of a durable one.
+) -> Restored:
+    """An emergency checkpoint if it is the newest, else a durable one.
 
     Args:
       resume: the run directory that is resumed.
@@ -85,9 +104,9 @@ def resume_state(
     """
     hyperparameters = optimizer.hyperparameters()
     adam = {key: hyperparameters[key] for key in ("b1", "b2", "eps") if key in hyperparameters}
-    if is_fork:
+    if joined.is_fork:
         with Checkpoints(run_files.saved_checkpoint_directory(Path(resume)), keep=None) as origin:
-            return restore(origin, step, job.model.config, job.storage, is_own=False, **adam)
+            return Restored(*restore(origin, step, job.model.config, job.storage, is_own=False, **adam))
     durable = checkpoints.steps()
     if not durable:
         before = run_files.saved_checkpoint_directory(Path(resume))
@@ -97,11 +116,11 @@ def resume_state(
                 f"in {before}"
             )
     if emergency is not None and step is None and durable:
-        restored = emergency.restore(last_lineages(run_directory), after=durable[-1])
-        if restored is not None:
-            position, state = restored
-            return TrainingPosition(**position), state
-    return restore(checkpoints, step, job.model.config, job.storage, is_own=True, **adam)
+        in_memory = emergency.restore(last_lineages(joined.path), after=durable[-1])
+        if in_memory is not None:
+            position, state = in_memory
+            return Restored(TrainingPosition(**position), state)
+    return Restored(*restore(checkpoints, step, job.model.config, job.storage, is_own=True, **adam))
 
 
 def is_durable(emergency: EmergencyCheckpoints | None) -> bool:

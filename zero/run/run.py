@@ -41,7 +41,7 @@ METRICS = (
 )
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Run:
     """What all features see of a run; nothing in it belongs to one of them.
 

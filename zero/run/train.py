@@ -12,19 +12,18 @@ import jax
 
 from zero.config.check import values_on_all_hosts
 from zero.config.keys import values_in_scores
+from zero.corpus.text.tokenizers import load_tokenizer
 from zero.hosts import signals, startup
 from zero.hosts.same_configuration import check_same_configuration
 from zero.hosts.speeds import peak_flops
 from zero.hosts.watchdog import ending_together
-from zero.job.job import Training, make_job, place_model
-from zero.job.sharding import Sharding
+from zero.job.job import make_job, place_model
 from zero.models.config import GPTConfig
 from zero.record.metrics_file import Line
 from zero.run.columns import open_columns
 from zero.run.config import TrainConfig
 from zero.run.data import (
     column_inputs,
-    fitting_tokenizer,
     last_step,
     open_data,
     resolve_data,
@@ -38,7 +37,6 @@ from zero.run.fresh import new_state
 from zero.run.frozen_base import load_base
 from zero.run.identity import check_identity
 from zero.run.pending import pending_actions, still_pending
-from zero.run.position import Position
 from zero.run.requests import STOP, Requests
 from zero.run.restore import TrainingPosition
 from zero.run.resume import is_durable, join_run_directory, resume_state, resumed_clock
@@ -61,109 +59,104 @@ def train(config: TrainConfig, size: GPTConfig, run_directory: Path) -> int:
       KeyboardInterrupt: a signal arrived before there was anything to save.
     """
     _, hosts = startup.start(**asdict(config.distributed), overlap_gathers=config.zero.overlap_gathers)
-    run_directory, is_fork = join_run_directory(run_directory, config.resume)
+    joined = join_run_directory(run_directory, config.resume)
     check_same_configuration(values_on_all_hosts(config), asdict(size))
     backend = jax.default_backend()
-    log.info("%d %s devices, %d of this host; %s", jax.device_count(), backend, jax.local_device_count(), run_directory)
+    log.info("%d %s devices, %d of this host; %s", jax.device_count(), backend, jax.local_device_count(), joined.path)
     placed = place_model(config, size)  # what devices or batches refuse is known before a corpus is prepared
+    tokenizer = load_tokenizer(config.data.tokenizer)
     example = config.objective.make().example
-    started = TrainingPosition(config.training.batch_size * hosts, config.training.global_stages(hosts))
+    fresh = TrainingPosition(config.training.batch_size * hosts, config.training.global_stages(hosts))
     if config.resume is None:
-        _share(config.training, config.zero, start_of(started, config.data, size, example.texts))
-    of_model = str(config.model)
-    tokenizer = fitting_tokenizer(config.data.tokenizer, of_model, size)
+        share_of_batch(start_of(fresh, config.data, size, example.texts), config.training, config.zero)
     has_rows = config.resume is None and not example.is_whole
+    of_model = str(config.model)
     resolved = replace(config, data=resolve_data(config.data, tokenizer, size, of_model, has_rows=has_rows))
     training = resolved.training
-    weights = resolved.model
     rows = resolved.data
     job = make_job(resolved, placed.with_last_target(bool(rows.last_target)))
     with ExitStack() as stack:
         directory = stack.enter_context(
-            open_directory(run_directory, rows, resolved.zero, job, resume=resolved.resume, is_fork=is_fork)
+            open_directory(joined.path, rows, resolved.zero, job, resume=resolved.resume, is_fork=joined.is_fork)
         )
-        position, state = started, None
+        restored = None
         if resolved.resume is not None:
-            position, state = resume_state(
+            restored = resume_state(
                 resolved.resume,
                 rows.resume_step,
                 resolved.optimizer,
                 job,
-                run_directory,
-                is_fork,
-                directory.checkpoints,
-                directory.emergency,
+                joined,
+                checkpoints=directory.checkpoints,
+                emergency=directory.emergency,
             )
+        position = fresh if restored is None else restored.position
         start = start_of(position, rows, size, example.texts)
-        share = _share(training, resolved.zero, start)
-        inputs = column_inputs(rows, weights, values_in_scores(resolved), training.maximum_evaluation_steps > 0)
-        columns = open_columns(inputs, job, position)
+        share = share_of_batch(start, training, resolved.zero)
+        inputs = column_inputs(rows, resolved.model, values_in_scores(resolved), training.maximum_evaluation_steps > 0)
         data = open_data(
             job,
             tokenizer,
             start.schedule,
-            columns,
+            open_columns(inputs, job, position),
             rows,
             training,
             seed=resolved.seed,
             evaluation_batches=training.maximum_evaluation_steps,
         )
         last = last_step(training.total_steps, training, data.training, start)
-        origin = Path(str(resolved.resume)) if is_fork else run_directory
+        origin = Path(str(resolved.resume)) if joined.is_fork else joined.path
         position.pending = still_pending(position, origin, last, is_durable(directory.emergency))
         if position.step >= last and position.pending is None:
             log.info("nothing to do: the run is at step %d of %d", position.step, last)
             return 0
         check_identity(position, data.tokenizer, data.training, data.validation)
-        frozen = load_base(weights, job.model, position)
-        if state is None:
-            state = new_state(resolved.seed, weights, resolved.tuning, job, frozen, position)
-        clock = resumed_clock(run_directory, position.step, is_new=resolved.resume is None or is_fork)
+        frozen = load_base(resolved.model, job.model, position)
+        if restored is None:
+            state = new_state(resolved.seed, resolved.model, resolved.tuning, job, frozen, position)
+        else:
+            state = restored.state
+        is_new = resolved.resume is None or joined.is_fork
+        clock = resumed_clock(joined.path, position.step, is_new=is_new)
         record = asdict(resolved)
         record["training"]["batch_size"] = share
         directory.write_start(record, job, position.step)
         in_flight = 0 if backend == "cpu" else 1  # on CPU the host's cores are the devices
-        metrics = StepMetrics(
-            jax.device_count(),
-            resolved.profile.peak_flops or peak_flops(jax.local_devices()[0]),
-            clock,
-            start.schedule.steps_per_batch,
-            job.objective.metrics,
-        )
-        requests = Requests(lag=in_flight)
         run = Run(
-            job,
-            data,
-            directory,
-            requests,
-            clock,
-            metrics,
-            state,
-            frozen,
-            position,
-            start,
-            last,
-            training.evaluation_frequency,
-            record,
+            job=job,
+            data=data,
+            directory=directory,
+            requests=Requests(lag=in_flight),
+            clock=clock,
+            metrics=StepMetrics(
+                jax.device_count(),
+                resolved.profile.peak_flops or peak_flops(jax.local_devices()[0]),
+                clock,
+                start.schedule.steps_per_batch,
+                job.objective.metrics,
+            ),
+            state=state,
+            frozen=frozen,
+            position=position,
+            start=start,
+            last_step=last,
+            evaluation_frequency=training.evaluation_frequency,
+            config=record,
         )
         features = stack.enter_context(open_features(resolved, run))
         directory.begin_lineage()
-        requests.signals = stack.enter_context(signals.stop_requests())  # until here a signal interrupts
+        run.requests.signals = stack.enter_context(signals.stop_requests())  # until here a signal interrupts
         with clock.phase("steps"):
             is_finished = loop(run, StepPrograms(resolved.profile, in_flight), features)
         directory.checkpoints.wait()
         if not is_finished:
-            reason = f"signal {requests.signals[0]}" if requests.signals else "another host"
+            by = run.requests.signals
+            reason = f"signal {by[0]}" if by else "another host"
             log.info("stopped by %s; step %d is saved; continue with --resume", reason, position.step)
             return signals.PREEMPTED
         directory.mirror()
-        log.info("finished at step %d; run directory: %s", position.step, run_directory)
+        log.info("finished at step %d; run directory: %s", position.step, joined.path)
         return 0
-
-
-def _share(training: Training, zero: Sharding, start: Position) -> int:
-    """This host's rows of a batch; raises UserError where the global batch does not divide."""
-    return share_of_batch(start.schedule, training.batch_size, training.gradient_accumulation_steps, zero)
 
 
 def loop(run: Run, steps: StepPrograms, features: Sequence[Feature]) -> bool:

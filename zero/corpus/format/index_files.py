@@ -234,6 +234,22 @@ def row_tokens(index: str | Path | Sequence[str | Path]) -> int:
     return shards.row_tokens(first.path)
 
 
+def row_lengths(indices: Iterable[str], *, skip_bad: bool) -> set[int]:
+    """The numbers of tokens per row in these index files, by the first row of each.
+
+    Raises:
+      BadData: one cannot be read, unless `skip_bad` leaves it out.
+    """
+    lengths = set()
+    for index in indices:
+        try:
+            lengths.add(row_tokens(index))
+        except BadData:
+            if not skip_bad:
+                raise
+    return lengths
+
+
 def is_paths(value: Any) -> bool:
     """Whether a value is the path of an index file or a list of them, and not a mixture."""
     paths = value if isinstance(value, list) else [value]

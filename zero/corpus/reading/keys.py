@@ -11,7 +11,7 @@ from typing import Any
 from zero.config.constraints import INT32, INT64, SMALLEST, at_least, not_empty, one_of, zero_or_more
 from zero.config.keys import Check, Mistakes, key
 from zero.corpus.format.crop import CROPS
-from zero.corpus.format.index_files import PATHS, SETS, is_paths, is_sets
+from zero.corpus.format.index_files import PATHS, SETS, index_paths, is_paths, is_sets, named_sets, paths_of
 from zero.corpus.reading.order import weight_stages
 from zero.corpus.reading.synthetic import SYNTHETIC
 
@@ -89,6 +89,10 @@ class SetKeys:
     def has_validation_set(self) -> bool:
         return self.index_path_validation is not None and not self.is_synthetic
 
+    def validation_sets(self) -> dict[str, Any]:
+        """The index file, or the list of them, of each validation set by its name."""
+        return named_sets(self.index_path_validation, self.bucket_path)
+
 
 @dataclass
 class Keys(SetKeys):
@@ -130,6 +134,17 @@ class Keys(SetKeys):
         "error if all shards are local; null: no cache.",
         of_host=True,
     )
+
+    def training_index(self) -> Any:
+        """The index file of the training set, the list of them, or their weights."""
+        return index_paths(self.index_path_train, self.bucket_path)
+
+    def index_files(self, *, with_sets: bool) -> list[str]:
+        """The paths of the index files of the training set, and of the validation sets."""
+        sets = [self.training_index()]
+        if with_sets:
+            sets += self.validation_sets().values()
+        return list(itertools.chain.from_iterable(map(paths_of, sets)))
 
     def order_mistakes(self) -> Mistakes:
         if not is_paths(self.index_path_train) and self.train_samples is not None:
