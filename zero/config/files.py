@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import re
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -10,9 +12,9 @@ from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
-from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
+from yaml.constructor import ConstructorError
 
 from zero.base.errors import UserError
 from zero.files.parsing import reading
@@ -66,17 +68,31 @@ def is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float))
 
 
+def _constructed(loader: Any, node: yaml.MappingNode) -> Iterator[dict[Any, Any]]:
+    """The mapping of a node; raises ConstructorError for a repeated key, of which YAML's loaders take the last one."""
+    names = [key.value for key, _ in node.value if key.tag == "tag:yaml.org,2002:str"]
+    if len(set(names)) < len(names):
+        raise ConstructorError("while constructing a mapping", node.start_mark, "found a repeated key")
+    return yaml.constructor.SafeConstructor.construct_yaml_map(loader, node)
+
+
 @cache
 def _quick_loader() -> Any:
-    """omegaconf's loader, which refuses a repeated key and reads 1e-3 as a number, on libyaml; None without libyaml."""
+    """libyaml's loader with the rules of omegaconf; None without libyaml.
+
+    These are: a key is not repeated, a number may have an exponent without a dot or a sign (1e-3, 1.5e3), and a date is
+    a text.
+    """
     if not yaml.__with_libyaml__:
         return None
-    loader = get_yaml_loader()
 
-    class QuickLoader(yaml.cyaml.CParser, loader):  # type: ignore[misc, valid-type]
-        def __init__(self, stream: str) -> None:
-            yaml.cyaml.CParser.__init__(self, stream)
-            yaml.constructor.SafeConstructor.__init__(self)
-            yaml.resolver.Resolver.__init__(self)
+    class QuickLoader(yaml.CSafeLoader):
+        yaml_implicit_resolvers = {
+            first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+            for first, resolvers in yaml.CSafeLoader.yaml_implicit_resolvers.items()
+        }
 
+    exponent = re.compile(r"[-+]?[0-9]+(_[0-9]+)*(\.[0-9_]*)?[eE][-+]?[0-9]+$")
+    QuickLoader.add_implicit_resolver("tag:yaml.org,2002:float", exponent, list("-+0123456789"))
+    QuickLoader.add_constructor("tag:yaml.org,2002:map", _constructed)
     return QuickLoader
