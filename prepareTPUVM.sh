@@ -14,16 +14,7 @@
 # if it is missing); if uv fails, pip installs them.
 set -euo pipefail
 
-usage() { # the comment at the head of this file
-    local line
-    while IFS= read -r line; do
-        case $line in
-            '#!'*) ;;
-            '#'*) line=${line#\#} && printf '%s\n' "${line# }" ;;
-            *) return ;;
-        esac
-    done <"${BASH_SOURCE[0]}"
-}
+usage() { sed -n '/^#!/d; /^#/!q; s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; } # the comment at the head of this file
 
 fail() {
     printf 'prepareTPUVM.sh: %s\n  remedy: %s\n' "$1" "$2" >&2

@@ -9,16 +9,7 @@
 # holds the last status.
 set -uo pipefail
 
-usage() { # the comment at the head of this file
-    local line
-    while IFS= read -r line; do
-        case $line in
-            '#!'*) ;;
-            '#'*) line=${line#\#} && printf '%s\n' "${line# }" ;;
-            *) return ;;
-        esac
-    done <"${BASH_SOURCE[0]}"
-}
+usage() { sed -n '/^#!/d; /^#/!q; s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; } # the comment at the head of this file
 
 case ${1:-} in
     -h | --help) usage && exit ;;

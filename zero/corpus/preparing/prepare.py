@@ -174,7 +174,16 @@ def prepare(
     hidden = None if progress else True  # None: hidden unless there is a terminal
     with directories.locked(folder), tqdm(desc=name, unit="B", unit_scale=True, disable=hidden, leave=False) as bar:
         manifest = _prepare_locked(
-            opened, folder, indices, arguments, options, workers, engine, overwrite, announce, bar
+            opened,
+            folder=folder,
+            indices=indices,
+            arguments=arguments,
+            options=options,
+            workers=workers,
+            engine=engine,
+            overwrite=overwrite,
+            announce=announce,
+            bar=bar,
         )
     sizes = {split: _summary(manifest[split]) for split in manifests.splits_of(manifest)}
     return Corpus(
@@ -203,6 +212,7 @@ def _summary(split: dict[str, Any]) -> SplitSummary:
 
 def _prepare_locked(
     source: Source,
+    *,
     folder: str,
     indices: dict[str, str],
     arguments: dict[str, Any],
