@@ -178,7 +178,7 @@ def save(
                 for name, own_layout in model.collection_layouts.items()
             }
             state = {"params": padded(own), "averages": {**averages, **beside}}
-            config = {"tuning": {"name": "all"}} | meta
+            config = {"tuning": {"name": "none"}} | meta
             facts = {"config": config, "size": dataclasses.asdict(size), "last_step": last_step}
             facts["checksums"] = dict(checksums)
             checkpoints.save(seed, state, layout, facts)

@@ -82,7 +82,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, size: GPTConfig) -> Path:
     model = ShardedGPT(size, zero.Axis("zero", (1, 1)), 0)
     rng = np.random.default_rng(0)
     params = model.layout.map(lambda leaf: rng.normal(0, 0.3, leaf.shape).astype(leaf.dtype))
-    config = {"data": {"tokenizer": str(place / "bpe.json")}, "tuning": {"name": "all"}}
+    config = {"data": {"tokenizer": str(place / "bpe.json")}, "tuning": {"name": "none"}}
     meta = {"config": config, "size": dataclasses.asdict(size)}
     with Checkpoints(place / "run", keep=1) as checkpoints:
         checkpoints.save(1, {"params": params}, derive_layout(lambda p: {"params": p}, model.layout), meta)
