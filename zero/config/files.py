@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 from omegaconf import OmegaConf
@@ -87,7 +87,7 @@ def _quick_loader() -> Any:
         return None
 
     class QuickLoader(yaml.CSafeLoader):
-        yaml_implicit_resolvers = {
+        yaml_implicit_resolvers: ClassVar = {
             first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
             for first, resolvers in yaml.CSafeLoader.yaml_implicit_resolvers.items()
         }
