@@ -11,6 +11,7 @@ import pytest
 
 from tests.helpers import bucket
 from tests.helpers.shards import write_corpus
+from zero.corpus.text.tokenizers import train_tokenizer
 from zero.files import storage
 
 
@@ -61,3 +62,11 @@ def folder(tmp_path: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"document {i}: " + "é" * (7 * i))
     return root
+
+
+@pytest.fixture(scope="session")
+def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer of the tokenizers library."""
+    path = tmp_path_factory.mktemp("bpe") / "bpe.json"
+    path.write_bytes(train_tokenizer(["document shard gather scatter zéro"] * 9, 290))
+    return path

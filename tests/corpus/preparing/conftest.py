@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from zero.corpus.text.tokenizers import train_tokenizer
-
 
 @pytest.fixture(autouse=True)
 def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,11 +31,3 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "x.jsonl").write_bytes(lines)
     (root / "y.jsonl.gz").write_bytes(gzip.compress(lines[: len(lines) // 2 - 9].rpartition(b"\n")[0], mtime=0))
     return root
-
-
-@pytest.fixture(scope="session")
-def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer of the tokenizers library."""
-    path = tmp_path_factory.mktemp("bpe") / "bpe.json"
-    path.write_bytes(train_tokenizer(["document shard gather scatter zéro"] * 9, 290))
-    return path
