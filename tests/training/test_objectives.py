@@ -48,10 +48,10 @@ def test_every_entry(name: str) -> None:
 
 
 def test_shapes_of_entries() -> None:
-    """`Batch.extra` as `mode=plan` compiles it: of each row, each example and each token."""
-    entries = (REFERENCE, *(REFERENCE._replace(name=of, of=of, shape=(5,)) for of in ("example", "token")))
+    """`Batch.extra` as `mode=plan` compiles it: of each row, each example and each position."""
+    entries = (REFERENCE, *(REFERENCE._replace(name=of, of=of, shape=(5,)) for of in ("example", "position")))
     pairs = dataclasses.replace(LIKELIHOOD, reads=entries, example=PAIR)
     shapes = {name: struct.shape for name, struct in pairs.extra(6, 8).items()}
-    assert shapes == {"reference": (6,), "example": (3, 5), "token": (6, 8, 5)}
+    assert shapes == {"reference": (6,), "example": (3, 5), "position": (6, 8, 5)}
     assert LIKELIHOOD.extra(6, 8) == {}
     assert jax.tree.map(jnp.shape, pairs.zeros()) == {}

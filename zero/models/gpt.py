@@ -32,7 +32,7 @@ from zero.models.layers import AnyCache
 from zero.models.norms import make_norm
 from zero.models.parametrization import table_stddev
 from zero.models.stack import Nested, Scanned, policy_of, run_layers, run_with_outputs
-from zero.models.vocabulary import HEAD_BIAS, LOG_SUM_EXP, Chunk, HeadBias, VocabularyChunk
+from zero.models.vocabulary import HEAD_BIAS, LOG_SUM_EXP, Candidates, Chunk, HeadBias, TopTokens, VocabularyChunk
 from zero.partition.model_parallel import ALONE, WHOLE, ExpertParallel, ModelParallel
 
 
@@ -43,11 +43,15 @@ class Scores(NamedTuple):
       losses_BT: negative log-likelihoods in nats, float32.
       is_greedy_BT: whether the target is the most likely token.
       routing: None without experts.
+      penalty_BT: zeros with the gradients of penalties, which are part of `losses_BT` too; None without penalties.
+      candidates_BTK: log-probabilities in nats of the candidates of each position; None without candidates.
     """
 
     losses_BT: jax.Array
     is_greedy_BT: jax.Array
     routing: Routing | None
+    penalty_BT: jax.Array | None = None
+    candidates_BTK: jax.Array | None = None
 
 
 class GPT(nn.Module):
@@ -129,6 +133,7 @@ class GPT(nn.Module):
         starts_BT: jax.Array | None = None,
         cache: AnyCache | None = None,
         position: jax.Array | int = 0,
+        candidates_BTK: jax.Array | None = None,
     ) -> tuple[Scores, AnyCache | None]:
         """Scores of each target, and the cache with these positions added.
 
@@ -140,11 +145,12 @@ class GPT(nn.Module):
             own segment, and its number is counted from there; None for one segment per row.
           cache: cache of the positions before, if any.
           position: position of the first column.
+          candidates_BTK: tokens of each position whose log-probabilities are also wanted, int32.
         """
         cut = self._cut.for_positions(tokens_BT.shape[1]) if cache is None else self._cut.with_all_positions()
         stream, cache = self._entered(tokens_BT, keys_B, starts_BT, cache, position, cut)
         stream, cache = self._layers(STACK, stream, cache, keys_B, position, starts_BT, cut)
-        return self.score(stream, targets_BT), cache
+        return self.score(stream, targets_BT, candidates_BTK), cache
 
     def scores_in_part(
         self,
@@ -179,13 +185,14 @@ class GPT(nn.Module):
         stream, memory = run_with_outputs(remembering, stacks, stream, policy)
         return self.score(stream, targets_BT), memory
 
-    def score(self, stream: ResidualStream, targets_BT: jax.Array) -> Scores:
+    def score(self, stream: ResidualStream, targets_BT: jax.Array, candidates_BTK: jax.Array | None = None) -> Scores:
         """`scores` from the output of the last layer."""
         x_BTD, routing = stream
         cut = self._cut.for_positions(targets_BT.shape[1])
         # In float32, because every chunk adds to the gradient of x.
         x_BTD = cut.gather_positions(self.norm(x_BTD)).astype(jnp.float32)
-        _, scored = self.head(None, self._head_chunks(), targets_BT, x_BTD)
+        candidates = None if candidates_BTK is None else Candidates.of(candidates_BTK)
+        candidates, scored = self.head(candidates, self._head_chunks(), targets_BT, x_BTD)
         lse_CBT, target_CBT, max_logit_CBT = (lax.collapse(cut.stack(x_CBT), 0, 2) for x_CBT in scored)
         target_BT = target_CBT.sum(0)
         lse_BT = jax.nn.logsumexp(lse_CBT, axis=0)
@@ -193,9 +200,28 @@ class GPT(nn.Module):
         penalty_BT = self.config.z_loss * lse_BT**2
         if routing is not None:  # the penalty of a row counts for each of its scored tokens
             penalty_BT = penalty_BT + routing.penalty_B[:, None]
+        no_penalty_BT = None
         if self.config.z_loss or routing is not None:
-            losses_BT = losses_BT + (penalty_BT - lax.stop_gradient(penalty_BT))  # affects only the gradient
-        return Scores(losses_BT, target_BT >= max_logit_CBT.max(0), routing)
+            no_penalty_BT = penalty_BT - lax.stop_gradient(penalty_BT)  # affects only the gradient
+            losses_BT = losses_BT + no_penalty_BT
+        found_BTK = None
+        if candidates is not None:
+            found_BTK = cut.stack(candidates.logits_BTK).sum(0) - lse_BT[..., None]
+        return Scores(losses_BT, target_BT >= max_logit_CBT.max(0), routing, no_penalty_BT, found_BTK)
+
+    def top_tokens(self, tokens_BT: jax.Array, starts_BT: jax.Array | None, count: int) -> tuple[jax.Array, jax.Array]:
+        """The `count` most likely next tokens of each position, int32 `(B, T, K)`, and their log-probabilities."""
+        cut = self._cut.for_positions(tokens_BT.shape[1])
+        stream, _ = self._entered(tokens_BT, None, starts_BT, None, 0, cut)
+        (x_BTD, _), _ = self._layers(STACK, stream, None, None, 0, starts_BT, cut)
+        x_BTD = cut.gather_positions(self.norm(x_BTD)).astype(jnp.float32)
+        top, scored = self.head(TopTokens.none((*tokens_BT.shape, count)), self._head_chunks(), tokens_BT, x_BTD)
+        lse_BT = jax.nn.logsumexp(lax.collapse(cut.stack(scored[0]), 0, 2), axis=0)
+        tops = jax.tree.map(cut.stack, top)
+        top = TopTokens.none(top.logits_BTK.shape)
+        for logits_BTK, tokens_BTK in zip(*tops, strict=True):  # of the devices that share the vocabulary
+            top = top.merged(logits_BTK, tokens_BTK)
+        return top.tokens_BTK, top.logits_BTK - lse_BT[..., None]
 
     def logits(
         self,

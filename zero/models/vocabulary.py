@@ -1,7 +1,7 @@
 """The vocabulary: embeddings of tokens, and logits, in chunks of its rows.
 
 Shapes are named by suffix:
-  B rows, T positions of a row, D embedding, C vocabulary rows of a chunk
+  B rows, T positions of a row, D embedding, C vocabulary rows of a chunk, K chosen tokens of a position
 """
 
 from __future__ import annotations
@@ -97,6 +97,53 @@ class Chunk(NamedTuple):
     bias_C: jax.Array | None = None
 
 
+class Candidates(NamedTuple):
+    """Tokens of each position, int32 `(B, T, K)`, and the sum of their logits in the chunks so far: each is in one."""
+
+    tokens_BTK: jax.Array
+    logits_BTK: jax.Array
+
+    @classmethod
+    def of(cls, tokens_BTK: jax.Array) -> Candidates:
+        """Before the first chunk."""
+        return cls(tokens_BTK, jnp.zeros(tokens_BTK.shape, jnp.float32))
+
+    def after(self, logits_BTC: jax.Array, token_C: jax.Array) -> Candidates:
+        """With the logits of a chunk whose tokens are consecutive; they are minus infinity past its last token."""
+        row_BTK = self.tokens_BTK - token_C[0]
+        logits_BTK = jnp.take_along_axis(logits_BTC, jnp.clip(row_BTK, 0, len(token_C) - 1), axis=-1)
+        is_here_BTK = (row_BTK >= 0) & (row_BTK < len(token_C)) & jnp.isfinite(logits_BTK)
+        return self._replace(logits_BTK=self.logits_BTK + jnp.where(is_here_BTK, logits_BTK, 0))
+
+
+class TopTokens(NamedTuple):
+    """The K largest logits of each position in the chunks so far, in order, and their tokens, int32."""
+
+    logits_BTK: jax.Array
+    tokens_BTK: jax.Array
+
+    @classmethod
+    def none(cls, shape: tuple[int, ...]) -> TopTokens:
+        """Before the first chunk."""
+        return cls(jnp.full(shape, -jnp.inf), jnp.zeros(shape, jnp.int32))
+
+    def after(self, logits_BTC: jax.Array, token_C: jax.Array) -> TopTokens:
+        """With the logits of a chunk."""
+        return self.merged(logits_BTC, jnp.broadcast_to(token_C, logits_BTC.shape))
+
+    def merged(self, logits_BTC: jax.Array, tokens_BTC: jax.Array) -> TopTokens:
+        """With those of other tokens.
+
+        >>> top = TopTokens.none((1, 1, 2)).merged(jnp.array([[[1.0, 3.0, 2.0]]]), jnp.array([[[5, 6, 7]]]))
+        >>> top.logits_BTK.tolist(), top.tokens_BTK.tolist()
+        ([[[3.0, 2.0]]], [[[6, 7]]])
+        """
+        logits_BTC = jnp.concatenate([self.logits_BTK, logits_BTC], axis=-1)
+        tokens_BTC = jnp.concatenate([self.tokens_BTK, tokens_BTC], axis=-1)
+        logits_BTK, places_BTK = lax.top_k(logits_BTC, self.logits_BTK.shape[-1])
+        return TopTokens(logits_BTK, jnp.take_along_axis(tokens_BTC, places_BTK, axis=-1))
+
+
 class VocabularyChunk(nn.Module):
     """`chunk_rows` rows of a table of tokens, from token `first` on; one iteration of a scan over the vocabulary."""
 
@@ -107,14 +154,15 @@ class VocabularyChunk(nn.Module):
 
     @nn.compact
     def __call__(
-        self, embedded_BTD: Any, chunk: Chunk, tokens_BT: Any, x_BTD: Any
-    ) -> tuple[jax.Array | None, jax.Array | tuple[jax.Array, jax.Array, jax.Array] | None]:
+        self, carry: Any, chunk: Chunk, tokens_BT: Any, x_BTD: Any
+    ) -> tuple[Any, jax.Array | tuple[jax.Array, jax.Array, jax.Array] | None]:
         """Given only tokens, embeds them; given only `x_BTD`, returns logits; given both, a part of a cross-entropy.
 
-        Embedding adds the embeddings of tokens in this chunk to the carry. Logits are float32 `(B, T, C)`, minus
-        infinity past the vocabulary. The chunk's part of a cross-entropy is the log-sum-exp of its logits, the target's
-        logit if it is in this chunk, and the largest logit, each `(B, T)`. In a tensor group each device has a part of
-        the chunk's tokens.
+        Embedding adds the embeddings of tokens in this chunk to the carry, `(B, T, D)`. Logits are float32
+        `(B, T, C)`, minus infinity past the vocabulary. The chunk's part of a cross-entropy is the log-sum-exp of its
+        logits, the target's logit if it is in this chunk, and the largest logit, each `(B, T)`. In a tensor group each
+        device has a part of the chunk's tokens. A carry of `Candidates` or `TopTokens` takes what it needs of the
+        logits.
         """
         first = chunk.first
         rows = self.cut.part_size(self.config.chunk_rows)
@@ -125,7 +173,7 @@ class VocabularyChunk(nn.Module):
             row_BT = tokens_BT - first - first_own
             end = jnp.minimum(rows, self.config.chunk_rows - first_own)
             inside_BT1 = ((row_BT >= 0) & (row_BT < end))[..., None]
-            return embedded_BTD + jnp.where(inside_BT1, rows_of(table_CD, row_BT), 0), None
+            return carry + jnp.where(inside_BT1, rows_of(table_CD, row_BT), 0), None
 
         x_BTD = x_BTD.astype(self.dtype)
         table_CD = table_CD.astype(self.dtype)
@@ -141,14 +189,16 @@ class VocabularyChunk(nn.Module):
             logits_BTC = self.config.logit_cap * jnp.tanh(logits_BTC / self.config.logit_cap)
         is_token_C = (own_C < self.config.chunk_rows) & (first + own_C < self.config.vocab_size)
         logits_BTC = jnp.where(is_token_C[None, None], logits_BTC, -jnp.inf)
+        if carry is not None:
+            carry = carry.after(logits_BTC, first + own_C)
         if tokens_BT is None:
-            return embedded_BTD, logits_BTC
+            return carry, logits_BTC
         is_target_BTC = is_token_C[None, None] & (own_C[None, None] == (tokens_BT - first)[..., None])
         target_BT = jnp.sum(jnp.where(is_target_BTC, logits_BTC, 0), axis=-1)
         max_logit_BT = checkpoint_name(lax.stop_gradient(jnp.max(logits_BTC, axis=-1)), LOG_SUM_EXP)
         finite_BT = jnp.where(jnp.isfinite(max_logit_BT), max_logit_BT, 0)  # a part of a chunk may be padding alone
         sum_BT = checkpoint_name(jnp.sum(jnp.exp(logits_BTC - finite_BT[..., None]), axis=-1), LOG_SUM_EXP)
-        return embedded_BTD, (jnp.log(sum_BT) + finite_BT, target_BT, max_logit_BT)
+        return carry, (jnp.log(sum_BT) + finite_BT, target_BT, max_logit_BT)
 
 
 @jax.custom_vjp

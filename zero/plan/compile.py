@@ -192,7 +192,7 @@ def step_arguments(job: Job, rows: int, context: int) -> Any:
     """Shapes of the step's arguments on all devices, for `rows` sequences of `context` tokens per device."""
     state = job.storage.shapes()
     batch = jax.eval_shape(lambda: Batch(jnp.zeros((rows, context), jnp.int32), jnp.int32(0)))
-    batch = batch._replace(extra=job.objective.extra(rows, context))
+    batch = batch._replace(extra=job.objective.extra(rows, context - job.model.last_target))
     return _on_devices((state, batch, job.model.frozen_shapes()), job)
 
 
@@ -200,7 +200,8 @@ def evaluation_arguments(job: Job, request: Request) -> Any:
     """Shapes of the arguments of an evaluation during training on all devices, in one call."""
     context = row_tokens(request)
     tokens = jax.ShapeDtypeStruct((request.rows, context), jnp.int32)
-    return _on_devices((job.model.weight_shapes(), tokens, job.objective.extra(request.rows, context)), job)
+    extra = job.objective.extra(request.rows, context - job.model.last_target)
+    return _on_devices((job.model.weight_shapes(), tokens, extra), job)
 
 
 def sampling_arguments(job: Job, inference: Inference, count: int) -> tuple[Any, ...]:

@@ -109,16 +109,21 @@ class Run:
         """What the objective reads beside tokens, `Batch.extra` of this host's devices.
 
         Args:
-          tokens: of these devices.
+          tokens: of these devices, rows of the data or equal pieces of them.
           loaded: what the loader gave, `(rows of the data, ...)`.
         """
         extra: dict[str, Any] = {}
+        positions = self.job.model.positions_in(tokens[0])
+        pieces = self.data.context.full // positions
         for entry in self.job.objective.reads:
-            if entry.name in loaded:
-                values = loaded[entry.name]
-                texts = 1 if entry.of == "example" else self.job.objective.example.texts
-                shape = (-1, *entry.shape) if entry.of == "token" else entry.shape
-                extra[entry.name] = self.host_rows.split(values.reshape(texts * len(values), *shape))
+            if entry.name not in loaded:
+                continue
+            values = loaded[entry.name]
+            if entry.of == "position":
+                values = values.reshape(-1, positions, *entry.shape)
+            else:
+                values = np.repeat(values.reshape(-1, *entry.shape), pieces, axis=0)
+            extra[entry.name] = self.host_rows.split(values)
         for column in self.data.columns.values():
             if column.compute is not None:
                 extra |= column.compute(self.frozen, tokens)

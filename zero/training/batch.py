@@ -35,7 +35,7 @@ class Entry(NamedTuple):
     Attributes:
       name: in `Batch.extra`.
       source: what makes it, an entry of `zero.run.columns.COLUMNS`; empty for a member of the shards.
-      of: what it has a value of: each "row", each "example", or each "token" of a row.
+      of: what it has a value of: each "row", each "example", or each "position" of a row.
       shape: of a value.
     """
 
@@ -45,13 +45,13 @@ class Entry(NamedTuple):
     shape: tuple[int, ...] = ()
     dtype: str = "float32"
 
-    def struct(self, rows: int, tokens: int, texts: int) -> jax.ShapeDtypeStruct:
-        """The shape of the entry for so many rows of so many tokens, where an example has so many texts.
+    def struct(self, rows: int, positions: int, texts: int) -> jax.ShapeDtypeStruct:
+        """The shape of the entry for so many rows of so many positions, where an example has so many texts.
 
         >>> Entry("label", of="example", dtype="int32").struct(8, 16, 2)
         ShapeDtypeStruct(shape=(4,), dtype=int32)
         """
-        leading = {"row": (rows,), "example": (rows // texts,), "token": (rows, tokens)}[self.of]
+        leading = {"row": (rows,), "example": (rows // texts,), "position": (rows, positions)}[self.of]
         return jax.ShapeDtypeStruct((*leading, *self.shape), jnp.dtype(self.dtype))
 
 

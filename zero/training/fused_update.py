@@ -113,8 +113,9 @@ def layered_loss(
         return stream
 
     def score(params: PyTree, stream: ResidualStream) -> tuple[jax.Array, Any]:
-        scores = model.apply({"params": params}, stream, targets, method="score")
-        total, sums = options.objective.total(model, scores.losses_BT, batch)
+        candidates = model.own_positions(options.objective.candidates_in(batch.extra))
+        scores = model.apply({"params": params}, stream, targets, candidates, method="score")
+        total, sums = options.objective.total(model, scores, batch)
         return total / terms, (scores.routing, sums)
 
     return LayeredLoss(embed, layer, score)

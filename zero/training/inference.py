@@ -44,8 +44,8 @@ def evaluate_step(
 
     def add(sums: PyTree, rows: tuple[jax.Array, Mapping[str, jax.Array]]) -> tuple[PyTree, None]:
         tokens, extra = rows
-        scores = model.scores(variables, tokens, None)
-        total, more = objective.total(model, scores.losses_BT, Batch(tokens, jnp.int32(0), extra))
+        scores = model.scores(variables, tokens, None, objective.candidates_in(extra))
+        total, more = objective.total(model, scores, Batch(tokens, jnp.int32(0), extra))
         return jax.tree.map(jnp.add, sums, (total, objective.count(model, tokens), more)), None
 
     parts = jax.tree.map(lambda x: x.reshape(micro_batches, -1, *x.shape[1:]), (tokens, extra))

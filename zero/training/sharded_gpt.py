@@ -322,18 +322,38 @@ class ShardedGPT:
     def apply(self, variables: dict[str, PyTree], *args: Any, **kwargs: Any) -> Any:
         return self.gpt.apply(variables, *args, **kwargs)
 
-    def scores(self, variables: dict[str, PyTree], tokens: jax.Array, keys: jax.Array | None) -> Scores:
-        """The scores of all positions of whole rows; in a context group those of this device's positions."""
+    def scores(
+        self,
+        variables: dict[str, PyTree],
+        tokens: jax.Array,
+        keys: jax.Array | None,
+        candidates: Rows | None = None,
+    ) -> Scores:
+        """The scores of all positions of whole rows; in a context group those of this device's positions.
+
+        Args:
+          candidates: tokens of each position, int32 `(rows, positions, K)`, whose log-probabilities are also wanted.
+        """
         tokens_in, targets, starts = self.inputs(tokens)
-        scores: Scores = self.apply(variables, tokens_in, targets, keys, starts, method="scores")[0]
+        more = {"candidates_BTK": self.own_positions(candidates)}
+        scores: Scores = self.apply(variables, tokens_in, targets, keys, starts, method="scores", **more)[0]
         return scores
 
+    def own_positions(self, x: Rows | None) -> jax.Array | None:
+        """From whole rows `(rows, positions, ...)` to the positions of `scores` on this device."""
+        return None if x is None else self.cut.input_positions(jnp.asarray(x))
+
     def scores_and_memory(
-        self, variables: dict[str, PyTree], tokens: jax.Array, keys: jax.Array | None, part: RowPart | None
+        self,
+        variables: dict[str, PyTree],
+        tokens: jax.Array,
+        keys: jax.Array | None,
+        part: RowPart | None,
+        candidates: Rows | None = None,
     ) -> tuple[Scores, Memory | None]:
         """As `scores`, and what the model remembers after a part of each row; None of whole rows."""
         if part is None:
-            return self.scores(variables, tokens, keys), None
+            return self.scores(variables, tokens, keys, candidates), None
         tokens_in, targets, _ = self.inputs(tokens)
         position = part.number * self.positions_in(tokens)
         arguments = (tokens_in, targets, keys, part.memory, position)

@@ -76,8 +76,9 @@ def loss_and_gradients(
         extra: Mapping[str, jax.Array],
     ) -> tuple[jax.Array, Any]:
         part = None if batch.part is None else batch.part._replace(memory=memory)
-        scores, memory = model.scores_and_memory({**variables, **differentiated}, tokens, keys, part)
-        total, sums = objective.total(model, scores.losses_BT, batch._replace(tokens=tokens, extra=extra))
+        candidates = objective.candidates_in(extra)
+        scores, memory = model.scores_and_memory({**variables, **differentiated}, tokens, keys, part, candidates)
+        total, sums = objective.total(model, scores, batch._replace(tokens=tokens, extra=extra))
         return total / terms, (scores.routing, sums, memory)
 
     def value_and_grad(*arguments: PyTree) -> tuple[PyTree, PyTree, PyTree]:

@@ -15,6 +15,7 @@ from jax import lax
 
 from zero.config.keys import named
 from zero.corpus.format.example import TEXT, Example
+from zero.models.gpt import Scores
 from zero.training.batch import Batch, Entry, Rows
 from zero.training.sharded_gpt import ShardedGPT
 
@@ -74,19 +75,21 @@ class Objective:
 
     Attributes:
       count: `(model, tokens (R, T))` to the number of terms in this device's rows, int32. A psum counts each term once.
-      total: `(model, losses, batch)` to the sum of these terms, and sums over them of the metrics. Per device: `losses`
-        of `ShardedGPT.scores`, `batch` with the entries of `reads`. In a group that takes the same rows, values and
-        gradients of all its devices add up to those of the rows.
+      total: `(model, scores, batch)` to the sum of these terms, and sums over them of the metrics. Per device: the
+        result of `ShardedGPT.scores`, `batch` with the entries of `reads`. In a group that takes the same rows, values
+        and gradients of all its devices add up to those of the rows.
       metrics: further means over the terms.
       reads: the entries of `Batch.extra` that `total` reads.
       example: what a row of the data holds.
+      candidates: the entry that holds tokens of each position, whose log-probabilities are `Scores.candidates_BTK`.
     """
 
     count: Callable[[ShardedGPT, Rows], jax.Array]
-    total: Callable[[ShardedGPT, jax.Array, Batch], tuple[jax.Array, dict[str, jax.Array]]]
+    total: Callable[[ShardedGPT, Scores, Batch], tuple[jax.Array, dict[str, jax.Array]]]
     metrics: tuple[Mean, ...] = ()
     reads: tuple[Entry, ...] = ()
     example: Example = TEXT
+    candidates: Entry | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -97,14 +100,18 @@ class Objective:
         """The terms of all devices, as a divisor: float32, at least 1."""
         return jnp.maximum(lax.psum(self.count(model, tokens), model.axis.name).astype(jnp.float32), 1)
 
+    def candidates_in(self, extra: Mapping[str, Rows]) -> Rows | None:
+        """The tokens of each position whose log-probabilities `total` reads, `(R, positions, K)`."""
+        return None if self.candidates is None else extra[self.candidates.name]
+
     @property
     def has_reference(self) -> bool:
         """Whether it reads the log-probabilities of a reference model."""
         return REFERENCE in self.reads
 
-    def extra(self, rows: int, tokens: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """The shapes of `Batch.extra` for so many rows of so many tokens."""
-        return {entry.name: entry.struct(rows, tokens, self.example.texts) for entry in self.reads}
+    def extra(self, rows: int, positions: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """The shapes of `Batch.extra` for so many rows of so many positions."""
+        return {entry.name: entry.struct(rows, positions, self.example.texts) for entry in self.reads}
 
     def zeros(self) -> dict[str, jax.Array]:
         """Sums of `metrics` over no terms."""
@@ -118,7 +125,7 @@ class Objective:
 # The mean negative log-likelihood of the scored tokens, in nats.
 LIKELIHOOD = Objective(
     count=ShardedGPT.count_scored,
-    total=lambda model, losses, batch: (model.sum_scored(losses, batch.tokens), {}),
+    total=lambda model, scores, batch: (model.sum_scored(scores.losses_BT, batch.tokens), {}),
 )
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zero.corpus.format.example import PAIR, Example
+from zero.models.gpt import Scores
 from zero.training.batch import Batch, Entry, Rows, next_tokens
 from zero.training.objectives.objective import Mean, Objective
 from zero.training.sharded_gpt import ShardedGPT
@@ -61,14 +62,14 @@ def _count(model: ShardedGPT, tokens_RT: Rows, *, example: Example) -> jax.Array
 
 
 def _total(
-    model: ShardedGPT, losses: jax.Array, batch: Batch, *, loss: Loss, reads: tuple[Entry, ...], example: Example
+    model: ShardedGPT, scores: Scores, batch: Batch, *, loss: Loss, reads: tuple[Entry, ...], example: Example
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The loss of a text is no sum over tokens, and a device of a group has only some of the tokens of its rows.
 
     So the loss and its slope by the log-probability of each row are computed from sums over the group, and each device
     multiplies the slope by its own part.
     """
-    own_R = -model.sum_rows(losses, batch.tokens)
+    own_R = -model.sum_rows(scores.losses_BT, batch.tokens)
     is_read_E = _is_read(batch.tokens, example)
     is_first = model.is_first_of_group()
     lengths_R = jnp.maximum(jnp.sum(next_tokens(batch.tokens) >= 0, axis=1), 1).astype(jnp.float32)
