@@ -17,11 +17,13 @@ class Column:
 
     Attributes:
       stored: of each index file, by its name, arrays `(rows, ...)` by the names of their entries.
+      identity: what tells these values from others; the run continues only with them. Empty: others see to it.
       compute: `(frozen parameters, tokens of this host's devices)` to entries for each of these devices.
     """
 
     stored: Mapping[str, Mapping[str, np.ndarray]] = field(default_factory=dict)
     compute: Callable[[PyTree, Any], dict[str, Any]] | None = None
+    identity: str = ""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 import numpy as np
 
+from zero.base.errors import UserError
 from zero.job.job import Job
 from zero.run.column import Column, ColumnInputs
 from zero.run.reference import reference_column
@@ -22,10 +23,15 @@ def open_columns(inputs: ColumnInputs, job: Job, position: TrainingPosition) -> 
     """The columns that the objective of a run reads, by their source.
 
     Raises:
-      UserError: a column cannot be made.
+      UserError: a column cannot be made, or has other values than at the first start of the run.
     """
     sources = dict.fromkeys(entry.source for entry in job.objective.reads if entry.source)
-    return {source: COLUMNS[source](inputs, job, position) for source in sources}
+    columns = {source: COLUMNS[source](inputs, job, position) for source in sources}
+    for source, column in columns.items():
+        before = position.columns.setdefault(source, column.identity)
+        if before != column.identity:
+            raise UserError(f"the values of the {source} have changed since the run began: bring the former ones back")
+    return columns
 
 
 def stored_columns(columns: Mapping[str, Column]) -> dict[str, dict[str, np.ndarray]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -207,8 +208,11 @@ class TrainConfig(job.JobConfig):
             yield "zero.remat", f"auto, full, dots or none, as {setting}"
         if self.zero.fused_update:
             yield "zero.fused_update", f"false, as {setting}"
-        if self.objective.make().example.is_whole:
+        objective = self.objective.make()
+        if objective.example.is_whole:
             yield "objective", f"likelihood, or another on running text, as {setting}"
+        elif objective.reads:
+            yield "objective", f"one that reads nothing beside tokens, as {setting}"
         steps = context // size.update_tokens
         yield from training.stage_mistakes(steps, setting)
         values = flat(vars(self))
@@ -231,6 +235,7 @@ class TrainConfig(job.JobConfig):
         if stored and rows.max_skipped_rows:
             yield "data.max_skipped_rows", f"0, as {setting} reads {stored[0]} of rows by their number"
         if not example.is_whole:
+            yield from self._of_stored(stored, setting)
             return
         lacks = {"experts": size.experts is not None, "a codebook": size.has_codebook, "z_loss": size.z_loss != 0}
         for feature in (name for name, has_it in lacks.items() if has_it):
@@ -247,6 +252,15 @@ class TrainConfig(job.JobConfig):
             yield "data.crop", f"first, as a row is one text with {setting}"
         if rows.isolate_documents:
             yield "data.isolate_documents", f"false, as a row is one text with {setting}"
+
+    def _of_stored(self, stored: Sequence[str], setting: str) -> Mistakes:
+        """Values of rows, which are found by the number of a row."""
+        if not stored:
+            return
+        if self.data.is_synthetic:
+            yield "data.corpus", f"null or a corpus on a disk, as {setting} reads {stored[0]} of its rows"
+        if self.data.crop != "first":
+            yield "data.crop", f"first, as {setting} reads {stored[0]} of whole rows"
 
     def _of_optimizer(self, size: GPTConfig, of_model: str) -> Mistakes:
         name = self.optimizer.name

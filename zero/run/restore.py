@@ -45,6 +45,7 @@ class TrainingPosition:
     samples_checksum: int = 0
     pending: Pending | None = None  # actions after this step that were due and are not known to be done
     base: dict[str, Any] | None = None  # the weights that adapters are for: their place and checksum
+    columns: dict[str, str] = field(default_factory=dict)  # what identifies their values, by source
     tokenizer: str | None = None  # its name, with a digest
     beside_tokenizer: dict[str, Any] | None = None  # what the files beside it decide (`TokenizerIdentity`)
     brought: dict[str, Any] | None = (

@@ -118,7 +118,7 @@ class Run:
         for entry in self.job.objective.reads:
             if entry.name not in loaded:
                 continue
-            values = loaded[entry.name]
+            values = loaded[entry.name].astype(entry.dtype, copy=False)
             if entry.of == "position":
                 values = values.reshape(-1, positions, *entry.shape)
             else:

@@ -14,7 +14,7 @@ from zero.corpus.format.example import LABELLED
 from zero.corpus.preparing.sources.labels import LabelReader
 from zero.corpus.text.chat_template import ChatTemplate
 
-LINES = [
+LINES: list[dict[str, Any]] = [
     {"prompt": f"{i} é" + "??" * (i % 4), "completion": " y" + "!!" * (3 - i % 4), "label": i % 3 == 0}
     for i in range(40)
 ]
