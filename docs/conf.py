@@ -21,7 +21,7 @@ NAVIGATION = {
         *("docs/how-to/change-the-model", "docs/how-to/choose-an-optimizer", "docs/how-to/find-a-learning-rate"),
         *("docs/how-to/train-long-contexts", "docs/how-to/start-from-weights"),
         "docs/how-to/fine-tuning",
-        *("docs/how-to/learn-preferences", "docs/how-to/train-on-conversations"),
+        *("docs/how-to/learn-preferences", "docs/how-to/train-on-conversations", "docs/how-to/distill"),
         *("docs/how-to/planning", "docs/how-to/examine-a-machine"),
         *("docs/how-to/launching", "docs/how-to/use-a-cluster"),
         *("docs/how-to/watch-a-run", "docs/how-to/compare-runs"),

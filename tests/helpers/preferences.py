@@ -105,7 +105,7 @@ Formula = Callable[[Any, jax.Array, np.ndarray], tuple[jax.Array, dict[str, jax.
 
 
 @cache
-def plain(formula: Formula, steps: int) -> list[dict[str, float]]:
+def plain(formula: Formula, steps: int, size: GPTConfig = SIZE) -> list[dict[str, float]]:
     """Loss, gradient norm and metrics of each step; `formula` takes parameters, the values of a reference, and rows."""
     tx = optax.chain(CLIP, optax.adamw(RATE, b2=0.95, weight_decay=0.1, mask=_is_matrix))
 
@@ -116,7 +116,7 @@ def plain(formula: Formula, steps: int) -> list[dict[str, float]]:
         metrics = {"loss": loss, "gradient_norm": optax.tree.norm(grads), **metrics}
         return optax.apply_updates(params, updates), state, metrics
 
-    params = first_params(SIZE)
+    params = first_params(size)
     state, found = tx.init(params), []
     for number in range(steps):
         params, state, metrics = step(params, state, references(number % 2), pairs(number % 2))
@@ -135,6 +135,7 @@ class On(NamedTuple):
     programs: Programs
     devices: tuple[jax.Device, ...]
     objective: Objective
+    more: Callable[[int], dict[str, np.ndarray]] = lambda step: {}  # other entries of the rows of a step
 
     def rows(self, x: np.ndarray) -> np.ndarray:
         return split_rows(x, self.model.axis)
@@ -145,11 +146,12 @@ class On(NamedTuple):
 
     def start(self) -> Any:
         """The state of a new run."""
-        return self.programs.start(self.place(first_params(SIZE), self.model))
+        return self.programs.start(self.place(first_params(self.model.config), self.model))
 
     def extra(self, step: int, references: Any) -> dict[str, Any]:
         extra = {"reference": references(step % 2)} if self.objective.has_reference else {}
-        return extra | {name: self.rows(LABELS) for name in self.objective.example.members}
+        extra |= {name: self.rows(LABELS) for name in self.objective.example.members}
+        return extra | {name: self.rows(x) for name, x in self.more(step % 2).items()}
 
     def steps(self, state: Any, references: Any, frozen: Any = None, count: int = 6) -> list[dict[str, float]]:
         found = []
@@ -167,20 +169,28 @@ def programs_on(
     stage: int,
     axis: zero.Axis | None = None,
     tuning: Tuning | None = None,
+    size: GPTConfig = SIZE,
     **options: Any,
 ) -> On:
     """The programs of an objective."""
     axis = axis or zero.Axis("zero", (1, devices))
     remat = options.pop("remat", "none")
-    model = ShardedGPT(SIZE, axis, stage, jnp.float32, tuning=tuning, remat=remat)
+    model = ShardedGPT(size, axis, stage, jnp.float32, tuning=tuning, remat=remat)
     used, chosen = tuple(jax.devices()[:devices]), StepOptions(RATE, objective=objective, **options)
     return On(model, make_programs(model, adamw(0.1), chosen, used), used, objective)
 
 
-def check_steps(objective: Objective, formula: Formula, devices: int, stage: int, options: dict[str, Any]) -> None:
+def check_steps(
+    objective: Objective,
+    formula: Formula,
+    devices: int,
+    stage: int,
+    options: dict[str, Any],
+    more: Callable[[int], dict[str, np.ndarray]] = lambda step: {},
+) -> None:
     """Losses, gradient norms and metrics of ten steps of zero are those of a formula on logits on one device."""
-    expected_steps = plain(formula, 10)
-    one = programs_on(objective, devices, stage, max_gradient_norm=MAX_NORM, **options)
+    expected_steps = plain(formula, 10, options.get("size", SIZE))
+    one = programs_on(objective, devices, stage, max_gradient_norm=MAX_NORM, **options)._replace(more=more)
     got = one.steps(one.start(), lambda step: one.rows(references(step)), count=10)
     for step, (found, expected) in enumerate(zip(got, expected_steps, strict=True)):
         for name in ("loss", "gradient_norm", *objective.names):

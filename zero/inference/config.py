@@ -79,6 +79,12 @@ class Evaluate(HeldWeights):
         "The index files to score, such as a test set, in the form of data.index_path_validation; null: that key's "
         "files.",
     )
+    top_tokens: int | None = key(
+        None,
+        at_least(1),
+        "Write so many most likely tokens of each position beside the index files, from which objective=distillation "
+        "trains another model; null: none.",
+    )
     harness: list[str] = key(
         [],
         None,
@@ -258,7 +264,9 @@ class EvaluateConfig(TrainedModelConfig):
         if example.is_whole and evaluate.validation and not evaluate.index:
             holds = f"data.index_path_validation of objective={self.objective.name} holds"
             yield "evaluate.index", f"an index file of texts, as {holds} rows of zero-prepare {example.option}"
-        if not (evaluate.validation or evaluate.harness):
+        if evaluate.top_tokens is not None:
+            yield from self._top_tokens(evaluate.top_tokens, size, of_model)
+        if not (evaluate.validation or evaluate.harness or evaluate.top_tokens):
             yield "evaluate.validation", "true, or tasks in evaluate.harness"
         elif evaluate.validation and not (evaluate.index or data.has_validation_set):
             path = shown(data.index_path_validation)
@@ -276,6 +284,18 @@ class EvaluateConfig(TrainedModelConfig):
         elif evaluate.carry and (evaluate.stride is not None or context % size.vq_block):
             block = f"vq_block={size.vq_block} of {of_model}"
             yield "evaluate.carry", f"false, or evaluate.stride=null and a context that is a multiple of {block}"
+
+    def _top_tokens(self, count: int, size: GPTConfig, of_model: str) -> Mistakes:
+        """What cannot be stored beside index files."""
+        evaluate = self.evaluate
+        if count > size.vocab_size:
+            yield "evaluate.top_tokens", f"at most {size.vocab_size}, the vocabulary of {of_model}"
+        if not (evaluate.index or self.data.has_validation_set):
+            yield "evaluate.index", "index files, beside which evaluate.top_tokens are written"
+        if evaluate.follow:
+            yield "evaluate.follow", "false, as evaluate.top_tokens are those of one teacher"
+        if evaluate.adapters is not None:
+            yield "evaluate.adapters", "null, as evaluate.top_tokens are those of one teacher"
 
     def without_effect(self) -> Mistakes:
         if not self.evaluate.follow:

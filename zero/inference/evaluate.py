@@ -31,6 +31,7 @@ from zero.inference.harness_tasks import run_tasks
 from zero.inference.manner import Manner
 from zero.inference.score_identity import score_identity
 from zero.inference.scoring import Scorer, score_sets
+from zero.inference.top_tokens import store_top_tokens
 from zero.inference.trained_model import open_model, place_model
 from zero.models.config import GPTConfig
 
@@ -72,6 +73,9 @@ def evaluate(config: EvaluateConfig, size: GPTConfig, run_directory: Path) -> in
                 run, scorer, config.evaluate.ema, partial(_result, config, scorer), _identity(config, scorer), tracker
             )
             return 0
+        if config.evaluate.top_tokens is not None:
+            for index in itertools.chain.from_iterable(map(paths_of, _sets(config).values())):
+                store_top_tokens(scorer, index, config.evaluate.top_tokens)
         result = _result(config, scorer)
     else:
         result = {"run": str(config.model.model_path), "context": context, "adapters": {}}

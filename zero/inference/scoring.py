@@ -69,6 +69,13 @@ class Scorer:
                 part = slice(first - 1, len(text) - 1)  # the loss of token t is at t - 1
                 yield Score(text[first:], losses[row, part].astype(np.float64), is_greedy[row, part])
 
+    def top_tokens(self, rows: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """The most likely tokens of each position of a batch `(batch_rows, T)`, and their log-probabilities."""
+        progress()
+        found = self._programs.top_tokens(self.trained.params, self._places.split_global(rows), count)
+        tokens, log_probabilities = map(np.asarray, found)
+        return tokens, log_probabilities
+
     def scores_of_whole(self, rows: Iterable[np.ndarray]) -> Iterator[Score]:
         """Scores every token but the first of rows of any length, given all tokens before it.
 

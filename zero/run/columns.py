@@ -12,10 +12,11 @@ from zero.job.job import Job
 from zero.run.column import Column, ColumnInputs
 from zero.run.reference import reference_column
 from zero.run.restore import TrainingPosition
+from zero.run.teacher import teacher_column
 
 # From what a column is made from, a run's job and its position to a column; all hosts call it.
 COLUMNS: Mapping[str, Callable[[ColumnInputs, Job, TrainingPosition], Column]] = MappingProxyType(
-    {"reference": reference_column}
+    {"reference": reference_column, "teacher": teacher_column}
 )
 
 

@@ -82,6 +82,19 @@ def score_on(
     return _of_all_rows(scores.losses_BT, model), _of_all_rows(scores.is_greedy_BT, model), cache
 
 
+def top_tokens(params: PyTree, tokens: jax.Array, *, model: ShardedGPT, count: int) -> tuple[jax.Array, jax.Array]:
+    """The most likely next tokens of each position, and their log-probabilities in nats, the largest first.
+
+    Per device: shards of parameters and int32 tokens `(R, T)` as in `Batch`. Out: int32 and float32
+    `(N R, T, count)`, the rows of all devices in order, the same on every device. Call inside pmap.
+    """
+    full = model.gather_params(params)
+    tokens = token_ids(tokens)
+    starts = document_starts(tokens, model.separators)
+    found, log_probabilities = model.apply(full, tokens, starts, count, method="top_tokens")
+    return _of_all_rows(found, model), _of_all_rows(log_probabilities, model)
+
+
 def _of_all_rows(x: jax.Array, model: ShardedGPT) -> jax.Array:
     """Gathers the rows of all N tensor groups, or devices: `(R, ...)` in, `(N R, ...)` out."""
     of_devices = lax.all_gather(x, model.axis.name)

@@ -20,7 +20,7 @@ from zero.partition.layout import PyTree
 from zero.partition.sharded_optimizer import on_shards
 from zero.training.batch import Rows
 from zero.training.host_rows import HostRows
-from zero.training.inference import DecodeState, Sampling, evaluate_step, extend, prefill, score, score_on
+from zero.training.inference import DecodeState, Sampling, evaluate_step, extend, prefill, score, score_on, top_tokens
 from zero.training.parts import StepOptions, TrainState
 from zero.training.reference_step import reference_step
 from zero.training.sharded_gpt import ShardedGPT
@@ -137,6 +137,7 @@ class Inference(NamedTuple):
 
     Attributes:
       score: `(params, tokens)` to the shared losses and hits of all rows.
+      top_tokens: `(params, tokens, count)`, the count static, to the shared most likely tokens and log-probabilities.
       new_cache: `(tokens)`, of which only the number of rows counts, to an empty cache for `score_on`.
       score_on: `(params, tokens, cache, position)`, the cache donated, to shared losses and hits and the next cache.
       prefill: `(params, tokens, length, width)`, the width static, to a `DecodeState`.
@@ -148,6 +149,7 @@ class Inference(NamedTuple):
     """
 
     score: Program[[PyTree, Rows], tuple[jax.Array, jax.Array]]
+    top_tokens: Program[[PyTree, Rows, int], tuple[jax.Array, jax.Array]]
     new_cache: Program[[Rows], PyTree]
     score_on: Program[[PyTree, Rows, PyTree, Rows], tuple[jax.Array, jax.Array, PyTree]]
     prefill: Program[[PyTree, Rows, Rows, int], DecodeState]
@@ -166,6 +168,11 @@ def make_inference(
     bound = partial(extend, model=model, sampling=sampling or Sampling())
     return Inference(
         score=pmap(partial(score, model=model), out_axes=None),
+        top_tokens=pmap(
+            lambda params, tokens, count: top_tokens(params, tokens, model=model, count=count),
+            static_broadcasted_argnums=2,
+            out_axes=None,
+        ),
         new_cache=pmap(
             lambda tokens: init_cache(
                 model.config, len(tokens), 0, model.compute_dtype, model.cut, known=np.iinfo(np.int32).max

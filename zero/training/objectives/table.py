@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from zero.training.objectives.distillation import Distillation
 from zero.training.objectives.dpo import Dpo
 from zero.training.objectives.kto import Kto
 from zero.training.objectives.objective import Keys, Likelihood, Objective
 from zero.training.objectives.orpo import Orpo
 from zero.training.objectives.simpo import Simpo
 
-OBJECTIVES: tuple[type[Keys], ...] = (Likelihood, Dpo, Orpo, Simpo, Kto)
+OBJECTIVES: tuple[type[Keys], ...] = (Likelihood, Dpo, Orpo, Simpo, Kto, Distillation)
 
 
 def with_defaults() -> dict[str, Objective]:

@@ -1,0 +1,73 @@
+"""A teacher's tokens are stored, and another model learns from them: in staged lengths, killed and resumed."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.helpers import cli
+
+JOB = cli.later_values(
+    *cli.TINY,
+    "objective=distillation",
+    "objective.top_tokens=4",
+    "objective.weight=0.5",
+    "training.context_stages=[[3,16]]",
+    "training.staged_warmup_steps=0",
+    "training.total_steps=6",
+    "training.evaluation_frequency=3",
+    "model.override.N=1",
+)
+SPLITS = [Path(index) for index in cli.INDICES]
+
+
+@pytest.fixture(scope="module")
+def taught(workplace: Path) -> Path:
+    """The workplace with the tokens of a teacher beside both index files."""
+    runs = cli.Forks(workplace)
+    teacher = runs.train("teacher", *cli.TINY)
+    found = runs.evaluate(
+        *("stored", f"model.model_path={teacher}", "evaluate.top_tokens=5"),
+        *("evaluate.validation=false", f"evaluate.index=[{','.join(cli.INDICES)}]"),
+    )
+    assert found["step"] == 12
+    return workplace
+
+
+def test_stored_tokens(taught: Path) -> None:
+    """Of each position of each row the most likely first; together less likely than certain."""
+    for index in SPLITS:
+        stem = taught / index.with_suffix("")
+        described = json.loads(Path(f"{stem}.teacher.json").read_text())
+        tokens, logps = (np.load(f"{stem}.teacher-{name}.npy") for name in ("tokens", "log_probabilities"))
+        assert tokens.shape == logps.shape == (described["rows"], cli.CONTEXT, 5) and tokens.dtype == np.uint16
+        together = np.exp(logps).sum(-1)
+        assert (np.diff(logps) <= 0).all() and (together < 1.0001).all() and together.max() > 0.05
+        assert all(len(set(of_position)) == 5 for of_position in tokens.reshape(-1, 5).tolist())
+
+
+def test_killed_and_resumed(taught: Path) -> None:
+    runs = cli.Forks(taught)
+    whole = cli.metrics(runs.train("whole", *JOB))
+    assert [line["sequence_length"] for line in whole] == [16, 16, 16, 32, 32, 32]
+    assert whole[-1]["divergence"] < whole[0]["divergence"] and whole[-1]["validation/divergence"] > 0
+    assert whole[-1]["train/loss"] == pytest.approx(
+        (whole[-1]["divergence"] + whole[-1]["likelihood_loss"]) / 2, rel=1e-5
+    )
+    process = runs.start(*JOB, "hydra.run.dir=killed")
+    while process.poll() is None and not (taught / "killed" / "checkpoints" / "3").is_dir():
+        pass
+    process.kill()
+    process.finish()
+    runs.check("--resume", "hydra.run.dir=killed")
+    assert cli.metrics(taught / "killed") == whole
+    stored = taught / SPLITS[0].with_suffix(".teacher.json")
+    before = stored.read_text()
+    stored.write_text(json.dumps(json.loads(before) | {"sha256": "other"}))
+    cli.check_refusal(
+        runs.run("--resume", "hydra.run.dir=killed", "training.total_steps=8"), "the values of the teacher have changed"
+    )
+    stored.write_text(before)
+    more = cli.later_values(*JOB, "objective.top_tokens=6", "hydra.run.dir=more")
+    cli.check_refusal(runs.run(*more), "objective.top_tokens=6: the teacher")

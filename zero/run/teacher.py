@@ -1,0 +1,42 @@
+"""The column of a teacher: its most likely tokens of each position, which `mode=evaluate` has stored."""
+
+from __future__ import annotations
+
+from zero.base.errors import UserError
+from zero.corpus.format.index_files import read_index
+from zero.corpus.format.top_tokens import LOG_PROBABILITIES, TOKENS, TopTokens, read_top_tokens
+from zero.corpus.reading.contents import contents_of
+from zero.job.job import Job
+from zero.run.column import Column, ColumnInputs
+from zero.run.restore import TrainingPosition
+
+
+def teacher_column(inputs: ColumnInputs, job: Job, position: TrainingPosition) -> Column:
+    """The tokens and log-probabilities beside each index file, `(rows, positions, K)`.
+
+    Raises:
+      UserError: there are none, or they are of other rows, of fewer tokens, or of a larger vocabulary.
+    """
+    (count,) = {entry.shape[0] for entry in job.objective.reads if entry.source == "teacher"}
+    stored = {}
+    digests = []
+    for index in inputs.indices:
+        described, arrays = read_top_tokens(index)
+        _check(index, described, inputs.context, count, job.model.config.vocab_size)
+        stored[index] = {f"teacher/{name}": arrays[name][..., :count] for name in (TOKENS, LOG_PROBABILITIES)}
+        digests.append(described.sha256)
+    return Column(stored, identity=" ".join(sorted(digests)))
+
+
+def _check(index: str, described: TopTokens, context: int, count: int, vocab_size: int) -> None:
+    """Compares what is stored with the run."""
+    of_index = f"the teacher's tokens beside {index}"
+    shards = read_index(index)
+    if described.contents != list(contents_of([(shard, shard.rows) for shard in shards])):
+        raise UserError(f"{of_index} are of other shards than it lists: write them again")
+    if described.positions != context:
+        raise UserError(f"data.max_context={context}: {of_index} are of {described.positions} positions of each row")
+    if described.count < count:
+        raise UserError(f"objective.top_tokens={count}: {of_index} are {described.count} of each position")
+    if described.largest >= vocab_size:
+        raise UserError(f"{of_index} hold token {described.largest}, outside the vocabulary of {vocab_size}")

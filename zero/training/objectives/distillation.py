@@ -1,0 +1,84 @@
+"""Offline distillation: the model's distribution of the next token comes close to that of a teacher.
+
+The teacher's K most likely tokens of each position are stored, with their log-probabilities. The loss is the forward
+divergence from the teacher of distributions over K + 1 outcomes: these tokens, and any other. The probability of the
+others is what is left to 1, in the teacher and in the model. To renormalize the K tokens instead would teach the model
+that nothing else can follow, a bias that Anshumann et al. examine (Sparse Logit Sampling, arXiv 2503.16870, section 3).
+By the data processing inequality the loss is a lower bound of the divergence over all tokens, and equal to it if K is
+the size of the vocabulary.
+
+Shapes: R rows of one device, P positions of them on this device, K tokens of a position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from zero.config.constraints import at_least
+from zero.config.keys import Check, key, named
+from zero.models.gpt import Scores
+from zero.training.batch import Batch, Entry
+from zero.training.objectives.objective import Keys, Mean, Objective
+from zero.training.sharded_gpt import ShardedGPT
+
+TOKENS = Entry("teacher/tokens", source="teacher", of="position", dtype="int32")
+LOG_PROBABILITIES = Entry("teacher/log_probabilities", source="teacher", of="position")
+METRICS = (
+    Mean("divergence", "forward divergence from the teacher, nats per token", "Distillation", "nats per token"),
+    Mean("likelihood_loss", "negative log-likelihood of the tokens, nats per token", "Distillation", "nats per token"),
+)
+_LEAST = 1e-6  # of the probability of all other tokens: below it a sum in float32 is rounding
+
+
+@dataclass
+class Distillation(Keys):
+    """Distillation from a teacher's most likely tokens, of mode=evaluate evaluate.top_tokens (arXiv 1503.02531).
+
+    docs/how-to/distill.md
+    """
+
+    name: str = named("distillation")
+    top_tokens: int = key(32, at_least(1), "Tokens per position, at most as many as are stored; all others are one.")
+    weight: float = key(
+        1.0,
+        Check(lambda value: 0 <= value <= 1, "0 to 1"),
+        "Share of the divergence from the teacher in the loss; the rest is the likelihood of the tokens.",
+    )
+
+    def make(self) -> Objective:
+        tokens, log_probabilities = (entry._replace(shape=(self.top_tokens,)) for entry in (TOKENS, LOG_PROBABILITIES))
+        total = partial(_total, weight=self.weight)
+        return Objective(ShardedGPT.count_scored, total, METRICS, (tokens, log_probabilities), candidates=tokens)
+
+
+def _total(model: ShardedGPT, scores: Scores, batch: Batch, *, weight: float) -> tuple[jax.Array, dict[str, jax.Array]]:
+    teacher_RPK = model.own_positions(batch.extra[LOG_PROBABILITIES.name])
+    assert teacher_RPK is not None and scores.candidates_BTK is not None
+    divergence_RP = divergence(teacher_RPK, scores.candidates_BTK)
+    losses_RP = weight * divergence_RP + (1 - weight) * scores.losses_BT
+    if scores.penalty_BT is not None:
+        losses_RP += weight * scores.penalty_BT
+    sums: Callable[[jax.Array], jax.Array] = partial(model.sum_scored, tokens=batch.tokens)
+    return sums(losses_RP), {"divergence": sums(divergence_RP), "likelihood_loss": sums(scores.losses_BT)}
+
+
+def divergence(teacher_RPK: jax.Array, model_RPK: jax.Array) -> jax.Array:
+    """The forward divergence `(R, P)` from log-probabilities of the same tokens; all others are one outcome.
+
+    >>> teacher, model = jnp.log(jnp.asarray([[[0.5, 0.25]]])), jnp.log(jnp.asarray([[[0.25, 0.25]]]))
+    >>> round(divergence(teacher, model).item(), 4), abs(round(divergence(teacher, teacher).item(), 4))
+    (0.1733, 0.0)
+    """
+    left_RP = _log_of_others(teacher_RPK)
+    of_tokens = jnp.sum(jnp.exp(teacher_RPK) * (teacher_RPK - model_RPK), axis=-1)
+    return of_tokens + jnp.exp(left_RP) * (left_RP - _log_of_others(model_RPK))
+
+
+def _log_of_others(logps_RPK: jax.Array) -> jax.Array:
+    """The log-probability of all other tokens than these."""
+    return jnp.log(jnp.maximum(1 - jnp.sum(jnp.exp(logps_RPK), axis=-1), _LEAST))
