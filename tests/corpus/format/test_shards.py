@@ -61,7 +61,7 @@ def test_samples_are_those_of_webdataset(tmp_path: Path):
 
 @pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_tars_of_any_form(tmp_path: Path, form: int):
-    """Long names, names outside ASCII, folders, links and marked members, as `tarfile` writes them."""
+    """Long names, names outside ASCII, folders and marked members, as `tarfile` writes them."""
     names = ["a", "part/" + "b" * 80, "folder" * 16 + "/c", "é/dé"] + ["e" * 150] * (form != tarfile.USTAR_FORMAT)
     with tarfile.open(tmp_path / "s.tar", "w", format=form) as archive:
         for number, name in enumerate(["__not__/x", *names]):
@@ -69,10 +69,9 @@ def test_tars_of_any_form(tmp_path: Path, form: int):
             member = tarfile.TarInfo(f"{name}.input_id.npy")
             member.size, member.mtime = len(data), 0.5 if form == tarfile.PAX_FORMAT else 0
             archive.addfile(member, io.BytesIO(data))
-        for kind in (tarfile.DIRTYPE, tarfile.SYMTYPE):
-            link = tarfile.TarInfo("z.input_id.npy")
-            link.type, link.linkname = kind, "a.input_id.npy"
-            archive.addfile(link)
+        folder = tarfile.TarInfo("z.input_id.npy")
+        folder.type = tarfile.DIRTYPE
+        archive.addfile(folder)
     (tmp_path / "it.index").write_text("s.tar\n")
     shards = loader(tmp_path / "it.index", shuffle=False, max_epochs=1, global_rows=1)
     assert shards.rows == len(names)

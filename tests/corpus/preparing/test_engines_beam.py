@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -121,6 +122,29 @@ def test_options_that_look_at_all_parts(lines: Path, tmp_path: Path):
     assert process.returncode == 0, said
     assert digest(tmp_path / "far") == digest(tmp_path / "near")
     assert printed.count("needs about") == 3 and "documents equal to an earlier one" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_BEAM, reason="apache_beam is not installed")
+def test_job_service(lines: Path, tmp_path: Path):
+    """By the job API, which Flink and Spark serve too: all files are those of a local corpus."""
+    assert call(lines, *SIZES, *places(tmp_path / "near"), "--workers", "1").returncode == 0
+    command = [sys.executable, "-m", "apache_beam.runners.portability.local_job_service_main"]
+    port_file = tmp_path / "port"
+    service = subprocess.Popen([*command, "--port_file", port_file, "--staging_dir", tmp_path / "staging"])
+    try:
+        while not port_file.exists() or not port_file.read_text():
+            assert service.poll() is None
+            time.sleep(0.1)
+        endpoint = f"--job_endpoint=localhost:{port_file.read_text().strip()}"
+        runner = ["--runner", "PortableRunner", endpoint, "--environment_type=LOOPBACK"]
+        process = start(lines, tmp_path / "far", runner=runner)
+        _, said = process.communicate()
+    finally:
+        service.terminate()
+        service.wait()
+    assert process.returncode == 0, said
+    assert digest(tmp_path / "far") == digest(tmp_path / "near")
 
 
 @pytest.mark.slow

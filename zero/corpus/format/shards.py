@@ -112,7 +112,8 @@ def count_rows(path: str | Path) -> int:
             is_empty = False
             others.add(name.rpartition(".")[2])
             if name.lower().endswith(".input_id.npy"):
-                shape = npy_header(data).shape
+                with reading(f"shard {path}: {name} is not a complete .npy array", kind=BadData):
+                    shape = npy_header(data).shape
                 if len(shape) > 1 and shape[0] > size:  # a row is a byte at least
                     raise ValueError(f"{name} has the shape {shape} and {size} bytes")
                 rows += shape[0] if len(shape) > 1 else 1

@@ -18,7 +18,7 @@ import numpy as np
 from zero.base.errors import UserError
 from zero.corpus.format.example import TEXT
 from zero.corpus.format.shards import COMPLETIONS, LENGTHS, ROWS, lengths_of, rows_of
-from zero.corpus.format.tar import tar_header
+from zero.corpus.format.tar import check_kind, check_rest, tar_header
 from zero.corpus.preparing import documents
 from zero.corpus.preparing.documents import Document, Reader, TextReader, Unit, broken, decoded, read_entry
 from zero.corpus.preparing.sources.compression import damage_named, decompressed
@@ -71,7 +71,7 @@ def holds_ids(path: str) -> bool:
 def _samples(path: str) -> Iterator[tuple[Iterator[dict[str, Any]], BinaryIO]]:
     """The samples of a tar, and the file that they are read from."""
     with open_file(path) as file, damage_named(path):
-        yield _grouped(path, WholeTar(decompressed(file, path))), file
+        yield _grouped(path, WholeTar(decompressed(file, path), path)), file
 
 
 def _grouped(path: str, tar: WholeTar) -> Iterator[dict[str, Any]]:
@@ -82,9 +82,9 @@ def _grouped(path: str, tar: WholeTar) -> Iterator[dict[str, Any]]:
         yield from group_by_keys(tar_file_expander([{"url": path, "stream": tar}]))
         tar.check()
     except (*MALFORMED, tarfile.TarError) as error:
-        if isinstance(error, UserError):
-            raise
         # webdataset adds arguments to errors.
+        if isinstance(error, UserError):
+            raise UserError(str(error.args[0])) from error
         problem = tar.problem or str(error.args[0] if error.args else type(error).__name__)
         raise UserError(f"{path} is truncated or damaged: {problem}; copy it again") from error
 
@@ -94,8 +94,9 @@ class WholeTar(io.RawIOBase):
 
     problem: str | None = None
 
-    def __init__(self, file: BinaryIO):
+    def __init__(self, file: BinaryIO, path: str):
         self._file = file
+        self._path = path
         self._skip = 0  # bytes to the next header
         self._header = b""
         self._is_ended = False
@@ -109,9 +110,11 @@ class WholeTar(io.RawIOBase):
         return data
 
     def check(self) -> None:
-        """Raises EOFError if the end of the archive has not been read."""
+        """Raises EOFError if the end of the archive has not been read, and UserError if more follows it."""
         if not self._is_ended:
             self._fail(EOFError("unexpected end of file"))
+        while rest := self._file.read(1 << 20):
+            check_rest(self._path, rest)
 
     def _follow(self, data: bytes) -> None:
         """Checks the headers in the next bytes."""
@@ -133,10 +136,14 @@ class WholeTar(io.RawIOBase):
                 size = tar_header(self._header)
             except ValueError as error:
                 self._fail(error)
+            if size is not None:
+                check_kind(self._path, self._header)
             self._header = b""
             self._is_ended = size is None
             if size is not None:
                 self._skip = size + -size % _BLOCK
+        if self._is_ended:
+            check_rest(self._path, data[at:])
 
     def _fail(self, error: Exception) -> None:
         self.problem = str(error)
