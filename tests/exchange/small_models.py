@@ -32,6 +32,9 @@ def small(model_type: str) -> dict[str, Any]:
         keys["sliding_window"] = 7
     for key, value in ARCHITECTURES[model_type].fixed.items():
         keys[key] = value
+    if model_type == "deepseek_v3":
+        del keys["head_dim"]  # which the class sets to the rotated part
+        keys["num_key_value_heads"] = 4
     if model_type == "glm4_moe":
         keys["head_dim"] = 12  # of which the half is even
     if model_type == "gpt_oss":

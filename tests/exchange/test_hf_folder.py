@@ -101,6 +101,27 @@ THEIRS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         | {"attention_bias": True, "head_dim": 12},
         {"N": 4},
     ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {key: x for key, x in _LLAMA_SIZES.items() if key not in ("head_dim", "num_key_value_heads")}
+        | {"hidden_size": 44, "moe_intermediate_size": 12, "n_routed_experts": 8, "num_experts_per_tok": 3}
+        | {"n_shared_experts": 2, "n_group": 4, "topk_group": 2, "num_key_value_heads": 6, "q_lora_rank": 20}
+        | {"kv_lora_rank": 12, "qk_rope_head_dim": 6, "qk_nope_head_dim": 10, "v_head_dim": 14}
+        | {
+            "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "beta_fast": 4.0, "mscale": 1.0}
+            | {"mscale_all_dim": 0.7, "original_max_position_embeddings": 64}
+        },
+        {"rotary_scaling": ("yarn", 8.0, 64.0, 4.0, 1.0, (0.1 * math.log(8) + 1) / (0.07 * math.log(8) + 1))},
+    ),
+    "deepseek_v3 without latent queries": (
+        "DeepseekV3Config",
+        {key: x for key, x in _LLAMA_SIZES.items() if key not in ("head_dim", "num_key_value_heads")}
+        | {"hidden_size": 52, "moe_intermediate_size": 20, "n_routed_experts": 6, "num_experts_per_tok": 2}
+        | {"num_attention_heads": 3, "num_key_value_heads": 3, "n_group": 1, "topk_group": 1, "q_lora_rank": None}
+        | {"first_k_dense_replace": 1, "kv_lora_rank": 9, "qk_rope_head_dim": 10, "qk_nope_head_dim": 3}
+        | {"v_head_dim": 13, "rope_interleave": False, "norm_topk_prob": False, "routed_scaling_factor": 1.3},
+        {},
+    ),
     "gpt_oss": (
         "GptOssConfig",
         _LLAMA_SIZES

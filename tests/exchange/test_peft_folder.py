@@ -92,7 +92,7 @@ def test_losses_equal_peft(trained_by_peft: Peft) -> None:
     """Losses over 20 steps on 8 devices at stage 3 are those of peft, from the same adapters."""
     size = llama.size(CONTEXT)
     adapters = peft_adapters(trained_by_peft.adapters, size)
-    assert (adapters.rank, adapters.alpha, adapters.targets) == (4, 6.0, PRODUCTS)
+    assert (adapters.rank, adapters.alpha, adapters.targets) == (4, 6.0, PRODUCTS[: len(MODULES)])
     model = ShardedGPT(size, zero.Axis("zero", (1, 8)), 3, tuning=Tuning(adapters))
     devices = tuple(jax.devices())
     programs = make_programs(model, adamw(DECAY), StepOptions(lambda step: jnp.float32(RATE)), devices)
@@ -156,7 +156,7 @@ def test_rank_stabilised_scale() -> None:
     assert alpha_of({"r": 9, "lora_alpha": 7, "use_rslora": True}) / 9 == pytest.approx(scale)
 
 
-ROUTED = ("glm4_moe",)  # whose first layers have an MLP where others have experts and one beside them
+ROUTED = ("glm4_moe", "deepseek_v3")  # whose first layers have an MLP where others have experts and one beside them
 
 
 @pytest.mark.parametrize("family", ROUTED)

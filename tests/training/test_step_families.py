@@ -43,6 +43,11 @@ TRAINED = {
         "glm4_moe", **{**_GROUPED, "head_dim": 12}, N=3, experts=5, experts_per_token=2, shared_dim=13, dense_dim=21,
         router_bias_rate=None,
     ),
+    "deepseek_v3": _of(
+        "deepseek_v3", num_head=3, head_dim=11, rotary_dim=4, latent_dim=13, query_latent_dim=17, value_dim=9, N=3,
+        mlp_dim=13, experts=8, experts_per_token=2, shared_dim=13, dense_dim=21, router_bias_rate=None, first_dense=1,
+        attention_scale=0.4,
+    ),
     "gemma": _of("gemma", **_GROUPED),
     "gemma3": _of("gemma3", **_GROUPED, N=4, windows=(5, 0), logit_cap=0.5, attention_scale=0.25),
     "gemma2": _of("gemma2", **_GROUPED, N=4, windows=(5, 0), attention_cap=0.5, logit_cap=0.5),

@@ -7,7 +7,7 @@ layer, and in some architectures query, key and value in one.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from zero.models.config import FIRST, HEAD, VOCABULARY, GPTConfig, default_value
 from zero.models.families import FAMILIES
 from zero.partition.layout import LeafLayout
 
+_YARNS = ("yarn", "yarn_unrounded")
 FUSED_QKV = ("query", "key", "value")
 # Attributes that are not choices of an architecture: sizes, and options of training.
 _SIZES = {"embedding_dim", "vocab_size", "num_head", "block_size", "N", "kv_heads", "head_dim", "mlp_dim"}
@@ -49,6 +50,8 @@ class Architecture:
     window_period: int = 2  # where layer_types are absent, the last of so many layers has no window
     legacy: Mapping[str, Any] = field(default_factory=dict)  # values of old folders that mean those of `fixed`
     predictors: str | None = None  # key of the number of layers after the last one that only training reads
+    scales_scores: bool = False  # mscale_all_dim of YaRN is a factor of scores too
+    direct_queries: Mapping[str, str] = field(default_factory=dict)  # modules where query_latent_dim is None
     windows: str = ""  # their key: "sliding_window", "layer_types", "attention_types", or "" for no windows
     is_transposed: bool = True  # kernels are stored `(out, in)`
     # Modules with one name share a tensor: query, key and value head by head ("head"), or one after another ("rows"),
@@ -74,6 +77,10 @@ class Architecture:
         free |= {"output_scale"} if "logit_divisor" in free else set()
         free |= {"shared_dim"} if "shared_experts" in free else set()
         free |= {"dense_dim"} if "dense_width" in free else set()
+        free |= {"value_dim"} if "value_width" in free else set()
+        free |= {"head_width"} if "unrotated_width" in free else set()
+        if self.scales_scores and not isinstance(size.attention_scale, str) and size.rotary_kind in _YARNS:
+            free.add("attention_scale")
         expected = {name: value for name, value in self.choices().items() if name not in _SIZES}
         widths = {"key_heads": size.num_head, "mlp_width": 4 * size.embedding_dim}
         widths["head_width"] = size.embedding_dim / size.num_head  # type: ignore[assignment]
@@ -99,6 +106,12 @@ class Architecture:
                 f"embedding_dim divisible by num_head, this model {size.embedding_dim} and {size.num_head}"
             )
         return differing
+
+    def of_queries(self, latent_dim: int | None) -> Architecture:
+        """The same for models whose queries have this width of their latent vector, or None."""
+        if latent_dim is not None or not self.direct_queries:
+            return self
+        return replace(self, modules={**self.modules, **self.direct_queries}, direct_queries={})
 
     @property
     def layers_key(self) -> str:

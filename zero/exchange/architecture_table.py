@@ -485,6 +485,58 @@ GLM4_MOE = _like_llama(
     rotary=("rope_theta", "partial_rotary_factor"),
     **_BALANCED,
 )
+DEEPSEEK_V3 = _like_llama(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    without=("intermediate_size", "head_dim"),
+    keys={
+        **_BALANCED_KEYS,
+        "q_lora_rank": "query_latent_dim",
+        "kv_lora_rank": "latent_dim",
+        "qk_nope_head_dim": "unrotated_width",
+        "qk_rope_head_dim": "rotary_dim",
+        "v_head_dim": "value_width",
+        "rope_interleave": "rotary_interleaved",
+    },
+    absent={
+        "num_key_value_heads": 128,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 3,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "n_group": 8,
+        "topk_group": 4,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "rope_interleave": True,
+        "num_nextn_predict_layers": 1,
+    },
+    fixed={"hidden_act": "silu", "attention_bias": False},
+    modules=_balanced_modules(
+        {
+            **{name: hf_name for name, hf_name in _ATTENTION_MODULES.items() if "self_attn." not in hf_name},
+            **_layers(
+                {
+                    "query_latent": "self_attn.q_a_proj",
+                    "query_latent_norm": "self_attn.q_a_layernorm",
+                    "query": "self_attn.q_b_proj",
+                    "latent": "self_attn.kv_a_proj_with_mqa",
+                    "latent_norm": "self_attn.kv_a_layernorm",
+                    "key_value": "self_attn.kv_b_proj",
+                    "attention_out": "self_attn.o_proj",
+                }
+            ),
+        }
+    ),
+    direct_queries={f"{stack}/query": "layers.{}.self_attn.q_proj" for stack in (STACK, FIRST)},
+    scales_scores=True,
+    scalings=("linear", "llama3", "yarn", "yarn_unrounded"),
+    **_BALANCED,
+)
 GEMMA = _like_llama(
     "gemma",
     "GemmaForCausalLM",
@@ -555,12 +607,27 @@ GEMMA3 = _like_llama(
 )
 # If several equal a model, the first is exported.
 _LLAMAS = (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, STABLELM, STARCODER2, OLMO2, OLMO3, GRANITE, PHI3)
-_ALL = (GPT2, BLOOM, GPT_NEO, GPT_NEOX, *_LLAMAS, GEMMA, GEMMA2, GEMMA3, MIXTRAL, QWEN3_MOE, GPT_OSS, GLM4_MOE)
+_ALL = (
+    GPT2,
+    BLOOM,
+    GPT_NEO,
+    GPT_NEOX,
+    *_LLAMAS,
+    GEMMA,
+    GEMMA2,
+    GEMMA3,
+    MIXTRAL,
+    QWEN3_MOE,
+    GPT_OSS,
+    GLM4_MOE,
+    DEEPSEEK_V3,
+)
 ARCHITECTURES = {architecture.model_type: architecture for architecture in _ALL}
+# Other names of theirs, in folders with code of their own.
+OTHER_TYPES = {"kimi_k2": "deepseek_v3"}
 # What models that are asked for have and no model of zero has.
 MISSING = {
-    "deepseek_v2": "latent attention (compressed keys and values) and shared experts",
-    "deepseek_v3": "latent attention (compressed keys and values), shared experts and routing by groups with biases",
+    "deepseek_v2": "routing by groups of softmax scores",
     "qwen3_5": "gated delta networks (linear attention) in most layers",
     "qwen3_5_moe": "gated delta networks (linear attention) in most layers, and shared experts",
     "qwen3_next": "gated delta networks (linear attention) in most layers, and shared experts",
@@ -585,4 +652,5 @@ def architecture_of(size: GPTConfig, model_type: str | None = None) -> Architect
                 f"{candidate.model_type} has {', '.join(differing)}" for candidate, differing in nearest.items()
             )
         )
-    return next((candidate for candidate in nearest if candidate.model_type == model_type), next(iter(nearest)))
+    chosen = next((candidate for candidate in nearest if candidate.model_type == model_type), next(iter(nearest)))
+    return chosen.of_queries(size.query_latent_dim)

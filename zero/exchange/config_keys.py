@@ -85,6 +85,10 @@ def check_keys(origin: str, config: Mapping[str, Any], architecture: Architectur
 def _is_implied(key: str, config: Mapping[str, Any], architecture: Architecture, layers: int) -> bool:
     """Whether a key says what holds without it."""
     value = config[key]
+    if "unrotated_width" in architecture.keys.values() and key in ("head_dim", "qk_head_dim"):
+        parts = {"head_dim": ("qk_rope_head_dim",), "qk_head_dim": ("qk_rope_head_dim", "qk_nope_head_dim")}[key]
+        widths = [config.get(name, architecture.absent[name]) for name in parts]
+        return all(isinstance(width, int) for width in widths) and value == sum(widths)
     if key == "head_dim":
         names = {name: key for key, name in architecture.keys.items()}
         width, heads = (config.get(names[name]) for name in ("embedding_dim", "num_head"))

@@ -9,7 +9,7 @@ from typing import Any
 
 from zero.base.errors import UserError
 from zero.exchange.architecture import Architecture
-from zero.exchange.architecture_table import ARCHITECTURES, MISSING
+from zero.exchange.architecture_table import ARCHITECTURES, MISSING, OTHER_TYPES
 from zero.exchange.config_keys import check_keys
 from zero.files.parsing import reading
 from zero.models.config import GPTConfig
@@ -19,7 +19,15 @@ _MISSING = object()
 # Attributes of a model that no shape or name of a tensor shows, and that its weights were trained with.
 UNSEEN = (
     *("num_head", "norm_epsilon", "positions"),
-    *("rotary_base", "rotary_fraction", "rotary_scaling", "local_rotary_base", "unrotated_every"),
+    *(
+        "rotary_dim",
+        "rotary_interleaved",
+        "rotary_base",
+        "rotary_fraction",
+        "rotary_scaling",
+        "local_rotary_base",
+        "unrotated_every",
+    ),
     *("norm", "windows", "attention_scale", "attention_cap", "extra_logit", "parallel_residual", "activation"),
     *("experts_per_token", "experts_every", "first_dense", "normalize_router", "tied"),
     *("router", "router_scale", "router_groups", "router_groups_per_token"),
@@ -37,13 +45,14 @@ def read_architecture(origin: str, config: Mapping[str, Any]) -> Architecture:
     model_type = config.get("model_type")
     if isinstance(model_type, str) and model_type in MISSING:
         raise UserError(f"{origin}: model_type {model_type!r} has {MISSING[model_type]}, which zero does not support")
+    model_type = OTHER_TYPES.get(str(model_type), model_type)
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         raise UserError(f"{origin}: model_type {model_type!r}: expected one of {', '.join(map(repr, ARCHITECTURES))}")
     architecture = ARCHITECTURES[model_type]
     for key, value in architecture.fixed.items():
         if config.get(key, value) not in (value, architecture.legacy.get(key, value)):
             raise UserError(f"{origin}: {key} is {config[key]!r}; zero supports only {value!r}")
-    return architecture
+    return architecture.of_queries(config.get("q_lora_rank", architecture.absent.get("q_lora_rank")))
 
 
 def read_choices(origin: str, config: Mapping[str, Any], architecture: Architecture, layers: int) -> dict[str, Any]:
@@ -56,7 +65,7 @@ def read_choices(origin: str, config: Mapping[str, Any], architecture: Architect
     choices = architecture.choices()
     for key, name in architecture.keys.items():
         value = config.get(key, config.get(architecture.aliases.get(key, ""), architecture.absent.get(key, _MISSING)))
-        if value is None and type(choices.get(name)) in (int, float):
+        if value is None and name not in _MAY_BE_NULL and type(choices.get(name)) in (int, float):
             raise UserError(f"{origin}: {key} is null; expected a number")
         if value is not _MISSING:
             choices[name] = value
@@ -76,6 +85,10 @@ def read_choices(origin: str, config: Mapping[str, Any], architecture: Architect
             width = choices.get("head_width") or choices["embedding_dim"] // choices["num_head"]
             multiplier = float(choices.get("score_multiplier") or choices["score_width"] ** -0.5)
             choices["attention_scale"] = "sqrt" if multiplier == width**-0.5 else multiplier
+    if architecture.scales_scores:
+        with reading(f"{origin}: the scale of scores is something else"):
+            width = int(choices["unrotated_width"]) + int(choices["rotary_dim"])
+            choices["attention_scale"] = _read_scale(config, width)
     if "logit_divisor" in choices:
         with reading(f"{origin}: logits_scaling is not a number"):
             choices["output_scale"] = 1 / float(choices["logit_divisor"])
@@ -86,12 +99,14 @@ def read_choices(origin: str, config: Mapping[str, Any], architecture: Architect
     return {name: choices[name] for name in UNSEEN}
 
 
+_MAY_BE_NULL = ("query_latent_dim",)  # where null says something else than that the key is missing
 # Attributes of `GPTConfig` for those that keys of config.json hold, where a property has another name.
 _FIELDS = {
     "key_heads": "kv_heads",
     "head_width": "head_dim",
     "mlp_width": "mlp_dim",
     "dense_width": "dense_dim",
+    "value_width": "value_dim",
     "attention_drop_rate": "attention_dropout",
     "residual_drop_rate": "residual_dropout",
 }
@@ -100,6 +115,7 @@ _DERIVED = (
     "score_multiplier",
     "logit_divisor",
     "shared_experts",
+    "unrotated_width",
 )  # which `read_choices` turns into attributes
 
 
@@ -112,10 +128,14 @@ def read_size(origin: str, config: Mapping[str, Any], architecture: Architecture
     attributes: dict[str, Any] = {}
     for key, name in architecture.keys.items():
         value = config.get(key, config.get(architecture.aliases.get(key, ""), architecture.absent.get(key)))
-        if name not in _DERIVED and value is not None:
+        if name not in _DERIVED and (value is not None or name in _MAY_BE_NULL):
             attributes[_FIELDS.get(name, name)] = value
     if "shared_experts" in architecture.keys.values():
         attributes["shared_dim"] = _read_shared(origin, config, architecture, attributes)
+    if "unrotated_width" in architecture.keys.values():
+        with reading(f"{origin}: the widths of heads are no numbers"):
+            unrotated = config.get("qk_nope_head_dim", architecture.absent["qk_nope_head_dim"])
+            attributes["head_dim"] = int(unrotated) + int(attributes["rotary_dim"])
     choices = architecture.choices()
     defaults = {name: value for name, value in choices.items() if value is not dataclasses.MISSING}
     attributes = {
@@ -236,6 +256,23 @@ def _yarn_parameters(parameters: Mapping[str, Any], config: Mapping[str, Any]) -
     return {**parameters, **betas, "factor": factor, _ORIGINAL: original, "attention_factor": length}
 
 
+def _read_scale(config: Mapping[str, Any], width: int) -> str | float:
+    """The factor of scores of heads of this width, of a class that multiplies it by the square of YaRN's mscale."""
+    parameters = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    under = parameters.get("mscale_all_dim")
+    if not under or _rope_type("", parameters) == "default":
+        return "sqrt"
+    return float(width**-0.5 * _yarn_length(float(parameters["factor"]), float(under)) ** 2)
+
+
+def _write_scale(size: GPTConfig) -> dict[str, float]:
+    """The inverse of `_read_scale`: the number whose scale these scores have, if they have another than the root's."""
+    if isinstance(size.attention_scale, str):
+        return {}
+    length = math.sqrt(size.score_multiplier * math.sqrt(size.head_width))
+    return {"mscale_all_dim": round((length - 1) / (0.1 * math.log(size.rotary_numbers[0])), 9)}
+
+
 def _read_longrope(origin: str, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[Any, ...]:
     context = config.get(_CONTEXT)
     original = float(config.get(_ORIGINAL) or parameters.get(_ORIGINAL) or context or 0)
@@ -268,6 +305,8 @@ def _write_rotary(architecture: Architecture, size: GPTConfig) -> dict[str, Any]
     if architecture.rotary is None:
         return {}
     scaling = _scaling_keys(size)
+    if architecture.scales_scores:
+        scaling |= _write_scale(size)
     beside = {_CONTEXT: scaling.pop(_CONTEXT)} if _CONTEXT in scaling else {}
     if size.rotary_kind == "longrope":  # Phi-3's classes read it here only
         beside[_ORIGINAL] = scaling[_ORIGINAL]

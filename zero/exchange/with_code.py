@@ -64,6 +64,8 @@ def computed_keys(size: GPTConfig) -> dict[str, Any]:
       UserError: `modeling_zero.py` does not compute this model.
     """
     missing = {"layer: gated_units": size.layer == "gated_units", "experts": size.experts is not None}
+    missing["latent_dim"] = size.latent_dim is not None
+    missing["rotary_interleaved"] = size.rotary_interleaved
     missing["extra_logit: learned"] = size.extra_logit == "learned"
     missing["activation: clamped_swiglu"] = size.activation == "clamped_swiglu"
     missing[f"rotary_scaling: {size.rotary_kind}"] = size.rotary_switch is not None

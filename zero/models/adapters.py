@@ -39,7 +39,8 @@ COPY = "trained_"  # begins the name of a leaf that is trained in place of one o
 TABLES = (VOCABULARY, HEAD)  # parts of a model that may be trained whole
 MATRICES = ("kernel", LORA_A, LORA_B)  # names of leaves that are matrices of products
 # The products of a layer, in the order of their numbers for dropout.
-PRODUCTS = ("query", "key", "value", "attention_out", "mlp_in", "mlp_gate", "mlp_out")
+_OF_LATENTS = ("query_latent", "latent", "key_value")
+PRODUCTS = ("query", "key", "value", "attention_out", "mlp_in", "mlp_gate", "mlp_out", *_OF_LATENTS)
 
 
 @dataclasses.dataclass(frozen=True)

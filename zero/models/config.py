@@ -9,6 +9,7 @@ Each key is declared by the part whose code reads it (`zero.models.part`):
   Residual         elements.py                the residual stream, and dropout on it
   Positions        positions/__init__.py      with Rotary and Sinusoidal, each in the file of its kind
   Attention        attention_keys.py
+  Latent           latent_keys.py
   MLP, Mixture     mlp.py, experts.py         the second of experts
   Router           router.py
   Transformer      transformer_layer.py       these together

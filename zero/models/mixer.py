@@ -15,16 +15,16 @@ from jax import lax
 
 from zero.models.adapters import AdaptedDense
 from zero.models.attention.tpu_kernels import TPU_KERNELS
-from zero.models.attention_keys import Attention
 from zero.models.elements import Dense, Residual, row_major
 from zero.models.experts import Mixture
+from zero.models.latent_keys import Latent
 from zero.models.layer import Layer
 from zero.models.norms import Norms
 from zero.models.parametrization import kernel_init
 
 
 @dataclass(frozen=True)
-class Transformer(Attention, Norms, Residual, Mixture):
+class Transformer(Latent, Norms, Residual, Mixture):
     """The keys of a transformer layer: those of its parts."""
 
 

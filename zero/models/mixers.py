@@ -5,25 +5,42 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from zero.models.mixer import Mixer
+from zero.models.latent_attention import LatentAttention, LatentCache, empty_latents
+from zero.models.latent_keys import HEADS, LATENT
+from zero.models.mixer import Mixer, Transformer
 from zero.models.self_attention import Cache, SelfAttention, empty_cache
 
 # The cache of each kind of mixer, one entry per layer that has it.
-Caches = dict[str, Cache]
+Caches = dict[str, Cache | LatentCache]
 
 
 class MixerKind(NamedTuple):
     """A kind of mixers.
 
     Attributes:
-      module: its class.
+      module: its class, or a function that takes the same arguments.
       cache: an empty one, from the configuration, the number of layers with this mixer, and what
         `zero.models.gpt.init_cache` takes beside the configuration.
     """
 
-    module: type[Mixer]
+    module: Callable[..., Mixer]
     cache: Callable[..., Any]
 
 
+# Softmax attention, by what makes the keys and values of a model (`Latent.source_of_keys`).
+ATTENTIONS = {
+    HEADS: MixerKind(SelfAttention, empty_cache),
+    LATENT: MixerKind(LatentAttention, empty_latents),
+}
+
+
+def _attention(*, config: Transformer, **options: Any) -> Mixer:
+    return ATTENTIONS[config.source_of_keys].module(config=config, **options)
+
+
+def _cache_of_attention(config: Transformer, *arguments: Any) -> Any:
+    return ATTENTIONS[config.source_of_keys].cache(config, *arguments)
+
+
 ATTENTION = "attention"
-MIXERS = {ATTENTION: MixerKind(SelfAttention, empty_cache)}
+MIXERS = {ATTENTION: MixerKind(_attention, _cache_of_attention)}

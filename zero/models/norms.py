@@ -100,15 +100,18 @@ class Norms(Sizes):
             yield "qk_norm_over: projection needs qk_norm: true and norm: rms"
 
 
-def make_norm(config: Norms, dtype: DTypeLike, name: str, lift: Lift | None = None) -> nn.Module:
-    """The norm of this model; `lift` is applied to its class if it has parameters."""
+def make_norm(
+    config: Norms, dtype: DTypeLike, name: str, lift: Lift | None = None, epsilon: float | None = None
+) -> nn.Module:
+    """The norm of this model, or one with another `epsilon`; `lift` is applied to its class if it has parameters."""
     kind = NORMS[config.norm]
+    epsilon = config.norm_epsilon if epsilon is None else epsilon
     if not config.norm_gains:
         module, options = kind.without_gains
         made: Any = module
-        return made(epsilon=config.norm_epsilon, dtype=dtype, name=None if lift else name, **options)
+        return made(epsilon=epsilon, dtype=dtype, name=None if lift else name, **options)
     made = kind.module if lift is None else lift(kind.module, name)
-    return made(epsilon=config.norm_epsilon, dtype=dtype, name=None if lift else name)
+    return made(epsilon=epsilon, dtype=dtype, name=None if lift else name)
 
 
 class ProjectionNorm(nn.Module):

@@ -8,6 +8,7 @@ Shapes are named by suffix:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from jax.typing import DTypeLike
 from zero.models.attention.blockwise import blockwise_attention
 from zero.models.attention.dense import attention_by_queries, dense_attention
 from zero.models.attention.kernel import kernel_attention, missing_in, splits_heads
-from zero.models.attention.scores import Terms
+from zero.models.attention.scores import Form, Terms
 from zero.models.attention_keys import attention_form
 from zero.models.mixer import Mixer, Site
 from zero.models.norms import make_head_norm
@@ -62,6 +63,17 @@ class Sinks(nn.Module):
         return self.param("logits", nn.initializers.normal(0.02), (self.heads,))
 
 
+def with_equal_widths(
+    attend: Callable[..., jax.Array], q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array
+) -> jax.Array:
+    """Attention by a function whose values are as wide as its keys, of values that may be narrower."""
+    narrower = k_BSGK.shape[-1] - v_BSGK.shape[-1]
+    if not narrower:
+        return attend(q_BTHK, k_BSGK, v_BSGK)
+    padded_BSGK = jnp.pad(v_BSGK, [(0, 0)] * 3 + [(0, narrower)])
+    return attend(q_BTHK, k_BSGK, padded_BSGK)[..., : v_BSGK.shape[-1]]
+
+
 class SelfAttention(Mixer):
     """Each position sees the earlier ones of its window, by a softmax of scores."""
 
@@ -69,9 +81,9 @@ class SelfAttention(Mixer):
     def __call__(self, h_BTD: jax.Array, cache: Cache | None, site: Site) -> tuple[jax.Array, Cache | None]:
         """As `Mixer` says."""
         config = self.config
-        layer, entry, position, starts_BT, keys_B, adapter_keys_B = site
+        layer, entry, position, starts_BT, _, adapter_keys_B = site
 
-        form = attention_form(config, max(config.windows), self.cut)
+        form = self._form(max(config.windows), self.cut)
         shared = config.num_head // config.key_heads
         positions = h_BTD.shape[1] * self.cut.ring  # of a whole row
         are_split = splits_heads(self.kernel, form, positions=positions, shared=shared, width=config.head_width)
@@ -106,6 +118,27 @@ class SelfAttention(Mixer):
             v_LBSGK = lax.dynamic_update_slice(cache.v_LBSGK, v_BSGK[None], start)
             cache = Cache(k_LBSGK, v_LBSGK)
             k_BSGK, v_BSGK = (lax.dynamic_index_in_dim(c, entry, keepdims=False) for c in cache)
+        attended_BTHK = self._scored(q_BTHK, k_BSGK, v_BSGK, site, bias_CH, sinks_H)
+        attended_BTX = attended_BTHK if are_split else lax.collapse(attended_BTHK, 2)
+        out_BTD = self.residual_dense(attended_BTX, "attention_out", adapter_keys_B, config.out_bias)
+        return checkpoint_name(out_BTD, PROJECTIONS), cache
+
+    def _form(self, window: int, cut: ModelParallel) -> Form:
+        """The form of the scores of a layer with this window."""
+        return attention_form(self.config, window, cut)
+
+    def _scored(
+        self,
+        q_BTHK: jax.Array,
+        k_BSGK: jax.Array,
+        v_BSGK: jax.Array,
+        site: Site,
+        bias_CH: jax.Array | None = None,
+        sinks_H: jax.Array | None = None,
+    ) -> jax.Array:
+        """The values that queries see, `(B, T, H, K)`, by the window of this layer; V if values have another width."""
+        config = self.config
+        starts_BT = site.starts_BT
         cut = self.cut
         swap = self.cut.head_swap(config.num_head, config.key_heads)
         if swap is not None:
@@ -114,13 +147,9 @@ class SelfAttention(Mixer):
             sinks_H = None if sinks_H is None else swap.cut.part(sinks_H, 0)
             q_BTHK, k_BSGK, v_BSGK = (swap.to_heads(x) for x in (q_BTHK, k_BSGK, v_BSGK))
             starts_BT = None if starts_BT is None else swap.whole_rows(starts_BT)
-        terms = Terms(bias_CH, sinks_H, keys_B, starts_BT)
-        attended_BTHK = self._by_window(cut, layer, q_BTHK, k_BSGK, v_BSGK, position, terms)
-        if swap is not None:
-            attended_BTHK = swap.to_positions(attended_BTHK)
-        attended_BTX = attended_BTHK if are_split else lax.collapse(attended_BTHK, 2)
-        out_BTD = self.residual_dense(attended_BTX, "attention_out", adapter_keys_B, config.out_bias)
-        return checkpoint_name(out_BTD, PROJECTIONS), cache
+        terms = Terms(bias_CH, sinks_H, site.keys_B, starts_BT)
+        attended_BTHK = self._by_window(cut, site.layer, q_BTHK, k_BSGK, v_BSGK, site.position, terms)
+        return attended_BTHK if swap is None else swap.to_positions(attended_BTHK)
 
     def _by_window(self, cut: ModelParallel, layer: jax.Array | int, *arguments: Any) -> jax.Array:
         """`_attend` with the window of this layer."""
@@ -146,7 +175,7 @@ class SelfAttention(Mixer):
             first = jnp.clip(position - window + 1, 0, k_BSGK.shape[1] - window)
             k_BSGK, v_BSGK = (lax.dynamic_slice_in_dim(x, first, window, axis=1) for x in (k_BSGK, v_BSGK))
             position = position - first
-        form = attention_form(self.config, window, cut)
+        form = self._form(window, cut)
         is_whole = queries == k_BSGK.shape[1] > 1  # with a cache there are more keys than queries
         drops = terms.keys_B is not None and form.dropout_rate > 0
         if self.kernel is not None and is_whole:
@@ -161,9 +190,11 @@ class SelfAttention(Mixer):
                 has_segments=terms.starts_BT is not None,
             )
             if missing is None:
-                return kernel_attention(self.kernel, q_BTHK, k_BSGK, v_BSGK, form=form, starts_BT=terms.starts_BT)
+                kernel = partial(kernel_attention, self.kernel, form=form, starts_BT=terms.starts_BT)
+                return with_equal_widths(kernel, q_BTHK, k_BSGK, v_BSGK)
         if cut.ring > 1 or self._is_blockwise(queries, window):
-            return blockwise_attention(q_BTHK, k_BSGK, v_BSGK, position, form=form, terms=terms)
+            blockwise = partial(blockwise_attention, position=position, form=form, terms=terms)
+            return with_equal_widths(blockwise, q_BTHK, k_BSGK, v_BSGK)
         block = self.query_block
         if block is not None and is_whole and queries >= 2 * block and not drops:
             return attention_by_queries(q_BTHK, k_BSGK, v_BSGK, block, form=form, terms=terms)

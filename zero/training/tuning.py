@@ -77,8 +77,8 @@ class Adapted(Keys):
     targets: list[str] | None = key(
         None,
         list_of(one_of(*PRODUCTS)),
-        "Which products of a layer have adapters, of query, key, value, attention_out, mlp_in, mlp_gate and mlp_out; "
-        "null: all that the model has.",
+        "Which products of a layer have adapters, of query, key, value, attention_out, mlp_in, mlp_gate and mlp_out, and "
+        "in latent attention of query_latent, latent and key_value; null: all that the model has.",
         fixed=True,
     )
     rank_pattern: dict[str, Any] | None = key(
@@ -120,12 +120,15 @@ class Adapted(Keys):
             why = f"{of_model} is in {size.parametrization}, which sets learning rates for whole matrices"
             yield "tuning", f"none, as {why}"
         lacking = {"mlp_gate"} if not size.gated else set[str]()
+        lacking |= {"latent", "key_value"} if size.latent_dim is None else {"key", "value"}
+        lacking |= {"query_latent"} if size.query_latent_dim is None else set()
         if size.experts is not None and size.experts_every == 1 and size.shared_dim is None:
             lacking |= {"mlp_in", "mlp_gate", "mlp_out"}
         patterns = {"rank_pattern": self.rank_pattern or {}, "alpha_pattern": self.alpha_pattern or {}}
         for name, products in {"targets": self.targets or (), **patterns}.items():
             for product in sorted(lacking & {*products}):
-                why = "its MLP has no gate" if size.experts is None else "adapters are not for experts"
+                is_of_experts = size.experts is not None and product.startswith("mlp_")
+                why = "adapters are not for experts" if is_of_experts else "it has none"
                 yield f"tuning.{name}", f"products without {product}, as {why} in {of_model}"
         for name, pattern in patterns.items():
             if self.targets is not None and not set(pattern) <= set(self.targets):

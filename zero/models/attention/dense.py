@@ -47,7 +47,7 @@ def dense_attention(
     Args:
       q_BTHK: queries; query t is at position `position + t`.
       k_BSGK: keys, at positions 0, 1, 2, ...
-      v_BSGK: values.
+      v_BSGK: values, which may have a width of their own.
       position: position of the first query.
       form: the form of the scores.
       terms: what else acts on them.
@@ -71,7 +71,7 @@ def dense_attention(
     dropped_BGXS = dropped_BHTS.astype(q_BTHK.dtype).reshape(scores_BGXS.shape)
     attended_BGXK = jnp.einsum("BGXS,BSGK->BGXK", dropped_BGXS, v_BSGK)
     attended_BGXK = checkpoint_name(attended_BGXK, ATTENTION)
-    return attended_BGXK.reshape(q_BTHK.swapaxes(1, 2).shape).swapaxes(1, 2)
+    return attended_BGXK.reshape(*shape_BHTS[:3], v_BSGK.shape[-1]).swapaxes(1, 2)
 
 
 def attention_by_queries(

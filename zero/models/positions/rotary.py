@@ -28,6 +28,16 @@ class Rotary(Sizes):
 
     rotary_base: float = key(10_000.0, POSITIVE, "base of the rotary frequencies")
     rotary_fraction: float = key(1.0, FRACTION, "fraction of a head's dimensions that is rotated")
+    rotary_dim: int | None = key(
+        None,
+        AT_LEAST_ONE,
+        "dimensions of a head that are rotated; the last ones in latent attention, where these are all",
+        none="rotary_fraction of head_dim",
+    )
+    # GPT-J; the weights of DeepSeek-V3
+    rotary_interleaved: bool = key(
+        False, None, "pairs of dimensions are neighbors: (0, 1), (2, 3) and so on; else one is from each half"
+    )
     # Llama 3.1: arXiv 2407.21783; linear: arXiv 2306.15595; YaRN: arXiv 2309.00071, section 3; longrope: arXiv
     # 2402.13753. "dynamic" (NTK-aware) and "longrope" depend on the number of positions of a row, padding included.
     rotary_scaling: tuple[Any, ...] | None = key(
@@ -61,7 +71,7 @@ class Rotary(Sizes):
     @property
     def rotated(self) -> int:
         """Dimensions of a head that are rotated."""
-        return int(self.rotary_fraction * self.head_width)
+        return self.rotary_dim or int(self.rotary_fraction * self.head_width)
 
     @property
     def rotary_kind(self) -> str | None:
@@ -150,6 +160,16 @@ def rotate(x_BTHK: jax.Array, cos_BT1R: jax.Array, sin_BT1R: jax.Array) -> jax.A
     return jnp.concatenate([rotated, x_BTHK[..., 2 * half :]], axis=-1)
 
 
+def halves(x_BTHK: jax.Array, pairs: int) -> jax.Array:
+    """Neighboring pairs of the first dimensions of a head as `rotate` takes them: all first ones, then all second ones.
+
+    >>> halves(jnp.arange(6).reshape(1, 1, 1, 6), 2).ravel().tolist()
+    [0, 2, 1, 3, 4, 5]
+    """
+    first, second = x_BTHK[..., : 2 * pairs : 2], x_BTHK[..., 1 : 2 * pairs : 2]
+    return jnp.concatenate([first, second, x_BTHK[..., 2 * pairs :]], axis=-1)
+
+
 def turned(config: Rotary, q_BTHK: jax.Array, k_BSGK: jax.Array, place: Place) -> tuple[jax.Array, jax.Array]:
     """Queries and keys, turned; in the kernel's own way where it has one."""
     positions = q_BTHK.shape[1]
@@ -157,12 +177,18 @@ def turned(config: Rotary, q_BTHK: jax.Array, k_BSGK: jax.Array, place: Place) -
     angles = cosines_and_sines(positions, place.numbers, rotation, place.starts_BT)
     is_fused = fuses_rotation(place.kernel, positions, config.head_width, angles[0].shape[-1])
     turn = fused_rotation if is_fused else rotate
+    if config.rotary_interleaved:  # in both the same order, which scores do not see
+        q_BTHK, k_BSGK = (halves(x, angles[0].shape[-1]) for x in (q_BTHK, k_BSGK))
     return turn(q_BTHK, *angles), turn(k_BSGK, *angles)
 
 
 def _mistakes(config: Rotary) -> Iterator[str]:
-    if config.rotated < 2 or config.rotated % 2:
+    if config.rotary_dim is not None and not (config.rotary_dim <= config.head_width and config.rotary_dim % 2 == 0):
+        yield f"rotary_dim must be even and at most the {config.head_width} of a head, got {config.rotary_dim}"
+    elif config.rotated < 2 or config.rotated % 2:
         yield f"rotary_fraction {config.rotary_fraction} of {config.head_width} dimensions are not even"
+    if config.rotary_dim is not None and config.rotary_fraction != 1:
+        yield f"rotary_dim {config.rotary_dim} needs rotary_fraction: 1.0, got {config.rotary_fraction}"
 
 
 ROTARY = PositionKind(turned=turned, mistakes=_mistakes)

@@ -99,7 +99,7 @@ _YARN_FORM = "factor, original context, fast turns, slow turns, factor of cosine
 
 
 def _fits_yarn(numbers: tuple[float, ...]) -> bool:
-    return len(numbers) == 5 and numbers[3] < numbers[2]
+    return len(numbers) == 5 and numbers[3] <= numbers[2]
 
 
 UNNAMED = "llama3"  # a scaling without a name
