@@ -239,7 +239,7 @@ def test_misfit_is_refused(change: dict[str, Any], line: str, tmp_path: Path, hf
         ("model_type", "mamba", "model_type 'mamba': expected one of 'gpt2', 'bloom'"),
         ("model_type", "llama4_text", "'llama4_text' has shared experts, gates before experts"),
         ("model_type", "gemma3", "'text_config' is missing"),
-        ("model_type", "deepseek_v3", "'deepseek_v3' has latent attention"),
+        ("model_type", "deepseek_v2", "'deepseek_v2' has routing by groups of softmax scores"),
         ("activation_function", "relu", "activation_function is 'relu'; zero supports only 'gelu_new'"),
         ("tie_word_embeddings", False, "tie_word_embeddings is False"),
     ],

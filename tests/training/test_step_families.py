@@ -46,7 +46,7 @@ TRAINED = {
     "deepseek_v3": _of(
         "deepseek_v3", num_head=3, head_dim=11, rotary_dim=4, latent_dim=13, query_latent_dim=17, value_dim=9, N=3,
         mlp_dim=13, experts=8, experts_per_token=2, shared_dim=13, dense_dim=21, router_bias_rate=None, first_dense=1,
-        attention_scale=0.4,
+        attention_scale=0.4, router_groups=4, router_groups_per_token=2,
     ),
     "gemma": _of("gemma", **_GROUPED),
     "gemma3": _of("gemma3", **_GROUPED, N=4, windows=(5, 0), logit_cap=0.5, attention_scale=0.25),

@@ -40,6 +40,7 @@ class Architecture:
     modules: Mapping[str, str]  # zero's names to theirs, with `{}` for the number of the layer, then of the expert
     absent: Mapping[str, Any] = field(default_factory=dict)  # the values of missing keys, as transformers has them
     aliases: Mapping[str, str] = field(default_factory=dict)  # other names of keys
+    implied: Mapping[str, Any] = field(default_factory=dict)  # values of keys that only published folders have
     written: Mapping[str, Any] = field(default_factory=dict)  # keys of an export that do not concern the weights
     rotary: tuple[str, str | None] | None = None  # keys of the base of rotary positions and of the rotated fraction
     # Kinds of `rotary_scaling`.

@@ -533,6 +533,7 @@ DEEPSEEK_V3 = _like_llama(
         }
     ),
     direct_queries={f"{stack}/query": "layers.{}.self_attn.q_proj" for stack in (STACK, FIRST)},
+    implied={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
     scales_scores=True,
     scalings=("linear", "llama3", "yarn", "yarn_unrounded"),
     **_BALANCED,

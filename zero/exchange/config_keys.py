@@ -19,7 +19,16 @@ _NO_LOGIT = frozenset(
         *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "decoder_start_token_id"),
         *("return_dict", "chunk_size_feed_forward", "is_encoder_decoder", "id2label", "label2id", "problem_type"),
         *("num_labels", "classifier_dropout", "task_specific_params", "prefix", "finetuning_task", "torchscript"),
-        *("router_aux_loss_coef", "router_jitter_noise", "pretraining_tp", "is_llama_config", "use_bfloat16"),
+        *(
+            "ep_size",
+            "aux_loss_alpha",
+            "seq_aux",
+            "router_aux_loss_coef",
+            "router_jitter_noise",
+            "pretraining_tp",
+            "is_llama_config",
+            "use_bfloat16",
+        ),
         *("reorder_and_upcast_attn", "slow_but_exact", "masked_softmax_fusion", "bias_dropout_fusion"),
         *("attention_softmax_in_fp32", "skip_bias_add", "skip_bias_add_qkv", "offset_alibi", "attention_layers"),
         *("sliding_window", "max_window_layers", "initial_context_length", "experts_per_token", "hidden_act"),
@@ -89,6 +98,8 @@ def _is_implied(key: str, config: Mapping[str, Any], architecture: Architecture,
         parts = {"head_dim": ("qk_rope_head_dim",), "qk_head_dim": ("qk_rope_head_dim", "qk_nope_head_dim")}[key]
         widths = [config.get(name, architecture.absent[name]) for name in parts]
         return all(isinstance(width, int) for width in widths) and value == sum(widths)
+    if key in architecture.implied:
+        return bool(value == architecture.implied[key])
     if key == "head_dim":
         names = {name: key for key, name in architecture.keys.items()}
         width, heads = (config.get(names[name]) for name in ("embedding_dim", "num_head"))
