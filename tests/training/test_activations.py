@@ -34,6 +34,10 @@ from zero.training.sharded_gpt import ShardedGPT
 
 PLAIN = GPTConfig(embedding_dim=32, vocab_size=64, num_head=4, block_size=64, dropout=0.0, N=3, qkv_bias=False)
 GATED = dataclasses.replace(PLAIN, gated=True, mlp_dim=96, kv_heads=2)
+LATENT = dataclasses.replace(
+    GATED, kv_heads=None, alibi_attn=False, positions="rotary", norm="rms", head_dim=24, rotary_dim=8, latent_dim=40,
+    query_latent_dim=48, value_dim=16,
+)  # fmt: skip
 ROWS, CONTEXT = 2, 64
 RATES = Rates(products=1e12, attention=1e11, link=1e9)
 
@@ -49,7 +53,9 @@ def residuals(config: GPTConfig, remat: str) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(backward, variable_shapes(config))))
 
 
-@pytest.mark.parametrize("config", [pytest.param(PLAIN, marks=pytest.mark.wide), GATED], ids=["plain", "gated"])
+@pytest.mark.parametrize(
+    "config", [pytest.param(PLAIN, marks=pytest.mark.wide), GATED, LATENT], ids=["plain", "gated", "latent"]
+)
 @pytest.mark.parametrize("remat", STORED)
 def test_stored_values(config: GPTConfig, remat: str) -> None:
     """The numbers per position are those that a policy stores beyond the inputs of layers."""

@@ -34,7 +34,7 @@ from zero.models.norms import make_norm
 from zero.models.parametrization import kernel_init
 from zero.models.positions.kind import Place
 from zero.models.self_attention import SelfAttention
-from zero.models.stack import PROJECTIONS
+from zero.models.stack import ATTENTION, PROJECTIONS
 from zero.partition.model_parallel import ModelParallel, RoundedWeight
 
 _EPSILON = 1e-6  # of the norms of latent vectors, whatever that of the others; as in the code of DeepSeek
@@ -58,6 +58,17 @@ def empty_latents(
     """The cache before the first position, the same on all devices of a group."""
     assert config.latent_dim is not None
     return LatentCache(jnp.zeros((layers, rows, positions, config.latent_dim + config.rotated), dtype))
+
+
+def numbers_of_latents(config: Latent) -> dict[str, int]:
+    """Numbers per position: queries, the latent vector, the rotated part of keys, and the output.
+
+    Keys and values are computed again. Kernels and blocks return values as wide as keys.
+    """
+    assert config.latent_dim is not None
+    heads = config.num_head * config.head_width
+    projections = heads + config.latent_dim + config.rotated + config.embedding_dim
+    return {ATTENTION: heads + 2 * config.num_head, PROJECTIONS: projections}
 
 
 class EffectiveKernel(nn.Module):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from zero.models.latent_attention import LatentAttention, LatentCache, empty_latents
+from zero.models.latent_attention import LatentAttention, LatentCache, empty_latents, numbers_of_latents
 from zero.models.latent_keys import HEADS, LATENT
 from zero.models.mixer import Mixer, Transformer
-from zero.models.self_attention import Cache, SelfAttention, empty_cache
+from zero.models.self_attention import Cache, SelfAttention, empty_cache, numbers_of_heads
 
 # The cache of each kind of mixer, one entry per layer that has it.
 Caches = dict[str, Cache | LatentCache]
@@ -19,18 +19,21 @@ class MixerKind(NamedTuple):
 
     Attributes:
       module: its class, or a function that takes the same arguments.
+      numbers: from the configuration to how many numbers of a position a layer has of each of the kinds ATTENTION and
+        PROJECTIONS of `zero.models.stack.KINDS`, on one device.
       cache: an empty one, from the configuration, the number of layers with this mixer, and what
         `zero.models.gpt.init_cache` takes beside the configuration.
     """
 
     module: Callable[..., Mixer]
     cache: Callable[..., Any]
+    numbers: Callable[[Any], dict[str, int]]
 
 
 # Softmax attention, by what makes the keys and values of a model (`Latent.source_of_keys`).
 ATTENTIONS = {
-    HEADS: MixerKind(SelfAttention, empty_cache),
-    LATENT: MixerKind(LatentAttention, empty_latents),
+    HEADS: MixerKind(SelfAttention, empty_cache, numbers_of_heads),
+    LATENT: MixerKind(LatentAttention, empty_latents, numbers_of_latents),
 }
 
 
@@ -42,5 +45,9 @@ def _cache_of_attention(config: Transformer, *arguments: Any) -> Any:
     return ATTENTIONS[config.source_of_keys].cache(config, *arguments)
 
 
+def _numbers_of_attention(config: Transformer) -> dict[str, int]:
+    return ATTENTIONS[config.source_of_keys].numbers(config)
+
+
 ATTENTION = "attention"
-MIXERS = {ATTENTION: MixerKind(_attention, _cache_of_attention)}
+MIXERS = {ATTENTION: MixerKind(_attention, _cache_of_attention, _numbers_of_attention)}

@@ -23,12 +23,12 @@ from zero.models.attention.blockwise import blockwise_attention
 from zero.models.attention.dense import attention_by_queries, dense_attention
 from zero.models.attention.kernel import kernel_attention, missing_in, splits_heads
 from zero.models.attention.scores import Form, Terms
-from zero.models.attention_keys import attention_form
+from zero.models.attention_keys import Attention, attention_form
 from zero.models.mixer import Mixer, Site
 from zero.models.norms import make_head_norm
 from zero.models.part import Sizes
 from zero.models.positions.kind import Place
-from zero.models.stack import PROJECTIONS
+from zero.models.stack import ATTENTION, PROJECTIONS
 from zero.partition.model_parallel import ModelParallel
 
 
@@ -51,6 +51,13 @@ def empty_cache(
     """The cache before the first position, of this device's heads."""
     k = jnp.zeros((layers, rows, positions, config.key_heads // cut.size, config.head_width), dtype)
     return Cache(k, k)
+
+
+def numbers_of_heads(config: Attention) -> dict[str, int]:
+    """Numbers per position: values with two statistics of each head in float32; projections with the output."""
+    heads = config.num_head * config.head_width
+    projections = heads + 2 * config.key_heads * config.head_width + config.embedding_dim
+    return {ATTENTION: heads + 2 * config.num_head, PROJECTIONS: projections}
 
 
 class Sinks(nn.Module):

@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from zero.models.config import STACK
+from zero.models.config import STACK, GPTConfig
+from zero.models.mixers import ATTENTION as MIXER
+from zero.models.mixers import MIXERS
 from zero.models.stack import ATTENTION, LAYER_INPUT, MLP_GATE, MLP_IN, PROJECTIONS, kinds_of
 from zero.training.sharded_gpt import ShardedGPT
 
@@ -86,19 +88,24 @@ def _layer_bytes(model: ShardedGPT, rows: int, context: int) -> int:
     channels = rows * context // axis.context * size.embedding_dim * itemsize
     is_dense = model.kernel is None and (model.blockwise_from is None or context < model.blockwise_from)
     scores = 5 * size.num_head * rows * context**2 // axis.context * itemsize // 2 if is_dense else 0
-    return (17 * channels + scores) // _parts(model)
+    numbers = 17 * channels + rows * context // axis.context * itemsize * _further_numbers(size)
+    return (numbers + scores) // _parts(model)
+
+
+def _further_numbers(size: GPTConfig) -> int:
+    """Numbers per position that a layer computes beside those of the formula: of wider heads, and of experts."""
+    heads = 4 * max(0, size.num_head * size.head_width - size.embedding_dim)  # queries, keys, values, what they return
+    if size.experts is None:
+        return heads
+    of_choice = 2 * size.embedding_dim + (3 if size.gated else 2) * size.mlp_width
+    return heads + math.ceil(size.experts_per_token * (size.expert_capacity or 1.0) * of_choice)
 
 
 def numbers_per_position(model: ShardedGPT, kinds: Sequence[str]) -> int:
     """Numbers that these kinds have per layer and position, beside the layer's input."""
     size = model.config
-    heads = size.num_head * size.head_width
-    count = {
-        ATTENTION: heads + 2 * size.num_head,  # with the log-sum-exp of each head in float32
-        PROJECTIONS: heads + 2 * size.key_heads * size.head_width + size.embedding_dim,
-        MLP_IN: size.mlp_width,
-        MLP_GATE: size.mlp_width if size.gated else 0,
-    }
+    width = size.mlp_width if size.experts is None else size.shared_dim or 0
+    count = {**MIXERS[MIXER].numbers(size), MLP_IN: width, MLP_GATE: width if size.gated else 0}
     return sum(count[kind] for kind in count if kind in kinds)
 
 
