@@ -77,8 +77,8 @@ class Adapted(Keys):
     targets: list[str] | None = key(
         None,
         list_of(one_of(*PRODUCTS)),
-        "Which products of a layer have adapters, of query, key, value, attention_out, mlp_in, mlp_gate and mlp_out, and "
-        "in latent attention of query_latent, latent and key_value; null: all that the model has.",
+        "Which products of a layer have adapters, of query, key, value, attention_out, mlp_in, mlp_gate and mlp_out, "
+        "and in latent attention of query_latent, latent and key_value; null: all that the model has.",
         fixed=True,
     )
     rank_pattern: dict[str, Any] | None = key(
