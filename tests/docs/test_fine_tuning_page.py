@@ -68,9 +68,9 @@ def test_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             case "zero-weights":
                 monkeypatch.setattr(sys, "argv", [program, *arguments])
                 zero_weights.main()
-    assert done == ["hf", "zero-prepare", *["python"] * 2, *["zero-weights"] * 2, "python", "zero-weights"]
+    assert done == ["hf", "python", "zero-prepare", *["python"] * 2, *["zero-weights"] * 2, "python", "zero-weights"]
     auto: Any = transformers.AutoModelForCausalLM
-    for folder in ("my-merged", "my-model"):
+    for folder in ("my-tuned", "my-merged", "my-model"):
         assert auto.from_pretrained(folder).config.model_type == "qwen2"
     assert {path.name for path in Path("my-adapters").iterdir()} == {
         "adapter_config.json",

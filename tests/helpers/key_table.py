@@ -142,6 +142,9 @@ ROWS = {
         "3", "tests/run/features/test_verify.py has a device that fails; others leave no trace", is_neutral=True
     ),
     "harness.tasks": Row("[a.yaml]", "tests/run/test_features.py; its tasks need lm-eval, and minutes"),
+    "export.folder": Row(
+        "exported", "tests/run/test_train_to_stop.py has a model that transformers has", is_neutral=True
+    ),
 }
 
 OF_THE_STEP = {key: row.value for key, row in ROWS.items() if row.shown_by == STEP}

@@ -27,7 +27,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 
 CONTEXT = 32
 QUESTIONS = {"a shard?": " gather", "layout": " stage", "zéro or 2048?": " scatter", "漢字": " shard"}
-DEFAULT = "smollm3"  # its documents are divided by another token than its answers end with
 JOB = (
     *(key for key in cli.TINY if not key.startswith(("model.", "data.index", "data.max", "training."))),
     "training.sample_tokens=0",
@@ -35,6 +34,18 @@ JOB = (
     *("training.total_steps=60", "training.evaluation_frequency=60", "training.max_epochs=100"),
     *("training.peak_learning_rate=1e-2", "training.gradient_accumulation_steps=1"),
 )
+
+
+@pytest.fixture
+def lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each question several times, as a hash of the text decides about validation; `words.jsonl` has them."""
+    monkeypatch.chdir(tmp_path)
+    lines = [
+        {"prompt": f"{'stage ' * i}{question}", "completion": word}
+        for question, word in QUESTIONS.items()
+        for i in range(8)
+    ]
+    Path("words.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def save_llama(folder: Path, home: str) -> None:
@@ -49,21 +60,26 @@ def save_llama(folder: Path, home: str) -> None:
     save_tokenizer(folder, home)
 
 
-@pytest.mark.parametrize(
-    "home", [name if name == DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in HOMES]
-)
-def test_generation_stops_after_the_answer(home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def assert_stops(folder: str) -> None:
+    """transformers answers each question with its word, and ends there."""
     import transformers
 
-    monkeypatch.chdir(tmp_path)
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+    model = trl_losses.model_of(Path(folder))
+    ends = model.generation_config.eos_token_id
+    for prompt, word in QUESTIONS.items():
+        encoded = tokenizer(prompt, return_tensors="pt")
+        written = model.generate(**encoded, do_sample=False, max_new_tokens=24)[0, encoded.input_ids.shape[1] :]
+        *text, end = written.tolist()
+        assert end in (ends if isinstance(ends, list) else [ends]), (prompt, tokenizer.decode(written))
+        assert tokenizer.decode(text) == word
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.usefixtures("lines")
+def test_generation_stops_after_the_answer(home: str, tmp_path: Path) -> None:
     save_llama(tmp_path / "folder", home)
-    # Each question several times, as a hash of the text decides about validation.
-    lines = [
-        {"prompt": f"{'stage ' * i}{question}", "completion": word}
-        for question, word in QUESTIONS.items()
-        for i in range(8)
-    ]
-    Path("words.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     done = call(
         *("words.jsonl", "--completions", "--one-document-per-row", "--validation-fraction", "0.1"),
         *("--tokenizer", "folder/tokenizer.json", "--row-tokens", str(CONTEXT)),
@@ -77,12 +93,24 @@ def test_generation_stops_after_the_answer(home: str, tmp_path: Path, monkeypatc
     assert train(config, size, tmp_path / "run") == 0
     assert compose(["resume=run"])[1] == size  # no entry of a file is needed, then either
     export("run", tmp_path / "out")
-    tokenizer: Any = transformers.AutoTokenizer.from_pretrained("out")
-    model = trl_losses.model_of(tmp_path / "out")
-    ends = model.generation_config.eos_token_id
-    for prompt, word in QUESTIONS.items():
-        encoded = tokenizer(prompt, return_tensors="pt")
-        written = model.generate(**encoded, do_sample=False, max_new_tokens=24)[0, encoded.input_ids.shape[1] :]
-        *text, end = written.tolist()
-        assert end in (ends if isinstance(ends, list) else [ends]), (prompt, tokenizer.decode(written))
-        assert tokenizer.decode(text) == word
+    assert_stops("out")
+
+
+@pytest.mark.usefixtures("lines")
+def test_one_command(tmp_path: Path) -> None:
+    """From a folder and a file of lines to a tuned, scored and exported model, which stops after its answers."""
+    save_llama(tmp_path / "folder", "smollm3")  # its documents are divided by another token than its answers end with
+    keys = ("+tune=all", "model.model_path=folder", "data.corpus=words.jsonl", "export.folder=tuned")
+    job = cli.later_values(*JOB, *keys, f"data.max_context={CONTEXT}", "distributed.cpu_devices=2")
+    forks = cli.Forks(tmp_path)
+    run = forks.train("run", *job)
+    assert cli.metrics(run)[-1]["validation/loss"] < 0.1
+    assert_stops("tuned")
+    written = Path("tuned/model.safetensors").stat().st_mtime_ns
+    assert "nothing left to do" in forks.check("--resume", "hydra.run.dir=run").stderr
+    cli.check_refusal(forks.run(*job, "hydra.run.dir=again"), "export.folder=tuned exists already")
+    # As if the run had been killed after its last checkpoint.
+    Path("tuned").rename("earlier")
+    forks.check("--resume", "hydra.run.dir=run")
+    assert Path("tuned/model.safetensors").read_bytes() == Path("earlier/model.safetensors").read_bytes()
+    assert Path("tuned/model.safetensors").stat().st_mtime_ns > written

@@ -28,6 +28,7 @@ from zero.commands.modes import MODES, check, describe, merge_resumed
 from zero.config.check import Sizes
 from zero.config.files import conf_directory
 from zero.config.saved_config import with_groups
+from zero.corpus.preparing.prepare_if_missing import corpus_name
 from zero.hosts.hardware import check_slice
 from zero.hosts.signals import SIGNALS, IgnoreBrokenPipe, exit_immediately, unanswered
 from zero.job.sizes import load_sizes
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 QUOTE = "'"  # around a value on the command line
 OmegaConf.register_new_resolver("new_directory", new_directory, use_cache=True)  # for hydra.run.dir in conf/config.yaml
+OmegaConf.register_new_resolver("corpus_name", corpus_name)  # for index files in conf/tune
 
 
 def main() -> None:

@@ -28,6 +28,7 @@ ADDED = {
     "slice": "a TPU slice",
     "memory": "settings that fit larger models",
     "recipe": "a published run",
+    "tune": "a model of a Hugging Face folder",
 }
 
 

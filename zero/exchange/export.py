@@ -40,7 +40,7 @@ from zero.exchange.checkpoint_weights import (
 from zero.exchange.hf_config import write_config
 from zero.exchange.hf_folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 from zero.exchange.hub_folder import hub_folder
-from zero.exchange.peft_folder import write_peft
+from zero.exchange.peft_folder import tensor_name, write_peft
 from zero.exchange.text_part import check_has_images, text_name
 from zero.exchange.warm_start import weights_of_step
 from zero.exchange.with_code import CODE, ZERO, computed_keys
@@ -52,6 +52,7 @@ from zero.partition.collectives.axis import Axis
 from zero.partition.train_state import to_host
 from zero.record.run_files import split_step
 from zero.training.sharded_gpt import ShardedGPT
+from zero.training.tuning import Tuning
 
 DTYPES = ("float32", "bfloat16", "float16")  # of weights in a folder
 MAX_FILE_BYTES = 4 << 30  # a file is held in memory while it is written; a larger tensor gets a file of its own
@@ -167,6 +168,14 @@ def _write(
         if with_code:
             (unfinished / CODE.name).write_bytes(CODE.read_bytes())
     return saved.step
+
+
+def check_exportable(size: GPTConfig, leaves: Iterable[str], tuning: Tuning | None) -> None:
+    """Raises UserError if `export` cannot write a model of this size, or its adapters, whose leaves these are."""
+    form = _form_of_transformers(size, None)
+    if tuning is not None:
+        for leaf in leaves:
+            tensor_name(leaf, form.architecture)
 
 
 def _form_of_transformers(size: GPTConfig, model_type: str | None) -> Form:

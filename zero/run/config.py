@@ -25,6 +25,7 @@ from zero.job.sizes import load_sizes
 from zero.models.config import GPTConfig
 from zero.models.stack import OFFLOADED
 from zero.run import batch_stages, data, directory, step_programs
+from zero.run.features.export import Export
 from zero.run.features.harness import Harness
 from zero.run.features.profile import Profile
 from zero.run.features.sample import Sample
@@ -138,6 +139,7 @@ class TrainConfig(job.JobConfig):
     statistics: Statistics.Keys = section(Statistics.Keys)
     verify: Verify.Keys = section(Verify.Keys)
     harness: Harness.Keys = section(Harness.Keys)
+    export: Export.Keys = section(Export.Keys)
 
     @property
     def trains(self) -> bool:

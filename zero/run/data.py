@@ -105,12 +105,13 @@ def column_inputs(data: DataKeys, weights: warm_start.Keys, scores: Mapping[str,
 
 
 def resolve_data(
-    data: AnyDataKeys, tokenizer: Tokenizer, size: GPTConfig, of_model: str, *, has_rows: bool
+    data: AnyDataKeys, tokenizer: Tokenizer, size: GPTConfig, of_model: str, *, has_rows: bool, loss_on: str = "all"
 ) -> AnyDataKeys:
     """The section with values in place of those that are left to the program, for a corpus that is prepared.
 
     Args:
       has_rows: whether rows of running text say if they hold the target of their last position.
+      loss_on: the value of `training.loss_on`.
 
     Raises:
       UserError: the model has fewer tokens than the tokenizer.
@@ -120,7 +121,7 @@ def resolve_data(
             f"{of_model}: its vocab_size {size.vocab_size} is smaller than the {tokenizer.vocab_size} tokens of "
             f"data.tokenizer={data.tokenizer}"
         )
-    prepared = _prepared(data, tokenizer)
+    prepared = _prepared(data, tokenizer, loss_on == "completion")
     if prepared.last_target is not None:
         return prepared
     lengths = set[int]()
@@ -142,7 +143,7 @@ def resolve_data(
     return replace(prepared, last_target=has_last_target)
 
 
-def _prepared(data: AnyDataKeys, tokenizer: Tokenizer) -> AnyDataKeys:
+def _prepared(data: AnyDataKeys, tokenizer: Tokenizer, completions: bool) -> AnyDataKeys:
     """Prepares the corpus if its index files are missing: the default job needs nothing but this machine.
 
     Returns:
@@ -151,7 +152,8 @@ def _prepared(data: AnyDataKeys, tokenizer: Tokenizer) -> AnyDataKeys:
     if data.corpus is None or data.is_synthetic:
         return data
     with agreement.host_0_first():  # hosts that share a disk find its corpus
-        used = prepare_if_missing(data.corpus, data.index_files(with_sets=True), tokenizer, data.max_context)
+        paths = data.index_files(with_sets=True)
+        used = prepare_if_missing(data.corpus, paths, tokenizer, data.max_context, completions)
     if not used:
         return data
     log.info("data.corpus=%s has shorter rows; using %s", data.corpus, ", ".join(used.values()))

@@ -10,6 +10,7 @@ from zero.config.saved_config import flat_config
 from zero.run.config import TrainConfig, default_config
 from zero.run.feature import Feature
 from zero.run.features.bar import Bar
+from zero.run.features.export import Export
 from zero.run.features.harness import Harness
 from zero.run.features.largest import Largest
 from zero.run.features.limits import Limits
@@ -43,6 +44,7 @@ FEATURES: Mapping[type[Feature], Callable[[TrainConfig, Run], Feature]] = Mappin
         Protect: lambda config, run: Protect(config.zero, run),
         Sample: lambda config, run: Sample(config.training, run),
         Report: lambda config, run: Report(flat_config(default_config())),
+        Export: lambda config, run: Export(config.export, run),
     }
 )
 

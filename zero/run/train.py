@@ -71,9 +71,9 @@ def train(config: TrainConfig, size: GPTConfig, run_directory: Path) -> int:
         share_of_batch(start_of(fresh, config.data, size, example.texts), config.training, config.zero)
     has_rows = config.resume is None and not example.is_whole
     of_model = str(config.model)
-    resolved = replace(config, data=resolve_data(config.data, tokenizer, size, of_model, has_rows=has_rows))
-    training = resolved.training
-    rows = resolved.data
+    training = config.training
+    rows = resolve_data(config.data, tokenizer, size, of_model, has_rows=has_rows, loss_on=training.loss_on)
+    resolved = replace(config, data=rows)
     job = make_job(resolved, placed.with_last_target(bool(rows.last_target)))
     with ExitStack() as stack:
         directory = stack.enter_context(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable
+from pathlib import Path
 
 from zero.base.errors import UserError
 from zero.corpus.format.manifest import MANIFEST, SPLITS, load
@@ -15,18 +16,32 @@ DIRECTORY, INDEX_DIRECTORY = "data/corpus", "data/index"  # relative to the curr
 _log = logging.getLogger(__name__)
 
 
+def corpus_name(source: str) -> str:
+    """The name of a corpus that is given none: the last part of its source.
+
+    >>> corpus_name("texts/books.jsonl.gz"), corpus_name("hf:wikitext:wikitext-2-v1"), corpus_name("stdlib")
+    ('books', 'wikitext', 'stdlib')
+    """
+    path = Path(source.removeprefix("hf:").partition(":")[0]).resolve()
+    return path.name if path.is_dir() else path.name.partition(".")[0]
+
+
 def prepare_if_missing(
-    corpus: str, index_files: Iterable[str], tokenizer: Tokenizer, row_tokens: int
+    source: str, index_files: Iterable[str], tokenizer: Tokenizer, row_tokens: int, completions: bool = False
 ) -> dict[str, str]:
-    """Prepares `corpus`, a source and the name of the corpus, unless all local `index_files` exist.
+    """Prepares the corpus of a source, by its `corpus_name`, unless all local `index_files` exist.
 
     If they are of this corpus with shorter rows, it is prepared again beside that, as CORPUS-ROW_TOKENS.
+
+    Args:
+      completions: of the source are learned, as with zero-prepare --completions.
 
     Returns:
       The index files to use in place of given ones.
 
     Raises UserError, before anything is prepared, for a missing index file that this would not write: a wrong path.
     """
+    corpus = corpus_name(source)
     absolute = {path: os.path.abspath(path) for path in index_files}
     beside = f"{corpus}-{row_tokens}"
     of_corpus = [os.path.abspath(path) for path in _index_files(corpus)]
@@ -35,7 +50,7 @@ def prepare_if_missing(
     for path in missing:  # a run that has used the longer rows may be resumed elsewhere
         if absolute[path] not in of_corpus and absolute[path] not in of_longer:
             raise UserError(
-                f"index file {path}: no such file; data.corpus={corpus} prepares only "
+                f"index file {path}: no such file; data.corpus={source} prepares only "
                 f"{' and '.join(_index_files(corpus))}"
             )
     names = {corpus if absolute[path] in of_corpus else beside for path in missing}
@@ -51,9 +66,9 @@ def prepare_if_missing(
         from zero.corpus.preparing.prepare import prepare
     for name in sorted(names):
         prepared = prepare(
-            corpus,
+            source,
             name,
-            CorpusOptions(tokenizer, row_tokens),
+            CorpusOptions(tokenizer, row_tokens, completions=completions),
             directory=DIRECTORY,
             index_directory=INDEX_DIRECTORY,
         )

@@ -26,7 +26,6 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import NoReturn
 
 from tqdm import tqdm
@@ -40,7 +39,7 @@ from zero.corpus.preparing.options import CorpusOptions
 from zero.corpus.preparing.packing import JOINED, PACKINGS
 from zero.corpus.preparing.peek import peek
 from zero.corpus.preparing.prepare import Corpus, prepare
-from zero.corpus.preparing.prepare_if_missing import DIRECTORY, INDEX_DIRECTORY
+from zero.corpus.preparing.prepare_if_missing import DIRECTORY, INDEX_DIRECTORY, corpus_name
 from zero.corpus.preparing.sources.changes import FORMS
 from zero.corpus.preparing.sources.completions import LEARNED
 from zero.corpus.preparing.sources.parts import PART_BYTES
@@ -249,7 +248,7 @@ def _prepare(given: argparse.Namespace, runner: list[str] | None) -> None:
     options = _corpus_options(given)
     corpus = prepare(
         given.source,
-        _name_of(given.source) if given.name is None else given.name,
+        corpus_name(given.source) if given.name is None else given.name,
         options,
         directory=given.directory,
         index_directory=given.index_directory,
@@ -315,16 +314,6 @@ def _corpus_options(given: argparse.Namespace) -> CorpusOptions:
     values = [(name, getattr(given, FILTER + name)) for name in FILTERS]
     filters = tuple((name, value) for name, value in values if value is not None)
     return CorpusOptions(tokenizer=tokenizer, tokenizer_source=source, filters=filters, **others)
-
-
-def _name_of(source: str) -> str:
-    """The name of a corpus that is given none: the last part of its source.
-
-    >>> _name_of("texts/books.jsonl.gz"), _name_of("hf:wikitext:wikitext-2-v1")
-    ('books', 'wikitext')
-    """
-    path = Path(source.removeprefix("hf:").partition(":")[0]).resolve()
-    return path.name if path.is_dir() else path.name.partition(".")[0]
 
 
 def training_overrides(corpus: Corpus, options: CorpusOptions) -> list[str]:

@@ -15,6 +15,7 @@ features after it act.
 | 7 | Protect | an emergency checkpoint | resumes from it; later actions are pending in it |
 | 8 | Sample | the text in samples.txt | a resume from an older step removes it; else it is not written again |
 | 9 | Report | run.png, report.html | after the last step, a page older than the metrics is drawn again |
+| 10 | Export | the Hugging Face folder, after the last step | it is written then, unless it is there |
 
 A checkpoint says which later actions were due (`TrainingPosition.pending`), a stop adds those that it prevented, and
 the next start does what the files of the run do not show to be done (`zero/run/pending.py`).

@@ -1,0 +1,73 @@
+"""The finished model as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from zero.base.errors import UserError
+from zero.config.constraints import not_empty
+from zero.config.keys import key
+from zero.exchange.export import check_exportable
+from zero.hosts import agreement
+from zero.record.metrics_file import Line
+from zero.record.run_files import saved_config
+from zero.run.feature import Feature, Moment
+from zero.run.run import Run
+
+log = logging.getLogger(__name__)
+COMMAND = (sys.executable, "-m", "zero.exchange.zero_weights", "export")
+
+
+class Export(Feature):
+    """Writes `export.folder` after the last step, as `zero-weights export` does: on host 0, from the last checkpoint.
+
+    That command runs in a process of its own, which leaves the accelerators alone. The folder appears once it is
+    complete, so that a resume knows whether it has to be written.
+    """
+
+    @dataclass
+    class Keys:
+        folder: str | None = key(
+            None,
+            not_empty(),
+            "A new Hugging Face folder for the model after the last step, or one of PEFT for its adapters; null: none "
+            "is written, and zero-weights export writes one later.",
+        )
+
+    name = "export"
+    only_looks = True
+    may_wait = True
+
+    def __init__(self, keys: Keys, run: Run) -> None:
+        self._folder = keys.folder
+        if self._folder is None:
+            return
+        model = run.job.model
+        check_exportable(model.config, [leaf.name for leaf in model.layout.leaves], model.tuning)
+        if os.path.lexists(self._folder) and run.position.step < run.last_step:
+            raise UserError(f"export.folder={self._folder} exists already; nothing is overwritten, name another")
+
+    @classmethod
+    def is_done(cls, run_directory: Path, now: Moment) -> bool:
+        return Path(saved_config(run_directory).export.folder).exists()
+
+    def due(self, now: Moment) -> bool:
+        return self._folder is not None and now.is_last
+
+    def do(self, run: Run, now: Moment, line: Line) -> None:
+        assert self._folder is not None
+        run.directory.checkpoints.wait()
+        if not agreement.is_host_0():
+            return
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+        arguments = (f"{run.directory.path}@{now.step}", self._folder)
+        done = subprocess.run((*COMMAND, *arguments), env=environment, capture_output=True, text=True)
+        if done.returncode:
+            reason = (done.stderr.strip().splitlines() or ["no message"])[-1].removeprefix("error: ")
+            raise UserError(f"export.folder={self._folder}: {reason}")
+        log.info("step %d is in %s", now.step, self._folder)
