@@ -107,8 +107,8 @@ def test_one_command(tmp_path: Path) -> None:
     assert cli.metrics(run)[-1]["validation/loss"] < 0.1
     assert_stops("tuned")
     written = Path("tuned/model.safetensors").stat().st_mtime_ns
-    assert "nothing left to do" in forks.check("--resume", "hydra.run.dir=run").stderr
-    cli.check_refusal(forks.run(*job, "hydra.run.dir=again"), "export.folder=tuned exists already")
+    assert "nothing to do" in forks.check("--resume", "hydra.run.dir=run").stderr
+    cli.check_refusal(forks.run(*job, "hydra.run.dir=again"), "export.folder=tuned already exists")
     # As if the run had been killed after its last checkpoint.
     Path("tuned").rename("earlier")
     forks.check("--resume", "hydra.run.dir=run")
