@@ -50,7 +50,8 @@ class Export(Feature):
         model = run.job.model
         check_exportable(model.config, [leaf.name for leaf in model.layout.leaves], model.tuning)
         if os.path.lexists(self._folder) and run.position.step < run.last_step:
-            raise UserError(f"export.folder={self._folder} already exists and is never overwritten; choose another name")
+            taken = f"export.folder={self._folder} already exists"
+            raise UserError(f"{taken} and is never overwritten; choose another name")
 
     @classmethod
     def is_done(cls, run_directory: Path, now: Moment) -> bool:
