@@ -1,6 +1,9 @@
 """The picture of a run: what its four panels show, also of a run that failed, resumed or has hardly begun."""
 
 import math
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -94,3 +97,14 @@ def test_drawing_time(tmp_path: Path) -> None:
     started = time.process_time()
     draw_run(tmp_path)
     assert time.process_time() - started < 1
+
+
+def test_the_list_of_fonts_is_not_logged(tmp_path: Path) -> None:
+    """matplotlib makes one on a machine's first import; a user's first run has no line about it."""
+    program = (
+        "import logging, sys; from zero.commands import cli; sys.argv = ['zero-train', '--version']; cli.main(); "
+        "logging.basicConfig(level=logging.INFO); import matplotlib.font_manager as fonts; print(fonts.__file__)"
+    )
+    environment = os.environ | {"MPLCONFIGDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0 and [*tmp_path.glob("fontlist*")] and "font" not in done.stderr, done.stderr

@@ -50,6 +50,7 @@ def main() -> None:
     """Runs the command line in `sys.argv`. Exit status: see docs/reference/exit-statuses.md."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra itself prints what it catches, over many lines
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax's threads would log after the last line
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # else the first run logs that fonts were listed
     sys.stdout = IgnoreBrokenPipe(sys.stdout)
     with errors_in_lines():
         for number in SIGNALS:
