@@ -1,4 +1,4 @@
-"""ZeRO for any `jax.pmap` program: one slice of the training state per device, by a change of three lines.
+"""ZeRO for any `jax.pmap` program: one slice of the training state per device, with three changed lines.
 
     import zero
 
@@ -24,7 +24,7 @@ Every name, with an example in its own help, such as help(zero.to_host):
     shard_map              specs
     axes and CPU devices   Axis, use_cpu_devices, in_order
     types of results       ShardedOptimizer, ShardedState, Layout
-    modules                groups: what the trainer needs beside these; quantized: state of one byte per element
+    modules                groups: what the trainer needs in addition; quantized: one-byte state
 
 Stages 2 and 3 of ZeRO are placements of `gather` and `scatter_mean`:
 
@@ -36,8 +36,8 @@ Stages 2 and 3 of ZeRO are placements of `gather` and `scatter_mean`:
 Without an accelerator call `zero.use_cpu_devices(8)` before the first jax operation, and wrap a function with
 collectives in loops as `jax.pmap(zero.in_order(train_step), ...)`, because XLA's CPU backend reorders them.
 
-Nothing here reads a configuration or a file. The first use of a name imports jax, so that `zero.corpus` and
-`zero.files` do without it.
+Nothing here reads a configuration or a file. jax is imported when a name is first used, so that `zero.corpus` and
+`zero.files` work without it.
 """
 
 from importlib import import_module

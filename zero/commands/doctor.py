@@ -238,7 +238,7 @@ def disk(settings: Settings) -> str:
     place = checkpoint_directory(Path.cwd(), data.bucket_path, data.checkpoint_directory)
     is_local = isinstance(place, Path)
     parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(variable_shapes(settings.size)))
-    # The best one, those that are kept, and the one that is being written.
+    # The best one, the kept ones, and the one being written.
     needed = GIB + (STATE_BYTES * parameters * (data.keep_checkpoints + 2) if is_local else 0)
     where = next(path for path in (Path(place) if is_local else Path.cwd(), *Path(place).parents) if path.exists())
     free = shutil.disk_usage(where).free

@@ -36,7 +36,7 @@ def check(config: DictConfig, modes: Modes, sizes: Sizes, given: Collection[str]
         defaults, while a preset or a saved configuration may have them.
 
     Raises:
-      UserError: a line for each key that is unknown or missing, or whose value is wrong by itself or beside others:
+      UserError: a line for each key that is unknown or missing, or whose value is invalid, alone or in combination:
         the key, its value and the expected one.
     """
     mistakes: list[str] = []
@@ -47,7 +47,7 @@ def check(config: DictConfig, modes: Modes, sizes: Sizes, given: Collection[str]
             size = sizes.chosen(checked.model)
         except UserError as error:
             mistakes += str(error).splitlines()
-    if size is not None and not mistakes:  # each key is right by itself, so that a rule may use any
+    if size is not None and not mistakes:  # each key alone is valid, so that a rule may use any
         checked = checked.fitted(size)
         mistakes += _contradictions(checked, size, given)
     mistakes += unread
@@ -60,7 +60,7 @@ def typed(config: DictConfig, modes: Modes) -> Any:
     """The configuration of its mode as plain typed values; rules between its keys are not checked.
 
     Raises:
-      UserError: a line for each key that is unknown or missing, or whose value is wrong by itself.
+      UserError: a line for each key that is unknown or missing, or whose value is invalid.
     """
     mistakes: list[str] = []
     read, _ = _read(config, modes, (), mistakes)
@@ -117,12 +117,12 @@ def _take_unread(
 
 
 def _names(member: Any) -> set[str]:
-    """The names of the keys of a section, without that of the section."""
+    """The names of the keys of a section, without the section's name."""
     return {each.name for each in members_of(member.kind)}
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values by the whole names of their keys, from those of a configuration by section."""
+    """Values by the full names of their keys, from a configuration by section."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         if dataclasses.is_dataclass(value):

@@ -42,7 +42,8 @@ def read_yaml(path: Path, message: str, kind: type[UserError] = UserError) -> di
 def _content(text: str) -> Any:
     """What omegaconf makes of a text, in a tenth of the time where it is plain: libyaml scans it, and not Python.
 
-    A text that libyaml refuses or that has more in it is left to omegaconf, whose errors are those of Hydra's files.
+    A text that libyaml rejects, or that has more in it, is left to omegaconf, whose errors match those for Hydra's
+    files.
     """
     loader = _quick_loader()
     if loader is not None and "\t" not in text:  # libyaml takes a tab where the other scanner takes none

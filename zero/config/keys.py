@@ -157,7 +157,7 @@ def _members_of(kind: type, prefix: str) -> tuple[Key | Section | Group, ...]:
 
 
 def _in_order(kind: type) -> Iterator[str]:
-    """The names that a class and its bases annotate; those of bases, from left to right, are first."""
+    """The names that a class and its bases annotate; names of bases come first, from left to right."""
     for base in kind.__bases__:
         yield from _in_order(base)
     yield from vars(kind).get("__annotations__", {})

@@ -73,7 +73,7 @@ def describe(
 
     Args:
       unknown: a line for a key that no configuration has.
-      choices: of groups; those of other groups are files.
+      choices: of groups; the choices of other groups are files.
     """
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     lines = str(error).splitlines()

@@ -41,7 +41,7 @@ class Configuration:
 
 @dataclasses.dataclass(frozen=True)
 class Modes:
-    """The configurations of a program, by the names of its modes; the first is that of what a run is saved with.
+    """The configurations of a program, by the names of its modes; a run is saved with the first.
 
     A mode may have keys of its own, in a section of its name.
     """
@@ -69,7 +69,7 @@ class Modes:
 
     @cached_property
     def keys(self) -> dict[str, Key]:
-        """Every key by its name, of all choices and modes; of several choices that of the last one."""
+        """Every key by its name, of all choices and modes; if several choices have it, the last one's."""
         found = {each.name: each for each in all_keys(self.first)}
         for group in self.groups.values():
             for kind in group.choices.values():

@@ -1,4 +1,4 @@
-"""The default configuration, and those of saved runs (omegaconf)."""
+"""The default configuration, and the configurations of saved runs (omegaconf)."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def preset_keys(overrides: list[str], groups: Collection[str]) -> list[str]:
 
 
 def _file_keys(group: str, name: str, groups: Collection[str]) -> Iterator[str]:
-    """The keys of a file of a config group, and those of the files in its defaults list."""
+    """The keys of a file of a config group, and the keys of the files in its defaults list."""
     config = OmegaConf.load(conf_directory() / group / f"{name}.yaml")
     assert isinstance(config, DictConfig)
     for default in config.pop("defaults", []):

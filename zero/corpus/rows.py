@@ -39,7 +39,7 @@ class Rows:
       context: tokens of a row; longer rows of the corpus are cut as `crop` says.
       seed: of the order; None reads the rows in the order of the shards.
       epochs: passes over the corpus; None never ends. What does not fill a batch at the end is dropped in a shuffled
-        order, and filled up with -1 in that of the shards.
+        order, and filled up with -1 in the order of the shards.
       shuffle_shards: shards whose rows are mixed at any time, over all hosts. Twice as many are in memory.
       crop: "first": the first `context` tokens of each row; "all": as many sequences as fit, each a row of the order;
         "random": one at an offset that is drawn for each row and epoch.
@@ -145,7 +145,7 @@ class Rows:
         return {**self._cursor, "skipped": self.skipped}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continues from a state; raises UserError, which names the difference, for that of another corpus or order."""
+        """Continues from a state; raises UserError naming the difference if it belongs to another corpus or order."""
         cursor = {key: value for key, value in state.items() if key != "skipped"}
         self._loader.check(cursor)
         self._cursor = cursor
@@ -173,7 +173,7 @@ class Rows:
                 yield self._cut(batch.tokens, number)
 
     def _cut(self, tokens: np.ndarray, number: int) -> np.ndarray:
-        """The rows of a batch, in a stage its sequences; those of a row stay neighbors."""
+        """The rows of a batch, or in a stage its sequences; the sequences of a row stay adjacent."""
         ends = itertools.accumulate(batches for batches, _ in self._stages)
         lengths = (length for end, (_, length) in zip(ends, self._stages, strict=True) if number < end)
         length = next(lengths, self._context)
@@ -182,7 +182,7 @@ class Rows:
 
 
 def _vocab_size(index: str | Path | Sequence[str | Path] | Mapping[str, Weight]) -> int:
-    """The largest vocabulary that the manifests beside the shards record; that of int32 if one records none."""
+    """The largest vocabulary recorded in the manifests beside the shards; the range of int32 if a shard has none."""
     shards = itertools.chain.from_iterable(map(listed_shards, paths_of(index)))
     sizes = []
     for folder in sorted({storage.parent(shard.path) for shard in shards}):

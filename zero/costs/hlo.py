@@ -159,7 +159,7 @@ def kind_of(instruction: Instruction) -> str | None:
 
 
 def chain_of(instruction: Instruction) -> str | None:
-    """The number of the chain of fusions that a collective is spread over, None for one that is not."""
+    """The number of the chain of fusions that a collective is spread over; None if it is not spread."""
     match = _CHAIN.search(instruction.rest)
     return None if match is None else match[1]
 
@@ -307,7 +307,7 @@ def _as_run(name: str, body: list[Instruction]) -> list[Instruction]:
 
 
 def _calls_on_cores(body: list[Instruction]) -> list[Instruction]:
-    """Calls on a SparseCore in the notation of libtpu 0.0.52, changed to that of 0.0.42.
+    """Calls on a SparseCore in the notation of libtpu 0.0.52, rewritten in the notation of 0.0.42.
 
     A `custom-call-start` names the computation, and a `custom-call-update`, which has the operands, starts it.
     """

@@ -48,8 +48,9 @@ _TO_HOST, _FROM_HOST = "to host", "from host"
 _COPY_STARTS = ("copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-slice-start")
 _IN_VMEM = re.compile(r"\b[a-z]+\d*\[[\d,]*\]\{[^}]*S\([1-9]\)[^}]*\}")
 _NO_DATA = re.compile(r'custom_call_target="(AllocateBuffer|ConcatBitcast|Sharding)')
-# Products of two matrices per block of scores, over the width of queries and keys and over that of values, in each of
-# jax's splash attention kernels. "dkv" with three results is the fused one, which computes the gradient of queries too.
+# Products of two matrices per block of scores, over the width of queries and keys and over the width of values, in each
+# of jax's splash attention kernels. "dkv" with three results is the fused one, which computes the gradient of queries
+# too.
 _SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
 _PRODUCTS = {"fwd": (1, 1), "dq": (2, 1), "dkv": (2, 2), "fused": (3, 2)}
 _ZERO_KERNEL = re.compile(r'zero_attention_(?:fwd|bwd).*"cost_estimate":{"flops":"(\d+)"')

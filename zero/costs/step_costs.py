@@ -117,7 +117,7 @@ def predicted_time(step: Any, storage: OnDevices, devices: Sequence[Any]) -> Pre
 def device_peak(analysis: Any, platform: str, available: float = math.inf) -> int:
     """Bytes of a device at the peak of a compiled program, from its `memory_analysis()`.
 
-    The TPU compiler's figure is that of the fuller memory, the device's or the host's. Other compilers leave
+    The TPU compiler's figure is for the fuller memory, the device's or the host's. Other compilers leave
     temporaries out of theirs. The sum of all arrays is an upper bound for both, and so are the `available` bytes of a
     device for a program that this compiler has accepted.
     """

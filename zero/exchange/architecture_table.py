@@ -638,7 +638,7 @@ MISSING = {
 
 
 def architecture_of(size: GPTConfig, model_type: str | None = None) -> Architecture:
-    """The architecture that computes the same as a model of this size, of several that of `model_type`.
+    """The architecture that computes the same as a model of this size; of several, `model_type`'s.
 
     Raises:
       UserError: there is none; the message names the differences from the nearest ones.

@@ -142,7 +142,7 @@ def saved_step(checkpoints: Checkpoints, step: int) -> SavedStep:
 def read_step(checkpoints: Checkpoints, step: int | None, read: Callable[[SavedStep], T]) -> T:
     """What `read` returns for this step, or for the newest one if it is None.
 
-    If the run that trains there deletes the newest one meanwhile, the one that is the newest then is read.
+    If the run that trains there deletes the newest one meanwhile, the next newest is read.
 
     Raises:
       MissingCheckpoint: there is no such step.

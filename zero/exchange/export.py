@@ -80,10 +80,10 @@ def export(
 ) -> int:
     """Writes one checkpoint as a new Hugging Face folder, with the tokenizer and all files that belong to it.
 
-    The weights are of `dtype`, one of `DTYPES`; None is that of the folder that the run began with, or float32. The
-    same checkpoint gives the same bytes. The folder appears once it is complete. With `ema` it holds the moving
+    The weights are of `dtype`, one of `DTYPES`; None is the dtype of the folder that the run started from, or float32.
+    The same checkpoint gives the same bytes. The folder appears once it is complete. With `ema` it holds the moving
     average of the weights, and `with_code` its own code for PyTorch, with which `transformers` loads models that equal
-    none of its architectures (`trust_remote_code=True`). Returns the step: that of `RUN@STEP`, or the newest for
+    none of its architectures (`trust_remote_code=True`). Returns the step: `RUN@STEP`'s, or the newest for
     None. Of a run that trained adapters the folder is one of PEFT, or with `merges` one of its base with the adapters
     merged, for which the host holds the whole model.
 

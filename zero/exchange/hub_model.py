@@ -45,7 +45,7 @@ class HubModel:
         return {"vocab_size": tokens} if tokens > self.size.vocab_size else {}
 
     def tokenizer(self) -> str:
-        """The path of its tokenizer; raises UserError if it has none that is read."""
+        """The path of its tokenizer; raises UserError if it has none that zero reads."""
         for name in TOKENIZERS:
             if (self.path / name).is_file():
                 return str(self.path / name)

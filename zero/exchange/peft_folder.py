@@ -28,7 +28,7 @@ _PREFIX = "base_model.model."  # of names: PEFT's model holds the model of trans
 # Where tied tables are trained whole, PEFT writes and reads a copy of them under this name.
 _TIED_HEAD = f"{_PREFIX}lm_head.weight"
 _PARTS = {LORA_A: "lora_A.weight", LORA_B: "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}
-# Keys of adapter_config.json that change the computation, and the values with which it is that of zero.
+# Keys of adapter_config.json that change the computation, and the values with which it equals zero's.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
@@ -74,8 +74,8 @@ def alpha_of(config: Mapping[str, Any], rank: int | None = None, alpha: float | 
 
     Args:
       config: the content of adapter_config.json.
-      rank: of the product; None for that of most.
-      alpha: of the product; None for that of most.
+      rank: of the product; None for the rank of most.
+      alpha: of the product; None for the alpha of most.
 
     >>> alpha_of({"r": 16, "lora_alpha": 8}), alpha_of({"r": 16, "lora_alpha": 8, "use_rslora": True})
     (8.0, 32.0)
@@ -271,7 +271,7 @@ def read_peft(folder: Path, model: ShardedGPT) -> PyTree:
     """Shards for a pmap of the adapters in a folder of PEFT, for a model with adapters of that form.
 
     Raises:
-      UserError: a key or a tensor is not that of this model's adapters.
+      UserError: a key or a tensor does not belong to this model's adapters.
     """
     assert model.tuning is not None
     path = folder / CONFIG_FILE

@@ -50,7 +50,7 @@ def text_config(origin: str, config: Mapping[str, Any]) -> dict[str, Any]:
         text = dict(config)
         if has_images(config):
             text = {**_WITH_IMAGES[config["model_type"]], **dict(config["text_config"])}
-            if "tie_word_embeddings" in config:  # counts instead of that of the text
+            if "tie_word_embeddings" in config:  # replaces the text's
                 text["tie_word_embeddings"] = config["tie_word_embeddings"]
         if text.get("model_type") != _SCALED:
             return text

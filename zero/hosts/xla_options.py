@@ -53,7 +53,7 @@ def overlaps_exchanges(device_kind: str | None, chips: int) -> bool:
 
 
 def for_tpu(device_kind: str | None, chips: int, overlap_gathers: bool) -> dict[str, bool | int]:
-    """Options for slices of so many chips of a kind of TPU, as jax names it; None for one that is not known.
+    """Options for slices of so many chips of a kind of TPU, as jax names it; None for an unknown kind.
 
     >>> for_tpu("TPU v4", 32, True)
     {'xla_enable_async_all_gather': True, 'xla_tpu_enable_async_all_to_all': True}

@@ -26,11 +26,11 @@ def adapted_models(
 ) -> Iterator[tuple[str, TrainedModel]]:
     """Each place of `evaluate.adapters`, and the model with its adapters merged.
 
-    The base is that of the run `model.model_path`, or the weights of that run where it trained all. The devices hold
+    The base is the base of the run `model.model_path`, or the weights of that run if it trained all. The devices hold
     it beside the merged weights.
 
     Raises:
-      UserError: a place holds no adapters, or those for another base, or the tokenizer is not that of the run.
+      UserError: a place has no adapters, or adapters for another base, or the tokenizer is not the run's.
     """
     tokenizer = load_tokenizer(data.tokenizer)
     base = _base(str(path.model_path), data, evaluate.ema, replace(model, master_dtype="float32"), tokenizer)

@@ -155,7 +155,7 @@ def _is_last(run: Path, step: int) -> bool:
 def follower_tracker(
     run: Path, run_directory: Path, destinations: tracker.Keys, record: dict[str, Any], digest: str
 ) -> AbstractContextManager[Log]:
-    """A tracker of its own; a restart continues its run of W&B, named after that of the training and what is scored."""
+    """Its own tracker; a restart continues its W&B run, named after the training's run and what is scored."""
     trained = shared_file(run, saved_checkpoint_directory(run), WANDB_ID_FILE)
     if storage.exists(trained):
         storage.write(run_directory / WANDB_ID_FILE, storage.read_bytes(trained) + f"-evaluation-{digest}".encode())

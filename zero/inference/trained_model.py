@@ -65,7 +65,7 @@ def open_model(model: ShardedGPT, path: PathKeys, data: SampleData, ema: bool) -
 def placed_weights(read: Callable[[ShardedGPT], PyTree], model: ShardedGPT) -> PyTree:
     """The weights as the model holds them, in shards for a pmap, from what reads them for a model.
 
-    To be held in int8 they are read in bfloat16 and in shards, each on one device, whatever the stage.
+    To be held in int8 they are read in bfloat16 and in shards, each on one device, at any stage.
     """
     if model.tuning is None:
         return read(model)

@@ -37,7 +37,7 @@ def init_codebook(config: GatedUnits, key: jax.Array) -> Any:
 
 
 def with_commitment(config: GatedUnits, codebook: Any, positions: int) -> Any:
-    """The codebook with the weight of the commitment loss: that of a mean over this many positions."""
+    """The codebook with the weight of the commitment loss, for a mean over this many positions."""
     weight = config.commitment / positions
 
     def unit(state: dict[str, jax.Array]) -> dict[str, jax.Array]:

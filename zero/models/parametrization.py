@@ -78,7 +78,7 @@ class Start(NamedTuple):
       kernel: `(configuration, name of a matrix of layers)` to its initializer.
       table: `(configuration, "vocabulary" or "head")` to the deviation of this table.
       positions: the deviation of the table of positions.
-      bucket_bias: `(configuration, buckets)` to that of the biases of T5's buckets of distance.
+      bucket_bias: the same for the biases of T5's buckets of distance, from `(configuration, buckets)`.
     """
 
     kernel: Callable[[Initial, str], nn.initializers.Initializer]

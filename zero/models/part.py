@@ -118,7 +118,7 @@ def shortest_pattern(values: tuple[int, ...]) -> tuple[int, ...]:
     ((4, 4, 0), (4, 0, 0))
     """
     for size in range(1, len(values)):
-        if values[size:] == values[:-size]:  # each is that of one period before
+        if values[size:] == values[:-size]:  # each equals the one a period before
             return values[:size]
     return values
 

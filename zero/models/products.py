@@ -102,7 +102,7 @@ def quantized(x: jax.Array, form: Form, dims: Sequence[int]) -> tuple[jax.Array,
 
 
 def quantized_product(forms: Forms, x_BTX: jax.Array, w_XF: jax.Array | RoundedWeight) -> jax.Array:
-    """As `contraction`, in numbers of 8 bits; the dtype of the result is that of `x_BTX`.
+    """As `contraction`, in 8-bit numbers; the result has the dtype of `x_BTX`.
 
     Args:
       w_XF: the weight, or as it is gathered in 8 bits.

@@ -20,7 +20,7 @@ from zero.models.elements import row_major
 Layer = Callable[[Any, Any, jax.Array], Any]
 
 # Kinds of activations, and names of their values, as `jax.ad_checkpoint.checkpoint_name` sets them.
-LAYER_INPUT = "layer_input"  # or that of a span of layers; named only where it goes to the host's memory
+LAYER_INPUT = "layer_input"  # or the input of a span of layers; named only if it goes to the host's memory
 ATTENTION = "attention"  # its output
 PROJECTIONS = "projections"  # queries, keys, values and the output projection
 MLP_IN, MLP_GATE = "mlp_in", "mlp_gate"  # the products that begin an MLP

@@ -120,7 +120,7 @@ class Period(Layer):
     def __call__(
         self, carry: tuple[ResidualStream, Caches | None], number: jax.Array, *arguments: Any
     ) -> tuple[tuple[ResidualStream, Caches | None], None]:
-        """As `TransformerLayer`; `number` is that of the period."""
+        """As `TransformerLayer`; `number` is the number of the period."""
         every = self.config.experts_every
         for i in range(every):
             layer = TransformerLayer(**options_of(self), is_dense=i + 1 < every, name=f"layer_{i}")

@@ -29,7 +29,7 @@ def check_replicated(tree: PyTree, axis_name: str, devices: Sequence[jax.Device]
       devices: the `devices` of the pmap, if given.
 
     Raises:
-      ValueError: leaves differ, and the message names all of them; or they lie on devices in another order.
+      ValueError: leaves differ (the message names all of them), or lie on devices in a different order.
 
     >>> n = jax.local_device_count()
     >>> check_replicated({"w": jnp.ones((n, 3))}, "batch")
@@ -138,8 +138,8 @@ def checksums(
     """A number below 2^32 for each leaf, by name: the same for any number of devices, any stage and any groups.
 
     Arrays of the same bits have the same checksum; names and padding do not count. Any change of a single element is
-    detected. Other changes, such as two swapped elements, are missed with a probability of about 2^-32: enough against
-    hardware faults and mistakes, not against an attacker.
+    detected. Other changes, such as two swapped elements, are missed with a probability of about 2^-32: enough to
+    detect hardware faults and bugs, but not an attacker.
 
     Replicas of a leaf are compared by their checksums; `check_replicated` compares all bits. Call outside pmap, on all
     processes: each gets the result. Every element is read once, on its own device; one `psum` and one `pmax` send a few

@@ -26,7 +26,7 @@ def global_shapes(layout: Layout, axis: AxisLike, devices: Sequence[jax.Device] 
     """The result of `to_global` as `jax.ShapeDtypeStruct`s: padded shapes and shardings, as the target of a restore.
 
     Raises:
-      ValueError: axis, layout and devices do not fit each other.
+      ValueError: axis, layout and devices do not match.
 
     >>> import zero
     >>> from jax import numpy as jnp
@@ -112,10 +112,10 @@ def from_global(
       tree: per leaf a `jax.Array` or numpy array, with the padding of any number of devices. Arrays placed as by
         `to_global` do not move; others of another padding are cropped or padded shard by shard.
       layout, axis, devices: as for `to_global`.
-      donate: reuse buffers that are in place already; the arrays are deleted.
+      donate: reuse buffers that are already in place; the arrays are deleted.
 
     Raises:
-      ValueError: shape or dtype of a leaf do not match the layout; or it has another padding, and other processes
+      ValueError: shape or dtype of a leaf do not match the layout; or it has a different padding, and other processes
         hold parts of it.
 
     >>> import zero
@@ -208,7 +208,7 @@ def axis_and_devices(
     """The axis (a name means one group of `layout.shards` devices), and its devices in the order of pmap.
 
     Raises:
-      ValueError: axis, layout and devices do not fit each other.
+      ValueError: axis, layout and devices do not match.
     """
     on = as_axis(axis, layout.shards)
     check_shards(on, layout.shards)

@@ -1,4 +1,4 @@
-"""Blocks of arrays in the host's memory ("pinned_host"), from and to which a device moves them by itself.
+"""Blocks of arrays in the host's memory ("pinned_host"), which a device can read and write.
 
 `jax.pmap` takes no argument from there, and returns none. So what a pmapped program needs is moved to the devices
 before it is called, and what it returns is moved away after, both while other programs run.
@@ -14,7 +14,7 @@ import jax
 from zero.partition.layout import PyTree
 
 HOST, DEVICE = "pinned_host", "device"
-IN_FLIGHT = 2  # blocks beside the one that is computed with: one on its way to the devices, one on its way back
+IN_FLIGHT = 2  # blocks beside the current one: one on its way to the devices, one on its way back
 
 
 def to_host(tree: PyTree) -> PyTree:

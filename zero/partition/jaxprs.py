@@ -47,7 +47,7 @@ def evaluate(
 
 
 def closed_jaxpr(jaxpr: ClosedJaxpr | Jaxpr) -> ClosedJaxpr:
-    """A traced function with its constants, of which one that is not closed has none."""
+    """A traced function with its constants; one that is not closed has none."""
     return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
 
 

@@ -281,8 +281,8 @@ def make_layout(tree: PyTree, shards: int, *, stacked: Iterable[str] = ()) -> La
       stacked: top-level subtrees whose leaves carry a leading layer dimension (`nn.scan`), which is never split.
 
     Raises:
-      TypeError: a leaf is no array, but a function or a string.
-      ValueError: `shards` is not positive, or a stacked name fits no leaf.
+      TypeError: a leaf is not an array but a function or a string.
+      ValueError: `shards` is not positive, or a stacked name matches no leaf.
 
     >>> import jax, jax.numpy as jnp
     >>> layout = make_layout({"w": jax.ShapeDtypeStruct((5, 12), jnp.float32), "b": jnp.zeros(3)}, shards=4)
@@ -368,9 +368,9 @@ def make_grouped_layout(
 
 
 def derive_layout(fn: Callable[[PyTree], PyTree], layout: Layout) -> Layout:
-    """The layout of `fn(tree)` from the layout of `tree`; with `fn = tx.init` that of the optimizer state.
+    """The layout of `fn(tree)` from the layout of `tree`; with `fn = tx.init`, the layout of the optimizer state.
 
-    A leaf of the result is split like the leaf of the tree whose path is part of its own (`mu/dense/kernel`), if the
+    A leaf of the result is split like the leaf of the tree whose path is part of its path (`mu/dense/kernel`), if the
     shapes are equal. Every other leaf is whole. Nothing is computed.
 
     >>> layout = make_layout({"w": jax.ShapeDtypeStruct((5, 12), np.float32)}, shards=4)

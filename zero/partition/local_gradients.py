@@ -29,7 +29,7 @@ class NoArrayError(ValueError, AttributeError):
 class LocalGradient:
     """One device's own gradient of a leaf, or its slice of a reduced one, which only a sharded optimizer reads.
 
-    It has the shape and the dtype of the array. Whatever else is done with it raises a ValueError: it is no array, and
+    It has the shape and the dtype of the array. Any other use raises a ValueError: it is not an array, and
     no pytree node through which a function of arrays could be mapped.
     """
 
@@ -90,9 +90,9 @@ for _operator in (
 def local(grads: PyTree) -> PyTree:
     """Marks a device's own gradients, which a sharded optimizer reduces: `tx.update(zero.local(grads), ...)`.
 
-    It stands where a data-parallel program has `lax.pmean(grads, axis_name)`, or last in what a program does with the
-    slices of `scatter_mean`. Until `update` has read them, the leaves are no arrays: what would compute with numbers
-    that differ between devices raises a ValueError.
+    Use it in place of `lax.pmean(grads, axis_name)`, or after the last computation with the slices of `scatter_mean`.
+    Until `update` reads them, the leaves are not arrays: computing with them, whose values differ between devices,
+    raises a ValueError.
 
     Per device: arrays in, a tree of the same structure out. No communication.
 

@@ -100,7 +100,7 @@ def on_shards(
       tx: any transform; wrap one that is not element-wise in `across_shards`.
       layout: layout of the parameters.
       axis: the pmap axis. Call `init` and `update` inside pmap.
-      trust: run `tx` on shards unchanged, if it is known to be right there.
+      trust: run `tx` on shards unchanged, if you know that it is correct there.
 
     `update` raises:
       NotElementwiseError: `tx` needs other devices, draws random numbers, or calls a function of the parameters (line
@@ -191,7 +191,7 @@ class Update(Protocol):
 
 
 class ShardedOptimizer(optax.GradientTransformationExtraArgs):
-    """The result of `shard_optimizer`: `init` and `update`, and what they were made of.
+    """The result of `shard_optimizer`: `init` and `update`, and what they were made from.
 
     Attributes:
       init: whole parameters to a state: slices inside pmap, whole outside.
@@ -237,13 +237,13 @@ def shard_optimizer(
     Args:
       tx: any transform; one that is not element-wise needs `across_shards`, or has a version in `zero`.
       axis_name: the pmap axis, or an `Axis` of groups.
-      reduction: of gradients over devices. None if they are whole and already reduced, and so not marked; "scattered"
-        if `scatter_mean` or `scatter_sum` has reduced them to slices, which are marked once the program has computed
-        with them.
+      reduction: of gradients over devices. None if they are whole, already reduced, and not marked; "scattered" if
+        `scatter_mean` or `scatter_sum` reduced them to slices, which the program marks after its last computation with
+        them.
       wire_dtype: dtype of gradients on the wire; None for their own.
       reduce_dtype: dtype of their sums; None for their own, but at least float32. `tx` gets the result in the dtype of
         the gradients.
-      trust: run `tx` on shards unchanged, if it is known to be right there.
+      trust: run `tx` on shards unchanged, if you know that it is correct there.
 
     Raises:
       ValueError: `reduction` is none of these, or `tx` is sharded already.
@@ -256,8 +256,9 @@ def shard_optimizer(
 
     `update` raises:
       RuntimeError: called outside pmap.
-      ValueError: a leaf has another shape than its parameter.
-      TypeError: gradients are not marked, or reduced ones are; or the state is not that of a sharded optimizer.
+      ValueError: the shape of a leaf differs from its parameter's.
+      TypeError: gradients are not marked, or reduced gradients are; or the state does not belong to a sharded
+        optimizer.
 
     >>> n = jax.local_device_count()
     >>> tx = shard_optimizer(optax.adam(0.1), "batch")

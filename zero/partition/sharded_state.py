@@ -126,7 +126,7 @@ class ShardedState:
     Attributes:
       slices: the state of the optax transform, in its own structure, each leaf this device's slice.
       shard: int32 `(1,)`, the number of the slice; plus the number of all slices after an odd number of updates; or -1
-        where devices have not taken the same updates.
+        if devices did not take the same updates.
       origin: how the whole state is cut.
 
     >>> import optax, zero

@@ -62,10 +62,10 @@ def gather(
     *,
     wire_dtype: DTypeLike | None = None,
 ) -> PyTree:
-    """The whole tree from slices with a layout, or the whole state from that of a sharded optimizer.
+    """The whole tree from slices with a layout, or the whole state from the state of a sharded optimizer.
 
     One `all_gather` per split leaf, small ones together, in `dtype` on the wire. The state of a sharded optimizer,
-    alone or in a tree with others, knows its layout and axis, and becomes that of optax, with NaN in place of slices
+    alone or in a tree with others, knows its layout and axis, and becomes optax's state, with NaN in place of slices
     that are not the device's own.
 
     Per device: shards in, whole leaves out. `dtype=None` keeps each leaf's own. With `wire_dtype=jnp.int8` blocks
@@ -131,7 +131,7 @@ def scatter_sum(
 ) -> PyTree:
     """This device's shards of the sum over devices: `psum_scatter`, of small leaves together; of a whole leaf `psum`.
 
-    A leaf keeps its dtype, as under `lax.psum`, although 16-bit floats are summed in float32. With `reduce_dtype`
+    A leaf keeps its dtype, as with `lax.psum`, although 16-bit floats are summed in float32. With `reduce_dtype`
     floats are summed and returned in that dtype. With `wire_dtype=jnp.int8` blocks of 256 floats of split leaves travel
     as int8 with a scale, each summand off by at most its block's largest / 254.
 
@@ -240,18 +240,18 @@ def fully_shard(
 
     Args:
       target: a `flax.linen.Module` class, or a function `f(params, ...)`.
-      layout: the layout of the target's own parameters; for a layer under `nn.scan` that is `layout.at(name)`.
+      layout: the layout of the target's own parameters; for a layer under `nn.scan`, `layout.at(name)`.
       axis: the pmap axis. Call the result inside pmap.
       dtype: dtype of whole parameters, on the wire and in the target; None keeps each leaf's own.
       wire_dtype: dtype of gradients on the wire.
       reduce_dtype: dtype of sums of gradients.
       gather_dtype: int8 to gather parameters with `wire_dtype=jnp.int8`.
-      rounding: of the matrices that the target takes as `RoundedWeight`s, rounded before they are gathered; None for
-        each other leaf.
+      rounding: for the matrices that the target takes as `RoundedWeight`s, which are rounded before they are gathered;
+        None for all other leaves.
       methods: the methods of a module class to lift, by default `__call__`; the others must not use parameters.
 
     Raises, when it is called:
-      ValueError: the layout was made for another number of shards, or the shape of a leaf of the parameters, of
+      ValueError: the layout was made for a different number of shards, or the shape of a leaf of the parameters, of
         "gathered" or of "gradients" does not match it.
 
     >>> import flax.linen as nn; import jax.numpy as jnp; from zero import make_layout

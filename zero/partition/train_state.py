@@ -180,12 +180,12 @@ def specs(state: PyTree, mesh: Mesh) -> PyTree:
     them. Leaves outside of sharded optimizers are replicated.
 
     Args:
-      state: a tree with the states that `tx.init` makes outside of shard_map, of parameters with their shardings if
-        other axes of the mesh cut them. `jax.eval_shape(tx.init, params)` does where nothing else cuts them.
+      state: a tree with the states that `tx.init` makes outside of shard_map, for parameters with their shardings if
+        other axes of the mesh cut them. `jax.eval_shape(tx.init, params)` is enough if nothing else cuts them.
       mesh: a mesh with any axes.
 
     Raises:
-      ValueError: the optimizer was given an `Axis` of groups, or no axis of the mesh.
+      ValueError: the optimizer was given an `Axis` of groups, or a name that is not an axis of the mesh.
 
     >>> import optax, zero
     >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
@@ -332,7 +332,7 @@ def _whole_of_mesh(state: ShardedState, origin: Origin, timeout: float) -> PyTre
     leaf = leaf_on_mesh(_numbers_leaf(numbers), origin.axis)
     meet(timeout)
     slices = layout.treedef.flatten_up_to(state.slices)
-    # What the program has set between steps is no array yet.
+    # What the program has set between steps is not an array yet.
     arrays = [x if leaf.leaf.splits else jnp.asarray(x) for leaf, x in zip(leaves, slices, strict=True)]
     order, *wholes = read([index, *arrays], [leaf, *leaves])
     order = slices_of(order, numbers)

@@ -101,7 +101,7 @@ def spread(whole: Any, leaf: LeafLayout, axis: Axis, devices: Sequence[jax.Devic
 
 def checked_whole(x: Any, leaf: LeafLayout, shape: tuple[int, ...]) -> Any:
     whole = x
-    if not jnp.issubdtype(leaf.dtype, jax.dtypes.extended):  # a key is no array of numpy
+    if not jnp.issubdtype(leaf.dtype, jax.dtypes.extended):  # a key is not a numpy array
         whole = np.asarray(x, None if hasattr(x, "dtype") else leaf.dtype)
     if whole.shape != shape or not _may_hold(leaf.dtype, whole.dtype):
         hint = ""

@@ -23,7 +23,7 @@ WIDTHS = (2048, 3072, 4096, 6144, 8192)  # of the models that a search for the l
 
 
 def every_stage(pool: Executor, request: Request) -> list[Row]:
-    """A row for each stage that goes with the other keys; a fused update has stage 3 only."""
+    """A row for each stage compatible with the other keys; a fused update has only stage 3."""
     settings = [request.with_changes(stage=stage) for stage in (0, 1, 2, 3)]
     possible = [setting for setting in settings if not any(setting.config.mistakes(setting.size))]
     return list(gather([pool.submit(compile_step, setting) for setting in possible], "plans compiled").values())

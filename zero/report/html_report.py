@@ -91,7 +91,7 @@ def _values(runs: Sequence[RunRecord], defaults: Mapping[str, str]) -> dict[str,
 
 
 def _table(runs: Sequence[RunRecord]) -> list[RunRow]:
-    """A row for each run, that of the lowest validation loss first."""
+    """A row for each run, the lowest validation loss first."""
 
     def loss(run: RunRecord) -> float:
         best = run.best("validation/loss")

@@ -1,4 +1,4 @@
-"""The style of all pictures that matplotlib draws: that of report.html on white."""
+"""The style of all pictures drawn by matplotlib: report.html's, on white."""
 
 from typing import Any
 

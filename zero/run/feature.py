@@ -49,7 +49,7 @@ class Feature:
       adds: the metrics that it adds to lines.
       phase: in which the time of `do` counts (`zero.tracking.goodput.PHASES`).
       takes_every_line: `do` is called for each line of metrics, also where the feature is not due.
-      only_looks: a run that is killed right after its action continues as one that is killed before. Tests kill runs
+      only_looks: a run killed right after its action continues like a run killed before. Tests kill runs
         before and after each other feature.
       may_wait: an action that is due when the run is stopped, or killed before it is complete, is done at the next
         start of the run. It comes after everything that the action depends on is durable.

@@ -60,7 +60,7 @@ class RowPart(NamedTuple):
 
     Attributes:
       number: int32, from 0 on.
-      memory: that of `ShardedGPT.empty_memory` before part 0.
+      memory: `ShardedGPT.empty_memory` before part 0.
     """
 
     number: jax.Array
@@ -136,6 +136,6 @@ def _is_one_of(tokens: jax.Array, values: Sequence[int]) -> jax.Array:
 
 
 def row_keys(step_key: jax.Array, batch: Batch) -> jax.Array:
-    """One dropout key per row, from its index in the global batch, whatever the devices, hosts and micro-batches."""
+    """One dropout key per row, from its index in the global batch, independent of devices, hosts and micro-batches."""
     rows = batch.first_row + jnp.arange(batch.tokens.shape[0])
     return jax.vmap(jax.random.fold_in, (None, 0))(step_key, rows)

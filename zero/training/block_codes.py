@@ -65,7 +65,7 @@ def _quantize_nf4(x_IO: jax.Array) -> Quantized:
     steps_MN = _largest(deviations_ON, SCALE_BLOCK) / 127
     scale_codes_ON = jnp.round(_divided(deviations_ON, steps_MN, SCALE_BLOCK)).astype(jnp.int8)
     scales = {"scale_codes": scale_codes_ON, "scale_steps": steps_MN, "scale_offset": offset}
-    # By the scales as they will be read, so that their rounding is not added to that of the elements.
+    # By the scales as they will be read, so that their rounding is not added to the rounding of the elements.
     unit_IO = _divided(x_IO, _nf4_scales(scales), BLOCK)
     numbers_IO = sum((unit_IO > middle).astype(jnp.uint8) for middle in (NF4[1:] + NF4[:-1]) / 2)
     half = -(-x_IO.shape[-2] // 2)

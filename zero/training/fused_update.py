@@ -34,7 +34,7 @@ from zero.training.sharded_gpt import ShardedGPT
 def fused_update(model: ShardedGPT, tx: optax.GradientTransformation, options: StepOptions) -> Attempt:
     """An attempt that updates each layer inside the backward pass.
 
-    It leaves a part whose gradient is not finite unchanged by itself, so `settle` has nothing to undo.
+    It already leaves a part unchanged if its gradient is not finite, so `settle` has nothing to undo.
 
     Raises:
       ValueError: an option needs the whole gradient.
@@ -140,7 +140,7 @@ def backward_and_update(
 
     Args:
       loss_of: the functions that the loss consists of.
-      params, opt_state: shards; `layout` is that of the parameters.
+      params, opt_state: shards; `layout` is the parameters' layout.
       span: layers for each input that is kept for the backward pass; divides the number of layers.
       on_host: whether these inputs are kept in the host's memory.
       options: each of n parts is clipped to the norm `max_gradient_norm / sqrt(n)`, so the whole to
@@ -188,7 +188,7 @@ def backward_and_update(
 
 @dataclasses.dataclass(frozen=True)
 class PartUpdate:
-    """Updates of single layers and of the parameters outside of them, each clipped and skipped by itself.
+    """Updates of single layers and of the parameters outside of them, each clipped and skipped independently.
 
     Attributes:
       tx: of the whole parameters, whose `layout` it is.

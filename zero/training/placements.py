@@ -32,7 +32,7 @@ def tensor_dim(name: str) -> int | None:
 
 
 def is_expert_leaf(name: str) -> bool:
-    """Whether a parameter has a dimension of experts, the first one after that of layers.
+    """Whether a parameter has a dimension of experts, the first one after the dimension of layers.
 
     >>> is_expert_leaf("blocks/experts/mlp_in/kernel"), is_expert_leaf("blocks/experts/router/kernel")
     (True, False)

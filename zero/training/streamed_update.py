@@ -2,10 +2,10 @@
 
 `jax.pmap` takes no argument from there, so a step is not one program but several: one embeds, one runs a span of layers
 forward, one computes the loss, one runs a span backward and updates it, one updates the rest. The two for spans are
-called once per span. While one computes, the state of the next span comes to the devices, and that of the span before
-leaves them. A device holds the state of three spans at most.
+called once per span. While one computes, the state of the next span comes to the devices, and the state of the span
+before leaves them. A device holds the state of three spans at most.
 
-Source: the idea is that of ZeRO-Infinity (Rajbhandari et al., arXiv 2104.07857, section 5).
+Source: the idea is from ZeRO-Infinity (Rajbhandari et al., arXiv 2104.07857, section 5).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from zero.training.step import make_conclusion, new_state
 
 
 class StreamedState(NamedTuple):
-    """The state of an optimizer, of which that of layers lies in the host's memory.
+    """The state of an optimizer, with the state of layers in the host's memory.
 
     Attributes:
       rest: all but the layers, on the devices.

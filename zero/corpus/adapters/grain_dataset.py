@@ -13,8 +13,8 @@ from zero.corpus.rows import Rows
 class GrainRows(grain.IterDataset[np.ndarray]):
     """Batches for Grain's transformations, such as `GrainRows(rows).map(shift)`.
 
-    `get_state` and `set_state` of its iterators are those of `Rows`, so that Orbax saves them with
-    `grain.checkpoint.CheckpointSave`. Each iterator has rows of its own, which begin where those of the dataset are.
+    `get_state` and `set_state` of its iterators are `Rows`'s own, so that Orbax saves them with
+    `grain.checkpoint.CheckpointSave`. Each iterator has its own rows, which start at the position of the dataset.
     """
 
     def __init__(self, rows: Rows):

@@ -15,11 +15,11 @@ from zero.corpus.rows import Rows
 class TorchRows(IterableDataset):
     """Batches as tensors, for `DataLoader(TorchRows(rows), batch_size=None)`.
 
-    `state_dict` and `load_state_dict` are those of `Rows`. torchdata's StatefulDataLoader calls them where the dataset
+    `state_dict` and `load_state_dict` are `Rows`'s own. torchdata's StatefulDataLoader calls them where the dataset
     is; a plain DataLoader with a worker leaves the state in it, so give that one `num_workers=0`.
 
     Raises:
-      UserError: from a loader with several workers, each of which would give all batches. `Rows` reads ahead by itself.
+      UserError: from a loader with several workers, each of which would give all batches. `Rows` itself reads ahead.
     """
 
     def __init__(self, rows: Rows):

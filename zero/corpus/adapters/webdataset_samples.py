@@ -11,7 +11,7 @@ from zero.corpus.rows import Rows
 def samples(rows: Rows) -> Callable[[], Iterator[dict[str, Any]]]:
     """The rows one by one, as samples with the members that a shard has: `wds.DataPipeline(samples(rows), ...)`.
 
-    `rows.state()` is that of the batch which the sample is of.
+    `rows.state()` is the state at the sample's batch.
     """
 
     def one_by_one() -> Iterator[dict[str, Any]]:

@@ -219,7 +219,7 @@ def _missing(paths: list[str]) -> list[str]:
 
 
 def paths_of(index: str | Path | Iterable[str | Path]) -> list[str]:
-    """The index files that are read together: one, several that are one corpus, or those of a mixture.
+    """The index files that are read together: one, several that form one corpus, or the files of a mixture.
 
     >>> paths_of("data/index/a.index"), paths_of(["a.index", "{b,c}.index"])
     (['data/index/a.index'], ['a.index', 'b.index', 'c.index'])

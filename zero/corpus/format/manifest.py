@@ -84,7 +84,8 @@ def find(folder: str) -> dict[str, Any] | None:
 def recorded_checksums(folder: str) -> Callable[[str], str | None]:
     """What the manifest records of a shard of a directory, by its name: a SHA-256; None for a shard that it lacks.
 
-    In a corpus of many parts it is that of the part's manifest, which lists the shard's own: a start reads one file.
+    In a corpus of many parts it is the digest of the part's manifest, which lists the shard's own: a start reads one
+    file.
     """
     manifest = find(folder)
     if manifest is None:

@@ -1,4 +1,4 @@
-"""zero's own formats, known by their names and first bytes: one that is given in place of another is named."""
+"""zero's own formats, known by their names and first bytes: if one is given in place of another, the error names it."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class RowArrays(NamedTuple):
     extra: dict[str, np.ndarray]  # (n, ...), entries of `Batch.extra`
 
     def at(self, places: int | slice | np.ndarray) -> RowArrays:
-        """Some of the rows, or those of one batch of several: a view unless `places` is an array."""
+        """Some of the rows, or the rows of one of several batches: a view unless `places` is an array."""
         extra = {name: x[places] for name, x in self.extra.items()}
         return RowArrays(self.tokens[places], self.lengths[places], extra)
 
@@ -86,7 +86,7 @@ def open_shard(
     """A shard to read from.
 
     Raises:
-      BadData: it does not exist, which `missing` says in words, or is no file, such as a directory.
+      BadData: it does not exist, which `missing` describes, or is not a file, such as a directory.
       UserError: a disk fails, or access is denied.
     """
     if not storage.is_remote(path) and os.path.exists(path) and not os.path.isfile(path):

@@ -175,7 +175,7 @@ def save(path: str, manifest: dict[str, Any]) -> None:
 
 def begin(folder: str, indices: dict[str, str], tokenizer: Tokenizer) -> None:
     """Removes an earlier corpus, but for its parts, which are replaced one by one; writes the tokenizer's files."""
-    # Read first: the tokenizer may be that of the corpus itself.
+    # Read first: the tokenizer may belong to the corpus itself.
     copied = companions(tokenizer.files.folder) if isinstance(tokenizer, FileTokenizer) else {}
     remove_corpus(folder, indices)
     if isinstance(tokenizer, FileTokenizer):
@@ -223,7 +223,7 @@ def joined(
 ) -> dict[str, Any]:
     """The manifest of a corpus of many parts: their totals, and the name, checksum and source of each part.
 
-    `names` are those of the files of `parts`, which list the shards.
+    `names` are the names of the files of `parts`, which list the shards.
     """
     splits = splits_of(parts[0])
     manifest: dict[str, Any] = arguments | {"source_contents": contents}
@@ -260,7 +260,7 @@ def _sums(parts: Sequence[dict[str, Any]], keys: Iterable[str]) -> dict[str, int
 
 
 def remove_corpus(folder: str, indices: dict[str, str]) -> None:
-    """`indices` are those of all splits. Index files first: no index ever lists a shard that does not exist.
+    """`indices` are the index files of all splits. Index files first: no index ever lists a shard that does not exist.
 
     Parts stay: whether one is made again is decided by its own manifest.
     """
@@ -273,7 +273,7 @@ def remove_corpus(folder: str, indices: dict[str, str]) -> None:
 
 
 def remove_other_parts(folder: str, used: Iterable[str]) -> None:
-    """Removes the files of parts, but for the `used` ones: those of an earlier corpus, or of a call that was killed."""
+    """Removes the files of parts except the `used` ones: files of an earlier corpus, or of a killed call."""
     for name in sorted({name for name in directory.file_names(folder) if _PART_FILE.fullmatch(name)} - set(used)):
         storage.remove(storage.join(folder, name))
 

@@ -120,7 +120,7 @@ def _left_out(manifest: Mapping[str, Any], statistics: CorpusStatistics) -> list
 
 
 def _reasons(statistics: CorpusStatistics) -> list[str]:
-    """Why documents were left out, that of the most first."""
+    """Why documents were left out, most frequent first."""
     return sorted(statistics.left_out, key=lambda reason: (-statistics.left_out[reason].documents, reason))
 
 

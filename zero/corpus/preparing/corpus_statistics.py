@@ -274,7 +274,7 @@ def save(folder: str, names: PartNames, statistics: CorpusStatistics, removed: R
     if removed.documents:
         directory.write(path, removed.data())
     else:
-        storage.remove(path)  # that of a call with other options
+        storage.remove(path)  # left by a call with other options
     data = gzip.compress(json.dumps(_encoded(statistics)).encode(), mtime=0)
     directory.write(storage.join(folder, names.statistics), data)
 

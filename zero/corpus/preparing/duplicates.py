@@ -27,7 +27,7 @@ from zero.corpus.preparing.sources.source import Source
 from zero.files import storage
 
 NAME = "duplicates"
-PARTS_PER_GROUP = 64  # so that a group of digests is about as large as those of so many parts
+PARTS_PER_GROUP = 64  # so that a group of digests is about as large as the digests of this many parts
 PASSES = "passes"
 BYTES_IN_MEMORY = 70  # of the second pass, for a document of its group
 BYTES_IN_SET = 110  # for a document of a source of one part

@@ -152,7 +152,7 @@ class _WriteBands:
             of_groups[group] = []
 
     def _rows(self, part: int, number: int, unit: Unit) -> np.ndarray:
-        """The rows of a unit, those of each document together."""
+        """The rows of a unit, with the rows of each document together."""
         bands, length = self.nearness.bands
         keys: list[int] = []
         places: list[int] = []
@@ -202,7 +202,7 @@ class _WritePlaces:
 
 
 def needs(size: SourceSize, nearness: Nearness) -> Needs:
-    """What both passes need: a group of bands is as large as those of a part."""
+    """What both passes need: a group of bands is as large as the bands of a part."""
     bands, _ = nearness.bands
     of_document = bands * _dtype(nearness.permutations).itemsize
     copies = COPIES_OF_ONLY_PART if size.parts == 1 else COPIES

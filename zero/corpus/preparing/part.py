@@ -1,4 +1,4 @@
-"""A part of a corpus, prepared by itself: the same bytes in any process, on any machine, in any order of the parts."""
+"""A part of a corpus, prepared independently: the same bytes in any process, on any machine, in any order of parts."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def write_parts(source: Source, job: PartJob, engine: Engine, bar: tqdm) -> None
     existing = directory.file_names(job.folder)
     made = [number for number in range(source.parts) if PartNames(number).manifest in existing]
     missing = [number for number in range(source.parts) if PartNames(number).manifest not in existing]
-    # Each part in a process by itself; the last ones, which are too few for all processes, one by one in all of them.
+    # Each part in its own process; the last ones, which are too few for all processes, one by one in all of them.
     count = len(missing) - engine.remainder(len(missing))
     alone = [*made, *missing[:count]]
     for number in run_tasks(engine, job, source, alone, job.folder):

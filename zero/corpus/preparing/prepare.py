@@ -1,6 +1,6 @@
 """Text to token shards, their index files and a manifest. The same input and arguments give the same bytes.
 
-A source is cut into parts, which depend on nothing but the source (`sources/parts.py`). Each is prepared by itself and
+A source is cut into parts, which depend only on the source (`sources/parts.py`). Each is prepared independently and
 has a manifest, which is written last: a second call makes the parts that have none. A source below one part is a
 corpus with the names `train-00000.tar` and `manifest.json`, whose units are tokenized by worker processes.
 docs/decisions/preparing.md and preparing.md have the reasons and the costs.
@@ -403,7 +403,7 @@ def _leave_out_duplicates(source: Source, workers: int | None, bar: tqdm) -> Non
 def _load_or_train_tokenizer(
     folder: str, is_finished: bool, arguments: dict[str, Any], source: Source, vocab_size: int, bar: tqdm
 ) -> FileTokenizer:
-    """The tokenizer that an earlier call has trained, or one that is trained on the beginning of the source."""
+    """The tokenizer that an earlier call trained, or a new one trained on the beginning of the source."""
     path = storage.join(folder, TOKENIZER)
     if storage.exists(path) and (is_finished or has_parts_of(folder, arguments, source)):
         return FileTokenizer(path, storage.read_bytes(path))

@@ -62,7 +62,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command with these arguments, or those of the process.
+    """Runs the command with these arguments, by default the arguments of the process.
 
     An error is one line, and status 2 for a mistake, 1 where a repeat may succeed. `--verify` also exits with status 1,
     where something differs.
@@ -393,7 +393,7 @@ def _verify(given: argparse.Namespace) -> None:
 
 
 def _tokenizer_of(given: argparse.Namespace) -> Tokenizer | None:
-    """The tokenizer of the command line, None for that of the corpus."""
+    """The tokenizer of the command line; None for the tokenizer of the corpus."""
     return None if given.tokenizer is None else load_tokenizer(given.tokenizer)
 
 

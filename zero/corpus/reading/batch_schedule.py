@@ -35,7 +35,7 @@ class BatchSchedule:
         return self.rows
 
     def rows_before(self, step: int) -> int:
-        """The rows of all batches before that of a step."""
+        """The rows of all batches before the batch of a step."""
         before = 0
         for steps, rows in self.stages:
             before += min(step, steps) // self.steps_per_batch * rows

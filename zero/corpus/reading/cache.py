@@ -114,7 +114,7 @@ class ShardCache:
         return size > 0 and room >= 0
 
     def _files(self) -> list[tuple[os.stat_result, Path]]:
-        """The cached files; those of others in the directory are none."""
+        """The cached files; other files in the directory do not count."""
         files = []
         for file in self.directory.iterdir():
             if re.fullmatch(rf"[0-9a-f]{{64}}{_SUFFIX}", file.name):

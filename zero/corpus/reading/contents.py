@@ -31,7 +31,7 @@ REMEDY = (
     "model.warm_start=true model.model_path=RUN"
 )
 _THREADS = 16  # which wait for a disk of the network
-_MANIFEST = "manifest"  # kinds of facts; those of buckets are the names of checksums, or of versions
+_MANIFEST = "manifest"  # kinds of facts; in buckets, the names of checksums or versions
 _BLOCKS = "blocks"
 _UNKNOWN = "nothing"
 _log = logging.getLogger(__name__)
@@ -73,10 +73,10 @@ def contents_of(shards: Sequence[tuple[Shard, int]]) -> Contents:
 def check_contents(
     before: Sequence[IndexContents], now: Sequence[IndexContents], message: str, is_warning: bool = False
 ) -> bool:
-    """Compares the contents of index files, in their order, with those of an earlier start; paths may differ.
+    """Compares the contents of index files, in order, with the contents at an earlier start; paths may differ.
 
     Args:
-      message: begins that of the error.
+      message: the beginning of the error message.
       is_warning: of contents that are known by their own bytes a difference may be damage that is tolerated.
 
     Returns:

@@ -297,7 +297,7 @@ class Loader:
                 if len(self.corpora) == 1:  # small batches are cut several at once, as many as are read already
                     left = min(stream.left for (stream,) in streams) // part
                     count = self._alike(done, min(left, _BLOCK // (len(numbers) * self._width)))
-                # The places of these rows among those of the streams that hold them.
+                # The places of these rows among the rows of the streams that hold them.
                 places = np.searchsorted(own_streams, numbers) * part + places
                 is_whole = np.array_equal(places, np.arange(len(own_streams) * part))
                 taken = [
@@ -353,7 +353,7 @@ class Loader:
 
 
 def _by_batch(of_streams: Sequence[RowArrays], batches: int) -> RowArrays:
-    """The next rows of each stream as those of several batches: arrays `(batches, rows of a batch, ...)`.
+    """The next rows of each stream, as rows of several batches: arrays `(batches, rows of a batch, ...)`.
 
     Tokens become int32.
     """
@@ -378,7 +378,7 @@ def check_order(cursor: Cursor, order: Cursor) -> None:
 
 
 def _joined(columns: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """The columns of a corpus from those of its index files."""
+    """The columns of a corpus, from the columns of its index files."""
     if len(columns) == 1:  # as it is: it may be as large as a disk
         return dict(columns[0])
     names = columns[0] if columns else {}

@@ -174,7 +174,7 @@ atexit.register(_renderer.close)
 def load_chat_template(tokenizer: str, date: float | None = None) -> ChatTemplate | None:
     """The chat template beside the file of a tokenizer, as in a Hugging Face folder; None where there is none.
 
-    The date is that of SOURCE_DATE_EPOCH where the environment sets it.
+    The date comes from SOURCE_DATE_EPOCH if the environment sets it.
 
     Raises UserError for files that hold something else.
     """

@@ -2,7 +2,7 @@
 
 SentencePiece and tiktoken store pieces with priorities, and join the adjacent pair whose concatenation has the best
 priority, the leftmost of equals. Files of the `tokenizers` library list the pairs. One pair per piece is exact: before
-a piece is formed nothing was joined across its ends, so its last pair is that of the piece encoded on its own.
+a piece is formed nothing was joined across its ends, so its last pair is the last pair of the piece encoded alone.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class SpecialTokens:
       begin: the tokenizer's own beginning; None where no file names it.
       before: what encoding puts in front of every text, at most once.
       after: what encoding puts behind every text.
-      turn_ends: those of `ends` that the chat template writes after a turn.
+      turn_ends: the members of `ends` that the chat template writes after a turn.
       separators: tokens that begin a document within a row, and tokens after which one begins.
       padding: fills rows; None where no file names it.
       is_brought: files beside the tokenizer describe it or its model, so that a prompt is encoded as transformers
@@ -67,7 +67,7 @@ class SpecialTokens:
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """The content of the files beside a tokenizer; an empty object for one that is missing."""
+    """The content of the files beside a tokenizer; an empty object for a missing file."""
 
     folder: str
     tokenizer: Mapping[str, Any]
@@ -98,7 +98,7 @@ class TokenizerFiles:
 
     @property
     def added_tokens(self) -> dict[int, dict[str, Any]]:
-        """The tokens that are added to those of the tokenizer's file, by id, in their order: spelling and options.
+        """The tokens added to the tokenizer's file, by id, in order: spelling and options.
 
         Raises:
           UserError: a file has an unexpected form.
@@ -151,7 +151,7 @@ class Vocabulary(NamedTuple):
       id_of: the id of a spelling; None for no token.
       name_of: the spelling of an id.
       size: the number of ids.
-      special: those of special tokens.
+      special: the ids of special tokens.
       before: what encoding puts in front of every text.
       after: what encoding puts behind it.
       ends_by_spelling: tokens that are spelled as an end of text; the first is one where no other file names any.

@@ -55,7 +55,7 @@ def converted(path: str, data: bytes) -> bytes:
     """The .json file of the tokens in a .tiktoken file, with the pattern and the special tokens of their encoding.
 
     Raises:
-      UserError: its name is that of no known encoding, or it does not hold ranks of its tokens.
+      UserError: its name is not a known encoding, or it does not contain the ranks of its tokens.
     """
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers

@@ -351,7 +351,9 @@ class FileTokenizer:
 
 
 class SentencePieceTokenizer(FileTokenizer):
-    """Encodes documents with the sentencepiece library; all else is that of the converted file, kept beside a corpus.
+    """Encodes documents with the sentencepiece library; everything else comes from the converted file.
+
+    The file is kept beside a corpus.
 
     Raises:
       UserError: the library is missing, it is not such a model, or one that cannot be converted.

@@ -163,7 +163,7 @@ def write(url: str | Path, data: bytes) -> None:
     """Creates or replaces a file atomically: readers see all of the new contents or none of them.
 
     Raises:
-      OSError: nothing was written; it names the file, which the error of a full disk does not by itself.
+      OSError: nothing was written; it names the file, which the error of a full disk does not.
     """
     if is_remote(url):
         if is_root(url):

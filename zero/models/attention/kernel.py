@@ -202,7 +202,7 @@ def splash_attention(
     sizes: dict[str, Any] = {
         f"block_{name}": block for name in ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute")
     }
-    # A separate kernel for the gradient of queries: fused with that of keys it would be stored once per block of keys.
+    # A separate kernel for the gradient of queries: fused with the keys' it would be stored once per block of keys.
     sizes |= {"block_q_dq": block, "block_kv_dq": block}
     attend = splash_attention_kernel.make_splash_mha(
         splash_attention_mask.MultiHeadMask([mask] * heads),

@@ -38,13 +38,13 @@ class Axis:
       exchanges: whether a reduce-scatter is an all-to-all and a sum on each device. XLA for TPU runs an all-to-all
         beside matrix products, and a reduce-scatter only where SparseCores take it (v6e, TPU7x). Sums differ in the
         order of their terms.
-      copies_dtype: the dtype in which gradients travel between copies of the state: "bfloat16", or "int8" in blocks of
-        256 with a scale; None: their own.
+      copies_dtype: the dtype in which gradients are sent between copies of the state: "bfloat16", or "int8" in blocks
+        of 256 with a scale; None: their own.
 
     Raises:
       ValueError: `shape` has no phase, `devices` is not a permutation of the positions on the axis, the first phase is
         not of size `tensor`, or the last one not of size `expert`; the devices do not divide into context groups; or
-        groups of two kinds are asked for.
+        two kinds of groups are requested.
 
     >>> Axis("batch", (1, 2, 4), (0, 2, 4, 6, 1, 3, 5, 7)).shard_of_device()
     (0, 4, 1, 5, 2, 6, 3, 7)

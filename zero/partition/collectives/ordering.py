@@ -38,7 +38,7 @@ INLINED = {
 
 
 def in_order(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """The same per-device function, in which collectives after a loop with collectives wait for the loop.
+    """The same per-device function, with collectives after a loop with collectives made to wait for the loop.
 
     Apply it to the function given to `jax.pmap`, outside any `jax.grad`. Values are the same, bit for bit. Programs
     without such loops are unchanged.

@@ -19,11 +19,12 @@ RULES: dict[str, Rule] = {**shape_rules.RULES, **reductions.RULES, **control.RUL
 
 
 def across_shards(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Lets an optax transform that is not element-wise communicate between shards, so that it is right on them.
+    """Lets an optax transform that is not element-wise communicate between shards, so that its result is correct.
 
     Reductions over a split dimension end in an all-reduce; loops and factorizations run on gathered arrays, each on one
     device; any other operation without a rule for shards runs on gathered arrays on every device. Without splits, and
-    outside `shard_optimizer` and `on_shards`, it is the transform itself. Wrap only the part of a chain that needs it.
+    outside `shard_optimizer` and `on_shards`, it returns the transform unchanged. Wrap only the part of a chain that
+    needs it.
 
     >>> clip = across_shards(optax.adaptive_grad_clip(0.1))
     >>> tx = optax.chain(clip, optax.adam(1e-3))
@@ -84,7 +85,7 @@ def run_on_shards(
     splits = [_split(leaf) for leaf in outputs(shapes)]
     results = zip(Interpreter(axis, RULES).run(closed, values), splits, strict=True)
     place = Interpreter(axis, RULES, may_communicate=True).place
-    # A result that `fn` computes from nothing, as the flag of a first step, is no array before a jit boundary.
+    # A result that `fn` computes from nothing, as the flag of a first step, is not an array before a jit boundary.
     arrays = [jnp.asarray(place(x, split, None).x) for x, split in results]
     return jax.tree.unflatten(jax.tree.structure(shapes), arrays)
 

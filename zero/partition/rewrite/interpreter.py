@@ -65,7 +65,7 @@ _ENTRY_POINTS = __file__.replace("interpreter.py", "entry_points.py")
 
 
 class NotElementwiseError(ValueError):
-    """A transform would be wrong on shards; the message names it, the operation and the remedy.
+    """Raised for a transform that would be wrong on shards; the message names it, the operation and the remedy.
 
     >>> import zero
     >>> params = {"w": jnp.ones((8, 3))}

@@ -53,7 +53,7 @@ def ademamix(
       b3: decay of the slow mean.
       alpha: the slow mean counts this many times.
       slow_warmup: steps until `alpha` and the half-life of the slow mean have grown to their values (section 3, from 0
-        and from that of `b1`); None: they are constant.
+        and from `b1`'s); None: they are constant.
     """
     if slow_warmup is None:
         return decoupled(optax.contrib.scale_by_ademamix(b1, b2, b3, alpha, eps), weight_decay)

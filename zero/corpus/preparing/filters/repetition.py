@@ -1,6 +1,6 @@
 """Repetition within a document: lines, paragraphs and n-grams of words that come again.
 
-The measures and thresholds are those of Rae et al., arXiv 2112.11446, table A1.
+Measures and thresholds are from Rae et al., arXiv 2112.11446, table A1.
 """
 
 from __future__ import annotations

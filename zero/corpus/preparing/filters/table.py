@@ -1,4 +1,4 @@
-"""The table of filters, and those of one corpus. A new filter is a file beside this one, and an entry."""
+"""The table of filters, and the filters of one corpus. A new filter is a file beside this one, and an entry."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ FILTERS: Mapping[str, Filter] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Filters:
-    """Judges by the names of their filters. The first one that leaves a document out is the one that is counted."""
+    """Judges by the names of their filters. The first one that leaves a document out is counted."""
 
     judges: tuple[tuple[str, Judge], ...]
     values: tuple[tuple[str, str], ...] = ()  # of the options that they were made of

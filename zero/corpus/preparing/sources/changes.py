@@ -60,7 +60,7 @@ def as_near_duplicate(document: Document) -> Document:
 
 
 def digests(unit: Unit) -> list[bytes | None]:
-    """A digest of each document of a unit; None for one that is left out already."""
+    """A digest of each document of a unit; None for a document that is already left out."""
     return [None if document.left_out_by else _digest(document) for document in unit.documents()]
 
 

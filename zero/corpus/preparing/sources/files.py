@@ -167,7 +167,7 @@ def _shards_of(index: SourceFile) -> list[SourceFile]:
 
 
 def _find_local(root: str, base: str) -> tuple[list[SourceFile], bool]:
-    """All files, and whether they are those of a folder; their names are relative to `base`, or to that of a glob."""
+    """All files, and whether they come from a folder; their names are relative to `base`, or to the base of a glob."""
     is_folder = os.path.isdir(root)
     if is_folder:
         paths = _walk(root)

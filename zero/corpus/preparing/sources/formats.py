@@ -35,7 +35,7 @@ class Format(NamedTuple):
     has_ids: Callable[[str], bool] = lambda path: False
     has_documents: Callable[[str], bool] = lambda path: True
     has_objects: bool = False  # which a reader of completions takes
-    is_cut: Callable[[str], bool] = lambda path: False  # whether a piece of such a file can be read by itself
+    is_cut: Callable[[str], bool] = lambda path: False  # whether a piece of such a file can be read alone
 
 
 def _names(pattern: str) -> re.Pattern[str]:

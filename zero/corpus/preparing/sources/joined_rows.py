@@ -42,7 +42,7 @@ class JoinedRows:
                 yield self._joined()
 
     def end_shard(self) -> Iterator[Document]:
-        """Rows of a shard that nothing has divided; the document that it breaks off goes on in the next one."""
+        """Rows of a shard that nothing has divided; a document cut off at its end continues in the next one."""
         if not self._is_divided:
             for row in self._open:
                 yield Document(row, name=self._name, is_complete=True)

@@ -1,6 +1,6 @@
 """The parts of a source: neighboring files, and pieces of large files of lines, of about a gibibyte.
 
-They are decided by the names and sizes of the files and by nothing else, so that every call, and every machine, finds
+They are decided only by the names and sizes of the files, so that every call, and every machine, finds
 the same ones (docs/decisions/preparing.md).
 """
 

@@ -191,7 +191,7 @@ class Source:
         return sorted({storage.parent(file.path) for file in self._files}) if self.has_ids else []
 
     def _without_held_out(self, files: list[SourceFile]) -> list[SourceFile]:
-        """The files, but for those of a validation or test split beside others: a test set never joins training."""
+        """The files, except those of a validation or test split beside others: test sets never leak into training."""
         of_split: dict[int | None, list[SourceFile]] = {}
         for file in files:
             is_data = format_of(file.path) is not None or file.path.lower().endswith(".txt")
@@ -310,7 +310,7 @@ def _group(file: SourceFile, is_document: bool = False) -> str:
 
 
 def digest_of_parts(contents: Iterable[str]) -> str:
-    """The digest of the contents of a source, from those of its parts.
+    """The digest of the contents of a source, from the digests of its parts.
 
     >>> digest_of_parts(["a", "b"])
     '3b6d0c40639aa293'

@@ -36,7 +36,7 @@ _BLOCK = 512  # bytes, in which a tar is written
 def tar_units(path: str, reader: Reader, rows: JoinedRows) -> Iterator[Unit]:
     """The samples of a tar in units of about `UNIT_BYTES` of their contents.
 
-    Token ids become documents through `rows`, which keeps the document that goes on in the next tar.
+    Token ids become documents through `rows`, which keeps a document that continues in the next tar.
     """
     group: list[Document] = []
     size = told = 0
