@@ -230,7 +230,7 @@ def compose_for_hydra(arguments: Sequence[str]) -> DictConfig:
 
 
 def test_results_lie_in_their_run(in_tmp_path: Path) -> None:
-    """An evaluation or a sampling makes no directory beside runs, unless it names one."""
+    """An evaluation, a sampling or a plan makes no directory beside runs, unless it names one."""
     run = make_run(DEFAULT_ROOT / "it's", [5])
     (run / CONFIG_FILE).touch()
 
@@ -244,8 +244,9 @@ def test_results_lie_in_their_run(in_tmp_path: Path) -> None:
     assert re.fullmatch(f"runs/it's/sample{stamp}", directory("mode=sample", named))
     assert re.fullmatch(f"sample{stamp}", directory("mode=sample", "model.model_path=hf:a/b"))
     assert directory("mode=evaluate", "hydra.run.dir=mine") == "mine"
-    for others in (["mode=plan"], []):
-        assert results_in_run(others) == others
+    for source in ((), (named,)):
+        assert re.fullmatch(f"plan{stamp}", directory("mode=plan", *source))
+    assert results_in_run([]) == []
 
 
 @pytest.mark.parametrize("name", ODD_NAMES)

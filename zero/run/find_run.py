@@ -120,17 +120,22 @@ def trained_run(path_or_url: str | None, wait: bool = False) -> Path:
 
 
 def results_in_run(arguments: Sequence[str]) -> list[str]:
-    """The arguments with the directory of what an evaluation or a sampling writes, unless they name one.
+    """The arguments with the directory for the results of an evaluation, a sampling or a plan, unless they name one.
 
-    It is inside the run that is used, RUN/evaluate/DATE_TIME. Of a bucket, a folder of Hugging Face or a model of the
-    hub it is evaluate/DATE_TIME in the current directory. Starts in the same second have one each.
+    It is inside the run that is used, RUN/evaluate/DATE_TIME. For a bucket, a Hugging Face folder, a model on the hub
+    and a plan it is MODE/DATE_TIME in the current directory, apart from runs. Starts in the same second have one each.
     """
     values = {override.key_or_group: override.value() for override in parsed_overrides(arguments)}
     mode = values.get("mode")
-    if mode not in ("evaluate", "sample") or "hydra.run.dir" in values or _is_sweep(arguments):
+    if mode not in ("evaluate", "sample", "plan") or "hydra.run.dir" in values or _is_sweep(arguments):
         return list(arguments)
     place = values.get("model.model_path")
-    run = newest_run(DEFAULT_ROOT) if place is None else Path(split_step(str(place))[0])
+    if mode == "plan":
+        run = None
+    elif place is None:
+        run = newest_run(DEFAULT_ROOT)
+    else:
+        run = Path(split_step(str(place))[0])
     root = run if run is not None and (run / CONFIG_FILE).is_file() else Path()
     quoted = str(root / str(mode)).replace('"', '\\"')  # for OmegaConf, and then for Hydra
     directory = f'${{new_directory:"{quoted}/${{now:%Y-%m-%d_%H-%M-%S}}"}}'.replace("'", "\\'")
