@@ -121,7 +121,7 @@ def test_first_screen_of_a_run(run: Path, tmp_path: Path) -> None:
     assert shown["best validation loss"] == (f"{best[0]:.4f}", f"at step {best[1]}")
     assert shown["validation loss"][0] == f"{last['validation/loss']:.4f}"
     assert shown["training loss"][0] == f"{last['train/loss']:.4f}"
-    assert shown["skipped steps"] == ("0", "") and shown["resumed"] == ("once", "the last time from step 20")
+    assert shown["skipped steps"] == ("0", "") and shown["resumed"] == ("once", "most recently from step 20")
     assert shown["wall clock"][0] == "40:00" and shown["goodput"][0] == f"{1 / len(PHASES):.1%}"
     assert shown["tokens"][0] == f"{40 * TOKENS_PER_STEP:,}"
     assert shown["checkpoints"][1] == "of steps 20" and shown["metrics"] == ("metrics.jsonl", "40 lines")
@@ -156,8 +156,8 @@ def test_losses_that_went_wrong(tmp_path: Path) -> None:
     with open_tracker(run, project=None, config={}, resumed_from=20) as tracker:
         tracker({"step": 21, "train/loss": math.inf, "skipped_steps": 3, "skipped_spikes": 1, "validation/loss": 9.0})
     shown = facts(write_report([run], tmp_path / "page.html", DEFAULTS))
-    assert shown["best validation loss"] == ("0.1500", "at step 20; the last one is 8.8500 higher")
-    assert shown["skipped steps"] == ("3", "1 of them spikes") and shown["losses not finite"][0] == "1"
+    assert shown["best validation loss"] == ("0.1500", "at step 20; the last loss is 8.8500 higher")
+    assert shown["skipped steps"] == ("3", "of which 1 spikes") and shown["losses that are not finite"][0] == "1"
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert '<span class="bad">0.1500</span>' in text and '<span class="bad">3</span>' in text
 

@@ -42,7 +42,7 @@ PANELS = (
     Panel(
         "Skipped steps",
         "so far",
-        (("skipped_steps", "skipped"), ("skipped_spikes", "of them spikes")),
+        (("skipped_steps", "skipped"), ("skipped_spikes", "spikes")),
         is_stepped=True,
     ),
     Panel(
@@ -50,7 +50,7 @@ PANELS = (
         "share of the wall clock",
         (
             ("goodput/steps", "steps"),
-            ("goodput/restarts", "restarts, with repeated work"),
+            ("goodput/restarts", "restarts and repeated work"),
             ("goodput/evaluation", "evaluation and reports"),
         ),
     ),

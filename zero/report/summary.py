@@ -50,25 +50,25 @@ def outcome(run: RunRecord) -> list[Fact]:
         step, loss = validation[-1]
         facts.append(Fact("validation loss", loss_text(loss), f"nats per token, at step {step:,}"))
         is_best = best[0] == step
-        note = f"at step {best[0]:,}" + ("" if is_best else f"; the last one is {loss - best[1]:.4f} higher")
+        note = f"at step {best[0]:,}" + ("" if is_best else f"; the last loss is {loss - best[1]:.4f} higher")
         facts.append(Fact("best validation loss", loss_text(best[1]), note, "good" if is_best else "bad"))
     training = run.values("train/loss")
     if training:
         step, loss = training[-1]
-        facts.append(Fact("training loss", loss_text(loss), f"mean since the line before, at step {step:,}"))
+        facts.append(Fact("training loss", loss_text(loss), f"mean since the previous line, at step {step:,}"))
     not_finite = sum(line.get("train/loss", 0.0) is None for line in run.lines)
     if not_finite:
-        facts.append(Fact("losses not finite", f"{not_finite}", "of the logged lines", "bad"))
+        facts.append(Fact("losses that are not finite", f"{not_finite}", "of the logged lines", "bad"))
     if "skipped_steps" in run.last:
         skipped = run.last["skipped_steps"]
         spikes = run.last.get("skipped_spikes", 0)
-        note = f"{spikes} of them spikes" if spikes else ""
+        note = f"of which {spikes} spikes" if spikes else ""
         facts.append(Fact("skipped steps", f"{skipped:,}", note, "bad" if skipped else "good"))
     if run.last.get("skipped_rows"):
         facts.append(Fact("skipped rows", f"{run.last['skipped_rows']:,}", "of the data", "bad"))
     if run.resumes:
         times = "once" if len(run.resumes) == 1 else f"{len(run.resumes)} times"
-        facts.append(Fact("resumed", times, f"the last time from step {run.resumes[-1]:,}"))
+        facts.append(Fact("resumed", times, f"most recently from step {run.resumes[-1]:,}"))
     return facts
 
 

@@ -20,7 +20,7 @@ PHASES = {  # with what they are called in reports
     "checkpoint": "checkpoints",
     "evaluation": "evaluation and reports",
     "startup": "startup",
-    "restarts": "restarts, with repeated work",
+    "restarts": "restarts and repeated work",
 }
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
