@@ -86,7 +86,7 @@ def read_choices(origin: str, config: Mapping[str, Any], architecture: Architect
             multiplier = float(choices.get("score_multiplier") or choices["score_width"] ** -0.5)
             choices["attention_scale"] = "sqrt" if multiplier == width**-0.5 else multiplier
     if architecture.scales_scores:
-        with reading(f"{origin}: the scale of scores is something else"):
+        with reading(f"{origin}: the scale of scores has an unexpected form"):
             width = int(choices["unrotated_width"]) + int(choices["rotary_dim"])
             choices["attention_scale"] = _read_scale(config, width)
     if "logit_divisor" in choices:
