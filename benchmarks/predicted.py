@@ -27,7 +27,8 @@ from zero.job.job import make_job, place_model
 from zero.job.sizes import load_sizes
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
-from zero.plan.compile import compiler_options, step_arguments
+from zero.plan.compile import step_arguments
+from zero.plan.compiler import compiler_options
 from zero.plan.config import Request
 from zero.plan.topology import find_devices, prepare_environment
 from zero.training.flops import model_flops

@@ -32,7 +32,8 @@ from zero.job.sizes import load_sizes
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
 from zero.models.stack import kinds_of
-from zero.plan.compile import compiler_options, step_arguments
+from zero.plan.compile import step_arguments
+from zero.plan.compiler import compiler_options
 from zero.plan.config import Request
 from zero.plan.topology import available_bytes, find_devices, out_of_memory, prepare_environment
 from zero.training.activations import kinds_on_host

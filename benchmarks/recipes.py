@@ -35,12 +35,12 @@ from zero.job.job import make_job, place_model, steps_per_row
 from zero.models.config import GPTConfig
 from zero.plan.compile import (
     compile_step,
-    compiler_options,
     evaluation_arguments,
     highest_peak,
     row_tokens,
     step_arguments,
 )
+from zero.plan.compiler import compiler_options
 from zero.plan.config import PlanConfig, Request
 from zero.plan.topology import find_devices, prepare_environment
 

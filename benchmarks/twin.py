@@ -44,7 +44,8 @@ from zero.models.gpt import GPT
 from zero.models.positions import rotary
 from zero.partition.layout import LeafLayout
 from zero.partition.model_parallel import ExpertParallel
-from zero.plan.compile import compiler_options, step_arguments
+from zero.plan.compile import step_arguments
+from zero.plan.compiler import compiler_options
 from zero.plan.topology import find_devices, out_of_memory, prepare_environment
 from zero.training.batch import next_tokens
 from zero.training.flops import model_flops

@@ -88,7 +88,7 @@ def test_every_size_can_be_trained(size: str) -> None:
         ("data.shuffle_shards=0", ["data.shuffle_shards=0", "at least 1"]),
         ("profile.steps=[5]", ["profile.steps=[5]", "[20,25], or null"]),
         ("profile.peak_flops=0", ["profile.peak_flops=0", "null"]),
-        ("mode=plan; plan.search=true", ["plan.search=true: expected one of none, fastest, largest"]),
+        ("mode=plan; plan.search=true", ["plan.search=true: expected one of none, stages, fastest, largest"]),
         ("mode=plan; plan.dollars_per_hour=0", ["plan.dollars_per_hour=0", "null"]),
         ("distributed.process_id=1", ["distributed.process_id=1", "without distributed.coordinator_address"]),
         (

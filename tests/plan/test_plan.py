@@ -27,7 +27,7 @@ from zero.hosts.speeds import SPEEDS
 from zero.job.job import make_job, place_model
 from zero.job.sizes import load_sizes
 from zero.models.config import GPTConfig
-from zero.plan.compile import PAUSES, highest_peak, step_arguments, time_and_cost
+from zero.plan.compile import PAUSES, compile_step, highest_peak, step_arguments, time_and_cost
 from zero.plan.config import PlanConfig, Request
 from zero.plan.page import memory_segments, page, time_segments
 from zero.plan.table import COLUMNS, DETAILS, RESULTS, SETTINGS, WIDTH, breakdown_table, table, training_command
@@ -94,11 +94,8 @@ def test_plan_of_a_v3_8(tmp_path: Path, stages: tuple[int, ...], has_pauses: boo
         assert row["mfu"] == pytest.approx(row["model_flops"] / (row["seconds"] * SPEEDS["TPU v3"].flops))
         assert row["days"] == pytest.approx(1e9 / row["tokens"] * row["seconds"] / 86400)
         assert row["dollars"] == pytest.approx(12 * 24 * row["days"])
-        # The optimizer's two moments stay while the parameters are used.
-        moments = 2 * row["state_bytes"] // 3
-        assert moments < row["evaluation_peak_bytes"] < row["peak_bytes"]
+        assert row["evaluation_peak_bytes"] is row["sampling_peak_bytes"] is None  # far from the limit
         if has_pauses:
-            assert moments < row["sampling_peak_bytes"]
             a_copy_of_the_weights = row["state_bytes"] // 3 - 16
             assert row["statistics_peak_bytes"] >= row["peak_bytes"] + a_copy_of_the_weights
     assert 0.9 < third["model_flops"] / (6 * 69024 * 2 * 64) < 1.3
@@ -165,13 +162,27 @@ def test_plan_of_four_bytes_per_parameter(tmp_path: Path) -> None:
     assert row["fits"] and row["fused_update"] and row["clipping"] and row["skipping"]
     assert row["statistics_peak_bytes"] is None
     assert 4 < row["state_bytes_per_parameter"] < 4.1  # norms and biases have 12
-    assert row["state_bytes"] < row["evaluation_peak_bytes"] < row["peak_bytes"]
+    assert row["state_bytes"] < row["peak_bytes"]
+
+
+def test_programs_between_steps_where_the_memory_is_tight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluation and sampling are compiled where the step takes more than half of the memory, beside the moments."""
+    overrides = ("mode=plan", "plan.topology=cpu", "data.max_context=64", "distributed.compilation_cache=null")
+    config = check(compose(*overrides), load_sizes())
+    size = GPTConfig(embedding_dim=16, vocab_size=64, num_head=2, block_size=64, dropout=0.0, N=2)
+    row = compile_step(Request(config, size, 1))
+    assert row["fits"] and row["evaluation_peak_bytes"] is row["sampling_peak_bytes"] is None
+    monkeypatch.setattr("zero.plan.compile.available_bytes", lambda devices: row["peak_bytes"] * 3 // 2)
+    tight = compile_step(Request(config, size, 1))
+    moments = 2 * row["state_bytes"] // 3
+    assert moments < tight["evaluation_peak_bytes"] < row["peak_bytes"]
+    assert moments < tight["sampling_peak_bytes"] < row["peak_bytes"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_a_signal_leaves_no_compiler_behind(number: int, tmp_path: Path) -> None:
     pytest.importorskip("libtpu")
-    options = ("plan.topology=v3-8", "model.size=1_3b", "plan.processes=2")
+    options = ("plan.topology=v3-8", "model.size=1_3b", "plan.search=stages", "plan.processes=2")
     process = cli.start(tmp_path, "mode=plan", "hydra.run.dir=plan", *options)
     log = tmp_path / "plan" / "compiler.log"
     while not (log.exists() and log.stat().st_size):  # libtpu is loaded, and a program is traced or compiled

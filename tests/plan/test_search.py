@@ -54,9 +54,9 @@ def test_search_prefers_fast_with_headroom() -> None:
     assert search.best([predicted, fast], headroom=0.05) is fast
 
 
-def test_rows_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a search each stage has a row that a run does not refuse."""
-    monkeypatch.setattr(search, "compile_step", lambda request: {"stage": request.config.zero.stage})
+def test_rows_of_all_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stage has a row that a run does not refuse."""
+    monkeypatch.setattr(search, "compile_step", lambda request: FITTING | {"stage": request.config.zero.stage})
     settings: dict[tuple[str, ...], list[int]] = {
         (): [0, 1, 2, 3],
         ("zero.fused_update=true",): [3],
@@ -67,6 +67,28 @@ def test_rows_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
         for keys, stages in settings.items():
             request = Request(plan_config(*keys), GPTConfig(512, 50304, 2, 64, 0.0, 4), 1)
             assert [row["stage"] for row in search.every_stage(pool, request)] == stages
+
+
+def test_one_setting_is_compiled_by_default(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """The step that the keys describe, after a formula has said what it and other stages need."""
+    lines: list[str] = []  # in the order of what happened
+
+    def compile_step(request: Request) -> dict[str, Any]:
+        lines.extend(caplog.messages)
+        return FITTING | {"stage": request.config.zero.stage, "seconds": 2.0}
+
+    monkeypatch.setattr(search, "outline", lambda request: SAME | {"peak_bytes": 3 * 2**29})
+    monkeypatch.setattr(search, "peak_by_formula", lambda request: (5 - request.config.zero.stage) * 2**30)
+    monkeypatch.setattr(search, "compile_step", compile_step)
+    request = Request(plan_config("zero.stage=2"), GPTConfig(512, 50304, 2, 64, 0.0, 4), 1)
+    with ThreadPoolExecutor(1) as pool, caplog.at_level("INFO"):
+        assert [row["stage"] for row in search.one_setting(pool, request)] == [2]
+    assert lines[:2] == [
+        "by a formula, before anything is compiled: about 1.50 GiB per device at the peak, at least 1.000 s per step",
+        "by the formula at the other stages: stage 3 2.00, stage 1 4.00, stage 0 5.00 GiB",
+    ]
+    assert "compiling stage 2 with 1 x 1 sequences per device for local" in caplog.messages
+    assert caplog.messages[-1].startswith("stage 2 with 1 x 1 sequences per device: peak 0.00, seconds 2.000, fits")
 
 
 def test_search_covers_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:

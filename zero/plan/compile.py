@@ -6,6 +6,7 @@ import math
 import time
 from collections import Counter
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +15,6 @@ import jax.numpy as jnp
 from zero.costs.hlo import Collective, across_hosts, bytes_by_kind, hidden_share
 from zero.costs.predict import Prediction
 from zero.costs.step_costs import costs_of, device_peak, traced
-from zero.hosts import xla_options
 from zero.hosts.host_memory import host_memory
 from zero.hosts.speeds import SPEEDS, Speed
 from zero.inference.generate import bucket
@@ -23,6 +23,7 @@ from zero.job.job import Job, make_job, place_model
 from zero.partition.layout import make_grouped_layout
 from zero.partition.memory import memory_of
 from zero.plan import formula
+from zero.plan.compiler import Compiler
 from zero.plan.config import Plan, Request
 from zero.plan.topology import available_bytes, find_devices, out_of_memory
 from zero.training.activations import activation_bytes, host_bytes, kinds_on_host
@@ -49,7 +50,31 @@ def outline(request: Request) -> Row:
     job = job_of(request, devices)
     arguments = step_arguments(job, request.rows, row_tokens(request))
     bound = _operations(request, job, arguments, [], devices)["seconds_lower_bound"]
-    return {"tokens": _tokens(request, job), "seconds": None, "seconds_lower_bound": bound}
+    peak = bytes_by_formula(request, job)["peak_bytes"]
+    return {"tokens": _tokens(request, job), "seconds": None, "seconds_lower_bound": bound, "peak_bytes": peak}
+
+
+def peak_by_formula(request: Request) -> int:
+    """Bytes per device at the peak of a step, as estimated without compiling it."""
+    job = job_of(request, find_devices(request.config.plan.topology))
+    return bytes_by_formula(request, job)["peak_bytes"]
+
+
+def bytes_by_formula(request: Request, job: Job) -> dict[str, int]:
+    """Bytes per device: gathered weights and gradients, exactly, and the peak with an estimate of the activations."""
+    model = job.model
+    zero = request.config.zero
+    sharded = model.base.sharded_layout
+    in_groups = make_grouped_layout(sharded.shapes(), sharded.shards, **model.base.layout_options)
+    by_stage = memory_of(in_groups, job.tx, [model.compute_dtype]).rows[zero.stage]
+    gradients = by_stage.gradients
+    if model.tuning is not None or zero.stage >= 2:
+        trained = sum(math.prod(leaf.shard_shape) for leaf in model.sharded_layout.leaves)
+        gradients = 0 if zero.fused_update else trained * jnp.dtype(zero.gradient_dtype).itemsize
+    rows = request.rows // request.config.training.gradient_accumulation_steps
+    activations = activation_bytes(model, rows, request.config.data.max_context)
+    peak = job.held + by_stage.gathered + gradients + activations + job.storage.moving_bytes
+    return {"gathered_bytes": by_stage.gathered, "gradient_bytes": gradients, "peak_bytes": peak}
 
 
 def compile_step(request: Request) -> Row:
@@ -73,18 +98,15 @@ def compile_step(request: Request) -> Row:
     predicted: Prediction | None = None
     on_host: int | None = None  # bytes of one device
     peaks: dict[str, int | None] = dict.fromkeys(PAUSES)
-    in_groups = make_grouped_layout(sharded.shapes(), sharded.shards, **model.base.layout_options)
-    by_stage = memory_of(in_groups, job.tx, [model.compute_dtype]).rows[zero.stage]
-    gradients = by_stage.gradients
-    if model.tuning is not None or zero.stage >= 2:
-        trained = sum(math.prod(leaf.shard_shape) for leaf in model.sharded_layout.leaves)
-        gradients = 0 if zero.fused_update else trained * jnp.dtype(zero.gradient_dtype).itemsize
+    by_formula = bytes_by_formula(request, job)
+    directory = config.distributed.compilation_cache
+    kept = None if directory is None else Path(directory).expanduser() / "plans"
+    compiler = Compiler(devices, zero.overlap_gathers, kept)
     is_estimate = isinstance(devices[0], formula.Gpu)
     if is_estimate:
         rows = request.rows // training.gradient_accumulation_steps
-        activations = activation_bytes(model, rows, config.data.max_context)
         on_host = host_bytes(model, rows, config.data.max_context) + job.storage.host_bytes
-        peak = held + by_stage.gathered + gradients + activations + job.storage.moving_bytes
+        peak = by_formula["peak_bytes"]
         sent = []
         for jaxpr, times in traced(job.programs.step, arguments):
             sent += times * list(formula.collectives_of(jaxpr, len(devices)))
@@ -92,9 +114,7 @@ def compile_step(request: Request) -> Row:
         peak = held
     else:
         try:
-            compiled = job.programs.step.lower(*arguments).compile(
-                compiler_options(devices, config.zero.overlap_gathers)
-            )
+            compiled = compiler.compile(job.programs.step.lower(*arguments))
         except jax.errors.JaxRuntimeError as error:
             peak, available = out_of_memory(error)
         else:
@@ -105,7 +125,8 @@ def compile_step(request: Request) -> Row:
             sent_between = costs.sent_between
             predicted = costs.predicted
             if peak <= available:
-                peaks |= _pause_peaks(request, job, devices, arguments, peak)
+                is_tight = peak > available / 2
+                peaks |= _pause_peaks(request, job, compiler, arguments, peak, is_tight=is_tight)
     seconds = time.monotonic() - started
 
     parameters = sum(math.prod(leaf.shape) for leaf in sharded.leaves)
@@ -143,8 +164,8 @@ def compile_step(request: Request) -> Row:
         "fits": sent is not None and max([peak, *filter(None, peaks.values())]) <= available and fits_host,
         "state_bytes": held,
         "state_bytes_per_parameter": logical / parameters,
-        "gradient_bytes": gradients,
-        "gathered_bytes": by_stage.gathered,
+        "gradient_bytes": by_formula["gradient_bytes"],
+        "gathered_bytes": by_formula["gathered_bytes"],
         "peak_bytes": peak,
         **{f"{name}_peak_bytes": n for name, n in peaks.items()},
         "available_bytes": available,
@@ -218,27 +239,32 @@ def _on_devices(shapes: Any, job: Job) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((job.model.axis.size, *x.shape), x.dtype), shapes)
 
 
-def _pause_peaks(request: Request, job: Job, devices: list[Any], of_step: Any, step_peak: int) -> dict[str, int | None]:
+def _pause_peaks(
+    request: Request, job: Job, compiler: Compiler, of_step: Any, step_peak: int, is_tight: bool
+) -> dict[str, int | None]:
     """Peaks of the programs that this run has between two steps; what they do not take stays in memory beside them.
 
-    Statistics need a copy of the trained weights, which is also there during the step before them.
+    Statistics need a copy of the trained weights, which is also there during the step before them. Evaluation and
+    sampling compute parts of a forward pass beside the state of the step, and need less than the step: they are
+    compiled only where the memory is tight.
     """
     held = job.held
+    devices = compiler.devices
 
     def peak(program: Any, *arguments: Any, taken: int) -> int:
         rest = held - taken
         try:
-            compiled = program.lower(*arguments).compile(compiler_options(devices, request.config.zero.overlap_gathers))
+            compiled = compiler.compile(program.lower(*arguments))
             return rest + device_peak(compiled.memory_analysis(), devices[0].platform)
         except jax.errors.JaxRuntimeError as error:
             return rest + out_of_memory(error)[0]
 
     of_weights = _bytes(job.model.weight_shapes())
-    peaks: dict[str, int | None] = {
-        "evaluation": peak(job.programs.evaluate, *evaluation_arguments(job, request), taken=of_weights)
-    }
+    peaks: dict[str, int | None] = {}
+    if is_tight:
+        peaks["evaluation"] = peak(job.programs.evaluate, *evaluation_arguments(job, request), taken=of_weights)
     sample_tokens = request.config.training.sample_tokens
-    if sample_tokens:
+    if sample_tokens and is_tight:
         inference = make_inference(job.model, devices=devices)
         arguments = sampling_arguments(job, inference, sample_tokens)
         peaks["sampling"] = peak(inference.extend, *arguments, taken=of_weights)
@@ -249,15 +275,6 @@ def _pause_peaks(request: Request, job: Job, devices: list[Any], of_step: Any, s
         after = peak(job.programs.statistics, *arguments, taken=held - job.storage.device_bytes + _bytes(state))
         peaks["statistics"] = max(step_peak + _bytes(before), after)
     return peaks
-
-
-def compiler_options(devices: list[Any], overlap_gathers: bool) -> dict[str, bool | int] | None:
-    """Options of the compiler that a run sets for its process."""
-    if devices[0].platform != "tpu":
-        return None
-    kind = devices[0].device_kind
-    chips = len(devices) // slices_of(devices) // (SPEEDS[kind].devices if kind in SPEEDS else 1)
-    return xla_options.for_tpu(kind, chips, overlap_gathers)
 
 
 def _traffic(sent: list[Collective] | None, devices: list[Any]) -> Row:

@@ -31,12 +31,16 @@ OF_GRID = {
     "phases": "zero.phases",
     "overlap_gathers": "zero.overlap_gathers",
 }
-OF_SEARCHES = {"none": (), "fastest": tuple(OF_GRID), "largest": ("context", "master_dtype", "state_dtype")}
+OF_SEARCHES: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "stages": (),
+    "fastest": tuple(OF_GRID),
+    "largest": ("context", "master_dtype", "state_dtype"),
+}
 # The keys that each search replaces by values of its own.
 REPLACED = {
-    "none": {
-        "zero.stage": "mode=plan compiles stages 0 to 3; plan.search=fastest with plan.grid.stage=[3] compiles one"
-    },
+    "none": {},
+    "stages": {"zero.stage": "plan.search=stages compiles all of them"},
     "fastest": {},
     "largest": {
         **dict.fromkeys(("model.size", "model.override"), "plan.search=largest makes its own models"),
@@ -97,9 +101,9 @@ class Plan:
     micro_batch: int = key(4, at_least(1), "Sequences per device and micro-batch.")
     search: str = key(
         "none",
-        one_of("none", "fastest", "largest"),
-        "none: stages 0 to 3; fastest: the setting of plan.grid that fits and is predicted to be fastest; largest: "
-        "the largest model that fits.",
+        one_of("none", "stages", "fastest", "largest"),
+        "none: the step that the other keys describe; stages: the same at zero.stage=0 to 3; fastest: the setting of "
+        "plan.grid that fits and is predicted to be fastest; largest: the largest model that fits.",
     )
     grid: Grid = section(
         Grid,

@@ -84,7 +84,7 @@ def page(result: dict[str, Any], request: Request) -> str:
         "is_estimate": rows[0]["is_estimate"],
         "same": same_settings(rows),
         "settings": settings(rows, chosen),
-        "is_search": plan.search != "none",
+        "is_search": plan.search in ("fastest", "largest"),
         "price": plan.dollars_per_hour,
         "phases": PHASES,
         "columns": list(COLUMNS),

@@ -37,19 +37,21 @@ def plan(config: PlanConfig, size: GPTConfig, run_directory: Path) -> int:
     settings = config.plan
     request = Request(config, size, config.plan.micro_batch)
     prepare_environment(settings.topology)
-    processes = settings.processes or min(os.cpu_count() or 1, 4)
+    processes = 1 if settings.search == "none" else settings.processes or min(os.cpu_count() or 1, 4)
     with _compilers(settings.topology, config.distributed.cpu_devices, processes, run_directory / COMPILER_LOG) as pool:
         match settings.search:
             case "largest":
                 rows = search.largest(pool, request)
             case "fastest":
                 rows = search.fastest(pool, request, processes)
-            case _:
+            case "stages":
                 rows = search.every_stage(pool, request)
+            case _:
+                rows = search.one_setting(pool, request)
     if not rows:
         raise UserError(f"plan.topology={settings.topology}: not even the smallest model fits")
     best = None
-    if settings.search != "none":
+    if settings.search in ("fastest", "largest"):
         headroom = 0.0 if settings.search == "largest" else search.HEADROOM
         best = search.best(rows, headroom)
     result = {

@@ -10,9 +10,11 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from zero.base.errors import UserError
+from zero.hosts.speeds import GIB
 from zero.models.config import GPTConfig
-from zero.plan.compile import Row, compile_step, highest_peak, outline
+from zero.plan.compile import Row, compile_step, highest_peak, outline, peak_by_formula
 from zero.plan.config import Request
+from zero.plan.table import shown, verdict
 from zero.tracking.progress import Stage
 
 log = logging.getLogger(__name__)
@@ -22,11 +24,66 @@ HEADROOM = 0.05  # share of the memory that a search for the fastest leaves free
 WIDTHS = (2048, 3072, 4096, 6144, 8192)  # of the models that a search for the largest tries, with heads of 256
 
 
+def one_setting(pool: Executor, request: Request) -> list[Row]:
+    """The row of the request alone. What a formula says about it and about other stages is logged first."""
+    outlined = pool.submit(outline, request).result()
+    log.info("by a formula, before anything is compiled: %s", outline_text(outlined))
+    others = [setting for setting in _stages(request) if setting.config.zero.stage != request.config.zero.stage]
+    peaks = [pool.submit(peak_by_formula, setting) for setting in others]
+    texts = [
+        f"stage {setting.config.zero.stage} {peak.result() / GIB:.2f}"
+        for setting, peak in zip(others, peaks, strict=True)
+    ]
+    if texts:
+        log.info("by the formula at the other stages: %s GiB", ", ".join(texts))
+    return _shown_as_compiled({pool.submit(compile_step, request): request}, request)
+
+
 def every_stage(pool: Executor, request: Request) -> list[Row]:
     """A row for each stage compatible with the other keys; a fused update has only stage 3."""
-    settings = [request.with_changes(stage=stage) for stage in (0, 1, 2, 3)]
-    possible = [setting for setting in settings if not any(setting.config.mistakes(setting.size))]
-    return list(gather([pool.submit(compile_step, setting) for setting in possible], "plans compiled").values())
+    return _shown_as_compiled({pool.submit(compile_step, setting): setting for setting in _stages(request)}, request)
+
+
+def _stages(request: Request) -> list[Request]:
+    """The request at each stage compatible with its other keys, the one with the least memory first."""
+    settings = [request.with_changes(stage=stage) for stage in (3, 2, 1, 0)]
+    return [setting for setting in settings if not any(setting.config.mistakes(setting.size))]
+
+
+def _shown_as_compiled(jobs: dict[Future[Row], Request], request: Request) -> list[Row]:
+    """The rows in the order of their stages; each is logged when it is compiled."""
+    with Stage("plans compiled", len(jobs)) as stage:
+        waiting = dict(jobs)
+        while waiting:
+            stage.begin(f"compiling {_name(next(iter(waiting.values())))} for {request.config.plan.topology}")
+            for job in wait(waiting, return_when=FIRST_COMPLETED).done:
+                setting = waiting.pop(job)
+                if job.exception() is None:
+                    log.info("%s: %s", _name(setting), row_text(job.result()))
+                stage.advance()
+    return sorted(_results(list(jobs)).values(), key=lambda row: row["stage"])
+
+
+def _name(setting: Request) -> str:
+    """The keys of a setting that a search varies most often."""
+    accumulation = setting.config.training.gradient_accumulation_steps
+    return f"stage {setting.config.zero.stage} with {setting.micro_batch} x {accumulation} sequences per device"
+
+
+def outline_text(row: Row) -> str:
+    """What is known of a step before it is compiled.
+
+    >>> outline_text({"peak_bytes": 3 * 2**29, "seconds_lower_bound": 0.25})
+    'about 1.50 GiB per device at the peak, at least 0.2500 s per step'
+    """
+    bound = row["seconds_lower_bound"]
+    seconds = "" if bound is None else f", at least {bound:#.4g} s per step"
+    return f"about {row['peak_bytes'] / GIB:.2f} GiB per device at the peak{seconds}"
+
+
+def row_text(row: Row) -> str:
+    """A row in a line: its memory, its time, and whether it fits."""
+    return ", ".join([*(f"{name} {shown([row], name)[0]}" for name in ("peak", "seconds")), verdict(row)])
 
 
 def fastest(pool: Executor, request: Request, processes: int) -> list[Row]:
@@ -66,8 +123,12 @@ def fastest(pool: Executor, request: Request, processes: int) -> list[Row]:
             start = ready[: processes - len(running)]
             running |= {pool.submit(compile_step, settings[number]): number for number in start}
             waiting = [number for number in possible if number not in start]
+            if running:
+                stage.begin(f"compiling {_name(settings[next(iter(running.values()))])}")
             for job in wait(running, return_when=FIRST_COMPLETED).done:
-                rows[running.pop(job)] = job.result()
+                number = running.pop(job)
+                rows[number] = job.result()
+                log.info("%s: %s", _name(settings[number]), row_text(rows[number]))
                 stage.advance()
     left_out = len(outlines) - len(rows)
     log.info("%d settings compiled; %d skipped because they are slower or do not fit", len(rows), left_out)
@@ -186,14 +247,19 @@ def best(rows: list[Row], headroom: float) -> Row | None:
 
 
 def gather(jobs: Sequence[Future[T]], stage_name: str) -> dict[int, T]:
-    """The results by the place of their jobs; a live line counts the jobs that are done.
+    """The results by the place of their jobs, as `_results` does; a live line counts the jobs that are done."""
+    with Stage(stage_name, len(jobs)) as stage:
+        for _ in stage.counted(as_completed(jobs)):
+            pass
+    return _results(jobs)
+
+
+def _results(jobs: Sequence[Future[T]]) -> dict[int, T]:
+    """The results of jobs that are done, by their places.
 
     Raises:
       UserError: no setting is possible on these devices. One that is not, among others, is logged.
     """
-    with Stage(stage_name, len(jobs)) as stage:
-        for _ in stage.counted(as_completed(jobs)):
-            pass
     errors: dict[str, UserError] = {}
     results = {}
     for place, job in enumerate(jobs):

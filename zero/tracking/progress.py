@@ -168,9 +168,10 @@ class Stage:
       is_shown: False on hosts that show nothing.
 
     >>> with Stage("plans", 2, is_shown=False) as plans:
+    ...     plans.begin("compiling stage 3")
     ...     plans.advance()
     ...     plans.text()
-    'plans: 1/2, 0:00, ETA 0:00'
+    'plans: 1/2, 0:00, ETA 0:00, compiling stage 3'
     """
 
     def __init__(self, name: str, total: int, is_shown: bool = True) -> None:
@@ -178,6 +179,7 @@ class Stage:
         self.total = total
         self.done = 0
         self._is_shown = is_shown
+        self._activity: str | None = None
         self._began = self._logged_at = time.monotonic()
         self._live: Live | None = None
         self._stack = ExitStack()
@@ -190,6 +192,12 @@ class Stage:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
         self._live = None
+
+    def begin(self, activity: str) -> None:
+        """Shows what is done from now on; without a terminal a line of the log says it."""
+        if activity != self._activity and self._is_shown and self._live is None:
+            log.info("%s", activity)
+        self._activity = activity
 
     def advance(self, count: int = 1) -> None:
         """So many more things are done."""
@@ -209,12 +217,13 @@ class Stage:
         return f"{self.name}: {self.done:,}/{self.total:,}, {self._times()}"
 
     def _times(self) -> str:
-        """How long it has taken, and will take at the pace so far."""
+        """How long it has taken, and will take at the pace so far, and what is being done."""
         seconds = time.monotonic() - self._began
         if self.done >= self.total:
             return f"took {clock(seconds)}"
         rest = clock(seconds / self.done * (self.total - self.done)) if self.done else "-"
-        return f"{clock(seconds)}, ETA {rest}"
+        times = f"{clock(seconds)}, ETA {rest}"
+        return times if self._activity is None else f"{times}, {self._activity}"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield _row(f"{self.name} {self.done:,}/{self.total:,}", self.done, self.total, self._times(), options.max_width)

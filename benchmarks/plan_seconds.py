@@ -1,0 +1,60 @@
+"""CPU seconds of plans: of the default answer for presets, with an empty cache and again with what it left there.
+
+    python -m benchmarks.plan_seconds [--presets v3-8 v5e-16 ...] [--keys KEY=VALUE ...]
+
+Runs `main_zero.py mode=plan` once for each preset and prints a line of the table of benchmarks/measured/planning.md as
+soon as it is there. CPU seconds are those of all processes of a plan; they vary less than the seconds on a clock, and
+still by a third between an idle and a busy machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[1]
+PRESETS = ("v3-8", "v3-32", "v4-32", "v5e-16", "v3-8-largest", "v3-8-6-bytes")
+
+
+def cpu_seconds() -> float:
+    """Of all processes that this one has waited for."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def measured(directory: Path, overrides: list[str]) -> tuple[float, float, list[dict[str, object]]]:
+    """CPU seconds of a plan, seconds on a clock, and its rows."""
+    command = [sys.executable, str(REPOSITORY / "main_zero.py"), "mode=plan", f"hydra.run.dir={directory}", *overrides]
+    before = cpu_seconds()
+    began = time.monotonic()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=directory.parent)
+    rows = json.loads((directory / "plan.json").read_text())["rows"]
+    return cpu_seconds() - before, time.monotonic() - began, rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--presets", nargs="*", default=PRESETS)
+    parser.add_argument("--keys", nargs="*", default=[], help="further overrides of each plan")
+    parser.add_argument("--once", action="store_true", help="do not repeat a plan")
+    arguments = parser.parse_args()
+    print("| preset | rows | CPU s | s | again, CPU s |\n|---|---|---|---|---|", flush=True)
+    for preset in arguments.presets:
+        with tempfile.TemporaryDirectory() as folder:
+            place = Path(folder)
+            keys = [f"+preset={preset}", *arguments.keys]
+            if not arguments.once:
+                keys.append(f"distributed.compilation_cache={place / 'cache'}")
+            cpu, seconds, rows = measured(place / "first", keys)
+            again = "" if arguments.once else f"{measured(place / 'again', keys)[0]:.0f}"
+        print(f"| {preset} | {len(rows)} | {cpu:.0f} | {seconds:.0f} | {again} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

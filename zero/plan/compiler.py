@@ -1,0 +1,137 @@
+"""Programs compiled for a slice, or kept by an earlier plan: their text and memory, which are all that it reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import hashlib
+import json
+import logging
+import os
+import zlib
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from zero.hosts import xla_options
+from zero.hosts.speeds import SPEEDS
+from zero.job.devices import slices_of
+from zero.training.streamed_update import LoweredStep, SpanPrograms
+
+log = logging.getLogger(__name__)
+
+# Variables from which the compiler reads options beside those that it is given.
+VARIABLES = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Those bytes of jax's `CompiledMemoryStats` that a plan reads, under the same names."""
+
+    peak_memory_in_bytes: int
+    argument_size_in_bytes: int
+    output_size_in_bytes: int
+    alias_size_in_bytes: int
+    temp_size_in_bytes: int
+    host_temp_size_in_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class KeptProgram:
+    """A program that was compiled before, with the two methods of `jax.stages.Compiled` that a plan calls."""
+
+    text: str
+    memory: Memory
+
+    def as_text(self) -> str:
+        return self.text
+
+    def memory_analysis(self) -> Memory:
+        return self.memory
+
+
+class Compiler:
+    """Compiles for `devices` with the options of a run, and keeps what it compiles for a TPU slice.
+
+    A file is named after a digest of all that the answer depends on: the lowered program with the paths of its
+    operations, the devices, the options and the versions. So no file is ever out of date.
+
+    Args:
+      devices: all devices of the program.
+      overlap_gathers: `zero.overlap_gathers`.
+      directory: of the files; None keeps nothing.
+    """
+
+    def __init__(self, devices: Sequence[Any], overlap_gathers: bool, directory: Path | None = None) -> None:
+        self.devices = devices
+        self.options = compiler_options(devices, overlap_gathers)
+        self.directory = directory if devices[0].platform == "tpu" else None
+        places = [(device.id, device.process_index, getattr(device, "coords", None)) for device in devices]
+        self._surroundings = [
+            devices[0].device_kind,
+            places,
+            sorted((self.options or {}).items()),
+            [os.environ.get(name) for name in VARIABLES],
+        ]
+
+    def compile(self, lowered: Any) -> Any:
+        """The compiled program, or a `KeptProgram`; of a step of several programs the step with such programs.
+
+        Raises:
+          jax.errors.JaxRuntimeError: from the compiler, if the program does not fit.
+        """
+        if isinstance(lowered, LoweredStep):
+            programs = SpanPrograms(*map(self.compile, lowered.programs))
+            return dataclasses.replace(lowered.step, programs=programs)
+        if self.directory is None:
+            return lowered.compile(self.options)
+        path = self.directory / f"{self._digest(lowered)}.json.gz"
+        kept = _read(path)
+        if kept is None:
+            compiled = lowered.compile(self.options)
+            memory = compiled.memory_analysis()
+            names = [field.name for field in dataclasses.fields(Memory)]
+            kept = KeptProgram(compiled.as_text(), Memory(*(getattr(memory, name) for name in names)))
+            _write(path, kept)
+        return kept
+
+    def _digest(self, lowered: Any) -> str:
+        versions = [version(name) for name in ("jax", "jaxlib", "libtpu")]
+        surroundings = json.dumps([*self._surroundings, versions], default=str)
+        text = lowered.as_text(debug_info=True)  # its paths name the parts of the model
+        return hashlib.sha256(f"{surroundings}\n{text}".encode()).hexdigest()
+
+
+def compiler_options(devices: Sequence[Any], overlap_gathers: bool) -> dict[str, bool | int] | None:
+    """Options of the compiler that a run sets for its process."""
+    if devices[0].platform != "tpu":
+        return None
+    kind = devices[0].device_kind
+    chips = len(devices) // slices_of(devices) // (SPEEDS[kind].devices if kind in SPEEDS else 1)
+    return xla_options.for_tpu(kind, chips, overlap_gathers)
+
+
+def _read(path: Path) -> KeptProgram | None:
+    """The program of a file; None if there is none, or a damaged one, which is logged."""
+    try:
+        content = json.loads(gzip.decompress(path.read_bytes()))
+        return KeptProgram(content["text"], Memory(**content["memory"]))
+    except FileNotFoundError:
+        return None
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
+        log.warning("%s: %s; compiling the program again", path, error)
+        return None
+
+
+def _write(path: Path, program: KeptProgram) -> None:
+    """Keeps a program; a plan goes on without that where the directory cannot be written."""
+    content = json.dumps({"text": program.text, "memory": dataclasses.asdict(program.memory)}).encode()
+    part = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(gzip.compress(content, 6, mtime=0))  # its checksum shows damage
+        part.replace(path)
+    except OSError as error:
+        log.warning("%s: %s; the compiled program is not kept", path, error)
+        part.unlink(missing_ok=True)
