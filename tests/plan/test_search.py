@@ -183,7 +183,7 @@ def test_search_skips_the_impossible(monkeypatch: pytest.MonkeyPatch, caplog: An
         for groups in expected:
             of_phases = [one[:1:-1] for one in found if one[:2] == groups]
             assert of_phases == [("flat", 1), ("torus", 1), ("flat", 2)]
-        assert "left out: zero.replicas=3: expected a divisor of 8" in caplog.text
+        assert "skipped: zero.replicas=3: expected a divisor of 8" in caplog.text
         config.plan.grid.replicas = [3]
         with pytest.raises(UserError, match="divisor of 8"):
             search.fastest(pool, request, 1)
