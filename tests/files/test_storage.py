@@ -204,6 +204,13 @@ def test_other_addresses_are_refused(url: str):
         storage.read_bytes(url)
 
 
+@pytest.mark.parametrize("path", ["pipe:cat a.tar", "pipe: gsutil cat gs://bucket/a.tar"])
+def test_commands_are_refused(path: str):
+    """Those that webdataset would run."""
+    with pytest.raises(UserError, match=rf"{path}: commands are never run; download the data"):
+        storage.read_bytes(path)
+
+
 @pytest.mark.parametrize(
     "fault",  # uploads below meet every refusal
     [

@@ -29,8 +29,8 @@ class Rows:
     """An iterable of numpy arrays, one for each batch: int32 `(batch / hosts, context)`.
 
     -1 stands where there is no token: in padding, and in rows that were skipped. Each loop continues where the one
-    before has stopped. The order depends on the corpus, `batch`, `seed`, `shuffle_shards` and `crop` alone: any number
-    of hosts reads the same global batches.
+    before has stopped, which raises an error if it is then continued. The order depends on the corpus, `batch`, `seed`,
+    `shuffle_shards` and `crop` alone: any number of hosts reads the same global batches.
 
     Args:
       index: an .index file, here or in a bucket; several that are one corpus, also as braces; or a mixture, index files
@@ -126,6 +126,7 @@ class Rows:
             cache=None if cache is None else ShardCache(Path(cache)),
         )
         self._cursor = {**self._loader.identity, "batches": 0}
+        self._loop = object()  # the one that gives batches, so that two do not share one position
         self.skipped = 0
         self.checksum = 0
         if state is not None:
@@ -145,10 +146,21 @@ class Rows:
         return {**self._cursor, "skipped": self.skipped}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continues from a state; raises UserError naming the difference if it belongs to another corpus or order."""
+        """Continues from a state. Loops that run already raise an error when they are continued.
+
+        Raises:
+          UserError: the state belongs to another corpus or order, or is none; the message names the difference.
+        """
+        missing = [key for key in self.state() if key not in state]
+        if missing:
+            raise UserError(f"state: {', '.join(missing)} missing; expected a dict that Rows.state() has returned")
+        for key in ("batches", "skipped"):
+            if type(state[key]) is not int or state[key] < 0:
+                raise UserError(f"state: {key}={state[key]!r}: expected a number from 0 on")
         cursor = {key: value for key, value in state.items() if key != "skipped"}
         self._loader.check(cursor)
         self._cursor = cursor
+        self._loop = object()
         self.skipped = state["skipped"]
 
     def rows_seen(self) -> dict[str, int]:
@@ -156,16 +168,21 @@ class Rows:
         return self._loader.rows_seen(self._cursor["batches"])
 
     def __iter__(self) -> Iterator[np.ndarray]:
+        loop = object()
+        self._loop = loop
         batches = self._loader.batches(self._cursor)
         if self._prefetch:
             batches = prefetch(batches, self._prefetch)
         with closing(batches):
             for batch in batches:
+                if self._loop is not loop:
+                    raise UserError("another loop over these rows has begun, or a state was restored; use that one")
+                skipped = self.skipped + int(batch.is_skipped.sum())
+                if skipped > self._skip:
+                    raise UserError(f"{skipped} rows could not be read, more than skip={self._skip}; see the log")
                 number = self._cursor["batches"]
                 self._cursor = batch.cursor
-                self.skipped += int(batch.is_skipped.sum())
-                if self.skipped > self._skip:
-                    raise UserError(f"{self.skipped} rows could not be read, more than skip={self._skip}; see the log")
+                self.skipped = skipped
                 rows = self._batching.schedule.rows
                 places = number * rows + self._batching.numbers(rows)
                 for place, row in zip(places.tolist(), batch.tokens, strict=True):

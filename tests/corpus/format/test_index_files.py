@@ -85,6 +85,9 @@ def test_bad_index_files(tmp_path: Path, corpus):
     (tmp_path / "it.index").write_text("a\u200bb.tar # 4 rows\n")  # a blank without width
     with pytest.raises(UserError, match=r"shard '.*a\\u200bb\.tar' is missing"):
         loader(tmp_path / "it.index")
+    (tmp_path / "it.index").write_text("pipe:gsutil cat gs://b/a.tar\n")
+    with pytest.raises(UserError, match=r"pipe:gsutil cat gs://b/a\.tar: commands are never run; download the data"):
+        loader(tmp_path / "it.index")
     (tmp_path / "folder").mkdir()
     (tmp_path / "it.index").write_text("folder # 4 rows\n")
     with pytest.raises(UserError, match=r"shard .*folder is not a file"):

@@ -16,8 +16,10 @@ def is_remote(url: str | Path) -> bool:
     """Whether this is a bucket, or a file or folder in one.
 
     Raises:
-      UserError: a URL with another scheme, as https://, or without a bucket.
+      UserError: a URL with another scheme, as https://, or without a bucket, or a command, which webdataset would run.
     """
+    if str(url).startswith("pipe:"):
+        raise UserError(f"{url}: commands are never run; download the data, or give its URL in a bucket")
     if "://" not in str(url):
         return False
     bucket_name, _ = split(url)
