@@ -155,7 +155,7 @@ def test_adapters_beside_a_frozen_bias() -> None:
     programs = make_programs(model, adamw(0.1), StepOptions(LearningRate(0.1, 0.1, 1, 2)))
     state = programs.start(zero.to_devices(own, model.layout, axis))
     rows = batch(setup(8, 3, config=BALANCED), 0)
-    state, metrics = programs.step(state, rows, frozen)  # type: ignore[arg-type]
+    state, metrics = programs.step(state, rows, frozen)
     assert state.averages == {}
     tokens_BT = tokens(0)
     targets = np.concatenate([tokens_BT[:, 1:], np.full((ROWS, 1), -1)], axis=1)

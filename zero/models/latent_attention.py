@@ -33,7 +33,7 @@ from zero.models.mixer import Site
 from zero.models.norms import make_norm
 from zero.models.parametrization import kernel_init
 from zero.models.positions.kind import Place
-from zero.models.self_attention import SelfAttention
+from zero.models.self_attention import ScoredAttention
 from zero.models.stack import ATTENTION, PROJECTIONS
 from zero.partition.model_parallel import ModelParallel, RoundedWeight
 
@@ -105,7 +105,7 @@ class EffectiveKernel(nn.Module):
         return adapted_IO
 
 
-class LatentAttention(SelfAttention):
+class LatentAttention(ScoredAttention):
     """Each position sees the earlier ones, by keys and values that are made of one vector of each."""
 
     @nn.compact

@@ -30,8 +30,8 @@ from zero.models.vocabulary import Vocabulary
 _RESIDUAL_OUTPUTS = ("attention_out", "mlp_out")
 _GPT2_STDDEV = 0.02
 # Matrices that may start at zero, and those that `zero_init: true` stands for (arXiv 2203.03466, section D.2).
-MATRICES = ("query", "key", "value", "gate", "attention_out", "mlp_in", "mlp_gate", "mlp_out")
-MATRICES += ("query_latent", "latent", "key_value")
+_OF_LATENTS = ("query_latent", "latent", "key_value")
+MATRICES = ("query", "key", "value", "gate", "attention_out", "mlp_in", "mlp_gate", "mlp_out", *_OF_LATENTS)
 _ZEROED = ("query", "attention_out", "mlp_out")
 
 

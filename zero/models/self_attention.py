@@ -81,54 +81,8 @@ def with_equal_widths(
     return attend(q_BTHK, k_BSGK, padded_BSGK)[..., : v_BSGK.shape[-1]]
 
 
-class SelfAttention(Mixer):
-    """Each position sees the earlier ones of its window, by a softmax of scores."""
-
-    @nn.compact
-    def __call__(self, h_BTD: jax.Array, cache: Cache | None, site: Site) -> tuple[jax.Array, Cache | None]:
-        """As `Mixer` says."""
-        config = self.config
-        layer, entry, position, starts_BT, _, adapter_keys_B = site
-
-        form = self._form(max(config.windows), self.cut)
-        shared = config.num_head // config.key_heads
-        positions = h_BTD.shape[1] * self.cut.ring  # of a whole row
-        are_split = splits_heads(self.kernel, form, positions=positions, shared=shared, width=config.head_width)
-
-        def heads(name: str, count: int) -> jax.Array:
-            shape = (count // self.cut.size, config.head_width)
-            features = shape if are_split else (math.prod(shape),)
-            x_BTX = self.dense(h_BTD, features, name, adapter_keys_B, config.qkv_bias)
-            return x_BTX.reshape(*x_BTX.shape[:2], *shape)
-
-        q_BTHK = heads("query", config.num_head)
-        k_BSGK = heads("key", config.key_heads)
-        v_BSGK = heads("value", config.key_heads)
-        if config.qk_norm:
-            q_BTHK = make_head_norm(config, self.dtype, "query_norm", self.cut)(q_BTHK)
-            k_BSGK = make_head_norm(config, self.dtype, "key_norm", self.cut)(k_BSGK)
-        kind = config.kind_of_positions
-        if kind.turned is not None:
-            row = positions if cache is None else cache.k_LBSGK.shape[2]
-            numbers = self.cut.attended_numbers(position, h_BTD.shape[1])
-            place = Place(layer, numbers, row, starts_BT, None if are_split else self.kernel)
-            q_BTHK, k_BSGK = kind.turned(config, q_BTHK, k_BSGK, place)
-        q_BTHK, k_BSGK, v_BSGK = (checkpoint_name(x, PROJECTIONS) for x in (q_BTHK, k_BSGK, v_BSGK))
-        bias_CH = None if kind.bias is None else kind.bias(config, self, self.cut)
-        sinks_H = None
-        if config.extra_logit == "learned":
-            sinks_H = self.cut.part(Sinks(config.num_head, name="sinks")(), 0)
-        if cache is not None:
-            # The whole cache is carried from layer to layer, so that only the new positions are written.
-            start = (entry, 0, position, 0, 0)
-            k_LBSGK = lax.dynamic_update_slice(cache.k_LBSGK, k_BSGK[None], start)
-            v_LBSGK = lax.dynamic_update_slice(cache.v_LBSGK, v_BSGK[None], start)
-            cache = Cache(k_LBSGK, v_LBSGK)
-            k_BSGK, v_BSGK = (lax.dynamic_index_in_dim(c, entry, keepdims=False) for c in cache)
-        attended_BTHK = self._scored(q_BTHK, k_BSGK, v_BSGK, site, bias_CH, sinks_H)
-        attended_BTX = attended_BTHK if are_split else lax.collapse(attended_BTHK, 2)
-        out_BTD = self.residual_dense(attended_BTX, "attention_out", adapter_keys_B, config.out_bias)
-        return checkpoint_name(out_BTD, PROJECTIONS), cache
+class ScoredAttention(Mixer):
+    """Each position sees the earlier ones of its window, by a softmax of scores; derived classes make these."""
 
     def _form(self, window: int, cut: ModelParallel) -> Form:
         """The form of the scores of a layer with this window."""
@@ -215,3 +169,53 @@ class SelfAttention(Mixer):
         if window:
             earliest = min(earliest, max(2, 2 * window))
         return queries >= earliest
+
+
+class SelfAttention(ScoredAttention):
+    """Attention by queries, keys and values that are products of their own."""
+
+    @nn.compact
+    def __call__(self, h_BTD: jax.Array, cache: Cache | None, site: Site) -> tuple[jax.Array, Cache | None]:
+        """As `Mixer` says."""
+        config = self.config
+        layer, entry, position, starts_BT, _, adapter_keys_B = site
+
+        form = self._form(max(config.windows), self.cut)
+        shared = config.num_head // config.key_heads
+        positions = h_BTD.shape[1] * self.cut.ring  # of a whole row
+        are_split = splits_heads(self.kernel, form, positions=positions, shared=shared, width=config.head_width)
+
+        def heads(name: str, count: int) -> jax.Array:
+            shape = (count // self.cut.size, config.head_width)
+            features = shape if are_split else (math.prod(shape),)
+            x_BTX = self.dense(h_BTD, features, name, adapter_keys_B, config.qkv_bias)
+            return x_BTX.reshape(*x_BTX.shape[:2], *shape)
+
+        q_BTHK = heads("query", config.num_head)
+        k_BSGK = heads("key", config.key_heads)
+        v_BSGK = heads("value", config.key_heads)
+        if config.qk_norm:
+            q_BTHK = make_head_norm(config, self.dtype, "query_norm", self.cut)(q_BTHK)
+            k_BSGK = make_head_norm(config, self.dtype, "key_norm", self.cut)(k_BSGK)
+        kind = config.kind_of_positions
+        if kind.turned is not None:
+            row = positions if cache is None else cache.k_LBSGK.shape[2]
+            numbers = self.cut.attended_numbers(position, h_BTD.shape[1])
+            place = Place(layer, numbers, row, starts_BT, None if are_split else self.kernel)
+            q_BTHK, k_BSGK = kind.turned(config, q_BTHK, k_BSGK, place)
+        q_BTHK, k_BSGK, v_BSGK = (checkpoint_name(x, PROJECTIONS) for x in (q_BTHK, k_BSGK, v_BSGK))
+        bias_CH = None if kind.bias is None else kind.bias(config, self, self.cut)
+        sinks_H = None
+        if config.extra_logit == "learned":
+            sinks_H = self.cut.part(Sinks(config.num_head, name="sinks")(), 0)
+        if cache is not None:
+            # The whole cache is carried from layer to layer, so that only the new positions are written.
+            start = (entry, 0, position, 0, 0)
+            k_LBSGK = lax.dynamic_update_slice(cache.k_LBSGK, k_BSGK[None], start)
+            v_LBSGK = lax.dynamic_update_slice(cache.v_LBSGK, v_BSGK[None], start)
+            cache = Cache(k_LBSGK, v_LBSGK)
+            k_BSGK, v_BSGK = (lax.dynamic_index_in_dim(c, entry, keepdims=False) for c in cache)
+        attended_BTHK = self._scored(q_BTHK, k_BSGK, v_BSGK, site, bias_CH, sinks_H)
+        attended_BTX = attended_BTHK if are_split else lax.collapse(attended_BTHK, 2)
+        out_BTD = self.residual_dense(attended_BTX, "attention_out", adapter_keys_B, config.out_bias)
+        return checkpoint_name(out_BTD, PROJECTIONS), cache
