@@ -51,7 +51,6 @@ LOGGED = [json.loads(line) for line in (RUN / "metrics.jsonl").read_text().split
 OF_TRAINING, OF_VALIDATION = [json.loads(line) for line in (RUN / "evaluations.jsonl").read_text().splitlines()]
 ROWS_OF_AN_EVALUATION = int(DEFAULTS["training.maximum_evaluation_steps"]) * int(DEFAULTS["training.batch_size"])
 HAVE_NO_FOLDERS = {"dense_lm", "vq"}  # of transformers
-COUNTS = {19: "nineteen", 20: "twenty", 21: "twenty-one", 22: "twenty-two"}
 
 
 def listed(names: Iterable[str]) -> str:
@@ -68,16 +67,16 @@ def listed(names: Iterable[str]) -> str:
 SAID = [
     ("README.md", r"([\d,]+) parameters, context 1024", PARAMETERS["1_1b"]),
     (FIRST_RUN, r"only the first (\d+) of", ROWS_OF_AN_EVALUATION),
-    (FIRST_RUN, r"have ([\d.]+) on the whole validation set", f"{OF_VALIDATION['loss']:.3f}"),
+    (FIRST_RUN, r"score ([\d.]+) on the whole validation set", f"{OF_VALIDATION['loss']:.3f}"),
     (FIRST_RUN, r"and ([\d.]+) on rows of the training set", f"{OF_TRAINING['loss']:.3f}"),
-    ("README.md", r"\| (\S+) model families \|", COUNTS[len(FAMILIES.keys() - HAVE_NO_FOLDERS)]),
+    ("README.md", r"\| (\d+) model families \|", len(FAMILIES.keys() - HAVE_NO_FOLDERS)),
     ("notebooks/train.ipynb", r"a GPT of ([\d,.]+(?: million)?) parameters", PARAMETERS["bytes"]),
     (STAGES, r"Ψ = ([\d,]*\d)", PARAMETERS["bytes"]),
     (STAGES, r"([\d,]+) parameters, context 1024", PARAMETERS["1_1b"]),
     (FIRST_RUN, r"ln 256 = (\d\.\d+)", f"{math.log(256):.2f}"),
     (FIRST_RUN, r"with sequences of (\d+) tokens", DEFAULTS["training.warmup_train_context"]),
     (FIRST_RUN, r"after (\d+) steps\. Each length", DEFAULTS["training.staged_warmup_steps"]),
-    (FIRST_RUN, r"Every (\d+) steps the model", DEFAULTS["training.evaluation_frequency"]),
+    (FIRST_RUN, r"Every (\d+) steps zero evaluates", DEFAULTS["training.evaluation_frequency"]),
     (FIRST_RUN, r"after (\d+) some of its words", DEFAULTS["training.total_steps"]),
     (f"{HOW_TO}/watch-a-run.md", r"reloads itself every (\d+) s", RELOAD_SECONDS),
     (f"{HOW_TO}/watch-a-run.md", r"at most every (\d+) s", REPORT_SECONDS),
