@@ -274,7 +274,7 @@ def page_part() -> str:
     runs = load_runs()
     for name, run in runs.items():
         lines.append(table_row(name, run, values_of(name)))
-    lines += ["", "How they differ from the runs that they name:", "", "| recipe | differs |", "|---|---|"]
+    lines += ["", "Differences from the published runs:", "", "| recipe | differs |", "|---|---|"]
     lines.append(f"| all | {'; '.join(_table()['everywhere'])} |")
     of_differences: dict[str, list[str]] = {}
     for name, run in runs.items():

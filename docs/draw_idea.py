@@ -1,7 +1,7 @@
 """Draws docs/pictures/idea.svg, one layer of stage 3 in four frames: `python -m docs.draw_idea`.
 
-The picture is as wide as a telephone, so that its text is as large there as that of the page around it. Colors are
-those of report.html, light and dark.
+The picture is as wide as a telephone, so that its text is as large there as in the page around it. Colors are
+report.html's, light and dark.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ text{font-family:system-ui,sans-serif;font-size:13px;fill:var(--ink)}
 
 
 def colors() -> str:
-    """The declarations of the colors, as in report.html: those of light pages, and those of dark ones."""
+    """The declarations of the colors, as in report.html: for light pages and for dark ones."""
     light, dark = re.findall(r":root \{(.*?)\}", PAGE_STYLE.read_text(), re.DOTALL)
     declared = [" ".join(declarations.split()) for declarations in (light, dark)]
     return f":root{{{declared[0]}}}\n@media(prefers-color-scheme:dark){{:root{{{declared[1]}}}}}"

@@ -1,7 +1,7 @@
 """Draws docs/pictures/rooms.svg, the rooms in floors, from the imports: `python -m docs.draw_rooms`.
 
 The rooms of a floor do not import each other, and each imports only from floors below. The picture is as wide as a
-telephone, and its colors are those of report.html, light and dark.
+telephone, and its colors are report.html's, light and dark.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Draws docs/pictures/torus.svg, where tensor groups lie on a slice of 64 TPUs: `python -m docs.draw_torus`.
 
-The groups are those of `zero.Axis` on the devices that libtpu describes, in the order of pmap.
+The groups come from `zero.Axis` on the devices that libtpu describes, in the order of pmap.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def axes(devices: list[Any]) -> tuple[Axis, Axis]:
 
 
 def panel(axis: Axis, places: list[tuple[int, int]], left: float, title: str, sentence: tuple[str, ...]) -> list[str]:
-    """The chips: those of the first group, and those with the same part of the weights as its first device."""
+    """The chips: the first group's, and the chips with the same part of the weights as its first device."""
     group = next(one for one in axis.groups(TENSOR, apart=axis.shards // TENSOR) or [] if 0 in one)
     part = next(one for one in axis.groups(axis.shards // TENSOR) or [] if 0 in one)
     top = 34

@@ -84,7 +84,7 @@ def config_yaml() -> str:
 def models_head() -> str:
     """The comments before the entries of conf/model_config.yaml: the keys of a model, part by part."""
     families = (
-        f"An entry may name a family, which sets those of the keys below that its published models have in common: "
+        "An entry may set a family, which sets the keys below that its published models have in common: "
         f"{', '.join(FAMILIES)} (zero/models/families.py). Without a family a key has the default in parentheses."
     )
     lines = [*_wrapped(families, "# ")]

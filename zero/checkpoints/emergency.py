@@ -79,7 +79,7 @@ class EmergencyCheckpoints:
     """The emergency checkpoints of one run; a context manager, which deletes those that are no longer needed.
 
     A checkpoint is needed until a durable one of its step or a later one is committed. All hosts call every method
-    together. Each host holds at most its own newest three and those of the host before.
+    together. Each host holds at most its own newest three and the newest three of the previous host.
 
     Args:
       directory: of this host, for all runs.

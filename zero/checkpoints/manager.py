@@ -304,7 +304,7 @@ class Checkpoints:
 
         Floats are cast to the layout's dtypes. Moments in 8 bits are restored `as_saved`, and converted later.
         With `within` the layout is of this subtree of the state, such as "params". `targets` are shapes and places of
-        the leaves, by default those of `zero.global_shapes`.
+        the leaves, by default `zero.global_shapes`.
 
         Raises:
           MissingCheckpoint: another process, which trains, has deleted the checkpoint.

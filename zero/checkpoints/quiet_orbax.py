@@ -20,7 +20,7 @@ _Result = TypeVar("_Result")
 def quiet_loggers() -> Iterator[None]:
     """Drops records below `LEVELS` within; several such blocks may overlap in any order.
 
-    Threads of orbax that outlive the block, as those of a failed save do, stay quiet until they end.
+    Threads of orbax that outlive the block, as after a failed save, stay quiet until they end.
     """
     with ExitStack() as stack:
         for name, level in LEVELS.items():
@@ -42,7 +42,7 @@ def _silence_threads_of_orbax() -> None:
 def run_to_the_end(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
     """Runs a coroutine in an event loop of its own, which closes only when all its tasks have ended.
 
-    The first error is raised; those of the other tasks, which have the same cause, are dropped.
+    The first error is raised; errors of the other tasks, which have the same cause, are dropped.
     """
     loop = asyncio.new_event_loop()
     loop.set_exception_handler(lambda loop, context: None)  # else a traceback for each error that nobody awaits

@@ -177,7 +177,7 @@ def _member(field: dataclasses.Field[Any], name: str, annotated: Any) -> Key | S
 
 
 def all_keys(kind: type, prefix: str = "") -> Iterator[Key]:
-    """The keys of a section and of all sections in it, in order; of a group those of its default."""
+    """The keys of a section and of all sections in it, in order; of a group, its default's."""
     for member in members_of(kind, prefix):
         if isinstance(member, Key):
             if member.lines[0] != NAME:

@@ -81,7 +81,7 @@ class Instruction(NamedTuple):
 
     @property
     def called(self) -> list[str]:
-        """Names of computations that it calls, except those of a loop.
+        """Names of computations that it calls, except in a loop.
 
         >>> Instruction("c", "f32[]", "conditional", "%p), branch_computations={%first, %second}").called
         ['first', 'second']

@@ -120,7 +120,7 @@ def part_of(instruction: Instruction) -> TimedPart:
 
 
 def transfer_seconds(instruction: Instruction, places: Sequence[tuple[int, ...]], speed: Speed) -> float:
-    """Seconds of a collective on an idle network; `places` are those of the program's devices."""
+    """Seconds of a collective on an idle network; `places` are the places of the program's devices."""
     group = hlo.groups_of(instruction.rest)[0]
     is_ring = "StrategyRing{colors:1 " in instruction.rest  # one ring through all devices, in both directions
     kind = hlo.kind_of(instruction)
@@ -131,7 +131,7 @@ def transfer_seconds(instruction: Instruction, places: Sequence[tuple[int, ...]]
 def kernel_seconds(instruction: Instruction, speed: Speed) -> float:
     """Seconds of a Pallas kernel: attention by its products, any other one by the memory it touches.
 
-    zero's own kernels note their operations in the program; those of splash attention follow from its shapes.
+    zero's own kernels note their operations in the program; splash attention's follow from its shapes.
     """
     shapes = instruction.rest.partition("operand_layout_constraints={")[2].partition("}}")[0]
     moved = sum(hlo.sizes_of(instruction.result)) + sum(hlo.sizes_of(shapes))

@@ -49,7 +49,7 @@ class Architecture:
     local_rotary: tuple[str, float] | None = None  # key and default of the base in layers with windows
     unrotated: int | None = None  # the default of no_rope_layer_interval
     window_period: int = 2  # where layer_types are absent, the last of so many layers has no window
-    legacy: Mapping[str, Any] = field(default_factory=dict)  # values of old folders that mean those of `fixed`
+    legacy: Mapping[str, Any] = field(default_factory=dict)  # values of old folders that mean the same as in `fixed`
     predictors: str | None = None  # key of the number of layers after the last one that only training reads
     scales_scores: bool = False  # mscale_all_dim of YaRN is a factor of scores too
     direct_queries: Mapping[str, str] = field(default_factory=dict)  # modules where query_latent_dim is None

@@ -417,7 +417,7 @@ GPT_OSS = _like_llama(
     fused="columns",
     bare=("layers.{}.self_attn.sinks", "layers.{}.mlp.experts.gate_up_proj", "layers.{}.mlp.experts.down_proj"),
 )
-# The keys and modules of GLM-4.5 and of DeepSeek-V3 that are those of neither Llama nor its attention.
+# The keys and modules of GLM-4.5 and of DeepSeek-V3 that differ from Llama and its attention.
 _BALANCED_KEYS = {
     "intermediate_size": "dense_width",
     "moe_intermediate_size": "mlp_width",

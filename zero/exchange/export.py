@@ -64,7 +64,7 @@ class Form(NamedTuple):
     architecture: Architecture
     size: GPTConfig
     query_factor: float = 1.0
-    keys: Mapping[str, Any] = MappingProxyType({})  # of config.json, beside those of the architecture
+    keys: Mapping[str, Any] = MappingProxyType({})  # of config.json, in addition to the architecture's
 
 
 def export(
@@ -183,7 +183,7 @@ def _form_of_transformers(size: GPTConfig, model_type: str | None) -> Form:
 
     If several equal the model, it is the one of `model_type`, from which the weights came.
 
-    Scores divided by the head dimension, as in mup, are those of smaller queries divided by its root. Only where the
+    Scores divided by the head dimension, as in mup, equal those of smaller queries divided by its root. Only where the
     factor is a power of two, so that no digit of a weight, a product or a sum changes.
     """
     factor = size.head_width**-0.5

@@ -201,7 +201,7 @@ class HuggingFaceFolder:
 
 
 def _within(collection: str, leaf: LeafLayout) -> LeafLayout:
-    """The leaf by its name in an architecture, which begins with that of its collection."""
+    """The leaf by its name in an architecture, which begins with the name of its collection."""
     return dataclasses.replace(leaf, path=(collection, *leaf.path)) if collection else leaf
 
 

@@ -1,6 +1,6 @@
 """Starts training from the weights of a run or of a Hugging Face folder, also of a model with fewer layers.
 
-The weights of a run that trained adapters are those of its base, with the adapters merged.
+The weights of a run that trained adapters are its base's, with the adapters merged.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def base_of(saved: SavedStep, model: ShardedGPT) -> PyTree:
 
 
 def merged_weights(base: PyTree, adapters: PyTree, tuned: ShardedGPT, model: ShardedGPT) -> PyTree:
-    """Weights in shards for a pmap of `model`, which has no adapters, from those of `tuned`, which has."""
+    """Weights in shards for a pmap of `model`, which has no adapters, from the weights of `tuned`, which has."""
     assert tuned.tuning is not None
     layout = tuned.base.layout
     merge = partial(merge_shards, layout=layout, low=tuned.layout, axis=model.axis, tuning=tuned.tuning)

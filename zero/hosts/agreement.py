@@ -127,7 +127,7 @@ class AnyHost:
     """Decisions that all hosts take at the same step: whether any of them has raised a flag.
 
     Args:
-      lag: 0 answers with the flags of this call; 1 with those of the previous call, without waiting for devices.
+      lag: 0 answers with the flags of this call; 1 with the flags of the previous call, without waiting for devices.
     """
 
     def __init__(self, lag: int) -> None:

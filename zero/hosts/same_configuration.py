@@ -13,7 +13,7 @@ from zero.hosts import agreement
 
 
 def check_same_configuration(values: Mapping[str, Any], model: Mapping[str, Any]) -> None:
-    """Compares values, the model and the version of jax with those of all other hosts.
+    """Compares values, the model and the version of jax with all other hosts.
 
     Args:
       values: of the checked configuration by the names of keys, without those that name something of one host.

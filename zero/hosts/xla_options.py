@@ -23,7 +23,7 @@ OVERLAP_ON_SPARSECORES = (
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter",
 )
 VMEM = "xla_tpu_scoped_vmem_limit_kib"  # of one fusion
-# Collectives start early, run beside computation, and those of the next layer in this one's.
+# Collectives start early and overlap with computation, the next layer's with this one's.
 # Source: docs.jax.dev/en/latest/gpu_performance_tips.html
 OVERLAP_ON_GPU = (
     "xla_gpu_enable_latency_hiding_scheduler",

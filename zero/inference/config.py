@@ -245,7 +245,7 @@ class TrainedModelConfig(Configuration):
 
 @dataclass
 class EvaluateConfig(TrainedModelConfig):
-    """Scores a trained run: the keys of the run that scores depend on, and those of this mode."""
+    """Scores a trained run. Takes the keys of the run that scores depend on, and the keys of this mode."""
 
     training: ScoredKeys = section(ScoredKeys)
     data: EvaluateData = section(EvaluateData)
@@ -293,9 +293,9 @@ class EvaluateConfig(TrainedModelConfig):
         if not (evaluate.index or self.data.has_validation_set):
             yield "evaluate.index", "index files, beside which evaluate.top_tokens are written"
         if evaluate.follow:
-            yield "evaluate.follow", "false, as evaluate.top_tokens are those of one teacher"
+            yield "evaluate.follow", "false, as evaluate.top_tokens belong to one teacher"
         if evaluate.adapters is not None:
-            yield "evaluate.adapters", "null, as evaluate.top_tokens are those of one teacher"
+            yield "evaluate.adapters", "null, as evaluate.top_tokens belong to one teacher"
 
     def without_effect(self) -> Mistakes:
         if not self.evaluate.follow:
@@ -305,7 +305,7 @@ class EvaluateConfig(TrainedModelConfig):
 
 @dataclass
 class SampleConfig(TrainedModelConfig):
-    """Samples texts from a trained run: the keys of the run that its model depends on, and those of this mode."""
+    """Samples texts from a trained run. Takes the keys that its model depends on, and the keys of this mode."""
 
     sample: Sample = section(Sample, "mode=sample")
 

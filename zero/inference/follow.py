@@ -50,7 +50,7 @@ def follow(
     """Scores the checkpoints of a run in their order, each once, up to the last step of the run.
 
     Args:
-      scorer: of `evaluate`, which scores its weights; they are replaced by those of each checkpoint.
+      scorer: of `evaluate`, which scores its weights; each checkpoint's replace them.
       identity: what the scores depend on but for the weights, as JSON. A line of the same step and another identity,
         or of other weights, is one of another evaluation.
       open_tracker: `follower_tracker` of a digest of the identity.

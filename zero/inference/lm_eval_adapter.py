@@ -75,7 +75,7 @@ class HarnessModel(TemplateLM):
         return special.eos if special.begin is None else special.begin
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """The ids of a text; those of the harness's own class where the tokenizer was brought."""
+        """The ids of a text; with a model from the hub, the same as the harness's own class."""
         if not self._encoding.special.is_brought:
             return self._encoding.encode(string).tolist()
         return self._encoding.encode_whole(string, adds_begin=add_special_tokens is not False).tolist()

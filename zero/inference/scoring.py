@@ -151,7 +151,7 @@ class Sums(NamedTuple):
 def score_sets(
     scorer: Scorer, sets: Mapping[str, str | list[str]], stride: int | None, only_completions: bool
 ) -> dict[str, Any]:
-    """The means over the tokens of all sets, and under "sets" those of each set that has a name."""
+    """The means over the tokens of all sets, and under "sets" the means of each named set."""
     sums = {name: score_validation_set(scorer, index, stride, only_completions) for name, index in sets.items()}
     total = functools.reduce(Sums.plus, sums.values())
     means = {**total.means(), "stride": stride}

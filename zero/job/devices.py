@@ -233,7 +233,7 @@ def faster_placement(
     """The placement of tensor groups on one TPU slice whose links need the least time; None without a choice.
 
     "flat" has groups of neighbors, "torus" groups along lines: there, gathers have the other dimensions to themselves,
-    and exchanges one. The arguments are those of `link_seconds`.
+    and exchanges one. The arguments are the same as for `link_seconds`.
     """
     if model.axis.tensor == 1 or model.axis.replicas > 1:
         return None

@@ -75,7 +75,7 @@ class PlacedModel(NamedTuple):
     """A model on an axis of devices.
 
     Attributes:
-      devices: those of the axis; None: all that jax has.
+      devices: the devices of the axis; None: all of jax's.
       rows: per step and device, or group of devices that take the same rows; None: nothing depends on them.
       placements: seconds of the placements of tensor groups between which `zero.phases=auto` has chosen.
     """

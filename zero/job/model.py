@@ -101,7 +101,7 @@ def make_model(
 
     Args:
       tuning: what is trained of it; None: all.
-      device: one of those of the axis; None: one that jax has.
+      device: one of the axis's; None: one of jax's.
 
     Raises:
       UserError: a size does not divide over a tensor group.

@@ -36,7 +36,7 @@ class WeightKeys(GroupKeys, WeightDtypes):
         yield from self._unsent()
 
     def _with_int8(self, names: Collection[str]) -> Mistakes:
-        """Of these keys, those of a dtype that is int8 where nothing is sent in blocks."""
+        """The keys among these that set int8 although nothing is sent in blocks."""
         for name in (name for name in names if getattr(self, name) == "int8"):
             other = _WITHOUT_INT8[name]
             if self.stage == 0:

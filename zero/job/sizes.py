@@ -90,7 +90,7 @@ class Sizes(Mapping[str, GPTConfig]):
         return self._families[max(stems, key=len)]
 
     def entry(self, name: str) -> Any:
-        """The keys of a size as they are written, without those of its family; raises KeyError where there is none."""
+        """The keys of a size as written, without its family's; raises KeyError if there is no such size."""
         return self._entries(self._file(name))[name]
 
     def __getitem__(self, name: str) -> GPTConfig:
@@ -198,7 +198,7 @@ def _make_size(entry: Any) -> GPTConfig:
 
 
 def _with_family(entry: Any) -> dict[str, Any]:
-    """The keys of an entry, over those of its family.
+    """The keys of an entry, merged over its family's.
 
     Raises:
       ValueError: there is no such family, or the entry has no keys.

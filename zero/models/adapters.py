@@ -10,7 +10,7 @@ Tables of the vocabulary may be trained whole beside adapters: a leaf `trained_N
 base, and takes its place where the model computes.
 
 Source: LoRA (Hu et al., arXiv 2106.09685), section 4.1; DoRA (Liu et al., arXiv 2402.09353), sections 4.1 and 4.3.
-Initial values are those of PEFT.
+Initial values are the same as in PEFT.
 
 Shapes are named by suffix:
   B rows, I inputs and O outputs of a product, R rank, L layers
@@ -51,7 +51,8 @@ class Adapters:
       rank: the inner dimension R.
       alpha: the products of adapters are multiplied by alpha / rank.
       dropout: dropout rate of the input of an adapter.
-      targets: names of products, of `PRODUCTS`; those that a model does not have, and those of experts, are left out.
+      targets: names of products, of `PRODUCTS`; products that a model does not have, and products of experts, are
+        skipped.
       has_magnitudes: whether columns have trained norms (DoRA).
       ranks: of products with another rank.
       alphas: of products with another alpha.
@@ -305,7 +306,7 @@ def merged(params: Any, trained: Any, adapters: Adapters, name: str = "") -> Any
 def measured(params: Any, trained: Any, adapters: Adapters, name: str = "") -> Any:
     """What is trained, whole, with the norms of the columns of W + scale A B as magnitudes: those do not change it.
 
-    Arguments are those of `merged`.
+    Arguments as for `merged`.
 
     >>> trained = {"query": {"lora_a": jnp.zeros((2, 1)), "lora_b": jnp.zeros((1, 1)), "magnitude": jnp.zeros(1)}}
     >>> kernel = {"query": {"kernel": jnp.asarray([[3.0], [4.0]])}}

@@ -39,8 +39,8 @@ class GPTConfig(Transformer, GatedUnits):
         TRANSFORMER,
         one_of(*LAYERS),
         "transformer, or gated_units: two gated attention units, each with a single head whose keys are "
-        "vector-quantized; attention in linear time, sampling with a state of constant size. Family vq; of "
-        "the keys above only those of norms, embedding, vocabulary and dropout apply (docs/decisions/vq.md)",
+        "vector-quantized; attention in linear time, sampling with a state of constant size. Family vq; of the keys "
+        "above, only the keys of norms, embedding, vocabulary and dropout apply (docs/decisions/vq.md)",
         layers=BOTH,
     )
 

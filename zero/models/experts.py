@@ -351,7 +351,7 @@ def assign_places(
 
     With the priority "choice" first choices come before second ones, and earlier positions before later ones (GShard,
     arXiv 2006.16668, algorithm 1): a later token can displace the second choice of an earlier one. With "position" all
-    choices of a position come before those of the next one, so that a place depends only on the positions before.
+    choices of a position come before the next position's, so that a place depends only on earlier positions.
     An expert takes the choices from number `first` on. A dropped choice gets `experts * places`.
 
     >>> chosen = jnp.asarray([[0, 1], [0, 1], [1, 0]])

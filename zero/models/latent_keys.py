@@ -29,7 +29,7 @@ class Latent(Attention):
     )
     # V
     value_dim: int | None = key(
-        None, AT_LEAST_ONE, "width of the values of a head, at most that of its keys", none="head_dim"
+        None, AT_LEAST_ONE, "width of the values of a head, at most the width of its keys", none="head_dim"
     )
 
     def mistakes(self) -> Iterator[str]:

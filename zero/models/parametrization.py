@@ -8,7 +8,7 @@ The maximal update parametrization (muP) for Adam and Lion, with w = width / bas
   head                             width^-1                      1 / w
   gains and biases                 (1 and 0)                     1
 
-Absolute muP is the same with a base width of 1, and 1 / fan-in for mlp_out: learning rates are those of width 1.
+Absolute muP is the same with a base width of 1, and 1 / fan-in for mlp_out: learning rates are as at width 1.
 Products of queries and keys are divided by the head dimension. A tied table would need the first and the third line.
 Source: Yang et al., Tensor Programs V, arXiv 2203.03466, table 3 and definition 4.1.
 """
@@ -50,8 +50,8 @@ class Parametrization(Sizes):
     mup_base_width: int | None = key(
         None,
         AT_LEAST_ONE,
-        "the embedding_dim at which all learning rates are as given; at w times this width those of matrices "
-        "are divided by w",
+        "the embedding_dim at which all learning rates are as given; at w times this width, learning rates of "
+        "matrices are divided by w",
     )
 
     def mistakes(self) -> Iterator[str]:
@@ -104,7 +104,7 @@ def _with_scaled_queries(config: Initial, name: str) -> nn.initializers.Initiali
 
 
 def _gpt_neo(config: Initial, name: str) -> nn.initializers.Initializer:
-    """Attention has the weights of Mesh TensorFlow, the MLP those of GPT-2 with one sum per layer."""
+    """Attention has the weights of Mesh TensorFlow, the MLP GPT-2's with one sum per layer."""
     if not name.startswith("mlp_"):
         return _with_scaled_queries(config, name)
     return nn.initializers.normal(_GPT2_STDDEV / (math.sqrt(config.N) if name == "mlp_out" else 1))

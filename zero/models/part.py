@@ -94,7 +94,7 @@ class ConfigPart:
             raise ValueError(mistake)
 
     def _of_all_parts(self, method: str) -> Iterator[Any]:
-        """What the methods of this name yield: the record's own first, then those of its parts, the lowest first."""
+        """What the methods of this name yield: the record's own first, then its parts', lowest first."""
         own, *parts = type(self).__mro__
         for part in (own, *reversed(parts)):
             if method in vars(part):
@@ -102,7 +102,7 @@ class ConfigPart:
 
 
 def own_keys(part: type[ConfigPart]) -> list[dataclasses.Field[Any]]:
-    """The keys that a part declares, without those of the parts that it reads.
+    """The keys that a part declares, without the keys of the parts that it reads.
 
     >>> [field.name for field in own_keys(Sizes)][:3]
     ['embedding_dim', 'vocab_size', 'num_head']

@@ -1,7 +1,7 @@
 """The bias of a router, which balances experts without a loss.
 
 After each step the bias of an expert moves by a constant: up if the expert had fewer tokens than the mean of its layer,
-down if it had more. The tokens are those of all devices and micro-batches.
+down if it had more. The tokens of all devices and micro-batches count.
 
 Sources: DeepSeek-V3, arXiv 2412.19437, section 2.1.2; Wang et al., arXiv 2408.15664, algorithm 1.
 

@@ -61,7 +61,7 @@ def numbers_of_heads(config: Attention) -> dict[str, int]:
 
 
 class Sinks(nn.Module):
-    """A learned logit for each head, beside those of the keys."""
+    """A learned logit for each head, in addition to the keys'."""
 
     heads: int
 

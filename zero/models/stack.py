@@ -49,7 +49,7 @@ class Scanned:
     Attributes:
       names: of further values to store, as `jax.ad_checkpoint.checkpoint_name` sets them.
       products: whether all products with parameters are stored as well.
-      on_host: those of `kinds` that lie in the host's memory until the backward pass needs them.
+      on_host: the `kinds` that lie in the host's memory until the backward pass needs them.
     """
 
     names: tuple[str, ...] = ()

@@ -93,7 +93,7 @@ def _layer_bytes(model: ShardedGPT, rows: int, context: int) -> int:
 
 
 def _further_numbers(size: GPTConfig) -> int:
-    """Numbers per position that a layer computes beside those of the formula: of wider heads, and of experts."""
+    """Numbers per position that a layer computes in addition to the formula's: for wider heads and experts."""
     heads = 4 * max(0, size.num_head * size.head_width - size.embedding_dim)  # queries, keys, values, what they return
     if size.experts is None:
         return heads

@@ -9,7 +9,7 @@ from zero.training.sharded_gpt import ShardedGPT
 
 
 def averages_of(model: ShardedGPT, options: StepOptions | None = None) -> dict[str, Average]:
-    """The averages of the model's collections, and those of the options."""
+    """The averages of the model's collections and of the options."""
     averages = {name: _follow(name, collection) for name, collection in model.collections.items()}
     if options is not None and options.ema_decay is not None:
         averages[EMA] = make_ema(options.ema_decay)

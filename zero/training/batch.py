@@ -85,7 +85,7 @@ class Batch(NamedTuple):
     part: RowPart | None = None
 
     def first_clock(self, clock: jax.Array) -> jax.Array:
-        """The clock of the first update on these rows: masks of a row are those of all its parts."""
+        """The clock of the first update on these rows: a row's masks are the same in all its parts."""
         return clock if self.part is None else clock - self.part.number
 
 

@@ -20,7 +20,7 @@ def model_flops(config: GPTConfig, rows: int, context: int, *, frozen: bool = Fa
 
     The backward pass of a matrix product is two products of the same size, so this is three times the forward pass; it
     is one where the parameters are `frozen`, whose adapters are not counted.
-    Attention counts all positions of the row, as in the source, or those of the window.
+    Attention counts all positions of the row, as in the source, or the positions of the window.
 
     Source: "model FLOPs" of Chowdhery et al., PaLM, arXiv 2204.02311, appendix B.
     """

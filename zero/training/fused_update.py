@@ -261,7 +261,7 @@ def place_layer(stacks: PyTree, layer: PyTree, number: jax.Array) -> PyTree:
 
 
 def with_layers_added(of_rest: PyTree, of_layers: PyTree) -> PyTree:
-    """Sums of squares, and whether a part was skipped, of all parts; those of layers are arrays of any shape."""
+    """Sums of squares, and whether a part was skipped, of all parts; for layers, arrays of any shape."""
     return jax.tree.map(lambda rest, layers: rest + layers.sum().astype(rest.dtype), of_rest, of_layers)
 
 

@@ -72,7 +72,7 @@ class ShardedGPT:
       query_block: of dense attention, as for `GPT`.
       drops: whether the capacity of experts applies, as in training.
       tuning: adapters, which are trained, beside the frozen parameters of `base`; None where all parameters are
-        trained. `layout` and `init` are those of the trained parameters.
+        trained. `layout` and `init` are for the trained parameters.
       product_dtype: of the products with weights in a layer, an entry of `zero.models.products.PRODUCTS`.
       gathers_rounded: whether stage 3 gathers the weights of these products in 8 bits, rounded as they multiply them.
       last_target: whether rows have one token more than positions, the target of the last one.
@@ -329,7 +329,7 @@ class ShardedGPT:
         keys: jax.Array | None,
         candidates: Rows | None = None,
     ) -> Scores:
-        """The scores of all positions of whole rows; in a context group those of this device's positions.
+        """The scores of all positions of whole rows; in a context group, of this device's positions.
 
         Args:
           candidates: tokens of each position, int32 `(rows, positions, K)`, whose log-probabilities are also wanted.

@@ -1,6 +1,6 @@
-"""Statistics per tensor: mean sizes of activations per layer, and of each leaf those of `OF_LEAVES`.
+"""Statistics per tensor: mean magnitudes of activations per layer, and for each leaf the statistics of `OF_LEAVES`.
 
-They show which part of a model diverges, vanishes or does not learn, and are those of a coordinate check (Yang et al.,
+They show which part of a model diverges, vanishes or does not learn, and match a coordinate check (Yang et al.,
 arXiv 2203.03466, appendix D.1), as mu_transformer logs them. A program of its own computes them after a step, from the
 weights before and after it, so that the step is the same with and without.
 """

@@ -228,7 +228,7 @@ def neutral_shards(
 ) -> PyTree:
     """Shards of adapters that change nothing of this base, from new ones, whose B is zero.
 
-    Magnitudes are those of the base (`measure_shards`, whose arguments these are), and tables are copies of its own.
+    Magnitudes come from the base (`measure_shards`, with the same arguments), and tables are copies of its tables.
     Call inside pmap.
     """
     if tuning.adapters.has_magnitudes:

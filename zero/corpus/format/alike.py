@@ -60,7 +60,7 @@ def rows_alike(
 
 
 def _has_checksum(header: np.ndarray) -> np.ndarray:
-    """Whether each header (n, 512) has the checksum that it states, with digits at the places of those of the first."""
+    """Whether each header (n, 512) has the checksum that it states, with digits at the same places as in the first."""
     field = header[:, _CHECKSUM]
     is_digit = (field[0] >= ord("0")) & (field[0] <= ord("7"))
     values = field[:, is_digit].astype(np.int64) - ord("0")

@@ -65,7 +65,7 @@ def peek(index: str, rows: int, tokenizer: Tokenizer | None = None) -> Iterator[
 
 
 def _texts(shard: Shard, length: int, kind: ExampleKind | None) -> Iterator[tuple[str, np.ndarray]]:
-    """The tokens of each row without padding; of an example, those of its texts with their names."""
+    """The tokens of each row without padding; of an example, the tokens of its texts with their names."""
     is_example = kind is not None
     names = ("",) if kind is None else kind.texts
     form = RowFormat(length, MOST_TOKENS, only_completions=is_example, example=example_of(kind))

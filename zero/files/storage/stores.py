@@ -37,7 +37,7 @@ class S3(FsspecStore):
         from botocore.session import Session
 
         connect, read = fsspec_store.TIMEOUT
-        # Repetitions are those of FsspecStore, which ends them after a time rather than after a number.
+        # FsspecStore repeats requests, and stops after a time rather than after a number.
         config = {"connect_timeout": connect, "read_timeout": read, "retries": {"total_max_attempts": 1}}
         anonymous = Session().get_credentials() is None
         return {"config_kwargs": config, "anon": anonymous, "requester_pays": bool(_payer())}

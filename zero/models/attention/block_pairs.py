@@ -66,7 +66,7 @@ class Blocks(NamedTuple):
         return np.argwhere(is_needed).astype(np.int32)
 
     def later_pairs(self) -> tuple[np.ndarray, ...]:
-        """The pairs of later turns: for keys of a device whose first piece is earlier, and for those of any other.
+        """The pairs of later turns: for keys of a device with an earlier first piece, and of any other device.
 
         In the first case all queries attend only to the early piece of those keys, in the second only the late queries
         attend, to all keys. Both are half of the pairs.
@@ -158,7 +158,7 @@ def around_the_ring(
 
     Args:
       blocks: the attention.
-      pairs: those of the first turn, and of later turns.
+      pairs: of the first turn, and of later turns.
       add_pairs: processes the keys and values on this device.
       staying: arrays of the queries, which stay on the device.
       traveling: arrays of the keys, which move around the ring.

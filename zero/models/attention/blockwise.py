@@ -65,8 +65,8 @@ def blockwise_attention(
 
     The forward pass keeps the running maximum and sum of each query's softmax, and saves its log-sum-exp, from which
     the backward pass recomputes probabilities. With as many queries as keys, blocks above the diagonal and outside
-    the window are skipped. Dropout masks equal those of `dense_attention` for the same keys. If `form.cut` cuts rows,
-    arguments and result are those of this device's positions in attention over whole rows.
+    the window are skipped. Dropout masks equal `dense_attention`'s for the same keys. If `form.cut` cuts rows,
+    arguments and result are for this device's positions in attention over whole rows.
 
     Source: Rabe and Staats, arXiv 2112.05682; Dao et al., FlashAttention, arXiv 2205.14135, algorithms 1 and 4; Liu et
     al., ring attention, arXiv 2310.01889.
@@ -152,7 +152,7 @@ class _Pair(NamedTuple):
           out_grads_BHQK: gradients of the output.
           lse_BHQ: log-sum-exp of each query's scores.
           mean_BHQ: mean of each query's probability gradients, weighted by its probabilities.
-          grads: the sums so far; those of keys and values are transposed.
+          grads: the sums so far; for keys and values they are transposed.
         """
         q_grads_BHQK, k_grads_BGKR, v_grads_BGKR, bias_grads_CH = grads
         q_BHQK = self.q_BHQK

@@ -59,7 +59,7 @@ class Problem(NamedTuple):
 
     @property
     def computed(self) -> int:
-        """Scores that are computed: those of blocks on and below the diagonal."""
+        """The number of computed scores: in blocks on and below the diagonal."""
         blocks = self.chunks * self.blocks
         return self.rows * self.heads * self.shared * blocks * (blocks + 1) // 2 * self.block**2
 

@@ -86,7 +86,7 @@ def alibi_columns(num_head: int, positions: int) -> tuple[np.ndarray, np.ndarray
 
     A bias is `m (s - t)`. The softmax does not see `-m t`, which is the same for all keys, so `m s` remains, a product
     of queries and keys. Slopes m and positions s are sums of numbers that bfloat16 holds exactly: products in bfloat16
-    with sums in float32 are those of float32. Up to 65,536 positions.
+    with sums in float32 match float32. Up to 65,536 positions.
 
     >>> of_queries, of_keys = alibi_columns(12, 2048)
     >>> bool(np.allclose(of_queries @ of_keys.T, np.outer(alibi_slopes(12), np.arange(2048)), rtol=1e-6))

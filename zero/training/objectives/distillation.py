@@ -1,4 +1,4 @@
-"""Offline distillation: the model's distribution of the next token comes close to that of a teacher.
+"""Offline distillation: the model's distribution of the next token approaches a teacher's.
 
 The teacher's K most likely tokens of each position are stored, with their log-probabilities. The loss is the forward
 divergence from the teacher of distributions over K + 1 outcomes: these tokens, and any other. The probability of the

@@ -345,7 +345,7 @@ def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
 def one_table(tx: optax.GradientTransformation, vocab_size: int | None) -> optax.GradientTransformationExtraArgs:
     """`tx`, to which each table `(chunks, rows, D)` is one leaf `(vocab_size, D)`; its state is in chunks again.
 
-    So `vocab_chunks` changes no update: norms, factors and root mean squares are those of the table, without the rows
+    So `vocab_chunks` changes no update: norms, factors and root mean squares are the table's, without the rows
     of padding in its last chunk. A single chunk without padding is left as it is.
 
     >>> norm = one_table(optax.scale_by_trust_ratio(), 3)
