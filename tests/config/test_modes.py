@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import asdict, dataclass, fields
+from dataclasses import FrozenInstanceError, asdict, dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,7 @@ from tests.config.composing import CONF, compose
 from zero.base.errors import UserError
 from zero.commands.modes import MODES, check, default_config, typed
 from zero.config.constraints import at_least
-from zero.config.keys import all_keys, defaults_of, key, members_of, section
+from zero.config.keys import all_keys, defaults_of, key, members_of, section, with_values
 from zero.config.modes import Configuration
 from zero.job.sizes import load_sizes
 from zero.run import fresh
@@ -27,22 +27,22 @@ from zero.run.restore import TrainingPosition
 pytestmark = pytest.mark.quick
 
 
-@dataclass
+@dataclass(frozen=True)
 class Clock:
     every: int = key(7, at_least(1), "Steps between two looks out of the window.")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Sky:
     cloud: str | None = key(None, None, "Its name.")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Weather(Clock, Sky):
     """A section of two owners."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Walk(Configuration):
     weather: Weather = section(Weather)
 
@@ -52,6 +52,15 @@ def test_section_of_several_owners() -> None:
     assert isinstance(Weather(), Clock) and isinstance(Weather(), Sky)
     assert [member.name for member in members_of(Weather)] == ["every", "cloud"]
     assert defaults_of(Walk) == {"mode": "train", "resume": None, "weather": {"every": 7, "cloud": None}}
+
+
+def test_configurations_are_frozen() -> None:
+    """What a run was told never changes; a copy has other values."""
+    walk = Walk()
+    with pytest.raises(FrozenInstanceError):
+        walk.weather.every = 3  # type: ignore[misc]
+    other = with_values(walk, {"weather.every": 3, "mode": "plan"})
+    assert (other.weather.every, other.mode, other.weather.cloud) == (3, "plan", None) and walk == Walk()
 
 
 def test_keys_have_one_owner() -> None:

@@ -20,6 +20,7 @@ import pytest
 from tests.config.composing import compose
 from tests.helpers import browser, cli
 from zero.commands.modes import check
+from zero.config.keys import with_values
 from zero.costs.predict import Prediction
 from zero.costs.step_costs import device_peak
 from zero.hosts.host_memory import host_memory
@@ -305,18 +306,18 @@ def test_the_legend_is_as_wide_as_the_terminal() -> None:
 
 def test_days_and_dollars() -> None:
     """Days are shown for the tokens of the run, dollars where there is a price."""
-    config = PlanConfig()
-    assert "dollars" not in table(planned_rows(), config.plan) and "days" not in table(planned_rows(), config.plan)
-    config.plan.dollars_per_hour = 8.8
-    priced = table(planned_rows(days=1234.5, dollars=98765.4), config.plan)
+    plan = PlanConfig().plan
+    assert "dollars" not in table(planned_rows(), plan) and "days" not in table(planned_rows(), plan)
+    plan = dataclasses.replace(plan, dollars_per_hour=8.8)
+    priced = table(planned_rows(days=1234.5, dollars=98765.4), plan)
     assert "1,234.50" in priced and "98,765" in priced and "> 1,234.50" not in priced
-    assert "> 1,234.50" in table(planned_rows(days=1234.5, seconds=None), config.plan)  # from a lower bound
+    assert "> 1,234.50" in table(planned_rows(days=1234.5, seconds=None), plan)  # from a lower bound
     assert "dollars of these days, at 8.8 per hour" in priced.replace("\n  ", " ")
     rows = planned_rows()
     rows["rows"][0]["days"] = 3.0
-    assert "days of 20,000,000,000 tokens (20 per parameter)" in table(rows, config.plan).replace("\n  ", " ")
-    config.plan.tokens = 10**12
-    assert "days of 1,000,000,000,000 tokens (plan.tokens)" in table(rows, config.plan).replace("\n  ", " ")
+    assert "days of 20,000,000,000 tokens (20 per parameter)" in table(rows, plan).replace("\n  ", " ")
+    plan = dataclasses.replace(plan, tokens=10**12)
+    assert "days of 1,000,000,000,000 tokens (plan.tokens)" in table(rows, plan).replace("\n  ", " ")
 
 
 @pytest.mark.parametrize(("seconds", "bound"), [(0.5, 0.25), (None, 0.5)])
@@ -328,8 +329,8 @@ def test_the_cost_is_that_of_all_tokens(seconds: float | None, bound: float) -> 
     cost = time_and_cost(config.plan, row, predicted, None)
     assert cost["run_tokens"] == 20 * 10**9 and "dollars" not in cost
     assert cost["days"] == pytest.approx(20_000 * 0.5 / 86400)
-    config.plan.tokens, config.plan.dollars_per_hour = 86_400_000_000, 10.0
-    cost = time_and_cost(config.plan, row, predicted, None)
+    plan = dataclasses.replace(config.plan, tokens=86_400_000_000, dollars_per_hour=10.0)
+    cost = time_and_cost(plan, row, predicted, None)
     assert cost["days"] == pytest.approx(0.5) and cost["dollars"] == pytest.approx(120)
 
 
@@ -373,8 +374,7 @@ def test_segments_of_a_page_sum_to_their_row(longest: float) -> None:
 @pytest.mark.skipif(browser.PROGRAM is None, reason="no browser on this machine: apt-get install chromium")
 def test_plan_page_in_a_browser(tmp_path: Path) -> None:
     """Nothing leaves the page, overlaps or is hard to read, at any width, in light and dark; all bars are in it."""
-    config = PlanConfig()
-    config.plan.dollars_per_hour = 8.8
+    config = with_values(PlanConfig(), {"plan.dollars_per_hour": 8.8})
     result = planned_rows(fits=False, peak_bytes=9 * 2**30, days=1234.5, dollars=98765.4, remat="nested")
     path = tmp_path / "plan.html"
     path.write_text(page(result, request_of(config)))
@@ -427,13 +427,20 @@ def test_training_command_equals_plan(overrides: list[str]) -> None:
     assert (python, program) == ("python", "main_zero.py")
     trained = check(compose(*command), load_sizes())
     assert (trained.mode, trained.training.batch_size) == ("train", 8 * row["accumulation"])
-    planned.data.max_context, planned.zero.stage, planned.zero.remat = 128, row["stage"], row["remat"]
-    planned.optimizer.state_dtype = row["state_dtype"]
-    planned.zero.context_shards, planned.zero.replicas, planned.zero.overlap_gathers = 2, 2, False
-    planned.training.batch_size = trained.training.batch_size
-    planned.training.gradient_accumulation_steps = row["accumulation"]
-    planned.mode, planned.profile.step_time = trained.mode, 0.5
-    ours = dataclasses.asdict(planned)
+    values = {
+        "data.max_context": 128,
+        "zero.stage": row["stage"],
+        "zero.remat": row["remat"],
+        "optimizer.state_dtype": row["state_dtype"],
+        "zero.context_shards": 2,
+        "zero.replicas": 2,
+        "zero.overlap_gathers": False,
+        "training.batch_size": trained.training.batch_size,
+        "training.gradient_accumulation_steps": row["accumulation"],
+        "mode": trained.mode,
+        "profile.step_time": 0.5,
+    }
+    ours = dataclasses.asdict(with_values(planned, values))
     del ours["plan"]
     assert dataclasses.asdict(trained) == ours
 

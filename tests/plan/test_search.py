@@ -9,6 +9,7 @@ import pytest
 from tests.config.composing import compose
 from zero.base.errors import UserError
 from zero.commands.modes import typed
+from zero.config.keys import with_values
 from zero.models.config import GPTConfig
 from zero.plan import search
 from zero.plan.config import Grid, PlanConfig, Request
@@ -23,6 +24,14 @@ PEAKS = {
     "available_bytes": 100,
 }
 FITTING: dict[str, Any] = SAME | PEAKS | {"fits": True, "parameters": 1}
+
+
+FIXED = {  # which a grid does not change
+    "data.max_context": 64,
+    "optimizer.state_dtype": "float32",
+    "zero.master_dtype": "float32",
+    "zero.fused_update": False,
+}
 
 
 def plan_config(*overrides: str) -> PlanConfig:
@@ -95,12 +104,9 @@ def test_search_covers_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     """A search covers all combinations of the grid."""
     monkeypatch.setattr(search, "outline", lambda request: SAME)
     monkeypatch.setattr(search, "compile_step", lambda request: FITTING | {"config": request.config})
-    config: Any = plan_config()
-    config.plan.grid = grid = grid_of(stage=[2, 3], micro_batch=[4, 1])
-    config.data.max_context, config.optimizer.state_dtype, config.zero.master_dtype = 64, "bfloat16", "float32"
-    config.zero.fused_update, config.mode = False, "evaluate"
     for state_dtypes, master_dtypes in ((None, None), (["float32", "int8"], ["float32", "bfloat16"])):
-        grid.state_dtype, grid.master_dtype = state_dtypes, master_dtypes
+        grid = grid_of(stage=[2, 3], micro_batch=[4, 1], state_dtype=state_dtypes, master_dtype=master_dtypes)
+        config = with_values(plan_config(), FIXED | {"optimizer.state_dtype": "bfloat16", "plan.grid": grid})
         with ThreadPoolExecutor(1) as pool:
             rows = search.fastest(pool, Request(config, GPTConfig(512, 50304, 2, 64, 0.0, 4), 1), 1)
         found = [row["config"] for row in rows]
@@ -136,12 +142,8 @@ def test_search_compiles_possible_winners(processes: int, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(search, "outline", outline)
     monkeypatch.setattr(search, "compile_step", compile_step)
-    config: Any = plan_config()
-    config.plan.grid = Grid(
-        [1, 2, 3], [8, 1, 4, 2], [1], ["full"], None, None, None, [1], [1], [1], [1], ["flat"], [True]
-    )
-    config.data.max_context, config.optimizer.state_dtype, config.zero.master_dtype = 64, "float32", "float32"
-    config.zero.fused_update, config.mode = False, "evaluate"
+    grid = Grid([1, 2, 3], [8, 1, 4, 2], [1], ["full"], None, None, None, [1], [1], [1], [1], ["flat"], [True])
+    config = with_values(plan_config(), FIXED | {"plan.grid": grid})
     with ThreadPoolExecutor(processes) as pool:
         rows = search.fastest(pool, Request(config, GPTConfig(512, 50304, 2, 64, 0.0, 4), 1), processes)
     if processes == 1:
@@ -169,12 +171,10 @@ def test_search_skips_the_impossible(monkeypatch: pytest.MonkeyPatch, caplog: An
 
     monkeypatch.setattr(search, "outline", outline)
     monkeypatch.setattr(search, "compile_step", compile_step)
-    config: Any = plan_config()
     numbers, phases = [1, 2, 3], ["flat", "torus"]
-    config.plan.grid = grid_of(context=[64], tensor=numbers, context_shards=numbers, replicas=numbers, phases=phases)
-    config.zero.master_dtype, config.optimizer.state_dtype, config.model.size = "float32", "float32", "two_heads"
-    config.zero.fused_update, config.mode, config.model.attention = False, "plan", "auto"
-    config.training.context_stages, config.training.staged_warmup_steps = None, 0
+    grid = grid_of(context=[64], tensor=numbers, context_shards=numbers, replicas=numbers, phases=phases)
+    values = {"plan.grid": grid, "model.size": "two_heads", "training.staged_warmup_steps": 0}
+    config = with_values(plan_config(), FIXED | values)
     request = Request(config, GPTConfig(512, 50304, 2, 64, 0.0, 4), 1)
     with ThreadPoolExecutor(1) as pool:
         found = [row["zero"] for row in search.fastest(pool, request, 1)]
@@ -242,8 +242,7 @@ def test_search_keeps_rules_of_all_sections(monkeypatch: pytest.MonkeyPatch) -> 
     """A setting that a run refuses is none of a search, whichever section the rule is of."""
     monkeypatch.setattr(search, "outline", lambda request: SAME)
     monkeypatch.setattr(search, "compile_step", lambda request: FITTING | {"tensor": request.config.zero.tensor_shards})
-    config = plan_config("tuning=lora", "tuning.dropout=0.1")
-    config.plan.grid = grid_of(tensor=[1, 2])
+    config = with_values(plan_config("tuning=lora", "tuning.dropout=0.1"), {"plan.grid": grid_of(tensor=[1, 2])})
     with ThreadPoolExecutor(1) as pool:
         rows = search.fastest(pool, Request(config, GPTConfig(512, 50304, 2, 64, 0.0, 4), 1), 1)
     assert [row["tensor"] for row in rows] == [1]
@@ -251,9 +250,8 @@ def test_search_keeps_rules_of_all_sections(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_search_over_state_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Searches include the dtypes of the state."""
-    config: Any = plan_config()
-    config.plan.grid = grid_of(master_dtype=["float32", "bfloat16"], state_dtype=["int8"], context=[64])
-    config.zero.fused_update, config.mode = False, "evaluate"
+    grid = grid_of(master_dtype=["float32", "bfloat16"], state_dtype=["int8"], context=[64])
+    config = with_values(plan_config(), {"plan.grid": grid, "zero.fused_update": False})
 
     def dtypes(request: Request) -> dict[str, Any]:
         return FITTING | {"dtypes": (request.config.zero.master_dtype, request.config.optimizer.state_dtype)}

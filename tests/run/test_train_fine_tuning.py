@@ -20,6 +20,7 @@ from tests.helpers.shared_jobs import SharedJobs
 from zero.base.errors import UserError
 from zero.checkpoints.manager import Checkpoints
 from zero.commands.modes import check, merge_resumed
+from zero.config.keys import with_values
 from zero.corpus.text.tokenizers import load_tokenizer, train_tokenizer
 from zero.exchange.warm_start import warm_start
 from zero.inference.evaluate import evaluate
@@ -203,15 +204,14 @@ def test_chat_template(place: Place, tmp_path: Path) -> None:
     options = ("mode=sample", "model.model_path=run", "sample.tokens=8", "sample.temperature=0")
     texts = []
     for number, overrides in enumerate((["So?", "true"], ["user: So?\nassistant: ", "false"], ["So?", "false"])):
-        config = configured(*options, f"sample.chat={overrides[1]}")
-        config.sample.prompt = overrides[0]
+        config = with_values(configured(*options, f"sample.chat={overrides[1]}"), {"sample.prompt": overrides[0]})
         (tmp_path / str(number)).mkdir()
         assert sample(config, SIZE, tmp_path / str(number)) == 0
         texts.append(json.loads((tmp_path / str(number) / "samples.jsonl").read_text())["text"])
     assert texts[0] == texts[1] != texts[2]
     without = tmp_path / "without"  # all files of the tokenizer but its template
     shutil.copytree("data/corpus/questions", without, ignore=shutil.ignore_patterns("*.tar", "chat_template.jinja"))
-    config.sample.chat, config.data.tokenizer = True, str(without / "tokenizer.json")
+    config = with_values(config, {"sample.chat": True, "data.tokenizer": str(without / "tokenizer.json")})
     with pytest.raises(UserError, match=r"sample\.chat=true: data\.tokenizer=.* has no chat template beside it"):
         sample(config, SIZE, tmp_path)
 

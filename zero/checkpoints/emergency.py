@@ -55,7 +55,7 @@ class Emergency(NamedTuple):
         return f"{self.lineage}-{self.step}-{host}.shards"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Keys:
     """When and where they are kept, in section `zero`."""
 

@@ -56,7 +56,7 @@ _Result = TypeVar("_Result")
 log = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Keys:
     """Which checkpoint is read, in section `data`."""
 

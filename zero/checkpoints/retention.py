@@ -40,7 +40,7 @@ def steps_or_hours() -> Check:
     return Check(holds, f"a number of steps, {steps.expected}, or hours such as 2h or 0.5h, or null")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Keys:
     """Which checkpoints are kept, in section `data`."""
 

@@ -150,10 +150,9 @@ def _contradictions(config: Configuration, size: Any, given: Collection[str]) ->
 
 def _defaults(config: Configuration, size: Any) -> dict[str, Any]:
     """The defaults of all keys beside these choices of groups, and of the groups."""
-    of_mode = type(config)()
     groups = [member for member in members_of(type(config)) if isinstance(member, Group)]
-    for group in groups:
-        setattr(of_mode, group.name, type(getattr(config, group.name))())
+    chosen = {group.name: type(getattr(config, group.name))() for group in groups}
+    of_mode = type(config)(**chosen)
     return flat(vars(of_mode.fitted(size))) | {group.name: next(iter(group.choices)) for group in groups}
 
 

@@ -1,15 +1,15 @@
 """`key` declares a key of the configuration: its default, its check and its meaning, each written once.
 
-An owner declares its keys in a dataclass beside its code. A section of the configuration is a class that inherits the
-keys of its owners, and is so an instance of each of them. Checks, conf/config.yaml, `--help` and the page of all keys
-come from these declarations.
+An owner declares its keys in a frozen dataclass beside its code. A section of the configuration is a class that
+inherits the keys of its owners, and is so an instance of each of them. Checks, conf/config.yaml, `--help` and the page
+of all keys come from these declarations.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from types import NoneType
 from typing import Any, NamedTuple, get_args, get_type_hints
@@ -198,6 +198,24 @@ def values_in_scores(section: Any, prefix: str = "") -> dict[str, Any]:
         elif isinstance(member, Key) and member.in_scores:
             values[member.name] = value
     return values
+
+
+def with_values(section: Any, values: Mapping[str, Any]) -> Any:
+    """A copy of a section, or of a configuration, with other values of these keys.
+
+    Args:
+      values: by name below the section, such as `{"zero.stage": 2, "seed": 1}` of a configuration.
+    """
+    own: dict[str, Any] = {}
+    below: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        first, _, rest = name.partition(".")
+        if rest:
+            below.setdefault(first, {})[rest] = value
+        else:
+            own[first] = value
+    parts = {name: with_values(getattr(section, name), of_part) for name, of_part in below.items()}
+    return dataclasses.replace(section, **own, **parts)
 
 
 def defaults_of(kind: type) -> dict[str, Any]:

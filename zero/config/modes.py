@@ -11,7 +11,7 @@ from zero.config.keys import Group, Key, Mistakes, Section, all_keys, key, membe
 from zero.config.messages import similar_key
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Configuration:
     """The class of what a mode is told: a dataclass whose fields are keys, sections and groups.
 

@@ -37,7 +37,7 @@ OTHER_BASE = "the adapters were trained for other weights"
 log = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class PathKeys:
     """Which weights are read, in section `model`."""
 
@@ -50,7 +50,7 @@ class PathKeys:
     )
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Keys(PathKeys):
     """Which weights training starts from, in section `model`."""
 

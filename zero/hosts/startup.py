@@ -40,7 +40,7 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"  # an event of jax.moni
 _LONG_COMPILATION = 1.0  # seconds, from which the compiler's memory is worth a pass over the heap
 
 
-@dataclass
+@dataclass(frozen=True)
 class Keys:
     """The section `distributed`."""
 

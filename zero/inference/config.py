@@ -41,7 +41,7 @@ def is_prompts(value: Any) -> bool:
     return bool(texts) and all(isinstance(text, str) for text in texts)
 
 
-@dataclass
+@dataclass(frozen=True)
 class HeldWeights:
     """How a trained model is held, in the section of each mode that opens one."""
 
@@ -70,7 +70,7 @@ class HeldWeights:
             yield f"{mode}.weight_dtype", f"auto, as zero.tensor_shards={tensor_shards} cuts blocks of codes"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Evaluate(HeldWeights):
     validation: bool = key(True, None, "Score the whole validation set, each token once.", in_scores=True)
     index: Any = key(
@@ -139,7 +139,7 @@ class Evaluate(HeldWeights):
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class Sample(HeldWeights):
     prompt: Any = key(
         None,
@@ -207,22 +207,22 @@ class Sample(HeldWeights):
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class Model(sizes.Keys, warm_start.PathKeys, AttentionKeys):
     """The model of a run, and where the run is."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class SampleData(RowKeys, manager.Keys):
     """Of the rows of a run, what they are."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class EvaluateData(SampleData, SetKeys, tracker.Keys):
     """Of the data of a run, its rows and its validation sets."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrainedModelConfig(Configuration):
     """What every mode reads that opens a trained model."""
 
@@ -243,7 +243,7 @@ class TrainedModelConfig(Configuration):
         yield from self.distributed.mistakes()
 
 
-@dataclass
+@dataclass(frozen=True)
 class EvaluateConfig(TrainedModelConfig):
     """Scores a trained run. Takes the keys of the run that scores depend on, and the keys of this mode."""
 
@@ -303,7 +303,7 @@ class EvaluateConfig(TrainedModelConfig):
             yield "data.wandb_project", "evaluate.follow=false"
 
 
-@dataclass
+@dataclass(frozen=True)
 class SampleConfig(TrainedModelConfig):
     """Samples texts from a trained run. Takes the keys that its model depends on, and the keys of this mode."""
 

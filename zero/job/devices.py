@@ -26,7 +26,7 @@ from zero.training.sharded_gpt import ShardedGPT
 log = logging.getLogger(__name__)
 
 
-@dataclass
+@dataclass(frozen=True)
 class GroupKeys:
     """How weights are split over devices and groups of them, in section `zero`: all that inference reads."""
 
@@ -109,7 +109,7 @@ class GroupKeys:
             yield "zero.tensor_shards", f"1, as zero.expert_shards={self.expert_shards}"
 
 
-@dataclass
+@dataclass(frozen=True)
 class DeviceKeys(GroupKeys):
     """The same with what training reads: copies of the state, and groups that share sequences."""
 

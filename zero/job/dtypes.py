@@ -10,7 +10,7 @@ from zero.models.config import GPTConfig
 from zero.models.products import PRODUCTS
 
 
-@dataclass
+@dataclass(frozen=True)
 class WeightDtypes:
     """Of weights: all that inference reads."""
 
@@ -55,7 +55,7 @@ class WeightDtypes:
             yield "zero.product_dtype", f"auto, as {of_model} has experts"
 
 
-@dataclass
+@dataclass(frozen=True)
 class GradientDtypes:
     """Of gradients."""
 

@@ -39,7 +39,7 @@ from zero.training.state_storage import OnDevices
 from zero.training.tuning import TUNINGS
 
 
-@dataclass
+@dataclass(frozen=True)
 class Training(
     schedules.Keys,
     optimizer_keys.Keys,
@@ -51,12 +51,12 @@ class Training(
     """What a job reads of section `training`."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Model(sizes.Keys, AttentionKeys):
     """What a job reads of section `model`."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class JobConfig(Configuration):
     """What a job is made of."""
 

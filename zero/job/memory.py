@@ -26,7 +26,7 @@ from zero.training.step import state_layout
 log = logging.getLogger(__name__)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Keys:
     """What is stored of a step, and where, in section `zero`."""
 

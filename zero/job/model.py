@@ -32,7 +32,7 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 
-@dataclass
+@dataclass(frozen=True)
 class AttentionKeys:
     """How attention is computed, in section `model`."""
 
@@ -47,7 +47,7 @@ class AttentionKeys:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class RowKeys(tokenizers.Keys):
     """What a row of tokens is, in section `data`."""
 

@@ -15,7 +15,7 @@ from zero.models.products import EIGHT_BITS
 _WITHOUT_INT8 = {"wire_dtype": "auto, float32 or bfloat16", "gather_dtype": "auto"}
 
 
-@dataclass
+@dataclass(frozen=True)
 class WeightKeys(GroupKeys, WeightDtypes):
     """How weights lie on the devices and are multiplied with: all that inference reads."""
 
@@ -59,7 +59,7 @@ class WeightKeys(GroupKeys, WeightDtypes):
             yield "zero.tensor_shards", f"1, as {why}"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Sharding(WeightKeys, DeviceKeys, GradientDtypes, memory.Keys):
     """How the state of training lies on the devices, how gradients are summed, and what is stored."""
 

@@ -32,7 +32,7 @@ def _is_same_entry(one: str, other: str) -> bool:
     return one == other or (is_file and one.rpartition(":")[2] == other.rpartition(":")[2])
 
 
-@dataclass
+@dataclass(frozen=True)
 class Keys:
     """Which model it is, in section `model`."""
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 from zero.config.constraints import DTYPES, INT64, at_least, list_of, one_of, positive
-from zero.config.keys import Check, Mistakes, key, section
+from zero.config.keys import Check, Mistakes, key, section, with_values
 from zero.models.config import GPTConfig
 from zero.models.stack import REMAT
 from zero.run.config import TrainConfig
@@ -55,7 +54,7 @@ _ELSEWHERE = {
 }
 
 
-@dataclass
+@dataclass(frozen=True)
 class Grid:
     stage: list[int] = key([2, 3], list_of(one_of(0, 1, 2, 3)), "Values of zero.stage.")
     micro_batch: list[int] = key([1, 4, 16], list_of(at_least(1)), "Values of plan.micro_batch.")
@@ -90,7 +89,7 @@ class Grid:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class Plan:
     topology: str = key(
         "local",
@@ -144,7 +143,7 @@ class Plan:
                 yield replaced, f"plan.grid.{name} replaces it"
 
 
-@dataclass
+@dataclass(frozen=True)
 class PlanConfig(TrainConfig):
     """Predicts memory, traffic and time of the step that the other sections describe, without the hardware.
 
@@ -201,8 +200,6 @@ class Request:
 
 def with_keys(config: PlanConfig, keys: dict[str, Any]) -> PlanConfig:
     """A copy with other values of `accumulation`, `context`, `state_dtype`, or keys of the section `zero`."""
-    config = copy.deepcopy(config)
-    for name, value in keys.items():
-        place, last = _ELSEWHERE.get(name, ("zero", name))
-        setattr(getattr(config, place), last, value)
-    return config
+    named = {".".join(_ELSEWHERE.get(name, ("zero", name))): value for name, value in keys.items()}
+    changed: PlanConfig = with_values(config, named)
+    return changed

@@ -13,11 +13,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from zero.base.text_table import in_columns
 from zero.config.command_line import override_value
+from zero.config.keys import with_values
 from zero.costs.predict import PHASES
 from zero.hosts.speeds import GIB
 from zero.models.stack import OFFLOADED, kinds_of
 from zero.plan.compile import PLACEMENT_KEYS, Row, highest_peak, run_tokens
-from zero.plan.config import Plan, Request, with_keys
+from zero.plan.config import Plan, PlanConfig, Request, with_keys
 from zero.run.config import GROUPS, TrainConfig, default_config
 
 WIDTH = 120  # characters of a line where there is no terminal
@@ -147,9 +148,7 @@ def training_command(row: Row, request: Request) -> str:
     A comment where there is none, since each host would have a part of a sequence.
     """
     keys = ("context", "accumulation", "stage", "remat", "master_dtype", "state_dtype", *PLACEMENT_KEYS)
-    config = with_keys(request.config, {key: row[key] for key in keys})
-    if _is_partly_on_host(row):  # which only auto chooses, in training as in the plan
-        config.zero.remat = "auto"
+    chosen = with_keys(request.config, {key: row[key] for key in keys})
     groups = row["devices"] // (row["tensor_shards"] * row["context_shards"])
     sequences = row["micro_batch"] * row["accumulation"] * groups
     if sequences % row["hosts"]:
@@ -157,10 +156,15 @@ def training_command(row: Row, request: Request) -> str:
             f"# no command: {sequences} sequences per step do not divide over {row['hosts']} hosts, each of which has "
             "training.batch_size of them: plan more micro-batches"
         )
-    config.training.batch_size = sequences // row["hosts"]
-    if config.plan.tokens is not None:
-        config.training.total_steps = math.ceil(config.plan.tokens / row["tokens"])
-    config.profile.step_time = None if row["seconds"] is None else float(f"{row['seconds']:.4g}")
+    values = {
+        "training.batch_size": sequences // row["hosts"],
+        "profile.step_time": None if row["seconds"] is None else float(f"{row['seconds']:.4g}"),
+    }
+    if _is_partly_on_host(row):  # which only auto chooses, in training as in the plan
+        values["zero.remat"] = "auto"
+    if chosen.plan.tokens is not None:
+        values["training.total_steps"] = math.ceil(chosen.plan.tokens / row["tokens"])
+    config: PlanConfig = with_values(chosen, values)
     choices = {name: getattr(config, name).name for name in GROUPS}
     default = _by_key(default_config(**choices))
     planned = _by_key(OmegaConf.create(asdict(config)))

@@ -44,7 +44,7 @@ _PURPOSES = {
 }
 
 
-@dataclass
+@dataclass(frozen=True)
 class Keys:
     """Where checkpoints are, in section `data`."""
 

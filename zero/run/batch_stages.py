@@ -11,7 +11,7 @@ from zero.training.schedules import is_stages
 _STAGES = "[[steps, sequences per host], ...]"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Keys:
     """The keys of a batch that grows."""
 

@@ -40,7 +40,7 @@ from zero.training.optimizers.optimizer import ELEMENTWISE, MULTIPLIABLE
 from zero.training.tuning import Adapted
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrainingSection(
     data.TrainingKeys,
     job.Training,
@@ -58,12 +58,12 @@ class TrainingSection(
             yield from self.length_mistakes(data.max_context)
 
 
-@dataclass
+@dataclass(frozen=True)
 class ModelSection(job.Model, warm_start.Keys):
     """Section `model`."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class DataSection(
     data.DataKeys,
     directory.Keys,
@@ -96,7 +96,7 @@ class DataSection(
             yield "data.resume_step", "null without --resume"
 
 
-@dataclass
+@dataclass(frozen=True)
 class ZeroSection(Sharding, emergency.Keys):
     """Section `zero`."""
 
@@ -121,12 +121,12 @@ class ZeroSection(Sharding, emergency.Keys):
                 yield f"training.{name}", f"{shown(expected)}, as {why}"
 
 
-@dataclass
+@dataclass(frozen=True)
 class ProfileSection(Profile.Keys, step_programs.Keys):
     """Section `profile`."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrainConfig(job.JobConfig):
     """The keys of a training run; conf/config.yaml is printed from them."""
 

@@ -54,12 +54,12 @@ class Data:
     columns: dict[str, Column]
 
 
-@dataclass
+@dataclass(frozen=True)
 class DataKeys(reading.Keys, RowKeys):
     """What is read of section `data` to find and cut rows."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrainingKeys(reading.EpochKeys, reading.ScoredKeys, LengthKeys):
     """What is read of section `training` to find and cut rows."""
 

@@ -84,7 +84,7 @@ class RunDirectory:
             self.emergency.remove_earlier()
 
 
-@dataclass
+@dataclass(frozen=True)
 class Keys(SetKeys, run_files.Keys, manager.Keys, retention.Keys):
     """What is read of section `data` to open the directory of a run: where its checkpoints are, and which are kept."""
 

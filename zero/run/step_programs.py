@@ -27,7 +27,7 @@ from zero.training.host_rows import HostRows
 log = logging.getLogger(__name__)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Keys:
     """What is known of the speed of a step, in section `profile`."""
 

@@ -22,7 +22,7 @@ def project_name() -> Check:
     return Check(lambda value: bool(value.strip()) and len(value) <= 128 and not set(value) & set(forbidden), expected)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Keys:
     """Where metrics go besides metrics.jsonl, in section `data`."""
 

@@ -17,7 +17,7 @@ from zero.training.parts import Average
 EMA = "ema"  # its name among the averages of a state
 
 
-@dataclass
+@dataclass(frozen=True)
 class Keys:
     """The key of the average, in section `training`."""
 

@@ -16,7 +16,7 @@ _DECAY = 1 - 1 / 128
 _JUDGED_BY = 64
 
 
-@dataclass
+@dataclass(frozen=True)
 class Keys:
     """Which updates are skipped, in section `training`."""
 

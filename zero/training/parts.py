@@ -60,7 +60,7 @@ class TrainState(NamedTuple):
     guard: GuardState
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Keys:
     """The keys of a step's gradient, in section `training`."""
 

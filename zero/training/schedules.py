@@ -18,7 +18,7 @@ from zero.config.constraints import INT32, at_least, shown, zero_or_more
 from zero.config.keys import Check, Mistakes, choice_name, key, named
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Keys:
     """The keys of the learning rate, in section `training`."""
 
@@ -41,7 +41,7 @@ class Keys:
             yield "training.warmup_steps", f"fewer than training.total_steps={self.total_steps}"
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Schedule:
     """What all choices of the group `schedule` have."""
 
@@ -58,35 +58,35 @@ class Schedule:
             yield "schedule.decay_end", f"more than training.warmup_steps={rate.warmup_steps}"
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class _Ending(Schedule):
     decay_end: int | None = key(  # type: ignore[misc]
         None, at_least(1), "The step at which the rate reaches training.end_learning_rate; null: total_steps."
     )
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Cosine(_Ending):
     """Half a cosine, to training.end_learning_rate at training.total_steps."""
 
     name: str = named("cosine")
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Linear(_Ending):
     """A line, to training.end_learning_rate at training.total_steps."""
 
     name: str = named("linear")
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class RampedCosine(_Ending):
     """A cosine that falls from step 0 on, times the warmup, as in GPT-Neo."""
 
     name: str = named("ramped_cosine")
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class InverseSqrt(Schedule):
     """peak * sqrt(warmup_steps / step) (arXiv 1706.03762)."""
 
@@ -94,7 +94,7 @@ class InverseSqrt(Schedule):
     has_end: ClassVar[bool] = False
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Constant(Schedule):
     """training.peak_learning_rate."""
 
@@ -102,7 +102,7 @@ class Constant(Schedule):
     has_end: ClassVar[bool] = False
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Wsd(Schedule):
     """Constant, with a linear end (arXiv 2404.06395)."""
 
@@ -112,7 +112,7 @@ class Wsd(Schedule):
     )
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class SqrtDecay(Schedule):
     """peak * sqrt(warmup_steps / max(step, warmup_steps)), without a warmup, as in Lingvo."""
 
@@ -240,7 +240,7 @@ def is_stages(value: Any) -> bool:
     )
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class LengthKeys:
     """The keys of the length of sequences, in section `training`."""
 

@@ -41,7 +41,7 @@ BASE_DTYPES = (*DTYPES, *CODECS)
 FROZEN = "frozen"  # the collection of variables that are not differentiated
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Keys:
     """What all choices of the group `tuning` have."""
 
@@ -56,7 +56,7 @@ class Keys:
         raise NotImplementedError
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Whole(Keys):
     """All parameters are trained."""
 
@@ -66,7 +66,7 @@ class Whole(Keys):
         return None
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Adapted(Keys):
     """The keys of all kinds of adapters."""
 
@@ -157,7 +157,7 @@ class Adapted(Keys):
         return Tuning(adapters, self.base_dtype)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Lora(Adapted):
     """Low-rank adapters are trained beside the frozen weights of model.model_path (arXiv 2106.09685)."""
 
@@ -167,7 +167,7 @@ class Lora(Adapted):
     )
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Dora(Adapted):
     """LoRA, and the norm of the column of each output (arXiv 2402.09353)."""
 

@@ -55,7 +55,7 @@ def is_mixture(value: Any) -> bool:
     return len({Path(entry["index"]).stem for entry in value}) == len(value)
 
 
-@dataclass
+@dataclass(frozen=True)
 class SetKeys:
     """Where the validation sets are, in section `data`."""
 
@@ -94,7 +94,7 @@ class SetKeys:
         return named_sets(self.index_path_validation, self.bucket_path)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Keys(SetKeys):
     """All keys of the rows that are read, in section `data`."""
 
@@ -158,7 +158,7 @@ class Keys(SetKeys):
                 yield f"data.{name}", f"data.corpus={self.corpus} reads no files"
 
 
-@dataclass
+@dataclass(frozen=True)
 class ScoredKeys:
     """How many rows are computed at once, and which of their tokens count, in section `training`."""
 
@@ -177,7 +177,7 @@ class ScoredKeys:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class EpochKeys:
     """How often the training set is read, in section `training`."""
 

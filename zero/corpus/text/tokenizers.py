@@ -42,7 +42,7 @@ BYTES_END_OF_TEXT = "<|endoftext|>"  # of bytes, in a file
 _END_OF_TEXT = (BYTES_END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<｜end▁of▁sentence｜>", "[SEP]")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Keys:
     """The key of the tokenizer, in section `data`."""
 

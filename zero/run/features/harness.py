@@ -20,7 +20,7 @@ from zero.tracking.metrics import Metric
 class Harness(Feature):
     """Adds the results of `harness.tasks` to the line of each evaluation, as `harness/TASK/METRIC`."""
 
-    @dataclass
+    @dataclass(frozen=True)
     class Keys:
         tasks: list[str] = key(
             [],

@@ -27,7 +27,7 @@ class Profile(Feature):
     Steps that share rows are traced together. Several hosts write into RUN/profile/host-NUMBER each.
     """
 
-    @dataclass
+    @dataclass(frozen=True)
     class Keys:
         steps: list[int] | None = key(
             None,

@@ -34,7 +34,7 @@ class Sample(Feature):
     trained again. Training continues if the file cannot be written.
     """
 
-    @dataclass
+    @dataclass(frozen=True)
     class Keys:
         sample_tokens: int = key(
             300,

@@ -21,7 +21,7 @@ class Save(Feature):
     The metrics up to the step are mirrored before, so that a resume from the checkpoint finds them.
     """
 
-    @dataclass
+    @dataclass(frozen=True)
     class Keys:
         save_every: int | None = key(
             None,

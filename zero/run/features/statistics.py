@@ -22,7 +22,7 @@ from zero.training.leaf_statistics import OF_LEAVES
 class Statistics(Feature):
     """Computes statistics per tensor of every so many steps, by programs compiled at the first; free in the others."""
 
-    @dataclass
+    @dataclass(frozen=True)
     class Keys:
         every: int | None = key(
             None,

@@ -21,7 +21,7 @@ from zero.tracking.tracker import Tracker, open_tracker
 class Track(Feature):
     """Records each line on host 0, with the clock of the run; a line every `training.log_frequency` steps at least."""
 
-    @dataclass
+    @dataclass(frozen=True)
     class Keys:
         log_frequency: int = key(10, at_least(1), "Log metrics every n steps.", in_steps=True)
 

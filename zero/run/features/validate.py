@@ -44,7 +44,7 @@ class Validate(Feature):
     which checkpoints are kept.
     """
 
-    @dataclass
+    @dataclass(frozen=True)
     class Keys:
         evaluation_frequency: int = key(
             240,

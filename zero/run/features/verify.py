@@ -28,7 +28,7 @@ class Verify(Feature):
       UserError: devices that are GPUs may compute the same sum in another order each time.
     """
 
-    @dataclass
+    @dataclass(frozen=True)
     class Keys:
         every: int | None = key(
             None,

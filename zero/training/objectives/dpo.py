@@ -61,7 +61,7 @@ SMOOTHINGS: Mapping[str, Callable[[jax.Array, jax.Array, float], jax.Array]] = M
 )
 
 
-@dataclass
+@dataclass(frozen=True)
 class Dpo(Keys):
     """Direct preference optimization of pairs of zero-prepare --preferences (arXiv 2305.18290).
 

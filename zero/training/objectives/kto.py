@@ -35,7 +35,7 @@ METRICS = (
 )
 
 
-@dataclass
+@dataclass(frozen=True)
 class Kto(Keys):
     """Kahneman-Tversky optimization of answers with labels, of zero-prepare --labels (arXiv 2402.01306).
 

@@ -129,7 +129,7 @@ LIKELIHOOD = Objective(
 )
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Keys:
     """What all choices of the group `objective` have."""
 
@@ -140,7 +140,7 @@ class Keys:
         raise NotImplementedError
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Likelihood(Keys):
     """The likelihood of tokens."""
 

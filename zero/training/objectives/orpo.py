@@ -26,7 +26,7 @@ METRICS = (
 )
 
 
-@dataclass
+@dataclass(frozen=True)
 class Orpo(Keys):
     """Odds ratio preference optimization of pairs of zero-prepare --preferences (arXiv 2403.07691).
 

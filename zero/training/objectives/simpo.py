@@ -19,7 +19,7 @@ from zero.training.objectives.whole_texts import Texts, whole_texts
 METRICS = metrics_of_pairs("`objective.beta` times the log-probability per token of", "log-probability per token of")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Simpo(Keys):
     """Simple preference optimization of pairs of zero-prepare --preferences (arXiv 2405.14734).
 

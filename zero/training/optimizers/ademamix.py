@@ -17,7 +17,7 @@ from zero.training.optimizers.optimizer_keys import Optimizer
 from zero.training.optimizers.weight_decay import decoupled
 
 
-@dataclass
+@dataclass(frozen=True)
 class AdEMAMix(Optimizer):
     """AdamW with a second, slow mean of gradients, 12 bytes of state per parameter (arXiv 2409.03137)."""
 

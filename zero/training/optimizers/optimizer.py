@@ -34,7 +34,7 @@ from zero.training.optimizers.weight_decay import DECAYED, Multipliers, by_leaf,
 B1, B2, EPS = 0.9, 0.95, 1e-8  # AdamW; b2 as in GPT-3, arXiv 2005.14165, appendix B
 
 
-@dataclass
+@dataclass(frozen=True)
 class AdamW(Optimizer):
     """AdamW (arXiv 1711.05101)."""
 
@@ -80,7 +80,7 @@ def adamw(
     return decoupled(adam, weight_decay, decay, multipliers, DECAYED[decay_on])
 
 
-@dataclass
+@dataclass(frozen=True)
 class Lion(Optimizer):
     """Lion (arXiv 2302.06675)."""
 
@@ -104,7 +104,7 @@ def _lion(
     return decoupled(lion, weight_decay, decay, multipliers)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Sgd(Optimizer):
     """SGD with momentum; weight decay is added to the gradient."""
 
@@ -117,7 +117,7 @@ def _sgd(weight_decay: float, b1: float = 0.9, nesterov: bool = False) -> Any:
     return optax.chain(optax.add_decayed_weights(weight_decay, decayed), optax.trace(b1, nesterov))
 
 
-@dataclass
+@dataclass(frozen=True)
 class Lamb(Optimizer):
     """LAMB (arXiv 1904.00962)."""
 
@@ -131,7 +131,7 @@ def _lamb(weight_decay: float, b1: float = 0.9, b2: float = 0.999, eps: float = 
     return _ascending(optax.lamb(1.0, b1, b2, eps, weight_decay=weight_decay, mask=decayed))
 
 
-@dataclass
+@dataclass(frozen=True)
 class Adafactor(Optimizer):
     """Adafactor (arXiv 1804.04235)."""
 
@@ -174,7 +174,7 @@ def _adafactor(
     return _ascending(optax.chain(*parts, optax.add_decayed_weights(weight_decay, decayed), optax.scale(-1)))
 
 
-@dataclass
+@dataclass(frozen=True)
 class Muon(Optimizer):
     """Muon for the matrices of layers, Adam for the rest (https://kellerjordan.github.io/posts/muon/)."""
 

@@ -12,7 +12,7 @@ from zero.models.config import GPTConfig
 STATE_DTYPES = (*DTYPES, "int8")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Keys:
     """The keys of all optimizers in section `training`."""
 
@@ -23,7 +23,7 @@ class Keys:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class Optimizer:
     """What all optimizers have; an optimizer may have the keys below as well."""
 
