@@ -184,14 +184,14 @@ def test_search_skips_the_impossible(monkeypatch: pytest.MonkeyPatch, caplog: An
             of_phases = [one[:1:-1] for one in found if one[:2] == groups]
             assert of_phases == [("flat", 1), ("torus", 1), ("flat", 2)]
         assert "skipped: zero.replicas=3: expected a divisor of 8" in caplog.text
-        config.plan.grid.replicas = [3]
+        of_three = with_values(config, {"plan.grid.replicas": [3]})
         with pytest.raises(UserError, match="divisor of 8"):
-            search.fastest(pool, request, 1)
-        config.plan.grid.tensor = [3]
+            search.fastest(pool, dataclasses.replace(request, config=of_three), 1)
+        of_three = with_values(of_three, {"plan.grid.tensor": [3]})
         with pytest.raises(
             UserError, match=r"(?s)no combination.*zero.tensor_shards: expected a divisor of num_head=2"
         ):
-            search.fastest(pool, request, 1)
+            search.fastest(pool, dataclasses.replace(request, config=of_three), 1)
 
 
 @pytest.mark.parametrize(("fits_up_to", "remat"), [(4, "full"), (5, "full"), (8, "full"), (61, "full"), (77, "nested")])
