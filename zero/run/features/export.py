@@ -30,7 +30,7 @@ class Export(Feature):
     complete, so that a resume knows whether it has to be written.
     """
 
-    @dataclass
+    @dataclass(frozen=True)
     class Keys:
         folder: str | None = key(
             None,

@@ -35,7 +35,7 @@ METRICS = (
 _LEAST = 1e-6  # of the probability of all other tokens: below it a sum in float32 is rounding
 
 
-@dataclass
+@dataclass(frozen=True)
 class Distillation(Keys):
     """Distillation from a teacher's most likely tokens, of mode=evaluate evaluate.top_tokens (arXiv 1503.02531).
 
