@@ -253,10 +253,10 @@ def test_configurations_must_be_equal(workplace: Path) -> None:
     for one in done:
         lines = [line for line in one.stderr.splitlines() if line.startswith("error: ")]
         for expected in (
-            'error: model.size: host 0 has "test", host 2 has "test_vq"; all hosts need the same',
-            "error: seed: host 0 has 0, host 2 has 7; all hosts need the same",
-            "error: training.evaluation_frequency: host 0 has 6, hosts 1, 2 have 5; all hosts need the same",
-            "error: training.peak_learning_rate: host 0 has 0.003, host 1 has 0.5; all hosts need the same",
+            'error: model.size: host 0 has "test", host 2 has "test_vq"; all hosts need the same value',
+            "error: seed: host 0 has 0, host 2 has 7; all hosts need the same value",
+            "error: training.evaluation_frequency: host 0 has 6, hosts 1, 2 have 5; all hosts need the same value",
+            "error: training.peak_learning_rate: host 0 has 0.003, host 1 has 0.5; all hosts need the same value",
         ):
             assert expected in lines, one.stderr
         assert not any("process_id" in line for line in lines)

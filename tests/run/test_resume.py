@@ -223,8 +223,9 @@ def test_another_model_is_refused(whole: Whole) -> None:
 def test_average_in_the_layout_file(whole: Whole) -> None:
     """The memory of the average is in the layout file."""
     weights = ShardedGPT(SIZE, zero.Axis("zero", (1, 8)), 3, master_dtype=jnp.bfloat16).layout
-    placed = {"stacked": SIZE.stacked, "compute_dtypes": ["float32"]}
-    bare = zero.memory(weights.shapes(), adamw(0.1, state_dtype="int8"), 8, **placed)
+    shapes = weights.shapes()
+    placed = {"stacked": [name for name in SIZE.stacked if name in shapes], "compute_dtypes": ["float32"]}
+    bare = zero.memory(shapes, adamw(0.1, state_dtype="int8"), 8, **placed)
     table = (whole.run / "layout.txt").read_text().replace(",", "").splitlines()[-4:]
     for row, line in zip(bare.rows, table, strict=True):
         held = (weights if row.stage else weights.whole()).bytes_per_device()

@@ -103,4 +103,4 @@ def test_on_two_hosts(forks: cli.Forks) -> None:
 def test_refusals(kind: str, forks: cli.Forks) -> None:
     """Options that need rows of a corpus are refused, each in a line."""
     done = forks.run(*COMPUTED[:-1], f"data.corpus={kind}", "training.max_epochs=1", "training.loss_on=completion")
-    cli.check_refusal(done, f"training.loss_on=completion: expected all, as data.corpus={kind}", lines=2)
+    cli.check_refusal(done, f"training.loss_on=completion: expected all, because data.corpus={kind}", lines=2)

@@ -12,7 +12,9 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from types import NoneType
-from typing import Any, NamedTuple, get_args, get_type_hints
+from typing import Any, NamedTuple, TypeVar, cast, get_args, get_type_hints
+
+T = TypeVar("T")
 
 
 class Check(NamedTuple):
@@ -200,7 +202,7 @@ def values_in_scores(section: Any, prefix: str = "") -> dict[str, Any]:
     return values
 
 
-def with_values(section: Any, values: Mapping[str, Any]) -> Any:
+def with_values(section: T, values: Mapping[str, Any]) -> T:
     """A copy of a section, or of a configuration, with other values of these keys.
 
     Args:
@@ -215,7 +217,8 @@ def with_values(section: Any, values: Mapping[str, Any]) -> Any:
         else:
             own[first] = value
     parts = {name: with_values(getattr(section, name), of_part) for name, of_part in below.items()}
-    return dataclasses.replace(section, **own, **parts)
+    changed: T = dataclasses.replace(cast(Any, section), **own, **parts)
+    return changed
 
 
 def defaults_of(kind: type) -> dict[str, Any]:

@@ -201,5 +201,4 @@ class Request:
 def with_keys(config: PlanConfig, keys: dict[str, Any]) -> PlanConfig:
     """A copy with other values of `accumulation`, `context`, `state_dtype`, or keys of the section `zero`."""
     named = {".".join(_ELSEWHERE.get(name, ("zero", name))): value for name, value in keys.items()}
-    changed: PlanConfig = with_values(config, named)
-    return changed
+    return with_values(config, named)

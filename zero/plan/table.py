@@ -18,7 +18,7 @@ from zero.costs.predict import PHASES
 from zero.hosts.speeds import GIB
 from zero.models.stack import OFFLOADED, kinds_of
 from zero.plan.compile import PLACEMENT_KEYS, Row, highest_peak, run_tokens
-from zero.plan.config import Plan, PlanConfig, Request, with_keys
+from zero.plan.config import Plan, Request, with_keys
 from zero.run.config import GROUPS, TrainConfig, default_config
 
 WIDTH = 120  # characters of a line where there is no terminal
@@ -164,7 +164,7 @@ def training_command(row: Row, request: Request) -> str:
         values["zero.remat"] = "auto"
     if chosen.plan.tokens is not None:
         values["training.total_steps"] = math.ceil(chosen.plan.tokens / row["tokens"])
-    config: PlanConfig = with_values(chosen, values)
+    config = with_values(chosen, values)
     choices = {name: getattr(config, name).name for name in GROUPS}
     default = _by_key(default_config(**choices))
     planned = _by_key(OmegaConf.create(asdict(config)))
