@@ -18,10 +18,13 @@ from zero.checkpoints.manager import Checkpoints
 from zero.exchange.export import export
 from zero.exchange.hf_folder import HuggingFaceFolder
 from zero.exchange.hub_model import open_hf_config, open_hf_model
+from zero.exchange.peft_folder import peft_adapters, read_peft
 from zero.exchange.warm_start import described_folder, warm_start
+from zero.models.adapters import Adapters
 from zero.models.gpt import GPT
 from zero.partition.layout import derive_layout
 from zero.training.sharded_gpt import ShardedGPT
+from zero.training.tuning import Lora, Tuning
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 
@@ -144,6 +147,53 @@ def test_text_of_a_model_with_images(name: str, tmp_path: Path) -> None:
         export(str(tmp_path / "run"), tmp_path / "third", into=str(tmp_path / "text"))
     with pytest.raises(UserError, match="--into keeps the architecture and the dtypes of its folder"):
         export(str(tmp_path / "run"), tmp_path / "third", into=str(folder), dtype="float32")
+
+
+@pytest.mark.parametrize("name", ["mistral3", pytest.param("gemma3", marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT reads a deprecated property of transformers
+def test_adapters_of_a_text_with_images(name: str, tmp_path: Path) -> None:
+    """PEFT loads them beside the whole model, whose modules of images have none; zero reads them again."""
+    import peft
+    import torch
+    import transformers
+
+    folder = tmp_path / "folder"
+    save_with_images(folder, name)
+    found = open_hf_model(str(folder))
+    assert found is not None
+    adapters = Adapters(3, 6.0, targets=("query", "mlp_in"), ranks=(("mlp_in", 2),))
+    axis = zero.Axis("zero", (1, jax.device_count()))
+    model = ShardedGPT(found.size, axis, 3, tuning=Tuning(adapters))
+    rng = np.random.default_rng(0)
+    params = model.layout.map(lambda leaf: rng.normal(0, 0.3, leaf.shape).astype(np.float32))
+    by_name = {leaf.name: x for leaf, x in zip(model.layout.leaves, model.layout.leaves_of(params), strict=True)}
+    config = {"data": {"tokenizer": found.tokenizer()}, "tuning": dataclasses.asdict(Lora(rank=3, alpha=6.0))}
+    config["tuning"] |= {"targets": ["query", "mlp_in"], "rank_pattern": {"mlp_in": 2}}
+    base = {"named": str(folder), "place": str(folder), "ema": False, "checksum": 0}
+    meta = {"config": config, "size": dataclasses.asdict(found.size), "brought": described_folder(str(folder))}
+    with Checkpoints(tmp_path / "run", keep=1) as checkpoints:
+        alone = ShardedGPT(found.size, zero.Axis("zero", (1, 1)), 0, tuning=Tuning(adapters))
+        layout = derive_layout(lambda p: {"params": p}, alone.layout)
+        checkpoints.save(1, {"params": params}, layout, {**meta, "base": base})
+    export(str(tmp_path / "run"), tmp_path / "adapters")
+
+    weights = whole(warm_start(str(folder), model_of(found.size)), model_of(found.size))
+    for product in adapters.targets:
+        a, b = (by_name[f"blocks/{product}/{part}"] for part in ("lora_a", "lora_b"))
+        kernels = weights["blocks"][product]
+        kernels["kernel"] = kernels["kernel"] + 6.0 / adapters.rank_of(product) * (a @ b)
+    apply: Any = jax.jit(lambda tokens: GPT(found.size).apply({"params": weights}, tokens, method="logits"))
+    auto: Any = transformers.AutoModelForImageTextToText
+    theirs: Any = peft.PeftModel.from_pretrained(
+        auto.from_pretrained(folder, dtype=torch.float32), tmp_path / "adapters"
+    )
+    with torch.no_grad():
+        expected = theirs.eval()(input_ids=torch.tensor(TOKENS)).logits[:, -1].numpy()
+    np.testing.assert_allclose(np.asarray(apply(TOKENS)[0]), expected, atol=2e-4, rtol=1e-4)
+    assert not [key for key in theirs.state_dict() if "lora" in key and "vision" in key]
+    assert peft_adapters(tmp_path / "adapters", found.size) == adapters
+    again = zero.to_host(read_peft(tmp_path / "adapters", model), model.layout, model.axis)
+    jax.tree.map(np.testing.assert_array_equal, again, params)
 
 
 def test_text_that_no_model_computes(tmp_path: Path) -> None:

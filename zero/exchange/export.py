@@ -134,11 +134,8 @@ def _write(
     if with_code and tuning is not None and not merges:
         raise UserError(f"{saved.origin}: has adapters; zero-weights merge --with-code writes their base with them")
 
-    if tuning is not None and not merges and (brought.get("has_images") or into is not None):
-        raise UserError(
-            f"{saved.origin}: holds adapters for the text part of a model with images, whose modules have other names "
-            "in PEFT; zero-weights merge writes their base with them"
-        )
+    if tuning is not None and not merges and into is not None:
+        raise UserError(f"{saved.origin}: has adapters; zero-weights merge --into writes their base with them")
     if into is not None and (with_code or dtype is not None):
         raise UserError(
             "--into keeps the architecture and the dtypes of its folder and cannot be combined with --with-code or "
@@ -149,7 +146,8 @@ def _write(
     with new_directory(folder) as unfinished:
         if tuning is not None and not merges:
             base = saved.base()["named"].removeprefix(PREFIX)
-            write_peft(unfinished, read, leaves, tuning.adapters, form.architecture, base, form.size)
+            architecture, has_images = form.architecture, bool(brought.get("has_images"))
+            write_peft(unfinished, read, leaves, tuning.adapters, architecture, base, form.size, has_images=has_images)
             _save_tokenizer(tokenizer, unfinished)
             return saved.step
         if tuning is not None:

@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 from zero.base.errors import Unavailable, UserError, first_line
 from zero.exchange.architecture import Architecture
 from zero.exchange.architecture_table import architecture_of
+from zero.exchange.text_part import BESIDE_IMAGES, name_beside_images, text_name
 from zero.files.parsing import json_object, reading
 from zero.models.adapters import COPY, LORA_A, LORA_B, MAGNITUDE, PRODUCTS, TABLES, Adapters
 from zero.models.config import FIRST, STACK, VOCABULARY, GPTConfig
@@ -93,6 +94,8 @@ def write_peft(
     architecture: Architecture,
     base: str,
     size: GPTConfig,
+    *,
+    has_images: bool = False,
 ) -> None:
     """Writes adapters into an empty folder, in float32.
 
@@ -104,6 +107,7 @@ def write_peft(
       architecture: of the model that they are for.
       base: name or path of its weights.
       size: that model.
+      has_images: whether it is the text of a model of transformers that also reads images.
 
     Raises:
       UserError: a product shares its tensor with others in this architecture.
@@ -126,6 +130,10 @@ def write_peft(
             tensors[architecture.numbered(name, leaf, (layer,), size)] = np.ascontiguousarray(whole[layer].T)
     ranks = {module: adapters.rank_of(product) for module, product in products.items()}
     alphas = {module: adapters.alpha_of(product) for module, product in products.items()}
+    targets: list[str] | str = sorted(products)
+    if has_images:  # whose modules of images have the same names at their ends
+        targets = rf"{re.escape(BESIDE_IMAGES)}.*\.({'|'.join(map(re.escape, targets))})"
+        tensors = {_PREFIX + name_beside_images(name.removeprefix(_PREFIX)): x for name, x in tensors.items()}
     config = {
         "alpha_pattern": {module: alpha for module, alpha in alphas.items() if alpha != adapters.alpha},
         "base_model_name_or_path": base,
@@ -139,7 +147,7 @@ def write_peft(
         "peft_type": "LORA",
         "r": adapters.rank,
         "rank_pattern": {module: rank for module, rank in ranks.items() if rank != adapters.rank},
-        "target_modules": sorted(products),
+        "target_modules": targets,
         "task_type": "CAUSAL_LM",
         "use_dora": adapters.has_magnitudes,
     }
@@ -190,7 +198,7 @@ def peft_adapters(folder: Path, size: GPTConfig) -> Adapters:
         alpha = alpha_of(config)
     check_adapter_keys(path, config)
     with _opened(folder) as file:
-        names = set(file.keys())
+        names = _names(file)
     stacks = {STACK: size.scanned_layers, **({FIRST: size.first_dense} if size.first_dense else {})}
 
     def modules_of(product: str) -> list[str]:
@@ -267,6 +275,15 @@ def _opened(folder: Path) -> Any:
         return safe_open(folder / WEIGHTS_FILE, "numpy")
 
 
+def _names(file: Any) -> dict[str, str]:
+    """The names in a file by those that its tensors have in a model of the text alone."""
+    names = {}
+    for name in file.keys():  # noqa: SIM118
+        alone = text_name(name.removeprefix(_PREFIX))
+        names[name if alone is None else _PREFIX + alone] = name
+    return names
+
+
 def read_peft(folder: Path, model: ShardedGPT) -> PyTree:
     """Shards for a pmap of the adapters in a folder of PEFT, for a model with adapters of that form.
 
@@ -307,14 +324,15 @@ def read_peft(folder: Path, model: ShardedGPT) -> PyTree:
         raise UserError(f"{path}: use_dora is {config.get('use_dora', False)}, expected with tuning={method}")
     architecture = architecture_of(model.config)
     with _opened(folder) as file:
-        left_over = set(file.keys())
+        names_of_file = _names(file)
+        left_over = set(names_of_file)
 
         def tensor(name: str, leaf: LeafLayout, expected: tuple[int, ...]) -> np.ndarray:
-            found = tuple(file.get_slice(name).get_shape()) if name in left_over else "nothing"
+            found = tuple(file.get_slice(names_of_file[name]).get_shape()) if name in left_over else "nothing"
             if found != expected:
                 raise UserError(f"{folder}, tensor {name}: holds {found}, leaf {leaf.name} expects {expected}")
             left_over.discard(name)
-            return np.asarray(file.get_tensor(name))
+            return np.asarray(file.get_tensor(names_of_file[name]))
 
         def read(leaf: LeafLayout) -> np.ndarray:
             if leaf.path[0] in TABLES:
@@ -331,7 +349,7 @@ def read_peft(folder: Path, model: ShardedGPT) -> PyTree:
         if model.config.tied and adapters.tables and _TIED_HEAD in left_over:
             left_over.discard(_TIED_HEAD)
             embeddings = tensor_name(f"{VOCABULARY}/{COPY}table", architecture)
-            if not np.array_equal(file.get_tensor(_TIED_HEAD), file.get_tensor(embeddings)):
+            if not np.array_equal(*(file.get_tensor(names_of_file[name]) for name in (_TIED_HEAD, embeddings))):
                 raise UserError(f"{folder}, tensor {_TIED_HEAD}: differs from {embeddings}, but this model ties them")
     if left_over:
         raise UserError(f"{folder}, tensor {min(left_over)}: tuning.targets has no product for it")

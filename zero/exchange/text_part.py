@@ -23,10 +23,11 @@ _WITH_IMAGES: Mapping[str, Mapping[str, Any]] = {
 }
 _SCALED = "ministral3"  # Mistral with queries that are scaled from a position on
 _BETA, _ORIGINAL, _CONTEXT = "llama_4_scaling_beta", "original_max_position_embeddings", "max_position_embeddings"
+BESIDE_IMAGES = "model.language_model."  # how the names of a text model's modules begin in such a model
 # How the names of a text model's tensors begin in such folders, and in a folder of the text alone.
 _PREFIXES = {
     "language_model.model.": "model.",
-    "model.language_model.": "model.",
+    BESIDE_IMAGES: "model.",
     "language_model.lm_head.": "lm_head.",
 }
 
@@ -72,6 +73,15 @@ def text_name(name: str) -> str | None:
         if name.startswith(prefix):
             return alone + name.removeprefix(prefix)
     return name if name.startswith("lm_head.") else None
+
+
+def name_beside_images(name: str) -> str:
+    """The name that a text model's tensor has in transformers' model that also reads images.
+
+    >>> name_beside_images("model.norm.weight"), name_beside_images("lm_head.weight")
+    ('model.language_model.norm.weight', 'lm_head.weight')
+    """
+    return f"{BESIDE_IMAGES}{name.removeprefix('model.')}" if name.startswith("model.") else name
 
 
 def check_has_images(origin: str, config: Mapping[str, Any]) -> None:
