@@ -35,7 +35,7 @@ def small(model_type: str) -> dict[str, Any]:
     if model_type == "deepseek_v3":
         del keys["head_dim"]  # which the class sets to the rotated part
         keys["num_key_value_heads"] = 4
-    if model_type == "glm4_moe":
+    if model_type in ("glm4", "glm4_moe"):
         keys["head_dim"] = 12  # of which the half is even
     if model_type == "gpt_oss":
         keys["layer_types"] = ["sliding_attention", "full_attention"] * 2

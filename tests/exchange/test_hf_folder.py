@@ -76,8 +76,10 @@ THEIRS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "llama": (
         "LlamaConfig",
-        _LLAMA_SIZES | {"rope_parameters": _ROPE | {"original_max_position_embeddings": 64}},
-        {"num_head": 6, "kv_heads": 2, "N": 4},
+        _LLAMA_SIZES
+        | {"rope_parameters": _ROPE | {"original_max_position_embeddings": 64}, "attention_bias": True}
+        | {"mlp_bias": True},
+        {"num_head": 6, "kv_heads": 2, "N": 4, "qkv_bias": True, "out_bias": True, "mlp_bias": True},
     ),
     "mistral": ("MistralConfig", _LLAMA_SIZES | {"sliding_window": 9}, {"N": 4}),
     "qwen3": ("Qwen3Config", _LLAMA_SIZES, {"kv_heads": 2, "N": 4, "rotary_base": 1e4}),
@@ -121,6 +123,43 @@ THEIRS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         | {"first_k_dense_replace": 1, "kv_lora_rank": 9, "qk_rope_head_dim": 10, "qk_nope_head_dim": 3}
         | {"v_head_dim": 13, "rope_interleave": False, "norm_topk_prob": False, "routed_scaling_factor": 1.3},
         {},
+    ),
+    "ministral": (
+        "MinistralConfig",
+        _LLAMA_SIZES | {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        {"N": 4, "windows": (9, 0)},
+    ),
+    "seed_oss": (
+        "SeedOssConfig",
+        _LLAMA_SIZES
+        | {"attention_out_bias": True, "mlp_bias": True, "attention_dropout": 0.0, "residual_dropout": 0.0},
+        {"N": 4, "rotary_base": 1e4, "out_bias": True, "mlp_bias": True},
+    ),
+    "arcee": (
+        "ArceeConfig",
+        _LLAMA_SIZES | {"attention_bias": True, "mlp_bias": True},
+        {"N": 4, "qkv_bias": True, "out_bias": True, "mlp_bias": True},
+    ),
+    "ernie4_5": (
+        "Ernie4_5Config",
+        _LLAMA_SIZES | {"use_bias": True},
+        {"N": 4, "qkv_bias": True, "out_bias": True, "mlp_bias": True},
+    ),
+    "glm4": ("Glm4Config", _LLAMA_SIZES | {"head_dim": 12, "pad_token_id": None}, {"N": 4}),
+    "olmoe": (
+        "OlmoeConfig",
+        {key: x for key, x in _LLAMA_SIZES.items() if key != "head_dim"}
+        | {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1, "intermediate_size": 20}
+        | {"num_experts": 7, "num_experts_per_tok": 3, "norm_topk_prob": True},
+        {"N": 4, "normalize_router": True},
+    ),
+    "granitemoe": (
+        "GraniteMoeConfig",
+        {key: x for key, x in _LLAMA_SIZES.items() if key != "head_dim"}
+        | {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1, "intermediate_size": 20}
+        | {"num_local_experts": 5, "embedding_multiplier": 3.0, "residual_multiplier": 0.5}
+        | {"attention_multiplier": 0.3, "logits_scaling": 2.0},
+        {"N": 4, "tied": False},
     ),
     "gpt_oss": (
         "GptOssConfig",

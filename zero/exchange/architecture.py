@@ -26,6 +26,9 @@ _SIZES |= {"embedding_dropout", "attention_dropout", "residual_dropout"}
 # Of training alone:
 _SIZES |= {"expert_capacity", "expert_priority", "balance_loss", "balance_choices", "router_z_loss", "router_bias_rate"}
 
+# Properties of `GPTConfig` that one key of config.json sets, and their attributes, which then have one value.
+SEVERAL = {"attention_bias": ("qkv_bias", "out_bias"), "linear_bias": ("qkv_bias", "out_bias", "mlp_bias")}
+
 
 @dataclass(frozen=True, eq=False)
 class Architecture:
@@ -76,6 +79,9 @@ class Architecture:
         if free & {"score_width", "score_multiplier"} and not isinstance(size.attention_scale, str):
             free.add("attention_scale")
         free |= {"output_scale"} if "logit_divisor" in free else set()
+        for name, attributes in SEVERAL.items():
+            if name in free and len({getattr(size, attribute) for attribute in attributes}) == 1:
+                free |= {*attributes}
         free |= {"shared_dim"} if "shared_experts" in free else set()
         free |= {"dense_dim"} if "dense_width" in free else set()
         free |= {"value_dim"} if "value_width" in free else set()
@@ -154,7 +160,7 @@ class Architecture:
             return (size.vocab_size, size.embedding_dim)
         shape = leaf.shape[self.tensor_name(leaf.name).count("{}") :]
         shape = (*shape[:-1], sum(_width(part, size) for part in self._parts(leaf)) or shape[-1])
-        return shape[::-1] if self._is_turned(leaf.name) else shape
+        return (*shape[:-2], shape[-1], shape[-2]) if self._is_turned(leaf.name) else shape
 
     def pack(self, leaf: str, arrays: Sequence[np.ndarray], size: GPTConfig) -> np.ndarray:
         """The tensor of a leaf, or of the leaves of query, key and value; leading dimensions stay."""

@@ -212,6 +212,7 @@ _LLAMA_MODULES = {
 }
 _ATTENTION_MODULES = {name: hf_name for name, hf_name in _LLAMA_MODULES.items() if "mlp." not in hf_name}
 _NONE: Mapping[str, Any] = MappingProxyType({})
+ALL_LOCAL = 1 << 30  # a period of windows beyond all layers: no layer is without one
 
 
 def _like_llama(
@@ -241,11 +242,89 @@ def _like_llama(
     )
 
 
+_BIASES = {"attention_bias": "attention_bias", "mlp_bias": "mlp_bias"}
 LLAMA = _like_llama(
     "llama",
     "LlamaForCausalLM",
-    fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    keys=_BIASES,
+    absent=dict.fromkeys(_BIASES, False),
+    fixed={"hidden_act": "silu"},
     width_divides=True,
+)
+ARCEE = _like_llama(
+    "arcee",
+    "ArceeForCausalLM",
+    keys=_BIASES,
+    absent={"rms_norm_eps": 1e-5, **dict.fromkeys(_BIASES, False)},
+    fixed={"hidden_act": "relu2"},
+    modules=_ATTENTION_MODULES | _layers({"mlp_in": "mlp.up_proj", "mlp_out": "mlp.down_proj"}),
+    width_divides=True,
+)
+SEED_OSS = _like_llama(
+    "seed_oss",
+    "SeedOssForCausalLM",
+    keys={
+        "attention_bias": "qkv_bias",
+        "attention_out_bias": "out_bias",
+        "mlp_bias": "mlp_bias",
+        "residual_dropout": "residual_drop_rate",
+    },
+    absent={
+        "head_dim": 128,
+        "num_key_value_heads": 8,
+        "attention_bias": True,
+        "attention_out_bias": False,
+        "mlp_bias": False,
+    },
+    fixed={"hidden_act": "silu"},
+)
+ERNIE4_5 = _like_llama(
+    "ernie4_5",
+    "Ernie4_5ForCausalLM",
+    without=("attention_dropout",),
+    keys={"use_bias": "linear_bias"},
+    absent={
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "rope_theta": 5e5,
+        "head_dim": 128,
+        "num_key_value_heads": 2,
+        "use_bias": False,
+    },
+    fixed={"hidden_act": "silu"},
+)
+GLM4 = _like_llama(
+    "glm4",
+    "Glm4ForCausalLM",
+    keys={"attention_bias": "qkv_bias"},
+    absent={
+        "rms_norm_eps": 1.5625e-07,
+        "head_dim": 128,
+        "num_key_value_heads": 2,
+        "attention_bias": False,
+        "partial_rotary_factor": 0.5,
+    },
+    fixed={"hidden_act": "silu"},
+    modules=_LLAMA_MODULES
+    | _layers(
+        {
+            "norm_attention_after": "post_self_attn_layernorm",
+            "norm_mlp_after": "post_mlp_layernorm",
+            "mlp_gate": "mlp.gate_up_proj",
+            "mlp_in": "mlp.gate_up_proj",
+        }
+    ),
+    written={"pad_token_id": None},
+    rotary=("rope_theta", "partial_rotary_factor"),
+    fused="rows",
+)
+MINISTRAL = _like_llama(
+    "ministral",
+    "MinistralForCausalLM",
+    absent={"sliding_window": 4096, "num_key_value_heads": 8},
+    fixed={"hidden_act": "silu"},
+    windows="layer_types",
+    window_period=ALL_LOCAL,
 )
 MISTRAL = _like_llama(
     "mistral",
@@ -379,6 +458,47 @@ QWEN3_MOE = _like_llama(
         "mlp_only_layers": [],
     },
     modules=_expert_modules("mlp", "gate", "gate_proj", "up_proj", "down_proj"),
+)
+OLMOE = _like_llama(
+    "olmoe",
+    "OlmoeForCausalLM",
+    without=("head_dim",),
+    keys={
+        "num_experts": "experts",
+        "num_experts_per_tok": "experts_per_token",
+        "norm_topk_prob": "normalize_router",
+        "attention_bias": "attention_bias",
+    },
+    absent={"rms_norm_eps": 1e-5, "num_experts_per_tok": 8, "norm_topk_prob": False, "attention_bias": False},
+    aliases={"num_experts": "num_local_experts"},
+    fixed={"hidden_act": "silu", "clip_qkv": None},
+    modules=_expert_modules("mlp", "gate", "gate_proj", "up_proj", "down_proj"),
+    width_divides=True,
+)
+GRANITEMOE = _like_llama(
+    "granitemoe",
+    "GraniteMoeForCausalLM",
+    without=("head_dim",),
+    keys={
+        **_GRANITE_KEYS,
+        "num_local_experts": "experts",
+        "num_experts_per_tok": "experts_per_token",
+        "attention_bias": "attention_bias",
+    },
+    absent={**dict.fromkeys(_GRANITE_KEYS, 1.0), "num_experts_per_tok": 2, "attention_bias": False},
+    aliases={"num_local_experts": "num_experts"},
+    fixed={"hidden_act": "silu"},
+    modules=_ATTENTION_MODULES
+    | _layers(
+        {
+            "experts/router": "block_sparse_moe.router.layer",
+            "experts/mlp_gate": "block_sparse_moe.input_linear",
+            "experts/mlp_in": "block_sparse_moe.input_linear",
+            "experts/mlp_out": "block_sparse_moe.output_linear",
+        }
+    ),
+    fused="rows",
+    width_divides=True,
 )
 GPT_OSS = _like_llama(
     "gpt_oss",
@@ -608,21 +728,9 @@ GEMMA3 = _like_llama(
 )
 # If several equal a model, the first is exported.
 _LLAMAS = (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, STABLELM, STARCODER2, OLMO2, OLMO3, GRANITE, PHI3)
-_ALL = (
-    GPT2,
-    BLOOM,
-    GPT_NEO,
-    GPT_NEOX,
-    *_LLAMAS,
-    GEMMA,
-    GEMMA2,
-    GEMMA3,
-    MIXTRAL,
-    QWEN3_MOE,
-    GPT_OSS,
-    GLM4_MOE,
-    DEEPSEEK_V3,
-)
+_LLAMAS += (MINISTRAL, SEED_OSS, ARCEE, ERNIE4_5, GLM4)
+_WITH_EXPERTS = (MIXTRAL, QWEN3_MOE, OLMOE, GRANITEMOE, GPT_OSS, GLM4_MOE, DEEPSEEK_V3)
+_ALL = (GPT2, BLOOM, GPT_NEO, GPT_NEOX, *_LLAMAS, GEMMA, GEMMA2, GEMMA3, *_WITH_EXPERTS)
 ARCHITECTURES = {architecture.model_type: architecture for architecture in _ALL}
 # Other names of theirs, in folders with code of their own.
 OTHER_TYPES = {"kimi_k2": "deepseek_v3"}

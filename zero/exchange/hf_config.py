@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zero.base.errors import UserError
-from zero.exchange.architecture import Architecture
+from zero.exchange.architecture import SEVERAL, Architecture
 from zero.exchange.architecture_table import ARCHITECTURES, MISSING, OTHER_TYPES
 from zero.exchange.config_keys import check_keys
 from zero.files.parsing import reading
@@ -129,7 +129,7 @@ def read_size(origin: str, config: Mapping[str, Any], architecture: Architecture
     for key, name in architecture.keys.items():
         value = config.get(key, config.get(architecture.aliases.get(key, ""), architecture.absent.get(key)))
         if name not in _DERIVED and (value is not None or name in _MAY_BE_NULL):
-            attributes[_FIELDS.get(name, name)] = value
+            attributes |= dict.fromkeys(SEVERAL.get(name, (_FIELDS.get(name, name),)), value)
     if "shared_experts" in architecture.keys.values():
         attributes["shared_dim"] = _read_shared(origin, config, architecture, attributes)
     if "unrotated_width" in architecture.keys.values():

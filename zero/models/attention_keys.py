@@ -65,6 +65,16 @@ class Attention(Positions, Parametrization):
         return self.dropout if self.attention_dropout is None else self.attention_dropout
 
     @property
+    def attention_bias(self) -> bool:
+        """Whether the four products of attention have biases; those of queries, keys and values where they differ."""
+        return self.qkv_bias
+
+    @property
+    def linear_bias(self) -> bool:
+        """Whether all products of a layer have biases; those of queries, keys and values where they differ."""
+        return self.qkv_bias
+
+    @property
     def score_multiplier(self) -> float:
         """The factor of scores where `attention_scale` is "sqrt" or a number."""
         return self.head_width**-0.5 if isinstance(self.attention_scale, str) else float(self.attention_scale)
