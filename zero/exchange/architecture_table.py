@@ -728,9 +728,9 @@ GEMMA3 = _like_llama(
 )
 # If several equal a model, the first is exported.
 _LLAMAS = (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, STABLELM, STARCODER2, OLMO2, OLMO3, GRANITE, PHI3)
-_LLAMAS += (MINISTRAL, SEED_OSS, ARCEE, ERNIE4_5, GLM4)
+_OTHERS = (MINISTRAL, SEED_OSS, ARCEE, ERNIE4_5, GLM4)
 _WITH_EXPERTS = (MIXTRAL, QWEN3_MOE, OLMOE, GRANITEMOE, GPT_OSS, GLM4_MOE, DEEPSEEK_V3)
-_ALL = (GPT2, BLOOM, GPT_NEO, GPT_NEOX, *_LLAMAS, GEMMA, GEMMA2, GEMMA3, *_WITH_EXPERTS)
+_ALL = (GPT2, BLOOM, GPT_NEO, GPT_NEOX, *_LLAMAS, *_OTHERS, GEMMA, GEMMA2, GEMMA3, *_WITH_EXPERTS)
 ARCHITECTURES = {architecture.model_type: architecture for architecture in _ALL}
 # Other names of theirs, in folders with code of their own.
 OTHER_TYPES = {"kimi_k2": "deepseek_v3"}
