@@ -138,7 +138,7 @@ SIZES = {
     "ministral": _of("ministral", N=4, windows=(9, 0)),
     "seed_oss": _of("seed_oss", N=2),
     "arcee": _of("arcee", N=2),
-    "ernie4_5": _of("ernie4_5", N=2),
+    "ernie4_5": _of("ernie4_5", N=2, attention_dropout=0.0),
     "glm4": _of("glm4", N=2, head_dim=12),
     "olmoe": _of(
         "olmoe",
