@@ -736,6 +736,8 @@ ARCHITECTURES = {architecture.model_type: architecture for architecture in _ALL}
 OTHER_TYPES = {"kimi_k2": "deepseek_v3"}
 # What models that are asked for have and no model of zero has.
 MISSING = {
+    "apertus": "an activation with learned parameters (xIELU)",
+    "qwen2_moe": "a learned gate of the MLP beside its experts",
     "deepseek_v2": "routing by groups of softmax scores",
     "qwen3_5": "gated delta networks (linear attention) in most layers",
     "qwen3_5_moe": "gated delta networks (linear attention) in most layers, and shared experts",
