@@ -243,6 +243,14 @@ def test_every_size_can_be_trained(size: str) -> None:
         ("zero.gather_dtype=int8; zero.stage=0", ["zero.gather_dtype=int8", "auto, as zero.stage=0"]),
         ("zero.tensor_shards=4", ["zero.tensor_shards=4", "a divisor of num_head=6 of model.size=bytes"]),
         ("zero.context_shards=2; zero.tensor_shards=2", ["zero.context_shards=2", "1, as zero.tensor_shards=2"]),
+        (
+            "model.size=qwen3_5_9b; zero.context_shards=2",
+            ["zero.context_shards=2", "1, as model.size=qwen3_5_9b has delta"],
+        ),
+        (
+            "model.size=qwen3_5_9b; zero.tensor_shards=2",
+            ["zero.tensor_shards=2", "1, as model.size=qwen3_5_9b has delta"],
+        ),
         ("zero.context_shards=3", ["zero.context_shards=3", "a divisor of half of the 256 tokens of a sequence"]),
         ("zero.context_shards=2; model.attention=dense", ["model.attention=dense", "auto or blockwise, as zero.co"]),
         ("zero.expert_shards=2", ["zero.expert_shards=2", "1, as model.size=bytes has no experts"]),

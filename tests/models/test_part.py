@@ -60,7 +60,7 @@ MODULES: dict[str, tuple[Any, type[ConfigPart], GPTConfig, tuple[Any, ...]]] = {
     "norm": (lambda config: make_norm(config, jnp.float32, "norm"), Norms, DENSE, (X,)),
     "logits": (
         lambda config: VocabularyChunk(config, jnp.float32, 0.02), Vocabulary, DENSE,
-        (X, Chunk(jnp.int32(0)), TOKENS, X),
+        (None, Chunk(jnp.int32(0)), TOKENS, X),
     ),
     "bias": (HeadBias, Vocabulary, DENSE, ()),
     "learned": (LearnedPositions, Initial, DENSE, (X, 0)),
@@ -101,7 +101,13 @@ def test_a_part_checks_itself() -> None:
 
 def test_a_key_of_other_layers_keeps_its_default() -> None:
     """Of each key that gated units do not have, and of each that only they have."""
-    other: dict[str, Any] = {"zero_init": ("query",), "windows": (4,), "extra_logit": True, "mup_base_width": 4}
+    other: dict[str, Any] = {
+        "zero_init": ("query",),
+        "windows": (4,),
+        "mixers": ("delta",),
+        "extra_logit": True,
+        "mup_base_width": 4,
+    }
     other |= {
         "norm_place": "after",
         "qk_norm_over": "projection",

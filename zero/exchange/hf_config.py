@@ -32,7 +32,7 @@ UNSEEN = (
     *("experts_per_token", "experts_every", "first_dense", "normalize_router", "tied"),
     *("router", "router_scale", "router_groups", "router_groups_per_token"),
     *("scale_embedding", "scale_output", "embedding_multiplier", "residual_multiplier", "output_scale", "logit_cap"),
-    *("layer", "vq_block"),
+    *("layer", "vq_block", "mixers", "delta_key_heads", "delta_value_heads", "attention_gate"),
 )
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from zero.base.errors import UserError
 from zero.exchange.architecture import Architecture
 from zero.models.config import HEAD, STACK, VOCABULARY, GPTConfig
+from zero.models.part import ATTENTION
 from zero.models.positions.rotary import rotation_of
 
 CODE = Path(__file__).with_name("modeling_zero.py")
@@ -66,6 +67,8 @@ def computed_keys(size: GPTConfig) -> dict[str, Any]:
     missing = {"layer: gated_units": size.layer == "gated_units", "experts": size.experts is not None}
     missing["latent_dim"] = size.latent_dim is not None
     missing["rotary_interleaved"] = size.rotary_interleaved
+    missing[f"mixers: {list(size.mixers)}"] = {*size.mixers} != {ATTENTION}
+    missing["attention_gate"] = size.attention_gate
     missing["extra_logit: learned"] = size.extra_logit == "learned"
     missing["activation: clamped_swiglu"] = size.activation == "clamped_swiglu"
     missing[f"rotary_scaling: {size.rotary_kind}"] = size.rotary_switch is not None

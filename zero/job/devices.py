@@ -19,6 +19,7 @@ from zero.hosts.speeds import SPEEDS
 from zero.hosts.torus import collective_seconds, places_of
 from zero.hosts.xla_options import overlaps_exchanges
 from zero.models.config import STACK, GPTConfig
+from zero.models.mixers import MIXERS
 from zero.partition.collectives.axis import Axis
 from zero.partition.global_arrays import pmap_devices
 from zero.training.sharded_gpt import ShardedGPT
@@ -93,6 +94,8 @@ class GroupKeys:
         for description, count in (*cut, *lengths):
             if count % self.tensor_shards:
                 yield "zero.tensor_shards", f"a divisor of {description}"
+        if self.tensor_shards > 1:
+            yield from _unshared("tensor", size, of_model)
 
     def _undivided(self, size: GPTConfig, of_model: str) -> Mistakes:
         """The keys that do not fit expert groups."""
@@ -155,6 +158,7 @@ class DeviceKeys(GroupKeys):
             yield "zero.context_shards", f"1, as zero.tensor_shards={self.tensor_shards}"
         if size.experts is not None:
             yield "zero.context_shards", f"1, as tokens are routed row by row in {of_model}"
+        yield from _unshared("context", size, of_model)
         for length in lengths:
             if length % (2 * self.context_shards):
                 yield "zero.context_shards", f"a divisor of half of the {length} tokens of a sequence"
@@ -328,3 +332,10 @@ def exchanges_gradients(devices: Sequence[Any]) -> bool:
     if speed.offloads and not is_square:
         return False
     return not spanned or speed.devices * max(spanned) / 4 <= 2 * 2 / len(spanned)
+
+
+def _unshared(group: str, size: GPTConfig, of_model: str) -> Mistakes:
+    """The mixers that groups of devices of this kind cannot share."""
+    for name in sorted({*size.mixers}):
+        if group not in MIXERS[name].groups:
+            yield f"zero.{group}_shards", f"1, as {of_model} has {name} in mixers"

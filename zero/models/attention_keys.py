@@ -42,6 +42,10 @@ class Attention(Positions, Parametrization):
     )
     qkv_bias: bool = key(True, None, "biases of the products that make queries, keys and values")
     out_bias: bool = key(True, None, "bias of the output of attention")
+    # Gated Attention, arXiv 2505.06708
+    attention_gate: bool = key(
+        False, None, "the output of attention is multiplied by the sigmoid of a product with its input"
+    )
     attention_dropout: float | None = key(None, RATE, "dropout of attention probabilities", none="dropout")
 
     def derived(self) -> Iterator[tuple[str, Any]]:

@@ -26,6 +26,7 @@ from typing import Any
 from zero.models.gated_unit import GatedUnits
 from zero.models.layers import LAYERS, LayerKind
 from zero.models.mixer import Transformer
+from zero.models.mixers import MIXERS
 from zero.models.part import BOTH, FIRST, GATED_UNITS, HEAD, STACK, STACKS, TRANSFORMER, VOCABULARY, key, one_of
 
 __all__ = ["FIRST", "HEAD", "STACK", "STACKS", "VOCABULARY", "GPTConfig", "default_values"]
@@ -46,6 +47,9 @@ class GPTConfig(Transformer, GatedUnits):
 
     def mistakes(self) -> Iterator[str]:
         """Keys that the layers of this model do not have, and that are not at their defaults."""
+        for name in self.mixers:
+            if name not in MIXERS:
+                yield f"mixers must name {' or '.join(MIXERS)}, got {name!r}"
         if self.layer == GATED_UNITS:
             if self.alibi_attn or self.positions not in ("none", "sinusoidal") or self.num_head != 1:
                 yield "layer: gated_units needs num_head: 1, alibi_attn: false and positions: none"

@@ -90,15 +90,28 @@ class Mixture(MLP, Router, Initial):
             less = f" less first_dense {self.first_dense}" if self.first_dense else ""
             yield f"N {self.N}{less} must be a multiple of experts_every {self.experts_every}"
         for name in ("experts_every", "first_dense"):
-            if len(self.windows) > 1 and getattr(self, name) > getattr(Mixture, name):
-                yield f"{name} {getattr(self, name)} needs one window, got {list(self.windows)}"
+            if getattr(self, name) > getattr(Mixture, name):
+                if len(self.windows) > 1:
+                    yield f"{name} {getattr(self, name)} needs one window, got {list(self.windows)}"
+                if len(self.mixers) > 1:
+                    yield f"{name} {getattr(self, name)} needs one mixer, got {list(self.mixers)}"
         for name, needed in (("parametrization", "standard"), ("init", "gpt2")):
             if getattr(self, name) != needed:
                 yield f"experts need {name}: {needed}, got {getattr(self, name)}"
 
     @property
     def scanned_layers(self) -> int:
-        """Entries of the stack of layers after `first_dense`: each has `experts_every` of them."""
+        """Entries of the stack of layers after `first_dense`: each has a `period` of them."""
+        return (self.N - self.first_dense) // self.period
+
+    @property
+    def period(self) -> int:
+        """Layers until a layer with the same parameters follows."""
+        return max(self.experts_every, len(self.mixers))
+
+    @property
+    def expert_layers(self) -> int:
+        """Layers with experts, in a model that has them."""
         return (self.N - self.first_dense) // self.experts_every
 
     @property
@@ -137,7 +150,7 @@ def no_routing(config: Mixture, rows: int) -> Routing | None:
     """The zero of `Routing`; None for a model without experts."""
     if config.experts is None:
         return None
-    choices_LE = jnp.zeros((config.scanned_layers, config.experts), jnp.float32)
+    choices_LE = jnp.zeros((config.expert_layers, config.experts), jnp.float32)
     return Routing(jnp.zeros(rows, jnp.float32), choices_LE, jnp.float32(0), jnp.float32(0))
 
 
@@ -275,10 +288,10 @@ class Experts(nn.Module):
         choices_BE = choices_BTKE.sum((1, 2))
         balanced_BE = choices_BTKE[:, :, 0].sum(1) if config.balance_choices == "first" else choices_BE
         balance_B = experts * jnp.sum(balanced_BE / positions * probabilities_BTE.mean(1), axis=-1)
-        balance_B = balance_B / config.scanned_layers  # the sum over layers becomes their mean
+        balance_B = balance_B / config.expert_layers  # the sum over layers becomes their mean
         penalty_B = config.balance_loss * balance_B + config.router_z_loss * jnp.mean(lse_BT**2, axis=-1)
         entropy = jnp.sum(jax.scipy.special.entr(probabilities_BTE))
-        choices_LE = jnp.zeros((config.scanned_layers, experts)).at[layer].set(choices_BE.sum(0))
+        choices_LE = jnp.zeros((config.expert_layers, experts)).at[layer].set(choices_BE.sum(0))
         return Routing(penalty_B, choices_LE, dropped, lax.stop_gradient(entropy))
 
     def _sorted(self, h_BTD: jax.Array, chosen_BTK: jax.Array, weights: Weights) -> jax.Array:

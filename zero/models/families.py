@@ -73,6 +73,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ernie4_5": {**_LLAMA, "rotary_base": 5e5, "rotary_interleaved": True, "tied": True},
     "glm4": {**_LLAMA, "qkv_bias": True, "norm_place": "both", "rotary_fraction": 0.5, "rotary_interleaved": True},
     "qwen3": {**_LLAMA, "qk_norm": True, "norm_epsilon": 1e-6, "rotary_base": 1e6},
+    # Dense Qwen 3.5: three layers of gated DeltaNet, then one of gated attention.
+    "qwen3_5": {
+        **_LLAMA,
+        "norm": "rms_offset",
+        "norm_epsilon": 1e-6,
+        "qk_norm": True,
+        "rotary_base": 1e7,
+        "rotary_fraction": 0.25,
+        "attention_gate": True,
+        "mixers": ("delta", "delta", "delta", "attention"),
+        "delta_key_heads": 16,
+        "delta_key_dim": 128,
+    },
     "mixtral": {
         **_LLAMA,
         "rotary_base": 1e6,

@@ -45,6 +45,7 @@ class Latent(Attention):
             "window_pattern": ((0,), "windows"),
             "qkv_bias": (False, "qkv_bias"),
             "extra_logit": (False, "extra_logit"),
+            "attention_gate": (False, "attention_gate"),
             "parametrization": ("standard", "parametrization"),
         }
         for attribute, (value, name) in needed.items():

@@ -12,7 +12,7 @@ from zero.models.gated_layer import GatedLayer, RecurrentState, init_recurrent
 from zero.models.gated_unit import GatedUnits
 from zero.models.layer import Layer
 from zero.models.mixer import Transformer
-from zero.models.mixers import ATTENTION, MIXERS, Caches
+from zero.models.mixers import MIXERS, Caches
 from zero.models.part import GATED_UNITS, STACK, TRANSFORMER
 from zero.models.transformer_layer import DenseLayer, Period, TransformerLayer
 from zero.partition.model_parallel import ModelParallel
@@ -42,13 +42,17 @@ class LayerKind(NamedTuple):
 
 
 def _transformer_layer(config: Transformer) -> type[Layer]:
-    return TransformerLayer if config.experts_every == 1 else Period
+    return TransformerLayer if config.period == 1 else Period
 
 
 def _caches(
     config: Transformer, rows: int, positions: int, dtype: DTypeLike, cut: ModelParallel, known: jax.Array | int
 ) -> Caches:
-    return {ATTENTION: MIXERS[ATTENTION].cache(config, config.N, rows, positions, dtype, cut, known)}
+    periods = config.N // len(config.mixers)
+    counts = {name: periods * config.mixers.count(name) for name in sorted({*config.mixers})}
+    return {
+        name: MIXERS[name].cache(config, count, rows, positions, dtype, cut, known) for name, count in counts.items()
+    }
 
 
 def _gated_layer(config: GatedUnits) -> type[Layer]:

@@ -15,6 +15,7 @@ from jax import lax
 
 from zero.models.adapters import AdaptedDense
 from zero.models.attention.tpu_kernels import TPU_KERNELS
+from zero.models.delta_keys import Delta
 from zero.models.elements import Dense, Residual, row_major
 from zero.models.experts import Mixture
 from zero.models.latent_keys import Latent
@@ -24,7 +25,7 @@ from zero.models.parametrization import kernel_init
 
 
 @dataclass(frozen=True)
-class Transformer(Latent, Norms, Residual, Mixture):
+class Transformer(Latent, Delta, Norms, Residual, Mixture):
     """The keys of a transformer layer: those of its parts."""
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from zero.models.gated_delta import DeltaCache, GatedDelta, empty_delta_cache, numbers_of_delta
 from zero.models.latent_attention import LatentAttention, LatentCache, empty_latents, numbers_of_latents
 from zero.models.latent_keys import HEADS, LATENT
 from zero.models.mixer import Mixer, Transformer
+from zero.models.part import ATTENTION, DELTA
 from zero.models.self_attention import Cache, SelfAttention, empty_cache, numbers_of_heads
 
 # The cache of each kind of mixer, one entry per layer that has it.
-Caches = dict[str, Cache | LatentCache]
+Caches = dict[str, Cache | LatentCache | DeltaCache]
 
 
 class MixerKind(NamedTuple):
@@ -23,11 +25,13 @@ class MixerKind(NamedTuple):
         PROJECTIONS of `zero.models.stack.KINDS`, on one device.
       cache: an empty one, from the configuration, the number of layers with this mixer, and what
         `zero.models.gpt.init_cache` takes beside the configuration.
+      groups: the kinds of groups of devices that can share it, of "tensor" and "context".
     """
 
     module: Callable[..., Mixer]
     cache: Callable[..., Any]
     numbers: Callable[[Any], dict[str, int]]
+    groups: tuple[str, ...] = ("tensor", "context")
 
 
 # Softmax attention, by what makes the keys and values of a model (`Latent.source_of_keys`).
@@ -49,5 +53,13 @@ def _numbers_of_attention(config: Transformer) -> dict[str, int]:
     return ATTENTIONS[config.source_of_keys].numbers(config)
 
 
-ATTENTION = "attention"
-MIXERS = {ATTENTION: MixerKind(_attention, _cache_of_attention, _numbers_of_attention)}
+MIXERS = {
+    ATTENTION: MixerKind(_attention, _cache_of_attention, _numbers_of_attention),
+    DELTA: MixerKind(GatedDelta, empty_delta_cache, numbers_of_delta, groups=()),
+}
+
+
+def numbers_per_layer(config: Transformer) -> dict[str, int]:
+    """The `numbers` of the mixers of a model, averaged over its layers."""
+    counts = [MIXERS[name].numbers(config) for name in config.mixers]
+    return {kind: sum(count[kind] for count in counts) // len(counts) for kind in counts[0]}

@@ -24,6 +24,9 @@ STACKS = (STACK, FIRST)  # those of layers
 TRANSFORMER, GATED_UNITS = "transformer", "gated_units"
 BOTH = (TRANSFORMER, GATED_UNITS)
 
+# The mixers of a layer: entries of `zero.models.mixers.MIXERS`.
+ATTENTION, DELTA = "attention", "delta"
+
 
 class Check(NamedTuple):
     """What a value must be, if it is not None; `text` is the rest of a sentence that begins with "NAME must "."""
@@ -166,6 +169,14 @@ class Sizes(ConfigPart):
         (0,), None, "for each layer of a repeating pattern, how many positions a token sees, itself included; 0: all"
     )
 
+    # delta: Gated Delta Networks, arXiv 2412.06464
+    mixers: tuple[str, ...] = key(
+        (ATTENTION,),
+        None,
+        "for each layer of a repeating pattern, how its positions see each other: attention, or delta, the gated "
+        "delta rule, in linear time and with a state of constant size",
+    )
+
     def mistakes(self) -> Iterator[str]:
         """Heads that do not divide, and windows that are none."""
         if self.head_dim is None and self.embedding_dim % self.num_head:
@@ -176,6 +187,10 @@ class Sizes(ConfigPart):
             yield f"windows must be a list of numbers of at least 0, got {list(self.windows)}"
         elif self.N % len(self.windows):
             yield f"N {self.N} must be a multiple of the {len(self.windows)} layers of windows"
+        if not self.mixers or self.N % len(self.mixers):
+            yield f"N {self.N} must be a multiple of the {len(self.mixers)} layers of mixers"
+        elif len(self.mixers) > 1 and len(self.windows) > 1:
+            yield f"mixers {list(self.mixers)} need one window, got {list(self.windows)}"
 
     @property
     def window_pattern(self) -> tuple[int, ...]:

@@ -217,5 +217,8 @@ class SelfAttention(ScoredAttention):
             k_BSGK, v_BSGK = (lax.dynamic_index_in_dim(c, entry, keepdims=False) for c in cache)
         attended_BTHK = self._scored(q_BTHK, k_BSGK, v_BSGK, site, bias_CH, sinks_H)
         attended_BTX = attended_BTHK if are_split else lax.collapse(attended_BTHK, 2)
+        if config.attention_gate:
+            gate_BTX = self.dense(h_BTD, attended_BTX.shape[2:], "attention_gate", adapter_keys_B, config.qkv_bias)
+            attended_BTX = attended_BTX * jax.nn.sigmoid(gate_BTX)
         out_BTD = self.residual_dense(attended_BTX, "attention_out", adapter_keys_B, config.out_bias)
         return checkpoint_name(out_BTD, PROJECTIONS), cache

@@ -17,7 +17,7 @@ from zero.models.elements import dropout, fold_keys
 from zero.models.experts import Experts, ResidualStream, Routing
 from zero.models.layer import Layer, options_of
 from zero.models.mixer import Site, Transformer, TransformerPart
-from zero.models.mixers import ATTENTION, MIXERS, Caches
+from zero.models.mixers import MIXERS, Caches
 from zero.models.mlp import hidden_values
 from zero.models.norms import make_norm
 from zero.models.stack import MLP_GATE, MLP_IN
@@ -27,11 +27,11 @@ class TransformerLayer(TransformerPart):
     """A mixer and an MLP, each normalized and added to the residual stream.
 
     Attributes:
-      mixer: an entry of `zero.models.mixers.MIXERS`.
+      place: its number within a period of layers.
       is_dense: the layer has an MLP in a model with experts.
     """
 
-    mixer: str = ATTENTION
+    place: int = 0
     is_dense: bool = False
 
     @nn.compact
@@ -53,7 +53,7 @@ class TransformerLayer(TransformerPart):
         site_keys = [fold_keys(keys_B, i) for i in range(4)]
 
         h_BTD = self.cut.gather_positions(self._norm("norm_attention", x_BTD))
-        site = Site(layer, layer, position, starts_BT, site_keys[0], site_keys[3])
+        site = Site(layer, self._entry(layer), position, starts_BT, site_keys[0], site_keys[3])
         attended_BTD, caches = self._attention(h_BTD, caches, site)
         attended_BTD = self._norm("norm_attention", attended_BTD, is_after=True) * config.residual_multiplier
         sum_BTD = x_BTD + dropout(attended_BTD, config.residual_drop_rate, site_keys[1], self.cut.of_positions)
@@ -79,12 +79,25 @@ class TransformerLayer(TransformerPart):
 
     def _attention(self, h_BTD: jax.Array, caches: Caches | None, site: Site) -> tuple[jax.Array, Caches | None]:
         """The output of this layer's mixer, and the caches with its own."""
-        mixer = MIXERS[self.mixer].module(**options_of(self))
+        mixer = MIXERS[self._mixer].module(**options_of(self))
         nn.share_scope(self, mixer)
         if caches is None:
             return mixer(h_BTD, None, site)
-        out_BTD, cache = mixer(h_BTD, caches[self.mixer], site)
-        return out_BTD, {**caches, self.mixer: cache}
+        out_BTD, cache = mixer(h_BTD, caches[self._mixer], site)
+        return out_BTD, {**caches, self._mixer: cache}
+
+    @property
+    def _mixer(self) -> str:
+        """An entry of `zero.models.mixers.MIXERS`."""
+        return self.config.mixers[self.place % len(self.config.mixers)]
+
+    def _entry(self, layer: jax.Array) -> jax.Array:
+        """The number of a layer among those with its mixer."""
+        pattern = self.config.mixers
+        if len(pattern) == 1:
+            return layer
+        before = pattern[: self.place % len(pattern)].count(self._mixer)
+        return layer // len(pattern) * pattern.count(self._mixer) + before
 
     def _mlp(self, h_BTD: jax.Array, whole_width: int, adapter_keys_B: jax.Array | None) -> jax.Array:
         """The MLP of a layer, or the one beside its experts."""
@@ -112,7 +125,7 @@ class DenseLayer(TransformerLayer):
 
 
 class Period(Layer):
-    """`experts_every` layers; only the last one has experts."""
+    """A period of layers with different parameters: those of other mixers, or the last one with experts."""
 
     config: Transformer
 
@@ -121,8 +134,9 @@ class Period(Layer):
         self, carry: tuple[ResidualStream, Caches | None], number: jax.Array, *arguments: Any
     ) -> tuple[tuple[ResidualStream, Caches | None], None]:
         """As `TransformerLayer`; `number` is the number of the period."""
-        every = self.config.experts_every
-        for i in range(every):
-            layer = TransformerLayer(**options_of(self), is_dense=i + 1 < every, name=f"layer_{i}")
-            carry, _ = layer(carry, number * every + i, *arguments)
+        config = self.config
+        for place in range(config.period):
+            is_dense = (place + 1) % config.experts_every > 0
+            layer = TransformerLayer(**options_of(self), place=place, is_dense=is_dense, name=f"layer_{place}")
+            carry, _ = layer(carry, number * config.period + place, *arguments)
         return carry, None

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from zero.models.config import STACK, GPTConfig
-from zero.models.mixers import ATTENTION as MIXER
-from zero.models.mixers import MIXERS
+from zero.models.mixers import numbers_per_layer
+from zero.models.part import ATTENTION as ATTENTION_MIXER
 from zero.models.stack import ATTENTION, LAYER_INPUT, MLP_GATE, MLP_IN, PROJECTIONS, kinds_of
 from zero.training.sharded_gpt import ShardedGPT
 
@@ -105,7 +105,7 @@ def numbers_per_position(model: ShardedGPT, kinds: Sequence[str]) -> int:
     """Numbers that these kinds have per layer and position, beside the layer's input."""
     size = model.config
     width = size.mlp_width if size.experts is None else size.shared_dim or 0
-    count = {**MIXERS[MIXER].numbers(size), MLP_IN: width, MLP_GATE: width if size.gated else 0}
+    count = {**numbers_per_layer(size), MLP_IN: width, MLP_GATE: width if size.gated else 0}
     return sum(count[kind] for kind in count if kind in kinds)
 
 
@@ -114,7 +114,8 @@ _LONG = 4096  # positions; a kernel's attention takes longer to compute again th
 
 def ladder(model: ShardedGPT, context: int) -> tuple[str, ...]:
     """Policies by the memory that they need, each of which saves time (docs/decisions/attention.md)."""
-    if model.config.layer != "transformer" or model.config.experts is not None:
+    has_attention = model.config.layer == "transformer" and {*model.config.mixers} == {ATTENTION_MIXER}
+    if not has_attention or model.config.experts is not None:
         return ("full",)
     if model.kernel is None:
         return ("full", "mlp_in", "mlp", "mlp+attention")

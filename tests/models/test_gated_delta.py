@@ -1,0 +1,196 @@
+"""Models whose layers have gated DeltaNet, alone or beside attention."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from zero.models.config import GPTConfig
+from zero.models.families import FAMILIES
+from zero.models.gpt import GPT, init_cache
+
+PATTERN = ("delta", "delta", "attention")
+SIZES: dict[str, Any] = {
+    **FAMILIES["qwen3"],
+    "embedding_dim": 12,
+    "vocab_size": 31,
+    "num_head": 3,
+    "kv_heads": 1,
+    "head_dim": 4,
+    "block_size": 32,
+    "dropout": 0.0,
+    "N": 6,
+    "mixers": PATTERN,
+    "delta_key_heads": 2,
+    "delta_value_heads": 4,
+    "delta_value_dim": 3,
+}
+ROWS, POSITIONS = 2, 11
+
+
+@pytest.fixture(scope="module", params=["pattern", "delta alone", "experts"])
+def model(request: pytest.FixtureRequest) -> tuple[GPT, Any]:
+    others: dict[str, dict[str, Any]] = {
+        "pattern": {},
+        "delta alone": {"mixers": ("delta",), "N": 2},
+        "experts": {"experts": 4, "experts_per_token": 2, "N": 3},
+    }
+    gpt = GPT(GPTConfig(**SIZES | others[request.param]))
+    variables = jax.jit(partial(gpt.init, method="hidden"))(jax.random.key(0), tokens(), None)
+    # Weights far from their start, so that each of them matters.
+    leaves, tree = jax.tree.flatten(variables)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    moved = [x + 0.2 * jax.random.normal(key, x.shape) for x, key in zip(leaves, keys, strict=True)]
+    return gpt, jax.tree.unflatten(tree, moved)
+
+
+def tokens(positions: int = POSITIONS) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(0).integers(0, 31, (ROWS, positions)), jnp.int32)
+
+
+@pytest.mark.parametrize("read", [1, 5])
+def test_a_cache_continues_a_row(model: tuple[GPT, Any], read: int) -> None:
+    """A prompt in a wider prefill, then a token at a time, gives the logits of whole rows."""
+    gpt, variables = model
+    cache: Any = init_cache(gpt.config, ROWS, POSITIONS, jnp.float32, known=read)
+    prefill = jnp.where(jnp.arange(8) < read, tokens()[:, :8], 7)
+    logits, cache = gpt.apply(variables, prefill, cache, 0, last=read - 1, method="logits")
+    one_token = jax.jit(partial(gpt.apply, method="logits"))
+    whole = jax.jit(lambda last: gpt.apply(variables, tokens(), last=last, method="logits")[0])
+    for count in range(read, POSITIONS):
+        np.testing.assert_allclose(logits, whole(count - 1), atol=3e-5)
+        logits, cache = one_token(variables, tokens()[:, count : count + 1], cache, count)
+
+
+def test_packed_documents_do_not_see_each_other(model: tuple[GPT, Any]) -> None:
+    """Each segment of a row has the losses that it has alone."""
+    gpt, variables = model
+    row = tokens()
+    starts = jnp.asarray([[0] * 4 + [4] * 7, [0] * 9 + [9] * 2])
+    losses: Any = gpt.apply(variables, row, row, None, starts)
+    alone: Any = jax.jit(partial(gpt.apply, variables))
+    for line, bounds in enumerate([(0, 4, 11), (0, 9, 11)]):
+        for first, end in pairwise(bounds):
+            # A later position changes no earlier one, so that all segments have one length.
+            own = jnp.pad(row[line : line + 1, first:end], ((0, 0), (0, 9 - end + first)))
+            np.testing.assert_allclose(losses[line, first:end], alone(own, own)[0, : end - first], atol=3e-5)
+
+
+def test_no_position_sees_a_later_one(model: tuple[GPT, Any]) -> None:
+    gpt, variables = model
+    changed = tokens().at[:, 6].add(1)
+    losses_of = jax.jit(partial(gpt.apply, variables))
+    losses, others = (np.asarray(losses_of(x, tokens())) for x in (tokens(), changed % 31))
+    np.testing.assert_array_equal(losses[:, :6], others[:, :6])
+    assert np.all(losses[:, 6:] != others[:, 6:])
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"mixers": ("delta", "gamma"), "N": 2}, "mixers must name attention or delta, got 'gamma'"),
+        ({"N": 4}, "N 4 must be a multiple of the 3 layers of mixers"),
+        ({"windows": (4, 0)}, "mixers .* need one window"),
+        ({"delta_value_heads": 3}, "delta_value_heads 3 must be a multiple of delta_key_heads 2"),
+        ({"mixers": ("attention",)}, "delta_key_heads 2 needs a layer with delta in mixers"),
+        ({"experts": 4, "experts_every": 2}, "experts_every 2 needs one mixer"),
+    ],
+)
+def test_impossible_models_are_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GPTConfig(**SIZES | keys)
+
+
+def test_equals_transformers() -> None:
+    """Logits of Qwen 3.5's own code, at odd sizes, over a row that is longer than a chunk of the delta rule."""
+    torch = pytest.importorskip("torch")
+    qwen = pytest.importorskip("transformers.models.qwen3_5")
+    theirs_config = qwen.Qwen3_5TextConfig(
+        vocab_size=31,
+        hidden_size=12,
+        intermediate_size=20,
+        num_hidden_layers=6,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        head_dim=8,
+        rms_norm_eps=1e-5,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_conv_kernel_dim=3,
+        linear_key_head_dim=5,
+        linear_value_head_dim=6,
+        layer_types=["linear_attention", "linear_attention", "full_attention"] * 2,
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+    )
+    torch.manual_seed(0)
+    theirs = qwen.Qwen3_5ForCausalLM(theirs_config).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    weights = {name: x.detach().numpy() for name, x in theirs.state_dict().items()}
+    config = GPTConfig(
+        **FAMILIES["qwen3_5"]
+        | {"embedding_dim": 12, "vocab_size": 31, "num_head": 3, "kv_heads": 1, "head_dim": 8, "block_size": 128}
+        | {"dropout": 0.0, "N": 6, "mixers": PATTERN, "mlp_dim": 20, "norm_epsilon": 1e-5, "rotary_base": 100.0}
+        | {"rotary_fraction": 0.5, "delta_key_heads": 2, "delta_value_heads": 4, "delta_taps": 3, "vocab_chunks": 1}
+        | {"delta_key_dim": 5, "delta_value_dim": 6},
+    )
+    gpt = GPT(config)
+    shapes: Any = jax.eval_shape(partial(gpt.init, method="hidden"), jax.random.key(0), tokens(), None)["params"]
+    params: Any = {
+        "vocabulary": {"table": weights["model.embed_tokens.weight"][None]},
+        "head": {"table": weights["lm_head.weight"][None]},
+        "norm": {"scale": weights["model.norm.weight"]},
+        "blocks": {},
+    }
+    for place in range(len(PATTERN)):
+        periods = [layer_of(weights, number) for number in range(place, 6, len(PATTERN))]
+        params["blocks"][f"layer_{place}"] = jax.tree.map(lambda *x: np.stack(x), *periods)
+    assert jax.tree.map(np.shape, params) == jax.tree.map(np.shape, dict(shapes))
+    row = np.random.default_rng(1).integers(0, 31, (2, 70))
+    with torch.no_grad():
+        expected = theirs(torch.as_tensor(row)).logits.numpy()
+    logits = jax.jit(lambda last: gpt.apply({"params": params}, jnp.asarray(row), last=last, method="logits")[0])
+    for last in (0, 1, 5, 63, 64, 69):
+        np.testing.assert_allclose(logits(last), expected[:, last], atol=1e-5)
+
+
+def layer_of(weights: dict[str, np.ndarray], number: int) -> Any:
+    """The parameters of one layer, from the names and layouts of transformers."""
+    own = {name.removeprefix(f"model.layers.{number}."): x for name, x in weights.items()}
+    layer: dict[str, Any] = {
+        "norm_attention": {"scale": own["input_layernorm.weight"]},
+        "norm_mlp": {"scale": own["post_attention_layernorm.weight"]},
+        "mlp_in": {"kernel": own["mlp.up_proj.weight"].T},
+        "mlp_gate": {"kernel": own["mlp.gate_proj.weight"].T},
+        "mlp_out": {"kernel": own["mlp.down_proj.weight"].T},
+    }
+    if "self_attn.q_proj.weight" in own:
+        heads = own["self_attn.q_proj.weight"].reshape(3, 2, 8, 12)  # of each head its queries, then its gate
+        return layer | {
+            "query": {"kernel": heads[:, 0].reshape(24, 12).T},
+            "attention_gate": {"kernel": heads[:, 1].reshape(24, 12).T},
+            "key": {"kernel": own["self_attn.k_proj.weight"].T},
+            "value": {"kernel": own["self_attn.v_proj.weight"].T},
+            "query_norm": {"scale": own["self_attn.q_norm.weight"]},
+            "key_norm": {"scale": own["self_attn.k_norm.weight"]},
+            "attention_out": {"kernel": own["self_attn.o_proj.weight"].T},
+        }
+    parts = np.split(own["linear_attn.in_proj_qkv.weight"], [10, 20])
+    taps = np.split(own["linear_attn.conv1d.weight"][:, 0], [10, 20])
+    for name, kernel, tap in zip(("query", "key", "value"), parts, taps, strict=True):
+        layer |= {name: {"kernel": kernel.T}, f"{name}_convolution": {"taps": tap.T}}
+    return layer | {
+        "output_gate": {"kernel": own["linear_attn.in_proj_z.weight"].T},
+        "rate": {"kernel": own["linear_attn.in_proj_b.weight"].T},
+        "decay_input": {"kernel": own["linear_attn.in_proj_a.weight"].T},
+        "decay": {"log_rate": own["linear_attn.A_log"], "offset": own["linear_attn.dt_bias"]},
+        "delta_norm": {"scale": own["linear_attn.norm.weight"]},
+        "attention_out": {"kernel": own["linear_attn.out_proj.weight"].T},
+    }

@@ -1,0 +1,216 @@
+"""Gated DeltaNet: a mixer in linear time, whose cache has a constant size.
+
+Queries, keys and values pass a short causal convolution of each channel; the gated delta rule mixes the positions; a
+norm of each head follows, and a gate.
+
+Source: Gated Delta Networks, arXiv 2412.06464, section 3.4 and figure 1.
+
+Shapes are named by suffix:
+  B rows, T positions, D embedding, H heads of values, G heads of keys, K width of keys, V width of values, X channels,
+  C positions that a convolution sees, L layers
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
+
+from zero.models.attention.delta_rule import Inputs, delta_rule, delta_step
+from zero.models.mixer import Mixer, Site, Transformer
+from zero.models.stack import ATTENTION, PROJECTIONS
+from zero.partition.model_parallel import ModelParallel
+
+_EPSILON = 1e-6  # of the length of queries and keys
+
+
+class DeltaCache(NamedTuple):
+    """What the layers of this mixer know of the positions so far.
+
+    Attributes:
+      state_LBHKV: of the delta rule, float32.
+      inputs_LBCX: the last inputs of the convolutions, one fewer than they see.
+      known: the number of positions of a prefill that are valid, int32.
+    """
+
+    state_LBHKV: jax.Array
+    inputs_LBCX: jax.Array
+    known: jax.Array
+
+
+def empty_delta_cache(
+    config: Transformer,
+    layers: int,
+    rows: int,
+    positions: int,
+    dtype: DTypeLike,
+    cut: ModelParallel,
+    known: jax.Array | int,
+) -> DeltaCache:
+    """The cache before the first position; its size does not depend on `positions`."""
+    state = jnp.zeros((layers, rows, config.delta_heads, config.delta_key_width, config.delta_value_width), jnp.float32)
+    inputs = jnp.zeros((layers, rows, config.delta_taps - 1, sum(_channels(config))), dtype)
+    return DeltaCache(state, inputs, jnp.asarray(known, jnp.int32))
+
+
+def numbers_of_delta(config: Transformer) -> dict[str, int]:
+    """Numbers per position: outputs of the delta rule in float32; the inputs of the convolutions, and the output."""
+    outputs = 2 * config.delta_heads * config.delta_value_width
+    return {ATTENTION: outputs, PROJECTIONS: sum(_channels(config)) + config.embedding_dim}
+
+
+def _channels(config: Transformer) -> tuple[int, int, int]:
+    """Those of queries, keys and values."""
+    of_keys = config.delta_groups * config.delta_key_width
+    return of_keys, of_keys, config.delta_heads * config.delta_value_width
+
+
+class Taps(nn.Module):
+    """The weights of a causal convolution of each channel, `(C, X)`: the last one is that of the position itself."""
+
+    count: int
+    channels: int
+
+    @nn.compact
+    def __call__(self) -> jax.Array:
+        start = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform", in_axis=0, out_axis=())
+        return self.param("taps", start, (self.count, self.channels))
+
+
+class Decay(nn.Module):
+    """How fast the state of each head decays: `-exp(log_rate) softplus(x + offset)`, float32 `(B, T, H)`."""
+
+    @nn.compact
+    def __call__(self, x_BTH: jax.Array) -> jax.Array:
+        heads = x_BTH.shape[-1]
+        log_rate_H = self.param("log_rate", _log_of_uniform, (heads,)).astype(jnp.float32)
+        offset_H = self.param("offset", nn.initializers.ones, (heads,)).astype(jnp.float32)
+        shifted_BTH = x_BTH.astype(jnp.float32) + offset_H[None, None]
+        return -jnp.exp(log_rate_H)[None, None] * jax.nn.softplus(shifted_BTH)
+
+
+def _log_of_uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
+    return jnp.log(jax.random.uniform(key, shape, dtype, 0.01, 16.0))
+
+
+class GatedDelta(Mixer):
+    """The layer's mixer `delta`."""
+
+    @nn.compact
+    def __call__(self, h_BTD: jax.Array, cache: DeltaCache | None, site: Site) -> tuple[jax.Array, DeltaCache | None]:
+        """As `Mixer` says."""
+        config = self.config
+        channels = _channels(config)
+        heads = config.delta_heads
+
+        def projected(name: str, features: int) -> jax.Array:
+            return self.dense(h_BTD, (features,), name, site.adapter_keys_B, use_bias=False)
+
+        names = ("query", "key", "value")
+        x_BTX = jnp.concatenate([projected(*pair) for pair in zip(names, channels, strict=True)], axis=-1)
+        x_BTX = checkpoint_name(x_BTX, PROJECTIONS)
+        gate_BTX = projected("output_gate", channels[2])
+        rate_BTH = jax.nn.sigmoid(projected("rate", heads).astype(jnp.float32))
+        decay_BTH = Decay(name="decay")(projected("decay_input", heads))
+
+        taps_CX = jnp.concatenate(
+            [
+                Taps(config.delta_taps, count, name=f"{name}_convolution")()
+                for name, count in zip(names, channels, strict=True)
+            ],
+            axis=-1,
+        )
+        before_BCX = None if cache is None else lax.dynamic_index_in_dim(cache.inputs_LBCX, site.entry, keepdims=False)
+        extended_BTX = _with_before(x_BTX, before_BCX, config.delta_taps)
+        mixed_BTX = jax.nn.silu(convolved(extended_BTX, taps_CX.astype(self.dtype), site.starts_BT))
+        inputs = self._inputs(mixed_BTX, decay_BTH, rate_BTH)
+
+        if cache is None:
+            out_BTHV, _ = delta_rule(inputs, None, site.starts_BT)
+        else:
+            out_BTHV, cache = self._continued(inputs, extended_BTX, cache, site)
+        out_BTHV = checkpoint_name(out_BTHV, ATTENTION)
+        norm = nn.RMSNorm(config.norm_epsilon, dtype=jnp.float32, name="delta_norm")
+        gate_BTHV = gate_BTX.astype(jnp.float32).reshape(out_BTHV.shape)
+        out_BTX = lax.collapse(norm(out_BTHV) * jax.nn.silu(gate_BTHV), 2).astype(self.dtype)
+        out_BTD = self.residual_dense(out_BTX, "attention_out", site.adapter_keys_B, use_bias=False)
+        return checkpoint_name(out_BTD, PROJECTIONS), cache
+
+    def _inputs(self, mixed_BTX: jax.Array, decay_BTH: jax.Array, rate_BTH: jax.Array) -> Inputs:
+        """Queries and keys of unit length, each for all heads of values that share it."""
+        config = self.config
+        of_queries, of_keys, _ = _channels(config)
+        shared = config.delta_heads // config.delta_groups
+
+        def heads(x_BTX: jax.Array, width: int) -> jax.Array:
+            return x_BTX.astype(jnp.float32).reshape(*x_BTX.shape[:2], -1, width)
+
+        q_BTGK = heads(mixed_BTX[..., :of_queries], config.delta_key_width)
+        k_BTGK = heads(mixed_BTX[..., of_queries : of_queries + of_keys], config.delta_key_width)
+        q_BTHK, k_BTHK = (jnp.repeat(_unit(x_BTGK), shared, axis=2) for x_BTGK in (q_BTGK, k_BTGK))
+        v_BTHV = heads(mixed_BTX[..., of_queries + of_keys :], config.delta_value_width)
+        return Inputs(q_BTHK * config.delta_key_width**-0.5, k_BTHK, v_BTHV, decay_BTH, rate_BTH)
+
+    def _continued(
+        self, inputs: Inputs, extended_BTX: jax.Array, cache: DeltaCache, site: Site
+    ) -> tuple[jax.Array, DeltaCache]:
+        """The outputs after the positions in the cache, and the cache with these."""
+        positions = inputs.k_BTHK.shape[1]
+        state_BHKV = lax.dynamic_index_in_dim(cache.state_LBHKV, site.entry, keepdims=False)
+        if positions == 1:
+            out_BTHV, state_BHKV = delta_step(inputs, state_BHKV)
+            count: jax.Array | int = 1
+        else:
+            count = jnp.clip(cache.known - site.position, 0, positions)
+            is_valid_T = jnp.arange(positions) < count
+            decay_BTH = jnp.where(is_valid_T[None, :, None], inputs.decay_BTH, 0.0)
+            rate_BTH = jnp.where(is_valid_T[None, :, None], inputs.rate_BTH, 0.0)
+            out_BTHV, state_BHKV = delta_rule(inputs._replace(decay_BTH=decay_BTH, rate_BTH=rate_BTH), state_BHKV)
+        last_BCX = lax.dynamic_slice_in_dim(extended_BTX, count, self.config.delta_taps - 1, axis=1)
+        state_LBHKV = lax.dynamic_update_index_in_dim(cache.state_LBHKV, state_BHKV, site.entry, 0)
+        inputs_LBCX = lax.dynamic_update_index_in_dim(
+            cache.inputs_LBCX, last_BCX.astype(cache.inputs_LBCX.dtype), site.entry, 0
+        )
+        return out_BTHV, cache._replace(state_LBHKV=state_LBHKV, inputs_LBCX=inputs_LBCX)
+
+
+def _with_before(x_BTX: jax.Array, before_BCX: jax.Array | None, taps: int) -> jax.Array:
+    """`x` after the inputs that the convolution of its first position sees; zeros at the start of a row."""
+    if before_BCX is None:
+        return jnp.pad(x_BTX, ((0, 0), (taps - 1, 0), (0, 0)))
+    return jnp.concatenate([before_BCX.astype(x_BTX.dtype), x_BTX], axis=1)
+
+
+def convolved(extended_BTX: jax.Array, taps_CX: jax.Array, starts_BT: jax.Array | None = None) -> jax.Array:
+    """The causal convolution of each channel, in which a segment does not see the one before it.
+
+    Args:
+      extended_BTX: the inputs, after the `C - 1` before the first.
+      taps_CX: the weights; the last one is that of the position itself.
+      starts_BT: the column where the segment of each position starts; None for one segment per row.
+
+    >>> convolved(jnp.asarray([[[0.0], [1], [2], [3]]]), jnp.asarray([[10.0], [1]])).ravel().tolist()
+    [1.0, 12.0, 23.0]
+    >>> convolved(jnp.asarray([[[0.0], [1], [2], [3]]]), jnp.asarray([[10.0], [1]]), jnp.asarray([[0, 1, 1]])).tolist()
+    [[[1.0], [2.0], [23.0]]]
+    """
+    taps = taps_CX.shape[0]
+    positions = extended_BTX.shape[1] - taps + 1
+    total = jnp.zeros((), extended_BTX.dtype)
+    for tap in range(taps):
+        x_BTX = lax.slice_in_dim(extended_BTX, tap, tap + positions, axis=1)
+        if starts_BT is not None:
+            source_T = jnp.arange(positions) - (taps - 1 - tap)
+            x_BTX = jnp.where((source_T[None] >= starts_BT)[..., None], x_BTX, 0)
+        total = total + x_BTX * taps_CX[tap][None, None]
+    return total
+
+
+def _unit(x: jax.Array) -> jax.Array:
+    """`x` of length 1 in its last dimension."""
+    return x * lax.rsqrt(jnp.sum(jnp.square(x), -1, keepdims=True) + _EPSILON)
