@@ -79,6 +79,28 @@ def test_both_hosts_stop_together(workplace: Path, lasting: cli.Lasting) -> None
         np.testing.assert_allclose([line[key] for line in got], [line[key] for line in expected], rtol=1e-5)
 
 
+NAN_ON_ONE = """
+from tests.helpers import faulty_device
+faulty_device.install(3, faulty_device.nan_in_some_steps)
+"""
+
+
+@pytest.mark.slow
+def test_nan_on_one_host(workplace: Path) -> None:
+    """Both hosts skip the steps in which one has a NaN, as one process with these devices does."""
+    with cli.customized(NAN_ON_ONE):
+        done = hosts.finish(start_hosts(workplace, "hydra.run.dir=two-with-nan"))
+        assert [one.returncode for one in done] == [0, 0], [one.stderr for one in done]
+        alone = ("training.batch_size=16", "distributed.cpu_devices=4", "hydra.run.dir=one-with-nan")
+        cli.Forks(workplace).check(*cli.later_values(*TWO, *alone))
+    two, one = (cli.metrics(workplace / run) for run in ("two-with-nan", "one-with-nan"))
+    skipped = [line["skipped_steps"] for line in two]
+    assert 0 < skipped[-1] < len(two) and skipped == [line["skipped_steps"] for line in one]
+    for key in ("train/loss", "validation/loss"):
+        values, expected = ([line[key] for line in lines if key in line] for lines in (two, one))
+        np.testing.assert_allclose(values, expected, rtol=1e-5)
+
+
 @pytest.mark.slow
 def test_tensor_groups_on_two_hosts(workplace: Path) -> None:
     """Tensor groups on two hosts train as one process without groups.

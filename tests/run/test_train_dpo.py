@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.config.composing import Only, compose
-from tests.helpers import cli
+from tests.helpers import cli, kills
 from tests.helpers.corpora import call
 from tests.helpers.loaders import open_loader
 from tests.helpers.pair_runs import CONTEXT, JOB, LORA, SIZE, STEPS, TRAIN, VALIDATION, make_pairs
@@ -116,6 +117,37 @@ def test_adapters_on_their_base(place: Place) -> None:
     assert lines[-1]["train/loss"] < 0.6 and lines[-1]["validation/rewards/accuracies"] > 0.9
     assert cli.metrics(place.runs.fork("lora", STEPS // 2)) == lines
     assert set(Path("data/index").iterdir()) == before
+
+
+RESUMED = {
+    "QLoRA in copies": (*LORA, "tuning.base_dtype=nf4", "zero.replicas=2"),
+    "copies that send bytes": ("zero.replicas=2", "zero.replica_wire_dtype=int8"),
+    "8 bits": ("zero.product_dtype=int8", "zero.gather_dtype=products", "optimizer.state_dtype=int8"),
+    "offload": ("zero.offload=both", "zero.fused_update=true", "training.gradient_accumulation_steps=1"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RESUMED)
+def test_resumed_with(name: str, place: Place) -> None:
+    """Beside what changes arithmetic or places, the reference is scored as the model is, and a resume is exact."""
+    run = place.runs.train(name, *cli.later_values(*JOB, *RESUMED[name]))
+    lines = cli.metrics(run)
+    assert lines[0]["train/loss"] == pytest.approx(np.log(2), abs=1e-4) and abs(lines[0]["rewards/margins"]) < 1e-4
+    assert lines[-1]["train/loss"] < 0.6 and lines[-1]["validation/rewards/accuracies"] > 0.9
+    assert cli.metrics(place.runs.fork(name, STEPS // 2)) == lines
+
+
+@pytest.mark.slow
+def test_killed_with_quantized_base(root: Path) -> None:
+    """A run of QLoRA on two copies of the state that was killed after a save ends as one that was left alone."""
+    forks = cli.Forks(root)
+    job = cli.later_values(*JOB, *RESUMED["QLoRA in copies"])
+    calm = forks.train("calm", *job)
+    with cli.customized(kills.at(kills.Rule("os.rename", rf"/checkpoints/{STEPS // 2}$", "kill after"))):
+        assert forks.run(*job, "hydra.run.dir=killed").returncode == -signal.SIGKILL
+    forks.check("--resume", "hydra.run.dir=killed")
+    assert cli.metrics(root / "killed") == cli.metrics(calm)
 
 
 @pytest.mark.wide  # test_identity.py refuses other contents, the test below computes values anew

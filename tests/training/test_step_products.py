@@ -204,3 +204,17 @@ def test_groups_and_policies(devices: str, options: dict[str, Any]) -> None:
     np.testing.assert_allclose(got.metrics["gradient_norm"], expected.metrics["gradient_norm"], rtol=2e-2)
     errors = np.abs(np.divide(got.metrics["loss"], exact.metrics["loss"]) - 1)
     assert errors.max() > 1e-5  # below 1e-6 where nothing is rounded
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EIGHT_BITS)
+@pytest.mark.parametrize("devices", [3, 8])
+def test_tied_and_gated_model(devices: int, name: str) -> None:
+    """The vocabulary, whose matrix is used twice, is not rounded, and a gate is rounded as the other matrices are."""
+    config = dataclasses.replace(MODELS["llama"], dropout=0.0, tied=True)
+    data = partial(tokens, context=DIVISIBLE.block_size)
+    got = run_on(setup(devices, 3, config=config, product_dtype=name), data=data)
+    expected = reference(config, data=data, product_dtype=name)
+    assert not any(leaf.startswith("head") for leaf in got.params)
+    np.testing.assert_allclose(got.metrics["loss"], expected.metrics["loss"], rtol=1e-3)
+    np.testing.assert_allclose(got.metrics["gradient_norm"], expected.metrics["gradient_norm"], rtol=2e-2)
