@@ -33,9 +33,9 @@ def step(state: Any, mark: Callable[[Any], Any] = zero.local) -> Any:
     return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}
 
 
-def update_sgd() -> Any:
-    """All leaves of its state have a first dimension of eight."""
-    tx, params = zero.shard_optimizer(optax.sgd(0.1, momentum=0.5), "batch"), make_params()
+def update_sgd(rows: int) -> Any:
+    """No leaf of its state is a scalar; all have a first dimension of so many rows."""
+    tx, params = zero.shard_optimizer(optax.sgd(0.1, momentum=0.5), "batch"), {"w": np.ones((rows, 5), np.float32)}
     return jax.pmap(lambda p, s: tx.update(zero.local(p), s, p), "batch")(replicate(params), tx.init(params))
 
 
@@ -47,7 +47,8 @@ def without_containers(state: Any) -> Any:
 
 CAUSES: dict[str, Callable[[], Any]] = {
     "tuple index out of range": lambda: jax.pmap(step, "batch")(create_state()),
-    "this state of a sharded optimizer is whole": update_sgd,
+    "implies that array axis 0 is partitioned": lambda: update_sgd(13),
+    "this state of a sharded optimizer is whole": lambda: update_sgd(8),
     "the state has the same leaves in other containers": lambda: zero.to_devices(
         without_containers(create_state()), like=create_state()
     ),
