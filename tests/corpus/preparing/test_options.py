@@ -26,7 +26,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "key": {"key": "other"},
     "lines": {"lines": True},
     "completions": {"completions": True},
-    "preferences": {"preferences": True},
+    "examples": {"examples": "preferences"},
     "loss_on": {"loss_on": ("user",), "completions": True},
     "template_variables": {"template_variables": '{"system": "brief"}'},
     "splits": {"splits": "all"},
