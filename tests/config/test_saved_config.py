@@ -17,7 +17,7 @@ RESUMED = ["resume=runs/a"]
 CHANGES = {  # from the start of the run, to what a resume may not change in it
     "seed=1": "seed=1",
     "training.ema=0.9": "training.ema=0.9",
-    "training.batch_stages=[[3,8]]": "training.batch_stages=[[3, 8]]",
+    "batch=stages": "batch=stages",
     "model.size=test": "model.size=test",
     "model.size=my.yaml:bytes": "model.size=my.yaml:bytes",
     "model.override={N: 3}": "model.override={'N': 3}",
@@ -34,6 +34,7 @@ OF_ADAPTERS = (
     *("rank_pattern={query: 2}", "alpha_pattern={query: 2}", "modules_to_save=[vocabulary]"),
 )
 OF_CHOICES = {
+    "batch=stages": ("stages=[[3,8]]",),
     "optimizer=adamw": (
         "b1=0.8",
         "b2=0.8",

@@ -37,7 +37,6 @@ ROWS = {
     "resume": Row("set by --resume", REFUSED),
     "seed": Row("1", STEP, is_fixed=True),
     "training.max_epochs": Row("2", RUN, in_run="1", beside=("data.train_samples=32",)),
-    "training.batch_stages": Row("[[3,8]]", RUN, is_fixed=True),
     "training.batch_size": Row("8", RUN, in_run="32"),
     "training.loss_on": Row("completion", RUN),
     "training.staged_warmup_steps": Row("6", RUN),

@@ -81,3 +81,11 @@ def shown(value: Any) -> str:
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def is_stages(value: Any) -> bool:
+    """Whether a value is a list of pairs of whole numbers above 0, steps and a size."""
+    return isinstance(value, list) and all(
+        isinstance(stage, list) and len(stage) == 2 and all(type(x) is int and 1 <= x <= INT32 for x in stage)
+        for stage in value
+    )

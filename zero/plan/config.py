@@ -169,7 +169,7 @@ class PlanConfig(TrainConfig):
         """Other keys of training are part of the printed command, if not of the compiled step."""
         yield "data.resume_step", "mode=plan plans a fresh start"
         yield "training.batch_size", "plan.micro_batch replaces it"
-        yield "training.batch_stages", "mode=plan plans the steps after the last stage"
+        yield "batch", "mode=plan plans the steps after the last stage"
         yield "profile.step_time", "mode=plan predicts it"
         yield from self.plan.without_effect()
         yield from super().without_effect()

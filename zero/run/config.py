@@ -13,7 +13,7 @@ from zero.checkpoints import emergency
 from zero.config import saved_config
 from zero.config.check import flat
 from zero.config.constraints import shown
-from zero.config.keys import Mistakes, all_keys, section
+from zero.config.keys import Mistakes, all_keys, choice, section
 from zero.config.modes import Modes
 from zero.exchange import warm_start
 from zero.files import storage
@@ -24,7 +24,9 @@ from zero.job.sharding import Sharding
 from zero.job.sizes import load_sizes
 from zero.models.config import GPTConfig
 from zero.models.stack import OFFLOADED
-from zero.run import batch_stages, data, directory, step_programs
+from zero.run import data, directory, step_programs
+from zero.run.batches import keys as batches
+from zero.run.batches.table import BATCHES
 from zero.run.features.export import Export
 from zero.run.features.harness import Harness
 from zero.run.features.profile import Profile
@@ -44,7 +46,6 @@ from zero.training.tuning import Adapted
 class TrainingSection(
     data.TrainingKeys,
     job.Training,
-    batch_stages.Keys,
     Validate.Keys,
     Track.Keys,
     Sample.Keys,
@@ -131,6 +132,7 @@ class TrainConfig(job.JobConfig):
     """The keys of a training run; conf/config.yaml is printed from them."""
 
     training: TrainingSection = section(TrainingSection)
+    batch: batches.Keys = choice(BATCHES, "How many sequences the batch of each step has.", fixed=True)
     model: ModelSection = section(ModelSection)
     data: DataSection = section(DataSection)
     zero: ZeroSection = section(ZeroSection)
@@ -156,6 +158,7 @@ class TrainConfig(job.JobConfig):
         of_model = str(self.model)
         yield from self.training.mistakes_beside(self.data, size)
         yield from self.training.sample_mistakes(size, of_model)
+        yield from self.batch.mistakes(self.training.batch_size)
         yield from self._updates_by_part(size)
         yield from self._of_objective(size, of_model)
         if self.trains:
@@ -216,7 +219,8 @@ class TrainConfig(job.JobConfig):
         elif objective.reads:
             yield "objective", f"one that reads nothing beside tokens, as {setting}"
         steps = context // size.update_tokens
-        yield from training.stage_mistakes(steps, setting)
+        if any(count % steps for count, _ in self.batch.stages_to(training.batch_size)):
+            yield "batch", f"constant, or stages of a multiple of {steps} steps, a row's with {setting}"
         values = flat(vars(self))
         for name in (key.name for key in all_keys(type(self)) if key.in_steps):
             if values[name] is not None and values[name] % steps:

@@ -66,7 +66,8 @@ def train(config: TrainConfig, size: GPTConfig, run_directory: Path) -> int:
     placed = place_model(config, size)  # what devices or batches refuse is known before a corpus is prepared
     tokenizer = load_tokenizer(config.data.tokenizer)
     example = config.objective.make().example
-    fresh = TrainingPosition(config.training.batch_size * hosts, config.training.global_stages(hosts))
+    batch_size = config.training.batch_size
+    fresh = TrainingPosition(batch_size * hosts, config.batch.global_stages(batch_size, hosts))
     if config.resume is None:
         share_of_batch(start_of(fresh, config.data, size, example.texts), config.training, config.zero)
     has_rows = config.resume is None and not example.is_whole

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from zero.config.constraints import INT32, at_least, shown, zero_or_more
+from zero.config.constraints import at_least, is_stages, shown, zero_or_more
 from zero.config.keys import Check, Mistakes, choice_name, key, named
 
 
@@ -230,14 +230,6 @@ def learning_rate(keys: Keys, schedule: Schedule) -> LearningRate:
 
 
 STAGES = "[[steps, tokens per sequence], ...]"
-
-
-def is_stages(value: Any) -> bool:
-    """Whether a value is a list of pairs of whole numbers above 0, steps and a size."""
-    return isinstance(value, list) and all(
-        isinstance(stage, list) and len(stage) == 2 and all(type(x) is int and 1 <= x <= INT32 for x in stage)
-        for stage in value
-    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`training.batch_stages`: batches that grow by step, their tokens and learning, killed and resumed."""
+"""`batch=stages`: batches that grow by step, their tokens and learning, killed and resumed."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.helpers import cli
 
-STAGED = (*cli.TINY, "training.batch_stages=[[2,16],[6,32]]", "training.batch_size=48")
+STAGED = (*cli.TINY, "batch=stages", "batch.stages=[[2,16],[6,32]]", "training.batch_size=48")
 ROWS = [*[16] * 2, *[32] * 6, *[48] * 4]  # of each step
 
 
@@ -61,7 +61,7 @@ def test_first_stage_is_a_run_of_its_size(lasting: cli.Lasting) -> None:
 
 def test_other_stages_are_refused(forks: cli.Forks) -> None:
     """A resume with other stages, or batches that do not divide, is refused by the name of the key."""
-    done = forks.run("--resume", "hydra.run.dir=whole", "training.batch_stages=[[2,16]]", "training.total_steps=14")
-    cli.check_refusal(done, "training.batch_stages")
-    done = forks.run(*cli.TINY, "training.batch_stages=[[2,12]]", "hydra.run.dir=odd")
+    done = forks.run("--resume", "hydra.run.dir=whole", "batch.stages=[[2,16]]", "training.total_steps=14")
+    cli.check_refusal(done, "batch.stages")
+    done = forks.run(*cli.TINY, "batch=stages", "batch.stages=[[2,12]]", "hydra.run.dir=odd")
     cli.check_refusal(done, "a global batch of 12 sequences cannot be divided into 8 devices")

@@ -1,0 +1,1 @@
+"""How many sequences the batch of each step has: `table.py` lists the schedules."""

@@ -1,0 +1,36 @@
+"""The interface of a schedule of the batch: a new one is a file with its keys and an entry of `table.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zero.config.keys import Mistakes, named
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What all choices of the group `batch` have."""
+
+    name: str = ""
+
+    def stages_to(self, batch_size: int) -> list[tuple[int, int]]:
+        """Steps and sequences per host of each stage before batches of `training.batch_size` sequences."""
+        raise NotImplementedError
+
+    def global_stages(self, batch_size: int, hosts: int) -> list[list[int]]:
+        """The stages with the rows of all hosts, as the first checkpoint of a run fixes them."""
+        return [[steps, rows * hosts] for steps, rows in self.stages_to(batch_size)]
+
+    def mistakes(self, batch_size: int) -> Mistakes:
+        """The keys that contradict `training.batch_size`."""
+        yield from ()
+
+
+@dataclass(frozen=True)
+class Constant(Keys):
+    """training.batch_size sequences per host in every step."""
+
+    name: str = named("constant")
+
+    def stages_to(self, batch_size: int) -> list[tuple[int, int]]:
+        return []

@@ -1,0 +1,27 @@
+"""A batch that grows in stages, as for Llama 3 (arXiv 2407.21783, section 3.4.1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from zero.config.constraints import is_stages
+from zero.config.keys import Check, key, named
+from zero.run.batches.keys import Keys
+
+
+@dataclass(frozen=True)
+class Stages(Keys):
+    """Batches that grow in stages to training.batch_size sequences per host (arXiv 2407.21783)."""
+
+    name: str = named("stages")
+    stages: Any = key(
+        [],
+        Check(is_stages, "[[steps, sequences per host], ...]"),
+        "[[500, 4], [500, 8]]: 500 steps of 4 sequences per host, then 500 of 8, then training.batch_size.",
+        "A resume keeps the stages of the run.",
+        fixed=True,
+    )
+
+    def stages_to(self, batch_size: int) -> list[tuple[int, int]]:
+        return [(steps, rows) for steps, rows in self.stages]

@@ -1,0 +1,8 @@
+"""The table of schedules of the batch: the choices of the group `batch`, the default first."""
+
+from __future__ import annotations
+
+from zero.run.batches.keys import Constant, Keys
+from zero.run.batches.stages import Stages
+
+BATCHES: tuple[type[Keys], ...] = (Constant, Stages)
