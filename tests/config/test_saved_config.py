@@ -35,6 +35,7 @@ OF_ADAPTERS = (
 )
 OF_CHOICES = {
     "batch=stages": ("stages=[[3,8]]",),
+    "batch=ramp": ("first=2", "steps=8"),
     "optimizer=adamw": (
         "b1=0.8",
         "b2=0.8",

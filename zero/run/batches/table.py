@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from zero.run.batches.keys import Constant, Keys
+from zero.run.batches.ramp import Ramp
 from zero.run.batches.stages import Stages
 
-BATCHES: tuple[type[Keys], ...] = (Constant, Stages)
+BATCHES: tuple[type[Keys], ...] = (Constant, Stages, Ramp)

@@ -1,0 +1,43 @@
+"""A batch that grows evenly from the first step on, as for GPT-3 (arXiv 2005.14165, appendix B) and in Megatron-LM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zero.config.constraints import at_least
+from zero.config.keys import Mistakes, key, named
+from zero.run.batches.keys import Keys
+
+
+@dataclass(frozen=True)
+class Ramp(Keys):
+    """Batches that grow by equal amounts to training.batch_size sequences per host (arXiv 2005.14165, appendix B)."""
+
+    name: str = named("ramp")
+    first: int = key(
+        1,
+        at_least(1),
+        "Sequences per host at first, and by which batches grow; a divisor of training.batch_size.",
+        fixed=True,
+    )
+    steps: int = key(1000, at_least(1), "Steps before training.batch_size is reached.", fixed=True)
+
+    def stages_to(self, batch_size: int) -> list[tuple[int, int]]:
+        """Stages of equal numbers of steps; the first ones have one more if they do not divide.
+
+        >>> Ramp(first=2, steps=8).stages_to(8)
+        [(3, 2), (3, 4), (2, 6)]
+        """
+        sizes = range(self.first, batch_size, self.first)
+        if not sizes:
+            return []
+        steps, more = divmod(self.steps, len(sizes))
+        return [(steps + (number < more), rows) for number, rows in enumerate(sizes)]
+
+    def mistakes(self, batch_size: int) -> Mistakes:
+        if batch_size % self.first:
+            yield "batch.first", f"a divisor of training.batch_size={batch_size}"
+            return
+        count = batch_size // self.first - 1
+        if self.steps < count:
+            yield "batch.steps", f"at least {count}, the stages from batch.first to training.batch_size={batch_size}"
