@@ -25,7 +25,7 @@ SPLITS = [Path(index) for index in cli.INDICES]
 @pytest.fixture(scope="module")
 def taught(workplace: Path) -> Path:
     """The workplace with the tokens of a teacher beside both index files."""
-    runs = cli.Forks(workplace)
+    runs = cli.Lasting(workplace)
     teacher = runs.train("teacher", *cli.TINY)
     found = runs.evaluate(
         *("stored", f"model.model_path={teacher}", "evaluate.top_tokens=5"),
@@ -49,7 +49,7 @@ def test_stored_tokens(taught: Path) -> None:
 
 def test_killed_and_resumed(taught: Path) -> None:
     runs = cli.Forks(taught)
-    whole = cli.metrics(runs.train("whole", *JOB))
+    whole = cli.metrics(cli.Lasting(taught).train("whole", *JOB))
     assert [line["sequence_length"] for line in whole] == [16, 16, 16, 32, 32, 32]
     assert whole[-1]["divergence"] < whole[0]["divergence"] and whole[-1]["validation/divergence"] > 0
     assert whole[-1]["train/loss"] == pytest.approx(
