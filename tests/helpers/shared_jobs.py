@@ -92,7 +92,7 @@ def without(keys: Iterable[str], config: TrainConfig) -> TrainConfig:
         section: Any = blind
         for inner in sections:
             section = getattr(section, inner)
-        delattr(section, name)
+        object.__delattr__(section, name)  # a configuration is frozen
     return blind
 
 
