@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from tests.exchange.random_weights import params
+from tests.exchange.random_weights import params, variables
 from zero.models.config import GPTConfig
 from zero.models.gpt import GPT, init_cache
 
@@ -16,7 +16,7 @@ from zero.models.gpt import GPT, init_cache
 @cache
 def greedy(size: GPTConfig, prompt: tuple[int, ...], length: int) -> tuple[np.ndarray, np.ndarray]:
     """Tokens `(length,)` and the logits `(length, V)` that they were chosen by, one device, with a cache."""
-    apply: Any = jax.jit(partial(GPT(size, drops=False).apply, {"params": params(size)}, method="logits"))
+    apply: Any = jax.jit(partial(GPT(size, drops=False).apply, variables(size, params(size)), method="logits"))
     cache = init_cache(size, 1, len(prompt) + length, jnp.float32)
     first = apply(jnp.asarray([prompt]), cache)
 
