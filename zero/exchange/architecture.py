@@ -136,7 +136,8 @@ class Architecture:
         name = self.modules[module]
         if name in self.bare:
             return f"{name}_bias" if kind == "bias" else name
-        return f"{name}.{'bias' if kind == 'bias' else 'weight'}"
+        ending = "bias" if kind == "bias" else "weight"
+        return f"{name}.{ending}"
 
     def _is_turned(self, leaf: str) -> bool:
         """Whether a tensor is `(out, in)`."""

@@ -91,7 +91,8 @@ def warm_start(source: str, model: ShardedGPT, *, ema: bool = False) -> PyTree:
 
 def read_weights(source: str, model: ShardedGPT, *, ema: bool = False) -> tuple[PyTree, str]:
     """The weights of `warm_start`, and the place with the step or the commit that was read; raises as `warm_start`."""
-    path, known_as = source, source
+    path = source
+    known_as = source
     if source.startswith(PREFIX):
         path = str(hub_folder(source))
         known_as = f"{source.partition('@')[0]}@{Path(path).name}"

@@ -71,10 +71,13 @@ def train(config: TrainConfig, size: GPTConfig, run_directory: Path) -> int:
     if config.resume is None:
         share_of_batch(start_of(fresh, config.data, size, example.texts), config.training, config.zero)
     has_rows = config.resume is None and not example.is_whole
-    of_model = str(config.model)
-    training = config.training
-    rows = resolve_data(config.data, tokenizer, size, of_model, has_rows=has_rows, loss_on=training.loss_on)
-    resolved = replace(config, data=rows)
+    loss_on = config.training.loss_on
+    resolved = replace(
+        config,
+        data=resolve_data(config.data, tokenizer, size, str(config.model), has_rows=has_rows, loss_on=loss_on),
+    )
+    training = resolved.training
+    rows = resolved.data
     job = make_job(resolved, placed.with_last_target(bool(rows.last_target)))
     with ExitStack() as stack:
         directory = stack.enter_context(

@@ -14,7 +14,10 @@ class TerminalFormatter(logging.Formatter):
 
     def __init__(self) -> None:
         self._is_short = sys.stderr.isatty()
-        super().__init__("%(asctime)s %(message)s" if self._is_short else WHOLE, "%H:%M:%S" if self._is_short else None)
+        if self._is_short:
+            super().__init__("%(asctime)s %(message)s", "%H:%M:%S")
+        else:
+            super().__init__(WHOLE)
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         if not self._is_short:
