@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -267,6 +267,21 @@ def table_row(name: str, run: Run, values: Mapping[str, Any]) -> str:
     return f"| {' | '.join(columns)} |"
 
 
+def _shortened(names: Sequence[str], all_names: Iterable[str]) -> str:
+    """Names of recipes, as their longest prefix if it selects no others.
+
+    >>> recipes = ["gpt-neo-125m", "gpt-neo-13b", "lingvo-41b"]
+    >>> _shortened(recipes[:2], recipes), _shortened(recipes[:1], recipes), _shortened(recipes, recipes)
+    ('`gpt-neo-*`', '`gpt-neo-125m`', '`gpt-neo-125m`, `gpt-neo-13b`, `lingvo-41b`')
+    """
+    parts = names[0].split("-")
+    for count in range(len(parts) - 1, 0, -1):
+        prefix = "-".join(parts[:count])
+        if len(names) > 1 and [name for name in all_names if name.startswith(f"{prefix}-")] == list(names):
+            return f"`{prefix}-*`"
+    return ", ".join(f"`{name}`" for name in names)
+
+
 def page_part() -> str:
     """The tables of recipes in docs/reference/from-other-code.md: what each does, and how it differs from its run."""
     titles = ("recipe", "layers", "tokens per update", "learning rate", "steps, warmup", "optimizer", "published")
@@ -279,9 +294,9 @@ def page_part() -> str:
     of_differences: dict[str, list[str]] = {}
     for name, run in runs.items():
         for sentence in differences_of(run):
-            of_differences.setdefault(sentence, []).append(f"`{name}`")
+            of_differences.setdefault(sentence, []).append(name)
     for sentence, names in of_differences.items():
-        lines.append(f"| {', '.join(names)} | {sentence} |")
+        lines.append(f"| {_shortened(names, runs)} | {sentence} |")
     return "\n".join(lines) + "\n"
 
 
