@@ -130,11 +130,8 @@ def with_automatic_remat(model: ShardedGPT, held: int, device: Any, rows: int, c
     model = with_fitting_storage(
         model, rows, context, held=held, capacity=speed.capacity, rates=rates, host_capacity=of_host
     )
-    if may_use_host:
-        on_host = ", ".join(kinds_on_host(model)) or "nothing"
-        log.info("zero.remat=auto: %s, on the host: %s", model.remat, on_host)
-    else:
-        log.info("zero.remat=auto: %s", model.remat)
+    where = f", on the host: {', '.join(kinds_on_host(model)) or 'nothing'}" if may_use_host else ""
+    log.info("zero.remat=auto: %s%s", model.remat, where)
     return model
 
 
