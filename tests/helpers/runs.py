@@ -48,7 +48,11 @@ def in_steps() -> Goodput:
 
 def make_run(directory: Path, **metrics: float) -> Any:
     """A run at step 3 with the metrics of one step that are not read yet."""
-    model = SimpleNamespace(axis=Axis("zero", (1, 8)), weights=lambda params, averages, frozen: params)
+    model = SimpleNamespace(
+        axis=Axis("zero", (1, 8)),
+        weights=lambda params, averages, frozen: params,
+        positions_in=lambda tokens: tokens.shape[1],
+    )
     clock = in_steps()
     step_metrics = StepMetrics(8, peak_flops=1e6, goodput=clock)
     loader = SimpleNamespace(rows_seen=lambda batches: {}, epochs_seen=lambda batches: {})

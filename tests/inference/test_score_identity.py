@@ -122,5 +122,5 @@ def test_every_key_of_evaluation_is_tried() -> None:
     """A new key has to answer: its value is part of what scores are known by, or it names contents, or changes none."""
     keys = {key.name for key in all_keys(MODES.own_sections["evaluate"], "evaluate.")}
     tried = OF_THE_MODE.keys() | {"evaluate.template_variables"}
-    assert keys - BY_CONTENTS == tried | {"evaluate.follow"}
+    assert keys - BY_CONTENTS == tried | {"evaluate.follow", "evaluate.top_tokens"}
     assert all(map(is_declared, tried))
