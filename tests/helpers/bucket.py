@@ -8,12 +8,14 @@
 
 import gc
 import http.client
+import math
 import os
 import random
 import re
 import socket
 import struct
 import threading
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -105,9 +107,22 @@ class Proxy:
         self.budget, self.rate, self.faults = budget, rate, faults
         self.strike: Strike | None = None
         self.bills_readers = False  # answers only requests that name who pays
+        self.latency = 0.0  # seconds before each read
+        self.bandwidth = math.inf  # bytes per second of all reads together
+        self.read_bytes = 0
+        self._line_free = 0.0  # when the last read has passed the line
         self.injected: Counter[str] = Counter()
         self.ranges: list[str | None] = []  # of the reads, faults included
         self.lock, self.random, self.closed = threading.Lock(), random.Random(0), threading.Event()
+
+    def delay(self, size: int) -> None:
+        """Waits as long as so many bytes take, behind those of other reads."""
+        time.sleep(self.latency)
+        with self.lock:
+            self.read_bytes += size
+            self._line_free = max(self._line_free, time.monotonic()) + size / self.bandwidth
+            end = self._line_free
+        time.sleep(max(0.0, end - time.monotonic()))
 
     def draw(self, is_read: bool) -> str | None:
         """The fault of this request, if it gets one: the kind that was injected least often so far.
@@ -171,6 +186,8 @@ def disturbed(proxy: Proxy) -> Iterator[str]:
             answer = onward.getresponse()
             data = answer.read()
             onward.close()
+            if is_read:
+                proxy.delay(len(data))
             if strike is not None and is_struck:
                 strike.strike()
             if fault == "short":
