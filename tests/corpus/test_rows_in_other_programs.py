@@ -134,7 +134,7 @@ def test_in_a_worker(index: Path, method: str):
     rows = Rows(index, **LIKE)
     loop = iter(rows)
     next(loop)
-    context = multiprocessing.get_context(method)
+    context: Any = multiprocessing.get_context(method)
     here, there = context.Pipe(duplex=False)
     child = context.Process(target=_of_child, args=(rows, there))
     child.start()
