@@ -91,7 +91,7 @@ SAID = [
 
 def check(text: str, pattern: str, value: object) -> None:
     found = re.findall(pattern, " ".join(text.split()))
-    assert found and set(found) == {str(value)}, pattern
+    assert found and set(found) == {str(value)}, f"expected {value} where {pattern} finds {found}"
 
 
 @pytest.mark.parametrize(("page", "pattern", "value"), SAID, ids=lambda value: str(value)[:40])

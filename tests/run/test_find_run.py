@@ -252,8 +252,8 @@ def test_results_lie_in_their_run(in_tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ODD_NAMES)
 def test_results_of_one_second(name: str, in_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two evaluations that start in the same second have directories of their own, whatever the name of the run is."""
-    monkeypatch.setattr("zero.run.find_run.newest_run", lambda _: run)
     run = make_run(DEFAULT_ROOT / name, [5])
+    monkeypatch.setattr("zero.run.find_run.newest_run", lambda _: run)
     (run / CONFIG_FILE).touch()
     arguments = [text.replace("${now:%Y-%m-%d_%H-%M-%S}", "now") for text in results_in_run(["mode=evaluate"])]
     found = [str(compose_for_hydra(arguments).hydra.run.dir) for _ in range(2)]
