@@ -58,7 +58,7 @@ def test_versions_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     monkeypatch.setattr(doctor, "requires", required.get)
     with pytest.raises(
-        doctor.Fault, match=r"^jax .* is not >=99.*; absent-package is missing; wandb .*; libtpu"
+        doctor.Fault, match=r"^jax .* does not satisfy >=99.*; absent-package is missing; wandb .*; libtpu"
     ) as error:
         doctor.packages()
     assert error.value.remedy == "pip install -U 'jax>=99' 'absent-package>=2' 'wandb>=99' 'libtpu==9.9.*'"

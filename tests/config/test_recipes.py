@@ -22,7 +22,7 @@ from zero.plan.config import PlanConfig
 
 SIZES = load_sizes()
 RECIPES = sorted(path.stem for path in (CONF / "recipe").glob("*.yaml") if path.stem != "common")
-PAGE = CONF.resolve().parent / "docs" / "reference" / "from-other-code.md"
+PAGE = CONF.resolve().parent / "benchmarks" / "measured" / "features-of-other-code.md"
 # The model of a recipe, made tiny; the rest of the recipe is as it is.
 SMALL = (
     *("model.override.N=2", "model.override.vocab_size=257", "model.override.vocab_chunks=1"),

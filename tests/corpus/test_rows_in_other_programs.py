@@ -129,6 +129,7 @@ def _of_child(rows: Rows, connection: Any) -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.filterwarnings(r"ignore:os\.fork\(\) was called:RuntimeWarning")  # other tests have started jax
 def test_in_a_worker(index: Path, method: str):
     """As a worker of PyTorch: forked in the middle of a loop, whose threads it has not, or started anew."""
     rows = Rows(index, **LIKE)

@@ -1,7 +1,7 @@
 """A device that errs in the backward pass; its losses are right."""
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ def install(place: int, fault: Fault = slightly_off) -> None:
     passed.defvjp(lambda x, targets_BT: (x, targets_BT), backward)
     score = GPT.score
 
-    def score_on(self: GPT, stream: ResidualStream, targets_BT: jax.Array) -> Scores:
-        return score(self, (passed(stream[0], targets_BT), stream[1]), targets_BT)
+    def score_on(self: GPT, stream: ResidualStream, targets_BT: jax.Array, *more: Any) -> Scores:
+        return score(self, (passed(stream[0], targets_BT), stream[1]), targets_BT, *more)
 
     setattr(GPT, "score", score_on)  # noqa: B010  mypy refuses an assignment

@@ -79,7 +79,7 @@ def test_retention_takes_what_is_read(tmp_path: Path, caplog: pytest.LogCaptureF
 
     with patch.object(Checkpoints, "_read_arrays", interrupted):
         assert followed(tmp_path, lambda: None) == [10]
-    assert f"left out: checkpoint {tmp_path}/checkpoints, step 4 was deleted while it was being read" in caplog.text
+    assert f"skipped: checkpoint {tmp_path}/checkpoints, step 4 was deleted while it was being read" in caplog.text
 
 
 def test_damage_of_the_newest(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import optax
 import pytest
 
-from benchmarks.recipe_sources import PAGE
+from benchmarks.recipe_sources import REPOSITORY
 from zero.commands.cli import compose
 from zero.job.sizes import load_sizes
 from zero.models.codebook import with_commitment
@@ -27,6 +27,8 @@ from zero.models.gpt import GPT
 from zero.models.parametrization import kernel_init, multipliers_of
 from zero.training.optimizers.optimizer import clip_values, make_optimizer, scaled
 from zero.training.schedules import learning_rate
+
+FEATURES = REPOSITORY / "benchmarks" / "measured" / "features-of-other-code.md"
 
 T = 12
 GATED = {
@@ -692,7 +694,7 @@ def test_ten_steps_of_adafactor(recipe: str, first_step: int) -> None:
 
 def test_rate_and_optimizer_of_the_one_billion_word_task() -> None:
     """The command of the page has TransformerSchedule times 0.5, and Adam's ParamsA (lingvo/core)."""
-    (command,) = re.findall(r"`python main_zero.py (schedule=inverse_sqrt [^`]*40000[^`]*)`", PAGE.read_text())
+    (command,) = re.findall(r"`python main_zero.py (schedule=inverse_sqrt [^`]*40000[^`]*)`", FEATURES.read_text())
     config, _ = compose(command.split())
     rates = learning_rate(config.training, config.schedule)
     for step in (999, 9_999, 39_999, 40_000, 1_000_000):

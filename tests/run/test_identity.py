@@ -87,7 +87,7 @@ def test_replaced_tokenizer(copied: Path) -> None:
     runs = cli.Lasting(copied)
     tokenizer.write_bytes(tokenizer.read_bytes() + b"\n")
     cli.check_refusal(
-        runs.run(*RESUME), "data.tokenizer: corpus", "was prepared with tokenizer tokenizer.json sha256:", "name its o"
+        runs.run(*RESUME), "data.tokenizer: corpus", "was prepared with tokenizer tokenizer.json sha256:", "use its own"
     )
     tokenizer.with_name("manifest.json").unlink()
     for arguments in (RESUME, ("mode=sample", "model.model_path=run")):

@@ -108,7 +108,7 @@ def test_other_dtypes_are_refused() -> None:
     storages = [make_job(config, place_model(config, sizes.chosen(config.model))).storage for config in (held, other)]
     storages[0].check_conversion(storages[0].layout, "a checkpoint")
     with pytest.raises(
-        UserError, match=r"^a checkpoint: the state has other dtypes,  .*; resume once with zero.offload=none"
+        UserError, match=r"^a checkpoint: the state has other dtypes, .*; resume once with zero.offload=none"
     ):
         storages[0].check_conversion(storages[1].layout, "a checkpoint")
 

@@ -301,7 +301,7 @@ GLM4 = _like_llama(
         "rms_norm_eps": 1.5625e-07,
         "head_dim": 128,
         "num_key_value_heads": 2,
-        "attention_bias": False,
+        "attention_bias": True,
         "partial_rotary_factor": 0.5,
     },
     fixed={"hidden_act": "silu"},

@@ -149,7 +149,7 @@ class HuggingFaceFolder:
 
     def _check(self, leaf: LeafLayout, size: GPTConfig) -> set[str]:
         """The names of the tensors of a leaf; raises UserError if one of them does not fit it."""
-        names = set(self._tensor_names(leaf, size).values())
+        names = [*dict.fromkeys(self._tensor_names(leaf, size).values())]  # in order: messages name the first
         expected = self.architecture.tensor_shape(leaf, size)
         for name in names:
             found = tuple(self._tensors[name].get_shape()) if name in self._tensors else "nothing"
@@ -157,7 +157,7 @@ class HuggingFaceFolder:
                 raise UserError(f"{self.path}, tensor {name}: holds {found}, leaf {leaf.name} expects {expected}")
             if (dtype := self._tensors[name].get_dtype()) not in _FLOATS:
                 raise UserError(f"{self.path}, tensor {name}: holds {dtype}, expected F64, F32, F16 or BF16")
-        return names
+        return set(names)
 
     def _read(self, collection: str, layout: Layout, model: ShardedGPT) -> PyTree:
         """Shards of the parameters, whose collection is "", or of another collection."""

@@ -81,6 +81,7 @@ def _changed(options: Sample, command: str) -> Sample:
     (field,) = (field for field in dataclasses.fields(Sample) if field.name == name)
     holds, expected = field.metadata["check"]
     section = OmegaConf.structured(options)
+    OmegaConf.set_readonly(section, False)  # the class is frozen
     try:
         section[name] = OmegaConf.create(f"value: {text}").value
         value: Any = section[name]

@@ -23,8 +23,7 @@ def use_cpu_devices(count: int) -> None:
     8
     >>> use_cpu_devices(4)
     Traceback (most recent call last):
-    RuntimeError: use_cpu_devices(4) comes too late: jax has already started its devices; call it before any jax
-      operation
+    RuntimeError: use_cpu_devices(4) comes too late: jax has already started its devices; call it first
     """
     flags = os.environ.get("XLA_FLAGS", "")
     if IN_ORDER in flags and jax.config.values["jax_num_cpu_devices"] == count:
@@ -34,8 +33,7 @@ def use_cpu_devices(count: int) -> None:
             jax.config.update("jax_num_cpu_devices", value)
     except RuntimeError as error:
         raise RuntimeError(
-            f"use_cpu_devices({count}) comes too late: jax has already started its devices; call it before any jax "
-            "operation"
+            f"use_cpu_devices({count}) comes too late: jax has already started its devices; call it first"
         ) from error
     os.environ.setdefault("NPROC", str(max(os.cpu_count() or 1, 2 * count)))
     if IN_ORDER not in flags:

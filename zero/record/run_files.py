@@ -64,8 +64,8 @@ def describe_full_disk(error: OSError) -> str:
     """A line that names the file that could not be written, what it is for, and what is safe.
 
     >>> describe_full_disk(OSError(28, "No space left on device", "runs/new/config.yaml"))
-    'runs/new/config.yaml (the configuration, which a resume needs): No space left on device. Checkpoints that were \
-saved before are intact: make room and repeat the command with --resume=auto'
+    'runs/new/config.yaml (the configuration, which a resume needs): No space left on device. Earlier checkpoints \
+are intact: free some space and repeat the command with --resume=auto'
     """
     path = str(error.filename or "the run directory")
     purpose = _PURPOSES.get(Path(path).name, "a file of the run")

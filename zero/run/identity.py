@@ -44,8 +44,8 @@ def check_identity(
         log.warning(
             "the validation set %s has changed since step %d: validation/loss before and after it covers different "
             "texts, and so does the choice of the best checkpoint",
-            position.step,
             ", ".join(names),
+            position.step,
         )
     position.tokenizer, position.beside_tokenizer = TokenizerIdentity.of(tokenizer)
     position.validation = sets

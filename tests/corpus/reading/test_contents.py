@@ -133,7 +133,7 @@ def test_every_index_file_is_compared(tmp_path: Path) -> None:
         write_corpus(tmp_path / "b", [6], first=51)
         with pytest.raises(UserError, match=r"other shards: .*/b/it.index has as many rows as before, but other cont"):
             check(loader(several), cursor)
-    with pytest.raises(UserError, match=r"to .*/a/it.index, .*/b/it.index, not to .*/a/it.index; a run cont"):
+    with pytest.raises(UserError, match=r"to .*/a/it.index, .*/b/it.index, not to .*/a/it.index; a run only cont"):
         check(loader(indices[0]), cursor)
 
 

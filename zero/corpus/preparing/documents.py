@@ -87,7 +87,7 @@ def decoded(data: bytes, name: str, source: str = "") -> Document:
     >>> decoded(bytes([0xE9]), "a.txt").problem
     'a.txt is not UTF-8; convert it with iconv'
     >>> decoded("text".encode("utf-16"), "a.txt").problem
-    'a.txt is UTF-16: iconv -f UTF-16 -t UTF-8 a.txt converts it'
+    'a.txt is UTF-16; convert it: iconv -f UTF-16 -t UTF-8 a.txt'
     >>> decoded(b"PK\\x03\\x04\\xe9", "a.zip").problem
     'a.zip is a zip archive; unpack it and pass the folder'
     """
