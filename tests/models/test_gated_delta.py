@@ -34,7 +34,7 @@ SIZES: dict[str, Any] = {
 ROWS, POSITIONS = 2, 11
 
 
-@pytest.fixture(scope="module", params=["pattern", "delta alone", "experts"])
+@pytest.fixture(scope="module", params=["pattern", pytest.param("delta alone", marks=pytest.mark.wide), "experts"])
 def model(request: pytest.FixtureRequest) -> tuple[GPT, Any]:
     others: dict[str, dict[str, Any]] = {
         "pattern": {},
@@ -54,7 +54,7 @@ def tokens(positions: int = POSITIONS) -> jax.Array:
     return jnp.asarray(np.random.default_rng(0).integers(0, 31, (ROWS, positions)), jnp.int32)
 
 
-@pytest.mark.parametrize("read", [1, 5])
+@pytest.mark.parametrize("read", [pytest.param(1, marks=pytest.mark.wide), 5])
 def test_a_cache_continues_a_row(model: tuple[GPT, Any], read: int) -> None:
     """A prompt in a wider prefill, then a token at a time, gives the logits of whole rows."""
     gpt, variables = model
