@@ -329,7 +329,7 @@ class Beside:
         """Between two starts of the run: follows again, averages, or has another trainer begin."""
         self.end_other_trainer()
         if self._follower.poll() is not None:
-            self._after_kill()
+            self._after_end()
             self._follow()
         if committed_steps(self._run.place) and self._rng.random() < 0.3:
             effect = self._rng.choice([effect for effect in effects.BESIDE if effect.feature == "average"])
@@ -357,15 +357,19 @@ class Beside:
                 process.kill()
                 process.finish()
 
-    def _after_kill(self) -> None:
+    def _after_end(self) -> None:
+        """Of a follower that was killed, or has scored all checkpoints of a run that was killed after its last step."""
         done = self._follower.finish()
+        if done.returncode == 0:
+            assert "the run has ended" in done.stderr, done.stderr
+            return
         assert self._effect is not None and done.returncode == -signal.SIGKILL, done.stderr
         self._struck.append((self._effect.feature, self._effect.moment))
 
     def finish(self) -> list[tuple[str, str]]:
         """Has a follower score what is left, once the run has ended; what was killed beside the run."""
         while cli.finish(self._follower, effects.MOST_SECONDS).returncode != 0:
-            self._after_kill()
+            self._after_end()
             self._effect = None
             self._follower = self._run.follow()
         return self._struck

@@ -217,4 +217,5 @@ def test_tied_and_gated_model(devices: int, name: str) -> None:
     expected = reference(config, data=data, product_dtype=name)
     assert not any(leaf.startswith("head") for leaf in got.params)
     np.testing.assert_allclose(got.metrics["loss"], expected.metrics["loss"], rtol=1e-3)
-    np.testing.assert_allclose(got.metrics["gradient_norm"], expected.metrics["gradient_norm"], rtol=2e-2)
+    limit = 6e-2 if name == "float8" else 2e-2  # 3 bits of a mantissa, with scales over the rows of a device
+    np.testing.assert_allclose(got.metrics["gradient_norm"], expected.metrics["gradient_norm"], rtol=limit)
