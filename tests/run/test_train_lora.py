@@ -23,7 +23,7 @@ from zero.exchange.peft_folder import read_peft
 from zero.inference.evaluate import evaluate
 from zero.job.job import place_model
 from zero.record.metrics_file import read_metrics, read_resumes
-from zero.record.run_files import saved_config, saved_steps
+from zero.record.run_files import saved_config
 from zero.run.train import train
 from zero.training.sharded_gpt import ShardedGPT
 
@@ -359,29 +359,3 @@ def test_adapters_of_another_base_are_refused(place: Place, tmp_path: Path, monk
     config = configured("mode=evaluate", "model.model_path=run", "evaluate.adapters=[nothing]")
     with pytest.raises(UserError, match="nothing: no weights; expected a run directory"):
         evaluate(config, SIZE, tmp_path)
-
-
-@pytest.mark.slow
-def test_base_that_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Adapters of a base that has trained on since are resumed, evaluated and exported on the step that they know."""
-    monkeypatch.chdir(tmp_path)
-    runs = cli.Lasting(cli.make_workplace(tmp_path))
-    schedule = ("schedule=constant", "training.evaluation_frequency=4", "data.save_every=2", "data.keep_checkpoints=9")
-    tiny = (*cli.TINY, "model.override={alibi_attn: false}")  # as GPT-2, to be exported
-    base = runs.train("base", *cli.later_values(*tiny, *schedule, "training.total_steps=4"))
-    adapted = ("tuning=lora", "tuning.rank=2", "model.warm_start=true", "model.model_path=base")
-    run = runs.train("adapters", *cli.later_values(*tiny, *schedule, *adapted, "training.total_steps=8"))
-
-    def results(name: str) -> tuple[Any, ...]:
-        export(str(run), tmp_path / name, merges=True)
-        evaluated = runs.evaluate(f"evaluated {name}", "model.model_path=adapters")
-        sampled = runs.train(f"sampled {name}", "mode=sample", "model.model_path=adapters", "sample.tokens=8")
-        return evaluated["loss"], (sampled / "samples.jsonl").read_text(), cli.contents(tmp_path / name)
-
-    before = results("before")
-    runs.check("--resume", "hydra.run.dir=base", "training.total_steps=8")
-    assert saved_steps(base) == [2, 4, 6, 8]
-    assert results("after") == before
-    assert cli.metrics(runs.fork("adapters", 4)) == cli.metrics(run)
-    new = runs.train("new", *cli.later_values(*tiny, *schedule, *adapted, "training.total_steps=2"))
-    assert cli.metrics(new) != cli.metrics(run)[:2]  # a new run begins with the newest
