@@ -104,6 +104,18 @@ class Everywhere:
             item.session.stash[LEFT] = own_memory()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Iterator[None]:
+    """A run in this process sets options of compilers for its own; other tests start theirs without them."""
+    before = os.environ.get("LIBTPU_INIT_ARGS")
+    result = yield
+    if before is None:
+        os.environ.pop("LIBTPU_INIT_ARGS", None)
+    else:
+        os.environ["LIBTPU_INIT_ARGS"] = before
+    return result
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Has XLA generate code in the older way, which takes half the time; `-m slow` compiles as users do.
 

@@ -139,7 +139,10 @@ def results_in_run(arguments: Sequence[str]) -> list[str]:
     root = run if run is not None and (run / CONFIG_FILE).is_file() else Path()
     quoted = str(root / str(mode)).replace('"', '\\"')  # for OmegaConf, and then for Hydra
     directory = f'${{new_directory:"{quoted}/${{now:%Y-%m-%d_%H-%M-%S}}"}}'.replace("'", "\\'")
-    return [*arguments, f"hydra.run.dir='{directory}'"]
+    # Beside the mode: Python's parser of arguments takes overrides only where they stand together.
+    modes = [index for index, argument in enumerate(arguments) if argument.lstrip("+").startswith("mode=")]
+    of_mode = modes[0] if modes else len(arguments)
+    return [*arguments[:of_mode], f"hydra.run.dir='{directory}'", *arguments[of_mode:]]
 
 
 def _is_sweep(arguments: Sequence[str]) -> bool:
