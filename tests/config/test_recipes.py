@@ -22,7 +22,8 @@ from zero.plan.config import PlanConfig
 
 SIZES = load_sizes()
 RECIPES = sorted(path.stem for path in (CONF / "recipe").glob("*.yaml") if path.stem != "common")
-PAGE = CONF.resolve().parent / "benchmarks" / "measured" / "features-of-other-code.md"
+PAGE = CONF.resolve().parent / "docs" / "reference" / "from-other-code.md"
+FEATURES = CONF.resolve().parent / "benchmarks" / "measured" / "features-of-other-code.md"
 # The model of a recipe, made tiny; the rest of the recipe is as it is.
 SMALL = (
     *("model.override.N=2", "model.override.vocab_size=257", "model.override.vocab_chunks=1"),
@@ -172,7 +173,7 @@ ELSEWHERE = {  # rows that need a bucket or several hosts, and the tests that ha
     "distributed.coordinator_address=host:1234": "tests/test_hosts.py",
     "+recipe=": "test_recipe_trains_tiny",
 }
-ROWS = [command for command in commands(PAGE) if not command.startswith(tuple(ELSEWHERE))]
+ROWS = [command for command in commands(FEATURES) if not command.startswith(tuple(ELSEWHERE))]
 MINE = """mine:
   embedding_dim: 16
   vocab_size: 257
@@ -210,7 +211,7 @@ def test_row_trains_tiny(command: str, forks: cli.Forks) -> None:
 
 def test_commands_are_right() -> None:
     """Each command that trains is a right configuration, its rules between keys included."""
-    assert len(commands(PAGE)) > 40
-    for command in commands(PAGE):
+    assert len(commands(FEATURES)) > 40
+    for command in commands(FEATURES):
         words = [word for word in shlex.split(command) if word != "model.size=my.yaml:mine"]
         check(compose(*words), SIZES)
