@@ -63,7 +63,7 @@ def test_hosts_in_turn_with_all_options(index: Path, other: Path, tmp_path: Path
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_an_exception_in_the_loop(index: Path, prefetch: int):
-    """The batch that was given when the program failed has been given: the next loop goes on behind it."""
+    """After an exception in the loop's body, the next loop starts with the batch after the one that was being used."""
     expected = taken(Rows(index, **LIKE), 6)
     rows = Rows(index, prefetch=prefetch, **LIKE)
     with pytest.raises(RuntimeError, match="a device failed"):

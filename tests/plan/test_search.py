@@ -80,7 +80,7 @@ def test_rows_of_all_stages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_setting_is_compiled_by_default(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """The step that the keys describe, after a formula has said what it and other stages need."""
-    lines: list[str] = []  # in the order of what happened
+    lines: list[str] = []  # in the order in which they were logged
 
     def compile_step(request: Request) -> dict[str, Any]:
         lines.extend(caplog.messages)

@@ -146,7 +146,8 @@ def _write(
     with new_directory(folder) as unfinished:
         if tuning is not None and not merges:
             base = saved.base()["named"].removeprefix(PREFIX)
-            architecture, has_images = form.architecture, bool(brought.get("has_images"))
+            architecture = form.architecture
+            has_images = bool(brought.get("has_images"))
             write_peft(unfinished, read, leaves, tuning.adapters, architecture, base, form.size, has_images=has_images)
             _save_tokenizer(tokenizer, unfinished)
             return saved.step

@@ -94,7 +94,8 @@ class EffectiveKernel(nn.Module):
         kernel_IO = kernel.astype(self.dtype)
         if self.adapters is None:
             return kernel_IO
-        rank, scale = self.adapters.rank_of(str(self.name)), self.adapters.scale_of(str(self.name))
+        rank = self.adapters.rank_of(str(self.name))
+        scale = self.adapters.scale_of(str(self.name))
         a_IQ = self.param(LORA_A, nn.initializers.zeros, (self.shape[0], rank)).astype(self.dtype)
         b_QO = self.param(LORA_B, nn.initializers.zeros, (rank, self.shape[1])).astype(self.dtype)
         adapted_IO = kernel_IO + scale * (a_IQ @ b_QO)
@@ -135,7 +136,8 @@ class LatentAttention(ScoredAttention):
         q_BTHK = by_head(of_queries_BTX, "query", config.head_width)
         joint_BTX = checkpoint_name(narrow("latent", config.latent_dim + config.rotated), PROJECTIONS)
         latent_BTR = make_norm(config, self.dtype, "latent_norm", epsilon=_EPSILON)(joint_BTX[..., : config.latent_dim])
-        q_BTHP, k_BT1P = q_BTHK[..., unrotated:], joint_BTX[:, :, None, config.latent_dim :]
+        q_BTHP = q_BTHK[..., unrotated:]
+        k_BT1P = joint_BTX[:, :, None, config.latent_dim :]
         turn = config.kind_of_positions.turned
         assert turn is not None  # a rule of the keys
         row = positions if cache is None else cache.x_LBSR.shape[2]

@@ -1,4 +1,4 @@
-"""Softmax attention of a transformer layer, by the best form that a device and a length have.
+"""Softmax attention of a transformer layer, computed by the kernel or loop that suits the device and the length.
 
 Shapes are named by suffix:
   B rows, T query positions, S key positions, D embedding, H heads of queries, G heads of keys,

@@ -125,7 +125,7 @@ def _read(path: Path) -> KeptProgram | None:
 
 
 def _write(path: Path, program: KeptProgram) -> None:
-    """Keeps a program; a plan goes on without that where the directory cannot be written."""
+    """Writes a program to the cache. If the directory is not writable, logs that and continues without it."""
     content = json.dumps({"text": program.text, "memory": dataclasses.asdict(program.memory)}).encode()
     part = path.with_suffix(f".{os.getpid()}")
     try:

@@ -9,7 +9,9 @@ import numpy as np
 
 MOST = 4096  # files that are looked at together
 _BLOCK = 512  # bytes of a header; the data after it fill up so many
-_NAME, _SIZE, _CHECKSUM = slice(0, 100), slice(124, 136), slice(148, 156)
+_NAME = slice(0, 100)
+_SIZE = slice(124, 136)
+_CHECKSUM = slice(148, 156)
 _FIELDS = (_SIZE, slice(156, 157), slice(257, 263), slice(345, 500))  # size, kind, format, and directories of a name
 
 
@@ -36,7 +38,8 @@ def rows_alike(
     if count < 2 or data[second + 124 : second + 136] != data[at + 124 : at + 136]:  # most other files differ here
         return [], np.empty((0, tokens), dtype)
     files = np.frombuffer(data, np.uint8, count * stride, at).reshape(count, stride)
-    header, first = files[:, :_BLOCK], files[0]
+    header = files[:, :_BLOCK]
+    first = files[0]
     is_alike = _has_checksum(header)
     for field in _FIELDS:
         is_alike &= (header[:, field] == first[field]).all(axis=1)
