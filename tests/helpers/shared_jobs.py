@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import is_dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -99,3 +100,11 @@ def without(keys: Iterable[str], config: TrainConfig) -> TrainConfig:
 def _shown(config: Any) -> str:
     """The keys that a configuration has, and their values."""
     return str({name: _shown(value) if is_dataclass(value) else value for name, value in vars(config).items()})
+
+
+class FinishedRun(NamedTuple):
+    """A run that has ended, its workplace, and the jobs that further runs there share."""
+
+    root: Path
+    run: Path
+    jobs: SharedJobs

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ from tests.helpers import cli, llama
 from tests.helpers.corpora import call
 from tests.helpers.lasting import KEYS
 from tests.helpers.loaders import open_loader
-from tests.helpers.shared_jobs import SharedJobs
+from tests.helpers.shared_jobs import FinishedRun, SharedJobs
 from zero.base.errors import UserError
 from zero.checkpoints.manager import Checkpoints
 from zero.commands.modes import check, merge_resumed
@@ -66,14 +66,6 @@ def configured(*overrides: str) -> Any:
     return check(compose(*JOB, *overrides), Only(SIZE))
 
 
-class Place(NamedTuple):
-    """A folder of transformers, a corpus, and a run that has learned it."""
-
-    root: Path
-    run: Path
-    jobs: SharedJobs
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
     root = tmp_path_factory.mktemp("fine_tune")
@@ -101,7 +93,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
         jobs = SharedJobs(KEYS)
         with jobs.shared([]):
             assert train(configured(), SIZE, run) == 0
-        yield Place(root, run, jobs)
+        yield FinishedRun(root, run, jobs)
 
 
 def state(run: Path, step: int) -> list[Any]:
@@ -117,7 +109,7 @@ def rows(index: str, only_completions: bool = True) -> np.ndarray:
 
 
 @pytest.mark.wide  # exchange/test_trl.py compares completions of chats with TRL
-def test_losses_equal_pytorch(place: Place) -> None:
+def test_losses_equal_pytorch(place: FinishedRun) -> None:
     """Losses before training are those of PyTorch on single documents.
 
     Each document, or what a row has of it, alone: over the tokens of its completions.
@@ -153,13 +145,13 @@ def test_losses_equal_pytorch(place: Place) -> None:
     assert got["loss"] == pytest.approx(nats / count, rel=1e-5)
 
 
-def test_completions_are_learned(place: Place) -> None:
+def test_completions_are_learned(place: FinishedRun) -> None:
     lines = read_metrics(place.run / "metrics.jsonl")
     losses = [line["validation/loss"] for line in lines if "validation/loss" in line]
     assert len(losses) == 2 and losses[1] < losses[0] - 0.1
 
 
-def test_resumed_bit_for_bit(place: Place, tmp_path: Path) -> None:
+def test_resumed_bit_for_bit(place: FinishedRun, tmp_path: Path) -> None:
     """A resumed run is the same, bit for bit.
 
     Forked from the middle.
@@ -181,7 +173,7 @@ def test_resumed_bit_for_bit(place: Place, tmp_path: Path) -> None:
 
 
 @pytest.mark.wide  # inference/ has both modes
-def test_evaluated_and_sampled(place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluated_and_sampled(place: FinishedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The model is evaluated as it was trained, and sampled."""
     config = configured("mode=evaluate", "model.model_path=run")
     assert evaluate(config, SIZE, tmp_path) == 0
@@ -199,7 +191,7 @@ def test_evaluated_and_sampled(place: Place, tmp_path: Path, capsys: pytest.Capt
     assert json.loads((tmp_path / "samples.jsonl").read_text())["text"]
 
 
-def test_chat_template(place: Place, tmp_path: Path) -> None:
+def test_chat_template(place: FinishedRun, tmp_path: Path) -> None:
     """A chat is sampled with the template that was learned."""
     options = ("mode=sample", "model.model_path=run", "sample.tokens=8", "sample.temperature=0")
     texts = []
@@ -216,7 +208,7 @@ def test_chat_template(place: Place, tmp_path: Path) -> None:
         sample(config, SIZE, tmp_path)
 
 
-def test_other_tokenizer_and_texts_are_refused(place: Place, tmp_path: Path) -> None:
+def test_other_tokenizer_and_texts_are_refused(place: FinishedRun, tmp_path: Path) -> None:
     """Another tokenizer and a corpus of texts are refused."""
     with pytest.raises(UserError, match=r"data\.tokenizer: corpus data/corpus/questions was prepared.*not bytes"):
         train(configured("data.tokenizer=bytes"), SIZE, tmp_path)

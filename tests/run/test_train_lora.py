@@ -5,7 +5,7 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ import pytest
 from tests.config.composing import Only, compose
 from tests.helpers import cli, llama
 from tests.helpers.lasting import KEYS
-from tests.helpers.shared_jobs import SharedJobs
+from tests.helpers.shared_jobs import FinishedRun, SharedJobs
 from zero.base.errors import UserError
 from zero.checkpoints.manager import Checkpoints
 from zero.commands.modes import check, merge_resumed
@@ -62,14 +62,6 @@ def configured(*overrides: str) -> Any:
     return check(compose(*JOB, *overrides), Only(SIZE))
 
 
-class Place(NamedTuple):
-    """A workplace with a folder of transformers, and a run that trained adapters for it."""
-
-    root: Path
-    run: Path
-    jobs: SharedJobs
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
     root = cli.make_workplace(tmp_path_factory.mktemp("lora"))
@@ -81,10 +73,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
         jobs = SharedJobs(KEYS)
         with jobs.shared([]):
             assert train(configured(), SIZE, run) == 0
-        yield Place(root, run, jobs)
+        yield FinishedRun(root, run, jobs)
 
 
-def fork(place: Place, to: Path, *more: str) -> list[dict[str, Any]]:
+def fork(place: FinishedRun, to: Path, *more: str) -> list[dict[str, Any]]:
     """The metrics of a run that continues from the middle of another."""
     overrides = [f"data.resume_step={STEPS // 2}", "resume=run", *more]
     config = check(merge_resumed(saved_config(place.run), compose(*JOB, *overrides), overrides), Only(SIZE))
@@ -112,7 +104,7 @@ def torch_logits(folder: Path, adapters: Path | None = None) -> np.ndarray:
     return logits
 
 
-def test_adapters_alone_in_checkpoint(place: Place) -> None:
+def test_adapters_alone_in_checkpoint(place: FinishedRun) -> None:
     """The checkpoint holds adapters and their moments, and names the base with its checksum."""
     with Checkpoints(place.run / "checkpoints", None) as checkpoints:
         meta = checkpoints.meta(STEPS)
@@ -126,7 +118,7 @@ def test_adapters_alone_in_checkpoint(place: Place) -> None:
     assert losses[-1] < losses[0] - 0.1
 
 
-def test_resumed_bit_for_bit(place: Place, tmp_path: Path) -> None:
+def test_resumed_bit_for_bit(place: FinishedRun, tmp_path: Path) -> None:
     """A run that continues from the middle is the same, bit for bit."""
     keys = ("step", "train/loss", "validation/loss", "gradient_norm", "samples_checksum")
     expected = [[line.get(key) for key in keys] for line in read_metrics(place.run / "metrics.jsonl")]
@@ -134,7 +126,7 @@ def test_resumed_bit_for_bit(place: Place, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_resumed_in_copies(place: Place, tmp_path: Path) -> None:
+def test_resumed_in_copies(place: FinishedRun, tmp_path: Path) -> None:
     """In copies of fewer shards a run that continues is the same to rounding."""
     expected = cli.losses(place.run)
     other = fork(place, tmp_path / "other", "zero.replicas=2", "zero.stage=1")
@@ -142,7 +134,7 @@ def test_resumed_in_copies(place: Place, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_killed_run_is_resumed(place: Place) -> None:
+def test_killed_run_is_resumed(place: FinishedRun) -> None:
     """A run of adapters that is killed in the middle and resumed writes and exports what an undisturbed one does."""
     forks = cli.Forks(place.root)
     shape = {key: getattr(SIZE, key) for key in ("embedding_dim", "num_head", "kv_heads", "mlp_dim", "N", "vocab_size")}
@@ -169,7 +161,7 @@ def test_killed_run_is_resumed(place: Place) -> None:
     assert cli.contents(place.root / "killed-adapters") == cli.contents(place.root / "undisturbed-adapters")
 
 
-def test_changed_base_is_refused(place: Place, tmp_path: Path) -> None:
+def test_changed_base_is_refused(place: FinishedRun, tmp_path: Path) -> None:
     """A resume with other weights under the adapters ends with both checksums."""
     import transformers
 
@@ -181,7 +173,7 @@ def test_changed_base_is_refused(place: Place, tmp_path: Path) -> None:
         fork(place, tmp_path / "again", f"model.model_path={tmp_path / 'changed'}")
 
 
-def test_evaluated_merged(place: Place, tmp_path: Path) -> None:
+def test_evaluated_merged(place: FinishedRun, tmp_path: Path) -> None:
     """An evaluation of the run, which merges, has the loss of the run, which does not."""
     config = configured("mode=evaluate", "model.model_path=run")
     assert evaluate(config, SIZE, tmp_path) == 0
@@ -191,7 +183,7 @@ def test_evaluated_merged(place: Place, tmp_path: Path) -> None:
 
 
 @pytest.mark.wide  # tests/training/test_step_adapters.py trains on codes
-def test_coded_run_is_merged(place: Place, tmp_path: Path) -> None:
+def test_coded_run_is_merged(place: FinishedRun, tmp_path: Path) -> None:
     """A run on a base of 4 bits ends, and an evaluation merges the weights that its codes stand for."""
     run = tmp_path / "coded"
     run.mkdir()
@@ -205,7 +197,7 @@ def test_coded_run_is_merged(place: Place, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of transformers, which peft asks
-def test_peft_folder_equals_merged(place: Place, tmp_path: Path) -> None:
+def test_peft_folder_equals_merged(place: FinishedRun, tmp_path: Path) -> None:
     """The exported adapters, loaded by peft, compute as the merged weights in transformers."""
     assert export("run", tmp_path / "adapters") == STEPS
     assert export("run", tmp_path / "merged", merges=True) == STEPS
@@ -216,7 +208,7 @@ def test_peft_folder_equals_merged(place: Place, tmp_path: Path) -> None:
 
 @pytest.mark.wide  # exchange/test_peft_folder.py trains DoRA beside PEFT
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-def test_run_with_magnitudes(place: Place, tmp_path: Path) -> None:
+def test_run_with_magnitudes(place: FinishedRun, tmp_path: Path) -> None:
     """A run of DoRA starts where the base is; its folder, loaded by peft, computes as the merged weights."""
     run = tmp_path / "dora"
     run.mkdir()
@@ -231,7 +223,7 @@ def test_run_with_magnitudes(place: Place, tmp_path: Path) -> None:
     assert np.abs(merged - torch_logits(place.root / "folder")).max() > 0.1
 
 
-def test_peft_folder_starts_run(place: Place, tmp_path: Path) -> None:
+def test_peft_folder_starts_run(place: FinishedRun, tmp_path: Path) -> None:
     """A run may start from the adapters of a folder; keys that differ are refused by name."""
     export("run", tmp_path / "adapters")
     model = place_model(configured(f"tuning.adapter={tmp_path / 'adapters'}"), SIZE).model
@@ -301,7 +293,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return found
 
 
-def test_two_adapters_in_one_evaluation(place: Place, tmp_path: Path, reads: list[Path]) -> None:
+def test_two_adapters_in_one_evaluation(place: FinishedRun, tmp_path: Path, reads: list[Path]) -> None:
     """A run and the folder of PEFT that was made of it have an entry each; the base is read once."""
     export("run", tmp_path / "adapters")
     adapters = [str(place.run), str(tmp_path / "adapters")]
@@ -317,7 +309,7 @@ def test_two_adapters_in_one_evaluation(place: Place, tmp_path: Path, reads: lis
 
 @pytest.mark.wide  # with a third set, of another base dtype, and tasks
 def test_several_adapters_in_one_evaluation(
-    place: Place, tmp_path: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch
+    place: FinishedRun, tmp_path: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each set of adapters, a run or a folder of PEFT, has the entry of its own evaluation; the base is read once."""
     other = tmp_path / "other"
@@ -354,7 +346,9 @@ def test_several_adapters_in_one_evaluation(
     assert entries["adapters"]["loss"] != entries[str(other)]["loss"]
 
 
-def test_adapters_of_another_base_are_refused(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_of_another_base_are_refused(
+    place: FinishedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An evaluation of adapters names a run that trained all weights."""
     config = configured("mode=evaluate", "model.model_path=run", "evaluate.adapters=[nothing]")
     with pytest.raises(UserError, match="nothing: no weights; expected a run directory"):

@@ -31,3 +31,14 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "x.jsonl").write_bytes(lines)
     (root / "y.jsonl.gz").write_bytes(gzip.compress(lines[: len(lines) // 2 - 9].rpartition(b"\n")[0], mtime=0))
     return root
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Path:
+    """Four files of 60 lines, 2 KB each, of which many are equal."""
+    root = tmp_path / "lines"
+    root.mkdir()
+    for file in range(4):
+        texts = [f"line {number * (file + 1) % 97} of some length" for number in range(60)]
+        (root / f"{file}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return root

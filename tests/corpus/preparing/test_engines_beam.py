@@ -5,7 +5,6 @@ an older protobuf than constraints.txt has.
 """
 
 import importlib.util
-import json
 import os
 import signal
 import subprocess
@@ -28,16 +27,6 @@ RUNNER = ["--runner", "DirectRunner", "--direct_running_mode=multi_processing", 
 IN_ONE_PROCESS = ["--runner", "DirectRunner", "--direct_running_mode=in_memory"]  # which starts in a tenth of the time
 ALL_PARTS = ["--deduplicate", "--near-duplicates", "0.8", "--shuffle"]  # options that look at all of them
 SIZES = ["--row-tokens", "16", "--rows-per-member", "4", "--rows-per-shard", "8", "--part-bytes", "2500", "--name", "c"]
-
-
-@pytest.fixture
-def lines(tmp_path: Path) -> Path:
-    root = tmp_path / "lines"
-    root.mkdir()
-    for file in range(4):
-        texts = [f"line {number * (file + 1) % 97} of some length" for number in range(60)]
-        (root / f"{file}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return root
 
 
 def places(root: str | Path) -> list[str]:

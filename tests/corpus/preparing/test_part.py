@@ -32,17 +32,6 @@ from zero.files import storage
 PART_BYTES = 2500
 
 
-@pytest.fixture
-def lines(tmp_path: Path) -> Path:
-    """Four files of 60 lines, 2 KB each, of which many are equal."""
-    root = tmp_path / "lines"
-    root.mkdir()
-    for file in range(4):
-        texts = [f"line {number * (file + 1) % 97} of some length" for number in range(60)]
-        (root / f"{file}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return root
-
-
 @settings(max_examples=60)
 @given(
     texts=st.lists(st.text(alphabet="aé\r", max_size=30), min_size=1, max_size=30),
