@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from zero.commands.modes import MODES, check, describe, merge_resumed
 from zero.config.check import Sizes
 from zero.config.files import conf_directory
 from zero.config.saved_config import with_groups
-from zero.corpus.preparing.prepare_if_missing import corpus_name
+from zero.corpus.preparing.prepare_if_missing import corpus_name, prepare_if_missing
 from zero.hosts.hardware import check_slice
 from zero.hosts.signals import SIGNALS, IgnoreBrokenPipe, exit_immediately, unanswered
 from zero.job.sizes import load_sizes
@@ -273,7 +274,7 @@ def program(mode: str) -> Callable[[Any, GPTConfig, Path], int]:
         return sample
     from zero.run.train import train
 
-    return train
+    return partial(train, prepare=prepare_if_missing)
 
 
 def _is_key(override: str) -> bool:

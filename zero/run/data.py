@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -14,7 +14,6 @@ import numpy as np
 from zero.base.errors import UserError
 from zero.corpus.format.index_files import row_lengths
 from zero.corpus.format.shards import RowFormat
-from zero.corpus.preparing.prepare_if_missing import prepare_if_missing
 from zero.corpus.reading import keys as reading
 from zero.corpus.reading.batch_schedule import BatchSchedule
 from zero.corpus.reading.cache import ShardCache
@@ -67,6 +66,17 @@ class TrainingKeys(reading.EpochKeys, reading.ScoredKeys, LengthKeys):
 AnyDataKeys = TypeVar("AnyDataKeys", bound=DataKeys)
 
 
+class Prepare(Protocol):
+    """Prepares the corpus of a source if index files are missing, and returns the files to use in place of given ones.
+
+    A run is handed one by the command that starts it: reading a corpus needs nothing of what prepares it.
+    """
+
+    def __call__(
+        self, source: str, index_files: Iterable[str], tokenizer: Tokenizer, row_tokens: int, completions: bool
+    ) -> dict[str, str]: ...
+
+
 def open_data(
     job: Job,
     tokenizer: Tokenizer,
@@ -105,13 +115,21 @@ def column_inputs(data: DataKeys, weights: warm_start.Keys, scores: Mapping[str,
 
 
 def resolve_data(
-    data: AnyDataKeys, tokenizer: Tokenizer, size: GPTConfig, of_model: str, *, has_rows: bool, loss_on: str = "all"
+    data: AnyDataKeys,
+    tokenizer: Tokenizer,
+    size: GPTConfig,
+    of_model: str,
+    *,
+    has_rows: bool,
+    loss_on: str = "all",
+    prepare: Prepare | None = None,
 ) -> AnyDataKeys:
     """The section with values in place of those that are left to the program, for a corpus that is prepared.
 
     Args:
       has_rows: whether rows of running text say if they hold the target of their last position.
       loss_on: the value of `training.loss_on`.
+      prepare: prepares the corpus if its index files are missing; None: they exist.
 
     Raises:
       UserError: the model has fewer tokens than the tokenizer.
@@ -121,7 +139,7 @@ def resolve_data(
             f"{of_model}: its vocab_size {size.vocab_size} is smaller than the {tokenizer.vocab_size} tokens of "
             f"data.tokenizer={data.tokenizer}"
         )
-    prepared = _prepared(data, tokenizer, loss_on == "completion")
+    prepared = data if prepare is None else _prepared(data, tokenizer, loss_on == "completion", prepare)
     if prepared.last_target is not None:
         return prepared
     lengths = set[int]()
@@ -143,7 +161,7 @@ def resolve_data(
     return replace(prepared, last_target=has_last_target)
 
 
-def _prepared(data: AnyDataKeys, tokenizer: Tokenizer, completions: bool) -> AnyDataKeys:
+def _prepared(data: AnyDataKeys, tokenizer: Tokenizer, completions: bool, prepare: Prepare) -> AnyDataKeys:
     """Prepares the corpus if its index files are missing: the default job needs nothing but this machine.
 
     Returns:
@@ -153,7 +171,7 @@ def _prepared(data: AnyDataKeys, tokenizer: Tokenizer, completions: bool) -> Any
         return data
     with agreement.host_0_first():  # hosts that share a disk find its corpus
         paths = data.index_files(with_sets=True)
-        used = prepare_if_missing(data.corpus, paths, tokenizer, data.max_context, completions)
+        used = prepare(data.corpus, paths, tokenizer, data.max_context, completions)
     if not used:
         return data
     log.info("data.corpus=%s has shorter rows; using %s", data.corpus, ", ".join(used.values()))

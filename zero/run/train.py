@@ -23,6 +23,7 @@ from zero.record.metrics_file import Line
 from zero.run.columns import open_columns
 from zero.run.config import TrainConfig
 from zero.run.data import (
+    Prepare,
     column_inputs,
     last_step,
     open_data,
@@ -48,8 +49,11 @@ log = logging.getLogger(__name__)
 
 
 @ending_together()
-def train(config: TrainConfig, size: GPTConfig, run_directory: Path) -> int:
+def train(config: TrainConfig, size: GPTConfig, run_directory: Path, prepare: Prepare | None = None) -> int:
     """Trains until the schedule or the data ends, or until a signal arrives.
+
+    Args:
+      prepare: prepares the corpus of `data.corpus` if its index files are missing; None: they exist.
 
     Returns:
       The exit status: 0 when finished, 75 when stopped after a saved checkpoint.
@@ -74,7 +78,9 @@ def train(config: TrainConfig, size: GPTConfig, run_directory: Path) -> int:
     loss_on = config.training.loss_on
     resolved = replace(
         config,
-        data=resolve_data(config.data, tokenizer, size, str(config.model), has_rows=has_rows, loss_on=loss_on),
+        data=resolve_data(
+            config.data, tokenizer, size, str(config.model), has_rows=has_rows, loss_on=loss_on, prepare=prepare
+        ),
     )
     training = resolved.training
     rows = resolved.data
