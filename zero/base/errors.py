@@ -42,7 +42,9 @@ def reason(error: OSError) -> str:
     >>> reason(FileNotFoundError(2, "No such file or directory", "a.txt")), reason(OSError("no answer"))
     ('No such file or directory', 'no answer')
     """
-    return str(error) if error.strerror is None else error.strerror
+    if error.strerror is not None:
+        return error.strerror
+    return str(error)
 
 
 def first_line(error: BaseException) -> str:
@@ -53,7 +55,9 @@ def first_line(error: BaseException) -> str:
         return f"line {mark.line + 1}, column {mark.column + 1}: {getattr(error, 'problem', None) or error}"
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
     half = LONGEST_LINE // 2  # the reason may stand at the end
-    return line if len(line) <= LONGEST_LINE else f"{line[:half]} ... {line[-half:]}"
+    if len(line) <= LONGEST_LINE:
+        return line
+    return f"{line[:half]} ... {line[-half:]}"
 
 
 def full_disk(error: BaseException) -> str | None:
@@ -93,4 +97,6 @@ def install_command(extra: str) -> str:
 
 def trainer() -> tuple[str, ...]:
     """The words that start the trainer from the current directory: of a clone, or of the installed package."""
-    return ("python", "main_zero.py") if Path("main_zero.py").is_file() else ("zero-train",)
+    if Path("main_zero.py").is_file():
+        return ("python", "main_zero.py")
+    return ("zero-train",)

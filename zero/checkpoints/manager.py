@@ -194,7 +194,9 @@ class Checkpoints:
 
     def _listed(self) -> str:
         """The steps in the directory now, as text; empty on all hosts but the first."""
-        return " ".join(map(str, committed_steps(self.directory))) if agreement.is_host_0() else ""
+        if not agreement.is_host_0():
+            return ""
+        return " ".join(map(str, committed_steps(self.directory)))
 
     def choose(self, step: int | None) -> int:
         """This step, or the newest if it is None.
@@ -209,7 +211,9 @@ class Checkpoints:
             raise MissingCheckpoint(
                 f"data.resume_step={step}: {self.directory} holds steps {', '.join(map(str, steps))}"
             )
-        return steps[-1] if step is None else step
+        if step is not None:
+            return step
+        return steps[-1]
 
     def save(
         self, step: int, state: PyTree, layout: Layout, meta: dict[str, Any], *, validation_loss: float | None = None

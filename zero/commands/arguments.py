@@ -87,7 +87,9 @@ def _literally(argument: str, is_sweep: bool) -> str:
         stays = is_quoted or isinstance(override.value(), list)
     else:
         stays = isinstance(override.value(), str)
-    return argument if stays else f"{name}={_quoted(value)}"
+    if stays:
+        return argument
+    return f"{name}={_quoted(value)}"
 
 
 def _quoted(text: str) -> str:

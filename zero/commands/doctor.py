@@ -144,7 +144,9 @@ def hosts(settings: Settings) -> str:
 
     options = asdict(settings.distributed) | {"stall_minutes": STALL_MINUTES}
     index, count = startup.start(**options, overlap_gathers=settings.zero.overlap_gathers)
-    return f"host {index} of {count}" if count > 1 else "one host"
+    if count > 1:
+        return f"host {index} of {count}"
+    return "one host"
 
 
 def devices(settings: Settings) -> str:

@@ -226,7 +226,9 @@ def read_section(
 
 def converted(value: Any, key: Key) -> Any:
     """The value in the type of its key, or WRONG."""
-    return None if value is None and key.is_optional else _as_type(value, key.kind)
+    if value is None and key.is_optional:
+        return None
+    return _as_type(value, key.kind)
 
 
 def _as_type(value: Any, kind: Any) -> Any:

@@ -27,4 +27,6 @@ def override_value(value: Any) -> str:
         is_plain = OverridesParser.create().parse_override(f"key={value}").value() == value
     except HydraException:
         is_plain = False
-    return value if is_plain else QuotedString(value, Quote.single).with_quotes()
+    if is_plain:
+        return value
+    return QuotedString(value, Quote.single).with_quotes()

@@ -35,7 +35,9 @@ def did_you_mean(value: object, options: Sequence[str]) -> str:
     ('did you mean v3-8?', '')
     """
     similar = difflib.get_close_matches(str(value), options, n=2, cutoff=0.7)
-    return f"did you mean {' or '.join(similar)}?" if similar else ""
+    if not similar:
+        return ""
+    return f"did you mean {' or '.join(similar)}?"
 
 
 def in_order(options: Iterable[str]) -> list[str]:

@@ -97,7 +97,9 @@ class Modes:
     def chosen(self, name: str, value: str = "...") -> str | None:
         """What to write in place of the name of a choice, which is no key; None for another name."""
         group, _, last = name.partition(".")
-        return f"{name}: use {group}={value}" if group in self.groups and last == "name" else None
+        if group in self.groups and last == "name":
+            return f"{name}: use {group}={value}"
+        return None
 
     def unknown(self, name: str) -> str:
         """A line for a key that this run does not have: who has it, else the one that was probably meant, else all."""

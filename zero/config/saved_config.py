@@ -141,7 +141,9 @@ def _changes(earlier: DictConfig, merged: DictConfig, modes: Modes) -> Iterator[
 def fixed_keys(group: Group, choice: str) -> list[Key]:
     """The keys of a choice that a resume must not change."""
     kind = group.choices.get(choice)
-    return [] if kind is None else [key for key in all_keys(kind, f"{group.name}.") if key.fixed]
+    if kind is None:
+        return []
+    return [key for key in all_keys(kind, f"{group.name}.") if key.fixed]
 
 
 def preset_keys(overrides: list[str], groups: Collection[str]) -> list[str]:

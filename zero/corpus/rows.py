@@ -195,7 +195,9 @@ class Rows:
         lengths = (length for end, (_, length) in zip(ends, self._stages, strict=True) if number < end)
         length = next(lengths, self._context)
         columns = np.arange(0, self._context, length)[:, None] + np.arange(length + self._last_target)
-        return tokens if length == self._context else tokens[:, columns].reshape(-1, columns.shape[1])
+        if length == self._context:
+            return tokens
+        return tokens[:, columns].reshape(-1, columns.shape[1])
 
 
 def _vocab_size(index: str | Path | Sequence[str | Path] | Mapping[str, Weight]) -> int:

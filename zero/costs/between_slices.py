@@ -38,7 +38,9 @@ def rendezvous_of(instruction: Instruction) -> str | None:
     if instruction.op not in ("send", "recv") or _RUNTIME not in instruction.rest:
         return None
     match = _RENDEZVOUS.search(instruction.rest)
-    return None if match is None else match[1]
+    if match is None:
+        return None
+    return match[1]
 
 
 def crossing_of(instruction: Instruction) -> Crossing | None:

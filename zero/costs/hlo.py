@@ -56,7 +56,9 @@ class Instruction(NamedTuple):
     def cycles(self) -> int | None:
         """The estimate of the TPU compiler, where it has one."""
         match = _CYCLES.search(self.rest)
-        return None if match is None or self.has_unknown_cycles else int(match[1])
+        if match is None or self.has_unknown_cycles:
+            return None
+        return int(match[1])
 
     @property
     def has_unknown_cycles(self) -> bool:
@@ -72,7 +74,9 @@ class Instruction(NamedTuple):
     def op_name(self) -> str:
         """The path of the operation in the traced function."""
         match = _OP_NAME.search(self.rest)
-        return "" if match is None else match[1]
+        if match is None:
+            return ""
+        return match[1]
 
     @property
     def operands(self) -> list[str]:
@@ -161,7 +165,9 @@ def kind_of(instruction: Instruction) -> str | None:
 def chain_of(instruction: Instruction) -> str | None:
     """The number of the chain of fusions that a collective is spread over; None if it is not spread."""
     match = _CHAIN.search(instruction.rest)
-    return None if match is None else match[1]
+    if match is None:
+        return None
+    return match[1]
 
 
 def bytes_by_kind(collectives: Iterable[Collective]) -> dict[str, int]:
@@ -377,4 +383,6 @@ def _first_count(loop: Instruction, condition: list[Instruction], bodies: Bodies
     count = by_name.get(carried.operands[int(index)])
     while count is not None and count.op in ("copy", "bitcast"):
         count = by_name.get(count.operands[0])
-    return int(count.rest.partition(")")[0]) if count is not None and count.op == "constant" else 0
+    if count is not None and count.op == "constant":
+        return int(count.rest.partition(")")[0])
+    return 0

@@ -126,7 +126,9 @@ def device_peak(analysis: Any, platform: str, available: float = math.inf) -> in
     if platform != "tpu":
         return bound
     peak: int = analysis.peak_memory_in_bytes
-    return int(min(peak, bound, available)) if analysis.host_temp_size_in_bytes else peak
+    if not analysis.host_temp_size_in_bytes:
+        return peak
+    return int(min(peak, bound, available))
 
 
 def _kept_bytes(step: StreamedStep) -> int:

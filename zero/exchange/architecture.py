@@ -135,7 +135,9 @@ class Architecture:
         module, _, kind = leaf.rpartition("/")
         name = self.modules[module]
         if name in self.bare:
-            return f"{name}_bias" if kind == "bias" else name
+            if kind != "bias":
+                return name
+            return f"{name}_bias"
         ending = "bias" if kind == "bias" else "weight"
         return f"{name}.{ending}"
 
@@ -161,7 +163,9 @@ class Architecture:
             return (size.vocab_size, size.embedding_dim)
         shape = leaf.shape[self.tensor_name(leaf.name).count("{}") :]
         shape = (*shape[:-1], sum(_width(part, size) for part in self._parts(leaf)) or shape[-1])
-        return (*shape[:-2], shape[-1], shape[-2]) if self._is_turned(leaf.name) else shape
+        if not self._is_turned(leaf.name):
+            return shape
+        return (*shape[:-2], shape[-1], shape[-2])
 
     def pack(self, leaf: str, arrays: Sequence[np.ndarray], size: GPTConfig) -> np.ndarray:
         """The tensor of a leaf, or of the leaves of query, key and value; leading dimensions stay."""
@@ -175,7 +179,9 @@ class Architecture:
             whole = np.stack(arrays, axis=-1).reshape(*whole.shape[:-1], -1)
         elif len(arrays) > 1:
             whole = np.concatenate(arrays, axis=-1)
-        return whole.swapaxes(-1, -2) if self._is_turned(leaf) else whole
+        if not self._is_turned(leaf):
+            return whole
+        return whole.swapaxes(-1, -2)
 
     def unpack(self, leaf: LeafLayout, tensor: np.ndarray, size: GPTConfig) -> np.ndarray:
         """The leaf, or one layer and expert of it, from its tensor; the inverse of `pack`."""
@@ -207,4 +213,6 @@ class Architecture:
 def _width(module: str, size: GPTConfig) -> int:
     """Outputs of a module of a layer."""
     heads = {"query": size.num_head, "key": size.key_heads, "value": size.key_heads}
-    return heads[module] * size.head_width if module in heads else size.mlp_width
+    if module not in heads:
+        return size.mlp_width
+    return heads[module] * size.head_width

@@ -53,7 +53,9 @@ def choose_steps(checkpoints: Checkpoints, steps: Sequence[int] | None) -> list[
         raise MissingCheckpoint(
             f"{checkpoints.directory}: no step {missing[0]}; there are {', '.join(map(str, existing))}"
         )
-    return sorted(set(steps)) if steps else existing
+    if not steps:
+        return existing
+    return sorted(set(steps))
 
 
 def check_unseen(origin: str, saved: Mapping[str, Any], expected: GPTConfig, also: Sequence[str] = ()) -> None:

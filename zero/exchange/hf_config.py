@@ -219,7 +219,9 @@ def _rope_type(place: str, parameters: Mapping[str, Any]) -> Any:
     kinds = [parameters[key] for key in ("rope_type", "type") if key in parameters]
     if len(kinds) == 2 and kinds[0] != kinds[1]:
         raise UserError(f"{place} has rope_type {kinds[0]!r} and type {kinds[1]!r}, two names for the same setting")
-    return kinds[0] if kinds else "default"
+    if not kinds:
+        return "default"
+    return kinds[0]
 
 
 def _read_scaling(
@@ -288,7 +290,9 @@ def _read_longrope(origin: str, parameters: Mapping[str, Any], config: Mapping[s
 
 def _yarn_length(factor: float, scale: float) -> float:
     """YaRN, arXiv 2309.00071, equation 22."""
-    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+    if factor <= 1:
+        return 1.0
+    return 0.1 * scale * math.log(factor) + 1.0
 
 
 _ORIGINAL, _CONTEXT = "original_max_position_embeddings", "max_position_embeddings"

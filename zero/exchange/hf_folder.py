@@ -202,7 +202,9 @@ class HuggingFaceFolder:
 
 def _within(collection: str, leaf: LeafLayout) -> LeafLayout:
     """The leaf by its name in an architecture, which begins with the name of its collection."""
-    return dataclasses.replace(leaf, path=(collection, *leaf.path)) if collection else leaf
+    if not collection:
+        return leaf
+    return dataclasses.replace(leaf, path=(collection, *leaf.path))
 
 
 def _grows(leaf: LeafLayout, found: tuple[int, ...] | str, expected: tuple[int, ...]) -> bool:

@@ -42,7 +42,9 @@ class HubModel:
     def override_for(self, tokenizer: str) -> dict[str, int]:
         """What `model.override` needs for another tokenizer, whose tokens the model may lack."""
         tokens = load_tokenizer(tokenizer).vocab_size
-        return {"vocab_size": tokens} if tokens > self.size.vocab_size else {}
+        if tokens > self.size.vocab_size:
+            return {"vocab_size": tokens}
+        return {}
 
     def tokenizer(self) -> str:
         """The path of its tokenizer; raises UserError if it has none that zero reads."""
@@ -93,7 +95,9 @@ def sizes_named(size: str) -> Sizes | HubModel:
 
 def _lasting_name(path: str, folder: Path) -> str:
     """The folder of a download has the name of its commit."""
-    return f"{path.partition('@')[0]}@{folder.name}" if path.startswith(PREFIX) else str(folder.resolve())
+    if path.startswith(PREFIX):
+        return f"{path.partition('@')[0]}@{folder.name}"
+    return str(folder.resolve())
 
 
 def is_folder(path: Path) -> bool:

@@ -129,7 +129,9 @@ class Layer(nn.Module):
             self.relative_bias = Table(T5_BUCKETS, config.num_attention_heads)
 
     def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        return getattr(self, name)(x) if hasattr(self, name) else x
+        if not hasattr(self, name):
+            return x
+        return getattr(self, name)(x)
 
     def forward(
         self,
@@ -271,7 +273,9 @@ class ZeroForCausalLM(PreTrainedModel, GenerationMixin):
             half = torch.arange(0, config.hidden_size, 2, device=x_BTD.device) / config.hidden_size
             angles = positions_BT[..., None].float() * config.distance_base**-half
             x_BTD = x_BTD + self.positions.weight * torch.cat([angles.sin(), angles.cos()], -1).to(x_BTD.dtype)
-        return self.embedding_norm(x_BTD) if config.embedding_norm else x_BTD
+        if not config.embedding_norm:
+            return x_BTD
+        return self.embedding_norm(x_BTD)
 
     def _logits(self, x_BTD: torch.Tensor) -> torch.Tensor:
         config = self.config

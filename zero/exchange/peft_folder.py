@@ -83,7 +83,9 @@ def alpha_of(config: Mapping[str, Any], rank: int | None = None, alpha: float | 
     """
     rank = int(config["r"]) if rank is None else rank
     alpha = float(config["lora_alpha"] if alpha is None else alpha)
-    return alpha * math.sqrt(rank) if config.get("use_rslora") else alpha
+    if not config.get("use_rslora"):
+        return alpha
+    return alpha * math.sqrt(rank)
 
 
 def write_peft(

@@ -81,7 +81,9 @@ def name_beside_images(name: str) -> str:
     >>> name_beside_images("model.norm.weight"), name_beside_images("lm_head.weight")
     ('model.language_model.norm.weight', 'lm_head.weight')
     """
-    return f"{BESIDE_IMAGES}{name.removeprefix('model.')}" if name.startswith("model.") else name
+    if not name.startswith("model."):
+        return name
+    return f"{BESIDE_IMAGES}{name.removeprefix('model.')}"
 
 
 def check_has_images(origin: str, config: Mapping[str, Any]) -> None:

@@ -71,7 +71,9 @@ def _missing(key: str) -> str:
     except jax.errors.JaxRuntimeError:
         return "host 0, the coordinator,"
     hosts = [str(host) for host in range(jax.process_count()) if f"{key}/{host}" not in texts]
-    return f"host {', '.join(hosts)}" if hosts else "a host that joined too late"
+    if not hosts:
+        return "a host that joined too late"
+    return f"host {', '.join(hosts)}"
 
 
 def _next_key(name: str) -> str:

@@ -68,4 +68,6 @@ def wants_cpu() -> bool:
 
 
 def _read(path: Path) -> str:
-    return path.read_text().strip() if path.is_file() else ""
+    if not path.is_file():
+        return ""
+    return path.read_text().strip()

@@ -48,4 +48,6 @@ def _differences(texts: dict[str, str]) -> list[str]:
 
 
 def _hosts(numbers: list[int]) -> str:
-    return f"host {numbers[0]} has" if len(numbers) == 1 else f"hosts {', '.join(map(str, numbers))} have"
+    if len(numbers) == 1:
+        return f"host {numbers[0]} has"
+    return f"hosts {', '.join(map(str, numbers))} have"

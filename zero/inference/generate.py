@@ -68,7 +68,9 @@ def until_end(tokens: np.ndarray, ends: Sequence[int]) -> np.ndarray:
     array([5, 6])
     """
     places = np.flatnonzero(np.isin(tokens, ends))
-    return tokens[: places[0]] if len(places) else tokens
+    if not len(places):
+        return tokens
+    return tokens[: places[0]]
 
 
 def _width(programs: Inference, shortest: int, end: int) -> int:

@@ -186,7 +186,9 @@ class HarnessModel(TemplateLM):
         return f"{self._encoding.name}{digest}".replace("/", "__")
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        return self._template.text if self._template is not None and chat_template else None
+        if self._template is not None and chat_template:
+            return self._template.text
+        return None
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The text of a conversation, up to where the answer begins, or up to the end of a begun answer.
@@ -204,14 +206,18 @@ class HarnessModel(TemplateLM):
                 log.warning("%s; retrying without the system prompt", error)
             self._asks_without_system = True
             text = self._template.render(others, add_generation_prompt)
-        return text if add_generation_prompt else _up_to(text, chat_history[-1]["content"])
+        if add_generation_prompt:
+            return text
+        return _up_to(text, chat_history[-1]["content"])
 
 
 def _up_to(text: str, answer: str) -> str:
     """The text of a conversation without what its template writes after the last answer, which may strip it."""
     start = text.rindex(answer.strip())
     whole = start + len(answer.lstrip())
-    return text[:whole] if text[start:whole] == answer.lstrip() else text[: start + len(answer.strip())]
+    if text[start:whole] == answer.lstrip():
+        return text[:whole]
+    return text[: start + len(answer.strip())]
 
 
 @cache

@@ -149,7 +149,9 @@ def _prompt_of(line: Any) -> str:
 def _prompts(options: Sample) -> list[str]:
     prompt = options.prompt
     if prompt is not None:
-        return [prompt] if isinstance(prompt, str) else prompt
+        if not isinstance(prompt, str):
+            return prompt
+        return [prompt]
     if options.prompt_file is None:
         return [""]
     if options.prompt_file == "-":

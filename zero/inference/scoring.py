@@ -156,7 +156,9 @@ def score_sets(
     total = functools.reduce(Sums.plus, sums.values())
     means = {**total.means(), "stride": stride}
     named = {name: sums_of_set.means() for name, sums_of_set in sums.items() if name}
-    return {**means, "sets": named} if named else means
+    if not named:
+        return means
+    return {**means, "sets": named}
 
 
 def score_validation_set(

@@ -89,7 +89,9 @@ class PlacedModel(NamedTuple):
     def speed(self) -> Speed | None:
         """Of its TPUs; None of other devices."""
         device = self.device
-        return SPEEDS.get(device.device_kind) if device.platform == "tpu" else None
+        if device.platform != "tpu":
+            return None
+        return SPEEDS.get(device.device_kind)
 
     def with_last_target(self, has_last_target: bool) -> PlacedModel:
         """The same for rows that hold the target of their last position, or not."""
@@ -141,7 +143,9 @@ def place_model(
     found = faster_placement(
         model, config.zero, devices, placed.rows // micro_batches, micro_batches, config.data.max_context
     )
-    return placed if found is None else placed._replace(model=on(found.axis), placements=found.seconds)
+    if found is None:
+        return placed
+    return placed._replace(model=on(found.axis), placements=found.seconds)
 
 
 def make_job(config: JobConfig, placed: PlacedModel) -> Job:
@@ -193,4 +197,6 @@ def trained_by(
 
 def steps_per_row(rows: RowKeys, size: GPTConfig) -> int:
     """Training steps that share a batch of rows, each with the next part of every row."""
-    return 1 if size.update_tokens is None else int(rows.max_context) // size.update_tokens
+    if size.update_tokens is None:
+        return 1
+    return int(rows.max_context) // size.update_tokens

@@ -66,7 +66,9 @@ class Attention(Positions, Parametrization):
     @property
     def attention_drop_rate(self) -> float:
         """`attention_dropout`, or its default."""
-        return self.dropout if self.attention_dropout is None else self.attention_dropout
+        if self.attention_dropout is None:
+            return self.dropout
+        return self.attention_dropout
 
     @property
     def attention_bias(self) -> bool:
@@ -81,12 +83,16 @@ class Attention(Positions, Parametrization):
     @property
     def score_multiplier(self) -> float:
         """The factor of scores where `attention_scale` is "sqrt" or a number."""
-        return self.head_width**-0.5 if isinstance(self.attention_scale, str) else float(self.attention_scale)
+        if isinstance(self.attention_scale, str):
+            return self.head_width**-0.5
+        return float(self.attention_scale)
 
     @property
     def score_width(self) -> int:
         """The number by whose root scores are then divided, if it is one: K, or another one."""
-        return self.head_width if isinstance(self.attention_scale, str) else round(self.score_multiplier**-2)
+        if isinstance(self.attention_scale, str):
+            return self.head_width
+        return round(self.score_multiplier**-2)
 
 
 def attention_form(config: Attention, window: int, cut: ModelParallel = WHOLE) -> Form:

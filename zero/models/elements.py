@@ -68,7 +68,9 @@ product.defvjp(_product_forward, _product_backward)
 
 def contraction(x_BTX: jax.Array, w_XF: jax.Array) -> jax.Array:
     """`x` contracted with a weight over all its inputs, `(B, T, *inputs)` and `(*inputs, *features)`."""
-    return product(x_BTX, w_XF) if w_XF.ndim == 2 else jnp.tensordot(x_BTX, w_XF, x_BTX.ndim - 2)
+    if w_XF.ndim == 2:
+        return product(x_BTX, w_XF)
+    return jnp.tensordot(x_BTX, w_XF, x_BTX.ndim - 2)
 
 
 class Dense(nn.Module):
@@ -110,12 +112,16 @@ class Dense(nn.Module):
 
 def fold_keys(keys_B: jax.Array | None, number: jax.Array | int) -> jax.Array | None:
     """The dropout keys of a part of the model, from those of the model; None for no dropout."""
-    return None if keys_B is None else jax.vmap(jax.random.fold_in, (0, None))(keys_B, number)
+    if keys_B is None:
+        return None
+    return jax.vmap(jax.random.fold_in, (0, None))(keys_B, number)
 
 
 def keys_from(keys_B: jax.Array | None, position: jax.Array | int) -> jax.Array | None:
     """The dropout keys of the part of a row that begins at this position: of a whole row its own."""
-    return keys_B if isinstance(position, int) and position == 0 else fold_keys(keys_B, position)
+    if isinstance(position, int) and position == 0:
+        return keys_B
+    return fold_keys(keys_B, position)
 
 
 def dropout(

@@ -118,7 +118,9 @@ class Mixture(MLP, Router, Initial):
     def shared_experts(self) -> int | float:
         """Width of the MLP beside the experts, in widths of an expert; a float if it is no multiple."""
         count, rest = divmod(self.shared_dim or 0, self.mlp_width)
-        return count + rest / self.mlp_width if rest else count
+        if not rest:
+            return count
+        return count + rest / self.mlp_width
 
     @property
     def dense_width(self) -> int:
@@ -271,7 +273,9 @@ class Experts(nn.Module):
         h_BTD = h_BTD.astype(jnp.float32)
         kernel_DE = kernel_DE.astype(jnp.float32)
         logits_BTE = jnp.einsum("BTD,DE->BTE", h_BTD, kernel_DE, precision=lax.Precision.HIGHEST)
-        return logits_BTE if bias_E is None else logits_BTE + bias_E.astype(jnp.float32)[None, None]
+        if bias_E is None:
+            return logits_BTE
+        return logits_BTE + bias_E.astype(jnp.float32)[None, None]
 
     def _decided(
         self,
@@ -349,7 +353,9 @@ class Experts(nn.Module):
         def of(name: str, x: jax.Array, parts: int = 1) -> jax.Array:
             kernel_EIO, bias_EO = weights[name]
             y = product(x, kernel_EIO)
-            return y if bias_EO is None else y + spread(bias_EO / parts)
+            if bias_EO is None:
+                return y
+            return y + spread(bias_EO / parts)
 
         of_input = of("mlp_in", x)
         of_gate = of("mlp_gate", x) if self.config.gated else None

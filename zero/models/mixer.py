@@ -36,7 +36,9 @@ class TransformerPart(Layer):
 
     def laid_out(self, x: jax.Array) -> jax.Array:
         """`x` as products and kernels on TPU read it, forward and backward; source: docs/decisions/attention.md."""
-        return row_major(x) if self.kernel in TPU_KERNELS else x
+        if self.kernel not in TPU_KERNELS:
+            return x
+        return row_major(x)
 
     def dense(
         self,

@@ -225,7 +225,9 @@ def table_stddev(config: Initial, name: str) -> float:
 
 def multipliers_of(config: Parametrization) -> Callable[[Any], Any] | None:
     """`rate_multipliers` of this model; None if all leaves have the same learning rate."""
-    return partial(rate_multipliers, config) if config.is_mup else None
+    if not config.is_mup:
+        return None
+    return partial(rate_multipliers, config)
 
 
 def rate_multipliers(config: Parametrization, params: Any) -> Any:

@@ -110,7 +110,9 @@ class ScoredAttention(Mixer):
             starts_BT = None if starts_BT is None else swap.whole_rows(starts_BT)
         terms = Terms(bias_CH, sinks_H, site.keys_B, starts_BT)
         attended_BTHK = self._by_window(cut, site.layer, q_BTHK, k_BSGK, v_BSGK, site.position, terms)
-        return attended_BTHK if swap is None else swap.to_positions(attended_BTHK)
+        if swap is None:
+            return attended_BTHK
+        return swap.to_positions(attended_BTHK)
 
     def _by_window(self, cut: ModelParallel, layer: jax.Array | int, *arguments: Any) -> jax.Array:
         """`_attend` with the window of this layer."""

@@ -70,7 +70,9 @@ class Scanned:
             return _either(_named_on_host(*self.on_host, on_device=on_device), products if self.products else None)
         if self.products:
             return _either(products, _saveable.save_only_these_names(*self.names))
-        return _saveable.save_only_these_names(*self.names) if self.names else None
+        if not self.names:
+            return None
+        return _saveable.save_only_these_names(*self.names)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +138,9 @@ def _either(first: Callable[..., Any], second: Callable[..., Any] | None) -> Cal
     def policy(primitive: Any, *arguments: Any, **parameters: Any) -> Any:
         by_first = first(primitive, *arguments, **parameters)
         recomputes = by_first is False or by_first is _RECOMPUTE
-        return second(primitive, *arguments, **parameters) if recomputes else by_first
+        if not recomputes:
+            return by_first
+        return second(primitive, *arguments, **parameters)
 
     return policy
 
@@ -296,7 +300,9 @@ def name_input(x: Any) -> Any:
     """
 
     def name(x: jax.Array) -> jax.Array:
-        return checkpoint_name(row_major(x), LAYER_INPUT) if is_on_host(x) else x
+        if not is_on_host(x):
+            return x
+        return checkpoint_name(row_major(x), LAYER_INPUT)
 
     return jax.tree.map(name, x)
 
@@ -321,14 +327,18 @@ def run_forward(layer: Layer, stacks: Any, x: Any, size: int, *, on_host: bool =
 
 
 def _to_host(x: jax.Array) -> jax.Array:
-    return jax.device_put(row_major(x), jax.memory.Space.Host) if is_on_host(x) else x
+    if not is_on_host(x):
+        return x
+    return jax.device_put(row_major(x), jax.memory.Space.Host)
 
 
 def to_device(x: Any) -> Any:
     """What `run_forward` has put into the host's memory; parts that stayed on the device are returned as they are."""
 
     def bring(x: jax.Array) -> jax.Array:
-        return row_major(jax.device_put(x, jax.memory.Space.Device)) if is_on_host(x) else x
+        if not is_on_host(x):
+            return x
+        return row_major(jax.device_put(x, jax.memory.Space.Device))
 
     return jax.tree.map(bring, x)
 

@@ -134,7 +134,9 @@ def from_global(
                 f"{list(leaf.padded_shape)} with padding, got {x.dtype.name}{list(x.shape)}"
             )
         sharding = _sharding(leaf, mesh, name)
-        return jax.device_put(x, sharding) if x.shape == leaf.padded_shape else _resized(x, leaf, sharding)
+        if x.shape == leaf.padded_shape:
+            return jax.device_put(x, sharding)
+        return _resized(x, leaf, sharding)
 
     placed = layout.treedef.flatten_up_to(layout.map(place, tree))
     if isinstance(devices, Mesh):

@@ -48,7 +48,9 @@ def evaluate(
 
 def closed_jaxpr(jaxpr: ClosedJaxpr | Jaxpr) -> ClosedJaxpr:
     """A traced function with its constants; one that is not closed has none."""
-    return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
+    if isinstance(jaxpr, ClosedJaxpr):
+        return jaxpr
+    return ClosedJaxpr(jaxpr, ())
 
 
 def bind(eqn: JaxprEqn, xs: Sequence[Any]) -> list[Any]:

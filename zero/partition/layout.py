@@ -104,7 +104,9 @@ class LeafLayout:
     @property
     def gathered_shape(self) -> tuple[int, ...]:
         """The shape that a device computes with. A part keeps its padding, so that all parts have one size."""
-        return self.moved_shape if self.is_cut else tuple(map(min, self.moved_shape, self.shape))
+        if self.is_cut:
+            return self.moved_shape
+        return tuple(map(min, self.moved_shape, self.shape))
 
     def is_padded(self, shape: Sequence[int]) -> bool:
         """Whether the leaf has this shape, padding included, on some number of devices.

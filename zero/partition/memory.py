@@ -105,7 +105,9 @@ def memory_of(sharded: Layout, tx: optax.GradientTransformation, compute_dtypes:
 
 
 def _compute_itemsize(leaf: LeafLayout, dtype: np.dtype) -> int:
-    return dtype.itemsize if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.dtype.itemsize
+    if jnp.issubdtype(leaf.dtype, jnp.floating):
+        return dtype.itemsize
+    return leaf.dtype.itemsize
 
 
 def _two_layers(layout: Layout, dtype: np.dtype) -> int:

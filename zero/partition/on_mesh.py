@@ -28,7 +28,9 @@ def _entry_of_axes(names: tuple[str, ...]) -> str | tuple[str, ...] | None:
     """
     if not names:
         return None
-    return names[0] if len(names) == 1 else names
+    if len(names) != 1:
+        return names
+    return names[0]
 
 
 class MeshLeaf(NamedTuple):

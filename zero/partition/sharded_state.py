@@ -178,7 +178,9 @@ class ShardedState:
 def numbers_of(state: ShardedState) -> Any:
     """The numbers of the slices, also if flax.nnx has put them into a variable."""
     leaves = jax.tree.leaves(state.shard)
-    return leaves[0] if len(leaves) == 1 else state.shard
+    if len(leaves) != 1:
+        return state.shard
+    return leaves[0]
 
 
 def is_own(number: jax.Array, axis: Axis) -> jax.Array:

@@ -116,7 +116,9 @@ def nan_unless(condition: jax.Array, shards: PyTree, layout: Layout) -> PyTree:
 
     def one(leaf: LeafLayout, x: jax.Array) -> jax.Array:
         is_slice = leaf.splits and jnp.issubdtype(x.dtype, jnp.inexact)
-        return jnp.where(condition, x, jnp.nan) if is_slice else x
+        if not is_slice:
+            return x
+        return jnp.where(condition, x, jnp.nan)
 
     return layout.map(one, shards)
 
@@ -145,7 +147,9 @@ def scatter_sum(
     True
     """
     sums = scatter_wide_sum(tree, layout, axis, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype)
-    return sums if reduce_dtype is not None else jax.tree.map(as_own, sums, tree)
+    if reduce_dtype is not None:
+        return sums
+    return jax.tree.map(as_own, sums, tree)
 
 
 def scatter_wide_sum(
@@ -168,7 +172,9 @@ def scatter_wide_sum(
 def as_own(reduced: jax.Array, own: Any) -> jax.Array:
     """Casts as `lax.pmean` does: a mean of narrow floats is as narrow, a mean of integers is a float."""
     dtype = jnp.result_type(own)
-    return reduced.astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else reduced
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return reduced
+    return reduced.astype(dtype)
 
 
 def sum_copies(tree: PyTree, layout: Layout, axis: Axis) -> PyTree:
@@ -203,7 +209,9 @@ def scatter_mean(tree: PyTree, layout: Layout, axis: AxisLike, **dtypes: DTypeLi
     """
     axis = checked_axis(layout, axis)
     means = jax.tree.map(lambda x: x / axis.size, scatter_wide_sum(tree, layout, axis, **dtypes))
-    return means if dtypes.get("reduce_dtype") is not None else jax.tree.map(as_own, means, tree)
+    if dtypes.get("reduce_dtype") is not None:
+        return means
+    return jax.tree.map(as_own, means, tree)
 
 
 def checked_axis(layout: Layout, axis: AxisLike) -> Axis:

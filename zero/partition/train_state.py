@@ -248,7 +248,9 @@ def _copy_of(name: str, x: Any, is_global: bool) -> Any:
 
 def _on_host(x: Any) -> Any:
     is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.extended)
-    return x if is_key else np.asarray(x)
+    if is_key:
+        return x
+    return np.asarray(x)
 
 
 def _replicated(name: str, x: Any, axis: AxisLike, devices: Devices) -> jax.Array:
@@ -360,7 +362,9 @@ def _wrapped(layout: Layout, state: PyTree) -> Layout:
 def _in_variable(numbers: jax.Array, state: PyTree) -> Any:
     """The numbers of the slices, in a variable of flax.nnx if the leaves of the state are: it updates nothing else."""
     variable = _first_variable(state)
-    return numbers if variable is None else jax.tree.unflatten(jax.tree.structure(variable), [numbers])
+    if variable is None:
+        return numbers
+    return jax.tree.unflatten(jax.tree.structure(variable), [numbers])
 
 
 def _first_variable(state: PyTree) -> Any:
@@ -369,7 +373,9 @@ def _first_variable(state: PyTree) -> Any:
     if nnx is None:
         return None
     leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    return leaves[0] if leaves and isinstance(leaves[0], nnx.Variable) else None
+    if leaves and isinstance(leaves[0], nnx.Variable):
+        return leaves[0]
+    return None
 
 
 def _unwrapped(path: tuple[str, ...]) -> tuple[str, ...]:
@@ -378,7 +384,9 @@ def _unwrapped(path: tuple[str, ...]) -> tuple[str, ...]:
     >>> _unwrapped(("mu", "kernel", "value"))
     ('mu', 'kernel')
     """
-    return path[:-1] if path[-1:] == ("value",) else path
+    if path[-1:] != ("value",):
+        return path
+    return path[:-1]
 
 
 def _numbers_leaf(shards: int) -> LeafLayout:

@@ -59,7 +59,9 @@ def slices_to_host(
     def one(leaf: LeafLayout, x: jax.Array) -> np.ndarray:
         if not leaf.splits:
             first = x.addressable_shards[0].data[0]
-            return first if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) else np.asarray(first)
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+                return first
+            return np.asarray(first)
         whole = np.empty(leaf.padded_shape, x.dtype)
         for index, part in exchange(x):
             whole[_slices(leaf, index)] = part

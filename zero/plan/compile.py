@@ -339,4 +339,6 @@ def run_tokens(plan: Plan, parameters: int) -> int:
     Without `plan.tokens` they are 20 per parameter (Hoffmann et al., Training Compute-Optimal Large Language Models,
     arXiv 2203.15556, table 3).
     """
-    return plan.tokens if plan.tokens is not None else 20 * parameters
+    if plan.tokens is not None:
+        return plan.tokens
+    return 20 * parameters

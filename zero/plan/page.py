@@ -147,7 +147,9 @@ def time_segments(row: Row, longest: float) -> tuple[Segment, ...]:
     """The seconds of a step; without a prediction only the lower bound on them."""
     if row["seconds"] is None:
         bound = row["seconds_lower_bound"]
-        return () if bound is None else (Segment("at least", bound / longest, f"{bound:.4g} s"),)
+        if bound is None:
+            return ()
+        return (Segment("at least", bound / longest, f"{bound:.4g} s"),)
     update = sum(seconds for _, phase, seconds in row["breakdown"] if phase == UPDATE)
     exposed = min(row["exposed_seconds"], row["seconds"] - update)
     parts = (

@@ -28,7 +28,9 @@ def read_lines_of(run: Path) -> list[dict[str, Any]]:
     Under "scored" each has what it is of: the weights, and all else that scores depend on.
     """
     path = _path(run)
-    return read_lines(storage.read_bytes(path), path) if storage.exists(path) else []
+    if not storage.exists(path):
+        return []
+    return read_lines(storage.read_bytes(path), path)
 
 
 def read_evaluations(run: Path) -> list[dict[str, Any]]:

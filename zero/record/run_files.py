@@ -104,7 +104,9 @@ def saved_config(run_directory: Path) -> DictConfig:
 def checkpoint_directory(run_directory: Path, bucket_path: str | None, directory: str) -> Path | str:
     """An absolute path or URL as it is, else `gs://bucket_path/directory`, else inside the run directory."""
     checkpoints = storage.join(storage.bucket(bucket_path) if bucket_path else run_directory, directory)
-    return checkpoints if storage.is_remote(checkpoints) else Path(checkpoints)
+    if storage.is_remote(checkpoints):
+        return checkpoints
+    return Path(checkpoints)
 
 
 def saved_steps(run_directory: Path) -> list[int]:
@@ -145,7 +147,9 @@ def is_outside(run_directory: Path, checkpoints: Path | str) -> bool:
 
 def shared_file(run_directory: Path, checkpoints: Path | str, name: str) -> str:
     """The path of a file of a run that every machine sees: beside its checkpoints if they are outside the directory."""
-    return mirror_path(checkpoints, name) if is_outside(run_directory, checkpoints) else str(run_directory / name)
+    if is_outside(run_directory, checkpoints):
+        return mirror_path(checkpoints, name)
+    return str(run_directory / name)
 
 
 def fetch_config(run_directory: Path, checkpoints: str) -> bool:

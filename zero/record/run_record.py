@@ -74,7 +74,9 @@ class RunRecord:
     def parameters(self) -> int | None:
         """Of the model; None without a layout."""
         match = re.match(r"([\d,]+) elements", self.layout)
-        return int(match[1].replace(",", "")) if match else None
+        if not match:
+            return None
+        return int(match[1].replace(",", ""))
 
     def values(self, metric: str) -> list[tuple[int, float]]:
         """The step and the value of each line that has the metric and is finite."""

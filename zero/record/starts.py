@@ -49,7 +49,9 @@ def number_of(run: Path) -> int:
 def last_start(run: Path, step: int) -> Start | None:
     """The start of a run that made this step, by what is noted."""
     starts = [start for start in _read(run)[1] if start.step < step]
-    return starts[-1] if starts else None
+    if not starts:
+        return None
+    return starts[-1]
 
 
 def note_start(run: Path, start: Start, others: Iterable[Path]) -> None:

@@ -165,7 +165,9 @@ def thinned(points: Sequence[tuple[int, float | None]], most: int) -> list[tuple
         finite = [(value, step) for step, value in stretch if value is not None]
         extremes = {min(finite), max(finite)} if finite else set()
         kept += sorted((step, value) for value, step in extremes) or stretch[:1]
-    return kept if kept[-1] == points[-1] else [*kept, points[-1]]
+    if kept[-1] == points[-1]:
+        return kept
+    return [*kept, points[-1]]
 
 
 def axes_of(runs: Sequence[RunRecord]) -> list[tuple[str, str]]:

@@ -144,7 +144,9 @@ def _number(value: float | str | None) -> str:
         return "not finite"
     if isinstance(value, int):
         return f"{value:,}"
-    return value if isinstance(value, str) else f"{value:.6g}"
+    if isinstance(value, str):
+        return value
+    return f"{value:.6g}"
 
 
 def summary(directories: Sequence[Path]) -> list[str]:

@@ -25,7 +25,9 @@ class Command:
 
 
 def loss_text(loss: float | None) -> str:
-    return "–" if loss is None else f"{loss:.4f}"
+    if loss is None:
+        return "–"
+    return f"{loss:.4f}"
 
 
 def state(run: RunRecord) -> Fact:
@@ -178,4 +180,6 @@ def path_text(path: Path | str) -> str:
     if isinstance(path, str):
         return path
     relative = os.path.relpath(path)
-    return str(path.absolute()) if relative.startswith("..") else relative
+    if not relative.startswith(".."):
+        return relative
+    return str(path.absolute())

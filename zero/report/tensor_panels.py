@@ -60,4 +60,6 @@ def leaf_panels(lines: Sequence[Line], run: int) -> list[Panel]:
 
 def _log10(size: float | None) -> float | None:
     """None, an empty cell, for zero and for what was not finite."""
-    return math.log10(size) if size else None
+    if not size:
+        return None
+    return math.log10(size)

@@ -365,7 +365,9 @@ def _steps_of(run: Path, given: dict[str, Any]) -> list[int]:
         return saved_steps(run)
     steps = committed_steps(place)
     is_fork = given.get("data.resume_step") is not None  # which may save to another place than it comes from
-    return saved_steps(run) if is_fork and not steps else steps
+    if is_fork and not steps:
+        return saved_steps(run)
+    return steps
 
 
 def _elsewhere(given: dict[str, Any]) -> str:
@@ -384,7 +386,9 @@ def _shared_place(given: dict[str, Any]) -> Path | str | None:
     bucket_path = given.get("data.bucket_path", SetKeys().bucket_path)
     directory = str(given.get("data.checkpoint_directory", Keys().checkpoint_directory))
     checkpoint_path = checkpoint_directory(Path(), bucket_path, directory)
-    return checkpoint_path if not isinstance(checkpoint_path, Path) or checkpoint_path.is_absolute() else None
+    if not isinstance(checkpoint_path, Path) or checkpoint_path.is_absolute():
+        return checkpoint_path
+    return None
 
 
 def parsed_overrides(arguments: Iterable[str]) -> list[Override]:

@@ -60,7 +60,9 @@ def _known_place(named: str, known: Mapping[str, Any]) -> str:
         return str(known["place"])
     _, step = split_step(known["place"])
     is_of_steps = not named.startswith(PREFIX) and not is_folder(Path(named))
-    return f"{named}@{step}" if is_of_steps and step is not None and split_step(named)[1] is None else named
+    if is_of_steps and step is not None and split_step(named)[1] is None:
+        return f"{named}@{step}"
+    return named
 
 
 def load_base(weights: warm_start.Keys, model: ShardedGPT, position: TrainingPosition) -> PyTree:

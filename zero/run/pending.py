@@ -16,7 +16,9 @@ from zero.run.restore import Pending, TrainingPosition
 
 def pending_actions(line: Line, features: list[str]) -> Pending | None:
     """A record of these actions for the metadata of a checkpoint, with a copy of the line; None if there are none."""
-    return Pending(features=features, line=dict(line)) if features else None
+    if not features:
+        return None
+    return Pending(features=features, line=dict(line))
 
 
 def still_pending(position: TrainingPosition, run_directory: Path, last_step: int, is_durable: bool) -> Pending | None:

@@ -223,4 +223,6 @@ class StepMetrics:
 def peak_memory() -> dict[str, int]:
     """The peak of the first local device's memory in bytes, where its allocator reports one (not on CPU)."""
     stats = jax.local_devices()[0].memory_stats() or {}
-    return {"peak_memory": int(stats["peak_bytes_in_use"])} if "peak_bytes_in_use" in stats else {}
+    if "peak_bytes_in_use" not in stats:
+        return {}
+    return {"peak_memory": int(stats["peak_bytes_in_use"])}

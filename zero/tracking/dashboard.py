@@ -30,4 +30,6 @@ def panel_name(name: str) -> str:
     panel = _PANEL.get(name.partition("/")[0])
     if panel is not None:
         return f"{panel}/{name}"
-    return name if "/" in name or name == "step" else f"train/{name}"
+    if "/" in name or name == "step":
+        return name
+    return f"train/{name}"

@@ -223,7 +223,9 @@ class Stage:
             return f"took {clock(seconds)}"
         rest = clock(seconds / self.done * (self.total - self.done)) if self.done else "-"
         times = f"{clock(seconds)}, ETA {rest}"
-        return times if self._activity is None else f"{times}, {self._activity}"
+        if self._activity is None:
+            return times
+        return f"{times}, {self._activity}"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield _row(f"{self.name} {self.done:,}/{self.total:,}", self.done, self.total, self._times(), options.max_width)

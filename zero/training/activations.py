@@ -50,7 +50,9 @@ def host_bytes(model: ShardedGPT, rows: int, context: int) -> int:
     if model.remat == "nested":
         return stored_bytes(model, rows, context) // 2 if on_host else 0  # inputs of spans, not those within one
     if model.remat == "dots":  # `with_fitting_storage` does not choose it, and else all that is stored moves
-        return stored_bytes(model, rows, context) if on_host else 0
+        if not on_host:
+            return 0
+        return stored_bytes(model, rows, context)
     return _bytes_of_kinds(model, rows, context, on_host)
 
 
@@ -119,7 +121,9 @@ def ladder(model: ShardedGPT, context: int) -> tuple[str, ...]:
         return ("full",)
     if model.kernel is None:
         return ("full", "mlp_in", "mlp", "mlp+attention")
-    return ("full", "attention", "mlp_in+attention", "mlp+attention") if context >= _LONG else ("full", "mlp_in", "mlp")
+    if context >= _LONG:
+        return ("full", "attention", "mlp_in+attention", "mlp+attention")
+    return ("full", "mlp_in", "mlp")
 
 
 def _layer_parameters(model: ShardedGPT) -> int:

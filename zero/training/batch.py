@@ -86,7 +86,9 @@ class Batch(NamedTuple):
 
     def first_clock(self, clock: jax.Array) -> jax.Array:
         """The clock of the first update on these rows: a row's masks are the same in all its parts."""
-        return clock if self.part is None else clock - self.part.number
+        if self.part is None:
+            return clock
+        return clock - self.part.number
 
 
 def token_ids(tokens: Rows) -> jax.Array:

@@ -128,7 +128,9 @@ def quantize(params: Any, codec: str) -> Any:
 
     def one(path: Any, x: Any) -> Any:
         is_quantized = path[-1].key == "kernel" and not any(key.key == "router" for key in path)
-        return CODECS[codec].quantize(x) if is_quantized else x
+        if not is_quantized:
+            return x
+        return CODECS[codec].quantize(x)
 
     return jax.tree_util.tree_map_with_path(one, params)
 

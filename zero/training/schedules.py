@@ -255,7 +255,9 @@ class LengthKeys:
         """Steps and tokens per sequence of each stage of the warmup; linear growth counts as one."""
         if isinstance(self.context_stages, list):
             return tuple((steps, length) for steps, length in self.context_stages)
-        return ((self.staged_warmup_steps, self.warmup_train_context),) if self.staged_warmup_steps else ()
+        if not self.staged_warmup_steps:
+            return ()
+        return ((self.staged_warmup_steps, self.warmup_train_context),)
 
     def lengths(self, full: int, has_last_target: bool) -> SequenceLengths:
         """The tokens of a sequence at each step, up to `full`."""

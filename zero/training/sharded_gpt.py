@@ -117,12 +117,16 @@ class ShardedGPT:
         """The group that divides the computation of this device's rows."""
         if self.axis.context > 1:
             return ContextGroup(self.axis)
-        return TensorGroup(self.axis) if self.axis.tensor > 1 else WHOLE
+        if self.axis.tensor > 1:
+            return TensorGroup(self.axis)
+        return WHOLE
 
     @property
     def group(self) -> ExpertParallel:
         """The devices among which experts are divided."""
-        return ExpertGroup(self.axis) if self.axis.expert > 1 else ALONE
+        if self.axis.expert > 1:
+            return ExpertGroup(self.axis)
+        return ALONE
 
     @cached_property
     def base(self) -> ShardedGPT:
@@ -142,7 +146,9 @@ class ShardedGPT:
         stacks = {name: shapes[name] for name in STACKS if name in shapes}
         quantized = jax.eval_shape(partial(quantize, codec=self.tuning.base_dtype), stacks)
         layout = make_grouped_layout({**shapes, **quantized}, self.axis.shards, **self.base.layout_options)
-        return layout if self.stage else layout.whole()
+        if self.stage:
+            return layout
+        return layout.whole()
 
     @property
     def frozen_layout(self) -> Layout:
@@ -152,7 +158,9 @@ class ShardedGPT:
     @cached_property
     def _trained_shapes(self) -> PyTree:
         params = variable_shapes(self.config)["params"]
-        return params if self.tuning is None else self.tuning.adapters.shapes(params)
+        if self.tuning is None:
+            return params
+        return self.tuning.adapters.shapes(params)
 
     @cached_property
     def _sharded_by_parts(self) -> Layout:
@@ -172,7 +180,9 @@ class ShardedGPT:
     @cached_property
     def layout_by_parts(self) -> Layout:
         """`layout`, in which tensor groups and expert groups gather only the parts that they compute with."""
-        return self._sharded_by_parts if self.stage else self._sharded_by_parts.whole()
+        if self.stage:
+            return self._sharded_by_parts
+        return self._sharded_by_parts.whole()
 
     @property
     def sharded_layout(self) -> Layout:
@@ -200,7 +210,9 @@ class ShardedGPT:
         if self.tuning is not None:
             module_class = with_frozen(module_class, partial(self._whole_frozen, name=name))
         has_shards = self.stage >= 2 and name in self._trained_shapes
-        return self._lift_shards(module_class, name) if has_shards else module_class
+        if not has_shards:
+            return module_class
+        return self._lift_shards(module_class, name)
 
     def _whole_frozen(self, frozen: PyTree, name: str) -> PyTree:
         """The whole parameters of a part of the base; stages 0 to 2 have gathered it already, as it is held."""
@@ -246,7 +258,9 @@ class ShardedGPT:
     @cached_property
     def collections(self) -> dict[str, Collection]:
         """The model's variables beside its parameters, which no stage splits; beside adapters they are frozen too."""
-        return collections_of(self.config) if self.tuning is None else {}
+        if self.tuning is not None:
+            return {}
+        return collections_of(self.config)
 
     def new_collections(self, key: jax.Array) -> dict[str, PyTree]:
         """The collections of a new model, whole on every device."""
@@ -307,7 +321,9 @@ class ShardedGPT:
     def reduce_grads(self, grads: PyTree) -> PyTree:
         """Shards of the gradient summed over devices, from the gradients of `differentiated`."""
         if self.stage >= 2:
-            return grads if self.sums_copies else sum_copies(grads, self.layout, self.axis)
+            if self.sums_copies:
+                return grads
+            return sum_copies(grads, self.layout, self.axis)
         dtypes: Any = {"wire_dtype": self.wire_dtype, "reduce_dtype": self.reduce_dtype}
         grads = scatter_wide_sum(grads, self.layout_by_parts, self.axis, **dtypes)
         return jax.tree.map(lambda g: g.astype(self.gradient_dtype), grads)
@@ -341,7 +357,9 @@ class ShardedGPT:
 
     def own_positions(self, x: Rows | None) -> jax.Array | None:
         """From whole rows `(rows, positions, ...)` to the positions of `scores` on this device."""
-        return None if x is None else self.cut.input_positions(jnp.asarray(x))
+        if x is None:
+            return None
+        return self.cut.input_positions(jnp.asarray(x))
 
     def scores_and_memory(
         self,
@@ -424,7 +442,9 @@ class ShardedGPT:
     def dropout_keys(self, key: jax.Array, batch: Batch) -> jax.Array | None:
         """One key per row from the step's key, or None for a model without dropout."""
         drops = self.config.has_dropout or (self.tuning is not None and self.tuning.adapters.dropout > 0)
-        return row_keys(key, batch) if drops else None
+        if not drops:
+            return None
+        return row_keys(key, batch)
 
     def metrics(self, observed: Routing | None, batch: Batch) -> dict[str, jax.Array]:
         """Routing metrics over the rows of all devices; empty without experts.

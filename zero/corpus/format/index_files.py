@@ -130,7 +130,9 @@ def _of_folder(index: str | Path) -> str:
         return ""
     names = [path.relative_to(folder).as_posix() for path in (*folder.glob("*"), *folder.glob("*/_*"))]
     kind = "the directory of a corpus" if MANIFEST in names else kind_of_folder(names)
-    return "" if kind is None else f"; it is {kind}"
+    if kind is None:
+        return ""
+    return f"; it is {kind}"
 
 
 def expand_braces(name: str) -> list[str]:
@@ -176,7 +178,9 @@ def index_paths(value: Any, bucket_path: str | None) -> str | list[str] | dict[s
     Relative paths are in the bucket, if there is one.
     """
     if isinstance(value, str):
-        return storage.join(storage.bucket(bucket_path), value) if bucket_path else value
+        if not bucket_path:
+            return value
+        return storage.join(storage.bucket(bucket_path), value)
     if all(isinstance(entry, str) for entry in value):
         return [str(index_paths(entry, bucket_path)) for entry in value]
     return {str(index_paths(entry["index"], bucket_path)): entry["weight"] for entry in value}

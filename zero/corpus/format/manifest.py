@@ -95,7 +95,9 @@ def recorded_checksums(folder: str) -> Callable[[str], str | None]:
 
         def recorded(name: str) -> str | None:
             part, _, number = name.removesuffix(".tar").rpartition("-")
-            return f"{of_part[part]} {number}" if part in of_part else None
+            if part not in of_part:
+                return None
+            return f"{of_part[part]} {number}"
 
         return recorded
     sums = {shard["name"]: shard["sha256"] for shard in shards_of(manifest) if isinstance(shard.get("sha256"), str)}

@@ -35,7 +35,9 @@ class ReadBuffer(threading.local):
             self._memory = np.empty(size, np.uint8).data
         data = self._memory[: file.readinto(self._memory[:size])]  # type: ignore[attr-defined]
         more = file.read()  # of a file that has grown, or whose size is not known
-        return memoryview(bytes(data) + more) if more else data
+        if not more:
+            return data
+        return memoryview(bytes(data) + more)
 
 
 class Memory:

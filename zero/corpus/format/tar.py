@@ -129,7 +129,9 @@ def short_name(header: bytes) -> bytes:
     name = header[:100].partition(b"\0")[0]
     is_posix = header[257:263] == b"ustar\0"
     folder = header[345:500].partition(b"\0")[0] if is_posix else b""
-    return folder + b"/" + name if folder else name
+    if not folder:
+        return name
+    return folder + b"/" + name
 
 
 def _octal(field: bytes) -> int:

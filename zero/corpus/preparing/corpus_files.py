@@ -75,7 +75,9 @@ class PartNames:
 
     @property
     def manifest(self) -> str:
-        return MANIFEST if self.part is None else f"part-{self.part:05d}.json"
+        if self.part is None:
+            return MANIFEST
+        return f"part-{self.part:05d}.json"
 
     @property
     def statistics(self) -> str:
@@ -88,11 +90,15 @@ class PartNames:
         return self._beside("removed.jsonl.gz")
 
     def _beside(self, name: str) -> str:
-        return name if self.part is None else f"part-{self.part:05d}.{name}"
+        if self.part is None:
+            return name
+        return f"part-{self.part:05d}.{name}"
 
     def shard(self, split: str, of_split: int, of_part: int) -> str:
         """The name of a shard, of which so many are before it in its split, and in its part."""
-        return f"{split}-{of_split:05d}.tar" if self.part is None else f"part-{self.part:05d}-{of_part:05d}.tar"
+        if self.part is None:
+            return f"{split}-{of_split:05d}.tar"
+        return f"part-{self.part:05d}-{of_part:05d}.tar"
 
 
 def find_usable(folder: str, arguments: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
@@ -109,7 +115,9 @@ def find_usable(folder: str, arguments: dict[str, Any], overwrite: bool) -> dict
     if not {part["name"] for part in manifest.get(PARTS, ())} <= names:
         return None
     manifest = load(folder)
-    return manifest if {shard["name"] for shard in shards_of(manifest)} <= names else None
+    if {shard["name"] for shard in shards_of(manifest)} <= names:
+        return manifest
+    return None
 
 
 def is_made_with(made: str, manifest: dict[str, Any], arguments: dict[str, Any], overwrite: bool) -> bool:
@@ -298,4 +306,6 @@ def index_text(index: str, folder: str, split: str, summary: dict[str, Any]) -> 
 
 def _bucket(path: str) -> str:
     """gs://bucket, or nothing for a local path."""
-    return "/".join(path.split("/")[:3]) if storage.is_remote(path) else ""
+    if not storage.is_remote(path):
+        return ""
+    return "/".join(path.split("/")[:3])

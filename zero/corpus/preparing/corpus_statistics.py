@@ -220,7 +220,9 @@ def _row_text(ids: np.ndarray, tokenizer: Tokenizer) -> str:
 
 def _text(content: str | np.ndarray, tokenizer: Tokenizer) -> str:
     """Enough of the text of a document for an example."""
-    return content[:_EXAMPLE_BYTES] if isinstance(content, str) else tokenizer.decode(content[:_EXAMPLE_BYTES].tolist())
+    if isinstance(content, str):
+        return content[:_EXAMPLE_BYTES]
+    return tokenizer.decode(content[:_EXAMPLE_BYTES].tolist())
 
 
 def _cut(text: str, most: int) -> str:

@@ -130,7 +130,9 @@ def field_of(document: Document, key: str) -> str:
 
 def found(entry: Any) -> str:
     """A description of an entry, for an error."""
-    return f"found {', '.join(sorted(entry))}" if isinstance(entry, dict) else "found no object"
+    if not isinstance(entry, dict):
+        return "found no object"
+    return f"found {', '.join(sorted(entry))}"
 
 
 @dataclass(frozen=True)

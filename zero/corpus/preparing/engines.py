@@ -46,7 +46,9 @@ class LocalEngine:
     workers: int
 
     def remainder(self, count: int) -> int:
-        return count % self.workers if self.workers > 1 else count
+        if self.workers > 1:
+            return count % self.workers
+        return count
 
     def run(self, work: Work, tasks: Sequence[Task], folder: str) -> Iterator[Task]:
         if self.workers > 1:

@@ -55,7 +55,9 @@ class ExampleKind:
 
     def all_texts(self, read: ExampleTexts) -> ExampleTexts:
         """All texts of the examples of a shard."""
-        return read if self.with_others is None else self.with_others(read)
+        if self.with_others is None:
+            return read
+        return self.with_others(read)
 
 
 def with_mismatched(read: ExampleTexts) -> ExampleTexts:
@@ -107,7 +109,9 @@ EXAMPLE_KINDS = _named(
 def kind_of(manifest: Mapping[str, Any]) -> ExampleKind | None:
     """The kind of examples of a corpus, by its manifest or its arguments; None: rows of running text."""
     name = manifest.get("examples")
-    return None if name is None else EXAMPLE_KINDS[name]
+    if name is None:
+        return None
+    return EXAMPLE_KINDS[name]
 
 
 def example_of(kind: ExampleKind | None) -> Example:

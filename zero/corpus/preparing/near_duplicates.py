@@ -61,7 +61,9 @@ class Nearness:
     def of_manifest(cls, manifest: Mapping[str, Any]) -> Nearness | None:
         """The one that a manifest records; None without one."""
         recorded = manifest.get("near_duplicates")
-        return None if recorded is None else cls(recorded["threshold"])
+        if recorded is None:
+            return None
+        return cls(recorded["threshold"])
 
     @property
     def bands(self) -> tuple[int, int]:

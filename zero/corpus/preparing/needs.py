@@ -93,4 +93,6 @@ def readable(size: int) -> str:
 
 
 def _free(folder: str) -> str:
-    return "" if storage.is_remote(folder) else f" ({readable(shutil.disk_usage(folder).free)} are free)"
+    if storage.is_remote(folder):
+        return ""
+    return f" ({readable(shutil.disk_usage(folder).free)} are free)"

@@ -139,4 +139,6 @@ def _starts(ids: np.ndarray, tokenizer: Tokenizer) -> list[int]:
 
 
 def _span(ids: list[int]) -> str:
-    return f"{ids[0]} to {ids[1]}" if ids else "none"
+    if not ids:
+        return "none"
+    return f"{ids[0]} to {ids[1]}"

@@ -23,7 +23,9 @@ def corpus_name(source: str) -> str:
     ('books', 'wikitext', 'stdlib')
     """
     path = Path(source.removeprefix("hf:").partition(":")[0]).resolve()
-    return path.name if path.is_dir() else path.name.partition(".")[0]
+    if path.is_dir():
+        return path.name
+    return path.name.partition(".")[0]
 
 
 def prepare_if_missing(

@@ -150,7 +150,9 @@ class UnitTokenizer:
             is_learned = np.append(document.is_learned, 0)
             ends = np.flatnonzero(is_learned[:-1] > is_learned[1:]) + 1
             ends = ends[ends <= self.row_tokens]
-            return Tokens(document.ids[: ends[-1]], document.is_learned[: ends[-1]]) if len(ends) else None
+            if not len(ends):
+                return None
+            return Tokens(document.ids[: ends[-1]], document.is_learned[: ends[-1]])
         end = np.asarray([self.tokenizer.end_of_text], document.ids.dtype)
         return Tokens(np.concatenate([document.ids[: self.row_tokens - 1], end]), None)
 

@@ -226,7 +226,9 @@ class _SplitWriter:
 
 def _concatenated(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
     present = [array for array in arrays if array is not None]
-    return np.concatenate(present) if present else None
+    if not present:
+        return None
+    return np.concatenate(present)
 
 
 def _tar(arrays: Mapping[str, np.ndarray], first: int, rows_per_member: int) -> bytes:

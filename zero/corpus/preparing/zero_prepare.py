@@ -353,7 +353,9 @@ def _base(options: CorpusOptions) -> str | None:
         return None
     folder = storage.parent(options.tokenizer.path)
     has_weights = any(storage.exists(storage.join(folder, name)) for name in WEIGHTS)
-    return folder if has_weights and storage.exists(storage.join(folder, MODEL_CONFIG)) else None
+    if has_weights and storage.exists(storage.join(folder, MODEL_CONFIG)):
+        return folder
+    return None
 
 
 def _quoted(path: str) -> str:
@@ -364,7 +366,9 @@ def _quoted(path: str) -> str:
     """
     is_plain = re.fullmatch(r"[\w./:@-]+", path, re.ASCII) is not None
     escaped = path.replace("'", "\\'")
-    return path if is_plain else f"'{escaped}'"
+    if is_plain:
+        return path
+    return f"'{escaped}'"
 
 
 def _hub_tokenizer(model: str) -> tuple[FileTokenizer, str]:
@@ -394,7 +398,9 @@ def _verify(given: argparse.Namespace) -> None:
 
 def _tokenizer_of(given: argparse.Namespace) -> Tokenizer | None:
     """The tokenizer of the command line; None for the tokenizer of the corpus."""
-    return None if given.tokenizer is None else load_tokenizer(given.tokenizer)
+    if given.tokenizer is None:
+        return None
+    return load_tokenizer(given.tokenizer)
 
 
 if __name__ == "__main__":

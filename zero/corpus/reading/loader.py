@@ -71,7 +71,9 @@ class Batching:
     @property
     def schedule(self) -> BatchSchedule:
         """The rows of each batch over all hosts."""
-        return BatchSchedule(self.global_rows) if isinstance(self.global_rows, int) else self.global_rows
+        if not isinstance(self.global_rows, int):
+            return self.global_rows
+        return BatchSchedule(self.global_rows)
 
     def numbers(self, global_rows: int) -> np.ndarray:
         """The number in a global batch of so many rows of each row that a loader gives.

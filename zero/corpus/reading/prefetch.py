@@ -37,7 +37,9 @@ class RowStream:
 
     def _read_ahead(self, used: RowArrays) -> Future[RowArrays] | None:
         buffer = next(self._buffers, None)
-        return None if buffer is None else self._pool.submit(self._read, buffer, used)
+        if buffer is None:
+            return None
+        return self._pool.submit(self._read, buffer, used)
 
     @property
     def left(self) -> int:

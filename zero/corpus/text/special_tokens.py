@@ -82,7 +82,9 @@ class TokenizerFiles:
 
         def content(name: str) -> dict[str, Any]:
             path = storage.join(folder, name)
-            return json_object(storage.read_bytes(path), path) if storage.exists(path) else {}
+            if not storage.exists(path):
+                return {}
+            return json_object(storage.read_bytes(path), path)
 
         names = (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, ADDED_TOKENS, GENERATION_CONFIG, MODEL_CONFIG)
         return cls(folder, *map(content, names))

@@ -179,7 +179,9 @@ def _status(error: BaseException) -> int | None:
     if isinstance(answer, dict):  # of botocore
         return answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
     status = getattr(error, "status_code", None) or getattr(answer, "status_code", None)
-    return status if status or error.__cause__ is None else _status(error.__cause__)
+    if status or error.__cause__ is None:
+        return status
+    return _status(error.__cause__)
 
 
 def _is_temporary(error: BaseException, status: int | None) -> bool:

@@ -58,7 +58,9 @@ class S3(FsspecStore):
 def _payer() -> dict[str, str]:
     """The argument of requests to a bucket that bills those who read it; the environment says whether to pay."""
     payer = os.environ.get("AWS_REQUEST_PAYER")
-    return {"RequestPayer": payer} if payer else {}
+    if not payer:
+        return {}
+    return {"RequestPayer": payer}
 
 
 class Azure(FsspecStore):

@@ -95,7 +95,9 @@ def parent(url: str | Path) -> str:
     """
     if is_root(url):
         return str(url).rstrip("/")
-    return str(url).rpartition("/")[0] if "://" in str(url) else os.path.dirname(url) or "."
+    if "://" in str(url):
+        return str(url).rpartition("/")[0]
+    return os.path.dirname(url) or "."
 
 
 def relative(path: str, base: str) -> str:

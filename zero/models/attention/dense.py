@@ -30,7 +30,9 @@ def query_block(choice: str, platform: str) -> int | None:
     >>> query_block("auto", "cpu"), query_block("dense", "cpu"), query_block("auto", "tpu")
     (64, None, None)
     """
-    return QUERY_BLOCK.get(platform) if choice in ("auto", "kernel") else None
+    if choice not in ("auto", "kernel"):
+        return None
+    return QUERY_BLOCK.get(platform)
 
 
 def dense_attention(

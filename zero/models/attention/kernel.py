@@ -36,7 +36,9 @@ def kernel_of(platform: str, device_kind: str) -> str | None:
     """
     if platform == "tpu":
         return _BY_KIND.get(device_kind, "tpu_v4")
-    return "cudnn" if platform == "gpu" and not device_kind.startswith("Tesla") else None
+    if platform == "gpu" and not device_kind.startswith("Tesla"):
+        return "cudnn"
+    return None
 
 
 def chosen_kernel(choice: str, platform: str, device_kind: str, *, positions: int, dtype: str) -> str | None:
@@ -52,7 +54,9 @@ def chosen_kernel(choice: str, platform: str, device_kind: str, *, positions: in
     if platform == "gpu" and dtype == "float32":
         return None
     is_faster = platform in ("tpu", "gpu") and positions >= 512
-    return kernel_of(platform, device_kind) if choice == "kernel" or (choice == "auto" and is_faster) else None
+    if choice == "kernel" or (choice == "auto" and is_faster):
+        return kernel_of(platform, device_kind)
+    return None
 
 
 def missing_in(

@@ -42,7 +42,9 @@ class Form(NamedTuple):
 
     def divisor_of(self, width: int) -> float:
         """The divisor for heads of this width."""
-        return math.sqrt(width) if self.divisor is None else self.divisor
+        if self.divisor is not None:
+            return self.divisor
+        return math.sqrt(width)
 
 
 PLAIN = Form()

@@ -79,19 +79,25 @@ class Rotary(Sizes):
         scaling = self.rotary_scaling
         if scaling is None:
             return None
-        return scaling[0] if scaling and isinstance(scaling[0], str) else UNNAMED
+        if scaling and isinstance(scaling[0], str):
+            return scaling[0]
+        return UNNAMED
 
     @property
     def rotary_numbers(self) -> tuple[float, ...]:
         """`rotary_scaling` without its name."""
         scaling = self.rotary_scaling or ()
-        return scaling[1:] if scaling and isinstance(scaling[0], str) else scaling
+        if scaling and isinstance(scaling[0], str):
+            return scaling[1:]
+        return scaling
 
     @property
     def rotary_switch(self) -> int | None:
         """The number of positions beyond which the length of a row changes rotary frequencies; None for none."""
         index = None if self.rotary_kind is None else SCALINGS[self.rotary_kind].switch
-        return None if index is None else int(self.rotary_numbers[index])
+        if index is None:
+            return None
+        return int(self.rotary_numbers[index])
 
 
 class Rotation(NamedTuple):

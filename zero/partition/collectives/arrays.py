@@ -105,7 +105,9 @@ def scatter_sum_array(
     x = x.astype(reduce)
     if not leaf.splits:
         return lax.psum(x, axis.name)
-    return sum_copies_of_array(x, axis) if axis.sums_copies else x
+    if not axis.sums_copies:
+        return x
+    return sum_copies_of_array(x, axis)
 
 
 def sum_copies_of_array(shard_x: jax.Array, axis: Axis) -> jax.Array:
@@ -140,7 +142,9 @@ def _sum_copies_quantized(shard_x: jax.Array, axis: Axis) -> jax.Array:
 
 def as_dtype(x: jax.Array, dtype: DTypeLike | None) -> jax.Array:
     """Casts floats; integers and complex numbers are unchanged."""
-    return x if dtype is None or not jnp.issubdtype(x.dtype, jnp.floating) else x.astype(dtype)
+    if dtype is None or not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    return x.astype(dtype)
 
 
 ELEMENTS_PER_SCALE = 256  # 4 bytes of float32 for 256 of int8
@@ -216,7 +220,9 @@ def pad_array(x: jax.Array, dim: int, amount: int) -> jax.Array:
 def cropped_for(leaf: LeafLayout, moved_x: jax.Array) -> jax.Array:
     """A gathered array without the padding; the inverse of `padded_for`."""
     shape = leaf.gathered_shape
-    return moved_x if moved_x.shape == shape else lax.slice(moved_x, [0] * len(shape), shape)
+    if moved_x.shape == shape:
+        return moved_x
+    return lax.slice(moved_x, [0] * len(shape), shape)
 
 
 def padded_for(leaf: LeafLayout, full_x: jax.Array) -> jax.Array:

@@ -64,7 +64,9 @@ class ContextGroup(ModelParallel):
         return (firsts[:, None] + jnp.arange(length)[None]).astype(jnp.int32)
 
     def head_swap(self, *heads: int) -> Ulysses | None:
-        return None if any(count % self.ring for count in heads) else Ulysses(self)
+        if any(count % self.ring for count in heads):
+            return None
+        return Ulysses(self)
 
     def ring_shift(self, tree: Tree) -> Tree:
         """The arrays of the previous device of the group; the first device gets those of the last."""

@@ -156,7 +156,9 @@ def _waiting(eqn: JaxprEqn) -> range:
     count = len(eqn.invars)
     if eqn.primitive.name == "scan":
         carry = scan_carry(params)
-        return carry if carry else range(count)
+        if carry:
+            return carry
+        return range(count)
     if eqn.primitive.name == "while":
         return range(params["cond_nconsts"] + params["body_nconsts"], count)
     return range(1) if eqn.primitive.name == "cond" else range(count)

@@ -79,10 +79,14 @@ class TensorGroup(ModelParallel):
         return lax.dynamic_slice_in_dim(x, self.first(part), part, dim)
 
     def stream_numbers(self, first: jax.Array | int, count: int) -> jax.Array | int:
-        return first + self.first(count) if self.cuts_positions else first
+        if not self.cuts_positions:
+            return first
+        return first + self.first(count)
 
     def stream_positions(self, x_BT: jax.Array) -> jax.Array:
-        return self.part(x_BT, 1) if self.cuts_positions else x_BT
+        if not self.cuts_positions:
+            return x_BT
+        return self.part(x_BT, 1)
 
     def of_positions(self, draw: Draw, shape: tuple[int, ...]) -> jax.Array:
         return self.of_heads(draw, shape) if self.cuts_positions else draw(shape)

@@ -111,7 +111,9 @@ def _settled(
 
 
 def _shifted(split: Split | None, by: int) -> Split | None:
-    return Value(None, split).moved(split.dim + by) if split else None
+    if not split:
+        return None
+    return Value(None, split).moved(split.dim + by)
 
 
 def _loop(rule: Rule) -> Rule:
@@ -125,7 +127,9 @@ def _loop(rule: Rule) -> Rule:
             if not interpreter.may_communicate:
                 raise
             results = None
-        return _own(interpreter, eqn, args) if results is None else results
+        if results is not None:
+            return results
+        return _own(interpreter, eqn, args)
 
     return run
 

@@ -91,4 +91,6 @@ def run_on_shards(
 
 
 def _split(leaf: LeafLayout) -> Split | None:
-    return leaf.splits[0] if leaf.splits else None
+    if not leaf.splits:
+        return None
+    return leaf.splits[0]

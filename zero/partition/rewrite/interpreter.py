@@ -238,7 +238,9 @@ class Interpreter:
             return cache(positions)
         if name == "broadcast_in_dim" and len(args) == 1 and not args[0].shape:
             return cache(repeated)
-        return cache(elementwise) if name in ELEMENTWISE and any(arg.shard for arg in args) else None
+        if name in ELEMENTWISE and any(arg.shard for arg in args):
+            return cache(elementwise)
+        return None
 
     def place(self, value: Value, split: Split | None, eqn: JaxprEqn | None) -> Value:
         """The value, split like this, for an operation; only slicing a whole one needs no other device."""

@@ -69,4 +69,6 @@ def joined_dim(shape: Sequence[int], split: Split, sizes: Sequence[int]) -> int 
     before = math.prod(shape[: split.dim - 1])
     both = shape[split.dim - 1] * split.size
     dims = [dim for dim, size in enumerate(sizes) if size == both and math.prod(sizes[:dim]) == before]
-    return dims[0] if dims else None
+    if not dims:
+        return None
+    return dims[0]

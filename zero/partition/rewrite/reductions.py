@@ -56,7 +56,9 @@ def _extreme(collective: Callable[..., jax.Array], x: jax.Array, axis: Axis) -> 
 
 
 def _lowest(dtype: Any) -> Any:
-    return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else _iinfo(dtype).min
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return _iinfo(dtype).min
+    return -jnp.inf
 
 
 def _highest(dtype: Any) -> Any:
@@ -68,7 +70,9 @@ def _iinfo(dtype: Any) -> Any:
 
 
 def _all_bits(dtype: Any) -> Any:
-    return True if dtype == jnp.bool_ else ~jnp.zeros((), dtype)
+    if dtype == jnp.bool_:
+        return True
+    return ~jnp.zeros((), dtype)
 
 
 def _free_dims(value: Value, contracted: Sequence[int], batch: Sequence[int]) -> list[int]:

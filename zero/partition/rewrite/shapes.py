@@ -44,7 +44,9 @@ def _on_slice(split_of: Callable[[Value, JaxprEqn], Split | None]) -> Rule:
 
     def rule(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
         split = split_of(args[0], eqn)
-        return None if split is None else split_alike(bind(eqn, arrays(args)), split)
+        if split is None:
+            return None
+        return split_alike(bind(eqn, arrays(args)), split)
 
     return rule
 
@@ -112,7 +114,9 @@ def _bitcast(value: Value, eqn: JaxprEqn) -> Split | None:
 
 
 def _reduced(value: Value, eqn: JaxprEqn) -> Split | None:
-    return None if value.dim in eqn.params["axes"] else without(value, eqn.params["axes"])
+    if value.dim in eqn.params["axes"]:
+        return None
+    return without(value, eqn.params["axes"])
 
 
 def _slice(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:

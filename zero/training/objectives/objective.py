@@ -102,7 +102,9 @@ class Objective:
 
     def candidates_in(self, extra: Mapping[str, Rows]) -> Rows | None:
         """The tokens of each position whose log-probabilities `total` reads, `(R, positions, K)`."""
-        return None if self.candidates is None else extra[self.candidates.name]
+        if self.candidates is None:
+            return None
+        return extra[self.candidates.name]
 
     @property
     def has_reference(self) -> bool:

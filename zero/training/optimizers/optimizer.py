@@ -372,7 +372,9 @@ def one_table(tx: optax.GradientTransformation, vocab_size: int | None) -> optax
             chunks, rows = shapes[name]
             tokens = vocab_size or chunks * rows
             if joins:
-                return x.reshape(-1, *x.shape[2:])[:tokens] if x.shape[:2] == (chunks, rows) else x
+                if x.shape[:2] != (chunks, rows):
+                    return x
+                return x.reshape(-1, *x.shape[2:])[:tokens]
             if x.shape[:1] != (tokens,):
                 return x
             padded = jnp.pad(x, [(0, chunks * rows - tokens), *[(0, 0)] * (x.ndim - 1)])
@@ -421,6 +423,8 @@ def convert_state(state: PyTree, layout: Layout, b1: float = B1, b2: float = B2,
     dtypes = layout.map(lambda leaf: leaf.dtype)
 
     def convert(x: Any, dtype: Any) -> Any:
-        return convert_adam(x, dtype, b1, b2, eps) if isinstance(x, optax.ScaleByAdamState) else x.astype(dtype)
+        if isinstance(x, optax.ScaleByAdamState):
+            return convert_adam(x, dtype, b1, b2, eps)
+        return x.astype(dtype)
 
     return jax.tree.map(convert, state, dtypes, is_leaf=lambda x: isinstance(x, optax.ScaleByAdamState))

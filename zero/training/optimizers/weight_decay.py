@@ -54,7 +54,9 @@ def decoupled(
     if multipliers is None:
         return optax.chain(tx, decays)
     multiply = by_leaf(jnp.multiply, multipliers)
-    return optax.chain(tx, decays, multiply) if decay == "coupled" else optax.chain(tx, multiply, decays)
+    if decay == "coupled":
+        return optax.chain(tx, decays, multiply)
+    return optax.chain(tx, multiply, decays)
 
 
 def _constant_decay(weight_decay: float, mask: Callable[[PyTree], PyTree]) -> optax.GradientTransformationExtraArgs:

@@ -245,7 +245,9 @@ def _contents(file: SourceFile) -> str:
 def _base(pattern: str) -> str:
     """The folder above the first wildcard of a glob, or above the first brace."""
     start = _VARIABLE.search(pattern)
-    return storage.parent(pattern[: start.start() + 1]) if start else pattern
+    if not start:
+        return pattern
+    return storage.parent(pattern[: start.start() + 1])
 
 
 @contextmanager

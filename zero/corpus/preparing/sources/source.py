@@ -143,7 +143,9 @@ class Source:
     @property
     def size(self) -> int | None:
         """In bytes; None is unknown."""
-        return None if self._hub else sum(file.size for file in self._files)
+        if self._hub:
+            return None
+        return sum(file.size for file in self._files)
 
     @property
     def parts(self) -> int:
@@ -169,12 +171,16 @@ class Source:
             return f"{self._name}: {self._hub.fingerprint}"
         first = self._files[0].relative
         last = self._files[-1].relative
-        return f"{self._name}: {first}" if first == last else f"{self._name}: {first} to {last}"
+        if first == last:
+            return f"{self._name}: {first}"
+        return f"{self._name}: {first} to {last}"
 
     @property
     def fingerprint(self) -> str:
         """A hash of names and sizes, known at once."""
-        return self._hub.fingerprint if self._hub else _digest([(file.relative, file.size) for file in self._files])
+        if self._hub:
+            return self._hub.fingerprint
+        return _digest([(file.relative, file.size) for file in self._files])
 
     @cached_property
     def contents(self) -> str:
@@ -188,7 +194,9 @@ class Source:
     @property
     def folders_of_ids(self) -> list[str]:
         """The folders whose files hold token ids: perhaps of a corpus of zero's own, with a manifest."""
-        return sorted({storage.parent(file.path) for file in self._files}) if self.has_ids else []
+        if not self.has_ids:
+            return []
+        return sorted({storage.parent(file.path) for file in self._files})
 
     def _without_held_out(self, files: list[SourceFile]) -> list[SourceFile]:
         """The files, except those of a validation or test split beside others: test sets never leak into training."""
@@ -306,7 +314,9 @@ def _group(file: SourceFile, is_document: bool = False) -> str:
     if file.folders:
         return f"{file.folders[0]}/"
     name = os.path.basename(file.path)
-    return f"*{os.path.splitext(name)[1]}" if is_document else name
+    if not is_document:
+        return name
+    return f"*{os.path.splitext(name)[1]}"
 
 
 def digest_of_parts(contents: Iterable[str]) -> str:

@@ -37,7 +37,9 @@ def split_of_data(relative: str, is_data: bool) -> int | None:
     for folder in folders if is_data else folders[:1]:
         if folder.lower() in _WORDS:
             return _WORDS[folder.lower()]
-    return split_of(name) if is_data else None
+    if not is_data:
+        return None
+    return split_of(name)
 
 
 def official_splits(source: str, names: Iterable[str]) -> list[int]:

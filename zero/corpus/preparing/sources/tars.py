@@ -161,7 +161,9 @@ def _ids_member(sample: Mapping[str, Any]) -> str | None:
     named = [key for key in candidates if key.removesuffix(".gz") in (ROWS, "input_id.pth")]
     if named:
         return named[0]
-    return candidates[0] if len(candidates) == 1 and not _suffixes(sample, _TEXT + _JSON) else None
+    if len(candidates) == 1 and not _suffixes(sample, _TEXT + _JSON):
+        return candidates[0]
+    return None
 
 
 def _rows(name: str, sample: dict[str, Any], member: str) -> tuple[np.ndarray, np.ndarray]:
@@ -202,6 +204,8 @@ def _decoded(suffix: str, data: bytes, kinds: tuple[str, ...]) -> Any:
 
     def of_kind(key: str, data: bytes) -> Any:
         kind = key.rpartition(".")[2]
-        return autodecode.decoders[kind](data) if kind in kinds else None
+        if kind not in kinds:
+            return None
+        return autodecode.decoders[kind](data)
 
     return autodecode.Decoder([of_kind], post=[]).decode1(suffix, data)
