@@ -6,6 +6,7 @@ import pytest
 
 from tests.helpers import bucket
 from tests.helpers.checkpoints import assert_same, make_state, save_small, small
+from zero.base.errors import UserError
 from zero.checkpoints.manager import Checkpoints
 from zero.files import storage
 
@@ -41,3 +42,38 @@ def test_a_bucket_that_is_shared_with_other_folders(monkeypatch: pytest.MonkeyPa
             assert_same(checkpoints.restore(5, *small(8)), make_state(*small(8), seed=5), small(8)[0])
         folders = {url.removeprefix(f"{place}/").partition("/")[0] for url in storage.list_files(place)}
         assert folders == {"corpus", "5"}
+
+
+def open_bucket_anew() -> None:
+    """As in a new process: file systems are kept for its whole life, by etils and by fsspec."""
+    from etils.epath import backend
+
+    from zero.checkpoints.orbax_buckets import PatientBucket
+
+    backend.fsspec_backend._get_filesystem.cache_clear()
+    PatientBucket.clear_instance_cache()
+
+
+def test_a_bucket_that_bills_its_readers(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints are written and read there once the environment names the project that pays."""
+    from orbax.checkpoint._src.serialization import tensorstore_utils
+
+    for name in ("_BASE_TS_CONTEXT", "_DEFAULT_OCDBT_TS_CONTEXT"):
+        monkeypatch.setattr(tensorstore_utils, name, dict(getattr(tensorstore_utils, name)))
+    proxy = bucket.Proxy(server, budget=0)
+    proxy.bills_readers = True
+    place = f"gs://{bucket.BUCKET}/billed-checkpoints"
+    with bucket.disturbed(proxy) as address:
+        bucket.use(monkeypatch, address)
+        open_bucket_anew()
+        with pytest.raises(UserError, match="billed-checkpoints: the bucket bills its readers; set GS_USER_PROJECT="):
+            Checkpoints(place, keep=1)
+        monkeypatch.setenv("GS_USER_PROJECT", "mine")
+        open_bucket_anew()
+        with Checkpoints(place, keep=1) as checkpoints:
+            save_small(checkpoints, 5)
+            checkpoints.wait()
+        with Checkpoints(place, keep=None) as checkpoints:
+            assert checkpoints.steps() == [5]
+            assert_same(checkpoints.restore(5, *small(8)), make_state(*small(8), seed=5), small(8)[0])
+    open_bucket_anew()

@@ -76,9 +76,9 @@ async def _check_merged(path: Any) -> None:
         bucket = re.fullmatch("gs://([^/]+)/(.*)", str(path.get()))
         place = {"driver": "gcs", "bucket": bucket[1]} if bucket else {"driver": "file"}
         base = place | {"path": f"{bucket[2] if bucket else path.get()}/state/"}
-        merged = {
-            os.path.dirname(key) for key in await (await ts.KvStore.open({"driver": "ocdbt", "base": base})).list()
-        }
+        context = ocp.type_handlers.get_ts_context()
+        store = await ts.KvStore.open({"driver": "ocdbt", "base": base}, context=context)
+        merged = {os.path.dirname(key) for key in await store.list()}
         if missing := [name for name in path.leaves if name.encode() not in merged]:
             raise ValueError(f"read back before it was committed, leaves {', '.join(sorted(missing))} are missing")
 

@@ -112,6 +112,12 @@ def _retry() -> Any:
     return DEFAULT_RETRY.with_delay(initial=0.5, maximum=30, multiplier=2).with_timeout(DEADLINE)
 
 
+def bills_readers(url: str | Path) -> AccessDenied:
+    return AccessDenied(
+        f"{url}: the bucket bills its readers; set {PAYER}=PROJECT in the environment to the project that pays"
+    )
+
+
 @contextmanager
 def _translated_errors(url: str | Path) -> Iterator[None]:
     """Turns the exceptions of Google's library into those that `zero.files.storage` documents."""
@@ -128,9 +134,7 @@ def _translated_errors(url: str | Path) -> Iterator[None]:
     except exceptions.BadRequest as error:
         if "requester pays" not in str(error):
             raise Unavailable(f"{url}: request failed: {first_line(error)}") from error
-        raise AccessDenied(
-            f"{url}: the bucket bills its readers; set {PAYER}=PROJECT in the environment to the project that pays"
-        ) from error
+        raise bills_readers(url) from error
     except (exceptions.Unauthorized, exceptions.Forbidden, GoogleAuthError) as error:
         raise AccessDenied(
             f"{url}: access denied; a private bucket needs the credentials of an account with access to it "
