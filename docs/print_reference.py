@@ -8,7 +8,7 @@ from __future__ import annotations
 import html
 import inspect
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field
 from itertools import chain
 from typing import Any
@@ -149,30 +149,39 @@ the terminal.
 def keys_page() -> str:
     """The text of docs/reference/keys.md."""
     top = [member for member in members_of(MODES.first) if isinstance(member, Key) and member.name != "mode"]
-    lines = [KEYS_HEAD, *_table(top)]
+    lines = [KEYS_HEAD, *_table(top, {})]
     for section in members_of(MODES.first):
         if isinstance(section, Section):
-            lines += ["", f"## {section.name}", "", *_table(all_keys(section.kind, f"{section.name}."))]
+            lines += ["", f"## {section.name}", "", *_table(all_keys(section.kind, f"{section.name}."), {})]
     for group in MODES.groups.values():
         lines += ["", f"## {group.name}=", "", f"{group.comment} The first is the default."]
+        explained: dict[str, str] = {}
         for name, kind in group.choices.items():
-            lines += ["", f"### {group.name}={name}", "", " ".join(inspect.cleandoc(str(kind.__doc__)).split())]
+            choice = f"{group.name}={name}"
+            lines += ["", f"### {choice}", "", " ".join(inspect.cleandoc(str(kind.__doc__)).split())]
             keys = list(all_keys(kind, f"{group.name}."))
-            lines += ["", *_table(keys)] if keys else []
+            lines += ["", *_table(keys, explained)] if keys else []
+            for row in _table(keys, {}):
+                explained.setdefault(row, choice)
     lines += ["", "## mode="]
     for mode, config in MODES.kinds.items():
         lines += ["", f"### mode={mode}", "", " ".join(inspect.cleandoc(str(config.__doc__)).split())]
         if mode in MODES.own_sections:
-            lines += ["", *_table(all_keys(MODES.own_sections[mode], f"{mode}."))]
+            lines += ["", *_table(all_keys(MODES.own_sections[mode], f"{mode}."), {})]
     return "\n".join(lines) + "\n"
 
 
-def _table(keys: Iterable[Key]) -> Iterator[str]:
+def _table(keys: Iterable[Key], explained: Mapping[str, str]) -> Iterator[str]:
+    """Rows of keys; a long row that the table of another choice already has names that choice."""
     yield "| key | default | meaning |"
     yield "|---|---|---|"
     for key in keys:
+        start = f"| `{key.name}` | `{yaml_text(key.default)}` |"
         meaning = "<br>".join(html.escape(line, quote=False).replace("|", "\\|") for line in key.lines)
-        yield f"| `{key.name}` | `{yaml_text(key.default)}` | {meaning} |"
+        row = f"{start} {meaning} |"
+        if row in explained and len(meaning) > 80:
+            row = f"{start} as for `{explained[row]}` |"
+        yield row
 
 
 METRICS_HEAD = """\

@@ -99,7 +99,7 @@ EXAMPLE_KINDS = _named(
         LABELLED,
         (ANSWER, MISMATCHED),
         LabelReader,
-        'read "prompt", "completion" and "label", whether the completion is wanted, for objective=kto',
+        'read "prompt", "completion" and "label", whether the completion is desirable, for objective=kto',
         "kto",
         with_mismatched,
     ),

@@ -1,9 +1,9 @@
-"""Kahneman-Tversky optimization: answers that are wanted become more likely, others less, each by itself.
+"""Kahneman-Tversky optimization: desirable answers become more likely, undesirable ones less, without pairs.
 
 Source: Ethayarajh et al., arXiv 2402.01306, equation 8; metrics have the names of TRL's KTOTrainer. An example has two
-texts: the prompt with its answer, and with the answer of another example. The mean log-ratio of the second texts to a
-reference estimates the divergence from it, at least 0, which rewards are compared with. It is a mean over the examples
-of all devices in a micro-batch, as TRL gathers it over processes, and a constant to the gradient.
+texts: the prompt with its answer, and with the answer of another example. The mean log-ratio of the second texts to the
+reference, at least 0, estimates the KL divergence from it, and rewards are compared with this estimate. It is averaged
+over the examples of all devices in a micro-batch, as TRL gathers it over processes, and has no gradient.
 
 Shapes: E examples of one device.
 """
@@ -26,26 +26,26 @@ LABEL = Entry("label", of="example", dtype="int32")
 _REWARD = "`objective.beta` times the log-ratio to the reference of"
 METRICS = (
     Mean("kl", "estimate of the divergence from the reference, nats", "Divergence from the reference", "nats"),
-    Mean("share/chosen", "share of the examples whose answer is wanted", "Wanted examples", "share"),
-    Mean("share/rejected", "share of the others", "Wanted examples", "share"),
-    Mean("rewards/chosen", f"{_REWARD} wanted answers", "Rewards", over="share/chosen"),
-    Mean("rewards/rejected", f"{_REWARD} others", "Rewards", over="share/rejected"),
-    Mean("logps/chosen", "log-probability of wanted answers, nats", "Log-probabilities", "nats", "share/chosen"),
-    Mean("logps/rejected", "log-probability of others, nats", "Log-probabilities", "nats", "share/rejected"),
+    Mean("share/chosen", "share of the examples with a desirable answer", "Desirable examples", "share"),
+    Mean("share/rejected", "share of the others", "Desirable examples", "share"),
+    Mean("rewards/chosen", f"{_REWARD} desirable answers", "Rewards", over="share/chosen"),
+    Mean("rewards/rejected", f"{_REWARD} undesirable ones", "Rewards", over="share/rejected"),
+    Mean("logps/chosen", "log-probability of desirable answers, nats", "Log-probabilities", "nats", "share/chosen"),
+    Mean("logps/rejected", "log-probability of undesirable ones, nats", "Log-probabilities", "nats", "share/rejected"),
 )
 
 
 @dataclass(frozen=True)
 class Kto(Keys):
-    """Kahneman-Tversky optimization of answers with labels, of zero-prepare --labels (arXiv 2402.01306).
+    """Kahneman-Tversky optimization of labeled answers, from zero-prepare --labels (arXiv 2402.01306).
 
     Answers are compared with the model at model.model_path. docs/how-to/learn-preferences.md
     """
 
     name: str = named("kto")
     beta: float = key(0.1, positive(), "Inverse temperature: a larger value keeps the model closer to the reference.")
-    desirable_weight: float = key(1.0, zero_or_more(), "Weight of the losses of wanted answers.")
-    undesirable_weight: float = key(1.0, zero_or_more(), "Weight of the losses of the others.")
+    desirable_weight: float = key(1.0, zero_or_more(), "Weight of the losses of desirable answers.")
+    undesirable_weight: float = key(1.0, zero_or_more(), "Weight of the losses of undesirable answers.")
 
     def make(self) -> Objective:
         return whole_texts(self.losses, METRICS, (REFERENCE, LABEL), LABELLED)
@@ -54,12 +54,12 @@ class Kto(Keys):
         """The loss of each example `(E,)` and its metrics."""
         ratios, mismatched = (texts.logps - texts.extra[REFERENCE.name]).T
         divergence = jnp.maximum(texts.mean(mismatched), 0)
-        is_wanted = texts.extra[LABEL.name] > 0
-        sign = jnp.where(is_wanted, 1, -1)
-        weight = jnp.where(is_wanted, self.desirable_weight, self.undesirable_weight)
+        is_desirable = texts.extra[LABEL.name] > 0
+        sign = jnp.where(is_desirable, 1, -1)
+        weight = jnp.where(is_desirable, self.desirable_weight, self.undesirable_weight)
         losses = weight * (1 - jax.nn.sigmoid(self.beta * sign * (ratios - divergence)))
         metrics = {"kl": jnp.full_like(ratios, divergence)}
-        for name, share in (("chosen", is_wanted), ("rejected", ~is_wanted)):
+        for name, share in (("chosen", is_desirable), ("rejected", ~is_desirable)):
             metrics[f"share/{name}"] = share.astype(jnp.float32)
             metrics[f"rewards/{name}"] = jnp.where(share, self.beta * ratios, 0)
             metrics[f"logps/{name}"] = jnp.where(share, texts.logps[:, 0], 0)

@@ -329,7 +329,7 @@ def test_what_cannot_be_learned_is_named(tmp_path: Path, chat_tokenizer: Path):
     for entry, own, message in [
         ({"prompt": "a"}, tokenizer, 'line 2: expected "prompt" and "completion", both strings .*; found prompt'),
         ([1], tokenizer, 'line 2: expected "prompt" and .*; found no object'),
-        ({**PAIRS[0], "label": True}, tokenizer, 'line 2: "label" says which completions are wanted'),
+        ({**PAIRS[0], "label": True}, tokenizer, 'line 2: "label" says which completions are desirable'),
         ({"instruction": "a", "input": "", "output": "b"}, tokenizer, "line 2: Alpaca lines do not say how"),
         (
             {"conversations": [{"from": "observation", "value": "a"}]},

@@ -43,7 +43,7 @@ class CompletionReader:
     def _document(self, entry: dict[str, Any], name: str) -> Document:
         if "label" in entry:
             raise UserError(
-                '"label" says which completions are wanted, and --completions would learn all of them: remove the '
+                '"label" says which completions are desirable, and --completions would learn all of them: remove the '
                 "lines whose label is false, and the key"
             )
         prompt, completion, messages = (entry.get(key) for key in ("prompt", "completion", "messages"))

@@ -1,4 +1,4 @@
-"""Answers with a label that says whether they are wanted: `prompt`, `completion` and `label`, as TRL has them."""
+"""Answers labeled as desirable or not: `prompt`, `completion` and `label`, as in TRL."""
 
 from __future__ import annotations
 
