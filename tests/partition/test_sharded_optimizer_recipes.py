@@ -68,7 +68,7 @@ SIMPLE: dict[str, Any] = {
         {"trained": optax.adam(1e-2), "frozen": optax.set_to_zero()}, {"w": "trained", "b": "frozen"}
     ),
     "Noise": lambda: optax.chain(optax.add_noise(0.01, 0.55, key=jax.random.key(0)), optax.adam(1e-2)),
-    "SAM, and whatever else takes a second gradient": lambda: optax.adam(1e-2),
+    "SAM, and other methods that take a second gradient": lambda: optax.adam(1e-2),
 }
 
 
