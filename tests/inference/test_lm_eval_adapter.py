@@ -399,6 +399,28 @@ def test_wrong_task_files_are_refused(ours: Any, tmp_path: Path, text: str) -> N
     assert caught.value.status == 2
 
 
+def test_tasks_are_known_by_their_documents(tmp_path: Path) -> None:
+    """Other documents, examples in the prompt or settings give another digest; another place gives the same."""
+
+    def digest(folder: Path, text: str, document: str, few_shots: int | None = None) -> str:
+        folder.mkdir(exist_ok=True)
+        (folder / "docs.json").write_text(f'{{"q": "{document}"}}\n')
+        (folder / "task.yaml").write_text(text.replace("FOLDER", str(folder)))
+        name = str(folder / "task.yaml")
+        return harness_tasks.task_digests([name], Manner(few_shots=few_shots))[name]
+
+    plain = digest(tmp_path / "one", CHOICE, "What?")
+    assert digest(tmp_path / "two", CHOICE, "What?") == plain
+    others = [
+        digest(tmp_path / "one", CHOICE, "Who??"),
+        digest(tmp_path / "one", CHOICE, "What?", few_shots=1),
+        digest(tmp_path / "one", CHOICE.replace('"b"', '"c"'), "What?"),
+    ]
+    assert len({plain, *others}) == 4
+    with pytest.raises(UserError, match=r"^evaluate.harness: nope: no such task"):
+        harness_tasks.task_digests(["nope"], Manner())
+
+
 def test_model_errors_are_no_task_errors(ours: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error of the model is not reported as one of the task."""
     (tmp_path / "docs.json").write_text('{"q": "What?"}\n')

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import logging
@@ -27,7 +26,7 @@ from zero.hosts.watchdog import ending_together
 from zero.inference.adapted_models import adapted_models
 from zero.inference.config import EvaluateConfig
 from zero.inference.follow import follow, follower_tracker, wait_for_checkpoint
-from zero.inference.harness_tasks import run_tasks
+from zero.inference.harness_tasks import run_tasks, task_digests
 from zero.inference.manner import Manner
 from zero.inference.score_identity import score_identity
 from zero.inference.scoring import Scorer, score_sets
@@ -107,13 +106,9 @@ def _identity(config: EvaluateConfig, scorer: Scorer) -> dict[str, Any]:
         for name, index in _sets(config).items():
             shards = [(shard, shard.rows) for shard in _shards([index])]
             identity.setdefault("sets", {})[name] = list(contents_of(shards))
-    # Of a file its contents: the harness knows others by their names.
-    identity["tasks"] = {
-        task: hashlib.sha256(Path(task).read_bytes()).hexdigest()[:16] if Path(task).is_file() else None
-        for task in config.evaluate.harness
-    }
-    template = _manner(config).template
-    identity["template"] = None if template is None else template.digest
+    manner = _manner(config)
+    identity["tasks"] = task_digests(config.evaluate.harness, manner)
+    identity["template"] = None if manner.template is None else manner.template.digest
     return identity
 
 

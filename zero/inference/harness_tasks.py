@@ -27,6 +27,14 @@ def run_tasks(scorer: Scorer, tasks: list[Any], manner: Manner = PLAIN) -> dict[
     return _adapter_module().run(adapter(scorer, manner.template), tasks, manner)
 
 
+def task_digests(tasks: Sequence[str], manner: Manner) -> dict[str, str]:
+    """What each task is known by: a digest of its settings and documents, wherever they are stored.
+
+    Raises as `run_tasks`.
+    """
+    return _adapter_module().task_digests(tasks, manner.few_shots) if tasks else {}
+
+
 def numbers_of(results: dict[str, dict[str, Any]]) -> dict[str, float]:
     """The metrics of tasks as `harness/TASK/METRIC`, without their standard errors."""
     numbers = {}

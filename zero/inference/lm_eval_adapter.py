@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
+import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from itertools import chain, groupby, islice
 from pathlib import Path
@@ -29,6 +33,8 @@ log = logging.getLogger(__name__)
 LONGEST_ANSWER = 256  # tokens, if a task sets no limit
 # Of generation, beside those that are obeyed: they change nothing of greedy decoding.
 _OF_SAMPLING = ("do_sample", "temperature", "top_p", "top_k", "min_p", "typical_p")
+# Settings that say where documents and the task are; documents that depend on `metadata` are compared themselves.
+_SOURCES = {"dataset_path", "dataset_name", "dataset_kwargs", "metadata"}
 
 
 class HarnessModel(TemplateLM):
@@ -233,11 +239,8 @@ def run(model: HarnessModel, tasks: list[Any], manner: Manner = PLAIN) -> dict[s
       Unavailable: the data cannot be reached.
     """
     manager = _task_manager()
-    for task in tasks:
-        if isinstance(task, str) and task not in manager.all_tasks and not Path(task).is_file():
-            raise UserError(f"evaluate.harness: {task}: no such task; `lm_eval ls tasks` lists them")
-    model.is_computing = False
-    try:
+    _check_names(tasks, manager)
+    with _task_errors(tasks, model):
         evaluation = lm_eval.simple_evaluate(
             model=model,
             tasks=tasks,
@@ -250,13 +253,63 @@ def run(model: HarnessModel, tasks: list[Any], manner: Manner = PLAIN) -> dict[s
             bootstrap_iters=0,
             log_samples=False,
         )
+    assert evaluation is not None  # it is None for ranks other than 0, and the harness takes every host for rank 0
+    return evaluation["results"]
+
+
+def task_digests(tasks: Sequence[str], few_shots: int | None = None) -> dict[str, str]:
+    """What the results of each task depend on but for the model: its settings, with their functions, and its documents.
+
+    They are loaded for that: a file of documents may change while the task that names it stays.
+
+    Args:
+      few_shots: examples in a prompt, if they are not each task's own number.
+
+    Raises as `run`.
+    """
+    manager = _task_manager()
+    _check_names(tasks, manager)
+    with _task_errors(tasks):
+        loaded = {name: manager.load([name])["tasks"] for name in tasks}
+        return {name: _digest(parts, few_shots) for name, parts in loaded.items()}
+
+
+def _digest(parts: Mapping[str, Any], few_shots: int | None) -> str:
+    """A digest of the parts of a task: itself, or the tasks of a group."""
+    digest = hashlib.sha256()
+    for name, part in sorted(parts.items()):
+        settings = {key: value for key, value in part.dump_config().items() if key not in _SOURCES}
+        shots = part.config.num_fewshot if few_shots is None else few_shots
+        examples = part.fewshot_docs() if shots else []
+        for fact in chain([name, settings], part.eval_docs, [None], examples):
+            digest.update(json.dumps(fact, sort_keys=True, default=_text).encode() + b"\n")
+    return digest.hexdigest()[:16]
+
+
+def _text(value: Any) -> str:
+    """A function by its name, whose text would have an address; other objects by their text."""
+    return value.__qualname__ if inspect.isroutine(value) else str(value)
+
+
+def _check_names(tasks: Sequence[Any], manager: TaskManager) -> None:
+    """Raises UserError for a name that is neither a task of the harness nor a file."""
+    for task in tasks:
+        if isinstance(task, str) and task not in manager.all_tasks and not Path(task).is_file():
+            raise UserError(f"evaluate.harness: {task}: no such task; `lm_eval ls tasks` lists them")
+
+
+@contextmanager
+def _task_errors(tasks: Sequence[Any], model: HarnessModel | None = None) -> Iterator[None]:
+    """Raises what a task raises, except while the model computes, as UserError or Unavailable with its name."""
+    if model is not None:
+        model.is_computing = False
+    try:
+        yield
     except Exception as error:  # a task is a program of its author's: YAML, templates, filters, Python
-        if model.is_computing or isinstance(error, UserError):
+        if isinstance(error, UserError) or (model is not None and model.is_computing):
             raise
         # FileNotFoundError: datasets has it without a number.
         outages = (cause for cause in causes(error) if isinstance(cause, OSError) and cause.errno not in WRONG_PATH)
         is_outage = any(not isinstance(cause, FileNotFoundError) for cause in outages)
         names = ", ".join(task if isinstance(task, str) else str(task.get("task")) for task in tasks)
         raise (Unavailable if is_outage else UserError)(f"evaluate.harness: {names}: {first_line(error)}") from error
-    assert evaluation is not None  # it is None for ranks other than 0, and the harness takes every host for rank 0
-    return evaluation["results"]
