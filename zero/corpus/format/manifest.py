@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import logging
 import os
@@ -100,8 +102,39 @@ def recorded_checksums(folder: str) -> Callable[[str], str | None]:
             return f"{of_part[part]} {number}"
 
         return recorded
-    sums = {shard["name"]: shard["sha256"] for shard in shards_of(manifest) if isinstance(shard.get("sha256"), str)}
-    return sums.get
+    return _checksums(manifest).get
+
+
+def shard_checksums(folder: str) -> Callable[[str], str | None]:
+    """The SHA-256 that the manifest records of a shard of a directory, by its name; None for a shard that it lacks.
+
+    The manifest of a part is read when its first shard is asked for. UserError if it is not the one that the manifest
+    of the corpus lists.
+    """
+    manifest = find(folder)
+    if manifest is None:
+        return lambda name: None
+    if PARTS not in manifest:
+        return _checksums(manifest).get
+    digests = {part["name"]: part["sha256"] for part in manifest[PARTS]}
+
+    @functools.cache
+    def of_part(name: str) -> dict[str, str]:
+        path = storage.join(folder, name)
+        if hashlib.sha256(directory.read(path)).hexdigest() != digests[name]:
+            raise UserError(f"{path} does not match its checksum in {storage.join(folder, MANIFEST)}")
+        return _checksums(load_file(path))
+
+    def recorded(name: str) -> str | None:
+        part = f"{name.rpartition('-')[0]}.json"
+        return of_part(part).get(name) if part in digests else None
+
+    return recorded
+
+
+def _checksums(manifest: dict[str, Any]) -> dict[str, str]:
+    """The SHA-256 of each shard that a manifest lists itself, by its name."""
+    return {shard["name"]: shard["sha256"] for shard in shards_of(manifest) if isinstance(shard.get("sha256"), str)}
 
 
 def _check_form(manifest: dict[str, Any]) -> None:

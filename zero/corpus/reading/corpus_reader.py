@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -34,6 +34,7 @@ from zero.corpus.format.shards import (
     with_neighbors,
 )
 from zero.corpus.reading.cache import ShardCache
+from zero.corpus.reading.checksums import ShardChecksums
 from zero.corpus.reading.order import Order, RowRange, ShuffleBuffer, permutation
 from zero.files import storage
 
@@ -54,6 +55,7 @@ class CorpusReader:
     skip_bad: bool
     cache: ShardCache | None
     read_buffer: ReadBuffer
+    checksums: ShardChecksums
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)  # (rows, ...), of the shards' rows in order
     _unchecked: threading.Lock = field(default_factory=threading.Lock)  # taken by the first sample with tokens
 
@@ -94,9 +96,12 @@ class CorpusReader:
         filled = 0
         try:
             with open_shard(shard.path, (self.cache or storage).open_reader) as stream:
-                for rows in self._read(part, key, stream, problems):
+                data = self.read_buffer.read(stream)
+                for rows in self._read(part, key, data, problems):
                     buffer.put(slots[filled : filled + len(rows.tokens)], rows)
                     filled += len(rows.tokens)
+                if not problems:  # which say more than that a checksum differs
+                    self.checksums.check(shard.path, data)
         except BadData as error:
             if not self.skip_bad:
                 raise
@@ -105,7 +110,7 @@ class CorpusReader:
         buffer.lengths[slots[filled:]] = SKIPPED
         return problems
 
-    def _read(self, part: RowRange, key: tuple[int, ...], stream: BinaryIO, problems: list[str]) -> Iterator[RowArrays]:
+    def _read(self, part: RowRange, key: tuple[int, ...], data: memoryview, problems: list[str]) -> Iterator[RowArrays]:
         """The rows of a range without columns, sample by sample; a bad sample joins `problems`, or is raised.
 
         The rows after a bad sample move up: the place of a row depends only on the contents of its shard.
@@ -120,7 +125,7 @@ class CorpusReader:
             generator = np.random.PCG64((seed, epoch, part.shard, 0, _OFFSETS))
             return generator.advance(seen // self.crop.sequences).random_raw(count)
 
-        samples = with_neighbors(shard.path, read_samples(shard.path, Memory(self.read_buffer.read(stream))))
+        samples = with_neighbors(shard.path, read_samples(shard.path, Memory(data)))
         for decoded in self._decoded(shard.path, samples, draw):
             if isinstance(decoded, BadData):
                 if not self.skip_bad:

@@ -30,6 +30,7 @@ from zero.corpus.format.memory import ReadBuffer
 from zero.corpus.format.shards import BadData, RowArrays, RowFormat, row_tokens
 from zero.corpus.reading.batch_schedule import BatchSchedule
 from zero.corpus.reading.cache import ShardCache
+from zero.corpus.reading.checksums import ShardChecksums
 from zero.corpus.reading.contents import REMEDY, IndexContents, check_contents, contents_of
 from zero.corpus.reading.corpus_reader import SKIPPED, CorpusReader
 from zero.corpus.reading.order import Mixture, Order, StagedMixture, exact_weights, weight_stages
@@ -166,11 +167,14 @@ class Loader:
         order_seed = order.seed if order.shuffle else None
         self.corpora = []
         memory = ReadBuffer()
+        checksums = ShardChecksums(is_warning=skip_bad)
         for group, shards, crop in zip(groups, sequences, crops, strict=True):
             sizes = tuple(rows for _, rows in shards)
             corpus_order = Order(sizes, streams, buffer_shards, order_seed, order.max_epochs)
             joined = _joined([] if columns is None else [columns[name] for name in group])
-            self.corpora.append(CorpusReader(shards, corpus_order, form, crop, skip_bad, cache, memory, joined))
+            self.corpora.append(
+                CorpusReader(shards, corpus_order, form, crop, skip_bad, cache, memory, checksums, joined)
+            )
         self.rows = sum(corpus.rows for corpus in self.corpora)
         self._names = [Path(name).stem for name in mixture]
         self._batching = batching
