@@ -73,9 +73,10 @@ async def _check_merged(path: Any) -> None:
       ValueError: some are missing.
     """
     if _is_whole(path):
-        bucket = re.fullmatch("gs://([^/]+)/(.*)", str(path.get()))
-        place = {"driver": "gcs", "bucket": bucket[1]} if bucket else {"driver": "file"}
-        base = place | {"path": f"{bucket[2] if bucket else path.get()}/state/"}
+        base = {"driver": "file", "path": f"{path.get()}/state/"}
+        if in_bucket := re.fullmatch("gs://([^/]+)/(.*)", str(path.get())):
+            bucket, name = in_bucket.groups()
+            base = {"driver": "gcs", "bucket": bucket, "path": f"{name}/state/"}
         context = ocp.type_handlers.get_ts_context()
         store = await ts.KvStore.open({"driver": "ocdbt", "base": base}, context=context)
         merged = {os.path.dirname(key) for key in await store.list()}

@@ -50,11 +50,11 @@ def examine(optimizer: optax.GradientTransformation, params: Any, devices: int) 
         _trace(optimizer, layout.shapes(), devices)
     except (ValueError, TypeError) as error:
         refusal = str(error).partition("\n--------")[0]
-    wholes = [f"{leaf.name or '(root)'} {list(leaf.shape)}" for leaf in layout.leaves if not leaf.splits]
+    wholes = [f"{leaf.name or '(root)'} {list(leaf.shape)}" for leaf in layout.leaves if not leaf.splits] or ["nothing"]
     verdict = "the optimizer works on slices unchanged" if refusal is None else f"refused: {refusal}"
     lines = [
         state,
-        f"whole on every device: {', '.join(wholes) if wholes else 'nothing'}",
+        f"whole on every device: {', '.join(wholes)}",
         "gradients: one reduce-scatter and one gather of updates, in place of one all-reduce",
         verdict,
     ]

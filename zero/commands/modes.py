@@ -55,8 +55,9 @@ def _store() -> None:
         for name, kind in group.choices.items():
             store.store(group=group.name, name=name, node=defaults_of(kind))
     for mode in MODES.kinds:
-        own = MODES.own_sections.get(mode)
-        node = {"mode": mode} | ({} if own is None else {mode: defaults_of(own)})
+        node: dict[str, Any] = {"mode": mode}
+        if mode in MODES.own_sections:
+            node[mode] = defaults_of(MODES.own_sections[mode])
         store.store(group="mode", name=mode, node=node, package="_global_")
 
 

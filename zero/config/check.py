@@ -99,12 +99,11 @@ def _take_unread(
     for member in members_of(modes.first):
         unread: dict[str, Any] = {}
         if member.name in values and member.name not in read:
-            taken = values.pop(member.name)
-            unread = (
-                {f"{member.name}.{name}": x for name, x in taken.items()}
-                if isinstance(taken, dict)
-                else {member.name: taken}
-            )
+            value_of_member = values.pop(member.name)
+            if isinstance(value_of_member, dict):
+                unread = {f"{member.name}.{name}": x for name, x in value_of_member.items()}
+            else:
+                unread = {member.name: value_of_member}
             if isinstance(member, Group):
                 unread[member.name] = unread.pop(f"{member.name}.name", None)
         elif isinstance(member, Section) and isinstance(values.get(member.name), dict):
@@ -123,13 +122,13 @@ def _names(member: Any) -> set[str]:
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Values by the full names of their keys, from a configuration by section."""
-    found: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
     for name, value in values.items():
         if dataclasses.is_dataclass(value):
-            found |= flat(vars(value), f"{prefix}{name}.")
+            by_name |= flat(vars(value), f"{prefix}{name}.")
         else:
-            found[f"{prefix}{name}"] = value
-    return found
+            by_name[f"{prefix}{name}"] = value
+    return by_name
 
 
 def _contradictions(config: Configuration, size: Any, given: Collection[str]) -> Iterator[str]:

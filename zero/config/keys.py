@@ -208,16 +208,16 @@ def with_values(section: T, values: Mapping[str, Any]) -> T:
     Args:
       values: by name below the section, such as `{"zero.stage": 2, "seed": 1}` of a configuration.
     """
-    own: dict[str, Any] = {}
+    of_section: dict[str, Any] = {}
     below: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         first, _, rest = name.partition(".")
         if rest:
             below.setdefault(first, {})[rest] = value
         else:
-            own[first] = value
+            of_section[first] = value
     parts = {name: with_values(getattr(section, name), of_part) for name, of_part in below.items()}
-    changed: T = dataclasses.replace(cast(Any, section), **own, **parts)
+    changed: T = dataclasses.replace(cast(Any, section), **of_section, **parts)
     return changed
 
 

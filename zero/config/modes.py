@@ -70,13 +70,13 @@ class Modes:
     @cached_property
     def keys(self) -> dict[str, Key]:
         """Every key by its name, of all choices and modes; if several choices have it, the last one's."""
-        found = {each.name: each for each in all_keys(self.first)}
+        keys = {each.name: each for each in all_keys(self.first)}
         for group in self.groups.values():
             for kind in group.choices.values():
-                found |= {each.name: each for each in all_keys(kind, f"{group.name}.")}
+                keys |= {each.name: each for each in all_keys(kind, f"{group.name}.")}
         for mode, kind in self.own_sections.items():
-            found |= {each.name: each for each in all_keys(kind, f"{mode}.")}
-        return found
+            keys |= {each.name: each for each in all_keys(kind, f"{mode}.")}
+        return keys
 
     @cached_property
     def owners(self) -> dict[str, tuple[str, ...]]:

@@ -105,12 +105,14 @@ def _tpus_of_this_machine() -> tuple[str | None, int]:
         number = vendor.with_name("device").read_text().strip()
         if vendor.read_text().strip() == PCI_VENDOR and number in PCI_DEVICES:
             kinds.append(PCI_DEVICES[number])
-    return (kinds[0] if kinds else None), len(kinds)
+    if not kinds:
+        return None, 0
+    return kinds[0], len(kinds)
 
 
 def _append(variable: str, options: Mapping[str, bool | int]) -> None:
     """Appends the options that an environment variable does not set yet."""
-    given = os.environ.get(variable, "")
-    names = {option.partition("=")[0] for option in given.split()}
+    flags = os.environ.get(variable, "")
+    names = {option.partition("=")[0] for option in flags.split()}
     added = [f"--{name}={str(value).lower()}" for name, value in options.items() if f"--{name}" not in names]
-    os.environ[variable] = " ".join([given, *added]).strip()
+    os.environ[variable] = " ".join([flags, *added]).strip()

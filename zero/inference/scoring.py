@@ -72,8 +72,8 @@ class Scorer:
     def top_tokens(self, rows: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
         """The most likely tokens of each position of a batch `(batch_rows, T)`, and their log-probabilities."""
         progress()
-        found = self._programs.top_tokens(self.trained.params, self._places.split_global(rows), count)
-        tokens, log_probabilities = map(np.asarray, found)
+        results = self._programs.top_tokens(self.trained.params, self._places.split_global(rows), count)
+        tokens, log_probabilities = map(np.asarray, results)
         return tokens, log_probabilities
 
     def scores_of_whole(self, rows: Iterable[np.ndarray]) -> Iterator[Score]:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 
 from zero.base.errors import UserError
+from zero.base.plural import counted
 from zero.checkpoints.manager import Checkpoints
 from zero.corpus.text.tokenizers import Tokenizer, load_tokenizer
 from zero.exchange.checkpoint_weights import SavedStep, read_step
@@ -110,13 +111,8 @@ def place_model(
     if held.replicate or (held.replicate is None and 2 * whole <= startup.device_memory()):
         devices = min(rows, jax.device_count()) if jax.process_count() == 1 else jax.device_count()
         model = replace(model, axis=Axis("zero", (1, devices)), stage=0)
-    log.info(
-        "%s bytes of weights, %s %d %s",
-        f"{whole:,}",
-        "sharded over" if model.stage else "whole on",
-        model.axis.size,
-        "device" if model.axis.size == 1 else "devices",
-    )
+    place = "sharded over" if model.stage else "whole on"
+    log.info("%s bytes of weights, %s %s", f"{whole:,}", place, counted(model.axis.size, "device"))
     return model
 
 

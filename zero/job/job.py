@@ -140,12 +140,12 @@ def place_model(
     if config.zero.phases != "auto" or placed.speed is None or placed.rows is None:
         return placed
     micro_batches = config.training.gradient_accumulation_steps
-    found = faster_placement(
+    faster = faster_placement(
         model, config.zero, devices, placed.rows // micro_batches, micro_batches, config.data.max_context
     )
-    if found is None:
+    if faster is None:
         return placed
-    return placed._replace(model=on(found.axis), placements=found.seconds)
+    return placed._replace(model=on(faster.axis), placements=faster.seconds)
 
 
 def make_job(config: JobConfig, placed: PlacedModel) -> Job:

@@ -38,24 +38,24 @@ class WeightKeys(GroupKeys, WeightDtypes):
     def _with_int8(self, names: Collection[str]) -> Mistakes:
         """The keys among these that set int8 although nothing is sent in blocks."""
         for name in (name for name in names if getattr(self, name) == "int8"):
-            other = _WITHOUT_INT8[name]
+            alternative = _WITHOUT_INT8[name]
             if self.stage == 0:
-                yield f"zero.{name}", f"{other}, as zero.stage=0 sums whole gradients and gathers nothing"
+                yield f"zero.{name}", f"{alternative}, as zero.stage=0 sums whole gradients and gathers nothing"
             if self.expert_shards > 1:
-                yield f"zero.{name}", f"{other}, as zero.expert_shards={self.expert_shards}"
+                yield f"zero.{name}", f"{alternative}, as zero.expert_shards={self.expert_shards}"
 
     def _unsent(self) -> Mistakes:
         """The keys with which weights are not gathered as their products round them."""
-        given = "zero.gather_dtype=products"
+        setting = "zero.gather_dtype=products"
         if self.gather_dtype != "products":
             return
         if self.product_dtype not in EIGHT_BITS:
-            why = f"as {given} sends weights as these products round them"
+            why = f"as {setting} sends weights as these products round them"
             yield "zero.product_dtype", f"one of {', '.join(EIGHT_BITS)}, {why}"
         if self.stage != 3:
-            yield "zero.stage", f"3, as {given} rounds each layer that is gathered"
+            yield "zero.stage", f"3, as {setting} rounds each layer that is gathered"
         if self.tensor_shards > 1:
-            why = f"{given} gathers whole columns, of which a device of a tensor group has parts"
+            why = f"{setting} gathers whole columns, of which a device of a tensor group has parts"
             yield "zero.tensor_shards", f"1, as {why}"
 
 

@@ -205,10 +205,10 @@ def _with_family(entry: Any) -> dict[str, Any]:
     """
     if not isinstance(entry, dict):
         raise ValueError(f"expected the keys of a model, got {entry!r}")
-    own = {key: value for key, value in entry.items() if key != "family"}
+    of_entry = {key: value for key, value in entry.items() if key != "family"}
     family = entry.get("family")
     if family is None:
-        return own
+        return of_entry
     if not isinstance(family, str) or family not in FAMILIES:
         raise ValueError(f"family must be one of {', '.join(FAMILIES)}, got {family!r}")
-    return {**FAMILIES[family], **own}
+    return {**FAMILIES[family], **of_entry}

@@ -103,9 +103,9 @@ def _split(counts: jax.Array, sums: jax.Array, direction: jax.Array) -> tuple[ja
     least = counts.argmin()
     most = (counts * (math.sqrt(sums.shape[1]) - jnp.square(codes).sum(-1))).argmax()
     half = counts[most] / 2
-    own = codes[most]
-    other = own + _SPLIT_BY * jnp.linalg.norm(own) * direction / jnp.linalg.norm(direction)
+    code = codes[most]
+    new_code = code + _SPLIT_BY * jnp.linalg.norm(code) * direction / jnp.linalg.norm(direction)
     is_due = counts[least] < _UNUSED * counts.mean()
     new_counts = counts.at[most].set(half).at[least].set(half)
-    new_sums = sums.at[most].set(half * own).at[least].set(half * other)
+    new_sums = sums.at[most].set(half * code).at[least].set(half * new_code)
     return jnp.where(is_due, new_counts, counts), jnp.where(is_due, new_sums, sums)

@@ -56,5 +56,5 @@ COLLECTIONS: dict[str, Callable[[GPTConfig], Collection | None]] = {CODEBOOK: _c
 
 def collections_of(config: GPTConfig) -> dict[str, Collection]:
     """The collections of a model, by their name in Flax."""
-    found = {name: collection(config) for name, collection in COLLECTIONS.items()}
-    return {name: collection for name, collection in found.items() if collection is not None}
+    by_name = {name: collection(config) for name, collection in COLLECTIONS.items()}
+    return {name: collection for name, collection in by_name.items() if collection is not None}

@@ -234,19 +234,19 @@ def attend(
     blocks = jax.tree.map(partial(_to_blocks, block=block), heads)
     # The block before the first, all blocks, and an empty block after the last.
     all_blocks = [
-        jnp.concatenate([x[None, :, :block], own, jnp.zeros_like(own[:1])])
-        for x, own in zip(memory[:3], blocks[2:], strict=True)
+        jnp.concatenate([x[None, :, :block], x_blocks, jnp.zeros_like(x_blocks[:1])])
+        for x, x_blocks in zip(memory[:3], blocks[2:], strict=True)
     ]
     is_causal_CW = np.arange(2 * block)[None] <= block + np.arange(block)[:, None]
 
     def one(cache: tuple[jax.Array, jax.Array], xs: Any) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-        own, before, number = xs
+        current, before, number = xs
         if not cache_gradient:
             cache = lax.stop_gradient(cache)
-        k_BWK, _, v_BWV = (jnp.concatenate(pair, axis=1) for pair in zip(before, own[2:], strict=True))
+        k_BWK, _, v_BWV = (jnp.concatenate(pair, axis=1) for pair in zip(before, current[2:], strict=True))
         is_seen_CW = is_causal_CW & ((number > 0) | (np.arange(2 * block)[None] >= block))
-        bias_BCW = _by_key(_by_distance(own, r_WK, limit))
-        out_BCV = _joint(own.q_BTK, k_BWK, v_BWV, bias_BCW, is_seen_CW, codes_SK, *cache)
+        bias_BCW = _by_key(_by_distance(current, r_WK, limit))
+        out_BCV = _joint(current.q_BTK, k_BWK, v_BWV, bias_BCW, is_seen_CW, codes_SK, *cache)
         is_added = (number > 0) & ((number + 1) * block <= end)
         return _added(*cache, before[1], before[2], is_added), out_BCV
 

@@ -98,8 +98,8 @@ class ConfigPart:
 
     def _of_all_parts(self, method: str) -> Iterator[Any]:
         """What the methods of this name yield: the record's own first, then its parts', lowest first."""
-        own, *parts = type(self).__mro__
-        for part in (own, *reversed(parts)):
+        record, *parts = type(self).__mro__
+        for part in (record, *reversed(parts)):
             if method in vars(part):
                 yield from vars(part)[method](self)
 

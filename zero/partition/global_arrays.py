@@ -172,11 +172,11 @@ def _resized(x: jax.Array | np.ndarray, leaf: LeafLayout, sharding: NamedShardin
     def shard(index: Any) -> np.ndarray:
         place = _bounds(index, leaf.padded_shape)
         result = np.zeros([stop - start for start, stop in place], leaf.dtype)
-        wanted = _overlap(place, _bounds((), leaf.shape))
-        for held, data in parts.items():
-            both = _overlap(wanted, held)
+        place_in_leaf = _overlap(place, _bounds((), leaf.shape))
+        for place_of_part, data in parts.items():
+            both = _overlap(place_in_leaf, place_of_part)
             if all(start < stop for start, stop in both):
-                result[_relative(both, place)] = np.asarray(data)[_relative(both, held)]
+                result[_relative(both, place)] = np.asarray(data)[_relative(both, place_of_part)]
         return result
 
     return jax.make_array_from_callback(leaf.padded_shape, sharding, shard)

@@ -137,7 +137,7 @@ class Plan:
         yield from REPLACED[self.search].items()
         for name, replaced in OF_GRID.items():
             if name not in OF_SEARCHES[self.search]:
-                reading = " or ".join(f"plan.search={other}" for other, names in OF_SEARCHES.items() if name in names)
+                reading = " or ".join(f"plan.search={search}" for search, names in OF_SEARCHES.items() if name in names)
                 yield f"plan.grid.{name}", f"plan.search={self.search}; {reading} reads it"
             elif getattr(self.grid, name) is not None and replaced not in REPLACED[self.search]:
                 yield replaced, f"plan.grid.{name} replaces it"

@@ -51,9 +51,9 @@ def table(result: dict[str, Any], plan: Plan, width: int = WIDTH) -> str:
         "published peaks), tokens per second over all devices, model FLOPs utilization, GB that a device sends while "
         "it computes nothing"
     )
-    held = [row for row in rows if row.get("host_bytes")]
-    if held:
-        lines += _wrapped("; ".join(host_text(row, rows) for row in held), width)
+    with_host = [row for row in rows if row.get("host_bytes")]
+    if with_host:
+        lines += _wrapped("; ".join(host_text(row, rows) for row in with_host), width)
     if rows[0].get("days") is not None:
         legend += f"; days of {tokens_text(plan, result['parameters'])}"
     if plan.dollars_per_hour is not None:

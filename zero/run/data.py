@@ -176,8 +176,8 @@ def _prepared(data: AnyDataKeys, tokenizer: Tokenizer, completions: bool, prepar
         return data
     log.info("data.corpus=%s has shorter rows; using %s", data.corpus, ", ".join(used.values()))
     single = {"index_path_train": data.training_index(), "index_path_validation": data.validation_sets().get("")}
-    other: dict[str, Any] = {name: used[path] for name, path in single.items() if isinstance(path, str)}
-    return replace(data, **other)
+    of_corpus: dict[str, Any] = {name: used[path] for name, path in single.items() if isinstance(path, str)}
+    return replace(data, **of_corpus)
 
 
 def start_of(position: TrainingPosition, rows: RowKeys, size: GPTConfig, texts: int) -> Position:

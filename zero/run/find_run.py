@@ -86,8 +86,8 @@ def _last_started(run: Path) -> tuple[int, int]:
 
 def _say_which(run: Path, flag: str) -> None:
     """Says which of several runs a flag continues, and why."""
-    numbers = {other: number_of(other) for other in runs_in(DEFAULT_ROOT)}
-    copies = [str(other) for other, number in numbers.items() if number == numbers.get(run) and other != run]
+    numbers = {path: number_of(path) for path in runs_in(DEFAULT_ROOT)}
+    copies = [str(path) for path, number in numbers.items() if number == numbers.get(run) and path != run]
     if copies:
         names = ", ".join(copies)
         log.warning("%s continues %s: its files are newer than in its copies, %s", flag, run, names)

@@ -162,7 +162,9 @@ class StepMetrics:
             for number in range(self._steps_per_call):
                 self._newest = {name: x.reshape(-1)[number].item() for name, x in metrics.items()}
                 self._losses.append(self._newest["loss"])
-                self._of_objective.append({one.name: self._newest[one.name] for one in self._metrics_of_objective})
+                self._of_objective.append(
+                    {metric.name: self._newest[metric.name] for metric in self._metrics_of_objective}
+                )
 
     def read(self) -> dict[str, float]:
         """One line of metrics: means of the objective and its metrics, and the newest value of the others.
@@ -197,16 +199,16 @@ class StepMetrics:
 
     def _means_of_objective(self) -> dict[str, float]:
         """Its metrics over the steps of a line; a mean over some terms counts each step by its share of them."""
-        found = {}
+        means = {}
         for metric in self._metrics_of_objective:
             values = [step[metric.name] for step in self._of_objective]
             if not metric.over:
-                found[metric.name] = fmean(values)
+                means[metric.name] = fmean(values)
                 continue
             shares = [step[metric.over] for step in self._of_objective]
             if any(shares):
-                found[metric.name] = fmean(values, weights=shares)
-        return found
+                means[metric.name] = fmean(values, weights=shares)
+        return means
 
     def _warn_if_slow(self, line: dict[str, float]) -> None:
         """Warns once, with the shares of the time."""

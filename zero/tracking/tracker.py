@@ -82,10 +82,11 @@ def open_tracker(
     >>> read_metrics(directory / METRICS_FILE)
     [{'step': 1, 'train/loss': 5.5}]
     """
-    dashboards = [
-        *([weights_and_biases(run_directory, project, config)] if project else []),
-        *([tensorboard_events(run_directory, resumed_from)] if tensorboard else []),
-    ]
+    dashboards = []
+    if project:
+        dashboards.append(weights_and_biases(run_directory, project, config))
+    if tensorboard:
+        dashboards.append(tensorboard_events(run_directory, resumed_from))
     with ExitStack() as stack:
         shown = [stack.enter_context(dashboard) for dashboard in dashboards]
         # Opened last: if another cannot start, it does not record a resume that never happened.

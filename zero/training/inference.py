@@ -91,8 +91,8 @@ def top_tokens(params: PyTree, tokens: jax.Array, *, model: ShardedGPT, count: i
     full = model.gather_params(params)
     tokens = token_ids(tokens)
     starts = document_starts(tokens, model.separators)
-    found, log_probabilities = model.apply(full, tokens, starts, count, method="top_tokens")
-    return _of_all_rows(found, model), _of_all_rows(log_probabilities, model)
+    ids, log_probabilities = model.apply(full, tokens, starts, count, method="top_tokens")
+    return _of_all_rows(ids, model), _of_all_rows(log_probabilities, model)
 
 
 def _of_all_rows(x: jax.Array, model: ShardedGPT) -> jax.Array:

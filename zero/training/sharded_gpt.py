@@ -264,7 +264,7 @@ class ShardedGPT:
 
     def new_collections(self, key: jax.Array) -> dict[str, PyTree]:
         """The collections of a new model, whole on every device."""
-        return {name: one.init(jax.random.fold_in(key, 1)) for name, one in self.collections.items()}
+        return {name: collection.init(jax.random.fold_in(key, 1)) for name, collection in self.collections.items()}
 
     @cached_property
     def collection_layouts(self) -> dict[str, Layout]:

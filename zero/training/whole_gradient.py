@@ -28,7 +28,7 @@ def whole_gradient(model: ShardedGPT, tx: optax.GradientTransformation, options:
     """
 
     def run(state: TrainState, frozen: PyTree, batch: Batch, rate: jax.Array, key: jax.Array) -> Tried:
-        loss, grads, found, metrics, memory = loss_and_gradients(model, state, frozen, batch, key, options)
+        loss, grads, collection_grads, metrics, memory = loss_and_gradients(model, state, frozen, batch, key, options)
         norm = model.gradient_norm(grads)
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
         if options.max_gradient_norm is not None:
@@ -40,7 +40,7 @@ def whole_gradient(model: ShardedGPT, tx: optax.GradientTransformation, options:
         params = optax.apply_updates(state.params, updates)
         for name, collection in model.collections.items():
             metrics |= collection.metrics(state.averages[name])
-        return Tried(params, opt_state, loss, norm, ~jnp.isfinite(norm), found, metrics, memory)
+        return Tried(params, opt_state, loss, norm, ~jnp.isfinite(norm), collection_grads, metrics, memory)
 
     def settle(is_skipped: jax.Array | bool, tried: Tried, state: TrainState) -> tuple[PyTree, PyTree]:
         params, opt_state = unless(is_skipped, (tried.params, tried.opt_state), (state.params, state.opt_state))
@@ -65,7 +65,9 @@ def loss_and_gradients(
     keys = model.dropout_keys(key, batch)
     terms = objective.count_all(model, batch.tokens)
     positions = model.axis.size // model.axis.row_group * len(tokens) * model.positions_in(tokens)
-    prepared = {name: one.prepare(state.averages[name], positions) for name, one in model.collections.items()}
+    prepared = {
+        name: collection.prepare(state.averages[name], positions) for name, collection in model.collections.items()
+    }
     variables = model.gather_params(model.weights(state.params, prepared, frozen))
 
     def loss_of(
@@ -92,9 +94,15 @@ def loss_and_gradients(
     (loss, routing, sums), grads, memory = _accumulate(
         value_and_grad, zeros, differentiated, memory, rows, micro_batches
     )
-    found = {name: lax.psum(grads[name], model.axis.name) for name in model.collections}
+    collection_grads = {name: lax.psum(grads[name], model.axis.name) for name in model.collections}
     metrics = model.metrics(routing, batch) | objective.means(model, sums, terms)
-    return lax.psum(loss, model.axis.name), model.reduce_grads(grads[model.differentiated]), found, metrics, memory
+    return (
+        lax.psum(loss, model.axis.name),
+        model.reduce_grads(grads[model.differentiated]),
+        collection_grads,
+        metrics,
+        memory,
+    )
 
 
 def _accumulate(

@@ -57,8 +57,8 @@ class TextReader:
     def __call__(self, entry: Any, name: str) -> Document:
         text = entry.get(self.key) if isinstance(entry, dict) else None
         if not isinstance(text, str):
-            what = f"it is {_KINDS[type(entry[self.key])]}" if self._has_key(entry) else found(entry)
-            raise UserError(f'{name}: expected a string under "{self.key}"; {what}; --key names another one')
+            problem = f"it is {_KINDS[type(entry[self.key])]}" if self._has_key(entry) else found(entry)
+            raise UserError(f'{name}: expected a string under "{self.key}"; {problem}; --key names another one')
         if not self.fields:
             return Document(text, name=name)
         present = {field: str(entry[field]) for field in self.fields if entry.get(field) is not None}

@@ -183,10 +183,10 @@ class UnitTokenizer:
     def _check_undivided(self, document: Document, ids: np.ndarray) -> None:
         """Raises UserError if another document would seem to begin within this one."""
         starts, ends = self.tokenizer.special.separators
-        found = np.append(ids[1:-1][np.isin(ids[1:-1], starts)], ids[:-1][np.isin(ids[:-1], ends)])
-        if len(found):
+        dividers = np.append(ids[1:-1][np.isin(ids[1:-1], starts)], ids[:-1][np.isin(ids[:-1], ends)])
+        if len(dividers):
             raise UserError(
-                f"{document.name}: its text contains token {found[0]}, which separates the documents of a row; "
+                f"{document.name}: its text contains token {dividers[0]}, which separates the documents of a row; "
                 "--one-document-per-row accepts it"
             )
 

@@ -63,10 +63,10 @@ class RowStream:
                 self._used = 0
                 self._next = self._read_ahead(used)
                 continue
-            taken = min(count, self.left)
-            parts.append(self._rows.at(slice(self._used, self._used + taken)))
-            self._used += taken
-            count -= taken
+            ready = min(count, self.left)
+            parts.append(self._rows.at(slice(self._used, self._used + ready)))
+            self._used += ready
+            count -= ready
         return RowArrays.concatenated(parts)
 
 

@@ -130,7 +130,7 @@ def divided(text: str) -> Divided:
             generated.append(len(plain))
         elif _MARK.fullmatch(part):
             _, loop, message = part.removesuffix(">").split(":")
-            if any(loop == other for other, _, _ in open_turns):
+            if any(loop == open_loop for open_loop, _, _ in open_turns):
                 while open_turns[-1][0] != loop:  # a loop that was left in its midst
                     open_turns.pop()
                 _, number, start = open_turns.pop()

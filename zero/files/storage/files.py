@@ -62,13 +62,13 @@ def read_object(url: str | Path, known: ObjectStat | None = None) -> bytes:
             if (now := stat(url)).version == known.version:
                 raise
             raise replaced(url, f"{now.version}, not {known.version}") from None
-        if checksum is not None and (found := checksum.of(data)) == checksum:
+        if checksum is not None and (actual := checksum.of(data)) == checksum:
             return data
         if (now := store.stat(url)).version != known.version:
             raise replaced(url, f"{now.version}, not {known.version}")
         if checksum is None:
             return data
-        message = f"{url}: {checksum.algorithm} is {found.value}, expected {checksum.value}"
+        message = f"{url}: {checksum.algorithm} is {actual.value}, expected {checksum.value}"
         _log.warning("%s; attempt %d of %d", message, attempt + 1, CHECKSUM_ATTEMPTS)
     raise Unavailable(f"{message}, {CHECKSUM_ATTEMPTS} times in a row")
 

@@ -43,23 +43,23 @@ def gather_rounded(
             raise ValueError(f"leaf {leaf.name}: only whole matrices are gathered with a scale per column")
     if not leaves:
         return []
-    own = [
+    rows_of_shards = [
         lax.stop_gradient(fill_padding(as_dtype(x, dtype), leaf, axis, 0))
         for x, leaf in zip(shards, leaves, strict=True)
     ]
-    joined = jnp.concatenate([_largest(x, leaf, axis) for x, leaf in zip(own, leaves, strict=True)])
+    joined = jnp.concatenate([_largest(x, leaf, axis) for x, leaf in zip(rows_of_shards, leaves, strict=True)])
     if any(leaf.splits for leaf in leaves):
         joined = lax.pmax(joined, axis.name)
     widths = [leaf.padded_shape[1] for leaf in leaves]
     largest = [x[None] for x in jnp.split(joined, np.cumsum(widths)[:-1].tolist())]
     numbers = [
         rounding.numbers(x, _own_columns(column, leaf, axis))
-        for x, column, leaf, rounding in zip(own, largest, leaves, roundings, strict=True)
+        for x, column, leaf, rounding in zip(rows_of_shards, largest, leaves, roundings, strict=True)
     ]
     whole = gather_arrays(numbers, leaves, axis, None, None)
     return [
         RoundedWeight(jnp.zeros(leaf.shape, x.dtype), matrix, rounding.scales(column[:, : leaf.shape[1]]))
-        for x, matrix, column, leaf, rounding in zip(own, whole, largest, leaves, roundings, strict=True)
+        for x, matrix, column, leaf, rounding in zip(rows_of_shards, whole, largest, leaves, roundings, strict=True)
     ]
 
 

@@ -29,16 +29,16 @@ def _first_split(splits: Sequence[Split | None]) -> Split | None:
 
 def _cond(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
     """All branches run on shards; a result is split if it is split in any branch."""
-    inside = interpreter.inside(eqn, interpreter.may_communicate)
+    nested = interpreter.inside(eqn, interpreter.may_communicate)
     index = args[0].x
     operands = args[1:]
-    columns = zip(*(inside.splits(branch, operands) for branch in eqn.params["branches"]), strict=True)
+    columns = zip(*(nested.splits(branch, operands) for branch in eqn.params["branches"]), strict=True)
     splits = [_first_split(column) for column in columns]
 
     def on_shards(branch: ClosedJaxpr) -> Callable[..., list[Any]]:
         def run(*xs: Any) -> list[Any]:
-            results = inside.run(branch, _values(xs, [arg.split for arg in operands]))
-            return [inside.place(value, split, eqn).x for value, split in zip(results, splits, strict=True)]
+            results = nested.run(branch, _values(xs, [arg.split for arg in operands]))
+            return [nested.place(value, split, eqn).x for value, split in zip(results, splits, strict=True)]
 
         return run
 
@@ -50,10 +50,10 @@ def _scan(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> lis
     """An element-wise body runs on slices; a carry is split if any iteration splits it."""
     params = eqn.params
     body = eqn.params["jaxpr"]
-    inside = scan_carry(params)
-    consts = args[: inside.start]
-    carry = args[inside.start : inside.stop]
-    xs = args[inside.stop :]
+    carry_slots = scan_carry(params)
+    consts = args[: carry_slots.start]
+    carry = args[carry_slots.start : carry_slots.stop]
+    xs = args[carry_slots.stop :]
     if any(value.split and value.split.dim == 0 for value in xs):
         return None
     steps = [Value(jax.eval_shape(lambda x: x[0], value.x), _shifted(value.split, -1)) for value in xs]
@@ -165,10 +165,10 @@ def _caller(
     interpreter: Interpreter, eqn: JaxprEqn, splits: Sequence[Split | None], out_splits: list[Split | None]
 ) -> Callable[..., list[Any]]:
     """The function that an operation calls, on slices; when it runs, `out_splits` becomes the splits of its results."""
-    inside = interpreter.inside(eqn, interpreter.may_communicate)
+    nested = interpreter.inside(eqn, interpreter.may_communicate)
 
     def call(*xs: Any) -> list[Any]:
-        results = inside.run(eqn.params["call_jaxpr"], _values(xs, splits))
+        results = nested.run(eqn.params["call_jaxpr"], _values(xs, splits))
         out_splits[:] = [value.split for value in results]
         return [value.x for value in results]
 

@@ -198,11 +198,11 @@ class Interpreter:
     def call(self, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
         """The results of a call. Only inside `across_shards` can joined dimensions be separated again."""
         may_communicate = self.may_communicate or eqn.params.get("name") == ACROSS_SHARDS
-        inside = self.inside(eqn, may_communicate)
-        results = inside.run(eqn.params[INLINED[eqn.primitive.name]], args)
+        nested = self.inside(eqn, may_communicate)
+        results = nested.run(eqn.params[INLINED[eqn.primitive.name]], args)
         if self.may_communicate or not may_communicate:
             return results
-        return [inside.place(x, x.split.of_neighbors, eqn) if isinstance(x.split, Joined) else x for x in results]
+        return [nested.place(x, x.split.of_neighbors, eqn) if isinstance(x.split, Joined) else x for x in results]
 
     def elementwise(self, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
         """Slices all operands like the largest one, except those that are broadcast along the split."""

@@ -207,9 +207,11 @@ def means(prefix: str, sums: Sums, of_objective: Sequence[Mean] = ()) -> dict[st
     """
     names = {metric.name for metric in of_objective}
     losses = {key: value for key, value in sums.items() if key not in {"tokens", "bytes", *names}}
-    found = {key: value / sums["tokens"] for key, value in losses.items()} | divided(of_objective, sums, sums["tokens"])
+    values = {key: value / sums["tokens"] for key, value in losses.items()} | divided(
+        of_objective, sums, sums["tokens"]
+    )
     left_out = without_terms(of_objective, sums)
-    metrics = {f"{prefix}{key}": value for key, value in found.items() if key not in left_out}
+    metrics = {f"{prefix}{key}": value for key, value in values.items() if key not in left_out}
     if sums["bytes"]:
         metrics[f"{prefix}bits_per_byte"] = losses["loss"] / math.log(2) / sums["bytes"]
     return metrics

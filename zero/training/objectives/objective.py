@@ -49,13 +49,13 @@ def divided(metrics: Iterable[Mean], sums: Mapping[str, Value], terms: Value) ->
     >>> divided(metrics, {"share": 2.0, "chosen": 6.0}, 4.0), divided(metrics, {"share": 0.0, "chosen": 0.0}, 4.0)
     ({'share': 0.5, 'chosen': 3.0}, {'share': 0.0, 'chosen': 0.0})
     """
-    found = {}
+    means = {}
     for metric in metrics:
         count = terms
         if metric.over:
             count = sums[metric.over] + (sums[metric.over] == 0)
-        found[metric.name] = sums[metric.name] / count
-    return found
+        means[metric.name] = sums[metric.name] / count
+    return means
 
 
 def without_terms(metrics: Iterable[Mean], values: Mapping[str, float]) -> set[str]:

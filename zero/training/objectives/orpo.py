@@ -44,9 +44,9 @@ class Orpo(Keys):
         logps_P2 = texts.logps / texts.lengths
         chosen, rejected = log_odds(logps_P2).T
         ratios = jax.nn.log_sigmoid(chosen - rejected)
-        own = {"nll_loss": -logps_P2[:, 0], "log_odds_chosen": chosen - rejected, "log_odds_ratio": ratios}
-        metrics = values_of_pairs(self.beta * logps_P2, logps_P2) | own
-        return own["nll_loss"] - self.beta * ratios, metrics
+        of_pairs = {"nll_loss": -logps_P2[:, 0], "log_odds_chosen": chosen - rejected, "log_odds_ratio": ratios}
+        metrics = values_of_pairs(self.beta * logps_P2, logps_P2) | of_pairs
+        return of_pairs["nll_loss"] - self.beta * ratios, metrics
 
 
 def log_odds(logps: jax.Array) -> jax.Array:

@@ -80,7 +80,7 @@ def find_files(source: str, has_format: Callable[[str], bool], left_out: list[st
     def is_readable(path: str) -> bool:
         return os.path.splitext(path)[1].lower() in suffixes or (not is_stdlib and has_format(path))
 
-    found: list[SourceFile] = []
+    chosen: list[SourceFile] = []
     for root in roots:
         find = _find_remote if storage.is_remote(root) else _find_local
         files, is_folder = find(root, root if len(roots) == 1 else _base(source))
@@ -102,12 +102,12 @@ def find_files(source: str, has_format: Callable[[str], bool], left_out: list[st
             raise UserError(
                 f'{root}: no such file or folder; expected one that holds text, a glob, hf:<dataset> or "stdlib"'
             )
-        found += files
-    names = Counter(file.relative for file in found)
+        chosen += files
+    names = Counter(file.relative for file in chosen)
     name, count = names.most_common(1)[0]
     if count > 1:
         raise UserError(f"{source}: {name} appears {count} times; a source lists each file once")
-    return sorted(found, key=lambda file: file.relative.split("/"))
+    return sorted(chosen, key=lambda file: file.relative.split("/"))
 
 
 def _is_read_beside(path: str, paths: Container[str]) -> bool:

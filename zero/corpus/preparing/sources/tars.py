@@ -194,8 +194,8 @@ def _document(name: str, sample: dict[str, Any], reader: Reader) -> Document:
         except UserError as error:
             return broken(name, str(error), sample[member].decode("utf-8", "replace"))
         return read_entry(reader, entry, name)
-    found = ", ".join(sorted(key for key in sample if not key.startswith("__")))
-    return broken(name, f"{name}: expected a member .txt, .json, .npy or .pth; found {found}", found)
+    members_found = ", ".join(sorted(key for key in sample if not key.startswith("__")))
+    return broken(name, f"{name}: expected a member .txt, .json, .npy or .pth; found {members_found}", members_found)
 
 
 def _decoded(suffix: str, data: bytes, kinds: tuple[str, ...]) -> Any:
