@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas as pl
 
 from zero.partition.pmapped import pmap
 from zero.plan.compiler import Compiler, KeptProgram
@@ -27,12 +28,19 @@ def devices() -> list[Any]:
         os.environ.update(before)
 
 
-def lowered(devices: list[Any], name: str = "sum") -> Any:
-    def add(x: jax.Array) -> jax.Array:
-        with jax.named_scope(name):
-            return jax.lax.psum(x + 1, "zero")
+def program(devices: list[Any], name: str = "sum", line: int = 1) -> tuple[Any, jax.ShapeDtypeStruct]:
+    """A program with a Pallas kernel, as if both were written from this line of a file on, and its argument."""
+    source = """
+def double(x, out):
+    out[...] = 2 * x[...]
 
-    return pmap(add, "zero", devices).lower(jax.ShapeDtypeStruct((len(devices), 256), jnp.float32))
+def add(x):
+    with jax.named_scope(name):
+        return jax.lax.psum(pl.pallas_call(double, jax.ShapeDtypeStruct(x.shape, x.dtype))(x), "zero")
+"""
+    names: dict[str, Any] = {"jax": jax, "pl": pl, "name": name}
+    exec(compile("\n" * (line - 1) + source, __file__, "exec"), names)
+    return pmap(names["add"], "zero", devices), jax.ShapeDtypeStruct((len(devices), 256), jnp.float32)
 
 
 def files(directory: Path) -> list[Path]:
@@ -41,8 +49,8 @@ def files(directory: Path) -> list[Path]:
 
 def test_a_kept_program_answers_as_the_compiled_one(devices: list[Any], tmp_path: Path) -> None:
     """Text and memory are those of the compiled program, and come from the file the next time."""
-    compiled = Compiler(devices, True).compile(lowered(devices))
-    kept = Compiler(devices, True, tmp_path / "plans").compile(lowered(devices))
+    compiled = Compiler(devices, True).compile(*program(devices))
+    kept = Compiler(devices, True, tmp_path / "plans").compile(*program(devices))
     assert not isinstance(compiled, KeptProgram) and isinstance(kept, KeptProgram)
     assert kept.as_text() == compiled.as_text()
     for name in vars(kept.memory_analysis()):
@@ -50,27 +58,40 @@ def test_a_kept_program_answers_as_the_compiled_one(devices: list[Any], tmp_path
     (file,) = files(tmp_path / "plans")
     content = json.loads(gzip.decompress(file.read_bytes())) | {"text": "of the file"}
     file.write_bytes(gzip.compress(json.dumps(content).encode()))
-    assert Compiler(devices, True, tmp_path / "plans").compile(lowered(devices)).as_text() == "of the file"
+    assert Compiler(devices, True, tmp_path / "plans").compile(*program(devices)).as_text() == "of the file"
 
 
 def test_other_answers_are_other_files(devices: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file depends on the paths of operations, which name parts of the model, on options and on versions."""
-    Compiler(devices, True, tmp_path).compile(lowered(devices))
-    Compiler(devices, True, tmp_path).compile(lowered(devices, "another_part"))
+    Compiler(devices, True, tmp_path).compile(*program(devices))
+    Compiler(devices, True, tmp_path).compile(*program(devices, "another_part"))
     assert len(files(tmp_path)) == 2
-    Compiler(devices, False, tmp_path).compile(lowered(devices))
+    Compiler(devices, False, tmp_path).compile(*program(devices))
     assert len(files(tmp_path)) == 3
     monkeypatch.setattr("zero.plan.compiler.version", lambda name: "0.0.0")
-    Compiler(devices, True, tmp_path).compile(lowered(devices))
+    Compiler(devices, True, tmp_path).compile(*program(devices))
     assert len(files(tmp_path)) == 4
 
 
+def test_an_edit_that_moves_lines_compiles_nothing_again(devices: list[Any], tmp_path: Path) -> None:
+    """The lines of a kernel and of the function around it are not in the program that names the file."""
+    frames = jax.config.jax_traceback_in_locations_limit
+    jax.config.update("jax_traceback_in_locations_limit", 10)  # a run has lines; these tests switch them off
+    try:
+        for line in (1, 40):
+            Compiler(devices, True, tmp_path).compile(*program(devices, line=line))
+        assert jax.config.jax_traceback_in_locations_limit == 10
+    finally:
+        jax.config.update("jax_traceback_in_locations_limit", frames)
+    assert len(files(tmp_path)) == 1
+
+
 def test_a_damaged_file_is_compiled_again(devices: list[Any], tmp_path: Path, caplog: Any) -> None:
-    whole = Compiler(devices, True, tmp_path).compile(lowered(devices)).as_text()
+    whole = Compiler(devices, True, tmp_path).compile(*program(devices)).as_text()
     (file,) = files(tmp_path)
     data = file.read_bytes()
     for damaged in (data[:-9], data[:40] + b"?" + data[41:], b""):
         file.write_bytes(damaged)
         caplog.clear()
-        assert Compiler(devices, True, tmp_path).compile(lowered(devices)).as_text() == whole
+        assert Compiler(devices, True, tmp_path).compile(*program(devices)).as_text() == whole
         assert "compiling the program again" in caplog.text and file.read_bytes() == data

@@ -114,7 +114,7 @@ def compile_step(request: Request) -> Row:
         peak = held
     else:
         try:
-            compiled = compiler.compile(job.programs.step.lower(*arguments))
+            compiled = compiler.compile(job.programs.step, *arguments)
         except jax.errors.JaxRuntimeError as error:
             peak, available = out_of_memory(error)
         else:
@@ -254,7 +254,7 @@ def _pause_peaks(
     def peak(program: Any, *arguments: Any, taken: int) -> int:
         rest = held - taken
         try:
-            compiled = compiler.compile(program.lower(*arguments))
+            compiled = compiler.compile(program, *arguments)
             return rest + device_peak(compiled.memory_analysis(), devices[0].platform)
         except jax.errors.JaxRuntimeError as error:
             return rest + out_of_memory(error)[0]

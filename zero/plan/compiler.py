@@ -9,10 +9,13 @@ import json
 import logging
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from zero.hosts import xla_options
 from zero.hosts.speeds import SPEEDS
@@ -55,7 +58,8 @@ class Compiler:
     """Compiles for `devices` with the options of a run, and keeps what it compiles for a TPU slice.
 
     A file is named after a digest of all that the answer depends on: the lowered program with the paths of its
-    operations, the devices, the options and the versions. So no file is ever out of date.
+    operations, the devices, the options and the versions. So no file is ever out of date. Source lines are left out of
+    the program, so that an edit that changes none of these compiles nothing again.
 
     Args:
       devices: all devices of the program.
@@ -75,15 +79,24 @@ class Compiler:
             [os.environ.get(name) for name in VARIABLES],
         ]
 
-    def compile(self, lowered: Any) -> Any:
+    def compile(self, program: Any, *arguments: Any) -> Any:
         """The compiled program, or a `KeptProgram`; of a step of several programs the step with such programs.
+
+        Args:
+          program: a pmapped function, or a step of several.
+          arguments: their shapes and dtypes.
 
         Raises:
           jax.errors.JaxRuntimeError: from the compiler, if the program does not fit.
         """
+        with _without_source_lines():
+            lowered = program.lower(*arguments)
         if isinstance(lowered, LoweredStep):
-            programs = SpanPrograms(*map(self.compile, lowered.programs))
+            programs = SpanPrograms(*map(self._compile, lowered.programs))
             return dataclasses.replace(lowered.step, programs=programs)
+        return self._compile(lowered)
+
+    def _compile(self, lowered: Any) -> Any:
         if self.directory is None:
             return lowered.compile(self.options)
         path = self.directory / f"{self._digest(lowered)}.json.gz"
@@ -110,6 +123,17 @@ def compiler_options(devices: Sequence[Any], overlap_gathers: bool) -> dict[str,
     kind = devices[0].device_kind
     chips = len(devices) // slices_of(devices) // (SPEEDS[kind].devices if kind in SPEEDS else 1)
     return xla_options.for_tpu(kind, chips, overlap_gathers)
+
+
+@contextmanager
+def _without_source_lines() -> Iterator[None]:
+    """Programs that are lowered inside, with their Pallas kernels, do not name files and lines of Python."""
+    frames = jax.config.jax_traceback_in_locations_limit
+    jax.config.update("jax_traceback_in_locations_limit", 0)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_traceback_in_locations_limit", frames)
 
 
 def _read(path: Path) -> KeptProgram | None:
