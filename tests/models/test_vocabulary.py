@@ -19,9 +19,9 @@ LOGITS = (ROWS, POSITIONS, TOKENS)
 TABLE = (TOKENS, WIDTH)
 
 
-def gradient(config: GPTConfig) -> list[Any]:
+def gradient(config: GPTConfig, **options: Any) -> list[Any]:
     """The equations of loss and gradient in bfloat16."""
-    model = GPT(config, jnp.bfloat16)
+    model = GPT(config, jnp.bfloat16, **options)
     tokens = jnp.zeros((ROWS, POSITIONS), jnp.int32)
     parameters = jax.eval_shape(lambda: model.init(jax.random.key(0), tokens, None, method="hidden"))
     parameters = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), parameters)
@@ -40,6 +40,14 @@ def test_backward_pass_sums_no_exponentials(padding: int) -> None:
     assert count(program, "exp", LOGITS) == 2  # of the forward pass, and of the gradient
     assert count(program, "reduce_max", LOGITS) == 1
     assert count(program, "reduce_sum", LOGITS) == 2  # of exponentials, and the logit of the target
+
+
+def test_chunks_at_once() -> None:
+    """Loops over the vocabulary, of the embedding and of the loss, have that many chunks in an iteration."""
+    config = GPTConfig(WIDTH, CHUNKS * TOKENS, 2, POSITIONS, 0.0, 1, vocab_chunks=CHUNKS)
+    program = gradient(config, chunks_at_once=2)
+    loops = [e.params["unroll"] for e in program if e.primitive.name == "scan" and e.params["length"] == CHUNKS]
+    assert loops and set(loops) == {2}
 
 
 def test_no_table_is_converted() -> None:

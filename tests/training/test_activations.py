@@ -89,6 +89,24 @@ def test_a_gate_that_does_not_exist_is_stored() -> None:
     assert with_fitting_storage(model, ROWS, CONTEXT, 0, 1e9, RATES).remat == "mlp"
 
 
+def test_chunks_of_the_vocabulary_in_pairs() -> None:
+    """An iteration has two chunks if that fits beside the activations that save the most time, and there are two."""
+    config = dataclasses.replace(GATED, vocab_size=10**6, vocab_chunks=4)
+    model = ShardedGPT(config, Axis("zero", (1, 8)), 3, jnp.bfloat16)
+    fixed = fixed_bytes(model)
+
+    def chosen(of_model: ShardedGPT, more: int) -> ShardedGPT:
+        """With so many bytes beside those of single chunks."""
+        most = activation_bytes(dataclasses.replace(of_model, remat="mlp+attention"), ROWS, CONTEXT)
+        return with_fitting_storage(of_model, ROWS, CONTEXT, 0, (fixed + most + more) / 0.9 + 100, RATES)
+
+    logits = 4 * ROWS * CONTEXT * 10**6 // 4
+    assert [chosen(model, more).chunks_at_once for more in (0, logits // 2, logits)] == [1, 1, 2]
+    assert {chosen(model, more).remat for more in (0, logits)} == {"mlp+attention"}
+    whole = dataclasses.replace(model, config=dataclasses.replace(config, vocab_chunks=1))
+    assert chosen(whole, 10**12).chunks_at_once == 1
+
+
 LONG = 4096
 DEEP = dataclasses.replace(GATED, N=8, block_size=LONG)
 OF_KERNEL = ShardedGPT(DEEP, Axis("zero", (1, 8)), 3, jnp.bfloat16, kernel="tpu_v4", offload=KINDS)

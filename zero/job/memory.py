@@ -39,6 +39,7 @@ class Keys:
         "the start;",
         "for rows of 4,096 or more positions, the first that fits of mlp+attention, mlp_in+attention, attention and "
         "full.",
+        "With both, if memory is left, an iteration over the vocabulary has two chunks.",
         "none: everything; at stage 3 each layer is gathered once and kept for the backward pass.",
         "dots: the products with weights, and the output of attention.",
         "mlp: the input products of an MLP; mlp_in: the same without the gate's.",
@@ -131,7 +132,8 @@ def with_automatic_remat(model: ShardedGPT, held: int, device: Any, rows: int, c
         model, rows, context, held=held, capacity=speed.capacity, rates=rates, host_capacity=of_host
     )
     where = f", on the host: {', '.join(kinds_on_host(model)) or 'nothing'}" if may_use_host else ""
-    log.info("zero.remat=auto: %s%s", model.remat, where)
+    pairs = ", two chunks of the vocabulary at once" if model.chunks_at_once == 2 else ""
+    log.info("zero.remat=auto: %s%s%s", model.remat, where, pairs)
     return model
 
 

@@ -63,6 +63,8 @@ class GPT(nn.Module):
       lift: `lift(module_class, name)` returns the class to use in its place; by default the class itself.
       remat: what the backward pass recomputes, an entry of `zero.models.stack.REMAT`.
       offload: the kinds of `zero.models.stack.KINDS` that lie in the host's memory where they are stored.
+      chunks_at_once: chunks of the vocabulary in one iteration of the loop over them, so that what one sends travels
+        beside the products of another; results are bit for bit the same.
     """
 
     config: GPTConfig
@@ -78,6 +80,7 @@ class GPT(nn.Module):
     adapters: Adapters | None = None
     product: Product = contraction
     query_block: int | None = None
+    chunks_at_once: int = 1
 
     def setup(self) -> None:
         config = self.config
@@ -113,6 +116,7 @@ class GPT(nn.Module):
             variable_axes={True: 0},
             split_rngs={"params": True},
             in_axes=(0, nn.broadcast, nn.broadcast),
+            unroll=self.chunks_at_once,
         )(self.config, self.dtype, table_stddev(self.config, name), self._cut)
 
     def __call__(

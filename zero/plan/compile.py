@@ -148,6 +148,7 @@ def compile_step(request: Request) -> Row:
         "remat": model.remat,
         "offload": zero.offload,
         "on_host": list(kinds_on_host(model)),
+        "chunks_at_once": model.chunks_at_once,
         "context": config.data.max_context,
         "compute_dtype": jnp.dtype(model.compute_dtype).name,
         "product_dtype": zero.product_dtype,

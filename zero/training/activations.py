@@ -24,7 +24,8 @@ def activation_bytes(model: ShardedGPT, rows: int, context: int) -> int:
 
     A layer holds 34 bytes per position and channel at two bytes a number, and 5 per pair of positions and head where
     attention is dense; between layers the policy `remat` stores all of that, only inputs, or also other values. Beside
-    it there is one layer or, in float32, the logits of a chunk of the vocabulary and their gradient.
+    it there is one layer or, in float32, the logits of the chunks of an iteration over the vocabulary and the gradient
+    of one of them.
 
     Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, arXiv 2205.05198,
     equation 2.
@@ -32,7 +33,7 @@ def activation_bytes(model: ShardedGPT, rows: int, context: int) -> int:
     axis = model.axis
     size = model.config
     positions = rows * context // axis.context
-    logits = 2 * 4 * positions * size.vocab_size // size.vocab_chunks // _parts(model)
+    logits = (1 + model.chunks_at_once) * 4 * positions * size.vocab_size // size.vocab_chunks // _parts(model)
     stored = stored_bytes(model, rows, context)
     on_host = host_bytes(model, rows, context)
     on_device = stored - on_host + 2 * on_host // size.N
@@ -220,7 +221,8 @@ def with_fitting_storage(
 
     The choices are the policies of `ladder`, with each of their kinds on the device or, if it is one of
     `model.offload`, in the host's memory. They fit if a tenth of the device's memory is left, and the host holds its
-    part. Of equal ones it is the one with the fewest bytes on the host, then that which stores most.
+    part. Of equal ones it is the one with the fewest bytes on the host, then that which stores most. If two chunks of
+    the vocabulary at once fit as well, an iteration has two (benchmarks/measured/vocabulary-chunks.md).
 
     Args:
       model: sharded at stage 3.
@@ -244,4 +246,6 @@ def with_fitting_storage(
         return storage_seconds(choice, rows, context, rates), host_bytes(choice, rows, context)
 
     fitting = [choice for choice in _candidates(model, context) if fits(choice)]
-    return min(fitting, key=cost, default=dataclasses.replace(model, remat="full"))
+    chosen = min(fitting, key=cost, default=dataclasses.replace(model, remat="full"))
+    in_pairs = dataclasses.replace(chosen, chunks_at_once=2)
+    return in_pairs if model.config.vocab_chunks > 1 and fits(in_pairs) else chosen

@@ -59,8 +59,8 @@ class ShardedGPT:
       wire_dtype: dtype of gradients on the wire; int8 as in `zero.scatter_sum`.
       reduce_dtype: dtype of sums of gradients over devices.
       gradient_dtype: dtype of the sums until the update; micro-batches always add up in float32.
-      remat, offload: what the backward pass recomputes, and which kinds of activations lie in the host's memory, as for
-        `GPT`.
+      remat, offload, chunks_at_once: what the backward pass recomputes, which kinds of activations lie in the host's
+        memory, and how many chunks of the vocabulary an iteration has, as for `GPT`.
       blockwise_from: the number of query positions from which attention is blockwise, as for `GPT`.
       master_dtype: dtype of the shards of parameters with weight decay; the others are float32.
       separators: where documents start in a row, to keep attention and positions within a document; none for rows
@@ -88,6 +88,7 @@ class ShardedGPT:
     gradient_dtype: DTypeLike = jnp.float32
     remat: str = "full"
     offload: tuple[str, ...] = ()
+    chunks_at_once: int = 1
     blockwise_from: int | None = None
     master_dtype: DTypeLike = jnp.float32
     separators: Separators = UNDIVIDED
@@ -243,7 +244,7 @@ class ShardedGPT:
         options["query_block"] = self.query_block
         options["product"] = PRODUCTS[self.product_dtype]
         options["adapters"] = None if self.tuning is None else self.tuning.adapters
-        options |= {"remat": self.remat, "offload": self.offload}
+        options |= {"remat": self.remat, "offload": self.offload, "chunks_at_once": self.chunks_at_once}
         return GPT(self.config, self.compute_dtype, blockwise_from=self.blockwise_from, **options)
 
     def init(self, key: jax.Array) -> PyTree:
