@@ -1,1 +1,1 @@
-"""A training run: finding it, setting it up, its state between steps, and resuming it."""
+"""A training run: how it is found, set up and resumed, and its state between steps."""

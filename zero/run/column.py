@@ -13,12 +13,12 @@ from zero.partition.layout import PyTree
 
 @dataclass(frozen=True)
 class Column:
-    """Values that are stored beside the index files, or computed for each batch.
+    """Values stored beside the index files, or computed for each batch.
 
     Attributes:
-      stored: of each index file, by its name, arrays `(rows, ...)` by the names of their entries.
-      identity: what tells these values from others; the run continues only with them. Empty: others see to it.
-      compute: `(frozen parameters, tokens of this host's devices)` to entries for each of these devices.
+      stored: arrays `(rows, ...)`, keyed by index file and then by entry.
+      identity: identifies these values; a resumed run needs the same ones. Empty: checked elsewhere.
+      compute: maps `(frozen parameters, tokens of this host's devices)` to the entries of these devices.
     """
 
     stored: Mapping[str, Mapping[str, np.ndarray]] = field(default_factory=dict)
@@ -28,14 +28,14 @@ class Column:
 
 @dataclass(frozen=True)
 class ColumnInputs:
-    """What columns are made from, beside the job and the position of a run.
+    """The inputs of columns, besides the job and the position of a run.
 
     Attributes:
-      indices: the index files that the run trains on and is evaluated on.
-      context: tokens of a text.
-      weights: `model.model_path`, where reference and base are.
-      ema: whether the moving average of its weights is meant.
-      scores: the values of the keys on which scores depend.
+      indices: the index files for training and validation.
+      context: tokens per text.
+      weights: `model.model_path`, the location of the reference and of the base.
+      ema: whether to use the moving average of its weights.
+      scores: the values of the keys that scores depend on.
     """
 
     indices: tuple[str, ...]

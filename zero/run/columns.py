@@ -1,4 +1,4 @@
-"""Columns: what objectives read beside the tokens of a row and the members of its shard, by source."""
+"""Columns: the values that objectives read besides a row's tokens and the members of its shard, by source."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from zero.run.reference import reference_column
 from zero.run.restore import TrainingPosition
 from zero.run.teacher import teacher_column
 
-# From what a column is made from, a run's job and its position to a column; all hosts call it.
+# Makes a column from its inputs, the run's job and its position; all hosts call it.
 COLUMNS: Mapping[str, Callable[[ColumnInputs, Job, TrainingPosition], Column]] = MappingProxyType(
     {"reference": reference_column, "teacher": teacher_column}
 )
 
 
 def open_columns(inputs: ColumnInputs, job: Job, position: TrainingPosition) -> dict[str, Column]:
-    """The columns that the objective of a run reads, by their source.
+    """The columns that the objective reads, by source.
 
     Raises:
-      UserError: a column cannot be made, or has other values than at the first start of the run.
+      UserError: a column cannot be made, or its values differ from those at the first start of the run.
     """
     sources = dict.fromkeys(entry.source for entry in job.objective.reads if entry.source)
     columns = {source: COLUMNS[source](inputs, job, position) for source in sources}

@@ -1,4 +1,4 @@
-"""What a training run can be told, on one page: each section has the keys of its owners, and rules between them."""
+"""The configuration of a training run on one page: each section inherits its owners' keys and checks them together."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class TrainConfig(job.JobConfig):
 
     @property
     def trains(self) -> bool:
-        """Whether a run follows, and not only a plan."""
+        """Whether this configuration trains, rather than only plans."""
         return True
 
     def fitted(self, size: GPTConfig) -> Self:
@@ -182,7 +182,7 @@ class TrainConfig(job.JobConfig):
         yield from self._after_the_last_step()
 
     def _after_the_last_step(self) -> Mistakes:
-        """Keys of steps that the run does not make; the others act at its last step as well."""
+        """Keys that name a step after the last one; those of other features also act at the last step."""
         traced = self.profile.steps
         first_steps = {
             "statistics.every": self.statistics.every,
@@ -196,7 +196,7 @@ class TrainConfig(job.JobConfig):
                 yield name, f"training.total_steps={self.training.total_steps} ends the run before"
 
     def _updates_by_part(self, size: GPTConfig) -> Mistakes:
-        """What a model whose steps take parts of rows leaves to the end of a row, or cannot do."""
+        """Actions that a model with steps on parts of rows postpones to the end of a row, or does not support."""
         if size.update_tokens is None:
             return
         training = self.training
@@ -227,7 +227,7 @@ class TrainConfig(job.JobConfig):
                 yield name, f"a multiple of {steps}, the steps per row with {setting}"
 
     def _of_objective(self, size: GPTConfig, of_model: str) -> Mistakes:
-        """An objective needs what it reads; one on whole examples has no terms per token and no rows that are cut."""
+        """An objective needs its inputs; an objective on whole examples has no loss per token and cannot cut rows."""
         training = self.training
         rows = self.data
         objective = self.objective.make()
@@ -260,7 +260,7 @@ class TrainConfig(job.JobConfig):
             yield "data.isolate_documents", f"false, as a row is one text with {setting}"
 
     def _of_stored(self, stored: Sequence[str], setting: str) -> Mistakes:
-        """Values of rows, which are found by the number of a row."""
+        """Rules for stored values, which are looked up by row number."""
         if not stored:
             return
         if self.data.is_synthetic:
@@ -293,10 +293,10 @@ GROUPS = TRAINING.groups
 
 
 def default_config(**choices: str) -> DictConfig:
-    """The configuration of a training run without overrides, as the run saves it: checked and typed.
+    """The default configuration of a training run, as the run saves it: checked and typed.
 
     Args:
-      choices: of groups, such as optimizer="lion".
+      choices: the choice of a group, such as optimizer="lion".
     """
     config = saved_config.defaults(TRAINING, choices)
     config.data.max_context = load_sizes()[config.model.size].block_size  # as `check` makes it

@@ -38,12 +38,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Data:
-    """What a run trains on and is evaluated on.
+    """The data that a run trains on and validates on.
 
     Attributes:
-      validation: a loader for each set by its name; a set without a name is "".
-      context: the tokens per sequence at each step.
-      columns: what the objective reads beside rows, by the source that makes it.
+      validation: a loader per set, keyed by name; "" is a set without a name.
+      context: tokens per sequence at each step.
+      columns: the values that the objective reads besides rows, by source.
     """
 
     tokenizer: Tokenizer
@@ -55,21 +55,21 @@ class Data:
 
 @dataclass(frozen=True)
 class DataKeys(reading.Keys, RowKeys):
-    """What is read of section `data` to find and cut rows."""
+    """The keys of section `data` for finding and cutting rows."""
 
 
 @dataclass(frozen=True)
 class TrainingKeys(reading.EpochKeys, reading.ScoredKeys, LengthKeys):
-    """What is read of section `training` to find and cut rows."""
+    """The keys of section `training` for finding and cutting rows."""
 
 
 AnyDataKeys = TypeVar("AnyDataKeys", bound=DataKeys)
 
 
 class Prepare(Protocol):
-    """Prepares the corpus of a source if index files are missing, and returns the files to use in place of given ones.
+    """Prepares the corpus of a source if index files are missing, and returns the index files to use instead.
 
-    A run is handed one by the command that starts it: reading a corpus needs nothing of what prepares it.
+    The command that starts a run passes it in, so that reading a corpus does not depend on preparing one.
     """
 
     def __call__(
@@ -88,12 +88,12 @@ def open_data(
     seed: int,
     evaluation_batches: int,
 ) -> Data:
-    """The loaders of a run whose corpus is prepared; all hosts call it.
+    """The loaders of a run whose corpus exists; all hosts call it.
 
     Args:
-      data: without values that are left to the program (`resolve_data`).
-      seed: of the order of rows.
-      evaluation_batches: at most, of all validation sets.
+      data: with automatic values resolved (`resolve_data`).
+      seed: seeds the order of rows.
+      evaluation_batches: the maximum over all validation sets.
 
     Raises:
       UserError: the data does not fit the configuration.
@@ -104,11 +104,11 @@ def open_data(
 
 
 def column_inputs(data: DataKeys, weights: warm_start.Keys, scores: Mapping[str, Any], has_sets: bool) -> ColumnInputs:
-    """What columns are made from.
+    """The inputs of columns.
 
     Args:
       scores: the values of the keys on which scores depend.
-      has_sets: whether the run is evaluated on its validation sets.
+      has_sets: whether the run evaluates on its validation sets.
     """
     indices = tuple(dict.fromkeys(data.index_files(with_sets=has_sets)))
     return ColumnInputs(indices, data.max_context, str(weights.model_path), weights.starts_from_average, scores)
@@ -124,12 +124,12 @@ def resolve_data(
     loss_on: str = "all",
     prepare: Prepare | None = None,
 ) -> AnyDataKeys:
-    """The section with values in place of those that are left to the program, for a corpus that is prepared.
+    """The section with automatic values resolved, for a corpus that exists or is prepared now.
 
     Args:
-      has_rows: whether rows of running text say if they hold the target of their last position.
+      has_rows: whether rows of running text determine if they contain the target of their last position.
       loss_on: the value of `training.loss_on`.
-      prepare: prepares the corpus if its index files are missing; None: they exist.
+      prepare: prepares the corpus if its index files are missing; None if they exist.
 
     Raises:
       UserError: the model has fewer tokens than the tokenizer.
@@ -162,10 +162,10 @@ def resolve_data(
 
 
 def _prepared(data: AnyDataKeys, tokenizer: Tokenizer, completions: bool, prepare: Prepare) -> AnyDataKeys:
-    """Prepares the corpus if its index files are missing: the default job needs nothing but this machine.
+    """Prepares the corpus if its index files are missing, so that the default job needs only this machine.
 
     Returns:
-      The section, with other index files where those of the corpus have shorter rows.
+      The section, with other index files if the rows of the corpus are too short.
     """
     if data.corpus is None or data.is_synthetic:
         return data
@@ -181,10 +181,10 @@ def _prepared(data: AnyDataKeys, tokenizer: Tokenizer, completions: bool, prepar
 
 
 def start_of(position: TrainingPosition, rows: RowKeys, size: GPTConfig, texts: int) -> Position:
-    """The position before the first step of a run, with the batches that its first checkpoint has fixed.
+    """The position before the first step of a run, with the batches that its first checkpoint fixed.
 
     Args:
-      texts: of a row.
+      texts: the number of texts per row.
     """
     stages = tuple((steps, of_stage) for steps, of_stage in position.batch_stages)
     schedule = BatchSchedule(position.global_rows, stages, steps_per_row(rows, size))
@@ -192,9 +192,9 @@ def start_of(position: TrainingPosition, rows: RowKeys, size: GPTConfig, texts: 
 
 
 def share_of_batch(start: Position, training: Training, zero: DeviceKeys) -> int:
-    """This host's rows of the global batch, which the first checkpoint of a run fixes.
+    """This host's share of the rows of the global batch, which the first checkpoint of a run fixes.
 
-    A warning says so if it is not `training.batch_size`.
+    Warns if the share differs from `training.batch_size`.
 
     Raises:
       UserError: the global batch does not divide into the micro-batches of all devices.
@@ -234,7 +234,7 @@ def _loaders(
     seed: int,
     evaluation_batches: int,
 ) -> tuple[AnyLoader, dict[str, Loader]]:
-    """The loaders of the training set and of each validation set; with the stored columns of their index files.
+    """The loaders of the training set and of each validation set, with the stored columns of their index files.
 
     Raises:
       UserError: the data does not fit the configuration.
@@ -271,7 +271,7 @@ def _loaders(
         columns=columns or None,
     )
     sets = data.validation_sets() if data.has_validation_set and evaluation_batches > 0 else {}
-    if form.crop == "random":  # not at random: evaluations are compared
+    if form.crop == "random":  # not at random, because evaluations are compared
         form = replace(form, crop="all")
     validation = {
         name: Loader(index, unstaged, form, ONCE, cache=cache, columns=columns or None) for name, index in sets.items()
@@ -291,7 +291,7 @@ def _loaders(
 
 
 def _uncovered(loaders: Mapping[str, Loader], batches: int, global_rows: int) -> list[str]:
-    """The sets of which this number of batches of all sets, one after the other, holds nothing."""
+    """The sets that are not reached by this number of batches, counted over all sets in order."""
     names = []
     left = batches * global_rows
     for name, loader in loaders.items():
@@ -302,7 +302,7 @@ def _uncovered(loaders: Mapping[str, Loader], batches: int, global_rows: int) ->
 
 
 def last_step(total_steps: int, epochs: reading.EpochKeys, loader: AnyLoader, start: Position) -> int:
-    """The last step of the schedule, or of the data if that ends earlier."""
+    """The last step of the schedule, or of the data if it ends earlier."""
     last = start.last_step(total_steps, loader.total_batches)
     if last < total_steps:
         log.warning(

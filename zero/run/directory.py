@@ -33,9 +33,9 @@ class RunDirectory:
     """The directory of a run in progress; host 0 writes its files.
 
     Attributes:
-      is_fork: whether the run continues another one's checkpoint here.
-      emergency: the emergency checkpoints; None where there are none.
-      check_owner: raises UserError if another process has taken the checkpoints over; None but on host 0.
+      is_fork: whether the run continues the checkpoint of another run here.
+      emergency: the emergency checkpoints; None if they are off.
+      check_owner: raises UserError if another process has taken the checkpoints over; None except on host 0.
     """
 
     path: Path
@@ -45,7 +45,7 @@ class RunDirectory:
     check_owner: Callable[[], None] | None = None
 
     def mirror(self) -> None:
-        """Copies the files that a resume needs next to the checkpoints, where these are outside the directory.
+        """Copies the files that a resume needs next to the checkpoints, if those are outside the directory.
 
         Raises:
           UserError: another process has taken the checkpoints over.
@@ -56,12 +56,12 @@ class RunDirectory:
             run_files.mirror(self.path, self.checkpoints.directory)
 
     def write_start(self, record: dict[str, Any], job: Job, step: int) -> None:
-        """Writes what describes this start, on host 0: the configuration, the layout with its memory table.
+        """On host 0, writes the configuration and the layout with its memory table.
 
         A fork begins with the metrics of its origin up to `step`.
 
         Args:
-          record: the whole configuration, as dictionaries.
+          record: the whole configuration as nested dictionaries.
         """
         if jax.process_index() != 0:
             return
@@ -76,7 +76,7 @@ class RunDirectory:
         storage.write(self.path / run_files.LAYOUT_FILE, summary.encode())
 
     def begin_lineage(self) -> None:
-        """Names the emergency checkpoints that the next start may use, here and in the mirror; then removes others."""
+        """Names the emergency checkpoints that the next start may use, here and in the mirror; removes all others."""
         if jax.process_index() == 0:
             write_lineage(self.path, self.emergency)
         self.mirror()
@@ -86,7 +86,7 @@ class RunDirectory:
 
 @dataclass(frozen=True)
 class Keys(SetKeys, run_files.Keys, manager.Keys, retention.Keys):
-    """What is read of section `data` to open the directory of a run: where its checkpoints are, and which are kept."""
+    """The keys of section `data` for opening a run directory: where checkpoints are, and which are kept."""
 
 
 @contextmanager
@@ -99,7 +99,7 @@ def open_directory(
       resume: the run that is resumed, if any.
 
     Raises:
-      UserError: another process trains here, hosts do not share the checkpoints, or a fresh start would write over
+      UserError: another process trains here, hosts do not share the checkpoints, or a fresh start would overwrite
         another run.
     """
     with ExitStack() as stack:
@@ -112,7 +112,7 @@ def open_directory(
             check_owner = stack.enter_context(owned(checkpoint_path, str(path)))
             run_files.remove_unfinished(path, checkpoint_path)
         agreement.check_shared("data.checkpoint_directory", checkpoint_path)
-        in_memory = None  # opened before the durable checkpoints, so that it is closed after their last save
+        in_memory = None  # opened before the durable checkpoints, so that they finish their last save before it closes
         if protecting.emergency_steps is not None:
             directory = Path(protecting.emergency_directory)
             durable_steps = partial(run_files.committed_steps, checkpoint_path)

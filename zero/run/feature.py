@@ -1,4 +1,4 @@
-"""The interface of a feature: one thing that a run does besides training."""
+"""The interface of a feature: something that a run does besides training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zero.training.batch import Batch
 
 
 class Stopped(Exception):
-    """A stop request came during an action that may wait: it is done when the run is resumed."""
+    """A stop request interrupted an action that may wait; the resumed run does it."""
 
 
 class Moment(NamedTuple):
@@ -37,22 +37,23 @@ class Moment(NamedTuple):
 
 
 class Feature:
-    """One thing that a run does besides training; `zero.run.feature_table.FEATURES` is their table.
+    """Something that a run does besides training; `zero.run.feature_table.FEATURES` lists all of them.
 
-    A feature is made of sections of the configuration and of the run. It opens what it needs, and raises UserError
-    where it cannot work. Its own keys are a dataclass `Keys` in it, which its section inherits.
+    A feature is constructed from sections of the configuration and from the run. It opens what it needs, and raises
+    UserError if it cannot work. Its own keys are a nested dataclass `Keys`, which a section inherits.
 
     All hosts call each method at the same steps, feature by feature in the order of the table.
 
     Attributes:
-      name: of the feature in `Moment.asked`, in the metadata of checkpoints, and of its section of the configuration.
-      adds: the metrics that it adds to lines.
-      phase: in which the time of `do` counts (`zero.tracking.goodput.PHASES`).
-      takes_every_line: `do` is called for each line of metrics, also where the feature is not due.
-      only_looks: a run killed right after its action continues like a run killed before. Tests kill runs
-        before and after each other feature.
-      may_wait: an action that is due when the run is stopped, or killed before it is complete, is done at the next
-        start of the run. It comes after everything that the action depends on is durable.
+      name: identifies the feature in `Moment.asked`, in the metadata of checkpoints, and as a section of the
+      configuration.
+      adds: the metrics that it adds to a line.
+      phase: the phase that the time of `do` counts for (`zero.tracking.goodput.PHASES`).
+      takes_every_line: call `do` for each line of metrics, even if the feature is not due.
+      only_looks: a run killed right after the action resumes exactly as one killed before it. Tests kill runs before
+        and after every feature that does more.
+      may_wait: if the run is stopped or killed before the action is complete, the next start does it. Everything that
+        the action depends on must be durable by then.
     """
 
     name: ClassVar[str]
@@ -71,19 +72,19 @@ class Feature:
         """Called before a step is dispatched."""
 
     def after_step(self, run: Run, step: int, batch: Batch) -> None:
-        """Called when a step is dispatched, with the sequences of this host's devices."""
+        """Called after a step is dispatched, with the sequences of this host's devices."""
 
     def due(self, now: Moment) -> bool:
-        """Whether to act after this step; then the run makes a line of metrics."""
+        """Whether to act after this step. If so, the run makes a line of metrics."""
         return False
 
     def do(self, run: Run, now: Moment, line: Line) -> None:
-        """Acts after a step. What is added to the line before it is recorded becomes part of it.
+        """Acts after a step. Whatever it adds to the line before the line is recorded becomes part of it.
 
         Raises:
-          Stopped: a stop request came in the middle; only where the feature may wait.
+          Stopped: a stop request interrupted the action; only if the feature may wait.
           UserError: the run cannot continue.
         """
 
     def close(self) -> None:
-        """Called at the end of the run, after an error too, in reverse order of the table."""
+        """Called at the end of the run, also after an error, in reverse order of the table."""

@@ -1,4 +1,4 @@
-"""The table of features: in this order they act after a step (`zero.run.features` says what is on disk before what)."""
+"""The table of features, in the order in which they act after a step (`zero.run.features` has the reasons)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from zero.run.features.validate import Validate
 from zero.run.features.verify import Verify
 from zero.run.run import Run
 
-# Each feature, made of the sections that it reads and of the run.
+# Constructs each feature from the sections that it reads and the run.
 FEATURES: Mapping[type[Feature], Callable[[TrainConfig, Run], Feature]] = MappingProxyType(
     {
         # measure

@@ -1,4 +1,4 @@
-"""Finds the run to resume or to use: this job's, the newest, or the one that the arguments name (hydra, omegaconf)."""
+"""Finds the run to resume or to use: this job's, the newest, or the one named by the arguments (hydra, omegaconf)."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ OF_A_MACHINE = ("hydra.", "distributed.", "data.cache_directory", "zero.emergenc
 
 
 def newest_run(root: Path, checkpoint_path: Path | str | None = None) -> Path | None:
-    """The run under `root` that was started or resumed last and has a checkpoint (in `checkpoint_path`, if given).
+    """The last started or resumed run under `root` that has a checkpoint (in `checkpoint_path`, if given).
 
     Raises:
-      UserError: a bucket denies access or does not answer: its run may be the newest.
+      UserError: a bucket denies access or does not answer, so its run might be the newest.
     """
     return next((run for run, steps in _runs(root, checkpoint_path) if steps), None)
 
 
 def _runs(root: Path, checkpoint_path: Path | str | None = None) -> Iterator[tuple[Path, list[int]]]:
-    """Each run under `root`, the last started first, with the steps of its checkpoints; raises as `newest_run`.
+    """Each run under `root` with the steps of its checkpoints, the last started first; raises like `newest_run`.
 
-    A run that is damaged, or whose bucket is gone, is skipped with a warning.
+    Damaged runs, and runs whose bucket is gone, are skipped with a warning.
     """
     for run in sorted(runs_in(root), key=_last_started, reverse=True):
         try:
@@ -75,17 +75,17 @@ def _runs(root: Path, checkpoint_path: Path | str | None = None) -> Iterator[tup
 
 def runs_in(root: Path) -> list[Path]:
     """The run directories below this one."""
-    return [layout.parent for layout in root.rglob(LAYOUT_FILE)]  # W&B keeps files called config.yaml as well
+    return [layout.parent for layout in root.rglob(LAYOUT_FILE)]  # W&B also has files called config.yaml
 
 
 def _last_started(run: Path) -> tuple[int, int]:
-    """What orders runs: the number of the last start; of copies of one run, the time of the configuration."""
+    """The sort key of runs: the number of the last start; between copies of one run, the time of the configuration."""
     config = run / CONFIG_FILE
     return number_of(run), config.stat().st_mtime_ns if config.exists() else 0
 
 
 def _say_which(run: Path, flag: str) -> None:
-    """Says which of several runs a flag continues, and why."""
+    """Logs which of several runs a flag continues, and why."""
     numbers = {path: number_of(path) for path in runs_in(DEFAULT_ROOT)}
     copies = [str(path) for path, number in numbers.items() if number == numbers.get(run) and path != run]
     if copies:
@@ -96,7 +96,7 @@ def _say_which(run: Path, flag: str) -> None:
 
 
 def trained_run(path_or_url: str | None, wait: bool = False) -> Path:
-    """A run directory, for evaluation and sampling: this path, the run of the checkpoints at this URL, or the newest.
+    """The run directory to evaluate or sample: this path, the run of the checkpoints at this URL, or the newest.
 
     With `wait` it returns once a run has started there.
 
@@ -120,10 +120,10 @@ def trained_run(path_or_url: str | None, wait: bool = False) -> Path:
 
 
 def results_in_run(arguments: Sequence[str]) -> list[str]:
-    """The arguments with the directory for the results of an evaluation, a sampling or a plan, unless they name one.
+    """The arguments with a directory for the results of an evaluation, a sampling or a plan, unless they name one.
 
-    It is inside the run that is used, RUN/evaluate/DATE_TIME. For a bucket, a Hugging Face folder, a model on the hub
-    and a plan it is MODE/DATE_TIME in the current directory, apart from runs. Starts in the same second have one each.
+    It is inside the run in use, RUN/evaluate/DATE_TIME. For a bucket, a Hugging Face folder, a model on the hub and a
+    plan it is MODE/DATE_TIME in the current directory. Starts within the same second get separate directories.
     """
     values = {override.key_or_group: override.value() for override in parsed_overrides(arguments)}
     mode = values.get("mode")
@@ -139,7 +139,7 @@ def results_in_run(arguments: Sequence[str]) -> list[str]:
     root = run if run is not None and (run / CONFIG_FILE).is_file() else Path()
     quoted = str(root / str(mode)).replace('"', '\\"')  # for OmegaConf, and then for Hydra
     directory = f'${{new_directory:"{quoted}/${{now:%Y-%m-%d_%H-%M-%S}}"}}'.replace("'", "\\'")
-    # Beside the mode: Python's parser of arguments takes overrides only where they stand together.
+    # Next to the mode, because argparse only takes overrides that stand together.
     modes = [index for index, argument in enumerate(arguments) if argument.lstrip("+").startswith("mode=")]
     of_mode = modes[0] if modes else len(arguments)
     return [*arguments[:of_mode], f"hydra.run.dir='{directory}'", *arguments[of_mode:]]
@@ -150,29 +150,29 @@ def _is_sweep(arguments: Sequence[str]) -> bool:
 
 
 def _copied(url: str) -> Path | None:
-    """A directory with the configuration of the run whose checkpoints are at this URL; None if there is none.
+    """A local directory with the configuration of the run whose checkpoints are at this URL; None if there is none.
 
-    It is not the directory in which `--resume` would continue the run, which may train on this machine.
+    It is not the directory in which `--resume` would continue the run, because that run may be training on this
+    machine.
     """
     run = DEFAULT_ROOT / "evaluated" / url.partition("://")[2]
     return run if fetch_config(run, url) else None
 
 
 def resume_overrides(arguments: Sequence[str]) -> list[str]:
-    """Command-line arguments with `--resume` and `--resume=auto` turned into overrides that Hydra understands.
+    """Replaces `--resume` and `--resume=auto` in command-line arguments by overrides that Hydra understands.
 
-    They resume the run in `hydra.run.dir` if that is given, else the newest run; `--resume=auto` only if that is this
-    job's to continue. With `data.bucket_path` it is the run whose checkpoints lie in that bucket, and its directory is
-    rebuilt from there if this machine does not have it. A `data.resume_step` that is not the newest starts a new run
-    directory.
+    They resume the run in `hydra.run.dir` if given, else the newest run; `--resume=auto` only if that run belongs to
+    this job. With `data.bucket_path` it is the run whose checkpoints are in that bucket, and its directory is rebuilt
+    from there if this machine lacks it. A `data.resume_step` that is not the newest starts a new run directory.
 
-    Jobs of a sweep (`--multirun`) find their own checkpoints (sweeps.py) in `hydra.sweep.dir` or else in the newest
-    sweep of the same command; they fork from a run that is named by `hydra.run.dir`, or from the newest with
-    `data.resume_step`.
+    Jobs of a sweep (`--multirun`) find their own checkpoints (sweeps.py) in `hydra.sweep.dir`, or else in the newest
+    sweep of the same command. They fork from the run in `hydra.run.dir`, or, with `data.resume_step`, from the newest
+    run.
 
     Raises:
-      UserError: `--resume` without a checkpoint; `--resume=auto` from a fixed step; or an argument that only looks like
-        `--resume`.
+      UserError: `--resume` without a checkpoint; `--resume=auto` from a fixed step; or an argument that merely
+        resembles `--resume`.
     """
     flags = [argument for argument in arguments if argument.startswith("--resume")]
     rest = [argument for argument in arguments if argument not in flags]
@@ -213,7 +213,7 @@ def resume_overrides(arguments: Sequence[str]) -> list[str]:
 
 
 def command(arguments: Iterable[str]) -> dict[str, str]:
-    """The keys that the arguments set, with the values as Hydra writes them, but for keys of a machine: what a job is.
+    """The identity of a job: the keys that the arguments set, as Hydra writes their values, except keys of the machine.
 
     >>> command(["+preset=v3-8", "optimizer.b1=9e-1", "data.corpus=null", "seed=1,2", "distributed.process_id=1", "-m"])
     {'preset': 'v3-8', 'optimizer.b1': '0.9', 'data.corpus': 'null', 'seed': '1,2'}
@@ -226,14 +226,14 @@ def command(arguments: Iterable[str]) -> dict[str, str]:
 
 
 def _text(override: Override) -> str:
-    """The value of an override, a number in one of the ways it can be written; that of a sweep as it was given."""
+    """The value of an override, with numbers normalized; the value of a sweep as given."""
     if override.is_sweep_override():
         return override.get_value_string()
     return override.get_value_element_as_str()
 
 
 def saved_command(run: Path) -> dict[str, str]:
-    """What `command` gave for the starts of a run, the later of two values; empty where the file is missing.
+    """The merged results of `command` for all starts of a run, later values first; empty if the file is missing.
 
     Raises:
       UserError: the file is damaged.
@@ -246,10 +246,10 @@ def saved_command(run: Path) -> dict[str, str]:
 
 
 def write_command(run: Path, earlier: Path | None, arguments: Iterable[str]) -> None:
-    """Adds the keys of a start to those of the run that it continues or forks from."""
+    """Merges the keys of this start into those of the run that it continues or forks from."""
     known = {} if earlier is None else saved_command(earlier)
     keys = {key: value for key, value in command(arguments).items() if key not in ("resume", "data.resume_step")}
-    if earlier is not None:  # a resume is composed with the choices of its run, which nobody has typed
+    if earlier is not None:  # a resume repeats the choices of its run, which were not typed
         saved: Any = OmegaConf.to_container(saved_config(earlier))
         choices = groups_of(saved)
         keys = {key: value for key, value in keys.items() if choices.get(key) != value or key in known}
@@ -257,7 +257,7 @@ def write_command(run: Path, earlier: Path | None, arguments: Iterable[str]) -> 
 
 
 def is_finished(run: Path, step: int) -> bool:
-    """Whether a checkpoint of a run is that of its last step. A damaged one is not: a resume will set it aside."""
+    """Whether a run has a checkpoint of its last step. A damaged one does not count: a resume will set it aside."""
     file = storage.join(saved_checkpoint_directory(run), f"{step}/meta/metadata")
     try:
         return bool(json.loads(storage.read_bytes(file))["last_step"] <= step)
@@ -266,9 +266,9 @@ def is_finished(run: Path, step: int) -> bool:
 
 
 def _sweep_to_resume(given: dict[str, Any], job: dict[str, str], is_auto: bool) -> tuple[Path | None, Path | str]:
-    """The directory of the sweep that this command has started last, or the named one; the place that was searched.
+    """The last sweep that this command started, or the named one; and the directory that was searched.
 
-    With `is_auto` it may be one that ended before its first checkpoint.
+    With `is_auto` it may be a sweep that ended before its first checkpoint.
     """
     named = given.get("hydra.sweep.dir")
     if named is not None:
@@ -291,22 +291,23 @@ def _sweep_to_resume(given: dict[str, Any], job: dict[str, str], is_auto: bool) 
 
 
 def _last_sweep(path: Path) -> tuple[int, int]:
-    """What orders sweeps: the number of the last start of a job, else the time at which Hydra wrote the command."""
+    """The sort key of sweeps: the number of the last start of a job, else the time at which Hydra wrote the command."""
     return max(map(number_of, runs_in(path.parent)), default=sys.maxsize), path.stat().st_mtime_ns
 
 
 def _sweep_command(path: Path) -> dict[str, str]:
-    """What `command` gave for the last start of a sweep, from the file that Hydra writes before the first job."""
+    """The result of `command` for the last start of a sweep, from the file that Hydra writes before the first job."""
     with reading(f"{path} is damaged: expected the configuration of a sweep", YAMLError, kind=DamagedRun):
         config: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
         return command(config["hydra"]["overrides"]["task"])
 
 
 def _run_of_job(job: dict[str, str]) -> Path | None:
-    """The run that `--resume=auto` continues in `DEFAULT_ROOT`; None if it has to start one, and a warning says why.
+    """The run that `--resume=auto` continues in `DEFAULT_ROOT`; None, with a warning, if it has to start a new one.
 
-    It is the newest with a checkpoint, but for two cases. A newer one that was started with the same keys is this job's
-    own, and has nothing to continue. And a finished one is another job's if it was started with other keys.
+    It is the newest run with a checkpoint, with two exceptions. If a newer run was started with the same keys, that run
+    is this job's, and there is nothing to continue. A finished run that was started with other keys belongs to another
+    job.
     """
     without_checkpoint = []
     for run, steps in _runs(DEFAULT_ROOT):
@@ -335,7 +336,7 @@ def _run_of_job(job: dict[str, str]) -> Path | None:
 
 
 def _run_to_resume(given: dict[str, Any], job: dict[str, str] | None) -> tuple[Path | None, Path | str]:
-    """The run, and the place that was searched for it or its checkpoints; with `job` it must be that job's."""
+    """The run, and the directory that was searched for it or its checkpoints; with `job`, that job's run."""
     shared = _shared_place(given)
     named = given.get("hydra.run.dir")
     if named is not None:
@@ -359,19 +360,19 @@ def _run_to_resume(given: dict[str, Any], job: dict[str, str] | None) -> tuple[P
 
 
 def _steps_of(run: Path, given: dict[str, Any]) -> list[int]:
-    """The steps of a run, in the place that the arguments name: its checkpoints may have been moved there."""
+    """The steps of a run, in the directory that the arguments name: its checkpoints may have been moved there."""
     place = _shared_place(given)
     if place is None:
         return saved_steps(run)
     steps = committed_steps(place)
-    is_fork = given.get("data.resume_step") is not None  # which may save to another place than it comes from
+    is_fork = given.get("data.resume_step") is not None  # which may save elsewhere
     if is_fork and not steps:
         return saved_steps(run)
     return steps
 
 
 def _elsewhere(given: dict[str, Any]) -> str:
-    """Where a named run, or else the newest, has its checkpoints, if the arguments name another place."""
+    """The checkpoint directory of the named or newest run, if the arguments name one."""
     if not given.keys() & {"data.checkpoint_directory", "data.bucket_path"}:
         return ""
     named = given.get("hydra.run.dir")
@@ -382,7 +383,7 @@ def _elsewhere(given: dict[str, Any]) -> str:
 
 
 def _shared_place(given: dict[str, Any]) -> Path | str | None:
-    """The directory of checkpoints by the arguments, if it is outside any run directory."""
+    """The checkpoint directory that the arguments name, if it is outside any run directory."""
     bucket_path = given.get("data.bucket_path", SetKeys().bucket_path)
     directory = str(given.get("data.checkpoint_directory", Keys().checkpoint_directory))
     checkpoint_path = checkpoint_directory(Path(), bucket_path, directory)

@@ -1,4 +1,4 @@
-"""The state of a run that starts afresh."""
+"""The state of a fresh start."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from zero.training.tuning import Adapted
 def new_state(
     seed: int, weights: warm_start.Keys, adapted: tuning.Keys, job: Job, frozen: PyTree, position: TrainingPosition
 ) -> TrainState:
-    """The state of a fresh start, made on the devices, in shards; its weights are random or those of a warm start.
+    """The state of a fresh start, created in shards on the devices, with random weights or those of a warm start.
 
-    Dtype and architecture of the Hugging Face folder of a warm start are noted in the position.
+    The position records the dtype and architecture of the Hugging Face folder of a warm start.
     """
     programs = job.programs
     model = job.model

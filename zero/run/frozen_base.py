@@ -1,4 +1,4 @@
-"""Loads the weights that a run needs unchanged: the frozen base of adapters, or the reference of an objective."""
+"""Loads weights that a run never changes: the frozen base of adapters, or the reference of an objective."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def load_unchanged(
 ) -> PyTree:
     """The weights at a `model.model_path`, in shards for a pmap of the model without adapters.
 
-    Their place, with the step or commit that was read, and their checksum are noted in the position, which enters
-    every checkpoint. A run that continues reads that one, though its source may have trained on.
+    The position, and with it every checkpoint, records their location with the step or commit, and their checksum. A
+    resume reads the same step, even if the source has trained further.
 
     Args:
-      from_average: whether a run that begins takes the moving average of the weights there.
+      from_average: whether a fresh run takes the moving average of these weights.
 
     Raises:
-      UserError: they are not those of the run before, or not there any more; the message has `otherwise`.
+      UserError: the weights have changed since the run began, or are gone; the message includes `otherwise`.
     """
     known = position.base
     source = named if known is None else _known_place(named, known)
@@ -50,7 +50,7 @@ def load_unchanged(
 
 
 def _known_place(named: str, known: Mapping[str, Any]) -> str:
-    """The place that a run began with, and if it is named differently now, the same step there.
+    """The location that the run began with; if the location has a new name, the same step there.
 
     >>> known = {"named": "runs/base", "place": "runs/base@4"}
     >>> _known_place("runs/base", known), _known_place("moved/base", known), _known_place("moved/base@6", known)
@@ -66,9 +66,9 @@ def _known_place(named: str, known: Mapping[str, Any]) -> str:
 
 
 def load_base(weights: warm_start.Keys, model: ShardedGPT, position: TrainingPosition) -> PyTree:
-    """Shards of the weights that a run does not train, as they are held; empty where it trains all.
+    """Shards of the weights that a run does not train, in the dtype in which they are held; empty if it trains all.
 
-    Per device, with the leading dimension of local devices; raises as `load_unchanged`.
+    Leaves have a leading dimension of local devices. Raises like `load_unchanged`.
     """
     if model.tuning is None:
         return {}
@@ -82,7 +82,7 @@ def load_base(weights: warm_start.Keys, model: ShardedGPT, position: TrainingPos
 
 
 def _check_new_tokens(source: str, model: ShardedGPT, tables: Sequence[str]) -> None:
-    """Raises UserError if the model has tokens that its base lacks, and their rows would not be trained."""
+    """Raises UserError if the model has tokens that its base lacks and whose rows would not be trained."""
     folder = open_hf_config(source)
     missing = {VOCABULARY} if model.config.tied else {VOCABULARY, HEAD}
     if folder is None or model.config.vocab_size <= folder.size.vocab_size or missing <= {*tables}:
@@ -94,7 +94,7 @@ def _check_new_tokens(source: str, model: ShardedGPT, tables: Sequence[str]) -> 
 
 
 def fit_to_base(adapters: PyTree, frozen: PyTree, model: ShardedGPT) -> PyTree:
-    """New adapters, which change nothing of this base: its magnitudes, and copies of its tables."""
+    """New adapters that leave the base's function unchanged, with its magnitudes and copies of its tables."""
     if model.tuning is None or not (model.tuning.adapters.has_magnitudes or model.tuning.adapters.tables):
         return adapters
     layouts: Any = {"layout": model.base.layout, "quantized": model.frozen_layout, "low": model.layout}

@@ -1,4 +1,4 @@
-"""Compares the data and the tokenizer of a start with those of its checkpoint, and notes them for the next one."""
+"""Compares the data and tokenizer of a start with those of its checkpoint, and records them for the next start."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ log = logging.getLogger(__name__)
 def check_identity(
     position: TrainingPosition, tokenizer: Tokenizer, loader: AnyLoader, validation: Mapping[str, Loader]
 ) -> None:
-    """Compares contents with those of all other hosts, of the checkpoint and of the corpora. All hosts call it.
+    """Compares data and tokenizer with other hosts, the checkpoint and the corpora. All hosts call it.
 
-    The tokenizer and the validation sets are noted in the position; its cursor names the training data.
+    The position records the tokenizer and the validation sets; its cursor identifies the training data.
 
     Raises:
-      UserError: the training data or the tokenizer is another one than before, or than that of another host.
+      UserError: the training data or the tokenizer differs from the checkpoint's, or from another host's.
     """
     contents = list(loader.contents)
     shards = loader.shards
@@ -52,10 +52,10 @@ def check_identity(
 
 
 def _check_hosts(contents: list[IndexContents]) -> None:
-    """Raises UserError, on all hosts, where an index file lists other contents on another host than on host 0."""
+    """Raises UserError on all hosts if an index file lists different contents on some host than on host 0."""
     mine = [[index.path, index.known_by, index.digest] for index in contents]
     first = json.loads(agreement.broadcast("contents of the data", json.dumps(mine)))
-    # Hosts may keep the index files in different places: the path is that of host 0.
+    # Hosts may keep index files in different directories, so the message names the path on host 0.
     differences = [
         [path, known_by, known_by_here]
         for (path, known_by, digest), (_, known_by_here, digest_here) in zip(first, mine, strict=True)
@@ -70,7 +70,7 @@ def _check_hosts(contents: list[IndexContents]) -> None:
 
 
 def _changed(before: Mapping[str, list[Any]], now: Mapping[str, list[Any]]) -> list[str]:
-    """The names of the sets that both have, with other contents."""
+    """The names of sets that occur in both with different contents."""
     common = sorted(before.keys() & now.keys())
     return [name or "without a name" for name in common if _facts(before[name]) != _facts(now[name])]
 

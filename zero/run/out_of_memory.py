@@ -1,4 +1,4 @@
-"""What is said when a device runs out of memory."""
+"""The error message when a device runs out of memory."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ GIB = 2**30
 
 @contextmanager
 def named_out_of_memory(program: str, held: int) -> Iterator[None]:
-    """Names the program and its state where a device runs out of memory within the block.
+    """Adds the program and its state to the error if a device runs out of memory within the block.
 
     Args:
-      program: what runs, as a message calls it.
+      program: its name in the message.
       held: bytes of the state per device.
 
     Raises:
-      UserError: a device is out of memory. Another start would be as well.
+      UserError: a device is out of memory; another start would fail in the same way.
     """
     try:
         yield

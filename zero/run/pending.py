@@ -1,4 +1,4 @@
-"""Actions that were due when a run was stopped or killed, and that its next start does."""
+"""Actions that were due when a run was stopped or killed; its next start does them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from zero.run.restore import Pending, TrainingPosition
 
 
 def pending_actions(line: Line, features: list[str]) -> Pending | None:
-    """A record of these actions for the metadata of a checkpoint, with a copy of the line; None if there are none."""
+    """A record of these actions for a checkpoint's metadata, with a copy of the line; None if there are none."""
     if not features:
         return None
     return Pending(features=features, line=dict(line))
 
 
 def still_pending(position: TrainingPosition, run_directory: Path, last_step: int, is_durable: bool) -> Pending | None:
-    """What remains to be done of the step that a run resumes; all hosts call it, and host 0 reads the files of the run.
+    """The actions that remain for the step that a run resumes. All hosts call it; host 0 reads the files of the run.
 
-    A checkpoint is saved before the actions that follow it, so its metadata cannot tell whether they were done. A state
-    that no durable checkpoint holds has to be saved first.
+    A checkpoint is saved before the actions that follow it, so its metadata cannot say whether they were done. A state
+    that is in no durable checkpoint has to be saved first.
     """
     pending = position.pending or Pending(features=[], line={})
     if is_durable and not pending["features"]:

@@ -1,4 +1,4 @@
-"""Where a run is: its step, and the rows and tokens that belong to it. Nothing else converts one into another."""
+"""The position of a run: its step, rows and tokens. Nothing else converts between them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from zero.corpus.reading.batch_schedule import BatchSchedule
 
 @dataclass(frozen=True)
 class Position:
-    """The position after so many steps.
+    """The position after `step` steps.
 
     Attributes:
       step: steps so far.
       schedule: the rows of each step's batch.
-      row_tokens: tokens of a row of the data at its full length, of all its texts.
+      row_tokens: tokens of a full-length row of the data, over all its texts.
 
     >>> position = Position(3, BatchSchedule(8, ((2, 4),)), row_tokens=10)
     >>> position.rows, position.tokens, position.tokens_of_step
@@ -36,7 +36,7 @@ class Position:
 
     @property
     def first_row(self) -> int:
-        """The number of the first row of the newest step's batch."""
+        """The index of the first row in the newest step's batch."""
         return self.schedule.rows_before(self.step - 1)
 
     @property
@@ -51,15 +51,15 @@ class Position:
 
     @property
     def tokens_of_step(self) -> int:
-        """Tokens of the newest step: its share of those of its batch."""
+        """Tokens of the newest step: its share of the batch's tokens."""
         return self.schedule.rows_at(self.step - 1) * self.row_tokens // self.schedule.steps_per_batch
 
     def steps_to(self, last: int) -> range:
-        """The last step of each batch from here to the step `last`."""
+        """The last step of each batch, from here to step `last`."""
         return range(self.step + self.schedule.steps_per_batch, last + 1, self.schedule.steps_per_batch)
 
     def last_step(self, total_steps: int, total_batches: int | None) -> int:
-        """The last step of a run of so many steps, whose data ends after so many batches; None: they have no end."""
+        """The last step of a run with this many steps, whose data ends after this many batches; None: never."""
         if total_batches is None:
             return total_steps
         return min(total_steps, total_batches * self.schedule.steps_per_batch)

@@ -1,8 +1,8 @@
 """Log-probabilities by a reference model, computed once per corpus and stored beside its index file.
 
-The reference is the model that training starts from. A file holds float32 `(rows, texts)`, for the texts of each row in
-the order of the shards; its name has a digest of all that the values depend on: contents of weights, model and shards,
-and the keys that are declared to change scores.
+The reference is the model that training starts from. A file holds float32 `(rows, texts)`, in the order of the shards.
+Its name contains a digest of everything that the values depend on: the contents of weights, model and shards, and the
+keys declared to change scores.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ log = logging.getLogger(__name__)
 
 
 def reference_column(inputs: ColumnInputs, job: Job, position: TrainingPosition) -> Column:
-    """The log-probabilities of each index file of the run; what is missing is computed and stored. All hosts call it.
+    """The log-probabilities for each index file of the run; missing ones are computed and stored. All hosts call it.
 
-    They are computed for each batch where the reference is the frozen base of adapters, which is on the devices in any
-    case. Place and checksum of the reference are noted in the position, which enters every checkpoint.
+    If the reference is the frozen base of adapters, which is on the devices anyway, they are computed for each batch
+    instead. The position, and with it every checkpoint, records the location and checksum of the reference.
 
     Raises:
-      UserError: the weights of the reference have changed since the run began, or a file cannot be read or written.
+      UserError: the reference has changed since the run began, or a file cannot be read or written.
     """
     if job.model.tuning is not None:
         return Column(compute=lambda frozen, tokens: {REFERENCE.name: job.programs.reference(frozen, tokens)})
 
-    @cache  # read where it is needed
+    @cache  # read on first use
     def reference() -> PyTree:
         return load_unchanged(
             inputs.weights, inputs.ema, job.model, position, "the run has other weights as its reference"
@@ -94,7 +94,7 @@ def _of_index(index: str, inputs: ColumnInputs, job: Job, position: TrainingPosi
 
 
 def _place(index: str, shards: Sequence[Shard], inputs: ColumnInputs, job: Job, position: TrainingPosition) -> str:
-    """The path of the values, with a digest of all that they depend on."""
+    """The path of the values, with a digest of everything that they depend on."""
     assert position.base is not None
     pairs = contents_of([(shard, shard.rows) for shard in shards])
     facts = {"weights": position.base["checksum"], "pairs": pairs, **score_identity(inputs.scores, job.model)}

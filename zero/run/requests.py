@@ -1,4 +1,4 @@
-"""Requests that come between steps, from a signal or a clock, on which all hosts agree at the same step."""
+"""Requests that arrive between steps, from a signal or a clock; all hosts agree on them at the same step."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ STOP = "stop"
 
 
 class Requests:
-    """What hosts have asked for and is not answered yet.
+    """Requests of any host that have not been answered yet.
 
     Attributes:
-      signals: received so far (`zero.hosts.signals.stop_requests`); one of any host stops all hosts.
+      signals: received so far (`zero.hosts.signals.stop_requests`); a signal on any host stops all hosts.
 
     Args:
       lag: of the agreement (`AnyHost`).
@@ -27,20 +27,20 @@ class Requests:
         self._open: set[str] = set()
 
     def add(self, name: str, is_raised: Callable[[], bool]) -> None:
-        """Asks this function too, on each host, whether the feature of this name should act."""
+        """Registers a function that says, on each host, whether the feature of this name should act."""
         self._sources[name] = is_raised
 
     def agree(self, step: int) -> frozenset[str]:
-        """The names that any host has asked for, until they are answered. All hosts call it equally often."""
+        """The names that any host has requested, until they are answered. All hosts call it equally often."""
         watchdog.progress()
         raised = self._any_host(step, *(is_raised() for is_raised in self._sources.values()))
         self._open |= {name for name, is_asked in zip(self._sources, raised, strict=True) if is_asked}
         return frozenset(self._open)
 
     def is_stop(self, step: int) -> bool:
-        """Whether all hosts stop; as `agree`, for actions that take long."""
+        """Whether all hosts stop; like `agree`, for long actions."""
         return STOP in self.agree(step)
 
     def answer(self, name: str) -> None:
-        """What the feature was asked for is done."""
+        """Marks the feature's request as done."""
         self._open.discard(name)

@@ -22,10 +22,10 @@ log = logging.getLogger(__name__)
 
 
 class Pending(TypedDict):
-    """Actions after a step that were due and are not known to be done.
+    """Actions after a step that were due and may not have been done.
 
     Attributes:
-      features: their names, in the order in which they act.
+      features: names, in the order of the actions.
       line: the metrics of the step so far.
     """
 
@@ -37,19 +37,19 @@ class Pending(TypedDict):
 class TrainingPosition:
     """The position in the data and the counters, between two steps; part of a checkpoint."""
 
-    global_rows: int  # of a batch over all hosts, after all stages; fixed by the first checkpoint
+    global_rows: int  # per batch over all hosts, after all stages; fixed by the first checkpoint
     batch_stages: list[list[int]] = field(default_factory=list)  # [[steps, rows over all hosts], ...]; fixed as well
     step: int = 0
-    cursor: Cursor | None = None  # with what identifies the data
+    cursor: Cursor | None = None  # includes the identity of the data
     skipped_rows: int = 0
     samples_checksum: int = 0
-    pending: Pending | None = None  # actions after this step that were due and are not known to be done
-    base: dict[str, Any] | None = None  # the weights that adapters are for: their place and checksum
-    columns: dict[str, str] = field(default_factory=dict)  # what identifies their values, by source
+    pending: Pending | None = None  # actions after this step that were due and may not have been done
+    base: dict[str, Any] | None = None  # location and checksum of the weights that adapters belong to
+    columns: dict[str, str] = field(default_factory=dict)  # the identity of their values, by source
     tokenizer: str | None = None  # its name, with a digest
-    beside_tokenizer: dict[str, Any] | None = None  # what the files beside it decide (`TokenizerIdentity`)
+    beside_tokenizer: dict[str, Any] | None = None  # settings from the files beside it (`TokenizerIdentity`)
     brought: dict[str, Any] | None = (
-        None  # dtype and model_type of the folder that the run began with: exports keep them
+        None  # dtype and model_type of the folder that the run started from; exports keep them
     )
     validation: dict[str, list[Any]] | None = None  # by set, the contents of its index files
 
@@ -57,18 +57,18 @@ class TrainingPosition:
 def restore(
     source: Checkpoints, step: int | None, size: GPTConfig, storage: OnDevices, is_own: bool, **adam: float
 ) -> tuple[TrainingPosition, TrainState]:
-    """Restores the checkpoint of `step`, or the newest readable one; damaged ones of this run are set aside.
+    """Restores the checkpoint of `step`, or the newest readable one. Damaged ones of this run are set aside.
 
     Args:
-      source: the checkpoints of this run, or of the one that it forks from.
-      size: of the model, whose entry in conf/model_config.yaml may have changed.
-      storage: where the state lies between steps.
-      adam: decay rates and epsilon that differ from AdamW's defaults; moments in 8 bits depend on them.
-      is_own: whether the checkpoints are this run's; those of another run stay unchanged.
+      source: the checkpoints of this run, or of the run that it forks from.
+      size: the model's size; its entry in conf/model_config.yaml may have changed.
+      storage: where the state is between steps.
+      adam: decay rates and epsilon that differ from AdamW's defaults; 8-bit moments depend on them.
+      is_own: whether the checkpoints belong to this run; another run's stay unchanged.
 
     Raises:
-      UserError: there is no such checkpoint, none that can be read, or it is of another model; or it holds other dtypes
-        and a part of the state lies in the host's memory.
+      UserError: there is no such checkpoint, none can be read, or it belongs to another model; or its dtypes differ and
+        part of the state is in host memory.
     """
     layout = storage.layout
     newest = source.choose(step)
@@ -90,7 +90,7 @@ def restore(
             sums, _ = saved_storage.examine(state)
             bad = [name for name, saved in meta["checksums"].items() if sums[name] != saved]
             if bad:
-                del state  # before the next one takes its place
+                del state  # before the next one is read
                 raise DamagedCheckpoint(f"checkpoint {origin}: {', '.join(bad)} differs from what was saved")
         except DamagedCheckpoint as error:
             if step is not None:

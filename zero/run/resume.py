@@ -1,4 +1,4 @@
-"""Resumes a run: the directory that its hosts share, the checkpoint it continues, and what was done after that."""
+"""Resumes a run: the directory that its hosts share, the checkpoint that it continues, and what was done since."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Joined(NamedTuple):
     """The run directory of all hosts.
 
     Attributes:
-      is_fork: whether the run continues another one's checkpoint there.
+      is_fork: whether the run continues another run's checkpoint there.
     """
 
     path: Path
@@ -56,10 +56,10 @@ def join_run_directory(run_directory: Path, resume: str | None) -> Joined:
 
 
 def check_new(resume: str | None, step: int | None, run_directory: Path, checkpoint_path: Path | str) -> None:
-    """Raises UserError if a run that starts or forks here would write over another one; all hosts call it.
+    """Raises UserError if a run that starts or forks here would overwrite another run; all hosts call it.
 
     Args:
-      resume: the run that it forks from, at this step; None: it starts.
+      resume: the run that it forks from, at this step; None for a fresh start.
     """
     if resume is not None and run_files.saved_checkpoint_directory(Path(resume)) == checkpoint_path:
         raise UserError(
@@ -80,7 +80,7 @@ def check_new(resume: str | None, step: int | None, run_directory: Path, checkpo
 
 
 class Restored(NamedTuple):
-    """What a run continues with."""
+    """The state that a run continues with."""
 
     position: TrainingPosition
     state: TrainState
@@ -96,7 +96,7 @@ def resume_state(
     checkpoints: Checkpoints,
     emergency: EmergencyCheckpoints | None,
 ) -> Restored:
-    """An emergency checkpoint if it is the newest, else a durable one.
+    """Restores an emergency checkpoint if it is the newest, else a durable one.
 
     Args:
       resume: the run directory that is resumed.
@@ -124,18 +124,18 @@ def resume_state(
 
 
 def is_durable(emergency: EmergencyCheckpoints | None) -> bool:
-    """Whether a durable checkpoint holds the state that this start continues; else only the memory of hosts does."""
+    """Whether a durable checkpoint has the state that this start continues; otherwise only hosts' memory has it."""
     return emergency is None or emergency.restored is None
 
 
 def write_command(run_directory: Path, resume: str | None) -> None:
-    """Writes which keys the command lines of this run have set: `--resume=auto` tells jobs apart by them."""
+    """Writes the keys that the command lines of this run have set; `--resume=auto` identifies jobs by them."""
     arguments = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
     find_run.write_command(run_directory, None if resume is None else Path(resume), arguments)
 
 
 def write_start(run_directory: Path, step: int) -> None:
-    """Notes this start among those of all runs in `runs`, by which `--resume` finds the last one."""
+    """Numbers this start among the starts of all runs in `runs`; `--resume` finds the last one by this number."""
     root = find_run.DEFAULT_ROOT
     is_below = run_directory.absolute().is_relative_to(root.absolute())
     others = find_run.runs_in(root) if is_below else []
@@ -145,15 +145,15 @@ def write_start(run_directory: Path, step: int) -> None:
 def write_lineage(run_directory: Path, emergency: EmergencyCheckpoints | None) -> None:
     """Writes which emergency checkpoints the next start may use; `mirror` follows, and only then the first step.
 
-    Without emergency checkpoints the file is empty and not absent: later steps belong to another attempt, and an absent
-    file would leave the lineages of the attempt before in the mirror.
+    Without emergency checkpoints the file is empty rather than absent: later steps belong to a new attempt, and an
+    absent file would leave the previous attempt's lineages in the mirror.
     """
     lineages = [] if emergency is None else emergency.lineages
     storage.write(run_directory / run_files.LINEAGE_FILE, "".join(f"{name}\n" for name in lineages).encode())
 
 
 def resumed_clock(run_directory: Path, step: int, is_new: bool) -> Goodput:
-    """The clock of a run; one that continues counts on from the metrics of its step, on host 0, which logs them."""
+    """The clock of a run. A resumed run continues from the metrics of its step, on host 0, which logs them."""
     age = startup.process_age()
     if is_new or not agreement.is_host_0():
         return Goodput(age)
@@ -161,7 +161,7 @@ def resumed_clock(run_directory: Path, step: int, is_new: bool) -> Goodput:
 
 
 def last_lineages(run_directory: Path) -> list[str]:
-    """The lineages of emergency checkpoints that the last start has left, read by host 0."""
+    """The lineages of emergency checkpoints that the last start left, read by host 0."""
     path = run_directory / run_files.LINEAGE_FILE
     return agreement.broadcast("last lineages", path.read_text() if path.exists() else "").split()
 

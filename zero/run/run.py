@@ -43,15 +43,15 @@ METRICS = (
 
 @dataclass(kw_only=True)
 class Run:
-    """What all features see of a run; nothing in it belongs to one of them.
+    """The run as all features see it; nothing in it belongs to a single feature.
 
     Attributes:
       frozen: parameters that are not trained.
-      last_step: of the schedule, or of the data if that ends earlier.
-      start: the position before the first step, of which all others are made. Steps that share a batch of rows are made
-        without a pause.
-      evaluation_frequency: steps between two evaluations; the last step is evaluated as well.
-      config: the whole configuration, for records of it: no feature reads its keys there.
+      last_step: the last step of the schedule, or of the data if it ends earlier.
+      start: the position before the first step; all others derive from it. Steps that share a batch of rows follow one
+        another without a pause.
+      evaluation_frequency: steps between evaluations; the last step is also evaluated.
+      config: the whole configuration, only to record it; features do not read keys from it.
     """
 
     job: Job
@@ -67,7 +67,7 @@ class Run:
     last_step: int
     evaluation_frequency: int
     config: dict[str, Any]
-    _uncounted: tuple[int, int] = (0, 0)  # rows skipped and checksum of this host since the last line of metrics
+    _uncounted: tuple[int, int] = (0, 0)  # this host's skipped rows and checksum since the last line
 
     @property
     def axis(self) -> Axis:
@@ -76,7 +76,7 @@ class Run:
 
     @cached_property
     def host_rows(self) -> HostRows:
-        """Which rows of a global batch this host's devices compute."""
+        """The rows of a global batch that this host's devices compute."""
         return HostRows.here(self.axis)
 
     @property
@@ -86,7 +86,7 @@ class Run:
 
     @property
     def is_last(self) -> bool:
-        """Whether no step follows; a run that is resumed with fewer steps may be beyond its last one."""
+        """Whether no step follows; a run resumed with fewer steps may already be past its last one."""
         return self.position.step >= self.last_step
 
     @property
@@ -95,22 +95,22 @@ class Run:
         return self.is_last or self.position.step % self.evaluation_frequency == 0
 
     def batches(self) -> Generator[tuple[int, HostBatch]]:
-        """This host's rows of each batch with the last step that they are for.
+        """This host's rows of each batch, with the last step that uses them.
 
-        Ends with the last step of the run, or when a stop request comes during a wait for data.
+        Ends with the last step of the run, or when a stop request arrives while waiting for data.
         """
         watchdog.progress()
-        stop = self.requests.signals if jax.process_count() == 1 else ()  # several hosts have to agree first
+        stop = self.requests.signals if jax.process_count() == 1 else ()  # several hosts must agree first
         with closing(prefetch(self.data.training.batches(self.position.cursor), stop=stop)) as batches:
             steps = self.start.at(self.position.step).steps_to(self.last_step)
             yield from zip(steps, self.metrics.timed(batches), strict=False)
 
     def extra(self, tokens: Rows, loaded: Mapping[str, np.ndarray]) -> dict[str, Any]:
-        """What the objective reads beside tokens, `Batch.extra` of this host's devices.
+        """The objective's other inputs: `Batch.extra` of this host's devices.
 
         Args:
-          tokens: of these devices, rows of the data or equal pieces of them.
-          loaded: what the loader gave, `(rows of the data, ...)`.
+          tokens: rows of these devices, or equal pieces of rows.
+          loaded: the loader's values, `(rows of the data, ...)`.
         """
         extra: dict[str, Any] = {}
         positions = self.job.model.positions_in(tokens[0])
@@ -130,7 +130,7 @@ class Run:
         return extra
 
     def count(self, step: int, batch: HostBatch) -> None:
-        """Moves the position behind a step that was dispatched."""
+        """Advances the position past a dispatched step."""
         position = self.position
         position.step = step
         position.cursor = batch.cursor
@@ -144,7 +144,7 @@ class Run:
         self._uncounted = skipped + int(batch.is_skipped[is_counted].sum()), checksum
 
     def read_line(self) -> Line:
-        """The line of metrics of the steps since the last one, empty if there was none. All hosts call it.
+        """The line of metrics for the steps since the last line; empty if there were none. All hosts call it.
 
         Raises:
           UserError: a background save has failed.

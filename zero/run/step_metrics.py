@@ -42,11 +42,11 @@ METRICS = (
         "of rounded keys",
     ),
 )
-SLOW = 0.7  # share of the predicted speed below which a warning shows where the time goes
+SLOW = 0.7  # below this share of the predicted speed, warn where the time goes
 
 
 def metrics_of_objectives() -> list[Metric]:
-    """The metrics of all objectives, each with the objectives that have it."""
+    """The metrics of all objectives, each with the objectives that report it."""
     objectives: dict[Mean, list[str]] = {}
     for name, objective in with_defaults().items():
         for metric in objective.metrics:
@@ -58,14 +58,14 @@ def metrics_of_objectives() -> list[Metric]:
 
 
 class StepMetrics:
-    """Collects the metrics of each step, and the time of the steps and their data, for one line of metrics.
+    """Collects the metrics of each step, and the time spent on steps and data, for one line of metrics.
 
     Args:
-      devices: of all hosts.
+      devices: the number of devices over all hosts.
       peak_flops: published peak of one device in operations per second, or None if unknown.
-      goodput: its phases "steps" and "data_wait" are the time of the steps.
-      steps_per_call: steps of each call of the program, whose metrics are then arrays `(steps_per_call,)`.
-      of_objective: the metrics of the objective.
+      goodput: its phases "steps" and "data_wait" measure the time of steps.
+      steps_per_call: steps per call of the program; metrics are then arrays `(steps_per_call,)`.
+      of_objective: the objective's metrics.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class StepMetrics:
         self.restart()
 
     def restart(self) -> None:
-        """Begins a new line: steps from now on count for its mean loss and its times."""
+        """Begins a new line: later steps count for its mean loss and its times."""
         self._losses: list[float] = []
         self._of_objective: list[dict[str, float]] = []
         self._untimed = 0
@@ -100,26 +100,26 @@ class StepMetrics:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there was no step since the last line."""
+        """Whether there has been no step since the last line."""
         return not (self._unread or self._losses)
 
     @property
     def counts_flops(self) -> bool:
-        """Whether lines have a utilization."""
+        """Whether lines report utilization."""
         return self._peak_flops is not None
 
     @property
     def skipped_in_a_row(self) -> int:
-        """Updates skipped since the last one that was applied, as of the newest step that was read, if there is one."""
+        """Updates skipped since the last applied one, as of the newest step that was read, if any."""
         return int(self._newest.get("skipped_in_a_row", 0))
 
     def leave_untimed(self, **once: float) -> None:
-        """The newest call was compiled and does not count for the throughput; `once` are logged in the next line."""
+        """Excludes the newest call, which was compiled, from the throughput; `once` is logged in the next line."""
         self._untimed += self._steps_per_call
         self._next_line |= once
 
     def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The same batches; the time spent waiting for them is recorded."""
+        """The same batches, recording the time spent waiting for them."""
         while True:
             with self._goodput.phase("data_wait"):
                 batch = next(batches, None)
@@ -138,9 +138,9 @@ class StepMetrics:
         """Adds the metrics of a dispatched call; waits for all but the newest `leave`.
 
         Args:
-          tokens: of the rows of this call, for the throughput; 0 if the call is not timed.
-          flops: operations of the model in this call per device, for the utilization; None if the call is not timed.
-          predicted: seconds of this call, None if unknown or not timed.
+          tokens: tokens of this call's rows, for the throughput; 0 if the call is not timed.
+          flops: the model's operations per device in this call, for the utilization; None if the call is not timed.
+          predicted: predicted seconds of this call; None if unknown or not timed.
         """
         self._unread.append(metrics)
         self._tokens += tokens
@@ -152,11 +152,11 @@ class StepMetrics:
             self._waited_for_devices += time.monotonic() - began
 
     def wait(self) -> None:
-        """Waits for all steps that were dispatched."""
-        jax.block_until_ready(list(self._unread))  # a deque is no pytree: it would not wait
+        """Waits for all dispatched steps."""
+        jax.block_until_ready(list(self._unread))  # a deque is not a pytree: it would not wait
 
     def _read_down_to(self, leave: int) -> None:
-        """Reads the oldest steps, in their order, until so many are unread; waits for their devices."""
+        """Reads the oldest steps in order, until only `leave` are left; waits for their devices."""
         while len(self._unread) > leave:
             metrics = jax.device_get(self._unread.popleft())
             for number in range(self._steps_per_call):
@@ -167,7 +167,7 @@ class StepMetrics:
                 )
 
     def read(self) -> dict[str, float]:
-        """One line of metrics: means of the objective and its metrics, and the newest value of the others.
+        """One line of metrics: means of the loss and the objective's metrics, and the newest values of all others.
 
         Waits for all steps.
         """
@@ -198,7 +198,7 @@ class StepMetrics:
         return line
 
     def _means_of_objective(self) -> dict[str, float]:
-        """Its metrics over the steps of a line; a mean over some terms counts each step by its share of them."""
+        """The objective's metrics over the steps of a line, each step weighted by its share of the terms."""
         means = {}
         for metric in self._metrics_of_objective:
             values = [step[metric.name] for step in self._of_objective]
@@ -211,7 +211,7 @@ class StepMetrics:
         return means
 
     def _warn_if_slow(self, line: dict[str, float]) -> None:
-        """Warns once, with the shares of the time."""
+        """Warns once, with the share of time by cause."""
         if line["predicted_speed"] < SLOW and not self._has_warned:
             self._has_warned = True
             log.warning(
@@ -223,7 +223,7 @@ class StepMetrics:
 
 
 def peak_memory() -> dict[str, int]:
-    """The peak of the first local device's memory in bytes, where its allocator reports one (not on CPU)."""
+    """The peak memory of the first local device in bytes, if its allocator reports it (not on CPU)."""
     stats = jax.local_devices()[0].memory_stats() or {}
     if "peak_bytes_in_use" not in stats:
         return {}

@@ -1,4 +1,4 @@
-"""Runs the training step on the devices, with one compiled program per length of the sequences."""
+"""Runs the training step on the devices, with one compiled program per sequence length."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Keys:
-    """What is known of the speed of a step, in section `profile`."""
+    """The keys of section `profile` about the speed of a step."""
 
     step_time: float | None = key(
         None,
@@ -45,10 +45,10 @@ class Keys:
 
 
 class CompiledStep(NamedTuple):
-    """The step for sequences of one length.
+    """The compiled step for one sequence length.
 
     Attributes:
-      flops: of the model per device.
+      flops: the model's operations per device.
       predicted: seconds per step; None if they are unknown.
     """
 
@@ -58,11 +58,11 @@ class CompiledStep(NamedTuple):
 
 
 class StepPrograms:
-    """The compiled steps of a run, by the shape of its rows on a device.
+    """The compiled steps of a run, keyed by the shape of a device's rows.
 
     Args:
-      keys: with the planned time of a step.
-      in_flight: steps that may be dispatched before the host waits for the metrics of the oldest.
+      keys: includes the planned time of a step.
+      in_flight: steps dispatched before the host waits for the metrics of the oldest.
     """
 
     def __init__(self, keys: Keys, in_flight: int) -> None:
@@ -71,10 +71,11 @@ class StepPrograms:
         self._by_shape: dict[tuple[int, ...], CompiledStep] = {}
 
     def run(self, run: Run, step: int, batch: HostBatch) -> Batch | None:
-        """Starts one update on the devices, and reads the metrics of the one before.
+        """Starts one update on the devices, and reads the metrics of the previous one.
 
         Returns:
-          The sequences of this host's devices; None if a stop request came during compilation, and nothing was started.
+          The sequences of this host's devices; None if a stop request arrived during compilation, and nothing was
+          started.
         """
         sequences = run.data.context.cut(batch.tokens, step - 1)  # rows, or pieces of them
         length = run.data.context.at(step - 1)
@@ -96,7 +97,7 @@ class StepPrograms:
         return per_device
 
     def _first_step(self, run: Run, length: int, per_device: Batch) -> CompiledStep | None:
-        """Compiles and runs the first step of this length; waits for it, and times it separately."""
+        """Compiles and runs the first step of this length, waits for it, and times it separately."""
         began = time.monotonic()
         arguments = (run.state, per_device, run.frozen)
         program: Callable[..., Any] | None = run.job.programs.step
@@ -128,7 +129,7 @@ class StepPrograms:
         return CompiledStep(program, self._flops(run, per_device), self.predicted_seconds(run, program, is_planned))
 
     def _flops(self, run: Run, per_device: Batch) -> int:
-        """Operations of the model per step and device; 0 where no metric needs them, since a trace takes 0.1 s."""
+        """The model's operations per step and device; 0 if no metric needs them, since a trace takes 0.1 s."""
         if not run.metrics.counts_flops:
             return 0
         rows = per_device.tokens.shape[1]
@@ -137,7 +138,7 @@ class StepPrograms:
         return model_flops(run.job.model.config, rows, length, frozen=is_frozen) // run.axis.row_group
 
     def predicted_seconds(self, run: Run, program: Any, is_planned: bool) -> float | None:
-        """Seconds per step by the plan, if that has such rows, or by the compiler's cycles; None if neither knows."""
+        """Seconds per step, from a plan with rows of this shape, or from the compiler's cycles; None if unknown."""
         if is_planned and self._planned_seconds is not None:
             return self._planned_seconds
         if jax.process_count() > 1 or jax.default_backend() != "tpu":

@@ -1,4 +1,4 @@
-"""Sweeps (`--multirun`): a sweep that is repeated continues each job in the job's own directory (hydra)."""
+"""Sweeps (`--multirun`): a repeated sweep continues each job in its own directory (hydra)."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ log = logging.getLogger(__name__)
 
 
 def swept_keys(arguments: Iterable[str], task_overrides: Sequence[str]) -> set[str]:
-    """The keys that differ between the jobs of a sweep with these arguments, those of swept presets included."""
+    """The keys that differ between the jobs of a sweep with these arguments, including keys of swept presets."""
     swept = {override.key_or_group for override in parsed_overrides(arguments) if override.is_sweep_override()}
     of_this_job = [override for override in task_overrides if override.lstrip("+").split("=", 1)[0] in swept]
     return swept | set(preset_keys(of_this_job, GROUPS))
 
 
 def check_places(config: DictConfig, run_directory: Path, keys: set[str]) -> None:
-    """Raises UserError where all jobs of a sweep over `keys` would keep their checkpoints in one directory."""
+    """Raises UserError if all jobs of a sweep over `keys` would share one checkpoint directory."""
     checkpoint_path = checkpoint_directory(run_directory, config.data.bucket_path, config.data.checkpoint_directory)
     varies = [name for name in PLACE if f"data.{name}" in keys or OmegaConf.is_interpolation(config.data, name)]
     if keys and is_outside(run_directory, checkpoint_path) and not varies:
@@ -60,18 +60,18 @@ def check_places(config: DictConfig, run_directory: Path, keys: set[str]) -> Non
 def continue_job(config: DictConfig, run_directory: Path, keys: set[str], check: Callable[[DictConfig], Any]) -> None:
     """Sets `resume` of a job whose own directory has checkpoints, replacing the run that the sweep forks from.
 
-    A lost directory is rebuilt from the mirror beside checkpoints that are elsewhere. The job's values of `keys` must
-    be those of the run in the directory.
+    A lost directory is rebuilt from the mirror beside checkpoints outside it. The job's values of `keys` must match
+    those of the run in the directory.
 
     Args:
-      check: makes the checked configuration of a job.
+      check: returns the checked configuration of a job.
 
     Raises:
       UserError: the directory holds the run of another job or of another sweep.
     """
     checkpoint_path = checkpoint_directory(run_directory, config.data.bucket_path, config.data.checkpoint_directory)
     if not (run_directory / CONFIG_FILE).is_file():
-        with TemporaryDirectory() as copy:  # nothing of another job may get into the directory
+        with TemporaryDirectory() as copy:  # no file of another job may get into the directory
             if rebuild(Path(copy), checkpoint_path):
                 _check_job(check(config), saved_config(Path(copy)), keys, str(checkpoint_path))
                 rebuild(run_directory, checkpoint_path)
@@ -82,9 +82,9 @@ def continue_job(config: DictConfig, run_directory: Path, keys: set[str], check:
 
 
 def write_table(sweep: Path, keys: Iterable[str]) -> None:
-    """Writes `sweep.csv`: for each job that has begun its values of `keys`, its last step and its last losses.
+    """Writes `sweep.csv`: for each started job its values of `keys`, its last step and its last losses.
 
-    A table that cannot be written, or a job that cannot be read, is a warning: the next job of the sweep is trained.
+    If the table cannot be written, or a job cannot be read, warns and lets the sweep go on.
     """
     rows = []
     for run in sorted(sweep.iterdir(), key=lambda run: (len(run.name), run.name)):

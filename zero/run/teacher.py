@@ -1,4 +1,4 @@
-"""The column of a teacher: its most likely tokens of each position, which `mode=evaluate` has stored."""
+"""The teacher column: the teacher's most likely tokens at each position, stored by `mode=evaluate`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from zero.run.restore import TrainingPosition
 
 
 def teacher_column(inputs: ColumnInputs, job: Job, position: TrainingPosition) -> Column:
-    """The tokens and log-probabilities beside each index file, `(rows, positions, K)`.
+    """The tokens and log-probabilities stored beside each index file, `(rows, positions, K)`.
 
     Raises:
-      UserError: there are none, or they are of other rows, of fewer tokens, or of a larger vocabulary.
+      UserError: there are none, or they belong to other rows, hold fewer tokens, or use a larger vocabulary.
     """
     (count,) = {entry.shape[0] for entry in job.objective.reads if entry.source == "teacher"}
     stored = {}
@@ -29,7 +29,7 @@ def teacher_column(inputs: ColumnInputs, job: Job, position: TrainingPosition) -
 
 
 def _check(index: str, described: TopTokens, context: int, count: int, vocab_size: int) -> None:
-    """Compares what is stored with the run."""
+    """Compares the stored values with the run."""
     of_index = f"the teacher's tokens beside {index}"
     shards = read_index(index)
     if described.contents != list(contents_of([(shard, shard.rows) for shard in shards])):

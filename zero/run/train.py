@@ -1,4 +1,4 @@
-"""`mode=train`: opens what a run needs, and trains; after each step features act that are due."""
+"""`mode=train`: opens what a run needs and trains; after each step, the features that are due act."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def train(config: TrainConfig, size: GPTConfig, run_directory: Path, prepare: Pr
     """Trains until the schedule or the data ends, or until a signal arrives.
 
     Args:
-      prepare: prepares the corpus of `data.corpus` if its index files are missing; None: they exist.
+      prepare: prepares the corpus of `data.corpus` if its index files are missing; None if they exist.
 
     Returns:
       The exit status: 0 when finished, 75 when stopped after a saved checkpoint.
@@ -67,7 +67,7 @@ def train(config: TrainConfig, size: GPTConfig, run_directory: Path, prepare: Pr
     check_same_configuration(values_on_all_hosts(config), asdict(size))
     backend = jax.default_backend()
     log.info("%d %s devices, %d of this host; %s", jax.device_count(), backend, jax.local_device_count(), joined.path)
-    placed = place_model(config, size)  # what devices or batches refuse is known before a corpus is prepared
+    placed = place_model(config, size)  # fails on impossible devices or batches before a corpus is prepared
     tokenizer = load_tokenizer(config.data.tokenizer)
     example = config.objective.make().example
     batch_size = config.training.batch_size
@@ -155,7 +155,7 @@ def train(config: TrainConfig, size: GPTConfig, run_directory: Path, prepare: Pr
         )
         features = stack.enter_context(open_features(resolved, run))
         directory.begin_lineage()
-        run.requests.signals = stack.enter_context(signals.stop_requests())  # until here a signal interrupts
+        run.requests.signals = stack.enter_context(signals.stop_requests())  # before this, a signal interrupts
         with clock.phase("steps"):
             is_finished = loop(run, StepPrograms(resolved.profile, in_flight), features)
         directory.checkpoints.wait()
@@ -195,7 +195,7 @@ def loop(run: Run, steps: StepPrograms, features: Sequence[Feature]) -> bool:
 
 
 def catch_up(run: Run, features: Sequence[Feature]) -> bool:
-    """Does what was due in an earlier process, which ended before it was done; False if the run has to stop."""
+    """Does the actions that an earlier process left undone; False if the run has to stop."""
     pending = run.position.pending
     if pending is None:
         return True
@@ -205,10 +205,10 @@ def catch_up(run: Run, features: Sequence[Feature]) -> bool:
 
 
 def act(run: Run, features: Sequence[Feature], now: Moment, line: Line) -> bool:
-    """Has the features act that are due, in the order of the table; False if the run has to stop.
+    """Runs the features that are due, in the order of the table; False if the run has to stop.
 
-    At a stop the actions that may wait become pending. So does, in the state that is saved meanwhile, every one that
-    comes later, until it is done.
+    At a stop, the actions that may wait become pending. In the state saved meanwhile, so do all later actions until
+    they are done.
     """
     waiting: list[str] = []
     for number, feature in enumerate(features):
@@ -232,5 +232,5 @@ def act(run: Run, features: Sequence[Feature], now: Moment, line: Line) -> bool:
 
 
 def is_due(feature: Feature, now: Moment) -> bool:
-    """Whether a feature acts now: by its own rule, or because it was asked to."""
+    """Whether a feature acts now, by its own rule or on request."""
     return feature.name in now.asked or feature.due(now)

@@ -9,7 +9,7 @@ from zero.config.keys import Mistakes, named
 
 @dataclass(frozen=True)
 class Keys:
-    """What all choices of the group `batch` have."""
+    """The keys shared by all choices of the group `batch`."""
 
     name: str = ""
 
@@ -18,7 +18,7 @@ class Keys:
         raise NotImplementedError
 
     def global_stages(self, batch_size: int, hosts: int) -> list[list[int]]:
-        """The stages with the rows of all hosts, as the first checkpoint of a run fixes them."""
+        """The stages in rows over all hosts, which the first checkpoint of a run fixes."""
         return [[steps, rows * hosts] for steps, rows in self.stages_to(batch_size)]
 
     def mistakes(self, batch_size: int) -> Mistakes:

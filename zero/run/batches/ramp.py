@@ -23,7 +23,7 @@ class Ramp(Keys):
     steps: int = key(1000, at_least(1), "Steps before training.batch_size is reached.", fixed=True)
 
     def stages_to(self, batch_size: int) -> list[tuple[int, int]]:
-        """Stages of equal numbers of steps; the first ones have one more if they do not divide.
+        """Stages of equal length; the first ones take one more step if the steps do not divide evenly.
 
         >>> Ramp(first=2, steps=8).stages_to(8)
         [(3, 2), (3, 4), (2, 6)]

@@ -1,7 +1,7 @@
 """The features of a run, in the order in which they act after a step.
 
-Each effect is on disk before the next one begins, but for a checkpoint: Save begins it, and it is committed while the
-features after it act.
+Each effect is on disk before the next one begins, except for a checkpoint: Save begins it, and it is committed while
+later features act.
 
 | order | feature | effect | a kill right after it, and what the next start does |
 |---|---|---|---|

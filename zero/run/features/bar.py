@@ -11,7 +11,7 @@ from zero.training.batch import Batch
 
 
 class Bar(Feature):
-    """Shows the steps and the figures of each line; an evaluation is a line of the log as well."""
+    """Shows the step and the newest metrics; an evaluation is also logged as a line."""
 
     name = "bar"
     only_looks = True

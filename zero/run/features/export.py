@@ -26,8 +26,8 @@ COMMAND = (sys.executable, "-m", "zero.exchange.zero_weights", "export")
 class Export(Feature):
     """Writes `export.folder` after the last step, as `zero-weights export` does: on host 0, from the last checkpoint.
 
-    That command runs in a process of its own, which leaves the accelerators alone. The folder appears once it is
-    complete, so that a resume knows whether it has to be written.
+    That command runs in a separate process, which does not touch the accelerators. The folder appears only when it is
+    complete, so a resume knows whether to write it.
     """
 
     @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Names the tensors that a run hangs on: one line of the log beside the statistics of `statistics.every`."""
+"""Logs the tensors with the largest gradients, with the statistics of `statistics.every`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ MOST = 3  # tensors that are named
 
 
 class Largest(Feature):
-    """Logs on host 0 which tensors have the largest gradients, in lines with statistics.
+    """Logs on host 0 which tensors have the largest gradients, at steps with statistics.
 
-    A run that diverges often has one tensor whose gradient takes over, steps before its loss shows it.
+    When a run diverges, the gradient of one tensor often dominates many steps before the loss shows it.
     """
 
     name = "largest"
@@ -33,7 +33,7 @@ class Largest(Feature):
 
 
 def largest_shares(line: Mapping[str, float]) -> dict[str, float]:
-    """The tensors with the largest shares of the squared norm of the gradient, the largest first; {} without any.
+    """The tensors with the largest shares of the squared gradient norm, largest first; {} if the line has none.
 
     >>> largest_shares({"gradient_norm": 5.0, "gradient_norm/a": 3.0, "gradient_norm/b": 4.0})
     {'b': 0.64, 'a': 0.36}

@@ -14,11 +14,11 @@ from zero.training import guard, schedules
 
 
 class Limits(Feature):
-    """Adds the count of skipped rows to each line of metrics, and ends the run where too much was skipped.
+    """Adds the count of skipped rows to each line of metrics, and ends the run if too much was skipped.
 
-    Where training.max_epochs ends the data before the schedule, the last line has `end_of_data`: the run is finished.
+    If training.max_epochs ends the data before the schedule, the last line has `end_of_data`: the run is finished.
 
-    Its place in the table is before everything that is written, so that a state beyond a limit is never saved.
+    It comes before everything that writes, so that a state beyond a limit is never saved.
     """
 
     name = "limits"
@@ -39,7 +39,7 @@ class Limits(Feature):
         """Checks a line of metrics.
 
         Raises:
-          UserError: too many rows or steps were skipped, or the gradient is not finite where no step may be skipped.
+          UserError: too many rows or steps were skipped, or the gradient is not finite and no step may be skipped.
         """
         if self._max_skipped_rows:
             line["skipped_rows"] = run.position.skipped_rows

@@ -22,7 +22,7 @@ def _is_range(steps: list[int]) -> bool:
 
 
 class Profile(Feature):
-    """Traces the steps `profile.steps`, the first and the last, of this process into RUN/profile.
+    """Traces this process from the first to the last of `profile.steps` into RUN/profile.
 
     Steps that share rows are traced together. Several hosts write into RUN/profile/host-NUMBER each.
     """
@@ -40,14 +40,14 @@ class Profile(Feature):
     only_looks = True
 
     def __init__(self, keys: Keys, run: Run) -> None:
-        self._steps = keys.steps  # None: no trace, or no other one
+        self._steps = keys.steps  # None: no trace, or it is done
         self._directory = run.directory.path / PROFILE_DIRECTORY
-        if jax.process_count() > 1:  # jax writes files of one name, also where hosts share a disk
+        if jax.process_count() > 1:  # jax gives all hosts the same file name, even on a shared disk
             self._directory /= f"host-{jax.process_index()}"
         self._is_tracing = False
 
     def before_step(self, run: Run, step: int) -> None:
-        """Starts the trace if it begins with this step, or with one of those that share its rows."""
+        """Starts the trace if it begins with this step, or with a step that shares its rows."""
         if self._steps is None or self._is_tracing:
             return
         first, last = self._steps
@@ -59,13 +59,13 @@ class Profile(Feature):
         self._is_tracing = True
 
     def after_step(self, run: Run, step: int, batch: Batch) -> None:
-        """Writes the trace if it ends with this step, which the host then waits for."""
+        """Waits for this step and writes the trace, if the trace ends with it."""
         if self._is_tracing and self._steps is not None and step >= self._steps[1]:
             run.metrics.wait()
             self.close()
 
     def close(self) -> None:
-        """Writes the trace, if one is being recorded."""
+        """Writes the trace if one is being recorded."""
         if self._is_tracing:
             self._is_tracing = False
             self._steps = None

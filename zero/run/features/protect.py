@@ -12,7 +12,7 @@ from zero.run.run import Run
 
 
 class Protect(Feature):
-    """Begins an emergency checkpoint; it exists when a thread has written it, on this host and on its neighbor."""
+    """Begins an emergency checkpoint, which a thread writes on this host and on the next one."""
 
     name = "protect"
     phase = "checkpoint"
@@ -30,8 +30,8 @@ class Protect(Feature):
         """Returns when the state may change again.
 
         Raises:
-          UserError: the state is not finite; the checkpoints before are kept.
-          Unavailable: the state differs between copies; the checkpoints before are kept.
+          UserError: the state is not finite; earlier checkpoints are kept.
+          Unavailable: the state differs between copies; earlier checkpoints are kept.
         """
         assert self._emergency is not None
         checked_sums(run)

@@ -16,7 +16,7 @@ from zero.run.run import Run
 
 log = logging.getLogger(__name__)
 
-REPORT_SECONDS = 10  # between two reports, each of which takes up to a second
+REPORT_SECONDS = 10  # between two reports; each takes up to a second
 
 
 class Report(Feature):
@@ -30,13 +30,13 @@ class Report(Feature):
     may_wait = True
 
     def __init__(self, defaults: Mapping[str, str]) -> None:
-        """Takes the default values of all keys, as texts, with which those of the run are compared."""
+        """Takes the default values of all keys, as text, to compare the run's values with."""
         self._defaults = defaults
         self._drawn_at = time.monotonic()
 
     @classmethod
     def is_done(cls, run_directory: Path, now: Moment) -> bool:
-        """Whether the page is newer than the metrics; before the last step a later page replaces it in any case."""
+        """Whether the page is newer than the metrics; before the last step a later page will replace it anyway."""
         from zero.report.html_report import REPORT_FILE
 
         page = run_directory / REPORT_FILE
@@ -53,13 +53,13 @@ class Report(Feature):
             return
         try:
             draw(run.directory.path, self._defaults)
-        except (OSError, ValueError, RuntimeError, UserError) as error:  # matplotlib raises RuntimeErrors of fonts
+        except (OSError, ValueError, RuntimeError, UserError) as error:  # matplotlib raises RuntimeError for fonts
             log.warning("step %d: the report of the run could not be written: %s", now.step, error)
         self._drawn_at = time.monotonic()
 
 
 def draw(run_directory: Path, defaults: Mapping[str, str]) -> None:
-    """Writes run.png, and report.html last; a second of imports, for which the first step does not wait."""
+    """Writes run.png, then report.html; its imports take a second, so they are not made at the start."""
     from zero.report.html_report import REPORT_FILE, write_report
     from zero.report.plot import draw_run
 

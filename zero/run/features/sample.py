@@ -1,4 +1,4 @@
-"""A text that the model writes after each evaluation."""
+"""Text sampled from the model after each evaluation."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ log = logging.getLogger(__name__)
 class Sample(Feature):
     """Appends at most `training.sample_tokens` tokens to RUN/samples.txt; all hosts sample, host 0 writes.
 
-    A text ends where the tokenizer ends a generated text.
+    A text ends at the tokenizer's end of text.
 
-    Samples of steps after the one that a start continues are dropped, as their lines of metrics are: these steps are
-    trained again. Training continues if the file cannot be written.
+    A start drops the samples of steps after the one that it continues from, as it drops their metrics, because these
+    steps are trained again. Training continues if the file cannot be written.
     """
 
     @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def heading(step: int) -> str:
 
 
 def samples_after(samples: str, step: int) -> Iterator[tuple[int, str]]:
-    r"""Each sample of the file that was written after a step, with its own step.
+    r"""The samples written after a step, each with its own step.
 
     >>> list(samples_after("--- step 5\nto be\n--- step 10\nor not\n", 5))
     [(10, 'or not')]
@@ -107,7 +107,7 @@ def samples_after(samples: str, step: int) -> Iterator[tuple[int, str]]:
 
 
 def drop_later(path: Path, step: int) -> None:
-    """Drops the samples of steps after `step` from a file, if there are any."""
+    """Removes the samples of steps after `step` from a file, if any."""
     written = path.read_bytes() if path.exists() else b""
     kept = until(written, step)
     if kept != written:
@@ -118,7 +118,7 @@ def drop_later(path: Path, step: int) -> None:
 
 
 def until(samples: bytes, step: int) -> bytes:
-    r"""What the file of samples was when the run had done this step.
+    r"""The contents of the sample file at this step of the run.
 
     >>> until(b"--- step 5\nto be\n--- step 10\nor not\n", 5)
     b'--- step 5\nto be\n'

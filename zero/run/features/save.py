@@ -1,4 +1,4 @@
-"""Durable checkpoints: at evaluations or every so many steps, by the clock, and when the run is stopped."""
+"""Durable checkpoints: at evaluations or every n steps, by the clock, and when the run is stopped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zero.run.run import Run
 class Save(Feature):
     """Begins to save the state; it is durable when `Checkpoints.wait` has returned.
 
-    The metrics up to the step are mirrored before, so that a resume from the checkpoint finds them.
+    The metrics up to the step are mirrored first, so that a resume from the checkpoint finds them.
     """
 
     @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Save(Feature):
         run.requests.add(self.name, self._is_time)
 
     def _is_time(self) -> bool:
-        """Whether a checkpoint is due by the clock of host 0, asked for once: hosts may agree on it a call later."""
+        """Whether a checkpoint is due by host 0's clock; requested once, since hosts may agree on it one call later."""
         if self._minutes is None or not agreement.is_host_0():
             return False
         if time.monotonic() <= self._begun_at + 60 * self._minutes:
@@ -70,7 +70,7 @@ class Save(Feature):
         """Returns when the state may change again.
 
         Raises:
-          UserError: the state or its validation loss is not finite, or the save before has failed.
+          UserError: the state or its validation loss is not finite, or the previous save failed.
           Unavailable: the state differs between copies.
         """
         validation_loss = line.get("validation/loss")

@@ -20,7 +20,7 @@ from zero.training.leaf_statistics import OF_LEAVES
 
 
 class Statistics(Feature):
-    """Computes statistics per tensor of every so many steps, by programs compiled at the first; free in the others."""
+    """Computes statistics per tensor every n steps, by programs compiled when first needed; other steps are free."""
 
     @dataclass(frozen=True)
     class Keys:
@@ -51,7 +51,7 @@ class Statistics(Feature):
         return self._every is not None and step % self._every == 0
 
     def before_step(self, run: Run, step: int) -> None:
-        """Keeps a copy of the trained weights before a step, which overwrites them."""
+        """Copies the trained weights before a step overwrites them."""
         if self._is_measured(step):
             weights = run.job.model.weights(run.state.params, run.state.averages)
             self._weights_before = run.job.programs.hold(weights)
@@ -59,7 +59,7 @@ class Statistics(Feature):
     def after_step(self, run: Run, step: int, batch: Batch) -> None:
         """Computes the statistics of this step from its result and its sequences, and waits."""
         if self._is_measured(step):
-            state = run.state._replace(opt_state=())  # of which nothing is read
+            state = run.state._replace(opt_state=())  # which is not read
             arguments = (self._weights_before, state, batch, run.frozen)
             self._values = named(jax.device_get(run.job.programs.statistics(*arguments)))
             self._weights_before = None
@@ -73,7 +73,7 @@ class Statistics(Feature):
 
 
 def named(statistics: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Statistics as metrics: one per leaf, and of activations one per layer.
+    """Statistics as metrics: one per leaf, and for activations one per layer.
 
     >>> named({"activation": {"query": np.ones(2)}, "change": {"blocks/query/kernel": np.float32(3)}})
     {'activation/query/0': 1.0, 'activation/query/1': 1.0, 'change/blocks/query/kernel': 3.0}

@@ -19,7 +19,7 @@ from zero.tracking.tracker import Tracker, open_tracker
 
 
 class Track(Feature):
-    """Records each line on host 0, with the clock of the run; a line every `training.log_frequency` steps at least."""
+    """Records each line on host 0, with the run's clock; at least one line every `training.log_frequency` steps."""
 
     @dataclass(frozen=True)
     class Keys:
@@ -39,7 +39,7 @@ class Track(Feature):
         self._stack = ExitStack()
         self._tracker: Tracker | None = None
         self._samples = run.directory.path / SAMPLES_FILE
-        self._sampled = run.position.step  # the step of the newest sample that was sent
+        self._sampled = run.position.step  # the step of the newest sample sent
         if agreement.is_host_0():
             opened = open_tracker(
                 run.directory.path,
@@ -63,7 +63,7 @@ class Track(Feature):
         self._stack.close()
 
     def _send_samples(self) -> None:
-        """Sends the samples that were written since the last call: each is written after the line of its step."""
+        """Sends the samples written since the last call; each is written after the line of its step."""
         if self._tracker is not None and self._samples.exists():
             for step, text in samples_after(self._samples.read_text(errors="replace"), self._sampled):
                 self._tracker.text(step, text)

@@ -1,4 +1,4 @@
-"""Losses on the validation sets during training: of each named set, and of all tokens together."""
+"""Validation losses during training: of each named set, and over all tokens together."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from zero.training.ema import EMA
 from zero.training.host_rows import HostRows
 from zero.training.objectives.objective import Mean, divided, without_terms
 
-Sums: TypeAlias = dict[str, float]  # of losses by the names of weights, of an objective's metrics, "tokens" and "bytes"
+Sums: TypeAlias = dict[str, float]  # losses by weights, an objective's metrics, "tokens" and "bytes"
 
 
 class Validate(Feature):
     """Adds the losses on the validation sets to the line of an evaluation.
 
-    They are `validation/loss` in nats per token, and `validation/ema_loss` of averaged weights. Sets with names have
-    theirs as `validation/NAME/loss`, and bits per byte beside it, of their first `training.maximum_evaluation_steps`
-    batches. Names change no total: it is the mean over the tokens of the first so many batches of all sets, one after
-    the other, as of a list of their files.
+    They are `validation/loss` in nats per token, and `validation/ema_loss` of averaged weights. Named sets add
+    `validation/NAME/loss` and bits per byte, over their first `training.maximum_evaluation_steps` batches. Names do not
+    change the total: the mean over the tokens of that many batches of all sets in order, the same as for a list of
+    their files.
 
-    If the step is saved already, as after a stop in the middle of its evaluation, its checkpoint learns the loss, by
-    which checkpoints are kept.
+    If the step is already saved, for example because a stop interrupted its evaluation, the loss is added to its
+    checkpoint, because retention compares losses.
     """
 
     @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Validate(Feature):
         self._most_batches = keys.maximum_evaluation_steps
         self._loss_on = scored.loss_on
         self._is_named = "" not in self._sets
-        self._token_bytes: np.ndarray | None = None  # (vocabulary,), where bits per byte are counted
+        self._token_bytes: np.ndarray | None = None  # (vocabulary,), if bits per byte are counted
 
     @classmethod
     def is_done(cls, run_directory: Path, now: Moment) -> bool:
@@ -96,7 +96,7 @@ class Validate(Feature):
             checkpoints.set_validation_loss(now.step, line["validation/loss"])
 
     def _metrics(self, run: Run) -> dict[str, float]:
-        """The losses of all sets; raises UserError where a set holds no token to score."""
+        """The losses of all sets; raises UserError if a set has no token to score."""
         averages = run.state.averages
         weights = {"loss": run.weights}
         if EMA in averages:
@@ -105,7 +105,7 @@ class Validate(Feature):
             self._token_bytes = token_bytes(run)
         metrics: dict[str, float] = {}
         total = self._zeros(run, weights)
-        rows_left = self._most_batches * run.position.global_rows  # of the sample over all sets
+        rows_left = self._most_batches * run.position.global_rows  # left in the sample over all sets
         for name, loader in self._sets.items():
             sums_of_set, sums_of_sample = self._sums(run, loader, weights, rows_left)
             self._check_tokens(sums_of_set, f" of {name} in data.index_path_validation" if self._is_named else "")
@@ -117,7 +117,7 @@ class Validate(Feature):
         return means("validation/", total, run.job.objective.metrics) | metrics
 
     def _sums(self, run: Run, loader: Loader, weights: dict[str, PyTree], rows_of_sample: int) -> tuple[Sums, Sums]:
-        """The sums of a set, and those of its first rows, which belong to the sample over all sets.
+        """The sums over a set, and over its first rows, which belong to the sample over all sets.
 
         Raises:
           Stopped: a stop request came.
@@ -141,9 +141,9 @@ class Validate(Feature):
         return self._over_hosts(of_set), self._over_hosts(of_sample)
 
     def _sums_of_batch(self, run: Run, batch: HostBatch, weights: dict[str, PyTree]) -> Sums:
-        """The sum of losses by each of `weights`, the scored tokens, and their bytes on this host.
+        """The sum of losses for each of `weights`, the number of scored tokens, and their bytes on this host.
 
-        The terms of another objective than the likelihood count in place of tokens, and its metrics are summed too.
+        If the objective is not the likelihood, its terms are counted instead of tokens, and its metrics are summed too.
         """
         sums = self._zeros(run, weights)
         tokens = batch.tokens
@@ -162,7 +162,7 @@ class Validate(Feature):
         return sums
 
     def _over_hosts(self, sums: Sums) -> Sums:
-        """With the bytes of all hosts; losses and tokens are those of all hosts already."""
+        """The sums with the bytes of all hosts; losses and tokens already cover all hosts."""
         if self._token_bytes is None:
             return sums
         high, low = agreement.sum_over_hosts(*divmod(int(sums["bytes"]), 2**16))  # each modulo 2^32
@@ -179,13 +179,13 @@ class Validate(Feature):
 
 
 def token_bytes(run: Run) -> np.ndarray:
-    """The bytes of text of each token of the model; ids above those of the tokenizer have none."""
+    """The bytes of text of each token; ids above the tokenizer's have none."""
     lengths = run.data.tokenizer.byte_lengths()
     return np.pad(lengths, (0, run.job.model.config.vocab_size - len(lengths)))
 
 
 def first_rows(batch: HostBatch, count: int, host_rows: HostRows) -> HostBatch:
-    """The batch with padding in place of all but the first `count` rows of all hosts' batches."""
+    """The batch with all rows replaced by padding except the first `count` of the global batch."""
     is_kept = host_rows.numbers(len(batch.tokens)) < count
     return batch._replace(tokens=np.where(is_kept[:, None], batch.tokens, -1))
 
@@ -200,7 +200,7 @@ def plus(left: Sums, right: Sums) -> Sums:
 
 
 def means(prefix: str, sums: Sums, of_objective: Sequence[Mean] = ()) -> dict[str, float]:
-    """The losses per token, bits per byte where bytes are counted, and the metrics of an objective.
+    """Losses per token, bits per byte if bytes are counted, and the metrics of an objective.
 
     >>> means("validation/", {"loss": 6.0, "tokens": 4.0, "bytes": 0.0})
     {'validation/loss': 1.5}

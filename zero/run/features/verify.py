@@ -1,4 +1,4 @@
-"""`verify.every`: ends a run in which two devices do not compute the same."""
+"""`verify.every`: ends a run if two devices disagree."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 
 
 class Verify(Feature):
-    """Compares what neighboring devices compute after every `verify.every` steps.
+    """Compares the results of neighboring devices every `verify.every` steps.
 
     Raises:
-      UserError: devices that are GPUs may compute the same sum in another order each time.
+      UserError: on GPUs the order of sums may change between calls.
     """
 
     @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Verify(Feature):
             raise UserError(f"verify.every={self._every} on GPU needs XLA_FLAGS={_DETERMINISTIC}, or null")
 
     def after_step(self, run: Run, step: int, batch: Batch) -> None:
-        """Compares devices by the weights after this step and its sequences.
+        """Compares devices with the weights after this step and its sequences.
 
         Raises:
           Unavailable: a device is faulty.
@@ -61,9 +61,9 @@ class Verify(Feature):
             self.check(step, run.weights, batch.tokens)
 
     def check(self, step: int, weights: PyTree, tokens: jax.Array | np.ndarray) -> None:
-        """Compares the results of neighbors. If they differ, a second neighbor repeats them, to find the device.
+        """Compares the results of neighbors. If they differ, a second neighbor repeats them to find the device.
 
-        All hosts call it with the weights after this step and the rows of their devices, and all raise alike.
+        All hosts call it with the weights after this step and the rows of their devices, and all raise the same error.
 
         Raises:
           Unavailable: a device is faulty.
