@@ -14,7 +14,7 @@ from zero.base.errors import Unavailable, UserError, causes, full_disk
 from zero.files import storage
 from zero.hosts.watchdog import LOST_HOST
 
-# Codes of tensorstore's errors that do not concern the stored bytes.
+# Error codes of tensorstore that say nothing about the stored bytes.
 OUTAGE_CODES = {"ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "INTERNAL", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED"}
 OUTAGE_CODES |= {"UNAUTHENTICATED", "UNAVAILABLE", "UNKNOWN"}
 TENSORSTORE_ERROR = re.compile(r"(?:(?P<code>[A-Z_]+): )?Error (?:opening|reading|decoding) ")
@@ -31,9 +31,9 @@ class MissingCheckpoint(DamagedCheckpoint):
 
 @contextmanager
 def read_errors(checkpoint: str, json_files: Sequence[str]) -> Iterator[None]:
-    """Turns errors of reading into one line each; errors that are neither damage nor an outage are raised unchanged.
+    """Turns read errors into one line each; errors that are neither damage nor an outage are raised unchanged.
 
-    `checkpoint` begins the line. Of `json_files`, which are read within, the first one that does not parse is named.
+    The line begins with `checkpoint`, and names the first of `json_files` that does not parse.
 
     Raises:
       DamagedCheckpoint: the stored data is truncated, missing, or cannot be decoded.
@@ -63,10 +63,10 @@ def read_errors(checkpoint: str, json_files: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def write_errors(directory: Path | str) -> Iterator[None]:
-    """Turns errors of writing into UserErrors that name the directory.
+    """Turns write errors into UserErrors that name the directory.
 
-    Orbax raises them from a background thread; a full disk is an OSError or, from tensorstore, a ValueError. One of
-    jax because another host is gone is raised unchanged: the watchdog names the host.
+    Orbax raises them from a background thread; a full disk is an OSError or, from tensorstore, a ValueError. An error
+    of jax because another host is gone is raised unchanged: the watchdog names the host.
     """
     try:
         yield
@@ -96,7 +96,7 @@ def move_aside(directory: Path | str, step: int) -> str:
 
 
 def without_brackets(error: BaseException) -> str:
-    """The first line, without tensorstore's brackets: the whole specification, and lines of its source."""
+    """The first line, without the specification and source lines that tensorstore adds in brackets."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].partition(" [")[0]
 
 

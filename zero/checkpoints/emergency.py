@@ -1,9 +1,9 @@
 """Emergency checkpoints: every few steps each host keeps its shards in memory, and the next host keeps a copy.
 
-A run that lost a host resumes from them without the bucket. They are files, by default in /dev/shm, because all
-processes of a run end with the one that was lost. A file is a line of JSON, then the shards of this host's devices,
-leaf by leaf. Its name holds the lineage of the start that wrote it: an earlier attempt may have reached the same steps
-with other keys or on other hosts. Reasons against orbax's: docs/decisions/fault-tolerance.md.
+A run that lost a host resumes from them without the bucket. They are files, by default in /dev/shm, because the loss of
+one process ends all processes of a run. A file is a line of JSON followed by the shards of this host's devices, leaf by
+leaf. Its name contains the lineage of the start that wrote it, because an earlier attempt may have reached the same
+steps with other keys or on other hosts. Why not orbax's: docs/decisions/fault-tolerance.md.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class DamagedShards(Exception):
 
 
 class Emergency(NamedTuple):
-    """One emergency checkpoint, of all hosts together."""
+    """One emergency checkpoint of all hosts."""
 
     lineage: str  # of the start that wrote it
     step: int
@@ -57,7 +57,7 @@ class Emergency(NamedTuple):
 
 @dataclass(frozen=True)
 class Keys:
-    """When and where they are kept, in section `zero`."""
+    """When and where they are kept: keys of section `zero`."""
 
     emergency_steps: int | None = key(
         None,
@@ -76,23 +76,23 @@ class Keys:
 
 
 class EmergencyCheckpoints:
-    """The emergency checkpoints of one run; a context manager, which deletes those that are no longer needed.
+    """The emergency checkpoints of one run; a context manager that deletes those no longer needed.
 
-    A checkpoint is needed until a durable one of its step or a later one is committed. All hosts call every method
+    A checkpoint is needed until a durable one of the same or a later step is committed. All hosts call every method
     together. Each host holds at most its own newest three and the newest three of the previous host.
 
     Args:
-      directory: of this host, for all runs.
+      directory: on this host, shared by all runs.
       checkpoint_path: the durable checkpoints of the run, which identify its files.
-      durable_steps: returns the steps of the durable checkpoints that are committed, oldest first.
-      model: its configuration, which must be the same.
+      durable_steps: returns the steps of committed durable checkpoints, oldest first.
+      model: the model's configuration, which must be the same.
 
     Attributes:
       lineage: names the files of this start.
       restored: the checkpoint that this start continues, if it continues an emergency checkpoint.
 
     Raises:
-      UserError: the directory cannot be made, or has no room for all files.
+      UserError: the directory cannot be created, or lacks room for all files.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class EmergencyCheckpoints:
         self._durable_steps = durable_steps
         self._layout = layout
         self._axis = axis
-        self._model = json.loads(json.dumps(dict(model)))  # as a file gives it back: lists in place of tuples
+        self._model = json.loads(json.dumps(dict(model)))  # as read from a file: lists instead of tuples
         self._host = jax.process_index()
         self._hosts = jax.process_count()
         self._peers = Peers(self._directory)
@@ -130,23 +130,23 @@ class EmergencyCheckpoints:
         return [self.lineage, self.restored.lineage]
 
     def remove_earlier(self) -> None:
-        """Removes the files of earlier starts but for the checkpoint that this one continues.
+        """Removes the files of earlier starts, except the checkpoint that this start continues.
 
-        They would count among the newest, and no start would use them. No host writes before all have removed theirs,
-        because `save` waits for all.
+        They would count among the newest, though no start would use them. No host writes before all have removed
+        theirs, because `save` waits for all.
         """
         for path, checkpoint in self._files():
             if checkpoint != self.restored or path.suffix == ".tmp":
                 path.unlink(missing_ok=True)
 
     def save(self, step: int, state: PyTree, position: dict[str, Any]) -> None:
-        """Copies this host's shards, and returns; a thread writes them and sends them to the next host.
+        """Copies this host's shards and returns; a thread writes them and sends them to the next host.
 
         A failure is logged: training continues, and the durable checkpoints are not affected.
         """
         if self._pending is not None:
             self._pending.result()
-        agreement.wait_for_all()  # the checkpoint before is complete on all hosts: older ones are no longer needed
+        agreement.wait_for_all()  # the previous checkpoint is complete on all hosts: older ones are no longer needed
         self._pending = self._pool.submit(self._write, step, list(self._copies(state)), position)
 
     def _copies(self, state: PyTree) -> Iterator[np.ndarray]:
@@ -181,7 +181,7 @@ class EmergencyCheckpoints:
             aside.unlink(missing_ok=True)
         on_disk = {checkpoint for _, checkpoint in self._files()}
         older = sorted(on_disk - {checkpoint}, key=lambda checkpoint: checkpoint.step)
-        for unneeded in older[:-1]:  # the one before stays until all hosts have this one
+        for unneeded in older[:-1]:  # the previous one stays until all hosts have this one
             self._delete(unneeded)
 
     def _description(self, checkpoint: Emergency) -> dict[str, Any]:
@@ -199,19 +199,19 @@ class EmergencyCheckpoints:
         }
 
     def restore(self, lineages: Sequence[str], after: int) -> tuple[dict[str, Any], PyTree] | None:
-        """The position and state of the newest checkpoint that all hosts together hold.
+        """The position and state of the newest checkpoint whose shards all hosts together still have.
 
         Only the shards of a replaced host are sent, by its neighbor.
 
         Args:
-          lineages: what `lineages` was at the previous start; of two lineages the first is the newer one.
+          lineages: the value of `lineages` at the previous start, newest first.
           after: the step of the newest durable checkpoint.
 
         Returns:
           None if no checkpoint of these lineages is newer than the durable one.
         """
         files = [tuple(checkpoint) + (host,) for checkpoint, host in self._held(lineages)]
-        holders: dict[Emergency, dict[int, int]] = {}  # by checkpoint and by host of the shards: who has them
+        holders: dict[Emergency, dict[int, int]] = {}  # by checkpoint and by the shards' host: who has them
         for holder, text in enumerate(agreement.gather("emergency checkpoints", json.dumps(files))):
             for lineage, step, host in json.loads(text):
                 holder_of_host = holders.setdefault(Emergency(lineage, step), {})
@@ -228,7 +228,7 @@ class EmergencyCheckpoints:
         return restored
 
     def _fetch(self, checkpoint: Emergency, holder: int) -> tuple[dict[str, Any], PyTree] | None:
-        """Position and state of a checkpoint, this host's shards from `holder`; None where a host cannot read them."""
+        """Position and state of a checkpoint, this host's shards from `holder`; None if a host cannot read them."""
         step = checkpoint.step
         name = checkpoint.file(self._host)
         position_and_state = None
@@ -255,7 +255,7 @@ class EmergencyCheckpoints:
         return position_and_state
 
     def _held(self, lineages: Sequence[str]) -> Iterator[tuple[Emergency, int]]:
-        """Checkpoint and host of each whole file here that is of one of these lineages and fits this run."""
+        """Checkpoint and host of each complete file here that belongs to one of these lineages and fits this run."""
         for path, checkpoint in self._files():
             if checkpoint.lineage not in lineages or path.suffix == ".tmp":
                 continue
@@ -290,7 +290,7 @@ class EmergencyCheckpoints:
         return header["position"], self._layout.treedef.unflatten(arrays)
 
     def _files(self) -> Iterator[tuple[Path, Emergency]]:
-        """Each file of shards here, half-written ones included, and the checkpoint it belongs to."""
+        """Each file of shards here, including half-written ones, and the checkpoint it belongs to."""
         for path in list(self._directory.iterdir()):
             if name := NAME.fullmatch(path.name):
                 yield path, Emergency(name[1], int(name[2]))
@@ -317,7 +317,7 @@ class EmergencyCheckpoints:
 
 
 def _check_room(directory: Path, own: Path, layout: Layout) -> None:
-    """Raises UserError where the files of this host will not fit: /dev/shm of a container often has 64 MiB."""
+    """Raises UserError if this host's files will not fit: /dev/shm in a container often has only 64 MiB."""
     share = sum(math.prod(leaf.shard_shape) * leaf.dtype.itemsize for leaf in layout.leaves)
     needed = (3 if jax.process_count() == 1 else 6) * share * jax.local_device_count()
     free = shutil.disk_usage(own).free + sum(path.stat().st_size for path in own.iterdir())  # those are replaced

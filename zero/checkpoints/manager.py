@@ -1,8 +1,8 @@
 """Checkpoints that any number of devices can read (orbax).
 
-A checkpoint is one directory per step: `state`, whole logical arrays stored with their padding under the leaf's name,
-and `meta`, JSON with the logical shapes and the caller's own metadata. It is written under a temporary
-name, synced, and then renamed; in a bucket, where nothing can be renamed, a last file marks it as complete.
+A checkpoint is a directory per step: `state`, whole logical arrays stored with their padding under the leaf's name, and
+`meta`, JSON with the logical shapes and the caller's metadata. It is written under a temporary name, synced, and then
+renamed. Buckets have no rename, so there a last file marks it as complete.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ from zero.partition.global_arrays import global_shapes
 from zero.partition.layout import Layout, PyTree
 from zero.record.run_files import committed_steps
 
-if TYPE_CHECKING:  # orbax is imported where it is used: a fresh start of one process does not wait for it
+if TYPE_CHECKING:  # orbax is imported on first use, so that a fresh start of one process does not wait for it
     import orbax.checkpoint as ocp
 
 PACKAGES = ("zero-pmap", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 FORMAT = 3  # of checkpoints; the numbers below it were never released
 META_CHECKSUM = "meta_checksum"
-COPIED_GB = 8  # of a state that fills the host's memory, at a time
-DELETION_SECONDS = 10  # within which a deletion that another process has begun ends
+COPIED_GB = 8  # at a time, of a state that fills the host's memory
+DELETION_SECONDS = 10  # for a deletion begun by another process to end
 _Result = TypeVar("_Result")
 log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
 class Keys:
-    """Which checkpoint is read, in section `data`."""
+    """Which checkpoint is read: a key of section `data`."""
 
     resume_step: int | None = key(
         None, None, "The step whose checkpoint is resumed or used; null: the newest.", anew=True
@@ -72,18 +72,18 @@ class _PendingSave(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints of one run; a context manager, which waits for the last save when it is left.
+    """The checkpoints of one run; a context manager that waits for the last save at its exit.
 
-    All hosts call every method together, and where one host fails to read, all of them raise.
+    All hosts call every method together; if one host fails to read, all raise.
 
     Args:
       directory: a local path or `gs://bucket/path`; made at the first save.
       keep: how many of the newest to keep, besides the one with the lowest validation loss, or a `Retention`; None only
         reads, also while another process writes there.
-      from_host: whether what is saved fills the host's memory. Then `save` copies a few GB at a time, and returns when
-        all are written.
-      check_owner: raises UserError if another process has taken the directory over. Then a save under way is not
-        committed, nothing is deleted after it, and no checkpoint is changed.
+      from_host: whether the state fills the host's memory. `save` then copies a few GB at a time, and returns when all
+        are written.
+      check_owner: raises UserError if another process has taken the directory over. A save in progress is then not
+        committed, nothing is deleted afterwards, and no checkpoint is changed.
     """
 
     def __init__(
@@ -100,26 +100,26 @@ class Checkpoints:
         self._check_owner = check_owner or (lambda: None)
         self._saved: dict[int, Saved] | None = None
         self._pending: _PendingSave | None = None
-        self._is_stale = False  # after a failed save orbax's list of steps may lack some that still exist
+        self._is_stale = False  # after a failed save, orbax's list may lack steps that still exist
         self._commit_times: dict[int, float] = {}
-        self._leaves: list[str] = []  # of the save under way
+        self._leaves: list[str] = []  # of the save in progress
         if keep is not None:
             _check_path(self.directory)
         with ExitStack() as stack:
             stack.enter_context(quiet_loggers())
-            self._cleans_up = keep is not None and not self._is_absent()  # later unfinished saves are another run's
+            self._cleans_up = keep is not None and not self._is_absent()  # later unfinished saves belong to another run
             if not self._is_absent():
                 self._manager  # noqa: B018, opens the directory
             self._until_closed = stack.pop_all()
 
     def _is_absent(self) -> bool:
-        """Whether there is nothing to open yet in a local directory. Several hosts open it together, so at once."""
+        """Whether a local directory is still empty. Several hosts open it together, so for them it never is."""
         if jax.process_count() > 1 or not isinstance(self.directory, Path):
             return False
         try:
             return not (self.directory.exists() and any(self.directory.iterdir()))
         except PermissionError:
-            return False  # it is there; opening it says what cannot be read
+            return False  # it exists; opening it names what cannot be read
 
     @property
     def _is_open(self) -> bool:
@@ -131,7 +131,7 @@ class Checkpoints:
 
         if not self._from_host:
             return ocp.PyTreeCheckpointHandler(use_compression=False)
-        # Copies of the state would else each write a part of an array, which a device would cut.
+        # Otherwise each copy of the state would write a part of an array, which a device would have to cut.
         whole = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
         registry = ocp.type_handlers.create_type_handler_registry((jax.Array, whole))
         return ocp.PyTreeCheckpointHandler(
@@ -154,11 +154,12 @@ class Checkpoints:
             enable_async_checkpointing=True,
             async_options=ocp.AsyncOptions(
                 barrier_sync_fn=barrier_unless_failing,
-                # Else threads wait minutes for a directory that could not be made, and the process for them at its end.
+                # Otherwise threads wait minutes for a directory that could not be created, and the exit of the process
+                # waits for them.
                 create_directories_asynchronously=False,
             ),
             temporary_path_class=temporary_path_class(is_remote, self._commit_times, self._leaves, self._check_owner),
-            lightweight_initialize=True,  # else it reads a file of each checkpoint, which may be damaged
+            lightweight_initialize=True,  # otherwise it reads a file of each checkpoint, which may be damaged
         )
 
         def create() -> ocp.CheckpointManager:
@@ -171,7 +172,7 @@ class Checkpoints:
                 try:
                     return create()
                 except FileNotFoundError:
-                    # A bucket's directory is gone with its last file: host 0 has just deleted an unfinished save.
+                    # A directory in a bucket disappears with its last file: host 0 has just deleted an unfinished save.
                     return create()
         except Exception as error:
             if not storage.is_outage(error):
@@ -179,9 +180,9 @@ class Checkpoints:
             raise Unavailable(f"{self.directory} cannot be read now: {without_brackets(error)}") from error
 
     def steps(self) -> list[int]:
-        """The steps that were saved, oldest first.
+        """The saved steps, oldest first.
 
-        If another process may be training, these are the steps that host 0 sees at this call, on all hosts.
+        If another process may be training, all hosts get the steps that host 0 sees at this call.
         """
         if self._keep is None:
             return [int(step) for step in agreement.broadcast("steps", self._listed()).split()]
@@ -193,7 +194,7 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def _listed(self) -> str:
-        """The steps in the directory now, as text; empty on all hosts but the first."""
+        """The steps in the directory now, as text; empty on all hosts except host 0."""
         if not agreement.is_host_0():
             return ""
         return " ".join(map(str, committed_steps(self.directory)))
@@ -220,11 +221,11 @@ class Checkpoints:
     ) -> None:
         """Copies whole arrays, as `zero.to_global` labels them, to the host, and writes them in the background.
 
-        `shapes`, `dtypes`, `versions`, `format`, `validation_loss` and a checksum of all these are added to the
-        caller's `meta`. For retention the order of saving counts, not the step.
+        Adds `shapes`, `dtypes`, `versions`, `format`, `validation_loss` and a checksum of all these to the caller's
+        `meta`. Retention goes by the order of saving, not by step.
 
         Raises:
-          UserError: the step exists already, or this save or the one before it failed; older checkpoints are intact.
+          UserError: the step already exists, or this or the previous save failed; older checkpoints are intact.
         """
         self.wait()
         if step in self.steps():
@@ -242,22 +243,22 @@ class Checkpoints:
         import orbax.checkpoint as ocp
 
         started = time.monotonic()
-        self._commit_times.pop(step, None)  # of a checkpoint that was set aside
+        self._commit_times.pop(step, None)  # from a checkpoint that was set aside
         self._leaves[:] = arrays
         with self._write_errors():
             self._manager.save(
                 step,
                 args=ocp.args.Composite(state=ocp.args.PyTreeSave(arrays), meta=ocp.args.JsonSave(meta)),
-                force=True,  # else orbax skips a step lower than an existing one, and only its result tells
+                force=True,  # else orbax skips a step lower than an existing one, without an error
             )
         self._pending = _PendingSave(step, sum(x.nbytes for x in arrays.values()), started)
         if self._from_host:
             self.wait()
 
     def set_validation_loss(self, step: int, loss: float) -> None:
-        """Notes the validation loss of a checkpoint that was saved before it was known; retention uses it from now on.
+        """Adds the validation loss to a checkpoint that was saved without it; retention uses it from now on.
 
-        The file of the metadata is replaced as a whole.
+        The metadata file is replaced as a whole.
 
         Raises:
           DamagedCheckpoint: the metadata cannot be read.
@@ -271,14 +272,14 @@ class Checkpoints:
             if jax.process_index() == 0:
                 self._check_owner()
                 file = self._meta_file(step)
-                storage.remove_unfinished(storage.parent(file))  # of a process that was killed here
+                storage.remove_unfinished(storage.parent(file))  # left by a process that was killed here
                 with write_errors(self.directory):
                     storage.write(file, json.dumps(meta).encode())
 
         self._on_all_hosts(step, replace)
 
     def meta(self, step: int) -> dict[str, Any]:
-        """The caller's metadata, and `shapes`, the logical shape of each leaf by its path.
+        """The caller's metadata, and `shapes`, the logical shape of each leaf, keyed by path.
 
         Raises:
           MissingCheckpoint: another process, which trains, has deleted the checkpoint.

@@ -1,4 +1,4 @@
-"""Which checkpoints orbax deletes after a save."""
+"""The rules by which orbax deletes checkpoints after a save."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def steps_or_hours() -> Check:
 
 @dataclass(frozen=True)
 class Keys:
-    """Which checkpoints are kept, in section `data`."""
+    """Which checkpoints are kept: keys of section `data`."""
 
     keep_checkpoints: int = key(
         3,
@@ -67,13 +67,13 @@ class Keys:
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints are kept: orbax's preservation policy, whose own `BestN` reads only losses in its own files.
+    """Which checkpoints are kept: orbax's preservation policy, because its `BestN` only reads losses in its own files.
 
     Attributes:
-      newest: how many of the newest are kept, besides the one with the lowest validation loss.
-      every: checkpoints whose step is a multiple of this are kept as well; None: no such rule.
-      hours: the first checkpoint is kept as well, and each that was saved this many hours after the last one kept by
-        this rule, or before it by a clock that was wrong; None: no such rule.
+      newest: how many of the newest to keep, besides the one with the lowest validation loss.
+      every: also keep checkpoints whose step is a multiple of this; None: off.
+      hours: also keep the first checkpoint, and each one saved at least this many hours after the last one kept by this
+        rule, or before it because a clock was wrong; None: off.
       saved: returns the facts about each existing checkpoint, by step.
     """
 
@@ -96,10 +96,9 @@ class Retention:
         return [step in kept for step in steps]
 
     def _apart(self, steps: Sequence[int], times: dict[int, float]) -> set[int]:
-        """The first step, and each that was saved `hours` after the one kept before it.
+        """The first step, and each step saved `hours` after the previously kept one.
 
-        So is a step that was saved earlier than the one before it: a clock was wrong, and how far apart the two are is
-        unknown.
+        A step that was saved earlier than its predecessor is kept too: a clock was wrong, so their distance is unknown.
         """
         kept: list[int] = []
         for step in (step for step in steps if step in times):
@@ -109,7 +108,7 @@ class Retention:
 
 
 def best_of(losses: Mapping[int, float]) -> int:
-    """The step with the lowest loss, the last of several.
+    """The step with the lowest loss; of equal ones the last.
 
     >>> best_of({5: 0.4, 10: 0.3, 15: 0.3, 20: 0.5})
     15

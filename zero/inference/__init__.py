@@ -1,1 +1,1 @@
-"""Trained models in use: evaluation, sampling, and the adapter for lm-evaluation-harness."""
+"""Inference with trained models: evaluation, sampling, and the adapter for lm-evaluation-harness."""

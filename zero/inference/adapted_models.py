@@ -1,4 +1,4 @@
-"""Several sets of adapters for one base, whose weights are read once: each is merged into a copy of them in turn."""
+"""Several sets of adapters for one base: the base is read once, and each set is merged into a copy of it in turn."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from zero.training.tuning import Tuning
 def adapted_models(
     evaluate: Evaluate, path: PathKeys, data: EvaluateData, model: ShardedGPT
 ) -> Iterator[tuple[str, TrainedModel]]:
-    """Each place of `evaluate.adapters`, and the model with its adapters merged.
+    """Each entry of `evaluate.adapters`, with the model that has its adapters merged.
 
-    The base is the base of the run `model.model_path`, or the weights of that run if it trained all. The devices hold
-    it beside the merged weights.
+    The base is the base of the run at `model.model_path`, or that run's weights if it trained all. The devices hold it
+    beside the merged weights.
 
     Raises:
-      UserError: a place has no adapters, or adapters for another base, or the tokenizer is not the run's.
+      UserError: an entry has no adapters, or adapters for another base, or its tokenizer differs from the run's.
     """
     tokenizer = load_tokenizer(data.tokenizer)
     base = _base(str(path.model_path), data, evaluate.ema, replace(model, master_dtype="float32"), tokenizer)
@@ -38,11 +38,11 @@ def adapted_models(
         read = _of_folder if (Path(source) / CONFIG_FILE).is_file() else _of_run
         params, step = read(source, base, model)
         yield source, TrainedModel(model, params, tokenizer, step)
-        del params  # before the next ones are merged
+        del params  # before the next set is merged
 
 
 def _base(source: str, data: EvaluateData, ema: bool, model: ShardedGPT, tokenizer: Tokenizer) -> PyTree:
-    """The weights under all adapters, in float32."""
+    """The weights that all adapters belong to, in float32."""
     if is_folder(Path(source)):
         return warm_start(source, model)
 

@@ -1,4 +1,4 @@
-"""What `mode=evaluate` and `mode=sample` are told: what they read of a run that is saved, and keys of their own."""
+"""The configuration of `mode=evaluate` and `mode=sample`: the keys of a saved run that they read, and their own."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _PROMPTS = "a string, quoted as '\"2024\"' if it looks like a number, or a list 
 
 
 def is_prompts(value: Any) -> bool:
-    """Whether a value is a text or a list of texts. The command line makes a number of a text that looks like one."""
+    """Whether a value is a text or a list of texts. The command line parses a text that looks like a number as one."""
     texts = value if isinstance(value, list) else [value]
     return bool(texts) and all(isinstance(text, str) for text in texts)
 
 
 @dataclass(frozen=True)
 class HeldWeights:
-    """How a trained model is held, in the section of each mode that opens one."""
+    """How a trained model is held: keys of each mode that opens one."""
 
     ema: bool = key(False, None, "Use the moving average of the weights that training.ema has kept.", in_scores=True)
     replicate: bool | None = key(
@@ -61,7 +61,7 @@ class HeldWeights:
     )
 
     def mistakes(self, mode: str, size: GPTConfig, of_model: str, tensor_shards: int) -> Mistakes:
-        """The models and keys with which weights are not held as codes."""
+        """The models and keys that do not allow holding weights as codes."""
         if self.weight_dtype == "auto":
             return
         if size.layer == "gated_units":
@@ -214,17 +214,17 @@ class Model(sizes.Keys, warm_start.PathKeys, AttentionKeys):
 
 @dataclass(frozen=True)
 class SampleData(RowKeys, manager.Keys):
-    """Of the rows of a run, what they are."""
+    """The keys that define a run's rows."""
 
 
 @dataclass(frozen=True)
 class EvaluateData(SampleData, SetKeys, tracker.Keys):
-    """Of the data of a run, its rows and its validation sets."""
+    """The keys that define a run's rows and validation sets."""
 
 
 @dataclass(frozen=True)
 class TrainedModelConfig(Configuration):
-    """What every mode reads that opens a trained model."""
+    """The keys of every mode that opens a trained model."""
 
     model: Model = section(Model)
     data: SampleData = section(SampleData)
@@ -286,7 +286,7 @@ class EvaluateConfig(TrainedModelConfig):
             yield "evaluate.carry", f"false, or evaluate.stride=null and a context that is a multiple of {block}"
 
     def _top_tokens(self, count: int, size: GPTConfig, of_model: str) -> Mistakes:
-        """What cannot be stored beside index files."""
+        """Settings for which nothing can be stored beside index files."""
         evaluate = self.evaluate
         if count > size.vocab_size:
             yield "evaluate.top_tokens", f"at most {size.vocab_size}, the vocabulary of {of_model}"

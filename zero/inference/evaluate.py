@@ -43,8 +43,8 @@ RESULT_FILE = "evaluation.json"
 def evaluate(config: EvaluateConfig, size: GPTConfig, run_directory: Path) -> int:
     """Scores the whole validation set and the tasks of `evaluate.harness`; prints the result as JSON.
 
-    With `evaluate.adapters` once for each, merged into the base, whose weights are read once; with `evaluate.follow`
-    for each checkpoint, as long as the run trains.
+    `evaluate.adapters` scores each set of adapters, merged into a base that is read once; `evaluate.follow` scores each
+    checkpoint for as long as the run trains.
 
     Returns:
       The exit status, 0.
@@ -93,13 +93,13 @@ def evaluate(config: EvaluateConfig, size: GPTConfig, run_directory: Path) -> in
 
 
 def _result(config: EvaluateConfig, scorer: Scorer) -> dict[str, Any]:
-    """What evaluation.json holds, of the weights of the scorer."""
+    """The entry of evaluation.json for the scorer's weights."""
     described = {"run": str(config.model.model_path), "step": scorer.trained.step, "context": scorer.context}
     return {**described, **_scores(config, scorer)}
 
 
 def _identity(config: EvaluateConfig, scorer: Scorer) -> dict[str, Any]:
-    """What the scores of a step of the run depend on but for its weights, as JSON."""
+    """Everything except the weights that the scores of a step depend on, as JSON."""
     identity = score_identity(values_in_scores(config), scorer.trained.model)
     del identity["model"]  # a run has one
     if config.evaluate.validation:
@@ -123,7 +123,7 @@ def _shards(indices: Iterable[str | list[str]]) -> list[Shard]:
 
 
 def _manner(config: EvaluateConfig) -> Manner:
-    """How the tasks of the harness are asked; raises UserError if the tokenizer has no chat template for them."""
+    """How harness tasks are prompted; raises UserError if the tokenizer lacks the chat template."""
     options = config.evaluate
     template = None
     if options.chat:

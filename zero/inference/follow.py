@@ -1,7 +1,7 @@
-"""`evaluate.follow=true`: scores each new checkpoint of a run, on another machine, until the run has ended.
+"""`evaluate.follow=true`: scores each new checkpoint of a run, possibly on another machine, until the run ends.
 
-The results are in a file of their own beside the run's metrics (`evaluations_file.py`), and in W&B a run of their own:
-nothing is written by two processes. A restart continues after the last line of the file.
+The results go to a separate file beside the run's metrics (`evaluations_file.py`) and to a separate W&B run, so that no
+file has two writers. A restart continues after the last line of the file.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ def follow(
     identity: Mapping[str, Any],
     open_tracker: Callable[[str], AbstractContextManager[Log]],
 ) -> None:
-    """Scores the checkpoints of a run in their order, each once, up to the last step of the run.
+    """Scores the checkpoints of a run in order, each once, up to the last step of the run.
 
     Args:
-      scorer: of `evaluate`, which scores its weights; each checkpoint's replace them.
-      identity: what the scores depend on but for the weights, as JSON. A line of the same step and another identity,
-        or of other weights, is one of another evaluation.
+      scorer: the scorer of `evaluate`; each checkpoint's weights replace its own.
+      identity: everything except the weights that the scores depend on, as JSON. A line with the same step but another
+        identity or other weights belongs to another evaluation.
       open_tracker: `follower_tracker` of a digest of the identity.
 
     Raises:
       UserError: the newest checkpoint cannot be read.
     """
-    identity = json.loads(json.dumps(identity))  # as lines have it
+    identity = json.loads(json.dumps(identity))  # as in a line of the file
     done: set[int] = set()
     with ExitStack() as stack:
         send = None
@@ -66,7 +66,7 @@ def follow(
             send = stack.enter_context(open_tracker(_digest(identity)))
         for number in count():
             watchdog.progress()
-            # The list is read again before each: others of the last list may have been deleted meanwhile.
+            # The list is read again before each one: others in the previous list may have been deleted.
             steps, left = _on_host_0(f"follow {number}", lambda: _steps(run, done, identity))
             step = next(iter(left), None)
             if step is None and steps and _is_last(run, steps[-1]):
@@ -88,16 +88,16 @@ def follow(
             scorer.trained = scorer.trained._replace(params=params, step=step)
             line = metrics_of(evaluate())
             if send is not None:
-                # First: after a kill here it is not evaluated again.
+                # First, so that after a kill here it is not evaluated again.
                 append_evaluation(run, line | {"scored": {**identity, "weights": weights}})
                 send(line)
                 print(json.dumps(line), flush=True)
 
 
 def _steps(run: Path, done: set[int], identity: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-    """The steps of the checkpoints that the run has now, and those that are neither done nor have a line."""
+    """The steps of the run's current checkpoints, and those that are neither done nor have a line."""
     steps = saved_steps(run)
-    done.intersection_update(steps)  # a step that comes again is of other weights
+    done.intersection_update(steps)  # a step that comes back has other weights
     lines = [line for line in read_lines_of(run) if identity_of(line) == identity]
     weights = {line["step"]: line["scored"]["weights"] for line in lines}
     done.update(step for step in steps if step in weights.keys() - done and weights[step] == _weights(run, step))
@@ -139,23 +139,23 @@ def _add_means(line: dict[str, Any], prefix: str, means: Mapping[str, Any]) -> N
 
 
 def _on_host_0(name: str, compute: Callable[[], Any]) -> Any:
-    """What host 0 computes, on all hosts, as JSON gives it."""
+    """The result of host 0 on all hosts, after a round trip through JSON."""
     return json.loads(agreement.broadcast(name, json.dumps(compute()) if agreement.is_host_0() else ""))
 
 
 def _is_last(run: Path, step: int) -> bool:
-    """Whether the run trains no further than this checkpoint, which was its newest. All hosts call it."""
+    """Whether this checkpoint, which was the newest, is the run's last. All hosts call it."""
     with Checkpoints(saved_checkpoint_directory(run), keep=None) as checkpoints:
         try:
             return bool(step >= checkpoints.meta(step)["last_step"])
-        except MissingCheckpoint:  # there is a newer one by now
+        except MissingCheckpoint:  # a newer one exists by now
             return False
 
 
 def follower_tracker(
     run: Path, run_directory: Path, destinations: tracker.Keys, record: dict[str, Any], digest: str
 ) -> AbstractContextManager[Log]:
-    """Its own tracker; a restart continues its W&B run, named after the training's run and what is scored."""
+    """A separate tracker. A restart continues its W&B run, which is named after the training run and what is scored."""
     trained = shared_file(run, saved_checkpoint_directory(run), WANDB_ID_FILE)
     if storage.exists(trained):
         storage.write(run_directory / WANDB_ID_FILE, storage.read_bytes(trained) + f"-evaluation-{digest}".encode())

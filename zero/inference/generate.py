@@ -30,10 +30,9 @@ def bucket(length: int) -> int:
 def generate(
     programs: Inference, params: PyTree, prompts: Sequence[np.ndarray], count: int, *, seed: int, chunk: int
 ) -> Iterator[np.ndarray]:
-    """All rows so far, int32 `(prompts, positions)`, every `chunk` tokens until each has `count` after its prompt.
+    """Yields all rows, int32 `(prompts, positions)`, every `chunk` tokens until each has `count` after its prompt.
 
-    `prompts` are token ids, at least one each. The sampled tokens depend on the seed, the row and the position, not
-    on devices.
+    Each prompt has at least one token id. Sampled tokens depend on the seed, the row and the position, not on devices.
 
     Raises:
       UserError: the frequencies of rotary positions would change within a text.
@@ -74,7 +73,7 @@ def until_end(tokens: np.ndarray, ends: Sequence[int]) -> np.ndarray:
 
 
 def _width(programs: Inference, shortest: int, end: int) -> int:
-    """The positions of the cache for texts of up to `end`, which choose the frequencies of rotary positions."""
+    """The cache's number of positions for texts of up to `end`; rotary frequencies depend on it."""
     switch = programs.switch
     if switch is not None and end <= switch:
         return min(bucket(end), switch)

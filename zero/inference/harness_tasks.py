@@ -20,15 +20,15 @@ CHUNK = 16  # tokens between two checks whether all texts have ended
 
 
 def run_tasks(scorer: Scorer, tasks: list[Any], manner: Manner = PLAIN) -> dict[str, dict[str, Any]]:
-    """The harness's own results, by task: a name of the harness, or the path of a .yaml file.
+    """The harness's results, keyed by task: a name of the harness, or the path of a .yaml file.
 
-    Raises UserError where lm-eval is not installed, or a task or its data cannot be found.
+    Raises UserError if lm-eval is not installed, or a task or its data cannot be found.
     """
     return _adapter_module().run(adapter(scorer, manner.template), tasks, manner)
 
 
 def task_digests(tasks: Sequence[str], manner: Manner) -> dict[str, str]:
-    """What each task is known by: a digest of its settings and documents, wherever they are stored.
+    """The identity of each task: a digest of its settings and documents, independent of where they are stored.
 
     Raises as `run_tasks`.
     """
@@ -61,7 +61,7 @@ def adapter(scorer: Scorer, template: ChatTemplate | None = None) -> Any:
 
 
 def _adapter_module() -> Any:
-    """The module that imports lm-eval, which is an extra because it brings 40 packages."""
+    """The module that imports lm-eval, an extra because it installs 40 packages."""
     try:
         from zero.inference import lm_eval_adapter
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""`sample.interactive`: a prompt per line in, text streams out; and what it shares with other sampling (omegaconf)."""
+"""`sample.interactive`: one prompt per input line, streamed texts; and code shared with other sampling (omegaconf)."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ SETTINGS = ("tokens", "seed", *(field.name for field in dataclasses.fields(Sampl
 
 
 def sampling_of(options: Sample) -> Sampling:
-    """How tokens are drawn, by the section `sample`."""
+    """How tokens are drawn, from section `sample`."""
     return Sampling(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Sampling)})
 
 
 def converse(trained: TrainedModel, options: Sample, encode: Callable[[str], np.ndarray]) -> None:
-    """Continues each line of standard input, to its end; a line that begins with a slash changes a setting.
+    """Continues each line of standard input; a line that begins with a slash changes a setting.
 
     Raises:
       UserError: there are several hosts, which have no terminal in common.
@@ -39,7 +39,7 @@ def converse(trained: TrainedModel, options: Sample, encode: Callable[[str], np.
     if jax.process_count() > 1:
         raise UserError(f"sample.interactive=true: expected one host, got {jax.process_count()}")
 
-    @lru_cache(maxsize=8)  # each sampling is a program of its own
+    @lru_cache(maxsize=8)  # each sampling has its own program
     def programs_of(sampling: Sampling) -> Inference:
         return make_inference(trained.model, sampling)
 

@@ -31,24 +31,24 @@ from zero.inference.scoring import Passage, Score, batched
 log = logging.getLogger(__name__)
 
 LONGEST_ANSWER = 256  # tokens, if a task sets no limit
-# Of generation, beside those that are obeyed: they change nothing of greedy decoding.
+# Generation settings that are ignored because greedy decoding does not depend on them.
 _OF_SAMPLING = ("do_sample", "temperature", "top_p", "top_k", "min_p", "typical_p")
 # Settings that say where documents and the task are; documents that depend on `metadata` are compared themselves.
 _SOURCES = {"dataset_path", "dataset_name", "dataset_kwargs", "metadata"}
 
 
 class HarnessModel(TemplateLM):
-    """Answers the harness's requests to score and generate, as its own class for transformers does.
+    """Answers the harness's requests to score and generate, like its own class for transformers.
 
-    A prompt that is too long loses its beginning; a warning says how many do.
+    A prompt that is too long loses its beginning; a warning counts such prompts.
 
     Args:
-      context: positions of the model, `max_length` of that class: tokens that it reads at once, or reads and writes.
+      context: the model's positions, `max_length` of that class: tokens that it reads at once, or reads and writes.
       score: `Scorer.scores`.
       write: `(prompts, count)` to an iterator of the most likely continuations of all prompts so far, until each has
         `count` tokens.
       rows: prompts per batch.
-      template: renders the conversations that tasks ask in; None: none do.
+      template: renders prompts as conversations; None: prompts are plain text.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class HarnessModel(TemplateLM):
         self._rows = rows
         self._template = template
         self._asks_without_system = False
-        self.is_computing = False  # stays true where an error leaves the model
+        self.is_computing = False  # stays true if the model raises
 
     @property
     def eot_token_id(self) -> int:
@@ -76,7 +76,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Before a text without context, as the harness's own class for transformers has it."""
+        """The token before a text without context, as in the harness's class for transformers."""
         special = self._encoding.special
         return special.eos if special.begin is None else special.begin
 
@@ -148,7 +148,7 @@ class HarnessModel(TemplateLM):
         """The longest answer, in tokens, and the texts at which it stops, of a request.
 
         Raises:
-          UserError: it asks for something else than greedy decoding, or leaves no position for the prompt.
+          UserError: it requests something other than greedy decoding, or leaves no position for the prompt.
         """
         known: dict[str, Any] = dict(normalize_gen_kwargs(options, LONGEST_ANSWER))
         if known.get("do_sample"):
@@ -178,7 +178,7 @@ class HarnessModel(TemplateLM):
             )
 
     def _until(self, tokens: np.ndarray, stops: Sequence[str]) -> tuple[str, bool]:
-        """The text before the first end and the first stop string, and whether it has reached one of them."""
+        """The text before the first end of text or stop string, and whether there is one."""
         special = self._encoding.special
         kept = until_end(tokens, (special.eos, *special.ends))
         text = self._encoding.decode(kept, skip_special=True)
@@ -199,7 +199,7 @@ class HarnessModel(TemplateLM):
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The text of a conversation, up to where the answer begins, or up to the end of a begun answer.
 
-        A template that refuses the system text is asked without it, as by the harness's class for transformers.
+        A template that rejects the system text is rendered without it, as in the harness's class for transformers.
         """
         assert self._template is not None
         try:
@@ -218,7 +218,7 @@ class HarnessModel(TemplateLM):
 
 
 def _up_to(text: str, answer: str) -> str:
-    """The text of a conversation without what its template writes after the last answer, which may strip it."""
+    """The text of a conversation up to the end of its last answer, which the template may have stripped."""
     start = text.rindex(answer.strip())
     whole = start + len(answer.lstrip())
     if text[start:whole] == answer.lstrip():
@@ -232,7 +232,7 @@ def _task_manager() -> TaskManager:
 
 
 def run(model: HarnessModel, tasks: list[Any], manner: Manner = PLAIN) -> dict[str, dict[str, Any]]:
-    """The harness's own results of tasks: names, paths of its .yaml files, or dictionaries like these files.
+    """The harness's results for tasks: names, paths of its .yaml files, or dictionaries like these files.
 
     Raises:
       UserError: there is no such task, its file or its data is missing or wrong, or it does not fit its data.
@@ -258,12 +258,12 @@ def run(model: HarnessModel, tasks: list[Any], manner: Manner = PLAIN) -> dict[s
 
 
 def task_digests(tasks: Sequence[str], few_shots: int | None = None) -> dict[str, str]:
-    """What the results of each task depend on but for the model: its settings, with their functions, and its documents.
+    """What the results of each task depend on besides the model: its settings, with their functions, and its documents.
 
-    They are loaded for that: a file of documents may change while the task that names it stays.
+    The documents are loaded, because their file may change while the task stays the same.
 
     Args:
-      few_shots: examples in a prompt, if they are not each task's own number.
+      few_shots: examples per prompt; None for each task's own number.
 
     Raises as `run`.
     """
@@ -287,7 +287,7 @@ def _digest(parts: Mapping[str, Any], few_shots: int | None) -> str:
 
 
 def _text(value: Any) -> str:
-    """A function by its name, whose text would have an address; other objects by their text."""
+    """A function's name, because its text has an address; the text of any other object."""
     return value.__qualname__ if inspect.isroutine(value) else str(value)
 
 
@@ -300,15 +300,15 @@ def _check_names(tasks: Sequence[Any], manager: TaskManager) -> None:
 
 @contextmanager
 def _task_errors(tasks: Sequence[Any], model: HarnessModel | None = None) -> Iterator[None]:
-    """Raises what a task raises, except while the model computes, as UserError or Unavailable with its name."""
+    """Turns a task's errors, except those of the model, into UserError or Unavailable with the task's name."""
     if model is not None:
         model.is_computing = False
     try:
         yield
-    except Exception as error:  # a task is a program of its author's: YAML, templates, filters, Python
+    except Exception as error:  # a task is a program by its author: YAML, templates, filters, Python
         if isinstance(error, UserError) or (model is not None and model.is_computing):
             raise
-        # FileNotFoundError: datasets has it without a number.
+        # FileNotFoundError: datasets raises it without an errno.
         outages = (cause for cause in causes(error) if isinstance(cause, OSError) and cause.errno not in WRONG_PATH)
         is_outage = any(not isinstance(cause, FileNotFoundError) for cause in outages)
         names = ", ".join(task if isinstance(task, str) else str(task.get("task")) for task in tasks)

@@ -1,4 +1,4 @@
-"""How tasks of EleutherAI's lm-evaluation-harness are asked."""
+"""How tasks of EleutherAI's lm-evaluation-harness are prompted."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from zero.corpus.text.chat_template import ChatTemplate
 
 
 class Manner(NamedTuple):
-    """How the tasks are asked.
+    """How the tasks are prompted.
 
     Attributes:
       template: renders prompts as turns of a conversation; None: prompts are texts to continue.
       system: a text before each prompt.
-      few_shots: examples in each prompt; None: as each task says.
+      few_shots: examples in each prompt; None: each task's own number.
       limit: documents of each task; None: all.
     """
 

@@ -41,7 +41,7 @@ TEXTS_FILE = "samples.jsonl"
 
 @ending_together()
 def sample(config: SampleConfig, size: GPTConfig, run_directory: Path) -> int:
-    """Continues each prompt, into `samples.jsonl` and on the terminal, where a single text is streamed.
+    """Continues each prompt; writes to `samples.jsonl` and to the terminal, where a single text is streamed.
 
     Returns:
       The exit status, 0.
@@ -119,7 +119,7 @@ def sample(config: SampleConfig, size: GPTConfig, run_directory: Path) -> int:
 
 
 def _chat_encoder(path: str, tokenizer: Tokenizer, variables: dict[str, Any]) -> Callable[[str], np.ndarray]:
-    """Encodes a user's message, up to the beginning of the answer; the template writes the beginning of the text."""
+    """Encodes a user's message up to the beginning of the answer; the template writes the beginning of the text."""
     is_file = isinstance(tokenizer, FileTokenizer)
     template = load_chat_template(path, time.time()) if is_file else None
     if template is None:
@@ -134,7 +134,7 @@ def _chat_encoder(path: str, tokenizer: Tokenizer, variables: dict[str, Any]) ->
 
 
 def repeated(prompts: Sequence[str], copies: int) -> list[str]:
-    """Each prompt so many times, one after the other.
+    """Each prompt `copies` times in a row.
 
     >>> repeated(["to", "be"], 2)
     ['to', 'to', 'be', 'be']

@@ -1,4 +1,4 @@
-"""What stored scores are known by, so that none is taken for another: DPO references and lines of `evaluate.follow`."""
+"""The identity of stored scores, so that none is mistaken for another: DPO references, lines of `evaluate.follow`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zero.training.sharded_gpt import ShardedGPT
 
 
 def score_identity(keys: Mapping[str, Any], model: ShardedGPT) -> dict[str, Any]:
-    """All that the scores of a text under given weights depend on, as JSON; its caller adds weights and texts.
+    """Everything that the scores of a text under given weights depend on, as JSON; the caller adds weights and texts.
 
     Args:
       keys: the values of the keys that change scores (`zero.config.keys.values_in_scores`).

@@ -1,4 +1,4 @@
-"""Losses of a trained model over passages of text, and over a whole validation set."""
+"""Losses of a trained model on passages of text, and on a whole validation set."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _Item = TypeVar("_Item")
 
 
 class Passage(NamedTuple):
-    """Tokens, scored from `first` on, each given all tokens before it; as in `Batch`."""
+    """Tokens as in `Batch`, scored from `first` on, each given all tokens before it."""
 
     tokens: np.ndarray
     first: int
@@ -41,10 +41,10 @@ class Score(NamedTuple):
 
 
 class Scorer:
-    """Scores passages of at most `context` tokens, batch by batch on all devices, in their order.
+    """Scores passages of at most `context` tokens in order, batch by batch on all devices.
 
     `rows` is per host and batch; the sum over hosts is rounded up to a multiple of the number of tensor groups.
-    `trained` may be replaced by other weights of the same model, for which nothing is compiled again.
+    `trained` may be replaced by other weights of the same model; nothing is recompiled.
     """
 
     def __init__(self, trained: TrainedModel, context: int, rows: int):
@@ -52,7 +52,7 @@ class Scorer:
         self.context = context
         self._programs = make_inference(trained.model)
         self._places = self._programs.host_rows
-        self._rows = -(-rows * jax.process_count() // self._places.count)  # of a part of a batch
+        self._rows = -(-rows * jax.process_count() // self._places.count)  # per part of a batch
 
     @property
     def batch_rows(self) -> int:
@@ -79,8 +79,8 @@ class Scorer:
     def scores_of_whole(self, rows: Iterable[np.ndarray]) -> Iterator[Score]:
         """Scores every token but the first of rows of any length, given all tokens before it.
 
-        For models of gated units: carries their memory from one `context` tokens to the next. A batch of rows takes
-        as long as its longest.
+        For models of gated units, whose memory is carried from one span of `context` tokens to the next. A batch of
+        rows takes as long as its longest row.
         """
         for batch in batched(rows, self.batch_rows):
             length = max(map(len, batch)) - 1
@@ -131,7 +131,7 @@ def windows(tokens: np.ndarray, context: int, stride: int) -> Iterator[Passage]:
 
 
 class Sums(NamedTuple):
-    """The losses of a set of texts, and what was scored."""
+    """The losses of a set of texts, and the counts of what was scored."""
 
     nats: float = 0.0
     tokens: int = 0
@@ -164,10 +164,10 @@ def score_sets(
 def score_validation_set(
     scorer: Scorer, index: str | list[str], stride: int | None, only_completions: bool = False
 ) -> Sums:
-    """The losses over every token but the first of each row, each token scored once.
+    """The losses of every token except the first of each row, each scored once.
 
     Rows longer than the scorer's context are scored in passages `stride` tokens apart; with None, as if seen at once.
-    With `only_completions`, as for a `Loader`, only these tokens count.
+    `only_completions` counts only the tokens of completions.
     """
     tokenizer = scorer.trained.tokenizer
     loader = Loader(
@@ -177,13 +177,13 @@ def score_validation_set(
         ONCE,
     )
     lengths = tokenizer.byte_lengths()
-    separators = scorer.trained.model.separators  # as `ShardedGPT.targets` obeys them
+    separators = scorer.trained.model.separators  # as in `ShardedGPT.targets`
 
     def rows() -> Iterator[np.ndarray]:
         stage = Stage("validation rows scored", loader.rows, is_shown=jax.process_index() == 0)
         with closing(prefetch(loader.batches())) as batches, stage:
             for batch in stage.counted(batches):
-                row = np.trim_zeros(batch.tokens[0] + 1, "b") - 1  # without its padding
+                row = np.trim_zeros(batch.tokens[0] + 1, "b") - 1  # without padding
                 follows = np.append(False, np.isin(np.maximum(row, ~row)[:-1], separators.ends))[: len(row)]
                 yield np.where(follows & (row >= 0), ~row, row)
 

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def store_top_tokens(scorer: Scorer, index: str, count: int) -> None:
-    """Writes the `count` most likely tokens of each position of the rows of an index file beside it.
+    """Writes the `count` most likely tokens at each position of an index file's rows beside it.
 
     All hosts call it, and host 0 writes. A row is read up to the context of the scorer.
 

@@ -36,11 +36,11 @@ from zero.training.tuning import Tuning, quantize_shards
 log = logging.getLogger(__name__)
 
 
-IN_INT8 = Tuning(Adapters(1, 1.0, targets=()), "int8")  # trains nothing: all weights are a base, held in int8
+IN_INT8 = Tuning(Adapters(1, 1.0, targets=()), "int8")  # trains nothing: all weights form a base held in int8
 
 
 class TrainedModel(NamedTuple):
-    """A model with its weights on the devices; the step is None for weights that are no checkpoint's."""
+    """A model with its weights on the devices; step is None if they are not from a checkpoint."""
 
     model: ShardedGPT
     params: PyTree
@@ -49,10 +49,10 @@ class TrainedModel(NamedTuple):
 
 
 def open_model(model: ShardedGPT, path: PathKeys, data: SampleData, ema: bool) -> TrainedModel:
-    """A placed model with the weights of a checkpoint of the run `model.model_path`, or of that folder.
+    """A placed model with the weights of a checkpoint, or of a folder, at `model.model_path`.
 
     Args:
-      ema: whether they are the moving average of the weights.
+      ema: whether to use the moving average of the weights.
     """
     tokenizer = load_tokenizer(data.tokenizer)
     place = Path(str(path.model_path))
@@ -64,9 +64,9 @@ def open_model(model: ShardedGPT, path: PathKeys, data: SampleData, ema: bool) -
 
 
 def placed_weights(read: Callable[[ShardedGPT], PyTree], model: ShardedGPT) -> PyTree:
-    """The weights as the model holds them, in shards for a pmap, from what reads them for a model.
+    """The weights as the model holds them, in shards for a pmap. `read` returns them for a given model.
 
-    To be held in int8 they are read in bfloat16 and in shards, each on one device, at any stage.
+    Weights to be held in int8 are read in bfloat16, in shards, at any stage.
     """
     if model.tuning is None:
         return read(model)
@@ -82,7 +82,7 @@ def placed_weights(read: Callable[[ShardedGPT], PyTree], model: ShardedGPT) -> P
 
 
 def _layout(model: ShardedGPT) -> Layout:
-    """Of the weights as they are held."""
+    """The layout of the weights as they are held."""
     return model.layout if model.tuning is None else model.frozen_layout
 
 
@@ -98,12 +98,12 @@ def check_vocabulary(name: str, tokenizer: Tokenizer, size: GPTConfig) -> None:
 def place_model(
     size: GPTConfig, rows: int, attention: AttentionKeys, data: RowKeys, zero: WeightKeys, held: HeldWeights
 ) -> ShardedGPT:
-    """The model of `open_model` as it is placed on the devices, for `rows` rows at a time.
+    """The model of `open_model` placed on the devices, for `rows` rows at a time.
 
     Sharded by `zero.stage`; or whole on every device that has a row, if `replicate` of the mode is true, or null and
     two copies fit.
     """
-    alone = zero.alone()  # over however many devices there are now
+    alone = zero.alone()  # for the current number of devices
     model = make_model(size, make_axis(alone), alone, attention, data)
     if held.weight_dtype != "auto":
         model = replace(model, tuning=IN_INT8)
@@ -119,9 +119,9 @@ def place_model(
 def load_weights(
     run: Path, model: ShardedGPT, step: int | None, ema: bool = False, tokenizer: Tokenizer | None = None
 ) -> tuple[PyTree, int]:
-    """A run's weights for these devices, in shards, and the step they are of; None is the newest.
+    """A run's weights for these devices, in shards, and their step; `step` None reads the newest.
 
-    With `ema` they are the moving average of the parameters.
+    `ema` selects the moving average of the parameters.
 
     Raises:
       UserError: the run has no such checkpoint, no average, another model, or another tokenizer.

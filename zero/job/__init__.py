@@ -1,1 +1,1 @@
-"""From sections of the configuration to a model on devices, its optimizer and its programs."""
+"""Turns sections of the configuration into a model on devices, its optimizer and its programs."""

@@ -1,4 +1,4 @@
-"""Where devices stand: the pmap axis of all devices, its groups, and which placement of groups is the faster one."""
+"""The placement of devices: the pmap axis over all devices, its groups, and the faster placement of groups."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class GroupKeys:
-    """How weights are split over devices and groups of them, in section `zero`: all that inference reads."""
+    """How weights are split over devices and groups, in section `zero`: the keys that inference reads."""
 
     stage: int = key(
         3,
@@ -74,7 +74,7 @@ class GroupKeys:
     )
 
     def group_mistakes(self, size: GPTConfig, of_model: str, lengths: Iterable[tuple[str, int]]) -> Mistakes:
-        """The groups that cannot be formed, or that cannot divide a model and sequences of these lengths."""
+        """Groups that cannot be formed, or cannot divide a model and sequences of these lengths."""
         if self.phases == "torus" and self.expert_shards > 1:
             yield "zero.phases", f"auto or flat, as zero.expert_shards={self.expert_shards}"
         yield from self._uncut(size, of_model, lengths)
@@ -98,7 +98,7 @@ class GroupKeys:
             yield from _unshared("tensor", size, of_model)
 
     def _undivided(self, size: GPTConfig, of_model: str) -> Mistakes:
-        """The keys that do not fit expert groups."""
+        """The keys that conflict with expert groups."""
         if self.expert_shards == 1:
             return
         if size.experts is None:
@@ -114,7 +114,7 @@ class GroupKeys:
 
 @dataclass(frozen=True)
 class DeviceKeys(GroupKeys):
-    """The same with what training reads: copies of the state, and groups that share sequences."""
+    """The same with the keys that training reads: copies of the state, and groups that share sequences."""
 
     replicas: int | None = key(
         None,
@@ -138,7 +138,7 @@ class DeviceKeys(GroupKeys):
     )
 
     def copy_mistakes(self) -> Mistakes:
-        """The contradictions between copies of the state and other keys."""
+        """Contradictions between copies of the state and other keys."""
         if self.phases == "torus" and (self.replicas or 1) > 1:
             yield "zero.phases", f"auto or flat, as zero.replicas={self.replicas}"
         if self.replica_wire_dtype == "auto":
@@ -149,7 +149,7 @@ class DeviceKeys(GroupKeys):
             yield "zero.replica_wire_dtype", "auto, as zero.replicas=1 is one copy of the state"
 
     def context_mistakes(self, size: GPTConfig, of_model: str, lengths: Iterable[int]) -> Mistakes:
-        """The models and lengths of sequences that context groups do not divide."""
+        """Models and sequence lengths that context groups cannot divide."""
         if self.context_shards == 1:
             return
         if size.layer == "gated_units":
@@ -168,7 +168,7 @@ def make_axis(zero: DeviceKeys, devices: Sequence[Any] | None = None) -> Axis:
     """The pmap axis of a checked configuration: copies of the state, groups of devices, the phases of collectives.
 
     Raises:
-      UserError: the devices do not make groups of equal size.
+      UserError: the devices do not form groups of equal size.
     """
     devices = pmap_devices() if devices is None else devices
     slices = slices_of(devices)
@@ -206,9 +206,9 @@ def make_axis(zero: DeviceKeys, devices: Sequence[Any] | None = None) -> Axis:
 def _tensor_lines(zero: GroupKeys, devices: Sequence[Any]) -> Axis:
     """Tensor groups along one dimension of a slice.
 
-    Where the devices that gather a part of a layer lie along one dimension too, they scatter gradients by an
-    all-to-all, which XLA runs beside matrix products. Over two dimensions it takes longer than the reduce-scatter that
-    XLA does not hide (docs/decisions/groups.md).
+    If the devices that gather a part of a layer lie along one dimension too, they scatter gradients by an all-to-all,
+    which XLA overlaps with matrix products. Over two dimensions it takes longer than the reduce-scatter that XLA cannot
+    hide (docs/decisions/groups.md).
     """
     if not hasattr(devices[0], "coords"):
         raise UserError("zero.phases=torus: expected auto or flat, because these devices are not a TPU slice")
@@ -225,7 +225,7 @@ def _tensor_lines(zero: GroupKeys, devices: Sequence[Any]) -> Axis:
 
 
 class Placement(NamedTuple):
-    """An axis, and the seconds per step of links for each placement among which it was chosen."""
+    """An axis, and the link seconds per step of each placement that it was chosen from."""
 
     axis: Axis
     seconds: dict[str, float]
@@ -234,10 +234,10 @@ class Placement(NamedTuple):
 def faster_placement(
     model: ShardedGPT, zero: DeviceKeys, devices: Sequence[Any] | None, rows: int, micro_batches: int, context: int
 ) -> Placement | None:
-    """The placement of tensor groups on one TPU slice whose links need the least time; None without a choice.
+    """The placement of tensor groups on one TPU slice with the least time on links; None if there is no choice.
 
-    "flat" has groups of neighbors, "torus" groups along lines: there, gathers have the other dimensions to themselves,
-    and exchanges one. The arguments are the same as for `link_seconds`.
+    "flat" has groups of neighbors, "torus" groups along lines, so that exchanges have one dimension and gathers the
+    others to themselves. The arguments are the same as for `link_seconds`.
     """
     if model.axis.tensor == 1 or model.axis.replicas > 1:
         return None
@@ -255,18 +255,18 @@ def faster_placement(
 
 
 def _check_divisor(setting: str, groups: int, devices: Sequence[Any]) -> None:
-    """Raises UserError where the devices do not form so many groups of equal size."""
+    """Raises UserError if the devices do not form this many groups of equal size."""
     if len(devices) % groups:
         raise UserError(f"{setting}: expected a divisor of {len(devices)}, the number of devices")
 
 
 def slices_of(devices: Sequence[Any]) -> int:
-    """How many slices of TPUs these devices form, by the numbers that jax gives them; 1 for all other devices.
+    """The number of TPU slices that these devices form, by jax's slice indices; 1 for all other devices.
 
-    Machines with CPUs or GPUs have such numbers too.
+    jax gives such indices to CPUs and GPUs as well.
 
     Raises:
-      UserError: the slices have different sizes, or their devices lie among each other in the order of pmap.
+      UserError: the slices have different sizes, or their devices are interleaved in pmap's order.
     """
     if devices[0].platform != "tpu":
         return 1
@@ -283,13 +283,13 @@ def slices_of(devices: Sequence[Any]) -> int:
 def link_seconds(
     model: ShardedGPT, axis: Axis, devices: Sequence[Any], rows: int, micro_batches: int, context: int
 ) -> float:
-    """Seconds per step in which links carry what tensor groups exchange and what is gathered.
+    """Seconds per step in which links carry the exchanges of tensor groups and the gathers.
 
-    Nothing is hidden.
+    No overlap is assumed.
 
     Args:
       model: with tensor groups.
-      axis: how they are placed.
+      axis: the placement of the groups.
       devices: of one TPU slice.
       rows: sequences per group and micro-batch.
       micro_batches: per step.
@@ -300,8 +300,8 @@ def link_seconds(
     itemsize = jnp.dtype(model.compute_dtype).itemsize
     layer = itemsize * sum(math.prod(leaf.gathered_shape) for leaf in model.base.layout_by_parts.at(STACK).leaves)
     activations = itemsize * rows * context * model.config.embedding_dim
-    passes = 3 * micro_batches if model.stage == 3 else 2  # of each layer: gathers, forward and backward, and a scatter
-    sums = 6 * micro_batches  # of each layer: after attention and after the MLP; forward, recomputed, backward
+    passes = 3 * micro_batches if model.stage == 3 else 2  # per layer: gathers, forward and backward, and a scatter
+    sums = 6 * micro_batches  # per layer: after attention and after the MLP; forward, recomputed, backward
     gathering = axis.groups(axis.shards // axis.tensor) or [list(range(axis.size))]
     others = len(gathering[0])
     gather = collective_seconds("all-gather", layer * (others - 1) / others, gathering[0], places, speed)
@@ -313,11 +313,11 @@ def link_seconds(
 def exchanges_gradients(devices: Sequence[Any]) -> bool:
     """Whether devices of a TPU slice scatter gradients by an all-to-all (docs/decisions/collectives.md).
 
-    XLA runs it beside matrix products, as SparseCores do a reduce-scatter, but not over the chips of a square such as
-    4x4: there the compiler makes an all-reduce of it, which nothing hides. An all-to-all must take at most twice as
-    long as the all-reduce that XLA makes of a scatter elsewhere: the links in the middle of the longest dimension carry
-    half of all bytes of an all-to-all, while those of all dimensions share an all-reduce, and the cores of a chip what
-    it sends. A slice of more than 16 chips of a v5e runs no all-to-all beside computation.
+    XLA overlaps it with matrix products, as SparseCores do with a reduce-scatter, but not over a square of chips such
+    as 4x4: there the compiler turns it into an all-reduce, which nothing hides. An all-to-all must take at most twice
+    as long as the all-reduce into which XLA turns a scatter elsewhere: the links in the middle of the longest dimension
+    carry half of all bytes of an all-to-all, whereas an all-reduce is shared by the links of all dimensions, and its
+    traffic by the cores of a chip. A v5e slice of more than 16 chips overlaps no all-to-all with computation.
     """
     speed = SPEEDS.get(devices[0].device_kind)
     if speed is None:
@@ -335,7 +335,7 @@ def exchanges_gradients(devices: Sequence[Any]) -> bool:
 
 
 def _unshared(group: str, size: GPTConfig, of_model: str) -> Mistakes:
-    """The mixers that groups of devices of this kind cannot share."""
+    """The mixers that this kind of group cannot share."""
     for name in sorted({*size.mixers}):
         if group not in MIXERS[name].groups:
             yield f"zero.{group}_shards", f"1, as {of_model} has {name} in mixers"

@@ -1,4 +1,4 @@
-"""In which dtypes weights and gradients are held, sent and multiplied: their keys in section `zero`."""
+"""The dtypes in which weights and gradients are held, sent and multiplied: keys of section `zero`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zero.models.products import PRODUCTS
 
 @dataclass(frozen=True)
 class WeightDtypes:
-    """Of weights: all that inference reads."""
+    """Dtypes of weights: the keys that inference reads."""
 
     compute_dtype: str = key(
         "auto",
@@ -46,7 +46,7 @@ class WeightDtypes:
     )
 
     def product_mistakes(self, size: GPTConfig, of_model: str) -> Mistakes:
-        """The models whose products are not computed in another dtype than activations."""
+        """Models whose products cannot use another dtype than their activations."""
         if self.product_dtype == "auto":
             return
         if size.layer == "gated_units":
@@ -57,7 +57,7 @@ class WeightDtypes:
 
 @dataclass(frozen=True)
 class GradientDtypes:
-    """Of gradients."""
+    """Dtypes of gradients."""
 
     wire_dtype: str = key(
         "auto",

@@ -48,17 +48,17 @@ class Training(
     ema.Keys,
     reading.ScoredKeys,
 ):
-    """What a job reads of section `training`."""
+    """The keys of section `training` that a job reads."""
 
 
 @dataclass(frozen=True)
 class Model(sizes.Keys, AttentionKeys):
-    """What a job reads of section `model`."""
+    """The keys of section `model` that a job reads."""
 
 
 @dataclass(frozen=True)
 class JobConfig(Configuration):
-    """What a job is made of."""
+    """The sections that a job is made from."""
 
     seed: int = key(0, random_seed(), "Seed of weight initialization, data order and dropout.", fixed=True)
     training: Training = section(Training)
@@ -75,9 +75,9 @@ class PlacedModel(NamedTuple):
     """A model on an axis of devices.
 
     Attributes:
-      devices: the devices of the axis; None: all of jax's.
-      rows: per step and device, or group of devices that take the same rows; None: nothing depends on them.
-      placements: seconds of the placements of tensor groups between which `zero.phases=auto` has chosen.
+      devices: the devices of the axis; None means all of jax's.
+      rows: per step and device, or per group of devices that share rows; None if nothing depends on them.
+      placements: seconds of the placements of tensor groups that `zero.phases=auto` chose from.
     """
 
     model: ShardedGPT
@@ -87,14 +87,14 @@ class PlacedModel(NamedTuple):
 
     @property
     def speed(self) -> Speed | None:
-        """Of its TPUs; None of other devices."""
+        """The speed of its TPUs; None for other devices."""
         device = self.device
         if device.platform != "tpu":
             return None
         return SPEEDS.get(device.device_kind)
 
     def with_last_target(self, has_last_target: bool) -> PlacedModel:
-        """The same for rows that hold the target of their last position, or not."""
+        """The same model for rows with or without the target of their last position."""
         return self._replace(model=dataclasses.replace(self.model, last_target=has_last_target))
 
     @property
@@ -105,9 +105,9 @@ class PlacedModel(NamedTuple):
 class Job(NamedTuple):
     """A model on an axis of devices, its optimizer, the programs made of them, and the layout of the whole state.
 
-    The objective is what the programs minimize; `held` counts the bytes of state and frozen parameters per device;
-    `storage` knows where the state lies between steps; `placements` are those of tensor groups between which
-    `zero.phases=auto` has chosen (`link_seconds`).
+    The programs minimize `objective`; `held` counts the bytes of state and frozen parameters per device; `storage`
+    knows where the state is between steps; `placements` are the placements of tensor groups that `zero.phases=auto`
+    chose from (`link_seconds`).
     """
 
     model: ShardedGPT
@@ -123,9 +123,9 @@ class Job(NamedTuple):
 def place_model(
     config: JobConfig, size: GPTConfig, devices: Sequence[Any] | None = None, rows: int | None = None
 ) -> PlacedModel:
-    """The model of a checked configuration on these devices, by default all. What they refuse is refused here.
+    """The model of a checked configuration on these devices, by default all. Raises UserError if they cannot hold it.
 
-    `rows` are those per step and device, or group of devices that take the same rows; None: as training.batch_size.
+    `rows` counts rows per step and device, or per group of devices that share rows; None takes training.batch_size.
     """
 
     def on(axis: Axis) -> ShardedGPT:
@@ -134,7 +134,7 @@ def place_model(
 
     model = on(make_axis(config.zero, devices))
     placed = PlacedModel(model, devices, rows, {})
-    if rows is None and placed.speed is not None:  # else nothing depends on them, and jobs of other rows are the same
+    if rows is None and placed.speed is not None:  # else nothing depends on them, so that jobs are equal
         global_rows = config.objective.make().example.texts * config.training.batch_size * jax.process_count()
         placed = placed._replace(rows=global_rows * model.axis.row_group // model.axis.size)
     if config.zero.phases != "auto" or placed.speed is None or placed.rows is None:
@@ -149,7 +149,7 @@ def place_model(
 
 
 def make_job(config: JobConfig, placed: PlacedModel) -> Job:
-    """A placed model with its optimizer, its programs and the place of its state. Nothing is compiled yet."""
+    """A placed model with its optimizer, its programs and the storage of its state. Nothing is compiled yet."""
     model = placed.model
     objective = config.objective.make()
     options = step_options(config, objective, steps_per_row(config.data, model.config))

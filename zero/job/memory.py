@@ -1,4 +1,4 @@
-"""What is stored where: the state on devices or in the host's memory, and the activations of a step."""
+"""Where state and activations are stored: on devices or in the host's memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Keys:
-    """What is stored of a step, and where, in section `zero`."""
+    """What a step stores, and where: keys of section `zero`."""
 
     remat: str = key(
         "auto",
@@ -68,7 +68,7 @@ class Keys:
     )
 
     def memory_mistakes(self, size: GPTConfig, of_model: str) -> Mistakes:
-        """The contradictions between these keys, and beside a model."""
+        """Contradictions between these keys, and with a model."""
         offloaded = OFFLOADED[self.offload]
         if self.remat in STORED and size.layer == "gated_units":
             yield "zero.remat", f"dots, full or none, as {of_model} has gated units"
@@ -92,11 +92,11 @@ class Keys:
 
 
 class StoredState(NamedTuple):
-    """Where the state of a job lies.
+    """Where the state of a job is stored.
 
     Attributes:
-      layout: of the whole state.
-      storage: knows where the state lies between steps.
+      layout: the layout of the whole state.
+      storage: knows where the state is between steps.
       held: bytes of state and frozen parameters per device.
     """
 
@@ -106,7 +106,7 @@ class StoredState(NamedTuple):
 
 
 def store_state(model: ShardedGPT, tx: optax.GradientTransformation, options: StepOptions) -> StoredState:
-    """Where the state of a model and its optimizer lies between steps."""
+    """Where the state of a model and its optimizer is stored between steps."""
     layout = state_layout(model, tx, options)
     storage = OnDevices(layout, model.axis)
     if options.streams_state:
@@ -116,7 +116,7 @@ def store_state(model: ShardedGPT, tx: optax.GradientTransformation, options: St
 
 
 def with_automatic_remat(model: ShardedGPT, held: int, device: Any, rows: int, context: int) -> ShardedGPT:
-    """The model with what its forward pass stores, and where, by the memory that is left and by predicted seconds.
+    """The model with automatic rematerialization and offload resolved, from the free memory and predicted seconds.
 
     Args:
       held: bytes of state and frozen parameters per device.
@@ -138,9 +138,9 @@ def with_automatic_remat(model: ShardedGPT, held: int, device: Any, rows: int, c
 
 
 def rates_of(model: ShardedGPT, speed: Speed) -> Rates:
-    """Operations and bytes per second of a kind of device, from which `zero.remat=auto` predicts seconds.
+    """Operations and bytes per second of a device kind, from which `zero.remat=auto` predicts seconds.
 
-    zero's own attention kernel lacks windows and caps, which splash attention has; some TPUs have one of the two only.
+    zero's attention kernel lacks windows and caps, which splash attention has; some TPUs support only one of the two.
     """
     share = DENSE_SHARE
     if model.kernel is not None:

@@ -1,4 +1,4 @@
-"""What is trained: the model on an axis of devices."""
+"""The model to train, on an axis of devices."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ U = TypeVar("U")
 
 @dataclass(frozen=True)
 class AttentionKeys:
-    """How attention is computed, in section `model`."""
+    """How attention is computed: keys of section `model`."""
 
     attention: str = key(
         "auto",
@@ -49,11 +49,11 @@ class AttentionKeys:
 
 @dataclass(frozen=True)
 class RowKeys(tokenizers.Keys):
-    """What a row of tokens is, in section `data`."""
+    """What a row of tokens is: keys of section `data`."""
 
     max_context: Any = key(
         None,
-        Check(  # an integer, once it is checked
+        Check(  # an integer after the check
             lambda value: value is None or (isinstance(value, int) and 2 <= value <= INT32), "at least 2, or null"
         ),
         "Sequence length in training; all tokens but the first are predicted. null: block_size of the model.",
@@ -100,11 +100,11 @@ def make_model(
     """The model of a checked configuration on an axis of devices.
 
     Args:
-      tuning: what is trained of it; None: all.
-      device: one of the axis's; None: one of jax's.
+      tuning: which part is trained; None for all of it.
+      device: one of the axis's devices; None for one of jax's.
 
     Raises:
-      UserError: a size does not divide over a tensor group.
+      UserError: a size does not divide evenly over a tensor group.
     """
     device = device or jax.devices()[0]
     platform = device.platform
@@ -117,7 +117,7 @@ def make_model(
     separators = Separators(*load_tokenizer(rows.tokenizer).special.separators) if is_divided else UNDIVIDED
     context = rows.max_context
     kernel = chosen_kernel(attention.attention, platform, device.device_kind, positions=context, dtype=compute_dtype)
-    if axis.replicas == 1 and axis.copies_dtype is not None:  # as after the loss of a slice
+    if axis.replicas == 1 and axis.copies_dtype is not None:  # for example after the loss of a slice
         log.warning("zero.replica_wire_dtype=%s: no effect, because there is one copy of the state", axis.copies_dtype)
     model = ShardedGPT(
         size,
@@ -143,7 +143,7 @@ def make_model(
     missing = missing_in_kernel(kernel, size, model.cut, context, has_segments=is_divided)
     if missing is not None and attention.attention == "kernel":
         log.warning("model.attention=kernel does not support %s; using model.attention=auto", missing)
-    if missing is not None:  # so that nothing counts on it, as `zero.remat=auto` does
+    if missing is not None:  # so that nothing counts on it, such as `zero.remat=auto`
         model = dataclasses.replace(model, kernel=None)
     for leaf in (*model.base.layout_by_parts.leaves, *model.layout_by_parts.leaves):
         if leaf.is_cut and leaf.path[0] == STACK and leaf.splits[0].padding:
@@ -155,7 +155,7 @@ def make_model(
 
 
 def if_auto(value: T, automatic: U) -> T | U:
-    """The value of a key, and where it is auto what that means here.
+    """The value of a key, or the default if it is auto.
 
     >>> if_auto("int8", "bfloat16"), if_auto("auto", "bfloat16")
     ('int8', 'bfloat16')

@@ -17,18 +17,18 @@ _WITHOUT_INT8 = {"wire_dtype": "auto, float32 or bfloat16", "gather_dtype": "aut
 
 @dataclass(frozen=True)
 class WeightKeys(GroupKeys, WeightDtypes):
-    """How weights lie on the devices and are multiplied with: all that inference reads."""
+    """How weights are placed on the devices and multiplied: the keys that inference reads."""
 
     def alone(self) -> Sharding:
-        """The same for one copy of the weights and whole rows, without anything of an update."""
+        """The same for one copy of the weights and whole rows, without the keys of updates."""
         return Sharding(**{name: getattr(self, name) for name in WeightKeys.__dataclass_fields__}, replicas=1)
 
     def mistakes(self, size: GPTConfig, of_model: str, lengths: Iterable[tuple[str, int]] = ()) -> Mistakes:
-        """The contradictions between these keys, and beside a model.
+        """Contradictions between these keys, and with a model.
 
         Args:
-          of_model: how a message names the model.
-          lengths: of sequences that devices divide, each with its description.
+          of_model: the model's name in messages.
+          lengths: the sequence lengths that devices divide, each with a description.
         """
         yield from self.group_mistakes(size, of_model, lengths)
         yield from self.product_mistakes(size, of_model)
@@ -36,7 +36,7 @@ class WeightKeys(GroupKeys, WeightDtypes):
         yield from self._unsent()
 
     def _with_int8(self, names: Collection[str]) -> Mistakes:
-        """The keys among these that set int8 although nothing is sent in blocks."""
+        """The keys that set int8 although nothing is sent in blocks."""
         for name in (name for name in names if getattr(self, name) == "int8"):
             alternative = _WITHOUT_INT8[name]
             if self.stage == 0:
@@ -45,7 +45,7 @@ class WeightKeys(GroupKeys, WeightDtypes):
                 yield f"zero.{name}", f"{alternative}, as zero.expert_shards={self.expert_shards}"
 
     def _unsent(self) -> Mistakes:
-        """The keys with which weights are not gathered as their products round them."""
+        """The keys that prevent gathering weights as their products round them."""
         setting = "zero.gather_dtype=products"
         if self.gather_dtype != "products":
             return
@@ -61,7 +61,7 @@ class WeightKeys(GroupKeys, WeightDtypes):
 
 @dataclass(frozen=True)
 class Sharding(WeightKeys, DeviceKeys, GradientDtypes, memory.Keys):
-    """How the state of training lies on the devices, how gradients are summed, and what is stored."""
+    """How training state is placed on the devices, how gradients are summed, and what is stored."""
 
     def mistakes(self, size: GPTConfig, of_model: str, lengths: Iterable[tuple[str, int]] = ()) -> Mistakes:
         yield from super().mistakes(size, of_model, lengths)

@@ -1,4 +1,4 @@
-"""Model sizes: the entries of conf/model_config.yaml and conf/models, or of a file of one's own (omegaconf)."""
+"""Model sizes: the entries of conf/model_config.yaml and conf/models, or of the user's own file (omegaconf)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zero.models.families import FAMILIES
 
 
 def _is_same_entry(one: str, other: str) -> bool:
-    """Whether two names are of one entry of a file, which may have moved; any other name is only the same as itself.
+    """Whether two names denote the same entry of a file, which may have moved; other names must be equal.
 
     >>> _is_same_entry("my.yaml:mine", "other/my.yaml:mine"), _is_same_entry("my.yaml:bytes", "bytes")
     (True, False)
@@ -34,7 +34,7 @@ def _is_same_entry(one: str, other: str) -> bool:
 
 @dataclass(frozen=True)
 class Keys:
-    """Which model it is, in section `model`."""
+    """Which model it is: keys of section `model`."""
 
     size: str = key(
         "bytes",
@@ -53,48 +53,48 @@ class Keys:
     )
 
     def __str__(self) -> str:
-        """How messages name the model."""
+        """The model's name in messages."""
         return f"model.size={self.size}"
 
 
 class Sizes(Mapping[str, GPTConfig]):
-    """Model sizes by name, each made when it is asked for, as there are many and a run needs one.
+    """Model sizes by name, each made on request, because there are many and a run needs one.
 
     Args:
-      path: the file of their entries.
-      families: a directory of further files. Each has the entries whose names begin as its own does, and is read when
-        such a name is asked for, or all names are.
+      path: the file with their entries.
+      families: a directory of further files. Each has the entries whose names begin with the file's name, and is read
+        when such a name, or the list of all names, is requested.
     """
 
     def __init__(self, path: Path, families: Path | None = None) -> None:
-        """Raises UserError where there is no such file, or not one of names with values."""
+        """Raises UserError if the file does not exist, or does not map names to values."""
         if not path.is_file():
             raise UserError(f"{path}: not found; expected the model sizes")
         self.path = path
         self._families = {} if families is None else {file.stem: file for file in sorted(families.glob("*.yaml"))}
         self._read: dict[Path, dict[str, Any]] = {}
-        self._chosen: dict[str, GPTConfig] = {}  # by the keys as they are written
+        self._chosen: dict[str, GPTConfig] = {}  # keyed by the keys as written
         self._entries(path)
 
     def _entries(self, path: Path) -> dict[str, Any]:
-        """The entries of a file, which is read once."""
+        """The entries of a file; reads it once."""
         if path not in self._read:
             self._read[path] = read_yaml(path, f"{path}: expected the model sizes")
         return self._read[path]
 
     def _file(self, name: str) -> Path:
-        """The file that has this size, if there is such a size: of those that its name begins with, the longest."""
+        """The file with this size, if any: of the files whose name is a prefix of the size's, the longest."""
         stems = [stem for stem in self._families if name.startswith(stem)]
         if name in self._entries(self.path) or not stems:
             return self.path
         return self._families[max(stems, key=len)]
 
     def entry(self, name: str) -> Any:
-        """The keys of a size as written, without its family's; raises KeyError if there is no such size."""
+        """The keys of a size as written, without its family's. Raises KeyError if there is no such size."""
         return self._entries(self._file(name))[name]
 
     def __getitem__(self, name: str) -> GPTConfig:
-        """Raises UserError where the entry is wrong, and KeyError where there is none."""
+        """Raises UserError if the entry is wrong, and KeyError if there is none."""
         entry = self.entry(name)
         try:
             return _make_size(entry or {})
@@ -112,10 +112,10 @@ class Sizes(Mapping[str, GPTConfig]):
         return len(list(iter(self)))
 
     def chosen(self, model: Keys) -> GPTConfig:
-        """The size that these keys name: an entry of these sizes or of a file, and `model.override` over it.
+        """The size that these keys select: an entry of these sizes or of a file, with `model.override` applied.
 
         Raises:
-          UserError: there is no such size, a file is wrong, or the model is impossible with these overrides.
+          UserError: the size does not exist, a file is wrong, or the overrides make an impossible model.
         """
         path, _, name = model.size.rpartition(":")
         if path:
@@ -128,7 +128,7 @@ class Sizes(Mapping[str, GPTConfig]):
             expected = f"{meant} --help sizes lists all" if meant else f"expected one of {known}"
             raise UserError(f"model.size={model.size}: {expected}, or FILE:ENTRY, such as my.yaml:mine")
         keys = {**entry, **model.override}
-        written = repr(keys)  # 2 and 2.0 are equal, and written differently
+        written = repr(keys)  # 2 and 2.0 are equal but written differently
         try:
             if written not in self._chosen:
                 self._chosen[written] = _make_size(keys)
@@ -138,10 +138,10 @@ class Sizes(Mapping[str, GPTConfig]):
 
 
 def _entry_of_file(size: str, path: str, name: str) -> Any:
-    """The entry of this name in a file, as it is written; `size` is both, as the user named them.
+    """The entry of this name in a file, as written; `size` is the user's FILE:NAME.
 
     Raises:
-      UserError: there is no such file, it has no such entry, or is wrong.
+      UserError: the file does not exist, lacks the entry, or is wrong.
     """
     if not Path(path).is_file():
         raise UserError(f"model.size={size}: {path} not found; if it has moved, set model.size=FILE:{name}")
@@ -152,11 +152,11 @@ def _entry_of_file(size: str, path: str, name: str) -> Any:
 
 
 def load_sizes(path: Path | None = None) -> Sizes:
-    """The model sizes of `conf/model_config.yaml` and `conf/models`, which tests check, or of a file, checked here.
+    """The model sizes of `conf/model_config.yaml` and `conf/models`, or of a file, which is checked here.
 
     Raises:
-      UserError: the file or a key of a size is missing, unknown, of another type, or impossible; every size that is
-        wrong has a line.
+      UserError: the file or a key of a size is missing, unknown, of another type, or impossible; one line for every
+        wrong size.
     """
     if path is None:
         return _packaged_sizes()

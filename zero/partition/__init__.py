@@ -1,1 +1,1 @@
-"""Sharding of any pytree inside `jax.pmap`: jax and optax only; Flax where one of its modules is lifted."""
+"""Sharding of any pytree inside `jax.pmap`: needs only jax and optax, and Flax to lift a Flax module."""

@@ -43,7 +43,7 @@ def check_replicated(tree: PyTree, axis_name: str, devices: Sequence[jax.Device]
     for name, x, _ in named:
         rows = len(local)
         if devices is None and isinstance(x, jax.Array) and np.shape(x)[:1] == (len(x.sharding.device_set),):
-            rows = len(x.sharding.device_set)  # of a pmap over some of the devices
+            rows = len(x.sharding.device_set)  # for a pmap over some of the devices
         if np.shape(x)[:1] != (rows,):
             raise ValueError(f"leaf {name}: expected one row per local device, ({rows}, ...), got {np.shape(x)}")
         if devices is not None and isinstance(x, jax.Array) and len(x.addressable_shards) == len(local):
@@ -69,7 +69,7 @@ def _stacked(x: Any, axis_name: str) -> Any:
 
 
 def check_copies(tree: PyTree, layout: Layout, axis: Axis, devices: Sequence[jax.Device]) -> None:
-    """Raises where copies of a leaf of sharded state differ: copies of a whole leaf, or of a slice.
+    """Raises if copies of a leaf of sharded state differ: copies of a whole leaf, or of a slice.
 
     Arguments as for `checksums`. Call outside pmap, on all processes.
     """
@@ -174,8 +174,8 @@ def examine(
 ) -> tuple[dict[str, int], list[str]]:
     """`checksums`, and the names of leaves with a NaN or an infinity outside padding, in one pass.
 
-    With `first` the leaves are parts of longer stacks, whose layer `first` they begin with. The checksums of a stack's
-    parts add up to that of the stack, modulo 2^32.
+    With `first`, the leaves are parts of longer stacks, beginning at layer `first`. The checksums of a stack's parts
+    add up to the checksum of the stack, modulo 2^32.
 
     Raises:
       ValueError: as `checksums`; or a leaf that is part of a stack is split along its layers.
@@ -219,7 +219,7 @@ def _checksum(
 ) -> tuple[jax.Array, jax.Array]:
     """The sum of `_hashes` over this device's elements, padding excepted; 1 if one of them is not finite.
 
-    `first` is the place in dimension 0 of the whole array at which this one begins.
+    `first` is this array's first index in dimension 0 of the whole array.
     """
     offsets = {split.dim: axis.shard_index().astype(jnp.uint32) * split.shard_size for split in leaf.splits}
     is_inside = jnp.ones(x.shape, bool)
@@ -232,7 +232,7 @@ def _checksum(
 
 
 def checksum(tree: PyTree) -> jax.Array:
-    """A uint32 of the arrays on this device, bit for bit and by their order. No communication."""
+    """A uint32 checksum of the bits and order of the arrays on this device. No communication."""
     total = jnp.uint32(0)
     for x in jax.tree.leaves(tree):
         total = mix(total + jnp.sum(_hashes(x, {}), dtype=jnp.uint32))
@@ -240,7 +240,7 @@ def checksum(tree: PyTree) -> jax.Array:
 
 
 def _hashes(x: jax.Array, offsets: Mapping[int, jax.Array]) -> jax.Array:
-    """Of each element a hash of its bits and of its place in the whole array, where this part begins at `offsets`.
+    """A hash of each element's bits and its index in the whole array, in which this part begins at `offsets`.
 
     Bits times a hash of the index would save a multiplication but miss a swap of a number with its negative: their bits
     differ by 2^31, and all odd factors are equal modulo 2.

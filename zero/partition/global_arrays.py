@@ -1,4 +1,4 @@
-"""Relabels the shards of all devices as global `jax.Array`s, which Orbax can store, and back; gathers nothing."""
+"""Relabels the shards of all devices as global `jax.Array`s, which Orbax can store, and back, without a gather."""
 
 from __future__ import annotations
 
@@ -154,11 +154,11 @@ def from_global(
     )
 
 
-Bounds = tuple[tuple[int, int], ...]  # of each dimension: the first position, and the one behind the last
+Bounds = tuple[tuple[int, int], ...]  # for each dimension: the first position, and one past the last
 
 
 def _resized(x: jax.Array | np.ndarray, leaf: LeafLayout, sharding: NamedSharding) -> jax.Array:
-    """The leaf with the padding of this layout, from an array with another; one shard at a time is on the host."""
+    """The leaf with this layout's padding, from an array with other padding; one shard at a time is on the host."""
     parts: dict[Bounds, Any] = {_bounds((), x.shape): x}
     if isinstance(x, jax.Array):
         if not (x.is_fully_addressable or x.is_fully_replicated):
@@ -188,7 +188,7 @@ def _bounds(index: Sequence[slice], shape: Sequence[int]) -> Bounds:
 
 
 def _overlap(first: Bounds, second: Bounds) -> Bounds:
-    """What both have, empty in a dimension where they have nothing in common.
+    """The intersection; empty in a dimension in which they do not overlap.
 
     >>> _overlap(((0, 4), (2, 9)), ((3, 8), (9, 12)))
     ((3, 4), (9, 9))
@@ -199,7 +199,7 @@ def _overlap(first: Bounds, second: Bounds) -> Bounds:
 
 
 def _relative(part: Bounds, whole: Bounds) -> tuple[slice, ...]:
-    """The slices of a part, counted from the first position of the whole."""
+    """The slices of a part, relative to the first position of the whole."""
     pairs = zip(part, whole, strict=True)
     return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in pairs)
 
@@ -230,7 +230,7 @@ def _labels(layout: Layout, axis: AxisLike, devices: Sequence[jax.Device] | Mesh
 
 
 def counted_devices(count: int) -> str:
-    """The place of an array with this number of shards on devices.
+    """Where an array with this number of shards on devices is, for messages.
 
     >>> counted_devices(0), counted_devices(1), counted_devices(8)
     ('the host', '1 device', '8 devices')
@@ -241,7 +241,7 @@ def counted_devices(count: int) -> str:
 
 
 def local_shards(leaf: LeafLayout, x: Any, devices: Sequence[jax.Device]) -> Sequence[Any]:
-    """The shards of a stacked array on this process's devices, checked; `devices` are those of the pmap, in its order.
+    """The shards of a stacked array on this process's devices, checked; `devices` are the pmap's, in its order.
 
     Raises:
       ValueError: shape, devices or device order do not match.
@@ -271,7 +271,7 @@ def local_shards(leaf: LeafLayout, x: Any, devices: Sequence[jax.Device]) -> Seq
 def check_order(name: str, parts: Sequence[Any], expected: Sequence[jax.Device]) -> None:
     """Raises ValueError if the rows of a stacked array do not lie on these local devices in this order.
 
-    XLA itself would read them as they lie, or end the process.
+    XLA itself would read them in the wrong order, or abort the process.
     """
     rows = [part.device for part in sorted(parts, key=lambda part: part.index[0].start or 0)]
     for row, (actual, device) in enumerate(zip(rows, expected, strict=True)):
@@ -304,7 +304,7 @@ def _add_first(x: jax.Array) -> jax.Array:
 def _reshape_shards(
     reshape: Callable[[jax.Array], jax.Array], arrays: Sequence[jax.Array], is_donated: Sequence[bool]
 ) -> list[list[jax.Array]]:
-    """The shards of each array on the devices of this process, reshaped in place where donated.
+    """The shards of each array on this process's devices, reshaped in place if donated.
 
     One program per shape would compile for many seconds, so two programs per device reshape all. Arrays with odd and
     even numbers of dimensions are separate: no result then has the shape of another input, whose buffer jax might use.

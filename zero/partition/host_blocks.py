@@ -1,7 +1,7 @@
-"""Blocks of arrays in the host's memory ("pinned_host"), which a device can read and write.
+"""Blocks of arrays in host memory ("pinned_host"), which a device can read and write.
 
-`jax.pmap` takes no argument from there, and returns none. So what a pmapped program needs is moved to the devices
-before it is called, and what it returns is moved away after, both while other programs run.
+`jax.pmap` neither takes arguments from there nor returns results to it. So the inputs of a pmapped program are moved to
+the devices before the call, and its results are moved away after it, both while other programs run.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import jax
 from zero.partition.layout import PyTree
 
 HOST, DEVICE = "pinned_host", "device"
-IN_FLIGHT = 2  # blocks beside the current one: one on its way to the devices, one on its way back
+IN_FLIGHT = 2  # blocks besides the current one: one moving to the devices, one moving back
 
 
 def to_host(tree: PyTree) -> PyTree:
-    """A copy of arrays of devices in the memory of their hosts; returns before the copy is there."""
+    """Copies arrays from devices to the memory of their hosts; returns before the copy is complete."""
     return _moved(tree, HOST)
 
 
@@ -32,24 +32,24 @@ def _moved(tree: PyTree, memory: str) -> PyTree:
 
 
 def taken(tree: PyTree) -> PyTree:
-    """`to_devices`, after which the host no longer holds what it held."""
+    """`to_devices`, which also frees the host's copy."""
     moved = to_devices(tree)
     for x in jax.tree.leaves(tree):
-        x.delete()  # its memory is freed once it has been read
+        x.delete()  # frees its memory once it has been read
     return moved
 
 
 class HostQueue:
     """Moves blocks to the host, and lets the caller run only a few blocks ahead of the devices.
 
-    Otherwise programs would be started for all blocks at once, and the devices hold all of them.
+    Otherwise programs for all blocks would start at once, and the devices would hold all blocks.
     """
 
     def __init__(self) -> None:
         self._last: PyTree = None
 
     def put(self, block: PyTree) -> PyTree:
-        """The block in the host's memory; waits until the block of the call before is there."""
+        """The block in host memory; waits until the previous call's block is there."""
         moved = to_host(block)
         jax.block_until_ready(self._last)
         self._last = moved
@@ -57,9 +57,9 @@ class HostQueue:
 
 
 def in_reverse(blocks: Sequence[PyTree]) -> Iterator[tuple[int, PyTree]]:
-    """The number of each block and the block on the devices, last first, while the next one is on its way.
+    """The index of each block and the block on the devices, last first, while the next one is moving.
 
-    The host no longer holds a block that was taken.
+    The host frees each block once it is taken.
     """
     coming: Any = taken(blocks[-1])
     for number in reversed(range(len(blocks))):

@@ -19,9 +19,9 @@ def evaluate(
     """The results of a traced function.
 
     Args:
-      args: its inputs, arrays or what stands for them.
-      apply: gives the results of an operation from its operands.
-      of_constant: gives the operand for an array that the function uses and does not take.
+      args: its inputs, arrays or stand-ins for them.
+      apply: returns the results of an operation on its operands.
+      of_constant: returns the operand for an array that the function closes over.
 
     >>> import jax
     >>> closed = jax.make_jaxpr(lambda x: 2 * x + 1)(3.0)
@@ -47,7 +47,7 @@ def evaluate(
 
 
 def closed_jaxpr(jaxpr: ClosedJaxpr | Jaxpr) -> ClosedJaxpr:
-    """A traced function with its constants; one that is not closed has none."""
+    """A traced function with its constants; an open jaxpr has none."""
     if isinstance(jaxpr, ClosedJaxpr):
         return jaxpr
     return ClosedJaxpr(jaxpr, ())

@@ -1,4 +1,4 @@
-"""Which leaf is split along which dimension: host arithmetic on shapes, frozen data.
+"""Decides which leaf is split along which dimension: host arithmetic on shapes, stored as frozen data.
 
 A layout is made once, from the shapes of the plain model; collectives, checkpoints and memory tables follow it. It
 contains no devices. "Axis" means the pmap axis; arrays have dimensions.
@@ -37,11 +37,11 @@ class Split:
 
     @property
     def padding(self) -> int:
-        """Elements appended so that the dimension divides. They start as zeros, updates may change them."""
+        """Elements appended so that the dimension divides evenly. They start as zeros; updates may change them."""
         return self.shard_size * self.shards - self.size
 
     def positions(self, shard: jax.Array | int) -> jax.Array:
-        """The positions of the elements of a shard along the dimension, int32; those of padding are `size` or more."""
+        """The positions of a shard's elements along the dimension, int32; padding has positions of `size` or more."""
         return shard * self.shard_size + jnp.arange(self.shard_size, dtype=jnp.int32)
 
 
@@ -53,8 +53,8 @@ class LeafLayout:
       path: path of the leaf in its tree.
       shape: shape of the whole array, without padding.
       dtype: dtype of the shard.
-      splits: dimensions of which each device holds a part. Empty: every device holds the whole array.
-      stacked: whether the first dimension is that of layers (`nn.scan`), which is never split.
+      splits: dimensions of which each device holds a part; empty if every device holds the whole array.
+      stacked: whether the first dimension counts layers (`nn.scan`); it is never split.
       moves: moves from the shard to the array that a device computes with; by default an all-gather for each split.
     """
 
@@ -168,7 +168,7 @@ class Layout:
             raise ValueError(f"the layout was made for a different tree: {differences}") from error
 
     def differences(self, tree: PyTree, *, may_lack: bool = False) -> str:
-        """Which leaves this tree lacks, and which it has that the layout has not; empty if the names are the same."""
+        """The leaves that this tree lacks, and those that the layout lacks; empty if the names are the same."""
         flat, _ = jax.tree_util.tree_flatten_with_path(tree)
         paths = [path_of(keys) for keys, _ in flat]
         expected = [leaf.path for leaf in self.leaves]
@@ -194,7 +194,7 @@ class Layout:
         return leaves
 
     def shards_of(self, tree: PyTree) -> list[Any]:
-        """The leaves of a tree of shards; raises as `gathered_of`."""
+        """The leaves of a tree of shards; raises like `gathered_of`."""
         leaves = self.leaves_of(tree)
         for leaf, x in zip(self.leaves, leaves, strict=True):
             if np.shape(x) != leaf.shard_shape:
@@ -208,7 +208,7 @@ class Layout:
         return leaves
 
     def check_numbers(self) -> None:
-        """Raises a TypeError if a leaf has no sum and no norm."""
+        """Raises TypeError if a leaf's dtype has no sum or norm."""
         for leaf in self.leaves:
             if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
                 raise TypeError(f"leaf {leaf.name}: a typed key of jax.random cannot be summed: leave it out")
@@ -309,11 +309,11 @@ def make_grouped_layout(
     Args:
       tree, shards, stacked: as for `make_layout`.
       tensor: size of a tensor group; divides `shards`.
-      tensor_dim: from the name of a leaf ("blocks/query/kernel") to the dimension that tensor groups cut, counted from
-        the last one; None for none. That dimension is split, and a device gathers one of `tensor` parts.
+      tensor_dim: maps the name of a leaf ("blocks/query/kernel") to the dimension that tensor groups cut, counted from
+        the last one, or to None. That dimension is split, and a device gathers one of `tensor` parts.
       expert: size of an expert group; divides `shards`.
-      is_expert: whether the first dimension of the leaf of this name (after that of layers) is that of experts, which
-        expert groups divide among their devices. Another dimension is split.
+      is_expert: whether the first dimension of the leaf with this name (after the layers) counts experts, which expert
+        groups divide among their devices. Another dimension is split.
 
     Raises:
       TypeError: as `make_layout`.
@@ -402,7 +402,7 @@ def path_of(keys: Sequence[Any]) -> tuple[str, ...]:
 
 
 def names_of(paths: Sequence[tuple[str, ...]]) -> list[str]:
-    """The name of each leaf; those that slashes inside of keys would make equal are told apart.
+    """The name of each leaf; names that slashes inside keys would make equal are spelled differently.
 
     >>> names_of([("a/b",), ("a", "b"), ("c", "d")])
     ["['a/b']", "['a']['b']", 'c/d']
@@ -417,7 +417,7 @@ def _in_brackets(path: Sequence[str]) -> str:
 
 
 def named_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
-    """The leaves of a tree with their names in messages.
+    """The leaves of a tree with their names for messages.
 
     >>> named_leaves({"a": {"b": 1}, "a/b": 2}), named_leaves(3)
     ([("['a']['b']", 1), ("['a/b']", 2)], [('(root)', 3)])
@@ -430,18 +430,18 @@ def named_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> 
 def source_of(
     path: tuple[str, ...], shape: tuple[int, ...], by_path: Mapping[tuple[str, ...], LeafLayout]
 ) -> LeafLayout | None:
-    """The leaf of a tree whose split a leaf of the result of `derive_layout` takes."""
+    """The leaf of a tree whose split a leaf in the result of `derive_layout` inherits."""
     parts = [path[start:stop] for start, stop in combinations_with_replacement(range(len(path) + 1), 2)]
     same = [by_path[part] for part in parts if part in by_path and by_path[part].shape == shape]
-    # The longest path is the leaf itself, a shorter one a leaf of the same name.
+    # The longest matching path is the leaf itself, a shorter one a leaf of the same name.
     return max(same, key=lambda leaf: len(leaf.path), default=None)
 
 
 def match_layout(tree: PyTree, *layouts: Layout) -> Layout:
-    """The layout of a tree whose leaves, by path, are a subset of those of the layouts.
+    """The layout of a tree whose leaves, by path, are a subset of the layouts' leaves.
 
     Raises:
-      ValueError: no layout has a leaf of that path.
+      ValueError: no layout has a leaf with that path.
     """
     if jax.tree.structure(tree) == layouts[0].treedef:
         return layouts[0]
@@ -460,7 +460,7 @@ def match_layout(tree: PyTree, *layouts: Layout) -> Layout:
 
 
 def _choose_split(shape: tuple[int, ...], first: int, shards: int, *, keeps_first: bool = False) -> Split | None:
-    """The split, or None for fewer elements than shards, or without a dimension to split."""
+    """The split; None if there are fewer elements than shards, or no dimension to split."""
     candidates = [Split(dim, size, shards) for dim, size in enumerate(shape) if dim >= first + keeps_first]
     if shards == 1 or math.prod(shape[first:]) < shards or not candidates:
         return None
@@ -476,7 +476,7 @@ def _one_layer(leaf: LeafLayout) -> LeafLayout:
 
 
 def _one_dim_less(entry: Any) -> Any:
-    """A split or a move of an array without its first dimension."""
+    """A split or move for an array without its first dimension."""
     dims = {name: getattr(entry, name) - 1 for name in ("dim", "split", "concat") if hasattr(entry, name)}
     return dataclasses.replace(entry, **dims)
 

@@ -1,8 +1,8 @@
 """Gradients that differ between devices, as values that are not arrays until a sharded optimizer reduces them.
 
-They are each device's own, not reduced, or its slices of reduced ones. A transform that computes with them on the way,
-such as a clipping by the global norm around a sharded optimizer, would do so with other numbers on each device, and
-nothing would fail. Here it gets no number at all.
+They are a device's own unreduced gradients, or its slices of reduced ones. A transform that computes with them on the
+way, such as clipping by the global norm around a sharded optimizer, would use different numbers on each device without
+an error. Here it gets no numbers at all.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _READ = (
 
 
 class NoArrayError(ValueError, AttributeError):
-    """An attribute of an array was asked of a marked gradient; as an AttributeError it also answers `hasattr`."""
+    """An array attribute of a marked gradient was read; as an AttributeError it also works with `hasattr`."""
 
 
 class LocalGradient:
     """One device's own gradient of a leaf, or its slice of a reduced one, which only a sharded optimizer reads.
 
-    It has the shape and the dtype of the array. Any other use raises a ValueError: it is not an array, and
-    no pytree node through which a function of arrays could be mapped.
+    It has the shape and dtype of the array. Any other use raises a ValueError: it is neither an array nor a pytree node
+    through which a function of arrays could be mapped.
     """
 
     __slots__ = ("_array",)
@@ -66,7 +66,7 @@ class LocalGradient:
         raise NoArrayError(f"a gradient that zero.local marked has no {name!r}: {_READ}")
 
     def __repr__(self) -> str:
-        # Functions that check for arrays by themselves, as optax's abs_sq, quote it in their own errors.
+        # Functions that check for arrays themselves, such as optax's abs_sq, quote it in their errors.
         return f"LocalGradient({self.dtype}{list(self.shape)}; read it inside zero.shard_optimizer)"
 
 
@@ -91,8 +91,8 @@ def local(grads: PyTree) -> PyTree:
     """Marks a device's own gradients, which a sharded optimizer reduces: `tx.update(zero.local(grads), ...)`.
 
     Use it in place of `lax.pmean(grads, axis_name)`, or after the last computation with the slices of `scatter_mean`.
-    Until `update` reads them, the leaves are not arrays: computing with them, whose values differ between devices,
-    raises a ValueError.
+    Until `update` reads them, the leaves are not arrays, because their values differ between devices: computing with
+    them raises a ValueError.
 
     Per device: arrays in, a tree of the same structure out. No communication.
 
@@ -108,10 +108,10 @@ def local(grads: PyTree) -> PyTree:
 
 
 def arrays_of(updates: PyTree, axis_name: str, reduction: str | None) -> PyTree:
-    """The arrays of gradients that `local` has marked, or of whole reduced ones (None), which are not marked.
+    """The arrays of gradients marked by `local`, or, for None, of unmarked whole reduced gradients.
 
     Raises:
-      TypeError: a leaf is marked and should not be, or the other way round.
+      TypeError: a leaf is marked but should not be, or vice versa.
     """
     for name, x in named_leaves(updates):
         is_marked = isinstance(x, LocalGradient)

@@ -88,7 +88,7 @@ def memory(
 
 
 def memory_of(sharded: Layout, tx: optax.GradientTransformation, compute_dtypes: Sequence[DTypeLike]) -> Memory:
-    """`memory` of parameters with this layout, which may be that of groups."""
+    """`memory` of parameters with this layout, which may be a layout for groups."""
     rows = []
     for dtype in [np.dtype(dtype) for dtype in compute_dtypes]:
         whole = sum(math.prod(leaf.gathered_shape) * _compute_itemsize(leaf, dtype) for leaf in sharded.leaves)
@@ -97,7 +97,7 @@ def memory_of(sharded: Layout, tx: optax.GradientTransformation, compute_dtypes:
             is_cast = any(leaf.dtype != dtype for leaf in layout.leaves)
             gathered = (whole if is_cast else 0, whole, whole, min(whole, _two_layers(layout, dtype)))[stage]
             parameters = layout.bytes_per_device()
-            # From whole shapes: the state may depend on them, as Adafactor's factors do.
+            # From whole shapes, because the state may depend on them, as Adafactor's factors do.
             state_bytes = derive_layout(tx.init, layout).bytes_per_device()
             gradients = whole if stage < 2 else parameters
             rows.append(MemoryRow(stage, dtype.name, parameters, state_bytes, gathered, gradients))

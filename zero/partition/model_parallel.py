@@ -1,6 +1,6 @@
 """The interface between models and groups of devices, which do not import each other.
 
-A model calls these methods wherever its computation may be cut; `zero.partition.collectives` has the groups. The
+A model calls these methods wherever its computation may be cut; the groups are in `zero.partition.collectives`. The
 default methods are for a device that shares its rows with no group; a group overrides some of them.
 """
 
@@ -17,20 +17,20 @@ Draw = Callable[[tuple[int, ...]], jax.Array]  # from a shape to an array, such 
 
 
 class Rounding(Protocol):
-    """Numbers of few bits, each with a scale that is the same for all numbers of a line."""
+    """Numbers of few bits with one scale per line."""
 
     def numbers(self, x: jax.Array, largest: jax.Array) -> jax.Array:
         """`x` as numbers, from the largest magnitude of each line, float32 with size 1 along the line."""
 
     def scales(self, largest: jax.Array) -> jax.Array:
-        """What the numbers are multiplied by."""
+        """The factors of the numbers."""
 
 
 class RoundedWeight(NamedTuple):
-    """A matrix as devices send it for a product in 8 bits: `numbers * scales`, with a scale for each output.
+    """A matrix as devices send it for an 8-bit product: `numbers * scales`, with a scale for each output.
 
     Attributes:
-      flow: an array of the shape of the matrix, which its gradient flows to; the values are not read.
+      flow: an array of the matrix's shape that receives its gradient; its values are not read.
       numbers: `(inputs, outputs)`, of 8 bits.
       scales: float32 `(1, outputs)`.
     """
@@ -101,19 +101,19 @@ class ModelParallel(Protocol):
         return draw(shape)
 
     def input_positions(self, x_BT: jax.Array) -> jax.Array:
-        """From whole rows to the positions of the model's inputs on this device."""
+        """Maps whole rows to the positions of the model's inputs on this device."""
         return x_BT
 
     def stream_positions(self, x_BT: jax.Array) -> jax.Array:
-        """From the positions of the model's inputs to those of the stream."""
+        """Maps the positions of the model's inputs to the positions of the stream."""
         return x_BT
 
     def stream_numbers(self, first: jax.Array | int, count: int) -> jax.Array | int:
-        """The number of the first of `count` positions of the stream; all numbers, `(T,)`, if they have gaps."""
+        """The index of the first of `count` positions of the stream; all indices, `(T,)`, if they have gaps."""
         return first
 
     def attended_numbers(self, first: jax.Array | int, count: int) -> jax.Array | int:
-        """As `stream_numbers`, for the positions inside attention."""
+        """Like `stream_numbers`, for the positions inside attention."""
         return first
 
     def numbers(self, count: int, turn: jax.Array | int = 0) -> jax.Array:
@@ -121,7 +121,7 @@ class ModelParallel(Protocol):
         return jnp.arange(count, dtype=jnp.int32)[None]
 
     def gather_positions(self, x_BTD: jax.Array) -> jax.Array:
-        """From the positions of the stream to those inside attention and MLP."""
+        """Maps the positions of the stream to the positions inside attention and MLP."""
         return x_BTD
 
     def sum_positions(self, x_BTD: jax.Array) -> jax.Array:
@@ -137,7 +137,7 @@ class ModelParallel(Protocol):
         return None
 
     def counted_once(self, x_BT: jax.Array) -> jax.Array:
-        """Zeros in all but this device's share of the positions that the group has in common.
+        """Zeros except in this device's share of the positions that the group has in common.
 
         A psum then counts each position once.
         """
@@ -152,13 +152,13 @@ class HeadParallel(Protocol):
         """The group inside attention, with this device's heads."""
 
     def to_heads(self, x_BTHK: jax.Array) -> jax.Array:
-        """From this device's positions of all heads to all positions of its heads."""
+        """Maps this device's positions of all heads to all positions of its heads."""
 
     def to_positions(self, x_BTHK: jax.Array) -> jax.Array:
         """The inverse of `to_heads`."""
 
     def whole_rows(self, x_BT: jax.Array) -> jax.Array:
-        """All positions, from each device's."""
+        """All positions, from the devices' own."""
 
 
 class ExpertParallel(Protocol):
@@ -170,7 +170,7 @@ class ExpertParallel(Protocol):
         return 1
 
     def to_experts(self, x_BECD: jax.Array) -> jax.Array:
-        """From places of all experts in this device's rows to places of its experts in the rows of the group."""
+        """Maps places of all experts in this device's rows to places of its experts in the rows of the group."""
         return x_BECD
 
     def from_experts(self, x_BECD: jax.Array) -> jax.Array:

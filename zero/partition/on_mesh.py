@@ -1,7 +1,7 @@
-"""Sharded state of `jax.shard_map`: padded global arrays on a mesh, where a pmap has a stack of one slice per device.
+"""Sharded state under `jax.shard_map`: padded global arrays on a mesh, instead of a stack of one slice per device.
 
-The optimizer cuts along one axis of the mesh. How the other axes cut parameters is read from their shardings; state of
-the same path and shape is cut in the same way.
+The optimizer cuts along one axis of the mesh. The shardings of parameters say how the other axes cut them; state of the
+same path and shape is cut in the same way.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class MeshLeaf(NamedTuple):
     """A global array.
 
     Attributes:
-      leaf: layout of the part that the other axes leave, split along the axis of the optimizer.
-      axes: for each dimension the axes of the mesh that cut it, the axis of the optimizer last.
-      parts: for each dimension the number of parts that the other axes make.
+      leaf: the layout of the part that the other axes leave, split along the optimizer's axis.
+      axes: for each dimension the mesh axes that cut it, the optimizer's axis last.
+      parts: for each dimension the number of parts made by the other axes.
     """
 
     leaf: LeafLayout
@@ -52,7 +52,7 @@ class MeshLeaf(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Without padding."""
+        """The shape without padding."""
         return tuple(n * size for n, size in zip(self.parts, self.leaf.shape, strict=True))
 
     @property
@@ -81,7 +81,7 @@ def axis_of_mesh(layout: Layout, axis: Any, mesh: Mesh) -> str:
     """The name of the axis of the mesh over which the leaves of this layout are split.
 
     Raises:
-      ValueError: the mesh has no such axis, or one of another size.
+      ValueError: the mesh lacks the axis, or has it with another size.
     """
     if axis not in mesh.axis_names:
         raise ValueError(f"expected the name of an axis of the mesh, one of {list(mesh.axis_names)}, got {axis!r}")
@@ -94,7 +94,7 @@ def axis_of_mesh(layout: Layout, axis: Any, mesh: Mesh) -> str:
 
 
 def leaf_on_mesh(leaf: LeafLayout, axis_name: Any) -> MeshLeaf:
-    """The entry of an array that no other axis cuts."""
+    """The entry for an array that no other axis cuts."""
     return _mesh_leaf(leaf, [()] * len(leaf.shape), {}, axis_name)
 
 
@@ -102,7 +102,7 @@ def state_on_mesh(origin: Origin, sizes: Mapping[str, int]) -> tuple[Layout, lis
     """The layout of an optimizer's state on the part that the other axes leave, and its global arrays.
 
     Raises:
-      ValueError: the axis of the optimizer is not one of the mesh, whose `sizes` these are.
+      ValueError: the optimizer's axis is not in the mesh, whose axis sizes are `sizes`.
     """
     axis = origin.axis
     if isinstance(axis, Axis) or axis not in sizes:

@@ -1,6 +1,6 @@
 """Adam and Lion with one byte per moment, and stochastic rounding of bfloat16 weights: plain optax transforms.
 
-Every code is element-wise. No two elements share a scale, so a slice has the same codes as in the whole array. Adam
+Every code is element-wise. No two elements share a scale, so a slice has the same codes as the whole array. Adam
 needs no scale because each of its moments is the scale of the other:
 
 - `nu`, the mean square, is a float of 8 bits: 3 levels per octave (factor of 2) over 85 octaves, from far below eps.
@@ -64,7 +64,7 @@ def scale_by_adam(
       b1, b2, eps: as in optax.
       state_dtype: dtype of the moments of floating-point leaves that `mask` selects; all others are float32.
       mask: a tree of booleans, or a function from the parameters to one.
-      bias_correction: whether moments are divided by the sums of their weights, 1 - b^n after n updates.
+      bias_correction: whether to divide moments by the sums of their weights, 1 - b^n after n updates.
 
     Raises:
       ValueError: `state_dtype` is none of the three, or int8 with b1 * b1 >= b2, where mu / sqrt(nu) has no bound.
@@ -82,7 +82,7 @@ def scale_by_adam(
     def init(params: PyTree) -> optax.ScaleByAdamState:
         unsigned = np.dtype(np.uint8) if dtype == np.int8 else dtype
         mu = _zeros(params, dtype, mask)
-        nu = _zeros(params, unsigned, mask)  # its own zeros, so that both can be donated
+        nu = _zeros(params, unsigned, mask)  # separate zeros, so that both can be donated
         return optax.ScaleByAdamState(jnp.zeros((), jnp.int32), mu, nu)
 
     def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, optax.ScaleByAdamState]:
@@ -298,7 +298,7 @@ class AdamCode:
         return mu.astype(jnp.int8), nu.astype(jnp.uint8)
 
     def decode(self, mu: jax.Array, nu: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The float32 mean and mean square."""
+        """The decoded float32 mean and mean square."""
         root, v = _from_level(nu.astype(jnp.int32), self.lowest)
         return mu.astype(jnp.float32) * (self.bound / 127) * root, v
 

@@ -53,14 +53,14 @@ def global_norm(shards: PyTree, layout: Layout, axis: AxisLike) -> jax.Array:
 
 
 class Squares(NamedTuple):
-    """This device's part of a sum of squares, of split leaves and of whole leaves."""
+    """This device's part of a sum of squares, over split leaves and over whole leaves."""
 
     split: jax.Array
     whole: jax.Array
 
 
 def squares(shards: PyTree, layout: Layout, axis: Axis) -> Squares:
-    """The input of `norm_of`; may be summed over several trees first."""
+    """The input of `norm_of`; may first be summed over several trees."""
     split = jnp.float32(0)
     whole = jnp.float32(0)
     for leaf, x in zip(layout.leaves, layout.shards_of(shards), strict=True):
@@ -142,7 +142,7 @@ def _update(
     params: tuple[PyTree, Layout],
     extra: dict[str, Any],
 ) -> tuple[PyTree, PyTree]:
-    """New updates and state. The parameters may be None, but not their layout."""
+    """New updates and state. The parameters may be None, their layout may not."""
     for name, value in extra.items():
         if callable(value):
             raise NotElementwiseError(
@@ -191,11 +191,11 @@ class Update(Protocol):
 
 
 class ShardedOptimizer(optax.GradientTransformationExtraArgs):
-    """The result of `shard_optimizer`: `init` and `update`, and what they were made from.
+    """The result of `shard_optimizer`: `init` and `update`, and their inputs.
 
     Attributes:
-      init: whole parameters to a state: slices inside pmap, whole outside.
-      update: gradients of a device, its state and whole parameters to whole updates and the new state.
+      init: makes a state from whole parameters: slices inside pmap, whole outside.
+      update: maps a device's gradients, its state and whole parameters to whole updates and the new state.
       unsharded: the wrapped transform.
       axis: the `axis_name` of `shard_optimizer`.
 
@@ -237,9 +237,9 @@ def shard_optimizer(
     Args:
       tx: any transform; one that is not element-wise needs `across_shards`, or has a version in `zero`.
       axis_name: the pmap axis, or an `Axis` of groups.
-      reduction: of gradients over devices. None if they are whole, already reduced, and not marked; "scattered" if
-        `scatter_mean` or `scatter_sum` reduced them to slices, which the program marks after its last computation with
-        them.
+      reduction: how gradients are reduced over devices, "mean" or "sum". None if they are whole, already reduced, and
+        not marked; "scattered" if `scatter_mean` or `scatter_sum` reduced them to slices, which the program marks after
+        its last computation with them.
       wire_dtype: dtype of gradients on the wire; None for their own.
       reduce_dtype: dtype of their sums; None for their own, but at least float32. `tx` gets the result in the dtype of
         the gradients.
@@ -311,7 +311,7 @@ def shard_optimizer(
         new = nan_unless(is_own(number, axis), new, new_layout)
         updates, is_alike = _gather_updates(new, new_layout, number, axis)
         shard_after = after_update(number, is_alike, axis)[None]
-        # The origin is that of the state, so that one that was made by an equal optimizer keeps its structure.
+        # Keeps the state's origin, so that a state made by an equal optimizer keeps its structure.
         return updates, dataclasses.replace(state, slices=new_state, shard=shard_after)
 
     sharded = ShardedOptimizer(init, update)
@@ -321,7 +321,7 @@ def shard_optimizer(
 
 
 def _gather_updates(new: PyTree, layout: Layout, number: jax.Array, axis: Axis) -> tuple[PyTree, jax.Array]:
-    """Whole updates, and whether all devices have taken the same updates before: a number that travels with them."""
+    """Whole updates, and whether all devices took the same updates so far: a number gathered along with them."""
     is_odd = number >= axis.shards
     floats = [x.dtype for x in jax.tree.leaves(new) if _is_float(x)]
     parity = is_odd.astype(floats[0] if floats else jnp.float32)[None]
@@ -364,7 +364,7 @@ def _check_gradients(given: Layout, layout: Layout) -> None:
 
 
 def _check_not_nested(init: Callable[[PyTree], PyTree], params: PyTree) -> None:
-    """Raises if the state holds that of another sharded optimizer."""
+    """Raises if the state contains the state of another sharded optimizer."""
     if any(map(is_marked, jax.tree.leaves(jax.eval_shape(init, params), is_leaf=is_marked))):
         raise ValueError(
             "zero.shard_optimizer inside zero.shard_optimizer: only one of them may cut state into slices. Keep the "
@@ -382,7 +382,7 @@ def _is_bound(axis: AxisLike) -> bool:
 
 
 def _check_outside_pmap(axis: AxisLike) -> None:
-    """Raises inside pmap: the axis of the optimizer is not there, so each device would make the whole state."""
+    """Raises inside pmap: the optimizer's axis is not bound there, so each device would make the whole state."""
     name = axis.name if isinstance(axis, Axis) else axis
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.manual_axes and name not in mesh.axis_names:

@@ -1,4 +1,4 @@
-"""State of a sharded optimizer, on the devices and whole: both know how they are cut."""
+"""The state of a sharded optimizer, on the devices and whole; both forms know how they are cut."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ Cut = tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, int], ...]]  # of each
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """How the state of an optimizer is cut, for any number of devices. From shapes only.
+    """How an optimizer's state is cut, for any number of devices, from shapes alone.
 
     Attributes:
-      params: the parameters, in one shard; what other axes of a mesh leave of them.
+      params: the parameters in one shard; the part that other mesh axes leave of them.
       state: the state of the optax transform, in one shard.
       axis: the `axis_name` of the optimizer.
-      cuts: of each parameter the other axes of a mesh that cut it. Not compared: inside a mapped function they are not
-        known.
+      cuts: for each parameter the other mesh axes that cut it. Not compared, because they are unknown inside a mapped
+        function.
     """
 
     params: Layout
@@ -58,12 +58,12 @@ def _layout(origin: Origin, shards: int) -> Layout:
 
 @functools.lru_cache(maxsize=256)
 def _known(origin: Origin, cuts: tuple[Cut, ...]) -> Origin:
-    """The same object for equal origins: pytrees of state are compared at each call of a mapped function."""
+    """The same object for equal origins, because each call of a mapped function compares pytrees of state."""
     return origin
 
 
 def origin_of(init: Callable[[PyTree], PyTree], params: PyTree, axis: AxisLike) -> Origin:
-    """The origin of the state that `init` makes of these parameters, or of their shapes."""
+    """The origin of the state that `init` makes for these parameters, or for their shapes."""
     whole = make_layout(params, 1)
     cuts = tuple(_cut(leaf.name, x, axis) for leaf, x in zip(whole.leaves, jax.tree.leaves(params), strict=True))
     shapes = [_shape_of_part(leaf.shape, *cut) for leaf, cut in zip(whole.leaves, cuts, strict=True)]
@@ -73,7 +73,7 @@ def origin_of(init: Callable[[PyTree], PyTree], params: PyTree, axis: AxisLike) 
 
 
 def _cut(name: str, x: Any, axis: AxisLike) -> Cut:
-    """The axes of a mesh that cut a parameter, for each dimension, and the sizes of all axes."""
+    """The mesh axes that cut each dimension of a parameter, and the sizes of all axes."""
     sharding = getattr(x, "sharding", None)
     if isinstance(x, jax.core.Tracer) or not isinstance(sharding, NamedSharding):
         return ((),) * np.ndim(x), ()
@@ -117,7 +117,7 @@ def parts_over(names: Sequence[str], size_of: Mapping[str, int]) -> int:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ShardedState:
-    """The state of a sharded optimizer on the devices: one device's slice, and its number.
+    """The state of a sharded optimizer on the devices: one device's slice and its index.
 
     Taking one slice out of the stack of all devices, as `x[0]`, `flax.jax_utils.unreplicate` and pmap's `out_axes=None`
     do, raises a ValueError: it is 1/N of the state. A slice on the wrong device makes `update` return NaN.
@@ -125,8 +125,8 @@ class ShardedState:
 
     Attributes:
       slices: the state of the optax transform, in its own structure, each leaf this device's slice.
-      shard: int32 `(1,)`, the number of the slice; plus the number of all slices after an odd number of updates; or -1
-        if devices did not take the same updates.
+      shard: int32 `(1,)`, the index of the slice, plus the number of slices after an odd number of updates; -1 if
+        devices did not take the same updates.
       origin: how the whole state is cut.
 
     >>> import optax, zero
@@ -160,7 +160,7 @@ class ShardedState:
         """The layout of the slices, for the functions that take one.
 
         Raises:
-          ValueError: the state was put together by hand.
+          ValueError: the state was assembled by hand.
         """
         return self.known_origin.layout(shards)
 
@@ -184,7 +184,7 @@ def numbers_of(state: ShardedState) -> Any:
 
 
 def is_own(number: jax.Array, axis: Axis) -> jax.Array:
-    """Whether `shard` is that of this device, after the same updates as on the other devices."""
+    """Whether `shard` belongs to this device, after the same updates as on the other devices."""
     return (number >= 0) & (number % axis.shards == axis.shard_index())
 
 

@@ -46,26 +46,26 @@ def to_host(
 ) -> PyTree:
     """A train state, or with a layout a tree of slices, as the unsharded program holds it on the host.
 
-    Numpy arrays, whole and without padding. It takes any tree that pmap returned: the state of a sharded optimizer
-    becomes that of optax, wherever it is in the tree, and of everything else the first device's copy is taken. It
-    stands where a program has `unreplicate(state)`.
+    Returns numpy arrays, whole and without padding, from any tree that pmap returned. The state of a sharded optimizer
+    becomes optax's, wherever it is in the tree; everything else is taken from the first device. It replaces
+    `unreplicate(state)`.
 
     All processes call it and all get the result. No device holds more of a leaf than its share among the devices of one
-    process. Leaves keep the dtype in which they are held. With a layout the whole tree consists of slices, such as
+    process. Leaves keep their dtype. With a layout the whole tree consists of slices, such as
     `zero.shard` makes.
 
     Args:
       tree: as returned by pmap, or by shard_map with `zero.specs`.
-      layout, axis: of slices that do not know theirs; both or none.
-      devices: the `devices` of the pmap, if given: several processes need it, one process reads it from the arrays. Of
+      layout, axis: for slices that do not know theirs; both or none.
+      devices: the `devices` of the pmap, if given: several processes need it, one process reads it from the arrays. For
         slices with a layout, also the mesh of shard_map.
-      like: a tree of the same structure in which `tx.init` outside of shard_map has made the states, from parameters
-        with their shardings, if other axes of a mesh cut them.
+      like: needed if other mesh axes cut parameters: a tree of the same structure with the states that `tx.init` makes
+        outside shard_map from parameters with their shardings.
       timeout: seconds to wait for the other processes to call it.
 
     Raises:
-      ValueError: a leaf is not what pmap returns, a device holds another's slice, or copies that should agree differ,
-        as after an update with a `value` that was not reduced.
+      ValueError: a leaf is not as pmap returns it, a device holds another's slice, or copies differ that should agree,
+        for example after an update with an unreduced `value`.
       RuntimeError: some process did not call it in time, or it is called inside pmap.
 
     >>> import optax, zero
@@ -114,17 +114,17 @@ def to_devices(
 ) -> PyTree:
     """A train state, or with a layout a tree, of the unsharded program for pmap: the inverse of `to_host`.
 
-    On any number of devices. It stands where a program has `replicate(state)`. What `tx.init` of a sharded optimizer
-    made outside pmap, and files that were read into it, are cut; everything else is copied to each device. No device
-    holds more of a sharded state than its slice. Every process calls it with the same tree; no communication.
+    For any number of devices; it replaces `replicate(state)`. The states that `tx.init` of a sharded optimizer made
+    outside pmap, and files read into them, are cut; everything else is copied to each device. No device holds more of a
+    sharded state than its slice. Every process calls it with the same tree; no communication.
 
     Args:
       tree: a tree of arrays and numbers, and of states that `tx.init` made outside pmap.
-      layout, axis: of a tree that is cut as a whole, and does not know how; both or none.
-      devices: the `devices` of the pmap, if given; or the mesh of shard_map: arrays that are placed on it stay there.
-      like: a tree with the states of the sharded optimizers where the tree has them, on devices or as `tx.init` makes
-        them (also under `jax.eval_shape`): for trees that do not know which of their parts are such states, as those
-        that `to_host` returned.
+      layout, axis: for a tree of which every leaf is cut and that does not know how; both or none.
+      devices: the `devices` of the pmap, if given; or the mesh of shard_map: arrays already placed on it stay there.
+      like: for trees that do not know which of their parts are states of sharded optimizers, such as those returned by
+        `to_host`: a tree with these states in the same places, on devices or as `tx.init` makes them (also under
+        `jax.eval_shape`).
 
     Raises:
       ValueError: shape or dtype of a leaf do not match, or a leaf is on the devices already.
@@ -177,11 +177,11 @@ def specs(state: PyTree, mesh: Mesh) -> PyTree:
     """The `PartitionSpec` of every leaf of a train state, for `in_specs` and `out_specs` of `jax.shard_map`.
 
     The resulting global arrays are the whole state of the optimizer, with padding; `to_host` and `to_devices` convert
-    them. Leaves outside of sharded optimizers are replicated.
+    them. Leaves outside sharded optimizers are replicated.
 
     Args:
-      state: a tree with the states that `tx.init` makes outside of shard_map, for parameters with their shardings if
-        other axes of the mesh cut them. `jax.eval_shape(tx.init, params)` is enough if nothing else cuts them.
+      state: a tree with the states that `tx.init` makes outside shard_map. If other mesh axes cut parameters, make them
+        from parameters with their shardings; otherwise `jax.eval_shape(tx.init, params)` is enough.
       mesh: a mesh with any axes.
 
     Raises:
@@ -206,7 +206,7 @@ def specs(state: PyTree, mesh: Mesh) -> PyTree:
 
 
 def _marks(tree: PyTree) -> dict[Any, ShardedState | WholeState]:
-    """The states of sharded optimizers in a tree, by their paths."""
+    """The states of sharded optimizers in a tree, keyed by path."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_marked)
     return {path: x for path, x in flat if is_marked(x)}
 
@@ -260,7 +260,7 @@ def _replicated(name: str, x: Any, axis: AxisLike, devices: Devices) -> jax.Arra
         )
     if isinstance(x, jax.Array) and len(x.sharding.device_set) > 1:
         if isinstance(devices, Mesh) and isinstance(x.sharding, NamedSharding) and x.sharding.mesh == devices:
-            return x  # the program has placed it
+            return x  # placed by the program
         if not x.sharding.is_fully_replicated:
             raise ValueError(f"leaf {name}: this array is on several devices already, got shape {x.shape}")
     is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.extended)
@@ -317,7 +317,7 @@ def _whole_of(state: ShardedState, origin: Origin, devices: Sequence[jax.Device]
 
 
 def _placed(leaf: LeafLayout, x: Any, axis: Axis, devices: Sequence[jax.Device]) -> Any:
-    """A leaf that is whole on every device, from a stack that the program has set between steps, as pmap places it."""
+    """A leaf that is whole on every device, placed as by pmap, from a stack that the program set between steps."""
     local = [device for device in devices if device.process_index == jax.process_index()]
     is_placed = isinstance(x, jax.Array) and len(x.sharding.device_set) > 1
     if is_placed or leaf.splits or np.shape(x) != (len(local), *leaf.shape):
@@ -334,7 +334,7 @@ def _whole_of_mesh(state: ShardedState, origin: Origin, timeout: float) -> PyTre
     leaf = leaf_on_mesh(_numbers_leaf(numbers), origin.axis)
     meet(timeout)
     slices = layout.treedef.flatten_up_to(state.slices)
-    # What the program has set between steps is not an array yet.
+    # A value that the program set between steps may not be an array yet.
     arrays = [x if leaf.leaf.splits else jnp.asarray(x) for leaf, x in zip(leaves, slices, strict=True)]
     order, *wholes = read([index, *arrays], [leaf, *leaves])
     order = slices_of(order, numbers)
@@ -351,7 +351,7 @@ def _cut(origin: Origin, devices: Sequence[jax.Device]) -> tuple[Axis, tuple[jax
 
 
 def _wrapped(layout: Layout, state: PyTree) -> Layout:
-    """The layout for a state whose leaves flax.nnx has put into variables, as `nnx.Optimizer` does."""
+    """The layout for a state whose leaves are in flax.nnx variables, as in `nnx.Optimizer`."""
     paths = [path_of(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(state)]
     names = list(map(_unwrapped, paths))
     if _first_variable(state) is None or names != [_unwrapped(leaf.path) for leaf in layout.leaves]:
@@ -360,7 +360,7 @@ def _wrapped(layout: Layout, state: PyTree) -> Layout:
 
 
 def _in_variable(numbers: jax.Array, state: PyTree) -> Any:
-    """The numbers of the slices, in a variable of flax.nnx if the leaves of the state are: it updates nothing else."""
+    """The slice indices, in a flax.nnx variable if the leaves of the state are: nnx updates nothing else."""
     variable = _first_variable(state)
     if variable is None:
         return numbers
@@ -368,7 +368,7 @@ def _in_variable(numbers: jax.Array, state: PyTree) -> Any:
 
 
 def _first_variable(state: PyTree) -> Any:
-    """The variable of flax.nnx that holds the first leaf, or None."""
+    """The flax.nnx variable that holds the first leaf, or None."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return None
@@ -390,5 +390,5 @@ def _unwrapped(path: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _numbers_leaf(shards: int) -> LeafLayout:
-    """The layout of `ShardedState.shard`: the numbers of all slices, of which each device has its own."""
+    """The layout of `ShardedState.shard`: the indices of all slices, one per device."""
     return LeafLayout(("shard",), (shards,), np.dtype(np.int32), (Split(0, shards, shards),))

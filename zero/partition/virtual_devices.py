@@ -8,7 +8,7 @@ IN_ORDER = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
 
 
 def use_cpu_devices(count: int) -> None:
-    """Gives jax's CPU backend `count` devices, and XLA the threads and the scheduler that such devices need.
+    """Gives jax's CPU backend `count` devices, and XLA the threads and the scheduler that they need.
 
     Call it before the first jax operation of the process; a second call with the same count does nothing. It sets
     `jax_num_cpu_devices`; `NPROC`, unless set, to two threads per device, because XLA hangs with fewer once some 32

@@ -1,4 +1,4 @@
-"""Slices to whole arrays on the host and back, with any number of processes."""
+"""Converts slices to whole arrays on the host and back, with any number of processes."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def _positions_of(process: int, devices: Sequence[jax.Device]) -> list[int]:
 
 
 def _exchange(axis: Axis, devices: tuple[jax.Device, ...]) -> Any:
-    """A function that returns every shard of an array to this process, as pairs of shard number and numpy array."""
+    """A function that returns all shards of an array to this process, as pairs of shard index and numpy array."""
     shard_of = axis.shard_of_device()
     processes = sorted({device.process_index for device in devices})
     positions = [_positions_of(process, devices) for process in processes]
@@ -207,7 +207,7 @@ _meetings = itertools.count()
 
 
 def meet(timeout: float) -> None:
-    """Waits for every process: a collective that only some of them call would hang silently."""
+    """Waits for every process, because a collective that only some call would hang silently."""
     if jax.process_count() == 1:
         return
     try:

@@ -1,1 +1,1 @@
-"""`mode=plan`: memory, traffic and time of a step, estimated by the compiler."""
+"""`mode=plan`: memory, traffic and time of a step, from the compiler."""

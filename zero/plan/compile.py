@@ -32,9 +32,9 @@ from zero.training.flops import flops_by_operands, model_flops
 from zero.training.programs import Inference, make_inference
 
 Row = dict[str, Any]  # of plan.json
-# Keys of the section `zero` that are also keys of a row: how state and sequences are placed on the devices.
+# Keys of section `zero` that are also columns of a row: how state and sequences are placed on the devices.
 PLACEMENT_KEYS = ("tensor_shards", "context_shards", "expert_shards", "replicas", "phases", "overlap_gathers")
-# Of the link between a device and its host, per step: bytes and seconds, under the names of `Prediction`.
+# Bytes and seconds per step on the link between a device and its host, named as in `Prediction`.
 LINK_KEYS = ("host_link_bytes", "host_link_seconds", "host_exposed_seconds")
 PAUSES = ("evaluation", "sampling", "statistics")  # programs that run between two steps
 
@@ -134,7 +134,7 @@ def compile_step(request: Request) -> Row:
     of_host = None if on_host is None else on_host * len(devices) // hosts
     host_available = host_memory(devices)
     fits_host = of_host is None or host_available is None or of_host <= host_available
-    # Of the state, without padding and copies.
+    # The state without padding and copies.
     logical = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in job.layout.leaves)
     row = {
         "devices": len(devices),
@@ -205,7 +205,7 @@ def highest_peak(row: Row) -> int:
 
 
 def row_tokens(request: Request) -> int:
-    """Tokens of a row: one more than positions where it holds the target of the last one."""
+    """Tokens per row: one more than positions if it contains the target of the last one."""
     data = request.config.data
     return data.max_context + bool(data.last_target)
 
@@ -227,7 +227,7 @@ def evaluation_arguments(job: Job, request: Request) -> Any:
 
 
 def sampling_arguments(job: Job, inference: Inference, count: int) -> tuple[Any, ...]:
-    """Shapes of the arguments that extend one text per device, which begins with one token, by `count` tokens."""
+    """Shapes of the arguments that extend one text per device, starting from one token, by `count` tokens."""
     text = jax.ShapeDtypeStruct((1, bucket(1 + count)), jnp.int32)
     length = jax.ShapeDtypeStruct((), jnp.int32)
     key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))[None])
@@ -243,11 +243,11 @@ def _on_devices(shapes: Any, job: Job) -> Any:
 def _pause_peaks(
     request: Request, job: Job, compiler: Compiler, of_step: Any, step_peak: int, is_tight: bool
 ) -> dict[str, int | None]:
-    """Peaks of the programs that this run has between two steps; what they do not take stays in memory beside them.
+    """Peaks of the programs that this run has between two steps, plus the part of the state that they do not take.
 
-    Statistics need a copy of the trained weights, which is also there during the step before them. Evaluation and
-    sampling compute parts of a forward pass beside the state of the step, and need less than the step: they are
-    compiled only where the memory is tight.
+    Statistics need a copy of the trained weights, which also exists during the step before them. Evaluation and
+    sampling compute parts of a forward pass beside the state, and need less than the step, so they are only compiled if
+    memory is tight.
     """
     held = job.held
     devices = compiler.devices
@@ -270,7 +270,7 @@ def _pause_peaks(
         arguments = sampling_arguments(job, inference, sample_tokens)
         peaks["sampling"] = peak(inference.extend, *arguments, taken=of_weights)
     if request.config.statistics.every is not None:
-        state = job.storage.shapes()._replace(opt_state=())  # of which nothing is read
+        state = job.storage.shapes()._replace(opt_state=())  # which is not read
         before = job.model.weights(state.params, state.averages)
         arguments = (_on_devices(before, job), _on_devices(state, job), *of_step[1:])
         after = peak(job.programs.statistics, *arguments, taken=held - job.storage.device_bytes + _bytes(state))
@@ -335,9 +335,9 @@ def time_and_cost(plan: Plan, row: Row, predicted: Prediction | None, speed: Spe
 
 
 def run_tokens(plan: Plan, parameters: int) -> int:
-    """Tokens of the run whose days and dollars are shown.
+    """The number of tokens for which days and dollars are shown.
 
-    Without `plan.tokens` they are 20 per parameter (Hoffmann et al., Training Compute-Optimal Large Language Models,
+    By default 20 per parameter (Hoffmann et al., Training Compute-Optimal Large Language Models,
     arXiv 2203.15556, table 3).
     """
     if plan.tokens is not None:

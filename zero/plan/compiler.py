@@ -1,4 +1,4 @@
-"""Programs compiled for a slice, or kept by an earlier plan: their text and memory, which are all that it reads."""
+"""Programs compiled for a slice, or cached by an earlier plan: their text and memory, all that a plan reads."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from zero.training.streamed_update import LoweredStep, SpanPrograms
 
 log = logging.getLogger(__name__)
 
-# Variables from which the compiler reads options beside those that it is given.
+# Environment variables from which the compiler reads further options.
 VARIABLES = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Those bytes of jax's `CompiledMemoryStats` that a plan reads, under the same names."""
+    """The fields of jax's `CompiledMemoryStats` that a plan reads, under the same names."""
 
     peak_memory_in_bytes: int
     argument_size_in_bytes: int
@@ -42,7 +42,7 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class KeptProgram:
-    """A program that was compiled before, with the two methods of `jax.stages.Compiled` that a plan calls."""
+    """A cached program, with the two methods of `jax.stages.Compiled` that a plan calls."""
 
     text: str
     memory: Memory
@@ -55,16 +55,16 @@ class KeptProgram:
 
 
 class Compiler:
-    """Compiles for `devices` with the options of a run, and keeps what it compiles for a TPU slice.
+    """Compiles for `devices` with the options of a run, and caches programs for TPU slices.
 
-    A file is named after a digest of all that the answer depends on: the lowered program with the paths of its
-    operations, the devices, the options and the versions. So no file is ever out of date. Source lines are left out of
+    A file is named after a digest of everything that the result depends on: the lowered program with the paths of its
+    operations, the devices, the options and the versions. So a file is never out of date. Source lines are left out of
     the program, so that an edit that changes none of these compiles nothing again.
 
     Args:
       devices: all devices of the program.
       overlap_gathers: `zero.overlap_gathers`.
-      directory: of the files; None keeps nothing.
+      directory: the cache; None: no cache.
     """
 
     def __init__(self, devices: Sequence[Any], overlap_gathers: bool, directory: Path | None = None) -> None:
@@ -80,7 +80,7 @@ class Compiler:
         ]
 
     def compile(self, program: Any, *arguments: Any) -> Any:
-        """The compiled program, or a `KeptProgram`; of a step of several programs the step with such programs.
+        """The compiled program, or a `KeptProgram`; for a step of several programs, the step with such programs.
 
         Args:
           program: a pmapped function, or a step of several.
@@ -117,7 +117,7 @@ class Compiler:
 
 
 def compiler_options(devices: Sequence[Any], overlap_gathers: bool) -> dict[str, bool | int] | None:
-    """Options of the compiler that a run sets for its process."""
+    """The compiler options that a run sets for its process."""
     if devices[0].platform != "tpu":
         return None
     kind = devices[0].device_kind
@@ -137,7 +137,7 @@ def _without_source_lines() -> Iterator[None]:
 
 
 def _read(path: Path) -> KeptProgram | None:
-    """The program of a file; None if there is none, or a damaged one, which is logged."""
+    """The program in a file; None if it does not exist or is damaged, which is logged."""
     try:
         content = json.loads(gzip.decompress(path.read_bytes()))
         return KeptProgram(content["text"], Memory(**content["memory"]))

@@ -1,4 +1,4 @@
-"""What `mode=plan` is told: the keys of a training run, and its own; and the requests that it makes of them."""
+"""The configuration of `mode=plan`: the keys of a training run and its own; and the requests made from them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OF_SEARCHES: dict[str, tuple[str, ...]] = {
     "fastest": tuple(OF_GRID),
     "largest": ("context", "master_dtype", "state_dtype"),
 }
-# The keys that each search replaces by values of its own.
+# The keys that each search overrides.
 REPLACED = {
     "none": {},
     "stages": {"zero.stage": "plan.search=stages compiles all of them"},
@@ -46,7 +46,7 @@ REPLACED = {
         "data.max_context": "plan.search=largest plans for 1024 tokens, or for the most of plan.grid.context",
     },
 }
-# Keys of a row that have another name or section in the configuration than in `zero`.
+# Columns of a row whose keys have another name or are outside section `zero`.
 _ELSEWHERE = {
     "accumulation": ("training", "gradient_accumulation_steps"),
     "context": ("data", "max_context"),
@@ -193,7 +193,7 @@ class Request:
         return texts * self.micro_batch * self.config.training.gradient_accumulation_steps
 
     def with_changes(self, micro_batch: int | None = None, **keys: Any) -> Request:
-        """The same with other values of some keys of a row."""
+        """A copy with other values for some columns of a row."""
         changed = with_keys(self.config, keys)
         return dataclasses.replace(self, config=changed, micro_batch=micro_batch or self.micro_batch)
 

@@ -1,4 +1,4 @@
-"""Plans for GPUs without a compiler for them: memory and traffic of a step by formula."""
+"""Plans for GPUs without a compiler: memory and traffic of a step by formula."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zero.base.errors import UserError
 from zero.costs.hlo import Collective
 
 PREFIX = "gpu:"
-# The name that jax has for each kind, and 10^9 bytes of memory (the data sheets of zero/hosts/speeds.py).
+# jax's name of each kind, and its memory in 10^9 bytes (from the data sheets in zero/hosts/speeds.py).
 KINDS = {
     "a100": ("NVIDIA A100-SXM4-40GB", 40),
     "a100-80g": ("NVIDIA A100-SXM4-80GB", 80),
@@ -37,12 +37,12 @@ _KIND_OF = {
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU that is not there, with the attributes of a `jax.Device` that a job is bound by."""
+    """A GPU that is not present, with the attributes of a `jax.Device` that a job reads."""
 
     id: int
     process_index: int  # one process per node
     device_kind: str
-    memory: int  # bytes that programs can have
+    memory: int  # bytes available to programs
     platform: str = "gpu"
 
 
@@ -66,7 +66,7 @@ def gpus(topology: str) -> list[Gpu]:
 
 
 def collectives_of(jaxpr: Any, devices: int, times: int = 1) -> Iterator[Collective]:
-    """The collectives of a traced step that runs so often, as if computation hid them: a lower bound on the time."""
+    """The collectives of a traced step that runs this often, as if computation hid them: a lower bound on time."""
     for eqn in jaxpr.eqns:
         inner = list(jaxprs_in_params(eqn.params))
         if eqn.primitive.name in _KIND_OF:

@@ -1,4 +1,4 @@
-"""plan.html: the setting that a plan chose, what each setting costs in time and memory, and all columns (jinja2)."""
+"""plan.html: the chosen setting, the time and memory of each setting, and all columns (jinja2)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Segment(NamedTuple):
     """A part of a bar.
 
     Attributes:
-      share: of the width of the longest bar.
+      share: relative to the width of the longest bar.
       text: its value with the unit.
     """
 
@@ -47,7 +47,7 @@ class Segment(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """A row of a plan as a reader decides by it."""
+    """A row of a plan, prepared for the page."""
 
     name: str
     is_chosen: bool
@@ -56,7 +56,7 @@ class Setting(NamedTuple):
     facts: tuple[tuple[str, str], ...]
     time: tuple[Segment, ...]
     memory: tuple[Segment, ...]
-    limit: float  # the share of the width of the memory bar at which the memory ends
+    limit: float  # where the memory ends, as a share of the memory bar's width
 
 
 def page(result: dict[str, Any], request: Request) -> str:
@@ -95,7 +95,7 @@ def page(result: dict[str, Any], request: Request) -> str:
 
 
 def chosen_row(result: dict[str, Any]) -> Row | None:
-    """The row that a search has chosen; without a search the fastest that fits, if possible with memory to spare."""
+    """The row that the search chose; without a search the fastest that fits, preferably with memory to spare."""
     if result["best"] is not None:
         return result["rows"][result["best"]]
     with_headroom = search.best(result["rows"], search.HEADROOM)
@@ -132,14 +132,14 @@ def settings(rows: list[Row], chosen: Row | None) -> list[Setting]:
 
 
 def host_facts(row: Row) -> tuple[tuple[str, str], ...]:
-    """What lies in the host's memory, if anything does."""
+    """What is stored in host memory, if anything."""
     if not row.get("host_bytes"):
         return ()
     return (("in the host's memory", f"{row['host_bytes'] / GIB:.2f} GiB per device"),)
 
 
 def seconds_of(row: Row) -> float | None:
-    """Of a step as predicted, or at least; None if neither is known."""
+    """The predicted seconds of a step, or their lower bound; None if neither is known."""
     return row["seconds_lower_bound"] if row["seconds"] is None else row["seconds"]
 
 
@@ -161,7 +161,7 @@ def time_segments(row: Row, longest: float) -> tuple[Segment, ...]:
 
 
 def memory_segments(row: Row, most: float) -> tuple[Segment, ...]:
-    """The bytes at the peak of a step, and what a program between two steps needs beyond it."""
+    """The bytes at the peak of a step, and the excess of a program between two steps."""
     parts = [(name, row[key]) for name, key in MEMORY]
     named = sum(size for _, size in parts)
     if row["peak_bytes"] > named:
@@ -174,7 +174,7 @@ def memory_segments(row: Row, most: float) -> tuple[Segment, ...]:
 
 
 def breakdown(row: Row) -> list[tuple[str, list[float], float, float]]:
-    """Of each part of the model: its name, its milliseconds by phase and in all, and its share; longest first."""
+    """For each part of the model: its name, milliseconds by phase and in total, and share; longest first."""
     parts: dict[str, dict[str, float]] = {}
     for name, phase, seconds in row["breakdown"]:
         parts.setdefault(name, dict.fromkeys(PHASES, 0.0))[phase] += 1000 * seconds

@@ -79,9 +79,9 @@ def plan(config: PlanConfig, size: GPTConfig, run_directory: Path) -> int:
 
 @contextmanager
 def _compilers(topology: str, cpu_devices: int, processes: int, log: Path) -> Iterator[ProcessPoolExecutor]:
-    """Fresh processes: each starts jax for the topology, and a compiler that dies takes no other plan with it.
+    """Fresh processes: each starts jax for the topology, and a compiler that crashes does not affect other plans.
 
-    They are killed where this process is interrupted, and end by themselves where it is killed.
+    They are killed if this process is interrupted, and exit on their own if it is killed.
     """
     pool = ProcessPoolExecutor(
         processes,
@@ -92,7 +92,7 @@ def _compilers(topology: str, cpu_devices: int, processes: int, log: Path) -> It
     try:
         yield pool
     except BaseException:
-        for compiler in multiprocessing.active_children():  # else the shutdown waits for what they compile
+        for compiler in multiprocessing.active_children():  # otherwise the shutdown waits for their compilations
             compiler.kill()
         raise
     finally:

@@ -20,12 +20,12 @@ from zero.tracking.progress import Stage
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-HEADROOM = 0.05  # share of the memory that a search for the fastest leaves free: the compiler does not count all
-WIDTHS = (2048, 3072, 4096, 6144, 8192)  # of the models that a search for the largest tries, with heads of 256
+HEADROOM = 0.05  # share of memory that search=fastest leaves free, because the compiler does not count everything
+WIDTHS = (2048, 3072, 4096, 6144, 8192)  # widths that search=largest tries, with heads of 256
 
 
 def one_setting(pool: Executor, request: Request) -> list[Row]:
-    """The row of the request alone. What a formula says about it and about other stages is logged first."""
+    """The row of the request alone. First logs the formula's estimate for it and for other stages."""
     outlined = pool.submit(outline, request).result()
     log.info("by a formula, before anything is compiled: %s", outline_text(outlined))
     others = [setting for setting in _stages(request) if setting.config.zero.stage != request.config.zero.stage]
@@ -40,18 +40,18 @@ def one_setting(pool: Executor, request: Request) -> list[Row]:
 
 
 def every_stage(pool: Executor, request: Request) -> list[Row]:
-    """A row for each stage compatible with the other keys; a fused update has only stage 3."""
+    """A row for each stage compatible with the other keys; a fused update allows only stage 3."""
     return _shown_as_compiled({pool.submit(compile_step, setting): setting for setting in _stages(request)}, request)
 
 
 def _stages(request: Request) -> list[Request]:
-    """The request at each stage compatible with its other keys, the one with the least memory first."""
+    """The request at each stage compatible with its other keys, least memory first."""
     settings = [request.with_changes(stage=stage) for stage in (3, 2, 1, 0)]
     return [setting for setting in settings if not any(setting.config.mistakes(setting.size))]
 
 
 def _shown_as_compiled(jobs: dict[Future[Row], Request], request: Request) -> list[Row]:
-    """The rows in the order of their stages; each is logged when it is compiled."""
+    """The rows ordered by stage; each is logged once compiled."""
     with Stage("plans compiled", len(jobs)) as stage:
         waiting = dict(jobs)
         while waiting:
@@ -65,13 +65,13 @@ def _shown_as_compiled(jobs: dict[Future[Row], Request], request: Request) -> li
 
 
 def _name(setting: Request) -> str:
-    """The keys of a setting that a search varies most often."""
+    """The keys that a search varies most often, as text."""
     accumulation = setting.config.training.gradient_accumulation_steps
     return f"stage {setting.config.zero.stage} with {setting.micro_batch} x {accumulation} sequences per device"
 
 
 def outline_text(row: Row) -> str:
-    """What is known of a step before it is compiled.
+    """The known facts about a step before it is compiled.
 
     >>> outline_text({"peak_bytes": 3 * 2**29, "seconds_lower_bound": 0.25})
     'about 1.50 GiB per device at the peak, at least 0.2500 s per step'
@@ -82,7 +82,7 @@ def outline_text(row: Row) -> str:
 
 
 def row_text(row: Row) -> str:
-    """A row in a line: its memory, its time, and whether it fits."""
+    """A row as one line: its memory, its time, and whether it fits."""
     return ", ".join([*(f"{name} {shown([row], name)[0]}" for name in ("peak", "seconds")), verdict(row)])
 
 
@@ -136,7 +136,7 @@ def fastest(pool: Executor, request: Request, processes: int) -> list[Row]:
 
 
 def _combinations(request: Request) -> list[Request]:
-    """The combinations of values of the grid that are possible, fewer sequences first.
+    """The valid combinations of the grid's values, fewer sequences first.
 
     Raises:
       UserError: none is possible.
@@ -171,12 +171,12 @@ def _combinations(request: Request) -> list[Request]:
 
 
 def _speed(row: Row) -> float:
-    """Tokens per second by the predicted time, else by the lower bound on it; tokens without either."""
+    """Tokens per second by the predicted time, else by its lower bound; tokens if neither is known."""
     return float(row["tokens"] / (row["seconds"] or row["seconds_lower_bound"] or 1.0))
 
 
 def largest(pool: Executor, request: Request) -> list[Row]:
-    """A row for the deepest model of each width and each dtype of the state in the grid, where one fits."""
+    """A row for the deepest model that fits, for each width and state dtype in the grid."""
     context = max(request.config.plan.grid.context or [1024])
     requests: list[Request] = []
     for width in WIDTHS:
@@ -196,7 +196,7 @@ def _state_dtypes(request: Request) -> list[Request]:
 
 
 def deepest(request: Request) -> Row | None:
-    """The row of the deepest model of this width that fits, if any does.
+    """The row of the deepest model of this width that fits, if any.
 
     Memory of devices, and of hosts, is almost linear in the number of layers: two programs give the lines, the third is
     the depth at which the first line reaches the available memory, and a few more correct it. Layers in spans are added
@@ -247,7 +247,7 @@ def best(rows: list[Row], headroom: float) -> Row | None:
 
 
 def gather(jobs: Sequence[Future[T]], stage_name: str) -> dict[int, T]:
-    """The results by the place of their jobs, as `_results` does; a live line counts the jobs that are done."""
+    """Like `_results`, with a live line that counts finished jobs."""
     with Stage(stage_name, len(jobs)) as stage:
         for _ in stage.counted(as_completed(jobs)):
             pass
@@ -255,10 +255,10 @@ def gather(jobs: Sequence[Future[T]], stage_name: str) -> dict[int, T]:
 
 
 def _results(jobs: Sequence[Future[T]]) -> dict[int, T]:
-    """The results of jobs that are done, by their places.
+    """The results of finished jobs, keyed by their indices.
 
     Raises:
-      UserError: no setting is possible on these devices. One that is not, among others, is logged.
+      UserError: no setting is possible on these devices; single impossible settings are only logged.
     """
     errors: dict[str, UserError] = {}
     results = {}

@@ -21,14 +21,14 @@ from zero.plan.compile import PLACEMENT_KEYS, Row, highest_peak, run_tokens
 from zero.plan.config import Plan, Request, with_keys
 from zero.run.config import GROUPS, TrainConfig, default_config
 
-WIDTH = 120  # characters of a line where there is no terminal
+WIDTH = 120  # characters per line without a terminal
 
 
 def table(result: dict[str, Any], plan: Plan, width: int = WIDTH) -> str:
-    """One line per row: the settings that differ between rows, memory and predicted time.
+    """One line per row: the settings in which rows differ, memory and predicted time.
 
     Args:
-      width: characters of a line of the text above and below the rows.
+      width: characters per line for the text above and below the rows.
     """
     rows = result["rows"]
     same = [f"{name} {value}" for name, value in same_settings(rows)]
@@ -67,7 +67,7 @@ def table(result: dict[str, Any], plan: Plan, width: int = WIDTH) -> str:
 
 
 def host_text(row: Row, rows: list[Row]) -> str:
-    """What a setting holds in the host's memory, and what crosses the link in a step."""
+    """What a setting stores in host memory, and what crosses the link in a step."""
     same = len(rows) == 1 or not differing_settings(rows)
     setting = "" if same else ", ".join(f"{name} {COLUMNS[name](row)}" for name in differing_settings(rows)) + ": "
     text = f"{setting}in the host's memory {row['host_bytes'] / GIB:.2f} GiB per device, "
@@ -94,7 +94,7 @@ def same_settings(rows: list[Row]) -> list[tuple[str, str]]:
 
 
 def differing_settings(rows: list[Row]) -> list[str]:
-    """The names of settings that are not the same in all rows."""
+    """The names of the settings in which rows differ."""
     return [name for name in SETTINGS if len(set(shown(rows, name))) > 1]
 
 
@@ -112,7 +112,7 @@ def breakdown_table(row: Row) -> str:
 
 
 def tokens_text(plan: Plan, parameters: int) -> str:
-    """The tokens of the run whose days are shown, and where they come from."""
+    """The number of tokens for which days are shown, and its origin."""
     source = "20 per parameter" if plan.tokens is None else "plan.tokens"
     return f"{run_tokens(plan, parameters):,} tokens ({source})"
 
@@ -131,7 +131,7 @@ def verdict(row: Row) -> str:
     return f"does not fit in the memory of a host by {lacking:.2f} GiB"
 
 
-# Keys that the command always names: the model and the choices of a search.
+# Keys that the command always includes: the model and the choices of a search.
 _CHOSEN = (
     "model.size",
     "data.max_context",
@@ -143,9 +143,9 @@ _CHOSEN = (
 
 
 def training_command(row: Row, request: Request) -> str:
-    """The command line that trains with the settings of a row: it names every key whose value is not the default.
+    """The command line that trains with the settings of a row, with every key that differs from its default.
 
-    A comment where there is none, since each host would have a part of a sequence.
+    A comment if there is none, because each host would have a part of a sequence.
     """
     keys = ("context", "accumulation", "stage", "remat", "master_dtype", "state_dtype", *PLACEMENT_KEYS)
     chosen = with_keys(request.config, {key: row[key] for key in keys})
@@ -160,7 +160,7 @@ def training_command(row: Row, request: Request) -> str:
         "training.batch_size": sequences // row["hosts"],
         "profile.step_time": None if row["seconds"] is None else float(f"{row['seconds']:.4g}"),
     }
-    if _is_partly_on_host(row):  # which only auto chooses, in training as in the plan
+    if _is_partly_on_host(row):  # only auto chooses this, in training as in the plan
         values["zero.remat"] = "auto"
     if chosen.plan.tokens is not None:
         values["training.total_steps"] = math.ceil(chosen.plan.tokens / row["tokens"])
@@ -176,7 +176,7 @@ def training_command(row: Row, request: Request) -> str:
 
 
 def _by_key(config: DictConfig) -> dict[str, Any]:
-    """The values of a configuration by their keys, such as `zero.stage`, without those of mode=plan and of names."""
+    """The values of a configuration keyed by name, such as `zero.stage`, without the keys of mode=plan and of names."""
     values: dict[str, Any] = {"seed": config.seed}
     for name, section in config.items():
         if isinstance(section, DictConfig) and name != "plan":
@@ -190,13 +190,13 @@ def _number(key: str, form: str, unit: float = 1) -> Callable[[Row], str]:
 
 
 def _if_any(key: str, form: str, unit: float = 1) -> Callable[[Row], str]:
-    """A column about the host's memory, with "-" for a setting that stores nothing there."""
+    """A column about host memory, with "-" for a setting that stores nothing there."""
     show_number = _number(key, form, unit)
     return lambda row: show_number(row) if row.get("host_bytes") else "-"
 
 
 def _cost(key: str, form: str) -> Callable[[Row], str]:
-    """A number that is a lower bound where the seconds of a step are one."""
+    """A number, marked as a lower bound if the seconds of a step are one."""
     show_number = _number(key, form)
 
     def show(row: Row) -> str:
@@ -207,7 +207,7 @@ def _cost(key: str, form: str) -> Callable[[Row], str]:
 
 
 def _activations(row: Row) -> str:
-    """The rest of the peak of a step, beside state, gradients and gathered parameters."""
+    """The rest of a step's peak, besides state, gradients and gathered parameters."""
     if not row["fits"]:
         return "-"
     named = sum(row[f"{name}_bytes"] for name in ("state", "gradient", "gathered"))
@@ -222,12 +222,12 @@ def _traffic(row: Row) -> str:
 
 
 def _placements(row: Row) -> str:
-    """Seconds of the links per step for each placement of tensor groups, where there is a choice."""
+    """Link seconds per step for each placement of tensor groups, if there is a choice."""
     return ", ".join(f"{name} {seconds:.3f}" for name, seconds in row.get("placements", {}).items()) or "-"
 
 
 def _is_partly_on_host(row: Row) -> bool:
-    """Whether `zero.remat=auto` has left kinds of activations on the device that might lie in the host's memory."""
+    """Whether `zero.remat=auto` left some activations on the device that could be in host memory."""
     may_move = "activations" in OFFLOADED[row.get("offload", "none")]
     return may_move and tuple(row["on_host"]) != kinds_of(row["remat"])
 
@@ -256,7 +256,7 @@ def _seconds(row: Row) -> str:
     return "-" if row["seconds_lower_bound"] is None else f"> {row['seconds_lower_bound']:#.4g}"
 
 
-# Columns by their names: what was chosen, what decides, the price, and the rest.
+# Columns by name: the choices, what decides, the price, and the rest.
 SETTINGS: dict[str, Callable[[Row], str]] = {
     "stage": lambda row: str(row["stage"]),
     "sequences x micro-batches": lambda row: f"{row['micro_batch']} x {row['accumulation']}",

@@ -18,13 +18,13 @@ from zero.plan import formula
 SLICES = re.compile(r"(\d+)x((?:v|tpu7x).+)")  # of one kind: 2xv5e-256
 LOCAL = {"local": None, "cpu": "cpu", "gpu": "cuda"}  # devices of this machine, and jax's name of their platform
 
-# For each generation: how many of the numbered units of a slice's name a chip has, and the dimensions of its torus.
+# For each generation: units per chip as counted in a slice's name, and the dimensions of its torus.
 GENERATIONS = {"v2": (2, 2), "v3": (2, 2), "v4": (2, 3), "v5e": (1, 2), "v5p": (2, 3), "v6e": (1, 2), "tpu7x": (2, 3)}
 ALIASES = {"v5litepod": "v5e", "v5lite": "v5e"}
 
 
 def slices_in(topology: str) -> tuple[int, str]:
-    """How many slices a topology has, and the name of one.
+    """The number of slices in a topology, and the name of one.
 
     >>> slices_in("2xv5e-256"), slices_in("v3-32")
     ((2, 'v5e-256'), (1, 'v3-32'))
@@ -39,7 +39,7 @@ def slice_shape(name: str) -> str:
     """libtpu's name of a slice such as `v3-32`; names such as `v3:4x4` are returned unchanged.
 
     Raises:
-      UserError: there is no such slice.
+      UserError: the slice does not exist.
 
     >>> slice_shape("v3-32"), slice_shape("v4-32"), slice_shape("v5litepod-16"), slice_shape("v3:2x2")
     ('v3:4x4', 'v4:2x2x4', 'v5e:4x4', 'v3:2x2')
@@ -67,7 +67,7 @@ def slice_shape(name: str) -> str:
 
 
 def prepare_environment(topology: str) -> None:
-    """Sets the environment variables that jax has to find when it starts in the processes that compile.
+    """Sets the environment variables that jax reads at its start in the processes that compile.
 
     Raises:
       UserError: the topology has no such name, or the TPU compiler is not installed.
@@ -91,7 +91,7 @@ def prepare_environment(topology: str) -> None:
 
 
 def find_devices(topology: str) -> list[Any]:
-    """The devices of slices or of GPU nodes, which need not exist, or those of this machine.
+    """The devices of slices or of GPU nodes, which need not exist, or of this machine.
 
     Raises:
       UserError: there are no such devices.
@@ -136,10 +136,10 @@ def available_bytes(devices: list[Any]) -> int:
 
 
 def out_of_memory(error: Exception) -> tuple[int, int]:
-    """Bytes that a program needs and bytes that there are, from the error of the TPU compiler.
+    """The bytes that a program needs and the bytes available, from the TPU compiler's error.
 
     Raises:
-      Exception: the error itself, if it is about something else.
+      Exception: the error itself, if it has another cause.
     """
     number = r"([\d.]+)([KMGT]?)"
     for pattern in (rf"\({number}\) exceeds available HBM \({number}\)", rf"Used {number} of {number} hbm"):

@@ -1,4 +1,4 @@
-"""Slice, gather and reduce-scatter of one array, inside pmap, over an axis that may be cut into groups.
+"""Slice, gather and reduce-scatter of one array inside pmap, over an axis that may consist of groups.
 
 A value is called `shard_x` before a gather and `full_x` after it. A scatter sums; the caller divides for a mean.
 """
@@ -46,7 +46,7 @@ def gather_array(
     x = as_dtype(shard_x, dtype)
     is_quantized = _is_quantized(x, leaf, wire_dtype)
     if is_quantized:
-        x = fill_padding(x, leaf, axis, 0)  # its values would affect the scale
+        x = fill_padding(x, leaf, axis, 0)  # padding would affect the scale
     for move in leaf.moves:
         match move:
             case AllGather() if is_quantized:

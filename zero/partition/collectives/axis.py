@@ -15,7 +15,7 @@ from jax import lax
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """A pmap axis and everything about its groups.
+    """A pmap axis and its groups.
 
     The devices of the axis form a grid of shape `(replicas, phase, phase, ...)`. State is split over the phases and
     replicated across the first dimension (hybrid sharding). A reduce-scatter takes the phases in order, one collective
@@ -114,7 +114,7 @@ class Axis:
     def across_slices(cls, name: str, size: int, slices: int, replicas: int = 1) -> Axis:
         """Copies of the state that span several slices: one phase within a slice, and one between slices.
 
-        So a reduce-scatter sends between slices what each slice has added up, and a gather begins there.
+        So a reduce-scatter sends each slice's sums between slices, and a gather begins between slices.
 
         >>> Axis.across_slices("batch", 8, 2).phases(8)
         [(2, 1), (4, 2)]
@@ -123,9 +123,9 @@ class Axis:
 
         Args:
           name: the `axis_name` of the pmap.
-          size: devices of the pmap, those of a slice next to each other.
-          slices: of equal size.
-          replicas: copies of the state, of whole slices.
+          size: devices of the pmap, with the devices of a slice next to each other.
+          slices: the number of slices, of equal size.
+          replicas: copies of the state, each on whole slices.
 
         Raises:
           ValueError: the devices do not divide into slices, or the slices into copies.
@@ -163,8 +163,8 @@ class Axis:
     def with_tensor_lines(cls, name: str, devices: Sequence[jax.Device], tensor: int) -> Axis:
         """Tensor groups along one dimension of a TPU slice's torus, so that gathers lie along the other dimensions.
 
-        A group has all cores of chips that follow each other; where it spans a dimension, its links form a ring. It
-        may lie on several hosts.
+        A group has all cores of consecutive chips; if it spans a dimension, its links form a ring. It may span several
+        hosts.
 
         Args:
           name: the `axis_name` of the pmap.
@@ -189,7 +189,7 @@ class Axis:
         others = [dim for dim in range(len(sizes)) if dim != line]
 
         def place(position: int) -> tuple[int, ...]:
-            """The group's place along the other dimensions and along its line, then the device's place in it."""
+            """The group's coordinates along the other dimensions and along its line, then the device's index in it."""
             where = places[position]
             return (*(where[dim] for dim in others), where[line] // chips, where[line] % chips, where[-1])
 
@@ -247,7 +247,7 @@ class Axis:
         return phases[::-1]
 
     def row_groups(self) -> list[list[int]]:
-        """Positions on the pmap axis of the devices that take the same rows: of the first rows of a batch first.
+        """Positions on the pmap axis of the devices that take the same rows; the first rows of a batch come first.
 
         >>> Axis("batch", (1, 2, 3), (0, 2, 4, 1, 3, 5), tensor=2).row_groups()
         [[0, 1], [2, 3], [4, 5]]
@@ -257,7 +257,7 @@ class Axis:
         return sorted(self._grouped(self.tensor, self.shards // self.tensor).tolist(), key=min)
 
     def row_group_of_device(self) -> tuple[int, ...]:
-        """The number, in `row_groups`, of the group of each position on the pmap axis."""
+        """For each position on the pmap axis, the index of its group in `row_groups`."""
         numbers = np.empty(self.size, int)
         for number, group in enumerate(self.row_groups()):
             numbers[group] = number

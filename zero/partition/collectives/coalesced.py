@@ -21,7 +21,7 @@ from zero.partition.collectives.axis import Axis
 from zero.partition.layout import LeafLayout, Split
 from zero.partition.moves import AllGather
 
-SMALL = 1 << 18  # elements of the largest leaf that is joined; for larger ones the copies cost more than latency
+SMALL = 1 << 18  # elements of the largest leaf that is joined; copying a larger one costs more than latency
 FULL = 1 << 20  # elements from which a joined array is complete
 
 

@@ -24,7 +24,7 @@ from zero.partition.collectives.axis import check_untracked
 from zero.partition.jaxprs import bind, closed_jaxpr, evaluate
 from zero.partition.layout import PyTree
 
-# How the names of operations begin that all devices have to run together.
+# Prefixes of the operations that all devices must run together.
 COLLECTIVES = (
     *("all_gather", "all_to_all", "pmax", "pmin", "ppermute", "psum", "ragged_all_to_all", "reduce_scatter"),
     "unreduced_",
@@ -38,7 +38,7 @@ INLINED = {
 
 
 def in_order(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """The same per-device function, with collectives after a loop with collectives made to wait for the loop.
+    """Makes the collectives after a loop with collectives wait for the loop, in an otherwise unchanged function.
 
     Apply it to the function given to `jax.pmap`, outside any `jax.grad`. Values are the same, bit for bit. Programs
     without such loops are unchanged.

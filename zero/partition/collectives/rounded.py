@@ -1,4 +1,4 @@
-"""Gathers matrices as the numbers of 8 bits that a product multiplies, inside pmap.
+"""Gathers matrices inside pmap as the 8-bit numbers that a product multiplies.
 
 A number has the scale of its column, all inputs of one output. The devices agree on the largest magnitude of each
 column, by one small all-reduce for all matrices of a call, and each rounds its own shard: the numbers are those of the
@@ -36,7 +36,7 @@ def gather_rounded(
     inside pmap.
 
     Raises:
-      ValueError: a leaf is no matrix, or a device does not gather the whole of it.
+      ValueError: a leaf is not a matrix, or a device does not gather all of it.
     """
     for leaf in leaves:
         if len(leaf.shape) != 2 or leaf.is_cut or not all(isinstance(move, AllGather) for move in leaf.moves):
@@ -64,9 +64,9 @@ def gather_rounded(
 
 
 def _largest(x: jax.Array, leaf: LeafLayout, axis: Axis) -> jax.Array:
-    """The largest magnitude of each column of this shard, 0 for columns that it has no part of, float32.
+    """The largest magnitude of each column in this shard, float32; 0 for columns outside it.
 
-    A maximum over devices may lose a NaN: it counts as infinite, and so does a column with one.
+    A maximum over devices may lose a NaN, so a NaN counts as infinity, and so does its column.
     """
     largest = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=0)
     largest = jnp.where(jnp.isnan(largest), jnp.inf, largest)
@@ -78,7 +78,7 @@ def _largest(x: jax.Array, leaf: LeafLayout, axis: Axis) -> jax.Array:
 
 
 def _own_columns(largest: jax.Array, leaf: LeafLayout, axis: Axis) -> jax.Array:
-    """Those of this device's shard."""
+    """The columns of this device's shard."""
     for split in leaf.splits:
         if split.dim == 1:
             return lax.dynamic_slice_in_dim(largest, axis.shard_index() * split.shard_size, split.shard_size, 1)

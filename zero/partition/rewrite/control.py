@@ -135,7 +135,7 @@ def _loop(rule: Rule) -> Rule:
 
 
 def _own(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
-    """One device computes, the others wait. Results are split like an operand of the same shape, or whole.
+    """One device computes while the others wait. Results are split like an operand of the same shape, or whole.
 
     An operation with collectives, or with a result that cannot be sent, runs on all devices.
     """
@@ -202,7 +202,7 @@ def _custom_jvp(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) 
 
 
 def _custom_vjp(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
-    """As `_custom_jvp`, for reverse mode."""
+    """Like `_custom_jvp`, for reverse mode."""
     splits = [arg.split for arg in args]
     out_splits: list[Split | None] = []
 

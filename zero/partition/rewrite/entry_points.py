@@ -85,7 +85,8 @@ def run_on_shards(
     splits = [_split(leaf) for leaf in outputs(shapes)]
     results = zip(Interpreter(axis, RULES).run(closed, values), splits, strict=True)
     place = Interpreter(axis, RULES, may_communicate=True).place
-    # A result that `fn` computes from nothing, as the flag of a first step, is not an array before a jit boundary.
+    # A result that `fn` computes from no input, such as the flag of a first step, is not an array before a jit
+    # boundary.
     arrays = [jnp.asarray(place(x, split, None).x) for x, split in results]
     return jax.tree.unflatten(jax.tree.structure(shapes), arrays)
 

@@ -34,7 +34,7 @@ INLINED = {"jit": "jaxpr", "closed_call": "call_jaxpr", "remat2": "jaxpr", "chec
 RANDOM = frozenset(["random_bits", "random_gamma", "rng_bit_generator", "rng_uniform", "threefry2x32"])
 ACROSS_SHARDS = "zero_across_shards"  # the name of the jitted function that marks a region
 _ACROSS = "use zero.across_shards({}(...)), which communicates"
-REMEDIES = {  # where it is not the transform by its own name
+REMEDIES = {  # if it is not the transform under its own name
     "flatten": "leave optax.flatten out: zero sends small leaves together, and a flat state could not be cut",
     "scale_by_factored_rms": _ACROSS.format("optax.adafactor") + ", or optax.scale_by_factored_rms",
     "scale_by_muon": _ACROSS.format("optax.contrib.muon"),
@@ -43,7 +43,7 @@ REMEDIES = {  # where it is not the transform by its own name
 
 
 def _across(transform: str) -> str:
-    """The remedy for a transform of optax by its name, or for one of the author's.
+    """The remedy for an optax transform, by name, or for one of the user's.
 
     >>> _across("zero_nans"), _across("muon"), _across("mine (train.py:3)")  # doctest: +NORMALIZE_WHITESPACE
     ('use zero.across_shards(optax.zero_nans(...)), which communicates',
@@ -57,7 +57,7 @@ def _across(transform: str) -> str:
     return "use zero.across_shards(...) around it, which communicates"
 
 
-_HELPERS = frozenset(  # of optax: they call functions that the author wrote
+_HELPERS = frozenset(  # of optax; they call functions that the user wrote
     ["chain", "named_chain", "with_extra_args_support", "stateless", "stateless_with_tree_map", "inject_hyperparams"]
 )
 _LIBRARIES = tuple(str(module.__file__).removesuffix("__init__.py") for module in (jax, optax))
@@ -124,7 +124,7 @@ def arrays(values: Sequence[Value]) -> list[Any]:
 
 
 def split_alike(xs: Sequence[Any], split: Split | None) -> list[Value]:
-    """Values that are all split in one way, or (None) whole."""
+    """Values that are all split in the same way, or (None) whole."""
     return [Value(x, split) for x in xs]
 
 
@@ -150,7 +150,7 @@ def whole_shape(value: Value) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(value.shape, aval.dtype, weak_type=aval.weak_type, sharding=here)
 
 
-# A rule evaluates an operation on values of which at least one is split. None: not for these arguments.
+# A rule evaluates an operation on values of which at least one is split; None if it does not apply to them.
 Rule = Callable[["Interpreter", JaxprEqn, Sequence[Value]], Sequence[Value] | None]
 
 
@@ -160,7 +160,7 @@ class Interpreter:
 
     Attributes:
       axis: the pmap axis.
-      rules: rules by name of the primitive, for all that are not element-wise.
+      rules: rules keyed by primitive, for all that are not element-wise.
       may_communicate: whether the operation is inside `across_shards`.
       callers: the calls around the current operation, innermost first.
       owned: elements of work assigned to each device so far.
@@ -243,7 +243,7 @@ class Interpreter:
         return None
 
     def place(self, value: Value, split: Split | None, eqn: JaxprEqn | None) -> Value:
-        """The value, split like this, for an operation; only slicing a whole one needs no other device."""
+        """The value split like this, for an operation; only slicing a whole value needs no other device."""
         if value.split == split:
             return value
         if split and value.shard and not isinstance(split, Joined):
@@ -268,7 +268,7 @@ class Interpreter:
         return Value(x, split)
 
     def placed(self, values: Sequence[Value], split: Split | None, eqn: JaxprEqn) -> list[Any]:
-        """The arrays of values that are all split like this, for an operation."""
+        """The arrays of the values, all split like this, for an operation."""
         return [self.place(value, split, eqn).x for value in values]
 
     def inside(self, eqn: JaxprEqn, may_communicate: bool) -> Interpreter:
@@ -296,16 +296,16 @@ class Interpreter:
 
 
 def _transform(eqns: Sequence[JaxprEqn]) -> str:
-    """The function that made the transform of an operation (and its callers), such as `clip_by_global_norm`.
+    """The function that made an operation's transform (and its callers), such as `clip_by_global_norm`.
 
-    Where optax only calls a function of the author's, that function, with its place.
+    If optax only calls a user's function, that function with its location.
     """
     helper = "the transform"
     tracebacks: list[Any] = [eqn.source_info.traceback for eqn in eqns]
     for traceback in tracebacks:
         for frame in traceback.frames if traceback else ():
             if frame.file_name == _ENTRY_POINTS:
-                break  # beyond it is the program
+                break  # frames beyond it belong to the program
             maker, _, inner = frame.function_name.partition(".<locals>.")
             is_of_transform = inner.split(".")[0] in ("update_fn", "init_fn", "update", "init")
             if is_of_transform and maker not in _HELPERS:

@@ -1,4 +1,4 @@
-"""Dimensions that are joined although the second one is split: a table in chunks, seen as one table."""
+"""Joined dimensions of which the second is split: a table in chunks, seen as one table."""
 
 from __future__ import annotations
 
