@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import re
 import shlex
 import signal
 import subprocess
@@ -19,6 +21,7 @@ import pytest
 
 from tests.config.composing import compose
 from tests.helpers import browser, cli
+from zero.base.errors import Unavailable
 from zero.commands.modes import check
 from zero.config.keys import with_values
 from zero.costs.predict import Prediction
@@ -31,6 +34,7 @@ from zero.models.config import GPTConfig
 from zero.plan.compile import PAUSES, compile_step, highest_peak, step_arguments, time_and_cost
 from zero.plan.config import PlanConfig, Request
 from zero.plan.page import memory_segments, page, time_segments
+from zero.plan.plan import _compilers
 from zero.plan.table import COLUMNS, DETAILS, RESULTS, SETTINGS, WIDTH, breakdown_table, table, training_command
 from zero.run.step_programs import split_batch
 from zero.training.host_rows import HostRows
@@ -202,6 +206,15 @@ def test_a_signal_leaves_no_compiler_behind(number: int, tmp_path: Path) -> None
                 compiler.kill()
     errors = cli.finish(process).stderr
     assert number == signal.SIGKILL or errors.endswith("error: interrupted\n")
+
+
+def test_a_compiler_that_dies_is_said_in_one_message(tmp_path: Path) -> None:
+    """As where libtpu aborts: the message names the topology and the file with the compiler's own messages."""
+    log = tmp_path / "compiler.log"
+    expected = f"plan.topology=cpu: a process that compiles died.*{re.escape(str(log))}"
+    with pytest.raises(Unavailable, match=expected), _compilers("cpu", 2, 2, log) as pool:
+        for job in [pool.submit(time.sleep, 60), pool.submit(os.abort)]:
+            job.result()
 
 
 def planned_rows(**changes: Any) -> dict[str, Any]:

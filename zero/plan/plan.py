@@ -8,11 +8,12 @@ import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
 
 from zero.base.child_process import end_with_parent
-from zero.base.errors import UserError
+from zero.base.errors import Unavailable, UserError
 from zero.models.config import GPTConfig
 from zero.partition.virtual_devices import use_cpu_devices
 from zero.plan import search
@@ -79,9 +80,12 @@ def plan(config: PlanConfig, size: GPTConfig, run_directory: Path) -> int:
 
 @contextmanager
 def _compilers(topology: str, cpu_devices: int, processes: int, log: Path) -> Iterator[ProcessPoolExecutor]:
-    """Fresh processes: each starts jax for the topology, and a compiler that crashes does not affect other plans.
+    """Fresh processes, each of which starts jax for the topology.
 
     They are killed if this process is interrupted, and exit on their own if it is killed.
+
+    Raises:
+      Unavailable: one of them died, for example of a fault in libtpu.
     """
     pool = ProcessPoolExecutor(
         processes,
@@ -91,6 +95,11 @@ def _compilers(topology: str, cpu_devices: int, processes: int, log: Path) -> It
     )
     try:
         yield pool
+    except BrokenProcessPool as error:
+        raise Unavailable(
+            f"plan.topology={topology}: a process that compiles died, of a lack of memory or a fault of the compiler; "
+            f"its messages are in {log}, and the programs that it has compiled are kept"
+        ) from error
     except BaseException:
         for compiler in multiprocessing.active_children():  # otherwise the shutdown waits for their compilations
             compiler.kill()
