@@ -16,6 +16,7 @@ from zero.hosts.xla_options import (
 )
 
 GATHER, EXCHANGE = (f"--{name}" for name in OVERLAP_ON_TPU)
+STACK = "--fibers_default_thread_stack_size"
 
 
 @pytest.fixture(autouse=True)
@@ -28,9 +29,9 @@ def pci(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("", f"{GATHER}=false {EXCHANGE}=false"),
-        ("--xla_other=1", f"--xla_other=1 {GATHER}=false {EXCHANGE}=false"),
-        (f"{GATHER}=true", f"{GATHER}=true {EXCHANGE}=false"),
+        ("", f"{GATHER}=false {EXCHANGE}=false {STACK}={2**21}"),
+        ("--xla_other=1", f"--xla_other=1 {GATHER}=false {EXCHANGE}=false {STACK}={2**21}"),
+        (f"{GATHER}=true {STACK}=9", f"{GATHER}=true {STACK}=9 {EXCHANGE}=false"),
     ],
 )
 def test_overlap_can_be_overridden(before: str, after: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +65,7 @@ def test_options_of_this_machine(
     set_before_start(True, "tpu")
     expected = [f"--{name}=true" for name in OVERLAP_ON_TPU + OVERLAP_ON_SPARSECORES * offloads]
     expected += [] if vmem_kib is None else [f"--xla_tpu_scoped_vmem_limit_kib={vmem_kib}"]
-    assert os.environ["LIBTPU_INIT_ARGS"].split() == expected
+    assert os.environ["LIBTPU_INIT_ARGS"].split() == [*expected, f"{STACK}={2**21}"]
 
 
 @pytest.mark.parametrize(("hosts", "slices", "overlaps"), [(2, None, True), (3, "", False), (4, "2", True)])

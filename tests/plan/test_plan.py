@@ -170,6 +170,14 @@ def test_plan_of_four_bytes_per_parameter(tmp_path: Path) -> None:
     assert row["state_bytes"] < row["peak_bytes"]
 
 
+@pytest.mark.slow
+def test_products_fused_into_products_compile(tmp_path: Path) -> None:
+    """The compiler's threads overflowed their stacks of 64 KiB in this program, and the process died."""
+    pytest.importorskip("libtpu")
+    (row,) = plan(tmp_path, "plan.topology=v5e-8", "model.size=test", "distributed.compilation_cache=null")["rows"]
+    assert row["fits"] and row["seconds"] > 0
+
+
 def test_programs_between_steps_where_the_memory_is_tight(monkeypatch: pytest.MonkeyPatch) -> None:
     """Evaluation and sampling are compiled where the step takes more than half of the memory, beside the moments."""
     overrides = ("mode=plan", "plan.topology=cpu", "data.max_context=64", "distributed.compilation_cache=null")

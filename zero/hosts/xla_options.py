@@ -23,6 +23,9 @@ OVERLAP_ON_SPARSECORES = (
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter",
 )
 VMEM = "xla_tpu_scoped_vmem_limit_kib"  # of one fusion
+# Bytes of the stacks of libtpu's threads. With its own 64 KiB the compiler overflows them and aborts where products are
+# fused into products that are fused into a third: it estimates their cost by recursion (libtpu 0.0.42).
+STACKS = {"fibers_default_thread_stack_size": 2 * 2**20}
 # Collectives start early and overlap with computation, the next layer's with this one's.
 # Source: docs.jax.dev/en/latest/gpu_performance_tips.html
 OVERLAP_ON_GPU = (
@@ -69,6 +72,11 @@ def for_tpu(device_kind: str | None, chips: int, overlap_gathers: bool) -> dict[
     return options
 
 
+def enlarge_stacks() -> None:
+    """Gives the threads of libtpu's compiler, which has to start after this, stacks that no program overflows."""
+    _append("LIBTPU_INIT_ARGS", STACKS)
+
+
 def set_before_start(overlap_gathers: bool, extra: str | None, hosts: int = 1) -> None:
     """Sets the options for TPU, and for NVIDIA's GPUs; a value that is set already stays.
 
@@ -82,6 +90,7 @@ def set_before_start(overlap_gathers: bool, extra: str | None, hosts: int = 1) -
     if not overlaps_exchanges(kind, chips):
         chips //= _slices_of_the_job()
     _append("LIBTPU_INIT_ARGS", for_tpu(kind, chips, overlap_gathers))
+    enlarge_stacks()
     if extra == "cuda12":
         _append("XLA_FLAGS", dict.fromkeys(OVERLAP_ON_GPU, overlap_gathers))
         log.info("XLA_FLAGS=%s", os.environ["XLA_FLAGS"])

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from zero.base.errors import UserError, install_command
+from zero.hosts import xla_options
 from zero.hosts.startup import device_memory
 from zero.partition.pmapped import pmap
 from zero.plan import formula
@@ -88,6 +89,7 @@ def prepare_environment(topology: str) -> None:
         )
     # Do not ask a metadata server for a TPU, and let several processes load libtpu at once.
     os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
+    xla_options.enlarge_stacks()
 
 
 def find_devices(topology: str) -> list[Any]:
