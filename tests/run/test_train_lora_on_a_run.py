@@ -1,7 +1,5 @@
 """Adapters of a run that trains on: whatever reads them takes the step that they began with, while it is there."""
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
