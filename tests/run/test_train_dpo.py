@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.config.composing import Only, compose
-from tests.helpers import cli, kills
+from tests.helpers import cli, hosts, kills
 from tests.helpers.corpora import call
 from tests.helpers.loaders import open_loader
 from tests.helpers.pair_runs import CONTEXT, JOB, LORA, SIZE, STEPS, TRAIN, VALIDATION, make_pairs
@@ -148,6 +148,27 @@ def test_killed_with_quantized_base(root: Path) -> None:
         assert forks.run(*job, "hydra.run.dir=killed").returncode == -signal.SIGKILL
     forks.check("--resume", "hydra.run.dir=killed")
     assert cli.metrics(root / "killed") == cli.metrics(calm)
+
+
+@pytest.mark.slow
+def test_killed_in_phases_of_two_hosts(root: Path) -> None:
+    """Collectives within hosts and then across them; a host that is killed after a save, and resumed, changes nothing.
+
+    Two hosts are to `zero.phases=torus` what two dimensions of a slice are.
+    """
+    job = cli.later_values(*JOB, "zero.phases=torus", "distributed.cpu_devices=4", "training.batch_size=8")
+
+    def run(directory: str, *more: str) -> list[int]:
+        arguments = cli.later_values(*job, *more, f"hydra.run.dir={directory}")
+        done = hosts.finish(hosts.start([root] * 2, *arguments))
+        return [one.returncode for one in done]
+
+    assert run("flat", "zero.phases=flat") == run("in phases") == [0, 0]
+    with cli.customized(kills.at(kills.Rule("os.rename", rf"/checkpoints/{STEPS // 2}$", "kill after"))):
+        assert -signal.SIGKILL in run("struck")
+    assert run("struck", "--resume") == [0, 0]
+    assert cli.metrics(root / "struck") == cli.metrics(root / "in phases")
+    assert cli.losses(root / "in phases") == pytest.approx(cli.losses(root / "flat"), rel=1e-4)
 
 
 @pytest.mark.wide  # test_identity.py refuses other contents, the test below computes values anew
