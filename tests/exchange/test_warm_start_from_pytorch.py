@@ -14,7 +14,8 @@ from zero.commands.modes import check
 from zero.corpus.text.tokenizers import load_tokenizer
 from zero.exchange.warm_start import warm_start
 from zero.inference.evaluate import evaluate
-from zero.inference.scoring import Scorer, score_validation_set
+from zero.inference.outputs.validation import score_validation_set
+from zero.inference.scoring import Scorer
 from zero.inference.trained_model import TrainedModel
 from zero.job.job import place_model
 from zero.models.config import GPTConfig

@@ -13,8 +13,9 @@ from zero.commands.cli import compose
 from zero.costs.hlo import bytes_by_kind, collectives
 from zero.hosts.speeds import SPEEDS
 from zero.plan import formula
-from zero.plan.compile import Row, compile_step
+from zero.plan.compile import Row, compile_step, job_of, step_arguments
 from zero.plan.config import Request
+from zero.plan.topology import find_devices
 
 DEVICES = 8
 
@@ -66,6 +67,28 @@ def test_plan_by_formula() -> None:
     assert rows[3]["seconds_lower_bound"] >= rows[3]["flops"] / SPEEDS["NVIDIA H100 80GB HBM3"].flops
     assert rows[3]["collective_bytes_across_hosts"] == sum(rows[3]["collective_bytes"].values()) > 0
     assert plan("gpu:t4x1", "plan.micro_batch=64", "zero.remat=none")["fits"] is False
+
+
+def test_the_objective_is_planned() -> None:
+    """The step reads what the objective reads, and sums its metrics beside the loss."""
+    keys = ("gpu:h100x8", "model.override.N=1")
+    of_objective = ("objective=distillation", "objective.top_tokens=8")
+    plain, distilled = plan(*keys), plan(*keys, *of_objective)
+    assert distilled["collective_bytes"]["all-reduce"] > plain["collective_bytes"]["all-reduce"] > 0
+    assert distilled["model_flops"] == plain["model_flops"] and distilled["fits"]
+    config, size = compose(["mode=plan", f"plan.topology={keys[0]}", "model.size=124m", *keys[1:], *of_objective])
+    job = job_of(Request(config, size, 4), find_devices(config.plan.topology))
+    _, batch, _ = step_arguments(job, 4, 1024)
+    assert {name: x.shape for name, x in batch.extra.items()} == {
+        "teacher/tokens": (8, 4, 1024, 8),
+        "teacher/log_probabilities": (8, 4, 1024, 8),
+    }
+
+
+@pytest.mark.parametrize("batch", ["batch=stages", "batch=ramp"])
+def test_a_batch_that_grows_is_refused(batch: str) -> None:
+    with pytest.raises(UserError, match=f"^{batch}: it has no effect, as mode=plan plans the steps after the"):
+        plan("gpu:h100x8", batch)
 
 
 def test_the_kernel_of_gpus_is_planned_without_a_gpu() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.helpers import cli
+from tests.helpers import cli, hosts
 
 JOB = cli.later_values(
     *cli.TINY,
@@ -45,6 +45,22 @@ def test_stored_tokens(taught: Path) -> None:
         together = np.exp(logps).sum(-1)
         assert (np.diff(logps) <= 0).all() and (together < 1.0001).all() and together.max() > 0.05
         assert all(len(set(of_position)) == 5 for of_position in tokens.reshape(-1, 5).tolist())
+
+
+def test_two_hosts_store_the_same(taught: Path) -> None:
+    """Each host computes a part of each batch, and host 0 writes: to rounding what one host has written."""
+    index = taught / SPLITS[1]
+    names = [f"{index.with_suffix('')}.teacher-{name}.npy" for name in ("tokens", "log_probabilities")]
+    of_one_host = [np.load(name) for name in names]
+    for name in names:
+        Path(name).unlink()
+    keys = ("model.model_path=teacher", "evaluate.top_tokens=5", "evaluate.validation=false")
+    places = ("distributed.cpu_devices=2", f"evaluate.index={index}", "hydra.run.dir=of-two-hosts")
+    done = hosts.finish(hosts.start_forked([taught] * 2, "mode=evaluate", *keys, *places))
+    assert [host.returncode for host in done] == [0, 0], [host.stderr for host in done]
+    tokens, log_probabilities = (np.load(name) for name in names)
+    np.testing.assert_allclose(log_probabilities, of_one_host[1], rtol=1e-3, atol=1e-3)
+    assert (tokens == of_one_host[0]).mean() > 0.99  # equally likely ones may change places
 
 
 def test_killed_and_resumed(taught: Path) -> None:

@@ -24,8 +24,9 @@ from zero.config.keys import with_values
 from zero.corpus.text.tokenizers import load_tokenizer, train_tokenizer
 from zero.exchange.warm_start import warm_start
 from zero.inference.evaluate import evaluate
+from zero.inference.outputs.validation import score_validation_set
 from zero.inference.sample import sample
-from zero.inference.scoring import Scorer, score_validation_set
+from zero.inference.scoring import Scorer
 from zero.inference.trained_model import TrainedModel
 from zero.job.job import place_model
 from zero.record.metrics_file import read_metrics

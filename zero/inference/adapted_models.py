@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,7 @@ from zero.exchange.checkpoint_weights import SavedStep, open_checkpoints, read_p
 from zero.exchange.hub_model import is_folder
 from zero.exchange.peft_folder import CONFIG_FILE, peft_adapters, read_peft
 from zero.exchange.warm_start import PathKeys, base_checksum, base_of, check_base, merged_weights, warm_start
-from zero.inference.config import Evaluate, EvaluateData
-from zero.inference.trained_model import TrainedModel
+from zero.inference.trained_model import SavedData, TrainedModel
 from zero.partition.layout import PyTree
 from zero.partition.pmapped import pmap
 from zero.training.sharded_gpt import ShardedGPT
@@ -22,26 +21,29 @@ from zero.training.tuning import Tuning
 
 
 def adapted_models(
-    evaluate: Evaluate, path: PathKeys, data: EvaluateData, model: ShardedGPT
+    sources: Sequence[str], path: PathKeys, data: SavedData, model: ShardedGPT, ema: bool
 ) -> Iterator[tuple[str, TrainedModel]]:
-    """Each entry of `evaluate.adapters`, with the model that has its adapters merged.
+    """Each source of adapters, a run or a PEFT folder, with the model that has its adapters merged.
 
     The base is the base of the run at `model.model_path`, or that run's weights if it trained all. The devices hold it
     beside the merged weights.
 
+    Args:
+      ema: whether the base is the moving average of the run's weights.
+
     Raises:
-      UserError: an entry has no adapters, or adapters for another base, or its tokenizer differs from the run's.
+      UserError: a source has no adapters, or adapters for another base, or its tokenizer differs from the run's.
     """
     tokenizer = load_tokenizer(data.tokenizer)
-    base = _base(str(path.model_path), data, evaluate.ema, replace(model, master_dtype="float32"), tokenizer)
-    for source in evaluate.adapters or []:
+    base = _base(str(path.model_path), data, ema, replace(model, master_dtype="float32"), tokenizer)
+    for source in sources:
         read = _of_folder if (Path(source) / CONFIG_FILE).is_file() else _of_run
         params, step = read(source, base, model)
         yield source, TrainedModel(model, params, tokenizer, step)
         del params  # before the next set is merged
 
 
-def _base(source: str, data: EvaluateData, ema: bool, model: ShardedGPT, tokenizer: Tokenizer) -> PyTree:
+def _base(source: str, data: SavedData, ema: bool, model: ShardedGPT, tokenizer: Tokenizer) -> PyTree:
     """The weights that all adapters belong to, in float32."""
     if is_folder(Path(source)):
         return warm_start(source, model)

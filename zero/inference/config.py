@@ -6,26 +6,27 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Self
 
-from zero.checkpoints import manager
 from zero.config.constraints import (
     at_least,
     fraction,
     list_of,
     not_empty,
-    one_of,
     positive,
     random_seed,
-    shown,
     zero_or_more,
 )
 from zero.config.keys import Check, Mistakes, choice, key, section
 from zero.config.modes import Configuration
-from zero.corpus.format.index_files import PATHS, SETS
-from zero.corpus.reading.keys import ScoredKeys, SetKeys, is_validation
+from zero.corpus.reading.keys import ScoredKeys, SetKeys
 from zero.exchange import warm_start
 from zero.hosts import startup
+from zero.inference.output import Output
+from zero.inference.outputs.harness import Harness
+from zero.inference.outputs.top_tokens import TopTokens
+from zero.inference.outputs.validation import Validation
+from zero.inference.trained_model import HeldWeights, SavedData
 from zero.job import sizes
-from zero.job.model import AttentionKeys, RowKeys
+from zero.job.model import AttentionKeys
 from zero.job.sharding import WeightKeys
 from zero.models.config import GPTConfig
 from zero.tracking import tracker
@@ -42,94 +43,15 @@ def is_prompts(value: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class HeldWeights:
-    """How a trained model is held: keys of each mode that opens one."""
+class Evaluate(HeldWeights, TopTokens.Keys, Validation.Keys, Harness.Keys):
+    """Section `evaluate`."""
 
-    ema: bool = key(False, None, "Use the moving average of the weights that training.ema has kept.", in_scores=True)
-    replicate: bool | None = key(
-        None,
-        None,
-        "true: whole weights on each device; false: sharded; null: true if two copies fit.",
-        in_scores=True,
-    )
-    weight_dtype: str = key(
-        "auto",
-        one_of("auto", "int8"),
-        "Dtype of the layers' weights on the devices: auto, zero.master_dtype; or int8 in blocks of 64 with a scale, "
-        "with the vocabulary in bfloat16.",
-        in_scores=True,
-    )
-
-    def mistakes(self, mode: str, size: GPTConfig, of_model: str, tensor_shards: int) -> Mistakes:
-        """The models and keys that do not allow holding weights as codes."""
-        if self.weight_dtype == "auto":
-            return
-        if size.layer == "gated_units":
-            yield f"{mode}.weight_dtype", f"auto, as {of_model} has gated units"
-        if tensor_shards > 1:
-            yield f"{mode}.weight_dtype", f"auto, as zero.tensor_shards={tensor_shards} cuts blocks of codes"
-
-
-@dataclass(frozen=True)
-class Evaluate(HeldWeights):
-    validation: bool = key(True, None, "Score the whole validation set, each token once.", in_scores=True)
-    index: Any = key(
-        None,
-        Check(is_validation, f"{PATHS}, {SETS}, or null"),
-        "The index files to score, such as a test set, in the form of data.index_path_validation; null: that key's "
-        "files.",
-    )
-    top_tokens: int | None = key(
-        None,
-        at_least(1),
-        "Write so many most likely tokens of each position beside the index files, from which objective=distillation "
-        "trains another model; null: none.",
-    )
-    harness: list[str] = key(
-        [],
-        None,
-        "Tasks of lm-evaluation-harness such as lambada_openai, or paths of its YAML files, which can run Python; "
-        "needs the extra lm-eval.",
-        in_scores=True,
-    )
-    chat: bool = key(
-        False,
-        None,
-        "Render prompts of harness tasks with the chat template beside data.tokenizer, as for instruct models.",
-        in_scores=True,
-    )
-    template_variables: dict[str, Any] = key(
-        {}, None, "Variables of the chat template, such as {enable_thinking: false}.", in_scores=True
-    )
-    system: str | None = key(None, None, "A system prompt for harness tasks.", in_scores=True)
-    few_shots: int | None = key(
-        None,
-        at_least(0),
-        "Number of few-shot examples in the prompts of harness tasks; null: each task's own default.",
-        in_scores=True,
-    )
-    limit: int | None = key(
-        None, at_least(1), "Score at most this many documents of each harness task; null: all.", in_scores=True
-    )
+    context: int | None = key(None, at_least(2), "Context length in tokens; null: data.max_context.", in_scores=True)
     adapters: list[str] | None = key(
         None,
         list_of(not_empty()),
         "Runs that trained adapters, or PEFT folders, for the base of model.model_path. The base is read once, and "
         "each adapter is merged and scored; null: only model.model_path.",
-    )
-    context: int | None = key(None, at_least(2), "Context length in tokens; null: data.max_context.", in_scores=True)
-    stride: int | None = key(
-        None,
-        at_least(1),
-        "Tokens scored per forward pass in rows longer than the context; null: half the context.",
-        in_scores=True,
-    )
-    carry: bool = key(
-        False,
-        None,
-        "Gated units only: carry the recurrent state from one context to the next, so that rows of any length are "
-        "scored as one context.",
-        in_scores=True,
     )
     follow: bool = key(
         False,
@@ -213,12 +135,7 @@ class Model(sizes.Keys, warm_start.PathKeys, AttentionKeys):
 
 
 @dataclass(frozen=True)
-class SampleData(RowKeys, manager.Keys):
-    """The keys that define a run's rows."""
-
-
-@dataclass(frozen=True)
-class EvaluateData(SampleData, SetKeys, tracker.Keys):
+class EvaluateData(SavedData, SetKeys, tracker.Keys):
     """The keys that define a run's rows and validation sets."""
 
 
@@ -227,7 +144,7 @@ class TrainedModelConfig(Configuration):
     """The keys of every mode that opens a trained model."""
 
     model: Model = section(Model)
-    data: SampleData = section(SampleData)
+    data: SavedData = section(SavedData)
     zero: WeightKeys = section(WeightKeys)
     distributed: startup.Keys = section(startup.Keys)
 
@@ -252,55 +169,46 @@ class EvaluateConfig(TrainedModelConfig):
     objective: objective.Keys = choice(OBJECTIVES, "What was minimized.")
     evaluate: Evaluate = section(Evaluate, "mode=evaluate")
 
+    @property
+    def context(self) -> int:
+        """Tokens that are seen at once, when the configuration is checked."""
+        return self.evaluate.context or int(self.data.max_context)
+
     def mistakes(self, size: GPTConfig) -> Mistakes:
         yield from super().mistakes(size)
         evaluate = self.evaluate
-        data = self.data
-        of_model = str(self.model)
-        yield from evaluate.mistakes("evaluate", size, of_model, self.zero.tensor_shards)
+        yield from evaluate.mistakes("evaluate", size, str(self.model), self.zero.tensor_shards)
         if evaluate.weight_dtype != "auto" and evaluate.adapters is not None:
             yield "evaluate.weight_dtype", "auto, as evaluate.adapters are merged into one copy of the weights"
-        example = self.objective.make().example
-        if example.is_whole and evaluate.validation and not evaluate.index:
-            holds = f"data.index_path_validation of objective={self.objective.name} holds"
-            yield "evaluate.index", f"an index file of texts, as {holds} rows of zero-prepare {example.option}"
-        if evaluate.top_tokens is not None:
-            yield from self._top_tokens(evaluate.top_tokens, size, of_model)
-        if not (evaluate.validation or evaluate.harness or evaluate.top_tokens):
-            yield "evaluate.validation", "true, or tasks in evaluate.harness"
-        elif evaluate.validation and not (evaluate.index or data.has_validation_set):
-            path = shown(data.index_path_validation)
-            indices = f"data.corpus={shown(data.corpus)} and data.index_path_validation={path}"
-            yield "evaluate.validation", f"false, as {indices} hold no validation set"
-        if evaluate.follow and data.resume_step is not None:
-            yield "evaluate.follow", f"false, as data.resume_step={data.resume_step} names one checkpoint"
+        if evaluate.follow and self.data.resume_step is not None:
+            yield "evaluate.follow", f"false, as data.resume_step={self.data.resume_step} names one checkpoint"
         if evaluate.follow and evaluate.adapters is not None:
             yield "evaluate.adapters", "null with evaluate.follow, which scores the checkpoints of one run"
-        context = evaluate.context or data.max_context
-        if evaluate.stride is not None and evaluate.stride >= context:
-            yield "evaluate.stride", f"1 to {context - 1}, or null"
-        if evaluate.carry and size.layer != "gated_units":
-            yield "evaluate.carry", f"false, as {of_model} has no memory of constant size"
-        elif evaluate.carry and (evaluate.stride is not None or context % size.vq_block):
-            block = f"vq_block={size.vq_block} of {of_model}"
-            yield "evaluate.carry", f"false, or evaluate.stride=null and a context that is a multiple of {block}"
-
-    def _top_tokens(self, count: int, size: GPTConfig, of_model: str) -> Mistakes:
-        """Settings for which nothing can be stored beside index files."""
-        evaluate = self.evaluate
-        if count > size.vocab_size:
-            yield "evaluate.top_tokens", f"at most {size.vocab_size}, the vocabulary of {of_model}"
-        if not (evaluate.index or self.data.has_validation_set):
-            yield "evaluate.index", "index files, beside which evaluate.top_tokens are written"
-        if evaluate.follow:
-            yield "evaluate.follow", "false, as evaluate.top_tokens belong to one teacher"
-        if evaluate.adapters is not None:
-            yield "evaluate.adapters", "null, as evaluate.top_tokens belong to one teacher"
+        for output in outputs(self):
+            yield from output.mistakes(size, str(self.model))
+            if not (output.is_asked and output.is_of_one_model):
+                continue
+            if evaluate.follow:
+                yield "evaluate.follow", f"false, as {output.key} are of one model"
+            if evaluate.adapters is not None:
+                yield "evaluate.adapters", f"null, as {output.key} are of one model"
+        if not any(output.is_asked for output in outputs(self)):
+            yield "evaluate.validation", "true, or tasks in evaluate.harness"
 
     def without_effect(self) -> Mistakes:
         if not self.evaluate.follow:
             yield "data.tensorboard", "evaluate.follow=false"
             yield "data.wandb_project", "evaluate.follow=false"
+
+
+def outputs(config: EvaluateConfig) -> list[Output]:
+    """What can be made of trained weights, in this order: each output, made of the sections that it reads."""
+    evaluate = config.evaluate
+    return [
+        TopTokens(evaluate, config.data),
+        Validation(evaluate, config.training, config.data, config.context, config.objective),
+        Harness(evaluate, config.data),
+    ]
 
 
 @dataclass(frozen=True)

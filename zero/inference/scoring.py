@@ -1,25 +1,16 @@
-"""Losses of a trained model on passages of text, and on a whole validation set."""
+"""Losses of a trained model on passages of text."""
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
-from itertools import chain, islice
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
 
-from zero.base.errors import UserError
-from zero.corpus.format.index_files import row_tokens
-from zero.corpus.format.shards import RowFormat
-from zero.corpus.reading.loader import ONCE, Batching, Loader
-from zero.corpus.reading.prefetch import prefetch
 from zero.hosts.watchdog import progress
 from zero.inference.trained_model import TrainedModel
-from zero.tracking.progress import Stage
 from zero.training.programs import make_inference
 
 _Item = TypeVar("_Item")
@@ -69,18 +60,15 @@ class Scorer:
                 part = slice(first - 1, len(text) - 1)  # the loss of token t is at t - 1
                 yield Score(text[first:], losses[row, part].astype(np.float64), is_greedy[row, part])
 
-    def top_tokens(self, rows: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """The most likely tokens of each position of a batch `(batch_rows, T)`, and their log-probabilities."""
-        progress()
-        results = self._programs.top_tokens(self.trained.params, self._places.split_global(rows), count)
-        tokens, log_probabilities = map(np.asarray, results)
-        return tokens, log_probabilities
+    def split(self, rows: np.ndarray) -> np.ndarray:
+        """The rows of a batch `(batch_rows, T)` that the devices of this host compute `(devices, R, T)`."""
+        return self._places.split_global(rows)
 
     def scores_of_whole(self, rows: Iterable[np.ndarray]) -> Iterator[Score]:
         """Scores every token but the first of rows of any length, given all tokens before it.
 
-        For models of gated units, whose memory is carried from one span of `context` tokens to the next. A batch of
-        rows takes as long as its longest row.
+        For models of gated units: carries their memory from one `context` tokens to the next. A batch of rows takes
+        as long as its longest.
         """
         for batch in batched(rows, self.batch_rows):
             length = max(map(len, batch)) - 1
@@ -105,7 +93,7 @@ class Scorer:
         tokens = np.full((self.batch_rows, length), -1, np.int32)
         for blank, row in zip(tokens, rows, strict=False):
             blank[: len(row)] = row
-        return self._places.split_global(tokens)
+        return self.split(tokens)
 
 
 def batched(items: Iterable[_Item], size: int) -> Iterator[list[_Item]]:
@@ -128,75 +116,3 @@ def windows(tokens: np.ndarray, context: int, stride: int) -> Iterator[Passage]:
             return
         yield Passage(tokens[start:end], scored - start)
         scored = end
-
-
-class Sums(NamedTuple):
-    """The losses of a set of texts, and the counts of what was scored."""
-
-    nats: float = 0.0
-    tokens: int = 0
-    bytes: int = 0
-
-    def plus(self, other: Sums) -> Sums:
-        return Sums(self.nats + other.nats, self.tokens + other.tokens, self.bytes + other.bytes)
-
-    def means(self) -> dict[str, Any]:
-        """Loss in nats per token, perplexity and bits per byte; None without bytes."""
-        loss = self.nats / self.tokens
-        bits = self.nats / math.log(2) / self.bytes if self.bytes else None
-        means = {"loss": loss, "perplexity": math.exp(loss), "bits_per_byte": bits}
-        return {**means, "tokens": self.tokens, "bytes": self.bytes}
-
-
-def score_sets(
-    scorer: Scorer, sets: Mapping[str, str | list[str]], stride: int | None, only_completions: bool
-) -> dict[str, Any]:
-    """The means over the tokens of all sets, and under "sets" the means of each named set."""
-    sums = {name: score_validation_set(scorer, index, stride, only_completions) for name, index in sets.items()}
-    total = functools.reduce(Sums.plus, sums.values())
-    means = {**total.means(), "stride": stride}
-    named = {name: sums_of_set.means() for name, sums_of_set in sums.items() if name}
-    if not named:
-        return means
-    return {**means, "sets": named}
-
-
-def score_validation_set(
-    scorer: Scorer, index: str | list[str], stride: int | None, only_completions: bool = False
-) -> Sums:
-    """The losses of every token except the first of each row, each scored once.
-
-    Rows longer than the scorer's context are scored in passages `stride` tokens apart; with None, as if seen at once.
-    `only_completions` counts only the tokens of completions.
-    """
-    tokenizer = scorer.trained.tokenizer
-    loader = Loader(
-        index,
-        Batching(global_rows=1),
-        RowFormat(row_tokens(index), scorer.trained.model.config.vocab_size, only_completions=only_completions),
-        ONCE,
-    )
-    lengths = tokenizer.byte_lengths()
-    separators = scorer.trained.model.separators  # as in `ShardedGPT.targets`
-
-    def rows() -> Iterator[np.ndarray]:
-        stage = Stage("validation rows scored", loader.rows, is_shown=jax.process_index() == 0)
-        with closing(prefetch(loader.batches())) as batches, stage:
-            for batch in stage.counted(batches):
-                row = np.trim_zeros(batch.tokens[0] + 1, "b") - 1  # without padding
-                follows = np.append(False, np.isin(np.maximum(row, ~row)[:-1], separators.ends))[: len(row)]
-                yield np.where(follows & (row >= 0), ~row, row)
-
-    if stride is None:
-        scores = scorer.scores_of_whole(rows())
-    else:
-        scores = scorer.scores(chain.from_iterable(windows(row, scorer.context, stride) for row in rows()))
-    sums = Sums()
-    for score in scores:
-        is_scored = score.tokens >= 0
-        count = int(is_scored.sum())
-        size = int(lengths[score.tokens[is_scored]].sum())
-        sums = sums.plus(Sums(score.losses[is_scored].sum(), count, size))
-    if not sums.tokens:
-        raise UserError(f"{index}: its rows have no token to score")
-    return sums

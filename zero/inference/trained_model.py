@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -13,13 +13,15 @@ import jax
 
 from zero.base.errors import UserError
 from zero.base.plural import counted
+from zero.checkpoints import manager
 from zero.checkpoints.manager import Checkpoints
+from zero.config.constraints import one_of
+from zero.config.keys import Mistakes, key
 from zero.corpus.text.tokenizers import Tokenizer, load_tokenizer
 from zero.exchange.checkpoint_weights import SavedStep, read_step
 from zero.exchange.hub_model import is_folder
 from zero.exchange.warm_start import PathKeys, warm_start, weights_of_step
 from zero.hosts import startup
-from zero.inference.config import HeldWeights, SampleData
 from zero.job.devices import make_axis
 from zero.job.model import AttentionKeys, RowKeys, make_model
 from zero.job.sharding import WeightKeys
@@ -36,7 +38,41 @@ from zero.training.tuning import Tuning, quantize_shards
 log = logging.getLogger(__name__)
 
 
-IN_INT8 = Tuning(Adapters(1, 1.0, targets=()), "int8")  # trains nothing: all weights form a base held in int8
+IN_INT8 = Tuning(Adapters(1, 1.0, targets=()), "int8")  # trains nothing: all weights are a base, held in int8
+
+
+@dataclass(frozen=True)
+class HeldWeights:
+    """How a trained model is held: keys of each mode that opens one."""
+
+    ema: bool = key(False, None, "Use the moving average of the weights that training.ema has kept.", in_scores=True)
+    replicate: bool | None = key(
+        None,
+        None,
+        "true: whole weights on each device; false: sharded; null: true if two copies fit.",
+        in_scores=True,
+    )
+    weight_dtype: str = key(
+        "auto",
+        one_of("auto", "int8"),
+        "Dtype of the layers' weights on the devices: auto, zero.master_dtype; or int8 in blocks of 64 with a scale, "
+        "with the vocabulary in bfloat16.",
+        in_scores=True,
+    )
+
+    def mistakes(self, mode: str, size: GPTConfig, of_model: str, tensor_shards: int) -> Mistakes:
+        """The models and keys that do not allow holding weights as codes."""
+        if self.weight_dtype == "auto":
+            return
+        if size.layer == "gated_units":
+            yield f"{mode}.weight_dtype", f"auto, as {of_model} has gated units"
+        if tensor_shards > 1:
+            yield f"{mode}.weight_dtype", f"auto, as zero.tensor_shards={tensor_shards} cuts blocks of codes"
+
+
+@dataclass(frozen=True)
+class SavedData(RowKeys, manager.Keys):
+    """The keys that define a run's rows, and which of its checkpoints is read."""
 
 
 class TrainedModel(NamedTuple):
@@ -48,7 +84,7 @@ class TrainedModel(NamedTuple):
     step: int | None
 
 
-def open_model(model: ShardedGPT, path: PathKeys, data: SampleData, ema: bool) -> TrainedModel:
+def open_model(model: ShardedGPT, path: PathKeys, data: SavedData, ema: bool) -> TrainedModel:
     """A placed model with the weights of a checkpoint, or of a folder, at `model.model_path`.
 
     Args:

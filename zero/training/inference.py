@@ -65,7 +65,7 @@ def score(params: PyTree, tokens: jax.Array, *, model: ShardedGPT) -> tuple[jax.
     tokens = token_ids(tokens)
     starts = document_starts(tokens[:, :-1], model.separators)
     scores, _ = model.apply(full, tokens[:, :-1], tokens[:, 1:], None, starts, method="scores")
-    return _of_all_rows(scores.losses_BT, model), _of_all_rows(scores.is_greedy_BT, model)
+    return of_all_rows(scores.losses_BT, model), of_all_rows(scores.is_greedy_BT, model)
 
 
 def score_on(
@@ -79,24 +79,11 @@ def score_on(
     variables = model.gather_params(params)
     following = {"cache": cache, "position": position}
     scores, cache = model.apply(variables, tokens[:, :-1], tokens[:, 1:], method="scores", **following)
-    return _of_all_rows(scores.losses_BT, model), _of_all_rows(scores.is_greedy_BT, model), cache
+    return of_all_rows(scores.losses_BT, model), of_all_rows(scores.is_greedy_BT, model), cache
 
 
-def top_tokens(params: PyTree, tokens: jax.Array, *, model: ShardedGPT, count: int) -> tuple[jax.Array, jax.Array]:
-    """The most likely next tokens of each position, and their log-probabilities in nats, the largest first.
-
-    Per device: shards of parameters and int32 tokens `(R, T)` as in `Batch`. Out: int32 and float32
-    `(N R, T, count)`, the rows of all devices in order, the same on every device. Call inside pmap.
-    """
-    full = model.gather_params(params)
-    tokens = token_ids(tokens)
-    starts = document_starts(tokens, model.separators)
-    ids, log_probabilities = model.apply(full, tokens, starts, count, method="top_tokens")
-    return _of_all_rows(ids, model), _of_all_rows(log_probabilities, model)
-
-
-def _of_all_rows(x: jax.Array, model: ShardedGPT) -> jax.Array:
-    """Gathers the rows of all N tensor groups, or devices: `(R, ...)` in, `(N R, ...)` out."""
+def of_all_rows(x: jax.Array, model: ShardedGPT) -> jax.Array:
+    """Gathers the rows of all N tensor groups, or devices: `(R, ...)` in, `(N R, ...)` out. Call inside pmap."""
     of_devices = lax.all_gather(x, model.axis.name)
     if model.axis.tensor > 1:
         of_devices = of_devices[np.asarray([group[0] for group in model.axis.row_groups()])]
@@ -182,7 +169,7 @@ def extend(
         return DecodeState(state.tokens.at[rows, state.position].set(token), state.position + 1, cache, logits), None
 
     state, _ = lax.scan(one_token, state, None, length=count)
-    return state, _of_all_rows(state.tokens, model)
+    return state, of_all_rows(state.tokens, model)
 
 
 def penalised(logits: jax.Array, tokens: jax.Array, penalty: float) -> jax.Array:

@@ -20,7 +20,7 @@ from zero.partition.layout import PyTree
 from zero.partition.sharded_optimizer import on_shards
 from zero.training.batch import Rows
 from zero.training.host_rows import HostRows
-from zero.training.inference import DecodeState, Sampling, evaluate_step, extend, prefill, score, score_on, top_tokens
+from zero.training.inference import DecodeState, Sampling, evaluate_step, extend, prefill, score, score_on
 from zero.training.parts import StepOptions, TrainState
 from zero.training.reference_step import reference_step
 from zero.training.sharded_gpt import ShardedGPT
@@ -137,7 +137,6 @@ class Inference(NamedTuple):
 
     Attributes:
       score: `(params, tokens)` to the shared losses and hits of all rows.
-      top_tokens: `(params, tokens, count)`, the count static, to the shared most likely tokens and log-probabilities.
       new_cache: `(tokens)`, of which only the number of rows counts, to an empty cache for `score_on`.
       score_on: `(params, tokens, cache, position)`, the cache donated, to shared losses and hits and the next cache.
       prefill: `(params, tokens, length, width)`, the width static, to a `DecodeState`.
@@ -149,7 +148,6 @@ class Inference(NamedTuple):
     """
 
     score: Program[[PyTree, Rows], tuple[jax.Array, jax.Array]]
-    top_tokens: Program[[PyTree, Rows, int], tuple[jax.Array, jax.Array]]
     new_cache: Program[[Rows], PyTree]
     score_on: Program[[PyTree, Rows, PyTree, Rows], tuple[jax.Array, jax.Array, PyTree]]
     prefill: Program[[PyTree, Rows, Rows, int], DecodeState]
@@ -159,20 +157,20 @@ class Inference(NamedTuple):
     grows: bool = False
 
 
+def for_inference(model: ShardedGPT) -> ShardedGPT:
+    """The same without context groups, and without experts that drop tokens."""
+    return dataclasses.replace(model, axis=dataclasses.replace(model.axis, context=1), drops=False)
+
+
 def make_inference(
     model: ShardedGPT, sampling: Sampling | None = None, *, devices: Sequence[Any] | None = None
 ) -> Inference:
     """Binds the model, without context groups, and the sampling. Nothing is compiled yet."""
-    model = dataclasses.replace(model, axis=dataclasses.replace(model.axis, context=1), drops=False)
+    model = for_inference(model)
     pmap = partial(pmapped.pmap, axis_name=model.axis.name, devices=devices)
     bound = partial(extend, model=model, sampling=sampling or Sampling())
     return Inference(
         score=pmap(partial(score, model=model), out_axes=None),
-        top_tokens=pmap(
-            lambda params, tokens, count: top_tokens(params, tokens, model=model, count=count),
-            static_broadcasted_argnums=2,
-            out_axes=None,
-        ),
         new_cache=pmap(
             lambda tokens: init_cache(
                 model.config, len(tokens), 0, model.compute_dtype, model.cut, known=np.iinfo(np.int32).max

@@ -13,11 +13,11 @@ import pytest
 
 import zero
 from tests.helpers.preferences import DEVICES, SIZE, TENSOR, Formula, check_steps, pairs, programs_on
+from zero.inference.outputs.top_tokens import top_tokens_program
 from zero.models.gpt import GPT
 from zero.training.batch import Batch
 from zero.training.host_rows import split_rows
 from zero.training.objectives.distillation import Distillation
-from zero.training.programs import make_inference
 from zero.training.sharded_gpt import ShardedGPT
 
 CHUNKED = replace(SIZE, vocab_chunks=4)
@@ -115,7 +115,7 @@ def test_stored_tokens_are_those_of_all_logits() -> None:
     whole = model.layout.map(lambda leaf, x: np.asarray(x, leaf.dtype), teacher_params())
     params = zero.to_devices(whole, model.layout, model.axis, jax.devices())
     rows = np.where(pairs(0) == -1, ~1, pairs(0))
-    found = make_inference(model).top_tokens(params, split_rows(rows, model.axis), COUNT)
+    found = top_tokens_program(model, COUNT)(params, split_rows(rows, model.axis))
     values = np.asarray(jax.jit(log_softmax)(teacher_params(), rows))
     expected = np.argsort(-values, axis=-1)[..., :COUNT]
     np.testing.assert_array_equal(found[0], expected)
