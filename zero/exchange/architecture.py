@@ -6,23 +6,34 @@ layer, and in some architectures query, key and value in one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from zero.models.config import FIRST, HEAD, VOCABULARY, GPTConfig, default_values
+from zero.models.config import FIRST, HEAD, STACK, VOCABULARY, GPTConfig, default_values
 from zero.models.families import FAMILIES
+from zero.models.gpt import variable_shapes
+from zero.models.part import ATTENTION, layer_name
 from zero.partition.layout import LeafLayout
 
 _YARNS = ("yarn", "yarn_unrounded")
 FUSED_QKV = ("query", "key", "value")
+# How modules share a tensor: into how many groups of outputs each is divided. A group of the tensor has its outputs of
+# the first module, then those of the second, and so on.
+GROUPS: dict[str, Callable[[GPTConfig], int]] = {
+    "rows": lambda size: 1,  # one module after another
+    "head": lambda size: size.num_head,
+    "delta_key_head": lambda size: size.delta_groups,
+    "column": lambda size: size.mlp_width,
+}
 # Attributes that are not choices of an architecture: sizes, and options of training.
 _SIZES = {"embedding_dim", "vocab_size", "num_head", "block_size", "N", "kv_heads", "head_dim", "mlp_dim"}
 _SIZES |= {"norm_epsilon", "dropout", "vocab_chunks", "z_loss", "parametrization", "mup_base_width"}
 _SIZES |= {"init", "head_init", "zero_init"}
 _SIZES |= {"embedding_dropout", "attention_dropout", "residual_dropout"}
+_SIZES |= {"delta_key_heads", "delta_value_heads", "delta_key_dim", "delta_value_dim", "delta_taps"}
 # Of training alone:
 _SIZES |= {"expert_capacity", "expert_priority", "balance_loss", "balance_choices", "router_z_loss", "router_bias_rate"}
 
@@ -40,7 +51,8 @@ class Architecture:
     keys: Mapping[str, str]  # of config.json to attributes of `GPTConfig`
     fixed: Mapping[str, Any]  # keys that must have these values, which are also their defaults
     prefix: str  # of all names of tensors but the head's; published files may lack it
-    modules: Mapping[str, str]  # zero's names to theirs, with `{}` for the number of the layer, then of the expert
+    # zero's names of modules, or of single leaves, to theirs, with `{}` for the number of the layer, then of the expert
+    modules: Mapping[str, str]
     absent: Mapping[str, Any] = field(default_factory=dict)  # the values of missing keys, as transformers has them
     aliases: Mapping[str, str] = field(default_factory=dict)  # other names of keys
     implied: Mapping[str, Any] = field(default_factory=dict)  # values of keys that only published folders have
@@ -58,10 +70,11 @@ class Architecture:
     direct_queries: Mapping[str, str] = field(default_factory=dict)  # modules where query_latent_dim is None
     windows: str = ""  # their key: "sliding_window", "layer_types", "attention_types", or "" for no windows
     is_transposed: bool = True  # kernels are stored `(out, in)`
-    # Modules with one name share a tensor: query, key and value head by head ("head"), or one after another ("rows"),
-    # or gate and input of the MLP in turn ("columns").
-    fused: str | None = None
+    # Modules with one name share a tensor: from the last part of this name to an entry of `GROUPS`.
+    fused: Mapping[str, str] = field(default_factory=dict)
     bare: tuple[str, ...] = ()  # modules that are tensors: `NAME` as zero has it, of all experts, and `NAME_bias`
+    delta: Mapping[str, str] = field(default_factory=dict)  # modules of gated DeltaNet, for which layer_types is read
+    unread: str | None = None  # how names of tensors begin that transformers does not read either
     width_divides: bool = False  # transformers refuses an embedding_dim that does not divide by num_head
 
     def choices(self) -> dict[str, Any]:
@@ -78,6 +91,7 @@ class Architecture:
         free |= {"unrotated_every"} if self.unrotated else set()
         if free & {"score_width", "score_multiplier"} and not isinstance(size.attention_scale, str):
             free.add("attention_scale")
+        free |= {"mixers"} if self.delta else set()
         free |= {"output_scale"} if "logit_divisor" in free else set()
         for name, attributes in SEVERAL.items():
             if name in free and len({getattr(size, attribute) for attribute in attributes}) == 1:
@@ -120,6 +134,20 @@ class Architecture:
             return self
         return replace(self, modules={**self.modules, **self.direct_queries}, direct_queries={})
 
+    def of_mixers(self, mixers: tuple[str, ...]) -> Architecture:
+        """The same for models with this pattern of mixers, which has modules for each layer of a period."""
+        if not self.delta:
+            return self
+        stack = f"{STACK}/"
+        of_layer = {name: tensor for name, tensor in self.modules.items() if name.startswith(stack)}
+        without_mixer = {name: tensor for name, tensor in of_layer.items() if ".self_attn." not in tensor}
+        modules = {name: tensor for name, tensor in self.modules.items() if name not in of_layer}
+        for place, mixer in enumerate(mixers):
+            own = of_layer if mixer == ATTENTION else {**without_mixer, **self.delta}
+            within = f"{stack}{layer_name(place)}/" if len(mixers) > 1 else stack
+            modules |= {within + name.removeprefix(stack): tensor for name, tensor in own.items()}
+        return replace(self, modules=modules)
+
     @property
     def layers_key(self) -> str:
         """The key of config.json that holds the number of layers."""
@@ -130,21 +158,45 @@ class Architecture:
         """The prefix of the names of tensors of layers, up to the number of the layer."""
         return next(name for name in self.modules.values() if "{}" in name).partition("{}")[0]
 
+    def module_of(self, leaf: str) -> str:
+        """The key of `modules` that has this leaf."""
+        return leaf if leaf in self.modules else leaf.rpartition("/")[0]
+
+    def kernels_of(self, product: str) -> list[str]:
+        """The leaves with the weights of this product, in each layer of a period that has it."""
+        named = [name.split("/") for name in self.modules]
+        return ["/".join([*path, "kernel"]) for path in named if path[-1] == product and "experts" not in path]
+
     def tensor_name(self, leaf: str) -> str:
         """`h.{}.attn.c_attn.weight` for `blocks/query/kernel`, with `{}` for the numbers of layer and expert."""
-        module, _, kind = leaf.rpartition("/")
-        name = self.modules[module]
-        if name in self.bare:
-            if kind != "bias":
-                return name
+        name = self.modules[self.module_of(leaf)]
+        is_bias = leaf.endswith("/bias")
+        if name not in self.bare:
+            ending = "bias" if is_bias else "weight"
+            return f"{name}.{ending}"
+        if is_bias:
             return f"{name}_bias"
-        ending = "bias" if kind == "bias" else "weight"
-        return f"{name}.{ending}"
+        return name
+
+    def _to_theirs(self, leaf: str, x: np.ndarray) -> np.ndarray:
+        """An array of a leaf as its tensor has it: kernels are `(out, in)`, convolutions `(channels, 1, taps)`."""
+        if leaf.endswith("/taps"):
+            return x.swapaxes(-1, -2)[..., None, :]
+        if not self._is_turned(leaf):
+            return x
+        return x.swapaxes(-1, -2)
+
+    def _to_ours(self, leaf: str, x: np.ndarray) -> np.ndarray:
+        """The inverse of `_to_theirs`."""
+        if leaf.endswith("/taps"):
+            return x[..., 0, :].swapaxes(-1, -2)
+        if not self._is_turned(leaf):
+            return x
+        return x.swapaxes(-1, -2)
 
     def _is_turned(self, leaf: str) -> bool:
         """Whether a tensor is `(out, in)`."""
-        module, _, kind = leaf.rpartition("/")
-        return self.is_transposed and kind == "kernel" and self.modules[module] not in self.bare
+        return self.is_transposed and leaf.endswith("/kernel") and self.modules[self.module_of(leaf)] not in self.bare
 
     def full_name(self, leaf: str) -> str:
         """`tensor_name` as it is in the files."""
@@ -154,65 +206,73 @@ class Architecture:
         """The name of the tensor of one layer and expert: of this entry of the leaf's stack."""
         if "{}" not in name:
             return name
-        first = 0 if leaf.startswith(f"{FIRST}/") else size.first_dense
-        return name.format(index[0] + first, *index[1:])
+        path = leaf.split("/")
+        layer = index[0] if path[0] == FIRST else size.first_dense + index[0] * size.period
+        place = [number for number in range(size.period) if path[1] == layer_name(number)]
+        return name.format(layer + sum(place), *index[1:])
 
     def tensor_shape(self, leaf: LeafLayout, size: GPTConfig) -> tuple[int, ...]:
         """The shape of the tensor that holds this leaf, of one layer and expert."""
         if leaf.path[0] in (VOCABULARY, HEAD):
             return (size.vocab_size, size.embedding_dim)
         shape = leaf.shape[self.tensor_name(leaf.name).count("{}") :]
-        shape = (*shape[:-1], sum(_width(part, size) for part in self._parts(leaf)) or shape[-1])
-        if not self._is_turned(leaf.name):
-            return shape
-        return (*shape[:-2], shape[-1], shape[-2])
+        widths = self._widths(leaf.name, size)
+        if widths:
+            shape = (*shape[:-1], sum(widths.values()))
+        return self._to_theirs(leaf.name, np.broadcast_to(0, shape)).shape
 
     def pack(self, leaf: str, arrays: Sequence[np.ndarray], size: GPTConfig) -> np.ndarray:
-        """The tensor of a leaf, or of the leaves of query, key and value; leading dimensions stay."""
+        """The tensor of a leaf, or of the leaves that share it; leading dimensions stay."""
         whole = arrays[0]
         if leaf.startswith((f"{VOCABULARY}/", f"{HEAD}/")):
             return whole.reshape(-1, size.embedding_dim)[: size.vocab_size]
-        if len(arrays) > 1 and self.fused == "head":
-            heads = [x.reshape(*x.shape[:-1], size.num_head, -1) for x in arrays]
-            whole = np.stack(heads, axis=-2).reshape(*whole.shape[:-1], -1)
-        elif len(arrays) > 1 and self.fused == "columns":
-            whole = np.stack(arrays, axis=-1).reshape(*whole.shape[:-1], -1)
-        elif len(arrays) > 1:
-            whole = np.concatenate(arrays, axis=-1)
-        if not self._is_turned(leaf):
-            return whole
-        return whole.swapaxes(-1, -2)
+        if len(arrays) > 1:
+            groups = self._groups(leaf, size)
+            parts = [x.reshape(*x.shape[:-1], groups, -1) for x in arrays]
+            whole = np.concatenate(parts, axis=-1).reshape(*whole.shape[:-1], -1)
+        return self._to_theirs(leaf, whole)
 
     def unpack(self, leaf: LeafLayout, tensor: np.ndarray, size: GPTConfig) -> np.ndarray:
         """The leaf, or one layer and expert of it, from its tensor; the inverse of `pack`."""
         if leaf.path[0] in (VOCABULARY, HEAD):
             rows = size.vocab_chunks * size.chunk_rows - size.vocab_size
             return np.pad(tensor, ((0, rows), (0, 0))).reshape(leaf.shape)
-        if self._is_turned(leaf.name):
-            tensor = tensor.swapaxes(-1, -2)
-        parts = self._parts(leaf)
-        if not parts:
+        tensor = self._to_ours(leaf.name, tensor)
+        widths = self._widths(leaf.name, size)
+        if not widths:
             return tensor
+        groups = self._groups(leaf.name, size)
+        modules = list(widths)
+        index = modules.index(self.module_of(leaf.name))
+        first = sum(widths[module] for module in modules[:index]) // groups
+        end = first + widths[modules[index]] // groups
         outer = tensor.shape[:-1]
-        index = parts.index(leaf.path[-2])
-        if self.fused == "head":
-            return tensor.reshape(*outer, size.num_head, 3, -1).take(index, axis=-2).reshape(*outer, -1)
-        if self.fused == "columns":
-            return tensor[..., index :: len(parts)]
-        first = sum(_width(part, size) for part in parts[:index])
-        return tensor[..., first : first + _width(parts[index], size)]
+        return tensor.reshape(*outer, groups, -1)[..., first:end].reshape(*outer, -1)
 
-    def _parts(self, leaf: LeafLayout) -> list[str]:
-        """The modules in the tensor of this leaf, in order; empty if it has one of its own."""
-        name = self.modules["/".join(leaf.path[:-1])]
-        beside = [module.split("/") for module, tensor in self.modules.items() if tensor == name]
-        parts = [module[-1] for module in beside if module[0] == leaf.path[0]]
-        return parts if self.fused and len(parts) > 1 else []
+    def _groups(self, leaf: str, size: GPTConfig) -> int:
+        """The groups of the modules that share the tensor of this leaf."""
+        name = self.modules[self.module_of(leaf)]
+        return GROUPS[self.fused[name.rpartition(".")[2]]](size)
+
+    def sharing(self, leaf: str) -> list[str]:
+        """The modules in the tensor of this leaf, in order."""
+        module = self.module_of(leaf)
+        tensor = self.modules[module]
+        layer = module.rpartition("/")[0]
+        return [name for name in self.modules if self.modules[name] == tensor and name.rpartition("/")[0] == layer]
+
+    def _widths(self, leaf: str, size: GPTConfig) -> dict[str, int]:
+        """Outputs of each module in the tensor of this leaf, in order; empty if it has one of its own."""
+        modules = self.sharing(leaf)
+        if len(modules) < 2:
+            return {}
+        kind = leaf.rpartition("/")[2]
+        return {module: _width(size, f"{module}/{kind}") for module in modules}
 
 
-def _width(module: str, size: GPTConfig) -> int:
-    """Outputs of a module of a layer."""
-    heads = {"query": size.num_head, "key": size.key_heads, "value": size.key_heads}
-    if module not in heads:
-        return size.mlp_width
-    return heads[module] * size.head_width
+def _width(size: GPTConfig, leaf: str) -> int:
+    """The last dimension of a leaf."""
+    tree: Any = variable_shapes(size)["params"]
+    for name in leaf.split("/"):
+        tree = tree[name]
+    return int(tree.shape[-1])

@@ -80,7 +80,7 @@ GPT2 = Architecture(
         "norm": "ln_f",
     },
     is_transposed=False,
-    fused="rows",
+    fused={"c_attn": "rows"},
 )
 BLOOM = Architecture(
     model_type="bloom",
@@ -106,7 +106,7 @@ BLOOM = Architecture(
         **_layers(_megatron_names("self_attention"), "h"),
         "norm": "ln_f",
     },
-    fused="head",
+    fused={"query_key_value": "head"},
 )
 GPT_NEO = Architecture(
     model_type="gpt_neo",
@@ -175,7 +175,7 @@ GPT_NEOX = Architecture(
         HEAD: "embed_out",
     },
     rotary=("rotary_emb_base", "rotary_pct"),
-    fused="head",
+    fused={"query_key_value": "head"},
 )
 _LLAMA_KEYS = {
     "vocab_size": "vocab_size",
@@ -316,7 +316,7 @@ GLM4 = _like_llama(
     ),
     written={"pad_token_id": None},
     rotary=("rope_theta", "partial_rotary_factor"),
-    fused="rows",
+    fused={"gate_up_proj": "rows"},
 )
 MINISTRAL = _like_llama(
     "ministral",
@@ -401,7 +401,7 @@ PHI3 = _like_llama(
     rotary=("rope_theta", "partial_rotary_factor"),
     scalings=("longrope",),
     scaling_aliases={"su": "longrope", "yarn": "longrope"},  # as transformers has it for this one
-    fused="rows",
+    fused={"qkv_proj": "rows", "gate_up_proj": "rows"},
 )
 _GRANITE_KEYS = {
     "embedding_multiplier": "embedding_multiplier",
@@ -459,6 +459,125 @@ QWEN3_MOE = _like_llama(
     },
     modules=_expert_modules("mlp", "gate", "gate_proj", "up_proj", "down_proj"),
 )
+# An MLP beside the experts, with a gate.
+_GATED_SHARED = {
+    "mlp_gate": "mlp.shared_expert.gate_proj",
+    "mlp_in": "mlp.shared_expert.up_proj",
+    "mlp_out": "mlp.shared_expert.down_proj",
+    "shared_gate": "mlp.shared_expert_gate",
+}
+QWEN2_MOE = _like_llama(
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
+    without=("head_dim", "intermediate_size"),
+    keys={
+        "moe_intermediate_size": "mlp_width",
+        "num_experts": "experts",
+        "num_experts_per_tok": "experts_per_token",
+        "norm_topk_prob": "normalize_router",
+        "shared_expert_intermediate_size": "shared_dim",
+        "qkv_bias": "qkv_bias",
+    },
+    absent={
+        "num_key_value_heads": 16,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": False,
+        "shared_expert_intermediate_size": 5632,
+        "qkv_bias": True,
+    },
+    fixed={"hidden_act": "silu", "use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    modules=_expert_modules("mlp", "gate", "gate_proj", "up_proj", "down_proj") | _layers(_GATED_SHARED),
+    width_divides=True,
+)
+_DELTA_KEYS = {
+    "linear_num_key_heads": "delta_key_heads",
+    "linear_num_value_heads": "delta_value_heads",
+    "linear_key_head_dim": "delta_key_dim",
+    "linear_value_head_dim": "delta_value_dim",
+    "linear_conv_kernel_dim": "delta_taps",
+}
+_DELTA_ABSENT = {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+}
+_GATED_QUERIES = {
+    "query": "self_attn.q_proj",  # of each head its queries, then the gate of its output
+    "attention_gate": "self_attn.q_proj",
+}
+_DELTA_MODULES = _layers(
+    {
+        "query_convolution": "linear_attn.conv1d",
+        "key_convolution": "linear_attn.conv1d",
+        "value_convolution": "linear_attn.conv1d",
+        "decay/log_rate": "linear_attn.A_log",
+        "decay/offset": "linear_attn.dt_bias",
+        "delta_norm": "linear_attn.norm",
+        "attention_out": "linear_attn.out_proj",
+    }
+)
+_DELTA: dict[str, Any] = {
+    "bare": ("layers.{}.linear_attn.A_log", "layers.{}.linear_attn.dt_bias"),
+    "rotary": ("rope_theta", "partial_rotary_factor"),
+    "unread": "mtp.",
+    "implied": {"attn_output_gate": True, "output_gate_type": "swish", "mamba_ssm_dtype": "float32"},
+}
+QWEN3_5 = _like_llama(
+    "qwen3_5_text",
+    "Qwen3_5ForCausalLM",
+    family="qwen3_5",
+    keys=_DELTA_KEYS,
+    absent={**_DELTA_ABSENT, "num_key_value_heads": 4},
+    fixed={"hidden_act": "silu", "attention_bias": False},
+    modules=_LLAMA_MODULES | _layers(_GATED_QUERIES),
+    delta=_DELTA_MODULES
+    | _layers(
+        {
+            **dict.fromkeys(FUSED_QKV, "linear_attn.in_proj_qkv"),
+            "output_gate": "linear_attn.in_proj_z",
+            "rate": "linear_attn.in_proj_b",
+            "decay_input": "linear_attn.in_proj_a",
+        }
+    ),
+    fused={"q_proj": "head", "in_proj_qkv": "rows", "conv1d": "rows"},
+    **_DELTA,
+)
+QWEN3_NEXT = _like_llama(
+    "qwen3_next",
+    "Qwen3NextForCausalLM",
+    without=("intermediate_size",),
+    keys={
+        **_DELTA_KEYS,
+        "moe_intermediate_size": "mlp_width",
+        "num_experts": "experts",
+        "num_experts_per_tok": "experts_per_token",
+        "norm_topk_prob": "normalize_router",
+        "shared_expert_intermediate_size": "shared_dim",
+    },
+    absent={
+        **_DELTA_ABSENT,
+        "num_key_value_heads": 2,
+        "num_experts_per_tok": 10,
+        "norm_topk_prob": True,
+        "shared_expert_intermediate_size": 512,
+    },
+    fixed={"hidden_act": "silu", "attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    modules=_expert_modules("mlp", "gate", "gate_proj", "up_proj", "down_proj")
+    | _layers({**_GATED_QUERIES, **_GATED_SHARED}),
+    delta=_DELTA_MODULES
+    | _layers(
+        {
+            **dict.fromkeys((*FUSED_QKV, "output_gate"), "linear_attn.in_proj_qkvz"),
+            **dict.fromkeys(("rate", "decay_input"), "linear_attn.in_proj_ba"),
+        }
+    ),
+    fused={"q_proj": "head", "in_proj_qkvz": "delta_key_head", "in_proj_ba": "delta_key_head", "conv1d": "rows"},
+    **_DELTA,
+)
 OLMOE = _like_llama(
     "olmoe",
     "OlmoeForCausalLM",
@@ -497,7 +616,7 @@ GRANITEMOE = _like_llama(
             "experts/mlp_out": "block_sparse_moe.output_linear",
         }
     ),
-    fused="rows",
+    fused={"input_linear": "rows"},
     width_divides=True,
 )
 GPT_OSS = _like_llama(
@@ -534,7 +653,7 @@ GPT_OSS = _like_llama(
     ),
     windows="layer_types",
     scalings=("linear", "llama3", "yarn", "yarn_unrounded"),
-    fused="columns",
+    fused={"gate_up_proj": "column"},
     bare=("layers.{}.self_attn.sinks", "layers.{}.mlp.experts.gate_up_proj", "layers.{}.mlp.experts.down_proj"),
 )
 # The keys and modules of GLM-4.5 and of DeepSeek-V3 that differ from Llama and its attention.
@@ -727,9 +846,9 @@ GEMMA3 = _like_llama(
     width_divides=True,
 )
 # If several equal a model, the first is exported.
-_LLAMAS = (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, STABLELM, STARCODER2, OLMO2, OLMO3, GRANITE, PHI3)
+_LLAMAS = (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_5, SMOLLM3, STABLELM, STARCODER2, OLMO2, OLMO3, GRANITE, PHI3)
 _OTHERS = (MINISTRAL, SEED_OSS, ARCEE, ERNIE4_5, GLM4)
-_WITH_EXPERTS = (MIXTRAL, QWEN3_MOE, OLMOE, GRANITEMOE, GPT_OSS, GLM4_MOE, DEEPSEEK_V3)
+_WITH_EXPERTS = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, QWEN3_NEXT, OLMOE, GRANITEMOE, GPT_OSS, GLM4_MOE, DEEPSEEK_V3)
 _ALL = (GPT2, BLOOM, GPT_NEO, GPT_NEOX, *_LLAMAS, *_OTHERS, GEMMA, GEMMA2, GEMMA3, *_WITH_EXPERTS)
 ARCHITECTURES = {architecture.model_type: architecture for architecture in _ALL}
 # Other names of theirs, in folders with code of their own.
@@ -737,11 +856,9 @@ OTHER_TYPES = {"kimi_k2": "deepseek_v3"}
 # What models that are asked for have and no model of zero has.
 MISSING = {
     "apertus": "an activation with learned parameters (xIELU)",
-    "qwen2_moe": "a learned gate of the MLP beside its experts",
     "deepseek_v2": "routing by groups of softmax scores",
-    "qwen3_5": "gated delta networks (linear attention) in most layers",
-    "qwen3_5_moe": "gated delta networks (linear attention) in most layers, and shared experts",
-    "qwen3_next": "gated delta networks (linear attention) in most layers, and shared experts",
+    "qwen3_5_moe": "one tensor for all experts of a layer",
+    "qwen3_5_moe_text": "one tensor for all experts of a layer",
     "llama4": "images; llama4_text has what is missing for text",
     "llama4_text": "shared experts, gates before experts, chunked attention and scaling of queries by position",
 }
@@ -764,4 +881,4 @@ def architecture_of(size: GPTConfig, model_type: str | None = None) -> Architect
             )
         )
     chosen = next((candidate for candidate in nearest if candidate.model_type == model_type), next(iter(nearest)))
-    return chosen.of_queries(size.query_latent_dim)
+    return chosen.of_queries(size.query_latent_dim).of_mixers(size.mixers)

@@ -27,6 +27,8 @@ _NO_LOGIT = frozenset(
             "router_jitter_noise",
             "pretraining_tp",
             "is_llama_config",
+            "mtp_num_hidden_layers",
+            "mtp_use_dedicated_embeddings",
             "use_bfloat16",
         ),
         *("reorder_and_upcast_attn", "slow_but_exact", "masked_softmax_fusion", "bias_dropout_fusion"),
@@ -50,6 +52,7 @@ _OF_EASYDEL = frozenset(
 _PREFIXES = ("_", "output_", "summary_", "transformers.js")
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings")
 _OF_WINDOWS = ("layer_types", "sliding_window_pattern", "attention_types", "window_size")
+_OF_MIXERS = ("layer_types", "full_attention_interval")
 _OF_UNROTATED = ("no_rope_layers", "no_rope_layer_interval")
 # Keys within rope_parameters.
 _OF_ROPE = {
@@ -57,6 +60,8 @@ _OF_ROPE = {
     *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "short_factor", "long_factor"),
     *("low_freq_factor", "high_freq_factor", "partial_rotary_factor"),
 }
+# How positions are divided between the sides of images; a text has the same position on all sides.
+_OF_IMAGES = {"mrope_section", "mrope_interleaved"}
 _BY_TYPE = {"full_attention", "sliding_attention"}
 
 
@@ -75,6 +80,8 @@ def check_keys(origin: str, config: Mapping[str, Any], architecture: Architectur
         known |= {*_OF_UNROTATED}
     if architecture.windows:
         known |= {*_OF_WINDOWS}
+    if architecture.delta:
+        known |= {*_OF_MIXERS}
     for key, value in config.items():
         is_read = key in known or key in _NO_LOGIT | _OF_EASYDEL or key.startswith(_PREFIXES)
         if is_read or value in (None, False, "", [], {}) or _is_implied(key, config, architecture, layers):
@@ -123,7 +130,7 @@ def _check_rope(origin: str, config: Mapping[str, Any], architecture: Architectu
                 raise UserError(f"{origin}: {name} has {unknown[0]!r}; expected {' and '.join(sorted(_BY_TYPE))}")
             parts = {f"{name}.{kind}": part for kind, part in parameters.items() if isinstance(part, dict)}
         for section, part in parts.items():
-            if unknown := sorted(set(part) - _OF_ROPE):
+            if unknown := sorted(set(part) - _OF_ROPE - (_OF_IMAGES if architecture.delta else set())):
                 raise UserError(f"{origin}: {section} has {unknown[0]!r}, which zero does not read")
             has_fraction = architecture.rotary is not None and architecture.rotary[1] is not None
             if not has_fraction and part.get("partial_rotary_factor", 1.0) != 1.0:

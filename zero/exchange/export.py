@@ -212,9 +212,10 @@ def _tensors(
     architecture = form.architecture
     size = form.size
     order = list(architecture.modules)  # query, key, value
-    parts: dict[tuple[str, str], list[str]] = {}  # by stack and tensor
-    for leaf in sorted(leaves, key=lambda leaf: order.index(leaf.rpartition("/")[0])):
-        parts.setdefault((leaf.partition("/")[0], architecture.full_name(leaf)), []).append(leaf)
+    parts: dict[tuple[str, str], list[str]] = {}  # by layer of a period, and tensor
+    for leaf in sorted(leaves, key=lambda leaf: order.index(architecture.module_of(leaf))):
+        layer = architecture.module_of(leaf).rpartition("/")[0]
+        parts.setdefault((layer, architecture.full_name(leaf)), []).append(leaf)
     makes_queries = f"{STACK}/query_norm/" if size.qk_norm else f"{STACK}/query/"
     for (_, name), parts_of_tensor in parts.items():
         arrays = [

@@ -13,7 +13,7 @@ from zero.exchange.architecture_table import ARCHITECTURES, MISSING, OTHER_TYPES
 from zero.exchange.config_keys import check_keys
 from zero.files.parsing import reading
 from zero.models.config import GPTConfig
-from zero.models.part import shortest_pattern
+from zero.models.part import ATTENTION, DELTA, shortest_pattern
 
 _MISSING = object()
 # Attributes of a model that no shape or name of a tensor shows, and that its weights were trained with.
@@ -52,7 +52,11 @@ def read_architecture(origin: str, config: Mapping[str, Any]) -> Architecture:
     for key, value in architecture.fixed.items():
         if config.get(key, value) not in (value, architecture.legacy.get(key, value)):
             raise UserError(f"{origin}: {key} is {config[key]!r}; zero supports only {value!r}")
-    return architecture.of_queries(config.get("q_lora_rank", architecture.absent.get("q_lora_rank")))
+    architecture = architecture.of_queries(config.get("q_lora_rank", architecture.absent.get("q_lora_rank")))
+    if not architecture.delta:
+        return architecture
+    with reading(f"{origin}: the keys of mixers hold something else"):
+        return architecture.of_mixers(_read_mixers(origin, config, int(config[architecture.layers_key])))
 
 
 def read_choices(origin: str, config: Mapping[str, Any], architecture: Architecture, layers: int) -> dict[str, Any]:
@@ -77,6 +81,9 @@ def read_choices(origin: str, config: Mapping[str, Any], architecture: Architect
     if architecture.windows:
         with reading(f"{origin}: the keys of windows hold something else"):
             choices["windows"] = _read_windows(origin, {**architecture.absent, **config}, architecture, layers)
+    if architecture.delta:
+        with reading(f"{origin}: the keys of mixers hold something else"):
+            choices["mixers"] = _read_mixers(origin, config, layers)
     if architecture.unrotated:
         with reading(f"{origin}: no_rope_layers has an unexpected form"):
             choices["unrotated_every"] = _read_unrotated(origin, config, architecture.unrotated, layers)
@@ -175,7 +182,27 @@ def write_config(architecture: Architecture, size: GPTConfig) -> dict[str, Any]:
     if architecture.unrotated:
         every = size.unrotated_every or size.N + 1
         content |= {"no_rope_layer_interval": every, "no_rope_layers": _rotated(every, size.N)}
+    if architecture.delta:
+        types = {mixer: name for name, mixer in _MIXERS.items()}
+        content["layer_types"] = [types[mixer] for mixer in size.mixers] * (size.N // len(size.mixers))
     return content | _write_rotary(architecture, size) | _write_windows(architecture.windows, size)
+
+
+_MIXERS = {"linear_attention": DELTA, "full_attention": ATTENTION}  # by their names in layer_types
+
+
+def _read_mixers(origin: str, config: Mapping[str, Any], layers: int) -> tuple[str, ...]:
+    """The shortest pattern that gives the mixers of all layers."""
+    every = int(config.get("full_attention_interval", 4))
+    by_default = ["linear_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
+    names = list(config.get("layer_types") or by_default)
+    if others := sorted({*names} - {*_MIXERS}):
+        raise UserError(f"{origin}: layer_types names {others[0]!r}; expected {' and '.join(map(repr, _MIXERS))}")
+    if len(names) != layers:
+        raise UserError(f"{origin}: layer_types names {len(names)} layers, the weights have {layers}")
+    mixers = tuple(_MIXERS[name] for name in names)
+    pattern = shortest_pattern(mixers)
+    return mixers if layers % len(pattern) else pattern
 
 
 def _read_rotary(origin: str, config: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:

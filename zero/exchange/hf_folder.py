@@ -97,8 +97,11 @@ class HuggingFaceFolder:
                 file = stack.enter_context(safe_open(path, "numpy"))
             prefix = self.architecture.prefix
             names = {key: text_name(key) if self._has_images else key for key in file.keys()}  # noqa: SIM118
+            unread = self.architecture.unread
             tensors |= {
-                name.removeprefix(prefix): file.get_slice(key) for key, name in names.items() if name is not None
+                name.removeprefix(prefix): file.get_slice(key)
+                for key, name in names.items()
+                if name is not None and (unread is None or not name.startswith(unread))
             }
         tensors = decoded(tensors)
         head = self.architecture.modules.get(HEAD)
@@ -187,7 +190,7 @@ class HuggingFaceFolder:
 
     def _tensor_names(self, leaf: LeafLayout, size: GPTConfig) -> dict[tuple[int, ...], str]:
         """The tensors that hold this leaf, one per layer and expert, by their place in it."""
-        if leaf.name.rpartition("/")[0] not in self.architecture.modules:
+        if self.architecture.module_of(leaf.name) not in self.architecture.modules:
             raise UserError(f"{self.path}: {self.architecture.model_type} has no tensor for leaf {leaf.name}")
         name = self.architecture.tensor_name(leaf.name)
         places = np.ndindex(leaf.shape[: name.count("{}")])

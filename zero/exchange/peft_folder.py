@@ -176,9 +176,7 @@ def tensor_name(leaf: str, architecture: Architecture) -> str:
             f"tuning.targets: {product} of {architecture.model_type} beside its experts, and PEFT would take it for "
             "that of the experts; zero-weights merge writes whole weights"
         )
-    stack = module.partition("/")[0]
-    of_stack = [other for key, other in architecture.modules.items() if key.startswith(f"{stack}/")]
-    if of_stack.count(name) > 1:
+    if len(architecture.sharing(leaf)) > 1:
         raise UserError(
             f"tuning.targets: {product} shares the tensor {name} with other products in {architecture.model_type}, but "
             "PEFT has one adapter for all of them; zero-weights merge writes whole weights"
@@ -201,14 +199,13 @@ def peft_adapters(folder: Path, size: GPTConfig) -> Adapters:
     check_adapter_keys(path, config)
     with _opened(folder) as file:
         names = _names(file)
-    stacks = {STACK: size.scanned_layers, **({FIRST: size.first_dense} if size.first_dense else {})}
+    stacks = {STACK: size.scanned_layers, FIRST: size.first_dense}
 
     def modules_of(product: str) -> list[str]:
         """The modules of a product in all layers."""
-        leaves = [f"{stack}/{product}/kernel" for stack in stacks if f"{stack}/{product}" in architecture.modules]
         return [
             architecture.numbered(architecture.full_name(leaf), leaf, (layer,), size).removesuffix(".weight")
-            for leaf in leaves
+            for leaf in architecture.kernels_of(product)
             for layer in range(stacks[leaf.partition("/")[0]])
         ]
 

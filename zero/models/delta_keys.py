@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from zero.models.parametrization import Parametrization
 from zero.models.part import AT_LEAST_ONE, DELTA, key, own_keys
@@ -27,6 +28,14 @@ class Delta(Parametrization):
     delta_key_dim: int | None = key(None, AT_LEAST_ONE, "width of its queries and keys", none="head_dim")
     delta_value_dim: int | None = key(None, AT_LEAST_ONE, "width of its values", none="delta_key_dim")
     delta_taps: int = key(4, AT_LEAST_ONE, "positions that the convolutions of its queries, keys and values see")
+
+    def derived(self) -> Iterator[tuple[str, Any]]:
+        """The sizes that are not given, in a model with such layers."""
+        if DELTA in self.mixers:
+            yield "delta_key_heads", self.delta_groups
+            yield "delta_value_heads", self.delta_heads
+            yield "delta_key_dim", self.delta_key_width
+            yield "delta_value_dim", self.delta_value_width
 
     def mistakes(self) -> Iterator[str]:
         """Keys of a mixer that no layer has, and heads that do not divide."""

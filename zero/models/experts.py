@@ -72,6 +72,10 @@ class Mixture(MLP, Router, Initial):
     shared_dim: int | None = key(
         None, AT_LEAST_ONE, "width of an MLP beside the experts, which all tokens take; null: none"
     )
+    # Qwen1.5-MoE
+    shared_gate: bool = key(
+        False, None, "the output of the MLP beside the experts is multiplied by the sigmoid of a product with its input"
+    )
     # ST-MoE, arXiv 2202.08906, eq. 5
     router_z_loss: float = key(
         0.0, NOT_NEGATIVE, "weight of the mean squared log-sum-exp of the router's logits of each layer"
@@ -95,6 +99,11 @@ class Mixture(MLP, Router, Initial):
                     yield f"{name} {getattr(self, name)} needs one window, got {list(self.windows)}"
                 if len(self.mixers) > 1:
                     yield f"{name} {getattr(self, name)} needs one mixer, got {list(self.mixers)}"
+        if self.shared_gate and (self.shared_dim is None or self.mlp_bias):
+            yield (
+                "shared_gate: true needs a shared_dim and mlp_bias: false, "
+                f"got {self.shared_dim} and {str(self.mlp_bias).lower()}"
+            )
         for name, needed in (("parametrization", "standard"), ("init", "gpt2")):
             if getattr(self, name) != needed:
                 yield f"experts need {name}: {needed}, got {getattr(self, name)}"

@@ -32,6 +32,19 @@ _GEMMA: dict[str, Any] = {
     "gated": True,
     "scale_embedding": True,
 }
+# Three layers of gated DeltaNet, then one of gated attention.
+_GATED_DELTA: dict[str, Any] = {
+    **_LLAMA,
+    "norm": "rms_offset",
+    "norm_epsilon": 1e-6,
+    "qk_norm": True,
+    "rotary_base": 1e7,
+    "rotary_fraction": 0.25,
+    "attention_gate": True,
+    "mixers": ("delta", "delta", "delta", "attention"),
+    "delta_key_heads": 16,
+    "delta_key_dim": 128,
+}
 # Experts of DeepSeek-V3, arXiv 2412.19437, section 4.2.
 _BALANCED: dict[str, Any] = {
     "router": "sigmoid",
@@ -73,19 +86,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ernie4_5": {**_LLAMA, "rotary_base": 5e5, "rotary_interleaved": True, "tied": True},
     "glm4": {**_LLAMA, "qkv_bias": True, "norm_place": "both", "rotary_fraction": 0.5, "rotary_interleaved": True},
     "qwen3": {**_LLAMA, "qk_norm": True, "norm_epsilon": 1e-6, "rotary_base": 1e6},
-    # Dense Qwen 3.5: three layers of gated DeltaNet, then one of gated attention.
-    "qwen3_5": {
-        **_LLAMA,
-        "norm": "rms_offset",
-        "norm_epsilon": 1e-6,
-        "qk_norm": True,
-        "rotary_base": 1e7,
-        "rotary_fraction": 0.25,
-        "attention_gate": True,
-        "mixers": ("delta", "delta", "delta", "attention"),
-        "delta_key_heads": 16,
-        "delta_key_dim": 128,
-    },
+    "qwen3_5": _GATED_DELTA,
     "mixtral": {
         **_LLAMA,
         "rotary_base": 1e6,
@@ -93,6 +94,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "experts_per_token": 2,
         "normalize_router": True,
         "balance_loss": 0.02,
+    },
+    "qwen2_moe": {
+        **_LLAMA,
+        "qkv_bias": True,
+        "norm_epsilon": 1e-6,
+        "rotary_base": 1e6,
+        "experts": 60,
+        "experts_per_token": 4,
+        "shared_gate": True,
+        "balance_loss": 0.001,
+    },
+    "qwen3_next": {
+        **_GATED_DELTA,
+        "experts": 512,
+        "experts_per_token": 10,
+        "normalize_router": True,
+        "shared_gate": True,
+        "balance_loss": 0.001,
     },
     "qwen3_moe": {
         **_LLAMA,

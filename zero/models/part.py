@@ -20,6 +20,12 @@ from typing import Any, NamedTuple
 STACK, FIRST, VOCABULARY, HEAD = "blocks", "first_blocks", "vocabulary", "head"
 STACKS = (STACK, FIRST)  # those of layers
 
+
+def layer_name(place: int) -> str:
+    """The name of a layer within a period of several, whose parameters are an entry of the stack."""
+    return f"layer_{place}"
+
+
 # The kinds of layers whose models have a key.
 TRANSFORMER, GATED_UNITS = "transformer", "gated_units"
 BOTH = (TRANSFORMER, GATED_UNITS)
@@ -114,7 +120,7 @@ def own_keys(part: type[ConfigPart]) -> list[dataclasses.Field[Any]]:
     return [field for field in dataclasses.fields(part) if field.name in names]  # type: ignore[arg-type]
 
 
-def shortest_pattern(values: tuple[int, ...]) -> tuple[int, ...]:
+def shortest_pattern(values: tuple[Any, ...]) -> tuple[Any, ...]:
     """The shortest beginning that these values repeat, the last time perhaps not to its end.
 
     >>> shortest_pattern((4, 4, 0, 4, 4, 0, 4, 4)), shortest_pattern((4, 0, 0))

@@ -20,6 +20,7 @@ from zero.models.mixer import Site, Transformer, TransformerPart
 from zero.models.mixers import MIXERS, Caches
 from zero.models.mlp import hidden_values
 from zero.models.norms import make_norm
+from zero.models.part import layer_name
 from zero.models.stack import MLP_GATE, MLP_IN
 
 
@@ -65,7 +66,7 @@ class TransformerLayer(TransformerPart):
             of_experts_BTD, decided = self._experts(h_BTD, entry)
             routing = jax.tree.map(jnp.add, routing, decided)
             if config.shared_dim is not None:
-                of_experts_BTD = of_experts_BTD + self._mlp(h_BTD, config.shared_dim, site_keys[3])
+                of_experts_BTD = of_experts_BTD + self._shared(h_BTD, config.shared_dim, site_keys[3])
             h_BTD = of_experts_BTD
         h_BTD = self._norm("norm_mlp", h_BTD, is_after=True) * config.residual_multiplier
         sum_BTD = sum_BTD + dropout(h_BTD, config.residual_drop_rate, site_keys[2], self.cut.of_positions)
@@ -99,8 +100,21 @@ class TransformerLayer(TransformerPart):
         before = pattern[: self.place % len(pattern)].count(self._mixer)
         return layer // len(pattern) * pattern.count(self._mixer) + before
 
-    def _mlp(self, h_BTD: jax.Array, whole_width: int, adapter_keys_B: jax.Array | None) -> jax.Array:
-        """The MLP of a layer, or the one beside its experts."""
+    def _shared(self, h_BTD: jax.Array, whole_width: int, adapter_keys_B: jax.Array | None) -> jax.Array:
+        """The MLP beside experts."""
+        gate_BT1 = None
+        if self.config.shared_gate:
+            gate_BT1 = nn.sigmoid(self.dense(h_BTD, (1,), "shared_gate", None, use_bias=False))
+        return self._mlp(h_BTD, whole_width, adapter_keys_B, gate_BT1)
+
+    def _mlp(
+        self,
+        h_BTD: jax.Array,
+        whole_width: int,
+        adapter_keys_B: jax.Array | None,
+        factor_BT1: jax.Array | None = None,
+    ) -> jax.Array:
+        """The MLP of a layer, or the one beside its experts; `factor_BT1` multiplies its hidden values."""
         config = self.config
         width = (whole_width // self.cut.size,)
         h_BTF = self.laid_out(self.dense(h_BTD, width, "mlp_in", adapter_keys_B, config.mlp_bias))
@@ -110,6 +124,8 @@ class TransformerLayer(TransformerPart):
             gate_BTF = self.dense(h_BTD, width, "mlp_gate", adapter_keys_B, config.mlp_bias)
             gate_BTF = checkpoint_name(gate_BTF, MLP_GATE)
         h_BTF = hidden_values(config, h_BTF, gate_BTF)
+        if factor_BT1 is not None:
+            h_BTF = h_BTF * factor_BT1
         return self.residual_dense(h_BTF, "mlp_out", adapter_keys_B, config.mlp_bias)
 
     def _experts(self, h_BTD: jax.Array, entry: jax.Array) -> tuple[jax.Array, Routing]:
@@ -137,6 +153,6 @@ class Period(Layer):
         config = self.config
         for place in range(config.period):
             is_dense = (place + 1) % config.experts_every > 0
-            layer = TransformerLayer(**options_of(self), place=place, is_dense=is_dense, name=f"layer_{place}")
+            layer = TransformerLayer(**options_of(self), place=place, is_dense=is_dense, name=layer_name(place))
             carry, _ = layer(carry, number * config.period + place, *arguments)
         return carry, None
