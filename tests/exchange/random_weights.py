@@ -196,6 +196,7 @@ def params(size: GPTConfig, seed: int = 0) -> Any:
     """Whole arrays; every leaf random and large enough to matter, scales of both signs against endless repetition."""
     rng = np.random.default_rng(seed)
     spread = {"kernel": 0.5, "scale": 1.0, "bias": 0.1, "table": 0.1, "relative_bias": 1.0, "logits": 1.0}
+    spread |= {"taps": 0.5, "log_rate": 0.5, "offset": 0.5}
 
     def one(leaf: zero.groups.LeafLayout) -> np.ndarray:
         return rng.normal(0, spread[leaf.path[-1]], leaf.shape).astype(leaf.dtype)

@@ -4,6 +4,7 @@ Keys of config.json, bytes of a round trip and absent keys of these families are
 """
 
 import os
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,18 @@ import jax
 import numpy as np
 import pytest
 
-from tests.exchange.random_weights import model_of, save, variables, whole
+import zero
+from tests.exchange.random_weights import model_of, params, save, variables, whole
+from zero.base.errors import UserError
+from zero.exchange.architecture_table import architecture_of
 from zero.exchange.export import export
+from zero.exchange.hf_config import read_architecture, read_size
 from zero.exchange.hf_folder import HuggingFaceFolder
+from zero.exchange.peft_folder import peft_adapters, read_peft, write_peft
+from zero.models.adapters import Adapters
 from zero.models.gpt import GPT
+from zero.training.sharded_gpt import ShardedGPT
+from zero.training.tuning import Tuning
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 
@@ -66,7 +75,7 @@ def test_equals_transformers(name: str, tmp_path: Path) -> None:
     """Logits over a row that is longer than a chunk of the delta rule; the folder that is written is the same."""
     import torch
     import transformers
-    from safetensors.numpy import load_file
+    from safetensors.numpy import load_file, save_file
 
     kind, keys = MODELS[name]
     torch.manual_seed(0)
@@ -76,24 +85,74 @@ def test_equals_transformers(name: str, tmp_path: Path) -> None:
         for parameter in theirs.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))  # far from how it starts
     theirs.save_pretrained(tmp_path / "theirs")
+    file = tmp_path / "theirs" / "model.safetensors"
+    before = load_file(file)
+    if "linear_num_key_heads" in keys:  # published folders have layers that predict further tokens
+        save_file({**before, "mtp.norm.weight": np.ones(12, np.float32)}, file)
     row = np.random.default_rng(1).integers(0, 31, (2, 70))
     with torch.no_grad():
         expected = theirs(torch.as_tensor(row), use_cache=False).logits.numpy()
 
     with HuggingFaceFolder(tmp_path / "theirs") as folder:
         size = folder.whole_size()
-        params = whole(folder.params(model_of(size)), model_of(size))
-    apply: Any = partial(GPT(size, drops=False).apply, variables(size, params), row, method="logits")
+        weights = whole(folder.params(model_of(size)), model_of(size))
+    apply: Any = partial(GPT(size, drops=False).apply, variables(size, weights), row, method="logits")
     logits = jax.jit(lambda last: apply(last=last)[0])
     for last in (0, 1, 5, 63, 64, 69):
         np.testing.assert_allclose(logits(last), expected[:, last], atol=1e-5)
 
-    save(tmp_path / "run", size, 0, values=params)
+    save(tmp_path / "run", size, 0, values=weights)
     export(str(tmp_path / "run"), tmp_path / "ours")
-    before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("theirs", "ours"))
+    after = load_file(tmp_path / "ours" / "model.safetensors")
     assert before.keys() == after.keys()
     for tensor, x in before.items():
         np.testing.assert_array_equal(after[tensor], x, err_msg=tensor)
     again = auto.from_pretrained(tmp_path / "ours", attn_implementation="eager")
     with torch.no_grad():
         np.testing.assert_allclose(again(torch.as_tensor(row), use_cache=False).logits, expected, atol=1e-6)
+
+
+@pytest.mark.wide
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT reads a deprecated property of transformers
+def test_adapters_of_both_mixers(tmp_path: Path) -> None:
+    """PEFT computes with them what zero computes with the weights merged; zero reads them again."""
+    import peft
+    import torch
+    import transformers
+
+    kind, keys = MODELS["qwen3_5"]
+    config = getattr(transformers, kind)(**{**SMALL, **keys, "vocab_size": 101}).to_dict()
+    size = read_size("config.json", config, read_architecture("config.json", config), 6)
+    save(tmp_path / "run", size, 0)
+    export(str(tmp_path / "run"), tmp_path / "base")
+    weights = params(size)
+    adapters = Adapters(3, 6.0, targets=("attention_out", "mlp_in"))
+    rng = np.random.default_rng(0)
+    own = jax.tree.map(lambda leaf: rng.normal(0, 0.3, leaf.shape).astype(np.float32), adapters.shapes(weights))
+    named = jax.tree_util.tree_leaves_with_path(own)
+    leaves = {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in named}
+    architecture = architecture_of(size)
+    with pytest.raises(UserError, match=re.escape("query shares the tensor layers.{}.self_attn.q_proj with other")):
+        write_peft(tmp_path, leaves.__getitem__, ["blocks/layer_2/query/lora_a"], adapters, architecture, "base", size)
+    (tmp_path / "adapters").mkdir()
+    write_peft(tmp_path / "adapters", leaves.__getitem__, list(leaves), adapters, architecture, "base", size)
+    assert peft_adapters(tmp_path / "adapters", size) == adapters
+
+    auto: Any = transformers.AutoModelForCausalLM
+    base = auto.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    theirs = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapters"))
+    tokens = np.random.default_rng(1).integers(0, 101, (2, 24))
+    with torch.no_grad():
+        expected = theirs(torch.tensor(tokens)).logits[:, -1].numpy()
+    blocks = dict(weights["blocks"])
+    for layer, products in own["blocks"].items():
+        blocks[layer] = dict(blocks[layer])
+        for product, x in products.items():
+            kernel = blocks[layer][product]["kernel"] + 2.0 * (x["lora_a"] @ x["lora_b"])
+            blocks[layer][product] = {"kernel": kernel}
+    apply: Any = jax.jit(partial(GPT(size).apply, method="logits"))
+    logits, _ = apply(variables(size, {**weights, "blocks": blocks}), tokens)
+    np.testing.assert_allclose(logits, expected, atol=1e-3, rtol=1e-4)
+    tuned = ShardedGPT(size, zero.Axis("zero", (1, 8)), 3, tuning=Tuning(adapters))
+    again = zero.to_host(read_peft(tmp_path / "adapters", tuned), tuned.layout, tuned.axis)
+    jax.tree.map(np.testing.assert_array_equal, again, own)
