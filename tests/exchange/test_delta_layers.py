@@ -51,7 +51,12 @@ DELTA: dict[str, Any] = {
 # Torch multiplies groups of tokens only where rows are whole 16 bytes long.
 EXPERTS: dict[str, Any] = {"moe_intermediate_size": 12, "num_experts": 5, "num_experts_per_tok": 2}
 EXPERTS |= {"shared_expert_intermediate_size": 28}
-OTHERS = {"num_hidden_layers": 3, "linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_conv_kernel_dim": 4}
+OTHERS: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 3,
+    "linear_conv_kernel_dim": 4,
+}
 OTHERS |= {"layer_types": ["full_attention", "linear_attention", "linear_attention"], "tie_word_embeddings": True}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("Qwen3_5TextConfig", {**DELTA, "intermediate_size": 20}),

@@ -54,7 +54,12 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {"tie_word_embeddings": True},
     ),
 }
-QWEN = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 5}
+QWEN: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+}
 QWEN |= {"layer_types": ["linear_attention", "full_attention"], "initializer_range": 0.1, "head_dim": 16}
 MODELS["qwen3_5"] = ("Qwen3_5Config", "qwen2", QWEN, {"image_token_id": 335, "video_token_id": 336})
 QWEN_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 14}
@@ -68,7 +73,7 @@ def save_with_images(folder: Path, name: str) -> None:
     import transformers
 
     kind, home, text, others = MODELS[name]
-    vision = {**VISION, "model_type": "siglip_vision_model" if name == "gemma3" else "pixtral"}
+    vision: dict[str, Any] = {**VISION, "model_type": "siglip_vision_model" if name == "gemma3" else "pixtral"}
     if name == "qwen3_5":
         vision = QWEN_VISION
     transformers.set_seed(0)
