@@ -114,10 +114,8 @@ def _grown(origin: str, size: Mapping[str, Any], read: Callable[[ShardedGPT], Py
     """What `read` gives for the model at the depth of this size, with layers repeated where the model is deeper."""
     check_unseen(origin, size, model.config)
     config = model.config
-    patterns = (config.windows, config.mixers)
-    differ = any(len(pattern) > 1 for pattern in patterns)
-    differ = differ or config.experts_every > 1 or config.first_dense or config.unrotated_every
-    if size["N"] != model.config.N and differ:
+    has_pattern = len(config.windows) > 1 or len(config.mixers) > 1 or config.experts_every > 1
+    if size["N"] != model.config.N and (has_pattern or config.first_dense or config.unrotated_every):
         raise UserError(f"{origin}: N={size['N']} different layers cannot be grown to N={model.config.N}")
     order = repeated_layers(size["N"], model.config.N, origin)
     params = read(dataclasses.replace(model, config=dataclasses.replace(model.config, N=size["N"])))
