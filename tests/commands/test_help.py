@@ -4,16 +4,18 @@ import pytest
 
 from zero.base.errors import UserError
 from zero.commands.cli import compose
-from zero.commands.help import WIDTH, help_text
+from zero.commands.help import WIDEST, help_text
 from zero.commands.modes import MODES
 from zero.job.sizes import load_sizes
 from zero.run.config import GROUPS
 
 
-def test_one_screen() -> None:
+@pytest.mark.parametrize("columns", [80, 200])
+def test_one_screen(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It names the commands, groups and files of settings that people need, and fits a screen."""
+    monkeypatch.setenv("COLUMNS", str(columns))
     lines = help_text([]).splitlines()
-    assert len(lines) <= 60 and max(map(len, lines)) <= WIDTH + 5
+    assert len(lines) <= 65 and max(map(len, lines)) <= min(columns, WIDEST)
     text = "\n".join(lines)
     for part in (
         "--resume",

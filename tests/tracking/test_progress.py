@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.terminal import Screen, in_terminals
 from zero.tracking import progress
 from zero.tracking.goodput import Goodput
-from zero.tracking.progress import Progress
+from zero.tracking.progress import Progress, Stage
 
 WIDTHS = (40, 60, 80, 100, 200)
 IMPORTS = "import zero.tracking.progress"
@@ -184,3 +184,14 @@ def test_the_pace_leaves_compilation_out(monkeypatch: pytest.MonkeyPatch) -> Non
     assert shown.rest() == "ETA 4:30"
     shown.done(200)
     assert shown.rest() == "took 10:24"
+
+
+def test_the_estimate_of_a_stage_while_a_program_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pace is that of what is done: it does not fall while nothing can be."""
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    with Stage("rows scored", 10, is_shown=False) as stage:
+        now = 3.0
+        stage.advance(2)
+        now = 60.0
+        assert stage.text() == "rows scored: 2/10, 1:00, ETA 0:12"

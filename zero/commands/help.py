@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -14,14 +15,14 @@ from zero.config.files import conf_directory
 from zero.config.keys import Group, Key, Section, all_keys, members_of
 from zero.job.sizes import load_sizes
 
-WIDTH = 100  # columns of a terminal
+WIDEST = 100  # columns; a narrower terminal has shorter lines
 COMMANDS = {
-    "": "train the default job, a small model",
-    "training.total_steps=50 zero.stage=1": "train with other values of keys",
-    "--resume": "continue the newest run",
-    "mode=sample sample.prompt='def main('": "sample from the newest run",
-    "mode=plan +preset=v3-32": "predict memory and time, without a TPU",
-    "--doctor": "examine this machine",
+    "": "train a small model",
+    "training.total_steps=50 zero.stage=1": "set keys",
+    "--resume": "continue a run",
+    "mode=sample sample.prompt='def main('": "sample from it",
+    "mode=plan +preset=v3-32": "predict memory",
+    "--doctor": "check the machine",
 }
 ADDED = {
     "preset": "a model on a slice",
@@ -59,7 +60,7 @@ def version_text() -> str:
 
 
 def _screen() -> Iterator[str]:
-    yield "Trains transformers with ZeRO on jax.pmap: the training state is sharded over all devices."
+    yield "Trains transformers with ZeRO on jax.pmap: state is sharded over all devices."
     yield ""
     yield "  python main_zero.py [key=value ...] [--resume]"
     yield ""
@@ -68,11 +69,11 @@ def _screen() -> Iterator[str]:
     yield ""
     yield "Groups, such as optimizer=lion; the first is the default:"
     for group, choices in MODES.choices().items():
-        yield f"  {group:<12} {', '.join(choices)}"
+        yield from _list(group, choices)
     yield ""
     yield "Presets and other files of settings, such as +preset=v3-8:"
     for group, meaning in ADDED.items():
-        yield from _list(f"+{group}", meaning, _files(group))
+        yield from _list(f"+{group}", _files(group), meaning)
     yield ""
     yield "Keys, by section:"
     plain = [member.name for member in members_of(MODES.first) if isinstance(member, Key) and member.name != "mode"]
@@ -84,27 +85,35 @@ def _screen() -> Iterator[str]:
             yield f"  {member.name:<12} {count} {noun}"
     yield ""
     yield f"model.size is one of {len(load_sizes())} sizes, or FILE:ENTRY: --help sizes"
-    yield "--help KEY, SECTION, GROUP or GROUP=CHOICE explains it. --cfg job prints the configuration, --multirun"
-    yield "sweeps over key=a,b; --resume=auto continues or starts; --version. docs/reference/keys.md has all keys."
+    yield from _wrapped(
+        "--help KEY, SECTION, GROUP or GROUP=CHOICE explains it. --cfg job prints the configuration, --multirun sweeps "
+        "over key=a,b; --resume=auto continues or starts; --version. docs/reference/keys.md has all keys."
+    )
 
 
 def _files(group: str) -> list[str]:
     return sorted(path.stem for path in (conf_directory() / group).glob("*.yaml") if path.stem != "common")
 
 
-def _list(name: str, meaning: str, values: Iterable[str]) -> list[str]:
-    text = f"{meaning}: {', '.join(values)}"
-    return textwrap.wrap(
-        text, WIDTH, initial_indent=f"  {name:<12} ", subsequent_indent=" " * 15, break_on_hyphens=False
-    )
+def _list(name: str, values: Iterable[str], meaning: str = "") -> list[str]:
+    text = ", ".join(values)
+    if meaning:
+        text = f"{meaning}: {text}"
+    return _wrapped(text, f"  {name:<12} ", " " * 15)
+
+
+def _wrapped(text: str, start: str = "", further: str = "") -> list[str]:
+    """The lines of a text in the width of the terminal; `start` begins the first one, `further` all others."""
+    width = min(WIDEST, shutil.get_terminal_size((WIDEST, 24)).columns)
+    return textwrap.wrap(text, width, initial_indent=start, subsequent_indent=further, break_on_hyphens=False)
 
 
 def _page(name: str) -> Iterator[str]:
     """What this name means, as far as it is one; no line if it is none."""
     if name == "sizes":
-        yield from _list("model.size", "FILE:ENTRY, or an entry of conf/model_config.yaml or conf/models", load_sizes())
+        yield from _list("model.size", load_sizes(), "FILE:ENTRY, or an entry of conf/model_config.yaml or conf/models")
     elif name in ADDED:
-        yield from _list(f"+{name}", ADDED[name], _files(name))
+        yield from _list(f"+{name}", _files(name), ADDED[name])
     elif name in MODES.groups:
         yield f"{name}: {MODES.groups[name].comment} One of:"
         for choice, kind in MODES.groups[name].choices.items():
@@ -112,12 +121,12 @@ def _page(name: str) -> Iterator[str]:
             yield from _choice(MODES.groups[name], choice, kind)
     elif name == "mode":
         for mode, kind in MODES.kinds.items():
-            yield from textwrap.wrap(f"mode={mode}: {_first_line(kind)}", WIDTH)
+            yield from _wrapped(f"mode={mode}: {_first_line(kind)}")
     elif name in MODES.own_sections:
         yield from _section(f"{name}.", MODES.own_sections[name])
     elif name.startswith("mode=") and name.partition("=")[2] in MODES.kinds:
         mode = name.partition("=")[2]
-        yield from textwrap.wrap(f"mode={mode}: {_first_line(MODES.kinds[mode])}", WIDTH)
+        yield from _wrapped(f"mode={mode}: {_first_line(MODES.kinds[mode])}")
         if mode in MODES.own_sections:
             yield from _section(f"{mode}.", MODES.own_sections[mode])
     elif (
@@ -159,7 +168,7 @@ def _section(prefix: str, kind: type) -> Iterator[str]:
 
 
 def _choice(group: Group, choice: str, kind: type) -> Iterator[str]:
-    yield f"{group.name}={choice}: {_first_line(kind)}"
+    yield from _wrapped(f"{group.name}={choice}: {_first_line(kind)}")
     yield from _section(f"{group.name}.", kind)
 
 
@@ -171,12 +180,12 @@ def explained(key: Key, owner: str = "") -> Iterator[str]:
     """A key, its default, its meaning and its values, wrapped."""
     yield f"{key.name}={yaml_text(key.default)}" + (f" ({owner})" if owner else "")
     for line in key.lines:
-        yield from textwrap.wrap(line, WIDTH, initial_indent="    ", subsequent_indent="      ")
+        yield from _wrapped(line, "    ", "      ")
     if key.check is not None:
         expects = f"expects {key.check.expected}"
         if key.is_optional:
             expects += ", or null"
-        yield from textwrap.wrap(expects, WIDTH, initial_indent="    ", subsequent_indent="      ")
+        yield from _wrapped(expects, "    ", "      ")
 
 
 def yaml_text(value: Any) -> str:

@@ -180,12 +180,12 @@ class Stage:
         self.done = 0
         self._is_shown = is_shown
         self._activity: str | None = None
-        self._began = self._logged_at = time.monotonic()
+        self._began = self._advanced_at = self._logged_at = time.monotonic()
         self._live: Live | None = None
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        self._began = self._logged_at = time.monotonic()
+        self._began = self._advanced_at = self._logged_at = time.monotonic()
         self._live = _open_live(self, self._stack) if self._is_shown else None
         return self
 
@@ -200,9 +200,10 @@ class Stage:
         self._activity = activity
 
     def advance(self, count: int = 1) -> None:
-        """So many more things are done."""
+        """Counts things as done."""
         self.done += count
-        is_due = time.monotonic() - self._logged_at > PLAIN_SECONDS
+        self._advanced_at = time.monotonic()
+        is_due = self._advanced_at - self._logged_at > PLAIN_SECONDS
         if self._is_shown and self._live is None and is_due:
             log.info("%s", self.text())
             self._logged_at = time.monotonic()
@@ -217,11 +218,13 @@ class Stage:
         return f"{self.name}: {self.done:,}/{self.total:,}, {self._times()}"
 
     def _times(self) -> str:
-        """How long it has taken, and will take at the pace so far, and what is being done."""
+        """The time so far, an estimate of the rest from the pace of what is done, and the current activity."""
         seconds = time.monotonic() - self._began
         if self.done >= self.total:
             return f"took {clock(seconds)}"
-        rest = clock(seconds / self.done * (self.total - self.done)) if self.done else "-"
+        rest = "-"
+        if self.done:  # at its own pace: a program that is being compiled now does not stretch it
+            rest = clock((self._advanced_at - self._began) / self.done * (self.total - self.done))
         times = f"{clock(seconds)}, ETA {rest}"
         if self._activity is None:
             return times
