@@ -24,7 +24,7 @@ Every name, with an example in its own help, such as help(zero.to_host):
     shard_map              specs
     axes and CPU devices   Axis, use_cpu_devices, in_order
     types of results       ShardedOptimizer, ShardedState, Layout
-    modules                groups: what the trainer needs in addition; quantized: one-byte state
+    modules                groups: names that the trainer needs; quantized: one-byte state
 
 Stages 2 and 3 of ZeRO are placements of `gather` and `scatter_mean`:
 

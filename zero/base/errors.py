@@ -48,7 +48,7 @@ def reason(error: OSError) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, cut where it is long, or the name of its class where it has none."""
+    """The first line of an error's message, truncated if long; the name of its class if it has no message."""
     if type(error) is KeyError:  # its message is the key
         return f"{error} is missing"
     if mark := getattr(error, "problem_mark", None):  # of YAML, whose message is several lines

@@ -49,7 +49,7 @@ OmegaConf.register_new_resolver("corpus_name", corpus_name)  # for index files i
 
 def main() -> None:
     """Runs the command line in `sys.argv`. Exit status: see docs/reference/exit-statuses.md."""
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra itself prints what it catches, over many lines
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # otherwise Hydra prints what it catches, over many lines
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax's threads would log after the last line
     logging.getLogger("matplotlib").setLevel(logging.WARNING)  # else the first run logs that fonts were listed
     sys.stdout = IgnoreBrokenPipe(sys.stdout)
@@ -98,7 +98,7 @@ def run(config: DictConfig) -> None:
         start = program(checked.mode)
         if not gc.isenabled():  # by zero.commands.start; what is imported stays, and is not looked at again
             gc.freeze()
-            gc.set_threshold(100_000, 20, 20)  # passes over a trace, which is no garbage, take a fifth of its time
+            gc.set_threshold(100_000, 20, 20)  # passes over a trace, which is live, take a fifth of its time
             gc.enable()
         status = start(checked, size, run_directory)
         if is_job and not status:
@@ -139,7 +139,7 @@ def resolve(config: DictConfig, overrides: list[str]) -> tuple[Any, GPTConfig]:
 
 def sizes_of(config: DictConfig) -> Sizes:
     """Where the size of the model is found: in files, or in a Hugging Face folder that it names."""
-    size = OmegaConf.select(config, "model.size")  # None where it is missing, which the check says
+    size = OmegaConf.select(config, "model.size")  # None if it is missing, which the check says
     if isinstance(size, str) and (size.startswith("hf:") or (Path(size) / "config.json").is_file()):
         from zero.exchange.hub_model import sizes_named  # as below
 
@@ -148,7 +148,7 @@ def sizes_of(config: DictConfig) -> Sizes:
 
 
 def use_base(config: DictConfig, given: Sequence[str]) -> None:
-    """Sets size and tokenizer of a run by the Hugging Face folder that it starts from, but for what is given.
+    """Sets size and tokenizer of a run by the Hugging Face folder that it starts from, except for what is given.
 
     Raises as `folder_in_place_of_run`.
     """
@@ -197,7 +197,7 @@ def use_step(config: DictConfig) -> None:
 
 
 def use_folder(config: DictConfig, folder: HubModel, given: Sequence[str]) -> Sizes:
-    """Sets the keys of a run by a Hugging Face folder, but for those that are given; returns its size.
+    """Sets the keys of a run by a Hugging Face folder, except for those that are given; returns its size.
 
     Raises:
       UserError: a key names what only a run has.

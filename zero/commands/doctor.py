@@ -111,7 +111,7 @@ def packages() -> str:
 
 
 def _unmet(distribution: str, extras: Sequence[str], *, optional: bool) -> Iterator[tuple[str, str]]:
-    """Requirements of a distribution that are not met: what was found, and what is asked for."""
+    """Unmet requirements of a distribution: the version found, and the version required."""
     from packaging.requirements import Requirement
 
     for text in requires(distribution) or ():
@@ -253,7 +253,7 @@ def disk(settings: Settings) -> str:
 
 
 def bucket(settings: Settings) -> str:
-    """Writes, reads, lists and deletes a small object where the checkpoints would be."""
+    """Writes, reads, lists and deletes a small object in the place of the checkpoints."""
     from zero.files import storage
 
     data = settings.data
@@ -271,7 +271,7 @@ def bucket(settings: Settings) -> str:
     return f"{storage.bucket(data.bucket_path)} can be written, read, listed; {time.monotonic() - started:.1f} s"
 
 
-# In this order. The remedy is that of errors that libraries raise.
+# In this order; each with a remedy for errors raised by libraries.
 CHECKS: dict[str, tuple[Callable[[Settings], str], str]] = {
     "hosts": (hosts, "start this command on all hosts at once; end other programs that use the accelerators"),
     "devices": (devices, "end other programs that use the accelerators, or restart this machine"),

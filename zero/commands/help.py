@@ -149,7 +149,7 @@ def _key_or_section(name: str) -> Iterator[str]:
 
 
 def _every_key() -> Iterator[tuple[Key, str]]:
-    """Each key with what has it: nothing if every run has it."""
+    """Each key with the choice or mode that has it; "" if every run has it."""
     for key in all_keys(MODES.first):
         if key.name.partition(".")[0] not in MODES.groups:
             yield key, ""

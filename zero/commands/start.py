@@ -1,4 +1,4 @@
-"""The installed programs: each imports what it needs once a signal can end it, and names the extra that is missing."""
+"""The installed programs. Each handles signals before it imports anything large, and names a missing extra."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Sizes(Protocol):
     """The sizes of models."""
 
     def chosen(self, model: Any) -> Any:
-        """The size that the section `model` names, with its overrides; raises UserError where there is none."""
+        """The size that the section `model` names, with its overrides; raises UserError if there is none."""
 
 
 def check(config: DictConfig, modes: Modes, sizes: Sizes, given: Collection[str] = ()) -> Any:
@@ -93,7 +93,7 @@ def _read(config: DictConfig, modes: Modes, given: Collection[str], mistakes: li
 def _take_unread(
     values: dict[str, Any], kind: type[Configuration], modes: Modes, mode: str, given: Collection[str]
 ) -> Iterator[str]:
-    """Takes out what a run is saved with and this mode does not read; a line for each key of it that is given."""
+    """Removes the keys of a saved run that this mode does not read; returns a line for each one that was given."""
     read = {member.name: member for member in members_of(kind)}
     defaults = flat(vars(modes.first())) | {name: next(iter(group.choices)) for name, group in modes.groups.items()}
     for member in members_of(modes.first):
@@ -148,7 +148,7 @@ def _contradictions(config: Configuration, size: Any, given: Collection[str]) ->
 
 
 def _defaults(config: Configuration, size: Any) -> dict[str, Any]:
-    """The defaults of all keys beside these choices of groups, and of the groups."""
+    """The defaults of all keys for these choices of groups, and of the groups."""
     groups = [member for member in members_of(type(config)) if isinstance(member, Group)]
     chosen = {group.name: type(getattr(config, group.name))() for group in groups}
     of_mode = type(config)(**chosen)

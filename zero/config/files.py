@@ -1,4 +1,4 @@
-"""The files of conf/: where they are, in the repository and in an installed wheel, and how YAML is read (omegaconf)."""
+"""Locates the files of conf/, in the repository and in an installed wheel, and reads YAML (omegaconf)."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def is_plain(value: Any) -> bool:
 
 
 def _constructed(loader: Any, node: yaml.MappingNode) -> Iterator[dict[Any, Any]]:
-    """The mapping of a node; raises ConstructorError for a repeated key, of which YAML's loaders take the last one."""
+    """The mapping of a node. Raises ConstructorError for a repeated key; YAML's own loaders take the last one."""
     names = [key.value for key, _ in node.value if key.tag == "tag:yaml.org,2002:str"]
     if len(set(names)) < len(names):
         raise ConstructorError("while constructing a mapping", node.start_mark, "found a repeated key")

@@ -99,7 +99,7 @@ def key(
       in_steps: whether it says at which steps something happens; with steps of parts of rows a multiple of them.
       in_scores: whether the scores of a text under given weights depend on it. Stored scores are known by these keys
         (`values_in_scores`), and by the contents that other keys name: weights, model, tokenizer and shards.
-      fixed: whether a resume must not change it: the model, the seed, the order of the data, what is trained by what.
+      fixed: whether a resume must not change it, as for the model, the seed, the order of the data and the optimizer.
         Paths may move, as a resume compares what they name (docs/decisions/data-order.md). A function of both values
         says whether they are the same one.
       anew: whether a resume does not take it from its run, as it belongs to one start.

@@ -1,4 +1,4 @@
-"""Lines for mistakes: what a misspelled name may have meant, and what Hydra and OmegaConf found (hydra, omegaconf)."""
+"""Error messages: suggestions for misspelled names, and the findings of Hydra and OmegaConf (hydra, omegaconf)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def unknown_field(name: str, names: Sequence[str]) -> str:
 
 
 def did_you_mean(value: object, options: Sequence[str]) -> str:
-    """The options that a misspelled one may have meant, as a question; nothing if none is similar.
+    """A "did you mean" question for a misspelled option; "" if no option is similar.
 
     >>> did_you_mean("v3-9", ["v3-8", "v3-32"]), did_you_mean("qwen", ["v3-8"])
     ('did you mean v3-8?', '')

@@ -13,7 +13,7 @@ from zero.config.messages import similar_key
 
 @dataclasses.dataclass(frozen=True)
 class Configuration:
-    """The class of what a mode is told: a dataclass whose fields are keys, sections and groups.
+    """The configuration class of a mode: a dataclass whose fields are keys, sections and groups.
 
     Each rule between keys is a method of the section whose key its message names; these three call them.
     """
@@ -31,11 +31,11 @@ class Configuration:
         return self
 
     def mistakes(self, size: Any) -> Mistakes:
-        """The contradictions between keys, or beside the model: a key, and what was expected."""
+        """Contradictions between keys, or with the model: a key, and what was expected."""
         yield from ()
 
     def without_effect(self) -> Mistakes:
-        """The keys that change nothing beside the others, each with the reason; groups by name."""
+        """The keys that have no effect given the others, each with the reason; groups by name."""
         yield from ()
 
 
@@ -43,7 +43,7 @@ class Configuration:
 class Modes:
     """The configurations of a program, by the names of its modes; a run is saved with the first.
 
-    A mode may have keys of its own, in a section of its name.
+    A mode may have its own keys, in a section with the mode's name.
     """
 
     kinds: Mapping[str, type[Configuration]]
@@ -95,7 +95,7 @@ class Modes:
         return {name: list(group.choices) for name, group in self.groups.items()} | {"mode": list(self.kinds)}
 
     def chosen(self, name: str, value: str = "...") -> str | None:
-        """What to write in place of the name of a choice, which is no key; None for another name."""
+        """The replacement for the name of a choice used as a key; None for any other name."""
         group, _, last = name.partition(".")
         if group in self.groups and last == "name":
             return f"{name}: use {group}={value}"

@@ -54,7 +54,7 @@ class Instruction(NamedTuple):
 
     @property
     def cycles(self) -> int | None:
-        """The estimate of the TPU compiler, where it has one."""
+        """The TPU compiler's estimate, if it has one."""
         match = _CYCLES.search(self.rest)
         if match is None or self.has_unknown_cycles:
             return None

@@ -188,7 +188,7 @@ class _Spent:
         return sum(self.by_part.values())
 
     def add(self, spent: _Spent, times: int) -> None:
-        """Add what a computation that runs several times has spent in one run."""
+        """Adds the seconds of one run of a computation that runs several times."""
         for part, seconds in spent.by_part.items():
             self.by_part[part] += times * seconds
         self.exposed_seconds += times * spent.exposed_seconds

@@ -25,10 +25,10 @@ class StepCosts:
 
     Attributes:
       peak: bytes of the device; of a step of several programs an upper bound.
-      host_bytes: in the host's memory, of state and activations.
+      host_bytes: in host memory, of state and activations.
       sent: the collectives of a step.
       sent_between: bytes to other slices.
-      predicted: None where the compiler has written no cycles.
+      predicted: None if the compiler wrote no cycles.
     """
 
     peak: int
@@ -45,10 +45,10 @@ def costs_of(
 
     Args:
       step: what `Programs.step.lower(...).compile()` gives.
-      storage: where the state lies between steps.
+      storage: where the state is between steps.
       held: bytes of a device between steps.
       devices: on which the step runs.
-      available: bytes of the memory of a device, where the compiler has refused a step that takes more.
+      available: bytes of a device's memory, if the compiler refused a step that needs more.
     """
     platform = devices[0].platform
     sent: list[Collective] = []
@@ -74,7 +74,7 @@ def calls_of(step: Any) -> list[tuple[Any, int]]:
 
 
 def predicted_time(step: Any, storage: OnDevices, devices: Sequence[Any]) -> Prediction | None:
-    """The predicted time of a compiled step; None where the compiler has written no cycles.
+    """The predicted time of a compiled step; None if the compiler wrote no cycles.
 
     Of several programs it is the sum of theirs, and what is longer: a span, or the way of another one's state, and of
     its input if that lies on the host, between device and host in either direction.
@@ -138,7 +138,7 @@ def _kept_bytes(step: StreamedStep) -> int:
 
 
 def _streamed_peak(step: StreamedStep, storage: OnDevices, held: int, platform: str) -> int:
-    """As if all that lives at some time between two programs lived beside each of them."""
+    """Assumes that everything alive at some time between two programs is alive during both."""
     spans = len(step.firsts)
     kept = _kept_bytes(step)
     if step.keeps_on_host:

@@ -47,7 +47,7 @@ class Architecture:
 
     model_type: str  # this and the next as in config.json
     class_name: str
-    family: str  # of `zero.models.families.FAMILIES`, what the architecture fixes
+    family: str  # an entry of `zero.models.families.FAMILIES`: what the architecture fixes
     keys: Mapping[str, str]  # of config.json to attributes of `GPTConfig`
     fixed: Mapping[str, Any]  # keys that must have these values, which are also their defaults
     prefix: str  # of all names of tensors but the head's; published files may lack it
@@ -63,7 +63,7 @@ class Architecture:
     scaling_aliases: Mapping[str, str] = field(default_factory=dict)  # other names of these
     local_rotary: tuple[str, float] | None = None  # key and default of the base in layers with windows
     unrotated: int | None = None  # the default of no_rope_layer_interval
-    window_period: int = 2  # where layer_types are absent, the last of so many layers has no window
+    window_period: int = 2  # without layer_types, every layer of this period except the last has a window
     legacy: Mapping[str, Any] = field(default_factory=dict)  # values of old folders that mean the same as in `fixed`
     predictors: str | None = None  # key of the number of layers after the last one that only training reads
     scales_scores: bool = False  # mscale_all_dim of YaRN is a factor of scores too

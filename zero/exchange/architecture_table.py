@@ -853,7 +853,7 @@ _ALL = (GPT2, BLOOM, GPT_NEO, GPT_NEOX, *_LLAMAS, *_OTHERS, GEMMA, GEMMA2, GEMMA
 ARCHITECTURES = {architecture.model_type: architecture for architecture in _ALL}
 # Other names of theirs, in folders with code of their own.
 OTHER_TYPES = {"kimi_k2": "deepseek_v3"}
-# What models that are asked for have and no model of zero has.
+# Features of models that people ask for and that no model of zero has.
 MISSING = {
     "apertus": "an activation with learned parameters (xIELU)",
     "deepseek_v2": "routing by groups of softmax scores",

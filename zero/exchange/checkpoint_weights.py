@@ -24,7 +24,7 @@ from zero.training.ema import EMA
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.tuning import Tuning, saved_tuning
 
-# As `UNSEEN`, of checkpoints: what a Hugging Face folder is compared by in other ways.
+# Like `UNSEEN`, for checkpoints: attributes that are compared in other ways for a Hugging Face folder.
 UNSEEN_IN_CHECKPOINTS = ("alibi_attn", "norm_place", "expert_capacity", "expert_priority", "distance_base")
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ def open_checkpoints(source: str) -> Checkpoints:
 
 
 def choose_steps(checkpoints: Checkpoints, steps: Sequence[int] | None) -> list[int]:
-    """These steps in ascending order, or all where they are None.
+    """These steps in ascending order; None: all.
 
     Raises:
       MissingCheckpoint: there is no such step, or none at all.
@@ -89,7 +89,7 @@ class SavedStep(NamedTuple):
             raise DamagedCheckpoint(f"{self.origin}: its metadata has no model size: {error!r}") from error
 
     def check_size(self, expected: GPTConfig) -> None:
-        """Raises UserError where an attribute that no leaf shows differs from the expected one."""
+        """Raises UserError if an attribute that no leaf shows differs from the expected one."""
         check_unseen(self.origin, asdict(self.size()), expected, UNSEEN_IN_CHECKPOINTS)
 
     def tuning(self) -> Tuning | None:

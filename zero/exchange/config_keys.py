@@ -37,7 +37,7 @@ _NO_LOGIT = frozenset(
         *("hidden_size", "intermediate_size", "max_position_embeddings", "do_sample", "temperature", "top_p", "top_k"),
     )
 )
-# What EasyDeL adds to config.json: how it computed and stored, none of which its export depends on.
+# Keys that EasyDeL adds to config.json about how it computes and stores; its export does not depend on them.
 _OF_EASYDEL = frozenset(
     (
         *("attn_dtype", "attn_mechanism", "attn_softmax_dtype", "backend", "platform", "kvdtype", "easy_method"),
@@ -141,6 +141,6 @@ def _check_rope(origin: str, config: Mapping[str, Any], architecture: Architectu
             key = "original_max_position_embeddings"
             beside = config.get(key)
             within = part.get(key)
-            is_beside = "longrope" in architecture.scaling_aliases.values()  # Phi-3 reads it there
+            is_beside = "longrope" in architecture.scaling_aliases.values()  # where Phi-3 reads it
             if not is_beside and None not in (beside, within) and beside != within:
                 raise UserError(f"{origin}: {key} is {beside!r}, and {within!r} in {section}")

@@ -55,7 +55,7 @@ from zero.training.sharded_gpt import ShardedGPT
 from zero.training.tuning import Tuning
 
 DTYPES = ("float32", "bfloat16", "float16")  # of weights in a folder
-MAX_FILE_BYTES = 4 << 30  # a file is held in memory while it is written; a larger tensor gets a file of its own
+MAX_FILE_BYTES = 4 << 30  # a file is held in memory while it is written; a larger tensor gets its own file
 
 
 class Form(NamedTuple):

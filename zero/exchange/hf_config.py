@@ -107,7 +107,7 @@ def read_choices(origin: str, config: Mapping[str, Any], architecture: Architect
 
 
 _MAY_BE_NULL = ("query_latent_dim",)  # where null says something else than that the key is missing
-# Attributes of `GPTConfig` for those that keys of config.json hold, where a property has another name.
+# Attributes of `GPTConfig` whose values config.json has under another name.
 _FIELDS = {
     "key_heads": "kv_heads",
     "head_width": "head_dim",
@@ -167,7 +167,7 @@ _SIZES = ("embedding_dim", "vocab_size", "num_head", "block_size")
 def _read_shared(
     origin: str, config: Mapping[str, Any], architecture: Architecture, attributes: Mapping[str, Any]
 ) -> int | None:
-    """The width of the MLP beside experts, from the number of its widths of an expert."""
+    """The width of the MLP beside experts, from its number of expert widths."""
     key = next(key for key, name in architecture.keys.items() if name == "shared_experts")
     count = config.get(key, architecture.absent.get(key))
     with reading(f"{origin}: {key} is no number of experts"):
@@ -272,7 +272,7 @@ def _read_scaling(
 
 
 def _yarn_parameters(parameters: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters, and those that transformers infers where they are missing."""
+    """The parameters, with missing ones inferred as in transformers."""
     context = config.get(_CONTEXT)
     original = config.get(_ORIGINAL) or parameters.get(_ORIGINAL) or context
     factor = parameters.get("factor") or float(context or 0) / float(original or 1)

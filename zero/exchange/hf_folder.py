@@ -68,7 +68,7 @@ class HuggingFaceFolder:
         self.size = {"N": layers, **read_choices(str(path / CONFIG_FILE), config, self.architecture, layers)}
 
     def whole_size(self) -> GPTConfig:
-        """The model of the folder. Raises UserError where its config.json describes none."""
+        """The model of the folder. Raises UserError if its config.json describes none."""
         return read_size(str(self.path / CONFIG_FILE), self._config, self.architecture, self.layers)
 
     def _predictors(self, config: Mapping[str, Any]) -> int:

@@ -33,7 +33,7 @@ class HubModel:
     size: GPTConfig
 
     def chosen(self, model: Keys) -> GPTConfig:
-        """Its size with `model.override`; raises UserError where that is impossible."""
+        """Its size with `model.override`; raises UserError if that is impossible."""
         try:
             return dataclasses.replace(self.size, **model.override)
         except (TypeError, ValueError) as error:
@@ -58,7 +58,7 @@ def open_hf_model(path: str) -> HubModel | None:
     """The model of a Hugging Face folder or of `hf:NAME@REVISION`; None for another path.
 
     Raises:
-      UserError, Unavailable: there is no such model, or none that zero computes.
+      UserError, Unavailable: the model does not exist, or zero does not support it.
     """
     folder = Path(path)
     if path.startswith(PREFIX):
@@ -70,7 +70,7 @@ def open_hf_model(path: str) -> HubModel | None:
 
 
 def open_hf_config(path: str) -> HubModel | None:
-    """As `open_hf_model`, by the config.json alone: no weights are read or downloaded."""
+    """Like `open_hf_model`, by the config.json alone: no weights are read or downloaded."""
     folder = Path(path)
     if path.startswith(PREFIX):
         folder = download(path, FILES_BUT_WEIGHTS)

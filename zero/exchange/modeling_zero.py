@@ -68,7 +68,7 @@ class Table(nn.Module):
 
 
 def alibi_slopes(heads: int, device: torch.device) -> torch.Tensor:
-    """One slope per head, interleaved where their number is no power of two (arXiv 2108.12409, section 3)."""
+    """One slope per head, interleaved where their number is not a power of two (arXiv 2108.12409, section 3)."""
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2.0 ** (-8.0 * i / power) for i in range(1, power + 1)]
     slopes += [2.0 ** (-4.0 * i / power) for i in range(1, 2 * (heads - power), 2)]
@@ -187,7 +187,7 @@ class Layer(nn.Module):
         return self.attention_out(attended_BHTK.transpose(1, 2).reshape(rows, count, -1))
 
     def _masked(self, scores_BHTS: torch.Tensor, mask_BS: torch.Tensor | None) -> torch.Tensor:
-        """Capped scores with their biases, the lowest number where a query does not see a key."""
+        """Capped scores with their biases; the lowest number if a query does not see a key."""
         config = self.config
         device = scores_BHTS.device
         queries, keys = scores_BHTS.shape[2:]

@@ -63,7 +63,7 @@ _WITHOUT_EFFECT = frozenset(
 
 
 def check_adapter_keys(path: Path, config: Mapping[str, Any]) -> None:
-    """Raises UserError for a key with which these are no plain adapters, or that zero does not know."""
+    """Raises UserError for a key that zero does not know, or that makes these more than plain adapters."""
     for key, value in config.items():
         expected = _FIXED.get(key, (None, False, [], {}))
         if key not in _WITHOUT_EFFECT and value not in expected:

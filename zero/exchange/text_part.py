@@ -40,7 +40,7 @@ def has_images(config: Mapping[str, Any]) -> bool:
 
 
 def text_config(origin: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json of the text model, which is the whole one where there are no images.
+    """The config.json of the text model: the whole file if the model has no images.
 
     Ministral 3 scales its queries from `original_max_position_embeddings` on: up to there it is Mistral, and this is
     the longest context.

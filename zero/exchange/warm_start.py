@@ -111,7 +111,7 @@ def read_weights(source: str, model: ShardedGPT, *, ema: bool = False) -> tuple[
 
 
 def _grown(origin: str, size: Mapping[str, Any], read: Callable[[ShardedGPT], PyTree], model: ShardedGPT) -> PyTree:
-    """What `read` gives for the model at the depth of this size, with layers repeated where the model is deeper."""
+    """The result of `read` for the model at this size's depth, with layers repeated if the model is deeper."""
     check_unseen(origin, size, model.config)
     config = model.config
     has_pattern = len(config.windows) > 1 or len(config.mixers) > 1 or config.experts_every > 1

@@ -1,1 +1,1 @@
-"""Bytes on disks and in buckets, and what is parsed from them; knows no run."""
+"""Bytes on disks and in buckets, and parsing; knows nothing about runs."""

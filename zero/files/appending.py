@@ -1,4 +1,4 @@
-"""Files that grow while a run trains: what is appended is written whole or not at all, also where the disk is full."""
+"""Files that grow during a run: each append is written whole or not at all, even if the disk is full."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class HoldingLog:
     those that are still held at its end are lost, and an error says how many.
 
     Args:
-      purpose: begins the message of a failure: what is not written.
+      purpose: what is not written; begins the error message.
     """
 
     def __init__(self, path: Path, purpose: str) -> None:
@@ -79,7 +79,7 @@ class HoldingLog:
             )
 
     def _write_held(self) -> OSError | None:
-        """Writes what is held; returns the error that left some of it unwritten."""
+        """Writes the buffered data; returns the error that left some of it unwritten."""
         try:
             while self._held:
                 append(self._path, self._held[0])

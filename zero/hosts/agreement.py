@@ -33,7 +33,7 @@ def is_host_0() -> bool:
 
 
 def broadcast(name: str, text: str) -> str:
-    """The text of host 0, on all hosts, which call it in the same order; `name` is shown where a host is missing."""
+    """Host 0's text, on all hosts, which call it in the same order; errors about a missing host show `name`."""
     if jax.process_count() == 1:
         return text
     client = coordination_client()
@@ -89,7 +89,7 @@ def wait_for_all() -> None:
 
 @contextmanager
 def host_0_first() -> Iterator[None]:
-    """Has host 0 do first what is within, and the others when it is done there: hosts may share a disk."""
+    """Runs the block on host 0 first, then on the others, because hosts may share a disk."""
     if not is_host_0():
         wait_for_all()
     yield

@@ -49,10 +49,10 @@ def check_slice(name: str | None, runs_on_cpu: bool) -> None:
 
     Args:
       name: of the slice, such as v5e-8; None if none was chosen.
-      runs_on_cpu: virtual CPU devices were asked for.
+      runs_on_cpu: whether virtual CPU devices were requested.
 
     Raises:
-      UserError: this machine has no accelerator, and its CPU was not asked for.
+      UserError: this machine has no accelerator, and the CPU was not requested.
     """
     if name is None or runs_on_cpu or wants_cpu() or accelerator() is not None or missing_driver() is not None:
         return

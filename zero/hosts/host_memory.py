@@ -1,4 +1,4 @@
-"""Memory of the hosts of TPUs, for what lies there between the forward and the backward pass."""
+"""Memory of TPU hosts, for values offloaded between the forward and the backward pass."""
 
 from __future__ import annotations
 

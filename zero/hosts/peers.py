@@ -88,7 +88,7 @@ def _send(connection: Connection, path: Path) -> None:
     with path.open("rb") as file:
         while chunk := file.read(CHUNK):
             connection.send_bytes(chunk)
-    connection.send_bytes(b"")  # the end: what is cut off before it is not taken
+    connection.send_bytes(b"")  # the end: a message that is cut off before it does not count
 
 
 def _receive(connection: Connection, path: Path) -> None:

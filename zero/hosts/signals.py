@@ -46,7 +46,7 @@ def handled(numbers: Iterable[int], handler: Any) -> Iterator[None]:
 def stop_requests() -> Iterator[list[int]]:
     """Records signals in a list, read by a loop between steps; a second SIGTERM or SIGINT ends the process.
 
-    `COMPANIONS` are no second signal: a machine that shuts down sends SIGHUP as well as SIGTERM.
+    `COMPANIONS` do not count as a second signal: a machine that shuts down sends SIGHUP as well as SIGTERM.
     """
     received: list[int] = []
     while unanswered:  # its exception was lost; by now there is something to save

@@ -1,4 +1,4 @@
-"""How long a collective takes on the links of a TPU slice, by where its devices lie on the torus.
+"""How long a collective takes on the links of a TPU slice, given the coordinates of its devices on the torus.
 
 Sources: benchmarks/measured/predicted-time.md.
 """

@@ -101,7 +101,7 @@ class _Watchdog:
         return [str(name) for name in names]
 
     def _collect_names(self) -> list[str | None]:
-        """What hosts have told, until none has told its own for `SILENCE_SECONDS`; None where one has not."""
+        """The reports of hosts, collected until no new one arrives for `SILENCE_SECONDS`; None for a missing one."""
         names: dict[int, str] = {}
         deadline = 0.0
         while len(names) < self._hosts:
@@ -181,7 +181,7 @@ class _Watchdog:
     def _read_reports(self) -> dict[int, str]:
         """Host 0 reads what all report, and the others what host 0 does: each reading all would be their square.
 
-        Where host 0 reports nothing new, the others read all, as it may not tell what it hears.
+        If host 0 reports nothing new, the others read all reports, because it may not pass on what it hears.
         """
         if self._host:
             before = self._reports.get(0)

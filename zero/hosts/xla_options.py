@@ -47,7 +47,7 @@ PCI_DEVICES = {
 
 
 def overlaps_exchanges(device_kind: str | None, chips: int) -> bool:
-    """Whether all-to-alls of a slice of so many chips run beside computation.
+    """Whether all-to-alls on a slice of this many chips overlap with computation.
 
     >>> overlaps_exchanges("TPU v5 lite", 16), overlaps_exchanges("TPU v5 lite", 32), overlaps_exchanges("TPU v4", 64)
     (True, False, True)
@@ -56,7 +56,7 @@ def overlaps_exchanges(device_kind: str | None, chips: int) -> bool:
 
 
 def for_tpu(device_kind: str | None, chips: int, overlap_gathers: bool) -> dict[str, bool | int]:
-    """Options for slices of so many chips of a kind of TPU, as jax names it; None for an unknown kind.
+    """Options for slices of this many chips of a TPU kind, as jax names it; None for an unknown kind.
 
     >>> for_tpu("TPU v4", 32, True)
     {'xla_enable_async_all_gather': True, 'xla_tpu_enable_async_all_to_all': True}

@@ -1,4 +1,4 @@
-"""Where state and activations are stored: on devices or in the host's memory."""
+"""Where state and activations are stored: on devices or in host memory."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class Adapters:
         return self.alpha_of(product) / self.rank_of(product)
 
     def shapes(self, params: Any) -> Any:
-        """The tree of what is trained for a tree of whole parameters or shapes, as float32 `jax.ShapeDtypeStruct`s.
+        """The tree of trained leaves for a tree of whole parameters or shapes, as float32 `jax.ShapeDtypeStruct`s.
 
         >>> kernel = jax.ShapeDtypeStruct((2, 6, 8), jnp.float32)
         >>> shapes = Adapters(rank=3, alpha=3).shapes({"blocks": {"query": {"kernel": kernel}, "norm": {}}})
@@ -115,7 +115,7 @@ class Adapters:
         return {**below(params, ""), **copies}
 
     def init(self, key: jax.Array, shapes: Any) -> Any:
-        """Whole new adapters of these shapes: A uniform within 1 / sqrt(I), zeros for B and what the base has."""
+        """Whole new adapters of these shapes: A uniform within 1 / sqrt(I), zeros for B and the base's copies."""
         numbers = itertools.count()
 
         def new(path: Any, leaf: Any) -> jax.Array:
@@ -132,10 +132,10 @@ class AdaptedDense(nn.Module):
     """`nn.Dense` with an adapter.
 
     Attributes:
-      features, use_bias, dtype, kernel_init: as of `nn.Dense`.
+      features, use_bias, dtype, kernel_init: as for `nn.Dense`.
       adapters: the rank, the scale and the dropout rate.
       keys_B: one dropout key per row, or None for no dropout.
-      total: sums partial products over devices that each have a part of the inputs; None where they have all.
+      total: sums partial products over devices that each have a part of the inputs; None if they have all.
       stack: where they have a part, the arrays of all these devices in a new leading dimension.
     """
 
@@ -181,8 +181,8 @@ def _times(x: jax.Array, kernel: jax.Array) -> jax.Array:
 def times_trained(x: jax.Array, w_IO: jax.Array) -> jax.Array:
     """`x @ w` of a matrix that is trained, whose gradient is fast on CPU too (docs/decisions/cpu-speed.md).
 
-    On other platforms the gradient is jax's own. It is not `zero.models.elements.product`, with which programs of
-    adapters on TPU would be other ones.
+    On other platforms the gradient is jax's own. It does not use `zero.models.elements.product`, which would change the
+    programs of adapters on TPU.
 
     >>> jax.grad(lambda w_IO: times_trained(jnp.ones((1, 3, 2)), w_IO).sum())(jnp.ones((2, 1))).tolist()
     [[3.0], [3.0]]
@@ -194,7 +194,7 @@ def _backward(saved: tuple[jax.Array, jax.Array], grad: jax.Array) -> tuple[jax.
     x, w_IO = saved
 
     def on_cpu(x: jax.Array, grad: jax.Array) -> jax.Array:
-        # As the transpose of a product, which jax makes of it, XLA's library for CPU would not take it.
+        # jax would make it the transpose of a product, which XLA's CPU library does not support.
         x_IN = lax.optimization_barrier(x.reshape(-1, x.shape[-1]).T)
         return x_IN @ grad.reshape(-1, grad.shape[-1])
 
@@ -282,7 +282,7 @@ def merged(params: Any, trained: Any, adapters: Adapters, name: str = "") -> Any
 
     Args:
       params: of the model, or of its part `name`.
-      trained: the values of what is trained, of the same part.
+      trained: the trained values of the same part.
       adapters: what these values are.
       name: of the part; "" for the whole model.
 
@@ -304,7 +304,7 @@ def merged(params: Any, trained: Any, adapters: Adapters, name: str = "") -> Any
 
 
 def measured(params: Any, trained: Any, adapters: Adapters, name: str = "") -> Any:
-    """What is trained, whole, with the norms of the columns of W + scale A B as magnitudes: those do not change it.
+    """The trained values, whole, with the column norms of W + scale A B as magnitudes, which change nothing.
 
     Arguments as for `merged`.
 

@@ -54,7 +54,7 @@ class Attention(Positions, Parametrization):
             yield "attention_scale", "linear" if self.is_mup else "sqrt"
 
     def mistakes(self) -> Iterator[str]:
-        """A scale that is none, or that muP excludes, and a cap where the fused form has no place for it."""
+        """A scale that is invalid or that muP excludes, and a cap that the fused form does not support."""
         scale = self.attention_scale
         if scale not in SCALES and not (type(scale) in (int, float) and scale > 0):
             yield f"attention_scale must be {', '.join(SCALES)} or a number above 0, got {scale!r}"
@@ -72,12 +72,12 @@ class Attention(Positions, Parametrization):
 
     @property
     def attention_bias(self) -> bool:
-        """Whether the four products of attention have biases; those of queries, keys and values where they differ."""
+        """Whether the four products of attention have biases; if they differ, whether queries, keys and values have."""
         return self.qkv_bias
 
     @property
     def linear_bias(self) -> bool:
-        """Whether all products of a layer have biases; those of queries, keys and values where they differ."""
+        """Whether all products of a layer have biases; if they differ, whether queries, keys and values have."""
         return self.qkv_bias
 
     @property
@@ -89,7 +89,7 @@ class Attention(Positions, Parametrization):
 
     @property
     def score_width(self) -> int:
-        """The number by whose root scores are then divided, if it is one: K, or another one."""
+        """The number by whose square root scores are then divided, K by default."""
         if isinstance(self.attention_scale, str):
             return self.head_width
         return round(self.score_multiplier**-2)
@@ -112,7 +112,7 @@ def attention_form(config: Attention, window: int, cut: ModelParallel = WHOLE) -
 def missing_in_kernel(
     kernel: str | None, config: Attention, cut: ModelParallel, positions: int, *, has_segments: bool
 ) -> str | None:
-    """The first feature of a model's attention that the kernel lacks in training; arguments as of `missing_in`."""
+    """The first feature of a model's attention that the kernel lacks in training; arguments as for `missing_in`."""
     swap = cut.head_swap(config.num_head, config.key_heads)
     return missing_in(
         kernel,

@@ -23,7 +23,7 @@ class Collection(NamedTuple):
     """Pure functions of the variables of one collection.
 
     Attributes:
-      words: what the model has, for messages.
+      words: a description of the feature, for messages.
       init: from a random key to the variables of a new model.
       prepare: `(variables, positions)` to the variables that the model reads in a step over that many positions.
       update: `(variables, their gradients, random key)` to the variables after the step.

@@ -82,7 +82,7 @@ class Dense(nn.Module):
     Attributes:
       features: outputs, `(D,)` or `(H, K)`.
       use_bias, dtype, kernel_init: as for `nn.Dense`.
-      total: sums partial products before the bias is added; None where they are whole.
+      total: sums partial products before the bias is added; None if they are whole.
       product: multiplies inputs and the kernel, an entry of `zero.models.products.PRODUCTS`.
     """
 

@@ -82,7 +82,7 @@ class Mixture(MLP, Router, Initial):
     )
 
     def mistakes(self) -> Iterator[str]:
-        """Keys of experts without experts, and what experts do not go with."""
+        """Keys of experts in a model without experts, and keys that conflict with experts."""
         if self.experts is None:
             for field in own_keys(Mixture):
                 if getattr(self, field.name) != field.default:
@@ -125,7 +125,7 @@ class Mixture(MLP, Router, Initial):
 
     @property
     def shared_experts(self) -> int | float:
-        """Width of the MLP beside the experts, in widths of an expert; a float if it is no multiple."""
+        """Width of the MLP beside the experts, in widths of an expert; a float if it is not a multiple."""
         count, rest = divmod(self.shared_dim or 0, self.mlp_width)
         if not rest:
             return count
@@ -234,7 +234,7 @@ class Experts(nn.Module):
           h_BTD: all positions of the rows of this device.
           layer: number among the layers with experts.
           drops: whether the capacity applies, if the model has one. False for scoring and generation: a choice that
-            has no place because of other tokens is no property of the text before it.
+            has no place because of other tokens is not a property of the text before it.
         """
         config = self.config
         assert config.experts is not None

@@ -1,7 +1,7 @@
 """Gated DeltaNet: a mixer in linear time, whose cache has a constant size.
 
-Queries, keys and values pass a short causal convolution of each channel; the gated delta rule mixes the positions; a
-norm of each head follows, and a gate.
+Queries, keys and values pass through a short causal convolution of each channel. The gated delta rule mixes the
+positions, and a norm of each head and a gate follow.
 
 Source: Gated Delta Networks, arXiv 2412.06464, section 3.4 and figure 1.
 
@@ -30,12 +30,12 @@ _EPSILON = 1e-6  # of the length of queries and keys
 
 
 class DeltaCache(NamedTuple):
-    """What the layers of this mixer know of the positions so far.
+    """The state of this mixer's layers after the positions so far.
 
     Attributes:
       state_LBHKV: of the delta rule, float32.
       inputs_LBCX: the last inputs of the convolutions, one fewer than they see.
-      known: the number of positions of a prefill that are valid, int32.
+      known: the number of valid positions of a prefill, int32.
     """
 
     state_LBHKV: jax.Array
@@ -65,7 +65,7 @@ def numbers_of_delta(config: Transformer) -> dict[str, int]:
 
 
 def _channels(config: Transformer) -> tuple[int, int, int]:
-    """Those of queries, keys and values."""
+    """The channels of queries, keys and values."""
     of_keys = config.delta_groups * config.delta_key_width
     return of_keys, of_keys, config.delta_heads * config.delta_value_width
 
@@ -83,7 +83,7 @@ class Taps(nn.Module):
 
 
 class Decay(nn.Module):
-    """How fast the state of each head decays: `-exp(log_rate) softplus(x + offset)`, float32 `(B, T, H)`."""
+    """The log decay of each head's state: `-exp(log_rate) softplus(x + offset)`, float32 `(B, T, H)`."""
 
     @nn.compact
     def __call__(self, x_BTH: jax.Array) -> jax.Array:
@@ -103,7 +103,7 @@ class GatedDelta(Mixer):
 
     @nn.compact
     def __call__(self, h_BTD: jax.Array, cache: DeltaCache | None, site: Site) -> tuple[jax.Array, DeltaCache | None]:
-        """As `Mixer` says."""
+        """See `Mixer`."""
         config = self.config
         channels = _channels(config)
         heads = config.delta_heads
@@ -159,7 +159,7 @@ class GatedDelta(Mixer):
     def _continued(
         self, inputs: Inputs, extended_BTX: jax.Array, cache: DeltaCache, site: Site
     ) -> tuple[jax.Array, DeltaCache]:
-        """The outputs after the positions in the cache, and the cache with these."""
+        """The outputs at positions that continue the cache, and the cache with them."""
         positions = inputs.k_BTHK.shape[1]
         state_BHKV = lax.dynamic_index_in_dim(cache.state_LBHKV, site.entry, keepdims=False)
         if positions == 1:
@@ -180,14 +180,14 @@ class GatedDelta(Mixer):
 
 
 def _with_before(x_BTX: jax.Array, before_BCX: jax.Array | None, taps: int) -> jax.Array:
-    """`x` after the inputs that the convolution of its first position sees; zeros at the start of a row."""
+    """`x` preceded by the inputs that the convolution at its first position sees; zeros at the start of a row."""
     if before_BCX is None:
         return jnp.pad(x_BTX, ((0, 0), (taps - 1, 0), (0, 0)))
     return jnp.concatenate([before_BCX.astype(x_BTX.dtype), x_BTX], axis=1)
 
 
 def convolved(extended_BTX: jax.Array, taps_CX: jax.Array, starts_BT: jax.Array | None = None) -> jax.Array:
-    """The causal convolution of each channel, in which a segment does not see the one before it.
+    """The causal convolution of each channel; a segment does not see the previous one.
 
     Args:
       extended_BTX: the inputs, after the `C - 1` before the first.
@@ -212,5 +212,5 @@ def convolved(extended_BTX: jax.Array, taps_CX: jax.Array, starts_BT: jax.Array 
 
 
 def _unit(x: jax.Array) -> jax.Array:
-    """`x` of length 1 in its last dimension."""
+    """`x` normalized to unit length in its last dimension."""
     return x * lax.rsqrt(jnp.sum(jnp.square(x), -1, keepdims=True) + _EPSILON)

@@ -1,4 +1,4 @@
-"""A layer of gated units, and what it remembers of the positions before.
+"""A layer of gated units, and its memory of the positions before.
 
 Shapes are named by suffix: B rows, T positions of a row, D embedding, L layers, U units of a layer
 """
@@ -22,7 +22,7 @@ from zero.partition.model_parallel import WHOLE, ModelParallel
 
 
 class RecurrentState(NamedTuple):
-    """What units remember, and how much of a row is valid.
+    """The memory of units, and how much of a row is valid.
 
     Attributes:
       memory: of all units, `(L U, B, ...)`; or, within a layer in training, of its own, `(U, B, ...)`.
@@ -42,7 +42,7 @@ def init_recurrent(
 
 
 class GatedLayer(Layer):
-    """Two gated units on the residual stream; arguments as of `zero.models.transformer_layer.TransformerLayer`."""
+    """Two gated units on the residual stream; arguments as for `zero.models.transformer_layer.TransformerLayer`."""
 
     config: GatedUnits
 

@@ -118,7 +118,7 @@ def assign_codes(
       keys_BTK: float32.
       counts_S, sums_SK: codes are sums / counts.
       commitment: weight of the commitment loss of one position.
-      counted_BT: 1 where a key counts for the averages and the commitment, 0 where another device counts it.
+      counted_BT: 1 where a key counts for the averages and the commitment, 0 if another device counts it.
 
     >>> keys = jnp.asarray([[[0.9, 0.1], [0.2, 0.7], [1.0, 0.0]]])
     >>> rounded, backward = jax.vjp(lambda *args: assign_codes(*args)[0], keys, jnp.ones(2), jnp.eye(2))

@@ -62,7 +62,7 @@ class GPT(nn.Module):
         Parameters are float32, and whole after `init`.
       lift: `lift(module_class, name)` returns the class to use in its place; by default the class itself.
       remat: what the backward pass recomputes, an entry of `zero.models.stack.REMAT`.
-      offload: the kinds of `zero.models.stack.KINDS` that lie in the host's memory where they are stored.
+      offload: the kinds of `zero.models.stack.KINDS` that go to host memory if they are stored.
       chunks_at_once: chunks of the vocabulary in one iteration of the loop over them, so that what one sends travels
         beside the products of another; results are bit for bit the same.
     """
@@ -126,7 +126,7 @@ class GPT(nn.Module):
         keys_B: jax.Array | None = None,
         starts_BT: jax.Array | None = None,
     ) -> jax.Array:
-        """Negative log-likelihood of each target in nats, float32 `(B, T)`; arguments as of `scores`."""
+        """Negative log-likelihood of each target in nats, float32 `(B, T)`; arguments as for `scores`."""
         return self.scores(tokens_BT, targets_BT, keys_B, starts_BT)[0].losses_BT
 
     def scores(
@@ -149,7 +149,7 @@ class GPT(nn.Module):
             own segment, and its number is counted from there; None for one segment per row.
           cache: cache of the positions before, if any.
           position: position of the first column.
-          candidates_BTK: tokens of each position whose log-probabilities are also wanted, int32.
+          candidates_BTK: tokens of each position whose log-probabilities are also computed, int32.
         """
         cut = self._cut.for_positions(tokens_BT.shape[1]) if cache is None else self._cut.with_all_positions()
         stream, cache = self._entered(tokens_BT, keys_B, starts_BT, cache, position, cut)

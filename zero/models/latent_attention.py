@@ -1,8 +1,8 @@
-"""Multi-head latent attention: keys and values of all heads are products of one small vector of each position.
+"""Multi-head latent attention: keys and values of all heads are products of one small vector per position.
 
-A key is such a product, and beside it a rotated part that all heads share; a query has a rotated part as well. In
-sampling only the vector and the rotated part are stored. There the product that makes keys is taken with the queries
-instead, and that of values with what attention returns: the same scores, from one key for all heads, which is also the
+A key consists of such a product and a rotated part that all heads share; a query also has a rotated part. Sampling
+stores only the vector and the rotated part. It applies the product that makes keys to the queries instead, and the
+product that makes values to the output of attention: the same scores, from one key for all heads that is also the
 value.
 
 Source: DeepSeek-V2, arXiv 2405.04434, section 2.1, equations 9 to 19; DeepSeek-V3, arXiv 2412.19437, section 2.1.1.
@@ -37,7 +37,7 @@ from zero.models.self_attention import ScoredAttention
 from zero.models.stack import ATTENTION, PROJECTIONS
 from zero.partition.model_parallel import ModelParallel, RoundedWeight
 
-_EPSILON = 1e-6  # of the norms of latent vectors, whatever that of the others; as in the code of DeepSeek
+_EPSILON = 1e-6  # of the norms of latent vectors, independent of other norms, as in DeepSeek's code
 
 
 class LatentCache(NamedTuple):
@@ -107,11 +107,11 @@ class EffectiveKernel(nn.Module):
 
 
 class LatentAttention(ScoredAttention):
-    """Each position sees the earlier ones, by keys and values that are made of one vector of each."""
+    """Each position sees the earlier ones, through keys and values made from one vector per position."""
 
     @nn.compact
     def __call__(self, h_BTD: jax.Array, cache: LatentCache | None, site: Site) -> tuple[jax.Array, LatentCache | None]:
-        """As `Mixer` says."""
+        """See `Mixer`."""
         config = self.config
         assert config.latent_dim is not None
         heads = config.num_head // self.cut.size
@@ -160,12 +160,12 @@ class LatentAttention(ScoredAttention):
         return checkpoint_name(out_BTD, PROJECTIONS), cache
 
     def _form(self, window: int, cut: ModelParallel) -> Form:
-        """With the divisor of whole keys, whatever the width of those that are stored."""
+        """The form with the divisor for whole keys, independent of the width of stored ones."""
         form = super()._form(window, cut)
         return form._replace(divisor=form.divisor_of(self.config.head_width))
 
     def _by_latents(self, q_BTHK: jax.Array, x_BSR: jax.Array, unrotated: int, site: Site) -> jax.Array:
-        """The values that queries see, `(B, T, H, V)`, from stored vectors instead of keys and values."""
+        """The output of attention, `(B, T, H, V)`, from stored vectors instead of keys and values."""
         config = self.config
         assert config.latent_dim is not None
         heads = q_BTHK.shape[2]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from zero.models.attention_keys import Attention
 from zero.models.part import AT_LEAST_ONE, key
 
-# What keys and values are made of: products for each, or one latent vector of each position.
+# How keys and values are made: by a product each, or from one latent vector per position.
 HEADS, LATENT = "heads", "latent"
 
 
@@ -33,7 +33,7 @@ class Latent(Attention):
     )
 
     def mistakes(self) -> Iterator[str]:
-        """Keys of latent attention without it, and what it does not go with."""
+        """Keys of latent attention in a model without it, and keys that conflict with it."""
         if self.latent_dim is None:
             for name in ("query_latent_dim", "value_dim"):
                 if getattr(self, name) is not None:
@@ -58,7 +58,7 @@ class Latent(Attention):
 
     @property
     def source_of_keys(self) -> str:
-        """What keys and values are made of."""
+        """How keys and values are made."""
         return HEADS if self.latent_dim is None else LATENT
 
     @property

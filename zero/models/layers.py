@@ -25,8 +25,8 @@ class LayerKind(NamedTuple):
 
     Attributes:
       module: from a configuration to the class of an entry of the stack of layers.
-      cache: an empty cache; arguments as of `zero.models.gpt.init_cache`.
-      dense: the class of the layers before the stack (`first_dense`); None where there are never any.
+      cache: an empty cache; arguments as for `zero.models.gpt.init_cache`.
+      dense: the class of the layers before the stack (`first_dense`); None if this kind has none.
     """
 
     module: Callable[[Any], type[Layer]]

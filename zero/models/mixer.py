@@ -1,4 +1,4 @@
-"""What a layer of a transformer is made of, and what mixes its positions.
+"""The parts of a transformer layer, and the interface of mixers.
 
 Shapes are named by suffix:
   B rows, T positions, D embedding, X any other dimension
@@ -26,11 +26,11 @@ from zero.models.parametrization import kernel_init
 
 @dataclass(frozen=True)
 class Transformer(Latent, Delta, Norms, Residual, Mixture):
-    """The keys of a transformer layer: those of its parts."""
+    """The keys of a transformer layer: the keys of its parts."""
 
 
 class TransformerPart(Layer):
-    """A part of a transformer layer that has products of its own."""
+    """A part of a transformer layer with its own products."""
 
     config: Transformer
 
@@ -49,7 +49,7 @@ class TransformerPart(Layer):
         use_bias: bool,
         total: Any = None,
     ) -> jax.Array:
-        """The output of a dense layer; arguments as of `Dense`, `keys_B` are for its adapter."""
+        """The output of a dense layer; arguments as for `Dense`, `keys_B` are for its adapter."""
         initializer = kernel_init(self.config, name)
         options: Any = {"dtype": self.dtype, "kernel_init": initializer, "name": name, "total": total}
         if self.adapters is not None and name in self.adapters.targets:
@@ -64,7 +64,7 @@ class TransformerPart(Layer):
 
 
 class Site(NamedTuple):
-    """Where a mixer stands, and the rows that it sees.
+    """The place of a mixer, and the rows that it sees.
 
     Attributes:
       layer: the number of its layer.
@@ -86,6 +86,6 @@ class Site(NamedTuple):
 class Mixer(TransformerPart):
     """The part of a layer in which positions see each other. Its parameters are the layer's own.
 
-    It maps the normalized residual stream `(B, T, D)`, its cache or None, and a `Site` to what is added to the stream
-    and the cache with these positions.
+    It maps the normalized residual stream `(B, T, D)`, its cache or None, and a `Site` to an addition to the stream and
+    the cache with these positions.
     """

@@ -1,4 +1,4 @@
-"""What mixes the positions of a transformer layer: an entry for each kind."""
+"""The kinds of mixers, which mix the positions of a transformer layer: an entry for each."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class MLP(Sizes):
 
 
 def hidden_values(config: MLP, x: jax.Array, gate: jax.Array | None) -> jax.Array:
-    """The hidden values of an MLP, from its products; `gate` is None where it has none."""
+    """The hidden values of an MLP, from its products; `gate` is None if it has none."""
     activation = ACTIVATIONS[config.activation]
     if gate is not None:
         return activation.of_gate(gate, x)

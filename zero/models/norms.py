@@ -95,7 +95,7 @@ class Norms(Sizes):
     final_norm: bool = key(True, None, "a norm before the logits", layers=BOTH)
 
     def mistakes(self) -> Iterator[str]:
-        """A norm of projections that there is not."""
+        """An unknown norm of projections."""
         if self.qk_norm_over == "projection" and not (self.qk_norm and self.norm == "rms"):
             yield "qk_norm_over: projection needs qk_norm: true and norm: rms"
 

@@ -55,7 +55,7 @@ class Parametrization(Sizes):
     )
 
     def mistakes(self) -> Iterator[str]:
-        """A base width where there is none, or none where it is needed."""
+        """A base width that has no effect, or a missing one that is needed."""
         kind = self.parametrization
         base = self.mup_base_width
         if kind == "standard" and base is not None:

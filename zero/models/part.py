@@ -61,7 +61,7 @@ def one_of(*choices: Any) -> Check:
 def declared(
     check: Check | None, meaning: str, layers: tuple[str, ...] = (TRANSFORMER,), none: str = "null"
 ) -> Mapping[str, Any]:
-    """The metadata of the field of a key, for one without a default; arguments as of `key`."""
+    """The metadata of the field of a key, for one without a default; arguments as for `key`."""
     return {"check": check, "meaning": meaning, "layers": layers, "none": none}
 
 
@@ -71,8 +71,8 @@ def key(
     """A key of a part.
 
     Args:
-      default: its value where none is given.
-      check: what a value must be; None for anything of its type.
+      default: its value if none is given.
+      check: what a value must satisfy; None: any value of its type.
       meaning: for the head of conf/model_config.yaml, which is printed from these declarations.
       layers: the kinds of layers whose models have it; a model with other layers keeps its default.
       none: what a default of None stands for.

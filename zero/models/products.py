@@ -102,7 +102,7 @@ def quantized(x: jax.Array, form: Form, dims: Sequence[int]) -> tuple[jax.Array,
 
 
 def quantized_product(forms: Forms, x_BTX: jax.Array, w_XF: jax.Array | RoundedWeight) -> jax.Array:
-    """As `contraction`, in 8-bit numbers; the result has the dtype of `x_BTX`.
+    """Like `contraction`, in 8-bit numbers; the result has the dtype of `x_BTX`.
 
     Args:
       w_XF: the weight, or as it is gathered in 8 bits.
@@ -212,7 +212,7 @@ def _most_products(form: Form) -> int | None:
 
 
 def in_bfloat16(x_BTX: jax.Array, w_XF: jax.Array) -> jax.Array:
-    """As `contraction`, of operands that are rounded to bfloat16."""
+    """Like `contraction`, of operands that are rounded to bfloat16."""
     return contraction(x_BTX.astype(jnp.bfloat16), w_XF.astype(jnp.bfloat16)).astype(x_BTX.dtype)
 
 

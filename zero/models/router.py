@@ -1,7 +1,7 @@
 """A router: the experts of each token, and the factors of their outputs.
 
 A token has a score for each expert. Scores with a bias choose the experts, scores without it are the factors. The bias
-is no parameter: `zero.models.router_bias` moves it after each step.
+is not a parameter: `zero.models.router_bias` moves it after each step.
 
 Sources: DeepSeek-V3, arXiv 2412.19437, section 2.1.2, equations 12 to 16; groups: DeepSeek-V2, arXiv 2405.04434,
 section 2.2.2.
@@ -39,7 +39,7 @@ ROUTERS = {
     "sigmoid": Scores(jax.nn.sigmoid, lambda scores: scores / scores.sum(-1, keepdims=True)),
 }
 ROUTER_BIAS = "router_bias"  # name of the collection of variables
-_CHOICES_OF_GROUP = 2  # a group of experts is chosen by the sum of so many of its highest scores
+_CHOICES_OF_GROUP = 2  # groups are chosen by the sum of this many of their highest scores
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class Unrolled:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """None: what is stored has no names."""
+        """Empty: the stored values have no names."""
         return ()
 
 
@@ -49,7 +49,7 @@ class Scanned:
     Attributes:
       names: of further values to store, as `jax.ad_checkpoint.checkpoint_name` sets them.
       products: whether all products with parameters are stored as well.
-      on_host: the `kinds` that lie in the host's memory until the backward pass needs them.
+      on_host: the `kinds` that lie in host memory until the backward pass needs them.
     """
 
     names: tuple[str, ...] = ()
@@ -84,7 +84,7 @@ class Nested:
 
     Attributes:
       size: layers of a span.
-      on_host: those of `kinds` that lie in the host's memory.
+      on_host: those of `kinds` that lie in host memory.
     """
 
     size: int
@@ -103,7 +103,7 @@ _OF_MLP = {"mlp_in": (MLP_IN,), "mlp": (MLP_IN, MLP_GATE)}
 
 
 def _stored() -> dict[str, tuple[str, ...]]:
-    """What a policy of each name stores beside the inputs of layers.
+    """What the policy of each name stores besides the inputs of layers.
 
     >>> _stored()["mlp_in+attention"]
     ('mlp_in', 'attention')
@@ -163,7 +163,7 @@ REMAT: Mapping[str, Callable[[int], Policy]] = MappingProxyType(
         "none": lambda layers: Unrolled(),
     }
 )
-# What lies in the host's memory, by the value of `zero.offload`.
+# The kinds in host memory, by the value of `zero.offload`.
 OFFLOADED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "none": (),
@@ -175,10 +175,10 @@ OFFLOADED: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def policy_of(remat: str, layers: int, offload: Sequence[str] = ()) -> Policy:
-    """The policy of `REMAT` of this name for so many layers, which stores in the host's memory the kinds of `offload`.
+    """The policy of `REMAT` with this name for this many layers; it stores the kinds of `offload` in host memory.
 
     Raises:
-      ValueError: the policy stores values that no name reaches.
+      ValueError: the policy stores values without names.
 
     >>> policy_of("mlp_in", 8, KINDS)
     Scanned(names=('mlp_in',), products=False, on_host=('layer_input', 'mlp_in'))
@@ -280,9 +280,9 @@ def run_with_outputs(layer: Callable[..., Any], stacks: Any, x: Any, policy: Pol
 
 
 def _rematerialized(layer: Callable[..., Any], policy: Scanned, *, in_loop: bool = True) -> Callable[..., Any]:
-    """The layer, of which only the values of the policy are stored.
+    """The layer, storing only the values of the policy.
 
-    Outside a loop XLA would find that the backward pass computes what the forward pass has computed, and store it.
+    Outside a loop XLA would notice that the backward pass repeats the forward pass, and store its values.
     """
 
     def with_named_input(weights: Any, x: Any, number: jax.Array) -> Any:
@@ -315,7 +315,7 @@ def is_on_host(x: jax.Array) -> bool:
 def run_forward(layer: Layer, stacks: Any, x: Any, size: int, *, on_host: bool = False) -> tuple[Any, Any]:
     """The output of the last layer, and the input of each span of `size` layers, for a caller's own backward pass.
 
-    `on_host` has these inputs in the host's memory; `to_device` brings back what was there.
+    `on_host` has these inputs in host memory; `to_device` brings back what was there.
     """
     spans = jnp.arange(jax.tree.leaves(stacks)[0].shape[0]).reshape(-1, size)
 

@@ -149,7 +149,7 @@ class Period(Layer):
     def __call__(
         self, carry: tuple[ResidualStream, Caches | None], number: jax.Array, *arguments: Any
     ) -> tuple[tuple[ResidualStream, Caches | None], None]:
-        """As `TransformerLayer`; `number` is the number of the period."""
+        """Like `TransformerLayer`; `number` is the number of the period."""
         config = self.config
         for place in range(config.period):
             is_dense = (place + 1) % config.experts_every > 0

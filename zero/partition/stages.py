@@ -192,7 +192,7 @@ def sum_copies(tree: PyTree, layout: Layout, axis: Axis) -> PyTree:
     >>> bool((sums["w"] == n).all())
     True
     """
-    layout.shards_of(tree)  # raises if a leaf is no shard
+    layout.shards_of(tree)  # raises if a leaf is not a shard
     with jax.named_scope("zero_sum_copies"):
         return layout.map(lambda leaf, x: arrays.sum_copies_of_array(x, axis) if leaf.splits else x, tree)
 

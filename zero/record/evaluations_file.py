@@ -46,7 +46,7 @@ def read_evaluations(run: Path) -> list[dict[str, Any]]:
 
 
 def identity_of(line: Mapping[str, Any]) -> dict[str, Any]:
-    """What the scores of a line depend on but for the weights."""
+    """Everything except the weights that the scores of a line depend on."""
     return {key: value for key, value in line.get("scored", {}).items() if key != "weights"}
 
 

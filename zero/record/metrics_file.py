@@ -73,7 +73,7 @@ def read_resumes(path: Path) -> list[int]:
 
 
 def set_damaged_aside(path: Path) -> None:
-    """Moves the damaged lines of a file to PATH.damaged; where the disk is full they stay, and are passed over."""
+    """Moves the damaged lines of a file to PATH.damaged; if the disk is full they stay, and are passed over."""
     lines = split_lines(path.read_bytes())
     if not lines.damaged:
         return

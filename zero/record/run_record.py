@@ -35,7 +35,7 @@ class RunRecord:
       resumes: the steps at which it was resumed, in the order of time.
       layout: the split of each leaf with the memory it takes; empty if it is missing.
       samples: the step and the text of each sample.
-      checkpoints: where they are.
+      checkpoints: their location.
       saved_steps: the steps of the checkpoints on disk; None for those in a bucket, which are not looked for.
     """
 
@@ -91,7 +91,7 @@ def read_run(directory: Path) -> RunRecord:
     """The record of a run directory.
 
     Raises:
-      UserError: it is no run directory, or no step has been logged.
+      UserError: it is not a run directory, or no step has been logged.
     """
     config = saved_config(directory)
     metrics = directory / METRICS_FILE

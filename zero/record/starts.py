@@ -1,4 +1,4 @@
-"""starts.json: what a run notes of its starts, so that no clock that was set and no copied file decides what is newer.
+"""starts.json: a run's record of its starts, so that neither changed clocks nor copied files decide which is newer.
 
 Starts are numbered over all runs below one directory. Each notes the clock of its machine since it was booted, which
 nobody sets, beside the time.
@@ -24,7 +24,7 @@ class Start(NamedTuple):
 
     Attributes:
       step: that it continued from.
-      boot: of its machine, by an id; empty where the system has none.
+      boot: of its machine, by an id; empty if the system has none.
       uptime: seconds since then.
       time: seconds since 1970, by a clock that may be wrong.
     """
@@ -47,7 +47,7 @@ def number_of(run: Path) -> int:
 
 
 def last_start(run: Path, step: int) -> Start | None:
-    """The start of a run that made this step, by what is noted."""
+    """The start of a run that made this step, according to the record."""
     starts = [start for start in _read(run)[1] if start.step < step]
     if not starts:
         return None
@@ -55,7 +55,7 @@ def last_start(run: Path, step: int) -> Start | None:
 
 
 def note_start(run: Path, start: Start, others: Iterable[Path]) -> None:
-    """Notes a start of a run, after those of other runs; earlier starts from later steps are forgotten."""
+    """Records a start of a run, after the starts of other runs; earlier starts from later steps are dropped."""
     number = 1 + max(map(number_of, [run, *others]))
     starts = [earlier for earlier in _read(run)[1] if earlier.step < start.step]
     noted = {"number": number, "starts": [earlier._asdict() for earlier in [*starts, start]]}
@@ -65,7 +65,7 @@ def note_start(run: Path, start: Start, others: Iterable[Path]) -> None:
 def time_of(start: Start | None) -> float:
     """The time now, in seconds since 1970, by the clock that the start had.
 
-    If the machine was booted since, or is another one, its clock may differ by any time.
+    If the machine was rebooted or replaced, its clock may differ arbitrarily.
     """
     now = start_now(0)
     if start is None or not now.boot or start.boot != now.boot:

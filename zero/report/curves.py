@@ -151,7 +151,7 @@ def _run(run: RunRecord, metrics: set[str], most: int) -> dict[str, Any]:
 
 
 def thinned(points: Sequence[tuple[int, float | None]], most: int) -> list[tuple[int, float | None]]:
-    """At most so many of them, for browsers: the lowest and the highest of each stretch, and the last of all.
+    """The points thinned for browsers: the lowest and the highest of each stretch, and the last of all.
 
     >>> thinned([(step, step % 4) for step in range(20)], 6)
     [(0, 0), (7, 3), (12, 0), (19, 3)]

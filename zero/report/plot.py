@@ -68,7 +68,7 @@ def _plot(metrics: list[dict[str, Any]], resumes: list[int], title: str) -> Figu
 
 
 def _series(metrics: list[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values where the key was logged; a value that was not finite leaves a gap."""
+    """The steps at which the key was logged, and its values; a value that is not finite leaves a gap."""
     logged = [(line["step"], np.nan if line[key] is None else line[key]) for line in metrics if key in line]
     steps, values = np.array(logged, dtype=float).reshape(-1, 2).T
     return steps, values

@@ -1,4 +1,4 @@
-"""The names under which W&B and TensorBoard show metrics: panels of what a reader looks at together."""
+"""The names of metrics in W&B and TensorBoard, grouped into panels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PANEL = {name: panel for panel, names in PANELS.items() for name in names}
 
 
 def shown(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics of a line under the names of a dashboard, without those that are no curves; `step` is the axis.
+    """The metrics of a line under the names of a dashboard, without those that are not curves; `step` is the axis.
 
     >>> shown({"step": 3, "train/loss": 2.5, "mfu": 0.4, "samples_checksum": 7, "goodput/steps": 0.9})
     {'step': 3, 'train/loss': 2.5, 'perf/mfu': 0.4, 'perf/goodput/steps': 0.9}

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
-PHASES = {  # with what they are called in reports
+PHASES = {  # with their names in reports
     "steps": "steps",
     "data_wait": "waiting for data",
     "compilation": "compilation",
@@ -33,7 +33,7 @@ class Goodput:
     Args:
       age: seconds since the start of this process.
       resumed_line: the line of metrics of the step that is resumed, if any.
-      now: the time by the clock that the line has its time from; None for that of the system.
+      now: the time on the clock that the line's time comes from; None: the system's clock.
 
     >>> clock = Goodput(age=5.0)
     >>> with clock.phase("steps"), clock.phase("evaluation"):  # the inner one counts

@@ -1,4 +1,4 @@
-"""What a line of metrics holds: the names of metrics, each declared beside what adds it."""
+"""The metrics of a line, each declared beside the code that adds it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class Metric(NamedTuple):
 
     Attributes:
       names: as in the lines; words in capitals, and ..., stand for any text.
-      sentence: what they mean, with their units.
+      sentence: their meaning, with units.
     """
 
     names: tuple[str, ...]

@@ -1,6 +1,6 @@
-"""The progress of a run in a terminal: one live line at its foot, log lines above it (rich).
+"""The progress of a run in a terminal: one live line at the bottom, log lines above it (rich).
 
-Where there is no terminal, a line of the log from time to time takes its place.
+Without a terminal, a log line from time to time replaces it.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Progress:
         self._stack = ExitStack()
 
     def open(self) -> None:
-        """Begins to show, where there is a terminal."""
+        """Begins to show, if there is a terminal."""
         self._began = self._logged_at = time.monotonic()
         self._live = _open_live(self, self._stack) if self._is_shown else None
 
@@ -96,7 +96,7 @@ class Progress:
         self._live = None
 
     def compiling(self, program: str) -> None:
-        """A program is compiled until the next step is done: it is shown, and its time is no time of steps."""
+        """Shows that a program is being compiled until the next step is done; its time does not count for the pace."""
         self._program = program
         self._compiling_since = time.monotonic()
         self._log_plainly(f"compiling {program}", is_due=True)
@@ -151,7 +151,7 @@ class Progress:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         count = f"{self.step:,}/{self.last_step:,}"
-        room = options.max_width - len(count) - 1  # for the bar and what stands after it
+        room = options.max_width - len(count) - 1  # for the bar and the text after it
         activity = self._activity()
         text = fitting(figures(self._newest), self.rest(), room - NARROWEST_BAR - 1) if activity is None else activity
         yield _row(count, self.step, self.last_step, text, options.max_width)
@@ -194,7 +194,7 @@ class Stage:
         self._live = None
 
     def begin(self, activity: str) -> None:
-        """Shows what is done from now on; without a terminal a line of the log says it."""
+        """Shows the current activity; without a terminal, logs it."""
         if activity != self._activity and self._is_shown and self._live is None:
             log.info("%s", activity)
         self._activity = activity
@@ -209,7 +209,7 @@ class Stage:
             self._logged_at = time.monotonic()
 
     def counted(self, items: Iterable[T]) -> Iterator[T]:
-        """The items; each is done when the next one is asked for."""
+        """The items; each counts as done when the next one is requested."""
         for item in items:
             yield item
             self.advance()
@@ -240,7 +240,7 @@ def _open_live(renderable: Any, stack: ExitStack) -> Live | None:
     console = Console(file=stream, soft_wrap=True, highlight=False)
     if not console.is_terminal or console.is_dumb_terminal:
         return None
-    # Standard output is for results: where it is a file, it stays one.
+    # Standard output is for results: if it is a file, it stays one.
     is_terminal = sys.stdout.isatty()
     live = Live(renderable, console=console, refresh_per_second=REFRESHES, redirect_stdout=is_terminal)
     stack.enter_context(live)
@@ -261,7 +261,7 @@ def _row(count: str, done: int, total: int, text: str, width: int) -> Table:
 
 
 def fitting(texts: list[str], last: str, columns: int) -> str:
-    """As many of the texts as fit into so many columns, and the last one in any case.
+    """As many of the texts as fit, and always the last one.
 
     >>> fitting(["loss 2.500", "2,000 tokens/s", "MFU 41.4%"], "ETA 1:05", 40)
     'loss 2.500, 2,000 tokens/s, ETA 1:05'

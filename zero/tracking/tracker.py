@@ -71,7 +71,7 @@ def open_tracker(
 
     Raises:
       UserError: W&B could not start, or TensorBoard's writer is not installed.
-      ValueError: a step is not above the one before (of two lines for one step only the later would count).
+      ValueError: a step does not exceed the previous one (of two lines for one step only the later would count).
 
     >>> import tempfile
     >>> from zero.record.run_files import METRICS_FILE

@@ -58,7 +58,7 @@ def weights_and_biases(run_directory: Path, project: str, config: dict[str, Any]
 
 
 def _run_id(path: Path) -> str:
-    """The id of this run in W&B, which the file holds; a new one where it holds none."""
+    """The W&B id of this run from the file; a new one if the file has none."""
     if path.exists():
         content = path.read_bytes().strip()
         if _ID.fullmatch(content):

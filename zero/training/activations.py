@@ -20,7 +20,7 @@ from zero.training.sharded_gpt import ShardedGPT
 def activation_bytes(model: ShardedGPT, rows: int, context: int) -> int:
     """Bytes per device of the activations of one micro-batch of `rows` sequences, as an estimate.
 
-    Of what lies in the host's memory two layers are on the device: one that computes, and one on its way.
+    Of the offloaded values, two layers are on the device: the one that computes, and one in transit.
 
     A layer holds 34 bytes per position and channel at two bytes a number, and 5 per pair of positions and head where
     attention is dense; between layers the policy `remat` stores all of that, only inputs, or also other values. Beside
@@ -41,12 +41,12 @@ def activation_bytes(model: ShardedGPT, rows: int, context: int) -> int:
 
 
 def kinds_on_host(model: ShardedGPT) -> tuple[str, ...]:
-    """The kinds of activations that are stored in the host's memory."""
+    """The kinds of activations that are stored in host memory."""
     return tuple(kind for kind in kinds_of(model.remat) if kind in model.offload)
 
 
 def host_bytes(model: ShardedGPT, rows: int, context: int) -> int:
-    """Those of `stored_bytes` that lie in the host's memory."""
+    """The part of `stored_bytes` in host memory."""
     on_host = kinds_on_host(model)
     if model.remat == "nested":
         return stored_bytes(model, rows, context) // 2 if on_host else 0  # inputs of spans, not those within one
@@ -58,7 +58,7 @@ def host_bytes(model: ShardedGPT, rows: int, context: int) -> int:
 
 
 def stored_bytes(model: ShardedGPT, rows: int, context: int) -> int:
-    """Bytes per device that the layers of a micro-batch store for the backward pass, wherever they lie."""
+    """Bytes per device that the layers of a micro-batch store for the backward pass, in either memory."""
     size = model.config
     channels = _bytes_of_kinds(model, rows, context, [LAYER_INPUT]) // size.N
     kept = {
@@ -105,7 +105,7 @@ def _further_numbers(size: GPTConfig) -> int:
 
 
 def numbers_per_position(model: ShardedGPT, kinds: Sequence[str]) -> int:
-    """Numbers that these kinds have per layer and position, beside the layer's input."""
+    """Numbers per layer and position of these kinds, besides the layer's input."""
     size = model.config
     width = size.mlp_width if size.experts is None else size.shared_dim or 0
     count = {**numbers_per_layer(size), MLP_IN: width, MLP_GATE: width if size.gated else 0}
@@ -116,7 +116,7 @@ _LONG = 4096  # positions; a kernel's attention takes longer to compute again th
 
 
 def ladder(model: ShardedGPT, context: int) -> tuple[str, ...]:
-    """Policies by the memory that they need, each of which saves time (docs/decisions/attention.md)."""
+    """Policies ordered by memory; each saves time (docs/decisions/attention.md)."""
     has_attention = model.config.layer == "transformer" and {*model.config.mixers} == {ATTENTION_MIXER}
     if not has_attention or model.config.experts is not None:
         return ("full",)
@@ -133,9 +133,9 @@ def _layer_parameters(model: ShardedGPT) -> int:
 
 
 class Rates(NamedTuple):
-    """What a device does per second, in practice: operations of products and of attention, bytes of a copy to its host.
+    """A device's practical rates: operations of products and of attention, bytes copied to its host, per second.
 
-    Copies from the host are as fast, and travel beside those to it.
+    Copies from the host are as fast, and run at the same time.
     """
 
     products: float
@@ -217,10 +217,10 @@ def with_fitting_storage(
     rates: Rates,
     host_capacity: float = math.inf,
 ) -> ShardedGPT:
-    """The model with what it stores, and where, in the fewest seconds of those choices that fit; "full" if none does.
+    """The model with the storage policy that fits and takes the fewest seconds; "full" if none fits.
 
     The choices are the policies of `ladder`, with each of their kinds on the device or, if it is one of
-    `model.offload`, in the host's memory. They fit if a tenth of the device's memory is left, and the host holds its
+    `model.offload`, in host memory. They fit if a tenth of the device's memory is left, and the host holds its
     part. Of equal ones it is the one with the fewest bytes on the host, then that which stores most. If two chunks of
     the vocabulary at once fit as well, an iteration has two (benchmarks/measured/vocabulary-chunks.md).
 

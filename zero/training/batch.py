@@ -19,7 +19,7 @@ class Separators(NamedTuple):
 
     Attributes:
       starts: the tokens that begin a document. They are predicted from the document before.
-      ends: the tokens after which one begins; its first token is predicted from nothing, and is no target.
+      ends: the tokens after which a document begins; its first token is not a target.
     """
 
     starts: tuple[int, ...] = ()
@@ -30,12 +30,12 @@ UNDIVIDED = Separators()
 
 
 class Entry(NamedTuple):
-    """What an objective reads beside tokens: an array of `Batch.extra`.
+    """An input of an objective besides tokens: an array of `Batch.extra`.
 
     Attributes:
       name: in `Batch.extra`.
-      source: what makes it, an entry of `zero.run.columns.COLUMNS`; empty for a member of the shards.
-      of: what it has a value of: each "row", each "example", or each "position" of a row.
+      source: its origin, an entry of `zero.run.columns.COLUMNS`; empty for a member of the shards.
+      of: the unit of its values: "row", "example", or "position" of a row.
       shape: of a value.
     """
 
@@ -46,7 +46,7 @@ class Entry(NamedTuple):
     dtype: str = "float32"
 
     def struct(self, rows: int, positions: int, texts: int) -> jax.ShapeDtypeStruct:
-        """The shape of the entry for so many rows of so many positions, where an example has so many texts.
+        """The shape of the entry for `rows` rows of `positions` positions, with `texts` texts per example.
 
         >>> Entry("label", of="example", dtype="int32").struct(8, 16, 2)
         ShapeDtypeStruct(shape=(4,), dtype=int32)
@@ -56,7 +56,7 @@ class Entry(NamedTuple):
 
 
 class RowPart(NamedTuple):
-    """Which part of its rows a batch has, and what the model remembers of the parts before.
+    """The part of its rows that a batch has, and the model's memory of earlier parts.
 
     Attributes:
       number: int32, from 0 on.
@@ -75,7 +75,7 @@ class Batch(NamedTuple):
         `ShardedGPT.last_target` one token more. A token t that is read but not predicted is `~t`, that is -1 - t;
         padding is -1, read as token 0.
       first_row: int32, the index of the first of them in the global batch.
-      extra: what the objective reads beside tokens (`Objective.reads`), by name, cut and placed as the rows are.
+      extra: the objective's other inputs (`Objective.reads`), by name, cut and placed like the rows.
       part: of an update on a part of each row; None: on whole rows.
     """
 

@@ -52,6 +52,6 @@ def update_ema(ema: PyTree, params: PyTree, decay: float, updates: jax.Array | i
     >>> float(update_ema(ema, {"w": 4.0}, 0.5, updates=2)["w"])  # (0.25 * 1 + 0.5 * 4) / 0.75
     3.0
     """
-    # expm1, because 1 - decay^updates loses precision where the decay is near 1.
+    # expm1, because 1 - decay^updates loses precision if the decay is near 1.
     newest = (1 - decay) / -jnp.expm1(jnp.maximum(updates, 1) * math.log(decay))
     return optax.incremental_update(params, ema, jnp.minimum(newest, 1.0))

@@ -38,7 +38,7 @@ def model_flops(config: GPTConfig, rows: int, context: int, *, frozen: bool = Fa
 def matmul_flops(jaxpr: Any) -> int:
     """FLOPs of all matrix products of a jaxpr, two per multiply-add. The body of a scan counts once per iteration.
 
-    Of the branches of a `cond` the most expensive one counts.
+    The most expensive branch of a `cond` counts.
 
     Raises:
       ValueError: a matrix product in a loop of unknown length.

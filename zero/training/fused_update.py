@@ -142,7 +142,7 @@ def backward_and_update(
       loss_of: the functions that the loss consists of.
       params, opt_state: shards; `layout` is the parameters' layout.
       span: layers for each input that is kept for the backward pass; divides the number of layers.
-      on_host: whether these inputs are kept in the host's memory.
+      on_host: whether these inputs are kept in host memory.
       options: each of n parts is clipped to the norm `max_gradient_norm / sqrt(n)`, so the whole to
         `max_gradient_norm`; `skip_bad_steps` leaves a part unchanged if its gradient is not finite, and all parts if
         the loss is not.
@@ -250,7 +250,7 @@ class PartUpdate:
 
 
 def cut_layer(stacks: PyTree, number: jax.Array) -> PyTree:
-    """One layer of stacks, `(1, ...)` per leaf; what is no parameter, such as a count, as it is."""
+    """One layer of stacks, `(1, ...)` per leaf; leaves that are not parameters, such as counts, are unchanged."""
     return subtrees(partial(jax.tree.map, lambda stack: lax.dynamic_slice_in_dim(stack, number, 1)), stacks)
 
 

@@ -1,4 +1,4 @@
-"""Which updates are skipped: those whose gradient is not finite, and spikes of the loss or of the gradient norm."""
+"""Decides which updates to skip: non-finite gradients, and spikes of the loss or of the gradient norm."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _JUDGED_BY = 64
 
 @dataclass(frozen=True)
 class Keys:
-    """Which updates are skipped, in section `training`."""
+    """Which updates are skipped: keys of section `training`."""
 
     max_skipped_in_a_row: int = key(
         20,

@@ -1,4 +1,4 @@
-"""Which rows of a global batch the devices of a host compute, and so which of them the host reads."""
+"""The rows of a global batch that a host's devices compute, and that the host therefore reads."""
 
 from __future__ import annotations
 
@@ -75,12 +75,12 @@ class HostRows:
         return rows.reshape(self.count, -1, *rows.shape[1:])[list(self.group_of_device)]
 
     def numbers(self, rows: int) -> np.ndarray:
-        """The number in the global batch of each of so many rows of this host."""
+        """The index in the global batch of each of this host's rows."""
         size = rows // len(self.groups)
         return (np.asarray(self.groups)[:, None] * size + np.arange(size)).ravel()
 
     def is_counted(self, rows: int) -> np.ndarray:
-        """Which of so many rows of this host it counts, for sums over hosts in which each row counts once."""
+        """Which of its rows this host counts, for sums over hosts in which each row counts once."""
         return np.isin(self.groups, self.counted_groups).repeat(rows // len(self.groups))
 
 

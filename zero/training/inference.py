@@ -33,8 +33,8 @@ def evaluate_step(
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
     """Sums over all devices' rows, the same on every device: of the objective's terms, their number, its metrics.
 
-    Of the likelihood these are the losses in nats, the tokens scored, and no metrics. Per device: shards of parameters,
-    int32 tokens `(R, T)` and the entries `(R, ...)` as in `Batch`. Call inside pmap.
+    For the likelihood: the losses in nats, the number of scored tokens, and no metrics. Per device: shards of
+    parameters, int32 tokens `(R, T)` and the entries `(R, ...)` as in `Batch`. Call inside pmap.
 
     Args:
       micro_batches: parts that the rows are split into, one forward pass each, so that evaluation needs no more
@@ -132,7 +132,7 @@ class DecodeState(NamedTuple):
 def prefill(params: PyTree, tokens: jax.Array, length: jax.Array, *, model: ShardedGPT, width: int) -> DecodeState:
     """Reads the first `length` tokens of each row in one pass: at most the shortest prompt.
 
-    Per device: shards of parameters, int32 tokens `(R, S)`, prompts and -1 behind them, and the length, int32. Call
+    Per device: shards of parameters, int32 tokens `(R, S)`, prompts followed by -1, and the length, int32. Call
     inside pmap.
 
     Args:
@@ -173,7 +173,7 @@ def extend(
 
 
 def penalised(logits: jax.Array, tokens: jax.Array, penalty: float) -> jax.Array:
-    """Logits `(R, V)`, penalised for the tokens that are in `tokens` `(R, S)`; -1 is no token."""
+    """Logits `(R, V)`, penalized for the tokens in `tokens` `(R, S)`; -1 is not a token."""
     if penalty == 1:
         return logits
     rows = jnp.arange(len(tokens))[:, None]
@@ -214,7 +214,7 @@ def filtered(logits: jax.Array, sampling: Sampling) -> jax.Array:
 def _without_tail(logits: jax.Array, mass: float) -> jax.Array:
     """Leaves out the least likely tokens whose probability together is at most `mass`, never the most likely one.
 
-    Summed from the least likely one, as in transformers: sums from the other end round what is below 1e-7 away.
+    Summed from the least likely one, as in transformers, because sums from the other end lose terms below 1e-7.
     """
     order = jnp.argsort(logits, axis=-1)
     tail = jnp.cumsum(jnp.take_along_axis(jax.nn.softmax(logits), order, axis=-1), axis=-1)

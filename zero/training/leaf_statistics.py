@@ -31,7 +31,7 @@ def _norm(total: jax.Array, rate: jax.Array) -> jax.Array:
 
 
 def _ratio(change: jax.Array, weight: jax.Array, rate: jax.Array) -> jax.Array:
-    """The root of one total over another; 0 where all weights are, as biases at first."""
+    """The root of the ratio of two totals; 0 if all weights are 0, like biases at first."""
     return jnp.where(weight > 0, jnp.sqrt(change / jnp.where(weight > 0, weight, 1)), 0)
 
 

@@ -50,7 +50,7 @@ class TrainState(NamedTuple):
       params: shards, in the dtypes of the model's layout.
       opt_state: shards.
       averages: the state of each average, by name.
-      guard: counters and statistics by which updates are skipped.
+      guard: counters and statistics that decide which updates are skipped.
     """
 
     clock: jax.Array
@@ -95,10 +95,10 @@ class StepOptions:
       skip_spikes: skip updates whose loss or gradient norm exceeds its running mean by this many running standard
         deviations; None: never.
       fused_update: update each layer inside the backward pass.
-      streams_state: with `fused_update`, the optimizer's state of layers lies in the host's memory between its updates.
+      streams_state: with `fused_update`, keep the layers' optimizer state in host memory between updates.
       ema_decay: decay per update of a moving average of the parameters; None: no average.
       objective: what a step minimizes.
-      parts: updates for each batch of rows, of which each takes the next part of every row. A model with memory
+      parts: updates per batch of rows; each takes the next part of every row. A model with memory
         remembers the parts before, and no gradient flows to these. 1: each update takes whole rows.
     """
 
@@ -126,7 +126,7 @@ class Tried(NamedTuple):
       is_bad: whether the gradient is not finite.
       collection_gradients: the gradient of each of the model's collections, summed over devices.
       metrics: further scalars to log.
-      memory: what the model remembers after a part of its rows; None of whole rows.
+      memory: the model's memory after a part of its rows; None for whole rows.
     """
 
     params: PyTree
@@ -169,7 +169,7 @@ class Average(NamedTuple):
 
 
 def unless(condition: jax.Array | bool, new: PyTree, old: PyTree) -> PyTree:
-    """The old tree where the condition holds, else the new one; the constant False costs nothing."""
+    """The old tree if the condition holds, else the new one; the constant False costs nothing."""
     if condition is False:
         return new
     return jax.tree.map(lambda new, old: jnp.where(condition, old, new), new, old)

@@ -126,7 +126,7 @@ def _training(
 def _streamed_training(
     model: ShardedGPT, tx: optax.GradientTransformation, options: StepOptions, devices: Sequence[Any] | None
 ) -> tuple[Any, Any, Any]:
-    """The same where the optimizer's state of layers lies in the host's memory."""
+    """The same with the layers' optimizer state in host memory."""
     start = streamed_start(model, tx, options, devices)
     init = pmapped.pmap(lambda seed: model.init(jax.random.key(seed)), model.axis.name, devices)
     return start, lambda seed: start(init(seed)), streamed_step(model, tx, options, devices)
@@ -137,7 +137,7 @@ class Inference(NamedTuple):
 
     Attributes:
       score: `(params, tokens)` to the shared losses and hits of all rows.
-      new_cache: `(tokens)`, of which only the number of rows counts, to an empty cache for `score_on`.
+      new_cache: `(tokens)`, of which only the number of rows matters, to an empty cache for `score_on`.
       score_on: `(params, tokens, cache, position)`, the cache donated, to shared losses and hits and the next cache.
       prefill: `(params, tokens, length, width)`, the width static, to a `DecodeState`.
       extend: `(params, DecodeState, keys, count)`, the state donated, the count static, to the next `DecodeState` and

@@ -43,7 +43,7 @@ class Keys:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """What all choices of the group `schedule` have."""
+    """The keys shared by all choices of the group `schedule`."""
 
     name: str
     decay_steps: ClassVar[int | None] = None

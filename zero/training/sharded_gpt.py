@@ -71,7 +71,7 @@ class ShardedGPT:
       kernel: for attention, as for `GPT`.
       query_block: of dense attention, as for `GPT`.
       drops: whether the capacity of experts applies, as in training.
-      tuning: adapters, which are trained, beside the frozen parameters of `base`; None where all parameters are
+      tuning: adapters, which are trained, beside the frozen parameters of `base`; None if all parameters are
         trained. `layout` and `init` are for the trained parameters.
       product_dtype: of the products with weights in a layer, an entry of `zero.models.products.PRODUCTS`.
       gathers_rounded: whether stage 3 gathers the weights of these products in 8 bits, rounded as they multiply them.
@@ -104,7 +104,7 @@ class ShardedGPT:
 
     @property
     def arithmetic(self) -> dict[str, Any]:
-        """What automatic choices have become on these devices, as far as scores of a text depend on it; JSON."""
+        """The automatic choices on these devices that scores of a text depend on, as JSON."""
         return {
             "platform": jax.default_backend(),
             "compute_dtype": jnp.dtype(self.compute_dtype).name,
@@ -207,7 +207,7 @@ class ShardedGPT:
         return FORMS[self.product_dtype].values if leaf.path[-1] == "kernel" else None
 
     def _lift(self, module_class: type[nn.Module], name: str) -> type[nn.Module]:
-        """The class as a step computes with it: on shards at stages 2 and 3, and with its frozen parameters."""
+        """The class as a step uses it: on shards at stages 2 and 3, and with its frozen parameters."""
         if self.tuning is not None:
             module_class = with_frozen(module_class, partial(self._whole_frozen, name=name))
         has_shards = self.stage >= 2 and name in self._trained_shapes
@@ -258,7 +258,7 @@ class ShardedGPT:
 
     @cached_property
     def collections(self) -> dict[str, Collection]:
-        """The model's variables beside its parameters, which no stage splits; beside adapters they are frozen too."""
+        """The model's variables other than parameters, which no stage splits; with adapters they are frozen too."""
         if self.tuning is not None:
             return {}
         return collections_of(self.config)
@@ -279,7 +279,7 @@ class ShardedGPT:
         return {**combine(self.frozen_shapes(), self.layout.shard_shapes()), **collections}
 
     def frozen_shapes(self) -> PyTree:
-        """Shapes of the frozen parameters on one device; empty where all parameters are trained."""
+        """Shapes of the frozen parameters on one device; empty if all parameters are trained."""
         if self.tuning is None:
             return {}
         collections = {name: layout.shard_shapes() for name, layout in self.base.collection_layouts.items()}
@@ -349,7 +349,7 @@ class ShardedGPT:
         """The scores of all positions of whole rows; in a context group, of this device's positions.
 
         Args:
-          candidates: tokens of each position, int32 `(rows, positions, K)`, whose log-probabilities are also wanted.
+          candidates: tokens of each position, int32 `(rows, positions, K)`, whose log-probabilities are also computed.
         """
         tokens_in, targets, starts = self.inputs(tokens)
         more = {"candidates_BTK": self.own_positions(candidates)}
@@ -370,7 +370,7 @@ class ShardedGPT:
         part: RowPart | None,
         candidates: Rows | None = None,
     ) -> tuple[Scores, Memory | None]:
-        """As `scores`, and what the model remembers after a part of each row; None of whole rows."""
+        """Like `scores`, with the model's memory after a part of each row; None for whole rows."""
         if part is None:
             return self.scores(variables, tokens, keys, candidates), None
         tokens_in, targets, _ = self.inputs(tokens)
@@ -414,7 +414,7 @@ class ShardedGPT:
         return jnp.sum(scored) * known
 
     def sum_rows(self, losses: jax.Array, tokens: Rows) -> jax.Array:
-        """As `sum_scored`, of each row: `(rows,)`. In a tensor or context group a device has its share of each."""
+        """Like `sum_scored`, of each row: `(rows,)`. In a tensor or context group a device has its share of each."""
         scored, known = self._scored(losses, tokens)
         return jnp.sum(scored, axis=1) * known
 

@@ -1,4 +1,4 @@
-"""The training state as whole arrays, for checkpoints, and its checksums, by where it lies between steps."""
+"""The training state as whole arrays for checkpoints, and its checksums, for each place of storage between steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from zero.training.streamed_update import StreamedState, layers_of, rest_of, wit
 
 @dataclasses.dataclass(frozen=True)
 class OnDevices:
-    """The state lies on the devices.
+    """The state is on the devices.
 
     Attributes:
       layout: of the whole state.
@@ -39,12 +39,12 @@ class OnDevices:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the state in the host's memory between steps, per device."""
+        """Bytes of the state in host memory between steps, per device."""
         return 0
 
     @property
     def moving_bytes(self) -> int:
-        """Bytes per device that blocks on their way between host and device take during a step."""
+        """Bytes per device of the blocks in transit between host and device during a step."""
         return 0
 
     def shapes(self) -> TrainState:
@@ -53,11 +53,11 @@ class OnDevices:
         return shapes
 
     def targets(self) -> list[jax.ShapeDtypeStruct]:
-        """Shapes and places of the whole arrays, which a restore fills, leaf by leaf."""
+        """Shapes and shardings of the whole arrays, which a restore fills leaf by leaf."""
         return self.layout.leaves_of(global_shapes(self.layout, self.axis))
 
     def check_conversion(self, layout: Layout, origin: str) -> None:
-        """Raises UserError where a state of `origin`, in this layout, cannot be held in the other one."""
+        """Raises UserError if a state of `origin` in this layout cannot be converted to the other layout."""
 
     def to_global(self, state: TrainState) -> PyTree:
         """Whole arrays, which share the memory of the state; `from_global` gives it back."""
@@ -69,13 +69,13 @@ class OnDevices:
         return state
 
     def examine(self, state: TrainState) -> tuple[dict[str, int], list[str]]:
-        """As `zero.partition.checksums.examine`."""
+        """Like `zero.partition.checksums.examine`."""
         return examine(state, self.layout, self.axis)
 
 
 @dataclasses.dataclass(frozen=True)
 class LayersOnHost(OnDevices):
-    """The optimizer's state of layers lies in the host's memory, in blocks of so many layers (`StreamedState`).
+    """The layers' optimizer state is in host memory, in blocks of `size` layers (`StreamedState`).
 
     A checkpoint holds whole stacks, as it does otherwise. They are put together and cut on the host, one after the
     other, so that it holds one of them twice and no more.
@@ -173,7 +173,7 @@ class LayersOnHost(OnDevices):
         return {name: sums[name] for name in names}, [name for name in names if name in bad]
 
     def _cut(self, x: jax.Array) -> list[jax.Array]:
-        """The blocks of a whole array in the host's memory, as `StreamedState` holds them; the array is deleted."""
+        """The blocks of a whole array in host memory, as `StreamedState` holds them; the array is deleted."""
         on, ordered = axis_and_devices(self.layout, self.axis, None)
         local = [device for device in ordered if device.process_index == jax.process_index()]
         sharding = NamedSharding(Mesh(np.asarray(local), (on.name,)), PartitionSpec(on.name), memory_kind=HOST)
@@ -189,7 +189,7 @@ class LayersOnHost(OnDevices):
 
 
 def _joined(shape: jax.ShapeDtypeStruct, blocks: list[jax.Array]) -> jax.Array:
-    """The whole array of this shape and place, in the host's memory, from its blocks, which are deleted."""
+    """The whole array of this shape and place, in host memory, from its blocks, which are deleted."""
     parts: dict[jax.Device, list[np.ndarray]] = {}
     for block in blocks:
         for shard in block.addressable_shards:

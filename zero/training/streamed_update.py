@@ -1,4 +1,4 @@
-"""The fused update, whose optimizer state of layers lies in the host's memory between two updates.
+"""The fused update with the layers' optimizer state in host memory between updates.
 
 `jax.pmap` takes no argument from there, so a step is not one program but several: one embeds, one runs a span of layers
 forward, one computes the loss, one runs a span backward and updates it, one updates the rest. The two for spans are
@@ -44,7 +44,7 @@ from zero.training.step import make_conclusion, new_state
 
 
 class StreamedState(NamedTuple):
-    """The state of an optimizer, with the state of layers in the host's memory.
+    """The state of an optimizer, with the state of layers in host memory.
 
     Attributes:
       rest: all but the layers, on the devices.
@@ -88,7 +88,7 @@ def _parts(tree: PyTree) -> tuple[list[Any], Any]:
 
 
 class SpanPrograms(NamedTuple):
-    """Pmapped functions, or what they are compiled to; `first` is the number of the first layer of a span.
+    """Pmapped functions, or their compiled forms; `first` is the index of a span's first layer.
 
     Attributes:
       embed: `(clock, parameters outside the layers, batch)` to the first layer's input.
@@ -215,7 +215,7 @@ class StreamedStep:
     Attributes:
       programs: of the spans.
       firsts: the first layer of each span.
-      keeps_on_host: whether the inputs of spans lie in the host's memory until the backward pass.
+      keeps_on_host: whether the inputs of spans stay in host memory until the backward pass.
     """
 
     programs: SpanPrograms
@@ -337,7 +337,7 @@ def streamed_step(
 def streamed_start(
     model: ShardedGPT, tx: optax.GradientTransformation, options: StepOptions, devices: Sequence[Any] | None
 ) -> Callable[[PyTree], TrainState]:
-    """The new state for weights, which are donated; the blocks are made one after the other."""
+    """The new state for weights, which are donated; the blocks are made in order."""
     size = span_of(model, options)
     on_devices = on_shards(tx, model.layout, model.axis)
     pmap = partial(pmapped.pmap, axis_name=model.axis.name, devices=devices)

@@ -43,7 +43,7 @@ FROZEN = "frozen"  # the collection of variables that are not differentiated
 
 @dataclasses.dataclass(frozen=True)
 class Keys:
-    """What all choices of the group `tuning` have."""
+    """The keys shared by all choices of the group `tuning`."""
 
     name: str
 
@@ -52,7 +52,7 @@ class Keys:
         yield from ()
 
     def make(self) -> Tuning | None:
-        """What is trained; None: all parameters."""
+        """The tuning; None: all parameters are trained."""
         raise NotImplementedError
 
 
@@ -179,14 +179,14 @@ TUNINGS = (Whole, Lora, Dora)  # the choices of the group `tuning`, the default 
 
 
 def saved_tuning(values: Mapping[str, Any]) -> Tuning | None:
-    """What a saved configuration trains, from the values of its section `tuning`; None: all parameters."""
+    """The tuning of a saved configuration, from its section `tuning`; None: all parameters are trained."""
     kinds = {choice_name(kind): kind for kind in TUNINGS}
     return kinds[values["name"]](**values).make()
 
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """What is trained of a model, and how the rest is held.
+    """Which parameters of a model are trained, and how the rest is held.
 
     Attributes:
       adapters: the parameters that are trained.
@@ -203,7 +203,7 @@ class Tuning:
 
 
 def with_frozen(module_class: type[nn.Module], unfreeze: Callable[[PyTree], PyTree]) -> type[nn.Module]:
-    """The module class with what `unfreeze` makes of its collection "frozen", beside the parameters of "params"."""
+    """The module class with the result of `unfreeze` on its collection "frozen", besides the parameters in "params"."""
 
     def use(variables: PyTree) -> PyTree:
         frozen = lax.stop_gradient(unfreeze(variables.get(FROZEN, {})))

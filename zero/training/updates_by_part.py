@@ -1,6 +1,6 @@
 """Updates on parts of rows: a wrapper of an update, as `optax.MultiSteps` wraps an optimizer.
 
-A model with memory takes each row in parts, and remembers the parts before.
+A model with memory takes each row in parts, and remembers earlier parts.
 """
 
 from __future__ import annotations

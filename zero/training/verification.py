@@ -1,4 +1,4 @@
-"""Whether devices compute the same: neighbors repeat each other's micro-batch, and their results are compared.
+"""Checks that devices agree: neighbors repeat each other's micro-batch, and the results are compared.
 
 A result is a checksum of the bits of the loss and of the gradient of every parameter, before any sum over devices.
 Weights are gathered as in a step, layer by layer at stage 3, and no more than one layer's gradient exists. The devices
@@ -65,8 +65,8 @@ def compared_groups(axis: Axis) -> list[list[int]]:
 def suspects(results: Mapping[int, np.ndarray], axis: Axis) -> tuple[list[list[int]], bool]:
     """The groups of devices with a wrong result, by their places on the pmap axis, and whether that is certain.
 
-    A result is wrong if most groups that computed these rows have another one. It is uncertain where as many have the
-    one as the other, as with two groups of which each repeats its own.
+    A result is wrong if most groups that computed these rows have another one. It is uncertain if there is a tie, for
+    example with two groups that each repeat their own result.
 
     Args:
       results: by their `first` what `verify` has returned.

@@ -19,7 +19,7 @@ class TorchRows(IterableDataset):
     is; a plain DataLoader with a worker leaves the state in it, so give that one `num_workers=0`.
 
     Raises:
-      UserError: from a loader with several workers, each of which would give all batches. `Rows` itself reads ahead.
+      UserError: from a loader with several workers, because each would return all batches. `Rows` itself reads ahead.
     """
 
     def __init__(self, rows: Rows):

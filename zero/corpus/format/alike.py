@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 MOST = 4096  # files that are looked at together
-_BLOCK = 512  # bytes of a header; the data after it fill up so many
+_BLOCK = 512  # bytes of a header; data are padded to a multiple of it
 _NAME = slice(0, 100)
 _SIZE = slice(124, 136)
 _CHECKSUM = slice(148, 156)

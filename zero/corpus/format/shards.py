@@ -176,7 +176,7 @@ def read_samples(path: str, stream: Stream) -> Iterator[dict[str, Any]]:
 def _rows_alike(memory: Memory, name: str, key: str, data: bytes | memoryview) -> dict[str, Any] | None:
     """The sample that begins with this file and those after it, as one, if each is one row; the memory is after them.
 
-    None where there is no other: the last file that is like the first may have more members after it.
+    None if there is no other: the last file that is like the first may have more members after it.
     """
     try:
         header = npy_header(data)

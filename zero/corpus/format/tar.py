@@ -22,7 +22,7 @@ _WITHOUT_BYTES = {b"1": "a hard link", b"2": "a symbolic link", b"S": "a sparse 
 def tar_files(
     path: str | Path, stream: Stream, most: int | None = None
 ) -> Iterator[tuple[str, bytes | memoryview, int]]:
-    """Names, contents and sizes of the files in a tar; with `most`, only so many first bytes of each.
+    """Names, contents and sizes of the files in a tar; with `most`, only that many leading bytes of each.
 
     Unlike tarfile this does not take a damaged header for the end of the archive, and it is ten times as fast.
 
@@ -87,7 +87,7 @@ def check_rest(path: str | Path, data: bytes | memoryview) -> None:
 
 
 def pax_records(data: bytes) -> dict[bytes, bytes]:
-    """The records of a POSIX header: each is "<length> <key>=<value>" and a newline, of so many bytes.
+    """The records of a POSIX header: each is "<length> <key>=<value>" and a newline, `length` bytes in all.
 
     >>> pax_records(b"16 path=a\\nb.npy\\n")
     {b'path': b'a\\nb.npy'}
@@ -105,7 +105,7 @@ def pax_records(data: bytes) -> dict[bytes, bytes]:
 
 
 def tar_header(header: bytes) -> int | None:
-    """The size of the file after a header of 512 bytes; None where the archive ends.
+    """The size of the file after a header of 512 bytes; None at the end of the archive.
 
     Raises:
       ValueError: it is damaged, or no header.

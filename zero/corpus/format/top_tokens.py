@@ -1,4 +1,4 @@
-"""The most likely next tokens of each position of a corpus by a teacher, stored beside its index file.
+"""A teacher's most likely next tokens at each position of a corpus, stored beside its index file.
 
 Beside `NAME.index` are three files. `NAME.teacher-tokens.npy` holds integers `(rows, positions, K)`, the most likely
 token first; `NAME.teacher-log_probabilities.npy` float32 of the same shape, in nats. `NAME.teacher.json` describes them
@@ -102,7 +102,7 @@ def write_top_tokens(
 
 
 def read_top_tokens(index: str) -> tuple[TopTokens, dict[str, np.ndarray]]:
-    """What is stored beside an index file, with its arrays, which stay on the disk until they are used.
+    """The values stored beside an index file. Arrays stay on disk until they are used.
 
     Raises:
       UserError: there is nothing, or a file is not whole.

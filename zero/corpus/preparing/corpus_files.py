@@ -95,7 +95,7 @@ class PartNames:
         return f"part-{self.part:05d}.{name}"
 
     def shard(self, split: str, of_split: int, of_part: int) -> str:
-        """The name of a shard, of which so many are before it in its split, and in its part."""
+        """The name of a shard, from the number of shards before it in its split and part."""
         if self.part is None:
             return f"{split}-{of_split:05d}.tar"
         return f"part-{self.part:05d}-{of_part:05d}.tar"
@@ -159,7 +159,7 @@ def is_of_source(folder: str, manifest: dict[str, Any], source: Source, overwrit
 
 
 def check_rows_of_source(folder: str, tokenizer: Tokenizer) -> None:
-    """Raises UserError if a directory holds a corpus whose rows are no source of documents for this tokenizer."""
+    """Raises UserError if a directory holds a corpus whose rows cannot be a source for this tokenizer."""
     check_tokenizer(folder, tokenizer)
     manifest = find(folder)
     if manifest is None:
@@ -182,7 +182,7 @@ def save(path: str, manifest: dict[str, Any]) -> None:
 
 
 def begin(folder: str, indices: dict[str, str], tokenizer: Tokenizer) -> None:
-    """Removes an earlier corpus, but for its parts, which are replaced one by one; writes the tokenizer's files."""
+    """Removes an earlier corpus, except for its parts, which are replaced one by one; writes the tokenizer's files."""
     # Read first: the tokenizer may belong to the corpus itself.
     copied = companions(tokenizer.files.folder) if isinstance(tokenizer, FileTokenizer) else {}
     remove_corpus(folder, indices)
@@ -254,7 +254,7 @@ def joined(
 
 
 def _sums(parts: Sequence[dict[str, Any]], keys: Iterable[str]) -> dict[str, int | None]:
-    """The sums of the values of these keys, those that some part has; None where a part holds None.
+    """The sums over parts for these keys, if some part has them; None if a part's value is None.
 
     >>> _sums([{"rows": 1, "bytes": None}, {"rows": 2, "bytes": None, "cut": 1}], ["rows", "bytes", "cut", "long"])
     {'rows': 3, 'bytes': None, 'cut': 1}

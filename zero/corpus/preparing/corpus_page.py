@@ -1,4 +1,4 @@
-"""report.html of a corpus: what came out, and what was left out, in a page without a server (jinja2, uPlot).
+"""report.html of a corpus: what was kept and what was left out, on one page without a server (jinja2, uPlot).
 
 It is written last, after the manifest and the index files: a corpus whose page cannot be written is whole, and a page
 that is missing is made by the next call, from the statistics that lie beside the manifests of the parts.

@@ -31,7 +31,7 @@ BINS = 4  # of lengths, from one power of two to the next
 _EXAMPLE_BYTES = 600  # of a page, of the text of an example
 _ROW_BYTES = 6000
 _READ_AT_ONCE = 32  # files of parts
-DEDUPLICATE = "deduplicate"  # names of options, as reasons beside the names of filters
+DEDUPLICATE = "deduplicate"  # names of options, used as reasons like the names of filters
 MINIMUM_TOKENS = "minimum-tokens"
 ROW_TOKENS = "row-tokens"
 
@@ -72,7 +72,7 @@ class Example:
 
 @dataclass
 class HashSample:
-    """The examples with the lowest keys, at most so many.
+    """The examples with the lowest keys, at most `most`.
 
     One that stays was never dropped, so that its `times` are all there are.
 
@@ -226,7 +226,7 @@ def _text(content: str | np.ndarray, tokenizer: Tokenizer) -> str:
 
 
 def _cut(text: str, most: int) -> str:
-    """The beginning of a text that takes at most so many bytes of a page.
+    """The beginning of a text, at most as many bytes as fit on the page.
 
     >>> _cut("<<<<", 8), _cut("four", 8)
     ('<<…', 'four')
@@ -271,7 +271,7 @@ def read_removed(path: str) -> Iterator[dict[str, str]]:
 
 
 def save(folder: str, names: PartNames, statistics: CorpusStatistics, removed: RemovedList) -> None:
-    """Writes the statistics of a part, and the list of what it left out, if that is anything."""
+    """Writes the statistics of a part, and the list of left-out documents if there are any."""
     path = storage.join(folder, names.removed)
     if removed.documents:
         directory.write(path, removed.data())

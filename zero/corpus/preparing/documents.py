@@ -22,10 +22,10 @@ class Document(NamedTuple):
     content: str | np.ndarray
     split: int | None = None  # None: decided by its hash
     ends: bool = True  # False: the next unit continues it
-    name: str = ""  # where it is, for errors
+    name: str = ""  # its location, for errors
     completions: tuple[tuple[int, int], ...] | None = None  # first and past last characters; None: nothing is a prompt
     has_special: bool = False  # the text spells special tokens
-    is_exact: bool = False  # completions end where they say, not at the end of their turn
+    is_exact: bool = False  # completions end where marked, not at the end of their turn
     dropped_calls: int = 0  # messages whose tool calls the chat template leaves out
     is_complete: bool = False  # rows of another program, that are joined without an end of text between them
     is_duplicate: bool = False  # of an earlier one; then its content is empty
@@ -74,7 +74,7 @@ def broken(name: str, problem: str, shown: str, source: str = "") -> Document:
 
 
 def read_entry(reader: Reader, entry: Any, name: str) -> Document:
-    """The document of an object of JSON or of a row, broken where the reader raises UserError."""
+    """The document of a JSON object or of a row; broken if the reader raises UserError."""
     try:
         return reader(entry, name)
     except UserError as error:
@@ -82,7 +82,7 @@ def read_entry(reader: Reader, entry: Any, name: str) -> Document:
 
 
 def decoded(data: bytes, name: str, source: str = "") -> Document:
-    """The document of a whole file or line, broken where that is not UTF-8.
+    """The document of a whole file or line; broken if it is not UTF-8.
 
     >>> decoded(bytes([0xE9]), "a.txt").problem
     'a.txt is not UTF-8; convert it with iconv'
@@ -121,7 +121,7 @@ def too_many_broken(count: int, most: int, problem: str) -> UserError:
 
 
 def field_of(document: Document, key: str) -> str:
-    """The value beside the text of a document; raises UserError if it has none."""
+    """A document's value of another field; raises UserError if it has none."""
     if document.fields is None or key not in document.fields:
         name = document.name or "a document of text"
         raise UserError(f'{name}: expected a value under "{key}", which a filter reads')

@@ -18,7 +18,7 @@ from zero.corpus.preparing.processes import Task, run_in_processes
 from zero.files import storage
 
 Work = Callable[[Any], None]
-ERROR = ".error"  # the suffix of what a worker of Beam leaves about a part that cannot be prepared
+ERROR = ".error"  # the suffix of a Beam worker's note about a part that cannot be prepared
 
 
 class Engine(Protocol):
@@ -29,7 +29,7 @@ class Engine(Protocol):
         """The processes of this machine that may be used."""
 
     def remainder(self, count: int) -> int:
-        """How many of so many tasks would leave processes of this machine without one."""
+        """How many processes of this machine would have no task."""
 
     def run(self, work: Work, tasks: Sequence[Task], folder: str) -> Iterator[Task]:
         """Calls `work`, which can be pickled, with the argument of each task; `folder` is the corpus's directory.
@@ -98,7 +98,7 @@ class BeamEngine:
 
 @dataclass(frozen=True)
 class _OnWorker:
-    """A task on a worker of Beam, in a process of its own: where it is killed, the worker lives on and can name it.
+    """A task on a Beam worker, in a separate process: if it is killed, the worker survives and can name it.
 
     An error is left in storage for the caller, whose other tasks are still done. One that a repeat may mend is raised
     too, so that the runner repeats the task.
@@ -143,5 +143,5 @@ def _remove_errors(folder: str) -> None:
 
 
 def local_engine(workers: int | None) -> LocalEngine:
-    """Processes for so many workers; None: one per core."""
+    """The number of processes; None: one per core."""
     return LocalEngine(workers or os.cpu_count() or 1)

@@ -33,7 +33,7 @@ class ExampleKind:
     """A kind of examples.
 
     Attributes:
-      example: what a row of the corpus holds; its `option` without dashes is the key of the table.
+      example: the contents of a row; its `option` without dashes is the key of the table.
       texts: the names of the texts of a row, in order.
       reader: of the template to what reads an example of an object, with its first texts and its members.
       help: of the option.

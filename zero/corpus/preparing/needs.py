@@ -19,7 +19,7 @@ PROCESS_BYTES = 52_000_000  # of a process that reads documents: libraries and a
 
 @dataclass(frozen=True)
 class SourceSize:
-    """An estimate of what is in a source.
+    """An estimate of the contents of a source.
 
     Attributes:
       line_bytes: of all documents, as lines of JSON in which a shuffle writes them.
@@ -34,13 +34,13 @@ class SourceSize:
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes: of memory in each process, beyond `PROCESS_BYTES`, and of disk where the corpus is, until it is done."""
+    """Bytes of memory per process beyond `PROCESS_BYTES`, and of disk in the corpus's directory until it is done."""
 
     memory: int
     disk: int
 
     def described(self, option: str, size: SourceSize, folder: str, processes: int | None) -> str:
-        """A line for the user; so many processes of this machine, None: workers of a runner."""
+        """A line for the user; `processes` counts those of this machine, None means workers of a runner."""
         of_disk = ""
         if self.disk:
             of_disk = f"{readable(self.disk)} of disk in {storage.join(folder, 'passes')}{_free(folder)}, and "
@@ -54,7 +54,7 @@ class Needs:
 
 
 def measure(source: Source, lines_of: Callable[[Unit], tuple[int, int]], is_near: bool = True) -> SourceSize | None:
-    """The size of a source by the first unit of three parts; None where its size is not known.
+    """The size of a source by the first unit of three parts; None if its size is not known.
 
     Of a source that is not near, in a bucket, only one part is asked, because an object may be read whole for that.
 

@@ -47,7 +47,7 @@ class CorpusOptions:
     near_duplicates: float | None = None  # the Jaccard index from which documents are near
     filters: tuple[tuple[str, str], ...] = ()  # keys of `FILTERS`, with their values
     skip_broken: int = 0  # documents that may be left out because they cannot be read; not recorded, but their number
-    tokenizer_source: str | None = None  # where the tokenizer comes from, such as hf:NAME@COMMIT
+    tokenizer_source: str | None = None  # the tokenizer's origin, such as hf:NAME@COMMIT
 
     def check(self) -> None:
         """Raises UserError for values that are wrong or contradict each other."""
@@ -108,7 +108,7 @@ class CorpusOptions:
         return [name for name, is_chosen in options.items() if is_chosen]
 
     def recorded(self, chat_template: str | None) -> dict[str, Any]:
-        """What the manifest records, with the digest of the chat template: null where an option is not used."""
+        """The options as recorded in the manifest, with the chat template's digest; null for an unused option."""
         near = None if self.near_duplicates is None else Nearness(self.near_duplicates).recorded()
         return {
             "key": self.key,

@@ -16,7 +16,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Packed:
-    """The place of each token (n,) in rows (r, T), of which the last `T - lengths` (r,) hold none."""
+    """The index of each token (n,) in rows (r, T); the last `T - lengths` (r,) positions of a row are empty."""
 
     places: np.ndarray
     lengths: np.ndarray
@@ -43,7 +43,7 @@ def best_fit(starts: np.ndarray, row_tokens: int) -> Packed:
     row_of = _rows(sizes, row_tokens)
     order = np.lexsort((begins, row_of))
     row_sizes = np.bincount(row_of, sizes).astype(np.int64)
-    # The pieces of a row lie behind each other from its first column on.
+    # The pieces of a row follow one another from its first column.
     ends = np.cumsum(sizes[order])
     before = (np.cumsum(row_sizes) - row_sizes)[row_of[order]]
     targets = np.empty_like(begins)

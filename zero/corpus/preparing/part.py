@@ -84,7 +84,7 @@ def prepare_part(job: PartJob, number: int, part: Source, workers: int, bar: tqd
 
 
 def mark_duplicates(job: PartJob, number: int, part: Source) -> dict[str, str]:
-    """Has the units of a part mark what is left out; returns what its manifest records of that."""
+    """Marks left-out documents in the units of a part; returns what its manifest records about them."""
     recorded = {}
     if job.duplicate_groups:
         part.duplicates = read_places(job.folder, duplicates.NAME, number, job.duplicate_groups)

@@ -1,4 +1,4 @@
-"""Shows rows of a prepared corpus as a person reads them: their text, where documents begin, and what was cut."""
+"""Shows rows of a prepared corpus to a reader: their text, where documents begin, and what was cut."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def peek(index: str, rows: int, tokenizer: Tokenizer | None = None) -> Iterator[
     Without a tokenizer it is the one that the manifest of the corpus records.
 
     Raises:
-      UserError: there is no such index file, the corpus has another tokenizer, or a token is outside its vocabulary.
+      UserError: the index file does not exist, the corpus has another tokenizer, or a token is outside the vocabulary.
     """
     if rows < 1:
         raise UserError(f"--peek {rows}: expected at least one row")

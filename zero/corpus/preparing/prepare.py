@@ -76,9 +76,9 @@ class Corpus:
     short: int = 0  # documents that --minimum-tokens has left out
     duplicates: int = 0  # documents that --deduplicate has left out
     near: int = 0  # documents that --near-duplicates has left out
-    long: int = 0  # examples with a text longer than a row, and documents of which no completion ends within one
+    long: int = 0  # examples with a text longer than a row, and documents without a completion that ends within a row
     dropped_calls: int = 0  # messages whose tool calls the chat template leaves out
-    cut: int = 0  # documents of which --cut-documents has kept the first row only
+    cut: int = 0  # documents of which --cut-documents kept only the first row
     test_index: str | None = None
     test: SplitSummary | None = None  # of a source that has one
     filtered: Mapping[str, int] = field(default_factory=dict)  # documents that filters have left out, by the filter

@@ -1,6 +1,6 @@
 """Work in processes of this machine, one for each task: what dies takes nothing else along, and is named.
 
-A process is started again where it was killed, up to `ATTEMPTS` times; an error of the work ends all.
+A killed process is restarted, up to `ATTEMPTS` times; an error in the work ends all processes.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _started(work: Callable[[Any], None], task: Task, attempt: int) -> _Running:
 
 
 def _is_done(entry: _Running) -> bool:
-    """Whether the work of a process that has ended is done; it is not where the process was killed."""
+    """Whether a process that has ended did its work; it did not if it was killed."""
     entry.process.join()
     with entry.answers:
         error = entry.answers.recv() if entry.process.exitcode == 0 else None

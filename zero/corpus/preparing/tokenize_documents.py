@@ -144,7 +144,7 @@ class UnitTokenizer:
     def _cut(self, document: Tokens) -> Tokens | None:
         """The beginning of a document that is longer than a row, as transformers' tokenizers truncate it.
 
-        Where completions are learned it ends with the last of them that is whole in the row; None where none is.
+        Where completions are learned it ends with the last of them that is whole in the row; None if none is.
         """
         if document.is_learned is not None:
             is_learned = np.append(document.is_learned, 0)

@@ -234,7 +234,7 @@ def _concatenated(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
 def _tar(arrays: Mapping[str, np.ndarray], first: int, rows_per_member: int) -> bytes:
     """Arrays of rows (n, ...) as a shard; the key of a member is the number of its first row in the split.
 
-    Lengths are left out where all rows are full.
+    Lengths are left out if all rows are full.
     """
     rows = arrays["input_id"]
     buffer = io.BytesIO()

@@ -50,7 +50,7 @@ from zero.corpus.text.tokenizers import FileTokenizer, Tokenizer, load_tokenizer
 from zero.files import storage
 
 FILTER = "filter "  # begins the attribute of a filter's option
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json")  # of a model beside its tokenizer
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")  # of a model, in the folder of its tokenizer
 SHORT_ROWS = 64  # tokens of the short sequences that the default job begins with, into which its rows are cut
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """The rows of each step's batch: stages of so many steps one after the other, then `rows`.
+    """The rows of each step's batch: stages of `(steps, rows)` in order, then `rows`.
 
     Steps and rows are numbered from 0 on. Steps that share a batch, each with a part of its rows, have the same rows.
 
@@ -43,7 +43,7 @@ class BatchSchedule:
         return before + step // self.steps_per_batch * self.rows
 
     def step_of(self, row: int) -> int:
-        """The first step of the batch that has a row: the largest step with at most so many rows before its batch."""
+        """The first step of the batch with this row: the largest step with at most `row` rows before its batch."""
         first = 0
         for steps, rows in self.stages:
             of_stage = steps // self.steps_per_batch * rows

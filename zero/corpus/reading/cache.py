@@ -31,7 +31,7 @@ class ShardCache:
     """A directory with at most `limit` bytes of cached files; the least recently used are deleted first.
 
     Args:
-        limit: in bytes; None is 90 % of the disk's free space at the start, counting what is cached already as free.
+        limit: in bytes; None: 90 % of the disk's free space at the start, counting already cached shards as free.
 
     Raises:
         UserError: the directory cannot be created.

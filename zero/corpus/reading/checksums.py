@@ -1,4 +1,4 @@
-"""Compares a shard, when it is read, with the SHA-256 that the manifest beside it records."""
+"""Compares each shard, when it is read, with the SHA-256 recorded in the manifest beside it."""
 
 from __future__ import annotations
 

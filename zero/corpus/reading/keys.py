@@ -1,4 +1,4 @@
-"""The keys that say which rows are read: of the training set, of validation sets, and in batches of which size."""
+"""The keys that decide which rows are read: of the training set, of validation sets, and in batches of what size."""
 
 from __future__ import annotations
 

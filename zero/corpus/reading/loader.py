@@ -49,8 +49,8 @@ Cursor = dict[str, Any]  # a position in data and what identifies them, as JSON 
 class HostBatch(NamedTuple):
     """One host's rows of a global batch, and the position of the data after it."""
 
-    tokens: np.ndarray  # int32 (R, T); -1 where there is no token, ~t for a token t that is not predicted
-    # Of examples with several texts (R, texts * T), one after the other.
+    tokens: np.ndarray  # int32 (R, T); -1 for no token, ~t for a token t that is not predicted
+    # Of examples with several texts (R, texts * T), in order.
     cursor: Cursor  # for `Loader.batches`
     is_skipped: np.ndarray  # bool (R,): which of these rows could not be read
     extra: Mapping[str, np.ndarray] = MappingProxyType({})  # (R, ...), entries of `Batch.extra`
@@ -77,7 +77,7 @@ class Batching:
         return BatchSchedule(self.global_rows)
 
     def numbers(self, global_rows: int) -> np.ndarray:
-        """The number in a global batch of so many rows of each row that a loader gives.
+        """The index in the global batch of each row that a loader returns.
 
         >>> Batching(8, parts=(1, 3), count=4).numbers(8).tolist()
         [2, 3, 6, 7]
@@ -331,7 +331,7 @@ class Loader:
         return streams, places, part
 
     def _alike(self, batch: int, most: int) -> int:
-        """How many batches from this one on, at most so many and at least one, have as many rows, and are there."""
+        """The number of batches from this one on, at least one and at most `most`, that have as many rows and exist."""
         if self.total_batches is not None:
             most = min(most, self.total_batches - batch)
         steps = self._schedule.steps_per_batch

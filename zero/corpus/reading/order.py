@@ -120,12 +120,12 @@ class Mixture:
 
 @dataclass(frozen=True)
 class StagedMixture:
-    """Mixtures one after the other: the first row of a stream that each determines, from 0 on, and its weights."""
+    """Mixtures in order: the first row of a stream that each determines, from 0 on, and its weights."""
 
     stages: tuple[tuple[int, Mixture], ...]
 
     def counts(self, stream: int, row: int, count: int = 0) -> np.ndarray:
-        """As `Mixture.counts`; each stage counts on from where the one before ended.
+        """Like `Mixture.counts`; each stage counts on from where the one before ended.
 
         >>> half, first = Mixture(exact_weights([1, 1]), 1), Mixture(exact_weights([1, 0]), 1)
         >>> StagedMixture(((0, half), (4, first))).counts(0, 2, 5).tolist()

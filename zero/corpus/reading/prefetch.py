@@ -49,7 +49,7 @@ class RowStream:
     def take(self, count: int) -> RowArrays:
         """The next rows; after the end, rows without tokens.
 
-        They are views of the shuffle buffer where it has all of them, and hold until the next call.
+        They are views of the shuffle buffer if it has all of them, valid until the next call.
         """
         parts: list[RowArrays] = []
         while count:

@@ -55,7 +55,7 @@ class SyntheticLoader:
     vocab_size: int
     seed: int = 0
 
-    total_batches: ClassVar[None] = None  # there is no last one
+    total_batches: ClassVar[None] = None  # there is no last epoch
     corpora: ClassVar[tuple[CorpusReader, ...]] = ()
 
     def rows_seen(self, batches: int) -> dict[str, int]:

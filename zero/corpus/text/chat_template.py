@@ -38,7 +38,7 @@ class ChatTemplate:
       special_tokens: such as ("bos_token", "<s>").
       with_tools: the template of conversations with tools, where that is another one.
       date: seconds since 1970 for templates that write the date (`strftime_now`); None: they do without, or fail.
-      variables: of its own, as JSON, such as `{"enable_thinking": false}`; "" for none.
+      variables: template variables as JSON, such as `{"enable_thinking": false}`; "" for none.
     """
 
     path: str
@@ -49,7 +49,7 @@ class ChatTemplate:
     variables: str = ""
 
     def with_variables(self, variables: Mapping[str, Any] | None) -> ChatTemplate:
-        """The template with these variables beside its own; raises UserError for names that every template has."""
+        """The template with these additional variables; raises UserError for names that every template has."""
         if not variables:
             return self
         reserved = sorted(variables.keys() & {*_VARIABLES, *dict(self.special_tokens)})
@@ -78,7 +78,7 @@ class ChatTemplate:
         return re.search(r"\{%-?\s*generation\s*-?%\}", self.text) is not None
 
     def render(self, messages: Sequence[Any], add_generation_prompt: bool, tools: Sequence[Any] | None = None) -> str:
-        """The text of a conversation; with `add_generation_prompt` up to where an answer begins.
+        """The text of a conversation; with `add_generation_prompt`, up to the beginning of an answer.
 
         `tools` are descriptions of functions that the assistant may call. Raises UserError for messages that the
         template does not accept, and for a template that fails or takes more time or memory than `chat_renderer.py`
@@ -172,7 +172,7 @@ atexit.register(_renderer.close)
 
 
 def load_chat_template(tokenizer: str, date: float | None = None) -> ChatTemplate | None:
-    """The chat template beside the file of a tokenizer, as in a Hugging Face folder; None where there is none.
+    """The chat template beside the file of a tokenizer, as in a Hugging Face folder; None if there is none.
 
     The date comes from SOURCE_DATE_EPOCH if the environment sets it.
 

@@ -1,4 +1,4 @@
-"""Files of models of the Hugging Face hub, in the cache of its own library (huggingface_hub, of the extra hub)."""
+"""Files of models on the Hugging Face hub, in the cache of its library (huggingface_hub, in the extra hub)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def download(source: str, files: Sequence[str], revision: str | None = None) -> 
     takes the place of the one in `source`; without any it is `main`.
 
     Raises:
-      UserError: there is no such model or revision, or huggingface_hub is missing.
+      UserError: the model or revision does not exist, or huggingface_hub is missing.
       Unavailable: the hub cannot be reached, and the cache does not hold it.
     """
     name, _, named = source.removeprefix(PREFIX).partition("@")

@@ -1,4 +1,4 @@
-"""The special tokens of a tokenizer by id, as the files beside it name them and transformers reads them.
+"""The special tokens of a tokenizer by id, from the files beside it, as transformers reads them.
 
 A folder of Hugging Face names them several times. transformers takes them so, and so does this module:
 
@@ -39,15 +39,15 @@ class SpecialTokens:
       answer_end: ends a completion, and is learned: `eos` if a generated text stops there, else another of `ends`.
       ends: a generated text stops at any of these.
       first: a text that is generated from nothing begins with it.
-      begin: the tokenizer's own beginning; None where no file names it.
+      begin: the tokenizer's beginning of text; None if no file names it.
       before: what encoding puts in front of every text, at most once.
       after: what encoding puts behind every text.
       turn_ends: the members of `ends` that the chat template writes after a turn.
       separators: tokens that begin a document within a row, and tokens after which one begins.
-      padding: fills rows; None where no file names it.
+      padding: fills rows; None if no file names it.
       is_brought: files beside the tokenizer describe it or its model, so that a prompt is encoded as transformers
         encodes it. Without them a prompt follows an end of text, as the documents of a corpus do.
-      contradictions: a sentence for each place where the files disagree, and which of them counts.
+      contradictions: a sentence for each disagreement between files, saying which of them counts.
     """
 
     end_of_text: int
@@ -197,7 +197,7 @@ def read_special_tokens(vocabulary: Vocabulary, files: TokenizerFiles, template:
     ends = listed("eos_token_id")
     end = named("eos_token")
     if end is None:
-        # The ids of config.json may be the defaults of its class, which are no special tokens of this tokenizer.
+        # The ids of config.json may be the defaults of its class, which are not special tokens of this tokenizer.
         known = [i for i in ends if i < vocabulary.size]
         end = next(iter((*(i for i in known if i in vocabulary.special), *vocabulary.ends_by_spelling, *known)), None)
     if end is None:
@@ -247,7 +247,7 @@ def read_special_tokens(vocabulary: Vocabulary, files: TokenizerFiles, template:
 def _separators_of_chats(
     first: int | None, end_of_text: int, ends_turns: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """`SpecialTokens.separators` where every text begins with `first`, or with nothing of its own.
+    """`SpecialTokens.separators`, given the token `first` that begins every text, if any.
 
     An end of text after each turn does not separate, if there is a beginning of text.
     """

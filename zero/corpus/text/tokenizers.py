@@ -70,7 +70,7 @@ class Tokenizer(Protocol):
     name: str  # "bytes", or file name and hash
     vocab_size: int
     special: SpecialTokens
-    added_tokens: Mapping[int, Mapping[str, Any]]  # that only files beside its own hold: id, spelling and options
+    added_tokens: Mapping[int, Mapping[str, Any]]  # tokens that only the files beside it list: id, spelling and options
 
     @property
     def end_of_text(self) -> int:
@@ -150,7 +150,7 @@ class TokenizerIdentity(NamedTuple):
     def check(self, origin: str, tokenizer: Tokenizer, is_resumed: bool = False) -> None:
         """Raises UserError if this, of a checkpoint, belongs to another tokenizer, or to other files beside it.
 
-        Where a generated text begins and stops may differ, but for a run that is resumed, which writes samples.
+        Where a generated text begins and stops may differ, except for a run that is resumed, which writes samples.
         """
         if self.name is not None and not is_same_tokenizer(self.name, tokenizer.name):
             raise UserError(
@@ -267,7 +267,7 @@ class FileTokenizer:
         return name
 
     def _add_tokens(self) -> dict[int, dict[str, Any]]:
-        """Adds the tokens that files beside the tokenizer list and its own file lacks, as transformers does."""
+        """Adds the tokens that only files beside the tokenizer list, as transformers does."""
         import tokenizers
 
         added = {}
@@ -297,7 +297,7 @@ class FileTokenizer:
         return {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
 
     def _ends_by_spelling(self) -> list[int]:
-        """Tokens that are spelled as an end of text; those that are special, where there are any."""
+        """Tokens spelled like an end of text; only the special ones, if there are any."""
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         known = [ids[name] for name in _END_OF_TEXT if name in ids]
         special = self._special()
@@ -353,7 +353,7 @@ class FileTokenizer:
 class SentencePieceTokenizer(FileTokenizer):
     """Encodes documents with the sentencepiece library; everything else comes from the converted file.
 
-    The file is kept beside a corpus.
+    The file is stored with a corpus.
 
     Raises:
       UserError: the library is missing, it is not such a model, or one that cannot be converted.

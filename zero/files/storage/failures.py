@@ -36,7 +36,7 @@ class NoSuchBucket(UserError):
 
 
 def replaced(url: str | Path, version: object = None) -> Unavailable:
-    """The error for an object that became another one between two requests."""
+    """The error for an object that was replaced between two requests."""
     now = "" if version is None else f": version {version}"
     return Unavailable(f"{url}: was replaced while it was being read{now}")
 

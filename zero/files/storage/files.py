@@ -240,7 +240,7 @@ def unfinished_directory(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _locked_directory(path: Path, operation: int) -> Iterator[None]:
-    """Locks a directory within the block; raises OSError where `fcntl.flock` does."""
+    """Locks a directory within the block; raises OSError if `fcntl.flock` does."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, operation)

@@ -24,7 +24,7 @@ from zero.files.storage.objects import ObjectStat
 
 TIMEOUT = 10, 30  # seconds to connect, and without a byte while reading
 DEADLINE = 300  # seconds for one request and its repetitions
-TOLD_AFTER = 4  # attempts: from then on somebody may wonder what is waited for
+TOLD_AFTER = 4  # attempts before the wait is logged
 PAUSES = 0.5, 30.0  # seconds between repetitions: the first, doubled from then on, and the longest
 SLOWEST = 1e5  # bytes per second of an upload that is not taken for stalled
 RANGE = 8 << 20  # bytes of one request
@@ -38,8 +38,8 @@ class FsspecStore(ABC):
 
     package: ClassVar[str]
     extra: ClassVar[str]  # of pyproject.toml, which installs the package
-    access: ClassVar[str]  # what a user needs to be let in
-    is_threadsafe: ClassVar[bool] = True  # else each thread has a file system of its own
+    access: ClassVar[str]  # the credentials that a user needs
+    is_threadsafe: ClassVar[bool] = True  # otherwise each thread has its own file system
 
     def options(self) -> dict[str, Any]:
         """The arguments of the file system."""
@@ -91,9 +91,9 @@ class FsspecStore(ABC):
         return b"".join(self._range(url, first, stop) for first in range(start, stop, RANGE))
 
     def write(self, url: str | Path, data: bytes) -> None:
-        """Uploads an object, which readers see once it is whole, and compares what the store then states of it."""
+        """Uploads an object, which readers see once it is complete, and compares the store's size and checksum."""
         files, path = self._open(url)
-        # No library has a limit of its own for a server that does not let an upload begin.
+        # No library limits the wait for a server that does not let an upload begin.
         limit = {"timeout": TIMEOUT[1] + len(data) / SLOWEST} if files.async_impl else {}
         self._repeated(url, lambda: files.pipe_file(path, data, **limit))
         stat = self.stat(url)

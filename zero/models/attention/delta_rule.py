@@ -2,9 +2,9 @@
 
     S_t = a_t S_{t-1} + b_t k_t (v_t - a_t S_{t-1}^T k_t)^T,    o_t = S_t^T q_t
 
-A state maps keys to values. Each position lets the state decay by `a_t`, and moves the value that the state has for its
-key towards its own by the fraction `b_t`. Training computes it in chunks with a few products per chunk; sampling, a
-position at a time.
+The state maps keys to values. Each position decays the state by `a_t`, and moves the state's value for its key toward
+its own value by the fraction `b_t`. Training computes chunks with a few products each; sampling computes one position
+at a time.
 
 Source: Gated Delta Networks, arXiv 2412.06464, equation 10 and section 3.3.
 
@@ -28,7 +28,7 @@ _einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element
 
 
 class Inputs(NamedTuple):
-    """What each position brings.
+    """The inputs of each position.
 
     Attributes:
       q_BTHK, k_BTHK: queries and keys, of unit length; queries with their scale.
@@ -54,7 +54,7 @@ def delta_rule(
       state_BHKV: the state before the first position; None for zeros.
       starts_BT: the column where the segment of each position starts; a segment begins with a state of zeros. None for
         one segment per row, which continues the given state.
-      chunk: positions that are computed at a time.
+      chunk: positions computed at a time.
 
     >>> one = jnp.ones((1, 3, 1, 1))
     >>> halved = Inputs(one, one, one, jnp.full((1, 3, 1), jnp.log(0.5)), jnp.full((1, 3, 1), 0.5))
@@ -66,7 +66,7 @@ def delta_rule(
         state_BHKV = jnp.zeros((rows, heads, width, inputs.v_BTHV.shape[-1]), jnp.float32)
     chunk = min(chunk, positions)
     added = -positions % chunk
-    # Positions that are added at the end have neither rate nor decay, so the state stays as it is.
+    # Padding at the end has neither rate nor decay, so it leaves the state unchanged.
     padded = (jnp.pad(x, [(0, 0), (0, added)] + [(0, 0)] * (x.ndim - 2)) for x in inputs)
     chunks = Inputs(*(_in_chunks(x.astype(jnp.float32), chunk) for x in padded))
     if starts_BT is None:
@@ -75,7 +75,7 @@ def delta_rule(
         marks_NBC = _in_chunks(jnp.pad(starts_BT, ((0, 0), (0, added)), mode="edge"), chunk)
     firsts_N = jnp.arange(0, positions + added, chunk)
 
-    # A chunk's inner matrices are computed again in the backward pass, which then needs the states between chunks only.
+    # The backward pass recomputes a chunk's inner matrices, so it only needs the states between chunks.
     through_chunk = jax.checkpoint(_through_chunk, prevent_cse=False)
     last_BHKV, out_NBCHV = lax.scan(through_chunk, state_BHKV, (chunks, marks_NBC, firsts_N))
     out_BTHV = jnp.moveaxis(out_NBCHV, 0, 1).reshape(rows, positions + added, heads, -1)
@@ -108,7 +108,7 @@ def _through_chunk(
     else:
         sees_BHCC = (sees_CC[None] & (starts_BC[:, :, None] == starts_BC[:, None, :]))[:, None]
         continues_BHC = (starts_BC < first)[:, None]
-    # Where a position does not see another one the difference may be above 0, and its exponential infinite.
+    # If a position does not see another one, the difference may be positive and its exponential infinite.
     between_BHCC = total_BHC[..., :, None] - total_BHC[..., None, :]
     decay_BHCC = jnp.where(sees_BHCC, jnp.exp(jnp.where(sees_BHCC, between_BHCC, 0.0)), 0.0)
     since_BHC = jnp.where(continues_BHC, jnp.exp(total_BHC), 0.0)

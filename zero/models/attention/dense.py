@@ -52,7 +52,7 @@ def dense_attention(
       v_BSGK: values, which may have a width of their own.
       position: position of the first query.
       form: the form of the scores.
-      terms: what else acts on them.
+      terms: what else acts on the scores.
     """
     shape_BHTS = (*q_BTHK.swapaxes(1, 2).shape[:3], k_BSGK.shape[1])
     q_BGXK = by_key_head(q_BTHK.swapaxes(1, 2), k_BSGK.shape[2])

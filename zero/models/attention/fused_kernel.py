@@ -107,7 +107,7 @@ def fused_attention(
       slopes_H: ALiBi's slopes, which are constants: their gradient is zero; None for no bias.
       starts_BT: the first position that each query sees, int32; None for 0.
       scale: factor of the products of queries and keys.
-      generation: what the TPU multiplies and holds.
+      generation: the TPU generation.
       interpret: whether to emulate the kernels on CPU.
     """
     rows, positions, heads, width = q_BTHK.shape
@@ -343,9 +343,9 @@ def _scores(
     other: int,
     is_diagonal: bool,
 ) -> jax.Array:
-    """Scores `(keys, queries)` of a block of queries and another one of keys.
+    """Scores `(keys, queries)` of a block of queries and a block of keys.
 
-    ALiBi counts positions from the block's own: what is the same for all keys of a query changes nothing.
+    ALiBi counts positions relative to the block, because a term that all keys of a query share changes nothing.
     """
     size = problem.block
     s_ST = _dot(k_ref[0, pl.ds(other * size, size)], q_ref[0, pl.ds(block * size, size)], _ROWS)

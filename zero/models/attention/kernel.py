@@ -99,14 +99,14 @@ def missing_in(
 def splits_heads(kernel: str | None, form: Form, *, positions: int, shared: int, width: int) -> bool:
     """Whether products around attention should have heads as dimensions, in front of positions.
 
-    Arguments as of `missing_in`. Source: docs/decisions/attention.md
+    Arguments as for `missing_in`. Source: docs/decisions/attention.md
     """
     reads_flat = _fuses(kernel, form, positions, shared, width) and width % 128 == 0
     return kernel is not None and not reads_flat
 
 
 def fuses_rotation(kernel: str | None, positions: int, width: int, pairs: int) -> bool:
-    """Whether `fused_rotation` turns heads of this width, of which so many pairs turn."""
+    """Whether `fused_rotation` supports heads of this width with this many rotated pairs."""
     return kernel in TPU_KERNELS and positions % 8 == 0 and width % 128 == 0 and width == 2 * pairs
 
 

@@ -51,7 +51,7 @@ PLAIN = Form()
 
 
 class Terms(NamedTuple):
-    """What acts on the scores of a layer besides its queries and keys; None where there is nothing.
+    """The terms of a layer's scores besides its queries and keys; None for an absent one.
 
     Attributes:
       bias_CH: added to the scores by bucket of distance, as in T5.

@@ -41,7 +41,7 @@ class Positions(Rotary, Sinusoidal):
     )
 
     def mistakes(self) -> Iterator[str]:
-        """Two kinds at once, and what the chosen kind refuses."""
+        """Two kinds at once, and the mistakes of the chosen kind."""
         if self.alibi_attn and self.positions != "learned":
             yield f"positions {self.positions!r} need alibi_attn: false"
         yield from self.kind_of_positions.mistakes(self)

@@ -1,1 +1,1 @@
-"""What a step minimizes: `table.py` lists the objectives."""
+"""The objectives that a step can minimize; `table.py` lists them."""

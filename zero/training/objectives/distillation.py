@@ -1,11 +1,10 @@
-"""Offline distillation: the model's distribution of the next token approaches a teacher's.
+"""Offline distillation: the model's next-token distribution approaches a teacher's.
 
-The teacher's K most likely tokens of each position are stored, with their log-probabilities. The loss is the forward
-divergence from the teacher of distributions over K + 1 outcomes: these tokens, and any other. The probability of the
-others is what is left to 1, in the teacher and in the model. To renormalize the K tokens instead would teach the model
-that nothing else can follow, a bias that Anshumann et al. examine (Sparse Logit Sampling, arXiv 2503.16870, section 3).
-By the data processing inequality the loss is a lower bound of the divergence over all tokens, and equal to it if K is
-the size of the vocabulary.
+The teacher's K most likely tokens at each position are stored with their log-probabilities. The loss is the forward KL
+divergence from the teacher over K + 1 outcomes: these tokens, and any other, which has the remaining probability in
+teacher and model. Renormalizing over the K tokens instead would teach the model that nothing else can follow, a bias
+that Anshumann et al. examine (Sparse Logit Sampling, arXiv 2503.16870, section 3). By the data processing inequality
+the loss is a lower bound of the divergence over all tokens, with equality if K is the size of the vocabulary.
 
 Shapes: R rows of one device, P positions of them on this device, K tokens of a position.
 """
@@ -32,7 +31,7 @@ METRICS = (
     Mean("divergence", "forward divergence from the teacher, nats per token", "Distillation", "nats per token"),
     Mean("likelihood_loss", "negative log-likelihood of the tokens, nats per token", "Distillation", "nats per token"),
 )
-_LEAST = 1e-6  # of the probability of all other tokens: below it a sum in float32 is rounding
+_LEAST = 1e-6  # the least probability of all other tokens: smaller sums in float32 are rounding errors
 
 
 @dataclass(frozen=True)
@@ -80,5 +79,5 @@ def divergence(teacher_RPK: jax.Array, model_RPK: jax.Array) -> jax.Array:
 
 
 def _log_of_others(logps_RPK: jax.Array) -> jax.Array:
-    """The log-probability of all other tokens than these."""
+    """The log-probability of all other tokens."""
     return jnp.log(jnp.maximum(1 - jnp.sum(jnp.exp(logps_RPK), axis=-1), _LEAST))

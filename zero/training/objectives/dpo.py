@@ -1,4 +1,4 @@
-"""Direct preference optimization: of two texts the chosen one becomes more likely than the rejected one.
+"""Direct preference optimization: the chosen text of a pair becomes more likely than the rejected one.
 
 A loss is a function of the margin of a pair, beta times the difference of the log-ratios of both texts to a reference
 model (Rafailov et al., arXiv 2305.18290, equation 7). Metrics have the names of TRL's DPOTrainer.
@@ -29,7 +29,7 @@ class Loss(NamedTuple):
 
     Attributes:
       of_margins: `(margins (P,), beta)` to losses `(P,)`.
-      per_token: whether log-ratios are means over the tokens of a text, and not sums.
+      per_token: whether log-ratios are averaged over the tokens of a text instead of summed.
     """
 
     of_margins: Callable[[jax.Array, float], jax.Array]
@@ -46,12 +46,12 @@ LOSSES: Mapping[str, Loss] = MappingProxyType(
 
 
 def _conservative(right: jax.Array, wrong: jax.Array, flipped: float) -> jax.Array:
-    """The expected loss where this share of the preferences is wrong (arXiv 2403.00409, equation 8)."""
+    """The expected loss if this share of the preferences is wrong (arXiv 2403.00409, equation 8)."""
     return (1 - flipped) * right + flipped * wrong
 
 
 def _robust(right: jax.Array, wrong: jax.Array, flipped: float) -> jax.Array:
-    """What the loss would be without the wrong preferences, in the mean (Chowdhury et al., arXiv 2403.00409, eq. 9)."""
+    """An unbiased estimate of the loss without the wrong preferences (Chowdhury et al., arXiv 2403.00409, eq. 9)."""
     return ((1 - flipped) * right - flipped * wrong) / (1 - 2 * flipped)
 
 

@@ -1,4 +1,4 @@
-"""What a step minimizes.
+"""The interface of objectives, which a step minimizes.
 
 A new objective is a file with its keys, a `Keys` that makes an `Objective`, and an entry of `table.py`.
 """
@@ -29,10 +29,10 @@ class Mean(NamedTuple):
 
     Attributes:
       name: in the lines.
-      sentence: what it means, with its unit.
+      sentence: its meaning, with the unit.
       title, unit: of its panel in report.html; metrics of one title share a panel.
-      over: another metric of the objective, a share of the terms. This one is a mean over those terms alone; a line
-        whose rows have none of them leaves it out.
+      over: another metric of the objective, a share of the terms. This metric is averaged over those terms only, and
+        left out of lines whose rows have none of them.
     """
 
     name: str
@@ -59,7 +59,7 @@ def divided(metrics: Iterable[Mean], sums: Mapping[str, Value], terms: Value) ->
 
 
 def without_terms(metrics: Iterable[Mean], values: Mapping[str, float]) -> set[str]:
-    """The names of the metrics that are means over no terms at all.
+    """The names of the metrics without any terms to average over.
 
     >>> without_terms([Mean("chosen", "", "", over="share")], {"share": 0.0, "chosen": 0.0})
     {'chosen'}
@@ -80,7 +80,7 @@ class Objective:
         and gradients of all its devices add up to those of the rows.
       metrics: further means over the terms.
       reads: the entries of `Batch.extra` that `total` reads.
-      example: what a row of the data holds.
+      example: the contents of a row of the data.
       candidates: the entry that holds tokens of each position, whose log-probabilities are `Scores.candidates_BTK`.
     """
 
@@ -112,7 +112,7 @@ class Objective:
         return REFERENCE in self.reads
 
     def extra(self, rows: int, positions: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """The shapes of `Batch.extra` for so many rows of so many positions."""
+        """The shapes of `Batch.extra` for this many rows and positions."""
         return {entry.name: entry.struct(rows, positions, self.example.texts) for entry in self.reads}
 
     def zeros(self) -> dict[str, jax.Array]:
@@ -133,7 +133,7 @@ LIKELIHOOD = Objective(
 
 @dataclasses.dataclass(frozen=True)
 class Keys:
-    """What all choices of the group `objective` have."""
+    """The keys shared by all choices of the group `objective`."""
 
     name: str = ""
 

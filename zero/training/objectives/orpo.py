@@ -1,4 +1,4 @@
-"""Odds ratio preference optimization: the likelihood of chosen answers, and their odds beside those of rejected ones.
+"""Odds ratio preference optimization: the likelihood of chosen answers, and their odds relative to rejected ones.
 
 Source: Hong et al., arXiv 2403.07691, equations 2, 6 and 7; metrics have the names of TRL's ORPOTrainer. There is no
 reference. As in the paper, the likelihood is a mean over the tokens of each answer; TRL's is one over all tokens of a
@@ -50,7 +50,7 @@ class Orpo(Keys):
 
 
 def log_odds(logps: jax.Array) -> jax.Array:
-    """log(p / (1 - p)) from log p, which is below 0 but for rounding.
+    """log(p / (1 - p)) from log p, which is below 0 except for rounding.
 
     >>> [round(x, 4) for x in log_odds(jnp.log(jnp.asarray([0.5, 0.9]))).tolist()]
     [0.0, 2.1972]

@@ -15,7 +15,7 @@ def metrics_of_pairs(reward: str, logps: str = "log-probability of") -> tuple[Me
     """The declarations.
 
     Args:
-      reward: what the reward of a text is, and `logps` what its entry of `logps/...` is: the beginning of a sentence.
+      reward, logps: what a text's reward and its entry of `logps/...` are, as beginnings of sentences.
     """
     return (
         Mean("rewards/chosen", f"{reward} the chosen text", "Rewards"),

@@ -46,7 +46,7 @@ def whole_texts(
 
     Args:
       loss: from the texts of some examples to their losses `(E,)` and to the values `(E,)` of each metric, by name. It
-        depends on each example alone, but for `Texts.mean`.
+        depends on each example alone, except for `Texts.mean`.
     """
     total = partial(_total, loss=loss, reads=reads, example=example)
     return Objective(partial(_count, example=example), total, metrics, reads, example)
@@ -64,7 +64,7 @@ def _count(model: ShardedGPT, tokens_RT: Rows, *, example: Example) -> jax.Array
 def _total(
     model: ShardedGPT, scores: Scores, batch: Batch, *, loss: Loss, reads: tuple[Entry, ...], example: Example
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The loss of a text is no sum over tokens, and a device of a group has only some of the tokens of its rows.
+    """The loss is not a sum over tokens, and a device of a group has only some of the tokens of its rows.
 
     So the loss and its slope by the log-probability of each row are computed from sums over the group, and each device
     multiplies the slope by its own part.

@@ -45,11 +45,11 @@ def ademamix(
     eps: float = 1e-8,
     slow_warmup: int | None = None,
 ) -> optax.GradientTransformation:
-    """AdEMAMix without a learning rate, element-wise and so right on shards: three values per parameter.
+    """AdEMAMix without a learning rate: element-wise, and so correct on shards; three values of state per parameter.
 
     Args:
       weight_decay: for matrices and the vocabulary, multiplied by the learning rate.
-      b1, b2, eps: as of Adam.
+      b1, b2, eps: as for Adam.
       b3: decay of the slow mean.
       alpha: the slow mean counts this many times.
       slow_warmup: steps until `alpha` and the half-life of the slow mean have grown to their values (section 3, from 0

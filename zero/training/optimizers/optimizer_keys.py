@@ -1,4 +1,4 @@
-"""What all optimizers have in the configuration, and the keys that several of them have."""
+"""The keys of all optimizers, and the keys that several of them share."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Optimizer:
     decay: ClassVar[str] = "rate"
 
     def weight_decay(self, keys: Keys, peak: float) -> float:
-        """The factor of weight decay, of which independent decay takes the peak of the learning rate out."""
+        """The factor of weight decay; independent decay divides it by the peak learning rate."""
         return keys.weight_decay / (peak if self.decay == "independent" else 1)
 
     def mistakes(self, size: GPTConfig, of_model: str, peak: float) -> Mistakes:

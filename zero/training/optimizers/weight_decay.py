@@ -60,7 +60,7 @@ def decoupled(
 
 
 def _constant_decay(weight_decay: float, mask: Callable[[PyTree], PyTree]) -> optax.GradientTransformationExtraArgs:
-    """Weight decay that is the same at every step: divided by the learning rate, by which the step multiplies it."""
+    """Constant weight decay: divided by the learning rate, because the step multiplies it by that rate."""
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, *, rate: jax.Array, **extra: Any

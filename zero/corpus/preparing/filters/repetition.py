@@ -60,7 +60,7 @@ def _exceeds(pieces: Sequence[str], most_repeated: float, most_characters: float
 
 
 def top_ngram_characters(words: Sequence[str], n: int) -> int:
-    """The characters in all occurrences of the n-gram that comes most often; 0 where none comes twice.
+    """The characters in all occurrences of the n-gram that comes most often; 0 if none comes twice.
 
     >>> top_ngram_characters("the sea the sea the land".split(), 2)
     12

@@ -46,7 +46,7 @@ def array_units(path: str, validation_fraction: float | None) -> Iterator[Unit]:
 
 
 def megatron_index(path: str) -> str | None:
-    """The index of Megatron-LM beside a .bin file; None without one."""
+    """The Megatron-LM index beside a .bin file; None if there is none."""
     index = path[:-4] + ".idx"
     return index if path.lower().endswith(".bin") and storage.exists(index) else None
 

@@ -67,7 +67,7 @@ class CompletionReader:
         )
 
     def _answer(self, entry: dict[str, Any], name: str) -> Document:
-        """A prompt and its completion, both messages: what follows the prompt is learned, as in TRL."""
+        """A prompt and its completion, both lists of messages; everything after the prompt is learned, as in TRL."""
         template = needed(self.template).with_variables(checked_variables(entry.get(VARIABLES)))
         tools = checked_tools(entry.get("tools"))
         prompt, completion = (checked_messages(entry[key], key) for key in ("prompt", "completion"))

@@ -42,7 +42,7 @@ _NOT_TEXT = {"__pycache__", "node_modules"}
 
 
 _BLOCK = 1 << 20  # bytes that are hashed at once
-_RANGE = 8 << 20  # bytes of an object that are asked for at once
+_RANGE = 8 << 20  # bytes of an object per request
 
 
 class SourceFile(NamedTuple):
@@ -50,13 +50,13 @@ class SourceFile(NamedTuple):
     relative: str  # to the source
     size: int
     changed: int | str  # its modification time in ns, or the version of an object
-    stated: str | None = None  # what a bucket states of an object's bytes: a checksum, or else its version
+    stated: str | None = None  # the bucket's checksum of the object, or else its version
     start: int = 0  # of a piece of a file: the lines that begin from here
     stop: int | None = None  # up to here; None: the file is whole
 
     @property
     def folders(self) -> list[str]:
-        """The names of the folders of the source that it lies in."""
+        """The names of the source's folders that contain it."""
         return self.relative.split("/")[:-1]
 
 
@@ -180,7 +180,7 @@ def _find_local(root: str, base: str) -> tuple[list[SourceFile], bool]:
 
 
 def _walk(root: str) -> list[str]:
-    """All files below a folder, but for folders without text: a virtual environment has many files."""
+    """All files below a folder, except for folders without text: a virtual environment has many files."""
     paths = []
     for parent, folders, names in os.walk(root, onerror=_raise):
         folders[:] = [folder for folder in folders if folder not in _NOT_TEXT and not folder.startswith(".")]
@@ -274,7 +274,7 @@ def open_piece(file: SourceFile) -> Iterator[BinaryIO]:
 
 @functools.lru_cache(maxsize=1)
 def _object(url: str) -> bytes:
-    """The newest object, for the units that are cut from it one after the other."""
+    """The newest object, for the units that are cut from it in order."""
     return storage.read_bytes(url)
 
 

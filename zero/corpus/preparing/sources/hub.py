@@ -62,7 +62,7 @@ class HubDataset:
         self.left_alone = [] if is_official or address.split else [name for name in names if name != "train"]
         self._parts = list(zip(rows, splits, rows.values(), strict=True))
         self.fingerprint = str(builder.hash)  # of the configuration and the revision, or the files
-        # In bytes, of each file of the parts above, in their order; of all together, 0, where a file is no shard.
+        # In bytes, of each file of the parts above, in their order; of all together, 0, where a file is not a shard.
         of_splits = {name or address.split or "train": of_split for name, of_split in rows.items()}
         self.sizes = _file_sizes(builder.config.data_files, of_splits)
 

@@ -72,7 +72,7 @@ def _lines_of_piece(file: BinaryIO, start: int, stop: int) -> Iterator[bytes]:
 
 
 def _texts(path: str, first: int, lines: bytes) -> Iterator[Document]:
-    """Empty lines are no documents."""
+    """Empty lines are not documents."""
     for number, line in enumerate(lines.split(b"\n"), first):
         document = decoded(line.removesuffix(b"\r"), f"{path}, line {number}")
         if document.left_out_by or str(document.content).strip():

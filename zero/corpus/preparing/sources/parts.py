@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from zero.corpus.preparing.sources.files import SourceFile
 
-PART_BYTES = 1 << 30  # of a source: minutes of a core with a tokenizer, which is what a kill costs
+PART_BYTES = 1 << 30  # of a source: a kill costs the minutes that a core needs to tokenize it
 
 
 def pieces(files: Iterable[SourceFile], part_bytes: int, is_cut: Callable[[str], bool]) -> Iterator[SourceFile]:

@@ -1,4 +1,4 @@
-"""Pairs of texts with one prompt, of which one is preferred: `prompt`, `chosen` and `rejected`, as TRL has them."""
+"""Pairs of answers to one prompt, one of them preferred: `prompt`, `chosen` and `rejected`, as in TRL."""
 
 from __future__ import annotations
 

@@ -261,7 +261,7 @@ class Source:
                 yield from changed(units, methodcaller("_replace", split=split))
 
     def _units_of(self, files: list[SourceFile], is_whole: bool = False) -> Iterator[Unit]:
-        """The units of files; nothing of an array of tokens is set aside where the files are all of one split."""
+        """The units of files; no part of a token array is set aside if all files belong to one split."""
         group: list[SourceFile] = []
         size = 0
         rows = JoinedRows(self._end_of_text)

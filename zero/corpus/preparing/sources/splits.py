@@ -28,7 +28,7 @@ def split_of(name: str) -> int | None:
 
 
 def split_of_data(relative: str, is_data: bool) -> int | None:
-    """The split that a file is of without a doubt: code and prose may be about tests, and lie in folders of that name.
+    """The split that a file certainly belongs to: code and prose may be about tests, in folders of that name.
 
     >>> split_of_data("a/dev.jsonl", True), split_of_data("test/a.py", False), split_of_data("src/test/train.py", False)
     (1, 2, None)

@@ -61,7 +61,7 @@ def _parquet(file: BinaryIO, reader: Reader) -> Iterator[tuple[Any, float]]:
     table = parquet.ParquetFile(file)
     rows = 0
     names = [reader.key, *reader.fields] if isinstance(reader, TextReader) else []
-    columns = [name for name in names if name in table.schema_arrow.names]  # else the reader names what is there
+    columns = [name for name in names if name in table.schema_arrow.names]  # else the reader names the existing columns
     for batch in table.iter_batches(_ROWS, columns=columns or None):
         rows += batch.num_rows
         yield batch, rows / table.metadata.num_rows
@@ -84,7 +84,7 @@ def _arrow(file: BinaryIO, reader: Reader) -> Iterator[tuple[Any, float]]:
 
 
 def _documents(path: str, number: int, packed: bytes, reader: Reader) -> Iterator[Document]:
-    """The rows of some batches, of which the first has this number."""
+    """The rows of some batches, numbered from `first`."""
     import pyarrow
 
     for batch in pyarrow.ipc.open_stream(packed) if packed else ():

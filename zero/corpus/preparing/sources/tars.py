@@ -151,12 +151,12 @@ class WholeTar(io.RawIOBase):
 
 
 def _suffixes(sample: Mapping[str, Any], kinds: tuple[str, ...]) -> list[str]:
-    """The members of a sample of some of webdataset's kinds, compressed by themselves or not."""
+    """The members of a sample that have some of webdataset's suffixes, individually compressed or not."""
     return [key for key in sample if not key.startswith("__") and key.removesuffix(".gz").rpartition(".")[2] in kinds]
 
 
 def _ids_member(sample: Mapping[str, Any]) -> str | None:
-    """The member that holds token ids; None where it is text."""
+    """The member that holds token ids; None if it is text."""
     candidates = [key for key in _suffixes(sample, _IDS) if key not in (LENGTHS, COMPLETIONS)]
     named = [key for key in candidates if key.removesuffix(".gz") in (ROWS, "input_id.pth")]
     if named:

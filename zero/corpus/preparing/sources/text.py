@@ -16,7 +16,7 @@ from zero.corpus.preparing.sources.files import open_file
 
 
 def whole_files(paths: Iterable[tuple[str, str]]) -> Iterator[Document]:
-    """Files that are one document each: their paths, and what they are counted under."""
+    """Files with one document each: their paths, and the names they are counted under."""
     for path, source in paths:
         with open_file(path) as file:
             data = file.read()
