@@ -38,6 +38,7 @@ GIB = 2**30
 SHOWN = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax", "optax", "orbax-checkpoint")
 STATE_BYTES = 12  # per parameter in a checkpoint: float32 weights and the two moments of AdamW
 SLOW = 0.5  # share of the published peak, or of the median device, below which something is wrong
+BUCKET_SECONDS = 60  # for an answer of the bucket
 STALL_MINUTES = 3  # in a collective, after which the watchdog logs the stacks and ends this process
 
 
@@ -263,9 +264,10 @@ def bucket(settings: Settings) -> str:
     url = f"{folder}/{secrets.token_hex(8)}"
     content = secrets.token_bytes(64)
     started = time.monotonic()
-    storage.write(url, content)
-    is_kept = storage.read_bytes(url) == content and url in storage.list_files(folder)
-    storage.remove(url)
+    with storage.deadline_of(BUCKET_SECONDS):
+        storage.write(url, content)
+        is_kept = storage.read_bytes(url) == content and url in storage.list_files(folder)
+        storage.remove(url)
     if not is_kept:
         raise Fault(f"{url} was written, but reads back differently", "check the bucket with gcloud storage ls")
     return f"{storage.bucket(data.bucket_path)} can be written, read, listed; {time.monotonic() - started:.1f} s"

@@ -16,7 +16,7 @@ from zero.files.storage.files import (
     unfinished_directory,
     write,
 )
-from zero.files.storage.fsspec_store import DEADLINE
+from zero.files.storage.fsspec_store import DEADLINE, deadline_of
 from zero.files.storage.urls import bucket, is_remote, is_root, join, parent, relative, scheme
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "NoSuchBucket",
     "RangeReader",
     "bucket",
+    "deadline_of",
     "exists",
     "is_outage",
     "is_remote",

@@ -14,7 +14,9 @@ import random
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -24,6 +26,7 @@ from zero.files.storage.objects import ObjectStat
 
 TIMEOUT = 10, 30  # seconds to connect, and without a byte while reading
 DEADLINE = 300  # seconds for one request and its repetitions
+_SHORTER: ContextVar[float | None] = ContextVar("shorter deadline", default=None)
 TOLD_AFTER = 4  # attempts before the wait is logged
 PAUSES = 0.5, 30.0  # seconds between repetitions: the first, doubled from then on, and the longest
 SLOWEST = 1e5  # bytes per second of an upload that is not taken for stalled
@@ -134,7 +137,8 @@ class FsspecStore(ABC):
 
     def _repeated(self, url: str | Path, request: Callable[[], _Result]) -> _Result:
         """The result of a request; raises the errors that `zero.files.storage` documents."""
-        ends = time.monotonic() + DEADLINE
+        seconds = deadline()
+        ends = time.monotonic() + seconds
         pause, longest = PAUSES
         attempts = 0
         while True:
@@ -156,11 +160,27 @@ class FsspecStore(ABC):
                 if not _is_temporary(error, status):
                     raise Unavailable(f"{url}: request failed: {first_line(error)}") from error
                 if time.monotonic() + pause > ends:
-                    raise Unavailable(f"{url}: no answer within {DEADLINE:.0f} s: {first_line(error)}") from error
+                    raise Unavailable(f"{url}: no answer within {seconds:.0f} s: {first_line(error)}") from error
                 if attempts == TOLD_AFTER:
-                    _log.warning("%s: %s; retrying for up to %.0f s", url, first_line(error), DEADLINE)
+                    _log.warning("%s: %s; retrying for up to %.0f s", url, first_line(error), seconds)
             time.sleep(pause * random.uniform(0.5, 1))
             pause = min(2 * pause, longest)
+
+
+def deadline() -> float:
+    """Seconds for one request and its repetitions: `DEADLINE`, or less within `deadline_of`."""
+    shorter = _SHORTER.get()
+    return DEADLINE if shorter is None else shorter
+
+
+@contextmanager
+def deadline_of(seconds: float) -> Iterator[None]:
+    """Within the block, requests of this thread are given up after fewer seconds."""
+    token = _SHORTER.set(seconds)
+    try:
+        yield
+    finally:
+        _SHORTER.reset(token)
 
 
 @functools.lru_cache(maxsize=256)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from zero.base.errors import Unavailable, first_line
 from zero.files.storage.failures import AccessDenied, replaced
-from zero.files.storage.fsspec_store import DEADLINE, TIMEOUT
+from zero.files.storage.fsspec_store import TIMEOUT, deadline
 from zero.files.storage.objects import Checksum, ObjectStat
 from zero.files.storage.urls import SCHEME, split
 
@@ -109,7 +109,7 @@ def _bucket(name: str) -> storage.Bucket:
 def _retry() -> Any:
     from google.cloud.storage.retry import DEFAULT_RETRY
 
-    return DEFAULT_RETRY.with_delay(initial=0.5, maximum=30, multiplier=2).with_timeout(DEADLINE)
+    return DEFAULT_RETRY.with_delay(initial=0.5, maximum=30, multiplier=2).with_timeout(deadline())
 
 
 def bills_readers(url: str | Path) -> AccessDenied:
@@ -141,6 +141,6 @@ def _translated_errors(url: str | Path) -> Iterator[None]:
             f"(gcloud auth application-default login): {first_line(error)}"
         ) from error
     except exceptions.RetryError as error:
-        raise Unavailable(f"{url}: no answer within {DEADLINE} s: {first_line(error.cause or error)}") from error
+        raise Unavailable(f"{url}: no answer within {deadline():.0f} s: {first_line(error.cause or error)}") from error
     except (exceptions.GoogleAPIError, DataCorruption, InvalidResponse, OSError) as error:
         raise Unavailable(f"{url}: request failed: {first_line(error)}") from error
