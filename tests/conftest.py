@@ -51,7 +51,7 @@ MODULES = Path(zero.__file__).parent
 
 
 # MiB of a process that are its own: pages of libraries, 210 or with libtpu 350 more, are held once for all workers.
-MOST_MEMORY = 750  # modules are a third, or two thirds with PyTorch
+MOST_MEMORY = 950  # modules are a third, or two thirds with PyTorch; with less, tests of a file compile programs again
 MEMORY_BETWEEN_FILES = 400  # a file's programs are of little use to the next one
 GROWTH = 100  # over what was left
 GROWTH_BETWEEN_FILES = 50

@@ -7,6 +7,7 @@ in MiB; Linux alone tells it.
 """
 
 import collections
+import contextlib
 import json
 import os
 import sys
@@ -26,31 +27,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     table: Path | None = item.config.getoption("--cpu-table")
-    before = cpu_seconds()
-    if table is not None:
-        Path("/proc/self/clear_refs").write_text(FORGET_PEAK)
+    if table is None:
+        return (yield)
+    Path("/proc/self/clear_refs").write_text(FORGET_PEAK)
+    started, own = started_seconds(), own_seconds()  # the search for processes is no part of the test
     result = yield
-    if table is not None:
-        own, started = (after - earlier for after, earlier in zip(cpu_seconds(), before, strict=True))
-        line = {"test": item.nodeid, "own": round(own, 2), "started": round(started, 2), "memory": peak_memory()}
-        worker = os.environ.get("PYTEST_XDIST_WORKER")
-        with Path(f"{table}.{worker}" if worker else table).open("a") as file:
-            file.write(json.dumps(line) + "\n")
+    own, started = own_seconds() - own, started_seconds() - started
+    line = {"test": item.nodeid, "own": round(own, 2), "started": round(started, 2), "memory": peak_memory()}
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    with Path(f"{table}.{worker}" if worker else table).open("a") as file:
+        file.write(json.dumps(line) + "\n")
     return result
 
 
-def cpu_seconds() -> tuple[float, float]:
-    """Those of this process, and of all that it has started, which may still run."""
+def own_seconds() -> float:
+    return sum(psutil.Process().cpu_times()[:2])
+
+
+def started_seconds() -> float:
+    """Of all processes that this one has started, which may still run."""
     process = psutil.Process()
-    own = process.cpu_times()
-    started = own.children_user + own.children_system
+    seconds = sum(process.cpu_times()[2:4])
     for child in process.children(recursive=True):
-        try:
-            times = child.cpu_times()
-        except psutil.NoSuchProcess:  # it has ended since
-            continue
-        started += times.user + times.system + times.children_user + times.children_system
-    return own.user + own.system, started
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since
+            seconds += sum(child.cpu_times()[:4])
+    return seconds
 
 
 def peak_memory() -> int:

@@ -36,12 +36,12 @@ KEYS = (
     *("resume", "data.resume_step"),
     *("data.corpus", "data.index_path_train", "data.index_path_validation", "data.shuffle_shards"),
     *("data.bucket_path", "data.train_samples", "training.max_epochs", "model.model_path", "model.warm_start"),
-    *("training.batch_size", "training.staged_warmup_steps", "training.warmup_train_context"),
+    *("training.batch_size", "batch", "training.staged_warmup_steps", "training.warmup_train_context"),
 )
 READ_ONCE = re.compile("JAX_|XLA_|TPU_|LIBTPU_|PYTHON|OMP_|OPENBLAS_|NPROC$")  # variables, when a process starts
 ONCE = (tokenizers._warn_once, json_lines._report)  # cached, so that a process prints each line once
 UNKNOWN = 1  # the status of a program that ends with a traceback
-MOST_MEMORY = 800 << 20  # bytes; 300 MiB are modules, and a job with its programs takes 100 to 200
+MOST_MEMORY = 1100 << 20  # bytes; 300 MiB are modules, and a job with its programs takes 100 to 200
 
 
 def end(status: int) -> NoReturn:

@@ -64,9 +64,9 @@ def test_checker_sees_a_large_library(statement: str) -> None:
 @pytest.mark.parametrize(
     ("name", "examples"),
     [
-        ("PyTorch", {"tests/exchange/test_peft_folder.py", "tests/inference/test_lm_eval_adapter.py"}),
+        ("PyTorch", {"tests/exchange/test_peft_folder.py", "tests/training/objectives/test_dpo_ipo.py"}),
         ("libtpu", {"tests/costs/test_hlo.py", "tests/partition/collectives/test_arrays.py"}),
-        ("lasting runs", {"tests/run/test_resume.py", "tests/run/test_sweeps.py"}),
+        ("lasting runs", {"tests/run/test_resume.py", "tests/test_main_zero.py"}),
     ],
 )
 def test_files_of_one_worker_are_known(name: str, examples: set[str]) -> None:

@@ -1,6 +1,7 @@
 """Which worker of pytest-xdist runs which file."""
 
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,14 @@ from typing import Any
 from xdist.scheduler import LoadFileScheduling
 
 ROOT = Path(__file__).parents[2]
-# Of the programs that run_path runs some import PyTorch.
+# Of the programs that run_path runs in the process of a test some import PyTorch.
 PYTORCH = re.compile(
-    r"^\s*(import|from) (torch|transformers|peft|lm_eval)\b|importorskip\(.(torch|lm_eval)|\brun_path\(", re.M
+    r"^\s*(import|from) (torch|transformers|peft|trl|lm_eval)\b|importorskip\(.(torch|trl|lm_eval)|\brun_path\((?!\{)",
+    re.M,
 )
 
+IMPORT = re.compile(r"^\s*import (tests\.[\w.]+)", re.M)
+IMPORT_FROM = re.compile(r"^\s*from (tests[\w.]*) import (\([^)]*\)|[^\n]*)", re.M)
 LIBTPU = re.compile(r"\b(find_devices|get_topology_desc)\(")
 LASTING = re.compile(r"\bcli\.Lasting\b")
 # What a worker holds for many files, and by what a file of tests shows that it needs it: libraries of hundreds of MiB,
@@ -23,9 +27,35 @@ HELD = {"PyTorch": PYTORCH, "libtpu": LIBTPU, "lasting runs": LASTING}
 
 @cache
 def held(file: str) -> str | None:
-    """Which of `HELD` the tests of a file, named from the root, need, themselves or by another module."""
+    """Which of `HELD` the tests of a file, named from the root, need, themselves or by a module of tests."""
+    texts = [(ROOT / module).read_text() for module in modules_of(file)]
+    return next((name for name, pattern in HELD.items() if any(map(pattern.search, texts))), None)
+
+
+def modules_of(file: str) -> Iterator[str]:
+    """The file, and the modules of tests/ that it imports, themselves or by another one.
+
+    >>> "tests/helpers/llama.py" in modules_of("tests/run/test_train_objectives.py")  # by pair_runs.py
+    True
+    """
+    seen = {file}
+    left = [file]
+    while left:
+        yield (module := left.pop())
+        new = imported(module) - seen
+        seen |= new
+        left += sorted(new)
+
+
+@cache
+def imported(file: str) -> set[str]:
+    """The modules of tests/ that a file imports."""
     text = (ROOT / file).read_text()
-    return next((name for name, pattern in HELD.items() if pattern.search(text)), None)
+    names = set(IMPORT.findall(text))
+    for module, members in IMPORT_FROM.findall(text):
+        names |= {module, *(f"{module}.{name}" for name in re.findall(r"\w+", members))}
+    files = {f"{name.replace('.', '/')}.py" for name in names}
+    return {module for module in files if (ROOT / module).exists()}
 
 
 def scope_of(test: str) -> str:

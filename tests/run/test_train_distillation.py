@@ -1,4 +1,4 @@
-"""A teacher's tokens are stored, and another model learns from them: in staged lengths, killed and resumed."""
+"""A teacher's tokens are stored, and another model learns from them: in staged lengths, and resumed."""
 
 import json
 from pathlib import Path
@@ -63,27 +63,44 @@ def test_two_hosts_store_the_same(taught: Path) -> None:
     assert (tokens == of_one_host[0]).mean() > 0.99  # equally likely ones may change places
 
 
-def test_killed_and_resumed(taught: Path) -> None:
-    runs = cli.Forks(taught)
-    whole = cli.metrics(cli.Lasting(taught).train("whole", *JOB))
-    assert [line["sequence_length"] for line in whole] == [16, 16, 16, 32, 32, 32]
-    assert whole[-1]["divergence"] < whole[0]["divergence"] and whole[-1]["validation/divergence"] > 0
-    assert whole[-1]["train/loss"] == pytest.approx(
-        (whole[-1]["divergence"] + whole[-1]["likelihood_loss"]) / 2, rel=1e-5
+@pytest.fixture(scope="module")
+def whole(taught: Path) -> Path:
+    return cli.Lasting(taught).train("whole", *JOB)
+
+
+def test_learned(whole: Path) -> None:
+    """Rows of both lengths are learned from; the loss is what the weight says of its two parts."""
+    lines = cli.metrics(whole)
+    assert [line["sequence_length"] for line in lines] == [16, 16, 16, 32, 32, 32]
+    assert lines[-1]["divergence"] < lines[0]["divergence"] and lines[-1]["validation/divergence"] > 0
+    assert lines[-1]["train/loss"] == pytest.approx(
+        (lines[-1]["divergence"] + lines[-1]["likelihood_loss"]) / 2, rel=1e-5
     )
+
+
+def test_resumed_bit_for_bit(taught: Path, whole: Path) -> None:
+    assert cli.metrics(cli.Lasting(taught).fork("whole", 3)) == cli.metrics(whole)
+
+
+@pytest.mark.wide  # the test above reads the same checkpoint, in a process that has its programs
+def test_killed_and_resumed(taught: Path, whole: Path) -> None:
+    runs = cli.Forks(taught)
     process = runs.start(*JOB, "hydra.run.dir=killed")
     while process.poll() is None and not (taught / "killed" / "checkpoints" / "3").is_dir():
         pass
     process.kill()
     process.finish()
     runs.check("--resume", "hydra.run.dir=killed")
-    assert cli.metrics(taught / "killed") == whole
+    assert cli.metrics(taught / "killed") == cli.metrics(whole)
+
+
+def test_other_values_are_refused(taught: Path, whole: Path) -> None:
+    runs = cli.Forks(taught)
     stored = taught / SPLITS[0].with_suffix(".teacher.json")
     before = stored.read_text()
     stored.write_text(json.dumps(json.loads(before) | {"sha256": "other"}))
-    cli.check_refusal(
-        runs.run("--resume", "hydra.run.dir=killed", "training.total_steps=8"), "the values of the teacher have changed"
-    )
+    again = ("--resume", "hydra.run.dir=whole", "training.total_steps=8")
+    cli.check_refusal(runs.run(*again), "the values of the teacher have changed")
     stored.write_text(before)
     more = cli.later_values(*JOB, "objective.top_tokens=6", "hydra.run.dir=more")
     cli.check_refusal(runs.run(*more), "objective.top_tokens=6: the teacher")

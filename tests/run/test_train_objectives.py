@@ -1,14 +1,21 @@
-"""Runs of each objective on pairs: killed after a checkpoint and resumed, they are as if nothing had been."""
+"""Runs of each objective on pairs: continued from a checkpoint, they are as if nothing had been."""
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.config.composing import Only, compose
 from tests.helpers import cli
-from tests.helpers.pair_runs import JOB, LABELLED, STEPS, make_labels, make_pairs
+from tests.helpers.lasting import KEYS
+from tests.helpers.pair_runs import JOB, LABELLED, SIZE, STEPS, make_labels, make_pairs
+from tests.helpers.shared_jobs import SharedJobs
+from zero.commands.modes import check, merge_resumed
+from zero.record.run_files import saved_config
+from zero.run.train import train
 
-# The overrides of each objective; the others than the first are as good as it is, and wide.
+# The overrides of each objective.
 JOBS: dict[str, tuple[str, ...]] = {
     "kto": ("objective=kto", *LABELLED),
     "ipo": ("objective.loss=ipo",),
@@ -28,15 +35,34 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield root
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "kto" else pytest.param(name, marks=pytest.mark.wide) for name in JOBS]
-)
+def test_resumed_bit_for_bit(root: Path) -> None:
+    """A run on labelled answers, whose batches have the most columns, continues from the middle, in this process."""
+    whole, again = root / "here-whole", root / "here-again"
+    job = cli.later_values(*JOB, *JOBS["kto"])
+    jobs = SharedJobs(KEYS)
+    for run, resume in ((whole, ()), (again, ("resume=here-whole", f"data.resume_step={STEPS // 2}"))):
+        composed = compose(*job, *resume)
+        if resume:
+            composed = merge_resumed(saved_config(whole), composed, list(resume))
+        run.mkdir()
+        with jobs.shared([]):
+            assert train(check(composed, Only(SIZE)), SIZE, run) == 0
+    assert_learned(cli.metrics(whole))
+    assert cli.metrics(again) == cli.metrics(whole)
+
+
+def assert_learned(lines: list[dict[str, Any]]) -> None:
+    assert lines[-1]["train/loss"] < lines[0]["train/loss"] and "validation/loss" in lines[-1]
+    assert {key for key in lines[-1] if key.startswith(("rewards/", "logps/"))}
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", JOBS)
 def test_killed_and_resumed(root: Path, name: str) -> None:
     runs = cli.Forks(root)
     job = cli.later_values(*JOB, *JOBS[name])
     whole = cli.metrics(runs.train(f"{name}-whole", *job))
-    assert whole[-1]["train/loss"] < whole[0]["train/loss"] and "validation/loss" in whole[-1]
-    assert {key for key in whole[-1] if key.startswith(("rewards/", "logps/"))}
+    assert_learned(whole)
     process = runs.start(*job, f"hydra.run.dir={name}")
     saved = root / name / "checkpoints" / str(STEPS // 2)
     while process.poll() is None and not saved.is_dir():

@@ -1,5 +1,7 @@
 """`batch=ramp`: batches that grow by equal amounts are stages, and what does not divide is named."""
 
+from pathlib import Path
+
 import pytest
 
 from tests.config.composing import compose
@@ -33,10 +35,21 @@ def test_mistakes_are_named(overrides: tuple[str, ...], message: str) -> None:
         check(compose("batch=ramp", "training.batch_size=8", *overrides), load_sizes())
 
 
-def test_resumed_within_the_ramp(lasting: cli.Lasting) -> None:
-    """Batches of 16, 32, and then 48 rows; a run that continues in a stage is the same, bit for bit."""
+@pytest.fixture(scope="module")
+def workplace(workplace: Path) -> Path:
+    """With a run of batches of 16, 32, and then 48 rows, whose programs test_stages.py has too."""
     ramp = ("batch=ramp", "batch.first=16", "batch.steps=8", "training.batch_size=48")
-    whole = cli.metrics(lasting.train("whole", *cli.later_values(*cli.TINY, *ramp)))
+    cli.Lasting(workplace).train("whole", *cli.later_values(*cli.TINY, *ramp))
+    return workplace
+
+
+def test_lines_count_rows(workplace: Path) -> None:
     rows = [*[16] * 4, *[32] * 4, *[48] * 4]
-    assert [line["tokens_seen"] for line in whole] == [sum(rows[:step]) * cli.CONTEXT for step in range(1, 13)]
-    assert cli.metrics(lasting.fork("whole", 6)) == whole
+    seen = [line["tokens_seen"] for line in cli.metrics(workplace / "whole")]
+    assert seen == [sum(rows[:step]) * cli.CONTEXT for step in range(1, 13)]
+
+
+@pytest.mark.wide  # the stages are those of a checkpoint, which test_stages.py resumes
+def test_resumed_within_the_ramp(lasting: cli.Lasting) -> None:
+    """A run that continues in a stage is the same, bit for bit."""
+    assert cli.metrics(lasting.fork("whole", 6)) == cli.metrics(lasting.workplace / "whole")
