@@ -20,7 +20,7 @@ from docs.print_reference import all_metrics
 from tests.helpers import cli
 from tests.helpers.events import scalars
 from zero.base.errors import Unavailable, UserError
-from zero.checkpoints.manager import META_CHECKSUM, meta_checksum
+from zero.checkpoints.metadata import META_CHECKSUM, meta_checksum
 from zero.commands.cli import errors_in_lines
 from zero.config.saved_config import flat_config
 from zero.hosts import hardware

@@ -28,7 +28,8 @@ from tests.helpers.checkpoints import (
 from tests.helpers.disks import small_disk
 from zero.base.errors import UserError
 from zero.checkpoints.damage import DamagedCheckpoint, write_errors
-from zero.checkpoints.manager import FORMAT, META_CHECKSUM, Checkpoints, meta_checksum
+from zero.checkpoints.manager import Checkpoints
+from zero.checkpoints.metadata import FORMAT, META_CHECKSUM, meta_checksum
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "deleted": Path.unlink,

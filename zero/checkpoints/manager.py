@@ -10,12 +10,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import math
-import re
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
@@ -23,21 +20,29 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 import jax
 import numpy as np
 
-from zero.base.errors import Unavailable, UserError
-from zero.base.versions import version_of
+from zero.base.errors import UserError
 from zero.checkpoints.damage import (
     DamagedCheckpoint,
     MissingCheckpoint,
     move_aside,
     read_errors,
-    without_brackets,
     write_errors,
 )
-from zero.checkpoints.quiet_orbax import drain_loops_of_orbax, quiet_loggers
+from zero.checkpoints.metadata import (
+    check_leaves,
+    checkpoint_name,
+    complete_metadata,
+    metadata_file,
+    read_metadata,
+    retained,
+    with_checksum,
+)
+from zero.checkpoints.orbax_manager import array_handler, check_path, open_manager
+from zero.checkpoints.quiet_orbax import quiet_loggers
+from zero.checkpoints.reading import is_deleted, on_all_hosts
 from zero.checkpoints.retention import Retention, Saved
 from zero.config.keys import key
 from zero.files import storage
-from zero.files.parsing import reading
 from zero.hosts import agreement
 from zero.partition.collectives.axis import Axis
 from zero.partition.global_arrays import global_shapes
@@ -47,11 +52,6 @@ from zero.record.run_files import committed_steps
 if TYPE_CHECKING:  # orbax is imported on first use, so that a fresh start of one process does not wait for it
     import orbax.checkpoint as ocp
 
-PACKAGES = ("zero-pmap", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-FORMAT = 3  # of checkpoints; the numbers below it were never released
-META_CHECKSUM = "meta_checksum"
-COPIED_GB = 8  # at a time, of a state that fills the host's memory
-DELETION_SECONDS = 10  # for a deletion begun by another process to end
 _Result = TypeVar("_Result")
 log = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class Checkpoints:
         self._commit_times: dict[int, float] = {}
         self._leaves: list[str] = []  # of the save in progress
         if keep is not None:
-            _check_path(self.directory)
+            check_path(self.directory)
         with ExitStack() as stack:
             stack.enter_context(quiet_loggers())
             self._cleans_up = keep is not None and not self._is_absent()  # later unfinished saves belong to another run
@@ -127,57 +127,19 @@ class Checkpoints:
 
     @cached_property
     def _arrays(self) -> ocp.PyTreeCheckpointHandler:
-        import orbax.checkpoint as ocp
-
-        if not self._from_host:
-            return ocp.PyTreeCheckpointHandler(use_compression=False)
-        # Otherwise each copy of the state would write a part of an array, which a device would have to cut.
-        whole = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
-        registry = ocp.type_handlers.create_type_handler_registry((jax.Array, whole))
-        return ocp.PyTreeCheckpointHandler(
-            use_compression=False, type_handler_registry=registry, save_device_host_concurrent_gb=COPIED_GB
-        )
+        return array_handler(from_host=self._from_host)
 
     @cached_property
     def _manager(self) -> ocp.CheckpointManager:
-        import orbax.checkpoint as ocp
-
-        from zero.checkpoints.orbax_commit import barrier_unless_failing, temporary_path_class
-
-        drain_loops_of_orbax()
-        is_remote = storage.is_remote(self.directory)
-        options = ocp.CheckpointManagerOptions(
-            preservation_policy=self._keep and dataclasses.replace(self._keep, saved=self._known),
-            read_only=self._keep is None,
-            create=False,
-            cleanup_tmp_directories=self._cleans_up,
-            enable_async_checkpointing=True,
-            async_options=ocp.AsyncOptions(
-                barrier_sync_fn=barrier_unless_failing,
-                # Otherwise threads wait minutes for a directory that could not be created, and the exit of the process
-                # waits for them.
-                create_directories_asynchronously=False,
-            ),
-            temporary_path_class=temporary_path_class(is_remote, self._commit_times, self._leaves, self._check_owner),
-            lightweight_initialize=True,  # otherwise it reads a file of each checkpoint, which may be damaged
+        return open_manager(
+            self.directory,
+            self._keep and dataclasses.replace(self._keep, saved=self._known),
+            self._arrays,
+            cleans_up=self._cleans_up,
+            commit_times=self._commit_times,
+            leaves=self._leaves,
+            check_owner=self._check_owner,
         )
-
-        def create() -> ocp.CheckpointManager:
-            return ocp.CheckpointManager(
-                self.directory, item_names=("state", "meta"), item_handlers={"state": self._arrays}, options=options
-            )
-
-        try:
-            with _patient_buckets() if is_remote else nullcontext():
-                try:
-                    return create()
-                except FileNotFoundError:
-                    # A directory in a bucket disappears with its last file: host 0 has just deleted an unfinished save.
-                    return create()
-        except Exception as error:
-            if not storage.is_outage(error):
-                raise
-            raise Unavailable(f"{self.directory} cannot be read now: {without_brackets(error)}") from error
 
     def steps(self) -> list[int]:
         """The saved steps, oldest first.
@@ -231,15 +193,9 @@ class Checkpoints:
         if step in self.steps():
             raise UserError(f"{self.directory}: step {step} is already saved, and checkpoints are never overwritten")
         arrays = {leaf.name: x for leaf, x in zip(layout.leaves, layout.treedef.flatten_up_to(state), strict=True)}
-        meta = meta | {
-            "shapes": {leaf.name: list(leaf.shape) for leaf in layout.leaves},
-            "dtypes": {name: x.dtype.name for name, x in arrays.items()},
-            "versions": {name: version_of(name) for name in PACKAGES},
-            "format": FORMAT,
-            "validation_loss": validation_loss,
-        }
-        meta[META_CHECKSUM] = meta_checksum(meta)
-        self._known()[step] = _retained(meta)
+        dtypes = {name: x.dtype.name for name, x in arrays.items()}
+        meta = complete_metadata(meta, layout, dtypes, validation_loss)
+        self._known()[step] = retained(meta)
         import orbax.checkpoint as ocp
 
         started = time.monotonic()
@@ -264,19 +220,18 @@ class Checkpoints:
           DamagedCheckpoint: the metadata cannot be read.
           UserError: storage fails, or another process has taken the directory over.
         """
-        meta = self.meta(step) | {"validation_loss": loss}
-        meta[META_CHECKSUM] = meta_checksum(meta)
-        self._known()[step] = _retained(meta)
+        meta = with_checksum(self.meta(step) | {"validation_loss": loss})
+        self._known()[step] = retained(meta)
 
         def replace() -> None:
             if jax.process_index() == 0:
                 self._check_owner()
-                file = self._meta_file(step)
+                file = metadata_file(self.directory, step)
                 storage.remove_unfinished(storage.parent(file))  # left by a process that was killed here
                 with write_errors(self.directory):
                     storage.write(file, json.dumps(meta).encode())
 
-        self._on_all_hosts(step, replace)
+        on_all_hosts(self._name(step), replace)
 
     def meta(self, step: int) -> dict[str, Any]:
         """The caller's metadata, and `shapes`, the logical shape of each leaf, keyed by path.
@@ -287,7 +242,7 @@ class Checkpoints:
           UserError: it is of another format, or storage fails for the moment.
         """
         self.wait()
-        return self._read(step, lambda: self._read_meta(step))
+        return self._read(step, lambda: read_metadata(self.directory, step))
 
     def as_saved(self, step: int, layout: Layout) -> Layout:
         """This layout of a state with the dtypes that the checkpoint holds; raises as `meta`."""
@@ -317,22 +272,9 @@ class Checkpoints:
           UserError: a leaf is missing, left over, of another logical shape, or of a dtype that no cast converts; or
             storage fails for the moment.
         """
-        prefix = f"{within}/" if within else ""
+        prefix = "" if within is None else f"{within}/"
         meta = self.meta(step)
-        saved = {name: tuple(shape) for name, shape in meta["shapes"].items()}
-        expected = {prefix + leaf.name: leaf.shape for leaf in layout.leaves}
-        for name in dict.fromkeys([*expected, *(name for name in saved if name.startswith(prefix))]):
-            if saved.get(name) != expected.get(name):
-                raise UserError(
-                    f"{self._name(step)}, leaf {name}: "
-                    f"holds {saved.get(name, 'nothing')}, this run expects {expected.get(name, 'nothing')}"
-                )
-        for leaf in layout.leaves:
-            dtype = jax.numpy.dtype(meta["dtypes"].get(prefix + leaf.name, leaf.dtype))
-            are_floats = jax.numpy.issubdtype(dtype, np.floating) and jax.numpy.issubdtype(leaf.dtype, np.floating)
-            if dtype != leaf.dtype and not are_floats:
-                name = f"{self._name(step)}, leaf {prefix + leaf.name}"
-                raise UserError(f"{name}: holds {dtype.name}, this run expects {leaf.dtype.name}")
+        check_leaves(self._name(step), meta, layout, prefix)
         import orbax.checkpoint as ocp
 
         paths = [prefix + leaf.name for leaf in layout.leaves]
@@ -369,7 +311,7 @@ class Checkpoints:
                 self._check_owner()
                 log.warning("moved checkpoint %d aside to %s", step, move_aside(self.directory, step))
 
-        self._on_all_hosts(step, rename)
+        on_all_hosts(self._name(step), rename)
         self._manager.reload()
         self._saved = None
 
@@ -403,27 +345,10 @@ class Checkpoints:
             self._saved = {}
             for step in self.steps():
                 try:
-                    self._saved[step] = _retained(self._read_meta(step))
+                    self._saved[step] = retained(read_metadata(self.directory, step))
                 except DamagedCheckpoint as error:
                     log.warning("%s", error)
         return self._saved
-
-    def _read_meta(self, step: int) -> dict[str, Any]:
-        file = self._meta_file(step)
-        with read_errors(self._name(step), [file]):
-            text = storage.read_bytes(file)
-        with reading(f"{self._name(step)}: file {file} cannot be read", kind=DamagedCheckpoint):
-            meta = json.loads(text)
-            _check_meta(meta)
-        if meta["format"] != FORMAT:
-            raise UserError(
-                f"{self._name(step)} is of format {meta['format']}, but this version of zero reads format {FORMAT}; it "
-                f"was written by {meta['versions']}"
-            )
-        return meta
-
-    def _meta_file(self, step: int) -> str:
-        return storage.join(self.directory, f"{step}/meta/metadata")
 
     def _read_arrays(self, step: int, targets: PyTree, restore_args: PyTree) -> PyTree:
         import orbax.checkpoint as ocp
@@ -438,48 +363,19 @@ class Checkpoints:
             )
 
     def _name(self, step: int) -> str:
-        return f"checkpoint {self.directory}, step {step}"
+        return checkpoint_name(self.directory, step)
 
     def _read(self, step: int, action: Callable[[], _Result]) -> _Result:
         """The result of reading a step, on all hosts. What another process has deleted is missing, not damaged."""
         try:
-            return self._on_all_hosts(step, action)
+            return on_all_hosts(self._name(step), action)
         except DamagedCheckpoint as error:
-            if self._keep is not None or not self._is_deleted(step):
+            if self._keep is not None or not is_deleted(self.directory, step):
                 raise
             raise MissingCheckpoint(
                 f"{self._name(step)} was deleted while it was being read, by the run that trains there; to keep more "
                 "checkpoints, set data.keep_checkpoints or data.keep_every"
             ) from error
-
-    def _is_deleted(self, step: int) -> bool:
-        """Whether another process deletes this step: its files go one by one. All hosts get the answer of host 0."""
-
-        def is_deleted() -> bool:
-            ends = time.monotonic() + DELETION_SECONDS
-            while step in (steps := committed_steps(self.directory)):
-                if step == steps[-1] or time.monotonic() > ends:  # the newest one is never deleted
-                    return False
-                time.sleep(0.1)
-            return True
-
-        return bool(agreement.broadcast("deleted", "yes" if agreement.is_host_0() and is_deleted() else ""))
-
-    def _on_all_hosts(self, step: int, action: Callable[[], _Result]) -> _Result:
-        """The result; where any host raises UserError, all of them do."""
-        failure = None
-        try:
-            result = action()
-        except UserError as error:
-            failure = error
-        if jax.process_count() > 1:
-            failed, damaged = agreement.sum_over_hosts(failure is not None, isinstance(failure, DamagedCheckpoint))
-            if failed:
-                kind = DamagedCheckpoint if failed == damaged else Unavailable
-                raise kind(failure or f"{self._name(step)}: another host could not read it")
-        if failure is not None:
-            raise failure
-        return result
 
     @contextmanager
     def _write_errors(self) -> Iterator[None]:
@@ -515,36 +411,3 @@ class Checkpoints:
         except UserError:
             if known is None:
                 raise
-
-
-def meta_checksum(meta: dict[str, Any]) -> int:
-    """CRC-32 of all but itself, as sorted JSON."""
-    kept = {key: value for key, value in json.loads(json.dumps(meta)).items() if key != META_CHECKSUM}
-    return zlib.crc32(json.dumps(kept, sort_keys=True).encode())
-
-
-def _retained(meta: dict[str, Any]) -> Saved:
-    """What retention depends on, from the metadata of a checkpoint."""
-    loss = meta.get("validation_loss")
-    saved_at = meta.get("saved_at")
-    return Saved(loss if loss is not None and math.isfinite(loss) else None, saved_at)
-
-
-def _check_meta(meta: Any) -> None:
-    """Raises ValueError if `meta` is not as `save` has written it."""
-    if not isinstance(meta, dict):
-        raise ValueError("not a JSON object")
-    if meta.get(META_CHECKSUM) != meta_checksum(meta):
-        raise ValueError(f"its content does not match its checksum, {META_CHECKSUM}")
-
-
-def _check_path(directory: Path | str) -> None:
-    """Orbax lists directories by patterns, which it makes of their paths; tensorstore takes only UTF-8."""
-    if re.search(r"[*?\[\\\ud800-\udfff]", str(directory)):
-        raise UserError(f"{str(directory)!r}: expected a path in UTF-8 without *, ?, [ or a backslash")
-
-
-def _patient_buckets() -> AbstractContextManager[None]:
-    from zero.checkpoints.orbax_buckets import patient_buckets  # takes a second to import
-
-    return patient_buckets()
