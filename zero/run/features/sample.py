@@ -98,10 +98,13 @@ def samples_after(samples: str, step: int) -> Iterator[tuple[int, str]]:
 
     >>> list(samples_after("--- step 5\nto be\n--- step 10\nor not\n", 5))
     [(10, 'or not')]
+    >>> list(samples_after("", 5))  # of a run resumed before its first sample
+    []
     """
     heads = [*re.finditer(r"^--- step (\d+)\n", samples, re.MULTILINE)]
-    ends = [*(head.start() for head in heads[1:]), len(samples)]
-    for head, end in zip(heads, ends, strict=True):
+    for number, head in enumerate(heads):
+        is_newest = number == len(heads) - 1
+        end = len(samples) if is_newest else heads[number + 1].start()
         if int(head[1]) > step:
             yield int(head[1]), samples[head.end() : end].removesuffix("\n")
 
