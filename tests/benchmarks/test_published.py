@@ -1,8 +1,10 @@
 """The table beside published steps is printed from its rows, and their steps are those that a plan accepts."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +39,16 @@ def parameters_of(size: GPTConfig) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes["params"]))
 
 
-@pytest.mark.parametrize("name", RECIPES)
+# Each kind of model, and slices of each size; the others are as these, and wide.
+SOME = {"llama3-8b-v6e-8", "llama3-70b-v6e-128", "llama2-70b-v6e-256", "llama3-405b-2xv6e-256"}
+SOME |= {"gpt3-175b-v6e-256", "gemma3-12b-v6e-256", "mixtral-8x7b-v6e-256"}
+
+
+def cells(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=() if name in SOME else pytest.mark.wide) for name in names]
+
+
+@pytest.mark.parametrize("name", cells(RECIPES))
 def test_requests(name: str) -> None:
     """A published step is one that a plan accepts, on a slice that exists."""
     recipe = RECIPES[name]
@@ -67,7 +78,7 @@ WITH_HOST = {  # what is stored, and which kinds of it lie in the host's memory
 }
 
 
-@pytest.mark.parametrize("name", published.load_rows())
+@pytest.mark.parametrize("name", cells(published.load_rows()))
 def test_what_is_stored(name: str) -> None:
     """`zero.remat=auto` takes what the row records, and with the host's memory what has the fewest seconds."""
     pytest.importorskip("libtpu")

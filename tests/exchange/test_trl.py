@@ -303,11 +303,17 @@ def test_preferences_of_strings_equal_trl(home: Home) -> None:
 # The same token begins and ends OLMo 2's texts and ends each of its turns: in a row of several chats nothing tells a
 # turn from a text. TRL knows their lengths.
 UNDIVIDABLE = {("olmo2", "chats"), ("olmo2", "answers")}
+# Of the answers of a chat test_chat_template.py shows that they are completions.
+PACKED = {("qwen2", "chats"), ("qwen2", "completions")}
+SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
     ("family", "kind"),
-    [case if case[0] == "qwen2" else pytest.param(*case, marks=pytest.mark.slow) for case in product(MODELS, LINES)],
+    [
+        case if case in PACKED else pytest.param(*case, marks=pytest.mark.wide if case[0] == "qwen2" else SLOW)
+        for case in product(MODELS, LINES)
+    ],
 )
 def test_packed_texts_equal_trl(family: str, kind: str, tmp_path: Path) -> None:
     """Loss and gradient of all weights are those of TRL, where each text has a row of its own and where rows are full.

@@ -273,3 +273,41 @@ def test_not_finite_part_stays(bad: Any, span: int) -> None:
     stays = [np.asarray(params[STACK]["w"])[:, bad]] if isinstance(bad, int) else []
     assert all((x == 1).all() for x in stays)
     assert np.isfinite(norm).all() == (bad is None) and is_bad.all() == is_bad.any() == (bad is not None)
+
+
+@pytest.mark.parametrize("span", [1, 2])
+def test_inputs_on_the_host_change_no_bit(span: int) -> None:
+    """The backward pass of a span gets the input that its forward pass has stored, in either memory.
+
+    Of layers whose derivative depends on their input; test_step_offload.py has whole steps.
+    """
+    devices = 3
+    rng = np.random.default_rng(0)
+    tx = optax.sgd(0.5)
+    whole = {STACK: {"w": rng.normal(1, 0.5, (LAYERS, 2 * devices))}, "rest": {"w": rng.normal(1, 0.5, 2 * devices)}}
+    whole = jax.tree.map(np.float32, whole)
+    layout = zero.make_layout(whole, devices, stacked=(STACK,))
+    axis = zero.Axis("zero", (1, devices))
+    loss = LayeredLoss(
+        lambda rest: rest["rest"]["w"],
+        lambda p, x, layer: jnp.sin(x * p["w"]),
+        lambda rest, x: (jnp.sum(x * rest["rest"]["w"]), None),
+    )
+
+    def updated(on_host: bool) -> Any:
+        def step(_: jax.Array) -> Any:
+            params = zero.shard(whole, layout, axis)
+            options = StepOptions(lambda step: jnp.float32(0))
+            return backward_and_update(
+                *(loss, tx, params, tx.init(params)),
+                layout=layout,
+                axis=axis,
+                span=span,
+                on_host=on_host,
+                options=options,
+            )[1]
+
+        return jax.pmap(step, "zero", devices=jax.devices()[:devices])(np.ones(devices))
+
+    on_device, on_host = updated(False), updated(True)
+    jax.tree.map(np.testing.assert_array_equal, on_host, on_device)

@@ -148,8 +148,8 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "products in 8 bits": (8, 3, {"product_dtype": "int8", "remat": "mlp"}),
 }
 # A run continues with its activations on the host, bit for bit, at stage 3 (tests/run/test_resume.py).
-QUICK = ("one layer at a time", "in part")
-WIDE = ("stage 2 on three devices", "stage 1 on one device", "fused")
+QUICK = ("in part",)
+WIDE = ("stage 2 on three devices", "stage 1 on one device", "fused", "one layer at a time")  # test_fused_update.py
 
 
 @pytest.mark.parametrize(

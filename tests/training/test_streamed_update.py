@@ -108,7 +108,11 @@ def test_inputs_on_the_host_change_no_bit() -> None:
     assert_same(joined(moved), bits(joined(state)))
 
 
-@pytest.mark.parametrize(("offload", "queues"), [((), 1), (KINDS, 2)], ids=["none", "activations"])
+@pytest.mark.parametrize(
+    ("offload", "queues"),
+    [((), 1), pytest.param(KINDS, 2, marks=pytest.mark.wide)],
+    ids=["none", "activations"],
+)
 def test_a_step_waits_for_what_leaves(offload: tuple[str, ...], queues: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the devices hold all blocks, or inputs, at once; the last one of each kind may still be on its way."""
     on = setup(8, 3, streams_state=True, offload=offload, **FUSED)

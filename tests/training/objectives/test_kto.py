@@ -86,6 +86,4 @@ def test_steps_equal_trl(trl_folder: Path, tmp_path: Path) -> None:
     texts = trl_steps.interleaved(rows, mismatched)
     found = trl_steps.steps_of_zero(trl_folder, Kto(**KEYS).make(), texts, 3, 3, label=labels)
     trl_steps.assert_same(found, expected)
-    one = trl_steps.steps_of_zero(trl_folder, Kto(**KEYS).make(), texts, 1, 0, label=labels)
-    trl_steps.assert_same(one, expected)
     assert max(line["kl"] for line in trainer.state.log_history if "kl" in line) > 0
