@@ -1,9 +1,9 @@
-"""CPU seconds of plans: of the default answer for presets, with an empty cache and again with what it left there.
+"""CPU seconds of plans: of the default answer, with an empty cache and again with what it left there.
 
-    python -m benchmarks.plan_seconds [--presets v3-8 v5e-16 ...] [--keys KEY=VALUE ...]
+    python -m benchmarks.plan_seconds [--plans 124m-v5e-8 ...] [--keys KEY=VALUE ...]
 
-Runs `main_zero.py mode=plan` once for each preset and prints a line of the table of benchmarks/measured/planning.md as
-soon as it is there. CPU seconds are those of all processes of a plan; they vary less than the seconds on a clock, and
+Runs `main_zero.py mode=plan` once for each of `PLANS` and prints a line of the table of benchmarks/measured/planning.md
+as soon as it is there. CPU seconds are those of all processes of a plan. They vary less than seconds on a clock, but
 still by a third between an idle and a busy machine.
 """
 
@@ -19,7 +19,14 @@ import time
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
-PRESETS = ("v3-8", "v3-32", "v4-32", "v5e-16", "v3-8-largest", "v3-8-6-bytes")
+PLANS = {
+    "124m-v5e-8": ["model.size=124m", "plan.topology=v5e-8", "plan.micro_batch=4"],
+    "1_1b-v3-32": ["+preset=v3-32"],
+    "1_1b-v4-32": ["+preset=v4-32"],
+    "1_1b-v5e-16": ["+preset=v5e-16"],
+    "8b-v5e-16": ["model.size=llama3_8b", "plan.topology=v5e-16", "plan.micro_batch=2", "data.max_context=2048"],
+    "largest-v3-8": ["+preset=v3-8-largest"],
+}
 
 
 def cpu_seconds() -> float:
@@ -40,20 +47,19 @@ def measured(directory: Path, overrides: list[str]) -> tuple[float, float, list[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--presets", nargs="*", default=PRESETS)
+    parser.add_argument("--plans", nargs="*", choices=list(PLANS), default=list(PLANS), metavar="NAME")
     parser.add_argument("--keys", nargs="*", default=[], help="further overrides of each plan")
     parser.add_argument("--once", action="store_true", help="do not repeat a plan")
     arguments = parser.parse_args()
-    print("| preset | rows | CPU s | s | again, CPU s |\n|---|---|---|---|---|", flush=True)
-    for preset in arguments.presets:
+    print("| plan | rows | CPU s | s | again, CPU s |\n|---|---|---|---|---|", flush=True)
+    for name in arguments.plans:
         with tempfile.TemporaryDirectory() as folder:
             place = Path(folder)
-            keys = [f"+preset={preset}", *arguments.keys]
-            if not arguments.once:
-                keys.append(f"distributed.compilation_cache={place / 'cache'}")
+            keys = [*PLANS[name], *arguments.keys]
+            keys.append(f"distributed.compilation_cache={place / 'cache'}")
             cpu, seconds, rows = measured(place / "first", keys)
             again = "" if arguments.once else f"{measured(place / 'again', keys)[0]:.0f}"
-        print(f"| {preset} | {len(rows)} | {cpu:.0f} | {seconds:.0f} | {again} |", flush=True)
+        print(f"| {name} | {len(rows)} | {cpu:.0f} | {seconds:.0f} | {again} |", flush=True)
 
 
 if __name__ == "__main__":
