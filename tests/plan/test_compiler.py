@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from jax.experimental import pallas as pl
 
 from zero.partition.pmapped import pmap
-from zero.plan.compiler import Compiler, KeptProgram
+from zero.plan.compiler import Compiler, KeptProgram, Memory, compiler_options
 from zero.plan.topology import find_devices, prepare_environment
 
 
@@ -84,6 +85,23 @@ def test_an_edit_that_moves_lines_compiles_nothing_again(devices: list[Any], tmp
     finally:
         jax.config.update("jax_traceback_in_locations_limit", frames)
     assert len(files(tmp_path)) == 1
+
+
+def test_unordered_instructions_change_no_figure(devices: list[Any]) -> None:
+    """Cycles and memory are as with the options of a run, whose machine code is another."""
+
+    def layer(x: jax.Array) -> jax.Array:
+        return jax.lax.psum(jnp.tanh(x @ x) @ x, "zero")
+
+    own, argument = pmap(layer, "zero", devices), jax.ShapeDtypeStruct((len(devices), 512, 512), jnp.bfloat16)
+    of_run = own.lower(argument).compile(compiler_options(devices, True))
+    of_plan = Compiler(devices, True).compile(own, argument)
+    cycles = [re.findall(r'"estimated_cycles":"\d+"', one.as_text()) for one in (of_run, of_plan)]
+    assert cycles[0] == cycles[1] != []
+    sizes = {name: getattr(of_run.memory_analysis(), name) for name in Memory.__dataclass_fields__}
+    assert sizes == {name: getattr(of_plan.memory_analysis(), name) for name in sizes}
+    bytes_of_code = [one.memory_analysis().generated_code_size_in_bytes for one in (of_run, of_plan)]
+    assert bytes_of_code[0] != bytes_of_code[1]
 
 
 def test_a_damaged_file_is_compiled_again(devices: list[Any], tmp_path: Path, caplog: Any) -> None:

@@ -89,6 +89,8 @@ def prepare_environment(topology: str) -> None:
         )
     # Do not ask a metadata server for a TPU, and let several processes load libtpu at once.
     os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
+    # Compilers allocate millions of small objects: their processes take a tenth less time if they keep freed ones.
+    os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.tcache_count=65535:glibc.malloc.mxfast=0")
     xla_options.enlarge_stacks()
 
 
