@@ -95,11 +95,11 @@ def decoded(data: bytes, name: str, source: str = "") -> Document:
         return Document(data.decode("utf-8-sig"), name=name, source=source)
     except UnicodeDecodeError:
         shown = data.decode("utf-8", "replace")
-        return broken(name, f"{name} {_what_it_is(data, name)}", shown, source)
+        return broken(name, f"{name} {what_it_is(data, name)}", shown, source)
 
 
-def _what_it_is(data: bytes, name: str) -> str:
-    """What a file that is not UTF-8 is by its first bytes, with the remedy."""
+def what_it_is(data: bytes, name: str) -> str:
+    """The kind of a file that is not UTF-8, judging by its first bytes, with the remedy."""
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
         return f"is UTF-16; convert it: iconv -f UTF-16 -t UTF-8 {name}"
     if data.startswith(b"PK\x03\x04"):

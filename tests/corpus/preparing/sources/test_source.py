@@ -132,6 +132,8 @@ def test_what_is_wrong_is_named(tmp_path: Path):
         ("d.jsonl.gz", lines[:-9], r"d\.jsonl\.gz is truncated or damaged"),
         ("e.jsonl.gz", lines[:20] + b"x" + lines[21:], r"e\.jsonl\.gz is truncated or damaged"),
         ("f.txt", b"plain\n" * 9 + b"\xe9", r"f\.txt is not UTF-8"),
+        ("g.txt", "plain".encode("utf-16"), r"g\.txt is UTF-16; convert it: iconv"),
+        ("h.zip", b"PK\x03\x04" + bytes(range(256)), r"h\.zip is a zip archive; unpack it"),
     ]:
         (tmp_path / name).write_bytes(data)
         with pytest.raises(UserError, match=message):

@@ -106,8 +106,9 @@ class Source:
         self._files = list(pieces(whole_files, part_bytes, self._is_cut))
         marked_up = [file.path for file in whole_files if file.path.lower().endswith(_MARKUP)]
         if marked_up:
+            are = "is read with its" if len(marked_up) == 1 else "are read with their"
             self.remarks.append(
-                f"{len(marked_up)} files are read with their markup ({os.path.splitext(marked_up[0])[1]}): trafilatura "
+                f"{counted(len(marked_up), 'file')} {are} markup ({os.path.splitext(marked_up[0])[1]}): trafilatura "
                 "extracts the text of such pages"
             )
         formats = [format_of(file.path, has_lines) for file in self._files]

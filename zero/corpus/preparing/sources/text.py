@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from zero.base.errors import UserError
 from zero.corpus.preparing import documents
-from zero.corpus.preparing.documents import Document, Unit, decoded
+from zero.corpus.preparing.documents import Document, Unit, decoded, what_it_is
 from zero.corpus.preparing.sources.files import open_file
 
 
@@ -23,12 +23,15 @@ def whole_files(paths: Iterable[tuple[str, str]]) -> Iterator[Document]:
         yield decoded(data, path, source)
 
 
-def _text_part(path: str, text: bytes, split: int, begins: bool, ends: bool) -> Iterator[Document]:
-    """Some lines of a single text, which makes one document for training and one for validation."""
+def _text_part(path: str, head: bytes, text: bytes, split: int, begins: bool, ends: bool) -> Iterator[Document]:
+    """Some lines of a single text, which makes one document for training and one for validation.
+
+    `head` has the first bytes of the whole text.
+    """
     try:
         yield Document(text.decode("utf-8"), split, ends, begins=begins)
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8; convert it with iconv: {error}") from error
+        raise UserError(f"{path} {what_it_is(head, path)}") from error
 
 
 def text_parts(path: str, validation_fraction: float, sizes: Sequence[int] | None = None) -> Iterator[Unit]:
@@ -38,7 +41,8 @@ def text_parts(path: str, validation_fraction: float, sizes: Sequence[int] | Non
     validation, from the beginning of a line.
     """
     with open_file(path) as file:
-        start = len(codecs.BOM_UTF8) if file.read(3) == codecs.BOM_UTF8 else 0
+        head = file.read(4)
+        start = len(codecs.BOM_UTF8) if head.startswith(codecs.BOM_UTF8) else 0
         end = file.seek(0, os.SEEK_END)
         if sizes is None:
             cut = max(start, int(end * (1 - validation_fraction)))
@@ -61,7 +65,7 @@ def text_parts(path: str, validation_fraction: float, sizes: Sequence[int] | Non
                 begins = position == first
                 position += len(text)
                 file.seek(position)
-                yield Unit(len(text), partial(_text_part, path, text, split, begins, position == stop))
+                yield Unit(len(text), partial(_text_part, path, head, text, split, begins, position == stop))
 
 
 def _character(file: BinaryIO, position: int) -> int:
