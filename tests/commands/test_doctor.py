@@ -111,16 +111,20 @@ def test_full_disk(examine: Examine) -> None:
     assert status == 1 and "GiB free" in lines["disk"] and "data.keep_checkpoints" in lines["disk"]
 
 
-def test_unreachable_bucket(examine: Examine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A network that does not answer is a fault within seconds, not a stall of this process."""
+def test_unreachable_bucket(
+    examine: Examine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A network that does not answer is said, and is a fault within seconds, not a stall of this process."""
     from zero.files.storage import gcs
 
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:9")
     gcs.client.cache_clear()
+    monkeypatch.setattr(gcs, "TOLD_AFTER", 1)
     monkeypatch.setattr(doctor, "BUCKET_SECONDS", 1)
     status, lines = examine("data.bucket_path=absent", only=["bucket"])
     gcs.client.cache_clear()
     assert status == 1 and "no answer within 1 s" in lines["bucket"]
+    assert any("retrying for up to 1 s" in message for message in caplog.messages)
 
 
 def test_bucket(examine: Examine, monkeypatch: pytest.MonkeyPatch, server: str) -> None:

@@ -8,6 +8,8 @@ exponential back-off and jitter, until `DEADLINE`; a read continues at the byte 
 from __future__ import annotations
 
 import functools
+import itertools
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from zero.base.errors import Unavailable, first_line
 from zero.files.storage.failures import AccessDenied, replaced
-from zero.files.storage.fsspec_store import TIMEOUT, deadline
+from zero.files.storage.fsspec_store import TIMEOUT, TOLD_AFTER, deadline
 from zero.files.storage.objects import Checksum, ObjectStat
 from zero.files.storage.urls import SCHEME, split
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from google.cloud import storage
 
 PAYER = "GS_USER_PROJECT"  # the environment variable in which GDAL takes it too
+_log = logging.getLogger(__name__)
 
 
 def stat(url: str | Path) -> ObjectStat:
@@ -109,7 +112,15 @@ def _bucket(name: str) -> storage.Bucket:
 def _retry() -> Any:
     from google.cloud.storage.retry import DEFAULT_RETRY
 
-    return DEFAULT_RETRY.with_delay(initial=0.5, maximum=30, multiplier=2).with_timeout(deadline())
+    attempts = itertools.count(1)
+
+    def is_temporary(error: Exception) -> bool:
+        if next(attempts) == TOLD_AFTER:
+            _log.warning("%s; retrying for up to %.0f s", first_line(error), deadline())
+        return bool(DEFAULT_RETRY._predicate(error))
+
+    patient = DEFAULT_RETRY.with_predicate(is_temporary).with_delay(initial=0.5, maximum=30, multiplier=2)
+    return patient.with_timeout(deadline())
 
 
 def bills_readers(url: str | Path) -> AccessDenied:
