@@ -233,6 +233,7 @@ IN_UNITS = pytest.mark.slow  # test_check.py and test_index_files.py have them w
             ["bad/not_yet.index", "no such file", "data.corpus=nowhere"],
         ),
         (["model.warm_start=true", "model.model_path=nowhere"], ["nowhere", "Hugging Face folder"]),
+        (["export.folder=exported"], ["export.folder=exported", "no architecture of transformers equals this model"]),
         pytest.param(
             ["training.max_skipped_in_a_row=0", "training.peak_learning_rate=1e30"],
             ["not finite", "training.max_skipped_in_a_row=0"],

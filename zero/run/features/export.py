@@ -48,7 +48,10 @@ class Export(Feature):
         if self._folder is None:
             return
         model = run.job.model
-        check_exportable(model.config, [leaf.name for leaf in model.layout.leaves], model.tuning)
+        try:
+            check_exportable(model.config, [leaf.name for leaf in model.layout.leaves], model.tuning)
+        except UserError as error:
+            raise UserError(f"export.folder={self._folder}: {error}") from error
         if os.path.lexists(self._folder) and run.position.step < run.last_step:
             taken = f"export.folder={self._folder} already exists"
             raise UserError(f"{taken} and is never overwritten; choose another name")
