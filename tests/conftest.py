@@ -50,9 +50,9 @@ QUICK = "quick"  # a marker (CONTRIBUTING.md)
 MODULES = Path(zero.__file__).parent
 
 
-# MiB of a process that are its own: pages of libraries, 210 or with libtpu 350 more, are held once for all workers.
-MOST_MEMORY = 950  # modules are a third, or two thirds with PyTorch; with less, tests of a file compile programs again
-MEMORY_BETWEEN_FILES = 400  # a file's programs are of little use to the next one
+# MiB of a process, with the pages of libraries: 210, with libtpu 350, with PyTorch 290.
+MOST_MEMORY = 1250  # modules are a third, or two thirds with PyTorch; with less, tests of a file compile programs again
+MEMORY_BETWEEN_FILES = 600  # a file's programs are of little use to the next one
 GROWTH = 100  # over what was left
 GROWTH_BETWEEN_FILES = 50
 MOST_ARENAS = 2  # of the C library, which otherwise keeps what each of dozens of threads has freed apart
@@ -97,12 +97,12 @@ class Everywhere:
             limit = max(MEMORY_BETWEEN_FILES, left + GROWTH_BETWEEN_FILES)
         else:
             limit = max(MOST_MEMORY, left + GROWTH)
-        if own_memory() > limit:
+        if resident_memory() > limit:
             jax.clear_caches()
             gc.collect()
             with suppress(OSError, AttributeError):  # only glibc has it
                 ctypes.CDLL(None).malloc_trim(0)
-            item.session.stash[LEFT] = own_memory()
+            item.session.stash[LEFT] = resident_memory()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -153,11 +153,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The files of the worker with PyTorch come first, as that worker takes no others."""
+    """The files of the worker with PyTorch come first, as that worker takes no others; those with libtpu come last."""
     if "PYTEST_XDIST_WORKER" in os.environ:
-        from tests.helpers.workers import WITH_PYTORCH, scope_of
+        from tests.helpers.workers import turn
 
-        items.sort(key=lambda item: scope_of(item.nodeid) != WITH_PYTORCH)
+        items.sort(key=lambda item: turn(item.nodeid))
 
 
 def pytest_collection_finish() -> None:
@@ -191,13 +191,12 @@ def forget_results(module: ModuleType) -> None:
             function.cache_clear()
 
 
-def own_memory() -> int:
-    """MiB of this process that are no pages of files; 0 where the system does not tell."""
+def resident_memory() -> int:
+    """MiB of this process; 0 where the system does not tell."""
     statm = Path("/proc/self/statm")
     if not statm.exists():
         return 0
-    _, resident, of_files, *_ = map(int, statm.read_text().split())
-    return (resident - of_files) * mmap.PAGESIZE >> 20
+    return int(statm.read_text().split()[1]) * mmap.PAGESIZE >> 20
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers import workers
 from tests.helpers.rooms import REPOSITORY, SOURCES
-from tests.helpers.workers import WITH_PYTORCH, HeldOnce, held, scope_of
+from tests.helpers.workers import WITH_PYTORCH, HeldOnce, held, turn
 
 LARGE = {"datasets", "lm_eval", "matplotlib", "peft", "torch", "transformers", "wandb"}
 PROGRAMS = ("benchmarks", "docs")  # folders with programs, of which tests import some
@@ -77,10 +77,12 @@ def test_files_of_one_worker_are_known(name: str, examples: set[str]) -> None:
     assert "tests/exchange/test_average.py" not in found and len(found) < len(files) / 5
 
 
-def test_files_with_pytorch_come_first(request: pytest.FixtureRequest) -> None:
-    """Their worker takes no others, so that it has no programs beside it."""
-    is_later = [scope_of(item.nodeid) != WITH_PYTORCH for item in request.session.items]
-    assert "PYTEST_XDIST_WORKER" not in os.environ or is_later == sorted(is_later)
+def test_files_take_turns(request: pytest.FixtureRequest) -> None:
+    """Those with PyTorch are first, whose worker takes no others; those with libtpu, which stays loaded, are last."""
+    turns = [turn(item.nodeid) for item in request.session.items]
+    assert "PYTEST_XDIST_WORKER" not in os.environ or turns == sorted(turns)
+    files = ("exchange/test_peft_folder.py", "run/test_data.py", "costs/test_hlo.py")
+    assert [turn(f"tests/{file}") for file in files] == [0, 1, 2]
 
 
 def test_a_worker_with_pytorch_takes_no_other_file() -> None:

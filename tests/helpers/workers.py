@@ -22,6 +22,7 @@ LASTING = re.compile(r"\bcli\.Lasting\b")
 # What a worker holds for many files, and by what a file of tests shows that it needs it: libraries of hundreds of MiB,
 # and the process with compiled steps in which runs follow each other.
 WITH_PYTORCH = "with PyTorch"
+WITH_LIBTPU = "with libtpu"
 HELD = {"PyTorch": PYTORCH, "libtpu": LIBTPU, "lasting runs": LASTING}
 
 
@@ -66,6 +67,15 @@ def scope_of(test: str) -> str:
     """
     file = test.partition("::")[0]
     return f"with {name}" if (name := held(file)) is not None else file
+
+
+def turn(test: str) -> int:
+    """0 for tests that come first, then 1 and 2: what fills memory for good comes as late as it can.
+
+    >>> turn("tests/exchange/test_peft_folder.py::test_one"), turn("tests/costs/test_hlo.py::test_one")
+    (0, 2)
+    """
+    return {WITH_PYTORCH: 0, WITH_LIBTPU: 2}.get(scope_of(test), 1)
 
 
 class HeldOnce(LoadFileScheduling):
