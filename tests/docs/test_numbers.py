@@ -50,7 +50,7 @@ DEFAULTS = dict(re.findall(r"^\| `([\w.]+)` \| `([^`]*)` \|", text_of("docs/refe
 LOGGED = [json.loads(line) for line in (RUN / "metrics.jsonl").read_text().splitlines()]
 OF_TRAINING, OF_VALIDATION = [json.loads(line) for line in (RUN / "evaluations.jsonl").read_text().splitlines()]
 ROWS_OF_AN_EVALUATION = int(DEFAULTS["training.maximum_evaluation_steps"]) * int(DEFAULTS["training.batch_size"])
-HAVE_NO_FOLDERS = {"dense_lm", "qwen3_5", "vq"}  # of transformers, or none that are read yet
+HAVE_NO_FOLDERS = {"dense_lm", "vq"}  # of transformers
 
 
 def listed(names: Iterable[str]) -> str:
