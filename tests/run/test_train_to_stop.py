@@ -48,13 +48,17 @@ def lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("words.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def save_llama(folder: Path, home: str) -> None:
-    """A small Llama with random weights and the tokenizer's files of a home."""
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+
+
+def save_small(folder: Path, home: str, kind: str = "llama") -> None:
+    """A small model of this type with random weights and the tokenizer's files of a home."""
     import transformers
 
     transformers.set_seed(0)
-    config = transformers.LlamaConfig(**{**SHAPE, "initializer_range": 0.1})
-    model: Any = transformers.LlamaForCausalLM(config)
+    keys = {**SHAPE, "initializer_range": 0.1, **(DELTA if kind == "qwen3_5_text" else {})}
+    auto: Any = transformers.AutoModelForCausalLM
+    model = auto.from_config(transformers.CONFIG_MAPPING[kind](**keys))
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     save_tokenizer(folder, home)
@@ -76,10 +80,10 @@ def assert_stops(folder: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize(("home", "kind"), [*((home, "llama") for home in HOMES), ("qwen2", "qwen3_5_text")])
 @pytest.mark.usefixtures("lines")
-def test_generation_stops_after_the_answer(home: str, tmp_path: Path) -> None:
-    save_llama(tmp_path / "folder", home)
+def test_generation_stops_after_the_answer(home: str, kind: str, tmp_path: Path) -> None:
+    save_small(tmp_path / "folder", home, kind)
     done = call(
         *("words.jsonl", "--completions", "--one-document-per-row", "--validation-fraction", "0.1"),
         *("--tokenizer", "folder/tokenizer.json", "--row-tokens", str(CONTEXT)),
@@ -99,7 +103,7 @@ def test_generation_stops_after_the_answer(home: str, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("lines")
 def test_one_command(tmp_path: Path) -> None:
     """From a folder and a file of lines to a tuned, scored and exported model, which stops after its answers."""
-    save_llama(tmp_path / "folder", "smollm3")  # its documents are divided by another token than its answers end with
+    save_small(tmp_path / "folder", "smollm3")  # its documents are divided by another token than its answers end with
     keys = ("+tune=all", "model.model_path=folder", "data.corpus=words.jsonl", "export.folder=tuned")
     job = cli.later_values(*JOB, *keys, f"data.max_context={CONTEXT}", "distributed.cpu_devices=2")
     forks = cli.Forks(tmp_path)

@@ -66,6 +66,11 @@ TRAINED = {
         "qwen3_5", **{**_GROUPED, "head_dim": 8}, N=4, mixers=("delta", "attention"), delta_key_heads=3,
         delta_value_heads=6, delta_key_dim=5, delta_value_dim=7,
     ),
+    "qwen3_next": _of(
+        "qwen3_next", **{**_GROUPED, "head_dim": 8, "mlp_dim": 13}, N=4, mixers=("delta", "attention"),
+        delta_key_heads=3, delta_value_heads=3, delta_key_dim=5, experts=5, experts_per_token=2, shared_dim=21,
+    ),
+    "qwen2_moe": _of("qwen2_moe", **{**_GROUPED, "mlp_dim": 13}, experts=5, experts_per_token=2, shared_dim=21),
     "others": _of(
         "gpt2", positions="none", norm="rms", norm_place="after", activation="squared_relu", attention_scale="linear",
         windows=(0, 3), qk_norm=True,
@@ -82,7 +87,7 @@ def trained(family: str, devices: int, stage: int, **options: Any) -> Run:
 # Of the parameters of the other families it lacks the table of positions (test_step_last_target.py), experts
 # (test_step_experts.py), the norm of the embedding (test_step.py) and norms of single heads, which are as those of a
 # projection. tests/models compares what layers compute.
-QUICK, WIDE = [("gemma2", 8, 3)], [("gpt_oss, one window", 8, 3), ("dense_lm", 3, 1), ("qwen3_5", 3, 3)]
+QUICK, WIDE = [("gemma2", 8, 3)], [("gpt_oss, one window", 8, 3), ("dense_lm", 3, 1), ("qwen3_5", 3, 3), ("qwen3_next", 3, 3)]
 UNROLLED = {"gemma2": {"remat": "none"}}  # layers of different windows, which test_fused_update.py has in its loops
 SLOW = {(family, devices, stage) for family in TRAINED for devices in (1, 3, 8) for stage in range(4)} - {*QUICK, *WIDE}
 
