@@ -274,6 +274,15 @@ def test_every_size_can_be_trained(size: str) -> None:
             "model.size=bytes_vq; zero.fused_update=true",
             ["zero.fused_update=true", "false, as model.size=bytes_vq has a codebook"],
         ),
+        ("objective=multi_token", ["objective=multi_token", "another one, as model.size=bytes has no predictor"]),
+        (
+            "model.override.predictor=true",
+            ["objective=likelihood", "multi_token, as model.size=bytes has a predictor, which nothing else trains"],
+        ),
+        (
+            "model.override.predictor=true; objective=multi_token; zero.fused_update=true",
+            ["zero.fused_update=true", "false, as model.size=bytes has a predictor"],
+        ),
         (
             "model.size=bytes_vq; data.isolate_documents=true",
             ["data.isolate_documents=true", "false, as model.size=bytes_vq has gated units"],

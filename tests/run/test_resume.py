@@ -53,6 +53,7 @@ SINGLE = {
     "average": AVERAGE,
     "bytes": BYTES,
     "codebook of a staged warmup": (*CODEBOOK, *STAGED),
+    "a further layer": ("model.size=test", "model.override.predictor=true", "objective=multi_token"),
 }
 
 

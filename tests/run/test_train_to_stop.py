@@ -48,7 +48,8 @@ def lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("words.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+DELTA: dict[str, Any] = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
+DELTA |= {"linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}
 
 
 def save_small(folder: Path, home: str, kind: str = "llama") -> None:

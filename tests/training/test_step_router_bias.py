@@ -108,7 +108,8 @@ def test_groups_train_as_one_device(name: str) -> None:
 
 @pytest.mark.wide
 def test_tensor_groups_count_each_token_once() -> None:
-    cut = dataclasses.replace(BALANCED, embedding_dim=48, num_head=8, mlp_dim=16, dense_dim=64, shared_dim=24, shared_gate=True)
+    sizes: dict[str, Any] = {"embedding_dim": 48, "num_head": 8, "mlp_dim": 16, "dense_dim": 64, "shared_dim": 24}
+    cut = dataclasses.replace(BALANCED, **sizes, shared_gate=True)
     axis = zero.Axis.with_tensor_groups("zero", 8, 2)
     got, expected = run_on(setup(8, 3, config=cut, axis=axis)), run_on(setup(8, 3, config=cut))
     np.testing.assert_allclose(got.metrics["loss"], expected.metrics["loss"], rtol=1e-5)

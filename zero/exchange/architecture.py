@@ -35,6 +35,7 @@ _SIZES |= {"init", "head_init", "zero_init"}
 _SIZES |= {"embedding_dropout", "attention_dropout", "residual_dropout"}
 _SIZES |= {"delta_key_heads", "delta_value_heads", "delta_key_dim", "delta_value_dim", "delta_taps"}
 # Of training alone:
+_SIZES |= {"predictor"}
 _SIZES |= {"expert_capacity", "expert_priority", "balance_loss", "balance_choices", "router_z_loss", "router_bias_rate"}
 
 # Properties of `GPTConfig` that one key of config.json sets, and their attributes, which then have one value.

@@ -47,6 +47,7 @@ from zero.exchange.with_code import CODE, ZERO, computed_keys
 from zero.files.parsing import json_object
 from zero.models.collections import collections_of
 from zero.models.config import STACK, GPTConfig
+from zero.models.predictor import PARTS
 from zero.models.router import ROUTER_BIAS
 from zero.partition.collectives.axis import Axis
 from zero.partition.train_state import to_host
@@ -128,7 +129,7 @@ def _write(
     collections = tuple(f"averages/{name}/" for name in collections_of(size))
     places = {name.removeprefix(prefix): name for name in saved.meta["shapes"] if name.startswith(prefix)}
     places |= {name.removeprefix("averages/"): name for name in saved.meta["shapes"] if name.startswith(collections)}
-    leaves = list(places)
+    leaves = [leaf for leaf in places if leaf.partition("/")[0] not in PARTS]
     if merges and tuning is None:
         raise UserError(f"{saved.origin}: has no adapters to merge; zero-weights export writes its weights")
     if with_code and tuning is not None and not merges:

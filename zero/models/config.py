@@ -13,6 +13,7 @@ Each key is declared by the part whose code reads it (`zero.models.part`):
   MLP, Mixture     mlp.py, experts.py         the second of experts
   Router           router.py
   Transformer      transformer_layer.py       these together
+  Predictor        predictor.py               a further layer that looks ahead
   GatedUnits       gated_unit.py
 """
 
@@ -28,12 +29,13 @@ from zero.models.layers import LAYERS, LayerKind
 from zero.models.mixer import Transformer
 from zero.models.mixers import MIXERS
 from zero.models.part import BOTH, FIRST, GATED_UNITS, HEAD, STACK, STACKS, TRANSFORMER, VOCABULARY, key, one_of
+from zero.models.predictor import Predictor
 
 __all__ = ["FIRST", "HEAD", "STACK", "STACKS", "VOCABULARY", "GPTConfig", "default_values"]
 
 
 @dataclass(frozen=True)
-class GPTConfig(Transformer, GatedUnits):
+class GPTConfig(Transformer, Predictor, GatedUnits):
     """One model: the kind of its layers, and the keys of all parts; an entry of `conf/model_config.yaml`."""
 
     layer: str = key(

@@ -31,6 +31,8 @@ from zero.models.layer import Layer
 from zero.models.layers import AnyCache
 from zero.models.norms import make_norm
 from zero.models.parametrization import table_stddev
+from zero.models.part import PREDICTOR
+from zero.models.predictor import JOIN, PREDICTOR_NORM, Ahead, Join
 from zero.models.stack import Nested, Scanned, policy_of, run_layers, run_with_outputs
 from zero.models.vocabulary import HEAD_BIAS, LOG_SUM_EXP, Candidates, Chunk, HeadBias, TopTokens, VocabularyChunk
 from zero.partition.model_parallel import ALONE, WHOLE, ExpertParallel, ModelParallel
@@ -45,6 +47,7 @@ class Scores(NamedTuple):
       routing: None without experts.
       penalty_BT: zeros with the gradients of penalties, which are part of `losses_BT` too; None without penalties.
       candidates_BTK: log-probabilities in nats of the candidates of each position; None without candidates.
+      ahead_BT: negative log-likelihoods in nats of the tokens after the targets; None where they are not wanted.
     """
 
     losses_BT: jax.Array
@@ -52,6 +55,7 @@ class Scores(NamedTuple):
     routing: Routing | None
     penalty_BT: jax.Array | None = None
     candidates_BTK: jax.Array | None = None
+    ahead_BT: jax.Array | None = None
 
 
 class GPT(nn.Module):
@@ -97,6 +101,14 @@ class GPT(nn.Module):
         self.norm = make_norm(config, self.dtype, "norm", self.lift) if config.final_norm else lambda x: x
         if config.head_bias:
             self.head_bias = self.lift(HeadBias, HEAD_BIAS)(config)
+        if config.predictor:
+            self.predictor_join = self.lift(Join, JOIN)(config, self.dtype)
+            self.predictor_blocks = self._stack(PREDICTOR)
+            self.predictor_norm = make_norm(config, self.dtype, PREDICTOR_NORM, self.lift)
+
+    def _length(self, stack: str) -> int:
+        """Entries of a stack of layers."""
+        return {STACK: self.config.scanned_layers, FIRST: self.config.first_dense, PREDICTOR: 1}[stack]
 
     def _stack(self, name: str) -> Any:
         """A stack of layers, which makes their parameters; layers differ only in their windows."""
@@ -106,7 +118,7 @@ class GPT(nn.Module):
             variable_axes={True: 0},
             split_rngs={"params": True},
             in_axes=(0, nn.broadcast, nn.broadcast),
-            length=config.scanned_layers if name == STACK else config.first_dense,
+            length=self._length(name),
         )(config, self.dtype, self.blockwise_from)
 
     def _chunks(self, name: str) -> Any:
@@ -138,6 +150,7 @@ class GPT(nn.Module):
         cache: AnyCache | None = None,
         position: jax.Array | int = 0,
         candidates_BTK: jax.Array | None = None,
+        ahead: Ahead | None = None,
     ) -> tuple[Scores, AnyCache | None]:
         """Scores of each target, and the cache with these positions added.
 
@@ -150,11 +163,31 @@ class GPT(nn.Module):
           cache: cache of the positions before, if any.
           position: position of the first column.
           candidates_BTK: tokens of each position whose log-probabilities are also computed, int32.
+          ahead: the tokens after the targets, if they are to be scored as well.
         """
         cut = self._cut.for_positions(tokens_BT.shape[1]) if cache is None else self._cut.with_all_positions()
         stream, cache = self._entered(tokens_BT, keys_B, starts_BT, cache, position, cut)
         stream, cache = self._layers(STACK, stream, cache, keys_B, position, starts_BT, cut)
-        return self.score(stream, targets_BT, candidates_BTK), cache
+        scores = self.score(stream, targets_BT, candidates_BTK)
+        if ahead is not None:
+            scores = scores._replace(ahead_BT=self._scored_ahead(stream[0], ahead, keys_B, starts_BT, position, cut))
+        return scores, cache
+
+    def _scored_ahead(
+        self,
+        x_BTD: jax.Array,
+        ahead: Ahead,
+        keys_B: jax.Array | None,
+        starts_BT: jax.Array | None,
+        position: jax.Array | int,
+        cut: ModelParallel,
+    ) -> jax.Array:
+        """Losses of the further layer, from the output of the last one."""
+        next_BTD, routing = self._embedded(ahead.tokens_BT, None, starts_BT, position, cut)
+        stream = self.predictor_join(x_BTD, next_BTD), routing
+        (x_BTD, _), _ = self._layers(PREDICTOR, stream, None, keys_B, position, starts_BT, cut)
+        _, lse_BT, target_BT, _ = self._of_head(self.predictor_norm(x_BTD), ahead.targets_BT, None)
+        return lse_BT - target_BT
 
     def scores_in_part(
         self,
@@ -193,13 +226,7 @@ class GPT(nn.Module):
         """`scores` from the output of the last layer."""
         x_BTD, routing = stream
         cut = self._cut.for_positions(targets_BT.shape[1])
-        # In float32, because every chunk adds to the gradient of x.
-        x_BTD = cut.gather_positions(self.norm(x_BTD)).astype(jnp.float32)
-        candidates = None if candidates_BTK is None else Candidates.of(candidates_BTK)
-        candidates, scored = self.head(candidates, self._head_chunks(), targets_BT, x_BTD)
-        lse_CBT, target_CBT, max_logit_CBT = (lax.collapse(cut.stack(x_CBT), 0, 2) for x_CBT in scored)
-        target_BT = target_CBT.sum(0)
-        lse_BT = jax.nn.logsumexp(lse_CBT, axis=0)
+        candidates, lse_BT, target_BT, max_logit_BT = self._of_head(self.norm(x_BTD), targets_BT, candidates_BTK)
         losses_BT = lse_BT - target_BT
         penalty_BT = self.config.z_loss * lse_BT**2
         if routing is not None:  # the penalty of a row counts for each of its scored tokens
@@ -211,7 +238,19 @@ class GPT(nn.Module):
         found_BTK = None
         if candidates is not None:
             found_BTK = cut.stack(candidates.logits_BTK).sum(0) - lse_BT[..., None]
-        return Scores(losses_BT, target_BT >= max_logit_CBT.max(0), routing, no_penalty_BT, found_BTK)
+        return Scores(losses_BT, target_BT >= max_logit_BT, routing, no_penalty_BT, found_BTK)
+
+    def _of_head(
+        self, x_BTD: jax.Array, targets_BT: jax.Array, candidates_BTK: jax.Array | None
+    ) -> tuple[Candidates | None, jax.Array, jax.Array, jax.Array]:
+        """From normalized positions: candidates; log-sum-exp, the target's and the greatest of the logits, `(B, T)`."""
+        cut = self._cut.for_positions(targets_BT.shape[1])
+        # In float32, because every chunk adds to the gradient of x.
+        x_BTD = cut.gather_positions(x_BTD).astype(jnp.float32)
+        candidates = None if candidates_BTK is None else Candidates.of(candidates_BTK)
+        candidates, scored = self.head(candidates, self._head_chunks(), targets_BT, x_BTD)
+        lse_CBT, target_CBT, max_logit_CBT = (lax.collapse(cut.stack(x_CBT), 0, 2) for x_CBT in scored)
+        return candidates, jax.nn.logsumexp(lse_CBT, axis=0), target_CBT.sum(0), max_logit_CBT.max(0)
 
     def top_tokens(self, tokens_BT: jax.Array, starts_BT: jax.Array | None, count: int) -> tuple[jax.Array, jax.Array]:
         """The `count` most likely next tokens of each position, int32 `(B, T, K)`, and their log-probabilities."""
@@ -258,6 +297,9 @@ class GPT(nn.Module):
             chunks = self._head_chunks()
             if not self.config.tied:
                 self.head(None, chunks, None, x_BTD)
+            if self.config.predictor:
+                stream = self.predictor_join(x_BTD, x_BTD), no_routing(self.config, len(tokens_BT))
+                self.predictor_norm(self._layers(PREDICTOR, stream, None, keys_B, position, None, cut)[0][0])
         return x_BTD, cache
 
     def _entered(
@@ -286,8 +328,8 @@ class GPT(nn.Module):
         cut: ModelParallel,
     ) -> tuple[ResidualStream, AnyCache | None]:
         """Runs a stack with the policy `remat`; a cache needs no backward pass, so `Nested` becomes one loop."""
-        stack = self.blocks if name == STACK else self.first_blocks
-        count = self.config.scanned_layers if name == STACK else self.config.first_dense
+        stack = getattr(self, name)
+        count = self._length(name)
         if self.is_initializing():
             return stack((stream, cache), jnp.arange(count), keys_B, position)[0]
         policy = policy_of(self.remat, count, self.offload if cache is None else ())
@@ -308,7 +350,8 @@ class GPT(nn.Module):
         lifted: Any = self.lift(self.config.kind_of_layers.of_stack(stack, self.config), stack)
         names = ("group", "kernel", "drops", "adapters", "product", "query_block")
         options: Any = {name: getattr(self, name) for name in names}
-        options["first"] = self.config.first_dense if stack == STACK else 0
+        # The embedding folds the number N into its dropout keys.
+        options["first"] = {STACK: self.config.first_dense, FIRST: 0, PREDICTOR: self.config.N + 1}[stack]
         return lifted(self.config, self.dtype, self.blockwise_from, window, cut, **options, parent=None)
 
     def embed(

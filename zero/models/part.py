@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 # Top-level subtrees of the parameters whose leaves have a leading dimension (layers, or chunks of the vocabulary). HEAD
-# exists where the vocabulary is not tied, FIRST where the first layers have no experts.
-STACK, FIRST, VOCABULARY, HEAD = "blocks", "first_blocks", "vocabulary", "head"
-STACKS = (STACK, FIRST)  # those of layers
+# exists where the vocabulary is not tied, FIRST where the first layers have no experts, PREDICTOR where a further layer
+# looks ahead.
+STACK, FIRST, PREDICTOR, VOCABULARY, HEAD = "blocks", "first_blocks", "predictor_blocks", "vocabulary", "head"
+STACKS = (STACK, FIRST, PREDICTOR)  # those of layers
 
 
 def layer_name(place: int) -> str:

@@ -86,7 +86,7 @@ class Vocabulary(Sizes):
 
     @property
     def stacked(self) -> tuple[str, ...]:
-        """Top-level subtrees whose leaves have a leading dimension, of layers or chunks; a model may lack FIRST."""
+        """Top-level subtrees whose leaves have a leading dimension, of layers or chunks; a model may lack some."""
         return (*STACKS, VOCABULARY) if self.tied else (*STACKS, VOCABULARY, HEAD)
 
 

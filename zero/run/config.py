@@ -233,6 +233,13 @@ class TrainConfig(job.JobConfig):
         objective = self.objective.make()
         example = objective.example
         setting = f"objective={self.objective.name}"
+        if objective.looks_ahead and not size.predictor:
+            yield "objective", f"another one, as {of_model} has no predictor (model.override.predictor=true)"
+        if self.trains and size.predictor:
+            if not objective.looks_ahead:
+                yield "objective", f"multi_token, as {of_model} has a predictor, which nothing else trains"
+            if self.zero.fused_update:
+                yield "zero.fused_update", f"false, as {of_model} has a predictor"
         if self.trains and objective.has_reference and not self.model.warm_start:
             yield "model.warm_start", f"true, as the reference of {setting} is the model at model.model_path"
         stored = [entry.name for entry in objective.reads if entry.source]

@@ -44,7 +44,9 @@ def evaluate_step(
 
     def add(sums: PyTree, rows: tuple[jax.Array, Mapping[str, jax.Array]]) -> tuple[PyTree, None]:
         tokens, extra = rows
-        scores = model.scores(variables, tokens, None, objective.candidates_in(extra))
+        scores = model.scores(
+            variables, tokens, None, objective.candidates_in(extra), looks_ahead=objective.looks_ahead
+        )
         total, more = objective.total(model, scores, Batch(tokens, jnp.int32(0), extra))
         return jax.tree.map(jnp.add, sums, (total, objective.count(model, tokens), more)), None
 

@@ -20,6 +20,7 @@ from zero.models.config import STACKS, GPTConfig
 from zero.models.experts import Routing, routing_metrics
 from zero.models.gated_unit import UNITS, Memory, empty_memory
 from zero.models.gpt import GPT, Scores, variable_shapes
+from zero.models.predictor import Ahead
 from zero.models.products import FORMS, PRODUCTS
 from zero.partition.collectives.axis import Axis
 from zero.partition.collectives.context_group import ContextGroup
@@ -345,14 +346,19 @@ class ShardedGPT:
         tokens: jax.Array,
         keys: jax.Array | None,
         candidates: Rows | None = None,
+        *,
+        looks_ahead: bool = False,
     ) -> Scores:
         """The scores of all positions of whole rows; in a context group, of this device's positions.
 
         Args:
           candidates: tokens of each position, int32 `(rows, positions, K)`, whose log-probabilities are also computed.
+          looks_ahead: whether the tokens after the targets are scored as well.
         """
         tokens_in, targets, starts = self.inputs(tokens)
-        more = {"candidates_BTK": self.own_positions(candidates)}
+        more: dict[str, Any] = {"candidates_BTK": self.own_positions(candidates)}
+        if looks_ahead:
+            more["ahead"] = jax.tree.map(self.cut.input_positions, self.ahead(tokens))
         scores: Scores = self.apply(variables, tokens_in, targets, keys, starts, method="scores", **more)[0]
         return scores
 
@@ -369,10 +375,12 @@ class ShardedGPT:
         keys: jax.Array | None,
         part: RowPart | None,
         candidates: Rows | None = None,
+        *,
+        looks_ahead: bool = False,
     ) -> tuple[Scores, Memory | None]:
         """Like `scores`, with the model's memory after a part of each row; None for whole rows."""
         if part is None:
-            return self.scores(variables, tokens, keys, candidates), None
+            return self.scores(variables, tokens, keys, candidates, looks_ahead=looks_ahead), None
         tokens_in, targets, _ = self.inputs(tokens)
         position = part.number * self.positions_in(tokens)
         arguments = (tokens_in, targets, keys, part.memory, position)
@@ -407,6 +415,21 @@ class ShardedGPT:
             is_first = follows_end(token_ids(tokens), self.separators)
             tokens = jnp.where(is_first & (tokens >= 0), ~tokens, tokens)
         return tokens[:, 1:] if self.last_target else next_tokens(tokens)
+
+    def ahead(self, tokens: Rows) -> Ahead:
+        """The next token of each position of whole rows, and its target, which is none where a document begins."""
+        read = token_ids(tokens)
+        targets = next_tokens(self.targets(tokens))
+        if (starts := document_starts(read, self.separators)) is not None:
+            is_start = jnp.pad(starts[:, 1:] != starts[:, :-1], ((0, 0), (0, 1)))[:, : targets.shape[1]]
+            targets = jnp.where(is_start, -1, targets)
+        following = next_tokens(read)[:, : targets.shape[1]]
+        return Ahead(jnp.maximum(following, 0), targets)
+
+    def sum_ahead(self, losses: jax.Array, tokens: Rows) -> jax.Array:
+        """As `sum_scored`, of the tokens after the targets."""
+        is_scored = self.cut.input_positions(self.ahead(tokens).targets_BT) >= 0
+        return jnp.sum(self.cut.counted_once(jnp.where(is_scored, losses, 0)))
 
     def sum_scored(self, losses: jax.Array, tokens: Rows) -> jax.Array:
         """The sum of losses of scored positions; NaN, as are its gradients, if a token is past the vocabulary."""

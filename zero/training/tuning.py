@@ -119,6 +119,8 @@ class Adapted(Keys):
         if size.parametrization != "standard":
             why = f"{of_model} is in {size.parametrization}, which sets learning rates for whole matrices"
             yield "tuning", f"none, as {why}"
+        if size.predictor:
+            yield "tuning", f"none, as {of_model} has a predictor, which adapters do not train"
         lacking = {"mlp_gate"} if not size.gated else set[str]()
         lacking |= {"latent", "key_value"} if size.latent_dim is None else {"key", "value"}
         lacking |= {"query_latent"} if size.query_latent_dim is None else set()

@@ -79,7 +79,9 @@ def loss_and_gradients(
     ) -> tuple[jax.Array, Any]:
         part = None if batch.part is None else batch.part._replace(memory=memory)
         candidates = objective.candidates_in(extra)
-        scores, memory = model.scores_and_memory({**variables, **differentiated}, tokens, keys, part, candidates)
+        scores, memory = model.scores_and_memory(
+            {**variables, **differentiated}, tokens, keys, part, candidates, looks_ahead=objective.looks_ahead
+        )
         total, sums = objective.total(model, scores, batch._replace(tokens=tokens, extra=extra))
         return total / terms, (scores.routing, sums, memory)
 

@@ -82,6 +82,7 @@ class Objective:
       reads: the entries of `Batch.extra` that `total` reads.
       example: the contents of a row of the data.
       candidates: the entry that holds tokens of each position, whose log-probabilities are `Scores.candidates_BTK`.
+      looks_ahead: whether `total` reads `Scores.ahead_BT`.
     """
 
     count: Callable[[ShardedGPT, Rows], jax.Array]
@@ -90,6 +91,7 @@ class Objective:
     reads: tuple[Entry, ...] = ()
     example: Example = TEXT
     candidates: Entry | None = None
+    looks_ahead: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from zero.config.constraints import at_least, fraction_below_one, one_of, positi
 from zero.config.keys import choice_name, key, named
 from zero.models.adapters import MATRICES
 from zero.models.config import FIRST, HEAD, STACK, STACKS, VOCABULARY
+from zero.models.part import PREDICTOR
 from zero.partition.layout import Layout, PyTree
 from zero.partition.quantized import convert_adam, rounded_updates, scale_by_adam, scale_by_lion
 from zero.partition.rewrite.entry_points import across_shards
@@ -305,7 +306,7 @@ def hyperparameters(name: str) -> dict[str, Any]:
     return {a.name: a.default for a in arguments if a.name not in ("weight_decay", "state_dtype", "multipliers")}
 
 
-_OF_STACK = {STACK: "layers", FIRST: "first_layers"}  # names in the state of `per_layer`
+_OF_STACK = {STACK: "layers", FIRST: "first_layers", PREDICTOR: "predictor_layers"}  # names in the state of `per_layer`
 
 
 def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:

@@ -1,0 +1,85 @@
+"""A further layer that predicts the token after the next one, in training alone.
+
+Its input at a position is a product of two normalized vectors: the residual stream after the last layer, and the
+embedding of the next token. Its output is normalized, and scored by the head of the model. So it sees what the model
+computes anyway, and makes each position learn from two tokens.
+
+Source: multi-token prediction of DeepSeek-V3, arXiv 2412.19437, section 2.2, of depth 1.
+
+Shapes are named by suffix: B rows, T positions, D embedding
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from zero.models.elements import Dense
+from zero.models.norms import Norms, make_norm
+from zero.models.parametrization import Initial, kernel_init
+from zero.models.part import PREDICTOR, key
+from zero.models.positions import Positions
+
+JOIN, PREDICTOR_NORM = "predictor_join", "predictor_norm"
+PARTS = (JOIN, PREDICTOR, PREDICTOR_NORM)  # the subtrees of its parameters
+
+
+@dataclass(frozen=True)
+class Predictor(Positions, Norms, Initial):
+    """The key of the further layer."""
+
+    predictor: bool = key(
+        False,
+        None,
+        "a further layer, with an MLP, that predicts the token after the next one; objective=multi_token trains it, "
+        "sampling and exports leave it out",
+    )
+
+    def mistakes(self) -> Iterator[str]:
+        """Layers that differ, of which it could be several, and positions that an embedding has."""
+        if not self.predictor:
+            return
+        for name in ("windows", "mixers"):
+            if len(getattr(self, name)) > 1:
+                yield f"predictor: true needs one entry in {name}, got {list(getattr(self, name))}"
+        if self.unrotated_every is not None:
+            yield f"predictor: true needs unrotated_every: null, got {self.unrotated_every}"
+        if self.kind_of_positions.added is not None:
+            yield f"predictor: true needs positions that no embedding has, got {self.position_kind}"
+        if self.is_mup:
+            yield f"predictor: true needs parametrization: standard, got {self.parametrization}"
+
+
+class Ahead(NamedTuple):
+    """What the further layer reads and predicts.
+
+    Attributes:
+      tokens_BT: the next token of each position.
+      targets_BT: the token after it; negative where it is no target.
+    """
+
+    tokens_BT: jax.Array
+    targets_BT: jax.Array
+
+
+class Join(nn.Module):
+    """The input of the further layer, `(B, T, D)`, from the residual stream and the embeddings of the next tokens."""
+
+    config: Predictor
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, stream_BTD: jax.Array, next_BTD: jax.Array) -> jax.Array:
+        normed = [
+            make_norm(self.config, self.dtype, "norm_stream")(stream_BTD),
+            make_norm(self.config, self.dtype, "norm_next")(next_BTD),
+        ]
+        width = (self.config.embedding_dim,)
+        product = Dense(width, False, self.dtype, kernel_init(self.config, "join"), name="product")
+        return product(jnp.concatenate(normed, axis=-1))
