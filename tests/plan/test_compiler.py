@@ -76,12 +76,12 @@ def test_other_answers_are_other_files(devices: list[Any], tmp_path: Path, monke
 
 def test_an_edit_that_moves_lines_compiles_nothing_again(devices: list[Any], tmp_path: Path) -> None:
     """The lines of a kernel and of the function around it are not in the program that names the file."""
-    frames = jax.config.jax_traceback_in_locations_limit
+    frames = jax.config.values["jax_traceback_in_locations_limit"]
     jax.config.update("jax_traceback_in_locations_limit", 10)  # a run has lines; these tests switch them off
     try:
         for line in (1, 40):
             Compiler(devices, True, tmp_path).compile(*program(devices, line=line))
-        assert jax.config.jax_traceback_in_locations_limit == 10
+        assert jax.config.values["jax_traceback_in_locations_limit"] == 10
     finally:
         jax.config.update("jax_traceback_in_locations_limit", frames)
     assert len(files(tmp_path)) == 1

@@ -131,7 +131,7 @@ def compiler_options(devices: Sequence[Any], overlap_gathers: bool) -> dict[str,
 @contextmanager
 def _without_source_lines() -> Iterator[None]:
     """Programs that are lowered inside, with their Pallas kernels, do not name files and lines of Python."""
-    frames = jax.config.jax_traceback_in_locations_limit
+    frames = jax.config.values["jax_traceback_in_locations_limit"]
     jax.config.update("jax_traceback_in_locations_limit", 0)
     try:
         yield
