@@ -130,6 +130,7 @@ def test_every_size_can_be_trained(size: str) -> None:
         ("training.warmup_train_context=512", ["training.warmup_train_context=512", "data.max_context=256"]),
         ("training.warmup_train_context=1", ["training.warmup_train_context=1"]),
         ("training.context_stages=[[5,64],[5,100]]", ["[[5, 64], [5, 100]]", "data.max_context=256"]),
+        ("training.context_stages=[[5,256]]", ["[[5, 256]]", "less than data.max_context=256 tokens, or null"]),
         ("training.context_stages=[[0,64]]", ["training.context_stages", "[[steps, tokens per sequence], ...]"]),
         ("training.context_stages=quadratic", ["training.context_stages", "linear"]),
         ("training.context_stages=[[true,64]]", ["training.context_stages", "[[steps, tokens per sequence], ...]"]),

@@ -271,6 +271,8 @@ class LengthKeys:
         key = "context_stages" if isinstance(self.context_stages, list) else "warmup_train_context"
         if any(length < 2 or max_context % length for _, length in self.stages()):
             yield f"training.{key}", f"a divisor of data.max_context={max_context}, at least 2"
+        elif key == "context_stages" and all(length == max_context for _, length in self.stages()):
+            yield "training.context_stages", f"a stage of less than data.max_context={max_context} tokens, or null"
 
     def without_effect(self) -> Mistakes:
         """Keys that others replace, each with the reason."""
