@@ -271,7 +271,7 @@ class LengthKeys:
         key = "context_stages" if isinstance(self.context_stages, list) else "warmup_train_context"
         if any(length < 2 or max_context % length for _, length in self.stages()):
             yield f"training.{key}", f"a divisor of data.max_context={max_context}, at least 2"
-        elif key == "context_stages" and all(length == max_context for _, length in self.stages()):
+        elif key == "context_stages" and {length for _, length in self.stages()} == {max_context}:
             yield "training.context_stages", f"a stage of less than data.max_context={max_context} tokens, or null"
 
     def without_effect(self) -> Mistakes:
