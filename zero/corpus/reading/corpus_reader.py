@@ -10,6 +10,7 @@ Shapes: n rows of a shuffle buffer, T tokens of a row: the context, times the te
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -173,12 +174,15 @@ class CorpusReader:
             return
         left_out = 1 - int(decoded.lengths.sum()) / decoded.total
         if left_out > DISCARDED:
+            corpus = storage.parent(shard.path)
+            if not storage.is_remote(corpus):
+                corpus = os.path.normpath(corpus)  # an index file names shards as ../corpus/NAME
             _log.warning(
                 "data.crop=%s with data.max_context=%d leaves out %.1f%% of the tokens of %s, whose rows are longer; "
                 "%s",
                 self.crop.name,
                 self.form.context,
                 100 * left_out,
-                storage.parent(shard.path),
+                corpus,
                 "data.crop=all or random uses them" if self.crop.name == "first" else "data.crop=random uses them",
             )
