@@ -196,7 +196,7 @@ def plan(
         step_options = StepOptions(lambda step: 1e-4 + 0 * step, max_gradient_norm=1.0)
         programs = make_programs(model, tx, step_options, devices)
         layout = state_layout(model, tx)
-        job = Job(model, tx, programs, layout, LIKELIHOOD, layout.bytes_per_device(), OnDevices(layout, axis), {})
+        job = Job(model, tx, programs, layout, LIKELIHOOD, layout.bytes_per_device(), OnDevices(layout, axis), {}, 1)
         start = time.perf_counter()
         try:
             program = programs.step.lower(*step_arguments(job, 1, context)).compile()

@@ -10,8 +10,7 @@ import pytest
 from tests.helpers import cli, hosts
 from tests.helpers.checkpoints import leaves
 from zero.commands.cli import compose
-from zero.run.data import start_of
-from zero.run.restore import TrainingPosition
+from zero.job.job import steps_per_row
 
 LAST = 12
 PARTS = (
@@ -73,6 +72,6 @@ def test_two_hosts(forks: cli.Forks) -> None:
 
 def test_steps_that_share_a_row() -> None:
     config, size = compose(list(PARTS))
-    assert start_of(TrainingPosition(16), config.data, size, texts=1).schedule.steps_per_batch == STEPS_PER_ROW
+    assert steps_per_row(config.data, size) == STEPS_PER_ROW
     other = dataclasses.replace(size, update_tokens=None)
-    assert start_of(TrainingPosition(16), config.data, other, texts=1).schedule.steps_per_batch == 1
+    assert steps_per_row(config.data, other) == 1

@@ -78,12 +78,14 @@ class PlacedModel(NamedTuple):
       devices: the devices of the axis; None means all of jax's.
       rows: per step and device, or per group of devices that share rows; None if nothing depends on them.
       placements: seconds of the placements of tensor groups that `zero.phases=auto` chose from.
+      steps_per_batch: the steps that share rows, each with the next part of them.
     """
 
     model: ShardedGPT
     devices: Sequence[Any] | None
     rows: int | None
     placements: dict[str, float]
+    steps_per_batch: int
 
     @property
     def speed(self) -> Speed | None:
@@ -107,7 +109,7 @@ class Job(NamedTuple):
 
     The programs minimize `objective`; `held` counts the bytes of state and frozen parameters per device; `storage`
     knows where the state is between steps; `placements` are the placements of tensor groups that `zero.phases=auto`
-    chose from (`link_seconds`).
+    chose from (`link_seconds`); `steps_per_batch` counts the steps that share rows, each with the next part of them.
     """
 
     model: ShardedGPT
@@ -118,6 +120,7 @@ class Job(NamedTuple):
     held: int
     storage: OnDevices
     placements: dict[str, float]
+    steps_per_batch: int
 
 
 def place_model(
@@ -133,7 +136,7 @@ def place_model(
         return make_model(size, axis, config.zero, config.model, config.data, config.tuning.make(), device=device)
 
     model = on(make_axis(config.zero, devices))
-    placed = PlacedModel(model, devices, rows, {})
+    placed = PlacedModel(model, devices, rows, {}, steps_per_row(config.data, size))
     if rows is None and placed.speed is not None:  # else nothing depends on them, so that jobs are equal
         global_rows = config.objective.make().example.texts * config.training.batch_size * jax.process_count()
         placed = placed._replace(rows=global_rows * model.axis.row_group // model.axis.size)
@@ -152,7 +155,7 @@ def make_job(config: JobConfig, placed: PlacedModel) -> Job:
     """A placed model with its optimizer, its programs and the storage of its state. Nothing is compiled yet."""
     model = placed.model
     objective = config.objective.make()
-    options = step_options(config, objective, steps_per_row(config.data, model.config))
+    options = step_options(config, objective, placed.steps_per_batch)
     tx = trained_by(config.optimizer, config.training, model.config)
     stored = store_state(model, tx, options)
     chooses_remat = config.zero.remat == "auto" and model.stage == 3 and not options.fused_update
@@ -160,7 +163,17 @@ def make_job(config: JobConfig, placed: PlacedModel) -> Job:
         rows = placed.rows // options.micro_batches
         model = with_automatic_remat(model, stored.held, placed.device, rows, config.data.max_context)
     programs = make_programs(model, tx, options, placed.devices)
-    return Job(model, tx, programs, stored.layout, objective, stored.held, stored.storage, placed.placements)
+    return Job(
+        model,
+        tx,
+        programs,
+        stored.layout,
+        objective,
+        stored.held,
+        stored.storage,
+        placed.placements,
+        placed.steps_per_batch,
+    )
 
 
 def step_options(config: JobConfig, objective: Objective, updates_per_row: int) -> StepOptions:

@@ -23,7 +23,7 @@ from zero.corpus.text.tokenizers import Tokenizer
 from zero.exchange import warm_start
 from zero.hosts import agreement
 from zero.job.devices import DeviceKeys
-from zero.job.job import Job, Training, steps_per_row
+from zero.job.job import Job, Training
 from zero.job.model import RowKeys
 from zero.models.config import GPTConfig
 from zero.run.column import Column, ColumnInputs
@@ -180,15 +180,15 @@ def _prepared(data: AnyDataKeys, tokenizer: Tokenizer, completions: bool, prepar
     return replace(data, **of_corpus)
 
 
-def start_of(position: TrainingPosition, rows: RowKeys, size: GPTConfig, texts: int) -> Position:
-    """The position before the first step of a run, with the batches that its first checkpoint fixed.
+def start_of(position: TrainingPosition, steps_per_batch: int, row_tokens: int) -> Position:
+    """The position before the first step of a run, with the batch schedule that its first checkpoint fixed.
 
     Args:
-      texts: the number of texts per row.
+      steps_per_batch: the steps that share the rows of a batch.
+      row_tokens: the number of tokens per row, over all texts of it.
     """
     stages = tuple((steps, of_stage) for steps, of_stage in position.batch_stages)
-    schedule = BatchSchedule(position.global_rows, stages, steps_per_row(rows, size))
-    return Position(0, schedule, texts * rows.max_context)
+    return Position(0, BatchSchedule(position.global_rows, stages, steps_per_batch), row_tokens)
 
 
 def share_of_batch(start: Position, training: Training, zero: DeviceKeys) -> int:

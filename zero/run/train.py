@@ -12,12 +12,12 @@ import jax
 
 from zero.config.check import values_on_all_hosts
 from zero.config.keys import values_in_scores
-from zero.corpus.text.tokenizers import load_tokenizer
+from zero.corpus.text.tokenizers import Tokenizer, load_tokenizer
 from zero.hosts import signals, startup
 from zero.hosts.same_configuration import check_same_configuration
 from zero.hosts.speeds import peak_flops
 from zero.hosts.watchdog import ending_together
-from zero.job.job import make_job, place_model
+from zero.job.job import Job, make_job, place_model
 from zero.models.config import GPTConfig
 from zero.record.metrics_file import Line
 from zero.run.columns import open_columns
@@ -31,7 +31,7 @@ from zero.run.data import (
     share_of_batch,
     start_of,
 )
-from zero.run.directory import open_directory
+from zero.run.directory import RunDirectory, open_directory
 from zero.run.feature import Feature, Moment, Stopped
 from zero.run.feature_table import open_features
 from zero.run.fresh import new_state
@@ -40,7 +40,7 @@ from zero.run.identity import check_identity
 from zero.run.pending import pending_actions, still_pending
 from zero.run.requests import STOP, Requests
 from zero.run.restore import TrainingPosition
-from zero.run.resume import is_durable, join_run_directory, resume_state, resumed_clock
+from zero.run.resume import Joined, is_durable, join_run_directory, resume_state, resumed_clock
 from zero.run.run import Run
 from zero.run.step_metrics import StepMetrics
 from zero.run.step_programs import StepPrograms
@@ -69,11 +69,12 @@ def train(config: TrainConfig, size: GPTConfig, run_directory: Path, prepare: Pr
     log.info("%d %s devices, %d of this host; %s", jax.device_count(), backend, jax.local_device_count(), joined.path)
     placed = place_model(config, size)  # fails on impossible devices or batches before a corpus is prepared
     tokenizer = load_tokenizer(config.data.tokenizer)
-    example = config.objective.make().example
     batch_size = config.training.batch_size
     fresh = TrainingPosition(batch_size * hosts, config.batch.global_stages(batch_size, hosts))
+    example = config.objective.make().example
     if config.resume is None:
-        share_of_batch(start_of(fresh, config.data, size, example.texts), config.training, config.zero)
+        start = start_of(fresh, placed.steps_per_batch, example.texts * config.data.max_context)
+        share_of_batch(start, config.training, config.zero)
     has_rows = config.resume is None and not example.is_whole
     loss_on = config.training.loss_on
     resolved = replace(
@@ -82,91 +83,115 @@ def train(config: TrainConfig, size: GPTConfig, run_directory: Path, prepare: Pr
             config.data, tokenizer, size, str(config.model), has_rows=has_rows, loss_on=loss_on, prepare=prepare
         ),
     )
-    training = resolved.training
-    rows = resolved.data
-    job = make_job(resolved, placed.with_last_target(bool(rows.last_target)))
+    job = make_job(resolved, placed.with_last_target(bool(resolved.data.last_target)))
+    in_flight = 0 if backend == "cpu" else 1  # on CPU the host's cores are the devices
     with ExitStack() as stack:
         directory = stack.enter_context(
-            open_directory(joined.path, rows, resolved.zero, job, resume=resolved.resume, is_fork=joined.is_fork)
-        )
-        restored = None
-        if resolved.resume is not None:
-            restored = resume_state(
-                resolved.resume,
-                rows.resume_step,
-                resolved.optimizer,
-                job,
-                joined,
-                checkpoints=directory.checkpoints,
-                emergency=directory.emergency,
+            open_directory(
+                joined.path, resolved.data, resolved.zero, job, resume=resolved.resume, is_fork=joined.is_fork
             )
-        position = fresh if restored is None else restored.position
-        start = start_of(position, rows, size, example.texts)
-        share = share_of_batch(start, training, resolved.zero)
-        inputs = column_inputs(rows, resolved.model, values_in_scores(resolved), training.maximum_evaluation_steps > 0)
-        data = open_data(
-            job,
-            tokenizer,
-            start.schedule,
-            open_columns(inputs, job, position),
-            rows,
-            training,
-            seed=resolved.seed,
-            evaluation_batches=training.maximum_evaluation_steps,
         )
-        last = last_step(training.total_steps, training, data.training, start)
-        origin = Path(str(resolved.resume)) if joined.is_fork else joined.path
-        position.pending = still_pending(position, origin, last, is_durable(directory.emergency))
-        if position.step >= last and position.pending is None:
-            log.info("nothing to do: the run is at step %d of %d", position.step, last)
+        run = _open_run(resolved, job, tokenizer, joined, directory, fresh, in_flight)
+        if run is None:
             return 0
-        check_identity(position, data.tokenizer, data.training, data.validation)
-        frozen = load_base(resolved.model, job.model, position)
-        if restored is None:
-            state = new_state(resolved.seed, resolved.model, resolved.tuning, job, frozen, position)
-        else:
-            state = restored.state
-        is_new = resolved.resume is None or joined.is_fork
-        clock = resumed_clock(joined.path, position.step, is_new=is_new)
-        record = asdict(resolved)
-        record["training"]["batch_size"] = share
-        directory.write_start(record, job, position.step)
-        in_flight = 0 if backend == "cpu" else 1  # on CPU the host's cores are the devices
-        run = Run(
-            job=job,
-            data=data,
-            directory=directory,
-            requests=Requests(lag=in_flight),
-            clock=clock,
-            metrics=StepMetrics(
-                jax.device_count(),
-                resolved.profile.peak_flops or peak_flops(jax.local_devices()[0]),
-                clock,
-                start.schedule.steps_per_batch,
-                job.objective.metrics,
-            ),
-            state=state,
-            frozen=frozen,
-            position=position,
-            start=start,
-            last_step=last,
-            evaluation_frequency=training.evaluation_frequency,
-            config=record,
-        )
         features = stack.enter_context(open_features(resolved, run))
         directory.begin_lineage()
         run.requests.signals = stack.enter_context(signals.stop_requests())  # before this, a signal interrupts
-        with clock.phase("steps"):
+        with run.clock.phase("steps"):
             is_finished = loop(run, StepPrograms(resolved.profile, in_flight), features)
         directory.checkpoints.wait()
         if not is_finished:
             by = run.requests.signals
             reason = f"signal {by[0]}" if by else "another host"
-            log.info("stopped by %s; step %d is saved; continue with --resume", reason, position.step)
+            log.info("stopped by %s; step %d is saved; continue with --resume", reason, run.position.step)
             return signals.PREEMPTED
         directory.mirror()
-        log.info("finished at step %d; run directory: %s", position.step, joined.path)
+        log.info("finished at step %d; run directory: %s", run.position.step, joined.path)
         return 0
+
+
+def _open_run(
+    config: TrainConfig,
+    job: Job,
+    tokenizer: Tokenizer,
+    joined: Joined,
+    directory: RunDirectory,
+    fresh: TrainingPosition,
+    in_flight: int,
+) -> Run | None:
+    """The run at its start or at the checkpoint that it resumes; None if nothing is left to do.
+
+    Args:
+      fresh: the position of a run that starts.
+      in_flight: steps that are dispatched before an earlier one has ended.
+    """
+    training = config.training
+    position = fresh
+    restored = None
+    if config.resume is not None:
+        restored = resume_state(
+            config.resume,
+            config.data.resume_step,
+            config.optimizer,
+            job,
+            joined,
+            checkpoints=directory.checkpoints,
+            emergency=directory.emergency,
+        )
+        position = restored.position
+    row_tokens = job.objective.example.texts * config.data.max_context
+    start = start_of(position, job.steps_per_batch, row_tokens)
+    share = share_of_batch(start, training, config.zero)
+    has_sets = training.maximum_evaluation_steps > 0
+    inputs = column_inputs(config.data, config.model, values_in_scores(config), has_sets)
+    data = open_data(
+        job,
+        tokenizer,
+        start.schedule,
+        open_columns(inputs, job, position),
+        config.data,
+        training,
+        seed=config.seed,
+        evaluation_batches=training.maximum_evaluation_steps,
+    )
+    last = last_step(training.total_steps, training, data.training, start)
+    origin = Path(str(config.resume)) if joined.is_fork else joined.path
+    position.pending = still_pending(position, origin, last, is_durable(directory.emergency))
+    if position.step >= last and position.pending is None:
+        log.info("nothing to do: the run is at step %d of %d", position.step, last)
+        return None
+    check_identity(position, data.tokenizer, data.training, data.validation)
+    frozen = load_base(config.model, job.model, position)
+    if restored is None:
+        state = new_state(config.seed, config.model, config.tuning, job, frozen, position)
+    else:
+        state = restored.state
+    clock = resumed_clock(joined.path, position.step, is_new=config.resume is None or joined.is_fork)
+    record = asdict(config)
+    record["training"]["batch_size"] = share
+    directory.write_start(record, job, position.step)
+    metrics = StepMetrics(
+        jax.device_count(),
+        config.profile.peak_flops or peak_flops(jax.local_devices()[0]),
+        clock,
+        start.schedule.steps_per_batch,
+        job.objective.metrics,
+    )
+    return Run(
+        job=job,
+        data=data,
+        directory=directory,
+        requests=Requests(lag=in_flight),
+        clock=clock,
+        metrics=metrics,
+        state=state,
+        frozen=frozen,
+        position=position,
+        start=start,
+        last_step=last,
+        evaluation_frequency=training.evaluation_frequency,
+        config=record,
+    )
 
 
 def loop(run: Run, steps: StepPrograms, features: Sequence[Feature]) -> bool:
