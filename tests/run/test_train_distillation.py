@@ -47,6 +47,7 @@ def test_stored_tokens(taught: Path) -> None:
         assert all(len(set(of_position)) == 5 for of_position in tokens.reshape(-1, 5).tolist())
 
 
+@pytest.mark.wide
 def test_two_hosts_store_the_same(taught: Path) -> None:
     """Each host computes a part of each batch, and host 0 writes: to rounding what one host has written."""
     index = taught / SPLITS[1]
