@@ -53,8 +53,7 @@ MODULES = Path(zero.__file__).parent
 # MiB of a process, with the pages of libraries: 210, with libtpu 350, with PyTorch 290.
 MOST_MEMORY = 1250  # modules are a third, or two thirds with PyTorch; with less, tests of a file compile programs again
 MEMORY_BETWEEN_FILES = 600  # a file's programs are of little use to the next one
-GROWTH = 100  # over what was left
-GROWTH_BETWEEN_FILES = 50
+GROWTH = 50  # over what was left
 MOST_ARENAS = 2  # of the C library, which otherwise keeps what each of dozens of threads has freed apart
 M_ARENA_MAX = -8  # its name in malloc.h
 COMPILED = "ZERO_TESTS_COMPILED"  # as in tests/helpers/cli.py, which is imported where a test starts runs
@@ -94,7 +93,7 @@ class Everywhere:
             forget_results(item.module)
         left = item.session.stash.get(LEFT, 0)
         if is_last_of_file:
-            limit = max(MEMORY_BETWEEN_FILES, left + GROWTH_BETWEEN_FILES)
+            limit = max(MEMORY_BETWEEN_FILES, left + GROWTH)
         else:
             limit = max(MOST_MEMORY, left + GROWTH)
         if resident_memory() > limit:
