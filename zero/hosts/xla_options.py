@@ -23,8 +23,8 @@ OVERLAP_ON_SPARSECORES = (
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter",
 )
 VMEM = "xla_tpu_scoped_vmem_limit_kib"  # of one fusion
-# Bytes of the stacks of libtpu's threads. With its own 64 KiB the compiler overflows them and aborts where products are
-# fused into products that are fused into a third: it estimates their cost by recursion (libtpu 0.0.42).
+# Bytes of the stacks of libtpu's threads. The compiler overflows its default (64 KiB, by the addresses of its trace)
+# where products are fused into products of products: it estimates their cost by recursion (libtpu 0.0.42).
 STACKS = {"fibers_default_thread_stack_size": 2 * 2**20}
 # Collectives start early and overlap with computation, the next layer's with this one's.
 # Source: docs.jax.dev/en/latest/gpu_performance_tips.html
