@@ -10,6 +10,7 @@ import gzip
 import hashlib
 import io
 import json
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -249,19 +250,20 @@ class RemovedList:
 
     def __init__(self) -> None:
         self.documents = 0
-        self._packed = io.BytesIO()
-        self._file = gzip.GzipFile(fileobj=self._packed, mode="wb", mtime=0)
+        self._packed = bytearray()
+        self._packer = zlib.compressobj(level=9, wbits=31)  # of a gzip file, without a time
 
     def add(self, documents: Iterable[tuple[str, str]]) -> None:
         """Appends documents: where each is in the source, and why it was left out."""
         for origin, reason in documents:
             line = json.dumps({"document": origin, "left_out_by": option_of(reason)}, ensure_ascii=False)
-            self._file.write(line.encode("utf-8", "replace") + b"\n")
+            self._packed += self._packer.compress(line.encode("utf-8", "replace") + b"\n")
             self.documents += 1
 
     def data(self) -> bytes:
-        self._file.close()
-        return self._packed.getvalue()
+        """The whole file; nothing can be appended after it."""
+        self._packed += self._packer.flush()
+        return bytes(self._packed)
 
 
 def read_removed(path: str) -> Iterator[dict[str, str]]:
