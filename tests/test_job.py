@@ -133,7 +133,7 @@ def test_automatic_remat(rows: int, expected: str, caplog: pytest.LogCaptureFixt
     keys = ("model.size=1_1b", "zero.stage=3", "data.max_context=1024")
     config = check(compose(*keys), load_sizes())
     assert make_job(config, place_model(config, size, devices, rows)).model.remat == expected
-    assert f"zero.remat=auto: {expected}" in caplog.messages
+    assert f"zero.remat=auto: {expected}, two chunks of the vocabulary at once" in caplog.messages
     config = check(compose(*keys, "training.gradient_accumulation_steps=4"), load_sizes())
     assert make_job(config, place_model(config, size, devices, rows)).model.remat == "mlp"
     config = check(compose(*keys, "zero.remat=dots"), load_sizes())
@@ -154,10 +154,12 @@ def test_automatic_remat_with_the_host(caplog: pytest.LogCaptureFixture) -> None
         return model.remat, kinds_on_host(model), "".join(logged)
 
     on_host = "zero.offload=activations"
-    assert choice() == ("attention", (), "zero.remat=auto: attention")
+    in_pairs = ", two chunks of the vocabulary at once"
+    assert choice() == ("attention", (), f"zero.remat=auto: attention{in_pairs}")
     logged = "zero.remat=auto: mlp_in+attention, on the host: layer_input"
     assert choice(on_host) == ("mlp_in+attention", ("layer_input",), logged)
-    assert choice(on_host, rows=1) == ("mlp+attention", (), "zero.remat=auto: mlp+attention, on the host: nothing")
+    logged = f"zero.remat=auto: mlp+attention, on the host: nothing{in_pairs}"
+    assert choice(on_host, rows=1) == ("mlp+attention", (), logged)
     assert choice(on_host, "zero.remat=attention") == ("attention", ("layer_input", "attention"), "")
 
 
