@@ -256,9 +256,11 @@ class Architecture:
         return GROUPS[self.fused[name.rpartition(".")[2]]](size)
 
     def sharing(self, leaf: str) -> list[str]:
-        """The modules in the tensor of this leaf, in order."""
+        """The modules in the tensor of this leaf, in order; alone where modules of other models have the same name."""
         module = self.module_of(leaf)
         tensor = self.modules[module]
+        if tensor.rpartition(".")[2] not in self.fused:
+            return [module]
         layer = module.rpartition("/")[0]
         return [name for name in self.modules if self.modules[name] == tensor and name.rpartition("/")[0] == layer]
 
