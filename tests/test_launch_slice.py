@@ -244,7 +244,7 @@ def test_workers_that_are_not_set_up(tpus: Slice, workers: Workers, command: str
 def test_stop_and_kill(tpus: Slice, workers: Workers, tmp_path: Path) -> None:
     """`stop` may be repeated while a checkpoint is saved; `kill` ends a trainer that ignores it, and nothing else.
 
-    The shell that runs the command on a worker has the names of what is killed in its own command line.
+    The command line of the shell that kills them names the same programs, so a careless pattern would kill that shell.
     """
     other = tmp_path / "other"
     other.mkdir()

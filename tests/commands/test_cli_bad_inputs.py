@@ -69,7 +69,7 @@ def test_damaged_lines_of_metrics(tmp_path: Path, number: int, caplog: pytest.Lo
     """A damaged line blocks no resume: it is named and passed over."""
     data, line = DAMAGED_LINES[number]
     assert outcome(lambda: READERS["metrics.jsonl"](tmp_path, data))[0] == 0
-    assert f"metrics.jsonl, line {line} is damaged and skipped: expected a JSON object with a step" in caplog.text
+    assert f"metrics.jsonl: skipped line {line}, which is damaged: expected a JSON object with a step" in caplog.text
 
 
 @pytest.mark.parametrize("arguments", PROGRAMS)

@@ -187,7 +187,7 @@ def test_the_pace_leaves_compilation_out(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_estimate_of_a_stage_while_a_program_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pace is that of what is done: it does not fall while nothing can be."""
+    """The pace counts finished work only: it does not fall while no work can finish."""
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     with Stage("rows scored", 10, is_shown=False) as stage:

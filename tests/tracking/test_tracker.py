@@ -126,7 +126,7 @@ def test_damaged_line_is_set_aside(tmp_path: Path, middle: bytes, caplog: pytest
     for _ in range(2):
         assert steps_of(tmp_path) == [1, 4] and read_resumes(path) == []
     (warning,) = caplog.messages
-    assert warning.startswith(f"{path}, line 2 is damaged and skipped: expected")
+    assert warning.startswith(f"{path}: skipped line 2, which is damaged: expected")
     track(tmp_path, range(5, 7), resumed_from=4)
     assert steps_of(tmp_path) == [1, 4, 5, 6]
     assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == middle + b"\n"

@@ -74,7 +74,7 @@ def parse_line(text: bytes) -> dict[str, Any] | None:
 def _report(name: str, number: int, text: bytes) -> None:
     shown = text[:_SHOWN].decode(errors="backslashreplace")
     _log.warning(
-        "%s, line %d is damaged and skipped: expected a JSON object with a step and finite numbers or null, got %r",
+        "%s: skipped line %d, which is damaged: expected a JSON object with a step and finite numbers or null, got %r",
         name,
         number,
         shown,

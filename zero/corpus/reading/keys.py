@@ -1,4 +1,4 @@
-"""The keys that decide which rows are read: of the training set, of validation sets, and in batches of what size."""
+"""The keys that decide which rows the training and validation sets consist of, and how many rows a batch has."""
 
 from __future__ import annotations
 
