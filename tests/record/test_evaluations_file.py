@@ -26,7 +26,8 @@ def test_damaged_lines_are_passed_over(tmp_path: Path, caplog: pytest.LogCapture
         lines = read_evaluations(tmp_path)
     assert [line["step"] for line in lines] == [2, 6, 8]
     assert lines[1]["evaluation/loss"] is None
-    assert [message.partition(" is ")[0] for message in caplog.messages] == [f"{path}, line 2", f"{path}, line 4"]
+    named = [message.partition(",")[0] for message in caplog.messages]
+    assert named == [f"{path}: skipped line 2", f"{path}: skipped line 4"]
     assert path.read_bytes().splitlines()[1] == b'{"st{"step": 4}'
 
 
