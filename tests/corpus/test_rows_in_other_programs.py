@@ -2,7 +2,6 @@
 
 import json
 import multiprocessing
-import os
 import pickle
 from itertools import islice
 from pathlib import Path
@@ -126,7 +125,6 @@ def _of_child(rows: Rows, connection: Any) -> None:
     connection.close()
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.filterwarnings(r"ignore:os\.fork\(\) was called:RuntimeWarning")  # other tests have started jax

@@ -2,7 +2,6 @@
 
 import io
 import os
-import shutil
 import subprocess
 import tarfile
 from collections.abc import Callable
@@ -18,7 +17,6 @@ from zero.corpus import Rows
 from zero.corpus.format.shards import count_rows
 
 pytestmark = pytest.mark.quick
-needs_tar = pytest.mark.skipif(shutil.which("tar") is None, reason="no tar on this machine: apt-get install tar")
 LONG = f"{'x' * 90}/{'y' * 90}"
 LINK = ("--dereference --hard-dereference and without --sparse", "so its contents are not in their place")
 
@@ -46,7 +44,6 @@ def first_tokens(path: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("form", ["v7", "oldgnu", "gnu", "ustar", "posix"])
-@needs_tar
 def test_formats(folder: Path, form: str):
     if form in ("gnu", "posix"):
         long = folder / LONG
@@ -57,7 +54,6 @@ def test_formats(folder: Path, form: str):
     assert first_tokens(path) == expected and count_rows(path) == len(expected)
 
 
-@needs_tar
 def test_the_long_name_of_a_folder_is_not_that_of_the_next_file(folder: Path):
     (folder / LONG).mkdir(parents=True)
     path = folder.parent / "it.tar"
@@ -89,7 +85,6 @@ def sparse(folder: Path) -> None:
         (sparse, ("--sparse", "--format=posix"), "a sparse file"),
     ],
 )
-@needs_tar
 def test_files_whose_contents_are_elsewhere(
     folder: Path, change: Callable[[Path], None], options: tuple[str, ...], kind: str
 ):
@@ -102,7 +97,6 @@ def test_files_whose_contents_are_elsewhere(
     assert count_rows(whole) == (8 if kind == "a sparse file" else 5)
 
 
-@needs_tar
 def test_links_in_tars_of_text(folder: Path, tmp_path: Path):
     """zero-prepare reads them by webdataset, which would leave them out."""
     for path in folder.iterdir():
@@ -115,7 +109,6 @@ def test_links_in_tars_of_text(folder: Path, tmp_path: Path):
         make(path, tmp_path, "c")
 
 
-@needs_tar
 def test_archives_joined_by_cat(folder: Path, tmp_path: Path):
     first = archive(folder)
     second = first.rename(tmp_path / "second.tar")
@@ -129,7 +122,6 @@ def test_archives_joined_by_cat(folder: Path, tmp_path: Path):
     assert first_tokens(first) == [0, 10, 20, 30] * 2
 
 
-@needs_tar
 def test_texts_joined_by_cat(tmp_path: Path):
     folder = tmp_path / "texts"
     folder.mkdir()
@@ -160,7 +152,6 @@ def test_records_of_posix_and_other_kinds(tmp_path: Path, header: dict[str, str]
     assert first_tokens(path) == [0]
 
 
-@needs_tar
 def test_an_empty_member_is_named(folder: Path):
     (folder / "empty.input_id.npy").touch()
     with pytest.raises(UserError, match=r"it\.tar: \./empty\.input_id\.npy is not a complete \.npy array"):

@@ -23,6 +23,7 @@ from zero.corpus.preparing.verify import verify
 from zero.files import storage
 
 HAS_BEAM = importlib.util.find_spec("apache_beam") is not None
+needs_beam = pytest.mark.skipif(not HAS_BEAM, reason="apache_beam is not installed: pip install apache-beam")
 RUNNER = ["--runner", "DirectRunner", "--direct_running_mode=multi_processing", "--direct_num_workers=2"]
 IN_ONE_PROCESS = ["--runner", "DirectRunner", "--direct_running_mode=in_memory"]  # which starts in a tenth of the time
 ALL_PARTS = ["--deduplicate", "--near-duplicates", "0.8", "--shuffle"]  # options that look at all of them
@@ -57,7 +58,7 @@ def test_without_beam(lines: Path, tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not HAS_BEAM, reason="apache_beam is not installed")
+@needs_beam
 def test_killed_and_called_again(lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Killed with -9 after the first part: only missing parts are made, and all bytes are those of a local corpus."""
     assert call(lines, *SIZES, *places(tmp_path), "--workers", "1").returncode == 0
@@ -88,7 +89,7 @@ def test_killed_and_called_again(lines: Path, tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not HAS_BEAM, reason="apache_beam is not installed")
+@needs_beam
 def test_part_that_cannot_be_prepared(lines: Path, tmp_path: Path):
     """Its line names it, the status is that of the mistake, and the other parts are made."""
     path = lines / "2.jsonl"
@@ -102,7 +103,7 @@ def test_part_that_cannot_be_prepared(lines: Path, tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not HAS_BEAM, reason="apache_beam is not installed")
+@needs_beam
 def test_options_that_look_at_all_parts(lines: Path, tmp_path: Path):
     """Duplicates, near duplicates and a shuffle: all files are those of a local corpus, the page and the lists too."""
     assert call(lines, *SIZES, *ALL_PARTS, *places(tmp_path / "near"), "--workers", "1").returncode == 0
@@ -114,7 +115,7 @@ def test_options_that_look_at_all_parts(lines: Path, tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not HAS_BEAM, reason="apache_beam is not installed")
+@needs_beam
 def test_job_service(lines: Path, tmp_path: Path):
     """By the job API, which Flink and Spark serve too: all files are those of a local corpus."""
     assert call(lines, *SIZES, *places(tmp_path / "near"), "--workers", "1").returncode == 0
@@ -137,7 +138,7 @@ def test_job_service(lines: Path, tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not HAS_BEAM, reason="apache_beam is not installed")
+@needs_beam
 def test_killed_at_ten_instants(lines: Path, tmp_path: Path):
     """One corpus, whose call is killed with -9 ten times, in both passes and in the parts; the last one ends it."""
     options = ["--deduplicate"]
@@ -172,7 +173,7 @@ def written_since(place: Path, began: float) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not HAS_BEAM, reason="apache_beam is not installed")
+@needs_beam
 def test_worker_that_is_killed_again_and_again(lines: Path, tmp_path: Path):
     """The part is named, with status 1, and nothing waits."""
     process = start(lines, tmp_path, (), IN_ONE_PROCESS)
