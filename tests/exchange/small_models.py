@@ -1,9 +1,13 @@
 """A small model of each architecture of transformers that zero reads, with all keys of its class.
 
 - `small`: the keys of its config.json. `theirs`: a model of transformers with them.
+- `logits_of_peft`: what PEFT computes with a folder of adapters.
 """
 
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from zero.exchange.architecture_table import ARCHITECTURES
 
@@ -59,3 +63,15 @@ def theirs(keys: dict[str, Any]) -> Any:
         if name.endswith("e_score_correction_bias"):  # which begins at zero
             x.normal_(0, 0.3)
     return model
+
+
+def logits_of_peft(base: Path, adapters: Path, tokens: np.ndarray) -> np.ndarray:
+    """The logits of the last position, `(rows, vocabulary)`, of a model of transformers with PEFT's adapters."""
+    import peft
+    import torch
+    import transformers
+
+    auto: Any = transformers.AutoModelForCausalLM
+    model = peft.PeftModel.from_pretrained(auto.from_pretrained(base, attn_implementation="eager"), str(adapters))
+    with torch.no_grad():
+        return np.asarray(model(torch.tensor(tokens)).logits[:, -1])

@@ -438,15 +438,19 @@ MIXTRAL = _like_llama(
     modules=_expert_modules("block_sparse_moe", "gate", "w1", "w3", "w2"),
     windows="sliding_window",
 )
+# Of Qwen's families and OLMoE.
+_ROUTER_KEYS = {
+    "num_experts": "experts",
+    "num_experts_per_tok": "experts_per_token",
+    "norm_topk_prob": "normalize_router",
+}
 QWEN3_MOE = _like_llama(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
     without=("intermediate_size",),
     keys={
         "moe_intermediate_size": "mlp_width",
-        "num_experts": "experts",
-        "num_experts_per_tok": "experts_per_token",
-        "norm_topk_prob": "normalize_router",
+        **_ROUTER_KEYS,
     },
     absent={"num_experts_per_tok": 8, "norm_topk_prob": False},
     aliases={"num_experts": "num_local_experts"},  # as transformers 5 writes it
@@ -472,9 +476,7 @@ QWEN2_MOE = _like_llama(
     without=("head_dim", "intermediate_size"),
     keys={
         "moe_intermediate_size": "mlp_width",
-        "num_experts": "experts",
-        "num_experts_per_tok": "experts_per_token",
-        "norm_topk_prob": "normalize_router",
+        **_ROUTER_KEYS,
         "shared_expert_intermediate_size": "shared_dim",
         "qkv_bias": "qkv_bias",
     },
@@ -553,9 +555,7 @@ QWEN3_NEXT = _like_llama(
     keys={
         **_DELTA_KEYS,
         "moe_intermediate_size": "mlp_width",
-        "num_experts": "experts",
-        "num_experts_per_tok": "experts_per_token",
-        "norm_topk_prob": "normalize_router",
+        **_ROUTER_KEYS,
         "shared_expert_intermediate_size": "shared_dim",
     },
     absent={
@@ -583,9 +583,7 @@ OLMOE = _like_llama(
     "OlmoeForCausalLM",
     without=("head_dim",),
     keys={
-        "num_experts": "experts",
-        "num_experts_per_tok": "experts_per_token",
-        "norm_topk_prob": "normalize_router",
+        **_ROUTER_KEYS,
         "attention_bias": "attention_bias",
     },
     absent={"rms_norm_eps": 1e-5, "num_experts_per_tok": 8, "norm_topk_prob": False, "attention_bias": False},
