@@ -189,9 +189,9 @@ class EvaluateConfig(TrainedModelConfig):
             if not (output.is_asked and output.is_of_one_model):
                 continue
             if evaluate.follow:
-                yield "evaluate.follow", f"false, as {output.key} are of one model"
+                yield "evaluate.follow", f"false, as {output.key} takes one model"
             if evaluate.adapters is not None:
-                yield "evaluate.adapters", f"null, as {output.key} are of one model"
+                yield "evaluate.adapters", f"null, as {output.key} takes one model"
         if not any(output.is_asked for output in outputs(self)):
             yield "evaluate.validation", "true, or tasks in evaluate.harness"
 
