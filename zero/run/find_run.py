@@ -233,7 +233,7 @@ def _text(override: Override) -> str:
 
 
 def saved_command(run: Path) -> dict[str, str]:
-    """The merged results of `command` for all starts of a run, later values first; empty if the file is missing.
+    """The merged results of `command` for all starts of a run; of two values the later holds. Empty without the file.
 
     Raises:
       UserError: the file is damaged.
