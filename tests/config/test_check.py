@@ -249,8 +249,8 @@ def test_every_size_can_be_trained(size: str) -> None:
             ["zero.context_shards=2", "1, as model.size=qwen3_5_9b has delta"],
         ),
         (
-            "model.size=qwen3_5_9b; zero.tensor_shards=2",
-            ["zero.tensor_shards=2", "1, as model.size=qwen3_5_9b has delta"],
+            "model.size=qwen3_5_9b; model.override.delta_key_heads=1; zero.tensor_shards=2",
+            ["zero.tensor_shards=2", "a divisor of delta_key_heads=1 of model.size=qwen3_5_9b"],
         ),
         ("zero.context_shards=3", ["zero.context_shards=3", "a divisor of half of the 256 tokens of a sequence"]),
         ("zero.context_shards=2; model.attention=dense", ["model.attention=dense", "auto or blockwise, as zero.co"]),

@@ -25,6 +25,10 @@ MODELS = {
     "qwen3": _of("qwen3", **_GROUPED),
     "gemma2": _of("gemma2", **_GROUPED, N=4, windows=(5, 0), attention_cap=0.5, logit_cap=0.5),
     "gpt_oss": _of("gpt_oss", **_GROUPED, windows=(5, 0), experts=8, experts_per_token=2),
+    "qwen3_next": _of(
+        "qwen3_next", **{**_GROUPED, "head_dim": 8}, mixers=("delta", "attention"), delta_key_heads=4,
+        delta_value_heads=8, delta_key_dim=4, delta_value_dim=5, experts=4, experts_per_token=2, shared_dim=24,
+    ),
     "dense_lm": _of("dense_lm", z_loss=0.1),
     "plain": DIVISIBLE,
-}
+}  # fmt: skip

@@ -76,6 +76,15 @@ def test_documents_are_kept_apart(model: str, stage: int) -> None:
     assert (tokens(0, DIVISIBLE.block_size) == 7).any()  # tests/training/test_step_documents.py shows what it changes
 
 
+@pytest.mark.wide
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gated_delta_trains_as_one_device(stage: int) -> None:
+    """Heads of gated DeltaNet are cut, beside gated attention, partial rotary positions, experts and a gated MLP."""
+    options: dict[str, Any] = {"config": MODELS["qwen3_next"], "separators": Separators(ends=(7,))}
+    got = trained(setup(8, stage, axis=axis(stage, 2), **options))
+    assert_close(got, trained(setup(1, 0, **options)), rtol=1e-5, config=MODELS["qwen3_next"])
+
+
 WIDE = GPTConfig(embedding_dim=256, vocab_size=512, num_head=8, block_size=128, dropout=0.0, N=4, vocab_chunks=2)
 
 
@@ -142,7 +151,11 @@ def test_first_weights() -> None:
 
 
 @pytest.mark.parametrize(
-    "model", [pytest.param("plain", marks=pytest.mark.wide), pytest.param("gemma2", marks=pytest.mark.slow)]
+    "model",
+    [
+        *(pytest.param(name, marks=pytest.mark.wide) for name in ("plain", "qwen3_next")),
+        pytest.param("gemma2", marks=pytest.mark.slow),
+    ],
 )
 def test_losses_and_text(model: str) -> None:
     """Losses and text equal those of devices without groups.

@@ -82,20 +82,16 @@ class GroupKeys:
 
     def _uncut(self, size: GPTConfig, of_model: str, lengths: Iterable[tuple[str, int]]) -> Mistakes:
         """The sizes that tensor groups cannot cut into equal parts."""
-        cut = [
-            (f"num_head={size.num_head} of {of_model}", size.num_head),
-            (f"kv_heads={size.key_heads} of {of_model}", size.key_heads),
-            (f"mlp_dim={size.mlp_width} of {of_model}", size.mlp_width),
-        ]
-        widths = {"dense_dim": size.dense_dim, "shared_dim": size.shared_dim}
-        cut += [(f"{name}={width} of {of_model}", width) for name, width in widths.items() if width is not None]
+        counts: dict[str, int | None] = {}
+        for name in dict.fromkeys(size.mixers):
+            counts |= MIXERS[name].heads(size)
+        counts |= {"mlp_dim": size.mlp_width, "dense_dim": size.dense_dim, "shared_dim": size.shared_dim}
+        cut = [(f"{name}={count} of {of_model}", count) for name, count in counts.items() if count is not None]
         if size.layer == "gated_units":
             cut = [(f"twice embedding_dim={size.embedding_dim} of {of_model}", 2 * size.embedding_dim)]
         for description, count in (*cut, *lengths):
             if count % self.tensor_shards:
                 yield "zero.tensor_shards", f"a divisor of {description}"
-        if self.tensor_shards > 1:
-            yield from _unshared("tensor", size, of_model)
 
     def _undivided(self, size: GPTConfig, of_model: str) -> Mistakes:
         """The keys that conflict with expert groups."""
@@ -158,7 +154,9 @@ class DeviceKeys(GroupKeys):
             yield "zero.context_shards", f"1, as zero.tensor_shards={self.tensor_shards}"
         if size.experts is not None:
             yield "zero.context_shards", f"1, as tokens are routed row by row in {of_model}"
-        yield from _unshared("context", size, of_model)
+        for name in sorted({*size.mixers}):
+            if not MIXERS[name].shares_rows:
+                yield "zero.context_shards", f"1, as {of_model} has {name} in mixers"
         for length in lengths:
             if length % (2 * self.context_shards):
                 yield "zero.context_shards", f"a divisor of half of the {length} tokens of a sequence"
@@ -332,10 +330,3 @@ def exchanges_gradients(devices: Sequence[Any]) -> bool:
     if speed.offloads and not is_square:
         return False
     return not spanned or speed.devices * max(spanned) / 4 <= 2 * 2 / len(spanned)
-
-
-def _unshared(group: str, size: GPTConfig, of_model: str) -> Mistakes:
-    """The mixers that this kind of group cannot share."""
-    for name in sorted({*size.mixers}):
-        if group not in MIXERS[name].groups:
-            yield f"zero.{group}_shards", f"1, as {of_model} has {name} in mixers"

@@ -52,9 +52,10 @@ def empty_delta_cache(
     cut: ModelParallel,
     known: jax.Array | int,
 ) -> DeltaCache:
-    """The cache before the first position; its size does not depend on `positions`."""
-    state = jnp.zeros((layers, rows, config.delta_heads, config.delta_key_width, config.delta_value_width), jnp.float32)
-    inputs = jnp.zeros((layers, rows, config.delta_taps - 1, sum(_channels(config))), dtype)
+    """The cache before the first position, of this device's heads; its size does not depend on `positions`."""
+    of_heads = (config.delta_heads // cut.size, config.delta_key_width, config.delta_value_width)
+    state = jnp.zeros((layers, rows, *of_heads), jnp.float32)
+    inputs = jnp.zeros((layers, rows, config.delta_taps - 1, sum(_channels(config)) // cut.size), dtype)
     return DeltaCache(state, inputs, jnp.asarray(known, jnp.int32))
 
 
@@ -64,8 +65,13 @@ def numbers_of_delta(config: Transformer) -> dict[str, int]:
     return {ATTENTION: outputs, PROJECTIONS: sum(_channels(config)) + config.embedding_dim}
 
 
+def heads_of_delta(config: Transformer) -> dict[str, int]:
+    """The heads that a tensor group divides; each device has the heads of values of its heads of keys."""
+    return {"delta_key_heads": config.delta_groups}
+
+
 def _channels(config: Transformer) -> tuple[int, int, int]:
-    """The channels of queries, keys and values."""
+    """The channels of queries, keys and values of all heads."""
     of_keys = config.delta_groups * config.delta_key_width
     return of_keys, of_keys, config.delta_heads * config.delta_value_width
 
@@ -105,8 +111,8 @@ class GatedDelta(Mixer):
     def __call__(self, h_BTD: jax.Array, cache: DeltaCache | None, site: Site) -> tuple[jax.Array, DeltaCache | None]:
         """See `Mixer`."""
         config = self.config
-        channels = _channels(config)
-        heads = config.delta_heads
+        cut = self.cut
+        channels = [count // cut.size for count in _channels(config)]
 
         def projected(name: str, features: int) -> jax.Array:
             return self.dense(h_BTD, (features,), name, site.adapter_keys_B, use_bias=False)
@@ -115,13 +121,14 @@ class GatedDelta(Mixer):
         x_BTX = jnp.concatenate([projected(*pair) for pair in zip(names, channels, strict=True)], axis=-1)
         x_BTX = checkpoint_name(x_BTX, PROJECTIONS)
         gate_BTX = projected("output_gate", channels[2])
-        rate_BTH = jax.nn.sigmoid(projected("rate", heads).astype(jnp.float32))
-        decay_BTH = Decay(name="decay")(projected("decay_input", heads))
+        # Small weights are not cut: each device computes the rates and decays of all heads.
+        rate_BTH = cut.part(jax.nn.sigmoid(projected("rate", config.delta_heads).astype(jnp.float32)), 2)
+        decay_BTH = cut.part(Decay(name="decay")(projected("decay_input", config.delta_heads)), 2)
 
         taps_CX = jnp.concatenate(
             [
-                Taps(config.delta_taps, count, name=f"{name}_convolution")()
-                for name, count in zip(names, channels, strict=True)
+                cut.part(Taps(config.delta_taps, count, name=f"{name}_convolution")(), 1)
+                for name, count in zip(names, _channels(config), strict=True)
             ],
             axis=-1,
         )
@@ -144,7 +151,7 @@ class GatedDelta(Mixer):
     def _inputs(self, mixed_BTX: jax.Array, decay_BTH: jax.Array, rate_BTH: jax.Array) -> Inputs:
         """Queries and keys of unit length, each for all heads of values that share it."""
         config = self.config
-        of_queries, of_keys, _ = _channels(config)
+        of_queries, of_keys, _ = (count // self.cut.size for count in _channels(config))
         shared = config.delta_heads // config.delta_groups
 
         def heads(x_BTX: jax.Array, width: int) -> jax.Array:

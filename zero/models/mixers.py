@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from zero.models.gated_delta import DeltaCache, GatedDelta, empty_delta_cache, numbers_of_delta
+from zero.models.gated_delta import DeltaCache, GatedDelta, empty_delta_cache, heads_of_delta, numbers_of_delta
 from zero.models.latent_attention import LatentAttention, LatentCache, empty_latents, numbers_of_latents
 from zero.models.latent_keys import HEADS, LATENT
 from zero.models.mixer import Mixer, Transformer
 from zero.models.part import ATTENTION, DELTA
-from zero.models.self_attention import Cache, SelfAttention, empty_cache, numbers_of_heads
+from zero.models.self_attention import Cache, SelfAttention, empty_cache, heads_of_attention, numbers_of_heads
 
 # The cache of each kind of mixer, one entry per layer that has it.
 Caches = dict[str, Cache | LatentCache | DeltaCache]
@@ -25,19 +25,21 @@ class MixerKind(NamedTuple):
         PROJECTIONS of `zero.models.stack.KINDS`, on one device.
       cache: an empty one, from the configuration, the number of layers with this mixer, and what
         `zero.models.gpt.init_cache` takes beside the configuration.
-      groups: the kinds of groups of devices that can share it, of "tensor" and "context".
+      heads: from the configuration to the keys of its numbers of heads, which tensor groups divide.
+      shares_rows: whether the devices of a context group can each have a part of the positions.
     """
 
     module: Callable[..., Mixer]
     cache: Callable[..., Any]
     numbers: Callable[[Any], dict[str, int]]
-    groups: tuple[str, ...] = ("tensor", "context")
+    heads: Callable[[Any], dict[str, int]]
+    shares_rows: bool = True
 
 
 # Softmax attention, by what makes the keys and values of a model (`Latent.source_of_keys`).
 ATTENTIONS = {
-    HEADS: MixerKind(SelfAttention, empty_cache, numbers_of_heads),
-    LATENT: MixerKind(LatentAttention, empty_latents, numbers_of_latents),
+    HEADS: MixerKind(SelfAttention, empty_cache, numbers_of_heads, heads_of_attention),
+    LATENT: MixerKind(LatentAttention, empty_latents, numbers_of_latents, heads_of_attention),
 }
 
 
@@ -54,8 +56,8 @@ def _numbers_of_attention(config: Transformer) -> dict[str, int]:
 
 
 MIXERS = {
-    ATTENTION: MixerKind(_attention, _cache_of_attention, _numbers_of_attention),
-    DELTA: MixerKind(GatedDelta, empty_delta_cache, numbers_of_delta, groups=()),
+    ATTENTION: MixerKind(_attention, _cache_of_attention, _numbers_of_attention, heads_of_attention),
+    DELTA: MixerKind(GatedDelta, empty_delta_cache, numbers_of_delta, heads_of_delta, shares_rows=False),
 }
 
 

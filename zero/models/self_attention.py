@@ -60,6 +60,11 @@ def numbers_of_heads(config: Attention) -> dict[str, int]:
     return {ATTENTION: heads + 2 * config.num_head, PROJECTIONS: projections}
 
 
+def heads_of_attention(config: Sizes) -> dict[str, int]:
+    """The heads that a tensor group divides."""
+    return {"num_head": config.num_head, "kv_heads": config.key_heads}
+
+
 class Sinks(nn.Module):
     """A learned logit for each head, in addition to the keys'."""
 

@@ -3,10 +3,11 @@
 from zero.models.adapters import LORA_A, LORA_B, MAGNITUDE
 from zero.models.config import HEAD, VOCABULARY
 
+_OUTPUTS = ("query", "key", "value", "key_value", "gate", "attention_gate", "output_gate", "mlp_in", "mlp_gate")
 # By module: -1 cuts the output (its bias too), -2 the input; of an adapter the matrix on that side.
 # The queries and keys of a gated unit stay whole.
 _CUT_ALONG = {
-    **dict.fromkeys(("query", "key", "value", "key_value", "gate", "attention_gate", "mlp_in", "mlp_gate"), -1),
+    **dict.fromkeys(_OUTPUTS, -1),
     **dict.fromkeys(("attention_out", "mlp_out", VOCABULARY, HEAD), -2),
 }
 _WHOLE_IN_UNITS = ("query", "key")
