@@ -402,11 +402,13 @@ def test_fused_update_refusals(override: str) -> None:
     assert override.split("=")[0] in line and "zero.fused_update=true" in line
 
 
-def test_fused_update_of_bfloat16_weights() -> None:
-    """A fused update of bfloat16 weights has bfloat16 gradients."""
+def test_fused_update_has_gradients_of_weights() -> None:
+    """The gradients of a fused update have the dtype of the weights, so that no other has an effect."""
     keys = (*FUSED, "zero.master_dtype=bfloat16", "optimizer.state_dtype=int8")
     check(compose(*keys, "zero.gradient_dtype=bfloat16"), SIZES)
     assert refusal(*keys).startswith("zero.gradient_dtype=float32: expected bfloat16, the dtype of zero.master_dtype")
+    other = refusal(*FUSED, "zero.gradient_dtype=bfloat16")
+    assert other.startswith("zero.gradient_dtype=bfloat16: expected float32, the dtype of zero.master_dtype")
     check(compose("zero.master_dtype=bfloat16", "optimizer.state_dtype=int8"), SIZES)
 
 

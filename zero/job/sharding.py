@@ -76,5 +76,6 @@ class Sharding(WeightKeys, DeviceKeys, GradientDtypes, memory.Keys):
             return
         if self.stage != 3:
             yield "zero.stage", "3, as zero.fused_update=true never holds the whole gradient"
-        if self.master_dtype == "bfloat16" and self.gradient_dtype != "bfloat16":
-            yield "zero.gradient_dtype", "bfloat16, the dtype of zero.master_dtype, as zero.fused_update=true"
+        if self.gradient_dtype != self.master_dtype:
+            why = "the dtype of zero.master_dtype, as zero.fused_update=true never holds the whole gradient"
+            yield "zero.gradient_dtype", f"{self.master_dtype}, {why}"
