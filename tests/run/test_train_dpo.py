@@ -150,25 +150,33 @@ def test_killed_with_quantized_base(root: Path) -> None:
     assert cli.metrics(root / "killed") == cli.metrics(calm)
 
 
-@pytest.mark.slow
-def test_killed_in_phases_of_two_hosts(root: Path) -> None:
-    """Collectives within hosts and then across them; a host that is killed after a save, and resumed, changes nothing.
+# Two hosts are what two dimensions of a TPU slice, or two slices with one state, are: collectives in two phases.
+TWO_SLICES = "import zero.job.devices\nzero.job.devices.slices_of = lambda devices: 2\n"
+PHASES = {"dimensions": ("", "zero.phases=torus"), "slices": (TWO_SLICES, "zero.replicas=1")}
 
-    Two hosts are to `zero.phases=torus` what two dimensions of a slice are.
-    """
-    job = cli.later_values(*JOB, "zero.phases=torus", "distributed.cpu_devices=4", "training.batch_size=8")
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", PHASES)
+def test_killed_in_phases_of_two_hosts(kind: str, root: Path) -> None:
+    """Collectives within hosts, then across them: a host that is killed after a save and resumed changes nothing."""
+    hosts_as, phases = PHASES[kind]
+    job = cli.later_values(*JOB, "distributed.cpu_devices=4", "training.batch_size=8")
 
     def run(directory: str, *more: str) -> list[int]:
-        arguments = cli.later_values(*job, *more, f"hydra.run.dir={directory}")
+        arguments = cli.later_values(*job, *more, f"hydra.run.dir={directory}-{kind}")
         done = hosts.finish(hosts.start([root] * 2, *arguments))
         return [one.returncode for one in done]
 
-    assert run("flat", "zero.phases=flat") == run("in phases") == [0, 0]
-    with cli.customized(kills.at(kills.Rule("os.rename", rf"/checkpoints/{STEPS // 2}$", "kill after"))):
-        assert -signal.SIGKILL in run("struck")
-    assert run("struck", "--resume") == [0, 0]
-    assert cli.metrics(root / "struck") == cli.metrics(root / "in phases")
-    assert cli.losses(root / "in phases") == pytest.approx(cli.losses(root / "flat"), rel=1e-4)
+    assert run("flat") == [0, 0]
+    with cli.customized(hosts_as):
+        assert run("calm", phases) == [0, 0]
+    with cli.customized(hosts_as + kills.at(kills.Rule("os.rename", rf"/checkpoints/{STEPS // 2}$", "kill after"))):
+        assert -signal.SIGKILL in run("struck", phases)
+    with cli.customized(hosts_as):
+        assert run("struck", phases, "--resume") == [0, 0]
+    calm = root / f"calm-{kind}"
+    assert cli.metrics(root / f"struck-{kind}") == cli.metrics(calm)
+    assert cli.losses(calm) == pytest.approx(cli.losses(root / f"flat-{kind}"), rel=1e-4)
 
 
 @pytest.mark.wide  # test_identity.py refuses other contents, the test below computes values anew
