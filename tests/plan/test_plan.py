@@ -26,8 +26,7 @@ from zero.commands.modes import check
 from zero.config.keys import with_values
 from zero.costs.predict import Prediction
 from zero.costs.step_costs import device_peak
-from zero.hosts.host_memory import host_memory
-from zero.hosts.speeds import SPEEDS
+from zero.hosts.speeds import SPEEDS, host_memory
 from zero.job.job import make_job, place_model
 from zero.job.sizes import load_sizes
 from zero.models.config import GPTConfig

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 
@@ -20,6 +21,7 @@ class Speed(NamedTuple):
     fused: float = 0.0  # share of `flops` that zero's attention kernels reach on the blocks that they compute
     splash: float = 0.0  # the same for jax's splash attention
     host: float = 16e9  # bytes per second between a chip and the memory of its host, in each direction
+    host_memory: float = math.inf  # bytes of the memory of a host per chip
     between_slices: float = 0.0  # bytes per second that a device sends to other slices; 0: it has none
     offloads: bool = False  # whether a SparseCore can run reduce-scatters of a whole slice, beside computation
     int8: float = 1.0  # times `flops`: products of int8 with sums in int32
@@ -40,8 +42,18 @@ class Speed(NamedTuple):
         """Bytes per second that one link between two chips carries in one direction."""
         return self.network * self.devices / (2 * self.dims)
 
+    @property
+    def host_share(self) -> float:
+        """Bytes of the memory of a host per device that activations may take; infinite if not known.
+
+        >>> SPEEDS["TPU v5 lite"].host_share, SPEEDS["NVIDIA L4"].host_share
+        (38400000000.0, inf)
+        """
+        return HOST_SHARE * self.host_memory / self.devices
+
 
 GIB = 2**30
+HOST_SHARE = 0.8  # of a host's memory; the rest is for the system, the data and copies of a checkpoint being saved
 _MXU = 2 * 128 * 128  # operations per cycle of a matrix unit
 
 # Sources: cloud.google.com/tpu/docs/v3, v4, v5e, v5p and v6e, system architecture: peak compute, HBM bandwidth, number
@@ -56,6 +68,9 @@ _MXU = 2 * 128 * 128  # operations per cycle of a matrix unit
 # tpu7x: data center network); of others 25 GB/s per host (jax-ml.github.io/scaling-book/tpus), of 8 devices or 4 of v4.
 # 8 bits: the same pages. int8 is twice as fast on v5e, v5p and v6e, float8 on TPU7x; a v4 multiplies int8 as fast as
 # bfloat16, and where a page names no int8 or float8, or the same figure, it counts as bfloat16.
+# Memory of hosts, in GB per chip: of v5p, v6e and TPU7x the page of TPU7x (448, 720 and 960 for four chips); of v5e the
+# machine types ct5lp-hightpu-1t to -8t (48 for one, 384 for eight); of v4 ct4p-hightpu-4t (407 for four); of v2
+# and v3 what a v3-8 shows (335 for four). Types: cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus.
 # Host: PCIe, about 16 GB/s per chip, v6e 32 (jax-ml.github.io/scaling-book/tpus); a TPU7x counts as a v6e.
 # NVIDIA: data sheets of H200, H100 (SXM), A100, L4, T4 and HGX B200, and appendix A of the Ada GPU architecture paper:
 # dense bfloat16 with float32 sums, NVLink in one direction, or PCIe (x16) where there is none. T4 has no bfloat16: its
@@ -71,6 +86,7 @@ SPEEDS = {
         ring=16,
         devices=2,
         fused=0.95,
+        host_memory=335e9 / 4,
         between_slices=25e9 / 8,
     ),
     "TPU v3": Speed(
@@ -83,6 +99,7 @@ SPEEDS = {
         ring=32,
         devices=2,
         fused=0.82,
+        host_memory=335e9 / 4,
         between_slices=25e9 / 8,
     ),
     "TPU v4": Speed(
@@ -95,6 +112,7 @@ SPEEDS = {
         ring=4,
         splash=0.7,
         fused=0.77,
+        host_memory=407e9 / 4,
         between_slices=25e9 / 4,
     ),
     "TPU v5 lite": Speed(
@@ -108,6 +126,7 @@ SPEEDS = {
         splash=0.85,
         fused=0.87,
         int8=2,
+        host_memory=48e9,
         between_slices=25e9 / 8,
         vmem_kib=32 * 1024,
     ),
@@ -122,6 +141,7 @@ SPEEDS = {
         splash=0.83,
         fused=0.86,
         int8=2,
+        host_memory=448e9 / 4,
         between_slices=50e9 / 8,
         vmem_kib=32 * 1024,
     ),
@@ -136,6 +156,7 @@ SPEEDS = {
         splash=0.33,
         fused=0.38,
         int8=2,
+        host_memory=720e9 / 4,
         between_slices=100e9 / 8,
         host=32e9,
         offloads=True,
@@ -153,6 +174,7 @@ SPEEDS = {
         splash=0.33,
         fused=0.45,
         float8=2,
+        host_memory=960e9 / 4,
         between_slices=100e9 / 8 / 2,
         host=32e9,
         offloads=True,
@@ -174,3 +196,16 @@ def peak_flops(device: Any) -> float | None:
     """Published peak of a device in bfloat16 operations per second, None if it is not in `SPEEDS`."""
     speed = SPEEDS.get(device.device_kind)
     return None if speed is None else speed.flops
+
+
+def host_memory(devices: Sequence[Any]) -> int | None:
+    """Bytes of the memory of one host that activations may take; None if it is not known.
+
+    Args:
+      devices: of a whole slice, as jax describes them.
+    """
+    speed = SPEEDS.get(devices[0].device_kind)
+    if speed is None or math.isinf(speed.host_memory):
+        return None
+    hosts = len({device.process_index for device in devices})
+    return int(speed.host_share * len(devices) / hosts)

@@ -10,7 +10,6 @@ import optax
 
 from zero.config.constraints import one_of, shown
 from zero.config.keys import Mistakes, key
-from zero.hosts.host_memory import share_of_host
 from zero.hosts.speeds import SPEEDS, Speed
 from zero.models.collections import collections_of
 from zero.models.config import GPTConfig
@@ -127,9 +126,8 @@ def with_automatic_remat(model: ShardedGPT, held: int, device: Any, rows: int, c
     speed = SPEEDS[device.device_kind]
     rates = rates_of(model, speed)
     may_use_host = bool(model.offload)
-    of_host = share_of_host(device.device_kind)
     model = with_fitting_storage(
-        model, rows, context, held=held, capacity=speed.capacity, rates=rates, host_capacity=of_host
+        model, rows, context, held=held, capacity=speed.capacity, rates=rates, host_capacity=speed.host_share
     )
     where = f", on the host: {', '.join(kinds_on_host(model)) or 'nothing'}" if may_use_host else ""
     pairs = ", two chunks of the vocabulary at once" if model.chunks_at_once == 2 else ""

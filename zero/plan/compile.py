@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from zero.costs.hlo import Collective, across_hosts, bytes_by_kind, hidden_share
 from zero.costs.predict import Prediction
 from zero.costs.step_costs import costs_of, device_peak, traced
-from zero.hosts.host_memory import host_memory
-from zero.hosts.speeds import SPEEDS, Speed
+from zero.hosts.speeds import SPEEDS, Speed, host_memory
 from zero.inference.generate import bucket
 from zero.job.devices import slices_of
 from zero.job.job import Job, make_job, place_model
