@@ -53,8 +53,7 @@ def test_innermost_phase_counts(wait: Callable[[float], None]) -> None:
     expected |= {"startup": 0.1, "steps": 0.8, "data_wait": 0.05, "checkpoint": 0.04, "evaluation": 0.01}
     assert {phase: line[f"goodput/{phase}"] for phase in PHASES} == pytest.approx(expected)
     assert describe(line) == (
-        "80.0% of 0:01:40 h in steps; startup 10.0%, waiting for data 5.0%, checkpoints 4.0%, "
-        "evaluation and reports 1.0%"
+        "80.0% of 0:01:40 in steps; startup 10.0%, waiting for data 5.0%, checkpoints 4.0%, evaluation and reports 1.0%"
     )
 
 
@@ -81,7 +80,7 @@ def test_summary_of_newest_line(wait: Callable[[float], None], tmp_path: Path) -
     with clock.phase("steps"):
         wait(50)
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 8, **clock.line()}) + "\n")
-    assert summary([tmp_path]) == [f"{tmp_path}: step 8; 50.0% of 0:01:40 h in steps; startup 50.0%"]
+    assert summary([tmp_path]) == [f"{tmp_path}: step 8; 50.0% of 0:01:40 in steps; startup 50.0%"]
 
 
 def test_clock_that_was_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

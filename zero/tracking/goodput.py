@@ -112,7 +112,7 @@ def counts_as(phase: str) -> Callable[[Callable[_Parameters, _Result]], Callable
 
 
 def describe(line: Mapping[str, Any]) -> str:
-    """A line of metrics as one line of text: `93.1% of 2:13:05 h in steps; compilation 4.0%, startup 2.9%`."""
+    """A line of metrics as one line of text: `93.1% of 2:13:05 in steps; compilation 4.0%, startup 2.9%`."""
     if "wall_time" not in line:
         return "the wall clock was not recorded"
     hours, seconds = divmod(round(line["wall_time"]), 3600)
@@ -120,4 +120,4 @@ def describe(line: Mapping[str, Any]) -> str:
     steps = shares.pop("steps")
     rest = sorted(((share, PHASES[phase]) for phase, share in shares.items() if share >= 0.0005), reverse=True)
     others = ", ".join(f"{name} {share:.1%}" for share, name in rest)
-    return f"{steps:.1%} of {hours}:{seconds // 60:02}:{seconds % 60:02} h in steps" + (f"; {others}" if others else "")
+    return f"{steps:.1%} of {hours}:{seconds // 60:02}:{seconds % 60:02} in steps" + (f"; {others}" if others else "")
