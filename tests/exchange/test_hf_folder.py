@@ -456,6 +456,10 @@ def test_mxfp4_is_read(tmp_path: Path) -> None:
         made = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales))
         expected[name] = made.float().numpy()  # of bfloat16, which holds each value exactly
     save_file(tensors, tmp_path / "hf" / "model.safetensors")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(
+        json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}})
+    )
     model = model_of(size)
     experts = whole(warm_start(str(tmp_path / "hf"), model), model)["blocks"]["experts"]
     for layer in range(size.N):

@@ -10,6 +10,7 @@ from typing import Any
 
 from zero.base.errors import UserError
 from zero.exchange.architecture import Architecture
+from zero.exchange.codings import QUANTIZATION, coding_of
 
 # Keys of all architectures that concern no logit: names, generation, training, caches, other heads.
 _NO_LOGIT = frozenset(
@@ -71,7 +72,7 @@ def check_keys(origin: str, config: Mapping[str, Any], architecture: Architectur
     And for keys that contradict each other, of which transformers would take one.
     """
     known = {*architecture.keys, *architecture.aliases.values(), *architecture.fixed, *architecture.absent}
-    known |= {*architecture.written}
+    known |= {*architecture.written, QUANTIZATION}
     if architecture.rotary is not None:
         known |= {*_ROPE, *filter(None, architecture.rotary)}
     if architecture.local_rotary is not None:
@@ -95,6 +96,7 @@ def check_keys(origin: str, config: Mapping[str, Any], architecture: Architectur
             raise UserError(
                 f"{origin}: {key} is {config[key]!r} and {alias} {config[alias]!r}, two names for the same setting"
             )
+    coding_of(origin, config)
     _check_rope(origin, config, architecture)
 
 
@@ -113,9 +115,6 @@ def _is_implied(key: str, config: Mapping[str, Any], architecture: Architecture,
         return isinstance(width, int) and isinstance(heads, int) and value * heads == width
     if key == "layer_types":
         return value == ["full_attention"] * layers
-    if key == "quantization_config":  # read by mxfp4.py
-        is_mxfp4 = isinstance(value, dict) and value.get("quant_method") == "mxfp4"
-        return architecture.model_type == "gpt_oss" and is_mxfp4
     return key in ("partial_rotary_factor", "rope_theta") and value == {"partial_rotary_factor": 1.0}.get(key)
 
 

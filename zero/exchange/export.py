@@ -37,6 +37,7 @@ from zero.exchange.checkpoint_weights import (
     open_checkpoints,
     read_step,
 )
+from zero.exchange.codings import QUANTIZATION
 from zero.exchange.hf_config import write_config
 from zero.exchange.hf_folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 from zero.exchange.hub_folder import hub_folder
@@ -268,9 +269,15 @@ def write_into(base: Path, folder: Path, tensors: Iterable[tuple[str, np.ndarray
     They are written to disk first: the host holds one file of `base` at a time.
 
     Raises:
-      UserError: `base` is no such folder, or its text has other tensors.
+      UserError: `base` is no such folder, its weights are quantized, or its text has other tensors.
     """
-    check_has_images(str(base / CONFIG_FILE), json_object((base / CONFIG_FILE).read_bytes(), str(base / CONFIG_FILE)))
+    origin = str(base / CONFIG_FILE)
+    config = json_object((base / CONFIG_FILE).read_bytes(), origin)
+    check_has_images(origin, config)
+    if config.get(QUANTIZATION):
+        raise UserError(
+            f"{origin}: has a {QUANTIZATION}; expected a folder whose weights are floats, as the text's are"
+        )
     text = folder / "text"
     text.mkdir()
     _save_tensors(tensors, text)

@@ -14,8 +14,9 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from zero.base.errors import UserError
+from zero.exchange.codings import QUANTIZATION, coding_of
 from zero.exchange.hf_config import read_architecture, read_choices, read_size
-from zero.exchange.mxfp4 import decoded
+from zero.exchange.stored_tensor import Stored, StoredTensor
 from zero.exchange.text_part import has_images, text_config, text_name
 from zero.files.parsing import json_object, reading
 from zero.models.config import HEAD, VOCABULARY, GPTConfig
@@ -48,8 +49,13 @@ class HuggingFaceFolder:
         config = text_config(str(path / CONFIG_FILE), whole)
         self.architecture = read_architecture(str(path / CONFIG_FILE), config)
         self._is_tied = config.get("tie_word_embeddings", self.architecture.choices()["tied"])
+        coding = coding_of(str(path / CONFIG_FILE), config)
         with ExitStack() as stack:
             self._tensors = self._open_tensors(stack)
+            if coding is not None:
+                log.info("%s: quantized weights are read as the floats that they stand for; exports have floats", path)
+                self._tensors = coding.decoded(self._tensors, config[QUANTIZATION])
+            self._tensors = self._own_tensors()
             self._files = stack.pop_all()
         first = self.architecture.layers
         numbers = {name: name.removeprefix(first).split(".")[0] for name in self._tensors if name.startswith(first)}
@@ -86,9 +92,9 @@ class HuggingFaceFolder:
             log.info("%s: %d layers that predict further tokens are not read", self.path, len(beyond))
         return len(beyond)
 
-    def _open_tensors(self, stack: ExitStack) -> dict[str, Any]:
-        """Unread slices of the tensors that are weights, by name without the architecture's prefix."""
-        tensors: dict[str, Any] = {}
+    def _open_tensors(self, stack: ExitStack) -> dict[str, Stored]:
+        """Unread tensors by name without the architecture's prefix."""
+        tensors: dict[str, Stored] = {}
         for name in self._file_names():
             path = self.path / name
             if not path.is_file():
@@ -99,11 +105,15 @@ class HuggingFaceFolder:
             names = {key: text_name(key) if self._has_images else key for key in file.keys()}  # noqa: SIM118
             unread = self.architecture.unread
             tensors |= {
-                name.removeprefix(prefix): file.get_slice(key)
+                name.removeprefix(prefix): StoredTensor(path, file, key)
                 for key, name in names.items()
                 if name is not None and (unread is None or not name.startswith(unread))
             }
-        tensors = decoded(tensors)
+        return tensors
+
+    def _own_tensors(self) -> dict[str, Stored]:
+        """The tensors without constants and without a second output matrix."""
+        tensors = dict(self._tensors)
         head = self.architecture.modules.get(HEAD)
         if head is None or self._is_tied:
             # Some folders hold the output matrix although it is the embedding's.
@@ -216,7 +226,7 @@ def _grows(leaf: LeafLayout, found: tuple[int, ...] | str, expected: tuple[int, 
     return is_table and int(found[0]) < expected[0] and found[1:] == expected[1:]
 
 
-def _are_equal(one: Any, other: Any) -> bool:
+def _are_equal(one: Stored, other: Stored) -> bool:
     """Whether two unread tensors hold the same, read some rows at a time."""
     if one.get_shape() != other.get_shape() or one.get_dtype() != other.get_dtype():
         return False

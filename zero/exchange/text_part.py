@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zero.base.errors import UserError
+from zero.exchange.codings import QUANTIZATION
 from zero.files.parsing import reading
 
 # The type of a model with images, and what its text has where `text_config` says nothing, as in transformers' classes.
@@ -52,8 +53,8 @@ def text_config(origin: str, config: Mapping[str, Any]) -> dict[str, Any]:
         text = dict(config)
         if has_images(config):
             text = {**_WITH_IMAGES[config["model_type"]], **dict(config["text_config"])}
-            if "tie_word_embeddings" in config:  # replaces the text's
-                text["tie_word_embeddings"] = config["tie_word_embeddings"]
+            # Those of the whole model replace the text's.
+            text |= {key: config[key] for key in ("tie_word_embeddings", QUANTIZATION) if key in config}
         if text.get("model_type") != _SCALED:
             return text
         rope = dict(text["rope_parameters"])
