@@ -1,5 +1,6 @@
 """Runs whose state has every kind of part: resumed bit for bit, continued in other dtypes, scored, and averaged."""
 
+import signal
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,11 +80,14 @@ def check_resume(whole: Whole) -> None:
     """A run that continues from its middle logs and saves what the undisturbed one does."""
     run = whole.continued()
     assert cli.metrics(run) == cli.metrics(whole.run)
-    got, expected = leaves(run, LAST), leaves(whole.run, LAST)
+    assert_same_leaves(leaves(run, LAST), leaves(whole.run, LAST))
+    assert "other dtypes" not in (run / "main_zero.log").read_text()
+
+
+def assert_same_leaves(got: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
     assert got.keys() == expected.keys()
     for name, x in got.items():
         np.testing.assert_array_equal(x, expected[name], err_msg=name)
-    assert "other dtypes" not in (run / "main_zero.log").read_text()
 
 
 def test_resumed_bit_for_bit(whole: Whole) -> None:
@@ -94,6 +98,25 @@ def test_resumed_bit_for_bit(whole: Whole) -> None:
 @pytest.mark.parametrize("kind", SINGLE)
 def test_one_kind_resumed_bit_for_bit(kind: str, lasting: cli.Lasting) -> None:
     check_resume(Whole(lasting, lasting.train(kind.replace(" ", "-"), *JOB, *SINGLE[kind])))
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("kind", ["bias of a router", "a further layer"])
+def test_killed_and_resumed_bit_for_bit(kind: str, lasting: cli.Lasting) -> None:
+    name = kind.replace(" ", "-")
+    job = cli.later_values(*JOB, *SINGLE[kind])
+    forks = cli.Forks(lasting.workplace)
+    whole = forks.train(f"{name}-undisturbed", *job)
+    run = lasting.workplace / f"{name}-killed"
+    process = forks.start(*job, f"hydra.run.dir={run.name}")
+    while process.poll() is None and not (run / "checkpoints" / str(LAST // 2)).is_dir():
+        pass
+    process.kill()
+    assert process.finish().returncode == -signal.SIGKILL
+    assert saved_steps(run) == [LAST // 2]
+    forks.check("--resume", f"hydra.run.dir={run.name}")
+    assert cli.metrics(run) == cli.metrics(whole)
+    assert_same_leaves(leaves(run, LAST), leaves(whole, LAST))
 
 
 def test_lines_come_after_whole_rows(whole: Whole) -> None:
