@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from zero.models.attention.delta_rule import CHUNK
 from zero.models.config import GPTConfig
 from zero.models.experts import Experts
 from zero.models.gpt import GPT
@@ -65,6 +66,55 @@ def test_flops_of_experts(capacity: float | None) -> None:
     params = jax.eval_shape(init, jax.random.key(0), h, 0)
     step = jax.make_jaxpr(jax.grad(loss, (0, 1)))(params, h)
     assert matmul_flops(step.jaxpr) == pytest.approx(3 * (of_experts + routed), rel=0.02)
+
+
+def test_flops_of_a_predictor() -> None:
+    """A further layer in a window, the product that joins its inputs, and scores of its own."""
+    rows, context, width, layers, vocabulary, mlp, window = 2, 16, 24, 3, 33, 40, 5
+    config = GPTConfig(
+        width, vocabulary, 4, context, 0.0, layers, alibi_attn=False, positions="rotary", mlp_dim=mlp,
+        windows=(window,), predictor=True,
+    )  # fmt: skip
+    layer = 4 * width * width + 2 * window * width + 2 * width * mlp
+    join = 2 * width * width
+    scores = 2 * width * vocabulary  # of the next token, and of the one after it
+    assert model_flops(config, rows, context) == 3 * 2 * rows * context * ((layers + 1) * layer + join + scores)
+
+
+def test_flops_of_latent_attention() -> None:
+    """Queries, keys and values are products of latent vectors, and values have a width of their own."""
+    rows, context, width, layers, vocabulary, mlp = 2, 16, 24, 3, 33, 40
+    heads, rotated, unrotated, values, of_latent, of_queries = 4, 2, 6, 7, 9, 10
+    config = GPTConfig(
+        width, vocabulary, heads, context, 0.0, layers, alibi_attn=False, positions="rotary", qkv_bias=False,
+        head_dim=rotated + unrotated, rotary_dim=rotated, latent_dim=of_latent, query_latent_dim=of_queries,
+        value_dim=values, mlp_dim=mlp, gated=True,
+    )  # fmt: skip
+    queries = width * of_queries + of_queries * heads * (rotated + unrotated)
+    keys_and_values = width * (of_latent + rotated) + of_latent * heads * (unrotated + values)
+    scores = context * heads * (rotated + unrotated + values)
+    layer = queries + keys_and_values + scores + heads * values * width + 3 * width * mlp
+    assert model_flops(config, rows, context) == 3 * 2 * rows * context * (layers * layer + width * vocabulary)
+
+
+def test_flops_of_the_delta_rule() -> None:
+    """Three layers with the delta rule to one with attention, and experts with a gated one beside them in each."""
+    rows, context, width, vocabulary, heads, groups, keys, values = 2, 192, 24, 33, 4, 2, 5, 7
+    config = GPTConfig(
+        width, vocabulary, 4, context, 0.0, 8, alibi_attn=False, positions="rotary", qkv_bias=False, out_bias=False,
+        attention_gate=True, mixers=("delta", "delta", "delta", "attention"), delta_key_heads=groups,
+        delta_value_heads=heads, delta_key_dim=keys, delta_value_dim=values, mlp_dim=40, mlp_bias=False, gated=True,
+        experts=8, experts_per_token=2, shared_dim=48, shared_gate=True,
+    )  # fmt: skip
+    # Queries, keys, values, the gate, the rate, the decay and the output.
+    projections = width * (2 * groups * keys + 3 * heads * values + 2 * heads)
+    of_state = 3 * keys * values  # read for the error and for the output, and written
+    of_chunk = CHUNK * (2 * keys + values)  # keys with keys, queries with keys, and scores with what was written
+    delta = projections + heads * (of_state + of_chunk)
+    attention = 5 * width * width + 2 * context * width  # with a gate
+    experts = 2 * 3 * width * 40 + width * (8 + 2) + 3 * width * 48 + width
+    expected = 6 * delta + 2 * attention + 8 * experts + width * vocabulary
+    assert model_flops(config, rows, context) == 3 * 2 * rows * context * expected
 
 
 def test_flops_by_operands() -> None:

@@ -13,6 +13,8 @@ from jax.extend.core import jaxprs_in_params
 
 from zero.models.config import GPTConfig
 from zero.models.gpt import GPT, variable_shapes
+from zero.models.part import ATTENTION
+from zero.models.predictor import Ahead
 
 
 def model_flops(config: GPTConfig, rows: int, context: int, *, frozen: bool = False) -> int:
@@ -20,7 +22,8 @@ def model_flops(config: GPTConfig, rows: int, context: int, *, frozen: bool = Fa
 
     The backward pass of a matrix product is two products of the same size, so this is three times the forward pass; it
     is one where the parameters are `frozen`, whose adapters are not counted.
-    Attention counts all positions of the row, as in the source, or the positions of the window.
+    Attention counts all positions of the row, as in the source, or the positions of the window; the delta rule counts
+    the products of its chunks. A predictor counts with its scores.
 
     Source: "model FLOPs" of Chowdhery et al., PaLM, arXiv 2204.02311, appendix B.
     """
@@ -30,9 +33,16 @@ def model_flops(config: GPTConfig, rows: int, context: int, *, frozen: bool = Fa
     model = GPT(whole)
     variables = variable_shapes(whole)
     tokens = jax.ShapeDtypeStruct((rows, context), jnp.int32)
-    unseen = sum(context - min(context, window or context) for window in config.windows) * config.N
-    local = 2 * 2 * rows * context * (unseen // len(config.windows)) * config.num_head * config.head_width
-    return (2 if frozen else 3) * (matmul_flops(jax.make_jaxpr(model.apply)(variables, tokens, tokens).jaxpr) - local)
+
+    def forward(variables: Any, tokens: jax.Array) -> Any:
+        ahead = Ahead(tokens, tokens) if config.predictor else None
+        return model.apply(variables, tokens, tokens, ahead=ahead, method="scores")
+
+    products = matmul_flops(jax.make_jaxpr(forward)(variables, tokens).jaxpr)
+    unseen = sum(context - min(context, window or context) for window in config.windows)
+    layers = config.N * config.mixers.count(ATTENTION) // len(config.mixers) + config.predictor
+    local = 2 * 2 * rows * context * (unseen * layers // len(config.windows)) * config.num_head * config.head_width
+    return (2 if frozen else 3) * (products - local)
 
 
 def matmul_flops(jaxpr: Any) -> int:

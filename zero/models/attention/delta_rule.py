@@ -9,7 +9,8 @@ at a time.
 Source: Gated Delta Networks, arXiv 2412.06464, equation 10 and section 3.3.
 
 Shapes are named by suffix:
-  B rows, T positions of a row, N chunks, C positions of a chunk, H heads, K width of keys, V width of values
+  B rows, T positions of a row, N chunks, C positions of a chunk, X queries and keys of a chunk, H heads,
+  K width of keys, V width of values
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ def delta_rule(
     added = -positions % chunk
     # Padding at the end has neither rate nor decay, so it leaves the state unchanged.
     padded = (jnp.pad(x, [(0, 0), (0, added)] + [(0, 0)] * (x.ndim - 2)) for x in inputs)
-    chunks = Inputs(*(_in_chunks(x.astype(jnp.float32), chunk) for x in padded))
+    # Positions next to heads, once for all chunks: otherwise XLA for TPU transposes the matrices of each chunk.
+    chunks = tuple(jnp.moveaxis(_in_chunks(x.astype(jnp.float32), chunk), 3, 2) for x in padded)
     if starts_BT is None:
         marks_NBC = None
     else:
@@ -77,8 +79,8 @@ def delta_rule(
 
     # The backward pass recomputes a chunk's inner matrices, so it only needs the states between chunks.
     through_chunk = jax.checkpoint(_through_chunk, prevent_cse=False)
-    last_BHKV, out_NBCHV = lax.scan(through_chunk, state_BHKV, (chunks, marks_NBC, firsts_N))
-    out_BTHV = jnp.moveaxis(out_NBCHV, 0, 1).reshape(rows, positions + added, heads, -1)
+    last_BHKV, out_NBHCV = lax.scan(through_chunk, state_BHKV, (chunks, marks_NBC, firsts_N))
+    out_BTHV = jnp.moveaxis(out_NBHCV, (0, 2), (1, 3)).reshape(rows, positions + added, heads, -1)
     return out_BTHV[:, :positions], last_BHKV
 
 
@@ -88,46 +90,43 @@ def _in_chunks(x_BT: jax.Array, chunk: int) -> jax.Array:
 
 
 def _through_chunk(
-    state_BHKV: jax.Array, xs: tuple[Inputs, jax.Array | None, jax.Array]
+    state_BHKV: jax.Array, xs: tuple[tuple[jax.Array, ...], jax.Array | None, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """The state after a chunk, and the outputs of its positions `(B, C, H, V)`.
+    """The state after a chunk, and the outputs of its positions `(B, H, C, V)`.
 
     Position i writes `k_i u_i^T`, where u_i depends on the earlier ones: `(I + A) U = b (V - decayed S^T K)`, with a
-    strictly lower triangular A.
+    strictly lower triangular A. Queries and keys are multiplied as one matrix, whose first C rows are the queries.
     """
-    inputs, starts_BC, first = xs
-    q_BCHK, k_BCHK, v_BCHV, decay_BCH, rate_BCH = inputs
-    total_BHC = jnp.moveaxis(jnp.cumsum(decay_BCH, axis=1), 1, 2)
-    rate_BHC = jnp.moveaxis(rate_BCH, 1, 2)
-
-    size = q_BCHK.shape[1]
+    (q_BHCK, k_BHCK, v_BHCV, decay_BHC, rate_BHC), starts_BC, first = xs
+    size = q_BHCK.shape[2]
+    total_BHC = jnp.cumsum(decay_BHC, axis=-1)
     sees_CC = jnp.tril(jnp.ones((size, size), bool))
     if starts_BC is None:
         sees_BHCC = sees_CC[None, None]
-        continues_BHC = jnp.ones((1, 1, size), bool)
+        continues_BHC1 = jnp.ones((1, 1, size, 1), bool)
     else:
         sees_BHCC = (sees_CC[None] & (starts_BC[:, :, None] == starts_BC[:, None, :]))[:, None]
-        continues_BHC = (starts_BC < first)[:, None]
+        continues_BHC1 = (starts_BC < first)[:, None, :, None]
     # If a position does not see another one, the difference may be positive and its exponential infinite.
     between_BHCC = total_BHC[..., :, None] - total_BHC[..., None, :]
     decay_BHCC = jnp.where(sees_BHCC, jnp.exp(jnp.where(sees_BHCC, between_BHCC, 0.0)), 0.0)
-    since_BHC = jnp.where(continues_BHC, jnp.exp(total_BHC), 0.0)
+    since_BHC1 = jnp.where(continues_BHC1, jnp.exp(total_BHC)[..., None], 0.0)
 
-    overlap_BHCC = rate_BHC[..., None] * decay_BHCC * _einsum("bihk,bjhk->bhij", k_BCHK, k_BCHK)
-    known_BHCV = since_BHC[..., None] * _einsum("bchk,bhkv->bhcv", k_BCHK, state_BHKV)
-    error_BHCV = rate_BHC[..., None] * (jnp.moveaxis(v_BCHV, 1, 2) - known_BHCV)
+    both_BHXK = jnp.concatenate([q_BHCK, k_BHCK], axis=2)
+    of_keys_BHXC = _einsum("bhxk,bhck->bhxc", both_BHXK, k_BHCK)
+    of_state_BHXV = _einsum("bhxk,bhkv->bhxv", both_BHXK, state_BHKV)
+
+    overlap_BHCC = rate_BHC[..., None] * decay_BHCC * of_keys_BHXC[:, :, size:]
+    error_BHCV = rate_BHC[..., None] * (v_BHCV - since_BHC1 * of_state_BHXV[:, :, size:])
     written_BHCV = lax.linalg.triangular_solve(
         jnp.tril(overlap_BHCC, -1), error_BHCV, left_side=True, lower=True, unit_diagonal=True
     )
 
-    of_state_BCHV = jnp.moveaxis(since_BHC, 2, 1)[..., None] * _einsum("bchk,bhkv->bchv", q_BCHK, state_BHKV)
-    scores_BHCC = decay_BHCC * _einsum("bihk,bjhk->bhij", q_BCHK, k_BCHK)
-    out_BCHV = of_state_BCHV + _einsum("bhij,bhjv->bihv", scores_BHCC, written_BHCV)
-    to_end_BHC = decay_BHCC[..., -1, :]
-    state_BHKV = since_BHC[..., -1, None, None] * state_BHKV + _einsum(
-        "bhc,bchk,bhcv->bhkv", to_end_BHC, k_BCHK, written_BHCV
-    )
-    return state_BHKV, out_BCHV
+    scores_BHCC = decay_BHCC * of_keys_BHXC[:, :, :size]
+    out_BHCV = since_BHC1 * of_state_BHXV[:, :, :size] + _einsum("bhij,bhjv->bhiv", scores_BHCC, written_BHCV)
+    k_at_end_BHCK = decay_BHCC[..., -1, :, None] * k_BHCK
+    state_BHKV = since_BHC1[..., -1:, :] * state_BHKV + _einsum("bhck,bhcv->bhkv", k_at_end_BHCK, written_BHCV)
+    return state_BHKV, out_BHCV
 
 
 def delta_step(inputs: Inputs, state_BHKV: jax.Array) -> tuple[jax.Array, jax.Array]:
