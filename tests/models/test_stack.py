@@ -42,13 +42,42 @@ def test_stored_values_are_not_computed_again(blockwise_from: int | None, some: 
     per_layer = 2 * 2 * 32 * 32 * 32 * CONFIG.N  # one product of (2 x 32, 32) and (32, 32) in every layer
     of_attention = per_layer * (1 if blockwise_from is None else 2)
     products = {"attention": of_attention, "projections": of_attention + 4 * per_layer}
-    of_mlp = {"mlp_in": 4 * per_layer, "mlp": 8 * per_layer}
+    of_mlp = {"mlp_in": 4 * per_layer, "mlp": 8 * per_layer, "experts": 8 * per_layer}  # without experts as mlp
     products |= of_mlp | {f"{mlp}+{name}": of_mlp[mlp] + products[name] for mlp in of_mlp for name in products}
     for remat in products.keys() & counted.keys():
         assert counted["full"] - counted[remat] == products[remat], remat
     assert products.keys() == {*STORED}
     assert counted["mlp+projections"] == counted["dots"] >= counted["none"]
     assert counted["nested"] > counted["full"]
+
+
+@pytest.mark.parametrize("capacity", [None, 1.5])
+def test_experts_and_the_delta_rule_are_not_computed_again(capacity: float | None) -> None:
+    """What a policy stores of them is computed once, with the same gradients."""
+    heads, keys, values, layers, chosen = 4, 8, 16, 2, 2
+    config = dataclasses.replace(
+        CONFIG, alibi_attn=False, positions="none", mixers=("delta",), delta_key_heads=2, delta_value_heads=heads,
+        delta_key_dim=keys, delta_value_dim=values, N=layers, mlp_bias=False, mlp_dim=40, experts=4,
+        experts_per_token=chosen, expert_capacity=capacity,
+    )  # fmt: skip
+    tokens = jax.random.randint(jax.random.key(1), (2, 32), 0, 64)
+    variables = GPT(config).init(jax.random.key(0), tokens, None, method="hidden")
+
+    def gradient(remat: str) -> Any:
+        gpt = GPT(config, remat=remat)
+        return jax.jit(jax.grad(lambda variables: jnp.sum(jnp.asarray(gpt.apply(variables, tokens, tokens)))))
+
+    programs = {remat: gradient(remat) for remat in ("full", "attention", "mlp", "experts")}
+    counted = {remat: matmul_flops(jax.make_jaxpr(program)(variables).jaxpr) for remat, program in programs.items()}
+    positions = 2 * 32
+    product = 2 * positions * chosen * (capacity or 1.0) * 32 * 40 * layers
+    rule = 2 * positions * heads * (3 * keys * values + 32 * (2 * keys + values)) * layers
+    saved = {remat: counted["full"] - flops for remat, flops in counted.items()}
+    assert saved == {"full": 0, "attention": rule, "mlp": 2 * product, "experts": 3 * product}
+    expected = programs["full"](variables)
+    for remat, program in programs.items():
+        equal = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-7, err_msg=remat)
+        jax.tree.map(equal, program(variables), expected)
 
 
 @pytest.mark.parametrize(("kernel", "per_layer"), [(None, 0), ("tpu_v4", 2)])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from functools import cache
 from itertools import chain, combinations
 from typing import Any
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from zero.job.sizes import load_sizes
 from zero.models.config import STACK, GPTConfig
 from zero.models.gpt import GPT, variable_shapes
-from zero.models.stack import KINDS, LAYER_INPUT, STORED, kinds_of
+from zero.models.stack import ATTENTION, EXPERTS, KINDS, LAYER_INPUT, STORED, kinds_of
 from zero.partition.collectives.axis import Axis
 from zero.training.activations import (
     PRODUCTS_SHARE,
@@ -38,8 +39,18 @@ LATENT = dataclasses.replace(
     GATED, kv_heads=None, alibi_attn=False, positions="rotary", norm="rms", head_dim=24, rotary_dim=8, latent_dim=40,
     query_latent_dim=48, value_dim=16,
 )  # fmt: skip
+UNITS = dataclasses.replace(PLAIN, layer="gated_units", num_head=1, alibi_attn=False, positions="none", qkv_bias=True)
 ROWS, CONTEXT = 2, 64
-RATES = Rates(products=1e12, attention=1e11, link=1e9)
+# With a group of experts and their places; without, tokens are sorted.
+PLACES = dataclasses.replace(
+    GATED, experts=4, experts_per_token=2, expert_capacity=1.5, shared_dim=24, mlp_bias=False, mlp_dim=40
+)
+SORTED = dataclasses.replace(PLACES, expert_capacity=None, first_dense=1, dense_dim=56)
+DELTA = dataclasses.replace(
+    GATED, kv_heads=None, alibi_attn=False, positions="rotary", mixers=("delta",), delta_key_heads=2,
+    delta_value_heads=4, delta_key_dim=16, delta_value_dim=24,
+)  # fmt: skip
+RATES = Rates(products=1e12, attention=1e11, delta=1e10, network=1e9, link=1e9)
 
 
 @cache
@@ -54,17 +65,32 @@ def residuals(config: GPTConfig, remat: str) -> int:
 
 
 @pytest.mark.parametrize(
-    "config", [pytest.param(PLAIN, marks=pytest.mark.wide), GATED, LATENT], ids=["plain", "gated", "latent"]
+    ("config", "policies"),
+    [
+        pytest.param(PLAIN, STORED, marks=pytest.mark.wide),
+        (GATED, [*STORED]),
+        (LATENT, [*STORED]),
+        (PLACES, ["mlp_in", "mlp", "experts", "experts+attention"]),
+        (SORTED, ["mlp_in", "mlp", "experts"]),
+        (DELTA, ["attention", "projections"]),
+    ],
+    ids=["plain", "gated", "latent", "places", "sorted", "delta"],
 )
-@pytest.mark.parametrize("remat", STORED)
-def test_stored_values(config: GPTConfig, remat: str) -> None:
+def test_stored_values(config: GPTConfig, policies: list[str]) -> None:
     """The numbers per position are those that a policy stores beyond the inputs of layers."""
-    model = ShardedGPT(config, Axis("zero", (1, 1)), 3, remat=remat)
-    more = residuals(config, remat) - residuals(config, "full")
-    logs = 2 * config.num_head if "attention" in remat or "projections" in remat else 0
-    # Here the log-sum-exp has as many bytes as any other number, on TPU twice as many.
-    numbers = numbers_per_position(model, kinds_of(remat)) - logs // 2
-    assert more == pytest.approx(4 * ROWS * CONTEXT * config.N * numbers, rel=0.02)
+    for remat in policies:
+        model = ShardedGPT(config, Axis("zero", (1, 1)), 3, remat=remat)
+        more = residuals(config, remat) - residuals(config, "full")
+        numbers = numbers_per_position(model, kinds_of(remat)) - doubled(model, kinds_of(remat)) / 2
+        assert more == pytest.approx(4 * ROWS * CONTEXT * config.N * numbers, rel=0.02), remat
+
+
+def doubled(model: ShardedGPT, kinds: Sequence[str]) -> float:
+    """Numbers of 4 bytes, which count as two on TPU: log-sum-exps, the delta rule, and the places of tokens."""
+    config = model.config
+    of_attention = 2 * config.num_head if config.mixers == ("attention",) else numbers_per_position(model, [ATTENTION])
+    of_experts = 2 * config.experts_per_token * config.expert_layers / config.N if config.experts else 0
+    return of_attention * (ATTENTION in kinds) + of_experts * (EXPERTS in kinds)
 
 
 def test_ladder() -> None:
@@ -137,7 +163,7 @@ SHARES = st.floats(0, 1.2)  # of the bytes of the policy that stores most
 def test_the_fewest_seconds_of_all_that_fit(device: float, host: float, link: float, attention: float) -> None:
     """The choice is the least of a brute force, and fits both memories; a faster link has no less on the host."""
     # From links that hide nothing to those that hide all; attention from cheaper than an MLP to far more expensive.
-    rates = Rates(1e12, 1e12 * 10**attention, 1e9 * 10**link)
+    rates = RATES._replace(attention=1e12 * 10**attention, link=1e9 * 10**link)
     least = min(activation_bytes(one, ROWS, LONG) for one in all_placements(OF_KERNEL, LONG))
     fixed = fixed_bytes(OF_KERNEL)
     capacity, host_capacity = (fixed + least + device * STORED_MOST) / 0.9 + 100, host * STORED_MOST
@@ -175,8 +201,8 @@ def test_without_the_host_the_last_that_fits_is_taken(device: float) -> None:
     assert (chosen.remat, chosen.offload) == (fitting[-1] if fitting else "full", ())
 
 
-V6E = Rates(PRODUCTS_SHARE * 918e12, 0.33 * 918e12, 32e9)
-V5E = Rates(PRODUCTS_SHARE * 197e12, 0.87 * 197e12, 16e9)
+V6E = RATES._replace(products=PRODUCTS_SHARE * 918e12, attention=0.33 * 918e12, link=32e9)
+V5E = RATES._replace(products=PRODUCTS_SHARE * 197e12, attention=0.87 * 197e12, link=16e9)
 NARROW_MISTRAL = {"embedding_dim": 2048, "num_head": 16, "mlp_dim": 7168, "N": 8}
 NARROW_LLAMA = {"embedding_dim": 1024, "num_head": 8, "kv_heads": 2, "mlp_dim": 3584, "N": 8}
 
@@ -221,6 +247,7 @@ def test_seconds_of_each_kind() -> None:
             "projections": 2 * positions * width * (2 * heads + 2 * config.key_heads * config.head_width) / 4e12,
             "mlp_in": 2 * positions * width * 96 / 4e12,
             "mlp_gate": 2 * positions * width * 96 / 4e12,
+            "experts": 0,
         }
     )
     whole = dataclasses.replace(model, config=dataclasses.replace(config, windows=(0,), gated=False))
@@ -238,11 +265,13 @@ def test_seconds_of_each_kind() -> None:
         (GATED, None, 8192, ["full", "mlp_in", "mlp", "mlp+attention"]),
         (GATED, "tpu_v4", 2048, ["full", "mlp_in", "mlp"]),
         (GATED, "tpu_v4", 4096, ["full", "attention", "mlp_in+attention", "mlp+attention"]),
-        (dataclasses.replace(PLAIN, experts=4, experts_per_token=1), "tpu_v4", 8192, ["full"]),
+        (PLACES, "tpu_v4", 2048, ["full", "mlp_in", "mlp", "experts"]),
+        (DELTA, "tpu_v4", 2048, ["full", "attention", "mlp_in+attention", "mlp+attention"]),
+        (UNITS, None, 64, ["full"]),
     ],
 )
 def test_rungs_of_the_ladder(config: GPTConfig, kernel: str | None, context: int, rungs: list[str]) -> None:
-    """Attention that a kernel computes is stored only in long rows, and nothing of experts."""
+    """Attention that a kernel computes is stored only in long rows, and nothing of gated units."""
     model = ShardedGPT(config, Axis("zero", (1, 8)), 3, kernel=kernel)
     found = list(ladder(model, context))
     needs = [activation_bytes(dataclasses.replace(model, remat=remat), ROWS, context) for remat in found]

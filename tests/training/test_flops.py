@@ -99,7 +99,7 @@ def test_flops_of_latent_attention() -> None:
 
 def test_flops_of_the_delta_rule() -> None:
     """Three layers with the delta rule to one with attention, and experts with a gated one beside them in each."""
-    rows, context, width, vocabulary, heads, groups, keys, values = 2, 192, 24, 33, 4, 2, 5, 7
+    rows, context, width, vocabulary, heads, groups, keys, values = 2, 2 * CHUNK, 24, 33, 4, 2, 5, 7
     config = GPTConfig(
         width, vocabulary, 4, context, 0.0, 8, alibi_attn=False, positions="rotary", qkv_bias=False, out_bias=False,
         attention_gate=True, mixers=("delta", "delta", "delta", "attention"), delta_key_heads=groups,

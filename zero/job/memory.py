@@ -13,9 +13,16 @@ from zero.config.keys import Mistakes, key
 from zero.hosts.speeds import SPEEDS, Speed
 from zero.models.collections import collections_of
 from zero.models.config import GPTConfig
-from zero.models.stack import OFFLOADED, REMAT, STORED, span_size
+from zero.models.stack import EXPERTS, OFFLOADED, REMAT, STORED, span_size
 from zero.partition.layout import Layout
-from zero.training.activations import DENSE_SHARE, PRODUCTS_SHARE, Rates, kinds_on_host, with_fitting_storage
+from zero.training.activations import (
+    DELTA_SHARE,
+    DENSE_SHARE,
+    PRODUCTS_SHARE,
+    Rates,
+    kinds_on_host,
+    with_fitting_storage,
+)
 from zero.training.fused_update import span_of
 from zero.training.parts import StepOptions
 from zero.training.sharded_gpt import ShardedGPT
@@ -37,14 +44,16 @@ class Keys:
         "on TPU at stage 3, the first that fits of mlp+attention (without a kernel), mlp, mlp_in and full, logged at "
         "the start;",
         "for rows of 4,096 or more positions, the first that fits of mlp+attention, mlp_in+attention, attention and "
-        "full.",
-        "With both, if memory is left, an iteration over the vocabulary has two chunks.",
+        "full; with experts and the mixer delta, that of these and experts which takes the fewest predicted seconds.",
+        "With all, if memory is left, an iteration over the vocabulary has two chunks.",
         "none: everything; at stage 3 each layer is gathered once and kept for the backward pass.",
         "dots: the products with weights, and the output of attention.",
-        "mlp: the input products of an MLP; mlp_in: the same without the gate's.",
+        "mlp: the input products of an MLP or of each expert; mlp_in: the same without the gate's; experts: mlp, and "
+        "what experts read and return, so that tokens are not exchanged again.",
         "projections: queries, keys, values and the output of attention; attention: only the output of its scores "
-        "and values.",
-        "mlp+attention, mlp_in+attention, mlp+projections, mlp_in+projections: both.",
+        "and values, and the states of the mixer delta.",
+        "mlp+attention, mlp_in+attention, mlp+projections, mlp_in+projections, experts+attention, "
+        "experts+projections: both.",
         "full: only the inputs of layers, which all of the above store too.",
         "nested: only the inputs of spans of layers, at the cost of one more forward pass.",
     )
@@ -71,6 +80,8 @@ class Keys:
         offloaded = OFFLOADED[self.offload]
         if self.remat in STORED and size.layer == "gated_units":
             yield "zero.remat", f"dots, full or none, as {of_model} has gated units"
+        if EXPERTS in self.remat.split("+") and size.experts is None:
+            yield "zero.remat", f"{self.remat.replace('experts', 'mlp')}, as {of_model} has no experts"
         if self.remat == "nested" and span_size(size.scanned_layers) == 1:
             yield "zero.remat", f"full, as the {size.scanned_layers} layers of {of_model} make no equal spans"
         if self.remat == "none" and "activations" in offloaded:
@@ -145,4 +156,10 @@ def rates_of(model: ShardedGPT, speed: Speed) -> Rates:
         is_plain = max(model.config.windows) == 0 and model.config.attention_cap is None
         share = (speed.fused or speed.splash) if is_plain else (speed.splash or speed.fused)
     products = speed.products(model.product_dtype.removesuffix("_all"))
-    return Rates(PRODUCTS_SHARE * products, share * speed.flops, speed.host / speed.devices)
+    return Rates(
+        products=PRODUCTS_SHARE * products,
+        attention=share * speed.flops,
+        delta=DELTA_SHARE * speed.flops,
+        network=speed.network,
+        link=speed.host / speed.devices,
+    )

@@ -21,12 +21,14 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from zero.models.mlp import MLP, hidden_values
 from zero.models.parametrization import Initial, kernel_init
 from zero.models.part import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, key, one_of, own_keys
 from zero.models.router import ROUTER_BIAS, ROUTERS, Router, chosen_experts, with_counts
+from zero.models.stack import EXPERTS, MLP_GATE, MLP_IN
 from zero.partition.model_parallel import ALONE, WHOLE, ExpertParallel, ModelParallel
 
 
@@ -122,6 +124,20 @@ class Mixture(MLP, Router, Initial):
     def expert_layers(self) -> int:
         """Layers with experts, in a model that has them."""
         return (self.N - self.first_dense) // self.experts_every
+
+    @property
+    def places_per_position(self) -> float:
+        """Places of a position at all experts, in a model that has them."""
+        return self.experts_per_token * (self.expert_capacity or 1.0)
+
+    @property
+    def hidden_width(self) -> float:
+        """Hidden values per position of the MLP and the experts of a layer, averaged over layers."""
+        if self.experts is None:
+            return self.mlp_width
+        of_experts = self.places_per_position * self.mlp_width + (self.shared_dim or 0)
+        dense_layers = self.N - self.expert_layers
+        return (self.expert_layers * of_experts + dense_layers * self.dense_width) / self.N
 
     @property
     def shared_experts(self) -> int | float:
@@ -312,10 +328,11 @@ class Experts(nn.Module):
         chosen_M = chosen_BTK.reshape(-1)
         order_M = jnp.argsort(chosen_M)
         sizes_E = jnp.zeros(self.config.experts, jnp.int32).at[chosen_M].add(1)
-        x_MD = lax.collapse(h_BTD, 0, 2)[order_M // self.config.experts_per_token]
+        order_M = checkpoint_name(order_M, EXPERTS)
+        x_MD = checkpoint_name(lax.collapse(h_BTD, 0, 2)[order_M // self.config.experts_per_token], EXPERTS)
         product = partial(lax.ragged_dot, group_sizes=sizes_E)
         y_MD = self._mlp(x_MD, weights, product, lambda bias_EO: bias_EO[chosen_M[order_M]])
-        return y_MD[jnp.argsort(order_M)].reshape(*chosen_BTK.shape, -1)
+        return checkpoint_name(y_MD[jnp.argsort(order_M)], EXPERTS).reshape(*chosen_BTK.shape, -1)
 
     def _in_places(
         self, h_BTD: jax.Array, chosen_BTK: jax.Array, weights: Weights, first: jax.Array | int = 0
@@ -331,15 +348,17 @@ class Experts(nn.Module):
         place_BTK = jax.vmap(lambda chosen_TK: assign_places(chosen_TK, experts, places, priority, first))(chosen_BTK)
         end = experts * places  # the index of dropped choices
         index_B = jnp.arange(rows)[:, None, None]
+        place_BTK = checkpoint_name(place_BTK, EXPERTS)
         token_BS = jnp.full((rows, end), positions, jnp.int32)
         token_BS = token_BS.at[index_B, place_BTK].set(jnp.arange(positions)[None, :, None], mode="drop")
         x_BSD = jnp.take_along_axis(h_BTD, token_BS[..., None], axis=1, mode="fill", fill_value=0)
         x_BECD = self.group.to_experts(x_BSD.reshape(rows, experts, places, embedding))
+        x_BECD = checkpoint_name(x_BECD, EXPERTS)
         product = partial(jnp.einsum, "BECI,EIO->BECO")
         y_BECD = self._mlp(x_BECD, weights, product, lambda bias_EO: bias_EO[None, :, None])
         y_BSD = self.group.from_experts(y_BECD).reshape(rows, end, embedding)
         chosen_BSD = y_BSD.at[index_B, place_BTK].get(mode="fill", fill_value=0)
-        return chosen_BSD, jnp.sum(place_BTK == end).astype(jnp.float32)
+        return checkpoint_name(chosen_BSD, EXPERTS), jnp.sum(place_BTK == end).astype(jnp.float32)
 
     def _in_rounds(self, h_BTD: jax.Array, chosen_BTK: jax.Array, weights: Weights) -> jax.Array:
         """Outputs of all choices, `(B, T, K, D)`, in as many rounds of places as the most chosen expert needs.
@@ -366,8 +385,8 @@ class Experts(nn.Module):
                 return y
             return y + spread(bias_EO / parts)
 
-        of_input = of("mlp_in", x)
-        of_gate = of("mlp_gate", x) if self.config.gated else None
+        of_input = checkpoint_name(of("mlp_in", x), MLP_IN)
+        of_gate = checkpoint_name(of("mlp_gate", x), MLP_GATE) if self.config.gated else None
         hidden = hidden_values(self.config, of_input, of_gate)
         return of("mlp_out", hidden, self.cut.size)  # a bias for the sum over the parts of the width
 

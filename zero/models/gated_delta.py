@@ -21,7 +21,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from zero.models.attention.delta_rule import Inputs, delta_rule, delta_step
+from zero.models.attention.delta_rule import CHUNK, Inputs, delta_rule, delta_step
 from zero.models.mixer import Mixer, Site, Transformer
 from zero.models.stack import ATTENTION, PROJECTIONS
 from zero.partition.model_parallel import ModelParallel
@@ -60,9 +60,19 @@ def empty_delta_cache(
 
 
 def numbers_of_delta(config: Transformer) -> dict[str, int]:
-    """Numbers per position: outputs of the delta rule in float32; the inputs of the convolutions, and the output."""
-    outputs = 2 * config.delta_heads * config.delta_value_width
-    return {ATTENTION: outputs, PROJECTIONS: sum(_channels(config)) + config.embedding_dim}
+    """Numbers per position: outputs and states of the delta rule in float32; inputs of the convolutions, and outputs.
+
+    A chunk of positions has one state.
+    """
+    of_state = config.delta_key_width * config.delta_value_width // CHUNK
+    of_rule = 2 * config.delta_heads * (config.delta_value_width + of_state)
+    return {ATTENTION: of_rule, PROJECTIONS: sum(_channels(config)) + config.embedding_dim}
+
+
+def weights_of_delta(config: Transformer) -> int:
+    """Weights of the products that make queries, keys, values and the output."""
+    channels = _channels(config)
+    return config.embedding_dim * (sum(channels) + channels[-1])
 
 
 def heads_of_delta(config: Transformer) -> dict[str, int]:

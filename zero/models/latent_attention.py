@@ -71,6 +71,17 @@ def numbers_of_latents(config: Latent) -> dict[str, int]:
     return {ATTENTION: heads + 2 * config.num_head, PROJECTIONS: projections}
 
 
+def weights_of_latents(config: Latent) -> int:
+    """Weights of the products that make queries, the latent vector and the output."""
+    assert config.latent_dim is not None
+    embedding = config.embedding_dim
+    heads = config.num_head * config.head_width
+    queries = embedding * heads
+    if config.query_latent_dim is not None:
+        queries = config.query_latent_dim * (embedding + heads)
+    return queries + embedding * (config.latent_dim + config.rotated + config.num_head * config.value_width)
+
+
 class EffectiveKernel(nn.Module):
     """The kernel of a product with its adapter, `(inputs, outputs)`; the parameters are those of `Dense`.
 

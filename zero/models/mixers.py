@@ -5,12 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from zero.models.gated_delta import DeltaCache, GatedDelta, empty_delta_cache, heads_of_delta, numbers_of_delta
-from zero.models.latent_attention import LatentAttention, LatentCache, empty_latents, numbers_of_latents
+from zero.models.gated_delta import (
+    DeltaCache,
+    GatedDelta,
+    empty_delta_cache,
+    heads_of_delta,
+    numbers_of_delta,
+    weights_of_delta,
+)
+from zero.models.latent_attention import (
+    LatentAttention,
+    LatentCache,
+    empty_latents,
+    numbers_of_latents,
+    weights_of_latents,
+)
 from zero.models.latent_keys import HEADS, LATENT
 from zero.models.mixer import Mixer, Transformer
 from zero.models.part import ATTENTION, DELTA
-from zero.models.self_attention import Cache, SelfAttention, empty_cache, heads_of_attention, numbers_of_heads
+from zero.models.self_attention import (
+    Cache,
+    SelfAttention,
+    empty_cache,
+    heads_of_attention,
+    numbers_of_heads,
+    weights_of_heads,
+)
 
 # The cache of each kind of mixer, one entry per layer that has it.
 Caches = dict[str, Cache | LatentCache | DeltaCache]
@@ -23,6 +43,7 @@ class MixerKind(NamedTuple):
       module: its class, or a function that takes the same arguments.
       numbers: from the configuration to how many numbers of a position a layer has of each of the kinds ATTENTION and
         PROJECTIONS of `zero.models.stack.KINDS`, on one device.
+      weights: from the configuration to the number of weights of the products whose results are of kind PROJECTIONS.
       cache: an empty one, from the configuration, the number of layers with this mixer, and what
         `zero.models.gpt.init_cache` takes beside the configuration.
       heads: from the configuration to the keys of its numbers of heads, which tensor groups divide.
@@ -32,14 +53,15 @@ class MixerKind(NamedTuple):
     module: Callable[..., Mixer]
     cache: Callable[..., Any]
     numbers: Callable[[Any], dict[str, int]]
+    weights: Callable[[Any], int]
     heads: Callable[[Any], dict[str, int]]
     shares_rows: bool = True
 
 
 # Softmax attention, by what makes the keys and values of a model (`Latent.source_of_keys`).
 ATTENTIONS = {
-    HEADS: MixerKind(SelfAttention, empty_cache, numbers_of_heads, heads_of_attention),
-    LATENT: MixerKind(LatentAttention, empty_latents, numbers_of_latents, heads_of_attention),
+    HEADS: MixerKind(SelfAttention, empty_cache, numbers_of_heads, weights_of_heads, heads_of_attention),
+    LATENT: MixerKind(LatentAttention, empty_latents, numbers_of_latents, weights_of_latents, heads_of_attention),
 }
 
 
@@ -55,9 +77,17 @@ def _numbers_of_attention(config: Transformer) -> dict[str, int]:
     return ATTENTIONS[config.source_of_keys].numbers(config)
 
 
+def _weights_of_attention(config: Transformer) -> int:
+    return ATTENTIONS[config.source_of_keys].weights(config)
+
+
 MIXERS = {
-    ATTENTION: MixerKind(_attention, _cache_of_attention, _numbers_of_attention, heads_of_attention),
-    DELTA: MixerKind(GatedDelta, empty_delta_cache, numbers_of_delta, heads_of_delta, shares_rows=False),
+    ATTENTION: MixerKind(
+        _attention, _cache_of_attention, _numbers_of_attention, _weights_of_attention, heads_of_attention
+    ),
+    DELTA: MixerKind(
+        GatedDelta, empty_delta_cache, numbers_of_delta, weights_of_delta, heads_of_delta, shares_rows=False
+    ),
 }
 
 
@@ -65,3 +95,8 @@ def numbers_per_layer(config: Transformer) -> dict[str, int]:
     """The `numbers` of the mixers of a model, averaged over its layers."""
     counts = [MIXERS[name].numbers(config) for name in config.mixers]
     return {kind: sum(count[kind] for count in counts) // len(counts) for kind in counts[0]}
+
+
+def weights_per_layer(config: Transformer) -> float:
+    """The `weights` of the mixers of a model, averaged over its layers."""
+    return sum(MIXERS[name].weights(config) for name in config.mixers) / len(config.mixers)

@@ -65,6 +65,11 @@ def heads_of_attention(config: Sizes) -> dict[str, int]:
     return {"num_head": config.num_head, "kv_heads": config.key_heads}
 
 
+def weights_of_heads(config: Attention) -> int:
+    """Weights of the products that make queries, keys, values and the output."""
+    return 2 * config.embedding_dim * config.head_width * (config.num_head + config.key_heads)
+
+
 class Sinks(nn.Module):
     """A learned logit for each head, in addition to the keys'."""
 

@@ -10,17 +10,20 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from zero.models.attention.delta_rule import operations_per_position
 from zero.models.config import STACK, GPTConfig
-from zero.models.mixers import numbers_per_layer
+from zero.models.mixers import numbers_per_layer, weights_per_layer
 from zero.models.part import ATTENTION as ATTENTION_MIXER
-from zero.models.stack import ATTENTION, LAYER_INPUT, MLP_GATE, MLP_IN, PROJECTIONS, kinds_of
+from zero.models.part import DELTA as DELTA_MIXER
+from zero.models.stack import ATTENTION, EXPERTS, LAYER_INPUT, MLP_GATE, MLP_IN, PROJECTIONS, kinds_of
 from zero.training.sharded_gpt import ShardedGPT
 
 
 def activation_bytes(model: ShardedGPT, rows: int, context: int) -> int:
     """Bytes per device of the activations of one micro-batch of `rows` sequences, as an estimate.
 
-    Of the offloaded values, two layers are on the device: the one that computes, and one in transit.
+    Of the offloaded values, two entries of the stack are on the device: the one that computes, and one in transit. An
+    entry is a layer, or a period of layers with different parameters.
 
     A layer holds 34 bytes per position and channel at two bytes a number, and 5 per pair of positions and head where
     attention is dense; between layers the policy `remat` stores all of that, only inputs, or also other values. Beside
@@ -36,8 +39,13 @@ def activation_bytes(model: ShardedGPT, rows: int, context: int) -> int:
     logits = (1 + model.chunks_at_once) * 4 * positions * size.vocab_size // size.vocab_chunks // _parts(model)
     stored = stored_bytes(model, rows, context)
     on_host = host_bytes(model, rows, context)
-    on_device = stored - on_host + 2 * on_host // size.N
-    return on_device + max(_layer_bytes(model, rows, context), logits)
+    on_device = stored - on_host + 2 * on_host // _entries(size)
+    return on_device + max(size.period * _layer_bytes(model, rows, context), logits)
+
+
+def _entries(size: GPTConfig) -> int:
+    """Entries of the stacks of layers, each of which stores its input."""
+    return size.first_dense + size.scanned_layers
 
 
 def kinds_on_host(model: ShardedGPT) -> tuple[str, ...]:
@@ -60,7 +68,7 @@ def host_bytes(model: ShardedGPT, rows: int, context: int) -> int:
 def stored_bytes(model: ShardedGPT, rows: int, context: int) -> int:
     """Bytes per device that the layers of a micro-batch store for the backward pass, in either memory."""
     size = model.config
-    channels = _bytes_of_kinds(model, rows, context, [LAYER_INPUT]) // size.N
+    channels = _bytes_of_kinds(model, rows, context, [LAYER_INPUT]) // _entries(size)
     kept = {
         "none": size.N * _layer_bytes(model, rows, context),
         "dots": size.N * 9 * channels,  # inputs, and the results of products with weights
@@ -75,7 +83,8 @@ def _bytes_of_kinds(model: ShardedGPT, rows: int, context: int, kinds: Sequence[
     itemsize = jnp.dtype(model.compute_dtype).itemsize
     positions = rows * context // model.axis.context
     inputs = positions * size.embedding_dim * itemsize if LAYER_INPUT in kinds else 0
-    return size.N * (inputs + positions * itemsize * numbers_per_position(model, kinds) // _parts(model))
+    others = positions * itemsize * numbers_per_position(model, kinds) // _parts(model)
+    return _entries(size) * inputs + size.N * others
 
 
 def _parts(model: ShardedGPT) -> int:
@@ -96,19 +105,26 @@ def _layer_bytes(model: ShardedGPT, rows: int, context: int) -> int:
 
 
 def _further_numbers(size: GPTConfig) -> int:
-    """Numbers per position that a layer computes in addition to the formula's: for wider heads and experts."""
+    """Numbers per position that a layer computes in addition to the formula's: for wider heads, states and experts."""
     heads = 4 * max(0, size.num_head * size.head_width - size.embedding_dim)  # queries, keys, values, what they return
+    if DELTA_MIXER in size.mixers:  # in float32, the first two also before they have unit length
+        of_head = 4 * size.delta_key_width + 3 * size.delta_value_width
+        heads = max(heads, 2 * size.delta_heads * of_head)
     if size.experts is None:
         return heads
     of_choice = 2 * size.embedding_dim + (3 if size.gated else 2) * size.mlp_width
-    return heads + math.ceil(size.experts_per_token * (size.expert_capacity or 1.0) * of_choice)
+    return heads + math.ceil(size.places_per_position * of_choice)
 
 
 def numbers_per_position(model: ShardedGPT, kinds: Sequence[str]) -> int:
     """Numbers per layer and position of these kinds, besides the layer's input."""
     size = model.config
-    width = size.mlp_width if size.experts is None else size.shared_dim or 0
-    count = {**numbers_per_layer(size), MLP_IN: width, MLP_GATE: width if size.gated else 0}
+    width = math.ceil(size.hidden_width)
+    count = {**numbers_per_layer(size), MLP_IN: width, MLP_GATE: width if size.gated else 0, EXPERTS: 0}
+    if size.experts is not None:
+        # What experts read and return, and the place of each choice, an int32. Devices of a tensor group repeat them.
+        of_layer = (size.places_per_position + size.experts_per_token) * size.embedding_dim + 2 * size.experts_per_token
+        count[EXPERTS] = _parts(model) * math.ceil(of_layer * size.expert_layers / size.N)
     return sum(count[kind] for kind in count if kind in kinds)
 
 
@@ -117,14 +133,16 @@ _LONG = 4096  # positions; a kernel's attention takes longer to compute again th
 
 def ladder(model: ShardedGPT, context: int) -> tuple[str, ...]:
     """Policies ordered by memory; each saves time (docs/decisions/attention.md)."""
-    has_attention = model.config.layer == "transformer" and {*model.config.mixers} == {ATTENTION_MIXER}
-    if not has_attention or model.config.experts is not None:
+    size = model.config
+    if size.layer != "transformer":
         return ("full",)
+    of_mlp = ("mlp_in", "mlp") if size.experts is None else ("mlp_in", "mlp", "experts")
+    with_attention = tuple(f"{policy}+attention" for policy in of_mlp)
+    if DELTA_MIXER in size.mixers or (model.kernel is not None and context >= _LONG):
+        return ("full", "attention", *with_attention)
     if model.kernel is None:
-        return ("full", "mlp_in", "mlp", "mlp+attention")
-    if context >= _LONG:
-        return ("full", "attention", "mlp_in+attention", "mlp+attention")
-    return ("full", "mlp_in", "mlp")
+        return ("full", *of_mlp, with_attention[-1])
+    return ("full", *of_mlp)
 
 
 def _layer_parameters(model: ShardedGPT) -> int:
@@ -133,19 +151,25 @@ def _layer_parameters(model: ShardedGPT) -> int:
 
 
 class Rates(NamedTuple):
-    """A device's practical rates: operations of products and of attention, bytes copied to its host, per second.
+    """A device's practical rates, per second.
 
-    Copies from the host are as fast, and run at the same time.
+    Attributes:
+      products: operations of products with weights.
+      attention, delta: operations of each mixer of `zero.models.mixers.MIXERS` between positions.
+      network: bytes that it sends to other devices.
+      link: bytes copied to its host. Copies from the host are as fast, and run at the same time.
     """
 
     products: float
     attention: float
+    delta: float
+    network: float
     link: float
 
 
-# Shares of the peak that XLA for TPU reaches in the products of a layer, and in attention without a kernel
-# (docs/decisions/offload.md, attention.md).
-PRODUCTS_SHARE, DENSE_SHARE = 0.85, 0.15
+# Shares of the peak that XLA for TPU reaches in the products of a layer, in attention without a kernel, and in the
+# delta rule (docs/decisions/offload.md, attention.md, benchmarks/measured/planned.md).
+PRODUCTS_SHARE, DENSE_SHARE, DELTA_SHARE = 0.85, 0.15, 0.03
 _BLOCK = 512  # positions of the blocks of scores that kernels compute as a whole, those on the diagonal as well
 _PRODUCTS_AHEAD = 2  # that XLA runs between the start of a load and the end of a layer (docs/decisions/offload.md)
 
@@ -158,16 +182,42 @@ def seconds_by_kind(model: ShardedGPT, rows: int, context: int, rates: Rates) ->
       rates: of a device.
     """
     size = model.config
-    heads = size.num_head * size.head_width
-    of_parameter = 2 * rows * context / (model.axis.context * _parts(model)) / rates.products
-    of_mlp = of_parameter * size.embedding_dim * size.mlp_width
-    of_score = 4 * rows * heads / (model.axis.context * _parts(model)) / rates.attention
+    shares = model.axis.context * _parts(model)
+    of_parameter = 2 * rows * context / shares / rates.products
+    of_mlp = of_parameter * size.embedding_dim * size.hidden_width
+    of_mixers = [_OPERATIONS[mixer](size, context) / getattr(rates, mixer) for mixer in size.mixers]
     return {
-        ATTENTION: of_score * sum(_scores(context, window) for window in size.windows) / len(size.windows),
-        PROJECTIONS: of_parameter * size.embedding_dim * 2 * (heads + size.key_heads * size.head_width),
+        ATTENTION: rows / shares * sum(of_mixers) / len(of_mixers),
+        PROJECTIONS: of_parameter * weights_per_layer(size),
         MLP_IN: of_mlp,
         MLP_GATE: of_mlp if size.gated else 0.0,
+        EXPERTS: _seconds_of_experts(model, rows, context, rates),
     }
+
+
+def _seconds_of_experts(model: ShardedGPT, rows: int, context: int, rates: Rates) -> float:
+    """Seconds of the last product of the experts of a layer, and of both exchanges of tokens in an expert group."""
+    size = model.config
+    if size.experts is None:
+        return 0.0
+    channels = rows * context / model.axis.context * size.places_per_position * size.embedding_dim
+    others = 1 - 1 / model.axis.expert
+    exchanges = 2 * channels * jnp.dtype(model.compute_dtype).itemsize * others / rates.network
+    product = 2 * channels * size.mlp_width / _parts(model) / rates.products
+    return (exchanges + product) * size.expert_layers / size.N
+
+
+def _operations_of_scores(size: GPTConfig, context: int) -> float:
+    """Operations of the scores of a row, and of its values."""
+    scores = sum(_scores(context, window) for window in size.windows) / len(size.windows)
+    return 4 * size.num_head * size.head_width * scores
+
+
+def _operations_of_delta_rule(size: GPTConfig, context: int) -> float:
+    return context * size.delta_heads * operations_per_position(size.delta_key_width, size.delta_value_width)
+
+
+_OPERATIONS = {ATTENTION_MIXER: _operations_of_scores, DELTA_MIXER: _operations_of_delta_rule}
 
 
 def _scores(context: int, window: int) -> int:
@@ -193,7 +243,9 @@ def storage_seconds(model: ShardedGPT, rows: int, context: int, rates: Rates) ->
     by_kind = seconds_by_kind(model, rows, context, rates)
     stored = kinds_of(model.remat)
     recomputed = sum(seconds for kind, seconds in by_kind.items() if kind not in stored)
-    forward = sum(by_kind.values()) + by_kind[MLP_IN]  # the product that ends an MLP is as large
+    forward = sum(by_kind.values())
+    if model.config.experts is None:
+        forward += by_kind[MLP_IN]  # the product that ends an MLP is as large
     moved = host_bytes(model, rows, context) / model.config.N / rates.link
     waits = max(0.0, moved - forward) + max(0.0, moved - _PRODUCTS_AHEAD * by_kind[MLP_IN])
     return model.config.N * (recomputed + waits)

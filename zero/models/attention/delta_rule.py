@@ -9,8 +9,8 @@ at a time.
 Source: Gated Delta Networks, arXiv 2412.06464, equation 10 and section 3.3.
 
 Shapes are named by suffix:
-  B rows, T positions of a row, N chunks, C positions of a chunk, X queries and keys of a chunk, H heads,
-  K width of keys, V width of values
+  B rows, T positions of a row, N chunks, C positions of a chunk, X queries and keys of a chunk, H heads, M heads of all
+  rows, K width of keys, V width of values
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
-CHUNK = 64
+from zero.models.stack import ATTENTION
+
+CHUNK = 128
 
 # Sums over keys lose digits in the lower precisions that TPUs choose by default.
 _einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
@@ -69,19 +72,21 @@ def delta_rule(
     added = -positions % chunk
     # Padding at the end has neither rate nor decay, so it leaves the state unchanged.
     padded = (jnp.pad(x, [(0, 0), (0, added)] + [(0, 0)] * (x.ndim - 2)) for x in inputs)
-    # Positions next to heads, once for all chunks: otherwise XLA for TPU transposes the matrices of each chunk.
-    chunks = tuple(jnp.moveaxis(_in_chunks(x.astype(jnp.float32), chunk), 3, 2) for x in padded)
+    chunks = tuple(_by_head(_in_chunks(x.astype(jnp.float32), chunk)) for x in padded)
     if starts_BT is None:
-        marks_NBC = None
+        marks_NMC = None
     else:
         marks_NBC = _in_chunks(jnp.pad(starts_BT, ((0, 0), (0, added)), mode="edge"), chunk)
+        marks_NMC = jnp.repeat(marks_NBC, heads, axis=1)
     firsts_N = jnp.arange(0, positions + added, chunk)
 
     # The backward pass recomputes a chunk's inner matrices, so it only needs the states between chunks.
     through_chunk = jax.checkpoint(_through_chunk, prevent_cse=False)
-    last_BHKV, out_NBHCV = lax.scan(through_chunk, state_BHKV, (chunks, marks_NBC, firsts_N))
+    state_MKV = lax.collapse(state_BHKV, 0, 2)
+    last_MKV, out_NMCV = lax.scan(through_chunk, state_MKV, (chunks, marks_NMC, firsts_N))
+    out_NBHCV = out_NMCV.reshape(-1, rows, heads, *out_NMCV.shape[2:])
     out_BTHV = jnp.moveaxis(out_NBHCV, (0, 2), (1, 3)).reshape(rows, positions + added, heads, -1)
-    return out_BTHV[:, :positions], last_BHKV
+    return out_BTHV[:, :positions], last_MKV.reshape(state_BHKV.shape)
 
 
 def _in_chunks(x_BT: jax.Array, chunk: int) -> jax.Array:
@@ -89,44 +94,57 @@ def _in_chunks(x_BT: jax.Array, chunk: int) -> jax.Array:
     return jnp.moveaxis(x_BT.reshape(rows, -1, chunk, *x_BT.shape[2:]), 1, 0)
 
 
+def _by_head(x_NBCH: jax.Array) -> jax.Array:
+    """The heads of all rows before the positions.
+
+    XLA for TPU solves triangular systems with one matrix per lane, so its lanes are full only if rows and heads are one
+    dimension. Positions are moved here once, because otherwise the matrices of each chunk would be transposed.
+    """
+    return lax.collapse(jnp.moveaxis(x_NBCH, 3, 2), 1, 3)
+
+
 def _through_chunk(
-    state_BHKV: jax.Array, xs: tuple[tuple[jax.Array, ...], jax.Array | None, jax.Array]
+    state_MKV: jax.Array, xs: tuple[tuple[jax.Array, ...], jax.Array | None, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """The state after a chunk, and the outputs of its positions `(B, H, C, V)`.
+    """The state after a chunk, and the outputs of its positions `(M, C, V)`.
 
     Position i writes `k_i u_i^T`, where u_i depends on the earlier ones: `(I + A) U = b (V - decayed S^T K)`, with a
     strictly lower triangular A. Queries and keys are multiplied as one matrix, whose first C rows are the queries.
     """
-    (q_BHCK, k_BHCK, v_BHCV, decay_BHC, rate_BHC), starts_BC, first = xs
-    size = q_BHCK.shape[2]
-    total_BHC = jnp.cumsum(decay_BHC, axis=-1)
-    sees_CC = jnp.tril(jnp.ones((size, size), bool))
-    if starts_BC is None:
-        sees_BHCC = sees_CC[None, None]
-        continues_BHC1 = jnp.ones((1, 1, size, 1), bool)
-    else:
-        sees_BHCC = (sees_CC[None] & (starts_BC[:, :, None] == starts_BC[:, None, :]))[:, None]
-        continues_BHC1 = (starts_BC < first)[:, None, :, None]
+    (q_MCK, k_MCK, v_MCV, decay_MC, rate_MC), starts_MC, first = xs
+    state_MKV = checkpoint_name(state_MKV, ATTENTION)
+    size = q_MCK.shape[1]
+    total_MC = jnp.cumsum(decay_MC, axis=-1)
+    sees_MCC = jnp.tril(jnp.ones((1, size, size), bool))
+    continues_MC1 = jnp.ones((1, size, 1), bool)
+    if starts_MC is not None:
+        sees_MCC = sees_MCC & (starts_MC[:, :, None] == starts_MC[:, None, :])
+        continues_MC1 = (starts_MC < first)[..., None]
     # If a position does not see another one, the difference may be positive and its exponential infinite.
-    between_BHCC = total_BHC[..., :, None] - total_BHC[..., None, :]
-    decay_BHCC = jnp.where(sees_BHCC, jnp.exp(jnp.where(sees_BHCC, between_BHCC, 0.0)), 0.0)
-    since_BHC1 = jnp.where(continues_BHC1, jnp.exp(total_BHC)[..., None], 0.0)
+    between_MCC = total_MC[:, :, None] - total_MC[:, None, :]
+    decay_MCC = jnp.where(sees_MCC, jnp.exp(jnp.where(sees_MCC, between_MCC, 0.0)), 0.0)
+    since_MC1 = jnp.where(continues_MC1, jnp.exp(total_MC)[..., None], 0.0)
 
-    both_BHXK = jnp.concatenate([q_BHCK, k_BHCK], axis=2)
-    of_keys_BHXC = _einsum("bhxk,bhck->bhxc", both_BHXK, k_BHCK)
-    of_state_BHXV = _einsum("bhxk,bhkv->bhxv", both_BHXK, state_BHKV)
+    both_MXK = jnp.concatenate([q_MCK, k_MCK], axis=1)
+    of_keys_MXC = _einsum("mxk,mck->mxc", both_MXK, k_MCK)
+    of_state_MXV = _einsum("mxk,mkv->mxv", both_MXK, state_MKV)
 
-    overlap_BHCC = rate_BHC[..., None] * decay_BHCC * of_keys_BHXC[:, :, size:]
-    error_BHCV = rate_BHC[..., None] * (v_BHCV - since_BHC1 * of_state_BHXV[:, :, size:])
-    written_BHCV = lax.linalg.triangular_solve(
-        jnp.tril(overlap_BHCC, -1), error_BHCV, left_side=True, lower=True, unit_diagonal=True
+    overlap_MCC = rate_MC[..., None] * decay_MCC * of_keys_MXC[:, size:]
+    error_MCV = rate_MC[..., None] * (v_MCV - since_MC1 * of_state_MXV[:, size:])
+    written_MCV = lax.linalg.triangular_solve(
+        jnp.tril(overlap_MCC, -1), error_MCV, left_side=True, lower=True, unit_diagonal=True
     )
 
-    scores_BHCC = decay_BHCC * of_keys_BHXC[:, :, :size]
-    out_BHCV = since_BHC1 * of_state_BHXV[:, :, :size] + _einsum("bhij,bhjv->bhiv", scores_BHCC, written_BHCV)
-    k_at_end_BHCK = decay_BHCC[..., -1, :, None] * k_BHCK
-    state_BHKV = since_BHC1[..., -1:, :] * state_BHKV + _einsum("bhck,bhcv->bhkv", k_at_end_BHCK, written_BHCV)
-    return state_BHKV, out_BHCV
+    scores_MCC = decay_MCC * of_keys_MXC[:, :size]
+    out_MCV = since_MC1 * of_state_MXV[:, :size] + _einsum("mij,mjv->miv", scores_MCC, written_MCV)
+    k_at_end_MCK = decay_MCC[:, -1, :, None] * k_MCK
+    state_MKV = since_MC1[:, -1:] * state_MKV + _einsum("mck,mcv->mkv", k_at_end_MCK, written_MCV)
+    return state_MKV, out_MCV
+
+
+def operations_per_position(width: int, values: int) -> int:
+    """Operations of the forward pass of `delta_rule`, per head: products with the state, and within a chunk."""
+    return 2 * (3 * width * values + CHUNK * (2 * width + 2 * values))
 
 
 def delta_step(inputs: Inputs, state_BHKV: jax.Array) -> tuple[jax.Array, jax.Array]:
