@@ -212,6 +212,10 @@ def test_every_size_can_be_trained(size: str) -> None:
             ["zero.product_dtype=float8", "auto or bfloat16, as zero.remat=dots stores the sums"],
         ),
         (
+            "zero.remat=experts+attention",
+            ["zero.remat=experts+attention", "mlp+attention, as", "has no experts"],
+        ),
+        (
             "zero.offload=activations; zero.remat=none",
             ["zero.remat=none", "full or another value, as zero.offload=activations finds no names"],
         ),

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zero.job.sizes import load_sizes
+from zero.models.attention.delta_rule import CHUNK
 from zero.models.config import STACK, GPTConfig
 from zero.models.gpt import GPT, variable_shapes
 from zero.models.stack import ATTENTION, EXPERTS, KINDS, LAYER_INPUT, STORED, kinds_of
@@ -33,14 +34,14 @@ from zero.training.activations import (
 )
 from zero.training.sharded_gpt import ShardedGPT
 
-PLAIN = GPTConfig(embedding_dim=32, vocab_size=64, num_head=4, block_size=64, dropout=0.0, N=3, qkv_bias=False)
+PLAIN = GPTConfig(embedding_dim=32, vocab_size=64, num_head=4, block_size=CHUNK, dropout=0.0, N=3, qkv_bias=False)
 GATED = dataclasses.replace(PLAIN, gated=True, mlp_dim=96, kv_heads=2)
 LATENT = dataclasses.replace(
     GATED, kv_heads=None, alibi_attn=False, positions="rotary", norm="rms", head_dim=24, rotary_dim=8, latent_dim=40,
     query_latent_dim=48, value_dim=16,
 )  # fmt: skip
 UNITS = dataclasses.replace(PLAIN, layer="gated_units", num_head=1, alibi_attn=False, positions="none", qkv_bias=True)
-ROWS, CONTEXT = 2, 64
+ROWS, CONTEXT = 2, CHUNK  # one state of the delta rule
 # With a group of experts and their places; without, tokens are sorted.
 PLACES = dataclasses.replace(
     GATED, experts=4, experts_per_token=2, expert_capacity=1.5, shared_dim=24, mlp_bias=False, mlp_dim=40
