@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from zero.models.adapters import Adapters, combine, merged
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
 from zero.models.gated_delta import GatedDelta
@@ -93,6 +94,21 @@ def test_no_position_sees_a_later_one(model: tuple[GPT, Any]) -> None:
     losses, others = (np.asarray(losses_of(x, tokens())) for x in (tokens(), changed % 31))
     np.testing.assert_array_equal(losses[:, :6], others[:, :6])
     assert np.all(losses[:, 6:] != others[:, 6:])
+
+
+def test_adapters_equal_merged_weights(model: tuple[GPT, Any]) -> None:
+    """Queries, keys, values and outputs of both mixers have them, and MLPs."""
+    gpt, variables = model
+    adapters = Adapters(2, 3.0)
+    rng = np.random.default_rng(0)
+    params = variables["params"]
+    own = jax.tree.map(lambda leaf: rng.normal(0, 0.3, leaf.shape).astype(np.float32), adapters.shapes(params))
+    of_delta = own["blocks"] if "query" in own["blocks"] else own["blocks"]["layer_0"]
+    assert {"query", "key", "value", "attention_out"} <= {*of_delta}
+    adapted: Any = gpt.clone(adapters=adapters).apply({"params": combine(params, own)}, tokens(), tokens())
+    whole: Any = gpt.apply({"params": merged(params, own, adapters)}, tokens(), tokens())
+    np.testing.assert_allclose(adapted, whole, atol=1e-4)
+    assert np.abs(whole - gpt.apply(variables, tokens(), tokens())).max() > 0.1
 
 
 @pytest.mark.parametrize(

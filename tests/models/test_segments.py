@@ -24,7 +24,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "rotary": {"positions": "rotary", "kv_heads": 1, "embedding_dim": 48},
     "t5": {"positions": "t5", "extra_logit": True},
     "windows": {"positions": "learned", "windows": (5, 0)},
-}
+    "latent": {
+        "positions": "rotary", "qkv_bias": False, "head_dim": 14, "rotary_dim": 6, "latent_dim": 10, "value_dim": 9,
+    },
+}  # fmt: skip
 
 
 def model_and_params(kind: str, blockwise_from: int | None = None, **options: Any) -> tuple[GPT, Any]:
@@ -50,7 +53,7 @@ def packed() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 # Each kind, and each way to attend to biases of scores and to windows.
-CASES = [("rotary", "dense"), ("t5", "dense"), ("alibi", "blockwise"), ("windows", "blockwise")]
+CASES = [("rotary", "dense"), ("latent", "dense"), ("t5", "dense"), ("alibi", "blockwise"), ("windows", "blockwise")]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +89,7 @@ def test_packed_losses(kind: str, attention: str, monkeypatch: pytest.MonkeyPatc
     [
         "t5",
         pytest.param("windows", marks=pytest.mark.wide),
-        *(pytest.param(k, marks=pytest.mark.slow) for k in ("alibi", "learned", "rotary")),
+        *(pytest.param(k, marks=pytest.mark.slow) for k in ("alibi", "learned", "rotary", "latent")),
     ],
 )
 def test_packed_gradients(kind: str) -> None:

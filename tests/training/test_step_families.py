@@ -12,6 +12,7 @@ from tests.training.small_gpt import CONFIG, Run, assert_first_weights, referenc
 from zero.models.attention.blockwise import blockwise_attention
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
+from zero.training.optimizers.optimizer import make_optimizer
 
 # Nothing divides by 8: grouped heads of 10, windows shorter than the context of 12.
 _GROUPED: dict[str, Any] = {"num_head": 6, "head_dim": 10, "kv_heads": 3, "mlp_dim": 61}
@@ -108,6 +109,18 @@ def test_every_stage_trains_as_one_device(family: str, devices: int, stage: int)
     np.testing.assert_allclose(got.metrics["loss"], losses, rtol=1e-6)
     norms = expected.metrics["gradient_norm"]
     np.testing.assert_allclose(got.metrics["gradient_norm"], norms, rtol=1e-4)
+
+
+MUON = make_optimizer("muon", 0.1)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])
+def test_muon_trains_as_one_device(family: str) -> None:
+    """Its matrices are those of latent attention and gated DeltaNet too; convolutions and decays are Adam's."""
+    options: dict[str, Any] = {"config": TRAINED[family], "tx": MUON}
+    expected, got = run_on(setup(1, 0, **options)), run_on(setup(3, 3, **options))
+    np.testing.assert_allclose(got.metrics["loss"], expected.metrics["loss"], rtol=1e-5)
 
 
 @pytest.mark.parametrize(
