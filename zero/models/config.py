@@ -10,9 +10,10 @@ Each key is declared by the part whose code reads it (`zero.models.part`):
   Positions        positions/__init__.py      with Rotary and Sinusoidal, each in the file of its kind
   Attention        attention_keys.py
   Latent           latent_keys.py
+  Delta            delta_keys.py
   MLP, Mixture     mlp.py, experts.py         the second of experts
   Router           router.py
-  Transformer      transformer_layer.py       these together
+  Transformer      mixer.py                   these together
   Predictor        predictor.py               a further layer that looks ahead
   GatedUnits       gated_unit.py
 """
