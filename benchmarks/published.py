@@ -1,6 +1,7 @@
 """The steps that Google publishes for slices of 8 to 1,024 TPU chips, beside zero's predicted ones.
 
     python -m benchmarks.published [--rows llama3-8b-v6e-16 ...]
+    python -m benchmarks.published --choices   # compiles nothing: what zero.remat=auto chooses from, in a minute
 
 Compiles zero's step for the slice, the sequences and the context of a recipe of AI-Hypercomputer/tpu-recipes, without
 a TPU, and writes docs/sources/published.json and the table of benchmarks/measured/beside-maxtext.md. A row takes 3 to
@@ -13,12 +14,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from benchmarks.recipe_sources import REPOSITORY, with_part
 from benchmarks.recipes import Digests, digest, prediction, what_changed
@@ -28,15 +31,23 @@ from zero.costs.predict import predict
 from zero.costs.step_costs import device_peak
 from zero.hosts.speeds import SPEEDS
 from zero.job.job import make_job, place_model
+from zero.job.memory import memory_for, rates_of
 from zero.job.sizes import load_sizes
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
 from zero.models.stack import kinds_of
 from zero.plan.compile import step_arguments
-from zero.plan.compiler import compiler_options
+from zero.plan.compiler import Compiler, compiler_options
 from zero.plan.config import Request
 from zero.plan.topology import available_bytes, find_devices, out_of_memory, prepare_environment
-from zero.training.activations import kinds_on_host
+from zero.training.activations import (
+    SPARE,
+    Choice,
+    kinds_on_host,
+    numbers_per_position,
+    seconds_by_kind,
+    storage_choices,
+)
 from zero.training.flops import model_flops
 
 TABLE = REPOSITORY / "docs" / "sources" / "published.json"
@@ -53,6 +64,17 @@ COLUMNS = (
     "MFU",
     "exposed, s",
     "predicted / published",
+)
+CHOICE_COLUMNS = (
+    "recipe",
+    "slice",
+    "stored",
+    "estimate, GiB",
+    "compiled, GiB",
+    "recomputed and waited for, s",
+    "the fastest that could fit",
+    "it would save",
+    "a part of the layers would save",
 )
 OFFLOAD = ("zero.offload=activations",)
 INT8 = ("zero.product_dtype=int8_all", "zero.gather_dtype=products")
@@ -207,15 +229,20 @@ def row_of(name: str) -> Row | None:
     devices = find_devices(recipe.topology)
     speed = SPEEDS[devices[0].device_kind]
     job = make_job(request.config, place_model(request.config, request.size, devices, request.rows))
-    lowered = job.programs.step.lower(*step_arguments(job, request.rows, recipe.context))
-    options = compiler_options(devices, request.config.zero.overlap_gathers)
+    arguments = step_arguments(job, request.rows, recipe.context)
+    lowered = job.programs.step.lower(*arguments)
+    overlap_gathers = request.config.zero.overlap_gathers
+    options = compiler_options(devices, overlap_gathers)
+    compiler = Compiler(
+        devices, overlap_gathers, Path(request.config.distributed.compilation_cache).expanduser() / "plans"
+    )
     programs = digest([lowered.as_text(), json.dumps(options, sort_keys=True)])
     digests = Digests(programs, f"libtpu {version('libtpu')}", prediction())
     before = load_rows().get(name)
     if what_changed(None if before is None else before.digests, digests) is None:
         return None
     try:
-        compiled = lowered.compile(options)
+        compiled = compiler.compile(job.programs.step, *arguments)
     except jax.errors.JaxRuntimeError as error:
         return Row(digests, job.model.remat, *out_of_memory(error))
     found = predict(compiled.as_text(), devices)
@@ -234,6 +261,74 @@ def row_of(name: str) -> Row | None:
         found.exposed_seconds,
         flops / (found.seconds * speed.flops),
     )
+
+
+def choices_of(name: str) -> tuple[Choice, list[Choice], float]:
+    """What `zero.remat=auto` takes for a recipe, all that it compares, and what a part of the layers could save.
+
+    The last is in seconds: kinds of activations that are not stored, those first that save the most seconds per byte,
+    for as many layers as the memory that is left on the device holds.
+    """
+    recipe = RECIPES[name]
+    prepare_environment(recipe.topology)
+    request = request_of(recipe)
+    placed = place_model(request.config, request.size, find_devices(recipe.topology), request.rows)
+    job = make_job(request.config, placed)
+    assert placed.speed is not None
+    memory = memory_for(placed.speed, job.held)
+    rates = rates_of(job.model, placed.speed)
+    choices = storage_choices(placed.model, request.rows, recipe.context, memory, rates)
+    stored = job.model.remat, kinds_on_host(job.model)
+    (taken,) = [one for one in choices if (one.model.remat, kinds_on_host(one.model)) == stored]
+    seconds_of = seconds_by_kind(job.model, request.rows, recipe.context, rates)
+    width = jnp.dtype(job.model.compute_dtype).itemsize * request.rows * recipe.context
+    bytes_of = {kind: width * numbers_per_position(job.model, [kind]) for kind in seconds_of}
+    left = memory.capacity * (1 - SPARE) - taken.bytes
+    saved = 0.0
+    missing = [kind for kind in seconds_of if bytes_of[kind] and kind not in kinds_of(job.model.remat)]
+    for kind in sorted(missing, key=lambda kind: seconds_of[kind] / bytes_of[kind], reverse=True):
+        layers = min(request.size.N, max(0, int(left / bytes_of[kind])))
+        saved += layers * seconds_of[kind]
+        left -= layers * bytes_of[kind]
+    return taken, choices, saved
+
+
+def print_choices(names: Sequence[str]) -> None:
+    """Prints a row for each recipe whose remat is automatic: the choice, and the fastest that could fit.
+
+    That is the fastest whose estimate is below the whole memory of a device and of the host, of which a choice leaves a
+    part.
+    """
+    print(f"| {' | '.join(CHOICE_COLUMNS)} |\n{'|---' * len(CHOICE_COLUMNS)}|")
+    compiled = load_rows()
+    for name in names:
+        recipe = RECIPES[name]
+        if "zero.fused_update=true" in recipe.keys:
+            continue
+        taken, choices, saved = choices_of(name)
+        speed = SPEEDS[find_devices(recipe.topology)[0].device_kind]
+        possible = [one for one in choices if one.bytes <= speed.capacity and one.host_bytes <= speed.host_share]
+        best = min([taken, *possible], key=lambda one: one.seconds)
+        row = compiled[name]
+        assert row.seconds is not None
+        cells = [
+            "-".join(name.split("-")[:2]),
+            recipe.topology,
+            shown(taken),
+            f"{taken.bytes / 2**30:.1f} of {speed.capacity / 2**30:.1f}",
+            f"{row.peak_bytes / 2**30:.1f}",
+            f"{taken.seconds:.3f}",
+            shown(best) if best.seconds < taken.seconds else "",
+            f"{100 * (taken.seconds - best.seconds) / row.seconds:.1f} %",
+            f"{100 * saved / row.seconds:.1f} %",
+        ]
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def shown(choice: Choice) -> str:
+    """The policy, and what of it is on the host."""
+    on_host = kinds_on_host(choice.model)
+    return f"`{choice.model.remat}`" + (f", on the host {', '.join(on_host)}" if on_host else "")
 
 
 def load_rows() -> dict[str, Row]:
@@ -282,7 +377,11 @@ def page_part(rows: Mapping[str, Row]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="*", choices=list(RECIPES), default=list(RECIPES), metavar="NAME")
+    parser.add_argument("--choices", action="store_true", help="print what zero.remat=auto chooses from")
     options = parser.parse_args()
+    if options.choices:
+        print_choices(options.rows)
+        return
     jax.config.update("jax_traceback_in_locations_limit", 0)  # else kernels hold the lines of their sources
     for name in options.rows:
         row = row_of(name)

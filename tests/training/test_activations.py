@@ -21,6 +21,7 @@ from zero.models.stack import ATTENTION, EXPERTS, KINDS, LAYER_INPUT, STORED, ki
 from zero.partition.collectives.axis import Axis
 from zero.training.activations import (
     PRODUCTS_SHARE,
+    Memory,
     Rates,
     activation_bytes,
     host_bytes,
@@ -103,7 +104,7 @@ def test_ladder() -> None:
     assert needs == sorted(set(needs))
 
     def fit(capacity: float) -> str:
-        return with_fitting_storage(model, ROWS, CONTEXT, 10**6, capacity, RATES).remat
+        return with_fitting_storage(model, ROWS, CONTEXT, Memory(10**6, capacity), RATES).remat
 
     chosen = [rungs.index(fit((10**6 + need) * 1.3)) for need in (0, *needs)]
     assert chosen == sorted(chosen) and rungs[chosen[0]] == "full"
@@ -113,7 +114,7 @@ def test_ladder() -> None:
 def test_a_gate_that_does_not_exist_is_stored() -> None:
     """Without a gate two policies are the same; the one that stores more by its name is taken, as ever."""
     model = ShardedGPT(PLAIN, Axis("zero", (1, 8)), 3, jnp.bfloat16, kernel="tpu_v4")
-    assert with_fitting_storage(model, ROWS, CONTEXT, 0, 1e9, RATES).remat == "mlp"
+    assert with_fitting_storage(model, ROWS, CONTEXT, Memory(0, 1e9), RATES).remat == "mlp"
 
 
 def test_chunks_of_the_vocabulary_in_pairs() -> None:
@@ -125,7 +126,8 @@ def test_chunks_of_the_vocabulary_in_pairs() -> None:
     def chosen(of_model: ShardedGPT, more: int) -> ShardedGPT:
         """With so many bytes beside those of single chunks."""
         most = activation_bytes(dataclasses.replace(of_model, remat="mlp+attention"), ROWS, CONTEXT)
-        return with_fitting_storage(of_model, ROWS, CONTEXT, 0, (fixed + most + more) / 0.9 + 100, RATES)
+        memory = Memory(0, (fixed + most + more) / 0.9 + 100)
+        return with_fitting_storage(of_model, ROWS, CONTEXT, memory, RATES)
 
     logits = 4 * ROWS * CONTEXT * 10**6 // 4
     assert [chosen(model, more).chunks_at_once for more in (0, logits // 2, logits)] == [1, 1, 2]
@@ -170,7 +172,7 @@ def test_the_fewest_seconds_of_all_that_fit(device: float, host: float, link: fl
     capacity, host_capacity = (fixed + least + device * STORED_MOST) / 0.9 + 100, host * STORED_MOST
 
     def chosen_with(rates: Rates) -> ShardedGPT:
-        return with_fitting_storage(OF_KERNEL, ROWS, LONG, 0, capacity, rates, host_capacity)
+        return with_fitting_storage(OF_KERNEL, ROWS, LONG, Memory(0, capacity, host_capacity), rates)
 
     def cost(one: ShardedGPT) -> tuple[float, int, int]:
         seconds = storage_seconds(one, ROWS, LONG, rates)
@@ -198,7 +200,7 @@ def test_without_the_host_the_last_that_fits_is_taken(device: float) -> None:
     needs = [fixed_bytes(model) + activation_bytes(dataclasses.replace(model, remat=r), ROWS, LONG) for r in rungs]
     capacity = (needs[0] + device * STORED_MOST) / 0.9
     fitting = [remat for remat, need in zip(rungs, needs, strict=True) if need <= 0.9 * capacity]
-    chosen = with_fitting_storage(model, ROWS, LONG, 0, capacity, RATES)
+    chosen = with_fitting_storage(model, ROWS, LONG, Memory(0, capacity), RATES)
     assert (chosen.remat, chosen.offload) == (fitting[-1] if fitting else "full", ())
 
 

@@ -19,6 +19,7 @@ from zero.training.activations import (
     DELTA_SHARE,
     DENSE_SHARE,
     PRODUCTS_SHARE,
+    Memory,
     Rates,
     kinds_on_host,
     with_fitting_storage,
@@ -135,15 +136,17 @@ def with_automatic_remat(model: ShardedGPT, held: int, device: Any, rows: int, c
       context: tokens of a sequence.
     """
     speed = SPEEDS[device.device_kind]
-    rates = rates_of(model, speed)
     may_use_host = bool(model.offload)
-    model = with_fitting_storage(
-        model, rows, context, held=held, capacity=speed.capacity, rates=rates, host_capacity=speed.host_share
-    )
+    model = with_fitting_storage(model, rows, context, memory_for(speed, held), rates_of(model, speed))
     where = f", on the host: {', '.join(kinds_on_host(model)) or 'nothing'}" if may_use_host else ""
     pairs = ", two chunks of the vocabulary at once" if model.chunks_at_once == 2 else ""
     log.info("zero.remat=auto: %s%s%s", model.remat, where, pairs)
     return model
+
+
+def memory_for(speed: Speed, held: int) -> Memory:
+    """What a device that holds so many bytes between steps, and its host, may store."""
+    return Memory(held, speed.capacity, speed.host_share)
 
 
 def rates_of(model: ShardedGPT, speed: Speed) -> Rates:

@@ -33,14 +33,18 @@ def activation_bytes(model: ShardedGPT, rows: int, context: int) -> int:
     Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, arXiv 2205.05198,
     equation 2.
     """
-    axis = model.axis
-    size = model.config
-    positions = rows * context // axis.context
-    logits = (1 + model.chunks_at_once) * 4 * positions * size.vocab_size // size.vocab_chunks // _parts(model)
     stored = stored_bytes(model, rows, context)
     on_host = host_bytes(model, rows, context)
-    on_device = stored - on_host + 2 * on_host // _entries(size)
-    return on_device + max(size.period * _layer_bytes(model, rows, context), logits)
+    on_device = stored - on_host + 2 * on_host // _entries(model.config)
+    return on_device + forward_bytes(model, rows, context)
+
+
+def forward_bytes(model: ShardedGPT, rows: int, context: int) -> int:
+    """The part of `activation_bytes` that is not stored: one entry of the stack, or the logits."""
+    size = model.config
+    positions = rows * context // model.axis.context
+    logits = (1 + model.chunks_at_once) * 4 * positions * size.vocab_size // size.vocab_chunks // _parts(model)
+    return max(size.period * _layer_bytes(model, rows, context), logits)
 
 
 def _entries(size: GPTConfig) -> int:
@@ -260,44 +264,85 @@ def _candidates(model: ShardedGPT, context: int) -> Iterator[ShardedGPT]:
                 yield dataclasses.replace(model, remat=remat, offload=offload)
 
 
-def with_fitting_storage(
-    model: ShardedGPT,
-    rows: int,
-    context: int,
-    held: int,
-    capacity: float,
-    rates: Rates,
-    host_capacity: float = math.inf,
-) -> ShardedGPT:
+SPARE = 0.1  # of a device's memory that a policy has to leave by the estimate
+
+
+class Memory(NamedTuple):
+    """Bytes that limit what a device stores.
+
+    Attributes:
+      held: of a device between steps.
+      capacity: of a device.
+      host: of the host's memory, for each of its devices.
+    """
+
+    held: int
+    capacity: float
+    host: float = math.inf
+
+
+class Choice(NamedTuple):
+    """A storage policy that `zero.remat=auto` compares with others.
+
+    Attributes:
+      model: with the policy, and the kinds that it stores in host memory.
+      bytes: of a device at the peak of a step, as an estimate.
+      host_bytes: of the host's memory, for each of its devices.
+      seconds: of `storage_seconds`.
+      fits: both memories.
+    """
+
+    model: ShardedGPT
+    bytes: int
+    host_bytes: int
+    seconds: float
+    fits: bool
+
+
+def storage_choices(model: ShardedGPT, rows: int, context: int, memory: Memory, rates: Rates) -> list[Choice]:
+    """The policies of `ladder`, with each kind on the device or, if it is one of `model.offload`, in host memory.
+
+    Policies that store more come first. Arguments as for `with_fitting_storage`.
+    """
+    fixed = _fixed_bytes(model, memory.held)
+    candidates = _candidates(model, context)
+    return [_choice(candidate, rows, context, fixed, memory, rates) for candidate in candidates]
+
+
+def _fixed_bytes(model: ShardedGPT, held: int) -> int:
+    """Bytes of a device besides activations: state, gradients, and three layers.
+
+    Of these one computes, one is its gradient, and one is gathered.
+    """
+    trained = sum(math.prod(leaf.shard_shape) for leaf in model.layout.leaves)
+    gradients = trained * jnp.dtype(model.gradient_dtype).itemsize
+    return held + gradients + 3 * _layer_parameters(model) * jnp.dtype(model.compute_dtype).itemsize
+
+
+def _choice(model: ShardedGPT, rows: int, context: int, fixed: int, memory: Memory, rates: Rates) -> Choice:
+    needed = fixed + activation_bytes(model, rows, context)
+    on_host = host_bytes(model, rows, context)
+    fits = needed <= (1 - SPARE) * memory.capacity and on_host <= memory.host
+    return Choice(model, needed, on_host, storage_seconds(model, rows, context, rates), fits)
+
+
+def with_fitting_storage(model: ShardedGPT, rows: int, context: int, memory: Memory, rates: Rates) -> ShardedGPT:
     """The model with the storage policy that fits and takes the fewest seconds; "full" if none fits.
 
-    The choices are the policies of `ladder`, with each of their kinds on the device or, if it is one of
-    `model.offload`, in host memory. They fit if a tenth of the device's memory is left, and the host holds its
-    part. Of equal ones it is the one with the fewest bytes on the host, then that which stores most. If two chunks of
-    the vocabulary at once fit as well, an iteration has two (benchmarks/measured/vocabulary-chunks.md).
+    Of equal `storage_choices` it is the one with the fewest bytes on the host, then that which stores most. If two
+    chunks of the vocabulary at once fit as well, an iteration has two (benchmarks/measured/vocabulary-chunks.md).
 
     Args:
       model: sharded at stage 3.
       rows: sequences per device and micro-batch.
       context: tokens per sequence.
-      held: bytes per device between steps.
-      capacity: bytes of memory of a device.
+      memory: what it may take, of a device and its host.
       rates: of a device.
-      host_capacity: bytes of the host's memory for each of its devices.
     """
-    trained = sum(math.prod(leaf.shard_shape) for leaf in model.layout.leaves)
-    gradients = trained * jnp.dtype(model.gradient_dtype).itemsize
-    # Three times a layer: one, its gradient, and one that is gathered.
-    fixed = held + gradients + 3 * _layer_parameters(model) * jnp.dtype(model.compute_dtype).itemsize
-
-    def fits(choice: ShardedGPT) -> bool:
-        is_held = fixed + activation_bytes(choice, rows, context) <= 0.9 * capacity
-        return is_held and host_bytes(choice, rows, context) <= host_capacity
-
-    def cost(choice: ShardedGPT) -> tuple[float, int]:
-        return storage_seconds(choice, rows, context, rates), host_bytes(choice, rows, context)
-
-    fitting = [choice for choice in _candidates(model, context) if fits(choice)]
-    chosen = min(fitting, key=cost, default=dataclasses.replace(model, remat="full"))
+    fitting = [choice for choice in storage_choices(model, rows, context, memory, rates) if choice.fits]
+    chosen = dataclasses.replace(model, remat="full")
+    if fitting:
+        chosen = min(fitting, key=lambda choice: (choice.seconds, choice.host_bytes)).model
     in_pairs = dataclasses.replace(chosen, chunks_at_once=2)
-    return in_pairs if model.config.vocab_chunks > 1 and fits(in_pairs) else chosen
+    fits_in_pairs = _choice(in_pairs, rows, context, _fixed_bytes(model, memory.held), memory, rates).fits
+    return in_pairs if model.config.vocab_chunks > 1 and fits_in_pairs else chosen
