@@ -25,7 +25,7 @@ from zero.plan import formula
 from zero.plan.compiler import Compiler
 from zero.plan.config import Plan, Request
 from zero.plan.topology import available_bytes, find_devices, out_of_memory
-from zero.training.activations import activation_bytes, host_bytes, kinds_on_host
+from zero.training.activations import activation_bytes, forward_bytes, host_bytes, kinds_on_host
 from zero.training.batch import Batch
 from zero.training.flops import flops_by_operands, model_flops
 from zero.training.programs import Inference, make_inference
@@ -35,6 +35,7 @@ Row = dict[str, Any]  # of plan.json
 PLACEMENT_KEYS = ("tensor_shards", "context_shards", "expert_shards", "replicas", "phases", "overlap_gathers")
 # Bytes and seconds per step on the link between a device and its host, named as in `Prediction`.
 LINK_KEYS = ("host_link_bytes", "host_link_seconds", "host_exposed_seconds")
+TIGHT = 0.9  # of a device's memory: programs between two steps are compiled from here on
 PAUSES = ("evaluation", "sampling", "statistics")  # programs that run between two steps
 
 
@@ -124,7 +125,10 @@ def compile_step(request: Request) -> Row:
             sent_between = costs.sent_between
             predicted = costs.predicted
             if peak <= available:
-                is_tight = peak > available / 2
+                between = (
+                    held + by_formula["gathered_bytes"] + forward_bytes(model, request.rows, config.data.max_context)
+                )
+                is_tight = max(peak, between) > TIGHT * available
                 peaks |= _pause_peaks(request, job, compiler, arguments, peak, is_tight=is_tight)
     seconds = time.monotonic() - started
 
@@ -245,8 +249,8 @@ def _pause_peaks(
     """Peaks of the programs that this run has between two steps, plus the part of the state that they do not take.
 
     Statistics need a copy of the trained weights, which also exists during the step before them. Evaluation and
-    sampling compute parts of a forward pass beside the state, and need less than the step, so they are only compiled if
-    memory is tight.
+    sampling compute parts of a forward pass beside the state, and need less than the step unless they have more rows
+    than a micro-batch, so they are only compiled if memory is tight.
     """
     held = job.held
     devices = compiler.devices
