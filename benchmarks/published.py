@@ -17,7 +17,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -36,8 +35,8 @@ from zero.job.sizes import load_sizes
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
 from zero.models.stack import kinds_of
-from zero.plan.compile import step_arguments
-from zero.plan.compiler import Compiler, compiler_options
+from zero.plan.compile import compiler_of, step_arguments
+from zero.plan.compiler import compiler_options
 from zero.plan.config import Request
 from zero.plan.topology import available_bytes, find_devices, out_of_memory, prepare_environment
 from zero.training.activations import (
@@ -231,18 +230,14 @@ def row_of(name: str) -> Row | None:
     job = make_job(request.config, place_model(request.config, request.size, devices, request.rows))
     arguments = step_arguments(job, request.rows, recipe.context)
     lowered = job.programs.step.lower(*arguments)
-    overlap_gathers = request.config.zero.overlap_gathers
-    options = compiler_options(devices, overlap_gathers)
-    compiler = Compiler(
-        devices, overlap_gathers, Path(request.config.distributed.compilation_cache).expanduser() / "plans"
-    )
+    options = compiler_options(devices, request.config.zero.overlap_gathers)
     programs = digest([lowered.as_text(), json.dumps(options, sort_keys=True)])
     digests = Digests(programs, f"libtpu {version('libtpu')}", prediction())
     before = load_rows().get(name)
     if what_changed(None if before is None else before.digests, digests) is None:
         return None
     try:
-        compiled = compiler.compile(job.programs.step, *arguments)
+        compiled = compiler_of(request, devices).compile(job.programs.step, *arguments)
     except jax.errors.JaxRuntimeError as error:
         return Row(digests, job.model.remat, *out_of_memory(error))
     found = predict(compiled.as_text(), devices)

@@ -44,6 +44,13 @@ def job_of(request: Request, devices: list[Any]) -> Job:
     return make_job(request.config, place_model(request.config, request.size, devices, request.rows))
 
 
+def compiler_of(request: Request, devices: list[Any]) -> Compiler:
+    """The compiler of a request's programs, which are kept in `distributed.compilation_cache`."""
+    directory = request.config.distributed.compilation_cache
+    kept = None if directory is None else Path(directory).expanduser() / "plans"
+    return Compiler(devices, request.config.zero.overlap_gathers, kept)
+
+
 def outline(request: Request) -> Row:
     """The columns of a row before compilation: tokens per step, and a lower bound on the seconds."""
     devices = find_devices(request.config.plan.topology)
@@ -99,9 +106,7 @@ def compile_step(request: Request) -> Row:
     on_host: int | None = None  # bytes of one device
     peaks: dict[str, int | None] = dict.fromkeys(PAUSES)
     by_formula = bytes_by_formula(request, job)
-    directory = config.distributed.compilation_cache
-    kept = None if directory is None else Path(directory).expanduser() / "plans"
-    compiler = Compiler(devices, zero.overlap_gathers, kept)
+    compiler = compiler_of(request, devices)
     is_estimate = isinstance(devices[0], formula.Gpu)
     if is_estimate:
         rows = request.rows // training.gradient_accumulation_steps
