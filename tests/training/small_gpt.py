@@ -1,8 +1,8 @@
 """Training steps of a small GPT on shards, and one unsharded device to compare them with.
 
 - `setup(devices, stage, ...)`: a `Setup`, the compiled programs of a model, with `first_weights()`, `start()` and
-  `whole(tree, layout)`; compiled once per process. `CONFIG` is the default model, `EXPERTS` and `VQ` are others;
-  `ROWS`, `STEPS`, `SEED`, `MAX_NORM`, `RATE` are the job.
+  `whole(tree, layout)`; compiled once per process. `CONFIG` is the default model, others are `PLAIN`, `EXPERTS`
+  and `VQ`; `ROWS`, `STEPS`, `SEED`, `MAX_NORM`, `RATE` are the job.
 - `tokens(step)`: rows of a global batch, some of them padded; `batch(setup, step)`: the same, split over devices.
 - `run(devices, stage)`, `run_on(setup)`: a `Run`, the metrics, parameters and state after `STEPS` steps.
   `advance(setup, state, steps)`: some more steps.
@@ -47,6 +47,7 @@ CONFIG = GPTConfig(
     vocab_chunks=3,
     embedding_norm=True,
 )
+PLAIN = dataclasses.replace(CONFIG, dropout=0.0)  # masks are a quarter of what compiles
 EXPERTS = dataclasses.replace(
     CONFIG, mlp_bias=False, experts=8, experts_per_token=2, normalize_router=True, expert_capacity=1.0
 )
@@ -249,7 +250,7 @@ def first_collections(config: GPTConfig) -> dict[str, Any]:
     return jax.jit(model.new_collections)(jax.random.key(SEED)) if model.collections else {}
 
 
-CLIP = optax.clip_by_global_norm(MAX_NORM)
+CLIP, UNCLIPPED = optax.clip_by_global_norm(MAX_NORM), optax.identity()  # one object a program
 
 
 @cache

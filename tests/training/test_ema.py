@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import zero
-from tests.training.small_gpt import STEPS, Setup, advance, bits, setup
+from tests.training.small_gpt import PLAIN, STEPS, Setup, advance, bits, setup
 from zero.training.ema import EMA, update_ema
 from zero.training.parts import TrainState
 
@@ -20,7 +20,7 @@ CASES += [pytest.param(case, marks=pytest.mark.slow) for case in ((8, 0, 1), (1,
 
 
 def averaging(devices: int, stage: int, micro_batches: int) -> Setup:
-    return setup(devices, stage, micro_batches, ema_decay=DECAY)
+    return setup(devices, stage, micro_batches, config=PLAIN, ema_decay=DECAY)
 
 
 @cache
@@ -64,7 +64,7 @@ def test_first_average_and_slow_decay() -> None:
 
 def test_state_without_average() -> None:
     """State without an average is what it was."""
-    with_ema, without = averaging(8, 3, 1), setup(8, 3)
+    with_ema, without = averaging(8, 3, 1), setup(8, 3, config=PLAIN)
     names = [leaf.name for leaf in without.layout.leaves]
     assert not any("ema" in name.split("/") for name in names)
     added = {leaf.name: leaf.splits for leaf in with_ema.layout.leaves if leaf.name not in names}
@@ -74,7 +74,7 @@ def test_state_without_average() -> None:
 
 @pytest.mark.slow
 def test_average_does_not_change_training() -> None:
-    with_ema, without = averaging(8, 3, 1), setup(8, 3)
+    with_ema, without = averaging(8, 3, 1), setup(8, 3, config=PLAIN)
     (state, metrics), (plain, plain_metrics) = (advance(on, on.start(), range(2)) for on in (with_ema, without))
     assert metrics == plain_metrics
     for got, bare in zip(bits(state._replace(averages={})), bits(plain), strict=True):
@@ -102,7 +102,7 @@ def test_skipped_update_keeps_average() -> None:
 
 @pytest.mark.slow  # test_fused_update.py has an average
 def test_fused_update_moves_the_average_too() -> None:
-    on = setup(8, 3, max_norm=None, skip_bad_steps=False, fused_update=True, ema_decay=DECAY)
+    on = setup(8, 3, config=PLAIN, max_norm=None, skip_bad_steps=False, fused_update=True, ema_decay=DECAY)
     state, params = on.start(), []
     for step in range(STEPS):
         state, _ = advance(on, state, range(step, step + 1))

@@ -17,6 +17,7 @@ from tests.training.small_gpt import (
     CLIP,
     CONFIG,
     MAX_NORM,
+    PLAIN,
     Run,
     advance,
     assert_close,
@@ -38,7 +39,7 @@ from zero.training.fused_update import LayeredLoss, backward_and_update
 from zero.training.optimizers.optimizer import adamw
 from zero.training.parts import StepOptions, TrainState
 
-DEEP = dataclasses.replace(CONFIG, N=6)  # three spans of two layers
+DEEP = dataclasses.replace(PLAIN, N=6)  # three spans of two layers
 
 
 # Layers of different windows, and rates by leaf.

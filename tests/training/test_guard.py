@@ -134,15 +134,18 @@ def test_shuffled_tokens_are_skipped() -> None:
     text = batch(on, 0)._replace(tokens=np.broadcast_to(np.arange(12, dtype=np.int32), (8, 3, 12)))
     noise = text._replace(tokens=np.random.default_rng(0).permuted(text.tokens, axis=-1))
     # The model has learned the text before the statistics begin; what is left is the noise of dropout.
-    state = on.start()
-    for _ in range(40):
-        state, _ = on.programs.step(state, text)
-    state = with_running(state, np.zeros((2, 3)))
+    state, seen = on.start(), []
+    for _ in range(20):
+        state, metrics = on.programs.step(state, text)
+        seen.append([metrics["loss"], metrics["gradient_norm"]])
+    values, running = np.asarray(seen[-8:], np.float32), jnp.zeros((2, 3))
+    for update in range(62):
+        running = add_to_running(running, values[update % 8])
+    state = with_running(state, running)
     spikes = []
-    for updates in (63, 1):
-        for _ in range(updates):
-            state, metrics = on.programs.step(state, text)
-            assert metrics["skipped_steps"].item() == 0
+    for _ in range(2):  # the 63rd update, after which nothing is judged, and the 64th
+        state, metrics = on.programs.step(state, text)
+        assert metrics["skipped_steps"].item() == 0
         arrays = zero.to_global(state, on.layout, on.model.axis, on.devices)
         judged = zero.from_global(arrays, on.layout, on.model.axis, on.devices)
         before = bits(judged.params)

@@ -148,7 +148,7 @@ SLOW = pytest.mark.slow
 
 @pytest.mark.parametrize(
     ("devices", "stage"),
-    [  # test_coded_base_equals_its_weights is a short form
+    [  # test_losses_equal_in_tensor_groups is a short form
         pytest.param(8, 3, marks=pytest.mark.wide),
         *(pytest.param(*case, marks=SLOW) for case in ((1, 3), (3, 1), (3, 3), (8, 0), (8, 1), (8, 2))),
     ],
@@ -175,7 +175,6 @@ def test_losses_equal_in_tensor_groups(adapters: Adapters) -> None:
     axis = zero.Axis.with_tensor_groups("zero", 8, 2, 1)
     got, _ = losses_of(tuned(8, 3, axis, adapters, micro_batches=3))
     np.testing.assert_allclose(got, plain_losses(adapters=adapters)[0], rtol=1e-4)
-    assert not adapters.has_magnitudes or abs(got[0] - plain_losses()[0][0]) > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -190,7 +189,8 @@ def test_coded_base_equals_its_weights(form: str, devices: int, stage: int) -> N
     on = tuned(devices, stage, base_dtype=form)
     got, _ = losses_of(on)
     np.testing.assert_allclose(got, plain_losses(form)[0], rtol=1e-4)
-    assert abs(got[0] - plain_losses()[0][0]) > 1e-5
+    kernel = first_params(SIZE)["blocks"]["mlp_in"]["kernel"]
+    assert np.abs(coded_params(form)["blocks"]["mlp_in"]["kernel"] - kernel).max() > 1e-3
     bits = 8 * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(on.frozen["blocks"]["mlp_in"]["kernel"]))
     assert bits / (SIZE.N * 32 * 48) < {"int8": 9.4, "nf4": 8}[form]  # matrices of 32 x 48 hardly fill a block
 

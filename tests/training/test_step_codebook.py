@@ -47,7 +47,7 @@ def on_one_device() -> Run:
     return run_on(setup(1, 3, config=CONFIG))
 
 
-@pytest.mark.slow  # its short forms are test_choices_of_transformer_vq and, in micro-batches, test_keys_count_once
+@pytest.mark.slow  # its short forms are test_choices_of_transformer_vq and test_keys_count_once
 @pytest.mark.parametrize(
     ("devices", "stage", "options"),
     [
@@ -109,6 +109,7 @@ CHOICES = dataclasses.replace(
 )
 
 
+@pytest.mark.wide  # test_updates_by_part.py has them, test_keys_count_once the codes of several devices
 def test_choices_of_transformer_vq() -> None:
     """Its dropouts, positions, initializers and scales train alike on one device and, in micro-batches, in groups."""
     data = partial(tokens, context=CUT.block_size)
@@ -183,7 +184,7 @@ def test_scores_of_tensor_groups() -> None:
 
 @pytest.mark.parametrize(
     ("devices", "stage", "micro_batches"),
-    [(1, 3, 1), pytest.param(3, 3, 2, marks=pytest.mark.slow), pytest.param(8, 1, 3, marks=pytest.mark.wide)],
+    [(3, 3, 2), pytest.param(1, 3, 1, marks=pytest.mark.wide), pytest.param(8, 1, 3, marks=pytest.mark.wide)],
 )
 def test_keys_count_once(devices: int, stage: int, micro_batches: int) -> None:
     """Each key of the global batch counts once."""
@@ -211,7 +212,7 @@ def test_keys_count_once(devices: int, stage: int, micro_batches: int) -> None:
 
 
 def test_reported_loss_is_without_the_commitment() -> None:
-    on = setup(1, 3, config=CONFIG)
+    on = setup(3, 3, 2, config=CONFIG)
     state = on.start()
     losses, scored, _ = on.programs.evaluate(on.weights(state), batch(on, 0).tokens)
     _, (metrics,) = advance(on, state, range(1))
@@ -221,7 +222,7 @@ def test_reported_loss_is_without_the_commitment() -> None:
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_skipped_step_keeps_codebook(poison: float) -> None:
     """A skipped step leaves the codebook as it was."""
-    on = setup(1, 3, config=CONFIG)
+    on = setup(3, 3, 2, config=CONFIG)
     state = on.start()
     sick = {**state.params, "norm": {"scale": state.params["norm"]["scale"] * poison}}
     before = bits(state.averages[CODEBOOK])

@@ -75,8 +75,8 @@ EVERY = [
     ("dense_lm", 8, "stage 1"),
     *(("swap", context, case) for context, case in itertools.product((2, 4, 8), CASES)),
 ]
-QUICK = [("swap_dense_lm", 4, "nested")]  # test_documents_are_kept_apart is another short form
-SLOW = sorted({*EVERY} - {*QUICK})
+WIDE = [("swap_dense_lm", 4, "nested")]  # test_documents_are_kept_apart is a short form
+SLOW = sorted({*EVERY} - {*WIDE})
 
 
 def trained(on: Setup) -> Run:
@@ -88,7 +88,11 @@ def axis(context: int, **options: Any) -> zero.Axis:
 
 
 @pytest.mark.parametrize(
-    ("model", "context", "case"), QUICK + [pytest.param(*each, marks=pytest.mark.slow) for each in SLOW]
+    ("model", "context", "case"),
+    [
+        *(pytest.param(*each, marks=pytest.mark.wide) for each in WIDE),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW),
+    ],
 )
 def test_equals_whole_rows(model: str, context: int, case: str) -> None:
     """Context groups train as one device, with whole rows, does.

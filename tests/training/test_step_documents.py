@@ -96,6 +96,7 @@ def test_packed_documents_train_as_documents_alone(devices: int, stage: int, mic
     assert_close(run(devices, stage, micro_batches), expected(), rtol=1e-5, config=PLAIN)
 
 
+@pytest.mark.wide  # tests/models/test_segments.py has them
 def test_documents_that_begin_after_an_end() -> None:
     """The first token of each is no target, as where it is alone in its row."""
     assert_close(run(3, 2, 4, separators=ENDS), expected(separators=ENDS), rtol=1e-5, config=PLAIN)

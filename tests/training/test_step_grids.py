@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import zero
-from tests.training.small_gpt import Run, assert_close, batch, run_on, setup
+from tests.training.small_gpt import PLAIN, Run, assert_close, batch, run_on, setup
 from zero.costs.hlo import across_hosts, bytes_by_kind, collectives
 
 GRIDS = {
@@ -38,7 +38,7 @@ WIDE = [("two phases in another order", "stage 3"), ("two copies", "stage 3"), (
 @cache
 def compiled(stage: int, **options: Any) -> tuple[Run, str]:
     """A run whose gradients are not clipped, and the text of the compiled step."""
-    on = setup(8, stage, max_norm=None, **options)
+    on = setup(8, stage, max_norm=None, config=PLAIN, **options)
     step = on.programs.step.lower(on.start(), batch(on, 0)).compile()
     return run_on(on._replace(programs=on.programs._replace(step=step))), step.as_text()
 

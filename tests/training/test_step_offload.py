@@ -147,17 +147,16 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "bfloat16": (8, 3, {"dtype": jnp.bfloat16, "remat": "mlp"}),
     "products in 8 bits": (8, 3, {"product_dtype": "int8", "remat": "mlp"}),
 }
-# A run continues with its activations on the host, bit for bit, at stage 3 (tests/run/test_resume.py).
-QUICK = ("in part",)
-WIDE = ("stage 2 on three devices", "stage 1 on one device", "fused", "one layer at a time")  # test_fused_update.py
+# A run continues with its activations on the host, bit for bit, at stage 3 (tests/run/test_resume.py); a fused update
+# is in test_fused_update.py.
+WIDE = ("in part", "stage 2 on three devices", "stage 1 on one device", "fused", "one layer at a time")
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        *QUICK,
         *(pytest.param(name, marks=pytest.mark.wide) for name in WIDE),
-        *(pytest.param(name, marks=SLOW) for name in CASES if name not in QUICK + WIDE),
+        *(pytest.param(name, marks=SLOW) for name in CASES if name not in WIDE),
     ],
 )
 def test_same_update(case: str) -> None:

@@ -14,7 +14,7 @@ from jax import lax
 
 import zero
 from tests.training.divisible_models import DIVISIBLE, MODELS
-from tests.training.small_gpt import CLIP, CONFIG, Run, first_params, named, reference, run_on, setup, tokens
+from tests.training.small_gpt import CLIP, PLAIN, Run, first_params, named, reference, run_on, setup, tokens
 from zero.models.products import EIGHT_BITS, FORMS, PRODUCTS
 from zero.partition.layout import LeafLayout
 
@@ -113,10 +113,10 @@ def test_int8_equals_one_device(devices: int, stage: int, gathers_rounded: bool)
 
     Nor on whether weights are rounded before they are gathered.
     """
-    got = run_on(setup(devices, stage, product_dtype="int8", gathers_rounded=gathers_rounded))
-    expected = reference(product_dtype="int8")
+    got = run_on(setup(devices, stage, config=PLAIN, product_dtype="int8", gathers_rounded=gathers_rounded))
+    expected = reference(PLAIN, product_dtype="int8")
     assert_equal_but_for_rounding(got, expected)
-    start = named(first_params(CONFIG))
+    start = named(first_params(PLAIN))
     for name, x in expected.params.items():
         if not name.endswith("/key/bias"):
             assert np.linalg.norm(got.params[name] - x) < 0.05 * np.linalg.norm(x - start[name]), name
@@ -163,7 +163,9 @@ def test_steps_that_gather_in_8_bits(devices: int, options: dict[str, Any]) -> N
 )
 def test_products_are_rounded(name: str) -> None:
     """Gradients differ from those of exact products, and only a little."""
-    exact, rounded = (np.asarray(reference(product_dtype=one).metrics["gradient_norm"]) for one in ("auto", name))
+    exact, rounded = (
+        np.asarray(reference(PLAIN, product_dtype=one).metrics["gradient_norm"]) for one in ("auto", name)
+    )
     difference = np.abs(rounded / exact - 1).max()
     assert 1e-5 < difference < 1e-2  # most of the norm is of the vocabulary, which is not rounded
 

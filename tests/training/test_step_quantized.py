@@ -8,13 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import zero
 from benchmarks import quantized as benchmark
 from tests.helpers import cli
 from tests.training.small_gpt import (
+    PLAIN,
+    UNCLIPPED,
     Run,
     Setup,
     advance,
@@ -40,15 +41,20 @@ AVERAGED: dict[str, Any] = {"ema_decay": 0.999}
 
 
 def quantized(form: str, devices: int, stage: int, **options: Any) -> Setup:
-    return setup(devices, stage, max_norm=None, **FORMS[form], **options)
+    return setup(devices, stage, max_norm=None, config=PLAIN, **FORMS[form], **options)
 
 
+def test_losses_of_some_steps() -> None:
+    """They are near those of float32."""
+    got = run_on(quantized("and bfloat16 weights", 8, 3, **AVERAGED)).metrics["loss"]
+    np.testing.assert_allclose(got, reference(PLAIN, UNCLIPPED).metrics["loss"], rtol=2e-4)
+
+
+@pytest.mark.wide  # test_fused_update_holds_same_bytes sees random bits of another place
 def test_stages_2_and_3_agree() -> None:
-    """Stages 2 and 3 agree bit for bit, and are near float32; other random bits would part them in the first step."""
+    """Stages 2 and 3 agree bit for bit; other random bits would part them in the first step."""
     low, high = (run_on(quantized("and bfloat16 weights", 8, stage, **AVERAGED)) for stage in (2, 3))
     assert_equal(low, high)
-    exact = reference(clip=optax.identity()).metrics["loss"]
-    np.testing.assert_allclose(high.metrics["loss"], exact, rtol=2e-4)
 
 
 @pytest.mark.parametrize("form", [pytest.param("int8 moments", marks=pytest.mark.wide), "and bfloat16 weights"])
@@ -103,7 +109,7 @@ def assert_other_devices_agree(got: Run, expected: Run) -> None:
 
 def setup_losses() -> list[float]:
     """Of the same training with a float32 state."""
-    return run_on(setup(8, 3, max_norm=None)).metrics["loss"]
+    return run_on(setup(8, 3, max_norm=None, config=PLAIN)).metrics["loss"]
 
 
 @pytest.mark.slow
@@ -129,7 +135,7 @@ def test_first_weights_are_rounded(devices: int, stage: int) -> None:
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.wide), 3])
 def test_weights_travel_as_they_are_held(stage: int) -> None:
     """In two bytes also where the model computes in float32; gradients in four."""
-    on = setup(8, stage, max_norm=None, tx=INT8, master_dtype=jnp.bfloat16)
+    on = setup(8, stage, max_norm=None, config=PLAIN, tx=INT8, master_dtype=jnp.bfloat16)
     text = on.programs.step.lower(shapes_of(on), batch(on, 0)).as_text()
     sizes: dict[str, int] = {}
     for shape, dtype in re.findall(r"all_gather.*-> tensor<([\dx]+)x(\w+)>", text):
@@ -143,10 +149,10 @@ def test_float32_gradients_of_bfloat16_weights() -> None:
 
     A gradient would otherwise have the dtype of its weight.
     """
-    on = setup(8, 3, max_norm=None, tx=INT8, master_dtype=jnp.bfloat16)
+    on = setup(8, 3, max_norm=None, config=PLAIN, tx=INT8, master_dtype=jnp.bfloat16)
     rounded = quantized("and bfloat16 weights", 8, 3)
     exact, narrow = (advance(s, s.start(), range(1))[1][0]["gradient_norm"] for s in (on, rounded))
-    stage1 = setup(8, 1, max_norm=None, tx=INT8, master_dtype=jnp.bfloat16)
+    stage1 = setup(8, 1, max_norm=None, config=PLAIN, tx=INT8, master_dtype=jnp.bfloat16)
     expected = advance(stage1, stage1.start(), range(1))[1][0]["gradient_norm"]
     assert abs(exact - expected) < 1e-6 * expected < abs(narrow - expected)
 
@@ -154,7 +160,7 @@ def test_float32_gradients_of_bfloat16_weights() -> None:
 @pytest.mark.wide  # tests/run/test_resume.py restores a run in another dtype
 def test_a_state_is_converted_and_back() -> None:
     """From float32 to bytes and to float32: what is trained on goes on as it would have."""
-    plain, small = setup(8, 3, max_norm=None), quantized("and bfloat16 weights", 8, 3)
+    plain, small = setup(8, 3, max_norm=None, config=PLAIN), quantized("and bfloat16 weights", 8, 3)
     state, _ = advance(plain, plain.start(), range(2))
     kept = jax.tree.map(np.asarray, state)
     converted = jax.pmap(lambda state: convert_state(state, small.layout), "zero")(state)
@@ -182,7 +188,7 @@ def test_average_of_bfloat16_weights() -> None:
 NAIVE = "int8 per tensor, linear, nearest"
 
 
-@pytest.mark.slow  # test_stages_2_and_3_agree is near float32 over fewer steps
+@pytest.mark.slow  # test_losses_of_some_steps is near float32 over fewer steps
 def test_losses_near_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses are near those of float32, while a scale per tensor diverges.
 

@@ -138,6 +138,7 @@ def test_fused_update_with_first_layers() -> None:
     assert_close(fused, run_on(setup(8, 3, config=config, **options)), rtol=1e-5, config=config)
 
 
+@pytest.mark.wide  # a pair
 def test_adapters_beside_a_frozen_bias() -> None:
     """The loss of a model with adapters is that of the merged one with this bias, on 8 devices and on one."""
     adapters = Adapters(rank=2, alpha=4.0)

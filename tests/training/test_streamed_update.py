@@ -16,7 +16,7 @@ import pytest
 
 import zero
 from tests.training.divisible_models import DIVISIBLE
-from tests.training.small_gpt import CONFIG, EXPERTS, STEPS, Setup, advance, batch, bits, setup
+from tests.training.small_gpt import EXPERTS, PLAIN, STEPS, Setup, advance, batch, bits, setup
 from zero.models.stack import KINDS
 from zero.partition import host_blocks
 from zero.partition.checksums import examine
@@ -27,7 +27,7 @@ from zero.training.state_storage import LayersOnHost, OnDevices
 from zero.training.streamed_update import StreamedState, layers_of, with_layers
 
 SPAN, SPANS = 2, 3
-DEEP = dataclasses.replace(CONFIG, N=SPAN * SPANS, gated=True)
+DEEP = dataclasses.replace(PLAIN, N=SPAN * SPANS, gated=True)
 FUSED: dict[str, Any] = {"config": DEEP, "fused_update": True, "remat": "nested"}
 TENSOR = zero.Axis.with_tensor_groups("zero", 8, 2)
 
@@ -237,6 +237,7 @@ def planned(on: Setup) -> Any:
     return on.programs.step.lower(shapes, of_rows)
 
 
+@pytest.mark.wide
 def test_lowered_for_the_same_shapes() -> None:
     """A plan compiles the programs of a run."""
     on = setup(8, 3, streams_state=True, **FUSED)

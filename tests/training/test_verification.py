@@ -104,7 +104,7 @@ NARROW: dict[str, Any] = {
             marks=pytest.mark.wide,
         ),
         pytest.param(partial(setup, 3, 2, config=VQ), marks=pytest.mark.wide),
-        partial(setup, 3, 3, product_dtype="int8", gathers_rounded=True),
+        pytest.param(partial(setup, 3, 3, product_dtype="int8", gathers_rounded=True), marks=pytest.mark.wide),
     ],
     ids=["tensor", "narrow context", "expert", "vq", "gathers of rounded weights"],
 )

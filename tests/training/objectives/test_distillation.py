@@ -76,6 +76,7 @@ def test_steps_equal_the_formula(devices: int, stage: int, options: dict[str, An
     check_steps(objective, formula_of(0.75), devices, stage, {**options, "size": CHUNKED}, stored)
 
 
+@pytest.mark.wide
 def test_all_tokens_are_the_whole_divergence() -> None:
     """With K of the size of the vocabulary no other token is left, and the loss is the divergence of both models."""
     objective = Distillation(top_tokens=CHUNKED.vocab_size).make()

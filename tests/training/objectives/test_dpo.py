@@ -91,6 +91,7 @@ def test_reference_and_evaluation_equal_trl(devices: int, stage: int, options: d
     assert means == pytest.approx({name: expected[name] for name in means}, rel=1e-5, abs=1e-5)
 
 
+@pytest.mark.wide  # a pair
 def test_adapters_have_their_base_as_reference() -> None:
     """New adapters equal the reference that is their base without them, and learn the preference from there."""
     one = on(8, 3, tuning=Tuning(ADAPTERS))

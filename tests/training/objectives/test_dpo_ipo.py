@@ -19,9 +19,10 @@ BETA = 0.4
 
 def formula(params: Any, reference: jax.Array, rows: np.ndarray) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Equation 17 of arXiv 2310.12036, of means over the tokens of a text, as in TRL."""
-    chosen, rejected = of_pairs(log_probabilities(params, rows))
-    ratios = of_pairs((log_probabilities(params, rows) - reference) / lengths(rows).clip(1))
-    rewards = of_pairs(BETA * (log_probabilities(params, rows) - reference))
+    logps = log_probabilities(params, rows)
+    chosen, rejected = of_pairs(logps)
+    ratios = of_pairs((logps - reference) / lengths(rows).clip(1))
+    rewards = of_pairs(BETA * (logps - reference))
     values = (
         *(*rewards, (rewards[0] > rewards[1]).astype(float), rewards[0] - rewards[1]),
         *(chosen, rejected),
@@ -35,6 +36,7 @@ def test_steps_equal_the_formula(devices: int, stage: int, options: dict[str, An
     check_steps(Dpo(beta=BETA, loss="ipo").make(), formula, devices, stage, options)
 
 
+@pytest.mark.wide
 def test_steps_equal_trl(trl_folder: Path, tmp_path: Path) -> None:
     """Loss and gradient norm of ten steps of DPOTrainer with loss_type="ipo"."""
     from trl import DPOConfig, DPOTrainer

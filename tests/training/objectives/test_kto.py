@@ -62,6 +62,7 @@ def test_steps_equal_the_formula(devices: int, stage: int, options: dict[str, An
     assert max(step["kl"] for step in plain(formula, 10)) > 0
 
 
+@pytest.mark.wide
 def test_steps_equal_trl(trl_folder: Path, tmp_path: Path) -> None:
     """Loss and gradient norm of ten steps of KTOTrainer."""
     from trl import KTOConfig, KTOTrainer

@@ -87,6 +87,7 @@ def test_steps_equal_the_formula(devices: int, stage: int, options: dict[str, An
         check_steps(MultiToken(weight=WEIGHT).make(), formula, devices, stage, {**options, "size": AHEAD})
 
 
+@pytest.mark.wide
 def test_losses_in_float64() -> None:
     one = programs_on(MultiToken(weight=WEIGHT).make(), 1, 0, size=AHEAD)
     (step,) = one.steps(one.start(), lambda step: None, count=1)

@@ -37,6 +37,7 @@ def test_steps_equal_the_formula(devices: int, stage: int, options: dict[str, An
     check_steps(Simpo(beta=BETA, gamma=GAMMA).make(), formula, devices, stage, options)
 
 
+@pytest.mark.wide
 def test_steps_equal_trl(trl_folder: Path, tmp_path: Path) -> None:
     """Loss and gradient norm of ten steps of CPOTrainer with loss_type="simpo" and no likelihood."""
     from trl.experimental.cpo import CPOConfig, CPOTrainer

@@ -43,6 +43,7 @@ def moved(tx: optax.GradientTransformation, params: Any, gradients: list[Any]) -
 
 
 SLOW, WIDE = pytest.mark.slow, pytest.mark.wide
+TABLE: dict[str, Any] = {name: () if name == "adafactor" else WIDE for name in PER_LAYER}  # it factors a table
 
 
 @pytest.mark.parametrize(
@@ -75,7 +76,7 @@ def test_shards_move_as_whole_parameters_do(name: str, devices: int) -> None:
 @pytest.mark.parametrize(
     ("name", "devices"),
     [
-        pytest.param(name, devices, marks=() if (name == "adafactor") == (devices == 8) else SLOW)
+        pytest.param(name, devices, marks=SLOW if (name == "adafactor") != (devices == 8) else TABLE[name])
         for name in PER_LAYER
         for devices in (8, 3)
     ],
@@ -194,15 +195,14 @@ def test_the_rest_moves_as_by_optax(name: str) -> None:
 @pytest.mark.parametrize(
     "name",  # lamb communicates; adamw is in test_step.py
     [
-        "lamb",
-        pytest.param("muon", marks=WIDE),
+        *(pytest.param(name, marks=WIDE) for name in ("lamb", "muon")),
         *(pytest.param(name, marks=SLOW) for name in NAMES if name not in ("adamw", "lamb", "muon")),
     ],
 )
 def test_stages_agree_and_learn(name: str) -> None:
     losses: dict[int, list[float]] = {}
     for stage in (0, 3):
-        setup = small_gpt.setup(8, stage, tx=TRANSFORMS[name], config=PLAIN)
+        setup = small_gpt.setup(8, stage, tx=TRANSFORMS[name], config=small_gpt.PLAIN)
         state, losses[stage] = setup.start(), []
         for _ in range(3):
             state, metrics = setup.programs.step(state, small_gpt.batch(setup, 0))
@@ -211,7 +211,6 @@ def test_stages_agree_and_learn(name: str) -> None:
     assert losses[3][-1] < losses[3][0]
 
 
-PLAIN = dataclasses.replace(small_gpt.CONFIG, dropout=0.0)
 TRANSFORMS = {name: make_optimizer(name, DECAY, **SMALL.get(name, {})) for name in NAMES}  # one object a program
 
 
