@@ -1,11 +1,10 @@
 """The navigation of the documentation's site, without the tool that builds it (CONTRIBUTING.md has its command)."""
 
-import runpy
 from pathlib import Path
 
 import pytest
 
-from docs import draw_idea, draw_torus
+from docs import conf, draw_idea, draw_torus
 
 pytestmark = pytest.mark.quick
 
@@ -14,8 +13,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 def test_every_page_is_in_the_navigation() -> None:
     """Every page of the documentation is in the navigation once, and every entry exists."""
-    navigation = runpy.run_path(str(REPOSITORY / "docs" / "conf.py"))["NAVIGATION"]
-    entries = [f"{page}.md" for pages in navigation.values() for page in pages]
+    entries = [f"{page}.md" for pages in conf.NAVIGATION.values() for page in pages]
     missing = [entry for entry in entries if not (REPOSITORY / entry).is_file()]
     pages = {str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "docs").rglob("*.md")} | {
         str(path.relative_to(REPOSITORY))

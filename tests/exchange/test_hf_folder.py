@@ -211,8 +211,12 @@ THEIRS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-# test_hf_config_every_key.py reads each key of Mistral, test_export.py writes Qwen3 and OLMo 2.
-WIDE = ("mistral", "qwen3", "olmo3")
+# By default one of each kind; the others are rows of a table. test_hf_config_every_key.py reads each key of Mistral,
+# test_export.py writes Qwen3 and OLMo 2.
+WIDE = (
+    *("mistral", "qwen3", "olmo3", "ministral", "seed_oss", "arcee", "olmoe", "smollm3", "starcoder2", "granitemoe"),
+    *("deepseek_v3 without latent queries", "mixtral"),
+)
 
 
 @pytest.mark.parametrize(

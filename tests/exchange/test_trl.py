@@ -291,6 +291,7 @@ def test_preferences_equal_trl(home: Home, theirs: str, smoothing: str, label_sm
     assert_same_gradients(of_leaves, gradients)
 
 
+@pytest.mark.wide
 def test_preferences_of_strings_equal_trl(home: Home) -> None:
     """An answer ends with the tokenizer's eos, which is learned, as in TRL."""
     theirs = trl_losses.of_pairs(home.folder, home.adapters, STRINGS, home.place / "strings", CONTEXT, BETA)
@@ -304,7 +305,7 @@ def test_preferences_of_strings_equal_trl(home: Home) -> None:
 # turn from a text. TRL knows their lengths.
 UNDIVIDABLE = {("olmo2", "chats"), ("olmo2", "answers")}
 # Of the answers of a chat test_chat_template.py shows that they are completions.
-PACKED = {("qwen2", "chats"), ("qwen2", "completions")}
+PACKED = {("qwen2", "chats")}
 SLOW = pytest.mark.slow
 
 

@@ -61,34 +61,48 @@ def trained(tmp_path: Path, name: str, *keys: str) -> None:
     assert train(config, size, tmp_path / name) == 0
 
 
-@pytest.mark.parametrize("family", ["qwen2", pytest.param("llama", marks=pytest.mark.slow)])  # tied and untied
-def test_a_vocabulary_grows(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import peft
-
-    monkeypatch.chdir(tmp_path)
+def prepare(family: str, tmp_path: Path) -> None:
+    """A folder of this family, and a corpus of its tokens."""
     save_folder(tmp_path / "folder", family)
     tokenizer = load_tokenizer("folder/tokenizer.json")
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"shard {i} gather"}) + "\n" for i in range(40)))
     make(tmp_path / "a.jsonl", tmp_path, tokenizer=tokenizer, row_tokens=16)
-    override = f"model.override.vocab_size={GROWN}"
 
-    # All weights, at rate 0: the model of transformers, resized.
-    trained(tmp_path, "still", override, "training.peak_learning_rate=0", "training.end_learning_rate=0")
+
+OVERRIDE = f"model.override.vocab_size={GROWN}"
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param("qwen2", marks=pytest.mark.wide), pytest.param("llama", marks=pytest.mark.slow)]
+)
+def test_new_rows_are_the_mean(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All weights, at rate 0, are the model of transformers, resized."""
+    monkeypatch.chdir(tmp_path)
+    prepare(family, tmp_path)
+    trained(tmp_path, "still", OVERRIDE, "training.peak_learning_rate=0", "training.end_learning_rate=0")
     export("still", tmp_path / "out", dtype="float32")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == GROWN
     expected = logits(of_transformers(tmp_path / "folder", is_resized=True))
     np.testing.assert_allclose(logits(of_transformers(tmp_path / "out", is_resized=False)), expected, atol=1e-4)
 
-    # Adapters need the tables trained; PEFT has the merged logits on the resized base.
+
+@pytest.mark.parametrize("family", ["qwen2", pytest.param("llama", marks=pytest.mark.slow)])  # tied and untied
+def test_a_vocabulary_grows(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adapters need the tables trained; PEFT has the merged logits on the resized base."""
+    import peft
+
+    monkeypatch.chdir(tmp_path)
+    prepare(family, tmp_path)
     with pytest.raises(UserError, match=r"tuning\.modules_to_save: expected \[vocabulary.* as the model has 14 tokens"):
-        trained(tmp_path, "refused", override, "tuning=lora")
+        trained(tmp_path, "refused", OVERRIDE, "tuning=lora")
     tables = "[vocabulary]" if family == "qwen2" else "[vocabulary,head]"
-    trained(tmp_path, "tuned", override, "tuning=lora", f"tuning.modules_to_save={tables}")
+    trained(tmp_path, "tuned", OVERRIDE, "tuning=lora", f"tuning.modules_to_save={tables}")
     export("tuned", tmp_path / "merged", merges=True, dtype="float32")
     export("tuned", tmp_path / "adapters")
     merged = logits(of_transformers(tmp_path / "merged", is_resized=False))
-    assert np.abs(merged - expected).max() > 1e-3
-    model = peft.PeftModel.from_pretrained(of_transformers(tmp_path / "folder", is_resized=True), "adapters")
+    base = of_transformers(tmp_path / "folder", is_resized=True)
+    assert np.abs(merged - logits(base)).max() > 1e-3
+    model = peft.PeftModel.from_pretrained(base, "adapters")
     np.testing.assert_allclose(logits(model), merged, atol=1e-3)
 
 

@@ -90,7 +90,10 @@ def exported(size: GPTConfig, place: Path) -> Path:
 @pytest.mark.parametrize(
     "size",
     [
-        *(pytest.param(size, marks=pytest.mark.wide if name == "plain" else ()) for name, size in OWN.items()),
+        *(
+            pytest.param(size, marks=pytest.mark.wide if name in ("plain", "sinusoids") else ())
+            for name, size in OWN.items()
+        ),
         *(pytest.param(size, marks=pytest.mark.slow) for size in OTHERS.values()),
     ],
     ids=[*OWN, *OTHERS],

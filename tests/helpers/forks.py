@@ -11,13 +11,16 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import hydra
+from hydra._internal.hydra import Hydra
 
 # What takes long to import.
 import zero.checkpoints.orbax_commit
 import zero.commands.cli
 import zero.run.train  # noqa: F401
+from tests.helpers import hydra_mode
 from tests.helpers.blank_pages import leave_blank
 from zero.commands.modes import default_config
 from zero.record.run_files import save_config
@@ -34,6 +37,7 @@ with tempfile.TemporaryDirectory() as place:  # the first line of metrics import
 
 
 report.draw = leave_blank
+patch.object(Hydra, "get_mode", hydra_mode.default_mode).start()
 gc.freeze()  # what has been imported is no garbage
 gc.set_threshold(100_000, 20, 20)
 

@@ -21,9 +21,10 @@ from typing import Any, NoReturn, TextIO
 from unittest.mock import patch
 
 import psutil
+from hydra._internal.hydra import Hydra
 
 import zero.commands.cli
-from tests.helpers import key_table
+from tests.helpers import hydra_mode, key_table
 from tests.helpers.shared_jobs import SharedJobs
 from zero.corpus.text import tokenizers
 from zero.files import json_lines
@@ -93,7 +94,12 @@ def status_of_run(jobs: SharedJobs) -> int:
     """Runs the program with the arguments in `sys.argv`; its exit status."""
     try:
         # Filters of warnings are put back, and each warning is given again.
-        with jobs.shared([]), patch.object(zero.commands.cli, "exit_immediately", end), warnings.catch_warnings():
+        with (
+            jobs.shared([]),
+            patch.object(zero.commands.cli, "exit_immediately", end),
+            patch.object(Hydra, "get_mode", hydra_mode.default_mode),
+            warnings.catch_warnings(),
+        ):
             zero.commands.cli.main()
     except SystemExit as ended:
         if isinstance(ended.code, str):

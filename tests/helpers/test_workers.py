@@ -64,7 +64,7 @@ def test_checker_sees_a_large_library(statement: str) -> None:
 @pytest.mark.parametrize(
     ("name", "examples"),
     [
-        ("PyTorch", {"tests/exchange/test_peft_folder.py", "tests/training/objectives/test_dpo_ipo.py"}),
+        ("PyTorch", {"tests/exchange/test_peft_folder.py", "tests/training/objectives/test_dpo_and_trl.py"}),
         ("libtpu", {"tests/costs/test_hlo.py", "tests/partition/collectives/test_arrays.py"}),
         ("lasting runs", {"tests/run/test_resume.py", "tests/test_main_zero.py"}),
     ],

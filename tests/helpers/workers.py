@@ -17,7 +17,7 @@ PYTORCH = re.compile(
 
 IMPORT = re.compile(r"^\s*import (tests\.[\w.]+)", re.M)
 IMPORT_FROM = re.compile(r"^\s*from (tests[\w.]*) import (\([^)]*\)|[^\n]*)", re.M)
-LIBTPU = re.compile(r"\b(find_devices|get_topology_desc)\(")
+LIBTPU = re.compile(r"\b(find_devices|get_topology_desc)\(|import .*\bdraw_torus\b")
 LASTING = re.compile(r"\bcli\.Lasting\b")
 # What a worker holds for many files, and by what a file of tests shows that it needs it: libraries of hundreds of MiB,
 # and the process with compiled steps in which runs follow each other.

@@ -197,21 +197,6 @@ def test_priority_of_positions_is_causal() -> None:
     assert assign_places(jnp.asarray([[0, 2], [1, 2], [2, 0]]), 3, 2, "position").tolist() == [[0, 4], [2, 5], [6, 1]]
 
 
-def test_balance_loss_of_transformers() -> None:
-    """A coefficient has the weight that it has in transformers."""
-    import torch
-    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-
-    config = dataclasses.replace(SMALL, N=1, balance_loss=1.0, router_z_loss=0.0)
-    p, h = weights(config), hidden(1)
-    _, routing = applied(config, p, h)
-    logits = torch.tensor(h[0] @ p["router"]["kernel"])
-    expected = load_balancing_loss_func((logits,), E, K)
-    np.testing.assert_allclose(routing.penalty_B[0], float(expected), rtol=1e-5)
-    deeper = applied(dataclasses.replace(config, N=4), p, h)[1]  # one of four layers that are added up
-    np.testing.assert_allclose(4 * deeper.penalty_B[0], float(expected), rtol=1e-5)
-
-
 def test_balance_loss_of_first_choices() -> None:
     """GShard's auxiliary loss: mean over experts of first choices per token times mean probability, times E squared."""
     config = dataclasses.replace(SMALL, N=1, balance_loss=1.0, router_z_loss=0.0, balance_choices="first")

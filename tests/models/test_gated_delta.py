@@ -39,7 +39,9 @@ SIZES: dict[str, Any] = {
 ROWS, POSITIONS = 2, 11
 
 
-@pytest.fixture(scope="module", params=["pattern", pytest.param("delta alone", marks=pytest.mark.wide), "experts"])
+@pytest.fixture(
+    scope="module", params=["pattern", *(pytest.param(x, marks=pytest.mark.wide) for x in ("delta alone", "experts"))]
+)
 def model(request: pytest.FixtureRequest) -> tuple[GPT, Any]:
     others: dict[str, dict[str, Any]] = {
         "pattern": {},

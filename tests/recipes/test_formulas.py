@@ -438,7 +438,9 @@ def transformer_vq(
     ("name", "parts"),
     [
         pytest.param("transformer-vq-enwik8", 1, marks=pytest.mark.slow),
-        ("transformer-vq-enwik8", 2),
+        pytest.param(
+            "transformer-vq-enwik8", 2, marks=pytest.mark.wide
+        ),  # tests/models/test_gated_unit.py: a plain loop
         pytest.param("transformer-vq-pg19", 1, marks=pytest.mark.wide),
         pytest.param("transformer-vq-pg19", 2, marks=pytest.mark.slow),
     ],

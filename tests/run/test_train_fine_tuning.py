@@ -192,6 +192,7 @@ def test_evaluated_and_sampled(place: FinishedRun, tmp_path: Path, capsys: pytes
     assert json.loads((tmp_path / "samples.jsonl").read_text())["text"]
 
 
+@pytest.mark.wide
 def test_chat_template(place: FinishedRun, tmp_path: Path) -> None:
     """A chat is sampled with the template that was learned."""
     options = ("mode=sample", "model.model_path=run", "sample.tokens=8", "sample.temperature=0")

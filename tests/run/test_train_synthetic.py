@@ -47,6 +47,7 @@ def test_cursor_of_other_rows() -> None:
             next(other.batches(cursor))
 
 
+@pytest.mark.wide  # test_train_overrides.py trains on computed rows
 def test_lost_steps_are_repeated(lasting: cli.Lasting) -> None:
     """A run that lost its last steps ends as one that did not, without a file of data and without validation."""
     whole = lasting.train("whole", *COMPUTED, "training.sample_tokens=5")

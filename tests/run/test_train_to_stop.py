@@ -101,6 +101,7 @@ def test_generation_stops_after_the_answer(home: str, kind: str, tmp_path: Path)
     assert_stops("out")
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("lines")
 def test_one_command(tmp_path: Path) -> None:
     """From a folder and a file of lines to a tuned, scored and exported model, which stops after its answers."""

@@ -75,8 +75,8 @@ EVERY = [
     ("dense_lm", 8, "stage 1"),
     *(("swap", context, case) for context, case in itertools.product((2, 4, 8), CASES)),
 ]
-WIDE = [("swap_dense_lm", 4, "nested")]  # test_documents_are_kept_apart is a short form
-SLOW = sorted({*EVERY} - {*WIDE})
+SHORT = [("swap_dense_lm", 4, "nested")]  # test_documents_are_kept_apart is a short form
+SLOW = sorted({*EVERY} - {*SHORT})
 
 
 def trained(on: Setup) -> Run:
@@ -90,7 +90,7 @@ def axis(context: int, **options: Any) -> zero.Axis:
 @pytest.mark.parametrize(
     ("model", "context", "case"),
     [
-        *(pytest.param(*each, marks=pytest.mark.wide) for each in WIDE),
+        *(pytest.param(*each, marks=pytest.mark.wide) for each in SHORT),
         *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW),
     ],
 )

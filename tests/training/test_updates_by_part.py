@@ -105,6 +105,7 @@ def test_equals_one_device(config: GPTConfig, stage: int, options: dict[str, Any
         assert np.linalg.norm(whole[f"params/{name}"] - x) < 1e-3 * moved, name
 
 
+@pytest.mark.wide  # tests/models/test_gated_unit.py has the memory
 def test_parts_of_a_row_are_the_row() -> None:
     """The losses of all parts, with the same weights, are those of the whole row."""
     config = dataclasses.replace(VQ, dropout=0.0)

@@ -59,9 +59,8 @@ OWN: dict[str, tuple[Any, ...]] = {
 QUICK_OWN = {
     ("two chunks, one head of keys", True),
     ("half a tile", False),
-    ("two chunks of two blocks", False),
 }
-WIDE_OWN = {("two chunks of two blocks", True)}
+WIDE_OWN = {("two chunks of two blocks", True), ("two chunks of two blocks", False)}
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ def workplace(workplace: Path) -> Path:
     return workplace
 
 
+@pytest.mark.wide  # they are those of stages
 def test_lines_count_rows(workplace: Path) -> None:
     rows = [*[16] * 4, *[32] * 4, *[48] * 4]
     seen = [line["tokens_seen"] for line in cli.metrics(workplace / "whole")]

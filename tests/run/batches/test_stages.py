@@ -6,8 +6,8 @@ import pytest
 
 from tests.helpers import cli
 
-STAGED = (*cli.TINY, "batch=stages", "batch.stages=[[2,16],[6,32]]", "training.batch_size=48")
-ROWS = [*[16] * 2, *[32] * 6, *[48] * 4]  # of each step
+STAGED = (*cli.TINY, "batch=stages", "batch.stages=[[2,16],[3,32],[3,16]]", "training.batch_size=32")
+ROWS = [*[16] * 2, *[32] * 3, *[16] * 3, *[32] * 4]  # of each step: two programs
 
 
 @pytest.fixture(scope="module")

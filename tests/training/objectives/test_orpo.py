@@ -1,6 +1,5 @@
-"""ORPO on shards: the numbers of its formula on logits, and of TRL's trainer."""
+"""ORPO on shards: the numbers of its formula on logits."""
 
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -8,11 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.helpers import trl_steps
 from tests.helpers.preferences import DEVICES, check_steps, lengths, log_probabilities, of_pairs
 from zero.training.objectives.orpo import Orpo, log_odds
-
-pytestmark = trl_steps.WARNS
 
 BETA = 0.4
 
@@ -40,21 +36,6 @@ def formula(params: Any, _: jax.Array, rows: np.ndarray) -> tuple[jax.Array, dic
 @pytest.mark.parametrize(("devices", "stage", "options"), DEVICES)
 def test_steps_equal_the_formula(devices: int, stage: int, options: dict[str, Any]) -> None:
     check_steps(Orpo(beta=BETA).make(), formula, devices, stage, options)
-
-
-def test_steps_equal_trl(trl_folder: Path, tmp_path: Path) -> None:
-    """Loss and gradient norm of ten steps of ORPOTrainer.
-
-    Its likelihood counts prompts, and is a mean over the tokens of a batch: it is that of the paper where a prompt is
-    the beginning of text alone, and chosen answers are of equal length.
-    """
-    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
-
-    examples = [{"prompt": "", "chosen": letter, "rejected": "2048"[:k]} for k, letter in enumerate("xyz", 1)]
-    trainer, expected = trl_steps.train(ORPOTrainer, ORPOConfig, trl_folder, examples, tmp_path, beta=BETA)
-    texts = trl_steps.labelled_texts(trainer)
-    found = trl_steps.steps_of_zero(trl_folder, Orpo(beta=BETA).make(), texts, 3, 0)
-    trl_steps.assert_same(found, expected)
 
 
 def test_log_odds_of_likely_texts() -> None:

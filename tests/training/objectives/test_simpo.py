@@ -1,6 +1,5 @@
-"""SimPO on shards: the numbers of its formula on logits, and of TRL's trainer."""
+"""SimPO on shards: the numbers of its formula on logits."""
 
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -8,11 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.helpers import trl_steps
 from tests.helpers.preferences import DEVICES, check_steps, lengths, log_probabilities, of_pairs
 from zero.training.objectives.simpo import Simpo
-
-pytestmark = trl_steps.WARNS
 
 BETA, GAMMA = 2.0, 0.7
 
@@ -35,15 +31,3 @@ def formula(params: Any, _: jax.Array, rows: np.ndarray) -> tuple[jax.Array, dic
 @pytest.mark.parametrize(("devices", "stage", "options"), DEVICES)
 def test_steps_equal_the_formula(devices: int, stage: int, options: dict[str, Any]) -> None:
     check_steps(Simpo(beta=BETA, gamma=GAMMA).make(), formula, devices, stage, options)
-
-
-@pytest.mark.wide
-def test_steps_equal_trl(trl_folder: Path, tmp_path: Path) -> None:
-    """Loss and gradient norm of ten steps of CPOTrainer with loss_type="simpo" and no likelihood."""
-    from trl.experimental.cpo import CPOConfig, CPOTrainer
-
-    keys: dict[str, Any] = {"loss_type": "simpo", "cpo_alpha": 0.0, "beta": BETA, "simpo_gamma": GAMMA}
-    trainer, expected = trl_steps.train(CPOTrainer, CPOConfig, trl_folder, trl_steps.PAIRS, tmp_path, **keys)
-    texts = trl_steps.labelled_texts(trainer)
-    found = trl_steps.steps_of_zero(trl_folder, Simpo(beta=BETA, gamma=GAMMA).make(), texts, 2, 3)
-    trl_steps.assert_same(found, expected)
