@@ -59,7 +59,14 @@ def finished(workplace: Path) -> Path:
     place = "runs/it's a run, a=b"
     quoted = place.replace("'", "\\'")
     watched = ("data.tensorboard=true", "profile.steps=[8,9]", "profile.peak_flops=1e12")
-    done = cli.run(workplace, *cli.TINY, "training.sample_tokens=5", *watched, f"hydra.run.dir='{quoted}'", "data.wandb_project=zero")
+    done = cli.run(
+        workplace,
+        *cli.TINY,
+        "training.sample_tokens=5",
+        *watched,
+        f"hydra.run.dir='{quoted}'",
+        "data.wandb_project=zero",
+    )
     assert done.returncode == 0, done.stderr
     assert f"run directory: {workplace / place}" in done.stderr
     return workplace / place
