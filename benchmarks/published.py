@@ -82,6 +82,10 @@ LLAMA_405B = {"embedding_dim": 16384, "num_head": 128, "N": 126, "mlp_dim": 5324
 DROPPED = {"expert_capacity": 1.25}
 MIXTRAL_8X22B = DROPPED | {"embedding_dim": 6144, "num_head": 48, "N": 56, "mlp_dim": 16384, "vocab_size": 32768}
 GEMMA_12B = {"embedding_dim": 3840, "num_head": 16, "kv_heads": 8, "N": 48, "mlp_dim": 15360}
+# Tokens over the capacity are dropped, where MaxText's sorted ones have none. The loss of a sequence: arXiv 2412.19437.
+DEEPSEEK_V3 = DROPPED | {"balance_loss": 0.0001}
+QWEN3_235B = DROPPED | {"embedding_dim": 4096, "num_head": 64, "mlp_dim": 1536, "N": 94}
+EXPERT_GROUPS = ("zero.expert_shards=32", *OFFLOAD)
 GPT3_175B = {"embedding_dim": 12288, "num_head": 96, "N": 96, "vocab_size": 50304, "block_size": 2048, "dropout": 0.0}
 
 
@@ -175,6 +179,18 @@ RECIPES = {
         f"{V5P}/Llama3.1-405B-MaxText", "v5p:8x8x8", "llama3_70b", 2, 8192, 131.474, changes=LLAMA_405B
     ),
     "gpt3-175b-v5p-1024": Recipe(f"{V5P}/GPT3-175B-MaxText", "v5p:8x8x8", "gpt2", 4, 2048, 22.197, INT8, GPT3_175B),
+    "deepseek3-671b-v5p-1024": Recipe(
+        f"{V5P}/DeepSeek3-671B-MaxText", "v5p:8x8x8", "deepseek_v3", 6, 8192, 90.668, EXPERT_GROUPS, DEEPSEEK_V3
+    ),
+    "deepseek3-671b-tpu7x-128": Recipe(
+        f"{IRONWOOD}/deepseek3-671b", "tpu7x:4x4x8", "deepseek_v3", 16, 4096, 27.02, EXPERT_GROUPS, DEEPSEEK_V3
+    ),
+    "deepseek3-671b-tpu7x-256": Recipe(
+        f"{IRONWOOD}/deepseek3-671b", "tpu7x:4x8x8", "deepseek_v3", 16, 4096, 26.79, EXPERT_GROUPS, DEEPSEEK_V3
+    ),
+    "qwen3-235b-tpu7x-256": Recipe(
+        f"{IRONWOOD}/qwen3-235b-a22b", "tpu7x:4x8x8", "qwen3_30b_a3b", 32, 4096, 30.87, EXPERT_GROUPS, QWEN3_235B
+    ),
 }
 
 
