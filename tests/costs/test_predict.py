@@ -336,6 +336,7 @@ def test_time_of_attention_kernels() -> None:
         ("custom-call", "jvp(GPT)/SelfAttention_0._attend/zero_attention_fwd/pallas_call", "attention scores"),
         ("custom-call", "jvp(GPT)/TransformerLayer._attention/zero_rotary/pallas_call", "projections"),
         ("fusion", "jvp(GPT)/GPT._layers/TransformerLayer._attention/query/dot_general", "projections"),
+        ("fusion", "jvp(GPT)/TransformerLayer._attention/GatedDelta_0/delta_rule/while/body/mul", "delta rule"),
         ("fusion", "jvp(GPT)/GPT.score/head/dot_general", "vocabulary"),
         ("fusion", "jvp(GPT)/GPT._layers/TransformerLayer._norm/norm_mlp/mul", "norms"),
         ("copy", "jvp(GPT)/GPT._layers/TransformerLayer._mlp/mul", "copies"),

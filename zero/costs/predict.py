@@ -28,6 +28,7 @@ PARTS = {
     "dropout": r"dropout|bernoulli|random_bits|threefry",
     "attention scores": r"_attend.*(?:dot_general|pallas_call)|splash",
     "softmax": r"_attend",
+    "delta rule": r"delta_rule",
     "projections": r"_attention",
     "experts": r"router|experts",
     "MLP": r"_mlp",
@@ -54,6 +55,11 @@ _NO_DATA = re.compile(r'custom_call_target="(AllocateBuffer|ConcatBitcast|Shardi
 _SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
 _PRODUCTS = {"fwd": (1, 1), "dq": (2, 1), "dkv": (2, 2), "fused": (3, 2)}
 _ZERO_KERNEL = re.compile(r'zero_attention_(?:fwd|bwd).*"cost_estimate":{"flops":"(\d+)"')
+# XLA's inversion of triangular matrices, its dimensions and the innermost one; its bundles per element of 128 matrices
+# that lie side by side in lanes, or per row of a matrix that has the lanes for itself (measured in delta-rule.md).
+_INVERSION = re.compile(r'custom_call_target="InvertDiagBlocks')
+_LAID_OUT = re.compile(r"f32\[([\d,]+)\]\{(\d+)")
+_BUNDLES_PER_ELEMENT, _BUNDLES_PER_ROW = 18.1, 27.9
 _MASK = re.compile(r"s8\[(?:\d+,)?(\d+),(\d+)\]")
 _HEADS = re.compile(r"(?:bf16|f32)\[([\d,]+)\]")
 
@@ -156,6 +162,27 @@ def kernel_seconds(instruction: Instruction, speed: Speed) -> float:
     columns = over_width * _padded(width) + over_values * _padded(values[-1])
     flops = 2 * math.prod(rows) * computed * block**2 * columns
     return max(flops / (speed.splash * speed.flops), moved / speed.memory)
+
+
+def inversion_seconds(instruction: Instruction, speed: Speed) -> float:
+    """Seconds of XLA's inversion of triangular matrices, which has no cycles in the text (one core of a chip computes).
+
+    >>> inversion = Instruction("i", "f32[4,32,64,64]{3,2,1,0:T(8,128)}", "custom-call", "")
+    >>> inversion_seconds(inversion, SPEEDS["TPU v5"]) / inversion_seconds(
+    ...     inversion._replace(result="f32[128,64,64]{0,2,1:T(8,128)}"), SPEEDS["TPU v5"]
+    ... )  # doctest: +ELLIPSIS
+    3.08...
+    """
+    match = _LAID_OUT.match(instruction.result)
+    assert match is not None, instruction.result
+    *matrices, _, size = _dims(match[1])
+    innermost = int(match[2])
+    if innermost < len(matrices):
+        groups = math.prod(matrices) // matrices[innermost] * math.ceil(matrices[innermost] / 128)
+        bundles = groups * _BUNDLES_PER_ELEMENT * size**2
+    else:
+        bundles = math.prod(matrices) * _BUNDLES_PER_ROW * size
+    return bundles / speed.clock
 
 
 def _dims(text: str) -> list[int]:
@@ -342,6 +369,8 @@ class _Schedule:
             return instruction.cycles / self.speed.clock
         if 'custom_call_target="tpu_custom_call"' in instruction.rest:
             return kernel_seconds(instruction, self.speed)
+        if _INVERSION.search(instruction.rest):
+            return inversion_seconds(instruction, self.speed)
         is_idle = instruction.op not in _MOVES or _NO_DATA.search(instruction.rest) or self._collectives_in(instruction)
         if is_idle and not instruction.has_unknown_cycles:
             return 0.0

@@ -25,7 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from zero.models.stack import ATTENTION
 
-CHUNK = 128
+CHUNK = 64  # larger triangular matrices are inverted one after another on TPU (benchmarks/measured/delta-rule.md)
 
 # Sums over keys lose digits in the lower precisions that TPUs choose by default.
 _einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
@@ -48,6 +48,7 @@ class Inputs(NamedTuple):
     rate_BTH: jax.Array
 
 
+@jax.named_scope("delta_rule")
 def delta_rule(
     inputs: Inputs, state_BHKV: jax.Array | None = None, starts_BT: jax.Array | None = None, chunk: int = CHUNK
 ) -> tuple[jax.Array, jax.Array]:
@@ -97,8 +98,8 @@ def _in_chunks(x_BT: jax.Array, chunk: int) -> jax.Array:
 def _by_head(x_NBCH: jax.Array) -> jax.Array:
     """The heads of all rows before the positions.
 
-    XLA for TPU solves triangular systems with one matrix per lane, so its lanes are full only if rows and heads are one
-    dimension. Positions are moved here once, because otherwise the matrices of each chunk would be transposed.
+    XLA for TPU inverts triangular matrices of 64 rows with one matrix per lane, so its lanes are full only if rows and
+    heads are one dimension. Heads are moved once, because otherwise the matrices of each chunk would be transposed.
     """
     return lax.collapse(jnp.moveaxis(x_NBCH, 3, 2), 1, 3)
 
@@ -143,8 +144,8 @@ def _through_chunk(
 
 
 def operations_per_position(width: int, values: int) -> int:
-    """Operations of the forward pass of `delta_rule`, per head: products with the state, and within a chunk."""
-    return 2 * (3 * width * values + CHUNK * (2 * width + 2 * values))
+    """Operations of the products of the forward pass of `delta_rule` per head: with the state, and within a chunk."""
+    return 2 * (3 * width * values + CHUNK * (2 * width + values))
 
 
 def delta_step(inputs: Inputs, state_BHKV: jax.Array) -> tuple[jax.Array, jax.Array]:
