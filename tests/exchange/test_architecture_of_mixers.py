@@ -77,7 +77,7 @@ SOME = ("qwen3_next",)
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in SOME else pytest.mark.wide) for x in MODELS])
-def test_equals_transformers(name: str, tmp_path: Path) -> None:
+def test_equals_transformers(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Logits over a row that is longer than a chunk of the delta rule; the folder that is written is the same."""
     import torch
     import transformers
@@ -99,7 +99,8 @@ def test_equals_transformers(name: str, tmp_path: Path) -> None:
     with torch.no_grad():
         expected = theirs(torch.as_tensor(row), use_cache=False).logits.numpy()
 
-    with HuggingFaceFolder(tmp_path / "theirs") as folder:
+    with caplog.at_level("INFO"), HuggingFaceFolder(tmp_path / "theirs") as folder:
+        assert ("mtp.*, which predicts further tokens, is not read" in caplog.text) == ("linear_num_key_heads" in keys)
         size = folder.whole_size()
         weights = whole(folder.params(model_of(size)), model_of(size))
     apply: Any = partial(GPT(size, drops=False).apply, variables(size, weights), row, method="logits")

@@ -103,17 +103,20 @@ class HuggingFaceFolder:
                 file = stack.enter_context(safe_open(path, "numpy"))
             prefix = self.architecture.prefix
             names = {key: text_name(key) if self._has_images else key for key in file.keys()}  # noqa: SIM118
-            unread = self.architecture.unread
             tensors |= {
                 name.removeprefix(prefix): StoredTensor(path, file, key)
                 for key, name in names.items()
-                if name is not None and (unread is None or not name.startswith(unread))
+                if name is not None
             }
         return tensors
 
     def _own_tensors(self) -> dict[str, Stored]:
-        """The tensors without constants and without a second output matrix."""
+        """The tensors without constants, a second output matrix and what transformers does not read either."""
         tensors = dict(self._tensors)
+        if unread := self.architecture.unread:
+            tensors = {name: x for name, x in tensors.items() if not name.startswith(unread)}
+            if len(tensors) < len(self._tensors):
+                log.info("%s: %s*, which predicts further tokens, is not read", self.path, unread)
         head = self.architecture.modules.get(HEAD)
         if head is None or self._is_tied:
             # Some folders hold the output matrix although it is the embedding's.
@@ -148,8 +151,14 @@ class HuggingFaceFolder:
         A model with more tokens than the folder has new rows in its tables, at the mean of the others.
 
         Raises:
-          UserError: a tensor is missing, left over, of integers, or of another shape than the model's.
+          UserError: a tensor is missing, left over, of integers, or of another shape than the model's, or the model has
+        a predictor.
         """
+        if model.config.predictor:
+            raise UserError(
+                f"{self.path}: expected predictor: false, as no further layer is read from folders; in published ones "
+                f"it has experts, and zero's has an MLP"
+            )
         parts = {"": model.layout, **model.collection_layouts}
         left_over = set(self._tensors)
         for collection, layout in parts.items():
