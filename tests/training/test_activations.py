@@ -17,6 +17,7 @@ from zero.job.sizes import load_sizes
 from zero.models.attention.delta_rule import CHUNK
 from zero.models.config import STACK, GPTConfig
 from zero.models.gpt import GPT, variable_shapes
+from zero.models.predictor import Ahead
 from zero.models.stack import ATTENTION, EXPERTS, KINDS, LAYER_INPUT, STORED, kinds_of
 from zero.partition.collectives.axis import Axis
 from zero.training.activations import (
@@ -41,6 +42,7 @@ LATENT = dataclasses.replace(
     GATED, kv_heads=None, alibi_attn=False, positions="rotary", norm="rms", head_dim=24, rotary_dim=8, latent_dim=40,
     query_latent_dim=48, value_dim=16,
 )  # fmt: skip
+AHEAD = dataclasses.replace(GATED, alibi_attn=False, positions="rotary", predictor=True)
 UNITS = dataclasses.replace(PLAIN, layer="gated_units", num_head=1, alibi_attn=False, positions="none", qkv_bias=True)
 ROWS, CONTEXT = 2, CHUNK  # one state of the delta rule
 # With a group of experts and their places; without, tokens are sorted.
@@ -60,8 +62,14 @@ def residuals(config: GPTConfig, remat: str) -> int:
     """Bytes that the forward pass stores for the backward pass, blockwise attention."""
     gpt, tokens = GPT(config, remat=remat, blockwise_from=2), jnp.zeros((ROWS, CONTEXT), jnp.int32)
 
+    ahead = Ahead(tokens, tokens) if config.predictor else None
+
+    def loss(variables: Any) -> jax.Array:
+        scores: Any = gpt.apply(variables, tokens, tokens, ahead=ahead, method="scores")[0]
+        return jnp.sum(scores.losses_BT) + (0.0 if ahead is None else jnp.sum(scores.ahead_BT))
+
     def backward(variables: Any) -> Any:
-        return jax.vjp(lambda variables: jnp.sum(jnp.asarray(gpt.apply(variables, tokens, tokens))), variables)[1]
+        return jax.vjp(loss, variables)[1]
 
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(backward, variable_shapes(config))))
 
@@ -75,8 +83,9 @@ def residuals(config: GPTConfig, remat: str) -> int:
         (PLACES, ["mlp_in", "mlp", "experts", "experts+attention"]),
         (SORTED, ["mlp_in", "mlp", "experts"]),
         (DELTA, ["attention", "projections"]),
+        (AHEAD, ["mlp+projections"]),
     ],
-    ids=["plain", "gated", "latent", "places", "sorted", "delta"],
+    ids=["plain", "gated", "latent", "places", "sorted", "delta", "ahead"],
 )
 def test_stored_values(config: GPTConfig, policies: list[str]) -> None:
     """The numbers per position are those that a policy stores beyond the inputs of layers."""
@@ -84,7 +93,12 @@ def test_stored_values(config: GPTConfig, policies: list[str]) -> None:
         model = ShardedGPT(config, Axis("zero", (1, 1)), 3, remat=remat)
         more = residuals(config, remat) - residuals(config, "full")
         numbers = numbers_per_position(model, kinds_of(remat)) - doubled(model, kinds_of(remat)) / 2
-        assert more == pytest.approx(4 * ROWS * CONTEXT * config.N * numbers, rel=0.02), remat
+        layers = config.N + config.predictor
+        assert more == pytest.approx(4 * ROWS * CONTEXT * layers * numbers, rel=0.02), remat
+        of_full = dataclasses.replace(model, remat="full")
+        assert stored_bytes(model, ROWS, CONTEXT) - stored_bytes(
+            of_full, ROWS, CONTEXT
+        ) == 4 * ROWS * CONTEXT * layers * (numbers_per_position(model, kinds_of(remat)))
 
 
 def doubled(model: ShardedGPT, kinds: Sequence[str]) -> float:

@@ -49,7 +49,12 @@ def forward_bytes(model: ShardedGPT, rows: int, context: int) -> int:
 
 def _entries(size: GPTConfig) -> int:
     """Entries of the stacks of layers, each of which stores its input."""
-    return size.first_dense + size.scanned_layers
+    return size.first_dense + size.scanned_layers + size.predictor
+
+
+def _layers(size: GPTConfig) -> int:
+    """Layers of all stacks, with the one that looks ahead."""
+    return size.N + size.predictor
 
 
 def kinds_on_host(model: ShardedGPT) -> tuple[str, ...]:
@@ -74,8 +79,8 @@ def stored_bytes(model: ShardedGPT, rows: int, context: int) -> int:
     size = model.config
     channels = _bytes_of_kinds(model, rows, context, [LAYER_INPUT]) // _entries(size)
     kept = {
-        "none": size.N * _layer_bytes(model, rows, context),
-        "dots": size.N * 9 * channels,  # inputs, and the results of products with weights
+        "none": _layers(size) * _layer_bytes(model, rows, context),
+        "dots": _layers(size) * 9 * channels,  # inputs, and the results of products with weights
         "nested": 2 * math.isqrt(size.N) * channels,
     }
     return kept.get(model.remat, _bytes_of_kinds(model, rows, context, kinds_of(model.remat)))
@@ -88,7 +93,7 @@ def _bytes_of_kinds(model: ShardedGPT, rows: int, context: int, kinds: Sequence[
     positions = rows * context // model.axis.context
     inputs = positions * size.embedding_dim * itemsize if LAYER_INPUT in kinds else 0
     others = positions * itemsize * numbers_per_position(model, kinds) // _parts(model)
-    return _entries(size) * inputs + size.N * others
+    return _entries(size) * inputs + _layers(size) * others
 
 
 def _parts(model: ShardedGPT) -> int:
@@ -250,9 +255,9 @@ def storage_seconds(model: ShardedGPT, rows: int, context: int, rates: Rates) ->
     forward = sum(by_kind.values())
     if model.config.experts is None:
         forward += by_kind[MLP_IN]  # the product that ends an MLP is as large
-    moved = host_bytes(model, rows, context) / model.config.N / rates.link
+    moved = host_bytes(model, rows, context) / _layers(model.config) / rates.link
     waits = max(0.0, moved - forward) + max(0.0, moved - _PRODUCTS_AHEAD * by_kind[MLP_IN])
-    return model.config.N * (recomputed + waits)
+    return _layers(model.config) * (recomputed + waits)
 
 
 def _candidates(model: ShardedGPT, context: int) -> Iterator[ShardedGPT]:
