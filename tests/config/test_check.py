@@ -249,8 +249,8 @@ def test_every_size_can_be_trained(size: str) -> None:
         ("zero.tensor_shards=4", ["zero.tensor_shards=4", "a divisor of num_head=6 of model.size=bytes"]),
         ("zero.context_shards=2; zero.tensor_shards=2", ["zero.context_shards=2", "1, as zero.tensor_shards=2"]),
         (
-            "model.size=qwen3_5_9b; zero.context_shards=2",
-            ["zero.context_shards=2", "1, as model.size=qwen3_5_9b has delta"],
+            "model.size=qwen3_5_9b; model.override.delta_key_heads=1; zero.context_shards=2",
+            ["zero.context_shards=2", "a divisor of delta_key_heads=1 of model.size=qwen3_5_9b"],
         ),
         (
             "model.size=qwen3_5_9b; model.override.delta_key_heads=1; zero.tensor_shards=2",

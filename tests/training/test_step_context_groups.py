@@ -61,7 +61,11 @@ MODELS = {
     "swap_gemma2": _of(
         "gemma2", **_GROUPED | {"num_head": 8, "kv_heads": 4}, N=4, windows=(5, 0), attention_cap=0.5, logit_cap=0.5
     ),
-}
+    "qwen3_5": _of(
+        "qwen3_5", **_GROUPED | {"head_dim": 8}, mixers=("delta", "attention"), delta_key_heads=8, delta_value_heads=16,
+        delta_key_dim=5, delta_value_dim=3, dropout=0.0,
+    ),
+}  # fmt: skip
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     **{f"stage {stage}": (stage, {}) for stage in range(4)},
     "micro-batches": (3, {"micro_batches": 3}),
@@ -118,6 +122,15 @@ def test_documents_are_kept_apart(model: str) -> None:
     got = trained(setup(8, 3, axis=axis(4), **options))
     np.testing.assert_allclose(got.metrics["loss"], expected.metrics["loss"], rtol=2e-6)
     assert (tokens(0, CONTEXT) == 7).sum() > ROWS / 4  # tests/training/test_step_documents.py shows what they change
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(("stage", "context"), [(0, 2), (3, 4)])
+def test_gated_delta_trains_as_one_device(stage: int, context: int) -> None:
+    """With documents, whose states and convolutions start anew in the middle of a piece."""
+    options: dict[str, Any] = {"config": MODELS["qwen3_5"], "separators": Separators(ends=(7,))}
+    got = trained(setup(8, stage, axis=axis(context), **options))
+    assert_close(got, trained(setup(1, 0, **options)), rtol=5e-5, config=MODELS["qwen3_5"])
 
 
 @pytest.mark.parametrize(

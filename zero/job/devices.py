@@ -155,8 +155,10 @@ class DeviceKeys(GroupKeys):
         if size.experts is not None:
             yield "zero.context_shards", f"1, as tokens are routed row by row in {of_model}"
         for name in sorted({*size.mixers}):
-            if not MIXERS[name].shares_rows:
-                yield "zero.context_shards", f"1, as {of_model} has {name} in mixers"
+            heads = MIXERS[name].heads(size) if MIXERS[name].swaps_heads else {}
+            for key_of_heads, count in heads.items():
+                if count % self.context_shards:
+                    yield "zero.context_shards", f"a divisor of {key_of_heads}={count} of {of_model}"
         for length in lengths:
             if length % (2 * self.context_shards):
                 yield "zero.context_shards", f"a divisor of half of the {length} tokens of a sequence"

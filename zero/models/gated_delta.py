@@ -1,7 +1,8 @@
 """Gated DeltaNet: a mixer in linear time, whose cache has a constant size.
 
 Queries, keys and values pass through a short causal convolution of each channel. The gated delta rule mixes the
-positions, and a norm of each head and a gate follow.
+positions, and a norm of each head and a gate follow. Both need all positions of a row in order: the devices of a
+context group swap their positions of all heads for all positions of some heads.
 
 Source: Gated Delta Networks, arXiv 2412.06464, section 3.4 and figure 1.
 
@@ -121,47 +122,56 @@ class GatedDelta(Mixer):
     def __call__(self, h_BTD: jax.Array, cache: DeltaCache | None, site: Site) -> tuple[jax.Array, DeltaCache | None]:
         """See `Mixer`."""
         config = self.config
-        cut = self.cut
-        channels = [count // cut.size for count in _channels(config)]
+        swap = self.cut.head_swap(config.delta_groups, config.delta_heads)
+        inner = self.cut if swap is None else swap.cut
+        starts_BT = site.starts_BT
+        if swap is not None and starts_BT is not None:
+            starts_BT = swap.whole_rows(starts_BT)
 
         def projected(name: str, features: int) -> jax.Array:
             return self.dense(h_BTD, (features,), name, site.adapter_keys_B, use_bias=False)
 
-        names = ("query", "key", "value")
-        x_BTX = jnp.concatenate([projected(*pair) for pair in zip(names, channels, strict=True)], axis=-1)
-        x_BTX = checkpoint_name(x_BTX, PROJECTIONS)
-        gate_BTX = projected("output_gate", channels[2])
-        # Small weights are not cut: each device computes the rates and decays of all heads.
-        rate_BTH = cut.part(jax.nn.sigmoid(projected("rate", config.delta_heads).astype(jnp.float32)), 2)
-        decay_BTH = cut.part(Decay(name="decay")(projected("decay_input", config.delta_heads)), 2)
+        def at_all_positions(x_BTX: jax.Array, heads: int) -> jax.Array:
+            if swap is None:
+                return x_BTX
+            return lax.collapse(swap.to_heads(x_BTX.reshape(*x_BTX.shape[:2], heads, -1)), 2)
 
-        taps_CX = jnp.concatenate(
-            [
-                cut.part(Taps(config.delta_taps, count, name=f"{name}_convolution")(), 1)
-                for name, count in zip(names, _channels(config), strict=True)
-            ],
-            axis=-1,
+        mixed, taps = [], []
+        counts = zip(_channels(config), (config.delta_groups, config.delta_groups, config.delta_heads), strict=True)
+        for name, (channels, heads) in zip(("query", "key", "value"), counts, strict=True):
+            mixed.append(at_all_positions(projected(name, channels // self.cut.size), heads))
+            taps.append(inner.part(Taps(config.delta_taps, channels, name=f"{name}_convolution")(), 1))
+        x_BTX = checkpoint_name(jnp.concatenate(mixed, axis=-1), PROJECTIONS)
+        taps_CX = jnp.concatenate(taps, axis=-1)
+        gate_BTX = projected("output_gate", _channels(config)[2] // self.cut.size)
+        # Small weights are not cut: each device computes the rates and decays of all heads at its positions.
+        rate_BTH = jax.nn.sigmoid(projected("rate", config.delta_heads).astype(jnp.float32))
+        decay_BTH = Decay(name="decay")(projected("decay_input", config.delta_heads))
+        rate_BTH, decay_BTH = (
+            self.cut.part(at_all_positions(x_BTH, config.delta_heads), 2) for x_BTH in (rate_BTH, decay_BTH)
         )
+
         before_BCX = None if cache is None else lax.dynamic_index_in_dim(cache.inputs_LBCX, site.entry, keepdims=False)
         extended_BTX = _with_before(x_BTX, before_BCX, config.delta_taps)
-        mixed_BTX = jax.nn.silu(convolved(extended_BTX, taps_CX.astype(self.dtype), site.starts_BT))
-        inputs = self._inputs(mixed_BTX, decay_BTH, rate_BTH)
+        mixed_BTX = jax.nn.silu(convolved(extended_BTX, taps_CX.astype(self.dtype), starts_BT))
+        inputs = self._inputs(mixed_BTX, decay_BTH, rate_BTH, inner)
 
         if cache is None:
-            out_BTHV, _ = delta_rule(inputs, None, site.starts_BT)
+            out_BTHV, _ = delta_rule(inputs, None, starts_BT)
         else:
             out_BTHV, cache = self._continued(inputs, extended_BTX, cache, site)
         out_BTHV = checkpoint_name(out_BTHV, ATTENTION)
+        out_BTHV = out_BTHV if swap is None else swap.to_positions(out_BTHV)
         norm = nn.RMSNorm(config.norm_epsilon, dtype=jnp.float32, name="delta_norm")
         gate_BTHV = gate_BTX.astype(jnp.float32).reshape(out_BTHV.shape)
         out_BTX = lax.collapse(norm(out_BTHV) * jax.nn.silu(gate_BTHV), 2).astype(self.dtype)
         out_BTD = self.residual_dense(out_BTX, "attention_out", site.adapter_keys_B, use_bias=False)
         return checkpoint_name(out_BTD, PROJECTIONS), cache
 
-    def _inputs(self, mixed_BTX: jax.Array, decay_BTH: jax.Array, rate_BTH: jax.Array) -> Inputs:
+    def _inputs(self, mixed_BTX: jax.Array, decay_BTH: jax.Array, rate_BTH: jax.Array, cut: ModelParallel) -> Inputs:
         """Queries and keys of unit length, each for all heads of values that share it."""
         config = self.config
-        of_queries, of_keys, _ = (count // self.cut.size for count in _channels(config))
+        of_queries, of_keys, _ = (count // cut.size for count in _channels(config))
         shared = config.delta_heads // config.delta_groups
 
         def heads(x_BTX: jax.Array, width: int) -> jax.Array:

@@ -47,7 +47,7 @@ class MixerKind(NamedTuple):
       cache: an empty one, from the configuration, the number of layers with this mixer, and what
         `zero.models.gpt.init_cache` takes beside the configuration.
       heads: from the configuration to the keys of its numbers of heads, which tensor groups divide.
-      shares_rows: whether the devices of a context group can each have a part of the positions.
+      swaps_heads: whether context groups have to divide these numbers too, to swap positions for heads.
     """
 
     module: Callable[..., Mixer]
@@ -55,7 +55,7 @@ class MixerKind(NamedTuple):
     numbers: Callable[[Any], dict[str, int]]
     weights: Callable[[Any], int]
     heads: Callable[[Any], dict[str, int]]
-    shares_rows: bool = True
+    swaps_heads: bool = False
 
 
 # Softmax attention, by what makes the keys and values of a model (`Latent.source_of_keys`).
@@ -86,7 +86,7 @@ MIXERS = {
         _attention, _cache_of_attention, _numbers_of_attention, _weights_of_attention, heads_of_attention
     ),
     DELTA: MixerKind(
-        GatedDelta, empty_delta_cache, numbers_of_delta, weights_of_delta, heads_of_delta, shares_rows=False
+        GatedDelta, empty_delta_cache, numbers_of_delta, weights_of_delta, heads_of_delta, swaps_heads=True
     ),
 }
 
