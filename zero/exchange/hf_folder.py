@@ -25,6 +25,7 @@ from zero.partition.layout import Layout, LeafLayout, PyTree
 from zero.training.sharded_gpt import ShardedGPT
 
 log = logging.getLogger(__name__)
+Bounds = tuple[tuple[int, int], ...]  # where a part begins and ends, in each dimension
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -146,7 +147,7 @@ class HuggingFaceFolder:
         return sorted(set(weight_map.values()))
 
     def params(self, model: ShardedGPT) -> PyTree:
-        """Shards for a pmap; the host holds one leaf at a time.
+        """Shards for a pmap; the host holds one tensor at a time, and its devices' shards of one leaf.
 
         A model with more tokens than the folder has new rows in its tables, at the mean of the others.
 
@@ -187,10 +188,15 @@ class HuggingFaceFolder:
         size = model.config
 
         def read(leaf: LeafLayout, target: jax.ShapeDtypeStruct) -> jax.Array:
-            padded = np.zeros(leaf.padded_shape, leaf.dtype)
-            logical = padded[tuple(slice(length) for length in leaf.shape)]
+            shape = leaf.padded_shape
+            sharding = target.sharding
+            assert sharding is not None
+            pieces: dict[Bounds, np.ndarray] = {}
+            for index in sharding.addressable_devices_indices_map(shape).values():
+                bounds = _bounds(index, shape)
+                pieces[bounds] = np.zeros([stop - start for start, stop in bounds], leaf.dtype)
             leaf = _within(collection, leaf)
-            for index, name in self._tensor_names(leaf, size).items():
+            for place, name in self._tensor_names(leaf, size).items():
                 tensor = self._tensors[name][:]
                 if not np.isfinite(tensor.astype(np.float32, copy=False)).all():
                     raise UserError(f"{self.path}, tensor {name}: holds values that are not finite")
@@ -201,8 +207,10 @@ class HuggingFaceFolder:
                     )
                     mean = tensor.astype(np.float32).mean(axis=0, keepdims=True)
                     tensor = np.concatenate([tensor.astype(np.float32), np.repeat(mean, count, axis=0)])
-                logical[index] = architecture.unpack(leaf, tensor, size)
-            return jax.make_array_from_callback(padded.shape, target.sharding, lambda index: padded[index])
+                values = architecture.unpack(leaf, tensor, size)
+                for bounds, piece in pieces.items():
+                    _write(piece, bounds, place, values)
+            return jax.make_array_from_callback(shape, sharding, lambda index: pieces[_bounds(index, shape)])
 
         whole = layout.map(read, global_shapes(layout, model.axis))
         return from_global(whole, layout, model.axis, donate=True)
@@ -220,6 +228,30 @@ class HuggingFaceFolder:
 
     def __exit__(self, *error: object) -> None:
         self._files.close()
+
+
+def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Bounds:
+    """Where a shard begins and ends in each dimension."""
+    slices = (slice(None),) * len(shape) if index is None else index
+    return tuple(part.indices(size)[:2] for part, size in zip(slices, shape, strict=True))
+
+
+def _write(piece: np.ndarray, bounds: Bounds, place: tuple[int, ...], values: np.ndarray) -> None:
+    """Copies the values at this place of an array's first dimensions to the piece with these bounds, if it has them.
+
+    >>> piece = np.zeros((1, 2))
+    >>> for layer in range(2):
+    ...     _write(piece, ((1, 2), (2, 4)), (layer,), np.asarray([0, 1, 2]) + 10 * layer)  # without padding
+    >>> piece
+    array([[12.,  0.]])
+    """
+    before = bounds[: len(place)]
+    if not all(start <= number < stop for number, (start, stop) in zip(place, before, strict=True)):
+        return
+    within = values[tuple(slice(start, stop) for start, stop in bounds[len(place) :])]
+    first = tuple(number - start for number, (start, _) in zip(place, before, strict=True))
+    index: Any = (*first, *map(slice, within.shape))
+    piece[index] = within
 
 
 def _within(collection: str, leaf: LeafLayout) -> LeafLayout:
