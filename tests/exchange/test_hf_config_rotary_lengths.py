@@ -64,7 +64,7 @@ def folder(size: GPTConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place / "hf"
 
 
-@pytest.mark.parametrize("positions", [ORIGINAL, ORIGINAL + 1, LONG])
+@pytest.mark.parametrize("positions", [pytest.param(ORIGINAL, marks=pytest.mark.wide), ORIGINAL + 1, LONG])
 def test_logits_equal_transformers(size: GPTConfig, folder: Path, positions: int) -> None:
     """Logits of rows of each length, of a model that has seen no other."""
     import torch

@@ -268,7 +268,7 @@ def test_instruct_models_are_scored_as_published(
     from lm_eval.models.huggingface import HFLM
 
     os.environ["HF_HUB_OFFLINE"] = "1"
-    length = 512
+    length = 256
     save_folder(tmp_path / "folder", family, max_position_embeddings=length)
     found = open_hf_model(str(tmp_path / "folder"))
     assert found is not None

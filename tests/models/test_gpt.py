@@ -69,6 +69,14 @@ PUBLISHED = {
 COUNTED = {"test_experts", "mu_transformer", "transformer_vq"}
 COUNTED |= {f"gpt_neo_{size}" for size in ("125m", "350m", "760m", "1_3b", "6_7b", "13b")}
 COUNTED |= {f"dense_lm_{size}" for size in ("8b", "13b", "41b", "162b", "175b", "1t")}
+
+
+def choices(config: GPTConfig) -> frozenset[Any]:
+    """What sizes of a family have in common: what is no number."""
+    return frozenset((name, x) for name, x in vars(config).items() if isinstance(x, str | bool | None))
+
+
+FIRST = {*{choices(config): name for name, config in reversed([*SIZES.items()])}.values()}  # of each family
 ALL = pytest.mark.parametrize("config", [ODD, LEARNED, NORMED], ids=["alibi", "learned", "embedding_norm"])
 
 
@@ -159,7 +167,7 @@ def test_cached_logits(config: GPTConfig) -> None:
 
 
 @pytest.mark.parametrize(
-    "size", [pytest.param(size, marks=pytest.mark.wide if size in COUNTED - {"test_experts"} else ()) for size in SIZES]
+    "size", [pytest.param(size, marks=() if size in FIRST else pytest.mark.wide) for size in SIZES]
 )
 def test_parameter_count(size: str) -> None:
     """The parameter count is that of the comment beside the size."""

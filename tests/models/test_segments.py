@@ -53,7 +53,7 @@ def packed() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 # Each kind, and each way to attend to biases of scores and to windows.
-CASES = [("rotary", "dense"), ("latent", "dense"), ("t5", "dense"), ("alibi", "blockwise"), ("windows", "blockwise")]
+CASES = [("latent", "dense"), ("t5", "dense"), ("windows", "blockwise")]
 
 
 @pytest.mark.parametrize(

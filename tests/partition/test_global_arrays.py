@@ -17,7 +17,7 @@ from zero.partition.collectives.arrays import fill_padding
 from zero.partition.collectives.axis import as_axis
 
 
-@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("donate", [pytest.param(False, marks=pytest.mark.wide), True])
 @pytest.mark.parametrize("axis", AXES, ids=str)
 def test_global_round_trip(axis: zero.Axis, donate: bool) -> None:
     """`to_global` gives the whole arrays, and `from_global` the shards again."""

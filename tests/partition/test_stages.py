@@ -283,9 +283,9 @@ class SpectrallyNormed(nn.Module):
 @pytest.mark.parametrize(
     ("module", "stage"),
     [
-        (WeightNormed(), 3),
+        pytest.param(WeightNormed(), 3, marks=pytest.mark.wide),
         (SpectrallyNormed(update_stats=True), 2),
-        (SpectrallyNormed(), 3),
+        pytest.param(SpectrallyNormed(), 3, marks=pytest.mark.wide),
         pytest.param(WeightNormed(), 2, marks=pytest.mark.slow),
         pytest.param(SpectrallyNormed(), 2, marks=pytest.mark.slow),
         pytest.param(SpectrallyNormed(update_stats=True), 3, marks=pytest.mark.slow),

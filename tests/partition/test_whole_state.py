@@ -70,7 +70,8 @@ GROUPS: dict[str, zero.Axis | str] = {
     "hybrid": zero.Axis("batch", (2, 4)),
     "phases": zero.Axis("batch", (1, 2, 4), (0, 2, 4, 6, 1, 3, 5, 7)),
 }
-CASES: list[Any] = [(name, "flat") for name in OPTIMIZERS]
+FLAT = ("accumulated", "masked", "stateless")
+CASES: list[Any] = [pytest.param(name, "flat", marks=() if name in FLAT else pytest.mark.wide) for name in OPTIMIZERS]
 CASES += [("factored", "hybrid"), pytest.param("factored", "phases", marks=pytest.mark.wide)]
 CASES += [pytest.param("adamw", groups, marks=pytest.mark.slow) for groups in ("hybrid", "phases")]
 

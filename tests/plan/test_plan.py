@@ -196,7 +196,10 @@ def test_programs_between_steps_where_the_memory_is_tight(monkeypatch: pytest.Mo
     assert moments < tight["sampling_peak_bytes"] < row["peak_bytes"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGTERM, marks=pytest.mark.wide), pytest.param(signal.SIGKILL, marks=pytest.mark.slow)],
+)
 def test_a_signal_leaves_no_compiler_behind(number: int, tmp_path: Path) -> None:
     pytest.importorskip("libtpu")
     options = ("plan.topology=v3-8", "model.size=1_3b", "plan.search=stages", "plan.processes=2")

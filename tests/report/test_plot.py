@@ -99,6 +99,7 @@ def test_drawing_time(tmp_path: Path) -> None:
     assert time.process_time() - started < 1
 
 
+@pytest.mark.wide
 def test_the_list_of_fonts_is_not_logged(tmp_path: Path) -> None:
     """matplotlib makes one on a machine's first import; a user's first run has no line about it."""
     program = (

@@ -78,7 +78,7 @@ def residuals(config: GPTConfig, remat: str) -> int:
     ("config", "policies"),
     [
         pytest.param(PLAIN, STORED, marks=pytest.mark.wide),
-        (GATED, [*STORED]),
+        pytest.param(GATED, [*STORED], marks=pytest.mark.wide),
         (LATENT, [*STORED]),
         (PLACES, ["mlp_in", "mlp", "experts", "experts+attention"]),
         (SORTED, ["mlp_in", "mlp", "experts"]),

@@ -125,6 +125,7 @@ def test_parts_equal_whole_matrix(tensor: int) -> None:
     assert_close(got, expected, rtol=1e-6, config=MUP)
 
 
+@pytest.mark.wide
 def test_base_width() -> None:
     """At the base width nothing is multiplied."""
     base = dataclasses.replace(MUP, mup_base_width=MUP.embedding_dim)

@@ -50,7 +50,7 @@ def test_losses_of_some_steps() -> None:
     np.testing.assert_allclose(got, reference(PLAIN, UNCLIPPED).metrics["loss"], rtol=2e-4)
 
 
-@pytest.mark.wide  # test_fused_update_holds_same_bytes sees random bits of another place
+@pytest.mark.wide  # tests/partition/test_quantized.py has slices of the same bits
 def test_stages_2_and_3_agree() -> None:
     """Stages 2 and 3 agree bit for bit; other random bits would part them in the first step."""
     low, high = (run_on(quantized("and bfloat16 weights", 8, stage, **AVERAGED)) for stage in (2, 3))
@@ -73,6 +73,7 @@ def test_bytes_per_device(form: str) -> None:
         assert kinds == [np.dtype(dtype) for dtype in wanted], name
 
 
+@pytest.mark.wide  # a pair
 def test_fused_update_holds_same_bytes() -> None:
     """An update inside the backward pass holds the same bytes.
 

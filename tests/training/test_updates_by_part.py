@@ -20,6 +20,7 @@ from zero.training.parts import TrainState
 
 PARTS = 2
 DROPPING = dataclasses.replace(VQ, distance_dropout=0.2, layer_dropout=0.3, embedding_dropout=0.1)
+LEAN = dataclasses.replace(VQ, dropout=0.0)
 LOCAL = dataclasses.replace(VQ, codes=0)
 
 
@@ -83,13 +84,14 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "stage", "options"),
     [
-        (DROPPING, 3, {"micro_batches": 2}),
+        (LEAN, 3, {"micro_batches": 2}),
+        pytest.param(DROPPING, 3, {"micro_batches": 2}, marks=pytest.mark.wide),
         pytest.param(VQ, 0, {}, marks=SLOW),
         pytest.param(VQ, 2, {"remat": "none"}, marks=SLOW),
         pytest.param(LOCAL, 3, {}, marks=SLOW),
         pytest.param(DROPPING, 3, {"axis": TENSOR}, marks=SLOW),
     ],
-    ids=["dropouts-and-micro-batches", "stage-0", "stage-2", "local", "tensor-groups"],
+    ids=["micro-batches", "dropouts-and-micro-batches", "stage-0", "stage-2", "local", "tensor-groups"],
 )
 def test_equals_one_device(config: GPTConfig, stage: int, options: dict[str, Any]) -> None:
     on = setup(4 if "axis" in options else 2, stage, config=config, parts=PARTS, **options)

@@ -76,7 +76,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    "case", [case if case in ("all", "short pieces") else pytest.param(case, marks=pytest.mark.wide) for case in CASES]
+    "case", [case if case == "all" else pytest.param(case, marks=pytest.mark.wide) for case in CASES]
 )
 def test_ring_equals_one_device(case: str) -> None:
     """Ring attention equals attention on one device."""

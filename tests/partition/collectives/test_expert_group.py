@@ -20,7 +20,10 @@ def made(experts: int, replicas: int = 1) -> tuple[zero.Axis, zero.Layout, dict[
     return axis, zero.groups.make_grouped_layout(whole, axis.shards, expert=experts, is_expert=lambda name: True), whole
 
 
-@pytest.mark.parametrize(("experts", "replicas"), [(2, 1), (4, 1), (8, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize(
+    ("experts", "replicas"),
+    [(2, 1), (4, 2), *(pytest.param(*x, marks=pytest.mark.wide) for x in ((4, 1), (8, 1), (2, 2)))],
+)
 @pytest.mark.parametrize("wire", [None, jnp.bfloat16])
 def test_gather_and_scatter_of_experts(experts: int, replicas: int, wire: Any) -> None:
     """Each device gathers its own experts and scatters their sums."""

@@ -150,7 +150,7 @@ def on_shards(fn: Callable[[jax.Array], jax.Array], axis: zero.Axis, across: boo
     ("shape", "across"),
     [
         ((1, 3), False),
-        ((2, 4), True),
+        pytest.param((2, 4), True, marks=pytest.mark.wide),
         *(pytest.param(shape, False, marks=pytest.mark.slow) for shape in ((1, 1), (1, 8), (2, 4))),
         *(pytest.param(shape, True, marks=pytest.mark.slow) for shape in ((1, 1), (1, 3), (1, 8))),
     ],

@@ -150,7 +150,7 @@ def check(seeds: range, axis: zero.Axis, across: bool) -> int:
 
 
 FAST = [
-    ("three", False, 0, 20),
+    pytest.param("three", False, 0, 20, marks=pytest.mark.wide),
     pytest.param("three", True, 1, 20, marks=pytest.mark.slow),
     pytest.param("eight", True, 2, 20, marks=pytest.mark.wide),
     ("hybrid", True, 3, 10),

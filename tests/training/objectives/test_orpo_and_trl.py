@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.helpers import trl_steps
 from zero.training.objectives.orpo import Orpo
 
@@ -10,6 +12,7 @@ pytestmark = trl_steps.WARNS
 BETA = 0.4
 
 
+@pytest.mark.wide  # the formula is compared by default
 def test_steps_equal_trl(trl_folder: Path, tmp_path: Path) -> None:
     """Loss and gradient norm of ten steps of ORPOTrainer.
 

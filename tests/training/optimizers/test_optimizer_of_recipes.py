@@ -187,7 +187,7 @@ RATES_OF_ADAFACTOR: dict[str, Callable[[int], float]] = {
     [
         pytest.param("lingvo-137b", 0, marks=pytest.mark.wide),
         pytest.param("lingvo-137b", 310_000, marks=pytest.mark.wide),
-        ("transformer-vq-pg19", 0),
+        pytest.param("transformer-vq-pg19", 0, marks=pytest.mark.wide),
         ("transformer-vq-pg19", 310_000),
     ],
 )
