@@ -215,7 +215,7 @@ THEIRS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 # test_export.py writes Qwen3 and OLMo 2.
 WIDE = (
     *("mistral", "qwen3", "olmo3", "ministral", "seed_oss", "arcee", "olmoe", "smollm3", "starcoder2", "granitemoe"),
-    *("deepseek_v3 without latent queries", "mixtral"),
+    *("deepseek_v3 without latent queries", "mixtral", "gemma3", "stablelm", "ernie4_5", "glm4", "qwen3_moe"),
 )
 
 

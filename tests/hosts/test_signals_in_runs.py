@@ -113,6 +113,7 @@ step_programs.compile_unless_stopped = compile_with_signal
 """
 
 
+@pytest.mark.wide
 def test_a_compilation_is_not_waited_for(forks: cli.Forks, lasting: cli.Lasting, undisturbed: Path) -> None:
     """Nor are steps lost: the resumed run is the undisturbed one."""
     run = forks.workplace / "compiling"

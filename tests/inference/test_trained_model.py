@@ -57,6 +57,7 @@ def loss_of(model: ShardedGPT, weights: Any) -> float:
     return float(total) / int(terms)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("family", "stages"),
     [

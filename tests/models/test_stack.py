@@ -21,6 +21,7 @@ CONFIG = GPTConfig(embedding_dim=32, vocab_size=64, num_head=2, block_size=64, d
 SOME = ("nested", "none", "dots", "mlp+projections", "mlp_in+attention")  # of whose parts all the others are
 
 
+@pytest.mark.wide  # tests/training/test_activations.py has them
 @pytest.mark.parametrize(
     ("blockwise_from", "some"),
     [

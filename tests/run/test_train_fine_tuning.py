@@ -152,6 +152,7 @@ def test_completions_are_learned(place: FinishedRun) -> None:
     assert len(losses) == 2 and losses[1] < losses[0] - 0.1
 
 
+@pytest.mark.wide  # other runs are
 def test_resumed_bit_for_bit(place: FinishedRun, tmp_path: Path) -> None:
     """A resumed run is the same, bit for bit.
 

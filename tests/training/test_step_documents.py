@@ -84,13 +84,16 @@ def test_uneven_counts() -> None:
         assert (alone(step)[:, 1:] >= 0).sum() == counts.sum() and len(set(counts.tolist())) > 5
 
 
-SOME = [(3, 2, 4)]
+SOME = [(3, 2, 4)]  # tests/models/test_segments.py has the model, test_fused_update.py and others steps of documents
 ALL = [(n, stage, m) for n, m in ((1, 1), (1, 3), (3, 1), (3, 4), (8, 1), (8, 3)) for stage in range(4)]
 
 
 @pytest.mark.parametrize(
     ("devices", "stage", "micro_batches"),
-    [*SOME, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in SOME)],
+    [
+        *(pytest.param(*case, marks=pytest.mark.wide) for case in SOME),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in SOME),
+    ],
 )
 def test_packed_documents_train_as_documents_alone(devices: int, stage: int, micro_batches: int) -> None:
     assert_close(run(devices, stage, micro_batches), expected(), rtol=1e-5, config=PLAIN)

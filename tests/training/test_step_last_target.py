@@ -27,6 +27,7 @@ def rows(step: int) -> np.ndarray:
 CONTEXT = zero.Axis("zero", (1, 4), context=2)
 
 
+@pytest.mark.wide  # tests/run/test_train_last_target.py has the rows
 @pytest.mark.parametrize("axis", [None, pytest.param(CONTEXT, marks=pytest.mark.slow)], ids=["plain", "context-groups"])
 def test_last_position_is_trained(axis: zero.Axis | None) -> None:
     """A step with T + 1 tokens per row is that of the model on T inputs and T targets, on one device."""

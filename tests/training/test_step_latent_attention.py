@@ -41,6 +41,7 @@ def test_groups_train_as_devices_alone(groups: str) -> None:
     np.testing.assert_allclose(trained(groups).metrics["gradient_norm"], norms, rtol=1e-4)
 
 
+@pytest.mark.wide  # tests/models/test_latent_attention.py has the model
 @pytest.mark.parametrize("groups", ["alone", pytest.param("tensor", marks=pytest.mark.wide)])
 def test_sampled_text_is_that_of_whole_passes(groups: str) -> None:
     """Each most likely token, drawn from stored latents, is that of a pass over the whole text on one device."""

@@ -281,6 +281,7 @@ def test_blocks_of_queries_are_dense_attention() -> None:
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-5)
 
 
+@pytest.mark.wide  # the next but one has them
 def test_a_model_takes_queries_in_blocks() -> None:
     """It multiplies fewer queries and keys for the same losses; with dropout, whose mask is one, all of them."""
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 101, (2, 33)))

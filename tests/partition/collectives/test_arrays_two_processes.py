@@ -10,6 +10,7 @@ import pytest
 import zero
 from tests.helpers import hosts
 
+pytestmark = pytest.mark.wide  # tests/test_hosts.py trains on two hosts
 WORKER = Path(__file__).with_name("two_processes.py")
 
 
@@ -25,7 +26,6 @@ def test_one_process_reads_two(folder: Path) -> None:
     assert_read(folder, "hybrid")
 
 
-@pytest.mark.wide
 def test_every_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On every axis, and with narrow dtypes, slices under shard_map and moments of a byte."""
     monkeypatch.setenv("ZERO_TEST_EVERY_CHECK", "1")
