@@ -40,6 +40,7 @@ import zero
 import zero.run.features  # declares the keys of features
 from tests.helpers.compilation import QUICK_FLAGS
 
+gc.set_threshold(100_000, 20, 20)  # a fifth of the time of a trace goes into passes over what has been imported
 zero.use_cpu_devices(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -160,14 +161,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Looks for garbage more rarely: a fifth of the time of a trace goes into passes over what has been imported."""
+    """What has been imported is no garbage."""
     if "hypothesis" in sys.modules:  # an import of half a second
         from hypothesis import settings
 
         settings.register_profile("busy", deadline=None)
         settings.load_profile("busy")  # an example that a busy machine delays is no failure
     gc.freeze()
-    gc.set_threshold(100_000, 20, 20)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

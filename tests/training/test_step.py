@@ -139,7 +139,7 @@ def test_token_past_the_vocabulary(place: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     ("devices", "stage", "micro_batches"),
     [
-        pytest.param(3, 2, 4, marks=pytest.mark.wide),  # test_step_quantized.py has them
+        (3, 2, 4),
         *(pytest.param(8, *case, marks=pytest.mark.slow) for case in ((1, 1), (2, 1), (3, 1), (3, 3))),
     ],
 )
