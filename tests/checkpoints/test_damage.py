@@ -426,6 +426,7 @@ def test_missing_permission_is_no_damage() -> None:
             assert "cannot be read now: " in line and re.search("permission", line, re.IGNORECASE)
 
 
+@pytest.mark.wide
 def test_two_processes_agree_on_damage(tmp_path: Path) -> None:
     """Two processes agree on damage and on when to stop."""
     hosts.run_two(Path(__file__).with_name("two_processes.py"), tmp_path)

@@ -45,6 +45,7 @@ def test_an_integer_may_have_an_exponent() -> None:
     assert tokens == 30_000_000_000 and type(tokens) is int
 
 
+@pytest.mark.wide  # tests/models/test_gpt.py counts the parameters of each kind
 @pytest.mark.parametrize("size", SIZES)
 def test_every_size_can_be_trained(size: str) -> None:
     context = SIZES[size].block_size

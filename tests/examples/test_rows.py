@@ -23,6 +23,7 @@ def example() -> ModuleType:
     return module
 
 
+@pytest.mark.wide
 def test_it_continues_exactly_on_fewer_devices(example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Stopped, and continued on four of eight devices: the losses of a run that never stopped, to rounding."""
     text = tmp_path / "text"

@@ -52,7 +52,7 @@ def started(program: ModuleType, saved: Any = None) -> Any:
     return program.to_devices(state)
 
 
-SOME = ("nnx_model", "nested_ppo")  # the others are trees of the same kinds
+SOME = ("nnx_model",)  # the others are trees of the same kinds
 OPTIMIZERS = ("schedule_free", "dog", "prodigy", "muon")  # of the program with that name
 NEW = ("alphazero", "equinox_model", "nested_ppo", "optimizers")
 

@@ -99,7 +99,8 @@ SOME = ("mistral",)
 
 
 @pytest.mark.parametrize(
-    "model_type", [pytest.param(name, marks=() if name in SOME else pytest.mark.slow) for name in ARCHITECTURES]
+    "model_type",
+    [pytest.param(name, marks=pytest.mark.wide if name in SOME else pytest.mark.slow) for name in ARCHITECTURES],
 )
 def test_no_key_is_ignored(model_type: str, tmp_path: Path) -> None:
     import transformers

@@ -64,21 +64,29 @@ def reduced(reduction: str | None, params: Any, grads: Any) -> Any:
 QUICK = ("scattered", "momentum")  # rounded to another dtype, the state shows it
 
 
+EVERY = [*itertools.product(FLOATS, FLOATS)]
+OTHERS = [*zip(FLOATS, [*FLOATS[1:], FLOATS[0]], strict=True)]  # each dtype of parameters beside one of gradients
+
+
 @pytest.mark.parametrize(
-    ("reduction", "name"),
+    ("reduction", "name", "dtypes"),
     [
-        pytest.param(reduction, name, marks=() if (reduction, name) == QUICK else pytest.mark.wide)
-        for reduction in ("mean", "sum", "scattered", None)
-        for name in OPTIMIZERS
+        (*QUICK, OTHERS),
+        *(
+            pytest.param(reduction, name, EVERY, marks=pytest.mark.wide)
+            for reduction in ("mean", "sum", "scattered", None)
+            for name in OPTIMIZERS
+        ),
     ],
+    ids=lambda x: "others" if x is OTHERS else "every" if x is EVERY else str(x),
 )
-def test_gradients_keep_their_dtype(reduction: str | None, name: str) -> None:
+def test_gradients_keep_their_dtype(reduction: str | None, name: str, dtypes: list[Any]) -> None:
     """Gradients reach the optimizer in their own dtype, whatever the parameters have."""
     plain = OPTIMIZERS[name]()
     sharded = zero.shard_optimizer(plain, "batch", reduction=reduction)  # type: ignore[arg-type]  # any of the four
     mapped = partial(jax.vmap, axis_name="batch", axis_size=DEVICES, in_axes=(None, 0))
     plain_reduction = partial(lax.psum if reduction == "sum" else lax.pmean, axis_name="batch")
-    for params_dtype, grads_dtype in itertools.product(FLOATS, FLOATS):
+    for params_dtype, grads_dtype in dtypes:
         params, grads = params_of(params_dtype), [grads_of(grads_dtype, step) for step in range(2)]
         expected = mapped(lambda p, g: train(plain, p, g, plain_reduction))(params, grads)
         found = mapped(lambda p, g: train(sharded, p, g, partial(reduced, reduction, p)))(params, grads)

@@ -101,7 +101,13 @@ ALLOWED = {
 }
 
 
-@pytest.mark.parametrize("name", ALLOWED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("schedule_free", "partition, frozen") else pytest.param(name, marks=pytest.mark.wide)
+        for name in ALLOWED
+    ],
+)
 def test_wrappers_of_whole_updates(name: str) -> None:
     """Wrappers that only see whole updates are right."""
     params, plain = make_params(), ALLOWED[name](optax.sgd(0.25, momentum=0.5))

@@ -177,6 +177,7 @@ def test_products_fused_into_products_compile(tmp_path: Path) -> None:
     assert row["fits"] and row["seconds"] > 0
 
 
+@pytest.mark.wide
 def test_programs_between_steps_where_the_memory_is_tight(monkeypatch: pytest.MonkeyPatch) -> None:
     """Evaluation and sampling are compiled if little memory is left, beside the moments."""
     overrides = ("mode=plan", "plan.topology=cpu", "data.max_context=64", "distributed.compilation_cache=null")

@@ -69,6 +69,7 @@ def whole(taught: Path) -> Path:
     return cli.Lasting(taught).train("whole", *JOB)
 
 
+@pytest.mark.wide  # the formula is compared by steps
 def test_learned(whole: Path) -> None:
     """The loss is what the weight says of its two parts."""
     lines = cli.metrics(whole)
@@ -78,6 +79,7 @@ def test_learned(whole: Path) -> None:
     )
 
 
+@pytest.mark.wide
 def test_resumed_bit_for_bit(taught: Path, whole: Path) -> None:
     assert cli.metrics(cli.Lasting(taught).fork("whole", 3)) == cli.metrics(whole)
 
@@ -97,6 +99,7 @@ def test_killed_and_resumed(taught: Path) -> None:
     assert cli.metrics(taught / "killed") == whole
 
 
+@pytest.mark.wide  # test_teacher.py has them without runs
 def test_other_values_are_refused(taught: Path, whole: Path) -> None:
     runs = cli.Forks(taught)
     stored = taught / SPLITS[0].with_suffix(".teacher.json")

@@ -35,7 +35,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield root
 
 
-@pytest.mark.wide  # test_train_distillation.py continues an objective with columns
+@pytest.mark.wide  # test_train_dpo.py has a run
 def test_resumed_bit_for_bit(root: Path) -> None:
     """A run on labelled answers, whose batches have the most columns, continues from the middle, in this process."""
     whole, again = root / "here-whole", root / "here-again"

@@ -42,10 +42,10 @@ from zero.training.parts import StepOptions, TrainState
 DEEP = dataclasses.replace(PLAIN, N=6)  # three spans of two layers
 
 
-# Layers of different windows, and rates by leaf.
+# Rates by leaf.
 MIXED = dataclasses.replace(
-    CONFIG, N=4, embedding_dim=48, alibi_attn=False, tied=False, attention_scale=None, windows=(5, 0),
-    parametrization="mup", mup_base_width=16,
+    CONFIG, N=4, embedding_dim=48, alibi_attn=False, tied=False, attention_scale=None, parametrization="mup",
+    mup_base_width=16,
 )  # fmt: skip
 
 
@@ -59,14 +59,16 @@ def by_rank_and_size() -> optax.GradientTransformation:
     return optax.chain(own, optax.masked(optax.scale(0.1), is_wide))
 
 
-def test_fused_equals_whole_gradient() -> None:
+@pytest.mark.parametrize("windows", [(0,), pytest.param((5, 0), marks=pytest.mark.wide)])
+def test_fused_equals_whole_gradient(windows: tuple[int, ...]) -> None:
     """An update inside the backward pass is the same update, of an optimizer that sees the shapes of all layers.
 
-    With rates by leaf, windows by layer, documents that are kept apart, an average of the weights and two copies of
-    the state at once.
+    With rates by leaf, documents that are kept apart, an average of the weights and two copies of the state at once;
+    in the wide set with windows by layer, too.
     """
+    config = dataclasses.replace(MIXED, windows=windows)
     options: dict[str, Any] = {
-        "config": MIXED,
+        "config": config,
         "separators": Separators(ends=(7,)),
         "ema_decay": 0.9,
         "tx": by_rank_and_size(),
@@ -76,12 +78,12 @@ def test_fused_equals_whole_gradient() -> None:
     kinds = {leaf.name: (len(leaf.shape), math.prod(leaf.shape)) for leaf in plain.model.layout.leaves}
     assert any(rank == 2 and size > 200 and name.startswith("blocks") for name, (rank, size) in kinds.items())
     expected, got = run_on(plain), run_on(fused)
-    assert_close(got, expected, rtol=1e-5, config=MIXED)
+    assert_close(got, expected, rtol=1e-5, config=config)
     assert got.state is not None and expected.state is not None
     np.testing.assert_allclose(got.state.guard.running[0], expected.state.guard.running[0], rtol=1e-4)
     states = (fused, got.state), (plain, expected.state)
     averages = (on.whole(state.averages[EMA], on.model.layout) for on, state in states)
-    first = named(first_params(MIXED))
+    first = named(first_params(config))
     for (name, x), y in zip(next(averages).items(), next(averages).values(), strict=True):
         if not name.endswith("/key/bias"):
             assert np.linalg.norm(x - y) < 1e-3 * np.linalg.norm(y - first[name]), name

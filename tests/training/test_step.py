@@ -391,7 +391,8 @@ def test_narrow_sums_between_copies(
     assert 2e-6 < errors.max() < 1e-3  # below 1e-6 where nothing is rounded
 
 
-@pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=pytest.mark.wide), 3])
+@pytest.mark.wide  # tests/costs/test_between_slices.py has what crosses
+@pytest.mark.parametrize("micro_batches", [1, 3])
 def test_sums_between_copies_cross_beside_layers(micro_batches: int) -> None:
     """Of one micro-batch each layer's gradient crosses in the backward pass; of more, that of all once."""
     axis = zero.Axis("zero", (2, 4))
