@@ -111,6 +111,7 @@ def test_what_a_host_does_not_hold_does_not_fit(monkeypatch: pytest.MonkeyPatch)
         assert plan("gpu:h100x8", "zero.remat=full", "zero.offload=activations")["fits"] is fits
 
 
+@pytest.mark.wide
 def test_the_optimizer_on_the_host_is_planned() -> None:
     """Its state leaves the devices but for three layers, and the operations of a step stay the same."""
     keys = ["zero.fused_update=true", "zero.remat=full"]
