@@ -81,7 +81,6 @@ def test_moved_corpus(copied: Path) -> None:
     assert "contents" not in (run / "main_zero.log").read_text()
 
 
-@pytest.mark.wide
 def test_replaced_tokenizer(copied: Path) -> None:
     """A file that replaced the tokenizer: refused by its corpus, by a resume without a manifest, and by sampling."""
     tokenizer = copied / TOKENIZER
