@@ -40,11 +40,11 @@ from zero.plan.compiler import compiler_options
 from zero.plan.config import Request
 from zero.plan.topology import available_bytes, find_devices, out_of_memory, prepare_environment
 from zero.training.activations import (
-    SPARE,
     Choice,
     kinds_on_host,
     numbers_per_position,
     seconds_by_kind,
+    spare,
     storage_choices,
 )
 from zero.training.flops import model_flops
@@ -290,11 +290,11 @@ def choices_of(name: str) -> tuple[Choice, list[Choice], float]:
     rates = rates_of(job.model, placed.speed)
     choices = storage_choices(placed.model, request.rows, recipe.context, memory, rates)
     stored = job.model.remat, kinds_on_host(job.model)
-    (taken,) = [one for one in choices if (one.model.remat, kinds_on_host(one.model)) == stored]
+    (taken,) = [choice for choice in choices if (choice.model.remat, kinds_on_host(choice.model)) == stored]
     seconds_of = seconds_by_kind(job.model, request.rows, recipe.context, rates)
     width = jnp.dtype(job.model.compute_dtype).itemsize * request.rows * recipe.context
     bytes_of = {kind: width * numbers_per_position(job.model, [kind]) for kind in seconds_of}
-    left = memory.capacity * (1 - SPARE) - taken.bytes
+    left = memory.capacity * (1 - spare(taken.model)) - taken.bytes
     saved = 0.0
     missing = [kind for kind in seconds_of if bytes_of[kind] and kind not in kinds_of(job.model.remat)]
     for kind in sorted(missing, key=lambda kind: seconds_of[kind] / bytes_of[kind], reverse=True):
@@ -318,22 +318,29 @@ def print_choices(names: Sequence[str]) -> None:
             continue
         taken, choices, saved = choices_of(name)
         speed = SPEEDS[find_devices(recipe.topology)[0].device_kind]
-        possible = [one for one in choices if one.bytes <= speed.capacity and one.host_bytes <= speed.host_share]
-        best = min([taken, *possible], key=lambda one: one.seconds)
-        row = compiled[name]
-        assert row.seconds is not None
+        in_device = [choice for choice in choices if choice.bytes <= speed.capacity]
+        in_both = [choice for choice in in_device if choice.host_bytes <= speed.host_share]
+        best = min([taken, *in_both], key=lambda choice: choice.seconds)
+        row = compiled.get(name)
         cells = [
             "-".join(name.split("-")[:2]),
             recipe.topology,
             shown(taken),
             f"{taken.bytes / 2**30:.1f} of {speed.capacity / 2**30:.1f}",
-            f"{row.peak_bytes / 2**30:.1f}",
+            "" if row is None else f"{row.peak_bytes / 2**30:.1f}",
             f"{taken.seconds:.3f}",
             shown(best) if best.seconds < taken.seconds else "",
-            f"{100 * (taken.seconds - best.seconds) / row.seconds:.1f} %",
-            f"{100 * saved / row.seconds:.1f} %",
+            share(taken.seconds - best.seconds, row),
+            share(saved, row),
         ]
         print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def share(seconds: float, row: Row | None) -> str:
+    """These seconds of the step of a row; empty if there are none, or no row."""
+    if row is None or row.seconds is None or not seconds:
+        return ""
+    return f"{100 * seconds / row.seconds:.1f} %"
 
 
 def shown(choice: Choice) -> str:

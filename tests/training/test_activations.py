@@ -193,7 +193,8 @@ def test_the_fewest_seconds_of_all_that_fit(device: float, host: float, link: fl
         return seconds, host_bytes(one, ROWS, LONG), -ladder(one, LONG).index(one.remat)
 
     def fits(one: ShardedGPT) -> bool:
-        is_held = fixed + activation_bytes(one, ROWS, LONG) <= 0.9 * capacity
+        left = 0.1 if kinds_on_host(one) else 0.05  # of one layer per iteration, by a kernel
+        is_held = fixed + activation_bytes(one, ROWS, LONG) <= (1 - left) * capacity
         return is_held and host_bytes(one, ROWS, LONG) <= host_capacity
 
     fitting = [one for one in all_placements(OF_KERNEL, LONG) if fits(one)]
@@ -212,8 +213,8 @@ def test_without_the_host_the_last_that_fits_is_taken(device: float) -> None:
     model = dataclasses.replace(OF_KERNEL, offload=())
     rungs = ladder(model, LONG)
     needs = [fixed_bytes(model) + activation_bytes(dataclasses.replace(model, remat=r), ROWS, LONG) for r in rungs]
-    capacity = (needs[0] + device * STORED_MOST) / 0.9
-    fitting = [remat for remat, need in zip(rungs, needs, strict=True) if need <= 0.9 * capacity]
+    capacity = (needs[0] + device * STORED_MOST) / 0.95
+    fitting = [remat for remat, need in zip(rungs, needs, strict=True) if need <= 0.95 * capacity]
     chosen = with_fitting_storage(model, ROWS, LONG, Memory(0, capacity), RATES)
     assert (chosen.remat, chosen.offload) == (fitting[-1] if fitting else "full", ())
 
