@@ -14,6 +14,7 @@ import pytest
 
 from tests.config.composing import Only, compose
 from tests.helpers import cli, hosts, kills
+from tests.helpers.checkpoints import leaves
 from tests.helpers.corpora import call
 from tests.helpers.loaders import open_loader
 from tests.helpers.pair_runs import CONTEXT, JOB, LORA, SIZE, STEPS, TRAIN, VALIDATION, make_pairs
@@ -153,6 +154,20 @@ def test_killed_with_quantized_base(root: Path) -> None:
 # Two hosts are what two dimensions of a TPU slice, or two slices with one state, are: collectives in two phases.
 TWO_SLICES = "import zero.job.devices\nzero.job.devices.slices_of = lambda devices: 2\n"
 PHASES = {"dimensions": ("", "zero.phases=torus"), "slices": (TWO_SLICES, "zero.replicas=1")}
+
+
+@pytest.mark.wide
+def test_two_hosts_read_the_weights_of_one(root: Path) -> None:
+    """Each host holds the shards of its devices alone; a learning rate of zero keeps them as they are."""
+    still = ("training.peak_learning_rate=0", "training.end_learning_rate=0", "training.warmup_steps=1")
+    job = cli.later_values(*JOB, *still, f"training.total_steps={STEPS // 2}")
+    one = cli.Forks(root).train("still-one", *job, "distributed.cpu_devices=4")
+    done = hosts.finish(hosts.start_forked([root] * 2, *job, "distributed.cpu_devices=2", "hydra.run.dir=still-two"))
+    assert [host.returncode for host in done] == [0, 0], [host.stderr for host in done]
+    expected, got = leaves(one, STEPS // 2, "params/"), leaves(root / "still-two", STEPS // 2, "params/")
+    assert got.keys() == expected.keys()
+    for name, x in expected.items():
+        np.testing.assert_array_equal(got[name], x, err_msg=name)
 
 
 @pytest.mark.slow
