@@ -196,7 +196,6 @@ def at_once(whole: Whole) -> dict[str, Any]:
     return evaluated(whole, "evaluated-at-once", "evaluate.context=32", "evaluate.ema=false")
 
 
-@pytest.mark.wide
 def test_scores_of_longer_rows(whole: Whole, at_once: dict[str, Any]) -> None:
     """Rows longer than the context are scored as if read at once, by the memory of the codebook's layers."""
     carried = evaluated(whole, "evaluated-carried", "evaluate.context=8", "evaluate.carry=true", "evaluate.ema=false")
