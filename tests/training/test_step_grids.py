@@ -78,7 +78,7 @@ INT8: dict[str, Any] = {"wire_dtype": jnp.int8, "gather_dtype": jnp.int8}
 
 @pytest.mark.parametrize(
     "stage",
-    [pytest.param(3, marks=pytest.mark.wide), *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2))],
+    [3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2))],
 )
 def test_int8_between_devices(stage: int) -> None:
     """With int8 between devices training is nearly the same, with fewer bytes.
