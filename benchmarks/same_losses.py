@@ -158,7 +158,7 @@ def main() -> None:
     old, new = commits
     if not (place / "corpus" / "index").exists():
         prepare(
-            old / "docs",
+            old / "docs" / "decisions",
             "text",
             CorpusOptions(ByteTokenizer(), row_tokens=256),
             directory=place / "corpus",
