@@ -183,6 +183,15 @@ def on_torus(tensor: int) -> Any:
     return replace(check(compose("zero.phases=torus"), load_sizes()).zero, tensor_shards=tensor)
 
 
+@pytest.mark.parametrize(
+    ("topology", "overlaps", "expected"), [("tpu7x-8", True, True), ("tpu7x-8", False, False), ("v6e-8", True, False)]
+)
+def test_order_of_gathers(topology: str, overlaps: bool, expected: bool) -> None:
+    """On a TPU7x large leaves of a layer are gathered after its small ones, if that runs beside computation."""
+    keys = replace(check(compose(), load_sizes()).zero, overlap_gathers=overlaps)
+    assert make_axis(keys, find_devices(topology)).small_first == expected
+
+
 @pytest.mark.parametrize(("tensor", "exchanges"), [(16, True), (8, False)])
 def test_tensor_groups_along_a_torus(tensor: int, exchanges: bool) -> None:
     """On a v3-128 groups of 16 are whole lines, and what gathers weights a ring; those of 8 are half lines."""

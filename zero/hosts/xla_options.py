@@ -18,6 +18,9 @@ OVERLAP_ON_TPU = (GATHERS, EXCHANGES)
 # The most chips of a slice whose all-to-alls run beside computation: "Async all-to-all not supported on limited ICI"
 # ends a compilation for more (libtpu 0.0.42 and 0.0.52).
 MOST_CHIPS = {"TPU v5 lite": 16}
+# Kinds on which XLA leaves the gather of a layer's small leaves to the TensorCore, where it waits for the gathers of
+# SparseCores that started before it (libtpu 0.0.42). On v6e it joins a larger one.
+SMALL_GATHERS_WAIT = ("TPU7x",)
 OVERLAP_ON_SPARSECORES = (
     "xla_tpu_enable_sparse_core_collective_offload_all_gather",
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter",

@@ -17,7 +17,7 @@ from zero.config.constraints import at_least, one_of
 from zero.config.keys import Mistakes, key
 from zero.hosts.speeds import SPEEDS
 from zero.hosts.torus import collective_seconds, places_of
-from zero.hosts.xla_options import overlaps_exchanges
+from zero.hosts.xla_options import SMALL_GATHERS_WAIT, overlaps_exchanges
 from zero.models.config import STACK, GPTConfig
 from zero.models.mixers import MIXERS
 from zero.partition.collectives.axis import Axis
@@ -200,7 +200,14 @@ def make_axis(zero: DeviceKeys, devices: Sequence[Any] | None = None) -> Axis:
         axis = Axis.across_slices("zero", len(devices), slices, replicas)
     else:
         axis = Axis("zero", (replicas, len(devices) // replicas))
-    return dataclasses.replace(axis, context=zero.context_shards, exchanges=exchanges, copies_dtype=copies_dtype)
+    small_first = zero.overlap_gathers and devices[0].device_kind in SMALL_GATHERS_WAIT
+    return dataclasses.replace(
+        axis,
+        context=zero.context_shards,
+        exchanges=exchanges,
+        small_first=small_first,
+        copies_dtype=copies_dtype,
+    )
 
 
 def _tensor_lines(zero: GroupKeys, devices: Sequence[Any]) -> Axis:

@@ -231,6 +231,26 @@ def test_largest_exchange_is_first(exchanges: bool) -> None:
     assert [tuple(var.aval.shape for var in eqn.invars) for eqn in waiting] == expected
 
 
+@pytest.mark.parametrize("small_first", [False, True])
+def test_small_leaves_are_gathered_first(small_first: bool) -> None:
+    """A large leaf is gathered after the small ones, if the axis says so, and all are whole."""
+    rng = np.random.default_rng(0)
+    full = {name: rng.normal(size=size).astype(np.float32) for name, size in (("a", 2**18 + 8), ("b", 8), ("c", 16))}
+    axis, layout = zero.Axis("batch", (1, 8), small_first=small_first), zero.make_layout(full, 8)
+
+    def gathered(_: jax.Array) -> Any:
+        return zero.gather(zero.shard(full, layout, axis), layout, axis)
+
+    traced = jax.make_jaxpr(gathered, axis_env=[("batch", 8)])(0)
+    sizes = [eqn.invars[0].aval.size for eqn in traced.eqns if eqn.primitive.name == "all_gather"]
+    large, small = 2**15 + 1, 3
+    assert sizes == ([small, large] if small_first else [large, small])
+    waiting = [eqn for eqn in traced.eqns if eqn.primitive.name == "optimization_barrier" and len(eqn.invars) == 2]
+    assert [tuple(var.aval.size for var in eqn.invars) for eqn in waiting] == [(large, 24)] * small_first
+    for name, whole in jax.pmap(gathered, "batch")(np.zeros(8)).items():
+        np.testing.assert_array_equal(whole[5], full[name])
+
+
 @pytest.mark.wide  # compiled for TPU
 def test_exchange_runs_beside_products() -> None:
     """On TPU products run between the start and the done of an exchange, but not beside a scatter of a whole slice.

@@ -38,6 +38,8 @@ class Axis:
       exchanges: whether a reduce-scatter is an all-to-all and a sum on each device. XLA for TPU runs an all-to-all
         beside matrix products, and a reduce-scatter only where SparseCores take it (v6e, TPU7x). Sums differ in the
         order of their terms.
+      small_first: whether gathers of large leaves wait for the gather of small ones, which is joined. On a TPU7x it
+        otherwise waits for all of them, and computation with it.
       copies_dtype: the dtype in which gradients are sent between copies of the state: "bfloat16", or "int8" in blocks
         of 256 with a scale; None: their own.
 
@@ -58,6 +60,7 @@ class Axis:
     context: int = 1
     expert: int = 1
     exchanges: bool = False
+    small_first: bool = False
     copies_dtype: str | None = None
 
     def __post_init__(self) -> None:

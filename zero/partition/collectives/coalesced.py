@@ -34,16 +34,26 @@ def gather_arrays(
 ) -> list[jax.Array]:
     """`gather_array` of each leaf, small ones together. Call inside pmap.
 
-    The dtype on the wire is `dtype` or the leaf's own, whichever is narrower.
+    The dtype on the wire is `dtype` or the leaf's own, whichever is narrower. If `axis.small_first`, the others wait
+    for the small ones.
     """
     cast = [x if dtype and x.dtype.itemsize < np.dtype(dtype).itemsize else as_dtype(x, dtype) for x in shards]
     full: dict[int, jax.Array] = {}
-    for members in _coalesce(cast, leaves, is_quantized=_is_int8(wire_dtype)):
+    groups = list(_coalesce(cast, leaves, is_quantized=_is_int8(wire_dtype)))
+    if axis.small_first:
+        groups.sort(key=lambda members: len(members) == 1)
+    small: jax.Array | None = None
+    for members in groups:
         if len(members) == 1:
-            full[members[0]] = gather_array(cast[members[0]], leaves[members[0]], axis, wire_dtype=wire_dtype)
+            i = members[0]
+            x = cast[i]
+            if small is not None:
+                x, _ = lax.optimization_barrier((x, small))
+            full[i] = gather_array(x, leaves[i], axis, wire_dtype=wire_dtype)
             continue
         row = jnp.concatenate([_rows(cast[i], leaves[i]) for i in members], axis=1)
         rows = gather_array(row, _joined_layout(row, axis, leaves[members[0]]), axis, wire_dtype=wire_dtype)
+        small = rows if axis.small_first else None
         for i, columns in _columns(rows, members, leaves):
             full[i] = lax.optimization_barrier(cropped_for(leaves[i], _from_rows(columns, leaves[i])))
     return [as_dtype(full[i], dtype) for i in range(len(leaves))]
