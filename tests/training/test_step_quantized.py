@@ -73,7 +73,6 @@ def test_bytes_per_device(form: str) -> None:
         assert kinds == [np.dtype(dtype) for dtype in wanted], name
 
 
-@pytest.mark.wide  # a pair
 def test_fused_update_holds_same_bytes() -> None:
     """An update inside the backward pass holds the same bytes.
 
