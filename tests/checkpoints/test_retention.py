@@ -69,6 +69,7 @@ def test_one_key_for_steps_and_hours(value: str, rules: dict[str, Any]) -> None:
     assert config.data.retention() == Retention(5, **rules)
 
 
+@pytest.mark.wide  # the rules are tested above
 def test_run_keeps_what_it_is_told(lasting: cli.Lasting) -> None:
     """A run saves every fifth step, evaluates every eighth, keeps every tenth and the last; a resume does too."""
     keys = ("data.save_every=5", "data.keep_every=10", "data.keep_checkpoints=1", "training.evaluation_frequency=8")

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import zero
 from tests.helpers import cli
 from tests.helpers.brought import SHAPE, save_folder
 from tests.helpers.corpora import make
@@ -15,7 +16,9 @@ from zero.base.errors import UserError
 from zero.commands.cli import compose
 from zero.corpus.text.tokenizers import load_tokenizer
 from zero.exchange.export import export
+from zero.exchange.warm_start import warm_start
 from zero.run.train import train
+from zero.training.sharded_gpt import ShardedGPT
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 
@@ -72,6 +75,18 @@ def prepare(family: str, tmp_path: Path) -> None:
 OVERRIDE = f"model.override.vocab_size={GROWN}"
 
 
+def test_new_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start has the table of the folder, and new rows at the mean of its rows."""
+    monkeypatch.chdir(tmp_path)
+    save_folder(tmp_path / "folder", "qwen2")
+    _, size = compose([*JOB, OVERRIDE])
+    model = ShardedGPT(size, zero.Axis("zero", (1, 8)), 3)
+    whole = zero.to_host(warm_start("folder", model), model.layout, model.axis)
+    table = whole["vocabulary"]["table"].reshape(-1, size.embedding_dim)[:GROWN]
+    weights = of_transformers(tmp_path / "folder", is_resized=True).get_input_embeddings().weight
+    np.testing.assert_allclose(table, weights.detach().numpy(), atol=1e-6)
+
+
 @pytest.mark.parametrize(
     "family", [pytest.param("qwen2", marks=pytest.mark.wide), pytest.param("llama", marks=pytest.mark.slow)]
 )
@@ -86,7 +101,9 @@ def test_new_rows_are_the_mean(family: str, tmp_path: Path, monkeypatch: pytest.
     np.testing.assert_allclose(logits(of_transformers(tmp_path / "out", is_resized=False)), expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["qwen2", pytest.param("llama", marks=pytest.mark.slow)])  # tied and untied
+@pytest.mark.parametrize(  # tied and untied
+    "family", [pytest.param("qwen2", marks=pytest.mark.wide), pytest.param("llama", marks=pytest.mark.slow)]
+)
 def test_a_vocabulary_grows(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Adapters need the tables trained; PEFT has the merged logits on the resized base."""
     import peft

@@ -99,6 +99,7 @@ def test_rows_are_contiguous_for_kernels_of_tpu(kernel: str | None, per_layer: i
 WINDOWED = dataclasses.replace(CONFIG, N=5, windows=(4, 0, 4, 0, 4))  # two periods of two layers, and one layer more
 
 
+@pytest.mark.wide
 def test_layers_after_the_last_whole_period() -> None:
     """They equal those of a policy whose layers choose among the windows when they run."""
     tokens = jax.random.randint(jax.random.key(1), (2, 32), 0, 64)

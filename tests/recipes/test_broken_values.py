@@ -115,7 +115,10 @@ def refused_of(recipe: str, rows: Iterable[Row]) -> list[str]:
     return refused
 
 
-@pytest.mark.parametrize(("recipe", "rows"), spread().items())
+@pytest.mark.parametrize(
+    ("recipe", "rows"),
+    [pytest.param(*case, marks=pytest.mark.wide if n % 3 else ()) for n, case in enumerate(spread().items())],
+)
 def test_a_value_of_each_key_that_is_broken_is_seen(recipe: str, rows: list[Row]) -> None:
     """A few values of a recipe at once, or one after the other where they are refused together."""
     try:

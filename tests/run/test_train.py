@@ -129,6 +129,7 @@ def contents(run: Path) -> dict[str, bytes]:
     return {str(path.relative_to(run)): path.read_bytes() for path in run.rglob("*") if path.is_file()}
 
 
+@pytest.mark.wide
 def test_fork_of_a_run(lasting: cli.Lasting, calm: Path) -> None:
     """A fork sees the same samples, leaves the run alone, and is the newest run then."""
     before = contents(calm)

@@ -35,6 +35,7 @@ def taught(workplace: Path) -> Path:
     return workplace
 
 
+@pytest.mark.wide  # tests/training/objectives/test_distillation.py has them without runs
 def test_stored_tokens(taught: Path) -> None:
     """Of each position of each row the most likely first; together less likely than certain."""
     for index in SPLITS:

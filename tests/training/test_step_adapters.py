@@ -169,7 +169,9 @@ def test_magnitudes_equal_plain_loop(devices: int, stage: int) -> None:
     assert abs(got[0] - plain_losses()[0][0]) > 1e-3
 
 
-@pytest.mark.parametrize("adapters", [pytest.param(ADAPTERS, marks=SLOW), DORA], ids=["lora", "dora"])
+@pytest.mark.parametrize(
+    "adapters", [pytest.param(ADAPTERS, marks=SLOW), pytest.param(DORA, marks=pytest.mark.wide)], ids=["lora", "dora"]
+)
 def test_losses_equal_in_tensor_groups(adapters: Adapters) -> None:
     """Groups that cut the products cut their adapters, and micro-batches add up; magnitudes are on top of both."""
     axis = zero.Axis.with_tensor_groups("zero", 8, 2, 1)

@@ -63,17 +63,15 @@ def assert_same_training(got: Run, expected: Run, rtol: float = 1e-5, names: tup
 
 
 ALL = [(name, devices, stage) for name in CONFIGS for devices in (1, 3, 8) for stage in range(4)]
-# Others are slow; test_step_families.py has experts without a capacity.
-# The next tests compare with what this one compiles.
-QUICK, WIDE = [("switch", 8, 3)], [("switch", 3, 3)]
+# By default tests/models/test_experts.py has the model, and test_scoring_drops_nothing its groups on shards.
+WIDE = [("switch", 8, 3), ("switch", 3, 3)]
 
 
 @pytest.mark.parametrize(
     ("name", "devices", "stage"),
     [
-        *QUICK,
         *(pytest.param(*case, marks=pytest.mark.wide) for case in WIDE),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in QUICK + WIDE),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in WIDE),
     ],
 )
 def test_every_stage_trains_as_one_device(name: str, devices: int, stage: int) -> None:

@@ -123,7 +123,8 @@ def test_muon_trains_as_one_device(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["gemma2", *(pytest.param(family, marks=pytest.mark.slow) for family in TRAINED if family != "gemma2")]
+    "family",
+    [pytest.param(family, marks=pytest.mark.wide if family == "gemma2" else pytest.mark.slow) for family in TRAINED],
 )
 def test_first_weights(family: str) -> None:
     """First weights equal those of the model on one device."""
