@@ -52,29 +52,44 @@ def test_stored_values_are_not_computed_again(blockwise_from: int | None, some: 
     assert counted["nested"] > counted["full"]
 
 
-@pytest.mark.parametrize("capacity", [None, 1.5])
-def test_experts_and_the_delta_rule_are_not_computed_again(capacity: float | None) -> None:
-    """What a policy stores of them is computed once, with the same gradients."""
-    heads, keys, values, layers, chosen = 4, 8, 16, 2, 2
+HEADS, KEYS, VALUES, LAYERS, CHOSEN = 4, 8, 16, 2, 2
+
+
+def of_experts(capacity: float | None) -> tuple[dict[str, Any], Any]:
+    """The gradient of experts behind the delta rule by each policy that stores one of them, and its variables."""
     config = dataclasses.replace(
-        CONFIG, alibi_attn=False, positions="none", mixers=("delta",), delta_key_heads=2, delta_value_heads=heads,
-        delta_key_dim=keys, delta_value_dim=values, N=layers, mlp_bias=False, mlp_dim=40, experts=4,
-        experts_per_token=chosen, expert_capacity=capacity,
+        CONFIG, alibi_attn=False, positions="none", mixers=("delta",), delta_key_heads=2, delta_value_heads=HEADS,
+        delta_key_dim=KEYS, delta_value_dim=VALUES, N=LAYERS, mlp_bias=False, mlp_dim=40, experts=4,
+        experts_per_token=CHOSEN, expert_capacity=capacity,
     )  # fmt: skip
     tokens = jax.random.randint(jax.random.key(1), (2, 32), 0, 64)
-    variables = GPT(config).init(jax.random.key(0), tokens, None, method="hidden")
+    variables = variable_shapes(config)
 
     def gradient(remat: str) -> Any:
         gpt = GPT(config, remat=remat)
         return jax.jit(jax.grad(lambda variables: jnp.sum(jnp.asarray(gpt.apply(variables, tokens, tokens)))))
 
-    programs = {remat: gradient(remat) for remat in ("full", "attention", "mlp", "experts")}
+    return {remat: gradient(remat) for remat in ("full", "attention", "mlp", "experts")}, variables
+
+
+@pytest.mark.parametrize("capacity", [None, 1.5])
+def test_experts_and_the_delta_rule_are_not_computed_again(capacity: float | None) -> None:
+    """What a policy stores of them is computed once."""
+    programs, variables = of_experts(capacity)
     counted = {remat: matmul_flops(jax.make_jaxpr(program)(variables).jaxpr) for remat, program in programs.items()}
     positions = 2 * 32
-    product = 2 * positions * chosen * (capacity or 1.0) * 32 * 40 * layers
-    rule = 2 * positions * heads * (3 * keys * values + 32 * (2 * keys + values)) * layers
+    product = 2 * positions * CHOSEN * (capacity or 1.0) * 32 * 40 * LAYERS
+    rule = 2 * positions * HEADS * (3 * KEYS * VALUES + 32 * (2 * KEYS + VALUES)) * LAYERS
     saved = {remat: counted["full"] - flops for remat, flops in counted.items()}
     assert saved == {"full": 0, "attention": rule, "mlp": 2 * product, "experts": 3 * product}
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("capacity", [None, 1.5])
+def test_what_is_stored_changes_no_gradient(capacity: float | None) -> None:
+    programs, shapes = of_experts(capacity)
+    keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(shapes))))
+    variables = jax.tree.map(lambda leaf: 0.2 * jax.random.normal(next(keys), leaf.shape, leaf.dtype), shapes)
     expected = programs["full"](variables)
     for remat, program in programs.items():
         equal = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-7, err_msg=remat)
