@@ -87,6 +87,7 @@ def test_round_trip(size: GPTConfig, folder: Path, tmp_path: Path) -> None:
     assert contents(tmp_path / "again") == contents(folder)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("prompt", "count"), [pytest.param(5, 24, marks=pytest.mark.wide), (40, 16)])
 def test_greedy_texts(size: GPTConfig, folder: Path, prompt: int, count: int) -> None:
     """Texts that stay on one side of the original context are those of transformers; others are refused."""

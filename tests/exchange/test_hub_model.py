@@ -34,6 +34,7 @@ def opened(folder: Path, devices: int) -> TrainedModel:
     return TrainedModel(model, warm_start(str(folder), model), load_tokenizer(found.tokenizer()), None)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("family", "changes"),
     [

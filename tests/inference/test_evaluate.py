@@ -79,10 +79,10 @@ def plain(workplace: Path, params: Any) -> dict[str, float]:
     "where",
     [
         ("evaluate.replicate=false", "distributed.cpu_devices=8"),
-        ("evaluate.replicate=false", "distributed.cpu_devices=3", "zero.stage=1"),
         *(
             pytest.param(where, marks=pytest.mark.wide)
             for where in (
+                ("evaluate.replicate=false", "distributed.cpu_devices=3", "zero.stage=1"),
                 ("evaluate.replicate=true", "distributed.cpu_devices=8", "training.batch_size=7"),
                 ("distributed.cpu_devices=1",),
             )

@@ -321,6 +321,7 @@ def test_no_empty_panels(tmp_path: Path) -> None:
     assert not {"Model FLOPs utilization", "Peak memory", "Tasks", "Experts"} & set(titles)
 
 
+@pytest.mark.wide
 def test_long_run(tmp_path: Path) -> None:
     """The page of a long run that was resumed often is small, is written quickly, and keeps its spikes."""
     run, spike = make_run(tmp_path / "run", 0.5), 5_555

@@ -293,6 +293,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return found
 
 
+@pytest.mark.wide
 def test_two_adapters_in_one_evaluation(place: FinishedRun, tmp_path: Path, reads: list[Path]) -> None:
     """A run and the folder of PEFT that was made of it have an entry each; the base is read once."""
     export("run", tmp_path / "adapters")

@@ -164,7 +164,7 @@ UNGUARDED: dict[str, Any] = {"max_norm": None, "skip_bad_steps": False}
     "options",
     [
         {"skip_spikes": 6.0},
-        UNGUARDED,
+        pytest.param(UNGUARDED, marks=pytest.mark.wide),
         pytest.param({"skip_spikes": 6.0, "skip_bad_steps": False}, marks=pytest.mark.slow),
     ],
     ids=lambda options: "-".join(options),
@@ -182,6 +182,7 @@ def test_not_finite_is_no_spike(poison: float, options: dict[str, Any]) -> None:
     np.testing.assert_array_equal(bits(state.guard.running), before)
 
 
+@pytest.mark.wide  # test_fused_update.py has them
 @pytest.mark.parametrize("fused", [False, pytest.param(True, marks=pytest.mark.slow)])  # test_fused_update.py has them
 def test_statistics_without_skipping(fused: bool) -> None:
     """Statistics are kept where nothing is skipped."""

@@ -245,6 +245,7 @@ def test_first_magnitudes_change_nothing(form: str) -> None:
         np.testing.assert_allclose(x["magnitude"], np.linalg.norm(whole[name]["kernel"], axis=1), rtol=1e-6)
 
 
+@pytest.mark.wide  # tests/run/test_train_lora.py evaluates merged weights
 @pytest.mark.parametrize("adapters", [pytest.param(ADAPTERS, marks=SLOW), DORA], ids=["lora", "dora"])
 def test_merged_weights_score_as_adapters(adapters: Adapters) -> None:
     """A base with the adapters merged scores as the model with adapters does."""

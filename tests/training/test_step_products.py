@@ -158,9 +158,8 @@ def test_steps_that_gather_in_8_bits(devices: int, options: dict[str, Any]) -> N
     jax.tree.map(np.testing.assert_array_equal, got.params, expected.params)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "int8" else pytest.param(name, marks=pytest.mark.wide) for name in EIGHT_BITS]
-)
+@pytest.mark.wide  # tests/models/test_products.py has the products
+@pytest.mark.parametrize("name", EIGHT_BITS)
 def test_products_are_rounded(name: str) -> None:
     """Gradients differ from those of exact products, and only a little."""
     exact, rounded = (
