@@ -149,6 +149,7 @@ def test_first_weights() -> None:
     assert_first_weights(setup(8, 3, config=ODD, axis=axis(4)))
 
 
+@pytest.mark.wide  # a step has the same forward pass
 def test_evaluation_equals_whole_rows() -> None:
     """An evaluation gives the sums of whole rows."""
     totals = []
