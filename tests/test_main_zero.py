@@ -376,7 +376,7 @@ def test_run_directory_tells_what_was_done(finished: Path, workplace: Path) -> N
     for line in lines:
         assert {"train/loss", "learning_rate", "sequence_length", "tokens_seen"} <= set(line)
         assert {"gradient_norm", "skipped_steps"} <= set(line)
-        assert ("tokens_per_second" in line) == (line["step"] not in (1, 7))  # the steps that were compiled
+        assert ("tokens_per_second" in line) == (line["step"] != 1)  # the steps that were compiled
         assert line["tokens_seen"] == line["step"] * 16 * 32
         assert line["sequence_length"] == 32
         assert ("validation/loss" in line) == (line["step"] in (6, 12))
