@@ -72,9 +72,11 @@ class NotElementwiseError(ValueError):
     >>> tx = zero.shard_optimizer(optax.clip_by_block_rms(1.0), "batch")
     >>> def updates(params):
     ...     return tx.update(zero.local(params), tx.init(params), params)[0]
-    >>> jax.vmap(updates, axis_name="batch", axis_size=8, in_axes=None)(params)
-    Traceback (most recent call last):
-    zero.partition.rewrite.interpreter.NotElementwiseError: clip_by_block_rms is not element-wise: ...
+    >>> try:
+    ...     jax.vmap(updates, axis_name="batch", axis_size=8, in_axes=None)(params)
+    ... except zero.NotElementwiseError as error:
+    ...     print(error)
+    clip_by_block_rms is not element-wise: ...
     """
 
 
