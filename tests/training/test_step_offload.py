@@ -69,8 +69,8 @@ def bytes_of(avals: list[Any]) -> int:
 
 
 # Arrays that each part of a policy stores: with the output of attention its log-sum-exp; queries, keys, values and the
-# output projection beside these two; the products that begin an MLP.
-ARRAYS = {"full": 0, "nested": 0, "attention": 2, "projections": 6, "mlp_in": 1, "mlp": 2, "dots": 8}
+# output projection beside these two; the products that begin an MLP, and, as there are no experts, no more with them.
+ARRAYS = {"full": 0, "nested": 0, "attention": 2, "projections": 6, "mlp_in": 1, "mlp": 2, "experts": 2, "dots": 8}
 
 
 EACH = ("nested", "dots", "mlp_in+attention", "projections")  # all the others are parts of these
