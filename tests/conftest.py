@@ -43,6 +43,7 @@ from tests.helpers.compilation import QUICK_FLAGS
 gc.set_threshold(100_000, 20, 20)  # a fifth of the time of a trace goes into passes over what has been imported
 zero.use_cpu_devices(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_enable_compilation_cache", False)  # a command that a test calls would use the user's
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")  # before modules are imported, whose tests keep the settings of that moment
 
