@@ -307,8 +307,8 @@ def choices_of(name: str) -> tuple[Choice, list[Choice], float]:
 def print_choices(names: Sequence[str]) -> None:
     """Prints a row for each recipe whose remat is automatic: the choice, and the fastest that could fit.
 
-    That is the fastest whose estimate is below the whole memory of a device and of the host, of which a choice leaves a
-    part.
+    A choice could fit if its estimate is below the whole memory of a device and of the host; `zero.remat=auto` also
+    leaves a margin.
     """
     print(f"| {' | '.join(CHOICE_COLUMNS)} |\n{'|---' * len(CHOICE_COLUMNS)}|")
     compiled = load_rows()
@@ -344,7 +344,7 @@ def share(seconds: float, row: Row | None) -> str:
 
 
 def shown(choice: Choice) -> str:
-    """The policy, and what of it is on the host."""
+    """The policy, and the kinds of activations that it stores on the host."""
     on_host = kinds_on_host(choice.model)
     return f"`{choice.model.remat}`" + (f", on the host {', '.join(on_host)}" if on_host else "")
 

@@ -35,7 +35,7 @@ pytestmark = [
     pytest.mark.skipif(
         importlib.util.find_spec("sphinx") is None, reason="no Sphinx: pip install -c constraints.txt -e '.[docs]'"
     ),
-    pytest.mark.skipif(browser.PROGRAM is None, reason="no browser on this machine: apt-get install chromium"),
+    browser.needed,
 ]
 
 

@@ -1,6 +1,7 @@
 """Chromium without a window: how pages are laid out, what they say and what they ask for.
 
 - `Browser`: opens pages of some width, in light or dark, evaluates scripts in them and takes pictures.
+- `needed`: marks a test that opens pages; without a browser it is skipped.
 - `LAYOUT`: a script that names what is wrong with the layout: overflow, titles that overlap, contrast that is too low.
 """
 
@@ -14,7 +15,10 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 PROGRAM = shutil.which("chromium") or shutil.which("google-chrome")
+needed = pytest.mark.skipif(PROGRAM is None, reason="no browser on this machine: apt-get install chromium")
 WIDTHS = (360, 768, 1300, 2000)
 # What the browser says where the page that was asked is gone.
 LEFT = ("Inspected target navigated", "Execution context was destroyed", "Cannot find context", "Promise was collected")

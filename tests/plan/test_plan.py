@@ -400,7 +400,7 @@ def test_segments_of_a_page_sum_to_their_row(longest: float) -> None:
     assert sum(share * 2**33 for _, share, _ in sizes) == highest_peak(row)
 
 
-@pytest.mark.skipif(browser.PROGRAM is None, reason="no browser on this machine: apt-get install chromium")
+@browser.needed
 def test_plan_page_in_a_browser(tmp_path: Path) -> None:
     """Nothing leaves the page, overlaps or is hard to read, at any width, in light and dark; all bars are in it."""
     config = with_values(PlanConfig(), {"plan.dollars_per_hour": 8.8})

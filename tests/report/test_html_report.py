@@ -30,9 +30,6 @@ from zero.tracking.tracker import open_tracker
 EVALUATED = ("validation/ema_loss", "harness/choice/acc", "harness/lambada/acc")
 LAYOUT_TEXT = "1,234,567 elements in 1 leaves\n"
 TOKENS_PER_STEP = 4096
-needs_browser = pytest.mark.skipif(
-    browser.PROGRAM is None, reason="no browser on this machine: apt-get install chromium"
-)
 
 DEFAULTS = flat_config(default_config())
 
@@ -199,7 +196,7 @@ def test_statistics_of_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.wide
-@needs_browser
+@browser.needed
 def test_layout(page: Path, run: Path, tmp_path: Path, opened: Browser) -> None:
     """Nothing leaves the page, overlaps or is hard to read, at any width, in light and dark; nothing is asked for."""
     single = write_report([run], tmp_path / "single.html", DEFAULTS)
@@ -216,14 +213,14 @@ def test_layout(page: Path, run: Path, tmp_path: Path, opened: Browser) -> None:
     assert (opened.complaints, opened.asked) == ([], [])
 
 
-@needs_browser
+@browser.needed
 def test_the_first_screen_has_the_answers(run: Path, tmp_path: Path, opened: Browser) -> None:
     opened.open(write_report([run], tmp_path / "page.html", DEFAULTS), 1300, 900)
     bottoms = opened.evaluate("[...document.querySelectorAll('.card')].map(c => c.getBoundingClientRect().bottom)")
     assert len(bottoms) == 4 and max(bottoms) < 900
 
 
-@needs_browser
+@browser.needed
 def test_curves_in_a_browser(page: Path, tmp_path: Path, opened: Browser) -> None:
     """Every panel is drawn, with a key and the newest values; the arrow keys read others; screen readers hear them."""
     opened.open(page)
@@ -252,7 +249,7 @@ def test_curves_in_a_browser(page: Path, tmp_path: Path, opened: Browser) -> Non
     assert opened.complaints == []
 
 
-@needs_browser
+@browser.needed
 def test_the_page_of_a_run_in_progress_reloads(run: Path, tmp_path: Path, opened: Browser) -> None:
     """It shows what was written since, keeps what was chosen, and stops where that is asked for."""
     page = write_report([run], tmp_path / "page.html", DEFAULTS)
@@ -273,7 +270,7 @@ def test_the_page_of_a_run_in_progress_reloads(run: Path, tmp_path: Path, opened
     assert facts(page)["state"] == ("finished", "at step 40")
 
 
-@needs_browser
+@browser.needed
 def test_the_browser_sees_what_is_wrong(tmp_path: Path, opened: Browser) -> None:
     """The tests above would fail on a page with mistakes."""
     broken = tmp_path / "broken.html"

@@ -47,7 +47,7 @@ CONFIG = GPTConfig(
     vocab_chunks=3,
     embedding_norm=True,
 )
-PLAIN = dataclasses.replace(CONFIG, dropout=0.0)  # masks are a quarter of what compiles
+PLAIN = dataclasses.replace(CONFIG, dropout=0.0)  # dropout is a quarter of the time of a compilation
 EXPERTS = dataclasses.replace(
     CONFIG, mlp_bias=False, experts=8, experts_per_token=2, normalize_router=True, expert_capacity=1.0
 )

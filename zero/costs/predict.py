@@ -59,7 +59,8 @@ _ZERO_KERNEL = re.compile(r'zero_attention_(?:fwd|bwd).*"cost_estimate":{"flops"
 # that lie side by side in lanes, or per row of a matrix that has the lanes for itself (measured in delta-rule.md).
 _INVERSION = re.compile(r'custom_call_target="InvertDiagBlocks')
 _LAID_OUT = re.compile(r"f32\[([\d,]+)\]\{(\d+)")
-_BUNDLES_PER_ELEMENT, _BUNDLES_PER_ROW = 18.1, 27.9
+_BUNDLES_PER_ELEMENT = 18.1
+_BUNDLES_PER_ROW = 27.9
 _MASK = re.compile(r"s8\[(?:\d+,)?(\d+),(\d+)\]")
 _HEADS = re.compile(r"(?:bf16|f32)\[([\d,]+)\]")
 

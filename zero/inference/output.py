@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 from zero.config.keys import Mistakes
@@ -9,7 +10,7 @@ from zero.inference.scoring import Scorer
 from zero.models.config import GPTConfig
 
 
-class Output:
+class Output(ABC):
     """One thing that `mode=evaluate` makes of trained weights; `zero.inference.config.outputs` is their table.
 
     An output is made of sections of the configuration. Its own keys are a dataclass `Keys` in it, which the section
@@ -25,9 +26,9 @@ class Output:
     is_of_one_model: ClassVar[bool] = False
 
     @property
+    @abstractmethod
     def is_asked(self) -> bool:
         """Whether the keys ask for it; otherwise only `mistakes` is called."""
-        raise NotImplementedError
 
     def mistakes(self, size: GPTConfig, of_model: str) -> Mistakes:
         """The contradictions between its keys, or beside the model: a key, and what was expected."""
@@ -37,6 +38,6 @@ class Output:
         """What its scores depend on but for the weights and the keys with `in_scores`, as JSON."""
         return {}
 
+    @abstractmethod
     def make(self, scorer: Scorer) -> dict[str, Any]:
         """Its part of evaluation.json, for the weights of the scorer. All hosts call it."""
-        raise NotImplementedError

@@ -178,7 +178,9 @@ class Rates(NamedTuple):
 
 # Shares of the peak that XLA for TPU reaches in the products of a layer, in attention without a kernel, and in the
 # delta rule (docs/decisions/offload.md, attention.md, benchmarks/measured/delta-rule.md).
-PRODUCTS_SHARE, DENSE_SHARE, DELTA_SHARE = 0.85, 0.15, 0.02
+PRODUCTS_SHARE = 0.85
+DENSE_SHARE = 0.15
+DELTA_SHARE = 0.02
 _BLOCK = 512  # positions of the blocks of scores that kernels compute as a whole, those on the diagonal as well
 _PRODUCTS_AHEAD = 2  # that XLA runs between the start of a load and the end of a layer (docs/decisions/offload.md)
 

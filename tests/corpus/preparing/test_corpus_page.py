@@ -25,9 +25,6 @@ from zero.corpus.text.tokenizers import ByteTokenizer
 HOW: dict[str, Any] = {"workers": 1, "validation_fraction": 0.2, "row_tokens": 32}
 OPTIONS: dict[str, Any] = {"deduplicate": True, "minimum_tokens": 12, "filters": (("words", "2,9"),)}
 PART_BYTES = 2000
-needs_browser = pytest.mark.skipif(
-    browser.PROGRAM is None, reason="no browser on this machine: apt-get install chromium"
-)
 
 
 @pytest.fixture
@@ -211,7 +208,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 @pytest.mark.wide
-@needs_browser
+@browser.needed
 def test_layout(source: Path, tmp_path: Path, opened: Browser):
     """Nothing leaves the page, overlaps or is hard to read, at any width, in light and dark; nothing is asked for."""
     corpus = make(source, tmp_path, **HOW, **OPTIONS, part_bytes=PART_BYTES)
@@ -227,7 +224,7 @@ def test_layout(source: Path, tmp_path: Path, opened: Browser):
     assert (opened.complaints, opened.asked) == ([], [])
 
 
-@needs_browser
+@browser.needed
 def test_histogram_in_a_browser(source: Path, tmp_path: Path, opened: Browser):
     """It is drawn, and the arrow keys read its bars, which are those of the table."""
     corpus = make(source, tmp_path, **HOW, **OPTIONS)
