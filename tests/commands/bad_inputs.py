@@ -51,6 +51,8 @@ CONFIGURATIONS: dict[str, str] = {
     "data.corpus='${'": "data.corpus='${': no viable alternative",
     # Sections.
     "data='???'": "data=???: expected a section of keys",
+    "model=null": "model=null: expected a section of keys",
+    "mode=evaluate evaluate=null": "evaluate=null: expected a section of keys",
     "model='???'": "model",
     "optimizer=null": "optimizer=null: expected one of adamw, ademamix, lion",
     "training=[1]": "training=[1]: Cannot merge DictConfig with ListConfig",

@@ -27,6 +27,7 @@ from zero.commands.arguments import check_form, take_text_literally
 from zero.commands.help import help_text, version_text
 from zero.commands.modes import MODES, check, describe, merge_resumed
 from zero.config.check import Sizes
+from zero.config.constraints import shown
 from zero.config.files import conf_directory
 from zero.config.saved_config import with_groups
 from zero.corpus.preparing.prepare_if_missing import corpus_name, prepare_if_missing
@@ -117,7 +118,7 @@ def resolve(config: DictConfig, overrides: list[str]) -> tuple[Any, GPTConfig]:
     check_names(overrides)
     sizes: Sizes | None = None
     try:
-        check_paths_of_runs(config)
+        check_keys_of_runs(config)
         if config.resume is not None:
             config = merge_resumed(saved_config(Path(config.resume)), config, overrides)
         elif config.mode in ("evaluate", "sample") and (folder := folder_in_place_of_run(config)) is not None:
@@ -213,8 +214,14 @@ def use_folder(config: DictConfig, folder: HubModel, given: Sequence[str]) -> Si
     return folder
 
 
-def check_paths_of_runs(config: DictConfig) -> None:
-    """Raises UserError if the keys that name a run are not strings; they are read before the rest is validated."""
+def check_keys_of_runs(config: DictConfig) -> None:
+    """Raises UserError for keys that select a run, or their sections, of another type.
+
+    They are read before all others, which are validated when the run is known.
+    """
+    for name in ("model", "data", "evaluate"):
+        if name in config and not isinstance(config[name], DictConfig):
+            raise UserError(f"{name}={shown(config[name])}: expected a section of keys")
     for key in ("resume", "model.model_path"):
         value = OmegaConf.select(config, key)
         if value is not None and not isinstance(value, str):
