@@ -138,6 +138,7 @@ SIZES = {
     "ministral": _of("ministral", N=4, windows=(9, 0)),
     "seed_oss": _of("seed_oss", N=2),
     "arcee": _of("arcee", N=2),
+    "apertus": _of("apertus", N=2, rotary_base=500.0, rotary_scaling=(8.0, 1.0, 4.0, 64.0)),
     "ernie4_5": _of("ernie4_5", N=2, attention_dropout=0.0),
     "glm4": _of("glm4", N=2, head_dim=12),
     "olmoe": _of(
@@ -196,7 +197,7 @@ def params(size: GPTConfig, seed: int = 0) -> Any:
     """Whole arrays; every leaf random and large enough to matter, scales of both signs against endless repetition."""
     rng = np.random.default_rng(seed)
     spread = {"kernel": 0.5, "scale": 1.0, "bias": 0.1, "table": 0.1, "relative_bias": 1.0, "logits": 1.0}
-    spread |= {"taps": 0.5, "log_rate": 0.5, "offset": 0.5}
+    spread |= {"taps": 0.5, "log_rate": 0.5, "offset": 0.5, "positive": 1.0, "negative": 1.0}
 
     def one(leaf: zero.groups.LeafLayout) -> np.ndarray:
         return rng.normal(0, spread[leaf.path[-1]], leaf.shape).astype(leaf.dtype)

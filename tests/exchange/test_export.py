@@ -46,8 +46,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 FILES = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
 
 
-OTHERS = ("gpt_neox_sequential", "llama_tied", "olmo2", "granite", "gemma")  # not of test_models_of_transformers
-WRITTEN = ("gpt_neox_sequential", "llama_tied", "granite", "gemma")
+OTHERS = ("gpt_neox_sequential", "llama_tied", "olmo2", "granite", "gemma", "apertus")  # apertus writes constants too
+WRITTEN = ("gpt_neox_sequential", "llama_tied", "granite", "gemma", "apertus")
 READ = ("gpt_neox", "gpt_oss", "gemma3")  # those in `SOME` whose logits test_models_of_transformers compares
 
 
@@ -93,7 +93,7 @@ def test_equals_transformers(size: GPTConfig, tmp_path: Path) -> None:
 
 
 # test_equals_transformers exports each, and test_hf_folder.py reads them.
-@pytest.mark.parametrize("size", few(SOME, wide=[*READ, "phi3", "gpt2"]), ids=SIZES)
+@pytest.mark.parametrize("size", few([*SOME, "apertus"], wide=[*READ, "phi3", "gpt2", "apertus"]), ids=SIZES)
 def test_round_trip_of_an_export(size: GPTConfig, tmp_path: Path) -> None:
     """A model that is exported, imported and exported again has the same bytes."""
     save(tmp_path / "first", size, 3, 7)

@@ -18,6 +18,7 @@ from zero.base.errors import UserError
 from zero.exchange.architecture_table import ARCHITECTURES
 from zero.exchange.export import export
 from zero.exchange.hf_config import read_choices, write_config
+from zero.exchange.hf_folder import HuggingFaceFolder
 from zero.exchange.warm_start import warm_start
 from zero.models.families import FAMILIES
 from zero.models.gpt import GPT
@@ -140,6 +141,11 @@ THEIRS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         _LLAMA_SIZES | {"attention_bias": True, "mlp_bias": True},
         {"N": 4, "qkv_bias": True, "out_bias": True, "mlp_bias": True},
     ),
+    "apertus": (
+        "ApertusConfig",
+        _LLAMA_SIZES | {"rope_parameters": _ROPE | {"original_max_position_embeddings": 64}, "attention_bias": True},
+        {"N": 4, "qkv_bias": True, "out_bias": True},
+    ),
     "ernie4_5": (
         "Ernie4_5Config",
         _LLAMA_SIZES | {"use_bias": True},
@@ -215,7 +221,16 @@ THEIRS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 # test_export.py writes Qwen3 and OLMo 2.
 WIDE = (
     *("mistral", "qwen3", "olmo3", "ministral", "seed_oss", "arcee", "olmoe", "smollm3", "starcoder2", "granitemoe"),
-    *("deepseek_v3 without latent queries", "mixtral", "gemma3", "stablelm", "ernie4_5", "glm4", "qwen3_moe"),
+    *(
+        "deepseek_v3 without latent queries",
+        "mixtral",
+        "gemma3",
+        "stablelm",
+        "ernie4_5",
+        "glm4",
+        "qwen3_moe",
+        "apertus",
+    ),
 )
 
 
@@ -401,6 +416,21 @@ def test_tensor_of_integers_is_no_weight(dtype: str, hf: Path, tmp_path: Path) -
     save_file(tensors | {name: tensors[name].astype(dtype)}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=r"c_fc.weight: holds (I|U|BOOL)\S*, expected F64, F32, F16 or BF16"):
         warm_start(str(tmp_path), model_of(LEARNED))
+
+
+def test_constants_of_an_activation_are_checked(tmp_path: Path) -> None:
+    """Apertus stores constants of its activation, in bfloat16; other values would be another model."""
+    size = SIZES["apertus"]
+    save(tmp_path / "run", size, 0)
+    export(str(tmp_path / "run"), tmp_path / "hf", dtype="bfloat16")
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    names = [name for name in tensors if name.endswith(("act_fn.beta", "act_fn.eps"))]
+    assert {tensors[name].shape for name in names} == {()} and len(names) == 2 * size.N
+    assert HuggingFaceFolder(tmp_path / "hf").whole_size().activation == "xielu"
+    name = "model.layers.1.mlp.act_fn.beta"
+    save_file(tensors | {name: np.asarray(0.6, np.float32)}, tmp_path / "hf" / "model.safetensors")
+    with pytest.raises(UserError, match=r"layers.1.mlp.act_fn.beta: holds 0.6\d*; zero supports only 0.5"):
+        HuggingFaceFolder(tmp_path / "hf")
 
 
 @pytest.mark.parametrize(

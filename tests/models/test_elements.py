@@ -26,7 +26,8 @@ COMPOSED: dict[str, dict[str, Any]] = {
     "rms, no gains": {"norm": "rms", "norm_gains": False, "positions": "none", "attention_cap": 0.5, "logit_cap": 0.3},
     "scaled embedding": {"scale_embedding": True, "parallel_residual": True, "activation": "gelu_exact", "tied": False},
     "ALiBi": {"alibi_attn": True, "gated": True, "activation": "silu", "windows": (4,), "out_bias": False},
-    "partial rotary": {"positions": "rotary", "rotary_fraction": 0.4, "rotary_base": 30.0, "extra_logit": True},
+    "partial rotary": {"positions": "rotary", "rotary_fraction": 0.4, "rotary_base": 30.0, "extra_logit": True}
+    | {"activation": "xielu"},
 }
 EACH = pytest.mark.parametrize("changes", COMPOSED.values(), ids=COMPOSED)
 CACHED = ("dense_lm", "ALiBi", "partial rotary")  # whose positions count when a token is decoded
@@ -48,8 +49,11 @@ def norm_by_hand(config: GPTConfig, x: np.ndarray, p: Any) -> np.ndarray:
     return normed * (p["scale"] + (config.norm == "rms_offset")) + p.get("bias", 0)
 
 
-def activation_by_hand(kind: str, x: np.ndarray) -> np.ndarray:
+def activation_by_hand(kind: str, x: np.ndarray, p: Any) -> np.ndarray:
     match kind:
+        case "xielu":
+            positive, negative = (np.log1p(np.exp(p[name])) for name in ("positive", "negative"))
+            return np.where(x > 0, positive * x**2, (0.5 + negative) * (np.exp(x) - 1 - x)) + 0.5 * x
         case "gelu":
             return x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
         case "gelu_exact":
@@ -125,9 +129,9 @@ def logits_by_hand(config: GPTConfig, params: Any, row: np.ndarray) -> np.ndarra
 
         h, gate = dense("mlp_in", x), dense("mlp_gate", x) if config.gated else None
         h = (
-            activation_by_hand(config.activation, h)
+            activation_by_hand(config.activation, h, layer.get("activation"))
             if gate is None
-            else activation_by_hand(config.activation, gate) * h
+            else activation_by_hand(config.activation, gate, layer.get("activation")) * h
         )
         return dense("mlp_out", h)
 

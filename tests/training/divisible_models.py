@@ -23,6 +23,7 @@ MODELS = {
     "llama": _of("llama", **_GROUPED, rotary_scaling=(8.0, 1.0, 4.0, 6.0)),
     "mistral": _of("mistral", **_GROUPED, windows=(5,)),
     "qwen3": _of("qwen3", **_GROUPED),
+    "apertus": _of("apertus", **_GROUPED, rotary_scaling=(8.0, 1.0, 4.0, 6.0)),
     "gemma2": _of("gemma2", **_GROUPED, N=4, windows=(5, 0), attention_cap=0.5, logit_cap=0.5),
     "gpt_oss": _of("gpt_oss", **_GROUPED, windows=(5, 0), experts=8, experts_per_token=2),
     "qwen3_next": _of(

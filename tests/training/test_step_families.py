@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import zero
-from tests.training.small_gpt import CONFIG, Run, assert_first_weights, reference, run_on, setup
+from tests.training.divisible_models import MODELS
+from tests.training.small_gpt import CONFIG, Run, assert_close, assert_first_weights, reference, run_on, setup, tokens
 from zero.models.attention.blockwise import blockwise_attention
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
@@ -51,6 +52,7 @@ TRAINED = {
     ),
     "seed_oss": _of("seed_oss", **_GROUPED),
     "arcee": _of("arcee", **_GROUPED),
+    "apertus": _of("apertus", **_GROUPED, rotary_scaling=(8.0, 1.0, 4.0, 6.0)),
     "glm4": _of("glm4", **{**_GROUPED, "head_dim": 12}),
     "olmoe": _of("olmoe", **_GROUPED, experts=5, experts_per_token=2),
     "granitemoe": _of("granitemoe", **_GROUPED, experts=5, experts_per_token=2, attention_scale=0.25),
@@ -173,6 +175,23 @@ def test_norm_over_a_cut_projection(stage: int) -> None:
     axis = zero.Axis.with_tensor_groups("zero", 8, 2, 1)
     got = run_on(setup(8, stage, config=config, axis=axis)).metrics["loss"]
     np.testing.assert_allclose(got, run_on(setup(1, 0, config=config)).metrics["loss"], rtol=1e-5)
+
+
+GROUPS = {
+    "tensor": zero.Axis.with_tensor_groups("zero", 8, 2, 1),
+    "context": zero.Axis("zero", (1, 8), context=2),
+}
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("kind", GROUPS)
+def test_learned_scalars_of_an_activation_in_groups(kind: str) -> None:
+    """Devices of a group have other hidden values or positions; the gradient of a scalar is the sum over all."""
+    config = MODELS["apertus"]
+    rows = partial(tokens, context=config.block_size)
+    got = run_on(setup(8, 3, config=config, axis=GROUPS[kind]), data=rows)
+    expected = run_on(setup(1, 0, config=config), data=rows)
+    assert_close(got, expected, rtol=1e-5, config=config)
 
 
 @pytest.mark.slow

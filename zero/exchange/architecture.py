@@ -74,6 +74,7 @@ class Architecture:
     # Modules with one name share a tensor: from the last part of this name to an entry of `GROUPS`.
     fused: Mapping[str, str] = field(default_factory=dict)
     bare: tuple[str, ...] = ()  # modules that are tensors: `NAME` as zero has it, of all experts, and `NAME_bias`
+    constants: Mapping[str, float] = field(default_factory=dict)  # tensors of each layer that hold these numbers
     delta: Mapping[str, str] = field(default_factory=dict)  # modules of gated DeltaNet, for which layer_types is read
     unread: str | None = None  # how names of tensors begin that transformers does not read either
     width_divides: bool = False  # transformers refuses an embedding_dim that does not divide by num_head

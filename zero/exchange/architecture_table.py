@@ -12,6 +12,7 @@ from typing import Any
 from zero.base.errors import UserError
 from zero.exchange.architecture import FUSED_QKV, Architecture
 from zero.models.config import FIRST, HEAD, STACK, VOCABULARY, GPTConfig
+from zero.models.mlp import XIELU_BETA, XIELU_EPSILON
 from zero.models.router import ROUTER_BIAS
 
 
@@ -277,6 +278,39 @@ SEED_OSS = _like_llama(
         "mlp_bias": False,
     },
     fixed={"hidden_act": "silu"},
+)
+APERTUS = _like_llama(
+    "apertus",
+    "ApertusForCausalLM",
+    keys={"attention_bias": "attention_bias"},
+    absent={
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1.2e7,
+        "attention_bias": False,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 1.2e7,
+            "factor": 8.0,
+            "original_max_position_embeddings": 8192,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        },
+    },
+    implied={"qk_norm": True},
+    fixed={"hidden_act": "xielu"},
+    modules=_ATTENTION_MODULES
+    | _layers(
+        {
+            "norm_attention": "attention_layernorm",
+            "norm_mlp": "feedforward_layernorm",
+            "mlp_in": "mlp.up_proj",
+            "activation/positive": "mlp.act_fn.alpha_p",
+            "activation/negative": "mlp.act_fn.alpha_n",
+            "mlp_out": "mlp.down_proj",
+        }
+    ),
+    bare=("layers.{}.mlp.act_fn.alpha_p", "layers.{}.mlp.act_fn.alpha_n"),
+    constants={"layers.{}.mlp.act_fn.beta": XIELU_BETA, "layers.{}.mlp.act_fn.eps": XIELU_EPSILON},
 )
 ERNIE4_5 = _like_llama(
     "ernie4_5",
@@ -845,7 +879,7 @@ GEMMA3 = _like_llama(
 )
 # If several equal a model, the first is exported.
 _LLAMAS = (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_5, SMOLLM3, STABLELM, STARCODER2, OLMO2, OLMO3, GRANITE, PHI3)
-_OTHERS = (MINISTRAL, SEED_OSS, ARCEE, ERNIE4_5, GLM4)
+_OTHERS = (MINISTRAL, SEED_OSS, ARCEE, APERTUS, ERNIE4_5, GLM4)
 _WITH_EXPERTS = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, QWEN3_NEXT, OLMOE, GRANITEMOE, GPT_OSS, GLM4_MOE, DEEPSEEK_V3)
 _ALL = (GPT2, BLOOM, GPT_NEO, GPT_NEOX, *_LLAMAS, *_OTHERS, GEMMA, GEMMA2, GEMMA3, *_WITH_EXPERTS)
 ARCHITECTURES = {architecture.model_type: architecture for architecture in _ALL}
@@ -853,7 +887,6 @@ ARCHITECTURES = {architecture.model_type: architecture for architecture in _ALL}
 OTHER_TYPES = {"kimi_k2": "deepseek_v3"}
 # Features of models that people ask for and that no model of zero has.
 MISSING = {
-    "apertus": "an activation with learned parameters (xIELU)",
     "deepseek_v2": "routing by groups of softmax scores",
     "qwen3_5_moe": "one tensor for all experts of a layer",
     "qwen3_5_moe_text": "one tensor for all experts of a layer",

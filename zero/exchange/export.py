@@ -232,6 +232,9 @@ def _tensors(
                 architecture.numbered(name, parts_of_tensor[0], index, size),
                 tensor[index].astype(jnp.dtype(own_dtype)),
             )
+    for name, value in architecture.constants.items():
+        for layer in range(size.N):
+            yield architecture.prefix + name.format(layer), np.asarray(value, jnp.dtype(dtype))
 
 
 def _save_tensors(tensors: Iterable[tuple[str, np.ndarray]], folder: Path) -> None:
@@ -251,7 +254,7 @@ def _save_tensors(tensors: Iterable[tuple[str, np.ndarray]], folder: Path) -> No
     for name, x in tensors:
         if pending and sum(tensor.nbytes for tensor in pending.values()) + x.nbytes > MAX_FILE_BYTES:
             write()
-        pending[name] = np.ascontiguousarray(x)  # save_file ignores strides
+        pending[name] = np.asarray(x, order="C")  # save_file ignores strides
         total += x.nbytes
     write()
     files = [WEIGHTS_FILE]

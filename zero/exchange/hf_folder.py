@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -34,6 +35,7 @@ INDEX_FILE = "model.safetensors.index.json"  # of several files: the file of eac
 _FLOATS = ("F64", "F32", "F16", "BF16")
 # The ends of the names of tensors that are constants: masks, and the frequencies of rotary positions.
 _CONSTANTS = (".attn.bias", ".attention.bias", ".masked_bias", ".rotary_emb.inv_freq")
+_ROUNDING = 2**-8  # of a number to bfloat16
 
 
 class HuggingFaceFolder:
@@ -132,7 +134,19 @@ class HuggingFaceFolder:
                 )
         elif "lm_head.weight" in tensors:  # GPT-NeoX as transformers has it in memory
             tensors[f"{head}.weight"] = tensors.pop("lm_head.weight")
-        return {name: x for name, x in tensors.items() if not name.endswith(_CONSTANTS)}
+        self._check_constants(tensors)
+        constants = (*_CONSTANTS, *(name.rpartition("{}")[2] for name in self.architecture.constants))
+        return {name: x for name, x in tensors.items() if not name.endswith(constants)}
+
+    def _check_constants(self, tensors: Mapping[str, Stored]) -> None:
+        """Raises UserError for a constant of a layer with another value, rounded to the folder's dtype."""
+        for constant, expected in self.architecture.constants.items():
+            for name in tensors:
+                if not name.endswith(constant.rpartition("{}")[2]):
+                    continue
+                value = float(tensors[name][...])
+                if not math.isclose(value, expected, rel_tol=_ROUNDING):
+                    raise UserError(f"{self.path}, tensor {name}: holds {value}; zero supports only {expected}")
 
     def _file_names(self) -> list[str]:
         index = self.path / INDEX_FILE

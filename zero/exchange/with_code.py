@@ -70,7 +70,7 @@ def computed_keys(size: GPTConfig) -> dict[str, Any]:
     missing[f"mixers: {list(size.mixers)}"] = {*size.mixers} != {ATTENTION}
     missing["attention_gate"] = size.attention_gate
     missing["extra_logit: learned"] = size.extra_logit == "learned"
-    missing["activation: clamped_swiglu"] = size.activation == "clamped_swiglu"
+    missing[f"activation: {size.activation}"] = size.activation in ("clamped_swiglu", "xielu")
     missing[f"rotary_scaling: {size.rotary_kind}"] = size.rotary_switch is not None
     for name, is_used in missing.items():
         if is_used:

@@ -24,7 +24,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from zero.models.mlp import MLP, hidden_values
+from zero.models.mlp import ACTIVATIONS, MLP, hidden_values
 from zero.models.parametrization import Initial, kernel_init
 from zero.models.part import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, key, one_of, own_keys
 from zero.models.router import ROUTER_BIAS, ROUTERS, Router, chosen_experts, with_counts
@@ -106,6 +106,8 @@ class Mixture(MLP, Router, Initial):
                 "shared_gate: true needs a shared_dim and mlp_bias: false, "
                 f"got {self.shared_dim} and {str(self.mlp_bias).lower()}"
             )
+        if ACTIVATIONS[self.activation].scalars:
+            yield f"experts need an activation without learned scalars, got {self.activation}"
         for name, needed in (("parametrization", "standard"), ("init", "gpt2")):
             if getattr(self, name) != needed:
                 yield f"experts need {name}: {needed}, got {getattr(self, name)}"

@@ -18,7 +18,7 @@ from zero.models.experts import Experts, ResidualStream, Routing
 from zero.models.layer import Layer, options_of
 from zero.models.mixer import Site, Transformer, TransformerPart
 from zero.models.mixers import MIXERS, Caches
-from zero.models.mlp import hidden_values
+from zero.models.mlp import Scalars, hidden_values
 from zero.models.norms import make_norm
 from zero.models.part import layer_name
 from zero.models.stack import MLP_GATE, MLP_IN
@@ -123,7 +123,8 @@ class TransformerLayer(TransformerPart):
         if config.gated:
             gate_BTF = self.dense(h_BTD, width, "mlp_gate", adapter_keys_B, config.mlp_bias)
             gate_BTF = checkpoint_name(gate_BTF, MLP_GATE)
-        h_BTF = hidden_values(config, h_BTF, gate_BTF)
+        scalars = Scalars(config, name="activation")()
+        h_BTF = hidden_values(config, h_BTF, gate_BTF, scalars)
         if factor_BT1 is not None:
             h_BTF = h_BTF * factor_BT1
         return self.residual_dense(h_BTF, "mlp_out", adapter_keys_B, config.mlp_bias)
