@@ -171,6 +171,7 @@ def test_published_keys_are_read() -> None:
         "gpt2": {"n_ctx": 1024, "summary_type": "cls_index", "task_specific_params": {"text-generation": {}}},
         "gpt_neo": {"gradient_checkpointing": False, "tokenizer_class": "GPT2Tokenizer"},
         "gpt_neox": {"rotary_pct": 0.25, "classifier_dropout": 0.1, "is_decoder": False},
+        "apertus": {"qk_norm": True, "post_norm": False, "mlp_bias": False, "hidden_dropout": 0.0, "rope_theta": 1.2e7},
         "gpt_oss": {"initial_context_length": 4096, "quantization_config": {"quant_method": "mxfp4"}},
     }
     for model_type, keys in published.items():

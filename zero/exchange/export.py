@@ -233,8 +233,8 @@ def _tensors(
                 tensor[index].astype(jnp.dtype(own_dtype)),
             )
     for name, value in architecture.constants.items():
-        for layer in range(size.N):
-            yield architecture.prefix + name.format(layer), np.asarray(value, jnp.dtype(dtype))
+        for number in range(size.N):
+            yield architecture.prefix + name.format(number), np.asarray(value, jnp.dtype(dtype))
 
 
 def _save_tensors(tensors: Iterable[tuple[str, np.ndarray]], folder: Path) -> None:
