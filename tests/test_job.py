@@ -171,8 +171,10 @@ def test_rates() -> None:
     windowed = replace(model, config=replace(model.config, windows=(64,)))
     capped = replace(model, config=replace(model.config, attention_cap=50.0))
     models = (model, windowed, capped, replace(model, kernel=None))
-    assert [rates_of(one, v6e).attention / v6e.flops for one in models] == pytest.approx([0.38, 0.33, 0.33, 0.15])
-    assert rates_of(windowed, v3).attention == pytest.approx(0.82 * v3.flops)
+    assert [rates_of(one, v6e).mixers["attention"] / v6e.flops for one in models] == pytest.approx(
+        [0.38, 0.33, 0.33, 0.15]
+    )
+    assert rates_of(windowed, v3).mixers["attention"] == pytest.approx(0.82 * v3.flops)
     assert rates_of(model, v3).link == 8e9
     products = [rates_of(replace(model, product_dtype=dtype), v6e).products for dtype in ("auto", "int8_all")]
     assert products == pytest.approx([0.85 * v6e.flops, 1.7 * v6e.flops])

@@ -54,7 +54,7 @@ DELTA = dataclasses.replace(
     GATED, kv_heads=None, alibi_attn=False, positions="rotary", mixers=("delta",), delta_key_heads=2,
     delta_value_heads=4, delta_key_dim=16, delta_value_dim=24,
 )  # fmt: skip
-RATES = Rates(products=1e12, attention=1e11, delta=1e10, network=1e9, link=1e9)
+RATES = Rates(products=1e12, mixers={"attention": 1e11, "delta": 1e10}, network=1e9, link=1e9)
 
 
 @cache
@@ -180,7 +180,7 @@ SHARES = st.floats(0, 1.2)  # of the bytes of the policy that stores most
 def test_the_fewest_seconds_of_all_that_fit(device: float, host: float, link: float, attention: float) -> None:
     """The choice is the least of a brute force, and fits both memories; a faster link has no less on the host."""
     # From links that hide nothing to those that hide all; attention from cheaper than an MLP to far more expensive.
-    rates = RATES._replace(attention=1e12 * 10**attention, link=1e9 * 10**link)
+    rates = RATES._replace(mixers={**RATES.mixers, "attention": 1e12 * 10**attention}, link=1e9 * 10**link)
     least = min(activation_bytes(one, ROWS, LONG) for one in all_placements(OF_KERNEL, LONG))
     fixed = fixed_bytes(OF_KERNEL)
     capacity, host_capacity = (fixed + least + device * STORED_MOST) / 0.9 + 100, host * STORED_MOST
@@ -219,8 +219,8 @@ def test_without_the_host_the_last_that_fits_is_taken(device: float) -> None:
     assert (chosen.remat, chosen.offload) == (fitting[-1] if fitting else "full", ())
 
 
-V6E = RATES._replace(products=PRODUCTS_SHARE * 918e12, attention=0.33 * 918e12, link=32e9)
-V5E = RATES._replace(products=PRODUCTS_SHARE * 197e12, attention=0.87 * 197e12, link=16e9)
+V6E = RATES._replace(products=PRODUCTS_SHARE * 918e12, mixers={"attention": 0.33 * 918e12}, link=32e9)
+V5E = RATES._replace(products=PRODUCTS_SHARE * 197e12, mixers={"attention": 0.87 * 197e12}, link=16e9)
 NARROW_MISTRAL = {"embedding_dim": 2048, "num_head": 16, "mlp_dim": 7168, "N": 8}
 NARROW_LLAMA = {"embedding_dim": 1024, "num_head": 8, "kv_heads": 2, "mlp_dim": 3584, "N": 8}
 
@@ -261,7 +261,7 @@ def test_seconds_of_each_kind() -> None:
     scores = 512**2 * (36 + 2 * (1 + 2 + 6 * 3)) / 3
     assert found == pytest.approx(
         {
-            "attention": 4 * 2 * scores * heads / 4 / RATES.attention,
+            "attention": 4 * 2 * scores * heads / 4 / RATES.mixers["attention"],
             "projections": 2 * positions * width * (2 * heads + 2 * config.key_heads * config.head_width) / 4e12,
             "mlp_in": 2 * positions * width * 96 / 4e12,
             "mlp_gate": 2 * positions * width * 96 / 4e12,

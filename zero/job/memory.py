@@ -13,11 +13,11 @@ from zero.config.keys import Mistakes, key
 from zero.hosts.speeds import SPEEDS, Speed
 from zero.models.collections import collections_of
 from zero.models.config import GPTConfig
+from zero.models.mixers import MIXERS
+from zero.models.part import ATTENTION
 from zero.models.stack import EXPERTS, OFFLOADED, REMAT, STORED, span_size
 from zero.partition.layout import Layout
 from zero.training.activations import (
-    DELTA_SHARE,
-    DENSE_SHARE,
     PRODUCTS_SHARE,
     Memory,
     Rates,
@@ -154,15 +154,14 @@ def rates_of(model: ShardedGPT, speed: Speed) -> Rates:
 
     zero's attention kernel lacks windows and caps, which splash attention has; some TPUs support only one of the two.
     """
-    share = DENSE_SHARE
+    shares = {name: kind.share for name, kind in MIXERS.items()}
     if model.kernel is not None:
         is_plain = max(model.config.windows) == 0 and model.config.attention_cap is None
-        share = (speed.fused or speed.splash) if is_plain else (speed.splash or speed.fused)
+        shares[ATTENTION] = (speed.fused or speed.splash) if is_plain else (speed.splash or speed.fused)
     products = speed.products(model.product_dtype.removesuffix("_all"))
     return Rates(
         products=PRODUCTS_SHARE * products,
-        attention=share * speed.flops,
-        delta=DELTA_SHARE * speed.flops,
+        mixers={name: share * speed.flops for name, share in shares.items()},
         network=speed.network,
         link=speed.host / speed.devices,
     )

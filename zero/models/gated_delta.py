@@ -22,7 +22,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from zero.models.attention.delta_rule import CHUNK, Inputs, delta_rule, delta_step
+from zero.models.attention.delta_rule import CHUNK, Inputs, delta_rule, delta_step, operations_per_position
 from zero.models.mixer import Mixer, Site, Transformer
 from zero.models.stack import ATTENTION, PROJECTIONS
 from zero.partition.model_parallel import ModelParallel
@@ -68,6 +68,16 @@ def numbers_of_delta(config: Transformer) -> dict[str, int]:
     of_state = config.delta_key_width * config.delta_value_width // CHUNK
     of_rule = 2 * config.delta_heads * (config.delta_value_width + of_state)
     return {ATTENTION: of_rule, PROJECTIONS: sum(_channels(config)) + config.embedding_dim}
+
+
+def further_of_delta(config: Transformer) -> int:
+    """Numbers of heads per position, in float32; queries and keys also before they have unit length."""
+    return 2 * config.delta_heads * (4 * config.delta_key_width + 3 * config.delta_value_width)
+
+
+def operations_of_delta(config: Transformer, context: int) -> float:
+    """Operations of the delta rule in a row."""
+    return context * config.delta_heads * operations_per_position(config.delta_key_width, config.delta_value_width)
 
 
 def weights_of_delta(config: Transformer) -> int:

@@ -9,8 +9,10 @@ from zero.models.gated_delta import (
     DeltaCache,
     GatedDelta,
     empty_delta_cache,
+    further_of_delta,
     heads_of_delta,
     numbers_of_delta,
+    operations_of_delta,
     weights_of_delta,
 )
 from zero.models.latent_attention import (
@@ -27,8 +29,10 @@ from zero.models.self_attention import (
     Cache,
     SelfAttention,
     empty_cache,
+    further_of_heads,
     heads_of_attention,
     numbers_of_heads,
+    operations_of_heads,
     weights_of_heads,
 )
 
@@ -43,25 +47,54 @@ class MixerKind(NamedTuple):
       module: its class, or a function that takes the same arguments.
       numbers: from the configuration to how many numbers of a position a layer has of each of the kinds ATTENTION and
         PROJECTIONS of `zero.models.stack.KINDS`, on one device.
+      further: from the configuration to how many numbers of a position a layer computes beyond 34 bytes per channel
+        (`zero.training.activations.activation_bytes`).
       weights: from the configuration to the number of weights of the products whose results are of kind PROJECTIONS.
+      operations: from the configuration and the length of a row to the operations between its positions.
+      share: of the peak, in which XLA for TPU computes these operations.
       cache: an empty one, from the configuration, the number of layers with this mixer, and what
         `zero.models.gpt.init_cache` takes beside the configuration.
       heads: from the configuration to the keys of its numbers of heads, which tensor groups divide.
       swaps_heads: whether context groups have to divide these numbers too, to swap positions for heads.
+      is_stored_first: its outputs take longer to compute again than an MLP's, for the memory that they take.
     """
 
     module: Callable[..., Mixer]
     cache: Callable[..., Any]
     numbers: Callable[[Any], dict[str, int]]
+    further: Callable[[Any], int]
     weights: Callable[[Any], int]
+    operations: Callable[[Any, int], float]
+    share: float
     heads: Callable[[Any], dict[str, int]]
     swaps_heads: bool = False
+    is_stored_first: bool = False
 
 
+# The shares of dense attention and of the delta rule (docs/decisions/attention.md, benchmarks/measured/delta-rule.md).
+_DENSE_SHARE, _DELTA_SHARE = 0.15, 0.02
 # Softmax attention, by what makes the keys and values of a model (`Latent.source_of_keys`).
 ATTENTIONS = {
-    HEADS: MixerKind(SelfAttention, empty_cache, numbers_of_heads, weights_of_heads, heads_of_attention),
-    LATENT: MixerKind(LatentAttention, empty_latents, numbers_of_latents, weights_of_latents, heads_of_attention),
+    HEADS: MixerKind(
+        module=SelfAttention,
+        cache=empty_cache,
+        numbers=numbers_of_heads,
+        further=further_of_heads,
+        weights=weights_of_heads,
+        operations=operations_of_heads,
+        share=_DENSE_SHARE,
+        heads=heads_of_attention,
+    ),
+    LATENT: MixerKind(
+        module=LatentAttention,
+        cache=empty_latents,
+        numbers=numbers_of_latents,
+        further=further_of_heads,
+        weights=weights_of_latents,
+        operations=operations_of_heads,
+        share=_DENSE_SHARE,
+        heads=heads_of_attention,
+    ),
 }
 
 
@@ -83,10 +116,26 @@ def _weights_of_attention(config: Transformer) -> int:
 
 MIXERS = {
     ATTENTION: MixerKind(
-        _attention, _cache_of_attention, _numbers_of_attention, _weights_of_attention, heads_of_attention
+        module=_attention,
+        cache=_cache_of_attention,
+        numbers=_numbers_of_attention,
+        further=further_of_heads,
+        weights=_weights_of_attention,
+        operations=operations_of_heads,
+        share=_DENSE_SHARE,
+        heads=heads_of_attention,
     ),
     DELTA: MixerKind(
-        GatedDelta, empty_delta_cache, numbers_of_delta, weights_of_delta, heads_of_delta, swaps_heads=True
+        module=GatedDelta,
+        cache=empty_delta_cache,
+        numbers=numbers_of_delta,
+        further=further_of_delta,
+        weights=weights_of_delta,
+        operations=operations_of_delta,
+        share=_DELTA_SHARE,
+        heads=heads_of_delta,
+        swaps_heads=True,
+        is_stored_first=True,
     ),
 }
 

@@ -60,6 +60,31 @@ def numbers_of_heads(config: Attention) -> dict[str, int]:
     return {ATTENTION: heads + 2 * config.num_head, PROJECTIONS: projections}
 
 
+def further_of_heads(config: Attention) -> int:
+    """Numbers per position of queries, keys, values and the output, if heads are wider than the model together."""
+    return 4 * max(0, config.num_head * config.head_width - config.embedding_dim)
+
+
+_BLOCK = 512  # positions of the blocks of scores that kernels compute as a whole, those on the diagonal as well
+
+
+def operations_of_heads(config: Attention, context: int) -> float:
+    """Operations of the scores of a row, and of its values."""
+    scores = sum(_scores(context, window) for window in config.windows) / len(config.windows)
+    return 4 * config.num_head * config.head_width * scores
+
+
+def _scores(context: int, window: int) -> int:
+    """Scores that a kernel computes per row and head, in whole blocks; a window of 0 is all positions before.
+
+    >>> _scores(1024, 0) / 1024**2, _scores(2048, 512) / 2048**2
+    (0.75, 0.4375)
+    """
+    blocks = -(-context // _BLOCK)
+    widest = blocks if window == 0 else -(-window // _BLOCK) + 1
+    return _BLOCK**2 * sum(min(number + 1, widest) for number in range(blocks))
+
+
 def heads_of_attention(config: Sizes) -> dict[str, int]:
     """The heads that a tensor group divides."""
     return {"num_head": config.num_head, "kv_heads": config.key_heads}

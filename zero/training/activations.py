@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from zero.models.attention.delta_rule import operations_per_position
 from zero.models.config import STACK, GPTConfig
-from zero.models.mixers import numbers_per_layer, weights_per_layer
+from zero.models.mixers import MIXERS, numbers_per_layer, weights_per_layer
 from zero.models.part import ATTENTION as ATTENTION_MIXER
-from zero.models.part import DELTA as DELTA_MIXER
 from zero.models.stack import ATTENTION, EXPERTS, LAYER_INPUT, MLP_GATE, MLP_IN, PROJECTIONS, kinds_of
 from zero.training.sharded_gpt import ShardedGPT
 
@@ -115,10 +113,7 @@ def _layer_bytes(model: ShardedGPT, rows: int, context: int) -> int:
 
 def _further_numbers(size: GPTConfig) -> int:
     """Numbers per position that a layer computes in addition to the formula's: for wider heads, states and experts."""
-    heads = 4 * max(0, size.num_head * size.head_width - size.embedding_dim)  # queries, keys, values, what they return
-    if DELTA_MIXER in size.mixers:  # in float32, the first two also before they have unit length
-        of_head = 4 * size.delta_key_width + 3 * size.delta_value_width
-        heads = max(heads, 2 * size.delta_heads * of_head)
+    heads = max(MIXERS[mixer].further(size) for mixer in size.mixers)
     if size.experts is None:
         return heads
     of_choice = 2 * size.embedding_dim + (3 if size.gated else 2) * size.mlp_width
@@ -147,7 +142,8 @@ def ladder(model: ShardedGPT, context: int) -> tuple[str, ...]:
         return ("full",)
     of_mlp = ("mlp_in", "mlp") if size.experts is None else ("mlp_in", "mlp", "experts")
     with_attention = tuple(f"{policy}+attention" for policy in of_mlp)
-    if DELTA_MIXER in size.mixers or (model.kernel is not None and context >= _LONG):
+    mixes_slowly = any(MIXERS[mixer].is_stored_first for mixer in size.mixers)
+    if mixes_slowly or (model.kernel is not None and context >= _LONG):
         return ("full", "attention", *with_attention)
     if model.kernel is None:
         return ("full", *of_mlp, with_attention[-1])
@@ -164,24 +160,18 @@ class Rates(NamedTuple):
 
     Attributes:
       products: operations of products with weights.
-      attention, delta: operations of each mixer of `zero.models.mixers.MIXERS` between positions.
+      mixers: operations of each mixer of `zero.models.mixers.MIXERS` between positions.
       network: bytes that it sends to other devices.
       link: bytes copied to its host. Copies from the host are as fast, and run at the same time.
     """
 
     products: float
-    attention: float
-    delta: float
+    mixers: Mapping[str, float]
     network: float
     link: float
 
 
-# Shares of the peak that XLA for TPU reaches in the products of a layer, in attention without a kernel, and in the
-# delta rule (docs/decisions/offload.md, attention.md, benchmarks/measured/delta-rule.md).
-PRODUCTS_SHARE = 0.85
-DENSE_SHARE = 0.15
-DELTA_SHARE = 0.02
-_BLOCK = 512  # positions of the blocks of scores that kernels compute as a whole, those on the diagonal as well
+PRODUCTS_SHARE = 0.85  # of the peak, that XLA for TPU reaches in the products of a layer (docs/decisions/offload.md)
 _PRODUCTS_AHEAD = 2  # that XLA runs between the start of a load and the end of a layer (docs/decisions/offload.md)
 
 
@@ -196,7 +186,7 @@ def seconds_by_kind(model: ShardedGPT, rows: int, context: int, rates: Rates) ->
     shares = model.axis.context * _parts(model)
     of_parameter = 2 * rows * context / shares / rates.products
     of_mlp = of_parameter * size.embedding_dim * size.hidden_width
-    of_mixers = [_OPERATIONS[mixer](size, context) / getattr(rates, mixer) for mixer in size.mixers]
+    of_mixers = [MIXERS[mixer].operations(size, context) / rates.mixers[mixer] for mixer in size.mixers]
     return {
         ATTENTION: rows / shares * sum(of_mixers) / len(of_mixers),
         PROJECTIONS: of_parameter * weights_per_layer(size),
@@ -216,30 +206,6 @@ def _seconds_of_experts(model: ShardedGPT, rows: int, context: int, rates: Rates
     exchanges = 2 * channels * jnp.dtype(model.compute_dtype).itemsize * others / rates.network
     product = 2 * channels * size.mlp_width / _parts(model) / rates.products
     return (exchanges + product) * size.expert_layers / size.N
-
-
-def _operations_of_scores(size: GPTConfig, context: int) -> float:
-    """Operations of the scores of a row, and of its values."""
-    scores = sum(_scores(context, window) for window in size.windows) / len(size.windows)
-    return 4 * size.num_head * size.head_width * scores
-
-
-def _operations_of_delta_rule(size: GPTConfig, context: int) -> float:
-    return context * size.delta_heads * operations_per_position(size.delta_key_width, size.delta_value_width)
-
-
-_OPERATIONS = {ATTENTION_MIXER: _operations_of_scores, DELTA_MIXER: _operations_of_delta_rule}
-
-
-def _scores(context: int, window: int) -> int:
-    """Scores that a kernel computes per row and head, in whole blocks; a window of 0 is all positions before.
-
-    >>> _scores(1024, 0) / 1024**2, _scores(2048, 512) / 2048**2
-    (0.75, 0.4375)
-    """
-    blocks = -(-context // _BLOCK)
-    widest = blocks if window == 0 else -(-window // _BLOCK) + 1
-    return _BLOCK**2 * sum(min(number + 1, widest) for number in range(blocks))
 
 
 def storage_seconds(model: ShardedGPT, rows: int, context: int, rates: Rates) -> float:
