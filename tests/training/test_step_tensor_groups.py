@@ -1,5 +1,6 @@
 """Whole steps of tensor groups, whose devices have the same rows and parts of the parameters, against no groups."""
 
+import dataclasses
 import itertools
 import math
 from functools import partial
@@ -11,6 +12,7 @@ import pytest
 import zero
 from tests.training.divisible_models import DIVISIBLE, MODELS
 from tests.training.small_gpt import (
+    RATE,
     Run,
     Setup,
     assert_close,
@@ -20,13 +22,20 @@ from tests.training.small_gpt import (
     shapes_of,
     tokens,
 )
+from zero.base.errors import UserError
 from zero.costs.hlo import collectives
 from zero.inference.generate import generate
+from zero.models.adapters import Adapters
 from zero.models.config import GPTConfig
 from zero.training.batch import Batch, Separators
 from zero.training.host_rows import split_rows
 from zero.training.inference import Sampling
+from zero.training.optimizers.optimizer import make_optimizer
+from zero.training.parts import StepOptions
 from zero.training.programs import make_inference
+from zero.training.sharded_gpt import ShardedGPT
+from zero.training.step import state_layout
+from zero.training.tuning import Tuning
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     **{f"stage {stage}": (stage, {}) for stage in range(4)},
@@ -83,6 +92,30 @@ def test_gated_delta_trains_as_one_device(stage: int) -> None:
     options: dict[str, Any] = {"config": MODELS["qwen3_next"], "separators": Separators(ends=(7,))}
     got = trained(setup(8, stage, axis=axis(stage, 2), **options))
     assert_close(got, trained(setup(1, 0, **options)), rtol=1e-5, config=MODELS["qwen3_next"])
+
+
+_MIXTURE: dict[str, Any] = {"experts": 4, "experts_per_token": 2, "mlp_bias": False, "first_dense": 1}
+
+
+@pytest.mark.parametrize("tuning", [None, Tuning(Adapters(2, 2.0, targets=("query",)))], ids=["all", "adapters"])
+@pytest.mark.parametrize(
+    ("devices", "changes", "leaf"),
+    [
+        (6, {}, "32, the size of blocks/.*"),
+        (8, {**_MIXTURE, "dense_dim": 60}, "60, the size of first_blocks/mlp_in/.*"),
+    ],
+    ids=["heads", "first layers"],
+)
+def test_sizes_that_the_devices_do_not_divide(
+    devices: int, changes: dict[str, Any], leaf: str, tuning: Tuning | None
+) -> None:
+    """Groups divide them, and the devices that hold the shards do not: refused by the name of the leaf."""
+    config = dataclasses.replace(DIVISIBLE, embedding_dim=32, **changes)
+    model = ShardedGPT(config, zero.Axis.with_tensor_groups("zero", devices, 2, 1), 3, tuning=tuning)
+    message = f"zero.tensor_shards=2: {leaf} along which it is cut, does not divide over {devices} devices"
+    with pytest.raises(UserError, match=message):
+        state_layout(model, make_optimizer("adamw", 0.1), StepOptions(RATE))
+        _ = model.frozen_layout
 
 
 WIDE = GPTConfig(embedding_dim=256, vocab_size=512, num_head=8, block_size=128, dropout=0.0, N=4, vocab_chunks=2)

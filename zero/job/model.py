@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import jax
 
-from zero.base.errors import UserError
 from zero.config.constraints import INT32, one_of
 from zero.config.keys import Check, Mistakes, key
 from zero.corpus.text import tokenizers
@@ -20,7 +19,7 @@ from zero.models.attention.blockwise import blockwise_from
 from zero.models.attention.dense import query_block
 from zero.models.attention.kernel import chosen_kernel
 from zero.models.attention_keys import missing_in_kernel
-from zero.models.config import STACK, GPTConfig
+from zero.models.config import GPTConfig
 from zero.models.stack import KINDS, OFFLOADED
 from zero.partition.collectives.axis import Axis
 from zero.training.batch import UNDIVIDED, Separators
@@ -102,9 +101,6 @@ def make_model(
     Args:
       tuning: which part is trained; None for all of it.
       device: one of the axis's devices; None for one of jax's.
-
-    Raises:
-      UserError: a size does not divide evenly over a tensor group.
     """
     device = device or jax.devices()[0]
     platform = device.platform
@@ -145,12 +141,6 @@ def make_model(
         log.warning("model.attention=kernel does not support %s; using model.attention=auto", missing)
     if missing is not None:  # so that nothing counts on it, such as `zero.remat=auto`
         model = dataclasses.replace(model, kernel=None)
-    for leaf in (*model.base.layout_by_parts.leaves, *model.layout_by_parts.leaves):
-        if leaf.is_cut and leaf.path[0] == STACK and leaf.splits[0].padding:
-            raise UserError(
-                f"zero.tensor_shards={zero.tensor_shards}: {leaf.splits[0].size}, the size of {leaf.name} along which "
-                f"it is cut, does not divide over {leaf.splits[0].shards} devices"
-            )
     return model
 
 

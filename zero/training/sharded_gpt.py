@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from zero.base.errors import UserError
 from zero.models.adapters import combine, split_adapters
 from zero.models.collections import Collection, collections_of
 from zero.models.config import STACKS, GPTConfig
@@ -181,10 +182,20 @@ class ShardedGPT:
 
     @cached_property
     def layout_by_parts(self) -> Layout:
-        """`layout`, in which tensor groups and expert groups gather only the parts that they compute with."""
-        if self.stage:
-            return self._sharded_by_parts
-        return self._sharded_by_parts.whole()
+        """`layout`, in which tensor groups and expert groups gather only the parts that they compute with.
+
+        Raises:
+          UserError: the devices do not divide a size of a layer that tensor groups cut.
+        """
+        layout = self._sharded_by_parts if self.stage else self._sharded_by_parts.whole()
+        for leaf in layout.leaves:
+            if leaf.is_cut and leaf.path[0] in STACKS and leaf.splits[0].padding:
+                split = leaf.splits[0]
+                raise UserError(
+                    f"zero.tensor_shards={self.axis.tensor}: {split.size}, the size of {leaf.name} along which it is "
+                    f"cut, does not divide over {split.shards} devices"
+                )
+        return layout
 
     @property
     def sharded_layout(self) -> Layout:
