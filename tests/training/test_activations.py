@@ -42,7 +42,6 @@ LATENT = dataclasses.replace(
     GATED, kv_heads=None, alibi_attn=False, positions="rotary", norm="rms", head_dim=24, rotary_dim=8, latent_dim=40,
     query_latent_dim=48, value_dim=16,
 )  # fmt: skip
-AHEAD = dataclasses.replace(GATED, alibi_attn=False, positions="rotary", predictor=True)
 UNITS = dataclasses.replace(PLAIN, layer="gated_units", num_head=1, alibi_attn=False, positions="none", qkv_bias=True)
 ROWS, CONTEXT = 2, CHUNK  # one state of the delta rule
 # With a group of experts and their places; without, tokens are sorted.
@@ -50,6 +49,7 @@ PLACES = dataclasses.replace(
     GATED, experts=4, experts_per_token=2, expert_capacity=1.5, shared_dim=24, mlp_bias=False, mlp_dim=40
 )
 SORTED = dataclasses.replace(PLACES, expert_capacity=None, first_dense=1, dense_dim=56)
+AHEAD = dataclasses.replace(PLACES, predictor=True, first_dense=1, dense_dim=56)
 DELTA = dataclasses.replace(
     GATED, kv_heads=None, alibi_attn=False, positions="rotary", mixers=("delta",), delta_key_heads=2,
     delta_value_heads=4, delta_key_dim=16, delta_value_dim=24,
@@ -83,7 +83,7 @@ def residuals(config: GPTConfig, remat: str) -> int:
         (PLACES, ["mlp_in", "mlp", "experts", "experts+attention"]),
         (SORTED, ["mlp_in", "mlp", "experts"]),
         (DELTA, ["attention", "projections"]),
-        (AHEAD, ["mlp+projections"]),
+        (AHEAD, ["experts+projections"]),
     ],
     ids=["plain", "gated", "latent", "places", "sorted", "delta", "ahead"],
 )
@@ -93,7 +93,7 @@ def test_stored_values(config: GPTConfig, policies: list[str]) -> None:
         model = ShardedGPT(config, Axis("zero", (1, 1)), 3, remat=remat)
         more = residuals(config, remat) - residuals(config, "full")
         numbers = numbers_per_position(model, kinds_of(remat)) - doubled(model, kinds_of(remat)) / 2
-        layers = config.N + config.predictor
+        layers = config.layer_count
         assert more == pytest.approx(4 * ROWS * CONTEXT * layers * numbers, rel=0.02), remat
         of_full = dataclasses.replace(model, remat="full")
         assert stored_bytes(model, ROWS, CONTEXT) - stored_bytes(
@@ -105,7 +105,7 @@ def doubled(model: ShardedGPT, kinds: Sequence[str]) -> float:
     """Numbers of 4 bytes, which count as two on TPU: log-sum-exps, the delta rule, and the places of tokens."""
     config = model.config
     of_attention = 2 * config.num_head if config.mixers == ("attention",) else numbers_per_position(model, [ATTENTION])
-    of_experts = 2 * config.experts_per_token * config.expert_layers / config.N if config.experts else 0
+    of_experts = 2 * config.experts_per_token * config.expert_layers / config.layer_count if config.experts else 0
     return of_attention * (ATTENTION in kinds) + of_experts * (EXPERTS in kinds)
 
 

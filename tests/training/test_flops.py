@@ -1,5 +1,6 @@
 """Operations of the model against the formula that a person would write down."""
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -68,17 +69,18 @@ def test_flops_of_experts(capacity: float | None) -> None:
     assert matmul_flops(step.jaxpr) == pytest.approx(3 * (of_experts + routed), rel=0.02)
 
 
-def test_flops_of_a_predictor() -> None:
-    """A further layer in a window, the product that joins its inputs, and scores of its own."""
+@pytest.mark.parametrize("experts", [{}, {"experts": 4, "experts_per_token": 2, "mlp_bias": False, "shared_dim": 16}])
+def test_flops_of_a_predictor(experts: dict[str, Any]) -> None:
+    """One more layer like the last one, in a window; the product that joins its inputs, and scores of its own."""
     rows, context, width, layers, vocabulary, mlp, window = 2, 16, 24, 3, 33, 40, 5
     config = GPTConfig(
         width, vocabulary, 4, context, 0.0, layers, alibi_attn=False, positions="rotary", mlp_dim=mlp,
-        windows=(window,), predictor=True,
+        windows=(window,), predictor=True, **experts,
     )  # fmt: skip
-    layer = 4 * width * width + 2 * window * width + 2 * width * mlp
+    deeper = dataclasses.replace(config, N=layers + 1, predictor=False)
     join = 2 * width * width
-    scores = 2 * width * vocabulary  # of the next token, and of the one after it
-    assert model_flops(config, rows, context) == 3 * 2 * rows * context * ((layers + 1) * layer + join + scores)
+    more = 3 * 2 * rows * context * (join + width * vocabulary)
+    assert model_flops(config, rows, context) == model_flops(deeper, rows, context) + more
 
 
 def test_flops_of_latent_attention() -> None:

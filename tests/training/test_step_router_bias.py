@@ -15,6 +15,7 @@ from tests.training.small_gpt import (
     ROWS,
     STEPS,
     Run,
+    Setup,
     advance,
     assert_close,
     batch,
@@ -27,8 +28,10 @@ from tests.training.small_gpt import (
 )
 from zero.exchange.warm_start import merged_weights
 from zero.models.adapters import Adapters, merged
+from zero.models.config import GPTConfig
 from zero.models.gpt import GPT
 from zero.models.router import ROUTER_BIAS
+from zero.training.objectives.multi_token import MultiToken
 from zero.training.optimizers.optimizer import adamw
 from zero.training.parts import StepOptions
 from zero.training.programs import make_programs
@@ -44,32 +47,47 @@ BALANCED = dataclasses.replace(
 )  # fmt: skip
 
 
+AHEAD = dataclasses.replace(BALANCED, predictor=True)
+MULTI_TOKEN = MultiToken().make()
+OBJECTIVES: dict[GPTConfig, dict[str, Any]] = {BALANCED: {}, AHEAD: {"objective": MULTI_TOKEN}}
+
+
 def bias_of(state: Any) -> np.ndarray:
-    """Of the first device; all must have the same."""
+    """Of the first device, in the order of layers; all must have the same."""
     held = state.averages[ROUTER_BIAS]
     zero.check_replicated(held, "zero", devices=jax.devices()[: len(jax.tree.leaves(held)[0])])
-    return np.asarray(held["blocks"]["experts"]["bias"])[0]
+    stacks = [held[name] for name in ("blocks", "predictor_blocks") if name in held]
+    return np.concatenate([np.asarray(stack["experts"]["bias"])[0] for stack in stacks])
+
+
+def setup_of(devices: int, stage: int, micro_batches: int = 1, config: GPTConfig = BALANCED, **options: Any) -> Setup:
+    return setup(devices, stage, micro_batches, config=config, **OBJECTIVES[config], **options)
 
 
 @cache
-def on_one_device() -> Run:
-    return run_on(setup(1, 0, config=BALANCED))
+def on_one_device(config: GPTConfig = BALANCED) -> Run:
+    return run_on(setup_of(1, 0, config=config))
 
 
 def test_bias_moves_by_the_load_of_all_rows() -> None:
-    """By hand from the choices of the first step: a constant step up where an expert has fewer tokens than the mean."""
-    variables = {"params": first_params(BALANCED), **first_collections(BALANCED)}
+    """By hand from the choices of the first step: a constant step up where an expert has fewer tokens than the mean.
+
+    The router of the further layer is the last one.
+    """
+    variables = {"params": first_params(AHEAD), **first_collections(AHEAD)}
     rows = tokens(0)
     inputs = np.where(rows < 0, ~rows, rows)
-    apply: Any = jax.jit(partial(GPT(BALANCED).apply, method="scores"))
+    apply: Any = jax.jit(partial(GPT(AHEAD).apply, method="scores"))
     targets = np.concatenate([rows[:, 1:], np.full((ROWS, 1), -1)], axis=1)
-    scores = apply(variables, inputs, targets)[0]
+    on = setup_of(8, 3, config=AHEAD)
+    scores = apply(variables, inputs, targets, ahead=on.model.ahead(rows))[0]
     loss = np.asarray(scores.losses_BT)[targets >= 0].mean()
     counts = np.asarray(scores.routing.choices_LE)
-    assert counts.sum() == (BALANCED.N - 1) * 2 * ROWS * inputs.shape[1]
-    on = setup(8, 3, config=BALANCED)
+    assert np.array_equal(counts.sum(-1), [2 * ROWS * inputs.shape[1]] * AHEAD.N)
     state, (metrics,) = advance(on, on.start(), range(1))
-    assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
+    assert metrics["next_loss"] == pytest.approx(loss, rel=1e-5)
+    share_max = (counts / counts.sum(-1, keepdims=True)).max(-1).mean()
+    assert metrics["expert_share_max"] == pytest.approx(share_max, rel=1e-5)
     expected = RATE * np.sign(counts.mean(-1, keepdims=True) - counts)
     np.testing.assert_array_equal(bias_of(state), expected.astype(np.float32))
     assert len(np.unique(expected)) > 1
@@ -82,17 +100,22 @@ ALL: list[tuple[int, int, int]] = [
 WIDE = [(8, 3, 1), (3, 2, 4)]
 
 
+WITH_PREDICTOR = [(1, 3, 1), (3, 0, 1), (3, 3, 2), (8, 0, 1), (8, 3, 1)]
+
+
 @pytest.mark.parametrize(
-    ("devices", "stage", "micro_batches"),
+    ("devices", "stage", "micro_batches", "config"),
     [
-        *(pytest.param(*case, marks=pytest.mark.wide) for case in WIDE),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in WIDE),
+        *(pytest.param(*case, BALANCED, marks=pytest.mark.wide) for case in WIDE),
+        *(pytest.param(*case, AHEAD, marks=pytest.mark.wide) for case in WITH_PREDICTOR),
+        *(pytest.param(*case, BALANCED, marks=pytest.mark.slow) for case in ALL if case not in WIDE),
     ],
+    ids=lambda x: None if isinstance(x, int) else "predictor" if x.predictor else "layers",
 )
-def test_every_stage_trains_as_one_device(devices: int, stage: int, micro_batches: int) -> None:
-    got = run_on(setup(devices, stage, micro_batches, config=BALANCED))
-    assert_close(got, on_one_device(), rtol=1e-5, config=BALANCED)
-    np.testing.assert_array_equal(bias_of(got.state), bias_of(on_one_device().state))
+def test_every_stage_trains_as_one_device(devices: int, stage: int, micro_batches: int, config: GPTConfig) -> None:
+    got = run_on(setup_of(devices, stage, micro_batches, config))
+    assert_close(got, on_one_device(config), rtol=1e-5, config=config)
+    np.testing.assert_array_equal(bias_of(got.state), bias_of(on_one_device(config).state))
     assert np.abs(bias_of(got.state)).max() <= np.float32(STEPS * RATE) * 1.001
 
 
@@ -102,11 +125,13 @@ AXES = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in AXES])
+@pytest.mark.parametrize(
+    "name", [pytest.param("copies", marks=pytest.mark.slow), pytest.param("expert groups", marks=pytest.mark.wide)]
+)
 def test_groups_train_as_one_device(name: str) -> None:
-    got = run_on(setup(8, 3, config=BALANCED, axis=AXES[name]))
-    assert_close(got, on_one_device(), rtol=1e-5, config=BALANCED)
-    np.testing.assert_array_equal(bias_of(got.state), bias_of(on_one_device().state))
+    got = run_on(setup_of(8, 3, config=AHEAD, axis=AXES[name]))
+    assert_close(got, on_one_device(AHEAD), rtol=1e-5, config=AHEAD)
+    np.testing.assert_array_equal(bias_of(got.state), bias_of(on_one_device(AHEAD).state))
 
 
 @pytest.mark.wide
@@ -120,7 +145,7 @@ def test_tensor_groups_count_each_token_once() -> None:
 
 
 def test_skipped_updates_leave_the_bias() -> None:
-    on = setup(8, 3, config=BALANCED)
+    on = setup_of(8, 3, config=AHEAD)
     state = on.start()
     poisoned = jax.tree.map(lambda x: x * jnp.nan, state.params["norm"])
     skipped, _ = advance(on, state._replace(params={**state.params, "norm": poisoned}), range(1))

@@ -14,7 +14,8 @@ Each key is declared by the part whose code reads it (`zero.models.part`):
   MLP, Mixture     mlp.py, experts.py         the second of experts
   Router           router.py
   Transformer      mixer.py                   these together
-  Predictor        predictor.py               a further layer that looks ahead
+  Depth            predictor_keys.py          a further layer, which looks ahead
+  Predictor        predictor.py               its rules
   GatedUnits       gated_unit.py
 """
 

@@ -27,13 +27,14 @@ from jax.typing import DTypeLike
 from zero.models.mlp import ACTIVATIONS, MLP, hidden_values
 from zero.models.parametrization import Initial, kernel_init
 from zero.models.part import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, key, one_of, own_keys
+from zero.models.predictor_keys import Depth
 from zero.models.router import ROUTER_BIAS, ROUTERS, Router, chosen_experts, with_counts
 from zero.models.stack import EXPERTS, MLP_GATE, MLP_IN
 from zero.partition.model_parallel import ALONE, WHOLE, ExpertParallel, ModelParallel
 
 
 @dataclass(frozen=True)
-class Mixture(MLP, Router, Initial):
+class Mixture(MLP, Router, Initial, Depth):
     """The keys of experts."""
 
     experts_every: int = key(
@@ -124,8 +125,8 @@ class Mixture(MLP, Router, Initial):
 
     @property
     def expert_layers(self) -> int:
-        """Layers with experts, in a model that has them."""
-        return (self.N - self.first_dense) // self.experts_every
+        """Layers with experts, in a model that has them; the one of a predictor is the last."""
+        return (self.N - self.first_dense) // self.experts_every + self.predictor
 
     @property
     def places_per_position(self) -> float:
@@ -138,8 +139,8 @@ class Mixture(MLP, Router, Initial):
         if self.experts is None:
             return self.mlp_width
         of_experts = self.places_per_position * self.mlp_width + (self.shared_dim or 0)
-        dense_layers = self.N - self.expert_layers
-        return (self.expert_layers * of_experts + dense_layers * self.dense_width) / self.N
+        dense_layers = self.layer_count - self.expert_layers
+        return (self.expert_layers * of_experts + dense_layers * self.dense_width) / self.layer_count
 
     @property
     def shared_experts(self) -> int | float:

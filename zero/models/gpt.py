@@ -168,26 +168,28 @@ class GPT(nn.Module):
         cut = self._cut.for_positions(tokens_BT.shape[1]) if cache is None else self._cut.with_all_positions()
         stream, cache = self._entered(tokens_BT, keys_B, starts_BT, cache, position, cut)
         stream, cache = self._layers(STACK, stream, cache, keys_B, position, starts_BT, cut)
-        scores = self.score(stream, targets_BT, candidates_BTK)
+        ahead_BT = None
         if ahead is not None:
-            scores = scores._replace(ahead_BT=self._scored_ahead(stream[0], ahead, keys_B, starts_BT, position, cut))
-        return scores, cache
+            ahead_BT, routing = self._scored_ahead(stream, ahead, keys_B, starts_BT, position, cut)
+            stream = stream[0], routing
+        return self.score(stream, targets_BT, candidates_BTK)._replace(ahead_BT=ahead_BT), cache
 
     def _scored_ahead(
         self,
-        x_BTD: jax.Array,
+        stream: ResidualStream,
         ahead: Ahead,
         keys_B: jax.Array | None,
         starts_BT: jax.Array | None,
         position: jax.Array | int,
         cut: ModelParallel,
-    ) -> jax.Array:
-        """Losses of the further layer, from the output of the last one."""
-        next_BTD, routing = self._embedded(ahead.tokens_BT, None, starts_BT, position, cut)
-        stream = self.predictor_join(x_BTD, next_BTD), routing
-        (x_BTD, _), _ = self._layers(PREDICTOR, stream, None, keys_B, position, starts_BT, cut)
+    ) -> tuple[jax.Array, Routing | None]:
+        """Losses of the further layer, from the output of the last one, and the routing with its own."""
+        x_BTD, routing = stream
+        next_BTD, _ = self._embedded(ahead.tokens_BT, None, starts_BT, position, cut)
+        stream = self.predictor_join(next_BTD, self.norm(x_BTD)), routing
+        (x_BTD, routing), _ = self._layers(PREDICTOR, stream, None, keys_B, position, starts_BT, cut)
         _, lse_BT, target_BT, _ = self._of_head(self.predictor_norm(x_BTD), ahead.targets_BT, None)
-        return lse_BT - target_BT
+        return lse_BT - target_BT, routing
 
     def scores_in_part(
         self,

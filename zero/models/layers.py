@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -13,8 +14,8 @@ from zero.models.gated_unit import GatedUnits
 from zero.models.layer import Layer
 from zero.models.mixer import Transformer
 from zero.models.mixers import MIXERS, Caches
-from zero.models.part import GATED_UNITS, STACK, TRANSFORMER
-from zero.models.transformer_layer import DenseLayer, Period, TransformerLayer
+from zero.models.part import FIRST, GATED_UNITS, PREDICTOR, STACK, TRANSFORMER
+from zero.models.transformer_layer import DenseLayer, FurtherLayer, Period, TransformerLayer
 from zero.partition.model_parallel import ModelParallel
 
 AnyCache = Caches | RecurrentState
@@ -26,19 +27,18 @@ class LayerKind(NamedTuple):
     Attributes:
       module: from a configuration to the class of an entry of the stack of layers.
       cache: an empty cache; arguments as for `zero.models.gpt.init_cache`.
-      dense: the class of the layers before the stack (`first_dense`); None if this kind has none.
+      beside: the classes of layers before and after the stack, by the name of theirs; empty if this kind has none.
     """
 
     module: Callable[[Any], type[Layer]]
     cache: Callable[[Any, int, int, DTypeLike, ModelParallel, jax.Array | int], AnyCache]
-    dense: type[Layer] | None = None
+    beside: Mapping[str, type[Layer]] = MappingProxyType({})
 
     def of_stack(self, name: str, config: Any) -> type[Layer]:
         """The class of an entry of a stack of layers, of `zero.models.part.STACKS`."""
         if name == STACK:
             return self.module(config)
-        assert self.dense is not None  # a rule of the keys
-        return self.dense
+        return self.beside[name]
 
 
 def _transformer_layer(config: Transformer) -> type[Layer]:
@@ -67,6 +67,6 @@ def _memory(
 
 # By the key `layer`.
 LAYERS = {
-    TRANSFORMER: LayerKind(_transformer_layer, _caches, DenseLayer),
+    TRANSFORMER: LayerKind(_transformer_layer, _caches, {FIRST: DenseLayer, PREDICTOR: FurtherLayer}),
     GATED_UNITS: LayerKind(_gated_layer, _memory),
 }

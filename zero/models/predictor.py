@@ -1,10 +1,16 @@
 """A further layer that predicts the token after the next one, in training alone.
 
-Its input at a position is a product of two normalized vectors: the residual stream after the last layer, and the
-embedding of the next token. Its output is normalized, and scored by the head of the model. So it sees what the model
-computes anyway, and makes each position learn from two tokens.
+Its input at a position is a product of two normalized vectors: the embedding of the next token, and the output of the
+model's last norm. Its output is normalized, and scored by the head of the model. So it sees what the model computes
+anyway, and makes each position learn from two tokens.
 
-Source: multi-token prediction of DeepSeek-V3, arXiv 2412.19437, section 2.2, of depth 1.
+The layer is like the model's last one. If that has experts, the router of the further layer balances its own as the
+others do: by a bias of its own, and by a share of `balance_loss`, which is a mean over all layers with experts. Metrics
+of routing are means over them as well.
+
+Source: multi-token prediction of DeepSeek-V3, arXiv 2412.19437, section 2.2, of depth 1. Its equation 21 joins the two
+vectors in the opposite order, and leaves open whether the last norm comes before. Both are here as in the published
+weights, by the programs that read them (vLLM, SGLang).
 
 Shapes are named by suffix: B rows, T positions, D embedding
 """
@@ -23,23 +29,17 @@ from jax.typing import DTypeLike
 from zero.models.elements import Dense
 from zero.models.norms import Norms, make_norm
 from zero.models.parametrization import Initial, kernel_init
-from zero.models.part import PREDICTOR, key
+from zero.models.part import PREDICTOR
 from zero.models.positions import Positions
+from zero.models.predictor_keys import Depth
 
 JOIN, PREDICTOR_NORM = "predictor_join", "predictor_norm"
 PARTS = (JOIN, PREDICTOR, PREDICTOR_NORM)  # the subtrees of its parameters
 
 
 @dataclass(frozen=True)
-class Predictor(Positions, Norms, Initial):
-    """The key of the further layer."""
-
-    predictor: bool = key(
-        False,
-        None,
-        "a further layer, with an MLP, that predicts the token after the next one; objective=multi_token trains it, "
-        "sampling and exports leave it out",
-    )
+class Predictor(Positions, Norms, Initial, Depth):
+    """The rules of the further layer."""
 
     def mistakes(self) -> Iterator[str]:
         """Layers that differ, of which it could be several, and positions that an embedding has."""
@@ -69,16 +69,16 @@ class Ahead(NamedTuple):
 
 
 class Join(nn.Module):
-    """The input of the further layer, `(B, T, D)`, from the residual stream and the embeddings of the next tokens."""
+    """The input of the further layer, `(B, T, D)`, from the output of the last norm and the next tokens' embeddings."""
 
     config: Predictor
     dtype: DTypeLike
 
     @nn.compact
-    def __call__(self, stream_BTD: jax.Array, next_BTD: jax.Array) -> jax.Array:
+    def __call__(self, next_BTD: jax.Array, hidden_BTD: jax.Array) -> jax.Array:
         normed = [
-            make_norm(self.config, self.dtype, "norm_stream")(stream_BTD),
             make_norm(self.config, self.dtype, "norm_next")(next_BTD),
+            make_norm(self.config, self.dtype, "norm_hidden")(hidden_BTD),
         ]
         width = (self.config.embedding_dim,)
         product = Dense(width, False, self.dtype, kernel_init(self.config, "join"), name="product")

@@ -15,21 +15,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zero.models.config import GPTConfig
 from zero.models.experts import Mixture
-from zero.models.part import STACK
+from zero.models.gpt import variable_shapes
+from zero.models.router import ROUTER_BIAS
 
 
-def init_router_bias(config: Mixture, key: jax.Array) -> Any:
-    """The bias of a new model, zeros `(L, E)`."""
-    return {STACK: {"experts": {"bias": jnp.zeros((config.scanned_layers, config.experts or 0))}}}
+def init_router_bias(config: GPTConfig, key: jax.Array) -> Any:
+    """The bias of a new model: zeros `(L, E)` for each stack of layers with experts."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), variable_shapes(config)[ROUTER_BIAS])
 
 
 def update_router_bias(config: Mixture, bias: Any, found: Any, key: jax.Array) -> Any:
     """The bias after a step in which `found` tokens, of all devices, had each expert.
 
     >>> config = Mixture(8, 16, 2, 4, 0.0, 1, experts=3, router_bias_rate=0.5, mlp_bias=False)
-    >>> counts = {"blocks": {"experts": {"bias": jnp.asarray([[4.0, 1.0, 1.0]])}}}
-    >>> update_router_bias(config, init_router_bias(config, None), counts, None)["blocks"]["experts"]["bias"].tolist()
+    >>> update_router_bias(config, jnp.zeros((1, 3)), jnp.asarray([[4.0, 1.0, 1.0]]), None).tolist()
     [[-0.5, 0.5, 0.5]]
     """
 

@@ -48,7 +48,7 @@ class TransformerLayer(TransformerPart):
         config = self.config
         (x_BTD, routing), caches = carry
         x_BTD = self.laid_out(x_BTD)
-        entry = layer // config.experts_every
+        entry = self._routers_before + layer // config.experts_every
         layer = layer + self.first
         keys_B = fold_keys(keys_B, layer)
         site_keys = [fold_keys(keys_B, i) for i in range(4)]
@@ -71,6 +71,11 @@ class TransformerLayer(TransformerPart):
         h_BTD = self._norm("norm_mlp", h_BTD, is_after=True) * config.residual_multiplier
         sum_BTD = sum_BTD + dropout(h_BTD, config.residual_drop_rate, site_keys[2], self.cut.of_positions)
         return ((sum_BTD, routing), caches), None
+
+    @property
+    def _routers_before(self) -> int:
+        """Layers with experts before the stack of this one."""
+        return 0
 
     def _norm(self, name: str, x: jax.Array, *, is_after: bool = False) -> jax.Array:
         """Applies the norm before or after a sublayer, if there is one; the latter's name ends in `_after`."""
@@ -139,6 +144,14 @@ class DenseLayer(TransformerLayer):
     """One of the layers before those with experts."""
 
     is_dense: bool = True
+
+
+class FurtherLayer(TransformerLayer):
+    """The layer of a predictor, after all others."""
+
+    @property
+    def _routers_before(self) -> int:
+        return self.config.expert_layers - 1
 
 
 class Period(Layer):

@@ -50,11 +50,6 @@ def _entries(size: GPTConfig) -> int:
     return size.first_dense + size.scanned_layers + size.predictor
 
 
-def _layers(size: GPTConfig) -> int:
-    """Layers of all stacks, with the one that looks ahead."""
-    return size.N + size.predictor
-
-
 def kinds_on_host(model: ShardedGPT) -> tuple[str, ...]:
     """The kinds of activations that are stored in host memory."""
     return tuple(kind for kind in kinds_of(model.remat) if kind in model.offload)
@@ -77,8 +72,8 @@ def stored_bytes(model: ShardedGPT, rows: int, context: int) -> int:
     size = model.config
     channels = _bytes_of_kinds(model, rows, context, [LAYER_INPUT]) // _entries(size)
     kept = {
-        "none": _layers(size) * _layer_bytes(model, rows, context),
-        "dots": _layers(size) * 9 * channels,  # inputs, and the results of products with weights
+        "none": size.layer_count * _layer_bytes(model, rows, context),
+        "dots": size.layer_count * 9 * channels,  # inputs, and the results of products with weights
         "nested": 2 * math.isqrt(size.N) * channels,
     }
     return kept.get(model.remat, _bytes_of_kinds(model, rows, context, kinds_of(model.remat)))
@@ -91,7 +86,7 @@ def _bytes_of_kinds(model: ShardedGPT, rows: int, context: int, kinds: Sequence[
     positions = rows * context // model.axis.context
     inputs = positions * size.embedding_dim * itemsize if LAYER_INPUT in kinds else 0
     others = positions * itemsize * numbers_per_position(model, kinds) // _parts(model)
-    return _entries(size) * inputs + _layers(size) * others
+    return _entries(size) * inputs + size.layer_count * others
 
 
 def _parts(model: ShardedGPT) -> int:
@@ -128,7 +123,7 @@ def numbers_per_position(model: ShardedGPT, kinds: Sequence[str]) -> int:
     if size.experts is not None:
         # What experts read and return, and the place of each choice, an int32. Devices of a tensor group repeat them.
         of_layer = (size.places_per_position + size.experts_per_token) * size.embedding_dim + 2 * size.experts_per_token
-        count[EXPERTS] = _parts(model) * math.ceil(of_layer * size.expert_layers / size.N)
+        count[EXPERTS] = _parts(model) * math.ceil(of_layer * size.expert_layers / size.layer_count)
     return sum(count[kind] for kind in count if kind in kinds)
 
 
@@ -205,7 +200,7 @@ def _seconds_of_experts(model: ShardedGPT, rows: int, context: int, rates: Rates
     others = 1 - 1 / model.axis.expert
     exchanges = 2 * channels * jnp.dtype(model.compute_dtype).itemsize * others / rates.network
     product = 2 * channels * size.mlp_width / _parts(model) / rates.products
-    return (exchanges + product) * size.expert_layers / size.N
+    return (exchanges + product) * size.expert_layers / size.layer_count
 
 
 def storage_seconds(model: ShardedGPT, rows: int, context: int, rates: Rates) -> float:
@@ -223,9 +218,9 @@ def storage_seconds(model: ShardedGPT, rows: int, context: int, rates: Rates) ->
     forward = sum(by_kind.values())
     if model.config.experts is None:
         forward += by_kind[MLP_IN]  # the product that ends an MLP is as large
-    moved = host_bytes(model, rows, context) / _layers(model.config) / rates.link
+    moved = host_bytes(model, rows, context) / model.config.layer_count / rates.link
     waits = max(0.0, moved - forward) + max(0.0, moved - _PRODUCTS_AHEAD * by_kind[MLP_IN])
-    return _layers(model.config) * (recomputed + waits)
+    return model.config.layer_count * (recomputed + waits)
 
 
 def _candidates(model: ShardedGPT, context: int) -> Iterator[ShardedGPT]:

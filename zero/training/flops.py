@@ -40,7 +40,7 @@ def model_flops(config: GPTConfig, rows: int, context: int, *, frozen: bool = Fa
 
     products = matmul_flops(jax.make_jaxpr(forward)(variables, tokens).jaxpr)
     unseen = sum(context - min(context, window or context) for window in config.windows)
-    layers = config.N * config.mixers.count(ATTENTION) // len(config.mixers) + config.predictor
+    layers = config.layer_count * config.mixers.count(ATTENTION) // len(config.mixers)
     local = 2 * 2 * rows * context * (unseen * layers // len(config.windows)) * config.num_head * config.head_width
     return (2 if frozen else 3) * (products - local)
 

@@ -1,4 +1,4 @@
-"""Multi-token prediction on shards: the numbers of a transformer written by hand, and targets within a document."""
+"""Multi-token prediction on shards: the numbers of a model with experts by hand, and targets within a document."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,14 +9,25 @@ import numpy as np
 import pytest
 
 import zero
-from tests.helpers.preferences import DEVICES, SIZE, TENSOR, check_steps, pairs, programs_on
+from tests.helpers.preferences import CONTEXTS, DEVICES, SIZE, check_steps, pairs
 from tests.training.small_gpt import first_params
 from zero.models.config import GPTConfig
 from zero.training.batch import UNDIVIDED, Separators
 from zero.training.objectives.multi_token import MultiToken
 from zero.training.sharded_gpt import ShardedGPT
 
-AHEAD = replace(SIZE, vocab_chunks=4, predictor=True)
+PLAIN = replace(SIZE, vocab_chunks=4, predictor=True)
+AHEAD = replace(
+    PLAIN, mlp_dim=16, experts=4, experts_per_token=2, router="sigmoid", normalize_router=True, router_scale=1.5,
+    balance_loss=0.2, shared_dim=32, first_dense=1, dense_dim=48,
+)  # fmt: skip
+# Every expert has a place for each token, so that nothing is dropped.
+IN_PLACES = replace(AHEAD, expert_capacity=2.0)
+GROUPS: list[Any] = [
+    *DEVICES[:-1],
+    pytest.param(8, 3, {"axis": CONTEXTS, "size": PLAIN}),  # in which no experts are
+    pytest.param(8, 3, {"axis": zero.Axis.with_expert_groups("zero", 8, 4), "size": IN_PLACES}),
+]
 WEIGHT = 0.4
 
 
@@ -24,8 +35,25 @@ def norm(x: Any, p: Any, xp: Any) -> Any:
     return x / xp.sqrt((x**2).mean(-1, keepdims=True) + AHEAD.norm_epsilon) * p["scale"]
 
 
-def layer(p: Any, x: Any, xp: Any) -> Any:
-    """A layer of Llama."""
+def mlp(p: Any, h: Any, xp: Any) -> Any:
+    gate = h @ p["mlp_gate"]["kernel"]
+    return gate / (1 + xp.exp(-gate)) * (h @ p["mlp_in"]["kernel"]) @ p["mlp_out"]["kernel"]
+
+
+def routed(p: Any, h: Any, xp: Any) -> tuple[Any, Any]:
+    """The outputs of all experts, those that are not chosen times zero, and the balancing loss of each row."""
+    scores = 1 / (1 + xp.exp(-h @ p["router"]["kernel"]))
+    is_chosen = scores >= xp.sort(scores, -1)[..., -AHEAD.experts_per_token, None]
+    factors = xp.where(is_chosen, scores, 0)
+    factors = AHEAD.router_scale * factors / factors.sum(-1, keepdims=True)
+    experts = [jax.tree.map(lambda x, number=number: x[number], p) for number in range(factors.shape[-1])]
+    y = sum(factors[..., number, None] * mlp(expert, h, xp) for number, expert in enumerate(experts))
+    shares = scores / scores.sum(-1, keepdims=True)
+    return y, len(experts) * (is_chosen.mean(1) * shares.mean(1)).sum(-1)
+
+
+def layer(p: Any, x: Any, xp: Any) -> tuple[Any, Any]:
+    """A layer of Llama, or one with experts and an MLP beside them; and the balancing loss of each row."""
     batch, positions, _ = x.shape
     half = AHEAD.head_width // 2
     angles = xp.arange(positions)[:, None] * AHEAD.rotary_base ** -(xp.arange(half) / half)
@@ -47,18 +75,26 @@ def layer(p: Any, x: Any, xp: Any) -> Any:
     weights = weights / weights.sum(-1, keepdims=True)
     x = x + xp.einsum("bhts,bshk->bthk", weights, v).reshape(batch, positions, -1) @ p["attention_out"]["kernel"]
     h = norm(x, p["norm_mlp"], xp)
-    gate = h @ p["mlp_gate"]["kernel"]
-    return x + (gate / (1 + xp.exp(-gate)) * (h @ p["mlp_in"]["kernel"])) @ p["mlp_out"]["kernel"]
+    x = x + mlp(p, h, xp)
+    if "experts" not in p:
+        return x, 0.0
+    y, balance = routed(p["experts"], h, xp)
+    return x + y, balance
 
 
-def losses_by_hand(params: Any, rows: Any, xp: Any) -> tuple[Any, Any]:
-    """Sums over tokens of both losses, divided by the number of next tokens (arXiv 2412.19437, equations 21 to 25)."""
+def losses_by_hand(params: Any, rows: Any, xp: Any) -> tuple[Any, Any, Any]:
+    """Sums over tokens, divided by the number of next tokens (arXiv 2412.19437, equations 21 to 25).
+
+    Of both losses, and of what balances the experts of both layers that have some.
+    """
     width = AHEAD.embedding_dim
     table, head = (params[name]["table"].reshape(-1, width)[: AHEAD.vocab_size] for name in ("vocabulary", "head"))
     ids = xp.where(rows < 0, ~rows, rows)
     x = table[ids]
-    for number in range(AHEAD.N):
-        x = layer(jax.tree.map(lambda leaf, number=number: leaf[number], params["blocks"]), x, xp)
+    for stack in (params[name] for name in ("first_blocks", "blocks") if name in params):
+        for number in range(len(stack["norm_mlp"]["scale"])):
+            x, balance = layer(jax.tree.map(lambda leaf, number=number: leaf[number], stack), x, xp)
+    x = norm(x, params["norm"], xp)
 
     def nats(x: Any, targets: Any) -> Any:
         """Of the tokens that are targets: those that are not negative."""
@@ -68,34 +104,52 @@ def losses_by_hand(params: Any, rows: Any, xp: Any) -> tuple[Any, Any]:
         return xp.where(targets >= 0, lse - chosen, 0).sum()
 
     join = params["predictor_join"]
-    both = [norm(x[:, :-2], join["norm_stream"], xp), norm(table[ids[:, 1:-1]], join["norm_next"], xp)]
-    ahead = xp.concatenate(both, -1) @ join["product"]["kernel"]
-    ahead = layer(jax.tree.map(lambda leaf: leaf[0], params["predictor_blocks"]), ahead, xp)
-    count = (rows[:, 1:] >= 0).sum()
-    next_loss = nats(norm(x[:, :-1], params["norm"], xp), rows[:, 1:]) / count
-    return next_loss, nats(norm(ahead, params["predictor_norm"], xp), rows[:, 2:]) / count
+    following = xp.concatenate([ids[:, 1:], 0 * ids[:, :1]], 1)  # the last position is not scored, but routed
+    both = [norm(table[following], join["norm_next"], xp), norm(x, join["norm_hidden"], xp)]
+    further = jax.tree.map(lambda leaf: leaf[0], params["predictor_blocks"])
+    ahead, more = layer(further, xp.concatenate(both, -1) @ join["product"]["kernel"], xp)
+    scored = (rows[:, 1:] >= 0).sum(1)
+    ahead = norm(ahead[:, :-2], params["predictor_norm"], xp)
+    sums = [nats(x[:, :-1], rows[:, 1:]), nats(ahead, rows[:, 2:]), (scored * (balance + more) / 2).sum()]
+    next_loss, ahead_loss, balance_loss = (x / scored.sum() for x in sums)
+    return next_loss, ahead_loss, balance_loss
 
 
 def formula(params: Any, _: jax.Array, rows: np.ndarray) -> tuple[jax.Array, dict[str, jax.Array]]:
-    next_loss, ahead_loss = losses_by_hand(params, rows, jnp)
-    return next_loss + WEIGHT * ahead_loss, {"next_loss": next_loss, "ahead_loss": ahead_loss}
+    next_loss, ahead_loss, balance_loss = losses_by_hand(params, rows, jnp)
+    only_gradient = balance_loss - jax.lax.stop_gradient(balance_loss)
+    loss = next_loss + WEIGHT * ahead_loss + AHEAD.balance_loss * only_gradient
+    return loss, {"next_loss": next_loss, "ahead_loss": ahead_loss}
 
 
-@pytest.mark.wide  # the next test has losses by the same hand, and gradients are jax's
-@pytest.mark.parametrize(("devices", "stage", "options"), DEVICES)
+@pytest.mark.wide  # the next test has losses and gradients by the same hand
+@pytest.mark.parametrize(("devices", "stage", "options"), GROUPS)
 def test_steps_equal_the_formula(devices: int, stage: int, options: dict[str, Any]) -> None:
     with jax.numpy_rank_promotion("allow"):
-        check_steps(MultiToken(weight=WEIGHT).make(), formula, devices, stage, {**options, "size": AHEAD})
+        check_steps(MultiToken(weight=WEIGHT).make(), formula, devices, stage, {"size": AHEAD, **options})
 
 
-def test_losses_in_float64() -> None:
-    one = programs_on(MultiToken(weight=WEIGHT).make(), 8, 3, TENSOR, size=AHEAD, micro_batches=2)
-    (step,) = one.steps(one.start(), lambda step: None, count=1)
-    params = jax.tree.map(lambda x: np.asarray(x, np.float64), first_params(AHEAD))
-    next_loss, ahead_loss = losses_by_hand(params, pairs(0), np)
-    assert step["next_loss"] == pytest.approx(next_loss, rel=1e-6)
-    assert step["ahead_loss"] == pytest.approx(ahead_loss, rel=1e-6)
-    assert step["loss"] == pytest.approx(next_loss + WEIGHT * ahead_loss, rel=1e-6)
+def test_losses_and_gradients_in_float64() -> None:
+    """The gradients of all leaves: the balancing loss reaches the router of the further layer too."""
+    rows = pairs(0)
+    model = ShardedGPT(AHEAD, zero.Axis("zero", (1, 1)), 0)
+    tokens, targets, _ = model.inputs(rows)
+
+    def losses(params: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+        scores = model.apply({"params": params}, tokens, targets, ahead=model.ahead(rows), method="scores")[0]
+        sums = [model.sum_scored(scores.losses_BT, rows), model.sum_ahead(scores.ahead_BT, rows)]
+        next_loss, ahead_loss = (x / model.count_scored(rows) for x in sums)
+        return next_loss + WEIGHT * ahead_loss, {"next_loss": next_loss, "ahead_loss": ahead_loss}
+
+    found, grads = jax.jit(jax.value_and_grad(losses, has_aux=True))(first_params(AHEAD))
+    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
+        wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), first_params(AHEAD))
+        by_hand = jax.value_and_grad(lambda params: formula(params, jnp.zeros(0), rows), has_aux=True)
+        expected, expected_grads = jax.jit(by_hand)(wide)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6)
+    for (path, g), x in zip(jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(expected_grads), strict=True):
+        np.testing.assert_allclose(g, x, rtol=1e-3, atol=2e-6 * np.abs(x).max(), err_msg=str(path))
 
 
 @pytest.mark.parametrize(
@@ -129,7 +183,7 @@ def test_no_target_beyond_a_document(separators: Separators, targets: list[int],
 )
 def test_impossible_models_are_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        replace(AHEAD, **keys)
+        replace(PLAIN, **keys)
 
 
 def test_a_model_without_a_predictor_is_the_same() -> None:
