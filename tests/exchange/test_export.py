@@ -306,5 +306,5 @@ def test_a_further_layer_is_left_out(tmp_path: Path) -> None:
     for name in ("with", "without"):
         export(str(tmp_path / name), tmp_path / f"hf {name}")
     assert contents(tmp_path / "hf with") == contents(tmp_path / "hf without")
-    with pytest.raises(UserError, match="hf with: expected predictor: false, as no further layer is read"):
+    with pytest.raises(UserError, match="hf with: expected predictor: false, as it has no layer that predicts"):
         warm_start(str(tmp_path / "hf with"), model_of(size))

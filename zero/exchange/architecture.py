@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from zero.models.config import FIRST, HEAD, STACK, VOCABULARY, GPTConfig, default_values
 from zero.models.families import FAMILIES
 from zero.models.gpt import variable_shapes
-from zero.models.part import ATTENTION, layer_name
+from zero.models.part import ATTENTION, PREDICTOR, layer_name
 from zero.partition.layout import LeafLayout
 
 _YARNS = ("yarn", "yarn_unrounded")
@@ -42,6 +42,20 @@ _SIZES |= {"expert_capacity", "expert_priority", "balance_loss", "balance_choice
 SEVERAL = {"attention_bias": ("qkv_bias", "out_bias"), "linear_bias": ("qkv_bias", "out_bias", "mlp_bias")}
 
 
+class LayersAhead(NamedTuple):
+    """Layers after the last one, each of which predicts a further token; transformers does not read them.
+
+    Attributes:
+      key: of config.json, their number.
+      modules: zero's names of modules outside the layer of a predictor, to theirs within the first of these layers.
+      copies: their names of copies within a layer, to zero's names of the tables.
+    """
+
+    key: str
+    modules: Mapping[str, str]
+    copies: Mapping[str, str]
+
+
 @dataclass(frozen=True, eq=False)
 class Architecture:
     """How `transformers` names and stores the parts of a model."""
@@ -66,7 +80,7 @@ class Architecture:
     unrotated: int | None = None  # the default of no_rope_layer_interval
     window_period: int = 2  # without layer_types, every layer of this period except the last has a window
     legacy: Mapping[str, Any] = field(default_factory=dict)  # values of old folders that mean the same as in `fixed`
-    predictors: str | None = None  # key of the number of layers after the last one that only training reads
+    ahead: LayersAhead | None = None
     scales_scores: bool = False  # mscale_all_dim of YaRN is a factor of scores too
     direct_queries: Mapping[str, str] = field(default_factory=dict)  # modules where query_latent_dim is None
     windows: str = ""  # their key: "sliding_window", "layer_types", "attention_types", or "" for no windows
@@ -150,6 +164,18 @@ class Architecture:
             modules |= {within + name.removeprefix(stack): tensor for name, tensor in own.items()}
         return replace(self, modules=modules)
 
+    def of_predictor(self, layers: int) -> Architecture:
+        """The same for models with a predictor after this many layers; its layer has the modules of the last ones."""
+        if self.ahead is None:
+            return self
+        modules = dict(self.modules)
+        for name, tensor in self.modules.items():
+            path = name.split("/")
+            if STACK in path:
+                modules["/".join(PREDICTOR if part == STACK else part for part in path)] = tensor
+        modules |= {name: f"{self.layers}{layers}.{tensor}" for name, tensor in self.ahead.modules.items()}
+        return replace(self, modules=modules)
+
     @property
     def layers_key(self) -> str:
         """The key of config.json that holds the number of layers."""
@@ -209,6 +235,8 @@ class Architecture:
         if "{}" not in name:
             return name
         path = leaf.split("/")
+        if PREDICTOR in path:
+            return name.format(size.N, *index[1:])
         layer = index[0] if path[0] == FIRST else size.first_dense + index[0] * size.period
         place = [number for number in range(size.period) if path[1] == layer_name(number)]
         return name.format(layer + sum(place), *index[1:])

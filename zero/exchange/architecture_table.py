@@ -10,9 +10,10 @@ from types import MappingProxyType
 from typing import Any
 
 from zero.base.errors import UserError
-from zero.exchange.architecture import FUSED_QKV, Architecture
+from zero.exchange.architecture import FUSED_QKV, Architecture, LayersAhead
 from zero.models.config import FIRST, HEAD, STACK, VOCABULARY, GPTConfig
 from zero.models.mlp import XIELU_BETA, XIELU_EPSILON
+from zero.models.predictor import JOIN, PREDICTOR_NORM
 from zero.models.router import ROUTER_BIAS
 
 
@@ -703,7 +704,16 @@ _BALANCED_KEYS = {
 }
 _BALANCED: dict[str, Any] = {
     "aliases": {"n_routed_experts": "num_local_experts", "num_nextn_predict_layers": "num_mtp_layers"},
-    "predictors": "num_nextn_predict_layers",
+    "ahead": LayersAhead(
+        "num_nextn_predict_layers",
+        modules={
+            f"{JOIN}/norm_next": "enorm",
+            f"{JOIN}/norm_hidden": "hnorm",
+            f"{JOIN}/product": "eh_proj",
+            PREDICTOR_NORM: "shared_head.norm",
+        },
+        copies={"embed_tokens": VOCABULARY, "shared_head.head": HEAD},
+    ),
     "written": {"num_nextn_predict_layers": 0},
     "bare": ("layers.{}.mlp.gate.e_score_correction",),
 }

@@ -62,16 +62,12 @@ class HuggingFaceFolder:
             self._files = stack.pop_all()
         first = self.architecture.layers
         numbers = {name: name.removeprefix(first).split(".")[0] for name in self._tensors if name.startswith(first)}
-        layers = len({*numbers.values()})
-        if predictors := self._predictors(config):
-            layers -= predictors
-            self._tensors = {
-                name: x
-                for name, x in self._tensors.items()
-                if not numbers.get(name, "").isdigit() or int(numbers[name]) < layers
-            }
+        self._ahead = self._layers_ahead(config, numbers)
+        layers = len({*numbers.values()}) - len({*self._ahead.values()})
         if not layers:
             raise UserError(f"{path}: has no tensor of a layer; expected {self.architecture.prefix}{first}0 and so on")
+        if self._ahead:
+            self.architecture = self.architecture.of_predictor(layers)
         self._config = config
         self.layers = layers
         self.size = {"N": layers, **read_choices(str(path / CONFIG_FILE), config, self.architecture, layers)}
@@ -80,20 +76,59 @@ class HuggingFaceFolder:
         """The model of the folder. Raises UserError if its config.json describes none."""
         return read_size(str(self.path / CONFIG_FILE), self._config, self.architecture, self.layers)
 
-    def _predictors(self, config: Mapping[str, Any]) -> int:
-        """Layers at the end of the files that predict further tokens, which transformers does not read either."""
-        key = self.architecture.predictors
-        first = self.architecture.layers
+    def _layers_ahead(self, config: Mapping[str, Any], numbers: Mapping[str, str]) -> dict[str, int]:
+        """The tensors of layers after the last one, which predict further tokens, and the number of their layer.
+
+        `numbers` has the number of the layer of each tensor.
+        """
+        ahead = self.architecture.ahead
         stated = config.get(self.architecture.layers_key)
-        if key is None or not isinstance(stated, int):
-            return 0
-        found = {name.removeprefix(first).split(".")[0] for name in self._tensors if name.startswith(first)}
-        beyond = {number for number in found if number.isdigit() and int(number) >= stated}
-        if len(beyond) > (config.get(key) or 0):
-            return 0  # the number of layers is then refused
-        if beyond:
-            log.info("%s: %d layers that predict further tokens are not read", self.path, len(beyond))
-        return len(beyond)
+        if ahead is None or not isinstance(stated, int):
+            return {}
+        beyond = {name: int(number) for name, number in numbers.items() if number.isdigit() and int(number) >= stated}
+        most = config.get(ahead.key, config.get(self.architecture.aliases.get(ahead.key, ""))) or 0
+        if len({*beyond.values()}) > most:
+            return {}  # the number of layers is then refused
+        return beyond
+
+    def _unread(self, size: GPTConfig) -> set[str]:
+        """The tensors that predict further tokens and that no leaf of this model holds.
+
+        With a predictor they are copies of the tables, and layers after the first of these.
+
+        Raises:
+          UserError: the model has a predictor and the folder none, or a copy differs from its table.
+        """
+        count = len({*self._ahead.values()})
+        if not size.predictor:
+            if count:
+                log.info(
+                    "%s: %d layers that predict further tokens are not read; with model.override.predictor=true the "
+                    "first one is, to be trained on",
+                    self.path,
+                    count,
+                )
+            return {*self._ahead}
+        if not count:
+            raise UserError(f"{self.path}: expected predictor: false, as it has no layer that predicts further tokens")
+        if count > 1:
+            log.info("%s: of %d layers that predict further tokens the first one is read", self.path, count)
+        return {name for name, number in self._ahead.items() if number > self.layers} | self._checked_copies()
+
+    def _checked_copies(self) -> set[str]:
+        """The copies of the tables in the layer of the predictor."""
+        architecture = self.architecture
+        assert architecture.ahead is not None
+        copies = set[str]()
+        for within, table in architecture.ahead.copies.items():
+            name = f"{architecture.layers}{self.layers}.{within}.weight"
+            original = f"{architecture.modules[VOCABULARY if self._is_tied else table]}.weight"
+            if name not in self._tensors:
+                continue
+            if original in self._tensors and not _are_equal(self._tensors[name], self._tensors[original]):
+                raise UserError(f"{self.path}, tensor {name}: differs from {original}, which a predictor shares")
+            copies.add(name)
+        return copies
 
     def _open_tensors(self, stack: ExitStack) -> dict[str, Stored]:
         """Unread tensors by name without the architecture's prefix."""
@@ -166,16 +201,11 @@ class HuggingFaceFolder:
         A model with more tokens than the folder has new rows in its tables, at the mean of the others.
 
         Raises:
-          UserError: a tensor is missing, left over, of integers, or of another shape than the model's, or the model has
-        a predictor.
+          UserError: a tensor is missing, left over, of integers, or of another shape than the model's; or one of the
+        predictor, as in `_unread`.
         """
-        if model.config.predictor:
-            raise UserError(
-                f"{self.path}: expected predictor: false, as no further layer is read from folders; in published ones "
-                f"it has experts, and zero's has an MLP"
-            )
         parts = {"": model.layout, **model.collection_layouts}
-        left_over = set(self._tensors)
+        left_over = set(self._tensors) - self._unread(model.config)
         for collection, layout in parts.items():
             for leaf in layout.leaves:
                 left_over -= self._check(_within(collection, leaf), model.config)

@@ -10,7 +10,7 @@ of routing are means over them as well.
 
 Source: multi-token prediction of DeepSeek-V3, arXiv 2412.19437, section 2.2, of depth 1. Its equation 21 joins the two
 vectors in the opposite order, and leaves open whether the last norm comes before. Both are here as in the published
-weights, by the programs that read them (vLLM, SGLang).
+weights, by a program that serves them (vLLM, deepseek_mtp.py).
 
 Shapes are named by suffix: B rows, T positions, D embedding
 """
