@@ -17,11 +17,11 @@ import zero
 from tests.exchange.random_weights import model_of, params, save, variables, whole
 from tests.exchange.small_models import logits_of_peft
 from zero.base.errors import UserError
-from zero.exchange.architecture_table import architecture_of
+from zero.exchange.architecture_table import ARCHITECTURES, architecture_of
 from zero.exchange.export import export
 from zero.exchange.hf_config import read_architecture, read_size
 from zero.exchange.hf_folder import HuggingFaceFolder
-from zero.exchange.peft_folder import peft_adapters, read_peft, write_peft
+from zero.exchange.peft_folder import peft_adapters, read_peft, tensor_name, write_peft
 from zero.models.adapters import Adapters
 from zero.models.gpt import GPT
 from zero.training.sharded_gpt import ShardedGPT
@@ -119,6 +119,23 @@ def test_equals_transformers(name: str, tmp_path: Path, caplog: pytest.LogCaptur
         np.testing.assert_allclose(again(torch.as_tensor(row), use_cache=False).logits, expected, atol=1e-6)
 
 
+def test_adapters_of_gates_have_names_where_transformers_has_modules() -> None:
+    """Qwen3-Next makes the gates and rates of gated DeltaNet in products that it shares; Qwen 3.5 does not."""
+    qwen3_5, qwen3_next = (
+        ARCHITECTURES[name].of_mixers(("delta", "attention")) for name in ("qwen3_5_text", "qwen3_next")
+    )
+    modules = {"output_gate": "in_proj_z", "rate": "in_proj_b", "decay_input": "in_proj_a"}
+    for product, module in modules.items():
+        leaf = f"blocks/layer_0/{product}/lora_b"
+        name = tensor_name(leaf, qwen3_5)
+        assert name == f"base_model.model.model.layers.{{}}.linear_attn.{module}.lora_B.weight"
+        shared = "in_proj_qkvz" if product == "output_gate" else "in_proj_ba"
+        match = f"tuning.targets: {product} shares the tensor layers.{{}}.linear_attn.{shared} with other products"
+        with pytest.raises(UserError, match=re.escape(match)):
+            tensor_name(leaf, qwen3_next)
+    assert "mlp.shared_expert_gate." in tensor_name("blocks/layer_1/shared_gate/lora_a", qwen3_next)
+
+
 @pytest.mark.wide
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT reads a deprecated property of transformers
 def test_adapters_of_both_mixers(tmp_path: Path) -> None:
@@ -131,14 +148,16 @@ def test_adapters_of_both_mixers(tmp_path: Path) -> None:
     save(tmp_path / "run", size, 0)
     export(str(tmp_path / "run"), tmp_path / "base")
     weights = params(size)
-    adapters = Adapters(3, 6.0, targets=("attention_out", "mlp_in"))
+    adapters = Adapters(3, 6.0, targets=("attention_out", "mlp_in", "output_gate", "rate", "decay_input"))
     rng = np.random.default_rng(0)
     own = jax.tree.map(lambda leaf: rng.normal(0, 0.3, leaf.shape).astype(np.float32), adapters.shapes(weights))
     named = jax.tree_util.tree_leaves_with_path(own)
     leaves = {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in named}
     architecture = architecture_of(size)
-    with pytest.raises(UserError, match=re.escape("query shares the tensor layers.{}.self_attn.q_proj with other")):
-        write_peft(tmp_path, leaves.__getitem__, ["blocks/layer_2/query/lora_a"], adapters, architecture, "base", size)
+    for product in ("query", "attention_gate"):
+        match = re.escape(f"{product} shares the tensor layers.{{}}.self_attn.q_proj with other")
+        with pytest.raises(UserError, match=match):
+            tensor_name(f"blocks/layer_2/{product}/lora_a", architecture)
     (tmp_path / "adapters").mkdir()
     write_peft(tmp_path / "adapters", leaves.__getitem__, list(leaves), adapters, architecture, "base", size)
     assert peft_adapters(tmp_path / "adapters", size) == adapters

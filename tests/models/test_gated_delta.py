@@ -46,7 +46,8 @@ def model(request: pytest.FixtureRequest) -> tuple[GPT, Any]:
     others: dict[str, dict[str, Any]] = {
         "pattern": {},
         "delta alone": {"mixers": ("delta",), "N": 2},
-        "experts": {"experts": 4, "experts_per_token": 2, "N": 3},
+        "experts": {"experts": 4, "experts_per_token": 2, "N": 3, "attention_gate": True}
+        | {"shared_dim": 8, "shared_gate": True},
     }
     gpt = GPT(GPTConfig(**SIZES | others[request.param]))
     variables = jax.jit(partial(gpt.init, method="hidden"))(jax.random.key(0), tokens(), None)
@@ -99,14 +100,16 @@ def test_no_position_sees_a_later_one(model: tuple[GPT, Any]) -> None:
 
 
 def test_adapters_equal_merged_weights(model: tuple[GPT, Any]) -> None:
-    """Queries, keys, values and outputs of both mixers have them, and MLPs."""
+    """Queries, keys, values, outputs and gates of both mixers have them, the rates of one, and MLPs."""
     gpt, variables = model
     adapters = Adapters(2, 3.0)
     rng = np.random.default_rng(0)
     params = variables["params"]
     own = jax.tree.map(lambda leaf: rng.normal(0, 0.3, leaf.shape).astype(np.float32), adapters.shapes(params))
     of_delta = own["blocks"] if "query" in own["blocks"] else own["blocks"]["layer_0"]
-    assert {"query", "key", "value", "attention_out"} <= {*of_delta}
+    assert {"query", "key", "value", "attention_out", "output_gate", "rate", "decay_input"} <= {*of_delta}
+    if gpt.config.shared_gate:
+        assert {"attention_gate", "shared_gate"} <= {*own["blocks"]["layer_2"]}
     adapted: Any = gpt.clone(adapters=adapters).apply({"params": combine(params, own)}, tokens(), tokens())
     whole: Any = gpt.apply({"params": merged(params, own, adapters)}, tokens(), tokens())
     np.testing.assert_allclose(adapted, whole, atol=1e-4)

@@ -40,7 +40,8 @@ TABLES = (VOCABULARY, HEAD)  # parts of a model that may be trained whole
 MATRICES = ("kernel", LORA_A, LORA_B)  # names of leaves that are matrices of products
 # The products of a layer, in the order of their numbers for dropout.
 _OF_LATENTS = ("query_latent", "latent", "key_value")
-PRODUCTS = ("query", "key", "value", "attention_out", "mlp_in", "mlp_gate", "mlp_out", *_OF_LATENTS)
+_OF_GATES = ("attention_gate", "shared_gate", "output_gate", "rate", "decay_input")  # the last three of gated DeltaNet
+PRODUCTS = ("query", "key", "value", "attention_out", "mlp_in", "mlp_gate", "mlp_out", *_OF_LATENTS, *_OF_GATES)
 
 
 @dataclasses.dataclass(frozen=True)

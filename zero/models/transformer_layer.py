@@ -109,7 +109,7 @@ class TransformerLayer(TransformerPart):
         """The MLP beside experts."""
         gate_BT1 = None
         if self.config.shared_gate:
-            gate_BT1 = nn.sigmoid(self.dense(h_BTD, (1,), "shared_gate", None, use_bias=False))
+            gate_BT1 = nn.sigmoid(self.dense(h_BTD, (1,), "shared_gate", adapter_keys_B, use_bias=False))
         return self._mlp(h_BTD, whole_width, adapter_keys_B, gate_BT1)
 
     def _mlp(

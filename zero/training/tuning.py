@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -32,6 +32,7 @@ from zero.config.constraints import (
 from zero.config.keys import Mistakes, choice_name, key, named
 from zero.models.adapters import PRODUCTS, TABLES, Adapters, combine, measured, merged, resolved, with_copies
 from zero.models.config import HEAD, STACKS, VOCABULARY, GPTConfig
+from zero.models.gpt import variable_shapes
 from zero.partition.collectives.axis import Axis
 from zero.partition.layout import Layout, PyTree
 from zero.partition.stages import gather, shard
@@ -66,6 +67,13 @@ class Whole(Keys):
         return None
 
 
+@cache
+def products_of(size: GPTConfig) -> frozenset[str]:
+    """The products of a model that may have adapters."""
+    shapes = Adapters(1, 1.0).shapes(variable_shapes(size)["params"])
+    return frozenset(path[-2].key for path, _ in jax.tree_util.tree_leaves_with_path(shapes))
+
+
 @dataclasses.dataclass(frozen=True)
 class Adapted(Keys):
     """The keys of all kinds of adapters."""
@@ -78,7 +86,8 @@ class Adapted(Keys):
         None,
         list_of(one_of(*PRODUCTS)),
         "Which products of a layer have adapters, of query, key, value, attention_out, mlp_in, mlp_gate and mlp_out, "
-        "and in latent attention of query_latent, latent and key_value; null: all that the model has.",
+        "in latent attention of query_latent, latent and key_value, of attention_gate and shared_gate, and in gated "
+        "DeltaNet of output_gate, rate and decay_input; null: all that the model has.",
         fixed=True,
     )
     rank_pattern: dict[str, Any] | None = key(
@@ -121,14 +130,9 @@ class Adapted(Keys):
             yield "tuning", f"none, as {why}"
         if size.predictor:
             yield "tuning", f"none, as {of_model} has a predictor, which adapters do not train"
-        lacking = {"mlp_gate"} if not size.gated else set[str]()
-        lacking |= {"latent", "key_value"} if size.latent_dim is None else {"key", "value"}
-        lacking |= {"query_latent"} if size.query_latent_dim is None else set()
-        if size.experts is not None and size.experts_every == 1 and size.shared_dim is None:
-            lacking |= {"mlp_in", "mlp_gate", "mlp_out"}
         patterns = {"rank_pattern": self.rank_pattern or {}, "alpha_pattern": self.alpha_pattern or {}}
         for name, products in {"targets": self.targets or (), **patterns}.items():
-            for product in sorted(lacking & {*products}):
+            for product in sorted({*products} - products_of(size) if products else ()):
                 is_of_experts = size.experts is not None and product.startswith("mlp_")
                 why = "adapters are not for experts" if is_of_experts else "it has none"
                 yield f"tuning.{name}", f"products without {product}, as {why} in {of_model}"
