@@ -130,7 +130,7 @@ def _write(
     collections = tuple(f"averages/{name}/" for name in collections_of(size))
     places = {name.removeprefix(prefix): name for name in saved.meta["shapes"] if name.startswith(prefix)}
     places |= {name.removeprefix("averages/"): name for name in saved.meta["shapes"] if name.startswith(collections)}
-    leaves = [leaf for leaf in places if leaf.partition("/")[0] not in PARTS]
+    leaves = [leaf for leaf in places if not {*leaf.split("/")} & {*PARTS}]
     if merges and tuning is None:
         raise UserError(f"{saved.origin}: has no adapters to merge; zero-weights export writes its weights")
     if with_code and tuning is not None and not merges:
