@@ -130,6 +130,24 @@ def test_the_layer_ahead_is_read(folder: Path, caplog: pytest.LogCaptureFixture)
     jax.tree.map(np.testing.assert_array_equal, without["blocks"], read["blocks"])
 
 
+def test_the_layer_ahead_is_written(folder: Path, tmp_path: Path) -> None:
+    """A folder that was read is written with the same tensors."""
+    size = dataclasses.replace(SIZE, predictor=True)
+    model = model_of(size)
+    save(tmp_path / "run", size, 0, values=whole(warm_start(str(folder), model), model))
+    export(str(tmp_path / "run"), tmp_path / "hf", with_predictor=True)
+    written, expected = load_file(tmp_path / "hf" / WEIGHTS), load_file(folder / WEIGHTS)
+    assert written.keys() == expected.keys()
+    for name, x in expected.items():
+        np.testing.assert_array_equal(written[name], x, err_msg=name)
+    assert json.loads((tmp_path / "hf" / CONFIG).read_text()) == json.loads((folder / CONFIG).read_text())
+    save(tmp_path / "llama", dataclasses.replace(SIZES["llama"], N=2, predictor=True), 0)
+    save(tmp_path / "without", SIZE, 0)
+    for run, line in (("llama", "folders of llama have no names for"), ("without", "has no predictor; zero-weights")):
+        with pytest.raises(UserError, match=line):
+            export(str(tmp_path / run), tmp_path / "other", with_predictor=True)
+
+
 def test_layers_that_do_not_fit_are_refused(folder: Path, tmp_path: Path) -> None:
     model = model_of(dataclasses.replace(SIZE, predictor=True))
     tensors = load_file(folder / WEIGHTS)

@@ -81,6 +81,7 @@ class Architecture:
     window_period: int = 2  # without layer_types, every layer of this period except the last has a window
     legacy: Mapping[str, Any] = field(default_factory=dict)  # values of old folders that mean the same as in `fixed`
     ahead: LayersAhead | None = None
+    copies: Mapping[str, str] = field(default_factory=dict)  # tensors of the layer of a predictor, to modules
     scales_scores: bool = False  # mscale_all_dim of YaRN is a factor of scores too
     direct_queries: Mapping[str, str] = field(default_factory=dict)  # modules where query_latent_dim is None
     windows: str = ""  # their key: "sliding_window", "layer_types", "attention_types", or "" for no windows
@@ -164,17 +165,20 @@ class Architecture:
             modules |= {within + name.removeprefix(stack): tensor for name, tensor in own.items()}
         return replace(self, modules=modules)
 
-    def of_predictor(self, layers: int) -> Architecture:
+    def of_predictor(self, layers: int, *, is_tied: bool) -> Architecture:
         """The same for models with a predictor after this many layers; its layer has the modules of the last ones."""
-        if self.ahead is None:
-            return self
+        assert self.ahead is not None
+        within = f"{self.layers}{layers}."
         modules = dict(self.modules)
         for name, tensor in self.modules.items():
             path = name.split("/")
             if STACK in path:
                 modules["/".join(PREDICTOR if part == STACK else part for part in path)] = tensor
-        modules |= {name: f"{self.layers}{layers}.{tensor}" for name, tensor in self.ahead.modules.items()}
-        return replace(self, modules=modules)
+        modules |= {name: within + tensor for name, tensor in self.ahead.modules.items()}
+        copies = {
+            f"{within}{tensor}.weight": VOCABULARY if is_tied else table for tensor, table in self.ahead.copies.items()
+        }
+        return replace(self, modules=modules, copies=copies)
 
     @property
     def layers_key(self) -> str:

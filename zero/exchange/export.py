@@ -77,6 +77,7 @@ def export(
     ema: bool = False,
     merges: bool = False,
     with_code: bool = False,
+    with_predictor: bool = False,
     dtype: str | None = None,
     into: str | None = None,
 ) -> int:
@@ -85,21 +86,23 @@ def export(
     The weights are of `dtype`, one of `DTYPES`; None is the dtype of the folder that the run started from, or float32.
     The same checkpoint gives the same bytes. The folder appears once it is complete. With `ema` it holds the moving
     average of the weights, and `with_code` its own code for PyTorch, with which `transformers` loads models that equal
-    none of its architectures (`trust_remote_code=True`). Returns the step: `RUN@STEP`'s, or the newest for
-    None. Of a run that trained adapters the folder is one of PEFT, or with `merges` one of its base with the adapters
-    merged, for which the host holds the whole model.
+    none of its architectures (`trust_remote_code=True`). With `with_predictor` it holds the layer that predicts a
+    further token, with which servers decode speculatively, by the names of published folders. Returns the step:
+    `RUN@STEP`'s, or the newest for None. Of a run that trained adapters the folder is one of PEFT, or with `merges` one
+    of its base with the adapters merged, for which the host holds the whole model.
 
     `into` is a folder, or a model of the hub, whose model also reads images, and whose text the run has tuned: the new
     folder is a copy of it with this text. All other tensors and files are the same, byte for byte.
 
     Raises:
-      UserError: no architecture equals the model, there is no such step or no average, the folder exists, or there are
-        no adapters to merge.
+      UserError: no architecture equals the model, there is no such step or no average, the folder exists, there are
+        no adapters to merge, or there is no predictor to write, or no names for it.
     """
     run, named = split_step(place)
     if None not in (step, named):
         raise UserError(f"{place}: expected a run without a step, as --step {step} is given")
-    write = partial(_write, folder=folder, ema=ema, merges=merges, with_code=with_code, dtype=dtype, into=into)
+    options: dict[str, Any] = {"with_code": with_code, "with_predictor": with_predictor, "dtype": dtype, "into": into}
+    write = partial(_write, folder=folder, ema=ema, merges=merges, **options)
     with open_checkpoints(run) as checkpoints:
         return read_step(checkpoints, named if step is None else step, write)
 
@@ -111,6 +114,7 @@ def _write(
     ema: bool,
     merges: bool,
     with_code: bool,
+    with_predictor: bool,
     dtype: str | None,
     into: str | None,
 ) -> int:
@@ -121,6 +125,8 @@ def _write(
         form = Form(ZERO, size, keys=computed_keys(size))
     else:
         form = _form_of_transformers(size, brought["model_type"])
+    if with_predictor:
+        form = _with_predictor(saved.origin, form)
     tokenizer = load_tokenizer(saved.meta["config"]["data"]["tokenizer"])
     saved.tokenizer().check(saved.origin, tokenizer)
     within = saved.subtree(ema)
@@ -130,7 +136,7 @@ def _write(
     collections = tuple(f"averages/{name}/" for name in collections_of(size))
     places = {name.removeprefix(prefix): name for name in saved.meta["shapes"] if name.startswith(prefix)}
     places |= {name.removeprefix("averages/"): name for name in saved.meta["shapes"] if name.startswith(collections)}
-    leaves = [leaf for leaf in places if not {*leaf.split("/")} & {*PARTS}]
+    leaves = [leaf for leaf in places if with_predictor or not {*leaf.split("/")} & {*PARTS}]
     if merges and tuning is None:
         raise UserError(f"{saved.origin}: has no adapters to merge; zero-weights export writes its weights")
     if with_code and tuning is not None and not merges:
@@ -195,6 +201,17 @@ def _form_of_transformers(size: GPTConfig, model_type: str | None) -> Form:
     return Form(architecture_of(size), size, factor)
 
 
+def _with_predictor(origin: str, form: Form) -> Form:
+    """The same with the layer that predicts a further token."""
+    ahead = form.architecture.ahead
+    if not form.size.predictor:
+        raise UserError(f"{origin}: has no predictor; zero-weights export without --with-predictor writes its weights")
+    if ahead is None:
+        raise UserError(f"{origin}: folders of {form.architecture.model_type} have no names for a predictor's tensors")
+    architecture = form.architecture.of_predictor(form.size.N, is_tied=form.size.tied)
+    return form._replace(architecture=architecture, keys={**form.keys, ahead.key: 1})
+
+
 def _merged(saved: SavedStep, size: GPTConfig, within: str) -> dict[str, np.ndarray]:
     """The whole weights of a run that trained adapters, by leaf."""
     model = ShardedGPT(size, Axis("zero", (1, jax.device_count())), 3)
@@ -232,6 +249,9 @@ def _tensors(
                 architecture.numbered(name, parts_of_tensor[0], index, size),
                 tensor[index].astype(jnp.dtype(own_dtype)),
             )
+        for copy, table in architecture.copies.items():
+            if parts_of_tensor[0].startswith(f"{table}/"):
+                yield architecture.prefix + copy, tensor.astype(jnp.dtype(dtype))
     for name, value in architecture.constants.items():
         for number in range(size.N):
             yield architecture.prefix + name.format(number), np.asarray(value, jnp.dtype(dtype))

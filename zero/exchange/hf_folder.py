@@ -67,7 +67,7 @@ class HuggingFaceFolder:
         if not layers:
             raise UserError(f"{path}: has no tensor of a layer; expected {self.architecture.prefix}{first}0 and so on")
         if self._ahead:
-            self.architecture = self.architecture.of_predictor(layers)
+            self.architecture = self.architecture.of_predictor(layers, is_tied=self._is_tied)
         self._config = config
         self.layers = layers
         self.size = {"N": layers, **read_choices(str(path / CONFIG_FILE), config, self.architecture, layers)}
@@ -117,18 +117,12 @@ class HuggingFaceFolder:
 
     def _checked_copies(self) -> set[str]:
         """The copies of the tables in the layer of the predictor."""
-        architecture = self.architecture
-        assert architecture.ahead is not None
-        copies = set[str]()
-        for within, table in architecture.ahead.copies.items():
-            name = f"{architecture.layers}{self.layers}.{within}.weight"
-            original = f"{architecture.modules[VOCABULARY if self._is_tied else table]}.weight"
-            if name not in self._tensors:
-                continue
+        copies = {name: table for name, table in self.architecture.copies.items() if name in self._tensors}
+        for name, table in copies.items():
+            original = f"{self.architecture.modules[table]}.weight"
             if original in self._tensors and not _are_equal(self._tensors[name], self._tensors[original]):
                 raise UserError(f"{self.path}, tensor {name}: differs from {original}, which a predictor shares")
-            copies.add(name)
-        return copies
+        return {*copies}
 
     def _open_tensors(self, stack: ExitStack) -> dict[str, Stored]:
         """Unread tensors by name without the architecture's prefix."""

@@ -38,6 +38,11 @@ def main() -> None:
             "--with-code", action="store_true", help="include PyTorch code, for models that transformers does not have"
         )
         exporting.add_argument(
+            "--with-predictor",
+            action="store_true",
+            help="include the layer that predicts a further token (model.override.predictor), for speculative decoding",
+        )
+        exporting.add_argument(
             "--into",
             metavar="FOLDER",
             help="a folder, or hf:NAME, of a model that also reads images: write a copy of it with these weights as "
@@ -58,7 +63,7 @@ def main() -> None:
         if arguments.command in ("export", "merge"):
             merges = arguments.command == "merge"
             options: dict[str, Any] = {"ema": arguments.ema, "merges": merges, "with_code": arguments.with_code}
-            options |= {"dtype": arguments.dtype, "into": arguments.into}
+            options |= {"with_predictor": arguments.with_predictor, "dtype": arguments.dtype, "into": arguments.into}
             step = export(arguments.run, arguments.folder, arguments.step, **options)
             print(f"step {step} is in {arguments.folder}")
         else:

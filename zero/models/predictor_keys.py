@@ -15,7 +15,7 @@ class Depth(Sizes):
         False,
         None,
         "a further layer, like the last one, that predicts the token after the next one; objective=multi_token trains "
-        "it, sampling and exports leave it out",
+        "it, sampling leaves it out",
     )
 
     @property
