@@ -98,13 +98,17 @@ def test_whole_sizes(tmp_path: Path) -> None:
 def test_modes_take_a_folder(tmp_path: Path) -> None:
     """mode=sample and mode=evaluate: the size and the tokenizer of the folder; what only a run has is refused."""
     save_folder(tmp_path, "qwen2")
-    for mode in ("sample", "evaluate"):
-        config, size = compose([f"mode={mode}", f"model.model_path={tmp_path}"])
+    for keys in (["mode=sample"], ["mode=evaluate", "evaluate.index=texts.index"]):
+        config, size = compose([*keys, f"model.model_path={tmp_path}"])
         assert (size.embedding_dim, size.N, size.tied, size.qkv_bias) == (36, 2, True, True)
         assert config.data.tokenizer == str(tmp_path / "tokenizer.json")
         assert config.data.max_context == 64
         with pytest.raises(UserError, match=r"data\.resume_step=3: .* is not a run and has no checkpoints"):
-            compose([f"mode={mode}", f"model.model_path={tmp_path}", "data.resume_step=3"])
+            compose([*keys, f"model.model_path={tmp_path}", "data.resume_step=3"])
+    with pytest.raises(
+        UserError, match=r"evaluate\.validation=true: expected false, or evaluate\.index, as .* hold no"
+    ):
+        compose(["mode=evaluate", f"model.model_path={tmp_path}"])
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(UserError, match=r"holds no tokenizer; expected tokenizer\.json or tokenizer\.model"):
         compose(["mode=sample", f"model.model_path={tmp_path}"])

@@ -200,6 +200,8 @@ def use_step(config: DictConfig) -> None:
 def use_folder(config: DictConfig, folder: HubModel, given: Sequence[str]) -> Sizes:
     """Sets the keys of a run by a Hugging Face folder, except for those that are given; returns its size.
 
+    A folder has no validation set; the default one of training belongs to another tokenizer.
+
     Raises:
       UserError: a key names what only a run has.
     """
@@ -207,6 +209,8 @@ def use_folder(config: DictConfig, folder: HubModel, given: Sequence[str]) -> Si
         if OmegaConf.select(config, key) not in (value, None):
             raise UserError(f"{key}={OmegaConf.select(config, key)}: {folder.path} is not a run and has no checkpoints")
     config.model.model_path = str(folder.path)
+    if "data.index_path_validation" not in given:
+        config.data.index_path_validation = None
     if "data.tokenizer" not in given:
         config.data.tokenizer = folder.tokenizer()
     if "data.max_context" not in given:

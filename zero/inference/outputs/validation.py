@@ -81,7 +81,7 @@ class Validation(Output):
         if keys.validation and not self._sets:
             path = shown(data.index_path_validation)
             indices = f"data.corpus={shown(data.corpus)} and data.index_path_validation={path}"
-            yield "evaluate.validation", f"false, as {indices} hold no validation set"
+            yield "evaluate.validation", f"false, or evaluate.index, as {indices} hold no validation set"
         if keys.stride is not None and keys.stride >= self._context:
             yield "evaluate.stride", f"1 to {self._context - 1}, or null"
         if keys.carry and size.layer != "gated_units":
