@@ -290,6 +290,11 @@ def test_every_size_can_be_trained(size: str) -> None:
             ["zero.fused_update=true", "false, as model.size=bytes has a predictor"],
         ),
         (
+            "model.override.predictor=true; objective=multi_token; tuning=lora; model.warm_start=true; "
+            "model.model_path=run",
+            ["tuning=lora", "none, as model.size=bytes has a predictor, which adapters do not train"],
+        ),
+        (
             "model.size=bytes_vq; data.isolate_documents=true",
             ["data.isolate_documents=true", "false, as model.size=bytes_vq has gated units"],
         ),

@@ -130,6 +130,7 @@ def test_the_layer_ahead_is_read(folder: Path, caplog: pytest.LogCaptureFixture)
     jax.tree.map(np.testing.assert_array_equal, without["blocks"], read["blocks"])
 
 
+@pytest.mark.wide  # a round trip; test_a_further_layer_is_left_out has what an export writes by default
 def test_the_layer_ahead_is_written(folder: Path, tmp_path: Path) -> None:
     """A folder that was read is written with the same tensors."""
     size = dataclasses.replace(SIZE, predictor=True)
@@ -148,7 +149,8 @@ def test_the_layer_ahead_is_written(folder: Path, tmp_path: Path) -> None:
             export(str(tmp_path / run), tmp_path / "other", with_predictor=True)
 
 
-def test_layers_that_do_not_fit_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_layers_that_do_not_fit_are_refused(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     model = model_of(dataclasses.replace(SIZE, predictor=True))
     tensors = load_file(folder / WEIGHTS)
 
@@ -169,3 +171,11 @@ def test_layers_that_do_not_fit_are_refused(folder: Path, tmp_path: Path) -> Non
     assert "expected predictor: false, as it has no layer that predicts further tokens" in refusal(
         {name: x for name, x in tensors.items() if "layers.2." not in name}
     )
+    deeper = {**tensors, "model.layers.3.enorm.weight": tensors["model.layers.2.enorm.weight"]}
+    assert "num_hidden_layers is 2, the files hold 4 layers" in refusal(deeper)
+    keys = json.loads((folder / CONFIG).read_text())
+    (tmp_path / CONFIG).write_text(json.dumps(keys | {"num_nextn_predict_layers": 2}))
+    assert "tensor layers.2.hnorm.weight: holds nothing" in refusal(
+        {name: x for name, x in deeper.items() if "hnorm" not in name}
+    )
+    assert "of 2 layers that predict further tokens the first one is read" in caplog.text
