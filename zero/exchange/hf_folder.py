@@ -86,8 +86,8 @@ class HuggingFaceFolder:
         if ahead is None or not isinstance(stated, int):
             return {}
         beyond = {name: int(number) for name, number in numbers.items() if number.isdigit() and int(number) >= stated}
-        most = config.get(ahead.key, config.get(self.architecture.aliases.get(ahead.key, ""))) or 0
-        if len({*beyond.values()}) > most:
+        most = config.get(ahead.key, config.get(self.architecture.aliases.get(ahead.key, "")))
+        if not isinstance(most, int) or len({*beyond.values()}) > most:
             return {}  # the number of layers is then refused
         return beyond
 
