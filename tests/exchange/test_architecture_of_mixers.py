@@ -67,6 +67,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3NextConfig",
         {**DELTA, **EXPERTS, **OTHERS, "layer_types": ["linear_attention"] * 3, "norm_topk_prob": False},
     ),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**DELTA, **EXPERTS}),
     "qwen2_moe": ("Qwen2MoeConfig", {**EXPERTS, "num_hidden_layers": 2}),
     "qwen2_moe without biases": (
         "Qwen2MoeConfig",
@@ -110,10 +111,11 @@ def test_equals_transformers(name: str, tmp_path: Path, caplog: pytest.LogCaptur
 
     save(tmp_path / "run", size, 0, values=weights)
     export(str(tmp_path / "run"), tmp_path / "ours")
-    after = load_file(tmp_path / "ours" / "model.safetensors")
-    assert before.keys() == after.keys()
-    for tensor, x in before.items():
-        np.testing.assert_array_equal(after[tensor], x, err_msg=tensor)
+    if name != "qwen3_5_moe":  # of architectures that are equal the first is written, here Qwen3-Next
+        after = load_file(tmp_path / "ours" / "model.safetensors")
+        assert before.keys() == after.keys()
+        for tensor, x in before.items():
+            np.testing.assert_array_equal(after[tensor], x, err_msg=tensor)
     again = auto.from_pretrained(tmp_path / "ours", attn_implementation="eager")
     with torch.no_grad():
         np.testing.assert_allclose(again(torch.as_tensor(row), use_cache=False).logits, expected, atol=1e-6)

@@ -62,6 +62,9 @@ QWEN: dict[str, Any] = {
 }
 QWEN |= {"layer_types": ["linear_attention", "full_attention"], "initializer_range": 0.1, "head_dim": 16}
 MODELS["qwen3_5"] = ("Qwen3_5Config", "qwen2", QWEN, {"image_token_id": 335, "video_token_id": 336})
+QWEN_MOE = {"moe_intermediate_size": 12, "num_experts": 5, "num_experts_per_tok": 2}
+QWEN_MOE |= {"shared_expert_intermediate_size": 28}
+MODELS["qwen3_5_moe"] = ("Qwen3_5MoeConfig", "qwen2", QWEN | QWEN_MOE, MODELS["qwen3_5"][3])
 QWEN_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 14}
 QWEN_VISION |= {"out_hidden_size": 40, "num_position_embeddings": 16}
 TOKENS = np.arange(40)[None] * 7 % 320
@@ -74,7 +77,7 @@ def save_with_images(folder: Path, name: str) -> None:
 
     kind, home, text, others = MODELS[name]
     vision: dict[str, Any] = {**VISION, "model_type": "siglip_vision_model" if name == "gemma3" else "pixtral"}
-    if name == "qwen3_5":
+    if name.startswith("qwen3_5"):
         vision = QWEN_VISION
     transformers.set_seed(0)
     config = getattr(transformers, kind)(text_config={**TEXT, **text}, vision_config=vision, **others)
@@ -209,9 +212,9 @@ def test_adapters_of_a_text_with_images(name: str, tmp_path: Path) -> None:
 
 
 def test_text_that_no_model_computes(tmp_path: Path) -> None:
-    """Qwen 3.5 with experts is refused by what it has; a published Gemma 3 says only what its class does not."""
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5_moe", "text_config": {}}))
-    with pytest.raises(UserError, match="model_type 'qwen3_5_moe' has one tensor for all experts of a layer"):
+    """Llama 4 is refused by what it has; a published Gemma 3 says only what its class does not."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama4", "text_config": {}}))
+    with pytest.raises(UserError, match="model_type 'llama4' has images; llama4_text has what is missing for text"):
         open_hf_config(str(tmp_path))
     text = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34}
     text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}

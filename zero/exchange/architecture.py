@@ -89,6 +89,8 @@ class Architecture:
     # Modules with one name share a tensor: from the last part of this name to an entry of `GROUPS`.
     fused: Mapping[str, str] = field(default_factory=dict)
     bare: tuple[str, ...] = ()  # modules that are tensors: `NAME` as zero has it, of all experts, and `NAME_bias`
+    # Tensors of all experts of a layer in published folders, by the end of their names: the modules that each joins.
+    joint_experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     constants: Mapping[str, float] = field(default_factory=dict)  # tensors of each layer that hold these numbers
     delta: Mapping[str, str] = field(default_factory=dict)  # modules of gated DeltaNet, for which layer_types is read
     unread: str | None = None  # how names of tensors begin that transformers does not read either

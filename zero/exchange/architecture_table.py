@@ -563,15 +563,9 @@ _DELTA: dict[str, Any] = {
     "unread": "mtp.",
     "implied": {"attn_output_gate": True, "output_gate_type": "swish", "mamba_ssm_dtype": "float32"},
 }
-QWEN3_5 = _like_llama(
-    "qwen3_5_text",
-    "Qwen3_5ForCausalLM",
-    family="qwen3_5",
-    keys=_DELTA_KEYS,
-    absent={**_DELTA_ABSENT, "num_key_value_heads": 4},
-    fixed={"hidden_act": "silu", "attention_bias": False},
-    modules=_LLAMA_MODULES | _layers(_GATED_QUERIES),
-    delta=_DELTA_MODULES
+# Gated DeltaNet of Qwen 3.5, whose gate and rates have modules of their own.
+_DELTA_OF_QWEN3_5: dict[str, Any] = {
+    "delta": _DELTA_MODULES
     | _layers(
         {
             **dict.fromkeys(FUSED_QKV, "linear_attn.in_proj_qkv"),
@@ -580,8 +574,42 @@ QWEN3_5 = _like_llama(
             "decay_input": "linear_attn.in_proj_a",
         }
     ),
-    fused={"q_proj": "head", "in_proj_qkv": "rows", "conv1d": "rows"},
+    "fused": {"q_proj": "head", "in_proj_qkv": "rows", "conv1d": "rows"},
     **_DELTA,
+}
+QWEN3_5 = _like_llama(
+    "qwen3_5_text",
+    "Qwen3_5ForCausalLM",
+    family="qwen3_5",
+    keys=_DELTA_KEYS,
+    absent={**_DELTA_ABSENT, "num_key_value_heads": 4},
+    fixed={"hidden_act": "silu", "attention_bias": False},
+    modules=_LLAMA_MODULES | _layers(_GATED_QUERIES),
+    **_DELTA_OF_QWEN3_5,
+)
+QWEN3_5_MOE = _like_llama(
+    "qwen3_5_moe_text",
+    "Qwen3_5MoeForCausalLM",
+    family="qwen3_5_moe",
+    without=("intermediate_size",),
+    keys={
+        **_DELTA_KEYS,
+        "moe_intermediate_size": "mlp_width",
+        "num_experts": "experts",
+        "num_experts_per_tok": "experts_per_token",
+        "shared_expert_intermediate_size": "shared_dim",
+    },
+    absent={
+        **_DELTA_ABSENT,
+        "num_key_value_heads": 2,
+        "num_experts_per_tok": 8,
+        "shared_expert_intermediate_size": 512,
+    },
+    fixed={"hidden_act": "silu", "attention_bias": False},
+    modules=_expert_modules("mlp", "gate", "gate_proj", "up_proj", "down_proj")
+    | _layers({**_GATED_QUERIES, **_GATED_SHARED}),
+    joint_experts={"mlp.experts.gate_up_proj": ("gate_proj", "up_proj"), "mlp.experts.down_proj": ("down_proj",)},
+    **_DELTA_OF_QWEN3_5,
 )
 QWEN3_NEXT = _like_llama(
     "qwen3_next",
@@ -890,7 +918,18 @@ GEMMA3 = _like_llama(
 # If several equal a model, the first is exported.
 _LLAMAS = (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_5, SMOLLM3, STABLELM, STARCODER2, OLMO2, OLMO3, GRANITE, PHI3)
 _OTHERS = (MINISTRAL, SEED_OSS, ARCEE, APERTUS, ERNIE4_5, GLM4)
-_WITH_EXPERTS = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, QWEN3_NEXT, OLMOE, GRANITEMOE, GPT_OSS, GLM4_MOE, DEEPSEEK_V3)
+_WITH_EXPERTS = (
+    MIXTRAL,
+    QWEN2_MOE,
+    QWEN3_MOE,
+    QWEN3_NEXT,
+    QWEN3_5_MOE,
+    OLMOE,
+    GRANITEMOE,
+    GPT_OSS,
+    GLM4_MOE,
+    DEEPSEEK_V3,
+)
 _ALL = (GPT2, BLOOM, GPT_NEO, GPT_NEOX, *_LLAMAS, *_OTHERS, GEMMA, GEMMA2, GEMMA3, *_WITH_EXPERTS)
 ARCHITECTURES = {architecture.model_type: architecture for architecture in _ALL}
 # Other names of theirs, in folders with code of their own.
@@ -898,8 +937,6 @@ OTHER_TYPES = {"kimi_k2": "deepseek_v3"}
 # Features of models that people ask for and that no model of zero has.
 MISSING = {
     "deepseek_v2": "routing by groups of softmax scores",
-    "qwen3_5_moe": "one tensor for all experts of a layer",
-    "qwen3_5_moe_text": "one tensor for all experts of a layer",
     "llama4": "images; llama4_text has what is missing for text",
     "llama4_text": "shared experts, gates before experts, chunked attention and scaling of queries by position",
 }

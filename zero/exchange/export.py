@@ -41,6 +41,7 @@ from zero.exchange.codings import QUANTIZATION
 from zero.exchange.hf_config import write_config
 from zero.exchange.hf_folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 from zero.exchange.hub_folder import hub_folder
+from zero.exchange.joint_experts import Joint, joined, names_within
 from zero.exchange.peft_folder import tensor_name, write_peft
 from zero.exchange.text_part import check_has_images, text_name
 from zero.exchange.warm_start import weights_of_step
@@ -165,7 +166,8 @@ def _write(
             read = whole.__getitem__
         if into is not None:
             tensors = _tensors(read, leaves, form, DTYPES[0])
-            write_into(Path(hub_folder(into) if into.startswith(PREFIX) else into), unfinished, tensors)
+            base_folder = Path(hub_folder(into) if into.startswith(PREFIX) else into)
+            write_into(base_folder, unfinished, tensors, form.architecture.joint_experts)
             return saved.step
         dtype = dtype or (brought["dtype"] if brought["dtype"] in DTYPES else DTYPES[0])
         _save_tensors(_tensors(read, leaves, form, dtype), unfinished)
@@ -286,10 +288,11 @@ def _save_tensors(tensors: Iterable[tuple[str, np.ndarray]], folder: Path) -> No
         (folder / f"{i}.part").rename(folder / file)
 
 
-def write_into(base: Path, folder: Path, tensors: Iterable[tuple[str, np.ndarray]]) -> None:
+def write_into(base: Path, folder: Path, tensors: Iterable[tuple[str, np.ndarray]], joint: Joint) -> None:
     """Fills a folder with a copy of `base`, whose model also reads images, with these tensors as its text.
 
-    They are written to disk first: the host holds one file of `base` at a time.
+    They are written to disk first: the host holds one file of `base` at a time. `joint` are tensors of `base` that hold
+    those of all experts of a layer (`zero.exchange.joint_experts`).
 
     Raises:
       UserError: `base` is no such folder, its weights are quantized, or its text has other tensors.
@@ -318,9 +321,10 @@ def write_into(base: Path, folder: Path, tensors: Iterable[tuple[str, np.ndarray
                     x = of_base.get_tensor(name)
                     alone = text_name(name)
                     if alone is not None:
-                        if alone not in own:
+                        parts = names_within(alone, own, joint)
+                        if not parts:
                             raise UserError(f"{path}, tensor {name}: the model of the run has no such tensor")
-                        new = own.pop(alone).get_tensor(alone)
+                        new = joined(alone, {part: own.pop(part).get_tensor(part) for part in parts}, joint)
                         if new.shape != x.shape:
                             raise UserError(f"{path}, tensor {name}: is {x.shape}, and that of the run {new.shape}")
                         x = new.astype(x.dtype)

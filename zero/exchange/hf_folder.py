@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from zero.base.errors import UserError
 from zero.exchange.codings import QUANTIZATION, coding_of
 from zero.exchange.hf_config import read_architecture, read_choices, read_size
+from zero.exchange.joint_experts import separated
 from zero.exchange.stored_tensor import Stored, StoredTensor
 from zero.exchange.text_part import has_images, text_config, text_name
 from zero.files.parsing import json_object, reading
@@ -58,7 +59,7 @@ class HuggingFaceFolder:
             if coding is not None:
                 log.info("%s: quantized weights are read as the floats that they stand for; exports have floats", path)
                 self._tensors = coding.decoded(self._tensors, config[QUANTIZATION])
-            self._tensors = self._own_tensors()
+            self._tensors = separated(self._own_tensors(), self.architecture.joint_experts)
             self._files = stack.pop_all()
         first = self.architecture.layers
         numbers = {name: name.removeprefix(first).split(".")[0] for name in self._tensors if name.startswith(first)}

@@ -22,6 +22,7 @@ _WITH_IMAGES: Mapping[str, Mapping[str, Any]] = {
     },
     "mistral3": {"model_type": "mistral", "rms_norm_eps": 1e-6},
     "qwen3_5": {"model_type": "qwen3_5_text", "vocab_size": 248_320, "max_position_embeddings": 32_768},
+    "qwen3_5_moe": {"model_type": "qwen3_5_moe_text", "vocab_size": 248_320, "max_position_embeddings": 32_768},
 }
 _SCALED = "ministral3"  # Mistral with queries that are scaled from a position on
 _BETA, _ORIGINAL, _CONTEXT = "llama_4_scaling_beta", "original_max_position_embeddings", "max_position_embeddings"

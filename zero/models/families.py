@@ -121,6 +121,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shared_gate": True,
         "balance_loss": 0.001,
     },
+    "qwen3_5_moe": {
+        **_GATED_DELTA,
+        "experts": 256,
+        "experts_per_token": 8,
+        "normalize_router": True,
+        "shared_gate": True,
+        "balance_loss": 0.001,
+    },
     "qwen3_moe": {
         **_LLAMA,
         "qk_norm": True,
