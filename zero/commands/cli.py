@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from zero.base.errors import FULL_DISK, WRONG_PATH, UserError, file_error
 from zero.commands.arguments import check_form, take_text_literally
+from zero.commands.early_messages import EarlyMessages
 from zero.commands.help import help_text, version_text
 from zero.commands.modes import MODES, check, describe, merge_resumed
 from zero.config.check import Sizes
@@ -43,6 +44,7 @@ from zero.run.sweeps import check_places, continue_job, swept_keys, write_table
 if TYPE_CHECKING:
     from zero.exchange.hub_model import HubModel
 
+EARLY_MESSAGES = EarlyMessages()  # about the run that a command continues
 QUOTE = "'"  # around a value on the command line
 OmegaConf.register_new_resolver("new_directory", new_directory, use_cache=True)  # for hydra.run.dir in conf/config.yaml
 OmegaConf.register_new_resolver("corpus_name", corpus_name)  # for index files in conf/tune
@@ -64,7 +66,8 @@ def main() -> None:
             check_form(sys.argv[1:])
             sys.argv[1:] = take_text_literally(sys.argv[1:])
             check_names(sys.argv[1:])
-            sys.argv[1:] = results_in_run(with_groups_of_run(resume_overrides(sys.argv[1:])))
+            with EARLY_MESSAGES:
+                sys.argv[1:] = results_in_run(with_groups_of_run(resume_overrides(sys.argv[1:])))
             run()
         except (HydraException, OmegaConfBaseException) as error:  # the latter: an interpolation in a key of Hydra's
             raise UserError("\n".join(all_mistakes(sys.argv[1:], error))) from error
@@ -86,6 +89,7 @@ def run(config: DictConfig) -> None:
     hydra_config = HydraConfig.get()
     overrides = list(hydra_config.overrides.task)
     run_directory = Path(hydra_config.runtime.output_dir)
+    EARLY_MESSAGES.show()
     with errors_in_lines(), discarding_unused(run_directory):
         is_job = hydra_config.mode == RunMode.MULTIRUN and config.mode == "train"
         if is_job:
