@@ -51,12 +51,12 @@ class MixerKind(NamedTuple):
         (`zero.training.activations.activation_bytes`).
       weights: from the configuration to the number of weights of the products whose results are of kind PROJECTIONS.
       operations: from the configuration and the length of a row to the operations between its positions.
-      share: of the peak, in which XLA for TPU computes these operations.
+      share: the part of the peak that XLA for TPU reaches in these operations.
       cache: an empty one, from the configuration, the number of layers with this mixer, and what
         `zero.models.gpt.init_cache` takes beside the configuration.
       heads: from the configuration to the keys of its numbers of heads, which tensor groups divide.
       swaps_heads: whether context groups have to divide these numbers too, to swap positions for heads.
-      is_stored_first: its outputs take longer to compute again than an MLP's, for the memory that they take.
+      is_stored_first: whether its outputs are stored before an MLP's, as computing them again takes longer per byte.
     """
 
     module: Callable[..., Mixer]
