@@ -19,7 +19,7 @@ from typing import Any
 from safetensors import safe_open
 
 OF_ITS_OWN = (
-    *("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM"),
+    *("ApertusForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM"),
     *("BloomForCausalLM", "GPT2LMHeadModel", "GPTNeoXForCausalLM", "GemmaForCausalLM", "Gemma2ForCausalLM"),
     *("Gemma3ForCausalLM", "GptOssForCausalLM", "GraniteForCausalLM", "LlamaForCausalLM", "MistralForCausalLM"),
     *("MixtralForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM"),
