@@ -118,7 +118,6 @@ def missing_in_kernel(
         kernel,
         attention_form(config, max(config.windows), cut if swap is None else swap.cut),
         positions=positions,
-        shared=config.num_head // config.key_heads,
         width=config.head_width,
         drops=config.attention_drop_rate > 0,
         has_bias=config.kind_of_positions.bias is not None,

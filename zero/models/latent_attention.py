@@ -129,8 +129,8 @@ class LatentAttention(ScoredAttention):
         rows, count, _ = h_BTD.shape
         positions = count * self.cut.ring  # of a whole row
         unrotated = config.head_width - config.rotated
-        sizes: Any = {"positions": positions, "shared": 1, "width": config.head_width}
-        are_split = cache is None and splits_heads(self.kernel, self._form(0, self.cut), **sizes)
+        form = self._form(0, self.cut)
+        are_split = cache is None and splits_heads(self.kernel, form, positions=positions, width=config.head_width)
 
         def by_head(x_BTX: jax.Array, name: str, width: int) -> jax.Array:
             features = (heads, width) if are_split else (heads * width,)

@@ -181,7 +181,6 @@ class ScoredAttention(Mixer):
                 self.kernel,
                 form,
                 positions=queries,
-                shared=q_BTHK.shape[2] // k_BSGK.shape[2],
                 width=q_BTHK.shape[3],
                 drops=drops,
                 has_bias=terms.bias_CH is not None,
@@ -218,9 +217,8 @@ class SelfAttention(ScoredAttention):
         layer, entry, position, starts_BT, _, adapter_keys_B = site
 
         form = self._form(max(config.windows), self.cut)
-        shared = config.num_head // config.key_heads
         positions = h_BTD.shape[1] * self.cut.ring  # of a whole row
-        are_split = splits_heads(self.kernel, form, positions=positions, shared=shared, width=config.head_width)
+        are_split = splits_heads(self.kernel, form, positions=positions, width=config.head_width)
 
         def heads(name: str, count: int) -> jax.Array:
             shape = (count // self.cut.size, config.head_width)

@@ -80,6 +80,21 @@ def test_own_kernel_computes_the_same(name: str, in_float32: bool, monkeypatch: 
     compare(own, groups, form, starts, width, positions)
 
 
+def test_keys_are_repeated_where_gradients_of_their_queries_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of the four heads of queries fit, so the one head of keys reaches the kernel twice."""
+    heads_of_keys = []
+    fused_attention = fused_kernel.fused_attention
+
+    def recorded(q: jax.Array, k: jax.Array, *arguments: Any, **options: Any) -> jax.Array:
+        heads_of_keys.append(k.shape[2])
+        return fused_attention(q, k, *arguments, **options)
+
+    monkeypatch.setattr(fused_kernel, "fused_attention", recorded)
+    two_gradients = 2 * 4 * 256 * 128
+    compare(partial(own_attention, TpuKernel(128, two_gradients), interpret=True), 1, Form(), None, 128, 256)
+    assert set(heads_of_keys) == {2}
+
+
 @pytest.mark.parametrize("shared", [1, 3])
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize(("kind", "by_keys"), [("queries", False), ("last queries", True), ("keys", True)])
@@ -176,8 +191,7 @@ def test_cudnn_arguments(form: Form) -> None:
         ("tpu_v2", {"form": Form(window=3)}, "windows"),
         ("tpu_v2", {"form": Form(window=256)}, None),  # as wide as the row
         ("tpu_v2", {"form": Form(cap=1.0)}, "windows and caps"),
-        ("tpu_v2", {"positions": 16384}, "rows of 16384 positions with 1 heads of 128"),
-        ("tpu_v2", {"positions": 2048, "shared": 2}, "rows of 2048 positions with 2 heads of 128"),
+        ("tpu_v2", {"positions": 16384}, "rows of 16384 positions with heads of 128"),
         ("tpu_v2", {"positions": 2048}, None),
         ("tpu_v4", {"positions": 16384}, None),
         ("cudnn", {"form": Form(cap=1.0)}, "a cap of scores"),
@@ -197,7 +211,6 @@ def test_what_a_kernel_lacks_is_named(kernel: str | None, change: dict[str, Any]
     asked: dict[str, Any] = {
         "form": Form(),
         "positions": 256,
-        "shared": 1,
         "width": 128,
         "drops": False,
         "has_bias": False,
@@ -218,4 +231,4 @@ def test_what_a_kernel_lacks_is_named(kernel: str | None, change: dict[str, Any]
     ],
 )
 def test_heads_as_dimensions(kernel: str | None, form: Form, width: int, splits: bool) -> None:
-    assert splits_heads(kernel, form, positions=256, shared=1, width=width) == splits
+    assert splits_heads(kernel, form, positions=256, width=width) == splits

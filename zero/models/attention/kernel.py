@@ -64,7 +64,6 @@ def missing_in(
     form: Form,
     *,
     positions: int,
-    shared: int,
     width: int,
     drops: bool,
     has_bias: bool,
@@ -72,7 +71,7 @@ def missing_in(
 ) -> str | None:
     """The first feature that this attention, with T queries and keys, needs and the kernel lacks; None if none.
 
-    `kernel` is as returned by `kernel_of`; `shared` heads of queries have one head of keys, each of this `width`.
+    `kernel` is as returned by `kernel_of`; heads have this `width`.
     """
     of_tpu = TPU_KERNELS.get(kernel or "")
     is_tpu = of_tpu is not None
@@ -90,18 +89,18 @@ def missing_in(
         "segments": kernel == "cudnn" and has_segments,
         f"heads of {width}": kernel == "cudnn" and (width % 8 > 0 or width > 128),  # 256 on Hopper alone
         "windows and caps on this TPU": is_only_own and not _is_plain(form, positions),
-        f"rows of {positions} positions with {shared} heads of {width} per head of keys on this TPU": is_only_own
-        and not _fuses(kernel, form, positions, shared, width),
+        f"rows of {positions} positions with heads of {width} on this TPU": is_only_own
+        and not _fuses(kernel, form, positions, width),
     }
     return next((name for name, is_missing in by_name.items() if is_missing), None)
 
 
-def splits_heads(kernel: str | None, form: Form, *, positions: int, shared: int, width: int) -> bool:
+def splits_heads(kernel: str | None, form: Form, *, positions: int, width: int) -> bool:
     """Whether products around attention should have heads as dimensions, in front of positions.
 
     Arguments as for `missing_in`. Source: docs/decisions/attention.md
     """
-    reads_flat = _fuses(kernel, form, positions, shared, width) and width % 128 == 0
+    reads_flat = _fuses(kernel, form, positions, width) and width % 128 == 0
     return kernel is not None and not reads_flat
 
 
@@ -135,18 +134,25 @@ def kernel_attention(
         return blockwise_attention(q_BTHK, k_BTGK, v_BTGK, form=form)
     if kernel == "cudnn":
         return cudnn_attention(q_BTHK, k_BTGK, v_BTGK, form=form)
-    _, positions, heads, width = q_BTHK.shape
-    if _fuses(kernel, form, positions, heads // k_BTGK.shape[2], width):
+    if _fuses(kernel, form, q_BTHK.shape[1], q_BTHK.shape[3]):
         return own_attention(TPU_KERNELS[kernel], q_BTHK, k_BTGK, v_BTGK, form=form, starts_BT=starts_BT)
     return splash_attention(q_BTHK, k_BTGK, v_BTGK, form=form, starts_BT=starts_BT)
 
 
-def _fuses(kernel: str | None, form: Form, positions: int, shared: int, width: int) -> bool:
+def _fuses(kernel: str | None, form: Form, positions: int, width: int) -> bool:
     """Whether `fused_attention` computes this form; splash attention is slower, and has the rest."""
-    if kernel not in TPU_KERNELS:
+    if kernel not in TPU_KERNELS or not _is_plain(form, positions):
         return False
-    gradient_bytes = 4 * positions * shared * max(width, 128)
-    return gradient_bytes <= TPU_KERNELS[kernel].gradient and _is_plain(form, positions)
+    return _most_sharing(TPU_KERNELS[kernel], positions, width) > 0
+
+
+def _most_sharing(generation: TpuKernel, positions: int, width: int) -> int:
+    """How many heads of queries, each of this width, may share one head of keys: VMEM holds all their gradients.
+
+    >>> [_most_sharing(TPU_KERNELS["tpu_v6e"], positions, 128) for positions in (4096, 8192, 32768, 65536)]
+    [8, 4, 1, 0]
+    """
+    return generation.gradient // (4 * positions * max(width, 128))
 
 
 def _is_plain(form: Form, positions: int) -> bool:
@@ -164,10 +170,19 @@ def own_attention(
     starts_BT: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """zero's own kernel for TPU (`fused_attention`); `interpret` emulates it on CPU."""
+    """zero's own kernel for TPU (`fused_attention`); `interpret` emulates it on CPU.
+
+    A head of keys that too many heads of queries share is repeated, so that fewer share each copy.
+    """
     # Imported here because Pallas takes longer to import than the rest of this package.
     from zero.models.attention.fused_kernel import fused_attention
 
+    _, positions, heads, width = q_BTHK.shape
+    shared = heads // k_BTGK.shape[2]
+    fitting = min(shared, _most_sharing(generation, positions, width))
+    repeats = next(shared // size for size in range(fitting, 0, -1) if shared % size == 0)
+    if repeats > 1:
+        k_BTGK, v_BTGK = (jnp.repeat(x, repeats, axis=2) for x in (k_BTGK, v_BTGK))
     slopes_H = None
     if form.has_alibi:
         slopes_H = form.cut.part(jnp.asarray(alibi_slopes(q_BTHK.shape[2] * form.cut.size)), 0)
