@@ -65,7 +65,8 @@ def test_kernel_falls_back_to_auto(attention: str, lacks: list[str], caplog: pyt
     [
         ("v3-8", "1_1b", 1024, "tpu_v2"),
         ("v3-8", "1_1b", 256, None),
-        ("v3-8", "llama3_8b", 2048, None),  # the gradient of four heads' queries exceeds VMEM
+        ("v3-8", "llama3_8b", 2048, "tpu_v2"),  # each of its heads of keys four times
+        ("v3-8", "llama3_8b", 4096, None),  # the gradient of one head's queries exceeds VMEM
         ("v5e-4", "llama3_8b", 8192, "tpu_v5e"),
         ("v3-8", "mistral_7b", 8192, None),  # in a window of 4,096
         ("v5e-4", "mistral_7b", 8192, "tpu_v5e"),
@@ -102,6 +103,17 @@ def test_slices_that_exchange_gradients(kind: str, sides: tuple[int, ...], expec
     """An all-to-all may take twice as long as an all-reduce, which a long dimension exceeds."""
     devices = [SimpleNamespace(platform="tpu", device_kind=kind, coords=place) for place in np.ndindex(*sides)]
     assert exchanges_gradients(devices) == expected
+
+
+@pytest.mark.parametrize(
+    ("topology", "rows", "expected"),
+    [("v4-256", 4, True), ("v4-256", 1, False), ("v6e-256", 16, True), ("v6e-256", 4, False), ("v6e:8x16", 16, False)],
+)
+def test_long_backward_passes_hide_exchanges(topology: str, rows: int, expected: bool) -> None:
+    """Slices so long that an exchange takes more than twice as long as an all-reduce."""
+    config = check(compose("model.size=llama3_8b", "zero.stage=3", "data.max_context=1024"), load_sizes())
+    model = place_model(config, load_sizes()["llama3_8b"], find_devices(topology), rows).model
+    assert (model.axis.exchanges, model.wire_dtype) == (expected, "bfloat16" if expected else "float32")
 
 
 def on_v5e(*overrides: str) -> Any:

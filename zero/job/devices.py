@@ -15,13 +15,14 @@ import numpy as np
 from zero.base.errors import UserError
 from zero.config.constraints import at_least, one_of
 from zero.config.keys import Mistakes, key
-from zero.hosts.speeds import SPEEDS
+from zero.hosts.speeds import SPEEDS, Speed
 from zero.hosts.torus import collective_seconds, places_of
 from zero.hosts.xla_options import SMALL_GATHERS_WAIT, overlaps_exchanges
 from zero.models.config import STACK, GPTConfig
 from zero.models.mixers import MIXERS
 from zero.partition.collectives.axis import Axis
 from zero.partition.global_arrays import pmap_devices
+from zero.training.flops import model_flops
 from zero.training.sharded_gpt import ShardedGPT
 
 log = logging.getLogger(__name__)
@@ -305,7 +306,7 @@ def link_seconds(
     speed = SPEEDS[devices[0].device_kind]
     places = places_of(devices)
     itemsize = jnp.dtype(model.compute_dtype).itemsize
-    layer = itemsize * sum(math.prod(leaf.gathered_shape) for leaf in model.base.layout_by_parts.at(STACK).leaves)
+    layer = _layer_bytes(model)
     activations = itemsize * rows * context * model.config.embedding_dim
     passes = 3 * micro_batches if model.stage == 3 else 2  # per layer: gathers, forward and backward, and a scatter
     sums = 6 * micro_batches  # per layer: after attention and after the MLP; forward, recomputed, backward
@@ -324,18 +325,58 @@ def exchanges_gradients(devices: Sequence[Any]) -> bool:
     as 4x4: there the compiler turns it into an all-reduce, which nothing hides. An all-to-all must take at most twice
     as long as the all-reduce into which XLA turns a scatter elsewhere: the links in the middle of the longest dimension
     carry half of all bytes of an all-to-all, whereas an all-reduce is shared by the links of all dimensions, and its
-    traffic by the cores of a chip. A v5e slice of more than 16 chips overlaps no all-to-all with computation.
+    traffic by the cores of a chip. A longer one pays off where a layer hides it (`hides_exchange`).
     """
     speed = SPEEDS.get(devices[0].device_kind)
-    if speed is None:
+    if speed is None or not _exchange_runs_beside_products(devices, speed):
         return False
+    spanned = _spanned(devices)
+    return not spanned or speed.devices * max(spanned) / 4 <= 2 * 2 / len(spanned)
+
+
+def hides_exchange(model: ShardedGPT, devices: Sequence[Any] | None, rows: int, context: int) -> bool:
+    """Whether an all-to-all of a layer's gradient runs beside the layer's backward pass from beginning to end.
+
+    The backward pass, at the peak of the device, must take at least as long as that and a gather of the weights.
+
+    Args:
+      model: on one TPU slice, without groups.
+      devices: of the slice; None for all.
+      rows: sequences per device and micro-batch.
+      context: tokens per sequence.
+    """
+    devices = pmap_devices() if devices is None else devices
+    speed = SPEEDS[devices[0].device_kind]
+    axis = model.axis
+    if model.stage < 2 or axis.shards < axis.size or axis.row_group > 1 or slices_of(devices) > 1:
+        return False
+    if not _exchange_runs_beside_products(devices, speed):
+        return False
+    places = places_of(devices)
+    everyone = range(axis.size)
+    sent = _layer_bytes(model) * (axis.size - 1) / axis.size
+    on_links = sum(collective_seconds(kind, sent, everyone, places, speed) for kind in ("all-to-all", "all-gather"))
+    backward = 2 / 3 * model_flops(model.config, rows, context) / model.config.layer_count
+    return on_links <= backward / speed.flops
+
+
+def _exchange_runs_beside_products(devices: Sequence[Any], speed: Speed) -> bool:
+    """A v5e slice of more than 16 chips overlaps no all-to-all, and SparseCores run the reduce-scatters of others."""
     chips = len(devices) // slices_of(devices) // speed.devices
     if not overlaps_exchanges(devices[0].device_kind, chips):
         return False
-    places = [device.coords for device in devices]
-    sizes = [1 + max(dim) for dim in zip(*places, strict=True)]
-    spanned = [size for size in sizes if size > 1]
+    spanned = _spanned(devices)
     is_square = len(spanned) == 2 and len({*spanned}) == 1 and spanned[0] >= 4
-    if speed.offloads and not is_square:
-        return False
-    return not spanned or speed.devices * max(spanned) / 4 <= 2 * 2 / len(spanned)
+    return is_square or not speed.offloads
+
+
+def _spanned(devices: Sequence[Any]) -> list[int]:
+    """The chips in each dimension of the torus that has more than one."""
+    sizes = [1 + max(dim) for dim in zip(*(device.coords for device in devices), strict=True)]
+    return [size for size in sizes if size > 1]
+
+
+def _layer_bytes(model: ShardedGPT) -> int:
+    """Bytes of the gathered weights of a layer, in the dtype of computation."""
+    leaves = model.base.layout_by_parts.at(STACK).leaves
+    return jnp.dtype(model.compute_dtype).itemsize * sum(math.prod(leaf.gathered_shape) for leaf in leaves)

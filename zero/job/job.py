@@ -16,7 +16,7 @@ from zero.config.modes import Configuration
 from zero.corpus.reading import keys as reading
 from zero.hosts.speeds import SPEEDS, Speed
 from zero.job import sizes
-from zero.job.devices import faster_placement, make_axis
+from zero.job.devices import faster_placement, hides_exchange, make_axis
 from zero.job.memory import store_state, with_automatic_remat
 from zero.job.model import AttentionKeys, RowKeys, make_model
 from zero.job.sharding import Sharding
@@ -140,12 +140,16 @@ def place_model(
     if rows is None and placed.speed is not None:  # else nothing depends on them, so that jobs are equal
         global_rows = config.objective.make().example.texts * config.training.batch_size * jax.process_count()
         placed = placed._replace(rows=global_rows * model.axis.row_group // model.axis.size)
-    if config.zero.phases != "auto" or placed.speed is None or placed.rows is None:
+    if placed.speed is None or placed.rows is None:
         return placed
     micro_batches = config.training.gradient_accumulation_steps
-    faster = faster_placement(
-        model, config.zero, devices, placed.rows // micro_batches, micro_batches, config.data.max_context
-    )
+    micro_rows = placed.rows // micro_batches
+    context = config.data.max_context
+    if config.zero.overlap_gathers and not model.axis.exchanges and hides_exchange(model, devices, micro_rows, context):
+        return placed._replace(model=on(dataclasses.replace(model.axis, exchanges=True)))
+    if config.zero.phases != "auto":
+        return placed
+    faster = faster_placement(model, config.zero, devices, micro_rows, micro_batches, context)
     if faster is None:
         return placed
     return placed._replace(model=on(faster.axis), placements=faster.seconds)
