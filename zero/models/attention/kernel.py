@@ -100,8 +100,10 @@ def splits_heads(kernel: str | None, form: Form, *, positions: int, width: int) 
 
     Arguments as for `missing_in`. Source: docs/decisions/attention.md
     """
+    if kernel not in TPU_KERNELS:
+        return kernel is not None
     reads_flat = _fuses(kernel, form, positions, width) and width % 128 == 0
-    return kernel is not None and not reads_flat
+    return not reads_flat and width > TPU_KERNELS[kernel].narrow
 
 
 def fuses_rotation(kernel: str | None, positions: int, width: int, pairs: int) -> bool:
@@ -150,7 +152,7 @@ def _most_sharing(generation: TpuKernel, positions: int, width: int) -> int:
     """How many heads of queries, each of this width, may share one head of keys: VMEM holds all their gradients.
 
     >>> [_most_sharing(TPU_KERNELS["tpu_v6e"], positions, 128) for positions in (4096, 8192, 32768, 65536)]
-    [8, 4, 1, 0]
+    [16, 8, 2, 1]
     """
     return generation.gradient // (4 * positions * max(width, 128))
 

@@ -11,6 +11,7 @@ class TpuKernel(NamedTuple):
     vmem: int | None = None  # bytes that a kernel may use; None for the compiler's limit
     in_float32: bool = False  # Mosaic compiles no bfloat16 product; the units round float32 to bfloat16 themselves
     has_splash: bool = True  # whether jax's splash attention compiles too
+    narrow: int = 0  # heads up to this width do not fill a matrix unit, and stay together in products
 
 
 _MIB = 2**20
@@ -19,5 +20,5 @@ TPU_KERNELS = {
     "tpu_v2": TpuKernel(256, _MIB, in_float32=True, has_splash=False),
     "tpu_v4": TpuKernel(256, 4 * _MIB),
     "tpu_v5e": TpuKernel(256, 16 * _MIB, vmem=48 * _MIB),
-    "tpu_v6e": TpuKernel(512, 16 * _MIB, vmem=48 * _MIB),
+    "tpu_v6e": TpuKernel(512, 32 * _MIB, vmem=48 * _MIB, narrow=128),
 }
