@@ -9,6 +9,7 @@ import pytest
 
 from zero.hosts import xla_options
 from zero.hosts.xla_options import (
+    OVERLAP_IN_FUSIONS,
     OVERLAP_ON_GPU,
     OVERLAP_ON_SPARSECORES,
     OVERLAP_ON_TPU,
@@ -42,19 +43,19 @@ def test_overlap_can_be_overridden(before: str, after: str, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("device", "offloads", "vmem_kib"),
+    ("device", "overlaps", "vmem_kib"),
     [
-        ("0x005e", False, None),
-        ("0x0062", False, 32768),
-        ("0x0063", False, 32768),
-        ("0x006f", True, 65536),
-        ("0x0076", True, 65536),
-        (None, False, None),
+        ("0x005e", OVERLAP_IN_FUSIONS, None),
+        ("0x0062", OVERLAP_IN_FUSIONS, 32768),
+        ("0x0063", (), 32768),
+        ("0x006f", OVERLAP_ON_SPARSECORES, 65536),
+        ("0x0076", OVERLAP_ON_SPARSECORES, 65536),
+        (None, (), None),
     ],
     ids=["v4", "v5p", "v5e", "v6e", "TPU7x", "no TPU"],
 )
 def test_options_of_this_machine(
-    device: str | None, offloads: bool, vmem_kib: int | None, pci: Path, monkeypatch: pytest.MonkeyPatch
+    device: str | None, overlaps: tuple[str, ...], vmem_kib: int | None, pci: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A machine gets the options of its TPUs, and of no other vendor's device of the same number."""
     for number, (vendor, name) in enumerate([("0x8086", "0x006f"), *([("0x1ae0", device)] if device else [])]):
@@ -63,7 +64,7 @@ def test_options_of_this_machine(
             (pci / str(number) / file).write_text(f"{text}\n")
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
     set_before_start(True, "tpu")
-    expected = [f"--{name}=true" for name in OVERLAP_ON_TPU + OVERLAP_ON_SPARSECORES * offloads]
+    expected = [f"--{name}=true" for name in OVERLAP_ON_TPU + overlaps]
     expected += [] if vmem_kib is None else [f"--xla_tpu_scoped_vmem_limit_kib={vmem_kib}"]
     assert os.environ["LIBTPU_INIT_ARGS"].split() == [*expected, f"{STACK}={2**21}"]
 

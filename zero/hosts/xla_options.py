@@ -25,6 +25,11 @@ OVERLAP_ON_SPARSECORES = (
     "xla_tpu_enable_sparse_core_collective_offload_all_gather",
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter",
 )
+# Without them XLA turns gathers over large slices into all-reduces, beside which nothing runs.
+OVERLAP_IN_FUSIONS = (
+    "xla_tpu_prefer_async_allgather_to_allreduce",
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather",
+)
 VMEM = "xla_tpu_scoped_vmem_limit_kib"  # of one fusion
 # Bytes of the stacks of libtpu's threads. The compiler overflows its default (64 KiB, by the addresses of its trace)
 # where products are fused into products of products: it estimates their cost by recursion (libtpu 0.0.42).
@@ -61,13 +66,15 @@ def overlaps_exchanges(device_kind: str | None, chips: int) -> bool:
 def for_tpu(device_kind: str | None, chips: int, overlap_gathers: bool) -> dict[str, bool | int]:
     """Options for slices of this many chips of a TPU kind, as jax names it; None for an unknown kind.
 
-    >>> for_tpu("TPU v4", 32, True)
+    >>> for_tpu("TPU v3", 32, True)
     {'xla_enable_async_all_gather': True, 'xla_tpu_enable_async_all_to_all': True}
     """
     speed = SPEEDS.get(device_kind or "")
     names: tuple[str, ...] = OVERLAP_ON_TPU
     if speed is not None and speed.offloads:
         names += OVERLAP_ON_SPARSECORES
+    elif speed is not None and speed.dims == 3:
+        names += OVERLAP_IN_FUSIONS
     options: dict[str, bool | int] = dict.fromkeys(names, overlap_gathers)
     options[EXCHANGES] = overlap_gathers and overlaps_exchanges(device_kind, chips)
     if speed is not None and speed.vmem_kib is not None:
