@@ -20,6 +20,7 @@ _BY_KIND = {
     "TPU v2": "tpu_v2",
     "TPU v3": "tpu_v2",
     "TPU v5 lite": "tpu_v5e",
+    "TPU v5": "tpu_v5e",
     "TPU v6 lite": "tpu_v6e",
     "TPU7x": "tpu_v6e",
 }

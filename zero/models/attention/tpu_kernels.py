@@ -19,6 +19,6 @@ _MIB = 2**20
 TPU_KERNELS = {
     "tpu_v2": TpuKernel(256, _MIB, in_float32=True, has_splash=False),
     "tpu_v4": TpuKernel(256, 4 * _MIB),
-    "tpu_v5e": TpuKernel(256, 16 * _MIB, vmem=48 * _MIB),
+    "tpu_v5e": TpuKernel(256, 32 * _MIB, vmem=48 * _MIB),
     "tpu_v6e": TpuKernel(512, 32 * _MIB, vmem=48 * _MIB, narrow=128),
 }
