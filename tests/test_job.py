@@ -106,14 +106,22 @@ def test_slices_that_exchange_gradients(kind: str, sides: tuple[int, ...], expec
 
 
 @pytest.mark.parametrize(
-    ("topology", "rows", "expected"),
-    [("v4-256", 4, True), ("v4-256", 1, False), ("v6e-256", 16, True), ("v6e-256", 4, False), ("v6e:8x16", 16, False)],
+    ("size", "topology", "rows", "exchanges", "phases"),
+    [
+        ("llama3_8b", "v4-256", 4, True, 1),
+        ("llama3_8b", "v4-256", 1, False, 1),
+        ("llama3_8b", "v6e-256", 16, True, 1),
+        ("llama3_8b", "v6e-256", 4, False, 2),  # SparseCores scatter over lines, not over a square
+        ("mixtral_8x7b", "v6e-256", 4, False, 1),
+        ("llama3_8b", "v6e:8x16", 16, False, 1),
+    ],
 )
-def test_long_backward_passes_hide_exchanges(topology: str, rows: int, expected: bool) -> None:
-    """Slices so long that an exchange takes more than twice as long as an all-reduce."""
-    config = check(compose("model.size=llama3_8b", "zero.stage=3", "data.max_context=1024"), load_sizes())
-    model = place_model(config, load_sizes()["llama3_8b"], find_devices(topology), rows).model
-    assert (model.axis.exchanges, model.wire_dtype) == (expected, "bfloat16" if expected else "float32")
+def test_scatters_of_large_slices(size: str, topology: str, rows: int, exchanges: bool, phases: int) -> None:
+    """An exchange takes more than twice as long as an all-reduce there, and pays off where a layer hides it."""
+    config = check(compose(f"model.size={size}", "zero.stage=3", "data.max_context=1024"), load_sizes())
+    model = place_model(config, load_sizes()[size], find_devices(topology), rows).model
+    assert (model.axis.exchanges, len(model.axis.shape) - 1) == (exchanges, phases)
+    assert model.wire_dtype == ("bfloat16" if exchanges else "float32")
 
 
 def on_v5e(*overrides: str) -> Any:

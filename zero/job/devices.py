@@ -334,22 +334,41 @@ def exchanges_gradients(devices: Sequence[Any]) -> bool:
     return not spanned or speed.devices * max(spanned) / 4 <= 2 * 2 / len(spanned)
 
 
-def hides_exchange(model: ShardedGPT, devices: Sequence[Any] | None, rows: int, context: int) -> bool:
+def scattering_axis(
+    model: ShardedGPT, zero: DeviceKeys, devices: Sequence[Any] | None, rows: int, context: int
+) -> Axis | None:
+    """Another axis, on which a TPU slice scatters gradients beside products; None to keep that of the model.
+
+    Either it exchanges them, or it scatters over one dimension of the torus after the other: SparseCores take a scatter
+    over a line of chips, but none over a square. With experts the second way is slower (docs/decisions/collectives.md).
+    The arguments are the same as for `hides_exchange`.
+    """
+    axis = model.axis
+    devices = pmap_devices() if devices is None else devices
+    is_alone = axis.shards == axis.size and axis.row_group == 1 and slices_of(devices) == 1
+    if model.stage < 2 or axis.exchanges or not zero.overlap_gathers or zero.phases != "auto" or not is_alone:
+        return None
+    if hides_exchange(model, devices, rows, context):
+        return dataclasses.replace(axis, exchanges=True)
+    speed = SPEEDS[devices[0].device_kind]
+    if speed.offloads and _is_square(devices) and model.config.experts is None:
+        return make_axis(dataclasses.replace(zero, phases="torus"), devices)
+    return None
+
+
+def hides_exchange(model: ShardedGPT, devices: Sequence[Any], rows: int, context: int) -> bool:
     """Whether an all-to-all of a layer's gradient runs beside the layer's backward pass from beginning to end.
 
     The backward pass, at the peak of the device, must take at least as long as that and a gather of the weights.
 
     Args:
       model: on one TPU slice, without groups.
-      devices: of the slice; None for all.
+      devices: of the slice.
       rows: sequences per device and micro-batch.
       context: tokens per sequence.
     """
-    devices = pmap_devices() if devices is None else devices
     speed = SPEEDS[devices[0].device_kind]
     axis = model.axis
-    if model.stage < 2 or axis.shards < axis.size or axis.row_group > 1 or slices_of(devices) > 1:
-        return False
     if not _exchange_runs_beside_products(devices, speed):
         return False
     places = places_of(devices)
@@ -365,9 +384,13 @@ def _exchange_runs_beside_products(devices: Sequence[Any], speed: Speed) -> bool
     chips = len(devices) // slices_of(devices) // speed.devices
     if not overlaps_exchanges(devices[0].device_kind, chips):
         return False
+    return _is_square(devices) or not speed.offloads
+
+
+def _is_square(devices: Sequence[Any]) -> bool:
+    """Whether the chips form a square of 4x4 or more."""
     spanned = _spanned(devices)
-    is_square = len(spanned) == 2 and len({*spanned}) == 1 and spanned[0] >= 4
-    return is_square or not speed.offloads
+    return len(spanned) == 2 and len({*spanned}) == 1 and spanned[0] >= 4
 
 
 def _spanned(devices: Sequence[Any]) -> list[int]:

@@ -16,7 +16,7 @@ from zero.config.modes import Configuration
 from zero.corpus.reading import keys as reading
 from zero.hosts.speeds import SPEEDS, Speed
 from zero.job import sizes
-from zero.job.devices import faster_placement, hides_exchange, make_axis
+from zero.job.devices import faster_placement, make_axis, scattering_axis
 from zero.job.memory import store_state, with_automatic_remat
 from zero.job.model import AttentionKeys, RowKeys, make_model
 from zero.job.sharding import Sharding
@@ -145,8 +145,9 @@ def place_model(
     micro_batches = config.training.gradient_accumulation_steps
     micro_rows = placed.rows // micro_batches
     context = config.data.max_context
-    if config.zero.overlap_gathers and not model.axis.exchanges and hides_exchange(model, devices, micro_rows, context):
-        return placed._replace(model=on(dataclasses.replace(model.axis, exchanges=True)))
+    scattering = scattering_axis(model, config.zero, devices, micro_rows, context)
+    if scattering is not None:
+        return placed._replace(model=on(scattering))
     if config.zero.phases != "auto":
         return placed
     faster = faster_placement(model, config.zero, devices, micro_rows, micro_batches, context)
