@@ -325,7 +325,7 @@ def exchanges_gradients(devices: Sequence[Any]) -> bool:
     as 4x4: there the compiler turns it into an all-reduce, which nothing hides. An all-to-all must take at most twice
     as long as the all-reduce into which XLA turns a scatter elsewhere: the links in the middle of the longest dimension
     carry half of all bytes of an all-to-all, whereas an all-reduce is shared by the links of all dimensions, and its
-    traffic by the cores of a chip. A longer one pays off where a layer hides it (`hides_exchange`).
+    traffic by the cores of a chip. `scattering_axis` has further cases, which depend on the model.
     """
     speed = SPEEDS.get(devices[0].device_kind)
     if speed is None or not _exchange_runs_beside_products(devices, speed):
@@ -339,21 +339,19 @@ def scattering_axis(
 ) -> Axis | None:
     """Another axis, on which a TPU slice scatters gradients beside products; None to keep that of the model.
 
-    Either it exchanges them, or it scatters over one dimension of the torus after the other: SparseCores take a scatter
-    over a line of chips, but none over a square. With experts the second way is slower (docs/decisions/collectives.md).
-    The arguments are the same as for `hides_exchange`.
+    SparseCores take a scatter over a line of chips, but none over a square: there it is one over each dimension of the
+    torus. Without SparseCores gradients are exchanged if that is hidden. With experts both are slower
+    (docs/decisions/collectives.md). The arguments are the same as for `hides_exchange`.
     """
     axis = model.axis
     devices = pmap_devices() if devices is None else devices
     is_alone = axis.shards == axis.size and axis.row_group == 1 and slices_of(devices) == 1
-    if model.stage < 2 or axis.exchanges or not zero.overlap_gathers or zero.phases != "auto" or not is_alone:
+    is_free = zero.overlap_gathers and zero.phases == "auto" and not axis.exchanges
+    if model.stage < 2 or not is_free or not is_alone or model.config.experts is not None:
         return None
-    if hides_exchange(model, devices, rows, context):
-        return dataclasses.replace(axis, exchanges=True)
-    speed = SPEEDS[devices[0].device_kind]
-    if speed.offloads and _is_square(devices) and model.config.experts is None:
-        return make_axis(dataclasses.replace(zero, phases="torus"), devices)
-    return None
+    if SPEEDS[devices[0].device_kind].offloads:
+        return make_axis(dataclasses.replace(zero, phases="torus"), devices) if _is_square(devices) else None
+    return dataclasses.replace(axis, exchanges=True) if hides_exchange(model, devices, rows, context) else None
 
 
 def hides_exchange(model: ShardedGPT, devices: Sequence[Any], rows: int, context: int) -> bool:
