@@ -82,7 +82,8 @@ def expected() -> dict[str, float]:
     for number in range(CONFIG.N):
         own = jax.tree.map(lambda x, number=number: x[number], params[STACK])
         ((stream, _), _), seen = shown(own, stream, jnp.int32(number))
-        modules = {name: of["__call__"][0] for name, of in seen["intermediates"].items() if name != "__call__"}
+        of_modules = {name: of["__call__"][0] for name, of in seen["intermediates"].items() if name != "__call__"}
+        modules = {name: out for name, out in of_modules.items() if name != "activation"}  # it has no scalars here
         for name, out in {**modules, "stream": stream[0]}.items():
             result[f"activation/{name}/{number}"] = float(jnp.abs(out).mean())
     for name, grad in named(jax.jit(jax.grad(loss))(params)).items():

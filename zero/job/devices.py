@@ -340,18 +340,20 @@ def scattering_axis(
     """Another axis, on which a TPU slice scatters gradients beside products; None to keep that of the model.
 
     SparseCores take a scatter over a line of chips, but none over a square: there it is one over each dimension of the
-    torus. Without SparseCores gradients are exchanged if that is hidden. With experts both are slower
+    torus. Without SparseCores the gradients of dense models are exchanged if that is hidden
     (docs/decisions/collectives.md). The arguments are the same as for `hides_exchange`.
     """
     axis = model.axis
     devices = pmap_devices() if devices is None else devices
     is_alone = axis.shards == axis.size and axis.row_group == 1 and slices_of(devices) == 1
     is_free = zero.overlap_gathers and zero.phases == "auto" and not axis.exchanges
-    if model.stage < 2 or not is_free or not is_alone or model.config.experts is not None:
+    if model.stage < 2 or not is_free or not is_alone:
         return None
     if SPEEDS[devices[0].device_kind].offloads:
         return make_axis(dataclasses.replace(zero, phases="torus"), devices) if _is_square(devices) else None
-    return dataclasses.replace(axis, exchanges=True) if hides_exchange(model, devices, rows, context) else None
+    if model.config.experts is None and hides_exchange(model, devices, rows, context):
+        return dataclasses.replace(axis, exchanges=True)
+    return None
 
 
 def hides_exchange(model: ShardedGPT, devices: Sequence[Any], rows: int, context: int) -> bool:
