@@ -218,7 +218,7 @@ class ZeroForCausalLM(PreTrainedModel, GenerationMixin):
         if config.positions == "learned":
             self.positions = Table(config.max_position_embeddings, config.hidden_size)
         if config.positions == "sinusoidal":
-            self.positions = Table(1)
+            self.positions = Table()  # one scale
         if config.embedding_norm:
             self.embedding_norm = Norm(config, config.hidden_size, config.norm_gains)
         self.blocks = nn.ModuleList(Layer(config, number) for number in range(config.num_hidden_layers))
