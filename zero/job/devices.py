@@ -350,7 +350,9 @@ def scattering_axis(
     if model.stage < 2 or not is_free or not is_alone:
         return None
     if SPEEDS[devices[0].device_kind].offloads:
-        return make_axis(dataclasses.replace(zero, phases="torus"), devices) if _is_square(devices) else None
+        if not _is_square(devices):
+            return None
+        return make_axis(dataclasses.replace(zero, phases="torus"), devices)
     if model.config.experts is None and hides_exchange(model, devices, rows, context):
         return dataclasses.replace(axis, exchanges=True)
     return None
@@ -372,9 +374,9 @@ def hides_exchange(model: ShardedGPT, devices: Sequence[Any], rows: int, context
     if not _exchange_runs_beside_products(devices, speed):
         return False
     places = places_of(devices)
-    everyone = range(axis.size)
+    group = range(axis.size)
     sent = _layer_bytes(model) * (axis.size - 1) / axis.size
-    on_links = sum(collective_seconds(kind, sent, everyone, places, speed) for kind in ("all-to-all", "all-gather"))
+    on_links = sum(collective_seconds(kind, sent, group, places, speed) for kind in ("all-to-all", "all-gather"))
     backward = 2 / 3 * model_flops(model.config, rows, context) / model.config.layer_count
     return on_links <= backward / speed.flops
 

@@ -85,7 +85,7 @@ def layer(p: Any, x: Any, xp: Any) -> tuple[Any, Any]:
 def losses_by_hand(params: Any, rows: Any, xp: Any) -> tuple[Any, Any, Any]:
     """Sums over tokens, divided by the number of next tokens (arXiv 2412.19437, equations 21 to 25).
 
-    Of both losses, and of what balances the experts of both layers that have some.
+    The total has the losses of both tokens, and the balancing loss of the experts of both layers.
     """
     width = AHEAD.embedding_dim
     table, head = (params[name]["table"].reshape(-1, width)[: AHEAD.vocab_size] for name in ("vocabulary", "head"))
