@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from zero.models.gated_delta import (
@@ -72,28 +73,29 @@ class MixerKind(NamedTuple):
 
 
 # The shares of dense attention and of the delta rule (docs/decisions/attention.md, benchmarks/measured/delta-rule.md).
-_DENSE_SHARE, _DELTA_SHARE = 0.15, 0.02
+_DENSE_SHARE = 0.15
+_DELTA_SHARE = 0.02
+# A kind of softmax attention: all have the same scores, of the same heads.
+_of_scores = partial(
+    MixerKind,
+    further=further_of_heads,
+    operations=operations_of_heads,
+    share=_DENSE_SHARE,
+    heads=heads_of_attention,
+)
 # Softmax attention, by what makes the keys and values of a model (`Latent.source_of_keys`).
 ATTENTIONS = {
-    HEADS: MixerKind(
+    HEADS: _of_scores(
         module=SelfAttention,
         cache=empty_cache,
         numbers=numbers_of_heads,
-        further=further_of_heads,
         weights=weights_of_heads,
-        operations=operations_of_heads,
-        share=_DENSE_SHARE,
-        heads=heads_of_attention,
     ),
-    LATENT: MixerKind(
+    LATENT: _of_scores(
         module=LatentAttention,
         cache=empty_latents,
         numbers=numbers_of_latents,
-        further=further_of_heads,
         weights=weights_of_latents,
-        operations=operations_of_heads,
-        share=_DENSE_SHARE,
-        heads=heads_of_attention,
     ),
 }
 
@@ -115,15 +117,11 @@ def _weights_of_attention(config: Transformer) -> int:
 
 
 MIXERS = {
-    ATTENTION: MixerKind(
+    ATTENTION: _of_scores(
         module=_attention,
         cache=_cache_of_attention,
         numbers=_numbers_of_attention,
-        further=further_of_heads,
         weights=_weights_of_attention,
-        operations=operations_of_heads,
-        share=_DENSE_SHARE,
-        heads=heads_of_attention,
     ),
     DELTA: MixerKind(
         module=GatedDelta,
