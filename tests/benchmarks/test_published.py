@@ -77,6 +77,7 @@ WITH_HOST = {  # what is stored, and which kinds of it lie in the host's memory
     "gemma3-12b-4xv6e-256": ("attention", ("layer_input",)),
     "mixtral-8x7b-v6e-256": ("full", ("layer_input",)),
     "mixtral-8x22b-v6e-256": ("full", ("layer_input",)),
+    "deepseek3-671b-tpu7x-128": ("full", ("layer_input",)),
 }
 
 
