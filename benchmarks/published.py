@@ -286,7 +286,7 @@ def choices_of(name: str) -> tuple[Choice, list[Choice], float]:
     placed = place_model(request.config, request.size, find_devices(recipe.topology), request.rows)
     job = make_job(request.config, placed)
     assert placed.speed is not None
-    memory = memory_for(placed.speed, job.held)
+    memory = memory_for(placed.device, job.held)
     rates = rates_of(job.model, placed.speed)
     choices = storage_choices(placed.model, request.rows, recipe.context, memory, rates)
     stored = job.model.remat, kinds_on_host(job.model)

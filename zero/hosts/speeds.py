@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ class Speed(NamedTuple):
     dims: int = 0  # of the torus; 0: no torus
     ring: int = 0  # positions of a dimension whose ends are linked
     devices: int = 1  # per chip
-    fused: float = 0.0  # share of `flops` that zero's attention kernels reach on the blocks that they compute
+    fused: float = 0.0  # share of `flops` that zero's attention kernel, or cuDNN's, reaches on blocks that it computes
     splash: float = 0.0  # the same for jax's splash attention
     host: float = 16e9  # bytes per second between a chip and the memory of its host, in each direction
     host_memory: float = math.inf  # bytes of the memory of a host per chip
@@ -55,6 +56,7 @@ class Speed(NamedTuple):
 GIB = 2**30
 HOST_SHARE = 0.8  # of a host's memory; the rest is for the system, the data and copies of a checkpoint being saved
 _MXU = 2 * 128 * 128  # operations per cycle of a matrix unit
+_CUDNN = 0.4  # share of the peak that cuDNN's attention reaches on an H100 (benchmarks/measured/kernels-on-h100.md)
 
 # Sources: cloud.google.com/tpu/docs/v3, v4, v5e, v5p and v6e, system architecture: peak compute, HBM bandwidth, number
 # of matrix units, and all-reduce bandwidth of a pod divided by its chips (v5p: half of the bidirectional bandwidth of a
@@ -180,16 +182,34 @@ SPEEDS = {
         offloads=True,
         vmem_kib=64 * 1024,
     ),
-    "NVIDIA A100-SXM4-40GB": Speed(312e12, 1555e9, 300e9, int8=2),
-    "NVIDIA A100-SXM4-80GB": Speed(312e12, 2039e9, 300e9, int8=2),
-    "NVIDIA B200": Speed(2250e12, 8000e9, 900e9, int8=2, float8=2),
-    "NVIDIA GeForce RTX 4090": Speed(165.2e12, 1008e9, 32e9, int8=4, float8=2),
-    "NVIDIA H100 80GB HBM3": Speed(989e12, 3350e9, 450e9, int8=2, float8=2),
-    "NVIDIA H200": Speed(989e12, 4800e9, 450e9, int8=2, float8=2),
-    "NVIDIA L4": Speed(121e12, 300e9, 32e9, int8=2, float8=2),
-    "Tesla T4": Speed(65e12, 320e9, 16e9, int8=2),
+    "NVIDIA A100-SXM4-40GB": Speed(312e12, 1555e9, 300e9, 40e9, fused=_CUDNN, int8=2),
+    "NVIDIA A100-SXM4-80GB": Speed(312e12, 2039e9, 300e9, 80e9, fused=_CUDNN, int8=2),
+    "NVIDIA B200": Speed(2250e12, 8000e9, 900e9, 180e9, fused=_CUDNN, int8=2, float8=2),
+    "NVIDIA GeForce RTX 4090": Speed(165.2e12, 1008e9, 32e9, 24e9, fused=_CUDNN, int8=4, float8=2),
+    "NVIDIA H100 80GB HBM3": Speed(989e12, 3350e9, 450e9, 80e9, fused=_CUDNN, int8=2, float8=2),
+    "NVIDIA H200": Speed(989e12, 4800e9, 450e9, 141e9, fused=_CUDNN, int8=2, float8=2),
+    "NVIDIA L4": Speed(121e12, 300e9, 32e9, 24e9, fused=_CUDNN, int8=2, float8=2),
+    "Tesla T4": Speed(65e12, 320e9, 16e9, 16e9, fused=_CUDNN, int8=2),
 }
 HOP = 1e-6  # seconds from a chip to the next one, about (jax-ml.github.io/scaling-book/sharding)
+
+
+def usable_bytes(device: Any) -> float:
+    """Bytes of the memory of a device that programs may take: of a GPU what jax allocates; infinite if not known.
+
+    >>> from zero.plan.formula import gpus
+    >>> usable_bytes(gpus("gpu:h100x1")[0])
+    60000000000.0
+    """
+    speed = SPEEDS.get(device.device_kind)
+    if speed is None:
+        return math.inf
+    return speed.capacity * (jax_share() if device.platform == "gpu" else 1.0)
+
+
+def jax_share() -> float:
+    """The share of a GPU's memory that jax allocates, by the environment variable that jax reads."""
+    return float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75))
 
 
 def peak_flops(device: Any) -> float | None:

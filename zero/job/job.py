@@ -89,11 +89,8 @@ class PlacedModel(NamedTuple):
 
     @property
     def speed(self) -> Speed | None:
-        """The speed of its TPUs; None for other devices."""
-        device = self.device
-        if device.platform != "tpu":
-            return None
-        return SPEEDS.get(device.device_kind)
+        """The speed of its TPUs or GPUs; None for CPUs and unknown kinds."""
+        return SPEEDS.get(self.device.device_kind)
 
     def with_last_target(self, has_last_target: bool) -> PlacedModel:
         """The same model for rows with or without the target of their last position."""
@@ -140,7 +137,7 @@ def place_model(
     if rows is None and placed.speed is not None:  # else nothing depends on them, so that jobs are equal
         global_rows = config.objective.make().example.texts * config.training.batch_size * jax.process_count()
         placed = placed._replace(rows=global_rows * model.axis.row_group // model.axis.size)
-    if placed.speed is None or placed.rows is None:
+    if placed.speed is None or placed.rows is None or placed.device.platform != "tpu":
         return placed
     micro_batches = config.training.gradient_accumulation_steps
     micro_rows = placed.rows // micro_batches
@@ -163,7 +160,8 @@ def make_job(config: JobConfig, placed: PlacedModel) -> Job:
     options = step_options(config, objective, placed.steps_per_batch)
     tx = trained_by(config.optimizer, config.training, model.config)
     stored = store_state(model, tx, options)
-    chooses_remat = config.zero.remat == "auto" and model.stage == 3 and not options.fused_update
+    knows_host = placed.device.platform == "tpu" or not model.offload  # how fast a GPU and its host copy is not known
+    chooses_remat = config.zero.remat == "auto" and model.stage == 3 and not options.fused_update and knows_host
     if chooses_remat and placed.speed is not None and placed.rows is not None:
         rows = placed.rows // options.micro_batches
         model = with_automatic_remat(model, stored.held, placed.device, rows, config.data.max_context)

@@ -10,7 +10,7 @@ import optax
 
 from zero.config.constraints import one_of, shown
 from zero.config.keys import Mistakes, key
-from zero.hosts.speeds import SPEEDS, Speed
+from zero.hosts.speeds import SPEEDS, Speed, usable_bytes
 from zero.models.collections import collections_of
 from zero.models.config import GPTConfig
 from zero.models.mixers import MIXERS
@@ -41,7 +41,8 @@ class Keys:
         "auto",
         one_of("auto", *REMAT),
         "What the forward pass stores so that the backward pass does not recompute it. auto: on CPU everything "
-        "(none), on GPU full;",
+        "(none); on GPU at stage 3, with cuDNN's attention, what fits and takes the fewest predicted seconds, up to "
+        "none;",
         "on TPU at stage 3, the first that fits of mlp+attention (without a kernel), mlp, mlp_in and full, logged at "
         "the start;",
         "for rows of 4,096 or more positions, the first that fits of mlp+attention, mlp_in+attention, attention and "
@@ -131,22 +132,22 @@ def with_automatic_remat(model: ShardedGPT, held: int, device: Any, rows: int, c
 
     Args:
       held: bytes of state and frozen parameters per device.
-      device: one of the TPUs of the model.
+      device: one of the TPUs or GPUs of the model.
       rows: sequences per device and micro-batch.
       context: tokens of a sequence.
     """
     speed = SPEEDS[device.device_kind]
     may_use_host = bool(model.offload)
-    model = with_fitting_storage(model, rows, context, memory_for(speed, held), rates_of(model, speed))
+    model = with_fitting_storage(model, rows, context, memory_for(device, held), rates_of(model, speed))
     where = f", on the host: {', '.join(kinds_on_host(model)) or 'nothing'}" if may_use_host else ""
     pairs = ", two chunks of the vocabulary at once" if model.chunks_at_once == 2 else ""
     log.info("zero.remat=auto: %s%s%s", model.remat, where, pairs)
     return model
 
 
-def memory_for(speed: Speed, held: int) -> Memory:
+def memory_for(device: Any, held: int) -> Memory:
     """What a device that holds so many bytes between steps, and its host, may store."""
-    return Memory(held, speed.capacity, speed.host_share)
+    return Memory(held, usable_bytes(device), SPEEDS[device.device_kind].host_share)
 
 
 def rates_of(model: ShardedGPT, speed: Speed) -> Rates:

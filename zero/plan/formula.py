@@ -14,19 +14,18 @@ from zero.base.errors import UserError
 from zero.costs.hlo import Collective
 
 PREFIX = "gpu:"
-# jax's name of each kind, and its memory in 10^9 bytes (from the data sheets in zero/hosts/speeds.py).
+# jax's name of each kind
 KINDS = {
-    "a100": ("NVIDIA A100-SXM4-40GB", 40),
-    "a100-80g": ("NVIDIA A100-SXM4-80GB", 80),
-    "b200": ("NVIDIA B200", 180),
-    "h100": ("NVIDIA H100 80GB HBM3", 80),
-    "h200": ("NVIDIA H200", 141),
-    "l4": ("NVIDIA L4", 24),
-    "rtx4090": ("NVIDIA GeForce RTX 4090", 24),
-    "t4": ("Tesla T4", 16),
+    "a100": "NVIDIA A100-SXM4-40GB",
+    "a100-80g": "NVIDIA A100-SXM4-80GB",
+    "b200": "NVIDIA B200",
+    "h100": "NVIDIA H100 80GB HBM3",
+    "h200": "NVIDIA H200",
+    "l4": "NVIDIA L4",
+    "rtx4090": "NVIDIA GeForce RTX 4090",
+    "t4": "Tesla T4",
 }
 PER_NODE = 8
-JAX_SHARE = 0.75  # of a GPU's memory, which jax takes unless XLA_PYTHON_CLIENT_MEM_FRACTION sets another share
 _KIND_OF = {
     "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",
@@ -42,7 +41,6 @@ class Gpu:
     id: int
     process_index: int  # one process per node
     device_kind: str
-    memory: int  # bytes available to programs
     platform: str = "gpu"
 
 
@@ -60,9 +58,7 @@ def gpus(topology: str) -> list[Gpu]:
         raise UserError(
             f"plan.topology={topology}: expected gpu:KINDxCOUNT, such as gpu:h100x8, with a KIND of {', '.join(KINDS)}"
         )
-    kind, gigabytes = KINDS[match[1]]
-    memory = int(JAX_SHARE * gigabytes * 10**9)
-    return [Gpu(number, number // PER_NODE, kind, memory) for number in range(int(match[2]))]
+    return [Gpu(number, number // PER_NODE, KINDS[match[1]]) for number in range(int(match[2]))]
 
 
 def collectives_of(jaxpr: Any, devices: int, times: int = 1) -> Iterator[Collective]:

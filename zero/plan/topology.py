@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from zero.base.errors import UserError, install_command
 from zero.hosts import xla_options
+from zero.hosts.speeds import usable_bytes
 from zero.hosts.startup import device_memory
 from zero.partition.pmapped import pmap
 from zero.plan import formula
@@ -127,7 +128,7 @@ def available_bytes(devices: list[Any]) -> int:
     """Memory of one device for programs and their data, by its compiler or allocator; on CPU an equal share."""
     device = devices[0]
     if isinstance(device, formula.Gpu):
-        return device.memory
+        return int(usable_bytes(device))
     if device.platform != "tpu" or device.client is jax.local_devices()[0].client:
         return device_memory()
     program = pmap(lambda x: x + 1, "batch", devices, donate_argnums=0)

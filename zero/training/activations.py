@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from zero.models.attention.tpu_kernels import TPU_KERNELS
 from zero.models.config import STACK, GPTConfig
 from zero.models.mixers import MIXERS, numbers_per_layer, weights_per_layer
 from zero.models.part import ATTENTION as ATTENTION_MIXER
@@ -72,7 +73,7 @@ def stored_bytes(model: ShardedGPT, rows: int, context: int) -> int:
     size = model.config
     channels = _bytes_of_kinds(model, rows, context, [LAYER_INPUT]) // _entries(size)
     kept = {
-        "none": size.layer_count * _layer_bytes(model, rows, context),
+        "none": _bytes_of_all(model, rows, context),
         "dots": size.layer_count * 9 * channels,  # inputs, and the results of products with weights
         "nested": 2 * math.isqrt(size.N) * channels,
     }
@@ -87,6 +88,19 @@ def _bytes_of_kinds(model: ShardedGPT, rows: int, context: int, kinds: Sequence[
     inputs = positions * size.embedding_dim * itemsize if LAYER_INPUT in kinds else 0
     others = positions * itemsize * numbers_per_position(model, kinds) // _parts(model)
     return _entries(size) * inputs + size.layer_count * others
+
+
+def _bytes_of_all(model: ShardedGPT, rows: int, context: int) -> int:
+    """Bytes per device of all that the layers compute, and of their weights, each gathered once.
+
+    A gated MLP keeps three numbers for each of its width, where `_layer_bytes` counts eight for each channel.
+    """
+    size = model.config
+    itemsize = jnp.dtype(model.compute_dtype).itemsize
+    of_gates = max(0, 3 * math.ceil(size.hidden_width) - 8 * size.embedding_dim) if size.gated else 0
+    gates = rows * context // model.axis.context * itemsize * of_gates // _parts(model)
+    weights = _layer_parameters(model) * itemsize
+    return size.layer_count * (_layer_bytes(model, rows, context) + gates + weights)
 
 
 def _parts(model: ShardedGPT) -> int:
@@ -135,6 +149,8 @@ def ladder(model: ShardedGPT, context: int) -> tuple[str, ...]:
     size = model.config
     if size.layer != "transformer":
         return ("full",)
+    if model.kernel == "cudnn":  # GPUs compile all layers one after the other in little more time than a loop
+        return ("full", "attention", "mlp_in", "mlp", "mlp+attention", "mlp+projections", "none")
     of_mlp = ("mlp_in", "mlp") if size.experts is None else ("mlp_in", "mlp", "experts")
     with_attention = tuple(f"{policy}+attention" for policy in of_mlp)
     mixes_slowly = any(MIXERS[mixer].is_stored_first for mixer in size.mixers)
@@ -214,7 +230,9 @@ def storage_seconds(model: ShardedGPT, rows: int, context: int, rates: Rates) ->
     """
     by_kind = seconds_by_kind(model, rows, context, rates)
     stored = kinds_of(model.remat)
-    recomputed = sum(seconds for kind, seconds in by_kind.items() if kind not in stored)
+    recomputed = 0.0
+    if model.remat != "none":
+        recomputed = sum(seconds for kind, seconds in by_kind.items() if kind not in stored)
     forward = sum(by_kind.values())
     if model.config.experts is None:
         forward += by_kind[MLP_IN]  # the product that ends an MLP is as large
@@ -296,12 +314,13 @@ def spare(model: ShardedGPT) -> float:
 
     The estimate is at least 2.6 % above the compiler's peak if an iteration is one layer of attention and a dense MLP,
     a kernel computes the scores, a device has its rows for itself, and the host stores nothing
-    (benchmarks/measured/beside-maxtext.md). Otherwise it may be below.
+    (benchmarks/measured/beside-maxtext.md). Otherwise, and on GPUs, it may be below.
     """
     size = model.config
     is_one_layer = size.experts is None and {*size.mixers} == {ATTENTION_MIXER} and len({*size.windows}) == 1
     is_alone = model.axis.row_group == 1 and not kinds_on_host(model)
-    return 0.05 if is_one_layer and is_alone and model.kernel is not None else 0.1
+    is_known = is_one_layer and is_alone and model.kernel in TPU_KERNELS
+    return 0.05 if is_known else 0.1
 
 
 def with_fitting_storage(model: ShardedGPT, rows: int, context: int, memory: Memory, rates: Rates) -> ShardedGPT:
