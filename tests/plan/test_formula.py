@@ -76,6 +76,11 @@ def test_plan_by_formula() -> None:
         ("qwen2_5_0_5b", ["data.max_context=2048", "plan.micro_batch=32"], "mlp+attention"),
         ("smollm3_3b", ["data.max_context=4096", "plan.micro_batch=2"], "attention"),
         ("smollm3_3b", ["data.max_context=4096", "plan.micro_batch=2", "zero.offload=activations"], "full"),
+        (
+            "qwen2_5_0_5b",
+            ["data.max_context=2048", "plan.micro_batch=8", "zero.product_dtype=float8"],
+            "mlp+projections",
+        ),
         ("llama3_8b", ["data.max_context=4096", "plan.micro_batch=2"], "full"),  # which does not fit either
     ],
 )
