@@ -153,6 +153,9 @@ def _beside_calls(bodies: Bodies) -> dict[str, list[Instruction]]:
             if instruction.op in ASYNC_CALLS:
                 for called in instruction.called:
                     beside[called] = _until_done(body, number)
+                    for inner in bodies[called]:
+                        if inner.op == "call":
+                            beside |= dict.fromkeys(inner.called, beside[called])
     return beside
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from zero.costs import hlo
 from zero.costs.between_slices import crossing_of, rendezvous_of
 from zero.costs.hlo import Bodies, Instruction
+from zero.costs.rates import RATES, Rates, Works, estimated_seconds
 from zero.hosts.speeds import SPEEDS, Speed
 from zero.hosts.torus import collective_seconds
 
@@ -42,6 +43,9 @@ PHASES = ("forward", "recomputed", "backward", UPDATE)
 _COPIES = ("copy", "copy-done", "slice-done", "reshape", "transpose", "pad", "bitcast-convert")
 # Instructions that move data but have no estimate; others without one are scalars.
 _MOVES = ("fusion", "concatenate", "gather", "scatter", "sort", "copy", "transpose", "custom-call")
+# Instructions whose cycles the compiler writes with the machine code.
+_ESTIMATED = ("fusion", "copy", "convert", "broadcast", "reshape", "transpose", "convolution", "reduce")
+_CUSTOM = "kind=kCustom"  # gathers and scatters, which have no cycles afterwards either
 _SCALAR = re.compile(r"[a-z]+\d+\[\]")
 _ON_HOST = "S(5)"  # in the layout of an array
 _TO_HOST, _FROM_HOST = "to host", "from host"
@@ -84,14 +88,25 @@ class Prediction(NamedTuple):
     host_exposed_seconds: float = 0.0  # in which the program waits for either
 
 
-def predict(text: str, devices: Sequence[Any]) -> Prediction | None:
-    """The time of a program's `as_text()` on its devices; None if the compiler has written no cycles."""
+def predict(text: str, devices: Sequence[Any], is_whole: bool = True) -> Prediction | None:
+    """The time of a program's `as_text()` on its devices.
+
+    Args:
+      text: of a compiled program.
+      devices: on which it runs.
+      is_whole: whether it was compiled to the end. If not, the compiler has written no cycles, and `rates.py` estimates
+        what fusions take.
+
+    Returns:
+      None if the compiler writes no cycles for these devices, or if there are no rates of them.
+    """
     speed = SPEEDS.get(devices[0].device_kind)
-    if speed is None or not speed.per_cycle or '"estimated_cycles"' not in text:
+    rates = None if is_whole else RATES.get(devices[0].device_kind)
+    if speed is None or not speed.per_cycle or (rates is None and '"estimated_cycles"' not in text):
         return None
     bodies, entry = hlo.computations(text)
     places = [(*device.coords, device.core_on_chip) for device in devices]
-    spent = _Schedule(bodies, speed, places).play(entry)
+    spent = _Schedule(bodies, speed, places, rates).play(entry)
     to_host = spent.host_seconds[_TO_HOST]
     from_host = spent.host_seconds[_FROM_HOST]
     return Prediction(
@@ -229,8 +244,12 @@ class _Spent:
 class _Schedule:
     """Plays the computations of a program."""
 
-    def __init__(self, bodies: Bodies, speed: Speed, places: Sequence[tuple[int, ...]]) -> None:
+    def __init__(
+        self, bodies: Bodies, speed: Speed, places: Sequence[tuple[int, ...]], rates: Rates | None = None
+    ) -> None:
         self.bodies = bodies
+        self.works = Works(bodies)
+        self.rates = rates  # of instructions without cycles; None: the program has cycles
         self.speed = speed
         self.places = places
         self.played: dict[str, _Spent] = {}
@@ -361,7 +380,11 @@ class _Schedule:
     def _collectives_in(self, instruction: Instruction) -> list[Instruction]:
         collectives = []
         for name in instruction.called:
-            collectives += [called for called in self.bodies[name] if hlo.kind_of(called) is not None]
+            for called in self.bodies[name]:
+                if hlo.kind_of(called) is not None:
+                    collectives.append(called)
+                elif called.op == "call":  # of a computation on a SparseCore, before the compiler inlines it
+                    collectives += self._collectives_in(called)
         return collectives
 
     def _compute_seconds(self, instruction: Instruction, results: dict[str, str]) -> float:
@@ -372,6 +395,10 @@ class _Schedule:
             return kernel_seconds(instruction, self.speed)
         if _INVERSION.search(instruction.rest):
             return inversion_seconds(instruction, self.speed)
+        if self.rates is not None and instruction.op in _ESTIMATED:
+            work = self.works.of(instruction, results)
+            if work.flops or not (_CUSTOM in instruction.rest or self._collectives_in(instruction)):
+                return estimated_seconds(instruction, work, self.speed, self.rates)
         is_idle = instruction.op not in _MOVES or _NO_DATA.search(instruction.rest) or self._collectives_in(instruction)
         if is_idle and not instruction.has_unknown_cycles:
             return 0.0

@@ -80,7 +80,7 @@ def predicted_time(step: Any, storage: OnDevices, devices: Sequence[Any]) -> Pre
     its input if that lies on the host, between device and host in either direction.
     """
     if not isinstance(step, StreamedStep):
-        return predict(step.as_text(), devices)
+        return predict(step.as_text(), devices, is_whole=getattr(step, "is_whole", True))
     spans = len(step.firsts)
     parts: defaultdict[TimedPart, float] = defaultdict(float)
     seconds = exposed_seconds = exposed_bytes = waits = 0.0
