@@ -12,8 +12,17 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
 
+from zero.costs.predict import predict
 from zero.partition.pmapped import pmap
-from zero.plan.compiler import Compiler, KeptProgram, Memory, compiler_options
+from zero.plan.compiler import (
+    MEMORY_REPORT,
+    SCHEDULE_AGAIN,
+    Compiler,
+    KeptProgram,
+    Memory,
+    compiler_options,
+    read_schedule,
+)
 from zero.plan.topology import find_devices, prepare_environment
 
 
@@ -113,3 +122,46 @@ def test_a_damaged_file_is_compiled_again(devices: list[Any], tmp_path: Path, ca
         caplog.clear()
         assert Compiler(devices, True, tmp_path).compile(*program(devices)).as_text() == whole
         assert "compiling the program again" in caplog.text and file.read_bytes() == data
+
+
+def layers(devices: list[Any]) -> tuple[Any, jax.ShapeDtypeStruct]:
+    """A loop of two products and a sum over devices, whose machine code takes the compiler seconds."""
+
+    def layer(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return jax.lax.psum(jnp.tanh(x @ x) @ x, "zero"), None
+
+    program = pmap(lambda x: jax.lax.scan(layer, x, None, length=4)[0], "zero", devices)
+    return program, jax.ShapeDtypeStruct((len(devices), 1024, 1024), jnp.bfloat16)
+
+
+def test_a_schedule_is_read_as_soon_as_it_is_written(devices: list[Any], tmp_path: Path) -> None:
+    """It is the compiled program without its cycles. Of a program as small as this one the estimate is rough."""
+    program, argument = layers(devices)
+    options: Any = {**(compiler_options(devices, True) or {}), "xla_dump_to": str(tmp_path)}
+    compiled = program.lower(argument).compile(options)
+    scheduled = read_schedule(tmp_path)
+    assert scheduled is not None and not scheduled.is_whole and "estimated_cycles" not in scheduled.text
+    peak = compiled.memory_analysis().peak_memory_in_bytes
+    assert peak <= scheduled.memory.peak_memory_in_bytes <= 1.05 * peak + 2**20
+    exact, estimate = (predict(one.as_text(), devices, one is compiled) for one in (compiled, scheduled))
+    assert exact is not None and estimate is not None
+    assert estimate.seconds == pytest.approx(exact.seconds, rel=0.35)
+    (again,) = tmp_path.glob(SCHEDULE_AGAIN)
+    again.write_text(again.read_text()[:-100])  # half written
+    assert read_schedule(tmp_path) is None
+    (report,) = tmp_path.glob(MEMORY_REPORT)
+    report.unlink()
+    assert read_schedule(tmp_path) is None
+
+
+def test_a_schedule_is_kept_beside_the_whole_program(devices: list[Any], tmp_path: Path) -> None:
+    """A plan that needs the whole program waits for the compilation that it has begun."""
+    compiler = Compiler(devices, True, tmp_path)
+    early = compiler.compile(*layers(devices), whole=False)
+    assert not early.is_whole and [file.name[64:] for file in files(tmp_path)] == [".schedule.json.gz"]
+    assert Compiler(devices, True, tmp_path).compile(*layers(devices), whole=False).text == early.text
+    begun = dict(compiler._running)
+    whole = compiler.compile(*layers(devices))
+    assert whole.is_whole and "estimated_cycles" in whole.text and compiler._running == begun
+    assert len(files(tmp_path)) == 2
+    assert Compiler(devices, True, tmp_path).compile(*layers(devices), whole=False).text == whole.text

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from zero.costs.hlo import Collective, across_hosts, bytes_by_kind, hidden_share
 from zero.costs.predict import Prediction
+from zero.costs.rates import RATES
 from zero.costs.step_costs import costs_of, device_peak, traced
 from zero.hosts.speeds import SPEEDS, Speed, host_memory
 from zero.inference.generate import bucket
@@ -22,7 +23,7 @@ from zero.job.job import Job, make_job, place_model
 from zero.partition.layout import make_grouped_layout
 from zero.partition.memory import memory_of
 from zero.plan import formula
-from zero.plan.compiler import Compiler
+from zero.plan.compiler import Compiler, KeptProgram
 from zero.plan.config import Plan, Request
 from zero.plan.topology import available_bytes, find_devices, out_of_memory
 from zero.training.activations import activation_bytes, forward_bytes, host_bytes, kinds_on_host
@@ -103,6 +104,7 @@ def compile_step(request: Request) -> Row:
     sent: list[Collective] | None = None  # of a step that fits
     sent_between: float | None = None  # bytes from a device to other slices
     predicted: Prediction | None = None
+    from_schedule = False
     on_host: int | None = None  # bytes of one device
     peaks: dict[str, int | None] = dict.fromkeys(PAUSES)
     by_formula = bytes_by_formula(request, job)
@@ -119,7 +121,7 @@ def compile_step(request: Request) -> Row:
         peak = held
     else:
         try:
-            compiled = compiler.compile(job.programs.step, *arguments)
+            compiled = _compiled(compiler, config.plan.exact, available, job.programs.step, *arguments)
         except jax.errors.JaxRuntimeError as error:
             peak, available = out_of_memory(error)
         else:
@@ -129,12 +131,13 @@ def compile_step(request: Request) -> Row:
             sent = costs.sent
             sent_between = costs.sent_between
             predicted = costs.predicted
+            from_schedule = not getattr(compiled, "is_whole", True)
             if peak <= available:
                 between = (
                     held + by_formula["gathered_bytes"] + forward_bytes(model, request.rows, config.data.max_context)
                 )
                 is_tight = max(peak, between) > TIGHT * available
-                peaks |= _pause_peaks(request, job, compiler, arguments, peak, is_tight=is_tight)
+                peaks |= _pause_peaks(request, job, compiler, arguments, peak, available, is_tight=is_tight)
     seconds = time.monotonic() - started
 
     parameters = sum(math.prod(leaf.shape) for leaf in sharded.leaves)
@@ -187,10 +190,22 @@ def compile_step(request: Request) -> Row:
         "tokens": _tokens(request, job),
         "compile_seconds": seconds,
         "is_estimate": is_estimate,
+        "from_schedule": from_schedule,
     }
     if is_estimate:
         row["gathers_hidden"] = None
     return row | time_and_cost(config.plan, row, predicted, SPEEDS.get(devices[0].device_kind))
+
+
+def _compiled(compiler: Compiler, exact: bool, available: int, program: Any, *arguments: Any) -> Any:
+    """A program as its compiler has scheduled it, or the whole one if the schedule cannot decide whether it fits."""
+    if exact or compiler.devices[0].device_kind not in RATES:
+        return compiler.compile(program, *arguments)
+    compiled = compiler.compile(program, *arguments, whole=False)
+    is_scheduled = isinstance(compiled, KeptProgram) and not compiled.is_whole
+    if is_scheduled and compiled.memory.peak_memory_in_bytes > TIGHT * available:
+        return compiler.compile(program, *arguments)
+    return compiled
 
 
 def _tokens(request: Request, job: Job) -> int:
@@ -249,7 +264,7 @@ def _on_devices(shapes: Any, job: Job) -> Any:
 
 
 def _pause_peaks(
-    request: Request, job: Job, compiler: Compiler, of_step: Any, step_peak: int, is_tight: bool
+    request: Request, job: Job, compiler: Compiler, of_step: Any, step_peak: int, available: int, is_tight: bool
 ) -> dict[str, int | None]:
     """Peaks of the programs that this run has between two steps, plus the part of the state that they do not take.
 
@@ -263,7 +278,7 @@ def _pause_peaks(
     def peak(program: Any, *arguments: Any, taken: int) -> int:
         rest = held - taken
         try:
-            compiled = compiler.compile(program, *arguments)
+            compiled = _compiled(compiler, request.config.plan.exact, available - rest, program, *arguments)
             return rest + device_peak(compiled.memory_analysis(), devices[0].platform)
         except jax.errors.JaxRuntimeError as error:
             return rest + out_of_memory(error)[0]

@@ -1,4 +1,9 @@
-"""Programs compiled for a slice, or cached by an earlier plan: their text and memory, all that a plan reads."""
+"""Programs compiled for a slice, or cached by an earlier plan: their text and memory, all that a plan reads.
+
+The compiler for TPU spends nearly all of its time on machine code, of which a plan reads the cycles alone. Long before,
+it knows the schedule and where each array is, and writes both to a directory on request. A program that is read from
+there has no cycles, and its compilation goes on in a thread until its process ends.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +13,12 @@ import hashlib
 import json
 import logging
 import os
+import re
+import tempfile
+import time
 import zlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -28,6 +37,13 @@ log = logging.getLogger(__name__)
 VARIABLES = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")
 # Of plans alone: machine instructions are not reordered, which takes a tenth of the time and changes no figure.
 UNORDERED = {"xla_jf_vliw_scheduler": False}
+# What the compiler writes to a directory once memory is assigned: the schedule, twice, and the bytes of each memory.
+SCHEDULE = "*.after_optimizations.txt"
+SCHEDULE_AGAIN = "*.after_optimizations_after_buffer_assignment.txt"
+MEMORY_REPORT = "*.after_optimizations-memory-usage-report.txt"
+_SPACE = re.compile(r"Memory Space: .*\(color=(\d+)\)\s+Total bytes: (\d+)")
+_DEVICE, _HOST = "0", "5"  # colors of memories
+_POLL_SECONDS = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +64,7 @@ class KeptProgram:
 
     text: str
     memory: Memory
+    is_whole: bool = True  # False: read before the machine code, so that the text has no cycles
 
     def as_text(self) -> str:
         return self.text
@@ -81,13 +98,16 @@ class Compiler:
             sorted((self.options or {}).items()),
             [os.environ.get(name) for name in VARIABLES],
         ]
+        self._running: dict[str, Future[Any]] = {}  # compilations by digest
 
-    def compile(self, program: Any, *arguments: Any) -> Any:
+    def compile(self, program: Any, *arguments: Any, whole: bool = True) -> Any:
         """The compiled program, or a `KeptProgram`; for a step of several programs, the step with such programs.
 
         Args:
           program: a pmapped function, or a step of several.
           arguments: their shapes and dtypes.
+          whole: whether to wait for the machine code. If not, the program has no cycles, unless it is cached, is one of
+            several, keeps arrays in host memory, or the compiler has ended first.
 
         Raises:
           jax.errors.JaxRuntimeError: from the compiler, if the program does not fit.
@@ -97,26 +117,80 @@ class Compiler:
         if isinstance(lowered, LoweredStep):
             programs = SpanPrograms(*map(self._compile, lowered.programs))
             return dataclasses.replace(lowered.step, programs=programs)
-        return self._compile(lowered)
+        return self._compile(lowered, whole)
 
-    def _compile(self, lowered: Any) -> Any:
-        if self.directory is None:
+    def _compile(self, lowered: Any, whole: bool = True) -> Any:
+        if self.devices[0].platform != "tpu" or (whole and self.directory is None):
             return lowered.compile(self.options)
-        path = self.directory / f"{self._digest(lowered)}.json.gz"
-        kept = _read(path)
+        digest = self._digest(lowered)
+        kept = self._read(digest, whole)
+        if kept is not None:
+            return kept
+        if not whole:
+            kept = self._scheduled(lowered, digest)
         if kept is None:
-            compiled = lowered.compile(self.options)
-            memory = compiled.memory_analysis()
-            names = [field.name for field in dataclasses.fields(Memory)]
-            kept = KeptProgram(compiled.as_text(), Memory(*(getattr(memory, name) for name in names)))
+            kept = self._whole(lowered, digest)
+        path = self._file(digest, kept.is_whole)
+        if path is not None:
             _write(path, kept)
         return kept
+
+    def _whole(self, lowered: Any, digest: str) -> KeptProgram:
+        running = self._running.get(digest)
+        compiled = lowered.compile(self.options) if running is None else running.result()
+        memory = compiled.memory_analysis()
+        names = [field.name for field in dataclasses.fields(Memory)]
+        return KeptProgram(compiled.as_text(), Memory(*(getattr(memory, name) for name in names)))
+
+    def _scheduled(self, lowered: Any, digest: str) -> KeptProgram | None:
+        """The program as scheduled; None if the compiler has ended first, or if it keeps arrays in host memory.
+
+        The compilation goes on in a thread.
+        """
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
+            directory = Path(name)
+            options = {**(self.options or {}), "xla_dump_to": name, "xla_dump_hlo_as_text": True}
+            compilation = ThreadPoolExecutor(1).submit(lowered.compile, options)
+            self._running[digest] = compilation
+            while not compilation.done():
+                program = read_schedule(directory)
+                if program is not None:
+                    return None if program.memory.host_temp_size_in_bytes else program
+                time.sleep(_POLL_SECONDS)
+        return None
+
+    def _file(self, digest: str, whole: bool) -> Path | None:
+        if self.directory is None:
+            return None
+        return self.directory / (f"{digest}.json.gz" if whole else f"{digest}.schedule.json.gz")
+
+    def _read(self, digest: str, whole: bool) -> KeptProgram | None:
+        """A cached program; the whole one if there are both."""
+        for is_whole in (True,) if whole else (True, False):
+            path = self._file(digest, is_whole)
+            kept = None if path is None else _read(path)
+            if kept is not None:
+                return dataclasses.replace(kept, is_whole=is_whole)
+        return None
 
     def _digest(self, lowered: Any) -> str:
         versions = [version(name) for name in ("jax", "jaxlib", "libtpu")]
         surroundings = json.dumps([*self._surroundings, versions], default=str)
         text = lowered.as_text(debug_info=True)  # its paths name the parts of the model
         return hashlib.sha256(f"{surroundings}\n{text}".encode()).hexdigest()
+
+
+def read_schedule(directory: Path) -> KeptProgram | None:
+    """The program that the compiler has written to a directory; None if it has not written all of it yet."""
+    paths = [next(directory.glob(pattern), None) for pattern in (SCHEDULE, SCHEDULE_AGAIN, MEMORY_REPORT)]
+    if None in paths:
+        return None
+    text, again, report = (path.read_text() for path in paths if path is not None)
+    if not text or len(text) != len(again):
+        return None
+    sizes = {color: int(size) for color, size in _SPACE.findall(report)}
+    peak = sizes.get(_DEVICE, 0)
+    return KeptProgram(text, Memory(peak, 0, 0, 0, peak, sizes.get(_HOST, 0)), is_whole=False)
 
 
 def compiler_options(devices: Sequence[Any], overlap_gathers: bool) -> dict[str, bool | int] | None:

@@ -109,6 +109,12 @@ class Plan:
         "search=fastest tries all possible combinations of these values; search=largest varies only master_dtype and "
         "state_dtype, at the largest context.",
     )
+    exact: bool = key(
+        False,
+        None,
+        "For a TPU, compile the whole program and read its cycles; false: stop at the compiler's schedule, in a few "
+        "seconds, unless the memory could be too small.",
+    )
     tokens: int | None = key(
         None,
         at_least(1, INT64),

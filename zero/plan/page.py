@@ -85,6 +85,7 @@ def page(result: dict[str, Any], request: Request) -> str:
         "same": same_settings(rows),
         "settings": settings(rows, chosen),
         "is_search": plan.search in ("fastest", "largest"),
+        "is_from_schedule": any(row.get("from_schedule") for row in rows),
         "price": plan.dollars_per_hour,
         "phases": PHASES,
         "columns": list(COLUMNS),

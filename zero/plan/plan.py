@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ from zero.partition.virtual_devices import use_cpu_devices
 from zero.plan import search
 from zero.plan.config import PlanConfig, Request
 from zero.plan.page import PAGE_FILE, page
+from zero.plan.process_per_call import ProcessPerCall
 from zero.plan.table import WIDTH, breakdown_table, table, training_command
 from zero.plan.topology import prepare_environment
 
@@ -79,7 +79,7 @@ def plan(config: PlanConfig, size: GPTConfig, run_directory: Path) -> int:
 
 
 @contextmanager
-def _compilers(topology: str, cpu_devices: int, processes: int, log: Path) -> Iterator[ProcessPoolExecutor]:
+def _compilers(topology: str, cpu_devices: int, processes: int, log: Path) -> Iterator[ProcessPerCall]:
     """Fresh processes, each of which starts jax for the topology.
 
     They are killed if this process is interrupted, and exit on their own if it is killed.
@@ -87,30 +87,28 @@ def _compilers(topology: str, cpu_devices: int, processes: int, log: Path) -> It
     Raises:
       Unavailable: one of them died, for example of a fault in libtpu.
     """
-    pool = ProcessPoolExecutor(
-        processes,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=_start_compiler,
-        initargs=(str(log), topology, cpu_devices),
-    )
-    try:
-        yield pool
-    except BrokenProcessPool as error:
-        raise Unavailable(
-            f"plan.topology={topology}: a process that compiles died, of a lack of memory or a fault of the compiler; "
-            f"its messages are in {log}, and the programs that it has compiled are kept"
-        ) from error
-    except BaseException:
-        for compiler in multiprocessing.active_children():  # otherwise the shutdown waits for their compilations
-            compiler.kill()
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
+    with tempfile.TemporaryDirectory(prefix="zero-plan-", ignore_cleanup_errors=True) as temporary:
+        initargs = (str(log), topology, cpu_devices, temporary)
+        pool = ProcessPerCall(processes, ["zero.plan.compile", "zero.plan.plan"], _start_compiler, initargs)
+        try:
+            yield pool
+        except BrokenProcessPool as error:
+            pool.kill()
+            raise Unavailable(
+                f"plan.topology={topology}: a process that compiles died, of a lack of memory or a fault of the "
+                f"compiler; its messages are in {log}, and the programs that it has compiled are kept"
+            ) from error
+        except BaseException:  # otherwise the shutdown waits for their compilations
+            pool.kill()
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
-def _start_compiler(log: str, topology: str, cpu_devices: int) -> None:
-    """Starts a process that compiles; libtpu's stderr goes to a file."""
-    end_with_parent()
+def _start_compiler(log: str, topology: str, cpu_devices: int, temporary: str) -> None:
+    """Starts a process that compiles; libtpu's stderr goes to a file, temporary files to a directory."""
+    end_with_parent(Path(temporary))
+    tempfile.tempdir = temporary
     with Path(log).open("ab") as file:
         os.dup2(file.fileno(), 2)
     if topology in ("local", "cpu"):

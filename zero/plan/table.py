@@ -47,10 +47,15 @@ def table(result: dict[str, Any], plan: Plan, width: int = WIDTH) -> str:
         ends[1 + result["best"]] += " <- best"
     lines += [f"{line}  {end}".rstrip() for line, end in zip(in_columns(cells), ends, strict=True)]
     legend = (
-        "peak: GiB per device. Per step: seconds predicted from the compiler's cycles (>: a lower bound from "
+        "peak: GiB per device. Per step: seconds predicted from the compiled program (>: a lower bound from "
         "published peaks), tokens per second over all devices, model FLOPs utilization, GB that a device sends while "
         "it computes nothing"
     )
+    if any(row.get("from_schedule") for row in rows):
+        legend += (
+            "; seconds and memory are estimated from the compiler's schedule, within a few percent "
+            "(plan.exact=true compiles the whole program)"
+        )
     with_host = [row for row in rows if row.get("host_bytes")]
     if with_host:
         lines += _wrapped("; ".join(host_text(row, rows) for row in with_host), width)
