@@ -109,7 +109,13 @@ def compile_on(topology: str) -> None:
     from zero.plan.config import Request
     from zero.plan.topology import prepare_environment
 
-    overrides = ("mode=plan", f"plan.topology={topology}", "model.size=bytes", "training.sample_tokens=0")
+    overrides = (
+        "mode=plan",
+        "plan.exact=true",
+        f"plan.topology={topology}",
+        "model.size=bytes",
+        "training.sample_tokens=0",
+    )
     config, size = compose([*overrides, "zero.remat=full"])
     prepare_environment(topology)
     begin = time.process_time()

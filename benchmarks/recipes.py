@@ -124,7 +124,7 @@ def _without_docstrings(module: ast.Module) -> ast.Module:
 
 def requested(recipe: str) -> Request:
     """What is compiled of a recipe; samples between steps are left out."""
-    config, size = compose([f"+recipe={recipe}", "mode=plan", "training.sample_tokens=0"])
+    config, size = compose([f"+recipe={recipe}", "mode=plan", "plan.exact=true", "training.sample_tokens=0"])
     return Request(config, size, config.plan.micro_batch)
 
 

@@ -38,7 +38,7 @@ SIZES = load_sizes()
 GIB = 2**30
 CORES = 32
 HBM = 15.48  # GiB that the compiler has of a v3 core's 16
-# GiB, printed by `mode=plan plan.topology=v3-32 model.size=1_1b zero.remat=full plan.search=stages`.
+# GiB, printed by `mode=plan plan.exact=true plan.topology=v3-32 model.size=1_1b zero.remat=full plan.search=stages`.
 PEAK = (16.84, 4.96, 3.11, 1.17)
 
 
