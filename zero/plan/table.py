@@ -53,7 +53,7 @@ def table(result: dict[str, Any], plan: Plan, width: int = WIDTH) -> str:
     )
     if any(row.get("from_schedule") for row in rows):
         legend += (
-            "; seconds and memory are estimated from the compiler's schedule, within a few percent "
+            "; seconds and memory are estimated from the compiler's schedule, usually within a few percent "
             "(plan.exact=true compiles the whole program)"
         )
     with_host = [row for row in rows if row.get("host_bytes")]
