@@ -147,9 +147,15 @@ def test_a_schedule_is_read_as_soon_as_it_is_written(devices: list[Any], tmp_pat
     assert exact is not None and estimate is not None
     assert estimate.seconds == pytest.approx(exact.seconds, rel=0.35)
     (again,) = tmp_path.glob(SCHEDULE_AGAIN)
-    again.write_text(again.read_text()[:-100])  # half written
+    text = again.read_text()
+    again.write_text(text[:-100])  # half written
     assert read_schedule(tmp_path) is None
+    again.write_text(text)
+    whole = read_schedule(tmp_path)
+    assert whole is not None and whole.text == scheduled.text
     (report,) = tmp_path.glob(MEMORY_REPORT)
+    report.write_text("")
+    assert read_schedule(tmp_path) is None
     report.unlink()
     assert read_schedule(tmp_path) is None
 

@@ -186,10 +186,10 @@ def read_schedule(directory: Path) -> KeptProgram | None:
     if None in paths:
         return None
     text, again, report = (path.read_text() for path in paths if path is not None)
-    if not text or len(text) != len(again):
-        return None
     sizes = {color: int(size) for color, size in _SPACE.findall(report)}
-    peak = sizes.get(_DEVICE, 0)
+    if not text or len(text) != len(again) or _DEVICE not in sizes:
+        return None
+    peak = sizes[_DEVICE]
     return KeptProgram(text, Memory(peak, 0, 0, 0, peak, sizes.get(_HOST, 0)), is_whole=False)
 
 
