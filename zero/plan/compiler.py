@@ -2,7 +2,7 @@
 
 The compiler for TPU spends nearly all of its time on machine code, of which a plan reads the cycles alone. Long before,
 it knows the schedule and where each array is, and writes both to a directory on request. A program that is read from
-there has no cycles, and its compilation goes on in a thread until its process ends.
+there has no cycles. The compiler keeps running in a thread, until the plan ends its process.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Compiler:
     def _scheduled(self, lowered: Any, digest: str) -> KeptProgram | None:
         """The program as scheduled; None if the compiler has ended first, or if it keeps arrays in host memory.
 
-        The compilation goes on in a thread.
+        The compiler keeps running in a thread; `_whole` waits for that thread if the whole program is needed after all.
         """
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
             directory = Path(name)
