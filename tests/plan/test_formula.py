@@ -91,8 +91,9 @@ def test_gpus_store_what_fits(size: str, keys: list[str], remat: str) -> None:
     assert row["peak_bytes"] < 0.9 * 60e9 or size == "llama3_8b"
 
 
-def test_a_larger_share_of_the_memory_stores_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+@pytest.mark.parametrize("variable", ["XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"])
+def test_a_larger_share_of_the_memory_stores_more(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "0.92")
     row = plan("gpu:h100x1", "model.size=smollm3_3b", "data.max_context=4096", "plan.micro_batch=2")
     assert (row["remat"], row["available_bytes"]) == ("mlp+attention", 73.6e9)
 

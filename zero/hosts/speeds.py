@@ -208,8 +208,9 @@ def usable_bytes(device: Any) -> float:
 
 
 def jax_share() -> float:
-    """The share of a GPU's memory that jax allocates, by the environment variable that jax reads."""
-    return float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75))
+    """The share of a GPU's memory that jax allocates, by the variable that jaxlib reads, or by its earlier name."""
+    share = os.environ.get("XLA_CLIENT_MEM_FRACTION") or os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
+    return float(share or 0.75)
 
 
 def peak_flops(device: Any) -> float | None:
