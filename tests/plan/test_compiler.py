@@ -4,12 +4,14 @@ import gzip
 import json
 import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 
 from zero.costs.predict import predict
@@ -59,9 +61,11 @@ def files(directory: Path) -> list[Path]:
 
 def test_a_kept_program_answers_as_the_compiled_one(devices: list[Any], tmp_path: Path) -> None:
     """Text and memory are those of the compiled program, and come from the file the next time."""
-    compiled = Compiler(devices, True).compile(*program(devices))
-    kept = Compiler(devices, True, tmp_path / "plans").compile(*program(devices))
-    assert not isinstance(compiled, KeptProgram) and isinstance(kept, KeptProgram)
+    compiler = Compiler(devices, True, tmp_path / "plans")
+    kept = compiler.compile(*program(devices))
+    assert isinstance(kept, KeptProgram)
+    function, argument = program(devices)
+    compiled = function.lower(argument).compile(compiler.options)
     assert kept.as_text() == compiled.as_text()
     for name in vars(kept.memory_analysis()):
         assert getattr(kept.memory_analysis(), name) == getattr(compiled.memory_analysis(), name)
@@ -104,7 +108,7 @@ def test_unordered_instructions_change_no_figure(devices: list[Any]) -> None:
 
     own, argument = pmap(layer, "zero", devices), jax.ShapeDtypeStruct((len(devices), 512, 512), jnp.bfloat16)
     of_run = own.lower(argument).compile(compiler_options(devices, True))
-    of_plan = Compiler(devices, True).compile(own, argument)
+    of_plan = own.lower(argument).compile(Compiler(devices, True).options)
     cycles = [re.findall(r'"estimated_cycles":"\d+"', one.as_text()) for one in (of_run, of_plan)]
     assert cycles[0] == cycles[1] != []
     sizes = {name: getattr(of_run.memory_analysis(), name) for name in Memory.__dataclass_fields__}
@@ -171,3 +175,33 @@ def test_a_schedule_is_kept_beside_the_whole_program(devices: list[Any], tmp_pat
     assert whole.is_whole and "estimated_cycles" in whole.text
     assert len(files(tmp_path)) == 2
     assert Compiler(devices, True, tmp_path).compile(*layers(devices), whole=False).text == whole.text
+
+
+def test_the_peak_beside_arrays_on_the_host_is_that_of_the_device(devices: list[Any], tmp_path: Path) -> None:
+    """Of a program whose host holds more than the device, jax's peak is that of the host, and its parts a bound."""
+    stored = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["input"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    @partial(jax.checkpoint, policy=stored)
+    def layer(x: jax.Array, weights: jax.Array) -> tuple[jax.Array, None]:
+        return jnp.tanh(checkpoint_name(x, "input") @ weights), None
+
+    def loss(weights: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sum(jax.lax.scan(layer, x, weights)[0]).astype(jnp.float32)
+
+    shapes = [jax.ShapeDtypeStruct((len(devices), *shape), jnp.bfloat16) for shape in ((64, 128, 128), (8192, 128))]
+    compiler = Compiler(devices, True, tmp_path)
+    gradient = pmap(jax.grad(loss), "zero", devices)
+    early = compiler.compile(gradient, *shapes, whole=False)
+    whole = compiler.compile(gradient, *shapes)
+    of_jax = gradient.lower(*shapes).compile(compiler.options).memory_analysis()
+    on_host = 64 * 8192 * 128 * 2
+    assert not early.is_whole and whole.is_whole
+    assert early.memory.host_temp_size_in_bytes == whole.memory.host_temp_size_in_bytes == on_host
+    arrays = 2 * 64 * 128 * 128 * 2 + 8192 * 128 * 2  # weights, their gradient, and the first input
+    assert whole.memory.peak_memory_in_bytes == early.memory.peak_memory_in_bytes
+    assert arrays < whole.memory.peak_memory_in_bytes < on_host / 4 < on_host < of_jax.peak_memory_in_bytes

@@ -14,10 +14,11 @@ import json
 import logging
 import os
 import re
+import shutil
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -48,7 +49,11 @@ _POLL_SECONDS = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """The fields of jax's `CompiledMemoryStats` that a plan reads, under the same names."""
+    """The fields of jax's `CompiledMemoryStats` that a plan reads, under the same names.
+
+    With arrays on the host jax's peak is the arguments and the larger of the temporaries of device and host. Here it is
+    that of the device: the smaller of that sum and of what the compiler assigns on the device, gaps included.
+    """
 
     peak_memory_in_bytes: int
     argument_size_in_bytes: int
@@ -71,6 +76,49 @@ class KeptProgram:
 
     def memory_analysis(self) -> Memory:
         return self.memory
+
+
+@dataclasses.dataclass(frozen=True)
+class _Compilation:
+    """A compilation for TPU, in a thread that keeps running.
+
+    Attributes:
+      compiled: the whole program.
+      schedule: the program as scheduled; None if the compiler ended before it wrote a schedule.
+      directory: where the compiler writes; deleted once the schedule has been read, and made again by the compiler.
+    """
+
+    compiled: Future[Any]
+    schedule: KeptProgram | None
+    directory: str
+
+    def whole(self) -> KeptProgram:
+        """Waits for the whole program."""
+        try:
+            compiled = self.compiled.result()
+        finally:
+            shutil.rmtree(self.directory, ignore_errors=True)
+        sizes = compiled.memory_analysis()
+        memory = Memory(**{field.name: getattr(sizes, field.name) for field in dataclasses.fields(Memory)})
+        if memory.host_temp_size_in_bytes and self.schedule is not None:
+            peak = min(memory.peak_memory_in_bytes, self.schedule.memory.peak_memory_in_bytes)  # neither is below it
+            memory = dataclasses.replace(memory, peak_memory_in_bytes=peak)
+        return KeptProgram(compiled.as_text(), memory)
+
+
+def _begin(lowered: Any, options: Mapping[str, bool | int] | None) -> _Compilation:
+    """Begins a compilation, and waits until its schedule is written."""
+    directory = tempfile.mkdtemp()
+    to_directory = {**(options or {}), "xla_dump_to": directory, "xla_dump_hlo_as_text": True}
+    compiled = ThreadPoolExecutor(1).submit(lowered.compile, to_directory)
+    try:
+        schedule = read_schedule(Path(directory))
+        while schedule is None and not compiled.done():
+            time.sleep(_POLL_SECONDS)
+            schedule = read_schedule(Path(directory))
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    return _Compilation(compiled, schedule, directory)
 
 
 class Compiler:
@@ -98,16 +146,16 @@ class Compiler:
             sorted((self.options or {}).items()),
             [os.environ.get(name) for name in VARIABLES],
         ]
-        self._running: dict[str, Future[Any]] = {}  # compilations by digest
+        self._running: dict[str, _Compilation] = {}  # by digest
 
     def compile(self, program: Any, *arguments: Any, whole: bool = True) -> Any:
-        """The compiled program, or a `KeptProgram`; for a step of several programs, the step with such programs.
+        """The compiled program, for TPU a `KeptProgram`; for a step of several programs, the step with such programs.
 
         Args:
           program: a pmapped function, or a step of several.
           arguments: their shapes and dtypes.
           whole: whether to wait for the machine code. If not, the program has no cycles, unless it is cached, is one of
-            several, keeps arrays in host memory, or the compiler has ended first.
+            several, or the compiler has ended first.
 
         Raises:
           jax.errors.JaxRuntimeError: from the compiler, if the program does not fit.
@@ -120,44 +168,22 @@ class Compiler:
         return self._compile(lowered, whole)
 
     def _compile(self, lowered: Any, whole: bool = True) -> Any:
-        if self.devices[0].platform != "tpu" or (whole and self.directory is None):
+        if self.devices[0].platform != "tpu":
             return lowered.compile(self.options)
         digest = self._digest(lowered)
         kept = self._read(digest, whole)
         if kept is not None:
             return kept
-        if not whole:
-            kept = self._scheduled(lowered, digest)
-        if kept is None:
-            kept = self._whole(lowered, digest)
+        if digest not in self._running:
+            self._running[digest] = _begin(lowered, self.options)
+        compilation = self._running[digest]
+        kept = compilation.schedule
+        if whole or kept is None:
+            kept = compilation.whole()
         path = self._file(digest, kept.is_whole)
         if path is not None:
             _write(path, kept)
         return kept
-
-    def _whole(self, lowered: Any, digest: str) -> KeptProgram:
-        running = self._running.get(digest)
-        compiled = lowered.compile(self.options) if running is None else running.result()
-        memory = compiled.memory_analysis()
-        names = [field.name for field in dataclasses.fields(Memory)]
-        return KeptProgram(compiled.as_text(), Memory(*(getattr(memory, name) for name in names)))
-
-    def _scheduled(self, lowered: Any, digest: str) -> KeptProgram | None:
-        """The program as scheduled; None if the compiler has ended first, or if it keeps arrays in host memory.
-
-        The compiler keeps running in a thread; `_whole` waits for that thread if the whole program is needed after all.
-        """
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
-            directory = Path(name)
-            options = {**(self.options or {}), "xla_dump_to": name, "xla_dump_hlo_as_text": True}
-            compilation = ThreadPoolExecutor(1).submit(lowered.compile, options)
-            self._running[digest] = compilation
-            while not compilation.done():
-                program = read_schedule(directory)
-                if program is not None:
-                    return None if program.memory.host_temp_size_in_bytes else program
-                time.sleep(_POLL_SECONDS)
-        return None
 
     def _file(self, digest: str, whole: bool) -> Path | None:
         if self.directory is None:
