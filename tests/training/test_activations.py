@@ -13,6 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zero.commands.cli import compose
+from zero.job.job import make_job, place_model
 from zero.job.sizes import load_sizes
 from zero.models.attention.delta_rule import CHUNK
 from zero.models.config import STACK, GPTConfig
@@ -20,6 +22,10 @@ from zero.models.gpt import GPT, variable_shapes
 from zero.models.predictor import Ahead
 from zero.models.stack import ATTENTION, EXPERTS, KINDS, LAYER_INPUT, STORED, kinds_of
 from zero.partition.collectives.axis import Axis
+from zero.plan.compile import step_arguments
+from zero.plan.compiler import Compiler
+from zero.plan.process_per_call import ProcessPerCall
+from zero.plan.topology import find_devices, prepare_environment
 from zero.training.activations import (
     PRODUCTS_SHARE,
     Memory,
@@ -30,6 +36,7 @@ from zero.training.activations import (
     ladder,
     numbers_per_position,
     seconds_by_kind,
+    storage_choices,
     storage_seconds,
     stored_bytes,
     with_fitting_storage,
@@ -183,7 +190,7 @@ def test_the_fewest_seconds_of_all_that_fit(device: float, host: float, link: fl
     rates = RATES._replace(mixers={**RATES.mixers, "attention": 1e12 * 10**attention}, link=1e9 * 10**link)
     least = min(activation_bytes(one, ROWS, LONG) for one in all_placements(OF_KERNEL, LONG))
     fixed = fixed_bytes(OF_KERNEL)
-    capacity, host_capacity = (fixed + least + device * STORED_MOST) / 0.9 + 100, host * STORED_MOST
+    capacity, host_capacity = (fixed + least + device * STORED_MOST) / 0.95 + 100, host * STORED_MOST
 
     def chosen_with(rates: Rates) -> ShardedGPT:
         return with_fitting_storage(OF_KERNEL, ROWS, LONG, Memory(0, capacity, host_capacity), rates)
@@ -193,8 +200,7 @@ def test_the_fewest_seconds_of_all_that_fit(device: float, host: float, link: fl
         return seconds, host_bytes(one, ROWS, LONG), -ladder(one, LONG).index(one.remat)
 
     def fits(one: ShardedGPT) -> bool:
-        left = 0.1 if kinds_on_host(one) else 0.05  # of one layer per iteration, by a kernel
-        is_held = fixed + activation_bytes(one, ROWS, LONG) <= (1 - left) * capacity
+        is_held = fixed + activation_bytes(one, ROWS, LONG) <= 0.95 * capacity  # one layer per iteration, by a kernel
         return is_held and host_bytes(one, ROWS, LONG) <= host_capacity
 
     fitting = [one for one in all_placements(OF_KERNEL, LONG) if fits(one)]
@@ -294,3 +300,28 @@ def test_rungs_of_the_ladder(config: GPTConfig, kernel: str | None, context: int
     found = list(ladder(model, context))
     needs = [activation_bytes(dataclasses.replace(model, remat=remat), ROWS, context) for remat in found]
     assert found == rungs and needs == sorted(set(needs))
+
+
+def estimated_and_assigned(remat: str, offload: str) -> tuple[int, int]:
+    """Bytes of a device at the peak of a step of Mistral 7B with six layers, by the formula and by the compiler."""
+    keys = [f"zero.remat={remat}", f"zero.offload={offload}", "distributed.compilation_cache=null"]
+    request = ["mode=plan", "plan.topology=v6e-8", "model.size=mistral_7b", "data.max_context=8192", *keys]
+    config: Any = compose(request)[0]
+    size = dataclasses.replace(load_sizes()["mistral_7b"], N=6)
+    devices = find_devices("v6e-8")
+    job = make_job(config, place_model(config, size, devices, 6))
+    on_host = kinds_on_host(job.model)
+    choices = storage_choices(job.model, 6, 8192, Memory(job.held, math.inf), RATES)
+    (estimate,) = [x.bytes for x in choices if x.model.remat == remat and kinds_on_host(x.model) == on_host]
+    compiled = Compiler(devices, True).compile(job.programs.step, *step_arguments(job, 6, 8192), whole=False)
+    return estimate, compiled.memory_analysis().peak_memory_in_bytes
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(("remat", "offload"), [("full", "activations"), ("attention", "none")])
+def test_no_estimate_is_below_what_the_compiler_assigns(remat: str, offload: str) -> None:
+    """Long rows of a wide gated MLP, whose activations take more than its weights."""
+    pytest.importorskip("libtpu")
+    with ProcessPerCall(1, [], prepare_environment, ("v6e-8",)) as pool:  # ends before the compiler has machine code
+        estimate, assigned = pool.submit(estimated_and_assigned, remat, offload).result()
+    assert assigned <= estimate <= 1.25 * assigned

@@ -93,14 +93,14 @@ def _bytes_of_kinds(model: ShardedGPT, rows: int, context: int, kinds: Sequence[
 def _bytes_of_all(model: ShardedGPT, rows: int, context: int) -> int:
     """Bytes per device of all that the layers compute, and of their weights, each gathered once.
 
-    A gated MLP keeps three numbers for each of its width, where `_layer_bytes` counts eight for each channel.
+    A gated MLP keeps three numbers for each of its width; `_forward_bytes_of_layer` counts eight for each channel.
     """
     size = model.config
     itemsize = jnp.dtype(model.compute_dtype).itemsize
     of_gates = max(0, 3 * math.ceil(size.hidden_width) - 8 * size.embedding_dim) if size.gated else 0
     gates = rows * context // model.axis.context * itemsize * of_gates // _parts(model)
     weights = _layer_parameters(model) * itemsize
-    return size.layer_count * (_layer_bytes(model, rows, context) + gates + weights)
+    return size.layer_count * (_forward_bytes_of_layer(model, rows, context) + gates + weights)
 
 
 def _parts(model: ShardedGPT) -> int:
@@ -109,7 +109,22 @@ def _parts(model: ShardedGPT) -> int:
 
 
 def _layer_bytes(model: ShardedGPT, rows: int, context: int) -> int:
-    """Bytes per device of all that one layer computes."""
+    """Bytes per device of one layer in the backward pass.
+
+    They are those of the forward pass or, of a wide gated MLP, four arrays of its width (its gate, the values that
+    multiply it, and the gradients of both) and seven of the layer's (benchmarks/measured/beside-maxtext.md).
+    """
+    size = model.config
+    forward = _forward_bytes_of_layer(model, rows, context)
+    if not size.gated or size.experts is not None:
+        return forward
+    numbers = 4 * math.ceil(size.hidden_width) + 7 * size.embedding_dim
+    itemsize = jnp.dtype(model.compute_dtype).itemsize
+    return max(forward, rows * context // model.axis.context * itemsize * numbers // _parts(model))
+
+
+def _forward_bytes_of_layer(model: ShardedGPT, rows: int, context: int) -> int:
+    """Bytes per device of all that one layer computes in the forward pass."""
     axis = model.axis
     size = model.config
     itemsize = jnp.dtype(model.compute_dtype).itemsize
@@ -316,12 +331,12 @@ def spare(model: ShardedGPT) -> float:
     """The part of a device's memory that a policy has to leave by the estimate.
 
     The estimate is at least 2.6 % above the compiler's peak if an iteration is one layer of attention and a dense MLP,
-    a kernel computes the scores, a device has its rows for itself, and the host stores nothing
-    (benchmarks/measured/beside-maxtext.md). Otherwise, and on GPUs, it may be below.
+    a kernel computes the scores, and a device has its rows for itself (benchmarks/measured/beside-maxtext.md).
+    Otherwise, and on GPUs, it may be below.
     """
     size = model.config
     is_one_layer = size.experts is None and {*size.mixers} == {ATTENTION_MIXER} and len({*size.windows}) == 1
-    is_alone = model.axis.row_group == 1 and not kinds_on_host(model)
+    is_alone = model.axis.row_group == 1
     is_known = is_one_layer and is_alone and model.kernel in TPU_KERNELS
     return 0.05 if is_known else 0.1
 
