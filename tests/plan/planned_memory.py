@@ -58,8 +58,8 @@ def shapes(arguments: Any) -> Any:
 
 
 # What training passes to the programs that it pauses for.
-params, tokens = evaluation_arguments(job, request)
-is_same &= shapes((params, tokens)) == shapes((state.params, batch.tokens))
+params, tokens, extra = evaluation_arguments(job, request)
+is_same &= shapes((params, tokens, extra)) == shapes((state.params, batch.tokens, batch.extra))
 inference = make_inference(job.model)
 recorded: list[Any] = []
 
