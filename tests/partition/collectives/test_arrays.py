@@ -231,6 +231,36 @@ def test_largest_exchange_is_first(exchanges: bool) -> None:
     assert [tuple(var.aval.shape for var in eqn.invars) for eqn in waiting] == expected
 
 
+@pytest.mark.parametrize("axis", SOME_AXES)
+def test_ordered_scatters(axis: zero.Axis) -> None:
+    """In an order of their own, scatters of large leaves beside small ones give the same bits."""
+    rng = np.random.default_rng(4)
+    shapes = {"a": (513, 520), "b": (5,), "c": (1030, 257), "d": (7, 3)}
+    full = {name: rng.normal(size=(axis.size, *shape)).astype(np.float32) for name, shape in shapes.items()}
+    layout = zero.make_layout({name: x[0] for name, x in full.items()}, axis.shards)
+
+    def scatter(on: zero.Axis) -> Any:
+        return jax.pmap(lambda tree: zero.scatter_sum(tree, layout, on), "batch")(full)
+
+    ordered = dataclasses.replace(axis, orders_scatters=True)
+    jax.tree.map(np.testing.assert_array_equal, scatter(ordered), scatter(axis))
+
+
+def test_order_of_scatters_over_phases() -> None:
+    """The largest is first, and those over the second phase wait for all over the first but not for each other."""
+    shapes = {"a": (512, 1024), "b": (1024, 1024), "c": (520, 1024)}
+    tree = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    axis, layout = zero.Axis("batch", (1, 2, 4), orders_scatters=True), zero.make_layout(tree, 8)
+    traced = jax.make_jaxpr(lambda tree: zero.scatter_sum(tree, layout, axis), axis_env=[("batch", 8)])(tree)
+    sent = [eqn.invars[0].aval.shape for eqn in traced.eqns if eqn.primitive.name == "reduce_scatter"]
+    halves = {name: (rows // 2, columns) for name, (rows, columns) in shapes.items()}
+    assert sent == [*(shapes[name] for name in "bca"), *(halves[name] for name in "bca")]
+    waiting = [eqn for eqn in traced.eqns if eqn.primitive.name == "optimization_barrier" and len(eqn.invars) == 2]
+    first = [(shapes["c"], halves["b"]), (shapes["a"], halves["c"])]
+    second = [(halves[name], halves["a"]) for name in "bca"]
+    assert [tuple(var.aval.shape for var in eqn.invars) for eqn in waiting] == [*first, *second]
+
+
 @pytest.mark.parametrize("small_first", [False, True])
 def test_small_leaves_are_gathered_first(small_first: bool) -> None:
     """A large leaf is gathered after the small ones, if the axis says so, and all are whole."""

@@ -6,6 +6,8 @@ A value is called `shard_x` before a gather and `full_x` after it. A scatter sum
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,9 @@ from jax.typing import ArrayLike, DTypeLike
 
 from zero.partition.collectives.axis import Axis
 from zero.partition.layout import LeafLayout
-from zero.partition.moves import AllGather, AllToAll, Slice
+from zero.partition.moves import AllGather, AllToAll, Move, Slice
+
+Step = Callable[[jax.Array], jax.Array]
 
 
 def slice_array(full_x: jax.Array, leaf: LeafLayout, axis: Axis) -> jax.Array:
@@ -82,27 +86,68 @@ def scatter_sum_array(
 
     Per device: `leaf.gathered_shape` in, `leaf.shard_shape` out, in `reduce_dtype`. Call inside pmap.
     """
+    for step in scatter_steps(full_x, leaf, axis, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype):
+        full_x = step(full_x)
+    return full_x
+
+
+def scatter_steps(
+    full_x: jax.Array,
+    leaf: LeafLayout,
+    axis: Axis,
+    *,
+    wire_dtype: DTypeLike | None = None,
+    reduce_dtype: DTypeLike | None = None,
+) -> list[Step]:
+    """The steps of `scatter_sum_array`, with at most one collective of a split leaf in each; the first takes `full_x`.
+
+    So a caller can run the first steps of several leaves before their second ones.
+    """
     if not jnp.issubdtype(full_x.dtype, jnp.floating):
         wire_dtype = reduce_dtype = None
     reduce = np.dtype(reduce_dtype or sum_dtype(full_x.dtype))
     is_quantized = _is_quantized(full_x, leaf, wire_dtype)
     wire = np.dtype(full_x.dtype if wire_dtype is None or is_quantized else wire_dtype)
-    x = padded_for(leaf, full_x.astype(wire))
-    for move in reversed(leaf.moves):
-        match move:
-            case AllGather() if is_quantized:
-                x = _scatter_sum_quantized(x, move, axis, reduce)
-            case AllGather(dim, over, apart):
-                for phase in reversed(axis.phases(over, apart)):
-                    x = _scatter_sum_phase(x.astype(wire), dim, axis, *phase, reduce)
-            case AllToAll(split, concat, over):
-                groups = axis.groups(over)
-                x = lax.all_to_all(x.astype(wire), axis.name, concat, split, tiled=True, axis_index_groups=groups)
-            case Slice(dim, over):
-                size = x.shape[dim]
-                zeros = jnp.zeros((*x.shape[:dim], size * over, *x.shape[dim + 1 :]), x.dtype)
-                x = lax.dynamic_update_slice_in_dim(zeros, x, axis.shard_index() % over * size, dim)
-    x = x.astype(reduce)
+    moves = [part for move in reversed(leaf.moves) for part in _one_phase_each(move, axis, is_quantized=is_quantized)]
+
+    def step(x: jax.Array, number: int) -> jax.Array:
+        if number == 0:
+            x = padded_for(leaf, x.astype(wire))
+        if moves:
+            x = _scatter_move(x, moves[number], axis, wire, reduce, is_quantized=is_quantized)
+        is_last = number == max(len(moves) - 1, 0)
+        return _summed(x.astype(reduce), leaf, axis) if is_last else x
+
+    return [partial(step, number=number) for number in range(max(len(moves), 1))]
+
+
+def _one_phase_each(move: Move, axis: Axis, *, is_quantized: bool) -> list[Move]:
+    """A gather as one move per phase of the axis, in the order of a scatter. Int8 travels over all phases at once."""
+    if not isinstance(move, AllGather) or is_quantized:
+        return [move]
+    return [AllGather(move.dim, over, apart) for over, apart in reversed(axis.phases(move.over, move.apart))]
+
+
+def _scatter_move(
+    x: jax.Array, move: Move, axis: Axis, wire: np.dtype, reduce: np.dtype, *, is_quantized: bool
+) -> jax.Array:
+    """The transpose of one move."""
+    match move:
+        case AllGather() if is_quantized:
+            return _scatter_sum_quantized(x, move, axis, reduce)
+        case AllGather(dim, over, apart):
+            return _scatter_sum_phase(x.astype(wire), dim, axis, over, apart, reduce)
+        case AllToAll(split, concat, over):
+            groups = axis.groups(over)
+            return lax.all_to_all(x.astype(wire), axis.name, concat, split, tiled=True, axis_index_groups=groups)
+        case Slice(dim, over):
+            size = x.shape[dim]
+            zeros = jnp.zeros((*x.shape[:dim], size * over, *x.shape[dim + 1 :]), x.dtype)
+            return lax.dynamic_update_slice_in_dim(zeros, x, axis.shard_index() % over * size, dim)
+
+
+def _summed(x: jax.Array, leaf: LeafLayout, axis: Axis) -> jax.Array:
+    """The sum over devices or copies that is left after the moves."""
     if not leaf.splits:
         return lax.psum(x, axis.name)
     if not axis.sums_copies:

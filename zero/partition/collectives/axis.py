@@ -37,7 +37,10 @@ class Axis:
         It does not change how state is split.
       exchanges: whether a reduce-scatter is an all-to-all and a sum on each device. XLA for TPU runs an all-to-all
         beside matrix products, and a reduce-scatter only where SparseCores take it (v6e, TPU7x). Sums differ in the
-        order of their terms.
+        order of their terms. They wait for each other as with `orders_scatters`.
+      orders_scatters: whether scatters of large leaves wait for each other, the largest first, and all over the first
+        phase before those over the next. Over the lines of a v6e XLA otherwise ends a layer with the largest ones,
+        beside nothing.
       small_first: whether gathers of large leaves wait for the gather of small ones, which is joined. On a TPU7x it
         otherwise waits for all of them, and computation with it.
       copies_dtype: the dtype in which gradients are sent between copies of the state: "bfloat16", or "int8" in blocks
@@ -61,6 +64,7 @@ class Axis:
     expert: int = 1
     exchanges: bool = False
     small_first: bool = False
+    orders_scatters: bool = False
     copies_dtype: str | None = None
 
     def __post_init__(self) -> None:

@@ -16,7 +16,14 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from zero.partition.collectives.arrays import as_dtype, cropped_for, gather_array, padded_for, scatter_sum_array
+from zero.partition.collectives.arrays import (
+    Step,
+    as_dtype,
+    cropped_for,
+    gather_array,
+    padded_for,
+    scatter_steps,
+)
 from zero.partition.collectives.axis import Axis
 from zero.partition.layout import LeafLayout, Split
 from zero.partition.moves import AllGather
@@ -68,32 +75,45 @@ def scatter_sum_arrays(
 ) -> list[jax.Array]:
     """`scatter_sum_array` of each leaf, small ones together. Call inside pmap.
 
-    Exchanges of single leaves wait for each other, the largest first: XLA for TPU has one in flight at a time, and the
-    last one in the backward pass of a layer is hidden by nothing (docs/decisions/collectives.md). With expert groups
-    they do not wait, because tokens travel in the backward pass as well.
+    If `axis.exchanges` or `axis.orders_scatters`, single leaves wait for each other in their first phase, the largest
+    first, and in further phases for the last of these: XLA for TPU has one in flight at a time, and the last one in the
+    backward pass of a layer is hidden by nothing (docs/decisions/collectives.md). With expert groups they do not wait,
+    because tokens travel in the backward pass as well.
     """
-    shards: dict[int, jax.Array] = {}
     between_copies = axis.copies_dtype if axis.sums_copies else None
     is_quantized = _is_int8(wire_dtype) or _is_int8(between_copies)
     groups = list(_coalesce(full, leaves, is_quantized=is_quantized))
-    is_chained = axis.exchanges and all(len(leaf.moves) <= 1 for leaf in leaves)
-    if is_chained:
-        groups.sort(key=lambda members: sum(math.prod(leaves[i].shape) for i in members), reverse=True)
-    last: jax.Array | None = None
+    is_ordered = (axis.exchanges or axis.orders_scatters) and all(len(leaf.moves) <= 1 for leaf in leaves)
+    if is_ordered:
+        groups.sort(key=lambda members: (sum(math.prod(leaves[i].shape) for i in members), members), reverse=True)
+    arrays: list[jax.Array] = []
+    steps: list[list[Step]] = []
     for members in groups:
+        x, layout = full[members[0]], leaves[members[0]]
+        if len(members) > 1:
+            rows = [_rows(padded_for(leaves[i], lax.optimization_barrier(full[i])), leaves[i]) for i in members]
+            x = jnp.concatenate(rows, axis=1)
+            layout = _joined_layout(x, axis, layout)
+        arrays.append(x)
+        steps.append(scatter_steps(x, layout, axis, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype))
+    turns = [(number, group) for group in range(len(groups)) for number in range(len(steps[group]))]
+    if is_ordered:
+        turns.sort()
+    last: jax.Array | None = None
+    for number, group in turns:
+        x = arrays[group]
+        is_single = len(groups[group]) == 1
+        if is_ordered and is_single and last is not None:
+            x, _ = lax.optimization_barrier((x, last))
+        arrays[group] = steps[group][number](x)
+        if number == 0 and is_single:
+            last = arrays[group]
+    shards: dict[int, jax.Array] = {}
+    for members, x in zip(groups, arrays, strict=True):
         if len(members) == 1:
-            i = members[0]
-            x = full[i]
-            if last is not None:
-                x, _ = lax.optimization_barrier((x, last))
-            shards[i] = scatter_sum_array(x, leaves[i], axis, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype)
-            last = shards[i] if is_chained else None
+            shards[members[0]] = x
             continue
-        rows = [_rows(padded_for(leaves[i], lax.optimization_barrier(full[i])), leaves[i]) for i in members]
-        joined = jnp.concatenate(rows, axis=1)
-        joined_layout = _joined_layout(joined, axis, leaves[members[0]])
-        row = scatter_sum_array(joined, joined_layout, axis, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype)
-        shards |= {i: _from_rows(columns, leaves[i]) for i, columns in _columns(row, members, leaves)}
+        shards |= {i: _from_rows(columns, leaves[i]) for i, columns in _columns(x, members, leaves)}
     return [shards[i] for i in range(len(leaves))]
 
 
