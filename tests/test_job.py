@@ -121,6 +121,7 @@ def test_scatters_of_large_slices(size: str, topology: str, rows: int, exchanges
     config = check(compose(f"model.size={size}", "zero.stage=3", "data.max_context=1024"), load_sizes())
     model = place_model(config, load_sizes()[size], find_devices(topology), rows).model
     assert (model.axis.exchanges, len(model.axis.shape) - 1) == (exchanges, phases)
+    assert model.axis.orders_scatters == (phases > 1)
     assert model.wire_dtype == ("bfloat16" if exchanges else "float32")
 
 

@@ -340,8 +340,8 @@ def scattering_axis(
     """Another axis, on which a TPU slice scatters gradients beside products; None to keep that of the model.
 
     SparseCores take a scatter over a line of chips, but none over a square: there it is one over each dimension of the
-    torus. Without SparseCores the gradients of dense models are exchanged if that is hidden
-    (docs/decisions/collectives.md). The arguments are the same as for `hides_exchange`.
+    torus, and the scatters of a layer have an order. Without SparseCores the gradients of dense models are exchanged if
+    that is hidden (docs/decisions/collectives.md). The arguments are the same as for `hides_exchange`.
     """
     axis = model.axis
     devices = pmap_devices() if devices is None else devices
@@ -352,7 +352,8 @@ def scattering_axis(
     if SPEEDS[devices[0].device_kind].offloads:
         if not _is_square(devices):
             return None
-        return make_axis(dataclasses.replace(zero, phases="torus"), devices)
+        lines = make_axis(dataclasses.replace(zero, phases="torus"), devices)
+        return dataclasses.replace(lines, orders_scatters=True)
     if model.config.experts is None and hides_exchange(model, devices, rows, context):
         return dataclasses.replace(axis, exchanges=True)
     return None
