@@ -13,6 +13,7 @@ from zero.hosts.xla_options import (
     OVERLAP_ON_GPU,
     OVERLAP_ON_SPARSECORES,
     OVERLAP_ON_TPU,
+    QUEUE,
     set_before_start,
 )
 
@@ -69,6 +70,14 @@ def test_options_of_this_machine(
     assert os.environ["LIBTPU_INIT_ARGS"].split() == [*expected, f"{STACK}={2**21}"]
 
 
+def find_chips(pci: Path, device: str) -> None:
+    """This machine has 8 chips of this number."""
+    for number in range(8):
+        (pci / str(number)).mkdir()
+        (pci / str(number) / "vendor").write_text("0x1ae0\n")
+        (pci / str(number) / "device").write_text(f"{device}\n")
+
+
 @pytest.mark.parametrize(("hosts", "slices", "overlaps"), [(2, None, True), (3, "", False), (4, "2", True)])
 def test_exchanges_of_many_chips(
     hosts: int, slices: str | None, overlaps: bool, pci: Path, monkeypatch: pytest.MonkeyPatch
@@ -76,14 +85,24 @@ def test_exchanges_of_many_chips(
     """The compiler refuses all-to-alls beside computation on a v5e slice of more than 16 chips, here 8 of each host."""
     if slices is not None:
         monkeypatch.setenv("MEGASCALE_NUM_SLICES", slices)
-    for number in range(8):
-        (pci / str(number)).mkdir()
-        (pci / str(number) / "vendor").write_text("0x1ae0\n")
-        (pci / str(number) / "device").write_text("0x0063\n")
+    find_chips(pci, "0x0063")
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
     set_before_start(True, "tpu", hosts)
     assert f"{GATHER}=true" in os.environ["LIBTPU_INIT_ARGS"]
     assert f"{EXCHANGE}={str(overlaps).lower()}" in os.environ["LIBTPU_INIT_ARGS"]
+
+
+@pytest.mark.parametrize(("hosts", "slices", "queues"), [(16, None, False), (32, "1", True), (32, "2", False)])
+def test_queue_of_many_chips(
+    hosts: int, slices: str | None, queues: bool, pci: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a v6e slice of 256 chips, here 8 of each host, transfers of SparseCores queue."""
+    if slices is not None:
+        monkeypatch.setenv("MEGASCALE_NUM_SLICES", slices)
+    find_chips(pci, "0x006f")
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
+    set_before_start(True, "tpu", hosts)
+    assert (f"--{QUEUE}=true" in os.environ["LIBTPU_INIT_ARGS"].split()) == queues
 
 
 def test_slices_by_metadata(monkeypatch: pytest.MonkeyPatch) -> None:

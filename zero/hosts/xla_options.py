@@ -25,6 +25,11 @@ OVERLAP_ON_SPARSECORES = (
     "xla_tpu_enable_sparse_core_collective_offload_all_gather",
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter",
 )
+# The scheduler lets transfers of SparseCores queue, so that more of them run beside products. Only on slices whose
+# scatters are over lines (`scattering_axis`): on smaller ones the TensorCore's small gathers wait for the queue. The
+# number is the fewest chips. Source: benchmarks/measured/hidden-gathers.md
+QUEUE = "xla_tpu_enable_sparse_core_offload_queuing_in_lhs"
+QUEUES_FROM = {"TPU v6 lite": 256}
 # Without them XLA turns gathers over large slices into all-reduces, beside which nothing runs.
 OVERLAP_IN_FUSIONS = (
     "xla_tpu_prefer_async_allgather_to_allreduce",
@@ -63,6 +68,16 @@ def overlaps_exchanges(device_kind: str | None, chips: int) -> bool:
     return chips <= MOST_CHIPS.get(device_kind or "", chips)
 
 
+def queues_transfers(device_kind: str | None, chips: int) -> bool:
+    """Whether transfers of SparseCores queue on a slice of this many chips.
+
+    >>> queues_transfers("TPU v6 lite", 256), queues_transfers("TPU v6 lite", 128), queues_transfers("TPU v4", 256)
+    (True, False, False)
+    """
+    fewest = QUEUES_FROM.get(device_kind or "")
+    return fewest is not None and chips >= fewest
+
+
 def for_tpu(device_kind: str | None, chips: int, overlap_gathers: bool) -> dict[str, bool | int]:
     """Options for slices of this many chips of a TPU kind, as jax names it; None for an unknown kind.
 
@@ -76,6 +91,8 @@ def for_tpu(device_kind: str | None, chips: int, overlap_gathers: bool) -> dict[
     elif speed is not None and speed.dims == 3:
         names += OVERLAP_IN_FUSIONS
     options: dict[str, bool | int] = dict.fromkeys(names, overlap_gathers)
+    if queues_transfers(device_kind, chips):
+        options[QUEUE] = overlap_gathers
     options[EXCHANGES] = overlap_gathers and overlaps_exchanges(device_kind, chips)
     if speed is not None and speed.vmem_kib is not None:
         options[VMEM] = speed.vmem_kib
@@ -97,7 +114,7 @@ def set_before_start(overlap_gathers: bool, extra: str | None, hosts: int = 1) -
     """
     kind, chips = _tpus_of_this_machine()
     chips *= hosts
-    if not overlaps_exchanges(kind, chips):
+    if not overlaps_exchanges(kind, chips) or queues_transfers(kind, chips):
         chips //= _slices_of_the_job()
     _append("LIBTPU_INIT_ARGS", for_tpu(kind, chips, overlap_gathers))
     enlarge_stacks()
