@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 
 from zero.costs.predict import predict
 from zero.partition.pmapped import pmap
+from zero.plan.compile import compiled_unless_decided
 from zero.plan.compiler import (
     MEMORY_REPORT,
     SCHEDULE_AGAIN,
@@ -25,7 +26,7 @@ from zero.plan.compiler import (
     compiler_options,
     read_schedule,
 )
-from zero.plan.topology import find_devices, prepare_environment
+from zero.plan.topology import available_bytes, find_devices, prepare_environment
 
 
 @pytest.fixture(scope="module")
@@ -205,3 +206,26 @@ def test_the_peak_beside_arrays_on_the_host_is_that_of_the_device(devices: list[
     arrays = 2 * 64 * 128 * 128 * 2 + 8192 * 128 * 2  # weights, their gradient, and the first input
     assert whole.memory.peak_memory_in_bytes == early.memory.peak_memory_in_bytes
     assert arrays < whole.memory.peak_memory_in_bytes < on_host / 4 < on_host < of_jax.peak_memory_in_bytes
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.95, False), (0.99, True), (1.01, None)])
+def test_a_schedule_decides_whether_a_program_fits(
+    devices: list[Any], tmp_path: Path, share: float, expected: bool | None
+) -> None:
+    """Up to 98 % of the memory; above, the whole program is compiled, and one that does not fit is refused."""
+    available = available_bytes(devices)
+    weights = jax.ShapeDtypeStruct((len(devices), 512, 512), jnp.bfloat16)
+    large = jax.ShapeDtypeStruct((len(devices), int(share * available) // 4096, 1024), jnp.float32)
+
+    def multiply(x: jax.Array, w: jax.Array) -> jax.Array:
+        return x * jnp.sum(jax.lax.psum(w @ w, "zero")).astype(jnp.float32)
+
+    function = pmap(multiply, "zero", devices, donate_argnums=0)
+    compiler = Compiler(devices, True, tmp_path)
+    if expected is None:
+        with pytest.raises(jax.errors.JaxRuntimeError, match="memory on HBM"):
+            compiled_unless_decided(compiler, False, available, function, large, weights)
+        return
+    compiled = compiled_unless_decided(compiler, False, available, function, large, weights)
+    assert compiled.is_whole == expected
+    assert compiled.memory.peak_memory_in_bytes == pytest.approx(share * available, rel=0.005)
