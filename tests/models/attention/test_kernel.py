@@ -227,8 +227,10 @@ def test_what_a_kernel_lacks_is_named(kernel: str | None, change: dict[str, Any]
         ("tpu_v4", Form(), 128, False),
         ("tpu_v4", Form(), 64, True),
         ("tpu_v4", Form(window=3), 128, True),
-        ("tpu_v6e", Form(window=3), 128, False),
-        ("tpu_v6e", Form(window=3), 256, True),
+        ("tpu_v6e", Form(window=3), 128, True),
+        ("tpu_v6e", Form(), 64, False),
+        ("tpu_7x", Form(window=3), 128, False),
+        ("tpu_7x", Form(window=3), 256, True),
         ("cudnn", Form(), 128, True),
     ],
 )

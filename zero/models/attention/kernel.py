@@ -22,7 +22,7 @@ _BY_KIND = {
     "TPU v5 lite": "tpu_v5e",
     "TPU v5": "tpu_v5e",
     "TPU v6 lite": "tpu_v6e",
-    "TPU7x": "tpu_v6e",
+    "TPU7x": "tpu_7x",
 }
 
 
@@ -103,8 +103,9 @@ def splits_heads(kernel: str | None, form: Form, *, positions: int, width: int) 
     """
     if kernel not in TPU_KERNELS:
         return kernel is not None
-    reads_flat = _fuses(kernel, form, positions, width) and width % 128 == 0
-    return not reads_flat and width > TPU_KERNELS[kernel].narrow
+    if not _fuses(kernel, form, positions, width):
+        return width > TPU_KERNELS[kernel].splash_narrow
+    return width % 128 > 0 and width > TPU_KERNELS[kernel].narrow
 
 
 def fuses_rotation(kernel: str | None, positions: int, width: int, pairs: int) -> bool:

@@ -12,6 +12,7 @@ class TpuKernel(NamedTuple):
     in_float32: bool = False  # Mosaic compiles no bfloat16 product; the units round float32 to bfloat16 themselves
     has_splash: bool = True  # whether jax's splash attention compiles too
     narrow: int = 0  # heads up to this width do not fill a matrix unit, and stay together in products
+    splash_narrow: int = 0  # the same around splash attention, where heads that stay together are copied
 
 
 _MIB = 2**20
@@ -21,4 +22,5 @@ TPU_KERNELS = {
     "tpu_v4": TpuKernel(256, 4 * _MIB),
     "tpu_v5e": TpuKernel(256, 32 * _MIB, vmem=48 * _MIB),
     "tpu_v6e": TpuKernel(512, 32 * _MIB, vmem=48 * _MIB, narrow=128),
+    "tpu_7x": TpuKernel(512, 32 * _MIB, vmem=48 * _MIB, narrow=128, splash_narrow=128),
 }
