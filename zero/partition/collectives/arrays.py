@@ -86,10 +86,9 @@ def scatter_sum_array(
 
     Per device: `leaf.gathered_shape` in, `leaf.shard_shape` out, in `reduce_dtype`. Call inside pmap.
     """
-    x, steps = scatter_steps(full_x, leaf, axis, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype)
-    for step in steps:
-        x = step(x)
-    return x
+    for step in scatter_steps(full_x, leaf, axis, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype):
+        full_x = step(full_x)
+    return full_x
 
 
 def scatter_steps(
@@ -99,11 +98,10 @@ def scatter_steps(
     *,
     wire_dtype: DTypeLike | None = None,
     reduce_dtype: DTypeLike | None = None,
-) -> tuple[jax.Array, list[Step]]:
-    """The padded array in its dtype on the wire, and the steps of `scatter_sum_array` from it.
+) -> list[Step]:
+    """The steps of `scatter_sum_array`, with at most one collective of a split leaf in each; the first takes `full_x`.
 
-    A step of a split leaf has at most one collective. So the first steps of several leaves can run before their second
-    ones.
+    So a caller can run the first steps of several leaves before their second ones.
     """
     if not jnp.issubdtype(full_x.dtype, jnp.floating):
         wire_dtype = reduce_dtype = None
@@ -113,13 +111,14 @@ def scatter_steps(
     moves = [part for move in reversed(leaf.moves) for part in _one_phase_each(move, axis, is_quantized=is_quantized)]
 
     def step(x: jax.Array, number: int) -> jax.Array:
+        if number == 0:
+            x = padded_for(leaf, x.astype(wire))
         if moves:
             x = _scatter_move(x, moves[number], axis, wire, reduce, is_quantized=is_quantized)
         is_last = number == max(len(moves) - 1, 0)
         return _summed(x.astype(reduce), leaf, axis) if is_last else x
 
-    steps = [partial(step, number=number) for number in range(max(len(moves), 1))]
-    return padded_for(leaf, full_x.astype(wire)), steps
+    return [partial(step, number=number) for number in range(max(len(moves), 1))]
 
 
 def _one_phase_each(move: Move, axis: Axis, *, is_quantized: bool) -> list[Move]:

@@ -77,10 +77,12 @@ def scatter_sum_arrays(
 
     If `axis.exchanges` or `axis.orders_scatters`, single leaves wait for each other in their first phase, the largest
     first, and in further phases for the last of these: XLA for TPU has one in flight at a time, and the last one in the
-    backward pass of a layer is hidden by nothing (docs/decisions/collectives.md). They are cast before they wait, so
-    that products write what is sent. With expert groups they do not wait, because tokens travel in the backward pass
-    as well.
+    backward pass of a layer is hidden by nothing (docs/decisions/collectives.md). With expert groups they do not wait,
+    because tokens travel in the backward pass as well.
     """
+    if axis.orders_scatters and not _is_int8(wire_dtype):
+        # Before they wait, so that products write what is sent. Exchanges of a whole model would need more memory.
+        full = [as_dtype(x, wire_dtype) for x in full]
     between_copies = axis.copies_dtype if axis.sums_copies else None
     is_quantized = _is_int8(wire_dtype) or _is_int8(between_copies)
     groups = list(_coalesce(full, leaves, is_quantized=is_quantized))
@@ -95,20 +97,19 @@ def scatter_sum_arrays(
             rows = [_rows(padded_for(leaves[i], lax.optimization_barrier(full[i])), leaves[i]) for i in members]
             x = jnp.concatenate(rows, axis=1)
             layout = _joined_layout(x, axis, layout)
-        x, steps_of_x = scatter_steps(x, layout, axis, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype)
         arrays.append(x)
-        steps.append(steps_of_x)
-    turns = [(number, group) for group in range(len(groups)) for number in range(len(steps[group]))]
+        steps.append(scatter_steps(x, layout, axis, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype))
+    turns = [(phase, group) for group in range(len(groups)) for phase in range(len(steps[group]))]
     if is_ordered:
         turns.sort()
     last: jax.Array | None = None
-    for number, group in turns:
+    for phase, group in turns:
         x = arrays[group]
         is_single = len(groups[group]) == 1
         if is_ordered and is_single and last is not None:
             x, _ = lax.optimization_barrier((x, last))
-        arrays[group] = steps[group][number](x)
-        if number == 0 and is_single:
+        arrays[group] = steps[group][phase](x)
+        if is_single and not phase:
             last = arrays[group]
     shards: dict[int, jax.Array] = {}
     for members, x in zip(groups, arrays, strict=True):
