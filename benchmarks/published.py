@@ -307,8 +307,8 @@ def choices_of(name: str) -> tuple[Choice, list[Choice], float]:
 def print_choices(names: Sequence[str]) -> None:
     """Prints a row for each recipe whose remat is automatic: the choice, and the fastest that could fit.
 
-    A choice could fit if its estimates are below the memory of a device and of its host. `zero.remat=auto` takes one
-    only if the estimates also leave a margin.
+    A choice could fit if the bytes estimated on the device and on its host are fewer than each has. `zero.remat=auto`
+    takes it only if both also leave a margin.
     """
     print(f"| {' | '.join(CHOICE_COLUMNS)} |\n{'|---' * len(CHOICE_COLUMNS)}|")
     compiled = load_rows()

@@ -51,8 +51,8 @@ _POLL_SECONDS = 0.05
 class Memory:
     """The fields of jax's `CompiledMemoryStats` that a plan reads, under the same names.
 
-    With arrays on the host jax's peak is the arguments and the larger of the temporaries of device and host. Here it is
-    that of the device: the smaller of that sum and of what the compiler assigns on the device, gaps included.
+    With arrays on the host, jax's peak is the arguments plus the temporaries of the device or of the host, whichever
+    are larger. Here the peak is that sum or the bytes that the compiler assigns on the device, whichever is smaller.
     """
 
     peak_memory_in_bytes: int

@@ -8,6 +8,7 @@ of the model gets it as the collection "frozen", next to "params" (docs/decision
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any, ClassVar
@@ -43,7 +44,7 @@ FROZEN = "frozen"  # the collection of variables that are not differentiated
 
 
 @dataclasses.dataclass(frozen=True)
-class Keys:
+class Keys(ABC):
     """The keys shared by all choices of the group `tuning`."""
 
     name: str
@@ -52,9 +53,9 @@ class Keys:
         """The contradictions between these keys, a model, and the groups of devices that divide it."""
         yield from ()
 
+    @abstractmethod
     def make(self) -> Tuning | None:
         """The tuning; None: all parameters are trained."""
-        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)

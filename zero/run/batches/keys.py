@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from zero.config.keys import Mistakes, named
 
 
 @dataclass(frozen=True)
-class Keys:
+class Keys(ABC):
     """The keys shared by all choices of the group `batch`."""
 
     name: str = ""
 
+    @abstractmethod
     def stages_to(self, batch_size: int) -> list[tuple[int, int]]:
         """Steps and sequences per host of each stage before batches of `training.batch_size` sequences."""
-        raise NotImplementedError
 
     def global_stages(self, batch_size: int, hosts: int) -> list[list[int]]:
         """The stages in rows over all hosts, which the first checkpoint of a run fixes."""

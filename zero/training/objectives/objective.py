@@ -6,6 +6,7 @@ A new objective is a file with its keys, a `Keys` that makes an `Objective`, and
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, TypeVar
 
@@ -134,14 +135,14 @@ LIKELIHOOD = Objective(
 
 
 @dataclasses.dataclass(frozen=True)
-class Keys:
+class Keys(ABC):
     """The keys shared by all choices of the group `objective`."""
 
     name: str = ""
 
+    @abstractmethod
     def make(self) -> Objective:
         """The objective that these keys describe."""
-        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
