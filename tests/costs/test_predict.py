@@ -13,7 +13,9 @@ from zero.costs.predict import Prediction, TimedPart, kernel_seconds, part_of, p
 from zero.hosts.speeds import HOP, SPEEDS
 from zero.plan.topology import find_devices
 
-V3, V5E = SPEEDS["TPU v3"], SPEEDS["TPU v5 lite"]
+V3 = SPEEDS["TPU v3"]
+V5E = SPEEDS["TPU v5 lite"]
+V6E = SPEEDS["TPU v6 lite"]
 LINE = ', replica_groups={{0,1,2,3}}, metadata={op_name="jvp(f)/zero_gather/all_gather"}'
 MS = round(V5E.clock / 1000)  # cycles
 
@@ -313,9 +315,13 @@ def test_time_of_attention_kernels() -> None:
     one, both = "bf16[2,8,2048,128]", "bf16[2,4,32,2048,128], bf16[2,8,2048,128], bf16[2,8,2048,128]"
     parts, fused = (kernel_seconds(Instruction("splash_mha_dkv.4", f"({x})", "", rest), V5E) for x in (one, both))
     assert fused == pytest.approx(5 / 4 * parts)  # with the gradient of queries
-    noted = ', metadata={op_name="jvp(zero_attention_fwd)/pallas_call"}, backend_config={"cost_estimate":{"flops":"9"}}'
-    own = Instruction("zero_attention_fwd.1", "bf16[8]", "custom-call", noted.replace("9", str(10**12)))
+    noted = (
+        ', metadata={op_name="jvp(zero_attention_fwd_128)/pallas_call"}, backend_config={"cost_estimate":{"flops":"9"}}'
+    )
+    own = Instruction("zero_attention_fwd_128.1", "bf16[8]", "custom-call", noted.replace("9", str(10**12)))
     assert kernel_seconds(own, V5E) == pytest.approx(1e12 / (V5E.fused * V5E.flops))
+    wide = own._replace(rest=own.rest.replace("fwd_128", "fwd_256"))
+    assert kernel_seconds(wide, V6E) == pytest.approx(1e12 / (V6E.wide * V6E.flops))
     other = Instruction("gmm", "f32[8190000]", "custom-call", "%q), operand_layout_constraints={f32[8190000]}}")
     assert kernel_seconds(other, V5E) == pytest.approx(2 * 4 * 8.19e6 / 819e9)
 
@@ -333,7 +339,7 @@ def test_time_of_attention_kernels() -> None:
             "jvp(GPT)/GPT._layers/TransformerLayer._attention/SelfAttention_0/SelfAttention_0._attend/sub",
             "softmax",
         ),
-        ("custom-call", "jvp(GPT)/SelfAttention_0._attend/zero_attention_fwd/pallas_call", "attention scores"),
+        ("custom-call", "jvp(GPT)/SelfAttention_0._attend/zero_attention_fwd_128/pallas_call", "attention scores"),
         ("custom-call", "jvp(GPT)/TransformerLayer._attention/zero_rotary/pallas_call", "projections"),
         ("fusion", "jvp(GPT)/GPT._layers/TransformerLayer._attention/query/dot_general", "projections"),
         ("fusion", "jvp(GPT)/TransformerLayer._attention/GatedDelta_0/delta_rule/while/body/mul", "delta rule"),

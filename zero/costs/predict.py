@@ -58,7 +58,7 @@ _NO_DATA = re.compile(r'custom_call_target="(AllocateBuffer|ConcatBitcast|Shardi
 # too.
 _SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
 _PRODUCTS = {"fwd": (1, 1), "dq": (2, 1), "dkv": (2, 2), "fused": (3, 2)}
-_ZERO_KERNEL = re.compile(r'zero_attention_(?:fwd|bwd).*"cost_estimate":{"flops":"(\d+)"')
+_ZERO_KERNEL = re.compile(r'zero_attention_(?:fwd|bwd)_(\d+).*"cost_estimate":{"flops":"(\d+)"')  # width, operations
 # XLA's inversion of triangular matrices, its dimensions and the innermost one; its bundles per element of 128 matrices
 # that lie side by side in lanes, or per row of a matrix that has the lanes for itself (measured in delta-rule.md).
 _INVERSION = re.compile(r'custom_call_target="InvertDiagBlocks')
@@ -159,7 +159,8 @@ def kernel_seconds(instruction: Instruction, speed: Speed) -> float:
     moved = sum(hlo.sizes_of(instruction.result)) + sum(hlo.sizes_of(shapes))
     zero_kernel = _ZERO_KERNEL.search(instruction.rest)
     if zero_kernel is not None and speed.fused:
-        return max(int(zero_kernel[1]) / (speed.fused * speed.flops), moved / speed.memory)
+        width, flops = map(int, zero_kernel.groups())
+        return max(flops / (speed.attention(width) * speed.flops), moved / speed.memory)
     splash = _SPLASH.match(instruction.name)
     mask = _MASK.search(shapes)
     if splash is None or mask is None or not speed.splash:

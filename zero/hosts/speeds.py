@@ -20,6 +20,7 @@ class Speed(NamedTuple):
     ring: int = 0  # positions of a dimension whose ends are linked
     devices: int = 1  # per chip
     fused: float = 0.0  # share of `flops` that zero's attention kernel, or cuDNN's, reaches on blocks that it computes
+    wide: float = 0.0  # the same with heads wider than 128, which fill units of 256 columns; 0: as `fused`
     splash: float = 0.0  # the same for jax's splash attention
     host: float = 16e9  # bytes per second between a chip and the memory of its host, in each direction
     host_memory: float = math.inf  # bytes of the memory of a host per chip
@@ -33,6 +34,14 @@ class Speed(NamedTuple):
     def clock(self) -> float:
         """Cycles per second."""
         return self.flops / self.per_cycle
+
+    def attention(self, width: int) -> float:
+        """The share of `flops` that zero's attention kernel, or cuDNN's, reaches with heads of this width.
+
+        >>> SPEEDS["TPU v6 lite"].attention(128), SPEEDS["TPU v6 lite"].attention(256), SPEEDS["TPU v4"].attention(256)
+        (0.45, 0.7, 0.77)
+        """
+        return self.wide if self.wide and width > 128 else self.fused
 
     def products(self, operands: str) -> float:
         """Operations per second of matrix products of "int8", of "float8", or ("") of bfloat16."""
@@ -156,7 +165,8 @@ SPEEDS = {
         dims=2,
         ring=16,
         splash=0.33,
-        fused=0.38,
+        fused=0.45,
+        wide=0.7,
         int8=2,
         host_memory=720e9 / 4,
         between_slices=100e9 / 8,
@@ -174,7 +184,8 @@ SPEEDS = {
         ring=4,
         devices=2,
         splash=0.33,
-        fused=0.45,
+        fused=0.5,
+        wide=0.81,
         float8=2,
         host_memory=960e9 / 4,
         between_slices=100e9 / 8 / 2,

@@ -151,14 +151,10 @@ def memory_for(device: Any, held: int) -> Memory:
 
 
 def rates_of(model: ShardedGPT, speed: Speed) -> Rates:
-    """Operations and bytes per second of a device kind, from which `zero.remat=auto` predicts seconds.
-
-    zero's attention kernel lacks windows and caps, which splash attention has; some TPUs support only one of the two.
-    """
+    """Operations and bytes per second of a device kind, from which `zero.remat=auto` predicts seconds."""
     shares = {name: kind.share for name, kind in MIXERS.items()}
     if model.kernel is not None:
-        is_plain = max(model.config.windows) == 0 and model.config.attention_cap is None
-        shares[ATTENTION] = (speed.fused or speed.splash) if is_plain else (speed.splash or speed.fused)
+        shares[ATTENTION] = speed.attention(model.config.head_width)
     products = speed.products(model.product_dtype.removesuffix("_all"))
     return Rates(
         products=PRODUCTS_SHARE * products,

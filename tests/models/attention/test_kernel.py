@@ -55,10 +55,15 @@ OWN: dict[str, tuple[Any, ...]] = {
     "half a tile": (Form(has_alibi=True), STARTS, 2, 64, 256, 256),
     "four groups": (Form(has_alibi=True), STARTS, 4, 128, 256, 256),
     "two chunks of two blocks": (Form(has_alibi=True), jnp.repeat(STARTS, 2, axis=1), 2, 128, 512, 256),
+    "window inside a block": (Form(window=3), None, 4, 128, 384, 128),
+    "window over two chunks, with a cap": (Form(window=300, cap=1.5), None, 2, 128, 768, 128),
+    "window over chunks of two blocks": (Form(window=257), jnp.repeat(STARTS, 4, axis=1), 1, 128, 1024, 256),
 }
 QUICK_OWN = {
     ("two chunks, one head of keys", True),
     ("half a tile", False),
+    ("window over two chunks, with a cap", False),
+    ("window over chunks of two blocks", False),
 }
 WIDE_OWN = {("two chunks of two blocks", True), ("two chunks of two blocks", False)}
 
@@ -76,7 +81,7 @@ def test_own_kernel_computes_the_same(name: str, in_float32: bool, monkeypatch: 
     """Heads of whole tiles and others, one chunk and several, in which a kernel keeps sums from step to step."""
     form, starts, groups, width, positions, chunk = OWN[name]
     monkeypatch.setattr(fused_kernel, "_CHUNK", chunk)
-    own = partial(own_attention, TpuKernel(128, 2**20, in_float32=in_float32), interpret=True)
+    own = partial(own_attention, TpuKernel(128, 128, 2**20, in_float32=in_float32), interpret=True)
     compare(own, groups, form, starts, width, positions)
 
 
@@ -91,7 +96,7 @@ def test_keys_are_repeated_where_gradients_of_their_queries_do_not_fit(monkeypat
 
     monkeypatch.setattr(fused_kernel, "fused_attention", recorded)
     two_gradients = 2 * 4 * 256 * 128
-    compare(partial(own_attention, TpuKernel(128, two_gradients), interpret=True), 1, Form(), None, 128, 256)
+    compare(partial(own_attention, TpuKernel(128, 128, two_gradients), interpret=True), 1, Form(), None, 128, 256)
     assert set(heads_of_keys) == {2}
 
 
@@ -100,7 +105,7 @@ def test_keys_are_repeated_where_gradients_of_their_queries_do_not_fit(monkeypat
 @pytest.mark.parametrize(("kind", "by_keys"), [("queries", False), ("last queries", True), ("keys", True)])
 def test_blocks_of_outputs_are_left_once(kind: str, by_keys: bool, width: int, shared: int) -> None:
     """A TPU writes back what is in VMEM when a block is left, the interpreter only what a step has changed."""
-    problem = fused_kernel.Problem(2, 2, shared, width, 128, 1, 3, False, False, False, None, True)
+    problem = fused_kernel.Problem(2, 2, shared, width, 128, 128, 1, 3, False, False, False, 384, None, None, True)
     pairs = list(zip(*problem.pairs(by_keys), strict=True))
     inner = itertools.product(pairs, range(shared)) if by_keys else itertools.product(range(shared), pairs)
     steps = [(b, g, *step) for b, g, step in itertools.product(range(2), range(2), list(inner))]
@@ -187,12 +192,11 @@ def test_cudnn_arguments(form: Form) -> None:
         ("tpu_v2", {"form": Form(has_alibi=True)}, None),
         ("cudnn", {"form": Form(has_alibi=True)}, "ALiBi"),
         ("tpu_v4", {"form": Form(has_alibi=True, cap=1.0)}, "a cap of scores with ALiBi"),
-        ("tpu_v4", {"form": Form(cap=1.0, window=3)}, None),  # splash attention has them
-        ("tpu_v2", {"form": Form(window=3)}, "windows"),
-        ("tpu_v2", {"form": Form(window=256)}, None),  # as wide as the row
-        ("tpu_v2", {"form": Form(cap=1.0)}, "windows and caps"),
+        ("tpu_v4", {"form": Form(cap=1.0, window=3)}, None),
+        ("tpu_v2", {"form": Form(cap=1.0, window=3)}, None),
         ("tpu_v2", {"positions": 16384}, "rows of 16384 positions with heads of 128"),
         ("tpu_v2", {"positions": 2048}, None),
+        ("tpu_v2", {"positions": 4096, "form": Form(window=3)}, "rows of 4096 positions with heads of 128"),
         ("tpu_v4", {"positions": 16384}, None),
         ("cudnn", {"form": Form(cap=1.0)}, "a cap of scores"),
         ("cudnn", {"has_segments": True}, "segments"),
@@ -226,11 +230,8 @@ def test_what_a_kernel_lacks_is_named(kernel: str | None, change: dict[str, Any]
         (None, Form(), 128, False),  # as on CPU, where the last bits depend on it
         ("tpu_v4", Form(), 128, False),
         ("tpu_v4", Form(), 64, True),
-        ("tpu_v4", Form(window=3), 128, True),
-        ("tpu_v6e", Form(window=3), 128, True),
+        ("tpu_v4", Form(window=3), 128, False),
         ("tpu_v6e", Form(), 64, False),
-        ("tpu_7x", Form(window=3), 128, False),
-        ("tpu_7x", Form(window=3), 256, True),
         ("cudnn", Form(), 128, True),
     ],
 )

@@ -15,6 +15,8 @@ Sources: Dao, FlashAttention-2, arXiv 2307.08691, algorithms 1 and 2; Press et a
 from __future__ import annotations
 
 import math
+from collections import deque
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,6 +39,22 @@ _LANES = 128
 _CHUNK = 1024  # positions whose loops are unrolled; with 2,048 the compiler spills too many registers
 
 
+class Tile(NamedTuple):
+    """A block of queries and some keys.
+
+    Attributes:
+      query: the first query, counted in its chunk.
+      key: the first key, counted in its chunk.
+      keys: how many.
+      first: the first key, counted from the first query.
+    """
+
+    query: int
+    key: int
+    keys: int
+    first: int
+
+
 class Problem(NamedTuple):
     """The sizes and the features of one call of both kernels. A row has `chunks * blocks * block` positions."""
 
@@ -44,12 +62,15 @@ class Problem(NamedTuple):
     heads: int  # of keys
     shared: int  # heads of queries per head of keys
     width: int  # head dimension
-    block: int  # positions of a block of scores
+    block: int  # queries of a tile, and keys of one in the backward pass
+    keys: int  # of a tile in the forward pass
     blocks: int  # per chunk
     chunks: int
     in_float32: bool  # whether products take operands in float32
     has_alibi: bool
     has_segments: bool
+    window: int  # positions that a query sees, itself included
+    cap: float | None  # of scores in units of log2
     vmem: int | None  # bytes of VMEM; None for the compiler's limit
     interpret: bool
 
@@ -58,19 +79,50 @@ class Problem(NamedTuple):
         return self.block * self.blocks
 
     @property
-    def computed(self) -> int:
-        """The number of computed scores: in blocks on and below the diagonal."""
-        blocks = self.chunks * self.blocks
-        return self.rows * self.heads * self.shared * blocks * (blocks + 1) // 2 * self.block**2
+    def reach(self) -> int:
+        """How many chunks before its own a query's earliest key can be."""
+        return min(self.chunks - 1, math.ceil((self.window - 1) / self.chunk))
+
+    @property
+    def inside(self) -> int:
+        """All queries see all keys of the chunks before theirs, up to so many chunks before."""
+        return max(0, min(self.reach, self.window // self.chunk - 1))
+
+    @property
+    def held(self) -> int:
+        """Chunks of queries whose gradients the backward kernel holds: no other one is begun and not complete."""
+        return self.reach + 1
+
+    def computed(self, keys: int) -> int:
+        """The number of computed scores, in tiles of a block of queries and `keys` keys."""
+        starts = range(0, self.chunks * self.chunk, self.block)
+        seen = sum((start + self.block) // keys - max(0, (start - self.window + 1) // keys) for start in starts)
+        return self.rows * self.heads * self.shared * seen * self.block * keys
 
     @property
     def is_flat(self) -> bool:
         """Whether arrays are `(B, T, H K)`, as products make them, with heads of whole tiles; else `(B H, T, K)`."""
         return self.width % _LANES == 0
 
+    def tiles(self, query: int, chunks_before: int, keys: int) -> list[Tile]:
+        """The tiles of a block of queries in a chunk of keys, this many before its own, with keys that it sees."""
+        shift = query + chunks_before * self.chunk
+        tiles = [Tile(query, key, keys, key - shift) for key in range(0, self.chunk, keys)]
+        return [tile for tile in tiles if tile.first < self.block and tile.first + keys > 1 - self.window]
+
+    def first_keys(self, i: Any) -> Any:
+        """The earliest chunk of keys that a chunk of queries sees."""
+        return jnp.maximum(i - self.reach, 0)
+
     def pairs(self, by_keys: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Chunks of queries and of keys, one pair after the other: all keys of a chunk of queries, or the reverse."""
+        """Chunks of queries and of keys, one pair after the other: all keys of a chunk of queries, or the reverse.
+
+        The first chunk of keys of a chunk of queries is the earliest one, and the last one is on the diagonal.
+        """
         queries, keys = np.tril_indices(self.chunks)
+        is_near = queries - keys <= self.reach
+        queries = queries[is_near]
+        keys = keys[is_near]
         if by_keys:
             order = np.lexsort((queries, keys))
             queries, keys = queries[order], keys[order]
@@ -98,6 +150,8 @@ def fused_attention(
     *,
     scale: float,
     generation: TpuKernel,
+    window: int = 0,
+    cap: float | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Causal attention `(B, T, H, K)`; T is a multiple of 128.
@@ -108,6 +162,8 @@ def fused_attention(
       starts_BT: the first position that each query sees, int32; None for 0.
       scale: factor of the products of queries and keys.
       generation: the TPU generation.
+      window: number of positions that a query sees, itself included; 0 for all before it.
+      cap: scores p become `cap tanh(p / cap)`; not with slopes.
       interpret: whether to emulate the kernels on CPU.
     """
     rows, positions, heads, width = q_BTHK.shape
@@ -115,16 +171,23 @@ def fused_attention(
     in_float32 = generation.in_float32
     # For VMEM: shorter chunks of wide heads, of narrow ones, which are padded to whole lanes, and of float32 on a v3.
     is_halved = width % _LANES > 0 or (in_float32 and q_BTHK.dtype == jnp.float32)
-    most = _CHUNK * _LANES // max(_LANES, width) // (2 if is_halved else 1)
+    widest = 2 * _LANES if generation.vmem else _LANES
+    most = _CHUNK * widest // max(widest, width) // (2 if is_halved else 1)
+    block, blocks, chunks = cut_positions(positions, generation.block, most)
     problem = Problem(
         rows,
         heads // shared,
         shared,
         width,
-        *cut_positions(positions, generation.block, most),
+        block,
+        min(generation.keys, block),
+        blocks,
+        chunks,
         in_float32,
         slopes_H is not None,
         starts_BT is not None,
+        min(window or positions, positions),
+        None if cap is None else cap * LOG2E,
         generation.vmem,
         interpret,
     )
@@ -165,8 +228,9 @@ def _forward(q: jax.Array, k: jax.Array, v: jax.Array, slopes: jax.Array, starts
             pltpu.VMEM((width, chunk), jnp.float32),
         ],
         products=2,
+        computed=problem.computed(problem.keys),
         by_keys=False,
-        name="zero_attention_fwd",
+        name=f"zero_attention_fwd_{width}",
     )
     out, lse = (checkpoint_name(x, ATTENTION) for x in call(slopes, *operands, starts))
     return out, (q, k, v, slopes, starts, out, lse)
@@ -185,13 +249,14 @@ def _backward(problem: Problem, saved: Any, grad: jax.Array) -> Any:
         outputs=[("last queries", q), ("keys", k), ("keys", v)],
         scratch=[
             pltpu.VMEM((width, chunk), operands[0].dtype),
-            pltpu.VMEM((shared, problem.chunks, 1, chunk), jnp.float32),
-            pltpu.VMEM((shared, problem.chunks, width, chunk), jnp.float32),
+            pltpu.VMEM((shared, problem.held, 1, chunk), jnp.float32),
+            pltpu.VMEM((shared, problem.held, width, chunk), jnp.float32),
             *[pltpu.VMEM((chunk, width), jnp.float32)] * 2,
         ],
         products=5,
+        computed=problem.computed(problem.block),
         by_keys=True,
-        name="zero_attention_bwd",
+        name=f"zero_attention_bwd_{width}",
     )
     grads = call(slopes, *operands, out, lse, starts)
     return *grads, jnp.zeros_like(slopes), np.zeros(starts.shape, jax.dtypes.float0)
@@ -213,32 +278,54 @@ def _forward_kernel(problem: Problem, queries: Any, keys: Any, slopes: Any, *ref
     v_KS[...] = v_ref[0].T
     sums = (most_1T, _LOWEST), (sum_1T, 0.0), (out_KT, 0.0)
 
-    def attend(block: int, seen: int, is_diagonal: bool) -> None:
-        """Adds blocks of keys, the first `seen` of the chunk, to the sums of a block of queries."""
-        at = pl.ds(block * problem.block, problem.block)
-        starts = starts_ref[0, :, at] if problem.has_segments else None
-        if problem.chunks == 1:
-            most, total, out = (jnp.full((x.shape[0], problem.block), first) for x, first in sums)
-        else:
-            most, total, out = (jnp.where(j == 0, first, x[:, at]) for x, first in sums)
-        for other in range(seen):
-            s_ST = _scores(problem, q_ref, k_ref, slopes[head], starts, i, j, block, other, is_diagonal)
-            more = jnp.maximum(most, s_ST.max(0, keepdims=True))
-            p_ST = jnp.exp2(s_ST - more)
-            shrink = jnp.exp2(most - more)
-            total = total * shrink + p_ST.sum(0, keepdims=True)
-            values = v_KS[:, pl.ds(other * problem.block, problem.block)]
-            out = out * shrink + _dot(values, p_ST.astype(values.dtype), _PLAIN)
-            most = more
-        if is_diagonal:
-            out_ref[0, at] = (out / total).T.astype(out_ref.dtype)
-            lse_ref[0, 0, :, at] = most + jnp.log2(total)
-        else:
-            most_1T[:, at] = most
-            sum_1T[:, at] = total
-            out_KT[:, at] = out
+    def score(tile: Tile) -> jax.Array:
+        return _scores(problem, q_ref, k_ref, slopes[head], starts_ref, i, j, tile)[0]
 
-    _for_each_block(problem, i, j, attend)
+    def attend(chunks_before: int) -> None:
+        """Adds a chunk of keys to the sums of a chunk of queries."""
+        queries = range(0, problem.chunk, problem.block)
+        tiles = [tile for query in queries for tile in problem.tiles(query, chunks_before, problem.keys)]
+        scores = _begun_early(score, tiles)
+        for query in queries:
+            at = pl.ds(query, problem.block)
+            if problem.chunks == 1:
+                most, total, out = (jnp.full((x.shape[0], problem.block), first) for x, first in sums)
+            else:
+                is_first = j == problem.first_keys(i)
+                most, total, out = (jnp.where(is_first, first, x[:, at]) for x, first in sums)
+            for tile in tiles:
+                if tile.query != query:
+                    continue
+                s_ST = next(scores)
+                more = jnp.maximum(most, s_ST.max(0, keepdims=True))
+                p_ST = jnp.exp2(s_ST - more)
+                shrink = jnp.exp2(most - more)
+                total = total * shrink + p_ST.sum(0, keepdims=True)
+                values = v_KS[:, pl.ds(tile.key, tile.keys)]
+                out = out * shrink + _dot(values, p_ST.astype(values.dtype), _PLAIN)
+                most = more
+            if chunks_before == 0:
+                out_ref[0, at] = (out / total).T.astype(out_ref.dtype)
+                lse_ref[0, 0, :, at] = most + jnp.log2(total)
+            else:
+                most_1T[:, at] = most
+                sum_1T[:, at] = total
+                out_KT[:, at] = out
+
+    _for_each_pair(problem, i, j, attend)
+
+
+def _begun_early(compute: Any, items: Sequence[Any]) -> Iterator[Any]:
+    """`compute(item)` for each; in the program they come two items earlier than they are taken.
+
+    The compiler keeps the order of a program by and large, so products run beside the softmax of the tiles before.
+    """
+    begun: deque[Any] = deque()
+    for item in items:
+        begun.append(compute(item))
+        if len(begun) > 2:
+            yield begun.popleft()
+    yield from begun
 
 
 def _backward_kernel(problem: Problem, queries: Any, keys: Any, slopes: Any, *refs: Any) -> None:
@@ -253,6 +340,7 @@ def _backward_kernel(problem: Problem, queries: Any, keys: Any, slopes: Any, *re
     member = pl.program_id(3)
     i = queries[pair]
     j = keys[pair]
+    at_i = i % problem.held
     head = pl.program_id(1) * problem.shared + member
     k_KS[...] = k_ref[0].T
 
@@ -263,41 +351,47 @@ def _backward_kernel(problem: Problem, queries: Any, keys: Any, slopes: Any, *re
 
     if problem.chunks > 1:
 
-        @pl.when(j == 0)
+        @pl.when(j == problem.first_keys(i))
         def _() -> None:
-            delta_1T[member, i] = delta_of(slice(None))
+            delta_1T[member, at_i] = delta_of(slice(None))
 
-    def attend(block: int, seen: int, is_diagonal: bool) -> None:
-        """Adds what a block of queries sends back to itself and to blocks of keys, the first `seen` of the chunk."""
-        at = pl.ds(block * problem.block, problem.block)
-        starts = starts_ref[0, :, at] if problem.has_segments else None
+    def attend_block(query: int, chunks_before: int) -> None:
+        """Adds what a block of queries sends back to itself and to a chunk of keys."""
+        at = pl.ds(query, problem.block)
         if problem.chunks == 1:
             delta = delta_of(at)
             dq = jnp.zeros((problem.width, problem.block), jnp.float32)
         else:
-            delta = delta_1T[member, i, :, at]
-            dq = _unless(j == 0, dq_KT[member, i, :, at])
-        for other in range(seen):
-            of_keys = pl.ds(other * problem.block, problem.block)
-            s_ST = _scores(problem, q_ref, k_ref, slopes[head], starts, i, j, block, other, is_diagonal)
+            delta = delta_1T[member, at_i, :, at]
+            dq = _unless(j == problem.first_keys(i), dq_KT[member, at_i, :, at])
+        for tile in problem.tiles(query, chunks_before, problem.block):
+            of_keys = pl.ds(tile.key, tile.keys)
+            s_ST, slope_ST = _scores(problem, q_ref, k_ref, slopes[head], starts_ref, i, j, tile)
             p_ST = jnp.exp2(s_ST - lse_ref[0, 0, :, at])
             dp_ST = _dot(v_ref[0, of_keys], grad_ref[0, at], _ROWS)
-            ds_ST = (p_ST * (dp_ST - delta)).astype(k_KS.dtype)
+            ds_ST = p_ST * (dp_ST - delta)
+            if slope_ST is not None:
+                ds_ST *= slope_ST
+            ds_ST = ds_ST.astype(k_KS.dtype)
             dv = _dot(p_ST.astype(k_KS.dtype), grad_ref[0, at], _PLAIN)
             dk = _dot(ds_ST, q_ref[0, at], _PLAIN)
-            if is_diagonal and other == block:  # the first that these keys receive from a head of queries
+            if tile.first == 0:  # the first that these keys receive from a head of queries
                 dk_SK[of_keys] = _unless(problem.shared == 1 or member == 0, dk_SK[of_keys]) + dk
                 dv_SK[of_keys] = _unless(problem.shared == 1 or member == 0, dv_SK[of_keys]) + dv
             else:
                 dk_SK[of_keys] += dk
                 dv_SK[of_keys] += dv
             dq += _dot(k_KS[:, of_keys], ds_ST, _PLAIN)
-        if is_diagonal:
+        if chunks_before == 0:
             dq_ref[0, at] = (dq / LOG2E).T.astype(dq_ref.dtype)
         else:
-            dq_KT[member, i, :, at] = dq
+            dq_KT[member, at_i, :, at] = dq
 
-    _for_each_block(problem, i, j, attend)
+    def attend(chunks_before: int) -> None:
+        for query in range(0, problem.chunk, problem.block):
+            attend_block(query, chunks_before)
+
+    _for_each_pair(problem, i, j, attend)
 
     def finish() -> None:
         dk_ref[0] = (dk_SK[...] / LOG2E).astype(dk_ref.dtype)
@@ -306,25 +400,22 @@ def _backward_kernel(problem: Problem, queries: Any, keys: Any, slopes: Any, *re
     if problem.chunks * problem.shared == 1:
         finish()
     else:
-        pl.when((i == problem.chunks - 1) & (member == problem.shared - 1))(finish)
+        pl.when((i == jnp.minimum(j + problem.reach, problem.chunks - 1)) & (member == problem.shared - 1))(finish)
 
 
-def _for_each_block(problem: Problem, i: Any, j: Any, attend: Any) -> None:
-    """Calls `attend(block of queries, number of blocks of keys, is_diagonal)` for a pair of chunks."""
+def _for_each_pair(problem: Problem, i: Any, j: Any, attend: Any) -> None:
+    """Calls `attend(chunks before)` for a pair of chunks: how many chunks the keys are before the queries.
 
-    def diagonal() -> None:
-        for block in range(problem.blocks):
-            attend(block, block + 1, True)
-
-    def below() -> None:
-        for block in range(problem.blocks):
-            attend(block, problem.blocks, False)
-
+    All pairs in which every query sees every key have the program of 1.
+    """
     if problem.chunks == 1:
-        diagonal()
-    else:
-        pl.when(i == j)(diagonal)
-        pl.when(i > j)(below)
+        attend(0)
+        return
+    pl.when(i == j)(partial(attend, 0))
+    if problem.inside:
+        pl.when((i > j) & (i - j <= problem.inside))(partial(attend, 1))
+    for chunks_before in range(problem.inside + 1, problem.reach + 1):
+        pl.when(i - j == chunks_before)(partial(attend, chunks_before))
 
 
 def _unless(is_first: Any, x: jax.Array) -> jax.Array:
@@ -332,33 +423,31 @@ def _unless(is_first: Any, x: jax.Array) -> jax.Array:
 
 
 def _scores(
-    problem: Problem,
-    q_ref: Any,
-    k_ref: Any,
-    slope: Any,
-    starts: Any,
-    i: Any,
-    j: Any,
-    block: int,
-    other: int,
-    is_diagonal: bool,
-) -> jax.Array:
-    """Scores `(keys, queries)` of a block of queries and a block of keys.
+    problem: Problem, q_ref: Any, k_ref: Any, slope: Any, starts_ref: Any, i: Any, j: Any, tile: Tile
+) -> tuple[jax.Array, jax.Array | None]:
+    """Scores `(keys, queries)` of a tile, and the derivative of the cap if there is one.
 
     ALiBi counts positions relative to the block, because a term that all keys of a query share changes nothing.
     """
-    size = problem.block
-    s_ST = _dot(k_ref[0, pl.ds(other * size, size)], q_ref[0, pl.ds(block * size, size)], _ROWS)
-    before = (j - i) * problem.chunk + (other - block) * size  # the first key, counted from the first query
-    key_S1 = lax.broadcasted_iota(jnp.int32, (size, 1), 0) + before
+    at = pl.ds(tile.query, problem.block)
+    s_ST = _dot(k_ref[0, pl.ds(tile.key, tile.keys)], q_ref[0, at], _ROWS)
+    slope_ST = None
+    if problem.cap is not None:
+        bounded_ST = jnp.tanh(s_ST * (1 / problem.cap))
+        s_ST = problem.cap * bounded_ST
+        slope_ST = 1 - bounded_ST**2
+    first = (j - i) * problem.chunk + tile.key - tile.query  # the first key, counted from the first query
+    key_S1 = lax.broadcasted_iota(jnp.int32, (tile.keys, 1), 0) + first
     if problem.has_alibi:
         s_ST += slope * key_S1.astype(jnp.float32)
-    if is_diagonal and other == block:
-        seen = lax.broadcasted_iota(jnp.int32, s_ST.shape, 0) <= lax.broadcasted_iota(jnp.int32, s_ST.shape, 1)
-        s_ST = jnp.where(seen, s_ST, _LOWEST)
-    if starts is not None:
-        s_ST = jnp.where(key_S1 + i * problem.chunk + block * size >= starts, s_ST, _LOWEST)
-    return s_ST
+    later_ST = lax.broadcasted_iota(jnp.int32, s_ST.shape, 0) - lax.broadcasted_iota(jnp.int32, s_ST.shape, 1)
+    if tile.first + tile.keys > 1:
+        s_ST = jnp.where(later_ST <= -tile.first, s_ST, _LOWEST)
+    if problem.block - tile.first > problem.window:
+        s_ST = jnp.where(later_ST > -tile.first - problem.window, s_ST, _LOWEST)
+    if problem.has_segments:
+        s_ST = jnp.where(key_S1 + i * problem.chunk + tile.query >= starts_ref[0, :, at], s_ST, _LOWEST)
+    return s_ST, slope_ST
 
 
 def _dot(a: jax.Array, b: jax.Array, dims: Any) -> jax.Array:
@@ -402,6 +491,7 @@ def _call(
     outputs: list[tuple[str, Any]],
     scratch: list[Any],
     products: int,
+    computed: int,
     by_keys: bool,
     name: str,
 ) -> Any:
@@ -436,8 +526,8 @@ def _call(
             dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=problem.vmem
         ),
         cost_estimate=pl.CostEstimate(
-            flops=2 * products * problem.computed * _LANES * math.ceil(problem.width / _LANES),  # of whole units
-            transcendentals=problem.computed,
+            flops=2 * products * computed * _LANES * math.ceil(problem.width / _LANES),  # of whole units
+            transcendentals=computed,
             bytes_accessed=sum(x.size * x.dtype.itemsize for _, x in outputs),
         ),
         interpret=problem.interpret,

@@ -22,7 +22,7 @@ _BY_KIND = {
     "TPU v5 lite": "tpu_v5e",
     "TPU v5": "tpu_v5e",
     "TPU v6 lite": "tpu_v6e",
-    "TPU7x": "tpu_7x",
+    "TPU7x": "tpu_v6e",
 }
 
 
@@ -89,7 +89,6 @@ def missing_in(
         "a cap of scores": kernel == "cudnn" and form.cap is not None,
         "segments": kernel == "cudnn" and has_segments,
         f"heads of {width}": kernel == "cudnn" and (width % 8 > 0 or width > 128),  # 256 on Hopper alone
-        "windows and caps on this TPU": is_only_own and not _is_plain(form, positions),
         f"rows of {positions} positions with heads of {width} on this TPU": is_only_own
         and not _fuses(kernel, form, positions, width),
     }
@@ -104,7 +103,7 @@ def splits_heads(kernel: str | None, form: Form, *, positions: int, width: int) 
     if kernel not in TPU_KERNELS:
         return kernel is not None
     if not _fuses(kernel, form, positions, width):
-        return width > TPU_KERNELS[kernel].splash_narrow
+        return True
     return width % 128 > 0 and width > TPU_KERNELS[kernel].narrow
 
 
@@ -145,23 +144,21 @@ def kernel_attention(
 
 def _fuses(kernel: str | None, form: Form, positions: int, width: int) -> bool:
     """Whether `fused_attention` computes this form; splash attention is slower, and has the rest."""
-    if kernel not in TPU_KERNELS or not _is_plain(form, positions):
-        return False
-    return _most_sharing(TPU_KERNELS[kernel], positions, width) > 0
+    return kernel in TPU_KERNELS and _most_sharing(TPU_KERNELS[kernel], form, positions, width) > 0
 
 
-def _most_sharing(generation: TpuKernel, positions: int, width: int) -> int:
-    """How many heads of queries, each of this width, may share one head of keys: VMEM holds all their gradients.
+def _most_sharing(generation: TpuKernel, form: Form, positions: int, width: int) -> int:
+    """How many heads of queries, each of this width, may share one head of keys: VMEM holds their gradients.
 
-    >>> [_most_sharing(TPU_KERNELS["tpu_v6e"], positions, 128) for positions in (4096, 8192, 32768, 65536)]
+    It holds those of all positions, or of those in a window and of two chunks of at most 1,024.
+
+    >>> [_most_sharing(TPU_KERNELS["tpu_v6e"], Form(), positions, 128) for positions in (4096, 8192, 32768, 65536)]
     [16, 8, 2, 1]
+    >>> _most_sharing(TPU_KERNELS["tpu_v6e"], Form(window=4096), 65536, 128)
+    10
     """
-    return generation.gradient // (4 * positions * max(width, 128))
-
-
-def _is_plain(form: Form, positions: int) -> bool:
-    """Whether scores have no cap, and queries see all positions before them."""
-    return form.cap is None and not 0 < form.window < positions
+    held = min(positions, form.window + 2048) if form.window else positions
+    return generation.gradient // (4 * held * max(width, 128))
 
 
 def own_attention(
@@ -183,7 +180,7 @@ def own_attention(
 
     _, positions, heads, width = q_BTHK.shape
     shared = heads // k_BTGK.shape[2]
-    fitting = min(shared, _most_sharing(generation, positions, width))
+    fitting = min(shared, _most_sharing(generation, form, positions, width))
     repeats = next(shared // size for size in range(fitting, 0, -1) if shared % size == 0)
     if repeats > 1:
         k_BTGK, v_BTGK = (jnp.repeat(x, repeats, axis=2) for x in (k_BTGK, v_BTGK))
@@ -198,6 +195,8 @@ def own_attention(
         starts_BT,
         scale=1 / form.divisor_of(q_BTHK.shape[-1]),
         generation=generation,
+        window=form.window,
+        cap=form.cap,
         interpret=interpret,
     )
 
