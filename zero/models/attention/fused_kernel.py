@@ -171,7 +171,8 @@ def fused_attention(
     in_float32 = generation.in_float32
     # For VMEM: shorter chunks of wide heads, of narrow ones, which are padded to whole lanes, and of float32 on a v3.
     is_halved = width % _LANES > 0 or (in_float32 and q_BTHK.dtype == jnp.float32)
-    widest = 2 * _LANES if generation.vmem else _LANES
+    has_room = generation.vmem is not None and q_BTHK.dtype.itemsize == 2
+    widest = 2 * _LANES if has_room else _LANES
     most = _CHUNK * widest // max(widest, width) // (2 if is_halved else 1)
     block, blocks, chunks = cut_positions(positions, generation.block, most)
     problem = Problem(
