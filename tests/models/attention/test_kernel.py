@@ -80,7 +80,7 @@ WIDE_OWN = {("two chunks of two blocks", True), ("two chunks of two blocks", Fal
 def test_own_kernel_computes_the_same(name: str, in_float32: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads of whole tiles and others, one chunk and several, in which a kernel keeps sums from step to step."""
     form, starts, groups, width, positions, chunk = OWN[name]
-    monkeypatch.setattr(fused_kernel, "_CHUNK", chunk)
+    monkeypatch.setattr(fused_kernel, "CHUNK", chunk)
     own = partial(own_attention, TpuKernel(128, 128, 2**20, in_float32=in_float32), interpret=True)
     compare(own, groups, form, starts, width, positions)
 
@@ -145,20 +145,24 @@ slow = pytest.mark.slow
     ],
 )
 def test_kernels_compile_for_tpu(topology: str) -> None:
-    """The TPU compiler takes both kernels, of several chunks and, but for v2 and v3, with shared heads of keys."""
+    """The TPU compiler takes both kernels, of several chunks and, but for v2 and v3, with shared heads of keys.
+
+    Each with ALiBi, and with a window and a cap.
+    """
     pytest.importorskip("libtpu")
     devices = find_devices(topology)[:1]
     kernel = kernel_of("tpu", devices[0].device_kind)
     assert kernel is not None
 
     def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return kernel_attention(kernel, q, k, v, form=Form(has_alibi=True)).astype(jnp.float32).sum()
+        forms = Form(has_alibi=True), Form(window=600, cap=50.0)
+        return sum(kernel_attention(kernel, q, k, v, form=form).astype(jnp.float32).sum() for form in forms)
 
     key_heads = 2 if TPU_KERNELS[kernel].in_float32 else 1
     step = jax.pmap(jax.grad(loss, argnums=(0, 1, 2)), devices=devices)
     q, k = (jax.ShapeDtypeStruct((1, 1, 2048, heads, 128), jnp.bfloat16) for heads in (2, key_heads))
     text = step.lower(q, k, k).compile().as_text()
-    assert text.count('custom_call_target="tpu_custom_call"') == 2
+    assert text.count('custom_call_target="tpu_custom_call"') == 2 * 2
 
 
 @pytest.mark.parametrize(
@@ -196,7 +200,8 @@ def test_cudnn_arguments(form: Form) -> None:
         ("tpu_v2", {"form": Form(cap=1.0, window=3)}, None),
         ("tpu_v2", {"positions": 16384}, "rows of 16384 positions with heads of 128"),
         ("tpu_v2", {"positions": 2048}, None),
-        ("tpu_v2", {"positions": 4096, "form": Form(window=3)}, "rows of 4096 positions with heads of 128"),
+        ("tpu_v2", {"positions": 4096, "form": Form(window=1025)}, None),
+        ("tpu_v2", {"positions": 4096, "form": Form(window=1026)}, "rows of 4096 positions with heads of 128"),
         ("tpu_v4", {"positions": 16384}, None),
         ("cudnn", {"form": Form(cap=1.0)}, "a cap of scores"),
         ("cudnn", {"has_segments": True}, "segments"),

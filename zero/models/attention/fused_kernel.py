@@ -28,7 +28,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from zero.models.attention.tpu_kernels import TpuKernel
+from zero.models.attention.tpu_kernels import CHUNK, TpuKernel
 from zero.models.stack import ATTENTION
 
 LOG2E = math.log2(math.e)
@@ -36,7 +36,6 @@ _ROWS = (((1,), (1,)), ((), ()))  # contracts the last dimensions of both
 _PLAIN = (((1,), (0,)), ((), ()))  # a product of matrices
 _LOWEST = -1e30
 _LANES = 128
-_CHUNK = 1024  # positions whose loops are unrolled; with 2,048 the compiler spills too many registers
 
 
 class Tile(NamedTuple):
@@ -173,7 +172,7 @@ def fused_attention(
     is_halved = width % _LANES > 0 or (in_float32 and q_BTHK.dtype == jnp.float32)
     has_room = generation.vmem is not None and q_BTHK.dtype.itemsize == 2
     widest = 2 * _LANES if has_room else _LANES
-    most = _CHUNK * widest // max(widest, width) // (2 if is_halved else 1)
+    most = CHUNK * widest // max(widest, width) // (2 if is_halved else 1)
     block, blocks, chunks = cut_positions(positions, generation.block, most)
     problem = Problem(
         rows,

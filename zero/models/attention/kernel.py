@@ -5,6 +5,7 @@ Shapes are named by suffix: B rows, T positions, H heads of queries, G heads of 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 
 from zero.models.attention.blockwise import blockwise_attention
 from zero.models.attention.scores import Form, alibi_columns, alibi_slopes
-from zero.models.attention.tpu_kernels import TPU_KERNELS, TpuKernel
+from zero.models.attention.tpu_kernels import CHUNK, TPU_KERNELS, TpuKernel
 from zero.models.stack import ATTENTION
 
 _SPLASH_BLOCKS = (512, 256, 128)  # positions per block; the largest that divides a row
@@ -150,14 +151,15 @@ def _fuses(kernel: str | None, form: Form, positions: int, width: int) -> bool:
 def _most_sharing(generation: TpuKernel, form: Form, positions: int, width: int) -> int:
     """How many heads of queries, each of this width, may share one head of keys: VMEM holds their gradients.
 
-    It holds those of all positions, or of those in a window and of two chunks of at most 1,024.
+    It holds those of a row, or of the chunks of a window and one more.
 
     >>> [_most_sharing(TPU_KERNELS["tpu_v6e"], Form(), positions, 128) for positions in (4096, 8192, 32768, 65536)]
     [16, 8, 2, 1]
     >>> _most_sharing(TPU_KERNELS["tpu_v6e"], Form(window=4096), 65536, 128)
-    10
+    12
     """
-    held = min(positions, form.window + 2048) if form.window else positions
+    of_window = (math.ceil((form.window - 1) / CHUNK) + 1) * CHUNK
+    held = min(positions, of_window) if form.window else positions
     return generation.gradient // (4 * held * max(width, 128))
 
 

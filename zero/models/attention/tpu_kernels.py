@@ -15,6 +15,7 @@ class TpuKernel(NamedTuple):
     narrow: int = 0  # heads up to this width do not fill a matrix unit, and stay together in products
 
 
+CHUNK = 1024  # positions whose loops are unrolled; with 2,048 the compiler spills too many registers
 _MIB = 2**20
 # By the first generation that they are for.
 TPU_KERNELS = {
