@@ -74,7 +74,7 @@ _CUDNN = 0.4  # share of the peak that cuDNN's attention reaches on an H100 (ben
 # table 3: four links of 496 Gbit/s. Rings (jax-ml.github.io/scaling-book/tpus): v2 and v3 the whole pod, v5e and v6e
 # 16 chips, v4 and v5p every four chips. Shares of kernels: docs/decisions/plans.md.
 # TPU7x: cloud.google.com/tpu/docs/tpu7x, half a chip, which is one device; its two units are a v6e's, by the cycles
-# that the compiler gives products, and so is its share of kernels.
+# that the compiler gives products, and so is its share of splash attention.
 # Between slices: 25, 50, 100 and 100 Gbit/s per chip of v5e, v5p, v6e and TPU7x (cloud.google.com/tpu/docs/v6e and
 # tpu7x: data center network); of others 25 GB/s per host (jax-ml.github.io/scaling-book/tpus), of 8 devices or 4 of v4.
 # 8 bits: the same pages. int8 is twice as fast on v5e, v5p and v6e, float8 on TPU7x; a v4 multiplies int8 as fast as
