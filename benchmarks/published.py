@@ -26,8 +26,7 @@ from benchmarks.recipe_sources import REPOSITORY, with_part
 from benchmarks.recipes import Digests, digest, prediction, what_changed
 from zero.commands.cli import composed
 from zero.commands.modes import typed
-from zero.costs.predict import predict
-from zero.costs.step_costs import device_peak
+from zero.costs.step_costs import costs_of
 from zero.hosts.speeds import SPEEDS
 from zero.job.job import make_job, place_model
 from zero.job.memory import memory_for, rates_of
@@ -135,7 +134,7 @@ RECIPES = {
         2,
         8192,
         17.790,
-        ("zero.fused_update=true", *OFFLOAD),
+        ("zero.fused_update=true", "zero.offload=both"),
     ),
     "llama3-70b-v6e-64": Recipe(f"{V6E}/Llama3.1-70B-MaxText/v6e-64", "v6e-64", "llama3_70b", 2, 8192, 18.688, OFFLOAD),
     "llama3-70b-v6e-128": Recipe(
@@ -253,20 +252,21 @@ def row_of(name: str) -> Row | None:
     if what_changed(None if before is None else before.digests, digests) is None:
         return None
     try:
-        compiled = compiler_of(request, devices).compile(job.programs.step, *arguments)
+        step = compiler_of(request, devices).compile(job.programs.step, *arguments)
     except jax.errors.JaxRuntimeError as error:
         return Row(digests, job.model.remat, *out_of_memory(error))
-    found = predict(compiled.as_text(), devices)
+    available = available_bytes(devices)
+    costs = costs_of(step, job.storage, job.held, devices, available)
+    found = costs.predicted
     assert found is not None, "the compiler has written no cycles"
     for part, seconds in sorted(found.by_part.items(), key=lambda item: -item[1])[:12]:
         print(f"  {part.name:20} {part.phase:12} {seconds:8.3f} s", flush=True)
     flops = model_flops(request.size, request.rows, recipe.context) // job.model.axis.row_group
     is_in_part = OFFLOAD[0] in recipe.keys and kinds_on_host(job.model) != kinds_of(job.model.remat)
-    available = available_bytes(devices)
     return Row(
         digests,
         "auto" if is_in_part else job.model.remat,
-        device_peak(compiled.memory_analysis(), "tpu", available),
+        costs.peak,
         available,
         found.seconds,
         found.exposed_seconds,
