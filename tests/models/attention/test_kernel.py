@@ -100,12 +100,13 @@ def test_keys_are_repeated_where_gradients_of_their_queries_do_not_fit(monkeypat
     assert set(heads_of_keys) == {2}
 
 
+@pytest.mark.parametrize("window", [100, 384])
 @pytest.mark.parametrize("shared", [1, 3])
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize(("kind", "by_keys"), [("queries", False), ("last queries", True), ("keys", True)])
-def test_blocks_of_outputs_are_left_once(kind: str, by_keys: bool, width: int, shared: int) -> None:
+def test_blocks_of_outputs_are_left_once(kind: str, by_keys: bool, width: int, shared: int, window: int) -> None:
     """A TPU writes back what is in VMEM when a block is left, the interpreter only what a step has changed."""
-    problem = fused_kernel.Problem(2, 2, shared, width, 128, 128, 1, 3, False, False, False, 384, None, None, True)
+    problem = fused_kernel.Problem(2, 2, shared, width, 128, 128, 1, 3, False, False, False, window, None, None, True)
     pairs = list(zip(*problem.pairs(by_keys), strict=True))
     inner = itertools.product(pairs, range(shared)) if by_keys else itertools.product(range(shared), pairs)
     steps = [(b, g, *step) for b, g, step in itertools.product(range(2), range(2), list(inner))]
