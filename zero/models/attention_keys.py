@@ -71,6 +71,11 @@ class Attention(Positions, Parametrization):
         return self.attention_dropout
 
     @property
+    def widest_window(self) -> int:
+        """The window of the layers whose queries see most; 0, all positions, if there are such layers."""
+        return 0 if 0 in self.windows else max(self.windows)
+
+    @property
     def attention_bias(self) -> bool:
         """Whether the four products of attention have biases; if they differ, whether queries, keys and values have."""
         return self.qkv_bias
@@ -116,7 +121,7 @@ def missing_in_kernel(
     swap = cut.head_swap(config.num_head, config.key_heads)
     return missing_in(
         kernel,
-        attention_form(config, max(config.windows), cut if swap is None else swap.cut),
+        attention_form(config, config.widest_window, cut if swap is None else swap.cut),
         positions=positions,
         width=config.head_width,
         drops=config.attention_drop_rate > 0,

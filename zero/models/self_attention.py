@@ -216,7 +216,7 @@ class SelfAttention(ScoredAttention):
         config = self.config
         layer, entry, position, starts_BT, _, adapter_keys_B = site
 
-        form = self._form(max(config.windows), self.cut)
+        form = self._form(config.widest_window, self.cut)
         positions = h_BTD.shape[1] * self.cut.ring  # of a whole row
         are_split = splits_heads(self.kernel, form, positions=positions, width=config.head_width)
 

@@ -1,6 +1,7 @@
 """Kernels against dense attention: what they compute, and what they are not asked for."""
 
 import itertools
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zero.models.attention import fused_kernel
+from zero.models.attention import fused_kernel, tpu_kernels
 from zero.models.attention.dense import dense_attention
 from zero.models.attention.kernel import (
     cudnn_attention,
@@ -22,8 +23,11 @@ from zero.models.attention.kernel import (
 )
 from zero.models.attention.scores import Form, Terms
 from zero.models.attention.tpu_kernels import TPU_KERNELS, TpuKernel
+from zero.models.attention_keys import missing_in_kernel
+from zero.models.config import GPTConfig
 from zero.partition.collectives.axis import Axis
 from zero.partition.collectives.context_group import ContextGroup
+from zero.partition.model_parallel import WHOLE
 from zero.plan.topology import find_devices
 
 
@@ -58,12 +62,14 @@ OWN: dict[str, tuple[Any, ...]] = {
     "window inside a block": (Form(window=3), None, 4, 128, 384, 128),
     "window over two chunks, with a cap": (Form(window=300, cap=1.5), None, 2, 128, 768, 128),
     "window over chunks of two blocks": (Form(window=257), jnp.repeat(STARTS, 4, axis=1), 1, 128, 1024, 256),
+    "tiles of half a block": (Form(window=400, cap=2.0), jnp.repeat(STARTS, 4, axis=1), 2, 128, 1024, 512),
 }
 QUICK_OWN = {
     ("two chunks, one head of keys", True),
     ("half a tile", False),
     ("window over two chunks, with a cap", False),
     ("window over chunks of two blocks", False),
+    ("tiles of half a block", False),
 }
 WIDE_OWN = {("two chunks of two blocks", True), ("two chunks of two blocks", False)}
 
@@ -80,8 +86,9 @@ WIDE_OWN = {("two chunks of two blocks", True), ("two chunks of two blocks", Fal
 def test_own_kernel_computes_the_same(name: str, in_float32: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads of whole tiles and others, one chunk and several, in which a kernel keeps sums from step to step."""
     form, starts, groups, width, positions, chunk = OWN[name]
-    monkeypatch.setattr(fused_kernel, "CHUNK", chunk)
-    own = partial(own_attention, TpuKernel(128, 128, 2**20, in_float32=in_float32), interpret=True)
+    monkeypatch.setattr(tpu_kernels, "_CHUNK", chunk)
+    block = 256 if name == "tiles of half a block" else 128
+    own = partial(own_attention, TpuKernel(block, 128, 2**20, in_float32=in_float32), interpret=True)
     compare(own, groups, form, starts, width, positions)
 
 
@@ -98,6 +105,28 @@ def test_keys_are_repeated_where_gradients_of_their_queries_do_not_fit(monkeypat
     two_gradients = 2 * 4 * 256 * 128
     compare(partial(own_attention, TpuKernel(128, 128, two_gradients), interpret=True), 1, Form(), None, 128, 256)
     assert set(heads_of_keys) == {2}
+
+
+@pytest.mark.parametrize("window", [1, 100, 300, 512, 513, 600, 2048])
+@pytest.mark.parametrize(("block", "blocks", "keys"), [(128, 4, 128), (256, 2, 128), (512, 1, 256), (128, 7, 128)])
+def test_operations_that_a_kernel_notes(block: int, blocks: int, keys: int, window: int) -> None:
+    """Scores of all tiles of all pairs of chunks, and only of tiles in which a query sees a key."""
+    problem = fused_kernel.Problem(
+        2, 2, 3, 128, block, keys, blocks, 3, False, False, False, min(window, 3 * block * blocks), None, None, True
+    )
+    found = seen = 0
+    for i, j in zip(*problem.pairs(False), strict=True):
+        for query in range(0, problem.chunk, block):
+            for tile in problem.tiles(query, int(i - j), keys):
+                found += block * keys
+                first = tile.query + int(i) * problem.chunk
+                before = np.arange(first, first + block) - (tile.key + int(j) * problem.chunk)
+                distance = before[:, None] - np.arange(keys)
+                visible = (distance >= 0) & (distance < problem.window)
+                assert visible.any()
+                seen += int(visible.sum())
+    assert problem.computed(keys) == 2 * 2 * 3 * found
+    assert seen == sum(min(query + 1, problem.window) for query in range(3 * problem.chunk))
 
 
 @pytest.mark.parametrize("window", [100, 384])
@@ -148,23 +177,26 @@ slow = pytest.mark.slow
 def test_kernels_compile_for_tpu(topology: str) -> None:
     """The TPU compiler takes both kernels, of several chunks and, but for v2 and v3, with shared heads of keys.
 
-    Each with ALiBi, and with a window and a cap.
+    Each with ALiBi, and with a cap and a window that is shorter than a row; v2 and v3 take no other long rows.
     """
     pytest.importorskip("libtpu")
     devices = find_devices(topology)[:1]
     kernel = kernel_of("tpu", devices[0].device_kind)
     assert kernel is not None
 
-    def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        falling = kernel_attention(kernel, q, k, v, form=Form(has_alibi=True))
-        windowed = kernel_attention(kernel, q, k, v, form=Form(window=600, cap=50.0))
-        return (falling + windowed).astype(jnp.float32).sum()
+    is_small = TPU_KERNELS[kernel].in_float32
 
-    key_heads = 2 if TPU_KERNELS[kernel].in_float32 else 1
-    step = jax.pmap(jax.grad(loss, argnums=(0, 1, 2)), devices=devices)
-    q, k = (jax.ShapeDtypeStruct((1, 1, 2048, heads, 128), jnp.bfloat16) for heads in (2, key_heads))
-    text = step.lower(q, k, k).compile().as_text()
-    assert text.count('custom_call_target="tpu_custom_call"') == 2 * 2
+    def loss(form: Form, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return kernel_attention(kernel, q, k, v, form=form).astype(jnp.float32).sum()
+
+    windowed = Form(window=1025 if is_small else 2100, cap=50.0)
+    for positions, form in ((2048, Form(has_alibi=True)), (4096, windowed)):
+        step = jax.pmap(jax.grad(partial(loss, form), argnums=(0, 1, 2)), devices=devices)
+        q, k = (
+            jax.ShapeDtypeStruct((1, 1, positions, heads, 128), jnp.bfloat16) for heads in (2, 2 if is_small else 1)
+        )
+        text = step.lower(q, k, k).compile().as_text()
+        assert text.count('custom_call_target="tpu_custom_call"') == 2
 
 
 @pytest.mark.parametrize(
@@ -229,6 +261,21 @@ def test_what_a_kernel_lacks_is_named(kernel: str | None, change: dict[str, Any]
     }
     found = missing_in(kernel, **{**asked, **change})
     assert found == missing or (missing and found and found.startswith(missing))
+
+
+def test_layers_that_see_all_positions_decide() -> None:
+    """Beside windows that a kernel has, layers without one may need more of it."""
+    size = GPTConfig(vocab_size=1, dropout=0.0, N=2, num_head=2, embedding_dim=256, block_size=4096, windows=(0, 256))
+    found = [
+        missing_in_kernel("tpu_v2", replace(size, windows=windows), WHOLE, 4096, has_segments=False)
+        for windows in ((0, 256), (256,))
+    ]
+    assert found == ["rows of 4096 positions with heads of 128 on this TPU", None]
+
+
+def test_chunks_that_a_window_touches_are_counted() -> None:
+    """Of 2,688 positions with chunks of 896, a window of 898 touches all."""
+    assert TPU_KERNELS["tpu_v5e"].most_sharing(898, 2688, 256) == 2**25 // (4 * 2688 * 256)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 Scores of a block have keys along sublanes and queries along lanes. Maxima and sums over keys are then elementwise, the
 log-sum-exp of queries is a vector of lanes, ALiBi's bias is one addition, and the three products of the backward pass
 that take scores or their gradients as operands need no transposition. A kernel holds a chunk of queries and one of keys
-in VMEM; its loops over blocks are unrolled, so that the compiler runs the products of one block beside the softmax of
-another.
+in VMEM; its loops over tiles are unrolled, and scores come before the softmax of earlier tiles, so that products run
+beside it. Pairs of chunks outside a window are not computed, and VMEM holds gradients of as many chunks as it touches.
 
 Scores are in units of log2: queries come multiplied by log2(e). Shapes are named by suffix: B rows, H heads of queries,
 G heads of keys, T and S positions of queries and keys, K head dimension.
@@ -28,7 +28,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from zero.models.attention.tpu_kernels import CHUNK, TpuKernel
+from zero.models.attention.tpu_kernels import TpuKernel, chunks_reached
 from zero.models.stack import ATTENTION
 
 LOG2E = math.log2(math.e)
@@ -36,6 +36,7 @@ _ROWS = (((1,), (1,)), ((), ()))  # contracts the last dimensions of both
 _PLAIN = (((1,), (0,)), ((), ()))  # a product of matrices
 _LOWEST = -1e30
 _LANES = 128
+_EARLIER = 2  # tiles by which scores come before their softmax (benchmarks/measured/attention.md)
 
 
 class Tile(NamedTuple):
@@ -45,7 +46,8 @@ class Tile(NamedTuple):
       query: the first query, counted in its chunk.
       key: the first key, counted in its chunk.
       keys: how many.
-      first: the first key, counted from the first query.
+      first: the first key, counted from the first query. Where all queries see all keys, as if the chunk of keys were
+        the one before.
     """
 
     query: int
@@ -62,7 +64,7 @@ class Problem(NamedTuple):
     shared: int  # heads of queries per head of keys
     width: int  # head dimension
     block: int  # queries of a tile, and keys of one in the backward pass
-    keys: int  # of a tile in the forward pass
+    tile_keys: int  # keys of a tile in the forward pass
     blocks: int  # per chunk
     chunks: int
     in_float32: bool  # whether products take operands in float32
@@ -79,17 +81,17 @@ class Problem(NamedTuple):
 
     @property
     def reach(self) -> int:
-        """How many chunks before its own a query's earliest key can be."""
-        return min(self.chunks - 1, math.ceil((self.window - 1) / self.chunk))
+        """How many chunks before its own the earliest key that a query sees can lie."""
+        return min(self.chunks - 1, chunks_reached(self.window, self.chunk))
 
     @property
     def inside(self) -> int:
-        """All queries see all keys of the chunks before theirs, up to so many chunks before."""
+        """How many chunks before its own all queries of a chunk see whole."""
         return max(0, min(self.reach, self.window // self.chunk - 1))
 
     @property
     def held(self) -> int:
-        """Chunks of queries whose gradients the backward kernel holds: no other one is begun and not complete."""
+        """Chunks of queries whose gradients the backward kernel holds: more are never begun and incomplete at once."""
         return self.reach + 1
 
     def computed(self, keys: int) -> int:
@@ -116,7 +118,7 @@ class Problem(NamedTuple):
     def pairs(self, by_keys: bool) -> tuple[np.ndarray, np.ndarray]:
         """Chunks of queries and of keys, one pair after the other: all keys of a chunk of queries, or the reverse.
 
-        The first chunk of keys of a chunk of queries is the earliest one, and the last one is on the diagonal.
+        In both orders a chunk of queries meets its keys from the earliest to those on the diagonal.
         """
         queries, keys = np.tril_indices(self.chunks)
         is_near = queries - keys <= self.reach
@@ -126,18 +128,6 @@ class Problem(NamedTuple):
             order = np.lexsort((queries, keys))
             queries, keys = queries[order], keys[order]
         return queries.astype(np.int32), keys.astype(np.int32)
-
-
-def cut_positions(positions: int, block: int, most: int) -> tuple[int, int, int]:
-    """Positions of a block, at most `block`; blocks of a chunk of at most `most` positions; chunks.
-
-    >>> cut_positions(8192, 512, 1024), cut_positions(1920, 256, 1024), cut_positions(4096, 512, 204)
-    ((512, 2, 8), (128, 5, 3), (128, 1, 32))
-    """
-    fitting = [size for size in (512, 256, _LANES) if size <= min(block, most) and positions % size == 0]
-    block = max(fitting, default=_LANES)
-    blocks = next(count for count in range(max(1, most // block), 0, -1) if positions // block % count == 0)
-    return block, blocks, positions // block // blocks
 
 
 def fused_attention(
@@ -168,12 +158,7 @@ def fused_attention(
     rows, positions, heads, width = q_BTHK.shape
     shared = heads // k_BTGK.shape[2]
     in_float32 = generation.in_float32
-    # For VMEM: shorter chunks of wide heads, of narrow ones, which are padded to whole lanes, and of float32 on a v3.
-    is_halved = width % _LANES > 0 or (in_float32 and q_BTHK.dtype == jnp.float32)
-    has_room = generation.vmem is not None and q_BTHK.dtype.itemsize == 2
-    widest = 2 * _LANES if has_room else _LANES
-    most = CHUNK * widest // max(widest, width) // (2 if is_halved else 1)
-    block, blocks, chunks = cut_positions(positions, generation.block, most)
+    block, blocks, chunks = generation.cut(positions, width, q_BTHK.dtype.itemsize)
     problem = Problem(
         rows,
         heads // shared,
@@ -228,7 +213,7 @@ def _forward(q: jax.Array, k: jax.Array, v: jax.Array, slopes: jax.Array, starts
             pltpu.VMEM((width, chunk), jnp.float32),
         ],
         products=2,
-        computed=problem.computed(problem.keys),
+        computed=problem.computed(problem.tile_keys),
         by_keys=False,
         name=f"zero_attention_fwd_{width}",
     )
@@ -283,10 +268,10 @@ def _forward_kernel(problem: Problem, queries: Any, keys: Any, slopes: Any, *ref
 
     def attend(chunks_before: int) -> None:
         """Adds a chunk of keys to the sums of a chunk of queries."""
-        queries = range(0, problem.chunk, problem.block)
-        tiles = [tile for query in queries for tile in problem.tiles(query, chunks_before, problem.keys)]
+        firsts = range(0, problem.chunk, problem.block)
+        tiles = [tile for query in firsts for tile in problem.tiles(query, chunks_before, problem.tile_keys)]
         scores = _begun_early(score, tiles)
-        for query in queries:
+        for query in firsts:
             at = pl.ds(query, problem.block)
             if problem.chunks == 1:
                 most, total, out = (jnp.full((x.shape[0], problem.block), first) for x, first in sums)
@@ -316,14 +301,14 @@ def _forward_kernel(problem: Problem, queries: Any, keys: Any, slopes: Any, *ref
 
 
 def _begun_early(compute: Any, items: Sequence[Any]) -> Iterator[Any]:
-    """`compute(item)` for each; in the program they come two items earlier than they are taken.
+    """`compute(item)` for each; in the program it comes `_EARLIER` items before it is taken.
 
-    The compiler keeps the order of a program by and large, so products run beside the softmax of the tiles before.
+    The compiler mostly keeps the order of a program, so products run beside the softmax of the tiles before.
     """
     begun: deque[Any] = deque()
     for item in items:
         begun.append(compute(item))
-        if len(begun) > 2:
+        if len(begun) > _EARLIER:
             yield begun.popleft()
     yield from begun
 
@@ -366,12 +351,12 @@ def _backward_kernel(problem: Problem, queries: Any, keys: Any, slopes: Any, *re
             dq = _unless(j == problem.first_keys(i), dq_KT[member, at_i, :, at])
         for tile in problem.tiles(query, chunks_before, problem.block):
             of_keys = pl.ds(tile.key, tile.keys)
-            s_ST, slope_ST = _scores(problem, q_ref, k_ref, slopes[head], starts_ref, i, j, tile)
+            s_ST, bend_ST = _scores(problem, q_ref, k_ref, slopes[head], starts_ref, i, j, tile)
             p_ST = jnp.exp2(s_ST - lse_ref[0, 0, :, at])
             dp_ST = _dot(v_ref[0, of_keys], grad_ref[0, at], _ROWS)
             ds_ST = p_ST * (dp_ST - delta)
-            if slope_ST is not None:
-                ds_ST *= slope_ST
+            if bend_ST is not None:
+                ds_ST *= bend_ST
             ds_ST = ds_ST.astype(k_KS.dtype)
             dv = _dot(p_ST.astype(k_KS.dtype), grad_ref[0, at], _PLAIN)
             dk = _dot(ds_ST, q_ref[0, at], _PLAIN)
@@ -425,19 +410,20 @@ def _unless(is_first: Any, x: jax.Array) -> jax.Array:
 def _scores(
     problem: Problem, q_ref: Any, k_ref: Any, slope: Any, starts_ref: Any, i: Any, j: Any, tile: Tile
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Scores `(keys, queries)` of a tile, and the derivative of the cap if there is one.
+    """Scores `(keys, queries)` of a tile, and the derivative of the cap (`bend_ST`) if there is one.
 
-    ALiBi counts positions relative to the block, because a term that all keys of a query share changes nothing.
+    ALiBi counts positions from the first query of the tile, because a term that all keys of a query share changes
+    nothing.
     """
     at = pl.ds(tile.query, problem.block)
     s_ST = _dot(k_ref[0, pl.ds(tile.key, tile.keys)], q_ref[0, at], _ROWS)
-    slope_ST = None
+    bend_ST = None
     if problem.cap is not None:
         bounded_ST = jnp.tanh(s_ST * (1 / problem.cap))
         s_ST = problem.cap * bounded_ST
-        slope_ST = 1 - bounded_ST**2
-    first = (j - i) * problem.chunk + tile.key - tile.query  # the first key, counted from the first query
-    key_S1 = lax.broadcasted_iota(jnp.int32, (tile.keys, 1), 0) + first
+        bend_ST = 1 - bounded_ST**2
+    offset = (j - i) * problem.chunk + tile.key - tile.query  # of the first key from the first query
+    key_S1 = lax.broadcasted_iota(jnp.int32, (tile.keys, 1), 0) + offset
     if problem.has_alibi:
         s_ST += slope * key_S1.astype(jnp.float32)
     later_ST = lax.broadcasted_iota(jnp.int32, s_ST.shape, 0) - lax.broadcasted_iota(jnp.int32, s_ST.shape, 1)
@@ -447,7 +433,7 @@ def _scores(
         s_ST = jnp.where(later_ST > -tile.first - problem.window, s_ST, _LOWEST)
     if problem.has_segments:
         s_ST = jnp.where(key_S1 + i * problem.chunk + tile.query >= starts_ref[0, :, at], s_ST, _LOWEST)
-    return s_ST, slope_ST
+    return s_ST, bend_ST
 
 
 def _dot(a: jax.Array, b: jax.Array, dims: Any) -> jax.Array:

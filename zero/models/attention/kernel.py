@@ -5,7 +5,6 @@ Shapes are named by suffix: B rows, T positions, H heads of queries, G heads of 
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 
 from zero.models.attention.blockwise import blockwise_attention
 from zero.models.attention.scores import Form, alibi_columns, alibi_slopes
-from zero.models.attention.tpu_kernels import CHUNK, TPU_KERNELS, TpuKernel
+from zero.models.attention.tpu_kernels import TPU_KERNELS, TpuKernel
 from zero.models.stack import ATTENTION
 
 _SPLASH_BLOCKS = (512, 256, 128)  # positions per block; the largest that divides a row
@@ -145,22 +144,7 @@ def kernel_attention(
 
 def _fuses(kernel: str | None, form: Form, positions: int, width: int) -> bool:
     """Whether `fused_attention` computes this form; splash attention is slower, and has the rest."""
-    return kernel in TPU_KERNELS and _most_sharing(TPU_KERNELS[kernel], form, positions, width) > 0
-
-
-def _most_sharing(generation: TpuKernel, form: Form, positions: int, width: int) -> int:
-    """How many heads of queries, each of this width, may share one head of keys: VMEM holds their gradients.
-
-    It holds those of a row, or of the chunks of a window and one more.
-
-    >>> [_most_sharing(TPU_KERNELS["tpu_v6e"], Form(), positions, 128) for positions in (4096, 8192, 32768, 65536)]
-    [16, 8, 2, 1]
-    >>> _most_sharing(TPU_KERNELS["tpu_v6e"], Form(window=4096), 65536, 128)
-    12
-    """
-    of_window = (math.ceil((form.window - 1) / CHUNK) + 1) * CHUNK
-    held = min(positions, of_window) if form.window else positions
-    return generation.gradient // (4 * held * max(width, 128))
+    return kernel in TPU_KERNELS and TPU_KERNELS[kernel].most_sharing(form.window, positions, width) > 0
 
 
 def own_attention(
@@ -182,7 +166,7 @@ def own_attention(
 
     _, positions, heads, width = q_BTHK.shape
     shared = heads // k_BTGK.shape[2]
-    fitting = min(shared, _most_sharing(generation, form, positions, width))
+    fitting = min(shared, generation.most_sharing(form.window, positions, width))
     repeats = next(shared // size for size in range(fitting, 0, -1) if shared % size == 0)
     if repeats > 1:
         k_BTGK, v_BTGK = (jnp.repeat(x, repeats, axis=2) for x in (k_BTGK, v_BTGK))
