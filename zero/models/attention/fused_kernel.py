@@ -165,7 +165,7 @@ def fused_attention(
         shared,
         width,
         block,
-        min(generation.keys, block),
+        min(generation.tile_keys, block),
         blocks,
         chunks,
         in_float32,

@@ -11,7 +11,7 @@ class TpuKernel(NamedTuple):
     """The settings of `fused_attention` for generations of TPU (docs/decisions/attention.md)."""
 
     block: int  # queries of a tile of scores, and its keys in the backward pass
-    keys: int  # of a tile in the forward pass
+    tile_keys: int  # keys of a tile in the forward pass
     gradient: int  # most bytes of VMEM for the gradient of queries, in float32
     vmem: int | None = None  # bytes that a kernel may use; None for the compiler's limit
     in_float32: bool = False  # Mosaic compiles no bfloat16 product; the units round float32 to bfloat16 themselves
@@ -22,21 +22,25 @@ class TpuKernel(NamedTuple):
         """Positions of a block, blocks of a chunk, and chunks of a row, for heads of this width and bytes per number.
 
         Chunks are shorter for wide heads, for narrow ones, which are padded to whole lanes, and where products take
-        operands in float32, so that they fit in VMEM. Where a kernel may use more of it, heads of two bytes per number
-        count as wide from 256 on.
+        operands in float32, so that they fit in VMEM. Heads wider than 128 count as wide, or wider than 256 where a
+        kernel may use more VMEM and numbers have two bytes.
 
         >>> v6e = TPU_KERNELS["tpu_v6e"]
         >>> v6e.cut(8192, 128, 2), v6e.cut(8192, 512, 2), v6e.cut(1920, 128, 2)
         ((512, 2, 8), (512, 1, 16), (128, 5, 3))
         """
-        is_halved = width % _LANES > 0 or (self.in_float32 and itemsize == 4)
-        wide = 2 * _LANES if self.vmem is not None and itemsize == 2 else _LANES
-        return cut_positions(positions, self.block, _CHUNK * wide // max(wide, width) // (2 if is_halved else 1))
+        wide = _LANES
+        if self.vmem is not None and itemsize == 2:
+            wide = 2 * _LANES
+        most = _CHUNK * wide // max(wide, width)
+        if width % _LANES > 0 or (self.in_float32 and itemsize == 4):
+            most //= 2
+        return cut_positions(positions, self.block, most)
 
     def most_sharing(self, window: int, positions: int, width: int) -> int:
-        """How many heads of queries, each of this width, may share one head of keys: VMEM holds their gradients.
+        """How many heads of queries, each of this width, may share one head of keys.
 
-        It holds those of a row, or of the chunks that a window (0: none) touches.
+        VMEM holds their gradients of queries: of a row, or of the chunks that a window (0: none) touches.
 
         >>> v6e = TPU_KERNELS["tpu_v6e"]
         >>> [v6e.most_sharing(0, positions, 128) for positions in (4096, 8192, 32768, 65536)]
@@ -44,14 +48,16 @@ class TpuKernel(NamedTuple):
         >>> v6e.most_sharing(4096, 65536, 128)
         12
         """
-        held = max(self._held(window, positions, width, itemsize) for itemsize in (2, 4))
-        return self.gradient // (4 * held * max(width, _LANES))
+        most_held = max(self._held(window, positions, width, itemsize) for itemsize in (2, 4))
+        return self.gradient // (4 * most_held * max(width, _LANES))
 
     def _held(self, window: int, positions: int, width: int, itemsize: int) -> int:
         """Positions whose gradients the backward kernel holds."""
+        if not window:
+            return positions
         block, blocks, _ = self.cut(positions, width, itemsize)
         chunk = block * blocks
-        return min(positions, (chunks_reached(window, chunk) + 1) * chunk) if window else positions
+        return min(positions, (chunks_reached(window, chunk) + 1) * chunk)
 
 
 def chunks_reached(window: int, chunk: int) -> int:
