@@ -7,13 +7,13 @@ import yaml
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from docs.print_reference import config_yaml, keys_page, metrics_page, models_head, yaml_text
+from docs.print_reference import config_yaml, help_of_declarations, keys_page, metrics_page, models_head, yaml_text
 from tests.config.composing import CONF, compose
 from zero.base.errors import UserError
+from zero.base.keys import all_keys
 from zero.commands.modes import MODES, check, describe
-from zero.config.keys import all_keys
 from zero.job.sizes import load_sizes
-from zero.plan.config import PlanConfig
+from zero.planning.config import PlanConfig
 from zero.run.config import GROUPS, TrainConfig
 
 pytestmark = pytest.mark.quick
@@ -71,17 +71,17 @@ def test_every_size_can_be_trained(size: str) -> None:
         ("training.peak_learning_rate=fast", ["training.peak_learning_rate=fast", "a number"]),
         ("data.max_context", ["data.max_context", "EQUAL"]),
         ("mode=tain", ["mode=tain", "one of train, evaluate, sample, plan"]),
-        ("data.index_path_train=null", ["data.index_path_train=null", "the path of an index file, or a list"]),
-        ("data.index_path_train=[]", ["data.index_path_train=[]", "the path of an index file, or a list"]),
+        ("data.index_path_train=null", ["data.index_path_train=null", "the path of an index file, a list of paths"]),
+        ("data.index_path_train=[]", ["data.index_path_train=[]", "the path of an index file, a list of paths"]),
         ("data.index_path_train=[{index: a, weight: 0}]", ["data.index_path_train", "weight"]),
         ("data.index_path_train=[{index: a, weigth: 1}]", ["data.index_path_train", "weight"]),
         ("data.index_path_train=[{index: a, weight: 1}, b]", ["data.index_path_train", "weight"]),
         ("data.index_path_train=[{index: a, weight: [[5, 1]]}]", ["data.index_path_train", "weight"]),
         ("data.index_path_train=[{index: a, weight: [[0, 1], [5, 0]]}]", ["data.index_path_train", "weight"]),
-        ("data.index_path_train=[{index: x/a, weight: 1}, {index: y/a, weight: 1}]", ["files of different names"]),
+        ("data.index_path_train=[{index: x/a, weight: 1}, {index: y/a, weight: 1}]", ["files with different names"]),
         ("data.index_path_validation=[{index: a, weight: 1}]", ["data.index_path_validation", "or a list"]),
-        ("data.index_path_validation={}", ["data.index_path_validation={}", "{name: one of these, ...}"]),
-        ("data.index_path_validation={a/b: c.index}", ["data.index_path_validation", "letters, digits"]),
+        ("data.index_path_validation={}", ["data.index_path_validation={}", "{name: a path or a list, ...}"]),
+        ("data.index_path_validation={a/b: c.index}", ["data.index_path_validation", "names of letters and digits"]),
         ("mode=evaluate; evaluate.index={a: []}", ["evaluate.index={'a': []}", "or a list"]),
         ("data.checkpoint_directory=s3://b/c", ["data.checkpoint_directory=s3://b/c", "orbax cannot save to s3://b/c"]),
         ("data.bucket_path=s3://b/c", ["data.checkpoint_directory=checkpoints", "save to s3://b/c/checkpoints"]),
@@ -103,7 +103,7 @@ def test_every_size_can_be_trained(size: str) -> None:
         ),
         ("mode=evaluate; evaluate.stride=256", ["evaluate.stride=256", "1 to 255"]),
         ("data.max_skipped_rows=-1", ["data.max_skipped_rows=-1", "zero or more"]),
-        ("model.size=999b", ["model.size=999b", "one of test, bytes, bytes_mup, 124m"]),
+        ("model.size=999b", ["model.size=999b: no such size; of about as many parameters are kimi_k2, dense_lm_1t"]),
         ("zero.stage=4", ["zero.stage=4", "one of 0, 1, 2, 3"]),
         ("zero.compute_dtype=float16", ["zero.compute_dtype=float16", "float32, bfloat16"]),
         ("seed=-1", ["seed=-1"]),
@@ -489,6 +489,7 @@ def test_configuration_file() -> None:
     """conf/config.yaml and the pages of keys and metrics are what is printed: python -m docs.print_reference."""
     reference = CONF.resolve().parent / "docs" / "reference"
     assert (CONF / "config.yaml").read_text() == config_yaml()
+    assert (CONF / "help.json").read_text() == help_of_declarations().to_json()
     assert (CONF / "model_config.yaml").read_text().startswith(models_head() + "\ntest:")
     assert (reference / "keys.md").read_text() == keys_page()
     assert (reference / "metrics.md").read_text() == metrics_page()

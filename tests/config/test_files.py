@@ -14,9 +14,9 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from zero.base.errors import UserError
-from zero.config.files import _content, conf_directory
+from zero.config.files import _content, conf_directory, literal
 from zero.job import sizes as sizes_of_models
-from zero.job.sizes import Keys, Sizes, load_sizes
+from zero.job.sizes import SizeKeys, Sizes, load_sizes
 from zero.models.config import GPTConfig
 
 CONF = conf_directory()
@@ -64,7 +64,7 @@ def test_missing_sizes_are_named(tmp_path: Path) -> None:
 
 
 def chosen(size: str, **override: Any) -> GPTConfig:
-    return load_sizes().chosen(Keys(size, override=override))
+    return load_sizes().chosen(SizeKeys(size, override=override))
 
 
 def test_override_of_an_entry() -> None:
@@ -138,9 +138,8 @@ def test_entries_that_a_file_does_not_have(
 @pytest.mark.parametrize("size", ["none", "my.yaml", ":test"])
 def test_sizes_that_conf_does_not_have(size: str) -> None:
     """The message says how an entry of a file is named."""
-    message = (
-        rf"^model\.size={size}: (did you mean test\?|expected one of test, ).*, or FILE:ENTRY, such as my\.yaml:mine$"
-    )
+    said = r"(did you mean test\?|no such size; --help sizes lists all)"
+    message = rf"^model\.size={size}: {said}.*, or FILE:ENTRY, such as my\.yaml:mine$"
     with pytest.raises(UserError, match=message):
         chosen(size)
 
@@ -166,9 +165,9 @@ def test_files_of_published_models(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(sizes_of_models, "read_yaml", recorded)
     sizes = Sizes(CONF / "model_config.yaml", CONF / "models")
-    assert sizes.chosen(Keys("llama3_8b")).N == 32 and sizes.chosen(Keys("gpt_neo_125m")).N == 12
+    assert sizes.chosen(SizeKeys("llama3_8b")).N == 32 and sizes.chosen(SizeKeys("gpt_neo_125m")).N == 12
     assert read == ["model_config.yaml", "llama.yaml", "gpt_neo.yaml"]
-    assert sizes.chosen(Keys("mistral_7b", override={"N": 3})).N == 3
+    assert sizes.chosen(SizeKeys("mistral_7b", override={"N": 3})).N == 3
     assert "llama4" not in sizes and "llama4" not in load_sizes() and len(sizes) == len(list(sizes)) == len(set(sizes))
 
 
@@ -182,10 +181,10 @@ def test_own_entry_in_place_of_a_published_one(tmp_path: Path) -> None:
         .replace("\nbytes:", "\nllama3_8b:")
     )
     sizes = Sizes(path, CONF / "models")
-    assert sizes.chosen(Keys("llama3_mine")) == load_sizes()["test"]
-    assert sizes.chosen(Keys("llama3_8b")) == load_sizes()["bytes"]
-    with pytest.raises(UserError, match=r"model.size=llama9: expected one of llama3_mine, .*qwen3_8b"):
-        sizes.chosen(Keys("llama9"))
+    assert sizes.chosen(SizeKeys("llama3_mine")) == load_sizes()["test"]
+    assert sizes.chosen(SizeKeys("llama3_8b")) == load_sizes()["bytes"]
+    with pytest.raises(UserError, match=r"model.size=llama9: no such size; --help sizes lists all"):
+        sizes.chosen(SizeKeys("llama9"))
 
 
 TEXTS = {
@@ -197,6 +196,7 @@ TEXTS = {
     "a repeated key within": "a: {b: {c: 1, c: 2}}\n",
     "an anchor": "a: &x {b: 1}\nc: *x\nd: {<<: *x, e: 2}\n",
     "an interpolation": "a: ${b}\nb: 3\n",
+    "an interpolation beside a tab": "a: ${oc.env:HOME}\nb:\t3\n",
     "a set": "a: !!set {x}\n",
     "code": "a: !!python/object/apply:os.system [ls]\n",
     "a tab": "a:\t1\n",
@@ -208,9 +208,34 @@ TEXTS = {
 def test_quick_reading_is_omegaconfs(text: str) -> None:
     """libyaml reads what omegaconf reads; what it does not read has the error of omegaconf."""
     try:
-        expected: Any = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=True)
+        expected: Any = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
     except (YAMLError, OmegaConfBaseException) as error:
         with pytest.raises(type(error), match=f"^{re.escape(str(error))}$"):
             _content(text)
     else:
         assert repr(_content(text)) == repr(expected)
+
+
+@pytest.mark.parametrize(
+    "text", [r"${oc.env:HOME}", r"\${a}", r"\\${a}", "a\\b${", "${", "\\", "a ${x} \\", "$\\{", "it's ${a:'}'}"]
+)
+def test_literal_text(text: str) -> None:
+    """omegaconf returns a literal text as it was, whatever stands before an interpolation."""
+    value = {"a": [text], "b": {"c": text}, "d": (1, None)}
+    resolved = OmegaConf.to_container(OmegaConf.create(literal(value)), resolve=True)
+    assert resolved == {"a": [text], "b": {"c": text}, "d": [1, None]}
+
+
+def test_sizes_are_not_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text of a user's file is neither looked up in the environment nor executed, as a value or as an override."""
+    monkeypatch.setenv("SECRET", "5")
+    path = tmp_path / "my.yaml"
+    text = (CONF / "model_config.yaml").read_text().partition("\ntest:")[2].partition("\n\n")[0]
+    for value in ("${oc.env:SECRET}", f"${{new_directory:{tmp_path}/made}}"):
+        path.write_text(f"mine:{text}".replace("N: 2", f"N: '{value}'"))
+        with pytest.raises(UserError, match=re.escape(value)):
+            load_sizes(path)
+        path.write_text(f"mine:{text}")
+        with pytest.raises(UserError, match=re.escape(value)):
+            chosen(f"{path}:mine", N=value)
+    assert not (tmp_path / "made").exists()

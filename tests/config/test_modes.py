@@ -16,9 +16,8 @@ from omegaconf import OmegaConf
 
 from tests.config.composing import CONF, compose
 from zero.base.errors import UserError
+from zero.base.keys import all_keys, at_least, defaults_of, key, members_of, section, with_values
 from zero.commands.modes import MODES, check, default_config, typed
-from zero.config.constraints import at_least
-from zero.config.keys import all_keys, defaults_of, key, members_of, section, with_values
 from zero.config.modes import Configuration
 from zero.job.sizes import load_sizes
 from zero.run import fresh
@@ -125,7 +124,7 @@ def test_weights_of_a_warm_start(value: str, is_average: bool, monkeypatch: pyte
     """`model.warm_start=ema` begins with the moving average of the weights."""
     taken: list[bool] = []
     monkeypatch.setattr(fresh, "described_folder", lambda place: None)
-    monkeypatch.setattr(fresh.warm_start, "warm_start", lambda place, model, ema: taken.append(ema))
+    monkeypatch.setattr(fresh.warm_start, "warm_start", lambda place, model, ema, seed: taken.append(ema))
     job: Any = SimpleNamespace(
         model=SimpleNamespace(tuning=None), programs=SimpleNamespace(start=lambda params: params)
     )

@@ -18,7 +18,7 @@ from zero.exchange import zero_weights
 from zero.exchange.checkpoint_weights import choose_steps, open_checkpoints
 from zero.exchange.export import export
 from zero.job.sizes import load_sizes
-from zero.plan.config import PlanConfig
+from zero.planning.config import PlanConfig
 
 SIZES = load_sizes()
 RECIPES = sorted(path.stem for path in (CONF / "recipe").glob("*.yaml") if path.stem != "common")

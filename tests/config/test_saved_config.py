@@ -1,5 +1,6 @@
 """Configurations of saved runs: merged with the overrides given now."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,10 +8,11 @@ from omegaconf import OmegaConf
 
 from tests.config.composing import compose
 from zero.base.errors import UserError
+from zero.base.keys import all_keys
 from zero.commands.modes import check, merge_resumed
-from zero.config.keys import all_keys
-from zero.config.saved_config import fixed_keys, with_groups
+from zero.config.saved_config import fixed_keys, flat_config, with_groups
 from zero.job.sizes import load_sizes
+from zero.record.run_files import CONFIG_FILE, save_config, saved_config
 from zero.run.config import GROUPS, TrainConfig
 
 RESUMED = ["resume=runs/a"]
@@ -190,3 +192,33 @@ def test_unknown_key_in_saved_file() -> None:
     saved = OmegaConf.create({"traning": {"batch_size": 8}})
     with pytest.raises(UserError, match=r"configuration of the run: .*traning"):
         merge_resumed(saved, compose(*RESUMED), [])
+
+
+def test_saved_texts_are_not_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A configuration that is read, resumed and saved again keeps `${...}` as text: no secret, and no new directory."""
+    monkeypatch.setenv("SECRET", "5")
+    texts = {
+        "index_path_validation": "${oc.env:SECRET}",
+        "cache_directory": f"${{new_directory:{tmp_path}/made}}",
+        "tokenizer": "a ${unclosed",
+    }
+    values: Any = OmegaConf.to_container(compose())
+    values["data"] |= texts
+    save_config(tmp_path, values)
+    written = (tmp_path / CONFIG_FILE).read_bytes()
+    saved = saved_config(tmp_path)
+    for key, text in texts.items():
+        assert saved.data[key] == flat_config(saved)[f"data.{key}"] == text
+    merged = merge_resumed(saved, compose(*RESUMED), RESUMED)
+    checked = check(merged, load_sizes())
+    assert {key: getattr(checked.data, key) for key in texts} == texts
+    save_config(tmp_path, values | {"data": values["data"] | texts})
+    assert (tmp_path / CONFIG_FILE).read_bytes() == written and b"SECRET" in written
+    assert [path.name for path in tmp_path.iterdir()] == [CONFIG_FILE]
+
+
+def test_overrides_of_a_resume_are_evaluated_once(tmp_path: Path) -> None:
+    r"""`\${...}` on the command line is a text, also where a saved configuration is merged."""
+    overrides = [*RESUMED, r"data.cache_directory='\${oc.env:HOME}'"]
+    merged = merge_resumed(compose(), compose(*overrides), overrides)
+    assert merged.data.cache_directory == "${oc.env:HOME}"

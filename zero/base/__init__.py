@@ -1,1 +1,1 @@
-"""What every room may use: errors, versions of packages, columns of text, child processes."""
+"""What every room may use: keys and their checks, errors, versions of packages, columns of text, child processes."""

@@ -1,12 +1,18 @@
-"""Worker processes of this package: they end with the process that started them."""
+"""Processes that this package starts beside the first one."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import shutil
+import sys
 import threading
 from pathlib import Path
+
+
+def environment_without_devices() -> dict[str, str]:
+    """The environment of a Python program that is started beside a run and leaves the accelerators to it."""
+    return os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 def end_with_parent(temporary: Path | None = None) -> None:
@@ -22,6 +28,17 @@ def end_with_parent(temporary: Path | None = None) -> None:
         parent.join()
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def end_with_input() -> None:
+    """In a program that is started beside a run: ends it when its standard input, which the run holds open, ends."""
+
+    def wait() -> None:
+        while os.read(sys.stdin.fileno(), 1024):  # a read of `sys.stdin` would hold its lock when the program ends
+            pass
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()

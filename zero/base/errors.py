@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,10 @@ class UserError(Exception):
     """
 
     status = 2  # as argparse and Hydra end on a wrong command line
+
+
+class UnknownTopology(UserError):
+    """A topology that does not exist, or that this machine cannot compile for; the text begins with `topology=`."""
 
 
 class Unavailable(UserError):
@@ -87,12 +92,22 @@ def exit_on_error() -> Iterator[None]:
         sys.exit((error if isinstance(error, UserError) else file_error("", error)).status)
 
 
+# The option of prepareTPUVM.sh that installs an extra of pyproject.toml.
+_OPTIONS = {"train": "", "plan": " --plan", "parquet": " --parquet"}
+
+
 def install_command(extra: str) -> str:
-    """The command that adds an extra of pyproject.toml; zero is on no package index, so it needs a clone."""
+    """The command that adds an extra of pyproject.toml, with tested versions; zero is on no index: it needs a clone."""
     clone = Path(__file__).parents[2]
-    if (clone / "pyproject.toml").is_file():
-        return f"pip install -e '{clone}[{extra}]'"
-    return f"pip install '.[{extra}]' in a clone of zero"
+    if not (clone / "pyproject.toml").is_file():
+        return f"pip install '.[{extra}]' in a clone of zero"
+    folder = "." if clone == Path.cwd() else str(clone)
+    if (
+        extra in _OPTIONS and Path(sys.prefix) == clone / ".venv"
+    ):  # an environment of somebody's own is not the script's
+        return f"{shlex.quote(f'{folder}/prepareTPUVM.sh')}{_OPTIONS[extra]}"
+    constraints = shlex.quote(f"{folder}/constraints.txt")
+    return f"pip install -c {constraints} -e {shlex.quote(f'{folder}[{extra}]')}"
 
 
 def trainer() -> tuple[str, ...]:

@@ -1,1 +1,1 @@
-"""The configuration: every key declared and checked once, before anything starts."""
+"""The configuration: read, composed and checked before anything starts."""

@@ -11,8 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from zero.base.errors import UserError
-from zero.config.constraints import shown
-from zero.config.keys import Group, Key, Section, all_keys, members_of
+from zero.base.keys import Group, Key, Section, all_keys, members_of, shown
 from zero.config.messages import did_you_mean
 from zero.config.modes import Configuration, Modes
 
@@ -67,6 +66,13 @@ def typed(config: DictConfig, modes: Modes) -> Any:
     if mistakes:
         raise UserError("\n".join(mistakes))
     return read
+
+
+def value_mistakes(config: DictConfig, modes: Modes) -> list[str]:
+    """A line for each key that is unknown or missing, or whose value is invalid."""
+    mistakes: list[str] = []
+    _read(config, modes, (), mistakes)
+    return mistakes
 
 
 def _read(config: DictConfig, modes: Modes, given: Collection[str], mistakes: list[str]) -> tuple[Any, list[str]]:
@@ -151,8 +157,8 @@ def _defaults(config: Configuration, size: Any) -> dict[str, Any]:
     """The defaults of all keys for these choices of groups, and of the groups."""
     groups = [member for member in members_of(type(config)) if isinstance(member, Group)]
     chosen = {group.name: type(getattr(config, group.name))() for group in groups}
-    of_mode = type(config)(**chosen)
-    return flat(vars(of_mode.fitted(size))) | {group.name: next(iter(group.choices)) for group in groups}
+    mode_config = type(config)(**chosen)
+    return flat(vars(mode_config.fitted(size))) | {group.name: next(iter(group.choices)) for group in groups}
 
 
 def _resolved(config: DictConfig) -> tuple[dict[str, Any], dict[str, str]]:
@@ -271,5 +277,5 @@ def mistake_in(value: Any, key: Key) -> str | None:
 
 def values_on_all_hosts(config: Configuration) -> dict[str, Any]:
     """The values of the keys that do not name something of one host."""
-    of_a_host = {key.name for key in all_keys(type(config)) if key.of_host}
-    return {name: value for name, value in flat(vars(config)).items() if name not in of_a_host}
+    host_keys = {key.name for key in all_keys(type(config)) if key.per_host}
+    return {name: value for name, value in flat(vars(config)).items() if name not in host_keys}

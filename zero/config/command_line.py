@@ -8,14 +8,17 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 
-from zero.config.constraints import shown
+from zero.base.keys import shown
+from zero.config.files import literal
 
 
 def override_value(value: Any) -> str:
-    """A value in the syntax of Hydra's overrides.
+    r"""A value in the syntax of Hydra's overrides.
 
     >>> override_value([{"index": "a.index", "weight": 0.7}]), override_value("a, b"), override_value("1_1b")
     ('[{index:a.index,weight:0.7}]', "'a, b'", '1_1b')
+    >>> print(override_value("${oc.env:HOME}"))
+    '\${oc.env:HOME}'
     """
     if isinstance(value, dict):
         return "{" + ",".join(f"{key}:{override_value(inner)}" for key, inner in value.items()) + "}"
@@ -24,9 +27,9 @@ def override_value(value: Any) -> str:
     if not isinstance(value, str):
         return shown(value)
     try:
-        is_plain = OverridesParser.create().parse_override(f"key={value}").value() == value
+        is_plain = OverridesParser.create().parse_override(f"key={value}").value() == literal(value)
     except HydraException:
         is_plain = False
     if is_plain:
         return value
-    return QuotedString(value, Quote.single).with_quotes()
+    return QuotedString(literal(value), Quote.single).with_quotes()

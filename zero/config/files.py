@@ -19,6 +19,8 @@ from yaml.constructor import ConstructorError
 from zero.base.errors import UserError
 from zero.files.parsing import reading
 
+_INTERPOLATION = re.compile(r"(\\*)\$\{")
+
 
 def conf_directory() -> Path:
     """The directory of config.yaml: in an installed wheel `zero/conf`, which in the repository is a link to `conf`."""
@@ -26,7 +28,7 @@ def conf_directory() -> Path:
 
 
 def read_yaml(path: Path, message: str, kind: type[UserError] = UserError) -> dict[str, Any]:
-    """The mapping in a YAML file of string keys, its interpolations resolved.
+    """The mapping in a YAML file of string keys. Its texts are texts: `${...}` is not resolved.
 
     Raises:
       kind: it holds anything else; `message` begins the line.
@@ -51,22 +53,40 @@ def _content(text: str) -> Any:
             content = yaml.load(text, loader)
             if isinstance(content, dict) and is_plain(content):
                 return content
-    return OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=True)
+    return OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
+
+
+def literal(value: Any) -> Any:
+    r"""The value with its texts escaped for omegaconf, which then resolves no interpolation in them.
+
+    Everything that did not come from the command line passes through it: omegaconf's resolvers read the environment and
+    make directories.
+
+    >>> print(literal({"path": "${oc.env:HOME}"}))
+    {'path': '\\${oc.env:HOME}'}
+    >>> OmegaConf.to_container(OmegaConf.create(literal({"path": ["${oc.env:HOME}"]})), resolve=True)
+    {'path': ['${oc.env:HOME}']}
+    """
+    if isinstance(value, dict):
+        return {key: literal(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [literal(element) for element in value]
+    if isinstance(value, str):
+        return _INTERPOLATION.sub(r"\1\1\\${", value)
+    return value
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is what omegaconf would leave as it is: names, numbers and texts without an interpolation.
+    """Whether a value is what omegaconf would leave as it is: string keys, numbers and texts.
 
-    >>> is_plain({"sizes": [1, 2.5, None], "name": "a"}), is_plain({"name": "${sizes}"}), is_plain({1: "a"})
-    (True, False, False)
+    >>> is_plain({"sizes": [1, 2.5, None], "name": "a"}), is_plain({1: "a"})
+    (True, False)
     """
     if isinstance(value, dict):
-        return all(isinstance(key, str) and is_plain(of_key) for key, of_key in value.items())
+        return all(isinstance(key, str) and is_plain(entry) for key, entry in value.items())
     if isinstance(value, list):
         return all(map(is_plain, value))
-    if isinstance(value, str):
-        return "${" not in value
-    return value is None or isinstance(value, (bool, int, float))
+    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def _constructed(loader: Any, node: yaml.MappingNode) -> Iterator[dict[Any, Any]]:

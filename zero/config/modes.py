@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, Self
 
-from zero.config.keys import Group, Key, Mistakes, Section, all_keys, key, members_of
-from zero.config.messages import similar_key
+from zero.base.keys import Group, Key, Mistakes, Section, all_keys, key, members_of
+from zero.config.messages import chosen_instead, unknown_key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,12 +18,12 @@ class Configuration:
     Each rule between keys is a method of the section whose key its message names; these three call them.
     """
 
-    mode: str = key("train", None, "Chosen by mode=evaluate.")
+    mode: str = key("train", None, "What the program does: train, evaluate, sample or plan.")
     resume: str | None = key(
         None,
         None,
         "The run directory to resume; set by the flags --resume and --resume=auto, not by hand.",
-        of_host=True,
+        per_host=True,
     )
 
     def fitted(self, size: Any) -> Self:
@@ -81,14 +81,14 @@ class Modes:
     @cached_property
     def owners(self) -> dict[str, tuple[str, ...]]:
         """Every key with the choices or the mode that have it, such as optimizer=lion; none: every run has it."""
-        of_choices: dict[str, tuple[str, ...]] = {}
+        choices_by_key: dict[str, tuple[str, ...]] = {}
         for group in self.groups.values():
             for name, kind in group.choices.items():
                 for each in all_keys(kind, f"{group.name}."):
-                    of_choices[each.name] = (*of_choices.get(each.name, ()), f"{group.name}={name}")
+                    choices_by_key[each.name] = (*choices_by_key.get(each.name, ()), f"{group.name}={name}")
         for mode, kind in self.own_sections.items():
-            of_choices |= {each.name: (f"mode={mode}",) for each in all_keys(kind, f"{mode}.")}
-        return {each.name: () for each in all_keys(self.first)} | of_choices
+            choices_by_key |= {each.name: (f"mode={mode}",) for each in all_keys(kind, f"{mode}.")}
+        return {each.name: () for each in all_keys(self.first)} | choices_by_key
 
     def choices(self) -> dict[str, list[str]]:
         """The names of the choices of each group, the default first; the modes are one as well."""
@@ -96,17 +96,8 @@ class Modes:
 
     def chosen(self, name: str, value: str = "...") -> str | None:
         """The replacement for the name of a choice used as a key; None for any other name."""
-        group, _, last = name.partition(".")
-        if group in self.groups and last == "name":
-            return f"{name}: use {group}={value}"
-        return None
+        return chosen_instead(name, self.groups, value)
 
     def unknown(self, name: str) -> str:
         """A line for a key that this run does not have: who has it, else the one that was probably meant, else all."""
-        if (instead := self.chosen(name)) is not None:
-            return instead
-        if name in self.own_sections:
-            return f"{name}: only applies to mode={name}"
-        if self.owners.get(name):
-            return f"{name}: only applies to {' and '.join(self.owners[name])}"
-        return similar_key(name, self.owners)
+        return unknown_key(name, self.owners, self.groups)

@@ -11,9 +11,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from zero.base.errors import UserError
-from zero.config.constraints import shown
-from zero.config.files import conf_directory
-from zero.config.keys import Group, Key, all_keys, defaults_of
+from zero.base.keys import Group, Key, all_keys, defaults_of, shown
+from zero.config.check import value_mistakes
+from zero.config.files import conf_directory, literal
 from zero.config.messages import describe
 from zero.config.modes import Modes
 
@@ -56,7 +56,8 @@ def merge_resumed(saved: DictConfig, config: DictConfig, overrides: list[str], m
     A preset among them changes nothing, because it is for a fresh start; a warning names the values that differ.
 
     Raises:
-      UserError: overrides that would change what is fixed for a run, a line for each.
+      UserError: overrides that would change what is fixed for a run, a line for each, beside those for values that
+        are invalid.
     """
     given = [override.lstrip("+~").split("=", 1)[0] for override in overrides]
     try:
@@ -68,16 +69,18 @@ def merge_resumed(saved: DictConfig, config: DictConfig, overrides: list[str], m
             merged[config.mode] = config[config.mode]
         for key in all_keys(modes.first):
             if key.anew:
-                OmegaConf.update(merged, key.name, OmegaConf.select(config, key.name))
+                OmegaConf.update(merged, key.name, literal(OmegaConf.select(config, key.name)))
         for name in given:
             if name in modes.groups and merged[name].name != config[name].name:
                 merged[name] = config[name]
             elif name not in modes.groups and name.partition(".")[0] in config:  # others are Hydra's, or name a preset
-                OmegaConf.update(merged, name, OmegaConf.select(config, name), merge=False, force_add=True)
+                OmegaConf.update(merged, name, literal(OmegaConf.select(config, name)), merge=False, force_add=True)
     except OmegaConfBaseException as error:
         raise UserError(f"configuration of the run: {describe(error, modes.unknown)}") from error
     if changed := list(_changes(earlier, merged, modes)):
-        raise UserError("\n".join(changed))
+        changed_keys = {line.partition("=")[0] for line in changed}
+        invalid = [line for line in value_mistakes(merged, modes) if line.partition("=")[0] not in changed_keys]
+        raise UserError("\n".join([*invalid, *changed]))
     kept = [key for key in preset_keys(overrides, modes.groups) if _differs(key, merged, config, modes)]
     if kept:
         values_kept = ", ".join(f"{key}={shown(OmegaConf.select(merged, key))}" for key in kept)

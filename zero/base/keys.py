@@ -1,8 +1,9 @@
-"""`key` declares a key of the configuration: its default, its check and its meaning, each written once.
+"""`key` declares a key of a run or of a model: its default, its check and its meaning, each written once.
 
 An owner declares its keys in a frozen dataclass beside its code. A section of the configuration is a class that
-inherits the keys of its owners, and is so an instance of each of them. Checks, conf/config.yaml, `--help` and the page
-of all keys come from these declarations.
+inherits the keys of its owners, and so an instance of each of them; a model inherits the keys of its parts
+(`zero.models.part`). Checks, conf/config.yaml, the head of conf/model_config.yaml, `--help` and the page of all keys
+come from these declarations.
 """
 
 from __future__ import annotations
@@ -14,11 +15,22 @@ from functools import cache
 from types import NoneType
 from typing import Any, NamedTuple, TypeVar, cast, get_args, get_type_hints
 
+import numpy as np
+
 T = TypeVar("T")
+
+# Programs compute in float32: values that round to 0, 1 or infinity there would divide by zero.
+SMALLEST = float(np.finfo(np.float32).tiny)
+LARGEST = float(np.finfo(np.float32).max)
+ONE = 1 - 2.0**-25
+
+DTYPES = ("float32", "bfloat16")
+INT32 = 2**31 - 1  # the largest number of a step, a row of a batch or a token on a device
+INT64 = 2**63 - 1
 
 
 class Check(NamedTuple):
-    """A condition on a value that is not null and has the type of its key, and its text in messages."""
+    """A condition on a value that is not null and has the type of its key, and how a message says what it expects."""
 
     holds: Callable[[Any], bool]
     expected: str
@@ -35,7 +47,7 @@ class Key(NamedTuple):
       in_scores: whether scores of a text under given weights depend on it.
       fixed: whether a resume must not change it; or which two values are the same one.
       anew: whether each start says it anew.
-      of_host: whether it names something of one host.
+      per_host: whether it names something of one host.
     """
 
     name: str
@@ -48,7 +60,7 @@ class Key(NamedTuple):
     in_scores: bool = False
     fixed: bool | Callable[[Any, Any], bool] = False
     anew: bool = False
-    of_host: bool = False
+    per_host: bool = False
 
 
 class Section(NamedTuple):
@@ -77,6 +89,7 @@ class Group(NamedTuple):
 
 
 Mistakes = Iterator[tuple[str, str]]  # from rules between keys: the name of a key, and what was expected or why
+REQUIRED = dataclasses.MISSING  # in place of the default of a key without one
 NAME = "The choice."  # the sentence of the key `name` of a choice
 
 
@@ -89,11 +102,13 @@ def key(
     in_scores: bool = False,
     fixed: bool | Callable[[Any, Any], bool] = False,
     anew: bool = False,
-    of_host: bool = False,
+    per_host: bool = False,
+    none: str = "null",
 ) -> Any:
-    """A field of a section: a key with its default, its check (None: the type says all) and its meaning.
+    """A field of a section or of a part of a model: a key with its default, its check and its meaning.
 
-    The type of the field determines whether the key may be null; null is not checked.
+    The type of the field determines whether the key may be null; null is not checked. A check of None: any value of its
+    type. A default of `REQUIRED`: there is none.
 
     Args:
       in_steps: whether it says at which steps something happens; with steps of parts of rows a multiple of them.
@@ -103,10 +118,14 @@ def key(
         Paths may move, as a resume compares what they name (docs/decisions/data-order.md). A function of both values
         says whether they are the same one.
       anew: whether a resume does not take it from its run, as it belongs to one start.
-      of_host: whether it names something of one host, so that hosts may have different values.
+      per_host: whether it names something of one host, so that hosts may have different values.
+      none: the meaning of a default of None, of a key of a model.
     """
+    value: Any = {"default": default}
+    if isinstance(default, list | dict):
+        value = {"default_factory": lambda: copy.deepcopy(default)}  # not shared
     return dataclasses.field(
-        default_factory=lambda: copy.deepcopy(default),  # a list or a dictionary is not shared
+        **value,
         metadata={
             "default": default,
             "check": check,
@@ -115,7 +134,8 @@ def key(
             "in_scores": in_scores,
             "fixed": fixed,
             "anew": anew,
-            "of_host": of_host,
+            "per_host": per_host,
+            "none": none,
         },
     )
 
@@ -208,16 +228,16 @@ def with_values(section: T, values: Mapping[str, Any]) -> T:
     Args:
       values: by name below the section, such as `{"zero.stage": 2, "seed": 1}` of a configuration.
     """
-    of_section: dict[str, Any] = {}
+    own_values: dict[str, Any] = {}
     below: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         first, _, rest = name.partition(".")
         if rest:
             below.setdefault(first, {})[rest] = value
         else:
-            of_section[first] = value
-    parts = {name: with_values(getattr(section, name), of_part) for name, of_part in below.items()}
-    changed: T = dataclasses.replace(cast(Any, section), **of_section, **parts)
+            own_values[first] = value
+    parts = {name: with_values(getattr(section, name), part_values) for name, part_values in below.items()}
+    changed: T = dataclasses.replace(cast(Any, section), **own_values, **parts)
     return changed
 
 
@@ -230,3 +250,78 @@ def defaults_of(kind: type) -> dict[str, Any]:
         else:
             values[member.name] = defaults_of(member.kind if isinstance(member, Section) else member.default)
     return values
+
+
+def at_least(minimum: int, maximum: int = INT32) -> Check:
+    return Check(lambda value: minimum <= value <= maximum, f"at least {minimum}, at most {maximum}")
+
+
+def zero_or_more() -> Check:
+    return Check(lambda value: 0 <= value <= LARGEST, "zero or more, finite in float32")
+
+
+def positive() -> Check:
+    return Check(lambda value: SMALLEST <= value <= LARGEST, "more than 0, as a float32 (1.2e-38 to 3.4e38)")
+
+
+def fraction() -> Check:
+    return Check(lambda value: 0 < value <= 1, "more than 0, at most 1")
+
+
+def fraction_below_one() -> Check:
+    return Check(lambda value: 0 <= value < ONE, "at least 0, less than 1 in float32")
+
+
+def not_empty() -> Check:
+    return Check(lambda value: bool(value.strip()), "a non-empty string")
+
+
+def random_seed() -> Check:
+    return Check(lambda value: 0 <= value < 2**32, "0 to 4294967295")
+
+
+def one_of(*choices: Any) -> Check:
+    return Check(lambda value: value in choices, f"one of {', '.join(map(str, choices))}")
+
+
+def list_of(check: Check) -> Check:
+    """A list with at least one element, each of which satisfies `check`."""
+    return Check(
+        lambda values: bool(values) and all(map(check.holds, values)), f"a list, each element {check.expected}"
+    )
+
+
+def map_of(check: Check) -> Check:
+    """A mapping from names to values that are numbers and satisfy `check`."""
+
+    def holds(values: dict[Any, Any]) -> bool:
+        numbers = [value for value in values.values() if type(value) in (int, float)]
+        return len(numbers) == len(values) and all(map(check.holds, numbers))
+
+    return Check(holds, f"{{NAME: number, ...}}, each {check.expected}")
+
+
+def whole_number(check: Check) -> Check:
+    """An integer that satisfies `check`."""
+    return Check(lambda value: type(value) is int and check.holds(value), f"a whole number, {check.expected}")
+
+
+def shown(value: Any) -> str:
+    """A value as the command line takes it.
+
+    >>> shown(None), shown(True), shown(0.5), shown([1, [2, None]])
+    ('null', 'true', '0.5', '[1, [2, null]]')
+    """
+    if value is None:
+        return "null"
+    if isinstance(value, list) and not any(isinstance(element, str | dict) for element in value):
+        return f"[{', '.join(map(shown, value))}]"  # a text keeps its quotes, and what is in a mapping its form
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def is_stages(value: Any) -> bool:
+    """Whether a value is a list of pairs of whole numbers above 0, steps and a size."""
+    return isinstance(value, list) and all(
+        isinstance(stage, list) and len(stage) == 2 and all(type(x) is int and 1 <= x <= INT32 for x in stage)
+        for stage in value
+    )
