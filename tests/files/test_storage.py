@@ -1,8 +1,10 @@
 """Files in a bucket: a real storage server over HTTP, and everything that can go wrong on the way to it."""
 
 import fcntl
+import io
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,7 +15,8 @@ import pytest
 from tests.helpers import azure, bucket, hosts, kills, s3
 from zero.base.errors import Unavailable, UserError
 from zero.files import storage
-from zero.files.storage import gcs
+from zero.files.storage import fsspec_store, gcs
+from zero.files.storage.fsspec_store import deadline_of
 
 DATA = bytes(range(256)) * 400
 
@@ -53,6 +56,9 @@ def test_a_bucket_is_like_a_directory(place: str):
     assert storage.read_bytes(storage.join(place, "empty")) == b""
     assert storage.read_bytes(storage.join(place, "copy")) == DATA
     assert storage.list_files(place) == [storage.join(place, name) for name in ("a/b c.tar", "copy", "empty")]
+    if storage.is_remote(place):  # shards at the top of a bucket do not list all of it
+        assert sorted(storage.list_stats(place, is_deep=False)) == [storage.join(place, n) for n in ("copy", "empty")]
+        assert storage.list_stats(storage.join(place, "none"), is_deep=False) == {}
     assert storage.list_files(storage.join(place, "a")) == [url] and storage.parent(url) == storage.join(place, "a")
     for _ in range(2):
         storage.remove(url)
@@ -229,6 +235,24 @@ def test_every_fault_is_overcome(server: str, monkeypatch: pytest.MonkeyPatch, f
     assert proxy.injected == {fault: 3}
 
 
+@pytest.mark.parametrize(
+    "fault", [fault for fault in (*bucket.REFUSALS, *bucket.BODY_FAULTS) if fault != "wrong bytes"]
+)
+def test_every_fault_in_the_middle_is_overcome(server: str, monkeypatch: pytest.MonkeyPatch, fault: str):
+    """Of a file that is read in ranges; wrong bytes of a range cannot be told from right ones."""
+    bucket.use(monkeypatch, server)
+    url = f"gs://{bucket.BUCKET}/ranges"
+    storage.write(url, DATA)
+    proxy = bucket.Proxy(server, budget=0, faults=(fault,))
+    with bucket.disturbed(proxy) as address:
+        bucket.use(monkeypatch, address)
+        with io.BufferedReader(storage.RangeReader(url), len(DATA) // 3) as reader:
+            first = reader.read(10)
+            proxy.budget = 2
+            assert first + reader.read() == DATA
+    assert proxy.injected == {fault: 2}
+
+
 def test_broken_read_continues(server: str, monkeypatch: pytest.MonkeyPatch):
     """A broken read continues at its byte."""
     bucket.use(monkeypatch, server)
@@ -282,6 +306,20 @@ def test_silent_bucket_is_reported(server: str, monkeypatch: pytest.MonkeyPatch)
     bucket.use(monkeypatch, f"http://127.0.0.1:{hosts.free_port()}", deadline=0.3)
     with pytest.raises(UserError, match=r"^gs://bucket/a: no answer within 300 s: .*refused"):
         storage.read_bytes(f"gs://{bucket.BUCKET}/a")
+
+
+def test_the_first_timeout_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    """A store that accepts connections and never answers is named after one timeout, and once."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        gcs.client.cache_clear()
+        monkeypatch.setattr(gcs, "TIMEOUT", (1, 0.3))
+        monkeypatch.setattr(fsspec_store, "TOLD_AFTER", 0.2)
+        with deadline_of(1.5), pytest.raises(Unavailable, match="no answer within 2 s"):
+            storage.stat("gs://bucket/file")
+        gcs.client.cache_clear()
+    (line,) = caplog.messages
+    assert line.startswith("waiting for gs://bucket/file: ") and line.endswith("; retrying for up to 2 s")
 
 
 def test_uploads_survive_faults(server: str, monkeypatch: pytest.MonkeyPatch):

@@ -71,7 +71,7 @@ class HoldingLog:
             _log.info("%s: has space again; everything held in memory is written", self._path)
         if failure is not None and not was_failing:
             _log.warning(
-                "%s: %s could not be written (%s); holding it in memory until the disk has space. Training continues, "
+                "%s: %s could not be written (%s); holding it in memory until it can be. Training continues, "
                 "and saved checkpoints are intact",
                 self._path,
                 self._purpose,

@@ -5,33 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
+from collections.abc import Iterator
 from functools import cache
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 from zero.files.parsing import MALFORMED
 
+_BLOCK = 1 << 16  # bytes that are read at once from the end of a file
 _SHOWN = 60  # characters of a damaged line
 _log = logging.getLogger(__name__)
-
-
-class Lines(NamedTuple):
-    """The lines of a file, without their newlines."""
-
-    whole: list[bytes]
-    damaged: list[bytes]
-
-
-def split_lines(data: bytes) -> Lines:
-    """The lines of a file that are JSON objects with a step, and those that are not.
-
-    >>> split_lines(b'{"step": 1}\\n{"step": 2, "tra{"step": 3}\\n{"step": 4}')
-    Lines(whole=[b'{"step": 1}', b'{"step": 4}'], damaged=[b'{"step": 2, "tra{"step": 3}'])
-    """
-    lines = Lines([], [])
-    for text in data.split(b"\n"):
-        if text:
-            (lines.damaged if parse_line(text) is None else lines.whole).append(text)
-    return lines
 
 
 def read_lines(data: bytes, name: str) -> list[dict[str, Any]]:
@@ -48,6 +32,20 @@ def read_lines(data: bytes, name: str) -> list[dict[str, Any]]:
         elif text and number < len(texts):
             _report(name, number, text)
     return lines
+
+
+def lines_from_the_end(path: Path) -> Iterator[bytes]:
+    """The lines of a file without their newlines, the last one first; reads blocks as they are asked for."""
+    with open(path, "rb") as file:
+        start = file.seek(0, os.SEEK_END)
+        rest = b""  # the end of a line that begins in an earlier block
+        while start:
+            end = start
+            start = max(0, end - _BLOCK)
+            file.seek(start)
+            rest, *lines = (file.read(end - start) + rest).split(b"\n")
+            yield from reversed(lines)
+        yield rest
 
 
 def parse_line(text: bytes) -> dict[str, Any] | None:
@@ -71,6 +69,14 @@ def parse_line(text: bytes) -> dict[str, Any] | None:
 
 
 @cache  # a report of the run reads the file again and again
+def report_line(path: Path, text: bytes) -> None:
+    """As `_report`, of a line whose number the file tells."""
+    with path.open("rb") as file:
+        number = next((number for number, line in enumerate(file, start=1) if line.rstrip(b"\n") == text), 0)
+    _report(str(path), number, text)
+
+
+@cache
 def _report(name: str, number: int, text: bytes) -> None:
     shown = text[:_SHOWN].decode(errors="backslashreplace")
     _log.warning(

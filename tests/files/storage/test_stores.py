@@ -108,10 +108,10 @@ def test_wrong_bytes_and_silence_are_told(
                 storage.read_bytes(URL)
             assert isinstance(caught.value, AccessDenied if fault == "403" else Unavailable)
     s3.use(monkeypatch, f"http://127.0.0.1:{hosts.free_port()}", deadline=2)
-    monkeypatch.setattr(fsspec_store, "TOLD_AFTER", 1)
+    monkeypatch.setattr(fsspec_store, "TOLD_AFTER", 0)
     with pytest.raises(Unavailable, match=r"no answer within 2 s: Could not connect"):
         storage.read_bytes(URL)
-    assert f"{URL}: " in caplog.text and "retrying for up to 2 s" in caplog.text
+    assert f"waiting for {URL}: " in caplog.text and "retrying for up to 2 s" in caplog.text
 
 
 def test_uploaded_in_parts(s3_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -3,6 +3,7 @@
 from zero.files.storage.failures import AccessDenied, NoSuchBucket, is_outage
 from zero.files.storage.files import (
     RangeReader,
+    blocks_of,
     exists,
     list_files,
     list_stats,
@@ -12,9 +13,11 @@ from zero.files.storage.files import (
     read_object,
     remove,
     remove_unfinished,
+    replacing,
     stat,
     unfinished_directory,
     write,
+    write_blocks,
 )
 from zero.files.storage.fsspec_store import DEADLINE, deadline_of
 from zero.files.storage.urls import bucket, is_remote, is_root, join, parent, relative, scheme
@@ -24,6 +27,7 @@ __all__ = [
     "AccessDenied",
     "NoSuchBucket",
     "RangeReader",
+    "blocks_of",
     "bucket",
     "deadline_of",
     "exists",
@@ -41,8 +45,10 @@ __all__ = [
     "relative",
     "remove",
     "remove_unfinished",
+    "replacing",
     "scheme",
     "stat",
     "unfinished_directory",
     "write",
+    "write_blocks",
 ]

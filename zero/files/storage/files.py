@@ -13,7 +13,7 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,7 +24,8 @@ from zero.files.storage.objects import ObjectStat
 from zero.files.storage.stores import STORES, Store
 from zero.files.storage.urls import is_remote, is_root, parent, scheme
 
-CHECKSUM_ATTEMPTS = 5  # at reading an object whose bytes do not match its checksum
+BLOCK = 1 << 20  # bytes of a file that are in memory at once
+CHECKSUM_ATTEMPTS = 5  # at reading an object whose bytes do not match its checksum, or its length
 _log = logging.getLogger(__name__)
 
 
@@ -39,10 +40,10 @@ def stat(url: str | Path) -> ObjectStat:
     return _store(url).stat(url)
 
 
-def list_stats(directory: str | Path) -> dict[str, ObjectStat]:
-    """All objects below a directory in a bucket, by URL."""
+def list_stats(directory: str | Path, is_deep: bool = True) -> dict[str, ObjectStat]:
+    """All objects below a directory in a bucket, by URL; or only those in the directory itself."""
     try:
-        return _store(directory).list_stats(directory)
+        return _store(directory).list_stats(directory, is_deep)
     except FileNotFoundError:
         raise NoSuchBucket(f"{directory}: no such bucket") from None
 
@@ -102,9 +103,14 @@ class RangeReader(io.RawIOBase):
         stop = min(self._position + len(buffer), self._known.size)
         if stop <= self._position:
             return 0
-        data = _store(self._url).read_range(self._url, self._known, self._position, stop)
-        if len(data) != stop - self._position:
-            raise Unavailable(f"{self._url}: {len(data)} of {stop - self._position} bytes arrived")
+        for attempt in range(CHECKSUM_ATTEMPTS):
+            data = _store(self._url).read_range(self._url, self._known, self._position, stop)
+            if len(data) == stop - self._position:
+                break
+            message = f"{self._url}: {len(data)} of {stop - self._position} bytes arrived"
+            _log.warning("%s; attempt %d of %d", message, attempt + 1, CHECKSUM_ATTEMPTS)
+        else:
+            raise Unavailable(f"{message}, {CHECKSUM_ATTEMPTS} times in a row")
         buffer[: len(data)] = data
         self._position = stop
         return len(data)
@@ -170,21 +176,52 @@ def write(url: str | Path, data: bytes) -> None:
             raise UserError(f"{url}: this is a bucket; expected the name of a file in it")
         _store(url).write(url, data)
         return
-    path = Path(url)
+    with _named_replacing(Path(url)) as file:
+        file.write(data)
+
+
+def write_blocks(url: str | Path, blocks: Iterable[bytes]) -> None:
+    """As `write`, with the contents in blocks. On a disk one block at a time is in memory; in a bucket all are."""
+    if is_remote(url):
+        write(url, b"".join(blocks))
+        return
+    with _named_replacing(Path(url)) as file:
+        file.writelines(blocks)
+
+
+def blocks_of(file: BinaryIO) -> Iterator[bytes]:
+    """The rest of an open file in blocks of `BLOCK` bytes."""
+    while block := file.read(BLOCK):
+        yield block
+
+
+@contextmanager
+def _named_replacing(path: Path) -> Iterator[BinaryIO]:
+    """As `replacing`, in a directory that is made; an OSError names the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with _unfinished_file(path) as file:
-            temporary = Path(file.name)
-            try:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-                temporary.replace(path)
-            except BaseException:
-                temporary.unlink(missing_ok=True)
-                raise
+        with replacing(path) as file:
+            yield file
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A new hidden file beside a local `path`, to fill within the block; it replaces `path` when the block succeeds.
+
+    No other process writes to it: its name is its own. What a killed process has left, `remove_unfinished` removes.
+    """
+    with _unfinished_file(path) as file:
+        temporary = Path(file.name)
+        try:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 @contextmanager

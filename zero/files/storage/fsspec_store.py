@@ -15,7 +15,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -27,7 +27,7 @@ from zero.files.storage.objects import ObjectStat
 TIMEOUT = 10, 30  # seconds to connect, and without a byte while reading
 DEADLINE = 300  # seconds for one request and its repetitions
 _SHORTER: ContextVar[float | None] = ContextVar("shorter deadline", default=None)
-TOLD_AFTER = 4  # attempts before the wait is logged
+TOLD_AFTER = 3.0  # seconds of failing attempts before the wait is logged: one timeout, or several refusals
 PAUSES = 0.5, 30.0  # seconds between repetitions: the first, doubled from then on, and the longest
 SLOWEST = 1e5  # bytes per second of an upload that is not taken for stalled
 RANGE = 8 << 20  # bytes of one request
@@ -72,13 +72,19 @@ class FsspecStore(ABC):
 
         return self._repeated(url, request)
 
-    def list_stats(self, directory: str | Path) -> dict[str, ObjectStat]:
-        """All objects below a directory, by URL; without checksums, because a list does not tell of encryption."""
+    def list_stats(self, directory: str | Path, is_deep: bool) -> dict[str, ObjectStat]:
+        """All objects below a directory, or only those in it, by URL.
+
+        Without checksums, because a list does not tell of encryption.
+        """
         root = str(directory).rstrip("/")
         files, path = self._open(root)
 
         def request() -> dict[str, dict[str, Any]]:
             files.invalidate_cache()
+            if not is_deep:
+                with suppress(FileNotFoundError):  # a bucket without such a directory, or no such bucket: `find` tells
+                    return {entry["name"]: entry for entry in files.ls(path, detail=True)}
             return files.find(path, detail=True)
 
         return {
@@ -138,11 +144,10 @@ class FsspecStore(ABC):
     def _repeated(self, url: str | Path, request: Callable[[], _Result]) -> _Result:
         """The result of a request; raises the errors that `zero.files.storage` documents."""
         seconds = deadline()
+        waiting = Waiting(url)
         ends = time.monotonic() + seconds
         pause, longest = PAUSES
-        attempts = 0
         while True:
-            attempts += 1
             try:
                 return request()
             except FileNotFoundError:
@@ -161,10 +166,24 @@ class FsspecStore(ABC):
                     raise Unavailable(f"{url}: request failed: {first_line(error)}") from error
                 if time.monotonic() + pause > ends:
                     raise Unavailable(f"{url}: no answer within {seconds:.0f} s: {first_line(error)}") from error
-                if attempts == TOLD_AFTER:
-                    _log.warning("%s: %s; retrying for up to %.0f s", url, first_line(error), seconds)
+                waiting.tell(error)
             time.sleep(pause * random.uniform(0.5, 1))
             pause = min(2 * pause, longest)
+
+
+class Waiting:
+    """A request that is repeated; its wait is logged once, from `TOLD_AFTER` seconds on."""
+
+    def __init__(self, url: str | Path) -> None:
+        self._url = url
+        self._begun = time.monotonic()
+        self._is_told = False
+
+    def tell(self, error: Exception) -> None:
+        """Takes the error of an attempt that will be repeated."""
+        if not self._is_told and time.monotonic() - self._begun >= TOLD_AFTER:
+            self._is_told = True
+            _log.warning("waiting for %s: %s; retrying for up to %.0f s", self._url, first_line(error), deadline())
 
 
 def deadline() -> float:

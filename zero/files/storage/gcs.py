@@ -8,8 +8,6 @@ exponential back-off and jitter, until `DEADLINE`; a read continues at the byte 
 from __future__ import annotations
 
 import functools
-import itertools
-import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from zero.base.errors import Unavailable, first_line
 from zero.files.storage.failures import AccessDenied, replaced
-from zero.files.storage.fsspec_store import TIMEOUT, TOLD_AFTER, deadline
+from zero.files.storage.fsspec_store import TIMEOUT, Waiting, deadline
 from zero.files.storage.objects import Checksum, ObjectStat
 from zero.files.storage.urls import SCHEME, split
 
@@ -26,22 +24,22 @@ if TYPE_CHECKING:
     from google.cloud import storage
 
 PAYER = "GS_USER_PROJECT"  # the environment variable in which GDAL takes it too
-_log = logging.getLogger(__name__)
 
 
 def stat(url: str | Path) -> ObjectStat:
     blob = _blob(url)
     with _translated_errors(url):
-        blob.reload(timeout=TIMEOUT, retry=_retry())
+        blob.reload(timeout=TIMEOUT, retry=_retry(url))
     return _stat(blob)
 
 
-def list_stats(directory: str | Path) -> dict[str, ObjectStat]:
-    """All objects below a directory, by URL."""
+def list_stats(directory: str | Path, is_deep: bool) -> dict[str, ObjectStat]:
+    """All objects below a directory, or only those in it, by URL."""
     bucket, name = split(directory)
-    prefix = name.rstrip("/") + "/" if name.rstrip("/") else ""
+    options = {"prefix": name.rstrip("/") + "/" if name.rstrip("/") else "", "delimiter": None if is_deep else "/"}
     with _translated_errors(directory):
-        blobs = list(client(os.getpid()).list_blobs(_bucket(bucket), prefix=prefix, timeout=TIMEOUT, retry=_retry()))
+        listed = client(os.getpid()).list_blobs(_bucket(bucket), timeout=TIMEOUT, retry=_retry(directory), **options)
+        blobs = list(listed)
     return {f"{SCHEME}://{bucket}/{blob.name}": _stat(blob) for blob in blobs}
 
 
@@ -54,7 +52,7 @@ def copy(url: str | Path, target: str | Path) -> None:
     token = None
     with _translated_errors(url):
         while True:  # a large object takes several requests
-            token, _, _ = copied.rewrite(_blob(url), token=token, timeout=TIMEOUT, retry=_retry())
+            token, _, _ = copied.rewrite(_blob(url), token=token, timeout=TIMEOUT, retry=_retry(url))
             if token is None:
                 break
 
@@ -63,24 +61,24 @@ def read(url: str | Path, known: ObjectStat) -> bytes:
     blob = _blob(url, int(known.version))
     with _translated_errors(url):
         # Google's library compares no checksum after a connection has broken.
-        return blob.download_as_bytes(raw_download=True, checksum=None, timeout=TIMEOUT, retry=_retry())
+        return blob.download_as_bytes(raw_download=True, checksum=None, timeout=TIMEOUT, retry=_retry(url))
 
 
 def read_range(url: str | Path, known: ObjectStat, start: int, stop: int) -> bytes:
     blob = _blob(url, int(known.version))
     with _translated_errors(url):
-        options = {"raw_download": True, "checksum": None, "timeout": TIMEOUT, "retry": _retry()}
+        options = {"raw_download": True, "checksum": None, "timeout": TIMEOUT, "retry": _retry(url)}
         return blob.download_as_bytes(start=start, end=stop - 1, **options)
 
 
 def write(url: str | Path, data: bytes) -> None:
     with _translated_errors(url):
-        _blob(url).upload_from_string(data, checksum="crc32c", timeout=TIMEOUT, retry=_retry())
+        _blob(url).upload_from_string(data, checksum="crc32c", timeout=TIMEOUT, retry=_retry(url))
 
 
 def remove(url: str | Path) -> None:
     with _translated_errors(url):
-        _blob(url).delete(timeout=TIMEOUT, retry=_retry())
+        _blob(url).delete(timeout=TIMEOUT, retry=_retry(url))
 
 
 @functools.lru_cache(maxsize=1)
@@ -109,15 +107,16 @@ def _bucket(name: str) -> storage.Bucket:
     return client(os.getpid()).bucket(name, user_project=os.environ.get(PAYER))
 
 
-def _retry() -> Any:
+def _retry(url: str | Path) -> Any:
     from google.cloud.storage.retry import DEFAULT_RETRY
 
-    attempts = itertools.count(1)
+    waiting = Waiting(url)
 
     def is_temporary(error: Exception) -> bool:
-        if next(attempts) == TOLD_AFTER:
-            _log.warning("%s; retrying for up to %.0f s", first_line(error), deadline())
-        return bool(DEFAULT_RETRY._predicate(error))
+        is_repeated = bool(DEFAULT_RETRY._predicate(error))
+        if is_repeated:
+            waiting.tell(error)
+        return is_repeated
 
     patient = DEFAULT_RETRY.with_predicate(is_temporary).with_delay(initial=0.5, maximum=30, multiplier=2)
     return patient.with_timeout(deadline())
