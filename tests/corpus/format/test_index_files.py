@@ -135,3 +135,26 @@ def test_paths_are_those_of_a_join(folder: str) -> None:
     for length in (1, 2, 3, 4):
         for name in filter(None, map("/".join, itertools.product(parts, repeat=length))):
             assert path_of(name) == storage.join(folder, name), name
+
+
+def test_each_folder_is_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The work grows with the shards, not with folders times shards: each path is compared with its own folder."""
+    lines = [f"gs://bucket/{folder}/{shard}.tar # 1 rows" for folder in range(30) for shard in range(4)]
+    (tmp_path / "it.index").write_text("\n".join(lines))
+    listed: list[str] = []
+    parents: list[str] = []
+    parent = storage.parent
+
+    def list_stats(directory: str, is_deep: bool) -> set[str]:
+        listed.append(directory)
+        return {f"{directory}/{shard}.tar" for shard in range(4)}
+
+    def counted(path: str) -> str:
+        parents.append(path)
+        return parent(path)
+
+    monkeypatch.setattr(storage, "list_stats", list_stats)
+    monkeypatch.setattr(storage, "parent", counted)
+    assert len(read_index(tmp_path / "it.index")) == 120
+    assert listed == [f"gs://bucket/{folder}" for folder in range(30)]
+    assert len(parents) <= 121

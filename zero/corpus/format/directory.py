@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from zero.base.errors import UserError, file_error, reason
 from zero.files import storage
+from zero.files.sole_writer import sole_writer
 
 
 def read(path: str) -> bytes:
@@ -34,20 +34,19 @@ def file_names(directory: str) -> set[str]:
 
 
 @contextmanager
-def locked(directory: str) -> Iterator[None]:
-    """Waits while another process of this machine prepares the same corpus: several hosts may start at once."""
+def locked(directory: str, announce: Callable[[str], None] = lambda line: None) -> Iterator[None]:
+    """Waits while another process prepares the same corpus, and announces which: several hosts may start at once."""
     if storage.is_remote(directory):
         yield  # there the same call writes the same bytes, in whole objects
         return
+    entered = ExitStack()
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(directory, os.O_RDONLY)
+        if os.access(directory, os.W_OK):  # else nothing can be written, only compared
+            entered.enter_context(sole_writer(Path(directory) / ".lock", directory, announce))
     except OSError as error:
         raise file_error(
             f"{directory} cannot be made: {reason(error)}; --directory names another place", error
         ) from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with entered:
         yield
-    finally:
-        os.close(descriptor)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from zero.base.errors import UserError, file_error
 from zero.corpus.format import shards
+from zero.corpus.format.one_host import OnOneHost, alone, looked_up
 from zero.corpus.format.own_formats import MANIFEST, SHARD, compression_of, kind_of_file, kind_of_folder
 from zero.corpus.format.shards import BadData
 from zero.files import storage
@@ -25,8 +26,8 @@ Weight = float | Sequence[Sequence[float]]  # of a corpus: a number, or [[step, 
 _BRACES = re.compile(r"\{[^{}]*(,|\.\.)[^{}]*\}")  # of a shell; others are characters of a name
 _log = logging.getLogger(__name__)
 
-PATHS = "the path of an index file, or a list of them"
-SETS = "{name: one of these, ...} with letters, digits, and . - _ between them in names"
+PATHS = "the path of an index file, a list of paths"
+SETS = "{name: a path or a list, ...} with names of letters and digits, and . - _ between them"
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def listed_shards(index: str | Path) -> list[Listed]:
     except FileNotFoundError:
         raise UserError(f"index file {index}: no such file; zero-prepare writes one") from None
     except OSError as error:
-        raise file_error(f"index file {index} cannot be read: {error}{_of_folder(index)}", error) from error
+        raise file_error(f"index file {index} cannot be read: {error}{_folder_note(index)}", error) from error
     kind = kind_of_file(str(index), content)
     if kind is not None:
         raise UserError(f"index file {index} is {kind}; expected NAME_train.index, which zero-prepare writes beside it")
@@ -105,15 +106,18 @@ def listed_shards(index: str | Path) -> list[Listed]:
     return listed
 
 
-def read_index(index: str | Path, skip_bad: bool = False) -> list[Shard]:
+def read_index(index: str | Path, skip_bad: bool = False, on_one_host: OnOneHost = alone) -> list[Shard]:
     """The shards of an .index file (`listed_shards`), those counted whose rows it does not record.
+
+    Whether shards of buckets exist is looked up on one host.
 
     Raises UserError for a missing or empty index and for shards whose rows cannot be counted, and BadData for shards
     that are missing, unless `skip_bad`.
     """
     listed = listed_shards(index)
     try:
-        missing = _missing([path for path, _ in listed])
+        paths = [path for path, _ in listed]
+        missing = looked_up(on_one_host, f"shards of {index}", paths, lambda: _missing(paths))
     except UserError as error:
         raise type(error)(f"index file {index}: shard {error}") from error
     if missing and not skip_bad:
@@ -123,7 +127,7 @@ def read_index(index: str | Path, skip_bad: bool = False) -> list[Shard]:
     return [Shard(path, shards.count_rows(path) if rows is None else rows) for path, rows in listed]
 
 
-def _of_folder(index: str | Path) -> str:
+def _folder_note(index: str | Path) -> str:
     """What a folder is that was given in place of an index file."""
     folder = Path(index)
     if not folder.is_dir():
@@ -210,15 +214,20 @@ def _can_hold(path: str, rows: int) -> bool:
 
 def _missing(paths: list[str]) -> list[str]:
     """The paths that do not exist; not checked in a bucket that may be read but not listed."""
-    missing = [path for path in paths if not storage.is_remote(path) and not os.path.isfile(path)]
-    remote = [path for path in paths if storage.is_remote(path)]
-    for directory in dict.fromkeys(map(storage.parent, remote)):
+    missing = []
+    paths_by_directory: dict[str, list[str]] = {}  # in buckets
+    for path in paths:
+        if storage.is_remote(path):
+            paths_by_directory.setdefault(storage.parent(path), []).append(path)
+        elif not os.path.isfile(path):
+            missing.append(path)
+    for directory, remote in paths_by_directory.items():
         try:
-            existing = set(storage.list_files(directory))
+            existing = storage.list_stats(directory, is_deep=False)
         except storage.AccessDenied as error:
             _log.warning("missing shards will be noticed only when they are read: %s", error)
             continue
-        missing += [path for path in remote if storage.parent(path) == directory and path not in existing]
+        missing += [path for path in remote if path not in existing]
     return missing
 
 
@@ -233,9 +242,17 @@ def paths_of(index: str | Path | Iterable[str | Path]) -> list[str]:
 
 
 def row_tokens(index: str | Path | Sequence[str | Path]) -> int:
-    """The number of tokens per row in the shards, according to the first row."""
-    first = read_index(paths_of(index)[0])[0]
-    return shards.row_tokens(first.path)
+    """The number of tokens per row in the shards, according to the first row.
+
+    Raises:
+      BadData: the first shard is missing or damaged; the message names the index file.
+    """
+    path = paths_of(index)[0]
+    first = listed_shards(path)[0]
+    try:
+        return shards.row_tokens(first.path)
+    except BadData as error:
+        raise BadData(f"index file {path}: {error}") from error
 
 
 def row_lengths(indices: Iterable[str], *, skip_bad: bool) -> set[int]:

@@ -237,20 +237,20 @@ def rows_of(sample: dict[str, Any], name: str, example: Example) -> np.ndarray:
     Raises UserError, not BadData, for a corpus of another kind of examples: it is not damaged.
     """
     rows = _array(sample, ROWS, name)
-    has_texts = rows.ndim == 3 and rows.shape[1] > 1
+    has_texts = rows.ndim == 3
     members = {key for key in sample if not key.startswith("__")} - {ROWS, LENGTHS, COMPLETIONS}
     is_example = rows.shape[1:2] == (example.texts,) and members == {f"{name}.npy" for name in example.members}
-    if example.texts > 1 and not (has_texts and is_example):
+    if example.is_whole and not (has_texts and is_example):
         arrays = "".join(f" and {member}.npy of (rows,)" for member in example.members)
         raise UserError(
             f"{name}: input_id.npy has the shape {rows.shape}; the objective expects "
             f"(rows, {example.texts}, tokens){arrays}, which zero-prepare {example.option} writes"
         )
-    if has_texts and example.texts == 1:
-        raise UserError(f"{name} holds {rows.shape[1]} texts per row, but the objective reads rows of one text")
-    if rows.ndim not in (1, 2) and example.texts == 1:
+    if has_texts and not example.is_whole and (rows.shape[1] > 1 or members):
+        raise UserError(f"{name} holds {rows.shape[1]} texts per row, but the objective reads rows of running text")
+    if rows.ndim not in (1, 2) and not example.is_whole:
         raise BadData(f"{name}: input_id.npy must have 1 or 2 dimensions, not {rows.ndim}")
-    return rows.reshape(-1, rows.shape[2]) if example.texts > 1 else np.atleast_2d(rows)
+    return rows.reshape(-1, rows.shape[2]) if example.is_whole else np.atleast_2d(rows)
 
 
 def lengths_of(sample: dict[str, Any], name: str, rows: np.ndarray) -> np.ndarray:
@@ -337,12 +337,21 @@ def decode(
         extra[member] = _array(sample, f"{member}.npy", name)
         if extra[member].shape != (len(rows) // form.example.texts,):
             raise BadData(f"{name}: {member}.npy must hold one number for each row, not {extra[member].shape}")
-    if form.example.texts > 1:  # a row of several texts is full, the shorter ones end in -1
+        _check_below(extra[member], form.example.below, f"{name}: {member}.npy")
+    if form.example.is_whole:  # a row of whole texts is full, the shorter ones end in -1
         width = form.example.texts * context
         discarded = total - int(lengths.sum())
         rows = np.where(np.arange(context) < lengths[:, None], rows, -1).reshape(-1, width)
         return Decoded(rows, np.full(len(rows), width), rows.size + discarded, extra)
     return Decoded(rows, lengths, total, extra)
+
+
+def _check_below(values: np.ndarray, below: int | None, name: str) -> None:
+    """Raises UserError, not BadData, for a value that the objective does not have: the shard is not damaged."""
+    if below is None or not values.size or (values.min() >= 0 and values.max() < below):
+        return
+    outside = int(values.max()) if values.max() >= below else int(values.min())
+    raise UserError(f"{name} holds {outside}; the objective expects 0 to {below - 1}")
 
 
 def _completions(sample: dict[str, Any], name: str, shape: tuple[int, ...]) -> np.ndarray:
