@@ -189,7 +189,12 @@ def hostile(tmp_path: Path) -> Path:
     texts = ["</script><b>&amp;", "\x00\x07\ud800 \u202e right to left", "w" * 3000, "<&>'\"" * 4000, "é" * 9000]
     texts += [f"{number} " + "<" * 8000 for number in range(300)]
     (root / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts * 2))
-    options: dict[str, Any] = {"row_tokens": 8192, "deduplicate": True, "filters": (("words", "1,1"),)}
+    options: dict[str, Any] = {
+        "row_tokens": 8192,
+        "deduplicate": True,
+        "filters": (("words", "1,1"),),
+        "skip_broken": 2,
+    }
     corpus = make(tmp_path / "hostile", tmp_path, "hostile", workers=1, **options)
     return Path(corpus.directory) / "report.html"
 

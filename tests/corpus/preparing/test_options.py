@@ -27,9 +27,12 @@ OTHERS: dict[str, dict[str, Any]] = {
     "lines": {"lines": True},
     "completions": {"completions": True},
     "examples": {"examples": "preferences"},
+    "label_key": {"examples": "classification", "label_key": "class"},
+    "label_names": {"examples": "classification", "label_key": "class", "label_names": ("no", "yes")},
     "loss_on": {"loss_on": ("user",), "completions": True},
     "template_variables": {"template_variables": '{"system": "brief"}'},
     "splits": {"splits": "all"},
+    "document_bytes": {"document_bytes": 10_000},
     "minimum_tokens": {"minimum_tokens": 3},
     "normalize": {"normalize": "nfc"},
     "deduplicate": {"deduplicate": True},
@@ -43,15 +46,16 @@ PART_BYTES = 5000
 
 
 def test_every_option_is_tried() -> None:
-    """A new option has to answer: a corpus is known by it, or it changes no byte."""
-    assert {field.name for field in fields(CorpusOptions)} == OTHERS.keys() | {"skip_broken"}
+    """A new option has to answer: a corpus is known by it, or it changes no byte. `test_arrays.py` tries token_bits."""
+    assert {field.name for field in fields(CorpusOptions)} == OTHERS.keys() | {"skip_broken", "token_bits"}
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     keys = ("text", "other", "prompt", "completion", "chosen", "rejected")  # of every kind of example
     path = tmp_path / "lines.jsonl"
-    path.write_text("".join(json.dumps({key: f"{key} {number}" for key in keys}) + "\n" for number in range(120)))
+    texts = [{key: f"{key} {number}" for key in keys} | {"class": number % 2} for number in range(120)]
+    path.write_text("".join(json.dumps(text) + "\n" for text in texts))
     return path
 
 

@@ -143,7 +143,7 @@ def test_parts_of_another_call(lines: Path, tmp_path: Path, bpe: Path):
     assert longer.train.documents + longer.validation.documents == 300
     assert {path: path.stat().st_mtime_ns for path in times} == times
     whole = make(lines, tmp_path, workers=1, overwrite=True)  # of one part: none of the others is left
-    assert {path.name for path in Path(whole.directory).glob("*.json")} == {"manifest.json"}
+    assert {path.name for path in Path(whole.directory).glob("*.json")} == {"manifest.json", "written.json"}
     assert not list(place.glob("part-*"))
 
 

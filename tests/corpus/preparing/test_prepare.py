@@ -203,7 +203,7 @@ def test_existing_corpus_is_kept(folder: Path, tmp_path: Path):
         make(folder, tmp_path)
     assert documents_of(make(folder, tmp_path, row_tokens=32, overwrite=True).train_index, 32)
     others = {path.name for path in Path(corpus.directory).iterdir() if path.suffix != ".tar"}
-    assert others == {"manifest.json", "statistics.json.gz", "report.html"}
+    assert others == {"manifest.json", "written.json", "statistics.json.gz", "report.html"}
     shard.unlink()
     assert documents_of(make(folder, tmp_path, row_tokens=32).train_index, 32)
 

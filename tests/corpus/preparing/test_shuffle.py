@@ -17,7 +17,7 @@ def sites(tmp_path: Path) -> Path:
     root = tmp_path / "sites"
     root.mkdir()
     for site in range(4):
-        texts = [f"site {site}, page {number % 50}: \ud800" for number in range(60)]
+        texts = [f"site {site}, page {number % 50}: é\t" for number in range(60)]
         (root / f"{site}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (root / "latin.txt").write_bytes(b"\xe9")
     return root

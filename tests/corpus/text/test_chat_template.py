@@ -13,9 +13,11 @@ import pytest
 import trl
 
 from tests.helpers.brought import save_tokenizer
-from zero.base.errors import UserError
+from zero.base.errors import Unavailable, UserError
+from zero.corpus.preparing.documents import read_entry
 from zero.corpus.preparing.sources.completions import CompletionReader
 from zero.corpus.preparing.sources.conversations import dropped_calls, learned_spans
+from zero.corpus.text import chat_template
 from zero.corpus.text.chat_template import ChatTemplate
 
 FOLDER = Path(trl.__file__).parent / "chat_templates"
@@ -99,6 +101,33 @@ def test_qwen_3_looks_ahead() -> None:
     assert answers("qwen3", CHATS["tools"])[1] == ["A1<|im_end|>", call, f"{EMPTY}A3<|im_end|>"]
     thoughts = "<think>\nR2\n</think>\n\nA2<|im_end|>"
     assert answers("qwen3", CHATS["reasoning"])[1] == ["A1<|im_end|>", thoughts]
+
+
+def test_a_renderer_that_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a machine without memory, between two requests or within an answer: no message is called broken for it."""
+    qwen = template("qwen3")
+    text = qwen.render(CHATS["one"], False)
+    renderer = chat_template._renderer
+    answer = chat_template._Renderer._answer
+    left = 1
+
+    def killed(self: Any, line: str) -> str:
+        nonlocal left
+        whole = answer(self, line)
+        if left == 0:
+            return whole
+        left -= 1
+        self._process.kill()
+        return whole[:10]
+
+    assert renderer._process is not None
+    renderer._process.kill()
+    assert qwen.render(CHATS["one"], False) == text
+    monkeypatch.setattr(chat_template._Renderer, "_answer", killed)
+    assert qwen.render(CHATS["one"], False) == text and left == 0
+    left = 2
+    with pytest.raises(Unavailable, match=r"^here: the process of chat templates was killed 2 times"):
+        read_entry(CompletionReader(qwen), {"messages": CHATS["one"]}, "here")
 
 
 def test_variables() -> None:

@@ -151,6 +151,51 @@ def test_a_model_of_sentencepiece(adds: dict[str, bool], tmp_path: Path) -> None
     assert [load_tokenizer(str(copy / "tokenizer.json")).encode_whole(text).tolist() for text in TEXTS[1:]] == expected
 
 
+@pytest.mark.parametrize(
+    ("adds_prefix", "keys"),
+    [(False, {}), (True, {}), (True, {"legacy": True}), (True, {"legacy": False})],
+    ids=["no prefix", "default", "legacy", "not legacy"],
+)
+def test_chats_of_a_model_with_bytes(adds_prefix: bool, keys: dict[str, bool], tmp_path: Path) -> None:
+    """SentencePiece with byte fallback: ids of chats and the learned ones are those of transformers."""
+    import sentencepiece
+    import transformers
+
+    from zero.corpus.preparing.sources.completions import CompletionReader
+
+    with (tmp_path / "tokenizer.model").open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(text for text in TEXTS[4:] if text.isascii()),
+            model_writer=file,
+            vocab_size=300,
+            model_type="bpe",
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=adds_prefix,
+            byte_fallback=True,
+            minloglevel=2,
+        )
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "tokenizer_class": "LlamaTokenizer"}
+    template = {"chat_template": HOMES["llama2"].template}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(names | template | keys))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    ours = load_tokenizer(str(tmp_path / "tokenizer.model"))
+    theirs: Any = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    reader = CompletionReader(load_chat_template(str(tmp_path / "tokenizer.model")))
+    unit = UnitTokenizer(ours, 64, one_document_per_row=True, has_completions=True, threshold=0)
+    turns = [("a shard?", "two  stages"), ("漢字 🎉?", "zéro 🎉"), ("🎉", "2048")]
+    if not keys.get("legacy"):  # there versions 5 of transformers add no blank before a blank, and versions 4 do
+        turns.append((" <s> ", "\n\tlayout\n"))
+    for ask, answer in turns:
+        chat = [{"role": "user", "content": ask}, {"role": "assistant", "content": answer}] * 2
+        found = theirs.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
+        tokens = unit._tokens(reader({"messages": chat}, "here"))
+        assert tokens.is_learned is not None
+        assert tokens.ids.tolist() == found["input_ids"]
+        assert tokens.is_learned.tolist() == found["assistant_masks"]
+    assert "<0x" in "".join(theirs.convert_ids_to_tokens(theirs("漢字").input_ids))
+
+
 def test_copies_have_the_same_special_tokens(tmp_path: Path) -> None:
     """The files that a corpus and an export copy, without config.json."""
     for family in HOMES:

@@ -29,13 +29,16 @@ from zero.corpus.preparing.sources.changes import NEAR
 from zero.corpus.text.special_tokens import COMPANIONS, companions
 from zero.corpus.text.tokenizers import FileTokenizer, Tokenizer
 from zero.files import storage
+from zero.files.parsing import reading
 
 if TYPE_CHECKING:
     from zero.corpus.preparing.sources.source import Source
 
 REPORT = "report.html"
+WRITTEN = "written.json"  # says which of the tokenizer's files in a folder are not the user's
 NO_HASH = 2**64  # higher than any hash
 PART_BYTES_KEY = "part_bytes"  # a key of the manifest of a corpus of many parts
+TOKEN_BITS_KEY = "token_bits"  # a key of the manifest of a corpus of arrays that do not say it
 _PART_FILE = re.compile(r"part-\d{5,}(\.json|\.statistics\.json\.gz|\.removed\.jsonl\.gz|-\d{5,}\.tar)")
 _NO_DOCUMENTS: Counter[str] = Counter()  # which no one adds to
 
@@ -54,6 +57,7 @@ class Counts(NamedTuple):
     cut: int = 0  # documents of which only the first row was kept
     truncations: int = 0  # ends of rows within documents that have rows of their own
     dropped_calls: int = 0  # messages whose tool calls the chat template leaves out
+    unmatched: int = 0  # examples that have no answer of another prompt
     filtered: Counter[str] = _NO_DOCUMENTS  # documents that were left out, of both splits, by the filter
 
     def plus(self, other: Counts) -> Counts:
@@ -94,11 +98,11 @@ class PartNames:
             return name
         return f"part-{self.part:05d}.{name}"
 
-    def shard(self, split: str, of_split: int, of_part: int) -> str:
+    def shard(self, split: str, number_in_split: int, number_in_part: int) -> str:
         """The name of a shard, from the number of shards before it in its split and part."""
         if self.part is None:
-            return f"{split}-{of_split:05d}.tar"
-        return f"part-{self.part:05d}-{of_part:05d}.tar"
+            return f"{split}-{number_in_split:05d}.tar"
+        return f"part-{self.part:05d}-{number_in_part:05d}.tar"
 
 
 def find_usable(folder: str, arguments: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
@@ -125,7 +129,7 @@ def is_made_with(made: str, manifest: dict[str, Any], arguments: dict[str, Any],
 
     Raises UserError, which names `made` and the first difference, if it was not, unless `overwrite`.
     """
-    for key in dict.fromkeys([*arguments, PART_BYTES_KEY]):
+    for key in dict.fromkeys([*arguments, PART_BYTES_KEY, TOKEN_BITS_KEY]):
         recorded = manifest.get(key)
         value = arguments.get(key)
         if recorded == value:
@@ -182,15 +186,52 @@ def save(path: str, manifest: dict[str, Any]) -> None:
 
 
 def begin(folder: str, indices: dict[str, str], tokenizer: Tokenizer) -> None:
-    """Removes an earlier corpus, except for its parts, which are replaced one by one; writes the tokenizer's files."""
-    # Read first: the tokenizer may belong to the corpus itself.
-    copied = companions(tokenizer.files.folder) if isinstance(tokenizer, FileTokenizer) else {}
-    remove_corpus(folder, indices)
+    """Removes an earlier corpus, except for its parts, which are replaced one by one; writes the tokenizer's files.
+
+    Raises UserError, which names a file that this would remove or replace, if zero-prepare did not write it.
+    """
+    files: dict[str, bytes] = {}
     if isinstance(tokenizer, FileTokenizer):
-        directory.write(storage.join(folder, TOKENIZER), tokenizer.data)
-        # data.tokenizer is the copy, beside which sampling and export look for them.
-        for name, data in copied.items():
-            directory.write(storage.join(folder, name), data)
+        # Read first: the tokenizer may belong to the corpus itself. data.tokenizer is the copy, beside which sampling
+        # and export look for the others.
+        files = {TOKENIZER: tokenizer.data, **companions(tokenizer.files.folder)}
+    _check_written(folder, files)
+    remove_corpus(folder, indices)
+    digests = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+    directory.write(storage.join(folder, WRITTEN), json.dumps(digests, indent=1).encode() + b"\n")
+    for name, data in files.items():
+        directory.write(storage.join(folder, name), data)
+
+
+def _check_written(folder: str, files: dict[str, bytes]) -> None:
+    """Raises UserError for a file of a name that zero-prepare uses, unless it wrote it or would write the same."""
+    names = directory.file_names(folder)
+    single_part = PartNames(None)
+    foreign: set[str] = set()
+    if WRITTEN not in names and find(folder) is None:  # no corpus has begun here: shards and reports are others'
+        foreign = {name for name in names if _PART_FILE.fullmatch(name)} | shard_names(names)
+        foreign |= names & {REPORT, single_part.statistics, single_part.removed}
+    own = _written(folder)
+    for name in names & {TOKENIZER, *COMPANIONS}:
+        data = directory.read(storage.join(folder, name))
+        if data != files.get(name) and hashlib.sha256(data).hexdigest() != own.get(name):
+            foreign.add(name)
+    if foreign:
+        path = storage.join(folder, min(foreign))
+        raise UserError(
+            f"{path} is none of the files that zero-prepare has listed in {WRITTEN}, or was changed since. A corpus "
+            "here would replace it: choose another name, or move it"
+        )
+
+
+def _written(folder: str) -> dict[str, str]:
+    """The SHA-256 of each file of a tokenizer that zero-prepare has written here, by its name."""
+    path = storage.join(folder, WRITTEN)
+    if not storage.exists(path):
+        return {}
+    with reading(f"{path}: expected names of files with their SHA-256, as zero-prepare writes them"):
+        digests: dict[str, str] = dict(json.loads(directory.read(path)))
+    return digests
 
 
 def finished(
@@ -201,15 +242,15 @@ def finished(
 ) -> dict[str, Any]:
     """The manifest of a part, or of a corpus, from its shards by split and the totals of the splits."""
     manifest: dict[str, Any] = arguments | {"source_contents": source.contents}
-    for (split, of_split), count in zip(shards.items(), counts, strict=True):
+    for (split, split_shards), count in zip(shards.items(), counts, strict=True):
         summary = {
             "documents": count.documents,
             "tokens": count.tokens,
             "bytes": None if source.has_ids else count.bytes,
-            "rows": sum(shard["rows"] for shard in of_split),
-            "truncations": count.truncations + sum(shard.get("truncations", 0) for shard in of_split),
+            "rows": sum(shard["rows"] for shard in split_shards),
+            "truncations": count.truncations + sum(shard.get("truncations", 0) for shard in split_shards),
         }
-        manifest[split] = summary | {"shards": of_split}
+        manifest[split] = summary | {"shards": split_shards}
     manifest["skipped"] = counts[0].skipped
     manifest["short"] = sum(count.short for count in counts)
     manifest["duplicates"] = counts[0].duplicates
@@ -219,6 +260,8 @@ def finished(
         manifest["near"] = counts[0].filtered[NEAR]
     if manifest.get("examples") or (manifest.get("cut_documents") and manifest.get("completions")):
         manifest["long"] = sum(count.long for count in counts)
+    if any(count.unmatched for count in counts):
+        manifest["unmatched"] = sum(count.unmatched for count in counts)
     if manifest.get("chat_template"):
         manifest["dropped_calls"] = sum(count.dropped_calls for count in counts)
     if manifest.get("cut_documents"):
@@ -235,10 +278,10 @@ def joined(
     """
     splits = splits_of(parts[0])
     manifest: dict[str, Any] = arguments | {"source_contents": contents}
-    of_split = ("documents", "tokens", "bytes", "rows", "truncations")
+    summed_keys = ("documents", "tokens", "bytes", "rows", "truncations")
     for split in splits:
-        manifest[split] = _sums([part[split] for part in parts], of_split)
-    manifest |= _sums(parts, ("skipped", "short", "duplicates", "near", "long", "cut", "dropped_calls"))
+        manifest[split] = _sums([part[split] for part in parts], summed_keys)
+    manifest |= _sums(parts, ("skipped", "short", "duplicates", "near", "long", "cut", "dropped_calls", "unmatched"))
     if arguments["filters"]:
         manifest["filtered"] = _sums([part["filtered"] for part in parts], arguments["filters"])
     manifest[PARTS] = [
@@ -275,8 +318,9 @@ def remove_corpus(folder: str, indices: dict[str, str]) -> None:
     for index in indices.values():
         storage.remove(index)
     shards = {name for name in shard_names(directory.file_names(folder)) if not _PART_FILE.fullmatch(name)}
-    of_only_part = PartNames(None)
-    for name in [REPORT, MANIFEST, of_only_part.statistics, of_only_part.removed, TOKENIZER, *COMPANIONS, *shards]:
+    single_part = PartNames(None)
+    own = sorted(_written(folder))
+    for name in [REPORT, MANIFEST, single_part.statistics, single_part.removed, *own, *shards]:
         storage.remove(storage.join(folder, name))
 
 

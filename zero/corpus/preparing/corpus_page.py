@@ -41,14 +41,19 @@ def write_report(folder: str, manifest: Mapping[str, Any]) -> None:
 
     Without the statistics of a part, as in a copy of shards and manifest, there is no page, and the log says so.
     """
-    parts: list[int | None] = list(range(len(manifest[PARTS]))) if PARTS in manifest else [None]
-    names = [PartNames(number).statistics for number in parts]
+    names = statistics_files(manifest)
     missing = set(names) - directory.file_names(folder)
     if missing:
         _log.warning("%s has no %s, because %s is missing; --overwrite prepares it again", folder, REPORT, min(missing))
         return
     page = render(PAGE / "corpus.html.jinja", values(folder, manifest, corpus_statistics.load(folder, names)))
     directory.write(storage.join(folder, REPORT), page.encode("utf-8", "replace"))
+
+
+def statistics_files(manifest: Mapping[str, Any]) -> list[str]:
+    """The names of the files with the statistics of the parts of a corpus."""
+    parts: list[int | None] = list(range(len(manifest[PARTS]))) if PARTS in manifest else [None]
+    return [PartNames(number).statistics for number in parts]
 
 
 def values(folder: str, manifest: Mapping[str, Any], statistics: CorpusStatistics) -> dict[str, Any]:
@@ -101,11 +106,13 @@ def _kept(manifest: Mapping[str, Any], statistics: CorpusStatistics) -> list[Fac
     if manifest["train"]["bytes"] is not None:
         size = sum(split["bytes"] for split in splits)
         lines.append(Fact("text", f"{size:,} bytes"))
-        of_token = f"{size / max(tokens, 1):.2f} bytes per token"
-        lines.append(Fact("tokens per byte", f"{tokens / max(size, 1):.4f}", of_token))
+        bytes_per_token = f"{size / max(tokens, 1):.2f} bytes per token"
+        lines.append(Fact("tokens per byte", f"{tokens / max(size, 1):.4f}", bytes_per_token))
     if not manifest.get("examples"):  # they have several texts in a row
-        of_rows = sum(split["rows"] for split in splits) * (manifest["row_tokens"] - bool(manifest.get("begin_rows")))
-        lines.append(Fact("padding", f"{1 - tokens / max(of_rows, 1):.2%}", "of the tokens of rows"))
+        row_tokens = sum(split["rows"] for split in splits) * (
+            manifest["row_tokens"] - bool(manifest.get("begin_rows"))
+        )
+        lines.append(Fact("padding", f"{1 - tokens / max(row_tokens, 1):.2%}", "of the tokens of rows"))
     return lines
 
 
@@ -143,10 +150,10 @@ def _sources(statistics: CorpusStatistics, has_bytes: bool) -> list[SourceRow]:
 
 
 def _cells(size: Size, tokens: int, has_bytes: bool) -> tuple[str, ...]:
-    of_text = ("–", "–")
+    text_cells = ("–", "–")
     if has_bytes:
-        of_text = (f"{size.bytes:,}", f"{size.tokens / max(size.bytes, 1):.4f}")
-    return (f"{size.documents:,}", f"{size.tokens:,}", f"{size.tokens / max(tokens, 1):.1%}", *of_text)
+        text_cells = (f"{size.bytes:,}", f"{size.tokens / max(size.bytes, 1):.4f}")
+    return (f"{size.documents:,}", f"{size.tokens:,}", f"{size.tokens / max(tokens, 1):.1%}", *text_cells)
 
 
 def _bin_text(number: int) -> str:

@@ -28,9 +28,11 @@ from zero.files.parsing import reading
 
 EXAMPLES = 10  # of what each option has left out
 ROWS = 100
+UNREAD = 100  # names of keys that are not read
 BINS = 4  # of lengths, from one power of two to the next
 _EXAMPLE_BYTES = 600  # of a page, of the text of an example
 _ROW_BYTES = 6000
+_SHOWN_UNREAD = 12
 _READ_AT_ONCE = 32  # files of parts
 DEDUPLICATE = "deduplicate"  # names of options, used as reasons like the names of filters
 MINIMUM_TOKENS = "minimum-tokens"
@@ -124,12 +126,25 @@ class CorpusStatistics:
       lengths: how many documents have such a number of tokens, by the number of its bin.
       left_out: by the name of the option, without its dashes.
       rows: of all splits.
+      unread: how many documents have each key that is not read, of the `UNREAD` first names.
     """
 
     sources: dict[str, Size] = field(default_factory=dict)
     lengths: Counter[int] = field(default_factory=Counter)
     left_out: dict[str, LeftOut] = field(default_factory=dict)
     rows: HashSample = field(default_factory=lambda: HashSample(ROWS))
+    unread: Counter[str] = field(default_factory=Counter)
+
+    def leave_unread(self, keys: Iterable[str]) -> None:
+        """Counts the keys of a document that are not read."""
+        self.unread.update(set(keys))
+        self._bound()
+
+    def _bound(self) -> None:
+        """A name that is among the first of all is among the first of each part, and is never dropped."""
+        if len(self.unread) > UNREAD:
+            for name in sorted(self.unread)[UNREAD:]:
+                del self.unread[name]
 
     def count(self, source: str, documents: int, tokens: int, size: int, is_whole: bool) -> None:
         """Counts a document of the corpus, or a piece of one."""
@@ -155,6 +170,8 @@ class CorpusStatistics:
             self.left_out.setdefault(reason, LeftOut()).add(left_out)
         for key, row in other.rows.examples.items():
             self.rows.add(key, row)
+        self.unread.update(other.unread)
+        self._bound()
 
 
 def bin_of(tokens: int) -> int:
@@ -196,8 +213,8 @@ class RowSample:
             text = _row_text(texts[0], self._tokenizer)
             for name, ids in zip(self._names[1:], texts[1:], strict=True):
                 text += f"\n―――― {name} ――――\n{_row_text(ids, self._tokenizer)}"
-            of_part = f"part {self._part}, {origin}"
-            sample.add(key, Example(of_part, _cut(text, _ROW_BYTES)))
+            place = f"part {self._part}, {origin}"
+            sample.add(key, Example(place, _cut(text, _ROW_BYTES)))
         return sample
 
 
@@ -293,8 +310,8 @@ def load(folder: str, names: Sequence[str]) -> CorpusStatistics:
     with ThreadPoolExecutor(_READ_AT_ONCE) as pool:
         for first in range(0, len(names), _READ_AT_ONCE):
             paths = [storage.join(folder, name) for name in names[first : first + _READ_AT_ONCE]]
-            for of_part in pool.map(_load, paths):
-                statistics.add(of_part)
+            for part_statistics in pool.map(_load, paths):
+                statistics.add(part_statistics)
     return statistics
 
 
@@ -304,12 +321,15 @@ def _load(path: str) -> CorpusStatistics:
 
 
 def _encoded(statistics: CorpusStatistics) -> dict[str, Any]:
-    return {
+    encoded = {
         "sources": statistics.sources,
         "lengths": sorted(statistics.lengths.items()),
         "left_out": {reason: _encoded_left_out(left_out) for reason, left_out in sorted(statistics.left_out.items())},
         "rows": _encoded_examples(statistics.rows),
     }
+    if statistics.unread:
+        encoded["unread"] = sorted(statistics.unread.items())
+    return encoded
 
 
 def _encoded_left_out(left_out: LeftOut) -> dict[str, Any]:
@@ -325,7 +345,8 @@ def _decoded(entries: dict[str, Any]) -> CorpusStatistics:
     sources = {name: Size(*size) for name, size in entries["sources"].items()}
     lengths = Counter({int(number): int(count) for number, count in entries["lengths"]})
     left_out = {reason: _decoded_left_out(entry) for reason, entry in entries["left_out"].items()}
-    return CorpusStatistics(sources, lengths, left_out, _decoded_examples(ROWS, entries["rows"]))
+    unread = Counter({name: int(count) for name, count in entries.get("unread", ())})
+    return CorpusStatistics(sources, lengths, left_out, _decoded_examples(ROWS, entries["rows"]), unread)
 
 
 def _decoded_left_out(entry: dict[str, Any]) -> LeftOut:
@@ -334,3 +355,16 @@ def _decoded_left_out(entry: dict[str, Any]) -> LeftOut:
 
 def _decoded_examples(most: int, entries: Iterable[Sequence[Any]]) -> HashSample:
     return HashSample(most, {key: Example(origin, text, times) for key, origin, text, times in entries})
+
+
+def unread_note(statistics: CorpusStatistics) -> str | None:
+    """One line about the keys of records that are not read, those of most documents first; None if there are none.
+
+    >>> unread_note(CorpusStatistics(unread=Counter({"id": 2, "url": 3})))
+    'keys not read: url, id'
+    """
+    names = [name for name, _ in sorted(statistics.unread.items(), key=lambda item: (-item[1], item[0]))]
+    if not names:
+        return None
+    more = [] if len(names) <= _SHOWN_UNREAD else ["..."]
+    return f"keys not read: {', '.join([*names[:_SHOWN_UNREAD], *more])}"

@@ -41,8 +41,8 @@ def find_duplicates(engine: Engine, source: Source, folder: str) -> int:
     groups = -(-source.parts // PARTS_PER_GROUP)
     for _ in engine.run(_WriteDigests(folder, groups), part_tasks(source), folder):
         pass
-    of_groups = [Task(f"group {group} of digests", group) for group in range(groups)]
-    for _ in engine.run(_WritePlaces(folder, source.parts), of_groups, folder):
+    group_tasks = [Task(f"group {group} of digests", group) for group in range(groups)]
+    for _ in engine.run(_WritePlaces(folder, source.parts), group_tasks, folder):
         pass
     return groups
 
@@ -53,7 +53,7 @@ def read_places(folder: str, name: str, part: int, groups: int) -> dict[int, fro
     for group in range(groups):
         for unit, place_in_unit in load(pass_file(folder, name, group, part)).tolist():
             places.setdefault(unit, set()).add(place_in_unit)
-    return {unit: frozenset(of_unit) for unit, of_unit in sorted(places.items())}
+    return {unit: frozenset(unit_places) for unit, unit_places in sorted(places.items())}
 
 
 def digest_of_places(places: Places) -> str:
@@ -62,7 +62,7 @@ def digest_of_places(places: Places) -> str:
     >>> digest_of_places({3: frozenset([2, 1])})
     'f5450fd63bee0e21'
     """
-    lines = [f"{unit} {' '.join(map(str, sorted(of_unit)))}" for unit, of_unit in sorted(places.items())]
+    lines = [f"{unit} {' '.join(map(str, sorted(unit_places)))}" for unit, unit_places in sorted(places.items())]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
@@ -84,18 +84,18 @@ class _WriteDigests:
 
     def __call__(self, numbered: tuple[int, Source]) -> None:
         number, part = numbered
-        of_units = [np.zeros(0, _DOCUMENT)]
-        of_units += [_documents(number, unit, digests(of_unit)) for unit, of_unit in enumerate(part.units())]
-        documents = np.concatenate(of_units)
-        del of_units
+        unit_documents = [np.zeros(0, _DOCUMENT)]
+        unit_documents += [_documents(number, index, digests(unit)) for index, unit in enumerate(part.units())]
+        documents = np.concatenate(unit_documents)
+        del unit_documents
         for group in range(self.groups):
             save(pass_file(self.folder, "digests", number, group), documents[documents["high"] % self.groups == group])
 
 
-def _documents(part: int, unit: int, of_unit: list[bytes | None]) -> np.ndarray:
+def _documents(part: int, unit: int, unit_digests: list[bytes | None]) -> np.ndarray:
     """The documents of a unit that have a digest."""
-    places = [index for index, digest in enumerate(of_unit) if digest is not None]
-    halves = np.frombuffer(b"".join(digest for digest in of_unit if digest is not None), ">u8").reshape(-1, 2)
+    places = [index for index, digest in enumerate(unit_digests) if digest is not None]
+    halves = np.frombuffer(b"".join(digest for digest in unit_digests if digest is not None), ">u8").reshape(-1, 2)
     documents = np.zeros(len(places), _DOCUMENT)
     documents["high"], documents["low"] = halves.T
     documents["part"] = part
@@ -127,8 +127,8 @@ class _WritePlaces:
         is_same = (documents["high"][1:] == documents["high"][:-1]) & (documents["low"][1:] == documents["low"][:-1])
         repeated = documents[1:][is_same]
         for part in range(self.parts):
-            of_part = repeated[repeated["part"] == part]
-            save(pass_file(self.folder, NAME, group, part), of_part[["unit", "place"]].astype(PLACE))
+            part_repeats = repeated[repeated["part"] == part]
+            save(pass_file(self.folder, NAME, group, part), part_repeats[["unit", "place"]].astype(PLACE))
 
 
 def pass_file(folder: str, name: str, first: int, second: int) -> str:

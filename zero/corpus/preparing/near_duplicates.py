@@ -58,7 +58,7 @@ class Nearness:
             )
 
     @classmethod
-    def of_manifest(cls, manifest: Mapping[str, Any]) -> Nearness | None:
+    def from_manifest(cls, manifest: Mapping[str, Any]) -> Nearness | None:
         """The one that a manifest records; None without one."""
         recorded = manifest.get("near_duplicates")
         if recorded is None:
@@ -88,8 +88,8 @@ def find_near_duplicates(engine: Engine, source: Source, folder: str, nearness: 
     groups = source.parts
     for _ in engine.run(_WriteBands(folder, groups, nearness), part_tasks(source), folder):
         pass
-    of_groups = [Task(f"group {group} of bands", group) for group in range(groups)]
-    for _ in engine.run(_WritePlaces(folder, source.parts, nearness), of_groups, folder):
+    group_tasks = [Task(f"group {group} of bands", group) for group in range(groups)]
+    for _ in engine.run(_WritePlaces(folder, source.parts, nearness), group_tasks, folder):
         pass
 
 
@@ -103,11 +103,11 @@ def ngram_hashes(words: Sequence[str], ngram: int) -> np.ndarray:
     >>> ngram_hashes("a rose is a".split(), 4).tolist() == [first], first == second
     (True, False)
     """
-    of_words = np.array([zlib.crc32(word.encode("utf-8", "surrogatepass")) for word in words], np.uint64)
+    word_hashes = np.array([zlib.crc32(word.encode("utf-8", "surrogatepass")) for word in words], np.uint64)
     count = max(1, len(words) - ngram + 1)
     total = np.zeros(count, np.uint64)
     for offset in range(min(ngram, len(words))):
-        total = (total + of_words[offset : offset + count]) * MULTIPLIER  # modulo 2**64
+        total = (total + word_hashes[offset : offset + count]) * MULTIPLIER  # modulo 2**64
     return total >> np.uint64(32)
 
 
@@ -142,16 +142,16 @@ class _WriteBands:
 
     def __call__(self, numbered: tuple[int, Source]) -> None:
         number, part = numbered
-        of_groups: list[list[np.ndarray]] = [[] for _ in range(self.groups)]
-        for unit, of_unit in enumerate(part.units()):
-            rows = self._rows(number, unit, of_unit)
+        group_rows: list[list[np.ndarray]] = [[] for _ in range(self.groups)]
+        for unit, unit_documents in enumerate(part.units()):
+            rows = self._rows(number, unit, unit_documents)
             groups = rows["key"] % self.groups
             for group in range(self.groups):
-                of_groups[group].append(rows[groups == group])
+                group_rows[group].append(rows[groups == group])
         none = np.zeros(0, _dtype(self.nearness.permutations))
         for group in range(self.groups):
-            save(pass_file(self.folder, "bands", number, group), np.concatenate([none, *of_groups[group]]))
-            of_groups[group] = []
+            save(pass_file(self.folder, "bands", number, group), np.concatenate([none, *group_rows[group]]))
+            group_rows[group] = []
 
     def _rows(self, part: int, number: int, unit: Unit) -> np.ndarray:
         """The rows of a unit, with the rows of each document together."""
@@ -164,8 +164,8 @@ class _WriteBands:
                 continue
             values = self.nearness.signature(document)
             for band in range(bands):
-                of_band = values[band * length : (band + 1) * length].tobytes() + bytes([band])
-                keys.append(int.from_bytes(hashlib.blake2b(of_band, digest_size=8).digest()))
+                band_values = values[band * length : (band + 1) * length].tobytes() + bytes([band])
+                keys.append(int.from_bytes(hashlib.blake2b(band_values, digest_size=8).digest()))
             places.append(index)
             signatures.append(values.astype(np.uint8))
         rows = np.zeros(len(keys), _dtype(self.nearness.permutations))
@@ -206,10 +206,10 @@ class _WritePlaces:
 def needs(size: SourceSize, nearness: Nearness) -> Needs:
     """What both passes need: a group of bands is as large as the bands of a part."""
     bands, _ = nearness.bands
-    of_document = bands * _dtype(nearness.permutations).itemsize
+    document_bytes = bands * _dtype(nearness.permutations).itemsize
     copies = COPIES_OF_ONLY_PART if size.parts == 1 else COPIES
-    in_memory = copies * of_document * size.documents / size.parts
-    return Needs(memory=int(in_memory) + LIBRARY_BYTES, disk=of_document * size.documents)
+    in_memory = copies * document_bytes * size.documents / size.parts
+    return Needs(memory=int(in_memory) + LIBRARY_BYTES, disk=document_bytes * size.documents)
 
 
 @cache

@@ -41,14 +41,14 @@ class Needs:
 
     def described(self, option: str, size: SourceSize, folder: str, processes: int | None) -> str:
         """A line for the user; `processes` counts those of this machine, None means workers of a runner."""
-        of_disk = ""
+        disk_note = ""
         if self.disk:
-            of_disk = f"{readable(self.disk)} of disk in {storage.join(folder, 'passes')}{_free(folder)}, and "
+            disk_note = f"{readable(self.disk)} of disk in {storage.join(folder, 'passes')}{_free(folder)}, and "
         each = "each worker"
         if processes is not None:
             each = "the process" if processes == 1 else f"each of {processes} processes"
         return (
-            f"--{option} needs about {of_disk}{readable(PROCESS_BYTES + self.memory)} of memory in {each}, for about "
+            f"--{option} needs about {disk_note}{readable(PROCESS_BYTES + self.memory)} of memory in {each}, for about "
             f"{size.documents:,} documents (estimated from {size.sampled:,})"
         )
 
@@ -68,9 +68,9 @@ def measure(source: Source, lines_of: Callable[[Unit], tuple[int, int]], is_near
     read = 0
     for number in sorted({0, source.parts // 2, source.parts - 1} if is_near else {0}):
         for unit in source.part(number).units():
-            of_unit, bytes_of_unit = lines_of(unit)
-            documents += of_unit
-            line_bytes += bytes_of_unit
+            unit_lines, unit_bytes = lines_of(unit)
+            documents += unit_lines
+            line_bytes += unit_bytes
             read += unit.size
             break
     share = source.size / max(read, 1)

@@ -7,12 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero.base.errors import UserError
+from zero.corpus.format.example import CLASSIFIED
+from zero.corpus.preparing.documents import DOCUMENT_BYTES
 from zero.corpus.preparing.filters.table import recorded_filters
 from zero.corpus.preparing.near_duplicates import Nearness
 from zero.corpus.preparing.packing import DEFAULT, JOINED
+from zero.corpus.preparing.sources.arrays import TOKEN_BITS
 from zero.corpus.preparing.sources.completions import LEARNED
 from zero.corpus.text.tokenizers import Tokenizer
 from zero.files.parsing import reading
+
+CLASSIFICATION = CLASSIFIED.option.removeprefix("--")
 
 
 @dataclass(frozen=True)
@@ -37,9 +42,12 @@ class CorpusOptions:
     lines: bool = False  # each line of a text is a document
     completions: bool = False
     examples: str | None = None  # a key of `EXAMPLE_KINDS`
+    label_key: str = "label"  # of the label of a text, with --classification
+    label_names: tuple[str, ...] = ()  # of labels that are not numbers, in the order of their numbers
     loss_on: tuple[str, ...] = LEARNED
     template_variables: str = "{}"  # of the chat template, a JSON object
     splits: str | None = None
+    token_bits: int | None = None  # of each token of a .bin without a header; None: as many as the vocabulary needs
     minimum_tokens: int = 0
     normalize: str | None = None
     deduplicate: bool = False
@@ -47,6 +55,7 @@ class CorpusOptions:
     near_duplicates: float | None = None  # the Jaccard index from which documents are near
     filters: tuple[tuple[str, str], ...] = ()  # keys of `FILTERS`, with their values
     skip_broken: int = 0  # documents that may be left out because they cannot be read; not recorded, but their number
+    document_bytes: int = DOCUMENT_BYTES  # of a document; a longer one cannot be read
     tokenizer_source: str | None = None  # the tokenizer's origin, such as hf:NAME@COMMIT
 
     def check(self) -> None:
@@ -61,6 +70,10 @@ class CorpusOptions:
             raise UserError(
                 f"rows_per_shard {self.rows_per_shard} must be a multiple of rows_per_member {self.rows_per_member}"
             )
+        if self.document_bytes < 1:
+            raise UserError(f"--document-bytes {self.document_bytes}: expected at least 1")
+        if self.token_bits == TOKEN_BITS[0] and self.bits_of_tokens != TOKEN_BITS[0]:
+            raise UserError("--token-bits 16 cannot hold the ids of a vocabulary of more than 65,536 tokens")
         if self.skip_broken < 0:
             raise UserError(f"--skip-broken {self.skip_broken}: expected a number of documents")
         has_prompts = self.completions or self.examples is not None
@@ -72,6 +85,10 @@ class CorpusOptions:
             raise UserError(f"--completions and --{self.examples} cannot be combined")
         if not self.completions and self.loss_on != LEARNED:
             raise UserError(f"--loss-on {' '.join(self.loss_on)} requires --completions")
+        if self.examples != CLASSIFICATION and (self.label_names or self.label_key != "label"):
+            raise UserError("--label-names and --label-key require --classification")
+        if len({*self.label_names}) < len(self.label_names):
+            raise UserError(f"--label-names {','.join(self.label_names)}: expected different names")
         if self.cut_documents and self.examples is not None:
             raise UserError(f"--cut-documents and --{self.examples} cannot be combined")
         if self.cut_documents and not self.one_document_per_row:
@@ -81,6 +98,13 @@ class CorpusOptions:
         if self.pack not in (None, JOINED) and self.is_unjoined:
             option = self.examples or "one_document_per_row"
             raise UserError(f"pack={self.pack} joins documents in a row, but {option} does not: choose one of them")
+
+    @property
+    def bits_of_tokens(self) -> int | None:
+        """Bits of each token of a .bin without a header; None: 16, if it does not look like 32."""
+        if not isinstance(self.tokenizer, int) and self.tokenizer.vocab_size > 1 << TOKEN_BITS[0]:
+            return TOKEN_BITS[1]
+        return self.token_bits
 
     @property
     def is_unjoined(self) -> bool:
@@ -123,6 +147,8 @@ class CorpusOptions:
             "pack": self.packing,
             "completions": self.completions or None,
             "examples": self.examples,
+            "label_key": self.label_key if self.examples == CLASSIFICATION else None,
+            "label_names": list(self.label_names) or None,
             "loss_on": None if self.loss_on == LEARNED else list(self.loss_on),
             "chat_template": chat_template,
             "splits": self.splits,
@@ -134,5 +160,6 @@ class CorpusOptions:
             "shuffle": self.shuffle or None,
             "near_duplicates": near,
             "template_variables": None if self.template_variables == "{}" else self.template_variables,
+            "document_bytes": None if self.document_bytes == DOCUMENT_BYTES else self.document_bytes,
             "filters": recorded_filters(dict(self.filters)) or None,
         }

@@ -52,10 +52,10 @@ def peek(index: str, rows: int, tokenizer: Tokenizer | None = None) -> Iterator[
                 number = i // len(names)
                 seen.add(ids, length, tokenizer)
                 if number in shown_of_shard:
-                    of_row = f"row {first + number}"
+                    row_name = f"row {first + number}"
                     if name:
-                        of_row += f", {name}"
-                    yield _described(of_row, ids, length, tokenizer, True if name else begins)
+                        row_name += f", {name}"
+                    yield _described(row_name, ids, length, tokenizer, True if name else begins)
                     yield f"  {tokenizer.decode(ids.tolist())!r}"
                 begins = None if is_packed else bool(len(ids)) and int(ids[-1]) == tokenizer.end_of_text
         first += shard.rows
@@ -71,8 +71,8 @@ def _texts(shard: Shard, length: int, kind: ExampleKind | None) -> Iterator[tupl
     form = RowFormat(length, MOST_TOKENS, only_completions=is_example, example=example_of(kind))
     with open_shard(shard.path) as stream:
         for sample in read_samples(shard.path, stream):
-            of_sample = f"shard {shard.path}, sample {sample['__key__']}"
-            rows = decode(sample, of_sample, form, Crop(), np.zeros)
+            sample_name = f"shard {shard.path}, sample {sample['__key__']}"
+            rows = decode(sample, sample_name, form, Crop(), np.zeros)
             for row, size in zip(rows.tokens, rows.lengths, strict=True):
                 for name, text in zip(names, row.reshape(len(names), -1), strict=True):
                     yield name, np.maximum(text, ~text)[text != -1] if is_example else text[:size]

@@ -26,7 +26,7 @@ from zero.corpus.format import manifest as manifests
 from zero.corpus.format.manifest import ALL_SPLITS, MANIFEST, SPLITS, TOKENIZER
 from zero.corpus.preparing import corpus_files, corpus_statistics, duplicates, near_duplicates, shuffle
 from zero.corpus.preparing.corpus_files import NO_HASH, REPORT, Counts, PartNames, check_rows_of_source
-from zero.corpus.preparing.corpus_page import write_report
+from zero.corpus.preparing.corpus_page import statistics_files, write_report
 from zero.corpus.preparing.documents import Reader, too_many_broken
 from zero.corpus.preparing.duplicates import find_duplicates, read_places, remove_passes
 from zero.corpus.preparing.engines import BeamEngine, Engine, LocalEngine, local_engine
@@ -78,6 +78,7 @@ class Corpus:
     near: int = 0  # documents that --near-duplicates has left out
     long: int = 0  # examples with a text longer than a row, and documents without a completion that ends within a row
     dropped_calls: int = 0  # messages whose tool calls the chat template leaves out
+    unmatched: int = 0  # labeled answers beside which there is no answer of another prompt
     cut: int = 0  # documents of which --cut-documents kept only the first row
     test_index: str | None = None
     test: SplitSummary | None = None  # of a source that has one
@@ -97,6 +98,7 @@ def prepare(
     part_bytes: int = PART_BYTES,
     runner: Sequence[str] | None = None,
     announce: Callable[[str], None] = _log.info,
+    on_progress: Callable[[], None] | None = None,
 ) -> Corpus:
     """Write `directory/name/*.tar`, and `name_train.index` and `name_validation.index` into `index_directory`.
 
@@ -115,6 +117,8 @@ def prepare(
 
     `announce` takes, before anything is written, a line for each option that looks at all documents, with the memory
     and the disk that it needs.
+
+    `on_progress` is called for each unit and part that is done.
 
     `runner` are options of Apache Beam, ("--runner", "DataflowRunner", ...), on whose workers the parts are prepared.
 
@@ -136,14 +140,16 @@ def prepare(
     if options.completions:
         reader = CompletionReader(template, options.loss_on)
     elif options.examples is not None:
-        reader = EXAMPLE_KINDS[options.examples].reader(template)
+        reader = EXAMPLE_KINDS[options.examples].reader(template, options)
     if part_bytes < 1:
         raise UserError(f"part_bytes must be at least 1, not {part_bytes}")
     filters = open_filters(dict(options.filters))
-    of_text = (options.splits, options.normalize, options.lines, part_bytes, filters)
+    text_options = (options.splits, options.normalize, options.lines, part_bytes, filters)
     tokenizer = options.tokenizer
     end_of_text = None if isinstance(tokenizer, int) else tokenizer.end_of_text
-    opened = Source(str(source), options.key, options.validation_fraction, reader, *of_text, end_of_text)
+    bits = options.bits_of_tokens
+    file_options = (end_of_text, options.document_bytes, bits)
+    opened = Source(str(source), options.key, options.validation_fraction, reader, *text_options, *file_options)
     if not isinstance(tokenizer, int):
         for folder in opened.folders_of_ids:
             check_rows_of_source(folder, tokenizer)
@@ -162,6 +168,10 @@ def prepare(
     }
     if opened.parts > 1:
         arguments[corpus_files.PART_BYTES_KEY] = part_bytes
+    if bits is not None and opened.has_raw_ids:
+        arguments[corpus_files.TOKEN_BITS_KEY] = bits
+    elif options.token_bits is not None:
+        raise UserError(f"{source}: --token-bits expects a .bin without a header; other files say their bits")
     folder = storage.join(directory, name)
     indices = {split: storage.join(index_directory, f"{name}_{split}.index") for split in ALL_SPLITS}
     if storage.is_remote(indices["train"]) and not storage.is_remote(folder):
@@ -172,7 +182,8 @@ def prepare(
             f"{source} is one part, which needs no --runner; a smaller --part-bytes splits a file of lines into more"
         )
     hidden = None if progress else True  # None: hidden unless there is a terminal
-    with directories.locked(folder), tqdm(desc=name, unit="B", unit_scale=True, disable=hidden, leave=False) as bar:
+    bar = _Bar(on_progress, desc=name, unit="B", unit_scale=True, disable=hidden, leave=False)
+    with directories.locked(folder, announce), bar:
         manifest = _prepare_locked(
             opened,
             folder=folder,
@@ -198,11 +209,25 @@ def prepare(
         near=manifest.get("near", 0),
         long=manifest.get("long", 0),
         dropped_calls=manifest.get("dropped_calls", 0),
+        unmatched=manifest.get("unmatched", 0),
         cut=manifest.get("cut", 0),
         test_index=indices["test"] if "test" in sizes else None,
         test=sizes.get("test"),
         filtered=manifest.get("filtered", {}),
     )
+
+
+class _Bar(tqdm):
+    """A progress bar that also tells a function, where nobody sees it too."""
+
+    def __init__(self, tell: Callable[[], None] | None, **options: Any) -> None:
+        super().__init__(**options)
+        self._tell = tell
+
+    def update(self, n: float | None = 1) -> bool | None:
+        if self._tell is not None:
+            self._tell()
+        return super().update(n)
 
 
 def _summary(split: dict[str, Any]) -> SplitSummary:
@@ -244,6 +269,9 @@ def _prepare_locked(
             manifest = _write_only_part(source, job, indices, workers, bar)
         else:
             manifest = _write_parts(source, job, engine, bar)
+        note = corpus_statistics.unread_note(corpus_statistics.load(folder, statistics_files(manifest)))
+        if note is not None:
+            announce(note)
     elif manifest.get("skipped", 0) > options.skip_broken:
         raise too_many_broken(manifest["skipped"], options.skip_broken, f"{storage.join(folder, REPORT)} shows them")
     for split, index in indices.items():
@@ -258,7 +286,7 @@ def _prepare_locked(
 
 def describe_needs(source: Source, arguments: Mapping[str, Any], folder: str, engine: Engine) -> list[str]:
     """What each option that looks at all documents needs, a line each."""
-    nearness = Nearness.of_manifest(arguments)
+    nearness = Nearness.from_manifest(arguments)
     chosen: dict[str, Callable[[SourceSize], Needs]] = {}
     if arguments.get("deduplicate"):
         chosen["deduplicate"] = duplicates.needs
@@ -285,7 +313,7 @@ def _write_only_part(
     corpus_files.remove_other_parts(job.folder, ())
     if job.arguments["deduplicate"]:
         _leave_out_duplicates(source, workers, bar)
-    nearness = Nearness.of_manifest(job.arguments)
+    nearness = Nearness.from_manifest(job.arguments)
     if nearness is not None:
         remove_passes(job.folder)
         find_near_duplicates(LocalEngine(1), source, job.folder, nearness)
@@ -327,14 +355,14 @@ def _write_only_part(
 
 def _write_parts(source: Source, job: PartJob, engine: Engine, bar: tqdm) -> dict[str, Any]:
     """Writes the missing parts of a corpus, and returns its manifest."""
-    of_parts = [PartNames(number) for number in range(source.parts)]
-    names = [of_part.manifest for of_part in of_parts]
+    part_files = [PartNames(number) for number in range(source.parts)]
+    names = [files.manifest for files in part_files]
     bar.set_description(os.path.basename(job.folder))
     bar.reset(source.size)
     remove_passes(job.folder)
     if job.arguments["deduplicate"]:
         job = replace(job, duplicate_groups=find_duplicates(engine, source, job.folder))
-    nearness = Nearness.of_manifest(job.arguments)
+    nearness = Nearness.from_manifest(job.arguments)
     if nearness is not None:
         find_near_duplicates(engine, source, job.folder, nearness)
         job = replace(job, near_groups=source.parts)
@@ -346,8 +374,8 @@ def _write_parts(source: Source, job: PartJob, engine: Engine, bar: tqdm) -> dic
     parts = manifests.load_parts(job.folder, names)
     splits = ALL_SPLITS[: source.splits]
     used = [*names]
-    for of_part in of_parts:
-        used += [of_part.statistics, of_part.removed]
+    for files in part_files:
+        used += [files.statistics, files.removed]
     for part in parts:
         used += [shard["name"] for shard in manifests.shards_of(part)]
     corpus_files.remove_other_parts(job.folder, used)
@@ -393,8 +421,8 @@ def _leave_out_duplicates(source: Source, workers: int | None, bar: tqdm) -> Non
     bar.reset(source.size)
 
     def digests_by_unit() -> Iterator[list[bytes | None]]:
-        for unit, of_unit in map_in_order(source.units(), digests, workers or useful_workers(source)):
-            yield of_unit
+        for unit, unit_digests in map_in_order(source.units(), digests, workers or useful_workers(source)):
+            yield unit_digests
             bar.update(unit.size)
 
     source.duplicates = repeated(digests_by_unit())

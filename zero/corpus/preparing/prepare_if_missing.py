@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from zero.base.errors import UserError
@@ -29,7 +29,12 @@ def corpus_name(source: str) -> str:
 
 
 def prepare_if_missing(
-    source: str, index_files: Iterable[str], tokenizer: Tokenizer, row_tokens: int, completions: bool = False
+    source: str,
+    index_files: Iterable[str],
+    tokenizer: Tokenizer,
+    row_tokens: int,
+    completions: bool = False,
+    on_progress: Callable[[], None] | None = None,
 ) -> dict[str, str]:
     """Prepares the corpus of a source, by its `corpus_name`, unless all local `index_files` exist.
 
@@ -46,21 +51,21 @@ def prepare_if_missing(
     corpus = corpus_name(source)
     absolute = {path: os.path.abspath(path) for path in index_files}
     beside = f"{corpus}-{row_tokens}"
-    of_corpus = [os.path.abspath(path) for path in _index_files(corpus)]
-    of_longer = [os.path.abspath(path) for path in _index_files(beside)]
+    corpus_paths = [os.path.abspath(path) for path in _index_files(corpus)]
+    longer_paths = [os.path.abspath(path) for path in _index_files(beside)]
     missing = [path for path in absolute if not storage.is_remote(path) and not storage.exists(path)]
     for path in missing:  # a run that has used the longer rows may be resumed elsewhere
-        if absolute[path] not in of_corpus and absolute[path] not in of_longer:
+        if absolute[path] not in corpus_paths and absolute[path] not in longer_paths:
             raise UserError(
                 f"index file {path}: no such file; data.corpus={source} prepares only "
                 f"{' and '.join(_index_files(corpus))}"
             )
-    names = {corpus if absolute[path] in of_corpus else beside for path in missing}
+    names = {corpus if absolute[path] in corpus_paths else beside for path in missing}
     folder = f"{DIRECTORY}/{corpus}"
-    is_prepared = not missing and set(absolute.values()) == set(of_corpus) and storage.exists(f"{folder}/{MANIFEST}")
+    is_prepared = not missing and set(absolute.values()) == set(corpus_paths) and storage.exists(f"{folder}/{MANIFEST}")
     used = {}
     if is_prepared and load(folder).get("row_tokens", row_tokens) < row_tokens:
-        used = {path: _index_files(beside)[of_corpus.index(absolute[path])] for path in absolute}
+        used = {path: _index_files(beside)[corpus_paths.index(absolute[path])] for path in absolute}
         if not all(map(storage.exists, used.values())):
             names = {beside}
     if names:  # the import takes time, which a first step does not wait for
@@ -73,6 +78,7 @@ def prepare_if_missing(
             CorpusOptions(tokenizer, row_tokens, completions=completions),
             directory=DIRECTORY,
             index_directory=INDEX_DIRECTORY,
+            on_progress=on_progress,
         )
         sizes = [
             f"{split.documents:,} documents, {split.tokens:,} tokens" for split in (prepared.train, prepared.validation)

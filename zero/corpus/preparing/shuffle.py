@@ -24,6 +24,7 @@ from zero.corpus.preparing.sources.source import Source
 from zero.files import storage
 
 BYTES_OF_LINE = 120  # of objects in memory, for each line
+_UNREAD = "\t"  # before the keys that are not read; JSON escapes it elsewhere
 _KEY = 32  # characters of a hash, which begin each line
 
 
@@ -70,14 +71,14 @@ def read_shuffled(folder: str, number: int, parts: int) -> Shuffled:
     lines.sort(key=lambda line: line[:_KEY])
     digest = hashlib.sha256()
     for line in lines:
-        digest.update(line)
+        digest.update(line.partition(_UNREAD.encode())[0])
     return Shuffled(lines, digest.hexdigest()[:16])
 
 
 def needs(size: SourceSize) -> Needs:
     """What the pass needs, and then a part: its lines, those that are read or written at the moment, and their keys."""
-    of_part = size.line_bytes * (1 + 1 / size.parts) + BYTES_OF_LINE * size.documents
-    return Needs(memory=int(of_part / size.parts), disk=size.line_bytes)
+    part_bytes = size.line_bytes * (1 + 1 / size.parts) + BYTES_OF_LINE * size.documents
+    return Needs(memory=int(part_bytes / size.parts), disk=size.line_bytes)
 
 
 def bytes_of_lines(unit: Unit) -> tuple[int, int]:
@@ -88,7 +89,8 @@ def bytes_of_lines(unit: Unit) -> tuple[int, int]:
 
 
 def _line(key: str, document: Document) -> bytes:
-    return f"{key}{json.dumps(_entry(document))}\n".encode()
+    unread = f"{_UNREAD}{json.dumps(document.unread)}" if document.unread else ""
+    return f"{key}{json.dumps(_entry(document))}{unread}\n".encode()
 
 
 def _hash(document: Document) -> str:
@@ -109,8 +111,9 @@ def _entry(document: Document) -> dict[str, Any]:
 
 def _documents(lines: bytes) -> Iterator[Document]:
     for line in lines.split(b"\n"):
-        entry = json.loads(line[_KEY:])
-        yield Document(entry.pop("text"), **entry)
+        text, _, unread = line[_KEY:].partition(_UNREAD.encode())
+        entry = json.loads(text)
+        yield Document(entry.pop("text"), **entry, unread=tuple(json.loads(unread or b"[]")))
 
 
 def _file(folder: str, source: int, target: int) -> str:

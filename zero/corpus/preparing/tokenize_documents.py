@@ -85,6 +85,8 @@ class UnitTokenizer:
             text = document.content
             split = document.split
             ends = document.ends
+            if document.unread:
+                statistics.leave_unread(document.unread)
             if document.left_out_by is not None:
                 counts = [count.plus(_left_out_by(document.left_out_by)) for count in counts]
                 leave_out(document, document.left_out_by, document.left_out)
@@ -102,7 +104,7 @@ class UnitTokenizer:
                 value = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest())
                 split = value < self.threshold
             versions = [document, *document.other_texts]
-            texts = [self._tokens(version) for version in versions]
+            texts = learned_from_one_token([self._tokens(version) for version in versions])
             sizes = [len(text.ids) for text in texts]
             if min(sizes) < self.minimum_tokens:
                 counts[split] = counts[split].plus(Counts(short=1))
@@ -138,7 +140,7 @@ class UnitTokenizer:
                     dropped_calls=dropped_calls,
                 )
             )
-        splits = [self._join(*of_split) for of_split in zip(documents, members, counts, strict=True)]
+        splits = [self._join(*split) for split in zip(documents, members, counts, strict=True)]
         return UnitTokens(splits, statistics, removed, broken)
 
     def _cut(self, document: Tokens) -> Tokens | None:
@@ -169,7 +171,8 @@ class UnitTokenizer:
         if not document.has_special:  # a chat template writes the beginning itself
             ids = np.concatenate([np.asarray(special.before, ids.dtype), ids])
             is_learned = np.concatenate([np.zeros(len(special.before), bool), is_learned])
-        if not is_ended and (not len(ids) or ids[-1] != special.answer_end):
+        is_open = not is_ended and (not len(ids) or ids[-1] != special.answer_end)
+        if is_open and not document.is_complete:
             ids = np.append(ids, special.answer_end)
             is_learned = np.append(is_learned, True)
         if not self.one_document_per_row:
@@ -226,8 +229,8 @@ class UnitTokenizer:
             starts = np.zeros(len(rows), np.uint8)
             firsts = np.cumsum([0, *(len(text.ids) for text in texts)])[:-1]
             starts[firsts[[text.begins for text in texts]]] = 1
-        of_examples = np.asarray(members, np.int32).reshape(len(members), -1) if self.texts and members else None
-        return SplitTokens(rows.astype(dtype, copy=False), lengths, completions, counts, starts, of_examples)
+        example_members = np.asarray(members, np.int32).reshape(len(members), -1) if self.texts and members else None
+        return SplitTokens(rows.astype(dtype, copy=False), lengths, completions, counts, starts, example_members)
 
     def _joined(self, arrays: list[np.ndarray], filler: int) -> tuple[np.ndarray, np.ndarray | None]:
         """All texts as one array; or as separate rows for each text, and their lengths, by example."""
@@ -262,6 +265,38 @@ def learned_tokens(
         is_ended = len(marks) > 0
         is_learned[touched[: marks[-1] + 1] if is_ended else touched] = True
     return is_learned, is_ended
+
+
+def learned_from_one_token(texts: list[Tokens]) -> list[Tokens]:
+    """The texts of an example, of which both answers of a pair are learned from the same token on.
+
+    Where the end of the prompt and the beginning of one answer are a single token, the other answer is learned from
+    that token on too: so both log-probabilities have the same tokens as their condition, as with TRL's DPOTrainer. A
+    document that is a single text stays as it is.
+
+    >>> chosen = Tokens(np.array([5, 6, 7]), np.array([0, 1, 1], np.uint8))  # 6 is a space and a letter
+    >>> rejected = Tokens(np.array([5, 3, 8]), np.array([0, 0, 1], np.uint8))  # 3 is the space
+    >>> learned_from_one_token([chosen, rejected])[1].is_learned.tolist()
+    [0, 1, 1]
+    """
+    if len(texts) == 1:
+        return texts
+    least = min(len(text.ids) for text in texts)
+    is_same = np.all([text.ids[:least] == texts[0].ids[:least] for text in texts], axis=0)
+    shared = int(np.argmin(np.append(is_same, False)))
+    begin = min(shared, *(_first_learned(text) for text in texts))
+    learned = []
+    for text in texts:
+        is_learned = np.array(text.is_learned)
+        is_learned[begin : _first_learned(text)] = 1
+        learned.append(text._replace(is_learned=is_learned))
+    return learned
+
+
+def _first_learned(text: Tokens) -> int:
+    """The position of the first learned token of a text with a prompt; its length if none is learned."""
+    assert text.is_learned is not None
+    return int(np.argmax(np.append(text.is_learned, 1)))
 
 
 def _left_out_by(reason: str) -> Counts:

@@ -93,8 +93,8 @@ def write_shards(
         removed = RemovedList()
         broken = 0
         for unit, tokens in map_in_order(source.units(), tokenize, workers):
-            for writer, of_split in zip(writers, tokens.splits, strict=True):
-                writer.add(of_split)
+            for writer, split_tokens in zip(writers, tokens.splits, strict=True):
+                writer.add(split_tokens)
             statistics.add(tokens.statistics)
             removed.add(tokens.removed)
             broken += len(tokens.broken)
@@ -134,10 +134,10 @@ class _ShardPublisher:
             future.result()
 
     def _publish(self, split: str, data: bytes, counts: dict[str, int]) -> None:
-        of_split = self.shards[split]
-        name = self._names.shard(split, len(of_split), sum(map(len, self.shards.values())))
+        split_shards = self.shards[split]
+        name = self._names.shard(split, len(split_shards), sum(map(len, self.shards.values())))
         directory.write(storage.join(self._place, name), data)
-        of_split.append({"name": name, **counts, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()})
+        split_shards.append({"name": name, **counts, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()})
 
 
 class _SplitWriter:
@@ -166,6 +166,7 @@ class _SplitWriter:
         self._waiting: list[tuple[np.ndarray | None, ...]] = []
         self._held = 0
         self._row = 0
+        self._before: ExampleTexts | None = None  # the examples of the shard before, as they were read
 
     def add(self, part: SplitTokens) -> None:
         """Appends the tokens of a unit; units come in order."""
@@ -189,8 +190,8 @@ class _SplitWriter:
             self._publish()
 
     def _publish(self) -> None:
-        of_all = (_concatenated(arrays) for arrays in zip(*self._waiting, strict=True))
-        rows, lengths, completions, starts, members = of_all
+        joined = (_concatenated(arrays) for arrays in zip(*self._waiting, strict=True))
+        rows, lengths, completions, starts, members = joined
         assert rows is not None
         counts = {}
         if self._pack is not None and starts is not None:
@@ -206,7 +207,11 @@ class _SplitWriter:
         assert lengths is not None
         if self._kind is not None:
             assert completions is not None
-            rows, lengths, completions = self._kind.all_texts(ExampleTexts(rows, lengths, completions))
+            read = ExampleTexts(rows, lengths, completions)
+            rows, lengths, completions = self._kind.all_texts(read, self._before)
+            self._before = read
+            unmatched = int((~completions[:, self._kind.texts_read :].any(axis=2)).sum())
+            self.counts = self.counts._replace(unmatched=self.counts.unmatched + unmatched)
         if self._begins_rows:
             rows = np.insert(rows, 0, self._filler, axis=1)
             lengths = lengths + 1
@@ -240,12 +245,12 @@ def _tar(arrays: Mapping[str, np.ndarray], first: int, rows_per_member: int) -> 
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as archive:
         for start in range(0, len(rows), rows_per_member):
-            of_member = slice(start, start + rows_per_member)
+            member_rows = slice(start, start + rows_per_member)
             for name, array in arrays.items():
-                if name == "length" and (array[of_member] == rows.shape[-1]).all():
+                if name == "length" and (array[member_rows] == rows.shape[-1]).all():
                     continue
                 data = io.BytesIO()
-                np.save(data, array[of_member], allow_pickle=False)
+                np.save(data, array[member_rows], allow_pickle=False)
                 # Time, owner and mode stay at their defaults, so that the bytes are reproducible.
                 member = tarfile.TarInfo(f"{first + start:09d}.{name}.npy")
                 member.size = data.tell()

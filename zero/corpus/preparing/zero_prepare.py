@@ -2,8 +2,8 @@
 
 A source is
   a folder or glob    of text and source files, or of the formats below; the suffixes decide; here or gs://
-  .jsonl, .json.gz    JSON lines: objects with a "text" (or another --key), also as .gz, .xz or .zst;
-                      options such as --completions and --preferences read other keys
+  .jsonl, .json       objects with a "text" (or another --key), one a line, also as .gz, .xz or .zst; of .json
+                      one array or objects over several lines too; --completions and others read other keys
   .parquet, .arrow    tables whose rows are such objects; also .csv and .tsv with a header
   .tar, .tar.gz       samples of webdataset: .txt, .json, or token ids in .npy or a .pth of torch.save
   .index              the shards it lists
@@ -33,6 +33,7 @@ from tqdm import tqdm
 from zero.base.errors import UserError, exit_on_error, trainer
 from zero.base.plural import counted
 from zero.corpus.format.manifest import TOKENIZER
+from zero.corpus.preparing.documents import DOCUMENT_BYTES
 from zero.corpus.preparing.example_kinds import EXAMPLE_KINDS
 from zero.corpus.preparing.filters.table import FILTERS
 from zero.corpus.preparing.options import CorpusOptions
@@ -40,6 +41,7 @@ from zero.corpus.preparing.packing import JOINED, PACKINGS
 from zero.corpus.preparing.peek import peek
 from zero.corpus.preparing.prepare import Corpus, prepare
 from zero.corpus.preparing.prepare_if_missing import DIRECTORY, INDEX_DIRECTORY, corpus_name
+from zero.corpus.preparing.sources.arrays import TOKEN_BITS
 from zero.corpus.preparing.sources.changes import FORMS
 from zero.corpus.preparing.sources.completions import LEARNED
 from zero.corpus.preparing.sources.parts import PART_BYTES
@@ -49,6 +51,7 @@ from zero.corpus.text.special_tokens import COMPANIONS, MODEL_CONFIG
 from zero.corpus.text.tokenizers import FileTokenizer, Tokenizer, load_tokenizer
 from zero.files import storage
 
+MODEL = "MODEL"  # in place of a model that the user has to name
 FILTER = "filter "  # begins the attribute of a filter's option
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")  # of a model, in the folder of its tokenizer
 SHORT_ROWS = 64  # tokens of the short sequences that the default job begins with, into which its rows are cut
@@ -156,10 +159,23 @@ def _parser() -> argparse.ArgumentParser:
     )
     for name, option in FILTERS.items():
         parser.add_argument(f"--{name}", dest=FILTER + name, metavar=option.metavar, help=option.help)
+    parser.add_argument(
+        "--document-bytes",
+        type=int,
+        default=DOCUMENT_BYTES,
+        metavar="BYTES",
+        help=f"longest document; a longer one is broken, as documents that cannot be read ({DOCUMENT_BYTES})",
+    )
     parser.add_argument("--rows-per-member", type=int, default=256, help="rows in one array of a shard (256)")
     parser.add_argument("--rows-per-shard", type=int, default=8192, help="rows in a shard (8192)")
     parser.add_argument(
         "--key", default="text", help='key of the text in a JSON object, or of the ids in a TFRecord ("text")'
+    )
+    parser.add_argument(
+        "--token-bits",
+        type=int,
+        choices=TOKEN_BITS,
+        help="bits of each token of a .bin without a header (16; 32 with a vocabulary above 65536)",
     )
     parser.add_argument(
         "--lines", action="store_true", help="treat each line of a text as a document; reads all files of a folder"
@@ -185,6 +201,16 @@ def _parser() -> argparse.ArgumentParser:
     for name, example_kind in EXAMPLE_KINDS.items():
         flag = example_kind.example.option
         parser.add_argument(flag, action="store_const", dest="examples", const=name, help=example_kind.help)
+    parser.add_argument(
+        "--label-names",
+        default=(),
+        type=lambda names: tuple(names.split(",")),
+        metavar="NAME,...",
+        help="names of the classes of --classification, in the order of their numbers",
+    )
+    parser.add_argument(
+        "--label-key", default="label", metavar="KEY", help='key of the label of --classification ("label")'
+    )
     parser.add_argument(
         "--directory",
         default=DIRECTORY,
@@ -268,7 +294,10 @@ def _prepare(given: argparse.Namespace, runner: list[str] | None) -> None:
             continue
         documents = counted(split.documents, "document")
         size = f"{documents}, {counted(split.tokens, 'token')}, {counted(split.rows, 'row')} of {row_tokens}"
-        print(f"{index}: {size}, {counted(split.shards, 'shard')}, documents cut {counted(split.truncations, 'time')}")
+        cuts = counted(split.truncations, "time")
+        is_joined = options.packing is None and not options.is_unjoined
+        ends = f"documents continue in the next row {cuts}" if is_joined else f"documents cut {cuts}"
+        print(f"{index}: {size}, {counted(split.shards, 'shard')}, {ends}")
     if corpus.skipped:
         print(f"left out {counted(corpus.skipped, 'document')} that cannot be read (--skip-broken)")
     if corpus.short:
@@ -283,6 +312,9 @@ def _prepare(given: argparse.Namespace, runner: list[str] | None) -> None:
         print(f"{corpus.cut} documents were cut to a row of {row_tokens} tokens")
     if corpus.dropped_calls:
         print(f"{corpus.dropped_calls} messages have tool calls that the chat template does not write")
+    if corpus.unmatched:
+        examples = counted(corpus.unmatched, "example")
+        print(f"{examples} without an answer of another prompt: the estimate of the divergence leaves them out")
     if corpus.duplicates:
         print(f"left out {counted(corpus.duplicates, 'document')} equal to an earlier one")
     if corpus.near:
@@ -317,32 +349,50 @@ def _corpus_options(given: argparse.Namespace) -> CorpusOptions:
 
 
 def training_overrides(corpus: Corpus, options: CorpusOptions) -> list[str]:
-    """What the default job needs to train on a corpus: its files, and a model for its rows and tokens."""
-    overrides = ["data.corpus=null", f"data.index_path_train={_quoted(corpus.train_index)}"]
+    """What a job needs to train on a corpus: its files, and the model of its tokenizer or one for its rows and tokens.
+
+    A model that has weights starts with the settings of conf/tune, not with the default job's, which would destroy it.
+    """
+    base = _base(options)
+    context = training_context(options)
+    overrides = []
+    if options.examples is not None:  # base is None: the model is one that the user has
+        kind = EXAMPLE_KINDS[options.examples]
+        overrides += ["+tune=preferences", f"objective={kind.objective}", f"model.model_path={_quoted(base or MODEL)}"]
+        overrides += kind.overrides(options)
+    elif base is not None:
+        overrides += ["+tune=all", f"model.model_path={_quoted(base)}"]
+    overrides += ["data.corpus=null", f"data.index_path_train={_quoted(corpus.train_index)}"]
     validation = _quoted(corpus.validation_index) if corpus.validation.rows else "null"
     overrides.append(f"data.index_path_validation={validation}")
     path = storage.join(corpus.directory, TOKENIZER)
-    context = options.row_tokens - options.begin_rows
-    base = _base(options)
     if storage.exists(path):
         overrides.append(f"data.tokenizer={_quoted(path)}")
-    if base is not None:
-        overrides += ["model.warm_start=true", f"model.model_path={_quoted(base)}", f"data.max_context={context}"]
-    elif storage.exists(path):
+    if overrides[0].startswith("+tune="):
+        overrides.append(f"data.max_context={context}")
+        if options.examples is None and not options.completions:
+            overrides.append("training.loss_on=all")
+        if options.one_document_per_row and options.examples is None:
+            overrides.append("data.isolate_documents=false")
+        return overrides
+    if storage.exists(path):
         overrides.append(f"model.override.vocab_size={load_tokenizer(path).vocab_size}")
-    if base is None:
-        overrides.append(f"model.override.block_size={context}")
-    if base is not None and not options.is_unjoined:
-        overrides.append("data.isolate_documents=true")
+    overrides.append(f"model.override.block_size={context}")
     if context % SHORT_ROWS:
         overrides.append("training.staged_warmup_steps=0")
     if options.completions:
         overrides.append("training.loss_on=completion")
-    if options.examples is not None:
-        overrides.append(f"objective={EXAMPLE_KINDS[options.examples].objective}")
-        if base is None:  # the reference is a model that the user has
-            overrides += ["model.warm_start=true", "model.model_path=MODEL"]
     return overrides
+
+
+def training_context(options: CorpusOptions) -> int:
+    """The sequence length of a row. A row of 1025 tokens has 1024 positions, the last one with its target.
+
+    >>> [training_context(CorpusOptions(tokenizer=300, row_tokens=tokens)) for tokens in (1024, 1025, 100)]
+    [1024, 1024, 100]
+    """
+    ends_with_target = options.examples is None and options.row_tokens % SHORT_ROWS == 1
+    return options.row_tokens - (options.begin_rows or ends_with_target)
 
 
 def _base(options: CorpusOptions) -> str | None:

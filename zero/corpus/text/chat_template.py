@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zero.base.errors import UserError, first_line
+from zero.base.errors import Unavailable, UserError, first_line
 from zero.corpus.text.special_tokens import TEMPLATE, TOKENIZER_CONFIG, TokenizerFiles
 from zero.files import storage
 from zero.files.parsing import reading
@@ -24,6 +24,7 @@ from zero.files.parsing import reading
 DATE = "SOURCE_DATE_EPOCH"  # the environment variable of reproducible builds: seconds since 1970
 _VARIABLES = ("messages", "add_generation_prompt", "tools", "documents")  # that every template is given
 RENDERER = Path(__file__).with_name("chat_renderer.py")
+ATTEMPTS = 2  # at a request whose process is killed from outside
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,27 @@ class _Renderer:
         self._process: subprocess.Popen[str] | None = None
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a request; `{"error": ...}` if it cannot be rendered.
+
+        Raises:
+          Unavailable: the process was killed from outside, and so was the next one.
+        """
+        try:
+            line = json.dumps(request)
+        except (RecursionError, TypeError, ValueError) as error:  # a date, for instance
+            return {"error": first_line(error)}
+        for _ in range(ATTEMPTS):
+            answer = self._answer(line)
+            if answer.endswith("\n"):  # else it died within it
+                return json.loads(answer)
+            status = self.close()
+            if status != -signal.SIGKILL:  # a template has no way to this signal
+                reason = "it takes too long" if status == -signal.SIGPROF else f"its process ended with {status}"
+                return {"error": reason}
+        raise Unavailable(f"the process of chat templates was killed {ATTEMPTS} times, probably out of memory")
+
+    def _answer(self, line: str) -> str:
+        """A line, or a part of one from a process that has died."""
         if self._process is None:
             # -P: the modules beside the program must not be imported. A Ctrl-C is only for this process.
             self._process = subprocess.Popen(
@@ -143,18 +165,10 @@ class _Renderer:
                 start_new_session=True,
             )
         assert self._process.stdin is not None and self._process.stdout is not None
-        try:
-            line = json.dumps(request)
-        except (RecursionError, ValueError) as error:
-            return {"error": first_line(error)}
         with suppress(BrokenPipeError):  # it has ended, and so has its answer
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        if answer:
-            return json.loads(answer)
-        status = self.close()
-        return {"error": "it takes too long" if status == -signal.SIGPROF else f"its process ended with {status}"}
+        return self._process.stdout.readline()
 
     def close(self) -> int:
         """Ends the process, if there is one; returns its status."""
@@ -178,7 +192,7 @@ def load_chat_template(tokenizer: str, date: float | None = None) -> ChatTemplat
 
     Raises UserError for files that hold something else.
     """
-    files = TokenizerFiles.of_folder(storage.parent(tokenizer))
+    files = TokenizerFiles.from_folder(storage.parent(tokenizer))
     path, texts = _texts(files)
     if "default" not in texts:
         return None

@@ -17,15 +17,19 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # type
 _BLANK = "▁"
 
 
-def converted(path: str, proto: Any) -> bytes:
-    """The .json file of a parsed model. Raises UserError, with `path`, for what such a file cannot express."""
+def converted(path: str, proto: Any, *, prefixes_once: bool = False) -> bytes:
+    """The .json file of a parsed model. Raises UserError, with `path`, for what such a file cannot express.
+
+    A model that begins a text with a blank begins what follows a special token with one too, or with `prefixes_once`
+    only the text, as transformers does without `legacy`.
+    """
     with reading(f"tokenizer {path} is not a complete model of SentencePiece", Exception):
-        return _converted(path, proto)
+        return _converted(path, proto, prefixes_once)
 
 
-def _converted(path: str, proto: Any) -> bytes:
+def _converted(path: str, proto: Any, prefixes_once: bool) -> bytes:
     import tokenizers
-    from tokenizers import decoders, models
+    from tokenizers import decoders, models, pre_tokenizers
 
     _check(path, proto)
     names = [piece.piece for piece in proto.pieces]
@@ -43,7 +47,10 @@ def _converted(path: str, proto: Any) -> bytes:
         scores = [(name, normal.get(name, hidden)) for name in names]
         made = models.Unigram(scores, unk_id=spec.unk_id, byte_fallback=spec.byte_fallback)
     tokenizer = tokenizers.Tokenizer(made)
-    tokenizer.normalizer = _normalizer(proto.normalizer_spec)
+    prefixes_once = prefixes_once and proto.normalizer_spec.add_dummy_prefix
+    tokenizer.normalizer = _normalizer(proto.normalizer_spec, prefixes=not prefixes_once)
+    if prefixes_once:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement=_BLANK, prepend_scheme="first", split=False)
     parts: list[Any] = [decoders.Replace(_BLANK, " "), decoders.ByteFallback(), decoders.Fuse()]
     if proto.normalizer_spec.add_dummy_prefix:
         parts.append(decoders.Strip(" ", 1, 0))
@@ -113,7 +120,7 @@ def _objection(proto: Any) -> str | None:
     return None
 
 
-def _normalizer(spec: Any) -> Any:
+def _normalizer(spec: Any, *, prefixes: bool) -> Any:
     """What SentencePiece does to a text before it is cut into pieces."""
     from tokenizers import Regex, normalizers
 
@@ -122,7 +129,7 @@ def _normalizer(spec: Any) -> Any:
         parts.append(normalizers.Precompiled(spec.precompiled_charsmap))
     if spec.remove_extra_whitespaces:
         parts += [normalizers.Replace(Regex(r"\A +"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
-    if spec.add_dummy_prefix:
+    if spec.add_dummy_prefix and prefixes:
         parts.append(normalizers.Prepend(_BLANK))
     parts.append(normalizers.Replace(" ", _BLANK))
     if spec.remove_extra_whitespaces:

@@ -25,8 +25,9 @@ ADDED_TOKENS = "added_tokens.json"
 GENERATION_CONFIG = "generation_config.json"
 MODEL_CONFIG = "config.json"
 TEMPLATE = "chat_template.jinja"
+SENTENCEPIECE = "tokenizer.model"  # which llama.cpp's converter reads even beside a tokenizer.json
 # What is copied with a tokenizer, so that the copy has the same special tokens. config.json describes a model.
-COMPANIONS = (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, ADDED_TOKENS, GENERATION_CONFIG, TEMPLATE)
+COMPANIONS = (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, ADDED_TOKENS, GENERATION_CONFIG, TEMPLATE, SENTENCEPIECE)
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class TokenizerFiles:
     model: Mapping[str, Any]
 
     @classmethod
-    def of_folder(cls, folder: str) -> TokenizerFiles:
+    def from_folder(cls, folder: str) -> TokenizerFiles:
         """Raises UserError for a file that holds no JSON object."""
 
         def content(name: str) -> dict[str, Any]:
@@ -132,7 +133,7 @@ def companions(folder: str) -> dict[str, bytes]:
     paths = {name: storage.join(folder, name) for name in COMPANIONS}
     files = {name: storage.read_bytes(path) for name, path in paths.items() if storage.exists(path)}
     if GENERATION_CONFIG not in files:
-        model = TokenizerFiles.of_folder(folder).model
+        model = TokenizerFiles.from_folder(folder).model
         keys = ("bos_token_id", "eos_token_id", "pad_token_id")
         kept = {key: model[key] for key in keys if model.get(key) is not None}
         if kept:
@@ -178,14 +179,14 @@ def read_special_tokens(vocabulary: Vocabulary, files: TokenizerFiles, template:
     lines: list[str] = []
 
     def listed(key: str) -> tuple[int, ...]:
-        of_generation = _ids(files.generation, key)
-        of_model = _ids(files.model, key)
-        if of_generation and set(of_model) - set(of_generation):
+        generation_ids = _ids(files.generation, key)
+        model_ids = _ids(files.model, key)
+        if generation_ids and set(model_ids) - set(generation_ids):
             lines.append(
-                f"{key} is {list(of_model)} in {MODEL_CONFIG} and {list(of_generation)} in {GENERATION_CONFIG}; the "
+                f"{key} is {list(model_ids)} in {MODEL_CONFIG} and {list(generation_ids)} in {GENERATION_CONFIG}; the "
                 "latter is used"
             )
-        return of_generation or of_model
+        return generation_ids or model_ids
 
     def named(key: str) -> int | None:
         name = files.names.get(key)

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from zero.base.errors import UserError
-from zero.config.constraints import not_empty
-from zero.config.keys import key
+from zero.base.keys import key, not_empty
 from zero.corpus.text import sentencepiece_model, tiktoken_file
 from zero.corpus.text.chat_template import template_text
 from zero.corpus.text.pieces import byte_spellings
@@ -43,7 +42,7 @@ _END_OF_TEXT = (BYTES_END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end
 
 
 @dataclass(frozen=True)
-class Keys:
+class TokenizerKeys:
     """The key of the tokenizer, in section `data`."""
 
     tokenizer: str = key(
@@ -237,7 +236,7 @@ class FileTokenizer:
         # Those of the file would cut a text silently.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.files = TokenizerFiles.of_folder(storage.parent(path)) if files is None else files
+        self.files = TokenizerFiles.from_folder(storage.parent(path)) if files is None else files
         self.added_tokens: Mapping[int, Mapping[str, Any]] = self._add_tokens()
         # A text that contains "<|endoftext|>" must not end a document.
         self._tokenizer.encode_special_tokens = True
@@ -362,13 +361,15 @@ class SentencePieceTokenizer(FileTokenizer):
     def __init__(self, path: str, model: bytes, files: TokenizerFiles | None = None):
         self._model = model
         self._library = SentencePiece(path, model)
-        files = TokenizerFiles.of_folder(storage.parent(path)) if files is None else files
+        files = TokenizerFiles.from_folder(storage.parent(path)) if files is None else files
         # A .model has no post-processor: here, and only here, transformers takes what tokenizer_config.json says.
         added = {
             kind: files.names.get(f"{kind}_token") if files.tokenizer.get(f"add_{kind}_token") else None
             for kind in ("bos", "eos")
         }
-        data = sentencepiece_model.converted(path, self._library.proto)
+        is_llamas = str(files.tokenizer.get("tokenizer_class")).startswith("LlamaTokenizer")
+        once = not files.tokenizer.get("legacy", not is_llamas)
+        data = sentencepiece_model.converted(path, self._library.proto, prefixes_once=once)
         super().__init__(path, sentencepiece_model.with_ends(data, added["bos"], added["eos"]), files)
 
     def __reduce__(self) -> tuple[type[FileTokenizer], tuple[str, bytes, TokenizerFiles]]:

@@ -12,7 +12,7 @@ from zero.corpus.preparing.sources.formats import format_of
 
 
 def texts(path: Path, key: str = "text") -> list[str]:
-    units = list(csv_units(str(path), TextReader(key)))
+    units = list(csv_units(str(path), TextReader(key), documents.DOCUMENT_BYTES))
     assert sum(unit.size for unit in units) == path.stat().st_size
     return [str(document.content) for unit in units for document in unit.documents() if document is not None]
 

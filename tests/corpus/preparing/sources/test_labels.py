@@ -60,6 +60,22 @@ def test_each_prompt_has_the_answer_before_it(tmp_path: Path) -> None:
     assert (rows[:, 1, -1] >= 0).any() and (rows[:, 0, -1] < 0).all()
 
 
+def test_answer_is_of_another_prompt(tmp_path: Path) -> None:
+    """A good and then a bad answer of each prompt: the nearest earlier answer of another prompt, also across shards."""
+    lines = [
+        {"prompt": f"prompt {number // 2}", "completion": f" {number}", "label": number % 2 == 0}
+        for number in range(10)
+    ]
+    lines += [{"prompt": "prompt 4", "completion": f" {number}", "label": True} for number in range(10, 18)]
+    corpus = make(write(tmp_path / "a.jsonl", lines), tmp_path, examples="labels", validation_fraction=0)
+    rows, _ = read(corpus.train_index)
+    nearest = [7, 7, 1, 1, 3, 3, 5, 5, 7, 7, 7, 7, 7, 7, 7, 7]  # shards of eight
+    for row, line, other in zip(rows, lines, nearest, strict=False):
+        assert row[1].tolist() == text_of(str(line["prompt"]), str(lines[other]["completion"])), line
+    assert corpus.unmatched == 2  # the shards of the last two, and the one before, hold one prompt
+    assert [row[1].tolist() for row in rows[16:]] == 2 * [[*(~byte for byte in b"prompt 4"), *8 * [-1]]]
+
+
 def test_command(tmp_path: Path) -> None:
     """Long ones are left out, with the objective that reads the corpus; a look at it names both texts."""
     source = write(tmp_path / "a.jsonl", [*LINES, {**LINES[1], "completion": "x" * 20}])
@@ -71,6 +87,9 @@ def test_command(tmp_path: Path) -> None:
     assert shown.count(", answer: ") == shown.count(", another's answer: ") == 2
     assert "―――― another's answer ――――" in (tmp_path / "corpus" / "a" / "report.html").read_text().replace("&#39;", "'")
     assert call(source, "--labels", "--completions", *places).returncode == 2
+    write(source, [{**line, "prompt": "the only one"} for line in LINES])
+    done = call(source, "--labels", "--row-tokens", "32", "--name", "one", *places)
+    assert "40 examples without an answer of another prompt" in done.stdout, done.stdout
 
 
 def test_messages() -> None:
@@ -82,7 +101,7 @@ def test_messages() -> None:
     ("entry", "message"),
     [
         ({"prompt": "a", "completion": "b"}, 'expected true or false under "label"; found completion, prompt'),
-        ({"prompt": "a", "completion": "b", "label": 1}, 'expected true or false under "label"'),
+        ({"prompt": "a", "completion": "b", "label": 1}, 'expected true or false under "label"; it is 1: write true'),
         ({"prompt": "a", "label": True}, 'list of messages under "completion"; found label, prompt'),
         ({"prompt": "a", "completion": [YES], "label": True}, 'expected "prompt" and "completion", both strings or'),
     ],

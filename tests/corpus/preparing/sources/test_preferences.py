@@ -12,7 +12,7 @@ from tests.helpers.loaders import open_loader
 from zero.base.errors import UserError
 from zero.corpus.format.example import PAIR, TEXT
 from zero.corpus.preparing.prepare import Corpus
-from zero.corpus.preparing.sources.preferences import PreferenceReader
+from zero.corpus.preparing.sources.preferences import PreferenceReader, shared_messages, shared_text
 from zero.corpus.text.chat_template import ChatTemplate
 
 LINES = [{"prompt": f"{i} é?", "chosen": " yes" + "!" * (i % 4), "rejected": " no" + "?" * (i % 3)} for i in range(40)]
@@ -123,12 +123,19 @@ def test_messages() -> None:
     [
         ({"prompt": "a", "chosen": "b"}, 'expected a string or a list of .* under "rejected"; found chosen, prompt'),
         ([1], 'expected a string or a list of messages under "chosen"; found no object'),
-        ({"chosen": "b", "rejected": "c"}, 'expected a string under "prompt", as under "chosen"; found nothing'),
-        ({"prompt": "a", "chosen": "b", "rejected": []}, 'expected a string under "rejected", as .*; found list'),
-        ({"prompt": "a", "chosen": [YES], "rejected": [NO]}, 'expected a list of messages under "prompt"; found str'),
+        ({"chosen": "b", "rejected": "c"}, 'expected a string under "prompt", or one that begins both answers'),
+        ({"prompt": 5, "chosen": "b", "rejected": "c"}, 'expected a string under "prompt", .*; found a number'),
+        ({"prompt": "a", "chosen": "b", "rejected": []}, 'expected a string under "rejected", as .*; found a list'),
+        ({"prompt": "a", "chosen": [YES], "rejected": [NO]}, 'under "prompt", or a string that is one of the messages'),
         ({"chosen": [YES], "rejected": [NO]}, 'expected messages under "prompt", or at the beginning of both answers'),
         ({"prompt": [USER, YES], "chosen": [NO], "rejected": [NO]}, 'expected messages under "prompt"'),
-        ({"chosen": [USER, YES], "rejected": [USER]}, 'role "assistant" after the prompt under "rejected"'),
+        ({"chosen": [USER, YES], "rejected": [USER]}, 'expected messages under "prompt", or at the beginning of both'),
+        ({"prompt": [USER], "chosen": [YES], "rejected": [USER]}, 'role "assistant" after the prompt under "rejected"'),
+        ({"prompt": [USER], "chosen": [YES], "rejected": [{**NO, "weight": 0}]}, r'rejected\[0\] is marked otherwise'),
+        ({"prompt": "So?", "chosen": [USER, YES], "rejected": [USER, NO]}, 'a string that is one of the messages that'),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": 2}, '"margin" is 2: no objective of zero reads it'),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "weight": 2}, '"weight" is 2: a batch weighs all'),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "system": "d"}, '"system" is "d": a prompt that is a string'),
         ({"prompt": [USER], "chosen": [{"content": "a"}], "rejected": [NO]}, r'chosen\[0\]: expected an object with a'),
         ({"prompt": [USER], "chosen": [YES], "rejected": [NO], "tools": [{}]}, "cannot render .*: no tools"),
         ({"prompt": [USER], "chosen": [YES], "rejected": [NO], "tools": 1}, "tools: expected a list of objects"),
@@ -149,7 +156,7 @@ def test_line_is_named(tmp_path: Path) -> None:
 def test_other_corpora_are_refused(tmp_path: Path) -> None:
     """Pairs where texts are expected, and the other way round."""
     corpus = make(write(tmp_path / "a.jsonl", LINES), tmp_path, examples="preferences")
-    with pytest.raises(UserError, match=r"holds 2 texts per row, but the objective reads rows of one text"):
+    with pytest.raises(UserError, match=r"holds 2 texts per row, but the objective reads rows of running text"):
         read(corpus.train_index, example=TEXT)
     texts = [{"prompt": line["prompt"], "completion": line["chosen"]} for line in LINES]
     other = make(write(tmp_path / "b.jsonl", texts), tmp_path, name="b", completions=True)
@@ -158,3 +165,62 @@ def test_other_corpora_are_refused(tmp_path: Path) -> None:
         match=r"has the shape \(4, 16\); the objective expects \(rows, 2, tokens\)",
     ):
         read(other.train_index)
+
+
+def test_published_sets(tmp_path: Path) -> None:
+    """UltraFeedback's prompt is a string beside whole conversations; HH has only what both answers begin with."""
+    reader = PreferenceReader(TEMPLATE)
+    apart = reader({"prompt": [USER], "chosen": [YES], "rejected": [NO]}, "here")
+    scores = {"score_chosen": 8.5, "score_rejected": 7.0}
+    feedback = {"prompt": "What?", "prompt_id": "7f", "chosen": [USER, YES], "rejected": [USER, NO], **scores}
+    read_feedback = reader(feedback, "here")
+    assert read_feedback.unread == ("prompt_id", "score_chosen", "score_rejected")
+    assert read_feedback._replace(unread=()) == apart._replace(
+        other_texts=tuple(text._replace(unread=read_feedback.unread) for text in apart.other_texts)
+    )
+    start = "\n\nHuman: What?\n\nAssistant:"
+    hh = reader({"chosen": f"{start} yes", "rejected": f"{start} no"}, "here")
+    assert (hh.content, hh.completions) == (f"{start} yes", ((len(start), len(start) + 4),))
+    assert hh.other_texts[0].content == f"{start} no"
+
+
+@pytest.mark.wide
+def test_shared_beginning_is_that_of_trl() -> None:
+    trl = pytest.importorskip("trl.data_utils")
+    for texts in [("a b c", "a b d"), ("ab c", "ab"), ("so so", "so so"), ("q: x", "q:  y"), ("q: x y", "q: x z")]:
+        chosen, rejected = texts
+        assert shared_text(chosen, rejected) == trl.extract_prompt({"chosen": chosen, "rejected": rejected})["prompt"]
+    for chats in [([USER, YES], [USER, NO]), ([USER, YES], [USER, YES]), ([USER, NO, OTHER, YES], [USER, NO, OTHER])]:
+        expected = trl.extract_prompt({"chosen": chats[0], "rejected": chats[1]})["prompt"]
+        assert shared_messages(*chats) == expected
+
+
+def test_calls_of_tools_in_answers() -> None:
+    """In the prompt and in both answers, as the template writes them; those that it leaves out are counted."""
+    writes = ChatTemplate(
+        "chat_template.jinja",
+        "{% for t in tools %}{{ t.name }};{% endfor %}{% for m in messages %}{{ m.role[0] + ':' }}{{ m.content or '' }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}|{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'a:' }}{% endif %}",
+        (),
+    )
+    calls = [{"role": "assistant", "tool_calls": [{"function": {"name": name}}]} for name in ("f", "g", "h")]
+    answer = {"role": "tool", "content": "5"}
+    entry: dict[str, Any] = {
+        "prompt": [USER, calls[0], answer],
+        "chosen": [calls[1], answer, YES],
+        "rejected": [calls[2]],
+    }
+    chosen = PreferenceReader(writes)({**entry, "tools": [{"name": "f"}]}, "here")
+    start = 'f;u:What?|a:{"name": "f"}|t:5|a:'
+    assert chosen.content == start + '{"name": "g"}|t:5|a:yes|' and chosen.completions is not None
+    assert chosen.completions == ((len(start), len(str(chosen.content))),) and chosen.dropped_calls == 0
+    (rejected,) = chosen.other_texts
+    assert rejected.content == start + '{"name": "h"}|'
+    rendered = pytest.importorskip("transformers.utils.chat_template_utils").render_jinja_template
+    for document, said in ((chosen, entry["chosen"]), (rejected, entry["rejected"])):
+        texts, _ = rendered([[*entry["prompt"], *said]], tools=[{"name": "f"}], chat_template=writes.text)
+        assert [document.content] == texts
+    drops = ChatTemplate("t", "{% for m in messages %}{{ m.role[0] + ':' + (m.content or '') + '|' }}{% endfor %}", ())
+    dropped = PreferenceReader(drops)({**entry, "prompt": [USER, answer]}, "here")
+    assert (dropped.dropped_calls, dropped.other_texts[0].dropped_calls) == (1, 1)

@@ -128,7 +128,7 @@ def test_what_is_wrong_is_named(tmp_path: Path):
     lines = gzip.compress(b'{"text": "a"}\n' * 1000)
     for name, data, message in [
         ("b.jsonl.zst", packed[:-3], r"b\.jsonl\.zst is truncated or damaged"),
-        ("c.jsonl.zst", b"no frame", r"c\.jsonl\.zst is truncated or damaged"),
+        ("c.jsonl.zst", b"no frame", r"c\.jsonl\.zst is not compressed with \.zst"),
         ("d.jsonl.gz", lines[:-9], r"d\.jsonl\.gz is truncated or damaged"),
         ("e.jsonl.gz", lines[:20] + b"x" + lines[21:], r"e\.jsonl\.gz is truncated or damaged"),
         ("f.txt", b"plain\n" * 9 + b"\xe9", r"f\.txt is not UTF-8"),

@@ -109,7 +109,7 @@ def test_remarks(tmp_path: Path):
         (folder / f"{number}.html").write_text(f"<p>page {number}</p>")
     options = ["--row-tokens", "16", "--directory", str(tmp_path / "corpus"), "--index-directory", str(tmp_path)]
     done = call(folder, *options)
-    assert "9 files are read with their markup (.html): trafilatura extracts the text of such pages" in done.stdout
+    assert "9 files are read with their markup (.html): trafilatura extracts the text of such files" in done.stdout
     write_lines(tmp_path / "two.jsonl", ["a", "b" * 900])
     write_lines(tmp_path / "owt.jsonl", ["a" * 900, "b"])
     texts = [call(tmp_path / name, *options).stdout for name in ("two.jsonl", "owt.jsonl")]

@@ -28,12 +28,12 @@
     return new uPlot({
       width: Math.max(plot.clientWidth, 100),
       height: plot.clientHeight,
-      padding: [8, 12, 0, 0],
+      padding: [8, 28, 0, 0],  // half of the last label
       legend: {show: false},
       scales: {x: {time: false, range: () => [first - 1, last + 2]}, y: {distr: 3, range: (u, low, high) => [lowest, (high || 1) * 1.5]}},
       axes: [
         {...axis, grid: {show: false}, label: "tokens", labelSize: 18, labelFont: axis.font, size: 34, incrs: [1, 2, 3, 4, 5].map((n) => bins * n),
-          values: (u, ticks) => ticks.map((tick) => readable(tokens(tick)))},
+          values: (u, ticks) => ticks.map((tick) => tokens(tick).toLocaleString("en"))},
         {...axis, size: 58, grid: {...grid, filter: whole}, ticks: {...grid, filter: whole}, filter: whole,
           values: (u, ticks) => ticks.map((tick) => tick && [1, 2, 5].includes(tick / 10 ** Math.floor(Math.log10(tick))) ? readable(tick) : "")},
       ],

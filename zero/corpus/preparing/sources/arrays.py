@@ -23,6 +23,8 @@ from zero.files.parsing import reading
 
 _LLM_C = 20240520, 1024  # the first integer of a file of llm.c, and the size of its header in bytes
 _LLM_C_DTYPES = {1: "<u2", 7: "<u4"}  # by the version, its second integer: GPT-2's and Llama 3's tokens
+_SEEN = 1 << 16  # bytes of a file by which tokens of 32 bits are noticed
+_FEWEST_PAIRS = 4
 _MEGATRON = b"MMIDIDX\0\0"
 _MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
@@ -36,13 +38,34 @@ class _Array(NamedTuple):
     tokens: int
 
 
-def array_units(path: str, validation_fraction: float | None) -> Iterator[Unit]:
-    """The tokens of a file; of an array without documents the last part is for validation, unless that is None."""
+TOKEN_BITS = (16, 32)  # of a token in a .bin without a header
+
+
+def array_units(path: str, validation_fraction: float | None, token_bits: int | None = None) -> Iterator[Unit]:
+    """The tokens of a file; of an array without documents the last part is for validation, unless that is None.
+
+    `token_bits` are those of each token of a .bin without a header; None: 16, as nanoGPT writes them.
+
+    Raises:
+      UserError: 16 bits are not said, and the file looks like one of 32.
+    """
     index = megatron_index(path)
     if index is not None:
         return _megatron_units(path, index)
-    array = _npy(path) if path.lower().endswith(".npy") else _bin(path)
+    array = _npy(path) if path.lower().endswith(".npy") else _bin(path, token_bits)
     return _flat_units(array, validation_fraction)
+
+
+def is_raw(path: str) -> bool:
+    """Whether a file is an array of tokens that does not say how many bits each has."""
+    if not path.lower().endswith(".bin") or megatron_index(path) is not None:
+        return False
+    with open_file(path) as file:
+        return not _is_of_llm_c(file.read(12))
+
+
+def _is_of_llm_c(head: bytes) -> bool:
+    return len(head) == 12 and struct.unpack("<i", head[:4]) == (_LLM_C[0],)
 
 
 def megatron_index(path: str) -> str | None:
@@ -58,21 +81,28 @@ def _npy(path: str) -> _Array:
         with reading(f"{path} is not a complete .npy file; copy or write it again"):
             header = npy_header(file.read(NPY_HEADER))
             count = math.prod(header.shape)
-            if header.dtype.kind not in "ui" or header.is_fortran:
-                raise ValueError(f"it holds {header.dtype}; expected integers, row after row")
+            if header.dtype.kind not in "ui":
+                raise UserError(
+                    f"{path} holds {header.dtype}; expected token ids, integers: np.save(path, ids.astype(np.uint32))"
+                )
+            if header.is_fortran and len(header.shape) > 1:
+                raise UserError(
+                    f"{path} stores its array column by column (Fortran order); expected row after row: "
+                    "np.save(path, np.ascontiguousarray(ids))"
+                )
             if size != header.offset + count * header.dtype.itemsize:
                 raise ValueError(f"it has {size} bytes, and the shape {header.shape}")
     return _Array(path, header.dtype.str, header.offset, count)
 
 
-def _bin(path: str) -> _Array:
+def _bin(path: str, token_bits: int | None) -> _Array:
     with open_file(path) as file:
         size = file.seek(0, 2)
         file.seek(0)
-        head = file.read(12)
-    magic, offset = _LLM_C
-    if len(head) == 12 and struct.unpack("<i", head[:4]) == (magic,):
-        _, version, count = struct.unpack("<3i", head)
+        head = file.read(_SEEN)
+    _, offset = _LLM_C
+    if _is_of_llm_c(head[:12]):
+        _, version, count = struct.unpack("<3i", head[:12])
         dtype = _LLM_C_DTYPES.get(version)
         if dtype is None or size != offset + count * np.dtype(dtype).itemsize:
             raise UserError(
@@ -80,12 +110,19 @@ def _bin(path: str) -> _Array:
                 "version 1 or 7, and all tokens: copy or write it again"
             )
         return _Array(path, dtype, offset, count)
-    if size % 2:
+    width = (token_bits or TOKEN_BITS[0]) // 8
+    if size % width:
         raise UserError(
-            f"{path} has {size} bytes: expected tokens of 2 bytes each, as nanoGPT writes them, or Megatron's "
-            f"{path[:-4]}.idx beside it"
+            f"{path} has {size} bytes: expected tokens of {width} bytes each, as nanoGPT writes them, or Megatron's "
+            f"{path[:-4]}.idx beside it; --token-bits sets the width"
         )
-    return _Array(path, "<u2", 0, size // 2)
+    pairs = np.frombuffer(head, "<u2", len(head) // 4 * 2).reshape(-1, 2)
+    if token_bits is None and len(pairs) >= _FEWEST_PAIRS and not pairs[:, 1].any() and pairs[:, 0].any():
+        raise UserError(
+            f"{path}: every second number of 16 bits is 0, so its tokens have 32 bits: --token-bits 32 reads them (16 "
+            "reads it as it is)"
+        )
+    return _Array(path, f"<u{width}", 0, size // width)
 
 
 def _flat_units(array: _Array, validation_fraction: float | None) -> Iterator[Unit]:

@@ -39,8 +39,8 @@ def without(
 ) -> Iterator[Unit]:
     """The same units; the documents at these places, by the number of the unit, are marked as left out."""
     for number, unit in enumerate(units):
-        of_unit = places.get(number)
-        yield Unit(unit.size, partial(_marked, unit.documents, of_unit, mark)) if of_unit else unit
+        unit_changes = places.get(number)
+        yield Unit(unit.size, partial(_marked, unit.documents, unit_changes, mark)) if unit_changes else unit
 
 
 def _marked(documents: Documents, places: frozenset[int], mark: Callable[[Document], Document]) -> Iterator[Document]:

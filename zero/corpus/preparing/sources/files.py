@@ -27,7 +27,6 @@ from zero.files import storage
 from zero.files.storage.objects import ObjectStat
 
 _OF_DATASETS = ("dataset_info.json", "state.json", "dataset_dict.json")  # beside the tables that its library saves
-_OF_DATASETS = ("dataset_info.json", "state.json", "dataset_dict.json")  # beside the tables that its library saves
 # Suffixes of text in a folder. A file with any other suffix can still be given as the source itself.
 _SUFFIXES = """
     .txt .md .rst .tex .org .py .pyi .ipynb .c .h .cc .cpp .hpp .cu .cuh .m .rs .go .java .kt .scala .swift .cs
@@ -93,7 +92,13 @@ def find_files(source: str, has_format: Callable[[str], bool], left_out: list[st
                     file.relative for file in files if not (is_readable(file.path) or _is_read_beside(file.path, paths))
                 ]
                 left_out += [name for name in others if name.rpartition("/")[2] not in _OF_DATASETS]
+            listed = [file.path for file in files]
             files = [file for file in files if is_readable(file.path)]
+            if not files and any(path.endswith(".json") for path in listed):
+                raise UserError(
+                    f"{root} holds .json files, which a folder may have for settings: pass them as a glob, "
+                    f"'{storage.join(root, '*.json')}'"
+                )
             if not files:
                 raise UserError(f"{root} holds no text files; expected some of {' '.join(sorted(suffixes))}")
         else:

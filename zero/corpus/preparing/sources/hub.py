@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from zero.base.errors import Unavailable, UserError, install_command
 from zero.corpus.preparing import documents
-from zero.corpus.preparing.documents import TRAIN, VALIDATION, Document, Reader, Unit, read_entry
+from zero.corpus.preparing.documents import TRAIN, VALIDATION, Document, Reader, Unit, as_text, read_entry
 from zero.corpus.preparing.sources.splits import official_splits
 
 
@@ -63,8 +63,8 @@ class HubDataset:
         self._parts = list(zip(rows, splits, rows.values(), strict=True))
         self.fingerprint = str(builder.hash)  # of the configuration and the revision, or the files
         # In bytes, of each file of the parts above, in their order; of all together, 0, where a file is not a shard.
-        of_splits = {name or address.split or "train": of_split for name, of_split in rows.items()}
-        self.sizes = _file_sizes(builder.config.data_files, of_splits)
+        split_rows = {name or address.split or "train": rows_of_split for name, rows_of_split in rows.items()}
+        self.sizes = _file_sizes(builder.config.data_files, split_rows)
 
     def files(self, first: int, last: int) -> HubDataset:
         """The dataset of these files, by their places in `sizes`."""
@@ -97,7 +97,7 @@ class HubDataset:
             for part, split, rows in self._parts:
                 address = f"hf:{self._name}, {part} row" if part else f"hf:{self._name}, row"
                 for number, row in enumerate(rows):
-                    yield read_entry(self._reader, row, f"{address} {number}")._replace(split=split)
+                    yield read_entry(self._reader, as_text(row), f"{address} {number}")._replace(split=split)
         except (FileNotFoundError, ValueError) as error:
             raise UserError(f"hf:{self._name} cannot be read: {_one_line(error)}") from error
         except OSError as error:

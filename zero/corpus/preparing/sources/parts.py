@@ -23,8 +23,8 @@ def pieces(files: Iterable[SourceFile], part_bytes: int, is_cut: Callable[[str],
         for number in range(count):
             start = number * file.size // count
             stop = (number + 1) * file.size // count
-            of_piece = f"{file.relative} bytes {start} to {stop}"
-            yield file._replace(relative=of_piece, size=stop - start, start=start, stop=stop)
+            piece_name = f"{file.relative} bytes {start} to {stop}"
+            yield file._replace(relative=piece_name, size=stop - start, start=start, stop=stop)
 
 
 def part_bounds(sizes: Sequence[int], part_bytes: int) -> list[tuple[int, int]]:

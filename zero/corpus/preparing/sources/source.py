@@ -16,12 +16,13 @@ from zero.base.plural import counted
 from zero.corpus.preparing import documents
 from zero.corpus.preparing.documents import TEST, TRAIN, VALIDATION, Reader, TextReader, Unit
 from zero.corpus.preparing.filters.table import NO_FILTERS, Filters
-from zero.corpus.preparing.sources.arrays import megatron_index
+from zero.corpus.preparing.sources.arrays import is_raw, megatron_index
 from zero.corpus.preparing.sources.changes import FORMS, as_duplicate, as_near_duplicate, changed, normalized, without
 from zero.corpus.preparing.sources.files import SourceFile, digest_of_contents, find_files
-from zero.corpus.preparing.sources.formats import Options, format_of
+from zero.corpus.preparing.sources.formats import LINES, Options, format_of, is_in_folders
 from zero.corpus.preparing.sources.hub import HubDataset
 from zero.corpus.preparing.sources.joined_rows import JoinedRows
+from zero.corpus.preparing.sources.markup import markup_remarks
 from zero.corpus.preparing.sources.parts import PART_BYTES, part_bounds, pieces
 from zero.corpus.preparing.sources.splits import (
     ALL,
@@ -33,8 +34,6 @@ from zero.corpus.preparing.sources.splits import (
 )
 from zero.corpus.preparing.sources.text import text_parts, whole_files
 from zero.files import storage
-
-_MARKUP = (".html", ".htm", ".xhtml")
 
 
 class Source:
@@ -52,7 +51,9 @@ class Source:
         has_lines: whether each line of a text is a document. Then all files of a folder are read.
         part_bytes: of the files of a part, about.
         filters: leave out documents of text.
+        token_bits: of each token of a .bin without a header; None: 16.
         end_of_text: divides documents in rows of token ids that another program has joined; None: is not known.
+        document_bytes: a longer document is broken.
 
     Raises:
         UserError: there is no such source, or nothing in it can be read.
@@ -70,6 +71,8 @@ class Source:
         part_bytes: int = PART_BYTES,
         filters: Filters = NO_FILTERS,
         end_of_text: int | None = None,
+        document_bytes: int = documents.DOCUMENT_BYTES,
+        token_bits: int | None = None,
     ):
         self._filters = filters
         self._name = name
@@ -90,7 +93,7 @@ class Source:
         opened = HubDataset(name.removeprefix("hf:"), entry_reader, is_official) if is_hub else None
         self._hub = opened
         left_out: list[str] = []
-        whole_files = [] if is_hub else find_files(name, lambda path: format_of(path, has_lines) is not None, left_out)
+        whole_files = [] if is_hub else find_files(name, partial(is_in_folders, has_lines=has_lines), left_out)
         if left_out and name != "stdlib":
             named = ", ".join([*left_out[:5], *(["..."] if len(left_out) > 5 else [])])
             self.remarks.append(
@@ -104,13 +107,9 @@ class Source:
         if splits is None:
             whole_files = self._without_held_out(whole_files)
         self._files = list(pieces(whole_files, part_bytes, self._is_cut))
-        marked_up = [file.path for file in whole_files if file.path.lower().endswith(_MARKUP)]
-        if marked_up:
-            are = "is read with its" if len(marked_up) == 1 else "are read with their"
-            self.remarks.append(
-                f"{counted(len(marked_up), 'file')} {are} markup ({os.path.splitext(marked_up[0])[1]}): trafilatura "
-                "extracts the text of such pages"
-            )
+        if name != "stdlib":
+            texts = [file.path for file in whole_files if format_of(file.path, has_lines) in (None, LINES)]
+            self.remarks += markup_remarks(texts)
         formats = [format_of(file.path, has_lines) for file in self._files]
         if reader is not None:
             for file, file_format in zip(self._files, formats, strict=True):
@@ -137,7 +136,7 @@ class Source:
         official = opened.splits if opened else self._split_of_file
         # Where a source has a training split and no validation, a fraction of the former is set aside.
         fraction = None if VALIDATION in official else validation_fraction
-        self._options = Options(key, entry_reader, fraction, JoinedRows(end_of_text))
+        self._options = Options(key, entry_reader, fraction, JoinedRows(end_of_text), document_bytes, token_bits)
         self.splits = len(self._sizes) if self._sizes else 1 + max([VALIDATION, *official])
         self._bounds = part_bounds(opened.sizes if opened else [file.size for file in self._files], part_bytes)
 
@@ -199,21 +198,26 @@ class Source:
             return []
         return sorted({storage.parent(file.path) for file in self._files})
 
+    @property
+    def has_raw_ids(self) -> bool:
+        """Whether a file holds ids and does not say how many bits each has."""
+        return self.has_ids and any(is_raw(file.path) for file in self._files)
+
     def _without_held_out(self, files: list[SourceFile]) -> list[SourceFile]:
         """The files, except those of a validation or test split beside others: test sets never leak into training."""
-        of_split: dict[int | None, list[SourceFile]] = {}
+        by_split: dict[int | None, list[SourceFile]] = {}
         for file in files:
             is_data = format_of(file.path) is not None or file.path.lower().endswith(".txt")
-            of_split.setdefault(split_of_data(file.relative, is_data), []).append(file)
-        held_out = {VALIDATION, TEST} & of_split.keys()
-        if not held_out or held_out == of_split.keys():
+            by_split.setdefault(split_of_data(file.relative, is_data), []).append(file)
+        held_out = {VALIDATION, TEST} & by_split.keys()
+        if not held_out or held_out == by_split.keys():
             return files
-        counts = {split: len(of_this) for split, of_this in of_split.items()}
+        counts = {split: len(split_files) for split, split_files in by_split.items()}
         self.remarks.append(
             f"{self._name} has files of {described_splits(counts, 'files')}: files of validation and test splits are "
             "skipped; --splits official uses them as splits, --splits all reads them like the others"
         )
-        return [file for split, of_this in of_split.items() if split not in held_out for file in of_this]
+        return [file for split, split_files in by_split.items() if split not in held_out for file in split_files]
 
     def _is_cut(self, path: str) -> bool:
         file_format = format_of(path, self._has_lines)
@@ -237,12 +241,13 @@ class Source:
             return self.shuffled()
         if self._hub:
             units = changed(self._hub.units(), methodcaller("_replace", source=self._name))
+            units = changed(units, partial(documents.limited, self._options.document_bytes))
         elif self.is_one_text:
             path = self._files[0].path
             units = text_parts(path, self._validation_fraction, self._sizes)
             units = changed(units, methodcaller("_replace", source=os.path.basename(path)))
         else:
-            units = self._file_units()
+            units = changed(self._file_units(), partial(documents.limited, self._options.document_bytes))
         if self._form:
             units = changed(units, partial(normalized, self._form))
         if self._filters.judges:
@@ -253,8 +258,8 @@ class Source:
         if not self._split_of_file:
             yield from self._units_of(self._files)
         for split in sorted(set(self._split_of_file)):
-            of_split = [of_file == split for of_file in self._split_of_file]
-            files = list(itertools.compress(self._files, of_split))
+            is_in_split = [file_split == split for file_split in self._split_of_file]
+            files = list(itertools.compress(self._files, is_in_split))
             if split == TRAIN and self._options.validation_fraction is not None:
                 yield from self._units_of(files)
             else:
@@ -272,7 +277,7 @@ class Source:
         for file in files:
             file_format = format_of(file.path, self._has_lines)
             if group and (file_format is not None or size >= documents.UNIT_BYTES):
-                yield _texts(group)
+                yield _texts(group, options.document_bytes)
                 group = []
                 size = 0
             if file_format is not None:
@@ -282,7 +287,7 @@ class Source:
                 group.append(file)
                 size += file.size
         if group:
-            yield _texts(group)
+            yield _texts(group, options.document_bytes)
         rest = tuple(document._replace(source=_group(files[-1])) for document in rows.close())
         if rest:
             yield Unit(0, partial(iter, rest))
@@ -298,10 +303,10 @@ def _holds_documents(file: SourceFile) -> bool:
     return file_format is None or file_format.has_documents(file.path)
 
 
-def _texts(files: list[SourceFile]) -> Unit:
-    """Files that are one document each."""
+def _texts(files: list[SourceFile], most: int) -> Unit:
+    """Files that are one document each, of at most `most` bytes."""
     paths = tuple((file.path, _group(file, is_document=True)) for file in files)
-    return Unit(sum(file.size for file in files), partial(whole_files, paths))
+    return Unit(sum(file.size for file in files), partial(whole_files, paths, most))
 
 
 def _group(file: SourceFile, is_document: bool = False) -> str:

@@ -8,7 +8,9 @@ from typing import Any, BinaryIO
 
 from zero.base.errors import UserError, install_command
 from zero.corpus.preparing import documents
-from zero.corpus.preparing.documents import Document, Reader, TextReader, Unit, read_entry
+from zero.corpus.preparing.documents import Document, Reader, TextReader, Unit, as_text, read_entry
+from zero.corpus.preparing.kinds_of_files import IS_LFS_POINTER, LFS_POINTER
+from zero.corpus.preparing.sources.compression import damage_named
 from zero.corpus.preparing.sources.files import open_file
 from zero.files.parsing import reading
 
@@ -24,22 +26,25 @@ def table_units(path: str, reader: Reader) -> Iterator[Unit]:
     batches = _parquet if path.lower().endswith(".parquet") else _arrow
     first = size = told = 0
     group: list[Any] = []
-    with open_file(path) as file:
+    with open_file(path) as file, damage_named(path):
+        if file.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise UserError(f"{path} {IS_LFS_POINTER}")
         whole = file.seek(0, 2)
         file.seek(0)
         with reading(f"{path} is not a complete Parquet or Arrow file; copy or write it again", pyarrow.ArrowException):
+            unread = _unread(file, reader) if batches is _parquet else ()
             for batch, share in batches(file, reader):
                 group.append(batch)
                 size += batch.nbytes
                 if size >= documents.UNIT_BYTES:
                     stop = round(whole * share)
-                    yield Unit(stop - told, partial(_documents, path, first, _packed(group), reader))
+                    yield Unit(stop - told, partial(_documents, path, first, _packed(group), reader, unread))
                     first = first + sum(part.num_rows for part in group)
                     group = []
                     size = 0
                     told = stop
         if group or told < whole:
-            yield Unit(whole - told, partial(_documents, path, first, _packed(group), reader))
+            yield Unit(whole - told, partial(_documents, path, first, _packed(group), reader, unread))
 
 
 def _packed(batches: list[Any]) -> bytes:
@@ -60,11 +65,26 @@ def _parquet(file: BinaryIO, reader: Reader) -> Iterator[tuple[Any, float]]:
 
     table = parquet.ParquetFile(file)
     rows = 0
-    names = [reader.key, *reader.fields] if isinstance(reader, TextReader) else []
-    columns = [name for name in names if name in table.schema_arrow.names]  # else the reader names the existing columns
+    columns = _columns(table.schema_arrow.names, reader)
     for batch in table.iter_batches(_ROWS, columns=columns or None):
         rows += batch.num_rows
         yield batch, rows / table.metadata.num_rows
+
+
+def _columns(names: list[str], reader: Reader) -> list[str]:
+    """The columns that are read alone; empty if all are, so that the reader can name them."""
+    if not isinstance(reader, TextReader) or reader.key not in names:
+        return []
+    return [name for name in (reader.key, *reader.fields) if name in names]
+
+
+def _unread(file: BinaryIO, reader: Reader) -> tuple[str, ...]:
+    """The columns of a file that are not read, and that the reader does not see."""
+    from pyarrow import parquet
+
+    names = parquet.ParquetFile(file).schema_arrow.names
+    columns = _columns(names, reader)
+    return tuple(name for name in names if columns and name not in columns)
 
 
 def _arrow(file: BinaryIO, reader: Reader) -> Iterator[tuple[Any, float]]:
@@ -83,11 +103,20 @@ def _arrow(file: BinaryIO, reader: Reader) -> Iterator[tuple[Any, float]]:
             yield batch.slice(start, _ROWS), share
 
 
-def _documents(path: str, number: int, packed: bytes, reader: Reader) -> Iterator[Document]:
+def _documents(path: str, number: int, packed: bytes, reader: Reader, unread: tuple[str, ...]) -> Iterator[Document]:
     """The rows of some batches, numbered from `first`."""
     import pyarrow
 
     for batch in pyarrow.ipc.open_stream(packed) if packed else ():
-        for row in batch.to_pylist():
-            yield read_entry(reader, row, f"{path}, row {number}")
+        for row in _rows(batch, f"{path}, row {number}"):
+            document = read_entry(reader, row, f"{path}, row {number}")
+            yield document._replace(unread=unread) if unread else document
             number += 1
+
+
+def _rows(batch: Any, name: str) -> list[dict[str, Any]]:
+    """The rows of a batch as objects: bytes of UTF-8 are text, as Spark and older tables store it."""
+    import pyarrow
+
+    with reading(f"{name} and those after it cannot be read", pyarrow.ArrowException):
+        return [as_text(row) for row in batch.to_pylist()]

@@ -31,16 +31,21 @@ _TEXT = ("txt", "text", "transcript")  # suffixes that webdataset decodes to tex
 _JSON = ("json", "jsn")
 _IDS = ("npy", "pth")
 _BLOCK = 512  # bytes, in which a tar is written
+# How webdataset takes names with further dots.
+_DOTS = (
+    "found {}, which webdataset takes for one sample, as a key ends at the first dot of a name; replace the other dots "
+    "in the names of the files"
+)
 
 
-def tar_units(path: str, reader: Reader, rows: JoinedRows) -> Iterator[Unit]:
+def tar_units(path: str, reader: Reader, rows: JoinedRows, most: int) -> Iterator[Unit]:
     """The samples of a tar in units of about `UNIT_BYTES` of their contents.
 
     Token ids become documents through `rows`, which keeps a document that continues in the next tar.
     """
     group: list[Document] = []
     size = told = 0
-    with _samples(path) as (samples, file):
+    with _samples(path, most) as (samples, file):
         for sample in samples:
             member = _ids_member(sample)
             name = f"{path}, sample {sample['__key__']}"
@@ -68,10 +73,10 @@ def holds_ids(path: str) -> bool:
 
 
 @contextmanager
-def _samples(path: str) -> Iterator[tuple[Iterator[dict[str, Any]], BinaryIO]]:
+def _samples(path: str, most: int = documents.DOCUMENT_BYTES) -> Iterator[tuple[Iterator[dict[str, Any]], BinaryIO]]:
     """The samples of a tar, and the file that they are read from."""
     with open_file(path) as file, damage_named(path):
-        yield _grouped(path, WholeTar(decompressed(file, path), path)), file
+        yield _grouped(path, WholeTar(decompressed(file, path), path, most)), file
 
 
 def _grouped(path: str, tar: WholeTar) -> Iterator[dict[str, Any]]:
@@ -86,6 +91,9 @@ def _grouped(path: str, tar: WholeTar) -> Iterator[dict[str, Any]]:
         if isinstance(error, UserError):
             raise UserError(str(error.args[0])) from error
         problem = tar.problem or str(error.args[0] if error.args else type(error).__name__)
+        if "duplicate file name" in problem:
+            member = problem.partition(": duplicate")[0]
+            raise UserError(f"{path}: {member} is there twice; expected each file once, in capitals or not") from error
         raise UserError(f"{path} is truncated or damaged: {problem}; copy it again") from error
 
 
@@ -94,9 +102,10 @@ class WholeTar(io.RawIOBase):
 
     problem: str | None = None
 
-    def __init__(self, file: BinaryIO, path: str):
+    def __init__(self, file: BinaryIO, path: str, most: int):
         self._file = file
         self._path = path
+        self._most = most
         self._skip = 0  # bytes to the next header
         self._header = b""
         self._is_ended = False
@@ -138,6 +147,10 @@ class WholeTar(io.RawIOBase):
                 self._fail(error)
             if size is not None:
                 check_kind(self._path, self._header)
+                if size > self._most:  # webdataset reads it whole
+                    raise UserError(
+                        f"{self._path}: a file of {size} bytes is longer than --document-bytes {self._most}"
+                    )
             self._header = b""
             self._is_ended = size is None
             if size is not None:
@@ -186,6 +199,8 @@ def _document(name: str, sample: dict[str, Any], reader: Reader) -> Document:
             continue
         # A sample of several texts has one with no other name.
         member = min(members, key=len)
+        if len(members) > 1 and "." in member.removesuffix(".gz"):
+            return broken(name, f"{name}: {_DOTS.format(', '.join(sorted(members)))}", ", ".join(members))
         if kinds is _TEXT:
             return decoded(_decoded(member, sample[member], ()), name)
         try:
@@ -194,18 +209,21 @@ def _document(name: str, sample: dict[str, Any], reader: Reader) -> Document:
         except UserError as error:
             return broken(name, str(error), sample[member].decode("utf-8", "replace"))
         return read_entry(reader, entry, name)
-    members_found = ", ".join(sorted(key for key in sample if not key.startswith("__")))
-    return broken(name, f"{name}: expected a member .txt, .json, .npy or .pth; found {members_found}", members_found)
+    members = sorted(key for key in sample if not key.startswith("__"))
+    problem = f"expected a member .txt, .json, .npy or .pth; found {', '.join(members)}"
+    if len(_suffixes(sample, _IDS)) > 1:
+        problem = _DOTS.format(", ".join(members))
+    return broken(name, f"{name}: {problem}", ", ".join(members))
 
 
 def _decoded(suffix: str, data: bytes, kinds: tuple[str, ...]) -> Any:
     """A member as webdataset decodes it, of these kinds; of others its bytes. Its pickles are never read."""
     from webdataset import autodecode
 
-    def of_kind(key: str, data: bytes) -> Any:
+    def decoded_entry(key: str, data: bytes) -> Any:
         kind = key.rpartition(".")[2]
         if kind not in kinds:
             return None
         return autodecode.decoders[kind](data)
 
-    return autodecode.Decoder([of_kind], post=[]).decode1(suffix, data)
+    return autodecode.Decoder([decoded_entry], post=[]).decode1(suffix, data)

@@ -11,27 +11,31 @@ from typing import BinaryIO
 
 from zero.base.errors import UserError
 from zero.corpus.preparing import documents
-from zero.corpus.preparing.documents import Document, Unit, decoded, what_it_is
+from zero.corpus.preparing.documents import NOT_UTF8, Document, Unit, broken, decoded, too_long
+from zero.corpus.preparing.kinds_of_files import HEAD_BYTES, what_it_is
 from zero.corpus.preparing.sources.files import open_file
 
 
-def whole_files(paths: Iterable[tuple[str, str]]) -> Iterator[Document]:
-    """Files with one document each: their paths, and the names they are counted under."""
+def whole_files(paths: Iterable[tuple[str, str]], most: int) -> Iterator[Document]:
+    """Files with one document each, of at most `most` bytes: their paths, and the names they are counted under."""
     for path, source in paths:
         with open_file(path) as file:
-            data = file.read()
-        yield decoded(data, path, source)
+            data = file.read(most + 1)
+        kind = what_it_is(data[:HEAD_BYTES], path)
+        if kind is not None:
+            yield broken(path, f"{path} {kind}", data.decode("utf-8", "replace"), source)
+        elif len(data) > most:
+            yield too_long(path, data.decode("utf-8", "replace"), most, source)
+        else:
+            yield decoded(data, path, source)
 
 
-def _text_part(path: str, head: bytes, text: bytes, split: int, begins: bool, ends: bool) -> Iterator[Document]:
-    """Some lines of a single text, which makes one document for training and one for validation.
-
-    `head` has the first bytes of the whole text.
-    """
+def _text_part(path: str, text: bytes, split: int, begins: bool, ends: bool) -> Iterator[Document]:
+    """Some lines of a single text, which makes one document for training and one for validation."""
     try:
         yield Document(text.decode("utf-8"), split, ends, begins=begins)
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} {what_it_is(head, path)}") from error
+        raise UserError(f"{path} {NOT_UTF8}") from error
 
 
 def text_parts(path: str, validation_fraction: float, sizes: Sequence[int] | None = None) -> Iterator[Unit]:
@@ -41,7 +45,9 @@ def text_parts(path: str, validation_fraction: float, sizes: Sequence[int] | Non
     validation, from the beginning of a line.
     """
     with open_file(path) as file:
-        head = file.read(4)
+        head = file.read(HEAD_BYTES)
+        if (kind := what_it_is(head, path)) is not None:
+            raise UserError(f"{path} {kind}")
         start = len(codecs.BOM_UTF8) if head.startswith(codecs.BOM_UTF8) else 0
         end = file.seek(0, os.SEEK_END)
         if sizes is None:
@@ -65,7 +71,7 @@ def text_parts(path: str, validation_fraction: float, sizes: Sequence[int] | Non
                 begins = position == first
                 position += len(text)
                 file.seek(position)
-                yield Unit(len(text), partial(_text_part, path, head, text, split, begins, position == stop))
+                yield Unit(len(text), partial(_text_part, path, text, split, begins, position == stop))
 
 
 def _character(file: BinaryIO, position: int) -> int:
