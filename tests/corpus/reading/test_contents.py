@@ -159,7 +159,7 @@ def test_stores_that_state_no_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
         url = f"{place}/shard.tar"
         monkeypatch.setattr(contents_module, "recorded_checksums", lambda directory: lambda name: None)
         stats = {} if version is None else {url: ObjectStat(9, version, None)}
-        monkeypatch.setattr(storage, "list_stats", lambda directory: stats)
+        monkeypatch.setattr(storage, "list_stats", lambda directory, is_deep: stats)
         return contents_of([(Shard(url, 3), 3)])
 
     before, replaced, copy = (contents_at(*one) for one in (("az://c/a", "1"), ("az://c/a", "2"), ("az://c/b", "3")))

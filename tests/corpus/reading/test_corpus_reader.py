@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.helpers.shards import loader, npy, write_corpus, write_tar
+from tests.helpers.shards import Unsliced, loader, npy, write_corpus, write_tar
 from zero.base.errors import UserError
 from zero.corpus.format.shards import BadData
 
@@ -192,3 +192,11 @@ def test_shard_contradicts_the_index(tmp_path: Path):
         index.write_text(f"shard-0.tar # {said} rows\n")
         with pytest.raises(UserError, match=rf"shard-0\.tar holds 9 rows, but the index file records {said}"):
             list(loader(index, max_epochs=1).batches())
+
+
+def test_rows_before_a_shard_are_added_up_once(tmp_path: Path):
+    """Not once for each range that is read: a corpus of a million shards would take the square."""
+    data = loader(write_corpus(tmp_path, [9] * 20), max_epochs=1)
+    order = data.corpora[0].order
+    object.__setattr__(order, "rows", Unsliced(order.rows))
+    assert sorted(np.concatenate([batch.tokens[:, 0] for batch in data.batches()]).tolist()) == list(range(180))

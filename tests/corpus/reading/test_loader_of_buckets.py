@@ -1,5 +1,10 @@
 """Shards in a bucket: the same batches as from disk, whatever the network does, on any number of hosts."""
 
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -9,13 +14,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.helpers import bucket, s3
+from tests.helpers import bucket, hub, s3
 from tests.helpers.shards import loader, tokens_of, write_corpus
 from zero.base.errors import UserError
 from zero.corpus.format.index_files import read_index
+from zero.corpus.format.one_host import OnOneHost
 from zero.corpus.format.shards import count_rows
 from zero.files import storage
-from zero.files.storage import files
+from zero.files.storage import files, fsspec_store, gcs
 
 USE = {"gs": bucket.use, "s3": s3.use}
 
@@ -28,6 +34,46 @@ def test_a_bucket_gives_the_same_batches(server: str, bucket_corpus, monkeypatch
     assert tokens_of(loader(there, max_epochs=2)) == tokens_of(loader(here, max_epochs=2))
     cursor = next(loader(here).batches()).cursor  # a corpus that moved to a bucket is the same corpus
     assert next(loader(there).batches(cursor)).cursor["batches"] == 2
+
+
+READ = """
+import json, sys
+from tests.helpers.shards import loader
+
+for batch in loader(sys.argv[1], max_epochs=1).batches():
+    print(json.dumps([batch.cursor, batch.tokens.tolist()]), flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_a_corpus_on_the_hub_is_read_again_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards of hf:// give the batches of the disk; what follows a killed process follows its last batch."""
+    pytest.importorskip("huggingface_hub")
+    here = write_corpus(tmp_path / "someone" / "corpus" / "main", [12, 9, 15])
+    expected = tokens_of(loader(here, max_epochs=1))
+    there = "hf://someone/corpus/it.index"
+    with hub.serve(tmp_path) as served:
+        hub.point_to(served, tmp_path / "cache", monkeypatch)
+        fsspec_store.file_system.cache_clear()
+        places = {"HF_ENDPOINT": served.url, "HF_HUB_OFFLINE": "0", "HF_HUB_CACHE": str(tmp_path / "cache")}
+        root = Path(__file__).parents[3]
+        with subprocess.Popen(
+            [sys.executable, "-c", READ, there],
+            cwd=root,
+            env=os.environ | places,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as reader:
+            assert reader.stdin is not None and reader.stdout is not None
+            for number in range(4):
+                cursor, tokens = json.loads(reader.stdout.readline())
+                assert tokens == expected[number]
+                reader.stdin.write("\n" if number < 3 else "")
+                reader.stdin.flush()
+            reader.kill()
+        assert tokens_of(loader(there, max_epochs=1), cursor) == expected[4:]
+        assert any(path.endswith("shard-2.tar") for path in served.requests)
 
 
 def test_faults_are_named_as_on_disk(server: str, bucket_corpus, monkeypatch: pytest.MonkeyPatch):
@@ -58,6 +104,47 @@ def test_faults_are_named_as_on_disk(server: str, bucket_corpus, monkeypatch: py
     storage.remove(f"{place}/b.tar")
     with pytest.raises(UserError, match=r"^shard gs://bucket/bad/b\.tar is missing$"):
         list(data.batches())
+
+
+def test_one_host_looks_up_for_all(server: str, bucket_corpus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """The others list nothing, and know the same; one whose index file lists other shards looks for itself."""
+    bucket.use(monkeypatch, server)
+    requests: list[str] = []
+
+    def count(name: str) -> None:
+        asked = getattr(gcs, name)
+
+        def counted(*arguments: Any) -> Any:
+            requests.append(name)
+            return asked(*arguments)
+
+        monkeypatch.setattr(gcs, name, counted)
+
+    count("list_stats")
+    count("stat")
+    answers: dict[str, Any] = {}
+
+    def first(name: str, look: Callable[[], Any], /) -> Any:
+        answers[name] = json.loads(json.dumps(look()))
+        return answers[name]
+
+    def other(name: str, look: Callable[[], Any], /) -> Any:
+        return answers[name]
+
+    def asked_by(on_one_host: OnOneHost, index: str) -> tuple[Any, list[str]]:
+        requests.clear()
+        return loader(index, on_one_host=on_one_host, crop="all").identity, requests.copy()
+
+    index = bucket_corpus[1]
+    of_first, asked = asked_by(first, index)
+    assert asked.count("list_stats") == 2  # which shards there are, and their checksums
+    of_other, asked = asked_by(other, index)
+    assert of_other == of_first and asked == ["stat"]  # of the index file
+    lines = storage.read_bytes(index).decode().replace("..", storage.parent(storage.parent(index))).split("\n")
+    (tmp_path / "it.index").write_text("\n".join(lines[:-2]))
+    answers = {name.replace(index, str(tmp_path / "it.index")): answer for name, answer in answers.items()}
+    of_another, asked = asked_by(other, str(tmp_path / "it.index"))
+    assert of_another["contents"] != of_first["contents"] and asked.count("list_stats") == 2
 
 
 def test_failing_network_is_not_skipped(server: str, bucket_corpus, monkeypatch: pytest.MonkeyPatch):

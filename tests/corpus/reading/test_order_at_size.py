@@ -6,6 +6,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from tests.helpers.shards import Unsliced
+from zero.corpus.reading import order as order_module
 from zero.corpus.reading.order import Mixture, Order
 
 HOSTS = 2048  # with a stream each
@@ -67,3 +69,46 @@ def test_mixture_of_fifty_corpora():
     for corpus, number in zip(corpora, (0, 25, 49), strict=True):
         begun = [next(corpus.buffers(stream, 0)).ranges for stream in range(HOSTS)]  # what a host opens first
         assert times_read(corpus, list(itertools.chain.from_iterable(begun))).max() == 1, number
+
+
+def test_shards_are_ordered_once_per_epoch(monkeypatch: pytest.MonkeyPatch):
+    """All streams share the order of an epoch, and what is before a shard is added up once."""
+    ordered = []
+    drawn = order_module.permutation
+
+    def counted(n: int, *key: int) -> np.ndarray:
+        ordered.append(key)
+        return drawn(n, *key)
+
+    monkeypatch.setattr(order_module, "permutation", counted)
+    order = Order(Unsliced(random_rows(600, 0)), 8, 2, seed=3, epochs=3)
+    streams = [order.buffers(stream, 0) for stream in range(8)]
+    for buffers in itertools.zip_longest(*streams):
+        for buffer in filter(None, buffers):
+            assert all(order.first_rows[part.shard + 1] <= order.total for part in buffer.ranges)
+    assert ordered == [(3, 0), (3, 1), (3, 2)]
+
+
+@pytest.mark.parametrize("edge", [2**31, 2**32, 2**53, 2**63, 2**64])
+def test_positions_at_the_edges_of_integers(edge: int):
+    """Rows that all streams have given so far, below, at and above numbers that fixed integers or floats end at."""
+    order = Order((5, 3, 9, 2), 4, 1, seed=1, epochs=None)
+    for first in (edge // 19 * 19 - 19 * 2, edge // 19 * 19):  # whole epochs of all streams
+        for stream in range(4):
+            row = (first + stream) // 4
+            buffer = next(order.buffers(stream, row))
+            assert buffer.key[1:3] == (first // 19, stream) and buffer.skip == 0
+        of_streams = [list(itertools.islice(order.buffers(stream, (first + stream) // 4), 40)) for stream in range(4)]
+        epochs = [
+            [part for buffer in buffers if buffer.key[1] == first // 19 for part in buffer.ranges]
+            for buffers in of_streams
+        ]
+        assert (times_read(order, list(itertools.chain.from_iterable(epochs))) == 1).all()
+
+
+def test_shards_of_many_rows():
+    """A corpus of 2^53 rows in shards of 2^31 - 1, as many as a shard of a bucket may have."""
+    order = Order((2**31 - 1,) * 2**22, 16, 1, seed=None, epochs=1)
+    assert order.total == (2**31 - 1) * 2**22
+    last = next(order.buffers(15, order.total // 16 - 1)).ranges[-1]
+    assert last == (2**22 - 1, last.start, 2**31 - 1)

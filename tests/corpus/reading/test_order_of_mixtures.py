@@ -1,19 +1,23 @@
 """Mixtures: exact weights, in every batch and far into a run."""
 
+import hashlib
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterable
+from fractions import Fraction
 from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.shards import PATIENT, first_tokens, flat, loader, write_corpus
 from zero.base.errors import UserError
 from zero.corpus.reading.loader import HostBatch
+from zero.corpus.reading.order import Mixture, exact_weights
 
 BOUNDS = [0, 20_000, 40_000]
 
@@ -159,3 +163,123 @@ def test_other_changes_are_another_order(three: list[str]):
     next(loader({three[0]: [[0, 1]], three[1]: 1}).batches(plain))
     with pytest.raises(UserError, match="weights of a mixture must be positive"):
         loader({three[0]: [[0, 1], [5, 0]], three[1]: [[0, 1], [5, 0]]})
+
+
+SHARES = [0.58565179, 0.28421973, 0.13012848]  # gave 80 rows in place of 64 in versions that counted in int64 alone
+
+
+def exact_counts(weights: list[float], streams: int, stream: int, rows: list[int]) -> list[list[int]]:
+    """`Mixture.counts` at each number of rows, in fractions."""
+    shares = exact_weights(weights)
+    of_rows = []
+    for row in rows:
+        left, weight_left = row, Fraction(1)
+        counts = []
+        for share in shares[:-1]:
+            part = math.floor(left * share / weight_left + Fraction(stream, streams)) if share else 0
+            counts.append(part)
+            left -= part
+            weight_left -= share
+        of_rows.append([*counts, left])
+    return [list(of_corpus) for of_corpus in zip(*of_rows, strict=True)]
+
+
+def token_shares(numbers: list[float]) -> list[float]:
+    return [number / sum(numbers) for number in numbers]
+
+
+WEIGHTS = st.lists(st.floats(1e3, 1e6), min_size=2, max_size=50).map(token_shares) | st.lists(
+    st.just(0.0) | st.floats(1e-6, 1e18), min_size=2, max_size=50
+).filter(any)
+EDGES = [0, 2**31, 2**32, 2**53, 2**62]  # rows of a stream
+
+
+@settings(PATIENT, max_examples=100)
+@given(weights=WEIGHTS, streams=st.integers(1, 64), edge=st.sampled_from(EDGES), data=st.data())
+def test_counts_are_exact_at_any_weight(weights: list[float], streams: int, edge: int, data):
+    stream = data.draw(st.integers(0, streams - 1))
+    first = max(0, edge + data.draw(st.integers(-30, 30)))
+    count = data.draw(st.integers(0, 40))
+    counts = Mixture(exact_weights(weights), streams).counts(stream, first, count)
+    assert counts.dtype == np.int64
+    assert counts.tolist() == exact_counts(weights, streams, stream, list(range(first, first + count + 1)))
+
+
+# Digests of counts in the first version, whose checkpoints resume.
+@pytest.mark.parametrize(
+    ("weights", "streams", "digest"),
+    [
+        ([0.7, 0.3], 4, "640eeb662ae8aed4"),
+        ([0.6, 0.3, 0.1], 8, "7eb4d5ec237aaaec"),
+        ([1, 2, 3, 4, 5], 16, "9798da7ee6aa6b29"),
+        ([0.123456, 0.654321, 0.222223], 16, "527cc041d0049b08"),
+        (list(range(1, 51)), 16, "1f5e9c6851a00a0f"),
+        ([0.000001, 0.5, 0.0, 0.499999], 3, "512168d2fbdc7984"),
+        ([0.57961234, 0.42038766], 5, "d5ec2d928dc3d94f"),  # of two corpora more decimals were right as well
+        ([1234567, 7654321, 99, 1], 7, "2d892366d242e876"),
+    ],
+)
+def test_orders_that_were_right_stay(weights: list[float], streams: int, digest: str):
+    mixture = Mixture(exact_weights(weights), streams)
+    joined = hashlib.sha256()
+    for stream in (0, streams // 2, streams - 1):
+        for row, count in ((0, 400), (10**6 + 3, 200), (10**12 + 7, 200), (2**53 - 50, 100)):
+            joined.update(np.ascontiguousarray(mixture.counts(stream, row, count)).tobytes())
+    assert joined.hexdigest()[:16] == digest
+
+
+@settings(PATIENT, max_examples=4)
+@given(weights=st.lists(st.floats(0.01, 1), min_size=3, max_size=3).map(token_shares), stops=st.data())
+@example(weights=SHARES, stops=None)
+def test_batches_of_any_weight_are_full_and_resume(three: list[str], weights: list[float], stops):
+    """Killed twice and continued from the cursor, on one host and two; each batch has its rows."""
+    mixture = dict(zip(three, weights, strict=True))
+    whole = list(itertools.islice(loader(mixture, global_rows=64).batches(), 12))
+    assert {len(batch.tokens) for batch in whole} == {64}
+    shares = mixed(whole, BOUNDS).sum(0) / (64 * 12)
+    assert np.abs(shares - weights).max() < 0.02
+    cursor = None
+    done = 0
+    for hosts, end in ((1, 5 if stops is None else stops.draw(st.integers(1, 6))), (2, 9), (1, 12)):
+        parts = [loader(mixture, global_rows=64, host=host, hosts=hosts).batches(cursor) for host in range(hosts)]
+        for expected in whole[done:end]:
+            batches = [next(part) for part in parts]
+            np.testing.assert_array_equal(np.concatenate([batch.tokens for batch in batches]), expected.tokens)
+            cursor = batches[0].cursor
+        done = end
+
+
+def test_rows_of_each_batch_are_counted(three: list[str], monkeypatch: pytest.MonkeyPatch):
+    """A mixture that puts a row into two corpora ends the run, before the batch is handed out."""
+    right = Mixture.counts
+
+    def wrong(mixture: Mixture, stream: int, row: int, count: int = 0) -> np.ndarray:
+        counts = right(mixture, stream, row, count)
+        if count:
+            counts[0, -1] += 2
+        return counts
+
+    monkeypatch.setattr(Mixture, "counts", wrong)
+    with pytest.raises(RuntimeError, match="rows, expected 64: the order of the corpora"):
+        next(loader(dict(zip(three, SHARES, strict=True)), global_rows=64).batches())
+
+
+def test_positions_of_wrong_batches_are_named(three: list[str], caplog: pytest.LogCaptureFixture):
+    """A cursor of a version whose counts overflowed continues, with a warning, once; others do so without one."""
+    for weights, is_named in ((SHARES, True), ([0.579612, 0.312312, 0.108076], False)):
+        data = loader(dict(zip(three, weights, strict=True)), global_rows=64)
+        cursor = list(itertools.islice(data.batches(), 3))[-1].cursor
+        before = {key: value for key, value in cursor.items() if key != "rows_of_corpora_are_exact"}
+        assert (before != cursor) == is_named
+        caplog.clear()
+        after = next(data.batches(before)).cursor
+        assert ("among the 3 batches before it, some may have more rows" in caplog.text) == is_named
+        caplog.clear()
+        next(data.batches(after))
+        assert not caplog.text
+
+
+def test_weights_that_would_be_rounded_to_nothing(three: list[str]):
+    with pytest.raises(UserError, match="expected 0, or at least 1e-06, not 3e-07"):
+        loader(dict(zip(three, (0.5, 0.4999997, 3e-7), strict=True)))
+    loader(dict(zip(three, (500, 499.9997, 3e-4), strict=True)))

@@ -46,10 +46,10 @@ class BatchSchedule:
         """The first step of the batch with this row: the largest step with at most `row` rows before its batch."""
         first = 0
         for steps, rows in self.stages:
-            of_stage = steps // self.steps_per_batch * rows
-            if row < of_stage:
+            stage_rows = steps // self.steps_per_batch * rows
+            if row < stage_rows:
                 return first + row // rows * self.steps_per_batch
-            row -= of_stage
+            row -= stage_rows
             first += steps
         return first + row // self.rows * self.steps_per_batch
 

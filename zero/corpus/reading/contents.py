@@ -156,7 +156,7 @@ def _facts_of_objects(directory: str, paths: list[str]) -> dict[str, Facts]:
     if not paths:
         return {}
     try:
-        stats = storage.list_stats(directory)
+        stats = storage.list_stats(directory, is_deep=False)
     except storage.AccessDenied as error:
         _log.warning("the contents of the shards are not compared with the contents at the start of the run: %s", error)
         stats = {}

@@ -23,6 +23,7 @@ from zero.base.errors import UserError
 from zero.corpus.format.crop import Crop, Draw
 from zero.corpus.format.index_files import Shard
 from zero.corpus.format.memory import Memory, ReadBuffer, reused
+from zero.corpus.format.row_blocks import RowValues
 from zero.corpus.format.shards import (
     BadData,
     Decoded,
@@ -57,12 +58,12 @@ class CorpusReader:
     cache: ShardCache | None
     read_buffer: ReadBuffer
     checksums: ShardChecksums
-    columns: Mapping[str, np.ndarray] = field(default_factory=dict)  # (rows, ...), of the shards' rows in order
+    columns: Mapping[str, RowValues] = field(default_factory=dict)  # (rows, ...), of the shards' rows in order
     _unchecked: threading.Lock = field(default_factory=threading.Lock)  # taken by the first sample with tokens
 
     @property
     def rows(self) -> int:
-        return sum(self.order.rows)
+        return self.order.total
 
     @property
     def is_remote(self) -> bool:
@@ -85,7 +86,7 @@ class CorpusReader:
             slots_of_part, slots = np.split(slots, [part.stop - part.start])
             for problem in self._fill(part, buffer.key, slots_of_part, rows):
                 _log.warning("skipped: %s", problem)
-            before = sum(self.order.rows[: part.shard])
+            before = int(self.order.first_rows[part.shard])
             for name, column in self.columns.items():
                 rows.extra[name][slots_of_part] = column[before + part.start : before + part.stop]
         return rows.at(slice(buffer.skip, None))
@@ -134,11 +135,11 @@ class CorpusReader:
                 problems.append(str(decoded))
                 continue
             self._warn_of_discarded(shard, decoded)
-            of_part = slice(max(0, part.start - seen), max(0, part.stop - seen))
+            part_rows = slice(max(0, part.start - seen), max(0, part.stop - seen))
             seen += len(decoded.tokens)
-            if len(decoded.tokens[of_part]):
-                extra = {name: x[of_part] for name, x in decoded.extra.items()}
-                yield RowArrays(decoded.tokens[of_part], decoded.lengths[of_part], extra)
+            if len(decoded.tokens[part_rows]):
+                extra = {name: x[part_rows] for name, x in decoded.extra.items()}
+                yield RowArrays(decoded.tokens[part_rows], decoded.lengths[part_rows], extra)
             if part.stop <= seen and part.stop < total:
                 return  # the rest belongs to another stream
         if seen > total or (seen < total and not problems):

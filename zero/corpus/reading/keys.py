@@ -8,15 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero.config.constraints import INT32, INT64, SMALLEST, at_least, not_empty, one_of, zero_or_more
-from zero.config.keys import Check, Mistakes, key
+from zero.base.keys import INT32, INT64, SMALLEST, Check, Mistakes, at_least, key, not_empty, one_of, zero_or_more
 from zero.corpus.format.crop import CROPS
 from zero.corpus.format.index_files import PATHS, SETS, index_paths, is_paths, is_sets, named_sets, paths_of
 from zero.corpus.reading.order import weight_stages
 from zero.corpus.reading.synthetic import SYNTHETIC
 
 _MIXTURE = (
-    "[{index: path, weight: 0.7}, ...] of files of different names, with weights or [[0, weight], [step, weight], ...]"
+    "[{index: path, weight: 0.7}, ...], files with different names, or weight: [[0, weight], [step, weight], ...]"
 )
 
 
@@ -95,7 +94,7 @@ class SetKeys:
 
 
 @dataclass(frozen=True)
-class Keys(SetKeys):
+class RowSelectionKeys(SetKeys):
     """All keys of the rows that are read, in section `data`."""
 
     index_path_train: Any = key(
@@ -108,10 +107,10 @@ class Keys(SetKeys):
     crop: str = key(
         "first",
         one_of(*CROPS),
-        "How rows longer than max_context are read: first, their first max_context tokens; all, floor(row / "
-        "max_context) sequences of each.",
-        "random: one sequence per row and epoch, at an offset drawn from the seed, the epoch and the row; "
-        "validation then reads all.",
+        "How rows longer than max_context are read. first: only their first max_context tokens. all: cut into "
+        "sequences of max_context tokens, without the remainder.",
+        "random: one sequence per row and epoch, at an offset drawn from the seed, the epoch and the row; validation "
+        "then reads as all does.",
         fixed=True,
     )
     train_samples: int | None = key(None, at_least(1, INT64), "Rows of the training set per epoch; null: all.")
@@ -132,7 +131,7 @@ class Keys(SetKeys):
         not_empty(),
         "A local directory that caches shards read from a bucket, in at most 90 % of the disk's free space; raises an "
         "error if all shards are local; null: no cache.",
-        of_host=True,
+        per_host=True,
     )
 
     def training_index(self) -> Any:

@@ -27,6 +27,8 @@ from zero.base.errors import UserError
 from zero.corpus.format.crop import CROPS, Crop
 from zero.corpus.format.index_files import Shard, Weight, paths_of, read_index
 from zero.corpus.format.memory import ReadBuffer
+from zero.corpus.format.one_host import OnOneHost, alone, looked_up
+from zero.corpus.format.row_blocks import JoinedRows, RowValues
 from zero.corpus.format.shards import BadData, RowArrays, RowFormat, row_tokens
 from zero.corpus.reading.batch_schedule import BatchSchedule
 from zero.corpus.reading.cache import ShardCache
@@ -39,6 +41,7 @@ from zero.corpus.reading.prefetch import RowStream
 _REMOTE_THREADS = 16  # at most; they wait for the network, not for Python
 _BLOCK = 1 << 18  # tokens that are cut into batches at once: 1 MiB, which stays in a core's cache
 _OTHER_SHARDS = "the saved data cursor belongs to other shards"
+_COUNTED = "rows_of_corpora_are_exact"  # in cursors
 _log = logging.getLogger(__name__)
 
 
@@ -123,6 +126,7 @@ class Loader:
             batch. The index files must record the number of rows of each shard.
         cache: keeps shards of a bucket on this machine.
         columns: of each index file, by its name, arrays `(rows, ...)` that become entries of `Batch.extra`.
+        on_one_host: looks things up in buckets for all hosts, which then make their loaders in the same order.
 
     Raises:
         UserError: the data is wrong (file and sample are named), or a batch does not divide into its parts.
@@ -137,7 +141,8 @@ class Loader:
         *,
         skip_bad: bool = False,
         cache: ShardCache | None = None,
-        columns: Mapping[str, Mapping[str, np.ndarray]] | None = None,
+        columns: Mapping[str, Mapping[str, RowValues]] | None = None,
+        on_one_host: OnOneHost = alone,
     ):
         schedule = batching.schedule
         for global_rows in schedule.sizes:
@@ -152,10 +157,10 @@ class Loader:
         sequences: list[UsedShards] = []  # of each corpus: its shards, and how many of their sequences are used
         crops = []
         for group in groups:
-            of_indices = _used_shards(group, order.train_samples, skip_bad)
-            self._by_index += of_indices
-            shards = list(itertools.chain.from_iterable(used for _, used in of_indices))
-            crop = _crop(form.crop, shards, form.context, skip_bad)
+            shards_by_index = _used_shards(group, order.train_samples, skip_bad, on_one_host)
+            self._by_index += shards_by_index
+            shards = list(itertools.chain.from_iterable(used for _, used in shards_by_index))
+            crop = _crop(form.crop, shards, form.context, skip_bad, on_one_host)
             sequences.append([(shard, rows * crop.sequences) for shard, rows in shards])
             crops.append(crop)
         # One stream per shard to mix, so that hosts share as few shards as possible.
@@ -195,6 +200,7 @@ class Loader:
             first = schedule.rows_at(0)
             raise UserError(f"{order.max_epochs} epochs of {self.rows} rows do not fill one batch of {first}")
         self._skip_bad = skip_bad
+        self._on_one_host = on_one_host
         self._order = {
             "global_rows": schedule.rows,
             "batch_stages": [list(stage) for stage in schedule.stages],
@@ -206,11 +212,20 @@ class Loader:
         self._shards = _fingerprint(sequences, self._mixture if mixture else None)
         shares = [[first, *map(str, stage.weights)] for first, stage in self._mixture.stages]
         self._composition = {"weights": shares, "sequences_per_row": [crop.sequences for crop in crops]}
+        rows_of_stream = max(schedule.sizes) // streams
+        # Such a mixture marks its cursors, because those of earlier versions come with wrong batches.
+        self._overflowed = any(stage.overflowed_at(rows_of_stream) for _, stage in self._mixture.stages)
 
     @cached_property
     def contents(self) -> list[IndexContents]:
-        """What identifies the contents of each index file."""
-        return [IndexContents(name, *contents_of(shards)) for name, shards in self._by_index]
+        """What identifies the contents of each index file; all hosts ask for it first in the same order."""
+        return [self._contents_of(name, shards) for name, shards in self._by_index]
+
+    def _contents_of(self, name: str, shards: UsedShards) -> IndexContents:
+        paths = [shard.path for shard, _ in shards]
+        rows = [(shard.rows, used) for shard, used in shards]
+        found = looked_up(self._on_one_host, f"contents of {name}", paths, lambda: contents_of(shards), given=rows)
+        return IndexContents(name, *found)
 
     @property
     def shards(self) -> list[Shard]:
@@ -226,12 +241,15 @@ class Loader:
     @cached_property
     def identity(self) -> Cursor:
         """What the rows and their order depend on, as every cursor has it."""
-        return {
+        identity = {
             "shards": self._shards,
             **self._order,
             "contents": [list(contents) for contents in self.contents],
             "composition": self._composition,
         }
+        if self._overflowed:
+            identity[_COUNTED] = True
+        return identity
 
     def _rows_before(self, batch: int) -> int:
         """The rows of all batches before this one."""
@@ -280,6 +298,16 @@ class Loader:
             raise UserError(f"the saved data cursor belongs to other weights or crops of its index files: {changes}")
         if not is_compared and cursor["shards"] != self._shards:
             raise UserError(f"{_OTHER_SHARDS} than the index file lists now (compared by names and rows); {REMEDY}")
+        if self._overflowed and _COUNTED not in cursor:
+            _log.warning(
+                "the weights of the mixture of %s have so many decimals that the version which saved this position "
+                "exceeded 64-bit integers: among the %d batches before it, some may have more rows than asked for, and "
+                "a corpus another share than its weight. From here on all batches are right; they continue where a "
+                "right run would be, so that some rows of this epoch come again and others are left out. Only a new "
+                "run is right from its beginning",
+                ", ".join(self._names),
+                cursor["batches"],
+            )
 
     def batches(self, cursor: Cursor | None = None) -> Generator[HostBatch, None, None]:
         """Batches from the beginning, or from just after the one that `cursor` came with.
@@ -311,6 +339,11 @@ class Loader:
                     for number, stream in zip(own_streams, streams, strict=True)
                 ]
                 block = _by_batch(taken, count)
+                if block.lengths.shape[1] != len(own_streams) * part:
+                    raise RuntimeError(
+                        f"batch {done} has {block.lengths.shape[1]} rows, expected {len(own_streams) * part}: the "
+                        f"order of the corpora {self._composition['weights']} is wrong; please report these weights"
+                    )
                 if block.lengths.min() < self._width:
                     block.tokens[np.arange(self._width) >= block.lengths[..., None]] = -1
                 for batch in map(block.at, range(count)):
@@ -358,7 +391,7 @@ class Loader:
         return rows.at(np.argsort(order))
 
 
-def _by_batch(of_streams: Sequence[RowArrays], batches: int) -> RowArrays:
+def _by_batch(streams: Sequence[RowArrays], batches: int) -> RowArrays:
     """The next rows of each stream, as rows of several batches: arrays `(batches, rows of a batch, ...)`.
 
     Tokens become int32.
@@ -368,10 +401,10 @@ def _by_batch(of_streams: Sequence[RowArrays], batches: int) -> RowArrays:
         per_batch = [x.reshape(batches, -1, *x.shape[1:]) for x in arrays]
         return np.concatenate(per_batch, axis=1, dtype=dtype, casting="unsafe")
 
-    first = of_streams[0]
-    tokens = joined([rows.tokens for rows in of_streams], np.int32)
-    lengths = joined([rows.lengths for rows in of_streams], np.int32)
-    extra = {name: joined([rows.extra[name] for rows in of_streams], x.dtype) for name, x in first.extra.items()}
+    first = streams[0]
+    tokens = joined([rows.tokens for rows in streams], np.int32)
+    lengths = joined([rows.lengths for rows in streams], np.int32)
+    extra = {name: joined([rows.extra[name] for rows in streams], x.dtype) for name, x in first.extra.items()}
     return RowArrays(tokens, lengths, extra)
 
 
@@ -383,21 +416,21 @@ def check_order(cursor: Cursor, order: Cursor) -> None:
             raise UserError(f"the saved data cursor belongs to {key}={before}, not to {key}={value}")
 
 
-def _joined(columns: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+def _joined(columns: Sequence[Mapping[str, RowValues]]) -> dict[str, RowValues]:
     """The columns of a corpus, from the columns of its index files."""
-    if len(columns) == 1:  # as it is: it may be as large as a disk
-        return dict(columns[0])
     names = columns[0] if columns else {}
-    return {name: np.concatenate([of_index[name] for of_index in columns]) for name in names}
+    return {name: JoinedRows([columns_by_name[name] for columns_by_name in columns]) for name in names}
 
 
-def _used_shards(indices: list[str], train_samples: int | None, skip_bad: bool) -> list[tuple[str, UsedShards]]:
+def _used_shards(
+    indices: list[str], train_samples: int | None, skip_bad: bool, on_one_host: OnOneHost
+) -> list[tuple[str, UsedShards]]:
     """Each index file of a corpus with its shards and the rows to use of each: all, or the first `train_samples`."""
     left = math.inf if train_samples is None else train_samples
     by_index: list[tuple[str, UsedShards]] = []
     for index in indices:
         used: UsedShards = []
-        for shard in read_index(index, skip_bad):
+        for shard in read_index(index, skip_bad, on_one_host):
             rows = int(min(shard.rows, left))
             left -= rows
             if rows:
@@ -408,17 +441,24 @@ def _used_shards(indices: list[str], train_samples: int | None, skip_bad: bool) 
     return by_index
 
 
-def _crop(name: str, used: UsedShards, context: int, skip_bad: bool) -> Crop:
+def _crop(name: str, used: UsedShards, context: int, skip_bad: bool, on_one_host: OnOneHost) -> Crop:
     """The cut of a corpus; what depends on the length of its rows is known from the first one that can be read."""
     if name != "all":
         return Crop(name)
-    for shard, _ in used:
+    paths = [shard.path for shard, _ in used]
+    tokens = looked_up(on_one_host, f"data.crop={name}", paths, lambda: _row_tokens(name, paths, skip_bad))
+    return Crop.of_rows(name, tokens, context)
+
+
+def _row_tokens(crop: str, paths: Sequence[str], skip_bad: bool) -> int:
+    """The tokens of the first row that can be read."""
+    for path in paths:
         try:
-            return Crop.of_rows(name, row_tokens(shard.path), context)
+            return row_tokens(path)
         except BadData:
             if not skip_bad:
                 raise
-    raise UserError(f"data.crop={name}: none of {len(used)} shards holds a row that can be read")
+    raise UserError(f"data.crop={crop}: none of {len(paths)} shards holds a row that can be read")
 
 
 def _fingerprint(used: list[UsedShards], mixture: StagedMixture | None) -> int:

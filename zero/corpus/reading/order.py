@@ -16,14 +16,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from zero.base.errors import UserError
+from zero.base.keys import INT64
 from zero.corpus.format.index_files import Weight
+
+SMALLEST_WEIGHT = 0.000001  # of a corpus that is read
 
 
 class RowRange(NamedTuple):
@@ -32,6 +36,13 @@ class RowRange(NamedTuple):
     shard: int
     start: int
     stop: int
+
+
+class _Line(NamedTuple):
+    """The shards of an epoch in their order, and the number of rows until the end of each: int64 (shards,)."""
+
+    shards: np.ndarray
+    ends: np.ndarray
 
 
 class ShuffleBuffer(NamedTuple):
@@ -54,37 +65,65 @@ class Order:
     buffer_shards: int  # in one shuffle buffer of one stream
     seed: int | None  # None: in the order of the shards
     epochs: int | None  # None: without end
+    _newest_line: dict[int, _Line] = field(default_factory=dict, init=False, repr=False, compare=False)  # by its epoch
+
+    @property
+    def total(self) -> int:
+        """The rows of an epoch."""
+        return int(self.first_rows[-1])
+
+    @cached_property
+    def first_rows(self) -> np.ndarray:
+        """The number of rows before each shard, and before the end: int64 (shards + 1,)."""
+        return np.concatenate([[0], np.cumsum(self.rows, dtype=np.int64)])
 
     def buffers(self, stream: int, row: int) -> Iterator[ShuffleBuffer]:
         """The shuffle buffers of a stream, beginning with its `row` (rows are counted over all epochs)."""
-        total = sum(self.rows)
+        total = self.total
         streams = self.streams
         # Stream s has given (e * N + s) // S rows before epoch e; over all streams that makes e * N.
         begin = row * streams // total  # or the epoch after it
         skip = row - (begin * total + stream) // streams
         for epoch in itertools.count(begin) if self.epochs is None else range(begin, self.epochs):
-            before, after = (np.arange(streams) + e * total for e in (epoch, epoch + 1))
-            ends = np.cumsum(after // streams - before // streams)
-            first = int(ends[stream - 1]) if stream else 0
-            last = int(ends[stream])
+            first, last = (
+                self._given((epoch + 1) * total, until) - self._given(epoch * total, until)
+                for until in (stream, stream + 1)
+            )
             for number, ranges in enumerate(self._cut(epoch, first, last)):
                 rows = sum(part.stop - part.start for part in ranges)
                 if skip < rows:
                     yield ShuffleBuffer(ranges, (self.seed or 0, epoch, stream, number), skip)
                 skip = max(0, skip - rows)
 
+    def _given(self, rows: int, streams: int) -> int:
+        """How many of the first rows of all streams the first `streams` of them give: (rows + s) // S for each s."""
+        each, rest = divmod(rows, self.streams)
+        return each * streams + max(0, rest + streams - self.streams)
+
+    def _line(self, epoch: int) -> _Line:
+        """The shards of an epoch in order. It is kept for the other streams, which need it about the same time."""
+        line = self._newest_line.get(epoch)
+        if line is None:
+            count = len(self.rows)
+            shards = np.arange(count) if self.seed is None else permutation(count, self.seed, epoch)
+            line = _Line(shards, np.cumsum(np.diff(self.first_rows)[shards]))
+            self._newest_line.clear()
+            self._newest_line[epoch] = line
+        return line
+
     def _cut(self, epoch: int, first: int, last: int) -> Iterator[tuple[RowRange, ...]]:
         """Rows `first` to `last` of an epoch's line, as the row ranges of each shuffle buffer."""
-        count = len(self.rows)
-        order = np.arange(count) if self.seed is None else permutation(count, self.seed, epoch)
-        ends = np.cumsum(np.asarray(self.rows)[order])
-        ranges = []
-        for place in range(int(np.searchsorted(ends, first, "right")), int(np.searchsorted(ends, last, "left")) + 1):
-            shard = int(order[place])
-            begin = int(ends[place]) - self.rows[shard]
-            ranges.append(RowRange(shard, max(first - begin, 0), min(last - begin, self.rows[shard])))
-        for i in range(0, len(ranges), self.buffer_shards):
-            yield tuple(ranges[i : i + self.buffer_shards])
+        line = self._line(epoch)
+
+        def range_at(place: int) -> RowRange:
+            shard = int(line.shards[place])
+            begin = int(line.ends[place]) - self.rows[shard]
+            return RowRange(shard, max(first - begin, 0), min(last - begin, self.rows[shard]))
+
+        begin = int(np.searchsorted(line.ends, first, "right"))
+        places = range(begin, int(np.searchsorted(line.ends, last, "left")) + 1)
+        for i in range(0, len(places), self.buffer_shards):
+            yield tuple(map(range_at, places[i : i + self.buffer_shards]))
 
 
 @dataclass(frozen=True)
@@ -94,28 +133,51 @@ class Mixture:
     weights: tuple[Fraction, ...]  # of each corpus; they sum to 1
     streams: int
 
+    @cached_property
+    def _shares(self) -> list[Fraction]:
+        """The share of each corpus but the last in the rows that the corpora before it leave."""
+        shares = []
+        left = Fraction(1)
+        for weight in self.weights[:-1]:
+            shares.append(weight / left if weight else weight)  # nothing is left after the last one that has a weight
+            left -= weight
+        return shares
+
     def counts(self, stream: int, row: int, count: int = 0) -> np.ndarray:
         """How many of the first n rows of a stream are of each corpus, for n from row to row + count.
 
-        Shape `(corpora, 1 + count)`.
+        int64 `(corpora, 1 + count)`.
 
         The first corpus takes its share of the rows, rounded down, the second its share of the rest, and so on: no
         count ever decreases, and none drifts from its weight. Streams round at different rows, so that batches are
         mixed alike.
         """
         rows_left = row + np.arange(1 + count)
-        weight_left = Fraction(1)
         counts = []
-        for weight in self.weights[:-1]:
-            share = weight / weight_left if weight else weight  # no weight is left after the last corpus that has one
-            step = share.numerator * self.streams
-            whole = share.denominator * self.streams
-            first = int(rows_left[0])  # exact, however large: Python's integers
-            quotient, remainder = divmod(first * step + stream * share.denominator, whole)
-            counts.append(quotient + (remainder + (rows_left - first) * step) // whole)
+        for share in self._shares:
+            counts.append(self._rounded_down(share, stream, rows_left))
             rows_left = rows_left - counts[-1]
-            weight_left = weight_left - weight
         return np.stack([*counts, rows_left])
+
+    def _rounded_down(self, share: Fraction, stream: int, rows: np.ndarray) -> np.ndarray:
+        """`share * n + stream / streams`, rounded down, for each n of ascending `rows` (n,).
+
+        Shares may have hundreds of digits, so that products are Python's integers: one for each row that is taken.
+        """
+        part, whole = share.numerator * self.streams, share.denominator * self.streams
+        offset = stream * share.denominator
+        before, after = ((n * part + offset) // whole for n in (int(rows[0]), int(rows[-1])))
+        # The smallest n with `c` rows, for each number c that is reached.
+        reached = [-((offset - c * whole) // part) for c in range(before + 1, after + 1)]
+        return before + np.searchsorted(np.array(reached, np.int64), rows, "right")
+
+    def overflowed_at(self, count: int) -> bool:
+        """Whether `counts` of so many rows may have been wrong in versions that computed it in int64 alone."""
+        parts = [share.numerator * self.streams for share in self._shares]
+        wholes = [share.denominator * self.streams for share in self._shares]
+        # A larger whole was an error, so that no run has it; another one wrapped around after some rows.
+        largest = max((whole + count * part for part, whole in zip(parts, wholes, strict=True)), default=0)
+        return max(wholes, default=0) <= INT64 < largest
 
 
 @dataclass(frozen=True)
@@ -176,7 +238,22 @@ def _weight_at(curve: dict[int, float], step: int) -> float:
 
 
 def exact_weights(weights: Sequence[float]) -> tuple[Fraction, ...]:
-    """The weights, to a millionth as they are written in decimal, divided by their sum."""
+    """The weights divided by their sum, each rounded to the nearest fraction with a denominator of at most a million.
+
+    Numbers of six decimals are such fractions. Others are off by a millionth of themselves at most.
+
+    Raises:
+      UserError: no weight is positive, or one is so small that it would be rounded to nothing.
+
+    >>> exact_weights([0.5, 0.25, 0.25])
+    (Fraction(1, 2), Fraction(1, 4), Fraction(1, 4))
+    """
+    for weight in weights:
+        if 0 < weight < SMALLEST_WEIGHT:
+            raise UserError(
+                f"the weights of a mixture: expected 0, or at least {SMALLEST_WEIGHT}, not {weight}. Multiply all of "
+                "them by the same number; 0 leaves a corpus out"
+            )
     exact = [Fraction(str(weight)).limit_denominator(10**6) for weight in weights]
     if not sum(exact):
         raise UserError("the weights of a mixture must be positive, one of them at least at each step")

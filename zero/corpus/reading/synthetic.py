@@ -43,9 +43,9 @@ class SyntheticLoader:
 
     >>> def rows(batching):
     ...     return next(SyntheticLoader("synthetic", batching, 3, 9).batches()).tokens
-    >>> of_hosts = [rows(Batching(4, parts=(host,), count=2)) for host in (0, 1)]
+    >>> host_rows = [rows(Batching(4, parts=(host,), count=2)) for host in (0, 1)]
     >>> alone = rows(Batching(4))
-    >>> bool((np.concatenate(of_hosts) == alone).all()), alone.shape
+    >>> bool((np.concatenate(host_rows) == alone).all()), alone.shape
     (True, (4, 3))
     """
 
