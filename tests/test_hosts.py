@@ -61,13 +61,13 @@ def test_both_hosts_stop_together(workplace: Path, lasting: cli.Lasting) -> None
         done = hosts.finish(start_hosts(workplace, *job, "hydra.run.dir=stopped"))
     assert [one.returncode for one in done] == [75, 75], [one.stderr for one in done]
     (by_other,) = re.findall(r"stopped by another host; step (\d+) is saved", done[0].stderr)
-    (by_signal,) = re.findall(r"stopped by signal 15; step (\d+) is saved", done[1].stderr)
+    (by_signal,) = re.findall(r"stopped by SIGTERM; step (\d+) is saved", done[1].stderr)
     assert by_other == by_signal == str(saved_steps(workplace / "stopped")[-1])
     assert 7 <= int(by_other) < 12
     for one in done:  # which `verify.every` names
         (names,) = re.findall(r"^devices: (.*)", one.stderr, re.M)
         assert re.findall(r" of host (\d)", names) == ["0", "0", "1", "1"]
-    assert (workplace / "stopped" / "main_zero.1.log").read_text().count("stopped by signal 15") == 1
+    assert (workplace / "stopped" / "main_zero.1.log").read_text().count("stopped by SIGTERM") == 1
     assert (workplace / "stopped" / "main_zero.log").read_text().count("stopped by another host") == 1
 
     lasting.train("calm", *cli.TINY, *job)  # in two micro-batches, as the resumed one from now on
@@ -77,6 +77,35 @@ def test_both_hosts_stop_together(workplace: Path, lasting: cli.Lasting) -> None
     assert [line["samples_checksum"] for line in got] == [line["samples_checksum"] for line in expected]
     for key in ("train/loss", "learning_rate"):
         np.testing.assert_allclose([line[key] for line in got], [line[key] for line in expected], rtol=1e-5)
+
+
+CLOCKS_APART = """
+import sys, time
+own = time.time
+number, hour = [int(a.partition("=")[2]) for a in sys.argv if a.startswith("distributed.process_id=")][0], 3600
+time.time = lambda: own() + (number - 0.5) * hour
+"""
+SWAPPED = CLOCKS_APART.replace("(number - 0.5)", "(0.5 - number)")
+
+
+@pytest.mark.slow
+def test_clocks_an_hour_apart(workplace: Path) -> None:
+    """Hosts whose clocks differ train as others; so does a resume by a host 0 whose clock is an hour ahead."""
+    job = ("training.evaluation_frequency=4", "data.keep_checkpoints=2")
+    with cli.customized(CLOCKS_APART + STOP_ONE):
+        done = hosts.finish(start_hosts(workplace, *job, "hydra.run.dir=apart"))
+    assert [one.returncode for one in done] == [75, 75], [one.stderr for one in done]
+    for code, name, resume in ((SWAPPED, "apart", ["--resume"]), ("", "together", [])):
+        with cli.customized(code):
+            done = hosts.finish(start_hosts(workplace, *job, *resume, f"hydra.run.dir={name}"))
+        assert [one.returncode for one in done] == [0, 0], [one.stderr for one in done]
+    got, expected = (read_metrics(workplace / name / "metrics.jsonl") for name in ("apart", "together"))
+    for key in ("samples_checksum", "train/loss"):
+        assert [line[key] for line in got] == [line[key] for line in expected]
+    assert saved_steps(workplace / "apart")[-1] == saved_steps(workplace / "together")[-1]
+    times = [line["wall_time"] for line in got]
+    assert times == sorted(times) and min(line["goodput/restarts"] for line in got) >= 0
+    assert 0.9 < sum(value for key, value in got[-1].items() if key.startswith("goodput/")) < 1.1
 
 
 NAN_ON_ONE = """
@@ -283,6 +312,16 @@ def test_configurations_must_be_equal(workplace: Path) -> None:
             assert expected in lines, one.stderr
         assert not any("process_id" in line for line in lines)
     assert not (workplace / "different" / "metrics.jsonl").exists()
+
+
+def test_a_start_that_hangs_ends(forks: cli.Forks) -> None:
+    """A reader that never returns ends a run before its first step too, with the stacks."""
+    index = forks.workplace / "never.index"
+    os.mkfifo(index)
+    done = forks.run(*cli.TINY, f"data.index_path_train={index}", "distributed.start_minutes=0.1")
+    assert done.returncode == 1, done.stderr
+    assert "host 0 of 1" in done.stderr and "has made no progress for distributed.start_minutes=0.1" in done.stderr
+    assert "stacks of the threads of host 0:" in done.stderr
 
 
 @pytest.mark.slow

@@ -58,5 +58,14 @@ def test_missing_host_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_host_0_is_first(tmp_path: Path) -> None:
-    """The other host begins when host 0 has ended, and both continue when the other one has."""
+    """The other host begins when host 0 has ended, and both continue when the other one has.
+
+    What host 0 alone looks up, or fails to, both know.
+    """
     hosts.run_two(Path(__file__).with_name("two_hosts.py"), tmp_path)
+
+
+def test_sums_of_large_numbers() -> None:
+    """Sums are modulo 2^32, of numbers of any size: checksums of many rows exceed 64 bits."""
+    assert agreement._parts((2**63, 2**64 + 5, 2**80 - 1))[0].tolist() == [0, 5, 2**32 - 1]
+    assert agreement.sum_over_hosts(2**64 + 5) == [5]

@@ -2,8 +2,11 @@
 
 import subprocess
 import sys
+import time
+from itertools import count
 from pathlib import Path
 
+import psutil
 import pytest
 
 from zero.hosts import startup
@@ -40,11 +43,20 @@ def test_options_know_the_hosts_that_joined(monkeypatch: pytest.MonkeyPatch) -> 
     given: list[int] = []
     monkeypatch.setattr(startup, "processes_that_joined", lambda: 5)
     monkeypatch.setattr(startup.xla_options, "set_before_start", lambda overlap, extra, hosts: given.append(hosts))
-    monkeypatch.setattr(startup.watchdog, "start", lambda stall_minutes: None)
+    monkeypatch.setattr(startup.watchdog, "start", lambda *minutes: None)
     monkeypatch.setattr(startup, "use_cpu_devices", lambda count: None)
     monkeypatch.setattr(startup.jax.config, "update", lambda name, value: None)
-    startup.start(8, None, None, None, None, None, overlap_gathers=True)
+    startup.start(8, None, None, None, None, 30.0, None, None, overlap_gathers=True)
     assert given == [5]
+
+
+def test_later_jobs_of_a_sweep_have_an_age_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first run began with its process, which imported everything; the next one begins where the first ended."""
+    monkeypatch.setattr(startup, "_runs", count())
+    first, second = startup.begin_run(), startup.begin_run()
+    age = time.time() - psutil.Process().create_time()
+    assert time.monotonic() - first == pytest.approx(age, abs=5) and age > 1
+    assert second == pytest.approx(time.monotonic(), abs=0.5)
 
 
 LEFT = """

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from zero.base.errors import Unavailable
-from zero.hosts import watchdog
+from zero.hosts import agreement, watchdog
 
 
 class Store:
@@ -23,6 +23,7 @@ class Store:
         self.values = {f"zero/name/{other}": "name"}
         self.reports: list[str] = []  # of this host
         self.failures = 0
+        self.arrivals = 0  # of the other host
         self.beats = 0
 
     def key_value_set(self, key: str, value: str, overwrite: bool = False) -> None:
@@ -48,7 +49,8 @@ class Store:
     def report(self) -> str:
         """The newest one of the other host."""
         self.beats += 1
-        return self.of_the_other or ("1" if self.is_silent.is_set() else str(self.beats))
+        beat = 1 if self.is_silent.is_set() else self.beats
+        return self.of_the_other or f"{beat} {self.arrivals} {self.arrivals}"
 
 
 @pytest.fixture(params=[1])
@@ -187,6 +189,112 @@ def test_stalled_training_shows_stacks(monkeypatch: pytest.MonkeyPatch, caplog: 
     assert "host 0 of 1" in caplog.text and "has made no progress for distributed.stall_minutes" in caplog.text
     assert "thread MainThread" in caplog.text and "in wait_until" in caplog.text
     watching._stopped.set()
+
+
+def test_a_start_without_progress_ends(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Before the first step too, each arrival where hosts meet is progress, and a limit ends what never arrives."""
+    ended: list[int] = []
+    monkeypatch.setattr(watchdog, "HEARTBEAT_SECONDS", 0.02)
+    monkeypatch.setattr(watchdog, "exit_immediately", ended.append)
+    watching = watchdog._Watchdog(None, stall_minutes=None, start_minutes=0.5 / 60)
+    watching.start()
+    for _ in range(15):
+        time.sleep(0.1)
+        agreement.broadcast("a phase", "")
+    assert not ended
+    wait_until(lambda: ended)
+    assert ended[0] == 1 and "has made no progress for distributed.start_minutes" in caplog.text
+    assert "in wait_until" in caplog.text
+    watching._stopped.set()
+
+
+def test_a_conversation_has_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(watchdog, "HEARTBEAT_SECONDS", 0.02)
+    monkeypatch.setattr(watchdog, "exit_immediately", ended.append)
+    watching = watchdog._Watchdog(None, stall_minutes=0.1 / 60, start_minutes=0.1 / 60)
+    monkeypatch.setattr(watchdog, "_watchdog", watching)
+    watchdog.wait_without_limit()
+    watching.start()
+    time.sleep(0.5)
+    assert not ended
+    watching._stopped.set()
+
+
+@pytest.mark.parametrize("watched", [0, 1], indirect=True)
+@pytest.mark.parametrize("is_behind", [True, False])
+def test_who_has_not_arrived(
+    watched: Any, is_behind: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The host that others wait for is the one with the fewest arrivals; where it advances, the others go on."""
+    store, ended = watched
+    watching = store.watching
+    watching._minutes[watchdog._Limit.START] = 0.5 / 60
+    for _ in range(15):
+        time.sleep(0.1)
+        store.arrivals += 1
+    assert not ended
+    monkeypatch.setattr(agreement, "_arrivals", store.arrivals + is_behind)
+    wait_until(lambda: ended)
+    other = f"host {1 - watching._host} of 2 (name)"
+    stalled = "has made no progress for distributed.start_minutes"
+    if is_behind:
+        assert f"{other} {stalled}" in caplog.text and "and has not arrived where the others wait" in caplog.text
+    else:
+        own = f"host {watching._host} of 2 ({watching._names[watching._host]})"
+        assert f"{own} {stalled}" in caplog.text and "where the others" not in caplog.text
+
+
+@pytest.mark.parametrize("watched", [0], indirect=True)
+def test_a_host_that_hangs_is_told(watched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host 0 stays until that host, which sends heartbeats, has read why it ends; not so for one that is silent."""
+    store, _ = watched
+    monkeypatch.setattr(watchdog, "LEAVE_SECONDS", 3600)
+    watching = store.watching
+    leaving = threading.Thread(target=watching._leave, args=(1, f"{watchdog._STALLED} minutes", 1), daemon=True)
+    leaving.start()
+    beats = store.beats
+    wait_until(lambda: store.beats > beats + 3)
+    assert leaving.is_alive()
+    store.of_the_other = "leaving 1 1 has made no progress"
+    leaving.join(60)
+    assert not leaving.is_alive()
+    store.of_the_other = ""
+    leaving = threading.Thread(target=watching._leave, args=(1, "has sent no heartbeat", 1), daemon=True)
+    leaving.start()
+    leaving.join(60)
+    assert not leaving.is_alive()
+
+
+@pytest.mark.parametrize("watched", [0], indirect=True)
+def test_work_of_one_host_alone(
+    watched: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is progress, and no arrival by which the others would be behind."""
+    store, ended = watched
+    watching = store.watching
+    monkeypatch.setattr(agreement, "_arrivals", store.arrivals)
+    watching._minutes[watchdog._Limit.START] = 0.5 / 60
+    for _ in range(10):
+        time.sleep(0.1)
+        agreement.advance()
+    assert not ended
+    wait_until(lambda: ended)
+    assert f"host 0 of 2 ({watching._names[0]}) has made no progress" in caplog.text
+    assert "where the others" not in caplog.text
+
+
+@pytest.mark.parametrize("watched", [1], indirect=True)
+def test_reading_all_reports_is_no_progress(watched: Any) -> None:
+    """A host knows what host 0 knows; its own report, which has that too, adds nothing."""
+    watching = watched[0].watching
+    watching._stopped.set()
+    for thread in watching._threads:
+        thread.join(10)
+    watching._reports = {0: "5 3 7"}
+    known = watching._known_progress()
+    watching._reports = {0: "5 3 7", 1: "6 4 11"}
+    assert watching._known_progress() == known
 
 
 def test_lost_connection_is_said_once(watched: Any) -> None:

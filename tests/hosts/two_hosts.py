@@ -1,4 +1,4 @@
-"""One of two hosts that have host 0 do something first; test_agreement.py starts both."""
+"""One of two hosts that have host 0 do something first, or alone; test_agreement.py starts both."""
 
 import sys
 import time
@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 
 import zero
+from zero.base.errors import Unavailable
 from zero.hosts import agreement
 
 PAUSE = 1.0  # seconds, within which a host that does not wait for the other one comes too early
@@ -27,4 +28,25 @@ with agreement.host_0_first():
         time.sleep(PAUSE)
         of_host_1.touch()
 assert of_host_1.exists()
+
+called: list[int] = []
+
+
+def number_of_caller() -> list[int]:
+    called.append(number)
+    return [number]
+
+
+def fail() -> None:
+    raise Unavailable("no answer")
+
+
+assert agreement.on_host_0("number", number_of_caller) == [0]
+assert called == [0][number:]
+try:
+    agreement.on_host_0("failure", fail)
+except Unavailable as error:
+    assert str(error) == ("on host 0: " if number else "") + "no answer"
+else:
+    raise AssertionError("an error of host 0 ends no other host")
 print("done")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,12 +19,38 @@ from zero.base.errors import Unavailable, UserError, first_line
 from zero.partition.pmapped import pmap
 from zero.partition.whole_state import coordination_client
 
-JOIN_SECONDS = 300  # within which all hosts have to start
+LOOK_SECONDS = 24 * 3600  # that hosts wait for what host 0 looks up; `distributed.start_minutes` ends them before
+ANSWER_SECONDS = 300  # within which all hosts that have joined send or take a message
+_arrivals = 0  # at any of these functions, by this host
+_advances = 0  # of the work of this host alone
 _calls: Counter[str] = Counter()  # by name: the store refuses a key that it has
+
+
+def arrivals() -> int:
+    """How often this host has come where hosts meet; a host with fewer than others is the one they wait for."""
+    return _arrivals
+
+
+def arrive() -> None:
+    """Counts an arrival of this host where all hosts come equally often."""
+    global _arrivals
+    _arrivals += 1
+
+
+def advances() -> int:
+    """How often this host has called `advance`."""
+    return _advances
+
+
+def advance() -> None:
+    """Counts progress of this host in work that no other host does, such as preparing a corpus."""
+    global _advances
+    _advances += 1
 
 
 def sum_over_hosts(*numbers: int) -> list[int]:
     """Sums over hosts, modulo 2^32, by an all-reduce; all hosts call it at the same step."""
+    arrive()
     if jax.process_count() == 1:
         return [number % 2**32 for number in numbers]
     return _sum()(_parts(numbers)).tolist()
@@ -32,15 +60,46 @@ def is_host_0() -> bool:
     return jax.process_index() == 0
 
 
-def broadcast(name: str, text: str) -> str:
-    """Host 0's text, on all hosts, which call it in the same order; errors about a missing host show `name`."""
+def broadcast(name: str, text: str, seconds: int = ANSWER_SECONDS) -> str:
+    """Host 0's text, on all hosts, which call it in the same order.
+
+    Raises:
+      Unavailable: host 0 did not send it within so many seconds; the message has `name`.
+    """
+    arrive()
     if jax.process_count() == 1:
         return text
     client = coordination_client()
     key = _next_key(f"broadcast/{name}")
     if jax.process_index() == 0:
         client.key_value_set(key, text)
-    return str(client.blocking_key_value_get(key, 1000 * JOIN_SECONDS))
+    try:
+        return str(client.blocking_key_value_get(key, 1000 * seconds))
+    except jax.errors.JaxRuntimeError as error:
+        raise Unavailable(f"{name}: host 0 did not answer for {seconds} s ({first_line(error)})") from error
+
+
+def on_host_0(name: str, look: Callable[[], Any], /) -> Any:
+    """What a function returns on host 0, as JSON can hold it, on all hosts, which call it in the same order.
+
+    A thousand hosts would otherwise ask a bucket the same questions in the same second.
+
+    Raises:
+      UserError: the function raised it on host 0.
+    """
+    if jax.process_count() == 1:
+        return look()
+    answer = ""
+    if is_host_0():
+        try:
+            answer = json.dumps({"result": look()})
+        except UserError as error:
+            broadcast(name, json.dumps({"error": str(error), "may_succeed": isinstance(error, Unavailable)}))
+            raise
+    answers = json.loads(broadcast(name, answer, LOOK_SECONDS))
+    if "error" in answers:
+        raise (Unavailable if answers["may_succeed"] else UserError)(f"on host 0: {answers['error']}")
+    return answers["result"]
 
 
 def gather(name: str, text: str) -> list[str]:
@@ -49,19 +108,43 @@ def gather(name: str, text: str) -> list[str]:
     Each host asks once for all texts: one question per text would be the square of the number of hosts
     (docs/decisions/fault-tolerance.md). The store sends every text to every host, so texts should be short.
     """
+    arrive()
     if jax.process_count() == 1:
         return [text]
     client = coordination_client()
     key = _next_key(f"gather/{name}")
     client.key_value_set(f"{key}/{jax.process_index()}", text)
     try:
-        client.wait_at_barrier(key, 1000 * JOIN_SECONDS)
+        client.wait_at_barrier(key, 1000 * ANSWER_SECONDS)
     except jax.errors.JaxRuntimeError as error:
         raise Unavailable(
-            f"{name}: {_missing(key)} did not respond for {JOIN_SECONDS} s ({first_line(error)})"
+            f"{name}: {_missing(key)} did not respond for {ANSWER_SECONDS} s ({first_line(error)})"
         ) from error
     texts = dict(client.key_value_dir_get(f"{key}/"))
     return [str(texts[f"{key}/{host}"]) for host in range(jax.process_count())]
+
+
+def union(name: str, texts: Iterable[str]) -> set[str]:
+    """The texts of all hosts, each once, on all hosts, which call it in the same order.
+
+    Unlike `gather` it sends a text that many hosts have only once to each host.
+    """
+    arrive()
+    if jax.process_count() == 1:
+        return set(texts)
+    client = coordination_client()
+    key = _next_key(f"union/{name}")
+    for text in texts:
+        client.key_value_set(f"{key}/{text}", "1", allow_overwrite=True)
+    arrived = f"{key}-arrived"
+    client.key_value_set(f"{arrived}/{jax.process_index()}", "1")
+    try:
+        client.wait_at_barrier(key, 1000 * ANSWER_SECONDS)
+    except jax.errors.JaxRuntimeError as error:
+        raise Unavailable(
+            f"{name}: {_missing(arrived)} did not respond for {ANSWER_SECONDS} s ({first_line(error)})"
+        ) from error
+    return {str(found).removeprefix(f"{key}/") for found, _ in client.key_value_dir_get(f"{key}/")}
 
 
 def _missing(key: str) -> str:
@@ -141,6 +224,7 @@ class AnyHost:
 
         The first flag is also raised when jax is notified of the maintenance or preemption of a host.
         """
+        arrive()
         if jax.process_count() == 1:
             return list(flags)
         self._pending.append(_sum()(_parts(flags)))
@@ -152,7 +236,7 @@ class AnyHost:
 def _parts(numbers: tuple[int, ...] | tuple[bool, ...]) -> np.ndarray:
     """(local devices, numbers): this host's numbers on its first device, zeros on the others."""
     parts = np.zeros((jax.local_device_count(), len(numbers)), np.uint32)
-    parts[0] = np.asarray(numbers, np.uint64).astype(np.uint32)
+    parts[0] = [number % 2**32 for number in numbers]
     return parts
 
 

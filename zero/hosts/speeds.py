@@ -208,7 +208,7 @@ HOP = 1e-6  # seconds from a chip to the next one, about (jax-ml.github.io/scali
 def usable_bytes(device: Any) -> float:
     """Bytes of the memory of a device that programs may take: of a GPU what jax allocates; infinite if not known.
 
-    >>> from zero.plan.formula import gpus
+    >>> from zero.costs.formula import gpus
     >>> usable_bytes(gpus("gpu:h100x1")[0])
     60000000000.0
     """

@@ -6,6 +6,7 @@ A host is a jax process; each runs the same program and owns some of the devices
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
 import os
 import re
@@ -20,15 +21,14 @@ import jax
 import psutil
 
 from zero.base.errors import Unavailable, UserError
-from zero.config.constraints import at_least, positive
-from zero.config.keys import Check, Mistakes, key
-from zero.hosts import watchdog, xla_options
-from zero.hosts.agreement import JOIN_SECONDS
+from zero.base.keys import Check, Mistakes, at_least, key, positive
+from zero.hosts import roll_call, watchdog, xla_options
+from zero.hosts.agreement import ANSWER_SECONDS
 from zero.hosts.hardware import DEVICES, accelerator, missing_driver
 from zero.hosts.signals import SIGNALS, handled
 from zero.hosts.watchdog import SILENCE_SECONDS
 from zero.partition.virtual_devices import use_cpu_devices
-from zero.partition.whole_state import processes_that_joined
+from zero.partition.whole_state import cluster_of_processes, processes_that_joined
 
 log = logging.getLogger(__name__)
 
@@ -37,20 +37,21 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4
 _M_ARENA_MAX = -8
 _COMPILED = "/jax/core/compile/backend_compile_duration"  # an event of jax.monitoring
+_runs = itertools.count()  # of this process
 _LONG_COMPILATION = 1.0  # seconds, from which the compiler's memory is worth a pass over the heap
 
 
 @dataclass(frozen=True)
-class Keys:
+class DistributedKeys:
     """The section `distributed`."""
 
     cpu_devices: int = key(2, at_least(1), "Number of virtual devices on a machine without an accelerator.")
     coordinator_address: str | None = key(
         None,
         Check(lambda value: re.fullmatch(r".+:\d+", value) is not None, "host:port of the first process"),
-        "host:port of process 0, for clusters that jax does not recognize; null: TPU pods, Slurm, Open MPI or one "
-        "process.",
-        of_host=True,
+        "host:port of process 0, for clusters that jax does not recognize; null: a TPU pod, Slurm or Open MPI, which "
+        "jax recognizes, or a single process.",
+        per_host=True,
         anew=True,
     )
     num_processes: int | None = key(
@@ -60,7 +61,7 @@ class Keys:
         None,
         at_least(0),
         "Index of this process, from 0, if coordinator_address is given, else null.",
-        of_host=True,
+        per_host=True,
         anew=True,
     )
     compilation_cache: str | None = key(
@@ -68,7 +69,19 @@ class Keys:
         None,
         "Directory that caches compiled programs for later starts; null: no cache.",
         "JAX_COMPILATION_CACHE_DIR takes precedence. The cache is off on several hosts without accelerators.",
-        of_host=True,
+        per_host=True,
+    )
+    join_minutes: float = key(
+        30.0,
+        positive(),
+        "Minutes to wait for all hosts, while the missing ones are logged every 15 s; after that, the hosts that have "
+        "joined exit with status 1.",
+    )
+    start_minutes: float | None = key(
+        60.0,
+        positive(),
+        "Before the first step: after this many minutes in which no host makes progress in preparing, restoring or "
+        "compiling, all hosts exit as for stall_minutes; null: no limit.",
     )
     stall_minutes: float | None = key(
         60.0,
@@ -117,6 +130,8 @@ def start(
     num_processes: int | None,
     process_id: int | None,
     compilation_cache: str | None,
+    join_minutes: float,
+    start_minutes: float | None,
     stall_minutes: float | None,
     overlap_gathers: bool,
 ) -> tuple[int, int]:
@@ -145,18 +160,16 @@ def start(
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser(compilation_cache))
     if not jax.distributed.is_initialized() and (coordinator_address is not None or _jax_finds_hosts()):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        log.info(
-            "waiting for the other hosts; after %d s jax will end this process with: Terminating process because ...",
-            JOIN_SECONDS,
-        )
         try:
+            coordinator_address, num_processes, process_id = _cluster(coordinator_address, num_processes, process_id)
+            roll_call.meet(coordinator_address, num_processes, process_id, join_minutes)
             with handled(SIGNALS, signal.SIG_DFL):  # Python's would not run meanwhile, and jax sets its own
                 jax.distributed.initialize(
                     coordinator_address,
                     num_processes,
                     process_id,
                     local_device_ids=gpus_of_node(),
-                    initialization_timeout=JOIN_SECONDS,
+                    initialization_timeout=ANSWER_SECONDS,
                     heartbeat_timeout_seconds=3 * SILENCE_SECONDS,  # jax's heartbeat aborts and names no host
                     shutdown_timeout_seconds=3 * SILENCE_SECONDS,
                 )
@@ -172,8 +185,21 @@ def start(
     if jax.distributed.is_initialized() and jax.process_count() > 1 and jax.default_backend() == "cpu":
         # docs/decisions/virtual-devices.md, "Several hosts"
         jax.config.update("jax_enable_compilation_cache", False)
-    watchdog.start(stall_minutes)
+    watchdog.start(stall_minutes, start_minutes)
     return jax.process_index(), jax.process_count()
+
+
+def _cluster(address: str | None, count: int | None, number: int | None) -> tuple[str, int, int]:
+    """The address of host 0, the number of hosts, and which one this is: as given, or as jax finds them.
+
+    Raises:
+      ValueError: jax finds no cluster.
+    """
+    if address is None:
+        address, count, number = cluster_of_processes(ANSWER_SECONDS)
+    if address is None or count is None or number is None:
+        raise ValueError("jax finds no cluster")
+    return address, count, number
 
 
 def gpus_of_node() -> list[int] | None:
@@ -198,9 +224,11 @@ def _jax_finds_hosts() -> bool:
     return has_tpu or is_slurm_step or int(os.environ.get("OMPI_COMM_WORLD_SIZE", 1)) > 1
 
 
-def process_age() -> float:
-    """Seconds since this process began."""
-    return time.time() - psutil.Process().create_time()
+def begin_run() -> float:
+    """When a run began, on the monotonic clock: the first one with its process, a later job of a sweep now."""
+    is_first = next(_runs) == 0
+    age = time.time() - psutil.Process().create_time() if is_first else 0.0
+    return time.monotonic() - age
 
 
 def device_memory() -> int:

@@ -19,12 +19,13 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from typing import Any
 
 import jax
 
 from zero.base.errors import Unavailable, UserError, causes, first_line
-from zero.hosts.agreement import wait_for_all
+from zero.hosts.agreement import advances, arrivals, arrive, wait_for_all
 from zero.hosts.signals import exit_immediately, unanswered
 from zero.partition.whole_state import coordination_client, coordinator_address
 
@@ -42,8 +43,23 @@ _watchdog: _Watchdog | None = None
 
 def progress() -> None:
     """Tells the watchdog that training advances; `distributed.stall_minutes` counts from the first call on."""
+    arrive()
     if _watchdog is not None:
+        _watchdog.limit = _Limit.STALL
         _watchdog.has_progress.set()
+
+
+def wait_without_limit() -> None:
+    """Ends `distributed.start_minutes`: what follows may take any time, such as a conversation."""
+    if _watchdog is not None:
+        _watchdog.limit = None
+
+
+class _Limit(StrEnum):
+    """The key of section `distributed` that limits the minutes without progress."""
+
+    START = "start_minutes"  # until the first step
+    STALL = "stall_minutes"
 
 
 class _Watchdog:
@@ -54,16 +70,21 @@ class _Watchdog:
     Two threads, because requests to the store of a stopped host 0 never return. One iteration of the watching thread
     counts for at most three heartbeats, so that a process that was itself stopped does not report the others.
 
+    A heartbeat is three numbers: of the heartbeat, the arrivals of its host (`agreement.arrivals`), and the progress of
+    all hosts that it knows of. Progress of any host is progress, since the others may wait for it.
+
     Args:
       client: of jax's key-value store; None for a single process.
       stall_minutes: without progress, after which the stack is logged and the process ends; None: never.
+      start_minutes: the same until the first call of `progress`.
     """
 
-    def __init__(self, client: Any, stall_minutes: float | None) -> None:
+    def __init__(self, client: Any, stall_minutes: float | None, start_minutes: float | None = None) -> None:
         self._client = client
         self._host = jax.process_index()
         self._hosts = jax.process_count()
-        self._stall_minutes = stall_minutes
+        self._minutes = {_Limit.STALL: stall_minutes, _Limit.START: start_minutes}
+        self.limit: _Limit | None = _Limit.START
         self.has_progress = threading.Event()  # since the watching thread last looked
         self._stopped = threading.Event()
         self._leaving = threading.Lock()  # the lock stays with who takes it first
@@ -128,7 +149,7 @@ class _Watchdog:
         while not self._stopped.wait(HEARTBEAT_SECONDS):
             heartbeats += 1
             try:
-                self._publish(str(heartbeats))
+                self._publish(f"{heartbeats} {arrivals()} {self._known_progress()}")
                 self._reports = self._read_reports()
             except jax.errors.JaxRuntimeError as error:  # a single failed request may be a network glitch
                 self._failure = first_line(error)
@@ -139,7 +160,7 @@ class _Watchdog:
         silent = [0.0] * self._hosts  # seconds
         heard = [""] * self._hosts  # the newest reports
         unanswered_for = idle = 0.0  # seconds
-        is_training = False
+        known = 0  # progress
         turned = time.monotonic()
         while not self._stopped.wait(HEARTBEAT_SECONDS):
             turn = min(time.monotonic() - turned, 3 * HEARTBEAT_SECONDS)
@@ -160,11 +181,37 @@ class _Watchdog:
             elif unanswered_for > SILENCE_SECONDS and self._host:
                 self._end(0, f"the coordinator, has not responded for {SILENCE_SECONDS} s ({self._failure})")
             idle += turn
-            if self.has_progress.is_set():
+            before, known = known, self._known_progress()
+            if self.has_progress.is_set() or known != before:
                 self.has_progress.clear()
-                is_training, idle = True, 0.0
-            if is_training and self._stall_minutes is not None and idle > 60 * self._stall_minutes:
-                self._end(self._host, f"{_STALLED} distributed.stall_minutes={self._stall_minutes}")
+                idle = 0.0
+            minutes = None if self.limit is None else self._minutes[self.limit]
+            if minutes is not None and idle > 60 * minutes:
+                self._end_stalled(f"{_STALLED} distributed.{self.limit}={minutes}")
+
+    def _known_progress(self) -> int:
+        """Arrivals of all hosts that this one hears of, and its own work: host 0 hears all, the others host 0 alone."""
+        own = arrivals() + advances()
+        if self._host == 0:
+            return own + sum(_arrivals_in(report)[0] for report in self._reports.values())
+        return own + _arrivals_in(self._reports.get(0, ""))[1]
+
+    def _end_stalled(self, reason: str) -> None:
+        """Ends this process; names the hosts that have not arrived where others wait."""
+        reports = self._reports
+        if self._client is not None and self._host:
+            try:
+                reports = self._read("zero/heartbeat/")
+            except jax.errors.JaxRuntimeError as error:
+                log.warning("the arrivals of the hosts are not known: %s", first_line(error))
+        by_host = {host: _arrivals_in(report)[0] for host, report in reports.items() if report[:1].isdecimal()}
+        by_host[self._host] = arrivals()
+        behind = [host for host, number in sorted(by_host.items()) if number == min(by_host.values())]
+        if len(behind) == len(by_host):
+            self._end(self._host, reason)
+            return
+        others = f", nor have hosts {', '.join(map(str, behind[1:]))}" if behind[1:] else ""
+        self._end(behind[0], f"{reason}, and has not arrived where the others wait{others}")
 
     def on_abort(self) -> None:
         """Ends this process with the reason when jax aborts it because host 0, and with it the store, is gone."""
@@ -229,7 +276,9 @@ class _Watchdog:
         if not self._report_last(f"{_LEAVING} {status} {cause} {reason}") or self._host:
             return
         deadline = time.monotonic() + LEAVE_SECONDS
-        others = set(range(self._hosts)) - {self._host, cause}
+        others = set(range(self._hosts)) - {self._host}
+        if not reason.startswith(_STALLED):  # such a host lives, and logs where it hangs
+            others.discard(cause)
         while others and time.monotonic() < deadline:
             reports = self._read("zero/heartbeat/")
             others = {host for host in others if not reports.get(host, "").startswith((_LEAVING, _FINISHED))}
@@ -248,12 +297,20 @@ class _Watchdog:
         return True
 
 
-def start(stall_minutes: float | None) -> None:
+def _arrivals_in(report: str) -> tuple[int, int]:
+    """The numbers in a heartbeat: arrivals of its host, and progress that it knows of; none in a last report."""
+    numbers = report.split(" ")
+    if not numbers[0].isdecimal():
+        return 0, 0
+    return int(numbers[1]), int(numbers[2])
+
+
+def start(stall_minutes: float | None, start_minutes: float | None = None) -> None:
     """Starts watching this host and the others. Called once, when all have joined."""
     global _watchdog
     if _watchdog is not None:  # of an earlier call, whose progress nobody would tell it
         _watchdog.finish()
-    _watchdog = _Watchdog(coordination_client() if jax.process_count() > 1 else None, stall_minutes)
+    _watchdog = _Watchdog(coordination_client() if jax.process_count() > 1 else None, stall_minutes, start_minutes)
     _watchdog.start()
     if jax.process_count() > 1 and sys.platform == "linux":
         libc = ctypes.CDLL(None)
@@ -309,7 +366,7 @@ def ending_together() -> Iterator[None]:
             reason = f"ended: error: {first_line(error)}"
             if unanswered:  # a signal, when there was nothing to save yet
                 status = 128 + int(unanswered[0][0])
-                reason = f"was stopped by signal {int(unanswered[0][0])}"
+                reason = f"was stopped by {signal.Signals(unanswered[0][0]).name}"
             _watchdog.leave(reason, status)
             atexit.register(exit_immediately, status)  # runs before jax's exit handler, and after the error was printed
             if isinstance(error, Exception) and not isinstance(error, UserError):
