@@ -23,7 +23,8 @@ Every name, with an example in its own help, such as help(zero.to_host):
     Orbax on all hosts     to_global, from_global, global_shapes
     shard_map              specs
     axes and CPU devices   Axis, use_cpu_devices, in_order
-    types of results       ShardedOptimizer, ShardedState, Layout
+    before you rent        plan, topology: memory, traffic and seconds on TPUs that need not be there
+    types of results       ShardedOptimizer, ShardedState, Layout, Plan
     modules                groups: names that the trainer needs; quantized: one-byte state
 
 Stages 2 and 3 of ZeRO are placements of `gather` and `scatter_mean`:
@@ -41,9 +42,13 @@ Nothing here reads a configuration or a file. jax is imported when a name is fir
 """
 
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers; a test compares it with the tables below
+    from zero.costs.program_plan import Plan as Plan
+    from zero.costs.program_plan import plan as plan
+    from zero.costs.topology import topology as topology
     from zero.partition import groups as groups
     from zero.partition import quantized as quantized
     from zero.partition.checksums import check_replicated as check_replicated
@@ -81,6 +86,7 @@ _HOMES = {  # the module of each public name
     "Axis": "zero.partition.collectives.axis",
     "Layout": "zero.partition.layout",
     "NotElementwiseError": "zero.partition.rewrite.interpreter",
+    "Plan": "zero.costs.program_plan",
     "ShardedOptimizer": "zero.partition.sharded_optimizer",
     "ShardedState": "zero.partition.sharded_state",
     "across_shards": "zero.partition.rewrite.entry_points",
@@ -97,6 +103,7 @@ _HOMES = {  # the module of each public name
     "make_layout": "zero.partition.layout",
     "memory": "zero.partition.memory",
     "on_shards": "zero.partition.sharded_optimizer",
+    "plan": "zero.costs.program_plan",
     "scatter_mean": "zero.partition.stages",
     "scatter_sum": "zero.partition.stages",
     "shard": "zero.partition.stages",
@@ -105,9 +112,29 @@ _HOMES = {  # the module of each public name
     "to_devices": "zero.partition.train_state",
     "to_global": "zero.partition.global_arrays",
     "to_host": "zero.partition.train_state",
+    "topology": "zero.costs.topology",
     "use_cpu_devices": "zero.partition.virtual_devices",
 }
 _MODULES = {"groups": "zero.partition.groups", "quantized": "zero.partition.quantized"}
+
+
+def _imported(name: str) -> ModuleType:
+    """The module of a public name.
+
+    Raises:
+      ModuleNotFoundError: it needs a library that is not installed; for plans it names the extra that brings it.
+    """
+    try:
+        return import_module(_HOMES[name])
+    except ModuleNotFoundError as error:
+        if not _HOMES[name].startswith("zero.costs."):
+            raise
+        from zero.base.errors import install_command
+
+        remedy = install_command("plan")
+        raise ModuleNotFoundError(
+            f"zero.{name} needs {error.name}, which is missing; {remedy}", name=error.name
+        ) from error
 
 
 if not TYPE_CHECKING:  # type checkers refuse a name that is not imported above
@@ -119,7 +146,7 @@ if not TYPE_CHECKING:  # type checkers refuse a name that is not imported above
         elif name in _MODULES:
             value = import_module(_MODULES[name])
         elif name in _HOMES:
-            value = getattr(import_module(_HOMES[name]), name)
+            value = getattr(_imported(name), name)
         else:
             raise AttributeError(f"module 'zero' has no attribute {name!r}")
         globals()[name] = value

@@ -164,8 +164,8 @@ def test_schedule_free_parameters(rows: int) -> None:
     evaluate = optax.contrib.schedule_free_eval_params
     state = zero.to_devices(tx.init(params))
     refused = (
-        r"no 'b1': .* use zero.gather\(opt_state\) inside pmap and zero.to_host\(opt_state\) outside. In .slices .* "
-        "is wrong"
+        r"no 'z' that is whole: .* use zero.gather\(opt_state\) inside pmap and zero.to_host\(opt_state\) outside. In "
+        ".slices .* is wrong"
     )
     for read in (evaluate, jax.pmap(evaluate, "batch")):
         with pytest.raises(AttributeError, match=refused):

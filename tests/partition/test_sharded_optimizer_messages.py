@@ -45,6 +45,10 @@ def without_containers(state: Any) -> Any:
     return {"params": whole["params"], "opt_state": whole["opt_state"]._asdict()}
 
 
+def on_four_devices() -> Any:
+    return jax.pmap(step, "batch", devices=jax.devices()[:4])(zero.to_devices(create_state()))
+
+
 CAUSES: dict[str, Callable[[], Any]] = {
     "tuple index out of range": lambda: jax.pmap(step, "batch")(create_state()),
     "implies that array axis 0 is partitioned": lambda: update_sgd(13),
@@ -61,6 +65,7 @@ CAUSES: dict[str, Callable[[], Any]] = {
     "is not element-wise": lambda: jax.pmap(lambda p: CLIPPED.update(zero.local(p), CLIPPED.init(p), p), "batch")(
         replicate(make_params())
     ),
+    "cannot select an axis to squeeze out": on_four_devices,
     "this takes one device's slice": lambda: jax.tree.map(lambda x: x[0], zero.to_devices(create_state())),
 }
 

@@ -123,6 +123,27 @@ def test_line_searches_are_refused() -> None:
         lower(update, {"w": jnp.zeros((8, 13, 24))})
 
 
+def test_line_search_after_a_sharded_optimizer() -> None:
+    """The chain hands its function to the sharded optimizer as well, which does not call it."""
+    search = optax.scale_by_backtracking_linesearch(5)
+    plain = optax.chain(optax.scale_by_adam(), optax.scale(-1.0), search)
+    directions = zero.shard_optimizer(optax.scale_by_adam(), "batch", reduction=None)
+    tx = optax.chain(directions, optax.scale(-1.0), search)
+    params = {"w": np.linspace(-1, 1, 39, dtype=np.float32).reshape(13, 3)}
+
+    def update(tx: Any, params: Any) -> Any:
+        value, grads = jax.value_and_grad(quartic)(params)
+        return tx.update(grads, tx.init(params), params, value=value, grad=grads, value_fn=quartic)[0]
+
+    found = jax.pmap(lambda p: update(tx, p), "batch")(replicate(params))
+    expected = jax.jit(lambda p: update(plain, p))(params)
+    np.testing.assert_allclose(found["w"], np.stack([expected["w"]] * 8), rtol=1e-6)
+
+
+def quartic(params: Any) -> Any:
+    return jnp.sum(jnp.square(jnp.square(params["w"]) - 0.5))
+
+
 def test_update_shape_is_checked() -> None:
     """An update of another shape is refused.
 

@@ -1,9 +1,10 @@
 """Stages 2 and 3 through `fully_shard` against plain data parallelism: the same bits, on modules and on functions."""
 
 import re
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
+import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -396,3 +397,24 @@ def test_strict_dtype_promotion(wire_dtype: Any) -> None:
     np.testing.assert_allclose(full["w"], 1)
     np.testing.assert_allclose(np.asarray(means["w"]).reshape(-1)[: 13 * 6], 1)
     np.testing.assert_allclose(np.asarray(grads["w"]).reshape(-1)[: 13 * 6], 8)
+
+
+def test_instance_of_a_module() -> None:
+    """An instance is lifted as its class is, with its fields; bound ones and other libraries' are refused."""
+    x = make_batch(8)
+    layout = zero.make_layout(jax.eval_shape(nn.Dense(3).init, jax.random.key(0), x[0])["params"], 8)
+    of_class = zero.fully_shard(nn.Dense, layout, "batch")(3, use_bias=True, name="head")
+    of_instance = zero.fully_shard(nn.Dense(3, use_bias=True, name="head"), layout, "batch")
+    assert of_instance.name == "head"
+
+    def run(module: Any, x: jax.Array) -> Any:
+        return module.init_with_output(jax.random.key(0), x)
+
+    found, expected = (jax.pmap(partial(run, module), "batch")(x) for module in (of_instance, of_class))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    with pytest.raises(TypeError, match="this Dense is bound to its parameters already"):
+        zero.fully_shard(nn.Dense(3).bind({"params": {}}), layout, "batch")
+    with pytest.raises(TypeError, match=r"a Linear of equinox: pass params, static = eqx.partition\(model"):
+        zero.fully_shard(eqx.nn.Linear(5, 3, key=jax.random.key(0)), layout, "batch")
+    with pytest.raises(TypeError, match=r"flax.linen modules and functions of parameters, got the class dict"):
+        zero.fully_shard(dict, layout, "batch")

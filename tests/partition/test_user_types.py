@@ -11,6 +11,7 @@ REPOSITORY = Path(__file__).parents[2]
 PROGRAM = """
 from typing import Any
 
+import flax.linen as nn
 import jax
 import optax
 import zero
@@ -23,9 +24,20 @@ def step(params: dict[str, jax.Array], opt_state: zero.ShardedState, loss: jax.A
     grads = zero.local(params)
     updates, opt_state = tx.update(grads, opt_state, params, value=loss)
     tx.update(grads, opt_state, parameters=params)  # error: arg-type
-    tx.update(grads, opt_state, params, value_fn=lambda p: loss)  # error: arg-type
+    tx.update(grads, opt_state, params, value_fn=lambda p: loss)
+    tx.update(grads, opt_state, params, value="loss")  # error: arg-type
     tx.update(grads)  # error: call-arg
     return updates, opt_state
+
+
+def read(opt_state: zero.ShardedState) -> jax.Array:
+    count: jax.Array = opt_state[0].count
+    return count
+
+
+def build(axis: zero.Axis) -> tuple[type[nn.Dense], nn.Dense]:
+    zero.fully_shard("dense", layout, axis)  # error: type-var
+    return zero.fully_shard(nn.Dense, layout, axis), zero.fully_shard(nn.Dense(3), layout, axis)
 
 
 def save(state: Any) -> Any:

@@ -206,8 +206,8 @@ def _checksum_program(
         with jax.named_scope("zero_checksums"):
             pairs = [_checksum(x, leaf, axis, first) for leaf, x in zip(leaves, shards, strict=True)]
             mine, not_finite = (jnp.stack(values) for values in zip(*pairs, strict=True))
-            of_copy = lax.psum(mine, axis.name, axis_index_groups=axis.groups(axis.shards))
-            sums = jnp.where(np.asarray([bool(leaf.splits) for leaf in leaves]), of_copy, mine)
+            copy_sums = lax.psum(mine, axis.name, axis_index_groups=axis.groups(axis.shards))
+            sums = jnp.where(np.asarray([bool(leaf.splits) for leaf in leaves]), copy_sums, mine)
             largest, complement, not_finite = lax.pmax(jnp.stack([sums, ~sums, not_finite]), axis.name)
         return jnp.stack([largest, ~complement, not_finite])
 

@@ -134,6 +134,8 @@ def from_global(
                 f"{list(leaf.padded_shape)} with padding, got {x.dtype.name}{list(x.shape)}"
             )
         sharding = _sharding(leaf, mesh, name)
+        if isinstance(x, np.ndarray):
+            x = x.copy()  # on CPU an array of jax would share the memory, and change with the caller's array
         if x.shape == leaf.padded_shape:
             return jax.device_put(x, sharding)
         return _resized(x, leaf, sharding)
@@ -145,7 +147,7 @@ def from_global(
     local = [device for device in ordered if device.process_index == jax.process_index()]
     # Exactly the sharding of pmap results: with any other name the consuming program would be compiled again.
     stacked = NamedSharding(Mesh(np.asarray(local), (on.name,)), PartitionSpec(on.name))
-    # Placed arrays may share buffers with the caller's jax.Array, but not with a numpy array, which XLA copies.
+    # Placed arrays may share buffers with the caller's jax.Array, but not with a numpy array, which is copied.
     may_donate = [donate or not isinstance(x, jax.Array) for x in layout.treedef.flatten_up_to(tree)]
     shards = _reshape_shards(_add_first, placed, may_donate)
     return layout.treedef.unflatten(

@@ -14,14 +14,14 @@ def evaluate(
     closed: ClosedJaxpr,
     args: Sequence[_Operand],
     apply: Callable[[JaxprEqn, list[_Operand]], Sequence[_Operand]],
-    of_constant: Callable[[Any], _Operand] = lambda x: x,
+    constant_operand: Callable[[Any], _Operand] = lambda x: x,
 ) -> list[_Operand]:
     """The results of a traced function.
 
     Args:
       args: its inputs, arrays or stand-ins for them.
       apply: returns the results of an operation on its operands.
-      of_constant: returns the operand for an array that the function closes over.
+      constant_operand: returns the operand for an array that the function closes over.
 
     >>> import jax
     >>> closed = jax.make_jaxpr(lambda x: 2 * x + 1)(3.0)
@@ -35,10 +35,10 @@ def evaluate(
     """
     jaxpr = closed.jaxpr
     values = dict(zip(jaxpr.invars, args, strict=True))
-    values.update(zip(jaxpr.constvars, map(of_constant, closed.consts), strict=True))
+    values.update(zip(jaxpr.constvars, map(constant_operand, closed.consts), strict=True))
 
     def read(atom: Any) -> _Operand:
-        return of_constant(atom.val) if isinstance(atom, Literal) else values[atom]
+        return constant_operand(atom.val) if isinstance(atom, Literal) else values[atom]
 
     for eqn in jaxpr.eqns:
         results = apply(eqn, [read(atom) for atom in eqn.invars])

@@ -240,6 +240,22 @@ class Layout:
         leaves, treedef = jax.tree.flatten({name: tree[name] for name in names})
         return Layout(treedef, tuple(leaves), self.shards)
 
+    def without(self, names: Iterable[str]) -> Layout:
+        """The layout of nested dicts without the leaves of these names, and without what they leave empty."""
+        left_out = {*names}
+        if not left_out:
+            return self
+        tree: dict[str, Any] = {}
+        for leaf in self.leaves:
+            if leaf.name in left_out:
+                continue
+            within = tree
+            for part in leaf.path[:-1]:
+                within = within.setdefault(part, {})
+            within[leaf.path[-1]] = leaf
+        leaves, treedef = jax.tree.flatten(tree)
+        return Layout(treedef, tuple(leaves), self.shards)
+
     def whole(self) -> Layout:
         """The layout of stage 0: every leaf whole on every device, except leaves that tensor groups cut."""
         return dataclasses.replace(self, leaves=tuple(map(_unsplit, self.leaves)))

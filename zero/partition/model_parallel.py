@@ -136,7 +136,7 @@ class ModelParallel(Protocol):
         """The swap for these numbers of query and key heads; None if positions are not swapped for heads."""
         return None
 
-    def counted_once(self, x_BT: jax.Array) -> jax.Array:
+    def zero_if_duplicate(self, x_BT: jax.Array) -> jax.Array:
         """Zeros except in this device's share of the positions that the group has in common.
 
         A psum then counts each position once.
@@ -148,7 +148,7 @@ class HeadParallel(Protocol):
     """Around attention, devices exchange their positions of all heads for all positions of some heads."""
 
     @property
-    def cut(self) -> ModelParallel:
+    def row_group(self) -> ModelParallel:
         """The group inside attention, with this device's heads."""
 
     def to_heads(self, x_BTHK: jax.Array) -> jax.Array:

@@ -185,4 +185,6 @@ def write(whole: Any, leaf: MeshLeaf, mesh: Mesh) -> jax.Array:
         placed = jax.make_array_from_callback(data.shape, sharding, data.__getitem__)
         return jax.random.wrap_key_data(placed, impl=jax.random.key_impl(whole))
     padded = leaf.padded(whole)
+    if padded is whole:
+        padded = np.array(whole)  # on CPU an array of jax would share the memory, and change with the caller's array
     return jax.make_array_from_callback(padded.shape, sharding, padded.__getitem__)

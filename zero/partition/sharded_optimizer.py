@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, NoReturn, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from zero.partition.collectives.arrays import fill_padding
 from zero.partition.collectives.axis import Axis, AxisLike, as_axis, check_untracked
-from zero.partition.layout import Layout, LeafLayout, PyTree, Split, derive_layout, make_layout, match_layout
+from zero.partition.layout import Layout, LeafLayout, PyTree, Split, derive_layout, make_layout, match_layout, path_of
 from zero.partition.local_gradients import arrays_of
 from zero.partition.rewrite.entry_points import run_on_shards, with_extra_args
 from zero.partition.rewrite.interpreter import NotElementwiseError
@@ -130,6 +130,20 @@ def on_shards(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def _never_called(name: str) -> Callable[..., NoReturn]:
+    """Stands for a function among the extra arguments: a chain hands it to all of its transforms, used or not."""
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise NotElementwiseError(
+            f"{name} is a function of whole parameters, which no device has: {_LINE_SEARCH}. Put a line search after "
+            "the sharded optimizer, where updates are whole: optax.chain(zero.shard_optimizer(..., reduction=None), "
+            "optax.scale_by_backtracking_linesearch(...)); use other such optimizers without zero.shard_optimizer, on "
+            "reduced gradients"
+        )
+
+    return refuse
+
+
 def _init(inner: optax.GradientTransformation, layout: Layout, axis: Axis, params: PyTree) -> PyTree:
     return run_on_shards(inner.init, axis, [(params, layout)], lambda _: derive_layout(inner.init, layout).leaves)
 
@@ -143,12 +157,7 @@ def _update(
     extra: dict[str, Any],
 ) -> tuple[PyTree, PyTree]:
     """New updates and state. The parameters may be None, their layout may not."""
-    for name, value in extra.items():
-        if callable(value):
-            raise NotElementwiseError(
-                f"{name} is a function of whole parameters, which no device has: {_LINE_SEARCH}. Use this optimizer "
-                "without zero.shard_optimizer, on reduced gradients"
-            )
+    extra = {name: _never_called(name) if callable(value) else value for name, value in extra.items()}
     state_layout = derive_layout(inner.init, params[1])
     check_structure(state, state_layout, may_lack=True)
 
@@ -183,10 +192,10 @@ class Init(Protocol):
 
 
 class Update(Protocol):
-    """`update` of a sharded optimizer, for type checkers. Extra arguments are arrays and numbers, never functions."""
+    """`update` of a sharded optimizer, for type checkers. Extra arguments that it reads are arrays and numbers."""
 
     def __call__(
-        self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: ArrayLike
+        self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: ArrayLike | Callable[..., Any]
     ) -> tuple[Any, Any]: ...
 
 
@@ -256,7 +265,7 @@ def shard_optimizer(
 
     `update` raises:
       RuntimeError: called outside pmap.
-      ValueError: the shape of a leaf differs from its parameter's.
+      ValueError: the shape of a leaf differs from its parameter's, or `wire_dtype` or `reduce_dtype` is of integers.
       TypeError: gradients are not marked, or reduced gradients are; or the state does not belong to a sharded
         optimizer.
 
@@ -305,7 +314,18 @@ def shard_optimizer(
         if trust:
             new, new_state = jax.tree.map(jnp.asarray, inner.update(grads, state.slices, param_shards, **extra))
         else:
-            new, new_state = _update(inner, axis, (grads, layout_of_grads), state.slices, (param_shards, layout), extra)
+            inputs = (grads, layout_of_grads), state.slices, (param_shards, layout)
+            try:
+                new, new_state = _update(inner, axis, *inputs, extra)
+            except NotElementwiseError:
+                raise
+            except ValueError as error:
+                if differences := _differences(updates, layout):
+                    raise ValueError(
+                        "the gradients are those of other parameters, which this optimizer does not allow: "
+                        f"{differences}. Differentiate by the tree that update gets as params"
+                    ) from error
+                raise
         new_layout = match_layout(new, layout, layout_of_grads)
         number = state.shard[0]
         new = nan_unless(is_own(number, axis), new, new_layout)
@@ -346,6 +366,20 @@ def _layouts(updates: PyTree, params: PyTree, axis: Axis, *, is_scattered: bool)
 
 def _is_float(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _differences(updates: PyTree, layout: Layout) -> str:
+    """The leaves that gradients have beside those of the parameters, or lack; None and MaskedNode leave leaves out."""
+
+    def is_left_out(x: Any) -> bool:
+        return x is None or isinstance(x, optax.MaskedNode)
+
+    flat = [(path_of(keys), x) for keys, x in jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_left_out)]
+    left_out = [path for path, x in flat if is_left_out(x)]
+    given = {path for path, x in flat if not is_left_out(x)}
+    expected = {leaf.path for leaf in layout.leaves}
+    lacking = {path for path in expected - given if not any(path[: len(part)] == part for part in left_out)}
+    return layout.differences(updates) if lacking or given - expected else ""
 
 
 def _check_gradients(given: Layout, layout: Layout) -> None:

@@ -13,14 +13,32 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import NamedSharding
 
 from zero.partition.collectives.axis import Axis, AxisLike
-from zero.partition.layout import Layout, PyTree, derive_layout, follow_layout, make_layout, named_leaves, path_of
+from zero.partition.layout import (
+    Layout,
+    PyTree,
+    derive_layout,
+    follow_layout,
+    make_layout,
+    named_leaves,
+    path_of,
+)
 
 REMEDY = (
     "Checkpoints hold the whole state: save zero.to_host(state), which all processes call, and restore with "
     "zero.to_devices(whole, like=state)"
+)
+OTHER_DEVICES = (
+    "To go on with another number of devices, zero.to_devices(zero.to_host(state), like=state, devices=...), with the "
+    "devices of the new pmap"
+)
+READING = (
+    "to read the state of optax, use zero.gather(opt_state) inside pmap and zero.to_host(opt_state) outside. In "
+    ".slices it is cut: a scalar is whole there, and every other leaf is this device's 1/N, which beside a whole array "
+    "is wrong"
 )
 SAME_DECISIONS = (
     "Reduce what decides for all devices: value= of an update by lax.pmean(value, axis_name), whether gradients are "
@@ -121,7 +139,8 @@ class ShardedState:
 
     Taking one slice out of the stack of all devices, as `x[0]`, `flax.jax_utils.unreplicate` and pmap's `out_axes=None`
     do, raises a ValueError: it is 1/N of the state. A slice on the wrong device makes `update` return NaN.
-    `zero.gather` gives the whole state inside pmap, `zero.to_host` outside.
+    `zero.gather` gives the whole state inside pmap, `zero.to_host` outside. What is whole on every device, such as
+    counts and rates, is also read as in optax: `state[1].hyperparams["learning_rate"]`.
 
     Attributes:
       slices: the state of the optax transform, in its own structure, each leaf this device's slice.
@@ -135,6 +154,9 @@ class ShardedState:
     >>> state = zero.to_devices(tx.init({"w": np.ones((2 * n, 3), np.float32)}))
     >>> state.slices[0].trace["w"].shape == (n, 2, 3), state.axis, state.layout(n).leaves[0].name
     (True, 'batch', '0/trace/w')
+    >>> rate = zero.to_devices(zero.shard_optimizer(optax.inject_hyperparams(optax.sgd)(0.5), "batch").init({}))
+    >>> float(rate.hyperparams["learning_rate"][0])
+    0.5
     >>> jax.tree.map(lambda x: x[0], state)
     Traceback (most recent call last):
     ValueError: this takes one device's slice of a sharded optimizer state and loses the rest. ...
@@ -144,12 +166,19 @@ class ShardedState:
     shard: Any
     origin: Origin | None = None
 
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(
-            f"the state of a sharded optimizer has no {name!r}: to read the state of optax, use zero.gather(opt_state) "
-            "inside pmap and zero.to_host(opt_state) outside. In .slices it is cut: a scalar is whole there, and "
-            "every other leaf is this device's 1/N, which beside a whole array is wrong"
-        )
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in _FIELDS:
+            raise AttributeError(name)
+        return getattr(_part(self), name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return _part(self)[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(_part(self))
+
+    def __len__(self) -> int:
+        return len(_part(self))
 
     @property
     def axis(self) -> AxisLike:
@@ -173,6 +202,83 @@ class ShardedState:
                 "and dataclasses.replace(state, slices=...)"
             )
         return self.origin
+
+
+_FIELDS = frozenset(field.name for field in dataclasses.fields(ShardedState))
+
+
+class StatePart:
+    """A part of a sharded optimizer's state of which some leaves are cut; it is read as optax's.
+
+    What is whole on every device is returned as it is stored, and a part of the state as a part. What is cut, or is a
+    tree like the parameters with a leaf that is cut, raises an error with the way to read it: an AttributeError for an
+    attribute, else a TypeError.
+    """
+
+    __slots__ = ("_layout", "_params", "_slices")
+
+    def __init__(self, slices: Any, layout: Any, params: Any) -> None:
+        self._slices = slices
+        self._layout = layout
+        self._params = params
+
+    def __getattr__(self, name: str) -> Any:
+        # Of a tuple's or dict's own names none is the state of optax.
+        if name.startswith("_") or not hasattr(self._layout, name) or callable(getattr(self._layout, name)):
+            raise AttributeError(f"the state of a sharded optimizer has no {name!r}: {READING}")
+        return self._child(getattr(self._slices, name), getattr(self._layout, name), AttributeError, repr(name))
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._child(self._slices[key], self._layout[key], TypeError, f"[{key!r}]")
+
+    def __iter__(self) -> Iterator[Any]:
+        if isinstance(self._slices, Mapping):
+            return iter(self._slices)
+        children = zip(self._slices, self._layout, strict=True)
+        return iter([self._child(*child, None, "") for child in children])
+
+    def __len__(self) -> int:
+        return len(self._slices)
+
+    def __repr__(self) -> str:
+        return f"<a part of a sharded optimizer's state: {READING}>"
+
+    def _child(self, slices: Any, layout: Any, error: type[Exception] | None, name: str) -> Any:
+        leaves = jax.tree.leaves(layout)
+        cut = [leaf for leaf in leaves if leaf.splits]
+        if not cut:
+            return slices
+        is_like_params: bool = jax.tree.structure(layout) == self._params
+        if error and (is_like_params or len(cut) == len(leaves)):
+            raise error(f"the state of a sharded optimizer has no {name} that is whole: {READING}")
+        return StatePart(slices, layout, self._params)
+
+
+def _refuse_computing(*_: Any) -> NoReturn:
+    raise TypeError(f"this computes with a part of a sharded optimizer's state, of which leaves are cut: {READING}")
+
+
+# As a leaf it would reach the functions of trees, whose messages do not name the way.
+jax.tree_util.register_pytree_node(StatePart, _refuse_computing, _refuse_computing)
+
+
+def _part(state: ShardedState) -> StatePart:
+    """The whole of the state, to be read."""
+    layout = state.layout(_shards_of(state))
+    return StatePart(state.slices, layout.map(lambda leaf: leaf), state.known_origin.params.treedef)
+
+
+def _shards_of(state: ShardedState) -> int:
+    """The number of slices of which this state has one, or all."""
+    if isinstance(state.axis, Axis):
+        return state.axis.shards
+    shape = np.shape(numbers_of(state))
+    if len(shape) > 1:
+        return shape[0] * jax.process_count()
+    try:
+        return int(lax.axis_size(state.axis))
+    except NameError:
+        return shape[0]  # outside shard_map
 
 
 def numbers_of(state: ShardedState) -> Any:
@@ -228,8 +334,34 @@ def check_stacked(state: ShardedState) -> None:
 
 
 def _is_concrete(x: Any) -> bool:
-    is_array = isinstance(x, jax.Array | np.ndarray | np.generic)
-    return is_array and not isinstance(x, jax.core.Tracer) and x.dtype == np.int32
+    return _is_array(x) and x.dtype == np.int32
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray | np.generic) and not isinstance(x, jax.core.Tracer)
+
+
+def _check_numbers(state: ShardedState, numbers: Any) -> None:
+    """Raises if the slices were averaged, or if these are some of all slices.
+
+    Without slices of this process alone: then the number of all is unknown.
+    """
+    if _is_array(numbers) and np.ndim(numbers) and jnp.issubdtype(numbers.dtype, jnp.floating):
+        raise ValueError(
+            "this averages or casts the state of a sharded optimizer, and the numbers of its slices with it: every "
+            f"device has another part of it, so that a mean means nothing. {REMEDY}"
+        )
+    if not _is_concrete(numbers) or np.ndim(numbers) != 2 or state.origin is None or jax.process_count() > 1:
+        return
+    rows = len(numbers)
+    leaves = jax.tree.leaves(state.slices)
+    layout = state.origin.layout(_shards_of(state)).leaves
+    is_cut_so = [np.shape(x)[1:] == leaf.shard_shape for leaf, x in zip(layout, leaves, strict=False) if leaf.splits]
+    if len(leaves) == len(layout) and not all(is_cut_so):
+        raise ValueError(
+            f"this has the slices of {rows} devices, but they were cut for another number of devices, so some are "
+            f"missing or doubled. {OTHER_DEVICES}"
+        )
 
 
 def is_of_mesh(state: ShardedState) -> bool:
@@ -254,6 +386,7 @@ def _unflatten(origin: Origin | None, children: Iterable[Any]) -> ShardedState:
     # Outside a trace the state has the number of every device, so a single number means a single slice; the check
     # needs no values. State of shard_map over one device has a single number too, with a sharding on its mesh.
     numbers = numbers_of(state)
+    _check_numbers(state, numbers)
     if _is_concrete(numbers) and np.size(numbers) == 1 and np.ndim(numbers) < 2:
         sharding = getattr(numbers, "sharding", None)
         is_on_mesh = isinstance(sharding, NamedSharding) and (any(sharding.spec) or sharding.mesh.size == 1)

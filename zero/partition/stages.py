@@ -13,6 +13,7 @@ weight flows to the shard. Source: ZeRO (Rajbhandari et al., arXiv 1910.02054), 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -51,7 +52,8 @@ def shard(tree: PyTree, layout: Layout, axis: AxisLike) -> PyTree:
     on = checked_axis(layout, axis)
     layout.without_parts().gathered_of(tree)  # raises if a leaf is not whole
     with jax.named_scope("zero_shard"):
-        return layout.map(lambda leaf, x: arrays.slice_array(jnp.asarray(x), leaf, on), tree)
+        index = on.shard_index()
+        return layout.map(lambda leaf, x: arrays.slice_array(jnp.asarray(x), leaf, index), tree)
 
 
 def gather(
@@ -238,7 +240,7 @@ def fully_shard(
     rounding: Callable[[LeafLayout], Rounding | None] | None = None,
     methods: Sequence[str] | None = None,
 ) -> Target:
-    """A Flax module class, or a function of a parameter tree, whose parameters are shards: stages 2 and 3.
+    """A Flax module, or a function of a parameter tree, whose parameters are shards: stages 2 and 3.
 
     The target sees whole parameters in `dtype`; shards are stored, differentiated and initialized. In the backward pass
     each gradient is reduce-scattered (summed over the axis) as soon as it exists. With `nn.remat` and `nn.scan` around
@@ -247,7 +249,8 @@ def fully_shard(
     Gradients flow to the shards, or to the collection "gradients", a tree like the shards, in its dtype.
 
     Args:
-      target: a `flax.linen.Module` class, or a function `f(params, ...)`.
+      target: a `flax.linen.Module`, a class or an instance of one, or a function `f(params, ...)`. Modules of NNX,
+        Equinox and Haiku are passed as such functions.
       layout: the layout of the target's own parameters; for a layer under `nn.scan`, `layout.at(name)`.
       axis: the pmap axis. Call the result inside pmap.
       dtype: dtype of whole parameters, on the wire and in the target; None keeps each leaf's own.
@@ -258,7 +261,10 @@ def fully_shard(
         None for all other leaves.
       methods: the methods of a module class to lift, by default `__call__`; the others must not use parameters.
 
-    Raises, when it is called:
+    Raises:
+      TypeError: the target is a module of another library, or no function.
+
+    Raises, when the result is called:
       ValueError: the layout was made for a different number of shards, or the shape of a leaf of the parameters, of
         "gathered" or of "gradients" does not match it.
 
@@ -293,9 +299,51 @@ def fully_shard(
     ) -> Any:
         return target(whole(shards, gathered, gradients), *args, **kwargs)
 
-    if isinstance(target, type) and any(base.__module__ == "flax.linen.module" for base in target.__mro__):
-        return cast(Target, _lift(target, layout, axis, whole, methods))
+    if _is_of("flax.linen", target):
+        module: Any = target
+        lifted: Any = _lift(module if isinstance(module, type) else type(module), layout, axis, whole, methods)
+        return cast(Target, lifted if isinstance(module, type) else lifted(**_arguments(module)))
+    _check_function(target)
     return cast(Target, on_shards)
+
+
+def _is_of(package: str, target: Any) -> bool:
+    """Whether this is a class of a package's modules, or an instance of one."""
+    bases = target.__mro__ if isinstance(target, type) else type(target).__mro__
+    return any(f"{base.__module__}.".startswith(f"{package}.") for base in bases)
+
+
+def _arguments(module: Any) -> dict[str, Any]:
+    """The fields of a flax.linen module that is not part of another one yet."""
+    if module.scope is not None:
+        raise TypeError(
+            f"zero.fully_shard: this {type(module).__name__} is bound to its parameters already: lift the class, or "
+            "the instance before init and apply"
+        )
+    names = [field.name for field in dataclasses.fields(module) if field.init and field.name != "parent"]
+    return {name: getattr(module, name) for name in names}
+
+
+_WAYS = {  # for modules that hold their parameters, or find them in a frame of their library
+    "flax.nnx": "graph, params = nnx.split(model), and the function lambda params, x: nnx.merge(graph, params)(x)",
+    "equinox": "params, static = eqx.partition(model, eqx.is_array), and the function lambda params, x: "
+    "eqx.combine(params, static)(x)",
+    "haiku": "hk.without_apply_rng(hk.transform(lambda x: ...)).apply, a function of params and x",
+}
+
+
+def _check_function(target: Any) -> None:
+    """Raises if this is not a function of parameters."""
+    kind = f"the class {target.__name__}" if isinstance(target, type) else f"a {type(target).__name__}"
+    for package, way in _WAYS.items():
+        holds_arrays = any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(target))
+        if _is_of(package, target) and (holds_arrays or isinstance(target, type) or package == "haiku"):
+            raise TypeError(
+                f"zero.fully_shard takes flax.linen modules and functions of parameters, got {kind} of {package}: pass "
+                f"{way}"
+            )
+    if isinstance(target, type) or not callable(target):
+        raise TypeError(f"zero.fully_shard takes flax.linen modules and functions of parameters, got {kind}")
 
 
 def _lift(

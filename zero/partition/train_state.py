@@ -17,6 +17,7 @@ from zero.partition.global_arrays import axis_and_devices, counted_devices, loca
 from zero.partition.layout import Layout, LeafLayout, PyTree, Split, named_leaves, names_of, path_of
 from zero.partition.on_mesh import leaf_on_mesh, read, state_on_mesh, write
 from zero.partition.sharded_state import (
+    OTHER_DEVICES,
     REMEDY,
     Origin,
     ShardedState,
@@ -303,6 +304,11 @@ def _whole_of(state: ShardedState, origin: Origin, devices: Sequence[jax.Device]
         rows = sorted(index.addressable_shards, key=lambda part: part.index[0].start or 0)
         devices = [row.device for row in rows] if len(rows) == len(index) else None
     check_not_vmapped(np.ndim(index), 2)
+    if devices is not None and jax.process_count() == 1 and len(index) != len(devices):
+        raise ValueError(
+            f"the state has slices of {len(index)} devices, but devices= names {len(devices)}: zero.to_host takes "
+            f"those that hold it, or none. {OTHER_DEVICES}"
+        )
     on, ordered, layout = _cut(origin, pmap_devices() if devices is None else tuple(devices))
     layout = _wrapped(layout, state.slices)
     check_structure(state.slices, layout)

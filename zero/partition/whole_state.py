@@ -98,6 +98,8 @@ def spread(whole: Any, leaf: LeafLayout, axis: Axis, devices: Sequence[jax.Devic
     """The slices of a whole array on this process's devices, as pmap returns them."""
     shards = zip(devices, axis.shard_of_device(), strict=True)
     local = {device: shard for device, shard in shards if device.process_index == jax.process_index()}
+    if isinstance(whole, np.ndarray) and not leaf.splits:
+        whole = whole.copy()  # on CPU an array of jax would share the memory, and change with the caller's array
     return stack_local([_padded_slice(whole, leaf, shard)[None] for shard in local.values()], list(local), axis.name)
 
 
@@ -193,6 +195,17 @@ def processes_that_joined() -> int:
     from jax._src import distributed
 
     return distributed.global_state.num_processes or 1
+
+
+def cluster_of_processes(seconds: int) -> tuple[str | None, int | None, int | None]:
+    """Where jax finds the processes of a job by itself: the coordinator's HOST:PORT, their number, and this one's.
+
+    Of TPU VMs, Slurm, Open MPI and others; None for what it does not find within so many seconds.
+    """
+    from jax._src.clusters import ClusterEnv
+
+    address, count, number, _ = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, seconds)
+    return address, count, number
 
 
 def coordinator_address() -> tuple[str, int]:

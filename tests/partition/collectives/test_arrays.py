@@ -45,7 +45,8 @@ def test_against_numpy(axis: zero.Axis) -> None:
     def run(full: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
         sums = [scatter_sum_array(x, leaf, axis) for x, leaf in zip(full, layout.leaves, strict=True)]
         back = [gather_array(x, leaf, axis) for x, leaf in zip(sums, layout.leaves, strict=True)]
-        return sums, back, [slice_array(x, leaf, axis) for x, leaf in zip(back, layout.leaves, strict=True)]
+        index = axis.shard_index()
+        return sums, back, [slice_array(x, leaf, index) for x, leaf in zip(back, layout.leaves, strict=True)]
 
     for leaf, x, sums, back, slices in zip(layout.leaves, full, *run(full), strict=True):
         assert sums.shape == (axis.size, *leaf.shard_shape)

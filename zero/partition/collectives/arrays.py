@@ -22,14 +22,17 @@ from zero.partition.moves import AllGather, AllToAll, Move, Slice
 Step = Callable[[jax.Array], jax.Array]
 
 
-def slice_array(full_x: jax.Array, leaf: LeafLayout, axis: Axis) -> jax.Array:
-    """This device's shard of a whole array; no communication.
+def slice_array(full_x: jax.Array, leaf: LeafLayout, shard_index: jax.Array) -> jax.Array:
+    """A device's shard of a whole array; no communication.
+
+    Args:
+      shard_index: `Axis.shard_index()`, once for all leaves of a tree.
 
     Per device: `leaf.shape` in, `leaf.shard_shape` out. Call inside pmap.
     """
     for split in leaf.splits:
         full_x = pad_array(full_x, split.dim, split.padding)
-        full_x = lax.dynamic_slice_in_dim(full_x, axis.shard_index() * split.shard_size, split.shard_size, split.dim)
+        full_x = lax.dynamic_slice_in_dim(full_x, shard_index * split.shard_size, split.shard_size, split.dim)
     return full_x
 
 

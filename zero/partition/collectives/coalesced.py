@@ -8,7 +8,9 @@ leaves.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +32,7 @@ from zero.partition.moves import AllGather
 
 SMALL = 1 << 18  # elements of the largest leaf that is joined; copying a larger one costs more than latency
 FULL = 1 << 20  # elements from which a joined array is complete
+MANY = 64  # leaves in a joined array, from which the time of the compiler counts
 
 
 def gather_arrays(
@@ -61,7 +64,7 @@ def gather_arrays(
         row = jnp.concatenate([_rows(cast[i], leaves[i]) for i in members], axis=1)
         rows = gather_array(row, _joined_layout(row, axis, leaves[members[0]]), axis, wire_dtype=wire_dtype)
         small = rows if axis.small_first else None
-        for i, columns in _columns(rows, members, leaves):
+        for i, columns in _columns(rows, members, leaves, axis):
             full[i] = lax.optimization_barrier(cropped_for(leaves[i], _from_rows(columns, leaves[i])))
     return [as_dtype(full[i], dtype) for i in range(len(leaves))]
 
@@ -79,7 +82,11 @@ def scatter_sum_arrays(
     first, and in further phases for the last of these: XLA for TPU has one in flight at a time, and the last one in the
     backward pass of a layer is hidden by nothing (docs/decisions/collectives.md). With expert groups they do not wait,
     because tokens travel in the backward pass as well.
+
+    Raises:
+      ValueError: a dtype would cut floats to integers.
     """
+    _check_dtypes(wire_dtype, reduce_dtype)
     if axis.orders_scatters and not _is_int8(wire_dtype):
         # Before they wait, so that products write what is sent. Exchanges of a whole model would need more memory.
         full = [as_dtype(x, wire_dtype) for x in full]
@@ -116,8 +123,25 @@ def scatter_sum_arrays(
         if len(members) == 1:
             shards[members[0]] = x
             continue
-        shards |= {i: _from_rows(columns, leaves[i]) for i, columns in _columns(x, members, leaves)}
+        shards |= {i: _from_rows(columns, leaves[i]) for i, columns in _columns(x, members, leaves, axis)}
     return [shards[i] for i in range(len(leaves))]
+
+
+def _check_dtypes(wire_dtype: DTypeLike | None, reduce_dtype: DTypeLike | None) -> None:
+    """Raises for dtypes other than floats; only int8 travels with scales.
+
+    >>> _check_dtypes(np.int16, None)
+    Traceback (most recent call last):
+    ValueError: wire_dtype=int16 would cut gradients to integers: pass a dtype of floats, or int8, which has scales
+    """
+    for name, dtype in (("wire_dtype", wire_dtype), ("reduce_dtype", reduce_dtype)):
+        has_scales = name == "wire_dtype" and _is_int8(dtype)
+        if dtype is None or has_scales or jnp.issubdtype(dtype, jnp.floating):
+            continue
+        scales = ", or int8, which has scales" if name == "wire_dtype" else ""
+        raise ValueError(
+            f"{name}={np.dtype(dtype).name} would cut gradients to integers: pass a dtype of floats{scales}"
+        )
 
 
 def _is_int8(wire_dtype: DTypeLike | None) -> bool:
@@ -130,13 +154,16 @@ def _coalesce(arrays: Sequence[jax.Array], leaves: Sequence[LeafLayout], *, is_q
     Every other leaf has its own collective, as has every quantized one, because no two may share a scale.
     """
     filling: dict[tuple[np.dtype, int], list[int]] = {}
+    elements: Counter[tuple[np.dtype, int]] = Counter()
     for i, (x, leaf) in enumerate(zip(arrays, leaves, strict=True)):
         match leaf.moves:
             case (AllGather(over=over, apart=1),) if math.prod(leaf.shape) <= SMALL and not is_quantized:
-                members = filling.setdefault((x.dtype, over), [])
-                members.append(i)
-                if sum(math.prod(leaves[j].shape) for j in members) > FULL:
-                    yield filling.pop((x.dtype, over))
+                kind = x.dtype, over
+                filling.setdefault(kind, []).append(i)
+                elements[kind] += math.prod(leaf.shape)
+                if elements[kind] > FULL:
+                    del elements[kind]
+                    yield filling.pop(kind)
             case _:
                 yield [i]
     yield from filling.values()
@@ -154,9 +181,29 @@ def _from_rows(rows: jax.Array, leaf: LeafLayout) -> jax.Array:
     return jnp.moveaxis(rows.reshape(len(rows) * split.shard_size, *rest), 0, split.dim)
 
 
-def _columns(rows: jax.Array, members: Sequence[int], leaves: Sequence[LeafLayout]) -> Iterator[tuple[int, jax.Array]]:
+def _columns(
+    rows: jax.Array, members: Sequence[int], leaves: Sequence[LeafLayout], axis: Axis
+) -> Iterator[tuple[int, jax.Array]]:
+    """The columns of each leaf.
+
+    XLA for CPU compiles kernels that are equal once, so that those of many leaves should not differ in their columns.
+    """
     widths = [math.prod(leaves[i].shard_shape) for i in members]
-    yield from zip(members, jnp.split(rows, np.cumsum(widths)[:-1].tolist(), axis=1), strict=True)
+    firsts = np.cumsum([0, *widths[:-1]])
+    if len(members) < MANY:
+        yield from zip(members, jnp.split(rows, firsts[1:].tolist(), axis=1), strict=True)
+        return
+    index = lax.axis_index(axis.name)
+    # No compiler knows that this is 0, and elsewhere than on CPU it is a constant.
+    zero = lax.platform_dependent(index, cpu=lambda i: lax.div(i, jnp.int32(axis.size)), default=jnp.zeros_like)
+    for i, first, width in zip(members, firsts.tolist(), widths, strict=True):
+        yield i, _columns_from(rows, np.asarray([0, first, 0], np.int32), zero, width)
+
+
+@partial(jax.jit, static_argnames="width")
+def _columns_from(rows: jax.Array, first: np.ndarray, zero: jax.Array, width: int) -> jax.Array:
+    """Columns from the largest number of `first` on, which as an array is an input of a kernel and not a part of it."""
+    return lax.dynamic_slice_in_dim(rows, jnp.max(first + zero), width, axis=1)
 
 
 def _joined_layout(x: jax.Array, axis: Axis, member: LeafLayout) -> LeafLayout:

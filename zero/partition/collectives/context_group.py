@@ -109,7 +109,7 @@ class Ulysses(HeadParallel):
     group: ContextGroup
 
     @property
-    def cut(self) -> TensorGroup:
+    def row_group(self) -> TensorGroup:
         """This device's heads: the first device of a group has the first ones."""
         axis = self.group.axis
         return TensorGroup(Axis.with_tensor_groups(axis.name, axis.size, axis.context), cuts_positions=False)

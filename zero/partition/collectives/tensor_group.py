@@ -106,7 +106,7 @@ class TensorGroup(ModelParallel):
     def stack(self, x: jax.Array) -> jax.Array:
         return lax.all_gather(x, self.axis.name, axis_index_groups=self._groups)
 
-    def counted_once(self, x_BT: jax.Array) -> jax.Array:
+    def zero_if_duplicate(self, x_BT: jax.Array) -> jax.Array:
         share = -(-x_BT.shape[1] // self.size)
         is_own_T = jnp.arange(x_BT.shape[1]) // share == self.rank()
         return jnp.where(is_own_T[None], x_BT, jnp.zeros((), x_BT.dtype))

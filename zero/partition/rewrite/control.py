@@ -15,15 +15,24 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from zero.partition.collectives.arrays import scatter_sum_array
 from zero.partition.collectives.ordering import has_collective, scan_carry
 from zero.partition.jaxprs import bind
-from zero.partition.layout import LeafLayout, Split
-from zero.partition.rewrite.interpreter import Interpreter, NotElementwiseError, Rule, Value, arrays, whole_shape
+from zero.partition.rewrite.interpreter import (
+    AnySplit,
+    Interpreter,
+    NotElementwiseError,
+    Rule,
+    Value,
+    arrays,
+    leaf_of,
+    whole_shape,
+)
+from zero.partition.rewrite.joined import Joined
 
 
-def _values(xs: Sequence[Any], splits: Sequence[Split | None]) -> list[Value]:
+def _values(xs: Sequence[Any], splits: Sequence[AnySplit | None]) -> list[Value]:
     return [Value(x, split) for x, split in zip(xs, splits, strict=True)]
 
 
-def _first_split(splits: Sequence[Split | None]) -> Split | None:
+def _first_split(splits: Sequence[AnySplit | None]) -> AnySplit | None:
     return next((split for split in splits if split), None)
 
 
@@ -100,7 +109,7 @@ def _settled(
     interpreter: Interpreter,
     eqn: JaxprEqn,
     carry: Sequence[Value],
-    splits_after: Callable[[Sequence[Value]], list[Split | None]],
+    splits_after: Callable[[Sequence[Value]], list[AnySplit | None]],
 ) -> list[Value]:
     """The carry of a loop, sliced wherever an iteration returns a slice."""
     while True:
@@ -110,7 +119,7 @@ def _settled(
         carry = [interpreter.place(value, value.split or split, eqn) for value, split in zip(carry, after, strict=True)]
 
 
-def _shifted(split: Split | None, by: int) -> Split | None:
+def _shifted(split: AnySplit | None, by: int) -> AnySplit | None:
     if not split:
         return None
     return Value(None, split).moved(split.dim + by)
@@ -151,18 +160,23 @@ def _own(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list
 
     is_owner = lax.axis_index(interpreter.axis.name) == owner
     splits = {arg.shape: arg.split for arg in args if arg.split}
-    results = []
-    for x in lax.cond(is_owner, lambda *xs: bind(eqn, xs), idle, *full):
-        split = splits.get(x.shape)
-        leaf = LeafLayout((), x.shape, x.dtype, (split,) if split else ())
-        number = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
-        received = scatter_sum_array(number, leaf, interpreter.axis, reduce_dtype=number.dtype)
-        results.append(Value(received.astype(x.dtype), split))
-    return results
+    results = lax.cond(is_owner, lambda *xs: bind(eqn, xs), idle, *full)
+    return [_received(interpreter, x, splits.get(x.shape)) for x in results]
+
+
+def _received(interpreter: Interpreter, full_x: jax.Array, split: AnySplit | None) -> Value:
+    """A device's part of the owner's result; on all other devices `full_x` is zero."""
+    if isinstance(split, Joined):
+        in_chunks = _received(interpreter, split.whole_in_chunks(full_x), split.apart)
+        return Value(split.joined(in_chunks.x), split)
+    number = full_x.astype(jnp.int32) if full_x.dtype == jnp.bool_ else full_x
+    leaf = leaf_of(number, number.shape, split)
+    received = scatter_sum_array(number, leaf, interpreter.axis, reduce_dtype=number.dtype)
+    return Value(received.astype(full_x.dtype), split)
 
 
 def _caller(
-    interpreter: Interpreter, eqn: JaxprEqn, splits: Sequence[Split | None], out_splits: list[Split | None]
+    interpreter: Interpreter, eqn: JaxprEqn, splits: Sequence[AnySplit | None], out_splits: list[AnySplit | None]
 ) -> Callable[..., list[Any]]:
     """The function that an operation calls, on slices; when it runs, `out_splits` becomes the splits of its results."""
     nested = interpreter.inside(eqn, interpreter.may_communicate)
@@ -178,7 +192,7 @@ def _caller(
 def _custom_jvp(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
     """Keeps a custom derivative, which is traced on whole arrays too."""
     splits = [arg.split for arg in args]
-    out_splits: list[Split | None] = []
+    out_splits: list[AnySplit | None] = []
 
     call = jax.custom_jvp(_caller(interpreter, eqn, splits, out_splits))
 
@@ -187,8 +201,8 @@ def _custom_jvp(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) 
         moving = [i for i, x in enumerate(primals) if jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact)]
 
         def whole(xs: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-            of_moving = lambda *moved: bind(eqn, _put(xs, moving, moved))  # noqa: E731
-            return jax.jvp(of_moving, [xs[i] for i in moving], tangents)[1]
+            with_moving = lambda *moved: bind(eqn, _put(xs, moving, moved))  # noqa: E731
+            return jax.jvp(with_moving, [xs[i] for i in moving], tangents)[1]
 
         values = _values(primals, splits)
         moved = [Value(tangents[i], splits[i]) for i in moving]
@@ -204,7 +218,7 @@ def _custom_jvp(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) 
 def _custom_vjp(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
     """Like `_custom_jvp`, for reverse mode."""
     splits = [arg.split for arg in args]
-    out_splits: list[Split | None] = []
+    out_splits: list[AnySplit | None] = []
 
     call = jax.custom_vjp(_caller(interpreter, eqn, splits, out_splits))
 
@@ -212,8 +226,8 @@ def _custom_vjp(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) 
         moving = [i for i, x in enumerate(xs) if jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact)]
 
         def whole(xs: Sequence[Any], cotangents: Sequence[Any]) -> Any:
-            of_moving = lambda *moved: bind(eqn, _put(xs, moving, moved))  # noqa: E731
-            return jax.vjp(of_moving, *(xs[i] for i in moving))[1](list(cotangents))
+            with_moving = lambda *moved: bind(eqn, _put(xs, moving, moved))  # noqa: E731
+            return jax.vjp(with_moving, *(xs[i] for i in moving))[1](list(cotangents))
 
         gradients = _traced(interpreter, eqn, whole, _values(xs, splits), _values(cotangents, out_splits))
         placed = [interpreter.place(v, splits[i], eqn).x for i, v in zip(moving, gradients, strict=True)]

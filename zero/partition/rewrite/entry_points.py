@@ -41,7 +41,15 @@ def across_shards(tx: optax.GradientTransformation) -> optax.GradientTransformat
 
 
 def with_extra_args(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """The same transform, whose `update` takes extra arguments."""
+    """The same transform, whose `update` takes extra arguments.
+
+    Raises:
+      TypeError: this is no transform, but the function that makes it.
+    """
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        name = getattr(tx, "__name__", repr(tx))
+        call = f": call it first, {name}(...)" if callable(tx) else ""
+        raise TypeError(f"expected an optax transform, with init and update, got {name}{call}")
     if isinstance(tx, optax.MultiSteps):
         return optax.GradientTransformationExtraArgs(tx.init, tx.update)  # its gradient_transformation() drops them
     return optax.with_extra_args_support(tx)

@@ -16,7 +16,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zero.partition.collectives.arrays import gather_array, slice_array
+from zero.partition.collectives.arrays import fill_padding, gather_array, slice_array
 from zero.partition.collectives.axis import Axis
 from zero.partition.jaxprs import bind, closed_jaxpr, evaluate
 from zero.partition.layout import LeafLayout, Split
@@ -80,10 +80,13 @@ class NotElementwiseError(ValueError):
     """
 
 
+AnySplit = Split | Joined
+
+
 class Value(NamedTuple):
     """A device's part of an array: its shard along one dimension, or (no split) the whole array.
 
-    The padding of a shard is undefined.
+    The padding of a shard is undefined. No array without elements is split, so that sizes may divide.
 
     Attributes:
       x: the array.
@@ -92,21 +95,17 @@ class Value(NamedTuple):
     """
 
     x: Any
-    split: Split | None
+    split: AnySplit | None
     shard: Callable[[Split], Any] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The whole shape."""
-        return self.leaf.shape
-
-    @property
-    def leaf(self) -> LeafLayout:
-        aval = jax.typeof(self.x)
-        shape = list(aval.shape)
-        if self.split:
-            shape[self.split.dim] = self.split.size
-        return LeafLayout((), tuple(shape), aval.dtype, (self.split,) if self.split else ())
+        match self.split:
+            case None:
+                return jax.typeof(self.x).shape
+            case Split(dim, size) | Joined(dim, size):
+                return replaced(jax.typeof(self.x).shape, dim, size)
 
     @property
     def dim(self) -> int:
@@ -114,10 +113,36 @@ class Value(NamedTuple):
         assert self.split
         return self.split.dim
 
-    def moved(self, dim: int) -> Split:
+    @property
+    def size(self) -> int:
+        """The whole size of the split dimension."""
+        return self.shape[self.dim]
+
+    @property
+    def shard_size(self) -> int:
+        """The size of the split dimension on a device, padding included."""
+        return jax.typeof(self.x).shape[self.dim]
+
+    def moved(self, dim: int) -> AnySplit:
         """This value's split, along another dimension."""
         assert self.split
         return dataclasses.replace(self.split, dim=dim)
+
+    def filled(self, axis: Axis, fill: Any) -> jax.Array:
+        """The array with `fill` in its padding."""
+        if isinstance(self.split, Joined):
+            return self.split.filled(self.x, axis.shard_index(), fill)
+        return fill_padding(self.x, leaf_of(self.x, self.shape, self.split), axis, fill)
+
+
+def leaf_of(x: Any, shape: tuple[int, ...], split: Split | None) -> LeafLayout:
+    """The layout of an array of this whole shape."""
+    return LeafLayout((), shape, jax.typeof(x).dtype, (split,) if split else ())
+
+
+def replaced(sizes: Sequence[Any], dim: int, size: Any) -> tuple[Any, ...]:
+    """The sizes, with another one at `dim`."""
+    return (*sizes[:dim], size, *sizes[dim + 1 :])
 
 
 def arrays(values: Sequence[Value]) -> list[Any]:
@@ -125,20 +150,23 @@ def arrays(values: Sequence[Value]) -> list[Any]:
     return [value.x for value in values]
 
 
-def split_alike(xs: Sequence[Any], split: Split | None) -> list[Value]:
+def split_alike(xs: Sequence[Any], split: AnySplit | None) -> list[Value]:
     """Values that are all split in the same way, or (None) whole."""
     return [Value(x, split) for x in xs]
 
 
-def largest_split(args: Sequence[Value]) -> Split:
+def largest_split(args: Sequence[Value]) -> AnySplit:
     """The split of the largest value, of which at least one is split."""
     split = max((arg for arg in args if arg.split), key=lambda arg: math.prod(arg.shape)).split
     assert split
     return split
 
 
-def _shard_shape(shape: Sequence[int], split: Split) -> tuple[int, ...]:
-    return (*shape[: split.dim], split.shard_size, *shape[split.dim + 1 :])
+def _without_elements(value: Value) -> Value:
+    """An array without elements is whole on every device."""
+    if value.split and 0 in value.shape:
+        return Value(jnp.empty(value.shape, jax.typeof(value.x).dtype), None)
+    return value
 
 
 def whole_shape(value: Value) -> jax.ShapeDtypeStruct:
@@ -180,6 +208,9 @@ class Interpreter:
 
     def apply(self, eqn: JaxprEqn, args: Sequence[Value]) -> Sequence[Value]:
         """The results of one operation."""
+        return list(map(_without_elements, self._results(eqn, args)))
+
+    def _results(self, eqn: JaxprEqn, args: Sequence[Value]) -> Sequence[Value]:
         name = eqn.primitive.name
         if name in INLINED:
             return self.call(eqn, args)
@@ -189,9 +220,7 @@ class Interpreter:
             shard = self.shard_of_made(eqn, args)
             xs = bind(eqn, arrays(args))
             return [Value(x, None, shard) for x in xs]
-        if name in ELEMENTWISE:
-            return self.elementwise(eqn, args)
-        rule = self.rules.get(name)
+        rule: Rule | None = Interpreter.elementwise if name in ELEMENTWISE else self.rules.get(name)
         results = rule(self, eqn, args) if rule else None
         if results is not None:
             return results
@@ -206,12 +235,16 @@ class Interpreter:
             return results
         return [nested.place(x, x.split.of_neighbors, eqn) if isinstance(x.split, Joined) else x for x in results]
 
-    def elementwise(self, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
+    def elementwise(self, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
         """Slices all operands like the largest one, except those that are broadcast along the split."""
-        split = largest_split(args)
+        out: Any = eqn.outvars[0].aval
+        full = [arg for arg in args if arg.split and arg.size == out.shape[arg.dim]]
+        if not full:
+            return None
+        split = largest_split(full)
 
         def operand(arg: Value) -> Any:
-            is_broadcast = arg.split != split and (not arg.shape or arg.shape[split.dim] == 1)
+            is_broadcast = arg.split != split and (not arg.shape or arg.shape[split.dim] != out.shape[split.dim])
             return self.place(arg, None if is_broadcast else split, eqn).x
 
         return split_alike(bind(eqn, [operand(arg) for arg in args]), split)
@@ -225,16 +258,21 @@ class Interpreter:
         params = eqn.params
 
         def positions(split: Split) -> jax.Array:
-            index = lax.broadcasted_iota(params["dtype"], _shard_shape(params["shape"], split), params["dimension"])
+            index = lax.broadcasted_iota(
+                params["dtype"], replaced(params["shape"], split.dim, split.shard_size), params["dimension"]
+            )
             first = self.axis.shard_index() * split.shard_size if split.dim == params["dimension"] else 0
             return index + jnp.asarray(first, index.dtype)
 
         def repeated(split: Split) -> jax.Array:
-            return lax.broadcast_in_dim(args[0].x, _shard_shape(params["shape"], split), ())
+            return lax.broadcast_in_dim(args[0].x, replaced(params["shape"], split.dim, split.shard_size), ())
 
         def elementwise(split: Split) -> jax.Array:
-            placed = [self.place(arg, split, eqn) if arg.shard else arg for arg in args]
-            return self.elementwise(eqn, placed)[0].x
+            is_full = [arg.shape[split.dim : split.dim + 1] == (split.size,) for arg in args]
+            placed = [self.place(arg, split, eqn) if full else arg for arg, full in zip(args, is_full, strict=True)]
+            results = self.elementwise(eqn, placed)
+            assert results
+            return results[0].x
 
         if name == "iota" and not args:
             return cache(positions)
@@ -244,32 +282,32 @@ class Interpreter:
             return cache(elementwise)
         return None
 
-    def place(self, value: Value, split: Split | None, eqn: JaxprEqn | None) -> Value:
+    def place(self, value: Value, split: AnySplit | None, eqn: JaxprEqn | None) -> Value:
         """The value split like this, for an operation; only slicing a whole value needs no other device."""
         if value.split == split:
             return value
-        if split and value.shard and not isinstance(split, Joined):
-            return Value(value.shard(split), split)
         if isinstance(value.split, Joined):
             in_chunks = Value(value.split.in_chunks(value.x), value.split.apart)
             joined = value.split.joined(self.place(in_chunks, None, eqn).x)
-            whole = Value(lax.slice_in_dim(joined, 0, value.split.size, axis=value.dim), None)
+            whole = Value(lax.slice_in_dim(joined, 0, value.size, axis=value.dim), None)
             return self.place(whole, split, eqn)
         if isinstance(split, Joined):
             whole = self.place(value, None, eqn)
             sliced = self.place(Value(split.whole_in_chunks(whole.x), None), split.apart, eqn)
             return Value(split.joined(sliced.x), split)
+        if split and value.shard:
+            return Value(value.shard(split), split)
         x = value.x
         if value.split:
             if eqn and not self.may_communicate:
                 self.refuse(eqn, "needs whole arrays")
-            x = gather_array(x, value.leaf, self.axis)
+            x = gather_array(x, leaf_of(x, value.shape, value.split), self.axis)
         if split:
             x = jnp.asarray(x)
-            x = slice_array(x, LeafLayout((), x.shape, x.dtype, (split,)), self.axis)
+            x = slice_array(x, leaf_of(x, x.shape, split), self.axis.shard_index())
         return Value(x, split)
 
-    def placed(self, values: Sequence[Value], split: Split | None, eqn: JaxprEqn) -> list[Any]:
+    def placed(self, values: Sequence[Value], split: AnySplit | None, eqn: JaxprEqn) -> list[Any]:
         """The arrays of the values, all split like this, for an operation."""
         return [self.place(value, split, eqn).x for value in values]
 
@@ -277,9 +315,9 @@ class Interpreter:
         """The interpreter for the functions that an operation calls."""
         return dataclasses.replace(self, may_communicate=may_communicate, callers=(eqn, *self.callers))
 
-    def splits(self, closed: ClosedJaxpr, args: Sequence[Value]) -> list[Split | None]:
+    def splits(self, closed: ClosedJaxpr, args: Sequence[Value]) -> list[AnySplit | None]:
         """The splits of the results of a traced function; nothing is computed."""
-        splits: list[Split | None] = []
+        splits: list[AnySplit | None] = []
 
         def run(*xs: Any) -> None:
             dry = dataclasses.replace(self, owned=dict(self.owned))

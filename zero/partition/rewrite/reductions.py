@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from zero.partition.collectives.arrays import fill_padding, sum_dtype
+from zero.partition.collectives.arrays import sum_dtype
 from zero.partition.collectives.axis import Axis
 from zero.partition.jaxprs import bind
 from zero.partition.rewrite.interpreter import Interpreter, Rule, Value, arrays, split_alike
@@ -24,11 +24,12 @@ def _reduction(identity: Callable[[Any], Any], collective: Callable[[jax.Array, 
 
     def reduce(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
         (value,) = args
-        if value.dim not in eqn.params["axes"]:
-            return [Value(x, without(value, eqn.params["axes"])) for x in bind(eqn, [value.x])]
+        split = without(value, eqn.params["axes"])
+        if split:
+            return split_alike(bind(eqn, [value.x]), split)
         if not interpreter.may_communicate:
             interpreter.refuse(eqn, "reduces over a dimension that is split")
-        (part,) = bind(eqn, [fill_padding(value.x, value.leaf, interpreter.axis, identity(value.x.dtype))])
+        (part,) = bind(eqn, [value.filled(interpreter.axis, identity(value.x.dtype))])
         if collective:
             return [Value(collective(part, interpreter.axis), None)]
         groups = interpreter.axis.groups(interpreter.axis.shards)
@@ -95,7 +96,7 @@ def _dot_general(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value])
     if dim in contracted[kept]:
         if not interpreter.may_communicate:
             interpreter.refuse(eqn, "sums over a dimension that is split")
-        xs = [fill_padding(arg.x, arg.leaf, interpreter.axis, 0) for arg in together(contracted)]
+        xs = [arg.filled(interpreter.axis, 0) for arg in together(contracted)]
         out: Any = eqn.outvars[0].aval
         part = bind(eqn.replace(params={**eqn.params, "preferred_element_type": sum_dtype(out.dtype)}), xs)[0]
         return [Value(_sum(part, interpreter.axis).astype(out.dtype), None)]

@@ -11,19 +11,23 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from zero.partition.collectives.arrays import fill_padding
 from zero.partition.jaxprs import bind
 from zero.partition.layout import Split
-from zero.partition.rewrite.interpreter import Interpreter, Rule, Value, arrays, largest_split, split_alike
+from zero.partition.rewrite.interpreter import (
+    AnySplit,
+    Interpreter,
+    Rule,
+    Value,
+    arrays,
+    largest_split,
+    replaced,
+    split_alike,
+)
 from zero.partition.rewrite.joined import Joined, joined_dim
 
 
 def _with_params(eqn: JaxprEqn, **params: Any) -> JaxprEqn:
     return eqn.replace(params={**eqn.params, **params})
-
-
-def _replaced(sizes: Sequence[Any], dim: int, size: Any) -> tuple[Any, ...]:
-    return (*sizes[:dim], size, *sizes[dim + 1 :])
 
 
 def _along_others(name: str) -> Rule:
@@ -39,7 +43,7 @@ def _along_others(name: str) -> Rule:
     return rule
 
 
-def _on_slice(split_of: Callable[[Value, JaxprEqn], Split | None]) -> Rule:
+def _on_slice(split_of: Callable[[Value, JaxprEqn], AnySplit | None]) -> Rule:
     """The operation on the slice of its first operand; `split_of` is the split of the result, None for no rule."""
 
     def rule(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
@@ -63,73 +67,66 @@ def _each(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> lis
     return [Value(x, arg.split) for x, arg in zip(results, args, strict=True)]
 
 
-def _broadcast_in_dim(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
+def _broadcast_in_dim(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
     (value,) = args
-    assert value.split
     dims = eqn.params["broadcast_dimensions"]
-    split = value.moved(dims[value.split.dim])
-    shape = _replaced(eqn.params["shape"], split.dim, split.shard_size)
-    return [Value(lax.broadcast_in_dim(value.x, shape, dims), split)]
+    dim = dims[value.dim]
+    if value.size != eqn.params["shape"][dim]:
+        return None
+    shape = replaced(eqn.params["shape"], dim, value.shard_size)
+    return [Value(lax.broadcast_in_dim(value.x, shape, dims), value.moved(dim))]
 
 
 def _reshape(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
     """On slices, if the split dimension is also one of the new shape, is joined with the one before, or was joined."""
     (value,) = args
     sizes = eqn.params["new_sizes"]
-    split = value.split
-    assert split
     if eqn.params["dimensions"] is not None:
         return None
-    if interpreter.may_communicate:
-        dim = joined_dim(value.shape, split, sizes)
-        if dim is not None:
-            joined = Joined.of(split, value.shape[split.dim - 1], dim)
-            return [Value(lax.reshape(value.x, _replaced(sizes, dim, joined.shard_size)), joined)]
-        if isinstance(split, Joined) and sizes == _in_chunks(value.shape, split):
-            return [Value(split.in_chunks(value.x), split.apart)]
-    before = math.prod(value.shape[: split.dim])
+    before = math.prod(value.shape[: value.dim])
     for dim, size in enumerate(sizes):
-        if size == split.size and math.prod(sizes[:dim]) == before:
-            return [Value(lax.reshape(value.x, _replaced(sizes, dim, split.shard_size)), value.moved(dim))]
+        if size == value.size and math.prod(sizes[:dim]) == before:
+            return [Value(lax.reshape(value.x, replaced(sizes, dim, value.shard_size)), value.moved(dim))]
+    match value.split:
+        case Split() as split if interpreter.may_communicate:
+            joined_at = joined_dim(value.shape, split, sizes)
+            if joined_at is not None:
+                chunks = value.shape[split.dim - 1]
+                x = lax.reshape(value.x, replaced(sizes, joined_at, chunks * value.shard_size))
+                return [Value(x, Joined.of(split, chunks, joined_at))]
+        case Joined() as joined if interpreter.may_communicate and joined.room == 0:
+            if sizes == (*value.shape[: value.dim], joined.chunks, joined.rows, *value.shape[value.dim + 1 :]):
+                return [Value(joined.in_chunks(value.x), joined.apart)]
     return None
 
 
-def _in_chunks(shape: Sequence[int], split: Joined) -> tuple[int, ...]:
-    """The whole shape with dimensions of chunks and of rows; none if rows of the last chunk are padding."""
-    if split.size < split.chunks * split.rows:
-        return ()
-    return (*shape[: split.dim], split.chunks, split.rows, *shape[split.dim + 1 :])
-
-
-def without(value: Value, dims: Sequence[int]) -> Split:
-    """The split of the value when other dimensions are removed."""
-    assert value.dim not in dims
+def without(value: Value, dims: Sequence[int]) -> AnySplit | None:
+    """The split of the value when these dimensions are removed; None if the split one is among them."""
+    if value.dim in dims:
+        return None
     return value.moved(value.dim - sum(dim < value.dim for dim in dims))
 
 
-def _bitcast(value: Value, eqn: JaxprEqn) -> Split | None:
+def _bitcast(value: Value, eqn: JaxprEqn) -> AnySplit | None:
     """A change of the element size appends a dimension or removes the last one."""
     out: Any = eqn.outvars[0].aval
     return value.split if value.dim < len(out.shape) else None
-
-
-def _reduced(value: Value, eqn: JaxprEqn) -> Split | None:
-    if value.dim in eqn.params["axes"]:
-        return None
-    return without(value, eqn.params["axes"])
 
 
 def _slice(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
     (value,) = args
     split = value.split
     params = eqn.params
-    assert split
-    stride = params["strides"][split.dim] if params["strides"] else 1
-    if isinstance(split, Joined) and (params["start_indices"][split.dim], stride) == (0, 1):
-        split = dataclasses.replace(split, size=params["limit_indices"][split.dim])  # the rest becomes padding
-    elif (params["start_indices"][split.dim], params["limit_indices"][split.dim], stride) != (0, split.size, 1):
+    dim = value.dim
+    stride = params["strides"][dim] if params["strides"] else 1
+    limit = params["limit_indices"][dim]
+    if (params["start_indices"][dim], stride) != (0, 1):
         return None
-    limits = _replaced(params["limit_indices"], split.dim, split.shard_size)
+    if limit != value.size:
+        if not isinstance(split, Joined):
+            return None
+        split = dataclasses.replace(split, count=limit)  # the rest becomes padding
+    limits = replaced(params["limit_indices"], dim, value.shard_size)
     return split_alike(bind(_with_params(eqn, limit_indices=limits), [value.x]), split)
 
 
@@ -142,31 +139,28 @@ def _pad(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list
         return None
     low, high, interior = config[split.dim]
     if (low, high, interior) != (0, 0, 0):
-        if not isinstance(split, Joined) or low or interior or not 0 < high <= split.chunks * split.rows - split.size:
+        if not isinstance(split, Joined) or low or interior or not 0 < high <= split.room:
             return None
-        filled = fill_padding(value.x, value.leaf, interpreter.axis, fill.x)
-        value = Value(filled, dataclasses.replace(split, size=split.size + high))
-        config = _replaced(config, split.dim, (0, 0, 0))
+        filled = value.filled(interpreter.axis, fill.x)
+        value = Value(filled, dataclasses.replace(split, count=split.count + high))
+        config = replaced(config, split.dim, (0, 0, 0))
     return split_alike(bind(_with_params(eqn, padding_config=config), [value.x, fill.x]), value.split)
 
 
 def _dynamic_slice(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
     value, *starts = args
-    split = value.split
     sizes = eqn.params["slice_sizes"]
-    assert split
-    if sizes[split.dim] != split.size:
+    if value.split is None or sizes[value.dim] != value.size:
         return None
-    sizes = _replaced(sizes, split.dim, split.shard_size)
-    operands = [value.x, *_all(starts, split.dim)]
-    return split_alike(bind(_with_params(eqn, slice_sizes=sizes), operands), split)
+    sizes = replaced(sizes, value.dim, value.shard_size)
+    operands = [value.x, *_all(starts, value.dim)]
+    return split_alike(bind(_with_params(eqn, slice_sizes=sizes), operands), value.split)
 
 
 def _dynamic_update_slice(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
     value, update, *starts = args
     split = value.split or update.split
-    assert split
-    if value.shape[split.dim] != update.shape[split.dim]:
+    if split is None or value.shape[split.dim] != update.shape[split.dim]:
         return None
     placed = interpreter.placed([value, update], split, eqn)
     return split_alike(bind(eqn, [*placed, *_all(starts, split.dim)]), split)
@@ -178,8 +172,8 @@ def _all(starts: Sequence[Value], dim: int) -> list[Any]:
 
 
 RULES: dict[str, Callable[..., Sequence[Value] | None]] = {
-    "argmax": _on_slice(_reduced),
-    "argmin": _on_slice(_reduced),
+    "argmax": _on_slice(lambda value, eqn: without(value, eqn.params["axes"])),
+    "argmin": _on_slice(lambda value, eqn: without(value, eqn.params["axes"])),
     "bitcast_convert_type": _on_slice(_bitcast),
     "broadcast_in_dim": _broadcast_in_dim,
     "concatenate": _along_others("dimension"),
