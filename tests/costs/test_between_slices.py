@@ -10,12 +10,12 @@ from jax import lax
 
 from zero.costs.between_slices import bytes_between_slices
 from zero.costs.predict import BETWEEN_SLICES, TimedPart, predict
+from zero.costs.topology import find_devices
 from zero.hosts.speeds import SPEEDS
 from zero.partition.collectives.arrays import sum_copies_of_array
 from zero.partition.collectives.axis import Axis
 from zero.partition.collectives.ordering import in_order
 from zero.partition.pmapped import pmap
-from zero.plan.topology import find_devices
 
 ELEMENTS = 2**20  # of float32, in the sum of a shard
 

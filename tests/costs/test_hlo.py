@@ -8,8 +8,8 @@ import pytest
 from jax import lax
 
 from zero.costs.hlo import Collective, across_hosts, bytes_by_kind, collectives, hidden_share
+from zero.costs.topology import find_devices
 from zero.hosts.xla_options import OVERLAP_ON_TPU
-from zero.plan.topology import find_devices
 from zero.training.flops import matmul_flops
 
 

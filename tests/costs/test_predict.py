@@ -10,8 +10,8 @@ from jax import lax
 
 from zero.costs.hlo import Instruction
 from zero.costs.predict import Prediction, TimedPart, kernel_seconds, part_of, predict, transfer_seconds
+from zero.costs.topology import find_devices
 from zero.hosts.speeds import HOP, SPEEDS
-from zero.plan.topology import find_devices
 
 V3 = SPEEDS["TPU v3"]
 V5E = SPEEDS["TPU v5 lite"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from zero.costs import hlo
@@ -69,11 +69,59 @@ _MASK = re.compile(r"s8\[(?:\d+,)?(\d+),(\d+)\]")
 _HEADS = re.compile(r"(?:bf16|f32)\[([\d,]+)\]")
 
 
+# Lanes of the time axis beside the units that transfers occupy, which are "network", "memory" and the host's link.
+CORE, SPARSE_CORE = "TensorCore", "SparseCore"
+
+
 class TimedPart(NamedTuple):
     """A share of the time: a part of the model, and forward, recomputed, backward or update."""
 
     name: str
     phase: str
+
+
+class Event(NamedTuple):
+    """What one instruction occupies while its computation runs once.
+
+    Attributes:
+      lane: `CORE`, `SPARSE_CORE`, or the unit of a transfer.
+      begin: seconds since the computation began.
+      seconds: for which the lane is occupied.
+      instruction: as scheduled; of a wait the instruction that ends it.
+      part: the part of the model, as far as names of operations show it.
+      waits_for: of a wait, the instruction that started the transfer.
+      calls: the computation that a loop, a call or a branch runs.
+      times: how often it runs it.
+      is_guess: whether the seconds are those of the bytes that an instruction touches, for want of cycles.
+    """
+
+    lane: str
+    begin: float
+    seconds: float
+    instruction: Instruction
+    part: TimedPart
+    waits_for: Instruction | None = None
+    calls: str | None = None
+    times: int = 1
+    is_guess: bool = False
+
+
+class Timeline(NamedTuple):
+    """The events of each computation that runs, and the computation that runs first."""
+
+    entry: str
+    events: dict[str, list[Event]]
+
+    def runs(self) -> Iterator[tuple[Event, int]]:
+        """Each event that calls nothing, and how often it takes place in one run of the program."""
+        yield from self._runs(self.entry, 1)
+
+    def _runs(self, computation: str, times: int) -> Iterator[tuple[Event, int]]:
+        for event in self.events[computation]:
+            if event.calls is None:
+                yield event, times
+            else:
+                yield from self._runs(event.calls, times * event.times)
 
 
 class Prediction(NamedTuple):
@@ -86,6 +134,7 @@ class Prediction(NamedTuple):
     host_link_bytes: float = 0.0  # sent over the link of a device and its host, both directions
     host_link_seconds: float = 0.0  # in which the busier direction is occupied
     host_exposed_seconds: float = 0.0  # in which the program waits for either
+    timeline: Timeline | None = None  # of one program
 
 
 def predict(text: str, devices: Sequence[Any], is_whole: bool = True) -> Prediction | None:
@@ -106,7 +155,8 @@ def predict(text: str, devices: Sequence[Any], is_whole: bool = True) -> Predict
         return None
     bodies, entry = hlo.computations(text)
     places = [(*device.coords, device.core_on_chip) for device in devices]
-    spent = _Schedule(bodies, speed, places, rates).play(entry)
+    schedule = _Schedule(bodies, speed, places, rates)
+    spent = schedule.play(entry)
     to_host = spent.host_seconds[_TO_HOST]
     from_host = spent.host_seconds[_FROM_HOST]
     return Prediction(
@@ -117,6 +167,7 @@ def predict(text: str, devices: Sequence[Any], is_whole: bool = True) -> Predict
         host_link_bytes=(to_host + from_host) * speed.host / speed.devices,
         host_link_seconds=max(to_host, from_host),
         host_exposed_seconds=spent.host_exposed_seconds,
+        timeline=Timeline(entry, {name: played.events for name, played in schedule.played.items()}),
     )
 
 
@@ -227,6 +278,7 @@ class _Spent:
         self.exposed_bytes = 0.0
         self.host_seconds = dict.fromkeys((_TO_HOST, _FROM_HOST), 0.0)
         self.host_exposed_seconds = 0.0
+        self.events: list[Event] = []
 
     def total(self) -> float:
         return sum(self.by_part.values())
@@ -293,20 +345,30 @@ class _Schedule:
                 part = part_of(self._named(started))
                 sent = hlo.bytes_sent(started)
             spent.by_part[part] += waited
+            if waited:
+                spent.events.append(Event(CORE, now - waited, waited, ended, part, waits_for=started))
             if _ON_HOST in started.result:
                 spent.host_exposed_seconds += waited
             if sent and waited:
                 spent.exposed_seconds += waited
                 spent.exposed_bytes += sent * min(1.0, waited / seconds)
 
-        def start(name: str, unit: str, seconds: float, started: Instruction) -> None:
-            free[unit] = max(now, free[unit]) + seconds
+        def start(name: str, unit: str, seconds: float, started: Instruction, lane: str | None = None) -> None:
+            begin = max(now, free[unit])
+            free[unit] = begin + seconds
             running[name] = free[unit], seconds, started
+            part = part_of(self._named(started))
+            spent.events.append(Event(lane or unit, begin, seconds, started, part))
             if unit in spent.host_seconds:
                 spent.host_seconds[unit] += seconds
 
-        def send(name: str, collective: Instruction) -> None:
-            start(name, "network", transfer_seconds(collective, self.places, self.speed), collective)
+        def send(name: str, collective: Instruction, lane: str | None = None) -> None:
+            start(name, "network", transfer_seconds(collective, self.places, self.speed), collective, lane)
+
+        def called(instruction: Instruction, computation: str, times: int) -> None:
+            seconds = times * self.play(computation).total()
+            event = Event(CORE, now, seconds, instruction, part_of(instruction), calls=computation, times=times)
+            spent.events.append(event)
 
         for instruction in body:
             name = instruction.name
@@ -314,10 +376,13 @@ class _Schedule:
             collectives = collectives_in.get(name, [])
             if op == "while":
                 loop, trips = hlo.loop_of(instruction, self.bodies)
+                called(instruction, loop, trips)
                 spent.add(self.play(loop), trips)
                 now += trips * self.play(loop).total()
             elif op in ("call", "conditional"):
-                longest = max(map(self.play, instruction.called), key=_Spent.total)
+                name_of_longest = max(instruction.called, key=lambda name: self.play(name).total())
+                longest = self.play(name_of_longest)
+                called(instruction, name_of_longest, 1)
                 spent.add(longest, 1)
                 now += longest.total()
             elif (rendezvous := rendezvous_of(instruction)) is not None:
@@ -333,7 +398,7 @@ class _Schedule:
             elif op in _COPY_STARTS or (op in hlo.ASYNC_CALLS and not collectives):
                 start(name, *self._move(instruction), instruction)
             elif op in hlo.ASYNC_CALLS:
-                send(name, collectives[0])
+                send(name, collectives[0], SPARSE_CORE if op == "call-start" else None)
             elif hlo.kind_of(instruction) is not None:
                 send(name, instruction)
                 if not op.endswith("-start"):
@@ -343,9 +408,12 @@ class _Schedule:
                 if chain and chain not in running:
                     send(chain, collectives[0])
                 seconds = self._compute_seconds(instruction, results)
-                now += seconds
                 if seconds:
-                    spent.by_part[part_of(instruction)] += seconds
+                    part = part_of(instruction)
+                    spent.by_part[part] += seconds
+                    is_guess = self._is_guess(instruction)
+                    spent.events.append(Event(CORE, now, seconds, instruction, part, is_guess=is_guess))
+                now += seconds
                 if chain and last[chain] == name:
                     wait(*running.pop(chain), instruction)
                 elif collectives and not chain:  # a collective with operations on its result
@@ -387,6 +455,14 @@ class _Schedule:
                 elif called.op == "call":  # of a computation on a SparseCore, before the compiler inlines it
                     collectives += self._collectives_in(called)
         return collectives
+
+    def _is_guess(self, instruction: Instruction) -> bool:
+        """Whether nothing but the bytes that an instruction touches says how long it takes."""
+        if instruction.cycles is not None or _INVERSION.search(instruction.rest):
+            return False
+        if 'custom_call_target="tpu_custom_call"' in instruction.rest:
+            return not (_ZERO_KERNEL.search(instruction.rest) or _SPLASH.match(instruction.name))
+        return self.rates is None or instruction.op not in _ESTIMATED
 
     def _compute_seconds(self, instruction: Instruction, results: dict[str, str]) -> float:
         """Seconds of an instruction that does not overlap with others."""

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 from zero.costs.predict import UPDATE
 from zero.hosts.speeds import GIB
 from zero.pages.render import part, render
-from zero.plan import search
-from zero.plan.compile import PAUSES, Row, highest_peak
-from zero.plan.config import Request
-from zero.plan.table import (
+from zero.planning import search
+from zero.planning.compile import PAUSES, Row, highest_peak
+from zero.planning.config import Request
+from zero.planning.table import (
     COLUMNS,
     COSTS,
     PHASES,
@@ -25,6 +25,7 @@ from zero.plan.table import (
 )
 
 PAGE_FILE = "plan.html"
+SCHEDULE_FILE = "schedule.html"  # beside it, of the one setting that was compiled
 TEMPLATE = Path(__file__).parent / "plan.html.jinja"
 MEMORY = (  # names of the parts of a peak, with the keys of their bytes
     ("state", "state_bytes"),
@@ -59,7 +60,7 @@ class Setting(NamedTuple):
     limit: float  # where the memory ends, as a share of the memory bar's width
 
 
-def page(result: dict[str, Any], request: Request) -> str:
+def page(result: dict[str, Any], request: Request, *, has_schedule: bool = False) -> str:
     """The page for a plan.json."""
     plan = request.config.plan
     rows = result["rows"]
@@ -90,6 +91,7 @@ def page(result: dict[str, Any], request: Request) -> str:
         "phases": PHASES,
         "columns": list(COLUMNS),
         "cells": list(zip(*(shown(rows, name) for name in COLUMNS), strict=True)),
+        "schedule": SCHEDULE_FILE if has_schedule else None,
         "styles": part("style.css"),
     }
     return render(TEMPLATE, values)

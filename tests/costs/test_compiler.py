@@ -14,10 +14,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 
-from zero.costs.predict import predict
-from zero.partition.pmapped import pmap
-from zero.plan.compile import compiled_unless_decided
-from zero.plan.compiler import (
+from zero.costs.compiler import (
     MEMORY_REPORT,
     SCHEDULE_AGAIN,
     Compiler,
@@ -26,7 +23,10 @@ from zero.plan.compiler import (
     compiler_options,
     read_schedule,
 )
-from zero.plan.topology import available_bytes, find_devices, prepare_environment
+from zero.costs.predict import predict
+from zero.costs.topology import available_bytes, find_devices, prepare_environment
+from zero.partition.pmapped import pmap
+from zero.planning.compile import compiled_unless_decided
 
 
 @pytest.fixture(scope="module")
@@ -56,13 +56,17 @@ def add(x):
     return pmap(names["add"], "zero", devices), jax.ShapeDtypeStruct((len(devices), 256), jnp.float32)
 
 
+def compiler_of_run(devices: list[Any], directory: Path, *, overlap_gathers: bool = True) -> Compiler:
+    return Compiler(devices, compiler_options(devices, overlap_gathers), directory)
+
+
 def files(directory: Path) -> list[Path]:
     return sorted(directory.iterdir()) if directory.exists() else []
 
 
 def test_a_kept_program_answers_as_the_compiled_one(devices: list[Any], tmp_path: Path) -> None:
     """Text and memory are those of the compiled program, and come from the file the next time."""
-    compiler = Compiler(devices, True, tmp_path / "plans")
+    compiler = compiler_of_run(devices, tmp_path / "plans")
     kept = compiler.compile(*program(devices))
     assert isinstance(kept, KeptProgram)
     function, argument = program(devices)
@@ -73,18 +77,22 @@ def test_a_kept_program_answers_as_the_compiled_one(devices: list[Any], tmp_path
     (file,) = files(tmp_path / "plans")
     content = json.loads(gzip.decompress(file.read_bytes())) | {"text": "of the file"}
     file.write_bytes(gzip.compress(json.dumps(content).encode()))
-    assert Compiler(devices, True, tmp_path / "plans").compile(*program(devices)).as_text() == "of the file"
+    again = compiler_of_run(devices, tmp_path / "plans").compile(*program(devices))
+    assert again.as_text() == "of the file"
+    assert kept.buffers and kept.live_ranges and kept.assigned_bytes
+    for name in ("buffers", "live_ranges", "assigned_bytes"):  # of which the page of a plan is made
+        assert getattr(again, name) == getattr(kept, name)
 
 
 def test_other_answers_are_other_files(devices: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file depends on the paths of operations, which name parts of the model, on options and on versions."""
-    Compiler(devices, True, tmp_path).compile(*program(devices))
-    Compiler(devices, True, tmp_path).compile(*program(devices, "another_part"))
+    compiler_of_run(devices, tmp_path).compile(*program(devices))
+    compiler_of_run(devices, tmp_path).compile(*program(devices, "another_part"))
     assert len(files(tmp_path)) == 2
-    Compiler(devices, False, tmp_path).compile(*program(devices))
+    compiler_of_run(devices, tmp_path, overlap_gathers=False).compile(*program(devices))
     assert len(files(tmp_path)) == 3
-    monkeypatch.setattr("zero.plan.compiler.version", lambda name: "0.0.0")
-    Compiler(devices, True, tmp_path).compile(*program(devices))
+    monkeypatch.setattr("zero.costs.compiler.version", lambda name: "0.0.0")
+    compiler_of_run(devices, tmp_path).compile(*program(devices))
     assert len(files(tmp_path)) == 4
 
 
@@ -94,7 +102,7 @@ def test_an_edit_that_moves_lines_compiles_nothing_again(devices: list[Any], tmp
     jax.config.update("jax_traceback_in_locations_limit", 10)  # a run has lines; these tests switch them off
     try:
         for line in (1, 40):
-            Compiler(devices, True, tmp_path).compile(*program(devices, line=line))
+            compiler_of_run(devices, tmp_path).compile(*program(devices, line=line))
         assert jax.config.values["jax_traceback_in_locations_limit"] == 10
     finally:
         jax.config.update("jax_traceback_in_locations_limit", frames)
@@ -109,7 +117,7 @@ def test_unordered_instructions_change_no_figure(devices: list[Any]) -> None:
 
     own, argument = pmap(layer, "zero", devices), jax.ShapeDtypeStruct((len(devices), 512, 512), jnp.bfloat16)
     of_run = own.lower(argument).compile(compiler_options(devices, True))
-    of_plan = own.lower(argument).compile(Compiler(devices, True).options)
+    of_plan = own.lower(argument).compile(Compiler(devices, compiler_options(devices, True)).options)
     cycles = [re.findall(r'"estimated_cycles":"\d+"', one.as_text()) for one in (of_run, of_plan)]
     assert cycles[0] == cycles[1] != []
     sizes = {name: getattr(of_run.memory_analysis(), name) for name in Memory.__dataclass_fields__}
@@ -119,13 +127,13 @@ def test_unordered_instructions_change_no_figure(devices: list[Any]) -> None:
 
 
 def test_a_damaged_file_is_compiled_again(devices: list[Any], tmp_path: Path, caplog: Any) -> None:
-    whole = Compiler(devices, True, tmp_path).compile(*program(devices)).as_text()
+    whole = compiler_of_run(devices, tmp_path).compile(*program(devices)).as_text()
     (file,) = files(tmp_path)
     data = file.read_bytes()
     for damaged in (data[:-9], data[:40] + b"?" + data[41:], b""):
         file.write_bytes(damaged)
         caplog.clear()
-        assert Compiler(devices, True, tmp_path).compile(*program(devices)).as_text() == whole
+        assert compiler_of_run(devices, tmp_path).compile(*program(devices)).as_text() == whole
         assert "compiling the program again" in caplog.text and file.read_bytes() == data
 
 
@@ -167,15 +175,15 @@ def test_a_schedule_is_read_as_soon_as_it_is_written(devices: list[Any], tmp_pat
 
 def test_a_schedule_is_kept_beside_the_whole_program(devices: list[Any], tmp_path: Path) -> None:
     """A plan that needs the whole program waits for the compilation that it has begun."""
-    compiler = Compiler(devices, True, tmp_path)
+    compiler = compiler_of_run(devices, tmp_path)
     early = compiler.compile(*layers(devices), whole=False)
     assert not early.is_whole and [file.name[64:] for file in files(tmp_path)] == [".schedule.json.gz"]
-    assert Compiler(devices, True, tmp_path).compile(*layers(devices), whole=False).text == early.text
+    assert compiler_of_run(devices, tmp_path).compile(*layers(devices), whole=False).text == early.text
     compiler.options = {"no_such_option": True}  # another compilation would fail
     whole = compiler.compile(*layers(devices))
     assert whole.is_whole and "estimated_cycles" in whole.text
     assert len(files(tmp_path)) == 2
-    assert Compiler(devices, True, tmp_path).compile(*layers(devices), whole=False).text == whole.text
+    assert compiler_of_run(devices, tmp_path).compile(*layers(devices), whole=False).text == whole.text
 
 
 def test_the_peak_beside_arrays_on_the_host_is_that_of_the_device(devices: list[Any], tmp_path: Path) -> None:
@@ -195,7 +203,7 @@ def test_the_peak_beside_arrays_on_the_host_is_that_of_the_device(devices: list[
         return jnp.sum(jax.lax.scan(layer, x, weights)[0]).astype(jnp.float32)
 
     shapes = [jax.ShapeDtypeStruct((len(devices), *shape), jnp.bfloat16) for shape in ((64, 128, 128), (8192, 128))]
-    compiler = Compiler(devices, True, tmp_path)
+    compiler = compiler_of_run(devices, tmp_path)
     gradient = pmap(jax.grad(loss), "zero", devices)
     early = compiler.compile(gradient, *shapes, whole=False)
     whole = compiler.compile(gradient, *shapes)
@@ -221,7 +229,7 @@ def test_a_schedule_decides_whether_a_program_fits(
         return x * jnp.sum(jax.lax.psum(w @ w, "zero")).astype(jnp.float32)
 
     function = pmap(multiply, "zero", devices, donate_argnums=0)
-    compiler = Compiler(devices, True, tmp_path)
+    compiler = compiler_of_run(devices, tmp_path)
     if expected is None:
         with pytest.raises(jax.errors.JaxRuntimeError, match="memory on HBM"):
             compiled_unless_decided(compiler, False, available, function, large, weights)

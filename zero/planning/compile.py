@@ -12,20 +12,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zero.costs.hlo import Collective, across_hosts, bytes_by_kind, hidden_share
+from zero.costs import formula
+from zero.costs.compiler import Compiler, KeptProgram, compiler_options
+from zero.costs.hlo import Collective, across_hosts, bytes_by_kind, computations, hidden_share
+from zero.costs.holders import holders_of
+from zero.costs.live_arrays import read_live_arrays
+from zero.costs.plan_page import page
+from zero.costs.planned_program import PlannedProgram
 from zero.costs.predict import Prediction
 from zero.costs.rates import RATES
-from zero.costs.step_costs import costs_of, device_peak, traced
-from zero.hosts.speeds import SPEEDS, Speed, host_memory
+from zero.costs.source_lines import SourceLines
+from zero.costs.topology import available_bytes, find_devices, out_of_memory, slices_of
+from zero.hosts.speeds import GIB, SPEEDS, Speed, host_memory
 from zero.inference.generate import bucket
-from zero.job.devices import slices_of
 from zero.job.job import Job, make_job, place_model
+from zero.job.step_costs import StepCosts, compile_programs, costs_of, device_peak, traced
 from zero.partition.layout import make_grouped_layout
 from zero.partition.memory import memory_of
-from zero.plan import formula
-from zero.plan.compiler import Compiler, KeptProgram
-from zero.plan.config import Plan, Request
-from zero.plan.topology import available_bytes, find_devices, out_of_memory
+from zero.planning.config import Plan, Request
 from zero.training.activations import activation_bytes, forward_bytes, host_bytes, kinds_on_host
 from zero.training.batch import Batch
 from zero.training.flops import flops_by_operands, model_flops
@@ -42,6 +46,7 @@ TIGHT = 0.9
 # Of a device's memory: the compiler refuses a program before it writes a schedule, unless only its machine code does
 # not fit, which takes a quarter of a percent (benchmarks/measured/planning.md).
 DECIDED = 0.98
+SCHEDULE = "schedule_page"  # of a row: goes to a file of its own
 PAUSES = ("evaluation", "sampling", "statistics")  # programs that run between two steps
 
 
@@ -54,7 +59,7 @@ def compiler_of(request: Request, devices: list[Any]) -> Compiler:
     """The compiler of a request's programs, which are kept in `distributed.compilation_cache`."""
     directory = request.config.distributed.compilation_cache
     kept = None if directory is None else Path(directory).expanduser() / "plans"
-    return Compiler(devices, request.config.zero.overlap_gathers, kept)
+    return Compiler(devices, compiler_options(devices, request.config.zero.overlap_gathers), kept)
 
 
 def outline(request: Request) -> Row:
@@ -86,7 +91,7 @@ def bytes_by_formula(request: Request, job: Job) -> dict[str, int]:
         gradients = 0 if zero.fused_update else trained * jnp.dtype(zero.gradient_dtype).itemsize
     rows = request.rows // request.config.training.gradient_accumulation_steps
     activations = activation_bytes(model, rows, request.config.data.max_context)
-    peak = job.held + by_stage.gathered + gradients + activations + job.storage.moving_bytes
+    peak = job.state_bytes + by_stage.gathered + gradients + activations + job.storage.moving_bytes
     return {"gathered_bytes": by_stage.gathered, "gradient_bytes": gradients, "peak_bytes": peak}
 
 
@@ -102,7 +107,7 @@ def compile_step(request: Request) -> Row:
     job = job_of(request, devices)
     model = job.model
     sharded = job.model.base.sharded_layout
-    held = job.held
+    state_bytes = job.state_bytes
     available = available_bytes(devices)
     arguments = step_arguments(job, request.rows, row_tokens(request))
     started = time.monotonic()
@@ -112,6 +117,7 @@ def compile_step(request: Request) -> Row:
     from_schedule = False
     on_host: int | None = None  # bytes of one device
     peaks: dict[str, int | None] = dict.fromkeys(PAUSES)
+    schedule: str | None = None  # a page
     by_formula = bytes_by_formula(request, job)
     compiler = compiler_of(request, devices)
     is_estimate = isinstance(devices[0], formula.Gpu)
@@ -122,24 +128,28 @@ def compile_step(request: Request) -> Row:
         sent = []
         for jaxpr, times in traced(job.programs.step, arguments):
             sent += times * list(formula.collectives_of(jaxpr, len(devices)))
-    elif held > available:  # the step needs more than this, and is not compiled
-        peak = held
+    elif state_bytes > available:  # the step needs more than this, and is not compiled
+        peak = state_bytes
     else:
         try:
             compiled = compiled_unless_decided(compiler, config.plan.exact, available, job.programs.step, *arguments)
         except jax.errors.JaxRuntimeError as error:
             peak, available = out_of_memory(error)
         else:
-            costs = costs_of(compiled, job.storage, held, devices, available)
+            costs = costs_of(compiled, job.storage, state_bytes, devices, available)
             peak = costs.peak
             on_host = costs.host_bytes
             sent = costs.sent
             sent_between = costs.sent_between
             predicted = costs.predicted
             from_schedule = not getattr(compiled, "is_whole", True)
+            if config.plan.search == "none" and isinstance(compiled, KeptProgram):
+                schedule = schedule_page(request, compiled, costs, available)
             if peak <= available:
                 between = (
-                    held + by_formula["gathered_bytes"] + forward_bytes(model, request.rows, config.data.max_context)
+                    state_bytes
+                    + by_formula["gathered_bytes"]
+                    + forward_bytes(model, request.rows, config.data.max_context)
                 )
                 is_tight = between > TIGHT * available
                 peaks |= _pause_peaks(request, job, compiler, arguments, peak, available, is_tight=is_tight)
@@ -147,9 +157,9 @@ def compile_step(request: Request) -> Row:
 
     parameters = sum(math.prod(leaf.shape) for leaf in sharded.leaves)
     hosts = len({device.process_index for device in devices})
-    of_host = None if on_host is None else on_host * len(devices) // hosts
+    one_host_bytes = None if on_host is None else on_host * len(devices) // hosts
     host_available = host_memory(devices)
-    fits_host = of_host is None or host_available is None or of_host <= host_available
+    fits_host = one_host_bytes is None or host_available is None or one_host_bytes <= host_available
     # The state without padding and copies.
     logical = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in job.layout.leaves)
     row = {
@@ -179,7 +189,7 @@ def compile_step(request: Request) -> Row:
         "grid": list(model.axis.shape),
         "placements": job.placements,
         "fits": sent is not None and max([peak, *filter(None, peaks.values())]) <= available and fits_host,
-        "state_bytes": held,
+        "state_bytes": state_bytes,
         "state_bytes_per_parameter": logical / parameters,
         "gradient_bytes": by_formula["gradient_bytes"],
         "gathered_bytes": by_formula["gathered_bytes"],
@@ -187,7 +197,7 @@ def compile_step(request: Request) -> Row:
         **{f"{name}_peak_bytes": n for name, n in peaks.items()},
         "available_bytes": available,
         "host_bytes": on_host,
-        "bytes_of_one_host": of_host,
+        "bytes_of_one_host": one_host_bytes,
         "host_available_bytes": host_available,
         **_traffic(sent, devices),
         "bytes_between_slices": sent_between,
@@ -196,20 +206,35 @@ def compile_step(request: Request) -> Row:
         "compile_seconds": seconds,
         "is_estimate": is_estimate,
         "from_schedule": from_schedule,
+        SCHEDULE: schedule,
     }
     if is_estimate:
         row["gathers_hidden"] = None
     return row | time_and_cost(config.plan, row, predicted, SPEEDS.get(devices[0].device_kind))
 
 
+def schedule_page(request: Request, compiled: KeptProgram, costs: StepCosts, available: int) -> str | None:
+    """The page of a step of one program on a time axis; None if the compiler gives it no time."""
+    if costs.predicted is None or costs.predicted.timeline is None:
+        return None
+    bodies, _ = computations(compiled.text)
+    live = read_live_arrays(compiled.buffers, compiled.live_ranges, bodies)
+    program = PlannedProgram("step", costs.predicted.timeline, SourceLines(compiled.text), live, costs.peak)
+    title = f"Step of {request.config.model.size} on {request.config.plan.topology}"
+    peak = f"peak {costs.peak / GIB:.2f} of {available / GIB:.2f} GiB per device"
+    step = f"step {costs.predicted.seconds:#.4g} s, {costs.predicted.exposed_seconds:#.3g} s waiting for other devices"
+    holders = [(holder.name, holder.bytes) for holder in holders_of(compiled, ())]
+    return page(title, [peak, step], [(program, 1)], holders, available)
+
+
 def compiled_unless_decided(compiler: Compiler, exact: bool, available: int, program: Any, *arguments: Any) -> Any:
     """A program as its compiler has scheduled it, or the whole one if its machine code may not fit beside arrays."""
     if exact or compiler.devices[0].device_kind not in RATES:
-        return compiler.compile(program, *arguments)
-    compiled = compiler.compile(program, *arguments, whole=False)
+        return compile_programs(compiler, program, *arguments)
+    compiled = compile_programs(compiler, program, *arguments, whole=False)
     is_scheduled = isinstance(compiled, KeptProgram) and not compiled.is_whole
     if is_scheduled and compiled.memory.peak_memory_in_bytes > DECIDED * available:
-        return compiler.compile(program, *arguments)
+        return compile_programs(compiler, program, *arguments)
     return compiled
 
 
@@ -269,7 +294,7 @@ def _on_devices(shapes: Any, job: Job) -> Any:
 
 
 def _pause_peaks(
-    request: Request, job: Job, compiler: Compiler, of_step: Any, step_peak: int, available: int, is_tight: bool
+    request: Request, job: Job, compiler: Compiler, step_arguments: Any, step_peak: int, available: int, is_tight: bool
 ) -> dict[str, int | None]:
     """Peaks of the programs that this run has between two steps, plus the part of the state that they do not take.
 
@@ -277,11 +302,11 @@ def _pause_peaks(
     sampling compute parts of a forward pass beside the state, and need less than the step unless they have more rows
     than a micro-batch, so they are only compiled if memory is tight beside them.
     """
-    held = job.held
+    state_bytes = job.state_bytes
     devices = compiler.devices
 
     def peak(program: Any, *arguments: Any, taken: int) -> int:
-        rest = held - taken
+        rest = state_bytes - taken
         try:
             compiled = compiled_unless_decided(
                 compiler, request.config.plan.exact, available - rest, program, *arguments
@@ -290,20 +315,20 @@ def _pause_peaks(
         except jax.errors.JaxRuntimeError as error:
             return rest + out_of_memory(error)[0]
 
-    of_weights = _bytes(job.model.weight_shapes())
+    weight_bytes = _bytes(job.model.weight_shapes())
     peaks: dict[str, int | None] = {}
     if is_tight:
-        peaks["evaluation"] = peak(job.programs.evaluate, *evaluation_arguments(job, request), taken=of_weights)
+        peaks["evaluation"] = peak(job.programs.evaluate, *evaluation_arguments(job, request), taken=weight_bytes)
     sample_tokens = request.config.training.sample_tokens
     if sample_tokens and is_tight:
         inference = make_inference(job.model, devices=devices)
         arguments = sampling_arguments(job, inference, sample_tokens)
-        peaks["sampling"] = peak(inference.extend, *arguments, taken=of_weights)
+        peaks["sampling"] = peak(inference.extend, *arguments, taken=weight_bytes)
     if request.config.statistics.every is not None:
         state = job.storage.shapes()._replace(opt_state=())  # which is not read
         before = job.model.weights(state.params, state.averages)
-        arguments = (_on_devices(before, job), _on_devices(state, job), *of_step[1:])
-        after = peak(job.programs.statistics, *arguments, taken=held - job.storage.device_bytes + _bytes(state))
+        arguments = (_on_devices(before, job), _on_devices(state, job), *step_arguments[1:])
+        after = peak(job.programs.statistics, *arguments, taken=state_bytes - job.storage.device_bytes + _bytes(state))
         peaks["statistics"] = max(step_peak + _bytes(before), after)
     return peaks
 
@@ -326,18 +351,22 @@ def _operations(request: Request, job: Job, arguments: Any, sent: list[Collectiv
         for operands, count in flops_by_operands(jaxpr).items():
             flops[operands] += times * count
     frozen = job.model.tuning is not None
-    of_group = model_flops(request.size, request.rows, request.config.data.max_context, frozen=frozen)
+    group_flops = model_flops(request.size, request.rows, request.config.data.max_context, frozen=frozen)
     speed = SPEEDS.get(devices[0].device_kind)
     bound = None
     if speed is not None:
         total = sum(collective.sent for collective in sent)
         alone = sum(collective.sent for collective in sent if not collective.is_hidden)
-        touched = 2 * job.held  # read and written once
+        touched = 2 * job.state_bytes  # read and written once
         products = sum(count / speed.products(operands) for operands, count in flops.items())
         bound = max(products + alone / speed.network, touched / speed.memory, total / speed.network)
         if not isinstance(devices[0], formula.Gpu):
             bound = max(bound, job.storage.host_bytes / (speed.host / speed.devices))
-    return {"flops": flops.total(), "model_flops": of_group // job.model.axis.row_group, "seconds_lower_bound": bound}
+    return {
+        "flops": flops.total(),
+        "model_flops": group_flops // job.model.axis.row_group,
+        "seconds_lower_bound": bound,
+    }
 
 
 def time_and_cost(plan: Plan, row: Row, predicted: Prediction | None, speed: Speed | None) -> Row:

@@ -63,8 +63,8 @@ class ProcessPerCall(Executor):
             if self._killed.is_set():
                 process.kill()
             result, error = ours.recv()
-        except EOFError:
-            raise BrokenProcessPool("a process died before it answered") from None
+        except (EOFError, OSError):  # at the beginning of an answer, or within it
+            raise BrokenProcessPool("a process died before it had answered") from None
         finally:
             process.kill()
             process.join()

@@ -10,12 +10,12 @@ from jax import lax
 
 from zero.base.errors import UserError
 from zero.commands.cli import compose
+from zero.costs import formula
 from zero.costs.hlo import bytes_by_kind, collectives
+from zero.costs.topology import find_devices
 from zero.hosts.speeds import SPEEDS
-from zero.plan import formula
-from zero.plan.compile import Row, compile_step, job_of, step_arguments
-from zero.plan.config import Request
-from zero.plan.topology import find_devices
+from zero.planning.compile import Row, compile_step, job_of, step_arguments
+from zero.planning.config import Request
 
 DEVICES = 8
 
@@ -32,7 +32,7 @@ def test_kinds_have_peaks(kind: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpu:h100", "gpu:h100x0", "gpu:voodoox8", "gpu:x8", "gpu:h100x8x2"])
 def test_unknown_gpus(name: str) -> None:
-    with pytest.raises(UserError, match=rf"plan.topology={name}: expected gpu:KINDxCOUNT.* h100"):
+    with pytest.raises(UserError, match=rf"topology={name}: expected gpu:KINDxCOUNT.* h100"):
         formula.gpus(name)
 
 
@@ -135,7 +135,7 @@ def test_what_a_host_does_not_hold_does_not_fit(monkeypatch: pytest.MonkeyPatch)
     assert moved["peak_bytes"] < kept["peak_bytes"] and moved["fits"] and moved["host_available_bytes"] is None
     for spare, fits in ((0, True), (-1, False)):
         monkeypatch.setattr(
-            "zero.plan.compile.host_memory", lambda devices, spare=spare: moved["host_bytes"] * 8 + spare
+            "zero.planning.compile.host_memory", lambda devices, spare=spare: moved["host_bytes"] * 8 + spare
         )
         assert plan("gpu:h100x8", "zero.remat=full", "zero.offload=activations")["fits"] is fits
 

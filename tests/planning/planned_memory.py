@@ -15,8 +15,8 @@ from zero.inference.generate import generate
 from zero.job.job import make_job, place_model
 from zero.job.sizes import load_sizes
 from zero.models.config import GPTConfig
-from zero.plan.compile import compile_step, evaluation_arguments, sampling_arguments, step_arguments
-from zero.plan.config import Request
+from zero.planning.compile import compile_step, evaluation_arguments, sampling_arguments, step_arguments
+from zero.planning.config import Request
 from zero.run.step_programs import split_batch
 from zero.training.host_rows import HostRows
 from zero.training.programs import make_inference

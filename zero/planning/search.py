@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 from zero.base.errors import UserError
 from zero.hosts.speeds import GIB
 from zero.models.config import GPTConfig
-from zero.plan.compile import Row, compile_step, highest_peak, outline, peak_by_formula
-from zero.plan.config import Request
-from zero.plan.table import shown, verdict
+from zero.planning.compile import Row, compile_step, highest_peak, outline, peak_by_formula
+from zero.planning.config import Request
+from zero.planning.table import shown, verdict
 from zero.tracking.progress import Stage
 
 log = logging.getLogger(__name__)
@@ -217,8 +217,8 @@ def deepest(request: Request) -> Row | None:
         return None
     more = _more_layers(highest_peak(low), highest_peak(high), low["available_bytes"], fewest)
     if low["bytes_of_one_host"] and high["bytes_of_one_host"] and low["host_available_bytes"] is not None:
-        of_hosts = low["bytes_of_one_host"], high["bytes_of_one_host"], low["host_available_bytes"]
-        more = min(more, _more_layers(*of_hosts, fewest))
+        host_bytes = low["bytes_of_one_host"], high["bytes_of_one_host"], low["host_available_bytes"]
+        more = min(more, _more_layers(*host_bytes, fewest))
     layers = fewest + unit * int(more / unit)
     while not try_layers(layers)["fits"]:
         layers -= unit

@@ -1,10 +1,12 @@
 """Names of slices, devices that are not on this machine, and the memory that the compiler says they have."""
 
+import re
+
 import jax
 import pytest
 
-from zero.base.errors import UserError
-from zero.plan.topology import (
+from zero.base.errors import UserError, install_command
+from zero.costs.topology import (
     available_bytes,
     find_devices,
     out_of_memory,
@@ -35,7 +37,7 @@ def test_names_of_slices(name: str, shape: str) -> None:
 
 @pytest.mark.parametrize("name", ["v3-12", "v3-7", "v9-8", "v4-1", "v3", "moon"])
 def test_slices_that_do_not_exist(name: str) -> None:
-    with pytest.raises(UserError, match=f"plan.topology={name}"):
+    with pytest.raises(UserError, match=f"topology={name}"):
         slice_shape(name)
 
 
@@ -50,13 +52,13 @@ def test_slices_that_do_not_exist(name: str) -> None:
 )
 def test_a_wrong_name_is_refused_before_a_process_starts(name: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.environ", {})
-    with pytest.raises(UserError, match=rf"^plan.topology={name}: {line}"):
+    with pytest.raises(UserError, match=rf"^topology={name}: {line}"):
         prepare_environment(name)
 
 
 def test_a_missing_compiler_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"libtpu.*pip install -e '.*\[plan\]'"):
+    with pytest.raises(UserError, match=f"libtpu.*{re.escape(install_command('plan'))}"):
         prepare_environment("v3-8")
 
 
@@ -67,9 +69,9 @@ def test_missing_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError
 
     monkeypatch.setattr(jax, "local_devices", fail)
-    with pytest.raises(UserError, match=r"plan.topology=gpu: jax finds no such device"):
+    with pytest.raises(UserError, match=r"topology=gpu: jax finds no such device"):
         find_devices("gpu")
-    with pytest.raises(UserError, match=r"plan.topology=v3:9x9x9x9: .*9x9x9x9"):
+    with pytest.raises(UserError, match=r"topology=v3:9x9x9x9: .*9x9x9x9"):
         pytest.importorskip("libtpu")
         find_devices("v3:9x9x9x9")
 

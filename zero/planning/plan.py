@@ -12,21 +12,23 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from zero.base.child_process import end_with_parent
-from zero.base.errors import Unavailable, UserError
+from zero.base.errors import Unavailable, UnknownTopology, UserError
+from zero.costs.topology import prepare_environment
+from zero.files import storage
 from zero.models.config import GPTConfig
 from zero.partition.virtual_devices import use_cpu_devices
-from zero.plan import search
-from zero.plan.config import PlanConfig, Request
-from zero.plan.page import PAGE_FILE, page
-from zero.plan.process_per_call import ProcessPerCall
-from zero.plan.table import WIDTH, breakdown_table, table, training_command
-from zero.plan.topology import prepare_environment
+from zero.planning import search
+from zero.planning.compile import SCHEDULE, Row
+from zero.planning.config import PlanConfig, Request
+from zero.planning.page import PAGE_FILE, SCHEDULE_FILE, page
+from zero.planning.process_per_call import ProcessPerCall
+from zero.planning.table import WIDTH, breakdown_table, table, training_command
 
 PLAN_FILE = "plan.json"
 COMPILER_LOG = "compiler.log"
 
 
-def plan(config: PlanConfig, size: GPTConfig, run_directory: Path) -> int:
+def plan(config: PlanConfig, model_config: GPTConfig, run_directory: Path) -> int:
     """Prints the costs of a training run on `plan.topology`, and writes them to plan.json and plan.html.
 
     Returns:
@@ -36,25 +38,19 @@ def plan(config: PlanConfig, size: GPTConfig, run_directory: Path) -> int:
       UserError: there is no such slice, or no compiler for it.
     """
     settings = config.plan
-    request = Request(config, size, config.plan.micro_batch)
-    prepare_environment(settings.topology)
-    processes = 1 if settings.search == "none" else settings.processes or min(os.cpu_count() or 1, 4)
-    with _compilers(settings.topology, config.distributed.cpu_devices, processes, run_directory / COMPILER_LOG) as pool:
-        match settings.search:
-            case "largest":
-                rows = search.largest(pool, request)
-            case "fastest":
-                rows = search.fastest(pool, request, processes)
-            case "stages":
-                rows = search.every_stage(pool, request)
-            case _:
-                rows = search.one_setting(pool, request)
+    request = Request(config, model_config, config.plan.micro_batch)
+    try:
+        rows = _rows(request, run_directory)
+    except UnknownTopology as error:
+        raise UserError(f"plan.{error}") from error
     if not rows:
         raise UserError(f"plan.topology={settings.topology}: not even the smallest model fits")
     best = None
     if settings.search in ("fastest", "largest"):
         headroom = 0.0 if settings.search == "largest" else search.HEADROOM
         best = search.best(rows, headroom)
+    schedules = [row.pop(SCHEDULE, None) for row in rows]
+    schedule = schedules[0] if settings.search == "none" else None
     result = {
         "topology": settings.topology,
         "devices": rows[0]["devices"],
@@ -66,16 +62,50 @@ def plan(config: PlanConfig, size: GPTConfig, run_directory: Path) -> int:
     predicted = [row for row in rows if row["breakdown"]]
     if settings.breakdown and predicted:
         summary += "\n\n" + breakdown_table(best if best in predicted else predicted[-1])
-    (run_directory / PLAN_FILE).write_text(json.dumps(result, indent=1) + "\n")
-    (run_directory / PAGE_FILE).write_text(page(result, request), encoding="utf-8")
+    written = {
+        PLAN_FILE: json.dumps(result, indent=1) + "\n",
+        PAGE_FILE: page(result, request, has_schedule=schedule is not None),
+    }
+    if schedule is not None:
+        written[SCHEDULE_FILE] = schedule
+    for name, text in written.items():
+        storage.write(run_directory / name, text.encode())
     print(summary)
     if best is not None and settings.search == "largest":
         print(f"\nThe largest model that fits, as an entry of conf/model_config.yaml: {best['model']}")
     elif best is not None:
         print(f"\nThe fastest that fits, with {search.HEADROOM:.0%} of the memory to spare:")
         print(training_command(best, request))
-    print(f"\n{run_directory / PLAN_FILE}, {run_directory / PAGE_FILE}")
+    print("\n" + ", ".join(_from_here(run_directory / name) for name in written))
     return 0
+
+
+def _from_here(path: Path) -> str:
+    """A path below the current directory relative to it, as it can be typed; any other path as it is.
+
+    >>> _from_here(Path.cwd() / "runs" / "plan.html"), _from_here(Path("/elsewhere/plan.html"))
+    ('runs/plan.html', '/elsewhere/plan.html')
+    """
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def _rows(request: Request, run_directory: Path) -> list[Row]:
+    """The rows of the settings that are searched, compiled in processes of their own."""
+    config = request.config
+    settings = config.plan
+    prepare_environment(settings.topology)
+    processes = 1 if settings.search == "none" else settings.processes or min(os.cpu_count() or 1, 4)
+    with _compilers(settings.topology, config.distributed.cpu_devices, processes, run_directory / COMPILER_LOG) as pool:
+        match settings.search:
+            case "largest":
+                return search.largest(pool, request)
+            case "fastest":
+                return search.fastest(pool, request, processes)
+            case "stages":
+                return search.every_stage(pool, request)
+            case _:
+                return search.one_setting(pool, request)
 
 
 @contextmanager
@@ -89,7 +119,7 @@ def _compilers(topology: str, cpu_devices: int, processes: int, log: Path) -> It
     """
     with tempfile.TemporaryDirectory(prefix="zero-plan-", ignore_cleanup_errors=True) as temporary:
         initargs = (str(log), topology, cpu_devices, temporary)
-        pool = ProcessPerCall(processes, ["zero.plan.compile", "zero.plan.plan"], _start_compiler, initargs)
+        pool = ProcessPerCall(processes, ["zero.planning.compile", "zero.planning.plan"], _start_compiler, initargs)
         try:
             yield pool
         except BrokenProcessPool as error:

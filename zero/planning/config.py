@@ -6,8 +6,19 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from zero.config.constraints import DTYPES, INT64, at_least, list_of, one_of, positive
-from zero.config.keys import Check, Mistakes, key, section, with_values
+from zero.base.keys import (
+    DTYPES,
+    INT64,
+    Check,
+    Mistakes,
+    at_least,
+    key,
+    list_of,
+    one_of,
+    positive,
+    section,
+    with_values,
+)
 from zero.models.config import GPTConfig
 from zero.models.stack import REMAT
 from zero.run.config import TrainConfig
@@ -78,7 +89,7 @@ class Grid:
     tensor: list[int] | None = key(
         None,
         list_of(at_least(1)),
-        "Values of zero.tensor_shards; null, here and below: only the value in section zero.",
+        "Values of zero.tensor_shards; null: only its own value.",
     )
     context_shards: list[int] | None = key(None, list_of(at_least(1)), "Values of zero.context_shards.")
     expert: list[int] | None = key(None, list_of(at_least(1)), "Values of zero.expert_shards.")
@@ -162,12 +173,12 @@ class PlanConfig(TrainConfig):
     def trains(self) -> bool:
         return False
 
-    def mistakes(self, size: GPTConfig) -> Mistakes:
-        yield from super().mistakes(size)
+    def mistakes(self, model_config: GPTConfig) -> Mistakes:
+        yield from super().mistakes(model_config)
         plan = self.plan
-        if plan.search != "largest" and max(plan.grid.context or [0]) > size.block_size:
+        if plan.search != "largest" and max(plan.grid.context or [0]) > model_config.block_size:
             limit = f"the block_size of {self.model}"
-            yield "plan.grid.context", f"a list, each element 2 to {size.block_size}, {limit}, or null"
+            yield "plan.grid.context", f"a list, each element 2 to {model_config.block_size}, {limit}, or null"
         if self.optimizer.name not in QUANTIZABLE and set(plan.grid.state_dtype or []) - {"float32"}:
             yield "plan.grid.state_dtype", f"[float32] or null, as optimizer={self.optimizer.name}"
 
@@ -195,7 +206,7 @@ class Request:
 
         For an objective on pairs, `micro_batch` counts these.
         """
-        texts = self.config.objective.make().example.texts
+        texts = self.config.objective.objective().example.texts
         return texts * self.micro_batch * self.config.training.gradient_accumulation_steps
 
     def with_changes(self, micro_batch: int | None = None, **keys: Any) -> Request:

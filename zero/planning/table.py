@@ -11,14 +11,16 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from zero.base.errors import trainer
+from zero.base.keys import with_values
 from zero.base.text_table import in_columns
 from zero.config.command_line import override_value
-from zero.config.keys import with_values
+from zero.config.files import literal
 from zero.costs.predict import PHASES
 from zero.hosts.speeds import GIB
 from zero.models.stack import OFFLOADED, kinds_of
-from zero.plan.compile import PLACEMENT_KEYS, Row, highest_peak, run_tokens
-from zero.plan.config import Plan, Request, with_keys
+from zero.planning.compile import PLACEMENT_KEYS, Row, highest_peak, run_tokens
+from zero.planning.config import Plan, Request, with_keys
 from zero.run.config import GROUPS, TrainConfig, default_config
 
 WIDTH = 120  # characters per line without a terminal
@@ -172,12 +174,12 @@ def training_command(row: Row, request: Request) -> str:
     config = with_values(chosen, values)
     choices = {name: getattr(config, name).name for name in GROUPS}
     default = _by_key(default_config(**choices))
-    planned = _by_key(OmegaConf.create(asdict(config)))
+    planned = _by_key(OmegaConf.create(literal(asdict(config))))
     idle = {key for key, _ in TrainConfig.without_effect(config)}
     changed = [key for key in planned if planned[key] != default[key] and key not in _CHOSEN and key not in idle]
     overrides = [f"{name}={choice}" for name, choice in choices.items() if choice != default_config()[name].name]
     overrides += [f"{key}={override_value(planned[key])}" for key in (*_CHOSEN, *changed)]
-    return shlex.join(["python", "main_zero.py", *overrides])
+    return shlex.join([*trainer(), *overrides])
 
 
 def _by_key(config: DictConfig) -> dict[str, Any]:
@@ -185,7 +187,7 @@ def _by_key(config: DictConfig) -> dict[str, Any]:
     values: dict[str, Any] = {"seed": config.seed}
     for name, section in config.items():
         if isinstance(section, DictConfig) and name != "plan":
-            plain: Any = OmegaConf.to_container(section)
+            plain: Any = OmegaConf.to_container(section, resolve=True)
             values |= {f"{name!s}.{key}": value for key, value in plain.items() if key != "name"}
     return values
 

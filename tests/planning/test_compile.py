@@ -8,10 +8,10 @@ import pytest
 from jax import lax
 
 from zero.commands.cli import compose
+from zero.costs.topology import find_devices, prepare_environment
 from zero.hosts.xla_options import for_tpu
-from zero.plan.compile import compile_step
-from zero.plan.config import Request
-from zero.plan.topology import find_devices, prepare_environment
+from zero.planning.compile import compile_step
+from zero.planning.config import Request
 
 SLICES = ("v3-32", "v4-64", "v5e-64", "v5e-256", "v5p-64", "v6e-16", "v6e-256", "tpu7x:4x4x4")
 

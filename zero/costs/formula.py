@@ -10,7 +10,7 @@ from typing import Any
 
 from jax.extend.core import jaxprs_in_params
 
-from zero.base.errors import UserError
+from zero.base.errors import UnknownTopology
 from zero.costs.hlo import Collective
 
 PREFIX = "gpu:"
@@ -48,15 +48,15 @@ def gpus(topology: str) -> list[Gpu]:
     """The devices of `gpu:KINDxCOUNT`, in nodes of eight.
 
     Raises:
-      UserError: there is no such kind or number.
+      UnknownTopology: there is no such kind or number.
 
     >>> [(gpu.device_kind, gpu.process_index) for gpu in gpus("gpu:h100x16")[6:9:2]]
     [('NVIDIA H100 80GB HBM3', 0), ('NVIDIA H100 80GB HBM3', 1)]
     """
     match = re.fullmatch(rf"{PREFIX}([\w-]+?)x(\d+)", topology)
     if match is None or match[1] not in KINDS or not int(match[2]):
-        raise UserError(
-            f"plan.topology={topology}: expected gpu:KINDxCOUNT, such as gpu:h100x8, with a KIND of {', '.join(KINDS)}"
+        raise UnknownTopology(
+            f"topology={topology}: expected gpu:KINDxCOUNT, such as gpu:h100x8, with a KIND of {', '.join(KINDS)}"
         )
     return [Gpu(number, number // PER_NODE, KINDS[match[1]]) for number in range(int(match[2]))]
 

@@ -5,13 +5,14 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
 import pytest
 
 from zero.base.errors import UserError
-from zero.plan.process_per_call import ProcessPerCall
+from zero.planning.process_per_call import ProcessPerCall
 
 
 def note_process(file: str) -> None:
@@ -27,6 +28,11 @@ def answer_beside_a_thread(text: str) -> str:
 
 def refuse() -> None:
     raise UserError("no such slice")
+
+
+def answer_at_length() -> bytes:
+    """More than a pipe holds."""
+    return bytes(64 << 20)
 
 
 @pytest.fixture
@@ -50,6 +56,22 @@ def test_exceptions_and_deaths(calls: ProcessPerCall) -> None:
         calls.submit(refuse).result()
     with pytest.raises(BrokenProcessPool):
         calls.submit(os.abort).result()
+
+
+def test_a_death_within_an_answer(calls: ProcessPerCall, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process is killed when a part of its answer has arrived."""
+    recv = Connection.recv
+
+    def recv_after_a_kill(connection: Connection) -> object:
+        assert connection.poll(60)
+        for process in calls._running:
+            process.kill()
+            process.join()
+        return recv(connection)
+
+    monkeypatch.setattr(Connection, "recv", recv_after_a_kill)
+    with pytest.raises(BrokenProcessPool):
+        calls.submit(answer_at_length).result()
 
 
 def test_killed_calls_end_at_once(calls: ProcessPerCall) -> None:

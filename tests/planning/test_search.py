@@ -8,11 +8,11 @@ import pytest
 
 from tests.config.composing import compose
 from zero.base.errors import UserError
+from zero.base.keys import with_values
 from zero.commands.modes import typed
-from zero.config.keys import with_values
 from zero.models.config import GPTConfig
-from zero.plan import search
-from zero.plan.config import Grid, PlanConfig, Request
+from zero.planning import search
+from zero.planning.config import Grid, PlanConfig, Request
 
 # What is known of a step before it is compiled, and after.
 SAME = {"tokens": 100, "seconds": None, "seconds_lower_bound": 1.0}
@@ -229,9 +229,9 @@ def test_deepest_that_fits_in_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     def compile_step(request: Request) -> dict[str, Any]:
         layers = request.size.N
         tried.append(layers)
-        of_host = {"bytes_of_one_host": 50 + 10 * layers, "host_available_bytes": 458}
+        per_host = {"bytes_of_one_host": 50 + 10 * layers, "host_available_bytes": 458}
         peaks = PEAKS | {"peak_bytes": 10 + layers, "available_bytes": 1000}
-        return peaks | of_host | {"fits": of_host["bytes_of_one_host"] <= 458, "layers": layers}
+        return peaks | per_host | {"fits": per_host["bytes_of_one_host"] <= 458, "layers": layers}
 
     monkeypatch.setattr(search, "compile_step", compile_step)
     row = search.deepest(Request(plan_config(), GPTConfig(512, 50304, 2, 64, 0.0, 4), 1))

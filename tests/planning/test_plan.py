@@ -22,19 +22,19 @@ import pytest
 from tests.config.composing import compose
 from tests.helpers import browser, cli
 from zero.base.errors import Unavailable
+from zero.base.keys import with_values
 from zero.commands.modes import check
-from zero.config.keys import with_values
 from zero.costs.predict import Prediction
-from zero.costs.step_costs import device_peak
 from zero.hosts.speeds import SPEEDS, host_memory
 from zero.job.job import make_job, place_model
 from zero.job.sizes import load_sizes
+from zero.job.step_costs import device_peak
 from zero.models.config import GPTConfig
-from zero.plan.compile import PAUSES, compile_step, highest_peak, step_arguments, time_and_cost
-from zero.plan.config import PlanConfig, Request
-from zero.plan.page import memory_segments, page, time_segments
-from zero.plan.plan import _compilers
-from zero.plan.table import COLUMNS, DETAILS, RESULTS, SETTINGS, WIDTH, breakdown_table, table, training_command
+from zero.planning.compile import PAUSES, SCHEDULE, compile_step, highest_peak, step_arguments, time_and_cost
+from zero.planning.config import PlanConfig, Request
+from zero.planning.page import PAGE_FILE, SCHEDULE_FILE, memory_segments, page, time_segments
+from zero.planning.plan import _compilers
+from zero.planning.table import COLUMNS, DETAILS, RESULTS, SETTINGS, WIDTH, breakdown_table, table, training_command
 from zero.run.step_programs import split_batch
 from zero.training.host_rows import HostRows
 
@@ -167,6 +167,9 @@ def test_plan_of_four_bytes_per_parameter(tmp_path: Path) -> None:
     assert row["statistics_peak_bytes"] is None
     assert 4 < row["state_bytes_per_parameter"] < 4.1  # norms and biases have 12
     assert row["state_bytes"] < row["peak_bytes"]
+    schedule = (tmp_path / "plan" / SCHEDULE_FILE).read_text()
+    assert "TransformerLayer.method/zero_gather/all_gather" in schedule and SCHEDULE not in row
+    assert f'href="{SCHEDULE_FILE}"' in (tmp_path / "plan" / PAGE_FILE).read_text()
 
 
 @pytest.mark.slow
@@ -180,7 +183,8 @@ def test_products_fused_into_products_compile(tmp_path: Path) -> None:
 @pytest.mark.wide
 def test_programs_between_steps_where_the_memory_is_tight(monkeypatch: pytest.MonkeyPatch) -> None:
     """Evaluation and sampling are compiled if little memory is left beside them by the formula."""
-    monkeypatch.setattr("zero.plan.compile.TIGHT", 0.4)  # on CPU a step needs more than twice as much as the formula
+    # On CPU a step needs more than twice as much as the formula.
+    monkeypatch.setattr("zero.planning.compile.TIGHT", 0.4)
     overrides = ("mode=plan", "plan.topology=cpu", "data.max_context=64", "distributed.compilation_cache=null")
     config = check(compose(*overrides), load_sizes())
     size = GPTConfig(embedding_dim=16, vocab_size=64, num_head=2, block_size=64, dropout=0.0, N=2)
@@ -188,7 +192,7 @@ def test_programs_between_steps_where_the_memory_is_tight(monkeypatch: pytest.Mo
     assert row["fits"] and row["evaluation_peak_bytes"] is row["sampling_peak_bytes"] is None
 
     def with_memory(available: int, rows: int = 1) -> dict[str, Any]:
-        monkeypatch.setattr("zero.plan.compile.available_bytes", lambda devices: available)
+        monkeypatch.setattr("zero.planning.compile.available_bytes", lambda devices: available)
         return compile_step(Request(config, size, rows))
 
     assert with_memory(row["peak_bytes"] * 5 // 4)["evaluation_peak_bytes"] is None

@@ -27,10 +27,10 @@ from typing import Any
 
 import jax
 
+from zero.costs.topology import slices_of
+from zero.files import storage
 from zero.hosts import xla_options
 from zero.hosts.speeds import SPEEDS
-from zero.job.devices import slices_of
-from zero.training.streamed_update import LoweredStep, SpanPrograms
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +42,11 @@ UNORDERED = {"xla_jf_vliw_scheduler": False}
 SCHEDULE = "*.after_optimizations.txt"
 SCHEDULE_AGAIN = "*.after_optimizations_after_buffer_assignment.txt"
 MEMORY_REPORT = "*.after_optimizations-memory-usage-report.txt"
+BUFFERS = "*.after_optimizations-buffer-assignment.txt"
+LIVE_RANGES = "*.after_optimizations-live-range.txt"
 _SPACE = re.compile(r"Memory Space: .*\(color=(\d+)\)\s+Total bytes: (\d+)")
 _DEVICE, _HOST = "0", "5"  # colors of memories
+_REPORTS = ("buffers", "live_ranges", "assigned_bytes")  # fields of a kept program, for its page
 _POLL_SECONDS = 0.05
 
 
@@ -65,11 +68,25 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class KeptProgram:
-    """A cached program, with the two methods of `jax.stages.Compiled` that a plan calls."""
+    """A program with the two methods of `jax.stages.Compiled` that a plan calls.
+
+    Attributes:
+      text: what `as_text` returns.
+      memory: what `memory_analysis` returns.
+      is_whole: False: read before the machine code, so that the text has no cycles.
+      buffers: the compiler's report of the memory that it assigned to each array; empty if it wrote none.
+      live_ranges: its report of the instructions between which each array is alive, likewise.
+      assigned_bytes: of the memory of a device, in the schedule; None if there was no schedule.
+      shardings: of the arguments, then of the results, as the compiler took them; empty unless just compiled.
+    """
 
     text: str
     memory: Memory
-    is_whole: bool = True  # False: read before the machine code, so that the text has no cycles
+    is_whole: bool = True
+    buffers: str = ""
+    live_ranges: str = ""
+    assigned_bytes: int | None = None
+    shardings: tuple[Any, ...] = ()
 
     def as_text(self) -> str:
         return self.text
@@ -85,11 +102,13 @@ class _Compilation:
     Attributes:
       compiled: the whole program.
       schedule: the program as scheduled; None if the compiler ended before it wrote a schedule.
+      refused: a program that does not fit as the compiler left it; None for all others.
       directory: where the compiler writes; deleted once the schedule has been read, and made again by the compiler.
     """
 
     compiled: Future[Any]
     schedule: KeptProgram | None
+    refused: KeptProgram | None
     directory: str
 
     def whole(self) -> KeptProgram:
@@ -103,7 +122,16 @@ class _Compilation:
         if memory.host_temp_size_in_bytes and self.schedule is not None:
             peak = min(memory.peak_memory_in_bytes, self.schedule.memory.peak_memory_in_bytes)  # neither is below it
             memory = dataclasses.replace(memory, peak_memory_in_bytes=peak)
-        return KeptProgram(compiled.as_text(), memory)
+        shardings = tuple(jax.tree.leaves((compiled.input_shardings, compiled.output_shardings)))
+        kept = KeptProgram(compiled.as_text(), memory, shardings=shardings)
+        if self.schedule is None:
+            return kept
+        return dataclasses.replace(
+            kept,
+            buffers=self.schedule.buffers,
+            live_ranges=self.schedule.live_ranges,
+            assigned_bytes=self.schedule.assigned_bytes,
+        )
 
 
 def _begin(lowered: Any, options: Mapping[str, bool | int] | None) -> _Compilation:
@@ -116,28 +144,33 @@ def _begin(lowered: Any, options: Mapping[str, bool | int] | None) -> _Compilati
         while schedule is None and not compiled.done():
             time.sleep(_POLL_SECONDS)
             schedule = read_schedule(Path(directory))
+        refused = _read_reports(Path(directory)) if schedule is None else None
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-    return _Compilation(compiled, schedule, directory)
+    return _Compilation(compiled, schedule, refused, directory)
 
 
 class Compiler:
     """Compiles for `devices` with the options of a run, and caches programs for TPU slices.
 
     A file is named after a digest of everything that the result depends on: the lowered program with the paths of its
-    operations, the devices, the options and the versions. So a file is never out of date. Source lines are left out of
-    the program, so that an edit that changes none of these compiles nothing again.
+    operations, the devices, the options and the versions. So a file is never out of date. Without source lines an edit
+    that changes none of these compiles nothing again.
 
     Args:
       devices: all devices of the program.
-      overlap_gathers: `zero.overlap_gathers`.
+      options: of the compiler; None: its own.
       directory: the cache; None: no cache.
     """
 
-    def __init__(self, devices: Sequence[Any], overlap_gathers: bool, directory: Path | None = None) -> None:
+    def __init__(
+        self,
+        devices: Sequence[Any],
+        options: Mapping[str, bool | int] | None,
+        directory: Path | None = None,
+    ) -> None:
         self.devices = devices
-        options = compiler_options(devices, overlap_gathers)
-        self.options = None if options is None else options | UNORDERED
+        self.options = {**(options or {}), **UNORDERED} if devices[0].platform == "tpu" else options
         self.directory = directory if devices[0].platform == "tpu" else None
         places = [(device.id, device.process_index, getattr(device, "coords", None)) for device in devices]
         self._surroundings = [
@@ -147,27 +180,29 @@ class Compiler:
             [os.environ.get(name) for name in VARIABLES],
         ]
         self._running: dict[str, _Compilation] = {}  # by digest
+        self.refused: KeptProgram | None = None  # the last program, if it did not fit
 
     def compile(self, program: Any, *arguments: Any, whole: bool = True) -> Any:
-        """The compiled program, for TPU a `KeptProgram`; for a step of several programs, the step with such programs.
+        """The compiled program, for TPU a `KeptProgram`.
 
         Args:
-          program: a pmapped function, or a step of several.
+          program: a pmapped function.
           arguments: their shapes and dtypes.
-          whole: whether to wait for the machine code. If not, the program has no cycles, unless it is cached, is one of
-            several, or the compiler has ended first.
+          whole: whether to wait for the machine code. If not, the program has no cycles, unless it is cached or the
+            compiler has ended first.
 
         Raises:
           jax.errors.JaxRuntimeError: from the compiler, if the program does not fit.
         """
-        with _without_source_lines():
-            lowered = program.lower(*arguments)
-        if isinstance(lowered, LoweredStep):
-            programs = SpanPrograms(*map(self._compile, lowered.programs))
-            return dataclasses.replace(lowered.step, programs=programs)
-        return self._compile(lowered, whole)
+        return self.compile_lowered(self.lower(program, *arguments), whole)
 
-    def _compile(self, lowered: Any, whole: bool = True) -> Any:
+    def lower(self, program: Any, *arguments: Any) -> Any:
+        """The lowered program."""
+        with source_frames(0):
+            return program.lower(*arguments)
+
+    def compile_lowered(self, lowered: Any, whole: bool = True) -> Any:
+        """`compile` of a lowered program."""
         if self.devices[0].platform != "tpu":
             return lowered.compile(self.options)
         digest = self._digest(lowered)
@@ -178,6 +213,7 @@ class Compiler:
             self._running[digest] = _begin(lowered, self.options)
         compilation = self._running[digest]
         kept = compilation.schedule
+        self.refused = compilation.refused
         if whole or kept is None:
             kept = compilation.whole()
         path = self._file(digest, kept.is_whole)
@@ -212,11 +248,27 @@ def read_schedule(directory: Path) -> KeptProgram | None:
     if None in paths:
         return None
     text, again, report = (path.read_text() for path in paths if path is not None)
+    if not text or len(text) != len(again) or _DEVICE not in dict(_SPACE.findall(report)):
+        return None
+    return _read_reports(directory)
+
+
+def _read_reports(directory: Path) -> KeptProgram | None:
+    """The program that the compiler has written to a directory, with what it has written about its memory.
+
+    Returns:
+      None if memory has not been assigned.
+    """
+    patterns = (SCHEDULE, MEMORY_REPORT, BUFFERS, LIVE_RANGES)
+    text, report, buffers, live_ranges = (
+        "".join(path.read_text() for path in directory.glob(pattern)) for pattern in patterns
+    )
     sizes = {color: int(size) for color, size in _SPACE.findall(report)}
-    if not text or len(text) != len(again) or _DEVICE not in sizes:
+    if not text or _DEVICE not in sizes:
         return None
     peak = sizes[_DEVICE]
-    return KeptProgram(text, Memory(peak, 0, 0, 0, peak, sizes.get(_HOST, 0)), is_whole=False)
+    memory = Memory(peak, 0, 0, 0, peak, sizes.get(_HOST, 0))
+    return KeptProgram(text, memory, is_whole=False, buffers=buffers, live_ranges=live_ranges, assigned_bytes=peak)
 
 
 def compiler_options(devices: Sequence[Any], overlap_gathers: bool) -> dict[str, bool | int] | None:
@@ -229,10 +281,10 @@ def compiler_options(devices: Sequence[Any], overlap_gathers: bool) -> dict[str,
 
 
 @contextmanager
-def _without_source_lines() -> Iterator[None]:
-    """Programs that are lowered inside, with their Pallas kernels, do not name files and lines of Python."""
+def source_frames(most: int) -> Iterator[None]:
+    """Programs that are lowered inside name at most so many files and lines of Python for each operation, or kernel."""
     frames = jax.config.values["jax_traceback_in_locations_limit"]
-    jax.config.update("jax_traceback_in_locations_limit", 0)
+    jax.config.update("jax_traceback_in_locations_limit", most)
     try:
         yield
     finally:
@@ -243,7 +295,8 @@ def _read(path: Path) -> KeptProgram | None:
     """The program in a file; None if it does not exist or is damaged, which is logged."""
     try:
         content = json.loads(gzip.decompress(path.read_bytes()))
-        return KeptProgram(content["text"], Memory(**content["memory"]))
+        reports = {name: content[name] for name in _REPORTS if name in content}  # earlier versions kept none
+        return KeptProgram(content["text"], Memory(**content["memory"]), **reports)
     except FileNotFoundError:
         return None
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
@@ -253,12 +306,9 @@ def _read(path: Path) -> KeptProgram | None:
 
 def _write(path: Path, program: KeptProgram) -> None:
     """Writes a program to the cache. If the directory is not writable, logs that and continues without it."""
-    content = json.dumps({"text": program.text, "memory": dataclasses.asdict(program.memory)}).encode()
-    part = path.with_suffix(f".{os.getpid()}")
+    reports = {name: getattr(program, name) for name in _REPORTS}
+    content = json.dumps({"text": program.text, "memory": dataclasses.asdict(program.memory), **reports}).encode()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(gzip.compress(content, 6, mtime=0))  # its checksum shows damage
-        part.replace(path)
+        storage.write(path, gzip.compress(content, 6, mtime=0))  # its checksum shows damage
     except OSError as error:
-        log.warning("%s: %s; the compiled program is not kept", path, error)
-        part.unlink(missing_ok=True)
+        log.warning("%s; the compiled program is not kept", error)

@@ -1,0 +1,169 @@
+"""Plans of programs that zero did not write."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zero
+from zero.base.errors import UnknownTopology
+from zero.costs import program_plan
+from zero.costs.holders import Holder
+
+LAYERS, WIDTH, ROWS, DEVICES = 4, 512, 256, 8
+
+pytest.importorskip("libtpu")
+
+
+def loss(params: Any, batch: jax.Array) -> jax.Array:
+    def layer(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, None]:
+        return jnp.tanh(x @ kernel), None
+
+    return (jax.lax.scan(layer, batch, params["layers"])[0] ** 2).mean()
+
+
+def training_step(layers: int = LAYERS, width: int = WIDTH) -> tuple[Callable[..., Any], Any]:
+    """A pmapped step of a sharded AdamW, as a user writes it, and the shapes of its arguments."""
+    tx = zero.shard_optimizer(optax.adamw(1e-3), axis_name="batch")
+
+    @partial(jax.pmap, axis_name="batch", donate_argnums=(0, 1))
+    def train_step(params: Any, state: Any, batch: jax.Array) -> Any:
+        grads = zero.local(jax.grad(loss)(params, batch))
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = {"layers": jax.ShapeDtypeStruct((DEVICES, layers, width, width), jnp.float32)}
+    state = jax.eval_shape(jax.vmap(tx.init, axis_name="batch", axis_size=DEVICES), params)
+    return train_step, (params, state, jax.ShapeDtypeStruct((DEVICES, ROWS, width), jnp.float32))
+
+
+@pytest.fixture(scope="module")
+def planned() -> zero.Plan:
+    step, arguments = training_step()
+    return zero.plan(step, *arguments, topology="v5e-8")
+
+
+def test_traffic_equals_the_formula(planned: zero.Plan) -> None:
+    """A reduce-scatter of gradients and a gather of updates: each device sends 7/8 of the parameters."""
+    sent = {cost.kind: cost.bytes for cost in planned.collectives if cost.bytes > 1000}
+    expected = LAYERS * WIDTH * WIDTH * 4 * 7 // 8
+    assert sent == {"all-gather": expected, "reduce-scatter": expected}
+    assert planned.exposed_seconds == pytest.approx(sum(cost.exposed_seconds for cost in planned.collectives))
+
+
+def test_holders_are_named_by_argument(planned: zero.Plan) -> None:
+    """Parameters are whole, moments are slices."""
+    held = {holder.name: holder.bytes for holder in planned.holders}
+    parameters = LAYERS * WIDTH * WIDTH * 4
+    assert held["argument 0['layers']"] == parameters
+    assert held["argument 1.slices[0].mu['layers']"] == parameters // DEVICES
+    assert planned.fits and 0.8 < sum(held.values()) / planned.peak_bytes <= 1.0
+    assert not any(name.startswith(("sharded_optimizer.py", "stages.py")) for name in held)
+
+
+def test_time_is_the_sum_of_the_timeline(planned: zero.Plan) -> None:
+    ((program, runs),) = planned.programs
+    core = [times * event.seconds for event, times in program.timeline.runs() if event.lane == "TensorCore"]
+    assert runs == 1 and planned.seconds == pytest.approx(sum(core))
+    products = 3 * 2 * LAYERS * ROWS * WIDTH * WIDTH - 2 * ROWS * WIDTH * WIDTH  # no gradient of the batch
+    assert planned.flops == pytest.approx(products, rel=0.2)
+    assert planned.utilization == pytest.approx(planned.flops / (planned.seconds or 0) / 197e12)
+    assert planned.mfu(DEVICES * planned.flops) == pytest.approx(planned.utilization)
+
+
+def test_programs_add_up(planned: zero.Plan) -> None:
+    step = planned + 3 * planned
+    assert step.seconds == pytest.approx(4 * (planned.seconds or 0)) and step.peak_bytes == planned.peak_bytes
+    assert [cost.runs for cost in step.collectives] == [4 * cost.runs for cost in planned.collectives]
+    assert planned.dollars(steps=1000, dollars_per_device_hour=3.6) == pytest.approx(8 * (planned.seconds or 0))
+    with pytest.raises(ValueError, match="expected plans for the same devices"):
+        planned + program_plan.dataclasses.replace(planned, topology="v5e-4")
+
+
+def test_compare_shows_what_moved(planned: zero.Plan) -> None:
+    other = program_plan.dataclasses.replace(planned, peak_bytes=2 * planned.peak_bytes, collectives=())
+    text = planned.compare(other)
+    assert "(+100.0%)" in text and "all-gather: 0.00367 -> 0 GB (-100.0%)" in text
+
+
+def test_a_program_that_does_not_fit_says_what_would_have_to_go() -> None:
+    step, arguments = training_step(layers=40, width=8192)
+    refused = zero.plan(step, *arguments, topology="v5e-8")
+    assert not refused.fits and refused.seconds is None
+    assert sum(holder.bytes for holder in refused.holders) == pytest.approx(refused.peak_bytes, rel=0.02)
+    assert Holder("argument 0['layers']", 40 * 8192 * 8192 * 4) in refused.holders
+    assert any(holder.name.startswith("test_program_plan.py:") for holder in refused.holders)
+    assert "does not fit. The largest arrays:\n" in str(refused) and "10.000 GiB  argument 0" in str(refused)
+
+
+def test_a_mesh_of_a_topology() -> None:
+    """The reduction over the shards of a contraction, of a program that is partitioned by its compiler."""
+    mesh = jax.sharding.Mesh(np.reshape(zero.topology("v5e-8"), (2, 4))[:, ::-1], ("data", "model"))
+
+    def sharded(*axes: str | None) -> jax.sharding.NamedSharding:
+        return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
+
+    def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        return x @ kernel
+
+    step = jax.jit(product, in_shardings=(sharded("data", "model"), sharded("model")), out_shardings=sharded("data"))
+    shapes = jax.ShapeDtypeStruct((2048, 1024), jnp.float32), jax.ShapeDtypeStruct((1024, 512), jnp.float32)
+    found = zero.plan(step, *shapes, topology="v5e-8")
+    assert found.devices == 8 and "argument" not in found.holders[0].name
+    assert {holder.name for holder in found.holders} >= {"x", "kernel"}
+    reduced = sum(cost.bytes for cost in found.collectives)
+    assert reduced == 2 * 1024 * 512 * 4 * 3 // 4  # an all-reduce over four devices
+
+
+@pytest.mark.parametrize(
+    ("topology", "says"),
+    [
+        ("v9-8", "topology=v9-8: expected one of v2, v3"),
+        ("v5e-7", "topology=v5e-7: expected v5e- and a number that is a power of two"),
+        ("v5e", "topology=v5e: expected a slice such as v3-32"),
+    ],
+)
+def test_unknown_topologies(topology: str, says: str) -> None:
+    with pytest.raises(UnknownTopology, match=says):
+        zero.plan(jax.pmap(jnp.sin), jax.ShapeDtypeStruct((8,), jnp.float32), topology=topology)
+
+
+def test_a_missing_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zero.costs.topology.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UnknownTopology, match=r"the TPU compiler \(libtpu\) is not installed.*--plan|\[plan\]"):
+        zero.topology("v5e-8")
+
+
+def test_mistakes_are_named() -> None:
+    step, (params, state, batch) = training_step()
+    with pytest.raises(ValueError, match=r"argument 2 has the shape \(4, 256, 512\): expected 8 in dimension 0"):
+        zero.plan(step, params, state, jax.ShapeDtypeStruct((4, *batch.shape[1:]), batch.dtype), topology="v5e-8")
+    with pytest.raises(TypeError, match=r"expected a function made by jax.pmap or jax.jit, got int"):
+        zero.plan(3, topology="v5e-8")
+    with pytest.raises(ValueError, match="the program is for cpu: give its arguments shardings of a mesh"):
+        zero.plan(lambda x: x + 1, jnp.ones(4), topology="v5e-8")
+
+
+def test_a_jax_that_hides_the_arguments_of_pmap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zero.partition.pmapped.NEEDED", frozenset({"axis_name", "somewhere_else"}))
+    with pytest.raises(RuntimeError, match=r"hides somewhere_else of a pmapped function"):
+        zero.plan(jax.pmap(jnp.sin), jax.ShapeDtypeStruct((8,), jnp.float32), topology="v5e-8")
+
+
+def test_static_and_donated_arguments_are_those_of_the_program() -> None:
+    """An argument in front that is not an array moves neither the axes nor the donation of the others."""
+
+    @partial(jax.pmap, axis_name="i", static_broadcasted_argnums=0, in_axes=(None, 0, None), donate_argnums=1)
+    def scale(times: int, x: jax.Array, offset: jax.Array) -> jax.Array:
+        return jax.lax.psum(times * x + offset, "i")
+
+    x, offset = jax.ShapeDtypeStruct((8, 1 << 20), jnp.float32), jax.ShapeDtypeStruct((1 << 20,), jnp.float32)
+    found = zero.plan(scale, 3, x, offset, topology="v5e-8")
+    held = {holder.name: holder.bytes for holder in found.holders}
+    assert held["argument 1"] == held["argument 2"] == 4 << 20
+    assert found.peak_bytes < 14 << 20  # the result takes the place of x

@@ -1,0 +1,423 @@
+"""Memory, traffic and time of any JAX program on TPUs that need not be there: `zero.plan`."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from zero.base.errors import UnknownTopology
+from zero.costs import hlo
+from zero.costs import topology as topologies
+from zero.costs.absent_devices import argument_names, is_pmapped, lower_for
+from zero.costs.compiler import Compiler, KeptProgram, source_frames
+from zero.costs.holders import Holder, holders_of
+from zero.costs.live_arrays import read_live_arrays
+from zero.costs.planned_program import PlannedProgram
+from zero.costs.predict import CORE, Timeline, predict
+from zero.costs.rates import Works
+from zero.costs.source_lines import SourceLines
+from zero.files import storage
+from zero.hosts.speeds import GIB, SPEEDS
+
+_KERNEL_FLOPS = re.compile(r'"cost_estimate":\{"flops":"(\d+)"')
+_CALLBACK = re.compile(r'custom_call_target="[^"]*(?:callback|xla_ffi)')
+FRAMES = 20  # of each operation, so that the user's line is among those of libraries
+SHOWN = 8  # lines of each list that `print` shows
+
+
+@dataclass(frozen=True)
+class CollectiveCost:
+    """All collectives of a kind in one step of a device.
+
+    Attributes:
+      kind: as XLA names it, such as "all-gather".
+      runs: how many start.
+      bytes: that a device sends.
+      seconds: in which they occupy the network or a SparseCore.
+      exposed_seconds: in which the device does nothing but wait for them.
+    """
+
+    kind: str
+    runs: int
+    bytes: int
+    seconds: float
+    exposed_seconds: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one step of a program costs each device, by the TPU compiler.
+
+    Attributes:
+      name: of the function.
+      topology: as it was asked for.
+      device_kind: as jax names it.
+      devices: how many run the program.
+      peak_bytes: of the memory of a device; with `fits` false what the compiler asked for.
+      available_bytes: of the memory of a device, by the compiler.
+      holders: what holds the peak, largest first.
+      collectives: by kind, the most bytes first.
+      flops: of matrix products on a device, recomputed ones included.
+      seconds: None if the program does not fit.
+      exposed_seconds: in which a device does nothing but wait for other devices.
+      host_exposed_seconds: in which it waits for copies to or from its host's memory.
+      guessed_seconds: of instructions whose time follows from the bytes that they touch, for want of cycles.
+      unknowns: what the plan does not know, a sentence each.
+      compile_seconds: how long the compiler took.
+      programs: compiled programs with their runs per step; of one that does not fit none.
+
+    Plans are added and multiplied as their programs run in a step:
+
+    >>> micro_batch = Plan("gradients", "v5e-16", "TPU v5 lite", 16, 2**30, 2**34, (), (), 4e12, 0.25, 0, 0, 0, (), 9.0)
+    >>> update = dataclasses.replace(micro_batch, name="update", flops=0, seconds=0.5)
+    >>> step = 4 * micro_batch + update
+    >>> step.name, step.seconds, step.fits
+    ('4 x gradients + update', 1.5, True)
+    """
+
+    name: str
+    topology: str
+    device_kind: str
+    devices: int
+    peak_bytes: int
+    available_bytes: int
+    holders: tuple[Holder, ...]
+    collectives: tuple[CollectiveCost, ...]
+    flops: float
+    seconds: float | None
+    exposed_seconds: float
+    host_exposed_seconds: float
+    guessed_seconds: float
+    unknowns: tuple[str, ...]
+    compile_seconds: float
+    programs: tuple[tuple[PlannedProgram, int], ...] = field(default=(), repr=False)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the memory of a device."""
+        return self.seconds is not None and self.peak_bytes <= self.available_bytes
+
+    @property
+    def utilization(self) -> float | None:
+        """The share of a device's peak that matrix products reach, recomputed ones included."""
+        if not self.seconds:
+            return None
+        return self.flops / self.seconds / SPEEDS[self.device_kind].flops
+
+    def mfu(self, model_flops: float) -> float | None:
+        """The share of the peak of all devices that a model needs.
+
+        Args:
+          model_flops: operations of one step on all devices, without recomputation; 6 x parameters x tokens for a
+            dense transformer (Chowdhery et al., PaLM, arXiv 2204.02311, appendix B).
+        """
+        if not self.seconds:
+            return None
+        return model_flops / (self.seconds * self.devices * SPEEDS[self.device_kind].flops)
+
+    def dollars(self, steps: int, dollars_per_device_hour: float) -> float | None:
+        """The price of a run, without evaluations and restarts."""
+        if self.seconds is None:
+            return None
+        return steps * self.seconds / 3600 * self.devices * dollars_per_device_hour
+
+    def __add__(self, other: Plan) -> Plan:
+        """The plan of a step that runs both programs, one after the other."""
+        if (self.topology, self.devices) != (other.topology, other.devices):
+            raise ValueError(f"expected plans for the same devices, got {self.topology} and {other.topology}")
+        higher = max(self, other, key=lambda plan: plan.peak_bytes)
+        by_kind: defaultdict[str, list[CollectiveCost]] = defaultdict(list)
+        for cost in (*self.collectives, *other.collectives):
+            by_kind[cost.kind].append(cost)
+        seconds = None
+        if self.seconds is not None and other.seconds is not None:
+            seconds = self.seconds + other.seconds
+        return dataclasses.replace(
+            higher,
+            name=f"{self.name} + {other.name}",
+            collectives=_sorted(_sum(costs) for costs in by_kind.values()),
+            flops=self.flops + other.flops,
+            seconds=seconds,
+            exposed_seconds=self.exposed_seconds + other.exposed_seconds,
+            host_exposed_seconds=self.host_exposed_seconds + other.host_exposed_seconds,
+            guessed_seconds=self.guessed_seconds + other.guessed_seconds,
+            unknowns=tuple(dict.fromkeys((*self.unknowns, *other.unknowns))),
+            compile_seconds=self.compile_seconds + other.compile_seconds,
+            programs=(*self.programs, *other.programs),
+        )
+
+    def __rmul__(self, times: int) -> Plan:
+        """The plan of a step that runs the program several times, such as `8 * micro_batch + update`."""
+        return dataclasses.replace(
+            self,
+            name=f"{times} x {self.name}",
+            collectives=tuple(
+                CollectiveCost(c.kind, times * c.runs, times * c.bytes, times * c.seconds, times * c.exposed_seconds)
+                for c in self.collectives
+            ),
+            flops=times * self.flops,
+            seconds=None if self.seconds is None else times * self.seconds,
+            exposed_seconds=times * self.exposed_seconds,
+            host_exposed_seconds=times * self.host_exposed_seconds,
+            guessed_seconds=times * self.guessed_seconds,
+            programs=tuple((program, times * runs) for program, runs in self.programs),
+        )
+
+    def compare(self, other: Plan) -> str:
+        """What is different in another plan: bytes, seconds, collectives, and what holds the peak."""
+        lines = [f"{self.name} on {self.topology} -> {other.name} on {other.topology}"]
+        lines.append(_change("peak", self.peak_bytes / GIB, other.peak_bytes / GIB, "GiB"))
+        if self.seconds is not None and other.seconds is not None:
+            lines.append(_change("step", self.seconds, other.seconds, "s"))
+            lines.append(_change("exposed", self.exposed_seconds, other.exposed_seconds, "s"))
+        before = {cost.kind: cost.bytes / 1e9 for cost in self.collectives}
+        after = {cost.kind: cost.bytes / 1e9 for cost in other.collectives}
+        for kind in dict.fromkeys((*before, *after)):
+            lines.append(_change(kind, before.get(kind, 0.0), after.get(kind, 0.0), "GB"))
+        held = {holder.name: holder.bytes for holder in self.holders}
+        holds = {holder.name: holder.bytes for holder in other.holders}
+        moved = {name: holds.get(name, 0) - held.get(name, 0) for name in dict.fromkeys((*held, *holds))}
+        for name, size in sorted(moved.items(), key=lambda item: -abs(item[1]))[:SHOWN]:
+            if size:
+                lines.append(_change(name, held.get(name, 0) / GIB, holds.get(name, 0) / GIB, "GiB"))
+        return "\n".join(lines)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes a page: the schedule on a time axis, the longest waits and instructions, memory over the schedule.
+
+        The file needs no server and no network. A picture has at most some thousand blocks: shorter instructions that
+        follow each other are drawn together.
+        """
+        from zero.costs.plan_page import page  # Imported here because only this needs jinja2.
+
+        holders = [(holder.name, holder.bytes) for holder in self.holders]
+        title = f"{self.name} on {self.topology}"
+        text = page(title, str(self).splitlines(), self.programs, holders, self.available_bytes)
+        storage.write(Path(path), text.encode())
+
+    def __str__(self) -> str:
+        peak = f"{self.peak_bytes / GIB:.2f} of {self.available_bytes / GIB:.2f} GiB"
+        lines = [f"{self.name} on {self.topology}: {self.devices} devices, {self.device_kind}"]
+        if self.fits:
+            lines.append(f"peak      {peak} per device")
+        else:
+            lines.append(f"peak      {peak} per device: does not fit. The largest arrays:")
+        lines += [f"  {holder.bytes / GIB:8.3f} GiB  {holder.name}" for holder in self.holders[:SHOWN]]
+        if self.seconds is not None:
+            share = 0.0 if self.utilization is None else self.utilization
+            lines.append(
+                f"step      {self.seconds:#.4g} s; matrix units at {share:.1%} of their peak (recomputation included)"
+            )
+            lines.append(f"exposed   {self.exposed_seconds:#.3g} s waiting for other devices")
+            if self.host_exposed_seconds:
+                lines.append(f"          {self.host_exposed_seconds:#.3g} s waiting for the host's memory")
+        for cost in self.collectives:
+            lines.append(
+                f"  {cost.kind}: {cost.runs} per step, {cost.bytes / 1e9:#.3g} GB sent, {cost.seconds:#.3g} s, "
+                f"{cost.exposed_seconds:#.3g} s exposed"
+            )
+        if self.seconds and self.guessed_seconds:
+            lines.append(
+                f"a guess   {self.guessed_seconds / self.seconds:.1%} of the step, by the bytes that it touches"
+            )
+        lines += [f"unknown   {sentence}" for sentence in self.unknowns]
+        return "\n".join(lines)
+
+
+def plan(
+    fn: Any,
+    *args: Any,
+    topology: str,
+    compiler_options: Mapping[str, bool | int] | None = None,
+    **kwargs: Any,
+) -> Plan:
+    """Memory, traffic and seconds per step of a program on TPUs that need not be attached.
+
+    The program is compiled by the TPU compiler in this process, which takes from seconds to minutes, and never runs.
+    The compiler is the extra `plan`: `pip install '.[plan]'`, on x86-64 Linux.
+
+    Args:
+      fn: a function made by `jax.pmap`, with collectives over its axis; or by `jax.jit`, with shardings of a mesh made
+        from `zero.topology`, or a `jax.shard_map` over such a mesh.
+      args: arrays or `jax.ShapeDtypeStruct`. Those of a pmapped function have a leading axis of all devices of the
+        topology, of all hosts together. Only shapes and dtypes are read.
+      topology: a slice, such as "v5e-16", "v4-32", "v3:2x2", or "2xv5e-16" for two slices.
+      compiler_options: of XLA, beside those in LIBTPU_INIT_ARGS.
+      kwargs: arguments of `fn` by name, likewise.
+
+    Raises:
+      UnknownTopology: there is no such slice, or no compiler.
+      ValueError: a leading axis is not as long as the topology has devices, or `fn` runs on other devices.
+      TypeError: `fn` is not a function.
+
+    >>> step = jax.pmap(lambda x: jax.lax.psum(x, "i"), "i")
+    >>> x = jax.ShapeDtypeStruct((8, 1024, 1024), "float32")
+    >>> print(plan(step, x, topology="v5e-8"))  # doctest: +ELLIPSIS
+    <lambda> on v5e-8: 8 devices, TPU v5 lite
+    peak      0.0... of 15.75 GiB per device
+    ...
+      all-reduce: 1 per step, 0.00734 GB sent, ...
+
+    Several programs of a step: `8 * zero.plan(micro_batch, ...) + zero.plan(update, ...)`.
+    """
+    devices = topologies.topology(topology)
+    with source_frames(FRAMES):
+        lowered = lower_for(devices, fn, args, kwargs)
+    name = getattr(fn, "__name__", type(fn).__name__)
+    compiler = Compiler(devices, compiler_options)
+    available = topologies.available_bytes(devices)
+    began = time.monotonic()
+    arguments = argument_names(fn, args, kwargs)
+    try:
+        compiled = compiler.compile_lowered(lowered)
+    except jax.errors.JaxRuntimeError as error:
+        needed, available = topologies.out_of_memory(error)
+        return Plan(
+            name,
+            topology,
+            devices[0].device_kind,
+            len(devices),
+            needed,
+            available,
+            () if compiler.refused is None else holders_of(compiler.refused, arguments),
+            collectives=(),
+            flops=0.0,
+            seconds=None,
+            exposed_seconds=0.0,
+            host_exposed_seconds=0.0,
+            guessed_seconds=0.0,
+            unknowns=("seconds and traffic of a program that does not fit",),
+            compile_seconds=time.monotonic() - began,
+        )
+    seconds = time.monotonic() - began
+    if not is_pmapped(fn):
+        devices = _order_of(compiled, topology)
+    return _plan_of(compiled, name, topology, devices, available, arguments, seconds)
+
+
+def _plan_of(
+    compiled: KeptProgram,
+    name: str,
+    asked: str,
+    devices: Sequence[Any],
+    available: int,
+    arguments: Sequence[str],
+    compile_seconds: float,
+) -> Plan:
+    """The plan that a compiled program's text and reports make."""
+    bodies, entry = hlo.computations(compiled.text)
+    # A program without products may have no cycles at all.
+    prediction = predict(compiled.text, devices) or predict(compiled.text, devices, is_whole=False)
+    if prediction is None or prediction.timeline is None:
+        raise UnknownTopology(f"topology={asked}: the compiler writes no cycles for {devices[0].device_kind}")
+    live = read_live_arrays(compiled.buffers, compiled.live_ranges, bodies)
+    peak = compiled.assigned_bytes or compiled.memory.peak_memory_in_bytes
+    program = PlannedProgram(name, prediction.timeline, SourceLines(compiled.text), live, peak)
+    return Plan(
+        name,
+        asked,
+        devices[0].device_kind,
+        len(devices),
+        peak,
+        available,
+        holders_of(compiled, arguments),
+        _collectives(prediction.timeline),
+        _flops(bodies, entry),
+        prediction.seconds,
+        prediction.exposed_seconds,
+        prediction.host_exposed_seconds,
+        sum(times * event.seconds for event, times in prediction.timeline.runs() if event.is_guess),
+        _unknowns(bodies),
+        compile_seconds,
+        programs=((program, 1),),
+    )
+
+
+def _collectives(timeline: Timeline) -> tuple[CollectiveCost, ...]:
+    by_kind: defaultdict[str, list[CollectiveCost]] = defaultdict(list)
+    for event, times in timeline.runs():
+        started = event.waits_for or event.instruction
+        kind = hlo.kind_of(started)
+        if kind is None:
+            continue
+        if event.waits_for is not None:
+            by_kind[kind].append(CollectiveCost(kind, 0, 0, 0.0, times * event.seconds))
+        elif event.lane != CORE:
+            sent = round(times * hlo.bytes_sent(started))
+            by_kind[kind].append(CollectiveCost(kind, times, sent, times * event.seconds, 0.0))
+    return _sorted(_sum(costs) for costs in by_kind.values())
+
+
+def _sum(costs: Sequence[CollectiveCost]) -> CollectiveCost:
+    return CollectiveCost(
+        costs[0].kind,
+        sum(cost.runs for cost in costs),
+        sum(cost.bytes for cost in costs),
+        sum(cost.seconds for cost in costs),
+        sum(cost.exposed_seconds for cost in costs),
+    )
+
+
+def _sorted(costs: Iterable[CollectiveCost]) -> tuple[CollectiveCost, ...]:
+    return tuple(sorted(costs, key=lambda cost: -cost.bytes))
+
+
+def _flops(bodies: hlo.Bodies, entry: str) -> float:
+    """Operations of the matrix products of one run, and of the kernels that note theirs."""
+    works = Works(bodies)
+    total = 0.0
+    fused = {called for body in bodies.values() for x in body if x.op == "fusion" for called in x.called}
+    for name, runs in hlo.runs_of(bodies, entry).items():
+        if name in fused:
+            continue
+        results = {instruction.name: instruction.result for instruction in bodies[name]}
+        for instruction in bodies[name]:
+            if instruction.op in ("fusion", "convolution"):
+                total += runs * sum(works.of(instruction, results).flops.values())
+            elif match := _KERNEL_FLOPS.search(instruction.rest):
+                total += runs * int(match[1])
+    return total
+
+
+def _unknowns(bodies: hlo.Bodies) -> tuple[str, ...]:
+    found = []
+    instructions = [instruction for body in bodies.values() for instruction in body]
+    if any(_CALLBACK.search(instruction.rest) for instruction in instructions if instruction.op == "custom-call"):
+        found.append("callbacks to Python: their time on the host is not counted")
+    return tuple(found)
+
+
+def _order_of(compiled: KeptProgram, asked: str) -> list[Any]:
+    """The devices of a jitted program in the order of its mesh.
+
+    Raises:
+      ValueError: the program runs on other devices than a topology's.
+    """
+    for sharding in compiled.shardings:
+        mesh = getattr(sharding, "mesh", None)
+        if mesh is not None:
+            return list(mesh.devices.flat)
+    devices = sorted(compiled.shardings[0].device_set, key=lambda device: device.id) if compiled.shardings else []
+    raise ValueError(
+        f"the program runs on {len(devices)} devices without a mesh: give its arguments shardings of a mesh of "
+        f"zero.topology({asked!r})"
+    )
+
+
+def _change(name: str, before: float, after: float, unit: str) -> str:
+    """One line of a comparison.
+
+    >>> _change("peak", 2.0, 1.5, "GiB")
+    'peak: 2 -> 1.5 GiB (-25.0%)'
+    """
+    share = f" ({after / before - 1:+.1%})" if before else ""
+    return f"{name}: {before:.4g} -> {after:.4g} {unit}{share}"
