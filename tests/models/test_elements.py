@@ -215,7 +215,7 @@ def test_z_loss_changes_only_the_gradient() -> None:
         ({"windows": (0, 2, 3)}, "N 2 must be a multiple of the 3 layers of windows"),
         ({"windows": ()}, "windows must be a list"),
         ({"attention_cap": 0.0}, "attention_cap must be more than 0"),
-        ({"z_loss": -1.0}, "z_loss must be at least 0"),
+        ({"z_loss": -1.0}, "z_loss must be zero or more"),
         ({"mlp_dim": 0}, "mlp_dim must be at least 1"),
     ],
     ids=str,

@@ -271,13 +271,13 @@ def test_only_every_second_layer_has_experts() -> None:
     ("change", "message"),
     [
         ({"experts": 1}, "experts_per_token 2 must be at most experts 1"),
-        ({"experts": 0}, "experts must be at least 1, got 0"),
+        ({"experts": 0}, "experts must be at least 1, at most 2147483647, got 0"),
         ({"experts": None}, "experts_per_token 2 needs experts"),
         ({"experts_per_token": 1}, "normalize_router: true with experts_per_token 1"),
         ({"experts_every": 3}, "N 2 must be a multiple of experts_every 3"),
         ({"experts_every": 2, "windows": (0, 3)}, "experts_every 2 needs one window"),
         ({"expert_capacity": 0.0}, "expert_capacity must be more than 0"),
-        ({"balance_loss": -1.0}, "balance_loss must be at least 0"),
+        ({"balance_loss": -1.0}, "balance_loss must be zero or more"),
         ({"activation": "clamped_swiglu"}, "activation: clamped_swiglu needs gated: true"),
         (
             {"parametrization": "mup", "mup_base_width": 4, "tied": False, "attention_scale": "linear"},

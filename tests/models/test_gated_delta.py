@@ -16,8 +16,8 @@ from zero.models.adapters import Adapters, combine, merged
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
 from zero.models.gated_delta import GatedDelta
-from zero.models.gpt import GPT, init_cache, variable_shapes
-from zero.models.mixer import Site
+from zero.models.gpt import GPT, init_cache, parameter_axes, variable_shapes
+from zero.models.mixer import LayerContext
 from zero.partition.model_parallel import WHOLE, ModelParallel
 
 PATTERN = ("delta", "delta", "attention")
@@ -62,7 +62,7 @@ def tokens(positions: int = POSITIONS) -> jax.Array:
     return jnp.asarray(np.random.default_rng(0).integers(0, 31, (ROWS, positions)), jnp.int32)
 
 
-@pytest.mark.parametrize("read", [pytest.param(1, marks=pytest.mark.wide), 5])
+@pytest.mark.parametrize("read", [pytest.param(1, marks=pytest.mark.slow), 5])
 def test_a_cache_continues_a_row(model: tuple[GPT, Any], read: int) -> None:
     """A prompt in a wider prefill, then a token at a time, gives the logits of whole rows."""
     gpt, variables = model
@@ -105,7 +105,8 @@ def test_adapters_equal_merged_weights(model: tuple[GPT, Any]) -> None:
     adapters = Adapters(2, 3.0)
     rng = np.random.default_rng(0)
     params = variables["params"]
-    own = jax.tree.map(lambda leaf: rng.normal(0, 0.3, leaf.shape).astype(np.float32), adapters.shapes(params))
+    shapes = adapters.shapes(params, parameter_axes(gpt.config))
+    own = jax.tree.map(lambda leaf: rng.normal(0, 0.3, leaf.shape).astype(np.float32), shapes)
     of_delta = own["blocks"] if "query" in own["blocks"] else own["blocks"]["layer_0"]
     assert {"query", "key", "value", "attention_out", "output_gate", "rate", "decay_input"} <= {*of_delta}
     if gpt.config.shared_gate:
@@ -119,7 +120,7 @@ def test_adapters_equal_merged_weights(model: tuple[GPT, Any]) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"mixers": ("delta", "gamma"), "N": 2}, "mixers must name attention or delta, got 'gamma'"),
+        ({"mixers": ("delta", "gamma"), "N": 2}, "mixers must name attention or delta or linear, got 'gamma'"),
         ({"N": 4}, "N 4 must be a multiple of the 3 layers of mixers"),
         ({"windows": (4, 0)}, "mixers .* need one window"),
         ({"delta_value_heads": 3}, "delta_value_heads 3 must be a multiple of delta_key_heads 2"),
@@ -234,8 +235,8 @@ def test_outputs_and_gradients_equal_the_formula(parts: int) -> None:
                 name: {"kernel": cut.part(tree["kernel"], CUT_WEIGHTS[name])} if name in CUT_WEIGHTS else tree
                 for name, tree in p.items()
             }
-            site = Site(0, 0, 0, starts, None, None)
-            y, _ = GatedDelta(ONE_LAYER, jnp.float32, cut=cut).apply({"params": own}, h, None, site)
+            site = LayerContext(0, 0, 0, starts, None, None)
+            y, _ = GatedDelta(ONE_LAYER, jnp.float32, row_group=cut).apply({"params": own}, h, None, site)
             total = total + y
         return (total * direction()).sum(), total
 

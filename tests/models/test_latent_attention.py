@@ -11,9 +11,9 @@ import pytest
 
 from zero.models.adapters import Adapters
 from zero.models.config import GPTConfig
-from zero.models.gpt import GPT, init_cache, variable_shapes
+from zero.models.gpt import GPT, init_cache, parameter_axes, variable_shapes
 from zero.models.latent_attention import LatentAttention
-from zero.models.mixer import Site
+from zero.models.mixer import LayerContext
 
 T = 9
 SMALL = GPTConfig(
@@ -89,7 +89,7 @@ def test_outputs_and_gradients_equal_the_formula(config: GPTConfig) -> None:
     p = {name: tree for name, tree in p.items() if not name.startswith(("mlp_", "norm_"))}
     rng = np.random.default_rng(1)
     h, out = (rng.normal(size=(1, T, config.embedding_dim)).astype(np.float32) for _ in range(2))
-    site = Site(0, 0, 0, None, None, None)
+    site = LayerContext(0, 0, 0, None, None, None)
 
     def loss(p: Any, h: Any) -> Any:
         y, _ = LatentAttention(config, jnp.float32).apply({"params": p}, h, None, site)
@@ -124,9 +124,8 @@ def test_stored_form_equals_whole_form(form: str) -> None:
     rng = np.random.default_rng(2)
     params = weights(config)
     if model.adapters is not None:
-        extra = jax.tree.map(
-            lambda leaf: rng.normal(0, 0.5, leaf.shape).astype(np.float32), model.adapters.shapes(params)
-        )
+        shapes = model.adapters.shapes(params, parameter_axes(config))
+        extra = jax.tree.map(lambda leaf: rng.normal(0, 0.5, leaf.shape).astype(np.float32), shapes)
         blocks = {name: {**tree, **extra["blocks"].get(name, {})} for name, tree in params["blocks"].items()}
         params = {**params, "blocks": blocks}
     tokens = rng.integers(0, 31, (2, T))
@@ -147,6 +146,7 @@ def test_stored_form_equals_whole_form(form: str) -> None:
         ({"kv_heads": 1}, "latent_dim needs kv_heads: 3, got 1"),
         ({"windows": (4,)}, r"latent_dim needs windows: \(0,\), got \(4,\)"),
         ({"qkv_bias": True}, "latent_dim needs qkv_bias: false, got true"),
+        ({"qk_norm": True}, "latent_dim needs qk_norm: false, got true"),
         ({"extra_logit": "learned"}, "latent_dim needs extra_logit: false, got learned"),
         ({"positions": "none", "rotary_dim": None}, "latent_dim needs positions: rotary, got none"),
         ({"rotary_dim": None, "head_dim": 8}, "latent_dim needs a rotary_dim below head_dim 8, got None"),

@@ -11,7 +11,7 @@ import pytest
 
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
-from zero.models.gpt import GPT
+from zero.models.gpt import GPT, parameter_axes
 
 MUP: dict[str, Any] = {"parametrization": "mup", "mup_base_width": 32, "tied": False}
 CONFIG = GPTConfig(192, 1001, 3, 300, 0.0, 4, alibi_attn=False, vocab_chunks=3, head_dim=32, mlp_dim=500, **MUP)
@@ -119,8 +119,21 @@ def test_attention_scale_by_number() -> None:
     for wrong in (0, -1.0, "half", True):
         with pytest.raises(ValueError, match="attention_scale must be sqrt, linear, none or a number above 0"):
             dataclasses.replace(CONFIG, attention_scale=wrong)
-    with pytest.raises(ValueError, match="zero_init must be a list of query, key"):
-        dataclasses.replace(CONFIG, zero_init=["queries"])
+
+
+def test_a_matrix_that_starts_at_zero_is_one_of_the_model() -> None:
+    """A name that only another mixer has is refused too."""
+    for wrong in ("queries", "query_latent"):
+        with pytest.raises(ValueError, match=rf"zero_init must be a list of attention_out, .*, got \['{wrong}'\]"):
+            parameter_axes(dataclasses.replace(CONFIG, zero_init=[wrong]))
+    with pytest.raises(ValueError, match="zero_init must be a list of matrices, true or false"):
+        dataclasses.replace(CONFIG, zero_init="query")
+
+
+def test_true_as_earlier_versions_saved_it() -> None:
+    """So that a resume finds the configuration that was saved."""
+    saved = dataclasses.replace(CONFIG, zero_init=["query", "attention_out", "mlp_out"])
+    assert saved == dataclasses.replace(CONFIG, zero_init=True)
 
 
 def test_attention_scale() -> None:

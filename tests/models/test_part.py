@@ -9,15 +9,17 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from zero.models.axes import Role
 from zero.models.config import GPTConfig, default_values
 from zero.models.experts import Experts, Mixture
 from zero.models.families import FAMILIES
+from zero.models.gated_layer import OTHER_KEYS, OWN_KEYS
 from zero.models.gated_unit import GatedUnit, GatedUnits
 from zero.models.mixer import Transformer
 from zero.models.mlp import MLP
 from zero.models.norms import Norms, make_norm
 from zero.models.parametrization import Initial
-from zero.models.part import BOTH, ConfigPart, Sizes, own_keys
+from zero.models.part import ConfigPart, Sizes, own_keys
 from zero.models.positions import Positions
 from zero.models.positions.learned import LearnedPositions
 from zero.models.positions.sinusoidal import Sinusoidal, Sinusoids
@@ -59,7 +61,7 @@ MODULES: dict[str, tuple[Any, type[ConfigPart], GPTConfig, tuple[Any, ...]]] = {
     ),
     "norm": (lambda config: make_norm(config, jnp.float32, "norm"), Norms, DENSE, (X,)),
     "logits": (
-        lambda config: VocabularyChunk(config, jnp.float32, 0.02), Vocabulary, DENSE,
+        lambda config: VocabularyChunk(config, jnp.float32, 0.02, Role.HEAD), Vocabulary, DENSE,
         (None, Chunk(jnp.int32(0)), TOKENS, X),
     ),
     "bias": (HeadBias, Vocabulary, DENSE, ()),
@@ -93,7 +95,7 @@ def test_a_part_checks_itself() -> None:
         MLP(**SIZE, activation="clamped_swiglu")
     with pytest.raises(ValueError, match="positions 'rotary' need alibi_attn: false"):
         Positions(**SIZE, positions="rotary")
-    with pytest.raises(ValueError, match="num_head must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="num_head must be at least 1, at most 2147483647, got 0"):
         Sizes(**{**SIZE, "num_head": 0})
     assert Initial(**SIZE, parametrization="mup", mup_base_width=4, tied=False).init == "fan_in"
     assert Sizes(**SIZE, windows=[4, 0]).windows == (4, 0)  # type: ignore[arg-type]  # as YAML has it
@@ -117,9 +119,9 @@ def test_a_key_of_other_layers_keeps_its_default() -> None:
     }
     checked = set()
     for field in dataclasses.fields(GPTConfig):
-        if field.name not in KEYS or field.metadata["layers"] == BOTH:
+        if field.name not in KEYS or field.name in OTHER_KEYS:
             continue
-        config = UNITS if "transformer" in field.metadata["layers"] else ROUTED
+        config = ROUTED if field.name in OWN_KEYS else UNITS
         value = other.get(field.name, not field.default if isinstance(field.default, bool) else 2)
         with pytest.raises(ValueError):
             dataclasses.replace(config, **{field.name: value})

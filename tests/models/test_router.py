@@ -123,7 +123,7 @@ def test_layers_of_a_model() -> None:
     def outputs(params: Any) -> Any:
         return jax.jit(partial(GPT(BALANCED).apply, method="embed"))({"params": params, **bias}, tokens)[0]
 
-    layer: Any = jax.jit(GPT(BALANCED).layer(GPT(BALANCED).cut).apply)
+    layer: Any = jax.jit(GPT(BALANCED).layer(GPT(BALANCED).row_group).apply)
     stream = outputs(params), None
 
     def of_layer(**kernels: Any) -> Any:
@@ -151,7 +151,7 @@ def test_layers_of_a_model() -> None:
         ({"first_dense": 2, "experts_every": 2}, "N 3 less first_dense 2 must be a multiple of experts_every 2"),
         ({"windows": (0, 4, 0)}, "first_dense 1 needs one window"),
         ({"router": "tanh"}, "router must be one of softmax, sigmoid"),
-        ({"router_bias_rate": -1.0}, "router_bias_rate must be at least 0"),
+        ({"router_bias_rate": -1.0}, "router_bias_rate must be zero or more"),
     ],
     ids=str,
 )

@@ -72,7 +72,7 @@ def of_experts(capacity: float | None) -> tuple[dict[str, Any], Any]:
     return {remat: gradient(remat) for remat in ("full", "attention", "mlp", "experts")}, variables
 
 
-@pytest.mark.parametrize("capacity", [None, 1.5])
+@pytest.mark.parametrize("capacity", [None, pytest.param(1.5, marks=pytest.mark.slow)])
 def test_experts_and_the_delta_rule_are_not_computed_again(capacity: float | None) -> None:
     """What a policy stores of them is computed once."""
     programs, variables = of_experts(capacity)
@@ -85,7 +85,7 @@ def test_experts_and_the_delta_rule_are_not_computed_again(capacity: float | Non
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("capacity", [None, 1.5])
+@pytest.mark.parametrize("capacity", [None, pytest.param(1.5, marks=pytest.mark.slow)])
 def test_what_is_stored_changes_no_gradient(capacity: float | None) -> None:
     programs, shapes = of_experts(capacity)
     keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(shapes))))

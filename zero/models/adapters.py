@@ -19,17 +19,20 @@ Shapes are named by suffix:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import unflatten_dict
 from jax import lax
 from jax.typing import DTypeLike
 
+from zero.models.axes import RANK, Axes, leaf_name
 from zero.models.elements import dropout, fold_keys
 from zero.models.part import HEAD, VOCABULARY
 
@@ -37,11 +40,23 @@ LORA_A, LORA_B, MAGNITUDE = "lora_a", "lora_b", "magnitude"
 LEAVES = (LORA_A, LORA_B, MAGNITUDE)
 COPY = "trained_"  # begins the name of a leaf that is trained in place of one of the base
 TABLES = (VOCABULARY, HEAD)  # parts of a model that may be trained whole
-MATRICES = ("kernel", LORA_A, LORA_B)  # names of leaves that are matrices of products
-# The products of a layer, in the order of their numbers for dropout.
-_OF_LATENTS = ("query_latent", "latent", "key_value")
-_OF_GATES = ("attention_gate", "shared_gate", "output_gate", "rate", "decay_input")  # the last three of gated DeltaNet
-PRODUCTS = ("query", "key", "value", "attention_out", "mlp_in", "mlp_gate", "mlp_out", *_OF_LATENTS, *_OF_GATES)
+# The number of a product for its dropout. It is a list of names because dropout keys are folded with these numbers, and
+# saved runs with adapters continue bit for bit. Other products have numbers of their names.
+_NUMBERED = (
+    *("query", "key", "value", "attention_out", "mlp_in", "mlp_gate", "mlp_out", "query_latent", "latent", "key_value"),
+    *("attention_gate", "shared_gate", "output_gate", "rate", "decay_input"),
+)
+
+
+def product_number(product: str) -> int:
+    """The number of a product of a layer, by which the keys of its dropout differ from another's.
+
+    >>> product_number("key"), product_number("mine")
+    (1, 17204450)
+    """
+    if product in _NUMBERED:
+        return _NUMBERED.index(product)
+    return functools.reduce(lambda number, letter: (31 * number + letter) % 2**31, product.encode(), len(_NUMBERED))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +67,7 @@ class Adapters:
       rank: the inner dimension R.
       alpha: the products of adapters are multiplied by alpha / rank.
       dropout: dropout rate of the input of an adapter.
-      targets: names of products, of `PRODUCTS`; products that a model does not have, and products of experts, are
-        skipped.
+      targets: names of products; those that a model does not have are skipped. None: all that can have adapters.
       has_magnitudes: whether columns have trained norms (DoRA).
       ranks: of products with another rank.
       alphas: of products with another alpha.
@@ -63,11 +77,15 @@ class Adapters:
     rank: int
     alpha: float
     dropout: float = 0.0
-    targets: tuple[str, ...] = PRODUCTS
+    targets: tuple[str, ...] | None = None
     has_magnitudes: bool = False
     ranks: tuple[tuple[str, int], ...] = ()
     alphas: tuple[tuple[str, float], ...] = ()
     tables: tuple[str, ...] = ()
+
+    def covers(self, product: str) -> bool:
+        """Whether this product has an adapter."""
+        return self.targets is None or product in self.targets
 
     def rank_of(self, product: str) -> int:
         """The inner dimension of the adapter of a product."""
@@ -86,34 +104,47 @@ class Adapters:
         """
         return self.alpha_of(product) / self.rank_of(product)
 
-    def shapes(self, params: Any) -> Any:
+    def _beside(self, name: str, own: Axes) -> dict[str, Axes]:
+        """The axes of the trained leaves beside a parameter, by name; none if it is frozen."""
+        part, _, leaf = name.rpartition("/")
+        if own.fresh or part in self.tables:
+            return {f"{part}/{COPY}{leaf}": own}
+        if not (own.adaptable and self.covers(part.rpartition("/")[2])):
+            return {}
+        *stack, inputs, outputs = own.names
+        trained = {LORA_A: (*stack, inputs, RANK), LORA_B: (*stack, RANK, outputs)}
+        trained |= {MAGNITUDE: (*stack, outputs)} if self.has_magnitudes else {}
+        return {f"{part}/{leaf}": Axes(names) for leaf, names in trained.items()}
+
+    def axes(self, axes: Mapping[str, Axes]) -> dict[str, Axes]:
+        """The axes of the trained leaves, by name, for parameters of these axes.
+
+        >>> Adapters(3, 3).axes({"blocks/query/kernel": Axes(("layers", "embed", "heads"), adaptable=True)}).keys()
+        dict_keys(['blocks/query/lora_a', 'blocks/query/lora_b'])
+        """
+        return {
+            name: own for whole, whole_axes in axes.items() for name, own in self._beside(whole, whole_axes).items()
+        }
+
+    def shapes(self, params: Any, axes: Mapping[str, Axes]) -> Any:
         """The tree of trained leaves for a tree of whole parameters or shapes, as float32 `jax.ShapeDtypeStruct`s.
 
-        >>> kernel = jax.ShapeDtypeStruct((2, 6, 8), jnp.float32)
-        >>> shapes = Adapters(rank=3, alpha=3).shapes({"blocks": {"query": {"kernel": kernel}, "norm": {}}})
-        >>> jax.tree.map(lambda leaf: leaf.shape, shapes)
-        {'blocks': {'query': {'lora_a': (2, 6, 3), 'lora_b': (2, 3, 8)}}}
-        >>> Adapters(3, 3, tables=("head",)).shapes({"head": {"table": kernel}})
-        {'head': {'trained_table': ShapeDtypeStruct(shape=(2, 6, 8), dtype=float32)}}
+        >>> params = {"query": {"kernel": jnp.zeros((6, 8))}, "head": {"table": jnp.zeros((9, 6))}}
+        >>> axes = {"query/kernel": Axes(("embed", "heads"), adaptable=True), "head/table": Axes(("vocab", "embed"))}
+        >>> jax.tree.map(lambda leaf: leaf.shape, Adapters(rank=3, alpha=3).shapes(params, axes))
+        {'query': {'lora_a': (6, 3), 'lora_b': (3, 8)}}
+        >>> Adapters(3, 3, targets=(), tables=("head",)).shapes(params, axes)
+        {'head': {'trained_table': ShapeDtypeStruct(shape=(9, 6), dtype=float32)}}
         """
-
-        def below(tree: Any, name: str) -> Any:
-            if name in self.targets and "kernel" in tree:
-                *layers, inputs, outputs = tree["kernel"].shape
-                rank = self.rank_of(name)
-                shapes: dict[str, tuple[int, ...]] = {LORA_A: (inputs, rank), LORA_B: (rank, outputs)}
-                shapes |= {MAGNITUDE: (outputs,)} if self.has_magnitudes else {}
-                return {leaf: jax.ShapeDtypeStruct((*layers, *shape), jnp.float32) for leaf, shape in shapes.items()}
-            inner = {key: value for key, value in tree.items() if isinstance(value, dict) and key != "experts"}
-            adapted = {key: below(subtree, key) for key, subtree in inner.items()}
-            return {key: subtree for key, subtree in adapted.items() if subtree}
-
-        copies = {}
-        for table in self.tables:
-            if table in params:
-                leaves = params[table].items()
-                copies[table] = {COPY + leaf: jax.ShapeDtypeStruct(x.shape, jnp.float32) for leaf, x in leaves}
-        return {**below(params, ""), **copies}
+        shapes = {}
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+            name = leaf_name(path)
+            product = name.split("/")[-2]
+            sizes = {**dict(zip(axes[name].names, leaf.shape, strict=True)), RANK: self.rank_of(product)}
+            for trained, own in self._beside(name, axes[name]).items():
+                shape = tuple(sizes[axis] for axis in own.names)
+                shapes[trained] = jax.ShapeDtypeStruct(shape, jnp.float32)
+        return unflatten_dict(shapes, sep="/")
 
     def init(self, key: jax.Array, shapes: Any) -> Any:
         """Whole new adapters of these shapes: A uniform within 1 / sqrt(I), zeros for B and the base's copies."""
@@ -133,7 +164,7 @@ class AdaptedDense(nn.Module):
     """`nn.Dense` with an adapter.
 
     Attributes:
-      features, use_bias, dtype, kernel_init: as for `nn.Dense`.
+      features, use_bias, dtype, kernel_init, bias_init: as for `nn.Dense`.
       adapters: the rank, the scale and the dropout rate.
       keys_B: one dropout key per row, or None for no dropout.
       total: sums partial products over devices that each have a part of the inputs; None if they have all.
@@ -148,6 +179,7 @@ class AdaptedDense(nn.Module):
     keys_B: jax.Array | None = None
     total: Callable[[jax.Array], jax.Array] | None = None
     stack: Callable[[jax.Array], jax.Array] | None = None
+    bias_init: Any = nn.initializers.zeros
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -157,7 +189,7 @@ class AdaptedDense(nn.Module):
         kernel_IO = self.param("kernel", self.kernel_init, (inputs, self.features)).astype(self.dtype)
         a_IR = self.param(LORA_A, nn.initializers.zeros, (inputs, rank)).astype(self.dtype)
         b_RO = self.param(LORA_B, nn.initializers.zeros, (rank, self.features)).astype(self.dtype)
-        keys_B = fold_keys(self.keys_B, PRODUCTS.index(str(self.name)))
+        keys_B = fold_keys(self.keys_B, product_number(str(self.name)))
         x = x.astype(self.dtype)
         low = times_trained(times_trained(dropout(x, self.adapters.dropout, keys_B), a_IR), b_RO)
         y = _times(x, kernel_IO) + scale * low
@@ -169,7 +201,7 @@ class AdaptedDense(nn.Module):
             ratio_O = magnitude_O / lax.stop_gradient(jnp.sqrt(squares_O))
             y = y * ratio_O.astype(self.dtype).reshape((1,) * (y.ndim - 1) + (-1,))
         if self.use_bias:
-            bias_O = self.param("bias", nn.initializers.zeros, (self.features,)).astype(self.dtype)
+            bias_O = self.param("bias", self.bias_init, (self.features,)).astype(self.dtype)
             y = y + bias_O.reshape((1,) * (y.ndim - 1) + (-1,))
         return y
 

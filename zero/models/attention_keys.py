@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from zero.base.keys import fraction_below_one, key, one_of, positive
 from zero.models.attention.kernel import missing_in
 from zero.models.attention.scores import Form
 from zero.models.parametrization import Parametrization
-from zero.models.part import POSITIVE, RATE, key, one_of
 from zero.models.positions import Positions
 from zero.partition.model_parallel import WHOLE, ModelParallel
 
@@ -33,7 +33,7 @@ class Attention(Positions, Parametrization):
         none="sqrt; linear in mup",
     )
     # Gemma 2, arXiv 2408.00118, section 2
-    attention_cap: float | None = key(None, POSITIVE, "soft cap of scores: cap * tanh(score / cap)")
+    attention_cap: float | None = key(None, positive(), "soft cap of scores: cap * tanh(score / cap)")
     # learned: attention sinks of gpt-oss, arXiv 2508.10925
     extra_logit: bool | str = key(
         False,
@@ -46,7 +46,9 @@ class Attention(Positions, Parametrization):
     attention_gate: bool = key(
         False, None, "the output of attention is multiplied by the sigmoid of a product with its input"
     )
-    attention_dropout: float | None = key(None, RATE, "dropout of attention probabilities", none="dropout")
+    attention_dropout: float | None = key(
+        None, fraction_below_one(), "dropout of attention probabilities", none="dropout"
+    )
 
     def derived(self) -> Iterator[tuple[str, Any]]:
         """The scale that the parametrization has."""
@@ -100,7 +102,7 @@ class Attention(Positions, Parametrization):
         return round(self.score_multiplier**-2)
 
 
-def attention_form(config: Attention, window: int, cut: ModelParallel = WHOLE) -> Form:
+def attention_form(config: Attention, window: int, row_group: ModelParallel = WHOLE) -> Form:
     """The form of attention scores in a layer with this window."""
     scale = config.attention_scale
     return Form(
@@ -110,18 +112,18 @@ def attention_form(config: Attention, window: int, cut: ModelParallel = WHOLE) -
         cap=config.attention_cap,
         has_extra_logit=bool(config.extra_logit),
         dropout_rate=config.attention_drop_rate,
-        cut=cut,
+        row_group=row_group,
     )
 
 
 def missing_in_kernel(
-    kernel: str | None, config: Attention, cut: ModelParallel, positions: int, *, has_segments: bool
+    kernel: str | None, config: Attention, row_group: ModelParallel, positions: int, *, has_segments: bool
 ) -> str | None:
     """The first feature of a model's attention that the kernel lacks in training; arguments as for `missing_in`."""
-    swap = cut.head_swap(config.num_head, config.key_heads)
+    swap = row_group.head_swap(config.num_head, config.key_heads)
     return missing_in(
         kernel,
-        attention_form(config, config.widest_window, cut if swap is None else swap.cut),
+        attention_form(config, config.widest_window, row_group if swap is None else swap.row_group),
         positions=positions,
         width=config.head_width,
         drops=config.attention_drop_rate > 0,

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from zero.base.keys import at_least, key
 from zero.models.parametrization import Parametrization
-from zero.models.part import AT_LEAST_ONE, DELTA, key, own_keys
+from zero.models.part import DELTA, own_keys
 
 
 @dataclass(frozen=True)
@@ -17,17 +18,17 @@ class Delta(Parametrization):
     # G
     delta_key_heads: int | None = key(
         None,
-        AT_LEAST_ONE,
+        at_least(1),
         "heads of queries and keys of the mixer delta, each shared by several heads of values",
         none="num_head",
     )
     # H
     delta_value_heads: int | None = key(
-        None, AT_LEAST_ONE, "its heads of values, each with a state of its own", none="delta_key_heads"
+        None, at_least(1), "its heads of values, each with a state of its own", none="delta_key_heads"
     )
-    delta_key_dim: int | None = key(None, AT_LEAST_ONE, "width of its queries and keys", none="head_dim")
-    delta_value_dim: int | None = key(None, AT_LEAST_ONE, "width of its values", none="delta_key_dim")
-    delta_taps: int = key(4, AT_LEAST_ONE, "positions that the convolutions of its queries, keys and values see")
+    delta_key_dim: int | None = key(None, at_least(1), "width of its queries and keys", none="head_dim")
+    delta_value_dim: int | None = key(None, at_least(1), "width of its values", none="delta_key_dim")
+    delta_taps: int = key(4, at_least(1), "positions that the convolutions of its queries, keys and values see")
 
     def derived(self) -> Iterator[tuple[str, Any]]:
         """The sizes that are not given, in a model with such layers."""

@@ -19,7 +19,8 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
-from zero.models.part import BOTH, POSITIVE, RATE, Sizes, key
+from zero.base.keys import fraction_below_one, key, positive
+from zero.models.part import Sizes
 from zero.partition.model_parallel import WHOLE, RoundedWeight
 
 Lift = Callable[[type[nn.Module], str], type[nn.Module]]
@@ -33,10 +34,10 @@ class Residual(Sizes):
 
     # GPT-J, GPT-NeoX
     parallel_residual: bool = key(False, None, "attention and MLP read the same input and are added together")
-    residual_multiplier: float = key(1.0, POSITIVE, "factor of the outputs of attention and MLP")
-    embedding_dropout: float = key(0.0, RATE, "dropout of embeddings", layers=BOTH)
+    residual_multiplier: float = key(1.0, positive(), "factor of the outputs of attention and MLP")
+    embedding_dropout: float = key(0.0, fraction_below_one(), "dropout of embeddings")
     residual_dropout: float | None = key(
-        None, RATE, "dropout of the outputs of attention and of the MLP", layers=BOTH, none="dropout"
+        None, fraction_below_one(), "dropout of the outputs of attention and of the MLP", none="dropout"
     )
 
     @property
@@ -81,7 +82,7 @@ class Dense(nn.Module):
 
     Attributes:
       features: outputs, `(D,)` or `(H, K)`.
-      use_bias, dtype, kernel_init: as for `nn.Dense`.
+      use_bias, dtype, kernel_init, bias_init: as for `nn.Dense`.
       total: sums partial products before the bias is added; None if they are whole.
       product: multiplies inputs and the kernel, an entry of `zero.models.products.PRODUCTS`.
     """
@@ -92,6 +93,7 @@ class Dense(nn.Module):
     kernel_init: Any
     total: Callable[[jax.Array], jax.Array] | None = None
     product: Product = contraction
+    bias_init: Any = nn.initializers.zeros
 
     @nn.compact
     def __call__(self, x_BTX: jax.Array) -> jax.Array:
@@ -105,7 +107,7 @@ class Dense(nn.Module):
         y_BTX = self.product(x_BTX.astype(self.dtype), kernel)
         y_BTX = y_BTX if self.total is None else self.total(y_BTX)
         if self.use_bias:
-            bias = self.param("bias", nn.initializers.zeros, (math.prod(self.features),))
+            bias = self.param("bias", self.bias_init, (math.prod(self.features),))
             y_BTX = y_BTX + bias.astype(self.dtype).reshape(1, 1, *self.features)
         return y_BTX
 
@@ -128,17 +130,17 @@ def dropout(
     x: jax.Array,
     rate: float,
     keys_B: jax.Array | None,
-    of_whole: Callable[..., jax.Array] = WHOLE.of_positions,
+    part_of_mask: Callable[..., jax.Array] = WHOLE.of_positions,
 ) -> jax.Array:
     """Dropout with one key per row, so that a mask depends only on its sequence; without keys the identity.
 
-    If `x` is a part of its rows, `of_whole` cuts the same part from the masks of whole rows.
+    If `x` is a part of its rows, `part_of_mask` cuts the same part from the masks of whole rows.
     """
     if keys_B is None or rate == 0:
         return x
 
     def is_kept(key: jax.Array) -> jax.Array:
-        return of_whole(partial(jax.random.bernoulli, key, 1 - rate), x.shape[1:])
+        return part_of_mask(partial(jax.random.bernoulli, key, 1 - rate), x.shape[1:])
 
     keep = jax.vmap(is_kept)(keys_B)
     return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)

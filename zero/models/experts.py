@@ -24,30 +24,33 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
+from zero.base.keys import at_least, key, one_of, positive, zero_or_more
+from zero.models.axes import EMBED, EXPERT, Axes, Role, named
+from zero.models.axes import MLP as MLP_AXIS
 from zero.models.mlp import ACTIVATIONS, MLP, hidden_values
+from zero.models.mtp_keys import MtpKeys
 from zero.models.parametrization import Initial, kernel_init
-from zero.models.part import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, key, one_of, own_keys
-from zero.models.predictor_keys import Depth
+from zero.models.part import own_keys
 from zero.models.router import ROUTER_BIAS, ROUTERS, Router, chosen_experts, with_counts
 from zero.models.stack import EXPERTS, MLP_GATE, MLP_IN
 from zero.partition.model_parallel import ALONE, WHOLE, ExpertParallel, ModelParallel
 
 
 @dataclass(frozen=True)
-class Mixture(MLP, Router, Initial, Depth):
+class Mixture(MLP, Router, Initial, MtpKeys):
     """The keys of experts."""
 
     experts_every: int = key(
-        1, AT_LEAST_ONE, "the last of every so many layers has experts, the other layers have one MLP"
+        1, at_least(1), "the last of every so many layers has experts, the other layers have one MLP"
     )
     # DeepSeekMoE, arXiv 2401.06066
-    first_dense: int = key(0, NOT_NEGATIVE, "the first layers that have one MLP instead of experts")
+    first_dense: int = key(0, at_least(0), "the first layers that have one MLP instead of experts")
     dense_dim: int | None = key(
-        None, AT_LEAST_ONE, "width of the MLP of layers without experts, where others have them", none="mlp_dim"
+        None, at_least(1), "width of the MLP of layers without experts, where others have them", none="mlp_dim"
     )
     expert_capacity: float | None = key(
         None,
-        POSITIVE,
+        positive(),
         "in training an expert takes expert_capacity * tokens * experts_per_token / experts choices of each "
         "row and drops the others; null: nothing is dropped, and zero.expert_shards must be 1",
     )
@@ -61,7 +64,7 @@ class Mixture(MLP, Router, Initial, Depth):
     # `experts_per_token` where all experts are chosen equally.
     balance_loss: float = key(
         0.0,
-        NOT_NEGATIVE,
+        zero_or_more(),
         "weight of the load-balancing loss, a mean over layers, as router_aux_loss_coef of transformers; like "
         "router_z_loss, losses are reported without it",
     )
@@ -73,7 +76,7 @@ class Mixture(MLP, Router, Initial, Depth):
     )
     # DeepSeekMoE, arXiv 2401.06066
     shared_dim: int | None = key(
-        None, AT_LEAST_ONE, "width of an MLP beside the experts, which all tokens take; null: none"
+        None, at_least(1), "width of an MLP beside the experts, which all tokens take; null: none"
     )
     # Qwen1.5-MoE
     shared_gate: bool = key(
@@ -81,7 +84,7 @@ class Mixture(MLP, Router, Initial, Depth):
     )
     # ST-MoE, arXiv 2202.08906, eq. 5
     router_z_loss: float = key(
-        0.0, NOT_NEGATIVE, "weight of the mean squared log-sum-exp of the router's logits of each layer"
+        0.0, zero_or_more(), "weight of the mean squared log-sum-exp of the router's logits of each layer"
     )
 
     def mistakes(self) -> Iterator[str]:
@@ -138,9 +141,9 @@ class Mixture(MLP, Router, Initial, Depth):
         """Hidden values per position of the MLP and the experts of a layer, averaged over layers."""
         if self.experts is None:
             return self.mlp_width
-        of_experts = self.places_per_position * self.mlp_width + (self.shared_dim or 0)
+        expert_width = self.places_per_position * self.mlp_width + (self.shared_dim or 0)
         dense_layers = self.layer_count - self.expert_layers
-        return (self.expert_layers * of_experts + dense_layers * self.dense_width) / self.layer_count
+        return (self.expert_layers * expert_width + dense_layers * self.dense_width) / self.layer_count
 
     @property
     def shared_experts(self) -> int | float:
@@ -149,6 +152,11 @@ class Mixture(MLP, Router, Initial, Depth):
         if not rest:
             return count
         return count + rest / self.mlp_width
+
+    @property
+    def chosen_width(self) -> int:
+        """Width of all experts of a token together."""
+        return self.mlp_width * self.experts_per_token
 
     @property
     def dense_width(self) -> int:
@@ -217,13 +225,15 @@ class _Product(nn.Module):
 
     config: Mixture
     shape: tuple[int, ...]
+    axes: Axes
 
     @nn.compact
     def __call__(self) -> tuple[jax.Array, jax.Array | None]:
-        kernel = self.param("kernel", kernel_init(self.config, str(self.name)), self.shape)
+        kernel = self.param("kernel", kernel_init(self.config, str(self.name), self.axes), self.shape)
         if not self.config.mlp_bias:
             return kernel, None
-        return kernel, self.param("bias", nn.initializers.zeros, (*self.shape[:-2], self.shape[-1]))
+        zeros = named(nn.initializers.zeros, *self.axes.names[:-2], self.axes.names[-1])
+        return kernel, self.param("bias", zeros, (*self.shape[:-2], self.shape[-1]))
 
 
 # Of each expert `(E, I, O)` and `(E, O)`.
@@ -236,14 +246,14 @@ class Experts(nn.Module):
     Attributes:
       config: the model.
       dtype: dtype of the experts' products; the router computes in float32.
-      cut: which part of each expert's width this device computes.
-      group: the devices among which the experts are divided.
+      row_group: which part of each expert's width this device computes.
+      expert_group: the devices among which the experts are divided.
     """
 
     config: Mixture
     dtype: DTypeLike
-    cut: ModelParallel = WHOLE
-    group: ExpertParallel = ALONE
+    row_group: ModelParallel = WHOLE
+    expert_group: ExpertParallel = ALONE
 
     @nn.compact
     def __call__(self, h_BTD: jax.Array, layer: jax.Array | int, *, drops: bool) -> tuple[jax.Array, Routing]:
@@ -267,18 +277,18 @@ class Experts(nn.Module):
         if bias_E is not None:
             gates_BTK = with_counts(gates_BTK, bias_E, self._counted(chosen_BTK))
 
-        width = config.mlp_width // self.cut.size
-        local_experts = config.experts // self.group.size
-        into = (local_experts, config.embedding_dim, width)
-        out = (local_experts, width, config.embedding_dim)
-        shapes = {"mlp_in": into, "mlp_gate": into, "mlp_out": out}
+        width = config.mlp_width // self.row_group.size
+        local_experts = config.experts // self.expert_group.size
+        into = (local_experts, config.embedding_dim, width), Axes((EXPERT, EMBED, MLP_AXIS))
+        out = (local_experts, width, config.embedding_dim), Axes((EXPERT, MLP_AXIS, EMBED), Role.RESIDUAL_OUT)
+        kinds = {"mlp_in": into, "mlp_gate": into, "mlp_out": out}
         if not config.gated:
-            del shapes["mlp_gate"]
-        products = {name: _Product(config, shape, name=name)() for name, shape in shapes.items()}
+            del kinds["mlp_gate"]
+        products = {name: _Product(config, *kind, name=name)() for name, kind in kinds.items()}
         weights: Weights = jax.tree.map(lambda x: x.astype(self.dtype), products)
         h_BTD = h_BTD.astype(self.dtype)
         dropped = jnp.float32(0)
-        if self.group.size == 1 and (config.expert_capacity is None or not drops):
+        if self.expert_group.size == 1 and (config.expert_capacity is None or not drops):
             y_BTKD = self._sorted(h_BTD, chosen_BTK, weights)
         elif drops:
             y_BTKD, dropped = self._in_places(h_BTD, chosen_BTK, weights)
@@ -289,14 +299,15 @@ class Experts(nn.Module):
 
     def _counted(self, chosen_BTK: jax.Array) -> jax.Array:
         """How many tokens have each expert, `(E,)`; each device of a group counts its share of their common tokens."""
-        counted_BT = self.cut.counted_once(jnp.ones(chosen_BTK.shape[:2]))
+        counted_BT = self.row_group.zero_if_duplicate(jnp.ones(chosen_BTK.shape[:2]))
         is_chosen_BTKE = jax.nn.one_hot(chosen_BTK, self.config.experts or 1)
         return jnp.einsum("BTKE,BT->E", is_chosen_BTKE, counted_BT, precision=lax.Precision.HIGHEST)
 
     def _router_logits(self, h_BTD: jax.Array) -> jax.Array:
         config = self.config
         assert config.experts is not None
-        kernel_DE, bias_E = _Product(config, (config.embedding_dim, config.experts), name="router")()
+        axes = Axes((EMBED, "choices"))
+        kernel_DE, bias_E = _Product(config, (config.embedding_dim, config.experts), axes, name="router")()
         # In float32: rounded logits would change the chosen experts (Switch, arXiv 2101.03961, section 2.4).
         h_BTD = h_BTD.astype(jnp.float32)
         kernel_DE = kernel_DE.astype(jnp.float32)
@@ -355,11 +366,11 @@ class Experts(nn.Module):
         token_BS = jnp.full((rows, end), positions, jnp.int32)
         token_BS = token_BS.at[index_B, place_BTK].set(jnp.arange(positions)[None, :, None], mode="drop")
         x_BSD = jnp.take_along_axis(h_BTD, token_BS[..., None], axis=1, mode="fill", fill_value=0)
-        x_BECD = self.group.to_experts(x_BSD.reshape(rows, experts, places, embedding))
+        x_BECD = self.expert_group.to_experts(x_BSD.reshape(rows, experts, places, embedding))
         x_BECD = checkpoint_name(x_BECD, EXPERTS)
         product = partial(jnp.einsum, "BECI,EIO->BECO")
         y_BECD = self._mlp(x_BECD, weights, product, lambda bias_EO: bias_EO[None, :, None])
-        y_BSD = self.group.from_experts(y_BECD).reshape(rows, end, embedding)
+        y_BSD = self.expert_group.from_experts(y_BECD).reshape(rows, end, embedding)
         chosen_BSD = y_BSD.at[index_B, place_BTK].get(mode="fill", fill_value=0)
         return checkpoint_name(chosen_BSD, EXPERTS), jnp.sum(place_BTK == end).astype(jnp.float32)
 
@@ -370,7 +381,7 @@ class Experts(nn.Module):
         """
         places = capacity_of(self.config, h_BTD.shape[1])
         most = jax.nn.one_hot(chosen_BTK, self.config.experts or 1, dtype=jnp.int32).sum((1, 2)).max()
-        rounds = self.group.most(-(-most // places))  # devices that exchange tokens take the same number
+        rounds = self.expert_group.most(-(-most // places))  # devices that exchange tokens take the same number
 
         def add(number: jax.Array, y_BTKD: jax.Array) -> jax.Array:
             return y_BTKD + self._in_places(h_BTD, chosen_BTK, weights, number * places)[0]
@@ -388,10 +399,10 @@ class Experts(nn.Module):
                 return y
             return y + spread(bias_EO / parts)
 
-        of_input = checkpoint_name(of("mlp_in", x), MLP_IN)
-        of_gate = checkpoint_name(of("mlp_gate", x), MLP_GATE) if self.config.gated else None
-        hidden = hidden_values(self.config, of_input, of_gate)
-        return of("mlp_out", hidden, self.cut.size)  # a bias for the sum over the parts of the width
+        in_values = checkpoint_name(of("mlp_in", x), MLP_IN)
+        gate_values = checkpoint_name(of("mlp_gate", x), MLP_GATE) if self.config.gated else None
+        hidden = hidden_values(self.config, in_values, gate_values)
+        return of("mlp_out", hidden, self.row_group.size)  # a bias for the sum over the parts of the width
 
 
 def assign_places(

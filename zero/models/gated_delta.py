@@ -23,8 +23,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from zero.models.attention.delta_rule import CHUNK, Inputs, delta_rule, delta_step, operations_per_position
-from zero.models.mixer import Mixer, Site, Transformer
-from zero.models.stack import ATTENTION, PROJECTIONS
+from zero.models.axes import EMBED, HEADS, PER_HEAD, TAPS, Axes, Role, named
+from zero.models.mixer import LayerContext, Mixer, Transformer
+from zero.models.stack import ATTENTION_OUTPUT, PROJECTIONS
 from zero.partition.model_parallel import ModelParallel
 
 _EPSILON = 1e-6  # of the length of queries and keys
@@ -50,37 +51,37 @@ def empty_delta_cache(
     rows: int,
     positions: int,
     dtype: DTypeLike,
-    cut: ModelParallel,
+    row_group: ModelParallel,
     known: jax.Array | int,
 ) -> DeltaCache:
     """The cache before the first position, of this device's heads; its size does not depend on `positions`."""
-    of_heads = (config.delta_heads // cut.size, config.delta_key_width, config.delta_value_width)
-    state = jnp.zeros((layers, rows, *of_heads), jnp.float32)
-    inputs = jnp.zeros((layers, rows, config.delta_taps - 1, sum(_channels(config)) // cut.size), dtype)
+    head_shape = (config.delta_heads // row_group.size, config.delta_key_width, config.delta_value_width)
+    state = jnp.zeros((layers, rows, *head_shape), jnp.float32)
+    inputs = jnp.zeros((layers, rows, config.delta_taps - 1, sum(_channels(config)) // row_group.size), dtype)
     return DeltaCache(state, inputs, jnp.asarray(known, jnp.int32))
 
 
-def numbers_of_delta(config: Transformer) -> dict[str, int]:
+def stored_floats_of_delta(config: Transformer) -> dict[str, int]:
     """Numbers per position: outputs and states of the delta rule in float32; inputs of the convolutions, and outputs.
 
     A chunk of positions has one state.
     """
-    of_state = config.delta_key_width * config.delta_value_width // CHUNK
-    of_rule = 2 * config.delta_heads * (config.delta_value_width + of_state)
-    return {ATTENTION: of_rule, PROJECTIONS: sum(_channels(config)) + config.embedding_dim}
+    state_floats = config.delta_key_width * config.delta_value_width // CHUNK
+    rule_floats = 2 * config.delta_heads * (config.delta_value_width + state_floats)
+    return {ATTENTION_OUTPUT: rule_floats, PROJECTIONS: sum(_channels(config)) + config.embedding_dim}
 
 
-def further_of_delta(config: Transformer) -> int:
+def transient_floats_of_delta(config: Transformer) -> int:
     """Numbers of heads per position, in float32; queries and keys also before they have unit length."""
     return 2 * config.delta_heads * (4 * config.delta_key_width + 3 * config.delta_value_width)
 
 
-def operations_of_delta(config: Transformer, context: int) -> float:
+def flops_of_delta(config: Transformer, context: int) -> float:
     """Operations of the delta rule in a row."""
     return context * config.delta_heads * operations_per_position(config.delta_key_width, config.delta_value_width)
 
 
-def weights_of_delta(config: Transformer) -> int:
+def projection_weights_of_delta(config: Transformer) -> int:
     """Weights of the products that make queries, keys, values and the output."""
     channels = _channels(config)
     return config.embedding_dim * (sum(channels) + channels[-1])
@@ -93,8 +94,8 @@ def heads_of_delta(config: Transformer) -> dict[str, int]:
 
 def _channels(config: Transformer) -> tuple[int, int, int]:
     """The channels of queries, keys and values of all heads."""
-    of_keys = config.delta_groups * config.delta_key_width
-    return of_keys, of_keys, config.delta_heads * config.delta_value_width
+    key_channels = config.delta_groups * config.delta_key_width
+    return key_channels, key_channels, config.delta_heads * config.delta_value_width
 
 
 class Taps(nn.Module):
@@ -106,7 +107,8 @@ class Taps(nn.Module):
     @nn.compact
     def __call__(self) -> jax.Array:
         start = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform", in_axis=0, out_axis=())
-        return self.param("taps", start, (self.count, self.channels))
+        named_start = named(start, TAPS, "channels", role=Role.COEFFICIENTS)
+        return self.param("taps", named_start, (self.count, self.channels))
 
 
 class Decay(nn.Module):
@@ -115,8 +117,8 @@ class Decay(nn.Module):
     @nn.compact
     def __call__(self, x_BTH: jax.Array) -> jax.Array:
         heads = x_BTH.shape[-1]
-        log_rate_H = self.param("log_rate", _log_of_uniform, (heads,)).astype(jnp.float32)
-        offset_H = self.param("offset", nn.initializers.ones, (heads,)).astype(jnp.float32)
+        log_rate_H = self.param("log_rate", named(_log_of_uniform, PER_HEAD), (heads,)).astype(jnp.float32)
+        offset_H = self.param("offset", named(nn.initializers.ones, PER_HEAD), (heads,)).astype(jnp.float32)
         shifted_BTH = x_BTH.astype(jnp.float32) + offset_H[None, None]
         return -jnp.exp(log_rate_H)[None, None] * jax.nn.softplus(shifted_BTH)
 
@@ -129,17 +131,20 @@ class GatedDelta(Mixer):
     """The layer's mixer `delta`."""
 
     @nn.compact
-    def __call__(self, h_BTD: jax.Array, cache: DeltaCache | None, site: Site) -> tuple[jax.Array, DeltaCache | None]:
+    def __call__(
+        self, h_BTD: jax.Array, cache: DeltaCache | None, site: LayerContext
+    ) -> tuple[jax.Array, DeltaCache | None]:
         """See `Mixer`."""
         config = self.config
-        swap = self.cut.head_swap(config.delta_groups, config.delta_heads)
-        inner = self.cut if swap is None else swap.cut
+        swap = self.row_group.head_swap(config.delta_groups, config.delta_heads)
+        inner = self.row_group if swap is None else swap.row_group
         starts_BT = site.starts_BT
         if swap is not None and starts_BT is not None:
             starts_BT = swap.whole_rows(starts_BT)
 
-        def projected(name: str, features: int) -> jax.Array:
-            return self.dense(h_BTD, (features,), name, site.adapter_keys_B, use_bias=False)
+        def projected(name: str, features: int, axis: str, role: Role | None = None) -> jax.Array:
+            axes = Axes((EMBED, axis), role)
+            return self.dense(h_BTD, (features,), name, axes, site.adapter_keys_B, use_bias=False)
 
         def at_all_positions(x_BTX: jax.Array, heads: int) -> jax.Array:
             if swap is None:
@@ -149,16 +154,17 @@ class GatedDelta(Mixer):
         mixed, taps = [], []
         counts = zip(_channels(config), (config.delta_groups, config.delta_groups, config.delta_heads), strict=True)
         for name, (channels, heads) in zip(("query", "key", "value"), counts, strict=True):
-            mixed.append(at_all_positions(projected(name, channels // self.cut.size), heads))
+            role = Role.QUERY if name == "query" else None
+            mixed.append(at_all_positions(projected(name, channels // self.row_group.size, HEADS, role), heads))
             taps.append(inner.part(Taps(config.delta_taps, channels, name=f"{name}_convolution")(), 1))
         x_BTX = checkpoint_name(jnp.concatenate(mixed, axis=-1), PROJECTIONS)
         taps_CX = jnp.concatenate(taps, axis=-1)
-        gate_BTX = projected("output_gate", _channels(config)[2] // self.cut.size)
+        gate_BTX = projected("output_gate", _channels(config)[2] // self.row_group.size, HEADS)
         # Small weights are not cut: each device computes the rates and decays of all heads at its positions.
-        rate_BTH = jax.nn.sigmoid(projected("rate", config.delta_heads).astype(jnp.float32))
-        decay_BTH = Decay(name="decay")(projected("decay_input", config.delta_heads))
+        rate_BTH = jax.nn.sigmoid(projected("rate", config.delta_heads, PER_HEAD).astype(jnp.float32))
+        decay_BTH = Decay(name="decay")(projected("decay_input", config.delta_heads, PER_HEAD))
         rate_BTH, decay_BTH = (
-            self.cut.part(at_all_positions(x_BTH, config.delta_heads), 2) for x_BTH in (rate_BTH, decay_BTH)
+            self.row_group.part(at_all_positions(x_BTH, config.delta_heads), 2) for x_BTH in (rate_BTH, decay_BTH)
         )
 
         before_BCX = None if cache is None else lax.dynamic_index_in_dim(cache.inputs_LBCX, site.entry, keepdims=False)
@@ -170,31 +176,34 @@ class GatedDelta(Mixer):
             out_BTHV, _ = delta_rule(inputs, None, starts_BT)
         else:
             out_BTHV, cache = self._continued(inputs, extended_BTX, cache, site)
-        out_BTHV = checkpoint_name(out_BTHV, ATTENTION)
+        out_BTHV = checkpoint_name(out_BTHV, ATTENTION_OUTPUT)
         out_BTHV = out_BTHV if swap is None else swap.to_positions(out_BTHV)
-        norm = nn.RMSNorm(config.norm_epsilon, dtype=jnp.float32, name="delta_norm")
+        gains = named(nn.initializers.ones, "value_dim")
+        norm = nn.RMSNorm(config.norm_epsilon, dtype=jnp.float32, scale_init=gains, name="delta_norm")
         gate_BTHV = gate_BTX.astype(jnp.float32).reshape(out_BTHV.shape)
         out_BTX = lax.collapse(norm(out_BTHV) * jax.nn.silu(gate_BTHV), 2).astype(self.dtype)
-        out_BTD = self.residual_dense(out_BTX, "attention_out", site.adapter_keys_B, use_bias=False)
+        out_BTD = self.residual_dense(out_BTX, "attention_out", HEADS, site.adapter_keys_B, use_bias=False)
         return checkpoint_name(out_BTD, PROJECTIONS), cache
 
-    def _inputs(self, mixed_BTX: jax.Array, decay_BTH: jax.Array, rate_BTH: jax.Array, cut: ModelParallel) -> Inputs:
+    def _inputs(
+        self, mixed_BTX: jax.Array, decay_BTH: jax.Array, rate_BTH: jax.Array, row_group: ModelParallel
+    ) -> Inputs:
         """Queries and keys of unit length, each for all heads of values that share it."""
         config = self.config
-        of_queries, of_keys, _ = (count // cut.size for count in _channels(config))
+        query_channels, key_channels, _ = (count // row_group.size for count in _channels(config))
         shared = config.delta_heads // config.delta_groups
 
         def heads(x_BTX: jax.Array, width: int) -> jax.Array:
             return x_BTX.astype(jnp.float32).reshape(*x_BTX.shape[:2], -1, width)
 
-        q_BTGK = heads(mixed_BTX[..., :of_queries], config.delta_key_width)
-        k_BTGK = heads(mixed_BTX[..., of_queries : of_queries + of_keys], config.delta_key_width)
+        q_BTGK = heads(mixed_BTX[..., :query_channels], config.delta_key_width)
+        k_BTGK = heads(mixed_BTX[..., query_channels : query_channels + key_channels], config.delta_key_width)
         q_BTHK, k_BTHK = (jnp.repeat(_unit(x_BTGK), shared, axis=2) for x_BTGK in (q_BTGK, k_BTGK))
-        v_BTHV = heads(mixed_BTX[..., of_queries + of_keys :], config.delta_value_width)
+        v_BTHV = heads(mixed_BTX[..., query_channels + key_channels :], config.delta_value_width)
         return Inputs(q_BTHK * config.delta_key_width**-0.5, k_BTHK, v_BTHV, decay_BTH, rate_BTH)
 
     def _continued(
-        self, inputs: Inputs, extended_BTX: jax.Array, cache: DeltaCache, site: Site
+        self, inputs: Inputs, extended_BTX: jax.Array, cache: DeltaCache, site: LayerContext
     ) -> tuple[jax.Array, DeltaCache]:
         """The outputs at positions that continue the cache, and the cache with them."""
         positions = inputs.k_BTHK.shape[1]

@@ -25,17 +25,18 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from zero.base.keys import Check, at_least, fraction_below_one, key, one_of, zero_or_more
 from zero.models.attention.scores import LOWEST
+from zero.models.axes import EMBED, VALUES, Axes, Role, named
 from zero.models.elements import Residual, dropout
 from zero.models.norms import Norms, make_norm
 from zero.models.parametrization import Initial, kernel_init
-from zero.models.part import AT_LEAST_ONE, GATED_UNITS, NOT_NEGATIVE, RATE, Check, key, one_of
 from zero.models.positions.sinusoidal import Sinusoidal
 from zero.partition.model_parallel import WHOLE, ModelParallel
 
 UNITS = 2  # per layer: together 12 D^2 parameters, as attention and MLP
+_KEYS = "keys"  # axis of queries and keys, which each device of a tensor group has whole
 CODEBOOK = "codebook"  # name of the collection of variables
-_ALONE = (GATED_UNITS,)
 
 
 @dataclass(frozen=True)
@@ -47,46 +48,39 @@ class GatedUnits(Sinusoidal, Norms, Residual, Initial):
         512,
         None,
         "codes to which the keys of a unit are rounded; 0: none, and only the window of two blocks is seen",
-        layers=_ALONE,
     )
     # C
     vq_block: int = key(
         512,
-        AT_LEAST_ONE,
+        at_least(1),
         "positions of a block; those of a token's own block and of the block before are seen one by one",
-        layers=_ALONE,
     )
     # K
-    key_width: int = key(
-        128, AT_LEAST_ONE, "width of queries and keys; values have twice the width of the model", layers=_ALONE
-    )
-    cache_gradient: bool = key(True, None, "gradients flow to values that are older than the window", layers=_ALONE)
-    commitment: float = key(1e-4, NOT_NEGATIVE, "weight of the loss that draws keys to their codes", layers=_ALONE)
+    key_width: int = key(128, at_least(1), "width of queries and keys; values have twice the width of the model")
+    cache_gradient: bool = key(True, None, "gradients flow to values that are older than the window")
+    commitment: float = key(1e-4, zero_or_more(), "weight of the loss that draws keys to their codes")
     codebook_decay: float = key(
         0.99,
-        Check(lambda decay: 0 < decay < 1, "lie in (0, 1)"),
+        Check(lambda decay: 0 < decay < 1, "more than 0, less than 1"),
         "decay of the moving averages of the codes",
-        layers=_ALONE,
     )
-    distance_dropout: float = key(0.0, RATE, "dropout of the features of distances", layers=_ALONE)
+    distance_dropout: float = key(0.0, fraction_below_one(), "dropout of the features of distances")
     distance_width: int | None = key(
-        None, None, "number of these features, the sines and cosines of a distance", layers=_ALONE, none="key_width"
+        None, None, "number of these features, the sines and cosines of a distance", none="key_width"
     )
     # block: distances of more than C have no bias
     distance_limit: str = key(
         "window",
         one_of("window", "block"),
         "distances with a bias: window, all in the two blocks; block, those of up to vq_block",
-        layers=_ALONE,
     )
-    layer_dropout: float = key(0.0, RATE, "probability with which a sequence skips a unit", layers=_ALONE)
+    layer_dropout: float = key(0.0, fraction_below_one(), "probability with which a sequence skips a unit")
     update_tokens: int | None = key(
         None,
-        AT_LEAST_ONE,
+        at_least(1),
         "tokens of each row per training step: a step takes the next so many, with the memory of those before "
         "and without its gradient, and max_context / update_tokens steps make a row; null: a step takes whole "
         "rows",
-        layers=_ALONE,
     )
 
     def mistakes(self) -> Iterator[str]:
@@ -188,10 +182,10 @@ class Memory(NamedTuple):
 
 
 def empty_memory(
-    config: GatedUnits, rows: tuple[int, ...], block: int, dtype: DTypeLike, cut: ModelParallel = WHOLE
+    config: GatedUnits, rows: tuple[int, ...], block: int, dtype: DTypeLike, row_group: ModelParallel = WHOLE
 ) -> Memory:
     """The memory before the first position, with leading dimensions `rows`, of this device's part of the values."""
-    width = 2 * config.embedding_dim // cut.size
+    width = 2 * config.embedding_dim // row_group.size
     keys = jnp.zeros((*rows, 2 * block, config.key_width), dtype)
     values = jnp.zeros((*rows, 2 * block, width), dtype)
     means = jnp.zeros((*rows, config.codes, width), jnp.float32)
@@ -366,7 +360,7 @@ class GatedUnit(nn.Module):
 
     config: GatedUnits
     dtype: DTypeLike
-    cut: ModelParallel = WHOLE
+    row_group: ModelParallel = WHOLE
 
     @nn.compact
     def __call__(
@@ -385,10 +379,12 @@ class GatedUnit(nn.Module):
         width = self.config.key_width
         # Queries and keys have norm K^(1/4), so their products are at most the root of K.
         scale = width**-0.25
-        h_BTD = self.cut.gather_positions(make_norm(config, self.dtype, "norm")(x_BTD))
+        h_BTD = self.row_group.gather_positions(make_norm(config, self.dtype, "norm")(x_BTD))
         rows, positions, dim = h_BTD.shape
-        part = 2 * dim // self.cut.size
-        q_BTK, k_BTK = (self._normed(self._dense(width, name)(h_BTD)) * scale for name in ("query", "key"))
+        part = 2 * dim // self.row_group.size
+        kinds = (("query", Axes((EMBED, _KEYS), Role.QUERY)), ("key", Axes((EMBED, _KEYS))))
+        q_BTK, k_BTK = (self._normed(self._dense(width, name, axes)(h_BTD)) * scale for name, axes in kinds)
+        to_values = Axes((EMBED, VALUES))
         codes_SK = jnp.zeros((0, width))
         codes_BT = jnp.zeros((rows, positions), jnp.int32)
         if config.codes:
@@ -396,12 +392,13 @@ class GatedUnit(nn.Module):
             sums_SK = self.variable(CODEBOOK, "sums", jnp.ones, (config.codes, width)).value
             commitment = self.get_variable(CODEBOOK, "commitment", 0.0)
             codes_SK = lax.stop_gradient(codes_of(counts_S, sums_SK))
-            counted_BT = self.cut.counted_once(jnp.ones((rows, positions)))
+            counted_BT = self.row_group.zero_if_duplicate(jnp.ones((rows, positions)))
             k_BTK, codes_BT = assign_codes(k_BTK, counts_S, sums_SK, commitment, counted_BT)
-        v_BTV = nn.silu(self._dense(part, "value")(h_BTD))
-        gate_BTV = nn.silu(self._dense(part, "gate")(h_BTD))
+        v_BTV = nn.silu(self._dense(part, "value", to_values)(h_BTD))
+        gate_BTV = nn.silu(self._dense(part, "gate", to_values)(h_BTD))
         for_keys_K, for_distances_K = (
-            self.param(name, nn.initializers.zeros, (width,)) * scale for name in ("key_bias", "distance_bias")
+            self.param(name, named(nn.initializers.zeros, _KEYS), (width,)) * scale
+            for name in ("key_bias", "distance_bias")
         )
         q_distance_BTK = (q_BTK + for_distances_K[None, None]).astype(self.dtype)
         q_BTK = (q_BTK + for_keys_K[None, None]).astype(self.dtype)
@@ -411,18 +408,19 @@ class GatedUnit(nn.Module):
         if keys_B is not None and config.distance_dropout:  # then each row has its own
             features_WK = jnp.broadcast_to(features_WK[None], (rows, *features_WK.shape))
             features_WK = dropout(features_WK, config.distance_dropout, keys_B)
-        r_WK = self._dense(width, "distance")(features_WK) * scale
+        r_WK = self._dense(width, "distance", Axes(("distances", _KEYS)))(features_WK) * scale
         if memory is None:
-            memory = empty_memory(config, (rows,), block, self.dtype, self.cut)
+            memory = empty_memory(config, (rows,), block, self.dtype, self.row_group)
         heads = Heads(q_BTK, q_distance_BTK, k_BTK.astype(self.dtype), codes_BT, v_BTV)
         limit = block if config.distance_limit == "block" else None
         options: Any = {"limit": limit, "cache_gradient": config.cache_gradient}
         out_BTV, memory = attend(heads, r_WK, codes_SK, memory, position, known, **options)
-        out_BTD = self._dense(dim, "attention_out")(out_BTV * gate_BTV)
-        return self.cut.sum_positions(out_BTD), memory
+        out_BTD = self._dense(dim, "attention_out", Axes((VALUES, EMBED), Role.RESIDUAL_OUT))(out_BTV * gate_BTV)
+        return self.row_group.sum_positions(out_BTD), memory
 
-    def _dense(self, features: int, name: str) -> nn.Dense:
-        return nn.Dense(features, False, dtype=self.dtype, kernel_init=kernel_init(self.config, name), name=name)
+    def _dense(self, features: int, name: str, axes: Axes) -> nn.Dense:
+        init = kernel_init(self.config, name, axes)
+        return nn.Dense(features, False, dtype=self.dtype, kernel_init=init, name=name)
 
     def _normed(self, x: jax.Array) -> jax.Array:
         return nn.RMSNorm(self.config.norm_epsilon, dtype=jnp.float32, use_scale=False)(x)

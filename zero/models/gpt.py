@@ -11,7 +11,8 @@ Shapes are named by suffix:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -22,20 +23,22 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from zero.models.adapters import Adapters
+from zero.models.axes import CHUNKS, EMBED, LAYERS, Axes, Role, along, shapes_and_axes
+from zero.models.branch import Place
+from zero.models.branches import BRANCHES, branches_of
 from zero.models.config import FIRST, HEAD, STACK, VOCABULARY, GPTConfig
 from zero.models.elements import Lift, Product, contraction, dropout, fold_keys, keys_from
 from zero.models.experts import ResidualStream, Routing, no_routing
-from zero.models.gated_layer import RecurrentState
-from zero.models.gated_unit import Memory
 from zero.models.layer import Layer
-from zero.models.layers import AnyCache
+from zero.models.layers import empty_caches, layer_of_stack
+from zero.models.mixers import MIXERS, Caches
 from zero.models.norms import make_norm
-from zero.models.parametrization import table_stddev
-from zero.models.part import PREDICTOR
-from zero.models.predictor import JOIN, PREDICTOR_NORM, Ahead, Join
+from zero.models.parametrization import check_zero_init, table_stddev
 from zero.models.stack import Nested, Scanned, policy_of, run_layers, run_with_outputs
 from zero.models.vocabulary import HEAD_BIAS, LOG_SUM_EXP, Candidates, Chunk, HeadBias, TopTokens, VocabularyChunk
 from zero.partition.model_parallel import ALONE, WHOLE, ExpertParallel, ModelParallel
+
+CANDIDATES = "candidates"  # an entry of `Scores.extra`: log-probabilities in nats of given tokens, `(B, T, K)`
 
 
 class Scores(NamedTuple):
@@ -46,24 +49,22 @@ class Scores(NamedTuple):
       is_greedy_BT: whether the target is the most likely token.
       routing: None without experts.
       penalty_BT: zeros with the gradients of penalties, which are part of `losses_BT` too; None without penalties.
-      candidates_BTK: log-probabilities in nats of the candidates of each position; None without candidates.
-      ahead_BT: negative log-likelihoods in nats of the tokens after the targets; None where they are not wanted.
+      extra: what was asked for beside: `CANDIDATES`, and the outputs of branches by their keys.
     """
 
     losses_BT: jax.Array
     is_greedy_BT: jax.Array
     routing: Routing | None
     penalty_BT: jax.Array | None = None
-    candidates_BTK: jax.Array | None = None
-    ahead_BT: jax.Array | None = None
+    extra: Mapping[str, jax.Array] = {}
 
 
 class GPT(nn.Module):
     """Tokens in, negative log-likelihoods out.
 
     Attributes:
-      config, dtype, blockwise_from, cut, group, kernel, drops, adapters, product, query_block: as for `Layer`.
-        Parameters are float32, and whole after `init`.
+      config, dtype, blockwise_from, row_group, expert_group, kernel, drops, adapters, product, query_block: as for
+        `Layer`. Parameters are float32, and whole after `init`.
       lift: `lift(module_class, name)` returns the class to use in its place; by default the class itself.
       remat: what the backward pass recomputes, an entry of `zero.models.stack.REMAT`.
       offload: the kinds of `zero.models.stack.KINDS` that go to host memory if they are stored.
@@ -77,8 +78,8 @@ class GPT(nn.Module):
     remat: str = "full"
     offload: tuple[str, ...] = ()
     blockwise_from: int | None = None
-    cut: ModelParallel = WHOLE
-    group: ExpertParallel = ALONE
+    row_group: ModelParallel = WHOLE
+    expert_group: ExpertParallel = ALONE
     kernel: str | None = None
     drops: bool = True
     adapters: Adapters | None = None
@@ -88,48 +89,52 @@ class GPT(nn.Module):
 
     def setup(self) -> None:
         config = self.config
-        self._cut = WHOLE if self.is_initializing() else self.cut
+        self._row_group = WHOLE if self.is_initializing() else self.row_group
         self.vocabulary = self._chunks(VOCABULARY)
         self.head = self.vocabulary if config.tied else self._chunks(HEAD)
         if config.kind_of_positions.added is not None:
             self.positions = self.lift(config.kind_of_positions.added, "positions")(config)
         if config.embedding_norm:
             self.embedding_norm = make_norm(config, self.dtype, "embedding_norm", self.lift)
-        self.blocks = self._stack(STACK)
+        self.blocks = self.stack_of(STACK)
         if config.first_dense:
-            self.first_blocks = self._stack(FIRST)
-        self.norm = make_norm(config, self.dtype, "norm", self.lift) if config.final_norm else lambda x: x
+            self.first_blocks = self.stack_of(FIRST)
+        self.norm = lambda x: x
+        if config.final_norm:
+            self.norm = make_norm(config, self.dtype, "norm", self.lift, axes=Axes((EMBED,), Role.LAST_NORM))
         if config.head_bias:
             self.head_bias = self.lift(HeadBias, HEAD_BIAS)(config)
-        if config.predictor:
-            self.predictor_join = self.lift(Join, JOIN)(config, self.dtype)
-            self.predictor_blocks = self._stack(PREDICTOR)
-            self.predictor_norm = make_norm(config, self.dtype, PREDICTOR_NORM, self.lift)
+        for branch in branches_of(config):
+            for name, module in branch.modules(self).items():
+                setattr(self, name, module)
 
     def _length(self, stack: str) -> int:
         """Entries of a stack of layers."""
-        return {STACK: self.config.scanned_layers, FIRST: self.config.first_dense, PREDICTOR: 1}[stack]
+        return {STACK: self.config.scanned_layers, FIRST: self.config.first_dense}.get(stack, 1)
 
-    def _stack(self, name: str) -> Any:
+    def stack_of(self, name: str) -> Any:
         """A stack of layers, which makes their parameters; layers differ only in their windows."""
         config = self.config
         return nn.scan(
-            self.lift(config.kind_of_layers.of_stack(name, config), name),
+            self.lift(layer_of_stack(config, name), name),
             variable_axes={True: 0},
             split_rngs={"params": True},
             in_axes=(0, nn.broadcast, nn.broadcast),
             length=self._length(name),
+            metadata_params=along(LAYERS),
         )(config, self.dtype, self.blockwise_from)
 
     def _chunks(self, name: str) -> Any:
         stored = jax.checkpoint_policies.save_only_these_names(LOG_SUM_EXP)
+        role = Role.HEAD if name == HEAD else Role.EMBEDDING
         return nn.scan(
             nn.remat(self.lift(VocabularyChunk, name), prevent_cse=False, policy=stored),
             variable_axes={True: 0},
             split_rngs={"params": True},
             in_axes=(0, nn.broadcast, nn.broadcast),
             unroll=self.chunks_at_once,
-        )(self.config, self.dtype, table_stddev(self.config, name), self._cut)
+            metadata_params=along(CHUNKS),
+        )(self.config, self.dtype, table_stddev(self.config, name), role, self._row_group)
 
     def __call__(
         self,
@@ -147,11 +152,10 @@ class GPT(nn.Module):
         targets_BT: jax.Array,
         keys_B: jax.Array | None = None,
         starts_BT: jax.Array | None = None,
-        cache: AnyCache | None = None,
+        cache: Caches | None = None,
         position: jax.Array | int = 0,
-        candidates_BTK: jax.Array | None = None,
-        ahead: Ahead | None = None,
-    ) -> tuple[Scores, AnyCache | None]:
+        inputs: Mapping[str, Any] = {},
+    ) -> tuple[Scores, Caches | None]:
         """Scores of each target, and the cache with these positions added.
 
         Args:
@@ -162,73 +166,59 @@ class GPT(nn.Module):
             own segment, and its number is counted from there; None for one segment per row.
           cache: cache of the positions before, if any.
           position: position of the first column.
-          candidates_BTK: tokens of each position whose log-probabilities are also computed, int32.
-          ahead: the tokens after the targets, if they are to be scored as well.
+          inputs: the names of the entries of `Scores.extra` to compute, each with its inputs: of `CANDIDATES` tokens of
+            each position, int32 `(B, T, K)`; of a branch as it says.
         """
-        cut = self._cut.for_positions(tokens_BT.shape[1]) if cache is None else self._cut.with_all_positions()
-        stream, cache = self._entered(tokens_BT, keys_B, starts_BT, cache, position, cut)
-        stream, cache = self._layers(STACK, stream, cache, keys_B, position, starts_BT, cut)
-        ahead_BT = None
-        if ahead is not None:
-            ahead_BT, routing = self._scored_ahead(stream, ahead, keys_B, starts_BT, position, cut)
-            stream = stream[0], routing
-        return self.score(stream, targets_BT, candidates_BTK)._replace(ahead_BT=ahead_BT), cache
-
-    def _scored_ahead(
-        self,
-        stream: ResidualStream,
-        ahead: Ahead,
-        keys_B: jax.Array | None,
-        starts_BT: jax.Array | None,
-        position: jax.Array | int,
-        cut: ModelParallel,
-    ) -> tuple[jax.Array, Routing | None]:
-        """Losses of the further layer, from the output of the last one, and the routing with its own."""
-        x_BTD, routing = stream
-        next_BTD, _ = self._embedded(ahead.tokens_BT, None, starts_BT, position, cut)
-        stream = self.predictor_join(next_BTD, self.norm(x_BTD)), routing
-        (x_BTD, routing), _ = self._layers(PREDICTOR, stream, None, keys_B, position, starts_BT, cut)
-        _, lse_BT, target_BT, _ = self._of_head(self.predictor_norm(x_BTD), ahead.targets_BT, None)
-        return lse_BT - target_BT, routing
+        row_group = (
+            self._row_group.for_positions(tokens_BT.shape[1]) if cache is None else self._row_group.with_all_positions()
+        )
+        place = Place(keys_B, starts_BT, position, row_group)
+        stream, cache = self._entered(tokens_BT, cache, place)
+        stream, cache = self.run_stack(STACK, stream, cache, place)
+        extra = dict[str, jax.Array]()
+        for branch in BRANCHES:
+            if branch.key in inputs:
+                extra[branch.key], stream = branch.output(self, stream, inputs[branch.key], place)
+        scores = self.score(stream, targets_BT, inputs)
+        return scores._replace(extra={**scores.extra, **extra}), cache
 
     def scores_in_part(
         self,
         tokens_BT: jax.Array,
         targets_BT: jax.Array,
         keys_B: jax.Array | None,
-        memory: Memory,
+        memory: Caches,
         position: jax.Array,
-    ) -> tuple[Scores, Memory]:
-        """`scores` of the part of each row that begins at `position`, and what gated units then remember.
+    ) -> tuple[Scores, Caches]:
+        """`scores` of the part of each row that begins at `position`, and what its mixers then remember.
 
         Gradients flow to no memory.
 
         Args:
           tokens_BT, targets_BT: of the part.
           keys_B: one dropout key per row, the same for all of its parts; None for no dropout.
-          memory: of all units, `(L, U, B, ...)`.
+          memory: `empty_memory`, or the result for the part before.
           position: of the first column; it begins a block.
         """
-        cut = self._cut.for_positions(tokens_BT.shape[1])
-        stream = self.embed(tokens_BT, keys_B, None, position, cut)
-        layer = self.layer(cut)
+        row_group = self._row_group.for_positions(tokens_BT.shape[1])
+        stream = self.embed(tokens_BT, keys_B, None, position, row_group)
+        layer = self.layer(row_group)
 
-        def remembering(own: Any, stream: ResidualStream, number: jax.Array) -> tuple[ResidualStream, Memory]:
+        def remembering(own: Any, stream: ResidualStream, number: jax.Array) -> tuple[ResidualStream, Caches]:
             variables, memory = own
-            state = RecurrentState(memory, None)
-            stream, state = layer.apply(variables, (stream, state), number, keys_B, position)[0]
-            return stream, lax.stop_gradient(state.memory)
+            stream, memory = layer.apply(variables, (stream, memory), number, keys_B, position)[0]
+            return stream, lax.stop_gradient(memory)
 
         stacks = (self.blocks.variables, lax.stop_gradient(memory))
         policy = policy_of(self.remat, self.config.scanned_layers, self.offload)
         stream, memory = run_with_outputs(remembering, stacks, stream, policy)
         return self.score(stream, targets_BT), memory
 
-    def score(self, stream: ResidualStream, targets_BT: jax.Array, candidates_BTK: jax.Array | None = None) -> Scores:
-        """`scores` from the output of the last layer."""
+    def score(self, stream: ResidualStream, targets_BT: jax.Array, inputs: Mapping[str, Any] = {}) -> Scores:
+        """`scores` from the output of the last layer, without branches."""
         x_BTD, routing = stream
-        cut = self._cut.for_positions(targets_BT.shape[1])
-        candidates, lse_BT, target_BT, max_logit_BT = self._of_head(self.norm(x_BTD), targets_BT, candidates_BTK)
+        row_group = self._row_group.for_positions(targets_BT.shape[1])
+        candidates, lse_BT, target_BT, max_logit_BT = self.of_head(self.norm(x_BTD), targets_BT, inputs.get(CANDIDATES))
         losses_BT = lse_BT - target_BT
         penalty_BT = self.config.z_loss * lse_BT**2
         if routing is not None:  # the penalty of a row counts for each of its scored tokens
@@ -237,32 +227,33 @@ class GPT(nn.Module):
         if self.config.z_loss or routing is not None:
             no_penalty_BT = penalty_BT - lax.stop_gradient(penalty_BT)  # affects only the gradient
             losses_BT = losses_BT + no_penalty_BT
-        found_BTK = None
+        extra = {}
         if candidates is not None:
-            found_BTK = cut.stack(candidates.logits_BTK).sum(0) - lse_BT[..., None]
-        return Scores(losses_BT, target_BT >= max_logit_BT, routing, no_penalty_BT, found_BTK)
+            extra[CANDIDATES] = row_group.stack(candidates.logits_BTK).sum(0) - lse_BT[..., None]
+        return Scores(losses_BT, target_BT >= max_logit_BT, routing, no_penalty_BT, extra)
 
-    def _of_head(
+    def of_head(
         self, x_BTD: jax.Array, targets_BT: jax.Array, candidates_BTK: jax.Array | None
     ) -> tuple[Candidates | None, jax.Array, jax.Array, jax.Array]:
         """From normalized positions: candidates; log-sum-exp, the target's and the greatest of the logits, `(B, T)`."""
-        cut = self._cut.for_positions(targets_BT.shape[1])
+        row_group = self._row_group.for_positions(targets_BT.shape[1])
         # In float32, because every chunk adds to the gradient of x.
-        x_BTD = cut.gather_positions(x_BTD).astype(jnp.float32)
+        x_BTD = row_group.gather_positions(x_BTD).astype(jnp.float32)
         candidates = None if candidates_BTK is None else Candidates.of(candidates_BTK)
         candidates, scored = self.head(candidates, self._head_chunks(), targets_BT, x_BTD)
-        lse_CBT, target_CBT, max_logit_CBT = (lax.collapse(cut.stack(x_CBT), 0, 2) for x_CBT in scored)
+        lse_CBT, target_CBT, max_logit_CBT = (lax.collapse(row_group.stack(x_CBT), 0, 2) for x_CBT in scored)
         return candidates, jax.nn.logsumexp(lse_CBT, axis=0), target_CBT.sum(0), max_logit_CBT.max(0)
 
     def top_tokens(self, tokens_BT: jax.Array, starts_BT: jax.Array | None, count: int) -> tuple[jax.Array, jax.Array]:
         """The `count` most likely next tokens of each position, int32 `(B, T, K)`, and their log-probabilities."""
-        cut = self._cut.for_positions(tokens_BT.shape[1])
-        stream, _ = self._entered(tokens_BT, None, starts_BT, None, 0, cut)
-        (x_BTD, _), _ = self._layers(STACK, stream, None, None, 0, starts_BT, cut)
-        x_BTD = cut.gather_positions(self.norm(x_BTD)).astype(jnp.float32)
+        row_group = self._row_group.for_positions(tokens_BT.shape[1])
+        place = Place(None, starts_BT, 0, row_group)
+        stream, _ = self._entered(tokens_BT, None, place)
+        (x_BTD, _), _ = self.run_stack(STACK, stream, None, place)
+        x_BTD = row_group.gather_positions(self.norm(x_BTD)).astype(jnp.float32)
         top, scored = self.head(TopTokens.none((*tokens_BT.shape, count)), self._head_chunks(), tokens_BT, x_BTD)
-        lse_BT = jax.nn.logsumexp(lax.collapse(cut.stack(scored[0]), 0, 2), axis=0)
-        tops = jax.tree.map(cut.stack, top)
+        lse_BT = jax.nn.logsumexp(lax.collapse(row_group.stack(scored[0]), 0, 2), axis=0)
+        tops = jax.tree.map(row_group.stack, top)
         top = TopTokens.none(top.logits_BTK.shape)
         for logits_BTK, tokens_BTK in zip(*tops, strict=True):  # of the devices that share the vocabulary
             top = top.merged(logits_BTK, tokens_BTK)
@@ -271,15 +262,15 @@ class GPT(nn.Module):
     def logits(
         self,
         tokens_BT: jax.Array,
-        cache: AnyCache | None = None,
+        cache: Caches | None = None,
         position: jax.Array | int = 0,
         last: jax.Array | int = -1,
-    ) -> tuple[jax.Array, AnyCache | None]:
+    ) -> tuple[jax.Array, Caches | None]:
         """Logits after column `last`, float32 `(B, V)`, and the cache with the positions of `tokens_BT` added."""
         x_BTD, cache = self.hidden(tokens_BT, None, cache, position)
         last_B1D = lax.dynamic_slice_in_dim(x_BTD, last % x_BTD.shape[1], 1, axis=1)
         _, logits_CB1C = self.head(None, self._head_chunks(), None, last_B1D)
-        parts_NCBC = self._cut.stack(logits_CB1C[:, :, 0])
+        parts_NCBC = self._row_group.stack(logits_CB1C[:, :, 0])
         logits_BCV = lax.collapse(jnp.moveaxis(parts_NCBC, (2, 1, 0), (0, 1, 2)), 2, 4)[..., : self.config.chunk_rows]
         return lax.collapse(logits_BCV, 1)[:, : self.config.vocab_size], cache
 
@@ -287,49 +278,37 @@ class GPT(nn.Module):
         self,
         tokens_BT: jax.Array,
         keys_B: jax.Array | None,
-        cache: AnyCache | None = None,
+        cache: Caches | None = None,
         position: jax.Array | int = 0,
-    ) -> tuple[jax.Array, AnyCache | None]:
+    ) -> tuple[jax.Array, Caches | None]:
         """The normalized residual stream after the last layer, `(B, T, D)`, and the cache with these positions."""
-        cut = self._cut.with_all_positions()
-        stream, cache = self._entered(tokens_BT, keys_B, None, cache, position, cut)
-        (x_BTD, _), cache = self._layers(STACK, stream, cache, keys_B, position, None, cut)
+        row_group = self._row_group.with_all_positions()
+        place = Place(keys_B, None, position, row_group)
+        stream, cache = self._entered(tokens_BT, cache, place)
+        (x_BTD, _), cache = self.run_stack(STACK, stream, cache, place)
         x_BTD = self.norm(x_BTD)
         if self.is_initializing():  # makes the parameters of the head
             chunks = self._head_chunks()
             if not self.config.tied:
                 self.head(None, chunks, None, x_BTD)
-            if self.config.predictor:
-                stream = self.predictor_join(x_BTD, x_BTD), no_routing(self.config, len(tokens_BT))
-                self.predictor_norm(self._layers(PREDICTOR, stream, None, keys_B, position, None, cut)[0][0])
+            for branch in branches_of(self.config):
+                branch.init(self, x_BTD, place)
         return x_BTD, cache
 
     def _entered(
-        self,
-        tokens_BT: jax.Array,
-        keys_B: jax.Array | None,
-        starts_BT: jax.Array | None,
-        cache: AnyCache | None,
-        position: jax.Array | int,
-        cut: ModelParallel,
-    ) -> tuple[ResidualStream, AnyCache | None]:
+        self, tokens_BT: jax.Array, cache: Caches | None, place: Place
+    ) -> tuple[ResidualStream, Caches | None]:
         """The input of the first entry of the stack, and the cache with the layers before it."""
-        stream = self._embedded(tokens_BT, keys_B, starts_BT, position, cut)
+        stream = self.embedded(tokens_BT, place)
         if not self.config.first_dense:
             return stream, cache
-        return self._layers(FIRST, stream, cache, keys_B, position, starts_BT, cut)
+        return self.run_stack(FIRST, stream, cache, place)
 
-    def _layers(
-        self,
-        name: str,
-        stream: ResidualStream,
-        cache: AnyCache | None,
-        keys_B: jax.Array | None,
-        position: jax.Array | int,
-        starts_BT: jax.Array | None,
-        cut: ModelParallel,
-    ) -> tuple[ResidualStream, AnyCache | None]:
+    def run_stack(
+        self, name: str, stream: ResidualStream, cache: Caches | None, place: Place
+    ) -> tuple[ResidualStream, Caches | None]:
         """Runs a stack with the policy `remat`; a cache needs no backward pass, so `Nested` becomes one loop."""
+        keys_B, starts_BT, position, row_group = place
         stack = getattr(self, name)
         count = self._length(name)
         if self.is_initializing():
@@ -339,7 +318,7 @@ class GPT(nn.Module):
             policy = Scanned()
 
         def layer_of(window: int | None) -> Callable[..., Any]:
-            layer = self.layer(cut, window, name)
+            layer = self.layer(row_group, window, name)
             return lambda own, carry, number: layer.apply(own, carry, number, keys_B, position, starts_BT)[0]
 
         pattern = [None] if isinstance(policy, Nested) else self.config.window_pattern
@@ -347,14 +326,14 @@ class GPT(nn.Module):
         return run_layers(layers, stack.variables, (stream, cache), policy)
 
     @nn.nowrap
-    def layer(self, cut: ModelParallel, window: int | None = None, stack: str = STACK) -> Layer:
+    def layer(self, row_group: ModelParallel, window: int | None = None, stack: str = STACK) -> Layer:
         """The module of one entry of a stack of layers, to apply to its own variables."""
-        lifted: Any = self.lift(self.config.kind_of_layers.of_stack(stack, self.config), stack)
-        names = ("group", "kernel", "drops", "adapters", "product", "query_block")
+        lifted: Any = self.lift(layer_of_stack(self.config, stack), stack)
+        names = ("expert_group", "kernel", "drops", "adapters", "product", "query_block")
         options: Any = {name: getattr(self, name) for name in names}
         # The embedding folds the number N into its dropout keys.
-        options["first"] = {STACK: self.config.first_dense, FIRST: 0, PREDICTOR: self.config.N + 1}[stack]
-        return lifted(self.config, self.dtype, self.blockwise_from, window, cut, **options, parent=None)
+        options["first"] = {STACK: self.config.first_dense, FIRST: 0}.get(stack, self.config.N + 1)
+        return lifted(self.config, self.dtype, self.blockwise_from, window, row_group, **options, parent=None)
 
     def embed(
         self,
@@ -362,34 +341,28 @@ class GPT(nn.Module):
         keys_B: jax.Array | None = None,
         starts_BT: jax.Array | None = None,
         position: jax.Array | int = 0,
-        cut: ModelParallel | None = None,
+        row_group: ModelParallel | None = None,
     ) -> ResidualStream:
         """The input of the stack of layers: `(B, T, D)`, this device's positions of it, and zero routing."""
-        cut = self._cut.for_positions(tokens_BT.shape[1]) if cut is None else cut
-        return self._entered(tokens_BT, keys_B, starts_BT, None, position, cut)[0]
+        row_group = self._row_group.for_positions(tokens_BT.shape[1]) if row_group is None else row_group
+        return self._entered(tokens_BT, None, Place(keys_B, starts_BT, position, row_group))[0]
 
-    def _embedded(
-        self,
-        tokens_BT: jax.Array,
-        keys_B: jax.Array | None,
-        starts_BT: jax.Array | None,
-        position: jax.Array | int,
-        cut: ModelParallel,
-    ) -> ResidualStream:
-        """The embeddings."""
+    def embedded(self, tokens_BT: jax.Array, place: Place) -> ResidualStream:
+        """The embeddings, and zero routing."""
+        keys_B, starts_BT, position, row_group = place
         x_BTD = jnp.zeros((*tokens_BT.shape, self.config.embedding_dim), jnp.float32)
         x_BTD, _ = self.vocabulary(x_BTD, self._chunks_of_table(), tokens_BT, None)
-        x_BTD = cut.sum_positions(x_BTD)
+        x_BTD = row_group.sum_positions(x_BTD)
         if self.config.scale_embedding:
             x_BTD = x_BTD * math.sqrt(self.config.embedding_dim)
         x_BTD = x_BTD * self.config.embedding_multiplier
         if self.config.kind_of_positions.added is not None:
-            own_starts_BT = None if starts_BT is None else cut.stream_positions(starts_BT)
-            x_BTD = self.positions(x_BTD, cut.stream_numbers(position, x_BTD.shape[1]), own_starts_BT)
+            own_starts_BT = None if starts_BT is None else row_group.stream_positions(starts_BT)
+            x_BTD = self.positions(x_BTD, row_group.stream_numbers(position, x_BTD.shape[1]), own_starts_BT)
         if self.config.embedding_norm:
             x_BTD = self.embedding_norm(x_BTD)
         keys_B = keys_from(fold_keys(keys_B, self.config.N), position)  # layers fold in the numbers below N
-        x_BTD = dropout(x_BTD, self.config.embedding_dropout, keys_B, cut.of_positions).astype(self.dtype)
+        x_BTD = dropout(x_BTD, self.config.embedding_dropout, keys_B, row_group.of_positions).astype(self.dtype)
         return x_BTD, no_routing(self.config, len(tokens_BT))
 
     def _chunks_of_table(self) -> Chunk:
@@ -404,19 +377,45 @@ def init_cache(
     rows: int,
     positions: int,
     dtype: DTypeLike,
-    cut: ModelParallel = WHOLE,
+    row_group: ModelParallel = WHOLE,
     known: jax.Array | int = 0,
-) -> AnyCache:
+) -> Caches:
     """An empty cache for `rows` rows of up to `positions` positions, of this device's heads.
 
-    The cache of gated units has a constant size; only the first `known` positions of a prefill enter it.
+    Where it has a constant size, only the first `known` positions of a prefill enter it.
     """
-    return config.kind_of_layers.cache(config, rows, positions, dtype, cut, known)
+    return empty_caches(config, rows, positions, dtype, row_group, known)
+
+
+def empty_memory(config: GPTConfig, rows: int, dtype: DTypeLike, row_group: ModelParallel = WHOLE) -> Caches:
+    """What a model that `has_memory` remembers before the first part of rows, of all layers."""
+    of_mixers = {name: MIXERS[name].memory for name in config.mixer_pattern}
+    return {name: memory(config, rows, dtype, row_group) for name, memory in of_mixers.items() if memory is not None}
+
+
+def variable_shapes(config: GPTConfig) -> Any:
+    """Shapes of the variables of `GPT(config)`, as `jax.ShapeDtypeStruct`s."""
+    return _shapes_and_axes(config)[0]
+
+
+def parameter_axes(config: GPTConfig) -> Mapping[str, Axes]:
+    """The axes of each parameter of `GPT(config)`, by name. Those of its branches are fresh.
+
+    Raises:
+      ValueError: `zero_init` names a matrix that the model does not have.
+
+    >>> parameter_axes(GPTConfig(8, 16, 2, 4, 0.0, N=2))["blocks/query/kernel"].names
+    ('layers', 'embed', 'heads')
+    """
+    return _shapes_and_axes(config)[1]
 
 
 @lru_cache(maxsize=64)  # the trace takes a tenth of a second
-def variable_shapes(config: GPTConfig) -> Any:
-    """Shapes of the variables of `GPT(config)`, as `jax.ShapeDtypeStruct`s."""
+def _shapes_and_axes(config: GPTConfig) -> tuple[Any, Mapping[str, Axes]]:
     tokens_BT = jax.ShapeDtypeStruct((1, 2), jnp.int32)
     key = jax.eval_shape(jax.random.key, 0)  # made, it would be two programs
-    return jax.eval_shape(partial(GPT(config).init, method="hidden"), key, tokens_BT, None)
+    shapes, axes = shapes_and_axes(partial(GPT(config).init, method="hidden"), key, tokens_BT, None)
+    check_zero_init(config, axes)
+    branches = {subtree for branch in branches_of(config) for subtree in branch.subtrees}
+    fresh = {name: replace(own, fresh=True) for name, own in axes.items() if name.partition("/")[0] in branches}
+    return shapes, {**axes, **fresh}

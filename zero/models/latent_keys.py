@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from zero.base.keys import at_least, key
 from zero.models.attention_keys import Attention
-from zero.models.part import AT_LEAST_ONE, key
 
 # How keys and values are made: by a product each, or from one latent vector per position.
 HEADS, LATENT = "heads", "latent"
@@ -19,17 +19,17 @@ class Latent(Attention):
     # R; DeepSeek-V2, arXiv 2405.04434
     latent_dim: int | None = key(
         None,
-        AT_LEAST_ONE,
+        at_least(1),
         "latent attention: width of a normalized vector of each position, from which a product makes the keys and "
         "values of all heads; sampling stores it, and rotary_dim numbers that all keys share; null: keys and values "
         "by products of their own",
     )
     query_latent_dim: int | None = key(
-        None, AT_LEAST_ONE, "width of the normalized vector that queries are made of; null: of the layer's input"
+        None, at_least(1), "width of the normalized vector that queries are made of; null: of the layer's input"
     )
     # V
     value_dim: int | None = key(
-        None, AT_LEAST_ONE, "width of the values of a head, at most the width of its keys", none="head_dim"
+        None, at_least(1), "width of the values of a head, at most the width of its keys", none="head_dim"
     )
 
     def mistakes(self) -> Iterator[str]:
@@ -46,6 +46,7 @@ class Latent(Attention):
             "qkv_bias": (False, "qkv_bias"),
             "extra_logit": (False, "extra_logit"),
             "attention_gate": (False, "attention_gate"),
+            "qk_norm": (False, "qk_norm"),
             "parametrization": ("standard", "parametrization"),
         }
         for attribute, (value, name) in needed.items():

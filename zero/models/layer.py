@@ -23,8 +23,9 @@ class Layer(nn.Module):
       blockwise_from: the number of query positions from which attention is blockwise; None for never.
       window: number of positions that a query sees, itself included; 0 for all. None: selected at run time by the
         layer number, for callers that scan single layers.
-      cut: which heads and which part of the MLP's width this device computes, and which positions of the stream it has.
-      group: the devices among which experts are divided.
+      row_group: which heads and which part of the MLP's width this device computes, and which positions of the stream
+        it has.
+      expert_group: the devices among which experts are divided.
       kernel: attention kernel, as `kernel_of` returns it; None for none.
       drops: whether the capacity of experts applies; False for scoring and generation.
       adapters: of the products of a layer; None for none.
@@ -37,8 +38,8 @@ class Layer(nn.Module):
     dtype: DTypeLike
     blockwise_from: int | None = None
     window: int | None = None
-    cut: ModelParallel = WHOLE
-    group: ExpertParallel = ALONE
+    row_group: ModelParallel = WHOLE
+    expert_group: ExpertParallel = ALONE
     kernel: str | None = None
     drops: bool = True
     adapters: Adapters | None = None

@@ -7,25 +7,28 @@ Shapes are named by suffix:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import flax.linen as nn
 import jax
 from jax import lax
 
 from zero.models.adapters import AdaptedDense
 from zero.models.attention.tpu_kernels import TPU_KERNELS
+from zero.models.axes import EMBED, Axes, Role, named
 from zero.models.delta_keys import Delta
 from zero.models.elements import Dense, Residual, row_major
 from zero.models.experts import Mixture
 from zero.models.latent_keys import Latent
 from zero.models.layer import Layer
+from zero.models.linear_keys import Linear
 from zero.models.norms import Norms
 from zero.models.parametrization import kernel_init
 
 
 @dataclass(frozen=True)
-class Transformer(Latent, Delta, Norms, Residual, Mixture):
+class Transformer(Latent, Delta, Linear, Norms, Residual, Mixture):
     """The keys of a transformer layer: the keys of its parts."""
 
 
@@ -45,25 +48,36 @@ class TransformerPart(Layer):
         x_BTX: jax.Array,
         features: tuple[int, ...],
         name: str,
+        axes: Axes,
         keys_B: jax.Array | None,
         use_bias: bool,
         total: Any = None,
     ) -> jax.Array:
-        """The output of a dense layer; arguments as for `Dense`, `keys_B` are for its adapter."""
-        initializer = kernel_init(self.config, name)
-        options: Any = {"dtype": self.dtype, "kernel_init": initializer, "name": name, "total": total}
-        if self.adapters is not None and name in self.adapters.targets:
-            options |= {"adapters": self.adapters, "keys_B": keys_B, "stack": None if total is None else self.cut.stack}
+        """The output of a dense layer; arguments as for `Dense`, axes of its kernel, `keys_B` are for its adapter."""
+        options: Any = {"dtype": self.dtype, "name": name, "total": total}
+        options["kernel_init"] = kernel_init(self.config, name, replace(axes, adaptable=True))
+        options["bias_init"] = named(nn.initializers.zeros, axes.names[-1])
+        if self.adapters is not None and self.adapters.covers(name) and not axes.fresh:
+            options |= {
+                "adapters": self.adapters,
+                "keys_B": keys_B,
+                "stack": None if total is None else self.row_group.stack,
+            }
             y_BTX = AdaptedDense(math.prod(features), use_bias, **options)(lax.collapse(x_BTX, 2))
             return y_BTX.reshape(*y_BTX.shape[:2], *features)
         return Dense(features, use_bias, product=self.product, **options)(x_BTX)
 
-    def residual_dense(self, x_BTX: jax.Array, name: str, keys_B: jax.Array | None, use_bias: bool) -> jax.Array:
-        """The output of a dense layer whose input is cut."""
-        return self.dense(x_BTX, (self.config.embedding_dim,), name, keys_B, use_bias, self.cut.sum_positions)
+    def residual_dense(
+        self, x_BTX: jax.Array, name: str, inputs: str, keys_B: jax.Array | None, use_bias: bool
+    ) -> jax.Array:
+        """The output of a dense layer whose input is cut, along the axis `inputs`."""
+        axes = Axes((inputs, EMBED), Role.RESIDUAL_OUT)
+        return self.dense(
+            x_BTX, (self.config.embedding_dim,), name, axes, keys_B, use_bias, self.row_group.sum_positions
+        )
 
 
-class Site(NamedTuple):
+class LayerContext(NamedTuple):
     """The place of a mixer, and the rows that it sees.
 
     Attributes:
@@ -86,6 +100,6 @@ class Site(NamedTuple):
 class Mixer(TransformerPart):
     """The part of a layer in which positions see each other. Its parameters are the layer's own.
 
-    It maps the normalized residual stream `(B, T, D)`, its cache or None, and a `Site` to an addition to the stream and
-    the cache with these positions.
+    It maps the normalized residual stream `(B, T, D)`, its cache or None, and a `LayerContext` to an addition to the
+    stream and the cache with these positions.
     """

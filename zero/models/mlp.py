@@ -12,7 +12,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from zero.models.part import Sizes, key, one_of
+from zero.base.keys import key, one_of
+from zero.models.axes import named
+from zero.models.part import Sizes
 
 
 class Activation(NamedTuple):
@@ -116,7 +118,9 @@ class Scalars(nn.Module):
     @nn.compact
     def __call__(self) -> tuple[jax.Array, ...]:
         starts = ACTIVATIONS[self.config.activation].scalars
-        leaves = [self.param(name, nn.initializers.constant(start), (1,)) for name, start in starts.items()]
+        leaves = [
+            self.param(name, named(nn.initializers.constant(start), "scalar"), (1,)) for name, start in starts.items()
+        ]
         return tuple(leaf.astype(jnp.float32)[0] for leaf in leaves)
 
 

@@ -16,23 +16,21 @@ Source: Yang et al., Tensor Programs V, arXiv 2203.03466, table 3 and definition
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import flax.linen as nn
-import jax
 
-from zero.models.part import AT_LEAST_ONE, BOTH, HEAD, STACK, Sizes, key, one_of
+from zero.base.keys import Check, at_least, key, one_of
+from zero.models.axes import MLP, Axes, Role, map_axes, of_axes
+from zero.models.part import HEAD, Sizes
 from zero.models.vocabulary import Vocabulary
 
-_RESIDUAL_OUTPUTS = ("attention_out", "mlp_out")
 _GPT2_STDDEV = 0.02
-# Matrices that may start at zero, and those that `zero_init: true` stands for (arXiv 2203.03466, section D.2).
-_OF_LATENTS = ("query_latent", "latent", "key_value")
-MATRICES = ("query", "key", "value", "gate", "attention_out", "mlp_in", "mlp_gate", "mlp_out", *_OF_LATENTS)
-_ZEROED = ("query", "attention_out", "mlp_out")
+_ZEROED = (Role.QUERY, Role.RESIDUAL_OUT)  # by `zero_init: true` (arXiv 2203.03466, section D.2)
+_FORMERLY_TRUE = ("query", "attention_out", "mlp_out")  # as which earlier versions saved it, for any model
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class Parametrization(Sizes):
     )
     mup_base_width: int | None = key(
         None,
-        AT_LEAST_ONE,
+        at_least(1),
         "the embedding_dim at which all learning rates are as given; at w times this width, learning rates of "
         "matrices are divided by w",
     )
@@ -75,45 +73,45 @@ class Start(NamedTuple):
     """Initial weights: an entry of `INITS`.
 
     Attributes:
-      kernel: `(configuration, name of a matrix of layers)` to its initializer.
+      kernel: `(configuration, axes of a matrix)` to its initializer.
       table: `(configuration, "vocabulary" or "head")` to the deviation of this table.
       positions: the deviation of the table of positions.
       bucket_bias: the same for the biases of T5's buckets of distance, from `(configuration, buckets)`.
     """
 
-    kernel: Callable[[Initial, str], nn.initializers.Initializer]
+    kernel: Callable[[Initial, Axes], nn.initializers.Initializer]
     table: Callable[[Initial, str], float]
     positions: float
     bucket_bias: Callable[[Initial, int], float]
 
 
-def _gpt2(config: Initial, name: str) -> nn.initializers.Initializer:
+def _gpt2(config: Initial, axes: Axes) -> nn.initializers.Initializer:
     # Each of the 2 N residual outputs adds variance, so their initial weights are smaller.
-    return nn.initializers.normal(_GPT2_STDDEV / (math.sqrt(2 * config.N) if name in _RESIDUAL_OUTPUTS else 1))
+    return nn.initializers.normal(_GPT2_STDDEV / (math.sqrt(2 * config.N) if axes.role is Role.RESIDUAL_OUT else 1))
 
 
-def _fan_in(config: Initial, name: str) -> nn.initializers.Initializer:
+def _fan_in(config: Initial, axes: Axes) -> nn.initializers.Initializer:
     return nn.initializers.variance_scaling(1.0, "fan_in", "normal")
 
 
-def _with_scaled_queries(config: Initial, name: str) -> nn.initializers.Initializer:
+def _with_scaled_queries(config: Initial, axes: Axes) -> nn.initializers.Initializer:
     """As by fan-in, but queries carry the scale of attention, so that scores are not divided."""
-    if name == "query":
+    if axes.role is Role.QUERY:
         return nn.initializers.normal(1 / math.sqrt(config.embedding_dim * config.head_width))
-    return _fan_in(config, name)
+    return _fan_in(config, axes)
 
 
-def _gpt_neo(config: Initial, name: str) -> nn.initializers.Initializer:
+def _gpt_neo(config: Initial, axes: Axes) -> nn.initializers.Initializer:
     """Attention has the weights of Mesh TensorFlow, the MLP GPT-2's with one sum per layer."""
-    if not name.startswith("mlp_"):
-        return _with_scaled_queries(config, name)
-    return nn.initializers.normal(_GPT2_STDDEV / (math.sqrt(config.N) if name == "mlp_out" else 1))
+    if MLP not in axes.names:
+        return _with_scaled_queries(config, axes)
+    return nn.initializers.normal(_GPT2_STDDEV / (math.sqrt(config.N) if axes.role is Role.RESIDUAL_OUT else 1))
 
 
-def _lingvo(config: Initial, name: str) -> nn.initializers.Initializer:
+def _lingvo(config: Initial, axes: Axes) -> nn.initializers.Initializer:
     """Matrices of the MLP are uniform."""
-    if not name.startswith("mlp_"):
-        return _with_scaled_queries(config, name)
+    if MLP not in axes.names:
+        return _with_scaled_queries(config, axes)
     return nn.initializers.variance_scaling(1.0, "fan_in", "uniform")
 
 
@@ -161,7 +159,6 @@ class Initial(Parametrization, Vocabulary):
         "queries that carry the scale of attention, and uniform matrices in the MLP; or gpt_neo, with such "
         "queries and the MLP of gpt2. Only after the last two attention_scale: none begins with scores of "
         "deviation 1",
-        layers=BOTH,
         none="gpt2; fan_in in mup",
     )
     # None: "mup" with a parametrization of muP, else as `init`
@@ -170,26 +167,27 @@ class Initial(Parametrization, Vocabulary):
         one_of(*_HEADS, None),
         "deviation of an untied head: mup, 1 / embedding_dim (also null in mup); fan_in, its root; or zero; "
         "null: as init",
-        layers=BOTH,
     )
     # arXiv 2203.03466, section D.2
     zero_init: Any = key(
-        (), None, "matrices of layers that start at zero, such as [query, mlp_out]; true: query, attention_out, mlp_out"
+        (),
+        Check(lambda value: isinstance(value, bool | tuple), "a list of matrices, true or false"),
+        "matrices of layers that start at zero, such as [query, mlp_out]; true: query, attention_out, mlp_out",
     )
 
     def derived(self) -> Iterator[tuple[str, Any]]:
-        """What follows from the parametrization, and the matrices that `zero_init: true` stands for."""
+        """What follows from the parametrization."""
         if self.init is None:
             yield "init", "fan_in" if self.is_mup else "gpt2"
         if self.head_init is None and self.is_mup:
             yield "head_init", "mup"
-        if isinstance(self.zero_init, bool):
-            yield "zero_init", _ZEROED if self.zero_init else ()
+        if self.zero_init is False:
+            yield "zero_init", ()
+        elif self.zero_init == _FORMERLY_TRUE:
+            yield "zero_init", True
 
     def mistakes(self) -> Iterator[str]:
-        """Matrices that there are not, and a vocabulary that muP excludes."""
-        if not set(self.zero_init) <= set(MATRICES):
-            yield f"zero_init must be a list of {', '.join(MATRICES)}, got {list(self.zero_init)}"
+        """A vocabulary that muP excludes."""
         # Embedding and head differ in initial weights and learning rates, and scaling by the root of the width would
         # add a dependence on it.
         for name in ("tied", "scale_embedding", "scale_output") if self.is_mup else ():
@@ -202,11 +200,18 @@ class Initial(Parametrization, Vocabulary):
         return INITS[str(self.init)]
 
 
-def kernel_init(config: Initial, name: str) -> nn.initializers.Initializer:
-    """The initializer of the matrix `(fan-in, fan-out)` of this name in a layer."""
-    if name in config.zero_init:
-        return nn.initializers.zeros
-    return config.start.kernel(config, name)
+def kernel_init(config: Initial, name: str, axes: Axes) -> nn.initializers.Initializer:
+    """The initializer of the matrix `(fan-in, fan-out)` of this name, with its axes."""
+    starts_at_zero = axes.role in _ZEROED if config.zero_init is True else name in config.zero_init
+    return of_axes(nn.initializers.zeros if starts_at_zero else config.start.kernel(config, axes), axes)
+
+
+def check_zero_init(config: Initial, axes: Mapping[str, Axes]) -> None:
+    """Raises ValueError if a model with parameters of these axes has no matrix of a name in `zero_init`."""
+    names = () if config.zero_init is True else config.zero_init
+    matrices = {name.split("/")[-2] for name, own in axes.items() if own.is_product and own.is_of_layers}
+    if not {*names} <= matrices:
+        raise ValueError(f"zero_init must be a list of {', '.join(sorted(matrices))}, got {list(names)}")
 
 
 def table_stddev(config: Initial, name: str) -> float:
@@ -223,27 +228,28 @@ def table_stddev(config: Initial, name: str) -> float:
     return config.start.table(config, name)
 
 
-def multipliers_of(config: Parametrization) -> Callable[[Any], Any] | None:
-    """`rate_multipliers` of this model; None if all leaves have the same learning rate."""
+def multipliers_of(config: Parametrization, axes: Mapping[str, Axes]) -> Callable[[Any], Any] | None:
+    """`rate_multipliers` of a model with parameters of these axes; None if all leaves have the same learning rate."""
     if not config.is_mup:
         return None
-    return partial(rate_multipliers, config)
+    return partial(rate_multipliers, config, axes)
 
 
-def rate_multipliers(config: Parametrization, params: Any) -> Any:
+def rate_multipliers(config: Parametrization, axes: Mapping[str, Axes], params: Any) -> Any:
     """The multiplier of each leaf's learning rate: a tree of floats, from any subtree of parameters or shards.
 
     >>> config = Parametrization(128, 256, 2, 64, 0.0, 2, parametrization="mup", mup_base_width=32)
-    >>> rate_multipliers(config, {"blocks": {"query": {"kernel": 0, "bias": 0}}, "head": {"table": 0}})
-    {'blocks': {'query': {'bias': 1.0, 'kernel': 0.25}}, 'head': {'table': 0.25}}
+    >>> axes = {"blocks/mlp_in/kernel": Axes(("layers", "embed", "mlp")), "blocks/mlp_in/bias": Axes(("layers", "mlp"))}
+    >>> rate_multipliers(config, axes, {"blocks": {"mlp_in": {"kernel": 0, "bias": 0}}})
+    {'blocks': {'mlp_in': {'bias': 1.0, 'kernel': 0.25}}}
     """
     width = config.embedding_dim
     base = {"standard": width, "mup": config.mup_base_width or width, "mup_absolute": 1}[config.parametrization]
 
-    def of(path: tuple[Any, ...], _: Any) -> float:
-        if not (path[0].key == HEAD or (path[0].key == STACK and path[-1].key == "kernel")):
+    def multiplier(own: Axes) -> float:
+        if not (own.is_product or own.role is Role.HEAD):
             return 1.0
-        is_by_fan_in = config.parametrization == "mup_absolute" and path[-2].key == "mlp_out"
+        is_by_fan_in = config.parametrization == "mup_absolute" and own.own[0] == MLP
         return base / (config.mlp_width if is_by_fan_in else width)
 
-    return jax.tree_util.tree_map_with_path(of, params)
+    return map_axes(multiplier, axes, params)

@@ -1,7 +1,7 @@
 """How a part of a model's configuration is declared, and the sizes that all parts share.
 
 A part is a frozen dataclass beside the code that reads it. It derives from `Sizes`, and from each other part whose keys
-that code reads as well. It declares each key once with `key`: default, check, and the kinds of layers that have it. Its
+that code reads as well. It declares each key once (`zero.base.keys.key`). Its
 `mistakes` are the rules between its keys, its `derived` the values that follow from other keys. A module takes one
 part, so that a type checker shows what it can read. A whole model, `zero.models.config.GPTConfig`, is all parts in one
 record, whose keys are those that users write.
@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
+
+from zero.base.keys import REQUIRED, at_least, fraction_below_one, key
 
 # Top-level subtrees of the parameters whose leaves have a leading dimension (layers, or chunks of the vocabulary). HEAD
-# exists where the vocabulary is not tied, FIRST where the first layers have no experts, PREDICTOR where a further layer
-# looks ahead.
-STACK, FIRST, PREDICTOR, VOCABULARY, HEAD = "blocks", "first_blocks", "predictor_blocks", "vocabulary", "head"
-STACKS = (STACK, FIRST, PREDICTOR)  # those of layers
+# exists where the vocabulary is not tied, FIRST where the first layers have no experts, MTP_BLOCKS where the model has
+# the layer of multi-token prediction.
+STACK, FIRST, MTP_BLOCKS, VOCABULARY, HEAD = "blocks", "first_blocks", "predictor_blocks", "vocabulary", "head"
+STACKS = (STACK, FIRST, MTP_BLOCKS)  # those of layers
 
 
 def layer_name(place: int) -> str:
@@ -27,58 +29,10 @@ def layer_name(place: int) -> str:
     return f"layer_{place}"
 
 
-# The kinds of layers whose models have a key.
-TRANSFORMER, GATED_UNITS = "transformer", "gated_units"
-BOTH = (TRANSFORMER, GATED_UNITS)
-
 # The mixers of a layer: entries of `zero.models.mixers.MIXERS`.
-ATTENTION, DELTA = "attention", "delta"
-
-
-class Check(NamedTuple):
-    """What a value must be, if it is not None; `text` is the rest of a sentence that begins with "NAME must "."""
-
-    holds: Callable[[Any], bool]
-    text: str
-    shown: Callable[[Any], str] = str  # of a value that is wrong
-
-
-AT_LEAST_ONE = Check(lambda value: value >= 1, "be at least 1")
-POSITIVE = Check(lambda value: value > 0, "be more than 0")
-NOT_NEGATIVE = Check(lambda value: value >= 0, "be at least 0")
-RATE = Check(lambda value: 0 <= value < 1, "lie in [0, 1)")
-FRACTION = Check(lambda value: 0 < value <= 1, "lie in (0, 1]")
-
-
-def one_of(*choices: Any) -> Check:
-    """The check of a key that chooses, often an entry of a table.
-
-    >>> one_of("layer", "rms").text
-    'be one of layer, rms'
-    """
-    return Check(lambda value: value in choices, f"be one of {', '.join(map(str, choices))}", repr)
-
-
-def declared(
-    check: Check | None, meaning: str, layers: tuple[str, ...] = (TRANSFORMER,), none: str = "null"
-) -> Mapping[str, Any]:
-    """The metadata of the field of a key, for one without a default; arguments as for `key`."""
-    return {"check": check, "meaning": meaning, "layers": layers, "none": none}
-
-
-def key(
-    default: Any, check: Check | None, meaning: str, layers: tuple[str, ...] = (TRANSFORMER,), none: str = "null"
-) -> Any:
-    """A key of a part.
-
-    Args:
-      default: its value if none is given.
-      check: what a value must satisfy; None: any value of its type.
-      meaning: for the head of conf/model_config.yaml, which is printed from these declarations.
-      layers: the kinds of layers whose models have it; a model with other layers keeps its default.
-      none: what a default of None stands for.
-    """
-    return dataclasses.field(default=default, metadata=declared(check, meaning, layers, none))
+ATTENTION, DELTA, GATED_UNITS, LINEAR = "attention", "delta", "gated_units", "linear"
+# The kinds of layers: this one has a mixer and an MLP; others are named as the mixer that makes them alone.
+TRANSFORMER = "transformer"
 
 
 class ConfigPart:
@@ -93,17 +47,17 @@ class ConfigPart:
             value = getattr(self, field.name)
             if isinstance(value, list):  # as YAML and JSON have it
                 object.__setattr__(self, field.name, tuple(value))
-        for name, value in self._of_all_parts("derived"):
+        for name, value in self._collected("derived"):
             object.__setattr__(self, name, value)
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
             check = field.metadata["check"]
             if value is not None and check is not None and not check.holds(value):
-                raise ValueError(f"{field.name} must {check.text}, got {check.shown(value)}")
-        for mistake in self._of_all_parts("mistakes"):
+                raise ValueError(f"{field.name} must be {check.expected}, got {value!r}")
+        for mistake in self._collected("mistakes"):
             raise ValueError(mistake)
 
-    def _of_all_parts(self, method: str) -> Iterator[Any]:
+    def _collected(self, method: str) -> Iterator[Any]:
         """What the methods of this name yield: the record's own first, then its parts', lowest first."""
         record, *parts = type(self).__mro__
         for part in (record, *reversed(parts)):
@@ -138,50 +92,44 @@ class Sizes(ConfigPart):
     """The sizes of a model, with the letters that they have in shapes."""
 
     # D
-    embedding_dim: int = dataclasses.field(metadata=declared(AT_LEAST_ONE, "width of the model", BOTH))
-    vocab_size: int = dataclasses.field(
-        metadata=declared(AT_LEAST_ONE, "tokens of the vocabulary; a tokenizer with fewer fits as well", BOTH)
-    )
+    embedding_dim: int = key(REQUIRED, at_least(1), "width of the model")
+    vocab_size: int = key(REQUIRED, at_least(1), "tokens of the vocabulary; a tokenizer with fewer fits as well")
     # H; divides D if head_dim is None
-    num_head: int = dataclasses.field(
-        metadata=declared(
-            AT_LEAST_ONE,
-            "attention heads per layer; divides embedding_dim; null, with head_dim: embedding_dim / head_dim",
-            BOTH,
-        )
+    num_head: int = key(
+        REQUIRED,
+        at_least(1),
+        "attention heads per layer; divides embedding_dim; null, with head_dim: embedding_dim / head_dim",
     )
     # the longest T
-    block_size: int = dataclasses.field(metadata=declared(AT_LEAST_ONE, "maximum context in tokens", BOTH))
-    dropout: float = dataclasses.field(
-        metadata=declared(
-            RATE,
-            "probability that an activation is dropped in training: of attention probabilities and residual outputs",
-            BOTH,
-        )
+    block_size: int = key(REQUIRED, at_least(1), "maximum context in tokens")
+    dropout: float = key(
+        REQUIRED,
+        fraction_below_one(),
+        "probability that an activation is dropped in training: of attention probabilities and residual outputs",
     )
     # L
-    N: int = dataclasses.field(metadata=declared(AT_LEAST_ONE, "number of layers", BOTH))
+    N: int = key(REQUIRED, at_least(1), "number of layers")
     # G
     kv_heads: int | None = key(
         None,
-        AT_LEAST_ONE,
+        at_least(1),
         "number of heads of keys and values, each shared by num_head / kv_heads heads of queries",
         none="num_head",
     )
     # K
-    head_dim: int | None = key(None, AT_LEAST_ONE, "width of a head", none="embedding_dim / num_head")
+    head_dim: int | None = key(None, at_least(1), "width of a head", none="embedding_dim / num_head")
     # F
-    mlp_dim: int | None = key(None, AT_LEAST_ONE, "width of the MLP", none="4 * embedding_dim")
+    mlp_dim: int | None = key(None, at_least(1), "width of the MLP", none="4 * embedding_dim")
     windows: tuple[int, ...] = key(
         (0,), None, "for each layer of a repeating pattern, how many positions a token sees, itself included; 0: all"
     )
 
-    # delta: Gated Delta Networks, arXiv 2412.06464
+    # delta: Gated Delta Networks, arXiv 2412.06464; linear: arXiv 2006.16236
     mixers: tuple[str, ...] = key(
         (ATTENTION,),
         None,
-        "for each layer of a repeating pattern, how its positions see each other: attention, or delta, the gated "
-        "delta rule, in linear time and with a state of constant size",
+        "for each layer of a repeating pattern, how its positions see each other: attention; or in linear time and "
+        "with a state of constant size: delta, the gated delta rule, or linear, linear attention",
     )
 
     def mistakes(self) -> Iterator[str]:

@@ -157,18 +157,18 @@ def _to_weights(
     """The gradient of the weights, `(X, F)`, from inputs, or from their numbers and the scales of positions."""
     if forms is None:
         return jnp.tensordot(x_BTX, grad_BTF, ((0, 1), (0, 1)))
-    of_x, of_grad = forms
-    if of_x is None:
+    x_form, grad_form = forms
+    if x_form is None:
         assert x_scale is not None
         # Inputs have a scale per position, and the sum is over positions: so the gradient is multiplied by the scales.
-        of_positions = x_scale.reshape(*x_scale.shape[:2], *(1,) * (grad_BTF.ndim - 2))
-        grad, grad_scale = quantized(grad_BTF.astype(jnp.float32) * of_positions, of_grad, (0, 1))
-        sums_XF = _over_positions(of_grad, x_BTX, grad)
+        position_scale = x_scale.reshape(*x_scale.shape[:2], *(1,) * (grad_BTF.ndim - 2))
+        grad, grad_scale = quantized(grad_BTF.astype(jnp.float32) * position_scale, grad_form, (0, 1))
+        sums_XF = _over_positions(grad_form, x_BTX, grad)
     else:
-        x, x_scale = quantized(x_BTX, of_x, (0, 1))
-        grad, grad_scale = quantized(grad_BTF, of_grad, (0, 1))
+        x, x_scale = quantized(x_BTX, x_form, (0, 1))
+        grad, grad_scale = quantized(grad_BTF, grad_form, (0, 1))
         row_scale = x_scale.reshape(*x.shape[2:], *(1,) * (grad.ndim - 2))
-        sums_XF = _contracted(of_grad, x, grad, (0, 1), (0, 1)) * row_scale
+        sums_XF = _contracted(grad_form, x, grad, (0, 1), (0, 1)) * row_scale
     column_scale = grad_scale.reshape(*(1,) * (x_BTX.ndim - 2), *grad.shape[2:])
     return (sums_XF * column_scale).astype(grad_BTF.dtype)
 

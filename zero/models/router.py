@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zero.models.part import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, Sizes, key, one_of, own_keys
+from zero.base.keys import at_least, key, one_of, positive, zero_or_more
+from zero.models.part import Sizes, own_keys
 
 
 class Scores(NamedTuple):
@@ -49,13 +50,13 @@ class Router(Sizes):
     # E; GShard, arXiv 2006.16668
     experts: int | None = key(
         None,
-        AT_LEAST_ONE,
+        at_least(1),
         "number of MLPs per layer among which a router sends each token to a few; null: one MLP for all "
         "tokens. mlp_dim is the width of each",
     )
     experts_per_token: int = key(
         1,
-        AT_LEAST_ONE,
+        at_least(1),
         "the experts with the highest scores, whose outputs are added, times these scores",
     )
     router: str = key(
@@ -65,17 +66,17 @@ class Router(Sizes):
     )
     # Mixtral
     normalize_router: bool = key(False, None, "the scores of the chosen experts are divided by their sum")
-    router_scale: float = key(1.0, POSITIVE, "factor of the outputs of the chosen experts")
+    router_scale: float = key(1.0, positive(), "factor of the outputs of the chosen experts")
     router_groups: int = key(
         1,
-        AT_LEAST_ONE,
+        at_least(1),
         "groups of neighboring experts; a token chooses experts of router_groups_per_token of them only, those with "
         "the highest sums of two scores",
     )
-    router_groups_per_token: int = key(1, AT_LEAST_ONE, "the groups among which a token chooses its experts")
+    router_groups_per_token: int = key(1, at_least(1), "the groups among which a token chooses its experts")
     router_bias_rate: float | None = key(
         None,
-        NOT_NEGATIVE,
+        zero_or_more(),
         "a bias of each expert's score, which balances the experts without a loss: it counts where experts are "
         "chosen, and moves by router_bias_rate after each step, up if the expert had fewer tokens than the mean, else "
         "down; 0: it stays as it is; null: no bias",
@@ -141,8 +142,8 @@ def chosen_experts(config: Router, scores_BTE: jax.Array, bias_E: jax.Array | No
 def _in_chosen_groups(config: Router, scores_BTE: jax.Array) -> jax.Array:
     """The scores, minus infinity in the groups that a token does not choose."""
     scores_BTGX = scores_BTE.reshape(*scores_BTE.shape[:2], config.router_groups, -1)
-    of_group_BTG = lax.top_k(scores_BTGX, _CHOICES_OF_GROUP)[0].sum(-1)
-    _, chosen_BTK = lax.top_k(of_group_BTG, config.router_groups_per_token)
+    group_scores_BTG = lax.top_k(scores_BTGX, _CHOICES_OF_GROUP)[0].sum(-1)
+    _, chosen_BTK = lax.top_k(group_scores_BTG, config.router_groups_per_token)
     is_chosen_BTG = jax.nn.one_hot(chosen_BTK, config.router_groups, dtype=jnp.bool_).any(2)
     return jnp.where(is_chosen_BTG[..., None], scores_BTGX, -jnp.inf).reshape(scores_BTE.shape)
 

@@ -24,11 +24,12 @@ from zero.models.attention.dense import attention_by_queries, dense_attention
 from zero.models.attention.kernel import kernel_attention, missing_in, splits_heads
 from zero.models.attention.scores import Form, Terms
 from zero.models.attention_keys import Attention, attention_form
-from zero.models.mixer import Mixer, Site
+from zero.models.axes import EMBED, HEADS, KV_HEADS, PER_HEAD, Axes, Role, named
+from zero.models.mixer import LayerContext, Mixer
 from zero.models.norms import make_head_norm
 from zero.models.part import Sizes
 from zero.models.positions.kind import Place
-from zero.models.stack import ATTENTION, PROJECTIONS
+from zero.models.stack import ATTENTION_OUTPUT, PROJECTIONS
 from zero.partition.model_parallel import ModelParallel
 
 
@@ -45,22 +46,22 @@ def empty_cache(
     rows: int,
     positions: int,
     dtype: DTypeLike,
-    cut: ModelParallel,
+    row_group: ModelParallel,
     known: jax.Array | int,
 ) -> Cache:
     """The cache before the first position, of this device's heads."""
-    k = jnp.zeros((layers, rows, positions, config.key_heads // cut.size, config.head_width), dtype)
+    k = jnp.zeros((layers, rows, positions, config.key_heads // row_group.size, config.head_width), dtype)
     return Cache(k, k)
 
 
-def numbers_of_heads(config: Attention) -> dict[str, int]:
+def stored_floats_of_heads(config: Attention) -> dict[str, int]:
     """Numbers per position: values with two statistics of each head in float32; projections with the output."""
     heads = config.num_head * config.head_width
     projections = heads + 2 * config.key_heads * config.head_width + config.embedding_dim
-    return {ATTENTION: heads + 2 * config.num_head, PROJECTIONS: projections}
+    return {ATTENTION_OUTPUT: heads + 2 * config.num_head, PROJECTIONS: projections}
 
 
-def further_of_heads(config: Attention) -> int:
+def transient_floats_of_heads(config: Attention) -> int:
     """Numbers per position of queries, keys, values and the output, if heads are wider than the model together."""
     return 4 * max(0, config.num_head * config.head_width - config.embedding_dim)
 
@@ -68,7 +69,7 @@ def further_of_heads(config: Attention) -> int:
 _BLOCK = 512  # positions of the blocks of scores that kernels compute as a whole, those on the diagonal as well
 
 
-def operations_of_heads(config: Attention, context: int) -> float:
+def flops_of_heads(config: Attention, context: int) -> float:
     """Operations of the scores of a row, and of its values."""
     scores = sum(_scores(context, window) for window in config.windows) / len(config.windows)
     return 4 * config.num_head * config.head_width * scores
@@ -90,7 +91,7 @@ def heads_of_attention(config: Sizes) -> dict[str, int]:
     return {"num_head": config.num_head, "kv_heads": config.key_heads}
 
 
-def weights_of_heads(config: Attention) -> int:
+def projection_weights_of_heads(config: Attention) -> int:
     """Weights of the products that make queries, keys, values and the output."""
     return 2 * config.embedding_dim * config.head_width * (config.num_head + config.key_heads)
 
@@ -102,7 +103,7 @@ class Sinks(nn.Module):
 
     @nn.compact
     def __call__(self) -> jax.Array:
-        return self.param("logits", nn.initializers.normal(0.02), (self.heads,))
+        return self.param("logits", named(nn.initializers.normal(0.02), PER_HEAD), (self.heads,))
 
 
 def with_equal_widths(
@@ -119,48 +120,48 @@ def with_equal_widths(
 class ScoredAttention(Mixer):
     """Each position sees the earlier ones of its window, by a softmax of scores; derived classes make these."""
 
-    def _form(self, window: int, cut: ModelParallel) -> Form:
+    def _form(self, window: int, row_group: ModelParallel) -> Form:
         """The form of the scores of a layer with this window."""
-        return attention_form(self.config, window, cut)
+        return attention_form(self.config, window, row_group)
 
     def _scored(
         self,
         q_BTHK: jax.Array,
         k_BSGK: jax.Array,
         v_BSGK: jax.Array,
-        site: Site,
+        site: LayerContext,
         bias_CH: jax.Array | None = None,
         sinks_H: jax.Array | None = None,
     ) -> jax.Array:
         """The values that queries see, `(B, T, H, K)`, by the window of this layer; V if values have another width."""
         config = self.config
         starts_BT = site.starts_BT
-        cut = self.cut
-        swap = self.cut.head_swap(config.num_head, config.key_heads)
+        row_group = self.row_group
+        swap = self.row_group.head_swap(config.num_head, config.key_heads)
         if swap is not None:
-            cut = swap.cut
-            bias_CH = None if bias_CH is None else swap.cut.part(bias_CH, 1)
-            sinks_H = None if sinks_H is None else swap.cut.part(sinks_H, 0)
+            row_group = swap.row_group
+            bias_CH = None if bias_CH is None else swap.row_group.part(bias_CH, 1)
+            sinks_H = None if sinks_H is None else swap.row_group.part(sinks_H, 0)
             q_BTHK, k_BSGK, v_BSGK = (swap.to_heads(x) for x in (q_BTHK, k_BSGK, v_BSGK))
             starts_BT = None if starts_BT is None else swap.whole_rows(starts_BT)
         terms = Terms(bias_CH, sinks_H, site.keys_B, starts_BT)
-        attended_BTHK = self._by_window(cut, site.layer, q_BTHK, k_BSGK, v_BSGK, site.position, terms)
+        attended_BTHK = self._by_window(row_group, site.layer, q_BTHK, k_BSGK, v_BSGK, site.position, terms)
         if swap is None:
             return attended_BTHK
         return swap.to_positions(attended_BTHK)
 
-    def _by_window(self, cut: ModelParallel, layer: jax.Array | int, *arguments: Any) -> jax.Array:
+    def _by_window(self, row_group: ModelParallel, layer: jax.Array | int, *arguments: Any) -> jax.Array:
         """`_attend` with the window of this layer."""
         windows = self.config.window_pattern if self.window is None else (self.window,)
         if len(windows) == 1:
-            return self._attend(cut, windows[0], *arguments)
+            return self._attend(row_group, windows[0], *arguments)
         # Without the checkpoint `lax.switch` would store the residuals of every branch.
-        branches = [jax.checkpoint(partial(self._attend, cut, window)) for window in windows]
+        branches = [jax.checkpoint(partial(self._attend, row_group, window)) for window in windows]
         return lax.switch(layer % len(windows), branches, *arguments)
 
     def _attend(
         self,
-        cut: ModelParallel,
+        row_group: ModelParallel,
         window: int,
         q_BTHK: jax.Array,
         k_BSGK: jax.Array,
@@ -173,7 +174,7 @@ class ScoredAttention(Mixer):
             first = jnp.clip(position - window + 1, 0, k_BSGK.shape[1] - window)
             k_BSGK, v_BSGK = (lax.dynamic_slice_in_dim(x, first, window, axis=1) for x in (k_BSGK, v_BSGK))
             position = position - first
-        form = self._form(window, cut)
+        form = self._form(window, row_group)
         is_whole = queries == k_BSGK.shape[1] > 1  # with a cache there are more keys than queries
         drops = terms.keys_B is not None and form.dropout_rate > 0
         if self.kernel is not None and is_whole:
@@ -189,7 +190,7 @@ class ScoredAttention(Mixer):
             if missing is None:
                 kernel = partial(kernel_attention, self.kernel, form=form, starts_BT=terms.starts_BT)
                 return with_equal_widths(kernel, q_BTHK, k_BSGK, v_BSGK)
-        if cut.ring > 1 or self._is_blockwise(queries, window):
+        if row_group.ring > 1 or self._is_blockwise(queries, window):
             blockwise = partial(blockwise_attention, position=position, form=form, terms=terms)
             return with_equal_widths(blockwise, q_BTHK, k_BSGK, v_BSGK)
         block = self.query_block
@@ -211,38 +212,38 @@ class SelfAttention(ScoredAttention):
     """Attention by queries, keys and values that are products of their own."""
 
     @nn.compact
-    def __call__(self, h_BTD: jax.Array, cache: Cache | None, site: Site) -> tuple[jax.Array, Cache | None]:
+    def __call__(self, h_BTD: jax.Array, cache: Cache | None, site: LayerContext) -> tuple[jax.Array, Cache | None]:
         """As `Mixer` says."""
         config = self.config
         layer, entry, position, starts_BT, _, adapter_keys_B = site
 
-        form = self._form(config.widest_window, self.cut)
-        positions = h_BTD.shape[1] * self.cut.ring  # of a whole row
+        form = self._form(config.widest_window, self.row_group)
+        positions = h_BTD.shape[1] * self.row_group.ring  # of a whole row
         are_split = splits_heads(self.kernel, form, positions=positions, width=config.head_width)
 
-        def heads(name: str, count: int) -> jax.Array:
-            shape = (count // self.cut.size, config.head_width)
+        def heads(name: str, count: int, axis: str = KV_HEADS, role: Role | None = None) -> jax.Array:
+            shape = (count // self.row_group.size, config.head_width)
             features = shape if are_split else (math.prod(shape),)
-            x_BTX = self.dense(h_BTD, features, name, adapter_keys_B, config.qkv_bias)
+            x_BTX = self.dense(h_BTD, features, name, Axes((EMBED, axis), role), adapter_keys_B, config.qkv_bias)
             return x_BTX.reshape(*x_BTX.shape[:2], *shape)
 
-        q_BTHK = heads("query", config.num_head)
+        q_BTHK = heads("query", config.num_head, HEADS, Role.QUERY)
         k_BSGK = heads("key", config.key_heads)
         v_BSGK = heads("value", config.key_heads)
         if config.qk_norm:
-            q_BTHK = make_head_norm(config, self.dtype, "query_norm", self.cut)(q_BTHK)
-            k_BSGK = make_head_norm(config, self.dtype, "key_norm", self.cut)(k_BSGK)
+            q_BTHK = make_head_norm(config, self.dtype, "query_norm", self.row_group)(q_BTHK)
+            k_BSGK = make_head_norm(config, self.dtype, "key_norm", self.row_group)(k_BSGK)
         kind = config.kind_of_positions
         if kind.turned is not None:
             row = positions if cache is None else cache.k_LBSGK.shape[2]
-            numbers = self.cut.attended_numbers(position, h_BTD.shape[1])
+            numbers = self.row_group.attended_numbers(position, h_BTD.shape[1])
             place = Place(layer, numbers, row, starts_BT, None if are_split else self.kernel)
             q_BTHK, k_BSGK = kind.turned(config, q_BTHK, k_BSGK, place)
         q_BTHK, k_BSGK, v_BSGK = (checkpoint_name(x, PROJECTIONS) for x in (q_BTHK, k_BSGK, v_BSGK))
-        bias_CH = None if kind.bias is None else kind.bias(config, self, self.cut)
+        bias_CH = None if kind.bias is None else kind.bias(config, self, self.row_group)
         sinks_H = None
         if config.extra_logit == "learned":
-            sinks_H = self.cut.part(Sinks(config.num_head, name="sinks")(), 0)
+            sinks_H = self.row_group.part(Sinks(config.num_head, name="sinks")(), 0)
         if cache is not None:
             # The whole cache is carried from layer to layer, so that only the new positions are written.
             start = (entry, 0, position, 0, 0)
@@ -253,7 +254,9 @@ class SelfAttention(ScoredAttention):
         attended_BTHK = self._scored(q_BTHK, k_BSGK, v_BSGK, site, bias_CH, sinks_H)
         attended_BTX = attended_BTHK if are_split else lax.collapse(attended_BTHK, 2)
         if config.attention_gate:
-            gate_BTX = self.dense(h_BTD, attended_BTX.shape[2:], "attention_gate", adapter_keys_B, config.qkv_bias)
+            axes = Axes((EMBED, HEADS))
+            features = attended_BTX.shape[2:]
+            gate_BTX = self.dense(h_BTD, features, "attention_gate", axes, adapter_keys_B, config.qkv_bias)
             attended_BTX = attended_BTX * jax.nn.sigmoid(gate_BTX)
-        out_BTD = self.residual_dense(attended_BTX, "attention_out", adapter_keys_B, config.out_bias)
+        out_BTD = self.residual_dense(attended_BTX, "attention_out", HEADS, adapter_keys_B, config.out_bias)
         return checkpoint_name(out_BTD, PROJECTIONS), cache

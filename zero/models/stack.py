@@ -21,12 +21,12 @@ Layer = Callable[[Any, Any, jax.Array], Any]
 
 # Kinds of activations, and names of their values, as `jax.ad_checkpoint.checkpoint_name` sets them.
 LAYER_INPUT = "layer_input"  # or the input of a span of layers; named only if it goes to the host's memory
-ATTENTION = "attention"  # its output; of the delta rule also the states between chunks
+ATTENTION_OUTPUT = "attention"  # its output; of the delta rule also the states between chunks
 PROJECTIONS = "projections"  # queries, keys, values and the output projection
 MLP_IN, MLP_GATE = "mlp_in", "mlp_gate"  # the products that begin an MLP, or each expert
 EXPERTS = "experts"  # the places of tokens, what experts read, and what they return
 DOTS = "dots"  # all products with parameters; no name, but a policy of its own
-KINDS = (LAYER_INPUT, ATTENTION, PROJECTIONS, MLP_IN, MLP_GATE, EXPERTS, DOTS)
+KINDS = (LAYER_INPUT, ATTENTION_OUTPUT, PROJECTIONS, MLP_IN, MLP_GATE, EXPERTS, DOTS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Nested:
 
 Policy = Unrolled | Scanned | Nested
 
-_OF_ATTENTION = {"attention": (ATTENTION,), "projections": (ATTENTION, PROJECTIONS)}
+_OF_ATTENTION = {"attention": (ATTENTION_OUTPUT,), "projections": (ATTENTION_OUTPUT, PROJECTIONS)}
 _OF_MLP = {"mlp_in": (MLP_IN,), "mlp": (MLP_IN, MLP_GATE), "experts": (MLP_IN, MLP_GATE, EXPERTS)}
 
 
@@ -160,7 +160,7 @@ REMAT: Mapping[str, Callable[[int], Policy]] = MappingProxyType(
         "nested": lambda layers: Nested(span_size(layers)),
         "full": lambda layers: Scanned(),
         **{name: _storing(*names) for name, names in STORED.items()},
-        "dots": lambda layers: Scanned((ATTENTION,), products=True),
+        "dots": lambda layers: Scanned((ATTENTION_OUTPUT,), products=True),
         "none": lambda layers: Unrolled(),
     }
 )

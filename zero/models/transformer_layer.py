@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from zero.models.axes import EMBED, MLP, Axes
 from zero.models.elements import dropout, fold_keys
 from zero.models.experts import Experts, ResidualStream, Routing
 from zero.models.layer import Layer, options_of
-from zero.models.mixer import Site, Transformer, TransformerPart
+from zero.models.mixer import LayerContext, Transformer, TransformerPart
 from zero.models.mixers import MIXERS, Caches
 from zero.models.mlp import Scalars, hidden_values
 from zero.models.norms import make_norm
@@ -53,23 +54,23 @@ class TransformerLayer(TransformerPart):
         keys_B = fold_keys(keys_B, layer)
         site_keys = [fold_keys(keys_B, i) for i in range(4)]
 
-        h_BTD = self.cut.gather_positions(self._norm("norm_attention", x_BTD))
-        site = Site(layer, self._entry(layer), position, starts_BT, site_keys[0], site_keys[3])
+        h_BTD = self.row_group.gather_positions(self._norm("norm_attention", x_BTD))
+        site = LayerContext(layer, self._entry(layer), position, starts_BT, site_keys[0], site_keys[3])
         attended_BTD, caches = self._attention(h_BTD, caches, site)
         attended_BTD = self._norm("norm_attention", attended_BTD, is_after=True) * config.residual_multiplier
-        sum_BTD = x_BTD + dropout(attended_BTD, config.residual_drop_rate, site_keys[1], self.cut.of_positions)
+        sum_BTD = x_BTD + dropout(attended_BTD, config.residual_drop_rate, site_keys[1], self.row_group.of_positions)
         h_BTD = self._norm("norm_mlp", x_BTD if config.parallel_residual else sum_BTD)
-        h_BTD = self.cut.gather_positions(h_BTD)
+        h_BTD = self.row_group.gather_positions(h_BTD)
         if config.experts is None or self.is_dense:
             h_BTD = self._mlp(h_BTD, config.dense_width, site_keys[3])
         else:
-            of_experts_BTD, decided = self._experts(h_BTD, entry)
+            experts_BTD, decided = self._experts(h_BTD, entry)
             routing = jax.tree.map(jnp.add, routing, decided)
             if config.shared_dim is not None:
-                of_experts_BTD = of_experts_BTD + self._shared(h_BTD, config.shared_dim, site_keys[3])
-            h_BTD = of_experts_BTD
+                experts_BTD = experts_BTD + self._shared(h_BTD, config.shared_dim, site_keys[3])
+            h_BTD = experts_BTD
         h_BTD = self._norm("norm_mlp", h_BTD, is_after=True) * config.residual_multiplier
-        sum_BTD = sum_BTD + dropout(h_BTD, config.residual_drop_rate, site_keys[2], self.cut.of_positions)
+        sum_BTD = sum_BTD + dropout(h_BTD, config.residual_drop_rate, site_keys[2], self.row_group.of_positions)
         return ((sum_BTD, routing), caches), None
 
     @property
@@ -83,7 +84,9 @@ class TransformerLayer(TransformerPart):
             return x
         return make_norm(self.config, self.dtype, name + "_after" * is_after)(x)
 
-    def _attention(self, h_BTD: jax.Array, caches: Caches | None, site: Site) -> tuple[jax.Array, Caches | None]:
+    def _attention(
+        self, h_BTD: jax.Array, caches: Caches | None, site: LayerContext
+    ) -> tuple[jax.Array, Caches | None]:
         """The output of this layer's mixer, and the caches with its own."""
         mixer = MIXERS[self._mixer].module(**options_of(self))
         nn.share_scope(self, mixer)
@@ -109,7 +112,9 @@ class TransformerLayer(TransformerPart):
         """The MLP beside experts."""
         gate_BT1 = None
         if self.config.shared_gate:
-            gate_BT1 = nn.sigmoid(self.dense(h_BTD, (1,), "shared_gate", adapter_keys_B, use_bias=False))
+            gate_BT1 = nn.sigmoid(
+                self.dense(h_BTD, (1,), "shared_gate", Axes((EMBED, "gate")), adapter_keys_B, use_bias=False)
+            )
         return self._mlp(h_BTD, whole_width, adapter_keys_B, gate_BT1)
 
     def _mlp(
@@ -121,23 +126,24 @@ class TransformerLayer(TransformerPart):
     ) -> jax.Array:
         """The MLP of a layer, or the one beside its experts; `factor_BT1` multiplies its hidden values."""
         config = self.config
-        width = (whole_width // self.cut.size,)
-        h_BTF = self.laid_out(self.dense(h_BTD, width, "mlp_in", adapter_keys_B, config.mlp_bias))
+        width = (whole_width // self.row_group.size,)
+        axes = Axes((EMBED, MLP))
+        h_BTF = self.laid_out(self.dense(h_BTD, width, "mlp_in", axes, adapter_keys_B, config.mlp_bias))
         h_BTF = checkpoint_name(h_BTF, MLP_IN)
         gate_BTF = None
         if config.gated:
-            gate_BTF = self.dense(h_BTD, width, "mlp_gate", adapter_keys_B, config.mlp_bias)
+            gate_BTF = self.dense(h_BTD, width, "mlp_gate", axes, adapter_keys_B, config.mlp_bias)
             gate_BTF = checkpoint_name(gate_BTF, MLP_GATE)
         scalars = Scalars(config, name="activation")()
         h_BTF = hidden_values(config, h_BTF, gate_BTF, scalars)
         if factor_BT1 is not None:
             h_BTF = h_BTF * factor_BT1
-        return self.residual_dense(h_BTF, "mlp_out", adapter_keys_B, config.mlp_bias)
+        return self.residual_dense(h_BTF, "mlp_out", MLP, adapter_keys_B, config.mlp_bias)
 
     def _experts(self, h_BTD: jax.Array, entry: jax.Array) -> tuple[jax.Array, Routing]:
-        experts = Experts(self.config, self.dtype, self.cut, self.group, name="experts")
+        experts = Experts(self.config, self.dtype, self.row_group, self.expert_group, name="experts")
         y_BTD, decided = experts(h_BTD, entry, drops=self.drops)
-        return self.cut.sum_positions(y_BTD), decided
+        return self.row_group.sum_positions(y_BTD), decided
 
 
 class DenseLayer(TransformerLayer):
@@ -146,8 +152,8 @@ class DenseLayer(TransformerLayer):
     is_dense: bool = True
 
 
-class FurtherLayer(TransformerLayer):
-    """The layer of a predictor, after all others."""
+class MtpLayer(TransformerLayer):
+    """The layer of multi-token prediction, after all others."""
 
     @property
     def _routers_before(self) -> int:

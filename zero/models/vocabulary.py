@@ -18,18 +18,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from zero.models.part import (
-    AT_LEAST_ONE,
-    BOTH,
-    GATED_UNITS,
-    HEAD,
-    NOT_NEGATIVE,
-    POSITIVE,
-    STACKS,
-    VOCABULARY,
-    Sizes,
-    key,
-)
+from zero.base.keys import at_least, key, positive, zero_or_more
+from zero.models.axes import EMBED, VOCAB, Role, named
+from zero.models.part import HEAD, STACKS, VOCABULARY, Sizes
 from zero.partition.model_parallel import WHOLE, ModelParallel
 
 HEAD_BIAS = "head_bias"
@@ -44,29 +35,26 @@ class Vocabulary(Sizes):
 
     vocab_chunks: int = key(
         1,
-        AT_LEAST_ONE,
+        at_least(1),
         "parts in which tokens are embedded and scored, so that the float32 logits of the whole vocabulary "
         "never exist at once (docs/decisions/step-memory.md)",
-        layers=BOTH,
     )
-    tied: bool = key(True, None, "the matrix that embeds tokens also makes the logits", layers=BOTH)
-    scale_embedding: bool = key(False, None, "embeddings are multiplied by the root of embedding_dim", layers=BOTH)
-    embedding_multiplier: float = key(1.0, POSITIVE, "factor of embeddings")
+    tied: bool = key(True, None, "the matrix that embeds tokens also makes the logits")
+    scale_embedding: bool = key(False, None, "embeddings are multiplied by the root of embedding_dim")
+    embedding_multiplier: float = key(1.0, positive(), "factor of embeddings")
     scale_output: bool = key(
         False,
         None,
         "logits are divided by the root of embedding_dim, the embedding starts with deviation 1",
-        layers=BOTH,
     )
-    output_scale: float = key(1.0, POSITIVE, "logits are multiplied by this", layers=BOTH)
-    head_bias: bool = key(False, None, "a bias of each token's logit", layers=(GATED_UNITS,))
-    logit_cap: float | None = key(None, POSITIVE, "soft cap of the final logits, as attention_cap", layers=BOTH)
+    output_scale: float = key(1.0, positive(), "logits are multiplied by this")
+    head_bias: bool = key(False, None, "a bias of each token's logit")
+    logit_cap: float | None = key(None, positive(), "soft cap of the final logits, as attention_cap")
     # PaLM, arXiv 2204.02311, section 5
     z_loss: float = key(
         0.0,
-        NOT_NEGATIVE,
+        zero_or_more(),
         "weight of the squared log-sum-exp of the logits; losses are reported without it",
-        layers=BOTH,
     )
 
     def mistakes(self) -> Iterator[str]:
@@ -150,7 +138,8 @@ class VocabularyChunk(nn.Module):
     config: Vocabulary
     dtype: DTypeLike
     stddev: float
-    cut: ModelParallel = WHOLE
+    role: Role
+    row_group: ModelParallel = WHOLE
 
     @nn.compact
     def __call__(
@@ -165,10 +154,11 @@ class VocabularyChunk(nn.Module):
         logits.
         """
         first = chunk.first
-        rows = self.cut.part_size(self.config.chunk_rows)
-        first_own = self.cut.first(rows)
+        rows = self.row_group.part_size(self.config.chunk_rows)
+        first_own = self.row_group.first(rows)
         own_C = first_own + jnp.arange(rows)  # rows of the chunk; padding lies past its end
-        table_CD = self.param("table", nn.initializers.normal(self.stddev), (rows, self.config.embedding_dim))
+        init = named(nn.initializers.normal(self.stddev), VOCAB, EMBED, role=self.role)
+        table_CD = self.param("table", init, (rows, self.config.embedding_dim))
         if x_BTD is None:
             row_BT = tokens_BT - first - first_own
             end = jnp.minimum(rows, self.config.chunk_rows - first_own)
@@ -179,8 +169,8 @@ class VocabularyChunk(nn.Module):
         table_CD = table_CD.astype(self.dtype)
         logits_BTC = logits_of(x_BTD, table_CD)
         if chunk.bias_C is not None:
-            bias_C = jnp.pad(chunk.bias_C, (0, rows * self.cut.size - len(chunk.bias_C)))
-            logits_BTC = logits_BTC + self.cut.part(bias_C, 0)[None, None]
+            bias_C = jnp.pad(chunk.bias_C, (0, rows * self.row_group.size - len(chunk.bias_C)))
+            logits_BTC = logits_BTC + self.row_group.part(bias_C, 0)[None, None]
         if self.config.scale_output:
             logits_BTC = logits_BTC / math.sqrt(self.config.embedding_dim)
         if self.config.output_scale != 1:
@@ -263,6 +253,6 @@ class HeadBias(nn.Module):
     @nn.compact
     def __call__(self) -> jax.Array:
         config = self.config
-        bias = self.param("bias", nn.initializers.zeros, (config.vocab_size,)).astype(jnp.float32)
+        bias = self.param("bias", named(nn.initializers.zeros, "tokens"), (config.vocab_size,)).astype(jnp.float32)
         padding = config.vocab_chunks * config.chunk_rows - config.vocab_size
         return jnp.pad(bias, (0, padding)).reshape(config.vocab_chunks, -1)

@@ -65,7 +65,7 @@ def output_and_gradients(attend: Callable[..., jax.Array], *inputs_and_weights: 
         cap=st.sampled_from([None, 1.5]),
         has_extra_logit=st.booleans(),
         dropout_rate=st.sampled_from([0.0, 0.3]),
-        cut=st.just(WHOLE),
+        row_group=st.just(WHOLE),
     ),
     segments=st.integers(0, 5),
 )

@@ -42,14 +42,14 @@ def on_groups(context: int, arrays: Inputs, form: Form, segments: int, swaps: bo
         parts = [own(x) for x in (q, k, v)]
         own_starts = None if starts is None else own(starts)
         if not swaps:
-            cut_form = form._replace(cut=group)
+            cut_form = form._replace(row_group=group)
             return blockwise_attention(
                 *parts, form=cut_form, terms=Terms(bias, keys_B=keys, starts_BT=own_starts), block=4
             )
         swap = Ulysses(group)
-        bias, parts = swap.cut.part(bias, 1), [swap.to_heads(x) for x in parts]
+        bias, parts = swap.row_group.part(bias, 1), [swap.to_heads(x) for x in parts]
         whole_starts = None if own_starts is None else swap.whole_rows(own_starts)
-        cut_form = form._replace(cut=swap.cut)
+        cut_form = form._replace(row_group=swap.row_group)
         out = blockwise_attention(
             *parts, form=cut_form, terms=Terms(bias, keys_B=keys, starts_BT=whole_starts), block=4
         )

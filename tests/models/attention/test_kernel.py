@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from zero.costs.topology import find_devices
 from zero.models.attention import fused_kernel, tpu_kernels
 from zero.models.attention.dense import dense_attention
 from zero.models.attention.kernel import (
@@ -28,7 +29,6 @@ from zero.models.config import GPTConfig
 from zero.partition.collectives.axis import Axis
 from zero.partition.collectives.context_group import ContextGroup
 from zero.partition.model_parallel import WHOLE
-from zero.plan.topology import find_devices
 
 
 def compare(
@@ -247,7 +247,7 @@ def test_cudnn_arguments(form: Form) -> None:
         ("tpu_v4", {"positions": 200}, "rows of 200 positions"),
         ("cudnn", {"positions": 200}, None),
         ("tpu_v4", {"form": Form(has_extra_logit=True)}, "a further logit"),
-        ("tpu_v4", {"form": Form(cut=ContextGroup(Axis("batch", (1, 8), context=2)))}, "rows that are cut"),
+        ("tpu_v4", {"form": Form(row_group=ContextGroup(Axis("batch", (1, 8), context=2)))}, "rows that are cut"),
     ],
 )
 def test_what_a_kernel_lacks_is_named(kernel: str | None, change: dict[str, Any], missing: str | None) -> None:

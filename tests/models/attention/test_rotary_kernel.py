@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from zero.costs.topology import find_devices
 from zero.models.attention.kernel import fuses_rotation
 from zero.models.attention.rotary_kernel import fused_rotate
 from zero.models.config import GPTConfig
 from zero.models.gpt import GPT, variable_shapes
 from zero.models.positions.rotary import cosines_and_sines, rotate, rotation_of
-from zero.plan.topology import find_devices
 
 WIDE = GPTConfig(
     embedding_dim=48,

@@ -34,7 +34,7 @@ class Blocks(NamedTuple):
 
     def of(self, x_BTHK: jax.Array) -> jax.Array:
         """`(N, B, H, Q, K)`; the last block of each piece is padded with zeros."""
-        pieces = self.form.cut.pieces
+        pieces = self.form.row_group.pieces
         rows, positions, heads, width = x_BTHK.shape
         x_BPTHK = x_BTHK.reshape(rows, pieces, positions // pieces, heads, width)
         x_BPTHK = jnp.pad(x_BPTHK, ((0, 0), (0, 0), (0, -x_BPTHK.shape[2] % self.block), (0, 0), (0, 0)))
@@ -42,20 +42,20 @@ class Blocks(NamedTuple):
 
     def joined(self, x_NBHQK: jax.Array, positions: int) -> jax.Array:
         """`(B, T, H, K)`, without padding."""
-        pieces = self.form.cut.pieces
+        pieces = self.form.row_group.pieces
         _, rows, heads, _, width = x_NBHQK.shape
         x_BPTHK = x_NBHQK.transpose(1, 0, 3, 2, 4).reshape(rows, pieces, -1, heads, width)
         return x_BPTHK[:, :, : positions // pieces].reshape(rows, positions, heads, width)
 
     def numbers(self, count: int, turn: jax.Array | int = 0) -> jax.Array:
         """Position numbers of each block, `(N, Q)`; padding comes after all of them, so that no query sees it."""
-        number_PT = self.form.cut.numbers(count, turn)
+        number_PT = self.form.row_group.numbers(count, turn)
         padding = ((0, 0), (0, -number_PT.shape[1] % self.block))
         return jnp.pad(number_PT, padding, constant_values=BEHIND_ALL).reshape(-1, self.block)
 
     def pairs(self) -> np.ndarray:
         """Pairs of a query block and a block of this device's keys that it attends to, row by row, `(pairs, 2)`."""
-        pieces = self.form.cut.pieces
+        pieces = self.form.row_group.pieces
         rows, columns = (pieces * -(-count // pieces // self.block) for count in (self.queries, self.keys))
         is_needed = np.ones((rows, columns), bool)
         if self.queries == self.keys:  # else the position may be traced, and only the mask decides
@@ -71,7 +71,7 @@ class Blocks(NamedTuple):
         In the first case all queries attend only to the early piece of those keys, in the second only the late queries
         attend, to all keys. Both are half of the pairs.
         """
-        if self.form.cut.ring == 1:
+        if self.form.row_group.ring == 1:
             return ()
         half = -(-self.queries // 2 // self.block)
         early = np.argwhere(np.ones((2 * half, half), bool))
@@ -83,7 +83,7 @@ class Blocks(NamedTuple):
 
         For rows that are not cut, `pairs` excludes such blocks.
         """
-        if not self.form.window or self.form.cut.ring == 1:
+        if not self.form.window or self.form.row_group.ring == 1:
             return add(carry)
         is_near = s_R[0] + self.block > t_Q[0] - self.form.window + 1
         return lax.cond(is_near, add, lambda carry: carry, carry)
@@ -116,11 +116,11 @@ def dropped_block(
     """
     if key_data_B2 is None:
         return x_BHQR
-    cut = blocks.form.cut
+    row_group = blocks.form.row_group
     heads = x_BHQR.shape[1]
-    head_H = cut.part(jnp.arange(heads * cut.size, dtype=jnp.uint32), 0)
-    row_HQ = head_H[:, None] * (blocks.queries * cut.ring) + t_Q[None].astype(jnp.uint32)
-    high_HQ1, row_low_HQ1 = (word[..., None] for word in _product_words(row_HQ, blocks.keys * cut.ring))
+    head_H = row_group.part(jnp.arange(heads * row_group.size, dtype=jnp.uint32), 0)
+    row_HQ = head_H[:, None] * (blocks.queries * row_group.ring) + t_Q[None].astype(jnp.uint32)
+    high_HQ1, row_low_HQ1 = (word[..., None] for word in _product_words(row_HQ, blocks.keys * row_group.ring))
     low_HQR = row_low_HQ1 + s_R[None, None].astype(jnp.uint32)
     high_HQR = high_HQ1 + (low_HQR < row_low_HQ1)
 
@@ -171,8 +171,8 @@ def around_the_ring(
 
     def one_turn(carry: tuple[Carry, Carry], turn: jax.Array) -> tuple[tuple[Carry, Carry], None]:
         staying = carry[0]
-        traveling = blocks.form.cut.ring_shift(carry[1])
+        traveling = blocks.form.row_group.ring_shift(carry[1])
         s_NR = blocks.numbers(blocks.keys, turn)
         return add_pairs(staying, traveling, jnp.where(s_NR[0, 0] < first_query, *later), s_NR), None
 
-    return lax.scan(one_turn, carry, jnp.arange(1, blocks.form.cut.ring))[0]
+    return lax.scan(one_turn, carry, jnp.arange(1, blocks.form.row_group.ring))[0]

@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from zero.models.attention.block_pairs import Blocks, Carry, around_the_ring, block_scores, dropped_block
 from zero.models.attention.dense import by_key_head
 from zero.models.attention.scores import NO_TERMS, PLAIN, Form, Terms, relative_bias
-from zero.models.stack import ATTENTION
+from zero.models.stack import ATTENTION_OUTPUT
 
 # Positions of a block. Smaller blocks skip more above the diagonal, larger ones multiply faster; measured in
 # docs/decisions/attention.md.
@@ -65,7 +65,7 @@ def blockwise_attention(
 
     The forward pass keeps the running maximum and sum of each query's softmax, and saves its log-sum-exp, from which
     the backward pass recomputes probabilities. With as many queries as keys, blocks above the diagonal and outside
-    the window are skipped. Dropout masks equal `dense_attention`'s for the same keys. If `form.cut` cuts rows,
+    the window are skipped. Dropout masks equal `dense_attention`'s for the same keys. If `form.row_group` cuts rows,
     arguments and result are for this device's positions in attention over whole rows.
 
     Source: Rabe and Staats, arXiv 2112.05682; Dao et al., FlashAttention, arXiv 2205.14135, algorithms 1 and 4; Liu et
@@ -93,7 +93,7 @@ def blockwise_attention(
         if str(jax.random.key_impl(terms.keys_B)) != "threefry2x32" or not jax.threefry_partitionable.value:
             raise ValueError("dropout in blockwise attention needs threefry2x32 keys and jax_threefry_partitionable")
         key_data_B2 = jax.random.key_data(terms.keys_B)
-    blocks = Blocks(form, queries, keys, min(block, max(queries, keys) // form.cut.pieces))
+    blocks = Blocks(form, queries, keys, min(block, max(queries, keys) // form.row_group.pieces))
     starts_NBQ = None
     if terms.starts_BT is not None:
         starts_NBQ = blocks.of(terms.starts_BT[:, :, None, None])[:, :, 0, :, 0]
@@ -258,8 +258,8 @@ def _forward(blocks: Blocks, inputs: _Inputs) -> tuple[jax.Array, _Saved]:
     start = (zeros_NBHQK, most_NBHQ, jnp.full_like(zeros_NBHQ, total))
     kv = (inputs.k_NBGRK, inputs.v_NBGRK)
     (out_NBHQK, most_NBHQ, sum_NBHQ), _ = around_the_ring(blocks, all_pairs, add_pairs, start, kv)
-    out_NBHQK = checkpoint_name((out_NBHQK / sum_NBHQ[..., None]).astype(q_NBHQK.dtype), ATTENTION)
-    lse_NBHQ = checkpoint_name(most_NBHQ + jnp.log(sum_NBHQ), ATTENTION)
+    out_NBHQK = checkpoint_name((out_NBHQK / sum_NBHQ[..., None]).astype(q_NBHQK.dtype), ATTENTION_OUTPUT)
+    lse_NBHQ = checkpoint_name(most_NBHQ + jnp.log(sum_NBHQ), ATTENTION_OUTPUT)
     return out_NBHQK, _Saved(inputs, out_NBHQK, lse_NBHQ)
 
 
@@ -304,8 +304,8 @@ def _backward(blocks: Blocks, saved: _Saved, out_grads_NBHQK: jax.Array) -> tupl
     pairs = (jnp.asarray(blocks.pairs()), *blocks.later_pairs())
     (q_grads_NBHQK, bias_grads_CH), traveled = around_the_ring(blocks, pairs, add_pairs, staying, traveling)
     kv_grads_NBGKR = traveled[2:]
-    if blocks.form.cut.ring > 1:  # once more, back to the device of the keys
-        kv_grads_NBGKR = blocks.form.cut.ring_shift(kv_grads_NBGKR)
+    if blocks.form.row_group.ring > 1:  # once more, back to the device of the keys
+        kv_grads_NBGKR = blocks.form.row_group.ring_shift(kv_grads_NBGKR)
     k_grads_NBGRK, v_grads_NBGRK = (x.swapaxes(3, 4).astype(dtype) for x in kv_grads_NBGKR)
     if bias_CH is not None:
         bias_grads_CH = bias_grads_CH.astype(bias_CH.dtype)

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from zero.models.stack import ATTENTION
+from zero.models.stack import ATTENTION_OUTPUT
 
 CHUNK = 64  # larger triangular matrices are inverted one after another on TPU (benchmarks/measured/delta-rule.md)
 
@@ -113,7 +113,7 @@ def _through_chunk(
     strictly lower triangular A. Queries and keys are multiplied as one matrix, whose first C rows are the queries.
     """
     (q_MCK, k_MCK, v_MCV, decay_MC, rate_MC), starts_MC, first = xs
-    state_MKV = checkpoint_name(state_MKV, ATTENTION)
+    state_MKV = checkpoint_name(state_MKV, ATTENTION_OUTPUT)
     size = q_MCK.shape[1]
     total_MC = jnp.cumsum(decay_MC, axis=-1)
     sees_MCC = jnp.tril(jnp.ones((1, size, size), bool))
@@ -127,17 +127,17 @@ def _through_chunk(
     since_MC1 = jnp.where(continues_MC1, jnp.exp(total_MC)[..., None], 0.0)
 
     both_MXK = jnp.concatenate([q_MCK, k_MCK], axis=1)
-    of_keys_MXC = _einsum("mxk,mck->mxc", both_MXK, k_MCK)
-    of_state_MXV = _einsum("mxk,mkv->mxv", both_MXK, state_MKV)
+    key_products_MXC = _einsum("mxk,mck->mxc", both_MXK, k_MCK)
+    state_products_MXV = _einsum("mxk,mkv->mxv", both_MXK, state_MKV)
 
-    overlap_MCC = rate_MC[..., None] * decay_MCC * of_keys_MXC[:, size:]
-    error_MCV = rate_MC[..., None] * (v_MCV - since_MC1 * of_state_MXV[:, size:])
+    overlap_MCC = rate_MC[..., None] * decay_MCC * key_products_MXC[:, size:]
+    error_MCV = rate_MC[..., None] * (v_MCV - since_MC1 * state_products_MXV[:, size:])
     written_MCV = lax.linalg.triangular_solve(
         jnp.tril(overlap_MCC, -1), error_MCV, left_side=True, lower=True, unit_diagonal=True
     )
 
-    scores_MCC = decay_MCC * of_keys_MXC[:, :size]
-    out_MCV = since_MC1 * of_state_MXV[:, :size] + _einsum("mij,mjv->miv", scores_MCC, written_MCV)
+    scores_MCC = decay_MCC * key_products_MXC[:, :size]
+    out_MCV = since_MC1 * state_products_MXV[:, :size] + _einsum("mij,mjv->miv", scores_MCC, written_MCV)
     k_at_end_MCK = decay_MCC[:, -1, :, None] * k_MCK
     state_MKV = since_MC1[:, -1:] * state_MKV + _einsum("mck,mcv->mkv", k_at_end_MCK, written_MCV)
     return state_MKV, out_MCV

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from zero.models.attention.scores import NO_TERMS, PLAIN, Form, Terms, biased_and_masked, divided_and_capped
 from zero.models.elements import dropout
-from zero.models.stack import ATTENTION
+from zero.models.stack import ATTENTION_OUTPUT
 
 # Queries of a block by platform, measured in docs/decisions/cpu-speed.md; elsewhere all queries are one.
 QUERY_BLOCK = {"cpu": 64}
@@ -69,10 +69,10 @@ def dense_attention(
         probabilities_BHTS = weights_BHTS / (weights_BHTS.sum(-1, keepdims=True) + jnp.exp(sinks_1H11 - most_BHT1))
     else:
         probabilities_BHTS = jax.nn.softmax(scores_BHTS)
-    dropped_BHTS = dropout(probabilities_BHTS, form.dropout_rate, terms.keys_B, form.cut.of_heads)
+    dropped_BHTS = dropout(probabilities_BHTS, form.dropout_rate, terms.keys_B, form.row_group.of_heads)
     dropped_BGXS = dropped_BHTS.astype(q_BTHK.dtype).reshape(scores_BGXS.shape)
     attended_BGXK = jnp.einsum("BGXS,BSGK->BGXK", dropped_BGXS, v_BSGK)
-    attended_BGXK = checkpoint_name(attended_BGXK, ATTENTION)
+    attended_BGXK = checkpoint_name(attended_BGXK, ATTENTION_OUTPUT)
     return attended_BGXK.reshape(*shape_BHTS[:3], v_BSGK.shape[-1]).swapaxes(1, 2)
 
 

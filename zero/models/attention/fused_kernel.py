@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from zero.models.attention.tpu_kernels import TpuKernel, chunks_reached
-from zero.models.stack import ATTENTION
+from zero.models.stack import ATTENTION_OUTPUT
 
 LOG2E = math.log2(math.e)
 _ROWS = (((1,), (1,)), ((), ()))  # contracts the last dimensions of both
@@ -206,7 +206,7 @@ def _forward(q: jax.Array, k: jax.Array, v: jax.Array, slopes: jax.Array, starts
         partial(_forward_kernel, problem),
         problem,
         inputs=("queries", "keys", "keys", "starts"),
-        outputs=[("queries", q), ("of queries", _of_queries(problem))],
+        outputs=[("queries", q), ("of queries", _query_sums(problem))],
         scratch=[
             pltpu.VMEM((width, chunk), operands[0].dtype),
             *[pltpu.VMEM((1, chunk), jnp.float32)] * 2,
@@ -217,7 +217,7 @@ def _forward(q: jax.Array, k: jax.Array, v: jax.Array, slopes: jax.Array, starts
         by_keys=False,
         name=f"zero_attention_fwd_{width}",
     )
-    out, lse = (checkpoint_name(x, ATTENTION) for x in call(slopes, *operands, starts))
+    out, lse = (checkpoint_name(x, ATTENTION_OUTPUT) for x in call(slopes, *operands, starts))
     return out, (q, k, v, slopes, starts, out, lse)
 
 
@@ -350,10 +350,10 @@ def _backward_kernel(problem: Problem, queries: Any, keys: Any, slopes: Any, *re
             delta = delta_1T[member, at_i, :, at]
             dq = _unless(j == problem.first_keys(i), dq_KT[member, at_i, :, at])
         for tile in problem.tiles(query, chunks_before, problem.block):
-            of_keys = pl.ds(tile.key, tile.keys)
+            key_rows = pl.ds(tile.key, tile.keys)
             s_ST, bend_ST = _scores(problem, q_ref, k_ref, slopes[head], starts_ref, i, j, tile)
             p_ST = jnp.exp2(s_ST - lse_ref[0, 0, :, at])
-            dp_ST = _dot(v_ref[0, of_keys], grad_ref[0, at], _ROWS)
+            dp_ST = _dot(v_ref[0, key_rows], grad_ref[0, at], _ROWS)
             ds_ST = p_ST * (dp_ST - delta)
             if bend_ST is not None:
                 ds_ST *= bend_ST
@@ -361,12 +361,12 @@ def _backward_kernel(problem: Problem, queries: Any, keys: Any, slopes: Any, *re
             dv = _dot(p_ST.astype(k_KS.dtype), grad_ref[0, at], _PLAIN)
             dk = _dot(ds_ST, q_ref[0, at], _PLAIN)
             if tile.first == 0:  # the first that these keys receive from a head of queries
-                dk_SK[of_keys] = _unless(problem.shared == 1 or member == 0, dk_SK[of_keys]) + dk
-                dv_SK[of_keys] = _unless(problem.shared == 1 or member == 0, dv_SK[of_keys]) + dv
+                dk_SK[key_rows] = _unless(problem.shared == 1 or member == 0, dk_SK[key_rows]) + dk
+                dv_SK[key_rows] = _unless(problem.shared == 1 or member == 0, dv_SK[key_rows]) + dv
             else:
-                dk_SK[of_keys] += dk
-                dv_SK[of_keys] += dv
-            dq += _dot(k_KS[:, of_keys], ds_ST, _PLAIN)
+                dk_SK[key_rows] += dk
+                dv_SK[key_rows] += dv
+            dq += _dot(k_KS[:, key_rows], ds_ST, _PLAIN)
         if chunks_before == 0:
             dq_ref[0, at] = (dq / LOG2E).T.astype(dq_ref.dtype)
         else:
@@ -440,7 +440,7 @@ def _dot(a: jax.Array, b: jax.Array, dims: Any) -> jax.Array:
     return lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
 
 
-def _of_queries(problem: Problem) -> jax.ShapeDtypeStruct:
+def _query_sums(problem: Problem) -> jax.ShapeDtypeStruct:
     heads = problem.heads * problem.shared
     positions = problem.chunk * problem.chunks
     return jax.ShapeDtypeStruct((problem.rows, heads, 1, positions), jnp.float32)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from zero.models.attention.blockwise import blockwise_attention
 from zero.models.attention.scores import Form, alibi_columns, alibi_slopes
 from zero.models.attention.tpu_kernels import TPU_KERNELS, TpuKernel
-from zero.models.stack import ATTENTION
+from zero.models.stack import ATTENTION_OUTPUT
 
 _SPLASH_BLOCKS = (512, 256, 128)  # positions per block; the largest that divides a row
 _BY_KIND = {
@@ -74,9 +74,9 @@ def missing_in(
 
     `kernel` is as returned by `kernel_of`; heads have this `width`.
     """
-    of_tpu = TPU_KERNELS.get(kernel or "")
-    is_tpu = of_tpu is not None
-    is_only_own = of_tpu is not None and not of_tpu.has_splash
+    tpu_kernel = TPU_KERNELS.get(kernel or "")
+    is_tpu = tpu_kernel is not None
+    is_only_own = tpu_kernel is not None and not tpu_kernel.has_splash
     by_name = {
         "a kernel for this device and zero.compute_dtype": kernel is None,
         "ALiBi": form.has_alibi and not is_tpu,
@@ -84,7 +84,7 @@ def missing_in(
         "T5's bias": has_bias,
         "dropout of attention": drops,
         "a further logit": form.has_extra_logit,
-        "rows that are cut around a ring": form.cut.ring > 1,
+        "rows that are cut around a ring": form.row_group.ring > 1,
         f"rows of {positions} positions": is_tpu and positions % _SPLASH_BLOCKS[-1] > 0,
         "a cap of scores": kernel == "cudnn" and form.cap is not None,
         "segments": kernel == "cudnn" and has_segments,
@@ -172,7 +172,7 @@ def own_attention(
         k_BTGK, v_BTGK = (jnp.repeat(x, repeats, axis=2) for x in (k_BTGK, v_BTGK))
     slopes_H = None
     if form.has_alibi:
-        slopes_H = form.cut.part(jnp.asarray(alibi_slopes(q_BTHK.shape[2] * form.cut.size)), 0)
+        slopes_H = form.row_group.part(jnp.asarray(alibi_slopes(q_BTHK.shape[2] * form.row_group.size)), 0)
     return fused_attention(
         q_BTHK,
         k_BTGK,
@@ -218,7 +218,7 @@ def splash_attention(
         head_shards=1,
         q_seq_shards=1,
         attn_logits_soft_cap=form.cap,
-        residual_checkpoint_name=ATTENTION,
+        residual_checkpoint_name=ATTENTION_OUTPUT,
         interpret=interpret,
     )
 
@@ -229,9 +229,9 @@ def splash_attention(
 
     q_BTHK = q_BTHK * (1 / form.divisor_of(q_BTHK.shape[-1]))
     if form.has_alibi:
-        of_queries_HC, of_keys_TC = map(jnp.asarray, alibi_columns(heads * form.cut.size, positions))
-        q_BTHK = _with_columns(q_BTHK, form.cut.part(of_queries_HC, 0))
-        k_BTGK = _with_columns(k_BTGK, of_keys_TC[:, None])
+        query_columns_HC, key_columns_TC = map(jnp.asarray, alibi_columns(heads * form.row_group.size, positions))
+        q_BTHK = _with_columns(q_BTHK, form.row_group.part(query_columns_HC, 0))
+        k_BTGK = _with_columns(k_BTGK, key_columns_TC[:, None])
     return jax.vmap(one_row)(q_BTHK, k_BTGK, v_BTGK, starts_BT)
 
 

@@ -29,7 +29,7 @@ class Form(NamedTuple):
       cap: products p become `cap tanh(p / cap)`, before biases; None for none.
       has_extra_logit: whether each softmax has a further logit of 0, whose value is 0.
       dropout_rate: dropout rate of probabilities.
-      cut: the group, and so which heads these are.
+      row_group: the group, and so which heads these are.
     """
 
     has_alibi: bool = False
@@ -38,7 +38,7 @@ class Form(NamedTuple):
     cap: float | None = None
     has_extra_logit: bool = False
     dropout_rate: float = 0.0
-    cut: ModelParallel = WHOLE
+    row_group: ModelParallel = WHOLE
 
     def divisor_of(self, width: int) -> float:
         """The divisor for heads of this width."""
@@ -90,8 +90,8 @@ def alibi_columns(num_head: int, positions: int) -> tuple[np.ndarray, np.ndarray
     of queries and keys. Slopes m and positions s are sums of numbers that bfloat16 holds exactly: products in bfloat16
     with sums in float32 match float32. Up to 65,536 positions.
 
-    >>> of_queries, of_keys = alibi_columns(12, 2048)
-    >>> bool(np.allclose(of_queries @ of_keys.T, np.outer(alibi_slopes(12), np.arange(2048)), rtol=1e-6))
+    >>> query_columns, key_columns = alibi_columns(12, 2048)
+    >>> bool(np.allclose(query_columns @ key_columns.T, np.outer(alibi_slopes(12), np.arange(2048)), rtol=1e-6))
     True
     """
     places = np.arange(positions, dtype=np.float32)
@@ -100,8 +100,8 @@ def alibi_columns(num_head: int, positions: int) -> tuple[np.ndarray, np.ndarray
     while rest.any():
         parts.append(rest.astype(jnp.bfloat16).astype(np.float32))
         rest = rest - parts[-1]
-    of_keys = np.stack([places - places % 256, places % 256], 1)
-    return np.repeat(np.stack(parts, 1), 2, axis=1), np.tile(of_keys, (1, len(parts)))
+    key_columns = np.stack([places - places % 256, places % 256], 1)
+    return np.repeat(np.stack(parts, 1), 2, axis=1), np.tile(key_columns, (1, len(parts)))
 
 
 def t5_buckets(distance: jax.Array) -> jax.Array:
@@ -142,7 +142,7 @@ def biased_and_masked(
     `bias_CH` is by bucket of distance, `starts_BT` the first key that each query sees; None for no bias and for key 0.
     """
     if form.has_alibi:
-        slopes_H = form.cut.part(jnp.asarray(alibi_slopes(scores_BHTS.shape[1] * form.cut.size)), 0)
+        slopes_H = form.row_group.part(jnp.asarray(alibi_slopes(scores_BHTS.shape[1] * form.row_group.size)), 0)
         distance_11TS = (s_1S - t_T1)[None, None].astype(jnp.float32)
         scores_BHTS = scores_BHTS + slopes_H[None, :, None, None] * distance_11TS
     if bias_CH is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from zero.models.part import BOTH, key, one_of
+from zero.base.keys import key, one_of
 from zero.models.positions.kind import PositionKind
 from zero.models.positions.learned import LEARNED
 from zero.models.positions.rotary import ROTARY, Rotary
@@ -31,13 +31,12 @@ class Positions(Rotary, Sinusoidal):
     """The keys that choose positions."""
 
     # arXiv 2108.12409
-    alibi_attn: bool = key(True, None, "true: ALiBi position biases; false: the key positions chooses", layers=BOTH)
+    alibi_attn: bool = key(True, None, "true: ALiBi position biases; false: the key positions chooses")
     positions: str = key(
         "learned",
         one_of(*(name for name in KINDS if name != "alibi")),
         "learned, rotary, t5 (in each layer a bias for each of 32 buckets of distance), sinusoidal, or none; "
         "all but learned need alibi_attn: false",
-        layers=BOTH,
     )
 
     def mistakes(self) -> Iterator[str]:

@@ -38,8 +38,8 @@ class PositionKind:
       added: a module, made with the model's configuration, that adds positions to embeddings `(B, T, D)`:
         `(x_BTD, position, starts_BT)` to `x_BTD`.
       turned: `(configuration, x_BTHK, y_BSGK, place)` to queries and keys that carry their positions.
-      bias: `(configuration, module, cut)` to a bias of scores by bucket of distance, `(C, H)` of this device's heads;
-        its parameters are those of the module, a layer.
+      bias: `(configuration, module, row_group)` to a bias of scores by bucket of distance, `(C, H)` of this device's
+        heads; its parameters are those of the module, a layer.
       has_alibi: scores fall linearly with distance.
       limits_context: there are no positions beyond `block_size`.
       mistakes: of the configuration, where this kind is chosen.

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from zero.models.axes import EMBED, Role, named
 from zero.models.parametrization import Initial, table_stddev
 from zero.models.positions.kind import PositionKind
 from zero.models.positions.numbers import position_numbers
@@ -22,7 +23,8 @@ class LearnedPositions(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array, position: jax.Array | int, starts_BT: jax.Array | None = None) -> jax.Array:
-        init = nn.initializers.normal(table_stddev(self.config, "positions"))
+        start = nn.initializers.normal(table_stddev(self.config, "positions"))
+        init = named(start, "positions", EMBED, role=Role.POSITIONS)
         table_TD = self.param("table", init, (self.config.block_size, self.config.embedding_dim))
         if starts_BT is None and jnp.ndim(position) == 0:
             return x_BTD + lax.dynamic_slice_in_dim(table_TD, position, x_BTD.shape[1])[None]

@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zero.base.keys import at_least, fraction, key, positive
 from zero.models.attention.kernel import fused_rotation, fuses_rotation
-from zero.models.part import AT_LEAST_ONE, FRACTION, POSITIVE, Sizes, key
+from zero.models.part import Sizes
 from zero.models.positions.kind import Place, PositionKind
 from zero.models.positions.numbers import position_numbers
 from zero.models.positions.rotary_scaling import SCALINGS, UNNAMED, forms, is_scaling
@@ -26,11 +27,11 @@ from zero.models.positions.rotary_scaling import SCALINGS, UNNAMED, forms, is_sc
 class Rotary(Sizes):
     """The keys of rotary positions."""
 
-    rotary_base: float = key(10_000.0, POSITIVE, "base of the rotary frequencies")
-    rotary_fraction: float = key(1.0, FRACTION, "fraction of a head's dimensions that is rotated")
+    rotary_base: float = key(10_000.0, positive(), "base of the rotary frequencies")
+    rotary_fraction: float = key(1.0, fraction(), "fraction of a head's dimensions that is rotated")
     rotary_dim: int | None = key(
         None,
-        AT_LEAST_ONE,
+        at_least(1),
         "dimensions of a head that are rotated; the last ones in latent attention, where these are all",
         none="rotary_fraction of head_dim",
     )
@@ -51,10 +52,10 @@ class Rotary(Sizes):
         "longer rows",
     )
     local_rotary_base: float | None = key(
-        None, POSITIVE, "base in layers with a window, where rotary_scaling then does not apply", none="rotary_base"
+        None, positive(), "base in layers with a window, where rotary_scaling then does not apply", none="rotary_base"
     )
     # arXiv 2501.18795
-    unrotated_every: int | None = key(None, AT_LEAST_ONE, "the last of every so many layers has no rotary positions")
+    unrotated_every: int | None = key(None, at_least(1), "the last of every so many layers has no rotary positions")
 
     def mistakes(self) -> Iterator[str]:
         """A scaling that is none, and layers that do not divide."""

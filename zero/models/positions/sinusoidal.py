@@ -12,17 +12,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zero.models.part import GATED_UNITS, POSITIVE, Sizes, key
+from zero.base.keys import key, positive
+from zero.models.axes import Role, named
+from zero.models.part import Sizes
 from zero.models.positions.kind import PositionKind
 from zero.models.positions.numbers import position_numbers
 
 
 @dataclass(frozen=True)
 class Sinusoidal(Sizes):
-    """The key of sines and cosines of positions, or in gated units of distances."""
+    """The key of sines and cosines of positions, or of distances."""
 
     distance_base: float = key(
-        10_000.0, POSITIVE, "base of the wavelengths of distances, and of positions: sinusoidal", layers=(GATED_UNITS,)
+        10_000.0,
+        positive(),
+        "base of the wavelengths of distances, and of positions: sinusoidal",
     )
 
 
@@ -45,7 +49,7 @@ class Sinusoids(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array, position: jax.Array | int, starts_BT: jax.Array | None = None) -> jax.Array:
-        scale = self.param("scale", nn.initializers.zeros, ())
+        scale = self.param("scale", named(nn.initializers.zeros, role=Role.POSITIONS), ())
         positions_BT = position_numbers(position, x_BTD.shape[1])[None] - (0 if starts_BT is None else starts_BT)
         return x_BTD + scale * sinusoids(positions_BT, self.config.embedding_dim, self.config.distance_base)
 

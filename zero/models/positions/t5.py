@@ -6,15 +6,17 @@ import flax.linen as nn
 import jax
 
 from zero.models.attention.scores import T5_BUCKETS
+from zero.models.axes import PER_HEAD, Role, named
 from zero.models.parametrization import Initial
 from zero.models.positions.kind import PositionKind
 from zero.partition.model_parallel import ModelParallel
 
 
-def bias_by_bucket(config: Initial, module: nn.Module, cut: ModelParallel) -> jax.Array:
+def bias_by_bucket(config: Initial, module: nn.Module, row_group: ModelParallel) -> jax.Array:
     """The biases of this device's heads, `(C, H)`: a parameter of the module."""
-    init = nn.initializers.normal(config.start.bucket_bias(config, T5_BUCKETS))
-    return cut.part(module.param("relative_bias", init, (T5_BUCKETS, config.num_head)), 1)
+    start = nn.initializers.normal(config.start.bucket_bias(config, T5_BUCKETS))
+    init = named(start, "buckets", PER_HEAD, role=Role.COEFFICIENTS)
+    return row_group.part(module.param("relative_bias", init, (T5_BUCKETS, config.num_head)), 1)
 
 
 T5 = PositionKind(bias=bias_by_bucket)

@@ -1,14 +1,15 @@
-"""The key of the further layer, which parts that count layers read as well (`zero.models.predictor`)."""
+"""The key of the further layer, which parts that count layers read as well (`zero.models.mtp`)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zero.models.part import Sizes, key
+from zero.base.keys import key
+from zero.models.part import Sizes
 
 
 @dataclass(frozen=True)
-class Depth(Sizes):
+class MtpKeys(Sizes):
     """The key of the further layer."""
 
     predictor: bool = key(

@@ -17,28 +17,30 @@ Shapes are named by suffix: B rows, T positions, D embedding
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from zero.models.axes import EMBED, Axes
+from zero.models.branch import Branch, Place
 from zero.models.elements import Dense
+from zero.models.experts import ResidualStream, no_routing
+from zero.models.mtp_keys import MtpKeys
 from zero.models.norms import Norms, make_norm
 from zero.models.parametrization import Initial, kernel_init
-from zero.models.part import PREDICTOR
+from zero.models.part import MTP_BLOCKS
 from zero.models.positions import Positions
-from zero.models.predictor_keys import Depth
 
-JOIN, PREDICTOR_NORM = "predictor_join", "predictor_norm"
-PARTS = (JOIN, PREDICTOR, PREDICTOR_NORM)  # the subtrees of its parameters
+MTP_JOIN, MTP_NORM = "predictor_join", "predictor_norm"
 
 
 @dataclass(frozen=True)
-class Predictor(Positions, Norms, Initial, Depth):
+class MtpRules(Positions, Norms, Initial, MtpKeys):
     """The rules of the further layer."""
 
     def mistakes(self) -> Iterator[str]:
@@ -56,7 +58,7 @@ class Predictor(Positions, Norms, Initial, Depth):
             yield f"predictor: true needs parametrization: standard, got {self.parametrization}"
 
 
-class Ahead(NamedTuple):
+class MtpInputs(NamedTuple):
     """What the further layer reads and predicts.
 
     Attributes:
@@ -68,10 +70,10 @@ class Ahead(NamedTuple):
     targets_BT: jax.Array
 
 
-class Join(nn.Module):
+class MtpJoin(nn.Module):
     """The input of the further layer, `(B, T, D)`, from the output of the last norm and the next tokens' embeddings."""
 
-    config: Predictor
+    config: MtpRules
     dtype: DTypeLike
 
     @nn.compact
@@ -81,5 +83,50 @@ class Join(nn.Module):
             make_norm(self.config, self.dtype, "norm_hidden")(hidden_BTD),
         ]
         width = (self.config.embedding_dim,)
-        product = Dense(width, False, self.dtype, kernel_init(self.config, "join"), name="product")
+        product = Dense(
+            width,
+            False,
+            self.dtype,
+            kernel_init(self.config, "join", Axes(("joined", EMBED))),
+            name="product",
+        )
         return product(jnp.concatenate(normed, axis=-1))
+
+
+class MtpBranch(Branch):
+    """The further layer: negative log-likelihoods in nats of tokens after the targets, `(B, T)`, from `MtpInputs`."""
+
+    key = "predictor"
+    noun = "predictor"
+    subtrees = (MTP_JOIN, MTP_BLOCKS, MTP_NORM)
+    stack = MTP_BLOCKS
+    is_left_out = True
+    words = "include the layer that predicts a further token (model.override.predictor), for speculative decoding"
+
+    def modules(self, model: Any) -> Mapping[str, nn.Module]:
+        config = model.config
+        return {
+            MTP_JOIN: model.lift(MtpJoin, MTP_JOIN)(config, model.dtype),
+            MTP_BLOCKS: model.stack_of(MTP_BLOCKS),
+            MTP_NORM: make_norm(config, model.dtype, MTP_NORM, model.lift),
+        }
+
+    def init(self, model: Any, hidden_BTD: jax.Array, place: Place) -> None:
+        stream = model.predictor_join(hidden_BTD, hidden_BTD), no_routing(model.config, len(hidden_BTD))
+        model.predictor_norm(model.run_stack(MTP_BLOCKS, stream, None, place)[0][0])
+
+    def output(
+        self, model: Any, stream: ResidualStream, inputs: MtpInputs, place: Place
+    ) -> tuple[jax.Array, ResidualStream]:
+        x_BTD, routing = stream
+        next_BTD, _ = model.embedded(inputs.tokens_BT, place._replace(keys_B=None))
+        further = model.predictor_join(next_BTD, model.norm(x_BTD)), routing
+        (further_BTD, routing), _ = model.run_stack(MTP_BLOCKS, further, None, place)
+        _, lse_BT, target_BT, _ = model.of_head(model.predictor_norm(further_BTD), inputs.targets_BT, None)
+        return lse_BT - target_BT, (x_BTD, routing)
+
+    def inputs_like(self, tokens_BT: jax.Array) -> MtpInputs:
+        return MtpInputs(tokens_BT, tokens_BT)
+
+
+MTP = MtpBranch()
