@@ -175,7 +175,7 @@ def _setup(
         product_dtype=product_dtype,
         gathers_rounded=gathers_rounded,
     )
-    tx, rate, used = tx or adamw(0.1), CountedRate(), tuple(jax.devices()[:devices])
+    tx, rate, used = tx or adamw(0.1, axes=model.axes), CountedRate(), tuple(jax.devices()[:devices])
     chosen = StepOptions(rate, SEED, micro_batches, max_norm, **options)
     layout = state_layout(model, tx, chosen)
     return Setup(model, make_programs(model, tx, chosen, used), used, layout, rate)

@@ -14,18 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zero.commands.cli import compose
+from zero.costs.compiler import Compiler, compiler_options
+from zero.costs.topology import find_devices, prepare_environment
 from zero.job.job import make_job, place_model
 from zero.job.sizes import load_sizes
+from zero.job.step_costs import compile_programs
 from zero.models.attention.delta_rule import CHUNK
 from zero.models.config import STACK, GPTConfig
 from zero.models.gpt import GPT, variable_shapes
-from zero.models.predictor import Ahead
-from zero.models.stack import ATTENTION, EXPERTS, KINDS, LAYER_INPUT, STORED, kinds_of
+from zero.models.mtp import MtpInputs
+from zero.models.stack import ATTENTION_OUTPUT, EXPERTS, KINDS, LAYER_INPUT, STORED, kinds_of
 from zero.partition.collectives.axis import Axis
-from zero.plan.compile import step_arguments
-from zero.plan.compiler import Compiler
-from zero.plan.process_per_call import ProcessPerCall
-from zero.plan.topology import find_devices, prepare_environment
+from zero.planning.compile import step_arguments
+from zero.planning.process_per_call import ProcessPerCall
 from zero.training.activations import (
     PRODUCTS_SHARE,
     Memory,
@@ -56,7 +57,7 @@ PLACES = dataclasses.replace(
     GATED, experts=4, experts_per_token=2, expert_capacity=1.5, shared_dim=24, mlp_bias=False, mlp_dim=40
 )
 SORTED = dataclasses.replace(PLACES, expert_capacity=None, first_dense=1, dense_dim=56)
-AHEAD = dataclasses.replace(PLACES, predictor=True, first_dense=1, dense_dim=56)
+MTP = dataclasses.replace(PLACES, predictor=True, first_dense=1, dense_dim=56)
 DELTA = dataclasses.replace(
     GATED, kv_heads=None, alibi_attn=False, positions="rotary", mixers=("delta",), delta_key_heads=2,
     delta_value_heads=4, delta_key_dim=16, delta_value_dim=24,
@@ -69,11 +70,11 @@ def residuals(config: GPTConfig, remat: str) -> int:
     """Bytes that the forward pass stores for the backward pass, blockwise attention."""
     gpt, tokens = GPT(config, remat=remat, blockwise_from=2), jnp.zeros((ROWS, CONTEXT), jnp.int32)
 
-    ahead = Ahead(tokens, tokens) if config.predictor else None
+    inputs = {"predictor": MtpInputs(tokens, tokens)} if config.predictor else {}
 
     def loss(variables: Any) -> jax.Array:
-        scores: Any = gpt.apply(variables, tokens, tokens, ahead=ahead, method="scores")[0]
-        return jnp.sum(scores.losses_BT) + (0.0 if ahead is None else jnp.sum(scores.ahead_BT))
+        scores: Any = gpt.apply(variables, tokens, tokens, inputs=inputs, method="scores")[0]
+        return jnp.sum(scores.losses_BT) + sum(jnp.sum(x) for x in scores.extra.values())
 
     def backward(variables: Any) -> Any:
         return jax.vjp(loss, variables)[1]
@@ -90,9 +91,9 @@ def residuals(config: GPTConfig, remat: str) -> int:
         (PLACES, ["mlp_in", "mlp", "experts", "experts+attention"]),
         (SORTED, ["mlp_in", "mlp", "experts"]),
         (DELTA, ["attention", "projections"]),
-        (AHEAD, ["experts+projections"]),
+        (MTP, ["experts+projections"]),
     ],
-    ids=["plain", "gated", "latent", "places", "sorted", "delta", "ahead"],
+    ids=["plain", "gated", "latent", "places", "sorted", "delta", "mtp"],
 )
 def test_stored_values(config: GPTConfig, policies: list[str]) -> None:
     """The numbers per position are those that a policy stores beyond the inputs of layers."""
@@ -111,9 +112,11 @@ def test_stored_values(config: GPTConfig, policies: list[str]) -> None:
 def doubled(model: ShardedGPT, kinds: Sequence[str]) -> float:
     """Numbers of 4 bytes, which count as two on TPU: log-sum-exps, the delta rule, and the places of tokens."""
     config = model.config
-    of_attention = 2 * config.num_head if config.mixers == ("attention",) else numbers_per_position(model, [ATTENTION])
+    of_attention = (
+        2 * config.num_head if config.mixers == ("attention",) else numbers_per_position(model, [ATTENTION_OUTPUT])
+    )
     of_experts = 2 * config.experts_per_token * config.expert_layers / config.layer_count if config.experts else 0
-    return of_attention * (ATTENTION in kinds) + of_experts * (EXPERTS in kinds)
+    return of_attention * (ATTENTION_OUTPUT in kinds) + of_experts * (EXPERTS in kinds)
 
 
 def test_ladder() -> None:
@@ -311,9 +314,14 @@ def estimated_and_assigned(remat: str, offload: str) -> tuple[int, int]:
     devices = find_devices("v6e-8")
     job = make_job(config, place_model(config, size, devices, 6))
     on_host = kinds_on_host(job.model)
-    choices = storage_choices(job.model, 6, 8192, Memory(job.held, math.inf), RATES)
+    choices = storage_choices(job.model, 6, 8192, Memory(job.state_bytes, math.inf), RATES)
     (estimate,) = [x.bytes for x in choices if x.model.remat == remat and kinds_on_host(x.model) == on_host]
-    compiled = Compiler(devices, True).compile(job.programs.step, *step_arguments(job, 6, 8192), whole=False)
+    compiled = compile_programs(
+        Compiler(devices, compiler_options(devices, True)),
+        job.programs.step,
+        *step_arguments(job, 6, 8192),
+        whole=False,
+    )
     return estimate, compiled.memory_analysis().peak_memory_in_bytes
 
 

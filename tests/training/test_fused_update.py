@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import jax
@@ -31,8 +31,8 @@ from tests.training.small_gpt import (
     setup,
     shapes_of,
 )
-from zero.models.gpt import STACK
-from zero.models.parametrization import rate_multipliers
+from zero.models.gpt import STACK, parameter_axes
+from zero.models.parametrization import multipliers_of
 from zero.models.stack import span_size
 from zero.training.batch import Separators
 from zero.training.ema import EMA
@@ -56,7 +56,7 @@ def by_rank_and_size() -> optax.GradientTransformation:
     def is_wide(params: Any) -> Any:
         return jax.tree.map(lambda p: p.ndim == 2 and p.size > 200, params)
 
-    own = adamw(0.1, multipliers=partial(rate_multipliers, MIXED))
+    own = adamw(0.1, axes=parameter_axes(MIXED), multipliers=multipliers_of(MIXED, parameter_axes(MIXED)))
     return optax.chain(own, optax.masked(optax.scale(0.1), is_wide))
 
 

@@ -34,7 +34,7 @@ class Setup(NamedTuple):
 def setup() -> Setup:
     """Parameters that are far from uniform, whole and on shards."""
     model = ShardedGPT(CONFIG, zero.Axis("zero", (1, 8)), 3)
-    programs = make_programs(model, adamw(0.1), StepOptions(lambda step: jnp.float32(0)))
+    programs = make_programs(model, adamw(0.1, axes=model.axes), StepOptions(lambda step: jnp.float32(0)))
     rng = np.random.default_rng(0)
     shapes = model.layout.shapes()
     whole = jax.tree.map(lambda x: rng.normal(size=x.shape, scale=0.2).astype(np.float32), shapes)

@@ -23,7 +23,7 @@ CONFIG = GPTConfig(embedding_dim=8, vocab_size=11, num_head=2, block_size=8, dro
 def make(devices: Any = None) -> int:
     """How many programs there are."""
     model = ShardedGPT(CONFIG, Axis("batch", (1, 8)), 3)
-    made = programs.make_programs(model, adamw(0.1), StepOptions(jnp.float32), devices)
+    made = programs.make_programs(model, adamw(0.1, axes=model.axes), StepOptions(jnp.float32), devices)
     inference = programs.make_inference(model, devices=devices)
     return sum(callable(program) for program in (*made, *inference))
 

@@ -72,7 +72,7 @@ def expected() -> dict[str, float]:
     embed: Any = jax.jit(partial(model.apply, method="embed"))
     stream = embed({"params": params}, read)
     result = {"activation/embedding/0": float(jnp.abs(stream[0]).mean())}
-    layer = model.layer(model.cut)
+    layer = model.layer(model.row_group)
 
     @jax.jit
     def shown(own: Any, stream: Any, number: jax.Array) -> Any:
@@ -155,7 +155,7 @@ def test_adapters_have_statistics() -> None:
     axis, used = zero.Axis("zero", (1, 3)), tuple(jax.devices()[:3])
     tuning = Tuning(Adapters(rank=2, alpha=4.0), "float32")
     model = ShardedGPT(CONFIG, axis, 3, jnp.float32, tuning=tuning)
-    programs = make_programs(model, adamw(0.1), StepOptions(RATE, SEED), used)
+    programs = make_programs(model, adamw(0.1, axes=model.axes), StepOptions(RATE, SEED), used)
     on = Setup(model, programs, used, model.layout, CountedRate())
     frozen = zero.to_devices(first_params(), model.base.layout, axis, used)
     state = programs.start(on.new_weights())

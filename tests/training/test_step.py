@@ -257,7 +257,7 @@ def test_decayed_leaves(tied: bool) -> None:
     """Weight decay applies to matrices and the vocabulary."""
     model = ShardedGPT(dataclasses.replace(CONFIG, alibi_attn=False, tied=tied), zero.Axis("zero", (1, 8)), 3)
     names = [leaf.name for leaf in model.layout.leaves]
-    chosen = jax.tree.leaves(decayed(model.layout.shapes()))
+    chosen = jax.tree.leaves(decayed(model.axes)(model.layout.shapes()))
     kernels = ("query", "key", "value", "attention_out", "mlp_in", "mlp_out")
     assert {name for name, is_decayed in zip(names, chosen, strict=True) if is_decayed} == {
         "vocabulary/table",

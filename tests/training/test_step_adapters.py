@@ -11,10 +11,10 @@ import pytest
 
 import zero
 from tests.training.small_gpt import CLIP, CONFIG, KEY, MAX_NORM, RATE, ROWS, batch, first_params, named, tokens
-from zero.models.adapters import LORA_B, MAGNITUDE, MATRICES, Adapters, combine, merged
+from zero.models.adapters import LORA_B, MAGNITUDE, Adapters, combine, merged
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
-from zero.models.gpt import GPT
+from zero.models.gpt import GPT, parameter_axes
 from zero.models.stack import KINDS
 from zero.partition.pmapped import pmap
 from zero.run.frozen_base import fit_to_base
@@ -59,13 +59,13 @@ def tuned(
         layouts: Any = {"layout": base.layout, "quantized": model.frozen_layout, "axis": axis}
         frozen = pmap(partial(quantize_shards, **layouts, codec=dtype), "zero", devices=used)(frozen)
     chosen = StepOptions(RATE, max_gradient_norm=MAX_NORM, **own)
-    return Tuned(model, make_programs(model, adamw(0.1), chosen, used), used, frozen)
+    return Tuned(model, make_programs(model, adamw(0.1, axes=model.axes), chosen, used), used, frozen)
 
 
 @cache
 def first_adapters(adapters: Adapters = ADAPTERS) -> Any:
     """Adapters in the middle of a training, whose B is not zero."""
-    shapes = adapters.shapes(first_params(SIZE))
+    shapes = adapters.shapes(first_params(SIZE), parameter_axes(SIZE))
     rng = np.random.default_rng(0)
 
     def one(path: Any, leaf: Any) -> np.ndarray:
@@ -207,7 +207,7 @@ def test_losses_equal_in_context_groups() -> None:
 def test_state_holds_adapters_alone() -> None:
     """Neither the state nor its layout has a leaf of the base, and the moments are those of adapters."""
     on = tuned(8, 3)
-    layout = state_layout(on.model, adamw(0.1))
+    layout = state_layout(on.model, adamw(0.1, axes=on.model.axes))
     params = [leaf.name for leaf in layout.leaves if leaf.name.startswith("params/")]
     assert len(params) == 2 * 7
     assert all(name.endswith(("lora_a", "lora_b")) for name in params)
@@ -225,7 +225,8 @@ def test_new_adapters_change_nothing() -> None:
         new = on.programs.init(np.stack([KEY] * devices))
         rows = tokens(0).reshape(devices, -1, 12)
         sums = on.programs.evaluate(combine(on.frozen, new), rows)
-        base = make_programs(on.model.base, adamw(0.1), StepOptions(RATE), on.devices).evaluate(on.frozen, rows)
+        tx = adamw(0.1, axes=on.model.base.axes)
+        base = make_programs(on.model.base, tx, StepOptions(RATE), on.devices).evaluate(on.frozen, rows)
         assert sums[0].item() == base[0].item()
         whole = zero.to_host(new, on.model.layout, on.model.axis) if devices == 8 else new
         found.append(named(jax.tree.map(lambda x: np.asarray(x).reshape(-1), whole)))
@@ -261,7 +262,7 @@ def test_merged_weights_score_as_adapters(adapters: Adapters) -> None:
         "zero",
         devices=on.devices,
     )
-    plain = make_programs(base, adamw(0.1), StepOptions(RATE), on.devices)
+    plain = make_programs(base, adamw(0.1, axes=base.axes), StepOptions(RATE), on.devices)
     together = merge(on.frozen, own)
     np.testing.assert_allclose(plain.evaluate(together, rows)[0].item(), adapted, rtol=1e-5)
     whole = named(merged(first_params(SIZE), first_adapters(adapters), adapters))
@@ -298,11 +299,11 @@ def test_adapter_dropout_is_per_row() -> None:
 
 def test_chosen_products_have_adapters() -> None:
     """Only the products that are named have adapters; a model without one of them goes without."""
-    shapes = Adapters(2, 2.0, targets=("query", "mlp_gate")).shapes(first_params(SIZE))
+    shapes = Adapters(2, 2.0, targets=("query", "mlp_gate")).shapes(first_params(SIZE), parameter_axes(SIZE))
     assert set(named(jax.tree.map(lambda leaf: np.zeros(leaf.shape), shapes))) == {
         f"blocks/{name}/{half}" for name in ("query", "mlp_gate") for half in ("lora_a", "lora_b")
     }
-    assert "mlp_gate" not in Adapters(2, 2.0).shapes(first_params(CONFIG))["blocks"]
+    assert "mlp_gate" not in Adapters(2, 2.0).shapes(first_params(CONFIG), parameter_axes(CONFIG))["blocks"]
     assert ROWS == len(tokens(0))
 
 
@@ -310,7 +311,7 @@ def kernels_alone() -> optax.GradientTransformation:
     """Gradient descent on what adapters of all products change: the kernels of layers."""
 
     def mask(path: Any, x: jax.Array) -> jax.Array:
-        return x if path[-1].key in MATRICES and path[0].key == "blocks" else jnp.zeros_like(x)
+        return x if path[-1].key in ("kernel", "lora_a", "lora_b") and path[0].key == "blocks" else jnp.zeros_like(x)
 
     return optax.stateless(lambda updates, params: jax.tree_util.tree_map_with_path(mask, updates))
 
@@ -342,7 +343,7 @@ def descent(rank: int | None) -> Descent:
             left, _, right = np.linalg.svd(random, full_matrices=False)
             return np.asarray(left @ right, np.float32)
 
-        start = jax.tree_util.tree_map_with_path(new, tuning.adapters.shapes(first))
+        start = jax.tree_util.tree_map_with_path(new, tuning.adapters.shapes(first, parameter_axes(SIZE)))
     return Descent(model, programs, frozen, start)
 
 

@@ -130,7 +130,8 @@ def test_gated_delta_trains_as_one_device(stage: int, context: int) -> None:
     """With documents, whose states and convolutions start anew in the middle of a piece."""
     options: dict[str, Any] = {"config": MODELS["qwen3_5"], "separators": Separators(ends=(7,))}
     got = trained(setup(8, stage, axis=axis(context), **options))
-    assert_close(got, trained(setup(1, 0, **options)), rtol=5e-5, config=MODELS["qwen3_5"])
+    # Adam makes of the tiny gradients of the decay as much on eight devices without groups.
+    assert_close(got, trained(setup(1, 0, **options)), rtol=1e-4, config=MODELS["qwen3_5"])
 
 
 @pytest.mark.parametrize(
@@ -174,7 +175,7 @@ def test_generation_with_whole_rows() -> None:
         return model.apply({"params": params}, shown, method="logits")[0]
 
     group = ContextGroup(axis(4))
-    got = jax.pmap(lambda _: logits(GPT(ODD, cut=group)), "zero")(jnp.zeros(8))
+    got = jax.pmap(lambda _: logits(GPT(ODD, row_group=group)), "zero")(jnp.zeros(8))
     np.testing.assert_allclose(got, np.broadcast_to(logits(GPT(ODD)), got.shape), rtol=1e-5, atol=1e-5)
 
 

@@ -35,13 +35,13 @@ def test_state_is_donated(stage: int) -> None:
     axis = Axis("batch", (1, 8))
     model = ShardedGPT(CONFIG, axis, stage)
     options = StepOptions(learning_rate=lambda step: jnp.float32(0.1), max_gradient_norm=1.0)
-    programs = make_programs(model, adamw(0.1), options)
+    programs = make_programs(model, adamw(0.1, axes=model.axes), options)
     key = jax.random.key_data(jax.random.key(0))
     params = programs.init(np.stack([key] * 8))
     held = buffers(params)
     state: TrainState = programs.start(params)
     assert held <= buffers(state)
-    layout, batch = state_layout(model, adamw(0.1)), Batch(np.ones((8, 1, 8), np.int32), np.arange(8))
+    layout, batch = state_layout(model, adamw(0.1, axes=model.axes)), Batch(np.ones((8, 1, 8), np.int32), np.arange(8))
     held = buffers(state)
     assert held
     for _ in range(2):

@@ -30,10 +30,9 @@ from zero.costs.hlo import bytes_by_kind, collectives
 from zero.models.config import GPTConfig
 from zero.models.experts import capacity_of
 from zero.models.families import FAMILIES
-from zero.models.gpt import GPT
+from zero.models.gpt import GPT, parameter_axes
 from zero.training.optimizers.optimizer import NAMES, make_optimizer
 from zero.training.parts import TrainState
-from zero.training.placements import is_expert_leaf
 
 DROPLESS = dataclasses.replace(
     CONFIG, dropout=0.0, mlp_dim=61, mlp_bias=False, experts=8, experts_per_token=2, normalize_router=True,
@@ -199,7 +198,7 @@ def test_tensor_groups_split_experts(name: str, stage: int) -> None:
 def test_optimizers_train_in_expert_groups(name: str) -> None:
     """Every optimizer trains in expert groups as on one device, which has all experts."""
     hyperparameters: dict[str, Any] = {"factored_from": 8} if name == "adafactor" else {}
-    tx = make_optimizer(name, 0.1, **hyperparameters)
+    tx = make_optimizer(name, 0.1, axes=parameter_axes(CAPPED), **hyperparameters)
 
     def losses(on: Setup) -> list[float]:
         return [line["loss"] for line in advance(on, on.start(), range(STEPS))[1]]
@@ -220,7 +219,7 @@ def test_bytes_sent_by_expert_groups(experts: int) -> None:
     )
     on = setup(8, 3, config=config, axis=zero.Axis.with_expert_groups("zero", 8, experts))
     leaves = on.model.layout.leaves
-    of_experts = sum(np.prod(leaf.shape) for leaf in leaves if is_expert_leaf(leaf.name))
+    of_experts = sum(np.prod(leaf.shape) for leaf in leaves if on.model.axes[leaf.name].has_experts)
     others = sum(np.prod(leaf.shape) for leaf in leaves) - of_experts
     rows, capacity = ROWS // 8, capacity_of(config, 12)
     weights = 3 * others * 7 / 8 + 3 * of_experts / experts * (1 - experts / 8)

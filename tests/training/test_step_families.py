@@ -13,7 +13,8 @@ from tests.training.small_gpt import CONFIG, Run, assert_close, assert_first_wei
 from zero.models.attention.blockwise import blockwise_attention
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
-from zero.training.objectives.multi_token import MultiToken
+from zero.models.gpt import parameter_axes
+from zero.training.objectives.mtp import Mtp
 from zero.training.optimizers.optimizer import make_optimizer
 
 # Nothing divides by 8: grouped heads of 10, windows shorter than the context of 12.
@@ -113,23 +114,21 @@ def test_every_stage_trains_as_one_device(family: str, devices: int, stage: int)
     np.testing.assert_allclose(got.metrics["gradient_norm"], norms, rtol=1e-4)
 
 
-MUON = make_optimizer("muon", 0.1)
-
-
-MULTI_TOKEN: dict[str, Any] = {"objective": MultiToken().make()}
-AHEAD = dataclasses.replace(TRAINED["deepseek_v3"], predictor=True)
+MTP: dict[str, Any] = {"objective": Mtp().objective()}
+WITH_MTP = dataclasses.replace(TRAINED["deepseek_v3"], predictor=True)
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize(
-    ("config", "objective"), [(AHEAD, MULTI_TOKEN), (TRAINED["qwen3_next"], {})], ids=["deepseek_v3", "qwen3_next"]
+    ("config", "objective"), [(WITH_MTP, MTP), (TRAINED["qwen3_next"], {})], ids=["deepseek_v3", "qwen3_next"]
 )
 def test_muon_trains_as_one_device(config: GPTConfig, objective: dict[str, Any]) -> None:
     """Its matrices are those of latent attention, of gated DeltaNet, and of a predictor's layer with experts too.
 
     Convolutions and decays are Adam's.
     """
-    options: dict[str, Any] = {"config": config, "tx": MUON, **objective}
+    muon = make_optimizer("muon", 0.1, axes=parameter_axes(config))
+    options: dict[str, Any] = {"config": config, "tx": muon, **objective}
     expected, got = run_on(setup(1, 0, **options)), run_on(setup(3, 3, **options))
     np.testing.assert_allclose(got.metrics["loss"], expected.metrics["loss"], rtol=1e-5)
 

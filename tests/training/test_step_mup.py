@@ -25,7 +25,8 @@ from tests.training.small_gpt import (
     tokens,
 )
 from zero.models.config import GPTConfig
-from zero.models.parametrization import rate_multipliers
+from zero.models.gpt import parameter_axes
+from zero.models.parametrization import multipliers_of
 from zero.training.optimizers.optimizer import MULTIPLIABLE, NAMES, make_optimizer
 
 DECAY, W = 0.1, 3
@@ -42,6 +43,7 @@ MUP = dataclasses.replace(
     mup_base_width=48 // W,
 )
 DATA = partial(tokens, context=16)
+AXES = parameter_axes(MUP)
 
 
 def is_matrix(path: Any) -> bool:
@@ -77,7 +79,8 @@ def by_optax(name: str) -> optax.GradientTransformation:
 
 @cache
 def transform(name: str, state_dtype: Any = jnp.float32, config: GPTConfig = MUP) -> optax.GradientTransformation:
-    return make_optimizer(name, DECAY, state_dtype=state_dtype, multipliers=partial(rate_multipliers, config))
+    axes = parameter_axes(config)
+    return make_optimizer(name, DECAY, axes=axes, state_dtype=state_dtype, multipliers=multipliers_of(config, axes))
 
 
 @cache
@@ -133,7 +136,7 @@ def test_base_width() -> None:
     grads = jax.tree.map(lambda p: jnp.linspace(-1, 2, p.size).reshape(p.shape), params)
     same, plain, multiplied = (
         jax.jit(tx.update)(grads, tx.init(params), params)[0]
-        for tx in (transform("adamw", config=base), make_optimizer("adamw", DECAY), transform("adamw"))
+        for tx in (transform("adamw", config=base), make_optimizer("adamw", DECAY, axes=AXES), transform("adamw"))
     )
     jax.tree.map(np.testing.assert_array_equal, same, plain)
     assert any((x != y).any() for x, y in zip(jax.tree.leaves(multiplied), jax.tree.leaves(plain), strict=True))
@@ -155,7 +158,7 @@ def test_decay_is_not_multiplied(name: str, state_dtype: Any) -> None:
     params = first_params(MUP)
     rng = np.random.default_rng(0)
     grads = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), jnp.float32), params)
-    no_decay, decayed = make_optimizer(name, 0.0, state_dtype=state_dtype), transform(name, state_dtype)
+    no_decay, decayed = make_optimizer(name, 0.0, axes=AXES, state_dtype=state_dtype), transform(name, state_dtype)
     plain, got = (jax.jit(lambda tx=tx: tx.update(grads, tx.init(params), params)[0])() for tx in (no_decay, decayed))
 
     def check(path: Any, got: jax.Array, plain: jax.Array, p: jax.Array) -> None:
@@ -219,7 +222,8 @@ def test_ten_steps_of_mu_transformer(config: GPTConfig, decay: str, scaled_eps: 
 
     weight_decay = DECAY / peak if decay == "independent" else DECAY  # as zero.job gives it
     options: dict[str, Any] = {"b2": 0.999, "eps": eps, "decay": decay, "scaled_eps": scaled_eps}
-    tx = make_optimizer("adamw", weight_decay, multipliers=partial(rate_multipliers, config), **options)
+    axes = parameter_axes(config)
+    tx = make_optimizer("adamw", weight_decay, axes=axes, multipliers=multipliers_of(config, axes), **options)
     params = expected = first_params(config)
     state, source_state, rng = tx.init(params), source.init(params), np.random.default_rng(0)
     own_update, source_update = jax.jit(tx.update), jax.jit(source.update)  # one by one they are dozens of programs
@@ -234,7 +238,9 @@ def test_ten_steps_of_mu_transformer(config: GPTConfig, decay: str, scaled_eps: 
 
 def test_multipliers_change_nothing_of_the_state() -> None:
     """So a checkpoint is read whatever the parametrization, and resumes as others do."""
-    plain, multiplied = (tx.init(first_params(MUP)) for tx in (make_optimizer("adamw", DECAY), transform("adamw")))
+    plain, multiplied = (
+        tx.init(first_params(MUP)) for tx in (make_optimizer("adamw", DECAY, axes=AXES), transform("adamw"))
+    )
     paths = [[path for path, _ in jax.tree_util.tree_leaves_with_path(state)] for state in (plain, multiplied)]
     assert paths[0] == paths[1]
 

@@ -16,9 +16,10 @@ import pytest
 import zero
 from tests.training.divisible_models import DIVISIBLE
 from tests.training.small_gpt import CONFIG, EXPERTS, STEPS, VQ, advance, assert_equal, batch, run_on, setup, shapes_of
+from zero.costs.topology import find_devices
 from zero.models.gpt import GPT, variable_shapes
 from zero.models.stack import (
-    ATTENTION,
+    ATTENTION_OUTPUT,
     KINDS,
     LAYER_INPUT,
     MLP_GATE,
@@ -32,7 +33,6 @@ from zero.models.stack import (
     to_device,
 )
 from zero.partition.pmapped import pmap
-from zero.plan.topology import find_devices
 from zero.training.activations import host_bytes, stored_bytes
 from zero.training.sharded_gpt import ShardedGPT
 
@@ -97,10 +97,10 @@ WIDTHS = {LAYER_INPUT: DEEP.embedding_dim, MLP_IN: DEEP.mlp_width, MLP_GATE: DEE
     "kinds",
     [
         (LAYER_INPUT,),
-        (ATTENTION, MLP_GATE),
+        (ATTENTION_OUTPUT, MLP_GATE),
         pytest.param((LAYER_INPUT, MLP_IN), marks=pytest.mark.wide),
         pytest.param((MLP_IN, MLP_GATE), marks=pytest.mark.wide),
-        pytest.param((LAYER_INPUT, ATTENTION, MLP_IN, MLP_GATE), marks=pytest.mark.wide),
+        pytest.param((LAYER_INPUT, ATTENTION_OUTPUT, MLP_IN, MLP_GATE), marks=pytest.mark.wide),
     ],
     ids="+".join,
 )
@@ -111,7 +111,7 @@ def test_kinds_lie_where_they_are_placed(kinds: tuple[str, ...]) -> None:
     model = ShardedGPT(DEEP, zero.Axis("zero", (1, 1)), 3, remat=remat, offload=kinds, blockwise_from=2)
     assert bytes_of(placed[HOST]) == pytest.approx(host_bytes(model, ROWS, CONTEXT), rel=0.06)
     shapes = [aval.shape for aval in placed[HOST]]
-    assert len(shapes) == len(kinds) + (ATTENTION in kinds)  # which has its log-sum-exp
+    assert len(shapes) == len(kinds) + (ATTENTION_OUTPUT in kinds)  # which has its log-sum-exp
     products = [(DEEP.N, ROWS, CONTEXT, WIDTHS[kind]) for kind in kinds if kind in WIDTHS]
     assert sorted(shape for shape in shapes if shape[1:3] == (ROWS, CONTEXT)) == sorted(products)
     assert sorted([*shapes, *stacks_on_device(placed)]) == sorted(aval.shape for aval in whole[HOST])
@@ -132,7 +132,7 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "stage 2 on three devices": (3, 2, {"remat": "mlp_in+projections", "micro_batches": 2}),
     "stage 1 on one device": (1, 1, {"remat": "dots"}),
     "in part": (3, 3, {"remat": "mlp+attention", "blockwise_from": 2, "offload": (LAYER_INPUT, MLP_IN)}),
-    "attention only": (8, 3, {"remat": "mlp_in+attention", "offload": (ATTENTION,)}),
+    "attention only": (8, 3, {"remat": "mlp_in+attention", "offload": (ATTENTION_OUTPUT,)}),
     "fused": (8, 3, {**FUSED, "config": DEEP, "remat": "nested"}),
     "stage 0": (8, 0, {"remat": "mlp+attention", "blockwise_from": 2}),
     "nested": (3, 3, {"config": DEEP, "remat": "nested"}),

@@ -29,10 +29,11 @@ from tests.training.small_gpt import (
     setup,
     shapes_of,
 )
+from zero.models.gpt import parameter_axes
 from zero.training.ema import EMA
 from zero.training.optimizers.optimizer import adamw, convert_state, decayed
 
-INT8 = adamw(0.1, state_dtype=jnp.int8)
+INT8 = adamw(0.1, axes=parameter_axes(PLAIN), state_dtype=jnp.int8)
 FORMS: dict[str, dict[str, Any]] = {
     "int8 moments": {"tx": INT8},
     "and bfloat16 weights": {"tx": INT8, "master_dtype": jnp.bfloat16, "gradient_dtype": jnp.bfloat16},
@@ -65,7 +66,7 @@ def test_bytes_per_device(form: str) -> None:
     held = [sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))]
     assert held == [on.layout.bytes_per_device()]
     by_leaf = {leaf.name: leaf.dtype for leaf in on.layout.leaves}
-    is_matrix = named(decayed(on.model.layout.shapes()))
+    is_matrix = named(decayed(on.model.axes)(on.model.layout.shapes()))
     for name, matrix in is_matrix.items():
         weights: Any = jnp.bfloat16 if "bfloat16" in form else np.float32
         wanted: Any = (weights, np.int8, np.uint8) if matrix else (np.float32,) * 3

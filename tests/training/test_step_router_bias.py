@@ -29,9 +29,9 @@ from tests.training.small_gpt import (
 from zero.exchange.warm_start import merged_weights
 from zero.models.adapters import Adapters, merged
 from zero.models.config import GPTConfig
-from zero.models.gpt import GPT
+from zero.models.gpt import GPT, parameter_axes
 from zero.models.router import ROUTER_BIAS
-from zero.training.objectives.multi_token import MultiToken
+from zero.training.objectives.mtp import Mtp, mtp_inputs
 from zero.training.optimizers.optimizer import adamw
 from zero.training.parts import StepOptions
 from zero.training.programs import make_programs
@@ -47,9 +47,9 @@ BALANCED = dataclasses.replace(
 )  # fmt: skip
 
 
-AHEAD = dataclasses.replace(BALANCED, predictor=True)
-MULTI_TOKEN = MultiToken().make()
-OBJECTIVES: dict[GPTConfig, dict[str, Any]] = {BALANCED: {}, AHEAD: {"objective": MULTI_TOKEN}}
+WITH_MTP = dataclasses.replace(BALANCED, predictor=True)
+MTP = Mtp().objective()
+OBJECTIVES: dict[GPTConfig, dict[str, Any]] = {BALANCED: {}, WITH_MTP: {"objective": MTP}}
 
 
 def bias_of(state: Any) -> np.ndarray:
@@ -74,16 +74,16 @@ def test_bias_moves_by_the_load_of_all_rows() -> None:
 
     The router of the further layer is the last one.
     """
-    variables = {"params": first_params(AHEAD), **first_collections(AHEAD)}
+    variables = {"params": first_params(WITH_MTP), **first_collections(WITH_MTP)}
     rows = tokens(0)
     inputs = np.where(rows < 0, ~rows, rows)
-    apply: Any = jax.jit(partial(GPT(AHEAD).apply, method="scores"))
+    apply: Any = jax.jit(partial(GPT(WITH_MTP).apply, method="scores"))
     targets = np.concatenate([rows[:, 1:], np.full((ROWS, 1), -1)], axis=1)
-    on = setup_of(8, 3, config=AHEAD)
-    scores = apply(variables, inputs, targets, ahead=on.model.ahead(rows))[0]
+    on = setup_of(8, 3, config=WITH_MTP)
+    scores = apply(variables, inputs, targets, inputs={"predictor": mtp_inputs(on.model, rows)})[0]
     loss = np.asarray(scores.losses_BT)[targets >= 0].mean()
     counts = np.asarray(scores.routing.choices_LE)
-    assert np.array_equal(counts.sum(-1), [2 * ROWS * inputs.shape[1]] * AHEAD.N)
+    assert np.array_equal(counts.sum(-1), [2 * ROWS * inputs.shape[1]] * WITH_MTP.N)
     state, (metrics,) = advance(on, on.start(), range(1))
     assert metrics["next_loss"] == pytest.approx(loss, rel=1e-5)
     share_max = (counts / counts.sum(-1, keepdims=True)).max(-1).mean()
@@ -107,7 +107,7 @@ WITH_PREDICTOR = [(1, 3, 1), (3, 0, 1), (3, 3, 2), (8, 0, 1), (8, 3, 1)]
     ("devices", "stage", "micro_batches", "config"),
     [
         *(pytest.param(*case, BALANCED, marks=pytest.mark.wide) for case in WIDE),
-        *(pytest.param(*case, AHEAD, marks=pytest.mark.wide) for case in WITH_PREDICTOR),
+        *(pytest.param(*case, WITH_MTP, marks=pytest.mark.wide) for case in WITH_PREDICTOR),
         *(pytest.param(*case, BALANCED, marks=pytest.mark.slow) for case in ALL if case not in WIDE),
     ],
     ids=lambda x: None if isinstance(x, int) else "predictor" if x.predictor else "layers",
@@ -129,9 +129,9 @@ AXES = {
     "name", [pytest.param("copies", marks=pytest.mark.slow), pytest.param("expert groups", marks=pytest.mark.wide)]
 )
 def test_groups_train_as_one_device(name: str) -> None:
-    got = run_on(setup_of(8, 3, config=AHEAD, axis=AXES[name]))
-    assert_close(got, on_one_device(AHEAD), rtol=1e-5, config=AHEAD)
-    np.testing.assert_array_equal(bias_of(got.state), bias_of(on_one_device(AHEAD).state))
+    got = run_on(setup_of(8, 3, config=WITH_MTP, axis=AXES[name]))
+    assert_close(got, on_one_device(WITH_MTP), rtol=1e-5, config=WITH_MTP)
+    np.testing.assert_array_equal(bias_of(got.state), bias_of(on_one_device(WITH_MTP).state))
 
 
 @pytest.mark.wide
@@ -145,7 +145,7 @@ def test_tensor_groups_count_each_token_once() -> None:
 
 
 def test_skipped_updates_leave_the_bias() -> None:
-    on = setup_of(8, 3, config=AHEAD)
+    on = setup_of(8, 3, config=WITH_MTP)
     state = on.start()
     poisoned = jax.tree.map(lambda x: x * jnp.nan, state.params["norm"])
     skipped, _ = advance(on, state._replace(params={**state.params, "norm": poisoned}), range(1))
@@ -174,7 +174,8 @@ def test_adapters_beside_a_frozen_bias() -> None:
     model = ShardedGPT(BALANCED, axis, 3, jnp.float32, tuning=Tuning(adapters))
     rng = np.random.default_rng(0)
     params = first_params(BALANCED)
-    own = jax.tree.map(lambda leaf: rng.normal(0, 0.1, leaf.shape).astype(np.float32), adapters.shapes(params))
+    shapes = adapters.shapes(params, parameter_axes(BALANCED))
+    own = jax.tree.map(lambda leaf: rng.normal(0, 0.1, leaf.shape).astype(np.float32), shapes)
     assert {"mlp_in", "mlp_gate"} & {*own["blocks"]} and "mlp_in" in own["first_blocks"]
     bias = jax.tree.map(lambda x: rng.normal(0, 0.2, x.shape).astype(np.float32), first_collections(BALANCED))
     layouts = model.base.collection_layouts
@@ -182,7 +183,7 @@ def test_adapters_beside_a_frozen_bias() -> None:
         **zero.to_devices(params, model.base.layout, axis),
         **{name: zero.to_devices(bias[name], layout, axis) for name, layout in layouts.items()},
     }
-    programs = make_programs(model, adamw(0.1), StepOptions(LearningRate(0.1, 0.1, 1, 2)))
+    programs = make_programs(model, adamw(0.1, axes=model.axes), StepOptions(LearningRate(0.1, 0.1, 1, 2)))
     state = programs.start(zero.to_devices(own, model.layout, axis))
     rows = batch(setup(8, 3, config=BALANCED), 0)
     state, metrics = programs.step(state, rows, frozen)

@@ -91,7 +91,7 @@ def test_gated_delta_trains_as_one_device(stage: int) -> None:
     """Heads of gated DeltaNet are cut, beside gated attention, partial rotary positions, experts and a gated MLP."""
     options: dict[str, Any] = {"config": MODELS["qwen3_next"], "separators": Separators(ends=(7,))}
     got = trained(setup(8, stage, axis=axis(stage, 2), **options))
-    assert_close(got, trained(setup(1, 0, **options)), rtol=1e-5, config=MODELS["qwen3_next"])
+    assert_close(got, trained(setup(1, 0, **options)), rtol=2e-5, config=MODELS["qwen3_next"])
 
 
 _MIXTURE: dict[str, Any] = {"experts": 4, "experts_per_token": 2, "mlp_bias": False, "first_dense": 1}
@@ -114,7 +114,7 @@ def test_sizes_that_the_devices_do_not_divide(
     model = ShardedGPT(config, zero.Axis.with_tensor_groups("zero", devices, 2, 1), 3, tuning=tuning)
     message = f"zero.tensor_shards=2: {leaf} along which it is cut, does not divide over {devices} devices"
     with pytest.raises(UserError, match=message):
-        state_layout(model, make_optimizer("adamw", 0.1), StepOptions(RATE))
+        state_layout(model, make_optimizer("adamw", 0.1, axes=model.axes), StepOptions(RATE))
         _ = model.frozen_layout
 
 

@@ -17,6 +17,7 @@ import pytest
 import zero
 from tests.training.divisible_models import DIVISIBLE
 from tests.training.small_gpt import EXPERTS, PLAIN, STEPS, Setup, advance, batch, bits, setup
+from zero.models.gpt import parameter_axes
 from zero.models.stack import KINDS
 from zero.partition import host_blocks
 from zero.partition.checksums import examine
@@ -57,8 +58,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "context groups": (8, {"axis": zero.Axis("zero", (1, 8), context=2), "blockwise_from": 2}),
     "experts": (8, {"config": EXPERTS}),
     "an average": (8, {"ema_decay": 0.9}),
-    "moments of a byte": (8, {"tx": make_optimizer("adamw", 0.1, state_dtype=jnp.int8)}),
-    "lion": (8, {"tx": make_optimizer("lion", 0.1)}),
+    "moments of a byte": (8, {"tx": make_optimizer("adamw", 0.1, axes=parameter_axes(DEEP), state_dtype=jnp.int8)}),
+    "lion": (8, {"tx": make_optimizer("lion", 0.1, axes=parameter_axes(DEEP))}),
 }
 CASES = {name: (devices, options | {"remat": "full"}) for name, (devices, options) in CASES.items()}
 CASES |= {"spans": (8, {}), "spans, on three devices": (3, {})}

@@ -14,8 +14,7 @@ import zero
 from tests.training.small_gpt import CLIP, RATE, ROWS, SEED, VQ, batch, first_collections, first_params, named, setup
 from zero.models.codebook import update_codebook, with_commitment
 from zero.models.config import GPTConfig
-from zero.models.gated_unit import UNITS, empty_memory
-from zero.models.gpt import GPT
+from zero.models.gpt import GPT, empty_memory
 from zero.training.parts import TrainState
 
 PARTS = 2
@@ -49,7 +48,7 @@ def on_one_device(config: GPTConfig) -> tuple[list[float], dict[str, np.ndarray]
     state = jax.jit(tx.init)(params)
     tokens = np.pad(rows(0), ((0, 0), (0, 1)), constant_values=-1)
     length = rows(0).shape[1] // PARTS
-    memory = empty_memory(config, (config.N, UNITS, ROWS), config.vq_block, jnp.float32)
+    memory = empty_memory(config, ROWS, jnp.float32)
     keys = jax.vmap(partial(jax.random.fold_in, jax.random.fold_in(jax.random.key(SEED), 0)))(jnp.arange(ROWS))
 
     @partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
@@ -128,7 +127,7 @@ def test_parts_of_a_row_are_the_row() -> None:
     variables = {"params": first_params(config), **first_collections(config)}
     tokens = np.abs(rows(0, 13))
     whole: Any = jax.jit(model.apply)(variables, tokens[:, :-1], tokens[:, 1:])
-    memory = empty_memory(config, (config.N, UNITS, ROWS), config.vq_block, jnp.float32)
+    memory = empty_memory(config, ROWS, jnp.float32)
     compiled = jax.jit(partial(losses_of_part, model, keys=None))
     for number in range(PARTS):
         part = tokens[:, 6 * number : 6 * number + 7]

@@ -14,7 +14,7 @@ from zero.models.attention.tpu_kernels import TPU_KERNELS
 from zero.models.config import STACK, GPTConfig
 from zero.models.mixers import MIXERS, numbers_per_layer, weights_per_layer
 from zero.models.part import ATTENTION as ATTENTION_MIXER
-from zero.models.stack import ATTENTION, EXPERTS, LAYER_INPUT, MLP_GATE, MLP_IN, PROJECTIONS, kinds_of
+from zero.models.stack import ATTENTION_OUTPUT, EXPERTS, LAYER_INPUT, MLP_GATE, MLP_IN, PROJECTIONS, kinds_of
 from zero.training.sharded_gpt import ShardedGPT
 
 
@@ -46,9 +46,9 @@ def forward_bytes(model: ShardedGPT, rows: int, context: int) -> int:
     return max(size.period * _layer_bytes(model, rows, context), logits)
 
 
-def _entries(size: GPTConfig) -> int:
+def _entries(model_config: GPTConfig) -> int:
     """Entries of the stacks of layers, each of which stores its input."""
-    return size.first_dense + size.scanned_layers + size.predictor
+    return model_config.first_dense + model_config.scanned_layers + model_config.layer_count - model_config.N
 
 
 def kinds_on_host(model: ShardedGPT) -> tuple[str, ...]:
@@ -135,13 +135,13 @@ def _forward_bytes_of_layer(model: ShardedGPT, rows: int, context: int) -> int:
     return (numbers + scores) // _parts(model)
 
 
-def _further_numbers(size: GPTConfig) -> int:
+def _further_numbers(model_config: GPTConfig) -> int:
     """Numbers per position that a layer computes in addition to the formula's: for wider heads, states and experts."""
-    heads = max(MIXERS[mixer].further(size) for mixer in size.mixers)
-    if size.experts is None:
+    heads = max(MIXERS[mixer].transient_floats(model_config) for mixer in model_config.mixers)
+    if model_config.experts is None:
         return heads
-    of_choice = 2 * size.embedding_dim + (3 if size.gated else 2) * size.mlp_width
-    return heads + math.ceil(size.places_per_position * of_choice)
+    of_choice = 2 * model_config.embedding_dim + (3 if model_config.gated else 2) * model_config.mlp_width
+    return heads + math.ceil(model_config.places_per_position * of_choice)
 
 
 def numbers_per_position(model: ShardedGPT, kinds: Sequence[str]) -> int:
@@ -162,7 +162,7 @@ _LONG = 4096  # positions; a kernel's attention takes longer to compute again th
 def ladder(model: ShardedGPT, context: int) -> tuple[str, ...]:
     """Policies ordered by memory; each saves time (docs/decisions/attention.md)."""
     size = model.config
-    if size.layer != "transformer":
+    if size.alone is not None:
         return ("full",)
     if model.kernel == "cudnn":
         # Without a loop an H200 took its first step after 31 s in place of 17; with products in float8 it took none
@@ -215,9 +215,9 @@ def seconds_by_kind(model: ShardedGPT, rows: int, context: int, rates: Rates) ->
     shares = model.axis.context * _parts(model)
     of_parameter = 2 * rows * context / shares / rates.products
     of_mlp = of_parameter * size.embedding_dim * size.hidden_width
-    of_mixers = [MIXERS[mixer].operations(size, context) / rates.mixers[mixer] for mixer in size.mixers]
+    of_mixers = [MIXERS[mixer].flops(size, context) / rates.mixers[mixer] for mixer in size.mixers]
     return {
-        ATTENTION: rows / shares * sum(of_mixers) / len(of_mixers),
+        ATTENTION_OUTPUT: rows / shares * sum(of_mixers) / len(of_mixers),
         PROJECTIONS: of_parameter * weights_per_layer(size),
         MLP_IN: of_mlp,
         MLP_GATE: of_mlp if size.gated else 0.0,
@@ -272,12 +272,12 @@ class Memory(NamedTuple):
     """Bytes that limit what a device stores.
 
     Attributes:
-      held: of a device between steps.
+      state_bytes: of a device between steps.
       capacity: of a device.
       host: of the host's memory, for each of its devices.
     """
 
-    held: int
+    state_bytes: int
     capacity: float
     host: float = math.inf
 
@@ -305,19 +305,19 @@ def storage_choices(model: ShardedGPT, rows: int, context: int, memory: Memory, 
 
     Policies that store more come first. Arguments as for `with_fitting_storage`.
     """
-    fixed = _fixed_bytes(model, memory.held)
+    fixed = _fixed_bytes(model, memory.state_bytes)
     candidates = _candidates(model, context)
     return [_choice(candidate, rows, context, fixed, memory, rates) for candidate in candidates]
 
 
-def _fixed_bytes(model: ShardedGPT, held: int) -> int:
+def _fixed_bytes(model: ShardedGPT, state_bytes: int) -> int:
     """Bytes of a device besides activations: state, gradients, and three layers.
 
     Of these one computes, one is its gradient, and one is gathered.
     """
     trained = sum(math.prod(leaf.shard_shape) for leaf in model.layout.leaves)
     gradients = trained * jnp.dtype(model.gradient_dtype).itemsize
-    return held + gradients + 3 * _layer_parameters(model) * jnp.dtype(model.compute_dtype).itemsize
+    return state_bytes + gradients + 3 * _layer_parameters(model) * jnp.dtype(model.compute_dtype).itemsize
 
 
 def _choice(model: ShardedGPT, rows: int, context: int, fixed: int, memory: Memory, rates: Rates) -> Choice:
@@ -359,5 +359,5 @@ def with_fitting_storage(model: ShardedGPT, rows: int, context: int, memory: Mem
     if fitting:
         chosen = min(fitting, key=lambda choice: (choice.seconds, choice.host_bytes)).model
     in_pairs = dataclasses.replace(chosen, chunks_at_once=2)
-    fits_in_pairs = _choice(in_pairs, rows, context, _fixed_bytes(model, memory.held), memory, rates).fits
+    fits_in_pairs = _choice(in_pairs, rows, context, _fixed_bytes(model, memory.state_bytes), memory, rates).fits
     return in_pairs if model.config.vocab_chunks > 1 and fits_in_pairs else chosen

@@ -20,5 +20,5 @@ def _follow(name: str, collection: Collection) -> Average:
     """An average that applies the update rule of one of the model's collections."""
     return Average(
         init=lambda params, collections: collections[name],
-        update=lambda state, tried, updates, key: collection.update(state, tried.collection_gradients[name], key),
+        update=lambda state, result, updates, key: collection.update(state, result.collection_gradients[name], key),
     )

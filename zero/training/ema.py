@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zero.config.constraints import ONE
-from zero.config.keys import Check, key
+from zero.base.keys import ONE, Check, key
 from zero.partition.layout import PyTree
 from zero.training.parts import Average
 
@@ -18,7 +17,7 @@ EMA = "ema"  # its name among the averages of a state
 
 
 @dataclass(frozen=True)
-class Keys:
+class EmaKeys:
     """The key of the average, in section `training`."""
 
     ema: float | None = key(
@@ -34,7 +33,7 @@ def make_ema(decay: float) -> Average:
     """A float32 average of the parameters, updated by `update_ema`."""
     return Average(
         init=lambda params, collections: jax.tree.map(lambda p: p.astype(jnp.float32), params),
-        update=lambda ema, tried, updates, key: update_ema(ema, tried.params, decay, updates),
+        update=lambda ema, result, updates, key: update_ema(ema, result.params, decay, updates),
     )
 
 

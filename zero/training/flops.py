@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxprs_in_params
 
+from zero.models.branches import branches_of
 from zero.models.config import GPTConfig
 from zero.models.gpt import GPT, variable_shapes
 from zero.models.part import ATTENTION
-from zero.models.predictor import Ahead
 
 
 def model_flops(config: GPTConfig, rows: int, context: int, *, frozen: bool = False) -> int:
@@ -23,7 +23,7 @@ def model_flops(config: GPTConfig, rows: int, context: int, *, frozen: bool = Fa
     The backward pass of a matrix product is two products of the same size, so this is three times the forward pass; it
     is one where the parameters are `frozen`, whose adapters are not counted.
     Attention counts all positions of the row, as in the source, or the positions of the window; the delta rule counts
-    the products of its chunks. A predictor counts with its scores.
+    the products of its chunks. Branches count with their outputs.
 
     Source: "model FLOPs" of Chowdhery et al., PaLM, arXiv 2204.02311, appendix B.
     """
@@ -35,8 +35,8 @@ def model_flops(config: GPTConfig, rows: int, context: int, *, frozen: bool = Fa
     tokens = jax.ShapeDtypeStruct((rows, context), jnp.int32)
 
     def forward(variables: Any, tokens: jax.Array) -> Any:
-        ahead = Ahead(tokens, tokens) if config.predictor else None
-        return model.apply(variables, tokens, tokens, ahead=ahead, method="scores")
+        inputs = {branch.key: branch.inputs_like(tokens) for branch in branches_of(config)}
+        return model.apply(variables, tokens, tokens, inputs=inputs, method="scores")
 
     products = matmul_flops(jax.make_jaxpr(forward)(variables, tokens).jaxpr)
     unseen = sum(context - min(context, window or context) for window in config.windows)

@@ -27,26 +27,26 @@ from zero.partition.layout import Layout, LeafLayout, PyTree, Split
 from zero.partition.sharded_optimizer import Squares, clip, norm_of, on_shards, squares
 from zero.training.batch import Batch
 from zero.training.optimizers.optimizer import clip_values, scaled, stack_and_rest
-from zero.training.parts import Attempt, StepOptions, TrainState, Tried, unless
+from zero.training.parts import StepOptions, TrainState, Update, UpdateResult, unless
 from zero.training.sharded_gpt import ShardedGPT
 
 
-def fused_update(model: ShardedGPT, tx: optax.GradientTransformation, options: StepOptions) -> Attempt:
+def fused_update(model: ShardedGPT, tx: optax.GradientTransformation, options: StepOptions) -> Update:
     """An attempt that updates each layer inside the backward pass.
 
-    It already leaves a part unchanged if its gradient is not finite, so `settle` has nothing to undo.
+    It already leaves a part unchanged if its gradient is not finite, so `accept` has nothing to undo.
 
     Raises:
       ValueError: an option needs the whole gradient.
 
-    `run` raises:
+    `compute` raises:
       NotElementwiseError: `tx` needs other devices, or other layers.
     """
     size = span_of(model, options)
     on_host = LAYER_INPUT in model.offload
     model = dataclasses.replace(model, sums_copies=True)
 
-    def run(state: TrainState, frozen: PyTree, batch: Batch, rate: jax.Array, key: jax.Array) -> Tried:
+    def compute(state: TrainState, frozen: PyTree, batch: Batch, rate: jax.Array, key: jax.Array) -> UpdateResult:
         objective = options.objective
         keys = model.dropout_keys(key, batch)
         terms = objective.count_all(model, batch.tokens)
@@ -62,9 +62,9 @@ def fused_update(model: ShardedGPT, tx: optax.GradientTransformation, options: S
             options=options,
         )
         metrics = model.metrics(routing, batch) | objective.means(model, sums, terms)
-        return Tried(params, opt_state, loss, norm, is_bad, {}, metrics)
+        return UpdateResult(params, opt_state, loss, norm, is_bad, {}, metrics)
 
-    return Attempt(run, lambda is_skipped, tried, state: (tried.params, tried.opt_state))
+    return Update(compute, lambda is_skipped, result, state: (result.params, result.opt_state))
 
 
 def span_of(model: ShardedGPT, options: StepOptions) -> int:
@@ -103,7 +103,7 @@ def layered_loss(
 ) -> LayeredLoss:
     """The objective of a device's rows, over the number of `terms` of the global batch."""
     tokens_in, targets, starts = model.inputs(batch.tokens)
-    module: Any = model.gpt.layer(model.cut)
+    module: Any = model.gpt.layer(model.row_group)
 
     def embed(params: PyTree) -> ResidualStream:
         return model.apply({"params": params}, tokens_in, keys, starts, method="embed")
@@ -113,9 +113,9 @@ def layered_loss(
         return stream
 
     def score(params: PyTree, stream: ResidualStream) -> tuple[jax.Array, Any]:
-        candidates = model.own_positions(options.objective.candidates_in(batch.extra))
-        scores = model.apply({"params": params}, stream, targets, candidates, method="score")
-        total, sums = options.objective.total(model, scores, batch)
+        inputs = jax.tree.map(model.own_positions, options.objective.inputs(model, batch))
+        scores = model.apply({"params": params}, stream, targets, inputs, method="score")
+        total, sums = options.objective.sum_losses(model, scores, batch)
         return total / terms, (scores.routing, sums)
 
     return LayeredLoss(embed, layer, score)

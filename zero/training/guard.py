@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from zero.config.constraints import at_least, positive
-from zero.config.keys import Mistakes, key
-from zero.training.parts import Guard, GuardState, StepOptions, Tried
+from zero.base.keys import Mistakes, at_least, key, positive
+from zero.training.parts import Guard, GuardState, StepOptions, UpdateResult
 
 # As in OLMo-core's SkipStepOptimizer: statistics of about 128 updates, used from the 64th on.
 _DECAY = 1 - 1 / 128
@@ -17,7 +16,7 @@ _JUDGED_BY = 64
 
 
 @dataclass(frozen=True)
-class Keys:
+class GuardKeys:
     """Which updates are skipped: keys of section `training`."""
 
     max_skipped_in_a_row: int = key(
@@ -52,12 +51,12 @@ def init_guard() -> GuardState:
 def make_guard(options: StepOptions) -> Guard:
     """A guard that decides from sums over all devices, so that all decide alike."""
 
-    def judge(state: GuardState, tried: Tried) -> tuple[jax.Array | bool, GuardState]:
-        seen = jnp.stack([tried.loss, tried.norm])
+    def judge(state: GuardState, result: UpdateResult) -> tuple[jax.Array | bool, GuardState]:
+        seen = jnp.stack([result.loss, result.norm])
         is_spiking: jax.Array | bool = False
         if options.skip_spikes is not None:
-            is_spiking = jnp.isfinite(tried.norm) & is_spike(state.running, seen, options.skip_spikes)
-        is_skipped = tried.is_bad | is_spiking if options.skip_bad_steps else is_spiking
+            is_spiking = jnp.isfinite(result.norm) & is_spike(state.running, seen, options.skip_spikes)
+        is_skipped = result.is_bad | is_spiking if options.skip_bad_steps else is_spiking
         skipped = jnp.asarray(is_skipped, jnp.int32)
         is_counted = jnp.isfinite(seen).all() & (skipped == 0)
         return is_skipped, GuardState(

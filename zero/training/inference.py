@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from zero.models.gpt import init_cache
-from zero.models.layers import AnyCache
+from zero.models.mixers import Caches
 from zero.partition.layout import PyTree
 from zero.training.batch import Batch, document_starts, token_ids
 from zero.training.objectives.objective import LIKELIHOOD, Objective
@@ -44,11 +44,10 @@ def evaluate_step(
 
     def add(sums: PyTree, rows: tuple[jax.Array, Mapping[str, jax.Array]]) -> tuple[PyTree, None]:
         tokens, extra = rows
-        scores = model.scores(
-            variables, tokens, None, objective.candidates_in(extra), looks_ahead=objective.looks_ahead
-        )
-        total, more = objective.total(model, scores, Batch(tokens, jnp.int32(0), extra))
-        return jax.tree.map(jnp.add, sums, (total, objective.count(model, tokens), more)), None
+        batch = Batch(tokens, jnp.int32(0), extra)
+        scores = model.scores(variables, tokens, None, objective.inputs(model, batch))
+        total, more = objective.sum_losses(model, scores, batch)
+        return jax.tree.map(jnp.add, sums, (total, objective.count_terms(model, tokens), more)), None
 
     parts = jax.tree.map(lambda x: x.reshape(micro_batches, -1, *x.shape[1:]), (tokens, extra))
     zeros = jnp.float32(0), jnp.int32(0), objective.zeros()
@@ -71,11 +70,11 @@ def score(params: PyTree, tokens: jax.Array, *, model: ShardedGPT) -> tuple[jax.
 
 
 def score_on(
-    params: PyTree, tokens: jax.Array, cache: AnyCache, position: jax.Array, *, model: ShardedGPT
-) -> tuple[jax.Array, jax.Array, AnyCache]:
+    params: PyTree, tokens: jax.Array, cache: Caches, position: jax.Array, *, model: ShardedGPT
+) -> tuple[jax.Array, jax.Array, Caches]:
     """`score` of rows that continue a cache at `position`, and the cache with all tokens but the last added.
 
-    For gated units, whose cache has a constant size: long rows are scored in parts, with the same result.
+    Of models with memory, whose cache has a constant size, long rows are scored in parts, with the same result.
     """
     tokens = token_ids(tokens)
     variables = model.gather_params(params)
@@ -127,7 +126,7 @@ class DecodeState(NamedTuple):
 
     tokens: jax.Array
     position: jax.Array
-    cache: AnyCache
+    cache: Caches
     logits: jax.Array
 
 
@@ -144,7 +143,7 @@ def prefill(params: PyTree, tokens: jax.Array, length: jax.Array, *, model: Shar
     """
     if model.config.has_learned_positions:
         width = min(width, model.config.block_size)
-    cache = init_cache(model.config, tokens.shape[0], tokens.shape[1], model.compute_dtype, model.cut, length)
+    cache = init_cache(model.config, tokens.shape[0], tokens.shape[1], model.compute_dtype, model.row_group, length)
     read = jnp.maximum(tokens[:, :width], 0)
     logits, cache = model.apply(model.gather_params(params), read, cache, 0, last=length - 1, method="logits")
     return DecodeState(tokens, length, cache, logits)

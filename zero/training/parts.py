@@ -13,8 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from zero.config.constraints import SMALLEST, at_least
-from zero.config.keys import Check, key
+from zero.base.keys import SMALLEST, Check, at_least, key
 from zero.partition.layout import PyTree
 from zero.training.batch import Batch
 from zero.training.objectives.objective import LIKELIHOOD, Objective
@@ -61,7 +60,7 @@ class TrainState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Keys:
+class GradientKeys:
     """The keys of a step's gradient, in section `training`."""
 
     gradient_accumulation_steps: int = key(
@@ -116,7 +115,7 @@ class StepOptions:
     parts: int = 1
 
 
-class Tried(NamedTuple):
+class UpdateResult(NamedTuple):
     """The result of one attempted update. All but the shards are the same on every device.
 
     Attributes:
@@ -139,21 +138,22 @@ class Tried(NamedTuple):
     memory: PyTree = None
 
 
-class Attempt(NamedTuple):
+class Update(NamedTuple):
     """How an update is computed.
 
     Attributes:
-      run: `(state, frozen parameters, this device's rows, learning rate, the step's random key)` to a `Tried`.
-      settle: `(is_skipped, tried, state)` to the parameters and optimizer state to keep: the old ones if skipped.
+      compute: `(state, frozen parameters, this device's rows, learning rate, the step's random key)` to an
+        `UpdateResult`.
+      accept: `(is_skipped, result, state)` to the parameters and optimizer state to keep: the old ones if skipped.
         `is_skipped` is a traced bool, or the constant False where nothing is ever skipped.
     """
 
-    run: Callable[[TrainState, PyTree, Batch, jax.Array, jax.Array], Tried]
-    settle: Callable[[jax.Array | bool, Tried, TrainState], tuple[PyTree, PyTree]]
+    compute: Callable[[TrainState, PyTree, Batch, jax.Array, jax.Array], UpdateResult]
+    accept: Callable[[jax.Array | bool, UpdateResult, TrainState], tuple[PyTree, PyTree]]
 
 
-# Which updates are skipped: `(its state, tried)` to `is_skipped`, the same on every device, and its next state.
-Guard = Callable[[GuardState, Tried], tuple[jax.Array | bool, GuardState]]
+# Which updates are skipped: `(its state, result)` to `is_skipped`, the same on every device, and its next state.
+Guard = Callable[[GuardState, UpdateResult], tuple[jax.Array | bool, GuardState]]
 
 
 class Average(NamedTuple):
@@ -161,11 +161,11 @@ class Average(NamedTuple):
 
     Attributes:
       init: from parameters, whole or shards, and the model's collections to its state.
-      update: `(its state, tried, updates made so far with this one, the step's random key)` to its next state.
+      update: `(its state, result, updates made so far with this one, the step's random key)` to its next state.
     """
 
     init: Callable[[PyTree, dict[str, PyTree]], PyTree]
-    update: Callable[[PyTree, Tried, jax.Array, jax.Array], PyTree]
+    update: Callable[[PyTree, UpdateResult, jax.Array, jax.Array], PyTree]
 
 
 def unless(condition: jax.Array | bool, new: PyTree, old: PyTree) -> PyTree:

@@ -173,7 +173,7 @@ def make_inference(
         score=pmap(partial(score, model=model), out_axes=None),
         new_cache=pmap(
             lambda tokens: init_cache(
-                model.config, len(tokens), 0, model.compute_dtype, model.cut, known=np.iinfo(np.int32).max
+                model.config, len(tokens), 0, model.compute_dtype, model.row_group, known=np.iinfo(np.int32).max
             )
         ),
         score_on=pmap(partial(score_on, model=model), donate_argnums=2, out_axes=(None, None, 0)),

@@ -14,12 +14,11 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from zero.config.constraints import at_least, is_stages, shown, zero_or_more
-from zero.config.keys import Check, Mistakes, choice_name, key, named
+from zero.base.keys import Check, Mistakes, at_least, choice_name, is_stages, key, named, shown, zero_or_more
 
 
 @dataclasses.dataclass(frozen=True)
-class Keys:
+class ScheduleKeys:
     """The keys of the learning rate, in section `training`."""
 
     peak_learning_rate: float = key(3.0e-3, zero_or_more(), "Learning rate at the end of the warmup.")
@@ -50,7 +49,7 @@ class Schedule:
     decay_end: ClassVar[int | None] = None
     has_end: ClassVar[bool] = True  # training.end_learning_rate
 
-    def mistakes(self, rate: Keys) -> Mistakes:
+    def mistakes(self, rate: ScheduleKeys) -> Mistakes:
         left = rate.total_steps - rate.warmup_steps
         if self.decay_steps is not None and self.decay_steps > left:
             yield "schedule.decay_steps", f"at most {left}, the steps after the warmup"
@@ -96,7 +95,7 @@ class InverseSqrt(Schedule):
 
 @dataclasses.dataclass(frozen=True)
 class Constant(Schedule):
-    """training.peak_learning_rate."""
+    """training.peak_learning_rate in every step after the warmup."""
 
     name: str = named("constant")
     has_end: ClassVar[bool] = False
@@ -215,7 +214,7 @@ SCHEDULES = tuple(_CURVES)  # the choices of the group `schedule`, the default f
 CURVES = MappingProxyType({choice_name(kind): curve for kind, curve in _CURVES.items()})
 
 
-def learning_rate(keys: Keys, schedule: Schedule) -> LearningRate:
+def learning_rate(keys: ScheduleKeys, schedule: Schedule) -> LearningRate:
     """The learning rate of a configuration, as a function of the step."""
     after_warmup = keys.total_steps - keys.warmup_steps
     return LearningRate(
@@ -241,14 +240,14 @@ class LengthKeys:
         at_least(0),
         "Steps at the start with short sequences, with the number of tokens per step unchanged; 0: off.",
     )
-    warmup_train_context: int = key(64, None, "Tokens per sequence during these steps.")
+    warmup_train_context: int = key(64, None, "Tokens per sequence during the staged_warmup_steps.")
     context_stages: Any = key(
         None,
         Check(lambda value: value in (None, "linear") or is_stages(value), f"linear, {STAGES}, or null"),
-        "Sequence length by stage; null: one jump, after the steps above.",
-        "linear: during the steps above, from warmup_train_context to max_context.",
-        "[[200, 64], [80, 128]]: 200 steps of 64 tokens, then 80 of 128, then max_context; the two keys above are "
-        "ignored.",
+        "Sequence length by stage; null: warmup_train_context for staged_warmup_steps, then max_context.",
+        "linear: grows from warmup_train_context to max_context over the staged_warmup_steps.",
+        "[[200, 64], [80, 128]]: 200 steps of 64 tokens, then 80 of 128, then max_context, whatever "
+        "staged_warmup_steps and warmup_train_context are.",
     )
 
     def stages(self) -> tuple[tuple[int, int], ...]:

@@ -16,12 +16,12 @@ from jax.typing import DTypeLike
 
 from zero.base.errors import UserError
 from zero.models.adapters import combine, split_adapters
+from zero.models.axes import Axes, axes_of
 from zero.models.collections import Collection, collections_of
 from zero.models.config import STACKS, GPTConfig
 from zero.models.experts import Routing, routing_metrics
-from zero.models.gated_unit import UNITS, Memory, empty_memory
-from zero.models.gpt import GPT, Scores, variable_shapes
-from zero.models.predictor import Ahead
+from zero.models.gpt import GPT, Scores, empty_memory, parameter_axes, variable_shapes
+from zero.models.mixers import Caches
 from zero.models.products import FORMS, PRODUCTS
 from zero.partition.collectives.axis import Axis
 from zero.partition.collectives.context_group import ContextGroup
@@ -44,8 +44,7 @@ from zero.training.batch import (
     token_ids,
 )
 from zero.training.block_codes import dequantize, quantize
-from zero.training.optimizers.optimizer import decayed
-from zero.training.placements import is_expert_leaf, tensor_dim
+from zero.training.optimizers.weight_decay import decayed
 from zero.training.tuning import FROZEN, Tuning, with_frozen
 
 
@@ -116,7 +115,7 @@ class ShardedGPT:
         }
 
     @property
-    def cut(self) -> ModelParallel:
+    def row_group(self) -> ModelParallel:
         """The group that divides the computation of this device's rows."""
         if self.axis.context > 1:
             return ContextGroup(self.axis)
@@ -125,7 +124,7 @@ class ShardedGPT:
         return WHOLE
 
     @property
-    def group(self) -> ExpertParallel:
+    def expert_group(self) -> ExpertParallel:
         """The devices among which experts are divided."""
         if self.axis.expert > 1:
             return ExpertGroup(self.axis)
@@ -163,22 +162,35 @@ class ShardedGPT:
         params = variable_shapes(self.config)["params"]
         if self.tuning is None:
             return params
-        return self.tuning.adapters.shapes(params)
+        return self.tuning.adapters.shapes(params, parameter_axes(self.config))
+
+    @cached_property
+    def axes(self) -> Mapping[str, Axes]:
+        """The axes of the trained parameters, by name."""
+        axes = parameter_axes(self.config)
+        if self.tuning is None:
+            return axes
+        return self.tuning.adapters.axes(axes)
 
     @cached_property
     def _sharded_by_parts(self) -> Layout:
         def held(p: Any, is_matrix: bool) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(p.shape, self.master_dtype if is_matrix else p.dtype)
 
-        shapes = jax.tree.map(held, self._trained_shapes, decayed(self._trained_shapes))
+        shapes = jax.tree.map(held, self._trained_shapes, decayed(self.axes)(self._trained_shapes))
         return make_grouped_layout(shapes, self.axis.shards, **self.layout_options)
 
     @property
     def layout_options(self) -> dict[str, Any]:
         """Arguments of `make_grouped_layout` for this model."""
-        tensor = {"tensor": self.axis.tensor, "tensor_dim": tensor_dim}
         stacked = [name for name in self.config.stacked if name in self._trained_shapes]
-        return {"stacked": stacked, **tensor, "expert": self.axis.expert, "is_expert": is_expert_leaf}
+        return {
+            "stacked": stacked,
+            "tensor": self.axis.tensor,
+            "tensor_dim": lambda name: axes_of(self.axes, name).cut,
+            "expert": self.axis.expert,
+            "is_expert": lambda name: axes_of(self.axes, name).has_experts,
+        }
 
     @cached_property
     def layout_by_parts(self) -> Layout:
@@ -252,7 +264,13 @@ class ShardedGPT:
         return self._gpt(self._lift)
 
     def _gpt(self, lift: Any) -> GPT:
-        options: Any = {"cut": self.cut, "group": self.group, "kernel": self.kernel, "drops": self.drops, "lift": lift}
+        options: Any = {
+            "row_group": self.row_group,
+            "expert_group": self.expert_group,
+            "kernel": self.kernel,
+            "drops": self.drops,
+            "lift": lift,
+        }
         options["query_block"] = self.query_block
         options["product"] = PRODUCTS[self.product_dtype]
         options["adapters"] = None if self.tuning is None else self.tuning.adapters
@@ -356,28 +374,21 @@ class ShardedGPT:
         variables: dict[str, PyTree],
         tokens: jax.Array,
         keys: jax.Array | None,
-        candidates: Rows | None = None,
-        *,
-        looks_ahead: bool = False,
+        inputs: Mapping[str, PyTree] = {},
     ) -> Scores:
         """The scores of all positions of whole rows; in a context group, of this device's positions.
 
         Args:
-          candidates: tokens of each position, int32 `(rows, positions, K)`, whose log-probabilities are also computed.
-          looks_ahead: whether the tokens after the targets are scored as well.
+          inputs: of the entries of `Scores.extra` to compute, by name: arrays of whole rows, `(rows, positions, ...)`.
         """
         tokens_in, targets, starts = self.inputs(tokens)
-        more: dict[str, Any] = {"candidates_BTK": self.own_positions(candidates)}
-        if looks_ahead:
-            more["ahead"] = jax.tree.map(self.cut.input_positions, self.ahead(tokens))
-        scores: Scores = self.apply(variables, tokens_in, targets, keys, starts, method="scores", **more)[0]
+        own = jax.tree.map(self.own_positions, dict(inputs))
+        scores: Scores = self.apply(variables, tokens_in, targets, keys, starts, inputs=own, method="scores")[0]
         return scores
 
-    def own_positions(self, x: Rows | None) -> jax.Array | None:
+    def own_positions(self, x: Rows) -> jax.Array:
         """From whole rows `(rows, positions, ...)` to the positions of `scores` on this device."""
-        if x is None:
-            return None
-        return self.cut.input_positions(jnp.asarray(x))
+        return self.row_group.input_positions(jnp.asarray(x))
 
     def scores_and_memory(
         self,
@@ -385,30 +396,27 @@ class ShardedGPT:
         tokens: jax.Array,
         keys: jax.Array | None,
         part: RowPart | None,
-        candidates: Rows | None = None,
-        *,
-        looks_ahead: bool = False,
-    ) -> tuple[Scores, Memory | None]:
+        inputs: Mapping[str, PyTree] = {},
+    ) -> tuple[Scores, Caches | None]:
         """Like `scores`, with the model's memory after a part of each row; None for whole rows."""
         if part is None:
-            return self.scores(variables, tokens, keys, candidates, looks_ahead=looks_ahead), None
+            return self.scores(variables, tokens, keys, inputs), None
         tokens_in, targets, _ = self.inputs(tokens)
         position = part.number * self.positions_in(tokens)
         arguments = (tokens_in, targets, keys, part.memory, position)
-        scores: tuple[Scores, Memory] = self.apply(variables, *arguments, method="scores_in_part")
+        scores: tuple[Scores, Caches] = self.apply(variables, *arguments, method="scores_in_part")
         return scores
 
-    def empty_memory(self, rows: int) -> Memory:
-        """What gated units remember before the first position of rows, `(L, U, B, ...)`."""
-        leading = (self.config.N, UNITS, rows)
-        return empty_memory(self.config, leading, self.config.vq_block, self.compute_dtype, self.cut)
+    def empty_memory(self, rows: int) -> Caches:
+        """What a model with memory remembers before the first position of rows."""
+        return empty_memory(self.config, rows, self.compute_dtype, self.row_group)
 
     def inputs(self, tokens: Rows) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """The model's inputs from whole rows: tokens, targets, document starts, cut by a context group.
 
         Targets and starts are computed from whole rows, before they are cut.
         """
-        own = self.cut.input_positions
+        own = self.row_group.input_positions
         tokens_in = token_ids(tokens)
         if self.last_target:
             tokens_in = tokens_in[:, :-1]
@@ -427,21 +435,6 @@ class ShardedGPT:
             tokens = jnp.where(is_first & (tokens >= 0), ~tokens, tokens)
         return tokens[:, 1:] if self.last_target else next_tokens(tokens)
 
-    def ahead(self, tokens: Rows) -> Ahead:
-        """The next token of each position of whole rows, and its target, which is none where a document begins."""
-        read = token_ids(tokens)
-        targets = next_tokens(self.targets(tokens))
-        if (starts := document_starts(read, self.separators)) is not None:
-            is_start = jnp.pad(starts[:, 1:] != starts[:, :-1], ((0, 0), (0, 1)))[:, : targets.shape[1]]
-            targets = jnp.where(is_start, -1, targets)
-        following = next_tokens(read)[:, : targets.shape[1]]
-        return Ahead(jnp.maximum(following, 0), targets)
-
-    def sum_ahead(self, losses: jax.Array, tokens: Rows) -> jax.Array:
-        """As `sum_scored`, of the tokens after the targets."""
-        is_scored = self.cut.input_positions(self.ahead(tokens).targets_BT) >= 0
-        return jnp.sum(self.cut.counted_once(jnp.where(is_scored, losses, 0)))
-
     def sum_scored(self, losses: jax.Array, tokens: Rows) -> jax.Array:
         """The sum of losses of scored positions; NaN, as are its gradients, if a token is past the vocabulary."""
         scored, known = self._scored(losses, tokens)
@@ -452,11 +445,24 @@ class ShardedGPT:
         scored, known = self._scored(losses, tokens)
         return jnp.sum(scored, axis=1) * known
 
+    def sum_where(self, values: jax.Array, is_counted: jax.Array, tokens: Rows) -> jax.Array:
+        """The sum of values `(rows, own positions, ...)` over the positions of each row that are counted.
+
+        Like `sum_rows`, this device's share, and NaN for a token past the vocabulary.
+
+        Args:
+          is_counted: of whole rows, `(rows, positions)`.
+        """
+        is_own = self.row_group.zero_if_duplicate(self.own_positions(is_counted))
+        is_known = jnp.all(token_ids(tokens) < self.config.vocab_size)
+        is_own = is_own.reshape(*is_own.shape, *(1,) * (values.ndim - 2))
+        return jnp.sum(jnp.where(is_own, values, 0), axis=1) * jnp.where(is_known, 1.0, jnp.nan)
+
     def _scored(self, losses: jax.Array, tokens: Rows) -> tuple[jax.Array, jax.Array]:
         """This device's losses of scored positions, zeros elsewhere; and 1, or NaN for a token past the vocabulary."""
         is_known = jnp.all(token_ids(tokens) < self.config.vocab_size)
-        is_scored = self.cut.input_positions(self.targets(tokens)) >= 0
-        return self.cut.counted_once(jnp.where(is_scored, losses, 0)), jnp.where(is_known, 1.0, jnp.nan)
+        is_scored = self.row_group.input_positions(self.targets(tokens)) >= 0
+        return self.row_group.zero_if_duplicate(jnp.where(is_scored, losses, 0)), jnp.where(is_known, 1.0, jnp.nan)
 
     def sum_over_group(self, x: jax.Array) -> jax.Array:
         """The sum over the devices that take the same rows. It is not to be differentiated."""
@@ -472,7 +478,7 @@ class ShardedGPT:
 
     def count_scored(self, tokens: Rows) -> jax.Array:
         """The number of positions with a target, int32."""
-        return jnp.sum(self.cut.counted_once(self.cut.input_positions(self.targets(tokens)) >= 0))
+        return jnp.sum(self.row_group.zero_if_duplicate(self.row_group.input_positions(self.targets(tokens)) >= 0))
 
     def dropout_keys(self, key: jax.Array, batch: Batch) -> jax.Array | None:
         """One key per row from the step's key, or None for a model without dropout."""

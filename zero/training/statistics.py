@@ -89,7 +89,7 @@ def _activations(model: ShardedGPT, weights: PyTree, batch: Batch, micro_batches
 
     def of_rows(rows: jax.Array) -> dict[str, jax.Array]:
         tokens, _, starts = model.inputs(rows)
-        layer: Any = model.gpt.layer(model.cut.for_positions(tokens.shape[1]))
+        layer: Any = model.gpt.layer(model.row_group.for_positions(tokens.shape[1]))
 
         def through(stream: Any, xs: tuple[PyTree, jax.Array]) -> tuple[Any, dict[str, jax.Array]]:
             sizes: dict[str, jax.Array] = {}

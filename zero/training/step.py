@@ -18,12 +18,12 @@ from zero.training.averages import averages_of
 from zero.training.batch import Batch
 from zero.training.fused_update import fused_update
 from zero.training.guard import init_guard, make_guard
-from zero.training.parts import StepOptions, TrainState, Tried, unless
+from zero.training.parts import StepOptions, TrainState, UpdateResult, unless
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.whole_gradient import whole_gradient
 
 Step = Callable[..., tuple[TrainState, dict[str, jax.Array]]]
-Update = Callable[[TrainState, Batch, PyTree], tuple[TrainState, dict[str, jax.Array], PyTree]]
+UpdateFunction = Callable[[TrainState, Batch, PyTree], tuple[TrainState, dict[str, jax.Array], PyTree]]
 
 
 def make_step(model: ShardedGPT, tx: optax.GradientTransformation, options: StepOptions) -> Step:
@@ -46,40 +46,40 @@ def make_step(model: ShardedGPT, tx: optax.GradientTransformation, options: Step
     return step
 
 
-def make_update(model: ShardedGPT, tx: optax.GradientTransformation, options: StepOptions) -> Update:
-    """An attempted update: `(state, batch, frozen parameters)` to the next state, metrics and `Tried.memory`."""
-    attempt = (fused_update if options.fused_update else whole_gradient)(model, tx, options)
-    conclude = make_conclusion(model, options)
+def make_update(model: ShardedGPT, tx: optax.GradientTransformation, options: StepOptions) -> UpdateFunction:
+    """An attempted update: `(state, batch, frozen parameters)` to the next state, metrics and `UpdateResult.memory`."""
+    rule = (fused_update if options.fused_update else whole_gradient)(model, tx, options)
+    finish = make_finish(model, options)
 
     def update(state: TrainState, batch: Batch, frozen: PyTree) -> tuple[TrainState, dict[str, jax.Array], PyTree]:
         key = jax.random.fold_in(jax.random.key(options.seed), state.clock)
         key_of_rows = jax.random.fold_in(jax.random.key(options.seed), batch.first_clock(state.clock))
         rate = options.learning_rate(state.clock)
-        tried = attempt.run(state, frozen, batch, rate, key_of_rows)
-        state, metrics = conclude(state, tried, attempt.settle, rate, key)
-        return state, metrics, tried.memory
+        result = rule.compute(state, frozen, batch, rate, key_of_rows)
+        state, metrics = finish(state, result, rule.accept, rate, key)
+        return state, metrics, result.memory
 
     return update
 
 
-def make_conclusion(model: ShardedGPT, options: StepOptions) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
-    """What follows an attempt: `(state, tried, Attempt.settle, learning rate, key)` to the next state and metrics."""
+def make_finish(model: ShardedGPT, options: StepOptions) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
+    """What follows an attempt: `(state, result, Update.accept, learning rate, key)` to the next state and metrics."""
     guard = make_guard(options)
     averages = averages_of(model, options)
 
-    def conclude(
-        state: TrainState, tried: Tried, settle: Callable[..., Any], rate: jax.Array, key: jax.Array
+    def finish(
+        state: TrainState, result: UpdateResult, accept: Callable[..., Any], rate: jax.Array, key: jax.Array
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        is_skipped, guard_state = guard(state.guard, tried)
-        params, opt_state = settle(is_skipped, tried, state)
+        is_skipped, guard_state = guard(state.guard, result)
+        params, opt_state = accept(is_skipped, result, state)
         updates = state.clock + 1 - state.guard.skipped_steps
-        moved = {name: a.update(state.averages[name], tried, updates, key) for name, a in averages.items()}
+        moved = {name: a.update(state.averages[name], result, updates, key) for name, a in averages.items()}
         moved = unless(is_skipped, moved, state.averages)
-        metrics = {"loss": tried.loss, "gradient_norm": tried.norm, "learning_rate": rate}
+        metrics = {"loss": result.loss, "gradient_norm": result.norm, "learning_rate": rate}
         state = TrainState(state.clock + 1, params, opt_state, moved, guard_state)
-        return state, metrics | guard_state.counters | tried.metrics
+        return state, metrics | guard_state.counters | result.metrics
 
-    return conclude
+    return finish
 
 
 def new_state(

@@ -38,9 +38,9 @@ from zero.training.fused_update import (
     with_layers_added,
 )
 from zero.training.optimizers.optimizer import scaled, stack_and_rest
-from zero.training.parts import StepOptions, TrainState, Tried
+from zero.training.parts import StepOptions, TrainState, UpdateResult
 from zero.training.sharded_gpt import ShardedGPT
-from zero.training.step import make_conclusion, new_state
+from zero.training.step import make_finish, new_state
 
 
 class StreamedState(NamedTuple):
@@ -119,7 +119,7 @@ def span_programs(
       ValueError: an option needs the whole gradient.
     """
     size = span_of(model, options)
-    conclude = make_conclusion(model, options)
+    finish_update = make_finish(model, options)
     model = dataclasses.replace(model, sums_copies=True)
     layers = model.config.scanned_layers
 
@@ -191,12 +191,12 @@ def span_programs(
         metrics = model.metrics(routing, batch) | objective.means(model, objective_sums, terms)
         loss = lax.psum(loss, model.axis.name)
         norm = norm_of(sums, model.axis)
-        tried = Tried({**rest, **stack}, rest_state, loss, norm, is_bad, {}, metrics)
+        result = UpdateResult({**rest, **stack}, rest_state, loss, norm, is_bad, {}, metrics)
         rate = options.learning_rate(state.clock)
-        return conclude(state, tried, settle, rate, key_of(state.clock))
+        return finish_update(state, result, accept, rate, key_of(state.clock))
 
-    def settle(_: Any, tried: Tried, state: TrainState) -> tuple[PyTree, PyTree]:
-        return tried.params, tried.opt_state
+    def accept(_: Any, result: UpdateResult, state: TrainState) -> tuple[PyTree, PyTree]:
+        return result.params, result.opt_state
 
     pmap = partial(pmapped.pmap, axis_name=model.axis.name, devices=devices)
     return SpanPrograms(
@@ -298,7 +298,11 @@ class LoweredStep(NamedTuple):
 
     def compile(self, options: Any = None) -> StreamedStep:
         """The step with compiled programs."""
-        compiled = SpanPrograms(*(program.compile(options) for program in self.programs))
+        return self.compiled_by(lambda program: program.compile(options))
+
+    def compiled_by(self, compile_lowered: Callable[[Any], Any]) -> StreamedStep:
+        """The step with the programs that a function makes of the lowered ones."""
+        compiled = SpanPrograms(*map(compile_lowered, self.programs))
         return dataclasses.replace(self.step, programs=compiled)
 
     def as_text(self) -> str:

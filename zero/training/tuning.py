@@ -18,22 +18,26 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zero.config.constraints import (
+from zero.base.keys import (
     DTYPES,
+    Mistakes,
     at_least,
+    choice_name,
     fraction_below_one,
+    key,
     list_of,
     map_of,
+    named,
     not_empty,
     one_of,
     positive,
     shown,
     whole_number,
 )
-from zero.config.keys import Mistakes, choice_name, key, named
-from zero.models.adapters import PRODUCTS, TABLES, Adapters, combine, measured, merged, resolved, with_copies
+from zero.models.adapters import TABLES, Adapters, combine, measured, merged, resolved, with_copies
+from zero.models.branches import branches_of
 from zero.models.config import HEAD, STACKS, VOCABULARY, GPTConfig
-from zero.models.gpt import variable_shapes
+from zero.models.gpt import parameter_axes
 from zero.partition.collectives.axis import Axis
 from zero.partition.layout import Layout, PyTree
 from zero.partition.stages import gather, shard
@@ -44,39 +48,38 @@ FROZEN = "frozen"  # the collection of variables that are not differentiated
 
 
 @dataclasses.dataclass(frozen=True)
-class Keys(ABC):
+class TuningKeys(ABC):
     """The keys shared by all choices of the group `tuning`."""
 
     name: str
 
-    def mistakes(self, size: GPTConfig, of_model: str, tensor_shards: int, context_shards: int) -> Mistakes:
+    def mistakes(self, model_config: GPTConfig, model_label: str, tensor_shards: int, context_shards: int) -> Mistakes:
         """The contradictions between these keys, a model, and the groups of devices that divide it."""
         yield from ()
 
     @abstractmethod
-    def make(self) -> Tuning | None:
+    def tuning(self) -> Tuning | None:
         """The tuning; None: all parameters are trained."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Whole(Keys):
+class Whole(TuningKeys):
     """All parameters are trained."""
 
     name: str = named("none")
 
-    def make(self) -> None:
+    def tuning(self) -> None:
         return None
 
 
 @cache
-def products_of(size: GPTConfig) -> frozenset[str]:
+def products_of(model_config: GPTConfig) -> frozenset[str]:
     """The products of a model that may have adapters."""
-    shapes = Adapters(1, 1.0).shapes(variable_shapes(size)["params"])
-    return frozenset(path[-2].key for path, _ in jax.tree_util.tree_leaves_with_path(shapes))
+    return frozenset(name.split("/")[-2] for name, axes in parameter_axes(model_config).items() if axes.adaptable)
 
 
 @dataclasses.dataclass(frozen=True)
-class Adapted(Keys):
+class Adapted(TuningKeys):
     """The keys of all kinds of adapters."""
 
     dropout: ClassVar[float] = 0.0
@@ -85,20 +88,20 @@ class Adapted(Keys):
     alpha: float = key(32.0, positive(), "The products of adapters are multiplied by alpha / rank.", fixed=True)
     targets: list[str] | None = key(
         None,
-        list_of(one_of(*PRODUCTS)),
-        "Which products of a layer have adapters, of query, key, value, attention_out, mlp_in, mlp_gate and mlp_out, "
-        "in latent attention of query_latent, latent and key_value, of attention_gate and shared_gate, and in gated "
-        "DeltaNet of output_gate, rate and decay_input; null: all that the model has.",
+        list_of(not_empty()),
+        "Which products of a layer have adapters: query, key, value, attention_out, mlp_in, mlp_gate, mlp_out, "
+        "attention_gate, shared_gate; in latent attention query_latent, latent, key_value; in gated DeltaNet "
+        "output_gate, rate, decay_input. null: all that the model has.",
         fixed=True,
     )
     rank_pattern: dict[str, Any] | None = key(
         None,
-        map_of(whole_number(at_least(1)), *PRODUCTS),
+        map_of(whole_number(at_least(1))),
         "Products with another rank, such as {query: 8, mlp_in: 64}.",
         fixed=True,
     )
     alpha_pattern: dict[str, Any] | None = key(
-        None, map_of(positive(), *PRODUCTS), "Products with another alpha; each is divided by its own rank.", fixed=True
+        None, map_of(positive()), "Products with another alpha; each is divided by its own rank.", fixed=True
     )
     modules_to_save: list[str] | None = key(
         None,
@@ -123,25 +126,27 @@ class Adapted(Keys):
         fixed=True,
     )
 
-    def mistakes(self, size: GPTConfig, of_model: str, tensor_shards: int, context_shards: int) -> Mistakes:
-        if size.layer == "gated_units":
-            yield "tuning", f"none, as {of_model} has gated units"
-        if size.parametrization != "standard":
-            why = f"{of_model} is in {size.parametrization}, which sets learning rates for whole matrices"
+    def mistakes(self, model_config: GPTConfig, model_label: str, tensor_shards: int, context_shards: int) -> Mistakes:
+        if not products_of(model_config):
+            yield "tuning", f"none, as {model_label} has no product that can have an adapter"
+        if model_config.parametrization != "standard":
+            why = f"{model_label} is in {model_config.parametrization}, which sets learning rates for whole matrices"
             yield "tuning", f"none, as {why}"
-        if size.predictor:
-            yield "tuning", f"none, as {of_model} has a predictor, which adapters do not train"
+        for branch in branches_of(model_config):
+            if {*branch.subtrees}.isdisjoint(STACKS):  # it has no layers, and is trained whole
+                continue
+            yield "tuning", f"none, as {model_label} has a {branch.noun}, which adapters do not train"
         patterns = {"rank_pattern": self.rank_pattern or {}, "alpha_pattern": self.alpha_pattern or {}}
         for name, products in {"targets": self.targets or (), **patterns}.items():
-            for product in sorted({*products} - products_of(size) if products else ()):
-                is_of_experts = size.experts is not None and product.startswith("mlp_")
+            for product in sorted({*products} - products_of(model_config) if products else ()):
+                is_of_experts = model_config.experts is not None and product.startswith("mlp_")
                 why = "adapters are not for experts" if is_of_experts else "it has none"
-                yield f"tuning.{name}", f"products without {product}, as {why} in {of_model}"
+                yield f"tuning.{name}", f"products without {product}, as {why} in {model_label}"
         for name, pattern in patterns.items():
             if self.targets is not None and not set(pattern) <= set(self.targets):
                 yield f"tuning.{name}", f"products of tuning.targets={shown(self.targets)} only"
-        if size.tied and HEAD in (self.modules_to_save or ()):
-            why = f"the logits of {of_model} are tied to its vocabulary"
+        if model_config.tied and HEAD in (self.modules_to_save or ()):
+            why = f"the logits of {model_label} are tied to its vocabulary"
             yield "tuning.modules_to_save", f"[{VOCABULARY}] or null, as {why}"
         if self.base_dtype in CODECS and tensor_shards > 1:
             why = f"zero.tensor_shards={tensor_shards} cuts blocks of codes"
@@ -150,12 +155,12 @@ class Adapted(Keys):
             if self.dropout and shards > 1:
                 yield "tuning.dropout", f"0, as zero.{name}={shards} divides the inputs of adapters"
 
-    def make(self) -> Tuning:
+    def tuning(self) -> Tuning:
         adapters = Adapters(
             self.rank,
             self.alpha,
             self.dropout,
-            PRODUCTS if self.targets is None else tuple(self.targets),
+            None if self.targets is None else tuple(self.targets),
             has_magnitudes=self.has_magnitudes,
             ranks=tuple(sorted((self.rank_pattern or {}).items())),
             alphas=tuple(sorted((self.alpha_pattern or {}).items())),
@@ -176,7 +181,7 @@ class Lora(Adapted):
 
 @dataclasses.dataclass(frozen=True)
 class Dora(Adapted):
-    """LoRA, and the norm of the column of each output (arXiv 2402.09353)."""
+    """LoRA that also trains the norm of the weights of each output (arXiv 2402.09353)."""
 
     has_magnitudes = True
     name: str = named("dora")
@@ -188,7 +193,7 @@ TUNINGS = (Whole, Lora, Dora)  # the choices of the group `tuning`, the default 
 def saved_tuning(values: Mapping[str, Any]) -> Tuning | None:
     """The tuning of a saved configuration, from its section `tuning`; None: all parameters are trained."""
     kinds = {choice_name(kind): kind for kind in TUNINGS}
-    return kinds[values["name"]](**values).make()
+    return kinds[values["name"]](**values).tuning()
 
 
 @dataclasses.dataclass(frozen=True)

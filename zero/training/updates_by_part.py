@@ -14,11 +14,28 @@ import numpy as np
 import optax
 from jax import lax
 
+from zero.models.config import GPTConfig
 from zero.partition.layout import PyTree
 from zero.training.batch import Batch, RowPart
 from zero.training.parts import StepOptions, TrainState
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.step import Step, make_update
+
+PART_KEY = "update_tokens"  # of a model: the positions of a part
+
+
+def parts_of_row(config: GPTConfig, context: int) -> int | None:
+    """The parts, each an update, of rows of this many positions; None if an update takes whole rows.
+
+    Raises:
+      ValueError: the parts do not divide the rows.
+    """
+    tokens = config.update_tokens
+    if tokens is None:
+        return None
+    if context % tokens:
+        raise ValueError(f"{context} positions are no multiple of {PART_KEY}={tokens}")
+    return context // tokens
 
 
 def updates_by_part(model: ShardedGPT, tx: optax.GradientTransformation, options: StepOptions) -> Step:

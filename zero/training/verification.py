@@ -79,9 +79,9 @@ def suspects(results: Mapping[int, np.ndarray], axis: Axis) -> tuple[list[list[i
     groups = compared_groups(axis)
     votes: list[dict[bytes, set[int]]] = [{} for _ in groups]  # of the rows of each group: who has which result
     for first, result in results.items():
-        for turn, of_devices in enumerate(result, start=first):
-            for group, of_group in enumerate(np.asarray(of_devices)[groups]):
-                votes[(group + turn) % len(groups)].setdefault(of_group.tobytes(), set()).add(group)
+        for turn, device_sums in enumerate(result, start=first):
+            for group, group_sums in enumerate(np.asarray(device_sums)[groups]):
+                votes[(group + turn) % len(groups)].setdefault(group_sums.tobytes(), set()).add(group)
     wrong = set[int]()
     unsure = set[int]()
     for by_result in votes:

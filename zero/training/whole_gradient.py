@@ -16,18 +16,18 @@ from zero.partition.layout import PyTree
 from zero.partition.sharded_optimizer import clip, on_shards
 from zero.training.batch import Batch
 from zero.training.optimizers.optimizer import clip_values, scaled
-from zero.training.parts import Attempt, StepOptions, TrainState, Tried, unless
+from zero.training.parts import StepOptions, TrainState, Update, UpdateResult, unless
 from zero.training.sharded_gpt import ShardedGPT
 
 
-def whole_gradient(model: ShardedGPT, tx: optax.GradientTransformation, options: StepOptions) -> Attempt:
+def whole_gradient(model: ShardedGPT, tx: optax.GradientTransformation, options: StepOptions) -> Update:
     """An attempt that clips by the norm of the whole gradient; it needs memory for all gradient shards.
 
-    `run` raises:
+    `compute` raises:
       NotElementwiseError: `tx` would be wrong on shards.
     """
 
-    def run(state: TrainState, frozen: PyTree, batch: Batch, rate: jax.Array, key: jax.Array) -> Tried:
+    def compute(state: TrainState, frozen: PyTree, batch: Batch, rate: jax.Array, key: jax.Array) -> UpdateResult:
         loss, grads, collection_grads, metrics, memory = loss_and_gradients(model, state, frozen, batch, key, options)
         norm = model.gradient_norm(grads)
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
@@ -40,13 +40,13 @@ def whole_gradient(model: ShardedGPT, tx: optax.GradientTransformation, options:
         params = optax.apply_updates(state.params, updates)
         for name, collection in model.collections.items():
             metrics |= collection.metrics(state.averages[name])
-        return Tried(params, opt_state, loss, norm, ~jnp.isfinite(norm), collection_grads, metrics, memory)
+        return UpdateResult(params, opt_state, loss, norm, ~jnp.isfinite(norm), collection_grads, metrics, memory)
 
-    def settle(is_skipped: jax.Array | bool, tried: Tried, state: TrainState) -> tuple[PyTree, PyTree]:
-        params, opt_state = unless(is_skipped, (tried.params, tried.opt_state), (state.params, state.opt_state))
+    def accept(is_skipped: jax.Array | bool, result: UpdateResult, state: TrainState) -> tuple[PyTree, PyTree]:
+        params, opt_state = unless(is_skipped, (result.params, result.opt_state), (state.params, state.opt_state))
         return params, opt_state
 
-    return Attempt(run, settle)
+    return Update(compute, accept)
 
 
 def loss_and_gradients(
@@ -78,11 +78,10 @@ def loss_and_gradients(
         extra: Mapping[str, jax.Array],
     ) -> tuple[jax.Array, Any]:
         part = None if batch.part is None else batch.part._replace(memory=memory)
-        candidates = objective.candidates_in(extra)
-        scores, memory = model.scores_and_memory(
-            {**variables, **differentiated}, tokens, keys, part, candidates, looks_ahead=objective.looks_ahead
-        )
-        total, sums = objective.total(model, scores, batch._replace(tokens=tokens, extra=extra))
+        rows = batch._replace(tokens=tokens, extra=extra)
+        inputs = objective.inputs(model, rows)
+        scores, memory = model.scores_and_memory({**variables, **differentiated}, tokens, keys, part, inputs)
+        total, sums = objective.sum_losses(model, scores, rows)
         return total / terms, (scores.routing, sums, memory)
 
     def value_and_grad(*arguments: PyTree) -> tuple[PyTree, PyTree, PyTree]:

@@ -72,14 +72,14 @@ def formula_of(weight: float, count: int = COUNT) -> Formula:
 
 @pytest.mark.parametrize(("devices", "stage", "options"), DEVICES)
 def test_steps_equal_the_formula(devices: int, stage: int, options: dict[str, Any]) -> None:
-    objective = Distillation(top_tokens=COUNT, weight=0.75).make()
+    objective = Distillation(top_tokens=COUNT, weight=0.75).objective()
     check_steps(objective, formula_of(0.75), devices, stage, {**options, "size": CHUNKED}, stored)
 
 
 @pytest.mark.wide
 def test_all_tokens_are_the_whole_divergence() -> None:
     """With K of the size of the vocabulary no other token is left, and the loss is the divergence of both models."""
-    objective = Distillation(top_tokens=CHUNKED.vocab_size).make()
+    objective = Distillation(top_tokens=CHUNKED.vocab_size).objective()
     one = programs_on(objective, 1, 0, size=CHUNKED)._replace(more=partial(stored, count=CHUNKED.vocab_size))
     (step,) = one.steps(one.start(), lambda step: None, count=1)
     rows = pairs(0)
@@ -97,7 +97,7 @@ def test_no_array_of_all_logits() -> None:
     """The largest array of the compiled step is the table of tokens, or a chunk's logits, and not all logits."""
     size = replace(CHUNKED, vocab_size=4096, vocab_chunks=16)
     rows = 2 * 48
-    one = programs_on(Distillation(top_tokens=COUNT).make(), 1, 0, size=size)
+    one = programs_on(Distillation(top_tokens=COUNT).objective(), 1, 0, size=size)
     tokens = one.rows(np.zeros((rows, SIZE.block_size), np.int32))
     extra = {
         name: one.rows(np.zeros(struct.shape, struct.dtype))

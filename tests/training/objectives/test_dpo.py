@@ -28,7 +28,7 @@ from zero.training.tuning import Tuning
 
 STEPS, BETA = 6, 0.5
 NAMES = [metric.name for metric in METRICS]
-OBJECTIVE = Dpo(beta=BETA).make()
+OBJECTIVE = Dpo(beta=BETA).objective()
 ADAPTERS = Adapters(rank=3, alpha=6.0)
 
 

@@ -25,5 +25,5 @@ def test_steps_equal_trl(trl_folder: Path, tmp_path: Path) -> None:
     batch = trainer.data_collator(list(trainer.train_dataset))
     rows = as_rows(batch["input_ids"], batch["completion_mask"] == 1, batch["attention_mask"], trl_steps.CONTEXT)
     texts = trl_steps.interleaved(*np.split(rows, 2))
-    objective = Dpo(beta=BETA, loss="ipo").make()
+    objective = Dpo(beta=BETA, loss="ipo").objective()
     trl_steps.assert_same(trl_steps.steps_of_zero(trl_folder, objective, texts, 2, 3), expected)

@@ -28,4 +28,4 @@ def formula(params: Any, reference: jax.Array, rows: np.ndarray) -> tuple[jax.Ar
 
 @pytest.mark.parametrize(("devices", "stage", "options"), DEVICES)
 def test_steps_equal_the_formula(devices: int, stage: int, options: dict[str, Any]) -> None:
-    check_steps(Dpo(beta=BETA, loss="ipo").make(), formula, devices, stage, options)
+    check_steps(Dpo(beta=BETA, loss="ipo").objective(), formula, devices, stage, options)

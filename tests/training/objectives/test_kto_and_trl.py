@@ -38,6 +38,6 @@ def test_steps_equal_trl(trl_folder: Path, tmp_path: Path) -> None:
     )
     labels = np.asarray(batch["label"]).astype(np.int32)
     texts = trl_steps.interleaved(rows, mismatched)
-    found = trl_steps.steps_of_zero(trl_folder, Kto(**KEYS).make(), texts, 3, 3, label=labels)
+    found = trl_steps.steps_of_zero(trl_folder, Kto(**KEYS).objective(), texts, 3, 3, label=labels)
     trl_steps.assert_same(found, expected)
     assert max(line["kl"] for line in trainer.state.log_history if "kl" in line) > 0

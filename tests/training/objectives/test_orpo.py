@@ -35,7 +35,7 @@ def formula(params: Any, _: jax.Array, rows: np.ndarray) -> tuple[jax.Array, dic
 
 @pytest.mark.parametrize(("devices", "stage", "options"), DEVICES)
 def test_steps_equal_the_formula(devices: int, stage: int, options: dict[str, Any]) -> None:
-    check_steps(Orpo(beta=BETA).make(), formula, devices, stage, options)
+    check_steps(Orpo(beta=BETA).objective(), formula, devices, stage, options)
 
 
 def test_log_odds_of_likely_texts() -> None:

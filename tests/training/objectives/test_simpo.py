@@ -30,4 +30,4 @@ def formula(params: Any, _: jax.Array, rows: np.ndarray) -> tuple[jax.Array, dic
 
 @pytest.mark.parametrize(("devices", "stage", "options"), DEVICES)
 def test_steps_equal_the_formula(devices: int, stage: int, options: dict[str, Any]) -> None:
-    check_steps(Simpo(beta=BETA, gamma=GAMMA).make(), formula, devices, stage, options)
+    check_steps(Simpo(beta=BETA, gamma=GAMMA).objective(), formula, devices, stage, options)

@@ -21,5 +21,5 @@ def test_steps_equal_trl(trl_folder: Path, tmp_path: Path) -> None:
     keys: dict[str, Any] = {"loss_type": "simpo", "cpo_alpha": 0.0, "beta": BETA, "simpo_gamma": GAMMA}
     trainer, expected = trl_steps.train(CPOTrainer, CPOConfig, trl_folder, trl_steps.PAIRS, tmp_path, **keys)
     texts = trl_steps.labelled_texts(trainer)
-    found = trl_steps.steps_of_zero(trl_folder, Simpo(beta=BETA, gamma=GAMMA).make(), texts, 2, 3)
+    found = trl_steps.steps_of_zero(trl_folder, Simpo(beta=BETA, gamma=GAMMA).objective(), texts, 2, 3)
     trl_steps.assert_same(found, expected)

@@ -1,9 +1,12 @@
 """AdEMAMix against its paper, written out in numpy."""
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.helpers.toy_axes import toy_axes
 from zero.training.optimizers.optimizer import make_optimizer
 
 B1, B2, B3, ALPHA, EPS = 0.9, 0.99, 0.999, 4.0, 1e-8
@@ -33,8 +36,9 @@ def test_updates_of_the_paper(warmup: int | None) -> None:
     """Through the warm-up and beyond its end."""
     rng = np.random.default_rng(0)
     gradients = [rng.normal(size=7) for _ in range(8)]
-    tx = make_optimizer("ademamix", 0.0, b1=B1, b2=B2, b3=B3, alpha=ALPHA, eps=EPS, slow_warmup=warmup)
     params = {"w": jnp.zeros(7)}
+    options: dict[str, Any] = {"b1": B1, "b2": B2, "b3": B3, "alpha": ALPHA, "eps": EPS, "slow_warmup": warmup}
+    tx = make_optimizer("ademamix", 0.0, axes=toy_axes(params), **options)
     state = tx.init(params)
     for gradient, expected in zip(gradients, of_paper(gradients, warmup), strict=True):
         updates, state = tx.update({"w": jnp.asarray(gradient, jnp.float32)}, state, params)

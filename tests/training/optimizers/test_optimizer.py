@@ -11,11 +11,12 @@ import optax
 import pytest
 
 import zero
+from tests.helpers.toy_axes import toy_axes
 from tests.training import small_gpt
-from zero.models.gpt import STACK, VOCABULARY
+from zero.models.gpt import STACK, VOCABULARY, parameter_axes
 from zero.partition.layout import make_layout
 from zero.partition.sharded_optimizer import on_shards
-from zero.training.optimizers.optimizer import DECAYED, NAMES, PER_LAYER, decayed, hyperparameters, make_optimizer
+from zero.training.optimizers.optimizer import NAMES, PER_LAYER, decayed, hyperparameters, make_optimizer
 from zero.training.schedules import CURVES, LearningRate
 from zero.training.sharded_gpt import ShardedGPT
 
@@ -61,7 +62,7 @@ def test_shards_move_as_whole_parameters_do(name: str, devices: int) -> None:
     params = make_params(rng)
     gradients = [random_like(rng, params) for _ in range(3)]
     layout = make_layout(params, devices, stacked=(STACK, VOCABULARY))
-    tx = make_optimizer(name, DECAY, **SMALL.get(name, {}))
+    tx = make_optimizer(name, DECAY, axes=toy_axes(params), **SMALL.get(name, {}))
 
     def on_a_device(_: jax.Array) -> Any:
         cut = [zero.shard(tree, layout, "batch") for tree in (params, *gradients)]
@@ -92,7 +93,7 @@ def test_chunked_table_is_one_leaf(name: str, devices: int) -> None:
         return tree | {VOCABULARY: {"table": tree[VOCABULARY]["table"].reshape(1, -1, width)[:, :tokens]}}
 
     hyperparameters: dict[str, Any] = {"factored_from": 4} if name == "adafactor" else {}
-    tx = make_optimizer(name, DECAY, vocab_size=tokens, **hyperparameters)
+    tx = make_optimizer(name, DECAY, axes=toy_axes(tree), vocab_size=tokens, **hyperparameters)
     expected = moved(tx, in_one(params), [in_one(grads) for grads in gradients])
     layout = make_layout(params, devices, stacked=(STACK, VOCABULARY))
     assert all(leaf.splits[0].dim == 1 for leaf in layout.leaves)
@@ -124,7 +125,7 @@ def test_optimizers_see_all_experts(name: str) -> None:
     layout = zero.groups.make_grouped_layout(
         params, 8, stacked=(STACK, VOCABULARY), expert=axis.expert, is_expert=lambda name: "experts" in name
     )
-    tx = make_optimizer(name, DECAY, **SMALL.get(name, {}))
+    tx = make_optimizer(name, DECAY, axes=toy_axes(params), **SMALL.get(name, {}))
     cut = [zero.to_devices(tree, layout, axis) for tree in (params, *gradients)]
     on_a_device = zero.in_order(lambda params, *grads: moved(on_shards(tx, layout, axis), params, list(grads)))
     found = zero.to_host(jax.pmap(on_a_device, "zero")(*cut), layout, axis)
@@ -139,7 +140,7 @@ def test_layers_move_independently(name: str) -> None:
     rng = np.random.default_rng(1)
     params = make_params(rng)
     grads = random_like(rng, params)
-    tx = make_optimizer(name, DECAY, **SMALL.get(name, {}))
+    tx = make_optimizer(name, DECAY, axes=toy_axes(params), **SMALL.get(name, {}))
     together = moved(tx, params, [grads])[STACK]
     for layer in range(3):
         alone, alone_grads = (
@@ -181,7 +182,7 @@ def test_the_rest_moves_as_by_optax(name: str) -> None:
     params = {VOCABULARY: rng.normal(size=(11, 16)).astype(np.float32), "bias": np.ones(5, np.float32)}
     gradients = [random_like(rng, params) for _ in range(3)]
     blocks: Any = {STACK: {"bias": np.zeros((1, 2), np.float32)}}
-    tx = make_optimizer(name, DECAY, **SMALL.get(name, {}))
+    tx = make_optimizer(name, DECAY, axes=toy_axes(params, blocks), **SMALL.get(name, {}))
     found = moved(tx, params | blocks, [grads | blocks for grads in gradients])
     expected, optaxs = params, plain(name)
     state, update = optaxs.init(expected), jax.jit(optaxs.update)
@@ -211,14 +212,17 @@ def test_stages_agree_and_learn(name: str) -> None:
     assert losses[3][-1] < losses[3][0]
 
 
-TRANSFORMS = {name: make_optimizer(name, DECAY, **SMALL.get(name, {})) for name in NAMES}  # one object a program
+SHAPES = {STACK: {"kernel": np.zeros((1, 8, 9))}, VOCABULARY: np.zeros((4, 5)), "positions": np.zeros((3, 5))}
+AXES = {**toy_axes(SHAPES), **parameter_axes(small_gpt.PLAIN)}
+TRANSFORMS = {  # one object a program
+    name: make_optimizer(name, DECAY, axes=AXES, **SMALL.get(name, {})) for name in NAMES
+}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_hyperparameters_reach_their_optimizer(name: str) -> None:
     rng = np.random.default_rng(3)
-    shapes = {STACK: {"kernel": np.zeros((1, 8, 9))}, VOCABULARY: np.zeros((4, 5)), "positions": np.zeros((3, 5))}
-    params = random_like(rng, shapes)
+    params = random_like(rng, SHAPES)
     gradients = [random_like(rng, params) for _ in range(2)]
     default = moved(TRANSFORMS[name], params, gradients)
     others: dict[str, Any] = {"factored_from": 1000, "newton_schulz_steps": 2, "nesterov": True, "min_scale": 5.0}
@@ -228,7 +232,7 @@ def test_hyperparameters_reach_their_optimizer(name: str) -> None:
             continue
         if key not in others:
             others[key] = 0.5 if value is None else value * 0.9 + 0.01
-        tx = make_optimizer(name, DECAY, **{**SMALL.get(name, {}), key: others[key]})
+        tx = make_optimizer(name, DECAY, axes=AXES, **{**SMALL.get(name, {}), key: others[key]})
         changed = moved(tx, params, gradients)
         pairs = zip(jax.tree.leaves(default), jax.tree.leaves(changed), strict=True)
         assert any((np.asarray(a) != np.asarray(b)).any() for a, b in pairs), key
@@ -239,7 +243,7 @@ def test_state_keeps_its_dtypes(name: str) -> None:
     """With weights in bfloat16 the state of an update is that of the next one: a compiled step takes no other."""
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), make_params(np.random.default_rng(0)))
     grads = jax.tree.map(lambda x: x.astype(jnp.float32), params)
-    tx = make_optimizer(name, DECAY, **SMALL.get(name, {}))
+    tx = make_optimizer(name, DECAY, axes=toy_axes(params), **SMALL.get(name, {}))
     state = jax.eval_shape(tx.init, params)
     _, after = jax.eval_shape(lambda grads, state, params: tx.update(grads, state, params), grads, state, params)
     dtypes, dtypes_after = (jax.tree.map(lambda x: x.dtype.name, one) for one in (state, after))
@@ -267,13 +271,13 @@ def test_adafactor_is_that_of_optax(b1: float | None, scale_by_parameter: bool) 
     """Adafactor with momentum, epsilon and without the parameter's scale is optax's; the least scale holds."""
     params = {"blocks": {"mlp_in": {"kernel": jnp.full((1, 130, 128), 1e-4)}}, "norm": {"scale": jnp.ones(5)}}
     options: dict[str, Any] = {"b1": b1, "eps": 1e-8, "scale_by_parameter": scale_by_parameter}
-    own = PER_LAYER["adafactor"](0.1, **options)
+    own = PER_LAYER["adafactor"](0.1, axes=toy_axes(params), **options)
     expected = optax.adafactor(
         momentum=b1,
         eps=1e-8,
         multiply_by_parameter_scale=scale_by_parameter,
         weight_decay_rate=0.1,
-        weight_decay_mask=decayed,
+        weight_decay_mask=decayed(toy_axes(params)),
     )
     states, rng = (own.init(params), expected.init(params)), np.random.default_rng(0)
     own_update, expected_update = jax.jit(own.update), jax.jit(expected.update)
@@ -283,7 +287,7 @@ def test_adafactor_is_that_of_optax(b1: float | None, scale_by_parameter: bool) 
         reference, reference_state = expected_update(grads, states[1], params)
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, -y, rtol=1e-6), updates, reference)
         states = state, reference_state
-    least = PER_LAYER["adafactor"](0.0, min_scale=0.5)
+    least = PER_LAYER["adafactor"](0.0, min_scale=0.5, axes=toy_axes(params))
     updates, _ = least.update(grads, least.init(params), params)
     assert float(jnp.sqrt(jnp.square(updates["blocks"]["mlp_in"]["kernel"]).mean())) == pytest.approx(0.5, rel=0.05)
 
@@ -291,8 +295,8 @@ def test_adafactor_is_that_of_optax(b1: float | None, scale_by_parameter: bool) 
 def test_adam_without_bias_correction() -> None:
     """Moments start at zero and are not divided: as Mesh TensorFlow's `AdamWeightDecayOptimizer`, in numpy."""
     b1, b2, eps, decay = 0.9, 0.95, 1e-8, 0.1
-    tx = make_optimizer("adamw", decay, b1=b1, b2=b2, eps=eps, bias_correction=False)
     params: Any = {STACK: {"query": {"kernel": jnp.full((1, 3, 2), 0.5)}}}
+    tx = make_optimizer("adamw", decay, axes=toy_axes(params), b1=b1, b2=b2, eps=eps, bias_correction=False)
     state, rng = tx.init(params), np.random.default_rng(0)
     mean = square = np.zeros((1, 3, 2))
     for _ in range(10):
@@ -307,7 +311,7 @@ def test_decayed_leaves_of_gpt_neo() -> None:
     """GPT-Neo leaves out names with "norm" or "bias"; its positions, `wpe`, and its last norm, `ln_f`, decay."""
     config = dataclasses.replace(small_gpt.CONFIG, alibi_attn=False, embedding_norm=False)
     layout = ShardedGPT(config, zero.Axis("zero", (1, 1)), 0).layout
-    chosen = layout.treedef.flatten_up_to(DECAYED["gpt_neo"](layout.shapes()))
+    chosen = layout.treedef.flatten_up_to(decayed(parameter_axes(config), "gpt_neo")(layout.shapes()))
     kept = {leaf.name for leaf, is_decayed in zip(layout.leaves, chosen, strict=True) if not is_decayed}
     names = {leaf.name for leaf in layout.leaves}
     assert {"positions/table", "norm/scale", "norm/bias", "vocabulary/table"} <= names - kept

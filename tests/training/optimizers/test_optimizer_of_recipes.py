@@ -13,6 +13,7 @@ import optax
 import pytest
 
 from benchmarks.recipe_sources import REPOSITORY
+from tests.helpers.toy_axes import toy_axes
 from zero.commands.cli import compose
 from zero.models.parametrization import multipliers_of
 from zero.training.optimizers.optimizer import clip_values, make_optimizer, scaled
@@ -102,13 +103,6 @@ def test_ten_steps_of_the_optimizer(recipe: str, first_step: int) -> None:
     """The optimizer of a recipe moves weights as its source does, at the start and after its decay has ended."""
     source = OPTIMIZERS[recipe]
     config, size = compose([f"+recipe={recipe}"])
-    tx = make_optimizer(
-        config.optimizer.name,
-        config.training.weight_decay
-        / (config.training.peak_learning_rate if config.optimizer.decay == "independent" else 1),
-        multipliers=multipliers_of(size),
-        **config.optimizer.hyperparameters(),
-    )
     rates = learning_rate(config.training, config.schedule)
     rng = np.random.default_rng(7)
     names = ("kernel", "bias", "vocabulary", "head", "positions", "last norm")
@@ -126,6 +120,15 @@ def test_ten_steps_of_the_optimizer(recipe: str, first_step: int) -> None:
         }
 
     held = tree(params)
+    axes = toy_axes(held)
+    tx = make_optimizer(
+        config.optimizer.name,
+        config.training.weight_decay
+        / (config.training.peak_learning_rate if config.optimizer.decay == "independent" else 1),
+        axes=axes,
+        multipliers=multipliers_of(size, axes),
+        **config.optimizer.hyperparameters(),
+    )
     state = tx.init(held)
     for number in range(1, 11):
         grads = {name: rng.normal(size=(3, 4)) * 0.7 for name in params}
@@ -195,7 +198,6 @@ def test_ten_steps_of_adafactor(recipe: str, first_step: int) -> None:
     """Each layer's matrix has its own factors, and each array its own scale and clipping."""
     config, _ = compose([f"+recipe={recipe}"])
     assert config.training.max_gradient_norm is None and config.training.weight_decay == 0
-    tx = make_optimizer("adafactor", 0.0, **config.optimizer.hyperparameters())
     rates = learning_rate(config.training, config.schedule)
     rng = np.random.default_rng(7)
     shapes: dict[str, tuple[int, ...]] = {"kernel": (128, 144), "scale": (6,), "norm": (6,)}
@@ -209,6 +211,7 @@ def test_ten_steps_of_adafactor(recipe: str, first_step: int) -> None:
         return {"blocks": blocks, "norm": {"scale": own["norm"][0], "other": own["norm"][1]}}
 
     held = tree(params)
+    tx = make_optimizer("adafactor", 0.0, axes=toy_axes(held), **config.optimizer.hyperparameters())
     state = tx.init(held)
     for number in range(1, 11):
         grads = {key: rng.normal(size=x.shape) * 10.0 ** rng.integers(-3, 2) for key, x in params.items()}

@@ -18,11 +18,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from zero.config.constraints import at_least
-from zero.config.keys import Check, key, named
-from zero.models.gpt import Scores
+from zero.base.keys import Check, Mistakes, at_least, key, named
+from zero.models.gpt import CANDIDATES, Scores
 from zero.training.batch import Batch, Entry
-from zero.training.objectives.objective import Keys, Mean, Objective
+from zero.training.objectives.objective import Mean, Need, Objective, ObjectiveKeys
 from zero.training.sharded_gpt import ShardedGPT
 
 TOKENS = Entry("teacher/tokens", source="teacher", of="position", dtype="int32")
@@ -35,30 +34,39 @@ _LEAST = 1e-6  # the least probability of all other tokens: smaller sums in floa
 
 
 @dataclass(frozen=True)
-class Distillation(Keys):
-    """Distillation from a teacher's most likely tokens, of mode=evaluate evaluate.top_tokens (arXiv 1503.02531).
+class Distillation(ObjectiveKeys):
+    """Distillation from a teacher's most likely tokens, which evaluate.top_tokens stores (arXiv 1503.02531).
 
     docs/how-to/distill.md
     """
 
     name: str = named("distillation")
-    top_tokens: int = key(32, at_least(1), "Tokens per position, at most as many as are stored; all others are one.")
+    top_tokens: int = key(
+        32,
+        at_least(1),
+        "How many of the most likely tokens of a position are compared, at most as many as are stored; all other "
+        "tokens count as one.",
+    )
     weight: float = key(
         1.0,
         Check(lambda value: 0 <= value <= 1, "0 to 1"),
         "Share of the divergence from the teacher in the loss; the rest is the likelihood of the tokens.",
     )
 
-    def make(self) -> Objective:
+    def start_mistakes(self) -> Mistakes:
+        if self.weight == 0:
+            yield "objective.weight", "more than 0: nothing else in the loss depends on the teacher"
+
+    def objective(self) -> Objective:
         tokens, log_probabilities = (entry._replace(shape=(self.top_tokens,)) for entry in (TOKENS, LOG_PROBABILITIES))
         total = partial(_total, weight=self.weight)
-        return Objective(ShardedGPT.count_scored, total, METRICS, (tokens, log_probabilities), candidates=tokens)
+        needs = (Need(CANDIDATES, lambda model, batch: batch.extra[TOKENS.name]),)
+        return Objective(ShardedGPT.count_scored, total, METRICS, (tokens, log_probabilities), needs=needs)
 
 
 def _total(model: ShardedGPT, scores: Scores, batch: Batch, *, weight: float) -> tuple[jax.Array, dict[str, jax.Array]]:
     teacher_RPK = model.own_positions(batch.extra[LOG_PROBABILITIES.name])
-    assert teacher_RPK is not None and scores.candidates_BTK is not None
-    divergence_RP = divergence(teacher_RPK, scores.candidates_BTK)
+    divergence_RP = divergence(teacher_RPK, scores.extra[CANDIDATES])
     losses_RP = weight * divergence_RP + (1 - weight) * scores.losses_BT
     if scores.penalty_BT is not None:
         losses_RP += weight * scores.penalty_BT

@@ -15,9 +15,8 @@ from typing import NamedTuple
 
 import jax
 
-from zero.config.constraints import one_of, positive
-from zero.config.keys import Check, key, named
-from zero.training.objectives.objective import REFERENCE, Keys, Objective
+from zero.base.keys import Check, key, named, one_of, positive
+from zero.training.objectives.objective import REFERENCE, Objective, ObjectiveKeys
 from zero.training.objectives.pairs import metrics_of_pairs, values_of_pairs
 from zero.training.objectives.whole_texts import Texts, whole_texts
 
@@ -62,8 +61,8 @@ SMOOTHINGS: Mapping[str, Callable[[jax.Array, jax.Array, float], jax.Array]] = M
 
 
 @dataclass(frozen=True)
-class Dpo(Keys):
-    """Direct preference optimization of pairs of zero-prepare --preferences (arXiv 2305.18290).
+class Dpo(ObjectiveKeys):
+    """Direct preference optimization on pairs from zero-prepare --preferences (arXiv 2305.18290).
 
     The chosen text of a pair becomes more likely than the rejected one, compared with the model at model.model_path.
     training.batch_size and all rows count pairs. docs/how-to/learn-preferences.md
@@ -89,15 +88,15 @@ class Dpo(Keys):
         "loss_type=robust.",
     )
 
-    def make(self) -> Objective:
+    def objective(self) -> Objective:
         return whole_texts(self.losses, METRICS, (REFERENCE,))
 
     def losses(self, texts: Texts) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The loss of each pair `(P,)` and its metrics."""
         loss = LOSSES[self.loss]
-        rewards_P2 = self.beta * (texts.logps - texts.extra[REFERENCE.name])
+        rewards_P2 = self.beta * (texts.values - texts.extra[REFERENCE.name])
         chosen, rejected = (rewards_P2 / texts.lengths if loss.per_token else rewards_P2).T
         margins = chosen - rejected
         right, wrong = (loss.of_margins(x, self.beta) for x in (margins, -margins))
         losses = SMOOTHINGS[self.smoothing](right, wrong, self.label_smoothing)
-        return losses, values_of_pairs(rewards_P2, texts.logps)
+        return losses, values_of_pairs(rewards_P2, texts.values)

@@ -1,9 +1,10 @@
 """Kahneman-Tversky optimization: desirable answers become more likely, undesirable ones less, without pairs.
 
 Source: Ethayarajh et al., arXiv 2402.01306, equation 8; metrics have the names of TRL's KTOTrainer. An example has two
-texts: the prompt with its answer, and with the answer of another example. The mean log-ratio of the second texts to the
+texts: the prompt with its answer, and with the answer of another prompt. The mean log-ratio of the second texts to the
 reference, at least 0, estimates the KL divergence from it, and rewards are compared with this estimate. It is averaged
-over the examples of all devices in a micro-batch, as TRL gathers it over processes, and has no gradient.
+over the examples of all devices in a micro-batch, as TRL gathers it over processes, and has no gradient. Examples
+beside which there was no other prompt are left out of the estimate.
 
 Shapes: E examples of one device.
 """
@@ -15,11 +16,10 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from zero.config.constraints import positive, zero_or_more
-from zero.config.keys import key, named
+from zero.base.keys import Mistakes, key, named, positive, zero_or_more
 from zero.corpus.format.example import LABELLED
 from zero.training.batch import Entry
-from zero.training.objectives.objective import REFERENCE, Keys, Mean, Objective
+from zero.training.objectives.objective import REFERENCE, Mean, Objective, ObjectiveKeys
 from zero.training.objectives.whole_texts import Texts, whole_texts
 
 LABEL = Entry("label", of="example", dtype="int32")
@@ -36,8 +36,8 @@ METRICS = (
 
 
 @dataclass(frozen=True)
-class Kto(Keys):
-    """Kahneman-Tversky optimization of labeled answers, from zero-prepare --labels (arXiv 2402.01306).
+class Kto(ObjectiveKeys):
+    """Kahneman-Tversky optimization on labeled answers from zero-prepare --labels (arXiv 2402.01306).
 
     Answers are compared with the model at model.model_path. docs/how-to/learn-preferences.md
     """
@@ -47,13 +47,17 @@ class Kto(Keys):
     desirable_weight: float = key(1.0, zero_or_more(), "Weight of the losses of desirable answers.")
     undesirable_weight: float = key(1.0, zero_or_more(), "Weight of the losses of undesirable answers.")
 
-    def make(self) -> Objective:
+    def start_mistakes(self) -> Mistakes:
+        if self.desirable_weight == self.undesirable_weight == 0:
+            yield "objective.desirable_weight", "more than 0, or objective.undesirable_weight: no answer has a loss"
+
+    def objective(self) -> Objective:
         return whole_texts(self.losses, METRICS, (REFERENCE, LABEL), LABELLED)
 
     def losses(self, texts: Texts) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The loss of each example `(E,)` and its metrics."""
-        ratios, mismatched = (texts.logps - texts.extra[REFERENCE.name]).T
-        divergence = jnp.maximum(texts.mean(mismatched), 0)
+        ratios, mismatched = (texts.values - texts.extra[REFERENCE.name]).T
+        divergence = jnp.maximum(texts.mean(mismatched, texts.is_scored[:, 1]), 0)
         is_desirable = texts.extra[LABEL.name] > 0
         sign = jnp.where(is_desirable, 1, -1)
         weight = jnp.where(is_desirable, self.desirable_weight, self.undesirable_weight)
@@ -62,5 +66,5 @@ class Kto(Keys):
         for name, share in (("chosen", is_desirable), ("rejected", ~is_desirable)):
             metrics[f"share/{name}"] = share.astype(jnp.float32)
             metrics[f"rewards/{name}"] = jnp.where(share, self.beta * ratios, 0)
-            metrics[f"logps/{name}"] = jnp.where(share, texts.logps[:, 0], 0)
+            metrics[f"logps/{name}"] = jnp.where(share, texts.values[:, 0], 0)
         return losses, metrics

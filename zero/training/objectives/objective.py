@@ -1,6 +1,6 @@
 """The interface of objectives, which a step minimizes.
 
-A new objective is a file with its keys, a `Keys` that makes an `Objective`, and an entry of `table.py`.
+A new objective is a file with its keys, an `ObjectiveKeys` that makes an `Objective`, and an entry of `table.py`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zero.config.keys import named
+from zero.base.keys import Mistakes, named
 from zero.corpus.format.example import TEXT, Example
+from zero.models.branch import Branch
+from zero.models.config import GPTConfig
 from zero.models.gpt import Scores
+from zero.partition.layout import PyTree
 from zero.training.batch import Batch, Entry, Rows
 from zero.training.sharded_gpt import ShardedGPT
 
@@ -34,6 +37,7 @@ class Mean(NamedTuple):
       title, unit: of its panel in report.html; metrics of one title share a panel.
       over: another metric of the objective, a share of the terms. This metric is averaged over those terms only, and
         left out of lines whose rows have none of them.
+      evaluated: whether evaluations alone report it.
     """
 
     name: str
@@ -41,6 +45,7 @@ class Mean(NamedTuple):
     title: str
     unit: str = ""
     over: str = ""
+    evaluated: bool = False
 
 
 def divided(metrics: Iterable[Mean], sums: Mapping[str, Value], terms: Value) -> dict[str, Value]:
@@ -68,6 +73,20 @@ def without_terms(metrics: Iterable[Mean], values: Mapping[str, float]) -> set[s
     return {metric.name for metric in metrics if metric.over and not values[metric.over]}
 
 
+class Need(NamedTuple):
+    """What an objective reads of the model beside losses: an entry of `Scores.extra`.
+
+    Attributes:
+      name: of the entry.
+      inputs: `(model, batch)` to what it is computed from: arrays of whole rows, `(R, positions, ...)`. Per device.
+      branch: the part of the model that computes it; None: every model can.
+    """
+
+    name: str
+    inputs: Callable[[ShardedGPT, Batch], PyTree]
+    branch: Branch | None = None
+
+
 @dataclasses.dataclass(frozen=True)
 class Objective:
     """A mean of terms over the global batch, computed from the losses of tokens. Its functions run inside pmap.
@@ -75,24 +94,28 @@ class Objective:
     Rules, data, metrics and messages ask for these attributes, never for the name of an objective.
 
     Attributes:
-      count: `(model, tokens (R, T))` to the number of terms in this device's rows, int32. A psum counts each term once.
-      total: `(model, scores, batch)` to the sum of these terms, and sums over them of the metrics. Per device: the
+      count_terms: `(model, tokens (R, T))` to the number of terms in this device's rows, int32. A psum counts each term
+        once.
+      sum_losses: `(model, scores, batch)` to the sum of these terms, and sums over them of the metrics. Per device: the
         result of `ShardedGPT.scores`, `batch` with the entries of `reads`. In a group that takes the same rows, values
         and gradients of all its devices add up to those of the rows.
       metrics: further means over the terms.
-      reads: the entries of `Batch.extra` that `total` reads.
+      reads: the entries of `Batch.extra` that `sum_losses` reads.
       example: the contents of a row of the data.
-      candidates: the entry that holds tokens of each position, whose log-probabilities are `Scores.candidates_BTK`.
-      looks_ahead: whether `total` reads `Scores.ahead_BT`.
+      needs: the entries of `Scores.extra` that `sum_losses` reads.
     """
 
-    count: Callable[[ShardedGPT, Rows], jax.Array]
-    total: Callable[[ShardedGPT, Scores, Batch], tuple[jax.Array, dict[str, jax.Array]]]
+    count_terms: Callable[[ShardedGPT, Rows], jax.Array]
+    sum_losses: Callable[[ShardedGPT, Scores, Batch], tuple[jax.Array, dict[str, jax.Array]]]
     metrics: tuple[Mean, ...] = ()
     reads: tuple[Entry, ...] = ()
     example: Example = TEXT
-    candidates: Entry | None = None
-    looks_ahead: bool = False
+    needs: tuple[Need, ...] = ()
+
+    @property
+    def metrics_of_steps(self) -> tuple[Mean, ...]:
+        """Those of `metrics` that lines of training have."""
+        return tuple(metric for metric in self.metrics if not metric.evaluated)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -101,13 +124,16 @@ class Objective:
 
     def count_all(self, model: ShardedGPT, tokens: Rows) -> jax.Array:
         """The terms of all devices, as a divisor: float32, at least 1."""
-        return jnp.maximum(lax.psum(self.count(model, tokens), model.axis.name).astype(jnp.float32), 1)
+        return jnp.maximum(lax.psum(self.count_terms(model, tokens), model.axis.name).astype(jnp.float32), 1)
 
-    def candidates_in(self, extra: Mapping[str, Rows]) -> Rows | None:
-        """The tokens of each position whose log-probabilities `total` reads, `(R, positions, K)`."""
-        if self.candidates is None:
-            return None
-        return extra[self.candidates.name]
+    def inputs(self, model: ShardedGPT, batch: Batch) -> dict[str, PyTree]:
+        """By name, what `ShardedGPT.scores` computes the entries of `Scores.extra` from that `sum_losses` reads."""
+        return {need.name: need.inputs(model, batch) for need in self.needs}
+
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        """The branches that it trains."""
+        return tuple(need.branch for need in self.needs if need.branch is not None)
 
     @property
     def has_reference(self) -> bool:
@@ -123,33 +149,42 @@ class Objective:
         return dict.fromkeys(self.names, jnp.float32(0))
 
     def means(self, model: ShardedGPT, sums: dict[str, jax.Array], terms: jax.Array) -> dict[str, jax.Array]:
-        """`metrics` over all devices, from the sums of each."""
-        return divided(self.metrics, {name: lax.psum(x, model.axis.name) for name, x in sums.items()}, terms)
+        """`metrics_of_steps` over all devices, from the sums of each."""
+        summed = {metric.name: lax.psum(sums[metric.name], model.axis.name) for metric in self.metrics_of_steps}
+        return divided(self.metrics_of_steps, summed, terms)
 
 
 # The mean negative log-likelihood of the scored tokens, in nats.
 LIKELIHOOD = Objective(
-    count=ShardedGPT.count_scored,
-    total=lambda model, scores, batch: (model.sum_scored(scores.losses_BT, batch.tokens), {}),
+    count_terms=ShardedGPT.count_scored,
+    sum_losses=lambda model, scores, batch: (model.sum_scored(scores.losses_BT, batch.tokens), {}),
 )
 
 
 @dataclasses.dataclass(frozen=True)
-class Keys(ABC):
+class ObjectiveKeys(ABC):
     """The keys shared by all choices of the group `objective`."""
 
     name: str = ""
 
     @abstractmethod
-    def make(self) -> Objective:
+    def objective(self) -> Objective:
         """The objective that these keys describe."""
+
+    def mistakes(self, model_config: GPTConfig, model_label: str) -> Mistakes:
+        """The contradictions between these keys, or with the model, whose branches are compared elsewhere."""
+        yield from ()
+
+    def start_mistakes(self) -> Mistakes:
+        """The keys by which a run that starts would learn nothing that the objective is for."""
+        yield from ()
 
 
 @dataclasses.dataclass(frozen=True)
-class Likelihood(Keys):
-    """The likelihood of tokens."""
+class Likelihood(ObjectiveKeys):
+    """The negative log-likelihood of the next token."""
 
     name: str = named("likelihood")
 
-    def make(self) -> Objective:
+    def objective(self) -> Objective:
         return LIKELIHOOD

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from zero.config.constraints import positive
-from zero.config.keys import key, named
-from zero.training.objectives.objective import Keys, Mean, Objective
+from zero.base.keys import key, named, positive
+from zero.training.objectives.objective import Mean, Objective, ObjectiveKeys
 from zero.training.objectives.pairs import metrics_of_pairs, values_of_pairs
 from zero.training.objectives.whole_texts import Texts, whole_texts
 
@@ -27,8 +26,8 @@ METRICS = (
 
 
 @dataclass(frozen=True)
-class Orpo(Keys):
-    """Odds ratio preference optimization of pairs of zero-prepare --preferences (arXiv 2403.07691).
+class Orpo(ObjectiveKeys):
+    """Odds ratio preference optimization on pairs from zero-prepare --preferences (arXiv 2403.07691).
 
     It needs no reference, and learns chosen texts as well. docs/how-to/learn-preferences.md
     """
@@ -36,12 +35,12 @@ class Orpo(Keys):
     name: str = named("orpo")
     beta: float = key(0.1, positive(), "Weight of the odds ratio, relative to the likelihood of chosen texts.")
 
-    def make(self) -> Objective:
+    def objective(self) -> Objective:
         return whole_texts(self.losses, METRICS)
 
     def losses(self, texts: Texts) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The loss of each pair `(P,)` and its metrics."""
-        logps_P2 = texts.logps / texts.lengths
+        logps_P2 = texts.values / texts.lengths
         chosen, rejected = log_odds(logps_P2).T
         ratios = jax.nn.log_sigmoid(chosen - rejected)
         of_pairs = {"nll_loss": -logps_P2[:, 0], "log_odds_chosen": chosen - rejected, "log_odds_ratio": ratios}

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import jax
 
-from zero.config.constraints import positive, zero_or_more
-from zero.config.keys import key, named
-from zero.training.objectives.objective import Keys, Objective
+from zero.base.keys import key, named, positive, zero_or_more
+from zero.training.objectives.objective import Objective, ObjectiveKeys
 from zero.training.objectives.pairs import metrics_of_pairs, values_of_pairs
 from zero.training.objectives.whole_texts import Texts, whole_texts
 
@@ -20,8 +19,8 @@ METRICS = metrics_of_pairs("`objective.beta` times the log-probability per token
 
 
 @dataclass(frozen=True)
-class Simpo(Keys):
-    """Simple preference optimization of pairs of zero-prepare --preferences (arXiv 2405.14734).
+class Simpo(ObjectiveKeys):
+    """Simple preference optimization on pairs from zero-prepare --preferences (arXiv 2405.14734).
 
     It needs no reference. docs/how-to/learn-preferences.md
     """
@@ -30,12 +29,12 @@ class Simpo(Keys):
     beta: float = key(2.0, positive(), "Multiplies log-probabilities per token to make rewards.")
     gamma: float = key(0.5, zero_or_more(), "Target margin between the rewards, TRL's simpo_gamma.")
 
-    def make(self) -> Objective:
+    def objective(self) -> Objective:
         return whole_texts(self.losses, METRICS)
 
     def losses(self, texts: Texts) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The loss of each pair `(P,)` and its metrics."""
-        logps_P2 = texts.logps / texts.lengths
+        logps_P2 = texts.values / texts.lengths
         rewards_P2 = self.beta * logps_P2
         chosen, rejected = rewards_P2.T
         return -jax.nn.log_sigmoid(chosen - rejected - self.gamma), values_of_pairs(rewards_P2, logps_P2)

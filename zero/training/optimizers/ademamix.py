@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
@@ -10,11 +11,11 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
-from zero.config.constraints import at_least, fraction_below_one, zero_or_more
-from zero.config.keys import key, named
+from zero.base.keys import at_least, fraction_below_one, key, named, zero_or_more
+from zero.models.axes import Axes
 from zero.training.optimizers import optimizer_keys as keys
 from zero.training.optimizers.optimizer_keys import Optimizer
-from zero.training.optimizers.weight_decay import decoupled
+from zero.training.optimizers.weight_decay import decayed, decoupled
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ def ademamix(
     alpha: float = 5.0,
     eps: float = 1e-8,
     slow_warmup: int | None = None,
+    *,
+    axes: Mapping[str, Axes],
 ) -> optax.GradientTransformation:
     """AdEMAMix without a learning rate: element-wise, and so correct on shards; three values of state per parameter.
 
@@ -54,9 +57,10 @@ def ademamix(
       alpha: the slow mean counts this many times.
       slow_warmup: steps until `alpha` and the half-life of the slow mean have grown to their values (section 3, from 0
         and from `b1`'s); None: they are constant.
+      axes: of the parameters, by name.
     """
     if slow_warmup is None:
-        return decoupled(optax.contrib.scale_by_ademamix(b1, b2, b3, alpha, eps), weight_decay)
+        return decoupled(optax.contrib.scale_by_ademamix(b1, b2, b3, alpha, eps), weight_decay, decayed(axes))
     logs = math.log(b1), math.log(b3)
 
     def share(count: jax.Array) -> jax.Array:
@@ -68,4 +72,4 @@ def ademamix(
         return jnp.exp(of_b1 * of_b3 / ((1 - share(count)) * of_b3 + share(count) * of_b1))
 
     adam = optax.contrib.scale_by_ademamix(b1, b2, decay_at, lambda count: alpha * share(count), eps)
-    return decoupled(adam, weight_decay)
+    return decoupled(adam, weight_decay, decayed(axes))

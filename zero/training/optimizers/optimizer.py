@@ -19,11 +19,9 @@ import optax
 import optax.contrib
 from jax.typing import DTypeLike
 
-from zero.config.constraints import at_least, fraction_below_one, one_of, positive
-from zero.config.keys import choice_name, key, named
-from zero.models.adapters import MATRICES
-from zero.models.config import FIRST, HEAD, STACK, STACKS, VOCABULARY
-from zero.models.part import PREDICTOR
+from zero.base.keys import at_least, choice_name, fraction_below_one, key, named, one_of, positive
+from zero.models.axes import Axes, map_axes
+from zero.models.config import HEAD, STACK, STACKS, VOCABULARY
 from zero.partition.layout import Layout, PyTree
 from zero.partition.quantized import convert_adam, rounded_updates, scale_by_adam, scale_by_lion
 from zero.partition.rewrite.entry_points import across_shards
@@ -48,12 +46,14 @@ class AdamW(Optimizer):
     decay_on: str = key(
         "matrices",
         one_of(*DECAYED),
-        "Which leaves decay: matrices, the matrices of layers, vocabulary and head; gpt_neo, also positions and the "
-        "last norm.",
+        "Which parameters decay: matrices, those of layers, vocabulary and head; gpt_neo, also positions and the last "
+        "norm.",
         fixed=True,
     )
     bias_correction: bool = key(True, None, "Divide the moments by 1 - b^step.", fixed=True)
-    scaled_eps: bool = key(False, None, "In muP: eps is multiplied as the learning rate of each array is.", fixed=True)
+    scaled_eps: bool = key(
+        False, None, "In muP, scale eps by the same factor as the learning rate of each array.", fixed=True
+    )
 
 
 def adamw(
@@ -66,19 +66,21 @@ def adamw(
     bias_correction: bool = True,
     decay_on: str = "matrices",
     *,
+    axes: Mapping[str, Axes],
     state_dtype: DTypeLike = jnp.float32,
     multipliers: Multipliers | None = None,
 ) -> optax.GradientTransformation:
-    """AdamW without a learning rate, element-wise and so right on shards; moments of decayed leaves in `state_dtype`.
+    """AdamW without a learning rate, element-wise and so right on shards; moments of matrices in `state_dtype`.
 
     With `scaled_eps`, epsilon is multiplied like the learning rate, leaf by leaf: gradients are divided instead.
 
     Source: Loshchilov and Hutter, arXiv 1711.05101.
     """
-    adam = scale_by_adam(b1, b2, eps, state_dtype=state_dtype, mask=decayed, bias_correction=bias_correction)
+    is_matrix = decayed(axes)
+    adam = scale_by_adam(b1, b2, eps, state_dtype=state_dtype, mask=is_matrix, bias_correction=bias_correction)
     if scaled_eps and multipliers is not None:
         adam = optax.chain(by_leaf(jnp.divide, multipliers), adam)
-    return decoupled(adam, weight_decay, decay, multipliers, DECAYED[decay_on])
+    return decoupled(adam, weight_decay, decayed(axes, decay_on), decay, multipliers)
 
 
 @dataclass(frozen=True)
@@ -98,11 +100,12 @@ def _lion(
     b2: float = 0.99,
     decay: str = "rate",
     *,
+    axes: Mapping[str, Axes],
     state_dtype: DTypeLike = jnp.float32,
     multipliers: Multipliers | None = None,
 ) -> optax.GradientTransformation:
-    lion = scale_by_lion(b1, b2, state_dtype=state_dtype, mask=decayed)
-    return decoupled(lion, weight_decay, decay, multipliers)
+    lion = scale_by_lion(b1, b2, state_dtype=state_dtype, mask=decayed(axes))
+    return decoupled(lion, weight_decay, decayed(axes), decay, multipliers)
 
 
 @dataclass(frozen=True)
@@ -114,8 +117,8 @@ class Sgd(Optimizer):
     nesterov: bool = key(False, None, "Nesterov momentum.", fixed=True)
 
 
-def _sgd(weight_decay: float, b1: float = 0.9, nesterov: bool = False) -> Any:
-    return optax.chain(optax.add_decayed_weights(weight_decay, decayed), optax.trace(b1, nesterov))
+def _sgd(weight_decay: float, b1: float = 0.9, nesterov: bool = False, *, axes: Mapping[str, Axes]) -> Any:
+    return optax.chain(optax.add_decayed_weights(weight_decay, decayed(axes)), optax.trace(b1, nesterov))
 
 
 @dataclass(frozen=True)
@@ -128,8 +131,10 @@ class Lamb(Optimizer):
     eps: float = keys.eps(1e-6)
 
 
-def _lamb(weight_decay: float, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-6) -> Any:
-    return _ascending(optax.lamb(1.0, b1, b2, eps, weight_decay=weight_decay, mask=decayed))
+def _lamb(
+    weight_decay: float, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-6, *, axes: Mapping[str, Axes]
+) -> Any:
+    return _ascending(optax.lamb(1.0, b1, b2, eps, weight_decay=weight_decay, mask=decayed(axes)))
 
 
 @dataclass(frozen=True)
@@ -162,6 +167,8 @@ def _adafactor(
     max_update_rms: float = 1.0,
     min_scale: float = 1e-3,
     scale_by_parameter: bool = True,
+    *,
+    axes: Mapping[str, Axes],
 ) -> Any:
     """`optax.adafactor`, which fixes the least scale, with its parts and so its state."""
     parts = [
@@ -172,7 +179,7 @@ def _adafactor(
         parts.append(optax.scale_by_param_block_rms(min_scale))
     if b1 is not None:
         parts.append(optax.ema(b1, debias=False))
-    return _ascending(optax.chain(*parts, optax.add_decayed_weights(weight_decay, decayed), optax.scale(-1)))
+    return _ascending(optax.chain(*parts, optax.add_decayed_weights(weight_decay, decayed(axes)), optax.scale(-1)))
 
 
 @dataclass(frozen=True)
@@ -201,6 +208,8 @@ def _muon(
     adam_b1: float = 0.9,
     adam_b2: float = 0.95,
     eps: float = 1e-8,
+    *,
+    axes: Mapping[str, Axes],
 ) -> Any:
     muon = optax.contrib.muon(
         1.0,
@@ -211,19 +220,20 @@ def _muon(
         adam_b1=adam_b1,
         adam_b2=adam_b2,
         adam_weight_decay=weight_decay,
-        weight_decay_mask=decayed,
+        weight_decay_mask=decayed(axes),
         consistent_rms=update_rms,
-        muon_weight_dimension_numbers=_matrices,
+        muon_weight_dimension_numbers=partial(map_axes, _matrix_of_layers, axes),
     )
     return _ascending(muon)
 
 
-def _matrices(params: PyTree) -> PyTree:
-    """Muon's dimension numbers for matrices of layers and experts; None leaves the vocabulary and vectors to Adam."""
-    numbers = {2: optax.contrib.MuonDimensionNumbers(), 3: optax.contrib.MuonDimensionNumbers(1, 2)}
-    return jax.tree_util.tree_map_with_path(
-        lambda path, x: numbers.get(x.ndim) if path[0].key in STACKS and path[-1].key in MATRICES else None, params
-    )
+def _matrix_of_layers(axes: Axes) -> optax.contrib.MuonDimensionNumbers | None:
+    """Muon's dimension numbers for a matrix of a layer, or those of experts; None leaves all others to Adam."""
+    if not (axes.is_product and axes.is_of_layers):
+        return None
+    if axes.has_experts:
+        return optax.contrib.MuonDimensionNumbers(1, 2)
+    return optax.contrib.MuonDimensionNumbers()
 
 
 def _ascending(tx: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -250,6 +260,7 @@ def make_optimizer(
     name: str,
     weight_decay: float,
     *,
+    axes: Mapping[str, Axes],
     state_dtype: DTypeLike = jnp.float32,
     multipliers: Multipliers | None = None,
     vocab_size: int | None = None,
@@ -261,6 +272,7 @@ def make_optimizer(
       name: one of NAMES. Sources: adamw arXiv 1711.05101, ademamix 2409.03137, lion 2302.06675, adafactor 1804.04235,
         lamb 1904.00962, muon https://kellerjordan.github.io/posts/muon/ with the scale of 2502.16982, section 2.2.
       weight_decay: for matrices and the vocabulary, multiplied by the learning rate; sgd adds it to the gradient.
+      axes: of the parameters, by name (`zero.models.gpt.parameter_axes`, `ShardedGPT.axes`).
       state_dtype: dtype of the moments of adamw and lion.
       multipliers: factors of each leaf's learning rate, without weight decay; for adamw and lion.
       vocab_size: the number of tokens; rows of a table past it are padding. None for tables without padding.
@@ -272,10 +284,12 @@ def make_optimizer(
     if multipliers is not None and name not in MULTIPLIABLE:
         raise ValueError(f"learning rates by leaf are for {' and '.join(MULTIPLIABLE)}, not for {name}")
     if name in QUANTIZABLE:
-        return ELEMENTWISE[name](weight_decay, state_dtype=state_dtype, multipliers=multipliers, **hyperparameters)
+        return ELEMENTWISE[name](
+            weight_decay, axes=axes, state_dtype=state_dtype, multipliers=multipliers, **hyperparameters
+        )
     if name in ELEMENTWISE:
-        return _in_float32(ELEMENTWISE[name](weight_decay, **hyperparameters))
-    of_table = one_table(_in_float32(PER_LAYER[name](weight_decay, **hyperparameters)), vocab_size)
+        return _in_float32(ELEMENTWISE[name](weight_decay, axes=axes, **hyperparameters))
+    of_table = one_table(_in_float32(PER_LAYER[name](weight_decay, axes=axes, **hyperparameters)), vocab_size)
     of_layer = per_layer(of_table)
     return across_shards(of_layer)
 
@@ -296,6 +310,9 @@ def _cast(params: Any) -> Any:
     return jax.tree.map(lambda x: x.astype(jnp.float32), params)
 
 
+_NOT_CHOSEN = ("weight_decay", "axes", "state_dtype", "multipliers")  # arguments that follow from other keys
+
+
 def hyperparameters(name: str) -> dict[str, Any]:
     """The hyperparameters of an optimizer with their defaults.
 
@@ -303,10 +320,7 @@ def hyperparameters(name: str) -> dict[str, Any]:
     {'b1': 0.9, 'b2': 0.99, 'decay': 'rate'}
     """
     arguments = inspect.signature({**ELEMENTWISE, **PER_LAYER}[name]).parameters.values()
-    return {a.name: a.default for a in arguments if a.name not in ("weight_decay", "state_dtype", "multipliers")}
-
-
-_OF_STACK = {STACK: "layers", FIRST: "first_layers", PREDICTOR: "predictor_layers"}  # names in the state of `per_layer`
+    return {a.name: a.default for a in arguments if a.name not in _NOT_CHOSEN}
 
 
 def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -322,7 +336,7 @@ def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
     def parts_of(tree: PyTree) -> dict[str, PyTree]:
         """Each stack, by its name in the state, and the rest."""
         rest = {name: subtree for name, subtree in tree.items() if name not in STACKS}
-        stacks = {_OF_STACK[name]: {name: tree[name]} for name in STACKS if name in tree}
+        stacks = {name.replace("blocks", "layers"): {name: tree[name]} for name in STACKS if name in tree}
         return {**stacks, "rest": rest}
 
     def init(params: PyTree) -> dict[str, PyTree]:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from zero.config.constraints import DTYPES, fraction_below_one, one_of, positive, zero_or_more
-from zero.config.keys import Mistakes, key
+from zero.base.keys import DTYPES, Mistakes, fraction_below_one, key, one_of, positive, zero_or_more
 from zero.models.config import GPTConfig
 
 STATE_DTYPES = (*DTYPES, "int8")
 
 
 @dataclass(frozen=True)
-class Keys:
+class DecayKeys:
     """The keys of all optimizers in section `training`."""
 
     weight_decay: float = key(
@@ -31,14 +30,14 @@ class Optimizer:
     state_dtype: ClassVar[str] = "float32"
     decay: ClassVar[str] = "rate"
 
-    def weight_decay(self, keys: Keys, peak: float) -> float:
+    def weight_decay(self, keys: DecayKeys, peak: float) -> float:
         """The factor of weight decay; independent decay divides it by the peak learning rate."""
         return keys.weight_decay / (peak if self.decay == "independent" else 1)
 
-    def mistakes(self, size: GPTConfig, of_model: str, peak: float) -> Mistakes:
+    def mistakes(self, model_config: GPTConfig, model_label: str, peak: float) -> Mistakes:
         for name in ("decay", "scaled_eps"):
-            if size.parametrization == "standard" and getattr(self, name, None) in ("coupled", True):
-                yield f"optimizer.{name}", f"another value, as {of_model} is not in mup"
+            if model_config.parametrization == "standard" and getattr(self, name, None) in ("coupled", True):
+                yield f"optimizer.{name}", f"another value, as {model_label} is not in mup"
         if self.decay in ("independent", "constant") and peak == 0:
             yield "optimizer.decay", "rate, as training.peak_learning_rate=0"
 
@@ -59,8 +58,8 @@ def decay() -> Any:
     return key(
         "rate",
         one_of("rate", "coupled", "independent", "constant"),
-        "What multiplies weight decay: rate, the learning rate; coupled, the learning rate of the array, in muP; "
-        "independent, the learning rate over its peak; constant, 1 at every step.",
+        "The factor of weight decay. rate: the learning rate. coupled: in muP, the learning rate of the array. "
+        "independent: the learning rate divided by its peak. constant: 1 at every step.",
         fixed=True,
     )
 

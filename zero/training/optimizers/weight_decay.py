@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -10,38 +11,32 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zero.models.adapters import MATRICES
-from zero.models.config import HEAD, VOCABULARY
+from zero.models.axes import Axes, map_axes
 from zero.partition.layout import PyTree
 
-Multipliers = Callable[[PyTree], PyTree]  # from parameters, or a part of them, to a float for each leaf
+# From parameters, or a part of them, to a float or a boolean for each leaf.
+Multipliers = Callable[[PyTree], PyTree]
+Mask = Callable[[PyTree], PyTree]
 
 
-def decayed(params: PyTree) -> PyTree:
-    """Which leaves weight decay applies to: matrices, vocabulary and head, not norms, biases or positions."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: path[-1].key in MATRICES or path[0].key in (VOCABULARY, HEAD), params
-    )
-
-
-def _decayed_in_gpt_neo(params: PyTree) -> PyTree:
-    """All leaves but biases and the norms of layers: positions and the last norm too (`optimizers.py` of GPT-Neo)."""
-    outside = (VOCABULARY, HEAD, "positions", "norm")
-    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in MATRICES or path[0].key in outside, params)
-
-
-# Which leaves weight decay applies to, by the values of `optimizer.decay_on`.
-DECAYED: Mapping[str, Callable[[PyTree], PyTree]] = MappingProxyType(
-    {"matrices": decayed, "gpt_neo": _decayed_in_gpt_neo}
+# Which parameters weight decay applies to, by the values of `optimizer.decay_on`: matrices, vocabulary and head, not
+# norms, biases or positions; or as in `optimizers.py` of GPT-Neo.
+DECAYED: Mapping[str, Callable[[Axes], bool]] = MappingProxyType(
+    {"matrices": lambda axes: axes.is_matrix, "gpt_neo": lambda axes: axes.decays_in_gpt_neo}
 )
+
+
+def decayed(axes: Mapping[str, Axes], decay_on: str = "matrices") -> Mask:
+    """From parameters of these axes, or a part of them, to whether weight decay applies to each leaf."""
+    return partial(map_axes, DECAYED[decay_on], axes)
 
 
 def decoupled(
     tx: optax.GradientTransformation,
     weight_decay: float,
+    mask: Mask,
     decay: str = "rate",
     multipliers: Multipliers | None = None,
-    mask: Callable[[PyTree], PyTree] = decayed,
 ) -> optax.GradientTransformation:
     """`tx`, with updates multiplied leaf by leaf, and weight decay, which is multiplied only if it is coupled.
 
@@ -59,7 +54,7 @@ def decoupled(
     return optax.chain(tx, multiply, decays)
 
 
-def _constant_decay(weight_decay: float, mask: Callable[[PyTree], PyTree]) -> optax.GradientTransformationExtraArgs:
+def _constant_decay(weight_decay: float, mask: Mask) -> optax.GradientTransformationExtraArgs:
     """Constant weight decay: divided by the learning rate, because the step multiplies it by that rate."""
 
     def update(
