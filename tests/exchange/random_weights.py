@@ -221,11 +221,12 @@ def save(
     ema: int | None = None,
     last_step: int | None = None,
     checksums: Mapping[str, int] = MappingProxyType({}),
+    brought: Mapping[str, Any] | None = None,
 ) -> None:
     """A directory of checkpoints of weights, steps as the seeds, from shards of 8 devices.
 
-    The weights are random unless given; with `ema` there is a moving average, random from this seed. `last_step` and
-    `checksums` are those of the metadata.
+    The weights are random unless given; with `ema` there is a moving average, random from this seed. `last_step`,
+    `checksums` and `brought`, of the folder that the run started from, are those of the metadata.
     """
     model = model_of(size)
 
@@ -257,6 +258,7 @@ def save(
             config = {"tuning": {"name": "none"}} | meta
             facts = {"config": config, "size": dataclasses.asdict(size), "last_step": last_step}
             facts["checksums"] = dict(checksums)
+            facts |= {} if brought is None else {"brought": dict(brought)}
             checkpoints.save(seed, state, layout, facts)
 
 

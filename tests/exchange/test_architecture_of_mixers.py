@@ -23,7 +23,7 @@ from zero.exchange.hf_config import read_architecture, read_size
 from zero.exchange.hf_folder import HuggingFaceFolder
 from zero.exchange.peft_folder import peft_adapters, read_peft, tensor_name, write_peft
 from zero.models.adapters import Adapters
-from zero.models.gpt import GPT
+from zero.models.gpt import GPT, parameter_axes
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.tuning import Tuning
 
@@ -152,7 +152,8 @@ def test_adapters_of_both_mixers(tmp_path: Path) -> None:
     weights = params(size)
     adapters = Adapters(3, 6.0, targets=("attention_out", "mlp_in", "output_gate", "rate", "decay_input"))
     rng = np.random.default_rng(0)
-    own = jax.tree.map(lambda leaf: rng.normal(0, 0.3, leaf.shape).astype(np.float32), adapters.shapes(weights))
+    shapes = adapters.shapes(weights, parameter_axes(size))
+    own = jax.tree.map(lambda leaf: rng.normal(0, 0.3, leaf.shape).astype(np.float32), shapes)
     named = jax.tree_util.tree_leaves_with_path(own)
     leaves = {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in named}
     architecture = architecture_of(size)

@@ -69,7 +69,7 @@ def test_training_and_plans_need_no_entry(hub: Hub) -> None:
     assert compose([*overrides, "model.override.dropout=0.5"])[1].dropout == 0.5
     assert compose(["mode=plan", f"model.size='hf:{NAME}@v1'"])[1] == size
     assert not any(path.endswith(".safetensors") for path in hub.requests)
-    with pytest.raises(UserError, match="expected one of"):
+    with pytest.raises(UserError, match=r"model.size=hf: no such size"):
         compose([*overrides, "model.size=hf"])
 
 

@@ -19,12 +19,13 @@ from tests.exchange.random_weights import SIZES, params, save, variables
 from tests.exchange.small_models import logits_of_peft
 from tests.helpers import llama
 from zero.base.errors import UserError
-from zero.exchange.architecture_table import ARCHITECTURES
+from zero.exchange.architecture_table import ARCHITECTURES, architecture_of
 from zero.exchange.export import export
-from zero.exchange.peft_folder import alpha_of, check_adapter_keys, peft_adapters, read_peft, write_peft
+from zero.exchange.peft_folder import alpha_of, check_adapter_keys, peft_adapters, read_peft, tensor_name, write_peft
 from zero.exchange.warm_start import warm_start
-from zero.models.adapters import PRODUCTS, Adapters, merged
-from zero.models.gpt import GPT
+from zero.models.adapters import Adapters, merged
+from zero.models.collections import COLLECTIONS
+from zero.models.gpt import GPT, parameter_axes
 from zero.training.batch import Batch
 from zero.training.optimizers.optimizer import adamw
 from zero.training.parts import StepOptions
@@ -37,6 +38,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 # peft asks transformers for a property that is deprecated there.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 CONTEXT, STEPS, RATE, DECAY = 24, 20, 1e-2, 0.1
+PRODUCTS = ("query", "key", "value", "attention_out", "mlp_in", "mlp_gate", "mlp_out")
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "gate_proj", "down_proj"]
 
 
@@ -93,10 +95,10 @@ def test_losses_equal_peft(trained_by_peft: Peft) -> None:
     """Losses over 20 steps on 8 devices at stage 3 are those of peft, from the same adapters."""
     size = llama.size(CONTEXT)
     adapters = peft_adapters(trained_by_peft.adapters, size)
-    assert (adapters.rank, adapters.alpha, adapters.targets) == (4, 6.0, PRODUCTS[: len(MODULES)])
+    assert (adapters.rank, adapters.alpha, adapters.targets) == (4, 6.0, PRODUCTS)
     model = ShardedGPT(size, zero.Axis("zero", (1, 8)), 3, tuning=Tuning(adapters))
     devices = tuple(jax.devices())
-    programs = make_programs(model, adamw(DECAY), StepOptions(lambda step: jnp.float32(RATE)), devices)
+    programs = make_programs(model, adamw(DECAY, axes=model.axes), StepOptions(lambda step: jnp.float32(RATE)), devices)
     frozen = warm_start(str(trained_by_peft.base), model.base)
     state = programs.start(read_peft(trained_by_peft.adapters, model))
     losses = []
@@ -174,7 +176,9 @@ def test_two_stacks_of_layers(family: str, tmp_path: Path) -> None:
         3, 6.0, targets=("query", "query_latent", "latent", "key_value", "key", "value", "attention_out")
     )
     rng = np.random.default_rng(0)
-    own = jax.tree.map(lambda leaf: rng.normal(0, 0.3, leaf.shape).astype(np.float32), adapters.shapes(weights))
+    trained = {name: tree for name, tree in weights.items() if name not in COLLECTIONS}
+    shapes = adapters.shapes(trained, parameter_axes(size))
+    own = jax.tree.map(lambda leaf: rng.normal(0, 0.3, leaf.shape).astype(np.float32), shapes)
     leaves = {
         jax.tree_util.keystr(path, simple=True, separator="/"): x
         for path, x in jax.tree_util.tree_leaves_with_path(own)
@@ -193,7 +197,7 @@ def test_two_stacks_of_layers(family: str, tmp_path: Path) -> None:
         )
     write_peft(tmp_path / "adapters", leaves.__getitem__, list(leaves), adapters, architecture, "base", size)
     read = peft_adapters(tmp_path / "adapters", size)
-    assert ({*read.targets}, read.rank, read.alpha) == ({*own["blocks"], *own["first_blocks"]}, 3, 6.0)
+    assert ({*(read.targets or ())}, read.rank, read.alpha) == ({*own["blocks"], *own["first_blocks"]}, 3, 6.0)
     tokens = np.random.default_rng(1).integers(0, 101, (2, 24))
     expected = logits_of_peft(tmp_path / "base", tmp_path / "adapters", tokens)
     apply: Any = jax.jit(partial(GPT(size).apply, method="logits"))
@@ -207,3 +211,11 @@ def test_two_stacks_of_layers(family: str, tmp_path: Path) -> None:
     for name, x in leaves.items():
         stack, product, part = name.split("/")
         np.testing.assert_array_equal(again[stack][product][part], x)
+
+
+def test_a_part_without_a_tensor_is_refused() -> None:
+    """What adapters trained whole has a tensor in the folder, or the line names it."""
+    architecture = architecture_of(SIZES["llama"])
+    assert tensor_name("head/trained_table", architecture).endswith("lm_head.weight")
+    with pytest.raises(UserError, match="score was trained whole beside the adapters, and llama has no tensor for it"):
+        tensor_name("score/trained_kernel", architecture)

@@ -193,7 +193,7 @@ def test_adapters_of_a_text_with_images(name: str, tmp_path: Path) -> None:
     export(str(tmp_path / "run"), tmp_path / "adapters")
 
     weights = whole(warm_start(str(folder), model_of(found.size)), model_of(found.size))
-    for product in adapters.targets:
+    for product in adapters.targets or ():
         a, b = (by_name[f"blocks/{product}/{part}"] for part in ("lora_a", "lora_b"))
         kernels = weights["blocks"][product]
         kernels["kernel"] = kernels["kernel"] + 6.0 / adapters.rank_of(product) * (a @ b)

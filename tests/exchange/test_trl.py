@@ -286,7 +286,7 @@ def test_preferences_equal_trl(home: Home, theirs: str, smoothing: str, label_sm
     by_pair = [x.reshape(-1, 2 * CONTEXT).tolist() for x in (ours, theirs_by_pair)]
     assert sorted(by_pair[0]) == sorted(by_pair[1])
     keys = Dpo(beta=BETA, label_smoothing=label_smoothing, smoothing=smoothing)
-    found, of_leaves = home.gradients(keys.make(), ours, stage)
+    found, of_leaves = home.gradients(keys.objective(), ours, stage)
     assert found == pytest.approx(loss, rel=1e-5)
     assert_same_gradients(of_leaves, gradients)
 
@@ -298,7 +298,7 @@ def test_preferences_of_strings_equal_trl(home: Home) -> None:
     ours = prepared(home, STRINGS, examples="preferences")
     by_pair = [sorted(x.reshape(-1, 2 * CONTEXT).tolist()) for x in (ours, theirs.rows)]
     assert by_pair[0] == by_pair[1]
-    assert home.gradients(Dpo(beta=BETA).make(), ours)[0] == pytest.approx(theirs.loss, rel=1e-5)
+    assert home.gradients(Dpo(beta=BETA).objective(), ours)[0] == pytest.approx(theirs.loss, rel=1e-5)
 
 
 # The same token begins and ends OLMo 2's texts and ends each of its turns: in a row of several chats nothing tells a

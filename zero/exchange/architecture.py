@@ -12,10 +12,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from zero.models.adapters import COPY
+from zero.models.axes import Axes
+from zero.models.branch import Branch
+from zero.models.branches import LEFT_OUT
 from zero.models.config import FIRST, HEAD, STACK, VOCABULARY, GPTConfig, default_values
 from zero.models.families import FAMILIES
-from zero.models.gpt import variable_shapes
-from zero.models.part import ATTENTION, PREDICTOR, layer_name
+from zero.models.gpt import parameter_axes, variable_shapes
+from zero.models.part import ATTENTION, DELTA, layer_name
+from zero.models.score_head import SCORE_HEAD
 from zero.partition.layout import LeafLayout
 
 _YARNS = ("yarn", "yarn_unrounded")
@@ -28,29 +33,47 @@ GROUPS: dict[str, Callable[[GPTConfig], int]] = {
     "delta_key_head": lambda size: size.delta_groups,
     "column": lambda size: size.mlp_width,
 }
-# Attributes that are not choices of an architecture: sizes, and options of training.
-_SIZES = {"embedding_dim", "vocab_size", "num_head", "block_size", "N", "kv_heads", "head_dim", "mlp_dim"}
-_SIZES |= {"norm_epsilon", "dropout", "vocab_chunks", "z_loss", "parametrization", "mup_base_width"}
-_SIZES |= {"init", "head_init", "zero_init"}
-_SIZES |= {"embedding_dropout", "attention_dropout", "residual_dropout"}
-_SIZES |= {"delta_key_heads", "delta_value_heads", "delta_key_dim", "delta_value_dim", "delta_taps"}
+# Keys that no architecture chooses: sizes, which `keys` or shapes have, and options of training.
+UNWRITTEN = {"embedding_dim", "vocab_size", "num_head", "block_size", "N", "kv_heads", "head_dim", "mlp_dim"}
+UNWRITTEN |= {"norm_epsilon", "dropout", "vocab_chunks", "z_loss", "parametrization", "mup_base_width"}
+UNWRITTEN |= {"init", "head_init", "zero_init"}
+UNWRITTEN |= {"embedding_dropout", "attention_dropout", "residual_dropout"}
+UNWRITTEN |= {"delta_key_heads", "delta_value_heads", "delta_key_dim", "delta_value_dim", "delta_taps"}
 # Of training alone:
-_SIZES |= {"predictor"}
-_SIZES |= {"expert_capacity", "expert_priority", "balance_loss", "balance_choices", "router_z_loss", "router_bias_rate"}
+UNWRITTEN |= {branch.key for branch in LEFT_OUT}
+UNWRITTEN |= {
+    "expert_capacity",
+    "expert_priority",
+    "balance_loss",
+    "balance_choices",
+    "router_z_loss",
+    "router_bias_rate",
+}
 
 # Properties of `GPTConfig` that one key of config.json sets, and their attributes, which then have one value.
 SEVERAL = {"attention_bias": ("qkv_bias", "out_bias"), "linear_bias": ("qkv_bias", "out_bias", "mlp_bias")}
 
 
-class LayersAhead(NamedTuple):
-    """Layers after the last one, each of which predicts a further token; transformers does not read them.
+# Classes of transformers with a head of scores, by model_type, if their names do not follow from `class_name`.
+_WITH_SCORES: Mapping[str, str | None] = {
+    "zero": None,
+    "gemma3_text": "Gemma3TextForSequenceClassification",
+    "qwen3_5_text": "Qwen3_5TextForSequenceClassification",
+    **dict.fromkeys(("apertus", "ernie4_5", "glm4_moe", "granite", "granitemoe", "olmoe", "qwen3_5_moe_text")),
+}
+
+
+class FurtherLayers(NamedTuple):
+    """Layers after the last one, which transformers does not read. The first one is a branch of zero's model.
 
     Attributes:
+      branch: this part of the model.
       key: of config.json, their number.
-      modules: zero's names of modules outside the layer of a predictor, to theirs within the first of these layers.
+      modules: zero's names of the branch's modules outside its layer, to theirs within the first of these layers.
       copies: their names of copies within a layer, to zero's names of the tables.
     """
 
+    branch: Branch
     key: str
     modules: Mapping[str, str]
     copies: Mapping[str, str]
@@ -72,6 +95,8 @@ class Architecture:
     aliases: Mapping[str, str] = field(default_factory=dict)  # other names of keys
     implied: Mapping[str, Any] = field(default_factory=dict)  # values of keys that only published folders have
     written: Mapping[str, Any] = field(default_factory=dict)  # keys of an export that do not concern the weights
+    # Keys of an export that other programs than transformers read, to attributes of `GPTConfig`.
+    of_servers: Mapping[str, str] = field(default_factory=dict)
     rotary: tuple[str, str | None] | None = None  # keys of the base of rotary positions and of the rotated fraction
     # Kinds of `rotary_scaling`.
     scalings: tuple[str, ...] = ("linear", "llama3", "yarn", "yarn_unrounded", "dynamic", "longrope")
@@ -80,8 +105,8 @@ class Architecture:
     unrotated: int | None = None  # the default of no_rope_layer_interval
     window_period: int = 2  # without layer_types, every layer of this period except the last has a window
     legacy: Mapping[str, Any] = field(default_factory=dict)  # values of old folders that mean the same as in `fixed`
-    ahead: LayersAhead | None = None
-    copies: Mapping[str, str] = field(default_factory=dict)  # tensors of the layer of a predictor, to modules
+    further: FurtherLayers | None = None
+    copies: Mapping[str, str] = field(default_factory=dict)  # tensors of the first further layer, to modules
     scales_scores: bool = False  # mscale_all_dim of YaRN is a factor of scores too
     direct_queries: Mapping[str, str] = field(default_factory=dict)  # modules where query_latent_dim is None
     windows: str = ""  # their key: "sliding_window", "layer_types", "attention_types", or "" for no windows
@@ -94,56 +119,76 @@ class Architecture:
     constants: Mapping[str, float] = field(default_factory=dict)  # tensors of each layer that hold these numbers
     delta: Mapping[str, str] = field(default_factory=dict)  # modules of gated DeltaNet, for which layer_types is read
     unread: str | None = None  # how names of tensors begin that transformers does not read either
+    counts_unread: str | None = None  # the key with the number of layers of these tensors
     width_divides: bool = False  # transformers refuses an embedding_dim that does not divide by num_head
+    # Keys of config.json that an export computes, each from these attributes.
+    computed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # those that attributes can have, if not all
 
     def choices(self) -> dict[str, Any]:
         """Every attribute of `GPTConfig` with a default, as this architecture's family has it."""
         return {**default_values(), **FAMILIES[self.family]}
 
-    def differences(self, size: GPTConfig) -> list[str]:
-        """Descriptions of the properties of a model that this architecture cannot express."""
+    def differences(self, model_config: GPTConfig) -> list[str]:
+        """Descriptions of the properties of a model that this architecture cannot express.
+
+        Each key of a model is written to config.json, or concerns no architecture (`UNWRITTEN`), or must have the
+        family's value. A new key must have it until `keys` or `computed` name it.
+        """
         free = {*self.keys.values(), *(("windows",) if self.windows else ())}
         if self.rotary is not None:
             free |= {"rotary_base", *(("rotary_fraction",) if self.rotary[1] else ())}
-            free |= {"rotary_scaling"} if size.rotary_kind in self.scalings else set()
+            free |= {"rotary_scaling"} if model_config.rotary_kind in self.scalings else set()
         free |= {"local_rotary_base"} if self.local_rotary else set()
+        free |= {name for names in self.computed.values() for name in names}
+        free |= {"score_outputs"} if self.class_with_scores else set()
         free |= {"unrotated_every"} if self.unrotated else set()
-        if free & {"score_width", "score_multiplier"} and not isinstance(size.attention_scale, str):
+        if free & {"score_width", "score_multiplier"} and not isinstance(model_config.attention_scale, str):
             free.add("attention_scale")
-        free |= {"mixers"} if self.delta else set()
+        free |= {"mixers"} if self.delta and {*model_config.mixers} <= {ATTENTION, DELTA} else set()
         free |= {"output_scale"} if "logit_divisor" in free else set()
         for name, attributes in SEVERAL.items():
-            if name in free and len({getattr(size, attribute) for attribute in attributes}) == 1:
+            if name in free and len({getattr(model_config, attribute) for attribute in attributes}) == 1:
                 free |= {*attributes}
         free |= {"shared_dim"} if "shared_experts" in free else set()
         free |= {"dense_dim"} if "dense_width" in free else set()
         free |= {"value_dim"} if "value_width" in free else set()
         free |= {"head_width"} if "unrotated_width" in free else set()
-        if self.scales_scores and not isinstance(size.attention_scale, str) and size.rotary_kind in _YARNS:
+        if (
+            self.scales_scores
+            and not isinstance(model_config.attention_scale, str)
+            and model_config.rotary_kind in _YARNS
+        ):
             free.add("attention_scale")
-        expected = {name: value for name, value in self.choices().items() if name not in _SIZES}
-        widths = {"key_heads": size.num_head, "mlp_width": 4 * size.embedding_dim}
-        widths["head_width"] = size.embedding_dim / size.num_head  # type: ignore[assignment]
+        expected = {name: value for name, value in self.choices().items() if name not in UNWRITTEN}
+        widths = {"key_heads": model_config.num_head, "mlp_width": 4 * model_config.embedding_dim}
+        widths["head_width"] = model_config.embedding_dim / model_config.num_head  # type: ignore[assignment]
         differing = [
-            f"{name}={value}, this model {getattr(size, name)}"
+            f"{name}={value}, this model {getattr(model_config, name)}"
             for name, value in {**expected, **widths}.items()
-            if name not in free and getattr(size, name) != value
+            if name not in free and getattr(model_config, name) != value
         ]
-        if size.has_router_bias != (expected_bias := self.choices()["router_bias_rate"] is not None):
+        for name, values in self.values.items():
+            if (value := getattr(model_config, name)) not in values:
+                differing.append(f"{name}={' or '.join(map(str, values))}, this model {value}")
+        if model_config.has_router_bias != (expected_bias := self.choices()["router_bias_rate"] is not None):
             differing.append("a bias of its router, this model has none" if expected_bias else "no bias of its router")
-        if "shared_experts" in free and not float(size.shared_experts).is_integer():
-            differing.append(f"a shared_dim that is a multiple of mlp_dim, this model {size.shared_dim}")
-        if ("experts" in free) != (size.experts is not None):
-            differing.append("experts, this model has none" if size.experts is None else "no experts, this model has")
-        if self.windows and len({*size.windows} - {0}) > 1:
-            differing.append(f"windows of one length, this model {list(size.windows)}")
-        if self.windows == "sliding_window" and len(size.windows) > 1:
-            differing.append(f"the same window in all layers, this model {list(size.windows)}")
-        if self.local_rotary and size.local_rotary_base is None:
-            differing.append("a local_rotary_base, this model none")
-        if self.width_divides and size.embedding_dim % size.num_head:
+        if "shared_experts" in free and not float(model_config.shared_experts).is_integer():
+            differing.append(f"a shared_dim that is a multiple of mlp_dim, this model {model_config.shared_dim}")
+        if ("experts" in free) != (model_config.experts is not None):
             differing.append(
-                f"embedding_dim divisible by num_head, this model {size.embedding_dim} and {size.num_head}"
+                "experts, this model has none" if model_config.experts is None else "no experts, this model has"
+            )
+        if self.windows and len({*model_config.windows} - {0}) > 1:
+            differing.append(f"windows of one length, this model {list(model_config.windows)}")
+        if self.windows == "sliding_window" and len(model_config.windows) > 1:
+            differing.append(f"the same window in all layers, this model {list(model_config.windows)}")
+        if self.local_rotary and model_config.local_rotary_base is None:
+            differing.append("a local_rotary_base, this model none")
+        if self.width_divides and model_config.embedding_dim % model_config.num_head:
+            differing.append(
+                f"embedding_dim divisible by num_head, this model {model_config.embedding_dim} and "
+                f"{model_config.num_head}"
             )
         return differing
 
@@ -158,29 +203,53 @@ class Architecture:
         if not self.delta:
             return self
         stack = f"{STACK}/"
-        of_layer = {name: tensor for name, tensor in self.modules.items() if name.startswith(stack)}
-        without_mixer = {name: tensor for name, tensor in of_layer.items() if ".self_attn." not in tensor}
-        modules = {name: tensor for name, tensor in self.modules.items() if name not in of_layer}
+        layer_modules = {name: tensor for name, tensor in self.modules.items() if name.startswith(stack)}
+        without_mixer = {name: tensor for name, tensor in layer_modules.items() if ".self_attn." not in tensor}
+        modules = {name: tensor for name, tensor in self.modules.items() if name not in layer_modules}
         for place, mixer in enumerate(mixers):
-            own = of_layer if mixer == ATTENTION else {**without_mixer, **self.delta}
+            own = layer_modules if mixer == ATTENTION else {**without_mixer, **self.delta}
             within = f"{stack}{layer_name(place)}/" if len(mixers) > 1 else stack
             modules |= {within + name.removeprefix(stack): tensor for name, tensor in own.items()}
         return replace(self, modules=modules)
 
-    def of_predictor(self, layers: int, *, is_tied: bool) -> Architecture:
-        """The same for models with a predictor after this many layers; its layer has the modules of the last ones."""
-        assert self.ahead is not None
+    def with_further_layer(self, layers: int, *, is_tied: bool) -> Architecture:
+        """The same for models with a further layer after this many, which has the modules of the last ones."""
+        assert self.further is not None
+        stack = str(self.further.branch.stack)
         within = f"{self.layers}{layers}."
         modules = dict(self.modules)
         for name, tensor in self.modules.items():
             path = name.split("/")
             if STACK in path:
-                modules["/".join(PREDICTOR if part == STACK else part for part in path)] = tensor
-        modules |= {name: within + tensor for name, tensor in self.ahead.modules.items()}
+                modules["/".join(stack if part == STACK else part for part in path)] = tensor
+        modules |= {name: within + tensor for name, tensor in self.further.modules.items()}
         copies = {
-            f"{within}{tensor}.weight": VOCABULARY if is_tied else table for tensor, table in self.ahead.copies.items()
+            f"{within}{tensor}.weight": VOCABULARY if is_tied else table
+            for tensor, table in self.further.copies.items()
         }
         return replace(self, modules=modules, copies=copies)
+
+    @property
+    def class_with_scores(self) -> str | None:
+        """The class of a model with a head of scores in place of the head of tokens; None if there is none."""
+        stem = self.class_name.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+        return _WITH_SCORES.get(self.model_type, f"{stem}ForSequenceClassification")
+
+    def of_scores(self, outputs: int | None) -> Architecture:
+        """The same for models with a head of scores, which has this many outputs, or None."""
+        if outputs is None or self.class_with_scores is None:
+            return self
+        modules = {name: tensor for name, tensor in self.modules.items() if name != HEAD} | {SCORE_HEAD: "score"}
+        labels = {str(number): f"LABEL_{number}" for number in range(outputs)}
+        written = {"id2label": labels, "label2id": {label: int(number) for number, label in labels.items()}}
+        return replace(self, class_name=self.class_with_scores, modules=modules, written={**self.written, **written})
+
+    @property
+    def outputs(self) -> int | None:
+        """The outputs of the head of scores; None if there is none."""
+        if SCORE_HEAD not in self.modules:
+            return None
+        return len(self.written["id2label"])
 
     @property
     def layers_key(self) -> str:
@@ -212,72 +281,76 @@ class Architecture:
             return f"{name}_bias"
         return name
 
-    def _to_theirs(self, leaf: str, x: np.ndarray) -> np.ndarray:
+    def _to_theirs(self, leaf: str, x: np.ndarray, model_config: GPTConfig) -> np.ndarray:
         """An array of a leaf as its tensor has it: kernels are `(out, in)`, convolutions `(channels, 1, taps)`."""
-        if leaf.endswith("/taps"):
+        axes = _axes_of(leaf, model_config)
+        if axes.is_convolution:
             return x.swapaxes(-1, -2)[..., None, :]
-        if not self._is_turned(leaf):
+        if not self._is_turned(leaf, axes):
             return x
         return x.swapaxes(-1, -2)
 
-    def _to_ours(self, leaf: str, x: np.ndarray) -> np.ndarray:
+    def _to_ours(self, leaf: str, x: np.ndarray, model_config: GPTConfig) -> np.ndarray:
         """The inverse of `_to_theirs`."""
-        if leaf.endswith("/taps"):
+        axes = _axes_of(leaf, model_config)
+        if axes.is_convolution:
             return x[..., 0, :].swapaxes(-1, -2)
-        if not self._is_turned(leaf):
+        if not self._is_turned(leaf, axes):
             return x
         return x.swapaxes(-1, -2)
 
-    def _is_turned(self, leaf: str) -> bool:
-        """Whether a tensor is `(out, in)`."""
-        return self.is_transposed and leaf.endswith("/kernel") and self.modules[self.module_of(leaf)] not in self.bare
+    def _is_turned(self, leaf: str, axes: Axes) -> bool:
+        """Whether a tensor is `(out, in)`. A product outside of layers is a torch.nn.Linear in every class."""
+        if not axes.is_product or self.modules[self.module_of(leaf)] in self.bare:
+            return False
+        return self.is_transposed or not axes.is_of_layers
 
     def full_name(self, leaf: str) -> str:
         """`tensor_name` as it is in the files."""
-        return ("" if leaf.startswith(f"{HEAD}/") else self.prefix) + self.tensor_name(leaf)
+        return ("" if leaf.startswith((f"{HEAD}/", f"{SCORE_HEAD}/")) else self.prefix) + self.tensor_name(leaf)
 
-    def numbered(self, name: str, leaf: str, index: tuple[int, ...], size: GPTConfig) -> str:
+    def numbered(self, name: str, leaf: str, index: tuple[int, ...], model_config: GPTConfig) -> str:
         """The name of the tensor of one layer and expert: of this entry of the leaf's stack."""
         if "{}" not in name:
             return name
         path = leaf.split("/")
-        if PREDICTOR in path:
-            return name.format(size.N, *index[1:])
-        layer = index[0] if path[0] == FIRST else size.first_dense + index[0] * size.period
-        place = [number for number in range(size.period) if path[1] == layer_name(number)]
+        if self.further is not None and self.further.branch.stack in path:
+            return name.format(model_config.N, *index[1:])
+        layer = index[0] if path[0] == FIRST else model_config.first_dense + index[0] * model_config.period
+        place = [number for number in range(model_config.period) if path[1] == layer_name(number)]
         return name.format(layer + sum(place), *index[1:])
 
-    def tensor_shape(self, leaf: LeafLayout, size: GPTConfig) -> tuple[int, ...]:
+    def tensor_shape(self, leaf: LeafLayout, model_config: GPTConfig) -> tuple[int, ...]:
         """The shape of the tensor that holds this leaf, of one layer and expert."""
-        if leaf.path[0] in (VOCABULARY, HEAD):
-            return (size.vocab_size, size.embedding_dim)
+        if _axes_of(leaf.name, model_config).is_table:
+            return (model_config.vocab_size, model_config.embedding_dim)
         shape = leaf.shape[self.tensor_name(leaf.name).count("{}") :]
-        widths = self._widths(leaf.name, size)
+        widths = self._widths(leaf.name, model_config)
         if widths:
             shape = (*shape[:-1], sum(widths.values()))
-        return self._to_theirs(leaf.name, np.broadcast_to(0, shape)).shape
+        return self._to_theirs(leaf.name, np.broadcast_to(0, shape), model_config).shape
 
-    def pack(self, leaf: str, arrays: Sequence[np.ndarray], size: GPTConfig) -> np.ndarray:
+    def pack(self, leaf: str, arrays: Sequence[np.ndarray], model_config: GPTConfig) -> np.ndarray:
         """The tensor of a leaf, or of the leaves that share it; leading dimensions stay."""
         whole = arrays[0]
-        if leaf.startswith((f"{VOCABULARY}/", f"{HEAD}/")):
-            return whole.reshape(-1, size.embedding_dim)[: size.vocab_size]
+        if _axes_of(leaf, model_config).is_table:
+            return whole.reshape(-1, model_config.embedding_dim)[: model_config.vocab_size]
         if len(arrays) > 1:
-            groups = self._groups(leaf, size)
+            groups = self._groups(leaf, model_config)
             parts = [x.reshape(*x.shape[:-1], groups, -1) for x in arrays]
             whole = np.concatenate(parts, axis=-1).reshape(*whole.shape[:-1], -1)
-        return self._to_theirs(leaf, whole)
+        return self._to_theirs(leaf, whole, model_config)
 
-    def unpack(self, leaf: LeafLayout, tensor: np.ndarray, size: GPTConfig) -> np.ndarray:
+    def unpack(self, leaf: LeafLayout, tensor: np.ndarray, model_config: GPTConfig) -> np.ndarray:
         """The leaf, or one layer and expert of it, from its tensor; the inverse of `pack`."""
-        if leaf.path[0] in (VOCABULARY, HEAD):
-            rows = size.vocab_chunks * size.chunk_rows - size.vocab_size
+        if _axes_of(leaf.name, model_config).is_table:
+            rows = model_config.vocab_chunks * model_config.chunk_rows - model_config.vocab_size
             return np.pad(tensor, ((0, rows), (0, 0))).reshape(leaf.shape)
-        tensor = self._to_ours(leaf.name, tensor)
-        widths = self._widths(leaf.name, size)
+        tensor = self._to_ours(leaf.name, tensor, model_config)
+        widths = self._widths(leaf.name, model_config)
         if not widths:
             return tensor
-        groups = self._groups(leaf.name, size)
+        groups = self._groups(leaf.name, model_config)
         modules = list(widths)
         index = modules.index(self.module_of(leaf.name))
         first = sum(widths[module] for module in modules[:index]) // groups
@@ -285,10 +358,10 @@ class Architecture:
         outer = tensor.shape[:-1]
         return tensor.reshape(*outer, groups, -1)[..., first:end].reshape(*outer, -1)
 
-    def _groups(self, leaf: str, size: GPTConfig) -> int:
+    def _groups(self, leaf: str, model_config: GPTConfig) -> int:
         """The groups of the modules that share the tensor of this leaf."""
         name = self.modules[self.module_of(leaf)]
-        return GROUPS[self.fused[name.rpartition(".")[2]]](size)
+        return GROUPS[self.fused[name.rpartition(".")[2]]](model_config)
 
     def sharing(self, leaf: str) -> list[str]:
         """The modules in the tensor of this leaf, in order; alone where modules of other models have the same name."""
@@ -299,18 +372,24 @@ class Architecture:
         layer = module.rpartition("/")[0]
         return [name for name in self.modules if self.modules[name] == tensor and name.rpartition("/")[0] == layer]
 
-    def _widths(self, leaf: str, size: GPTConfig) -> dict[str, int]:
+    def _widths(self, leaf: str, model_config: GPTConfig) -> dict[str, int]:
         """Outputs of each module in the tensor of this leaf, in order; empty if it has one of its own."""
         modules = self.sharing(leaf)
         if len(modules) < 2:
             return {}
         kind = leaf.rpartition("/")[2]
-        return {module: _width(size, f"{module}/{kind}") for module in modules}
+        return {module: _width(model_config, f"{module}/{kind}") for module in modules}
 
 
-def _width(size: GPTConfig, leaf: str) -> int:
+def _width(model_config: GPTConfig, leaf: str) -> int:
     """The last dimension of a leaf."""
-    tree: Any = variable_shapes(size)["params"]
+    tree: Any = variable_shapes(model_config)["params"]
     for name in leaf.split("/"):
         tree = tree[name]
     return int(tree.shape[-1])
+
+
+def _axes_of(leaf: str, model_config: GPTConfig) -> Axes:
+    """The axes of a parameter, or of a trained copy of it; a variable of another collection has none."""
+    module, _, name = leaf.rpartition("/")
+    return parameter_axes(model_config).get(f"{module}/{name.removeprefix(COPY)}", Axes(()))

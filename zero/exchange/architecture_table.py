@@ -10,10 +10,10 @@ from types import MappingProxyType
 from typing import Any
 
 from zero.base.errors import UserError
-from zero.exchange.architecture import FUSED_QKV, Architecture, LayersAhead
+from zero.exchange.architecture import FUSED_QKV, Architecture, FurtherLayers
 from zero.models.config import FIRST, HEAD, STACK, VOCABULARY, GPTConfig
 from zero.models.mlp import XIELU_BETA, XIELU_EPSILON
-from zero.models.predictor import JOIN, PREDICTOR_NORM
+from zero.models.mtp import MTP, MTP_JOIN, MTP_NORM
 from zero.models.router import ROUTER_BIAS
 
 
@@ -51,6 +51,7 @@ GPT2 = Architecture(
         "embd_pdrop": "embedding_dropout",
     },
     absent={"layer_norm_epsilon": 1e-5},
+    of_servers={"n_ctx": "block_size"},
     aliases={
         "n_embd": "hidden_size",
         "n_positions": "max_position_embeddings",
@@ -479,6 +480,8 @@ _ROUTER_KEYS = {
     "num_experts_per_tok": "experts_per_token",
     "norm_topk_prob": "normalize_router",
 }
+# GGUF files hold a width of MLPs, though every layer has experts.
+_ALL_EXPERTS = {"intermediate_size": "chosen_width"}
 QWEN3_MOE = _like_llama(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
@@ -487,6 +490,7 @@ QWEN3_MOE = _like_llama(
         "moe_intermediate_size": "mlp_width",
         **_ROUTER_KEYS,
     },
+    of_servers=_ALL_EXPERTS,
     absent={"num_experts_per_tok": 8, "norm_topk_prob": False},
     aliases={"num_experts": "num_local_experts"},  # as transformers 5 writes it
     fixed={
@@ -515,6 +519,7 @@ QWEN2_MOE = _like_llama(
         "shared_expert_intermediate_size": "shared_dim",
         "qkv_bias": "qkv_bias",
     },
+    of_servers=_ALL_EXPERTS,
     absent={
         "num_key_value_heads": 16,
         "num_experts_per_tok": 4,
@@ -561,6 +566,7 @@ _DELTA: dict[str, Any] = {
     "bare": ("layers.{}.linear_attn.A_log", "layers.{}.linear_attn.dt_bias"),
     "rotary": ("rope_theta", "partial_rotary_factor"),
     "unread": "mtp.",
+    "counts_unread": "mtp_num_hidden_layers",
     "implied": {"attn_output_gate": True, "output_gate_type": "swish", "mamba_ssm_dtype": "float32"},
 }
 # Gated DeltaNet of Qwen 3.5, whose gate and rates have modules of their own.
@@ -621,6 +627,7 @@ QWEN3_NEXT = _like_llama(
         **_ROUTER_KEYS,
         "shared_expert_intermediate_size": "shared_dim",
     },
+    of_servers=_ALL_EXPERTS,
     absent={
         **_DELTA_ABSENT,
         "num_key_value_heads": 2,
@@ -732,13 +739,14 @@ _BALANCED_KEYS = {
 }
 _BALANCED: dict[str, Any] = {
     "aliases": {"n_routed_experts": "num_local_experts", "num_nextn_predict_layers": "num_mtp_layers"},
-    "ahead": LayersAhead(
+    "further": FurtherLayers(
+        MTP,
         "num_nextn_predict_layers",
         modules={
-            f"{JOIN}/norm_next": "enorm",
-            f"{JOIN}/norm_hidden": "hnorm",
-            f"{JOIN}/product": "eh_proj",
-            PREDICTOR_NORM: "shared_head.norm",
+            f"{MTP_JOIN}/norm_next": "enorm",
+            f"{MTP_JOIN}/norm_hidden": "hnorm",
+            f"{MTP_JOIN}/product": "eh_proj",
+            MTP_NORM: "shared_head.norm",
         },
         copies={"embed_tokens": VOCABULARY, "shared_head.head": HEAD},
     ),
@@ -942,13 +950,13 @@ MISSING = {
 }
 
 
-def architecture_of(size: GPTConfig, model_type: str | None = None) -> Architecture:
+def architecture_of(model_config: GPTConfig, model_type: str | None = None) -> Architecture:
     """The architecture that computes the same as a model of this size; of several, `model_type`'s.
 
     Raises:
       UserError: there is none; the message names the differences from the nearest ones.
     """
-    differences = {candidate: candidate.differences(size) for candidate in ARCHITECTURES.values()}
+    differences = {candidate: candidate.differences(model_config) for candidate in ARCHITECTURES.values()}
     fewest = min(map(len, differences.values()))
     nearest = {candidate: differing for candidate, differing in differences.items() if len(differing) == fewest}
     if fewest:
@@ -959,4 +967,8 @@ def architecture_of(size: GPTConfig, model_type: str | None = None) -> Architect
             )
         )
     chosen = next((candidate for candidate in nearest if candidate.model_type == model_type), next(iter(nearest)))
-    return chosen.of_queries(size.query_latent_dim).of_mixers(size.mixers)
+    return (
+        chosen.of_queries(model_config.query_latent_dim)
+        .of_mixers(model_config.mixers)
+        .of_scores(model_config.score_outputs)
+    )

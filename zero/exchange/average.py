@@ -82,8 +82,8 @@ def average(
         config = meta["config"]
         config["data"] |= {"bucket_path": None, "checkpoint_directory": "checkpoints"}
         run_files.save_config(unfinished, config)
-        of_arrays = ("shapes", "dtypes", "checksums")
-        described = {key: value for key, value in meta.items() if key not in of_arrays}
+        array_keys = ("shapes", "dtypes", "checksums")
+        described = {key: value for key, value in meta.items() if key not in array_keys}
         with Checkpoints(unfinished / "checkpoints", keep=1) as averaged:
             averaged.save(chosen[-1], means, make_layout(means, 1), described | {"averaged": chosen})
     return chosen

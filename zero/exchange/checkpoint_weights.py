@@ -14,6 +14,7 @@ from zero.base.errors import UserError
 from zero.checkpoints.damage import DamagedCheckpoint, MissingCheckpoint
 from zero.checkpoints.manager import Checkpoints
 from zero.corpus.text.tokenizers import TokenizerIdentity
+from zero.exchange.fresh_parts import held_parts
 from zero.exchange.hf_config import UNSEEN
 from zero.files import storage
 from zero.models.config import GPTConfig
@@ -122,18 +123,20 @@ class SavedStep(NamedTuple):
             )
         return name
 
-    def restore(self, model: ShardedGPT, within: str) -> PyTree:
+    def restore(self, model: ShardedGPT, within: str, seed: int | None = None) -> PyTree:
         """Shards for a pmap of the parameters in this subtree, with the model's collections.
 
-        Raises as `Checkpoints.restore`.
+        With a seed, fresh parts that the run has not trained are new (`HeldParts`). Raises as `Checkpoints.restore`.
         """
+        parts = held_parts(model, lambda leaf: f"{within}/{leaf.name}" in self.meta["shapes"], seed)
 
-        def shards(layout: Layout, within: str) -> PyTree:
-            whole = self.checkpoints.restore(self.step, layout, model.axis, within=within)
+        def shards(collection: str, layout: Layout) -> PyTree:
+            place = f"averages/{collection}" if collection else within
+            whole = self.checkpoints.restore(self.step, layout, model.axis, within=place)
             return from_global(whole, layout, model.axis, donate=True)
 
-        collections = {name: shards(layout, f"averages/{name}") for name, layout in model.collection_layouts.items()}
-        return {**shards(model.layout, within), **collections}
+        read = {collection: shards(collection, layout) for collection, layout in parts.layouts.items()}
+        return parts.completed(self.origin, read, model, seed)
 
 
 def saved_step(checkpoints: Checkpoints, step: int) -> SavedStep:
@@ -175,9 +178,15 @@ def new_directory(path: Path) -> Iterator[Path]:
     Raises:
       UserError: `path` exists.
     """
+    exists = UserError(f"{path} already exists and is never overwritten; choose another name")
     if os.path.lexists(path):
-        raise UserError(f"{path} already exists and is never overwritten; choose another name")
+        raise exists
     path.parent.mkdir(parents=True, exist_ok=True)
     with storage.unfinished_directory(path) as unfinished:
         yield unfinished
-        unfinished.rename(path)
+        try:
+            unfinished.rename(path)
+        except OSError as error:
+            if not os.path.lexists(path):
+                raise
+            raise exists from error  # another process has made it since

@@ -51,7 +51,7 @@ _OF_EASYDEL = frozenset(
     )
 )
 _PREFIXES = ("_", "output_", "summary_", "transformers.js")
-_ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings")
+ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings")
 _OF_WINDOWS = ("layer_types", "sliding_window_pattern", "attention_types", "window_size")
 _OF_MIXERS = ("layer_types", "full_attention_interval")
 _OF_UNROTATED = ("no_rope_layers", "no_rope_layer_interval")
@@ -74,7 +74,7 @@ def check_keys(origin: str, config: Mapping[str, Any], architecture: Architectur
     known = {*architecture.keys, *architecture.aliases.values(), *architecture.fixed, *architecture.absent}
     known |= {*architecture.written, QUANTIZATION}
     if architecture.rotary is not None:
-        known |= {*_ROPE, *filter(None, architecture.rotary)}
+        known |= {*ROPE_KEYS, *filter(None, architecture.rotary)}
     if architecture.local_rotary is not None:
         known.add(architecture.local_rotary[0])
     if architecture.unrotated is not None:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -38,19 +38,21 @@ from zero.exchange.checkpoint_weights import (
     read_step,
 )
 from zero.exchange.codings import QUANTIZATION
-from zero.exchange.hf_config import write_config
+from zero.exchange.hf_config import write_config, write_config_as
 from zero.exchange.hf_folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 from zero.exchange.hub_folder import hub_folder
 from zero.exchange.joint_experts import Joint, joined, names_within
 from zero.exchange.peft_folder import tensor_name, write_peft
 from zero.exchange.text_part import check_has_images, text_name
 from zero.exchange.warm_start import weights_of_step
-from zero.exchange.with_code import CODE, ZERO, computed_keys
+from zero.exchange.with_code import CODE, architecture_with_code, computed_keys
 from zero.files.parsing import json_object
+from zero.models.branch import Branch
+from zero.models.branches import LEFT_OUT, branches_of
 from zero.models.collections import collections_of
-from zero.models.config import STACK, GPTConfig
-from zero.models.predictor import PARTS
+from zero.models.config import HEAD, STACK, GPTConfig
 from zero.models.router import ROUTER_BIAS
+from zero.models.score_head import replaced_by_scores
 from zero.partition.collectives.axis import Axis
 from zero.partition.train_state import to_host
 from zero.record.run_files import split_step
@@ -78,7 +80,7 @@ def export(
     ema: bool = False,
     merges: bool = False,
     with_code: bool = False,
-    with_predictor: bool = False,
+    branches: Collection[str] = (),
     dtype: str | None = None,
     into: str | None = None,
 ) -> int:
@@ -87,22 +89,22 @@ def export(
     The weights are of `dtype`, one of `DTYPES`; None is the dtype of the folder that the run started from, or float32.
     The same checkpoint gives the same bytes. The folder appears once it is complete. With `ema` it holds the moving
     average of the weights, and `with_code` its own code for PyTorch, with which `transformers` loads models that equal
-    none of its architectures (`trust_remote_code=True`). With `with_predictor` it holds the layer that predicts a
-    further token, with which servers decode speculatively, by the names of published folders. Returns the step:
-    `RUN@STEP`'s, or the newest for None. Of a run that trained adapters the folder is one of PEFT, or with `merges` one
-    of its base with the adapters merged, for which the host holds the whole model.
+    none of its architectures (`trust_remote_code=True`). `branches` are keys of `zero.models.branches.LEFT_OUT`, whose
+    parts the folder then holds too, by the names of published folders. Returns the step: `RUN@STEP`'s, or the newest
+    for None. Of a run that trained adapters the folder is one of PEFT, or with `merges` one of its base with the
+    adapters merged, for which the host holds the whole model.
 
     `into` is a folder, or a model of the hub, whose model also reads images, and whose text the run has tuned: the new
     folder is a copy of it with this text. All other tensors and files are the same, byte for byte.
 
     Raises:
       UserError: no architecture equals the model, there is no such step or no average, the folder exists, there are
-        no adapters to merge, or there is no predictor to write, or no names for it.
+        no adapters to merge, or the model lacks one of `branches`, or there are no names for it.
     """
     run, named = split_step(place)
     if None not in (step, named):
         raise UserError(f"{place}: expected a run without a step, as --step {step} is given")
-    options: dict[str, Any] = {"with_code": with_code, "with_predictor": with_predictor, "dtype": dtype, "into": into}
+    options: dict[str, Any] = {"with_code": with_code, "branches": branches, "dtype": dtype, "into": into}
     write = partial(_write, folder=folder, ema=ema, merges=merges, **options)
     with open_checkpoints(run) as checkpoints:
         return read_step(checkpoints, named if step is None else step, write)
@@ -115,19 +117,21 @@ def _write(
     ema: bool,
     merges: bool,
     with_code: bool,
-    with_predictor: bool,
+    branches: Collection[str],
     dtype: str | None,
     into: str | None,
 ) -> int:
     """Writes a checkpoint as `export` does; returns its step."""
     size = saved.size()
-    brought = saved.meta.get("brought") or {"dtype": None, "model_type": None}
+    source_model = saved.meta.get("brought") or {"dtype": None, "model_type": None}
     if with_code:
-        form = Form(ZERO, size, keys=computed_keys(size))
+        computed = computed_keys(size)
+        form = Form(architecture_with_code(size), size, keys=computed)
     else:
-        form = _form_of_transformers(size, brought["model_type"])
-    if with_predictor:
-        form = _with_predictor(saved.origin, form)
+        form = _form_of_transformers(size, source_model["model_type"])
+    asked = [branch for branch in LEFT_OUT if branch.key in branches]
+    for branch in asked:
+        form = _with_branch(saved.origin, form, branch)
     tokenizer = load_tokenizer(saved.meta["config"]["data"]["tokenizer"])
     saved.tokenizer().check(saved.origin, tokenizer)
     within = saved.subtree(ema)
@@ -137,7 +141,10 @@ def _write(
     collections = tuple(f"averages/{name}/" for name in collections_of(size))
     places = {name.removeprefix(prefix): name for name in saved.meta["shapes"] if name.startswith(prefix)}
     places |= {name.removeprefix("averages/"): name for name in saved.meta["shapes"] if name.startswith(collections)}
-    leaves = [leaf for leaf in places if with_predictor or not {*leaf.split("/")} & {*PARTS}]
+    left_out = {subtree for branch in LEFT_OUT if branch not in asked for subtree in branch.subtrees}
+    if replaced_by_scores(HEAD, size):
+        left_out.add(HEAD)
+    leaves = [leaf for leaf in places if not {*leaf.split("/")} & left_out]
     if merges and tuning is None:
         raise UserError(f"{saved.origin}: has no adapters to merge; zero-weights export writes its weights")
     if with_code and tuning is not None and not merges:
@@ -156,38 +163,40 @@ def _write(
         if tuning is not None and not merges:
             base = saved.base()["named"].removeprefix(PREFIX)
             architecture = form.architecture
-            has_images = bool(brought.get("has_images"))
+            has_images = bool(source_model.get("has_images"))
             write_peft(unfinished, read, leaves, tuning.adapters, architecture, base, form.size, has_images=has_images)
             _save_tokenizer(tokenizer, unfinished)
             return saved.step
         if tuning is not None:
             whole = _merged(saved, form.size, within)
-            leaves = list(whole)
+            leaves = [leaf for leaf in whole if not {*leaf.split("/")} & left_out]
             read = whole.__getitem__
         if into is not None:
             tensors = _tensors(read, leaves, form, DTYPES[0])
             base_folder = Path(hub_folder(into) if into.startswith(PREFIX) else into)
             write_into(base_folder, unfinished, tensors, form.architecture.joint_experts)
             return saved.step
-        dtype = dtype or (brought["dtype"] if brought["dtype"] in DTYPES else DTYPES[0])
+        dtype = dtype or (source_model["dtype"] if source_model["dtype"] in DTYPES else DTYPES[0])
         _save_tensors(_tensors(read, leaves, form, dtype), unfinished)
         _save_tokenizer(tokenizer, unfinished)
-        keys = {**write_config(form.architecture, form.size), **form.keys, **_token_ids(tokenizer), "dtype": dtype}
+        source = None if with_code or form.size != size else source_model.get("config")
+        keys = {**_config(form, source), **form.keys, **_token_ids(tokenizer, source), **_labels(saved)}
+        keys |= dict.fromkeys([key for key in ("dtype", "torch_dtype") if source and key in source] or ["dtype"], dtype)
         _write_json(unfinished / CONFIG_FILE, keys)
         if with_code:
             (unfinished / CODE.name).write_bytes(CODE.read_bytes())
     return saved.step
 
 
-def check_exportable(size: GPTConfig, leaves: Iterable[str], tuning: Tuning | None) -> None:
+def check_exportable(model_config: GPTConfig, leaves: Iterable[str], tuning: Tuning | None) -> None:
     """Raises UserError if `export` cannot write a model of this size, or its adapters, whose leaves these are."""
-    form = _form_of_transformers(size, None)
+    form = _form_of_transformers(model_config, None)
     if tuning is not None:
         for leaf in leaves:
             tensor_name(leaf, form.architecture)
 
 
-def _form_of_transformers(size: GPTConfig, model_type: str | None) -> Form:
+def _form_of_transformers(model_config: GPTConfig, model_type: str | None) -> Form:
     """The form in which `transformers` computes the same with an architecture of its own, whose scores are standard.
 
     If several equal the model, it is the one of `model_type`, from which the weights came.
@@ -195,28 +204,30 @@ def _form_of_transformers(size: GPTConfig, model_type: str | None) -> Form:
     Scores divided by the head dimension, as in mup, equal those of smaller queries divided by its root. Only where the
     factor is a power of two, so that no digit of a weight, a product or a sum changes.
     """
-    factor = size.head_width**-0.5
-    if size.attention_scale != "linear" or not math.log2(factor).is_integer():
-        return Form(architecture_of(size, model_type), size)
+    factor = model_config.head_width**-0.5
+    if model_config.attention_scale != "linear" or not math.log2(factor).is_integer():
+        return Form(architecture_of(model_config, model_type), model_config)
     changes: dict[str, Any] = {"parametrization": "standard", "mup_base_width": None, "attention_scale": "sqrt"}
-    size = dataclasses.replace(size, **changes)
-    return Form(architecture_of(size), size, factor)
+    model_config = dataclasses.replace(model_config, **changes)
+    return Form(architecture_of(model_config), model_config, factor)
 
 
-def _with_predictor(origin: str, form: Form) -> Form:
-    """The same with the layer that predicts a further token."""
-    ahead = form.architecture.ahead
-    if not form.size.predictor:
-        raise UserError(f"{origin}: has no predictor; zero-weights export without --with-predictor writes its weights")
-    if ahead is None:
-        raise UserError(f"{origin}: folders of {form.architecture.model_type} have no names for a predictor's tensors")
-    architecture = form.architecture.of_predictor(form.size.N, is_tied=form.size.tied)
-    return form._replace(architecture=architecture, keys={**form.keys, ahead.key: 1})
+def _with_branch(origin: str, form: Form, branch: Branch) -> Form:
+    """The same with a branch, which is a layer after the last one."""
+    further = form.architecture.further
+    if branch not in branches_of(form.size):
+        option = f"--with-{branch.key}"
+        raise UserError(f"{origin}: has no {branch.noun}; zero-weights export without {option} writes its weights")
+    if further is None or further.branch is not branch:
+        kind = form.architecture.model_type
+        raise UserError(f"{origin}: folders of {kind} have no names for a {branch.noun}'s tensors")
+    architecture = form.architecture.with_further_layer(form.size.N, is_tied=form.size.tied)
+    return form._replace(architecture=architecture, keys={**form.keys, further.key: 1})
 
 
-def _merged(saved: SavedStep, size: GPTConfig, within: str) -> dict[str, np.ndarray]:
+def _merged(saved: SavedStep, model_config: GPTConfig, within: str) -> dict[str, np.ndarray]:
     """The whole weights of a run that trained adapters, by leaf."""
-    model = ShardedGPT(size, Axis("zero", (1, jax.device_count())), 3)
+    model = ShardedGPT(model_config, Axis("zero", (1, jax.device_count())), 3)
     params, collections = model.split(weights_of_step(saved, model, within))
     whole = dict[str, np.ndarray]()
     for name, layout in {"": model.layout, **model.collection_layouts}.items():
@@ -316,9 +327,9 @@ def write_into(base: Path, folder: Path, tensors: Iterable[tuple[str, np.ndarray
                     (folder / path.name).write_bytes(path.read_bytes())
                 continue
             written = {}
-            with safe_open(path, "numpy") as of_base:
-                for name in of_base.keys():  # noqa: SIM118
-                    x = of_base.get_tensor(name)
+            with safe_open(path, "numpy") as base_file:
+                for name in base_file.keys():  # noqa: SIM118
+                    x = base_file.get_tensor(name)
                     alone = text_name(name)
                     if alone is not None:
                         parts = names_within(alone, own, joint)
@@ -329,7 +340,7 @@ def write_into(base: Path, folder: Path, tensors: Iterable[tuple[str, np.ndarray
                             raise UserError(f"{path}, tensor {name}: is {x.shape}, and that of the run {new.shape}")
                         x = new.astype(x.dtype)
                     written[name] = np.ascontiguousarray(x)
-                metadata = of_base.metadata()
+                metadata = base_file.metadata()
             save_file(written, folder / path.name, metadata)
     if own:
         raise UserError(f"{base}: its text part lacks {min(own)}, which the model of the run has")
@@ -356,12 +367,41 @@ def _save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         (folder / name).write_bytes(content)
 
 
-def _token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The ids of special tokens as config.json has them."""
+def _config(form: Form, source: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The content of config.json; `source` is that of the folder that the run started from."""
+    if source is None:
+        return write_config(form.architecture, form.size)
+    return write_config_as(form.architecture, form.size, source)
+
+
+def _labels(saved: SavedStep) -> dict[str, Any]:
+    """The names of the classes that a run was trained on, as config.json has them; empty without names."""
+    names = saved.meta["config"].get("objective", {}).get("label_names")
+    if not names:
+        return {}
+    return {"id2label": {str(i): name for i, name in enumerate(names)}, "label2id": {x: i for i, x in enumerate(names)}}
+
+
+def _token_ids(tokenizer: Tokenizer, source: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The ids of special tokens as config.json has them: those of `source` if the tokenizer has the same.
+
+    Beside a `source` only an end is added: servers would add a beginning to prompts that had none.
+    """
     special = tokenizer.special
     ends = special.ends[0] if len(special.ends) == 1 else list(special.ends)
     padding = {} if special.padding is None else {"pad_token_id": special.padding}
-    return {"bos_token_id": special.first, "eos_token_id": ends, **padding}
+    ids = {"bos_token_id": special.first, "eos_token_id": ends, **padding}
+    if source is None:
+        return ids
+    stated = {key: source[key] for key in ids if source.get(key) is not None}
+    end = {"eos_token_id": ids["eos_token_id"]}
+    return end | {key: _stated(value, ids[key]) for key, value in stated.items()}
+
+
+def _stated(stated: Any, known: Any) -> Any:
+    """The ids that a folder states, unless some of them are not among those of the tokenizer."""
+    several = [ids if isinstance(ids, list) else [ids] for ids in (stated, known)]
+    return stated if all(token in several[1] for token in several[0]) else known
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 from zero.base.errors import UserError
 from zero.exchange.architecture import SEVERAL, Architecture
 from zero.exchange.architecture_table import ARCHITECTURES, MISSING, OTHER_TYPES
-from zero.exchange.config_keys import check_keys
+from zero.exchange.codings import QUANTIZATION
+from zero.exchange.config_keys import ROPE_KEYS, check_keys
 from zero.files.parsing import reading
 from zero.models.config import GPTConfig
 from zero.models.part import ATTENTION, DELTA, shortest_pattern
@@ -53,10 +54,23 @@ def read_architecture(origin: str, config: Mapping[str, Any]) -> Architecture:
         if config.get(key, value) not in (value, architecture.legacy.get(key, value)):
             raise UserError(f"{origin}: {key} is {config[key]!r}; zero supports only {value!r}")
     architecture = architecture.of_queries(config.get("q_lora_rank", architecture.absent.get("q_lora_rank")))
+    architecture = architecture.of_scores(_read_outputs(origin, config))
     if not architecture.delta:
         return architecture
-    with reading(f"{origin}: the keys of mixers hold something else"):
+    with reading(f"{origin}: the keys of mixers cannot be read"):
         return architecture.of_mixers(_read_mixers(origin, config, int(config[architecture.layers_key])))
+
+
+_WITH_SCORES = "ForSequenceClassification"  # ends the names of classes with a head of scores
+
+
+def _read_outputs(origin: str, config: Mapping[str, Any]) -> int | None:
+    """The outputs of the head of scores, one for each label, of which transformers has 2 by default; None: no head."""
+    names = config.get("architectures") or [""]
+    if not str(names[0]).endswith(_WITH_SCORES):
+        return None
+    with reading(f"{origin}: id2label has an unexpected form"):
+        return len(dict(config.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}))
 
 
 def read_choices(origin: str, config: Mapping[str, Any], architecture: Architecture, layers: int) -> dict[str, Any]:
@@ -76,13 +90,13 @@ def read_choices(origin: str, config: Mapping[str, Any], architecture: Architect
         elif name in UNSEEN:
             raise UserError(f"{origin}: {key} is missing")
     if architecture.rotary is not None:
-        with reading(f"{origin}: the keys of rotary positions hold something else"):
+        with reading(f"{origin}: the keys of rotary positions cannot be read"):
             choices |= _read_rotary(origin, config, architecture)
     if architecture.windows:
-        with reading(f"{origin}: the keys of windows hold something else"):
+        with reading(f"{origin}: the keys of windows cannot be read"):
             choices["windows"] = _read_windows(origin, {**architecture.absent, **config}, architecture, layers)
     if architecture.delta:
-        with reading(f"{origin}: the keys of mixers hold something else"):
+        with reading(f"{origin}: the keys of mixers cannot be read"):
             choices["mixers"] = _read_mixers(origin, config, layers)
     if architecture.unrotated:
         with reading(f"{origin}: no_rope_layers has an unexpected form"):
@@ -151,17 +165,14 @@ def read_size(origin: str, config: Mapping[str, Any], architecture: Architecture
         **attributes,
         **read_choices(origin, config, architecture, layers),
         "N": layers,
+        "score_outputs": architecture.outputs,
     }
-    missing = [
-        key for key, name in architecture.keys.items() if _FIELDS.get(name, name) in _SIZES and name not in attributes
-    ]
+    required = {*choices} - {*defaults} - {*attributes}  # those that no key has set
+    missing = [key for key, name in architecture.keys.items() if _FIELDS.get(name, name) in required]
     if missing:
         raise UserError(f"{origin}: {missing[0]} is missing")
     with reading(f"{origin}: expected the configuration of a model"):
         return GPTConfig(**attributes)
-
-
-_SIZES = ("embedding_dim", "vocab_size", "num_head", "block_size")
 
 
 def _read_shared(
@@ -174,18 +185,54 @@ def _read_shared(
         return int(count) * int(attributes["mlp_dim"]) or None
 
 
-def write_config(architecture: Architecture, size: GPTConfig) -> dict[str, Any]:
+def write_config(architecture: Architecture, model_config: GPTConfig) -> dict[str, Any]:
     """The content of config.json for a model that equals this architecture, without its tokenizer's keys."""
-    keys = {key: getattr(size, name) for key, name in architecture.keys.items()}
+    keys = {key: getattr(model_config, name) for key, name in architecture.keys.items()}
     names = {"architectures": [architecture.class_name], "model_type": architecture.model_type, "dtype": "float32"}
-    content = {**names, **keys, **architecture.fixed, **architecture.written}
+    of_servers = {key: getattr(model_config, name) for key, name in architecture.of_servers.items()}
+    content = {**names, **keys, **architecture.fixed, **architecture.written, **of_servers}
     if architecture.unrotated:
-        every = size.unrotated_every or size.N + 1
-        content |= {"no_rope_layer_interval": every, "no_rope_layers": _rotated(every, size.N)}
+        every = model_config.unrotated_every or model_config.N + 1
+        content |= {"no_rope_layer_interval": every, "no_rope_layers": _rotated(every, model_config.N)}
     if architecture.delta:
         types = {mixer: name for name, mixer in _MIXERS.items()}
-        content["layer_types"] = [types[mixer] for mixer in size.mixers] * (size.N // len(size.mixers))
-    return content | _write_rotary(architecture, size) | _write_windows(architecture.windows, size)
+        content["layer_types"] = [types[mixer] for mixer in model_config.mixers] * (
+            model_config.N // len(model_config.mixers)
+        )
+    return content | _write_rotary(architecture, model_config) | _write_windows(architecture.windows, model_config)
+
+
+# Keys of a config.json that concern its folder, not the model, or name files beside it.
+_OF_FOLDER = {"architectures", "model_type", "auto_map", "_name_or_path", "_commit_hash", QUANTIZATION}
+
+
+def write_config_as(architecture: Architecture, model_config: GPTConfig, source: Mapping[str, Any]) -> dict[str, Any]:
+    """The same for a model that began as the folder with the config.json `source`, which it repeats key by key.
+
+    Keys that the training has changed are those of `write_config`, and so are all where `source` is of another
+    architecture, or repeated keys would describe another model.
+    """
+    written = write_config(architecture, model_config)
+    origin = "the config.json that the run started from"
+    source_architecture = read_architecture(origin, source)
+    if source_architecture.model_type != architecture.model_type:
+        return written
+    layers_key = architecture.layers_key
+    layers = int(source.get(layers_key, source.get(architecture.aliases.get(layers_key, ""), 0)))
+    before = write_config(source_architecture, read_size(origin, source, source_architecture, layers))
+    changed = {key: value for key, value in written.items() if before.get(key, _MISSING) != value}
+    gone = {*_OF_FOLDER, *(before.keys() - written.keys()), *(architecture.aliases.get(key, "") for key in changed)}
+    if architecture.further is not None:  # layers that the folder does not hold
+        gone |= {architecture.further.key, architecture.aliases.get(architecture.further.key, "")}
+    gone.add(architecture.counts_unread or "")
+    positions = {*ROPE_KEYS, *filter(None, architecture.rotary or ())}
+    if positions & {*changed, *gone}:
+        changed |= {key: value for key, value in written.items() if key in positions}
+        gone |= positions
+    kept = {key: value for key, value in source.items() if key not in gone}
+    content = {**kept, **changed, **{key: written[key] for key in ("architectures", "model_type")}}
+    again = write_config(architecture, read_size(origin, content, architecture, model_config.N))
+    return content if again == written else written
 
 
 _MIXERS = {"linear_attention": DELTA, "full_attention": ATTENTION}  # by their names in layer_types
@@ -294,12 +341,29 @@ def _read_scale(config: Mapping[str, Any], width: int) -> str | float:
     return float(width**-0.5 * _yarn_length(float(parameters["factor"]), float(under)) ** 2)
 
 
-def _write_scale(size: GPTConfig) -> dict[str, float]:
-    """The inverse of `_read_scale`: the number whose scale these scores have, if they have another than the root's."""
-    if isinstance(size.attention_scale, str):
-        return {}
-    length = math.sqrt(size.score_multiplier * math.sqrt(size.head_width))
-    return {"mscale_all_dim": round((length - 1) / (0.1 * math.log(size.rotary_numbers[0])), 9)}
+def _write_scale(model_config: GPTConfig, scaling: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `_read_scale`: `scaling` with the numbers whose scales scores and rotations have, as DeepSeek's.
+
+    Servers read `mscale` there, and no `attention_factor`.
+    """
+    if isinstance(model_config.attention_scale, str):
+        return scaling
+    factor = model_config.rotary_numbers[0]
+    length = math.sqrt(model_config.score_multiplier * math.sqrt(model_config.head_width))
+    under = _yarn_scale(factor, length)
+    scaled = {**scaling, "mscale_all_dim": under}
+    if "attention_factor" not in scaling:
+        return scaled
+    over = _yarn_scale(factor, scaling["attention_factor"] * _yarn_length(factor, under))
+    if over and _yarn_length(factor, over) / _yarn_length(factor, under) == scaling["attention_factor"]:
+        del scaled["attention_factor"]
+        scaled["mscale"] = over
+    return scaled
+
+
+def _yarn_scale(factor: float, length: float) -> float:
+    """The number of which `_yarn_length` makes this length."""
+    return round((length - 1) / (0.1 * math.log(factor)), 9)
 
 
 def _read_longrope(origin: str, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -332,32 +396,32 @@ _KEYS = {  # of the numbers of `rotary_scaling`, in their order
 }
 
 
-def _write_rotary(architecture: Architecture, size: GPTConfig) -> dict[str, Any]:
+def _write_rotary(architecture: Architecture, model_config: GPTConfig) -> dict[str, Any]:
     if architecture.rotary is None:
         return {}
-    scaling = _scaling_keys(size)
+    scaling = _scaling_keys(model_config)
     if architecture.scales_scores:
-        scaling |= _write_scale(size)
+        scaling = _write_scale(model_config, scaling)
     beside = {_CONTEXT: scaling.pop(_CONTEXT)} if _CONTEXT in scaling else {}
-    if size.rotary_kind == "longrope":  # Phi-3's classes read it here only
+    if model_config.rotary_kind == "longrope":  # Phi-3's classes read it here only
         beside[_ORIGINAL] = scaling[_ORIGINAL]
     base, fraction = architecture.rotary
     if architecture.local_rotary is not None:
-        full = {"rope_type": "default", "rope_theta": size.rotary_base, **scaling}
-        local = {"rope_type": "default", "rope_theta": size.local_rotary_base}
+        full = {"rope_type": "default", "rope_theta": model_config.rotary_base, **scaling}
+        local = {"rope_type": "default", "rope_theta": model_config.local_rotary_base}
         return {"rope_parameters": {"full_attention": full, "sliding_attention": local}, **beside}
-    content = {base: size.rotary_base} | ({} if fraction is None else {fraction: size.rotary_fraction})
+    content = {base: model_config.rotary_base} | ({} if fraction is None else {fraction: model_config.rotary_fraction})
     if not scaling and "rope_parameters" in architecture.absent:  # else the class would scale
-        return content | {"rope_parameters": {"rope_type": "default", "rope_theta": size.rotary_base}}
+        return content | {"rope_parameters": {"rope_type": "default", "rope_theta": model_config.rotary_base}}
     return content | ({"rope_scaling": scaling} if scaling else {}) | beside
 
 
-def _scaling_keys(size: GPTConfig) -> dict[str, Any]:
+def _scaling_keys(model_config: GPTConfig) -> dict[str, Any]:
     """The keys of `rotary_scaling` in a config.json; empty without one."""
-    if size.rotary_scaling is None:
+    if model_config.rotary_scaling is None:
         return {}
-    kind = str(size.rotary_kind)
-    numbers = size.rotary_numbers
+    kind = str(model_config.rotary_kind)
+    numbers = model_config.rotary_numbers
     if kind == "longrope":
         original, length, *divisors = numbers
         pairs = len(divisors) // 2
@@ -368,6 +432,8 @@ def _scaling_keys(size: GPTConfig) -> dict[str, Any]:
         kind = "yarn"
         scaling = {"rope_type": "yarn", "truncate": False}
     scaling |= zip(_KEYS[kind], numbers, strict=True)
+    if kind == "yarn" and scaling["attention_factor"] == _yarn_length(scaling["factor"], 1.0):
+        del scaling["attention_factor"]  # what it is without the key
     return scaling | {key: int(scaling[key]) for key in (_ORIGINAL, _CONTEXT) if key in scaling}
 
 
@@ -423,16 +489,16 @@ def _read_windows(origin: str, config: Mapping[str, Any], architecture: Architec
     return windows if layers % len(pattern) else pattern
 
 
-def _write_windows(kind: str, size: GPTConfig) -> dict[str, Any]:
-    window = max(size.windows)
-    periods = size.N // len(size.windows)
+def _write_windows(kind: str, model_config: GPTConfig) -> dict[str, Any]:
+    window = max(model_config.windows)
+    periods = model_config.N // len(model_config.windows)
     match kind:
         case "sliding_window":
             return {"sliding_window": window or None}
         case "attention_types":
-            names = ["local" if window else "global" for window in size.windows]
+            names = ["local" if window else "global" for window in model_config.windows]
             return {"attention_types": [[names, periods]], "window_size": window or 256}
         case "layer_types":
-            names = ["sliding_attention" if window else "full_attention" for window in size.windows]
+            names = ["sliding_attention" if window else "full_attention" for window in model_config.windows]
             return {"layer_types": names * periods, "sliding_window": window or None}
     return {}

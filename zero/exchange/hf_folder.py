@@ -16,11 +16,13 @@ from safetensors import SafetensorError, safe_open
 
 from zero.base.errors import UserError
 from zero.exchange.codings import QUANTIZATION, coding_of
+from zero.exchange.fresh_parts import held_parts
 from zero.exchange.hf_config import read_architecture, read_choices, read_size
 from zero.exchange.joint_experts import separated
 from zero.exchange.stored_tensor import Stored, StoredTensor
 from zero.exchange.text_part import has_images, text_config, text_name
 from zero.files.parsing import json_object, reading
+from zero.models.branches import branches_of
 from zero.models.config import HEAD, VOCABULARY, GPTConfig
 from zero.partition.global_arrays import from_global, global_shapes
 from zero.partition.layout import Layout, LeafLayout, PyTree
@@ -63,12 +65,12 @@ class HuggingFaceFolder:
             self._files = stack.pop_all()
         first = self.architecture.layers
         numbers = {name: name.removeprefix(first).split(".")[0] for name in self._tensors if name.startswith(first)}
-        self._ahead = self._layers_ahead(config, numbers)
-        layers = len({*numbers.values()}) - len({*self._ahead.values()})
+        self._further = self._further_layers(config, numbers)
+        layers = len({*numbers.values()}) - len({*self._further.values()})
         if not layers:
             raise UserError(f"{path}: has no tensor of a layer; expected {self.architecture.prefix}{first}0 and so on")
-        if self._ahead:
-            self.architecture = self.architecture.of_predictor(layers, is_tied=self._is_tied)
+        if self._further:
+            self.architecture = self.architecture.with_further_layer(layers, is_tied=self._is_tied)
         self._config = config
         self.layers = layers
         self.size = {"N": layers, **read_choices(str(path / CONFIG_FILE), config, self.architecture, layers)}
@@ -77,52 +79,61 @@ class HuggingFaceFolder:
         """The model of the folder. Raises UserError if its config.json describes none."""
         return read_size(str(self.path / CONFIG_FILE), self._config, self.architecture, self.layers)
 
-    def _layers_ahead(self, config: Mapping[str, Any], numbers: Mapping[str, str]) -> dict[str, int]:
+    def _further_layers(self, config: Mapping[str, Any], numbers: Mapping[str, str]) -> dict[str, int]:
         """The tensors of layers after the last one, which predict further tokens, and the number of their layer.
 
         `numbers` has the number of the layer of each tensor.
         """
-        ahead = self.architecture.ahead
+        further = self.architecture.further
         stated = config.get(self.architecture.layers_key)
-        if ahead is None or not isinstance(stated, int):
+        if further is None or not isinstance(stated, int):
             return {}
         beyond = {name: int(number) for name, number in numbers.items() if number.isdigit() and int(number) >= stated}
-        most = config.get(ahead.key, config.get(self.architecture.aliases.get(ahead.key, "")))
+        most = config.get(further.key, config.get(self.architecture.aliases.get(further.key, "")))
         if not isinstance(most, int) or len({*beyond.values()}) > most:
             return {}  # the number of layers is then refused
         return beyond
 
-    def _unread(self, size: GPTConfig) -> set[str]:
+    def _unread(self, model_config: GPTConfig, *, may_lack: bool) -> set[str]:
         """The tensors that predict further tokens and that no leaf of this model holds.
 
-        With a predictor they are copies of the tables, and layers after the first of these.
+        In a model with the branch that the first of these layers is, they are copies of the tables, and other layers.
 
         Raises:
-          UserError: the model has a predictor and the folder none, or a copy differs from its table.
+          UserError: the model has the branch, and the folder has no such layer although it must not `may_lack` one; or
+            a copy differs from its table.
         """
-        count = len({*self._ahead.values()})
-        if not size.predictor:
+        count = len({*self._further.values()})
+        if self.architecture.further is None:
+            return set()
+        branch = self.architecture.further.branch
+        if branch not in branches_of(model_config):
             if count:
                 log.info(
-                    "%s: %d layers that predict further tokens are not read; with model.override.predictor=true the "
-                    "first one is, to be trained on",
+                    "%s: %d layers that predict further tokens are not read; with model.override.%s=true the first "
+                    "one is, to be trained on",
                     self.path,
                     count,
+                    branch.key,
                 )
-            return {*self._ahead}
+            return {*self._further}
         if not count:
-            raise UserError(f"{self.path}: expected predictor: false, as it has no layer that predicts further tokens")
+            if may_lack:
+                return set()
+            without = f"{branch.key}: false"
+            raise UserError(f"{self.path}: expected {without}, as it has no layer that predicts further tokens")
         if count > 1:
             log.info("%s: of %d layers that predict further tokens the first one is read", self.path, count)
-        return {name for name, number in self._ahead.items() if number > self.layers} | self._checked_copies()
+        others = {name for name, number in self._further.items() if number > self.layers}
+        return others | self._checked_copies(branch.noun)
 
-    def _checked_copies(self) -> set[str]:
-        """The copies of the tables in the layer of the predictor."""
+    def _checked_copies(self, noun: str) -> set[str]:
+        """The copies of the tables in the first further layer, which belongs to a part that messages call `noun`."""
         copies = {name: table for name, table in self.architecture.copies.items() if name in self._tensors}
         for name, table in copies.items():
             original = f"{self.architecture.modules[table]}.weight"
             if original in self._tensors and not _are_equal(self._tensors[name], self._tensors[original]):
-                raise UserError(f"{self.path}, tensor {name}: differs from {original}, which a predictor shares")
+                raise UserError(f"{self.path}, tensor {name}: differs from {original}, which a {noun} shares")
         return {*copies}
 
     def _open_tensors(self, stack: ExitStack) -> dict[str, Stored]:
@@ -190,29 +201,36 @@ class HuggingFaceFolder:
                 raise UserError(f"{index}: weight_map names {name!r}; expected a file in this folder")
         return sorted(set(weight_map.values()))
 
-    def params(self, model: ShardedGPT) -> PyTree:
+    def params(self, model: ShardedGPT, seed: int | None = None) -> PyTree:
         """Shards for a pmap; the host holds one tensor at a time, and its devices' shards of one leaf.
 
-        A model with more tokens than the folder has new rows in its tables, at the mean of the others.
+        A model with more tokens than the folder has new rows in its tables, at the mean of the others. With a seed,
+        fresh parts that the folder lacks are new (`read_parts`).
 
         Raises:
-          UserError: a tensor is missing, left over, of integers, or of another shape than the model's; or one of the
-        predictor, as in `_unread`.
+          UserError: a tensor is missing, left over, of integers, or of another shape than the model's; or a further
+            layer does not fit, as in `_unread`.
         """
-        parts = {"": model.layout, **model.collection_layouts}
-        left_over = set(self._tensors) - self._unread(model.config)
-        for collection, layout in parts.items():
+        parts = held_parts(model, lambda leaf: self._holds(leaf, model.config), seed)
+        left_over = set(self._tensors) - self._unread(model.config, may_lack=seed is not None)
+        for collection, layout in parts.layouts.items():
             for leaf in layout.leaves:
                 left_over -= self._check(_within(collection, leaf), model.config)
         if left_over:
             raise UserError(f"{self.path}, tensor {min(left_over)}: this model has no such leaf")
-        read = {collection: self._read(collection, layout, model) for collection, layout in parts.items()}
-        return {**read.pop(""), **read}
+        read = {collection: self._read(collection, layout, model) for collection, layout in parts.layouts.items()}
+        return parts.completed(str(self.path), read, model, seed)
 
-    def _check(self, leaf: LeafLayout, size: GPTConfig) -> set[str]:
+    def _holds(self, leaf: LeafLayout, model_config: GPTConfig) -> bool:
+        """Whether the folder holds a tensor of this leaf."""
+        if self.architecture.module_of(leaf.name) not in self.architecture.modules:
+            return False
+        return not self._tensors.keys().isdisjoint(self._tensor_names(leaf, model_config).values())
+
+    def _check(self, leaf: LeafLayout, model_config: GPTConfig) -> set[str]:
         """The names of the tensors of a leaf; raises UserError if one of them does not fit it."""
-        names = [*dict.fromkeys(self._tensor_names(leaf, size).values())]  # in order: messages name the first
-        expected = self.architecture.tensor_shape(leaf, size)
+        names = [*dict.fromkeys(self._tensor_names(leaf, model_config).values())]  # in order: messages name the first
+        expected = self.architecture.tensor_shape(leaf, model_config)
         for name in names:
             found = tuple(self._tensors[name].get_shape()) if name in self._tensors else "nothing"
             if found != expected and not _grows(leaf, found, expected):
@@ -254,13 +272,13 @@ class HuggingFaceFolder:
         whole = layout.map(read, global_shapes(layout, model.axis))
         return from_global(whole, layout, model.axis, donate=True)
 
-    def _tensor_names(self, leaf: LeafLayout, size: GPTConfig) -> dict[tuple[int, ...], str]:
+    def _tensor_names(self, leaf: LeafLayout, model_config: GPTConfig) -> dict[tuple[int, ...], str]:
         """The tensors that hold this leaf, one per layer and expert, by their place in it."""
         if self.architecture.module_of(leaf.name) not in self.architecture.modules:
             raise UserError(f"{self.path}: {self.architecture.model_type} has no tensor for leaf {leaf.name}")
         name = self.architecture.tensor_name(leaf.name)
         places = np.ndindex(leaf.shape[: name.count("{}")])
-        return {index: self.architecture.numbered(name, leaf.name, index, size) for index in places}
+        return {index: self.architecture.numbered(name, leaf.name, index, model_config) for index in places}
 
     def __enter__(self) -> Self:
         return self

@@ -14,7 +14,7 @@ from zero.exchange.hf_folder import CONFIG_FILE, HuggingFaceFolder
 from zero.exchange.hub_folder import FILES, FILES_BUT_WEIGHTS
 from zero.exchange.text_part import text_config
 from zero.files.parsing import json_object
-from zero.job.sizes import Keys, Sizes, load_sizes
+from zero.job.sizes import SizeKeys, Sizes, load_sizes
 from zero.models.config import GPTConfig
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # the first that a folder has is used
@@ -32,7 +32,7 @@ class HubModel:
     path: Path
     size: GPTConfig
 
-    def chosen(self, model: Keys) -> GPTConfig:
+    def chosen(self, model: SizeKeys) -> GPTConfig:
         """Its size with `model.override`; raises UserError if that is impossible."""
         try:
             return dataclasses.replace(self.size, **model.override)

@@ -40,8 +40,8 @@ class OfExpert:
 
     def __getitem__(self, index: Any) -> np.ndarray:
         """See `Stored`."""
-        of_module: np.ndarray = self._joint[self._expert, self._first : self._first + self._outputs]
-        return np.asarray(of_module[index])
+        product: np.ndarray = self._joint[self._expert, self._first : self._first + self._outputs]
+        return np.asarray(product[index])
 
 
 Joint = Mapping[str, tuple[str, ...]]
@@ -49,17 +49,17 @@ Joint = Mapping[str, tuple[str, ...]]
 
 def separated(tensors: Mapping[str, Stored], joint: Joint) -> dict[str, Stored]:
     """Unread tensors by name, in which those of single experts stand for each joint tensor."""
-    of_experts: dict[str, Stored] = {}
+    expert_arrays: dict[str, Stored] = {}
     for name, tensor in tensors.items():
         modules = _modules(name, joint)
         shape = tensor.get_shape()
         if not modules or len(shape) != 3:
-            of_experts[name] = tensor
+            expert_arrays[name] = tensor
             continue
         for expert in range(shape[0]):
             for part, module in enumerate(modules):
-                of_experts[_name(name, expert, module)] = OfExpert(tensor, expert, part, len(modules))
-    return of_experts
+                expert_arrays[_name(name, expert, module)] = OfExpert(tensor, expert, part, len(modules))
+    return expert_arrays
 
 
 def joined(name: str, tensors: Mapping[str, np.ndarray], joint: Joint) -> np.ndarray:
@@ -68,8 +68,8 @@ def joined(name: str, tensors: Mapping[str, np.ndarray], joint: Joint) -> np.nda
     if not modules:
         return tensors[name]
     count = len(names_within(name, tensors, joint)) // len(modules)
-    of_experts = [[tensors[_name(name, expert, module)] for module in modules] for expert in range(count)]
-    return np.stack([np.concatenate(of_expert) for of_expert in of_experts])
+    expert_arrays = [[tensors[_name(name, expert, module)] for module in modules] for expert in range(count)]
+    return np.stack([np.concatenate(expert_names) for expert_names in expert_arrays])
 
 
 def names_within(name: str, names: Collection[str], joint: Joint) -> list[str]:
@@ -85,10 +85,10 @@ def names_within(name: str, names: Collection[str], joint: Joint) -> list[str]:
         return [name] if name in names else []
     found: list[str] = []
     for expert in itertools.count():
-        of_expert = [_name(name, expert, module) for module in modules]
-        if of_expert[0] not in names:
+        expert_names = [_name(name, expert, module) for module in modules]
+        if expert_names[0] not in names:
             return found
-        found += of_expert
+        found += expert_names
     return found
 
 

@@ -106,12 +106,12 @@ class Layer(nn.Module):
         self.number = number
         width = config.hidden_size
         head = config.head_dim
-        of_queries = config.num_attention_heads * head
-        of_keys = config.num_key_value_heads * head
-        self.query = nn.Linear(width, of_queries, config.qkv_bias)
-        self.key = nn.Linear(width, of_keys, config.qkv_bias)
-        self.value = nn.Linear(width, of_keys, config.qkv_bias)
-        self.attention_out = nn.Linear(of_queries, width, config.out_bias)
+        query_width = config.num_attention_heads * head
+        key_width = config.num_key_value_heads * head
+        self.query = nn.Linear(width, query_width, config.qkv_bias)
+        self.key = nn.Linear(width, key_width, config.qkv_bias)
+        self.value = nn.Linear(width, key_width, config.qkv_bias)
+        self.attention_out = nn.Linear(query_width, width, config.out_bias)
         self.mlp_in = nn.Linear(width, config.intermediate_size, config.mlp_bias)
         if config.gated:
             self.mlp_gate = nn.Linear(width, config.intermediate_size, config.mlp_bias)
@@ -123,8 +123,8 @@ class Layer(nn.Module):
                 setattr(self, f"{name}_after", Norm(config, width, config.norm_gains))
         if config.qk_norm:
             over_all = config.qk_norm_over == "projection"
-            self.query_norm = Norm(config, of_queries if over_all else head, config.norm_gains or over_all)
-            self.key_norm = Norm(config, of_keys if over_all else head, config.norm_gains or over_all)
+            self.query_norm = Norm(config, query_width if over_all else head, config.norm_gains or over_all)
+            self.key_norm = Norm(config, key_width if over_all else head, config.norm_gains or over_all)
         if config.positions == "t5":
             self.relative_bias = Table(T5_BUCKETS, config.num_attention_heads)
 

@@ -18,11 +18,12 @@ from zero.exchange.architecture import Architecture
 from zero.exchange.architecture_table import architecture_of
 from zero.exchange.text_part import BESIDE_IMAGES, name_beside_images, text_name
 from zero.files.parsing import json_object, reading
-from zero.models.adapters import COPY, LORA_A, LORA_B, MAGNITUDE, PRODUCTS, TABLES, Adapters
+from zero.models.adapters import COPY, LORA_A, LORA_B, MAGNITUDE, TABLES, Adapters, product_number
 from zero.models.config import FIRST, STACK, VOCABULARY, GPTConfig
 from zero.partition.layout import LeafLayout, PyTree
 from zero.partition.train_state import to_devices
 from zero.training.sharded_gpt import ShardedGPT
+from zero.training.tuning import products_of
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # of names: PEFT's model holds the model of transformers
@@ -95,7 +96,7 @@ def write_peft(
     adapters: Adapters,
     architecture: Architecture,
     base: str,
-    size: GPTConfig,
+    model_config: GPTConfig,
     *,
     has_images: bool = False,
 ) -> None:
@@ -108,7 +109,7 @@ def write_peft(
       adapters: their rank, alpha and dropout.
       architecture: of the model that they are for.
       base: name or path of its weights.
-      size: that model.
+      model_config: that model.
       has_images: whether it is the text of a model of transformers that also reads images.
 
     Raises:
@@ -120,16 +121,16 @@ def write_peft(
     for leaf in leaves:
         name = tensor_name(leaf, architecture)
         whole = read(leaf).astype(np.float32)
-        module = leaf.rpartition("/")[0]
-        if module in TABLES:
+        module, _, part = leaf.rpartition("/")
+        if part.startswith(COPY):
             tables.append(architecture.modules[module])
-            tensors[name] = np.ascontiguousarray(architecture.pack(leaf, [whole], size))
-            if size.tied:
+            tensors[name] = np.ascontiguousarray(architecture.pack(_copied(leaf), [whole], model_config))
+            if model_config.tied and module in TABLES:
                 tensors[_TIED_HEAD] = tensors[name].copy()
             continue
         products[architecture.modules[module].partition("{}.")[2]] = module.rpartition("/")[2]
         for layer in range(len(whole)):
-            tensors[architecture.numbered(name, leaf, (layer,), size)] = np.ascontiguousarray(whole[layer].T)
+            tensors[architecture.numbered(name, leaf, (layer,), model_config)] = np.ascontiguousarray(whole[layer].T)
     ranks = {module: adapters.rank_of(product) for module, product in products.items()}
     alphas = {module: adapters.alpha_of(product) for module, product in products.items()}
     targets: list[str] | str = sorted(products)
@@ -140,7 +141,7 @@ def write_peft(
         "alpha_pattern": {module: alpha for module, alpha in alphas.items() if alpha != adapters.alpha},
         "base_model_name_or_path": base,
         "bias": "none",
-        "ensure_weight_tying": bool(tables) and size.tied,
+        "ensure_weight_tying": bool(tables) and model_config.tied,
         "fan_in_fan_out": not architecture.is_transposed,
         "inference_mode": True,
         "lora_alpha": adapters.alpha,
@@ -150,7 +151,7 @@ def write_peft(
         "r": adapters.rank,
         "rank_pattern": {module: rank for module, rank in ranks.items() if rank != adapters.rank},
         "target_modules": targets,
-        "task_type": "CAUSAL_LM",
+        "task_type": "CAUSAL_LM" if model_config.score_outputs is None else "SEQ_CLS",
         "use_dora": adapters.has_magnitudes,
     }
     try:
@@ -160,15 +161,25 @@ def write_peft(
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
+def _copied(leaf: str) -> str:
+    """The leaf of the base in whose place a trained copy is."""
+    module, _, part = leaf.rpartition("/")
+    return f"{module}/{part.removeprefix(COPY)}"
+
+
 def tensor_name(leaf: str, architecture: Architecture) -> str:
     """PEFT's name of the tensor of an adapter, with `{}` for the number of the layer.
 
     Raises:
-      UserError: the product shares its tensor with others in this architecture.
+      UserError: the product shares its tensor with others in this architecture, or this has none for it.
     """
     module, _, part = leaf.rpartition("/")
     if part.startswith(COPY):
-        return _PREFIX + architecture.full_name(f"{module}/{part.removeprefix(COPY)}")
+        if architecture.module_of(_copied(leaf)) not in architecture.modules:
+            raise UserError(
+                f"{module} was trained whole beside the adapters, and {architecture.model_type} has no tensor for it"
+            )
+        return _PREFIX + architecture.full_name(_copied(leaf))
     name = architecture.modules[module]
     product = module.rpartition("/")[2]
     if f"{STACK}/experts/{product}" in architecture.modules:
@@ -184,14 +195,14 @@ def tensor_name(leaf: str, architecture: Architecture) -> str:
     return f"{_PREFIX}{architecture.prefix}{name}.{_PARTS[part]}"
 
 
-def peft_adapters(folder: Path, size: GPTConfig) -> Adapters:
+def peft_adapters(folder: Path, model_config: GPTConfig) -> Adapters:
     """The ranks, the scales and the products of the adapters in a folder of PEFT, without dropout.
 
     Raises:
       UserError: it holds none for this model.
     """
     path = folder / CONFIG_FILE
-    architecture = architecture_of(size)
+    architecture = architecture_of(model_config)
     config = json_object(path.read_bytes(), str(path))
     with reading(f"{path}: expected numbers r and lora_alpha"):
         rank = int(config["r"])
@@ -199,17 +210,21 @@ def peft_adapters(folder: Path, size: GPTConfig) -> Adapters:
     check_adapter_keys(path, config)
     with _opened(folder) as file:
         names = _names(file)
-    stacks = {STACK: size.scanned_layers, FIRST: size.first_dense}
+    stacks = {STACK: model_config.scanned_layers, FIRST: model_config.first_dense}
 
     def modules_of(product: str) -> list[str]:
         """The modules of a product in all layers."""
         return [
-            architecture.numbered(architecture.full_name(leaf), leaf, (layer,), size).removesuffix(".weight")
+            architecture.numbered(architecture.full_name(leaf), leaf, (layer,), model_config).removesuffix(".weight")
             for leaf in architecture.kernels_of(product)
             for layer in range(stacks[leaf.partition("/")[0]])
         ]
 
-    products = [name for name in PRODUCTS if any(f"{_PREFIX}{x}.{_PARTS[LORA_A]}" in names for x in modules_of(name))]
+    products = [
+        product
+        for product in sorted(products_of(model_config), key=product_number)
+        if any(f"{_PREFIX}{module}.{_PARTS[LORA_A]}" in names for module in modules_of(product))
+    ]
     if not products:
         raise UserError(f"{folder}: holds no adapter of a product of {architecture.model_type}")
     ranks: list[tuple[str, int]] = []
@@ -217,13 +232,13 @@ def peft_adapters(folder: Path, size: GPTConfig) -> Adapters:
     with reading(f"{path}: expected modules and numbers under rank_pattern and alpha_pattern", re.error):
         for name in products:
             modules = modules_of(name)
-            own_rank = int(_of_modules(path, config, "rank_pattern", modules) or rank)
-            own_alpha = alpha_of(config, own_rank, _of_modules(path, config, "alpha_pattern", modules))
+            own_rank = int(_pattern_value(path, config, "rank_pattern", modules) or rank)
+            own_alpha = alpha_of(config, own_rank, _pattern_value(path, config, "alpha_pattern", modules))
             if own_rank != rank:
                 ranks.append((name, own_rank))
             if own_alpha != alpha:
                 alphas.append((name, own_alpha))
-    tables = _saved_tables(path, config, architecture, size)
+    tables = _saved_tables(path, config, architecture, model_config)
     return Adapters(
         rank,
         alpha,
@@ -235,7 +250,7 @@ def peft_adapters(folder: Path, size: GPTConfig) -> Adapters:
     )
 
 
-def _of_modules(path: Path, config: Mapping[str, Any], key: str, modules: list[str]) -> Any:
+def _pattern_value(path: Path, config: Mapping[str, Any], key: str, modules: list[str]) -> Any:
     """What a pattern has for a product, whose modules in all layers are these; None for nothing.
 
     The first expression counts that an end of a module's name matches, as in PEFT.
@@ -251,7 +266,7 @@ def _of_modules(path: Path, config: Mapping[str, Any], key: str, modules: list[s
 
 
 def _saved_tables(
-    path: Path, config: Mapping[str, Any], architecture: Architecture, size: GPTConfig
+    path: Path, config: Mapping[str, Any], architecture: Architecture, model_config: GPTConfig
 ) -> tuple[str, ...]:
     """The tables of the vocabulary that were trained whole (modules_to_save)."""
     known = {architecture.modules[name]: name for name in TABLES if name in architecture.modules}
@@ -260,8 +275,8 @@ def _saved_tables(
         table = known.get(str(module).rpartition(".")[2])
         if table is None:
             raise UserError(f"{path}: modules_to_save holds {module!r}, expected {' or '.join(known)}")
-        tables.add(VOCABULARY if size.tied else table)
-    if tables and size.tied and not config.get("ensure_weight_tying"):
+        tables.add(VOCABULARY if model_config.tied else table)
+    if tables and model_config.tied and not config.get("ensure_weight_tying"):
         raise UserError(
             f"{path}: modules_to_save without ensure_weight_tying unties {' and '.join(config['modules_to_save'])} "
             "from the other table; expected ensure_weight_tying=true, because this model ties them"
@@ -303,18 +318,18 @@ def read_peft(folder: Path, model: ShardedGPT) -> PyTree:
             key = {"rank": "r", "alpha": "lora_alpha"}[name]
             rs = f" with use_rslora, {value:g} of zero" if config.get("use_rslora") and name == "alpha" else ""
             raise UserError(f"{path}: {key} is {config[key]!r}{rs}, expected tuning.{name}={getattr(adapters, name):g}")
-    of_folder = peft_adapters(folder, model.config)
-    for product in of_folder.targets:
-        for key, number, of_run in (
-            ("rank_pattern", of_folder.rank_of(product), adapters.rank_of(product)),
-            ("alpha_pattern", of_folder.alpha_of(product), adapters.alpha_of(product)),
+    folder_adapters = peft_adapters(folder, model.config)
+    for product in folder_adapters.targets or ():
+        for key, number, run_number in (
+            ("rank_pattern", folder_adapters.rank_of(product), adapters.rank_of(product)),
+            ("alpha_pattern", folder_adapters.alpha_of(product), adapters.alpha_of(product)),
         ):
-            if not math.isclose(number, of_run):
+            if not math.isclose(number, run_number):
                 raise UserError(
-                    f"{path}: {key} gives {product} {number:g}, expected tuning.{key}={{{product}: {of_run:g}}}"
+                    f"{path}: {key} gives {product} {number:g}, expected tuning.{key}={{{product}: {run_number:g}}}"
                 )
-    if set(of_folder.tables) != set(adapters.tables):
-        tables = f"[{', '.join(of_folder.tables)}]" if of_folder.tables else "null"
+    if set(folder_adapters.tables) != set(adapters.tables):
+        tables = f"[{', '.join(folder_adapters.tables)}]" if folder_adapters.tables else "null"
         raise UserError(
             f"{path}: modules_to_save is {config.get('modules_to_save')}, expected with tuning.modules_to_save={tables}"
         )

@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from zero.base.errors import UserError
+from zero.base.keys import Check, Mistakes, key, not_empty
 from zero.checkpoints.damage import MissingCheckpoint
-from zero.config.constraints import not_empty
-from zero.config.keys import Check, Mistakes, key
 from zero.corpus.text.hub import PREFIX
 from zero.exchange.checkpoint_weights import SavedStep, check_unseen, read_place
 from zero.exchange.hf_folder import CONFIG_FILE, HuggingFaceFolder
 from zero.exchange.hub_folder import hub_folder
 from zero.exchange.text_part import has_images, text_config
 from zero.files.parsing import json_object
+from zero.models.score_head import replaced_by_scores
 from zero.partition.checksums import checksums
 from zero.partition.layout import PyTree
 from zero.partition.pmapped import pmap
@@ -51,7 +51,7 @@ class PathKeys:
 
 
 @dataclasses.dataclass(frozen=True)
-class Keys(PathKeys):
+class WarmStartKeys(PathKeys):
     """Which weights training starts from, in section `model`."""
 
     warm_start: Any = key(
@@ -76,20 +76,20 @@ class Keys(PathKeys):
             yield "model.model_path", "model.warm_start=false"
 
 
-def warm_start(source: str, model: ShardedGPT, *, ema: bool = False) -> PyTree:
+def warm_start(source: str, model: ShardedGPT, *, ema: bool = False, seed: int | None = None) -> PyTree:
     """Weights in shards for a pmap, from a Hugging Face folder, a run directory, or a directory of checkpoints.
 
     The folder may be named as a model of the hub, `hf:NAME@REVISION` (`hub_folder`); of the others the newest step is
     read, or with `RUN@STEP` that one. A source with fewer layers is grown (`repeated_layers`). With `ema` a run's
-    moving average of the weights is taken.
+    moving average of the weights is taken. With a seed, fresh parts that it does not hold start with random weights.
 
     Raises:
       UserError: it holds no weights, or they do not fit the model; the message names them.
     """
-    return read_weights(source, model, ema=ema)[0]
+    return read_weights(source, model, ema=ema, seed=seed)[0]
 
 
-def read_weights(source: str, model: ShardedGPT, *, ema: bool = False) -> tuple[PyTree, str]:
+def read_weights(source: str, model: ShardedGPT, *, ema: bool = False, seed: int | None = None) -> tuple[PyTree, str]:
     """The weights of `warm_start`, and the place with the step or the commit that was read; raises as `warm_start`."""
     path = source
     known_as = source
@@ -100,10 +100,10 @@ def read_weights(source: str, model: ShardedGPT, *, ema: bool = False) -> tuple[
         if ema:
             raise UserError(f"{source}: a Hugging Face folder has no moving average of the weights")
         with HuggingFaceFolder(Path(path)) as folder:
-            return _grown(path, folder.size, folder.params, model), known_as
+            return _grown(path, folder.size, partial(folder.params, seed=seed), model), known_as
 
     def read(saved: SavedStep) -> tuple[PyTree, str]:
-        weights = partial(weights_of_step, saved, within=saved.subtree(ema))
+        weights = partial(weights_of_step, saved, within=saved.subtree(ema), seed=seed)
         grown = _grown(saved.origin, dataclasses.asdict(saved.size()), weights, model)
         return grown, f"{split_step(source)[0]}@{saved.step}"
 
@@ -129,7 +129,8 @@ def _grown(origin: str, size: Mapping[str, Any], read: Callable[[ShardedGPT], Py
 def described_folder(source: str) -> dict[str, Any] | None:
     """What the config.json of a Hugging Face folder says of its weights; None for another source.
 
-    Their dtype, the model_type of the text model, and whether the folder's model also reads images.
+    Their dtype, the model_type of the text model, whether the folder's model also reads images, and all keys of the
+    text model, which exports keep.
     """
     if source.startswith(PREFIX):
         source = str(hub_folder(source))
@@ -142,10 +143,11 @@ def described_folder(source: str) -> dict[str, Any] | None:
         "dtype": config.get("dtype") or config.get("torch_dtype"),
         "model_type": text.get("model_type"),
         "has_images": has_images(config),
+        "config": text,
     }
 
 
-def weights_of_step(saved: SavedStep, model: ShardedGPT, within: str) -> PyTree:
+def weights_of_step(saved: SavedStep, model: ShardedGPT, within: str, seed: int | None = None) -> PyTree:
     """Weights in shards for a pmap from a checkpoint; adapters are merged into the base that they were trained for.
 
     Raises as `SavedStep.restore`, and:
@@ -153,7 +155,7 @@ def weights_of_step(saved: SavedStep, model: ShardedGPT, within: str) -> PyTree:
     """
     tuning = saved.tuning()
     if tuning is None:
-        return saved.restore(model, within)
+        return saved.restore(model, within, seed)
     tuned = dataclasses.replace(model, tuning=tuning)
     base = base_of(saved, tuned.base)
     known = saved.base()
@@ -169,7 +171,7 @@ def base_of(saved: SavedStep, model: ShardedGPT) -> PyTree:
     """
     known = saved.base()
     try:
-        return warm_start(known["place"], model, ema=known["ema"])
+        return warm_start(known["place"], model, ema=known["ema"], seed=0)  # adapters have what is fresh
     except MissingCheckpoint as error:
         raise UserError(f"{saved.origin}: its adapters were trained for {known['place']}: {error}") from error
 
@@ -191,6 +193,9 @@ def base_checksum(base: PyTree, model: ShardedGPT) -> int:
     """A checksum of the weights under adapters, before they are coded; the same for any number of devices."""
     params, _ = model.base.split(base)
     sums = checksums(params, model.base.layout, model.axis)
+    new = {name for name, own in model.base.axes.items() if own.fresh}  # trained whole
+    new |= {name for name in sums if replaced_by_scores(name.partition("/")[0], model.config)}
+    sums = {name: number for name, number in sums.items() if name not in new}
     return zlib.crc32(json.dumps(sums, sort_keys=True).encode())
 
 

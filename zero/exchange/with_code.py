@@ -1,8 +1,12 @@
-"""An export that carries its own code, `modeling_zero.py`, for models that no architecture of `transformers` equals."""
+"""An export that carries its own code, `modeling_zero.py`, for models that no architecture of `transformers` equals.
+
+The code is one more architecture: keys of a model that it reads are written, all others must have their defaults.
+"""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +15,10 @@ import numpy as np
 from zero.base.errors import UserError
 from zero.exchange.architecture import Architecture
 from zero.models.config import HEAD, STACK, VOCABULARY, GPTConfig
-from zero.models.part import ATTENTION
+from zero.models.gpt import parameter_axes
 from zero.models.positions.rotary import rotation_of
 
 CODE = Path(__file__).with_name("modeling_zero.py")
-_OF_LAYERS = (
-    *("norm_attention", "query", "query_norm", "key", "key_norm", "value", "attention_out", "norm_attention_after"),
-    *("norm_mlp", "mlp_gate", "mlp_in", "mlp_out", "norm_mlp_after"),
-)
 _SAME = (  # keys of config.json that are attributes of `GPTConfig`
     *("vocab_size", "norm", "norm_gains", "norm_epsilon", "norm_place", "qk_norm", "qk_norm_over", "windows"),
     *("attention_cap", "extra_logit", "qkv_bias", "out_bias", "mlp_bias", "parallel_residual", "activation", "gated"),
@@ -47,9 +47,26 @@ ZERO = Architecture(
         "positions": "positions",
         "embedding_norm": "embedding_norm",
         STACK: "blocks.{}.relative_bias",
-        **{f"{STACK}/{name}": f"blocks.{{}}.{name}" for name in _OF_LAYERS},
         "norm": "norm",
         HEAD: "head",
+    },
+    computed={
+        "positions": ("positions", "alibi_attn"),
+        "score_multiplier": ("attention_scale",),
+        "logit_multiplier": ("output_scale", "scale_output"),
+        "rotations": (
+            *("rotary_base", "rotary_fraction", "rotary_dim", "rotary_scaling"),
+            *("local_rotary_base", "unrotated_every"),
+        ),
+    },
+    values={
+        "norm": ("layer", "rms", "rms_offset"),
+        "norm_place": ("before", "after", "both"),
+        "qk_norm_over": ("head", "projection"),
+        "activation": ("gelu", "gelu_exact", "relu", "squared_relu", "selu", "silu"),
+        "position_kind": ("learned", "alibi", "rotary", "t5", "sinusoidal", "none"),
+        "extra_logit": (False, True),
+        "rotary_switch": (None,),  # no frequencies that depend on the length of the text
     },
     written={
         "auto_map": {"AutoConfig": f"{CODE.stem}.ZeroConfig", "AutoModelForCausalLM": f"{CODE.stem}.ZeroForCausalLM"},
@@ -58,36 +75,35 @@ ZERO = Architecture(
 )
 
 
-def computed_keys(size: GPTConfig) -> dict[str, Any]:
-    """The keys of config.json that are computed from several choices of a model.
+def architecture_with_code(model_config: GPTConfig) -> Architecture:
+    """`ZERO` with the modules of this model's layers, which the code calls by the same names."""
+    of_layers = [name.rpartition("/")[0] for name, axes in parameter_axes(model_config).items() if axes.is_of_layers]
+    same = {name: name.replace(STACK, f"{STACK}.{{}}", 1).replace("/", ".") for name in of_layers if name != STACK}
+    return replace(ZERO, modules={**ZERO.modules, **same})
+
+
+def computed_keys(model_config: GPTConfig) -> dict[str, Any]:
+    """`ZERO.computed` of this model.
 
     Raises:
       UserError: `modeling_zero.py` does not compute this model.
     """
-    missing = {"layer: gated_units": size.layer == "gated_units", "experts": size.experts is not None}
-    missing["latent_dim"] = size.latent_dim is not None
-    missing["rotary_interleaved"] = size.rotary_interleaved
-    missing[f"mixers: {list(size.mixers)}"] = {*size.mixers} != {ATTENTION}
-    missing["attention_gate"] = size.attention_gate
-    missing["extra_logit: learned"] = size.extra_logit == "learned"
-    missing[f"activation: {size.activation}"] = size.activation in ("clamped_swiglu", "xielu")
-    missing[f"rotary_scaling: {size.rotary_kind}"] = size.rotary_switch is not None
-    for name, is_used in missing.items():
-        if is_used:
-            raise UserError(f"this model has {name}, which {CODE.name} does not compute: it cannot be exported")
-    multipliers = {"linear": 1 / size.head_width, "none": 1.0}
+    if differing := ZERO.differences(model_config):
+        raise UserError(f"{CODE.name} does not compute this model: it has {', '.join(differing)}")
+    multipliers = {"linear": 1 / model_config.head_width, "none": 1.0}
     keys: dict[str, Any] = {
-        "score_multiplier": multipliers.get(size.attention_scale, size.score_multiplier),
-        "logit_multiplier": size.output_scale / (math.sqrt(size.embedding_dim) if size.scale_output else 1),
+        "score_multiplier": multipliers.get(model_config.attention_scale, model_config.score_multiplier),
+        "logit_multiplier": model_config.output_scale
+        / (math.sqrt(model_config.embedding_dim) if model_config.scale_output else 1),
     }
-    if size.position_kind == "rotary":
-        keys["rotations"] = [_rotation(size, layer) for layer in range(size.N)]
-        if keys["rotations"] == keys["rotations"][:1] * size.N:
+    if model_config.position_kind == "rotary":
+        keys["rotations"] = [_rotation(model_config, layer) for layer in range(model_config.N)]
+        if keys["rotations"] == keys["rotations"][:1] * model_config.N:
             keys["rotations"] = keys["rotations"][:1]
     return keys
 
 
-def _rotation(size: GPTConfig, layer: int) -> dict[str, Any]:
+def _rotation(model_config: GPTConfig, layer: int) -> dict[str, Any]:
     """Scaled frequencies, so that the code needs no rule of any scaling."""
-    frequencies_R, length = rotation_of(size, layer, size.block_size)
+    frequencies_R, length = rotation_of(model_config, layer, model_config.block_size)
     return {"frequencies": np.asarray(frequencies_R, np.float64).tolist(), "length": float(length)}

@@ -11,6 +11,7 @@ import jax
 from zero.base.errors import exit_on_error
 from zero.exchange.average import average
 from zero.exchange.export import DTYPES, export
+from zero.models.branches import LEFT_OUT
 
 
 def fraction(text: str) -> float:
@@ -37,19 +38,19 @@ def main() -> None:
         exporting.add_argument(
             "--with-code", action="store_true", help="include PyTorch code, for models that transformers does not have"
         )
-        exporting.add_argument(
-            "--with-predictor",
-            action="store_true",
-            help="include the layer that predicts a further token (model.override.predictor), for speculative decoding",
-        )
+        for branch in LEFT_OUT:
+            option = f"--with-{branch.key}"
+            exporting.add_argument(
+                option, dest="branches", action="append_const", const=branch.key, default=[], help=branch.words
+            )
         exporting.add_argument(
             "--into",
             metavar="FOLDER",
             help="a folder, or hf:NAME, of a model that also reads images: write a copy of it with these weights as "
             "its text part",
         )
-        of_folder = "default: the dtype of the Hugging Face folder that the run started from, or float32"
-        exporting.add_argument("--dtype", choices=DTYPES, help=of_folder)
+        dtype_help = "default: the dtype of the Hugging Face folder that the run started from, or float32"
+        exporting.add_argument("--dtype", choices=DTYPES, help=dtype_help)
     averaging = commands.add_parser("average", help="write a run directory with the mean of several checkpoints")
     averaging.add_argument("run", help="a run directory, or a directory of checkpoints")
     averaging.add_argument("new_run", type=Path, help="the run directory to create")
@@ -63,7 +64,7 @@ def main() -> None:
         if arguments.command in ("export", "merge"):
             merges = arguments.command == "merge"
             options: dict[str, Any] = {"ema": arguments.ema, "merges": merges, "with_code": arguments.with_code}
-            options |= {"with_predictor": arguments.with_predictor, "dtype": arguments.dtype, "into": arguments.into}
+            options |= {"branches": arguments.branches, "dtype": arguments.dtype, "into": arguments.into}
             step = export(arguments.run, arguments.folder, arguments.step, **options)
             print(f"step {step} is in {arguments.folder}")
         else:
