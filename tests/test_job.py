@@ -12,12 +12,12 @@ import pytest
 from tests.config.composing import compose
 from zero.base.errors import UserError
 from zero.commands.modes import check
+from zero.costs.topology import find_devices
 from zero.hosts.speeds import SPEEDS
 from zero.job.devices import exchanges_gradients, make_axis
 from zero.job.job import make_job, place_model
 from zero.job.memory import rates_of
 from zero.job.sizes import load_sizes
-from zero.plan.topology import find_devices
 from zero.training.activations import kinds_on_host
 from zero.training.schedules import learning_rate
 

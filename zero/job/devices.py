@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from zero.base.errors import UserError
-from zero.config.constraints import at_least, one_of
-from zero.config.keys import Mistakes, key
+from zero.base.keys import Mistakes, at_least, key, one_of
+from zero.costs.topology import slices_of
 from zero.hosts.speeds import SPEEDS, Speed
 from zero.hosts.torus import collective_seconds, places_of
 from zero.hosts.xla_options import SMALL_GATHERS_WAIT, overlaps_exchanges
@@ -59,12 +59,12 @@ class GroupKeys:
     phases: str = key(
         "auto",
         one_of("auto", "flat", "torus"),
-        "Collectives of gathers and scatters: flat, one over all devices; torus, one along each dimension of a TPU "
-        "slice; auto: flat, which the TPU compiler predicts to be faster; for a copy of the state across several "
-        "slices, one within each slice and one between slices; without overlap_gathers, torus where possible, which "
-        "sends the fewest bytes.",
-        "With tensor_shards, torus places each group along one dimension and gathers along the other; auto chooses "
-        "the placement whose links need less time.",
+        "How parameters are gathered and gradients scattered. flat: one collective over all devices.",
+        "torus: one collective along each dimension of a TPU slice. With tensor_shards, each group lies along one "
+        "dimension, and parameters are gathered along the other.",
+        "auto: flat, which the TPU compiler predicts to be faster. If a copy of the state spans several slices: one "
+        "collective within each slice and one between slices. Without overlap_gathers: torus where possible, which "
+        "sends the fewest bytes. With tensor_shards: the placement whose links need less time.",
         in_scores=True,
     )
     overlap_gathers: bool = key(
@@ -74,37 +74,40 @@ class GroupKeys:
         "them, which needs slightly less memory.",
     )
 
-    def group_mistakes(self, size: GPTConfig, of_model: str, lengths: Iterable[tuple[str, int]]) -> Mistakes:
+    def group_mistakes(self, model_config: GPTConfig, model_label: str, lengths: Iterable[tuple[str, int]]) -> Mistakes:
         """Groups that cannot be formed, or cannot divide a model and sequences of these lengths."""
         if self.phases == "torus" and self.expert_shards > 1:
             yield "zero.phases", f"auto or flat, as zero.expert_shards={self.expert_shards}"
-        yield from self._uncut(size, of_model, lengths)
-        yield from self._undivided(size, of_model)
+        yield from self._uncut(model_config, model_label, lengths)
+        yield from self._undivided(model_config, model_label)
 
-    def _uncut(self, size: GPTConfig, of_model: str, lengths: Iterable[tuple[str, int]]) -> Mistakes:
+    def _uncut(self, model_config: GPTConfig, model_label: str, lengths: Iterable[tuple[str, int]]) -> Mistakes:
         """The sizes that tensor groups cannot cut into equal parts."""
         counts: dict[str, int | None] = {}
-        for name in dict.fromkeys(size.mixers):
-            counts |= MIXERS[name].heads(size)
-        counts |= {"mlp_dim": size.mlp_width, "dense_dim": size.dense_dim, "shared_dim": size.shared_dim}
-        cut = [(f"{name}={count} of {of_model}", count) for name, count in counts.items() if count is not None]
-        if size.layer == "gated_units":
-            cut = [(f"twice embedding_dim={size.embedding_dim} of {of_model}", 2 * size.embedding_dim)]
+        for name in dict.fromkeys(model_config.mixer_pattern):
+            counts |= MIXERS[name].heads(model_config)
+        if model_config.alone is None:
+            counts |= {
+                "mlp_dim": model_config.mlp_width,
+                "dense_dim": model_config.dense_dim,
+                "shared_dim": model_config.shared_dim,
+            }
+        cut = [(f"{name}={count} of {model_label}", count) for name, count in counts.items() if count is not None]
         for description, count in (*cut, *lengths):
             if count % self.tensor_shards:
                 yield "zero.tensor_shards", f"a divisor of {description}"
 
-    def _undivided(self, size: GPTConfig, of_model: str) -> Mistakes:
+    def _undivided(self, model_config: GPTConfig, model_label: str) -> Mistakes:
         """The keys that conflict with expert groups."""
         if self.expert_shards == 1:
             return
-        if size.experts is None:
-            yield "zero.expert_shards", f"1, as {of_model} has no experts"
-        elif size.experts % self.expert_shards:
-            yield "zero.expert_shards", f"a divisor of experts={size.experts} of {of_model}"
-        elif size.expert_capacity is None:
+        if model_config.experts is None:
+            yield "zero.expert_shards", f"1, as {model_label} has no experts"
+        elif model_config.experts % self.expert_shards:
+            yield "zero.expert_shards", f"a divisor of experts={model_config.experts} of {model_label}"
+        elif model_config.expert_capacity is None:
             why = "as devices exchange a fixed number of tokens"
-            yield "zero.expert_shards", f"1, or a number as expert_capacity of {of_model}, {why}"
+            yield "zero.expert_shards", f"1, or a number as expert_capacity of {model_label}, {why}"
         if self.tensor_shards > 1:
             yield "zero.tensor_shards", f"1, as zero.expert_shards={self.expert_shards}"
 
@@ -116,15 +119,16 @@ class DeviceKeys(GroupKeys):
     replicas: int | None = key(
         None,
         at_least(1),
-        "Copies of the whole state, each sharded over a group of neighboring devices: gathers stay inside a group, "
-        "and gradients are summed over all devices; null: one per TPU slice, so that only these sums leave a slice.",
+        "Copies of the whole state, each sharded over a group of neighboring devices: parameters are gathered inside "
+        "a group, and gradients are summed over all devices.",
+        "null: one copy per TPU slice, so that only sums of gradients leave a slice.",
         in_scores=True,
     )
     replica_wire_dtype: str = key(
         "auto",
         one_of("auto", "bfloat16", "int8"),
-        "Dtype in which gradients are sent between copies of the state, once per update: auto, as they are summed; "
-        "bfloat16; or int8 in blocks of 256 with a scale, for slices with a slow network between them.",
+        "Dtype in which gradients are sent between copies of the state, once per update: auto, the dtype in which "
+        "they are summed; bfloat16; or, if the network between slices is slow, int8 in blocks of 256 with a scale.",
     )
     context_shards: int = key(
         1,
@@ -145,21 +149,21 @@ class DeviceKeys(GroupKeys):
         if self.replicas == 1:
             yield "zero.replica_wire_dtype", "auto, as zero.replicas=1 is one copy of the state"
 
-    def context_mistakes(self, size: GPTConfig, of_model: str, lengths: Iterable[int]) -> Mistakes:
+    def context_mistakes(self, model_config: GPTConfig, model_label: str, lengths: Iterable[int]) -> Mistakes:
         """Models and sequence lengths that context groups cannot divide."""
         if self.context_shards == 1:
             return
-        if size.layer == "gated_units":
-            yield "zero.context_shards", f"1, as {of_model} has gated units (docs/decisions/vq.md)"
+        if model_config.alone is not None:
+            yield "zero.context_shards", f"1, as {model_label} has {model_config.alone.noun} (docs/decisions/vq.md)"
         if self.tensor_shards > 1:
             yield "zero.context_shards", f"1, as zero.tensor_shards={self.tensor_shards}"
-        if size.experts is not None:
-            yield "zero.context_shards", f"1, as tokens are routed row by row in {of_model}"
-        for name in sorted({*size.mixers}):
-            heads = MIXERS[name].heads(size) if MIXERS[name].swaps_heads else {}
+        if model_config.experts is not None:
+            yield "zero.context_shards", f"1, as tokens are routed row by row in {model_label}"
+        for name in sorted({*model_config.mixers}):
+            heads = MIXERS[name].heads(model_config) if MIXERS[name].swaps_heads else {}
             for key_of_heads, count in heads.items():
                 if count % self.context_shards:
-                    yield "zero.context_shards", f"a divisor of {key_of_heads}={count} of {of_model}"
+                    yield "zero.context_shards", f"a divisor of {key_of_heads}={count} of {model_label}"
         for length in lengths:
             if length % (2 * self.context_shards):
                 yield "zero.context_shards", f"a divisor of half of the {length} tokens of a sequence"
@@ -257,7 +261,7 @@ def faster_placement(
         return None
     seconds = {name: link_seconds(model, axis, devices, rows, micro_batches, context) for name, axis in axes.items()}
     phases = min(seconds, key=seconds.__getitem__)
-    shown = ", ".join(f"{name} {of_links:.3f} s" for name, of_links in seconds.items())
+    shown = ", ".join(f"{name} {link_time:.3f} s" for name, link_time in seconds.items())
     log.info("zero.phases=auto chose %s by the time per step on the links: %s", phases, shown)
     return Placement(axes[phases], seconds)
 
@@ -266,26 +270,6 @@ def _check_divisor(setting: str, groups: int, devices: Sequence[Any]) -> None:
     """Raises UserError if the devices do not form this many groups of equal size."""
     if len(devices) % groups:
         raise UserError(f"{setting}: expected a divisor of {len(devices)}, the number of devices")
-
-
-def slices_of(devices: Sequence[Any]) -> int:
-    """The number of TPU slices that these devices form, by jax's slice indices; 1 for all other devices.
-
-    jax gives such indices to CPUs and GPUs as well.
-
-    Raises:
-      UserError: the slices have different sizes, or their devices are interleaved in pmap's order.
-    """
-    if devices[0].platform != "tpu":
-        return 1
-    numbers = [getattr(device, "slice_index", 0) for device in devices]
-    sizes = {number: numbers.count(number) for number in numbers}
-    if len({*sizes.values()}) > 1:
-        shown = ", ".join(f"{size} devices of slice {number}" for number, size in sizes.items())
-        raise UserError(f"expected slices of equal size, got {shown}")
-    if numbers != sorted(numbers):
-        raise UserError(f"expected the devices of a slice next to each other, got slices {numbers}")
-    return len(sizes)
 
 
 def link_seconds(

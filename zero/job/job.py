@@ -10,49 +10,49 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from zero.config.constraints import random_seed
-from zero.config.keys import choice, key, section
+from zero.base.keys import choice, key, random_seed, section
 from zero.config.modes import Configuration
 from zero.corpus.reading import keys as reading
 from zero.hosts.speeds import SPEEDS, Speed
-from zero.job import sizes
 from zero.job.devices import faster_placement, make_axis, scattering_axis
 from zero.job.memory import store_state, with_automatic_remat
-from zero.job.model import AttentionKeys, RowKeys, make_model
+from zero.job.model import AttentionKeys, RowKeys, make_model, on_axis
 from zero.job.sharding import Sharding
+from zero.job.sizes import SizeKeys
 from zero.models.config import GPTConfig
 from zero.models.parametrization import multipliers_of
 from zero.models.stack import OFFLOADED
-from zero.partition.collectives.axis import Axis
 from zero.partition.layout import Layout
-from zero.training import ema, guard, parts, schedules, tuning
-from zero.training.objectives import objective
-from zero.training.objectives.objective import Objective
+from zero.training.ema import EmaKeys
+from zero.training.guard import GuardKeys
+from zero.training.objectives.objective import Objective, ObjectiveKeys
 from zero.training.objectives.table import OBJECTIVES
 from zero.training.optimizers import optimizer_keys
 from zero.training.optimizers.optimizer import OPTIMIZERS, make_optimizer
-from zero.training.parts import StepOptions
+from zero.training.optimizers.optimizer_keys import DecayKeys
+from zero.training.parts import GradientKeys, StepOptions
 from zero.training.programs import Programs, make_programs
-from zero.training.schedules import SCHEDULES, Schedule, learning_rate
+from zero.training.schedules import SCHEDULES, Schedule, ScheduleKeys, learning_rate
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.state_storage import OnDevices
-from zero.training.tuning import TUNINGS
+from zero.training.tuning import TUNINGS, TuningKeys
+from zero.training.updates_by_part import parts_of_row
 
 
 @dataclass(frozen=True)
 class Training(
-    schedules.Keys,
-    optimizer_keys.Keys,
-    parts.Keys,
-    guard.Keys,
-    ema.Keys,
+    ScheduleKeys,
+    DecayKeys,
+    GradientKeys,
+    GuardKeys,
+    EmaKeys,
     reading.ScoredKeys,
 ):
     """The keys of section `training` that a job reads."""
 
 
 @dataclass(frozen=True)
-class Model(sizes.Keys, AttentionKeys):
+class Model(SizeKeys, AttentionKeys):
     """The keys of section `model` that a job reads."""
 
 
@@ -65,8 +65,8 @@ class JobConfig(Configuration):
     model: Model = section(Model)
     data: RowKeys = section(RowKeys)
     optimizer: optimizer_keys.Optimizer = choice(OPTIMIZERS, "The optimizer.", fixed=True)
-    objective: objective.Keys = choice(OBJECTIVES, "The loss.", fixed=True)
-    tuning: tuning.Keys = choice(TUNINGS, "Which parameters are trained (docs/how-to/fine-tuning.md).", fixed=True)
+    objective: ObjectiveKeys = choice(OBJECTIVES, "The loss.", fixed=True)
+    tuning: TuningKeys = choice(TUNINGS, "Which parameters are trained (docs/how-to/fine-tuning.md).", fixed=True)
     schedule: Schedule = choice(SCHEDULES, "The learning rate after a linear warmup from 0.")
     zero: Sharding = section(Sharding)
 
@@ -104,9 +104,10 @@ class PlacedModel(NamedTuple):
 class Job(NamedTuple):
     """A model on an axis of devices, its optimizer, the programs made of them, and the layout of the whole state.
 
-    The programs minimize `objective`; `held` counts the bytes of state and frozen parameters per device; `storage`
-    knows where the state is between steps; `placements` are the placements of tensor groups that `zero.phases=auto`
-    chose from (`link_seconds`); `steps_per_batch` counts the steps that share rows, each with the next part of them.
+    The programs minimize `objective`; `state_bytes` counts the bytes of state and frozen parameters per device;
+    `storage` knows where the state is between steps; `placements` are the placements of tensor groups that
+    `zero.phases=auto` chose from (`link_seconds`); `steps_per_batch` counts the steps that share rows, each with the
+    next part of them.
     """
 
     model: ShardedGPT
@@ -114,28 +115,31 @@ class Job(NamedTuple):
     programs: Programs
     layout: Layout
     objective: Objective
-    held: int
+    state_bytes: int
     storage: OnDevices
     placements: dict[str, float]
     steps_per_batch: int
 
 
 def place_model(
-    config: JobConfig, size: GPTConfig, devices: Sequence[Any] | None = None, rows: int | None = None
+    config: JobConfig, model_config: GPTConfig, devices: Sequence[Any] | None = None, rows: int | None = None
 ) -> PlacedModel:
     """The model of a checked configuration on these devices, by default all. Raises UserError if they cannot hold it.
 
     `rows` counts rows per step and device, or per group of devices that share rows; None takes training.batch_size.
     """
-
-    def on(axis: Axis) -> ShardedGPT:
-        device = None if devices is None else devices[0]
-        return make_model(size, axis, config.zero, config.model, config.data, config.tuning.make(), device=device)
-
-    model = on(make_axis(config.zero, devices))
-    placed = PlacedModel(model, devices, rows, {}, steps_per_row(config.data, size))
+    model = make_model(
+        model_config,
+        make_axis(config.zero, devices),
+        config.zero,
+        config.model,
+        config.data,
+        config.tuning.tuning(),
+        device=None if devices is None else devices[0],
+    )
+    placed = PlacedModel(model, devices, rows, {}, steps_per_row(config.data, model_config))
     if rows is None and placed.speed is not None:  # else nothing depends on them, so that jobs are equal
-        global_rows = config.objective.make().example.texts * config.training.batch_size * jax.process_count()
+        global_rows = config.objective.objective().example.texts * config.training.batch_size * jax.process_count()
         placed = placed._replace(rows=global_rows * model.axis.row_group // model.axis.size)
     if placed.speed is None or placed.rows is None or placed.device.platform != "tpu":
         return placed
@@ -144,27 +148,27 @@ def place_model(
     context = config.data.max_context
     scattering = scattering_axis(model, config.zero, devices, micro_rows, context)
     if scattering is not None:
-        return placed._replace(model=on(scattering))
+        return placed._replace(model=on_axis(model, scattering, config.zero))
     if config.zero.phases != "auto":
         return placed
     faster = faster_placement(model, config.zero, devices, micro_rows, micro_batches, context)
     if faster is None:
         return placed
-    return placed._replace(model=on(faster.axis), placements=faster.seconds)
+    return placed._replace(model=on_axis(model, faster.axis, config.zero), placements=faster.seconds)
 
 
 def make_job(config: JobConfig, placed: PlacedModel) -> Job:
     """A placed model with its optimizer, its programs and the storage of its state. Nothing is compiled yet."""
     model = placed.model
-    objective = config.objective.make()
+    objective = config.objective.objective()
     options = step_options(config, objective, placed.steps_per_batch)
-    tx = trained_by(config.optimizer, config.training, model.config)
+    tx = trained_by(config.optimizer, config.training, model)
     stored = store_state(model, tx, options)
     knows_host = placed.device.platform == "tpu" or not model.offload  # how fast a GPU and its host copy is not known
     chooses_remat = config.zero.remat == "auto" and model.stage == 3 and not options.fused_update and knows_host
     if chooses_remat and placed.speed is not None and placed.rows is not None:
         rows = placed.rows // options.micro_batches
-        model = with_automatic_remat(model, stored.held, placed.device, rows, config.data.max_context)
+        model = with_automatic_remat(model, stored.state_bytes, placed.device, rows, config.data.max_context)
     programs = make_programs(model, tx, options, placed.devices)
     return Job(
         model,
@@ -172,7 +176,7 @@ def make_job(config: JobConfig, placed: PlacedModel) -> Job:
         programs,
         stored.layout,
         objective,
-        stored.held,
+        stored.state_bytes,
         stored.storage,
         placed.placements,
         placed.steps_per_batch,
@@ -198,21 +202,20 @@ def step_options(config: JobConfig, objective: Objective, updates_per_row: int) 
 
 
 def trained_by(
-    optimizer: optimizer_keys.Optimizer, training: Training, size: GPTConfig
+    optimizer: optimizer_keys.Optimizer, training: Training, model: ShardedGPT
 ) -> optax.GradientTransformation:
     """The optimizer of a model."""
     return make_optimizer(
         optimizer.name,
         optimizer.weight_decay(training, training.peak_learning_rate),
+        axes=model.axes,
         state_dtype=optimizer.state_dtype,
-        multipliers=multipliers_of(size),
-        vocab_size=size.vocab_size,
+        multipliers=multipliers_of(model.config, model.axes),
+        vocab_size=model.config.vocab_size,
         **optimizer.hyperparameters(),
     )
 
 
-def steps_per_row(rows: RowKeys, size: GPTConfig) -> int:
+def steps_per_row(rows: RowKeys, model_config: GPTConfig) -> int:
     """Training steps that share a batch of rows, each with the next part of every row."""
-    if size.update_tokens is None:
-        return 1
-    return int(rows.max_context) // size.update_tokens
+    return parts_of_row(model_config, rows.max_context) or 1

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
+from jax.typing import DTypeLike
 
-from zero.config.constraints import INT32, one_of
-from zero.config.keys import Check, Mistakes, key
-from zero.corpus.text import tokenizers
-from zero.corpus.text.tokenizers import load_tokenizer
+from zero.base.keys import INT32, Check, Mistakes, key, one_of
+from zero.corpus.text.tokenizers import TokenizerKeys, load_tokenizer
 from zero.job.sharding import Sharding
-from zero.models.attention.blockwise import CHOICES as ATTENTION
+from zero.models.attention.blockwise import CHOICES as ATTENTION_CHOICES
 from zero.models.attention.blockwise import blockwise_from
 from zero.models.attention.dense import query_block
 from zero.models.attention.kernel import chosen_kernel
@@ -37,7 +36,7 @@ class AttentionKeys:
 
     attention: str = key(
         "auto",
-        one_of(*ATTENTION),
+        one_of(*ATTENTION_CHOICES),
         "dense stores a score per pair of positions; blockwise needs memory linear in the context.",
         "kernel: on TPU a kernel of zero's own or jax's splash attention, cuDNN's on GPU; falls back to auto where "
         "unsupported.",
@@ -47,7 +46,7 @@ class AttentionKeys:
 
 
 @dataclass(frozen=True)
-class RowKeys(tokenizers.Keys):
+class RowKeys(TokenizerKeys):
     """What a row of tokens is: keys of section `data`."""
 
     max_context: Any = key(
@@ -62,9 +61,9 @@ class RowKeys(tokenizers.Keys):
     last_target: bool | None = key(
         None,
         None,
-        "true: rows have one more token than max_context, the target of the last position; null: true if the rows of "
-        "all index files have exactly one more, as zero-prepare --row-tokens makes them.",
+        "true: rows have max_context + 1 tokens, and the extra token is the target of the last position.",
         "false: the last position of a row has no target and is not trained.",
+        "null: true if the rows of all index files have max_context + 1 tokens, else false.",
         in_scores=True,
         fixed=True,
     )
@@ -76,18 +75,18 @@ class RowKeys(tokenizers.Keys):
         in_scores=True,
     )
 
-    def row_mistakes(self, size: GPTConfig, of_model: str) -> Mistakes:
-        if self.max_context > size.block_size:
-            yield "data.max_context", f"2 to {size.block_size}, the block_size of {of_model}, or null"
-        if self.isolate_documents and size.layer == "gated_units":
-            yield "data.isolate_documents", f"false, as {of_model} has gated units"
-        switch = size.rotary_switch
+    def row_mistakes(self, model_config: GPTConfig, model_label: str) -> Mistakes:
+        if self.max_context > model_config.block_size:
+            yield "data.max_context", f"2 to {model_config.block_size}, the block_size of {model_label}, or null"
+        if self.isolate_documents and model_config.alone is not None:
+            yield "data.isolate_documents", f"false, as {model_label} has {model_config.alone.noun}"
+        switch = model_config.rotary_switch
         if switch is not None and self.isolate_documents and self.max_context > switch:
             yield "data.isolate_documents", f"false, as rotary frequencies depend on the length of rows beyond {switch}"
 
 
 def make_model(
-    size: GPTConfig,
+    model_config: GPTConfig,
     axis: Axis,
     zero: Sharding,
     attention: AttentionKeys,
@@ -107,7 +106,6 @@ def make_model(
     has_activations = "activations" in OFFLOADED[zero.offload]
     stores_all = platform == "cpu" and not zero.fused_update and not has_activations
     compute_dtype = if_auto(zero.compute_dtype, "float32" if platform == "cpu" else "bfloat16")
-    wire_dtype = if_auto(zero.wire_dtype, compute_dtype if axis.exchanges and zero.stage >= 2 else "float32")
     remat = if_auto(zero.remat, "none" if stores_all else "full")
     is_divided = rows.isolate_documents
     separators = Separators(*load_tokenizer(rows.tokenizer).special.separators) if is_divided else UNDIVIDED
@@ -116,11 +114,11 @@ def make_model(
     if axis.replicas == 1 and axis.copies_dtype is not None:  # for example after the loss of a slice
         log.warning("zero.replica_wire_dtype=%s: no effect, because there is one copy of the state", axis.copies_dtype)
     model = ShardedGPT(
-        size,
+        model_config,
         axis,
         zero.stage,
         compute_dtype,
-        wire_dtype=wire_dtype,
+        wire_dtype=wire_dtype(zero, compute_dtype, axis),
         reduce_dtype=zero.reduce_dtype,
         gradient_dtype=zero.gradient_dtype,
         remat=remat,
@@ -136,12 +134,22 @@ def make_model(
         gathers_rounded=zero.gather_dtype == "products",
         last_target=bool(rows.last_target),
     )
-    missing = missing_in_kernel(kernel, size, model.cut, context, has_segments=is_divided)
+    missing = missing_in_kernel(kernel, model_config, model.row_group, context, has_segments=is_divided)
     if missing is not None and attention.attention == "kernel":
         log.warning("model.attention=kernel does not support %s; using model.attention=auto", missing)
     if missing is not None:  # so that nothing counts on it, such as `zero.remat=auto`
         model = dataclasses.replace(model, kernel=None)
     return model
+
+
+def on_axis(model: ShardedGPT, axis: Axis, zero: Sharding) -> ShardedGPT:
+    """The model on another axis of the same devices."""
+    return dataclasses.replace(model, axis=axis, wire_dtype=wire_dtype(zero, model.compute_dtype, axis))
+
+
+def wire_dtype(zero: Sharding, compute_dtype: DTypeLike, axis: Axis) -> DTypeLike:
+    """The dtype of gradients on the wire; auto: that of products where they are exchanged, float32 where summed."""
+    return if_auto(zero.wire_dtype, compute_dtype if axis.exchanges and zero.stage >= 2 else "float32")
 
 
 def if_auto(value: T, automatic: U) -> T | U:

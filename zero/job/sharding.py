@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from zero.config.keys import Mistakes
-from zero.job import memory
+from zero.base.keys import Mistakes
 from zero.job.devices import DeviceKeys, GroupKeys
 from zero.job.dtypes import GradientDtypes, WeightDtypes
+from zero.job.memory import RematKeys
 from zero.models.config import GPTConfig
 from zero.models.products import EIGHT_BITS
 
@@ -23,15 +23,15 @@ class WeightKeys(GroupKeys, WeightDtypes):
         """The same for one copy of the weights and whole rows, without the keys of updates."""
         return Sharding(**{name: getattr(self, name) for name in WeightKeys.__dataclass_fields__}, replicas=1)
 
-    def mistakes(self, size: GPTConfig, of_model: str, lengths: Iterable[tuple[str, int]] = ()) -> Mistakes:
+    def mistakes(self, model_config: GPTConfig, model_label: str, lengths: Iterable[tuple[str, int]] = ()) -> Mistakes:
         """Contradictions between these keys, and with a model.
 
         Args:
-          of_model: the model's name in messages.
+          model_label: the model's name in messages.
           lengths: the sequence lengths that devices divide, each with a description.
         """
-        yield from self.group_mistakes(size, of_model, lengths)
-        yield from self.product_mistakes(size, of_model)
+        yield from self.group_mistakes(model_config, model_label, lengths)
+        yield from self.product_mistakes(model_config, model_label)
         yield from self._with_int8(["gather_dtype"])
         yield from self._unsent()
 
@@ -60,14 +60,14 @@ class WeightKeys(GroupKeys, WeightDtypes):
 
 
 @dataclass(frozen=True)
-class Sharding(WeightKeys, DeviceKeys, GradientDtypes, memory.Keys):
+class Sharding(WeightKeys, DeviceKeys, GradientDtypes, RematKeys):
     """How training state is placed on the devices, how gradients are summed, and what is stored."""
 
-    def mistakes(self, size: GPTConfig, of_model: str, lengths: Iterable[tuple[str, int]] = ()) -> Mistakes:
-        yield from super().mistakes(size, of_model, lengths)
+    def mistakes(self, model_config: GPTConfig, model_label: str, lengths: Iterable[tuple[str, int]] = ()) -> Mistakes:
+        yield from super().mistakes(model_config, model_label, lengths)
         yield from self.copy_mistakes()
-        yield from self.context_mistakes(size, of_model, [length for _, length in lengths])
-        yield from self.memory_mistakes(size, of_model)
+        yield from self.context_mistakes(model_config, model_label, [length for _, length in lengths])
+        yield from self.memory_mistakes(model_config, model_label)
         yield from self._with_int8(["wire_dtype"])
         if self.remat == "dots" and self.product_dtype in EIGHT_BITS:
             why = "stores the sums of products, which have 4 bytes"

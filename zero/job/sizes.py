@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,18 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from zero.base.errors import UserError
-from zero.config.files import conf_directory, read_yaml
-from zero.config.keys import key
+from zero.base.keys import key
+from zero.config.files import conf_directory, literal, read_yaml
 from zero.config.messages import describe, did_you_mean
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
+from zero.models.gpt import parameter_axes
+
+_HEADINGS = re.compile(r'^"?([^\s:"]+)"?: # ([\d,]+) parameters', re.MULTILINE)  # of the entries; tests recount them
+_COUNT = re.compile(r"(?:.*[^\d.])?(\d+(?:\.\d+)?)([kmbt])", re.IGNORECASE)
+_UNITS = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+_SUGGESTED = 4  # sizes
+_FARTHEST = 1.5  # times as many parameters, or as few
 
 
 def _is_same_entry(one: str, other: str) -> bool:
@@ -33,7 +42,7 @@ def _is_same_entry(one: str, other: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Keys:
+class SizeKeys:
     """Which model it is: keys of section `model`."""
 
     size: str = key(
@@ -111,7 +120,28 @@ class Sizes(Mapping[str, GPTConfig]):
     def __len__(self) -> int:
         return len(list(iter(self)))
 
-    def chosen(self, model: Keys) -> GPTConfig:
+    @cached_property
+    def parameters(self) -> dict[str, int]:
+        """The number of parameters by the name of each size, smallest first, as their files say."""
+        texts = [path.read_text() for path in (self.path, *self._families.values())]
+        counts = {name: int(count.replace(",", "")) for text in texts for name, count in _HEADINGS.findall(text)}
+        return dict(sorted(counts.items(), key=lambda entry: entry[1]))
+
+    def about(self, name: str) -> list[str]:
+        """The sizes with about as many parameters as a name says; none if it says no number or nothing is close.
+
+        >>> load_sizes().about("1.2b")[:2], load_sizes().about("mine")
+        (['1_1b_vq', '1_3b'], [])
+        """
+        wanted = _COUNT.fullmatch(name.replace("_", "."))
+        if wanted is None or not float(wanted[1]):
+            return []
+        count = float(wanted[1]) * _UNITS[wanted[2].lower()]
+        distances = {size: abs(math.log(parameters / count)) for size, parameters in self.parameters.items()}
+        near = [size for size in sorted(distances, key=distances.__getitem__) if distances[size] < math.log(_FARTHEST)]
+        return near[:_SUGGESTED]
+
+    def chosen(self, model: SizeKeys) -> GPTConfig:
         """The size that these keys select: an entry of these sizes or of a file, with `model.override` applied.
 
         Raises:
@@ -123,10 +153,13 @@ class Sizes(Mapping[str, GPTConfig]):
         elif model.size in self:
             entry = self.entry(model.size)
         else:
-            known = f"{', '.join(self)} (conf/model_config.yaml and conf/models)"
             meant = did_you_mean(model.size, list(self))
-            expected = f"{meant} --help sizes lists all" if meant else f"expected one of {known}"
-            raise UserError(f"model.size={model.size}: {expected}, or FILE:ENTRY, such as my.yaml:mine")
+            if not meant and (near := self.about(model.size)):
+                meant = f"no such size; of about as many parameters are {', '.join(near)};"
+            expected = meant or "no such size;"
+            raise UserError(
+                f"model.size={model.size}: {expected} --help sizes lists all, or FILE:ENTRY, such as my.yaml:mine"
+            )
         keys = {**entry, **model.override}
         written = repr(keys)  # 2 and 2.0 are equal but written differently
         try:
@@ -191,10 +224,13 @@ def _make_size(entry: Any) -> GPTConfig:
     schema = OmegaConf.structured(GPTConfig)
     OmegaConf.set_readonly(schema, False)  # GPTConfig is frozen, and the entry is merged into its schema
     try:
-        checked = OmegaConf.to_container(OmegaConf.merge(schema, keys), throw_on_missing=True)
+        checked = OmegaConf.to_container(OmegaConf.merge(schema, literal(keys)), resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise ValueError(describe(error)) from error
-    return GPTConfig(**checked)  # type: ignore[arg-type]  # the mapping that was merged
+    size = GPTConfig(**checked)  # type: ignore[arg-type]  # the mapping that was merged
+    if size.zero_init:
+        parameter_axes(size)  # raises if no layer has such a matrix
+    return size
 
 
 def _with_family(entry: Any) -> dict[str, Any]:
@@ -205,10 +241,10 @@ def _with_family(entry: Any) -> dict[str, Any]:
     """
     if not isinstance(entry, dict):
         raise ValueError(f"expected the keys of a model, got {entry!r}")
-    of_entry = {key: value for key, value in entry.items() if key != "family"}
+    own_keys = {key: value for key, value in entry.items() if key != "family"}
     family = entry.get("family")
     if family is None:
-        return of_entry
+        return own_keys
     if not isinstance(family, str) or family not in FAMILIES:
         raise ValueError(f"family must be one of {', '.join(FAMILIES)}, got {family!r}")
-    return {**FAMILIES[family], **of_entry}
+    return {**FAMILIES[family], **own_keys}
