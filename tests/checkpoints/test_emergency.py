@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 import zero
+from benchmarks.growth import told_of_emergency_copies
 from tests.helpers import hosts
 from zero.base.errors import UserError
 from zero.checkpoints.emergency import EmergencyCheckpoints
@@ -271,3 +272,8 @@ def test_shards_from_a_neighbor(count: int, tmp_path: Path) -> None:
     for folder, step in places:
         shutil.rmtree(folder / "1")
         assert together(count, folder, lineage) == [step] * count
+
+
+def test_hosts_are_told_no_more_where_there_are_more() -> None:
+    """One of them has lost its files; another has them."""
+    assert told_of_emergency_copies(40) == told_of_emergency_copies(20) < 500

@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers import cli, hosts
 from zero.record.metrics_file import read_resumes
-from zero.record.run_files import saved_steps
+from zero.record.run_files import LINEAGE_FILE, saved_steps
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 
@@ -88,3 +88,31 @@ def test_run_continues_from_memory(workplace: Path) -> None:
     assert f"resumed from the emergency checkpoint of step {resumed}, from its own files" in done[2].stderr
     calm, disturbed = (cli.metrics(workplace / run) for run in ("calm", "disturbed"))
     assert calm == disturbed and len(calm) == 24
+
+
+@pytest.mark.slow
+def test_a_restore_that_hangs_names_its_host(workplace: Path) -> None:
+    """One of two hosts opens a file of its memory and never gets it; the other waits for what it has."""
+
+    def start(*arguments: str) -> list[hosts.Host]:
+        job = (
+            "training.evaluation_frequency=2",
+            "training.batch_size=2",
+            "distributed.cpu_devices=1",
+            "zero.emergency_steps=2",
+            "hydra.run.dir=hung",
+        )
+        own = {host: [f"zero.emergency_directory={workplace}/hung-{host}"] for host in range(2)}
+        return [*hosts.start_forked([workplace] * 2, *arguments, *cli.TINY, *job, own=own)]
+
+    done = hosts.finish(start("training.total_steps=2"))
+    assert [one.returncode for one in done] == [0, 0], [one.stderr for one in done]
+    lineage = (workplace / "hung" / LINEAGE_FILE).read_text().split()[0]
+    (memory,) = (workplace / "hung-1").iterdir()
+    os.mkfifo(memory / f"{lineage}-4-1.shards")
+    done = hosts.finish(start("--resume=auto", "training.total_steps=4", "distributed.start_minutes=1"))
+    assert [one.returncode for one in done] == [1, 1], [one.stderr for one in done]
+    for one in done:
+        assert "host 1 of 2 " in one.stderr and "distributed.start_minutes=1" in one.stderr, one.stderr
+        assert "and has not arrived where the others wait" in one.stderr, one.stderr
+    assert "in _held" in done[1].stderr, done[1].stderr

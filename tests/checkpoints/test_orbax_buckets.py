@@ -3,10 +3,12 @@
 import fsspec
 import gcsfs
 import pytest
+import tensorstore
 
 from tests.helpers import bucket
 from tests.helpers.checkpoints import assert_same, make_state, save_small, small
 from zero.base.errors import UserError
+from zero.checkpoints.damage import write_errors
 from zero.checkpoints.manager import Checkpoints
 from zero.files import storage
 
@@ -52,6 +54,22 @@ def open_bucket_anew() -> None:
 
     backend.fsspec_backend._get_filesystem.cache_clear()
     PatientBucket.clear_instance_cache()
+
+
+def test_a_server_without_generations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An emulator whose objects have no generations cannot hold checkpoints, and the error says why.
+
+    Two writers of a tensorstore database stand in for a checkpoint: orbax reads it back only in larger saves.
+    """
+    place = f"gs://{bucket.BUCKET}/unnumbered"
+    refusal = f"{place}: .* sends no generation numbers .* set data.checkpoint_directory to a local absolute path"
+    with bucket.serving(has_generations=False) as address:
+        bucket.use(monkeypatch, address)
+        database = {"driver": "ocdbt", "base": f"{place}/"}
+        tensorstore.KvStore.open(database).result().write("first", b"1").result()
+        with pytest.raises(UserError, match=refusal) as caught, write_errors(place):
+            tensorstore.KvStore.open(database).result().write("second", b"2").result()
+    assert caught.value.status == 2
 
 
 def test_a_bucket_that_bills_its_readers(server: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,11 @@ import pytest
 
 from tests.helpers import bucket
 from tests.helpers.checkpoints import save_small
-from zero.base.errors import UserError
+from zero.base.errors import Unavailable, UserError
 from zero.checkpoints.manager import Checkpoints
 from zero.files import storage
 from zero.record.ownership import discarding_unused, locked, new_directory, owned
+from zero.record.run_files import save_config
 
 
 def test_one_process_a_run(tmp_path: Path) -> None:
@@ -42,12 +43,12 @@ def test_bucket_is_taken_over(server: str, monkeypatch: pytest.MonkeyPatch) -> N
     """The process that was started last has a bucket: an earlier one commits, changes and deletes nothing."""
     bucket.use(monkeypatch, server)
     place = f"gs://{bucket.BUCKET}/owned"
-    with owned(place, "runs/one") as check_one:
-        with Checkpoints(place, keep=1, check_owner=check_one) as one:
+    with owned(place, "runs/one") as one_of:
+        with Checkpoints(place, keep=1, check_owner=one_of.check) as one:
             save_small(one, 2)
             one.wait()
-            with owned(place, "runs/two") as check_two:
-                check_two()
+            with owned(place, "runs/two") as two_of:
+                two_of.check()
                 save_small(one, 4)
                 message = r"another process has since taken over the run, on .* in runs/two"
                 with pytest.raises(UserError, match=message):
@@ -56,7 +57,7 @@ def test_bucket_is_taken_over(server: str, monkeypatch: pytest.MonkeyPatch) -> N
                 for change in changes:
                     with pytest.raises(UserError, match=message):
                         change()
-                with Checkpoints(place, keep=1, check_owner=check_two) as two:
+                with Checkpoints(place, keep=1, check_owner=two_of.check) as two:
                     assert two.steps() == [2] and two.meta(2)["validation_loss"] is None
                     save_small(two, 6)
                     two.wait()
@@ -122,3 +123,50 @@ def test_directory_of_another_start(tmp_path: Path, logs: Callable[[], logging.F
     with start(run, late):
         late.emit(logging.makeLogRecord({"msg": "begun"}))
     assert (run / "main_zero.log").read_text() == "begun\n"
+
+
+def test_directory_that_is_renamed(tmp_path: Path) -> None:
+    """Its process learns the new name, whether or not there is another directory of the old one."""
+    path = tmp_path / "run"
+    with locked(path, "") as claim:
+        claim.check()
+        path.rename(tmp_path / "moved")
+        for _ in range(2):
+            with pytest.raises(
+                Unavailable, match=rf"{path} was renamed to {tmp_path / 'moved'} while .* --resume hydra"
+            ):
+                claim.check()
+            path.mkdir(exist_ok=True)
+        with locked(path, ""):
+            pass
+
+
+def test_directory_that_is_removed(tmp_path: Path) -> None:
+    """It is made and locked again, unless another run has begun there."""
+    path = tmp_path / "run"
+    with locked(path, "another place") as claim:
+        path.rmdir()
+        with pytest.raises(Unavailable, match="was removed while this process trained there"):
+            claim.check()
+        claim.take_again()
+        claim.check()
+        with pytest.raises(UserError, match="another process trains here; another place"):
+            with locked(path, "another place"):
+                raise AssertionError("both are in")
+        path.rmdir()
+        save_config(path, {"of": "another run"})
+        with pytest.raises(
+            UserError, match="was removed while this process trained there, and another one has used it"
+        ):
+            claim.take_again()
+
+
+def test_checkpoint_of_a_directory_that_is_renamed(tmp_path: Path) -> None:
+    """It is committed nowhere: half of it would be under each name."""
+    with locked(tmp_path / "run", "") as claim:
+        with pytest.raises(UserError, match="run was renamed to"):
+            with Checkpoints(tmp_path / "run" / "checkpoints", keep=1, check_owner=claim.check) as checkpoints:
+                (tmp_path / "run").rename(tmp_path / "moved")
+                save_small(checkpoints, 2)
+                checkpoints.wait()
+    assert not [path for path in tmp_path.rglob("2") if path.is_dir()]

@@ -1,8 +1,10 @@
 """The page about runs: its numbers are those of metrics.jsonl, and in a real browser it is laid out well."""
 
+import html
 import json
 import math
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -15,6 +17,7 @@ from omegaconf import OmegaConf
 
 from tests.helpers import browser
 from tests.helpers.browser import LAYOUT, WIDTHS, Browser
+from tests.helpers.command_lines import accept
 from tests.helpers.pages import facts, plain, table
 from zero.config.saved_config import flat_config
 from zero.models.codebook import METRICS as OF_CODEBOOKS
@@ -105,6 +108,25 @@ def test_curves_are_those_of_the_metrics(run: Path, tmp_path: Path) -> None:
     assert shown["tokens_per_step"] == TOKENS_PER_STEP and shown["parameters"] == 1_234_567
     assert shown["hours"] == [[line["step"] for line in lines], [line["wall_time"] / 3600 for line in lines]]
     assert shown["resumes"] == [20]
+
+
+def test_commands_of_the_page_are_accepted(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each command of "What next?" as a person copies it."""
+    text = write_report([run], tmp_path / "page.html", DEFAULTS).read_text(encoding="utf-8")
+    copied = re.findall(r"<li>([\w ]+)\n<code>(.*?)</code>", text)
+    assert [purpose for purpose, _ in copied] == ["resume", "sample", "evaluate", "export"]
+    for _, code in copied:
+        accept(shlex.split(html.unescape(re.sub(r"<[^>]*>", "", code))), monkeypatch)
+
+
+def test_what_a_start_finds_in_the_data_is_no_difference(run: Path, tmp_path: Path) -> None:
+    """data.last_target is null by default, and a run saves whether its rows have the target of their last position."""
+    config = OmegaConf.load(run / "config.yaml")
+    OmegaConf.update(config, "data.last_target", False)
+    OmegaConf.update(config, "seed", 7)
+    OmegaConf.save(config, run / "config.yaml")
+    keys = [row[0] for row in table(write_report([run], tmp_path / "page.html", DEFAULTS), "keys")]
+    assert "seed" in keys and "data.last_target" not in keys
 
 
 def test_first_screen_of_a_run(run: Path, tmp_path: Path) -> None:

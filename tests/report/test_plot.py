@@ -1,9 +1,6 @@
 """The picture of a run: what its four panels show, also of a run that failed, resumed or has hardly begun."""
 
 import math
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from zero.record.metrics_file import read_metrics, read_resumes
+from zero.record.history import read_history
 from zero.tracking.tracker import open_tracker
 
 if TYPE_CHECKING:
@@ -45,14 +42,13 @@ def run(tmp_path: Path) -> Path:
 def draw_run(run: Path) -> Path:
     from zero.report import plot  # here, as every worker imports every module of tests
 
-    return plot.draw_run(run)
+    return plot.draw_run(run, read_history(run / "metrics.jsonl"))
 
 
 def axes_of(run: Path) -> "list[Axes]":
     from zero.report.plot import _plot
 
-    path = run / "metrics.jsonl"
-    return _plot(read_metrics(path), read_resumes(path), "a run").axes
+    return _plot(read_history(run / "metrics.jsonl"), "a run").axes
 
 
 def test_panels_show_what_was_logged(run: Path) -> None:
@@ -97,15 +93,3 @@ def test_drawing_time(tmp_path: Path) -> None:
     started = time.process_time()
     draw_run(tmp_path)
     assert time.process_time() - started < 1
-
-
-@pytest.mark.wide
-def test_the_list_of_fonts_is_not_logged(tmp_path: Path) -> None:
-    """matplotlib makes one on a machine's first import; a user's first run has no line about it."""
-    program = (
-        "import logging, sys; from zero.commands import cli; sys.argv = ['zero-train', '--version']; cli.main(); "
-        "logging.basicConfig(level=logging.INFO); import matplotlib.font_manager as fonts; print(fonts.__file__)"
-    )
-    environment = os.environ | {"MPLCONFIGDIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0 and [*tmp_path.glob("fontlist*")] and "font" not in done.stderr, done.stderr

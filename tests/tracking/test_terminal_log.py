@@ -4,9 +4,13 @@ import logging
 import os
 import re
 import sys
+from typing import Any
 
+import hydra
 import pytest
+from omegaconf import OmegaConf
 
+from tests.config.composing import CONF
 from zero.tracking.terminal_log import TerminalFormatter, WarnOnce
 
 pytestmark = pytest.mark.quick
@@ -38,3 +42,12 @@ def test_a_warning_is_shown_once() -> None:
         for level, text in ((30, "slow"), (30, "slow"), (30, "other"), (20, "step"), (20, "step"))
     ]
     assert [once.filter(record) for record in records] == [True, False, True, True, True]
+
+
+def test_only_zero_logs_below_warnings() -> None:
+    """A run with a bucket has no lines of fsspec's caches, and a first run none about fonts."""
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        config = hydra.compose("config", return_hydra_config=True)
+    settings: Any = OmegaConf.to_container(config.hydra.job_logging)
+    assert settings["root"]["level"] == "WARNING" and settings["loggers"] == {"zero": {"level": "INFO"}}
+    assert settings["root"]["handlers"] == ["console", "file"] and not settings["disable_existing_loggers"]

@@ -19,6 +19,7 @@ from tests.helpers.disks import fill
 from tests.helpers.events import scalars
 from zero.base.errors import UserError
 from zero.config.saved_config import flat_config
+from zero.record.history import read_history
 from zero.record.metrics_file import read_metrics, read_resumes
 from zero.record.run_files import save_config
 from zero.report.html_report import write_report
@@ -162,7 +163,7 @@ def test_reports_leave_no_parts_on_a_full_disk(small_disk: Path) -> None:
     os.truncate(filler, filler.stat().st_size - 2**14)
     before = sorted(small_disk.iterdir())
     with pytest.raises(OSError, match=r"No space left on device: '.*run\.png'"):
-        draw_run(small_disk)
+        draw_run(small_disk, read_history(small_disk / "metrics.jsonl"))
     with pytest.raises(OSError, match=r"No space left on device: '.*report\.html'"):
         write_report([small_disk], small_disk / "report.html", flat_config(default_config()))
     assert sorted(small_disk.iterdir()) == before

@@ -18,6 +18,7 @@ from zero.hosts.watchdog import LOST_HOST
 OUTAGE_CODES = {"ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "INTERNAL", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED"}
 OUTAGE_CODES |= {"UNAUTHENTICATED", "UNAVAILABLE", "UNKNOWN"}
 TENSORSTORE_ERROR = re.compile(r"(?:(?P<code>[A-Z_]+): )?Error (?:opening|reading|decoding) ")
+NO_GENERATION = "Malformed StorageGeneration"  # tensorstore's, if an object on gs:// has none
 LEAF_IN_ERROR = re.compile(r'(?:Error reading|Metadata at) "([^"]+)/[^"/]+"')
 
 
@@ -75,6 +76,12 @@ def write_errors(directory: Path | str) -> Iterator[None]:
     except Exception as error:
         if LOST_HOST.search(str(error)) or not (isinstance(error, ValueError) or storage.is_outage(error)):
             raise
+        if NO_GENERATION in str(error):
+            raise UserError(
+                f"{directory}: the checkpoint could not be written: the server sends no generation numbers "
+                "(x-goog-generation), which orbax needs. Google Cloud Storage sends them, some emulators do not: set "
+                "data.checkpoint_directory to a local absolute path"
+            ) from error
         reason = full_disk(error) or without_brackets(error)
         raise Unavailable(
             f"{directory}: the checkpoint could not be written: {reason}. Earlier checkpoints are intact: --resume "

@@ -16,7 +16,7 @@ import re
 import secrets
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +26,7 @@ import jax
 import numpy as np
 
 from zero.base.errors import UserError
-from zero.config.constraints import at_least, not_empty
-from zero.config.keys import key
+from zero.base.keys import at_least, key, not_empty
 from zero.hosts import agreement
 from zero.hosts.peers import FAILURES, Peers
 from zero.partition.checksums import examine
@@ -56,7 +55,7 @@ class Emergency(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Keys:
+class EmergencyKeys:
     """When and where they are kept: keys of section `zero`."""
 
     emergency_steps: int | None = key(
@@ -71,7 +70,7 @@ class Keys:
         "/dev/shm/zero",
         not_empty(),
         "A directory in memory or on a local disk of each host, with room for six times the host's share of the state.",
-        of_host=True,
+        per_host=True,
     )
 
 
@@ -210,19 +209,12 @@ class EmergencyCheckpoints:
         Returns:
           None if no checkpoint of these lineages is newer than the durable one.
         """
-        files = [tuple(checkpoint) + (host,) for checkpoint, host in self._held(lineages)]
-        holders: dict[Emergency, dict[int, int]] = {}  # by checkpoint and by the shards' host: who has them
-        for holder, text in enumerate(agreement.gather("emergency checkpoints", json.dumps(files))):
-            for lineage, step, host in json.loads(text):
-                holder_of_host = holders.setdefault(Emergency(lineage, step), {})
-                if holder == host or host not in holder_of_host:
-                    holder_of_host[host] = holder
-        newer = {checkpoint: hosts for checkpoint, hosts in holders.items() if checkpoint.step > after}
-        whole = [checkpoint for checkpoint, hosts in newer.items() if len(hosts) == self._hosts]
-        if not whole:
+        held = {(checkpoint, host) for checkpoint, host in self._held(lineages) if checkpoint.step > after}
+        holders = find_whole(held, self._host, agreement.union)
+        if not holders:
             return None
-        newest = min(whole, key=lambda checkpoint: (lineages.index(checkpoint.lineage), -checkpoint.step))
-        restored = self._fetch(newest, holders[newest][self._host])
+        newest = min(holders, key=lambda checkpoint: (lineages.index(checkpoint.lineage), -checkpoint.step))
+        restored = self._fetch(newest, holders[newest])
         if restored is not None:
             self.restored = newest
         return restored
@@ -314,6 +306,42 @@ class EmergencyCheckpoints:
         for _, checkpoint in list(self._files()):
             if checkpoint.step <= durable:
                 self._delete(checkpoint)
+
+
+def find_whole(
+    held: Collection[tuple[Emergency, int]], host: int, union: Callable[[str, Iterable[str]], set[str]]
+) -> dict[Emergency, int]:
+    """The checkpoints whose shards all hosts together have, with the host that has those of this one.
+
+    All hosts call it together. It tells each host which checkpoints there are, which hosts lack their own shards, and
+    who has these: none of this grows with the number of hosts.
+
+    Args:
+      held: the checkpoints and the shards' hosts of the files on this host.
+      host: the number of this host.
+      union: as `agreement.union`.
+    """
+    names = union("emergency checkpoints", {checkpoint.file(0) for checkpoint, _ in held})
+    checkpoints = [_parse(name)[0] for name in names]
+    lacking = union(
+        "missing emergency shards",
+        {checkpoint.file(host) for checkpoint in checkpoints if (checkpoint, host) not in held},
+    )
+    found = union("holders of emergency shards", {f"{name} {host}" for name in lacking if _parse(name) in held})
+    holders: dict[str, int] = {}
+    for name, holder in sorted((name, int(holder)) for name, _, holder in (text.partition(" ") for text in found)):
+        holders.setdefault(name, holder)
+    lost = {_parse(name)[0] for name in lacking - holders.keys()}
+    return {
+        checkpoint: holders.get(checkpoint.file(host), host) for checkpoint in checkpoints if checkpoint not in lost
+    }
+
+
+def _parse(name: str) -> tuple[Emergency, int]:
+    """The checkpoint of a file, and the host of its shards."""
+    match = NAME.fullmatch(name)
+    assert match is not None
+    return Emergency(match[1], int(match[2])), int(match[3])
 
 
 def _check_room(directory: Path, own: Path, layout: Layout) -> None:

@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from zero.base.errors import UserError
+from zero.base.keys import key
 from zero.checkpoints.damage import (
     DamagedCheckpoint,
     MissingCheckpoint,
@@ -41,7 +42,6 @@ from zero.checkpoints.orbax_manager import array_handler, check_path, open_manag
 from zero.checkpoints.quiet_orbax import quiet_loggers
 from zero.checkpoints.reading import is_deleted, on_all_hosts
 from zero.checkpoints.retention import Retention, Saved
-from zero.config.keys import key
 from zero.files import storage
 from zero.hosts import agreement
 from zero.partition.collectives.axis import Axis
@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
-class Keys:
+class CheckpointKeys:
     """Which checkpoint is read: a key of section `data`."""
 
     resume_step: int | None = key(
@@ -313,6 +313,12 @@ class Checkpoints:
 
         on_all_hosts(self._name(step), rename)
         self._manager.reload()
+        self._saved = None
+
+    def reload(self) -> None:
+        """Looks for checkpoints again, after the directory was removed and made again."""
+        if self._is_open:
+            self._manager.reload()
         self._saved = None
 
     def check(self) -> None:

@@ -34,9 +34,10 @@ class _LocalPath(ocp.path.atomicity.AtomicRenameTemporaryPath):
 
     commit_times: ClassVar[dict[int, float]]
     leaves: ClassVar[list[str]]
-    check_owner: ClassVar[Callable[[], None]]
 
     async def finalize(self) -> None:
+        if _is_whole(self):
+            await asyncio.to_thread(self.check_owner)  # else it would be committed where the directory was
         await _check_merged(self)
         await asyncio.to_thread(_fsync_tree, Path(self.get()))
         await super().finalize()  # writes two more files, which no reader needs, and renames

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from zero.config.constraints import LARGEST, SMALLEST, at_least
-from zero.config.keys import Check, key
+from zero.base.keys import LARGEST, SMALLEST, Check, at_least, key
 
 
 class Saved(NamedTuple):
@@ -41,7 +40,7 @@ def steps_or_hours() -> Check:
 
 
 @dataclass(frozen=True)
-class Keys:
+class RetentionKeys:
     """Which checkpoints are kept: keys of section `data`."""
 
     keep_checkpoints: int = key(
@@ -85,7 +84,8 @@ class Retention:
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         steps = [checkpoint.step for checkpoint in checkpoints]  # in the order of saving
         known = self.saved()
-        losses = {step: saved.loss for step, saved in known.items() if saved.loss is not None and step in steps}
+        existing = set(steps)
+        losses = {step: saved.loss for step, saved in known.items() if saved.loss is not None and step in existing}
         kept = set(steps[-self.newest :])
         if losses:
             kept.add(best_of(losses))

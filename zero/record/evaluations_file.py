@@ -1,7 +1,7 @@
 """evaluations.jsonl: one JSON object per checkpoint that `evaluate.follow` has scored, beside the metrics of the run.
 
-It lies where every machine sees it: beside the checkpoints if these are outside the run directory, else in it. Only one
-process writes it, and replaces it whole, because nothing can be appended in a bucket.
+It lies where every machine sees it: beside the checkpoints if these are outside the run directory, else in it. Each
+line replaces the whole file, because nothing can be appended in a bucket; on a disk one process does so at a time.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from zero.files import storage
 from zero.files.json_lines import read_lines
+from zero.files.sole_writer import sole_writer
 from zero.record.run_files import saved_checkpoint_directory, shared_file
 
 EVALUATIONS_FILE = "evaluations.jsonl"
@@ -40,8 +42,8 @@ def read_evaluations(run: Path) -> list[dict[str, Any]]:
     trained other weights, the later counts.
     """
     lines = read_lines_of(run)
-    of_last = [line for line in lines if identity_of(line) == identity_of(lines[-1])]
-    by_step = {line["step"]: {key: value for key, value in line.items() if key != "scored"} for line in of_last}
+    latest = [line for line in lines if identity_of(line) == identity_of(lines[-1])]
+    by_step = {line["step"]: {key: value for key, value in line.items() if key != "scored"} for line in latest}
     return [by_step[step] for step in sorted(by_step)]
 
 
@@ -53,15 +55,26 @@ def identity_of(line: Mapping[str, Any]) -> dict[str, Any]:
 def append_evaluation(run: Path, line: dict[str, Any]) -> None:
     """Adds a line; a number that is not finite becomes null. A full disk costs the line, and ends no evaluation."""
     path = _path(run)
-    storage.remove_unfinished(storage.parent(path), EVALUATIONS_FILE)  # of a follower that was killed here
-    before = storage.read_bytes(path) if storage.exists(path) else b""
-    if before and not before.endswith(b"\n"):
-        before += b"\n"
     finite = {key: value if key == "scored" or math.isfinite(value) else None for key, value in line.items()}
     try:
-        storage.write(path, before + json.dumps(finite, allow_nan=False).encode() + b"\n")
+        with _only_writer(path):
+            storage.remove_unfinished(storage.parent(path), EVALUATIONS_FILE)  # of a follower that was killed here
+            before = storage.read_bytes(path) if storage.exists(path) else b""
+            if before and not before.endswith(b"\n"):
+                before += b"\n"
+            storage.write(path, before + json.dumps(finite, allow_nan=False).encode() + b"\n")
     except OSError as error:
         _log.warning("%s; the evaluation of step %d is not recorded, so the next start repeats it", error, line["step"])
+
+
+@contextmanager
+def _only_writer(path: str) -> Iterator[None]:
+    """Waits while another follower of this run adds a line. A bucket has no locks."""
+    if storage.is_remote(path):
+        yield
+        return
+    with sole_writer(Path(path).with_name(f".{EVALUATIONS_FILE}.lock"), path, _log.info):
+        yield
 
 
 def _path(run: Path) -> str:

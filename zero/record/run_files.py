@@ -11,14 +11,13 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from omegaconf import DictConfig, OmegaConf
 
 from zero.base.errors import UserError
-from zero.config.constraints import not_empty
-from zero.config.files import read_yaml
-from zero.config.keys import key
+from zero.base.keys import key, not_empty
+from zero.config.files import literal, read_yaml
 from zero.files import storage
 from zero.files.parsing import reading
 
@@ -32,6 +31,7 @@ COMMAND_FILE = "command.json"  # the keys that the command lines of its starts h
 LINEAGE_FILE = "emergency_lineage"  # the lineages of emergency checkpoints that a resume may use, a line each
 MIRRORED = (CONFIG_FILE, LAYOUT_FILE, METRICS_FILE, SAMPLES_FILE, WANDB_ID_FILE, COMMAND_FILE, LINEAGE_FILE)
 GROWING = (METRICS_FILE, SAMPLES_FILE)
+RECORDS = "records"  # the folder of all other files that grow, each of one feature; mirrored as well
 
 
 _PURPOSES = {
@@ -45,14 +45,15 @@ _PURPOSES = {
 
 
 @dataclass(frozen=True)
-class Keys:
+class CheckpointDirectoryKeys:
     """Where checkpoints are, in section `data`."""
 
     checkpoint_directory: str = key(
         "checkpoints",
         not_empty(),
-        "A relative path is inside the run directory, or inside the bucket if there is one.",
-        of_host=True,
+        "Where checkpoints are saved. A relative path is inside the run directory, or inside the bucket if there is "
+        "one.",
+        per_host=True,
     )
 
 
@@ -76,8 +77,10 @@ are intact: free some space and repeat the command with --resume=auto'
 
 
 def save_config(run_directory: Path, config: Any) -> None:
-    """Writes the configuration, a dataclass or a dictionary, where `saved_config` finds it."""
-    storage.write(run_directory / CONFIG_FILE, OmegaConf.to_yaml(OmegaConf.create(config)).encode())
+    """Writes the configuration, a DictConfig or nested dictionaries, where `saved_config` finds it."""
+    storage.write(
+        run_directory / CONFIG_FILE, OmegaConf.to_yaml(OmegaConf.create(literal(config)), resolve=True).encode()
+    )
 
 
 def saved_config(run_directory: Path) -> DictConfig:
@@ -93,12 +96,12 @@ def saved_config(run_directory: Path) -> DictConfig:
     config = read_yaml(path, message, DamagedRun)
     with reading(message, kind=DamagedRun):
         data = config["data"]
-        if not (isinstance(data["bucket_path"], str | None) and isinstance(data["checkpoint_directory"], str)):
-            raise TypeError("data.bucket_path or data.checkpoint_directory is not a path")
-        for name in ("model", "optimizer"):
+        for name in ("data", "model", "optimizer"):
             if not isinstance(config.get(name, {}), dict):
                 raise TypeError(f"{name} is not a section")
-        return OmegaConf.create(config)
+        if not (isinstance(data["bucket_path"], str | None) and isinstance(data["checkpoint_directory"], str)):
+            raise TypeError("data.bucket_path or data.checkpoint_directory is not a path")
+        return OmegaConf.create(literal(config))
 
 
 def checkpoint_directory(run_directory: Path, bucket_path: str | None, directory: str) -> Path | str:
@@ -167,11 +170,38 @@ def mirror(run_directory: Path, checkpoints: Path | str) -> None:
     A file that the directory does not have is removed there: an earlier attempt has left it.
     """
     if is_outside(run_directory, checkpoints):
-        for name in MIRRORED:
+        records = [f"{RECORDS}/{path.name}" for path in sorted((run_directory / RECORDS).glob("*"))]
+        for name in [*MIRRORED, *records]:
             if (run_directory / name).exists():
-                storage.write(mirror_path(checkpoints, name), (run_directory / name).read_bytes())
+                with (run_directory / name).open("rb") as file:
+                    storage.write_blocks(mirror_path(checkpoints, name), storage.blocks_of(file))
             else:
                 storage.remove(mirror_path(checkpoints, name))
+        for name in {*_mirrored_records(checkpoints)} - {*records}:
+            storage.remove(mirror_path(checkpoints, name))
+
+
+def sync_growing(run_directory: Path) -> None:
+    """Has the disk hold all lines that files of a run have so far; otherwise it may lose those of the last seconds.
+
+    Raises:
+      OSError: the disk refuses.
+    """
+    for path in [*(run_directory / name for name in GROWING), *(run_directory / RECORDS).glob("*")]:
+        if path.exists():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+
+
+def _mirrored_records(checkpoints: Path | str) -> list[str]:
+    """The files of `RECORDS` beside the checkpoints."""
+    files = storage.list_files(mirror_path(checkpoints, RECORDS))
+    return [f"{RECORDS}/{file.rpartition('/')[2]}" for file in files]
+
+
+def growing_file(run_directory: Path, name: str) -> Path:
+    """The path of a file that grows: below `RECORDS`, unless its name is known to readers of run directories."""
+    return run_directory / (name if name in GROWING else f"{RECORDS}/{name}")
 
 
 def remove_unfinished(run_directory: Path, checkpoints: Path | str) -> None:
@@ -185,13 +215,22 @@ def rebuild(run_directory: Path, checkpoints: Path | str) -> bool:
     if not is_outside(run_directory, checkpoints) or not storage.exists(mirror_path(checkpoints, CONFIG_FILE)):
         return False
     run_directory.mkdir(parents=True, exist_ok=True)
-    for name in MIRRORED:
+    for name in [*MIRRORED, *_mirrored_records(checkpoints)]:
         if storage.exists(mirror_path(checkpoints, name)):
             here = run_directory / name
-            kept = storage.read_bytes(mirror_path(checkpoints, name))
-            if not (name in GROWING and here.exists() and here.read_bytes().startswith(kept)):
-                storage.write(here, kept)
+            here.parent.mkdir(exist_ok=True)
+            is_growing = name in GROWING or name.startswith(f"{RECORDS}/")
+            with storage.open_reader(mirror_path(checkpoints, name)) as kept:
+                if not (is_growing and here.exists() and _begins_with(here, kept)):
+                    kept.seek(0)
+                    storage.write_blocks(here, storage.blocks_of(kept))
     return True
+
+
+def _begins_with(path: Path, start: BinaryIO) -> bool:
+    """Whether a file begins with all the bytes of another."""
+    with path.open("rb") as file:
+        return all(file.read(len(block)) == block for block in storage.blocks_of(start))
 
 
 def mirror_path(checkpoints: Path | str, name: str) -> str:

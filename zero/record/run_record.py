@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from zero.base.errors import UserError
 from zero.config.saved_config import flat_config
 from zero.record.evaluations_file import read_evaluations
-from zero.record.metrics_file import read_metrics, read_resumes
+from zero.record.history import History, read_history
 from zero.record.run_files import (
     LAYOUT_FILE,
     METRICS_FILE,
@@ -21,7 +22,15 @@ from zero.record.run_files import (
     saved_steps,
 )
 
+MOST_SAMPLES = 100  # on a page
 Line = Mapping[str, Any]
+
+
+class Samples(NamedTuple):
+    """Texts that a model has written."""
+
+    total: int
+    newest: Sequence[tuple[int, str]]  # the step and the text, at most `MOST_SAMPLES`
 
 
 @dataclass(frozen=True)
@@ -30,11 +39,10 @@ class RunRecord:
 
     Attributes:
       config: the value of each key as the command line takes it.
-      lines: of metrics, by increasing step.
+      history: of metrics.
       evaluations: of `evaluate.follow`, by increasing step.
-      resumes: the steps at which it was resumed, in the order of time.
       layout: the split of each leaf with the memory it takes; empty if it is missing.
-      samples: the step and the text of each sample.
+      samples: the step and the text of the newest samples, and the number of all.
       checkpoints: their location.
       saved_steps: the steps of the checkpoints on disk; None for those in a bucket, which are not looked for.
     """
@@ -42,18 +50,17 @@ class RunRecord:
     directory: Path
     name: str
     config: Mapping[str, str]
-    lines: Sequence[Line]
+    history: History
     evaluations: Sequence[Line]
-    resumes: Sequence[int]
     layout: str
-    samples: Sequence[tuple[int, str]]
+    samples: Samples
     checkpoints: Path | str
     saved_steps: Sequence[int] | None
 
     @property
     def last(self) -> Line:
         """The newest line of metrics."""
-        return self.lines[-1]
+        return self.history.last
 
     @property
     def total_steps(self) -> int:
@@ -79,8 +86,8 @@ class RunRecord:
         return int(match[1].replace(",", ""))
 
     def values(self, metric: str) -> list[tuple[int, float]]:
-        """The step and the value of each line that has the metric and is finite."""
-        return [(line["step"], line[metric]) for line in self.lines if line.get(metric) is not None]
+        """The points of the curve of a metric that are finite."""
+        return [(step, value) for step, value in self.history.curves.get(metric, ()) if value is not None]
 
     def best(self, metric: str) -> tuple[int, float] | None:
         """The step and the lowest value of a metric."""
@@ -97,8 +104,8 @@ def read_run(directory: Path) -> RunRecord:
     metrics = directory / METRICS_FILE
     if not metrics.is_file():
         raise UserError(f"{directory}: {METRICS_FILE} is missing; expected a run that has taken a step")
-    lines = read_metrics(metrics)
-    if not lines:
+    history = read_history(metrics)
+    if not history.count:
         raise UserError(f"{metrics}: has no metrics; expected a run that has taken a step")
     layout = directory / LAYOUT_FILE
     samples = directory / SAMPLES_FILE
@@ -107,21 +114,31 @@ def read_run(directory: Path) -> RunRecord:
         directory=directory,
         name="/".join(directory.absolute().parts[-2:]),
         config=flat_config(config),
-        lines=lines,
+        history=history,
         evaluations=read_evaluations(directory),
-        resumes=read_resumes(metrics),
         layout=layout.read_text(encoding="utf-8") if layout.is_file() else "",
-        samples=parse_samples(samples.read_text(encoding="utf-8")) if samples.is_file() else [],
+        samples=read_samples(samples) if samples.is_file() else Samples(0, []),
         checkpoints=place,
         saved_steps=saved_steps(directory) if isinstance(place, Path) else None,
     )
 
 
-def parse_samples(text: str) -> list[tuple[int, str]]:
-    r"""The step and the text of each sample in samples.txt.
+def read_samples(path: Path) -> Samples:
+    """The newest samples of a samples.txt, which is read line by line.
 
-    >>> parse_samples("--- step 5\nto be\n--- step 10\nor\nnot\n")
-    [(5, 'to be\n'), (10, 'or\nnot\n')]
+    >>> from tempfile import mkdtemp
+    >>> path = Path(mkdtemp()) / SAMPLES_FILE
+    >>> _ = path.write_text("--- step 5\\nto be\\n--- step 10\\nor\\nnot\\n")
+    >>> read_samples(path)
+    Samples(total=2, newest=[(5, 'to be\\n'), (10, 'or\\nnot\\n')])
     """
-    parts = re.split(r"^--- step (\d+)\n", text, flags=re.MULTILINE)
-    return [(int(step), sample) for step, sample in zip(parts[1::2], parts[2::2], strict=True)]
+    count = 0
+    newest: deque[tuple[int, list[str]]] = deque(maxlen=MOST_SAMPLES)
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            if match := re.fullmatch(r"--- step (\d+)\n", line):
+                count += 1
+                newest.append((int(match[1]), []))
+            elif newest:
+                newest[-1][1].append(line)
+    return Samples(count, [(step, "".join(lines)) for step, lines in newest])

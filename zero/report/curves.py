@@ -78,11 +78,11 @@ def panels_of_objectives() -> list[Panel]:
     units: dict[str, str] = {}
     curves: dict[str, dict[str, str]] = {}
     for objective in with_defaults().values():
-        for metric in objective.metrics:
+        for metric in objective.metrics_of_steps:
             units[metric.title] = metric.unit
-            of_title = curves.setdefault(metric.title, {})
-            of_title[metric.name] = metric.name
-            of_title[f"validation/{metric.name}"] = f"{metric.name}, validation"
+            names = curves.setdefault(metric.title, {})
+            names[metric.name] = metric.name
+            names[f"validation/{metric.name}"] = f"{metric.name}, validation"
     return [Panel(title, unit, tuple(curves[title].items()), from_zero=False) for title, unit in units.items()]
 
 
@@ -94,7 +94,7 @@ def panels_of(runs: Sequence[RunRecord]) -> list[Panel]:
     """The panels with a curve of any of the runs."""
     logged: set[str] = set()
     for run in runs:
-        logged.update(*run.lines, *run.evaluations)
+        logged.update(run.history.curves, *run.evaluations)
     sets = tuple((metric, metric) for metric in sorted(logged) if SETS.fullmatch(metric))
     tasks = tuple((metric, metric) for metric in sorted(logged) if TASKS.fullmatch(metric))
     panels = (
@@ -109,18 +109,18 @@ def panels_of(runs: Sequence[RunRecord]) -> list[Panel]:
 
 def panels_of_leaves(runs: Sequence[RunRecord]) -> list[Panel]:
     """The panels of `statistics.every`, of each run on its own."""
-    return list(chain.from_iterable(leaf_panels(run.lines, number) for number, run in enumerate(runs)))
+    return list(chain.from_iterable(leaf_panels(run.history.curves, number) for number, run in enumerate(runs)))
 
 
 def payload(runs: Sequence[RunRecord], panels: Sequence[Panel]) -> dict[str, Any]:
     """What the script of the page draws."""
     metrics = set(chain.from_iterable(panel.metrics for panel in panels))
-    count = sum(len(metrics.intersection(chain.from_iterable(run.lines))) for run in runs)
+    count = sum(len(metrics.intersection(run.history.curves)) for run in runs)
     most = min(max(MOST_POINTS // max(count, 1), FEWEST_POINTS_OF_A_CURVE), MOST_POINTS_OF_A_CURVE)
     return {
         "runs": [_run(run, metrics, most) for run in runs],
         "panels": [_panel(panel) for panel in panels],
-        "heat": heat_maps(runs[0].lines) if len(runs) == 1 else None,
+        "heat": heat_maps(runs[0].history.activations) if len(runs) == 1 else None,
         "sweep": sweep(runs),
     }
 
@@ -133,11 +133,12 @@ def _panel(panel: Panel) -> dict[str, Any]:
 def _run(run: RunRecord, metrics: set[str], most: int) -> dict[str, Any]:
     curves = {}
     for metric in sorted(metrics):
-        points = [(line["step"], line[metric]) for line in (*run.lines, *run.evaluations) if metric in line]
+        evaluated = [(line["step"], line[metric]) for line in run.evaluations if metric in line]
+        points = [*run.history.curves.get(metric, ()), *evaluated]
         if points:
             steps, values = zip(*thinned(points, most), strict=True)
             curves[metric] = [steps, values]
-    hours = [(line["step"], line["wall_time"] / 3600) for line in run.lines if "wall_time" in line]
+    hours = [(step, seconds / 3600) for step, seconds in run.values("wall_time")]
     steps, clock = zip(*thinned(hours, most), strict=True) if hours else ((), ())
     tokens = run.last["tokens_seen"] / run.last["step"] if "tokens_seen" in run.last else None
     return {
@@ -145,7 +146,7 @@ def _run(run: RunRecord, metrics: set[str], most: int) -> dict[str, Any]:
         "tokens_per_step": tokens,
         "parameters": run.parameters,
         "hours": [steps, clock],
-        "resumes": run.resumes,
+        "resumes": run.history.resumes,
         "curves": curves,
     }
 
@@ -177,7 +178,7 @@ def axes_of(runs: Sequence[RunRecord]) -> list[tuple[str, str]]:
         axes.append(("tokens", "tokens"))
         if all(run.parameters is not None for run in runs):
             axes.append(("flops", "FLOPs"))
-    if all("wall_time" in run.lines[0] and "wall_time" in run.last for run in runs):
+    if all("wall_time" in run.history.first and "wall_time" in run.last for run in runs):
         axes.append(("hours", "hours"))
     return axes
 
@@ -217,7 +218,6 @@ def _number(value: str) -> float:
 def last_loss(run: RunRecord) -> float | None:
     """The last loss of validation, or of training in a run without."""
     for metric in ("validation/loss", "train/loss"):
-        values = [line[metric] for line in run.lines if metric in line]
-        if values:
-            return values[-1]
+        if metric in run.history.curves:
+            return run.history.curves[metric][-1][1]
     return None

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 from zero.files import storage
 from zero.pages.render import data_island, part, render
-from zero.record.metrics_file import read_metrics
+from zero.record.metrics_file import lines_that_count
 from zero.record.run_files import METRICS_FILE
 from zero.record.run_record import RunRecord, read_run
 from zero.report import summary as first_screen
+from zero.report.confusion import confusion
 from zero.report.curves import axes_of, panels_of, panels_of_leaves, payload
 from zero.report.summary import loss_text
 from zero.tracking.goodput import describe
@@ -21,7 +22,6 @@ from zero.tracking.progress import clock
 PAGE = Path(__file__).parent / "page"  # its template and script
 REPORT_FILE = "report.html"
 RELOAD_SECONDS = 30  # of the page of a run that is not finished
-MOST_ROWS = 100  # of the table of numbers
 COLUMNS = ("state", "best validation", "at step", "training loss", "tokens", "tokens/s", "wall clock", "goodput")
 NUMBERS = (
     "step",
@@ -42,16 +42,24 @@ class RunRow(NamedTuple):
     cells: tuple[str, ...]
 
 
-def write_report(directories: Sequence[Path], page: Path, defaults: Mapping[str, str]) -> Path:
+def write_report(
+    directories: Sequence[Path], page: Path, defaults: Mapping[str, str], with_pictures: bool = False
+) -> Path:
     """Writes a page that shows a run, or several beside each other; it is replaced whole, and reloads itself.
 
     Args:
       defaults: of all keys, as texts, with which the values of the runs are compared.
+      with_pictures: first draw `run.png` in each run.
 
     Raises:
       UserError: a directory is not a run directory, or no step of it is logged.
     """
     runs = [read_run(directory) for directory in directories]
+    if with_pictures:
+        from zero.report.plot import draw_run  # here, as its imports take a second
+
+        for run in runs:
+            draw_run(run.directory, run.history)
     storage.write(page, render(PAGE / "report.html.jinja", _values(runs, defaults)).encode())
     return page
 
@@ -80,7 +88,8 @@ def _values(runs: Sequence[RunRecord], defaults: Mapping[str, str]) -> dict[str,
         "leaves": leaves,
         "heat": curves["heat"],
         "sweep": curves["sweep"],
-        "has_resumes": any(each.resumes for each in runs),
+        "confusions": [(each, table) for each in runs if (table := confusion(each)) is not None],
+        "has_resumes": any(each.history.resumes for each in runs),
         "differences": _differences(runs, defaults),
         "number_columns": NUMBERS,
         "numbers": [_numbers(each) for each in runs],
@@ -117,6 +126,9 @@ def _table(runs: Sequence[RunRecord]) -> list[RunRow]:
     return rows
 
 
+_FOUND_IN_DATA = ("data.last_target",)  # keys whose null a start replaces by what the rows are
+
+
 def _differences(runs: Sequence[RunRecord], default: Mapping[str, str]) -> list[list[str]]:
     """The keys in which the runs differ from the default configuration or from each other, with all values."""
     configs = [default, *(run.config for run in runs)]
@@ -124,14 +136,18 @@ def _differences(runs: Sequence[RunRecord], default: Mapping[str, str]) -> list[
     rows = []
     for key in keys:
         values = [config.get(key, "–") for config in configs]
+        if key in _FOUND_IN_DATA and values[0] == "null":
+            values = values[1:]
         if len(set(values) - {"–"}) > 1:
-            rows.append([key, *values])
+            rows.append([key, *(config.get(key, "–") for config in configs)])
     return rows
 
 
 def _numbers(run: RunRecord) -> list[list[str]]:
-    """The lines of evaluations and the last one, at most `MOST_ROWS` of them: the newest."""
-    lines = [line for line in run.lines if "validation/loss" in line or line is run.last][-MOST_ROWS:]
+    """The newest lines with a validation loss, and the last line."""
+    lines = list(run.history.evaluations)
+    if not lines or lines[-1]["step"] != run.last["step"]:
+        lines.append(run.last)
     return [_cells(line) for line in lines]
 
 
@@ -151,7 +167,7 @@ def _number(value: float | str | None) -> str:
 
 def summary(directories: Sequence[Path]) -> list[str]:
     """A line for each run: its last step, and the shares of its wall-clock time."""
-    newest = [(read_metrics(directory / METRICS_FILE) or [{}])[-1] for directory in directories]
+    newest: list[dict[str, Any]] = [next(lines_that_count(each / METRICS_FILE), {}) for each in directories]
     return [
         f"{directory}: step {line.get('step', 0)}; {describe(line)}"
         for directory, line in zip(directories, newest, strict=True)

@@ -58,7 +58,7 @@ def outcome(run: RunRecord) -> list[Fact]:
     if training:
         step, loss = training[-1]
         facts.append(Fact("training loss", loss_text(loss), f"mean since the previous line, at step {step:,}"))
-    not_finite = sum(line.get("train/loss", 0.0) is None for line in run.lines)
+    not_finite = run.history.null_losses
     if not_finite:
         facts.append(Fact("losses that are not finite", f"{not_finite}", "of the logged lines", "bad"))
     if "skipped_steps" in run.last:
@@ -68,9 +68,9 @@ def outcome(run: RunRecord) -> list[Fact]:
         facts.append(Fact("skipped steps", f"{skipped:,}", note, "bad" if skipped else "good"))
     if run.last.get("skipped_rows"):
         facts.append(Fact("skipped rows", f"{run.last['skipped_rows']:,}", "of the data", "bad"))
-    if run.resumes:
-        times = "once" if len(run.resumes) == 1 else f"{len(run.resumes)} times"
-        facts.append(Fact("resumed", times, f"most recently from step {run.resumes[-1]:,}"))
+    if run.history.resumes:
+        times = "once" if len(run.history.resumes) == 1 else f"{len(run.history.resumes)} times"
+        facts.append(Fact("resumed", times, f"most recently from step {run.history.resumes[-1]:,}"))
     return facts
 
 
@@ -86,14 +86,14 @@ def cost(run: RunRecord) -> list[Fact]:
         facts.append(Fact("goodput", f"{shares['steps']:.1%}", f"in steps; {note}" if note else "in steps"))
     if "tokens_seen" in last:
         facts.append(Fact("tokens", f"{last['tokens_seen']:,}", epochs_text(run)))
-    speeds = [line for line in run.lines if "tokens_per_second" in line]
+    speeds = run.values("tokens_per_second")
     if speeds:
-        speed = speeds[-1]["tokens_per_second"]
-        of_device = speeds[-1].get("tokens_per_second_per_device")
-        note = "" if of_device is None else f"{of_device:,.0f} per device, {round(speed / of_device)} devices"
+        speed = speeds[-1][1]
+        device_speed = dict(run.values("tokens_per_second_per_device")).get(speeds[-1][0])
+        note = "" if device_speed is None else f"{device_speed:,.0f} per device, {round(speed / device_speed)} devices"
         facts.append(Fact("tokens per second", f"{speed:,.0f}", note))
-        if of_device is not None and "wall_time" in last:
-            hours = round(speed / of_device) * last["wall_time"] / 3600
+        if device_speed is not None and "wall_time" in last:
+            hours = round(speed / device_speed) * last["wall_time"] / 3600
             facts.append(Fact("device hours", f"{hours:,.2f}"))
     for metric, name, form, unit in (
         ("mfu", "model FLOPs utilization", "{:.1%}", 1),
@@ -123,8 +123,8 @@ def model(run: RunRecord) -> list[str]:
     parts.append(f"corpus {corpus}")
     parts.append(f"tokenizer {config['data.tokenizer']}")
     length = config["data.max_context"]
-    of_length = "" if length == "null" else f" of {length} tokens"
-    parts.append(f"{config['training.batch_size']} sequences{of_length} per host and step")
+    length_note = "" if length == "null" else f" of {length} tokens"
+    parts.append(f"{config['training.batch_size']} sequences{length_note} per host and step")
     parts.append(f"{config['optimizer.name']}, learning rate {config['training.peak_learning_rate']}")
     parts.append(f"stage {config['zero.stage']}")
     return parts
@@ -142,10 +142,10 @@ def files(run: RunRecord) -> list[Fact]:
     facts = [
         Fact("directory", path_text(run.directory)),
         Fact("checkpoints", path_text(run.checkpoints), saved),
-        Fact("metrics", METRICS_FILE, f"{len(run.lines):,} lines"),
+        Fact("metrics", METRICS_FILE, f"{run.history.count:,} lines"),
     ]
-    if run.samples:
-        facts.append(Fact("samples", SAMPLES_FILE, f"{len(run.samples):,} texts"))
+    if run.samples.total:
+        facts.append(Fact("samples", SAMPLES_FILE, f"{run.samples.total:,} texts"))
     return facts
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -11,16 +11,13 @@ from zero.report.panel import Panel
 from zero.training.leaf_statistics import OF_LEAVES
 from zero.training.statistics import ACTIVATION
 
-MOST_STEPS = 400  # columns of a heat map
 Line = Mapping[str, Any]
 
 
 def heat_maps(lines: Sequence[Line]) -> dict[str, Any] | None:
     """A map for each activation of log10 of its mean size, by layer and step, and the range of all; None without."""
-    lines = [line for line in lines if _has_activations(line)]
     if not lines:
         return None
-    lines = lines[:: -(-len(lines) // MOST_STEPS)]
     layers: dict[str, int] = {}
     for name in lines[-1]:
         kind, _, rest = name.partition("/")
@@ -34,10 +31,6 @@ def heat_maps(lines: Sequence[Line]) -> dict[str, Any] | None:
     return {"maps": maps, "range": [min(sizes, default=0.0), max(sizes, default=1.0)]}
 
 
-def _has_activations(line: Line) -> bool:
-    return any(name.startswith(f"{ACTIVATION}/") for name in line)
-
-
 def _sizes(lines: Sequence[Line], activation: str, layers: int) -> list[list[float | None]]:
     """A row for each layer, with a column for each line."""
     return [_row(lines, f"{ACTIVATION}/{activation}/{layer}") for layer in range(layers)]
@@ -47,12 +40,12 @@ def _row(lines: Sequence[Line], metric: str) -> list[float | None]:
     return [_log10(line.get(metric)) for line in lines]
 
 
-def leaf_panels(lines: Sequence[Line], run: int) -> list[Panel]:
-    """The panels of curves of leaves of a run; none without statistics."""
-    logged = set(chain.from_iterable(lines))
+def leaf_panels(logged: Iterable[str], run: int) -> list[Panel]:
+    """The panels of curves of leaves of a run, by the names of its metrics; none without statistics."""
+    names = sorted(logged)
     panels = []
     for kind, statistic in OF_LEAVES.items():
-        curves = tuple((name, name.removeprefix(f"{kind}/")) for name in sorted(logged) if name.startswith(f"{kind}/"))
+        curves = tuple((name, name.removeprefix(f"{kind}/")) for name in names if name.startswith(f"{kind}/"))
         if curves:
             panels.append(Panel(statistic.title, statistic.unit, curves, is_logarithmic=True, run=run))
     return panels

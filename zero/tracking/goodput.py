@@ -31,7 +31,7 @@ class Goodput:
     """A clock that counts the seconds of a run in exactly one phase at a time; it begins in startup.
 
     Args:
-      age: seconds since the start of this process.
+      age: seconds since this start of the run.
       resumed_line: the line of metrics of the step that is resumed, if any.
       now: the time on the clock that the line's time comes from; None: the system's clock.
 
@@ -47,7 +47,7 @@ class Goodput:
     ) -> None:
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._phase = "startup"
-        self._since = time.monotonic() - age
+        self._start = self._since = time.monotonic() - age
         self._epoch = time.time() - time.monotonic()  # a clock that is set meanwhile moves no line
         self._began = self._phase, self._since  # one value, which another thread reads
         if resumed_line is not None:
@@ -66,6 +66,11 @@ class Goodput:
         now = time.monotonic()
         self._seconds[self._phase] += now - self._since
         self._since = now
+
+    @property
+    def age(self) -> float:
+        """Seconds since this start of the run."""
+        return time.monotonic() - self._start
 
     @property
     def current(self) -> tuple[str, float]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero.config.keys import Check, key
+from zero.base.keys import Check, key
 from zero.record.metrics_file import Log, TextLog, metrics_file
 from zero.tracking.tensorboard import tensorboard_events
 from zero.tracking.weights_and_biases import weights_and_biases
@@ -18,12 +18,12 @@ from zero.tracking.weights_and_biases import weights_and_biases
 def project_name() -> Check:
     """What W&B takes."""
     forbidden = "/\\#?%:"
-    expected = f"a non-empty stringof at most 128 characters, without any of {' '.join(forbidden)}"
+    expected = f"a non-empty string of at most 128 characters, without any of {' '.join(forbidden)}"
     return Check(lambda value: bool(value.strip()) and len(value) <= 128 and not set(value) & set(forbidden), expected)
 
 
 @dataclass(frozen=True)
-class Keys:
+class TrackerKeys:
     """Where metrics go besides metrics.jsonl, in section `data`."""
 
     wandb_project: str | None = key(

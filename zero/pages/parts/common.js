@@ -9,7 +9,7 @@ function readable(value) {
   for (const [unit, name] of [[1e12, " T"], [1e9, " G"], [1e6, " M"], [1e4, " k"]]) {
     if (size >= unit) return Number((value / (name === " k" ? 1e3 : unit)).toPrecision(4)) + name;
   }
-  if (value !== 0 && size < 1e-3) return value.toExponential(2);
+  if (value !== 0 && size < 1e-3) return Number(value.toPrecision(3)).toExponential();  // 8e-4: short, as beside an axis
   return String(Number(value.toPrecision(4)));
 }
 
