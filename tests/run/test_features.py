@@ -14,7 +14,7 @@ import pytest
 from tests.helpers.runs import make_run
 from zero import make_layout
 from zero.base.errors import Unavailable, UserError
-from zero.checkpoints import emergency
+from zero.checkpoints.emergency import EmergencyKeys
 from zero.corpus.reading.batch_schedule import BatchSchedule
 from zero.corpus.reading.keys import ScoredKeys
 from zero.corpus.reading.loader import HostBatch
@@ -34,13 +34,13 @@ from zero.run.features.statistics import Statistics
 from zero.run.features.track import Track
 from zero.run.features.validate import Validate
 from zero.run.position import Position
-from zero.tracking import tracker
+from zero.tracking.tracker import TrackerKeys
 from zero.training.batch import Batch
 from zero.training.state_storage import OnDevices
 
 
-def at(step: int, *asked: str, is_evaluation: bool = False, is_last: bool = False) -> Moment:
-    return Moment(step, is_evaluation, is_last, frozenset(asked))
+def at(step: int, *requested: str, is_evaluation: bool = False, is_last: bool = False) -> Moment:
+    return Moment(step, is_evaluation, is_last, frozenset(requested))
 
 
 # Statistics, limits
@@ -200,7 +200,7 @@ def test_no_checkpoint_of_nan(tmp_path: Path) -> None:
     run.job.storage = OnDevices(layout, Axis("zero", (1, 8)))
     run.state = {"w": jax.pmap(lambda x: x, "zero")(np.asarray([[np.nan], *7 * [[1]]], np.float32))}
     with pytest.raises(UserError, match=r"step 3: w not finite; this state is not saved"):
-        Protect(emergency.Keys(emergency_steps=3), run).do(run, at(3), {})
+        Protect(EmergencyKeys(emergency_steps=3), run).do(run, at(3), {})
     with pytest.raises(UserError, match=r"step 3: w not finite; this state is not saved"):
         checked_sums(run)
     run.state = {"w": jax.pmap(lambda x: x, "zero")(np.ones((8, 1), np.float32))}
@@ -218,7 +218,7 @@ def test_no_checkpoint_of_differing_replicas(tmp_path: Path) -> None:
 
 
 def saving(run: Any, emergency_steps: int | None = None, **keys: Any) -> Save:
-    return Save(Save.Keys(**{"checkpoint_minutes": None} | keys), emergency.Keys(emergency_steps), run)
+    return Save(Save.Keys(**{"checkpoint_minutes": None} | keys), EmergencyKeys(emergency_steps), run)
 
 
 @pytest.mark.parametrize(
@@ -254,6 +254,7 @@ def test_first_emergency_checkpoint_needs_a_durable_one(tmp_path: Path) -> None:
 def test_checkpoint_by_the_clock_is_asked_for_until_it_is_made(tmp_path: Path) -> None:
     """A checkpoint that is due by the clock is not lost where hosts agree on it during an evaluation."""
     run = make_run(tmp_path)
+    run.directory.was_removed = lambda *_: False
     save = saving(run, checkpoint_minutes=1)
     assert run.requests.agree(3) == frozenset()
     save._begun_at = time.monotonic() - 61
@@ -278,7 +279,7 @@ def test_checkpoint_by_the_clock_is_asked_for_until_it_is_made(tmp_path: Path) -
 def test_lines_at_their_steps(tmp_path: Path) -> None:
     """A line every ten steps and at each evaluation, with the clock of the run."""
     run = make_run(tmp_path)
-    track = Track(Track.Keys(), tracker.Keys(wandb_project=None), run)
+    track = Track(Track.Keys(), TrackerKeys(wandb_project=None), run)
     assert [track.due(at(step)) for step in (3, 10)] == [False, True] and track.due(at(3, is_evaluation=True))
     track.do(run, at(3), {"step": 3, "train/loss": 2.0})
     track.close()
@@ -351,8 +352,9 @@ def test_reports_are_seldom(
     """A report is drawn every ten seconds at most, and at the last step."""
     drawn: list[Path] = []
     monkeypatch.setattr(report, "draw", lambda directory, defaults: drawn.append(directory))
+    monkeypatch.setattr(Report, "_start", lambda self, directory, step: drawn.append(directory))
     run = make_run(tmp_path)
     feature = Report({})
     feature._drawn_at = before = time.monotonic() - seconds_ago
     feature.do(run, at(3, is_evaluation=True, is_last=is_last), {"step": 3})
-    assert (drawn, feature._drawn_at > before) == ([tmp_path] if is_drawn else [], is_drawn)
+    assert (drawn, feature._drawn_at > before) == ([tmp_path] if is_drawn else [], is_drawn and not is_last)

@@ -5,7 +5,8 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+import tracemalloc
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ import zero.commands.modes  # noqa: F401  tells Hydra the keys
 from tests.helpers import bucket, hosts
 from zero.base.errors import UserError
 from zero.commands.cli import errors_in_lines
+from zero.files import storage
 from zero.record.run_files import (
     CONFIG_FILE,
     LAYOUT_FILE,
@@ -361,6 +363,24 @@ def test_silent_bucket_is_tried_again(
     assert capsys.readouterr().err.startswith("error: gs://bucket/checkpoints: no answer within")
 
 
+@pytest.mark.parametrize("flag", ["--resume", "--resume=auto"])
+def test_one_walk_past_the_checkpoints(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resume looks for runs once, and not among the files of their checkpoints."""
+    make_run(DEFAULT_ROOT / "older", [5])
+    newest = make_run(DEFAULT_ROOT / "sweep" / "0", [5])
+    walked: list[str] = []
+
+    def count(root: Path, **options: Any) -> Iterator[tuple[str, list[str], list[str]]]:
+        for place in walk(root, **options):
+            walked.append(place[0])
+            yield place
+
+    walk = os.walk
+    monkeypatch.setattr("zero.run.find_run.os.walk", count)
+    assert hydra_reads(resume_overrides([flag]))[0] == str(newest.absolute())
+    assert sorted(walked) == ["runs", "runs/older", "runs/sweep", "runs/sweep/0"]
+
+
 def test_older_runs_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs older than the newest valid one are not examined."""
     make_run(DEFAULT_ROOT / "older", [5])
@@ -430,6 +450,22 @@ def test_lost_run_directory(in_tmp_path: Path) -> None:
     (Path("mine") / "samples.txt").unlink()  # a new run has none, and shows none of the attempt before
     mirror(Path("mine"), place)
     assert not (in_tmp_path / "shared-run" / "samples.txt").exists()
+
+
+def test_long_files_are_copied_in_blocks(in_tmp_path: Path) -> None:
+    """Neither the mirror nor a rebuilt directory takes memory for the metrics of a long run."""
+    place = in_tmp_path / "shared"
+    run = make_run(Path("mine"), [5], checkpoints=str(place))
+    text = b'{"step": 1}\n' * 800_000
+    (run / "metrics.jsonl").write_bytes(text)
+    tracemalloc.start()
+    mirror(run, place)
+    os.truncate(run / "metrics.jsonl", len(text) - 1)  # another machine has continued the run
+    assert rebuild(run, place)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 4 * storage.files.BLOCK < len(text) / 2
+    assert (run / "metrics.jsonl").read_bytes() == text == (in_tmp_path / "shared-run" / "metrics.jsonl").read_bytes()
 
 
 def test_start_without_emergency_checkpoints(in_tmp_path: Path) -> None:

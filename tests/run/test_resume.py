@@ -13,15 +13,17 @@ import zero
 from tests.config.composing import compose
 from tests.helpers import cli
 from tests.helpers.checkpoints import leaves
+from zero.base.errors import UserError
 from zero.checkpoints.manager import Checkpoints
 from zero.commands.modes import check
 from zero.exchange.average import average
 from zero.inference.trained_model import load_weights
 from zero.job.job import make_job, place_model
 from zero.job.sizes import load_sizes
+from zero.models.gpt import parameter_axes
 from zero.record.metrics_file import read_metrics
 from zero.record.run_files import saved_steps
-from zero.run.restore import restore
+from zero.run.restore import TrainingPosition, restore
 from zero.training.optimizers.optimizer import adamw
 from zero.training.sharded_gpt import ShardedGPT
 
@@ -50,11 +52,28 @@ FURTHER = (
     "router: sigmoid, mlp_bias: false, router_groups: 2, router_groups_per_token: 1, router_bias_rate: 0.01}",
     "objective=multi_token",
 )
+EXPERTS = "mlp_bias: false, experts: 4, experts_per_token: 2, router: sigmoid, router_bias_rate: 0.01"
+DELTA = "alibi_attn: false, positions: rotary, N: 2, mixers: [delta, attention], delta_key_heads: 2, delta_key_dim: 5"
+LINEAR = "N: 2, mixers: [linear, attention], linear_features: relu"
+LATENTS = (
+    "alibi_attn: false, positions: rotary, qkv_bias: false, head_dim: 12, rotary_dim: 4, latent_dim: 13, value_dim: 9"
+)
+ON_HOST = (
+    "zero.offload=both",
+    "zero.fused_update=true",
+    "training.gradient_accumulation_steps=1",
+    "zero.gradient_dtype=bfloat16",
+)
 SINGLE = {
+    "latents": (f"model.override={{{LATENTS}, {EXPERTS}}}", *AVERAGE, *BYTES),
+    "latents on the host": (f"model.override={{{LATENTS}}}", *AVERAGE, *BYTES, *ON_HOST),
+    "delta on the host": (f"model.override={{{DELTA}}}", *AVERAGE, *BYTES, *ON_HOST),
+    "linear": (f"model.override={{{LINEAR}}}", *AVERAGE, *BYTES),
     "average": AVERAGE,
     "bytes": BYTES,
     "codebook of a staged warmup": (*CODEBOOK, *STAGED),
     "a further layer": FURTHER,
+    "delta": (f"model.override={{{DELTA}, {EXPERTS}}}", *AVERAGE, *BYTES),
 }
 
 
@@ -109,8 +128,7 @@ def test_killed_and_resumed_bit_for_bit(lasting: cli.Lasting) -> None:
     whole = forks.train(f"{name}-undisturbed", *job)
     run = lasting.workplace / f"{name}-killed"
     process = forks.start(*job, f"hydra.run.dir={run.name}")
-    while process.poll() is None and not (run / "checkpoints" / str(LAST // 2)).is_dir():
-        pass
+    process.wait_for(run / "checkpoints" / str(LAST // 2))
     process.kill()
     assert process.finish().returncode == -signal.SIGKILL
     assert saved_steps(run) == [LAST // 2]
@@ -143,7 +161,7 @@ def test_restored_in_float32(whole: Whole, caplog: pytest.LogCaptureFixture) -> 
     config = check(compose(*JOB, *ALL, *FLOAT32), sizes)
     job = make_job(config, place_model(config, sizes.chosen(config.model)))
     with Checkpoints(whole.run / "checkpoints", None) as checkpoints, caplog.at_level("INFO"):
-        _, state = restore(checkpoints, LAST, job.model.config, job.storage, is_own=False)
+        _, state = restore(checkpoints, LAST, job.model.config, job.storage, is_own=False, check=lambda position: None)
     assert "opt_state from int8 to float32" in caplog.text and "params from bfloat16 to float32" in caplog.text
     restored = job.storage.to_global(state)
     saved = leaves(whole.run, LAST, "params/vocabulary/table")["params/vocabulary/table"]
@@ -151,6 +169,21 @@ def test_restored_in_float32(whole: Whole, caplog: pytest.LogCaptureFixture) -> 
     assert table.dtype == np.float32
     np.testing.assert_array_equal(table, saved.astype(np.float32))
     assert {x.dtype.name for x in jax.tree.leaves(restored.opt_state) if x.ndim > 1} == {"float32"}
+
+
+def test_position_is_checked_before_the_state_is_read(whole: Whole, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch that this machine cannot divide is refused from the metadata, not after minutes of reading."""
+    sizes = load_sizes()
+    config = check(compose(*JOB, *ALL), sizes)
+    job = make_job(config, place_model(config, sizes.chosen(config.model)))
+
+    def refuse(position: TrainingPosition) -> None:
+        raise UserError(f"{position.global_rows} sequences")
+
+    with Checkpoints(whole.run / "checkpoints", None) as checkpoints:
+        monkeypatch.delattr(Checkpoints, "restore")
+        with pytest.raises(UserError, match=r"^16 sequences"):
+            restore(checkpoints, None, job.model.config, job.storage, is_own=False, check=refuse)
 
 
 @pytest.mark.wide
@@ -177,7 +210,7 @@ def stored(run: Path, part: str) -> int:
     )
 
 
-@pytest.mark.wide  # tests/training/test_step_offload.py has a step with them, and without
+@pytest.mark.slow  # tests/training/test_step_offload.py has a step with them, and without
 def test_continued_with_activations_on_the_host(lasting: cli.Lasting) -> None:
     """Where activations lie changes nothing, so the run continues bit for bit with another value of the key."""
     whole = Whole(lasting, lasting.train("on-the-device", *JOB, "zero.remat=full"))
@@ -251,7 +284,7 @@ def test_average_in_the_layout_file(whole: Whole) -> None:
     weights = ShardedGPT(SIZE, zero.Axis("zero", (1, 8)), 3, master_dtype=jnp.bfloat16).layout
     shapes = weights.shapes()
     placed = {"stacked": [name for name in SIZE.stacked if name in shapes], "compute_dtypes": ["float32"]}
-    bare = zero.memory(shapes, adamw(0.1, state_dtype="int8"), 8, **placed)
+    bare = zero.memory(shapes, adamw(0.1, axes=parameter_axes(SIZE), state_dtype="int8"), 8, **placed)
     table = (whole.run / "layout.txt").read_text().replace(",", "").splitlines()[-4:]
     for row, line in zip(bare.rows, table, strict=True):
         held = (weights if row.stage else weights.whole()).bytes_per_device()

@@ -119,8 +119,8 @@ def test_no_mfu_without_peak() -> None:
 
 def test_means_over_some_terms() -> None:
     """A metric of some terms counts each step by its share of them, and is left out where there are none."""
-    of_objective = (Mean("share", "", ""), Mean("chosen", "", "", over="share"))
-    metrics = StepMetrics(8, None, in_steps(), of_objective=of_objective)
+    objective_metrics = (Mean("share", "", ""), Mean("chosen", "", "", over="share"))
+    metrics = StepMetrics(8, None, in_steps(), objective_metrics=objective_metrics)
     step = values()
     for share, chosen in ((0.25, 4.0), (0.75, 8.0), (0.0, 0.0)):
         metrics.add(step | {"share": jnp.float32(share), "chosen": jnp.float32(chosen)}, leave=0)
@@ -129,7 +129,7 @@ def test_means_over_some_terms() -> None:
     metrics.restart()
     metrics.add(step | {"share": jnp.float32(0), "chosen": jnp.float32(0)}, leave=0)
     assert "chosen" not in metrics.read()
-    assert means("", {"loss": 2.0, "tokens": 2.0, "bytes": 0.0, "share": 0.0, "chosen": 0.0}, of_objective) == {
+    assert means("", {"loss": 2.0, "tokens": 2.0, "bytes": 0.0, "share": 0.0, "chosen": 0.0}, objective_metrics) == {
         "loss": 1.0,
         "share": 0.0,
     }

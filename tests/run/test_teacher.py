@@ -26,17 +26,17 @@ CONTEXT = 4
 
 def column_of(index: Path, count: int = 2, context: int = CONTEXT, vocab_size: int = 300) -> Column:
     job: Any = SimpleNamespace(
-        objective=Distillation(top_tokens=count).make(),
+        objective=Distillation(top_tokens=count).objective(),
         model=SimpleNamespace(config=SimpleNamespace(vocab_size=vocab_size)),
     )
-    inputs = ColumnInputs((str(index),), context, "", False, {})
+    inputs = ColumnInputs((str(index),), (), context, "", False, {})
     return teacher_column(inputs, job, TrainingPosition(8))
 
 
 def store(index: Path, rows: int, count: int = 3) -> None:
     contents = list(contents_of([(shard, shard.rows) for shard in read_index(str(index))]))
     tokens = np.full((rows, CONTEXT, count), 250)
-    write_top_tokens(str(index), tokens.shape, 300, contents, [(tokens, -np.ones(tokens.shape))])
+    write_top_tokens(str(index), tokens.shape, 300, contents, [(tokens, -2 * np.ones(tokens.shape))])
 
 
 def test_column(tmp_path: Path) -> None:
@@ -80,6 +80,7 @@ def test_other_shards_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        ("objective.weight=0.0", "more than 0: nothing else in the loss depends on the teacher"),
         ("data.crop=all", "first, as objective=distillation reads teacher/tokens of whole rows"),
         ("data.corpus=synthetic", "null or a corpus on a disk, as objective=distillation reads"),
         ("data.max_skipped_rows=2", "0, as objective=distillation reads teacher/tokens of rows by their number"),

@@ -48,7 +48,8 @@ def undisturbed(lasting: cli.Lasting) -> Path:
 def state(run: Path, step: int) -> Any:
     axis = zero.Axis("zero", (1, 8))
     with Checkpoints(run / "checkpoints", None) as checkpoints:
-        return checkpoints.restore(step, state_layout(ShardedGPT(SIZE, axis, 3), adamw(0.1)), axis)
+        model = ShardedGPT(SIZE, axis, 3)
+        return checkpoints.restore(step, state_layout(model, adamw(0.1, axes=model.axes)), axis)
 
 
 def assert_same_run(run: Path, expected: Path) -> None:
@@ -116,7 +117,7 @@ def test_stopped_run(lasting: cli.Lasting, calm: Path) -> None:
     job = (*cli.TINY, "data.save_every=3", "hydra.run.dir=stopped")  # the second save waits for the first one
     stopped = interrupt(lasting.start(*job), run, 3, signal.SIGTERM)
     assert stopped.returncode == 75, stopped.stderr
-    said = re.search(r"stopped by signal 15; step (\d+) is saved; continue with --resume", stopped.stderr)
+    said = re.search(r"stopped by SIGTERM; step (\d+) is saved; continue with --resume", stopped.stderr)
     assert said is not None and 3 <= int(said[1]) < 12
     assert saved_steps(run)[-1] == int(said[1]) == cli.metrics(run)[-1]["step"]
 

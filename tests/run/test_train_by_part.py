@@ -53,8 +53,7 @@ def test_stopped_within_a_row(forks: cli.Forks) -> None:
     """A signal stops the run at the end of a row, from which it continues as if nothing had been."""
     process = forks.start(*PARTS, "hydra.run.dir=stopped", "training.total_steps=400", "training.log_frequency=4")
     run = forks.workplace / "stopped"
-    while process.poll() is None and not (run / "metrics.jsonl").exists():
-        pass
+    process.wait_for(run / "metrics.jsonl")
     process.send_signal(signal.SIGTERM)
     assert process.finish().returncode == 75
     steps = [int(path.name) for path in (run / "checkpoints").iterdir() if path.name.isdigit()]

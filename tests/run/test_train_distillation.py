@@ -92,8 +92,7 @@ def test_killed_and_resumed(taught: Path) -> None:
     whole = cli.metrics(runs.train("staged", *STAGED))
     assert [line["sequence_length"] for line in whole] == [16, 16, 16, 32, 32, 32]
     process = runs.start(*STAGED, "hydra.run.dir=killed")
-    while process.poll() is None and not (taught / "killed" / "checkpoints" / "3").is_dir():
-        pass
+    process.wait_for(taught / "killed" / "checkpoints" / "3")
     process.kill()
     process.finish()
     runs.check("--resume", "hydra.run.dir=killed")

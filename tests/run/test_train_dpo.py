@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,13 +20,13 @@ from tests.helpers.corpora import call
 from tests.helpers.loaders import open_loader
 from tests.helpers.pair_runs import CONTEXT, JOB, LORA, SIZE, STEPS, TRAIN, VALIDATION, make_pairs
 from zero.base.errors import UserError
+from zero.base.keys import values_in_scores
 from zero.commands.modes import check
-from zero.config.keys import values_in_scores
 from zero.corpus.format.example import PAIR
 from zero.corpus.format.index_files import read_index
 from zero.job.job import make_job, place_model
-from zero.plan.compile import evaluation_arguments, step_arguments
-from zero.plan.config import Request
+from zero.planning.compile import evaluation_arguments, step_arguments
+from zero.planning.config import Request
 from zero.run.column import Column, ColumnInputs
 from zero.run.data import column_inputs
 from zero.run.reference import reference_column
@@ -237,17 +238,39 @@ def test_replaced_reference(root: Path, tmp_path: Path, monkeypatch: pytest.Monk
     arrays["model.norm.weight"][0] += 1
     safetensors.numpy.save_file(arrays, weights, {"format": "pt"})
     kept = reference_column(inputs_of(config), job, first)  # of the run that began with the old ones, which are stored
-    new = reference_column(inputs_of(config), job, TrainingPosition(global_rows=config.training.batch_size))
+    first_of_new = TrainingPosition(global_rows=config.training.batch_size)
+    new = reference_column(inputs_of(config), job, first_of_new)
     np.testing.assert_array_equal(values_of(kept), values_of(old))
     assert np.abs(values_of(new) - values_of(old)).max() > 1e-3 and len(reference_files(tmp_path)) == 4
+    (path,) = (name for name in reference_files(tmp_path) if np.array_equal(np.load(name), values_of(new)))
+    for damaged, message in ((0.0, "other values than were stored, by their SHA-256; remove it"), (9.0, "SHA-256")):
+        check_damage(Path(path), damaged, message, lambda: reference_column(inputs_of(config), job, first_of_new))
     for name in reference_files(tmp_path):
         Path(name).unlink()
     with pytest.raises(UserError, match=r"^model.model_path=folder: the run has other weights as its reference, th"):
         reference_column(inputs_of(config), job, first)
 
 
+def check_damage(path: Path, value: float, message: str, read: Callable[[], Column]) -> None:
+    """Half of the stored values are replaced: they are refused, or without their digest only impossible ones."""
+    whole = path.read_bytes()
+    array = np.load(path)
+    array[: len(array) // 2] = value
+    header = len(whole) - 32 - array.nbytes
+    path.write_bytes(whole[:header] + array.tobytes() + whole[-32:])
+    with pytest.raises(UserError, match=rf"{path}: .*{message}"):
+        read()
+    np.save(path, array)  # as an earlier version has written them
+    if value > 0:
+        with pytest.raises(UserError, match=rf"{path}: expected logarithms of probabilities"):
+            read()
+    else:
+        np.testing.assert_array_equal(values_of(read()), array)
+    path.write_bytes(whole)
+
+
 def values_of(column: Column) -> np.ndarray:
-    return column.stored[TRAIN]["reference"]
+    return column.stored[TRAIN]["reference"][:]
 
 
 @pytest.mark.wide
@@ -275,7 +298,7 @@ def test_damaged_reference_is_named(place: Place, tmp_path: Path) -> None:
     (path,) = Path("data/index").glob("pairs_train.reference-*.npy")
     data = path.read_bytes()
     try:
-        path.write_bytes(data[:-8])
+        path.write_bytes(data[:-40])  # its SHA-256 and two values
         cli.check_refusal(place.runs.run(*JOB, f"hydra.run.dir={tmp_path}"), f"{path} is not a complete .npy array")
     finally:
         path.write_bytes(data)

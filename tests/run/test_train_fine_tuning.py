@@ -18,9 +18,9 @@ from tests.helpers.lasting import KEYS
 from tests.helpers.loaders import open_loader
 from tests.helpers.shared_jobs import FinishedRun, SharedJobs
 from zero.base.errors import UserError
+from zero.base.keys import with_values
 from zero.checkpoints.manager import Checkpoints
 from zero.commands.modes import check, merge_resumed
-from zero.config.keys import with_values
 from zero.corpus.text.tokenizers import load_tokenizer, train_tokenizer
 from zero.exchange.warm_start import warm_start
 from zero.inference.evaluate import evaluate
@@ -100,7 +100,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def state(run: Path, step: int) -> list[Any]:
     axis = zero.Axis("zero", (1, 8))
     with Checkpoints(run / "checkpoints", None) as checkpoints:
-        return jax.tree.leaves(checkpoints.restore(step, state_layout(ShardedGPT(SIZE, axis, 3), adamw(0.1)), axis))
+        model = ShardedGPT(SIZE, axis, 3)
+        layout = state_layout(model, adamw(0.1, axes=model.axes))
+        return jax.tree.leaves(checkpoints.restore(step, layout, axis))
 
 
 def rows(index: str, only_completions: bool = True) -> np.ndarray:

@@ -34,7 +34,7 @@ def moments(count: int) -> list[tuple[Effect, int, int]]:
 def test_every_feature_has_its_effects() -> None:
     """Those that write are killed before and after it; the mirror is written by the feature that saves."""
     named = {effect.feature for effect in effects.EFFECTS}
-    assert named == {kind.name for kind in FEATURES if not kind.only_looks} | {"mirror"}
+    assert named == {kind.name for kind in FEATURES if not kind.changes_nothing} | {"mirror"}
 
 
 @pytest.mark.slow

@@ -15,9 +15,9 @@ from zero.run.train import act, catch_up, loop
 class Recorded(Feature):
     """Records when it acts, and what is pending then."""
 
-    def __init__(self, name: str, is_due: bool = True, may_wait: bool = False, is_stopped: bool = False) -> None:
+    def __init__(self, name: str, is_due: bool = True, is_deferrable: bool = False, is_stopped: bool = False) -> None:
         self.name = name  # type: ignore[misc]
-        self.may_wait = may_wait  # type: ignore[misc]
+        self.is_deferrable = is_deferrable  # type: ignore[misc]
         self._is_due = is_due
         self._is_stopped = is_stopped
         self.pending: list[list[str]] = []
@@ -34,11 +34,11 @@ class Recorded(Feature):
 
 def features(**validate: Any) -> list[Recorded]:
     return [
-        Recorded("validate", may_wait=True, **validate),
+        Recorded("validate", is_deferrable=True, **validate),
         Recorded("track"),
         Recorded("save"),
-        Recorded("sample", may_wait=True),
-        Recorded("report", may_wait=True),
+        Recorded("sample", is_deferrable=True),
+        Recorded("report", is_deferrable=True),
     ]
 
 
@@ -106,7 +106,7 @@ def test_line_for_features_that_take_each(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     features = [Recorded("bar", is_due=False), Recorded("track")]
     for feature in features:
-        feature.takes_every_line = True  # type: ignore[misc]
+        feature.acts_on_every_line = True  # type: ignore[misc]
     act(run, features, Moment(3, False, False), {"step": 3})
     act(run, features, Moment(3, False, False, frozenset([STOP])), {})
     assert [len(feature.pending) for feature in features] == [1, 1]

@@ -1,15 +1,20 @@
 """A run that trains adapters of a folder of transformers: resumed, evaluated, merged, exported as PEFT has it."""
 
+import dataclasses
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
+import zero
 from tests.config.composing import Only, compose
 from tests.helpers import cli, llama
 from tests.helpers.lasting import KEYS
@@ -20,8 +25,10 @@ from zero.commands.modes import check, merge_resumed
 from zero.exchange.export import export
 from zero.exchange.hf_folder import HuggingFaceFolder
 from zero.exchange.peft_folder import read_peft
+from zero.exchange.warm_start import warm_start
 from zero.inference.evaluate import evaluate
 from zero.job.job import place_model
+from zero.models.gpt import GPT
 from zero.record.metrics_file import read_metrics, read_resumes
 from zero.record.run_files import saved_config
 from zero.run.train import train
@@ -206,6 +213,34 @@ def test_peft_folder_equals_merged(place: FinishedRun, tmp_path: Path) -> None:
     assert np.abs(merged - torch_logits(place.root / "folder")).max() > 0.1
 
 
+@pytest.mark.wide
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_tied_tables_are_merged(place: FinishedRun, tmp_path: Path) -> None:
+    """Of a tied table that is trained whole beside adapters: the folder has one table, PEFT's and zero's logits."""
+    size = dataclasses.replace(SIZE, tied=True)
+    config = json.loads((place.root / "folder" / "config.json").read_text())
+    shutil.copytree(place.root / "folder", tmp_path / "base")
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    tensors = load_file(tmp_path / "base" / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, tmp_path / "base" / "model.safetensors", {"format": "pt"})
+    run = tmp_path / "tied"
+    run.mkdir()
+    more = (f"model.model_path={tmp_path / 'base'}", "tuning.modules_to_save=[vocabulary]", "training.total_steps=4")
+    assert train(check(compose(*JOB, *more), Only(size)), size, run) == 0
+    export(str(run), tmp_path / "adapters")
+    export(str(run), tmp_path / "merged", merges=True)
+    assert "lm_head.weight" not in load_file(tmp_path / "merged" / "model.safetensors")
+    merged = torch_logits(tmp_path / "merged")
+    np.testing.assert_allclose(merged, torch_logits(tmp_path / "base", tmp_path / "adapters"), atol=1e-4)
+    model = ShardedGPT(size, zero.Axis("zero", (1, 1)), 0)
+    weights = zero.to_host(warm_start(str(run), model), model.layout, model.axis)
+    tokens = jnp.arange(40)[None] * 7 % 256
+    last: Any = GPT(size, drops=False).apply({"params": weights}, tokens, method="logits")
+    np.testing.assert_allclose(merged[:, -1], last[0], atol=1e-4)
+    assert np.abs(merged - torch_logits(tmp_path / "base")).max() > 0.1
+
+
 @pytest.mark.wide  # exchange/test_peft_folder.py trains DoRA beside PEFT
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_run_with_magnitudes(place: FinishedRun, tmp_path: Path) -> None:
@@ -257,7 +292,7 @@ def test_peft_folder_starts_run(place: FinishedRun, tmp_path: Path) -> None:
         (["tuning.base_dtype=nf4", "zero.tensor_shards=2"], "tuning.base_dtype=nf4: expected float32 or bfloat16"),
         (["zero.fused_update=true"], "zero.fused_update=true: expected false, as tuning=lora"),
         (["tuning.dropout=0.1", "zero.tensor_shards=2"], "tuning.dropout=0.1: expected 0, as zero.tensor_shards=2"),
-        (["tuning.targets=[querry]"], "tuning.targets=.*: expected a list, each element one of query, key"),
+        (["tuning.targets=[querry]"], "tuning.targets=.*: expected products without querry, as it has none in"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -285,9 +320,9 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The folders of transformers whose weights are read."""
     found, params = list[Path](), HuggingFaceFolder.params
 
-    def counted(folder: HuggingFaceFolder, model: ShardedGPT) -> Any:
+    def counted(folder: HuggingFaceFolder, model: ShardedGPT, seed: int | None = None) -> Any:
         found.append(folder.path)
-        return params(folder, model)
+        return params(folder, model, seed)
 
     monkeypatch.setattr(HuggingFaceFolder, "params", counted)
     return found

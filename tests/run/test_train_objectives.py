@@ -65,9 +65,7 @@ def test_killed_and_resumed(root: Path, name: str) -> None:
     whole = cli.metrics(runs.train(f"{name}-whole", *job))
     assert_learned(whole)
     process = runs.start(*job, f"hydra.run.dir={name}")
-    saved = root / name / "checkpoints" / str(STEPS // 2)
-    while process.poll() is None and not saved.is_dir():
-        pass
+    process.wait_for(root / name / "checkpoints" / str(STEPS // 2))
     process.kill()
     process.finish()
     runs.check("--resume", f"hydra.run.dir={name}")

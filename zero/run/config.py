@@ -9,24 +9,26 @@ from typing import Self
 
 from omegaconf import DictConfig
 
-from zero.checkpoints import emergency
+from zero.base.keys import Mistakes, all_keys, choice, section, shown
+from zero.checkpoints.emergency import EmergencyKeys
 from zero.config import saved_config
 from zero.config.check import flat
-from zero.config.constraints import shown
-from zero.config.keys import Mistakes, all_keys, choice, section
 from zero.config.modes import Modes
-from zero.exchange import warm_start
+from zero.exchange.warm_start import WarmStartKeys
 from zero.files import storage
-from zero.hosts import startup
+from zero.hosts.startup import DistributedKeys
 from zero.job import job
 from zero.job.model import RowKeys
 from zero.job.sharding import Sharding
 from zero.job.sizes import load_sizes
+from zero.models.branch import Branch
+from zero.models.branches import branches_of
 from zero.models.config import GPTConfig
 from zero.models.stack import OFFLOADED
-from zero.run import data, directory, step_programs
-from zero.run.batches import keys as batches
+from zero.run import data
+from zero.run.batches.keys import BatchKeys
 from zero.run.batches.table import BATCHES
+from zero.run.directory import DirectoryKeys
 from zero.run.features.export import Export
 from zero.run.features.harness import Harness
 from zero.run.features.profile import Profile
@@ -36,10 +38,13 @@ from zero.run.features.statistics import Statistics
 from zero.run.features.track import Track
 from zero.run.features.validate import Validate
 from zero.run.features.verify import Verify
-from zero.tracking import tracker
-from zero.training.objectives.objective import REFERENCE
+from zero.run.step_programs import StepProgramKeys
+from zero.tracking.tracker import TrackerKeys
+from zero.training.objectives.objective import REFERENCE, Objective
+from zero.training.objectives.table import with_defaults
 from zero.training.optimizers.optimizer import ELEMENTWISE, MULTIPLIABLE
 from zero.training.tuning import Adapted
+from zero.training.updates_by_part import PART_KEY, parts_of_row
 
 
 @dataclass(frozen=True)
@@ -52,29 +57,29 @@ class TrainingSection(
 ):
     """Section `training`."""
 
-    def mistakes_beside(self, data: RowKeys, size: GPTConfig) -> Mistakes:
+    def mistakes_beside(self, data: RowKeys, model_config: GPTConfig) -> Mistakes:
         yield from self.rate_mistakes()
         yield from self.skip_mistakes()
-        if data.max_context <= size.block_size:
+        if data.max_context <= model_config.block_size:
             yield from self.length_mistakes(data.max_context)
 
 
 @dataclass(frozen=True)
-class ModelSection(job.Model, warm_start.Keys):
+class ModelSection(job.Model, WarmStartKeys):
     """Section `model`."""
 
 
 @dataclass(frozen=True)
 class DataSection(
     data.DataKeys,
-    directory.Keys,
+    DirectoryKeys,
     Save.Keys,
-    tracker.Keys,
+    TrackerKeys,
 ):
     """Section `data`."""
 
-    def mistakes_beside(self, run: TrainConfig, size: GPTConfig, of_model: str) -> Mistakes:
-        yield from self.row_mistakes(size, of_model)
+    def mistakes_beside(self, run: TrainConfig, model_config: GPTConfig, model_label: str) -> Mistakes:
+        yield from self.row_mistakes(model_config, model_label)
         yield from self.order_mistakes()
         if self.is_synthetic:
             has_rows = f"because data.corpus={self.corpus} has no end, no documents and no completions"
@@ -98,13 +103,15 @@ class DataSection(
 
 
 @dataclass(frozen=True)
-class ZeroSection(Sharding, emergency.Keys):
+class ZeroSection(Sharding, EmergencyKeys):
     """Section `zero`."""
 
-    def mistakes_beside(self, run: TrainConfig, size: GPTConfig, of_model: str) -> Mistakes:
+    def mistakes_beside(self, run: TrainConfig, model_config: GPTConfig, model_label: str) -> Mistakes:
         context = run.data.max_context
         stages = [(f"a stage of {length} tokens", length) for _, length in run.training.stages()]
-        yield from Sharding.mistakes(self, size, of_model, [(f"data.max_context={context}", context), *stages])
+        yield from Sharding.mistakes(
+            self, model_config, model_label, [(f"data.max_context={context}", context), *stages]
+        )
         if self.context_shards > 1 and run.model.attention == "dense":
             yield "model.attention", f"auto or blockwise, as zero.context_shards={self.context_shards}"
         if "optimizer" in OFFLOADED[self.offload] and self.emergency_steps is not None:
@@ -123,21 +130,21 @@ class ZeroSection(Sharding, emergency.Keys):
 
 
 @dataclass(frozen=True)
-class ProfileSection(Profile.Keys, step_programs.Keys):
+class ProfileSection(Profile.Keys, StepProgramKeys):
     """Section `profile`."""
 
 
 @dataclass(frozen=True)
 class TrainConfig(job.JobConfig):
-    """The keys of a training run; conf/config.yaml is printed from them."""
+    """Trains a model, or continues a run."""
 
     training: TrainingSection = section(TrainingSection)
-    batch: batches.Keys = choice(BATCHES, "How many sequences the batch of each step has.", fixed=True)
+    batch: BatchKeys = choice(BATCHES, "How many sequences the batch of each step has.", fixed=True)
     model: ModelSection = section(ModelSection)
     data: DataSection = section(DataSection)
     zero: ZeroSection = section(ZeroSection)
     profile: ProfileSection = section(ProfileSection)
-    distributed: startup.Keys = section(startup.Keys)
+    distributed: DistributedKeys = section(DistributedKeys)
     statistics: Statistics.Keys = section(Statistics.Keys)
     verify: Verify.Keys = section(Verify.Keys)
     harness: Harness.Keys = section(Harness.Keys)
@@ -148,27 +155,30 @@ class TrainConfig(job.JobConfig):
         """Whether this configuration trains, rather than only plans."""
         return True
 
-    def fitted(self, size: GPTConfig) -> Self:
+    def fitted(self, model_config: GPTConfig) -> Self:
         if self.data.max_context is not None:
             return self
-        return dataclasses.replace(self, data=dataclasses.replace(self.data, max_context=size.block_size))
+        return dataclasses.replace(self, data=dataclasses.replace(self.data, max_context=model_config.block_size))
 
-    def mistakes(self, size: GPTConfig) -> Mistakes:
+    def mistakes(self, model_config: GPTConfig) -> Mistakes:
         """The contradictions between keys, section by section."""
-        of_model = str(self.model)
-        yield from self.training.mistakes_beside(self.data, size)
-        yield from self.training.sample_mistakes(size, of_model)
+        model_label = str(self.model)
+        yield from self.training.mistakes_beside(self.data, model_config)
+        yield from self.training.sample_mistakes(model_config, model_label)
         yield from self.batch.mistakes(self.training.batch_size)
-        yield from self._updates_by_part(size)
-        yield from self._of_objective(size, of_model)
+        if self.trains and self.resume is None:
+            yield from self.batch.start_mistakes(self.training.batch_size, self.training.total_steps)
+            yield from self.objective.start_mistakes()
+        yield from self._updates_by_part(model_config)
+        yield from self._objective_mistakes(model_config, model_label)
         if self.trains:
             yield from self.model.mistakes()
-        yield from self.data.mistakes_beside(self, size, of_model)
-        yield from self.optimizer.mistakes(size, of_model, self.training.peak_learning_rate)
-        yield from self._of_optimizer(size, of_model)
-        yield from self._of_tuning(size, of_model)
+        yield from self.data.mistakes_beside(self, model_config, model_label)
+        yield from self.optimizer.mistakes(model_config, model_label, self.training.peak_learning_rate)
+        yield from self._optimizer_mistakes(model_config, model_label)
+        yield from self._tuning_mistakes(model_config, model_label)
         yield from self.schedule.mistakes(self.training)
-        yield from self.zero.mistakes_beside(self, size, of_model)
+        yield from self.zero.mistakes_beside(self, model_config, model_label)
         yield from self.distributed.mistakes()
 
     def without_effect(self) -> Mistakes:
@@ -195,16 +205,17 @@ class TrainConfig(job.JobConfig):
             if isinstance(first, int) and first > self.training.total_steps:
                 yield name, f"training.total_steps={self.training.total_steps} ends the run before"
 
-    def _updates_by_part(self, size: GPTConfig) -> Mistakes:
+    def _updates_by_part(self, model_config: GPTConfig) -> Mistakes:
         """Actions that a model with steps on parts of rows postpones to the end of a row, or does not support."""
-        if size.update_tokens is None:
-            return
-        training = self.training
-        context = self.data.max_context
-        setting = f"update_tokens={size.update_tokens} of {self.model}"
-        if context % size.update_tokens:
+        setting = f"{PART_KEY}={getattr(model_config, PART_KEY)} of {self.model}"
+        try:
+            steps = parts_of_row(model_config, self.data.max_context)
+        except ValueError:
             yield "data.max_context", f"a multiple of {setting}"
             return
+        if steps is None:
+            return
+        training = self.training
         if training.stages() or training.context_stages is not None:
             yield "training.staged_warmup_steps", f"0, with training.context_stages=null, as {setting}"
         if self.statistics.every is not None:
@@ -213,12 +224,11 @@ class TrainConfig(job.JobConfig):
             yield "zero.remat", f"auto, full, dots or none, as {setting}"
         if self.zero.fused_update:
             yield "zero.fused_update", f"false, as {setting}"
-        objective = self.objective.make()
+        objective = self.objective.objective()
         if objective.example.is_whole:
             yield "objective", f"likelihood, or another on running text, as {setting}"
         elif objective.reads:
             yield "objective", f"one that reads nothing beside tokens, as {setting}"
-        steps = context // size.update_tokens
         if any(count % steps for count, _ in self.batch.stages_to(training.batch_size)):
             yield "batch", f"constant, or stages of a multiple of {steps} steps, a row's with {setting}"
         values = flat(vars(self))
@@ -226,20 +236,15 @@ class TrainConfig(job.JobConfig):
             if values[name] is not None and values[name] % steps:
                 yield name, f"a multiple of {steps}, the steps per row with {setting}"
 
-    def _of_objective(self, size: GPTConfig, of_model: str) -> Mistakes:
+    def _objective_mistakes(self, model_config: GPTConfig, model_label: str) -> Mistakes:
         """An objective needs its inputs; an objective on whole examples has no loss per token and cannot cut rows."""
         training = self.training
         rows = self.data
-        objective = self.objective.make()
+        objective = self.objective.objective()
         example = objective.example
         setting = f"objective={self.objective.name}"
-        if objective.looks_ahead and not size.predictor:
-            yield "objective", f"another one, as {of_model} has no predictor (model.override.predictor=true)"
-        if self.trains and size.predictor:
-            if not objective.looks_ahead:
-                yield "objective", f"multi_token, as {of_model} has a predictor, which nothing else trains"
-            if self.zero.fused_update:
-                yield "zero.fused_update", f"false, as {of_model} has a predictor"
+        yield from self._branch_mistakes(objective, branches_of(model_config), model_label)
+        yield from self.objective.mistakes(model_config, model_label)
         if self.trains and objective.has_reference and not self.model.warm_start:
             yield "model.warm_start", f"true, as the reference of {setting} is the model at model.model_path"
         stored = [entry.name for entry in objective.reads if entry.source]
@@ -248,11 +253,18 @@ class TrainConfig(job.JobConfig):
         if stored and rows.max_skipped_rows:
             yield "data.max_skipped_rows", f"0, as {setting} reads {stored[0]} of rows by their number"
         if not example.is_whole:
-            yield from self._of_stored(stored, setting)
+            yield from self._stored_mistakes(stored, setting)
             return
-        lacks = {"experts": size.experts is not None, "a codebook": size.has_codebook, "z_loss": size.z_loss != 0}
+        lacks = {
+            "experts": model_config.experts is not None,
+            "a codebook": model_config.has_codebook,
+            "z_loss": model_config.z_loss != 0,
+        }
         for feature in (name for name, has_it in lacks.items() if has_it):
-            yield "objective", f"likelihood, or another on running text, as {of_model} has {feature}, a loss per token"
+            yield (
+                "objective",
+                f"likelihood, or another on running text, as {model_label} has {feature}, a loss per token",
+            )
         if rows.last_target:
             yield "data.last_target", f"false or null, as rows are whole examples with {setting}"
         if training.context_stages is not None:
@@ -266,7 +278,22 @@ class TrainConfig(job.JobConfig):
         if rows.isolate_documents:
             yield "data.isolate_documents", f"false, as a row is one text with {setting}"
 
-    def _of_stored(self, stored: Sequence[str], setting: str) -> Mistakes:
+    def _branch_mistakes(self, objective: Objective, branches: Sequence[Branch], model_label: str) -> Mistakes:
+        """An objective and the branches of a model need each other."""
+        for branch in objective.branches:
+            if branch not in branches:
+                why = f"{model_label} has no {branch.noun} (model.override.{branch.key}={branch.example})"
+                yield "objective", f"another one, as {why}"
+        if not self.trains:
+            return
+        for branch in branches:
+            if branch not in objective.branches:
+                trained_by = " or ".join(name for name, other in with_defaults().items() if branch in other.branches)
+                yield "objective", f"{trained_by}, as {model_label} has a {branch.noun}, which nothing else trains"
+            if self.zero.fused_update:
+                yield "zero.fused_update", f"false, as {model_label} has a {branch.noun}"
+
+    def _stored_mistakes(self, stored: Sequence[str], setting: str) -> Mistakes:
         """Rules for stored values, which are looked up by row number."""
         if not stored:
             return
@@ -275,14 +302,14 @@ class TrainConfig(job.JobConfig):
         if self.data.crop != "first":
             yield "data.crop", f"first, as {setting} reads {stored[0]} of whole rows"
 
-    def _of_optimizer(self, size: GPTConfig, of_model: str) -> Mistakes:
+    def _optimizer_mistakes(self, model_config: GPTConfig, model_label: str) -> Mistakes:
         name = self.optimizer.name
-        if name not in MULTIPLIABLE and size.parametrization != "standard":
-            yield "optimizer", f"{' or '.join(MULTIPLIABLE)}, as {of_model} is in mup"
+        if name not in MULTIPLIABLE and model_config.parametrization != "standard":
+            yield "optimizer", f"{' or '.join(MULTIPLIABLE)}, as {model_label} is in mup"
         if name not in ELEMENTWISE and self.zero.fused_update:
             yield "optimizer", f"{', '.join(ELEMENTWISE)}, as zero.fused_update=true updates one layer at a time"
 
-    def _of_tuning(self, size: GPTConfig, of_model: str) -> Mistakes:
+    def _tuning_mistakes(self, model_config: GPTConfig, model_label: str) -> Mistakes:
         if not isinstance(self.tuning, Adapted):
             return
         setting = f"tuning={self.tuning.name}"
@@ -292,7 +319,7 @@ class TrainConfig(job.JobConfig):
             yield "zero.fused_update", f"false, as {setting} has only small gradients"
         if self.zero.product_dtype != "auto":
             yield "zero.product_dtype", f"auto, as {setting} multiplies with frozen weights"
-        yield from self.tuning.mistakes(size, of_model, self.zero.tensor_shards, self.zero.context_shards)
+        yield from self.tuning.mistakes(model_config, model_label, self.zero.tensor_shards, self.zero.context_shards)
 
 
 TRAINING = Modes({"train": TrainConfig})

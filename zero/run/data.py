@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import jax
-import numpy as np
 
 from zero.base.errors import UserError
 from zero.corpus.format.index_files import row_lengths
+from zero.corpus.format.row_blocks import RowValues
 from zero.corpus.format.shards import RowFormat
 from zero.corpus.reading import keys as reading
 from zero.corpus.reading.batch_schedule import BatchSchedule
 from zero.corpus.reading.cache import ShardCache
+from zero.corpus.reading.keys import RowSelectionKeys
 from zero.corpus.reading.loader import ONCE, Batching, Loader, RowOrder
 from zero.corpus.reading.synthetic import AnyLoader, SyntheticLoader
 from zero.corpus.text.tokenizers import Tokenizer
-from zero.exchange import warm_start
+from zero.exchange.warm_start import WarmStartKeys
 from zero.hosts import agreement
 from zero.job.devices import DeviceKeys
 from zero.job.job import Job, Training
@@ -54,7 +56,7 @@ class Data:
 
 
 @dataclass(frozen=True)
-class DataKeys(reading.Keys, RowKeys):
+class DataKeys(RowSelectionKeys, RowKeys):
     """The keys of section `data` for finding and cutting rows."""
 
 
@@ -73,7 +75,13 @@ class Prepare(Protocol):
     """
 
     def __call__(
-        self, source: str, index_files: Iterable[str], tokenizer: Tokenizer, row_tokens: int, completions: bool
+        self,
+        source: str,
+        index_files: Iterable[str],
+        tokenizer: Tokenizer,
+        row_tokens: int,
+        completions: bool,
+        on_progress: Callable[[], None],
     ) -> dict[str, str]: ...
 
 
@@ -103,22 +111,25 @@ def open_data(
     return Data(tokenizer, loader, sets, lengths, columns)
 
 
-def column_inputs(data: DataKeys, weights: warm_start.Keys, scores: Mapping[str, Any], has_sets: bool) -> ColumnInputs:
+def column_inputs(data: DataKeys, weights: WarmStartKeys, scores: Mapping[str, Any], has_sets: bool) -> ColumnInputs:
     """The inputs of columns.
 
     Args:
       scores: the values of the keys on which scores depend.
       has_sets: whether the run evaluates on its validation sets.
     """
-    indices = tuple(dict.fromkeys(data.index_files(with_sets=has_sets)))
-    return ColumnInputs(indices, data.max_context, str(weights.model_path), weights.starts_from_average, scores)
+    training = data.index_files(with_sets=False)
+    sets = data.index_files(with_sets=has_sets)[len(training) :]
+    return ColumnInputs(
+        tuple(training), tuple(sets), data.max_context, str(weights.model_path), weights.starts_from_average, scores
+    )
 
 
 def resolve_data(
     data: AnyDataKeys,
     tokenizer: Tokenizer,
-    size: GPTConfig,
-    of_model: str,
+    model_config: GPTConfig,
+    model_label: str,
     *,
     has_rows: bool,
     loss_on: str = "all",
@@ -134,10 +145,10 @@ def resolve_data(
     Raises:
       UserError: the model has fewer tokens than the tokenizer.
     """
-    if tokenizer.vocab_size > size.vocab_size:
+    if tokenizer.vocab_size > model_config.vocab_size:
         raise UserError(
-            f"{of_model}: its vocab_size {size.vocab_size} is smaller than the {tokenizer.vocab_size} tokens of "
-            f"data.tokenizer={data.tokenizer}"
+            f"{model_label}: its vocab_size {model_config.vocab_size} is smaller than the {tokenizer.vocab_size} "
+            f"tokens of data.tokenizer={data.tokenizer}"
         )
     prepared = data if prepare is None else _prepared(data, tokenizer, loss_on == "completion", prepare)
     if prepared.last_target is not None:
@@ -145,17 +156,18 @@ def resolve_data(
     lengths = set[int]()
     if has_rows and not prepared.is_synthetic:
         paths = prepared.index_files(with_sets=prepared.has_validation_set)
-        lengths = row_lengths(paths, skip_bad=prepared.max_skipped_rows > 0)
+        skip_bad = prepared.max_skipped_rows > 0
+        lengths = set(agreement.on_host_0("tokens of a row", lambda: sorted(row_lengths(paths, skip_bad=skip_bad))))
     context = prepared.max_context
-    has_last_target = agreement.broadcast("data.last_target", str(lengths == {context + 1})) == "True"
-    if size.has_learned_positions and lengths == {size.block_size} == {context}:
+    has_last_target = lengths == {context + 1}
+    if model_config.has_learned_positions and lengths == {model_config.block_size} == {context}:
         log.warning(
             "rows of %d tokens train %d positions: the last of the %d learned positions of %s is never trained; rows "
             "of %d tokens train it (zero-prepare --row-tokens)",
             context,
             context - 1,
-            size.block_size,
-            of_model,
+            model_config.block_size,
+            model_label,
             context + 1,
         )
     return replace(prepared, last_target=has_last_target)
@@ -171,13 +183,13 @@ def _prepared(data: AnyDataKeys, tokenizer: Tokenizer, completions: bool, prepar
         return data
     with agreement.host_0_first():  # hosts that share a disk find its corpus
         paths = data.index_files(with_sets=True)
-        used = prepare(data.corpus, paths, tokenizer, data.max_context, completions)
+        used = prepare(data.corpus, paths, tokenizer, data.max_context, completions, agreement.advance)
     if not used:
         return data
     log.info("data.corpus=%s has shorter rows; using %s", data.corpus, ", ".join(used.values()))
     single = {"index_path_train": data.training_index(), "index_path_validation": data.validation_sets().get("")}
-    of_corpus: dict[str, Any] = {name: used[path] for name, path in single.items() if isinstance(path, str)}
-    return replace(data, **of_corpus)
+    corpus_indices: dict[str, Any] = {name: used[path] for name, path in single.items() if isinstance(path, str)}
+    return replace(data, **corpus_indices)
 
 
 def start_of(position: TrainingPosition, steps_per_batch: int, row_tokens: int) -> Position:
@@ -187,19 +199,12 @@ def start_of(position: TrainingPosition, steps_per_batch: int, row_tokens: int) 
       steps_per_batch: the steps that share the rows of a batch.
       row_tokens: the number of tokens per row, over all texts of it.
     """
-    stages = tuple((steps, of_stage) for steps, of_stage in position.batch_stages)
+    stages = tuple((steps, batch_size) for steps, batch_size in position.batch_stages)
     return Position(0, BatchSchedule(position.global_rows, stages, steps_per_batch), row_tokens)
 
 
-def share_of_batch(start: Position, training: Training, zero: DeviceKeys) -> int:
-    """This host's share of the rows of the global batch, which the first checkpoint of a run fixes.
-
-    Warns if the share differs from `training.batch_size`.
-
-    Raises:
-      UserError: the global batch does not divide into the micro-batches of all devices.
-    """
-    schedule = start.schedule
+def check_batch(schedule: BatchSchedule, training: Training, zero: DeviceKeys) -> None:
+    """Raises UserError if a global batch does not divide into the micro-batches of all devices; it names a way out."""
     micro_batches = training.gradient_accumulation_steps
     hosts = jax.process_count()
     group = zero.tensor_shards * zero.context_shards
@@ -210,8 +215,42 @@ def share_of_batch(start: Position, training: Training, zero: DeviceKeys) -> int
         if rows % parts or rows % hosts:
             raise UserError(
                 f"training.batch_size: a global batch of {rows} sequences cannot be divided into {groups} {unit} x "
-                f"training.gradient_accumulation_steps={micro_batches} = {parts} parts, and over {hosts} hosts"
+                f"training.gradient_accumulation_steps={micro_batches} = {parts} parts, and over {hosts} hosts; "
+                + _way_out(math.gcd(*schedule.sizes), groups, unit, micro_batches, hosts)
             )
+
+
+def _way_out(rows: int, groups: int, unit: str, micro_batches: int, hosts: int) -> str:
+    """What would divide so many rows: other micro-batches on these devices, or other devices.
+
+    >>> _way_out(12, 2, "devices", 4, 1), _way_out(12, 8, "devices", 2, 1)
+    ('here training.gradient_accumulation_steps=1, 2, 3, 6 would do', '1, 2, 3, 6 devices would do, on hosts \
+that divide 12')
+    >>> _way_out(12, 8, "devices", 8, 1)
+    '1, 2, 3, 4, 6, 12 devices would do with training.gradient_accumulation_steps=1, on hosts that divide 12'
+    """
+    if rows % groups == 0 and rows % hosts == 0:
+        return f"here training.gradient_accumulation_steps={_divisors(rows // groups)} would do"
+    if rows % micro_batches:
+        with_one = f"{_divisors(rows)} {unit} would do with training.gradient_accumulation_steps=1"
+        return f"{with_one}, on hosts that divide {rows}"
+    return f"{_divisors(rows // micro_batches)} {unit} would do, on hosts that divide {rows}"
+
+
+def _divisors(number: int) -> str:
+    """The divisors of a number, at most the ten largest of them."""
+    divisors = [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    return ", ".join(map(str, divisors[-10:]))
+
+
+def share_of_batch(start: Position, training: Training, zero: DeviceKeys) -> int:
+    """This host's share of the rows of the global batch, which the first checkpoint of a run fixes.
+
+    Warns if the share differs from `training.batch_size`. Raises as `check_batch`.
+    """
+    schedule = start.schedule
+    check_batch(schedule, training, zero)
+    hosts = jax.process_count()
     share = schedule.rows // hosts
     if share != training.batch_size:
         log.warning(
@@ -228,7 +267,7 @@ def share_of_batch(start: Position, training: Training, zero: DeviceKeys) -> int
 def _loaders(
     job: Job,
     schedule: BatchSchedule,
-    columns: dict[str, dict[str, np.ndarray]],
+    columns: dict[str, dict[str, RowValues]],
     data: DataKeys,
     training: TrainingKeys,
     seed: int,
@@ -261,7 +300,7 @@ def _loaders(
         train_samples=data.train_samples,
         shuffle_shards=data.shuffle_shards,
     )
-    of_training = Loader(
+    training_loader = Loader(
         data.training_index(),
         batching,
         form,
@@ -269,14 +308,16 @@ def _loaders(
         skip_bad=data.max_skipped_rows > 0,
         cache=cache,
         columns=columns or None,
+        on_one_host=agreement.on_host_0,
     )
     sets = data.validation_sets() if data.has_validation_set and evaluation_batches > 0 else {}
     if form.crop == "random":  # not at random, because evaluations are compared
         form = replace(form, crop="all")
     validation = {
-        name: Loader(index, unstaged, form, ONCE, cache=cache, columns=columns or None) for name, index in sets.items()
+        name: Loader(index, unstaged, form, ONCE, cache=cache, columns=columns or None, on_one_host=agreement.on_host_0)
+        for name, index in sets.items()
     }
-    if data.cache_directory and not any(loader.is_remote for loader in (of_training, *validation.values())):
+    if data.cache_directory and not any(loader.is_remote for loader in (training_loader, *validation.values())):
         raise UserError(
             f"data.cache_directory={data.cache_directory}: it has no effect, because no shard is in a bucket"
         )
@@ -287,7 +328,7 @@ def _loaders(
             evaluation_batches,
             ", ".join(names),
         )
-    return of_training, validation
+    return training_loader, validation
 
 
 def _uncovered(loaders: Mapping[str, Loader], batches: int, global_rows: int) -> list[str]:

@@ -22,18 +22,18 @@ class Moment(NamedTuple):
       step: the newest step.
       is_evaluation: whether the run is evaluated after this step.
       is_last: whether no step follows.
-      asked: "stop" (a signal), the names of features that asked to act now ("save", by the clock), and at the start
+      requested: "stop" (a signal), the names of features that asked to act now ("save", by the clock), and at the start
         of a resume those of features whose action an earlier process did not complete.
     """
 
     step: int
     is_evaluation: bool
     is_last: bool
-    asked: frozenset[str] = frozenset()
+    requested: frozenset[str] = frozenset()
 
     @property
     def is_stop(self) -> bool:
-        return "stop" in self.asked
+        return "stop" in self.requested
 
 
 class Feature:
@@ -45,23 +45,26 @@ class Feature:
     All hosts call each method at the same steps, feature by feature in the order of the table.
 
     Attributes:
-      name: identifies the feature in `Moment.asked`, in the metadata of checkpoints, and as a section of the
+      name: identifies the feature in `Moment.requested`, in the metadata of checkpoints, and as a section of the
       configuration.
-      adds: the metrics that it adds to a line.
+      metrics: the metrics that it adds to a line.
       phase: the phase that the time of `do` counts for (`zero.tracking.goodput.PHASES`).
-      takes_every_line: call `do` for each line of metrics, even if the feature is not due.
-      only_looks: a run killed right after the action resumes exactly as one killed before it. Tests kill runs before
-        and after every feature that does more.
-      may_wait: if the run is stopped or killed before the action is complete, the next start does it. Everything that
-        the action depends on must be durable by then.
+      makes_line: a line of metrics is made when it is due. A feature that writes a file of its own
+        (`zero.run.growing_file.GrowingFile`) makes none: its clock is its own.
+      acts_on_every_line: call `do` for each line of metrics, even if the feature is not due.
+      changes_nothing: a run killed right after the action resumes exactly as one killed before it. Tests kill runs
+        before and after every feature that does more.
+      is_deferrable: if the run is stopped or killed before the action is complete, the next start does it. Everything
+        that the action depends on must be durable by then.
     """
 
     name: ClassVar[str]
-    adds: ClassVar[tuple[Metric, ...]] = ()
+    metrics: ClassVar[tuple[Metric, ...]] = ()
     phase: ClassVar[str] = "steps"
-    takes_every_line: ClassVar[bool] = False
-    only_looks: ClassVar[bool] = False
-    may_wait: ClassVar[bool] = False
+    makes_line: ClassVar[bool] = True
+    acts_on_every_line: ClassVar[bool] = False
+    changes_nothing: ClassVar[bool] = False
+    is_deferrable: ClassVar[bool] = False
 
     @classmethod
     def is_done(cls, run_directory: Path, now: Moment) -> bool:
@@ -75,11 +78,13 @@ class Feature:
         """Called after a step is dispatched, with the sequences of this host's devices."""
 
     def due(self, now: Moment) -> bool:
-        """Whether to act after this step. If so, the run makes a line of metrics."""
+        """Whether to act after this step. If so, the run makes a line of metrics, but for `makes_line`."""
         return False
 
     def do(self, run: Run, now: Moment, line: Line) -> None:
         """Acts after a step. Whatever it adds to the line before the line is recorded becomes part of it.
+
+        The line is empty if no feature that makes one is due.
 
         Raises:
           Stopped: a stop request interrupted the action; only if the feature may wait.

@@ -26,8 +26,8 @@ from zero.record.run_files import (
     CONFIG_FILE,
     LAYOUT_FILE,
     WAIT_SECONDS,
+    CheckpointDirectoryKeys,
     DamagedRun,
-    Keys,
     checkpoint_directory,
     committed_steps,
     fetch_config,
@@ -54,15 +54,20 @@ def newest_run(root: Path, checkpoint_path: Path | str | None = None) -> Path | 
     Raises:
       UserError: a bucket denies access or does not answer, so its run might be the newest.
     """
-    return next((run for run, steps in _runs(root, checkpoint_path) if steps), None)
+    return _newest(runs_in(root), checkpoint_path)
 
 
-def _runs(root: Path, checkpoint_path: Path | str | None = None) -> Iterator[tuple[Path, list[int]]]:
-    """Each run under `root` with the steps of its checkpoints, the last started first; raises like `newest_run`.
+def _newest(runs: Iterable[Path], checkpoint_path: Path | str | None) -> Path | None:
+    """The last started of these runs that has a checkpoint; as `newest_run`."""
+    return next((run for run, steps in _by_start(runs, checkpoint_path) if steps), None)
+
+
+def _by_start(runs: Iterable[Path], checkpoint_path: Path | str | None = None) -> Iterator[tuple[Path, list[int]]]:
+    """Each of these runs with the steps of its checkpoints, the last started first; raises like `newest_run`.
 
     Damaged runs, and runs whose bucket is gone, are skipped with a warning.
     """
-    for run in sorted(runs_in(root), key=_last_started, reverse=True):
+    for run in sorted(runs, key=_last_started, reverse=True):
         try:
             if checkpoint_path not in (None, saved_checkpoint_directory(run)):
                 continue
@@ -74,8 +79,13 @@ def _runs(root: Path, checkpoint_path: Path | str | None = None) -> Iterator[tup
 
 
 def runs_in(root: Path) -> list[Path]:
-    """The run directories below this one."""
-    return [layout.parent for layout in root.rglob(LAYOUT_FILE)]  # W&B also has files called config.yaml
+    """The run directories below this one. It does not look inside a run, whose checkpoints have thousands of files."""
+    runs = []
+    for folder, folders, files in os.walk(root, followlinks=False):
+        if LAYOUT_FILE in files:  # W&B also has files called config.yaml
+            runs.append(Path(folder))
+            folders.clear()
+    return runs
 
 
 def _last_started(run: Path) -> tuple[int, int]:
@@ -84,9 +94,9 @@ def _last_started(run: Path) -> tuple[int, int]:
     return number_of(run), config.stat().st_mtime_ns if config.exists() else 0
 
 
-def _say_which(run: Path, flag: str) -> None:
+def _say_which(run: Path, runs: Iterable[Path], flag: str) -> None:
     """Logs which of several runs a flag continues, and why."""
-    numbers = {path: number_of(path) for path in runs_in(DEFAULT_ROOT)}
+    numbers = {path: number_of(path) for path in runs}
     copies = [str(path) for path, number in numbers.items() if number == numbers.get(run) and path != run]
     if copies:
         names = ", ".join(copies)
@@ -141,8 +151,8 @@ def results_in_run(arguments: Sequence[str]) -> list[str]:
     directory = f'${{new_directory:"{quoted}/${{now:%Y-%m-%d_%H-%M-%S}}"}}'.replace("'", "\\'")
     # Next to the mode, because argparse only takes overrides that stand together.
     modes = [index for index, argument in enumerate(arguments) if argument.lstrip("+").startswith("mode=")]
-    of_mode = modes[0] if modes else len(arguments)
-    return [*arguments[:of_mode], f"hydra.run.dir='{directory}'", *arguments[of_mode:]]
+    mode_at = modes[0] if modes else len(arguments)
+    return [*arguments[:mode_at], f"hydra.run.dir='{directory}'", *arguments[mode_at:]]
 
 
 def _is_sweep(arguments: Sequence[str]) -> bool:
@@ -302,7 +312,7 @@ def _sweep_command(path: Path) -> dict[str, str]:
         return command(config["hydra"]["overrides"]["task"])
 
 
-def _run_of_job(job: dict[str, str]) -> Path | None:
+def _run_of_job(job: dict[str, str], runs: Iterable[Path]) -> Path | None:
     """The run that `--resume=auto` continues in `DEFAULT_ROOT`; None, with a warning, if it has to start a new one.
 
     It is the newest run with a checkpoint, with two exceptions. If a newer run was started with the same keys, that run
@@ -310,7 +320,7 @@ def _run_of_job(job: dict[str, str]) -> Path | None:
     job.
     """
     without_checkpoint = []
-    for run, steps in _runs(DEFAULT_ROOT):
+    for run, steps in _by_start(runs):
         known = saved_command(run)
         if not steps and known == job:
             log.warning("--resume=auto starts a new run: %s has the same command but no checkpoint", run)
@@ -339,14 +349,15 @@ def _run_to_resume(given: dict[str, Any], job: dict[str, str] | None) -> tuple[P
     """The run, and the directory that was searched for it or its checkpoints; with `job`, that job's run."""
     shared = _shared_place(given)
     named = given.get("hydra.run.dir")
+    runs = runs_in(DEFAULT_ROOT) if named is None else []  # a walk among all old runs takes time: once
     if named is not None:
         run: Path | None = Path(str(named))
     elif job is not None and shared is None:
-        run = _run_of_job(job)
+        run = _run_of_job(job, runs)
     else:
-        run = newest_run(DEFAULT_ROOT, shared)
+        run = _newest(runs, shared)
     if named is None and run is not None:
-        _say_which(run, "--resume" if job is None else "--resume=auto")
+        _say_which(run, runs, "--resume" if job is None else "--resume=auto")
     is_known = run is not None and (run / CONFIG_FILE).is_file()
     if run is None and shared is not None:
         run = DEFAULT_ROOT / str(shared).removeprefix("gs://").strip("/")
@@ -385,7 +396,7 @@ def _elsewhere(given: dict[str, Any]) -> str:
 def _shared_place(given: dict[str, Any]) -> Path | str | None:
     """The checkpoint directory that the arguments name, if it is outside any run directory."""
     bucket_path = given.get("data.bucket_path", SetKeys().bucket_path)
-    directory = str(given.get("data.checkpoint_directory", Keys().checkpoint_directory))
+    directory = str(given.get("data.checkpoint_directory", CheckpointDirectoryKeys().checkpoint_directory))
     checkpoint_path = checkpoint_directory(Path(), bucket_path, directory)
     if not isinstance(checkpoint_path, Path) or checkpoint_path.is_absolute():
         return checkpoint_path

@@ -10,9 +10,9 @@ from typing import Any
 from zero.base.errors import UserError
 from zero.checkpoints.damage import MissingCheckpoint
 from zero.corpus.text.hub import PREFIX
-from zero.exchange import warm_start
 from zero.exchange.hub_model import is_folder, open_hf_config
-from zero.exchange.warm_start import OTHER_BASE, base_checksum, check_base, read_weights
+from zero.exchange.warm_start import OTHER_BASE, WarmStartKeys, base_checksum, check_base, read_weights
+from zero.models.adapters import COPY
 from zero.models.config import HEAD, VOCABULARY
 from zero.partition.layout import PyTree
 from zero.partition.pmapped import pmap
@@ -23,7 +23,12 @@ from zero.training.tuning import neutral_shards, quantize_shards
 
 
 def load_unchanged(
-    named: str, from_average: bool, model: ShardedGPT, position: TrainingPosition, otherwise: str = OTHER_BASE
+    named: str,
+    from_average: bool,
+    model: ShardedGPT,
+    position: TrainingPosition,
+    otherwise: str = OTHER_BASE,
+    seed: int | None = None,
 ) -> PyTree:
     """The weights at a `model.model_path`, in shards for a pmap of the model without adapters.
 
@@ -32,6 +37,7 @@ def load_unchanged(
 
     Args:
       from_average: whether a fresh run takes the moving average of these weights.
+      seed: of fresh parts that they lack, as for `warm_start`.
 
     Raises:
       UserError: the weights have changed since the run began, or are gone; the message includes `otherwise`.
@@ -40,7 +46,7 @@ def load_unchanged(
     source = named if known is None else _known_place(named, known)
     ema = from_average if known is None else known["ema"]
     try:
-        weights, source = read_weights(source, model.base, ema=ema)
+        weights, source = read_weights(source, model.base, ema=ema, seed=seed)
     except MissingCheckpoint as error:
         raise UserError(f"model.model_path={source}: {error}") from error
     checksum = base_checksum(weights, model)
@@ -65,7 +71,7 @@ def _known_place(named: str, known: Mapping[str, Any]) -> str:
     return named
 
 
-def load_base(weights: warm_start.Keys, model: ShardedGPT, position: TrainingPosition) -> PyTree:
+def load_base(seed: int, weights: WarmStartKeys, model: ShardedGPT, position: TrainingPosition) -> PyTree:
     """Shards of the weights that a run does not train, in the dtype in which they are held; empty if it trains all.
 
     Leaves have a leading dimension of local devices. Raises like `load_unchanged`.
@@ -73,7 +79,7 @@ def load_base(weights: warm_start.Keys, model: ShardedGPT, position: TrainingPos
     if model.tuning is None:
         return {}
     _check_new_tokens(str(weights.model_path), model, model.tuning.adapters.tables)
-    base = load_unchanged(str(weights.model_path), weights.starts_from_average, model, position)
+    base = load_unchanged(str(weights.model_path), weights.starts_from_average, model, position, seed=seed)
     if not model.tuning.is_quantized:
         return base
     layouts: Any = {"layout": model.base.layout, "quantized": model.frozen_layout}
@@ -94,8 +100,11 @@ def _check_new_tokens(source: str, model: ShardedGPT, tables: Sequence[str]) -> 
 
 
 def fit_to_base(adapters: PyTree, frozen: PyTree, model: ShardedGPT) -> PyTree:
-    """New adapters that leave the base's function unchanged, with its magnitudes and copies of its tables."""
-    if model.tuning is None or not (model.tuning.adapters.has_magnitudes or model.tuning.adapters.tables):
+    """New adapters that change nothing of the base, with its magnitudes and copies of what they train whole."""
+    if model.tuning is None:
+        return adapters
+    has_copies = any(leaf.path[-1].startswith(COPY) for leaf in model.layout.leaves)
+    if not (model.tuning.adapters.has_magnitudes or has_copies):
         return adapters
     layouts: Any = {"layout": model.base.layout, "quantized": model.frozen_layout, "low": model.layout}
     fit = partial(neutral_shards, **layouts, axis=model.axis, tuning=model.tuning)

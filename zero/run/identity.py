@@ -9,6 +9,7 @@ from typing import Any
 
 from zero.base.errors import UserError
 from zero.corpus.format.manifest import check_tokenizers
+from zero.corpus.format.one_host import looked_up
 from zero.corpus.reading.contents import Contents, IndexContents
 from zero.corpus.reading.loader import Loader
 from zero.corpus.reading.synthetic import AnyLoader
@@ -34,7 +35,14 @@ def check_identity(
     for data in validation.values():
         contents += data.contents
         shards += data.shards
-    check_tokenizers([shard.path for shard in shards], tokenizer)
+    paths = [shard.path for shard in shards]
+    looked_up(
+        agreement.on_host_0,
+        "tokenizers of the corpora",
+        paths,
+        lambda: check_tokenizers(paths, tokenizer),
+        given=TokenizerIdentity.of(tokenizer),
+    )
     _check_hosts(contents)
     sets = {name: list(map(list, data.contents)) for name, data in validation.items()}
     loader.check(position.cursor)

@@ -14,12 +14,12 @@ GIB = 2**30
 
 
 @contextmanager
-def named_out_of_memory(program: str, held: int) -> Iterator[None]:
+def named_out_of_memory(program: str, state_bytes: int) -> Iterator[None]:
     """Adds the program and its state to the error if a device runs out of memory within the block.
 
     Args:
       program: its name in the message.
-      held: bytes of the state per device.
+      state_bytes: bytes of the state per device.
 
     Raises:
       UserError: a device is out of memory; another start would fail in the same way.
@@ -31,7 +31,7 @@ def named_out_of_memory(program: str, held: int) -> Iterator[None]:
             raise
         raise UserError(
             f"out of memory: {program} does not fit in the {device_memory() / GIB:.2f} GiB of a device, of which the "
-            f"state takes {held / GIB:.2f} ({first_line(error)}). To need less, set zero.remat=nested, "
+            f"state takes {state_bytes / GIB:.2f} ({first_line(error)}). To need less, set zero.remat=nested, "
             "zero.offload=activations, more training.gradient_accumulation_steps, +memory=4-bytes or +memory=host, or "
             "use more devices; mode=plan plan.topology=local compares them"
         ) from error

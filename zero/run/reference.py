@@ -1,8 +1,8 @@
 """Log-probabilities by a reference model, computed once per corpus and stored beside its index file.
 
-The reference is the model that training starts from. A file holds float32 `(rows, texts)`, in the order of the shards.
-Its name contains a digest of everything that the values depend on: the contents of weights, model and shards, and the
-keys declared to change scores.
+The reference is the model that training starts from. A file holds float32 `(rows, texts)`, in the order of the shards,
+and ends with its SHA-256. Its name contains a digest of everything that the values depend on: the contents of weights,
+model and shards, and the keys declared to change scores.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ from zero.run.restore import TrainingPosition
 from zero.training.host_rows import HostRows
 from zero.training.objectives.objective import REFERENCE
 
+_REMEDY = "remove it to have it computed again"
+_ROUNDING = 1e-3  # by which the logarithm of a probability may be more than 0
 log = logging.getLogger(__name__)
 
 
@@ -64,11 +66,11 @@ def reference_column(inputs: ColumnInputs, job: Job, position: TrainingPosition)
     if position.base is None:
         reference()
     assert position.base is not None
-    of_index = {index: _of_index(index, inputs, job, position, reference) for index in inputs.indices}
-    return Column({index: {REFERENCE.name: values} for index, values in of_index.items()})
+    values_by_index = {index: _index_values(index, inputs, job, position, reference) for index in inputs.indices}
+    return Column({index: {REFERENCE.name: values} for index, values in values_by_index.items()})
 
 
-def _of_index(index: str, inputs: ColumnInputs, job: Job, position: TrainingPosition, reference: Any) -> np.ndarray:
+def _index_values(index: str, inputs: ColumnInputs, job: Job, position: TrainingPosition, reference: Any) -> np.ndarray:
     """The values of one index file, float32 `(rows, texts)`."""
     texts = job.objective.example.texts
     shards = read_index(index)
@@ -76,21 +78,36 @@ def _of_index(index: str, inputs: ColumnInputs, job: Job, position: TrainingPosi
     path = _place(index, shards, inputs, job, position)
     (absent,) = agreement.sum_over_hosts(int(not storage.exists(path)))
     if absent:
-        log.info("log-probabilities of %d rows of %s by the reference", rows, index)
+        log.info("computing the log-probabilities of %d rows of %s under the reference", rows, index)
         values = _computed(index, rows, inputs, job, reference(), position.global_rows)
         with agreement.host_0_first():
             if not storage.exists(path):
                 storage.remove_unfinished(storage.parent(path), os.path.basename(path))
-                data = io.BytesIO()
-                np.save(data, values, allow_pickle=False)
-                directory.write(path, data.getvalue())
-    with reading(f"{path} is not a complete .npy array; remove it to have it computed again"):
-        stored: np.ndarray = np.load(io.BytesIO(storage.read_bytes(path)), allow_pickle=False)
-    if stored.shape != (rows, texts) or not np.isfinite(stored).all():
-        raise UserError(
-            f"{path}: expected finite numbers of the shape {(rows, texts)}; remove it to have it computed again"
-        )
+                directory.write(path, _encoded(values))
+    stored = _decoded(path, storage.read_bytes(path))
+    if stored.shape != (rows, texts) or not (np.isfinite(stored) & (stored <= _ROUNDING)).all():
+        raise UserError(f"{path}: expected logarithms of probabilities, of the shape {(rows, texts)}; {_REMEDY}")
     return stored.astype(np.float32)
+
+
+def _encoded(values: np.ndarray) -> bytes:
+    """A .npy file that ends with its SHA-256, which numpy does not read."""
+    file = io.BytesIO()
+    np.save(file, values, allow_pickle=False)
+    return file.getvalue() + hashlib.sha256(file.getvalue()).digest()
+
+
+def _decoded(path: str, data: bytes) -> np.ndarray:
+    """Raises UserError if it is not an array, or its SHA-256 differs."""
+    file = io.BytesIO(data)
+    with reading(f"{path} is not a complete .npy array; {_REMEDY}"):
+        stored: np.ndarray = np.load(file, allow_pickle=False)
+    recorded = data[file.tell() :]
+    if not recorded:
+        log.warning("%s is of an earlier version, which stored no SHA-256: damage is not noticed; %s", path, _REMEDY)
+    elif hashlib.sha256(data[: file.tell()]).digest() != recorded:
+        raise UserError(f"{path}: other values than were stored, by their SHA-256; {_REMEDY}")
+    return stored
 
 
 def _place(index: str, shards: Sequence[Shard], inputs: ColumnInputs, job: Job, position: TrainingPosition) -> str:

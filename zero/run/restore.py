@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import Any, TypedDict
@@ -17,6 +18,7 @@ from zero.partition.pmapped import pmap
 from zero.training.optimizers.optimizer import convert_state
 from zero.training.parts import TrainState
 from zero.training.state_storage import OnDevices
+from zero.training.updates_by_part import PART_KEY
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +48,7 @@ class TrainingPosition:
     pending: Pending | None = None  # actions after this step that were due and may not have been done
     base: dict[str, Any] | None = None  # location and checksum of the weights that adapters belong to
     columns: dict[str, str] = field(default_factory=dict)  # the identity of their values, by source
+    remat: str | None = None  # what `zero.remat` was or chose
     tokenizer: str | None = None  # its name, with a digest
     beside_tokenizer: dict[str, Any] | None = None  # settings from the files beside it (`TokenizerIdentity`)
     brought: dict[str, Any] | None = (
@@ -55,15 +58,22 @@ class TrainingPosition:
 
 
 def restore(
-    source: Checkpoints, step: int | None, size: GPTConfig, storage: OnDevices, is_own: bool, **adam: float
+    source: Checkpoints,
+    step: int | None,
+    model_config: GPTConfig,
+    storage: OnDevices,
+    is_own: bool,
+    check: Callable[[TrainingPosition], None],
+    **adam: float,
 ) -> tuple[TrainingPosition, TrainState]:
     """Restores the checkpoint of `step`, or the newest readable one. Damaged ones of this run are set aside.
 
     Args:
       source: the checkpoints of this run, or of the run that it forks from.
-      size: the model's size; its entry in conf/model_config.yaml may have changed.
+      model_config: the model's size; its entry in conf/model_config.yaml may have changed.
       storage: where the state is between steps.
       adam: decay rates and epsilon that differ from AdamW's defaults; 8-bit moments depend on them.
+      check: raises UserError for a position that cannot be continued here, before the state is read.
       is_own: whether the checkpoints belong to this run; another run's stay unchanged.
 
     Raises:
@@ -79,13 +89,14 @@ def restore(
             origin = checkpoint.origin
             meta = checkpoint.meta
             position = _position(origin, meta)
+            check(position)
             trained = asdict(checkpoint.size())
             saved = source.as_saved(candidate, layout)
             saved_storage = replace(storage, layout=saved)
             saved_storage.check_conversion(layout, origin)
             whole = source.restore(candidate, saved, storage.axis, targets=saved_storage.targets())
-            also = ("parametrization", "mup_base_width", "update_tokens", *UNSEEN_IN_CHECKPOINTS)
-            check_unseen(origin, trained, size, also=also)
+            also = ("parametrization", "mup_base_width", PART_KEY, *UNSEEN_IN_CHECKPOINTS)
+            check_unseen(origin, trained, model_config, also=also)
             state = saved_storage.from_global(whole)
             sums, _ = saved_storage.examine(state)
             bad = [name for name, saved in meta["checksums"].items() if sums[name] != saved]
@@ -101,8 +112,8 @@ def restore(
         for number in damaged if is_own else []:
             source.set_aside(number)
         log.info("resumed from step %d of %s", candidate, source.directory)
-        if changed := [key for key, value in asdict(size).items() if value != trained[key]]:
-            values = ", ".join(f"{key} from {trained[key]} to {getattr(size, key)}" for key in changed)
+        if changed := [key for key, value in asdict(model_config).items() if value != trained[key]]:
+            values = ", ".join(f"{key} from {trained[key]} to {getattr(model_config, key)}" for key in changed)
             log.warning("the model's entry in conf/model_config.yaml has changed since then: %s", values)
         if saved != layout:
             changes = {

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +17,7 @@ from zero.base.errors import UserError
 from zero.checkpoints.emergency import EmergencyCheckpoints
 from zero.checkpoints.manager import Checkpoints
 from zero.files import storage
-from zero.hosts import agreement, startup
+from zero.hosts import agreement
 from zero.job.job import Job
 from zero.record import run_files
 from zero.record.metrics_file import line_of
@@ -95,18 +97,20 @@ def resume_state(
     *,
     checkpoints: Checkpoints,
     emergency: EmergencyCheckpoints | None,
+    check: Callable[[TrainingPosition], None],
 ) -> Restored:
     """Restores an emergency checkpoint if it is the newest, else a durable one.
 
     Args:
       resume: the run directory that is resumed.
       step: of the checkpoint; None: the newest.
+      check: raises UserError for a position that cannot be continued here.
     """
     hyperparameters = optimizer.hyperparameters()
     adam = {key: hyperparameters[key] for key in ("b1", "b2", "eps") if key in hyperparameters}
     if joined.is_fork:
         with Checkpoints(run_files.saved_checkpoint_directory(Path(resume)), keep=None) as origin:
-            return Restored(*restore(origin, step, job.model.config, job.storage, is_own=False, **adam))
+            return Restored(*restore(origin, step, job.model.config, job.storage, is_own=False, check=check, **adam))
     durable = checkpoints.steps()
     if not durable:
         before = run_files.saved_checkpoint_directory(Path(resume))
@@ -120,7 +124,7 @@ def resume_state(
         if in_memory is not None:
             position, state = in_memory
             return Restored(TrainingPosition(**position), state)
-    return Restored(*restore(checkpoints, step, job.model.config, job.storage, is_own=True, **adam))
+    return Restored(*restore(checkpoints, step, job.model.config, job.storage, is_own=True, check=check, **adam))
 
 
 def is_durable(emergency: EmergencyCheckpoints | None) -> bool:
@@ -152,9 +156,13 @@ def write_lineage(run_directory: Path, emergency: EmergencyCheckpoints | None) -
     storage.write(run_directory / run_files.LINEAGE_FILE, "".join(f"{name}\n" for name in lineages).encode())
 
 
-def resumed_clock(run_directory: Path, step: int, is_new: bool) -> Goodput:
-    """The clock of a run. A resumed run continues from the metrics of its step, on host 0, which logs them."""
-    age = startup.process_age()
+def resumed_clock(began: float, run_directory: Path, step: int, is_new: bool) -> Goodput:
+    """The clock of a run. A resumed run continues from the metrics of its step, on host 0, which logs them.
+
+    Args:
+      began: when this start of the run did, as `zero.hosts.startup.begin_run` returns it.
+    """
+    age = time.monotonic() - began
     if is_new or not agreement.is_host_0():
         return Goodput(age)
     return Goodput(age, line_of(run_directory, step), time_of(last_start(run_directory, step)))

@@ -33,7 +33,7 @@ METRICS = (
     Metric(("mfu",), "model FLOPs utilization: share of the devices' published peak"),
     Metric(("data_wait", "device_wait"), "share of `step_time` that the host waits for data, and for the devices"),
     Metric(("predicted_speed",), "predicted time of a step divided by its measured time"),
-    Metric(("seconds_to_first_step",), "from the start of the process; in the first line after a start"),
+    Metric(("seconds_to_first_step",), "from the start of the run; in the first line after a start"),
     Metric(("peak_memory",), "bytes on the first device of host 0, if its allocator reports them"),
     Metric(OF_EXPERTS, "share of tokens of the most and the least chosen expert, share of choices dropped, nats"),
     Metric(
@@ -48,13 +48,18 @@ SLOW = 0.7  # below this share of the predicted speed, warn where the time goes
 def metrics_of_objectives() -> list[Metric]:
     """The metrics of all objectives, each with the objectives that report it."""
     objectives: dict[Mean, list[str]] = {}
+    evaluated: dict[str, list[str]] = {}
     for name, objective in with_defaults().items():
-        for metric in objective.metrics:
+        for metric in objective.metrics_of_steps:
             objectives.setdefault(metric, []).append(f"`{name}`")
-    return [
+        for metric in (metric for metric in objective.metrics if metric.evaluated):
+            sentence = f"with `objective=` `{name}`, of evaluations alone: {metric.sentence}"
+            evaluated.setdefault(sentence, []).append(f"validation/{metric.name}")
+    of_steps = [
         Metric((metric.name,), f"with `objective=` {', '.join(names)}: {metric.sentence}")
         for metric, names in objectives.items()
     ]
+    return of_steps + [Metric(tuple(names), sentence) for sentence, names in evaluated.items()]
 
 
 class StepMetrics:
@@ -65,7 +70,7 @@ class StepMetrics:
       peak_flops: published peak of one device in operations per second, or None if unknown.
       goodput: its phases "steps" and "data_wait" measure the time of steps.
       steps_per_call: steps per call of the program; metrics are then arrays `(steps_per_call,)`.
-      of_objective: the objective's metrics.
+      objective_metrics: the objective's metrics.
     """
 
     def __init__(
@@ -74,9 +79,9 @@ class StepMetrics:
         peak_flops: float | None,
         goodput: Goodput,
         steps_per_call: int = 1,
-        of_objective: tuple[Mean, ...] = (),
+        objective_metrics: tuple[Mean, ...] = (),
     ) -> None:
-        self._metrics_of_objective = of_objective
+        self._objective_metrics = objective_metrics
         self._steps_per_call = steps_per_call
         self._devices = devices
         self._peak_flops = peak_flops
@@ -90,7 +95,7 @@ class StepMetrics:
     def restart(self) -> None:
         """Begins a new line: later steps count for its mean loss and its times."""
         self._losses: list[float] = []
-        self._of_objective: list[dict[str, float]] = []
+        self._objective_values: list[dict[str, float]] = []
         self._untimed = 0
         self._flops = 0
         self._tokens = 0
@@ -162,8 +167,8 @@ class StepMetrics:
             for number in range(self._steps_per_call):
                 self._newest = {name: x.reshape(-1)[number].item() for name, x in metrics.items()}
                 self._losses.append(self._newest["loss"])
-                self._of_objective.append(
-                    {metric.name: self._newest[metric.name] for metric in self._metrics_of_objective}
+                self._objective_values.append(
+                    {metric.name: self._newest[metric.name] for metric in self._objective_metrics}
                 )
 
     def read(self) -> dict[str, float]:
@@ -173,8 +178,8 @@ class StepMetrics:
         """
         self._read_down_to(0)
         losses, self._losses = self._losses, []
-        of_model = [name for name in (*OF_EXPERTS, *OF_CODEBOOKS) if name in self._newest]
-        newest = ("learning_rate", "gradient_norm", "skipped_steps", "skipped_spikes", *of_model)
+        model_label = [name for name in (*OF_EXPERTS, *OF_CODEBOOKS) if name in self._newest]
+        newest = ("learning_rate", "gradient_norm", "skipped_steps", "skipped_spikes", *model_label)
         line = {"train/loss": fmean(losses), **{name: self._newest[name] for name in newest}, **self._next_line}
         line |= self._means_of_objective()
         self._next_line = {}
@@ -200,12 +205,12 @@ class StepMetrics:
     def _means_of_objective(self) -> dict[str, float]:
         """The objective's metrics over the steps of a line, each step weighted by its share of the terms."""
         means = {}
-        for metric in self._metrics_of_objective:
-            values = [step[metric.name] for step in self._of_objective]
+        for metric in self._objective_metrics:
+            values = [step[metric.name] for step in self._objective_values]
             if not metric.over:
                 means[metric.name] = fmean(values)
                 continue
-            shares = [step[metric.over] for step in self._of_objective]
+            shares = [step[metric.over] for step in self._objective_values]
             if any(shares):
                 means[metric.name] = fmean(values, weights=shares)
         return means

@@ -11,12 +11,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from zero.config.constraints import positive
-from zero.config.keys import key
+from zero.base.keys import key, positive
 from zero.corpus.reading.loader import HostBatch
-from zero.costs.step_costs import predicted_time
 from zero.hosts.interruptible_compilation import CACHE_HIT, compile_unless_stopped, recorded_events
-from zero.hosts.startup import process_age
+from zero.job.step_costs import predicted_time
 from zero.partition.global_arrays import pmap_devices
 from zero.run.out_of_memory import named_out_of_memory
 from zero.run.run import Run
@@ -28,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Keys:
+class StepProgramKeys:
     """The keys of section `profile` about the speed of a step."""
 
     step_time: float | None = key(
@@ -65,7 +63,7 @@ class StepPrograms:
       in_flight: steps dispatched before the host waits for the metrics of the oldest.
     """
 
-    def __init__(self, keys: Keys, in_flight: int) -> None:
+    def __init__(self, keys: StepProgramKeys, in_flight: int) -> None:
         self._planned_seconds = keys.step_time
         self._in_flight = in_flight
         self._by_shape: dict[tuple[int, ...], CompiledStep] = {}
@@ -103,7 +101,7 @@ class StepPrograms:
         program: Callable[..., Any] | None = run.job.programs.step
         count = per_device.tokens.shape[1]
         size = f"the training step with {count} sequences of {length:,} tokens per device"
-        with recorded_events() as events, named_out_of_memory(size, run.job.held):
+        with recorded_events() as events, named_out_of_memory(size, run.job.state_bytes):
             if jax.process_count() == 1:
                 program = compile_unless_stopped(run.requests.signals, program, *arguments)
             if program is None:
@@ -111,7 +109,7 @@ class StepPrograms:
             run.state, metrics = program(*arguments)
             run.metrics.add(metrics, leave=0)
         seconds = time.monotonic() - began
-        age = process_age()
+        age = run.clock.age
         if self._by_shape:
             run.metrics.leave_untimed()
         else:

@@ -14,10 +14,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from zero.base.errors import UserError
-from zero.config.constraints import shown
+from zero.base.keys import shown
+from zero.config.files import literal
 from zero.config.saved_config import flat_config, preset_keys
 from zero.files import storage
-from zero.record.metrics_file import read_metrics
+from zero.record.metrics_file import lines_that_count
 from zero.record.run_files import (
     CONFIG_FILE,
     METRICS_FILE,
@@ -41,8 +42,8 @@ log = logging.getLogger(__name__)
 def swept_keys(arguments: Iterable[str], task_overrides: Sequence[str]) -> set[str]:
     """The keys that differ between the jobs of a sweep with these arguments, including keys of swept presets."""
     swept = {override.key_or_group for override in parsed_overrides(arguments) if override.is_sweep_override()}
-    of_this_job = [override for override in task_overrides if override.lstrip("+").split("=", 1)[0] in swept]
-    return swept | set(preset_keys(of_this_job, GROUPS))
+    job_overrides = [override for override in task_overrides if override.lstrip("+").split("=", 1)[0] in swept]
+    return swept | set(preset_keys(job_overrides, GROUPS))
 
 
 def check_places(config: DictConfig, run_directory: Path, keys: set[str]) -> None:
@@ -77,7 +78,7 @@ def continue_job(config: DictConfig, run_directory: Path, keys: set[str], check:
                 rebuild(run_directory, checkpoint_path)
     if (run_directory / CONFIG_FILE).is_file() and saved_steps(run_directory):
         _check_job(check(config), saved_config(run_directory), keys, str(run_directory))
-        config.resume = str(run_directory)
+        config.resume = literal(str(run_directory))
         config.data.resume_step = None
 
 
@@ -109,14 +110,17 @@ def _row(run: Path, keys: Sequence[str]) -> dict[str, Any]:
     """The line of a job in the table."""
     config = flat_config(saved_config(run))
     values = {key: config.get(key, "") for key in keys}
-    last_values = dict.fromkeys(_LAST, "")
-    for line in read_metrics(run / METRICS_FILE):
-        last_values |= {name: line[name] for name in _LAST if name in line}
+    last_values: dict[str, Any] = {}
+    for line in lines_that_count(run / METRICS_FILE):
+        last_values = {name: line[name] for name in _LAST if name in line} | last_values
+        if len(last_values) == len(_LAST):
+            break
+    last_values = dict.fromkeys(_LAST, "") | last_values
     return {"job": run.name, **values, **last_values}
 
 
 def _check_job(checked: Any, saved: DictConfig, keys: set[str], checkpoint_path: str) -> None:
-    config = OmegaConf.create(asdict(checked))  # as a run saves it
+    config = OmegaConf.create(literal(asdict(checked)))  # as a run saves it
     pairs = {key: (OmegaConf.select(config, key), OmegaConf.select(saved, key)) for key in sorted(keys)}
     changed = [
         f"{key}={shown(now)}: expected {shown(before)}, the value of the run in {checkpoint_path}; repeat the sweep "

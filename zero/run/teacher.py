@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from zero.base.errors import UserError
 from zero.corpus.format.index_files import read_index
 from zero.corpus.format.top_tokens import LOG_PROBABILITIES, TOKENS, TopTokens, read_top_tokens
@@ -19,24 +21,28 @@ def teacher_column(inputs: ColumnInputs, job: Job, position: TrainingPosition) -
     """
     (count,) = {entry.shape[0] for entry in job.objective.reads if entry.source == "teacher"}
     stored = {}
-    digests = []
+    digests = {}
     for index in inputs.indices:
         described, arrays = read_top_tokens(index)
         _check(index, described, inputs.context, count, job.model.config.vocab_size)
-        stored[index] = {f"teacher/{name}": arrays[name][..., :count] for name in (TOKENS, LOG_PROBABILITIES)}
-        digests.append(described.sha256)
-    return Column(stored, identity=" ".join(sorted(digests)))
+        stored[index] = {f"teacher/{name}": arrays[name].cut(count) for name in (TOKENS, LOG_PROBABILITIES)}
+        digests[index] = described.sha256
+
+    def identity(indices: Iterable[str]) -> str:
+        return " ".join(sorted(digests[index] for index in indices))
+
+    return Column(stored, identity=identity(inputs.training), sets_identity=identity(inputs.sets))
 
 
 def _check(index: str, described: TopTokens, context: int, count: int, vocab_size: int) -> None:
     """Compares the stored values with the run."""
-    of_index = f"the teacher's tokens beside {index}"
+    place = f"the teacher's tokens beside {index}"
     shards = read_index(index)
     if described.contents != list(contents_of([(shard, shard.rows) for shard in shards])):
-        raise UserError(f"{of_index} are of other shards than it lists: write them again")
+        raise UserError(f"{place} are of other shards than it lists: write them again")
     if described.positions != context:
-        raise UserError(f"data.max_context={context}: {of_index} are of {described.positions} positions of each row")
+        raise UserError(f"data.max_context={context}: {place} are of {described.positions} positions of each row")
     if described.count < count:
-        raise UserError(f"objective.top_tokens={count}: {of_index} are {described.count} of each position")
+        raise UserError(f"objective.top_tokens={count}: {place} are {described.count} of each position")
     if described.largest >= vocab_size:
-        raise UserError(f"{of_index} hold token {described.largest}, outside the vocabulary of {vocab_size}")
+        raise UserError(f"{place} hold token {described.largest}, outside the vocabulary of {vocab_size}")

@@ -7,23 +7,26 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from pathlib import Path
+from signal import Signals
 
 import jax
 
+from zero.base.keys import values_in_scores
 from zero.config.check import values_on_all_hosts
-from zero.config.keys import values_in_scores
 from zero.corpus.text.tokenizers import Tokenizer, load_tokenizer
-from zero.hosts import signals, startup
+from zero.hosts import agreement, signals, startup
 from zero.hosts.same_configuration import check_same_configuration
 from zero.hosts.speeds import peak_flops
 from zero.hosts.watchdog import ending_together
 from zero.job.job import Job, make_job, place_model
 from zero.models.config import GPTConfig
 from zero.record.metrics_file import Line
+from zero.record.run_files import saved_config
 from zero.run.columns import open_columns
 from zero.run.config import TrainConfig
 from zero.run.data import (
     Prepare,
+    check_batch,
     column_inputs,
     last_step,
     open_data,
@@ -34,9 +37,10 @@ from zero.run.data import (
 from zero.run.directory import RunDirectory, open_directory
 from zero.run.feature import Feature, Moment, Stopped
 from zero.run.feature_table import open_features
-from zero.run.fresh import new_state
+from zero.run.fresh import new_state, warn_of_high_rate
 from zero.run.frozen_base import load_base
 from zero.run.identity import check_identity
+from zero.run.past import Past, warn_of_changes, warn_of_remat
 from zero.run.pending import pending_actions, still_pending
 from zero.run.requests import STOP, Requests
 from zero.run.restore import TrainingPosition
@@ -49,7 +53,7 @@ log = logging.getLogger(__name__)
 
 
 @ending_together()
-def train(config: TrainConfig, size: GPTConfig, run_directory: Path, prepare: Prepare | None = None) -> int:
+def train(config: TrainConfig, model_config: GPTConfig, run_directory: Path, prepare: Prepare | None = None) -> int:
     """Trains until the schedule or the data ends, or until a signal arrives.
 
     Args:
@@ -62,16 +66,17 @@ def train(config: TrainConfig, size: GPTConfig, run_directory: Path, prepare: Pr
       UserError: the configuration, the data or a checkpoint is wrong.
       KeyboardInterrupt: a signal arrived before there was anything to save.
     """
+    began = startup.begin_run()
     _, hosts = startup.start(**asdict(config.distributed), overlap_gathers=config.zero.overlap_gathers)
     joined = join_run_directory(run_directory, config.resume)
-    check_same_configuration(values_on_all_hosts(config), asdict(size))
+    check_same_configuration(values_on_all_hosts(config), asdict(model_config))
     backend = jax.default_backend()
     log.info("%d %s devices, %d of this host; %s", jax.device_count(), backend, jax.local_device_count(), joined.path)
-    placed = place_model(config, size)  # fails on impossible devices or batches before a corpus is prepared
+    placed = place_model(config, model_config)  # fails on impossible devices or batches before a corpus is prepared
     tokenizer = load_tokenizer(config.data.tokenizer)
     batch_size = config.training.batch_size
     fresh = TrainingPosition(batch_size * hosts, config.batch.global_stages(batch_size, hosts))
-    example = config.objective.make().example
+    example = config.objective.objective().example
     if config.resume is None:
         start = start_of(fresh, placed.steps_per_batch, example.texts * config.data.max_context)
         share_of_batch(start, config.training, config.zero)
@@ -80,7 +85,7 @@ def train(config: TrainConfig, size: GPTConfig, run_directory: Path, prepare: Pr
     resolved = replace(
         config,
         data=resolve_data(
-            config.data, tokenizer, size, str(config.model), has_rows=has_rows, loss_on=loss_on, prepare=prepare
+            config.data, tokenizer, model_config, str(config.model), has_rows=has_rows, loss_on=loss_on, prepare=prepare
         ),
     )
     job = make_job(resolved, placed.with_last_target(bool(resolved.data.last_target)))
@@ -91,7 +96,7 @@ def train(config: TrainConfig, size: GPTConfig, run_directory: Path, prepare: Pr
                 joined.path, resolved.data, resolved.zero, job, resume=resolved.resume, is_fork=joined.is_fork
             )
         )
-        run = _open_run(resolved, job, tokenizer, joined, directory, fresh, in_flight)
+        run = _open_run(resolved, job, tokenizer, joined, directory, fresh, began, in_flight)
         if run is None:
             return 0
         features = stack.enter_context(open_features(resolved, run))
@@ -102,7 +107,7 @@ def train(config: TrainConfig, size: GPTConfig, run_directory: Path, prepare: Pr
         directory.checkpoints.wait()
         if not is_finished:
             by = run.requests.signals
-            reason = f"signal {by[0]}" if by else "another host"
+            reason = Signals(by[0]).name if by else "another host"
             log.info("stopped by %s; step %d is saved; continue with --resume", reason, run.position.step)
             return signals.PREEMPTED
         directory.mirror()
@@ -117,15 +122,18 @@ def _open_run(
     joined: Joined,
     directory: RunDirectory,
     fresh: TrainingPosition,
+    began: float,
     in_flight: int,
 ) -> Run | None:
     """The run at its start or at the checkpoint that it resumes; None if nothing is left to do.
 
     Args:
       fresh: the position of a run that starts.
+      began: when this start did, on the monotonic clock.
       in_flight: steps that are dispatched before an earlier one has ended.
     """
     training = config.training
+    row_tokens = job.objective.example.texts * config.data.max_context
     position = fresh
     restored = None
     if config.resume is not None:
@@ -137,9 +145,14 @@ def _open_run(
             joined,
             checkpoints=directory.checkpoints,
             emergency=directory.emergency,
+            check=lambda at: check_batch(start_of(at, job.steps_per_batch, row_tokens).schedule, training, config.zero),
         )
         position = restored.position
-    row_tokens = job.objective.example.texts * config.data.max_context
+        if agreement.is_host_0():
+            now = Past(training, config.schedule, training, config.data.max_context)
+            warn_of_changes(saved_config(Path(config.resume)), now, position.step)
+    warn_of_remat(position.remat, job.model.remat, position.step)
+    position.remat = job.model.remat
     start = start_of(position, job.steps_per_batch, row_tokens)
     share = share_of_batch(start, training, config.zero)
     has_sets = training.maximum_evaluation_steps > 0
@@ -161,12 +174,13 @@ def _open_run(
         log.info("nothing to do: the run is at step %d of %d", position.step, last)
         return None
     check_identity(position, data.tokenizer, data.training, data.validation)
-    frozen = load_base(config.model, job.model, position)
+    frozen = load_base(config.seed, config.model, job.model, position)
     if restored is None:
+        warn_of_high_rate(config.optimizer.name, training.peak_learning_rate, config.model, config.tuning)
         state = new_state(config.seed, config.model, config.tuning, job, frozen, position)
     else:
         state = restored.state
-    clock = resumed_clock(joined.path, position.step, is_new=config.resume is None or joined.is_fork)
+    clock = resumed_clock(began, joined.path, position.step, is_new=config.resume is None or joined.is_fork)
     record = asdict(config)
     record["training"]["batch_size"] = share
     directory.write_start(record, job, position.step)
@@ -175,7 +189,7 @@ def _open_run(
         config.profile.peak_flops or peak_flops(jax.local_devices()[0]),
         clock,
         start.schedule.steps_per_batch,
-        job.objective.metrics,
+        job.objective.metrics_of_steps,
     )
     return Run(
         job=job,
@@ -209,11 +223,14 @@ def loop(run: Run, steps: StepPrograms, features: Sequence[Feature]) -> bool:
                 for feature in features:
                     feature.after_step(run, step, per_device)
             now = Moment(step, run.is_evaluation, run.is_last, run.requests.agree(step))
-            if not any(is_due(feature, now) for feature in features):
+            due = [feature for feature in features if is_due(feature, now)]
+            if not due:
                 continue
-            if not act(run, features, now, run.read_line()):
+            makes_line = any(feature.makes_line for feature in due)
+            if not act(run, features, now, run.read_line() if makes_line else {}):
                 return False
-            run.metrics.restart()
+            if makes_line:
+                run.metrics.restart()
     if run.is_last:
         return True
     return act(run, features, Moment(run.position.step, False, False, frozenset([STOP])), run.read_line())
@@ -224,9 +241,9 @@ def catch_up(run: Run, features: Sequence[Feature]) -> bool:
     pending = run.position.pending
     if pending is None:
         return True
-    asked = frozenset(pending["features"])
-    acting = [feature for feature in features if feature.takes_every_line or feature.name in asked]
-    return act(run, acting, Moment(run.position.step, False, run.is_last, asked), dict(pending["line"]))
+    requested = frozenset(pending["features"])
+    acting = [feature for feature in features if feature.acts_on_every_line or feature.name in requested]
+    return act(run, acting, Moment(run.position.step, False, run.is_last, requested), dict(pending["line"]))
 
 
 def act(run: Run, features: Sequence[Feature], now: Moment, line: Line) -> bool:
@@ -237,25 +254,25 @@ def act(run: Run, features: Sequence[Feature], now: Moment, line: Line) -> bool:
     """
     waiting: list[str] = []
     for number, feature in enumerate(features):
-        is_acting = bool(line) if feature.takes_every_line else is_due(feature, now)
+        is_acting = bool(line) if feature.acts_on_every_line else is_due(feature, now)
         if not is_acting:
             continue
-        if now.is_stop and feature.may_wait:
+        if now.is_stop and feature.is_deferrable:
             waiting.append(feature.name)
             continue
         rest = features[number + 1 :]
-        later = [feature.name for feature in rest if feature.may_wait and is_due(feature, now)]
+        later = [feature.name for feature in rest if feature.is_deferrable and is_due(feature, now)]
         run.position.pending = pending_actions(line, waiting + later)
         try:
             with run.clock.phase(feature.phase):
                 feature.do(run, now, line)
         except Stopped:
             waiting.append(feature.name)
-            now = now._replace(asked=now.asked | {STOP})
+            now = now._replace(requested=now.requested | {STOP})
     run.position.pending = pending_actions(line, waiting)
     return not now.is_stop
 
 
 def is_due(feature: Feature, now: Moment) -> bool:
     """Whether a feature acts now, by its own rule or on request."""
-    return feature.name in now.asked or feature.due(now)
+    return feature.name in now.requested or feature.due(now)

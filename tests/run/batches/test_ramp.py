@@ -27,6 +27,8 @@ def test_stages(first: int, steps: int, size: int) -> None:
     ("overrides", "message"),
     [
         (("batch.first=3",), "batch.first=3: expected a divisor of training.batch_size=8"),
+        (("batch.first=8",), "batch.first=8: expected less than training.batch_size=8, to which batches grow"),
+        (("training.total_steps=1000",), "batch.steps=1000: expected fewer than training.total_steps=1000"),
         (("batch.steps=6",), "batch.steps=6: expected at least 7, the stages from batch.first to"),
     ],
 )

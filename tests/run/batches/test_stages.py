@@ -4,10 +4,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.config.composing import compose
 from tests.helpers import cli
+from zero.base.errors import UserError
+from zero.commands.modes import check
+from zero.job.sizes import load_sizes
 
-STAGED = (*cli.TINY, "batch=stages", "batch.stages=[[2,16],[3,32],[3,16]]", "training.batch_size=32")
-ROWS = [*[16] * 2, *[32] * 3, *[16] * 3, *[32] * 4]  # of each step: two programs
+STAGED = (*cli.TINY, "batch=stages", "batch.stages=[[2,16],[6,32]]", "training.batch_size=48")
+ROWS = [*[16] * 2, *[32] * 6, *[48] * 4]  # of each step: three programs
 
 
 @pytest.fixture(scope="module")
@@ -36,15 +40,14 @@ def test_resumed_within_a_stage(lasting: cli.Lasting) -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("step", [1, 4])
+@pytest.mark.parametrize("step", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_killed_and_resumed(forks: cli.Forks, step: int) -> None:
     """From a step within a stage the run continues as if nothing had been, with the same rows."""
     arguments = (*STAGED, f"hydra.run.dir=killed-{step}", f"training.evaluation_frequency={step}")
     whole = forks.train(f"whole-{step}", *STAGED, f"training.evaluation_frequency={step}")
     process = forks.start(*arguments)
     run = forks.workplace / f"killed-{step}"
-    while process.poll() is None and not (run / "checkpoints" / str(step)).is_dir():
-        pass
+    process.wait_for(run / "checkpoints" / str(step))
     process.kill()
     process.finish()
     forks.check("--resume", f"hydra.run.dir=killed-{step}")
@@ -57,6 +60,24 @@ def test_first_stage_is_a_run_of_its_size(lasting: cli.Lasting) -> None:
     small = cli.metrics(lasting.train("small", *cli.TINY))
     staged = cli.metrics(lasting.workplace / "whole")
     assert [line["train/loss"] for line in staged[:2]] == [line["train/loss"] for line in small[:2]]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ("[[9,4],[9,2]]", "expected batches that grow up to training.batch_size=8"),
+        ("[[9,4],[9,16]]", "expected batches that grow up to training.batch_size=8"),
+        ("[[9,8]]", "expected batches that grow up to training.batch_size=8"),
+        ("[]", "expected batches that grow up to training.batch_size=8"),
+        ("[[9,4],[991,4]]", "expected fewer steps than training.total_steps=1000"),
+    ],
+)
+def test_stages_without_effect_are_refused(stages: str, message: str) -> None:
+    keys = ("batch=stages", "training.batch_size=8", "training.total_steps=1000", f"batch.stages={stages}")
+    with pytest.raises(UserError, match=message):
+        check(compose(*keys), load_sizes())
+    check(compose(*keys, "resume=runs/earlier"), load_sizes())  # a run that has begun so
 
 
 def test_other_stages_are_refused(forks: cli.Forks) -> None:

@@ -22,6 +22,6 @@ def test_names_the_largest_gradients(caplog: pytest.LogCaptureFixture) -> None:
         feature.do(run, Moment(7, False, False), {"gradient_norm": 10.0})
         assert caplog.messages == []
         feature.do(run, Moment(8, False, False), dict(line))
-    assert caplog.messages == ["step 8: of the squared norm of the gradient: b 69%, c 25%, a 3%"]
+    assert caplog.messages == ["step 8: largest shares of the squared gradient norm: b 69%, c 25%, a 3%"]
     assert sum(largest_shares(line).values()) == pytest.approx(35 / 36)
     assert largest_shares({"gradient_norm/a": 0.0}) == {}

@@ -5,11 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from zero.config.keys import Mistakes, named
+from zero.base.keys import Mistakes, named
 
 
 @dataclass(frozen=True)
-class Keys(ABC):
+class BatchKeys(ABC):
     """The keys shared by all choices of the group `batch`."""
 
     name: str = ""
@@ -26,9 +26,13 @@ class Keys(ABC):
         """The keys that contradict `training.batch_size`."""
         yield from ()
 
+    def start_mistakes(self, batch_size: int, total_steps: int) -> Mistakes:
+        """The keys by which a run that starts would not grow its batches; one that is resumed keeps its own."""
+        yield from ()
+
 
 @dataclass(frozen=True)
-class Constant(Keys):
+class Constant(BatchKeys):
     """training.batch_size sequences per host in every step."""
 
     name: str = named("constant")

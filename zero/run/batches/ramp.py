@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zero.config.constraints import at_least
-from zero.config.keys import Mistakes, key, named
-from zero.run.batches.keys import Keys
+from zero.base.keys import Mistakes, at_least, key, named
+from zero.run.batches.keys import BatchKeys
 
 
 @dataclass(frozen=True)
-class Ramp(Keys):
+class Ramp(BatchKeys):
     """Batches that grow by equal amounts to training.batch_size sequences per host (arXiv 2005.14165, appendix B)."""
 
     name: str = named("ramp")
     first: int = key(
         1,
         at_least(1),
-        "Sequences per host at first, and by which batches grow; a divisor of training.batch_size.",
+        "Sequences per host at the start, and how many each increase adds; a divisor of training.batch_size.",
         fixed=True,
     )
     steps: int = key(1000, at_least(1), "Steps before training.batch_size is reached.", fixed=True)
@@ -41,3 +40,9 @@ class Ramp(Keys):
         count = batch_size // self.first - 1
         if self.steps < count:
             yield "batch.steps", f"at least {count}, the stages from batch.first to training.batch_size={batch_size}"
+
+    def start_mistakes(self, batch_size: int, total_steps: int) -> Mistakes:
+        if self.first >= batch_size:
+            yield "batch.first", f"less than training.batch_size={batch_size}, to which batches grow"
+        if self.steps >= total_steps:
+            yield "batch.steps", f"fewer than training.total_steps={total_steps}, which ends the run"

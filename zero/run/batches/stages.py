@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from zero.config.constraints import is_stages
-from zero.config.keys import Check, key, named
-from zero.run.batches.keys import Keys
+from zero.base.keys import Check, Mistakes, is_stages, key, named
+from zero.run.batches.keys import BatchKeys
 
 
 @dataclass(frozen=True)
-class Stages(Keys):
+class Stages(BatchKeys):
     """Batches that grow in stages to training.batch_size sequences per host (arXiv 2407.21783)."""
 
     name: str = named("stages")
@@ -25,3 +24,10 @@ class Stages(Keys):
 
     def stages_to(self, batch_size: int) -> list[tuple[int, int]]:
         return [(steps, rows) for steps, rows in self.stages]
+
+    def start_mistakes(self, batch_size: int, total_steps: int) -> Mistakes:
+        sizes = [rows for _, rows in self.stages] + [batch_size]
+        if sizes != sorted(sizes) or sizes[0] == batch_size:
+            yield "batch.stages", f"batches that grow up to training.batch_size={batch_size}"
+        if sum(steps for steps, _ in self.stages) >= total_steps:
+            yield "batch.stages", f"fewer steps than training.total_steps={total_steps}, which ends the run"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from zero.run.batches.keys import Constant, Keys
+from zero.run.batches.keys import BatchKeys, Constant
 from zero.run.batches.ramp import Ramp
 from zero.run.batches.stages import Stages
 
-BATCHES: tuple[type[Keys], ...] = (Constant, Stages, Ramp)
+BATCHES: tuple[type[BatchKeys], ...] = (Constant, Stages, Ramp)

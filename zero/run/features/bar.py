@@ -14,8 +14,8 @@ class Bar(Feature):
     """Shows the step and the newest metrics; an evaluation is also logged as a line."""
 
     name = "bar"
-    only_looks = True
-    takes_every_line = True
+    changes_nothing = True
+    acts_on_every_line = True
 
     def __init__(self, run: Run) -> None:
         self._lengths: set[int] = set()  # of sequences, for which the step is compiled

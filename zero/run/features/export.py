@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from zero.base.errors import UserError
-from zero.config.constraints import not_empty
-from zero.config.keys import key
+from zero.base.child_process import environment_without_devices
+from zero.base.errors import Unavailable, UserError
+from zero.base.keys import key, not_empty
 from zero.exchange.export import check_exportable
 from zero.hosts import agreement
 from zero.record.metrics_file import Line
@@ -40,8 +41,8 @@ class Export(Feature):
         )
 
     name = "export"
-    only_looks = True
-    may_wait = True
+    changes_nothing = True
+    is_deferrable = True
 
     def __init__(self, keys: Keys, run: Run) -> None:
         self._folder = keys.folder
@@ -68,10 +69,21 @@ class Export(Feature):
         run.directory.checkpoints.wait()
         if not agreement.is_host_0():
             return
-        environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
         arguments = (f"{run.directory.path}@{now.step}", self._folder)
-        done = subprocess.run((*COMMAND, *arguments), env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            (*COMMAND, *arguments),
+            env=environment_without_devices(),
+            capture_output=True,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for the run
+        )
+        if done.returncode < 0:
+            cause = ", probably out of memory" if -done.returncode == signal.SIGKILL else ""
+            raise Unavailable(
+                f"export.folder={self._folder}: its process was killed by signal {-done.returncode}{cause}; the "
+                f"run is saved, and `zero-weights export {arguments[0]} {self._folder}` writes the folder"
+            )
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["no message"])[-1].removeprefix("error: ")
             raise UserError(f"export.folder={self._folder}: {reason}")
-        log.info("step %d is in %s", now.step, self._folder)
+        log.info("exported step %d to %s", now.step, self._folder)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 
-from zero.config.keys import key
+from zero.base.keys import key
 from zero.inference.harness_tasks import numbers_of, run_tasks
 from zero.inference.scoring import Scorer
 from zero.inference.trained_model import TrainedModel
@@ -30,10 +30,10 @@ class Harness(Feature):
         )
 
     name = "harness"
-    only_looks = True
-    adds = (Metric(("harness/TASK/METRIC",), "tasks of `harness.tasks`"),)
+    changes_nothing = True
+    metrics = (Metric(("harness/TASK/METRIC",), "tasks of `harness.tasks`"),)
     phase = "evaluation"
-    may_wait = True
+    is_deferrable = True
 
     def __init__(self, keys: Keys, run: Run) -> None:
         self._tasks = keys.tasks

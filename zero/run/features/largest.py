@@ -22,14 +22,14 @@ class Largest(Feature):
     """
 
     name = "largest"
-    only_looks = True
-    takes_every_line = True
+    changes_nothing = True
+    acts_on_every_line = True
 
     def do(self, run: Run, now: Moment, line: Line) -> None:
         shares = largest_shares(line)
         if shares and agreement.is_host_0():
             named = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
-            log.info("step %d: of the squared norm of the gradient: %s", now.step, named)
+            log.info("step %d: largest shares of the squared gradient norm: %s", now.step, named)
 
 
 def largest_shares(line: Mapping[str, float]) -> dict[str, float]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 
 from zero.base.errors import UserError
-from zero.corpus.reading import keys
+from zero.corpus.reading.keys import RowSelectionKeys
 from zero.record.metrics_file import Line
 from zero.run.feature import Feature, Moment
 from zero.run.run import Run
 from zero.tracking.metrics import Metric
-from zero.training import guard, schedules
+from zero.training.guard import GuardKeys
+from zero.training.schedules import ScheduleKeys
 
 
 class Limits(Feature):
@@ -22,14 +23,14 @@ class Limits(Feature):
     """
 
     name = "limits"
-    only_looks = True
-    adds = (
+    changes_nothing = True
+    metrics = (
         Metric(("skipped_rows",), "rows so far that could not be read, if `data.max_skipped_rows` allows any"),
         Metric(("end_of_data",), "1 in the last line of a run that `training.max_epochs` ends before its last step"),
     )
-    takes_every_line = True
+    acts_on_every_line = True
 
-    def __init__(self, guarding: guard.Keys, rate: schedules.Keys, reading: keys.Keys) -> None:
+    def __init__(self, guarding: GuardKeys, rate: ScheduleKeys, reading: RowSelectionKeys) -> None:
         self._max_skipped_rows = reading.max_skipped_rows
         self._max_skipped_in_a_row = guarding.max_skipped_in_a_row
         self._spikes = guarding.skip_spikes

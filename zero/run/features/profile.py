@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import jax
 
-from zero.config.keys import Check, key
+from zero.base.keys import Check, key
 from zero.run.feature import Feature
 from zero.run.run import Run
 from zero.training.batch import Batch
@@ -37,7 +37,7 @@ class Profile(Feature):
         )
 
     name = "profile"
-    only_looks = True
+    changes_nothing = True
 
     def __init__(self, keys: Keys, run: Run) -> None:
         self._steps = keys.steps  # None: no trace, or it is done

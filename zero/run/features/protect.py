@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from zero.checkpoints.emergency import Keys
+from zero.checkpoints.emergency import EmergencyKeys
 from zero.record.metrics_file import Line
 from zero.run.feature import Feature, Moment
 from zero.run.features.examination import checked_sums
@@ -17,7 +17,7 @@ class Protect(Feature):
     name = "protect"
     phase = "checkpoint"
 
-    def __init__(self, keys: Keys, run: Run) -> None:
+    def __init__(self, keys: EmergencyKeys, run: Run) -> None:
         self._every = keys.emergency_steps
         self._emergency = run.directory.emergency
 

@@ -8,17 +8,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from zero.config.constraints import at_least
-from zero.config.keys import Mistakes, key
+from zero.base.keys import Mistakes, at_least, key
 from zero.corpus.text.tokenizers import encode_prompt
-from zero.files import storage
-from zero.files.appending import append
 from zero.hosts import agreement
 from zero.inference.generate import generate, until_end
 from zero.models.config import GPTConfig
 from zero.record.metrics_file import Line
 from zero.record.run_files import SAMPLES_FILE
 from zero.run.feature import Feature, Moment
+from zero.run.growing_file import GrowingFile
 from zero.run.run import Run
 from zero.training.programs import make_inference
 
@@ -29,9 +27,6 @@ class Sample(Feature):
     """Appends at most `training.sample_tokens` tokens to RUN/samples.txt; all hosts sample, host 0 writes.
 
     A text ends at the tokenizer's end of text.
-
-    A start drops the samples of steps after the one that it continues from, as it drops their metrics, because these
-    steps are trained again. Training continues if the file cannot be written.
     """
 
     @dataclass(frozen=True)
@@ -39,27 +34,27 @@ class Sample(Feature):
         sample_tokens: int = key(
             300,
             at_least(0),
-            "Tokens to sample from the model at each evaluation; 0: off.",
+            "Tokens to sample from the model at each evaluation; 0: off. A model with score_outputs samples none.",
         )
 
-        def sample_mistakes(self, size: GPTConfig, of_model: str) -> Mistakes:
+        def sample_mistakes(self, model_config: GPTConfig, model_label: str) -> Mistakes:
             name = "training.sample_tokens"
-            if size.has_learned_positions and self.sample_tokens >= size.block_size:
-                learned = f"one less than the learned positions of {of_model}"
-                yield name, f"at most {size.block_size - 1}, {learned}"
-            switch = size.rotary_switch
+            if model_config.has_learned_positions and self.sample_tokens >= model_config.block_size:
+                learned = f"one less than the learned positions of {model_label}"
+                yield name, f"at most {model_config.block_size - 1}, {learned}"
+            switch = model_config.rotary_switch
             if switch is not None and self.sample_tokens >= switch:
                 yield name, f"less than {switch}, beyond which rotary frequencies depend on the length"
 
     name = "sample"
     phase = "evaluation"
-    may_wait = True
+    is_deferrable = True
 
     def __init__(self, keys: Keys, run: Run) -> None:
-        self._count = keys.sample_tokens
+        self._count = 0 if run.job.model.config.score_outputs is not None else keys.sample_tokens
         self._inference = make_inference(run.job.model)
-        if agreement.is_host_0():
-            drop_later(run.directory.path / SAMPLES_FILE, run.position.step)
+        self._file = GrowingFile(run, SAMPLES_FILE, step_of)
+        self._is_compiled = False
 
     @classmethod
     def is_done(cls, run_directory: Path, now: Moment) -> bool:
@@ -72,15 +67,13 @@ class Sample(Feature):
     def do(self, run: Run, now: Moment, line: Line) -> None:
         tokenizer = run.data.tokenizer
         prompt = encode_prompt(tokenizer, "")
+        if not self._is_compiled and agreement.is_host_0():
+            log.info("compiling the sampler, or reading it from the cache")
+        self._is_compiled = True
         chunks = generate(self._inference, run.weights, [prompt], self._count, seed=now.step, chunk=self._count)
         text = tokenizer.decode(until_end(next(chunks)[0, len(prompt) :], tokenizer.special.ends))
-        if not agreement.is_host_0():
-            return
-        try:
-            append(run.directory.path / SAMPLES_FILE, f"{heading(now.step)}\n{text}\n".encode())
-        except OSError as error:
-            log.warning("step %d: its sample could not be written: %s", now.step, error)
-        if now.is_last:
+        self._file.append(now.step, f"{heading(now.step)}\n{text}\n".encode())
+        if now.is_last and agreement.is_host_0():
             log.info("sample:\n%s", text)
 
 
@@ -109,24 +102,11 @@ def samples_after(samples: str, step: int) -> Iterator[tuple[int, str]]:
             yield int(head[1]), samples[head.end() : end].removesuffix("\n")
 
 
-def drop_later(path: Path, step: int) -> None:
-    """Removes the samples of steps after `step` from a file, if any."""
-    written = path.read_bytes() if path.exists() else b""
-    kept = until(written, step)
-    if kept != written:
-        try:
-            storage.write(path, kept)
-        except OSError as error:
-            log.warning("%s: samples of steps after %d could not be removed: %s", path, step, error)
+def step_of(line: bytes) -> int | None:
+    """The step of the sample below this line; None if the line is no heading.
 
-
-def until(samples: bytes, step: int) -> bytes:
-    r"""The contents of the sample file at this step of the run.
-
-    >>> until(b"--- step 5\nto be\n--- step 10\nor not\n", 5)
-    b'--- step 5\nto be\n'
+    >>> step_of(b"--- step 5"), step_of(b"to be")
+    (5, None)
     """
-    for head in re.finditer(rb"^--- step (\d+)$", samples, re.MULTILINE):
-        if int(head[1]) > step:
-            return samples[: head.start()]
-    return samples
+    head = re.fullmatch(rb"--- step (\d+)", line)
+    return None if head is None else int(head[1])

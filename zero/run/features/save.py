@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import asdict, dataclass
 
-from zero.checkpoints import emergency
-from zero.config.constraints import at_least, positive
-from zero.config.keys import key
+from zero.base.keys import at_least, key, positive
+from zero.checkpoints.emergency import EmergencyKeys
 from zero.hosts import agreement
 from zero.record.metrics_file import Line
 from zero.run.feature import Feature, Moment
@@ -39,16 +39,25 @@ class Save(Feature):
     name = "save"
     phase = "checkpoint"
 
-    def __init__(self, keys: Keys, protecting: emergency.Keys, run: Run) -> None:
+    def __init__(self, keys: Keys, protecting: EmergencyKeys, run: Run) -> None:
         self._every = keys.save_every
         self._minutes = keys.checkpoint_minutes
         self._emergency_every = protecting.emergency_steps
         self._checkpoints = run.directory.checkpoints
+        self._run = run
         self._begun_at = time.monotonic()
+        self._was_removed = False  # the directory, which host 0 alone has found
         run.requests.add(self.name, self._is_time)
 
     def _is_time(self) -> bool:
-        """Whether a checkpoint is due by host 0's clock; requested once, since hosts may agree on it one call later."""
+        """Whether a checkpoint is due by host 0's clock; requested once, since hosts may agree on it one call later.
+
+        One is due as well if host 0 finds that the run directory was removed, with all earlier ones.
+        """
+        run = self._run
+        if run.directory.was_removed(run.config, run.job, run.position.step):
+            self._was_removed = True
+            return True
         if self._minutes is None or not agreement.is_host_0():
             return False
         if time.monotonic() <= self._begun_at + 60 * self._minutes:
@@ -77,7 +86,11 @@ class Save(Feature):
         sums = checked_sums(run, validation_loss)
         run.directory.mirror()
         # One time for all hosts, so that they keep the same checkpoints.
-        saved_at = float(agreement.broadcast(f"saved at {now.step}", repr(time.time())))
+        of_host_0 = agreement.broadcast(f"saved at {now.step}", json.dumps([time.time(), self._was_removed]))
+        saved_at, was_removed = json.loads(of_host_0)
+        if was_removed:
+            run.directory.begin_again()
+            self._was_removed = False
         meta = {
             **asdict(run.position),
             "saved_at": saved_at,

@@ -8,8 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from zero.config.constraints import at_least
-from zero.config.keys import key
+from zero.base.keys import at_least, key
 from zero.partition.layout import PyTree
 from zero.record.metrics_file import Line
 from zero.run.feature import Feature, Moment
@@ -34,8 +33,8 @@ class Statistics(Feature):
         )
 
     name = "statistics"
-    only_looks = True
-    adds = (
+    changes_nothing = True
+    metrics = (
         Metric(
             ("activation/...", *(f"{kind}/..." for kind in OF_LEAVES)),
             "with `statistics.every`, of each tensor",

@@ -5,17 +5,15 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from zero.config.constraints import at_least
-from zero.config.keys import key
+from zero.base.keys import at_least, key
 from zero.hosts import agreement
 from zero.record.metrics_file import Line
 from zero.record.run_files import SAMPLES_FILE
 from zero.run.feature import Feature, Moment
 from zero.run.features.sample import samples_after
 from zero.run.run import Run
-from zero.tracking import tracker
 from zero.tracking.metrics import Metric
-from zero.tracking.tracker import Tracker, open_tracker
+from zero.tracking.tracker import Tracker, TrackerKeys, open_tracker
 
 
 class Track(Feature):
@@ -26,15 +24,15 @@ class Track(Feature):
         log_frequency: int = key(10, at_least(1), "Log metrics every n steps.", in_steps=True)
 
     name = "track"
-    adds = (
+    metrics = (
         Metric(
             ("time", "wall_time", "goodput/PHASE"),
             "seconds since 1970; seconds since the first start, over all resumes; the share of each phase",
         ),
     )
-    takes_every_line = True
+    acts_on_every_line = True
 
-    def __init__(self, keys: Keys, destinations: tracker.Keys, run: Run) -> None:
+    def __init__(self, keys: Keys, destinations: TrackerKeys, run: Run) -> None:
         self._every = keys.log_frequency
         self._stack = ExitStack()
         self._tracker: Tracker | None = None

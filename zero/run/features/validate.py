@@ -14,8 +14,7 @@ import jax
 import numpy as np
 
 from zero.base.errors import UserError
-from zero.config.constraints import at_least
-from zero.config.keys import key
+from zero.base.keys import at_least, key
 from zero.corpus.reading.keys import ScoredKeys
 from zero.corpus.reading.loader import HostBatch, Loader
 from zero.corpus.reading.prefetch import prefetch
@@ -61,7 +60,7 @@ class Validate(Feature):
         )
 
     name = "validate"
-    adds = (
+    metrics = (
         Metric(
             ("validation/loss", "validation/ema_loss"),
             "loss of the weights, and of their moving average (`training.ema`), on the first "
@@ -73,7 +72,7 @@ class Validate(Feature):
         ),
     )
     phase = "evaluation"
-    may_wait = True
+    is_deferrable = True
 
     def __init__(self, keys: Keys, scored: ScoredKeys, run: Run) -> None:
         self._sets = run.data.validation
@@ -122,23 +121,23 @@ class Validate(Feature):
         Raises:
           Stopped: a stop request came.
         """
-        of_set = self._zeros(run, weights)
-        of_sample = self._zeros(run, weights)
+        set_sums = self._zeros(run, weights)
+        sample_sums = self._zeros(run, weights)
         global_rows = run.position.global_rows
         with closing(prefetch(loader.batches())) as batches:
             for number, batch in enumerate(islice(batches, self._most_batches)):
                 first_row = number * global_rows
                 rows_in_sample = rows_of_sample - first_row
                 sums = self._sums_of_batch(run, batch, weights)
-                of_set = plus(of_set, sums)
+                set_sums = plus(set_sums, sums)
                 if rows_in_sample >= min(global_rows, loader.rows - first_row):
-                    of_sample = plus(of_sample, sums)
+                    sample_sums = plus(sample_sums, sums)
                 elif rows_in_sample > 0:
                     sample = first_rows(batch, rows_in_sample, run.host_rows)
-                    of_sample = plus(of_sample, self._sums_of_batch(run, sample, weights))
+                    sample_sums = plus(sample_sums, self._sums_of_batch(run, sample, weights))
                 if run.requests.is_stop(run.position.step):
                     raise Stopped
-        return self._over_hosts(of_set), self._over_hosts(of_sample)
+        return self._over_hosts(set_sums), self._over_hosts(sample_sums)
 
     def _sums_of_batch(self, run: Run, batch: HostBatch, weights: dict[str, PyTree]) -> Sums:
         """The sum of losses for each of `weights`, the number of scored tokens, and their bytes on this host.
@@ -151,11 +150,11 @@ class Validate(Feature):
         rows = run.host_rows.split(texts)
         extra = run.extra(rows, batch.extra)
         for name, params in weights.items():
-            loss, terms, of_objective = jax.device_get(run.job.programs.evaluate(params, rows, extra))
+            loss, terms, objective_sums = jax.device_get(run.job.programs.evaluate(params, rows, extra))
             sums[name] = loss.item()
             if name == "loss":
                 sums["tokens"] = terms.item()
-                sums |= {key: x.item() for key, x in of_objective.items()}
+                sums |= {key: x.item() for key, x in objective_sums.items()}
         if self._token_bytes is not None:
             targets = tokens[run.host_rows.is_counted(len(tokens)), 1:]
             sums["bytes"] = int(self._token_bytes[targets[targets >= 0]].sum())
@@ -171,10 +170,10 @@ class Validate(Feature):
     def _zeros(self, run: Run, weights: dict[str, PyTree]) -> Sums:
         return dict.fromkeys((*weights, *run.job.objective.names, "tokens", "bytes"), 0.0)
 
-    def _check_tokens(self, sums: Sums, of_set: str) -> None:
+    def _check_tokens(self, sums: Sums, place: str) -> None:
         if not sums["tokens"]:
             raise UserError(
-                f"training.loss_on={self._loss_on}: the rows{of_set} of the evaluation hold no token to score"
+                f"training.loss_on={self._loss_on}: the rows{place} of the evaluation hold no token to score"
             )
 
 
@@ -199,18 +198,18 @@ def plus(left: Sums, right: Sums) -> Sums:
     return {key: value + right[key] for key, value in left.items()}
 
 
-def means(prefix: str, sums: Sums, of_objective: Sequence[Mean] = ()) -> dict[str, float]:
+def means(prefix: str, sums: Sums, objective_metrics: Sequence[Mean] = ()) -> dict[str, float]:
     """Losses per token, bits per byte if bytes are counted, and the metrics of an objective.
 
     >>> means("validation/", {"loss": 6.0, "tokens": 4.0, "bytes": 0.0})
     {'validation/loss': 1.5}
     """
-    names = {metric.name for metric in of_objective}
+    names = {metric.name for metric in objective_metrics}
     losses = {key: value for key, value in sums.items() if key not in {"tokens", "bytes", *names}}
     values = {key: value / sums["tokens"] for key, value in losses.items()} | divided(
-        of_objective, sums, sums["tokens"]
+        objective_metrics, sums, sums["tokens"]
     )
-    left_out = without_terms(of_objective, sums)
+    left_out = without_terms(objective_metrics, sums)
     metrics = {f"{prefix}{key}": value for key, value in values.items() if key not in left_out}
     if sums["bytes"]:
         metrics[f"{prefix}bits_per_byte"] = losses["loss"] / math.log(2) / sums["bytes"]

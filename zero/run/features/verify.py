@@ -9,8 +9,7 @@ import jax
 import numpy as np
 
 from zero.base.errors import Unavailable, UserError
-from zero.config.constraints import at_least
-from zero.config.keys import key
+from zero.base.keys import at_least, key
 from zero.partition.global_arrays import pmap_devices
 from zero.partition.layout import PyTree
 from zero.run.feature import Feature
@@ -41,7 +40,7 @@ class Verify(Feature):
         )
 
     name = "verify"
-    only_looks = True
+    changes_nothing = True
 
     def __init__(self, keys: Keys, run: Run) -> None:
         self._every = keys.every
