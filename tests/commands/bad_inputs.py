@@ -4,13 +4,22 @@ Each of them once ended in a traceback, or might have. The exit status is 2: the
 launcher does not repeat it.
 """
 
+import gzip
 import json
+import pickle
+from datetime import date
+from decimal import Decimal
 from typing import Any
 
+import numpy as np
+
+from tests.helpers import sources
 from tests.helpers.readers import npy_header
+from tests.helpers.shards import npy
 
 DEEP = b"[" * 100_000
 NOT_UTF8 = b"\xff"
+OFFICE = b"PK\3\4" + bytes(26) + b"[Content_Types].xml"
 LLAMA: dict[str, Any] = {"model_type": "llama", "num_attention_heads": 2, "rms_norm_eps": 1e-5}
 NEO: dict[str, Any] = {"model_type": "gpt_neo", "num_heads": 2, "layer_norm_epsilon": 1e-5}
 SHARDS: dict[str, Any] = {"shards": []}
@@ -35,7 +44,7 @@ CONFIGURATIONS: dict[str, str] = {
     "seed=99999999999999999999": "seed=99999999999999999999: expected 0 to 4294967295",
     "training.weight_decay=nan": "training.weight_decay=nan: expected zero or more",
     "training.peak_learning_rate=inf": "training.peak_learning_rate=inf: expected zero or more",
-    "profile.steps=[1,null]": "profile.steps=[1, None]: expected the first and the last",
+    "profile.steps=[1,null]": "profile.steps=[1, null]: expected the first and the last",
     "mode=plan plan.grid.stage=[]": "plan.grid.stage=[]: expected a list, each element one of 0, 1, 2, 3",
     "harness.tasks=5": "harness.tasks=5: expected a list",
     "zero.stage=[1]": "zero.stage=[1]: expected an integer, one of 0, 1, 2, 3",
@@ -55,7 +64,7 @@ CONFIGURATIONS: dict[str, str] = {
     "mode=evaluate evaluate=null": "evaluate=null: expected a section of keys",
     "model='???'": "model",
     "optimizer=null": "optimizer=null: expected one of adamw, ademamix, lion",
-    "training=[1]": "training=[1]: Cannot merge DictConfig with ListConfig",
+    "training=[1]": "training=[1]: expected a section of keys",
     "mode=plan plan.grid=5": "plan.grid=5: expected a section of keys",
     "model.size='???'": "model.size: missing",
     "mode='???'": "mode=???: expected one of train, evaluate",
@@ -73,9 +82,13 @@ CONFIGURATIONS: dict[str, str] = {
 # The same for whole programs: what only they do.
 PROGRAMS: dict[str, str] = {
     "mode=plan hydra.run.dir=${nope}": "hydra.run.dir: Interpolation key 'nope' not found",
+    "mode=plan model.size=${nope}": "model.size: Interpolation key 'nope' not found",
+    "optimizer=${nope}": "optimizer=${nope}: Error resolving interpolation '${nope}'",
+    # An interpolation that can be resolved is no mistake.
+    "mode=plan seed=${training.warmup_steps} plan.topology=v3-9": "plan.topology=v3-9: expected v3-",
     "mode=plan hydra.run.dir=locked": "[Errno 21] Is a directory: ",  # in place of the log
     "mode=plan hydra.run.dir=loop": "[Errno 17] File exists: 'loop'",
-    "--resume hydra.run.dir=\udcff": "LexerNoViableAltException: hydra.run.dir=",
+    "--resume hydra.run.dir=\udcff": "has no checkpoint",
 }
 # The name of a file (tests/helpers/readers.py), its content, and words of the message beside its path.
 FILES: tuple[tuple[str, Any, str], ...] = (
@@ -140,36 +153,36 @@ FILES: tuple[tuple[str, Any, str], ...] = (
     (
         "config.json",
         {**LLAMA, "rope_scaling": 5},
-        "the keys of rotary positions hold something else: argument of type 'int'",
+        "the keys of rotary positions cannot be read: argument of type 'int'",
     ),
     (
         "config.json",
         {**LLAMA, "rope_parameters": [1]},
-        "the keys of rotary positions hold something else: 'list'",
+        "the keys of rotary positions cannot be read: 'list'",
     ),
     (
         "config.json",
         {**LLAMA, "rope_theta": "x"},
-        "the keys of rotary positions hold something else: could not",
+        "the keys of rotary positions cannot be read: could not",
     ),
     (
         "config.json",
         {**LLAMA, "rope_theta": 10**400},
-        "the keys of rotary positions hold something else: int too",
+        "the keys of rotary positions cannot be read: int too",
     ),
-    ("config.json", {**NEO, "attention_types": 5}, "the keys of windows hold something else: 'int' object is not"),
+    ("config.json", {**NEO, "attention_types": 5}, "the keys of windows cannot be read: 'int' object is not"),
     (
         "config.json",
         {**NEO, "attention_types": [[["global"], 10**10]]},
         "attention_types names 2 layers",
     ),
-    ("config.json", {**NEO, "attention_types": [["global", "local"]]}, "the keys of windows hold something else"),
+    ("config.json", {**NEO, "attention_types": [["global", "local"]]}, "the keys of windows cannot be read"),
     (
         "config.json",
         {**LLAMA, "model_type": "mistral", "sliding_window": [1]},
-        "the keys of windows hold something else",
+        "the keys of windows cannot be read",
     ),
-    ("config.json", {**LLAMA, "model_type": "mistral", "sliding_window": 1e999}, "windows hold something else: cannot"),
+    ("config.json", {**LLAMA, "model_type": "mistral", "sliding_window": 1e999}, "windows cannot be read: cannot"),
     ("model.safetensors.index.json", DEEP, "expected a JSON object: maximum recursion depth exceeded"),
     ("model.safetensors.index.json", b"[]", "expected a JSON object: found list"),
     ("model.safetensors.index.json", {"weight_map": []}, "expected a weight_map from the names of tensors"),
@@ -189,8 +202,64 @@ FILES: tuple[tuple[str, Any, str], ...] = (
     ("documents.jsonl", b"5", 'documents.jsonl, line 1: expected a string under "text"; found no object'),
     ("documents.jsonl", b'{"text": [1]}', 'documents.jsonl, line 1: expected a string under "text"; it is a list'),
     ("documents.jsonl", b'{"text": ' + b"9" * 5000 + b"}", "line 1: expected a JSON object: Exceeds the limit"),
-    ("documents.jsonl.gz", b"x", "is truncated or damaged: Not a gzipped file"),
-    ("documents.jsonl.zst", b"x", "is truncated or damaged: zstd decompressor error"),
+    ("documents.jsonl.gz", b"x", "is not compressed with .gz, judging by its first bytes; remove .gz from its name"),
+    (
+        "documents.jsonl.gz",
+        gzip.compress(b'{"text": "a"}\n') + b"x",
+        "continues with other bytes after the end of its gzip",
+    ),
+    ("documents.jsonl.zst", b"x", "is not compressed with .zst, judging by its first bytes; remove .zst from its name"),
+    ("documents.jsonl.zst", b"\x28\xb5\x2f\xfdxxxx", "is truncated or damaged: zstd decompressor error"),
+    (
+        "documents.jsonl",
+        gzip.compress(b'{"text": "a"}'),
+        "documents.jsonl is compressed with gzip; add .gz to its name",
+    ),
+    (
+        "documents.jsonl",
+        b'{\n "text": "a"\n}',
+        "is JSON over several lines, but its name promises one object per line: name it",
+    ),
+    ("documents.jsonl", '{"text": "a"}'.encode("utf-16"), "is UTF-16; convert it: iconv -f UTF-16 -t UTF-8"),
+    ("documents.jsonl", '{"text": "a"}'.encode("utf-16-le"), "is UTF-16; convert it: iconv -f UTF-16LE -t UTF-8"),
+    ("documents.jsonl", b'{"text": "a \\ud83d b"}', "line 1: character 2, \\ud83d, is half of a surrogate pair"),
+    ("documents.json", DEEP, "documents.json, line 1: expected JSON: maximum recursion depth exceeded"),
+    ("documents.json", b'[{"text": "a"},\n {"text":]', "documents.json, line 2: expected JSON: Expecting value"),
+    ("documents.json", b'[{"text": "a"},\n {"text": "b', "line 2: expected JSON: Unterminated string"),
+    ("documents.json", b'[{"text": "a"}', "line 1: expected JSON: the array does not end"),
+    ("documents.json", b'[{"text": "a"}]\n[]', "line 2: expected JSON: expected nothing after the array"),
+    ("documents.json", b'[{"text": "a"} {"text": "b"}]', "line 1: expected JSON: Expecting ',' or ']'"),
+    ("documents.json", b"[5]", 'documents.json, item 1: expected a string under "text"; found no object'),
+    ("documents.json", b"{\xff", "documents.json is not UTF-8; convert it with iconv"),
+    ("documents.csv", "text\na\n".encode("utf-16"), "is UTF-16; convert it: iconv -f UTF-16 -t UTF-8"),
+    ("documents.txt", OFFICE, "is an Office document; save a table as .csv, a text as .txt"),
+    ("documents.txt", b"PK\3\4" + bytes(40), "is a zip archive; unpack it and pass the folder"),
+    ("documents.txt", b"SQLite format 3\0", "is an SQLite database; export a table: sqlite3 -header -csv"),
+    ("documents.txt", pickle.dumps(["a"]), "is a pickle, which can run any code and is never loaded"),
+    ("documents.txt", pickle.dumps(["a"], 0), "is a pickle, which can run any code and is never loaded"),
+    (
+        "documents.tar",
+        sources.tar({"a.1.txt": b"a", "a.2.txt": b"b"}),
+        "found 1.txt, 2.txt, which webdataset takes for one",
+    ),
+    ("documents.tar", sources.tar({"a.txt": b"a", "a.TXT": b"b"}), "a.TXT is there twice; expected each file once"),
+    (
+        "documents.parquet",
+        sources.parquet_bytes({"text": [b"\xff"]}),
+        'row 0: expected a string under "text"; it is bytes that',
+    ),
+    (
+        "documents.parquet",
+        sources.parquet_bytes({"text": [date(2020, 1, 1)]}),
+        'row 0: expected a string under "text"; it is of the type date',
+    ),
+    (
+        "documents.parquet",
+        sources.parquet_bytes({"text": [Decimal("1.5")]}),
+        'row 0: expected a string under "text"; it is of the type Decimal',
+    ),
+    ("tokens.npy", npy(np.zeros(9)), "tokens.npy holds float64; expected token ids, integers"),
+    ("tokens.npy", npy(np.asfortranarray(np.ones((2, 3), int))), "stores its array column by column (Fortran order)"),
     ("completions.jsonl", DEEP, "completions.jsonl, line 1: expected a JSON object: maximum recursion depth exceeded"),
     (
         "completions.jsonl",
@@ -250,7 +319,7 @@ FILES: tuple[tuple[str, Any, str], ...] = (
         "expected the configuration of a run: line 1, column 4",
     ),
     ("config.yaml", b"data: 5", "is damaged: expected the configuration of a run"),
-    ("config.yaml", b"data: '${nope}'", "is damaged: expected the configuration of a run: Interpolation key 'nope'"),
+    ("config.yaml", b"data: '${nope}'", "is damaged: expected the configuration of a run: data is not a section"),
     ("config.yaml", DATA.replace(b"null", b"[1]"), "data.bucket_path or data.checkpoint_directory is not a path"),
     (
         "config.yaml",
@@ -268,7 +337,11 @@ FILES: tuple[tuple[str, Any, str], ...] = (
     ("model_config.yaml", SIZE + b", windows: 5}", "size 'a': windows: Invalid value assigned"),
     ("model_config.yaml", SIZE + b", dropout: 1}", "expected the model sizes: line 1"),
     ("model_config.yaml", SIZE.replace(b"num_head: 2", b"num_head: 0") + b"}", "size 'a': num_head must be at least 1"),
-    ("model_config.yaml", SIZE.replace(b"N: 1", b"N: '${nope}'") + b"}", "expected the model sizes: Interpolation key"),
+    (
+        "model_config.yaml",
+        SIZE.replace(b"N: 1", b"N: '${nope}'") + b"}",
+        "size 'a': N: Value '${nope}' of type 'str' could not",
+    ),
     ("manifest.json", b"{", "is not a manifest that this version can read"),
     ("manifest.json", DEEP, "is not a manifest that this version can read"),
     ("manifest.json", b"5", "is not a manifest that this version can read"),

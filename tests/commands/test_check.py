@@ -1,5 +1,8 @@
 """`python -m zero.commands.check` on programs that were not changed."""
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,9 +32,88 @@ def test_program_would_be_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "use zero.across_shards(optax.clip_by_global_norm(...))" in last
 
 
+PAIR = """
+import jax, jax.numpy as jnp, optax
+
+optimizer = optax.adam(1e-3)
+
+def params():
+    return {"w": jnp.zeros((64, 64))}
+
+def pair():
+    return params(), optimizer.init(params())
+
+def with_key():
+    return {"key": jax.random.key(0), "opt_state": optimizer.init(params()), "step": 0, "weights": params()}
+"""
+
+
+@pytest.mark.parametrize("name", ["params", "pair", "with_key"])
+def test_the_state_beside_parameters_is_not_a_parameter(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A program that holds two variables, in place of a train state with `params`."""
+    program = tmp_path / "train.py"
+    program.write_text(PAIR)
+    assert check.main([str(program), "optimizer", name]) == 0
+    first, whole, *_ = capsys.readouterr().out.splitlines()
+    assert first == "optimizer state per device: 32,772 bytes replicated, 4,100 over 8 devices"
+    assert whole == "whole on every device: nothing"
+
+
+def test_a_plan_names_the_extra_that_it_needs(tmp_path: Path) -> None:
+    """`pip install .` brings no psutil."""
+    program = tmp_path / "train.py"
+    program.write_text(STEP)
+    arguments = [str(program), "train_step", "arguments", "--topology", "v5e-8"]
+    code = f"import sys; sys.modules['psutil'] = None; from zero.commands import check; check.main({arguments})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert re.fullmatch(r"zero\.plan needs psutil, which is missing; .*plan.*\n", done.stderr)
+
+
+def test_a_program_that_does_not_exist(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"mine\.py: no such file"):
+        check.main([str(tmp_path / "mine.py"), "optimizer", "params"])
+
+
 def test_names_that_a_program_lacks() -> None:
     with pytest.raises(
         SystemExit,
         match=r"has no 'tx' at its top level\. .* print\(check\.examine\(optimizer, params, 32\).text\)",
     ):
         check.main([str(EXAMPLES / "sam" / "train.py"), "tx", "create_state", "--devices", "32"])
+
+
+STEP = """
+from functools import partial
+import jax, jax.numpy as jnp
+
+@partial(jax.pmap, axis_name="i")
+def train_step(params, batch):
+    return params - jax.lax.pmean(jax.grad(lambda p: jnp.square(batch @ p).mean())(params), "i")
+
+def arguments():
+    return jax.ShapeDtypeStruct((8, 512, 512), "float32"), jax.ShapeDtypeStruct((8, 64, 512), "float32")
+
+wrong = (1, 2, 3)
+"""
+
+
+def test_a_step_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a page; what the program lacks, and what the plan refuses, is one line."""
+    pytest.importorskip("libtpu")
+    program = tmp_path / "train.py"
+    program.write_text(STEP)
+    page = tmp_path / "plan.html"
+    options = ["--topology", "v5e-8", "--save", str(page)]
+    assert check.main([str(program), "train_step", "arguments", *options]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("train_step on v5e-8: 8 devices") and "all-reduce: 1 per step" in printed
+    assert "train.py:7" in page.read_text()
+    with pytest.raises(SystemExit, match=r"has no 'step' at its top level.* print\(zero\.plan\(step, \*arguments"):
+        check.main([str(program), "step", "arguments", *options])
+    with pytest.raises(SystemExit, match="topology=v5e-7: expected"):
+        check.main([str(program), "train_step", "arguments", "--topology", "v5e-7"])
+    with pytest.raises(SystemExit, match=r"argument 0 has the shape \(\): expected 8 in dimension 0"):
+        check.main([str(program), "train_step", "wrong", "--topology", "v5e-8"])

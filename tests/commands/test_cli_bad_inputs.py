@@ -1,9 +1,11 @@
 """Every input of the table in bad_inputs.py ends with one line that says what is wrong and where, and with 2."""
 
+import copy
 from pathlib import Path
 
 import pytest
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
 
 from tests.commands.bad_inputs import CONFIGURATIONS, DAMAGED_LINES, FILES, PROGRAMS, content
 from tests.config.composing import compose
@@ -13,6 +15,7 @@ from zero.base.errors import UserError
 from zero.commands.cli import all_mistakes, check_names, resolve
 from zero.commands.cli import compose as cli_compose
 from zero.commands.modes import default_config
+from zero.config.saved_config import flat_config
 from zero.record.run_files import save_config
 from zero.run.find_run import resume_overrides
 
@@ -45,6 +48,20 @@ def test_configurations(workplace: Path, overrides: str) -> None:
     status, message = outcome(start)
     assert status == 2
     assert "\n" not in message and CONFIGURATIONS[overrides] in message, message
+
+
+@pytest.mark.parametrize("mode", ["train", "plan"])  # the others first look for a run
+def test_interpolation_that_cannot_be_resolved(mode: str) -> None:
+    """It is refused by the name of its key, whichever key it is."""
+    composed = compose(f"mode={mode}")
+    for key in flat_config(composed):
+        config = copy.deepcopy(composed)
+        OmegaConf.update(config, key, "${nope}", merge=False)
+        with pytest.raises(UserError) as caught:
+            resolve(config, [])
+        lines = str(caught.value).splitlines()
+        wanted = (f"{key}=${{nope}}: Interpolation key", f"{key}: Interpolation key")
+        assert any(line.startswith(wanted) for line in lines), lines
 
 
 def test_keys_of_a_choice_beside_a_misspelled_one() -> None:

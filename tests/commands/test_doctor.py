@@ -115,11 +115,11 @@ def test_unreachable_bucket(
     examine: Examine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A network that does not answer is said, and is a fault within seconds, not a stall of this process."""
-    from zero.files.storage import gcs
+    from zero.files.storage import fsspec_store, gcs
 
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:9")
     gcs.client.cache_clear()
-    monkeypatch.setattr(gcs, "TOLD_AFTER", 1)
+    monkeypatch.setattr(fsspec_store, "TOLD_AFTER", 0)
     monkeypatch.setattr(doctor, "BUCKET_SECONDS", 1)
     status, lines = examine("data.bucket_path=absent", only=["bucket"])
     gcs.client.cache_clear()

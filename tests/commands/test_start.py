@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from zero.base.errors import install_command
+
 # Libraries that are there after `pip install .`: those of jax, numpy and optax, and Python's own.
 WITHOUT_EXTRAS = """
 import sys
@@ -41,14 +43,28 @@ getattr(start, name)()
     ("program", "function", "extra"),
     [
         ("zero-train", "train", "train"),
-        pytest.param("zero-plan", "plan", "train", marks=pytest.mark.wide),
         pytest.param("zero-prepare", "prepare", "corpus", marks=pytest.mark.wide),
         pytest.param("zero-report", "report", "train", marks=pytest.mark.wide),
         pytest.param("zero-weights", "weights", "train", marks=pytest.mark.wide),
     ],
 )
-def test_missing_extra_is_named(program: str, function: str, extra: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", WITHOUT_EXTRAS, program, function, "--help"]
+def test_missing_extra_is_named(
+    program: str, function: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    argument = "seed=1" if program == "zero-train" else "--help"  # its help needs no extra
+    command = [sys.executable, "-c", WITHOUT_EXTRAS, program, function, argument]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith(f"error: {program}: "), done.stderr
-    assert f"[{extra}]'" in done.stderr and done.stderr.count("\n") == 1
+    assert done.stderr.endswith(f" is missing; {install_command(extra)}\n") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_command_that_installs(is_own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The set-up in the environment that it made; pip in any other; both with the tested versions."""
+    clone = Path(__file__).parents[2]
+    monkeypatch.chdir(clone)
+    monkeypatch.setattr(sys, "prefix", "/mine" if is_own else str(clone / ".venv"))
+    plan = "pip install -c ./constraints.txt -e '.[plan]'" if is_own else "./prepareTPUVM.sh --plan"
+    assert install_command("plan") == plan
+    assert install_command("hub") == "pip install -c ./constraints.txt -e '.[hub]'"

@@ -1,9 +1,13 @@
 """Is my program ready? `python -m zero.commands.check train.py optimizer create_params` says so before you change it.
 
 It loads the program without running it as `__main__`, and takes two names from it: an optax transform, and the
-parameters, or a function without arguments that makes them, or a train state that has them as `params`. Nothing is
-computed: the program of each device is only traced, on a host without accelerators as well. Where a program makes both
-inside a function, `print(check.examine(tx, params, 8).text)` there says the same.
+parameters, or a function without arguments that makes them. They may be in a train state that has them as `params`, or
+in a tuple or dict beside the state of the optimizer. Nothing is computed: the program of each device is only traced, on
+a host without accelerators as well. If a program makes both inside a function, write
+`print(check.examine(tx, params, 8).text)` there.
+
+`python -m zero.commands.check train.py train_step arguments --topology v5e-16` prints `zero.plan` of a step instead:
+its memory, traffic and seconds on TPUs that need not be there. `arguments` is a tuple, or a function that returns one.
 """
 
 from __future__ import annotations
@@ -11,16 +15,19 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import zero
+from zero.base.errors import UserError
+from zero.costs.absent_devices import NotPlannable
 
 
 class Report(NamedTuple):
@@ -71,13 +78,40 @@ def _trace(optimizer: optax.GradientTransformation, params: Any, devices: int) -
     jax.eval_shape(jax.vmap(step, in_axes=None, axis_name="devices", axis_size=devices), params)
 
 
-def _shapes(made: Any) -> Any:
-    """The shapes of parameters that a program holds, or makes, alone or in a train state."""
+def _shapes(optimizer: optax.GradientTransformation, made: Any) -> Any:
+    """The shapes of parameters that a program holds, or makes, alone, in a train state or beside the optimizer's."""
     shapes = jax.eval_shape(made) if callable(made) else made
-    return getattr(shapes, "params", shapes)
+    if hasattr(shapes, "params"):
+        return shapes.params
+    parts: list[Any] = []
+    if isinstance(shapes, Mapping):
+        parts = list(shapes.values())
+    elif isinstance(shapes, (tuple, list)):
+        parts = list(shapes)
+    for part in parts:
+        if any(other is not part and _is_state_of(optimizer, part, other) for other in parts):
+            return part
+    return shapes
+
+
+def _is_state_of(optimizer: optax.GradientTransformation, params: Any, state: Any) -> bool:
+    """Whether a tree has the form of the optimizer's state for these parameters."""
+    try:
+        made = jax.eval_shape(optimizer.init, params)
+    except (AttributeError, KeyError, TypeError, ValueError):  # a random key or a counter, which no optimizer takes
+        return False
+    return _form(made) == _form(state)
+
+
+def _form(tree: Any) -> tuple[Any, list[tuple[int, ...]]]:
+    """The structure of a tree and the shapes of its leaves."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [np.shape(leaf) for leaf in leaves]
 
 
 def _load(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise SystemExit(f"{path}: no such file")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise SystemExit(f"{path}: expected a Python file")
@@ -87,26 +121,61 @@ def _load(path: Path) -> ModuleType:
     return module
 
 
+def _plan(module: ModuleType, options: argparse.Namespace) -> int:
+    """Prints the plan of a step: 0 if it fits, 1 if it does not."""
+    for name in (options.name, options.made_from):
+        if not hasattr(module, name):
+            raise SystemExit(
+                f"{options.program} has no {name!r} at its top level. If it is created inside a function, write there: "
+                f"print(zero.plan(step, *arguments, topology={options.topology!r}))"
+            )
+    made = getattr(module, options.made_from)
+    try:
+        make_plan = zero.plan
+    except ModuleNotFoundError as error:
+        raise SystemExit(str(error)) from error
+    try:
+        plan = make_plan(
+            getattr(module, options.name), *(made() if callable(made) else made), topology=options.topology
+        )
+    except (UserError, NotPlannable) as error:
+        raise SystemExit(str(error)) from error
+    print(plan)
+    if options.save is not None:
+        plan.save(options.save)
+        print(options.save)
+    return 0 if plan.fits else 1
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command: 0 if the program is ready, 1 if its optimizer would be refused."""
     parser = argparse.ArgumentParser(
         prog="python -m zero.commands.check", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("program", type=Path, help="the Python file")
-    parser.add_argument("optimizer", help="the name of its optax transform")
+    parser.add_argument("name", help="the name of its optax transform; with --topology of its training step")
     parser.add_argument(
-        "params", help="the name of its parameters, or of a function that returns them or a train state"
+        "made_from",
+        help="the name of its parameters, of a train state, or of a function that returns one of them; with --topology "
+        "of the step's arguments, a tuple, or of a function that returns it",
     )
     parser.add_argument("--devices", type=int, default=8, help="the number of devices to plan for")
+    parser.add_argument("--topology", help="a TPU slice such as v5e-16: what a step costs there, by the TPU compiler")
+    parser.add_argument("--save", type=Path, help="with --topology: a page with the schedule of the step")
     options = parser.parse_args(arguments)
+    if options.save is not None and options.topology is None:
+        parser.error("--save needs --topology")
     module = _load(options.program)
-    for name in (options.optimizer, options.params):
+    if options.topology is not None:
+        return _plan(module, options)
+    for name in (options.name, options.made_from):
         if not hasattr(module, name):
             raise SystemExit(
                 f"{options.program} has no {name!r} at its top level. If it is created inside a function, write there: "
                 f"from zero.commands import check; print(check.examine(optimizer, params, {options.devices}).text)"
             )
-    report = examine(getattr(module, options.optimizer), _shapes(getattr(module, options.params)), options.devices)
+    optimizer = getattr(module, options.name)
+    report = examine(optimizer, _shapes(optimizer, getattr(module, options.made_from)), options.devices)
     print(report.text)
     return 0 if report.refusal is None else 1
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -25,24 +25,18 @@ from omegaconf.errors import OmegaConfBaseException
 from zero.base.errors import FULL_DISK, WRONG_PATH, UserError, file_error
 from zero.commands.arguments import check_form, take_text_literally
 from zero.commands.early_messages import EarlyMessages
-from zero.commands.help import help_text, version_text
-from zero.commands.modes import MODES, check, describe, merge_resumed
-from zero.config.check import Sizes
-from zero.config.constraints import shown
+from zero.commands.modes import MODES, check, describe
+from zero.commands.origins import filled, keys_of, sizes_of
 from zero.config.files import conf_directory
 from zero.config.saved_config import with_groups
 from zero.corpus.preparing.prepare_if_missing import corpus_name, prepare_if_missing
 from zero.hosts.hardware import check_slice
 from zero.hosts.signals import SIGNALS, IgnoreBrokenPipe, exit_immediately, unanswered
-from zero.job.sizes import load_sizes
 from zero.models.config import GPTConfig
 from zero.record.ownership import discarding_unused, new_directory
-from zero.record.run_files import describe_full_disk, saved_config, split_step
-from zero.run.find_run import parsed_overrides, results_in_run, resume_overrides, trained_run
+from zero.record.run_files import describe_full_disk, saved_config
+from zero.run.find_run import parsed_overrides, results_in_run, resume_overrides
 from zero.run.sweeps import check_places, continue_job, swept_keys, write_table
-
-if TYPE_CHECKING:
-    from zero.exchange.hub_model import HubModel
 
 EARLY_MESSAGES = EarlyMessages()  # about the run that a command continues
 QUOTE = "'"  # around a value on the command line
@@ -54,15 +48,11 @@ def main() -> None:
     """Runs the command line in `sys.argv`. Exit status: see docs/reference/exit-statuses.md."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # otherwise Hydra prints what it catches, over many lines
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax's threads would log after the last line
-    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # else the first run logs that fonts were listed
     sys.stdout = IgnoreBrokenPipe(sys.stdout)
     with errors_in_lines():
         for number in SIGNALS:
             signal.signal(number, interrupt)
         try:
-            if asked := {"--help", "-h", "--version"}.intersection(sys.argv):
-                print(version_text() if "--version" in asked else help_text([x for x in sys.argv[1:] if x[0] != "-"]))
-                return
             check_form(sys.argv[1:])
             sys.argv[1:] = take_text_literally(sys.argv[1:])
             check_names(sys.argv[1:])
@@ -87,7 +77,8 @@ def with_groups_of_run(arguments: list[str]) -> list[str]:
 @hydra.main(version_base="1.3", config_path=str(conf_directory()), config_name="config")
 def run(config: DictConfig) -> None:
     hydra_config = HydraConfig.get()
-    overrides = list(hydra_config.overrides.task)
+    # As written: an interpolation in an override refers to the keys of the run, not to those of Hydra.
+    overrides: Any = OmegaConf.to_container(hydra_config.overrides.task, resolve=False)
     run_directory = Path(hydra_config.runtime.output_dir)
     EARLY_MESSAGES.show()
     with errors_in_lines(), discarding_unused(run_directory):
@@ -118,122 +109,13 @@ def resolve(config: DictConfig, overrides: list[str]) -> tuple[Any, GPTConfig]:
     Raises:
       UserError: a line for each mistake.
     """
-    keys = [override.lstrip("+~").partition("=")[0] for override in overrides]
     check_names(overrides)
-    sizes: Sizes | None = None
     try:
-        check_keys_of_runs(config)
-        if config.resume is not None:
-            config = merge_resumed(saved_config(Path(config.resume)), config, overrides)
-        elif config.mode in ("evaluate", "sample") and (folder := folder_in_place_of_run(config)) is not None:
-            sizes = use_folder(config, folder, keys)
-        elif config.mode in ("evaluate", "sample"):
-            waits = config.mode == "evaluate" and config.evaluate.follow is True
-            use_step(config)
-            config.model.model_path = str(trained_run(config.model.model_path, waits))
-            saved = saved_config(Path(config.model.model_path))
-            config = merge_resumed(saved, config, [*overrides, "model.model_path", "data.resume_step"])
-        elif config.model.warm_start and "model.size" not in keys:
-            use_base(config, keys)
+        config, sizes = filled(config, overrides)
     except OmegaConfBaseException as error:  # one of these keys is missing or no value
         raise UserError(describe(error)) from error
-    sizes = sizes or sizes_of(config)
-    checked = check(config, sizes, keys)
+    checked = check(config, sizes, keys_of(overrides))
     return checked, sizes.chosen(checked.model)
-
-
-def sizes_of(config: DictConfig) -> Sizes:
-    """Where the size of the model is found: in files, or in a Hugging Face folder that it names."""
-    size = OmegaConf.select(config, "model.size")  # None if it is missing, which the check says
-    if isinstance(size, str) and (size.startswith("hf:") or (Path(size) / "config.json").is_file()):
-        from zero.exchange.hub_model import sizes_named  # as below
-
-        return sizes_named(size)
-    return load_sizes()
-
-
-def use_base(config: DictConfig, given: Sequence[str]) -> None:
-    """Sets size and tokenizer of a run by the Hugging Face folder that it starts from, except for what is given.
-
-    Raises as `folder_in_place_of_run`.
-    """
-    place = config.model.model_path
-    if place is None or not (place.startswith("hf:") or (Path(place) / "config.json").is_file()):
-        return
-    from zero.exchange.hub_model import open_hf_config  # as below
-
-    folder = open_hf_config(place)
-    assert folder is not None
-    config.model.size = folder.name
-    if place.startswith("hf:"):
-        config.model.model_path = folder.name
-    if "data.tokenizer" not in given:
-        config.data.tokenizer = folder.tokenizer()
-    elif "model.override.vocab_size" not in given and "model.override" not in given:
-        config.model.override = folder.override_for(config.data.tokenizer)
-
-
-def folder_in_place_of_run(config: DictConfig) -> HubModel | None:
-    """The Hugging Face folder that is evaluated or sampled; None for a run."""
-    place = config.model.model_path
-    if place is None or not (place.startswith("hf:") or (Path(place) / "config.json").is_file()):
-        return None
-    from zero.exchange.hub_model import open_hf_model  # the import takes a second, and runs do not need it
-
-    return open_hf_model(place)
-
-
-def use_step(config: DictConfig) -> None:
-    """Sets the run and the step of `model.model_path=RUN@STEP`.
-
-    Raises:
-      UserError: another key excludes a step.
-    """
-    named = config.model.model_path
-    run, step = (None, None) if named is None else split_step(named)
-    if step is None:
-        return
-    if config.data.resume_step is not None:
-        raise UserError(f"data.resume_step={config.data.resume_step}: expected null, as model.model_path={named}")
-    if config.mode == "evaluate" and config.evaluate.follow:
-        raise UserError(f"model.model_path={named}: expected a run without a step, as evaluate.follow=true")
-    config.model.model_path = run
-    config.data.resume_step = step
-
-
-def use_folder(config: DictConfig, folder: HubModel, given: Sequence[str]) -> Sizes:
-    """Sets the keys of a run by a Hugging Face folder, except for those that are given; returns its size.
-
-    A folder has no validation set; the default one of training belongs to another tokenizer.
-
-    Raises:
-      UserError: a key names what only a run has.
-    """
-    for key, value in (("data.resume_step", None), ("evaluate.follow", False)):
-        if OmegaConf.select(config, key) not in (value, None):
-            raise UserError(f"{key}={OmegaConf.select(config, key)}: {folder.path} is not a run and has no checkpoints")
-    config.model.model_path = str(folder.path)
-    if "data.index_path_validation" not in given:
-        config.data.index_path_validation = None
-    if "data.tokenizer" not in given:
-        config.data.tokenizer = folder.tokenizer()
-    if "data.max_context" not in given:
-        config.data.max_context = min(config.data.max_context or folder.size.block_size, folder.size.block_size)
-    return folder
-
-
-def check_keys_of_runs(config: DictConfig) -> None:
-    """Raises UserError for keys that select a run, or their sections, of another type.
-
-    They are read before all others, which are validated when the run is known.
-    """
-    for name in ("model", "data", "evaluate"):
-        if name in config and not isinstance(config[name], DictConfig):
-            raise UserError(f"{name}={shown(config[name])}: expected a section of keys")
-    for key in ("resume", "model.model_path"):
-        value = OmegaConf.select(config, key)
-        if value is not None and not isinstance(value, str):
-            raise UserError(f"{key}={value}: expected a path, or null")
 
 
 def check_names(overrides: Sequence[str]) -> None:
@@ -276,7 +158,7 @@ def compose(overrides: list[str]) -> tuple[Any, GPTConfig]:
 def program(mode: str) -> Callable[[Any, GPTConfig, Path], int]:
     """The function of a mode, imported after the check of the configuration, because the import takes seconds."""
     if mode == "plan":
-        from zero.plan.plan import plan
+        from zero.planning.plan import plan
 
         return plan
     if mode == "evaluate":
@@ -313,7 +195,9 @@ def all_mistakes(arguments: Sequence[str], first: HydraException | OmegaConfBase
                 hydra.compose("config", [*right, override])
                 right.append(override)
             except HydraException as error:
-                mistakes.append(describe(error))
+                message = describe(error)
+                is_named = override.partition("=")[0].lstrip("+~") in message
+                mistakes.append(message if is_named else f"{override}: {message}")
         try:
             resolve(hydra.compose("config", right), right)
         except HydraException as error:

@@ -53,10 +53,10 @@ class Fault(Exception):
 class Settings(NamedTuple):
     """The run that the arguments describe."""
 
-    distributed: startup.Keys
+    distributed: startup.DistributedKeys
     zero: Sharding
-    profile: step_programs.Keys
-    data: directory.Keys
+    profile: step_programs.StepProgramKeys
+    data: directory.DirectoryKeys
     size: GPTConfig
     slice_of_tpus: str | None = None  # as it was chosen, such as +preset=v3-32
 
@@ -143,7 +143,7 @@ def hosts(settings: Settings) -> str:
     """Joins the other hosts and starts the devices, exactly as training does."""
     from zero.hosts import startup
 
-    options = asdict(settings.distributed) | {"stall_minutes": STALL_MINUTES}
+    options = asdict(settings.distributed) | {"stall_minutes": STALL_MINUTES, "start_minutes": None}
     index, count = startup.start(**options, overlap_gathers=settings.zero.overlap_gathers)
     if count > 1:
         return f"host {index} of {count}"

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-from zero.base.errors import UserError
+from zero.base.errors import UserError, exit_on_error
+from zero.base.text_table import in_columns
 from zero.base.versions import version_of
-from zero.commands.modes import MODES
-from zero.config.constraints import shown
-from zero.config.files import conf_directory
-from zero.config.keys import Group, Key, Section, all_keys, members_of
-from zero.job.sizes import load_sizes
+from zero.commands.declared import CONF, Choice, DeclaredKey, declared, sizes_in_files
+from zero.hosts.signals import IgnoreBrokenPipe
 
+OPTIONS = {"--help", "-h", "--version"}
 WIDEST = 100  # columns; a narrower terminal has shorter lines
 COMMANDS = {
     "": "train a small model",
@@ -33,6 +34,16 @@ ADDED = {
 }
 
 
+def main(arguments: Sequence[str]) -> None:
+    """Prints what `--help` or `--version`, one of these arguments, asks for; the others are names to explain."""
+    sys.stdout = IgnoreBrokenPipe(sys.stdout)
+    with exit_on_error():
+        if "--version" in arguments:
+            print(version_text())
+        else:
+            print(help_text([argument for argument in arguments if not argument.startswith("-")]))
+
+
 def help_text(names: Sequence[str]) -> str:
     """One screen, or what these names mean.
 
@@ -48,10 +59,16 @@ def help_text(names: Sequence[str]) -> str:
         if lines:
             pages.append("\n".join(lines))
         else:
-            mistakes.append(MODES.unknown(name))
+            mistakes.append(_unknown(name))
     if mistakes:
         raise UserError("\n".join(mistakes))
     return "\n\n".join(pages)
+
+
+def _unknown(name: str) -> str:
+    from zero.config.messages import unknown_key  # it imports Hydra, which takes half a second
+
+    return unknown_key(name, declared().owners(), declared().groups)
 
 
 def version_text() -> str:
@@ -68,23 +85,23 @@ def _screen() -> Iterator[str]:
         yield f"  python main_zero.py {arguments:<38} {meaning}"
     yield ""
     yield "Groups, such as optimizer=lion; the first is the default:"
-    for group, choices in MODES.choices().items():
-        yield from _list(group, choices)
+    for group_name, group in declared().groups.items():
+        yield from _list(group_name, group.choices)
+    yield from _list("mode", declared().modes)
     yield ""
     yield "Presets and other files of settings, such as +preset=v3-8:"
-    for group, meaning in ADDED.items():
-        yield from _list(f"+{group}", _files(group), meaning)
+    for folder, meaning in ADDED.items():
+        yield from _list(f"+{folder}", _files(folder), meaning)
     yield ""
     yield "Keys, by section:"
-    plain = [member.name for member in members_of(MODES.first) if isinstance(member, Key) and member.name != "mode"]
-    yield f"  {'':<12} {', '.join(plain)}"
-    for member in members_of(MODES.first):
-        if isinstance(member, Section):
-            count = len(list(all_keys(member.kind)))
-            noun = "key" if count == 1 else "keys"
-            yield f"  {member.name:<12} {count} {noun}"
+    for section, keys in declared().sections.items():
+        if section:
+            noun = "key" if len(keys) == 1 else "keys"
+            yield f"  {section:<12} {len(keys)} {noun}"
+        else:
+            yield f"  {'':<12} {', '.join(key.name for key in keys if key.name != 'mode')}"
     yield ""
-    yield f"model.size is one of {len(load_sizes())} sizes, or FILE:ENTRY: --help sizes"
+    yield "model.size is an entry of conf/models, or FILE:ENTRY: --help sizes"
     yield from _wrapped(
         "--help KEY, SECTION, GROUP or GROUP=CHOICE explains it. --cfg job prints the configuration, --multirun sweeps "
         "over key=a,b; --resume=auto continues or starts; --version. docs/reference/keys.md has all keys."
@@ -92,7 +109,7 @@ def _screen() -> Iterator[str]:
 
 
 def _files(group: str) -> list[str]:
-    return sorted(path.stem for path in (conf_directory() / group).glob("*.yaml") if path.stem != "common")
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml") if path.stem != "common")
 
 
 def _list(name: str, values: Iterable[str], meaning: str = "") -> list[str]:
@@ -111,94 +128,95 @@ def _wrapped(text: str, start: str = "", further: str = "") -> list[str]:
 def _page(name: str) -> Iterator[str]:
     """What this name means, as far as it is one; no line if it is none."""
     if name == "sizes":
-        yield from _list("model.size", load_sizes(), "FILE:ENTRY, or an entry of conf/model_config.yaml or conf/models")
+        yield from _wrapped("model.size: FILE:ENTRY, or an entry of conf/model_config.yaml or conf/models:")
+        yield ""
+        yield from _size_table(CONF)
     elif name in ADDED:
         yield from _list(f"+{name}", _files(name), ADDED[name])
-    elif name in MODES.groups:
-        yield f"{name}: {MODES.groups[name].comment} One of:"
-        for choice, kind in MODES.groups[name].choices.items():
+    elif name in declared().groups:
+        group = declared().groups[name]
+        yield f"{name}: {group.meaning} One of:"
+        for choice_name, choice in group.choices.items():
             yield ""
-            yield from _choice(MODES.groups[name], choice, kind)
+            yield from _choice(f"{name}={choice_name}", choice)
     elif name == "mode":
-        for mode, kind in MODES.kinds.items():
-            yield from _wrapped(f"mode={mode}: {_first_line(kind)}")
-    elif name in MODES.own_sections:
-        yield from _section(f"{name}.", MODES.own_sections[name])
-    elif name.startswith("mode=") and name.partition("=")[2] in MODES.kinds:
-        mode = name.partition("=")[2]
-        yield from _wrapped(f"mode={mode}: {_first_line(MODES.kinds[mode])}")
-        if mode in MODES.own_sections:
-            yield from _section(f"{mode}.", MODES.own_sections[mode])
-    elif (
-        name.partition("=")[0] in MODES.groups
-        and name.partition("=")[2] in MODES.groups[name.partition("=")[0]].choices
-    ):
-        group, _, choice = name.partition("=")
-        yield from _choice(MODES.groups[group], choice, MODES.groups[group].choices[choice])
+        for mode_name, mode in declared().modes.items():
+            yield from _wrapped(f"mode={mode_name}: {mode.meaning}")
+    elif name in _all_choices():
+        yield from _choice(name, _all_choices()[name])
+    elif name in declared().modes and declared().modes[name].keys:
+        yield from _keys(declared().modes[name].keys)
     else:
-        yield from _key_or_section(name)
+        if name and name in declared().sections:
+            yield from _keys(declared().sections[name])
+        yield from _key(name)
 
 
-def _key_or_section(name: str) -> Iterator[str]:
-    for member in members_of(MODES.first):
-        if isinstance(member, Section) and member.name == name:
-            yield from _section(f"{name}.", member.kind)
-    for key, owner in _every_key():
-        if key.name == name:
-            yield from explained(key, owner)
+def _all_choices() -> dict[str, Choice]:
+    """Every choice of a group, and every mode, by its argument, such as optimizer=lion."""
+    choices = {f"mode={name}": mode for name, mode in declared().modes.items()}
+    for group_name, group in declared().groups.items():
+        choices |= {f"{group_name}={name}": choice for name, choice in group.choices.items()}
+    return choices
 
 
-def _every_key() -> Iterator[tuple[Key, str]]:
-    """Each key with the choice or mode that has it; "" if every run has it."""
-    for key in all_keys(MODES.first):
-        if key.name.partition(".")[0] not in MODES.groups:
-            yield key, ""
-    for group in MODES.groups.values():
-        for choice, kind in group.choices.items():
-            for key in all_keys(kind, f"{group.name}."):
-                yield key, f"{group.name}={choice}"
-    for mode, kind in MODES.own_sections.items():
-        for key in all_keys(kind, f"{mode}."):
-            yield key, f"mode={mode}"
+def _size_table(conf: Path) -> Iterator[str]:
+    """The sizes, smallest first, and a remark if some were not counted."""
+    sizes = sizes_in_files(conf)
+    names = ["model.size", *(size.name for size in sizes)]
+    rows = [["parameters", "layers", "width", "context"]]
+    for size in sizes:
+        rows.append([_count(number) for number in (size.parameters, size.layers, size.width, size.context)])
+    families = ["family", *(size.family for size in sizes)]
+    width = max(map(len, names))
+    for name, counts, family in zip(names, in_columns(rows), families, strict=True):
+        yield f"{name:<{width}}  {counts}  {family}".rstrip()
+    if any(size.parameters is None for size in sizes):
+        yield ""
+        yield from _wrapped(
+            "-: not counted, because the entry was changed or added. mode=plan model.size=NAME counts its parameters."
+        )
 
 
-def _section(prefix: str, kind: type) -> Iterator[str]:
-    for key in all_keys(kind, prefix):
+def _count(number: Any) -> str:
+    """A cell of the table of sizes. A file may hold a value of any type: one that is no number is printed unchanged.
+
+    >>> _count(8030261248), _count(None), _count("many")
+    ('8,030,261,248', '-', 'many')
+    """
+    if number is None:
+        return "-"
+    if isinstance(number, int):
+        return f"{number:,}"
+    return str(number)
+
+
+def _key(name: str) -> Iterator[str]:
+    """A key, once for each choice that has it."""
+    for keys in declared().sections.values():
+        for key in keys:
+            if key.name == name and name.partition(".")[0] not in declared().groups:
+                yield from explained(key)
+    for argument, choice in _all_choices().items():
+        for key in choice.keys:
+            if key.name == name:
+                yield from explained(key, argument)
+
+
+def _keys(keys: Iterable[DeclaredKey]) -> Iterator[str]:
+    for key in keys:
         yield from explained(key)
 
 
-def _choice(group: Group, choice: str, kind: type) -> Iterator[str]:
-    yield from _wrapped(f"{group.name}={choice}: {_first_line(kind)}")
-    yield from _section(f"{group.name}.", kind)
+def _choice(argument: str, choice: Choice) -> Iterator[str]:
+    yield from _wrapped(f"{argument}: {choice.meaning}")
+    yield from _keys(choice.keys)
 
 
-def _first_line(kind: type) -> str:
-    return (kind.__doc__ or "").partition("\n")[0]
-
-
-def explained(key: Key, owner: str = "") -> Iterator[str]:
+def explained(key: DeclaredKey, owner: str = "") -> Iterator[str]:
     """A key, its default, its meaning and its values, wrapped."""
-    yield f"{key.name}={yaml_text(key.default)}" + (f" ({owner})" if owner else "")
+    yield f"{key.name}={key.default}" + (f" ({owner})" if owner else "")
     for line in key.lines:
         yield from _wrapped(line, "    ", "      ")
-    if key.check is not None:
-        expects = f"expects {key.check.expected}"
-        if key.is_optional:
-            expects += ", or null"
-        yield from _wrapped(expects, "    ", "      ")
-
-
-def yaml_text(value: Any) -> str:
-    """A value as a person would write it in YAML.
-
-    >>> yaml_text(0.003), yaml_text(10**11), yaml_text([2, 3]), yaml_text(0.1), yaml_text({})
-    ('3.0e-3', '100_000_000_000', '[2, 3]', '0.1', '{}')
-    """
-    if isinstance(value, float) and 0 < value < 0.01:
-        mantissa, _, exponent = f"{value:.1e}".partition("e")
-        return f"{mantissa}e{int(exponent)}"
-    if isinstance(value, int) and value >= 10_000:
-        return f"{value:_}"
-    if isinstance(value, list):
-        return f"[{', '.join(map(yaml_text, value))}]"
-    return shown(value)
+    if key.expects:
+        yield from _wrapped(f"expects {key.expects}", "    ", "      ")

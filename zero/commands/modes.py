@@ -8,13 +8,13 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
+from zero.base.keys import defaults_of
 from zero.config import check as checks
 from zero.config import messages, saved_config
 from zero.config.check import Sizes
-from zero.config.keys import defaults_of
 from zero.config.modes import Modes
 from zero.inference.config import EvaluateConfig, SampleConfig
-from zero.plan.config import PlanConfig
+from zero.planning.config import PlanConfig
 from zero.run.config import TrainConfig, default_config
 
 __all__ = ["MODES", "check", "default_config", "describe", "merge_resumed", "typed"]
@@ -44,7 +44,7 @@ def describe(error: Exception) -> str:
 def _store() -> None:
     """Tells Hydra all keys, the groups and their choices, and that model.override takes any key.
 
-    So a key that is declared works before it is printed into conf/config.yaml.
+    So a declared key can be composed before it is printed into conf/config.yaml.
     """
     store = ConfigStore.instance()
     keys = defaults_of(MODES.first)

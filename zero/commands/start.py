@@ -26,6 +26,11 @@ def train() -> None:
     if "--doctor" in sys.argv:
         sys.argv.remove("--doctor")
         sys.exit(_main_of("zero.commands.doctor", "train")(sys.argv[1:]))
+    help_commands = import_module("zero.commands.help")
+    if help_commands.OPTIONS.intersection(sys.argv):
+        help_commands.main(sys.argv[1:])
+        return
+    _main_of("zero.commands.names", "train")(sys.argv[1:])
     gc.disable()  # until all is imported: a tenth of the CPU time to the first step went into passes over modules
     _main_of("zero.commands.cli", "train")()
 

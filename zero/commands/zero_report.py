@@ -1,9 +1,10 @@
-"""The HTML report of runs: `zero-report RUN [RUN ...] [--to report.html]`; several are drawn over each other."""
+"""The HTML report of runs: `zero-report RUN [RUN ...] [--to report.html] [--picture]`; one page shows all of them."""
 
 import argparse
 import sys
 from pathlib import Path
 
+from zero.base.child_process import end_with_input
 from zero.base.errors import exit_on_error
 from zero.config.saved_config import flat_config
 from zero.report.html_report import REPORT_FILE, summary, write_report
@@ -18,9 +19,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="zero-report", description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory")
     parser.add_argument("--to", type=Path, help="the file to write; default: report.html in the first run")
+    parser.add_argument("--picture", action="store_true", help="draw run.png in each run as well")
+    parser.add_argument("--beside-a-run", action="store_true", help=argparse.SUPPRESS)  # ends with its input
     options = parser.parse_args()
+    if options.beside_a_run:
+        end_with_input()
     with exit_on_error():
-        page = write_report(options.runs, options.to or options.runs[0] / REPORT_FILE, flat_config(default_config()))
+        defaults = flat_config(default_config())
+        page = write_report(options.runs, options.to or options.runs[0] / REPORT_FILE, defaults, options.picture)
         print("\n".join(summary(options.runs)), file=sys.stderr)
         print(page)
 
