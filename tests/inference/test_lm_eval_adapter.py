@@ -357,7 +357,7 @@ def test_missing_harness_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "zero.inference.lm_eval_adapter", raising=False)
     monkeypatch.delattr("zero.inference.lm_eval_adapter", raising=False)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(UserError, match=r"lm_eval is missing; pip install -e '.*\[lm-eval\]'"):
+    with pytest.raises(UserError, match=r"lm_eval is missing; pip install -c .*constraints.txt -e '.*\[lm-eval\]'"):
         harness_tasks._adapter_module()
 
 

@@ -11,8 +11,8 @@ import pytest
 from tests.config.composing import compose
 from tests.helpers.key_table import ELSEWHERE, OF_THE_STEP
 from zero.base.errors import UserError
+from zero.base.keys import all_keys, values_in_scores
 from zero.commands.modes import MODES, check
-from zero.config.keys import all_keys, values_in_scores
 from zero.inference.score_identity import score_identity
 from zero.job.devices import make_axis
 from zero.job.job import make_job, place_model

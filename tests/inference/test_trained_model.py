@@ -52,7 +52,7 @@ def held_and_thawed(size: GPTConfig) -> Any:
 
 def loss_of(model: ShardedGPT, weights: Any) -> float:
     """Nats per token over rows of eight devices."""
-    programs = make_programs(model, adamw(0.1), StepOptions(RATE), jax.devices()[:8])
+    programs = make_programs(model, adamw(0.1, axes=model.axes), StepOptions(RATE), jax.devices()[:8])
     total, terms, _ = programs.evaluate(weights, tokens(0).reshape(8, -1, 12))
     return float(total) / int(terms)
 

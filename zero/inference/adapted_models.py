@@ -37,7 +37,7 @@ def adapted_models(
     tokenizer = load_tokenizer(data.tokenizer)
     base = _base(str(path.model_path), data, ema, replace(model, master_dtype="float32"), tokenizer)
     for source in sources:
-        read = _of_folder if (Path(source) / CONFIG_FILE).is_file() else _of_run
+        read = _folder_adapters if (Path(source) / CONFIG_FILE).is_file() else _run_adapters
         params, step = read(source, base, model)
         yield source, TrainedModel(model, params, tokenizer, step)
         del params  # before the next set is merged
@@ -69,7 +69,7 @@ def _in_dtypes_of_run(base: PyTree, tuned: ShardedGPT) -> PyTree:
     return {**cast(params), **collections}
 
 
-def _of_run(source: str, base: PyTree, model: ShardedGPT) -> tuple[PyTree, int | None]:
+def _run_adapters(source: str, base: PyTree, model: ShardedGPT) -> tuple[PyTree, int | None]:
     def read(saved: SavedStep) -> tuple[PyTree, int]:
         tuning = saved.tuning()
         if tuning is None:
@@ -84,6 +84,6 @@ def _of_run(source: str, base: PyTree, model: ShardedGPT) -> tuple[PyTree, int |
     return read_place(source, read)
 
 
-def _of_folder(source: str, base: PyTree, model: ShardedGPT) -> tuple[PyTree, int | None]:
+def _folder_adapters(source: str, base: PyTree, model: ShardedGPT) -> tuple[PyTree, int | None]:
     tuned = replace(model, tuning=Tuning(peft_adapters(Path(source), model.config)))
     return merged_weights(_in_dtypes_of_run(base, tuned), read_peft(Path(source), tuned), tuned, model), None

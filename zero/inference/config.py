@@ -6,31 +6,36 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Self
 
-from zero.config.constraints import (
+from zero.base.keys import (
+    Check,
+    Mistakes,
     at_least,
+    choice,
     fraction,
+    key,
     list_of,
     not_empty,
     positive,
     random_seed,
+    section,
     zero_or_more,
 )
-from zero.config.keys import Check, Mistakes, choice, key, section
 from zero.config.modes import Configuration
 from zero.corpus.reading.keys import ScoredKeys, SetKeys
 from zero.exchange import warm_start
-from zero.hosts import startup
+from zero.hosts.startup import DistributedKeys
 from zero.inference.output import Output
+from zero.inference.outputs.examples import Examples
 from zero.inference.outputs.harness import Harness
 from zero.inference.outputs.top_tokens import TopTokens
 from zero.inference.outputs.validation import Validation
 from zero.inference.trained_model import HeldWeights, SavedData
-from zero.job import sizes
 from zero.job.model import AttentionKeys
 from zero.job.sharding import WeightKeys
+from zero.job.sizes import SizeKeys
 from zero.models.config import GPTConfig
-from zero.tracking import tracker
-from zero.training.objectives import objective
+from zero.tracking.tracker import TrackerKeys
+from zero.training.objectives.objective import ObjectiveKeys
 from zero.training.objectives.table import OBJECTIVES
 
 _PROMPTS = "a string, quoted as '\"2024\"' if it looks like a number, or a list of strings"
@@ -130,12 +135,12 @@ class Sample(HeldWeights):
 
 
 @dataclass(frozen=True)
-class Model(sizes.Keys, warm_start.PathKeys, AttentionKeys):
+class Model(SizeKeys, warm_start.PathKeys, AttentionKeys):
     """The model of a run, and where the run is."""
 
 
 @dataclass(frozen=True)
-class EvaluateData(SavedData, SetKeys, tracker.Keys):
+class EvaluateData(SavedData, SetKeys, TrackerKeys):
     """The keys that define a run's rows and validation sets."""
 
 
@@ -146,17 +151,17 @@ class TrainedModelConfig(Configuration):
     model: Model = section(Model)
     data: SavedData = section(SavedData)
     zero: WeightKeys = section(WeightKeys)
-    distributed: startup.Keys = section(startup.Keys)
+    distributed: DistributedKeys = section(DistributedKeys)
 
-    def fitted(self, size: GPTConfig) -> Self:
+    def fitted(self, model_config: GPTConfig) -> Self:
         if self.data.max_context is not None:
             return self
-        return dataclasses.replace(self, data=dataclasses.replace(self.data, max_context=size.block_size))
+        return dataclasses.replace(self, data=dataclasses.replace(self.data, max_context=model_config.block_size))
 
-    def mistakes(self, size: GPTConfig) -> Mistakes:
-        of_model = str(self.model)
-        yield from self.data.row_mistakes(size, of_model)
-        yield from self.zero.mistakes(size, of_model)
+    def mistakes(self, model_config: GPTConfig) -> Mistakes:
+        model_label = str(self.model)
+        yield from self.data.row_mistakes(model_config, model_label)
+        yield from self.zero.mistakes(model_config, model_label)
         yield from self.distributed.mistakes()
 
 
@@ -166,7 +171,7 @@ class EvaluateConfig(TrainedModelConfig):
 
     training: ScoredKeys = section(ScoredKeys)
     data: EvaluateData = section(EvaluateData)
-    objective: objective.Keys = choice(OBJECTIVES, "What was minimized.")
+    objective: ObjectiveKeys = choice(OBJECTIVES, "What was minimized.")
     evaluate: Evaluate = section(Evaluate, "mode=evaluate")
 
     @property
@@ -174,10 +179,10 @@ class EvaluateConfig(TrainedModelConfig):
         """Tokens that are seen at once, when the configuration is checked."""
         return self.evaluate.context or int(self.data.max_context)
 
-    def mistakes(self, size: GPTConfig) -> Mistakes:
-        yield from super().mistakes(size)
+    def mistakes(self, model_config: GPTConfig) -> Mistakes:
+        yield from super().mistakes(model_config)
         evaluate = self.evaluate
-        yield from evaluate.mistakes("evaluate", size, str(self.model), self.zero.tensor_shards)
+        yield from evaluate.mistakes("evaluate", model_config, str(self.model), self.zero.tensor_shards)
         if evaluate.weight_dtype != "auto" and evaluate.adapters is not None:
             yield "evaluate.weight_dtype", "auto, as evaluate.adapters are merged into one copy of the weights"
         if evaluate.follow and self.data.resume_step is not None:
@@ -185,7 +190,7 @@ class EvaluateConfig(TrainedModelConfig):
         if evaluate.follow and evaluate.adapters is not None:
             yield "evaluate.adapters", "null with evaluate.follow, which scores the checkpoints of one run"
         for output in outputs(self):
-            yield from output.mistakes(size, str(self.model))
+            yield from output.mistakes(model_config, str(self.model))
             if not (output.is_asked and output.is_of_one_model):
                 continue
             if evaluate.follow:
@@ -207,6 +212,7 @@ def outputs(config: EvaluateConfig) -> list[Output]:
     return [
         TopTokens(evaluate, config.data),
         Validation(evaluate, config.training, config.data, config.context, config.objective),
+        Examples(evaluate, config.data, config.objective),
         Harness(evaluate, config.data),
     ]
 
@@ -217,6 +223,8 @@ class SampleConfig(TrainedModelConfig):
 
     sample: Sample = section(Sample, "mode=sample")
 
-    def mistakes(self, size: GPTConfig) -> Mistakes:
-        yield from super().mistakes(size)
-        yield from self.sample.mistakes("sample", size, str(self.model), self.zero.tensor_shards)
+    def mistakes(self, model_config: GPTConfig) -> Mistakes:
+        yield from super().mistakes(model_config)
+        if model_config.score_outputs is not None:
+            yield "model.model_path", f"a model of tokens, as {self.model} has a head of scores in place of logits"
+        yield from self.sample.mistakes("sample", model_config, str(self.model), self.zero.tensor_shards)

@@ -28,6 +28,7 @@ from zero.record.evaluations_file import PREFIX, append_evaluation, identity_of,
 from zero.record.metrics_file import Log
 from zero.record.run_files import WAIT_SECONDS, WANDB_ID_FILE, saved_checkpoint_directory, saved_steps, shared_file
 from zero.tracking import tracker
+from zero.tracking.tracker import TrackerKeys
 
 log = logging.getLogger(__name__)
 
@@ -153,7 +154,7 @@ def _is_last(run: Path, step: int) -> bool:
 
 
 def follower_tracker(
-    run: Path, run_directory: Path, destinations: tracker.Keys, record: dict[str, Any], digest: str
+    run: Path, run_directory: Path, destinations: TrackerKeys, record: dict[str, Any], digest: str
 ) -> AbstractContextManager[Log]:
     """A separate tracker. A restart continues its W&B run, which is named after the training run and what is scored."""
     trained = shared_file(run, saved_checkpoint_directory(run), WANDB_ID_FILE)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from zero.config.keys import Check, key
+from zero.base.keys import Check, key
 from zero.corpus.format.index_files import PATHS, SETS, Shard, named_sets, paths_of, read_index
 from zero.corpus.reading.keys import SetKeys, is_validation
 

@@ -105,10 +105,10 @@ class HarnessModel(TemplateLM):
         return scores
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        windows_of_texts = [self._windows(*request.args) for request in requests]
-        windows = [(("", ""), *window) for window in chain.from_iterable(windows_of_texts)]
+        windows_by_text = [self._windows(*request.args) for request in requests]
+        windows = [(("", ""), *window) for window in chain.from_iterable(windows_by_text)]
         scores = iter(self._loglikelihood_tokens(windows))
-        return [sum(score for score, _ in islice(scores, len(of_text))) for of_text in windows_of_texts]
+        return [sum(score for score, _ in islice(scores, len(windows))) for windows in windows_by_text]
 
     def _windows(self, text: str) -> list[tuple[list[int], list[int]]]:
         """The tokens of a text in windows that score each of them once, each with the tokens before it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
-from zero.config.keys import Mistakes
+from zero.base.keys import Mistakes
 from zero.inference.scoring import Scorer
 from zero.models.config import GPTConfig
 
@@ -30,7 +30,7 @@ class Output(ABC):
     def is_asked(self) -> bool:
         """Whether the keys ask for it; otherwise only `mistakes` is called."""
 
-    def mistakes(self, size: GPTConfig, of_model: str) -> Mistakes:
+    def mistakes(self, model_config: GPTConfig, model_label: str) -> Mistakes:
         """The contradictions between its keys, or beside the model: a key, and what was expected."""
         yield from ()
 
@@ -39,5 +39,5 @@ class Output(ABC):
         return {}
 
     @abstractmethod
-    def make(self, scorer: Scorer) -> dict[str, Any]:
+    def evaluate(self, scorer: Scorer) -> dict[str, Any]:
         """Its part of evaluation.json, for the weights of the scorer. All hosts call it."""

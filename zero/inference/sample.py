@@ -20,8 +20,9 @@ from zero.base.errors import UserError
 from zero.config.check import values_on_all_hosts
 from zero.corpus.text.chat_template import load_chat_template
 from zero.corpus.text.tokenizers import FileTokenizer, Tokenizer, encode_prompt
+from zero.files import storage
 from zero.files.parsing import reading
-from zero.hosts import startup
+from zero.hosts import startup, watchdog
 from zero.hosts.agreement import is_host_0
 from zero.hosts.same_configuration import check_same_configuration
 from zero.hosts.watchdog import ending_together
@@ -40,7 +41,7 @@ TEXTS_FILE = "samples.jsonl"
 
 
 @ending_together()
-def sample(config: SampleConfig, size: GPTConfig, run_directory: Path) -> int:
+def sample(config: SampleConfig, model_config: GPTConfig, run_directory: Path) -> int:
     """Continues each prompt; writes to `samples.jsonl` and to the terminal, where a single text is streamed.
 
     Returns:
@@ -52,10 +53,11 @@ def sample(config: SampleConfig, size: GPTConfig, run_directory: Path) -> int:
     options = config.sample
     prompts = [] if options.interactive else repeated(_prompts(options), options.copies)
     startup.start(**asdict(config.distributed), overlap_gathers=config.zero.overlap_gathers)
-    check_same_configuration(values_on_all_hosts(config), asdict(size))
+    check_same_configuration(values_on_all_hosts(config), asdict(model_config))
     rows = 1 if options.interactive else len(prompts)
-    model = place_model(size, rows, config.model, config.data, config.zero, options)
+    model = place_model(model_config, rows, config.model, config.data, config.zero, options)
     trained = open_model(model, config.model, config.data, options.ema)
+    watchdog.wait_without_limit()
     tokenizer = trained.tokenizer
     encode = (
         _chat_encoder(config.data.tokenizer, tokenizer, options.template_variables)
@@ -68,10 +70,10 @@ def sample(config: SampleConfig, size: GPTConfig, run_directory: Path) -> int:
     ends = tokenizer.special.ends
     encoded = [encode(prompt) for prompt in prompts]
     longest = max(map(len, encoded)) + options.tokens
-    if size.has_learned_positions and longest > size.block_size:
+    if model_config.has_learned_positions and longest > model_config.block_size:
         raise UserError(
             f"sample.tokens={options.tokens}: prompt and text are {longest} tokens, but the model has only "
-            f"{size.block_size} learned positions"
+            f"{model_config.block_size} learned positions"
         )
     line_break = "\n" if options.chat else ""
     screen = sys.stdout if is_host_0() and len(prompts) == 1 else None
@@ -79,6 +81,8 @@ def sample(config: SampleConfig, size: GPTConfig, run_directory: Path) -> int:
         screen.write(prompts[0] + line_break)
     shown, drawn = "", 0
     programs = make_inference(trained.model, sampling_of(options))
+    if is_host_0():
+        log.info("compiling the sampler, or reading it from the cache")
     steps = generate(programs, trained.params, encoded, options.tokens, seed=options.seed, chunk=STREAM_CHUNK)
     chunks = -(-(longest - min(map(len, encoded))) // STREAM_CHUNK)
     with Stage("chunks of text", chunks, is_shown=screen is None and is_host_0()) as stage:
@@ -112,7 +116,7 @@ def sample(config: SampleConfig, size: GPTConfig, run_directory: Path) -> int:
         lines = []
         for prompt, text, facts in zip(prompts, decoded, more, strict=True):
             lines.append(json.dumps({"prompt": prompt, "text": text, **facts}) + "\n")
-        (run_directory / TEXTS_FILE).write_text("".join(lines))
+        storage.write(run_directory / TEXTS_FILE, "".join(lines).encode())
         speed = f"{(drawn - first) / seconds:,.0f} tokens/s" if drawn > first else "too few to time"
         log.info("%d tokens, %s; written to %s", drawn, speed, run_directory / TEXTS_FILE)
     return 0

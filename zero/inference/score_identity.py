@@ -13,6 +13,6 @@ def score_identity(keys: Mapping[str, Any], model: ShardedGPT) -> dict[str, Any]
     """Everything that the scores of a text under given weights depend on, as JSON; the caller adds weights and texts.
 
     Args:
-      keys: the values of the keys that change scores (`zero.config.keys.values_in_scores`).
+      keys: the values of the keys that change scores (`zero.base.keys.values_in_scores`).
     """
     return {"model": asdict(model.config), "keys": {**keys}, "arithmetic": model.arithmetic}

@@ -67,7 +67,7 @@ class Scorer:
     def scores_of_whole(self, rows: Iterable[np.ndarray]) -> Iterator[Score]:
         """Scores every token but the first of rows of any length, given all tokens before it.
 
-        For models of gated units: carries their memory from one `context` tokens to the next. A batch of rows takes
+        For models with memory: carries it from one `context` tokens to the next. A batch of rows takes
         as long as its longest.
         """
         for batch in batched(rows, self.batch_rows):

@@ -12,11 +12,9 @@ from typing import NamedTuple
 import jax
 
 from zero.base.errors import UserError
+from zero.base.keys import Mistakes, key, one_of
 from zero.base.plural import counted
-from zero.checkpoints import manager
-from zero.checkpoints.manager import Checkpoints
-from zero.config.constraints import one_of
-from zero.config.keys import Mistakes, key
+from zero.checkpoints.manager import CheckpointKeys, Checkpoints
 from zero.corpus.text.tokenizers import Tokenizer, load_tokenizer
 from zero.exchange.checkpoint_weights import SavedStep, read_step
 from zero.exchange.hub_model import is_folder
@@ -60,18 +58,18 @@ class HeldWeights:
         in_scores=True,
     )
 
-    def mistakes(self, mode: str, size: GPTConfig, of_model: str, tensor_shards: int) -> Mistakes:
+    def mistakes(self, mode: str, model_config: GPTConfig, model_label: str, tensor_shards: int) -> Mistakes:
         """The models and keys that do not allow holding weights as codes."""
         if self.weight_dtype == "auto":
             return
-        if size.layer == "gated_units":
-            yield f"{mode}.weight_dtype", f"auto, as {of_model} has gated units"
+        if model_config.alone is not None:
+            yield f"{mode}.weight_dtype", f"auto, as {model_label} has {model_config.alone.noun}"
         if tensor_shards > 1:
             yield f"{mode}.weight_dtype", f"auto, as zero.tensor_shards={tensor_shards} cuts blocks of codes"
 
 
 @dataclass(frozen=True)
-class SavedData(RowKeys, manager.Keys):
+class SavedData(RowKeys, CheckpointKeys):
     """The keys that define a run's rows, and which of its checkpoints is read."""
 
 
@@ -122,17 +120,17 @@ def _layout(model: ShardedGPT) -> Layout:
     return model.layout if model.tuning is None else model.frozen_layout
 
 
-def check_vocabulary(name: str, tokenizer: Tokenizer, size: GPTConfig) -> None:
+def check_vocabulary(name: str, tokenizer: Tokenizer, model_config: GPTConfig) -> None:
     """Raises UserError if a folder's tokenizer has more tokens than its model."""
-    if tokenizer.vocab_size > size.vocab_size:
+    if tokenizer.vocab_size > model_config.vocab_size:
         raise UserError(
-            f"data.tokenizer={name}: has {tokenizer.vocab_size} tokens, but the model has {size.vocab_size}; use its "
-            "own tokenizer"
+            f"data.tokenizer={name}: has {tokenizer.vocab_size} tokens, but the model has {model_config.vocab_size}; "
+            "use its own tokenizer"
         )
 
 
 def place_model(
-    size: GPTConfig, rows: int, attention: AttentionKeys, data: RowKeys, zero: WeightKeys, held: HeldWeights
+    model_config: GPTConfig, rows: int, attention: AttentionKeys, data: RowKeys, zero: WeightKeys, held: HeldWeights
 ) -> ShardedGPT:
     """The model of `open_model` placed on the devices, for `rows` rows at a time.
 
@@ -140,7 +138,7 @@ def place_model(
     two copies fit.
     """
     alone = zero.alone()  # for the current number of devices
-    model = make_model(size, make_axis(alone), alone, attention, data)
+    model = make_model(model_config, make_axis(alone), alone, attention, data)
     if held.weight_dtype != "auto":
         model = replace(model, tuning=IN_INT8)
     whole = _layout(model).whole().bytes_per_device()

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero.base.errors import UserError
-from zero.config.constraints import at_least
-from zero.config.keys import key
-from zero.corpus.text import tokenizers
+from zero.base.keys import at_least, key
 from zero.corpus.text.chat_template import load_chat_template
+from zero.corpus.text.tokenizers import TokenizerKeys
 from zero.inference.harness_tasks import run_tasks, task_digests
 from zero.inference.manner import Manner
 from zero.inference.output import Output
@@ -51,7 +50,7 @@ class Harness(Output):
             None, at_least(1), "Score at most this many documents of each harness task; null: all.", in_scores=True
         )
 
-    def __init__(self, keys: Keys, text: tokenizers.Keys):
+    def __init__(self, keys: Keys, text: TokenizerKeys):
         self._keys = keys
         self._tokenizer = text.tokenizer
 
@@ -64,7 +63,7 @@ class Harness(Output):
         template = None if manner.template is None else manner.template.digest
         return {"tasks": task_digests(self._keys.harness, manner), "template": template}
 
-    def make(self, scorer: Scorer) -> dict[str, Any]:
+    def evaluate(self, scorer: Scorer) -> dict[str, Any]:
         return {"harness": run_tasks(scorer, self._keys.harness, self._manner())}
 
     def _manner(self) -> Manner:

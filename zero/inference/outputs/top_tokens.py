@@ -13,8 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from zero.config.constraints import at_least
-from zero.config.keys import Mistakes, key
+from zero.base.keys import Mistakes, at_least, key
 from zero.corpus.format.index_files import paths_of, read_index
 from zero.corpus.format.shards import RowFormat
 from zero.corpus.format.top_tokens import write_top_tokens
@@ -50,7 +49,7 @@ class TopTokens(Output):
         top_tokens: int | None = key(
             None,
             at_least(1),
-            "Write so many most likely tokens of each position beside the index files, from which "
+            "Write this many most likely tokens of each position to files beside the index files, on which "
             "objective=distillation trains another model; null: none.",
         )
 
@@ -62,15 +61,15 @@ class TopTokens(Output):
     def is_asked(self) -> bool:
         return self._count is not None
 
-    def mistakes(self, size: GPTConfig, of_model: str) -> Mistakes:
+    def mistakes(self, model_config: GPTConfig, model_label: str) -> Mistakes:
         if self._count is None:
             return
-        if self._count > size.vocab_size:
-            yield self.key, f"at most {size.vocab_size}, the vocabulary of {of_model}"
+        if self._count > model_config.vocab_size:
+            yield self.key, f"at most {model_config.vocab_size}, the vocabulary of {model_label}"
         if not self._sets:
             yield "evaluate.index", f"index files, beside which {self.key} are written"
 
-    def make(self, scorer: Scorer) -> dict[str, Any]:
+    def evaluate(self, scorer: Scorer) -> dict[str, Any]:
         assert self._count is not None
         top_tokens = top_tokens_program(scorer.trained.model, self._count)
         for index in itertools.chain.from_iterable(map(paths_of, self._sets.values())):

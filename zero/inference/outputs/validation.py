@@ -14,8 +14,7 @@ import jax
 import numpy as np
 
 from zero.base.errors import UserError
-from zero.config.constraints import at_least, shown
-from zero.config.keys import Mistakes, key
+from zero.base.keys import Mistakes, at_least, key, shown
 from zero.corpus.format.index_files import row_tokens
 from zero.corpus.format.manifest import check_tokenizers
 from zero.corpus.format.shards import RowFormat
@@ -29,6 +28,7 @@ from zero.inference.scoring import Scorer, windows
 from zero.models.config import GPTConfig
 from zero.tracking.progress import Stage
 from zero.training.objectives import objective
+from zero.training.objectives.objective import ObjectiveKeys
 
 
 class Validation(Output):
@@ -48,34 +48,34 @@ class Validation(Output):
         carry: bool = key(
             False,
             None,
-            "Gated units only: carry the recurrent state from one context to the next, so that rows of any length are "
-            "scored as one context.",
+            "Carry the model's memory from one context to the next, so that a row of any length is scored as one "
+            "context; only for models with memory.",
             in_scores=True,
         )
 
     def __init__(
-        self, keys: Keys, scored: ScoredKeys, data: SetKeys, context: int, of_training: objective.Keys
+        self, keys: Keys, scored: ScoredKeys, data: SetKeys, context: int, training_objective: ObjectiveKeys
     ) -> None:
         """Scores in contexts of so many tokens a model that was trained for an objective."""
         self._keys = keys
         self._only_completions = scored.loss_on == "completion"
         self._data = data
         self._context = context
-        self._objective = of_training
+        self._objective = training_objective
 
     @property
     def is_asked(self) -> bool:
-        return self._keys.validation
+        return self._keys.validation and not scores_examples(self._keys, self._objective.objective())
 
     @property
     def _sets(self) -> dict[str, str | list[str]]:
         return self._keys.sets(self._data)
 
-    def mistakes(self, size: GPTConfig, of_model: str) -> Mistakes:
+    def mistakes(self, model_config: GPTConfig, model_label: str) -> Mistakes:
         keys = self._keys
         data = self._data
-        example = self._objective.make().example
-        if example.is_whole and keys.validation and not keys.index:
+        example = self._objective.objective().example
+        if self.is_asked and example.is_whole and not keys.index:
             holds = f"data.index_path_validation of objective={self._objective.name} holds"
             yield "evaluate.index", f"an index file of texts, as {holds} rows of zero-prepare {example.option}"
         if keys.validation and not self._sets:
@@ -84,10 +84,10 @@ class Validation(Output):
             yield "evaluate.validation", f"false, or evaluate.index, as {indices} hold no validation set"
         if keys.stride is not None and keys.stride >= self._context:
             yield "evaluate.stride", f"1 to {self._context - 1}, or null"
-        if keys.carry and size.layer != "gated_units":
-            yield "evaluate.carry", f"false, as {of_model} has no memory of constant size"
-        elif keys.carry and (keys.stride is not None or self._context % size.vq_block):
-            block = f"vq_block={size.vq_block} of {of_model}"
+        if keys.carry and not model_config.has_memory:
+            yield "evaluate.carry", f"false, as {model_label} has no memory of constant size"
+        elif keys.carry and (keys.stride is not None or self._context % model_config.vq_block):
+            block = f"vq_block={model_config.vq_block} of {model_label}"
             yield "evaluate.carry", f"false, or evaluate.stride=null and a context that is a multiple of {block}"
 
     def identity(self) -> dict[str, Any]:
@@ -96,13 +96,22 @@ class Validation(Output):
             contents[name] = list(contents_of([(shard, shard.rows) for shard in shards_of([index])]))
         return {"sets": contents}
 
-    def make(self, scorer: Scorer) -> dict[str, Any]:
+    def evaluate(self, scorer: Scorer) -> dict[str, Any]:
         sets = self._sets
         check_tokenizers([shard.path for shard in shards_of(sets.values())], scorer.trained.tokenizer)
         stride = None
         if not self._keys.carry:
             stride = self._keys.stride or -(-scorer.context // 2)
         return score_sets(scorer, sets, stride, self._only_completions)
+
+
+def scores_examples(keys: Validation.Keys, chosen: objective.Objective) -> bool:
+    """Whether `evaluate.validation` is of the examples of the data, not of the tokens of texts.
+
+    The objective reads nothing beside the data, and `evaluate.index` does not name texts for a model of tokens.
+    """
+    is_of_data = chosen.example.is_whole and not any(entry.source for entry in chosen.reads)
+    return is_of_data and (not keys.index or bool(chosen.branches))
 
 
 class Sums(NamedTuple):
