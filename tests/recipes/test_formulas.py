@@ -17,10 +17,10 @@ import pytest
 
 from zero.commands.cli import compose
 from zero.job.sizes import load_sizes
+from zero.models.axes import EMBED, HEADS, Axes, Role
 from zero.models.codebook import with_commitment
 from zero.models.config import GPTConfig
-from zero.models.gated_unit import empty_memory
-from zero.models.gpt import GPT
+from zero.models.gpt import GPT, empty_memory
 from zero.models.parametrization import kernel_init
 
 T = 12
@@ -280,6 +280,9 @@ def test_loss_and_gradients_are_those_of_the_formula(name: str) -> None:
         np.testing.assert_allclose(slope, norm, rtol=2e-5, err_msg=jax.tree_util.keystr(path))
 
 
+QUERY_AND_KEY = (Axes((EMBED, HEADS), Role.QUERY), Axes((EMBED, HEADS)))
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_first_scores(name: str) -> None:
     """Scores start with mean 0 and, of sources that scale queries, with deviation 1; zero queries give zeros."""
@@ -287,8 +290,8 @@ def test_first_scores(name: str) -> None:
     h_TD = np.random.default_rng(0).normal(size=(256, 384))
     keys = jax.random.split(jax.random.key(1))
     q, k = (
-        h_TD @ np.asarray(kernel_init(size, kind)(key, (384, 128)), np.float64)
-        for kind, key in zip(("query", "key"), keys, strict=True)
+        h_TD @ np.asarray(kernel_init(size, kind, axes)(key, (384, 128)), np.float64)
+        for kind, axes, key in zip(("query", "key"), QUERY_AND_KEY, keys, strict=True)
     )
     divisor = {"none": 1.0, "sqrt": math.sqrt(128), "linear": 128.0}[size.attention_scale]
     scores = q @ k.T / divisor
@@ -307,8 +310,8 @@ def test_first_scores_of_gated_units(name: str) -> None:
     keys = jax.random.split(jax.random.key(1))
     shape = (size.embedding_dim, size.key_width)
     q, k = (
-        rms_norm(h_TD @ np.asarray(kernel_init(size, kind)(key, shape), np.float64)) * size.key_width**-0.25
-        for kind, key in zip(("query", "key"), keys, strict=True)
+        rms_norm(h_TD @ np.asarray(kernel_init(size, kind, axes)(key, shape), np.float64)) * size.key_width**-0.25
+        for kind, axes, key in zip(("query", "key"), QUERY_AND_KEY, keys, strict=True)
     )
     scores = q @ k.T
     assert np.std(scores) == pytest.approx(1.0, rel=0.1)
@@ -452,7 +455,7 @@ def test_gated_units_are_those_of_transformer_vq(name: str, parts: int) -> None:
     tokens, targets = row(size)
     length = T // parts
     model = GPT(size)
-    memory = empty_memory(size, (size.N, 2, 1), UNIT_BLOCK, jnp.float32)
+    memory = empty_memory(size, 1, jnp.float32)
     before = None
     params, book = first_params(name), Book.random(6)
 

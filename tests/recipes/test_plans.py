@@ -10,7 +10,7 @@ from benchmarks import recipe_sources, recipes
 from benchmarks.recipe_sources import PAGE, with_part
 from benchmarks.recipes import START, Digests, Plan
 from zero.commands.cli import compose
-from zero.plan.config import Request
+from zero.planning.config import Request
 
 
 @pytest.mark.parametrize("module", [recipes, recipe_sources])

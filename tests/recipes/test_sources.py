@@ -9,6 +9,7 @@ from benchmarks.recipe_sources import PAGE, RECIPES, disagreements, load_runs, v
 from zero.commands.cli import compose
 from zero.exchange.warm_start import repeated_layers
 from zero.job.sizes import load_sizes
+from zero.models.axes import EMBED, HEADS, Axes, Role
 from zero.models.parametrization import kernel_init
 
 RUNS = load_runs()
@@ -71,7 +72,8 @@ def test_first_scores_of_gpt_neo(recipe: str) -> None:
     h_TD = rng.normal(size=(128, width)).astype(np.float32)  # the output of a norm
     shape = (width, size.head_width)  # of one head
     keys = jax.random.split(jax.random.key(0))
-    query, key = (kernel_init(size, name)(one, shape) for name, one in zip(("query", "key"), keys, strict=True))
+    query = kernel_init(size, "query", Axes((EMBED, HEADS), Role.QUERY))(keys[0], shape)
+    key = kernel_init(size, "key", Axes((EMBED, HEADS)))(keys[1], shape)
     scores = (h_TD @ np.asarray(query)) @ (h_TD @ np.asarray(key)).T
     assert np.std(scores) == pytest.approx(1.0, rel=0.1)
 
