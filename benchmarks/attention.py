@@ -122,10 +122,10 @@ def measure_cut(rows: int, context: int, rounds: int, shards: int) -> Iterator[s
     shape = (shards, rows, context, 8, HEAD_DIM)
     q, k, v, weights = jax.random.normal(jax.random.key(0), (4, *shape))
     group = ContextGroup(Axis("batch", (1, shards), context=shards))
-    whole, ring, swap = Form(has_alibi=True), Form(has_alibi=True, cut=group), Ulysses(group)
+    whole, ring, swap = Form(has_alibi=True), Form(has_alibi=True, row_group=group), Ulysses(group)
 
     def swapped(*qkv: jax.Array, form: Form) -> jax.Array:
-        attended = blockwise_attention(*map(swap.to_heads, qkv), form=form._replace(cut=swap.cut))
+        attended = blockwise_attention(*map(swap.to_heads, qkv), form=form._replace(row_group=swap.row_group))
         return swap.to_positions(attended)
 
     programs = {
@@ -165,10 +165,10 @@ def plan(
     topology: str, size: str, context: int, documents: int, forms: Sequence[str], context_shards: int, rotary: bool
 ) -> Iterator[str]:
     """Peak memory of a training step, which would take minutes on a TPU to find out."""
+    from zero.costs.topology import find_devices, out_of_memory
     from zero.job.job import Job
     from zero.job.sizes import load_sizes
-    from zero.plan.compile import step_arguments
-    from zero.plan.topology import find_devices, out_of_memory
+    from zero.planning.compile import step_arguments
     from zero.training.objectives.objective import LIKELIHOOD
     from zero.training.optimizers.optimizer import adamw
     from zero.training.parts import StepOptions
@@ -192,7 +192,7 @@ def plan(
         if name.startswith("kernel"):
             options["kernel"] = kernel_of("tpu", devices[0].device_kind)
         model = ShardedGPT(config, axis, 3, "bfloat16", **options)
-        tx = adamw(0.1)
+        tx = adamw(0.1, axes=model.axes)
         step_options = StepOptions(lambda step: 1e-4 + 0 * step, max_gradient_norm=1.0)
         programs = make_programs(model, tx, step_options, devices)
         layout = state_layout(model, tx)

@@ -32,7 +32,7 @@ import optax
 
 from zero.models.config import STACK, GPTConfig
 from zero.models.elements import Dense
-from zero.models.gpt import GPT
+from zero.models.gpt import GPT, parameter_axes
 from zero.models.parametrization import multipliers_of
 from zero.models.transformer_layer import TransformerLayer
 from zero.training.optimizers.optimizer import adamw
@@ -90,7 +90,8 @@ def trace(config: GPTConfig, steps: int, rate: float, seed: int) -> list[Activat
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     init: Any = jax.jit(partial(model.init, method="hidden"))(jax.random.key(seed), inputs[:1, :2], None)
     params = init["params"]
-    tx = optax.chain(adamw(0.0, multipliers=multipliers_of(config)), optax.scale(-rate))
+    axes = parameter_axes(config)
+    tx = optax.chain(adamw(0.0, axes=axes, multipliers=multipliers_of(config, axes)), optax.scale(-rate))
 
     @jax.jit
     def step(params: Any, state: Any) -> Any:

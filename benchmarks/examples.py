@@ -5,8 +5,7 @@ One process, 8 virtual CPU devices. Medians of 20 steps; the ratio is the median
 
 import importlib.util
 import os
-import shutil
-import subprocess
+import re
 import sys
 import tempfile
 import time
@@ -22,13 +21,36 @@ STEPS, WARMUP = 20, 5
 DIFFS = ("sharded", "shard_map")
 
 
+def patched(text: str, diff: str) -> str:
+    """A text after a unified diff, whose lines and places have to fit exactly, as with `patch --fuzz=0`.
+
+    >>> print(patched("a\\nb\\nc", "--- a/x\\n+++ b/x\\n@@ -2,2 +2,3 @@\\n b\\n+new\\n c"))
+    a
+    b
+    new
+    c
+    """
+    old = text.split("\n")
+    new: list[str] = []
+    done = 0  # lines of the old text
+    for start, hunk in re.findall(r"^@@ -(\d+).*?@@.*\n((?:[ +-].*\n?)+)", diff, re.MULTILINE):
+        lines = hunk.removesuffix("\n").split("\n")
+        before = [line[1:] for line in lines if line[0] != "+"]
+        first = int(start) - 1
+        if old[first : first + len(before)] != before:
+            raise ValueError(f"the diff does not fit at line {start}")
+        new += old[done:first] + [line[1:] for line in lines if line[0] != "-"]
+        done = first + len(before)
+    return "\n".join(new + old[done:])
+
+
 def load(name: str, diffs: int, folder: Path) -> ModuleType:
-    """The program of an example, or what `patch` makes of it by its first diffs, as a module."""
-    path = folder / f"{name}_{('plain', *DIFFS)[diffs]}.py"
-    shutil.copy(EXAMPLES / name / "train.py", path)
+    """The program of an example, or what its first diffs make of it, as a module."""
+    text = (EXAMPLES / name / "train.py").read_text()
     for diff_name in DIFFS[:diffs]:
-        diff = (EXAMPLES / name / f"{diff_name}.diff").read_text()
-        subprocess.run(["patch", "--quiet", "--fuzz=0", str(path)], input=diff, text=True, check=True)
+        text = patched(text, (EXAMPLES / name / f"{diff_name}.diff").read_text())
+    path = folder / f"{name}_{('plain', *DIFFS)[diffs]}.py"
+    path.write_text(text)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)

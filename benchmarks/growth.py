@@ -1,11 +1,16 @@
-"""Measures how the work of a host before its first step grows with the number of hosts and of devices.
+"""Measures how the work of a run grows with each of its sizes, at n, 2n, 4n and 8n.
 
-    python benchmarks/growth.py [--hosts 8 32 128] [--devices 256 2048 16384]
+    python benchmarks/growth.py
+    python benchmarks/growth.py --hosts 8 32 128 --devices 256 2048 16384
     python benchmarks/growth.py --compile v5e-8 v5e-64 v5e-256 4xv5e-256 8xv5e-256
 
-First form: what hosts tell each other by jax's key-value store, with clients in one process, by one question to the
+First form: the table of `GROWTHS`. Each entry counts something that no load of the machine changes (calls of Python,
+requests to a bucket, lines of a program) and should be flat or grow with n; the CPU seconds and the peak of Python's
+memory stand beside it. `tests/benchmarks/test_growth.py` compares the counts.
+
+Second form: what hosts tell each other by jax's key-value store, with clients in one process, by one question to the
 store and by one per host; and the layout, the axis and the places of rows of a Llama 3.1 405B in float32 on so many
-devices, four of them on a host. Second form: the compiler's time for a small step on slices of several sizes. Seconds
+devices, four of them on a host. Third form: the compiler's time for a small step on slices of several sizes. Seconds
 are of the CPU; those of the store are of all clients together.
 """
 
@@ -18,11 +23,16 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -30,6 +40,286 @@ DEVICES_OF_HOST = 4
 LARGEST: dict[str, Any] = {"embedding_dim": 16384, "num_head": 128, "N": 126, "mlp_dim": 53248}  # Llama 3.1 405B
 TEXT = "x" * 64
 TIMEOUT = 600_000  # milliseconds
+
+
+SHARDS_OF_FOLDER = 4
+
+
+class Growth(NamedTuple):
+    """Something that grows with a size of a run.
+
+    Attributes:
+      of: the size.
+      what: the work.
+      smallest: n.
+      prepare: from the size to the work. It returns its count, unless the unit is calls.
+      most: how much the count may grow from n to 8n: 1 is flat, 8 grows with n.
+      unit: of the count.
+    """
+
+    of: str
+    what: str
+    smallest: int
+    prepare: Callable[[int], Callable[[], Any]]
+    most: float
+    unit: str = "calls"
+
+
+def calls_of(work: Callable[[], Any]) -> int:
+    """The calls of functions during some work, in Python and in C."""
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+class CountedBucket:
+    """A bucket in memory that counts its requests, in place of Google's."""
+
+    def __init__(self, objects: dict[str, bytes]):
+        self.objects = objects
+        self.requests: Counter[str] = Counter()
+
+    def stat(self, url: str | Path) -> Any:
+        from zero.files.storage.objects import ObjectStat
+
+        self.requests["stat"] += 1
+        if str(url) not in self.objects:
+            raise FileNotFoundError(url)
+        return ObjectStat(len(self.objects[str(url)]), 1, None)
+
+    def list_stats(self, directory: str | Path, is_deep: bool) -> dict[str, Any]:
+        from zero.files.storage.objects import ObjectStat
+
+        below = [url for url in self.objects if url.startswith(f"{directory}/")]
+        found = [url for url in below if is_deep or "/" not in url.removeprefix(f"{directory}/")]
+        self.requests["list"] += max(1, -(-len(found) // 1000))  # pages of a thousand objects
+        return {url: ObjectStat(len(self.objects[url]), 1, None) for url in found}
+
+    def read(self, url: str | Path, known: Any) -> bytes:
+        self.requests["read"] += 1
+        return self.objects[str(url)]
+
+
+def requests_of_start(folders: int, hosts: int) -> int:
+    """The requests to a bucket of all hosts that open a corpus, up to its first batch."""
+    from zero.corpus.format.shards import RowFormat
+    from zero.corpus.reading.loader import Batching, Loader
+    from zero.files.storage.stores import STORES
+
+    shards = [f"gs://bucket/corpus/{i}/{j}.tar" for i in range(folders) for j in range(SHARDS_OF_FOLDER)]
+    bucket = CountedBucket(dict.fromkeys(shards, b""))
+    bucket.objects["gs://bucket/index/a.index"] = "\n".join(f"{shard} # 256 rows" for shard in shards).encode()
+    answers: dict[str, Any] = {}
+
+    def first(name: str, look: Callable[[], Any], /) -> Any:
+        answers[name] = look()
+        return answers[name]
+
+    def other(name: str, look: Callable[[], Any], /) -> Any:
+        return answers[name]
+
+    google = STORES["gs"]
+    STORES["gs"] = bucket  # type: ignore[assignment]
+    try:
+        for host in range(hosts):
+            batching = Batching(8 * hosts, (host,), hosts)
+            on_one_host = other if host else first
+            Loader("gs://bucket/index/a.index", batching, RowFormat(8, 9), on_one_host=on_one_host).identity  # noqa: B018
+    finally:
+        STORES["gs"] = google
+    return bucket.requests.total()
+
+
+def told_of_emergency_copies(hosts: int) -> int:
+    """The bytes that the store sends to each host that looks for emergency checkpoints; one has lost its own."""
+    from zero.checkpoints.emergency import Emergency, find_whole
+
+    texts: dict[str, set[str]] = {}
+    told = [0] * hosts
+    found: list[dict[int, int]] = [{}] * hosts
+    barrier = threading.Barrier(hosts)
+
+    def look(host: int) -> None:
+        def union(name: str, mine: Iterable[str]) -> set[str]:
+            texts.setdefault(name, set()).update(mine)
+            barrier.wait()
+            told[host] += sum(map(len, texts[name]))
+            return texts[name]
+
+        on_disk = {(Emergency("0123456789abcdef", step), owner) for step in (5, 6) for owner in (host, host - 1)}
+        held = {(checkpoint, owner % hosts) for checkpoint, owner in on_disk if host != 1}
+        found[host] = {checkpoint.step: holder for checkpoint, holder in find_whole(held, host, union).items()}
+
+    on_all([None] * hosts, lambda host, _: look(host))
+    assert found == [dict.fromkeys((5, 6), host + (host == 1)) for host in range(hosts)]
+    assert min(told) == max(told)
+    return told[0]
+
+
+def first_ranges(shards: int) -> Callable[[], None]:
+    from zero.corpus.reading.order import Order
+
+    order = Order((256,) * shards, 16, 1, 0, None)
+
+    def work() -> None:
+        for stream in range(16):
+            buffer = next(order.buffers(stream, 0))
+            assert order.first_rows[buffer.ranges[0].shard] % 256 == 0
+
+    return work
+
+
+def opened_index(shards: int) -> Callable[[], Any]:
+    from zero.corpus.format.index_files import read_index
+
+    folder = Path(tempfile.mkdtemp())
+    for number in range(shards):
+        (folder / f"{number}.tar").touch()
+    (folder / "a.index").write_text("\n".join(f"{number}.tar # 256 rows" for number in range(shards)))
+    return lambda: read_index(folder / "a.index")
+
+
+def mixed_rows(corpora: int) -> Callable[[], Any]:
+    from zero.corpus.reading.order import Mixture, exact_weights
+
+    mixture = Mixture(exact_weights([number / (corpora * (corpora + 1) / 2) for number in range(1, corpora + 1)]), 16)
+    mixture.counts(0, 0)
+    return lambda: mixture.counts(3, 10**6, 64)
+
+
+def far_rows(millions: int) -> Callable[[], None]:
+    from zero.corpus.reading.order import Mixture, Order, exact_weights
+
+    mixture = Mixture(exact_weights([0.58565179, 0.28421973, 0.13012848]), 16)
+    mixture.counts(0, 0)
+    order = Order((256,) * 64, 16, 1, None, None)
+
+    def work() -> None:
+        mixture.counts(3, millions * 10**6, 64)
+        next(order.buffers(3, millions * 1024))  # whole epochs
+
+    return work
+
+
+def layout_of(layers: int, devices: int, vocabulary: int) -> Callable[[], None]:
+    from zero.job.sizes import load_sizes
+    from zero.partition.collectives.axis import Axis
+    from zero.training.sharded_gpt import ShardedGPT
+
+    def work() -> None:
+        size = dataclasses.replace(load_sizes()["bytes"], N=layers, vocab_size=vocabulary)
+        assert ShardedGPT(size, Axis("zero", (1, devices)), 3).layout.shards == devices
+
+    work()
+    return work
+
+
+def groups_of(devices: int) -> Callable[[], int]:
+    from zero.partition.collectives.axis import Axis
+
+    return lambda: sum(len(group) for group in Axis("zero", (2, devices // 2)).groups(devices // 2) or ())
+
+
+def lines_of_update(leaves: int) -> Callable[[], int]:
+    """The lines of the traced program of a sharded update."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    import zero
+
+    tx = zero.shard_optimizer(optax.adamw(1e-3), "batch")
+    params = {f"{number:05}": jnp.zeros((8, 3)) for number in range(leaves)}
+
+    def update(grads: Any) -> Any:
+        return tx.update(zero.local(grads), tx.init(params), params)[0]
+
+    return lambda: len(str(jax.make_jaxpr(update, axis_env=[("batch", 8)])(params)).splitlines())
+
+
+def kept_checkpoints(checkpoints: int) -> Callable[[], Any]:
+    from zero.checkpoints.retention import Retention, Saved
+
+    saved = {step: Saved(1 / (1 + step), 60.0 * step) for step in range(checkpoints)}
+    retention = Retention(3, every=1, saved=lambda: saved)
+    infos = [SimpleNamespace(step=step) for step in saved]
+    return lambda: retention.should_preserve(infos, context=None)
+
+
+GROWTHS = (
+    Growth(
+        "hosts",
+        "requests of all hosts to open a corpus of 8 folders",
+        4,
+        lambda n: lambda: requests_of_start(8, n),
+        8,
+        "requests",
+    ),
+    Growth(
+        "folders", "requests of 4 hosts to open a corpus", 8, lambda n: lambda: requests_of_start(n, 4), 8, "requests"
+    ),
+    Growth(
+        "hosts", "told to each about emergency copies", 8, lambda n: lambda: told_of_emergency_copies(n), 1.1, "bytes"
+    ),
+    Growth("shards", "an index file on a disk", 250, opened_index, 8),
+    Growth("shards", "the first shuffle buffers of 16 streams", 10_000, first_ranges, 1.05),
+    Growth("corpora", "the corpora of 64 rows", 4, mixed_rows, 8.5),
+    Growth("rows", "a position after n million rows", 1000, far_rows, 1.05),
+    Growth("layers", "the layout of a model", 8, lambda n: layout_of(n, 64, 512), 1.05),
+    Growth("vocabulary", "the layout of a model", 512, lambda n: layout_of(8, 64, n), 1.05),
+    Growth("devices", "the layout of a model", 64, lambda n: layout_of(8, n, 512), 1.05),
+    Growth("devices", "the groups of an axis in two copies", 64, groups_of, 8, "members"),
+    Growth("leaves", "the update of shard_optimizer(adamw)", 64, lines_of_update, 8, "lines"),
+    Growth("checkpoints", "which of them are kept", 1000, kept_checkpoints, 8),
+)
+
+
+def counts(growth: Growth) -> list[int]:
+    """The counts at n, 2n, 4n and 8n."""
+    found = []
+    for factor in (1, 2, 4, 8):
+        work = growth.prepare(growth.smallest * factor)
+        found.append(calls_of(work) if growth.unit == "calls" else int(work()))
+    return found
+
+
+def costs(growth: Growth) -> list[tuple[float, float]]:
+    """CPU milliseconds and the peak of Python's memory in MiB at n, 2n, 4n and 8n."""
+    found = []
+    for factor in (1, 2, 4, 8):
+        work = growth.prepare(growth.smallest * factor)
+        begin = time.process_time()
+        work()
+        seconds = time.process_time() - begin
+        work = growth.prepare(growth.smallest * factor)
+        tracemalloc.start()
+        work()
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        found.append((1000 * seconds, peak / 2**20))
+    return found
+
+
+def print_table() -> None:
+    print("| size | work | n | count at n, 2n, 4n, 8n | should | CPU ms | MiB |")
+    print("|---|---|---|---|---|---|---|")
+    for growth in GROWTHS:
+        counted = ", ".join(f"{count:,}" for count in counts(growth))
+        measured_costs = costs(growth)
+        seconds = ", ".join(f"{ms:.1f}" for ms, _ in measured_costs)
+        memory = ", ".join(f"{mib:.1f}" for _, mib in measured_costs)
+        should = "n" if growth.most > 2 else "flat"
+        row = (growth.of, growth.what, f"{growth.smallest:,}", f"{counted} {growth.unit}", should, seconds, memory)
+        print(f"| {' | '.join(row)} |", flush=True)
 
 
 @contextmanager
@@ -105,9 +395,9 @@ def arrange(devices: int) -> None:
 def compile_on(topology: str) -> None:
     """Compiles a small step for slices that are not there."""
     from zero.commands.cli import compose
-    from zero.plan.compile import compile_step
-    from zero.plan.config import Request
-    from zero.plan.topology import prepare_environment
+    from zero.costs.topology import prepare_environment
+    from zero.planning.compile import compile_step
+    from zero.planning.config import Request
 
     overrides = (
         "mode=plan",
@@ -125,8 +415,8 @@ def compile_on(topology: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hosts", type=int, nargs="*", default=[8, 32, 128])
-    parser.add_argument("--devices", type=int, nargs="*", default=[256, 2048, 16384])
+    parser.add_argument("--hosts", type=int, nargs="*", default=[])
+    parser.add_argument("--devices", type=int, nargs="*", default=[])
     parser.add_argument("--compile", nargs="+", metavar="TOPOLOGY")
     parser.add_argument("--of", help=argparse.SUPPRESS)  # one topology, in a process of its own
     options = parser.parse_args()
@@ -137,6 +427,8 @@ def main() -> None:
         for topology in options.compile:
             subprocess.run([sys.executable, __file__, "--of", topology], check=True)
         return
+    if not options.hosts and not options.devices:
+        print_table()
     for hosts in options.hosts:
         tell(hosts)
     for devices in options.devices:

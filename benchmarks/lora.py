@@ -74,7 +74,9 @@ def zero_step(place: Path, method: str, remat: str) -> Callable[[int], float]:
     tuning = Tuning(peft_adapters(place / "adapters", size))
     options: Any = {"tuning": tuning, "remat": remat, "query_block": query_block("auto", "cpu")}
     model = ShardedGPT(size, zero.Axis("zero", (1, 1)), 3, **options)
-    programs = make_programs(model, adamw(DECAY), StepOptions(lambda step: jnp.float32(RATE)), jax.devices()[:1])
+    programs = make_programs(
+        model, adamw(DECAY, axes=model.axes), StepOptions(lambda step: jnp.float32(RATE)), jax.devices()[:1]
+    )
     frozen = warm_start(str(place / "base"), model.base)
     state = programs.start(read_peft(place / "adapters", model))
 

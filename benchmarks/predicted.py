@@ -21,16 +21,16 @@ from typing import Any, NamedTuple
 
 from zero.commands.cli import composed
 from zero.commands.modes import typed
+from zero.costs.compiler import compiler_options
 from zero.costs.predict import predict
+from zero.costs.topology import find_devices, prepare_environment
 from zero.hosts.speeds import SPEEDS
 from zero.job.job import make_job, place_model
 from zero.job.sizes import load_sizes
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
-from zero.plan.compile import step_arguments
-from zero.plan.compiler import compiler_options
-from zero.plan.config import Request
-from zero.plan.topology import find_devices, prepare_environment
+from zero.planning.compile import step_arguments
+from zero.planning.config import Request
 from zero.training.flops import model_flops
 
 # GPT-J's layers (mesh_transformer/layers.py).

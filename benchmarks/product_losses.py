@@ -80,7 +80,7 @@ def train(form: str, steps: int, seeds: list[int], hard: bool) -> Iterator[dict[
     axis = Axis("zero", (1, 1))
     model = ShardedGPT(HARD if hard else DEFAULT, axis, 0, jnp.bfloat16, remat="none", product_dtype=form)
     options = StepOptions(LearningRate(peak, peak / 10, min(WARMUP, steps - 1), steps), 0, max_gradient_norm=1.0)
-    programs = make_programs(model, adamw(0.1), options, jax.devices()[:1])
+    programs = make_programs(model, adamw(0.1, axes=model.axes), options, jax.devices()[:1])
     for seed in seeds:
         began = time.monotonic()
         params = programs.init(np.asarray(jax.random.key_data(jax.random.key(seed)))[None])

@@ -24,9 +24,9 @@ from jax import lax
 from jax.sharding import SingleDeviceSharding
 
 from zero.costs import hlo
+from zero.costs.topology import find_devices, prepare_environment
 from zero.hosts import xla_options
 from zero.models.products import PRODUCTS
-from zero.plan.topology import find_devices, prepare_environment
 
 NUMBERS = (((2,), (0,)), ((), ()))
 

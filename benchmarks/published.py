@@ -26,18 +26,18 @@ from benchmarks.recipe_sources import REPOSITORY, with_part
 from benchmarks.recipes import Digests, digest, prediction, what_changed
 from zero.commands.cli import composed
 from zero.commands.modes import typed
-from zero.costs.step_costs import costs_of
+from zero.costs.compiler import compiler_options
+from zero.costs.topology import available_bytes, find_devices, out_of_memory, prepare_environment
 from zero.hosts.speeds import SPEEDS
 from zero.job.job import make_job, place_model
 from zero.job.memory import memory_for, rates_of
 from zero.job.sizes import load_sizes
+from zero.job.step_costs import compile_programs, costs_of
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
 from zero.models.stack import kinds_of
-from zero.plan.compile import compiler_of, step_arguments
-from zero.plan.compiler import compiler_options
-from zero.plan.config import Request
-from zero.plan.topology import available_bytes, find_devices, out_of_memory, prepare_environment
+from zero.planning.compile import compiler_of, step_arguments
+from zero.planning.config import Request
 from zero.training.activations import (
     Choice,
     kinds_on_host,
@@ -252,11 +252,11 @@ def row_of(name: str) -> Row | None:
     if what_changed(None if before is None else before.digests, digests) is None:
         return None
     try:
-        step = compiler_of(request, devices).compile(job.programs.step, *arguments)
+        step = compile_programs(compiler_of(request, devices), job.programs.step, *arguments)
     except jax.errors.JaxRuntimeError as error:
         return Row(digests, job.model.remat, *out_of_memory(error))
     available = available_bytes(devices)
-    costs = costs_of(step, job.storage, job.held, devices, available)
+    costs = costs_of(step, job.storage, job.state_bytes, devices, available)
     found = costs.predicted
     assert found is not None, "the compiler has written no cycles"
     for part, seconds in sorted(found.by_part.items(), key=lambda item: -item[1])[:12]:
@@ -286,7 +286,7 @@ def choices_of(name: str) -> tuple[Choice, list[Choice], float]:
     placed = place_model(request.config, request.size, find_devices(recipe.topology), request.rows)
     job = make_job(request.config, placed)
     assert placed.speed is not None
-    memory = memory_for(placed.device, job.held)
+    memory = memory_for(placed.device, job.state_bytes)
     rates = rates_of(job.model, placed.speed)
     choices = storage_choices(placed.model, request.rows, recipe.context, memory, rates)
     stored = job.model.remat, kinds_on_host(job.model)

@@ -38,12 +38,13 @@ from zero.corpus.format.shards import RowFormat
 from zero.corpus.preparing.prepare_if_missing import prepare_if_missing
 from zero.corpus.reading.loader import Batching, Loader, RowOrder
 from zero.corpus.text.tokenizers import load_tokenizer
+from zero.costs.topology import find_devices, prepare_environment
 from zero.job.sizes import load_sizes
 from zero.models.config import GPTConfig
+from zero.models.gpt import parameter_axes
 from zero.partition import quantized
 from zero.partition.collectives.axis import Axis
 from zero.partition.quantized import rounded_updates
-from zero.plan.topology import find_devices, prepare_environment
 from zero.training.batch import Batch
 from zero.training.optimizers import optimizer
 from zero.training.optimizers.optimizer import adamw, decayed
@@ -53,6 +54,8 @@ from zero.training.schedules import LearningRate
 from zero.training.sharded_gpt import ShardedGPT
 
 SMALL = GPTConfig(embedding_dim=64, vocab_size=256, num_head=2, block_size=64, dropout=0.0, N=2)
+AXES = parameter_axes(SMALL)
+IS_MATRIX = decayed(AXES)
 INDEX = [f"data/index/stdlib_{split}.index" for split in ("train", "validation")]
 ROWS, ROW_TOKENS, BLOCK = 8, 256, 256
 PEAK, WARMUP, DECAY = 3e-3, 20, 0.1
@@ -126,14 +129,14 @@ def rounded_adam(code: str, rounding: Any, *, block: int | None = BLOCK, root: b
             jax.tree.map(
                 lambda x, is_matrix, i=i: on_grid(x, grids[i], next(keys), bool(root and i)) if is_matrix else x,
                 moments,
-                decayed(moments),
+                IS_MATRIX(moments),
             )
             for i, moments in enumerate((state.mu, state.nu))
         ]
         return updates, state._replace(mu=held[0], nu=held[1])
 
     return Form(
-        optax.chain(optax.GradientTransformation(inner.init, update), optax.add_decayed_weights(DECAY, decayed))
+        optax.chain(optax.GradientTransformation(inner.init, update), optax.add_decayed_weights(DECAY, IS_MATRIX))
     )
 
 
@@ -146,14 +149,14 @@ def corrected(updates: Any, params: Any, step: jax.Array) -> Any:
         bits = jax.lax.bitcast_convert_type(p + u, jnp.uint32) + np.uint32(0x80)
         return jax.lax.bitcast_convert_type(bits & np.uint32(0xFFFFFF00), jnp.float32) - p
 
-    return jax.tree.map(one, updates, params, decayed(params))
+    return jax.tree.map(one, updates, params, IS_MATRIX(params))
 
 
 def forms() -> dict[str, Callable[[], Form]]:
     def plain(updates: Any, params: Any, step: jax.Array) -> Any:
         return updates
 
-    float32, int8 = adamw(DECAY), adamw(DECAY, state_dtype=jnp.int8)
+    float32, int8 = adamw(DECAY, axes=AXES), adamw(DECAY, axes=AXES, state_dtype=jnp.int8)
     blocks = {
         f"int8 blocks, {code}{', root' if root else ''}, {rounding.__name__}": partial(
             rounded_adam, code, rounding, root=root
@@ -164,7 +167,7 @@ def forms() -> dict[str, Callable[[], Form]]:
     }
     return {
         "float32": lambda: Form(float32),
-        "bfloat16 moments": lambda: Form(adamw(DECAY, state_dtype=jnp.bfloat16)),
+        "bfloat16 moments": lambda: Form(adamw(DECAY, axes=AXES, state_dtype=jnp.bfloat16)),
         "int8": lambda: Form(int8),
         "int8, bfloat16 weights": lambda: Form(int8, jnp.bfloat16),
         "int8, 3-byte weights": lambda: Form(int8, jnp.float32, corrected),

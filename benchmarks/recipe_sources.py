@@ -23,7 +23,7 @@ from zero.commands.cli import compose
 from zero.job.sizes import load_sizes
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
-from zero.plan.config import PlanConfig
+from zero.planning.config import PlanConfig
 from zero.training.optimizers.optimizer import hyperparameters
 from zero.training.schedules import learning_rate
 

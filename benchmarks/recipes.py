@@ -31,18 +31,18 @@ import zero.hosts.speeds
 import zero.hosts.torus
 from benchmarks.recipe_sources import PAGE, REPOSITORY, load_runs, with_part
 from zero.commands.cli import compose
+from zero.costs.compiler import compiler_options
+from zero.costs.topology import find_devices, prepare_environment
 from zero.job.job import make_job, place_model, steps_per_row
 from zero.models.config import GPTConfig
-from zero.plan.compile import (
+from zero.planning.compile import (
     compile_step,
     evaluation_arguments,
     highest_peak,
     row_tokens,
     step_arguments,
 )
-from zero.plan.compiler import compiler_options
-from zero.plan.config import PlanConfig, Request
-from zero.plan.topology import find_devices, prepare_environment
+from zero.planning.config import PlanConfig, Request
 
 TABLE = REPOSITORY / "docs" / "sources" / "recipe_plans.json"
 RUNS = load_runs()

@@ -21,6 +21,7 @@ from benchmarks.collectives import DEVICES
 from docs.picture_of_numbers import themed
 from zero.costs.hlo import collectives
 from zero.job.sizes import load_sizes
+from zero.models.gpt import parameter_axes
 from zero.partition.collectives.axis import Axis
 from zero.partition.memory import memory
 from zero.partition.virtual_devices import use_cpu_devices
@@ -46,7 +47,8 @@ def memory_by_stage() -> dict[str, list[float]]:
     """GiB per core of the 1.1B model in bfloat16, by part and by stage; the rest is what remains of the peak."""
     shapes = ShardedGPT(SIZES["1_1b"], Axis("zero", (1, CORES)), 3).sharded_layout.shapes()
     stacked = [name for name in SIZES["1_1b"].stacked if name in shapes]
-    rows = memory(shapes, adamw(0.1), CORES, stacked=stacked, compute_dtypes=[jnp.bfloat16]).rows
+    tx = adamw(0.1, axes=parameter_axes(SIZES["1_1b"]))
+    rows = memory(shapes, tx, CORES, stacked=stacked, compute_dtypes=[jnp.bfloat16]).rows
     return {
         "state: float32 weights, moments": [(row.parameters + row.state) / GIB for row in rows],
         "whole weights, bfloat16": [row.gathered / GIB for row in rows],
@@ -82,7 +84,8 @@ def draw(parts: dict[str, list[float]], path: Path) -> None:
 
 def megabytes_sent(stage: int, micro_batches: int) -> float:
     """Bytes that one device sends in a step of the default job's model in float32."""
-    model, tx = ShardedGPT(SIZES["bytes"], Axis("zero", (1, DEVICES)), stage), adamw(0.1)
+    model = ShardedGPT(SIZES["bytes"], Axis("zero", (1, DEVICES)), stage)
+    tx = adamw(0.1, axes=model.axes)
     rate = LearningRate(3e-3, 3e-4, 50, 500)
     programs = make_programs(model, tx, StepOptions(rate, micro_batches=micro_batches, max_gradient_norm=1.0))
     batch = jax.eval_shape(lambda: Batch(jnp.zeros((micro_batches, model.config.block_size), jnp.int32), jnp.int32(0)))

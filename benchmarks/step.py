@@ -83,7 +83,7 @@ def sharded(shape: Shape, stage: int, dtype: str, remat: str, tokens: np.ndarray
     """This project's step."""
     devices = jax.device_count()
     model = ShardedGPT(shape.config, Axis("zero", (1, devices)), stage, dtype, remat=remat)
-    programs = make_programs(model, adamw(0.1), StepOptions(RATE, max_gradient_norm=1.0))
+    programs = make_programs(model, adamw(0.1, axes=model.axes), StepOptions(RATE, max_gradient_norm=1.0))
     key = np.asarray(jax.random.key_data(jax.random.key(0)))
     state = programs.start(programs.init(np.stack([key] * devices)))
     rows = len(tokens) // devices
@@ -156,7 +156,8 @@ def gspmd(shape: Shape, dtype: str, remat: str, tokens: np.ndarray) -> Program:
         params = model.init(jax.random.key(0), jnp.zeros((1, 2), int), None, method="hidden")["params"]
         return params, tx.init(params)
 
-    by_shape = {leaf.shape: sharding(leaf, mesh) for leaf in state_layout(zero_model, adamw(0.1)).leaves}
+    zero_tx = adamw(0.1, axes=zero_model.axes)
+    by_shape = {leaf.shape: sharding(leaf, mesh) for leaf in state_layout(zero_model, zero_tx).leaves}
     shardings = jax.tree.map(lambda x: by_shape[x.shape], jax.eval_shape(init))
     state = jax.jit(init, out_shardings=shardings)()
     batch = jax.device_put(tokens, by_row)
@@ -304,7 +305,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--plain-order", action="store_true", help="what zero.in_order costs, and nothing else")
     arguments = parser.parse_args()
-    start(arguments.devices, None, None, None, None, stall_minutes=None, overlap_gathers=True)
+    start(arguments.devices, None, None, None, None, 30.0, None, None, overlap_gathers=True)
     assert len(pmap_devices()) == arguments.devices
     for name in [arguments.shape] if arguments.shape else SHAPES:
         if arguments.plain_order:

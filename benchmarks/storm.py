@@ -21,9 +21,10 @@
 # start is a line on stderr. Takes about half an hour on two quiet cores.
 #
 # With --effects short runs on 2 devices are killed before, within or after the first, second or third time that a
-# feature writes (tests/helpers/effects.py), on disk and in a bucket in turn. Metrics, samples and checkpoints must be
-# the same, bit for bit, and the page of the report newer than the metrics. Each run that passed is a line of --record,
-# and the same command continues after the last one. A kill takes about 5 seconds of one core, on two hosts 20.
+# feature writes (tests/helpers/effects.py), in turn on disk, in a bucket, with a teacher and with labelled answers.
+# Metrics, samples and checkpoints must be the same, bit for bit, and the page of the report newer than the metrics.
+# Each run that passed is a line of --record, and the same command continues after the last one. A kill takes about 5
+# seconds of one core, on two hosts 20.
 """A run that is killed a hundred times ends like an undisturbed one."""
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 from unittest.mock import patch
@@ -81,7 +83,12 @@ PLACEMENTS = {
 HOSTS_SHAPES = ((1, 2), (2, 1), (3, 1))  # few devices: most of the time goes into starts
 STAGES: tuple[int, ...] = (1, 2, 3)
 Kills: TypeAlias = Counter[tuple[str, str, str]]
-PLACES = (("disk", effects.on_disk), ("bucket", effects.in_bucket))
+RUNS = {  # of --effects; the last two are on disk
+    "bucket": effects.in_bucket,
+    "disk": effects.on_disk,
+    "teacher": effects.on_teacher,
+    "labels": effects.on_labels,
+}
 TAKEN = "another process trains here"
 MOST_KILLS = 12  # of one run, which then ends by itself
 GLOBAL_ROWS, HOSTS_ROWS = 16, 12
@@ -260,14 +267,14 @@ def weather(
 
 
 def storm_of_effects(place: Path, kills: int, record: Path, *, seed: int = 0, count: int = 1) -> Kills:
-    """Kills runs at random moments of their writes (`effects.EFFECTS`), in turn on disk and in a bucket.
+    """Kills each run of `RUNS` in turn, at random moments while it writes.
 
     Args:
       record: a line for each run that has ended as the undisturbed one: its number and its kills. What it says of
         earlier storms with this seed and these hosts counts, and the runs go on from there.
 
     Returns:
-      The kills by feature, moment and place of the checkpoints.
+      The kills by feature, moment and run.
 
     Raises:
       AssertionError: a run lost something, or ended otherwise than by its kill or as finished.
@@ -278,17 +285,27 @@ def storm_of_effects(place: Path, kills: int, record: Path, *, seed: int = 0, co
     for run_of in (line for line in earlier if (line["seed"], line["hosts"]) == (seed, count)):
         number = run_of["run"]
         struck.update(tuple(kill) for kill in run_of["kills"])
-    with effects.on_disk(place / "calm", count) as calm:
-        calm.finish()
-        if count == 1:
-            followed = cli.finish(calm.follow(), effects.MOST_SECONDS)
-            assert followed.returncode == 0, followed.stderr
+    with ExitStack() as all_calm:
+
+        @cache
+        def calm_run(kind: str) -> effects.Run:
+            """The undisturbed run of a kind: in the bucket a run computes what it does on disk."""
+            if kind == "bucket":
+                return calm_run("disk")
+            calm = all_calm.enter_context(RUNS[kind](place / f"calm-{kind}", count))
+            calm.finish()
+            if has_others(kind, count):
+                followed = cli.finish(calm.follow(), effects.MOST_SECONDS)
+                assert followed.returncode == 0, followed.stderr
+            return calm
+
         while struck.total() < kills:
             number += 1
-            where, open_run = PLACES[number % 2]
-            with open_run(place / str(number), count) as run, ExitStack() as stack:
+            kind = list(RUNS)[number % len(RUNS)]
+            calm = calm_run(kind)  # before a bucket takes its place in the environment
+            with RUNS[kind](place / str(number), count) as run, ExitStack() as stack:
                 rng = random.Random(f"{seed}-{count}-{number}")
-                beside = Beside(run, rng) if count == 1 else None
+                beside = Beside(run, rng) if has_others(kind, count) else None
                 if beside is not None:
                     stack.callback(beside.close)
                 features = killed_at_random(run, rng, beside)
@@ -300,12 +317,17 @@ def storm_of_effects(place: Path, kills: int, record: Path, *, seed: int = 0, co
                     run.check_beside(calm)
                 run.check(calm)
             shutil.rmtree(place / str(number))
-            kills_of_run = [(feature, moment, where) for feature, moment in features]
+            kills_of_run = [(feature, moment, kind) for feature, moment in features]
             struck.update(kills_of_run)
             line = {"seed": seed, "hosts": count, "run": number, "kills": kills_of_run}
             append(record, json.dumps(line).encode() + b"\n")
-            print(f"{struck.total():3} run {number} on {where}: {len(features)}", file=sys.stderr, flush=True)
+            print(f"{struck.total():3} run {number}, {kind}: {len(features)}", file=sys.stderr, flush=True)
     return struck
+
+
+def has_others(kind: str, count: int) -> bool:
+    """Whether others read and write beside a run."""
+    return count == 1 and kind in ("disk", "bucket")
 
 
 class Beside:
@@ -381,8 +403,9 @@ def killed_at_random(run: effects.Run, rng: random.Random, beside: Beside | None
     while len(struck) < MOST_KILLS:
         if beside is not None:
             beside.act()
-        effect = rng.choice(effects.EFFECTS)
-        nth = rng.choice((1, 1, 2, 3))
+        is_start = not struck and bool(run.effects_of_start) and rng.random() < 0.5
+        effect = rng.choice(run.effects_of_start if is_start else run.effects)
+        nth = 1 if is_start else rng.choice((1, 1, 2, 3))
         victims = run.count if effect.feature == "protect" else 1  # host 0 writes all else
         done = run.attempt(effect, nth, rng.randrange(victims))
         if done.returncode == 0:

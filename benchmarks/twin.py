@@ -31,7 +31,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero.commands.cli import composed
 from zero.commands.modes import typed
+from zero.costs.compiler import compiler_options
 from zero.costs.predict import Prediction, predict
+from zero.costs.topology import find_devices, out_of_memory, prepare_environment
 from zero.hosts.speeds import SPEEDS
 from zero.hosts.xla_options import VMEM
 from zero.job.job import Job, make_job, place_model
@@ -44,9 +46,7 @@ from zero.models.gpt import GPT
 from zero.models.positions import rotary
 from zero.partition.layout import LeafLayout
 from zero.partition.model_parallel import ExpertParallel
-from zero.plan.compile import step_arguments
-from zero.plan.compiler import compiler_options
-from zero.plan.topology import find_devices, out_of_memory, prepare_environment
+from zero.planning.compile import step_arguments
 from zero.training.batch import next_tokens
 from zero.training.flops import model_flops
 from zero.training.optimizers.optimizer import decayed
@@ -127,7 +127,7 @@ def gspmd_step(job: Job, row: Row, size: GPTConfig, devices: list[Any], has_layo
         remat="full",
         blockwise_from=job.model.blockwise_from,
         kernel=job.model.kernel,
-        group=PinnedExperts(mesh),
+        expert_group=PinnedExperts(mesh),
         drops=True,
     )
     optimizers = {

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import predicted
-from zero.plan.topology import slice_shape
+from zero.costs.topology import slice_shape
 
 # Tokens of all devices per step, as published; Levanter's of config/gpt2_7b.yaml.
 TOKENS = {

@@ -14,10 +14,10 @@ from benchmarks import published
 from benchmarks.published import PAGE, RECIPES, START, Row
 from benchmarks.recipe_sources import with_part
 from benchmarks.recipes import Digests
+from zero.costs.topology import find_devices, slice_shape, slices_in
 from zero.job.job import make_job, place_model
 from zero.models.config import GPTConfig
 from zero.models.gpt import GPT
-from zero.plan.topology import find_devices, slice_shape, slices_in
 from zero.training.activations import kinds_on_host
 
 # Parameters in billions, as each recipe's model is named or its authors count them.
