@@ -21,7 +21,12 @@ NAVIGATION = {
         *("docs/how-to/change-the-model", "docs/how-to/choose-an-optimizer", "docs/how-to/find-a-learning-rate"),
         *("docs/how-to/train-long-contexts", "docs/how-to/start-from-weights"),
         "docs/how-to/fine-tuning",
-        *("docs/how-to/learn-preferences", "docs/how-to/train-on-conversations", "docs/how-to/distill"),
+        *(
+            "docs/how-to/learn-preferences",
+            "docs/how-to/classify",
+            "docs/how-to/train-on-conversations",
+            "docs/how-to/distill",
+        ),
         *("docs/how-to/planning", "docs/how-to/examine-a-machine"),
         *("docs/how-to/launching", "docs/how-to/use-a-cluster"),
         *("docs/how-to/watch-a-run", "docs/how-to/compare-runs"),
@@ -30,11 +35,12 @@ NAVIGATION = {
     ],
     "Reference": [
         *("docs/reference/keys", "docs/reference/metrics", "docs/reference/exit-statuses", "docs/reference/files"),
+        "docs/reference/records",
         *("docs/reference/api", "docs/reference/families", "docs/reference/from-other-code"),
-        *("docs/reference/performance", "docs/reference/words"),
+        *("docs/reference/performance", "docs/reference/features", "docs/reference/words"),
     ],
     "Explanation": [
-        f"docs/explanation/{name}" for name in ("comparison", "faq", "stages", "groups", "mup", "architecture")
+        f"docs/explanation/{name}" for name in ("comparison", "faq", "stages", "groups", "scale", "mup", "architecture")
     ],
     "Decisions": [
         "docs/decisions/README",

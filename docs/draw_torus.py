@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from docs.draw_idea import colors
+from zero.costs.topology import find_devices
 from zero.partition.collectives.axis import Axis
-from zero.plan.topology import find_devices
 
 PICTURE = Path(__file__).with_name("pictures") / "torus.svg"
 TOPOLOGY, TENSOR = "v5e-64", 8  # 8 x 8 chips, and the devices of a group

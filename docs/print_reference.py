@@ -1,4 +1,4 @@
-"""Generates conf/config.yaml, the head of conf/model_config.yaml and two reference pages from the declarations.
+"""Generates conf/config.yaml, conf/help.json, the head of conf/model_config.yaml and reference pages from declarations.
 
 `python -m docs.print_reference`, after a key or a metric has changed.
 """
@@ -9,15 +9,21 @@ import html
 import inspect
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import MISSING, Field
+from dataclasses import Field
 from itertools import chain
 from typing import Any
 
-from zero.commands.help import yaml_text
+from zero.base.keys import REQUIRED, Key, Section, all_keys, members_of, shown
+from zero.commands.declared import CONF, FILE, Choice, ChoiceGroup, Declared, DeclaredKey, Size, digest_of_entry
 from zero.commands.modes import MODES
-from zero.config.constraints import shown
 from zero.config.files import conf_directory
-from zero.config.keys import Key, Section, all_keys, members_of
+from zero.corpus.preparing.sources.classes import ClassReader
+from zero.corpus.preparing.sources.completions import CompletionReader
+from zero.corpus.preparing.sources.conversations import MESSAGE, TURN
+from zero.corpus.preparing.sources.labels import LabelReader
+from zero.corpus.preparing.sources.preferences import PreferenceReader
+from zero.corpus.preparing.sources.record_keys import RecordKeys
+from zero.job.sizes import load_sizes
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
 from zero.models.part import ConfigPart, own_keys
@@ -29,8 +35,8 @@ HEAD = """\
 # python main_zero.py
 #
 # Hardware   any; without an accelerator it runs on 2 virtual CPU devices, so that the state is really sharded
-# Takes      2:55 on two idle cores
-# Expect     validation/loss 1.38 nats per byte after 960 steps
+# Takes      3 to 8 minutes on two idle cores
+# Expect     validation/loss about 1.37 nats per byte after 960 steps
 #
 # Any key can be set on the command line: python main_zero.py training.total_steps=50 zero.stage=1
 # A value of null switches a feature off or leaves a choice to the program; the comment of the key explains which.
@@ -44,6 +50,11 @@ hydra:
   job:
     name: main_zero # of the log, main_zero.log
   job_logging:
+    root:
+      level: WARNING # of other libraries
+    loggers:
+      zero:
+        level: INFO
     formatters:
       terminal:
         (): zero.tracking.terminal_log.TerminalFormatter # short lines on a terminal, whole ones elsewhere
@@ -81,6 +92,71 @@ def config_yaml() -> str:
     return HEAD + "\n".join([*groups, "  - _self_", "", *_section(MODES.first)]) + "\n" + HYDRA
 
 
+def yaml_text(value: Any) -> str:
+    """A value as a person would write it in YAML.
+
+    >>> yaml_text(0.003), yaml_text(10**11), yaml_text([2, 3]), yaml_text(0.1), yaml_text({})
+    ('3.0e-3', '100_000_000_000', '[2, 3]', '0.1', '{}')
+    """
+    if isinstance(value, float) and 0 < value < 0.01:
+        mantissa, _, exponent = f"{value:.1e}".partition("e")
+        return f"{mantissa}e{int(exponent)}"
+    if isinstance(value, int) and value >= 10_000:
+        return f"{value:_}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(yaml_text, value))}]"
+    return shown(value)
+
+
+def help_of_declarations() -> Declared:
+    """The content of conf/help.json."""
+    sections: dict[str, tuple[DeclaredKey, ...]] = {"": ()}
+    for member in members_of(MODES.first):
+        if isinstance(member, Key):
+            sections[""] += (_declared_key(member),)
+        elif isinstance(member, Section):
+            sections[member.name] = _declared_keys(member.kind, f"{member.name}.")
+    groups = {}
+    for name, group in MODES.groups.items():
+        choices = {
+            choice: Choice(_first_line(kind), _declared_keys(kind, f"{name}."))
+            for choice, kind in group.choices.items()
+        }
+        groups[name] = ChoiceGroup(group.comment, choices)
+    modes = {}
+    for name, kind in MODES.kinds.items():
+        own_section = MODES.own_sections.get(name)
+        keys = () if own_section is None else _declared_keys(own_section, f"{name}.")
+        modes[name] = Choice(_first_line(kind), keys)
+    return Declared(sections, groups, modes, tuple(_sizes()))
+
+
+def _declared_keys(kind: type, prefix: str) -> tuple[DeclaredKey, ...]:
+    return tuple(_declared_key(key) for key in all_keys(kind, prefix))
+
+
+def _declared_key(key: Key) -> DeclaredKey:
+    expects = ""
+    if key.check is not None:
+        expects = key.check.expected
+        if key.is_optional:
+            expects += ", or null"
+    return DeclaredKey(key.name, yaml_text(key.default), key.lines, expects)
+
+
+def _sizes() -> Iterator[Size]:
+    sizes = load_sizes()
+    for name, parameters in sizes.parameters.items():
+        size = sizes[name]
+        entry = sizes.entry(name)
+        family, digest = entry.get("family", ""), digest_of_entry(entry)
+        yield Size(name, parameters, size.N, size.embedding_dim, size.block_size, family, digest)
+
+
+def _first_line(kind: type) -> str:
+    return (kind.__doc__ or "").partition("\n")[0]
+
+
 def models_head() -> str:
     """The comments before the entries of conf/model_config.yaml: the keys of a model, part by part."""
     families = (
@@ -104,9 +180,9 @@ def meaning_of(field: Field[Any]) -> str:
     ['(false) the activation multiplies a second product, as in SwiGLU: activation silu, gated true']
     """
     default = field.default
-    meaning = field.metadata["meaning"]
-    if default is MISSING:
-        return str(meaning)
+    meaning = " ".join(field.metadata["lines"])
+    if default is REQUIRED:
+        return meaning
     if default is None:
         return f"({field.metadata['none']}) {meaning}"
     if isinstance(default, tuple):
@@ -214,15 +290,57 @@ def metrics_page() -> str:
 
 def all_metrics() -> list[Metric]:
     """The metrics of every run, then those that each feature adds."""
-    of_features = chain.from_iterable(feature.adds for feature in FEATURES)
-    return [*run.METRICS, *step_metrics.METRICS, *step_metrics.metrics_of_objectives(), *of_features]
+    feature_metrics = chain.from_iterable(feature.metrics for feature in FEATURES)
+    return [*run.METRICS, *step_metrics.METRICS, *step_metrics.metrics_of_objectives(), *feature_metrics]
+
+
+RECORDS_HEAD = """\
+# Records
+
+zero-prepare reads records: lines and elements of JSON, rows of tables, samples of tars. Each key is read, or is refused
+with an error that names it, or is named in one line after the corpus: `keys not read: url, id`. A refused key without a
+value (null, an empty text or list) is ignored, and so is a `weight` of 1. The marks of messages are those of OpenAI
+(`weight`), axolotl (`train`), ms-swift and xtuner (`loss`); `system` is LLaMA-Factory's.
+
+Without an option a record has one text, under `text` or the key that `--key` names. No key of it is refused.
+
+This page is printed from the tables of the readers (`python -m docs.print_reference`).
+"""
+
+
+def records_page() -> str:
+    """The text of docs/reference/records.md."""
+    readers: dict[str, Iterable[RecordKeys]] = {"--completions": CompletionReader.FORMS}
+    readers |= {"--preferences": PreferenceReader.FORMS, "--labels": LabelReader.FORMS}
+    readers |= {"--classification": ClassReader.FORMS}
+    readers["Messages and turns within a record"] = (MESSAGE, TURN)
+    lines = [RECORDS_HEAD]
+    for title, forms in readers.items():
+        lines.append(f"## {title}\n")
+        for form in forms:
+            lines += [f"`{form.form}`\n", "| key | |", "|---|---|"]
+            lines += [f"| {keys} | {meaning} |" for meaning, keys in _keys_by_meaning(form.read)]
+            lines += [f"| {keys} | refused: {remedy} |" for remedy, keys in _keys_by_meaning(form.refused)]
+            lines.append("")
+    lines.append("Any other key of a message that the chat template names is read by the template.")
+    return "\n".join(lines) + "\n"
+
+
+def _keys_by_meaning(meanings: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Each meaning with the keys that have it."""
+    keys: dict[str, list[str]] = {}
+    for key, meaning in meanings.items():
+        keys.setdefault(meaning, []).append(f"`{key}`")
+    return [(meaning, ", ".join(names)) for meaning, names in keys.items()]
 
 
 if __name__ == "__main__":
     (conf_directory() / "config.yaml").write_text(config_yaml())
+    (CONF / FILE).write_text(help_of_declarations().to_json())
     models = conf_directory() / "model_config.yaml"
     _, separator, entries = models.read_text().partition("\ntest:")
     models.write_text(models_head() + separator + entries)
     reference = conf_directory().resolve().parent / "docs" / "reference"
     (reference / "keys.md").write_text(keys_page())
     (reference / "metrics.md").write_text(metrics_page())
+    (reference / "records.md").write_text(records_page())

@@ -1,4 +1,4 @@
-"""Numbers of the pages beside what they are numbers of: sizes, keys, choices, constants, a first run."""
+"""Numbers of the pages beside what they are numbers of: sizes, keys, choices, constants, digests, a first run."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 
 from docs.draw_first_run import RUN
 from zero.config.files import conf_directory
+from zero.costs.formula import KINDS
 from zero.hosts.watchdog import SILENCE_SECONDS
 from zero.models.families import FAMILIES
-from zero.plan.formula import KINDS
 from zero.report.html_report import RELOAD_SECONDS
 from zero.run.config import GROUPS
 from zero.run.features.report import REPORT_SECONDS
@@ -26,6 +26,18 @@ HOW_TO = "docs/how-to"
 STAGES = "docs/explanation/stages.md"
 FIRST_RUN = "docs/tutorial/first-run.md"
 MEMORY = "docs/how-to/planning.md"
+COMPARISON = "docs/explanation/comparison.md"
+HASHES = re.compile(r"\b(hashlib\.|crc32c?\(|checksums\()")
+# Modules that hash without storing a digest: keys by which documents are found or drawn, or by which hosts compare.
+KEYS_ONLY = {
+    "corpus/format/one_host.py",
+    "corpus/preparing/corpus_statistics.py",
+    "corpus/preparing/engines.py",
+    "corpus/preparing/filters/contamination.py",
+    "corpus/preparing/near_duplicates.py",
+    "corpus/preparing/sources/changes.py",
+    "corpus/preparing/tokenize_documents.py",
+}
 
 
 def test_number_of_keys() -> None:
@@ -63,19 +75,28 @@ def listed(names: Iterable[str]) -> str:
     return f"{', '.join(first)} or {last}"
 
 
+(MAXTEXT_IS_SLOWER,) = re.findall(
+    r"MaxText takes ([\d.]+ to [\d.]+) times as long", text_of("docs/reference/performance.md")
+)
+LOGGED_AT_240 = next(line for line in LOGGED if line["step"] == 240)
 # A page, a pattern with the number or the list in its group, and what that is.
 SAID = [
     ("README.md", r"([\d,]+) parameters, context 1024", PARAMETERS["1_1b"]),
     (FIRST_RUN, r"only the first (\d+) of", ROWS_OF_AN_EVALUATION),
     (FIRST_RUN, r"score ([\d.]+) on the whole validation set", f"{OF_VALIDATION['loss']:.3f}"),
     (FIRST_RUN, r"and ([\d.]+) on rows of the training set", f"{OF_TRAINING['loss']:.3f}"),
-    ("README.md", r"\| (\d+) model families \|", len(FAMILIES.keys() - HAVE_NO_FOLDERS)),
+    ("README.md", r"(\d+) model families", len(FAMILIES.keys() - HAVE_NO_FOLDERS)),
+    ("docs/reference/features.md", r"\| (\d+) model families \|", len(FAMILIES.keys() - HAVE_NO_FOLDERS)),
+    ("CHANGELOG.md", r"(\d+) families of transformers", len(FAMILIES.keys() - HAVE_NO_FOLDERS)),
     ("notebooks/train.ipynb", r"a GPT of ([\d,.]+(?: million)?) parameters", PARAMETERS["bytes"]),
     (STAGES, r"Ψ = ([\d,]*\d)", PARAMETERS["bytes"]),
     (STAGES, r"([\d,]+) parameters, context 1024", PARAMETERS["1_1b"]),
+    (COMPARISON, r"([\d.]+ to [\d.]+) times as long under MaxText", MAXTEXT_IS_SLOWER),
     (FIRST_RUN, r"ln 256 = (\d\.\d+)", f"{math.log(256):.2f}"),
     (FIRST_RUN, r"with sequences of (\d+) tokens", DEFAULTS["training.warmup_train_context"]),
     (FIRST_RUN, r"after (\d+) steps\. Each length", DEFAULTS["training.staged_warmup_steps"]),
+    (FIRST_RUN, r"step 240/960: loss ([\d.]+),", f"{LOGGED_AT_240['train/loss']:.3f}"),
+    (FIRST_RUN, r"tokens/s, validation ([\d.]+),", f"{LOGGED_AT_240['validation/loss']:.3f}"),
     (FIRST_RUN, r"Every (\d+) steps zero evaluates", DEFAULTS["training.evaluation_frequency"]),
     (FIRST_RUN, r"after (\d+) some of its words", DEFAULTS["training.total_steps"]),
     (f"{HOW_TO}/watch-a-run.md", r"reloads itself every (\d+) s", RELOAD_SECONDS),
@@ -119,3 +140,25 @@ def test_first_run_of_the_readme() -> None:
     assert f"```text\n{(RUN / 'sample.txt').read_text()}```" in text_of(FIRST_RUN)
     (said,) = re.findall(r"validation loss of about ([\d.]+) nats", " ".join(readme.split()))
     assert abs(float(said) - LOGGED[-1]["validation/loss"]) < 0.02  # machines differ by as much
+
+
+def digests() -> list[list[str]]:
+    """The modules in the column of makers and in the column of readers, row by row."""
+    page = (REPOSITORY / "docs" / "reference" / "files.md").read_text()
+    section = page.partition("## Who compares each digest")[2]
+    rows = [line.split("|")[1:-1] for line in section.splitlines() if line.startswith("| ")][1:]
+    return [[" ".join(re.findall(r"`([a-z_/]+\.py)`", cell)) for cell in row[2:]] for row in rows]
+
+
+def test_every_maker_of_a_digest_is_listed() -> None:
+    listed = {name for row in digests() for cell in row for name in cell.split()}
+    zero = REPOSITORY / "zero"
+    making = {str(path.relative_to(zero)) for path in zero.rglob("*.py") if HASHES.search(path.read_text())}
+    assert making - listed - KEYS_ONLY == set()
+    assert [name for name in listed if not (zero / name).is_file()] == []
+
+
+def test_every_digest_has_a_reader() -> None:
+    """Only rows seen and records of TensorBoard are compared by somebody outside."""
+    without = [row for row in digests() if not row[1]]
+    assert [row[0] for row in without] == ["run/run.py corpus/rows.py", "tracking/tensorboard.py"]

@@ -29,5 +29,10 @@ def test_scripts_draw(tmp_path: Path) -> None:
         assert shows(tmp_path / "drawn.svg", script.numbers())
 
 
+def test_pictures_are_small() -> None:
+    sizes = {path.name: path.stat().st_size for path in (DOCS / "pictures").iterdir()}
+    assert "report.png" in sizes and max(sizes.values()) < 150_000
+
+
 def test_kept_numbers_are_small() -> None:
     assert all(path.stat().st_size < 100_000 for path in (DOCS / "sources").rglob("*") if path.is_file())
