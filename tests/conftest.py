@@ -5,6 +5,7 @@ import functools
 import gc
 import mmap
 import os
+import secrets
 import shutil
 import sys
 import tempfile
@@ -44,8 +45,9 @@ gc.set_threshold(100_000, 20, 20)  # a fifth of the time of a trace goes into pa
 zero.use_cpu_devices(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_enable_compilation_cache", False)  # a command that a test calls would use the user's
-settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("patient")  # before modules are imported, whose tests keep the settings of that moment
+settings.register_profile("random", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("same", settings.get_profile("random"), derandomize=True)
+settings.load_profile("same")  # before modules are imported, whose tests keep the settings of that moment
 
 
 QUICK = "quick"  # a marker (CONTRIBUTING.md)
@@ -118,22 +120,33 @@ def pytest_runtest_protocol() -> Iterator[None]:
     return result
 
 
+@pytest.hookimpl(tryfirst=True)  # before hypothesis reads its seed
 def pytest_configure(config: pytest.Config) -> None:
     """Has XLA generate code in the older way, which takes half the time; `-m slow` compiles as users do.
 
     Memory that is freed can be given back, and runs that tests start have one cache of programs.
 
-    `-m quick` leaves out the doctests, whose modules would all be imported.
+    `-m quick` leaves out the doctests, whose modules would all be imported. Hypothesis draws the same cases each time,
+    so that a user's tests do not fail where those of CI passed; `-m slow` draws others and prints their seed.
     """
     if config.getoption("-m") == QUICK and config.args_source is config.ArgsSource.TESTPATHS:
         config.args = [str(Path(__file__).parent)]
     with suppress(OSError, AttributeError):  # only glibc has it
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, MOST_ARENAS)
-    if config.getoption("-m") != "slow":
+    if config.getoption("-m") == "slow":
+        settings.load_profile("random")
+        if config.option.hypothesis_seed is None:  # workers get the options of the process that starts them
+            config.option.hypothesis_seed = str(secrets.randbits(32))
+    else:
         os.environ["XLA_FLAGS"] += f" {QUICK_FLAGS}"
     config.pluginmanager.register(Everywhere())
     if "PYTEST_XDIST_WORKER" not in os.environ:  # workers, which are started later, find it
         os.environ[COMPILED] = tempfile.mkdtemp(prefix="zero-tests-compiled-")
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    seed = config.option.hypothesis_seed
+    return None if seed is None else f"--hypothesis-seed={seed} draws the same cases again"
 
 
 def pytest_unconfigure() -> None:

@@ -93,7 +93,13 @@ def test_other_pins_install_on_the_oldest_python(tmp_path: Path) -> None:
     pip(sys.executable, "install", *options, *names)
 
 
-PAGES = ["zero/pages/parts/*", "zero/report/page/*", "zero/plan/*.jinja", "zero/corpus/preparing/page/*"]
+PAGES = [
+    "zero/pages/parts/*",
+    "zero/costs/page/*",
+    "zero/report/page/*",
+    "zero/planning/*.jinja",
+    "zero/corpus/preparing/page/*",
+]
 SDIST = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
 
 
@@ -143,9 +149,9 @@ def test_wheel_contents(wheel: Path) -> None:
     conf = {Path("zero") / path.relative_to(REPOSITORY) for path in REPOSITORY.glob("conf/**/*.yaml")}
     assert Path("zero/conf/preset/v3-32.yaml") in conf
     pages = {path.relative_to(REPOSITORY) for pattern in PAGES for path in REPOSITORY.glob(pattern)}
-    templates = ("report/page/report", "plan/plan", "corpus/preparing/page/corpus")
+    templates = ("report/page/report", "planning/plan", "costs/page/plan", "corpus/preparing/page/corpus")
     assert {Path(f"zero/{template}.html.jinja") for template in templates} <= pages
-    others = {Path("zero/py.typed")}
+    others = {Path("zero/py.typed"), Path("zero/conf/help.json")}
     assert names == {path.as_posix() for path in sources | conf | pages | others}
 
 
@@ -209,6 +215,15 @@ def test_every_imported_library_is_declared() -> None:
     """By itself: what another library happens to bring today may be gone with its next version."""
     extras = [requirement for name, one in EXTRAS.items() if name != "test" for requirement in one]
     assert undeclared([name for name in SOURCES if name.startswith("zero")], [*PROJECT["dependencies"], *extras]) == []
+
+
+@pytest.mark.parametrize("program", [("mine.py",), ("-c", "import zero; print(zero.__file__)")], ids=["script", "-c"])
+def test_import_beside_a_clone(program: tuple[str, ...], tmp_path: Path) -> None:
+    """The folder of a clone that is named zero is not taken for the package, by a script or a notebook beside it."""
+    (tmp_path / "zero").symlink_to(REPOSITORY)
+    (tmp_path / "mine.py").write_text("import zero; print(zero.__file__)")
+    imported = run(tmp_path, Path(sys.executable), *program).stdout.strip()
+    assert imported.endswith("/zero/__init__.py"), imported
 
 
 def test_corpus_imports_what_its_extras_bring() -> None:

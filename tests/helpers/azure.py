@@ -28,6 +28,10 @@ class InMemory(MemoryFileSystem):
     def find(self, path: str, *args: Any, **options: Any) -> Any:
         return {name: self._completed(info) for name, info in super().find(path, *args, **options).items()}
 
+    def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
+        entries = super().ls(path, detail=detail, **options)
+        return [self._completed(info) for info in entries] if detail else entries
+
     def _completed(self, info: dict[str, Any]) -> dict[str, Any]:
         if info["type"] != "file":
             return info

@@ -40,6 +40,8 @@ LAYOUT = """
   for (const e of shown) {
     const box = e.getBoundingClientRect();
     if ((box.right > root.clientWidth + 1 || box.left < -1) && !scrolls(e)) wrong.push(`${name(e)} leaves the page`);
+    const isWide = e.matches("caption") && e.getClientRects()[0].width > root.clientWidth;
+    if (isWide) wrong.push(`${name(e)} is wider than the page`);
     const hides = getComputedStyle(e).overflowX === "hidden";
     if (hides && e.scrollWidth > e.clientWidth + 1) wrong.push(`${name(e)} is cut`);
   }

@@ -2,7 +2,8 @@
 
 - `serving()`: the server (the fixture `server` of tests/conftest.py); `use`: points the library of buckets to it.
 - `upload(directory, url)`: copies a directory into `BUCKET`.
-- `Proxy`, `disturbed`: fail requests (`REFUSALS`) and damage the bodies of reads (`BODY_FAULTS`).
+- `Proxy`, `disturbed`: fail requests (`REFUSALS`) and damage the bodies of reads (`BODY_FAULTS`); of two of these the
+  stated length is wrong.
 - `Strike`: kills a client, say, at one request.
 """
 
@@ -33,31 +34,33 @@ from zero.files import storage
 from zero.files.storage import fsspec_store, gcs
 
 BUCKET = "bucket"
+_download = objects.download  # of the emulator as it is
 REFUSALS = ("429", "500", "503")  # of any request; other statuses may be given too
-BODY_FAULTS = ("reset", "truncated", "short", "stall", "wrong bytes")  # of a read
+BODY_FAULTS = ("reset", "truncated", "short", "understated", "endless", "stall", "wrong bytes")  # of a read
 
 
 @contextmanager
-def serving() -> Iterator[str]:
+def serving(*, has_generations: bool = True) -> Iterator[str]:
     """Runs a storage server with one empty bucket, `BUCKET`; the address is for STORAGE_EMULATOR_HOST.
 
-    Reads carry the generation as with Google's servers, because orbax needs it.
+    Reads carry the generation as with Google's servers, because orbax needs it; without `has_generations` they do not,
+    as with the emulator as it is.
     """
-    download = objects.download
+    before = objects.download  # of another server of this process, if there is one
 
     def with_generation(request: Any, response: Any, stored: Any, *args: Any) -> None:
-        download(request, response, stored, *args)
+        _download(request, response, stored, *args)
         names = request.params["bucket_name"], request.params["object_id"]
         if response.status in (200, 206):
             response["x-goog-generation"] = stored.get_file_obj(*names)["generation"]
 
-    objects.download = with_generation
+    objects.download = with_generation if has_generations else _download
     server = create_server("127.0.0.1", 0, in_memory=True, default_bucket=BUCKET)
     try:
         with server:
             yield "http://{}:{}".format(*server._api._httpd.server_address)
     finally:
-        objects.download = download
+        objects.download = before
 
 
 def use(monkeypatch: pytest.MonkeyPatch, address: str, deadline: float = 900) -> None:
@@ -68,7 +71,7 @@ def use(monkeypatch: pytest.MonkeyPatch, address: str, deadline: float = 900) ->
     monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", address)
     gcs.client.cache_clear()
     monkeypatch.setattr(gcs, "TIMEOUT", (10, 2))
-    monkeypatch.setattr(gcs, "_retry", lambda: DEFAULT_RETRY.with_delay(0.01, 0.1, 2).with_timeout(deadline))
+    monkeypatch.setattr(gcs, "_retry", lambda url: DEFAULT_RETRY.with_delay(0.01, 0.1, 2).with_timeout(deadline))
 
 
 def upload(directory: Path, url: str) -> None:
@@ -194,12 +197,16 @@ def disturbed(proxy: Proxy) -> Iterator[str]:
                 data = data[: -(-len(data) // 2)]
             elif fault == "wrong bytes":
                 data = bytes([data[0] ^ 1]) + data[1:]
+            if fault == "understated":  # a connection that is kept, with what nobody expects before the next answer
+                self.protocol_version = "HTTP/1.1"
+                self.close_connection = False
             self.send_response(answer.status)
             for name, value in answer.getheaders():
                 if name.lower() not in ("server", "date", "content-length"):
                     self.send_header(name, value)
             is_head = self.command == "HEAD"  # which states the length of a body that it does not send
-            self.send_header("Content-Length", answer.headers["Content-Length"] if is_head else str(len(data)))
+            stated = {"understated": len(data) // 2, "endless": 1 << 50}.get(fault or "", len(data))
+            self.send_header("Content-Length", answer.headers["Content-Length"] if is_head else str(stated))
             self.end_headers()
             if fault in ("reset", "truncated", "stall"):
                 self.wfile.write(data[: len(data) // 2])
@@ -212,6 +219,7 @@ def disturbed(proxy: Proxy) -> Iterator[str]:
                 proxy.closed.wait(900)
             elif fault != "truncated":
                 self.wfile.write(data)
+                self.close_connection |= fault == "endless"
 
         do_HEAD = do_POST = do_PUT = do_DELETE = do_GET
 

@@ -32,7 +32,8 @@ META = {"cursor": {"batches": 7, "seed": 1}, "global_rows": 24, "config": {"seed
 @cache
 def placed(devices: int, stage: int, **changes: Any) -> tuple[zero.Layout, zero.Axis]:
     axis = zero.Axis("zero", (1, devices))
-    return state_layout(ShardedGPT(dataclasses.replace(CONFIG, **changes), axis, stage), adamw(0.1)), axis
+    model = ShardedGPT(dataclasses.replace(CONFIG, **changes), axis, stage)
+    return state_layout(model, adamw(0.1, axes=model.axes)), axis
 
 
 def make_state(layout: zero.Layout, axis: zero.Axis, seed: int = 0) -> Any:

@@ -21,6 +21,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -171,6 +172,11 @@ class Fork:
         if self._done is None and not select.select([self._server.stdout], [], [], 0)[0]:
             return None
         return self.finish().returncode
+
+    def wait_for(self, path: Path) -> None:
+        """Returns as soon as the path exists, or the run has ended."""
+        while self.poll() is None and not path.exists():
+            time.sleep(0.005)
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:

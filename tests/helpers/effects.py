@@ -2,7 +2,7 @@
 
 - `EFFECTS`: the table, in the order in which features act. `PAIRS`: what a run on preferences writes at its start.
 - `Run`: the same command starts it each time, it is killed at a moment, and compared at its end.
-- `on_disk`, `in_bucket`, `on_pairs`: make one.
+- `on_disk`, `in_bucket`: make one. `on_pairs`, `on_labels`, `on_teacher`: one of another objective, on disk.
 
 tests/run/test_train_killed_at_each_effect.py goes through the table, benchmarks/storm.py draws from it.
 """
@@ -127,6 +127,7 @@ class Run:
       place: of its checkpoints.
       proxy: of the bucket that these are in.
       count: of hosts.
+      effects: the moments at which it may be killed; those of its start are `effects_of_start`.
     """
 
     workplace: Path
@@ -134,6 +135,8 @@ class Run:
     arguments: tuple[str, ...]
     count: int = 1
     proxy: bucket.Proxy | None = None
+    effects: tuple[Effect, ...] = EFFECTS
+    effects_of_start: tuple[Effect, ...] = ()
 
     def start(self) -> list[cli.Fork]:
         """One process per host; several of them compile at each start, so as quickly as XLA can."""
@@ -288,29 +291,64 @@ def in_bucket(workplace: Path, count: int = 1) -> Iterator[Run]:
 @contextmanager
 def on_pairs(workplace: Path, count: int = 1) -> Iterator[Run]:
     """A run that learns preferences from another run, which is its reference."""
+    texts = [{"prompt": f"{i}? ", "chosen": "yes" + "!" * (i % 3), "rejected": "no"} for i in range(100)]
+    with _on_answers(workplace, count, "preferences", texts, "objective=dpo", "objective.beta=0.3") as run:
+        yield run
+
+
+@contextmanager
+def on_labels(workplace: Path, count: int = 1) -> Iterator[Run]:
+    """A run that learns from labelled answers (KTO), with another run as its reference."""
+    texts = [{"prompt": f"{i}? ", "completion": "yes" if i % 3 else "no", "label": i % 3 > 0} for i in range(100)]
+    with _on_answers(workplace, count, "labels", texts, "objective=kto") as run:
+        yield run
+
+
+@contextmanager
+def _on_answers(
+    workplace: Path, count: int, examples: str, texts: list[dict[str, Any]], *objective: str
+) -> Iterator[Run]:
+    """A run on a corpus of such examples, which samples nothing and stores the values of its reference first."""
     with on_disk(workplace, count) as run:
-        texts = [{"prompt": f"{i}? ", "chosen": "yes" + "!" * (i % 3), "rejected": "no"} for i in range(100)]
         source = workplace / "pairs.jsonl"
         source.write_text("".join(json.dumps(text) + "\n" for text in texts))
         prepare(
             source,
             "pairs",
-            CorpusOptions(ByteTokenizer(), cli.CONTEXT, validation_fraction=0.2, examples="preferences"),
+            CorpusOptions(ByteTokenizer(), cli.CONTEXT, validation_fraction=0.2, examples=examples),
             directory=workplace / "data",
             index_directory=workplace / "data" / "index",
             progress=False,
         )
-        shortest = ("training.total_steps=1", "training.warmup_steps=0", "training.maximum_evaluation_steps=0")
-        cli.Forks(workplace).train("base", *cli.TINY, "distributed.cpu_devices=2", *shortest)
+        _train_base(workplace)
         index = workplace / "data" / "index"
-        keys = (
-            "objective=dpo",
-            "objective.beta=0.3",
+        run.arguments += (
+            *objective,
             "training.sample_tokens=0",
             "model.warm_start=true",
             "model.model_path=base",
             f"data.index_path_train={index}/pairs_train.index",
             f"data.index_path_validation={index}/pairs_validation.index",
         )
-        run.arguments += keys
+        run.effects = tuple(effect for effect in EFFECTS if effect.feature != "sample")
+        run.effects_of_start = PAIRS
         yield run
+
+
+@contextmanager
+def on_teacher(workplace: Path, count: int = 1) -> Iterator[Run]:
+    """A run that learns from the tokens of another run, its teacher, which are stored beside its index files."""
+    with on_disk(workplace, count) as run:
+        _train_base(workplace)
+        cli.Forks(workplace).check(
+            *("mode=evaluate", "model.model_path=base", "evaluate.top_tokens=5", "evaluate.validation=false"),
+            *(f"evaluate.index=[{','.join(cli.INDICES)}]", "distributed.cpu_devices=2", "hydra.run.dir=stored"),
+        )
+        run.arguments += ("objective=distillation", "objective.top_tokens=4", "objective.weight=0.5")
+        yield run
+
+
+def _train_base(workplace: Path) -> None:
+    """A run of one step, which others start from."""
+    shortest = ("training.total_steps=1", "training.warmup_steps=0", "training.maximum_evaluation_steps=0")
+    cli.Forks(workplace).train("base", *cli.TINY, "distributed.cpu_devices=2", *shortest)

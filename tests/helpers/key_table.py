@@ -135,6 +135,8 @@ ROWS = {
     "distributed.num_processes": Row("2", REFUSED),
     "distributed.process_id": Row("1", REFUSED),
     "distributed.compilation_cache": Row("null", "settings"),
+    "distributed.join_minutes": Row("5", "tests/hosts/test_roll_call.py", is_neutral=True),
+    "distributed.start_minutes": Row("5", "settings", is_neutral=True),
     "distributed.stall_minutes": Row("5", "settings", is_neutral=True),
     "statistics.every": Row("3", RUN, is_neutral=True),
     "verify.every": Row(

@@ -40,7 +40,11 @@ KEYS = (
     *("training.batch_size", "batch", "training.staged_warmup_steps", "training.warmup_train_context"),
 )
 READ_ONCE = re.compile("JAX_|XLA_|TPU_|LIBTPU_|PYTHON|OMP_|OPENBLAS_|NPROC$")  # variables, when a process starts
-ONCE = (tokenizers._warn_once, json_lines._report)  # cached, so that a process prints each line once
+ONCE = (
+    tokenizers._warn_once,
+    json_lines._report,
+    json_lines.report_line,
+)  # cached, so that a process prints each line once
 UNKNOWN = 1  # the status of a program that ends with a traceback
 MOST_MEMORY = 1100 << 20  # bytes; 300 MiB are modules, and a job with its programs takes 100 to 200
 

@@ -22,6 +22,8 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
+HAS_TMUX = shutil.which("tmux") is not None
+needs_tmux = pytest.mark.skipif(not HAS_TMUX, reason="tmux is not installed")
 GCLOUD = r"""#!/usr/bin/env bash
 # Records its arguments. The states of the slice come from a file, one line per call; the last line stays. An empty line
 # is a slice that does not exist, ! an error. Where there are workers, ssh and scp reach them; else the status of
@@ -219,10 +221,8 @@ class Workers:
 
     def end(self) -> None:
         for number, place in enumerate(self.places):
-            self.tmux(number, "kill-server")
+            if HAS_TMUX:
+                self.tmux(number, "kill-server")
             if (place / "trainer.pid").exists() and is_alive(pid := int((place / "trainer.pid").read_text())):
                 os.kill(pid, signal.SIGKILL)
             shutil.rmtree((self.homes[number] / "tmux").resolve())
-
-
-needs_tmux = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")

@@ -12,7 +12,7 @@ def facts(page: Path) -> dict[str, tuple[str, str]]:
     """The cards of a page: the value and the note of each name."""
     text = page.read_text(encoding="utf-8")
     found = re.findall(r"<dt>(.*?)</dt><dd><span[^>]*>(.*?)</span>(?: <small>(.*?)</small>)?</dd>", text)
-    return {name: (html.unescape(value), html.unescape(note)) for name, value, note in found}
+    return {name: (plain(value), plain(note)) for name, value, note in found}
 
 
 def table(page: Path, kind: str) -> list[list[str]]:

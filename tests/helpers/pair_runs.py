@@ -2,6 +2,7 @@
 
 - `make_pairs`: makes both in a directory. `JOB`: the overrides of a run; `LORA`: those of adapters.
 - `make_labels`: makes a corpus of labelled answers; `LABELLED`: the overrides of a run on it.
+- `make_classes`: makes a corpus of texts of the classes `CLASSES`; `CLASSIFIED`: the overrides of a run on it.
 """
 
 import json
@@ -36,6 +37,8 @@ JOB = (
     "training.maximum_evaluation_steps=100",
 )
 LABELLED = tuple(f"data.index_path_{split}=data/index/labels_{split}.index" for split in ("train", "validation"))
+CLASSES = ("no", "yes", "maybe")
+CLASSIFIED = tuple(f"data.index_path_{split}=data/index/classes_{split}.index" for split in ("train", "validation"))
 LORA = ("tuning=lora", "tuning.rank=4", "tuning.alpha=8", "training.peak_learning_rate=2e-2")
 
 
@@ -63,8 +66,20 @@ def make_labels(root: Path) -> None:
     prepare(root, "labels", "--labels", lines)
 
 
-def prepare(root: Path, name: str, option: str, lines: list[dict[str, Any]]) -> None:
+def make_classes(root: Path) -> None:
+    """A corpus of texts of three classes in the directory, which is the current one."""
+    ends = {"no": 0, "yes!": "yes", "maybe?": "maybe"}
+    lines = [
+        {"text": f"{i} and {j}? {end}", "label": label}
+        for i in range(8)
+        for j in range(8)
+        for end, label in ends.items()
+    ]
+    prepare(root, "classes", "--classification", lines, "--label-names", ",".join(CLASSES))
+
+
+def prepare(root: Path, name: str, option: str, lines: list[dict[str, Any]], *more: str) -> None:
     """A corpus of these lines."""
     (root / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    done = call(f"{name}.jsonl", option, "--row-tokens", str(CONTEXT), "--validation-fraction", "0.2")
+    done = call(f"{name}.jsonl", option, *more, "--row-tokens", str(CONTEXT), "--validation-fraction", "0.2")
     assert done.returncode == 0, done.stderr

@@ -40,7 +40,7 @@ from zero.commands.modes import check
 from zero.job.job import make_job, place_model
 from zero.job.sizes import load_sizes
 from zero.models.config import GPTConfig
-from zero.plan.compile import step_arguments
+from zero.planning.compile import step_arguments
 from zero.run import train as run_train
 from zero.run.config import TrainConfig
 

@@ -2,6 +2,7 @@
 
 - `pairs`: rows of some steps. `log_probabilities`, `lengths`: of their answers. `references`: by another model.
 - `plain`: losses, gradient norms and metrics of steps by a formula. `check_steps`: those of zero are the same.
+- `scores_of_texts`: those of a head of scores.
 - `DEVICES`: the numbers of devices and the stages on which both are compared.
 """
 
@@ -75,6 +76,13 @@ def log_probabilities(params: Any, rows: np.ndarray) -> jax.Array:
     logits, labels, mask = (hidden @ table.T)[:, :-1], ids[:, 1:], rows[:, 1:] >= 0
     per_token = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], axis=2)[..., 0]
     return (per_token * mask).sum(1)
+
+
+def scores_of_texts(size: GPTConfig, params: Any, rows: np.ndarray) -> jax.Array:
+    """`(rows, outputs)`: of the last token of each text by a head of scores, as transformers pools them."""
+    hidden, _ = GPT(size).apply({"params": params}, jnp.maximum(rows, ~rows), None, method="hidden")
+    last = rows.shape[1] - 1 - jnp.argmax(rows[:, ::-1] != -1, axis=1)
+    return (hidden @ params["score_head"]["kernel"])[jnp.arange(len(rows)), last]
 
 
 def of_pairs(x: Any) -> tuple[Any, Any]:
@@ -177,7 +185,7 @@ def programs_on(
     remat = options.pop("remat", "none")
     model = ShardedGPT(size, axis, stage, jnp.float32, tuning=tuning, remat=remat)
     used, chosen = tuple(jax.devices()[:devices]), StepOptions(RATE, objective=objective, **options)
-    return On(model, make_programs(model, adamw(0.1), chosen, used), used, objective)
+    return On(model, make_programs(model, adamw(0.1, axes=model.axes), chosen, used), used, objective)
 
 
 def check_steps(
@@ -193,7 +201,7 @@ def check_steps(
     one = programs_on(objective, devices, stage, max_gradient_norm=MAX_NORM, **options)._replace(more=more)
     got = one.steps(one.start(), lambda step: one.rows(references(step)), count=10)
     for step, (found, expected) in enumerate(zip(got, expected_steps, strict=True)):
-        for name in ("loss", "gradient_norm", *objective.names):
+        for name in ("loss", "gradient_norm", *(metric.name for metric in objective.metrics_of_steps)):
             rel, absolute = (1e-5, 1e-5) if step == 0 else (3e-4, 1e-4)
             assert found[name] == pytest.approx(expected[name], rel=rel, abs=absolute), (name, step)
     assert got[-1]["loss"] < got[0]["loss"]

@@ -3,5 +3,5 @@
 import zero
 
 MODULES = ("groups", "quantized")
-TYPES = ("Layout", "ShardedOptimizer", "ShardedState")
+TYPES = ("Layout", "Plan", "ShardedOptimizer", "ShardedState")
 FUNCTIONS = [name for name in dir(zero) if name not in (*MODULES, *TYPES, "__version__")]

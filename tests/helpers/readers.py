@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from safetensors.numpy import save, save_file
 
 from tests.config.composing import CONF, compose
+from tests.helpers import sources
 from tests.helpers.shards import loader, npy, write_tar
 from zero.base.errors import UserError, file_error
 from zero.commands.modes import check, default_config, merge_resumed
@@ -168,6 +169,12 @@ READERS: dict[str, Callable[[Path, bytes], None]] = {
     "documents.jsonl": _json_lines("documents.jsonl"),
     "documents.jsonl.gz": _json_lines("documents.jsonl.gz"),
     "documents.jsonl.zst": _json_lines("documents.jsonl.zst"),
+    "documents.json": _json_lines("documents.json"),
+    "documents.csv": _json_lines("documents.csv"),
+    "documents.txt": _json_lines("documents.txt"),
+    "documents.tar": _json_lines("documents.tar"),
+    "documents.parquet": _json_lines("documents.parquet"),
+    "tokens.npy": _json_lines("tokens.npy"),
     "completions.jsonl": _json_lines("completions.jsonl", completions=True),
     "it.index": _index,
     "s.tar": _shard,
@@ -223,6 +230,12 @@ def valid_files() -> dict[str, bytes]:
         "documents.jsonl": documents,
         "documents.jsonl.gz": gzip.compress(documents, mtime=0),
         "documents.jsonl.zst": zstandard.compress(documents),
+        "documents.json": b'[{"text": "one"},\n {"text": "two"}]\n',
+        "documents.csv": b"number,text\n1,one\n2,two\n",
+        "documents.txt": b"one\ntwo\n" * 9,
+        "documents.tar": sources.tar({"a.txt": b"one", "b.txt": b"two"}),
+        "documents.parquet": sources.parquet_bytes({"text": ["one", "two"]}),
+        "tokens.npy": npy(np.arange(60)),
         "completions.jsonl": b'{"prompt": "1 + 1", "completion": " = 2"}\n',
         "it.index": b"# a corpus\ns.tar # 1 rows\n",
         "s.tar": _tar(),

@@ -18,24 +18,24 @@ REPOSITORY = Path(__file__).parents[2]
 ROOMS = [
     "zero.base",
     "zero.files",
-    "zero.config",  # how keys are declared, checked and composed; it has no key of anybody
+    "zero.config",  # how keys are checked and composed; it has no key of anybody
     "zero.pages",
     "zero.corpus",
     "zero.partition",
     "zero.models",
+    "zero.hosts",
+    "zero.costs",
     "zero",  # its __init__.py, the public names
     "zero.training",
-    "zero.hosts",
     "zero.job",
     "zero.record",
     "zero.checkpoints",
     "zero.tracking",
-    "zero.costs",
     "zero.exchange",
     "zero.inference",
     "zero.report",
     "zero.run",
-    "zero.plan",
+    "zero.planning",
     "zero.commands",
     "scripts",  # main_zero.py, data/prepare.py
 ]

@@ -50,6 +50,7 @@ def make_run(directory: Path, **metrics: float) -> Any:
     """A run at step 3 with the metrics of one step that are not read yet."""
     model = SimpleNamespace(
         axis=Axis("zero", (1, 8)),
+        config=SimpleNamespace(score_outputs=None),
         weights=lambda params, averages, frozen: params,
         positions_in=lambda tokens: tokens.shape[1],
     )

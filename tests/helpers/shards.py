@@ -2,6 +2,7 @@
 
 - `npy`, `write_tar`, `write_corpus`: arrays, shards, and shards with an index file; rows of `CONTEXT` tokens.
 - `loader`, `tokens_of`, `first_tokens`, `flat`: a loader of an index, and what it reads.
+- `Unsliced`: numbers of rows that must not be added up again and again.
 - `PATIENT`, `COUNTS`: settings and a strategy of hypothesis.
 """
 
@@ -73,3 +74,11 @@ def flat(lists: Iterable[list]) -> list:
 
 PATIENT = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 COUNTS = st.lists(st.integers(1, 12), min_size=1, max_size=9)
+
+
+class Unsliced(tuple[int, ...]):
+    """Rows of shards that must not be cut: a cut costs as much as all shards before it."""
+
+    def __getitem__(self, index):
+        assert not isinstance(index, slice)
+        return super().__getitem__(index)

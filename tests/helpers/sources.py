@@ -74,6 +74,18 @@ def tar(members: dict[str, bytes], mode: str = "w") -> bytes:
     return buffer.getvalue()
 
 
+def _json(path: Path, documents: list[str]) -> None:
+    """One array over several lines, as pandas and Alpaca have it."""
+    _write(path, ".json", json.dumps([{"text": text} for text in documents], indent=1).encode())
+
+
+def parquet_bytes(columns: dict[str, Any]) -> bytes:
+    """A table of these columns as a file."""
+    buffer = io.BytesIO()
+    parquet.write_table(pyarrow.table(columns), buffer)
+    return buffer.getvalue()
+
+
 def _tar_of_text(path: Path, documents: list[str]) -> None:
     _write(path, ".tar", tar({f"{i:04}.txt": text.encode() for i, text in enumerate(documents)}))
 
@@ -88,6 +100,8 @@ write_text: dict[str, Callable[[Path, list[str]], None]] = {
     "jsonl.gz": _packed(".jsonl.gz", gzip.compress),
     "json.xz": _packed(".json.xz", lzma.compress),
     "jsonl.zst": _packed(".jsonl.zst", zstandard.compress),
+    "json": _json,
+    "lines of .json": _packed(".json", bytes),
     "csv": _csv,
     "parquet": _parquet,
     "feather": _arrow_file,
@@ -118,11 +132,15 @@ def _llm_c(path: Path, documents: list[str]) -> None:
 
 def _megatron(path: Path, documents: list[str]) -> None:
     """As the writer of Megatron-LM does: sequences, their places, and the first sequence of each document."""
-    lists = [ids.astype("<u2") for ids in _ids(documents)]
+    megatron(path, [ids.astype("<u2") for ids in _ids(documents)], 8)
+
+
+def megatron(path: Path, lists: list[np.ndarray], code: int) -> None:
+    """The tokens of documents, whose type has this number."""
     halves = [half for ids in lists for half in np.split(ids, [len(ids) // 2])]  # of two sequences each
     sizes = np.array([len(half) for half in halves])
-    places = np.concatenate([[0], np.cumsum(sizes)[:-1]]) * 2
-    head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, len(halves), len(lists) + 1)
+    places = np.concatenate([[0], np.cumsum(sizes)[:-1]]) * lists[0].itemsize
+    head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, code, len(halves), len(lists) + 1)
     starts = np.arange(len(lists) + 1) * 2
     arrays = (sizes.astype("<i4"), places.astype("<i8"), starts.astype("<i8"))
     _write(path, ".idx", head + b"".join(array.tobytes() for array in arrays))

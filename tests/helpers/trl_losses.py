@@ -43,12 +43,12 @@ def tokenizer_of(folder: Path) -> Any:
     return tokenizer
 
 
-def model_of(folder: Path) -> Any:
-    """In float32."""
+def model_of(folder: Path, auto: Any = None) -> Any:
+    """In float32, by this class of transformers or `AutoModelForCausalLM`."""
     import torch
     import transformers
 
-    auto: Any = transformers.AutoModelForCausalLM
+    auto = auto or transformers.AutoModelForCausalLM
     return auto.from_pretrained(folder, dtype=torch.float32)
 
 

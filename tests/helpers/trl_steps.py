@@ -1,7 +1,9 @@
 """Ten steps of a trainer of TRL on one batch, and those of zero on the same rows from the same weights.
 
-- `train`: a trainer, with its losses and gradient norms on `PAIRS`, say. `interleaved`: rows of texts of its batch.
+- `open_trainer`: a trainer. `train`: one after its steps, with its losses and gradient norms on `PAIRS`, say.
+- `interleaved`: rows of texts of its batch.
 - `steps_of_zero`: losses and gradient norms of an objective on some devices. `assert_same`: they are TRL's.
+- `save_scored_folder`: a model of scores, for trainers of reward models.
 - `WARNS`: marks of a module that imports TRL.
 """
 
@@ -16,6 +18,7 @@ import pytest
 
 import zero
 from tests.helpers import trl_losses
+from tests.helpers.brought import save_folder
 from zero.exchange.hub_model import open_hf_model
 from zero.exchange.warm_start import warm_start
 from zero.training.batch import Batch
@@ -53,25 +56,55 @@ class Steps(NamedTuple):
     norms: list[float]
 
 
-def train(
-    trainer_class: Any, config_class: Any, folder: Path, examples: list[Any], place: Path, **keys: Any
-) -> tuple[Any, Steps]:
-    """A trainer after ten steps of AdamW on all examples at once, and what it has logged."""
+def open_trainer(
+    trainer_class: Any,
+    config_class: Any,
+    folder: Path,
+    examples: list[Any],
+    place: Path,
+    auto: Any = None,
+    max_length: int = CONTEXT,
+    **keys: Any,
+) -> Any:
+    """A trainer of ten steps of AdamW on all examples at once.
+
+    Args:
+      auto: reads the model from the folder; by default `AutoModelForCausalLM`.
+      max_length: of a text in tokens.
+    """
     from datasets import Dataset
 
-    common = trl_losses.arguments(place, len(examples), CONTEXT)
+    common = trl_losses.arguments(place, len(examples), max_length)
     common.pop("router_aux_loss_coef")
     training: dict[str, Any] = {"max_steps": STEPS, "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True}
     training |= {"learning_rate": RATE, "lr_scheduler_type": "constant", "max_grad_norm": 1e9, "weight_decay": 0.0}
-    trainer = trainer_class(
-        trl_losses.model_of(folder),
+    return trainer_class(
+        trl_losses.model_of(folder, auto),
         args=config_class(**common, **training, **keys),
         train_dataset=Dataset.from_list(examples),
         processing_class=trl_losses.tokenizer_of(folder),
     )
+
+
+def train(*classes_and_data: Any, **options: Any) -> tuple[Any, Steps]:
+    """The trainer that `open_trainer` makes of these arguments after its steps, and what it has logged."""
+    trainer = open_trainer(*classes_and_data, **options)
     trainer.train()
     lines = [line for line in trainer.state.log_history if "grad_norm" in line]
     return trainer, Steps([line["loss"] for line in lines], [line["grad_norm"] for line in lines])
+
+
+def save_scored_folder(folder: Path) -> None:
+    """A small Qwen2 with a head of scores, and a tokenizer whose padding does not end texts."""
+    import torch
+    import transformers
+
+    save_folder(folder, "qwen2")
+    auto: Any = transformers.AutoModelForSequenceClassification
+    transformers.set_seed(0)
+    padding = trl_losses.tokenizer_of(folder).pad_token_id
+    model = auto.from_pretrained(folder, num_labels=1, pad_token_id=padding, dtype=torch.float32)
+    model.save_pretrained(folder)
 
 
 def interleaved(*texts: np.ndarray) -> np.ndarray:
@@ -91,7 +124,7 @@ def steps_of_zero(
     used = jax.devices()[:devices]
     params = zero.to_devices(whole, model.layout, model.axis, used)
     options = StepOptions(lambda step: jnp.float32(RATE), objective=objective)
-    programs = make_programs(model, adamw(0.0, b2=0.999), options, used)
+    programs = make_programs(model, adamw(0.0, b2=0.999, axes=model.axes), options, used)
     split = split_rows(rows, model.axis)
     extra: dict[str, Any] = {name: split_rows(x, model.axis) for name, x in of_examples.items()}
     if objective.has_reference:

@@ -18,14 +18,19 @@ from typing import Any
 
 from safetensors import safe_open
 
+# Of vLLM 0.33: the architectures of `_TEXT_GENERATION_MODELS` and `_TRANSFORMERS_SUPPORTED_MODELS` that zero writes.
 OF_ITS_OWN = (
-    *("ApertusForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM"),
-    *("BloomForCausalLM", "GPT2LMHeadModel", "GPTNeoXForCausalLM", "GemmaForCausalLM", "Gemma2ForCausalLM"),
-    *("Gemma3ForCausalLM", "GptOssForCausalLM", "GraniteForCausalLM", "LlamaForCausalLM", "MistralForCausalLM"),
-    *("MixtralForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM"),
-    *("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "StableLmForCausalLM"),
+    *("ApertusForCausalLM", "BloomForCausalLM", "DeepseekV3ForCausalLM", "Ernie4_5ForCausalLM", "GPT2LMHeadModel"),
+    *("GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Glm4ForCausalLM", "Glm4MoeForCausalLM"),
+    *("GptOssForCausalLM", "GraniteForCausalLM", "GraniteMoeForCausalLM", "LlamaForCausalLM", "MistralForCausalLM"),
+    *("MixtralForCausalLM", "OlmoeForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen2MoeForCausalLM"),
+    *("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM"),
+    *("Qwen3_5MoeForCausalLM", "StableLmForCausalLM"),
 )
-THROUGH_TRANSFORMERS = ("GPTNeoForCausalLM", "SmolLM3ForCausalLM")
+THROUGH_TRANSFORMERS = (
+    *("ArceeForCausalLM", "GPTNeoXForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM", "SeedOssForCausalLM"),
+    *("SmolLM3ForCausalLM", "Starcoder2ForCausalLM"),
+)
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -50,12 +55,24 @@ def tensors_of(folder: Path) -> tuple[list[str], list[str]]:
     return names, wrong if files else [*wrong, "no weights"]
 
 
+def is_run(architecture: str) -> str:
+    """How vLLM runs a class of transformers; one that its table lacks, if attention can be replaced in it."""
+    import transformers
+
+    model: Any = getattr(transformers, architecture)
+    if architecture in OF_ITS_OWN:
+        return "its own class"
+    if architecture in THROUGH_TRANSFORMERS or model.is_backend_compatible() or model._can_set_attn_implementation():
+        return "through transformers"
+    return "no"
+
+
 def objections(folder: Path, parameters: set[str] | None = None) -> list[str]:
     """What vLLM would refuse or read otherwise; `parameters` are transformers' names, without one that is tied."""
     config = _json(folder / "config.json")
     names, wrong = tensors_of(folder)
     (architecture,) = config["architectures"]
-    if architecture not in (*OF_ITS_OWN, *THROUGH_TRANSFORMERS):
+    if is_run(architecture) == "no" and architecture != "GPTNeoForCausalLM":
         wrong.append(f"architecture {architecture}")
     if config.get("dtype", config.get("torch_dtype")) not in DTYPES:
         wrong.append(f"dtype {config.get('dtype')}")
