@@ -156,26 +156,30 @@ def run(source, place, fatal, part_bytes, options):
     chosen = CorpusOptions(ByteTokenizer(), rows_per_member=4, rows_per_shard=8, **options)
     how = {"overwrite": True, "part_bytes": part_bytes, "workers": 1}
     prepare(source, "c", chosen, directory=Path(place, "corpus"), index_directory=Path(place, "index"), **how)
+    print("events", calls, flush=True)
 
 for line in sys.stdin:  # a process for each, without importing everything again
     if (child := os.fork()) == 0:
         run(*json.loads(line))
         os._exit(0)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    print("status", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
-def statuses_of(orders: list[str]) -> list[int]:
-    """The exit status of each order to `KILLED`, which one process runs one after the other."""
+def printed_by(orders: list[str], word: str) -> list[int]:
+    """What `KILLED`, one process that runs one order after the other, prints behind this word.
+
+    `status` is the exit status of each order; `events` the renamings and removals of each that was not killed.
+    """
     done = subprocess.run(
-        [sys.executable, "-c", KILLED],
+        [sys.executable, "-B", "-c", KILLED],  # a compiled module would be a renaming too
         input="\n".join(orders),
         cwd=REPOSITORY,
         stdout=subprocess.PIPE,
         text=True,
         check=True,
     )
-    return [int(line) for line in done.stdout.split()]
+    return [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith(word)]
 
 
 def test_killed_prepare_leaves_no_index(folder: Path, tmp_path: Path):
@@ -197,7 +201,7 @@ def test_killed_prepare_leaves_no_index(folder: Path, tmp_path: Path):
         json.dumps([str(folder), str(place), fatal, part_bytes, options])
         for place, (fatal, _, options) in zip(places, runs, strict=True)
     ]
-    statuses = statuses_of(orders)
+    statuses = printed_by(orders, "status")
     assert set(statuses) == {0, -signal.SIGKILL} and 2 <= statuses.count(0) <= 3
     for place, (fatal, replaces, options) in zip(places, runs, strict=True):
         for index in (place / "index").glob("*.index"):
@@ -210,19 +214,25 @@ def test_killed_prepare_leaves_no_index(folder: Path, tmp_path: Path):
             assert {path: path.stat().st_mtime_ns for path in finished} == finished
 
 
-INSTANTS = (1, 60, 120, 180, 240, 300, 345, 370, 400, 737)  # of 738; the first parts are written from 330 to 413
+TENTHS = range(11)  # of all renamings and removals; the first parts are written in the middle
+NEVER = 1 << 30
 ALL_PARTS: dict[str, Any] = {"deduplicate": True, "near_duplicates": 0.8, "shuffle": True, "row_tokens": 32}
 
 
 @pytest.mark.parametrize(
-    "instants", [pytest.param(INSTANTS[1::4], marks=pytest.mark.wide), pytest.param(INSTANTS, marks=pytest.mark.slow)]
+    "tenths", [pytest.param(TENTHS[::5], marks=pytest.mark.wide), pytest.param(TENTHS, marks=pytest.mark.slow)]
 )
-def test_killed_within_passes_over_all_parts(folder: Path, tmp_path: Path, instants: tuple[int, ...]):
-    """Killed with -9 at these renamings and removals of files, from the first pass to the page; called again, equal."""
+def test_killed_within_passes_over_all_parts(folder: Path, tmp_path: Path, tenths: range):
+    """Killed with -9 after each of these shares of the renamings and removals of files; called again, equal."""
     part_bytes = 1500
-    make(folder, tmp_path / "whole", **ALL_PARTS, part_bytes=part_bytes, workers=1)
-    orders = [json.dumps([str(folder), str(tmp_path / str(at)), at, part_bytes, ALL_PARTS]) for at in instants]
-    assert statuses_of(orders) == [-signal.SIGKILL] * len(instants)
+
+    def order(place: Path, fatal: int) -> str:
+        return json.dumps([str(folder), str(place), fatal, part_bytes, ALL_PARTS])
+
+    [events] = printed_by([order(tmp_path / "whole", NEVER)], "events")
+    instants = [tenth * (events - 1) // 10 for tenth in tenths]
+    orders = [order(tmp_path / str(at), at) for at in instants]
+    assert printed_by(orders, "status") == [-signal.SIGKILL] * len(instants)
     parts_left = []
     for at in instants:
         place = tmp_path / str(at)
