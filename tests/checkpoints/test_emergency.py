@@ -121,9 +121,11 @@ def test_nothing_else_is_restored(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         assert opened(tmp_path).restore([lineage], after=10) is None
         assert "15-0.shards: the checksum does not match" in caplog.text
         caplog.clear()
-    path.write_bytes(b"{")
-    found = opened(tmp_path).restore([lineage], after=0)
-    assert found is not None and found[0]["step"] == 10 and "15-0.shards is damaged" in caplog.text
+    for damaged in (b"{", whole.replace(b'"batches": 3', b'"batches": 7'), whole.replace(b'"position"', b'"qosition"')):
+        path.write_bytes(damaged)
+        found = opened(tmp_path).restore([lineage], after=0)
+        assert found is not None and found[0]["step"] == 10 and "15-0.shards is damaged: its first line" in caplog.text
+        caplog.clear()
 
 
 @pytest.mark.parametrize(

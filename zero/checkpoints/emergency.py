@@ -3,7 +3,8 @@
 A run that lost a host resumes from them without the bucket. They are files, by default in /dev/shm, because the loss of
 one process ends all processes of a run. A file is a line of JSON followed by the shards of this host's devices, leaf by
 leaf. Its name contains the lineage of the start that wrote it, because an earlier attempt may have reached the same
-steps with other keys or on other hosts. Why not orbax's: docs/decisions/fault-tolerance.md.
+steps with other keys or on other hosts. The line has a checksum of the shards and one of itself. Why not orbax's:
+docs/decisions/fault-tolerance.md.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, BinaryIO, NamedTuple, Self
 
 import jax
 import numpy as np
 
 from zero.base.errors import UserError
 from zero.base.keys import at_least, key, not_empty
+from zero.checkpoints.metadata import check_metadata, with_checksum
 from zero.hosts import agreement
 from zero.hosts.peers import FAILURES, Peers
 from zero.partition.checksums import examine
@@ -164,7 +166,7 @@ class EmergencyCheckpoints:
         checksum = 0
         for buffer in buffers:
             checksum = zlib.crc32(buffer, checksum)
-        header = {**self._description(checkpoint), "position": position, "checksum": checksum}
+        header = with_checksum({**self._description(checkpoint), "position": position, "checksum": checksum})
         aside = self._directory / f"{name}.tmp"
         try:
             with aside.open("wb") as file:
@@ -253,9 +255,9 @@ class EmergencyCheckpoints:
                 continue
             try:
                 with path.open("rb") as file:
-                    header = json.loads(file.readline())
-            except ValueError:
-                log.warning("%s is damaged", path)
+                    header = _read_header(file)
+            except DamagedShards as error:
+                log.warning("%s", error)
                 continue
             host = int(path.stem.rpartition("-")[2])
             if header == header | self._description(checkpoint) | {"host": host}:
@@ -264,7 +266,7 @@ class EmergencyCheckpoints:
     def _read(self, checkpoint: Emergency) -> tuple[dict[str, Any], PyTree]:
         path = self._directory / checkpoint.file(self._host)
         with path.open("rb") as file:
-            header = json.loads(file.readline())
+            header = _read_header(file)
             data = np.frombuffer(file.read(), np.uint8)
         expected = self._description(checkpoint)
         changed = [key for key in expected if header[key] != expected[key]]
@@ -306,6 +308,16 @@ class EmergencyCheckpoints:
         for _, checkpoint in list(self._files()):
             if checkpoint.step <= durable:
                 self._delete(checkpoint)
+
+
+def _read_header(file: BinaryIO) -> dict[str, Any]:
+    """The first line of a file of shards; raises DamagedShards if it is not as it was written."""
+    try:
+        header: dict[str, Any] = json.loads(file.readline())
+        check_metadata(header)
+    except ValueError as error:
+        raise DamagedShards(f"{file.name} is damaged: its first line: {error}") from error
+    return header
 
 
 def find_whole(

@@ -78,7 +78,7 @@ def read_metadata(directory: Path | str, step: int) -> dict[str, Any]:
         text = storage.read_bytes(file)
     with reading(f"{name}: file {file} cannot be read", kind=DamagedCheckpoint):
         meta = json.loads(text)
-        _check(meta)
+        check_metadata(meta)
     if meta["format"] != FORMAT:
         raise UserError(
             f"{name} is of format {meta['format']}, but this version of zero reads format {FORMAT}; it "
@@ -87,7 +87,7 @@ def read_metadata(directory: Path | str, step: int) -> dict[str, Any]:
     return dict(meta)
 
 
-def _check(meta: Any) -> None:
+def check_metadata(meta: Any) -> None:
     """Raises ValueError if `meta` is not as it was written."""
     if not isinstance(meta, dict):
         raise ValueError("not a JSON object")
