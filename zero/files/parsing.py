@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tokenize
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,7 @@ MALFORMED = (
     SyntaxError,
     TypeError,
     ValueError,
+    tokenize.TokenError,  # of numpy, which parses the header of a .npy file as Python
 )
 
 

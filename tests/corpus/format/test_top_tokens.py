@@ -38,7 +38,7 @@ def test_written_and_read(tmp_path: Path) -> None:
 
 
 def test_damage_is_named(tmp_path: Path) -> None:
-    """A file that is cut, and one of another shape."""
+    """A file that is cut, and one of another shape; one bit in a header, which digests of values do not cover."""
     index = str(tmp_path / "web.index")
     batch = np.zeros((3, 4, 2)), np.full((3, 4, 2), -1.0)
     write_top_tokens(index, (3, 4, 2), 300, [], [batch])
@@ -52,6 +52,17 @@ def test_damage_is_named(tmp_path: Path) -> None:
         read_top_tokens(index)
     with pytest.raises(UserError, match="are written beside an index file on a disk"):
         write_top_tokens("gs://bucket/web.index", (3, 4, 2), 300, [], [batch])
+    path.write_bytes(whole.replace(b"'<u2'", b"'>u2'"))
+    with pytest.raises(UserError, match=r"teacher-tokens\.npy is damaged; .*: its dtype is >u2; expected "):
+        read_top_tokens(index)
+    path.write_bytes(whole.replace(b"{'descr'", b"z'descr'"))
+    with pytest.raises(UserError, match=r"web\.teacher-tokens\.npy is damaged; write it again"):
+        read_top_tokens(index)
+    path.write_bytes(whole)
+    description = tmp_path / "web.teacher.json"
+    description.write_text(description.read_text().replace('"tokens"', '"uokens"'))
+    with pytest.raises(UserError, match=r"teacher\.json is damaged; .*: it has digests of uokens, log_probabilities"):
+        read_top_tokens(index)
 
 
 def test_second_writer_is_refused(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from zero.files.sole_writer import sole_writer
 
 TOKENS, LOG_PROBABILITIES = ARRAYS = ("tokens", "log_probabilities")
 _REMEDY = "restore it, or write it again by mode=evaluate evaluate.top_tokens"
+_DTYPES = {TOKENS: ("|u1", "<u2", "<u4"), LOG_PROBABILITIES: ("<f4",)}  # digests do not cover the header of a .npy file
 _ROUNDING = 1e-3  # by which probabilities in float32 may add up to more than 1
 _log = logging.getLogger(__name__)
 
@@ -165,6 +166,8 @@ def read_top_tokens(index: str) -> tuple[TopTokens, dict[str, CheckedRows]]:
         )
     with _readable(path):
         described = TopTokens(**json.loads(directory.read(path)))
+        if described.blocks and described.blocks.keys() != {*ARRAYS}:
+            raise ValueError(f"it has digests of {', '.join(described.blocks)}; expected {', '.join(ARRAYS)}")
     if not described.blocks:
         _log.warning(
             "%s is of an earlier version, which stored no digests of rows: damage in its arrays is not noticed; "
@@ -177,6 +180,8 @@ def read_top_tokens(index: str) -> tuple[TopTokens, dict[str, CheckedRows]]:
             array = np.load(_path(index, name), mmap_mode="r", allow_pickle=False)
             if array.shape != described.shape:
                 raise ValueError(f"its shape {array.shape} is not {described.shape}")
+            if array.dtype.str not in _DTYPES[name]:
+                raise ValueError(f"its dtype is {array.dtype.str}; expected {' or '.join(_DTYPES[name])}")
             block_rows = described.block_rows or rows_per_block(described.shape)
             digests = described.blocks.get(name, ())
             if digests and len(digests) != -(-described.rows // block_rows):
