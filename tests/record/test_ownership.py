@@ -65,6 +65,20 @@ def test_bucket_is_taken_over(server: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert not [url for url in storage.list_files(place) if url.startswith(f"{place}/4")]
 
 
+def test_owner_in_a_bucket_is_lost(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that was removed, as with the folder beside the checkpoints, or is no longer one, ends the process."""
+    bucket.use(monkeypatch, server)
+    with owned(f"gs://{bucket.BUCKET}/lost", "runs/one") as one:
+        file = f"gs://{bucket.BUCKET}/lost-run/owner.json"
+        for damaged, message in ((b"{", f"{file}: expected a JSON object"), (b"{}", "taken over the run, on None")):
+            storage.write(file, damaged)
+            with pytest.raises(UserError, match=message):
+                one.check()
+        storage.remove(file)
+        with pytest.raises(Unavailable, match=f"^{file} was removed while this process trained; it ends without"):
+            one.check()
+
+
 def test_names_by_the_clock(tmp_path: Path) -> None:
     """Two starts in one second have directories of their own."""
     names = [new_directory(f"{tmp_path}/runs/12-00-00") for _ in range(3)]

@@ -20,6 +20,7 @@ from typing import BinaryIO, NamedTuple
 
 from zero.base.errors import Unavailable, UserError
 from zero.files import storage
+from zero.files.parsing import json_object
 from zero.files.sole_writer import is_open
 from zero.record.run_files import CONFIG_FILE, mirror_path
 
@@ -219,11 +220,17 @@ def owned(checkpoints: Path | str, directory: str) -> Iterator[Ownership]:
     storage.write(file, json.dumps(owner).encode())
 
     def check() -> None:
-        now = json.loads(storage.read_bytes(file))
+        try:
+            now = json_object(storage.read_bytes(file), file)
+        except FileNotFoundError:
+            raise Unavailable(
+                f"{file} was removed while this process trained; it ends without saving. A start with --resume writes "
+                "it again"
+            ) from None
         if now != owner:
             raise UserError(
-                f"{checkpoints}: another process has since taken over the run, on {now['host']} in {now['directory']}; "
-                "this process exits without saving, and earlier checkpoints are intact"
+                f"{checkpoints}: another process has since taken over the run, on {now.get('host')} in "
+                f"{now.get('directory')}; this process exits without saving, and earlier checkpoints are intact"
             )
 
     yield Ownership(check)
