@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.helpers import hosts
@@ -30,6 +31,7 @@ from zero.base.errors import UserError
 from zero.checkpoints.damage import DamagedCheckpoint, write_errors
 from zero.checkpoints.manager import Checkpoints
 from zero.checkpoints.metadata import FORMAT, META_CHECKSUM, meta_checksum
+from zero.partition.checksums import array_checksum
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "deleted": Path.unlink,
@@ -73,6 +75,24 @@ def test_every_damage(tmp_path: Path) -> None:
         assert any(re.search(r"leaf (w|b) cannot be read: ", line) for (_, k), line in found.items() if k == kind)
         assert re.search("file .*5/meta/metadata", found["meta/metadata", kind])
     assert re.search("file .*5/state/_METADATA cannot be read: not valid JSON", found["state/_METADATA", "torn"])
+
+
+def test_changed_leaf_is_not_read(tmp_path: Path) -> None:
+    """One bit of an array, which only its checksum tells: whoever reads this leaf learns of it."""
+    layout, axis = small(8)
+    state = make_state(layout, axis, seed=5)
+    whole = {leaf.name: np.asarray(state[leaf.name])[tuple(map(slice, leaf.shape))] for leaf in layout.leaves}
+    sums = {name: array_checksum(array) for name, array in whole.items()}
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(5, state, layout, {"checksums": sums})
+    piece = whole["w"][3, :8].tobytes()
+    changed = bytes([piece[0] ^ 1]) + piece[1:]
+    for file in (tmp_path / "5" / "state").rglob("d/*"):
+        file.write_bytes(file.read_bytes().replace(piece, changed))
+    with Checkpoints(tmp_path, None) as checkpoints:
+        np.testing.assert_array_equal(checkpoints.read(5, "b"), whole["b"])
+        with pytest.raises(DamagedCheckpoint, match=f"^checkpoint {tmp_path}, step 5: w differs from what was saved"):
+            checkpoints.read(5, "w")
 
 
 def test_changed_metadata_are_damage(tmp_path: Path) -> None:

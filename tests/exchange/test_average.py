@@ -24,6 +24,8 @@ def test_average_is_the_mean(tmp_path: Path) -> None:
     assert average(str(tmp_path / "run"), tmp_path / "two", [6, 2]) == [2, 6]
     assert average(str(tmp_path / "run"), tmp_path / "all") == [2, 5, 6]
     model = model_of(ALIBI)
+    with Checkpoints(tmp_path / "two" / "checkpoints", None) as averaged:
+        assert averaged.meta(6)["checksums"].keys() == averaged.meta(6)["shapes"].keys()
     for name, seeds in (("two", (2, 6)), ("all", (2, 5, 6))):
         got = whole(warm_start(str(tmp_path / name), model), model)
         expected = jax.tree.map(lambda *xs: np.mean(xs, axis=0, dtype=np.float64), *(params(ALIBI, s) for s in seeds))

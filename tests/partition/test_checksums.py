@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import zero
 from tests.partition.sharded_arrays import AXES, MOST_AXES, make_whole
+from zero.partition import checksums as checksums_of_whole
 from zero.partition.checksums import examine
 
 DTYPES = ["bool", "int8", "uint16", "int32", "bfloat16", "float16", "float32", "complex64"]
@@ -159,6 +160,13 @@ def test_not_finite_leaves_are_named(axis: zero.Axis) -> None:
     assert named(s=np.float32(np.nan)) == ["s"]
 
 
+def test_checksums_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same numbers, in blocks of any size."""
+    for block in (1, 7, 50, checksums_of_whole._BLOCK):
+        monkeypatch.setattr(checksums_of_whole, "_BLOCK", block)
+        assert {name: checksums_of_whole.array_checksum(x) for name, x in BITS.items()} == checksums_of_bits()
+
+
 def test_the_sign_of_zero_counts() -> None:
     zeros = np.zeros(9, np.float32)
     assert checksums([zeros], PHASED) != checksums([-zeros], PHASED)
@@ -171,6 +179,7 @@ def test_all_of_64_bits_count(word: int) -> None:
         changed = x.copy()
         changed.view(np.uint32)[8, 2 * 2 + word] ^= 1
         assert checksums([x], PHASED) == checksums([x]) != checksums([changed], PHASED)
+        assert list(checksums([x]).values()) == [checksums_of_whole.array_checksum(x)]
 
 
 def test_keys_have_checksums() -> None:

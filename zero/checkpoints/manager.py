@@ -44,6 +44,7 @@ from zero.checkpoints.reading import is_deleted, on_all_hosts
 from zero.checkpoints.retention import Retention, Saved
 from zero.files import storage
 from zero.hosts import agreement
+from zero.partition.checksums import array_checksum
 from zero.partition.collectives.axis import Axis
 from zero.partition.global_arrays import global_shapes
 from zero.partition.layout import Layout, PyTree
@@ -289,13 +290,21 @@ class Checkpoints:
         return jax.tree.unflatten(layout.treedef, [arrays[path] for path in paths])
 
     def read(self, step: int, name: str) -> np.ndarray:
-        """One leaf, whole on this host and without its padding; raises as `restore`."""
+        """One leaf, whole on this host and without its padding; raises as `restore`.
+
+        If the metadata has `checksums`, as those of a run, it is compared with its own.
+        """
         import orbax.checkpoint as ocp
 
-        shape = self.meta(step)["shapes"][name]
+        meta = self.meta(step)
+        shape = meta["shapes"][name]
         restore_args = {name: ocp.RestoreArgs(restore_type=np.ndarray)}
         padded = self._read(step, lambda: self._read_arrays(step, {name: 0}, restore_args))[name]
-        return padded[tuple(slice(length) for length in shape)]
+        array: np.ndarray = padded[tuple(slice(length) for length in shape)]
+        saved = meta.get("checksums", {}).get(name)
+        if saved is not None and array_checksum(array) != saved:
+            raise DamagedCheckpoint(f"{self._name(step)}: {name} differs from what was saved")
+        return array
 
     def set_aside(self, step: int) -> None:
         """Renames a damaged checkpoint to STEP.damaged; nothing of it is deleted, and its step may be saved again.

@@ -15,6 +15,7 @@ from zero.checkpoints.manager import Checkpoints
 from zero.exchange.checkpoint_weights import choose_steps, new_directory, open_checkpoints
 from zero.models.collections import collections_of
 from zero.models.config import GPTConfig
+from zero.partition.checksums import array_checksum
 from zero.partition.layout import make_layout
 from zero.record import run_files
 
@@ -85,7 +86,9 @@ def average(
         array_keys = ("shapes", "dtypes", "checksums")
         described = {key: value for key, value in meta.items() if key not in array_keys}
         with Checkpoints(unfinished / "checkpoints", keep=1) as averaged:
-            averaged.save(chosen[-1], means, make_layout(means, 1), described | {"averaged": chosen})
+            sums = {name: array_checksum(mean) for name, mean in means.items()}
+            described |= {"averaged": chosen, "checksums": sums}
+            averaged.save(chosen[-1], means, make_layout(means, 1), described)
     return chosen
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,9 @@ from zero.partition.global_arrays import axis_and_devices, check_order, local_sh
 from zero.partition.layout import Layout, LeafLayout, PyTree, named_leaves, names_of
 from zero.partition.pmapped import pmap
 from zero.partition.sharded_state import SAME_DECISIONS
+
+_BLOCK = 1 << 17  # elements, whose hashes stay in a core's cache
+_Words = TypeVar("_Words", jax.Array, np.ndarray)
 
 
 def check_replicated(tree: PyTree, axis_name: str, devices: Sequence[jax.Device] | None = None) -> None:
@@ -248,14 +251,49 @@ def _hashes(x: jax.Array, offsets: Mapping[int, jax.Array]) -> jax.Array:
     hashed = jnp.zeros(x.shape, jnp.uint32)
     for dim in range(x.ndim):
         index = lax.broadcasted_iota(jnp.uint32, x.shape, dim) + offsets.get(dim, jnp.uint32(0))
-        # Powers of 2^32 / golden ratio, odd: no two indices of a matrix below 2^27 elements collide.
-        hashed += index * np.uint32(pow(0x9E3779B1, dim + 1, 2**32))
+        hashed += index * np.uint32(_factor(dim))
     for bits in _bits(x):
         hashed = mix(hashed ^ bits.astype(jnp.uint32))
     return hashed
 
 
-def mix(x: jax.Array) -> jax.Array:
+def _factor(dim: int) -> int:
+    """Powers of 2^32 / golden ratio, odd: no two indices of a matrix below 2^27 elements collide."""
+    return pow(0x9E3779B1, dim + 1, 2**32)
+
+
+def array_checksum(x: np.ndarray) -> int:
+    """The number that `checksums` gives a whole array, computed on the host: 500 million elements per second.
+
+    >>> array_checksum(np.arange(5, dtype=np.float32))
+    352290347
+    """
+    return _sum_of_hashes(np.atleast_1d(x), 0, 0)
+
+
+def _sum_of_hashes(x: np.ndarray, dim: int, before: int) -> int:
+    """Of a part of an array whose first dimension is `dim`; `before` is what the indices before it add to a hash."""
+    row_size = max(1, x[:1].size)
+    if x.ndim > 1 and row_size > _BLOCK:
+        rows = (_sum_of_hashes(row, dim + 1, before + i * _factor(dim)) for i, row in enumerate(x))
+        return sum(rows) % 2**32
+    total = 0
+    block_rows = max(1, _BLOCK // row_size)
+    for first in range(0, len(x), block_rows):
+        block = np.ascontiguousarray(x[first : first + block_rows])
+        hashed = np.full(block.shape, (before + first * _factor(dim)) % 2**32, np.uint32)
+        for at, length in enumerate(block.shape):
+            index = np.arange(length, dtype=np.uint32) * np.uint32(_factor(dim + at))
+            hashed += index.reshape(-1, *(1,) * (block.ndim - 1 - at))
+        word_bytes = min(4, block.itemsize)
+        words = block.view(f"uint{8 * word_bytes}").reshape(*block.shape, block.itemsize // word_bytes)
+        for word in range(words.shape[-1]):
+            hashed = mix(hashed ^ words[..., word].astype(np.uint32))
+        total += int(hashed.sum(dtype=np.uint32))
+    return total % 2**32
+
+
+def mix(x: _Words) -> _Words:
     """A bijection of uint32 in which each bit of x flips about half of the bits of the result.
 
     Source: the finaliser of MurmurHash3 (Appleby, 2011).
