@@ -30,7 +30,7 @@ COPIES = (
     zero.Axis("batch", (2, 3)),
     zero.Axis("batch", (2, 2, 2), (0, 5, 2, 7, 4, 1, 6, 3)),
     zero.Axis("batch", (3, 2), (0, 2, 4, 1, 3, 5)),
-    zero.Axis("batch", (2, 4), sums_copies=False),
+    zero.Axis("batch", (2, 4), sums_copies=False, copies_dtype="bfloat16"),
 )
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17)
 MOST_ELEMENTS = 200

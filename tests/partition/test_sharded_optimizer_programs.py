@@ -59,7 +59,7 @@ def check_groups(seeds: range, operations: int) -> None:
 
 
 def test_programs_on_copies_and_on_two_axes() -> None:
-    check_groups(range(3), operations=2)
+    check_groups(range(4), operations=2)
 
 
 @pytest.mark.slow

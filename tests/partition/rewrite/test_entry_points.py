@@ -229,6 +229,19 @@ def test_loop_with_collective(shape: tuple[int, ...]) -> None:
     np.testing.assert_allclose(got[3], expected[0], rtol=1e-5)
 
 
+@pytest.mark.parametrize("how", [{"sums_copies": False}, {"copies_dtype": "bfloat16"}])
+def test_loop_reaches_all_copies(how: Any) -> None:
+    """The owner's result reaches the other copy unrounded, however gradients are summed over copies."""
+
+    def fn(x: jax.Array) -> jax.Array:
+        return lax.fori_loop(0, 3, lambda _, y: jnp.cumsum(y, 0)[::-1] * jnp.tanh(x), x)
+
+    x = make_x()
+    got = jax.pmap(on_shards(fn, zero.Axis("batch", (2, 4), **how), across=True), "batch")(np.stack([x] * 8))
+    for copy in (got[3], got[7]):
+        np.testing.assert_allclose(copy, fn(jnp.asarray(x)), rtol=1e-5)
+
+
 def test_loop_with_random_key() -> None:
     """A loop that carries a key runs on all devices."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
@@ -165,13 +166,17 @@ def _own(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list
 
 
 def _received(interpreter: Interpreter, full_x: jax.Array, split: AnySplit | None) -> Value:
-    """A device's part of the owner's result; on all other devices `full_x` is zero."""
+    """A device's part of the owner's result; on all other devices `full_x` is zero.
+
+    It goes to all copies of the state and is not rounded, however the axis sums gradients over them.
+    """
     if isinstance(split, Joined):
         in_chunks = _received(interpreter, split.whole_in_chunks(full_x), split.apart)
         return Value(split.joined(in_chunks.x), split)
     number = full_x.astype(jnp.int32) if full_x.dtype == jnp.bool_ else full_x
     leaf = leaf_of(number, number.shape, split)
-    received = scatter_sum_array(number, leaf, interpreter.axis, reduce_dtype=number.dtype)
+    axis = dataclasses.replace(interpreter.axis, sums_copies=True, copies_dtype=None)
+    received = scatter_sum_array(number, leaf, axis, reduce_dtype=number.dtype)
     return Value(received.astype(full_x.dtype), split)
 
 
