@@ -69,6 +69,14 @@ def test_reduction(reduction: Any, reduce: Any) -> None:
     assert_close(train(tx, make_params(), mark=mark)[0], expected)
 
 
+def test_reduction_is_over_all_copies() -> None:
+    """Also on an axis whose reduce-scatters leave that to the program, which has no gradients in between."""
+    params, _ = train(
+        zero.shard_optimizer(optax.adam(0.1), zero.Axis("batch", (2, 4), sums_copies=False)), make_params()
+    )
+    assert_close(params, train_unsharded(optax.adam(0.1), make_params()))
+
+
 def test_narrow_gradients_are_summed_in_float32() -> None:
     """Narrow gradients are summed in float32 and reach the transform in their own dtype."""
     seen = []

@@ -308,7 +308,8 @@ def shard_optimizer(
             grads = updates
         else:
             scatter = scatter_mean if reduction == "mean" else scatter_sum
-            reduced = scatter(updates, layout_of_grads, axis, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype)
+            over_copies = dataclasses.replace(axis, sums_copies=True)  # no program can call `sum_copies` before `tx`
+            reduced = scatter(updates, layout_of_grads, over_copies, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype)
             grads = jax.tree.map(as_own, reduced, updates)
         param_shards = None if params is None else shard(params, layout, axis)
         if trust:
