@@ -215,7 +215,15 @@ _LATENT: dict[str, Any] = {
     "latent_dim": 12,
 }
 _ROTARY: dict[str, Any] = {"positions": "rotary", "alibi_attn": False}
-_DELTA: dict[str, Any] = {"mixers": ("delta",), "alibi_attn": False, "positions": "none", "windows": (0,)}
+_DELTA: dict[str, Any] = {
+    "mixers": ("delta",),
+    "alibi_attn": False,
+    "positions": "none",
+    "windows": (0,),
+    "kv_heads": None,
+    "qkv_bias": False,
+    "out_bias": False,
+}
 # Another value of each key of a model, with the keys that it needs; a flag without an entry is changed to the opposite.
 CHANGES: dict[str, dict[str, Any]] = {
     "kv_heads": {"kv_heads": 1},

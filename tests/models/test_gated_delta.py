@@ -36,6 +36,8 @@ SIZES: dict[str, Any] = {
     "delta_value_heads": 4,
     "delta_value_dim": 3,
 }
+# Without the keys of attention.
+DELTA: dict[str, Any] = {"mixers": ("delta",), "kv_heads": None, "qk_norm": False, "positions": "none"}
 ROWS, POSITIONS = 2, 11
 
 
@@ -45,7 +47,7 @@ ROWS, POSITIONS = 2, 11
 def model(request: pytest.FixtureRequest) -> tuple[GPT, Any]:
     others: dict[str, dict[str, Any]] = {
         "pattern": {},
-        "delta alone": {"mixers": ("delta",), "N": 2},
+        "delta alone": {**DELTA, "N": 2},
         "experts": {"experts": 4, "experts_per_token": 2, "N": 3, "attention_gate": True}
         | {"shared_dim": 8, "shared_gate": True},
     }
@@ -133,7 +135,7 @@ def test_impossible_models_are_refused(keys: dict[str, Any], message: str) -> No
         GPTConfig(**SIZES | keys)
 
 
-ONE_LAYER = GPTConfig(**SIZES | {"mixers": ("delta",), "N": 1})
+ONE_LAYER = GPTConfig(**SIZES | DELTA | {"N": 1})
 STARTS = np.asarray([[0] * 4 + [4] * 7])
 
 

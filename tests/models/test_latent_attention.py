@@ -147,6 +147,7 @@ def test_stored_form_equals_whole_form(form: str) -> None:
         ({"windows": (4,)}, r"latent_dim needs windows: \(0,\), got \(4,\)"),
         ({"qkv_bias": True}, "latent_dim needs qkv_bias: false, got true"),
         ({"qk_norm": True}, "latent_dim needs qk_norm: false, got true"),
+        ({"local_rotary_base": 100.0}, "latent_dim needs local_rotary_base: none, got 100.0"),
         ({"extra_logit": "learned"}, "latent_dim needs extra_logit: false, got learned"),
         ({"positions": "none", "rotary_dim": None}, "latent_dim needs positions: rotary, got none"),
         ({"rotary_dim": None, "head_dim": 8}, "latent_dim needs a rotary_dim below head_dim 8, got None"),

@@ -58,7 +58,9 @@ def weighted(q_TK: Any, k_TK: Any, v_TK: Any, starts_T: Any, epsilon: float) -> 
 @pytest.mark.parametrize("features", ["elu", "relu"])
 def test_outputs_are_those_of_the_formula(features: str) -> None:
     """With two documents in a row, and heads of queries that share keys."""
-    config = GPTConfig(**SIZES | {"mixers": ("linear",), "linear_features": features, "linear_epsilon": 0.1})
+    config = GPTConfig(
+        **SIZES | {"mixers": ("linear",), "positions": "none", "linear_features": features, "linear_epsilon": 0.1}
+    )
     rng = np.random.default_rng(2)
     shapes = variable_shapes(config)["params"]["blocks"]
     names = ("query", "key", "value", "attention_out")
@@ -113,8 +115,9 @@ def test_a_cache_continues_a_row(model: tuple[GPT, Any]) -> None:
 @pytest.mark.parametrize(("family", "other"), [("qwen2", "attention"), ("qwen3_5", "delta")])
 def test_an_export_is_refused(family: str, other: str) -> None:
     """Also in a family whose layers have other mixers."""
-    size = GPTConfig(**SIZES | FAMILIES[family] | {"mixers": ("linear", other), "head_dim": 8})
-    with pytest.raises(UserError, match=rf"mixers=.*this model \('linear', '{other}'\)"):
+    mixers = ("linear", other, "attention")
+    size = GPTConfig(**SIZES | FAMILIES[family] | {"mixers": mixers, "N": 3, "head_dim": 8})
+    with pytest.raises(UserError, match=rf"mixers=.*this model \('linear', '{other}', 'attention'\)"):
         architecture_of(size)
 
 

@@ -60,7 +60,7 @@ def of_experts(capacity: float | None) -> tuple[dict[str, Any], Any]:
     config = dataclasses.replace(
         CONFIG, alibi_attn=False, positions="none", mixers=("delta",), delta_key_heads=2, delta_value_heads=HEADS,
         delta_key_dim=KEYS, delta_value_dim=VALUES, N=LAYERS, mlp_bias=False, mlp_dim=40, experts=4,
-        experts_per_token=CHOSEN, expert_capacity=capacity,
+        experts_per_token=CHOSEN, expert_capacity=capacity, qkv_bias=False, out_bias=False,
     )  # fmt: skip
     tokens = jax.random.randint(jax.random.key(1), (2, 32), 0, 64)
     variables = variable_shapes(config)

@@ -59,9 +59,10 @@ PLACES = dataclasses.replace(
 SORTED = dataclasses.replace(PLACES, expert_capacity=None, first_dense=1, dense_dim=56)
 MTP = dataclasses.replace(PLACES, predictor=True, first_dense=1, dense_dim=56)
 DELTA = dataclasses.replace(
-    GATED, kv_heads=None, alibi_attn=False, positions="rotary", mixers=("delta",), delta_key_heads=2,
-    delta_value_heads=4, delta_key_dim=16, delta_value_dim=24,
+    GATED, kv_heads=None, alibi_attn=False, positions="none", mixers=("delta",), delta_key_heads=2,
+    delta_value_heads=4, delta_key_dim=16, delta_value_dim=24, qkv_bias=False, out_bias=False,
 )  # fmt: skip
+LINEAR = dataclasses.replace(GATED, alibi_attn=False, positions="none", mixers=("linear",))
 RATES = Rates(products=1e12, mixers={"attention": 1e11, "delta": 1e10}, network=1e9, link=1e9)
 
 
@@ -91,9 +92,10 @@ def residuals(config: GPTConfig, remat: str) -> int:
         (PLACES, ["mlp_in", "mlp", "experts", "experts+attention"]),
         (SORTED, ["mlp_in", "mlp", "experts"]),
         (DELTA, ["attention", "projections"]),
+        pytest.param(LINEAR, ["attention", "projections"], marks=pytest.mark.wide),
         (MTP, ["experts+projections"]),
     ],
-    ids=["plain", "gated", "latent", "places", "sorted", "delta", "mtp"],
+    ids=["plain", "gated", "latent", "places", "sorted", "delta", "linear", "mtp"],
 )
 def test_stored_values(config: GPTConfig, policies: list[str]) -> None:
     """The numbers per position are those that a policy stores beyond the inputs of layers."""

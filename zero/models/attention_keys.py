@@ -10,6 +10,7 @@ from zero.base.keys import fraction_below_one, key, one_of, positive
 from zero.models.attention.kernel import missing_in
 from zero.models.attention.scores import Form
 from zero.models.parametrization import Parametrization
+from zero.models.part import ATTENTION, LINEAR
 from zero.models.positions import Positions
 from zero.partition.model_parallel import WHOLE, ModelParallel
 
@@ -56,7 +57,7 @@ class Attention(Positions, Parametrization):
             yield "attention_scale", "linear" if self.is_mup else "sqrt"
 
     def mistakes(self) -> Iterator[str]:
-        """A scale that is invalid or that muP excludes, and a cap that the fused form does not support."""
+        """A scale that is invalid or that muP excludes, and keys that conflict or that no mixer reads."""
         scale = self.attention_scale
         if scale not in SCALES and not (type(scale) in (int, float) and scale > 0):
             yield f"attention_scale must be {', '.join(SCALES)} or a number above 0, got {scale!r}"
@@ -64,6 +65,15 @@ class Attention(Positions, Parametrization):
             yield f"parametrization: {self.parametrization} needs attention_scale: linear, got {scale}"
         if self.extra_logit == "learned" and self.attention_cap is not None:
             yield f"extra_logit: learned needs attention_cap: null, got {self.attention_cap}"
+        of_attention = {
+            "attention_scale": None if scale == "sqrt" else scale,
+            "attention_cap": self.attention_cap,
+            "extra_logit": self.extra_logit,
+            "attention_gate": self.attention_gate,
+            "attention_dropout": self.attention_dropout,
+        }
+        yield from self.unread(of_attention, ATTENTION)
+        yield from self.unread({"qkv_bias": self.qkv_bias, "out_bias": self.out_bias}, ATTENTION, LINEAR)
 
     @property
     def attention_drop_rate(self) -> float:

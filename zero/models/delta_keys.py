@@ -8,7 +8,7 @@ from typing import Any
 
 from zero.base.keys import at_least, key
 from zero.models.parametrization import Parametrization
-from zero.models.part import DELTA, own_keys
+from zero.models.part import DELTA, changed_keys
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,8 @@ class Delta(Parametrization):
 
     def mistakes(self) -> Iterator[str]:
         """Keys of a mixer that no layer has, and heads that do not divide."""
-        if DELTA not in self.mixers:
-            for field in own_keys(Delta):
-                if getattr(self, field.name) != field.default:
-                    yield f"{field.name} {getattr(self, field.name)} needs a layer with {DELTA} in mixers"
-        elif self.is_mup:
+        yield from self.unread(changed_keys(self, Delta), DELTA)
+        if DELTA in self.mixers and self.is_mup:
             yield f"{DELTA} in mixers needs parametrization: standard, got {self.parametrization}"
         if self.delta_heads % self.delta_groups:
             yield f"delta_value_heads {self.delta_heads} must be a multiple of delta_key_heads {self.delta_groups}"

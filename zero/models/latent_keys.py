@@ -47,6 +47,7 @@ class Latent(Attention):
             "extra_logit": (False, "extra_logit"),
             "attention_gate": (False, "attention_gate"),
             "qk_norm": (False, "qk_norm"),
+            "local_rotary_base": (None, "local_rotary_base"),
             "parametrization": ("standard", "parametrization"),
         }
         for attribute, (value, name) in needed.items():

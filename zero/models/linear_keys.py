@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from zero.base.keys import key, one_of, positive
 from zero.models.parametrization import Parametrization
-from zero.models.part import LINEAR, own_keys
+from zero.models.part import LINEAR, changed_keys
 
 # The features of a query or key, which are not negative, by the names of `linear_features`.
 FEATURES: Mapping[str, Callable[[jax.Array], jax.Array]] = MappingProxyType(
@@ -30,9 +30,6 @@ class Linear(Parametrization):
 
     def mistakes(self) -> Iterator[str]:
         """Keys of a mixer that no layer has, and models that it does not have."""
-        if LINEAR not in self.mixers:
-            for field in own_keys(Linear):
-                if getattr(self, field.name) != field.default:
-                    yield f"{field.name} {getattr(self, field.name)} needs a layer with {LINEAR} in mixers"
-        elif self.is_mup:
+        yield from self.unread(changed_keys(self, Linear), LINEAR)
+        if LINEAR in self.mixers and self.is_mup:
             yield f"{LINEAR} in mixers needs parametrization: standard, got {self.parametrization}"

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from zero.base.keys import key, one_of, positive
 from zero.models.axes import EMBED, Axes, named, of_axes
 from zero.models.elements import Lift
-from zero.models.part import Sizes
+from zero.models.part import ATTENTION, Sizes
 from zero.partition.model_parallel import ModelParallel
 
 
@@ -105,9 +105,10 @@ class Norms(Sizes):
     final_norm: bool = key(True, None, "a norm before the logits")
 
     def mistakes(self) -> Iterator[str]:
-        """An unknown norm of projections."""
+        """An unknown norm of projections, and norms that no mixer has."""
         if self.qk_norm_over == "projection" and not (self.qk_norm and self.norm == "rms"):
             yield "qk_norm_over: projection needs qk_norm: true and norm: rms"
+        yield from self.unread({"qk_norm": self.qk_norm}, ATTENTION)
 
 
 def make_norm(

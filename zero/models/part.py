@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zero.base.keys import REQUIRED, at_least, fraction_below_one, key
+from zero.base.keys import REQUIRED, at_least, fraction_below_one, key, shown
 
 # Top-level subtrees of the parameters whose leaves have a leading dimension (layers, or chunks of the vocabulary). HEAD
 # exists where the vocabulary is not tied, FIRST where the first layers have no experts, MTP_BLOCKS where the model has
@@ -73,6 +73,12 @@ def own_keys(part: type[ConfigPart]) -> list[dataclasses.Field[Any]]:
     """
     names = inspect.get_annotations(part)
     return [field for field in dataclasses.fields(part) if field.name in names]  # type: ignore[arg-type]
+
+
+def changed_keys(record: ConfigPart, part: type[ConfigPart]) -> dict[str, Any]:
+    """The values of the keys that a part declares, where these are not the defaults."""
+    values = {field.name: (getattr(record, field.name), field.default) for field in own_keys(part)}
+    return {name: value for name, (value, default) in values.items() if value != default}
 
 
 def shortest_pattern(values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -133,7 +139,7 @@ class Sizes(ConfigPart):
     )
 
     def mistakes(self) -> Iterator[str]:
-        """Heads that do not divide, and windows that are none."""
+        """Heads that do not divide, windows that are none, and keys that no mixer reads."""
         if self.head_dim is None and self.embedding_dim % self.num_head:
             yield f"embedding_dim {self.embedding_dim} does not divide into num_head {self.num_head} heads"
         if self.num_head % self.key_heads:
@@ -146,6 +152,23 @@ class Sizes(ConfigPart):
             yield f"N {self.N} must be a multiple of the {len(self.mixers)} layers of mixers"
         elif len(self.mixers) > 1 and len(self.windows) > 1:
             yield f"mixers {list(self.mixers)} need one window, got {list(self.windows)}"
+        if any(self.windows):
+            yield from self.unread({"windows": list(self.windows)}, ATTENTION)
+        yield from self.unread({"kv_heads": self.kv_heads}, ATTENTION, LINEAR)
+
+    def unread(self, values: Mapping[str, Any], *mixers: str) -> Iterator[str]:
+        """The mistakes of a model that sets keys of these mixers but has no layer with one of them.
+
+        Args:
+          values: the keys, by name; None, False and 0 set nothing.
+
+        >>> list(Sizes(8, 16, 2, 4, 0.0, N=2, mixers=(LINEAR,)).unread({"qk_norm": True}, ATTENTION))
+        ['qk_norm true needs a layer with attention in mixers']
+        """
+        if {*mixers}.isdisjoint(self.mixers):
+            for name, value in values.items():
+                if value not in (None, False):
+                    yield f"{name} {shown(value)} needs a layer with {' or '.join(mixers)} in mixers"
 
     @property
     def window_pattern(self) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from zero.base.keys import key, one_of
+from zero.models.part import ATTENTION
 from zero.models.positions.kind import PositionKind
 from zero.models.positions.learned import LEARNED
 from zero.models.positions.rotary import ROTARY, Rotary
@@ -40,9 +41,12 @@ class Positions(Rotary, Sinusoidal):
     )
 
     def mistakes(self) -> Iterator[str]:
-        """Two kinds at once, and the mistakes of the chosen kind."""
+        """Two kinds at once, a kind that no mixer reads, and the mistakes of the chosen kind."""
         if self.alibi_attn and self.positions != "learned":
             yield f"positions {self.positions!r} need alibi_attn: false"
+        if self.kind_of_positions.is_in_attention:
+            chosen = {"alibi_attn": True} if self.alibi_attn else {"positions": self.positions}
+            yield from self.unread(chosen, ATTENTION)
         yield from self.kind_of_positions.mistakes(self)
 
     @property

@@ -51,3 +51,8 @@ class PositionKind:
     has_alibi: bool = False
     limits_context: bool = False
     mistakes: Callable[[Any], Iterator[str]] = lambda config: iter(())
+
+    @property
+    def is_in_attention(self) -> bool:
+        """Whether attention adds the positions: to queries and keys, or to scores. No other mixer does."""
+        return self.turned is not None or self.bias is not None or self.has_alibi
