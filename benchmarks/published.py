@@ -28,9 +28,9 @@ from zero.commands.cli import composed
 from zero.commands.modes import typed
 from zero.costs.compiler import compiler_options
 from zero.costs.topology import available_bytes, find_devices, out_of_memory, prepare_environment
-from zero.hosts.speeds import SPEEDS
+from zero.hosts.speeds import SPEEDS, usable_bytes
 from zero.job.job import make_job, place_model
-from zero.job.memory import memory_for, rates_of
+from zero.job.memory import rates_of
 from zero.job.sizes import load_sizes
 from zero.job.step_costs import compile_programs, costs_of
 from zero.models.config import GPTConfig
@@ -40,6 +40,7 @@ from zero.planning.compile import compiler_of, step_arguments
 from zero.planning.config import Request
 from zero.training.activations import (
     Choice,
+    Memory,
     kinds_on_host,
     numbers_per_position,
     seconds_by_kind,
@@ -286,7 +287,7 @@ def choices_of(name: str) -> tuple[Choice, list[Choice], float]:
     placed = place_model(request.config, request.size, find_devices(recipe.topology), request.rows)
     job = make_job(request.config, placed)
     assert placed.speed is not None
-    memory = memory_for(placed.device, job.state_bytes)
+    memory = Memory(job.state_bytes, usable_bytes(placed.device), placed.speed.host_share)
     rates = rates_of(job.model, placed.speed)
     choices = storage_choices(placed.model, request.rows, recipe.context, memory, rates)
     stored = job.model.remat, kinds_on_host(job.model)

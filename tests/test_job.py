@@ -122,7 +122,7 @@ def test_scatters_of_large_slices(size: str, topology: str, rows: int, exchanges
     model = place_model(config, load_sizes()[size], find_devices(topology), rows).model
     assert (model.axis.exchanges, len(model.axis.shape) - 1) == (exchanges, phases)
     assert model.axis.orders_scatters == (phases > 1)
-    assert model.wire_dtype == ("bfloat16" if exchanges else "float32")
+    assert model.sent_dtype == ("bfloat16" if exchanges else "float32")
 
 
 def on_v5e(*overrides: str) -> Any:
@@ -141,9 +141,9 @@ def test_wire_of_a_slice() -> None:
     ):
         model = on_v5e(*overrides)
         phases = (4,) if exchanges else (2, 2)  # without overlap one along each dimension of the slice
-        assert (model.wire_dtype, model.axis.exchanges, model.axis.shape) == (wire, exchanges, (1, *phases))
+        assert (model.sent_dtype, model.axis.exchanges, model.axis.shape) == (wire, exchanges, (1, *phases))
     here = place_model(check(compose(), load_sizes()), load_sizes()["bytes"]).model
-    assert here.wire_dtype == "float32" and not here.axis.exchanges
+    assert here.sent_dtype == "float32" and not here.axis.exchanges
 
 
 @pytest.mark.parametrize(("rows", "expected"), [(16, "mlp"), (32, "full")])

@@ -277,5 +277,6 @@ def mistake_in(value: Any, key: Key) -> str | None:
 
 def values_on_all_hosts(config: Configuration) -> dict[str, Any]:
     """The values of the keys that do not name something of one host."""
+    values = flat(vars(config))
     host_keys = {key.name for key in all_keys(type(config)) if key.per_host}
-    return {name: value for name, value in flat(vars(config)).items() if name not in host_keys}
+    return {name: value for name, value in values.items() if name not in host_keys}

@@ -16,12 +16,13 @@ from zero.corpus.reading import keys as reading
 from zero.hosts.speeds import SPEEDS, Speed
 from zero.job.devices import faster_placement, make_axis, scattering_axis
 from zero.job.memory import store_state, with_automatic_remat
-from zero.job.model import AttentionKeys, RowKeys, make_model, on_axis
+from zero.job.model import AttentionKeys, RowKeys, make_model
 from zero.job.sharding import Sharding
 from zero.job.sizes import SizeKeys
 from zero.models.config import GPTConfig
 from zero.models.parametrization import multipliers_of
 from zero.models.stack import OFFLOADED
+from zero.partition.collectives.axis import Axis
 from zero.partition.layout import Layout
 from zero.training.ema import EmaKeys
 from zero.training.guard import GuardKeys
@@ -92,6 +93,10 @@ class PlacedModel(NamedTuple):
         """The speed of its TPUs or GPUs; None for CPUs and unknown kinds."""
         return SPEEDS.get(self.device.device_kind)
 
+    def on_axis(self, axis: Axis) -> PlacedModel:
+        """The same model on another axis of the same devices."""
+        return self._replace(model=dataclasses.replace(self.model, axis=axis))
+
     def with_last_target(self, has_last_target: bool) -> PlacedModel:
         """The same model for rows with or without the target of their last position."""
         return self._replace(model=dataclasses.replace(self.model, last_target=has_last_target))
@@ -148,13 +153,13 @@ def place_model(
     context = config.data.max_context
     scattering = scattering_axis(model, config.zero, devices, micro_rows, context)
     if scattering is not None:
-        return placed._replace(model=on_axis(model, scattering, config.zero))
+        return placed.on_axis(scattering)
     if config.zero.phases != "auto":
         return placed
     faster = faster_placement(model, config.zero, devices, micro_rows, micro_batches, context)
     if faster is None:
         return placed
-    return placed._replace(model=on_axis(model, faster.axis, config.zero), placements=faster.seconds)
+    return placed.on_axis(faster.axis)._replace(placements=faster.seconds)
 
 
 def make_job(config: JobConfig, placed: PlacedModel) -> Job:

@@ -142,16 +142,13 @@ def with_automatic_remat(model: ShardedGPT, state_bytes: int, device: Any, rows:
     """
     speed = SPEEDS[device.device_kind]
     may_use_host = bool(model.offload)
-    model = with_fitting_storage(model, rows, context, memory_for(device, state_bytes), rates_of(model, speed))
+    rates = rates_of(model, speed)
+    memory = Memory(state_bytes, usable_bytes(device), speed.host_share)
+    model = with_fitting_storage(model, rows, context, memory, rates)
     where = f", on the host: {', '.join(kinds_on_host(model)) or 'nothing'}" if may_use_host else ""
     pairs = ", two chunks of the vocabulary at once" if model.chunks_at_once == 2 else ""
     log.info("zero.remat=auto: %s%s%s", model.remat, where, pairs)
     return model
-
-
-def memory_for(device: Any, state_bytes: int) -> Memory:
-    """What a device that holds so many bytes between steps, and its host, may store."""
-    return Memory(state_bytes, usable_bytes(device), SPEEDS[device.device_kind].host_share)
 
 
 def rates_of(model: ShardedGPT, speed: Speed) -> Rates:

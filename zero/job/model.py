@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
-from jax.typing import DTypeLike
 
 from zero.base.keys import INT32, Check, Mistakes, key, one_of
 from zero.corpus.text.tokenizers import TokenizerKeys, load_tokenizer
@@ -106,6 +105,7 @@ def make_model(
     has_activations = "activations" in OFFLOADED[zero.offload]
     stores_all = platform == "cpu" and not zero.fused_update and not has_activations
     compute_dtype = if_auto(zero.compute_dtype, "float32" if platform == "cpu" else "bfloat16")
+    wire_dtype = if_auto(zero.wire_dtype, None)
     remat = if_auto(zero.remat, "none" if stores_all else "full")
     is_divided = rows.isolate_documents
     separators = Separators(*load_tokenizer(rows.tokenizer).special.separators) if is_divided else UNDIVIDED
@@ -118,7 +118,7 @@ def make_model(
         axis,
         zero.stage,
         compute_dtype,
-        wire_dtype=wire_dtype(zero, compute_dtype, axis),
+        wire_dtype=wire_dtype,
         reduce_dtype=zero.reduce_dtype,
         gradient_dtype=zero.gradient_dtype,
         remat=remat,
@@ -140,16 +140,6 @@ def make_model(
     if missing is not None:  # so that nothing counts on it, such as `zero.remat=auto`
         model = dataclasses.replace(model, kernel=None)
     return model
-
-
-def on_axis(model: ShardedGPT, axis: Axis, zero: Sharding) -> ShardedGPT:
-    """The model on another axis of the same devices."""
-    return dataclasses.replace(model, axis=axis, wire_dtype=wire_dtype(zero, model.compute_dtype, axis))
-
-
-def wire_dtype(zero: Sharding, compute_dtype: DTypeLike, axis: Axis) -> DTypeLike:
-    """The dtype of gradients on the wire; auto: that of products where they are exchanged, float32 where summed."""
-    return if_auto(zero.wire_dtype, compute_dtype if axis.exchanges and zero.stage >= 2 else "float32")
 
 
 def if_auto(value: T, automatic: U) -> T | U:

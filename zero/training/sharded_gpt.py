@@ -57,7 +57,8 @@ class ShardedGPT:
       axis: the pmap axis.
       stage: 0 to 3.
       compute_dtype: dtype of gathered parameters and of matrix products.
-      wire_dtype: dtype of gradients on the wire; int8 as in `zero.scatter_sum`.
+      wire_dtype: dtype of gradients on the wire, int8 as in `zero.scatter_sum`; None: `compute_dtype` where devices
+        exchange gradients, float32 where they sum them (`sent_dtype`).
       reduce_dtype: dtype of sums of gradients over devices.
       gradient_dtype: dtype of the sums until the update; micro-batches always add up in float32.
       remat, offload, chunks_at_once: what the backward pass recomputes, which kinds of activations lie in the host's
@@ -84,7 +85,7 @@ class ShardedGPT:
     stage: int
     compute_dtype: DTypeLike = jnp.float32
     _: dataclasses.KW_ONLY
-    wire_dtype: DTypeLike = jnp.float32
+    wire_dtype: DTypeLike | None = None
     reduce_dtype: DTypeLike = jnp.float32
     gradient_dtype: DTypeLike = jnp.float32
     remat: str = "full"
@@ -113,6 +114,13 @@ class ShardedGPT:
             "kernel": self.kernel,
             "shards": None if self.gather_dtype is None else self.axis.shards,  # the blocks of a scale end with a shard
         }
+
+    @property
+    def sent_dtype(self) -> DTypeLike:
+        """The dtype of gradients on the wire."""
+        if self.wire_dtype is not None:
+            return self.wire_dtype
+        return self.compute_dtype if self.axis.exchanges and self.stage >= 2 else "float32"
 
     @property
     def row_group(self) -> ModelParallel:
@@ -220,7 +228,7 @@ class ShardedGPT:
         return self.layout_by_parts.without_parts()
 
     def _lift_shards(self, module_class: type[nn.Module], name: str) -> type[nn.Module]:
-        dtypes: Any = {"dtype": self.compute_dtype, "wire_dtype": self.wire_dtype, "reduce_dtype": self.reduce_dtype}
+        dtypes: Any = {"dtype": self.compute_dtype, "wire_dtype": self.sent_dtype, "reduce_dtype": self.reduce_dtype}
         axis = dataclasses.replace(self.axis, sums_copies=self.sums_copies)
         rounding = self._rounding if self.gathers_rounded and name in STACKS else None
         layout = self.layout_by_parts.at(name)
@@ -355,7 +363,7 @@ class ShardedGPT:
             if self.sums_copies:
                 return grads
             return sum_copies(grads, self.layout, self.axis)
-        dtypes: Any = {"wire_dtype": self.wire_dtype, "reduce_dtype": self.reduce_dtype}
+        dtypes: Any = {"wire_dtype": self.sent_dtype, "reduce_dtype": self.reduce_dtype}
         grads = scatter_wide_sum(grads, self.layout_by_parts, self.axis, **dtypes)
         return jax.tree.map(lambda g: g.astype(self.gradient_dtype), grads)
 
