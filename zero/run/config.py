@@ -26,8 +26,7 @@ from zero.models.branches import branches_of
 from zero.models.config import GPTConfig
 from zero.models.stack import OFFLOADED
 from zero.run import data
-from zero.run.batches.keys import BatchKeys
-from zero.run.batches.table import BATCHES
+from zero.run.batches import BATCHES, BatchKeys
 from zero.run.directory import DirectoryKeys
 from zero.run.features.export import Export
 from zero.run.features.harness import Harness

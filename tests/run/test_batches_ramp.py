@@ -9,7 +9,7 @@ from tests.helpers import cli
 from zero.base.errors import UserError
 from zero.commands.modes import check
 from zero.job.sizes import load_sizes
-from zero.run.batches.ramp import Ramp
+from zero.run.batches import Ramp
 
 
 @pytest.mark.quick

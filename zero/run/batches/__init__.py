@@ -1,1 +1,0 @@
-"""How many sequences the batch of each step has: `table.py` lists the schedules."""
