@@ -20,9 +20,17 @@ from zero.partition.layout import PyTree
 from zero.partition.sharded_optimizer import on_shards
 from zero.training.batch import Rows
 from zero.training.host_rows import HostRows
-from zero.training.inference import DecodeState, Sampling, evaluate_step, extend, prefill, score, score_on
+from zero.training.inference import (
+    DecodeState,
+    Sampling,
+    evaluate_step,
+    extend,
+    prefill,
+    reference_step,
+    score,
+    score_on,
+)
 from zero.training.parts import StepOptions, TrainState
-from zero.training.reference_step import reference_step
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.statistics import statistics
 from zero.training.step import make_step, new_state
