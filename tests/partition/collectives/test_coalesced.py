@@ -65,6 +65,13 @@ def test_kernels_do_not_grow_with_leaves() -> None:
     assert few == kernels(2 * coalesced.MANY)
 
 
+def test_columns_are_no_arguments() -> None:
+    """Numbers of columns are in the program: XLA compares each of its arguments with all others."""
+    tree = leaves_of(coalesced.MANY, 8)
+    [arguments] = re.findall(r"sdy.manual_computation\((.*?)\)", exchange(tree, 8).lower(tree).as_text())
+    assert arguments.count("%") == len(tree)
+
+
 def test_joining_costs_the_same_for_each_leaf(monkeypatch: pytest.MonkeyPatch) -> None:
     """The elements of a joined array are added up once, not again for every leaf that joins it."""
     tree = {f"{i:04}": jnp.zeros((8,)) for i in range(1000)}
@@ -87,7 +94,7 @@ def test_other_platforms_get_constants() -> None:
 
     def columns(rows: jax.Array) -> jax.Array:
         zero_there = lax.platform_dependent(lax.axis_index("batch"), tpu=lambda i: i, default=jnp.zeros_like)
-        return coalesced._columns_from(rows, np.asarray([0, 10, 0], np.int32), zero_there, 5)
+        return coalesced._columns_from(rows, 10, jnp.broadcast_to(zero_there, (3,)), 5)
 
     text = jax.pmap(columns, axis_name="batch").lower(jnp.stack([rows] * 8)).compile().as_text()
     assert "dynamic-slice" not in text and "slice=" in text

@@ -32,7 +32,8 @@ def slice_array(full_x: jax.Array, leaf: LeafLayout, shard_index: jax.Array) -> 
     """
     for split in leaf.splits:
         full_x = pad_array(full_x, split.dim, split.padding)
-        full_x = lax.dynamic_slice_in_dim(full_x, shard_index * split.shard_size, split.shard_size, split.dim)
+        first = shard_index * split.shard_size
+        full_x = lax.dynamic_slice_in_dim(full_x, first, split.shard_size, split.dim, allow_negative_indices=False)
     return full_x
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -196,14 +195,18 @@ def _columns(
     index = lax.axis_index(axis.name)
     # No compiler knows that this is 0, and elsewhere than on CPU it is a constant.
     zero = lax.platform_dependent(index, cpu=lambda i: lax.div(i, jnp.int32(axis.size)), default=jnp.zeros_like)
+    zeros = jnp.broadcast_to(zero, (3,))
     for i, first, width in zip(members, firsts.tolist(), widths, strict=True):
-        yield i, _columns_from(rows, np.asarray([0, first, 0], np.int32), zero, width)
+        yield i, _columns_from(rows, first, zeros, width)
 
 
-@partial(jax.jit, static_argnames="width")
-def _columns_from(rows: jax.Array, first: np.ndarray, zero: jax.Array, width: int) -> jax.Array:
-    """Columns from the largest number of `first` on, which as an array is an input of a kernel and not a part of it."""
-    return lax.dynamic_slice_in_dim(rows, jnp.max(first + zero), width, axis=1)
+def _columns_from(rows: jax.Array, first: int, zeros: jax.Array, width: int) -> jax.Array:
+    """Columns from a number on, which in an array is an input of a kernel and not a part of it.
+
+    An array of numpy would be an argument of the program, and the compiler compares each of these with all others.
+    """
+    numbers = zeros + lax.pad(lax.broadcast(np.int32(first), (1,)), np.int32(0), [(1, 1, 0)])
+    return lax.dynamic_slice_in_dim(rows, jnp.max(numbers), width, axis=1, allow_negative_indices=False)
 
 
 def _joined_layout(x: jax.Array, axis: Axis, member: LeafLayout) -> LeafLayout:
