@@ -8,12 +8,15 @@ import jax
 import numpy as np
 import pytest
 
-from tests.exchange.random_weights import ALIBI, RUN, assert_same, contents, model_of, save, whole
+from tests.exchange.random_weights import ALIBI, RUN, assert_same, contents, model_of, params, save, whole
 from zero.base.errors import UserError
+from zero.checkpoints.damage import DamagedCheckpoint
 from zero.commands.cli import compose
 from zero.exchange.average import average
 from zero.exchange.export import export
 from zero.exchange.warm_start import warm_start
+from zero.partition.checksums import array_checksum
+from zero.partition.layout import named_leaves
 from zero.record.run_files import save_config
 from zero.run.frozen_base import load_unchanged
 from zero.run.restore import TrainingPosition
@@ -65,6 +68,18 @@ def test_steps_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             refused()
     run.rename("run@4")
     assert_same(whole(warm_start("run@4", MODEL), MODEL), newest)
+
+
+def test_changed_weights_are_not_read(tmp_path: Path) -> None:
+    """A run's checkpoint has a checksum of each leaf, on any number of devices."""
+    sums = {f"params/{name}": array_checksum(x) for name, x in named_leaves(params(ALIBI, 4))}
+    save(tmp_path / "run", ALIBI, 4, checksums=sums)
+    for model in (MODEL, model_of(ALIBI, devices=1, stage=0)):
+        assert_same(whole(warm_start(str(tmp_path / "run"), model), model), params(ALIBI, 4))
+    name = min(sums)
+    save(tmp_path / "changed", ALIBI, 4, checksums=sums | {name: sums[name] ^ 1})
+    with pytest.raises(DamagedCheckpoint, match=f"^{tmp_path}/changed, step 4: {name} differs from what was saved"):
+        warm_start(str(tmp_path / "changed"), MODEL)
 
 
 def test_modes_take_steps(tmp_path: Path) -> None:

@@ -17,7 +17,9 @@ from zero.corpus.text.tokenizers import TokenizerIdentity
 from zero.exchange.fresh_parts import held_parts
 from zero.exchange.hf_config import UNSEEN
 from zero.files import storage
+from zero.hosts import agreement
 from zero.models.config import GPTConfig
+from zero.partition.checksums import checksum_of_local
 from zero.partition.global_arrays import from_global
 from zero.partition.layout import Layout, PyTree
 from zero.record.run_files import CONFIG_FILE, saved_checkpoint_directory, split_step
@@ -133,10 +135,24 @@ class SavedStep(NamedTuple):
         def shards(collection: str, layout: Layout) -> PyTree:
             place = f"averages/{collection}" if collection else within
             whole = self.checkpoints.restore(self.step, layout, model.axis, within=place)
+            self._compare(whole, layout, place)
             return from_global(whole, layout, model.axis, donate=True)
 
         read = {collection: shards(collection, layout) for collection, layout in parts.layouts.items()}
         return parts.completed(self.origin, read, model, seed)
+
+    def _compare(self, whole: PyTree, layout: Layout, place: str) -> None:
+        """Raises DamagedCheckpoint if a leaf differs from its checksum. Leaves that were cast are not compared."""
+        saved = {}
+        sums = []
+        for leaf, x in zip(layout.leaves, layout.leaves_of(whole), strict=True):
+            name = f"{place}/{leaf.name}"
+            if name in self.meta.get("checksums", {}) and self.meta["dtypes"][name] == leaf.dtype.name:
+                saved[name] = self.meta["checksums"][name]
+                sums.append(checksum_of_local(x, leaf.shape))
+        found = agreement.sum_over_hosts(*sums) if sums else []
+        if bad := [name for name, found_sum in zip(saved, found, strict=True) if found_sum != saved[name]]:
+            raise DamagedCheckpoint(f"{self.origin}: {', '.join(bad)} differs from what was saved")
 
 
 def saved_step(checkpoints: Checkpoints, step: int) -> SavedStep:
