@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +13,24 @@ from zero.corpus.format.example import CLASSIFIED
 from zero.corpus.preparing.documents import DOCUMENT_BYTES
 from zero.corpus.preparing.filters.table import recorded_filters
 from zero.corpus.preparing.near_duplicates import Nearness
-from zero.corpus.preparing.packing import DEFAULT, JOINED
+from zero.corpus.preparing.packing import DEFAULT, JOINED, PACKINGS
 from zero.corpus.preparing.sources.arrays import TOKEN_BITS
+from zero.corpus.preparing.sources.changes import FORMS
 from zero.corpus.preparing.sources.completions import LEARNED
 from zero.corpus.text.tokenizers import Tokenizer
 from zero.files.parsing import reading
 
 CLASSIFICATION = CLASSIFIED.option.removeprefix("--")
+
+
+def option(default: Any, meaning: str, *, metavar: str | None = None, choices: Sequence[Any] | None = None) -> Any:
+    """A field that `zero-prepare` takes as an option of its name; its type says how the value is read."""
+    of_parser = {"help": meaning, "default": default}
+    if metavar is not None:
+        of_parser["metavar"] = metavar
+    if choices is not None:
+        of_parser["choices"] = choices
+    return dataclasses.field(default=default, metadata=of_parser)
 
 
 @dataclass(frozen=True)
@@ -30,32 +43,81 @@ class CorpusOptions:
     """
 
     tokenizer: Tokenizer | int  # a number: train one of so many tokens on the source, as directory/name/tokenizer.json
-    row_tokens: int
-    one_document_per_row: bool = False
-    cut_documents: bool = False  # to their first row
-    begin_rows: bool = False  # with the end of text
-    pack: str | None = None  # a key of `packing.PACKINGS`, or `JOINED`; None: best fit for completions, else joined
-    validation_fraction: float = 0.05
-    rows_per_member: int = 256
-    rows_per_shard: int = 8192
-    key: str = "text"
-    lines: bool = False  # each line of a text is a document
-    completions: bool = False
-    examples: str | None = None  # a key of `EXAMPLE_KINDS`
-    label_key: str = "label"  # of the label of a text, with --classification
-    label_names: tuple[str, ...] = ()  # of labels that are not numbers, in the order of their numbers
-    loss_on: tuple[str, ...] = LEARNED
-    template_variables: str = "{}"  # of the chat template, a JSON object
-    splits: str | None = None
-    token_bits: int | None = None  # of each token of a .bin without a header; None: as many as the vocabulary needs
-    minimum_tokens: int = 0
-    normalize: str | None = None
-    deduplicate: bool = False
-    shuffle: bool = False  # shuffle documents across all parts, by a hash of their text
-    near_duplicates: float | None = None  # the Jaccard index from which documents are near
+    row_tokens: int = option(1024, "tokens per row, the longest context to train with (1024)")
+    one_document_per_row: bool = option(False, "start each document in a new row and pad, instead of joining documents")
+    cut_documents: bool = option(
+        False,
+        "keep only the first of these rows, and end it with the end of text; with --completions, end it after the "
+        "last completion that fits, so that no turn is cut",
+    )
+    begin_rows: bool = option(
+        False,
+        "begin each row with the end of text, so that all of its other tokens, one less than --row-tokens, are "
+        "predicted",
+    )
+    pack: str | None = option(
+        None,
+        "best-fit (the default with --completions): choose documents that fill a row together, so that only "
+        "documents longer than a row are cut; joined (the default otherwise): one after the other, cut at the end of "
+        "each row",
+        choices=(*PACKINGS, JOINED),
+    )
+    validation_fraction: float = option(0.05, "share of the documents for validation (0.05); 0: none")
+    splits: str | None = option(
+        None,
+        "official: use the files or splits named train, validation and test; all: read all files, whatever their "
+        "names (by default validation and test files are skipped); or the bytes of each split of one text, such as "
+        "90000000,5000000,5000000",
+    )
+    minimum_tokens: int = option(0, "leave out shorter documents; the end of text counts")
+    skip_broken: int = option(  # not recorded, but the number of documents that are left out
+        0,
+        "leave out up to N documents that cannot be read: lines that are not JSON, null texts, files that are not "
+        "UTF-8; each is counted and listed (0)",
+        metavar="N",
+    )
+    normalize: str | None = option(None, "Unicode normalization of all text", choices=sorted(FORMS))
+    deduplicate: bool = option(False, "leave out documents equal to an earlier one")
+    shuffle: bool = option(False, "shuffle documents across all parts, by a hash of their text")
+    near_duplicates: float | None = option(
+        None,
+        "leave out documents that share this much of their 5-grams with an earlier one, such as 0.8",
+        metavar="SHARE",
+    )
     filters: tuple[tuple[str, str], ...] = ()  # keys of `FILTERS`, with their values
-    skip_broken: int = 0  # documents that may be left out because they cannot be read; not recorded, but their number
-    document_bytes: int = DOCUMENT_BYTES  # of a document; a longer one cannot be read
+    document_bytes: int = option(
+        DOCUMENT_BYTES,
+        f"longest document; a longer one is broken, as documents that cannot be read ({DOCUMENT_BYTES})",
+        metavar="BYTES",
+    )
+    rows_per_member: int = option(256, "rows in one array of a shard (256)")
+    rows_per_shard: int = option(8192, "rows in a shard (8192)")
+    key: str = option("text", 'key of the text in a JSON object, or of the ids in a TFRecord ("text")')
+    token_bits: int | None = option(
+        None,
+        "bits of each token of a .bin without a header (16; 32 with a vocabulary above 65536)",
+        choices=TOKEN_BITS,
+    )
+    lines: bool = option(False, "treat each line of a text as a document; reads all files of a folder")
+    completions: bool = option(
+        False,
+        'read "prompt" and "completion", or "messages", and record what training.loss_on=completion learns',
+    )
+    loss_on: tuple[str, ...] = option(
+        LEARNED,
+        f"roles whose messages --completions marks as learned ({','.join(LEARNED)})",
+        metavar="ROLE,...",
+    )
+    template_variables: str = option(
+        "{}",
+        "template variables, such as '{\"enable_thinking\": false}'; a line's chat_template_kwargs win",
+        metavar="JSON",
+    )
+    examples: str | None = None  # a key of `EXAMPLE_KINDS`
+    label_names: tuple[str, ...] = option(
+        (), "names of the classes of --classification, in the order of their numbers", metavar="NAME,..."
+    )
+    label_key: str = option("label", 'key of the label of --classification ("label")', metavar="KEY")
     tokenizer_source: str | None = None  # the tokenizer's origin, such as hf:NAME@COMMIT
 
     def check(self) -> None:

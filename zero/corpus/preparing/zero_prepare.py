@@ -26,24 +26,20 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import NoReturn
+from types import NoneType
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from tqdm import tqdm
 
 from zero.base.errors import UserError, exit_on_error, trainer
 from zero.base.plural import counted
 from zero.corpus.format.manifest import TOKENIZER
-from zero.corpus.preparing.documents import DOCUMENT_BYTES
 from zero.corpus.preparing.example_kinds import EXAMPLE_KINDS
 from zero.corpus.preparing.filters.table import FILTERS
 from zero.corpus.preparing.options import CorpusOptions
-from zero.corpus.preparing.packing import JOINED, PACKINGS
 from zero.corpus.preparing.peek import peek
 from zero.corpus.preparing.prepare import Corpus, prepare
 from zero.corpus.preparing.prepare_if_missing import DIRECTORY, INDEX_DIRECTORY, corpus_name
-from zero.corpus.preparing.sources.arrays import TOKEN_BITS
-from zero.corpus.preparing.sources.changes import FORMS
-from zero.corpus.preparing.sources.completions import LEARNED
 from zero.corpus.preparing.sources.parts import PART_BYTES
 from zero.corpus.preparing.verify import verify
 from zero.corpus.text.hub import PREFIX, download
@@ -99,118 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     kind.add_argument(
         "--train-tokenizer", type=int, metavar="TOKENS", help="train a tokenizer with this many tokens on the source"
     )
-    parser.add_argument(
-        "--row-tokens", type=int, default=1024, help="tokens per row, the longest context to train with (1024)"
-    )
-    parser.add_argument(
-        "--one-document-per-row",
-        action="store_true",
-        help="start each document in a new row and pad, instead of joining documents",
-    )
-    parser.add_argument(
-        "--cut-documents",
-        action="store_true",
-        help="keep only the first of these rows, and end it with the end of text; with --completions, end it after the "
-        "last completion that fits, so that no turn is cut",
-    )
-    parser.add_argument(
-        "--begin-rows",
-        action="store_true",
-        help="begin each row with the end of text, so that all of its other tokens, one less than --row-tokens, are "
-        "predicted",
-    )
-    parser.add_argument(
-        "--pack",
-        choices=(*PACKINGS, JOINED),
-        help="best-fit (the default with --completions): choose documents that fill a row together, so that only "
-        "documents longer than a row are cut; joined (the default otherwise): one after the other, cut at the end of "
-        "each row",
-    )
-    parser.add_argument(
-        "--validation-fraction", type=float, default=0.05, help="share of the documents for validation (0.05); 0: none"
-    )
-    parser.add_argument(
-        "--splits",
-        help="official: use the files or splits named train, validation and test; all: read all files, whatever their "
-        "names (by default validation and test files are skipped); or the bytes of each split of one text, such as "
-        "90000000,5000000,5000000",
-    )
-    parser.add_argument(
-        "--minimum-tokens", type=int, default=0, help="leave out shorter documents; the end of text counts"
-    )
-    parser.add_argument(
-        "--skip-broken",
-        type=int,
-        default=0,
-        metavar="N",
-        help="leave out up to N documents that cannot be read: lines that are not JSON, null texts, files that are not "
-        "UTF-8; each is counted and listed (0)",
-    )
-    parser.add_argument("--normalize", choices=sorted(FORMS), help="Unicode normalization of all text")
-    parser.add_argument("--deduplicate", action="store_true", help="leave out documents equal to an earlier one")
-    parser.add_argument(
-        "--shuffle", action="store_true", help="shuffle documents across all parts, by a hash of their text"
-    )
-    parser.add_argument(
-        "--near-duplicates",
-        type=float,
-        metavar="SHARE",
-        help="leave out documents that share this much of their 5-grams with an earlier one, such as 0.8",
-    )
-    for name, option in FILTERS.items():
-        parser.add_argument(f"--{name}", dest=FILTER + name, metavar=option.metavar, help=option.help)
-    parser.add_argument(
-        "--document-bytes",
-        type=int,
-        default=DOCUMENT_BYTES,
-        metavar="BYTES",
-        help=f"longest document; a longer one is broken, as documents that cannot be read ({DOCUMENT_BYTES})",
-    )
-    parser.add_argument("--rows-per-member", type=int, default=256, help="rows in one array of a shard (256)")
-    parser.add_argument("--rows-per-shard", type=int, default=8192, help="rows in a shard (8192)")
-    parser.add_argument(
-        "--key", default="text", help='key of the text in a JSON object, or of the ids in a TFRecord ("text")'
-    )
-    parser.add_argument(
-        "--token-bits",
-        type=int,
-        choices=TOKEN_BITS,
-        help="bits of each token of a .bin without a header (16; 32 with a vocabulary above 65536)",
-    )
-    parser.add_argument(
-        "--lines", action="store_true", help="treat each line of a text as a document; reads all files of a folder"
-    )
-    parser.add_argument(
-        "--completions",
-        action="store_true",
-        help='read "prompt" and "completion", or "messages", and record what training.loss_on=completion learns',
-    )
-    parser.add_argument(
-        "--loss-on",
-        default=LEARNED,
-        type=lambda roles: tuple(roles.split(",")),
-        metavar="ROLE,...",
-        help=f"roles whose messages --completions marks as learned ({','.join(LEARNED)})",
-    )
-    parser.add_argument(
-        "--template-variables",
-        default="{}",
-        metavar="JSON",
-        help="template variables, such as '{\"enable_thinking\": false}'; a line's chat_template_kwargs win",
-    )
-    for name, example_kind in EXAMPLE_KINDS.items():
-        flag = example_kind.example.option
-        parser.add_argument(flag, action="store_const", dest="examples", const=name, help=example_kind.help)
-    parser.add_argument(
-        "--label-names",
-        default=(),
-        type=lambda names: tuple(names.split(",")),
-        metavar="NAME,...",
-        help="names of the classes of --classification, in the order of their numbers",
-    )
-    parser.add_argument(
-        "--label-key", default="label", metavar="KEY", help='key of the label of --classification ("label")'
-    )
+    _add_corpus_options(parser)
     parser.add_argument(
         "--directory",
         default=DIRECTORY,
@@ -253,6 +138,35 @@ def _parser() -> argparse.ArgumentParser:
         "--verify", action="store_true", help="compare a corpus, or one of its index files, with its manifest"
     )
     return parser
+
+
+def _add_corpus_options(parser: argparse.ArgumentParser) -> None:
+    """The options that are fields of `CorpusOptions`, in their order."""
+    types = get_type_hints(CorpusOptions)
+    for field in fields(CorpusOptions):
+        if field.name == "filters":
+            for name, kept in FILTERS.items():
+                parser.add_argument(f"--{name}", dest=FILTER + name, metavar=kept.metavar, help=kept.help)
+        elif field.name == "examples":
+            for name, kind_of_example in EXAMPLE_KINDS.items():
+                flag = kind_of_example.example.option
+                parser.add_argument(flag, action="store_const", dest="examples", const=name, help=kind_of_example.help)
+        elif field.metadata:
+            flag = f"--{field.name.replace('_', '-')}"
+            parser.add_argument(flag, **field.metadata, **_reading(types[field.name]))
+
+
+def _reading(kind: Any) -> dict[str, Any]:
+    """How argparse reads a value of this type.
+
+    >>> _reading(bool), _reading(int | None)["type"], _reading(tuple[str, ...])["type"]("a,b")
+    ({'action': 'store_true'}, <class 'int'>, ('a', 'b'))
+    """
+    if kind is bool:
+        return {"action": "store_true"}
+    if get_origin(kind) is tuple:
+        return {"type": lambda names: tuple(names.split(","))}
+    return {"type": next(one for one in (*get_args(kind), kind) if one is not NoneType)}
 
 
 def _without_runner(arguments: list[str]) -> tuple[list[str], list[str] | None]:
