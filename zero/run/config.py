@@ -46,6 +46,17 @@ from zero.training.tuning import Adapted
 from zero.training.updates_by_part import PART_KEY, parts_of_row
 
 
+def _needed(why: str, *rules: tuple[str, object, object]) -> Mistakes:
+    """The keys whose values are not the ones that a setting needs: `(name, value, needed value)` of each.
+
+    >>> list(_needed("as rows are whole texts", ("data.crop", "random", "first"), ("data.last_target", None, None)))
+    [('data.crop', 'first, as rows are whole texts')]
+    """
+    for name, value, needed in rules:
+        if value != needed:
+            yield name, f"{shown(needed)}, {why}"
+
+
 @dataclass(frozen=True)
 class TrainingSection(
     data.TrainingKeys,
@@ -81,16 +92,14 @@ class DataSection(
         yield from self.row_mistakes(model_config, model_label)
         yield from self.order_mistakes()
         if self.is_synthetic:
-            has_rows = f"because data.corpus={self.corpus} has no end, no documents and no completions"
-            for name, value, expected in (
+            yield from _needed(
+                f"because data.corpus={self.corpus} has no end, no documents and no completions",
                 ("training.max_epochs", run.training.max_epochs, None),
                 ("data.train_samples", self.train_samples, None),
                 ("data.crop", self.crop, "first"),
                 ("data.isolate_documents", self.isolate_documents, False),
                 ("training.loss_on", run.training.loss_on, "all"),
-            ):
-                if value != expected:
-                    yield name, f"{shown(expected)}, {has_rows}"
+            )
         if not run.trains:
             return
         place = storage.join(storage.bucket(self.bucket_path) if self.bucket_path else "", self.checkpoint_directory)
@@ -116,16 +125,12 @@ class ZeroSection(Sharding, EmergencyKeys):
         if "optimizer" in OFFLOADED[self.offload] and self.emergency_steps is not None:
             why = f"zero.offload={self.offload} needs the host's memory that emergency checkpoints would use"
             yield "zero.emergency_steps", f"null, as {why}"
-        if not self.fused_update:
-            return
-        training = run.training
-        for name, value, expected in (
-            ("skip_spikes", training.skip_spikes, None),
-            ("gradient_accumulation_steps", training.gradient_accumulation_steps, 1),
-        ):
-            if value != expected:
-                why = "zero.fused_update=true never holds the whole gradient"
-                yield f"training.{name}", f"{shown(expected)}, as {why}"
+        if self.fused_update:
+            yield from _needed(
+                "as zero.fused_update=true never holds the whole gradient",
+                ("training.skip_spikes", run.training.skip_spikes, None),
+                ("training.gradient_accumulation_steps", run.training.gradient_accumulation_steps, 1),
+            )
 
 
 @dataclass(frozen=True)
@@ -272,10 +277,11 @@ class TrainConfig(job.JobConfig):
             yield "training.staged_warmup_steps", f"0, as {setting} compares whole texts"
         if self.trains and rows.corpus is not None:
             yield "data.corpus", f"null, as zero-prepare {example.option} makes the corpus of {setting}"
-        if rows.crop != "first":
-            yield "data.crop", f"first, as a row is one text with {setting}"
-        if rows.isolate_documents:
-            yield "data.isolate_documents", f"false, as a row is one text with {setting}"
+        yield from _needed(
+            f"as a row is one text with {setting}",
+            ("data.crop", rows.crop, "first"),
+            ("data.isolate_documents", rows.isolate_documents, False),
+        )
 
     def _branch_mistakes(self, objective: Objective, branches: Sequence[Branch], model_label: str) -> Mistakes:
         """An objective and the branches of a model need each other."""
