@@ -33,6 +33,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -255,6 +256,78 @@ def kept_checkpoints(checkpoints: int) -> Callable[[], Any]:
     return lambda: retention.should_preserve(infos, context=None)
 
 
+def metrics_of(lines: int) -> Callable[[], Any]:
+    """A report's look at a run of so many lines of 30 metrics."""
+    from zero.record.history import read_history
+
+    path = Path(tempfile.mkdtemp(), "metrics.jsonl")
+    names = [f"train/metric_{number}" for number in range(29)]
+    with path.open("w") as file:
+        for step in range(1, lines + 1):
+            file.write(json.dumps({"step": step} | {name: step / (1 + len(name)) for name in names}) + "\n")
+    return lambda: read_history(path)
+
+
+def runs_of(count: int) -> Callable[[], Any]:
+    """What `--resume` reads among so many runs of a checkpoint each."""
+    from zero.record.run_files import CONFIG_FILE, LAYOUT_FILE
+    from zero.record.starts import note_start, start_now
+    from zero.run.find_run import newest_run
+
+    root = Path(tempfile.mkdtemp())
+    runs = [root / f"2026-01-01/{number}" for number in range(count)]
+    for run in runs:
+        (run / "checkpoints/8").mkdir(parents=True)
+        (run / CONFIG_FILE).write_text("data:\n  checkpoint_directory: checkpoints\n  bucket_path: null\n")
+        (run / LAYOUT_FILE).touch()
+        note_start(run, start_now(0), [])
+    note_start(runs[0], start_now(0), [runs[0]])
+
+    def look() -> None:
+        assert newest_run(root) == runs[0]
+
+    return look
+
+
+class CountedStore:
+    """A host's client of jax's key-value store, which counts its requests. The texts are those of all hosts."""
+
+    def __init__(self, texts: dict[str, str]):
+        self.texts = texts
+        self.requests = 0
+
+    def key_value_set(self, key: str, text: str) -> None:
+        self.requests += 1
+        self.texts[key] = text
+
+    def wait_at_barrier(self, name: str, milliseconds: int) -> None:
+        self.requests += 1
+
+    def key_value_dir_get(self, directory: str) -> list[tuple[str, str]]:
+        self.requests += 1
+        return [(key, text) for key, text in self.texts.items() if key.startswith(directory)]
+
+
+def messages_of_gather(hosts: int) -> int:
+    """The requests of all hosts to the store, in which they tell each other a text."""
+    import jax
+
+    from zero.hosts import agreement
+
+    client = CountedStore(
+        {f"zero/gather/growth/{host + 1}/{other}": TEXT for host in range(hosts) for other in range(hosts)}
+    )
+    agreement._calls.clear()
+    with (
+        patch.object(jax, "process_count", lambda: hosts),
+        patch.object(agreement, "coordination_client", lambda: client),
+    ):
+        for host in range(hosts):
+            with patch.object(jax, "process_index", lambda host=host: host):
+                assert agreement.gather("growth", TEXT) == [TEXT] * hosts
+    return client.requests
+
+
 GROWTHS = (
     Growth(
         "hosts",
@@ -280,6 +353,9 @@ GROWTHS = (
     Growth("devices", "the groups of an axis in two copies", 64, groups_of, 8, "members"),
     Growth("leaves", "the update of shard_optimizer(adamw)", 64, lines_of_update, 8, "lines"),
     Growth("checkpoints", "which of them are kept", 1000, kept_checkpoints, 8),
+    Growth("steps", "a report's look at the metrics", 1000, metrics_of, 8.5),
+    Growth("runs", "the newest of them, for --resume", 16, runs_of, 8.5),
+    Growth("hosts", "a text that they tell each other", 8, lambda n: lambda: messages_of_gather(n), 8, "messages"),
 )
 
 

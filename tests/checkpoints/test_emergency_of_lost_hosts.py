@@ -56,6 +56,29 @@ def test_all_others_name_the_lost_host(workplace: Path, count: int, victim: int,
 
 
 @pytest.mark.slow
+def test_24_hosts_lose_one_and_7_continue(workplace: Path) -> None:
+    """The others name the lost host; 7 of them continue with the samples and losses of one process of 7 devices."""
+    rows = ("training.batch_size=7", "training.gradient_accumulation_steps=1", "training.evaluation_frequency=4")
+    job = (*rows, "zero.stage=3")
+    one_each = ("distributed.cpu_devices=1", "hydra.run.dir=many")
+    begun = hosts.start([workplace] * 24, *cli.TINY, *job, *one_each)
+    hosts.wait_for_step(workplace / "many", 6, begun)
+    begun[17].kill()
+    done = hosts.finish(begun)
+    name = rf"host 17 of 24 \({socket.gethostname()}\) has sent no heartbeat"
+    assert [bool(re.search(name, one.stderr)) for one in done] == [host != 17 for host in range(24)]
+    shutil.copytree(workplace / "many", workplace / "alone")
+    done = hosts.finish(hosts.start([workplace] * 7, "--resume", *cli.TINY, *job, *one_each))
+    assert [one.returncode for one in done] == [0] * 7, [one.stderr for one in done]
+    one = cli.run(workplace, "--resume", *cli.TINY, *job, "distributed.cpu_devices=7", "hydra.run.dir=alone")
+    assert one.returncode == 0, one.stderr
+    for name in ("step", "samples_checksum", "tokens_seen"):
+        assert cli.losses(workplace / "many", name) == cli.losses(workplace / "alone", name)
+    many, alone = (cli.losses(workplace / run) for run in ("many", "alone"))
+    assert len(many) == 12 and many == pytest.approx(alone, rel=1e-6)  # gloo adds in another order
+
+
+@pytest.mark.slow
 def test_run_continues_from_memory(workplace: Path) -> None:
     """A run that lost a host continues from the memory of the others.
 
