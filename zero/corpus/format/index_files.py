@@ -159,21 +159,22 @@ class _Paths:
     >>> path_of = _Paths("data/index")
     >>> [path_of(name) for name in ("c/0.tar", "c/./1.tar", "c/..", "/2.tar", "gs://b/c/3.tar", "gs://b")]
     ['data/index/c/0.tar', 'data/index/c/1.tar', 'data/index/c/..', '/2.tar', 'gs://b/c/3.tar', 'gs://b']
+    >>> path_of("4.tar"), path_of("5.tar"), _Paths("")("6.tar")
+    ('data/index/4.tar', 'data/index/5.tar', '6.tar')
     """
 
     def __init__(self, folder: str):
         self._folder = folder
-        self._joined: dict[str, str] = {}
+        self._beginnings: dict[str, str] = {}  # of paths, by the folder that a name has
 
     def __call__(self, name: str) -> str:
-        head, _, tail = name.rpartition("/")
-        if not head or head.endswith("/") or tail in ("", ".", ".."):
+        head, slash, tail = name.rpartition("/")
+        is_plain = tail not in ("", ".", "..") and not (slash and (not head or head.endswith("/")))
+        if not is_plain:
             return storage.join(self._folder, name)
-        if head not in self._joined:
-            self._joined[head] = storage.join(self._folder, head)
-        if os.path.basename(self._joined[head]) == ".":
-            return storage.join(self._folder, name)
-        return f"{self._joined[head]}/{tail}"
+        if head not in self._beginnings:
+            self._beginnings[head] = storage.join(self._folder, f"{head}{slash}0").removesuffix("0")
+        return self._beginnings[head] + tail
 
 
 def index_paths(value: Any, bucket_path: str | None) -> str | list[str] | dict[str, Weight]:
