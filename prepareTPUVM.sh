@@ -41,7 +41,7 @@ has_tpu() { # chips are Google's PCI devices with a node in /dev: asking a metad
     grep -qsx 0x1ae0 /sys/bus/pci/devices/*/vendor
 }
 
-tpu_ids='0x0027 0x0056 0x005e 0x0062 0x0063 0x006f 0x0076' # of PCI; Google's network cards and disks have others
+tpu_ids='0x0027 0x0056 0x005e 0x0062 0x0063 0x006f 0x0076 0x007c 0x0083' # of PCI; Google's network cards and disks have others
 
 lacks_driver() { # a TPU without a device node; jax would use the CPU
     local device vendor id

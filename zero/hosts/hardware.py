@@ -14,7 +14,7 @@ PCI = Path("/sys/bus/pci/devices")
 GOOGLE = "0x1ae0"
 # As in jax's hardware_utils: Google's network cards and disks have other ids.
 TPUS = {"0x0027": "v2 or v3", "0x0056": "", "0x005e": "v4", "0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e"}
-TPUS |= {"0x0076": "TPU7x"}
+TPUS |= {"0x0076": "TPU7x", "0x007c": "TPU8t", "0x0083": "TPU8i"}
 
 
 class Missing(NamedTuple):
