@@ -91,8 +91,9 @@ def test_generation_stops_after_the_answer(home: str, kind: str, tmp_path: Path)
     )
     assert done.returncode == 0, done.stderr
     printed = [word for word in shlex.split(done.stdout.splitlines()[-1]) if "=" in word]
-    assert {"model.warm_start=true", "model.model_path=folder", "training.loss_on=completion"} <= {*printed}
+    assert {"+tune=all", "model.model_path=folder"} <= {*printed}
     config, size = compose([*printed, *JOB])
+    assert config.model.warm_start is True and config.training.loss_on == "completion"
     (tmp_path / "run").mkdir()
     OmegaConf.save(OmegaConf.create(dataclasses.asdict(config)), tmp_path / "run" / CONFIG_FILE)
     assert train(config, size, tmp_path / "run") == 0
