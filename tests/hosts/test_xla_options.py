@@ -9,7 +9,7 @@ import pytest
 
 from zero.hosts import xla_options
 from zero.hosts.xla_options import (
-    OVERLAP_IN_FUSIONS,
+    OVERLAP_IN_TORUS,
     OVERLAP_ON_GPU,
     OVERLAP_ON_SPARSECORES,
     OVERLAP_ON_TPU,
@@ -46,8 +46,8 @@ def test_overlap_can_be_overridden(before: str, after: str, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("device", "overlaps", "vmem_kib"),
     [
-        ("0x005e", OVERLAP_IN_FUSIONS, None),
-        ("0x0062", OVERLAP_IN_FUSIONS, 32768),
+        ("0x005e", OVERLAP_IN_TORUS, None),
+        ("0x0062", OVERLAP_IN_TORUS, 32768),
         ("0x0063", (), 32768),
         ("0x006f", OVERLAP_ON_SPARSECORES, 65536),
         ("0x0076", OVERLAP_ON_SPARSECORES, 65536),

@@ -34,25 +34,6 @@ def test_exchanges_beside_products(topology: str) -> None:
     assert ("all-to-all-start" in text) == (len(devices) <= 16)
 
 
-def test_gathers_of_a_large_slice_stay_gathers() -> None:
-    """As an all-reduce, which XLA prefers over 128 chips, a gather would run beside nothing."""
-    prepare_environment("v5p-256")
-    devices = find_devices("v5p-256")
-
-    def layers(x: jax.Array, weights: jax.Array) -> jax.Array:
-        def layer(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, None]:
-            return x @ lax.all_gather(weight, "shards", tiled=True), None
-
-        return lax.scan(layer, x, weights)[0]
-
-    count = len(devices)
-    shapes = ((count, 1024, 2048), (count, 4, 2048 // count, 2048))
-    arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
-    lowered = jax.pmap(layers, axis_name="shards", devices=devices).lower(*arguments)
-    text = lowered.compile(for_tpu(devices[0].device_kind, count, overlap_gathers=True)).as_text()
-    assert "all-gather(" in text and "all-reduce(" not in text
-
-
 @pytest.mark.parametrize(
     ("topology", "keys"),
     [
