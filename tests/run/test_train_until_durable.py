@@ -59,11 +59,12 @@ def test_lineage_of_an_attempt_before(forks: cli.Forks) -> None:
     """A, with emergency checkpoints, is killed; B resumes without; C, with them again, does not continue A's."""
     place = forks.workplace / "shared"
     command = (*JOB, "hydra.run.dir=three", f"data.checkpoint_directory={place}")
-    memory, none = "zero.emergency_steps=2", "zero.emergency_steps=null"
+    memory = "zero.emergency_steps=2"
+    none = ("zero.emergency_steps=null", "zero.emergency_directory=/dev/shm/zero")
     with cli.customized(kills.at(kills.Rule("os.rename", r"-10-0\.shards$", "kill after"))):
         assert forks.run(*command, memory).returncode == -signal.SIGKILL
     with cli.customized(kills.at(kills.Rule("os.mkdir", r"/shared/12\.", "kill before"))):
-        done = forks.run("--resume", *command, none, "training.peak_learning_rate=1e-3")
+        done = forks.run("--resume", *command, *none, "training.peak_learning_rate=1e-3")
     assert done.returncode == -signal.SIGKILL and "resumed from step" in done.stderr
     done = forks.check("--resume", *command, memory)
     assert "resumed from step" in done.stderr and "emergency" not in done.stderr
@@ -74,7 +75,7 @@ def test_lineage_of_an_attempt_before(forks: cli.Forks) -> None:
 def test_fewer_steps_than_were_trained(forks: cli.Forks) -> None:
     """A run that is told to end before its step does what is pending there, and is finished."""
     run = forks.workplace / "fewer"
-    with cli.customized(kills.at(kills.Rule("open", r"/validation-\d+\.tar$", "stop"))):
+    with cli.customized(kills.at(kills.Rule("open", r"/validation-\d+\.tar$", "stop", nth=2))):
         stopped = forks.run(*JOB, "hydra.run.dir=fewer")
     assert stopped.returncode == 75 and "step 6 is saved" in stopped.stderr
     assert "validation/loss" not in cli.metrics(run)[-1]
