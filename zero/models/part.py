@@ -159,13 +159,17 @@ class Sizes(ConfigPart):
     def unread(self, values: Mapping[str, Any], *mixers: str) -> Iterator[str]:
         """The mistakes of a model that sets keys of these mixers but has no layer with one of them.
 
+        Families with layers of gated DeltaNet have keys of attention for their other layers. A part of such a model
+        may have no such layer, so keys of attention are no mistakes there.
+
         Args:
           values: the keys, by name; None, False and 0 set nothing.
 
         >>> list(Sizes(8, 16, 2, 4, 0.0, N=2, mixers=(LINEAR,)).unread({"qk_norm": True}, ATTENTION))
         ['qk_norm true needs a layer with attention in mixers']
         """
-        if {*mixers}.isdisjoint(self.mixers):
+        excusing = {*mixers, DELTA} if ATTENTION in mixers else {*mixers}
+        if excusing.isdisjoint(self.mixers):
             for name, value in values.items():
                 if value not in (None, False):
                     yield f"{name} {shown(value)} needs a layer with {' or '.join(mixers)} in mixers"
