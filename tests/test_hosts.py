@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.helpers import cli, hosts
+from tests.helpers import cli, hosts, kills
 from tests.helpers.shards import npy, write_tar
 from zero.corpus.format.index_files import read_index
 from zero.record.metrics_file import read_metrics, read_resumes
@@ -202,11 +202,6 @@ def test_context_groups_on_two_hosts(workplace: Path) -> None:
     for key in ("train/loss", "validation/loss"):
         values, others = ([line[key] for line in lines if key in line] for lines in (got, expected))
         np.testing.assert_allclose(values, others, rtol=1e-5)
-    done = hosts.finish(start_hosts(workplace, *job, "zero.context_shards=4", "hydra.run.dir=across"))
-    refusal = "zero.context_shards=4: expected groups of devices of one host"
-    # Of two hosts that both refuse, one may end before the other and be what the other reports.
-    assert any(refusal in one.stderr for one in done), [one.stderr for one in done]
-    assert all(one.returncode not in (0, 75) for one in done)
 
 
 @pytest.mark.slow
@@ -239,7 +234,7 @@ def test_optimizer_in_the_memory_of_two_hosts(workplace: Path, lasting: cli.Last
     done = hosts.finish(start_hosts(workplace, *job, "distributed.cpu_devices=4", "hydra.run.dir=streamed"))
     assert [one.returncode for one in done] == [0, 0], [one.stderr for one in done]
     whole = cli.metrics(workplace / "streamed")
-    alone = lasting.train("alone", *cli.TINY, *job, "training.gradient_accumulation_steps=1")
+    alone = lasting.train("streamed_alone", *cli.TINY, *job, "training.gradient_accumulation_steps=1")
     for got, expected in zip(whole, cli.metrics(alone), strict=True):
         assert got == pytest.approx(expected, rel=2e-6)
 
@@ -326,28 +321,25 @@ def test_a_start_that_hangs_ends(forks: cli.Forks) -> None:
 
 @pytest.mark.slow
 def test_hosts_without_progress_end(tmp_path: Path) -> None:
-    """Hosts that make no progress log where they are and end."""
+    """Hosts that make no progress, as a shard is never read, log where they are and end."""
     write_corpus(tmp_path, bad=None)
-    processes = start_hosts(
-        tmp_path,
-        "data.index_path_train=train.index",
-        "data.index_path_validation=validation.index",
-        "data.shuffle_shards=4",
-        "training.total_steps=400",
-        "training.evaluation_frequency=400",
-        "distributed.stall_minutes=1",
-        "hydra.run.dir=run",
-    )
-    hosts.wait_for_step(tmp_path / "run", 1, processes)
-    for shard in tmp_path.glob("*.tar"):  # to read the next one takes for ever, while heartbeats are sent
-        shard.unlink()
-        os.mkfifo(shard)
-    done = hosts.finish(processes)
+    with cli.customized(kills.at(kills.Rule("open", r"/\d\.tar$", "block", nth=20))):  # heartbeats are sent meanwhile
+        processes = start_hosts(
+            tmp_path,
+            "data.index_path_train=train.index",
+            "data.index_path_validation=validation.index",
+            "data.shuffle_shards=4",
+            "training.total_steps=400",
+            "training.evaluation_frequency=400",
+            "distributed.stall_minutes=1",
+            "hydra.run.dir=run",
+        )
+        done = hosts.finish(processes)
     assert [one.returncode for one in done] == [1, 1], [one.stderr for one in done]
     for host, one in enumerate(done):
         assert "has made no progress for distributed.stall_minutes=1" in one.stderr, one.stderr
-        assert f"stacks of the threads of host {host}:" in one.stderr and "in _loop" in one.stderr, one.stderr
-    assert "in _loop" in (tmp_path / "run" / "main_zero.1.log").read_text()
+        assert f"stacks of the threads of host {host}:" in one.stderr and "in loop" in one.stderr, one.stderr
+    assert "in loop" in (tmp_path / "run" / "main_zero.1.log").read_text()
 
 
 def write_corpus(directory: Path, bad: int | None) -> None:
@@ -363,7 +355,7 @@ def write_corpus(directory: Path, bad: int | None) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("bad", "first"), [(1, 0), (0, 1)])
+@pytest.mark.parametrize(("bad", "first"), [(1, 0), (4, 1)])
 def test_failing_host_ends_the_run(tmp_path: Path, bad: int, first: int) -> None:
     """A host that fails ends the run with its reason."""
     write_corpus(tmp_path, bad)  # a shard that one host reads when the run is under way
@@ -379,7 +371,7 @@ def test_failing_host_ends_the_run(tmp_path: Path, bad: int, first: int) -> None
     )
     done = hosts.finish(processes)
     assert [one.returncode for one in done] == [2, 2], [one.stderr for one in done]
-    assert f"error: shard {bad}.tar is truncated or damaged" in done[first].stderr
+    assert f"shard {bad}.tar is truncated or damaged" in done[first].stderr
     assert "Traceback" not in done[first].stderr
     reason = f"host {first} of 2 ({socket.gethostname()}) ended: error: shard {bad}.tar is truncated"
     assert reason in done[1 - first].stderr
