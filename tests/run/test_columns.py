@@ -1,4 +1,4 @@
-"""Columns of a run: their identity is of what the run trains on, and their values are compared when they are read."""
+"""A run identifies a column by the rows that it trains on, and compares its values when it reads them."""
 
 from pathlib import Path
 from types import SimpleNamespace

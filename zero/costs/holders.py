@@ -48,7 +48,10 @@ def holders_of(compiled: KeptProgram, arguments: Sequence[str]) -> tuple[Holder,
 def _maker(
     instruction: hlo.Instruction, by_name: Mapping[str, hlo.Instruction], lines: SourceLines, arguments: Sequence[str]
 ) -> str:
-    """The argument or the source line that an array comes from, of a copy those of what is copied; "" without."""
+    """The argument or the source line that made an array.
+
+    A copy has that of its original. "" if neither is known.
+    """
     seen: set[str] = set()
     while instruction.name not in seen:
         flat = _FLAT_ARGUMENT.fullmatch(instruction.op_name)

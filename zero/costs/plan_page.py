@@ -78,7 +78,7 @@ def page(
       title: of the page.
       facts: lines of text above the pictures.
       programs: with the runs of each per step; none if the program does not fit.
-      holders: names and bytes of what is alive at the peak, largest first.
+      holders: each array that is alive at the peak, by its name and bytes; the largest comes first.
       available_bytes: of the memory of a device.
     """
     values = {

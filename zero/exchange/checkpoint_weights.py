@@ -150,7 +150,9 @@ class SavedStep(NamedTuple):
             if name in self.meta.get("checksums", {}) and self.meta["dtypes"][name] == leaf.dtype.name:
                 saved[name] = self.meta["checksums"][name]
                 sums.append(checksum_of_local(x, leaf.shape))
-        found = agreement.sum_over_hosts(*sums) if sums else []
+        if not sums:
+            return
+        found = agreement.sum_over_hosts(*sums)
         if bad := [name for name, found_sum in zip(saved, found, strict=True) if found_sum != saved[name]]:
             raise DamagedCheckpoint(f"{self.origin}: {', '.join(bad)} differs from what was saved")
 

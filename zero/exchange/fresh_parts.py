@@ -25,8 +25,8 @@ class HeldParts(NamedTuple):
     """What a warm start reads from a source, and what it makes anew.
 
     Attributes:
-      layouts: of what it reads: of the parameters by the name "", and of each collection.
-      new: the names of what it makes anew, those of a collection after the collection's.
+      layouts: the layout of each tree that it reads. The parameters have the name "", a collection has its own.
+      new: the names of the leaves that it makes anew. The name of a collection precedes those of its leaves.
     """
 
     layouts: dict[str, Layout]

@@ -22,7 +22,7 @@ ACTIVATIONS = "activation/"  # with which their names begin, as `zero.training.s
 _BATCH = 64  # lines that are in memory at once
 
 Line = Mapping[str, Any]
-Point = tuple[int, float | None]  # a step and its value, which is None where it was not finite
+Point = tuple[int, float | None]  # (step, value); the value is None if it was not finite
 
 
 @dataclass(frozen=True)
