@@ -155,7 +155,6 @@ def start(
     if accelerator() is None:
         jax.config.update("jax_platforms", "cpu")  # else libtpu searches long for a TPU, and prints errors
         keep_freed_memory()
-    use_cpu_devices(cpu_devices)
     if compilation_cache is not None and not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser(compilation_cache))
     if not jax.distributed.is_initialized() and (coordinator_address is not None or _jax_finds_hosts()):
@@ -181,6 +180,7 @@ def start(
             raise Unavailable(
                 f"distributed.coordinator_address={coordinator_address}: {str(error).splitlines()[0]}; {remedy}"
             ) from error
+    use_cpu_devices(cpu_devices)
     xla_options.set_before_start(overlap_gathers, accelerator(), processes_that_joined())
     if jax.distributed.is_initialized() and jax.process_count() > 1 and jax.default_backend() == "cpu":
         # docs/decisions/virtual-devices.md, "Several hosts"

@@ -20,7 +20,6 @@ from zero.job.model import AttentionKeys, RowKeys, make_model
 from zero.job.sharding import Sharding
 from zero.job.sizes import SizeKeys
 from zero.models.config import GPTConfig
-from zero.models.parametrization import multipliers_of
 from zero.models.stack import OFFLOADED
 from zero.partition.collectives.axis import Axis
 from zero.partition.layout import Layout
@@ -215,7 +214,7 @@ def trained_by(
         optimizer.weight_decay(training, training.peak_learning_rate),
         axes=model.axes,
         state_dtype=optimizer.state_dtype,
-        multipliers=multipliers_of(model.config, model.axes),
+        multipliers=model.rate_multipliers,
         vocab_size=model.config.vocab_size,
         **optimizer.hyperparameters(),
     )

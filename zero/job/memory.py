@@ -123,10 +123,11 @@ class StoredState(NamedTuple):
 
 def store_state(model: ShardedGPT, tx: optax.GradientTransformation, options: StepOptions) -> StoredState:
     """Where the state of a model and its optimizer is stored between steps."""
+    span = span_of(model, options) if options.streams_state else None
     layout = state_layout(model, tx, options)
     storage = OnDevices(layout, model.axis)
-    if options.streams_state:
-        storage = LayersOnHost(layout, model.axis, span_of(model, options))
+    if span is not None:
+        storage = LayersOnHost(layout, model.axis, span)
     frozen = 0 if model.tuning is None else model.frozen_layout.bytes_per_device()
     return StoredState(layout, storage, storage.device_bytes + frozen)
 

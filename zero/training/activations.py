@@ -14,7 +14,7 @@ from zero.models.attention.tpu_kernels import TPU_KERNELS
 from zero.models.config import STACK, GPTConfig
 from zero.models.mixers import MIXERS, numbers_per_layer, weights_per_layer
 from zero.models.part import ATTENTION as ATTENTION_MIXER
-from zero.models.stack import ATTENTION_OUTPUT, EXPERTS, LAYER_INPUT, MLP_GATE, MLP_IN, PROJECTIONS, kinds_of
+from zero.models.stack import ATTENTION_OUTPUT, EXPERTS, LAYER_INPUT, MLP_GATE, MLP_IN, PROJECTIONS
 from zero.training.sharded_gpt import ShardedGPT
 
 
@@ -53,7 +53,7 @@ def _entries(model_config: GPTConfig) -> int:
 
 def kinds_on_host(model: ShardedGPT) -> tuple[str, ...]:
     """The kinds of activations that are stored in host memory."""
-    return tuple(kind for kind in kinds_of(model.remat) if kind in model.offload)
+    return tuple(kind for kind in model.stored_kinds if kind in model.offload)
 
 
 def host_bytes(model: ShardedGPT, rows: int, context: int) -> int:
@@ -77,7 +77,7 @@ def stored_bytes(model: ShardedGPT, rows: int, context: int) -> int:
         "dots": size.layer_count * 9 * channels,  # inputs, and the results of products with weights
         "nested": 2 * math.isqrt(size.N) * channels,
     }
-    return kept.get(model.remat, _bytes_of_kinds(model, rows, context, kinds_of(model.remat)))
+    return kept.get(model.remat, _bytes_of_kinds(model, rows, context, model.stored_kinds))
 
 
 def _bytes_of_kinds(model: ShardedGPT, rows: int, context: int, kinds: Sequence[str]) -> int:
@@ -247,7 +247,7 @@ def storage_seconds(model: ShardedGPT, rows: int, context: int, rates: Rates) ->
       model, rows, context, rates: as for `seconds_by_kind`.
     """
     by_kind = seconds_by_kind(model, rows, context, rates)
-    stored = kinds_of(model.remat)
+    stored = model.stored_kinds
     recomputed = 0.0
     if model.remat != "none":
         recomputed = sum(seconds for kind, seconds in by_kind.items() if kind not in stored)
@@ -262,10 +262,11 @@ def storage_seconds(model: ShardedGPT, rows: int, context: int, rates: Rates) ->
 def _candidates(model: ShardedGPT, context: int) -> Iterator[ShardedGPT]:
     """The model with each policy of `ladder`, those that store more first, and its kinds in each memory."""
     for remat in reversed(ladder(model, context)):
-        movable = [kind for kind in kinds_of(remat) if kind in model.offload]
+        storing = dataclasses.replace(model, remat=remat)
+        movable = kinds_on_host(storing)
         for count in range(len(movable) + 1):
             for offload in combinations(movable, count):
-                yield dataclasses.replace(model, remat=remat, offload=offload)
+                yield dataclasses.replace(storing, offload=offload)
 
 
 class Memory(NamedTuple):

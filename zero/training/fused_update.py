@@ -21,7 +21,7 @@ from jax import lax
 
 from zero.models.config import STACK
 from zero.models.experts import ResidualStream
-from zero.models.stack import LAYER_INPUT, Nested, inputs_of, policy_of, run_forward, to_device
+from zero.models.stack import LAYER_INPUT, Nested, inputs_of, run_forward, to_device
 from zero.partition.collectives.axis import Axis
 from zero.partition.layout import Layout, LeafLayout, PyTree, Split
 from zero.partition.sharded_optimizer import Squares, clip, norm_of, on_shards, squares
@@ -77,7 +77,7 @@ def span_of(model: ShardedGPT, options: StepOptions) -> int:
         raise ValueError(f"fused_update does not sum what {' and '.join(model.collections)} needs")
     if model.tuning is not None:
         raise ValueError("fused_update is for gradients as large as the model; gradients of adapters are small")
-    policy = policy_of(model.remat, model.config.scanned_layers, model.offload)
+    policy = model.policy
     keeps_inputs = policy.kinds == (LAYER_INPUT,)
     if model.stage != 3 or not keeps_inputs or options.micro_batches > 1 or options.skip_spikes is not None:
         raise ValueError("fused_update needs stage 3, full or nested remat, one micro-batch and no skip_spikes")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from typing import Any
 
@@ -22,7 +22,9 @@ from zero.models.config import STACKS, GPTConfig
 from zero.models.experts import Routing, routing_metrics
 from zero.models.gpt import GPT, Scores, empty_memory, parameter_axes, variable_shapes
 from zero.models.mixers import Caches
+from zero.models.parametrization import multipliers_of
 from zero.models.products import FORMS, PRODUCTS
+from zero.models.stack import Policy, kinds_of, policy_of
 from zero.partition.collectives.axis import Axis
 from zero.partition.collectives.context_group import ContextGroup
 from zero.partition.collectives.expert_group import ExpertGroup
@@ -116,6 +118,20 @@ class ShardedGPT:
         }
 
     @property
+    def stored_kinds(self) -> tuple[str, ...]:
+        """The kinds of activations that the forward pass stores, in either memory."""
+        return kinds_of(self.remat)
+
+    @property
+    def policy(self) -> Policy:
+        """How its layers run, and what they store.
+
+        Raises:
+          ValueError: nothing has a name by which the host's memory could take a part.
+        """
+        return policy_of(self.remat, self.config.scanned_layers, self.offload)
+
+    @property
     def sent_dtype(self) -> DTypeLike:
         """The dtype of gradients on the wire."""
         if self.wire_dtype is not None:
@@ -179,6 +195,11 @@ class ShardedGPT:
         if self.tuning is None:
             return axes
         return self.tuning.adapters.axes(axes)
+
+    @property
+    def rate_multipliers(self) -> Callable[[PyTree], PyTree] | None:
+        """Factors of the learning rates of the trained parameters, by muP; None if all are 1."""
+        return multipliers_of(self.config, self.axes)
 
     @cached_property
     def _sharded_by_parts(self) -> Layout:
