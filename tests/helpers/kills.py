@@ -6,20 +6,26 @@
 import json
 from typing import Literal, NamedTuple, TypeAlias
 
-# An audit hook is called before each operation. The next call in the same thread comes after it.
+# An audit hook is called before each operation. What the same thread does next comes after it: its next operation, after what
+# was opened has been written, or its next call or return, after a folder was made or a file renamed.
 CODE = """
 import json, os, re, signal, sys, threading, time
 
 hosts = re.findall(r"distributed\\.process_id=(\\d+)", " ".join(sys.argv)) or ["0"]
 rules = [rule for rule in json.loads({rules!r}) if str(rule["host"]) == hosts[-1]]
-done = {{}}  # thread: the rule whose operation it has begun
+has_opened = set()  # threads
 lock = threading.Lock()
 
 def kill():
     os.kill(os.getpid(), signal.SIGKILL)
 
+def kill_after(frame, event, argument):
+    if frame.f_code is not watch.__code__:
+        kill()
+
 def watch(event, arguments):
-    if done.pop(threading.get_ident(), None) is not None:
+    if threading.get_ident() in has_opened:
+        has_opened.clear()  # a kill is an event too
         kill()
     if event == "open" and isinstance(arguments[2], int) and arguments[2] & os.O_APPEND:
         event = "append"
@@ -31,8 +37,10 @@ def watch(event, arguments):
                 is_moment = rule["nth"] == 0
             if is_moment and rule["action"] == "kill before":
                 kill()
-            if is_moment and rule["action"] == "kill after":
-                done[threading.get_ident()] = rule
+            if is_moment and rule["action"] == "kill after" and event in ("open", "append"):
+                has_opened.add(threading.get_ident())
+            elif is_moment and rule["action"] == "kill after":
+                sys.setprofile(kill_after)
             if is_moment and rule["action"] == "stop":
                 os.kill(os.getpid(), signal.SIGTERM)
             while is_moment and rule["action"] == "block":

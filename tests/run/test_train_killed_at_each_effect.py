@@ -4,6 +4,7 @@ A run of 12 steps is killed at one moment after the other (tests/helpers/effects
 command, and compared at its end. A short form is in tests/run/test_train_until_durable.py.
 """
 
+import signal
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
@@ -17,15 +18,18 @@ from zero.run.feature_table import FEATURES
 pytestmark = pytest.mark.timeout(4 * 3600)  # on a busy machine
 
 
+Moments = list[tuple[Effect, int, int]]  # effects, for the how manieth time each, and the host that is killed
+
+
 class Open(Protocol):
     def __call__(self, workplace: Path, count: int = 1) -> AbstractContextManager[Run]: ...
 
 
-def moments(count: int) -> list[tuple[Effect, int, int]]:
-    """Each effect, for the how manieth time, and the host that is killed."""
+def all_moments(count: int) -> Moments:
     found = []
     for effect in effects.EFFECTS:
-        times = (1, 2) if effect.feature == "mirror" else (1,)  # of the start, and before its first save
+        # At the start, and then: the mirror before the first save, the validation set in the first evaluation.
+        times = (1, 2) if effect.feature in ("mirror", "validate") else (1,)
         victims = range(count) if effect.feature == "protect" else (0,)  # the others are of host 0
         found += [(effect, nth, host) for nth in times for host in victims]
     return found
@@ -41,12 +45,25 @@ def test_every_feature_has_its_effects() -> None:
 @pytest.mark.parametrize("count", (1, 2))
 @pytest.mark.parametrize("open_run", (effects.on_disk, effects.in_bucket))
 def test_kills_at_every_effect(open_run: Open, count: int, tmp_path: Path) -> None:
-    with effects.on_disk(tmp_path / "calm", count) as calm, open_run(tmp_path / "killed", count) as run:
+    """A run trains on while a checkpoint is written: if it ends before all moments, another has the rest."""
+    with effects.on_disk(tmp_path / "calm", count) as calm:
         calm.finish()
-        for effect, nth, host in moments(count):
-            run.killed(effect, nth, host)
-        run.finish()
-        run.check(calm)
+        left = all_moments(count)
+        while left:
+            with open_run(tmp_path / f"killed-{len(left)}", count) as run:
+                left = kill_at(run, left)
+                run.finish()
+                run.check(calm)
+
+
+def kill_at(run: Run, moments: Moments) -> Moments:
+    """Kills a run at one moment after the other; those that are left when it ends by itself."""
+    for number, moment in enumerate(moments):
+        done = run.attempt(*moment)
+        if done.returncode == 0 and number > 0:
+            return moments[number:]
+        assert done.returncode == -signal.SIGKILL, (moment, done.stderr)
+    return []
 
 
 @pytest.mark.slow
