@@ -6,8 +6,8 @@
 import json
 from typing import Literal, NamedTuple, TypeAlias
 
-# An audit hook is called before each operation. What the same thread does next comes after it: its next operation, after what
-# was opened has been written, or its next call or return, after a folder was made or a file renamed.
+# An audit hook is called before each operation. What the same thread does next comes after it: its next operation, once
+# what it opened is written, or its next call or return, once a folder is made or a file renamed.
 CODE = """
 import json, os, re, signal, sys, threading, time
 
