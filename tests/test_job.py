@@ -61,6 +61,24 @@ def test_kernel_falls_back_to_auto(attention: str, lacks: list[str], caplog: pyt
 
 
 @pytest.mark.parametrize(
+    ("topology", "dtype", "is_said"),
+    [
+        ("v6e-8", "int8_all", True),
+        ("v6e-8", "bfloat16", False),
+        ("v5e-8", "int8_all", False),
+        ("v5e-8", "float8", True),
+        ("v4-8", "int8", True),
+        ("tpu7x:2x2x1", "float8", False),
+    ],
+)
+def test_products_that_hardly_pay(topology: str, dtype: str, is_said: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """A run, and a plan of it, say where products in 8 bits are hardly faster than what rounding takes."""
+    config: Any = check(compose(f"zero.product_dtype={dtype}", "model.size=llama3_8b"), load_sizes())
+    place_model(config, load_sizes()["llama3_8b"], find_devices(topology))
+    assert any(f"zero.product_dtype={dtype}" in record.message for record in caplog.records) == is_said
+
+
+@pytest.mark.parametrize(
     ("topology", "size", "context", "kernel"),
     [
         ("v3-8", "1_1b", 1024, "tpu_v2"),

@@ -27,6 +27,7 @@ class Speed(NamedTuple):
     between_slices: float = 0.0  # bytes per second that a device sends to other slices; 0: it has none
     offloads: bool = False  # whether a SparseCore can run reduce-scatters of a whole slice, beside computation
     int8: float = 1.0  # times `flops`: products of int8 with sums in int32
+    int8_by_xla: float = 0.0  # the same, multiplied by their scales, as XLA reaches it; 0: as `int8`
     float8: float = 1.0  # times `flops`: products of float8 with sums in float32
     vmem_kib: int | None = None  # that a fusion may use (docs/decisions/attention.md); None: by the compiler
 
@@ -46,6 +47,16 @@ class Speed(NamedTuple):
     def products(self, operands: str) -> float:
         """Operations per second of matrix products of "int8", of "float8", or ("") of bfloat16."""
         return self.flops * {"int8": self.int8, "float8": self.float8}.get(operands, 1.0)
+
+    def gain(self, operands: str) -> float:
+        """How many times as fast XLA multiplies "int8" or "float8", with their scales, as it multiplies bfloat16.
+
+        >>> SPEEDS["TPU v5 lite"].gain("int8"), SPEEDS["TPU v6 lite"].gain("int8"), SPEEDS["TPU v6 lite"].gain("float8")
+        (2.0, 1.17, 1.0)
+        """
+        if operands == "int8" and self.int8_by_xla:
+            return self.int8_by_xla
+        return self.products(operands) / self.flops
 
     @property
     def link(self) -> float:
@@ -78,7 +89,8 @@ _CUDNN = 0.4  # share of the peak that cuDNN's attention reaches on an H100 (ben
 # Between slices: 25, 50, 100 and 100 Gbit/s per chip of v5e, v5p, v6e and TPU7x (cloud.google.com/tpu/docs/v6e and
 # tpu7x: data center network); of others 25 GB/s per host (jax-ml.github.io/scaling-book/tpus), of 8 devices or 4 of v4.
 # 8 bits: the same pages. int8 is twice as fast on v5e, v5p and v6e, float8 on TPU7x; a v4 multiplies int8 as fast as
-# bfloat16, and where a page names no int8 or float8, or the same figure, it counts as bfloat16.
+# bfloat16, and where a page names no int8 or float8, or the same figure, it counts as bfloat16. What XLA reaches is by
+# the compiler's cycles (benchmarks/measured/products-in-8-bits.md): on a v5e twice the speed, on a v6e less.
 # Memory of hosts, in GB per chip: of v5p, v6e and TPU7x the page of TPU7x (448, 720 and 960 for four chips); of v5e the
 # machine types ct5lp-hightpu-1t to -8t (48 for one, 384 for eight); of v4 ct4p-hightpu-4t (407 for four); of v2
 # and v3 what a v3-8 shows (335 for four). Types: cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus.
@@ -168,6 +180,7 @@ SPEEDS = {
         fused=0.45,
         wide=0.7,
         int8=2,
+        int8_by_xla=1.17,
         host_memory=720e9 / 4,
         between_slices=100e9 / 8,
         host=32e9,

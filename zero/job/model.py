@@ -11,6 +11,7 @@ import jax
 
 from zero.base.keys import INT32, Check, Mistakes, key, one_of
 from zero.corpus.text.tokenizers import TokenizerKeys, load_tokenizer
+from zero.hosts.speeds import SPEEDS
 from zero.job.sharding import Sharding
 from zero.models.attention.blockwise import CHOICES as ATTENTION_CHOICES
 from zero.models.attention.blockwise import blockwise_from
@@ -18,6 +19,7 @@ from zero.models.attention.dense import query_block
 from zero.models.attention.kernel import chosen_kernel
 from zero.models.attention_keys import missing_in_kernel
 from zero.models.config import GPTConfig
+from zero.models.products import EIGHT_BITS
 from zero.models.stack import KINDS, OFFLOADED
 from zero.partition.collectives.axis import Axis
 from zero.training.batch import UNDIVIDED, Separators
@@ -113,6 +115,7 @@ def make_model(
     kernel = chosen_kernel(attention.attention, platform, device.device_kind, positions=context, dtype=compute_dtype)
     if axis.replicas == 1 and axis.copies_dtype is not None:  # for example after the loss of a slice
         log.warning("zero.replica_wire_dtype=%s: no effect, because there is one copy of the state", axis.copies_dtype)
+    warn_of_rounding(zero.product_dtype, device.device_kind)
     model = ShardedGPT(
         model_config,
         axis,
@@ -140,6 +143,24 @@ def make_model(
     if missing is not None:  # so that nothing counts on it, such as `zero.remat=auto`
         model = dataclasses.replace(model, kernel=None)
     return model
+
+
+_PAYS = 1.25  # times as fast; below, rounding takes what the products save (benchmarks/measured/products-in-8-bits.md)
+
+
+def warn_of_rounding(product_dtype: str, device_kind: str) -> None:
+    """Says if products in 8 bits will hardly make a step faster on this kind of device."""
+    if product_dtype not in EIGHT_BITS or device_kind not in SPEEDS:
+        return
+    gain = SPEEDS[device_kind].gain(product_dtype.removesuffix("_all"))
+    if gain < _PAYS:
+        log.warning(
+            "zero.product_dtype=%s: a %s multiplies these %g times as fast as bfloat16, which rounding them uses up; "
+            "auto may be as fast or faster",
+            product_dtype,
+            device_kind,
+            gain,
+        )
 
 
 def if_auto(value: T, automatic: U) -> T | U:
