@@ -301,6 +301,40 @@ def test_shared_links_and_memory() -> None:
     assert seconds(*range(8)) == pytest.approx(7 / 8 * size / V3.link, rel=1e-2)
 
 
+def test_time_of_sums_that_are_not_fused() -> None:
+    """A sum streams its array from memory, however long the compiler estimates, except over short tiles."""
+    moved = 4 * (4 + 1) * 8192 * 128
+    streamed = moved / V5E.memory
+    for milliseconds, rows_of_tile, seconds in ((1000.0, 8, streamed), (0.001, 8, 1e-6), (1000.0, 4, 1.0)):
+        layout = f"{{2,1,0:T({rows_of_tile},128)}}"
+        cycles = round(milliseconds * MS)
+        config = f'backend_config={{"window_config":{{"estimated_cycles":"{cycles}"}}}}'
+        found = predicted(
+            f"%p = f32[4,8192,128]{layout} parameter(0)",
+            f"%r = f32[8192,128] reduce(%p, %zero), dimensions={{0}}, to_apply=%c, {config}",
+            more=PRODUCT,
+        )
+        assert found.seconds == pytest.approx(seconds, rel=1e-3)
+
+
+def test_shares_of_attention_kernels() -> None:
+    """On a v6e each kernel has a share of its own, and the fused one is known by its gradients per block of keys."""
+    assert V6E.splash is not None
+    shapes = "s8[1,4,4], s8[1,4,4], bf16[32,8192,128], bf16[8,8192,128], bf16[8,8192,128]"
+    rest = f"%q), operand_layout_constraints={{{shapes}}}, x"
+    scratch = "f32[2048,128], f32[2048,128]"  # MaxText's own kernel has sums of a block among its results
+    of_keys = "bf16[8,8192,128], bf16[8,8192,128]"
+    flops = 2 * 32 * 10 * 2048**2 * 128
+    for name, result, products, share in (
+        ("splash_mha_fwd_residuals.1", "bf16[32,8192,128]", 2, V6E.splash.fwd),
+        ("splash_mha_dq.1", "bf16[32,8192,128]", 3, V6E.splash.dq),
+        ("splash_mha_dkv.1", f"({scratch}, {of_keys})", 4, V6E.splash.dkv),
+        ("splash_mha_dkv.1", f"({scratch}, bf16[4,32,8192,128], {of_keys})", 5, V6E.splash.fused),
+    ):
+        found = kernel_seconds(Instruction(name, result, "custom-call", rest), V6E)
+        assert found == pytest.approx(products * flops / (share * V6E.flops))
+
+
 def test_time_of_attention_kernels() -> None:
     """An attention kernel takes the time of the products of the blocks that it computes."""
     shapes = "s8[1,{0}], s8[1,{0}], bf16[2,32,2048,128], bf16[2,8,2048,128], bf16[2,8,2048,128]"
@@ -310,7 +344,8 @@ def test_time_of_attention_kernels() -> None:
             rest = f"%q), operand_layout_constraints={{{shapes.format(mask)}}}, x"
             found = kernel_seconds(Instruction(name, "bf16[2,32,2048,128]", "custom-call", rest), V5E)
             flops = products * 2 * 2 * 32 * blocks * 512**2 * 128
-            assert found == pytest.approx(flops / (V5E.splash * V5E.flops))
+            assert V5E.splash is not None
+            assert found == pytest.approx(flops / (V5E.splash.fwd * V5E.flops))
     rest = f"%q), operand_layout_constraints={{{shapes.format('4,4')}}}, x"
     one, both = "bf16[2,8,2048,128]", "bf16[2,4,32,2048,128], bf16[2,8,2048,128], bf16[2,8,2048,128]"
     parts, fused = (kernel_seconds(Instruction("splash_mha_dkv.4", f"({x})", "", rest), V5E) for x in (one, both))

@@ -52,10 +52,12 @@ _TO_HOST, _FROM_HOST = "to host", "from host"
 # Copies beside computation, of arrays or of slices of a stack.
 _COPY_STARTS = ("copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-slice-start")
 _IN_VMEM = re.compile(r"\b[a-z]+\d*\[[\d,]*\]\{[^}]*S\([1-9]\)[^}]*\}")
+# Tiles that are shorter than the eight rows of a vector register: sums over them are not limited by memory.
+_SHORT_TILES = re.compile(r"T\([124],128\)")
 _NO_DATA = re.compile(r'custom_call_target="(AllocateBuffer|ConcatBitcast|Sharding)')
 # Products of two matrices per block of scores, over the width of queries and keys and over the width of values, in each
-# of jax's splash attention kernels. "dkv" with three results is the fused one, which computes the gradient of queries
-# too.
+# of jax's splash attention kernels. The fused "dkv" computes the gradient of queries too, once per block of keys, so
+# one of its results has a dimension more than the queries.
 _SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
 _PRODUCTS = {"fwd": (1, 1), "dq": (2, 1), "dkv": (2, 2), "fused": (3, 2)}
 _ZERO_KERNEL = re.compile(r'zero_attention_(?:fwd|bwd)_(\d+).*"cost_estimate":{"flops":"(\d+)"')  # width, operations
@@ -214,7 +216,7 @@ def kernel_seconds(instruction: Instruction, speed: Speed) -> float:
         return max(flops / (speed.attention(width) * speed.flops), moved / speed.memory)
     splash = _SPLASH.match(instruction.name)
     mask = _MASK.search(shapes)
-    if splash is None or mask is None or not speed.splash:
+    if splash is None or mask is None or speed.splash is None:
         return moved / speed.memory
     queries, _, values = (_dims(heads) for heads in _HEADS.findall(shapes)[:3])
     *rows, positions, width = queries
@@ -222,14 +224,15 @@ def kernel_seconds(instruction: Instruction, speed: Speed) -> float:
     kernel = splash[1]
     if kernel == "dkv":  # the grid of keys and queries is transposed
         blocks, widest = sorted((blocks, widest), reverse=True)
-        if len(hlo.sizes_of(instruction.result)) == 3:
+        if any(len(_dims(result)) > len(queries) for result in _HEADS.findall(instruction.result)):
             kernel = "fused"
     computed = sum(min(number + 1, widest) for number in range(blocks))
     block = positions // blocks
     over_width, over_values = _PRODUCTS[kernel]
     columns = over_width * _padded(width) + over_values * _padded(values[-1])
     flops = 2 * math.prod(rows) * computed * block**2 * columns
-    return max(flops / (speed.splash * speed.flops), moved / speed.memory)
+    share: float = getattr(speed.splash, kernel)
+    return max(flops / (share * speed.flops), moved / speed.memory)
 
 
 def inversion_seconds(instruction: Instruction, speed: Speed) -> float:
@@ -466,6 +469,14 @@ class _Schedule:
 
     def _compute_seconds(self, instruction: Instruction, results: dict[str, str]) -> float:
         """Seconds of an instruction that does not overlap with others."""
+        arrays = [instruction.result, *(results.get(name, "") for name in instruction.operands)]
+        seconds = self._estimated_seconds(instruction, arrays, results)
+        if instruction.op != "reduce" or any(map(_SHORT_TILES.search, arrays)):
+            return seconds
+        # The compiler estimates 2 to 35 times as long as its own loop streams the array from HBM.
+        return min(seconds, sum(sum(hlo.sizes_of(array)) for array in arrays) / self.speed.memory)
+
+    def _estimated_seconds(self, instruction: Instruction, arrays: list[str], results: dict[str, str]) -> float:
         if instruction.cycles is not None:
             return instruction.cycles / self.speed.clock
         if 'custom_call_target="tpu_custom_call"' in instruction.rest:
@@ -479,5 +490,4 @@ class _Schedule:
         is_idle = instruction.op not in _MOVES or _NO_DATA.search(instruction.rest) or self._collectives_in(instruction)
         if is_idle and not instruction.has_unknown_cycles:
             return 0.0
-        arrays = [instruction.result, *(results.get(name, "") for name in instruction.operands)]
         return sum(sum(hlo.sizes_of(_IN_VMEM.sub("", array))) for array in arrays) / self.speed.memory

@@ -8,6 +8,22 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 
+class SplashShares(NamedTuple):
+    """Shares of the peak that the kernels of splash attention reach.
+
+    Attributes:
+      fwd: forward.
+      dq: gradient of queries.
+      dkv: gradients of keys and values.
+      fused: all gradients.
+    """
+
+    fwd: float
+    dq: float
+    dkv: float
+    fused: float
+
+
 class Speed(NamedTuple):
     """Published peaks of one device as jax counts them: half a chip on v2 and v3."""
 
@@ -21,7 +37,7 @@ class Speed(NamedTuple):
     devices: int = 1  # per chip
     fused: float = 0.0  # share of `flops` that zero's attention kernel, or cuDNN's, reaches on blocks that it computes
     wide: float = 0.0  # the same with heads wider than 128, which fill units of 256 columns; 0: as `fused`
-    splash: float = 0.0  # the same for jax's splash attention
+    splash: SplashShares | None = None  # the same for jax's splash attention; None: it does not run there
     host: float = 16e9  # bytes per second between a chip and the memory of its host, in each direction
     host_memory: float = math.inf  # bytes of the memory of a host per chip
     between_slices: float = 0.0  # bytes per second that a device sends to other slices; 0: it has none
@@ -77,6 +93,8 @@ GIB = 2**30
 HOST_SHARE = 0.8  # of a host's memory; the rest is for the system, the data and copies of a checkpoint being saved
 _MXU = 2 * 128 * 128  # operations per cycle of a matrix unit
 _CUDNN = 0.4  # share of the peak that cuDNN's attention reaches on an H100 (benchmarks/measured/kernels-on-h100.md)
+# Shares of kernels by their bundles: benchmarks/measured/predicted-time.md. Other generations were counted as a whole.
+_SPLASH_V6E = SplashShares(fwd=0.28, dq=0.36, dkv=0.38, fused=0.45)
 
 # Sources: cloud.google.com/tpu/docs/v3, v4, v5e, v5p and v6e, system architecture: peak compute, HBM bandwidth, number
 # of matrix units, and all-reduce bandwidth of a pod divided by its chips (v5p: half of the bidirectional bandwidth of a
@@ -133,7 +151,7 @@ SPEEDS = {
         per_cycle=8 * _MXU,
         dims=3,
         ring=4,
-        splash=0.7,
+        splash=SplashShares(*[0.7] * 4),
         fused=0.77,
         host_memory=407e9 / 4,
         between_slices=25e9 / 4,
@@ -146,7 +164,7 @@ SPEEDS = {
         per_cycle=4 * _MXU,
         dims=2,
         ring=16,
-        splash=0.85,
+        splash=SplashShares(*[0.85] * 4),
         fused=0.87,
         int8=2,
         host_memory=48e9,
@@ -161,7 +179,7 @@ SPEEDS = {
         per_cycle=8 * _MXU,
         dims=3,
         ring=4,
-        splash=0.83,
+        splash=SplashShares(*[0.83] * 4),
         fused=0.86,
         int8=2,
         host_memory=448e9 / 4,
@@ -176,7 +194,7 @@ SPEEDS = {
         per_cycle=16 * _MXU,
         dims=2,
         ring=16,
-        splash=0.33,
+        splash=_SPLASH_V6E,
         fused=0.45,
         wide=0.7,
         int8=2,
@@ -196,7 +214,7 @@ SPEEDS = {
         dims=3,
         ring=4,
         devices=2,
-        splash=0.33,
+        splash=_SPLASH_V6E,
         fused=0.5,
         wide=0.81,
         float8=2,
