@@ -50,6 +50,7 @@ from zero.training.activations import (
 from zero.training.flops import model_flops
 
 TABLE = REPOSITORY / "docs" / "sources" / "published.json"
+MAXTEXT = REPOSITORY / "docs" / "sources" / "maxtext.json"  # of benchmarks/clock.py
 PAGE = REPOSITORY / "benchmarks" / "measured" / "beside-maxtext.md"
 START = "<!-- printed by benchmarks/published.py -->\n"
 COLUMNS = (
@@ -63,6 +64,9 @@ COLUMNS = (
     "MFU",
     "exposed, s",
     "predicted / published",
+    "MaxText predicted, s",
+    "MaxText predicted / published",
+    "zero / MaxText, both predicted",
 )
 CHOICE_COLUMNS = (
     "recipe",
@@ -356,14 +360,20 @@ def load_rows() -> dict[str, Row]:
     return {name: Row(Digests(**row.pop("digests")), **row) for name, row in rows.items()}
 
 
+def maxtext_seconds() -> dict[str, float]:
+    """Seconds that are predicted of MaxText's own program, by recipe."""
+    rows = json.loads(MAXTEXT.read_text()) if MAXTEXT.exists() else {}
+    return {name: row["seconds"] for name, row in rows.items()}
+
+
 def write(rows: Mapping[str, Row]) -> None:
     """Writes the rows, and the table that is printed from them."""
     TABLE.write_text(json.dumps({name: asdict(rows[name]) for name in RECIPES if name in rows}, indent=1) + "\n")
     PAGE.write_text(with_part(PAGE.read_text(), page_part(rows), START))
 
 
-def table_row(name: str, row: Row) -> str:
-    """The row of a recipe in the page."""
+def table_row(name: str, row: Row, maxtext: float | None = None) -> str:
+    """The row of a recipe in the page; `maxtext` are predicted seconds of MaxText's own program, if it was compiled."""
     recipe = RECIPES[name]
     keys = [f"zero.remat={row.remat}", *recipe.keys]
     is_bound = row.peak_bytes == row.available_bytes  # the compiler tells only the peak of the host's memory
@@ -384,12 +394,18 @@ def table_row(name: str, row: Row) -> str:
             "exposed, s": f"{row.exposed_seconds:.3f}",
             "predicted / published": f"{row.seconds / recipe.seconds:.2f}",
         }
+    if maxtext is not None:
+        cells["MaxText predicted, s"] = f"{maxtext:.3f}"
+        cells["MaxText predicted / published"] = f"{maxtext / recipe.seconds:.2f}"
+    if maxtext is not None and row.seconds is not None:
+        cells["zero / MaxText, both predicted"] = f"{row.seconds / maxtext:.2f}"
     return f"| {' | '.join(cells.get(column, '') for column in COLUMNS)} |\n"
 
 
 def page_part(rows: Mapping[str, Row]) -> str:
     """The table of benchmarks/measured/beside-maxtext.md."""
-    lines = [table_row(name, rows[name]) for name in RECIPES if name in rows]
+    maxtext = maxtext_seconds()
+    lines = [table_row(name, rows[name], maxtext.get(name)) for name in RECIPES if name in rows]
     return f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|\n{''.join(lines)}"
 
 
