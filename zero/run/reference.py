@@ -23,8 +23,9 @@ from jax import lax
 from zero.base.errors import UserError
 from zero.corpus.format import directory
 from zero.corpus.format.index_files import Shard, read_index
+from zero.corpus.format.one_host import looked_up
 from zero.corpus.format.shards import RowFormat
-from zero.corpus.reading.contents import contents_of
+from zero.corpus.reading.contents import contents_on_one_host
 from zero.corpus.reading.loader import ONCE, Batching, Loader
 from zero.corpus.reading.prefetch import prefetch
 from zero.files import storage
@@ -73,10 +74,11 @@ def reference_column(inputs: ColumnInputs, job: Job, position: TrainingPosition)
 def _index_values(index: str, inputs: ColumnInputs, job: Job, position: TrainingPosition, reference: Any) -> np.ndarray:
     """The values of one index file, float32 `(rows, texts)`."""
     texts = job.objective.example.texts
-    shards = read_index(index)
+    shards = read_index(index, on_one_host=agreement.on_host_0)
     rows = sum(shard.rows for shard in shards)
     path = _place(index, shards, inputs, job, position)
-    (absent,) = agreement.sum_over_hosts(int(not storage.exists(path)))
+    exists = looked_up(agreement.on_host_0, f"log-probabilities of {index}", [path], lambda: storage.exists(path))
+    (absent,) = agreement.sum_over_hosts(int(not exists))
     if absent:
         log.info("computing the log-probabilities of %d rows of %s under the reference", rows, index)
         values = _computed(index, rows, inputs, job, reference(), position.global_rows)
@@ -113,7 +115,7 @@ def _decoded(path: str, data: bytes) -> np.ndarray:
 def _place(index: str, shards: Sequence[Shard], inputs: ColumnInputs, job: Job, position: TrainingPosition) -> str:
     """The path of the values, with a digest of everything that they depend on."""
     assert position.base is not None
-    pairs = contents_of([(shard, shard.rows) for shard in shards])
+    pairs = contents_on_one_host(index, [(shard, shard.rows) for shard in shards], agreement.on_host_0)
     facts = {"weights": position.base["checksum"], "pairs": pairs, **score_identity(inputs.scores, job.model)}
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
     return f"{index.removesuffix('.index')}.reference-{digest}.npy"
@@ -129,6 +131,7 @@ def _computed(index: str, rows: int, inputs: ColumnInputs, job: Job, weights: Py
         Batching(global_rows, host_rows.groups, host_rows.count),
         RowFormat(inputs.context, model.config.vocab_size, only_completions=True, example=example),
         ONCE,
+        on_one_host=agreement.on_host_0,
     )
     name = model.axis.name
     firsts = np.asarray([group[0] for group in model.axis.row_groups()])

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from zero.base.errors import UserError
 from zero.corpus.format.index_files import read_index
 from zero.corpus.format.top_tokens import LOG_PROBABILITIES, TOKENS, TopTokens, read_top_tokens
-from zero.corpus.reading.contents import contents_of
+from zero.corpus.reading.contents import contents_on_one_host
+from zero.hosts import agreement
 from zero.job.job import Job
 from zero.run.column import Column, ColumnInputs
 from zero.run.restore import TrainingPosition
@@ -37,8 +38,9 @@ def teacher_column(inputs: ColumnInputs, job: Job, position: TrainingPosition) -
 def _check(index: str, described: TopTokens, context: int, count: int, vocab_size: int) -> None:
     """Compares the stored values with the run."""
     place = f"the teacher's tokens beside {index}"
-    shards = read_index(index)
-    if described.contents != list(contents_of([(shard, shard.rows) for shard in shards])):
+    shards = read_index(index, on_one_host=agreement.on_host_0)
+    contents = contents_on_one_host(index, [(shard, shard.rows) for shard in shards], agreement.on_host_0)
+    if described.contents != list(contents):
         raise UserError(f"{place} are of other shards than it lists: write them again")
     if described.positions != context:
         raise UserError(f"data.max_context={context}: {place} are of {described.positions} positions of each row")

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tests.helpers import bucket, hub, s3
 from tests.helpers.shards import loader, tokens_of, write_corpus
 from zero.base.errors import UserError
+from zero.corpus.format import shards
 from zero.corpus.format.index_files import read_index
 from zero.corpus.format.one_host import OnOneHost
 from zero.corpus.format.shards import count_rows
@@ -140,6 +141,12 @@ def test_one_host_looks_up_for_all(server: str, bucket_corpus, monkeypatch: pyte
     assert asked.count("list_stats") == 2  # which shards there are, and their checksums
     of_other, asked = asked_by(other, index)
     assert of_other == of_first and asked == ["stat"]  # of the index file
+    uncounted = index.replace("it.index", "uncounted.index")
+    of_first, _ = asked_by(first, uncounted)
+    with monkeypatch.context() as others:  # which would read every shard whole
+        others.setattr(shards, "count_rows", lambda path: pytest.fail(f"{path} is counted again"))
+        assert asked_by(other, uncounted) == (of_first, ["stat"])
+    of_first, _ = asked_by(first, index)
     lines = storage.read_bytes(index).decode().replace("..", storage.parent(storage.parent(index))).split("\n")
     (tmp_path / "it.index").write_text("\n".join(lines[:-2]))
     answers = {name.replace(index, str(tmp_path / "it.index")): answer for name, answer in answers.items()}

@@ -21,6 +21,7 @@ from typing import NamedTuple
 from zero.base.errors import UserError
 from zero.corpus.format.index_files import Shard
 from zero.corpus.format.manifest import recorded_checksums
+from zero.corpus.format.one_host import OnOneHost, looked_up
 from zero.files import storage
 from zero.files.storage.objects import ObjectStat
 
@@ -68,6 +69,13 @@ def contents_of(shards: Sequence[tuple[Shard, int]]) -> Contents:
     known_by = "+".join(sorted({facts[shard.path].known_by for shard, _ in shards}))
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
     return Contents(sum(rows for _, rows in shards), known_by, digest)
+
+
+def contents_on_one_host(index: str, shards: Sequence[tuple[Shard, int]], on_one_host: OnOneHost) -> Contents:
+    """The contents of the shards of an index file, looked up on one host if they are in buckets."""
+    paths = [shard.path for shard, _ in shards]
+    rows = [(shard.rows, used) for shard, used in shards]
+    return Contents(*looked_up(on_one_host, f"contents of {index}", paths, lambda: contents_of(shards), given=rows))
 
 
 def check_contents(
@@ -120,7 +128,7 @@ def shard_facts(paths: Iterable[str]) -> dict[str, Facts]:
         recorded = recorded_checksums(directory)
         unlisted = []
         for path in shards:
-            checksum = recorded(os.path.basename(path))
+            checksum = recorded(path.rpartition("/")[2])
             if checksum is not None:
                 facts[path] = Facts(_MANIFEST, checksum)
             else:
@@ -160,12 +168,13 @@ def _facts_of_objects(directory: str, paths: list[str]) -> dict[str, Facts]:
     except storage.AccessDenied as error:
         _log.warning("the contents of the shards are not compared with the contents at the start of the run: %s", error)
         stats = {}
-    return {path: _facts_of_object(path, stats.get(path)) for path in paths}
+    versions = f"versions in {directory}"  # a copy elsewhere has others
+    return {path: _facts_of_object(path, stats.get(path), versions) for path in paths}
 
 
-def _facts_of_object(url: str, stat: ObjectStat | None) -> Facts:
+def _facts_of_object(url: str, stat: ObjectStat | None, versions: str) -> Facts:
     if stat is None:
         return Facts(_UNKNOWN, os.path.basename(url))
     if stat.checksum is not None:
         return Facts(stat.checksum.algorithm, f"{stat.size} {stat.checksum.value}")
-    return Facts(f"versions in {storage.parent(url)}", f"{stat.size} {stat.version}")  # a copy elsewhere has others
+    return Facts(versions, f"{stat.size} {stat.version}")

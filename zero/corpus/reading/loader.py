@@ -33,7 +33,7 @@ from zero.corpus.format.shards import BadData, RowArrays, RowFormat, row_tokens
 from zero.corpus.reading.batch_schedule import BatchSchedule
 from zero.corpus.reading.cache import ShardCache
 from zero.corpus.reading.checksums import ShardChecksums
-from zero.corpus.reading.contents import REMEDY, IndexContents, check_contents, contents_of
+from zero.corpus.reading.contents import REMEDY, IndexContents, check_contents, contents_on_one_host
 from zero.corpus.reading.corpus_reader import SKIPPED, CorpusReader
 from zero.corpus.reading.order import Mixture, Order, StagedMixture, exact_weights, weight_stages
 from zero.corpus.reading.prefetch import RowStream
@@ -219,13 +219,10 @@ class Loader:
     @cached_property
     def contents(self) -> list[IndexContents]:
         """What identifies the contents of each index file; all hosts ask for it first in the same order."""
-        return [self._contents_of(name, shards) for name, shards in self._by_index]
-
-    def _contents_of(self, name: str, shards: UsedShards) -> IndexContents:
-        paths = [shard.path for shard, _ in shards]
-        rows = [(shard.rows, used) for shard, used in shards]
-        found = looked_up(self._on_one_host, f"contents of {name}", paths, lambda: contents_of(shards), given=rows)
-        return IndexContents(name, *found)
+        return [
+            IndexContents(name, *contents_on_one_host(name, shards, self._on_one_host))
+            for name, shards in self._by_index
+        ]
 
     @property
     def shards(self) -> list[Shard]:

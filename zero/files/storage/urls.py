@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import posixpath
+import re
 from pathlib import Path
 
 from zero.base.errors import UserError
 
 SCHEME = "gs"  # of a bucket that is named without one
 SCHEMES = (SCHEME, "s3", "az", "abfs", "hf")
+_IN_BUCKET = re.compile(rf"(?:{'|'.join(SCHEMES)})://[^/]")  # asked of each of a million shards
 
 
 def is_remote(url: str | Path) -> bool:
@@ -18,16 +20,13 @@ def is_remote(url: str | Path) -> bool:
     Raises:
       UserError: a URL with another scheme, as https://, or without a bucket, or a command, which webdataset would run.
     """
+    if _IN_BUCKET.match(str(url)):
+        return True
     if str(url).startswith("pipe:"):
         raise UserError(f"{url}: commands are never run; download the data, or give its URL in a bucket")
     if "://" not in str(url):
         return False
-    bucket_name, _ = split(url)
-    if scheme(url) not in SCHEMES or not bucket_name:
-        raise UserError(
-            f"{url}: expected a local path or gs://bucket/name (in place of gs also {', '.join(SCHEMES[1:])})"
-        )
-    return True
+    raise UserError(f"{url}: expected a local path or gs://bucket/name (in place of gs also {', '.join(SCHEMES[1:])})")
 
 
 def is_root(url: str | Path) -> bool:
@@ -93,10 +92,13 @@ def parent(url: str | Path) -> str:
     >>> parent("gs://bucket/a/0.tar"), parent("gs://bucket/0.tar"), parent("gs://bucket"), parent("0.tar")
     ('gs://bucket/a', 'gs://bucket', 'gs://bucket', '.')
     """
+    head, _, name = str(url).rpartition("/")
+    if name and "://" in head:
+        return head
     if is_root(url):
         return str(url).rstrip("/")
     if "://" in str(url):
-        return str(url).rpartition("/")[0]
+        return head
     return os.path.dirname(url) or "."
 
 
