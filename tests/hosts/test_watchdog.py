@@ -372,3 +372,25 @@ def test_others_hear_all_where_host_0_has_finished(monkeypatch: pytest.MonkeyPat
     store.of_the_other = "finished"
     monkeypatch.setattr(store, "key_value_dir_get", lambda directory: [("zero/heartbeat/2", "7")])
     assert watching._read_reports() == {2: "7"}
+
+
+def test_a_slow_host_0_is_not_asked_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All reports, whose number is that of the hosts, are read only if host 0 is silent several times in a row."""
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    store = Store(other=0)
+    watching = watchdog._Watchdog(store, stall_minutes=None)
+    asked: list[str] = []
+
+    def read_all(directory: str) -> list[tuple[str, str]]:
+        asked.append(directory)
+        return [("zero/heartbeat/0", store.of_the_other)]
+
+    monkeypatch.setattr(store, "key_value_dir_get", read_all)
+    for beat in (1, 1, 1, 2, 2, 3):
+        store.of_the_other = f"{beat} 0 0"
+        watching._reports = watching._read_reports()
+    assert not asked
+    for _ in range(3):
+        watching._reports = watching._read_reports()
+    assert asked == ["zero/heartbeat/"]

@@ -89,6 +89,7 @@ class _Watchdog:
         self._stopped = threading.Event()
         self._leaving = threading.Lock()  # the lock stays with who takes it first
         self._reports: dict[int, str] = {}
+        self._unchanged = 0  # how often in a row host 0 reported nothing new
         self._has_answer = threading.Event()  # of the store, since the watching thread last looked
         self._failure = "no answer"
         self._names = [socket.gethostname()]
@@ -228,12 +229,14 @@ class _Watchdog:
     def _read_reports(self) -> dict[int, str]:
         """Host 0 reads what all report, and the others what host 0 does: each reading all would be their square.
 
-        If host 0 reports nothing new, the others read all reports, because it may not pass on what it hears.
+        If host 0 reports nothing new three times, the others read all reports, because it may not pass on what it
+        hears. A host 0 that is merely slow reports nothing new now and then, and must not be asked more for it.
         """
         if self._host:
             before = self._reports.get(0)
             report = str(self._client.blocking_key_value_get("zero/heartbeat/0", 1000 * SILENCE_SECONDS))
-            if report not in (before, _FINISHED):
+            self._unchanged = self._unchanged + 1 if report == before else 0
+            if report != _FINISHED and self._unchanged < 3:
                 return {0: report}
         return self._read("zero/heartbeat/")
 
