@@ -1,11 +1,14 @@
 """Hosts that meet: all arrive, some never do, and some are not those that are expected."""
 
 import fcntl
+import json
 import logging
 import socket
+import subprocess
+import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
 
@@ -142,3 +145,66 @@ def test_more_files_than_select_takes() -> None:
         with other:
             assert not roll_call._has_left(high)
         assert roll_call._has_left(high, 10)
+
+
+MANY = """
+import resource, socket, sys, threading, time
+from zero.hosts import roll_call
+
+count, soft, hard = map(int, sys.argv[2:])
+looks = 0
+has_left = roll_call._has_left
+
+
+def counted(*arguments):
+    global looks
+    looks += 1
+    return has_left(*arguments)
+
+
+roll_call._has_left = counted
+roll_call._POLL_SECONDS = 60.0  # only the last host to arrive, not the clock, makes host 0 look at all
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+roll_call.meet(sys.argv[1], count, 0, 5)
+print(looks, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+
+
+def arrive_at(address: str, count: int, soft: int, hard: int) -> tuple[str, str]:
+    """What host 0 prints, of so many hosts, in a process with these limits of open files."""
+    place, _, port = address.rpartition(":")
+    command = [sys.executable, "-c", MANY, address, str(count), str(soft), str(hard)]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as host_0,
+        ExitStack() as stack,
+    ):
+        connections: list[socket.socket] = []
+        while host_0.poll() is None and len(connections) < count - 1:
+            try:
+                connection = stack.enter_context(socket.create_connection((place, int(port))))
+                connections.append(connection)
+                connection.sendall(json.dumps({"host": len(connections), "hosts": count}).encode() + b"\n")
+            except ConnectionError:  # it does not listen yet, or has ended
+                time.sleep(0.01)
+        for connection in connections:
+            with suppress(ConnectionError):  # of a host 0 that has ended
+                connection.recv(100)
+            connection.close()
+        return host_0.communicate(timeout=300)
+
+
+def test_many_hosts(address: str) -> None:
+    """More than the files that a process may open at first; host 0 looks at each a few times, not once per arrival."""
+    output, errors = arrive_at(address, 300, soft=128, hard=4096)
+    assert not errors
+    looks, limit = map(int, output.split())
+    assert looks <= 2 * 300
+    assert limit == 2 * 300 + 1000
+
+
+def test_too_many_hosts(address: str) -> None:
+    """If the system allows no more open files, the last line says so."""
+    _, errors = arrive_at(address, 300, soft=128, hard=200)
+    last = errors.splitlines()[-1]
+    assert "host 0 cannot connect to all 300 hosts, only to 1" in last
+    assert last.endswith("Too many open files (ulimit -n)")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import resource
 import select
 import socket
 import time
@@ -22,6 +23,7 @@ TELL_SECONDS = 15  # between two lines about hosts that are missing
 _POLL_SECONDS = 0.1
 _ALL, _REFUSED, _WRONG = "all", "refused ", "wrong "  # answers of host 0: a later start may succeed, or may not
 _NO_ENTRY = (ValueError, KeyError, TypeError)  # what another program sends
+_OTHER_FILES = 1000  # that a host may open besides its connections to others
 _LONGEST_LINE = 1000  # bytes, of a host that says who it is
 
 
@@ -70,6 +72,7 @@ class _Visitor:
 
 def _call(port: int, count: int, deadline: float, limit: str) -> None:
     """What host 0 does: it collects a connection of each other host, and then answers all of them."""
+    _allow_connections(count)
     has_both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if has_both else socket.AF_INET
     try:
@@ -78,7 +81,8 @@ def _call(port: int, count: int, deadline: float, limit: str) -> None:
         raise Unavailable(f"distributed.coordinator_address: port {port} of host 0: {error.strerror}") from error
     arrived: dict[int, socket.socket] = {}
     visitors: list[_Visitor] = []
-    told_at = time.monotonic() + TELL_SECONDS
+    looked_at = time.monotonic()
+    told_at = looked_at + TELL_SECONDS
     with ExitStack() as stack:
         stack.enter_context(listener)
         listener.settimeout(_POLL_SECONDS)
@@ -87,6 +91,10 @@ def _call(port: int, count: int, deadline: float, limit: str) -> None:
                 connection, _ = listener.accept()
             except TimeoutError:
                 pass
+            except OSError as error:
+                raise Unavailable(
+                    f"host 0 cannot connect to all {count} hosts, only to {len(arrived)}: {error.strerror} (ulimit -n)"
+                ) from error
             else:
                 visitors.append(_Visitor(stack.enter_context(connection)))
             for visitor in visitors[:]:
@@ -94,9 +102,12 @@ def _call(port: int, count: int, deadline: float, limit: str) -> None:
                 if line is not None:
                     visitors.remove(visitor)
                     _enter(visitor.connection, line, count, arrived)
+            now = time.monotonic()
+            if len(arrived) < count - 1 and now < looked_at + _POLL_SECONDS:
+                continue  # to look at all hosts whenever one arrives would be the square of their number
+            looked_at = now
             for host in [host for host, connection in arrived.items() if _has_left(connection)]:
                 del arrived[host]
-            now = time.monotonic()
             missing = named([host for host in range(1, count) if host not in arrived], count)
             if missing and now > deadline:
                 _tell(arrived.values(), f"{_REFUSED}{missing} not arrived within {limit}")
@@ -107,6 +118,19 @@ def _call(port: int, count: int, deadline: float, limit: str) -> None:
         _tell(arrived.values(), _ALL)
         for connection in arrived.values():  # whoever closes first keeps the port busy for a minute: not host 0
             _has_left(connection, TELL_SECONDS)
+
+
+def _allow_connections(count: int) -> None:
+    """Raises the limit of open files of this process, often 1024, as far as the system allows.
+
+    Host 0 has a connection to each host here, and afterwards jax's coordinator has.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 2 * count + _OTHER_FILES
+    if hard != resource.RLIM_INFINITY:
+        needed = min(needed, hard)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _enter(connection: socket.socket, line: bytes, count: int, arrived: dict[int, socket.socket]) -> None:
