@@ -140,6 +140,50 @@ def requests_of_start(folders: int, hosts: int) -> int:
     return bucket.requests.total()
 
 
+def requests_of_columns(hosts: int) -> int:
+    """The requests to a bucket of all hosts that find a reference's values and check a teacher's, of as many folders.
+
+    Each host lists no folder, or the requests are the square of the hosts.
+    """
+    import numpy as np
+
+    from zero.corpus.format.index_files import read_index
+    from zero.corpus.reading.contents import contents_of
+    from zero.files.storage.stores import STORES
+    from zero.hosts import agreement
+    from zero.run import reference, teacher
+
+    shards = [f"gs://bucket/corpus/{i}/0.tar" for i in range(hosts)]
+    index = "gs://bucket/index/a.index"
+    text = "".join(f"{shard} # 2 rows\n" for shard in shards)
+    bucket = CountedBucket(dict.fromkeys(shards, b"") | {index: text.encode()})
+    position: Any = SimpleNamespace(base={"checksum": 1}, global_rows=2)
+    inputs: Any = SimpleNamespace(scores={})
+    job: Any = SimpleNamespace(model=None, objective=SimpleNamespace(example=SimpleNamespace(texts=2)))
+
+    def work() -> None:
+        reference._index_values(index, inputs, job, position, None)
+        teacher._check(index, described, 4, 2, 300)
+
+    google = STORES["gs"]
+    STORES["gs"] = bucket  # type: ignore[assignment]
+    try:
+        with (
+            patch.object(reference, "score_identity", lambda scores, model: {}),
+            patch.object(agreement, "sum_over_hosts", lambda *numbers: [*numbers]),
+        ):
+            listed = read_index(index)
+            contents = [*contents_of([(shard, shard.rows) for shard in listed])]
+            described: Any = SimpleNamespace(contents=contents, positions=4, count=2, largest=0)
+            path = reference._place(index, listed, inputs, job, position)
+            bucket.objects[path] = reference._encoded(np.zeros((2 * hosts, 2), np.float32))
+            bucket.requests.clear()
+            on_hosts(hosts, work)
+    finally:
+        STORES["gs"] = google
+    return bucket.requests.total()
+
+
 def told_of_emergency_copies(hosts: int) -> int:
     """The bytes that the store sends to each host that looks for emergency checkpoints; one has lost its own."""
     from zero.checkpoints.emergency import Emergency, find_whole
@@ -290,42 +334,59 @@ def runs_of(count: int) -> Callable[[], Any]:
 
 
 class CountedStore:
-    """A host's client of jax's key-value store, which counts its requests. The texts are those of all hosts."""
+    """A host's client of jax's key-value store, which counts requests and answers. The texts are those of all hosts."""
 
     def __init__(self, texts: dict[str, str]):
         self.texts = texts
         self.requests = 0
+        self.told = 0  # bytes
 
-    def key_value_set(self, key: str, text: str) -> None:
+    def key_value_set(self, key: str, text: str, allow_overwrite: bool = False) -> None:
         self.requests += 1
         self.texts[key] = text
 
     def wait_at_barrier(self, name: str, milliseconds: int) -> None:
         self.requests += 1
 
+    def blocking_key_value_get(self, key: str, milliseconds: int) -> str:
+        self.requests += 1
+        self.told += len(self.texts[key])
+        return self.texts[key]
+
     def key_value_dir_get(self, directory: str) -> list[tuple[str, str]]:
         self.requests += 1
-        return [(key, text) for key, text in self.texts.items() if key.startswith(directory)]
+        found = [(key, text) for key, text in self.texts.items() if key.startswith(directory)]
+        self.told += sum(len(key) + len(text) for key, text in found)
+        return found
 
 
-def messages_of_gather(hosts: int) -> int:
-    """The requests of all hosts to the store, in which they tell each other a text."""
+def on_hosts(hosts: int, work: Callable[[], None]) -> CountedStore:
+    """The store after each host has done some work, host 0 first."""
     import jax
 
     from zero.hosts import agreement
 
-    client = CountedStore(
-        {f"zero/gather/growth/{host + 1}/{other}": TEXT for host in range(hosts) for other in range(hosts)}
-    )
-    agreement._calls.clear()
+    client = CountedStore({})
     with (
         patch.object(jax, "process_count", lambda: hosts),
         patch.object(agreement, "coordination_client", lambda: client),
     ):
         for host in range(hosts):
+            agreement._calls.clear()
             with patch.object(jax, "process_index", lambda host=host: host):
-                assert agreement.gather("growth", TEXT) == [TEXT] * hosts
-    return client.requests
+                work()
+    return client
+
+
+def agree_at_start() -> None:
+    """What hosts tell each other through the store before their first step, if they agree."""
+    from zero.hosts import agreement
+    from zero.hosts.same_configuration import check_same_configuration
+
+    check_same_configuration({f"section.key_{number}": TEXT for number in range(100)}, {})
+    agreement.check_shared("data.checkpoint_directory", "gs://bucket/checkpoints")
+    assert agreement.reports("contents of the data", None) == {}
+    assert agreement.left_by_hosts("peers", TEXT)(0) == TEXT
 
 
 GROWTHS = (
@@ -355,7 +416,13 @@ GROWTHS = (
     Growth("checkpoints", "which of them are kept", 1000, kept_checkpoints, 8),
     Growth("steps", "a report's look at the metrics", 1000, metrics_of, 8.5),
     Growth("runs", "the newest of them, for --resume", 16, runs_of, 8.5),
-    Growth("hosts", "a text that they tell each other", 8, lambda n: lambda: messages_of_gather(n), 8, "messages"),
+    Growth(
+        "hosts and folders", "requests of all for columns", 4, lambda n: lambda: requests_of_columns(n), 8, "requests"
+    ),
+    Growth(
+        "hosts", "agreement of all at a start", 8, lambda n: lambda: on_hosts(n, agree_at_start).requests, 8, "messages"
+    ),
+    Growth("hosts", "the same", 8, lambda n: lambda: on_hosts(n, agree_at_start).told, 8, "bytes"),
 )
 
 

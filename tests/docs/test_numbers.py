@@ -37,6 +37,7 @@ KEYS_ONLY = {
     "corpus/preparing/near_duplicates.py",
     "corpus/preparing/sources/changes.py",
     "corpus/preparing/tokenize_documents.py",
+    "hosts/agreement.py",
 }
 
 

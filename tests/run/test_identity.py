@@ -137,7 +137,7 @@ def test_hosts_with_different_data(copied: Path, monkeypatch: pytest.MonkeyPatch
     loader = open_loader(cli.INDICES[0], global_rows=16, context=32, vocab_size=256)
     of_host_0 = [["elsewhere/tiny_train.index", "blocks", "0"] for _ in loader.contents]  # another disk
     monkeypatch.setattr("zero.hosts.agreement.broadcast", lambda name, text: json.dumps(of_host_0))
-    monkeypatch.setattr("zero.hosts.agreement.gather", lambda name, text: ["[]", "[]", text])
+    monkeypatch.setattr("zero.hosts.agreement.reports", lambda name, report: {2: report})
     message = r"elsewhere/tiny_train.index: host 0 has other contents \(by blocks\) than host 2 \(by manifest\)"
     with pytest.raises(UserError, match=message):
         check_identity(TrainingPosition(16), FileTokenizer("any.json", bytes_as_file()), loader, {})

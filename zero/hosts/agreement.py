@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import secrets
 from collections import Counter
@@ -102,32 +103,11 @@ def on_host_0(name: str, look: Callable[[], Any], /) -> Any:
     return answers["result"]
 
 
-def gather(name: str, text: str) -> list[str]:
-    """The texts of all hosts, ordered by host, on all hosts, which call it in the same order.
-
-    Each host asks once for all texts: one question per text would be the square of the number of hosts
-    (docs/decisions/fault-tolerance.md). The store sends every text to every host, so texts should be short.
-    """
-    arrive()
-    if jax.process_count() == 1:
-        return [text]
-    client = coordination_client()
-    key = _next_key(f"gather/{name}")
-    client.key_value_set(f"{key}/{jax.process_index()}", text)
-    try:
-        client.wait_at_barrier(key, 1000 * ANSWER_SECONDS)
-    except jax.errors.JaxRuntimeError as error:
-        raise Unavailable(
-            f"{name}: {_missing(key)} did not respond for {ANSWER_SECONDS} s ({first_line(error)})"
-        ) from error
-    texts = dict(client.key_value_dir_get(f"{key}/"))
-    return [str(texts[f"{key}/{host}"]) for host in range(jax.process_count())]
-
-
 def union(name: str, texts: Iterable[str]) -> set[str]:
     """The texts of all hosts, each once, on all hosts, which call it in the same order.
 
-    Unlike `gather` it sends a text that many hosts have only once to each host.
+    Each host asks once for all texts, and is sent a text that many hosts have only once: a question per host, or a
+    text of each host to each host, would be the square of their number (docs/decisions/fault-tolerance.md).
     """
     arrive()
     if jax.process_count() == 1:
@@ -135,7 +115,7 @@ def union(name: str, texts: Iterable[str]) -> set[str]:
     client = coordination_client()
     key = _next_key(f"union/{name}")
     for text in texts:
-        client.key_value_set(f"{key}/{text}", "1", allow_overwrite=True)
+        client.key_value_set(f"{key}/{hashlib.sha256(text.encode()).hexdigest()}", text, allow_overwrite=True)
     arrived = f"{key}-arrived"
     client.key_value_set(f"{arrived}/{jax.process_index()}", "1")
     try:
@@ -144,7 +124,38 @@ def union(name: str, texts: Iterable[str]) -> set[str]:
         raise Unavailable(
             f"{name}: {_missing(arrived)} did not respond for {ANSWER_SECONDS} s ({first_line(error)})"
         ) from error
-    return {str(found).removeprefix(f"{key}/") for found, _ in client.key_value_dir_get(f"{key}/")}
+    return {str(text) for _, text in client.key_value_dir_get(f"{key}/")}
+
+
+def reports(name: str, report: str | None) -> dict[int, str]:
+    """What some hosts report, by host in ascending order, on all hosts, which call it in the same order.
+
+    Hosts with nothing to report, None, add nothing to what each is sent.
+    """
+    own = [] if report is None else [json.dumps([jax.process_index(), report])]
+    return dict(sorted(map(json.loads, union(name, own))))
+
+
+def left_by_hosts(name: str, text: str) -> Callable[[int], str]:
+    """Leaves a text for the other hosts, and returns a function that asks for the text of one of them.
+
+    All hosts call it in the same order. A host that needs the texts of a few is not sent those of all.
+
+    The function raises Unavailable if the host has not left its text within `ANSWER_SECONDS`.
+    """
+    client = coordination_client()
+    key = _next_key(f"left/{name}")
+    client.key_value_set(f"{key}/{jax.process_index()}", text)
+
+    def text_of(host: int) -> str:
+        try:
+            return str(client.blocking_key_value_get(f"{key}/{host}", 1000 * ANSWER_SECONDS))
+        except jax.errors.JaxRuntimeError as error:
+            raise Unavailable(
+                f"{name}: host {host} did not respond for {ANSWER_SECONDS} s ({first_line(error)})"
+            ) from error
+
+    return text_of
 
 
 def _missing(key: str) -> str:
@@ -190,7 +201,7 @@ def check_shared(key: str, path: Path | str) -> None:
     if jax.process_count() == 1:
         return
     if not isinstance(path, Path):
-        if len(places := sorted(set(gather(key, path)))) > 1:
+        if len(places := sorted(union(key, [path]))) > 1:
             raise UserError(f"{key}: expected the same on all hosts, got {', '.join(places)}")
         return
     probe = path / f".visible-to-all.{broadcast(key, secrets.token_hex(4))}"  # as `storage.remove_unfinished` expects

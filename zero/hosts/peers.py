@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jax
 
+from zero.base.errors import Unavailable
 from zero.hosts import agreement
 from zero.partition.whole_state import coordinator_address
 
@@ -31,25 +32,31 @@ class Peers:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._key = bytes.fromhex(agreement.broadcast("peers' key", secrets.token_hex(32)))
-        self._addresses: list[tuple[str, int]] = []
         if jax.process_count() > 1:
             self._listener = Listener(("", 0), authkey=self._key, backlog=16)
             threading.Thread(target=self._serve, name="peers", daemon=True).start()
             address = json.dumps([_own_address(), self._listener.address[1]])
-            self._addresses = [tuple(json.loads(text)) for text in agreement.gather("peers", address)]
+            self._address_of = agreement.left_by_hosts("peers", address)
 
     def put(self, host: int, name: str) -> None:
         """Sends a file; it appears whole on the other host, or not at all. Raises one of `FAILURES`."""
-        with Client(self._addresses[host], authkey=self._key) as connection:
+        with Client(self._address(host), authkey=self._key) as connection:
             connection.send_bytes(b"put " + name.encode())
             _send(connection, self._directory / name)
             connection.recv_bytes()  # it is in place
 
     def get(self, host: int, name: str) -> None:
         """Fetches a file into the directory; raises one of `FAILURES`."""
-        with Client(self._addresses[host], authkey=self._key) as connection:
+        with Client(self._address(host), authkey=self._key) as connection:
             connection.send_bytes(b"get " + name.encode())
             _receive(connection, self._directory / name)
+
+    def _address(self, host: int) -> tuple[str, int]:
+        try:
+            place, port = json.loads(self._address_of(host))
+        except Unavailable as error:
+            raise ConnectionError(str(error)) from error
+        return place, port
 
     def _serve(self) -> None:
         while True:

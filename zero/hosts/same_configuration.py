@@ -37,7 +37,7 @@ def _differences(texts: dict[str, str]) -> list[str]:
         key: texts.get(key, "nothing") for key in sorted(first | texts) if texts.get(key) != first.get(key)
     }
     differing: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for host, text in enumerate(agreement.gather("configuration", json.dumps(mine))):
+    for host, text in agreement.reports("configuration", json.dumps(mine) if mine else None).items():
         for key, value in json.loads(text).items():
             differing[key][value].append(host)
     return [

@@ -69,12 +69,13 @@ def _check_hosts(contents: list[IndexContents]) -> None:
         for (path, known_by, digest), (_, known_by_here, digest_here) in zip(first, mine, strict=True)
         if (known_by, digest) != (known_by_here, digest_here)
     ]
-    for host, text in enumerate(agreement.gather("contents of the data", json.dumps(differences[:1]))):
-        for path, known_by, known_by_there in json.loads(text):
-            raise UserError(
-                f"{path}: host 0 has other contents (by {known_by}) than host {host} (by {known_by_there}); all hosts "
-                "need the same shards, and the same manifest.json beside them"
-            )
+    report = json.dumps(differences[0]) if differences else None
+    for host, text in agreement.reports("contents of the data", report).items():
+        path, known_by, known_by_there = json.loads(text)
+        raise UserError(
+            f"{path}: host 0 has other contents (by {known_by}) than host {host} (by {known_by_there}); all hosts "
+            "need the same shards, and the same manifest.json beside them"
+        )
 
 
 def _changed(before: Mapping[str, list[Any]], now: Mapping[str, list[Any]]) -> list[str]:
