@@ -68,7 +68,7 @@ def test_every_damage(tmp_path: Path) -> None:
     for name, kind in harmless:
         assert re.fullmatch(UNREAD, name) or kind == "deleted" or name.startswith("state/ocdbt.process_0/d/"), name
     damaged = {name for name, kind in found if kind in ("empty", "torn")}
-    assert {"meta/metadata", "state/_METADATA", "state/array_metadatas/process_0", "state/manifest.ocdbt"} <= damaged
+    assert {"meta/metadata", "state/_METADATA", "state/manifest.ocdbt"} <= damaged
     assert any(name.startswith("state/d/") for name in damaged)
     assert any(name.startswith("state/ocdbt.process_0/d/") for name in damaged)
     for kind in ("deleted", "empty", "torn"):

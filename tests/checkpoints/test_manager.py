@@ -23,6 +23,9 @@ from tests.helpers.checkpoints import (
 )
 from zero.base.errors import UserError
 from zero.checkpoints.manager import Checkpoints
+from zero.checkpoints.retention import Saved
+from zero.files import storage
+from zero.hosts import agreement
 from zero.training.sharded_gpt import ShardedGPT
 
 
@@ -60,6 +63,18 @@ def test_meta_comes_back(saved_once: Path) -> None:
         meta = checkpoints.meta(5)
     assert {key: meta[key] for key in META} == META
     assert meta["shapes"] == {leaf.name: list(leaf.shape) for leaf in placed(8, 3)[0].leaves}
+
+
+def test_other_hosts_ask_for_less(saved_once: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host 0 tells the others what retention depends on; to restore, no host lists files or reads one per host."""
+    assert not (saved_once / "5" / "state" / "array_metadatas").exists()
+    told = [[5, 0.25, 60.0], [7, None, 90.0]]
+    with Checkpoints(saved_once, None) as checkpoints:
+        monkeypatch.setattr(agreement, "on_host_0", lambda name, look: told)
+        assert checkpoints._known() == {5: Saved(0.25, 60.0), 7: Saved(None, 90.0)}
+        monkeypatch.setattr(storage, "list_files", lambda folder: pytest.fail(f"{folder} is listed"))
+        layout, axis = placed(8, 3)
+        assert_same(checkpoints.restore(5, layout, axis), make_state(layout, axis, seed=5), layout)
 
 
 def test_steps_during_a_save(tmp_path: Path) -> None:

@@ -357,20 +357,24 @@ class Checkpoints:
     def _known(self) -> dict[int, Saved]:
         """What retention depends on of existing checkpoints whose metadata can be read, by step."""
         if self._saved is None:
-            self._saved = {}
-            for step in self.steps():
-                try:
-                    self._saved[step] = retained(read_metadata(self.directory, step))
-                except DamagedCheckpoint as error:
-                    log.warning("%s", error)
+            steps = self.steps()
+            found = agreement.on_host_0("metadata of checkpoints", lambda: self._read_retained(steps))
+            self._saved = {step: Saved(*saved) for step, *saved in found}
         return self._saved
+
+    def _read_retained(self, steps: Sequence[int]) -> list[tuple[int, float | None, float | None]]:
+        found = []
+        for step in steps:
+            try:
+                found.append((step, *retained(read_metadata(self.directory, step))))
+            except DamagedCheckpoint as error:
+                log.warning("%s", error)
+        return found
 
     def _read_arrays(self, step: int, targets: PyTree, restore_args: PyTree) -> PyTree:
         import orbax.checkpoint as ocp
 
-        files = storage.list_files(storage.join(self.directory, f"{step}/state"))
-        json_files = [file for file in files if file.endswith("/_METADATA") or "/array_metadatas/" in file]
-        with read_errors(self._name(step), json_files):
+        with read_errors(self._name(step), [storage.join(self.directory, f"{step}/state/_METADATA")]):
             # Not through the manager, whose hosts wait for each other, and so for one that cannot read.
             return self._arrays.restore(
                 self._manager.directory / str(step) / "state",

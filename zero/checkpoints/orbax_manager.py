@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
+import numpy as np
 
 from zero.base.errors import Unavailable, UserError
 from zero.checkpoints.damage import without_brackets
@@ -34,18 +35,26 @@ def check_path(directory: Path | str) -> None:
 def array_handler(*, from_host: bool) -> ocp.PyTreeCheckpointHandler:
     """Writes and reads the arrays of a checkpoint.
 
+    Without orbax's files that describe the arrays of each host, which nothing here needs: at a restore each host would
+    read those of all, and at a save host 0.
+
     Args:
       from_host: whether what is saved fills the host's memory; then a few GB are copied at a time.
     """
     import orbax.checkpoint as ocp
 
-    if not from_host:
-        return ocp.PyTreeCheckpointHandler(use_compression=False)
-    # Otherwise each copy of the state would write a part of an array, which a device would have to cut.
-    whole = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
-    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, whole))
+    arrays = ocp.type_handlers.ArrayHandler(
+        # Otherwise each copy of the state would write a part of an array, which a device would have to cut.
+        use_replica_parallel=False if from_host else None,
+        array_metadata_store=None,
+    )
+    registry = ocp.type_handlers.create_type_handler_registry(
+        (jax.Array, arrays), (np.ndarray, ocp.type_handlers.NumpyHandler())
+    )
     return ocp.PyTreeCheckpointHandler(
-        use_compression=False, type_handler_registry=registry, save_device_host_concurrent_gb=COPIED_GB
+        use_compression=False,
+        type_handler_registry=registry,
+        save_device_host_concurrent_gb=COPIED_GB if from_host else None,
     )
 
 
