@@ -8,10 +8,10 @@ First form: the table of `GROWTHS`. Each entry counts something that no load of 
 requests to a bucket, lines of a program) and should be flat or grow with n; the CPU seconds and the peak of Python's
 memory stand beside it. `tests/benchmarks/test_growth.py` compares the counts.
 
-Second form: what hosts tell each other by jax's key-value store, with clients in one process, by one question to the
-store and by one per host; and the layout, the axis and the places of rows of a Llama 3.1 405B in float32 on so many
-devices, four of them on a host. Third form: the compiler's time for a small step on slices of several sizes. Seconds
-are of the CPU; those of the store are of all clients together.
+Second form: what hosts tell each other by jax's key-value store, with clients in one process: equal texts once, and
+different ones by one question to the store and by one per host; and the layout, the axis and the places of rows of a
+Llama 3.1 405B in float32 on so many devices, four of them on a host. Third form: the compiler's time for a small step
+on slices of several sizes. Seconds are of the CPU; those of the store are of all clients together.
 """
 
 from __future__ import annotations
@@ -507,6 +507,14 @@ def tell(hosts: int) -> None:
         client.wait_at_barrier("once", TIMEOUT)
         assert len(client.key_value_dir_get("once/")) == hosts
 
+    def equal_texts(host: int, client: Any) -> None:  # as `agreement.union` does
+        client.key_value_set("equal/digest", TEXT, True)
+        client.key_value_set(f"equal-arrived/{host}", "1")
+        client.wait_at_barrier("equal", TIMEOUT)
+        assert len(client.key_value_dir_get("equal/")) == 1
+
+    with measured(f"{hosts} hosts tell each other a text that all have"):
+        on_all(clients, equal_texts)
     with measured(f"{hosts} hosts tell each other a text, by one question"):
         on_all(clients, at_once)
     with measured(f"{hosts} hosts tell each other a text, by one per host"):

@@ -116,6 +116,7 @@ class Proxy:
         self._line_free = 0.0  # when the last read has passed the line
         self.injected: Counter[str] = Counter()
         self.ranges: list[str | None] = []  # of the reads, faults included
+        self.requests: list[tuple[float, str, str]] = []  # when, on the monotonic clock; the method and the path
         self.lock, self.random, self.closed = threading.Lock(), random.Random(0), threading.Event()
 
     def delay(self, size: int) -> None:
@@ -154,6 +155,7 @@ def disturbed(proxy: Proxy) -> Iterator[str]:
             if self.headers.get("Expect") == "100-continue":  # S3's library waits for it
                 self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            proxy.requests.append((time.monotonic(), self.command, self.path))
             # Google's library and fsspec.
             is_read = self.command == "GET" and ("alt=media" in self.path or "Range" in self.headers)
             fault = proxy.draw(is_read)
